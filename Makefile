@@ -2,6 +2,7 @@
 # `make demo`: fine-tunes a real 135M model on real rows through the streaming engine, on any machine, in minutes.
 # `make adaptation`: takes that model through pretrain, sft and dpo to the spelling of 1623, and measures each stage.
 # `make test`: lint, types and the whole test suite.   `make lint`: the first two.
+# `make docs`: the pages of docs/ and the references as a site in build/docs, every link checked.
 # `make campaign HOURS=8 SEED=1`: kills, failing calls, damaged files and odd input, for hours; writes docs/reliability.md.
 # Each builds .venv on its first call; later calls find the stamp and start at once.
 
@@ -19,8 +20,9 @@ DEMO_RUN ?= runs/demo
 
 BIN := .venv/bin
 STAMP := .venv/.installed
+DOCS_STAMP := .venv/.installed-docs
 
-.PHONY: demo adaptation test lint format goldens campaign clean
+.PHONY: demo adaptation test lint format goldens campaign docs clean
 .DEFAULT_GOAL := test
 
 $(STAMP): pyproject.toml
@@ -61,6 +63,14 @@ goldens: $(STAMP)
 campaign: $(STAMP)
 	$(BIN)/python -m benchmarks.campaign --hours $(HOURS) --seed $(SEED); code=$$?; \
 		$(BIN)/python -m benchmarks.campaign.page && exit $$code
+
+$(DOCS_STAMP): $(STAMP)
+	$(BIN)/python -m pip install --quiet $(PIP_FLAGS) --editable '.[docs]'
+	touch $@
+
+# The variable silences an advertisement of the theme's, which would be a warning otherwise.
+docs: $(DOCS_STAMP)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 
 format: $(STAMP)
 	$(BIN)/ruff check --fix .

@@ -39,18 +39,24 @@ MEANINGS = {
 ENVIRONMENT = {
     "MEGATRAIN_CACHE": "Folder of the token cache, the machine's profile and other caches; "
     "default: `megatrain` below `XDG_CACHE_HOME` or `~/.cache`.",
-    "CUDA_VISIBLE_DEVICES": "The first GPU named there is used.",
-    "WORLD_SIZE": "Above 1, as launchers of several processes set it: refused.",
-    "HF_TOKEN": "Token for gated and private models; `hf auth login` keeps one.",
+    "CUDA_VISIBLE_DEVICES": "`train` and `resume` use the GPUs named there, others the first one.",
+    "WORLD_SIZE": "Above 1, with RANK and LOCAL_RANK, as torchrun sets them: this process is a "
+    "rank ([several GPUs](scale.md)); other commands than `train` and `resume` refuse it.",
+    "SLURM_PROCID": "With SLURM_NTASKS above 1 and SLURM_LOCALID: the same under Slurm.",
+    "SLURM_LAUNCH_NODE_IPADDR": "Where ranks meet under Slurm, unless MASTER_ADDR is set.",
+    "HF_TOKEN": "Token for gated and private models, and for push; `hf auth login` keeps one.",
     "HF_HOME": "Where the hub's downloads are kept.",
     "HF_DATASETS_CACHE": "Where `datasets` keeps what it made of them; by default below `HF_HOME`.",
     "HF_HUB_OFFLINE": "1: nothing is asked of the hub.",
     "HF_ENDPOINT": "Another hub, such as a mirror.",
+    "HF_HUB_DISABLE_XET": "1: push uploads whole files, for a hub that does not speak Xet.",
     "HF_HUB_ETAG_TIMEOUT": "Seconds to wait for the hub's answer.",
     "PYTORCH_CUDA_ALLOC_CONF": "Ours is `expandable_segments:True`, unless it is set.",
     "CUDA_DEVICE_ORDER": "Ours is `PCI_BUS_ID`, as the driver counts, unless it is set.",
     "CUBLAS_WORKSPACE_CONFIG": "Ours is `:4096:8` in deterministic runs, unless it is set.",
     "ARROW_DEFAULT_MEMORY_POOL": "Ours is `system` under `ulimit -v`, unless it is set.",
+    "OMP_NUM_THREADS": "Threads of PyTorch on the CPU; ours is a container's share of processors "
+    "(`--cpus`) where it is below what the machine has, unless it is set.",
     "TQDM_DISABLE": "Ours is 1 where stderr is no terminal, unless it is set.",
     "WANDB_PROJECT": "Project of `track: wandb`; default: `megatrain`. Its other variables hold.",
     "WANDB_MODE": "`offline` keeps the run in its folder, to be synced.",

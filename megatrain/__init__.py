@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from megatrain.recipes.api import evaluate as evaluate
     from megatrain.recipes.api import export as export
     from megatrain.recipes.api import plan as plan
+    from megatrain.recipes.api import push as push
     from megatrain.recipes.api import resume as resume
     from megatrain.recipes.api import train as train
     from megatrain.settings import Settings as Settings
@@ -35,7 +36,7 @@ _NAMES = {
     "megatrain.engine.engine": ("Engine",),
     "megatrain.engine.results": ("StepResult",),
     "megatrain.optim": ("AdamW", "Lion", "Muon"),
-    "megatrain.recipes.api": ("evaluate", "export", "plan", "resume", "train"),
+    "megatrain.recipes.api": ("evaluate", "export", "plan", "push", "resume", "train"),
     "megatrain.settings": ("Settings",),
 }
 _HOMES = {name: home for home, names in _NAMES.items() for name in names}

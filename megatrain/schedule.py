@@ -18,11 +18,33 @@ GRADIENT_STAGES: Final = 2  # on the device: a finished gradient is sent while t
 TRAVELLING_SUMS: Final = 2  # fp32 accumulators: one is added to while another is on its way
 LANDING_BUFFERS: Final = 3  # of gradients applied at once: one arrives, one waits, one is in use
 HUGE_PAGE: Final = 2 << 20  # bytes; host memory is taken in whole ones
+BLOCK_ALIGNMENT: Final = 1024  # elements: of bf16 half a page, and whole rows for row-wise norms
+SHARE_BUFFERS: Final = 2  # on the device: one share of a block comes up while another is gathered
 
 
 def slab_bytes(nbytes: int) -> int:
     """Bytes of the host memory that holds `nbytes`: whole huge pages, one at least."""
     return max(1, -(-nbytes // HUGE_PAGE)) * HUGE_PAGE
+
+
+def share(numel: int, ranks: int) -> int:
+    """Elements of a block that each of so many ranks owns; the last ones may have less, or none."""
+    return -(-numel // (ranks * BLOCK_ALIGNMENT)) * BLOCK_ALIGNMENT
+
+
+@lru_cache(maxsize=64)
+def padded(numels: tuple[int, ...], ranks: int) -> tuple[int, ...]:
+    """Elements of every block with whole shares for all ranks; of one alone as they are."""
+    return numels if ranks == 1 else tuple(ranks * share(numel, ranks) for numel in numels)
+
+
+@lru_cache(maxsize=64)
+def owned(numels: tuple[int, ...], before: tuple[int, ...], ranks: int) -> tuple[int, ...]:
+    """Elements that the first of so many ranks owns of every block's first `before`: none owns
+    more."""
+    if ranks == 1:
+        return before
+    return tuple(min(share(n, ranks), end) for n, end in zip(numels, before, strict=True))
 
 
 # -- order and weights' slots ----------------------------------------------------------------------
@@ -107,7 +129,7 @@ def own_sums(summed: int, tied: bool) -> int:
 def sum_buffers(numels: Sequence[int], travel: bool) -> tuple[int, ...]:
     """Elements of the accumulators on the device that blocks of `numels` take in turn.
 
-    travel: between groups the sums wait in host RAM.
+    travel: between groups the sums wait in host RAM, or after the last one ranks exchange them.
     """
     return (max(numels),) * (TRAVELLING_SUMS if travel else 1) if numels else ()
 

@@ -7,13 +7,30 @@ neither on the library that carries the bytes nor on its algorithms.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import itertools
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch
 from torch import distributed
 
+from megatrain.errors import MegaTrainError
+from megatrain.heartbeat import beat, may_end_here
+
 T = TypeVar("T")
+LOOKS_EVERY_S = 0.1
+# Ranks may wait long for each other, while one saves. One that has died is noticed otherwise
+# (recipes/others.py).
+PATIENCE = timedelta(days=30)
+
+
+# renamed in torch 2.13
+gather_whole: Any = getattr(distributed, "all_gather_single", None)
+gather_whole = gather_whole or distributed.all_gather_into_tensor
 
 
 @dataclass(frozen=True)
@@ -21,28 +38,44 @@ class World:
     """All ranks, and which of them this one is. The default is a rank alone.
 
     Attributes:
+        local_rank, local_size: the same among the ranks of this host.
         hosts: the process group over which small messages travel, from the main thread.
         devices: the one over which blocks travel, from a thread of its own.
+        store: short texts by name, which every rank sees.
     """
 
     rank: int = 0
     size: int = 1
+    local_rank: int = 0
+    local_size: int = 1
     hosts: Any = None
     devices: Any = None
+    store: Any = None
+    _turns: Iterator[int] = field(default_factory=itertools.count, compare=False, repr=False)
 
     @classmethod
-    def joined(cls, device: torch.device) -> World:
-        """That of torch.distributed, which has been initialised. All ranks call it."""
-        size = distributed.get_world_size()
+    def joined(
+        cls, device: torch.device, store: Any = None, local: tuple[int, int] | None = None
+    ) -> World:
+        """That of torch.distributed, which has been initialised. All ranks call it.
+
+        local: rank and size on this host; None: all ranks are on it.
+        """
+        rank, size = distributed.get_rank(), distributed.get_world_size()
         if size == 1:
             return cls()
-        hosts = distributed.new_group(backend="gloo")
+        hosts = distributed.new_group(backend="gloo", timeout=PATIENCE)
         devices = distributed.new_group(backend="nccl" if device.type == "cuda" else "gloo")
-        return cls(distributed.get_rank(), size, hosts, devices)
+        return cls(rank, size, *(local or (rank, size)), hosts, devices, store)
 
     @property
     def is_alone(self) -> bool:
         return self.size == 1
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this rank speaks for all, and writes what is not shared out."""
+        return self.rank == 0
 
     def every(self, mine: T) -> list[T]:
         """What every rank has given, in the order of ranks. All call it at the same place."""
@@ -51,6 +84,81 @@ class World:
         found: list[Any] = [None] * self.size
         distributed.all_gather_object(found, mine, group=self.hosts)
         return found
+
+    def told(self, found: T | None = None) -> T:
+        """What the first rank has given; what others give is not looked at. All call it at the
+        same place."""
+        told: list[Any] = [found]
+        if not self.is_alone:
+            distributed.broadcast_object_list(told, src=0, group=self.hosts)
+        return told[0]  # type: ignore[no-any-return]
+
+    def first(self, make: Callable[[], T]) -> T:
+        """What `make` returns on the first rank, which alone calls it, or raises there."""
+        with self.together():
+            found = make() if self.is_first else None
+        return self.told(found)
+
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        """Every rank raises what the block raises on one of them; of several, on the first.
+
+        The block itself lets no rank wait for another.
+        """
+        if self.is_alone:
+            yield
+            return
+        failure = None
+        try:
+            yield
+        except Exception as error:  # noqa: BLE001  raised below
+            failure = error
+        self.raise_first(self.every(self.as_told(failure)), failure)
+
+    def raise_first(
+        self, told: Sequence[MegaTrainError | None], mine: Exception | None = None
+    ) -> None:
+        """Raise the first of what the ranks have told of themselves, if anything. mine: as it was
+        caught here."""
+        for rank, error in enumerate(told):
+            if error is not None:
+                raise mine if mine and rank == self.rank else error
+
+    def as_told(self, error: Exception | None) -> MegaTrainError | None:
+        """An error as other ranks raise it, or may understand it."""
+        if error is None or isinstance(error, MegaTrainError):
+            return error
+        return MegaTrainError(f"rank {self.rank}: {type(error).__name__}: {error}")
+
+    def whole(self, mine: torch.Tensor, share: int) -> torch.Tensor:
+        """Every rank's `mine`, flat on the CPU, one behind the other.
+
+        share: elements of the largest; behind those of a rank that has fewer are zeros.
+        """
+        padded = torch.nn.functional.pad(mine, (0, share - len(mine)))
+        whole = torch.empty(self.size * share, dtype=mine.dtype)
+        # as bytes: gloo does not know every dtype
+        gather_whole(whole.view(torch.uint8), padded.view(torch.uint8), group=self.hosts)
+        return whole
+
+    def in_turn(self, work: Callable[[], T]) -> T:
+        """What `work` returns, which one rank of each host does before its others: they find what
+        it left on the disk. All call it at the same place.
+
+        Waiting counts as a sign of life, and may end where work may.
+        """
+        if self.is_alone:
+            return work()
+        name = f"turn/{next(self._turns)}/{self.rank - self.local_rank}"
+        if self.local_rank == 0:
+            found = work()
+            self.store.set(name, "done")
+            return found
+        while not self.store.check([name]):
+            beat()
+            may_end_here()
+            time.sleep(LOOKS_EVERY_S)
+        return work()
 
     def number(self, local: int) -> int:
         """The number among all ranks' of a rank's micro-batch `local`."""

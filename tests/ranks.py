@@ -3,7 +3,13 @@
 from __future__ import annotations
 
 import multiprocessing
+import os
 import pickle
+import shlex
+import signal
+import socket
+import sys
+import time
 import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection
@@ -13,6 +19,8 @@ from typing import Any
 import torch
 from torch import distributed
 
+from megatrain import cli
+from megatrain.recipes.signals import STOPS
 from megatrain.world import World
 
 LIMIT_S = 60.0
@@ -74,3 +82,67 @@ def _rank(
     except BaseException:  # noqa: BLE001  the test says it
         found = traceback.format_exc(), None
     end.send_bytes(pickle.dumps(found))  # whole: tensors would be lent, and end with the process
+
+
+class Started:
+    """A command line as several ranks, each a process forked from the tests' that writes into a
+    file of its own; they run in the current folder."""
+
+    def __init__(
+        self, size: int, line: str, *, first: Callable[[int], object] | None = None
+    ) -> None:
+        """first: what each process does before, told its rank."""
+        with socket.socket() as found:
+            found.bind(("127.0.0.1", 0))
+            port = found.getsockname()[1]
+        self.logs = [Path.cwd() / f"rank-{rank}.log" for rank in range(size)]
+        context: Any = multiprocessing.get_context("fork")
+        about = {"WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size, "MASTER_PORT": port}
+        about |= {"MASTER_ADDR": "127.0.0.1"}
+        self.ranks = []
+        for rank, log in enumerate(self.logs):
+            environ = {**about, "RANK": rank, "LOCAL_RANK": rank}
+            process = context.Process(target=_command, args=(line, environ, log, first, rank))
+            process.start()
+            self.ranks.append(process)
+
+    def wait(self, seconds: float = LIMIT_S) -> list[int]:
+        """Exit codes, once all have ended; negative: the signal that ended one."""
+        until = time.monotonic() + seconds
+        try:
+            for process in self.ranks:
+                process.join(max(0.0, until - time.monotonic()))
+            late = [rank for rank, process in enumerate(self.ranks) if process.is_alive()]
+            assert not late, f"ranks {late} live after {seconds} s: {self.said()}"
+        finally:
+            for process in self.ranks:
+                process.kill()
+        return [process.exitcode for process in self.ranks]
+
+    def said(self) -> list[str]:
+        return [log.read_text() if log.exists() else "" for log in self.logs]
+
+
+def _command(
+    line: str,
+    environ: dict[str, object],
+    log: Path,
+    first: Callable[[int], object] | None,
+    rank: int,
+) -> None:
+    os.environ |= {name: str(value) for name, value in environ.items()}
+    torch.set_num_threads(1)
+    descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    os.dup2(descriptor, 1)
+    os.dup2(descriptor, 2)
+    sys.stdout, sys.stderr = os.fdopen(os.dup(1), "w"), os.fdopen(os.dup(2), "w")
+    for number in STOPS:
+        signal.signal(number, signal.SIG_DFL)
+    if first is not None:
+        first(rank)
+    code = cli.main(shlex.split(line))
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)

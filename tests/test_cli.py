@@ -174,9 +174,10 @@ def test_eval_prints_the_loss(recipes, capsys, tmp_path, monkeypatch):
 
 
 def test_export_prints_the_folder(recipes, capsys):
-    assert cli.main(["export", "run", "out", "--dtype", "float32", "--checkpoint", "best"]) == 0
+    options = ["--dtype", "float32", "--checkpoint", "best", "--format", "gguf"]
+    assert cli.main(["export", "run", "out", *options]) == 0
     assert capsys.readouterr().out == "out\n"
-    assert recipes.calls == [("export", Path("run"), Path("out"), "float32", "best")]
+    assert recipes.calls == [("export", Path("run"), Path("out"), "float32", "best", "gguf")]
     assert cli.main(["export", "run", "out", "--json"]) == 0
     assert json.loads(capsys.readouterr().out) == {"folder": "out"}
 
@@ -185,7 +186,9 @@ def test_generate_prints_the_answer(recipes, capsys):
     assert cli.main(["generate", "run", "Capital of France?", "--max-new-tokens", "7"]) == 0
     assert capsys.readouterr().out == "Paris.\n"
     greedy = {"temperature": 0.0, "top_p": None, "seed": None}
-    assert recipes.calls == [("generate", "run", "Capital of France?", 7, greedy, None, False)]
+    assert recipes.calls == [
+        ("generate", "run", "Capital of France?", 7, greedy, None, False, None)
+    ]
 
 
 @pytest.mark.parametrize(
@@ -233,22 +236,6 @@ def test_a_model_that_is_nowhere_is_named_first(recipes, capsys, line, words):
     assert cli.main(line.split()) == 2
     assert capsys.readouterr().err.startswith(f"error: {words}")
     assert recipes.calls == []
-
-
-@pytest.mark.parametrize(
-    ("world", "code"), [("2", 2), ("16", 2), ("1", 0), ("", 0), ("many", 0), (None, 0)]
-)
-@pytest.mark.parametrize("line", ["train cfg.yaml", "resume run"])
-def test_one_of_several_processes_is_refused(recipes, monkeypatch, capsys, world, code, line):
-    monkeypatch.delenv("WORLD_SIZE", raising=False)
-    if world is not None:
-        monkeypatch.setenv("WORLD_SIZE", world)
-    assert cli.main(line.split()) == code
-    assert len(recipes.calls) == (code == 0)
-    if code:
-        (said,) = capsys.readouterr().err.splitlines()
-        assert said.startswith(f"error: WORLD_SIZE={world} in the environment: ")
-        assert said.endswith("several GPUs are not built yet; start megatrain by itself, once")
 
 
 ERRORS = [

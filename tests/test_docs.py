@@ -5,15 +5,20 @@ from __future__ import annotations
 import ast
 import json
 import re
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+import megatrain
 from benchmarks import (
+    api_reference,
     command_reference,
+    comparison,
     config_reference,
+    docs_site,
     families,
     import_examples,
     methods,
@@ -183,6 +188,93 @@ def test_every_environment_variable_that_is_read_is_described():
     read = {name for path in sources for name in reading.findall(path.read_text())}
     told = set(command_reference.ENVIRONMENT) | {"XDG_CACHE_HOME"}
     assert read - told - {"HF_DATASETS_DISABLE_PROGRESS_BARS"} == set()
+
+
+def test_the_comparison_claims_nothing_for_us_without_a_test_or_a_page():
+    found = tomllib.loads(comparison.FILE.read_text())
+    page, stale = comparison.PAGE.read_text(), "run python -m benchmarks.comparison"
+    assert page == write_page.filled(page, comparison.tables(found)), stale
+    known = {"group", "what", comparison.OURS, *found["systems"]}
+    for row in found["row"]:
+        mark, shown = comparison.cell(row[comparison.OURS])
+        assert mark and (ROOT / shown).is_file(), row
+        others = [comparison.claim(row[name]) for name in found["systems"] if name in row]
+        assert set(row) <= known and all(file and words for file, words in others), row
+
+
+def test_a_claim_about_another_trainer_is_looked_up_in_its_package(tmp_path):
+    row = {"what": "x", "a": "yes | a/code.py: def x", "b": "some | README: says `x`"}
+    systems = {"a": {"title": "A", "packages": ["p", "q"]}, "b": {"title": "B", "packages": ["r"]}}
+    found = {"systems": systems, "row": [row]}
+    assert len([*comparison.wrong_claims(found, tmp_path)]) == 2
+    (tmp_path / "q/a").mkdir(parents=True)
+    (tmp_path / "q/a/code.py").write_text("def x(): ...")
+    (tmp_path / "r/r-1.dist-info").mkdir(parents=True)
+    (tmp_path / "r/r-1.dist-info/METADATA").write_text("It says `x`.")
+    assert [*comparison.wrong_claims(found, tmp_path)] == []
+    (tmp_path / "q/a/code.py").write_text("def y(): ...")
+    assert [*comparison.wrong_claims(found, tmp_path)] == ["A, x: a/code.py does not say 'def x'"]
+
+
+# -- the site ------------------------------------------------------------------------------------
+
+
+def test_the_site_s_menu_has_every_page():
+    menu = (ROOT / "mkdocs.yml").read_text().partition("\nnav:\n")[2]
+    shown = sorted(re.findall(r"[\w/-]+\.md", menu))
+    written = [
+        str(page.relative_to(ROOT / "docs")) for page in PAGES if ROOT / "docs" in page.parents
+    ]
+    one_by_one = re.compile(r"decisions/\d|log/")  # which their own index lists
+    pages = [page for page in written if not one_by_one.match(page)]
+    assert shown == sorted([*pages, *docs_site.ELSEWHERE, docs_site.REFERENCE])
+
+
+@pytest.mark.parametrize(
+    ("page", "written", "shown"),
+    [
+        ("index.md", "[a\nb](docs/config.md#train)", "[a\nb](config.md#train)"),
+        ("index.md", "![a](docs/step.svg) [b](docs/decisions/README.md)",
+         "![a](step.svg) [b](decisions/README.md)"),
+        ("methods.md", "[a](../examples/adaptation/README.md)", "[a](examples/adaptation.md)"),
+        ("index.md", "[a](examples/adaptation)", "[a](examples/adaptation.md)"),
+        ("examples/adaptation.md", "[a](../../docs/log.md)", "[a](../log.md)"),
+        ("log/2026-11.md", "[`a`](../../benchmarks/results)", "`a` (`benchmarks/results`)"),
+        ("contributing.md", "[pyproject.toml](pyproject.toml)", "pyproject.toml"),
+        ("log.md", "[a](none.md) [b](#c) [c](https://example.org/d)",
+         "[a](none.md) [b](#c) [c](https://example.org/d)"),
+    ],
+)  # fmt: skip
+def test_links_lead_to_where_the_site_has_their_files(page, written, shown):
+    assert docs_site.linked(written, page) == shown
+
+
+def test_lists_and_tables_get_the_empty_line_that_markdown_in_python_wants():
+    text = "so:\n- a\n  more\n- b\n\n<!-- t -->\n| c |\n|---|\n```\nd\n- e\n```\n"
+    wider = "so:\n\n- a\n  more\n- b\n\n<!-- t -->\n\n| c |\n|---|\n```\nd\n- e\n```\n"
+    assert docs_site.with_room(text) == wider
+
+
+@pytest.mark.parametrize(
+    ("html", "asks"),
+    [
+        ('<script src="https://example.org/a.js">', True),
+        ('<link rel="preconnect" href="//example.org">', True),
+        ('<img alt="a" src="step.svg"><a href="https://example.org">', False),
+    ],
+)
+def test_what_a_browser_would_fetch_from_elsewhere_is_found(html, asks):
+    assert bool(docs_site.FETCHED.search(html)) == asks
+
+
+def test_the_python_reference_has_every_public_name():
+    page = api_reference.page()
+    assert page == api_reference.page() and " at 0x" not in page
+    headings = {line.split()[1] for line in page.splitlines() if re.match("#+ mt", line)}
+    assert {f"mt.{name}" for name in megatrain.__all__} <= headings
+    assert {"mt.Engine.train_step", "mt.losses.Dpo", "mt.errors.PlanError"} <= headings
+    assert "- `tokens_per_step, seq_len, loss`: that a step is planned for;" in page
+    assert "optimizer: Optimizer | None = None," in page
 
 
 POSITIVE = {"minimum": 1, "type": "integer"}

@@ -61,7 +61,7 @@ class RandomKills(Trial):
                 break
             assert ended.code == -signal.SIGKILL, f"{ended.code}: {ended.words}"
             kills += 1
-            newest = _check_newest(run, newest)
+            newest = check_newest(run, newest)
         same_run(self.project / "whole", run)
         left = [path.name for path in run.iterdir() if path.name.endswith((".tmp", ".replaced"))]
         assert left == [], left
@@ -73,7 +73,7 @@ class RandomKills(Trial):
         return start(self.project, "train", "cfg.yaml", *self.keys), False
 
 
-def _check_newest(run: Path, newest: int) -> int:
+def check_newest(run: Path, newest: int) -> int:
     """The step of the newest save, which is intact and not older than before."""
     found = find_resumable(run)
     assert found.warnings == (), found.warnings

@@ -13,6 +13,7 @@ from benchmarks.campaign.failures import FailingRuns, FailingSaves
 from benchmarks.campaign.fuzz import Configs, Models, Rows
 from benchmarks.campaign.kills import CONFIGURATIONS, KillPoints, RandomKills
 from benchmarks.campaign.outside import Changes
+from benchmarks.campaign.ranks import KilledRanks
 from benchmarks.campaign.trials import Trial
 
 
@@ -35,6 +36,7 @@ WANTED = {
     "kills": Wanted(10_000, "kills"),
     "kill points": Wanted(None, "system calls"),
     "corruptions": Wanted(10_000, "corruptions"),
+    "kills of ranks": Wanted(100, "kills"),
     "failing calls": Wanted(None, "system calls"),
     "failing runs": Wanted(1_000, "runs"),
     "odd input": Wanted(7_200, "seconds"),
@@ -53,4 +55,5 @@ PARTS = {
     "odd models": Part(Models, "odd input", 3),
     **{f"kills of {name}": Part(partial(RandomKills, name), "kills", 4) for name in CONFIGURATIONS},
     "kills of tokenising": Part(KilledCaches, "kills", 1),
+    "kills of one of two ranks": Part(KilledRanks, "kills of ranks", 2),
 }

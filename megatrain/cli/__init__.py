@@ -15,9 +15,10 @@ from typing import Any
 
 import typer
 
-from megatrain.cli.app import app
+from megatrain.cli.app import GIVEN, app
 from megatrain.errors import StorageError, exit_code_of, printable
 from megatrain.machine.address_space import address_space_errors, keep_address_space_small
+from megatrain.machine.cgroups import keep_to_quota
 from megatrain.reporting.streams import lasting_streams, unwritable
 
 # In the order in which `megatrain --help` lists their commands.
@@ -37,6 +38,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code. `--debug` anywhere prints an error's traceback."""
     given = list(sys.argv[1:] if arguments is None else arguments)
     words = [argument for argument in given if argument != "--debug"]
+    GIVEN[:] = given
     with lasting_streams() as stdout:
         if not sys.stderr.isatty():
             # read when tqdm is imported: libraries draw progress bars into pipes and logs, too
@@ -58,6 +60,7 @@ def _code_of(words: list[str], debug: bool) -> int:
     try:
         with address_space_errors():
             keep_address_space_small()
+            keep_to_quota()
             done = app(args=words, prog_name="megatrain", standalone_mode=False)
     except SystemExit as left:
         return left.code if isinstance(left.code, int) else 0

@@ -11,7 +11,7 @@ from typing import Annotated, Any
 
 import typer
 
-from megatrain.errors import ConfigError, ModelError, if_forbidden
+from megatrain.errors import ConfigError, ModelError, if_forbidden, printable
 from megatrain.reporting.streams import console_on
 from megatrain.version import VERSION
 
@@ -24,6 +24,8 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,  # plain text: quick to answer, the same in a pipe
 )
+
+GIVEN: list[str] = []  # the command line, for those that are started like it
 
 ConfigFile = Annotated[
     Path, typer.Argument(metavar="CONFIG", help="YAML file; `megatrain init` writes one.")
@@ -59,6 +61,25 @@ NoVerify = Annotated[
 Checkpoint = Annotated[str | None, typer.Option(help="last, best, proven or checkpoint-N.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
 
+# A machine that is planned for.
+GpuMemory = Annotated[
+    str | None, typer.Option(help="Memory of a GPU that is not known by name, such as 12GiB.")
+]
+GpuTflops = Annotated[
+    float | None, typer.Option(help="Its dense bf16 matmul rate in TFLOP/s, such as 60.")
+]
+Pcie = Annotated[
+    float | None, typer.Option(help="GB/s each way between it and host RAM, such as 25.")
+]
+Gpus = Annotated[
+    int | None,
+    typer.Option(min=1, help="GPUs of each host that train together; compares 1, 2, 4 and 8."),
+]
+Hosts = Annotated[int | None, typer.Option(min=1, help="Hosts like it; needs --network.")]
+Network = Annotated[
+    float | None, typer.Option(help="Gbit/s of each host to the others, such as 400.")
+]
+
 
 def _show_version(wanted: bool) -> None:
     if wanted:
@@ -77,19 +98,22 @@ def options(
 
 
 def one_process() -> None:
-    """Raise ConfigError if a launcher started several processes: each would train on its own."""
+    """Raise ConfigError if a launcher started several processes: each would do it on its own."""
     world = os.environ.get("WORLD_SIZE", "1")
     if world.isdecimal() and int(world) > 1:
         raise ConfigError(
             f"WORLD_SIZE={world} in the environment: this is one of {world} processes of a "
-            "launcher such as torchrun, and several GPUs are not built yet; start megatrain by "
-            "itself, once"
+            "launcher such as torchrun, which this command does not use; start it by itself, once"
         )
 
 
 def finish(summary: Any, as_json: bool) -> None:
-    """Print a run's summary and leave with its exit code."""
-    show(summary, as_json)
+    """Print a run's summary, on one rank, and leave with its exit code."""
+    from megatrain.recipes.launch import place_of
+
+    place = place_of(os.environ)
+    if place is None or place.rank == 0:
+        show(summary, as_json)
     raise typer.Exit(summary.exit_code)
 
 
@@ -102,6 +126,11 @@ def show(result: Any, as_json: bool) -> None:
 
 def print_json(value: object) -> None:
     typer.echo(json.dumps(value, indent=2, ensure_ascii=False, default=str))
+
+
+def type_out(text: str) -> None:
+    """Print a piece of what a model says on a terminal, which it must not steer."""
+    typer.echo(printable(text), nl=False)
 
 
 def need_folder(path: Path) -> None:

@@ -23,6 +23,9 @@ def doctor(
         list[Path] | None,
         typer.Option(metavar="FOLDER", help="Folder for memory.nvme, to measure its drive, too."),
     ] = None,
+    gpus: Annotated[
+        int, typer.Option(min=1, help="GPUs that are also measured with all at work together.")
+    ] = 1,
     as_json: AsJson = False,
 ) -> None:
     """Measure this machine, once, for the plans of all runs, and say what keeps it slow."""
@@ -31,7 +34,7 @@ def doctor(
     def note(what: str) -> None:
         typer.echo(f"measuring {what}", err=True)
 
-    found = recipe.examine(output, quick, note, nvme or ())
+    found = recipe.examine(output, quick, note, nvme or (), gpus)
     show(found, as_json)
 
 

@@ -1,4 +1,4 @@
-"""Commands that look at rows and models: data, eval, export, generate."""
+"""Commands that look at rows and models: data, eval, export, push, generate."""
 
 from __future__ import annotations
 
@@ -24,8 +24,10 @@ from megatrain.cli.app import (
     reading,
     show,
 )
-from megatrain.errors import ConfigError, DataError, VerificationError, printable
+from megatrain.errors import ConfigError, DataError, VerificationError
 from megatrain.reporting.streams import console_on
+
+ANSWER_TOKENS, CHAT_TOKENS = 128, 1024  # longest answers by default
 
 RunOrModel = Annotated[
     str,
@@ -194,22 +196,55 @@ def export(
         Path, typer.Argument(metavar="OUT", help="New folder, which transformers and vLLM load.")
     ],
     dtype: Annotated[
-        str | None, typer.Option(help="bfloat16 or float32; default: the checkpoint's own.")
+        str | None,
+        typer.Option(help="bfloat16, float32 or, of GGUF, float16; default: the checkpoint's own."),
     ] = None,
     checkpoint: Checkpoint = None,
+    format: Annotated[
+        str, typer.Option(help="safetensors, or gguf: a folder with a GGUF file for llama.cpp.")
+    ] = "safetensors",
     as_json: AsJson = False,
     no_verify: NoVerify = False,
 ) -> None:
-    """Write a run's model as a Hugging Face folder."""
+    """Write a run's model as a Hugging Face folder, or as a GGUF file."""
     need_folder(run_dir)
     from megatrain.storage.export import export as export_model
 
     with reading(no_verify):
-        folder = export_model(run_dir, out, dtype, checkpoint)
+        folder = export_model(run_dir, out, dtype, checkpoint, format)
     if as_json:
         print_json({"folder": str(folder)})
     else:
         typer.echo(folder)
+
+
+@app.command()
+def push(
+    run_dir: RunDir,
+    repo_id: Annotated[
+        str, typer.Argument(metavar="REPO_ID", help="Repository of the hub: owner/name.")
+    ],
+    private: Annotated[
+        bool, typer.Option("--private", help="Make it private; refused if it is there and public.")
+    ] = False,
+    as_json: AsJson = False,
+    no_verify: NoVerify = False,
+) -> None:
+    """Publish a finished run's final/ on the hub, with its model card, as one commit.
+
+    The token is HF_TOKEN or that of `hf auth login`. After an interruption the same command goes
+    on: what has arrived is not sent again. Exits 7 when the hub cannot be reached.
+    """
+    need_folder(run_dir)
+    from megatrain.reporting.progress import logging_on
+    from megatrain.storage.push import push as publish
+
+    with logging_on(console_on(stderr=True)), reading(no_verify):
+        done = publish(run_dir, repo_id, private)
+    if as_json:
+        print_json(done.to_dict())
+    else:
+        typer.echo(done.url)
 
 
 @app.command()
@@ -218,7 +253,16 @@ def generate(
     prompt: Annotated[
         str | None, typer.Argument(metavar="PROMPT", help="What to answer; default: read stdin.")
     ] = None,
-    max_new_tokens: Annotated[int, typer.Option(min=1, help="Longest answer in tokens.")] = 128,
+    chat: Annotated[
+        bool, typer.Option("--chat", help="Converse: each line is a turn, PROMPT the first one.")
+    ] = False,
+    system: Annotated[
+        str | None, typer.Option(metavar="TEXT", help="System prompt, for the chat template.")
+    ] = None,
+    max_new_tokens: Annotated[
+        int | None,
+        typer.Option(min=1, help="Longest answer in tokens; default: 128, with --chat 1024."),
+    ] = None,
     temperature: Annotated[
         float, typer.Option(help="0 takes the likeliest token; above, tokens are drawn.")
     ] = 0.0,
@@ -235,27 +279,27 @@ def generate(
     no_verify: NoVerify = False,
     trust_remote_code: TrustCode = False,
 ) -> None:
-    """Answer a prompt with a model; on a terminal word by word."""
-    if prompt is None and sys.stdin.isatty():
-        missing = "PROMPT is missing; write it after the model, or pipe it in"
-        raise ConfigError(f"command line: {missing}")
-    question = sys.stdin.read() if prompt is None else prompt
-    if not question.strip():
+    """Answer a prompt with a model, or converse with it; on a terminal word by word.
+
+    With --chat, Ctrl-C ends an answer, Ctrl-D or /exit the chat; /new forgets all turns. The oldest
+    are forgotten, which is said, where the model's positions do not suffice.
+    """
+    sampling = {"temperature": temperature, "top_p": top_p, "seed": seed}
+    if system is not None and not system.strip():
+        raise ConfigError("--system: is empty; write something, or leave it out")
+    if prompt is None and not chat:
+        if sys.stdin.isatty():
+            missing = "PROMPT is missing; write it after the model, pipe it in, or add --chat"
+            raise ConfigError(f"command line: {missing}")
+        prompt = sys.stdin.read()
+    if prompt is not None and not prompt.strip():
         raise ConfigError("command line: PROMPT is empty; write something to answer")
     find_model(model)
-    from megatrain.recipes import inspect
-    from megatrain.reporting.progress import logging_on
+    from megatrain.cli.chatting import answer_once, converse
 
-    sampling = {"temperature": temperature, "top_p": top_p, "seed": seed}
-    live = sys.stdout.isatty() and not as_json
-    say = _say if live else None
-    with logging_on(console_on(stderr=True)), reading(no_verify):
-        answer = inspect.generate(model, question, max_new_tokens, sampling, say, trust_remote_code)
-    if as_json:
-        print_json({"prompt": question, "answer": answer})
-    else:
-        typer.echo("" if live else answer)
-
-
-def _say(text: str) -> None:
-    typer.echo(printable(text), nl=False)
+    longest = max_new_tokens or (CHAT_TOKENS if chat else ANSWER_TOKENS)
+    with reading(no_verify):
+        if chat:
+            converse(model, prompt, longest, sampling, system, as_json, trust_remote_code)
+        elif prompt is not None:
+            answer_once(model, prompt, longest, sampling, system, as_json, trust_remote_code)

@@ -4,17 +4,24 @@ from __future__ import annotations
 
 from pathlib import Path
 from textwrap import fill
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from megatrain.cli.app import (
+    GIVEN,
     AsJson,
     Checkpoint,
     ConfigFile,
     ConfigOrModel,
+    GpuMemory,
+    Gpus,
+    GpuTflops,
+    Hosts,
+    Network,
     NoVerify,
     Overrides,
+    Pcie,
     RunDir,
     Timeline,
     app,
@@ -32,6 +39,9 @@ from megatrain.recipes.signals import stop_requests
 from megatrain.recipes.watchdog import watchdog
 from megatrain.reporting.streams import console_on
 
+if TYPE_CHECKING:
+    from megatrain.config import Config
+
 
 @app.command()
 def train(
@@ -41,11 +51,11 @@ def train(
     profile: Timeline = None,
     no_verify: NoVerify = False,
 ) -> None:
-    """Train a model as a config file says."""
-    one_process()
+    """Train a model as a config file says, on the host's GPUs."""
     from megatrain.config import load_run
 
     settings = load_run(config, overrides or ())  # a typo is reported before torch is imported
+    on_several(settings)
     with stop_requests():
         with watchdog(settings.hang_timeout):
             find_model(settings.model.source, settings.model.revision)
@@ -66,8 +76,11 @@ def resume(
     no_verify: NoVerify = False,
 ) -> None:
     """Continue a run from its newest complete checkpoint."""
-    one_process()
     need_folder(run_dir)
+    from megatrain.config.resuming import CONFIG_FILE, asked_again
+
+    if (run_dir / CONFIG_FILE).is_file():
+        on_several(asked_again(run_dir, overrides or []))
     with stop_requests():
         from megatrain.recipes import run
         from megatrain.storage.manifest import verifying
@@ -88,15 +101,12 @@ def plan(
     cores: Annotated[
         int | None, typer.Option(min=1, help="Its physical cores; default: typical for the GPU.")
     ] = None,
-    gpu_memory: Annotated[
-        str | None, typer.Option(help="Memory of a GPU that is not known by name, such as 12GiB.")
-    ] = None,
-    gpu_tflops: Annotated[
-        float | None, typer.Option(help="Its dense bf16 matmul rate in TFLOP/s, such as 60.")
-    ] = None,
-    pcie: Annotated[
-        float | None, typer.Option(help="GB/s each way between it and host RAM, such as 25.")
-    ] = None,
+    gpu_memory: GpuMemory = None,
+    gpu_tflops: GpuTflops = None,
+    pcie: Pcie = None,
+    gpus: Gpus = None,
+    hosts: Hosts = None,
+    network: Network = None,
     html: Annotated[
         Path | None,
         typer.Option(metavar="FILE", help="Draw the plan as an HTML page, with a step's timeline."),
@@ -109,6 +119,7 @@ def plan(
     """
     described: dict[str, Any] = {"gpu": gpu, "ram": ram, "cores": cores, "pcie": pcie}
     described |= {"gpu_memory": gpu_memory, "gpu_tflops": gpu_tflops}
+    described |= {"gpus": gpus, "hosts": hosts, "network": network}
     from megatrain.config import load_config, names_config
 
     target, given = _target_of(arguments, "plan")
@@ -178,6 +189,15 @@ def bench(
         settings, steps=steps, warmup=warmup, layers=layers, same_batch=same_batch, profile=profile
     )
     show(found, as_json)
+
+
+def on_several(settings: Config) -> None:
+    """Start this command once for each GPU that the config takes, if it takes several, and leave
+    with their exit code."""
+    from megatrain.recipes.launch import ranks_for, run_ranks
+
+    if (size := ranks_for(settings)) > 1:
+        raise typer.Exit(run_ranks(GIVEN, size))
 
 
 def _target_of(arguments: list[str] | None, command: str) -> tuple[str, list[str]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import replace
 from operator import attrgetter
 from pathlib import Path
 from typing import Any, Self
@@ -25,7 +25,7 @@ from megatrain.config.preference import (
 )
 from megatrain.config.resources import EconomyOptions, MemoryOptions
 from megatrain.config.sources import HeldOut, Sources, fault_of_streaming
-from megatrain.config.values import Options, key, option, refuse
+from megatrain.config.values import Options, Places, key, option, refuse
 from megatrain.methods import METHODS, RATE
 from megatrain.settings import OPTIONS, contradiction
 
@@ -253,13 +253,6 @@ class OptimizerOptions(Options):
     )
 
 
-@dataclass(frozen=True)
-class Places:
-    """Place of each dotted key, as `cfg.yaml:7: train.seq_len`; all are equal to each other."""
-
-    by_key: Mapping[str, str] = field(default_factory=dict, compare=False)
-
-
 class Config(Options):
     """A whole run. Frozen; `with_values` gives a changed copy."""
 
@@ -298,9 +291,13 @@ class Config(Options):
     )
     threads: v.CountOrAuto = option("update_threads")
     device: c.Device = key("auto", "auto: CUDA where there is a GPU.")
+    gpus: v.CountOrAuto = key(
+        "auto",
+        "GPUs of this host that train together; auto: all that are visible, or one where several "
+        "cannot do what is asked. Launchers such as torchrun say it themselves.",
+    )
     track: c.Trackers = key(
-        (),
-        "Experiment trackers that get every line of metrics.jsonl, the config and the plan.",
+        (), "Experiment trackers that get every line of metrics.jsonl, the config and the plan."
     )
     hang_timeout: v.CountOrNull = key(
         600,
@@ -368,10 +365,22 @@ class Config(Options):
         """A key in an error message: `cfg.yaml:7: train.seq_len`, or the key if it was not set."""
         return self._places.by_key.get(key, key)
 
+    @property
+    def rows(self) -> Mapping[str, Any]:
+        """Rows that were given in Python, by the name that a source has for them."""
+        return self._places.rows
+
     def with_places(self, by_key: Mapping[str, str]) -> Self:
         """The same values with a note of where they were set."""
+        return self._noting(by_key=by_key)
+
+    def with_rows(self, rows: Mapping[str, Any]) -> Self:
+        """The same values with these rows beside those that it has."""
+        return self._noting(rows={**self.rows, **rows})
+
+    def _noting(self, **notes: Any) -> Self:
         copy = self.model_copy()
-        copy._places = Places(by_key)
+        copy._places = replace(self._places, **notes)
         return copy
 
     def with_values(self, values: Mapping[str, object]) -> Config:
@@ -384,7 +393,7 @@ class Config(Options):
                 target = target[section]
             assert name in target, dotted
             target[name] = value
-        return Config.model_validate(tree).with_places(self._places.by_key)
+        return Config.model_validate(tree)._noting(**vars(self._places))
 
     def to_yaml(self) -> str:
         """YAML with all defaults, which `load_config` reads back to an equal config."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,12 +25,14 @@ from megatrain.config.hints import ALIAS_SECTIONS, SECTIONS, TOP, unknown
 from megatrain.config.names import ALIASES, RIVALS, Alias, Key
 from megatrain.config.sources import check_sources
 from megatrain.config.values import shown
-from megatrain.errors import ConfigError
+from megatrain.data.given import named
+from megatrain.errors import ConfigError, DataError
 
 MANY_FOREIGN = 3  # names of other trainers that make a config one of theirs
 IMPORT = "if it is of axolotl, LLaMA-Factory or TRL: `megatrain import {} --output my.yaml`"
 MOST_PROBLEMS = 10  # that are shown at once
 BETAS: Key = ("optimizer", "betas")
+OF_ROWS: tuple[Key, ...] = (("data", "train"), ("data", "eval"))
 _HINTS = {
     ("model",): "name a hub id, a folder, or {config: folder, init: random}",
     ("data",): "name what to train on: data: {train: rows.jsonl}",
@@ -96,7 +98,7 @@ def load_config(
             collector.mapping(parse_override(override))
     leaves = _overlay(in_file, collector.taken())
     try:
-        return _validate(leaves, name, collector.problems)
+        return _validate(leaves, name, collector.problems).with_rows(collector.rows)
     except ConfigError as error:
         if collector.foreign < MANY_FOREIGN:
             raise
@@ -145,6 +147,7 @@ class _Collector:
         self.leaves: Leaves = {}
         self.problems: list[str] = []
         self.foreign = 0  # names of other trainers among them
+        self.rows: dict[str, Any] = {}  # that were given in Python, by their names
 
     def taken(self) -> Leaves:
         """The leaves gathered so far; starts anew, but for the problems."""
@@ -193,6 +196,13 @@ class _Collector:
             self._add(Leaf(alias.key, value, leaf.place, leaf.typed))
 
     def _add(self, leaf: Leaf) -> None:
+        if leaf.key in OF_ROWS and leaf.place == IN_PYTHON:
+            try:
+                value, rows = named(leaf.value)
+            except DataError as error:
+                self.problems.append(leaf.problem(str(error)))
+                return
+            leaf, self.rows = replace(leaf, value=value), self.rows | rows
         pair = isinstance(leaf.value, list) and len(leaf.value) == 2
         if leaf.key == BETAS and pair:
             for key, beta in zip((n.BETA1, n.BETA2), leaf.value, strict=True):

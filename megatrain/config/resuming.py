@@ -20,6 +20,7 @@ CONFIG_FILE, RESOLVED_FILE = "config.yaml", "config.resolved.yaml"
 NEW_SCHEDULE = "the schedule jumps to the new one"
 NEW_LENGTH = "the schedule is stretched to the new length"
 NEW_SIZE = "steps differ in size from here on"
+NEW_ORDER = "sums are added in another order from here on"
 NEW_KERNELS = "other kernels round otherwise from here on"
 KEPT_OPTIONS = {option.key: option.resumed for option in OPTIONS if option.resumed}
 
@@ -56,6 +57,7 @@ FLAGGED = {
     "train.max_grad_norm": "gradients are clipped otherwise from here on",
     "train.router_aux_loss_coef": "routers are balanced otherwise from here on",
     "train.deterministic": NEW_KERNELS,
+    "gpus": NEW_ORDER,
     "memory.activations": "gradients round otherwise from here on",
     **dict.fromkeys(SECTIONS, "the loss is another from here on"),
     "attention": NEW_KERNELS,

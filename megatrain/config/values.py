@@ -38,6 +38,15 @@ class Options(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
 
+@dataclass(frozen=True)
+class Places:
+    """Place of each dotted key, as `cfg.yaml:7: train.seq_len`, and rows that were given in Python,
+    by the name that a source has for them; all are equal to each other."""
+
+    by_key: Mapping[str, str] = field(default_factory=dict, compare=False)
+    rows: Mapping[str, Any] = field(default_factory=dict, compare=False, repr=False)
+
+
 def key(default: object, words: str) -> Any:
     """A key with its default and its meaning, as the schema gives it."""
     return Field(default=default, description=words)

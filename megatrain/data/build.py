@@ -7,7 +7,7 @@ import json
 import os
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from datetime import date
 from functools import partial
 from pathlib import Path
@@ -335,7 +335,7 @@ def _spelt(given: Given) -> object:
                 return os.path.abspath(named.name) + named.spec[len(named.name) :]
         return str(given)
     if isinstance(given, list | tuple):
-        parts = [asdict(part) for part in given if isinstance(part, Part)]
+        parts = [part.said for part in given if isinstance(part, Part)]
         return [{**part, "path": _spelt(part["path"])} for part in parts]
     return type(given).__name__
 

@@ -25,12 +25,14 @@ from megatrain.data.micro_batches import (
     Run,
     check_longest,
     counted,
+    dealt,
     micro_batches,
     runs_of,
 )
 from megatrain.data.regimes import Regimes
 from megatrain.data.samples import KINDS
 from megatrain.errors import DataError
+from megatrain.world import ALONE, World
 
 STEPS_LOOKED_AT = 256  # to see how full sequences get
 
@@ -72,7 +74,7 @@ class StepBatch:
     """The rows of one optimizer step. `epoch` is where the data stands after the step: of windows,
     whose number is not known, the epochs that are over."""
 
-    micro_batches: list[MicroBatch]
+    micro_batches: list[MicroBatch]  # of this rank; the rest is of all
     lengths: tuple[int, ...]  # real tokens of each sequence that is trained on: two of a pair
     epoch: float
     after: Position
@@ -99,6 +101,8 @@ class Loader:
     log-probabilities of each sequence, float64 [rows, sides]; `prompts_too` makes the prompts of
     chosen answers targets as well.
 
+    Of several ranks each computes some of a step's rows (`dealt`), in micro-batches of its own.
+
     Of a set that comes in `windows`, `rows` are those of the first. Windows come in order, each
     shuffled by (seed, epoch, window), and a step goes on in the next one, in micro-batches of its
     own. `max_steps` alone ends the run.
@@ -123,6 +127,7 @@ class Loader:
     regimes: Regimes = ()
     references: ReferenceArray | None = None
     prompts_too: bool = False
+    world: World = ALONE
 
     def __post_init__(self) -> None:
         sizes = (self.tokens_per_step, self.rows_per_step)
@@ -191,6 +196,11 @@ class Loader:
             total = after.step
         return total
 
+    def rows_of_a_step(self) -> float:
+        """Mean number over the run's first steps."""
+        ends = [*islice(self._step_ends(Position()), STEPS_LOOKED_AT)]
+        return ends[-1] / len(ends)
+
     def rows_to_come(self, *, from_start: bool = False) -> IndexArray:
         """Numbers of the rows that the run trains on from its position, or its start, to its end,
         ascending."""
@@ -230,17 +240,20 @@ class Loader:
         steps, full = self._first_steps()
         return [counted(steps, full, size) for size in sizes]
 
-    def _first_steps(self) -> tuple[list[list[Run]], list[bool]]:
-        """The rows of each, and whether it is full, not an epoch's last.
+    def _first_steps(self) -> tuple[list[list[list[Run]]], list[bool]]:
+        """The rows of each, by ranks, and whether it is full, not an epoch's last.
 
         They begin with the run, whatever the position.
         """
-        steps, full, epoch = list[list[Run]](), list[bool](), 0
+        steps, full, epoch = list[list[list[Run]]](), list[bool](), 0
+        ranks = self.world.size
         while self._epoch_rows(epoch) and len(steps) < STEPS_LOOKED_AT:
             order, stops = self._order(epoch)[0], self._step_ends(Position(epoch=epoch))
             for start, stop in pairwise([0, *islice(stops, STEPS_LOOKED_AT - len(steps))]):
                 lengths = self.rows.side_lengths[order[start:stop]]
-                steps.append(runs_of(lengths, self.rows.kind, self.pack_to, self.regimes))
+                parts = [lengths[dealt(lengths, rank, ranks)] for rank in range(ranks)]
+                about = self.rows.kind, self.pack_to, self.regimes
+                steps.append([runs_of(part, *about) for part in parts if len(part)])
                 full.append(stop < self._epoch_rows(epoch))
             epoch += 1
         return steps, full
@@ -258,11 +271,12 @@ class Loader:
             parts, after = self._across_windows(position)
             epoch = float(after.epoch)
         for rows, chosen in parts:
-            found += micro_batches(
-                *(rows, chosen, self.micro_batch_tokens, self.pad_id, self.pack_to, self.regimes),
-                *(self.references, self.prompts_too),
-            )
             lengths += rows.side_lengths[chosen, :trained].ravel().tolist()
+            own = dealt(rows.side_lengths[chosen], self.world.rank, self.world.size)
+            found += micro_batches(
+                *(rows, chosen[own], self.micro_batch_tokens, self.pad_id, self.pack_to),
+                *(self.regimes, self.references, self.prompts_too),
+            )
         return StepBatch(found, tuple(lengths), epoch, after)
 
     def _across_windows(self, position: Position) -> tuple[list[tuple[Rows, IndexArray]], Position]:

@@ -165,10 +165,26 @@ def cuts(
         start = stop
 
 
+def dealt(side_lengths: IndexArray, rank: int, ranks: int) -> IndexArray:
+    """Which of a step's rows a rank of several computes, ascending, int64.
+
+    side_lengths: int64 [rows, sides].
+
+    Rows are dealt by length, longest first, to and fro, so that ranks differ by a row at most and
+    have about as many tokens each.
+    """
+    order = np.argsort(-side_lengths.max(1), kind="stable")
+    rounds, place = np.divmod(np.arange(len(order)), ranks)
+    owner = np.where(rounds % 2, ranks - 1 - place, place)
+    return np.sort(order[owner == rank])
+
+
 def counted(
-    steps: Iterable[Sequence[Run]], full: Iterable[bool], micro_batch_tokens: int
+    steps: Iterable[Sequence[Sequence[Run]]], full: Iterable[bool], micro_batch_tokens: int
 ) -> tuple[int, int, float, int, float]:
-    """Padded tokens and micro-batches of steps.
+    """Padded tokens and micro-batches of steps, on the rank that has most.
+
+    steps: the rows of each, by ranks.
 
     Returns micro_batch_tokens; a step's padded tokens, at most and on average over the full steps;
     and its number of micro-batches, at most and on average.
@@ -176,11 +192,14 @@ def counted(
     found = []
     for step in steps:
         parts = [
-            (stop - start) * run.lengths[start]
-            for run in step
-            for start, stop in run.cuts(micro_batch_tokens)
+            [
+                (stop - start) * run.lengths[start]
+                for run in of_rank
+                for start, stop in run.cuts(micro_batch_tokens)
+            ]
+            for of_rank in step
         ]
-        found.append((sum(parts), len(parts)))
+        found.append((max(map(sum, parts)), max(map(len, parts))))
     whole = [step for step, is_full in zip(found, full, strict=True) if is_full] or found
     tokens, parts_most = map(max, zip(*found, strict=True))
     mean_tokens, mean_parts = map(fmean, zip(*whole, strict=True))

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from megatrain.errors import DataError
 
-Turns = list[dict[str, str]]
+Turns = Sequence[dict[str, str]]
 MANY = 1_000  # each is answered token by token
 
 

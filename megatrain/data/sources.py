@@ -9,7 +9,7 @@ import re
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
 
@@ -37,12 +37,21 @@ CARD = "README.md"  # may say in its head which files are which split
 @dataclass(frozen=True)
 class Part:
     """One of several sources: with all of them, a share of an epoch's rows that is proportional to
-    its `weight`; without, its rows as it has them."""
+    its `weight`; without, its rows as it has them.
+
+    rows: of Python, for which `path` is the name (given.py); None: they are where `path` says."""
 
     path: str
     weight: float | None = None
     split: str | None = None
     format: str = "auto"
+    rows: Rows | DataSet | None = field(default=None, compare=False, repr=False)
+
+    @property
+    def said(self) -> dict[str, object]:
+        """All but the rows."""
+        names = ("path", "weight", "split", "format")
+        return {name: getattr(self, name) for name in names}
 
 
 @dataclass(frozen=True)
@@ -59,7 +68,9 @@ class Source:
     parts: tuple[str, ...] = ()
 
 
-def open_source(given: Given, split: str | None = None, streaming: bool = False) -> Source:
+def open_source(
+    given: Given, split: str | None = None, streaming: bool = False, identity: str | None = None
+) -> Source:
     """Rows that are named or given.
 
     Named: a file, a glob of files, a folder of files, a folder that `save_to_disk` wrote, or a data
@@ -70,6 +81,7 @@ def open_source(given: Given, split: str | None = None, streaming: bool = False)
     name splits is such a data set, without slices; of another, all files are read.
 
     streaming: what is on the hub is read from there, row by row, and not downloaded before.
+    identity: of rows that are given, if it is known.
 
     Raises DataError when it does not exist, has no known type or cannot be reached. Broken rows are
     no errors here: they are yielded with their problem, since to skip them is the caller's policy.
@@ -82,18 +94,20 @@ def open_source(given: Given, split: str | None = None, streaming: bool = False)
             return _several(parts, split, streaming)
         if split not in (None, "train"):
             raise DataError(f"a list of rows has no splits; remove data.split: {split}")
-        contents = hashlib.blake2b(repr(given).encode(), digest_size=16).hexdigest()
-        return Source("list", contents, lambda: numbered(given, "list"))
+        if identity is None:
+            identity = hashlib.blake2b(repr(given).encode(), digest_size=16).hexdigest()
+        return Source("list", identity, lambda: numbered(given, "list"))
     import datasets
 
     if isinstance(given, datasets.Dataset | datasets.DatasetDict):
-        return _data_set(type(given).__name__, given, split)
+        found = _data_set(type(given).__name__, given, split)
+        return found if identity is None else replace(found, identity=identity)
     kinds = "a file, a folder, a hub id, a datasets.Dataset or a list of rows"
     raise DataError(f"expected {kinds}, not {type(given).__name__}")
 
 
 def _several(parts: Sequence[Part], split: str | None, streaming: bool) -> Source:
-    opened = [open_source(part.path, part.split or split, streaming) for part in parts]
+    opened = [_opened(part, part.split or split, streaming) for part in parts]
 
     def read() -> Iterator[RawRow]:
         for number, (part, source) in enumerate(zip(parts, opened, strict=True)):
@@ -108,6 +122,12 @@ def _several(parts: Sequence[Part], split: str | None, streaming: bool) -> Sourc
     identity = json.dumps([[source.identity for source in opened], formats])
     notes = tuple(itertools.chain.from_iterable(source.notes for source in opened))
     return Source(name, identity, read, notes, tuple(source.name for source in opened))
+
+
+def _opened(part: Part, split: str | None, streaming: bool) -> Source:
+    if part.rows is None:
+        return open_source(part.path, split, streaming)
+    return open_source(part.rows, split, identity=part.path)
 
 
 def _named(named: Named, split: str | None, streaming: bool) -> Source:

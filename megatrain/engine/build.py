@@ -21,6 +21,7 @@ from megatrain.engine.routing import coefficient_of
 from megatrain.errors import ConfigError, PlanError
 from megatrain.losses import next_token
 from megatrain.machine.hardware import (
+    COMMUNICATOR_BYTES,
     bf16_is_fast,
     bound_heap,
     disk_free,
@@ -285,8 +286,9 @@ def hold_to_budget(machine: Machine, gpu_limit: int | None) -> None:
     """Let PyTorch take no more than `gpu_limit` bytes of the GPU; None: all of it."""
     gpu, hardware = machine.hardware.gpu, machine.hardware
     if machine.device.type == "cuda" and gpu is not None:
-        # the user's limit counts the CUDA context, PyTorch does not
-        limit = gpu.total_bytes if gpu_limit is None else gpu_limit - hardware.context_bytes
+        # the user's limit counts the CUDA context and NCCL's buffers, PyTorch does not
+        beside = hardware.context_bytes + (COMMUNICATOR_BYTES if machine.ranks > 1 else 0)
+        limit = gpu.total_bytes if gpu_limit is None else gpu_limit - beside
         share = min(1.0, max(0.0, limit / gpu.total_bytes))
         torch.cuda.set_per_process_memory_fraction(share, machine.device)
 

@@ -167,8 +167,14 @@ class Constructors(ABC):
     def load_weights(self, source: ModelSource, trust_remote_code: bool = False) -> None:
         """Read all weights; a classifier's head is drawn where the source is a language model.
 
-        Raises ModelError and StorageError.
+        Raises ConfigError, ModelError and StorageError.
         """
+        with self.store.world.together():
+            self._read_weights(source, trust_remote_code)
+        self.source, self.trust_remote_code = source, trust_remote_code
+        self.weights_changed()
+
+    def _read_weights(self, source: ModelSource, trust_remote_code: bool) -> None:
         lacks_head = self.skeleton.anatomy.labels is not None and not is_classifier(
             read_model_config(source, trust_remote_code)
         )
@@ -176,8 +182,6 @@ class Constructors(ABC):
         self.published, self.carried = load_weights(
             self.skeleton.anatomy, self.store, source, self.skeleton.constants, head
         )
-        self.source, self.trust_remote_code = source, trust_remote_code
-        self.weights_changed()
 
     def draw_weights(self) -> None:
         """Draw all weights at random by the family's own rule, from the engine's seed.

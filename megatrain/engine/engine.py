@@ -320,8 +320,7 @@ class Engine(Reading, Constructors):
         """
         for block, tensors in enumerate(self.published):
             self.wait_ready(block)
-            shares = self.world.every(self.store.lasting("weight", block))
-            weights = shares[0] if self.world.is_alone else torch.cat(shares)
+            weights = self.store.whole("weight", block)
             yield from ((tensor.name, tensor.view(weights)) for tensor in tensors)
             yield from self.constants.of_block(block)
 
@@ -333,9 +332,6 @@ class Engine(Reading, Constructors):
         StorageError.
         """
         from megatrain.storage.export import describe_source, save_pretrained
-
-        if not self.world.is_alone:
-            raise ConfigError(f"{self.world.size} ranks cannot save yet: take iter_weights")
 
         save_pretrained(self, folder, *describe_source(self.source, self.trust_remote_code))
 

@@ -7,18 +7,13 @@ order follows from the plan alone, so it is the same on every rank.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import distributed
 
 from megatrain.engine.streams import Compute, Lane
 from megatrain.memory.layout import BLOCK_ALIGNMENT, FlatLayout, Span
-from megatrain.world import World
-
-# renamed in torch 2.13
-gather_whole: Any = getattr(distributed, "all_gather_single", None)
-gather_whole = gather_whole or distributed.all_gather_into_tensor
+from megatrain.world import World, gather_whole
 
 
 class Exchange:

@@ -165,7 +165,8 @@ class Gradients:
         sums = {name: Sum(view, fresh) for name, view in layout.views(flat).items()}
         opened = self._open[block] = OpenSum(buffer, sums)
         if fresh:
-            self.compute.wait(buffer.free, "download")  # wait: the download still reads this buffer
+            leaves = "exchange" if self.exchange else "download"
+            self.compute.wait(buffer.free, leaves)  # wait: what it held before still leaves
             # the padding: sums write tensors alone, and another block's values may lie between
             for start, stop in layout.gaps():
                 flat[start:stop].zero_()
@@ -257,7 +258,7 @@ class Gradients:
             return
         target, scalar = self.sink.place(block), self._landed_square_sums[block : block + 1]
         if target is None:  # a resident block that is updated at once, on the stream that computes
-            self.compute.wait(shared, "download")
+            self.compute.wait(shared, "exchange")
             self.sink.take(Gradient(block, mine, shared, scalar))
             staging.free = self.compute.record()
             return
@@ -292,8 +293,13 @@ class Gradients:
         """
         for gradient in finished:
             gradient.landed.wait_host()  # raises what a download failed with, before any update
-        # wait: all ranks' shares are being measured, and those of resident blocks sent
-        self.compute.wait(self._exchanged, "download")
+        # wait: all ranks' shares are being measured
+        self.compute.wait(self._exchanged, "exchange")
+        if self.exchange is not None:
+            for gradient in finished:
+                if gradient.block < self.resident:
+                    # wait: it is copied on another stream, and the update on this one reads it
+                    self.compute.wait(gradient.landed, "download")
         self._square_sums_host.copy_(self._square_sums, non_blocking=True)
         self.compute.synchronize()  # wait: the sums of squares must have been computed
         return float(self._square_sums_host.double().sum().sqrt())

@@ -146,8 +146,8 @@ def _updates(
     """The updater of the weights, and the sink that brings it the gradients."""
     ring = None
     if not stores_gradients:
-        streamed = store.layouts[store.resident :]
-        largest = max((layout.trainable for layout in streamed), default=0)
+        streamed = range(store.resident, len(store.layouts))
+        largest = max((store.trained_span(block).numel for block in streamed), default=0)
         ring = GradientRing(largest, store.arrays["weight"].dtype, pinned=compute.is_cuda)
         resources.callback(ring.close)  # after the updates that read it
     updater = Updater(store, optimizer, settings.update_threads, compute)

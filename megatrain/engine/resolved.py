@@ -29,6 +29,7 @@ from megatrain.optim.elementwise import MOMENTS
 from megatrain.planner.cost.shape import ModelShape, layer_chunks, shape_of
 from megatrain.planner.job import Job, WholeUpdate
 from megatrain.planner.search import most_micro_batch_tokens
+from megatrain.world import ALONE, World
 
 logger = logging.getLogger("megatrain")
 
@@ -45,6 +46,11 @@ class Machine:
         compiles: a C compiler and Triton are at hand; None: look for them here.
         drives_assumed: folders for NVMe on drives that were not measured.
         here: False for a machine that is only described.
+        world: the ranks that compute, this one with the device.
+        ranks, hosts: GPUs of a host that train together, and hosts. `hardware` and `profile` are
+            then what each has, and reaches while all work.
+        together_assumed: nobody measured that.
+        alone: the same machine with one GPU at work.
     """
 
     device: torch.device
@@ -54,6 +60,11 @@ class Machine:
     compiles: bool | None = None
     drives_assumed: tuple[Path, ...] = ()
     here: bool = True
+    world: World = ALONE
+    ranks: int = 1
+    hosts: int = 1
+    together_assumed: bool = False
+    alone: Machine | None = None
 
 
 @dataclass(frozen=True)
@@ -200,6 +211,8 @@ def make_job(resolved: Resolved, *, tokens_per_step: int, **given: Any) -> Job:
         draws_weights=resolved.weights.source is None,
         lengths_vary=resolved.lengths_vary,
         nvme_drives=len({drive_of(folder) for folder in resolved.nvme_folders}),
+        ranks=resolved.machine.ranks,
+        hosts=resolved.machine.hosts,
         **given,
     )
 

@@ -15,7 +15,7 @@ from megatrain.engine.streams import Compute, Event, Lane, release_after
 from megatrain.heartbeat import beat
 from megatrain.memory.store import Store
 from megatrain.models.anatomy import Anatomy
-from megatrain.schedule import slot_sizes, slots_of_blocks, uploads
+from megatrain.schedule import SHARE_BUFFERS, slot_sizes, slots_of_blocks, uploads
 
 
 class Updates(Protocol):
@@ -37,6 +37,7 @@ class Slot:
     Attributes:
         holds: the block whose current weights are here or on their way.
         landed: completes with the upload of that block.
+        uploaded: of several ranks, the same of this one's share, before those of others arrive.
         free: completes when the computation has last read, or first zeroed, the slot.
     """
 
@@ -44,6 +45,7 @@ class Slot:
         self.flat, self.target = flat, flat.data
         self.holds = holds
         self.landed: Event | None = None
+        self.uploaded: Event | None = None
         self.free: Event | None = None
 
 
@@ -92,7 +94,9 @@ class Streamer:
         self._also_reads = {anatomy.head.index: self.slot_of[0]} if tied else {}
         # on their way into slots, in turn
         share, new = max(exchange.shares) if exchange is not None else 0, compute.device
-        self._shares = [Slot(torch.empty(share, dtype=dtype, device=new)) for _ in range(2)]
+        self._shares = [
+            Slot(torch.empty(share, dtype=dtype, device=new)) for _ in range(SHARE_BUFFERS)
+        ]
 
     def flat(self, block: int) -> torch.Tensor:
         """The device memory, in parameters' dtype, where this block's weights land."""
@@ -109,7 +113,8 @@ class Streamer:
             for wanted in coming:
                 self._fetch(wanted, self.slot_of[wanted])
             slot = self.slot_of[block]
-            self.compute.wait(slot.landed, "upload")
+            self.compute.wait(slot.uploaded, "upload")
+            self.compute.wait(slot.landed, "exchange" if self._exchange else "upload")
             try:
                 yield block
             finally:  # also when the sweep is abandoned
@@ -167,13 +172,12 @@ class Streamer:
         assert exchange is not None
         whole, mine = slot.target[: self._numels[block]], share.target[: exchange.shares[block]]
 
-        def job(landed: Event) -> None:
+        def job(_: Event) -> None:
             exchange.lane.wait(uploaded)  # wait: this rank's share is on its way up
-            landed.update_wait_s, landed.nvme_wait_s = uploaded.update_wait_s, uploaded.nvme_wait_s
             exchange.lane.wait(free)  # wait: the computation may still read what is in this slot
             exchange.gather(whole, mine)
 
-        share.free = exchange.lane.submit(job)
+        slot.uploaded, share.free = uploaded, exchange.lane.submit(job)
         return share.free
 
     def invalidate(self) -> None:

@@ -186,7 +186,7 @@ class Compute:
     def wait(self, event: Event | None, cause: str) -> None:
         """Let what is computed next run after `event`.
 
-        cause: upload, update or download, for the metrics.
+        cause: upload, update, download or exchange, for the metrics.
         """
         if event is None:
             return

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -40,8 +41,7 @@ def cgroup_memory(
     left: list[int] = []
     names = {version: files.limits[0] for version, files in _MEMORY.items()}
     for folder, version in _folders(mount, membership, "memory", names):
-        files, lines = _MEMORY[version], _text(folder / "memory.stat").splitlines()
-        stat = {key: int(value) for key, value in map(str.split, lines)}
+        files, stat = _MEMORY[version], _numbers(folder / "memory.stat")
         # version 1 tells here of parents' limits that a container does not see
         found = [stat.get("hierarchical_memory_limit")]
         found += [_number(folder / name) for name in files.limits]
@@ -66,7 +66,7 @@ def cgroup_cpus(mount: Path = CGROUPS, membership: Path = MEMBERSHIP) -> float |
     quotas = []
     for folder, version in _folders(mount, membership, "cpu", _CPU):
         if version == 2:
-            quota, period = (folder / _CPU[2]).read_text().split()
+            quota, _, period = _text(folder / _CPU[2]).strip().partition(" ")
         else:  # a quota of -1: no limit
             quota, period = (
                 str(_number(folder / name) or "max") for name in (_CPU[1], "cpu.cfs_period_us")
@@ -74,6 +74,17 @@ def cgroup_cpus(mount: Path = CGROUPS, membership: Path = MEMBERSHIP) -> float |
         if quota.isdigit() and period.isdigit():
             quotas.append(int(quota) / int(period))
     return min(quotas, default=None)
+
+
+def keep_to_quota() -> None:
+    """Give PyTorch as many threads as the container's quota has processors, not as the machine has.
+
+    The kernel stops all threads of a group that has used its share. Call it before torch is
+    imported. A number that is set already stays.
+    """
+    quota = cgroup_cpus()
+    if quota is not None and quota < len(os.sched_getaffinity(0)):
+        os.environ.setdefault("OMP_NUM_THREADS", str(max(1, int(quota))))
 
 
 def _folders(
@@ -85,7 +96,9 @@ def _folders(
         if controllers == "":
             root, version = mount, 2
         elif controller in controllers.split(","):
-            root, version = mount / controller, 1
+            # mounted with others under one name, mostly beside a link for each
+            alone = (mount / controller).exists()
+            root, version = mount / (controller if alone else controllers), 1
         else:
             continue
         # In a container the path may be the host's and lead nowhere: the mount point is its group.
@@ -98,6 +111,12 @@ def _folders(
 def _number(file: Path) -> int | None:
     text = _text(file).strip()
     return int(text) if text.isdigit() else None  # "max": no limit
+
+
+def _numbers(file: Path) -> dict[str, int]:
+    """Lines of a name and a number each."""
+    pairs = [line.split() for line in _text(file).splitlines()]
+    return {pair[0]: int(pair[1]) for pair in pairs if len(pair) == 2 and pair[1].isdigit()}
 
 
 def _text(file: Path) -> str:

@@ -58,22 +58,23 @@ class DataSheet:
     mebibytes: int  # of memory, as nvidia-smi shows them
     capability: tuple[int, int]
     watts: int | None  # board power; GH200's includes its processor. None: unknown
+    nvlink: float = 0.0  # GB/s each way to the other GPUs of a host; 0: none, or a bridge at most
 
 
 # From NVIDIA's public data sheets and architecture papers, not rounded further. The first row
 # whose words all occur in a device's name counts, so variants stand before the plain name.
 GPUS: tuple[tuple[str, DataSheet], ...] = (
-    ("B200", DataSheet(2250, 75, 4500, 8000, PCIE_5, SERVER, 183_359, (10, 0), 1000)),
-    ("H200 NVL", DataSheet(835.5, 60, 1671, 4800, PCIE_5, SERVER, 143_771, (9, 0), 600)),
-    ("H200", DataSheet(989.4, 67, 1979, 4800, PCIE_5, SERVER, 143_771, (9, 0), 700)),
+    ("B200", DataSheet(2250, 75, 4500, 8000, PCIE_5, SERVER, 183_359, (10, 0), 1000, 900)),
+    ("H200 NVL", DataSheet(835.5, 60, 1671, 4800, PCIE_5, SERVER, 143_771, (9, 0), 600, 450)),
+    ("H200", DataSheet(989.4, 67, 1979, 4800, PCIE_5, SERVER, 143_771, (9, 0), 700, 450)),
     ("H100 PCIe", DataSheet(756.4, 51, 1513, 2000, PCIE_5, SERVER, 81_559, (9, 0), 350)),
-    ("H100 NVL", DataSheet(835.5, 60, 1671, 3938, PCIE_5, SERVER, 95_830, (9, 0), 400)),
-    ("H100", DataSheet(989.4, 67, 1979, 3350, PCIE_5, SERVER, 81_559, (9, 0), 700)),
-    ("GH200", DataSheet(989.4, 67, 1979, 4000, NVLINK_C2C, SERVER, 97_871, (9, 0), 1000)),
+    ("H100 NVL", DataSheet(835.5, 60, 1671, 3938, PCIE_5, SERVER, 95_830, (9, 0), 400, 300)),
+    ("H100", DataSheet(989.4, 67, 1979, 3350, PCIE_5, SERVER, 81_559, (9, 0), 700, 450)),
+    ("GH200", DataSheet(989.4, 67, 1979, 4000, NVLINK_C2C, SERVER, 97_871, (9, 0), 1000, 450)),
     ("A100 PCIe 40GB", DataSheet(312, 19.5, 0, 1555, PCIE_4, SERVER, 40_960, (8, 0), 250)),
-    ("A100 40GB", DataSheet(312, 19.5, 0, 1555, PCIE_4, SERVER, 40_960, (8, 0), 400)),
+    ("A100 40GB", DataSheet(312, 19.5, 0, 1555, PCIE_4, SERVER, 40_960, (8, 0), 400, 300)),
     ("A100 PCIe", DataSheet(312, 19.5, 0, 1935, PCIE_4, SERVER, 81_920, (8, 0), 300)),
-    ("A100", DataSheet(312, 19.5, 0, 2039, PCIE_4, SERVER, 81_920, (8, 0), 400)),
+    ("A100", DataSheet(312, 19.5, 0, 2039, PCIE_4, SERVER, 81_920, (8, 0), 400, 300)),
     ("L40S", DataSheet(362.1, 91.6, 733, 864, PCIE_4, SERVER, 46_068, (8, 9), 350)),
     ("L4", DataSheet(121, 30.3, 242.5, 300, PCIE_4, SERVER, 23_034, (8, 9), 72)),
     ("A10", DataSheet(125, 31.2, 0, 600, PCIE_4, SERVER, 23_028, (8, 6), 150)),

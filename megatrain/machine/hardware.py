@@ -10,9 +10,10 @@ import ctypes
 import os
 import resource
 import shutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -26,10 +27,12 @@ from megatrain.machine.address_space import (
 )
 from megatrain.machine.cgroups import cgroup_cpus, cgroup_memory
 from megatrain.machine.datasheets import FIRST_BFLOAT16
+from megatrain.machine.mounts import mount_of
 
 MIB = 2**20
 GIB = 2**30
 CPUINFO = Path("/proc/cpuinfo")
+TOPOLOGY = Path("/sys/devices/system/cpu")
 
 # What the driver counts beyond torch's reservation once a model's kernels are loaded: H200, torch
 # 2.11, CUDA 13. The same to the byte from 0.2 to 7.6 billion parameters, eager and compiled; 8 MiB
@@ -38,6 +41,9 @@ CUDA_CONTEXT_BYTES = 756 * MIB
 # cuBLAS and cuBLASLt (matmuls with a bias) share a workspace of 32 MiB inside torch's reservation
 # on Hopper, less on older chips: one for every thread and stream that multiplies.
 CUBLAS_WORKSPACE_BYTES = 32 * MIB
+# What NCCL takes of a GPU's memory for each communicator, beside PyTorch's: two H200 with NVLink,
+# torch 2.11, NCCL 2.28.9, after its first gather and reduction (docs/decisions/0099-planned-ranks).
+COMMUNICATOR_BYTES = 486 * MIB
 # Resident memory that libraries take after planning, once they compute: the update kernel's
 # compiler and code, oneDNN's kernels or CUDA's host side. `benchmarks/plan_check.py` measures it:
 # the host's peak less all other rows of the plan.
@@ -119,6 +125,8 @@ def read_hardware(output_folder: str | Path, device: str = "auto") -> Hardware:
     most = held + memory.available - spare
     if left is not None:
         most = min(most, own.rss + left)
+    if limit is not None:  # code that other containers run, too, is in `rss` and may not be charged
+        most = min(most, limit)
     cores, space = physical_cores(), read_address_space()
     if space is not None and (by_space := own.rss + space.left_bytes(cores)) < most:
         most = by_space
@@ -139,6 +147,27 @@ def read_hardware(output_folder: str | Path, device: str = "auto") -> Hardware:
     )
 
 
+def shared_out(found: Sequence[Hardware], among: int) -> Hardware:
+    """What each of several processes has that share a machine, if none has more than another.
+
+    found: by each. among: how many share host RAM and NVMe.
+    """
+    resident = max(each.resident_bytes for each in found)
+    left = min(each.host_available_bytes - each.resident_bytes for each in found)
+    gpus = [each.gpu for each in found if each.gpu is not None]
+    memlock = [each.memlock_bytes for each in found if each.memlock_bytes is not None]
+    return replace(
+        found[0],
+        gpu=min(gpus, key=lambda gpu: gpu.free_bytes) if gpus else None,
+        host_total_bytes=found[0].host_total_bytes // among,
+        host_available_bytes=resident + left // among,
+        physical_cores=max(1, min(each.physical_cores for each in found) // among),
+        disk_free_bytes=min(each.disk_free_bytes for each in found),
+        memlock_bytes=min(memlock) if memlock else None,
+        resident_bytes=resident,
+    )
+
+
 def without_tables(nbytes: int, *, pinned: bool) -> int:
     """The part of `nbytes` of RAM that is left beside the page tables for it. pinned: for a GPU."""
     return int(nbytes / (1 + PAGE_TABLE_SHARE + (PINNED_SHARE if pinned else 0)))
@@ -146,12 +175,26 @@ def without_tables(nbytes: int, *, pinned: bool) -> int:
 
 def physical_cores() -> int:
     """Physical cores that this process may use, by its affinity mask and its container's quota."""
-    affinity = getattr(os, "sched_getaffinity", None)
-    allowed = len(affinity(0)) if affinity else os.cpu_count() or 1
+    # the mask, and a container's set of processors (--cpuset-cpus), may have both halves of a core
+    allowed = len({_siblings(number) for number in _processors()})
     quota = cgroup_cpus()
     if quota is not None:  # with more threads than that, all are stopped in the middle
         allowed = min(allowed, int(quota))
     return max(1, min(psutil.cpu_count(logical=False) or allowed, allowed))
+
+
+def _processors() -> Iterable[int]:
+    """Logical processors that this process may use."""
+    affinity = getattr(os, "sched_getaffinity", None)
+    return affinity(0) if affinity else range(os.cpu_count() or 1)
+
+
+def _siblings(processor: int) -> str:
+    """A name of the core that a logical processor is one of; its own where nothing is told."""
+    try:
+        return (TOPOLOGY / f"cpu{processor}/topology/thread_siblings_list").read_text().strip()
+    except OSError:
+        return f"processor {processor}"
 
 
 def update_threads(cores: int | None = None) -> int:
@@ -197,9 +240,16 @@ def one_of_each_drive(folders: Iterable[Path]) -> list[Path]:
 
 
 def drive_name(folder: Path) -> str:
-    """Device and mount point, such as "259:1 /mnt/fast": to know a drive again in another run."""
+    """Device and mount point, such as "259:1 /mnt/fast": to know a drive again in another run.
+
+    A file system without a device of its own (NFS, btrfs, a container's overlay) has another number
+    each time it is mounted, so it goes by its source: "server:/export /mnt/data".
+    """
     mount = _existing(folder).resolve()
     device = mount.stat().st_dev
+    found = mount_of(mount) if os.major(device) == 0 else None
+    if found is not None:
+        return f"{found.source} {found.point}"
     while not mount.is_mount():
         mount = mount.parent
     return f"{os.major(device)}:{os.minor(device)} {mount}"
@@ -244,6 +294,17 @@ def visible_gpu() -> Gpu | None:
         except nvml.NVMLError:  # no such index or UUID: CUDA shows no device either
             return None
     return Gpu(name, memory.total, memory.free, (major, minor))
+
+
+def visible_gpus() -> int:
+    """How many GPUs CUDA would show this process."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    with opened_nvml() as nvml:
+        there = 0 if nvml is None else int(nvml.nvmlDeviceGetCount())
+    if visible is None or not there:
+        return there
+    # CUDA shows none behind the first that cannot be
+    return len([*takewhile(lambda name: name.strip() not in ("", "-1"), visible.split(","))])
 
 
 @contextmanager

@@ -58,15 +58,18 @@ def find_gpu(
 
 
 def hypothetical(
-    name: str, sheet: DataSheet, host_bytes: int, cores: int | None = None
+    name: str, sheet: DataSheet, host_bytes: int, cores: int | None = None, gpus: int = 1
 ) -> Hardware:
-    """A machine with this GPU and `host_bytes` of RAM. cores: None takes the usual host's."""
+    """A machine with this GPU and `host_bytes` of RAM. cores: None takes the usual host's.
+
+    gpus: number of them that train together, each with as many cores beside it.
+    """
     total = sheet.mebibytes * MIB
     return Hardware(
         gpu=Gpu(f"NVIDIA {name}", total, total - DRIVER_BYTES, sheet.capability),
         host_total_bytes=host_bytes,
         host_available_bytes=without_tables(host_bytes - SYSTEM_BYTES, pinned=True),
-        physical_cores=cores or sheet.host.cores,
+        physical_cores=cores or gpus * sheet.host.cores,
         disk_free_bytes=DISK_BYTES,
         memlock_bytes=None,
         context_bytes=hardware.CUDA_CONTEXT_BYTES,

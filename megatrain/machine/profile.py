@@ -68,6 +68,14 @@ class MachineProfile:
     # (rows an expert, FLOP/s) of a GPU's grouped matmuls, both passes, bf16, rows at random. Empty
     # on a CPU; a GPU's that was not measured is the usual share of `matmul`.
     grouped: Rates = ()
+    # Of a host with several GPUs, each a rank, with all at work: then the links and updates above
+    # are one rank's, too. The next two: bytes/s that come to a rank from the others of its host.
+    ranks: int = 1
+    gather: float = 0.0  # of their shares of weights
+    reduce: float = 0.0  # of their fp32 sums, which it adds up in the order of ranks
+    gather_loss: float = 0.0  # seconds of computing that the device loses beside a second of it
+    reduce_loss: float = 0.0
+    network: float = 0.0  # bytes/s of a host to the others, each way
 
     def __post_init__(self) -> None:
         """Raise ValueError for what cannot be a profile: a cached file may hold anything."""
@@ -110,12 +118,15 @@ def interpolate_log(rates: Rates, size: float) -> float:
     return interpolate(tuple((math.log(at), rate) for at, rate in rates), math.log(size))
 
 
-def fingerprint(hardware: Hardware) -> str:
-    """A short name that changes with GPU, driver, processor, cores, RAM in GiB and PyTorch."""
+def fingerprint(hardware: Hardware, ranks: int = 1) -> str:
+    """A short name that changes with GPU, driver, processor, cores, RAM in GiB, PyTorch, and the
+    number of GPUs that work together."""
     gpu = hardware.gpu.name if hardware.gpu else "cpu"
     driver, torch = driver_version() if hardware.gpu else "", installed_version("torch") or ""
     gib = round(hardware.host_total_bytes / GIB)
-    parts = (FORMAT, gpu, driver, processor(), hardware.physical_cores, gib, torch)
+    parts: tuple[Any, ...] = (FORMAT, gpu, driver, processor(), hardware.physical_cores, gib, torch)
+    if ranks > 1:  # whichever cores each of them is bound to
+        parts = (FORMAT, gpu, driver, processor(), os.cpu_count(), gib, torch, ranks)
     digest = hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:12]
     return f"{'-'.join(gpu.lower().split())}-{digest}"
 

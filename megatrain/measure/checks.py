@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -12,6 +13,7 @@ import torch
 
 from megatrain.machine.cgroups import cgroup_cpus, cgroup_memory
 from megatrain.machine.hardware import GIB, Hardware, opened_nvml
+from megatrain.machine.mounts import IN_RAM, OVERLAY, mount_of
 from megatrain.machine.profile import MachineProfile
 from megatrain.measure.transfers import PIECE_BYTES
 
@@ -20,6 +22,8 @@ LANE_BYTES = {1: 0.25e9, 2: 0.5e9, 3: 0.985e9, 4: 1.969e9, 5: 3.938e9, 6: 7.56e9
 LINK_SHARE = 0.75  # of a link's rate, the least of large copies on a healthy machine; 0.88: H200
 OTHERS_SHARE = 0.25  # of the cores, busy with other programs before figures are doubtful
 HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+SHARED_MEMORY = Path("/dev/shm")
+NCCL_BYTES = GIB  # what NCCL's manual asks of a container; Docker gives 64 MiB
 COMPILERS = ("cc", "gcc", "clang")
 
 
@@ -49,14 +53,16 @@ class PcieLink:
 
 def check(hardware: Hardware, profile: MachineProfile, load: float) -> list[Finding]:
     """All findings. `load`: runnable processes before anything was measured (`os.getloadavg`)."""
+    present = psutil.cpu_count(logical=False) or hardware.physical_cores
     findings = [
         cores(hardware),
-        other_programs(load, hardware.physical_cores),
+        other_programs(load, present),  # of the whole machine, as the load is in a container, too
         host_memory(hardware),
         huge_pages(),
     ]
     if hardware.gpu is not None:
-        findings += [pcie(pcie_link(), profile.upload), pinned_memory(hardware), compiler()]
+        findings += [pcie(pcie_link(), profile.upload), pinned_memory(hardware)]
+        findings += [shared_memory(torch.cuda.device_count()), compiler()]
     return [*findings, free_disk(hardware)]
 
 
@@ -91,10 +97,11 @@ def host_memory(hardware: Hardware) -> Finding:
     advice = None
     if limit is not None and limit < present:
         advice = (
-            f"the container may use only {limit / GIB:.0f} of {present / GIB:.0f} GiB; raise its "
+            f"the container may use only {limit / GIB:.1f} of {present / GIB:.1f} GiB; raise its "
             "memory limit to train larger models"
         )
-    return Finding("host memory", f"{hardware.host_total_bytes / GIB:.1f} GiB", advice)
+    total, left = hardware.host_total_bytes / GIB, hardware.host_available_bytes / GIB
+    return Finding("host memory", f"{total:.1f} GiB, {left:.1f} for this process", advice)
 
 
 def huge_pages(file: Path = HUGE_PAGES) -> Finding:
@@ -115,8 +122,22 @@ def pinned_memory(hardware: Hardware) -> Finding:
     figure = f"{limit / GIB:.2f} GiB"
     if limit < PIECE_BYTES:
         return Finding("memlock limit", f"{figure}, not enforced for GPU memory")
-    advice = "it may stop large models from being pinned; raise it: ulimit -l unlimited"
+    advice = (
+        "it may stop large models from being pinned; raise it: ulimit -l unlimited, or docker run "
+        "--ulimit memlock=-1"
+    )
     return Finding("memlock limit", figure, advice)
+
+
+def shared_memory(gpus: int, folder: Path = SHARED_MEMORY) -> Finding:
+    """Room in /dev/shm, of which one GPU needs nothing and NCCL between several does."""
+    if not folder.is_dir():
+        return Finding("shared memory", "unknown")
+    size = shutil.disk_usage(folder).total
+    advice = None
+    if gpus > 1 and size < NCCL_BYTES:
+        advice = "several GPUs may need more (NCCL); docker run --shm-size=1g"
+    return Finding("shared memory", f"{size / GIB:.2f} GiB", advice)
 
 
 def pcie_link() -> PcieLink | None:
@@ -176,3 +197,18 @@ def free_disk(hardware: Hardware) -> Finding:
             "disk in output"
         )
     return Finding("free disk", f"{hardware.disk_free_bytes / GIB:.0f} GiB", advice)
+
+
+def places(folders: Iterable[Path]) -> Iterator[Finding]:
+    """Folders that lie on no drive: in RAM, or in what a container loses when it is removed."""
+    for folder in folders:
+        mount = mount_of(folder)
+        if mount is not None and mount.kind in IN_RAM:
+            yield Finding(str(folder), mount.kind, "it lies in RAM; name a folder on a drive")
+        elif mount is not None and mount.kind in OVERLAY:
+            yield Finding(
+                str(folder),
+                mount.kind,
+                "if this is a container, its files go when it is removed; mount a folder of the "
+                "host there: docker run --volume",
+            )

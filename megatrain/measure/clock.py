@@ -6,10 +6,19 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from statistics import median
+from typing import Protocol
 
 import torch
 
 Work = Callable[[], object]
+
+
+class Times(Protocol):
+    """What tells how long a piece of work takes."""
+
+    def seconds(self, work: Work) -> float:
+        """Median duration of one call of `work`."""
+
 
 MOST_SAMPLES = 7
 FEWEST_SAMPLES = 3  # where one takes long

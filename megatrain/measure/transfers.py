@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 import torch
 
-from megatrain.measure.clock import Clock
+from megatrain.measure.clock import Times
 from megatrain.memory.slab import Slab
 
 PIECE_BYTES = 256 << 20  # a decoder layer's size
@@ -29,7 +29,7 @@ class LinkTest:
         self._device = [torch.zeros_like(piece, device=device) for piece in self._host]
         self._streams = [torch.cuda.Stream(device) for _ in self._host]  # type: ignore[no-untyped-call]
 
-    def rates(self, clock: Clock) -> dict[str, float]:
+    def rates(self, clock: Times) -> dict[str, float]:
         """Bytes/s: `upload` and `download` alone, `both` their sum at once."""
         return {
             "upload": PIECE_BYTES / clock.seconds(self.up),

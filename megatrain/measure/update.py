@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from megatrain.measure.clock import Clock
+from megatrain.measure.clock import Clock, Times
 from megatrain.memory.layout import GROUP
 from megatrain.memory.slab import Slab
 from megatrain.optim import AdamW
@@ -94,7 +94,7 @@ class HostUpdate:
                 touch(slab, pool)
             self._update = AdamW().updating(self._arrays, **UNMOVING)
 
-    def rate(self, threads: int, clock: Clock) -> float:
+    def rate(self, threads: int, clock: Times) -> float:
         """Parameters/s; each of `threads` takes pieces until none is left, as in training."""
         size = -(-self.parameters // (threads * PIECES_PER_THREAD))
         passes = min(PASSES, threads)

@@ -10,11 +10,12 @@ from typing import Literal, NamedTuple
 
 import torch
 
-# All three in elements. 64 of bf16 are 128 bytes: every view starts on a cache line, for vector
-# loads. 1024 of bf16 are half a page, and whole rows for the row-wise norm.
+from megatrain import schedule
+from megatrain.schedule import BLOCK_ALIGNMENT as BLOCK_ALIGNMENT
+
+# Both in elements. 64 of bf16 are 128 bytes: every view starts on a cache line, for vector loads.
 TENSOR_ALIGNMENT = 64
 GROUP = TENSOR_ALIGNMENT  # consecutive elements that share one element of a "group" array: a scale
-BLOCK_ALIGNMENT = 1024
 
 
 # Granularity of an array of a block: one element for every parameter, for every GROUP of them, or
@@ -55,6 +56,17 @@ class TensorRange:
     def flat(self, array: torch.Tensor) -> torch.Tensor:
         """Its elements in a flat array of its block, as a 1-D view."""
         return array.narrow(0, self.offset, self.numel)
+
+    def within(self, span: Span) -> Span:
+        """Which of its elements, counted from its first, are in `span` of its block's array."""
+        start, stop = (min(max(end - self.offset, 0), self.numel) for end in span)
+        return Span(start, stop)
+
+    def flat_within(self, array: torch.Tensor, span: Span) -> torch.Tensor:
+        """Those elements in `array`, which holds `span` alone, as a 1-D view."""
+        mine = self.within(span)
+        start = self.offset + mine.start - span.start if mine.numel else 0
+        return array.narrow(0, start, mine.numel)
 
     def view(self, array: torch.Tensor) -> torch.Tensor:
         """The tensor as a view into a flat array of its block."""
@@ -164,7 +176,7 @@ class FlatLayout:
 
     def share(self, ranks: int) -> int:
         """Elements that each of so many ranks owns, but for the last ones, which may have less."""
-        return round_up(-(-self.numel // ranks), BLOCK_ALIGNMENT)
+        return schedule.share(self.numel, ranks)
 
     def span(self, rank: int, ranks: int) -> Span:
         """What a rank owns; empty where the block is shorter than that."""

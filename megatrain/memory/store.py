@@ -15,7 +15,7 @@ import torch
 
 from megatrain.memory.layout import ArraySpec, FlatLayout, Span, part, round_up
 from megatrain.memory.lease import Lease
-from megatrain.memory.nvme_store import NvmeStore
+from megatrain.memory.nvme_store import READ_BYTES, NvmeStore
 from megatrain.memory.slab import Slab
 from megatrain.schedule import PAGE
 from megatrain.world import ALONE, World
@@ -120,10 +120,19 @@ class Store:
 
     def numel(self, spec: ArraySpec, block: int) -> int:
         """Elements of an array of a block here."""
+        return self._span(spec, block, self.world.rank).numel
+
+    def span(self, name: str, block: int, rank: int | None = None) -> Span:
+        """Which elements of a block's array a rank owns; by default this one."""
+        return self._span(self.arrays[name], block, self.world.rank if rank is None else rank)
+
+    def _span(self, spec: ArraySpec, block: int, rank: int) -> Span:
+        layout = self.layouts[block]
         if self.world.is_alone:
-            return self.layouts[block].of(spec).numel
-        mine = part(spec.per, *(self.spans[block] if spec.whole else self.trained_span(block)))
-        return len(range(mine.start, mine.stop))
+            return Span(0, layout.of(spec).numel)
+        owned = layout.span(rank, self.world.size)
+        mine = part(spec.per, *(owned if spec.whole else owned.before(layout.trainable)))
+        return Span(mine.start, mine.stop)
 
     def trained_span(self, block: int) -> Span:
         """What this rank owns of a block's trained tensors."""
@@ -177,19 +186,48 @@ class Store:
         return Lease(in_memory, on_nvme, changes=changes, soon=soon)
 
     def pieces(self, name: str, block: int, start: int, numel: int) -> Iterator[torch.Tensor]:
-        """`numel` elements of an array from element `start`, piece by piece, on the CPU.
+        """Of `numel` elements of an array from element `start`, those that this rank owns, piece by
+        piece, on the CPU.
 
         A piece is valid until the next is asked for. Nobody may change the array meanwhile.
+        All but the last are whole multiples of READ_BYTES.
         """
-        assert self.world.is_alone, "elements are counted in whole blocks"
+        span = self.span(name, block)
+        stop = min(start + numel, span.stop)
+        start = max(start, span.start)
+        if start >= stop:
+            return
+        start, numel = start - span.start, stop - start
         if self.nvme is not None and self.nvme.holds(name, block):
-            yield from self.nvme.pieces(name, block, start, numel)
+            yield from self._pieces_on_nvme(self.nvme, name, block, start, numel)
             return
         found = self.array(name, block).narrow(0, start, numel)
         if found.is_cpu:
             yield found  # a view, without a copy
         else:
             yield from (piece.cpu() for piece in torch.split(found, PIECE_ELEMENTS))
+
+    def _pieces_on_nvme(
+        self, nvme: NvmeStore, name: str, block: int, start: int, numel: int
+    ) -> Iterator[torch.Tensor]:
+        if self.world.is_alone:
+            yield from nvme.pieces(name, block, start, numel)
+            return
+        # Ranks send pieces of several arrays in turn. No buffer is held from one to the next: an
+        # update that is waited for in between may need it.
+        step = READ_BYTES // self.arrays[name].dtype.itemsize
+        for begin in range(start, start + numel, step):
+            count = min(step, start + numel - begin)
+            (piece,) = [found.clone() for found in nvme.pieces(name, block, begin, count)]
+            yield piece
+
+    def whole(self, name: str, block: int) -> torch.Tensor:
+        """`lasting`, of all ranks: each gets a copy. All call it at the same place."""
+        if self.world.is_alone:
+            return self.lasting(name, block)
+        with self.world.together():
+            mine = self.lasting(name, block)
+        return self.world.whole(mine, self.span(name, block, 0).numel)
 
     def lasting(self, name: str, block: int) -> torch.Tensor:
         """An array on the CPU for longer than a lease: the store's own if in RAM, else a copy."""

@@ -25,7 +25,8 @@ if TYPE_CHECKING:
     from transformers import GenerationConfig, PretrainedConfig, PreTrainedTokenizerBase
 
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
-HUB_DESCRIPTION = ["*.json", "*.model", "*.txt", "*.jinja", "*.tiktoken"]  # no code, no pickle
+# No code, no pickle; README.md says what the license is.
+HUB_DESCRIPTION = ["*.json", "*.model", "*.txt", "*.jinja", "*.tiktoken", "README.md"]
 HUB_WEIGHTS = ["*.safetensors"]
 MAX_CONFIG_BYTES = 16 << 20
 # What transformers raises on files that it cannot use.

@@ -12,7 +12,7 @@ from megatrain.planner.memory import CONSTANTS
 from megatrain.planner.plan import Plan
 from megatrain.planner.suggest import TIER_WORDS
 from megatrain.reporting.energy import described, human_hours
-from megatrain.reporting.words import human_bytes, human_parameters
+from megatrain.reporting.words import human_bytes, human_parameters, three_digits
 
 # Headings of right-aligned columns.
 NUMBERS = {"seconds", "share", "size", "B/parameter", "needs", "has", "used"}
@@ -24,7 +24,8 @@ def render(plan: Plan, console: Console) -> None:
     console.print(Text(verdict(plan), style=style), soft_wrap=True)
     for line in (*changes(plan), *(f"{name}: {words}" for name, words in economy(plan))):
         console.print(Text(line), soft_wrap=True)
-    for table in (_choices(plan), _step(plan), _arrays(plan), _tiers(plan)):
+    numbers = [_numbers(plan)] if plan.on_gpus else []
+    for table in (*numbers, _choices(plan), _step(plan), _arrays(plan), _tiers(plan)):
         console.print(table)
 
 
@@ -34,11 +35,28 @@ def verdict(plan: Plan) -> str:
         return f"does not fit: {plan.lack}"
     speed = f"{plan.timing.seconds:.3g} s a step, {plan.timing.tokens_per_s:,.0f} tokens/s"
     used = [
-        f"{human_bytes(need)} of {human_bytes(have)} of {TIER_WORDS[name]}"
+        f"{human_bytes(need)} of {human_bytes(have)} of {_tier(plan, name)}"
         for name, need, have in plan.tiers
         if name != "disk"
     ]
-    return f"fits: {speed}; {', '.join(used)}"
+    return f"fits{_on(plan)}: {speed}; {', '.join(used)}"
+
+
+def _tier(plan: Plan, name: str) -> str:
+    return TIER_WORDS[name] + (" of each" if plan.job.ranks > 1 and name == "gpu" else "")
+
+
+def _ranks(plan: Plan, number: int = 2) -> str:
+    """What ranks compute on, as a noun for so many."""
+    one, several = ("GPU", "GPUs") if plan.budget.gpu is not None else ("process", "processes")
+    return one if number == 1 else several
+
+
+def _on(plan: Plan) -> str:
+    """Where it runs, if not on one GPU of one host."""
+    job = plan.job
+    hosts = "" if job.hosts == 1 else f" of each of {job.hosts} hosts"
+    return "" if job.size == 1 else f" on {job.ranks} {_ranks(plan, job.ranks)}{hosts}"
 
 
 def changes(plan: Plan) -> Iterable[str]:
@@ -74,6 +92,17 @@ def changes(plan: Plan) -> Iterable[str]:
     for better in plan.faster:
         gain = f"{better.speedup:.2f}x tokens/s, {better.tokens_per_s:,.0f}"
         yield f"faster: {better.words} would give {gain} ({better.cost}; {better.why})"
+    if plan.job.hosts > 1:
+        yield (
+            "several hosts: planned from bytes and the network's rate; `megatrain train` does not "
+            "run on them yet"
+        )
+    if plan.ranks_assumed:
+        doctor = f"megatrain doctor --gpus {plan.job.ranks}"
+        yield (
+            f"{plan.job.ranks} {_ranks(plan)} at work together: their rates are assumed, not "
+            f"measured; `{doctor}` measures them"
+        )
     if plan.drives_assumed:
         doctor = " ".join(["megatrain doctor", *(f"--nvme {name}" for name in plan.drives_assumed)])
         yield f"NVMe: the drive's speed is assumed, not measured; `{doctor}` measures it"
@@ -104,7 +133,8 @@ def _choices(plan: Plan) -> Table:
 
 def _step(plan: Plan) -> Table:
     timing = plan.timing
-    speed = f"{timing.tokens_per_s:,.0f} tokens/s, {timing.tflops:,.3g} TFLOP/s"
+    each = " each" if plan.job.size > 1 else ""
+    speed = f"{timing.tokens_per_s:,.0f} tokens/s, {timing.tflops:,.3g} TFLOP/s{each}"
     title = f"a step, predicted: {timing.seconds:.3g} s, {speed}"
     table = _table(title, "phase", "seconds", "share", "bound by")
     for phase, seconds in timing.phases.items():
@@ -126,7 +156,8 @@ def economy(plan: Plan) -> Iterable[tuple[str, str]]:
 
 def _arrays(plan: Plan) -> Table:
     where = "GPU" if plan.budget.gpu is not None else "host, computing"
-    table = _table("bytes by tier and array", "tier", "array", "size", "B/parameter")
+    of_rank = " of a rank" if plan.job.size > 1 else ""
+    table = _table(f"bytes by tier and array{of_rank}", "tier", "array", "size", "B/parameter")
     tiers = {where: plan.device, "host": plan.host, "NVMe": plan.nvme, "disk": plan.disk}
     for tier, arrays in tiers.items():
         for name, nbytes in arrays.items():
@@ -137,11 +168,28 @@ def _arrays(plan: Plan) -> Table:
 
 
 def _tiers(plan: Plan) -> Table:
-    table = _table("totals", "tier", "needs", "has", "used")
+    ranks = plan.job.ranks
+    title = "totals" if ranks == 1 else f"totals of a host, with {ranks} ranks"
+    table = _table(title, "tier", "needs", "has", "used")
     for name, need, have in plan.tiers:
         style = "red" if name in plan.short else None
         used = f"{need / max(have, 1):.0%}"
-        table.add_row(
-            TIER_WORDS[name], human_bytes(need, 2), human_bytes(have, 2), used, style=style
-        )
+        bytes_of = human_bytes(need, 2), human_bytes(have, 2)
+        table.add_row(_tier(plan, name), *bytes_of, used, style=style)
+    return table
+
+
+def _numbers(plan: Plan) -> Table:
+    """What numbers of GPUs would give."""
+    priced = any(row.cost_per_million is not None for row in plan.on_gpus)
+    title = f"numbers of {_ranks(plan)}" + (", priced in proportion" if priced else "")
+    costs = [f"{plan.economy.prices.currency}/million tokens"] if priced and plan.economy else []
+    table = Table(title=title)
+    for heading in (_ranks(plan), "seconds", "tokens/s", "TFLOP/s each", *costs):
+        table.add_column(heading, justify="right")
+    for row in plan.on_gpus:
+        figures = row.seconds, row.tokens_per_s, row.tflops, row.cost_per_million
+        cells = [three_digits(value) for value in figures if value is not None]
+        style = "bold" if row.gpus == plan.job.ranks else None
+        table.add_row(str(row.gpus), *(cells or ["does not fit"]), style=style)
     return table

@@ -103,6 +103,9 @@ class Job(Asked):
         keeps_best: the best checkpoint is kept beside the `checkpoints_kept` newest.
         checkpoints_written: in the whole run, if known.
         rows_per_step: `tokens_per_step` in rows of `seq_len`, where the user counts in rows.
+        ranks: GPUs of a host that train together. Each owns 1/`size` of every block, and computes
+            its part of a step's rows; `step_tokens` are then those of the fullest rank.
+        hosts: with so many GPUs each.
     """
 
     precision: str
@@ -131,9 +134,33 @@ class Job(Asked):
     keeps_best: bool = True
     checkpoints_written: int | None = None
     rows_per_step: int | None = None
+    ranks: int = 1
+    hosts: int = 1
+
+    @property
+    def size(self) -> int:
+        """Ranks of all hosts."""
+        return self.ranks * self.hosts
+
+    @property
+    def rank_tokens(self) -> int:
+        """Tokens of the fullest rank's part of a step, without padding: it has whole rows."""
+        if self.size == 1:
+            return self.tokens_per_step
+        rows = -(-self.tokens_per_step // self.seq_len)
+        return -(-rows // self.size) * self.seq_len
+
+    @property
+    def most_ranks(self) -> int | None:
+        """Ranks that a step's rows keep busy; None: rows vary in length, and are not counted."""
+        if self.lengths_vary and self.rows_per_step is None:
+            return None
+        row = max(self.seq_len, self.least_tokens)
+        return self.rows_per_step or max(1, self.tokens_per_step // row)
 
     def step(self, micro_batch_tokens: int) -> StepTokens:
-        """A step in micro-batches of this size; estimated until the examples are known.
+        """A rank's part of a step in micro-batches of this size; estimated until the examples are
+        known.
 
         Examples enter micro-batches longest first, so more micro-batches mean less padding.
         Instruction data of 20 to 512 tokens took up to 1.7 times a step's tokens in one or two
@@ -144,9 +171,9 @@ class Job(Asked):
             measured = (step for step in self.step_tokens if step.micro_batch >= micro_batch_tokens)
             _, most, mean, fewest, average = next(measured, self.step_tokens[-1])
         else:
-            share = min(1.0, 2 * micro_batch_tokens / self.tokens_per_step) if self.pads else 0.0
-            most = int(self.tokens_per_step * (1 + MOST_PADDING * share))
-            mean = self.tokens_per_step * (1 + MEAN_PADDING * share)
+            share = min(1.0, 2 * micro_batch_tokens / self.rank_tokens) if self.pads else 0.0
+            most = int(self.rank_tokens * (1 + MOST_PADDING * share))
+            mean = self.rank_tokens * (1 + MEAN_PADDING * share)
             fewest, average = 1, 0.0
         full = self.filled(micro_batch_tokens)
         return StepTokens(
@@ -161,7 +188,7 @@ class Job(Asked):
 
     def trained_tokens(self, micro_batch_tokens: int) -> float:
         """Non-padding tokens per step; an upper bound until row lengths are known."""
-        return min(self.tokens_per_step, self.step(micro_batch_tokens).mean)
+        return min(self.tokens_per_step, self.size * self.step(micro_batch_tokens).mean)
 
     @property
     def one_group(self) -> bool:

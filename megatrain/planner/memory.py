@@ -3,19 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from megatrain.machine.hardware import COMPILER_BYTES, CUDNN_LIBRARY_BYTES, Hardware
+from megatrain.machine.hardware import (
+    COMMUNICATOR_BYTES,
+    COMPILER_BYTES,
+    CUDNN_LIBRARY_BYTES,
+    Hardware,
+)
 from megatrain.planner.activations import SUM_BYTES, WEIGHT_BYTES, Activations
 from megatrain.planner.job import Choices, Job
 from megatrain.schedule import (
+    BLOCK_ALIGNMENT,
     GRADIENT_STAGES,
     LANDING_BUFFERS,
+    SHARE_BUFFERS,
     blocks_on_nvme,
     holds,
     own_sums,
+    owned,
+    padded,
+    share,
     slab_bytes,
     slot_sizes,
     stages,
@@ -32,7 +42,8 @@ REMAINDER_BYTES = {"bfloat16": 2, "fp8": 2, "float32": 0}
 # Host memory with which the driver records GPU memory in use: 20 MiB of 89 GiB, 68 of 125.
 GPU_RECORDS_SHARE = 0.4 / 1024
 # Rows of the device that the driver counts and PyTorch does not.
-NOT_ALLOCATED = ("allocator slack", "CUDA context")
+COMMUNICATORS = "communicators"
+NOT_ALLOCATED = ("allocator slack", "CUDA context", COMMUNICATORS)
 # Bytes that a CPU's kernel libraries hold at the peak for each weight of the head, in forms of
 # their own: fitted to the host's peak of six runs of 8 and 4 layers with 4 and 25 million weights
 # in the head (docs/log.md), which it predicts to 1%.
@@ -47,11 +58,15 @@ class Layout:
 
     A table is computed when it is first asked for. The activations' part does not depend on where
     blocks are, so layouts that differ only in that share it (`moved`); the `choices` of that part
-    may therefore place blocks elsewhere.
+    may therefore place blocks elsewhere. What blocks take on the device is the same in many layouts
+    of one job, which share that too (`known`).
     """
 
     choices: Choices
     activations: Activations
+    known: dict[tuple[int, int, int, bool], int] = field(
+        default_factory=dict, repr=False, compare=False
+    )
 
     @classmethod
     def of(cls, choices: Choices, job: Job, shape: ModelShape, hardware: Hardware) -> Layout:
@@ -60,7 +75,7 @@ class Layout:
     def moved(self, **places: Any) -> Layout:
         """The layout with other choices of where blocks, accumulators and NVMe arrays are."""
         # not `replace`, which takes twice as long: a search does this most of all
-        return Layout(Choices(**vars(self.choices) | places), self.activations)
+        return Layout(Choices(**vars(self.choices) | places), self.activations, self.known)
 
     @property
     def job(self) -> Job:
@@ -83,29 +98,69 @@ class Layout:
 
     @cached_property
     def device_bytes(self) -> int:
-        return sum(self._blocks.values()) + self.activations.device_bytes
+        choices = self.choices
+        stored = choices.stores_gradients(self.job)
+        places = choices.resident, choices.sums_on_device, choices.groups, stored
+        if places not in self.known:  # a search asks a million times, in a few hundred places
+            self.known[places] = sum(self._blocks.values())
+        return self.known[places] + self.activations.device_bytes
 
     @cached_property
     def _blocks(self) -> dict[str, int]:
         """The rows of `device` that depend on where blocks and gradient accumulators are."""
         choices, shape, weight = self.choices, self.shape, self.activations.weight
-        slots = slot_sizes(shape.block_numel, choices.resident, shape.tied)
-        sizes = shape.trained_numel
+        several = self.job.size > 1
+        # of several ranks, each has its share alone of a resident block: all pass through slots
+        streamed_from = 0 if several else choices.resident
+        slots = slot_sizes(self.padded, streamed_from, shape.tied)
+        sizes = self.padded if several else shape.trained_numel
         # accumulators that stay for the whole step, and the buffers that other blocks' pass through
         own = own_sums(self._summed, shape.tied)
-        sums = sum(sizes[:own]) + sum(sum_buffers(sizes[own:], choices.groups > 1))
+        sums = sum(sizes[:own]) + sum(sum_buffers(sizes[own:], several or choices.groups > 1))
+        # a gradient leaves for the host once it is a rank's share
+        leaving = share(max(shape.block_numel), self.job.size) if several else max(sizes)
         table = {
             "layer slots": sum(slots.layers) * weight,
             "embedding and head slot": sum(slots.edges) * weight,
             "resident state": self._resident_state,
             "gradient sums": sums * SUM_BYTES,
-            "gradient staging": GRADIENT_STAGES * max(sizes) * weight,
+            "gradient staging": GRADIENT_STAGES * leaving * weight,
         }
+        if several:
+            table |= self._exchange
         if shape.constant_bytes:
             table[CONSTANTS] = shape.constant_bytes
         if self.job.whole_update is not None:  # its matmuls run on a stream with its own workspace
             workspace = self.hardware.workspace_bytes if self.hardware.gpu else 0
             table["update's scratch"] = self.job.whole_update.device_scratch + workspace
+        return table
+
+    @property
+    def padded(self) -> tuple[int, ...]:
+        """Elements of every block with whole shares for all ranks."""
+        return padded(self.shape.block_numel, self.job.size)
+
+    @property
+    def owned(self) -> tuple[int, ...]:
+        """Elements of every block's trained tensors that are here: all, or a rank's share."""
+        shape = self.shape
+        return owned(shape.block_numel, shape.trained_numel, self.job.size)
+
+    @property
+    def owned_weights(self) -> tuple[int, ...]:
+        """The same of weights, which frozen tensors have, too."""
+        return owned(self.shape.block_numel, self.shape.block_numel, self.job.size)
+
+    @property
+    def _exchange(self) -> dict[str, int]:
+        """What ranks exchange shares through."""
+        largest = max(self.padded)
+        received = largest * SUM_BYTES + largest // BLOCK_ALIGNMENT * SUM_BYTES  # and norms of rows
+        shares = SHARE_BUFFERS * largest // self.job.size * self.activations.weight
+        table = {"shares on their way": shares, "sums of other ranks": received}
+        if self.hardware.gpu:
+            levels = (self.job.ranks > 1) + (self.job.hosts > 1)
+            table[COMMUNICATORS] = levels * COMMUNICATOR_BYTES
         return table
 
     @property
@@ -118,11 +173,11 @@ class Layout:
     def _resident_state(self) -> int:
         choices, whole = self.choices, self.job.whole_update
         each = state_bytes_per_parameter(self.job)
-        # with several groups, accumulators that stay on the device hold the gradient already
-        if choices.stores_gradients(self.job) and choices.groups == 1:
+        # with several groups, whole accumulators that stay on the device hold the gradient already
+        if choices.stores_gradients(self.job) and (choices.groups == 1 or self.job.size > 1):
             each += self.activations.weight
-        numel = sum(self.shape.trained_numel[: choices.resident])
-        frozen = sum(self.shape.block_numel[: choices.resident]) - numel
+        numel = sum(self.owned[: choices.resident])
+        frozen = sum(self.owned_weights[: choices.resident]) - numel
         frozen *= self.activations.weight
         if whole is None:
             return int(numel * each) + frozen
@@ -136,7 +191,7 @@ class Layout:
     def host(self) -> dict[str, int]:
         """What is in host RAM: every array of the streamed blocks, and the process itself."""
         choices, whole, activations = self.choices, self.job.whole_update, self.activations
-        streamed = self.shape.trained_numel[choices.resident :]
+        streamed = self.owned[choices.resident :]
         elements = self._elements(range(choices.resident, len(self.shape.block_numel)), sum)
         table = {name: int(elements(name) * each) for name, each in self.array_bytes.items()}
         if whole is not None:
@@ -156,6 +211,8 @@ class Layout:
             "gradient sums": sum(travelling) * SUM_BYTES,
             **activations.host,
         }
+        if self.job.hosts > 1:  # so that weights cross the network once a step
+            table["weights of all hosts"] = sum(self.padded) * activations.weight // self.job.ranks
         return {name: slab_bytes(size) for name, size in table.items() if size} | self._process
 
     @cached_property
@@ -180,9 +237,10 @@ class Layout:
 
     def _elements(self, blocks: Sequence[int], combined: Combined) -> Callable[[str], int]:
         """Elements of an array in these blocks, combined: only the weight has frozen ones."""
-        shape = self.shape
-        trained = combined(map(shape.trained_numel.__getitem__, blocks))
-        weight = combined(map(shape.block_numel.__getitem__, blocks)) if shape.frozen else trained
+        trained = combined(map(self.owned.__getitem__, blocks))
+        weight = trained
+        if self.shape.frozen:
+            weight = combined(map(self.owned_weights.__getitem__, blocks))
         return lambda array: weight if array == "weight" else trained
 
     @cached_property
@@ -231,7 +289,7 @@ class Layout:
         weights, once = self.nvme.get("weight", 0), sum(self.nvme.values())
         swept = (2 * groups + self.choices.second_backward) * weights
         for block in self.far_blocks if weights and shape.frozen else ():
-            nbytes = shape.block_numel[block] * self.activations.weight
+            nbytes = self.owned_weights[block] * self.activations.weight
             once -= 0 if shape.trained_numel[block] else nbytes
             behind = block < shape.first_trained
             swept -= behind * (groups + self.choices.second_backward) * nbytes

@@ -12,8 +12,9 @@ from megatrain.planner.explain import changes, economy, verdict
 from megatrain.planner.memory import Layout
 from megatrain.planner.plan import Plan
 from megatrain.planner.played import WAIT, played, played_serially
-from megatrain.planner.simulation import PHASES, SIMULATED_GROUPS
+from megatrain.planner.simulation import SIMULATED_GROUPS
 from megatrain.planner.suggest import TIER_WORDS
+from megatrain.planner.tasks import PHASES
 from megatrain.planner.timing import StepCosts
 from megatrain.reporting.page import Block, bars, cards, page, table, write_page
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from megatrain.errors import PlanError
+from megatrain.errors import ConfigError, PlanError
 from megatrain.machine.hardware import GIB, Hardware
 from megatrain.machine.profile import MachineProfile
 from megatrain.planner.job import Budget, Choices, Job
@@ -19,17 +19,30 @@ from megatrain.planner.memory import (
     disk_bytes,
     state_bytes_per_parameter,
 )
-from megatrain.planner.reasons import Reason, reasons
+from megatrain.planner.reasons import Reason, counted, reasons
 from megatrain.planner.search import Search
 from megatrain.planner.suggest import TIER_WORDS, Suggestion, bound_by_update, cheapest_fix, faster
 from megatrain.planner.timing import StepCosts, Timing
 from megatrain.reporting.energy import Economy
+from megatrain.reporting.streams import as_printed
 
 if TYPE_CHECKING:
     from megatrain.planner.cost.shape import ModelShape
 
 
 MUCH_HELD = 4 * GIB  # of RAM by others, beyond what a system always takes
+
+
+@dataclass(frozen=True)
+class OnGpus:
+    """What a number of GPUs of each host gives; of what does not fit, only that."""
+
+    gpus: int
+    fits: bool
+    seconds: float | None = None  # of a step
+    tokens_per_s: float | None = None  # of all GPUs
+    tflops: float | None = None  # of each
+    cost_per_million: float | None = None  # tokens; None: no price is given
 
 
 @dataclass(frozen=True)
@@ -57,6 +70,8 @@ class Plan:
     steps: int | None = None  # of the whole run, if known
     drives_assumed: tuple[str, ...] = ()  # folders on drives for NVMe whose rates nobody measured
     faster: tuple[Suggestion, ...] = ()  # what would speed it up, if it fits and that was asked for
+    ranks_assumed: bool = False  # rates of several ranks that nobody measured together here
+    on_gpus: tuple[OnGpus, ...] = ()  # what other numbers of GPUs would give, if that was asked for
 
     made_of: Any = field(default=None, compare=False, repr=False)  # `engine.resolved.Resolved`
 
@@ -72,20 +87,22 @@ class Plan:
 
     @property
     def host_bytes(self) -> int:
-        """Peak resident memory of the process; on the CPU the device's arrays live there too."""
+        """Peak resident memory of a process, one of each rank; on the CPU the device's arrays live
+        there too."""
         return sum(self.host.values()) + sum(self.device.values()) - self.gpu_bytes
 
     @property
     def tiers(self) -> tuple[tuple[str, int, int], ...]:
-        """(name, bytes needed at the peak, bytes to be had) of every tier in use."""
-        needs = {
-            "gpu": self.gpu_bytes,
-            "host": self.host_bytes,
-            "nvme": sum(self.nvme.values()),
-            "disk": sum(self.disk.values()),
-        }
-        budget = vars(self.budget)
-        return tuple((t, need, budget[t]) for t, need in needs.items() if budget[t] is not None)
+        """(name, bytes needed at the peak, bytes to be had) of every tier in use: of each GPU, and
+        of a host for all its ranks."""
+        budget, ranks = self.budget, self.job.ranks
+        rows = (
+            ("gpu", 1, self.gpu_bytes, budget.gpu),
+            ("host", ranks, self.host_bytes, budget.host),
+            ("nvme", ranks, sum(self.nvme.values()), budget.nvme),
+            ("disk", 1, sum(self.disk.values()), budget.disk),
+        )
+        return tuple((t, n * need, n * has) for t, n, need, has in rows if has is not None)
 
     @property
     def short(self) -> tuple[str, ...]:
@@ -106,10 +123,31 @@ class Plan:
         ]
         return f"it needs {' and '.join(lacks)}"
 
+    @property
+    def _ranks(self) -> dict[str, Any]:
+        """Who shares the work, and bytes of one rank: `totals` are a host's."""
+        job = self.job
+        built = "train" if job.hosts == 1 else None
+        return {
+            "gpus": job.ranks,
+            "hosts": job.hosts,
+            "run_by": built,
+            "tokens_of_the_fullest": job.rank_tokens,
+            "gpu_bytes": self.gpu_bytes,
+            "host_bytes": self.host_bytes,
+            "nvme_bytes": sum(self.nvme.values()),
+        }
+
     def check(self) -> None:
         """Raise PlanError, naming need, budget and the cheapest fix, if a tier is too small."""
         if not self.fits:
             raise PlanError(f"the run does not fit: {self.lack}; {self.fix}")
+
+    def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
+        """In a notebook, what `megatrain plan` prints."""
+        from megatrain.planner.explain import render
+
+        printer.text(as_printed(lambda console: render(self, console)))
 
     def to_dict(self) -> dict[str, Any]:
         """The plan as JSON-able values, for plan.json and `plan --json`. Bytes throughout."""
@@ -123,6 +161,7 @@ class Plan:
             "reasons": {row.what: row.why for row in self.reasons},
             "values": {row.what: row.value for row in self.reasons},
             "totals": totals,
+            "ranks": self._ranks,
             "fits": self.fits,
             "economy": None if self.economy is None else self.economy.to_dict(),
         }
@@ -144,12 +183,23 @@ def make_plan(
     Never raises for lack of memory: `Plan.check` does.
 
     Args:
-        gpu_limit, host_limit: the user's budgets in bytes (memory.gpu, memory.host); None takes
-            what the machine has. A host budget above what the machine shows is taken at its word:
-            some virtual machines show more RAM only as it is used.
-        nvme_limit: bytes free in the folders of memory.nvme; None without such folders.
+        hardware, machine: of several ranks, what each of them has of its host
+            (machine/together.py), and its rates with all of them at work.
+        gpu_limit, host_limit: the user's budgets in bytes (memory.gpu, memory.host), of each GPU
+            and of a host; None takes what the machine has. A host budget above what the machine
+            shows is taken at its word: some virtual machines show more RAM only as it is used.
+        nvme_limit: bytes free in a host's folders of memory.nvme; None without such folders.
         suggest: also find out what would make it faster.
+
+    Raises:
+        PlanError: a step has fewer rows than there are ranks.
+        ConfigError: the job has what several ranks cannot do.
     """
+    check_ranks(job)
+    if host_limit is not None:
+        host_limit //= job.ranks
+    if nvme_limit is not None:
+        nvme_limit //= job.ranks
     free = None if hardware.gpu is None else hardware.gpu.free_bytes
     budget = Budget(
         gpu=free if free is None else min(gpu_limit or free, free),
@@ -166,6 +216,23 @@ def make_plan(
     return replace(plan, faster=found)
 
 
+def check_ranks(job: Job) -> None:
+    """Raise PlanError or ConfigError for what several ranks cannot do together."""
+    if job.size == 1:
+        return
+    if job.whole_update is not None or job.whole_step:
+        what = "an optimizer of whole tensors" if job.whole_update else "a loss over a whole step"
+        instead = "set optimizer.name: adamw or lion" if job.whole_update else "take one"
+        raise ConfigError(f"{what} is not built for several GPUs: {instead}")
+    rows = job.most_ranks
+    if rows is not None and rows < job.size:
+        raise PlanError(
+            f"a step of {counted(rows, 'row')} has work for at most {counted(rows, 'GPU')}, not "
+            f"for {job.size}: take at most {rows}, or raise train.tokens_per_step to "
+            f"{job.size * max(job.seq_len, job.least_tokens):,}"
+        )
+
+
 def host_budget(hardware: Hardware, host_limit: int | None) -> int:
     """Bytes of host RAM: the user's figure, unless a limit on address space is below it."""
     available = hardware.host_available_bytes
@@ -179,10 +246,10 @@ def why_short(plan: Plan, hardware: Hardware, host_limit: int | None) -> str:
     available = hardware.host_available_bytes
     if "host" in plan.short and hardware.address_space and plan.budget.host == available:
         return f" ({hardware.address_space})"
-    held = hardware.host_total_bytes - available
+    held = plan.job.ranks * (hardware.host_total_bytes - available)
     if hardware.address_space or host_limit is not None or held <= MUCH_HELD:
         return ""
-    if plan.host_bytes > available + held:
+    if plan.job.ranks * plan.host_bytes > plan.job.ranks * available + held:
         return ""
     return f" (other programs hold {held / GIB:.1f} GiB of RAM now: this may pass)"
 

@@ -6,15 +6,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from megatrain.planner.simulation import (
-    PHASES,
-    WAITS,
-    BlockTasks,
-    StepOptions,
-    StepSimulator,
-    StepTimeline,
-    serial,
-)
+from megatrain.planner.simulation import StepSimulator
+from megatrain.planner.tasks import PHASES, WAITS, BlockTasks, StepOptions, StepTimeline, serial
 
 # Lanes by the attribute that is their clock.
 LANES = {
@@ -24,6 +17,7 @@ LANES = {
     "download": "download",
     "host": "host update",
     "drive": "NVMe",
+    "exchange": "exchange",
 }
 WAIT = "wait"
 
@@ -62,8 +56,8 @@ class RecordedSimulator(StepSimulator):
         self.block = block
         super()._visit(phase, block, first, last)
 
-    def _compute(self, phase: str, seconds: float) -> None:
-        super()._compute(phase, seconds)
+    def _pass(self, phase: str, seconds: float) -> None:
+        super()._pass(phase, seconds)
         if self.waits_for:
             self._note("compute", seconds, f"waits for {self.waits_for}", WAIT)
         else:
@@ -76,13 +70,15 @@ class RecordedSimulator(StepSimulator):
         self.waits_for = ""
 
     def _upload(self, block: int) -> None:
-        before = self.upload, self.drive
+        before = self.upload, self.drive, self.exchange
         super()._upload(block)
         name, tasks = self._name(block), self.blocks[block]
         if self.drive > before[1]:
             self._note("drive", tasks.nvme_weight, f"reads the weight of {name}")
         if self.upload > before[0]:
             self._note("upload", tasks.upload, f"weight of {name}")
+        if self.exchange > before[2]:
+            self._note("exchange", tasks.gather, f"weight of {name}")
 
     def _host_update(self, block: int) -> None:
         before = self.host
@@ -114,10 +110,12 @@ class RecordedSimulator(StepSimulator):
             self._note("download", tasks.sum_down, f"accumulator of {name}")
 
     def _finish(self, phase: str, block: int) -> None:
-        before = self.download
+        before = self.download, self.exchange
         super()._finish(phase, block)
         name, tasks = self._name(block), self.blocks[block]
-        if self.download > before:
+        if self.exchange > before[1]:
+            self._note("exchange", tasks.reduce, f"gradient of {name}")
+        if self.download > before[0]:
             self._note("download", tasks.download, f"gradient of {name}")
             self._note("drive", tasks.nvme_gradient, f"writes the gradient of {name}")
 

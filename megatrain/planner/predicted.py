@@ -14,10 +14,10 @@ class Timing:
     Attributes:
         phases: update (resident blocks, on the device), forward, head, backward, second backward;
             they add up to the step.
-        waits: of the computation: upload, update, download or nvme.
+        waits: of the computation: upload, update, download, nvme, exchange or network.
         bound_by: of each phase, where most of its time goes: compute, or one of the waits.
-        tokens_per_s: of the data, without padding.
-        tflops: 6 x counted parameters (planner/cost/shape.py) x these, in TFLOP/s.
+        tokens_per_s: of the data, without padding, on all ranks together.
+        tflops: 6 x counted parameters (planner/cost/shape.py) x these, in TFLOP/s of each rank.
         reference_s: of a forward alone over as many tokens, which all rows that the run takes have
             before the first step where a loss refers to the model as it begins; 0: none does.
     """

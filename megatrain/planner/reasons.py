@@ -71,7 +71,7 @@ def reasons(layout: Layout) -> tuple[Reason, ...]:
             "physical cores minus 1/8 (at least two are left free)",
         ),
     }
-    rows = []
+    rows = [_ranks(job)] if job.size > 1 else []
     for option in OPTIONS:
         if option.heading and (job.nvme_drives or option.field != "nvme_blocks"):
             value, why = words[option.field]
@@ -80,6 +80,14 @@ def reasons(layout: Layout) -> tuple[Reason, ...]:
     sets = layout.activations.working_sets
     largest = max(sets, key=lambda name: sets[name])
     return *rows, Reason("working set", human_bytes(sets[largest], 2), f"the largest: {largest}")
+
+
+def _ranks(job: Job) -> Reason:
+    value = f"{job.size}" if job.hosts == 1 else f"{job.hosts} x {job.ranks}"
+    why = (
+        f"each owns 1/{job.size} of every block, and computes {job.rank_tokens:,} tokens of a step"
+    )
+    return Reason("ranks", value, why)
 
 
 def counted(number: int, noun: str) -> str:
@@ -102,6 +110,8 @@ def _resident(choices: Choices, job: Job, blocks: int, on_gpu: bool) -> str:
     if choices.resident == 0:
         return f"all {blocks} blocks are streamed"
     which = _part("first", choices.resident, blocks, "block")
+    if choices.resident >= blocks and job.size > 1:
+        return f"the shares of {which} are updated where they are; weights are gathered from there"
     if choices.resident >= blocks:
         return f"{which} are updated {'on the GPU' if on_gpu else 'in place'}: nothing is streamed"
     return f"{which}; {'more do not fit' if job.resident is None else 'the others are streamed'}"

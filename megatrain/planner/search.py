@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import product
 from operator import itemgetter
 from typing import TYPE_CHECKING
@@ -47,9 +47,13 @@ class Search:
     hardware: Hardware
     machine: MachineProfile
     budget: Budget
+    known: dict[tuple[int, int, int, bool], int] = field(  # of its layouts
+        default_factory=dict, init=False, repr=False, compare=False
+    )
 
     def layout(self, choices: Choices) -> Layout:
-        return Layout.of(choices, self.job, self.shape, self.hardware)
+        found = Layout.of(choices, self.job, self.shape, self.hardware)
+        return replace(found, known=self.known)
 
     # -- choosing ----------------------------------------------------------------------------------
 
@@ -164,7 +168,7 @@ class Search:
             return [job.micro_batch_tokens]
         mixture = self.shape.idle_parameters > 0
         cap = most_micro_batch_tokens("cuda" if self.hardware.gpu else "cpu", mixture)
-        largest = min(cap, job.tokens_per_step)
+        largest = min(cap, job.rank_tokens)
         least = max(job.seq_len, job.least_tokens)
         return [n for n in self.shape.layer.sizes if least <= n <= largest] or [least]
 
@@ -236,7 +240,7 @@ class Search:
                 if cheap and not retained and not sent and job.cheap_retention is None:
                     continue  # there is nothing to save less of
                 for sums, again in product(
-                    (0, blocks // 2, blocks) if groups > 1 else (0,),
+                    self.summed(groups, blocks),
                     self.second_backwards(groups, retained, sent),
                 ):
                     yield self.filled(
@@ -254,6 +258,12 @@ class Search:
                             layer_chunk_tokens=in_chunks,
                         )
                     )
+
+    def summed(self, groups: int, blocks: int) -> Sequence[int]:
+        """Numbers of blocks whose accumulators stay on the device between groups."""
+        if groups == 1:
+            return (0,)
+        return (0, blocks // 2, blocks) if self.job.size == 1 else (blocks,)
 
     def head_chunk(self, micro_batch_tokens: int) -> int:
         """The largest chunk whose working set is no larger than what the layers need anyway."""
@@ -280,9 +290,12 @@ class Search:
     def placed_on_device(self, layout: Layout) -> Layout:
         """With as many blocks resident as fit, then as many accumulators."""
         choices, blocks = layout.choices, len(self.shape.block_numel)
+        several = self.job.size > 1  # whose sums do not wait in host RAM
 
         def placed(resident: int, sums: int = 0) -> Layout:
             sums = max(choices.sums_on_device, resident, sums) if choices.groups > 1 else 0
+            if several and choices.groups > 1:
+                sums = blocks
             return layout.moved(resident=resident, sums_on_device=sums)
 
         if self.job.resident is not None:
@@ -292,7 +305,7 @@ class Search:
         else:  # what the user sent to a drive is streamed
             free = blocks - min(blocks, self.job.nvme_blocks or 0)
             resident = most(free, lambda count: self.fits_device(placed(count)))
-        if choices.groups == 1:
+        if choices.groups == 1 or several:
             return placed(resident)
         least = placed(resident).choices.sums_on_device
         more = most(blocks - least, lambda count: self.fits_device(placed(resident, least + count)))

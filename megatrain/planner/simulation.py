@@ -1,21 +1,23 @@
 """A steady step in time: the engine's order of work, simulated over lanes that run at once.
 
 Each lane does one thing after another: computation, uploads of weights and accumulators, fetches of
-activations, downloads, the host's update, the drives. A task begins when its lane is free and its
-inputs are there, so one pass over the step in the engine's order (schedule.py; engine/step.py,
-streamer.py, gradients.py, activations/offload.py, update.py) gives the time of everything.
+activations, downloads, the host's update, the drives, and what ranks exchange. A task begins when
+its lane is free and its inputs are there, so one pass over the step in the engine's order
+(schedule.py; engine/step.py, streamer.py, gradients.py, activations/offload.py, update.py) gives
+the time of everything.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
-from operator import attrgetter
 
+from megatrain.planner.collectives import Collectives
+from megatrain.planner.tasks import BlockTasks, StepOptions, StepTimeline, total
 from megatrain.schedule import (
     GRADIENT_STAGES,
     LANDING_BUFFERS,
+    SHARE_BUFFERS,
     STAGES,
     STATE_STAGES,
     TRAVELLING_SUMS,
@@ -24,116 +26,9 @@ from megatrain.schedule import (
     slots_of_blocks,
     uploads,
 )
-from megatrain.settings import Chosen
 
 # Groups: the first, two in the middle, and the last. More take as long as the second in the middle.
 SIMULATED_GROUPS = 4
-PHASES = ("update", "forward", "head", "backward", "second backward")
-WAITS = ("upload", "update", "download", "nvme")
-
-
-@dataclass(frozen=True)
-class BlockTasks:
-    """Seconds of each lane that a block takes; computation is of a group's micro-batches."""
-
-    forward: float
-    backward: float  # recomputation and adding up gradients included; of the head everything
-    finish: float  # rounding and measuring the whole step's gradient
-    upload: float
-    download: float  # of the finished gradient
-    sum_up: float  # of fp32 accumulators that are in host RAM between groups
-    sum_down: float
-    boundary_down: float  # of offloaded activations
-    boundary_up: float
-    host_update: float
-    device_update: float
-    nvme_read: float = 0.0  # for the update
-    nvme_write: float = 0.0  # after it
-    nvme_gradient: float = 0.0  # writing a gradient
-    nvme_weight: float = 0.0  # reading a weight for a sweep
-    frozen: bool = False  # without gradient and update
-
-
-@dataclass(frozen=True, kw_only=True)
-class StepOptions(Chosen):
-    """What decides the order of work: the choices, and what the job adds to them."""
-
-    micro_batches: float  # of a group, on average
-    stored: bool  # gradients wait for their norm; else each is applied as soon as it is there
-    tied: bool  # the embedding stays in a slot of its own from the first layer to the head
-    first_trained: int = 0  # block, where backward ends
-
-
-@dataclass
-class StepTimeline:
-    """Seconds of each phase, and in it of each kind of wait of the computation."""
-
-    phases: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PHASES, 0.0))
-    waits: dict[str, dict[str, float]] = field(
-        default_factory=lambda: {phase: dict.fromkeys(WAITS, 0.0) for phase in PHASES}
-    )
-
-    @property
-    def seconds(self) -> float:
-        return sum(self.phases.values())
-
-    def add(self, other: StepTimeline, times: int) -> None:
-        for phase in PHASES:
-            self.phases[phase] += times * other.phases[phase]
-            for wait in WAITS:
-                self.waits[phase][wait] += times * other.waits[phase][wait]
-
-
-def _total(task: str, blocks: Sequence[BlockTasks]) -> float:
-    seconds: float = sum(map(attrgetter(task), blocks))
-    return seconds
-
-
-def serial(blocks: Sequence[BlockTasks], options: StepOptions) -> StepTimeline:
-    """A step on a machine where everything shares the same cores: the sum of all tasks."""
-    *others, head = blocks
-    groups, streamed = options.groups, blocks[options.resident :]
-    travelling = blocks[options.sums_on_device :] if groups > 1 else ()
-    forward = groups * _total("forward", others)
-    weights = groups * _total("upload", streamed)
-    weights_back = groups * _total("upload", blocks[max(options.resident, options.first_trained) :])
-    back = groups - 1 + options.second_backward
-    drive = sum(
-        b.nvme_read
-        + b.nvme_write
-        + b.nvme_gradient
-        + (groups + back * (block >= options.first_trained)) * b.nvme_weight
-        for block, b in enumerate(blocks)
-    )
-    computed = {
-        "update": sum(block.host_update + block.device_update for block in blocks),
-        "forward": forward,
-        "head": groups * head.backward + head.finish,
-        "backward": sum(groups * block.backward + block.finish for block in others),
-        "second backward": 0.0,
-    }
-    timeline = StepTimeline()
-    timeline.waits["forward"] |= {
-        "upload": weights,
-        "download": groups * _total("boundary_down", others),
-        "nvme": max(0.0, drive - forward),  # drives need no cores
-    }
-    backward = timeline.waits["backward"]
-    backward["upload"] = (
-        weights_back
-        + groups * _total("boundary_up", others)
-        + (groups - 1) * _total("sum_up", travelling)
-    )
-    backward["download"] = _total("download", streamed)
-    backward["download"] += (groups - 1) * _total("sum_down", travelling)
-    if options.second_backward:  # moves the same as the first, whose gradients stay
-        computed["second backward"] = sum(block.backward + block.finish for block in blocks)
-        timeline.waits["second backward"] |= backward
-        backward["download"] = 0.0
-    timeline.phases = {
-        phase: seconds + sum(timeline.waits[phase].values()) for phase, seconds in computed.items()
-    }
-    return timeline
 
 
 def overlapped(blocks: Sequence[BlockTasks], options: StepOptions) -> StepTimeline:
@@ -148,18 +43,20 @@ def at_least(blocks: Sequence[BlockTasks], options: StepOptions) -> float:
     groups = options.groups
     travelling = blocks[options.sums_on_device :] if groups > 1 else ()
     forward, backward, finish, on_device = (
-        _total(task, blocks) for task in ("forward", "backward", "finish", "device_update")
+        total(task, blocks) for task in ("forward", "backward", "finish", "device_update")
     )
     computing = groups * (forward + backward) + finish + on_device
     computing += backward + finish if options.second_backward else 0.0
-    uploading = groups * _total("upload", blocks) + (groups - 1) * _total("sum_up", travelling)
-    downloading = groups * _total("boundary_down", blocks) + _total("download", blocks)
-    downloading += (groups - 1) * _total("sum_down", travelling)
-    updating = max(_total("host_update", blocks), _total("nvme_read", blocks))
+    uploading = groups * total("upload", blocks) + (groups - 1) * total("sum_up", travelling)
+    downloading = groups * total("boundary_down", blocks) + total("download", blocks)
+    downloading += (groups - 1) * total("sum_down", travelling)
+    updating = max(total("host_update", blocks), total("nvme_read", blocks))
     # The head is updated last: where gradients are stored, only the first forward and the device's
     # own updates happen meanwhile.
     behind = computing - forward - on_device if options.stored else 0.0
-    return max(computing, uploading, downloading, updating + behind)
+    # at least once: where there are few layers, each stays in a slot of its own
+    exchanging = total("gather", blocks) + total("reduce", blocks) if options.ranks > 1 else 0.0
+    return max(computing, uploading, downloading, exchanging, updating + behind)
 
 
 class StepSimulator:
@@ -169,11 +66,17 @@ class StepSimulator:
         self.blocks, self.options = blocks, options
         self.head = len(blocks) - 1
         self.order = block_order(len(blocks), options.first_trained)
-        self.slots = slots_of_blocks(len(blocks), options.resident, options.tied)
+        self.several = options.ranks > 1
+        # of several ranks, none has the whole of a resident block
+        streamed_from = 0 if self.several else options.resident
+        self.slots = slots_of_blocks(len(blocks), streamed_from, options.tied)
         self.timeline = StepTimeline()
         self.asked: Iterator[tuple[int, ...]] = iter(())  # uploads before each visit of the step
         self.uploads = 0  # asked for so far
         self.compute = self.upload = self.fetch = self.download = self.host = self.drive = 0.0
+        self.collectives = Collectives()
+        self.shares_free = deque([0.0] * SHARE_BUFFERS)
+        self.uploaded = [0.0] * len(blocks)
         self.to_write: list[int] = []  # blocks that were updated and are not on NVMe yet
         self.stored = [0.0] * STAGES["grad"]  # when the latest gradients were on NVMe
         # blocks whose gradients are in the buffers of those that are applied at once
@@ -194,6 +97,10 @@ class StepSimulator:
         parts = max(1.0, options.micro_batches)
         self.leaving = leaving * max(block.boundary_down for block in blocks) / parts
         self.coming = coming * max(block.boundary_up for block in blocks) / parts
+
+    @property
+    def exchange(self) -> float:
+        return self.collectives.free
 
     def step(self) -> StepTimeline:
         """Simulate a step: from the time the norm of the one before is known to its own."""
@@ -218,6 +125,9 @@ class StepSimulator:
         self.timeline = whole
         for block in back if options.second_backward else ():
             self._visit("second backward", block, first=True, last=True)
+        if self.several:  # wait: the norm needs all ranks' shares
+            phase = "second backward" if options.second_backward else "backward"
+            self._wait(phase, self.collectives.free, "exchange")
         return whole
 
     def _visit(self, phase: str, block: int, first: bool, last: bool) -> None:
@@ -239,6 +149,7 @@ class StepSimulator:
         while self.to_write:
             self._write_back()
         self._compute("update", sum(block.device_update for block in self.blocks))
+        self.updated[: self.options.resident] = [self.compute] * self.options.resident
 
     def _host_update(self, block: int) -> None:
         tasks, begin = self.blocks[block], max(self.host, self.gradient_landed[block])
@@ -263,6 +174,9 @@ class StepSimulator:
     # -- computation -------------------------------------------------------------------------------
 
     def _compute(self, phase: str, seconds: float) -> None:
+        self._pass(phase, self.collectives.beside(self.compute, seconds))
+
+    def _pass(self, phase: str, seconds: float) -> None:
         self.compute += seconds
         self.timeline.phases[phase] += seconds
 
@@ -270,7 +184,7 @@ class StepSimulator:
         gap = until - self.compute
         if gap > 0:
             self.timeline.waits[phase][cause] += gap
-            self._compute(phase, gap)
+            self._pass(phase, gap)
 
     def _forward(self, block: int) -> None:
         """Activations that leave for the host need room in the ring."""
@@ -288,10 +202,14 @@ class StepSimulator:
         sums_here = block < self.options.sums_on_device or tasks.frozen
         travels = self.options.groups > 1 and not sums_here
         each = tasks.backward / max(1.0, self.options.micro_batches)
-        if travels:
+        # ranks exchange sums from the same buffers from which they would travel
+        exchanged = self.several and not sums_here
+        if travels or exchanged:
             self.turn = (self.turn + 1) % TRAVELLING_SUMS
         arriving = 0.0
-        if travels and first:
+        if exchanged:
+            self._wait(phase, self.travelling_free[self.turn], "exchange")
+        elif travels and first:
             self._wait(phase, self.travelling_free[self.turn], "download")
         elif travels:
             # the sum of earlier groups comes into a buffer that another block's may be leaving
@@ -315,29 +233,61 @@ class StepSimulator:
         """Round, measure and download a gradient; if it is not stored, apply it."""
         tasks, streamed = self.blocks[block], block >= self.options.resident
         stage = block % GRADIENT_STAGES
+        if self.several:
+            self._share_out(phase, block)
+            return
         if streamed:  # wait: the gradient before last leaves the same staging buffer
             self._wait(phase, self.staging_free[stage], "download")
         if self.options.second_backward and phase != "second backward":
             self._compute(phase, tasks.finish)
             return
-        if streamed and not self.options.stored:
-            # wait: landing buffers are taken in turn, and an update still reads the next one
-            if len(self.applying) == LANDING_BUFFERS:
-                user = self.applying[0]
-                self._wait(phase, self.updated[user], "nvme" if self.late[user] else "update")
-            self.applying.append(block)
+        if streamed:
+            self._take_landing_buffer(phase, block)
         self._compute(phase, tasks.finish)
         if streamed:
-            self.download = max(self.download, self.compute) + tasks.download
-            self.staging_free[stage] = self.gradient_landed[block] = self.download
-            if tasks.nvme_gradient:
-                self._wait(phase, self.stored.pop(0), "nvme")
-                self.drive = max(self.drive, self.download) + tasks.nvme_gradient
-                self.stored.append(self.drive)
+            self._send(phase, block, self.compute)
         if not self.options.stored:
             self._compute(phase, tasks.device_update)
             if streamed:
                 self._host_update(block)
+
+    def _share_out(self, phase: str, block: int) -> None:
+        """`_finish` of several ranks: each gets its share, which it rounds and sends away."""
+        tasks, stored, stage = self.blocks[block], self.options.stored, block % GRADIENT_STAGES
+        ready = max(self.compute, self.staging_free[stage])
+        shared = self.collectives.add(ready, tasks.reduce, self.options.reduce_loss)
+        self.travelling_free[self.turn] = self.staging_free[stage] = shared
+        if self.options.second_backward and phase != "second backward":
+            return
+        if block >= self.options.resident:
+            self._take_landing_buffer(phase, block)
+            self._send(phase, block, shared)
+            if not stored:
+                self._host_update(block)
+        elif not stored:
+            self._wait(phase, shared, "exchange")
+            self._compute(phase, tasks.device_update)
+            self.updated[block] = self.compute
+
+    def _take_landing_buffer(self, phase: str, block: int) -> None:
+        """In host RAM, for a gradient that is not stored."""
+        if self.options.stored:
+            return
+        # wait: landing buffers are taken in turn, and an update still reads the next one
+        if len(self.applying) == LANDING_BUFFERS:
+            user = self.applying[0]
+            self._wait(phase, self.updated[user], "nvme" if self.late[user] else "update")
+        self.applying.append(block)
+
+    def _send(self, phase: str, block: int, ready: float) -> None:
+        """Download a finished gradient, and store it on NVMe if it belongs there."""
+        tasks, stage = self.blocks[block], block % GRADIENT_STAGES
+        self.download = max(self.download, ready) + tasks.download
+        self.staging_free[stage] = self.gradient_landed[block] = self.download
+        if tasks.nvme_gradient:
+            self._wait(phase, self.stored.pop(0), "nvme")
+            self.drive = max(self.drive, self.download) + tasks.nvme_gradient
+            self.stored.append(self.drive)
 
     # -- weights -----------------------------------------------------------------------------------
 
@@ -346,11 +296,11 @@ class StepSimulator:
         for wanted in next(self.asked):
             self._upload(wanted)
             self.uploads += 1
-        if block >= self.options.resident:
-            landed = self.weights_landed[block]
-            late = "nvme" if self.late[block] else "update"
-            self._wait(phase, min(self.updated[block], landed), late)
-            self._wait(phase, landed, "nvme" if self.blocks[block].nvme_weight else "upload")
+        if self.slots[block] is not None:
+            up, late = self.uploaded[block], "nvme" if self.late[block] else "update"
+            self._wait(phase, min(self.updated[block], up), late)
+            self._wait(phase, up, "nvme" if self.blocks[block].nvme_weight else "upload")
+            self._wait(phase, self.weights_landed[block], "exchange")
 
     def _upload(self, block: int) -> None:
         tasks, slot = self.blocks[block], self.slots[block]
@@ -361,5 +311,11 @@ class StepSimulator:
         just_updated = self.options.stored and self.uploads <= self.head  # and still in staging
         if tasks.nvme_weight and not just_updated:
             there = self.drive = max(self.drive, there, self.compute) + tasks.nvme_weight
-        begin = max(self.upload, there, self.slot_free.get(slot, 0.0))
-        self.upload = self.weights_landed[block] = begin + tasks.upload
+        slot_free = self.slot_free.get(slot, 0.0)
+        begin = max(self.upload, there, self.shares_free[0] if self.several else slot_free)
+        self.upload = self.uploaded[block] = self.weights_landed[block] = begin + tasks.upload
+        if self.several:
+            ready, lost = max(self.upload, slot_free), self.options.gather_loss
+            landed = self.collectives.add(ready, tasks.gather, lost)
+            self.weights_landed[block] = self.shares_free[0] = landed
+            self.shares_free.rotate()

@@ -76,7 +76,8 @@ def _unclipped(job: Job) -> Offers:
 def _steps(job: Job, *factors: float) -> Offers:
     """Steps of other sizes, in the key that the user set; how their rows pad is not known."""
     found: Offers = {}
-    for tokens in (max(job.seq_len, int(job.tokens_per_step * factor)) for factor in factors):
+    least = job.size * job.seq_len
+    for tokens in (max(least, int(job.tokens_per_step * factor)) for factor in factors):
         rows, words = None, f"train.tokens_per_step: {tokens}"
         if job.rows_per_step is not None:
             rows = max(1, tokens // job.seq_len)
@@ -221,11 +222,12 @@ def _least(enough: Callable[[float], bool]) -> float | None:
 
 def _allowed(search: Search, tier: str, nbytes: int) -> str:
     """The amount in words, and the key that allows it if the machine has it."""
-    hardware, words = search.hardware, f"{nbytes / GIB:.1f} GiB of {TIER_WORDS[tier]}"
-    free = {"host": hardware.host_available_bytes}
+    hardware, ranks = search.hardware, search.job.ranks if tier == "host" else 1
+    words = f"{ranks * nbytes / GIB:.1f} GiB of {TIER_WORDS[tier]}"
+    free = {"host": ranks * hardware.host_available_bytes}
     if hardware.gpu is not None:
         free["gpu"] = hardware.gpu.free_bytes
-    total = getattr(search.budget, tier) + nbytes
+    total = ranks * (getattr(search.budget, tier) + nbytes)
     if free[tier] < total:
         return words
     return f"{words} (the machine has it: memory.{tier}: {-(-total // GIB)}GiB)"
@@ -290,7 +292,8 @@ def _alternatives(search: Search) -> Iterator[tuple[Change, Search]]:
         yield change, replace(search, job=change.job, budget=budget)
     for times in MORE_RAM:
         more = int(search.budget.host * (times - 1)) // GIB * GIB
-        change = Change(f"{more // GIB} GiB more host RAM", "a larger machine", search.job)
+        words = f"{search.job.ranks * more // GIB} GiB more host RAM"
+        change = Change(words, "a larger machine", search.job)
         yield change, replace(search, budget=replace(budget, host=budget.host + more))
 
 

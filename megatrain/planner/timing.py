@@ -19,10 +19,11 @@ from megatrain.machine.profile import (
 )
 from megatrain.planner import simulation
 from megatrain.planner.activations import SUM_BYTES
+from megatrain.planner.collectives import cross_network, exchanged
 from megatrain.planner.memory import Layout, state_bytes_per_parameter
 from megatrain.planner.predicted import WORTH_NAMING
 from megatrain.planner.predicted import Timing as Timing
-from megatrain.planner.simulation import WAITS, BlockTasks, StepOptions, StepTimeline
+from megatrain.planner.tasks import WAITS, BlockTasks, StepOptions, StepTimeline, serial
 from megatrain.schedule import UNCHANGED, Where, graphs_of_layers
 
 if TYPE_CHECKING:
@@ -62,14 +63,16 @@ class StepCosts:
     """Seconds that a layout's blocks take on one machine, and a step of them."""
 
     def __init__(self, layout: Layout, machine: MachineProfile) -> None:
+        assert machine.ranks == layout.job.ranks, "rates of as many ranks: machine/together.py"
         self.layout, self.machine = layout, machine
         self.choices, self.job, self.shape = layout.choices, layout.job, layout.shape
         self.weight = layout.activations.weight
         self.on_gpu = machine.upload > 0
         self.far = frozenset(layout.far_blocks)
-        # bytes/s of all drives together
-        self.drive_read = max(1.0, self.job.nvme_drives * machine.disk_read)
-        self.drive_write = max(1.0, self.job.nvme_drives * machine.disk_write)
+        # bytes/s of all drives together, for one rank
+        drives = self.job.nvme_drives / self.job.ranks  # which the host's ranks share
+        self.drive_read = max(1.0, drives * machine.disk_read)
+        self.drive_write = max(1.0, drives * machine.disk_write)
         self.fp8_share = self.job.fp8_share if self.job.precision == "fp8" and machine.fp8 else 0.0
         step = self.job.step(self.choices.micro_batch_tokens)
         # a group's micro-batches and their tokens, both on average
@@ -94,9 +97,11 @@ class StepCosts:
 
     def predict(self) -> Timing:
         """Simulate one steady step. Deterministic arithmetic: no device is asked."""
-        timeline = (simulation.overlapped if self.on_gpu else simulation.serial)(
-            self.blocks, self.options
-        )
+        timeline = (simulation.overlapped if self.on_gpu else serial)(self.blocks, self.options)
+        if self.job.hosts > 1:
+            again = 1 + self.choices.second_backward
+            numel, machine = sum(self.layout.padded), self.machine
+            cross_network(timeline, numel, self.job, machine, self.weight, again * SUM_BYTES)
         trained = self.job.trained_tokens(self.choices.micro_batch_tokens)
         tokens_per_s = trained / timeline.seconds
         return Timing(
@@ -105,7 +110,7 @@ class StepCosts:
             waits={wait: sum(of[wait] for of in timeline.waits.values()) for wait in WAITS},
             bound_by={phase: _bound(timeline, phase) for phase in timeline.phases},
             tokens_per_s=tokens_per_s,
-            tflops=6 * self.shape.counted_parameters * tokens_per_s / 1e12,
+            tflops=6 * self.shape.counted_parameters * tokens_per_s / self.job.size / 1e12,
             reference_s=self._forward_alone() if self.job.refers else 0.0,
         )
 
@@ -113,7 +118,7 @@ class StepCosts:
         """Seconds that `predict` cannot fall below, found in a fraction of its time."""
         if self.on_gpu:
             return simulation.at_least(self.blocks, self.options)
-        return simulation.serial(self.blocks, self.options).seconds
+        return serial(self.blocks, self.options).seconds
 
     @cached_property
     def options(self) -> StepOptions:
@@ -123,6 +128,9 @@ class StepCosts:
             stored=self.choices.stores_gradients(self.job),
             tied=self.shape.tied,
             first_trained=self.shape.first_trained,
+            ranks=self.job.size,
+            gather_loss=self.machine.gather_loss,
+            reduce_loss=self.machine.reduce_loss,
         )
 
     @cached_property
@@ -280,23 +288,29 @@ class StepCosts:
         in forward and gets back in backward.
         """
         numel, resident = self.shape.trained_numel[number], number < self.choices.resident
-        streamed = 0 if resident else numel
-        uploaded = 0 if resident else self.shape.block_numel[number]
+        # of several ranks, this one's share alone goes up and down and is updated
+        mine = self.layout.owned[number]
+        streamed = 0 if resident else mine
+        uploaded = 0 if resident else self.layout.owned_weights[number]
         offloaded *= self.micro_batches
         on_host = on_device = 0.0
         if not resident:
-            on_host = numel / self.host_update_rate + self._products(number, travelling=True)
+            on_host = mine / self.host_update_rate + self._products(number, travelling=True)
         if resident or self.on_gpu:
-            on_device = (numel - streamed) / self.device_update_rate + self._products(number)
+            on_device = (mine - streamed) / self.device_update_rate + self._products(number)
         # each array on NVMe is read and written once
         far = self.layout.far_arrays([number], sum) if number in self.far else {}
         grad, weight = far.get("grad", 0.0), far.get("weight", 0.0)
         all_far = sum(far.values()) if numel else 0.0  # a frozen block's weight is only read
+        # read the sum, write the gradient and measure it: of several ranks, in their lane
+        finish = mine * (SUM_BYTES + 2 * self.weight) / self.machine.memory
+        gather, reduce = exchanged(self.layout.padded[number], self.job, self.machine, self.weight)
         return BlockTasks(
             forward=self.micro_batches * forward,
             backward=self.job.trained_share * self.micro_batches * (backward + self._adding(numel)),
-            # read the sum, write the gradient and measure it
-            finish=numel * (SUM_BYTES + 2 * self.weight) / self.machine.memory,
+            finish=finish if self.job.size == 1 else 0.0,
+            gather=gather,
+            reduce=(numel > 0) * (reduce + finish) if self.job.size > 1 else 0.0,
             upload=uploaded * self.weight / self.up,
             download=streamed * self.weight / self.down,
             sum_up=numel * SUM_BYTES / self.up,
@@ -369,8 +383,8 @@ class StepCosts:
             return self.down
         alone = self.machine.download
         first, seconds = self.choices.resident, nbytes / alone
-        streamed = sum(self.shape.trained_numel[first:])
-        uploading = sum(self.shape.block_numel[first:]) * self.weight / self.machine.upload
+        streamed = sum(self.layout.owned[first:])
+        uploading = sum(self.layout.owned_weights[first:]) * self.weight / self.machine.upload
         slower = (1 - self.down / alone) * min(1.0, uploading / seconds)
         if self.choices.stores_gradients(self.job) and self.choices.groups == 1:
             updating = min(1.0, streamed / self.host_update_rate / seconds)

@@ -16,6 +16,7 @@ from megatrain.recipes.shapes import bench_config
 from megatrain.recipes.tasks import TaskOptions
 from megatrain.reporting.summary import RunSummary
 from megatrain.storage import export as exporting
+from megatrain.storage import push as pushing
 from megatrain.storage.manifest import verifying
 
 ConfigLike = Config | Mapping[str, Any] | str | Path
@@ -32,6 +33,9 @@ def plan(
     gpu_memory: str | None = None,
     gpu_tflops: float | None = None,
     pcie: float | None = None,
+    gpus: int | None = None,
+    hosts: int | None = None,
+    network: float | None = None,
     **keys: Any,
 ) -> Plan:
     """The plan of a run: the bytes in every memory, the time of a step, and whether it fits.
@@ -44,6 +48,8 @@ def plan(
         gpu, ram, cores: of another machine: a GPU's name, RAM such as "128GiB", physical cores.
         gpu_memory, gpu_tflops, pcie: of a GPU that is not known by name: "12GiB", dense bf16
             TFLOP/s and GB/s each way to host RAM.
+        gpus, hosts, network: GPUs of each host that train together, hosts like it, and Gbit/s of
+            each host to the others.
         keys: keys of the config, by section: `memory={"host": "64GiB"}`, `precision="fp8"`.
 
     Raises:
@@ -56,6 +62,7 @@ def plan(
     config = config_of(target, overrides) if is_config else bench_config(str(target), overrides)
     described: dict[str, Any] = {"gpu": gpu, "ram": ram, "cores": cores, "pcie": pcie}
     described |= {"gpu_memory": gpu_memory, "gpu_tflops": gpu_tflops}
+    described |= {"gpus": gpus, "hosts": hosts, "network": network}
     return run.plan(config, not is_config, described)
 
 
@@ -63,6 +70,10 @@ def train(
     config: ConfigLike, *, profile: str | Path | None = None, verify: bool = True, **keys: Any
 ) -> RunSummary:
     """Run a config from its first step; what was saved before an error stays.
+
+    `data.train` and `data.eval` also take rows: a `datasets.Dataset`, a list of dicts, or a dict of
+    columns; so does the `path` of one of several sources. The run's config has their number and
+    digest instead, and `resume` takes their tokens from the cache, or the rows once more.
 
     verify: compare the model's files with the hashes of its MANIFEST.json, if it has one.
     profile: file for the timeline of one steady step, which Perfetto opens.
@@ -83,7 +94,8 @@ def resume(
     """Continue a run from its newest intact checkpoint, bit for bit.
 
     verify: false takes a checkpoint for intact whose files have the right sizes.
-    keys: keys that may change (config/resuming.py). Raises MegaTrainError.
+    keys: keys that may change (config/resuming.py), and `data` with rows that were given to `train`
+        where the cache has lost them; others are refused. Raises MegaTrainError.
     checkpoint: another one: proven, best or checkpoint-N.
     """
     with verifying(verify):
@@ -92,7 +104,7 @@ def resume(
 
 def evaluate(
     folder: str | Path,
-    data: str | Path | None = None,
+    data: object = None,
     *,
     tasks: Sequence[str] | str = (),
     limit: float | None = None,
@@ -108,7 +120,7 @@ def evaluate(
 
     Args:
         folder: a run or checkpoint, or any model: a folder, a GGUF file or a hub id.
-        data: rows to evaluate on, as `data.train` in a config; None: the run's held-out rows.
+        data: rows to evaluate on, as `data.train` for `train`; None: the run's held-out rows.
         tasks: of lm-eval (the extra `megatrain[eval]`), groups or tags, or YAML files.
         limit: rows of each task, at most; below 1 a share of them.
         num_fewshot: examples before each question; None: as the task says.
@@ -122,7 +134,7 @@ def evaluate(
     names = (tasks,) if isinstance(tasks, str) else tuple(tasks)
     with verifying(verify):
         if not names:
-            rows = None if data is None else str(data)
+            rows = str(data) if isinstance(data, Path) else data
             return inspect.evaluate(_path_of(folder), rows, trust_remote_code)
         if data is not None:
             raise ConfigError("data: excludes tasks, which bring their own rows; leave one out")
@@ -138,16 +150,30 @@ def export(
     *,
     dtype: str | None = None,
     checkpoint: str | None = None,
+    format: str = exporting.FOLDER,
     verify: bool = True,
 ) -> Path:
     """Write a run's model as a Hugging Face folder, which is returned.
 
-    dtype: "bfloat16" or "float32"; None: the checkpoint's own.
+    dtype: "bfloat16", "float32" or, for GGUF, "float16"; None: the checkpoint's own.
+    format: "safetensors", or "gguf" for a folder with one GGUF file.
     checkpoint: final, best, last or checkpoint-N; None: the newer of final and last.
     verify: as for `train`.
     """
     with verifying(verify):
-        return exporting.export(_path_of(run_dir), _path_of(out), dtype, checkpoint)
+        return exporting.export(_path_of(run_dir), _path_of(out), dtype, checkpoint, format)
+
+
+def push(
+    run_dir: str | Path, repo_id: str, *, private: bool = False, verify: bool = True
+) -> pushing.Pushed:
+    """Upload `final/` of a run to a repository of the hub, as one commit.
+
+    private: make the repository private; refused if it is there and public.
+    verify: as for `train`.
+    """
+    with verifying(verify):
+        return pushing.push(_path_of(run_dir), repo_id, private)
 
 
 def config_of(config: ConfigLike, overrides: Mapping[str, Any] | Sequence[str] = ()) -> Config:
@@ -156,7 +182,7 @@ def config_of(config: ConfigLike, overrides: Mapping[str, Any] | Sequence[str] =
         return load_config(config, overrides)
     if not overrides:
         return config
-    return load_config(config.model_dump(mode="json"), overrides)
+    return load_config(config.model_dump(mode="json"), overrides).with_rows(config.rows)
 
 
 def _path_of(path: object) -> Path:

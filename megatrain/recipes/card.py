@@ -2,48 +2,118 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping
+import re
+from collections.abc import Iterator, Mapping
 from os.path import expanduser  # leaves `~nobody` as it is, where Path's raises
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatrain.config import Config
+from megatrain.config.document import plain, read_yaml
 from megatrain.config.sources import SourceOptions
+from megatrain.data.files import resolve
+from megatrain.data.show import describe
+from megatrain.errors import ConfigError, DataError
+from megatrain.machine.hardware import GIB
 from megatrain.methods import METHODS
+from megatrain.models.pretrained import HUB_ID, cached_source
+from megatrain.recipes.reported import Reported
+from megatrain.reporting.history import NOT_DRAWN, read_history
+from megatrain.reporting.metrics import read_metrics
+from megatrain.reporting.words import human_seconds
+from megatrain.storage.run_folder import CARD
 
 if TYPE_CHECKING:
     from megatrain.recipes.loop import Run
 
+HEAD = re.compile(r"---\r?\n(.*?\n)---\s*(?:\n|$)", re.DOTALL)  # of a card: YAML
+LICENSE = ("license", "license_name", "license_link")
+VERSIONS = ("megatrain", "torch", "transformers")
 
-def model_card(run: Run, losses: Mapping[str, float | None]) -> str:
-    """Markdown with the hub's metadata. losses: held-out ones by name, None where there is none.
+
+def model_card(run: Run) -> str:
+    """Markdown with the hub's metadata, from the run and what its folder says of all processes.
 
     Of local files only the names are told: a card is published.
     """
     config, anatomy, method = run.config, run.engine.anatomy, METHODS[run.config.method]
-    base = public_name(config.model.source)
-    metadata: dict[str, Any] = {"library_name": "transformers", "pipeline_tag": method.task}
-    if config.model.init == "pretrained" and not is_local(config.model.source):
-        metadata["base_model"] = base
-    metadata["tags"] = ["megatrain", config.method]
-    start = (
-        f"`{base}`" if config.model.init == "pretrained" else f"the shape of `{base}`, at random"
-    )
-    rows: dict[str, object] = {"data": public_name(config.data.train), "steps": f"{run.step:,}"}
     every = anatomy.parameters + anatomy.frozen_parameters
-    rows |= {"tokens": f"{run.tokens:,}", "parameters": f"{every:,}"}
-    rows |= {f"held-out loss {when}": f"{x:.4f}" for when, x in losses.items() if x is not None}
-    rows |= settings_of(config, run.engine.precision)
-    table = [f"| {name} | `{value}` |" for name, value in rows.items()]
-    head = [f"{name}: {json.dumps(value)}" for name, value in metadata.items()]
+    base = f"`{public_name(config.model.source)}`"
+    start = base if config.model.init == "pretrained" else f"the shape of {base}, at random"
     trained = "every parameter"
     if anatomy.frozen_parameters:
         trained = f"{anatomy.parameters:,} of its {every:,} parameters"
     words = f"{method.words.format(config.method)} {start}, with {trained}"
-    title = f"# {printable(config.output.resolve().name)}"
-    text = [title, "", f"{words} trained by MegaTrain.", "", "| | |", "|---|---|", *table]
-    return "\n".join(["---", *head, "---", "", *text, ""])
+    text = [f"# {printable(config.output.resolve().name)}", "", f"{words} trained by MegaTrain."]
+    text += _table("Data", data_of(run))
+    text += _held_out(config.output)
+    settings = {"method": config.method, "parameters": f"{every:,}"}
+    text += _table("Settings", settings | settings_of(config, run.engine.precision))
+    text += _table("Training", {"steps": f"{run.step:,}", **training_of(config, run.tokens)})
+    return "\n".join(["---", metadata_of(config), "---", "", *text, ""])
+
+
+def metadata_of(config: Config) -> str:
+    """The head of the card, as the hub wants it: YAML without a last line end."""
+    from huggingface_hub import ModelCardData
+
+    named: dict[str, Any] = {}
+    if config.model.init == "pretrained":
+        named |= license_of(config.model.source, config.model.revision)
+        named["base_model"] = hub_name(config.model.source)
+    datasets = filter(None, (hub_name(one.path) for one in config.data.train))
+    data = ModelCardData(
+        library_name="transformers",
+        pipeline_tag=METHODS[config.method].task,
+        tags=["megatrain", config.method],
+        datasets=[*dict.fromkeys(datasets)] or None,
+        **named,
+    )
+    return data.to_yaml().strip()
+
+
+def license_of(source: str, revision: str | None = None) -> dict[str, str]:
+    """What the model card of the base says of its license, as far as it is on this machine."""
+    folder = Path(expanduser(source))
+    if hub_name(source):
+        cached = cached_source(source, revision)
+        folder = folder if cached is None else cached.path
+    try:
+        head = HEAD.match((folder / CARD).read_text(encoding="utf-8", errors="replace"))
+        said = plain(read_yaml(head[1], CARD)) if head else None
+    except (OSError, ConfigError):  # there is none, or it is of no use
+        return {}
+    if not isinstance(said, dict):
+        return {}
+    return {name: value for name in LICENSE if isinstance(value := said.get(name), str)}
+
+
+def data_of(run: Run) -> dict[str, object]:
+    """What was trained on and evaluated on: names, rows and tokens."""
+    data = run.config.data
+    rows: dict[str, object] = {"trained on": public_name(data.train)}
+    rows["rows"] = run.loader.used() or describe(run.loader.rows)[0]
+    if run.held_out is not None:
+        own = isinstance(data.eval, tuple)
+        rows["held out"] = public_name(data.eval) if own else "of these, and not trained on"
+        rows["held-out rows"] = describe(run.held_out)[0]
+    return rows
+
+
+def _held_out(folder: Path) -> list[str]:
+    """The figures of the first and the last evaluation that has them; nothing without one."""
+    found: dict[str, list[float]] = {}
+    for row in read_metrics(folder):
+        for name, value in row.items():
+            if "step_s" not in row and name not in NOT_DRAWN and isinstance(value, float):
+                found.setdefault(name, []).append(value)
+    if not found:
+        return []
+    lines = [
+        f"| {printable(name)} | {values[0]:.4f} | {values[-1]:.4f} |"
+        for name, values in found.items()
+    ]
+    return ["", "## Evaluation", "", "| | first | last |", "|---|---|---|", *lines]
 
 
 def settings_of(config: Config, precision: str) -> dict[str, object]:
@@ -53,10 +123,32 @@ def settings_of(config: Config, precision: str) -> dict[str, object]:
         size: train.tokens_per_step or train.rows_per_step,
         "longest row": f"{train.seq_len} tokens",
         "learning rate": f"{train.learning_rate:g}, {train.schedule}",
+        "gradient norm": f"at most {train.max_grad_norm:g}" if train.max_grad_norm else "any",
         "optimizer": f"{optimizer.name}, weight decay {optimizer.weight_decay:g}",
         "precision": precision,
         "seed": train.seed,
+        **{f"{config.method}.{name}": value for name, value in sorted(config.of_method.items())},
     }
+
+
+def training_of(config: Config, tokens: int) -> dict[str, object]:
+    """Tokens, time, hardware and versions, of which the folder knows those of the last process."""
+    said = Reported.of(config.output, read_history(config.output))
+    hardware, packages = (said.environment.get(name) or {} for name in ("hardware", "packages"))
+    gpu = (hardware.get("gpu") or {}).get("name", "no GPU")
+    ram = hardware.get("host_total_bytes", 0) / GIB
+    versions = [f"{name} {packages[name]}" for name in VERSIONS if name in packages]
+    return {
+        "tokens": f"{tokens:,}",
+        "time": f"{human_seconds(said.history.totals['step_s'])} in steps",
+        "hardware": f"{gpu}, {hardware.get('physical_cores')} cores, {ram:.0f} GiB of RAM",
+        "versions": ", ".join([f"Python {said.environment.get('python')}", *versions]),
+    }
+
+
+def _table(title: str, rows: Mapping[str, object]) -> list[str]:
+    lines: Iterator[str] = (f"| {name} | `{printable(str(v))}` |" for name, v in rows.items())
+    return ["", f"## {title}", "", "| | |", "|---|---|", *lines]
 
 
 def public_name(source: object) -> str:
@@ -66,13 +158,16 @@ def public_name(source: object) -> str:
     if isinstance(source, list | tuple):
         return ", ".join(map(public_name, source))
     text = str(source)
-    return printable(Path(text).name if is_local(text) else text)
+    return printable(text if hub_name(text) else Path(text).name)
 
 
-def is_local(source: str) -> bool:
-    """True unless it is the name of something on the hub."""
-    path = Path(expanduser(source))
-    return path.is_absolute() or path.exists()
+def hub_name(source: str) -> str | None:
+    """Its name on the hub, without config and split; None: it is on this machine."""
+    try:
+        named = resolve(source)
+    except (DataError, OSError):  # no data, such as a GGUF file, or gone
+        return None
+    return named.name if not named.paths and HUB_ID.fullmatch(named.name) else None
 
 
 def printable(text: str) -> str:

@@ -4,12 +4,20 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import platform
+import socket
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from megatrain.config.resuming import CONFIG_FILE, KEPT_CHOICES, RESOLVED_FILE, with_absolute_paths
+from megatrain.config.resuming import (
+    CONFIG_FILE,
+    KEPT_CHOICES,
+    NEW_ORDER,
+    RESOLVED_FILE,
+    with_absolute_paths,
+)
 from megatrain.engine.resolved import Machine
 from megatrain.machine.hardware import update_threads
 from megatrain.machine.profile import installed_version
@@ -31,8 +39,10 @@ from megatrain.schedule import UNCHANGED
 from megatrain.settings import KEYS, OPTIONS
 from megatrain.storage.run_folder import write_text
 from megatrain.storage.saves import find_checkpoint
+from megatrain.world import World
 
 logger = logging.getLogger("megatrain")
+LAUNCH, UNNAMED = "TORCHELASTIC_RUN_ID", "none"  # torchrun's
 DESCRIPTION = (CONFIG_FILE, RESOLVED_FILE, PLAN_FILE, ENVIRONMENT_FILE)
 PACKAGES = (
     "megatrain",
@@ -62,6 +72,8 @@ def decided(parts: Parts, plan: Plan) -> dict[str, Any]:
 
 def describe_run(parts: Parts, plan: Plan) -> None:
     """Write the config, the choices, the plan and the environment; log the choices."""
+    if not parts.machine.world.is_first:
+        return
     folder, config = parts.config.output, with_absolute_paths(parts.config)
     environment = environment_of(parts.machine)
     # first: by it a folder is known as a run's
@@ -73,11 +85,13 @@ def describe_run(parts: Parts, plan: Plan) -> None:
     logger.info(f"{parameters}; {choices_in_words(plan)}")
 
 
-def other_versions(run_dir: Path) -> list[str]:
-    """A warning if libraries are of other versions than those that the run has used."""
+def other_circumstances(run_dir: Path, world: World) -> list[str]:
+    """Warnings if libraries are of other versions than those that the run has used, or ranks of
+    another number."""
     path = run_dir / ENVIRONMENT_FILE
     try:
-        then = dict(json.loads(path.read_text())["packages"])
+        found = environment(run_dir)
+        then, ranks = dict(found["packages"]), int(found.get("ranks", 1))
     except (OSError, ValueError, TypeError, KeyError):
         return [f"{path}: cannot be read, so other versions of libraries would not be noticed"]
     now = {name: installed_version(name) for name in PACKAGES}
@@ -86,9 +100,13 @@ def other_versions(run_dir: Path) -> list[str]:
         for name, version in now.items()
         if then.get(name) != version
     ]
-    if not changed:
-        return []
-    return [f"other versions than the run has used may round otherwise: {', '.join(changed)}"]
+    said = []
+    if ranks != world.size:
+        said.append(f"{ranks} rank(s) before and {world.size} now: {NEW_ORDER}")
+    if changed:
+        versions = ", ".join(changed)
+        said.append(f"other versions than the run has used may round otherwise: {versions}")
+    return said
 
 
 def environment_of(machine: Machine) -> dict[str, Any]:
@@ -99,7 +117,28 @@ def environment_of(machine: Machine) -> dict[str, Any]:
         "packages": {name: installed_version(name) for name in PACKAGES},
         "hardware": asdict(machine.hardware),
         "rates": asdict(machine.profile),
+        "launch": launch(),
+        "ranks": machine.world.size,
     }
+
+
+def launch() -> str:
+    """Names the launcher that starts ranks again when one has died; empty: there is none."""
+    name = os.environ.get(LAUNCH, "")
+    return f"{socket.gethostname()} {os.getppid()}" if name == UNNAMED else name
+
+
+def started_again(run_dir: Path) -> bool:
+    """Whether the launcher of this process has begun the run in this folder."""
+    try:
+        return launch() != "" and environment(run_dir).get("launch") == launch()
+    except (OSError, ValueError):
+        return False
+
+
+def environment(run_dir: Path) -> dict[str, Any]:
+    """What `describe_run` has written of it. Raises OSError and ValueError."""
+    return dict(json.loads((run_dir / ENVIRONMENT_FILE).read_text()))
 
 
 def choices_in_words(plan: Plan) -> str:
@@ -167,6 +206,9 @@ def summarize(run: Run, plan: Plan, seconds: float, stop: StopRequest | None) ->
     metric = run.config.checkpoint.metric
     if stop is None:
         question, reply = sample(run.engine, run.model, run.held_out, run.config.sample_prompt)
+    if not run.engine.world.is_first:  # nobody reads it
+        code = 0 if stop is None else stop.exit_code
+        return RunSummary(folder, run.step, run.tokens, seconds, exit_code=code)
     return RunSummary(
         run_dir=folder,
         steps=run.step - run.first_step,

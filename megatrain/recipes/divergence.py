@@ -45,7 +45,9 @@ def keep_batch(run: Run, batch: StepBatch, name: str) -> str:
     """Write the step's micro-batches into the run folder; says so, or that it could not."""
     numbered = enumerate(batch.micro_batches)
     tensors = {f"{key}.{i}": value for i, mb in numbered for key, value in mb.items()}
-    path = run.config.output / f"{name}.safetensors"
+    world = run.engine.world
+    of_rank = "" if world.is_alone else f"-rank-{world.rank}"  # each has some of the rows
+    path = run.config.output / f"{name}{of_rank}.safetensors"
     try:
         write_bytes(path, save(tensors))
     except StorageError as error:
@@ -65,7 +67,8 @@ def stop_if_lost(run: Run, batch: StepBatch, result: StepResult) -> None:
         run.non_finite = 0
         if run.unproven is not None and math.isfinite(result.loss):
             try:
-                prove(run.config.output, run.unproven, run.config.checkpoint.keep)
+                if run.engine.world.is_first:
+                    prove(run.config.output, run.unproven, run.config.checkpoint.keep)
             except StorageError as error:  # the next save meets it, too
                 logger.warning(str(error))
             run.unproven = None

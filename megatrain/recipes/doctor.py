@@ -12,15 +12,19 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from megatrain.engine.build import choose_device
-from megatrain.errors import StorageError
+from megatrain.errors import ConfigError, StorageError
 from megatrain.machine import profile as profiles
 from megatrain.machine.hardware import Hardware, drive_name, one_of_each_drive, read_hardware
 from megatrain.machine.profile import DriveRates, MachineProfile, Rates
-from megatrain.measure.checks import Finding, check
+from megatrain.machine.together import assumed, joined, known
+from megatrain.measure.checks import Finding, check, places
 from megatrain.measure.disk import drive_rates
 from megatrain.measure.profile import measure_machine
+from megatrain.measure.ranks import measure_processes, measure_together
 from megatrain.reporting.load import LoadMeter
+from megatrain.reporting.words import three_digits
 from megatrain.storage.export import left_overs
+from megatrain.world import World
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -38,6 +42,7 @@ class Diagnosis:
     findings: list[Finding]
     saved: Path  # the profile's place in the cache
     drives: dict[str, DriveRates]  # all ever measured for memory.nvme, by device and mount point
+    together: MachineProfile | None = None  # of several GPUs at work, or of processes without
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -48,8 +53,10 @@ class Diagnosis:
 
         title = f"this machine ({self.profile.fingerprint})"
         table = Table("what", "figure", "verdict", title=title)
-        drives = [of_drive(name, rates) for name, rates in self.drives.items()]
-        for found in (*figures(self.profile, self.guessed), *drives, *self.findings):
+        rows = [of_drive(name, rates) for name, rates in self.drives.items()]
+        if self.together is not None:
+            rows = [*at_work(self.together), *rows]
+        for found in (*figures(self.profile, self.guessed), *rows, *self.findings):
             style = "yellow" if found.advice else None
             table.add_row(found.what, found.figure, found.advice or "", style=style)
         console.print(table)
@@ -57,7 +64,11 @@ class Diagnosis:
 
 
 def examine(
-    output: Path, quick: bool, note: Callable[[str], object], nvme: Sequence[Path] = ()
+    output: Path,
+    quick: bool,
+    note: Callable[[str], object],
+    nvme: Sequence[Path] = (),
+    gpus: int = 1,
 ) -> Diagnosis:
     """Measure this machine and cache what was found.
 
@@ -66,13 +77,18 @@ def examine(
         quick: leave out what the planner can do without.
         note: is told what is measured next.
         nvme: folders whose drives are measured, too, as those of memory.nvme.
+        gpus: that are also measured at work together; processes, on a machine without GPUs.
 
     Raises:
+        ConfigError: there are fewer GPUs.
         OutOfMemory: the GPU has no room for 2 GiB, or memory could not be pinned.
         StorageError: `output`, one of `nvme` or the cache cannot be written to.
     """
     load = os.getloadavg()[0]
     device = choose_device("auto")
+    there = torch.cuda.device_count() if device.type == "cuda" else gpus
+    if there < gpus:
+        raise ConfigError(f"--gpus: {gpus}, but this machine shows {there}")
     hardware = read_hardware(output, device.type)
     profile = measure_machine(hardware, device, output, note, quick=quick)
     guess = profiles.typical(hardware)
@@ -82,10 +98,60 @@ def examine(
     guessed = [field for field, found, typical in pairs if found and found == typical]
     findings, saved = check(hardware, profile, load), profiles.save(profile)
     findings += [Finding(str(path), "an unfinished export", DEAD) for path in left_overs(output)]
+    findings += places(dict.fromkeys([output, *nvme]))
     for folder in one_of_each_drive(nvme):
         note(f"the drive of {folder}")
         profiles.save_drive(profile.fingerprint, drive_name(folder), drive_rates(folder))
-    return Diagnosis(profile, guessed, findings, saved, profiles.load_drives(profile.fingerprint))
+    together = None
+    if gpus > 1:
+        note(f"{gpus} {'GPUs' if device.type == 'cuda' else 'processes'} at work together")
+        found = measure_processes(gpus, device.type, hardware.physical_cores)
+        together = keep_together(profile, hardware, found)
+    drives = profiles.load_drives(profile.fingerprint)
+    return Diagnosis(profile, guessed, findings, saved, drives, together)
+
+
+def keep_together(
+    base: MachineProfile, hardware: Hardware, found: dict[str, Any]
+) -> MachineProfile:
+    """The profile of one with what ranks found together, which is cached. Raises StorageError."""
+    name = profiles.fingerprint(hardware, found["ranks"])
+    profile = replace(joined(base, replace(base, **found)), fingerprint=name)
+    profiles.save(profile)
+    return profile
+
+
+def measured_together(
+    base: MachineProfile,
+    hardware: Hardware,
+    device: torch.device,
+    world: World,
+    *,
+    may_measure: bool = False,
+) -> tuple[MachineProfile, bool]:
+    """(The profile of one with what this host's ranks reach together, whether that is assumed).
+
+    All ranks call it, before anything is allocated.
+
+    Args:
+        base: the rates of one.
+        hardware: of the host, as a rank sees it.
+        may_measure: what is not cached, for some seconds, on GPUs.
+    """
+    profile = world.every(known(base, hardware, world.size))[0]
+    if profile is not None:
+        return profile, False
+    if not may_measure or device.type != "cuda":
+        return world.every(assumed(base, hardware, world.size))[0], True
+    if world.rank == 0:
+        logger.info(f"measuring {world.size} GPUs at work together for the plan, once")
+    found = measure_together(world, device, hardware.physical_cores)
+    if world.rank == 0:
+        try:
+            keep_together(base, hardware, found)
+        except StorageError as error:
+            logger.warning(str(error))
+    return world.every(joined(base, replace(base, **found)))[0], False
 
 
 def measured_or_typical(
@@ -97,8 +163,8 @@ def measured_or_typical(
         kept the cores busy; on a GPU alone, as a CPU run is over before that pays. Else nothing
         touches the device, and a guess about a GPU without a data sheet is logged.
     """
-    known = profiles.load(profiles.fingerprint(hardware)) is not None
-    if known or not may_measure or device.type != "cuda":
+    there = profiles.load(profiles.fingerprint(hardware)) is not None
+    if there or not may_measure or device.type != "cuda":
         return profiles.known_or_typical(hardware)
     logger.info("measuring this machine for the plan, once; `megatrain doctor` does it thoroughly")
     meter = LoadMeter()
@@ -137,6 +203,13 @@ ROWS = (  # field of the profile, what it is, its unit in SI, the unit's name
     ("disk_write", "disk, writing", 1e9, "GB/s"),
     ("disk_read", "disk, reading", 1e9, "GB/s"),
 )
+AT_WORK = (  # of each of several GPUs, with all at work
+    *(row for row in ROWS if row[0] in ("upload", "download", "both", "update", "update_busy")),
+    ("gather", "weights of the others", 1e9, "GB/s"),
+    ("gather_loss", "computing lost meanwhile", 0.01, "%"),
+    ("reduce", "sums of the others", 1e9, "GB/s"),
+    ("reduce_loss", "computing lost meanwhile", 0.01, "%"),
+)
 SAME_ON_CPU = ("update_busy", "device_update")  # as the host's update: the host is the device
 SAME_ON_GPU = ("fresh",)  # as the device's memory
 
@@ -151,6 +224,15 @@ def figures(profile: MachineProfile, guessed: Container[str]) -> Iterator[Findin
         yield Finding(what, f"{text} {name}", "a guess, not measured" if field in guessed else None)
 
 
+def at_work(profile: MachineProfile) -> Iterator[Finding]:
+    """The same of each of several ranks, with all at work."""
+    for field, what, unit, name in AT_WORK:
+        value = getattr(profile, field)
+        if value and not (field in SAME_ON_CPU and not profile.upload):
+            text = three_digits(value / unit) if isinstance(value, float) else listed(value, unit)
+            yield Finding(f"{what}, each of {profile.ranks}", f"{text} {name}")
+
+
 def of_drive(name: str, rates: DriveRates) -> Finding:
     write, read = (three_digits(rate / 1e9) for rate in (rates.write, rates.read))
     return Finding(f"drive {name}", f"writes {write}, reads {read} GB/s, on {rates.measured_on}")
@@ -159,7 +241,3 @@ def of_drive(name: str, rates: DriveRates) -> Finding:
 def listed(rates: Rates, unit: float) -> str:
     """Each size with its rate."""
     return ", ".join(f"{size:,}: {three_digits(rate / unit)}" for size, rate in rates)
-
-
-def three_digits(value: float) -> str:
-    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"

@@ -33,7 +33,7 @@ MAY_MOVE = ("train", "processes")  # of the data section: the same rows may lie 
 
 
 def rows_to_evaluate(
-    run_dir: Path | None, checkpoint: Path, model: Model, data: str | None
+    run_dir: Path | None, checkpoint: Path, model: Model, data: object
 ) -> tuple[Config, Rows]:
     """(the config that says how, the rows).
 

@@ -93,7 +93,8 @@ def examine(run: Run, stop: StopRequest) -> Figures | None:
         text = continuation(run.engine, run.model, ids, run.config.eval.max_new_tokens)
         asked: Any = turns if len(turns) > 1 else turns[0]["content"]
         answers.append({"step": run.step, "prompt": asked, "answer": text})
-    write_samples(run.config.output, answers)
+    if run.engine.world.is_first:
+        write_samples(run.config.output, answers)
     return found
 
 

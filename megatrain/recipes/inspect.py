@@ -28,7 +28,7 @@ from megatrain.recipes.evaluating import longest_row, rows_to_evaluate
 from megatrain.recipes.model import check_weights, check_writes, describe_model, read_model
 from megatrain.recipes.reference import Batches, Wanted, fingerprint, references_of
 from megatrain.recipes.rows import read_rows, say_rows
-from megatrain.recipes.sample import Sampling, answer, unseen
+from megatrain.recipes.sample import Sampling, answer, system_turns, unseen
 from megatrain.recipes.setup import make_loss, quiet_libraries
 from megatrain.recipes.signals import StopRequest
 from megatrain.recipes.sweeps import evaluated, sweeps
@@ -66,9 +66,7 @@ def show_data(
     return None
 
 
-def evaluate(
-    named: str | Path, data: str | None, trust_remote_code: bool = False
-) -> dict[str, Any]:
+def evaluate(named: str | Path, data: object, trust_remote_code: bool = False) -> dict[str, Any]:
     """Held-out loss of a run folder's model, of one checkpoint or of any other model.
 
     Args:
@@ -88,7 +86,7 @@ def evaluate(
     say_rows(rows)
     loss = make_loss(config)
     of_sequences = loss if isinstance(loss, SequenceLoss) else None
-    limit = None if data else config.train.eval_rows
+    limit = None if data is not None else config.train.eval_rows
 
     device = choose_device(config.device).type
     size = max(AUTO_MICRO_BATCH_TOKENS[device], least_tokens(loss, config.train.seq_len))
@@ -182,6 +180,7 @@ def generate(
     sampling: Mapping[str, Any] | None = None,
     show: Callable[[str], None] | None = None,
     trust_remote_code: bool = False,
+    system: str | None = None,
 ) -> str:
     """The model's answer to a prompt.
 
@@ -189,16 +188,18 @@ def generate(
         named, trust_remote_code: as for `evaluate`.
         sampling: fields of `Sampling`; by default greedy.
         show: gets the text as it grows.
+        system: a system prompt.
 
-    Raises ModelError for a reward model.
+    Raises ModelError for a reward model, and one whose chat template takes no system prompt.
     """
     drawn = Sampling(**(sampling or {}))
     quiet_libraries()
     checkpoint = checkpoint_of(Path(named))
     model = describe_model(str(checkpoint), trust_remote_code=trust_remote_code)
     check_writes(model, str(named))
+    turns = system_turns(model, system)
     with reader(checkpoint, run_folder_of(Path(named)), trust_remote_code) as engine:
-        return answer(engine, model, prompt, max_new_tokens, drawn, show or unseen)
+        return answer(engine, model, prompt, max_new_tokens, drawn, show or unseen, turns)
 
 
 def reader(checkpoint: str | Path, run_dir: Path | None, trust_remote_code: bool = False) -> Engine:

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from megatrain.errors import DivergedError, MegaTrainError, StorageError
 from megatrain.heartbeat import BYTES_WRITTEN, ending
 from megatrain.optim.schedules import SCHEDULES, warmup_steps
 from megatrain.recipes.card import model_card
-from megatrain.recipes.divergence import look_for_spikes, stop_if_lost, way_back
+from megatrain.recipes.divergence import stop_if_lost, way_back
 from megatrain.recipes.examination import Examination, examine, figures_of
 from megatrain.recipes.judging import (
     Figures,
@@ -30,21 +31,16 @@ from megatrain.recipes.judging import (
     out_of_patience,
     without_patience,
 )
+from megatrain.recipes.measured import measure, metrics_of
 from megatrain.recipes.model import Model
 from megatrain.recipes.report import LiveReport
 from megatrain.recipes.signals import Stopped, StopRequest
 from megatrain.recipes.sweeps import evaluated
-from megatrain.reporting.advice import Facts, advise
+from megatrain.reporting.advice import Facts
 from megatrain.reporting.energy import Energy, EnergyMeter
 from megatrain.reporting.load import LoadMeter
-from megatrain.reporting.meters import GpuMeter, peak_host_bytes
-from megatrain.reporting.metrics import (
-    MetricsWriter,
-    SteadyTime,
-    StepMetrics,
-    StepTime,
-    held_out_losses,
-)
+from megatrain.reporting.meters import GpuMeter
+from megatrain.reporting.metrics import MetricsWriter, SteadyTime, StepTime
 from megatrain.reporting.mfu import ModelFlops
 from megatrain.reporting.progress import Progress
 from megatrain.reporting.spikes import Spikes
@@ -80,7 +76,7 @@ class Run:
     gpu_name: str | None
     total_steps: int
     facts: Facts  # what the advice goes by, besides times
-    lock: RunLock
+    lock: RunLock | None  # None: another rank has it
     describe: Callable[[], None]  # writes what describes the run into its folder
     asked: Mapping[str, Any]  # of the config and of held-out rows, kept with every checkpoint
     step: int  # finished ones, skipped ones included
@@ -172,10 +168,13 @@ def finish(run: Run, stop: StopRequest) -> None:
         run.progress.evaluated(run.step, None, seconds)
         if figures:
             run.writer.write_eval(run.step, None, 0, seconds, figures)
-    if (wanted := run.config.checkpoint.final) != "none":
-        losses = held_out_losses(run.config.output)
-        held_out = {"before": losses["eval_loss_before"], "after": losses["eval_loss_after"]}
-        write_final(run.config.output, full=wanted == "full", card=model_card(run, held_out))
+    if run.config.checkpoint.final != "none":
+        run.engine.world.first(partial(write_final_of, run))
+
+
+def write_final_of(run: Run) -> None:
+    full = run.config.checkpoint.final == "full"
+    write_final(run.config.output, full=full, card=model_card(run))
 
 
 def timed(run: Run, stop: StopRequest) -> Iterator[tuple[StepBatch | None, float]]:
@@ -245,7 +244,7 @@ def still_to_come(config: Config, evaluates: bool, total: int, step: int) -> dic
 
 def train_step(run: Run, batch: StepBatch, data_s: float) -> None:
     """One optimizer step, its metrics written and shown."""
-    rate, given = run.learning_rate, run.config.economy
+    rate = run.learning_rate
     with traced(run):
         started, before = time.perf_counter(), run.energy.read()
         try:
@@ -255,38 +254,13 @@ def train_step(run: Run, batch: StepBatch, data_s: float) -> None:
             raise DivergedError(f"step {run.step + 1}: {error}; {way_back(run)}") from error
         seconds = time.perf_counter() - started + data_s
         measured = run.energy.read().since(before)
-    gpu_w = given.gpu_power_w if run.gpu_name else None
-    drawn = measured.or_given(seconds, gpu_w, given.host_power_w)
+    spent = StepTime.of(seconds, {**result.stalls_s, "data": data_s})
+    took = measure(run, seconds, spent, measured)
     run.step += 1
     run.tokens += batch.tokens
-    run.spent_s, run.spent = run.spent_s + seconds, run.spent + drawn
-    spent = StepTime.of(seconds, {**result.stalls_s, "data": data_s})
+    run.spent_s, run.spent = run.spent_s + took.seconds, run.spent + took.drawn
     run.steady.add(spent)
-    mfu = run.work.mfu(batch.lengths, seconds, run.gpu_name)
-    run.advice = advise(run.steady.total, run.facts, mfu, run.load.read())
-    metrics = StepMetrics(
-        step=run.step,
-        loss=result.loss,
-        metrics=result.metrics,
-        aux_loss=result.aux_loss,
-        expert_load_max=result.expert_load_max,
-        grad_norm=result.grad_norm,
-        lr=rate,
-        tokens=batch.tokens,
-        target_tokens=result.target_tokens,
-        epoch=batch.epoch,
-        step_s=seconds,
-        tokens_per_s=batch.tokens / seconds,
-        tflops=run.work.tflops(batch.tokens, seconds),
-        mfu=mfu,
-        gpu_peak_bytes=run.meter.peak_bytes(),
-        host_bytes=peak_host_bytes(),
-        skipped=result.skipped,
-        spike=look_for_spikes(run, batch, result),
-        energy_j=drawn.total_j,
-        time=spent,
-        advice=run.advice,
-    )
+    metrics = metrics_of(run, batch, result, rate, took)
     run.writer.write_step(metrics)
     run.progress.step(metrics)
     stop_if_lost(run, batch, result)
@@ -296,7 +270,7 @@ def train_step(run: Run, batch: StepBatch, data_s: float) -> None:
 def traced(run: Run) -> Iterator[None]:
     """Write and show the timeline of the next step, if it is the one. Raises StorageError."""
     steady = min(run.first_step + TRACED_STEP, run.total_steps)
-    if run.trace is None or run.step + 1 != steady:
+    if run.trace is None or run.step + 1 != steady or not run.engine.world.is_first:
         yield
         return
     with record_timeline(run.trace, run.engine.device) as trace:
@@ -342,7 +316,8 @@ def save(run: Run, found: Figures | None) -> None:
     found: by the evaluation of this step, if there was one.
     """
     model, before, started = run.model, run.best, time.perf_counter()
-    if not run.lock.in_place():
+    gone = run.lock is not None and not run.lock.in_place()
+    if any(run.engine.world.every(gone)):
         write_folder_anew(run)
     if found and better(run, found):
         metric = run.config.checkpoint.metric
@@ -381,10 +356,13 @@ def save_unless_saved(run: Run) -> None:
 def write_folder_anew(run: Run) -> None:
     """After somebody has removed or replaced the run folder. Raises StorageError."""
     folder = run.config.output
-    logger.warning(f"{folder}: was removed or replaced while the run goes on; it is written anew")
-    run.lock.retake()
-    run.describe()
-    run.writer.reopen()
+    if run.lock is not None:
+        said = "was removed or replaced while the run goes on; it is written anew"
+        logger.warning(f"{folder}: {said}")
+        run.lock.retake()
+        run.describe()
+        run.writer.reopen()
+    run.engine.world.every(None)
     if not (folder / checkpoint_name(run.best.get("step", -1))).is_dir():
         run.best = {}
     run.unproven, run.abandoned = None, ()

@@ -12,6 +12,7 @@ from megatrain.engine.resolved import room_on_drives
 from megatrain.errors import StorageError
 from megatrain.machine import profile as profiles
 from megatrain.machine.hardware import Hardware, disk_free, drive_name, drive_of
+from megatrain.machine.mounts import IN_RAM, mount_of
 from megatrain.machine.profile import DriveRates, MachineProfile, fingerprint, save_drive
 from megatrain.measure.disk import drive_rates
 
@@ -29,6 +30,12 @@ def with_drives(
 
     may_measure: measure folders that are not there yet, too.
     """
+
+    for folder in config.memory.nvme or ():
+        mount = mount_of(folder)
+        if mount is not None and mount.kind in IN_RAM:
+            where = config.where("memory.nvme")
+            logger.warning(f"{where}: {folder} lies in RAM ({mount.kind}), which it takes away")
 
     def measure(folder: Path) -> DriveRates | None:
         if not hardware.gpu:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import logging
 import os
+import socket
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,6 +23,7 @@ from megatrain.reporting.streams import console_on
 from megatrain.reporting.summary import RunSummary
 from megatrain.storage.manifest import UNVERIFIED, verifies
 from megatrain.storage.run_folder import RunLock, checkpoints, forget_unused, run_lock
+from megatrain.world import World
 
 logger = logging.getLogger("megatrain")
 
@@ -30,31 +33,36 @@ class Opened:
     """A run folder that is ours alone, the console, stderr, to which its log goes, too, what asks
     the run to stop, and what ends it if it hangs."""
 
-    lock: RunLock
+    lock: RunLock | None  # None: another rank has it
     console: Console
     stop: StopRequest
     watch: Watch
+    world: World
 
 
 def in_run_folder(
-    path: Path, hang_timeout: int | None, work: Callable[[Opened], RunSummary]
+    path: Path, hang_timeout: int | None, world: World, work: Callable[[Opened], RunSummary]
 ) -> RunSummary:
     """What `work` returns, with the folder locked and its log written; signals ask it to stop, and
     a watchdog ends it after `hang_timeout` seconds without a sign of life.
 
     A folder that was made for a run which failed or was stopped before its first step is removed.
+    Of several ranks the first one has the folder, and speaks.
     """
-    console, made = console_on(stderr=True), not os.path.exists(path)
-    with stop_requests() as stop, run_lock(path) as lock:
+    console, made = console_on(stderr=True), world.is_first and not os.path.exists(path)
+    who = "" if world.is_first else f"[rank {world.rank} {socket.gethostname()}] "
+    with stop_requests() as stop, run_lock(path) if world.is_first else nullcontext() as lock:
         try:
+            world.every(None)  # now there is a folder
             watched = watchdog(hang_timeout, path / LOG_FILE)
-            with logging_to(path, console), address_space_errors(), watched as watch:
-                if lock.warning:
+            with logging_to(path, console, who), address_space_errors(), watched as watch:
+                if lock is not None and lock.warning:
                     logger.warning(lock.warning)
-                if not verifies():
+                if not verifies() and world.is_first:
                     logger.warning(UNVERIFIED)
                 quiet_libraries()
-                return _unless_stopped(path, work, Opened(lock, console, stop, watch))
+                shown = console if world.is_first else Console(quiet=True)
+                return _unless_stopped(path, work, Opened(lock, shown, stop, watch, world))
         except MegaTrainError:  # of any other the log has the traceback
             if made:
                 forget_unused(path)

@@ -16,6 +16,7 @@ import uuid
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -38,7 +39,7 @@ from megatrain.storage.restore import Resumable, read_about
 from megatrain.version import VERSION
 
 if TYPE_CHECKING:
-    from megatrain.recipes.run import Ready
+    from megatrain.recipes.opening import Ready
 
 logger = logging.getLogger("megatrain")
 
@@ -127,7 +128,8 @@ def references_of(
 
     Raises StorageError if they cannot be kept.
     """
-    rows, known = wanted.rows, kept(of_model, wanted.rows)
+    world, rows = engine.world, wanted.rows
+    known = world.first(partial(kept, of_model, rows))
     missing = Wanted(rows, wanted.missing(known))
     if not len(missing.chosen):
         return known
@@ -138,18 +140,25 @@ def references_of(
     at = time.monotonic()
     for part in batches(missing, numbers):
         may_end_here()
-        for batch, logprobs in zip(part, engine.logprobs(part), strict=True):
-            of_examples = batch["row_reference"].numpy().astype(np.int64)
-            flat = logprobs.double().reshape(-1).numpy()
-            example = batch["row_of"].reshape(-1).numpy()
-            found[of_examples] = np.bincount(example, flat, minlength=len(of_examples))
-        if time.monotonic() - at > KEEP_EVERY_S:
+        mine = part[world.rank :: world.size]
+        for some in world.every([*map(_summed, mine, engine.logprobs(mine))]):
+            for of_examples, sums in some:
+                found[of_examples] = sums
+        if time.monotonic() - at > KEEP_EVERY_S and world.is_first:
             _keep(_path(of_model, rows), found.tobytes())
             at = time.monotonic()
     references = found.reshape(known.shape)
     assert not len(wanted.missing(references)), "every sequence is in one micro-batch"
-    _keep(_path(of_model, rows), references.tobytes())
+    world.first(lambda: _keep(_path(of_model, rows), references.tobytes()))
     return references
+
+
+def _summed(batch: MicroBatch, logprobs: torch.Tensor) -> tuple[IndexArray, ReferenceArray]:
+    """(numbers of the examples of a micro-batch, the sum of each one's log-probabilities)."""
+    of_examples = batch["row_reference"].numpy().astype(np.int64)
+    flat, example = logprobs.double().reshape(-1).numpy(), batch["row_of"].reshape(-1).numpy()
+    sums = np.bincount(example, flat, minlength=len(of_examples)).astype(np.float64)
+    return of_examples, sums
 
 
 def _path(of_model: str, rows: Rows) -> Path:
@@ -239,7 +248,7 @@ def compare_with_reference(
 
     def batches(wanted: Wanted, references: ReferenceArray) -> Iterator[list[MicroBatch]]:
         given = loader.batches_of(wanted.rows, references=references, chosen=wanted.chosen)
-        return sweeps(given, ready.sweep_tokens)
+        return sweeps(given, ready.sweep_tokens * engine.world.size)
 
     with progress.doing("the reference's log-probabilities"):
         here = fingerprint(engine) if anew else of_model

@@ -76,3 +76,10 @@ class LiveReport:
             self._failed = True
         now = time.monotonic()
         self._next = now + max(EVERY_S, PACE * (now - began))
+
+
+class NoReport(LiveReport):
+    """Of a rank that does not speak."""
+
+    def write(self, last: bool = False) -> None:
+        pass

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from datetime import date
 from typing import Any, TypeVar
 
@@ -72,7 +72,7 @@ def open_rows(
         "on_progress": rows_logger(),
         "expected": expected,
     }
-    train, held_out = (_parts(given) for given in (data.train, data.eval))
+    train, held_out = (_parts(given, config.rows) for given in (data.train, data.eval))
     if data.streaming:
         return load_stream(train, held_out, model.tokenizer, options, **more)
     return (*load_data(train, held_out, model.tokenizer, options, **more), None)
@@ -103,9 +103,14 @@ def say_steps(config: Config, loader: Loader) -> None:
         )
 
 
-def _parts(given: T | tuple[SourceOptions, ...]) -> T | list[Part]:
-    """The sources that the config names, as `load_data` takes them; anything else as it is."""
-    return [Part(**dict(one)) for one in given] if isinstance(given, tuple) else given
+def _parts(given: T | tuple[SourceOptions, ...], rows: Mapping[str, Any]) -> T | list[Part]:
+    """The sources that the config names, as `load_data` takes them; anything else as it is.
+
+    rows: that were given in Python, by their names.
+    """
+    if not isinstance(given, tuple):
+        return given
+    return [Part(**dict(one), rows=rows.get(one.path)) for one in given]
 
 
 def rows_logger() -> Callable[[int], None]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -86,13 +87,37 @@ def answer(
     max_new_tokens: int,
     sampling: Sampling = GREEDY,
     show: Callable[[str], None] = unseen,
+    system: Turns = (),
 ) -> str:
     """Answer to a user's prompt in the model's chat format; without one its continuation.
 
-    show: gets the text in pieces of whole words as it grows.
+    show: gets the text in pieces of whole words as it grows. system: turns before the prompt.
     """
-    ids = ids_of(model, [{"role": "user", "content": prompt}])
+    ids = ids_of(model, [*system, user(prompt)])
     return continuation(engine, model, ids, max_new_tokens, sampling, show)
+
+
+def user(prompt: str) -> dict[str, str]:
+    return {"role": "user", "content": prompt}
+
+
+def system_turns(model: Model, text: str | None) -> list[dict[str, str]]:
+    """The turn of a system prompt; none without one.
+
+    Raises ModelError where the chat template refuses it, or leaves it out.
+    """
+    if text is None:
+        return []
+    tokenizer, turns = model.tokenizer, [{"role": "system", "content": text}]
+    if tokenizer.chat_template is None:
+        raise ModelError("--system: the model has no chat template, so no place for it")
+    try:
+        takes = rendered(tokenizer, [*turns, user("?")]) != rendered(tokenizer, [user("?")])
+    except ModelError as error:
+        raise ModelError(f"--system: {error}; put it into the prompt") from error
+    if not takes:
+        raise ModelError("--system: the chat template leaves it out; put it into the prompt")
+    return turns
 
 
 def ids_of(model: Model, turns: Turns, what: str = "the prompt") -> list[int]:
@@ -101,13 +126,7 @@ def ids_of(model: Model, turns: Turns, what: str = "the prompt") -> list[int]:
     Raises ModelError for turns that cannot be rendered, and ConfigError for more than the model can
     read and answer. what: they are, for errors.
     """
-    tokenizer, text = model.tokenizer, turns[0]["content"]
-    if chats := tokenizer.chat_template is not None:
-        text = rendered(tokenizer, turns)
-    elif len(turns) > 1:
-        raise ModelError(f"{what}: has several turns, and the model has no chat template for them")
-    # a template writes the special tokens itself
-    ids = list(tokenizer(text, add_special_tokens=not chats, verbose=False).input_ids)
+    ids = rendered_ids(model, turns, what)
     if (longest := positions_of(model)) is not None and len(ids) >= longest:
         raise ConfigError(
             f"{what} has {len(ids)} tokens, and the model reads no more than {longest}, its answer "
@@ -116,11 +135,26 @@ def ids_of(model: Model, turns: Turns, what: str = "the prompt") -> list[int]:
     return ids
 
 
+def rendered_ids(model: Model, turns: Turns, what: str = "the prompt") -> list[int]:
+    """`ids_of`, however many."""
+    tokenizer, text = model.tokenizer, turns[0]["content"]
+    if chats := tokenizer.chat_template is not None:
+        text = rendered(tokenizer, turns)
+    elif len(turns) > 1:
+        raise ModelError(f"{what}: has several turns, and the model has no chat template for them")
+    try:
+        text.encode()
+    except UnicodeEncodeError:  # halves of characters, which stand for bytes that are none
+        raise ConfigError(f"{what}: is no UTF-8 text; convert it") from None
+    # a template writes the special tokens itself
+    return list(tokenizer(text, add_special_tokens=not chats, verbose=False).input_ids)
+
+
 def check_sample_prompt(config: Config, model: Model) -> None:
     """Raise ConfigError for a `sample_prompt` that the model cannot answer."""
     if config.sample_prompt is not None:
         try:
-            ids_of(model, [{"role": "user", "content": config.sample_prompt}])
+            ids_of(model, [user(config.sample_prompt)])
         except (ConfigError, ModelError) as error:
             raise ConfigError(f"{config.where('sample_prompt')}: {error}") from error
 
@@ -130,7 +164,7 @@ def positions_of(model: Model) -> int | None:
     return longest_sequence(model.config.get_text_config())
 
 
-def rendered(tokenizer: PreTrainedTokenizerBase, turns: list[dict[str, str]]) -> str:
+def rendered(tokenizer: PreTrainedTokenizerBase, turns: Turns) -> str:
     """The prompt in the chat's format. Raises ModelError where the template refuses it, and
     TooMuch."""
 
@@ -138,7 +172,7 @@ def rendered(tokenizer: PreTrainedTokenizerBase, turns: list[dict[str, str]]) ->
         try:
             with limited():
                 made = tokenizer.apply_chat_template(
-                    turns, tokenize=False, add_generation_prompt=True
+                    [*turns], tokenize=False, add_generation_prompt=True
                 )
         except MemoryError:  # the process that renders ends by it
             raise
@@ -159,22 +193,54 @@ def continuation(
     show: Callable[[str], None] = unseen,
 ) -> str:
     """What follows token ids, within the model's positions; `sampling`, `show` as in `answer`."""
-    choose, words = sampling.chooser(), _words(model, show)
-
-    def chosen(logits: torch.Tensor) -> int:
-        token = choose(logits)
-        words.put(torch.tensor([token]))
-        return token
-
-    longest, ends = positions_of(model), end_tokens(model)
+    longest = positions_of(model)
     room = max_new_tokens if longest is None else min(max_new_tokens, longest - len(ids))
-    tokens = engine.generate(torch.tensor([ids]), room, ends, chosen)
-    words.end()
-    if len(tokens) == room < max_new_tokens and tokens[-1:] not in [[end] for end in ends]:
+    tokens = written(engine.generate, model, ids, room, sampling.chooser(), show)
+    if room < max_new_tokens and is_cut(model, tokens, room):
         logger.warning(
             f"the answer is cut after {room} tokens: with its prompt it has the {longest} "
             "positions of this model"
         )
+    return text_of(model, tokens)
+
+
+def written(
+    generate: Callable[..., list[int]],
+    model: Model,
+    ids: list[int],
+    room: int,
+    choose: Callable[[torch.Tensor], int],
+    show: Callable[[str], None],
+) -> list[int]:
+    """The tokens that follow `ids`, `room` at most; those so far if `choose` raises Enough.
+
+    generate: as `Engine.generate`. show: as in `answer`.
+    """
+    words = _words(model, show)
+    tokens: list[int] = []
+
+    def chosen(logits: torch.Tensor) -> int:
+        token = choose(logits)
+        tokens.append(token)
+        words.put(torch.tensor([token]))
+        return token
+
+    with suppress(Enough):
+        generate(torch.tensor([ids]), room, end_tokens(model), chosen)
+    words.end()
+    return tokens
+
+
+class Enough(Exception):
+    """Ends an answer before its next token."""
+
+
+def is_cut(model: Model, tokens: list[int], room: int) -> bool:
+    """Whether an answer has all the tokens that it may have, and no end."""
+    return len(tokens) == room and tokens[-1:] not in [[end] for end in end_tokens(model)]
+
+
+def text_of(model: Model, tokens: list[int]) -> str:
     return str(model.tokenizer.decode(tokens, skip_special_tokens=True)).strip()
 
 

@@ -8,7 +8,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import date
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import Any, Literal
 
 import torch
 
@@ -35,7 +36,7 @@ from megatrain.engine.routing import check_groups, coefficient_of
 from megatrain.errors import ConfigError, OutOfMemory
 from megatrain.losses import LOSSES, SequenceLoss
 from megatrain.machine.datasheets import FIRST_BFLOAT16, board_power_w
-from megatrain.machine.hardware import Hardware, keep_caches_small, read_hardware
+from megatrain.machine.hardware import Hardware, keep_caches_small, read_hardware, shared_out
 from megatrain.methods import METHODS
 from megatrain.models.pretrained import resolve_source
 from megatrain.models.skeleton import Skeleton
@@ -43,7 +44,7 @@ from megatrain.planner.job import StepTokens
 from megatrain.planner.memory import disk_bytes
 from megatrain.planner.plan import Plan, make_plan
 from megatrain.recipes.day import day_of
-from megatrain.recipes.doctor import measured_or_typical
+from megatrain.recipes.doctor import measured_or_typical, measured_together
 from megatrain.recipes.model import Model, read_model, suited
 from megatrain.recipes.nvme import nvme_room, with_drives
 from megatrain.recipes.optimizers import make_optimizer
@@ -51,9 +52,7 @@ from megatrain.reporting.energy import Economy, Prices, planned_economy, planned
 from megatrain.reporting.words import human_bytes
 from megatrain.settings import contradiction
 from megatrain.storage.run_folder import bytes_of_checkpoints
-
-if TYPE_CHECKING:
-    pass
+from megatrain.world import ALONE, World
 
 logger = logging.getLogger("megatrain")
 
@@ -85,18 +84,19 @@ def prepare(
     machine: Machine | None = None,
     *,
     may_measure: bool = False,
+    world: World = ALONE,
 ) -> Parts:
     """Take the model apart for this machine. Raises ModelError and ConfigError.
 
     Args:
         model: another than the config's, which is read by default.
         machine: another than this one.
-        may_measure: measure a machine whose rates are not known, which takes seconds, instead of
-            guessing them.
+        may_measure: measure unknown rates of a machine, for seconds, instead of guessing them.
+        world: the ranks that share this machine.
     """
     keep_caches_small()
     model = suited(model or read_model(config), config)
-    machine = machine or find_machine(config, may_measure=may_measure)
+    machine = machine or find_machine(config, may_measure=may_measure, world=world)
     say_if_without_bfloat16(machine)
     train, source, loss = config.train, config.model, make_loss(config)
     skeleton = Skeleton(
@@ -107,14 +107,7 @@ def prepare(
     )
     skeleton.freeze(train.freeze, config.where("train.freeze"))
     check_positions(skeleton, train.seq_len, config.where("train.seq_len"))
-    packing = None if METHODS[config.method].whole_documents else config.data.packing
-    if packing is True and not skeleton.separates_documents(machine.device):
-        why = skeleton.why_together(machine.device) if machine.device.type != "cpu" else ""
-        raise ConfigError(
-            f"{config.where('data.packing')}: a {skeleton.anatomy.family} model does not keep "
-            f"examples apart that are packed into one sequence{f' ({why})' if why else ''}; "
-            "set data.packing: false"
-        )
+    packing = packing_of(config, skeleton, machine)
     name, groups = config.where("train.router_aux_loss_coef"), unless_auto(train.groups)
     coefficient = coefficient_of(skeleton, train.router_aux_loss_coef, name)
     check_groups(coefficient, groups, "train.", config.where("train.groups"))
@@ -141,6 +134,21 @@ def prepare(
     return Parts(config, model, resolved, day_of(config))
 
 
+def packing_of(
+    config: Config, skeleton: Skeleton, machine: Machine
+) -> bool | Literal["auto"] | None:
+    """Whether examples are packed; None: rows are whole documents. Raises ConfigError."""
+    packing = None if METHODS[config.method].whole_documents else config.data.packing
+    if packing is True and not skeleton.separates_documents(machine.device):
+        why = skeleton.why_together(machine.device) if machine.device.type != "cpu" else ""
+        raise ConfigError(
+            f"{config.where('data.packing')}: a {skeleton.anatomy.family} model does not keep "
+            f"examples apart that are packed into one sequence{f' ({why})' if why else ''}; "
+            "set data.packing: false"
+        )
+    return packing
+
+
 def make_loss(config: Config) -> AnyLoss:
     """The loss of the config's method. Raises ConfigError."""
     try:
@@ -161,20 +169,34 @@ def make_loss(config: Config) -> AnyLoss:
     return loss
 
 
-def find_machine(config: Config, *, may_measure: bool = False) -> Machine:
-    """This machine, with the config's device and precision. Raises ConfigError.
-
-    may_measure: as in `prepare`.
-    """
+def find_machine(config: Config, *, may_measure: bool = False, world: World = ALONE) -> Machine:
+    """This machine, with the config's device and precision; the same on all ranks. Raises
+    ConfigError. may_measure, world: as in `prepare`."""
     device = choose_device(config.device)
     hardware = read_hardware(config.output, device.type)
     # the run's own checkpoints make room for the next ones
     free = hardware.disk_free_bytes + bytes_of_checkpoints(config.output)
     hardware = replace(hardware, disk_free_bytes=free)
-    profile = measured_or_typical(hardware, device, may_measure=may_measure)
-    profile, assumed = with_drives(profile, config, hardware, may_measure=may_measure)
-    precision = choose_precision(config.precision, device)
-    return Machine(device, precision, hardware, profile, drives_assumed=assumed)
+    measure = partial(measured_or_typical, hardware, device, may_measure=may_measure)
+    profile = world.told(world.in_turn(measure))
+    assumed_together = False
+    if not world.is_alone:
+        one = profile, hardware, device, world
+        profile, assumed_together = measured_together(*one, may_measure=may_measure)
+        hardware = shared_out(world.every(hardware), world.local_size)
+    drives = partial(with_drives, profile, config, hardware, may_measure=may_measure)
+    profile, assumed = world.told(world.in_turn(drives))
+    return Machine(
+        device,
+        choose_precision(config.precision, device),
+        hardware,
+        profile,
+        drives_assumed=assumed,
+        ranks=world.local_size,
+        hosts=world.size // world.local_size,
+        together_assumed=assumed_together,
+        world=world,
+    )
 
 
 def say_if_without_bfloat16(machine: Machine) -> None:
@@ -244,8 +266,14 @@ def make_run_plan(
         nvme_limit=nvme_room(config, machine.hardware, disk_bytes(job, resolved.shape)),
     )
     economy = predicted_economy(config, machine.hardware, plan, steps) if plan.fits else None
-    assumed = tuple(map(str, machine.drives_assumed))
-    return replace(plan, economy=economy, steps=steps, drives_assumed=assumed, made_of=resolved)
+    return replace(
+        plan,
+        economy=economy,
+        steps=steps,
+        drives_assumed=tuple(map(str, machine.drives_assumed)),
+        ranks_assumed=machine.together_assumed,
+        made_of=resolved,
+    )
 
 
 def predicted_economy(config: Config, hardware: Hardware, plan: Plan, steps: int | None) -> Economy:
@@ -253,9 +281,10 @@ def predicted_economy(config: Config, hardware: Hardware, plan: Plan, steps: int
     given, timing = config.economy, plan.timing
     gpu = (board_power_w(hardware.gpu.name), given.gpu_power_w) if hardware.gpu else (None, None)
     power = planned_power(timing.busy, *gpu, given.host_power_w)
+    power = power.of_all(plan.job.size, plan.job.hosts)
     seconds = (steps or 1) * timing.seconds
     tokens = round(seconds * timing.tokens_per_s)
-    return planned_economy(tokens, seconds, power, prices_of(config))
+    return planned_economy(tokens, seconds, power, prices_of(config).times(plan.job.hosts))
 
 
 def prices_of(config: Config) -> Prices:
@@ -304,6 +333,7 @@ def make_engine(parts: Parts, plan: Plan, *, load: bool = True) -> Engine:
         device=machine.device,
         settings=plan.choices.settings(plan.job, resolved.nvme_folders),
         seed=resolved.seed,
+        world=machine.world,
     )
     try:
         if load:

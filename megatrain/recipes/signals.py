@@ -16,8 +16,12 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
+from typing import TYPE_CHECKING
 
 from megatrain.heartbeat import ending
+
+if TYPE_CHECKING:
+    from megatrain.world import World
 
 STOPPED = 75  # exit code: a signal stopped the run, which can be resumed, or had not begun
 INTERRUPTED = 130  # exit code: Ctrl-C, after saving
@@ -55,6 +59,10 @@ class StopRequest:
         self.stop_if_early()
         self.early = False
 
+    def of_all(self, world: World) -> StopRequest:
+        """A request of any rank, on which all agree each time they ask, at the same place."""
+        return self if world.is_alone else _OfAll(self, world)
+
     def says(self, what: str) -> bool:
         """Log that the run was stopped; False, which is what `fit` then returns."""
         assert self.signal is not None
@@ -64,6 +72,18 @@ class StopRequest:
     @property
     def exit_code(self) -> int:
         return INTERRUPTED if self.signal == signal.SIGINT else STOPPED
+
+
+class _OfAll(StopRequest):
+    def __init__(self, own: StopRequest, world: World) -> None:
+        super().__init__()
+        self._own, self._world, self.early = own, world, False
+
+    def came(self) -> bool:
+        if self.signal is None:
+            signals = self._world.every(self._own.signal)
+            self.signal = next((number for number in signals if number is not None), None)
+        return self.signal is not None
 
 
 _current: list[StopRequest] = []  # the one whose handlers are installed

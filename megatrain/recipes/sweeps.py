@@ -20,13 +20,13 @@ def evaluated(
 ) -> EvalResult | None:
     """The loss over micro-batches; None if asked to stop.
 
-    sweep_tokens: padded tokens computed in one sweep of the weights.
+    sweep_tokens: padded tokens that a rank computes in one sweep of the weights.
     """
-    found = []
-    for part in sweeps(batches, sweep_tokens):
+    found, world = [], engine.world
+    for part in sweeps(batches, sweep_tokens * world.size):
         if stop.came():
             return None
-        found.append(engine.evaluate(part, loss))
+        found.append(engine.evaluate(part[world.rank :: world.size], loss))
     return joined(found, loss)
 
 

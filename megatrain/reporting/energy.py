@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +31,11 @@ class Prices:
     per_kwh: float | None = None
     currency: str = "USD"
 
+    def times(self, hosts: float) -> Prices:
+        """Of so many machines."""
+        per_hour = None if self.per_hour is None else hosts * self.per_hour
+        return replace(self, per_hour=per_hour)
+
 
 @dataclass(frozen=True)
 class Power:
@@ -39,6 +44,12 @@ class Power:
     gpu_w: float | None = None
     host_w: float | None = None
     assumed: bool = False  # gpu_w is a share of the data sheet's
+
+    def of_all(self, gpus: int, hosts: int) -> Power:
+        """Of so many GPUs in all, and hosts."""
+        gpu_w = None if self.gpu_w is None else gpus * self.gpu_w
+        host_w = None if self.host_w is None else hosts * self.host_w
+        return replace(self, gpu_w=gpu_w, host_w=host_w)
 
     @property
     def total_w(self) -> float | None:

@@ -37,6 +37,7 @@ class StepTime:
     wait_update: float = 0.0  # an upload stood still for the optimizer on the host
     wait_download: float = 0.0  # compute stood still for a gradient staging buffer
     wait_nvme: float = 0.0  # compute, or the update that it waited for, stood still for NVMe
+    wait_exchange: float = 0.0  # compute stood still for other ranks' shares of weights or sums
     data: float = 0.0  # the loop stood still for its next rows
 
     @classmethod
@@ -102,13 +103,14 @@ class StepMetrics:
     epoch: float
     step_s: float
     tokens_per_s: float
-    tflops: float  # 6 x active parameters x tokens / step time
+    tflops: float  # 6 x active parameters x tokens / step time, of each GPU
     mfu: float | None  # matmuls and causal attention over the GPU's peak; None: peak unknown
     gpu_peak_bytes: int | None  # as the driver sees it; None without a GPU
     host_bytes: int  # peak resident memory of all processes
     skipped: bool  # no update was made: a non-finite norm, or no targets
     spike: bool  # loss or norm far above recent ones (reporting/spikes.py)
     energy_j: float | None  # of GPU and host, of the parts that were measured or given
+    slowest_rank: int | None  # the one that computed longest; None, and no key, where all are one
     time: StepTime
     advice: str  # one sentence: the setting most worth changing, or that there is none
 
@@ -117,6 +119,8 @@ class StepMetrics:
         for name, value in json_able(asdict(self)).items():
             values |= value if name == "metrics" else {name: value}
         advice = values.pop("advice")
+        if self.slowest_rank is None:
+            del values["slowest_rank"]
         shares = {name: round(share, SHARE_DIGITS) for name, share in self.time.shares().items()}
         return {**values, "shares": shares, "advice": advice}
 
@@ -261,6 +265,22 @@ class MetricsWriter:
         except OSError as error:
             return error
         return None
+
+
+class NoMetrics(MetricsWriter):
+    """Of a rank that does not speak."""
+
+    def __init__(self, run_dir: str | Path) -> None:
+        pass
+
+    def _write(self, row: dict[str, Any]) -> None:
+        pass
+
+    def state(self) -> dict[str, Any]:
+        return {}
+
+    def reopen(self) -> None:
+        pass
 
 
 def read_metrics(run_dir: str | Path) -> list[dict[str, Any]]:

@@ -8,12 +8,13 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from io import TextIOWrapper
 from logging.handlers import WatchedFileHandler
 from pathlib import Path
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from rich import progress as rich_progress
 from rich.console import Console, Group
@@ -44,20 +45,25 @@ Ahead = Callable[[int], Mapping[str, int]]
 PREFIXES = {logging.WARNING: "warning: ", logging.ERROR: "error: "}
 
 logger = logging.getLogger("megatrain")
+_panels: WeakKeyDictionary[Console, _LivePanel] = WeakKeyDictionary()
 
 
 @contextmanager
-def logging_to(run_dir: str | Path, console: Console) -> Iterator[None]:
+def logging_to(run_dir: str | Path, console: Console, who: str = "") -> Iterator[None]:
     """Send the package's log to `train.log` of the run folder and to the console, stderr's.
 
     An error that ends the block is written to `train.log`, with its traceback unless it is ours.
     Raises StorageError.
+
+    who: in front of every line, of one that speaks beside others: its errors alone reach the
+        console, and its warnings `train.log`.
     """
     path = Path(run_dir) / LOG_FILE
     with cannot_be_written(path):
         file = _LogFile(path, encoding="utf-8")
-    file.setFormatter(_Printable("%(asctime)s %(levelname)s %(message)s"))
-    with logging_on(console, file):
+    file.setFormatter(_Printable(f"%(asctime)s %(levelname)s {who}%(message)s"))
+    file.setLevel(logging.WARNING if who else logging.INFO)
+    with logging_on(console, file, who=who):
         try:
             yield
         except Exception as error:  # which the caller shows
@@ -67,9 +73,9 @@ def logging_to(run_dir: str | Path, console: Console) -> Iterator[None]:
 
 
 @contextmanager
-def logging_on(console: Console, *others: logging.Handler) -> Iterator[None]:
+def logging_on(console: Console, *others: logging.Handler, who: str = "") -> Iterator[None]:
     """Send the package's log to the console, and to `others`, which are closed at the end."""
-    handlers = [_ConsoleHandler(console), *others]
+    handlers = [_ConsoleHandler(console, who), *others]
     level, propagate = logger.level, logger.propagate
     logger.setLevel(logging.INFO)
     logger.propagate = False
@@ -118,18 +124,20 @@ class _LogFile(WatchedFileHandler):
 class _ConsoleHandler(logging.Handler):
     """Prints through the panel's console, so that lines appear above the panel."""
 
-    def __init__(self, console: Console) -> None:
-        super().__init__()
-        self.console = console
+    def __init__(self, console: Console, who: str = "") -> None:
+        super().__init__(logging.ERROR if who else logging.INFO)
+        self.console, self.who = console, who
 
     def emit(self, record: logging.LogRecord) -> None:
         on_panel = self.console.is_interactive and getattr(record, ON_PANEL, False)
         if on_panel or getattr(record, IN_FILE, False):
             return
         style = "bold yellow" if record.levelno >= logging.WARNING else ""
-        prefix = PREFIXES.get(record.levelno, "")
-        # A pipe has no width to wrap at: one record is one line, whatever its length.
-        self.console.print(Text(prefix + record.getMessage(), style=style), soft_wrap=True)
+        prefix = PREFIXES.get(record.levelno, "") + self.who
+        panel = _panels.get(self.console)
+        with nullcontext() if panel is None else panel.whole:
+            # A pipe has no width to wrap at: one record is one line, whatever its length.
+            self.console.print(Text(prefix + record.getMessage(), style=style), soft_wrap=True)
 
 
 @dataclass(frozen=True)
@@ -340,6 +348,10 @@ class _LivePanel(rich_progress.Progress):
         )
         self._bar = self.add_task("", visible=False)
         self._now = self.add_task("", visible=False)
+        # Held by rich's thread while it draws, and by whoever prints a line above the panel: a line
+        # that knew the panel's height of before would leave a part of the panel on the screen.
+        self.whole = self.live._lock
+        _panels[console] = self
 
     def begin(self, total_steps: int | None, first_step: int) -> None:
         """Show the bar of a run of `total_steps`."""

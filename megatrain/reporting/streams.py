@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import faulthandler
+import io
 import os
 import sys
 from collections.abc import Callable, Iterator
@@ -87,8 +88,23 @@ def unwritable(error: OSError | None) -> TypeGuard[OSError]:
     return error is not None and error.errno != errno.EPIPE
 
 
+def as_printed(render: Callable[[Console], object]) -> str:
+    """What `render` prints into a pipe, as text."""
+    stream = io.StringIO()
+    render(_spelling(stream, width=PIPE_WIDTH, force_jupyter=False, color_system=None))
+    return stream.getvalue().rstrip("\n")
+
+
 def console_on(stderr: bool = False, **options: Any) -> Console:
     """A rich console on stdout or stderr that never fails, and spells out control characters."""
+    stream = sys.stderr if stderr else sys.stdout
+    lasting = stream if isinstance(stream, Lasting) else Lasting(stream)
+    if not stderr and not lasting.isatty():
+        options.setdefault("width", PIPE_WIDTH)
+    return _spelling(cast(TextIO, lasting), **options)
+
+
+def _spelling(stream: TextIO, **options: Any) -> Console:
     from rich.console import Console, ConsoleOptions, ConsoleRenderable, RenderHook, RenderResult
     from rich.segment import Segment
 
@@ -107,10 +123,6 @@ def console_on(stderr: bool = False, **options: Any) -> Console:
         ) -> list[ConsoleRenderable]:
             return [Spelt(inner) for inner in renderables]
 
-    stream = sys.stderr if stderr else sys.stdout
-    lasting = stream if isinstance(stream, Lasting) else Lasting(stream)
-    if not stderr and not lasting.isatty():
-        options.setdefault("width", PIPE_WIDTH)
-    made = Console(file=cast(TextIO, lasting), **options)
+    made = Console(file=stream, **options)
     made.push_render_hook(Spelling())
     return made

@@ -14,6 +14,7 @@ from rich.text import Text
 
 from megatrain.reporting.energy import Economy, compared
 from megatrain.reporting.metrics import StepTime, json_able
+from megatrain.reporting.streams import as_printed
 from megatrain.reporting.words import human_bytes, human_seconds, time_in_words
 
 
@@ -89,6 +90,10 @@ class RunSummary:
         economies = {"economy": self.economy, "planned_economy": self.planned_economy}
         given = {name: None if it is None else it.to_dict() for name, it in economies.items()}
         return {**json_able(asdict(self)), **given}
+
+    def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
+        """In a notebook, what `megatrain train` prints at its end."""
+        printer.text(as_printed(self.render))
 
     def render(self, console: Console) -> None:
         """Print the summary, and how to go on after a stop."""

@@ -11,6 +11,7 @@ BOUND_WORDS = {
     "wait_update": "waiting for the update",
     "wait_download": "waiting for gradients to leave",
     "wait_nvme": "waiting for NVMe",
+    "wait_exchange": "waiting for other GPUs",
     "data": "waiting for data",
 }
 
@@ -29,6 +30,11 @@ def human_bytes(count: float | None, digits: int = 1) -> str:
         value /= 1024
     places = {"B": 0, "KiB": 1, "MiB": 1}.get(unit, digits)
     return f"{value:.{places}f} {unit}"
+
+
+def three_digits(value: float) -> str:
+    """`12,345`, `123`, `1.23`."""
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
 def human_parameters(count: int, active: int) -> str:

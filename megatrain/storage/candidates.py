@@ -24,7 +24,8 @@ logger = logging.getLogger("megatrain")
 
 @dataclass(frozen=True)
 class Candidate:
-    """A tensor of the source. `chunks()` yields (first element, flat values) in order.
+    """A tensor of the source. `chunks(start, stop)` yields (first element, flat values) in order:
+    of all of it by default, else at least of those elements.
 
     stored: where it lies in a safetensors file; None for other sources and quantised tensors.
     """
@@ -32,7 +33,7 @@ class Candidate:
     where: str  # file and name, for error messages
     dtype: torch.dtype
     shape: tuple[int, ...]
-    chunks: Callable[[], Iterable[tuple[int, torch.Tensor]]]
+    chunks: Callable[..., Iterable[tuple[int, torch.Tensor]]]
     stored: StoredTensor | None = None
 
 
@@ -82,7 +83,7 @@ def read_gguf(source: ModelSource) -> dict[str, Candidate]:
     }
 
 
-def _whole(tensor: torch.Tensor) -> list[tuple[int, torch.Tensor]]:
+def _whole(tensor: torch.Tensor, *_: int) -> list[tuple[int, torch.Tensor]]:
     return [(0, tensor.reshape(-1))]
 
 

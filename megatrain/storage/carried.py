@@ -24,9 +24,11 @@ from megatrain.models.passengers import NO_IMAGES, Passengers, are, listed, with
 from megatrain.models.quantised import KEY
 from megatrain.storage.hashed_file import WrittenFile, write_bytes
 from megatrain.storage.manifest import EVERY_STEP, MANIFEST, Manifest, read_bytes, read_manifest
+from megatrain.storage.rounds import write_files
 from megatrain.storage.run_folder import FINAL, PASSENGERS, checkpoints, link_or_copy, new_folder
 from megatrain.storage.safetensors_reader import StoredTensor, read_chunks, read_header
-from megatrain.storage.safetensors_writer import TensorSource, write_files
+from megatrain.storage.safetensors_writer import TensorSource
+from megatrain.world import World
 
 CONFIG = "config.json"
 # Files beside the weights that neither the tokenizer nor transformers' configurations write.
@@ -150,7 +152,9 @@ def is_carried(path: Path) -> bool:
     return read_header(path).metadata.get("step") == EVERY_STEP
 
 
-def keep_once(run_dir: Path, plan: Mapping[str, list[TensorSource]]) -> list[WrittenFile]:
+def keep_once(
+    run_dir: Path, plan: Mapping[str, list[TensorSource]], world: World
+) -> list[WrittenFile]:
     """Have files of carried tensors in the run's own folder; written unless they are there.
 
     Those of a folder without any checkpoint may be another model's.
@@ -164,7 +168,8 @@ def keep_once(run_dir: Path, plan: Mapping[str, list[TensorSource]]) -> list[Wri
     kept = _kept(folder) if saved else None
     if kept is None or kept.keys() != plan.keys():
         with new_folder(folder, run_dir / f"{PASSENGERS}.tmp") as partial_folder:
-            files = write_files(partial_folder, plan, {"format": "pt", "step": EVERY_STEP})
+            metadata = {"format": "pt", "step": EVERY_STEP}
+            files = write_files(partial_folder, plan, metadata, world)
             kept = {file.name: file for file in files}
             write_bytes(partial_folder / MANIFEST, Manifest(0, 0, kept).encode())
     return list(kept.values())

@@ -24,7 +24,7 @@ from megatrain.models.constants import names_in
 from megatrain.models.names import Tensors
 from megatrain.optim import Optimizer
 from megatrain.storage import run_folder, saves
-from megatrain.storage.carried import at_home, is_kept, keep_once, put_into
+from megatrain.storage.carried import Carried, at_home, is_kept, keep_once, put_into
 from megatrain.storage.export import (
     Exportable,
     array_sources,
@@ -35,7 +35,8 @@ from megatrain.storage.export import (
 )
 from megatrain.storage.hashed_file import WrittenFile, write_bytes
 from megatrain.storage.manifest import MANIFEST, Manifest, describe_files, read_manifest
-from megatrain.storage.safetensors_writer import TensorSource, write_model
+from megatrain.storage.rounds import led, write_model
+from megatrain.storage.safetensors_writer import TensorSource
 from megatrain.storage.system_calls import sync_tree, system_errors
 
 if TYPE_CHECKING:
@@ -74,6 +75,7 @@ def save_checkpoint(
     """Write `checkpoint-<step>`, point `last` to it, and remove older checkpoints.
 
     Blocks are written in the order in which the pending update finishes them, beside the update.
+    All ranks call it at the same place; the files are those that one rank with this state writes.
 
     Args:
         state: what the caller needs to go on (data position, random state, ...), as JSON.
@@ -90,33 +92,52 @@ def save_checkpoint(
     """
     assert keep >= 1, keep
     run_dir = Path(run_dir)
-    run_folder.make_run_dir(run_dir)
-    target = run_dir / run_folder.checkpoint_name(step)
     made_of = {**identity(engine), "source": dict(source or {})}
     about = {"step": step, "made_of": made_of, "engine": engine.state(), "state": state}
-    encoded = json.dumps(about, indent=1).encode() + b"\n"
-    with system_errors(target, "save it"):
-        saves.tidy(run_dir)
-        _check_space(run_dir, engine)
-        with run_folder.new_folder(target, run_dir / f"{target.name}.tmp") as folder:
-            (folder / "optimizer").mkdir()
-            metadata, plan = {"format": "pt", "step": str(step)}, weight_plan(engine)
-            carried = carried_files(engine, plan)
-            kept = keep_once(run_dir, carried)
-            put_into(folder, run_dir, kept)
-            files = write_model(folder, plan, metadata, _optimizer_plan(engine), there=carried)
-            files.append(write_bytes(folder / saves.STATE, encoded))
-            write_description(folder, engine, tokenizer, generation_config)
-            files += [write_bytes(folder / name, text) for name, text in (code or {}).items()]
-            sequence, constants = saves.next_sequence(run_dir), names_in(engine.constants)
-            manifest = Manifest(step, sequence, {}, constants=constants)
-            _write_manifest(folder, manifest, files, kept)
-        run_folder.point(run_dir, "last", target)
-        if best is not None and (run_dir / run_folder.checkpoint_name(best)).is_dir():
-            run_folder.point(run_dir, "best", run_dir / run_folder.checkpoint_name(best))
-        saves.prune(run_dir, keep, [path for path in abandoned if path != target])
-        engine.carried = at_home(run_dir, engine.carried)
-    return target
+    files = {saves.STATE: json.dumps(about, indent=1).encode() + b"\n", **(code or {})}
+
+    def lead() -> Carried:
+        run_folder.make_run_dir(run_dir)
+        target = run_dir / run_folder.checkpoint_name(step)
+        with system_errors(target, "save it"):
+            saves.tidy(run_dir)
+            _check_space(run_dir, engine)
+            _write(target, step, engine, tokenizer, generation_config, files)
+            run_folder.point(run_dir, "last", target)
+            if best is not None and (run_dir / run_folder.checkpoint_name(best)).is_dir():
+                run_folder.point(run_dir, "best", run_dir / run_folder.checkpoint_name(best))
+            saves.prune(run_dir, keep, [path for path in abandoned if path != target])
+            return at_home(run_dir, engine.carried)
+
+    engine.carried = led(
+        engine.store.world, lead, lambda: {**weight_plan(engine), **_optimizer_plan(engine)}
+    )
+    return run_dir / run_folder.checkpoint_name(step)
+
+
+def _write(
+    target: Path,
+    step: int,
+    engine: Checkpointable,
+    tokenizer: PreTrainedTokenizerBase | None,
+    generation_config: GenerationConfig | None,
+    small: Mapping[str, bytes],
+) -> None:
+    """Make the folder of a checkpoint. small: files by name."""
+    run_dir, world = target.parent, engine.store.world
+    with run_folder.new_folder(target, run_dir / f"{target.name}.tmp") as folder:
+        (folder / "optimizer").mkdir()
+        metadata, plan = {"format": "pt", "step": str(step)}, weight_plan(engine)
+        carried = carried_files(engine, plan)
+        kept = keep_once(run_dir, carried, world)
+        put_into(folder, run_dir, kept)
+        states = _optimizer_plan(engine)
+        files = write_model(folder, plan, metadata, states, there=carried, world=world)
+        write_description(folder, engine, tokenizer, generation_config)
+        files += [write_bytes(folder / name, text) for name, text in small.items()]
+        sequence, constants = saves.next_sequence(run_dir), names_in(engine.constants)
+        manifest = Manifest(step, sequence, {}, constants=constants)
+        _write_manifest(folder, manifest, files, kept)
 
 
 def saved_arrays(engine: Checkpointable) -> dict[str, torch.dtype]:

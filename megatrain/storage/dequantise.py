@@ -9,7 +9,7 @@ whole tensor. The arithmetic is transformers' own, and so are the bits.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 
@@ -18,6 +18,8 @@ import torch
 from megatrain.errors import ModelError
 from megatrain.models.quantised import Quantisation
 from megatrain.storage.safetensors_reader import CHUNK_ELEMENTS, StoredTensor, read_chunks
+
+Chunks = Iterator[tuple[int, torch.Tensor]]
 
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # and their negatives
 GROUP = 32  # values that share a scale
@@ -33,11 +35,15 @@ SERVED = "activation_scale"  # of fp8 activations, which training does not have
 
 @dataclass(frozen=True)
 class Dequantised:
-    """A bf16 tensor that a folder holds as values and scales. `chunks()`: as `read_chunks`."""
+    """A bf16 tensor that a folder holds as values and scales.
+
+    `chunks(start, stop)`: as `read_chunks`, but may begin earlier and end later: where a row does,
+    or an expert.
+    """
 
     values: StoredTensor
     shape: tuple[int, ...]
-    chunks: Callable[[], Iterable[tuple[int, torch.Tensor]]]
+    chunks: Callable[..., Chunks]
 
 
 def dequantised(
@@ -88,16 +94,24 @@ def _mxfp4(blocks: StoredTensor, scales: StoredTensor) -> Dequantised:
     return Dequantised(blocks, shape, partial(_read_mxfp4, blocks, scales))
 
 
-def _read_mxfp4(blocks: StoredTensor, scales: StoredTensor) -> Iterator[tuple[int, torch.Tensor]]:
+def _read_mxfp4(
+    blocks: StoredTensor, scales: StoredTensor, start: int = 0, stop: int | None = None
+) -> Chunks:
     """Packed values are read an expert at a time, as its first column comes from all its rows."""
-    _, rows, groups, width = blocks.shape
+    count, rows, groups, width = blocks.shape
     signed = torch.tensor([*E2M1, *(-value for value in E2M1)], dtype=torch.bfloat16)
     low, high = signed.repeat(16), signed.repeat_interleave(16)
     of_byte = torch.stack([low, high], 1).view(torch.int32)  # a pair of values, as one element
     step = max(1, CHUNK_ELEMENTS // (rows * GROUP))
-    experts = read_chunks(blocks, rows * groups * width)
-    begin = 0
-    for (_, packed), (_, biased) in zip(experts, read_chunks(scales, rows * groups), strict=True):
+    each = rows * groups  # scales of an expert
+    first_expert = start // (each * GROUP)
+    last = count if stop is None else math.ceil(stop / (each * GROUP))
+    read = [
+        read_chunks(stored, first_expert * size, last * size, chunk=size)
+        for stored, size in ((blocks, each * width), (scales, each))
+    ]
+    begin = first_expert * each * GROUP
+    for (_, packed), (_, biased) in zip(*read, strict=True):
         if int(biased.max()) == NAN_SCALE:
             raise ModelError(f"{scales.where} holds NaN; the file is damaged")
         ones = torch.ones(biased.shape)
@@ -125,15 +139,23 @@ def _fp8(weight: StoredTensor, scales: StoredTensor, tile: tuple[int, int] | Non
 
 
 def _read_fp8(
-    weight: StoredTensor, scales: StoredTensor, grid: tuple[int, ...], high: int, wide: int
-) -> Iterator[tuple[int, torch.Tensor]]:
-    ((_, stored),) = read_chunks(scales, scales.numel)
+    weight: StoredTensor,
+    scales: StoredTensor,
+    grid: tuple[int, ...],
+    high: int,
+    wide: int,
+    start: int = 0,
+    stop: int | None = None,
+) -> Chunks:
+    ((_, stored),) = read_chunks(scales, chunk=scales.numel)
     if not torch.isfinite(stored).all():
         raise ModelError(f"{scales.where} holds NaN or infinity; the file is damaged")
     of_tiles = stored.float().view(-1, grid[-1])
     rows, columns = weight.shape[-2:]
     step = max(1, CHUNK_ELEMENTS // columns)
-    for begin, values in read_chunks(weight, step * columns):
+    end = weight.numel if stop is None else math.ceil(stop / columns) * columns
+    start -= start % columns
+    for begin, values in read_chunks(weight, start, end, chunk=step * columns):
         row = torch.arange(begin // columns, (begin + values.numel()) // columns)
         tiles = of_tiles[row // rows * grid[-2] + row % rows // high]
         factors = tiles.repeat_interleave(wide, dim=1)[:, :columns]

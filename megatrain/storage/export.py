@@ -24,7 +24,6 @@ from megatrain.models.classifiers import is_classifier
 from megatrain.models.constants import Constants
 from megatrain.models.names import Tensors
 from megatrain.models.stops import about_added, with_stops
-from megatrain.optim.split import join_master
 from megatrain.storage.carried import (
     CONFIG,
     Carried,
@@ -33,11 +32,15 @@ from megatrain.storage.carried import (
     is_carried,
     with_dtype,
 )
+from megatrain.storage.converted import converted
+from megatrain.storage.gguf_file import DTYPES as GGUF_DTYPES
+from megatrain.storage.gguf_file import FILE, family_of, write_gguf
 from megatrain.storage.hashed_file import write_bytes
-from megatrain.storage.manifest import MANIFEST, stray_files, verify_checkpoint
+from megatrain.storage.manifest import MANIFEST, Manifest, stray_files, verify_checkpoint
+from megatrain.storage.rounds import led, write_model
 from megatrain.storage.run_folder import copy_file, held_by_a_process, hold, new_folder
-from megatrain.storage.safetensors_reader import StoredTensor, open_shards, read_chunks, read_header
-from megatrain.storage.safetensors_writer import TensorSource, plan_shards, write_model
+from megatrain.storage.safetensors_reader import StoredTensor, open_shards
+from megatrain.storage.safetensors_writer import TensorSource, plan_shards
 from megatrain.storage.saves import find_checkpoint, model_files, sequence_of, with_state
 from megatrain.storage.system_calls import sync_tree
 
@@ -47,6 +50,8 @@ if TYPE_CHECKING:
 UNFINISHED = re.compile(r"(.+)\.\d+\.tmp")  # with the number of the process that writes it
 TRIES = 20  # of an export beside a run that removes checkpoints
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
+FOLDER, GGUF = "safetensors", "gguf"
+FORMATS = {FOLDER: DTYPES, GGUF: GGUF_DTYPES}  # and the dtypes that each may have
 
 T = TypeVar("T")
 logger = logging.getLogger("megatrain")
@@ -81,7 +86,14 @@ def array_sources(
         engine.wait_ready(block)  # wait: when its turn to be written comes, not before
         yield from store.pieces(array, block, tensor.offset, tensor.numel)
 
-    return [TensorSource(t.name, dtype, t.shape, partial(pieces, t)) for t in tensors]
+    ranks = range(store.world.size if not store.world.is_alone else 0)
+    spans = [store.span(array, block, rank) for rank in ranks]
+    return [
+        TensorSource(
+            t.name, dtype, t.shape, partial(pieces, t), tuple(t.within(s).numel for s in spans)
+        )
+        for t in tensors
+    ]
 
 
 def weight_plan(engine: Exportable) -> dict[str, list[TensorSource]]:
@@ -132,18 +144,25 @@ def save_pretrained(
 ) -> Path:
     """Write the engine's weights, configuration and tokenizer as a Hugging Face folder.
 
+    All ranks call it at the same place.
+
     Raises:
         ConfigError: the folder exists and is not empty.
         ModelError: the model's passengers are nowhere.
         StorageError: the disk is full or fails; nothing is left behind.
     """
-    plan = weight_plan(engine)
-    with _model_folder(Path(folder)) as partial_folder:
-        write_model(partial_folder, plan, {"format": "pt"})
-        added = write_description(partial_folder, engine, tokenizer, generation_config)
-    if added:
-        logger.info(about_added(added))
-    return Path(folder)
+    world = engine.store.world
+
+    def lead() -> Path:
+        plan = weight_plan(engine)
+        with _model_folder(Path(folder)) as partial_folder:
+            write_model(partial_folder, plan, {"format": "pt"}, world=world)
+            added = write_description(partial_folder, engine, tokenizer, generation_config)
+        if added:
+            logger.info(about_added(added))
+        return Path(folder)
+
+    return led(world, lead, partial(weight_plan, engine))
 
 
 def describe_source(
@@ -256,7 +275,11 @@ def encode_config(config: Any, dtype: torch.dtype) -> bytes:
 
 
 def export(
-    run_dir: Path | str, out: Path | str, dtype: str | None = None, checkpoint: str | None = None
+    run_dir: Path | str,
+    out: Path | str,
+    dtype: str | None = None,
+    checkpoint: str | None = None,
+    format: str = FOLDER,
 ) -> Path:
     """Make a model folder from a checkpoint without loading the model.
 
@@ -265,25 +288,35 @@ def export(
     Args:
         run_dir: a run folder, or one checkpoint's folder.
         out: must not exist, or be empty.
-        dtype: "bfloat16" or "float32" (the exact master weights); None: the checkpoint's.
+        dtype: "bfloat16", "float32" (the exact master weights) or, for GGUF, "float16"; None: the
+            checkpoint's.
         checkpoint: "best", "last", "final" or "checkpoint-200"; by default the newer of final
             and last.
+        format: one of FORMATS; "gguf" makes a folder with a GGUF file, which is not quantised.
 
     Raises:
         ConfigError: `out` is not empty, there is no such checkpoint, or the dtype is unknown.
+        ModelError: the model or its tokenizer cannot be written in this format.
         StorageError: a file of the checkpoint fails its checksum, or the disk is full.
     """
-    if dtype is not None and dtype not in DTYPES:
-        raise ConfigError(f"dtype must be {' or '.join(DTYPES)}, not {dtype!r}")
+    if format not in FORMATS:
+        raise ConfigError(f"format must be {' or '.join(FORMATS)}, not {format!r}")
+    if dtype is not None and dtype not in FORMATS[format]:
+        raise ConfigError(f"dtype must be {' or '.join(FORMATS[format])}, not {dtype!r}")
     out, run_dir = Path(out), Path(run_dir)
+    if format == GGUF and out.suffix == f".{GGUF}":
+        raise ConfigError(f"{out}: is to be a folder, which will hold {FILE}; name it {out.stem}")
     for _ in range(TRIES):
         source = find_checkpoint(run_dir, checkpoint)
-        if dtype == "float32":
+        if dtype in ("float32", "float16"):
             source = with_state(source)  # which has the other half of the master weights
         save = sequence_of(source)
         try:
             with _model_folder(out) as folder:
-                _fill(folder, source, dtype)
+                if format == GGUF:
+                    _fill_gguf(folder, source, dtype, out.resolve().name)
+                else:
+                    _fill(folder, source, dtype)
                 if _is_still(source, save):
                     return out
                 raise StorageError(f"{source}: was replaced while it was read")
@@ -303,12 +336,35 @@ def _is_still(source: Path, save: float) -> bool:
     return sequence_of(source) == save and os.path.isfile(source / MANIFEST)
 
 
-def _fill(folder: Path, source: Path, dtype: str | None) -> None:
-    """Copy the model of a checkpoint. Raises as `export`."""
+def _opened(source: Path) -> tuple[Manifest, dict[str, StoredTensor]]:
+    """A checkpoint that is whole. Raises StorageError."""
     manifest = verify_checkpoint(source)
     for name in stray_files(source, manifest):
         logger.warning(f"{source / name}: does not belong to this checkpoint; left out")
-    stored = open_shards(source)
+    return manifest, open_shards(source)
+
+
+def _fill_gguf(folder: Path, source: Path, dtype: str | None, name: str) -> None:
+    """Write the model of a checkpoint as a GGUF file. Raises as `export`."""
+    manifest, stored = _opened(source)
+    folder_of = pretrained.ModelSource("folder", source)
+    config, tokenizer, _ = pretrained.load_config_and_tokenizer(folder_of)
+    family_of(config)  # refuses before anything is written
+    own = {name: t for name, t in stored.items() if not is_carried(t.path)}
+    weights = {name: t for name, t in own.items() if name not in manifest.constants}
+    held = next(t.dtype for t in weights.values())
+    wanted = held if dtype is None else GGUF_DTYPES[dtype]
+    has_masters = (source / "optimizer").is_dir()
+    changed = {}
+    if held == torch.bfloat16 and (wanted == torch.float32 or (wanted != held and has_masters)):
+        changed = {t.name: t for t in converted(source, weights, torch.float32)}
+    sources = [changed.get(name) or as_stored(tensor) for name, tensor in stored.items()]
+    write_gguf(folder / FILE, name, config, tokenizer, sources, wanted)
+
+
+def _fill(folder: Path, source: Path, dtype: str | None) -> None:
+    """Copy the model of a checkpoint. Raises as `export`."""
+    manifest, stored = _opened(source)
     carried = Carried({n: t for n, t in stored.items() if is_carried(t.path)}, {})
     own = {name: t for name, t in stored.items() if name not in carried.tensors}
     weights = {name: t for name, t in own.items() if name not in manifest.constants}
@@ -324,8 +380,8 @@ def _fill(folder: Path, source: Path, dtype: str | None) -> None:
         else:
             copy_file(path, target)
     if wanted != held:
-        converted = {t.name: t for t in _converted(source, weights, wanted)}
-        sources = [converted.get(name) or as_stored(t) for name, t in own.items()]
+        changed = {t.name: t for t in converted(source, weights, wanted)}
+        sources = [changed.get(name) or as_stored(t) for name, t in own.items()]
         write_model(folder, plan_shards(sources, carried.sources()), {"format": "pt"})
     _complete_stops(source, folder)
 
@@ -341,34 +397,3 @@ def _complete_stops(checkpoint: Path, folder: Path) -> None:
     if added and generation is not None:
         logger.info(about_added(added))
         _write_generation(folder, generation)
-
-
-def _converted(
-    checkpoint: Path, stored: Mapping[str, StoredTensor], dtype: torch.dtype
-) -> list[TensorSource]:
-    """The weights in another dtype: float32 exactly, from the remainders; bfloat16 by rounding."""
-    if dtype == torch.bfloat16:
-        return [TensorSource(t.name, dtype, t.shape, partial(_rounded, t)) for t in stored.values()]
-    files = sorted((checkpoint / "optimizer").glob("*.safetensors"))
-    states = {name: t for path in files for name, t in read_header(path).tensors.items()}
-    lost = [name for name in stored if f"remainder/{name}" not in states]
-    if lost:
-        raise ModelError(
-            f"{checkpoint}: has no remainder of {lost[0]}, so its float32 master is unknown; "
-            "export it as bfloat16"
-        )
-    return [
-        TensorSource(name, dtype, t.shape, partial(_joined, t, states[f"remainder/{name}"]))
-        for name, t in stored.items()
-    ]
-
-
-def _rounded(stored: StoredTensor) -> Iterator[torch.Tensor]:
-    """bfloat16, to nearest even."""
-    for _, values in read_chunks(stored):
-        yield values.to(torch.bfloat16)
-
-
-def _joined(weight: StoredTensor, remainder: StoredTensor) -> Iterator[torch.Tensor]:
-    for (_, high), (_, low) in zip(read_chunks(weight), read_chunks(remainder), strict=True):
-        yield join_master(high, low)

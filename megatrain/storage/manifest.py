@@ -201,16 +201,21 @@ def refuse_strays(folder: Path, manifest: Manifest, code: bool = False) -> None:
 
     code: the folder's own Python files are, too.
     """
-    described = [pattern for names in DESCRIBED_IN.values() for pattern in names]
-    patterns = [*described, *READ_TOO, *(["*.py"] if code else [])]
     with system_errors(folder, "read it"):
         strays = stray_files(folder, manifest)
     for name in strays:
-        # transformers prefers stray tensors to shards
-        if _is_tensors(name) or any(_is_named(name, pattern) for pattern in patterns):
+        if would_be_read(name, code):
             raise DamagedError(
                 f"{folder / name}: does not belong to this checkpoint; remove it, or {USE_ANOTHER}"
             )
+
+
+def would_be_read(name: str, code: bool = False) -> bool:
+    """Whether transformers reads a file of this name in a model's folder; code: Python files."""
+    described = [pattern for names in DESCRIBED_IN.values() for pattern in names]
+    patterns = [*described, *READ_TOO, *(["*.py"] if code else [])]
+    # it prefers stray tensors to shards
+    return _is_tensors(name) or any(_is_named(name, pattern) for pattern in patterns)
 
 
 def _is_named(name: str, pattern: str) -> bool:

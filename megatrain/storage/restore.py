@@ -44,6 +44,7 @@ from megatrain.storage.manifest import (
     verifies,
     verify_checkpoint,
 )
+from megatrain.storage.rounds import deal
 from megatrain.storage.run_folder import FINAL
 from megatrain.storage.safetensors_reader import (
     HashedReader,
@@ -108,7 +109,7 @@ def load_resumable(
     Returns its folder and the state that was saved. Raises StorageError if there is none, and else
     as `load_checkpoint`.
     """
-    said, tried = set(found.warnings), []
+    said, tried, world = set(found.warnings), [], engine.store.world
     while found.path is not None:
         logger.info(f"resuming from {found.path}")
         try:
@@ -118,7 +119,7 @@ def load_resumable(
                 raise
             logger.warning(str(error))
         tried.append(found.path)
-        found = find_resumable(run_dir, deep=False, besides=tried)
+        found = world.first(partial(find_resumable, run_dir, deep=False, besides=tried))
         for warning in (warning for warning in found.warnings if warning not in said):
             logger.warning(warning)
         said.update(found.warnings)
@@ -138,6 +139,9 @@ def nothing_to_resume(run_dir: Path | str) -> StorageError:
 def load_checkpoint(path: Path | str, engine: Checkpointable) -> dict[str, Any]:
     """Restore every array of the engine bit for bit, and its counters.
 
+    Of several ranks, however many have saved it, each reads its own shares; each file is read to
+    its end and checked by one of them. All call it at the same place.
+
     After a failure the arrays may be of two origins: the engine must not be used, but another
     checkpoint may be loaded, which replaces all.
 
@@ -149,7 +153,11 @@ def load_checkpoint(path: Path | str, engine: Checkpointable) -> dict[str, Any]:
         StorageError: a drive of the engine's own fails.
         ConfigError: it is of another model, precision or optimizer.
     """
-    path = Path(path)
+    with engine.store.world.together():
+        return _load(Path(path), engine)
+
+
+def _load(path: Path, engine: Checkpointable) -> dict[str, Any]:
     with _damage():
         manifest = verify_checkpoint(path, deep=False)
         names = [name for name in manifest.files if name.endswith(".safetensors")]
@@ -178,9 +186,13 @@ def load_checkpoint(path: Path | str, engine: Checkpointable) -> dict[str, Any]:
             logger.warning(f"{path / name}: does not belong to this checkpoint and is not read")
     for block in engine.anatomy.blocks:
         engine.wait_ready(block.index)  # wait: a pending update still writes the arrays
-    files = [(manifest.files[name], transfers.get(name, ())) for name in names]
-    hashed = verifies()
-    in_parallel([partial(_restore, engine, path, *file, hashed) for file in files])
+    world, sizes = engine.store.world, [manifest.files[name].nbytes for name in names]
+    jobs = []
+    for name, rank in zip(names, deal(sizes, world.size), strict=True):
+        hashed = verifies() and rank == world.rank
+        here = transfers.get(name, ())
+        jobs.append(partial(_restore, engine, path, manifest.files[name], here, hashed))
+    in_parallel(jobs)
     engine.published = engine.anatomy.published.named_as(places)
     carried = carried_of(path, {name: weights[name] for name in found.carried})
     held = {place: weights[name] for place, name in places.items()}
@@ -256,7 +268,7 @@ def _restore(
     transfers: Sequence[_Transfer],
     hashed: bool,
 ) -> None:
-    """Read one file from beginning to end."""
+    """Read one file from beginning to end; without hashing it, what this rank owns of it alone."""
     in_order = sorted(transfers, key=lambda transfer: transfer[0].offset)
     with ExitStack() as stack:
         with _damage():
@@ -270,14 +282,17 @@ def _restore(
                         for begin, values in file.chunks(stored):
                             engine.constants.write(target, begin, values)
                         continue
-                    flat = target.flat(arrays[array])
+                    span = engine.store.span(array, block)
+                    flat, mine = target.flat_within(arrays[array], span), target.within(span)
+                    if not mine.numel:
+                        continue
                     if stored.dtype != flat.dtype:  # frozen, as its source has it
-                        for begin, values in file.chunks(stored):
-                            flat.narrow(0, begin, values.numel()).copy_(
+                        for begin, values in file.chunks(stored, *mine):
+                            flat.narrow(0, begin - mine.start, values.numel()).copy_(
                                 as_weight(values, flat.dtype)
                             )
                         continue
-                    file.skip_to(stored.offset)
+                    file.skip_to(stored.offset + mine.start * stored.dtype.itemsize)
                     file.read_into(flat)
         with _damage():
             file.skip_to(written.nbytes)

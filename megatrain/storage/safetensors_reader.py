@@ -288,16 +288,17 @@ def _no_weights(folder: Path) -> ModelError:
 
 
 def read_chunks(
-    stored: StoredTensor, chunk: int = CHUNK_ELEMENTS
+    stored: StoredTensor, start: int = 0, stop: int | None = None, *, chunk: int = CHUNK_ELEMENTS
 ) -> Iterator[tuple[int, torch.Tensor]]:
     """Yield (first element, values) of consecutive flat pieces, each in memory of its own.
 
-    A piece has at most `chunk` elements.
+    A piece has at most `chunk` elements. start, stop: the elements that are read; default: all.
     """
+    stop = stored.numel if stop is None else stop
     fd = open_regular(stored.path)
     try:
-        for begin in range(0, stored.numel, chunk):
-            piece = torch.empty(min(chunk, stored.numel - begin), dtype=stored.dtype)
+        for begin in range(start, stop, chunk):
+            piece = torch.empty(min(chunk, stop - begin), dtype=stored.dtype)
             offset = stored.offset + begin * stored.dtype.itemsize
             _read_exactly(fd, bytes_of(piece), offset, stored.path)
             yield begin, piece
@@ -344,12 +345,13 @@ class HashedReader:
                 part.copy_(piece)
 
     def chunks(
-        self, stored: StoredTensor, chunk: int = CHUNK_ELEMENTS
+        self, stored: StoredTensor, start: int = 0, stop: int | None = None
     ) -> Iterator[tuple[int, torch.Tensor]]:
         """As `read_chunks`, of a tensor behind all that was read before."""
-        self.skip_to(stored.offset)
-        for begin in range(0, stored.numel, chunk):
-            piece = torch.empty(min(chunk, stored.numel - begin), dtype=stored.dtype)
+        stop = stored.numel if stop is None else stop
+        self.skip_to(stored.offset + start * stored.dtype.itemsize)
+        for begin in range(start, stop, CHUNK_ELEMENTS):
+            piece = torch.empty(min(CHUNK_ELEMENTS, stop - begin), dtype=stored.dtype)
             self.read_into(piece)
             yield begin, piece
 

@@ -9,16 +9,15 @@ from __future__ import annotations
 import json
 import math
 import struct
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import partial
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from megatrain.storage.hashed_file import HashedFile, WrittenFile, write_bytes
-from megatrain.storage.safetensors_reader import DTYPES, INDEX, bytes_of, in_parallel
+from megatrain.storage.hashed_file import HashedFile, WrittenFile
+from megatrain.storage.safetensors_reader import DTYPES, bytes_of
 
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 SHARD_BYTES = 5_000_000_000  # what `save_pretrained` cuts at
@@ -26,12 +25,18 @@ SHARD_BYTES = 5_000_000_000  # what `save_pretrained` cuts at
 
 @dataclass(frozen=True)
 class TensorSource:
-    """A tensor to be written. `pieces()` yields its contiguous parts in order, on the CPU."""
+    """A tensor to be written. `pieces()` yields its contiguous parts in order, on the CPU.
+
+    owned: how many of its elements each rank has, one rank's behind the other's; `pieces` then
+        yields this rank's own, all but the last of them in whole MESSAGE_BYTES. Empty: every rank
+        has them all.
+    """
 
     name: str
     dtype: torch.dtype
     shape: tuple[int, ...]
     pieces: Callable[[], Iterable[torch.Tensor]]
+    owned: tuple[int, ...] = ()
 
     @property
     def nbytes(self) -> int:
@@ -52,16 +57,20 @@ def encode_header(sources: Sequence[TensorSource], metadata: Mapping[str, str]) 
     return struct.pack("<Q", len(text)) + text
 
 
+def in_order(sources: Iterable[TensorSource]) -> list[TensorSource]:
+    """As they lie in a file: wider dtypes first, as in the safetensors package, so that every
+    tensor is aligned to its dtype."""
+    return sorted(sources, key=lambda source: -source.dtype.itemsize)
+
+
 def write_safetensors(
     path: Path, sources: Iterable[TensorSource], metadata: Mapping[str, str]
 ) -> WrittenFile:
     """Write one file, tensor by tensor, and wait until it is on the disk.
 
-    Wider dtypes come first, as in the safetensors package: every tensor is aligned to its dtype.
-
     Raises StorageError if the disk is full or fails; the file is removed.
     """
-    ordered = sorted(sources, key=lambda source: -source.dtype.itemsize)
+    ordered = in_order(sources)
     with HashedFile(path) as file:
         file.write(encode_header(ordered, metadata))
         for source in ordered:
@@ -107,33 +116,3 @@ def encode_index(plan: Mapping[str, Sequence[TensorSource]]) -> bytes:
     weight_map = {source.name: file for file, shard in plan.items() for source in shard}
     index = {"metadata": {"total_size": total}, "weight_map": weight_map}
     return json.dumps(index, indent=2).encode() + b"\n"
-
-
-def write_files(
-    folder: Path, plan: Mapping[str, Sequence[TensorSource]], metadata: Mapping[str, str]
-) -> list[WrittenFile]:
-    """Write several safetensors files (paths relative to `folder`), a few at a time.
-
-    The first failure cancels the rest. Raises as `write_safetensors`.
-    """
-    write = partial(write_safetensors, metadata=metadata)
-    files = in_parallel([partial(write, folder / name, plan[name]) for name in plan])
-    return [replace(file, name=name) for file, name in zip(files, plan, strict=True)]
-
-
-def write_model(
-    folder: Path,
-    weights: Mapping[str, Sequence[TensorSource]],
-    metadata: Mapping[str, str],
-    others: Mapping[str, Sequence[TensorSource]] | None = None,
-    there: Collection[str] = (),
-) -> list[WrittenFile]:
-    """Write weight files and, for several, their index; and `others`, which it does not list.
-
-    there: names of weight files that somebody else writes.
-    """
-    wanted = {name: shard for name, shard in weights.items() if name not in there}
-    files = write_files(folder, {**wanted, **(others or {})}, metadata)
-    if len(weights) > 1:
-        files.append(write_bytes(folder / INDEX, encode_index(weights)))
-    return files

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import torch
 
-from megatrain.errors import ModelError, StorageError
+from megatrain.errors import ConfigError, ModelError, StorageError
 from megatrain.heartbeat import WEIGHTS_READ, beat, may_end_here
-from megatrain.memory.layout import TensorRange
+from megatrain.memory.layout import Span, TensorRange
 from megatrain.memory.store import Store
 from megatrain.models.anatomy import Anatomy
 from megatrain.models.constants import FLOATS, Constants
@@ -58,6 +58,7 @@ def load_weights(
     """Fill the store's weights (and remainders) and constants from a model folder or a GGUF file.
 
     Folders are read a few megabytes at a time; one with a MANIFEST.json is checked on the way.
+    Of several ranks each reads its own shares, and each file is checked by one of them.
     fp32, bf16 and fp16 are kept exactly. Names with and without the base model's prefix are
     understood, and those that transformers renames on loading.
 
@@ -68,11 +69,17 @@ def load_weights(
         carried along.
 
     Raises:
+        ConfigError: a GGUF file, for several ranks.
         ModelError: tensors are missing, unexpected, of another shape or dtype, or not finite (the
             message names them); or transformers cannot read the GGUF file.
         StorageError: a file is missing, truncated, malformed, or fails its checksum.
     """
     if source.kind == "gguf":
+        if not store.world.is_alone:
+            raise ConfigError(
+                f"{source.file}: {store.world.size} ranks would each hold all of a GGUF file in "
+                "RAM; train from the model's Hugging Face folder, or on one rank"
+            )
         found_there = with_head(read_gguf(source), head, source)
         copy_in(anatomy, store, found_there, str(source.file), constants)
         return anatomy.published.tensors, NOTHING  # its names are transformers' own
@@ -148,11 +155,14 @@ def copy_in(
         else:
             copies.append(partial(writers[place.constant], place, candidates[name]))
     others = {stored.path for name in carried if (stored := candidates[name].stored)}
-    for path, copied in by_file.items():
-        if copied or path in others:
-            assert sums is not None
-            copies.append(partial(_copy_checked, writers, path, sums[path], copied))
-    copies += [partial(_check_twins, candidates[a], candidates[o]) for a, o in twins]
+    to_read = [path for path, copied in by_file.items() if copied or path in others]
+    for number, path in enumerate(to_read):
+        assert sums is not None
+        hashed = number % store.world.size == store.world.rank  # by one rank
+        job = partial(_copy_checked, writers, path, sums[path], by_file[path], hashed)
+        copies.append(job)
+    if store.world.is_first:
+        copies += [partial(_check_twins, candidates[a], candidates[o]) for a, o in twins]
     in_parallel(copies)
     return found, carried
 
@@ -162,18 +172,20 @@ def _copy_checked(
     path: Path,
     written: WrittenFile,
     tensors: Iterable[Copied],
+    hashed: bool,
 ) -> None:
     """Copy a file's tensors in one reading of all its bytes. Raises DamagedError.
 
-    writers: of constants (True), and of all else.
+    writers: of constants (True), and of all else. hashed: false for a rank that reads its share
+    of a file that another one checks.
     """
-    with HashedReader(path) as file:
+    with HashedReader(path, hashed) as file:
         for place, stored in sorted(tensors, key=lambda copied: copied[1].offset):
             chunks = partial(file.chunks, stored)
             candidate = Candidate(stored.where, stored.dtype, stored.shape, chunks)
             writers[place.constant](place, candidate)
         file.skip_to(file.nbytes)
-        if (file.nbytes, file.sha256) != (written.nbytes, written.sha256):
+        if file.nbytes != written.nbytes or (hashed and file.sha256 != written.sha256):
             raise damaged(path)
 
 
@@ -288,15 +300,24 @@ def copy_tensor(store: Store, place: Place, candidate: Candidate) -> None:
 
     A frozen one has no remainder.
 
+    A rank reads and keeps its share.
+
     Raises ModelError if a value is NaN, infinite, or too large for bf16.
     """
+    span = store.span("weight", place.block)
+    mine = place.tensor.within(span)
+    if not mine.numel:
+        return
     frozen = place.tensor.offset >= store.layouts[place.block].trainable
     split = store.arrays["weight"].dtype == torch.bfloat16 and not frozen
     names = ["weight", "remainder"] if split else ["weight"]
     # not soon: the block's other tensors follow
     with store.lease(place.block, names, changes=True, soon=False) as arrays:
-        weight, *remainders = (place.tensor.flat(arrays[name]) for name in names)
-        for begin, values in candidate.chunks():
+        weight, *remainders = (place.tensor.flat_within(arrays[name], span) for name in names)
+        for first, read in candidate.chunks(*mine):
+            begin, values = _within(mine, first, read)
+            if not values.numel():
+                continue
             _check_finite(values, candidate.where)
             beat(WEIGHTS_READ, values.numel())
             may_end_here()
@@ -313,6 +334,12 @@ def copy_tensor(store: Store, place: Place, candidate: Candidate) -> None:
             else:
                 split_master(values.float(), out=(part, low))
                 _check_finite(part, candidate.where)  # rounding up may have overflowed
+
+
+def _within(mine: Span, first: int, read: torch.Tensor) -> tuple[int, torch.Tensor]:
+    """Of values from element `first` on, those that are in `mine`, and where in that they begin."""
+    start, stop = max(first, mine.start), min(first + len(read), mine.stop)
+    return start - mine.start, read[start - first : max(start, stop) - first]
 
 
 def copy_constant(constants: Constants, place: Place, candidate: Candidate) -> None:

@@ -10,7 +10,7 @@ import psutil
 import pytest
 
 from megatrain.errors import ConfigError
-from megatrain.machine import hardware
+from megatrain.machine import cgroups, hardware
 from megatrain.machine.cgroups import cgroup_cpus, cgroup_memory
 from megatrain.machine.hardware import (
     GIB,
@@ -23,6 +23,7 @@ from megatrain.machine.hardware import (
     read_hardware,
     update_threads,
 )
+from megatrain.machine.mounts import mount_of
 
 
 def group(folder: Path, **values: object) -> Path:
@@ -131,8 +132,59 @@ def test_processors_of_a_container_in_version_1(tmp_path, quota, cpus):
     assert cgroup_cpus(tmp_path / "cgroup", own) == cpus
 
 
+@pytest.mark.parametrize("name", ["cpu,cpuacct", "cpuacct,cpu"])
+def test_controllers_mounted_together_need_no_link_of_their_own(tmp_path, name):
+    (tmp_path / "cgroup" / name).mkdir(parents=True)
+    (tmp_path / "cgroup" / name / "cpu.cfs_quota_us").write_text("50000\n")
+    (tmp_path / "cgroup" / name / "cpu.cfs_period_us").write_text("100000\n")
+    own = membership(tmp_path, f"5:{name}:/docker/abc\n")
+    assert cgroup_cpus(tmp_path / "cgroup", own) == 0.5
+
+
+def test_files_that_say_something_else_are_no_limit(tmp_path):
+    mount = group(tmp_path / "cgroup", max="much", current="", stat="anon\nfile x\nshmem 1 2")
+    (mount / "cpu.max").write_text("")
+    own = membership(tmp_path, "0::/\n")
+    assert cgroup_memory(mount, own) == (None, None)
+    assert cgroup_cpus(mount, own) is None
+
+
+@pytest.mark.parametrize(
+    ("quota", "given", "threads"),
+    [(None, None, None), (2.5, None, "2"), (0.5, None, "1"), (8.0, None, None), (2.5, "6", "6")],
+)
+def test_pytorch_gets_as_many_threads_as_the_quota_has_processors(
+    monkeypatch, quota, given, threads
+):
+    monkeypatch.setattr(cgroups, "cgroup_cpus", lambda: quota)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)))
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    if given is not None:
+        monkeypatch.setenv("OMP_NUM_THREADS", given)
+    cgroups.keep_to_quota()
+    assert os.environ.get("OMP_NUM_THREADS") == threads
+
+
+@pytest.mark.parametrize(
+    ("mask", "cores"), [({0, 1, 2, 3}, 2), ({0, 4}, 2), ({4, 5}, 1), (set(range(8)), 4), ({9}, 1)]
+)
+def test_both_halves_of_a_core_are_one_core(tmp_path, monkeypatch, mask, cores):
+    """As of `docker run --cpuset-cpus` on four cores of two threads each."""
+    for number in range(8):
+        folder = tmp_path / f"cpu{number}/topology"
+        folder.mkdir(parents=True)
+        first = number // 2 * 2
+        (folder / "thread_siblings_list").write_text(f"{first}-{first + 1}\n")
+    monkeypatch.setattr(hardware, "TOPOLOGY", tmp_path)
+    monkeypatch.setattr(hardware, "cgroup_cpus", lambda: None)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: mask)
+    monkeypatch.setattr(psutil, "cpu_count", lambda logical: 4)
+    assert hardware.physical_cores() == cores
+
+
 @pytest.mark.parametrize(("quota", "cores"), [(None, 8), (3.5, 3), (0.5, 1), (64.0, 8)])
-def test_threads_follow_the_containers_share_of_time(monkeypatch, quota, cores):
+def test_threads_follow_the_containers_share_of_time(tmp_path, monkeypatch, quota, cores):
+    monkeypatch.setattr(hardware, "TOPOLOGY", tmp_path)
     monkeypatch.setattr(hardware, "cgroup_cpus", lambda: quota)
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(16)))
     monkeypatch.setattr(psutil, "cpu_count", lambda logical: 8)
@@ -146,12 +198,14 @@ def test_no_limit(tmp_path):
 
 
 def test_a_container_limit_bounds_what_is_available(tmp_path, monkeypatch):
-    monkeypatch.setattr(hardware, "cgroup_memory", lambda: (64 * MIB, 16 * MIB))
+    limit = psutil.Process().memory_info().rss + 64 * MIB
+    monkeypatch.setattr(hardware, "cgroup_memory", lambda: (limit, 16 * MIB))
     found = read_hardware(tmp_path, "cpu")
-    assert found.host_total_bytes == 64 * MIB
-    own = psutil.Process().memory_info().rss
+    assert found.host_total_bytes == limit
     # what we hold already is ours
-    assert found.host_available_bytes == pytest.approx(16 * MIB + own, rel=0.1)
+    assert found.host_available_bytes == pytest.approx(limit - 48 * MIB, rel=0.1)
+    monkeypatch.setattr(hardware, "cgroup_memory", lambda: (limit, limit))
+    assert read_hardware(tmp_path, "cpu").host_available_bytes <= limit
 
 
 def pretend(
@@ -271,8 +325,38 @@ def test_a_drive_is_known_by_its_device_and_mount_point(tmp_path):
     assert drive_name(tmp_path) == f"{device} {mount}"
     assert os.path.ismount(mount)
     number = tmp_path.stat().st_dev
-    assert device == f"{os.major(number)}:{os.minor(number)}"
-    assert drive_name(Path("/proc/self")).endswith(" /proc")
+    if os.major(number):
+        assert device == f"{os.major(number)}:{os.minor(number)}"
+
+
+def test_what_has_no_device_of_its_own_is_known_by_its_source():
+    """Its number is another one in the next container."""
+    assert drive_name(Path("/proc/self")) == "proc /proc"
+
+
+TABLE = r"""22 1 259:1 / / rw,relatime shared:1 - ext4 /dev/root rw
+30 22 0:40 / /data/my\040files rw - nfs4 server:/export\040a rw,vers=4
+31 22 0:41 / /shm rw,nosuid - tmpfs shm rw,size=65536k
+32 22 0:42 / /over rw - ext4 /dev/hidden rw
+33 22 0:43 / /over rw master:2 propagate_from:1 - overlay overlay rw,lowerdir=/a:/b"""
+
+
+@pytest.mark.parametrize(
+    ("folder", "found"),
+    [
+        ("/nothing/there", ("/", "ext4", "/dev/root")),
+        ("/over/x", ("/over", "overlay", "overlay")),  # hides what was mounted there before
+        ("/overlaid", ("/", "ext4", "/dev/root")),
+        ("/shm", ("/shm", "tmpfs", "shm")),
+        ("/data/my files/x", ("/data/my files", "nfs4", "server:/export a")),
+    ],
+)
+def test_what_a_folder_lies_on(tmp_path, monkeypatch, folder, found):
+    monkeypatch.setattr(Path, "exists", lambda _: True)
+    (tmp_path / "mountinfo").write_text(TABLE)
+    mount = mount_of(Path(folder), tmp_path / "mountinfo")
+    assert mount == (Path(found[0]), *found[1:])
+    assert mount_of(Path(folder), tmp_path / "none") is None
 
 
 def test_folders_of_one_drive_count_once(tmp_path):

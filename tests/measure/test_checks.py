@@ -5,6 +5,7 @@ import shutil
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
@@ -13,6 +14,7 @@ import pytest
 from megatrain.machine import hardware as machine_hardware
 from megatrain.machine.cgroups import cgroup_cpus
 from megatrain.machine.hardware import GIB, Gpu, Hardware, read_hardware
+from megatrain.machine.mounts import Mount
 from megatrain.machine.profile import typical
 from megatrain.measure import checks
 from megatrain.measure.checks import PcieLink, pcie
@@ -84,6 +86,7 @@ def test_cores_that_are_withheld_are_blamed_on_the_tighter_limit(
     for module in (checks, machine_hardware):
         quota_of = partial(cgroup_cpus, tmp_path, tmp_path / "self")
         monkeypatch.setattr(module, "cgroup_cpus", quota_of)
+    monkeypatch.setattr(machine_hardware, "TOPOLOGY", tmp_path)
     monkeypatch.setattr(psutil, "cpu_count", lambda logical: 16)
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(mask)))
     found = checks.cores(read_hardware(tmp_path, "cpu"))
@@ -96,10 +99,20 @@ def test_a_busy_machine():
     assert "measure again when the machine is idle" in str(checks.other_programs(3.1, 8).advice)
 
 
+def test_the_load_of_a_machine_is_compared_with_all_its_cores(hardware):
+    """A container of two of eight cores sees the load of all."""
+    two = replace(hardware, physical_cores=2)
+    advice = {load: checks.check(two, typical(two), load)[1].advice for load in (3.0, 4.0)}
+    assert advice[3.0] is None
+    assert "other programs" in str(advice[4.0])
+
+
 def test_a_container_below_ram(hardware, monkeypatch):
     total = psutil.virtual_memory().total
     monkeypatch.setattr(checks, "cgroup_memory", lambda: (total - 1, 0))
-    assert "raise its memory limit" in str(checks.host_memory(hardware).advice)
+    found = checks.host_memory(replace(hardware, host_available_bytes=GIB // 2))
+    assert found.figure == "16.0 GiB, 0.5 for this process"
+    assert "raise its memory limit" in str(found.advice)
     monkeypatch.setattr(checks, "cgroup_memory", lambda: (total, 0))
     assert checks.host_memory(hardware).advice is None
 
@@ -126,6 +139,29 @@ def test_locked_memory(hardware):
     assert (below.advice, "not enforced" in below.figure) == (None, True)
     above = checks.pinned_memory(replace(hardware, memlock_bytes=4 * GIB))
     assert "ulimit -l unlimited" in str(above.advice)
+
+
+@pytest.mark.parametrize(
+    ("gpus", "size", "advised"), [(1, 64 << 20, False), (8, 64 << 20, True), (8, GIB, False)]
+)
+def test_shared_memory_is_for_several_gpus(tmp_path, monkeypatch, gpus, size, advised):
+    monkeypatch.setattr(shutil, "disk_usage", lambda folder: SimpleNamespace(total=size))
+    found = checks.shared_memory(gpus, tmp_path)
+    assert found.figure == f"{size / GIB:.2f} GiB"
+    assert ("--shm-size" in str(found.advice)) == advised
+    assert checks.shared_memory(gpus, tmp_path / "none").figure == "unknown"
+
+
+@pytest.mark.parametrize(
+    ("kind", "advice"),
+    [("tmpfs", "lies in RAM"), ("overlay", "docker run --volume"), ("ext4", None), (None, None)],
+)
+def test_folders_that_lie_on_no_drive(monkeypatch, kind, advice):
+    mount = None if kind is None else Mount(Path("/"), kind, kind)
+    monkeypatch.setattr(checks, "mount_of", lambda folder: mount)
+    found = [*checks.places([Path("runs")])]
+    assert [(one.what, one.figure) for one in found] == ([("runs", kind)] if advice else [])
+    assert all(str(advice) in str(one.advice) for one in found)
 
 
 def test_a_compiler_is_needed_and_triton(monkeypatch):

@@ -39,6 +39,8 @@ from tests.planned import (
 
 ALL_STREAMED: Any = {"groups": 1, "resident": 0, "retained": 0, "offload_activations": False}
 SMALL_STEP = replace(JOB_7B, tokens_per_step=16_384)
+# quickly planned, where the size of a micro-batch is not the question
+ONE_SIZE = replace(JOB_7B, micro_batch_tokens=4096)
 
 
 @cache
@@ -82,8 +84,8 @@ def test_a_cap_of_gpu_memory_is_heeded():
 
 
 def test_host_memory_that_lacks_for_all_blocks_is_made_up_by_the_gpu():
-    plan_of(JOB_7B, hardware=h200(host=60)).check()
-    assert not plan_of(replace(JOB_7B, resident=0), hardware=h200(host=60)).fits
+    plan_of(ONE_SIZE, hardware=h200(host=60)).check()
+    assert not plan_of(replace(ONE_SIZE, resident=0), hardware=h200(host=60)).fits
 
 
 def test_no_other_choice_is_predicted_to_be_faster():
@@ -101,7 +103,7 @@ def test_no_other_choice_is_predicted_to_be_faster():
 @pytest.mark.parametrize(
     "asked",
     [
-        {"micro_batch_tokens": 4096},
+        {"micro_batch_tokens": 2048},
         {"groups": 4},
         {"resident": 3},
         {"resident": 0, "groups": 2},
@@ -115,7 +117,7 @@ def test_no_other_choice_is_predicted_to_be_faster():
     ],
 )
 def test_what_is_set_by_hand_stays(asked):
-    plan = plan_of(replace(JOB_7B, **asked))
+    plan = plan_of(replace(SMALL_STEP, **{"micro_batch_tokens": 4096, **asked}))
     for name, value in asked.items():
         assert getattr(plan.choices, name) == value
 
@@ -229,7 +231,7 @@ SHORT = h200(25, 90)  # host RAM for the state of 7B, and not for its gradients 
 
 
 def test_gradients_are_computed_twice_where_they_cannot_be_stored():
-    plan = plan_of(JOB_7B, hardware=SHORT)
+    plan = plan_of(ONE_SIZE, hardware=SHORT)
     plan.check()
     assert plan.choices.second_backward
     assert (plan.choices.groups, plan.choices.retained, plan.choices.retained_on_host) == (1, 0, 0)
@@ -251,8 +253,8 @@ def test_and_nowhere_else(hardware):
 def test_not_beside_groups_or_graphs_that_were_asked_for_nor_without_clipping():
     sent: dict[str, Any] = {"retained_on_host": 1, "offload_activations": True}
     for asked in ({"groups": 2}, {"retained": 1}, sent, {"second_backward": False}):
-        assert not plan_of(replace(JOB_7B, **asked), hardware=SHORT).fits
-    unclipped = plan_of(replace(JOB_7B, clipping=False), hardware=SHORT)
+        assert not plan_of(replace(ONE_SIZE, **asked), hardware=SHORT).fits
+    unclipped = plan_of(replace(ONE_SIZE, clipping=False), hardware=SHORT)
     assert unclipped.fits and not unclipped.choices.second_backward
 
 
@@ -284,7 +286,7 @@ def test_refused_just_below_the_need_and_accepted_just_above(tier):
 
 
 def job(**asked: Any) -> Job:
-    return replace(JOB_7B, **asked)
+    return replace(ONE_SIZE, **asked)
 
 
 SMALLER_STEP = "set train.tokens_per_step: 32768"
@@ -296,21 +298,19 @@ IN_ONE_GROUP = job(tokens_per_step=131_072, groups=1, offload_activations=False)
 @pytest.mark.parametrize(
     ("job", "hardware", "fix"),
     [
-        (JOB_7B, h200(25, 82), SMALLER_STEP),
-        (JOB_7B, h200(25, 78), "set train.tokens_per_step: 16384"),
-        (JOB_7B, h200(25, 72), "set optimizer.moments: bfloat16"),
-        (JOB_7B, h200(25, 54), f"{SMALLER_STEP} and optimizer.moments: bfloat16"),
-        (JOB_7B, h200(25, 44), f"{SMALLER_STEP} and optimizer.moments: int8"),
+        (ONE_SIZE, h200(25, 82), SMALLER_STEP),
+        (ONE_SIZE, h200(25, 72), "set optimizer.moments: bfloat16"),
+        (ONE_SIZE, h200(25, 44), f"{SMALLER_STEP} and optimizer.moments: int8"),
         (job(second_backward=False), h200(25, 90), "set memory.second_backward: auto"),
-        (job(precision="float32", tokens_per_step=1024), h200(10, 130), "set precision: bfloat16"),
+        (job(precision="float32", tokens_per_step=4096), h200(10, 130), "set precision: bfloat16"),
         (IN_ONE_GROUP, h200(22), "set memory.offload_activations: auto"),
         (job(micro_batch_tokens=65_536), h200(20), "set train.micro_batch_tokens: auto"),
         (job(resident=0), h200(host=60), "set memory.resident: auto"),
         (job(retained=28, groups=1), H200, "set train.retained: auto"),
-        (JOB_7B, h200(24, 30), "set memory.nvme: FOLDER"),
-        (JOB_7B, h200(24, 8), NOTHING_HELPS),
-        (JOB_7B, h200(disk=300), "set checkpoint.keep: 1"),
-        (JOB_7B, h200(disk=1), OTHER_DISK),
+        (ONE_SIZE, h200(24, 30), "set memory.nvme: FOLDER"),
+        (ONE_SIZE, h200(24, 8), NOTHING_HELPS),
+        (ONE_SIZE, h200(disk=300), "set checkpoint.keep: 1"),
+        (ONE_SIZE, h200(disk=1), OTHER_DISK),
     ],
 )
 def test_the_cheapest_fix_is_named(job, hardware, fix):
@@ -320,10 +320,11 @@ def test_the_cheapest_fix_is_named(job, hardware, fix):
 
 
 def test_the_users_budgets_count():
+    few_dials = replace(JOB_7B, micro_batch_tokens=8192, groups=1, retained=0)
     with pytest.raises(PlanError, match="GPU memory"):
-        plan_of(JOB_7B, gpu_limit=4 * GIB).check()
+        plan_of(few_dials, gpu_limit=4 * GIB).check()
     with pytest.raises(PlanError, match="host RAM"):
-        plan_of(JOB_7B, gpu_limit=30 * GIB, host_limit=50 * GIB).check()
+        plan_of(few_dials, gpu_limit=30 * GIB, host_limit=50 * GIB).check()
     assert plan_of(JOB_7B, gpu_limit=10**15).budget.gpu == 150_109_880_320
     assert plan_of(JOB_7B, host_limit=200 * GIB).budget.host == 200 * GIB
 

@@ -8,7 +8,8 @@ from dataclasses import replace
 import pytest
 
 from megatrain.planner.played import WAIT, Interval, played, played_serially
-from megatrain.planner.simulation import PHASES, SIMULATED_GROUPS, overlapped, serial
+from megatrain.planner.simulation import SIMULATED_GROUPS, overlapped
+from megatrain.planner.tasks import PHASES, serial
 from tests.planner.test_simulation import LAYERS, ONE_GROUP, drawn, waits, with_tasks
 
 BUSY = with_tasks(upload=0.4, download=0.3, host_update=1.5, nvme_read=0.2, nvme_write=0.1)
@@ -18,9 +19,10 @@ def seconds(intervals: list[Interval], kind: str = "") -> float:
     return sum(one.end - one.begin for one in intervals if kind in ("", one.kind))
 
 
+@pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("seed", range(40))
-def test_lanes_do_one_thing_at_a_time_and_the_computation_is_the_step(seed):
-    blocks, options = drawn(seed)
+def test_lanes_do_one_thing_at_a_time_and_the_computation_is_the_step(seed, ranks):
+    blocks, options = drawn(seed, ranks)
     options = replace(options, groups=min(options.groups, SIMULATED_GROUPS))
     if not options.stored:  # then no gradient goes to NVMe
         blocks = [replace(block, nvme_gradient=0.0) for block in blocks]

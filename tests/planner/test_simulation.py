@@ -8,14 +8,8 @@ from typing import Any
 
 import pytest
 
-from megatrain.planner.simulation import (
-    BlockTasks,
-    StepOptions,
-    StepTimeline,
-    at_least,
-    overlapped,
-    serial,
-)
+from megatrain.planner.simulation import at_least, overlapped
+from megatrain.planner.tasks import BlockTasks, StepOptions, StepTimeline, serial
 
 NOTHING = BlockTasks(**{field.name: 0.0 for field in fields(BlockTasks)})  # type: ignore[arg-type]
 OF_FROZEN = ("forward", "backward", "upload", "boundary_down", "boundary_up", "nvme_weight")
@@ -193,7 +187,7 @@ def test_where_everything_shares_the_cores_it_adds_up():
     assert twice.seconds == pytest.approx(once.seconds + again)
 
 
-def drawn(seed: int) -> tuple[list[BlockTasks], StepOptions]:
+def drawn(seed: int, ranks: int = 1) -> tuple[list[BlockTasks], StepOptions]:
     """A step of anything, at random."""
     draw = random.Random(seed)
     resident = draw.randrange(LAYERS + 3)
@@ -201,10 +195,11 @@ def drawn(seed: int) -> tuple[list[BlockTasks], StepOptions]:
     first = min(set(range(LAYERS + 2)) - frozen)
 
     def block(number: int) -> BlockTasks:
-        names = [field.name for field in fields(BlockTasks) if field.name != "frozen"]
+        left_out = ("frozen", "finish") if ranks > 1 else ("frozen", "gather", "reduce")
+        names = [field.name for field in fields(BlockTasks) if field.name not in left_out]
         tasks: dict[str, Any] = {
             name: draw.choice((0.0, 0.5, 2.0)) * draw.random() for name in names
-        }
+        } | ({} if ranks == 1 else {"finish": 0.0})
         if number in frozen:
             tasks |= {name: tasks[name] * (name in OF_FROZEN) for name in names}
             tasks["frozen"] = True
@@ -220,15 +215,19 @@ def drawn(seed: int) -> tuple[list[BlockTasks], StepOptions]:
         groups=draw.choice((1, 2, 3, 5)),
         micro_batches=draw.choice((0.25, 1.0, 3.0)),
         resident=resident,
-        sums_on_device=draw.randrange(resident, LAYERS + 3),
+        sums_on_device=draw.randrange(resident, LAYERS + 3) if ranks == 1 else LAYERS + 2,
         stored=draw.random() < 0.7,
         tied=draw.random() < 0.5,
         first_trained=first,
+        ranks=ranks,
+        gather_loss=0.3,
+        reduce_loss=0.7,
     )
     return blocks, options
 
 
+@pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("seed", range(40))
-def test_no_step_beats_its_bound(seed):
-    blocks, options = drawn(seed)
+def test_no_step_beats_its_bound(seed, ranks):
+    blocks, options = drawn(seed, ranks)
     assert at_least(blocks, options) <= overlapped(blocks, options).seconds * (1 + 1e-9)

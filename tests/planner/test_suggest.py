@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import cache
 from io import StringIO
 
 import pytest
@@ -33,6 +34,7 @@ SLOW_UPDATE = with_gpu(replace(H200, physical_cores=6), 24 * GIB)
 SMALL_STEPS = replace(JOB_7B, tokens_per_step=8192)
 
 
+@cache
 def plan_of(job: Job, hardware: Hardware) -> Plan:
     return make_plan(job, QWEN_7B, hardware, typical(hardware), suggest=True)
 
@@ -92,7 +94,9 @@ def test_a_dial_that_was_set_by_hand_is_given_back_first():
     assert plan.faster[0].cost == "exact"
 
 
-MIXTURE_STEPS = replace(JOB_7B, tokens_per_step=32_768, lighter_moments=MOMENTS_BYTES)
+MIXTURE_STEPS = replace(
+    JOB_7B, tokens_per_step=32_768, micro_batch_tokens=8192, lighter_moments=MOMENTS_BYTES
+)
 BF16_MOMENTS = replace(
     MIXTURE_STEPS, state_bytes=MOMENTS_BYTES[0][1], update_arithmetic=MOMENTS_BYTES[0][2]
 )

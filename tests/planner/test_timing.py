@@ -13,7 +13,7 @@ from megatrain.machine.profile import MachineProfile, interpolate, typical
 from megatrain.planner.cost.shape import ModelShape
 from megatrain.planner.job import Choices, Job, StepTokens
 from megatrain.planner.memory import Layout
-from megatrain.planner.simulation import BlockTasks
+from megatrain.planner.tasks import BlockTasks
 from megatrain.planner.timing import StepCosts, Timing
 from tests.planned import (
     ALL_STREAMED,

@@ -12,7 +12,17 @@ from tests.commands import Row, metrics_of
 from tests.compare import differing
 
 # What may differ between two runs of the same steps.
-CLOCK = ("step_s", "tokens_per_s", "tflops", "host_bytes", "time", "shares", "advice", "eval_s")
+CLOCK = (
+    "step_s",
+    "tokens_per_s",
+    "tflops",
+    "host_bytes",
+    "time",
+    "shares",
+    "advice",
+    "eval_s",
+    "slowest_rank",
+)
 
 
 def everything(checkpoint: Path) -> dict[str, Any]:

@@ -18,9 +18,11 @@ from megatrain.errors import StorageError
 from megatrain.machine import profile as profiles
 from megatrain.machine.hardware import Gpu, Hardware, drive_name, read_hardware
 from megatrain.machine.profile import DriveRates, fingerprint, typical
+from megatrain.machine.together import known
 from megatrain.recipes import doctor
-from megatrain.recipes.doctor import measured_or_typical
+from megatrain.recipes.doctor import measured_or_typical, measured_together
 from megatrain.reporting.load import LoadMeter, Reading
+from megatrain.world import World
 
 CPU = torch.device("cpu")
 GPU = torch.device("cuda", 0)
@@ -180,3 +182,45 @@ def test_the_table_says_what_was_guessed(hardware, measured, tmp_path):
 def test_three_digits(hardware, value, text):
     profile = replace(typical(hardware), upload=value)
     assert next(doctor.figures(profile, ())).figure == text
+
+
+TOGETHER: dict[str, Any] = {"ranks": 2, "gather": 2e9, "reduce": 1e9, "gather_loss": 0.3}
+
+
+def test_gpus_at_work_together_are_measured_and_kept(
+    hardware, measured, tmp_path, monkeypatch, capsys
+):
+    asked: list[Any] = []
+
+    def measure(*arguments):
+        asked.append(arguments)
+        return TOGETHER
+
+    monkeypatch.setattr(doctor, "measure_processes", measure)
+    assert cli.main(["doctor", "--output", str(tmp_path), "--gpus", "2"]) == 0
+    out, err = capsys.readouterr()
+    assert "weights of the others, each of 2" in out and "30 %" in " ".join(out.split())
+    assert err.endswith("measuring 2 processes at work together\n")
+    here = read_hardware(tmp_path, "cpu")
+    assert asked == [(2, "cpu", here.physical_cores)]
+    kept = known(measured_or_typical(here, CPU), here, 2)
+    assert kept is not None and kept.gather == 2e9
+
+
+def test_more_gpus_than_there_are_cannot_be_measured(hardware, measured, monkeypatch, capsys):
+    monkeypatch.setattr(doctor, "choose_device", lambda wanted: GPU)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
+    assert cli.main(["doctor", "--gpus", "2"]) == 2
+    assert "--gpus: 2, but this machine shows 1" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("may_measure", [False, True])
+def test_ranks_measure_together_where_they_may(hardware, monkeypatch, may_measure):
+    monkeypatch.setattr(doctor, "measure_together", lambda *_: TOGETHER)
+    monkeypatch.setattr(World, "every", lambda world, mine: [mine] * world.size)
+    given = typical(hardware), hardware, GPU, World(0, 2)
+    found, is_assumed = measured_together(*given, may_measure=may_measure)
+    assert is_assumed == (not may_measure)
+    assert (found.gather == 2e9) == may_measure
+    again, is_assumed = measured_together(*given)
+    assert (again == found, is_assumed) == (True, not may_measure)

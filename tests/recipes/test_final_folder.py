@@ -7,11 +7,15 @@ import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 from huggingface_hub import ModelCard
 
-from megatrain.recipes.card import printable, public_name
+from megatrain.config import Config
+from megatrain.recipes.card import metadata_of, printable, public_name
+from megatrain.reporting.words import human_seconds
 from megatrain.storage.manifest import read_manifest, verify_checkpoint
 from tests.commands import evaluations_of, steps_of
 from tests.files import names
@@ -106,9 +110,55 @@ def test_the_card_says_what_it_is(copied):
     assert "base_model" not in data, "a local folder is nobody else's"
     for words in ("`model`", "`rows.jsonl`", "0.01, cosine", "| steps | `10` |"):
         assert words in card.text
-    for row in (evaluations_of(copied)[0], evaluations_of(copied)[-1]):
-        assert f"{row['eval_loss']:.4f}" in card.text
+    first, last = (evaluations_of(copied)[at]["eval_loss"] for at in (0, -1))
+    assert f"| eval_loss | {first:.4f} | {last:.4f} |" in card.text
+    for words in ("52 rows, ", "held-out rows | `8 rows, ", f"torch {torch.__version__}"):
+        assert words in card.text
+    tokens, seconds = (sum(row[name] for row in steps_of(copied)) for name in ("tokens", "step_s"))
+    assert f"| tokens | `{tokens:,}` |" in card.text
+    assert f"| time | `{human_seconds(seconds)} in steps` |" in card.text
+    assert re.search(r"\| hardware \| `.+, \d+ cores, \d+ GiB of RAM` \|", card.text)
     assert str(copied.parent) not in card.content, "no path of this machine is published"
+
+
+def metadata(*, train: object = "rows.jsonl", **model: object) -> dict[str, Any]:
+    config = Config.model_validate({"model": model, "data": {"train": train}, "output": "run"})
+    return dict(ModelCard(f"---\n{metadata_of(config)}\n---\n").data.to_dict())
+
+
+def test_what_comes_from_the_hub_is_linked(project):
+    train = ["org/set:main:train[:1%]", "rows.jsonl", {"path": "org/set"}, "rows-*.jsonl"]
+    found = metadata(path="org/model", train=train)
+    assert found["base_model"] == "org/model"
+    assert found["datasets"] == ["org/set"]
+    assert "license" not in found, "nobody knows it"
+    assert "base_model" not in metadata(path="org/model", init="random")
+
+
+SAID: dict[str, dict[str, str]] = {
+    "license: mit": {"license": "mit"},
+    "license: other\nlicense_name: l3\nlicense_link: https://a.b/c": {
+        "license": "other",
+        "license_name": "l3",
+        "license_link": "https://a.b/c",
+    },
+    "license: [mit, other]": {},
+    "tags: [x]": {},
+    "license: [": {},
+    "- license: mit": {},
+}
+
+
+@pytest.mark.parametrize("head", SAID)
+def test_the_license_is_that_of_the_base_where_its_card_says_it(project, head):
+    (project / "base").mkdir()
+    (project / "base" / "README.md").write_text(f"---\n{head}\n---\nlicense: gpl\n")
+
+    def told(**model: object) -> dict[str, Any]:
+        return {name: x for name, x in metadata(**model).items() if name.startswith("license")}
+
+    assert told(path="base") == SAID[head]
+    assert told(path="base", init="random") == {}, "its weights are nobody else's"
 
 
 @pytest.mark.parametrize(
@@ -118,6 +168,10 @@ def test_the_card_says_what_it_is(copied):
         ("/home/me/secret/rows.jsonl", "rows.jsonl"),
         (["/a/b.jsonl", "org/set"], "b.jsonl, org/set"),
         ([{"path": "/a/b.jsonl", "weight": 2}], "b.jsonl"),
+        ("secret/rows-*.jsonl", "rows-*.jsonl"),
+        ("secret/gone.jsonl", "gone.jsonl"),
+        ("../secret/set", "set"),
+        ("org/set:main:train[:1%]", "org/set:main:train[:1%]"),
     ],
 )
 def test_of_local_files_only_the_name_is_told(source, name):

@@ -15,6 +15,7 @@ import pytest
 from megatrain.errors import StorageError
 from megatrain.machine import hardware, profile
 from megatrain.machine.hardware import Gpu, read_hardware
+from megatrain.machine.mounts import Mount
 from megatrain.machine.profile import DriveRates, fingerprint, save_drive, typical
 from megatrain.recipes import nvme
 from megatrain.recipes.shapes import bench_config
@@ -149,3 +150,12 @@ def test_the_plan_s_last_words_on_a_drive(megatrain, project, monkeypatch):
     plan = megatrain("plan cfg.yaml --json", *SWAP).json
     assert plan["drives_assumed"] == []
     assert plan["timing"]["seconds"] > plan["totals"]["nvme"]["need"] / 2e6
+
+
+@pytest.mark.parametrize("kind", ["tmpfs", "ext4"])
+def test_a_folder_in_ram_is_no_drive_and_that_is_said(
+    tmp_path, measured, caplog, monkeypatch, kind
+):
+    monkeypatch.setattr(nvme, "mount_of", lambda folder: Mount(Path("/"), kind, kind))
+    planned(tmp_path, "fast")
+    assert ("fast lies in RAM (tmpfs), which it takes away" in caplog.text) == (kind == "tmpfs")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import shutil
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,11 +12,13 @@ import pytest
 from megatrain.config import Config
 from megatrain.machine.datasheets import GPUS
 from megatrain.machine.hypothetical import DRIVER_BYTES
+from megatrain.recipes import another_machine as another_machine_module
 from megatrain.recipes.another_machine import another_machine
 from tests.quantised import TILES, config_in, in_tiles, rewrite, state
 
 CARD = ("--gpu-memory", "12GiB", "--gpu-tflops", "60", "--pcie", "25", "--ram", "64GiB")
 SHORT = ("train.seq_len=512", "train.tokens_per_step=8192")
+ON_CUDA = SimpleNamespace(device=SimpleNamespace(type="cuda"))
 # eager: to predict what compiled layers take is most of the time of a first plan
 TINY = ("train.seq_len=64", "train.tokens_per_step=256", "compile=false")
 
@@ -170,3 +173,61 @@ def test_a_quantised_folder_is_planned_and_trained_as_the_one_it_was_made_from(m
     resumed = megatrain("resume run", "train.max_steps=2")
     assert "dequantised" not in resumed.out + resumed.err
     assert "quantization_config" not in config_in(project / "run" / "final")
+
+
+H100S = ("plan tiny --gpu H100 --ram 64GiB", *TINY)
+
+
+def test_several_gpus_and_what_other_numbers_would_give(megatrain):
+    done = megatrain(*H100S, "--gpus", "2", "economy.price_per_hour=8", "--json")
+    plan = done.json
+    assert (plan["job"]["ranks"], plan["ranks"]["gpus"], plan["ranks"]["hosts"]) == (2, 2, 1)
+    assert plan["ranks"]["tokens_of_the_fullest"] == 128 and plan["ranks_assumed"]
+    assert plan["totals"]["host"]["need"] == 2 * plan["ranks"]["host_bytes"]
+    one, two, four = plan["on_gpus"]  # four rows have no work for eight
+    assert [row["gpus"] for row in (one, two, four)] == [1, 2, 4]
+    assert two["tokens_per_s"] == plan["timing"]["tokens_per_s"]
+    assert two["cost_per_million"] == pytest.approx(plan["economy"]["cost_per_million_tokens"])
+    # half the price for half the GPUs
+    assert one["cost_per_million"] == pytest.approx(4 / 3600 / one["tokens_per_s"] * 1e6)
+    alone = megatrain(*H100S, "--json").json
+    assert alone["on_gpus"] == [] and not alone["ranks_assumed"]
+    assert alone["timing"]["seconds"] == one["seconds"]
+
+
+def test_it_says_what_is_of_a_rank_and_what_is_assumed(megatrain):
+    text = megatrain(*H100S, *["--gpus", "2", "--hosts", "2", "--network", "400"]).out
+    assert text.startswith("fits on 2 GPUs of each of 2 hosts: ")
+    assert "`megatrain train` does not run on them yet" in text
+    assert "2 GPUs at work together: their rates are assumed, not measured; `megatrain" in text
+    for words in ("of GPU memory of each", "bytes by tier and array of a rank", "numbers of GPUs"):
+        assert words in text
+    assert "totals of a host, with 2 ranks" in text
+    assert re.search("ranks +. 2 x 2 ", text)
+
+
+def test_processes_of_this_machine_s_cpu(megatrain):
+    done = megatrain("plan tiny --gpus 2 device=cpu", *TINY)
+    assert done.out.startswith("fits on 2 processes: ")
+    assert "processes at work together" in done.out
+
+
+NOT_SO_MANY = {
+    "--gpus 5": "a step of 4 rows has work for at most 4 GPUs, not for 5: take at most 4",
+    "--gpus 2 --hosts 2": "--hosts needs --network, too",
+    "--gpus 2 --network 100": "--network: Gbit/s of each host, more than 0, for two --hosts",
+    "--gpus 2 --hosts 2 --network 0": "--network: Gbit/s of each host, more than 0",
+    "--gpus 2 optimizer.name=muon": "not built for several GPUs: set optimizer.name: adamw or lion",
+}
+
+
+@pytest.mark.parametrize(("flags", "words"), NOT_SO_MANY.items())
+def test_gpus_that_have_nothing_to_do_are_refused(megatrain, flags, words):
+    assert words in megatrain(*H100S, *flags.split(), code=4 if "rows" in words else 2).err
+
+
+def test_more_gpus_than_there_are_need_a_description(megatrain, monkeypatch):
+    monkeypatch.setattr(another_machine_module, "find_machine", lambda config: ON_CUDA)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
+    told = megatrain("plan tiny --gpus 2", *TINY, code=2).err
+    assert "--gpus: 2, but this machine shows 1; describe another one with --gpu and --ram" in told

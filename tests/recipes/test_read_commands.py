@@ -198,6 +198,16 @@ def test_export_loads_in_transformers(megatrain, finished, tmp_path, dtype):
     AutoModelForCausalLM.from_pretrained(out)
 
 
+def test_an_export_as_gguf_is_read_as_the_run_is(megatrain, finished, tmp_path):
+    out = tmp_path / "gguf"
+    assert megatrain(f"export run {out} --format gguf").out.strip() == str(out)
+    losses = [
+        megatrain(f"eval {m} --data rows.jsonl --json").json["eval_loss"] for m in ("run", out)
+    ]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-4)
+    assert "format must be safetensors or gguf" in megatrain("export run x --format q", code=2).err
+
+
 def test_export_of_a_checkpoint_by_name(megatrain, finished, tmp_path):
     megatrain("export run --checkpoint checkpoint-5", str(tmp_path / "early"))
     done = megatrain("export run --checkpoint checkpoint-6", str(tmp_path / "none"), code=2)

@@ -72,7 +72,7 @@ def test_the_card_and_the_summary_are_of_a_reward_model(megatrain, of_pairs):
     assert "score.weight, which is drawn at random" in said
     assert "ends answers here" not in said
     card = (of_pairs / "run/final/README.md").read_text()
-    assert 'pipeline_tag: "text-classification"' in card
+    assert "pipeline_tag: text-classification" in card
     assert "Trained as a reward model from" in card
 
 

@@ -22,6 +22,7 @@ STEP = StepMetrics(
     skipped=False,
     spike=False,
     energy_j=None,
+    slowest_rank=None,
     time=StepTime(compute=1.5, wait_update=0.5),
     advice="raise the roof",
 )

@@ -71,7 +71,7 @@ def test_what_is_unknown_is_a_dash_and_what_is_there_is_shown(tmp_path, pipe):
 
 def test_a_terminal_gets_a_panel_and_its_lines_go_to_the_log_alone(tmp_path, terminal):
     screen = run(tmp_path, terminal)
-    assert "step 7 of 7, epoch 0.10, 0.0s" in screen
+    assert re.search(r"step 7 of 7, epoch 0\.10, \d+\.\ds", screen)
     assert "held-out loss" in screen
     assert "raise the roof" in screen
     assert "step 3/7" not in screen
@@ -138,7 +138,7 @@ def redrawn(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def until(holds: Callable[[], object]) -> None:
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60  # the machine may be busy
     while not holds():
         assert time.monotonic() < deadline
         time.sleep(0.005)
@@ -146,6 +146,12 @@ def until(holds: Callable[[], object]) -> None:
 
 def until_shown(terminal: Console, words: str) -> None:
     until(lambda: words in screen_of(terminal))
+
+
+def figures_after(words: str, terminal: Console) -> list[float]:
+    """The seconds that followed these words, each as it was shown first."""
+    found = re.findall(rf"{words}.*?(\d+\.\d)s", screen_of(terminal), re.DOTALL)
+    return list(dict.fromkeys(map(float, found)))
 
 
 def shown_lines(screen: str) -> list[str]:
@@ -168,7 +174,7 @@ def test_the_panel_is_redrawn_while_a_step_goes_on(tmp_path, terminal, redrawn):
     with logging_to(tmp_path, terminal), Progress(terminal) as progress:
         progress.begin(7)
         until(lambda: screen_of(terminal).count("step 0 of 7") > 3)
-        until(lambda: "step 0 of 7, 0.1s" in screen_of(terminal))
+        until(lambda: len(figures_after("step 0 of 7,", terminal)) > 1)
     with logging_to(tmp_path, terminal), Progress(terminal) as progress:
         progress.begin(7)
         progress.step(replace(STEP, step=3))
@@ -213,8 +219,9 @@ def test_the_panel_counts_the_time_left_down(tmp_path, terminal, redrawn):
     with logging_to(tmp_path, terminal), Progress(terminal) as progress:
         progress.begin(2)
         progress.step(STEP)
-        until_shown(terminal, "1.9s")
-        until_shown(terminal, "1.8s")
+        until(lambda: len(figures_after("time left", terminal)) > 2)
+        first, *others = figures_after("time left", terminal)
+        assert first <= 2.0 and others == sorted(others, reverse=True)
 
 
 def test_lines_of_the_log_stand_whole_above_the_panel(tmp_path, terminal, redrawn):

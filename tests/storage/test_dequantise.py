@@ -207,6 +207,25 @@ def test_no_piece_is_larger_than_a_chunk(quantised, monkeypatch, case):
     assert max(map(max, sizes)) <= 5000
 
 
+@pytest.mark.parametrize("case", ["fp8-experts", "mxfp4"])
+def test_a_part_is_read_for_itself(quantised, monkeypatch, case):
+    """In whole rows or experts, and no more of them."""
+    monkeypatch.setattr("megatrain.storage.dequantise.CHUNK_ELEMENTS", 5000)
+    folder = quantised(case)
+    how = quantisation_in(folder)
+    assert how is not None
+    for tensor in dequantised(open_shards(folder), how)[0].values():
+        whole = torch.cat([piece for _, piece in tensor.chunks()])
+        grain = whole.numel() // 2 if case == "mxfp4" else tensor.shape[-1]
+        for start, stop in [(0, 1), (grain - 1, grain + 1), (grain, 2 * grain)]:
+            pieces = list(tensor.chunks(start, stop))
+            (begin, _), found = pieces[0], torch.cat([piece for _, piece in pieces])
+            assert begin <= start and stop <= begin + len(found)
+            assert begin % grain == len(found) % grain == 0
+            assert len(found) <= stop - start + 2 * grain - 2
+            assert torch.equal(found, whole[begin : begin + len(found)])
+
+
 def test_a_quantised_head_that_is_tied_is_refused(quantised, monkeypatch):
     monkeypatch.setattr("megatrain.storage.dequantise.CHUNK_ELEMENTS", 5000)
     folder = quantised("fp8", transformers.LlamaConfig(**WIDE | {"tie_word_embeddings": True}))

@@ -17,6 +17,7 @@ from safetensors.torch import load_file, save_file
 
 from megatrain.errors import ModelError, StorageError
 from megatrain.storage import hashed_file, safetensors_reader
+from megatrain.storage.rounds import write_files
 from megatrain.storage.safetensors_reader import (
     DTYPES,
     HashedReader,
@@ -29,7 +30,6 @@ from megatrain.storage.safetensors_writer import (
     TensorSource,
     encode_index,
     plan_shards,
-    write_files,
     write_safetensors,
 )
 from tests.files import largest_file

@@ -1,0 +1,130 @@
+"""What a host's GPUs sustain while all of them work: measured (`measure/ranks.py`), or assumed.
+
+Links to the host and its memory are shared, and what is sent between GPUs takes from computing.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from megatrain.machine.datasheets import data_sheet
+from megatrain.machine.hardware import Hardware, update_threads
+from megatrain.machine.profile import (
+    UPDATE_BYTES,
+    MachineProfile,
+    Rates,
+    fingerprint,
+    interpolate,
+    load,
+    thread_counts,
+)
+
+# The fields that ranks measure together; the others are one GPU's by itself.
+TOGETHER = (
+    *("ranks", "upload", "download", "both", "update", "update_busy"),
+    *("gather", "reduce", "gather_loss", "reduce_loss"),
+)
+
+# Measured on two H200 of one host, both at work (docs/decisions/0099-planned-ranks.md).
+# Of NVLink's rate each way by the maker: 238 and 206 of 450 GB/s.
+GATHER_SHARE, REDUCE_SHARE = 0.53, 0.46
+GATHER_LOSS, REDUCE_LOSS = 0.31, 0.68
+# Of the link to the host one way: where GPUs do not reach each other, everything goes through RAM.
+STAGED_GATHER_SHARE, STAGED_REDUCE_SHARE = 0.44, 0.41
+# Of one GPU's link when the other's is busy, too: 53.3 of 55 GB/s one way, 69.4 of 101 both ways.
+ONE_WAY_SHARE, BOTH_SHARE = 0.97, 0.69
+# Of each byte that links carry, what the host's update loses of its traffic in the same memory.
+LOST_TO_LINKS = 0.5
+MOST_LINKS = 2  # that count in this: nobody measured more of them on one host
+LEAST_BUSY = 0.2  # share of the update that is left beside busy links
+GLOO_SHARE = 0.03  # of memory's rate, between processes without GPUs
+
+
+def part_of(hardware: Hardware, ranks: int) -> Hardware:
+    """What each of so many ranks has of a host, which this process has seen whole.
+
+    Disks are as they are: what is saved is saved once.
+    """
+    if ranks == 1:
+        return hardware
+    return replace(
+        hardware,
+        host_total_bytes=hardware.host_total_bytes // ranks,
+        host_available_bytes=hardware.host_available_bytes // ranks,
+        physical_cores=max(1, hardware.physical_cores // ranks),
+    )
+
+
+def known(base: MachineProfile, hardware: Hardware, ranks: int) -> MachineProfile | None:
+    """`base` with what so many ranks of this machine were measured to reach; None: they were not.
+
+    base: the rates of one. hardware: of the host, not of a rank.
+    """
+    found = load(fingerprint(hardware, ranks))
+    return None if found is None or found.ranks != ranks else joined(base, found)
+
+
+def joined(base: MachineProfile, together: MachineProfile) -> MachineProfile:
+    """The profile of one, with what ranks have measured together."""
+    if not base.upload:
+        base = shared_cores(base, together.ranks)
+    return replace(base, **{name: getattr(together, name) for name in TOGETHER})
+
+
+def assumed(base: MachineProfile, hardware: Hardware, ranks: int) -> MachineProfile:
+    """A guess at the same, from the rates of one. hardware: of the host."""
+    if ranks == 1:
+        return base
+    cores = max(1, hardware.physical_cores // ranks)
+    # more threads in all, which share the host's memory
+    update = tuple((n, interpolate(base.update, ranks * n) / ranks) for n in thread_counts(cores))
+    if hardware.gpu is None:
+        return _without_gpus(base, ranks, update, cores)
+    sheet = data_sheet(hardware.gpu.name)
+    upload, both = ONE_WAY_SHARE * base.upload, BOTH_SHARE * base.both
+    gather, reduce = STAGED_GATHER_SHARE * base.upload, STAGED_REDUCE_SHARE * base.upload
+    if sheet is not None and sheet.nvlink:
+        gather, reduce = GATHER_SHARE * sheet.nvlink * 1e9, REDUCE_SHARE * sheet.nvlink * 1e9
+    alone = interpolate(update, update_threads(cores))
+    lost = LOST_TO_LINKS * min(ranks, MOST_LINKS) * both / ranks / UPDATE_BYTES
+    return replace(
+        base,
+        ranks=ranks,
+        upload=upload,
+        download=ONE_WAY_SHARE * base.download,
+        both=both,
+        update=update,
+        update_busy=max(LEAST_BUSY * alone, alone - lost),
+        gather=gather,
+        reduce=reduce,
+        gather_loss=GATHER_LOSS,
+        reduce_loss=REDUCE_LOSS,
+    )
+
+
+def shared_cores(base: MachineProfile, ranks: int) -> MachineProfile:
+    """What each of so many ranks without GPUs has of the cores that compute, and of memory."""
+
+    def part(rates: Rates) -> Rates:
+        return tuple((size, rate / ranks) for size, rate in rates)
+
+    return replace(
+        base,
+        matmul=part(base.matmul),
+        matmul_fp32=part(base.matmul_fp32),
+        attention=part(base.attention),
+        memory=base.memory / ranks,
+        fresh=base.fresh / ranks,
+        device_update=base.device_update / ranks,
+    )
+
+
+def _without_gpus(base: MachineProfile, ranks: int, update: Rates, cores: int) -> MachineProfile:
+    return replace(
+        shared_cores(base, ranks),
+        ranks=ranks,
+        update=update,
+        update_busy=interpolate(update, update_threads(cores)),
+        gather=GLOO_SHARE * base.memory / ranks,
+        reduce=GLOO_SHARE * base.memory / ranks,
+    )

@@ -1,0 +1,86 @@
+"""The lane on which ranks exchange shares of blocks, and what that takes from computing.
+
+A collective shares the GPU with the matmuls beside it: they lose a part of the time that it takes,
+which is measured (machine/profile.py). While nothing is computed, nothing is lost.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import NamedTuple
+
+from megatrain.machine.profile import MachineProfile
+from megatrain.planner.activations import SUM_BYTES
+from megatrain.planner.job import Job
+from megatrain.planner.tasks import StepTimeline
+
+MOST_LOST = 0.95  # of computing: what is measured may exceed all of it, and then nothing would end
+
+
+def exchanged(
+    numel: int, job: Job, machine: MachineProfile, weight_bytes: int
+) -> tuple[float, float]:
+    """Seconds in which a host's ranks gather a block's weight, and exchange its sums.
+
+    numel: with whole shares for all ranks. All but its own share comes to a rank over its link.
+    """
+    if job.ranks == 1:
+        return 0.0, 0.0
+    others = numel * (job.ranks - 1) / job.ranks
+    return others * weight_bytes / machine.gather, others * SUM_BYTES / machine.reduce
+
+
+def cross_network(
+    timeline: StepTimeline,
+    numel: int,
+    job: Job,
+    machine: MachineProfile,
+    weight_bytes: int,
+    sum_bytes: int,
+) -> None:
+    """Let a step take at least what its bytes need between hosts: weights cross once, beside the
+    forward, and sums beside the backward."""
+    others = numel * (job.hosts - 1) / job.hosts / machine.network
+    timeline.at_least_in("forward", others * weight_bytes)
+    timeline.at_least_in("backward", others * sum_bytes)
+
+
+class Collective(NamedTuple):
+    """Seconds from the beginning; `loss`: of computing, for each second of both."""
+
+    begin: float
+    end: float
+    loss: float
+
+
+class Collectives:
+    """Collectives one after another, on a clock that the simulated step shares."""
+
+    def __init__(self) -> None:
+        self.free = 0.0  # when the next one may begin
+        self._running: deque[Collective] = deque()  # those that computing may still meet
+
+    def add(self, ready: float, seconds: float, loss: float) -> float:
+        """The end of one that needs what is there at `ready`."""
+        begin = max(self.free, ready)
+        self.free = begin + seconds
+        if seconds > 0 and loss > 0:
+            self._running.append(Collective(begin, self.free, min(loss, MOST_LOST)))
+        return self.free
+
+    def beside(self, begin: float, seconds: float) -> float:
+        """Seconds that a computation of `seconds` takes from `begin` on, beside those added."""
+        running = self._running
+        while running and running[0].end <= begin:
+            running.popleft()
+        now, left = begin, seconds
+        for first, end, loss in running:
+            if now + left <= first:
+                break
+            alone = max(0.0, first - now)
+            now, left = now + alone, left - alone
+            done = (end - now) * (1 - loss)
+            if left <= done:
+                return now + left / (1 - loss) - begin
+            now, left = end, left - done
+        return seconds if now == begin else now + left - begin

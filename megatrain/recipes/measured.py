@@ -1,0 +1,98 @@
+"""What a step took on this rank, and on all."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from megatrain.data.loader import StepBatch
+from megatrain.engine.results import StepResult
+from megatrain.recipes.divergence import look_for_spikes
+from megatrain.reporting.advice import advise
+from megatrain.reporting.energy import Energy
+from megatrain.reporting.meters import peak_host_bytes
+from megatrain.reporting.metrics import StepMetrics, StepTime
+from megatrain.world import World
+
+if TYPE_CHECKING:
+    from megatrain.recipes.loop import Run
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A step's seconds, energy and memory.
+
+    Attributes:
+        slowest: the rank that computed longest; None where there is one.
+    """
+
+    seconds: float
+    time: StepTime
+    drawn: Energy
+    gpu_peak_bytes: int | None
+    host_bytes: int
+    slowest: int | None = None
+
+
+def measure(run: Run, seconds: float, time: StepTime, measured: Energy) -> Measured:
+    """What a step took: the seconds and memory of the rank that has most, energy and host RAM of
+    all. All ranks call it."""
+    given, world = run.config.economy, run.engine.world
+    gpu_w = given.gpu_power_w if run.gpu_name else None
+    drawn = measured.or_given(seconds, gpu_w, given.host_power_w)
+    if world.local_rank:  # another one counts the host
+        drawn = Energy(drawn.gpu_j, None)
+    mine = Measured(seconds, time, drawn, run.meter.peak_bytes(), peak_host_bytes())
+    return mine if world.is_alone else _of_all(world, mine)
+
+
+def _of_all(world: World, mine: Measured) -> Measured:
+    every = world.every(mine)
+    hosts = world.size // world.local_size
+    gpus = [each.gpu_peak_bytes for each in every if each.gpu_peak_bytes is not None]
+    gpus_j = [each.drawn.gpu_j for each in every if each.drawn.gpu_j is not None]
+    hosts_j = [each.drawn.host_j for each in every if each.drawn.host_j is not None]
+    drawn = Energy(sum(gpus_j) if gpus_j else None, sum(hosts_j) if hosts_j else None)
+    computed = [each.time.compute for each in every]
+    return Measured(
+        seconds=max(each.seconds for each in every),
+        time=mine.time,
+        drawn=drawn,
+        gpu_peak_bytes=max(gpus) if gpus else None,
+        host_bytes=sum(each.host_bytes for each in every) // hosts,
+        slowest=computed.index(max(computed)),
+    )
+
+
+def metrics_of(
+    run: Run, batch: StepBatch, result: StepResult, rate: float, took: Measured
+) -> StepMetrics:
+    """A line of metrics.jsonl for the step that was just made."""
+    ranks, seconds = run.engine.world.size, took.seconds
+    mfu = run.work.mfu(batch.lengths, seconds, run.gpu_name)
+    mfu = None if mfu is None else mfu / ranks
+    run.advice = advise(run.steady.total, run.facts, mfu, run.load.read())
+    return StepMetrics(
+        step=run.step,
+        loss=result.loss,
+        metrics=result.metrics,
+        aux_loss=result.aux_loss,
+        expert_load_max=result.expert_load_max,
+        grad_norm=result.grad_norm,
+        lr=rate,
+        tokens=batch.tokens,
+        target_tokens=result.target_tokens,
+        epoch=batch.epoch,
+        step_s=seconds,
+        tokens_per_s=batch.tokens / seconds,
+        tflops=run.work.tflops(batch.tokens, seconds) / ranks,
+        mfu=mfu,
+        gpu_peak_bytes=took.gpu_peak_bytes,
+        host_bytes=took.host_bytes,
+        skipped=result.skipped,
+        spike=look_for_spikes(run, batch, result),
+        energy_j=took.drawn.total_j,
+        slowest_rank=took.slowest,
+        time=took.time,
+        advice=run.advice,
+    )

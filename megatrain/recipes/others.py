@@ -1,0 +1,213 @@
+"""What becomes of the other ranks: a thread looks, and ends this one when another has died.
+
+Whoever waits for a collective cannot be interrupted, and the library would wait for ten minutes.
+So every rank leaves a sign of life in the launcher's store each second, and its last words when it
+fails. Another one's last words, or its silence, end this process within seconds, with the reason.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import astuple, dataclass
+from datetime import timedelta
+from functools import partial
+from typing import Any
+
+import psutil
+
+from megatrain.errors import UNEXPECTED, MegaTrainError, exit_code_of, printable
+from megatrain.recipes.launch import LAUNCHER
+from megatrain.recipes.signals import STDERR
+from megatrain.reporting.progress import IN_FILE
+from megatrain.world import World
+
+BEATS_EVERY_S = 1.0
+SILENT_S = 12.0  # without a sign of life a rank is dead
+STORE_TIMEOUT = timedelta(seconds=10)
+
+logger = logging.getLogger("megatrain")
+
+
+class OtherFailed(MegaTrainError):
+    """Another rank has failed, which ends this one."""
+
+    def __init__(self, sentence: str, exit_code: int) -> None:
+        super().__init__(sentence)
+        self.exit_code = exit_code
+
+
+@dataclass(frozen=True)
+class LastWords:
+    """What a rank has said when it failed, or what another says of one that could not.
+
+    by: which rank says it.
+    """
+
+    rank: int
+    host: str
+    sentence: str
+    by: int
+    exit_code: int = UNEXPECTED
+
+    def __str__(self) -> str:
+        return f"rank {self.rank} on {self.host} {self.sentence}"
+
+
+class Others:
+    """Signs of life of all ranks, in a store of their own.
+
+    Attributes:
+        ended: nobody is looked after any more.
+    """
+
+    def __init__(self, world: World, store: Any, host: str) -> None:
+        self.world, self._store, self.host = world, store, host
+        self.ended = threading.Event()
+        self._seen: dict[int, tuple[str, float]] = {}
+        self._launcher = int(os.environ.get(LAUNCHER, "0"))
+
+    @classmethod
+    @contextmanager
+    def watched(cls, world: World, host: str) -> Iterator[Others]:
+        """With a thread that looks. All ranks call it."""
+        others = cls(world, world.store.clone(), host)
+        others._store.set_timeout(STORE_TIMEOUT)
+        others._beat()
+        world.every(None)  # from here on each has given a sign of life
+        thread = threading.Thread(target=others._look, name="megatrain-others", daemon=True)
+        thread.start()
+        try:
+            yield others
+        finally:
+            others.ended.set()
+            thread.join()
+
+    def leave(self, exit_code: int) -> None:
+        """This rank has come to its end, and is not to be missed. The first one holds the store: it
+        goes last."""
+        self.ended.set()
+        with suppress(RuntimeError):
+            self._store.set(f"left/{self.world.rank}", str(exit_code))
+            if self.world.is_first:
+                names = [f"left/{rank}" for rank in range(self.world.size)]
+                self._store.wait(names, STORE_TIMEOUT)
+
+    def say(self, words: LastWords) -> LastWords:
+        """Leave last words, for the others to find, if they are the first; returns those."""
+        with suppress(RuntimeError):
+            said = self._store.compare_set("failed", "", json.dumps(astuple(words)))
+            return LastWords(*json.loads(said))
+        return words
+
+    def failed(self) -> LastWords | None:
+        """The last words of the first rank that failed, or what can be said of one that died."""
+        with suppress(RuntimeError):
+            if self._store.check(["failed"]):
+                return LastWords(*json.loads(self._store.get("failed")))
+            return self._silent()
+        return LastWords(0, "the first host", "is gone", by=1)
+
+    def _beat(self) -> None:
+        now = time.monotonic()
+        self._store.set(f"beat/{self.world.rank}", f"{now} {self.host} {os.getpid()}")
+
+    def _silent(self) -> LastWords | None:
+        """A rank whose process is gone, or of which nothing was heard for too long."""
+        now, world = time.monotonic(), self.world
+        self._beat()
+        for rank in range(world.size):
+            if rank == world.rank or not self._store.check([f"beat/{rank}"]):
+                continue
+            said = self._store.get(f"beat/{rank}").decode()
+            before, since = self._seen.get(rank, ("", now))
+            if said != before:
+                since = now
+            self._seen[rank] = said, since
+            _, host, process = said.split()
+            here, silent = host == self.host, now - since > SILENT_S
+            if self._store.check([f"left/{rank}"]):
+                code = int(self._store.get(f"left/{rank}"))
+                if code and silent:  # it was asked to stop, and this one was not
+                    return LastWords(rank, host, "was stopped", world.rank, code)
+            elif here and not _lives(int(process)):
+                return LastWords(rank, host, f"(process {process}) has died", world.rank)
+            elif silent:
+                if here:  # stopped by a signal, perhaps: a launcher would wait for it
+                    with suppress(OSError):
+                        os.kill(int(process), signal.SIGKILL)
+                silence = f"has said nothing for {SILENT_S:.0f} s"
+                return LastWords(rank, host, silence, world.rank)
+        return None
+
+    def _look(self) -> None:
+        """The thread."""
+        asked = False
+        while not self.ended.wait(BEATS_EVERY_S):
+            found = self.failed()
+            if found is not None and not self.ended.is_set():
+                self._end(found)
+            if self._launcher and os.getppid() != self._launcher and not asked:
+                asked = True
+                os.kill(os.getpid(), signal.SIGTERM)  # nobody is left who would pass signals on
+
+    def _end(self, found: LastWords) -> None:
+        """Say what happened, if that is on this rank, and leave at once."""
+        found = self.say(found)
+        if speaks(self.world, found):
+            with suppress(Exception):
+                os.write(STDERR, f"error: {printable(str(found))}\n".encode())
+        log_last(found)
+        os._exit(found.exit_code)
+
+
+def log_last(found: LastWords) -> None:
+    """Into train.log, past a lock that another thread may hold for good."""
+    say = partial(logger.error, str(found), extra={IN_FILE: True})
+    thread = threading.Thread(target=say, daemon=True)
+    thread.start()
+    thread.join(1.0)
+
+
+def speaks(world: World, found: LastWords) -> bool:
+    """Whether this rank shows what happened to another: who found out, or the first one."""
+    by_itself = found.by == found.rank
+    return world.rank == (0 if by_itself else found.by) and found.rank != world.rank
+
+
+def end_of(error: BaseException, others: Others) -> BaseException:
+    """What a rank raises that ends with this error, after its last words.
+
+    A collective fails at once when another rank has died: then that is the reason. One rank alone
+    tells the user.
+    """
+    others.ended.set()  # nobody else may end it in the middle of this
+    world = others.world
+    if isinstance(error, SystemExit) or not isinstance(error, Exception):
+        return error
+    code, sentence = exit_code_of(error)
+    found = LastWords(world.rank, others.host, f"stopped: {sentence}", world.rank, code)
+    if isinstance(error, RuntimeError):  # of torch.distributed, perhaps
+        until = time.monotonic() + SILENT_S + 2 * BEATS_EVERY_S
+        while (seen := others.failed()) is None and time.monotonic() < until:
+            time.sleep(BEATS_EVERY_S / 4)
+        found = seen or found
+    found = others.say(found)
+    if isinstance(error, RuntimeError) and found.rank != world.rank:
+        code = found.exit_code
+        return OtherFailed(str(found), code) if speaks(world, found) else SystemExit(code)
+    time.sleep(2 * BEATS_EVERY_S)  # the others read it before a launcher stops them
+    return error if world.is_first else SystemExit(code)
+
+
+def _lives(process: int) -> bool:
+    try:
+        return psutil.Process(process).status() not in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
+    except psutil.NoSuchProcess:
+        return False

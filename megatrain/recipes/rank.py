@@ -1,0 +1,136 @@
+"""This process as one of the ranks that a launcher has started: torchrun, Slurm, Kubernetes, or
+`megatrain train` itself (recipes/launch.py)."""
+
+from __future__ import annotations
+
+import math
+import os
+import socket
+from collections.abc import Callable
+from contextlib import ExitStack
+from datetime import timedelta
+
+import torch
+from torch import distributed
+from torch.distributed.distributed_c10d import PrefixStore
+from torch.distributed.rendezvous import rendezvous
+
+from megatrain.config import Config
+from megatrain.data.loader import Loader
+from megatrain.errors import ConfigError, MegaTrainError, PlanError
+from megatrain.losses import SequenceLoss
+from megatrain.machine.affinity import share_of_cores
+from megatrain.planner.reasons import counted
+from megatrain.recipes.launch import Place, place_of
+from megatrain.recipes.others import Others, end_of
+from megatrain.recipes.setup import make_loss
+from megatrain.reporting.summary import RunSummary
+from megatrain.world import ALONE, World
+
+ALL_COME_WITHIN = timedelta(minutes=10)
+PORT = "29400"  # under Slurm, where nobody names one
+
+
+def as_rank(device: str, work: Callable[[World], RunSummary]) -> RunSummary:
+    """What `work` returns, alone or beside the other ranks that a launcher has started.
+
+    A rank gets a GPU of its own. If one fails, all end, and one of them says why.
+
+    device: as in the config.
+
+    Raises:
+        ConfigError: there are fewer GPUs than ranks on this host.
+        OtherFailed: another rank has failed, for the reason it gives.
+    """
+    place = place_of(os.environ)
+    if place is None or distributed.is_initialized():
+        return work(ALONE)
+    own = own_device(place, device)
+    for name, default in (("MASTER_ADDR", _first_host()), ("MASTER_PORT", PORT)):
+        os.environ.setdefault(name, default)
+    os.environ |= {"RANK": str(place.rank), "WORLD_SIZE": str(place.size)}
+    with ExitStack() as stack:
+        try:
+            others = _join(own, place, stack)
+        except RuntimeError as error:
+            reason = " ".join(str(error).split())
+            raise MegaTrainError(f"not all {place.size} ranks have met: {reason}") from error
+        try:
+            summary = work(others.world)
+        except BaseException as error:
+            raise end_of(error, others) from error
+        others.leave(summary.exit_code)
+        return summary
+
+
+def _join(own: torch.device, place: Place, stack: ExitStack) -> Others:
+    """Meet the other ranks; they are looked after until `stack` is closed."""
+    store, rank, size = next(rendezvous("env://", timeout=ALL_COME_WITHIN))
+    backend = "cpu:gloo,cuda:nccl" if own.type == "cuda" else "gloo"
+    met = PrefixStore("group", store)
+    distributed.init_process_group(
+        backend, store=met, rank=rank, world_size=size, timeout=ALL_COME_WITHIN
+    )
+    stack.callback(distributed.destroy_process_group)
+    words = PrefixStore("words", store)
+    world = World.joined(own, words, (place.local_rank, place.local_size))
+    return stack.enter_context(Others.watched(world, socket.gethostname()))
+
+
+def own_device(place: Place, device: str) -> torch.device:
+    """The GPU of a rank, the only one that it sees from now on, or the CPU. Raises ConfigError."""
+    if device == "cpu" or not torch.cuda.is_available():
+        if device == "cuda":
+            raise ConfigError(f"device: {device} was asked for, but PyTorch sees no CUDA device")
+        return torch.device("cpu")
+    seen = os.environ.get("CUDA_VISIBLE_DEVICES")
+    gpus = [*map(str, range(torch.cuda.device_count()))] if seen is None else seen.split(",")
+    # a launcher may have given each its own already
+    index = 0 if len(gpus) == 1 and place.local_size > 1 else place.local_rank
+    if index >= len(gpus):
+        raise ConfigError(
+            f"{place.local_size} ranks on {socket.gethostname()}, which has {len(gpus)} GPUs; "
+            "start as many"
+        )
+    os.environ["CUDA_VISIBLE_DEVICES"] = gpus[index].strip()
+    return torch.device("cuda", 0)
+
+
+def _first_host() -> str:
+    return os.environ.get("SLURM_LAUNCH_NODE_IPADDR", "127.0.0.1")
+
+
+def bind(world: World) -> None:
+    """Keep this rank to its share of the host's cores: threads that begin from now on, and memory
+    that they touch first."""
+    if not world.is_alone:
+        os.sched_setaffinity(0, share_of_cores(world.local_rank, world.local_size))
+
+
+def check_ranks(config: Config, world: World) -> None:
+    """Raise ConfigError for what several ranks do not do, before anything is loaded."""
+    if not world.is_alone and (found := refused(config)) is not None:
+        raise ConfigError(f"{found} is not built for {world.size} ranks; use one GPU")
+
+
+def refused(config: Config) -> str | None:
+    """What of a config several ranks do not do: its place and value. None: they do all of it."""
+    loss = make_loss(config)
+    if isinstance(loss, SequenceLoss) and loss.whole_step:
+        return f"{config.where(config.method)}: a loss over a whole step"
+    if config.data.streaming:
+        return f"{config.where('data.streaming')}: true"
+    if config.optimizer.name == "muon":
+        return f"{config.where('optimizer.name')}: muon"
+    return None
+
+
+def check_rows_of_a_step(loader: Loader) -> None:
+    """Raise PlanError if steps have fewer rows than there are ranks."""
+    ranks = loader.world.size
+    if ranks > 1 and (rows := math.floor(loader.rows_of_a_step())) < ranks:
+        raise PlanError(
+            f"steps have {counted(rows, 'row')} on average, work for at most "
+            f"{counted(rows, 'GPU')}, not for {ranks}: take at most {rows}, or raise "
+            "train.tokens_per_step"
+        )

@@ -1,0 +1,72 @@
+"""A machine whose GPUs train together, each as a rank, and what other numbers would give."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from megatrain.engine.resolved import Machine
+from megatrain.machine import together
+from megatrain.planner.plan import OnGpus, Plan
+from megatrain.recipes.setup import Parts, make_run_plan, prices_of
+from megatrain.reporting.energy import Economy
+
+COUNTS = (1, 2, 4, 8)  # of GPUs that are compared
+
+
+def several(machine: Machine, ranks: int, hosts: int = 1) -> Machine:
+    """The machine with so many GPUs at work, each of which has its part of the host.
+
+    machine: with one, which has all of it.
+    hosts: machines like it.
+    """
+    if ranks == 1:
+        return replace(machine, hosts=hosts, alone=machine)
+    known = together.known(machine.profile, machine.hardware, ranks) if machine.here else None
+    return replace(
+        machine,
+        hardware=together.part_of(machine.hardware, ranks),
+        profile=known or together.assumed(machine.profile, machine.hardware, ranks),
+        ranks=ranks,
+        hosts=hosts,
+        together_assumed=known is None,
+        alone=machine,
+    )
+
+
+def beside_others(parts: Parts, plan: Plan) -> Plan:
+    """The plan with what 1, 2, 4 and 8 GPUs of each host would give, if a number was asked for."""
+    if parts.machine.alone is None:
+        return plan
+    return replace(plan, on_gpus=tuple(on_gpus(parts, plan)))
+
+
+def on_gpus(parts: Parts, plan: Plan) -> Iterator[OnGpus]:
+    """What numbers of GPUs would give, as far as a step has rows for them.
+
+    A price that is given is that of the plan's machine; others are taken in proportion.
+    """
+    machine, job = parts.machine, plan.job
+    assert machine.alone is not None
+    for gpus in sorted({*COUNTS, job.ranks}):
+        if job.most_ranks is not None and gpus * job.hosts > max(job.most_ranks, job.size):
+            return
+        found = plan
+        if gpus != job.ranks:
+            resolved = replace(parts.resolved, machine=several(machine.alone, gpus, job.hosts))
+            # rows that were read were dealt to as many ranks as the plan has
+            found = make_run_plan(replace(parts, resolved=resolved, step_tokens=()))
+        if not found.fits:
+            yield OnGpus(gpus, fits=False)
+            continue
+        timing, times = found.timing, gpus / job.ranks * job.hosts
+        prices = prices_of(parts.config).times(times)
+        spent = Economy(round(timing.tokens_per_s * 3600), 3600, None, prices, "")
+        yield OnGpus(
+            gpus,
+            fits=True,
+            seconds=timing.seconds,
+            tokens_per_s=timing.tokens_per_s,
+            tflops=timing.tflops,
+            cost_per_million=spent.cost_per_million,
+        )

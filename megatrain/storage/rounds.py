@@ -1,0 +1,347 @@
+"""Files of tensors, written by a rank alone or by several together.
+
+Of several ranks the first does everything but this. Each file is written and hashed by one rank, by
+the code that a rank alone runs. What the others own of its tensors comes in messages, in rounds: in
+each, every file under way gets its next one. What there is to send follows from the plan alone, so
+no rank asks another for anything. After some rounds all say whether they are well; until then one
+that is not sends on without values, and reads what it is sent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import cycle, zip_longest
+from pathlib import Path
+from queue import Queue
+from threading import Thread
+from typing import NamedTuple, TypeVar
+
+import torch
+from torch import distributed
+
+from megatrain.errors import MegaTrainError
+from megatrain.memory.nvme_store import READ_BYTES
+from megatrain.storage.hashed_file import WrittenFile, write_bytes
+from megatrain.storage.safetensors_reader import INDEX, IO_THREADS, in_parallel
+from megatrain.storage.safetensors_writer import (
+    TensorSource,
+    encode_index,
+    in_order,
+    write_safetensors,
+)
+from megatrain.world import ALONE, World
+
+MESSAGE_BYTES = READ_BYTES
+ROUNDS = 16  # from one look at whether all ranks are well to the next
+ROOMS = 3  # of a file: for a message that comes, one that waits and one that is written
+
+Plan = Mapping[str, Sequence[TensorSource]]
+T = TypeVar("T")
+
+
+def write_files(
+    folder: Path, plan: Plan, metadata: Mapping[str, str], world: World = ALONE
+) -> list[WrittenFile]:
+    """Write several safetensors files (paths relative to `folder`), a few at a time.
+
+    The first failure cancels the rest. Raises as `write_safetensors`.
+
+    world: the first rank's, in `led`.
+    """
+    if not world.is_alone:
+        order = world.told(_Order(folder.absolute(), tuple(plan), dict(metadata)))
+        outcomes = _write(order, plan, world)
+        world.raise_first([outcome.failure for outcome in outcomes])
+        written = {file.name: file for outcome in outcomes for file in outcome.files}
+        return [written[name] for name in plan]
+    write = partial(_write_file, folder, metadata=metadata)
+    return in_parallel([partial(write, name, plan[name]) for name in plan])
+
+
+def _write_file(
+    folder: Path, name: str, sources: Sequence[TensorSource], metadata: Mapping[str, str]
+) -> WrittenFile:
+    return replace(write_safetensors(folder / name, sources, metadata), name=name)
+
+
+def write_model(
+    folder: Path,
+    weights: Plan,
+    metadata: Mapping[str, str],
+    others: Plan | None = None,
+    there: Collection[str] = (),
+    world: World = ALONE,
+) -> list[WrittenFile]:
+    """Write weight files and, for several, their index; and `others`, which it does not list.
+
+    there: names of weight files that somebody else writes. world: as `write_files`.
+    """
+    wanted = {name: shard for name, shard in weights.items() if name not in there}
+    files = write_files(folder, {**wanted, **(others or {})}, metadata, world)
+    if len(weights) > 1:
+        files.append(write_bytes(folder / INDEX, encode_index(weights)))
+    return files
+
+
+def deal(sizes: Sequence[int], hands: int) -> list[int]:
+    """A hand for each of these, in order: the one that has least so far."""
+    held, dealt = [0] * hands, []
+    for size in sizes:
+        dealt.append(held.index(min(held)))
+        held[dealt[-1]] += size
+    return dealt
+
+
+# -- by several ranks ------------------------------------------------------------------------------
+
+
+class _Order(NamedTuple):
+    """What the first rank is about to write."""
+
+    folder: Path
+    names: tuple[str, ...]
+    metadata: dict[str, str]
+
+
+class _Outcome(NamedTuple):
+    """What became of it on one rank."""
+
+    failure: MegaTrainError | None
+    files: list[WrittenFile]
+
+
+@dataclass(frozen=True)
+class _End:
+    """What the first rank is done with. failure: what it raised."""
+
+    result: object = None
+    failure: MegaTrainError | None = None
+
+
+def led(world: World, lead: Callable[[], T], plan: Callable[[], Plan]) -> T:
+    """What `lead` returns, on all ranks: the first calls it, and the others write files with it.
+
+    All call it at the same place, in the main thread.
+
+    Args:
+        lead: may call `write_files`, and lets no rank wait otherwise.
+        plan: at least the files that it writes.
+
+    Raises on all ranks what `lead` raises.
+    """
+    if world.is_alone:
+        return lead()
+    if world.is_first:
+        try:
+            result = lead()
+        except Exception as error:
+            world.told(_End(failure=world.as_told(error)))
+            raise
+        world.told(_End(result))
+        return result
+    told: object
+    while isinstance(told := world.told(), _Order):
+        planned = plan()
+        _write(told, {name: planned[name] for name in told.names}, world)
+    assert isinstance(told, _End)
+    if told.failure is not None:
+        raise told.failure
+    return told.result  # type: ignore[return-value]
+
+
+def _write(order: _Order, plan: Plan, world: World) -> list[_Outcome]:
+    """A rank's part. Returns what became of every rank's; raises where ranks cannot be reached."""
+    tracks = _tracks(plan, world)
+    write = partial(_write_file, order.folder, metadata=order.metadata)
+    writers = {
+        number: _Writer(write, track.files)
+        for number, track in enumerate(tracks)
+        if track.writer == world.rank
+    }
+    sending = _Sending(tracks, world.rank)
+    try:
+        for number, turn in enumerate(zip_longest(*(track.turns() for track in tracks))):
+            if number % ROUNDS == 0:
+                failures = [sending.failure, *(writer.failure for writer in writers.values())]
+                if any(world.every(any(failures))):
+                    break
+            _take_turn(turn, tracks, writers, sending, world)
+    finally:
+        for writer in writers.values():
+            writer.end()
+    failures = [sending.failure, *(writer.failure for writer in writers.values())]
+    first = next(filter(None, failures), None)
+    files = [file for writer in writers.values() for file in writer.written]
+    return world.every(_Outcome(world.as_told(first), files))
+
+
+def _tracks(plan: Plan, world: World) -> list[_Track]:
+    """Every rank writes some files at a time."""
+    width = max(1, IO_THREADS // world.size)
+    sizes = [sum(source.nbytes for source in sources) for sources in plan.values()]
+    of_track: dict[int, dict[str, Sequence[TensorSource]]] = {}
+    for name, number in zip(plan, deal(sizes, world.size * width), strict=True):
+        of_track.setdefault(number, {})[name] = plan[name]
+    return [_Track(number % world.size, files) for number, files in sorted(of_track.items())]
+
+
+class _Turn(NamedTuple):
+    """A message of a file."""
+
+    sender: int
+    nbytes: int
+
+
+def _take_turn(
+    turn: Sequence[_Turn | None],
+    tracks: Sequence[_Track],
+    writers: Mapping[int, _Writer],
+    sending: _Sending,
+    world: World,
+) -> None:
+    """One round. turn: of every track, unless it has come to its end."""
+    on_their_way, received = [], []
+    for number, (message, track) in enumerate(zip(turn, tracks, strict=True)):
+        if message is None:
+            continue
+        room = writers[number].room(message.nbytes) if number in writers else None
+        if room is not None:
+            received.append((writers[number], room))
+        if message.sender == world.rank:
+            mine = sending.next_of(number, message.nbytes)
+            if room is not None:
+                room.copy_(mine)
+            else:
+                on_their_way.append(_isend(mine, track.writer, number, world))
+        elif room is not None:
+            on_their_way.append(_irecv(room, message.sender, number, world))
+    for work in on_their_way:
+        work.wait()
+    for writer, room in received:
+        writer.give(room)
+
+
+@dataclass(frozen=True)
+class _Track:
+    """Files that one rank writes, one after another."""
+
+    writer: int
+    files: Plan
+
+    def turns(self) -> Iterator[_Turn]:
+        """The messages that they are made of; the same on all ranks."""
+        for source in self._shared():
+            for sender, numel in enumerate(source.owned):
+                nbytes = numel * source.dtype.itemsize
+                for begin in range(0, nbytes, MESSAGE_BYTES):
+                    yield _Turn(sender, min(MESSAGE_BYTES, nbytes - begin))
+
+    def own(self, rank: int) -> Iterator[torch.Tensor]:
+        """Those that a rank sends, as bytes. One is valid until the next is asked for."""
+        for source in self._shared():
+            if source.owned[rank]:
+                for piece in source.pieces():
+                    yield from torch.split(piece.reshape(-1).view(torch.uint8), MESSAGE_BYTES)
+
+    def _shared(self) -> Iterator[TensorSource]:
+        for sources in self.files.values():
+            yield from (source for source in in_order(sources) if source.owned)
+
+
+class _Sending:
+    """What a rank sends of its own. failure: why it has no more values, but zeros."""
+
+    def __init__(self, tracks: Sequence[_Track], rank: int) -> None:
+        self.failure: Exception | None = None
+        self._own = [track.own(rank) for track in tracks]
+
+    def next_of(self, track: int, nbytes: int) -> torch.Tensor:
+        if self.failure is None:
+            try:
+                message = next(self._own[track])
+                assert len(message) == nbytes, (len(message), nbytes)
+                return message
+            except Exception as error:  # noqa: BLE001  all ranks raise it
+                self.failure = error
+        return torch.zeros(nbytes, dtype=torch.uint8)
+
+
+class _Abandoned(Exception):
+    """No more messages come for a file that is not complete."""
+
+
+class _Writer:
+    """A thread that writes files of what it is given.
+
+    Attributes:
+        failure: what ended it; what it is given then goes nowhere.
+        written: files that are complete.
+    """
+
+    def __init__(
+        self, write: Callable[[str, Sequence[TensorSource]], WrittenFile], files: Plan
+    ) -> None:
+        self.failure: Exception | None = None
+        self.written: list[WrittenFile] = []
+        self._write, self._files, self._ended = write, files, False
+        self._rooms = cycle(torch.empty(ROOMS, MESSAGE_BYTES, dtype=torch.uint8))
+        # one waits while another is written: the third room is free
+        self._given: Queue[torch.Tensor | None] = Queue(ROOMS - 2)
+        self._thread = Thread(target=self._run, name="storage")
+        self._thread.start()
+
+    def room(self, nbytes: int) -> torch.Tensor:
+        """Bytes to fill and then to `give`."""
+        room: torch.Tensor = next(self._rooms)
+        return room[:nbytes]
+
+    def give(self, message: torch.Tensor) -> None:
+        """The next message of its files. Waits until it has written most of those before."""
+        self._given.put(message)
+
+    def end(self) -> None:
+        """There is no more. Returns when its files are on the disk, or gone if not complete."""
+        self._given.put(None)
+        self._thread.join()
+
+    def _run(self) -> None:
+        try:
+            for name, sources in self._files.items():
+                self.written.append(self._write(name, [self._fed(source) for source in sources]))
+        except _Abandoned:
+            pass
+        except Exception as error:  # noqa: BLE001  all ranks raise it
+            self.failure = error
+        while not self._ended:  # nobody waits for room
+            self._next()
+
+    def _fed(self, source: TensorSource) -> TensorSource:
+        return replace(source, pieces=partial(self._received, source)) if source.owned else source
+
+    def _received(self, source: TensorSource) -> Iterator[torch.Tensor]:
+        left = source.nbytes
+        while left:
+            message = self._next()
+            if message is None:
+                raise _Abandoned
+            left -= len(message)
+            yield message.view(source.dtype)
+
+    def _next(self) -> torch.Tensor | None:
+        message = self._given.get()
+        self._ended = message is None
+        return message
+
+
+def _isend(message: torch.Tensor, to: int, tag: int, world: World) -> distributed.Work:
+    work = distributed.isend(message, to, group=world.hosts, tag=tag)
+    assert work is not None  # this rank is of the group
+    return work
+
+
+def _irecv(room: torch.Tensor, sender: int, tag: int, world: World) -> distributed.Work:
+    work = distributed.irecv(room, sender, group=world.hosts, tag=tag)
+    assert work is not None
+    return work

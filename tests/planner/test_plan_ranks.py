@@ -1,0 +1,217 @@
+"""Plans of several ranks: bytes against what engines allocate on as many processes, times against
+timelines reckoned by hand, and what is refused."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+
+from megatrain.engine.placement import open_store
+from megatrain.engine.resolved import state_bytes
+from megatrain.errors import ConfigError, PlanError
+from megatrain.machine.hardware import GIB
+from megatrain.machine.profile import typical
+from megatrain.machine.together import assumed, part_of
+from megatrain.models.anatomy import layouts_of
+from megatrain.models.skeleton import Skeleton
+from megatrain.optim import AdamW
+from megatrain.planner.collectives import Collectives
+from megatrain.planner.cost.shape import shape_of
+from megatrain.planner.job import Job, WholeUpdate
+from megatrain.planner.memory import HEAD_COPIES, Layout
+from megatrain.planner.plan import Plan, make_plan
+from megatrain.planner.simulation import overlapped
+from megatrain.settings import Settings
+from megatrain.world import World
+from tests.once import engines_are_built_fast
+from tests.planned import ALL_STREAMED, H200_LARGE_HOST, JOB_7B, LAPTOP, QWEN_7B, TINY_JOB
+from tests.planner.test_plan_measured import EMBEDDING, Case
+from tests.planner.test_simulation import COMPUTING, LAYERS, ONE_GROUP, with_tasks
+from tests.ranks import run_ranks
+from tests.support import tiny_config
+
+CASES = {
+    "tied, three": (3, Case(tied=True, tokens=1536)),
+    "in groups, half resident": (
+        2,
+        Case(groups=2, micro_batch_tokens=128, tokens=1024, resident=3, sums=6),
+    ),
+    "embedding frozen, resident": (2, Case(freeze=EMBEDDING, resident=3, tokens=1024)),
+}
+
+
+def measured(world: World, case: Case, plan: Plan) -> tuple[int, int]:
+    with engines_are_built_fast():
+        return case.measure(plan, world)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_ranks_take_the_bytes_that_are_planned(name, tmp_path):
+    ranks, case = CASES[name]
+    plan = replace(case.plan(tmp_path, ranks), made_of=None)
+    for device_bytes, host_bytes in run_ranks(
+        ranks, partial(measured, case=case, plan=plan), tmp_path
+    ):
+        assert plan.allocated_bytes == pytest.approx(device_bytes, rel=0.03)
+        beside = ("gradient staging", HEAD_COPIES)  # not in the store
+        stored = sum(plan.host.values()) - sum(plan.host.get(name, 0) for name in beside)
+        assert stored == pytest.approx(host_bytes, rel=0.02)
+
+
+# -- time ------------------------------------------------------------------------------------------
+
+TWO = replace(ONE_GROUP, ranks=2)
+
+
+def test_collectives_hide_behind_the_computation_but_for_what_it_loses():
+    """Each matmul beside a collective runs at 1 - loss of its speed."""
+    free = overlapped(with_tasks(gather=0.5, reduce=0.5), TWO)
+    alone = overlapped(COMPUTING, ONE_GROUP)
+    # the first block's gather, and the last one's reduction
+    assert free.seconds == pytest.approx(alone.seconds + 1.0)
+    assert free.waits["forward"]["exchange"] == pytest.approx(0.5)
+    assert free.waits["backward"]["exchange"] == pytest.approx(0.5)
+    losing = replace(TWO, gather_loss=0.3, reduce_loss=0.6)
+    dear = overlapped(with_tasks(gather=0.5, reduce=0.5), losing)
+    # gathers of all blocks but the first in forward, and of all but the last three in backward
+    hidden = 0.3 * 0.5 * (LAYERS + 1 + LAYERS - 1) + 0.6 * 0.5 * (LAYERS + 1)
+    assert dear.seconds == pytest.approx(free.seconds + hidden, rel=0.02)
+
+
+def test_a_lane_of_collectives_that_is_slower_than_the_computation_is_waited_for():
+    slow = overlapped(with_tasks(gather=5.0), TWO)
+    assert slow.phases["forward"] == pytest.approx(5.0 * (LAYERS + 1) + 1.0)
+    assert slow.waits["forward"]["upload"] == 0.0
+    reducing = overlapped(with_tasks(reduce=9.0), TWO)
+    # from the head's gradient to the embedding's, of which the norm is the last to wait
+    assert reducing.seconds == pytest.approx(0.5 + LAYERS + 2.0 + 9.0 * (LAYERS + 2))
+
+
+def test_a_share_is_gathered_once_it_is_up():
+    both = overlapped(with_tasks(upload=0.4, gather=0.5), TWO)
+    assert both.waits["forward"]["upload"] == pytest.approx(0.4)
+    assert both.waits["forward"]["exchange"] == pytest.approx(0.5)
+
+
+@pytest.mark.parametrize(
+    ("begin", "seconds", "taken"),
+    [
+        (0.0, 0.5, 0.5),  # before the first
+        (0.0, 2.0, 3.0),  # 1 alone, 1 at half speed
+        (2.0, 1.0, 2.0),  # at half speed, beside both
+        (0.0, 9.0, 9.0 + 1.0 + 0.5),
+        (9.0, 1.0, 1.0),
+    ],
+)
+def test_computing_beside_collectives(begin, seconds, taken):
+    lane = Collectives()
+    assert lane.add(1.0, 2.0, 0.5) == 3.0
+    assert lane.add(0.0, 1.0, 0.5) == 4.0  # behind the one before
+    lane.add(4.0, 9.0, 0.0)
+    assert lane.beside(begin, seconds) == pytest.approx(taken)
+
+
+# -- plans -----------------------------------------------------------------------------------------
+
+HOST = replace(H200_LARGE_HOST, physical_cores=32)
+QUICK: dict[str, Any] = {"groups": 1, "retained": 0, "micro_batch_tokens": 16_384}  # to search
+LONG = replace(JOB_7B, tokens_per_step=131_072, offload_activations=False, **QUICK)
+
+
+def planned(ranks: int, job: Job = LONG, hosts: int = 1, **more: Any) -> Plan:
+    machine = replace(assumed(typical(HOST), HOST, ranks), network=50e9)
+    job = replace(job, ranks=ranks, hosts=hosts)
+    return make_plan(job, QWEN_7B, part_of(HOST, ranks), machine, **more)
+
+
+@pytest.mark.parametrize(("ranks", "tied"), [(1, False), (3, True)])
+def test_a_rank_s_store_holds_the_shares_that_are_planned(ranks, tied):
+    """The first one's are the largest."""
+    config = tiny_config("llama-tied" if tied else "llama", vocab_size=1031)
+    skeleton = Skeleton(config, dtype=torch.bfloat16)
+    skeleton.freeze(["*.layers.1.mlp.*"])
+    layouts, shape = layouts_of(skeleton.anatomy), shape_of(skeleton, 16, [16])
+    optimizer = AdamW(moments="int8")
+    job = replace(TINY_JOB, ranks=ranks, state_bytes=state_bytes(optimizer, skeleton))
+    table = Layout.of(replace(ALL_STREAMED, resident=2), job, shape, LAPTOP)
+    settings, device = Settings(resident=2), torch.device("cpu")
+    given = layouts, optimizer, "bfloat16", settings
+    held = []
+    for rank in range(ranks):
+        world = World(rank, ranks)
+        with open_store(*given, gradients=True, device=device, world=world) as store:
+            arrays = store._arrays.items()
+            on_device = sum(array.nbytes for (_, block), array in arrays if block < 2)
+            held.append((on_device, sum(array.nbytes for _, array in arrays) - on_device))
+    elements = table._elements(range(2, len(layouts)), sum)
+    in_ram = sum(elements(name) * each for name, each in table.array_bytes.items())
+    assert held[0] == pytest.approx((table.device["resident state"], in_ram), rel=1e-3)
+    assert max(held) == held[0]
+
+
+def test_more_ranks_hold_less_of_the_state_each():
+    state = ("weight", "remainder", "exp_avg", "exp_avg_sq", "grad")
+    asked = replace(LONG, resident=0)
+    plans = [planned(ranks, asked) for ranks in (1, 2, 4, 8)]
+    each = [sum(plan.host[name] for name in state) for plan in plans]
+    assert each == pytest.approx([each[0] / n for n in (1, 2, 4, 8)], rel=0.01)
+    assert all(plan.gpu_bytes > 0 and plan.fits for plan in plans)
+    seconds = [plan.timing.seconds for plan in plans]
+    assert seconds == sorted(seconds, reverse=True)
+    # each has a process of its own
+    assert plans[1].host["libraries at work"] == pytest.approx(
+        plans[0].host["libraries at work"], rel=0.05
+    )
+    (tier,) = (row for row in plans[1].tiers if row[0] == "host")
+    assert tier[1] == 2 * plans[1].host_bytes
+    assert plans[1].to_dict()["ranks"]["host_bytes"] == plans[1].host_bytes
+
+
+def test_budgets_of_a_host_are_shared():
+    limited = planned(2, host_limit=80 * GIB)
+    assert limited.budget.host == 40 * GIB
+    assert {name: have for name, _, have in limited.tiers}["host"] == 80 * GIB
+    lacking = planned(2, replace(LONG, resident=0), host_limit=20 * GIB)
+    assert not lacking.fits and "where 20.00 GiB can be had" in lacking.lack
+
+
+def test_sums_of_ranks_never_wait_in_host_ram():
+    plan = planned(2, replace(LONG, groups=4))
+    assert plan.choices.sums_on_device == len(QWEN_7B.block_numel)
+    assert "gradient sums" not in plan.host
+
+
+def test_hosts_are_bound_by_their_network():
+    near = planned(2, hosts=2)
+    slow = replace(assumed(typical(HOST), HOST, 2), network=1e8)
+    job = replace(LONG, ranks=2, hosts=2)
+    far = make_plan(job, QWEN_7B, part_of(HOST, 2), slow)
+    # weights once, and fp32 sums once: 6 bytes a parameter, of which half is here already
+    assert far.timing.seconds > 6 * QWEN_7B.parameters / 2 / 1e8
+    assert far.timing.waits["network"] > 0.9 * far.timing.seconds
+    assert near.timing.waits["network"] < 0.1 * near.timing.seconds
+    assert near.host["weights of all hosts"] == pytest.approx(QWEN_7B.parameters, rel=0.01)
+    assert near.to_dict()["ranks"]["run_by"] is None
+
+
+@pytest.mark.parametrize(
+    ("job", "words", "error"),
+    [
+        ({"tokens_per_step": 3 * 1024}, "at most 3 GPUs, not for 4: take at most 3", PlanError),
+        ({"rows_per_step": 1, "lengths_vary": True}, "a step of 1 row has work", PlanError),
+        ({"whole_step": True}, "a loss over a whole step is not built", ConfigError),
+        ({"whole_update": WholeUpdate((), (), 0, 0, 0, 0)}, "adamw or lion", ConfigError),
+    ],
+)
+def test_what_ranks_cannot_do_is_refused(job, words, error):
+    with pytest.raises(error, match=words):
+        planned(4, replace(JOB_7B, **job))
+
+
+def test_rows_of_many_lengths_are_not_counted():
+    job = replace(JOB_7B, lengths_vary=True, compiled=False, tokens_per_step=3 * 1024)
+    assert planned(4, job).fits

@@ -1,0 +1,192 @@
+"""Which rank of a launcher a process is, and our own launcher for the GPUs of one host."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from megatrain.config import Config, load_config
+from megatrain.errors import ConfigError
+from megatrain.machine.affinity import share_of_cores
+from megatrain.recipes import launch
+from megatrain.recipes.launch import Place, place_of, ranks_for, run_ranks
+from tests.commands import wait_for
+
+TORCHRUN = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
+SLURM = {"SLURM_PROCID": "1", "SLURM_NTASKS": "2", "SLURM_LOCALID": "1"}
+ALONE: dict[str, str] = {}
+
+
+@pytest.mark.parametrize(
+    ("environ", "place"),
+    [
+        (ALONE, None),
+        (TORCHRUN, Place(3, 4, 1, 2)),
+        (SLURM, Place(1, 2, 1, 2)),
+        (SLURM | {"SLURM_NTASKS_PER_NODE": "2"}, Place(1, 2, 1, 2)),
+        (SLURM | {"SLURM_NTASKS": "1", "SLURM_PROCID": "0"}, None),
+        (SLURM | {"WORLD_SIZE": "1"}, None),
+        ({"WORLD_SIZE": "many"}, None),
+        ({"WORLD_SIZE": ""}, None),
+    ],
+)
+def test_a_launcher_says_which_rank_this_is(environ, place):
+    assert place_of(environ) == place
+
+
+@pytest.mark.parametrize(
+    "environ",
+    [
+        {"WORLD_SIZE": "2"},
+        TORCHRUN | {"RANK": "4"},
+        TORCHRUN | {"RANK": "-1"},
+        TORCHRUN | {"LOCAL_RANK": "2"},
+        TORCHRUN | {"LOCAL_WORLD_SIZE": "5"},
+    ],
+)
+def test_half_a_launcher_is_refused(environ):
+    size = environ["WORLD_SIZE"]
+    with pytest.raises(ConfigError, match=rf"WORLD_SIZE={size}.*no rank of a launcher"):
+        place_of(environ)
+
+
+def config(**keys: Any) -> Config:
+    return load_config({"model": "m", "data": {"train": "x.jsonl"}, **keys})
+
+
+@pytest.fixture
+def gpus(monkeypatch):
+    """gpus(4): the driver has so many."""
+
+    def there(count: int) -> None:
+        nvml = SimpleNamespace(
+            nvmlInit=lambda: None,
+            nvmlShutdown=lambda: None,
+            nvmlDeviceGetCount=lambda: count,
+            NVMLError=OSError,
+        )
+        monkeypatch.setitem(sys.modules, "pynvml", nvml)
+
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    return there
+
+
+@pytest.mark.parametrize(
+    ("there", "visible", "keys", "ranks"),
+    [
+        (4, None, {}, 4),
+        (4, "0,2", {}, 2),
+        (4, "1,-1,3", {}, 1),
+        (4, "", {}, 1),
+        (4, None, {"gpus": 2}, 2),
+        (4, None, {"gpus": 1}, 1),
+        (4, None, {"device": "cpu"}, 1),
+        (4, None, {"optimizer": {"name": "muon"}}, 1),
+        (0, None, {}, 1),
+    ],
+)
+def test_so_many_gpus_are_used(gpus, monkeypatch, there, visible, keys, ranks):
+    gpus(there)
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    assert ranks_for(config(**keys)) == ranks
+
+
+@pytest.mark.parametrize(
+    ("keys", "words"),
+    [
+        ({"gpus": 8}, "gpus: 8, but 4 are visible here"),
+        ({"gpus": 2, "device": "cpu"}, "gpus: 2, but device: cpu"),
+        ({"gpus": 2, "method": "kto"}, "kto: a loss over a whole step is not built for several"),
+    ],
+)
+def test_gpus_that_cannot_be_used_are_refused(gpus, keys, words):
+    gpus(4)
+    with pytest.raises(ConfigError, match=words):
+        ranks_for(config(**keys))
+
+
+def test_what_keeps_it_to_one_gpu_is_said(gpus, capsys):
+    gpus(2)
+    data = {"train": "x", "streaming": True, "eval": None}
+    assert ranks_for(config(data=data, train={"max_steps": 3})) == 1
+    said = "keywords: data.streaming: true is not built for several GPUs: one of 2 is used\n"
+    assert capsys.readouterr().err == said
+
+
+RANK = """
+import os, signal, sys, time
+rank, code = os.environ["RANK"], {codes}
+signal.signal(signal.SIGTERM, lambda *_: sys.exit(75))
+signal.signal(signal.SIGINT, lambda *_: sys.exit(130))
+os.write(1, f"rank {{rank}} of {{os.environ['WORLD_SIZE']}}\\n".encode())  # at once
+if code[rank] == "kill":
+    os.kill(os.getpid(), signal.SIGKILL)
+if code[rank] is not None:
+    sys.exit(code[rank])
+time.sleep(60)
+"""
+
+
+@pytest.fixture
+def program(monkeypatch):
+    """program(0, None): ranks that end with these codes, or wait for a signal."""
+    monkeypatch.setattr(launch, "ENDS_WITHIN_S", 0.3)
+
+    def write(*codes: object) -> None:
+        text = RANK.format(codes={str(rank): code for rank, code in enumerate(codes)})
+        monkeypatch.setattr(launch, "COMMAND", (sys.executable, "-c", text))
+
+    return write
+
+
+@pytest.mark.parametrize(
+    ("codes", "expected"),
+    [((0, 0), 0), ((3, None), 3), ((None, 4), 4), ((0, 7, 0), 7), (("kill", None), 1)],
+)
+def test_all_end_with_one_and_its_code_is_the_command_s(program, capfd, codes, expected):
+    program(*codes)
+    assert run_ranks([], len(codes)) == expected
+    said = capfd.readouterr()
+    assert sorted(said.out.splitlines()) == [f"rank {n} of {len(codes)}" for n in range(len(codes))]
+    killed = "error: rank 0 was killed by SIGKILL, so all have ended\n"
+    assert said.err == (killed if "kill" in codes else "")
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 75), (signal.SIGINT, 130)])
+def test_a_signal_reaches_every_rank_once(program, capfd, number, code):
+    program(None, None)
+    seen: list[str] = []
+
+    def started() -> bool:
+        seen.append(capfd.readouterr().out)
+        return "".join(seen).count("rank") == 2
+
+    def send() -> None:
+        wait_for(started)
+        os.kill(os.getpid(), number)
+
+    thread = threading.Thread(target=send)
+    thread.start()
+    assert run_ranks([], 2) == code
+    thread.join()
+
+
+def test_cores_are_shared_out_whole(monkeypatch, tmp_path):
+    """Two sockets of two cores of two threads; this process may not use the last core."""
+    for cpu in range(8):
+        folder = tmp_path / f"cpu{cpu}" / "topology"
+        folder.mkdir(parents=True)
+        (folder / "physical_package_id").write_text(str(cpu % 2))
+        (folder / "core_id").write_text(str(cpu % 4 // 2))
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1, 2, 4, 5, 6})
+    assert [share_of_cores(n, 3, tmp_path) for n in range(3)] == [{0, 4}, {2, 6}, {1, 5}]
+    assert share_of_cores(0, 2, tmp_path) == {0, 4}
+    assert share_of_cores(1, 4, tmp_path) == {0, 1, 2, 4, 5, 6}
+    assert share_of_cores(1, 2, tmp_path / "none") == {4, 5, 6}

@@ -1,0 +1,302 @@
+"""megatrain push: what arrives at a hub on this machine, and what is said where nothing can."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from huggingface_hub import constants
+
+import megatrain as mt
+from megatrain import cli
+from megatrain.errors import ConfigError
+from megatrain.storage.carried import as_stored
+from megatrain.storage.hashed_file import write_bytes
+from megatrain.storage.manifest import Manifest, describe_files, read_manifest
+from megatrain.storage.rounds import write_model
+from megatrain.storage.safetensors_reader import open_shards
+from megatrain.storage.safetensors_writer import plan_shards
+from tests.commands import wait_for
+from tests.files import flip
+from tests.hub_stub import TOKEN, Hub, local_hub
+
+pytestmark = pytest.mark.filterwarnings("ignore:Use 'content=<...>'")  # of the hub's library
+LOG_IN = "run `hf auth login`, or set HF_TOKEN"
+
+
+@pytest.fixture
+def hub() -> Iterator[Hub]:
+    with local_hub() as hub:
+        yield hub
+
+
+@pytest.fixture(autouse=True)
+def nobody_learns_the_token(capfd: pytest.CaptureFixture[str], project: Path) -> Iterator[None]:
+    yield
+    logs = "".join(path.read_text() for path in project.rglob("*.log"))
+    said = "".join(capfd.readouterr()) + logs
+    assert TOKEN not in said and "signed-with-a-secret" not in said
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    found = (path for path in folder.rglob("*") if path.is_file() and path.name != "MANIFEST.json")
+    return {str(path.relative_to(folder)): path.read_bytes() for path in found}
+
+
+def test_what_arrives_is_final_byte_for_byte(megatrain, finished, hub):
+    done = megatrain("push run me/model")
+    assert done.out == f"{hub.url}/me/model\n"
+    repo = hub.repositories["me/model"]
+    assert repo.files == contents(finished / "final")
+    assert {"README.md", "model.safetensors", "chat_template.jinja"} < repo.files.keys()
+    assert not repo.private
+    assert len(repo.commits) == 1
+    assert TOKEN not in done.out + done.err
+
+
+@pytest.mark.parametrize("owner", ["", "my-org/"])
+def test_private_arrives_with_the_repository(megatrain, finished, hub, owner):
+    done = megatrain(f"push run {owner}model --private --json").json
+    name = f"{owner or 'me/'}model"
+    assert hub.repositories[name].private
+    assert done["url"] == f"{hub.url}/{name}"
+    assert done["private"] is True
+    assert sorted(done["files"]) == sorted(hub.repositories[name].files)
+    assert done["bytes"] == sum(map(len, hub.repositories[name].files.values()))
+
+
+def test_private_is_refused_for_a_repository_that_is_public(megatrain, finished, hub):
+    megatrain("push run me/model")
+    hub.asked.clear()
+    said = megatrain("push run me/model --private", code=2).err
+    assert "is there and public" in said and "/me/model/settings" in said
+    assert not any("commit" in path or "storage" in path for _, path in hub.asked)
+
+
+def test_pushed_again_only_what_changed_is_sent(megatrain, copied, hub):
+    megatrain("push run me/model")
+    card = copied / "final" / "README.md"
+    card.write_text("---\ntags: [mine]\n---\nmine\n")
+    done = megatrain("push run me/model")
+    assert "README.md: was edited; it is uploaded as it is" in done.err
+    assert hub.repositories["me/model"].files["README.md"] == card.read_bytes()
+    assert len(hub.put) == 1
+
+
+def test_a_card_may_be_gone_but_not_unreadable(megatrain, copied, hub):
+    card = copied / "final" / "README.md"
+    card.write_bytes(b"\xff")
+    assert "README.md: is no UTF-8 text" in megatrain("push run me/model", code=2).err
+    assert hub.asked == []
+    card.unlink()
+    said = megatrain("push run me/model").err
+    assert "README.md: is gone; the model is uploaded without a card" in said
+    assert hub.repositories["me/model"].files == contents(copied / "final")
+
+
+def test_what_else_lies_there_is_named_and_stays(megatrain, copied, hub):
+    final = copied / "final"
+    (final / ".env").write_text("SECRET=1")
+    (final / "notes").mkdir()
+    (final / "notes" / "mine.txt").write_text("mine")
+    said = megatrain("push run me/model").err
+    for name in (".env", "notes/mine.txt"):
+        assert f"{name}: is no part of the model; it is not uploaded" in said
+    assert hub.repositories["me/model"].files.keys() == contents(final).keys() - {
+        ".env",
+        "notes/mine.txt",
+    }
+
+
+def test_optimizer_state_is_never_uploaded(megatrain, project, trained_once, hub):
+    whole = trained_once("train.max_steps=1", "checkpoint.final=full")
+    run = Path(shutil.copytree(whole / "run", project / "run", symlinks=True))
+    for manifest in ("there", "removed"):
+        said = megatrain("push run me/model").err
+        for name in ("optimizer", "state.json"):
+            assert said.count(f"{name}: is no part of the model") == 1
+        arrived = hub.repositories["me/model"].files
+        assert {"config.json", "model.safetensors", "tokenizer.json"} < arrived.keys()
+        assert not any("optimizer" in name or "state" in name for name in arrived)
+        assert ("cannot be verified" in said) == (manifest == "removed")
+        (run / "final" / "MANIFEST.json").unlink(missing_ok=True)
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "tokenizer.json", "config.json"])
+def test_a_changed_file_stops_it_before_anything_is_sent(megatrain, copied, hub, name):
+    flip(copied / "final" / name)
+    said = megatrain("push run me/model", code=7).err
+    assert f"final/{name}: does not match its checksum" in said
+    assert hub.asked == []
+    megatrain("push run me/model --no-verify")
+    assert hub.repositories["me/model"].files == contents(copied / "final")
+
+
+@pytest.mark.parametrize("name", ["model-00009-of-00009.safetensors", "tokenizer.model", "code.py"])
+def test_a_file_that_would_be_read_and_does_not_belong_stops_it(megatrain, copied, hub, name):
+    (copied / "final" / name).write_text("x")
+    assert f"{name}: does not belong" in megatrain("push run me/model", code=7).err
+    assert hub.asked == []
+
+
+def test_weights_of_a_model_before_do_not_stay_beside_it(megatrain, finished, hub):
+    megatrain("push run me/model")
+    repo = hub.repositories["me/model"]
+    mine = {"notes.md": b"mine", "onnx/model.safetensors": b"another", "code.py": b"code"}
+    stale = ("model-00001-of-00002.safetensors", "model.safetensors.index.json", "vocab.json")
+    repo.files |= mine | dict.fromkeys(stale, b"old")
+    done = megatrain("push run me/model --json")
+    assert repo.files == contents(finished / "final") | mine
+    assert sorted(stale) == sorted(done.json["removed"])
+    for name in stale:
+        assert f"{name}: was removed from {hub.url}/me/model" in done.err
+
+
+@pytest.fixture
+def sharded(copied: Path) -> Path:
+    """A run whose final model has several shards."""
+    final = copied / "final"
+    sources = [as_stored(tensor) for tensor in open_shards(final).values()]
+    write_model(final, plan_shards(sources, shard_bytes=20000), {"format": "pt", "step": "10"})
+    (final / "model.safetensors").unlink()
+    before = read_manifest(final)
+    files = {file.name: file for file in describe_files(final, contents(final))}
+    write_bytes(final / "MANIFEST.json", Manifest(10, before.sequence, files).encode())
+    return copied
+
+
+def shards_of(run: Path) -> list[Path]:
+    return sorted((run / "final").glob("model-*.safetensors"))
+
+
+def test_a_connection_that_is_lost_once_is_tried_again(megatrain, sharded, hub):
+    broken = iter([True])
+    hub.break_put = lambda nbytes: next(broken, False)
+    megatrain("push run me/model")
+    assert hub.repositories["me/model"].files == contents(sharded / "final")
+    puts = [path for how, path in hub.asked if how == "PUT"]
+    assert len(puts) == len(shards_of(sharded)) + 1 > 4
+
+
+def test_an_upload_that_failed_goes_on_without_what_arrived(megatrain, sharded, hub):
+    shards = shards_of(sharded)
+    largest = max(path.stat().st_size for path in shards)
+    hub.break_put = largest.__eq__
+    said = megatrain("push run me/model", code=7).err
+    assert "the upload failed" in said and "what has arrived is not sent again" in said
+    assert hub.repositories["me/model"].files == {}, "one commit, at the end"
+    there = set(hub.put)
+    assert there
+    hub.break_put = lambda nbytes: False
+    megatrain("push run me/model")
+    assert hub.repositories["me/model"].files == contents(sharded / "final")
+    assert len(hub.put) == len(set(hub.put)) == len(shards)
+
+
+def test_a_killed_upload_goes_on_without_what_arrived(megatrain, sharded, hub):
+    shards, killed = shards_of(sharded), threading.Event()
+    last = min(path.stat().st_size for path in shards)
+
+    def kill(nbytes: int) -> bool:
+        if nbytes == last and not killed.is_set():
+            wait_for(lambda: len(hub.put) == len(shards) - 1)
+            os.kill(child, signal.SIGKILL)
+            killed.set()
+            return True
+        return False
+
+    hub.break_put = kill
+    child = os.fork()
+    if child == 0:
+        os._exit(cli.main(["push", "run", "me/model"]))
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
+    assert killed.is_set()
+    assert hub.repositories["me/model"].files == {}
+    megatrain("push run me/model")
+    assert hub.repositories["me/model"].files == contents(sharded / "final")
+    assert len(hub.put) == len(set(hub.put)) == len(shards)
+
+
+REFUSALS = {
+    "create": (401, "Invalid username or password.", 2, ("does not know the token", LOG_IN)),
+    "preupload": (403, "Forbidden: read only token.", 2, ("may not write there", "/settings/tok")),
+    "commit": (409, "Conflict: main has moved.", 2, ("changed meanwhile", "run the command again")),
+    "info/lfs": (403, "Storage is full", 2, ("may not write there (Storage is full)",)),
+    "validate-yaml": (400, "Bad", 2, ("the hub refuses it (Invalid metadata in README.md",)),
+    "repos/create": (402, "Pay.", 2, ("the hub refuses it (Pay); see http",)),
+    "/api/models/me/model": (500, "Oops", 7, ("the upload failed", "Oops")),
+}
+
+
+@pytest.mark.parametrize("part", REFUSALS)
+def test_what_the_hub_refuses_is_one_sentence(megatrain, finished, hub, part):
+    status, words, code, expected = REFUSALS[part]
+    hub.refuse[part] = status, words
+    said = megatrain("push run me/model", code=code).err
+    assert said.startswith("error: me/model: ")
+    assert said.count("\n") == 1
+    assert [one for one in expected if one not in said] == []
+    assert words.rstrip(".") in said or part == "validate-yaml"
+    assert hub.repositories.get("me/model") is None or not hub.repositories["me/model"].files
+
+
+def test_a_repository_of_somebody_else_is_refused(megatrain, finished, hub):
+    megatrain("push run me/model")
+    hub.repositories["you/model"] = hub.repositories["me/model"]
+    for name in ("you/model", "you/new"):
+        said = megatrain(f"push run {name}", code=2).err
+        assert f"{name}: the token may not write there" in said
+        assert "a repository of your own" in said
+
+
+def test_a_token_that_the_hub_does_not_know(megatrain, finished, hub):
+    hub.token = "another"
+    assert LOG_IN in megatrain("push run me/model", code=2).err
+
+
+@pytest.mark.parametrize("token", ["", f"{TOKEN}\x01", f"{TOKEN} x", f"{TOKEN}é"])
+def test_a_token_that_can_be_none_is_not_sent(megatrain, finished, hub, monkeypatch, token):
+    monkeypatch.setenv("HF_TOKEN", token)
+    monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(Path.cwd() / "none"))
+    assert LOG_IN in megatrain("push run me/model --debug", code=2).err
+    assert hub.asked == []
+
+
+@pytest.mark.parametrize("name", ["", "a/b/c", "my model", "me/model.git", "-x/y"])
+def test_a_name_that_can_be_none_is_refused(megatrain, finished, hub, name):
+    said = megatrain("push", "run", "--", name, code=2).err
+    assert f"{name!r}: cannot be a name on the hub" in said
+    assert hub.asked == []
+
+
+def test_a_run_that_has_not_finished_is_told_how_to(megatrain, killed, hub):
+    said = megatrain("push run me/model", code=2).err
+    assert "run: has no final/" in said and "`megatrain resume run` finishes" in said
+    assert "nothing: no such folder" in megatrain("push nothing me/model", code=2).err
+    assert hub.asked == []
+
+
+def test_a_hub_that_cannot_be_reached(megatrain, finished, hub, monkeypatch):
+    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
+    said = megatrain("push run me/model", code=7).err
+    assert "http://127.0.0.1:9 cannot be reached; check the network" in said
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    assert "HF_HUB_OFFLINE" in megatrain("push run me/model", code=2).err
+
+
+def test_what_the_repository_ignores_is_not_said_to_be_there(megatrain, finished, hub):
+    hub.ignored = ("model.safetensors",)
+    said = megatrain("push run me/model", code=7).err
+    assert "the hub left out model.safetensors" in said and ".gitignore" in said
+
+
+def test_in_python(finished, hub):
+    done = mt.push(finished, "me/model", private=True)
+    assert (done.url, done.private) == (f"{hub.url}/me/model", True)
+    with pytest.raises(ConfigError, match="cannot be a name"):
+        mt.push(finished, "me//model")

@@ -1,0 +1,163 @@
+"""`train` and `resume` on several ranks: the run of one, and none outlives another."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatrain.recipes import loop, others
+from tests.commands import evaluations_of, steps_of, wait_for, write_jsonl
+from tests.ranks import Started
+from tests.recipes.same_run import same_run
+from tests.recipes.test_preference_runs import pairs
+
+KEYS = {
+    "precision": "float32",
+    "device": "cpu",
+    "train.rows_per_step": 6,
+}
+SOON_S = 20.0
+
+
+@pytest.fixture(autouse=True)
+def looked_after_often(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(others, "BEATS_EVERY_S", 0.1)
+    monkeypatch.setattr(others, "SILENT_S", 2.0)
+
+
+def train(*changes: str) -> str:
+    """The command line of a run."""
+    keys = KEYS | dict(change.split("=") for change in changes)
+    return " ".join(["train cfg.yaml", *(f"{key}={value}" for key, value in keys.items())])
+
+
+def slowly(rank: int) -> None:
+    """Steps of all ranks take a while."""
+    made = loop.train_step
+
+    def train_step(*given: Any) -> None:
+        made(*given)
+        time.sleep(0.1)
+
+    pytest.MonkeyPatch().setattr(loop, "train_step", train_step)
+
+
+def trained_to(step: int) -> bool:
+    return Path("run/metrics.jsonl").exists() and any(
+        row["step"] >= step for row in steps_of(Path("run"))
+    )
+
+
+def test_pairs_and_their_reference_are_shared_out(project, megatrain, monkeypatch):
+    write_jsonl(project / "rows.jsonl", pairs())
+    line = train("method=dpo", "train.max_steps=4", "train.learning_rate=1e-3")
+    for output, run in {
+        "run": lambda: Started(2, line).wait() == [0, 0],
+        "alone": lambda: megatrain(f"{line} output=alone"),
+    }.items():
+        monkeypatch.setenv("MEGATRAIN_CACHE", str(project / output / "cache"))
+        assert run()
+    assert_steps_agree(Path("run"), Path("alone"), "loss", "rewards/margins", "logps/chosen")
+
+
+def assert_steps_agree(run: Path, other: Path, *names: str) -> None:
+    for name in names:
+        found, expected = ([row[name] for row in steps_of(each)] for each in (run, other))
+        assert found == pytest.approx(expected, rel=1e-4, abs=1e-7), name
+
+
+def test_two_ranks_train_as_one_and_either_goes_on(project, megatrain):
+    assert Started(2, train("train.max_steps=4", "train.schedule=constant")).wait() == [0, 0]
+    assert (project / "rank-1.log").read_text() == ""  # the first one speaks
+    together = Path("run")
+    assert {row["slowest_rank"] for row in steps_of(together)} <= {0, 1}
+    said = megatrain(f"resume {together} train.max_steps=6").err
+    assert "2 rank(s) before and 1 now: sums are added in another order from here on" in said
+    megatrain(train("output=alone", "train.max_steps=6", "train.schedule=constant"))
+    assert_steps_agree(together, Path("alone"), "loss", "grad_norm", "lr", "target_tokens")
+    held_out = [evaluations_of(run)[-1]["eval_loss"] for run in (together, Path("alone"))]
+    assert held_out[0] == pytest.approx(held_out[1], rel=1e-5)
+    lines = (together / "train.log").read_text().splitlines()
+    assert sum("step 3/4" in line for line in lines) == 1
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_when_one_is_killed_all_end_and_the_run_goes_on(project, monkeypatch, rank):
+    assert Started(2, train("output=whole")).wait() == [0, 0]
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "mine")
+    started = Started(2, train(), first=slowly)
+    wait_for(lambda: trained_to(6))
+    os.kill(started.ranks[rank].pid, signal.SIGKILL)
+    codes = started.wait(SOON_S)
+    assert codes[rank] == -signal.SIGKILL and codes[1 - rank] == 1
+    assert f"rank {rank} on " in started.said()[1 - rank]
+    if rank:  # torchrun starts them again
+        assert Started(2, train()).wait() == [0, 0]
+    else:
+        monkeypatch.setenv("TORCHELASTIC_RUN_ID", "another")
+        assert Started(2, train()).wait() == [2, 2]
+        assert Started(2, "resume run").wait() == [0, 0]
+    same_run(Path("run"), Path("whole"))
+
+
+def test_one_that_is_stopped_by_a_signal_is_not_waited_for(project):
+    started = Started(2, train(), first=slowly)
+    wait_for(lambda: trained_to(2))
+    os.kill(started.ranks[1].pid, signal.SIGSTOP)
+    assert started.wait(SOON_S) == [1, -signal.SIGKILL]
+    assert "has said nothing for 2 s" in started.said()[0]
+
+
+def test_an_error_of_one_ends_all_with_its_sentence_and_code(project):
+    def fails(rank: int) -> None:
+        made = loop.train_step
+
+        def train_step(run: Any, *given: Any) -> None:
+            if rank == 1 and run.step == 2:
+                raise MemoryError
+            made(run, *given)
+
+        pytest.MonkeyPatch().setattr(loop, "train_step", train_step)
+
+    started = Started(2, train(), first=fails)
+    assert started.wait(SOON_S) == [5, 5]
+    (said,) = [line for line in started.said()[0].splitlines() if line.startswith("error")]
+    assert "rank 1 on " in said and "stopped: out of host memory, although only" in said
+    assert "error" not in started.said()[1]
+
+
+@pytest.mark.parametrize("to", [(0,), (1,), (0, 1)])
+def test_a_signal_to_any_stops_all_after_the_step_and_saves(project, to):
+    started = Started(2, train(), first=slowly)
+    wait_for(lambda: trained_to(1))
+    for rank in to:
+        os.kill(started.ranks[rank].pid, signal.SIGTERM)
+    assert started.wait(SOON_S) == [75, 75]
+    assert Started(2, "resume run").wait() == [0, 0]
+    assert [row["step"] for row in steps_of(Path("run"))] == [*range(1, 11)]
+
+
+@pytest.mark.parametrize(
+    ("keys", "code", "words"),
+    [
+        ("data.streaming=true", 2, "data.streaming: true is not built for 2 ranks; use one GPU"),
+        ("optimizer.name=muon", 2, "optimizer.name: muon is not built for 2 ranks; use one GPU"),
+        ("method=kto", 2, "kto: a loss over a whole step is not built for 2 ranks; use one GPU"),
+        ("train.rows_per_step=1", 4, "a step of 1 row has work for at most 1 GPU, not for 2"),
+        (
+            "train.rows_per_step=null train.tokens_per_step=40",
+            4,
+            "steps have 1 row on average, work for at most 1 GPU, not for 2",
+        ),
+    ],
+)
+def test_what_is_not_built_is_refused_and_said_once(project, keys, code, words):
+    started = Started(2, train(*keys.split()))
+    assert started.wait(SOON_S) == [code, code]
+    (said,) = [line for text in started.said() for line in text.splitlines() if "error" in line]
+    assert words in said
