@@ -178,10 +178,11 @@ class FlatLayout:
         """Elements that each of so many ranks owns, but for the last ones, which may have less."""
         return schedule.share(self.numel, ranks)
 
-    def span(self, rank: int, ranks: int) -> Span:
-        """What a rank owns; empty where the block is shorter than that."""
+    def span(self, place: int, ranks: int) -> Span:
+        """A rank's share, by its place among them (`World.place`); empty where the block is shorter
+        than that."""
         share = self.share(ranks)
-        return Span(min(rank * share, self.numel), min((rank + 1) * share, self.numel))
+        return Span(min(place * share, self.numel), min((place + 1) * share, self.numel))
 
     def of(self, array: ArraySpec) -> FlatLayout:
         """The layout of one array of the block."""
