@@ -90,6 +90,10 @@ class World:
     def hosts(self) -> int:
         return self.size // self.local_size
 
+    def here(self) -> World:
+        """The ranks of this host alone, between which blocks travel, but no messages."""
+        return World(*2 * (self.local_rank, self.local_size), local=self.local)
+
     def place(self, rank: int | None = None) -> int:
         """Which of as many shares of a block a rank owns, counted from its first; by default this
         rank's.
@@ -209,7 +213,8 @@ def check_numbers(local: Sequence[tuple[int, int]]) -> None:
     each = local[0][1]
     for rank, (number, there) in enumerate(local):
         if (number, there) != (rank % each, each):
-            found = f"rank {rank} is number {number} of {there} on its host, not {rank % each} of {each}"
+            found = f"rank {rank} is number {number} of {there} on its host"
+            found = f"{found}, not {rank % each} of {each}"
             break
     else:
         if len(local) % each == 0:

@@ -80,8 +80,9 @@ def open_parts(
     fetch = Lane("fetch", device)  # offloaded activations, back to the GPU
     boundaries = _boundaries(settings, anatomy.hidden_size, dtype, compute, download, fetch)
     kept = _kept(world, layouts, dtype, compute, download, settings)
-    for memory in filter(None, (boundaries, kept)):
-        resources.callback(memory.close)  # after the lanes, which copy from and to it
+    resources.callback(boundaries.close)  # after the lanes, which copy from and to its memory
+    if kept is not None:
+        resources.callback(kept.close)
     release = Lane("release") if store.nvme is not None else None  # NVMe staging behind uploads
     for lane in filter(None, (release, download, upload, fetch)):  # `release` outlives uploads
         resources.callback(lane.close)

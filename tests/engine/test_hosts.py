@@ -47,11 +47,12 @@ def bits(found: list[Any]) -> list[Any]:
 @pytest.mark.parametrize("how", ["streamed", "groups", "unclipped, resident"])
 def test_two_hosts_of_two_are_one_up_to_the_order_of_sums_and_always_the_same(how, tmp_path):
     given: dict[str, Any] = {"steps": SEVERAL, "precision": "float32", "family": "llama-tied"}
-    given |= {
+    hows: dict[str, dict[str, Any]] = {
         "streamed": {},
         "groups": {"settings": Settings(**CHUNK, groups=2, group_size=1, sums_on_device=ALL)},
         "unclipped, resident": {"settings": Settings(**CHUNK, resident=2), "max_grad_norm": None},
-    }[how]
+    }
+    given |= hows[how]
     run = partial(run_ranks, 4, hosts=2, folder=tmp_path)
     found = run(partial(train, **given))
     assert_near(in_order(World(0, 4, 0, 2), found), train(World(), **given))

@@ -195,7 +195,7 @@ def test_hosts_are_bound_by_their_network():
     assert far.timing.waits["network"] > 0.9 * far.timing.seconds
     assert near.timing.waits["network"] < 0.1 * near.timing.seconds
     assert near.host["weights of all hosts"] == pytest.approx(QWEN_7B.parameters, rel=0.01)
-    assert near.to_dict()["ranks"]["run_by"] is None
+    assert near.to_dict()["ranks"]["run_by"] == "train"
 
 
 @pytest.mark.parametrize(
