@@ -78,22 +78,18 @@ def open_parts(
     download = Lane("download", device)  # gradients and activation checkpoints, GPU to host
     upload = Lane("upload", device)  # weights and fp32 accumulators, host to GPU
     fetch = Lane("fetch", device)  # offloaded activations, back to the GPU
+    # both close after the lanes, which copy from and to their memory
     boundaries = _boundaries(settings, anatomy.hidden_size, dtype, compute, download, fetch)
-    kept = _kept(world, layouts, dtype, compute, download, settings)
-    resources.callback(boundaries.close)  # after the lanes, which copy from and to its memory
-    if kept is not None:
-        resources.callback(kept.close)
-    release = Lane("release") if store.nvme is not None else None  # NVMe staging behind uploads
-    for lane in filter(None, (release, download, upload, fetch)):  # `release` outlives uploads
+    resources.callback(boundaries.close)
+    kept = _kept(world, layouts, dtype, settings, compute, download, resources)
+    behind = Lane("release") if store.nvme is not None else None  # NVMe staging behind uploads
+    for lane in filter(None, (behind, download, upload, fetch)):  # `behind` outlives uploads
         resources.callback(lane.close)
-    trained = [layout.trained for layout in layouts]
     with naming_the_gpu("the weights' slots and the gradients' accumulators"):
         exchange = _exchange(world, layouts, compute, resources)
-        streamer = Streamer(
-            anatomy, store, dtype, compute, upload, updater, release, exchange, kept
-        )
+        streamer = Streamer(anatomy, store, dtype, compute, upload, updater, behind, exchange, kept)
         gradients = Gradients(
-            trained,
+            [layout.trained for layout in layouts],
             dtype,
             resident=store.resident,
             own=range(own_sums(sums_on_device(settings, len(layouts)), anatomy.embed_feeds_head)),
@@ -129,16 +125,19 @@ def _kept(
     world: World,
     layouts: Sequence[FlatLayout],
     dtype: torch.dtype,
+    settings: Settings,
     compute: Compute,
     download: Lane,
-    settings: Settings,
+    resources: ExitStack,
 ) -> HostWeights | None:
     """Of several hosts, memory for this rank's part of every block's weights."""
     if world.across is None:
         return None
     numels = [world.hosts * layout.share(world.size) for layout in layouts]
     threads = settings.update_threads
-    return HostWeights(numels, dtype, download, pinned=compute.is_cuda, threads=threads)
+    kept = HostWeights(numels, dtype, download, pinned=compute.is_cuda, threads=threads)
+    resources.callback(kept.close)
+    return kept
 
 
 def _boundaries(

@@ -89,14 +89,7 @@ def array_sources(
     ranks = [] if store.world.is_alone else store.world.owners
     spans = {rank: store.span(array, block, rank) for rank in ranks}
     return [
-        TensorSource(
-            t.name,
-            dtype,
-            t.shape,
-            partial(pieces, t),
-            {rank: t.within(span).numel for rank, span in spans.items()},
-        )
-        for t in tensors
+        TensorSource(t.name, dtype, t.shape, partial(pieces, t), t.owned(spans)) for t in tensors
     ]
 
 
