@@ -39,8 +39,11 @@ MEANINGS = {
 ENVIRONMENT = {
     "MEGATRAIN_CACHE": "Folder of the token cache, the machine's profile and other caches; "
     "default: `megatrain` below `XDG_CACHE_HOME` or `~/.cache`.",
-    "CUDA_VISIBLE_DEVICES": "The first GPU named there is used.",
-    "WORLD_SIZE": "Above 1, as launchers of several processes set it: refused.",
+    "CUDA_VISIBLE_DEVICES": "`train` and `resume` use the GPUs named there, others the first one.",
+    "WORLD_SIZE": "Above 1, with RANK and LOCAL_RANK, as torchrun sets them: this process is a "
+    "rank ([several GPUs](scale.md)); other commands than `train` and `resume` refuse it.",
+    "SLURM_PROCID": "With SLURM_NTASKS above 1 and SLURM_LOCALID: the same under Slurm.",
+    "SLURM_LAUNCH_NODE_IPADDR": "Where ranks meet under Slurm, unless MASTER_ADDR is set.",
     "HF_TOKEN": "Token for gated and private models, and for push; `hf auth login` keeps one.",
     "HF_HOME": "Where the hub's downloads are kept.",
     "HF_DATASETS_CACHE": "Where `datasets` keeps what it made of them; by default below `HF_HOME`.",

@@ -27,6 +27,11 @@ from tests.kernel_packages import kernels_there
 SAMPLE_TOKENS = 4  # of the answer that ends every run: each takes a forward of its own
 
 
+def config_of(model: Any) -> dict[str, Any]:
+    """What a model was made with, wherever its folder is: a run's checkpoints have the same."""
+    return {**model.config.to_dict(), "_name_or_path": ""}
+
+
 def key_of(skeleton: Skeleton, *more: Any, frozen: bool = True) -> str:
     """Of what a skeleton is made. `frozen`: and of which of its tensors are trained."""
     attention = getattr(skeleton.config, "_attn_implementation", None)
@@ -42,7 +47,7 @@ def key_of(skeleton: Skeleton, *more: Any, frozen: bool = True) -> str:
         for name, module in layer.named_modules()
         if module._forward_hooks
     ]
-    config = skeleton.config.to_dict()
+    config = config_of(skeleton.model)
     names = skeleton.anatomy.frozen if frozen else ()
     return repr((skeleton.model, skeleton.dtype, attention, config, chunked, hooked, names, more))
 
@@ -97,7 +102,7 @@ def models_are_probed_once() -> Iterator[None]:
             [name for name, module in model.named_modules() if module._forward_hooks],
             kernels_there(model),
         )
-        key = repr((type(model), config._attn_implementation, config.to_dict(), changed))
+        key = repr((type(model), config._attn_implementation, config_of(model), changed))
         findings: Findings = once.get(key, lambda: probe_model(model, layers))
         return findings
 

@@ -293,12 +293,11 @@ class Config(Options):
     device: c.Device = key("auto", "auto: CUDA where there is a GPU.")
     gpus: v.CountOrAuto = key(
         "auto",
-        "GPUs of this host that train together; auto: all that are visible, one where the config "
-        "has what several cannot do. torchrun, Slurm and Kubernetes say it themselves.",
+        "GPUs of this host that train together; auto: all that are visible, or one where several "
+        "cannot do what is asked. Launchers such as torchrun say it themselves.",
     )
     track: c.Trackers = key(
-        (),
-        "Experiment trackers that get every line of metrics.jsonl, the config and the plan.",
+        (), "Experiment trackers that get every line of metrics.jsonl, the config and the plan."
     )
     hang_timeout: v.CountOrNull = key(
         600,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -58,11 +58,15 @@ class Layout:
 
     A table is computed when it is first asked for. The activations' part does not depend on where
     blocks are, so layouts that differ only in that share it (`moved`); the `choices` of that part
-    may therefore place blocks elsewhere.
+    may therefore place blocks elsewhere. What blocks take on the device is the same in many layouts
+    of one job, which share that too (`known`).
     """
 
     choices: Choices
     activations: Activations
+    known: dict[tuple[int, int, int, bool], int] = field(
+        default_factory=dict, repr=False, compare=False
+    )
 
     @classmethod
     def of(cls, choices: Choices, job: Job, shape: ModelShape, hardware: Hardware) -> Layout:
@@ -71,7 +75,7 @@ class Layout:
     def moved(self, **places: Any) -> Layout:
         """The layout with other choices of where blocks, accumulators and NVMe arrays are."""
         # not `replace`, which takes twice as long: a search does this most of all
-        return Layout(Choices(**vars(self.choices) | places), self.activations)
+        return Layout(Choices(**vars(self.choices) | places), self.activations, self.known)
 
     @property
     def job(self) -> Job:
@@ -94,7 +98,12 @@ class Layout:
 
     @cached_property
     def device_bytes(self) -> int:
-        return sum(self._blocks.values()) + self.activations.device_bytes
+        choices = self.choices
+        stored = choices.stores_gradients(self.job)
+        places = choices.resident, choices.sums_on_device, choices.groups, stored
+        if places not in self.known:  # a search asks a million times, in a few hundred places
+            self.known[places] = sum(self._blocks.values())
+        return self.known[places] + self.activations.device_bytes
 
     @cached_property
     def _blocks(self) -> dict[str, int]:

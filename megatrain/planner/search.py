@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import product
 from operator import itemgetter
 from typing import TYPE_CHECKING
@@ -47,9 +47,13 @@ class Search:
     hardware: Hardware
     machine: MachineProfile
     budget: Budget
+    known: dict[tuple[int, int, int, bool], int] = field(  # of its layouts
+        default_factory=dict, init=False, repr=False, compare=False
+    )
 
     def layout(self, choices: Choices) -> Layout:
-        return Layout.of(choices, self.job, self.shape, self.hardware)
+        found = Layout.of(choices, self.job, self.shape, self.hardware)
+        return replace(found, known=self.known)
 
     # -- choosing ----------------------------------------------------------------------------------
 

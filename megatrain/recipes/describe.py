@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import platform
+import socket
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -33,6 +35,7 @@ from megatrain.storage.run_folder import write_text
 from megatrain.storage.saves import find_checkpoint
 
 logger = logging.getLogger("megatrain")
+LAUNCH, UNNAMED = "TORCHELASTIC_RUN_ID", "none"  # torchrun's
 DESCRIPTION = (CONFIG_FILE, RESOLVED_FILE, PLAN_FILE, ENVIRONMENT_FILE)
 PACKAGES = (
     "megatrain",
@@ -79,7 +82,7 @@ def other_versions(run_dir: Path) -> list[str]:
     """A warning if libraries are of other versions than those that the run has used."""
     path = run_dir / ENVIRONMENT_FILE
     try:
-        then = dict(json.loads(path.read_text())["packages"])
+        then = dict(environment(run_dir)["packages"])
     except (OSError, ValueError, TypeError, KeyError):
         return [f"{path}: cannot be read, so other versions of libraries would not be noticed"]
     now = {name: installed_version(name) for name in PACKAGES}
@@ -101,7 +104,27 @@ def environment_of(machine: Machine) -> dict[str, Any]:
         "packages": {name: installed_version(name) for name in PACKAGES},
         "hardware": asdict(machine.hardware),
         "rates": asdict(machine.profile),
+        "launch": launch(),
     }
+
+
+def launch() -> str:
+    """Names the launcher that starts ranks again when one has died; empty: there is none."""
+    name = os.environ.get(LAUNCH, "")
+    return f"{socket.gethostname()} {os.getppid()}" if name == UNNAMED else name
+
+
+def started_again(run_dir: Path) -> bool:
+    """Whether the launcher of this process has begun the run in this folder."""
+    try:
+        return launch() != "" and environment(run_dir).get("launch") == launch()
+    except (OSError, ValueError):
+        return False
+
+
+def environment(run_dir: Path) -> dict[str, Any]:
+    """What `describe_run` has written of it. Raises OSError and ValueError."""
+    return dict(json.loads((run_dir / ENVIRONMENT_FILE).read_text()))
 
 
 def choices_in_words(plan: Plan) -> str:

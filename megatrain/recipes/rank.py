@@ -19,6 +19,7 @@ from megatrain.data.loader import Loader
 from megatrain.errors import ConfigError, PlanError
 from megatrain.losses import SequenceLoss
 from megatrain.machine.affinity import share_of_cores
+from megatrain.planner.reasons import counted
 from megatrain.recipes.launch import Place, place_of
 from megatrain.recipes.others import Others, end_of
 from megatrain.recipes.setup import make_loss
@@ -118,6 +119,7 @@ def check_rows_of_a_step(loader: Loader) -> None:
     ranks = loader.world.size
     if ranks > 1 and (rows := math.floor(loader.rows_of_a_step())) < ranks:
         raise PlanError(
-            f"a step has {rows} rows, so no more than {rows} of {ranks} ranks would have work; use "
-            "fewer GPUs, or a larger train.tokens_per_step"
+            f"steps have {counted(rows, 'row')} on average, work for at most "
+            f"{counted(rows, 'GPU')}, not for {ranks}: take at most {rows}, or raise "
+            "train.tokens_per_step"
         )

@@ -31,6 +31,7 @@ from megatrain.recipes import setup
 from megatrain.recipes.another_machine import another_machine
 from megatrain.recipes.describe import (
     other_versions,
+    started_again,
     summarize,
 )
 from megatrain.recipes.examination import open_examination
@@ -105,6 +106,8 @@ def _train(config: Config, profile: Path | None, world: World) -> RunSummary:
 
     def work(opened: Opened) -> RunSummary:
         if checkpoints(config.output) or (config.output / "final").exists():
+            if started_again(config.output):
+                return _go_on(config.output, asked_again(config.output, ()), None, opened)
             raise ConfigError(
                 f"{config.where('output')}: {config.output} holds a run already; continue it with "
                 f"`megatrain resume {config.output}`, or choose another folder"
@@ -135,23 +138,26 @@ def _resume(run_dir: Path, asked: Config, checkpoint: str | None, world: World) 
     check_lm_eval(asked.where("eval.tasks"), asked.eval.tasks)
     check_ranks(asked, world)
 
-    def work(opened: Opened) -> RunSummary:
-        check_links(run_dir)
-        going = where_to_go_on(run_dir, asked, checkpoint)
-        if going.is_the_end(run_dir):
-            # every byte is checked here, or when it is loaded
-            going = where_to_go_on(run_dir, asked, deep=True)
-            over = going.is_the_end(run_dir) and not going.found.warnings
-            if over and final_is_whole(run_dir):
-                return nothing_left(run_dir)
-        if "output" in asked.model_fields_set and asked.output.absolute() != run_dir.absolute():
-            logger.info(f"this run began in {asked.output} and goes on in {run_dir}")
-        for warning in (*going.warnings, *other_versions(run_dir)):
-            logger.warning(warning)
-        ready = get_ready(going.config, going.model(), going.rows, world)
-        return _run(ready, opened, going.found)
+    return in_run_folder(
+        run_dir, asked.hang_timeout, world, partial(_go_on, run_dir, asked, checkpoint)
+    )
 
-    return in_run_folder(run_dir, asked.hang_timeout, world, work)
+
+def _go_on(run_dir: Path, asked: Config, checkpoint: str | None, opened: Opened) -> RunSummary:
+    check_links(run_dir)
+    going = where_to_go_on(run_dir, asked, checkpoint)
+    if going.is_the_end(run_dir):
+        # every byte is checked here, or when it is loaded
+        going = where_to_go_on(run_dir, asked, deep=True)
+        over = going.is_the_end(run_dir) and not going.found.warnings
+        if over and final_is_whole(run_dir):
+            return nothing_left(run_dir)
+    if "output" in asked.model_fields_set and asked.output.absolute() != run_dir.absolute():
+        logger.info(f"this run began in {asked.output} and goes on in {run_dir}")
+    for warning in (*going.warnings, *other_versions(run_dir)):
+        logger.warning(warning)
+    ready = get_ready(going.config, going.model(), going.rows, opened.world)
+    return _run(ready, opened, going.found)
 
 
 def nothing_left(run_dir: Path) -> RunSummary:

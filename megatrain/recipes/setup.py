@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import date
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import torch
 
@@ -53,9 +53,6 @@ from megatrain.reporting.words import human_bytes
 from megatrain.settings import contradiction
 from megatrain.storage.run_folder import bytes_of_checkpoints
 from megatrain.world import ALONE, World
-
-if TYPE_CHECKING:
-    pass
 
 logger = logging.getLogger("megatrain")
 
@@ -173,10 +170,8 @@ def make_loss(config: Config) -> AnyLoss:
 
 
 def find_machine(config: Config, *, may_measure: bool = False, world: World = ALONE) -> Machine:
-    """This machine, with the config's device and precision. Raises ConfigError.
-
-    may_measure, world: as in `prepare`. All ranks find the same.
-    """
+    """This machine, with the config's device and precision; the same on all ranks. Raises
+    ConfigError. may_measure, world: as in `prepare`."""
     device = choose_device(config.device)
     hardware = read_hardware(config.output, device.type)
     # the run's own checkpoints make room for the next ones

@@ -8,12 +8,13 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from io import TextIOWrapper
 from logging.handlers import WatchedFileHandler
 from pathlib import Path
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from rich import progress as rich_progress
 from rich.console import Console, Group
@@ -44,6 +45,7 @@ Ahead = Callable[[int], Mapping[str, int]]
 PREFIXES = {logging.WARNING: "warning: ", logging.ERROR: "error: "}
 
 logger = logging.getLogger("megatrain")
+_panels: WeakKeyDictionary[Console, _LivePanel] = WeakKeyDictionary()
 
 
 @contextmanager
@@ -132,8 +134,10 @@ class _ConsoleHandler(logging.Handler):
             return
         style = "bold yellow" if record.levelno >= logging.WARNING else ""
         prefix = PREFIXES.get(record.levelno, "") + self.who
-        # A pipe has no width to wrap at: one record is one line, whatever its length.
-        self.console.print(Text(prefix + record.getMessage(), style=style), soft_wrap=True)
+        panel = _panels.get(self.console)
+        with nullcontext() if panel is None else panel.whole:
+            # A pipe has no width to wrap at: one record is one line, whatever its length.
+            self.console.print(Text(prefix + record.getMessage(), style=style), soft_wrap=True)
 
 
 @dataclass(frozen=True)
@@ -344,6 +348,10 @@ class _LivePanel(rich_progress.Progress):
         )
         self._bar = self.add_task("", visible=False)
         self._now = self.add_task("", visible=False)
+        # Held by rich's thread while it draws, and by whoever prints a line above the panel: a line
+        # that knew the panel's height of before would leave a part of the panel on the screen.
+        self.whole = self.live._lock
+        _panels[console] = self
 
     def begin(self, total_steps: int | None, first_step: int) -> None:
         """Show the bar of a run of `total_steps`."""

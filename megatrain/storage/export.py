@@ -344,15 +344,11 @@ def _opened(source: Path) -> tuple[Manifest, dict[str, StoredTensor]]:
 def _fill_gguf(folder: Path, source: Path, dtype: str | None, name: str) -> None:
     """Write the model of a checkpoint as a GGUF file. Raises as `export`."""
     manifest, stored = _opened(source)
-    config, tokenizer, _ = pretrained.load_config_and_tokenizer(
-        pretrained.ModelSource("folder", source)
-    )
+    folder_of = pretrained.ModelSource("folder", source)
+    config, tokenizer, _ = pretrained.load_config_and_tokenizer(folder_of)
     family_of(config)  # refuses before anything is written
-    weights = {
-        name: t
-        for name, t in stored.items()
-        if name not in manifest.constants and not is_carried(t.path)
-    }
+    own = {name: t for name, t in stored.items() if not is_carried(t.path)}
+    weights = {name: t for name, t in own.items() if name not in manifest.constants}
     held = next(t.dtype for t in weights.values())
     wanted = held if dtype is None else GGUF_DTYPES[dtype]
     has_masters = (source / "optimizer").is_dir()

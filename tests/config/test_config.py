@@ -215,7 +215,7 @@ def refusal(path: Path) -> str:
 def test_a_typo_in_any_key_names_the_line_and_the_nearest_key(write, index, key):
     lines = section_of(index)
     name = key.rpartition(".")[2]
-    typo = name[:-1] if len(name) < 5 else name[:2] + name[3:]
+    typo = name + name[-1] if len(name) < 5 else name[:2] + name[3:]
     lines[index] = lines[index].replace(name, typo, 1)
     dotted = f"{key.rpartition('.')[0]}.{typo}".lstrip(".")
     error = f"cfg.yaml:{index + 1}: {dotted}: did you mean {name}?"

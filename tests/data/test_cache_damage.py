@@ -28,7 +28,7 @@ OPTIONS = DataOptions(seq_len=64)
 SHARD = {"ids.bin", "mask.bin", "shard.json"}
 SHARD |= {f"{name}.npy" for name in ("offsets", "targets", "hashes", "contexts", "joined", "uncut")}
 FILES = {"set.json", *(f"00000/{name}" for name in SHARD)}
-ROUNDS = 15  # of some twenty corruptions each
+ROUNDS = 6  # of some twenty corruptions each
 Start = Callable[[], TokenRows]
 
 

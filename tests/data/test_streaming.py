@@ -120,7 +120,7 @@ def test_steps_by_tokens_are_full_across_windows(open_in):
     assert max(step.tokens for step in steps) <= 300
 
 
-@pytest.mark.parametrize("there", [1, 3, ROWS // OF_SHARD])
+@pytest.mark.parametrize("there", [1, ROWS // OF_SHARD])
 def test_the_order_does_not_depend_on_the_shards_that_are_there(
     open_in, whole_cache, tmp_path, there
 ):
@@ -145,7 +145,7 @@ def test_a_set_of_one_window_has_the_order_that_it_has_without_streaming(
     assert loader.used() == "2 epochs of all 100 rows of 1 window, and 70 rows of 1 window"
 
 
-@pytest.mark.parametrize("stop", [0, 2, 3, 14, 15, 31])
+@pytest.mark.parametrize("stop", [0, 3, 15])
 def test_a_saved_position_gives_the_identical_rest(open_in, stop):
     whole = steps_of(loader_of(open_in("cache")))
     loader = loader_of(open_in("cache"))

@@ -30,9 +30,7 @@ HOW: dict[str, dict[str, Any]] = {
     "float32": {"precision": "float32"},
     "bfloat16": {},
     "int8 moments": {"optimizer": AdamW(lr=1e-3, weight_decay=0.1, moments="int8")},
-    "bfloat16 moments": {"optimizer": AdamW(lr=1e-3, weight_decay=0.1, moments="bfloat16")},
     "lion": {"optimizer": Lion(lr=1e-4, weight_decay=0.1)},
-    "retained": {"settings": Settings(**CHUNK, retained=2)},
     "offloaded": {"settings": Settings(**CHUNK, offload_activations=True)},
     "frozen": {"freeze": ("model.embed_tokens.*", "*.layers.1.*proj*")},
     "half a layer frozen, resident": {
@@ -40,9 +38,6 @@ HOW: dict[str, dict[str, Any]] = {
         "settings": Settings(**CHUNK, resident=3),
     },
     "dropout": {"family": tiny_config("gpt2", resid_pdrop=0.4)},
-    "two backward passes": {"settings": Settings(**CHUNK, second_backward=True)},
-    "unclipped": {"max_grad_norm": None},
-    "half resident": {"settings": Settings(**CHUNK, resident=2)},
     "resident": {"settings": Settings(**CHUNK, resident=ALL)},
     "resident, unclipped": {
         "settings": Settings(**CHUNK, resident=3, retained=1),
@@ -139,11 +134,10 @@ def test_groups_are_agreed_on(resident, tmp_path):
     assert_near(run_ranks(2, partial(train, **given), tmp_path), train(World(), **given))
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
-def test_routers_are_balanced_over_all_ranks(ranks, tmp_path):
+def test_routers_are_balanced_over_all_ranks(tmp_path):
     given: dict[str, Any] = {"steps": SEVERAL, "family": "mixtral", "precision": "float32"}
     given["router_aux_loss_coef"] = 0.1
-    found, expected = run_ranks(ranks, partial(train, **given), tmp_path), train(World(), **given)
+    found, expected = run_ranks(3, partial(train, **given), tmp_path), train(World(), **given)
     assert_near(found, expected)
     without = train(World(), **given | {"router_aux_loss_coef": 0.0})
     assert without[0][-1][0] != pytest.approx(expected[0][-1][0], rel=1e-5)

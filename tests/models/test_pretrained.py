@@ -304,7 +304,11 @@ def test_a_gguf_file_is_parsed_once_and_has_the_end_of_turn_as_its_eos(
         return reader(path)
 
     monkeypatch.setattr(gguf, "GGUFReader", noted)
-    config, tokenizer, generation = load_config_and_tokenizer(resolve_source(smollm2_gguf))
+    source = resolve_source(smollm2_gguf)
+    config, tokenizer, generation = load_config_and_tokenizer(source, chat_template="alpaca")
+    answer: Any = [{"role": "assistant", "content": "1 2 3"}]
+    text = tokenizer.apply_chat_template(answer, tokenize=False)
+    assert str(text).endswith("### Response:\n1 2 3<|im_end|>\n\n")
     assert (tokenizer.eos_token, tokenizer.pad_token) == ("<|im_end|>", "<|im_end|>")
     assert (config.eos_token_id, config.pad_token_id) == (2, 2)
     assert generation is not None

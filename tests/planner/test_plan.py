@@ -297,9 +297,7 @@ IN_ONE_GROUP = job(tokens_per_step=131_072, groups=1, offload_activations=False)
     ("job", "hardware", "fix"),
     [
         (JOB_7B, h200(25, 82), SMALLER_STEP),
-        (JOB_7B, h200(25, 78), "set train.tokens_per_step: 16384"),
         (JOB_7B, h200(25, 72), "set optimizer.moments: bfloat16"),
-        (JOB_7B, h200(25, 54), f"{SMALLER_STEP} and optimizer.moments: bfloat16"),
         (JOB_7B, h200(25, 44), f"{SMALLER_STEP} and optimizer.moments: int8"),
         (job(second_backward=False), h200(25, 90), "set memory.second_backward: auto"),
         (job(precision="float32", tokens_per_step=1024), h200(10, 130), "set precision: bfloat16"),

@@ -329,7 +329,7 @@ def test_a_finished_run_goes_on_when_its_file_asks_for_more(megatrain, copied):
     assert steps_of(copied)[-1]["step"] == 12
 
 
-NAMES = ["*.jsonl", "[rows.jsonl]", "{path: rows.jsonl, weight: 1}", "rows", "rows:train"]
+NAMES = ["*.jsonl", "{path: rows.jsonl, weight: 1}", "rows:train"]
 
 
 @pytest.mark.parametrize("named", NAMES)

@@ -11,7 +11,6 @@ from transformers import AutoTokenizer
 
 from megatrain.data import rendering
 from megatrain.data.named_templates import find_template
-from megatrain.models.pretrained import load_tokenizer, resolve_source
 
 TURNS = [{"role": "user", "content": "Count to 3."}, {"role": "assistant", "content": "1 2 3"}]
 TWO_STEPS = "train.max_steps=2 train.tokens_per_step=64 data.eval=null"
@@ -68,12 +67,6 @@ def test_what_cannot_be_used_is_named_with_its_line(megatrain, project):
 def test_a_template_in_the_home_of_nobody_is_named(megatrain, project):
     error = megatrain("data cfg.yaml", "data.chat_template=~nobody-here/x", code=2).err
     assert "data.chat_template: ~nobody-here/x: no such file, and no such name" in error
-
-
-def test_a_gguf_file_takes_one_too(smollm2_gguf):
-    tokenizer: Any = load_tokenizer(resolve_source(smollm2_gguf), chat_template="alpaca")
-    text = tokenizer.apply_chat_template(TURNS, tokenize=False)
-    assert text.endswith(f"### Response:\n1 2 3{tokenizer.eos_token}\n\n")
 
 
 @pytest.mark.parametrize("command", ["data cfg.yaml", "train cfg.yaml", "generate model a"])

@@ -58,7 +58,6 @@ def test_the_printed_way_back_leads_to_the_end(megatrain, project, absurd_from_s
     "options",
     [
         ("checkpoint.every=1",),
-        ("checkpoint.every=1", "optimizer.name=lion", "precision=float32"),
         ("checkpoint.every=null",),
     ],
 )

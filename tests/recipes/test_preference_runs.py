@@ -47,6 +47,7 @@ FURTHER = {
     "reward": {"accuracy", "margin", "mean_reward"},
 }
 KEYS = {"simpo": ["simpo.beta=2.0"], "kto": ["train.rows_per_step=12"]}
+OF_PAIRS_ALONE = {"orpo", "simpo", "cpo"}
 REFERRED = [name for name, loss in LOSSES.items() if getattr(loss, "reference", False)]
 
 
@@ -104,7 +105,8 @@ def test_each_method_has_a_loss_and_each_key_of_a_section_is_an_argument_of_it()
 def test_a_run_learns_writes_trl_s_metrics_and_halves_are_one_run(
     megatrain, project, of_method, method
 ):
-    """And `eval` says of it what its last evaluation said."""
+    """And `eval` says of it what its last evaluation said. Those of pairs without a reference all
+    go on in one way, which is that of an sft run."""
     options = of_method(method)
     megatrain("train cfg.yaml", *options, "output=whole")
     steps, held_out = steps_of(project / "whole"), evaluations_of(project / "whole")
@@ -119,7 +121,8 @@ def test_a_run_learns_writes_trl_s_metrics_and_halves_are_one_run(
     for name in FURTHER[method]:
         assert found[f"eval_{name}"] == pytest.approx(last[f"eval_{name}"], rel=1e-4, abs=1e-5)
     assert "perplexity" not in found
-    resumed_from_the_middle(megatrain, project)
+    if method not in OF_PAIRS_ALONE:
+        resumed_from_the_middle(megatrain, project)
 
 
 def resumed_from_the_middle(megatrain: Command, project: Path) -> Answer:

@@ -86,16 +86,21 @@ def test_two_ranks_train_as_one_and_either_goes_on(project, megatrain):
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_when_one_is_killed_all_end_and_the_run_goes_on(project, rank):
+def test_when_one_is_killed_all_end_and_the_run_goes_on(project, monkeypatch, rank):
     assert Started(2, train("output=whole")).wait() == [0, 0]
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "mine")
     started = Started(2, train(), first=slowly)
     wait_for(lambda: trained_to(6))
-    killed = started.ranks[rank].pid
-    os.kill(killed, signal.SIGKILL)
+    os.kill(started.ranks[rank].pid, signal.SIGKILL)
     codes = started.wait(SOON_S)
     assert codes[rank] == -signal.SIGKILL and codes[1 - rank] == 1
     assert f"rank {rank} on " in started.said()[1 - rank]
-    assert Started(2, "resume run").wait() == [0, 0]
+    if rank:  # torchrun starts them again
+        assert Started(2, train()).wait() == [0, 0]
+    else:
+        monkeypatch.setenv("TORCHELASTIC_RUN_ID", "another")
+        assert Started(2, train()).wait() == [2, 2]
+        assert Started(2, "resume run").wait() == [0, 0]
     same_run(Path("run"), Path("whole"))
 
 
@@ -142,11 +147,16 @@ def test_a_signal_to_any_stops_all_after_the_step_and_saves(project, to):
         ("data.streaming=true", 2, "data.streaming: true is not built for 2 ranks; use one GPU"),
         ("optimizer.name=muon", 2, "optimizer.name: muon is not built for 2 ranks; use one GPU"),
         ("method=kto", 2, "kto: a loss over a whole step is not built for 2 ranks; use one GPU"),
-        ("train.rows_per_step=1", 4, "a step has 1 rows, so no more than 1 of 2 ranks would"),
+        ("train.rows_per_step=1", 4, "a step of 1 row has work for at most 1 GPU, not for 2"),
+        (
+            "train.rows_per_step=null train.tokens_per_step=40",
+            4,
+            "steps have 1 row on average, work for at most 1 GPU, not for 2",
+        ),
     ],
 )
 def test_what_is_not_built_is_refused_and_said_once(project, keys, code, words):
-    started = Started(2, train(keys))
+    started = Started(2, train(*keys.split()))
     assert started.wait(SOON_S) == [code, code]
     (said,) = [line for text in started.said() for line in text.splitlines() if "error" in line]
     assert words in said

@@ -139,11 +139,11 @@ def test_products_in_fp8_need_what_was_measured_on_a_gpu():
     tokens, sizes_7b = 16_384, {**SIZES, **QWEN_SIZES["7B"], "num_hidden_layers": 4}
     skeleton = Skeleton(Qwen2Config(**sizes_7b), dtype=torch.bfloat16)
 
-    def found(runs_on: str, fp8: bool) -> ModelShape:
-        how: Any = {"compiled": runs_on == "cuda", "layer_chunks": [4096]}
-        return shape_of(skeleton, 1024, [tokens], runs_on=runs_on, fp8=fp8, **how)
+    def found(fp8: bool) -> ModelShape:
+        how: Any = {"runs_on": "cuda", "compiled": True, "layer_chunks": [4096]}
+        return shape_of(skeleton, 1024, [tokens], fp8=fp8, **how)
 
-    in_bf16, in_fp8, on_cpu = found("cuda", False), found("cuda", True), found("cpu", True)
+    in_bf16, in_fp8 = found(False), found(True)
     assert in_fp8.compiled is not None
     assert in_bf16.compiled is not None
     needed = in_fp8.compiled.recomputed.at(tokens)
@@ -152,7 +152,10 @@ def test_products_in_fp8_need_what_was_measured_on_a_gpu():
     assert in_fp8.compiled.last.at(tokens) / 2**20 == pytest.approx(4146, rel=0.015)
     assert in_bf16.compiled.recomputed.at(tokens) < needed < in_fp8.layer_bytes(tokens)
     assert in_fp8.layer_bytes(tokens, 4096) > in_bf16.layer_bytes(tokens, 4096)
-    assert on_cpu.layer == found("cpu", False).layer
     assert in_fp8.cost == in_bf16.cost
     modules = (module for layer in skeleton.layers for module in layer.modules())
     assert not any(isinstance(module, Fp8Linear) for module in modules)
+
+
+def test_products_in_fp8_need_nothing_more_on_a_cpu():
+    assert shape(fp8=True) == shape()

@@ -29,6 +29,11 @@ def llama() -> ModelShape:
     return shape(LlamaConfig(**SIZES, num_hidden_layers=2))
 
 
+@pytest.fixture(scope="module")
+def compiled() -> ModelShape:
+    return shape(LlamaConfig(**SIZES, num_hidden_layers=2), compiled=True)
+
+
 def test_products_by_hand(llama):
     layer = llama.cost.layers[0]
     assert layer.forward.matmul_flops == 2 * MATRICES
@@ -76,8 +81,7 @@ def test_layers_of_one_kind_are_one_object(llama):
     assert llama.cost.layers[0] is llama.cost.layers[1]
 
 
-def test_nothing_is_said_of_compilation_unless_asked(llama):
-    compiled = shape(LlamaConfig(**SIZES, num_hidden_layers=2), compiled=True)
+def test_nothing_is_said_of_compilation_unless_asked(llama, compiled):
     for eager, fused in zip(llama.cost.layers, compiled.cost.layers, strict=True):
         one_way, back = eager.forward, eager.backward
         assert one_way.compiled_bytes == one_way.eager_bytes == fused.forward.eager_bytes
@@ -94,8 +98,7 @@ def test_a_compiled_loss_moves_the_logits_twice_each_way(llama):
     assert head.forward.eager_bytes > 3 * head.forward.compiled_bytes
 
 
-def test_cheap_retention_adds_traffic_and_no_products(llama):
-    compiled = shape(LlamaConfig(**SIZES, num_hidden_layers=2), compiled=True)
+def test_cheap_retention_adds_traffic_and_no_products(llama, compiled):
     layer, eager = compiled.cost.layers[0], llama.cost.layers[0]
     # what was left out is written again, at least
     assert 2 * (2 * 64 + 176) < layer.cheap_bytes < layer.backward.compiled_bytes
@@ -167,9 +170,6 @@ ATTENTION = {1024: 311e12, 8192: 540e12}  # FLOP/s by sequence length, measured 
 MEASURED = [
     ("7B", 1024, "eager", 409, 542),
     ("7B", 1024, "compiled", 483, 638),
-    ("7B", 8192, "eager", 358, 471),
-    ("7B", 8192, "compiled", 421, 554),
-    ("14B", 1024, "compiled", 470, 626),
     ("14B", 8192, "compiled", 403, 530),
     ("1.8B", 1024, "compiled", 423, 550),
 ]
