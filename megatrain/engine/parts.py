@@ -78,9 +78,8 @@ def open_parts(
     download = Lane("download", device)  # gradients and activation checkpoints, GPU to host
     upload = Lane("upload", device)  # weights and fp32 accumulators, host to GPU
     fetch = Lane("fetch", device)  # offloaded activations, back to the GPU
-    # both close after the lanes, which copy from and to their memory
     boundaries = _boundaries(settings, anatomy.hidden_size, dtype, compute, download, fetch)
-    resources.callback(boundaries.close)
+    resources.callback(boundaries.close)  # after the lanes, which copy from and to its memory
     kept = _kept(world, layouts, dtype, settings, compute, download, resources)
     behind = Lane("release") if store.nvme is not None else None  # NVMe staging behind uploads
     for lane in filter(None, (behind, download, upload, fetch)):  # `behind` outlives uploads

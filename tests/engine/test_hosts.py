@@ -20,8 +20,12 @@ from tests.ranks import run_ranks
 from tests.support import engine_of, micro_batches
 
 FOUR = [micro_batches(seed, [(2, 9), (1, 6), (2, 7), (1, 9)]) for seed in range(2)]
-TWINS = ["bfloat16", "int8 moments", "two backward passes", "unclipped", "resident"]
-TWINS += ["half a layer frozen, resident"]
+TWINS: dict[str, dict[str, Any]] = {
+    "bfloat16": {},
+    "two backward passes": {"settings": Settings(**CHUNK, second_backward=True)},
+    "unclipped": {"max_grad_norm": None},
+    "half a layer frozen, resident": HOW["half a layer frozen, resident"],
+}
 
 
 def in_order(world: World, found: list[Any]) -> list[Any]:
@@ -31,8 +35,8 @@ def in_order(world: World, found: list[Any]) -> list[Any]:
 
 @pytest.mark.parametrize("how", TWINS)
 def test_two_hosts_of_one_micro_batch_are_one_rank_of_two(how, tmp_path):
-    found = run_ranks(2, partial(train, steps=STEPS, **HOW[how]), tmp_path, hosts=2)
-    told, held_out, arrays = train(World(), STEPS, **HOW[how])
+    found = run_ranks(2, partial(train, steps=STEPS, **TWINS[how]), tmp_path, hosts=2)
+    told, held_out, arrays = train(World(), STEPS, **TWINS[how])
     assert [each[:2] for each in found] == [(told, held_out)] * 2
     ours = joined([arrays for *_, arrays in found])
     assert [name for name in arrays if not torch.equal(ours[name], arrays[name])] == []
