@@ -3,6 +3,7 @@ that cross between hosts once a step."""
 
 from __future__ import annotations
 
+import time
 from functools import partial
 from typing import Any
 
@@ -17,7 +18,7 @@ from megatrain.world import World, check_numbers
 from tests.compare import distance
 from tests.engine.test_ranks import CHUNK, HOW, SEVERAL, STEPS, assert_near, joined, train
 from tests.ranks import run_ranks
-from tests.support import engine_of, micro_batches
+from tests.support import engine_of, micro_batches, tiny_config
 
 FOUR = [micro_batches(seed, [(2, 9), (1, 6), (2, 7), (1, 9)]) for seed in range(2)]
 TWINS: dict[str, dict[str, Any]] = {
@@ -50,7 +51,8 @@ def bits(found: list[Any]) -> list[Any]:
 
 @pytest.mark.parametrize("how", ["streamed", "groups", "unclipped, resident"])
 def test_two_hosts_of_two_are_one_up_to_the_order_of_sums_and_always_the_same(how, tmp_path):
-    given: dict[str, Any] = {"steps": SEVERAL, "precision": "float32", "family": "llama-tied"}
+    family = tiny_config("qwen2", num_hidden_layers=4)  # layers that take turns in slots
+    given: dict[str, Any] = {"steps": SEVERAL, "precision": "float32", "family": family}
     hows: dict[str, dict[str, Any]] = {
         "streamed": {},
         "groups": {"settings": Settings(**CHUNK, groups=2, group_size=1, sums_on_device=ALL)},
@@ -83,9 +85,9 @@ def test_sums_are_of_each_host_and_then_over_hosts(tmp_path):
     assert torch.equal(whole, expected.repeat(padded // 4096 + 1)[:padded])
 
 
-def crossings(world: World, groups: int, **options: Any) -> tuple[list[int], int, int]:
+def crossings(world: World, groups: int) -> tuple[list[int], int, int, dict[str, float]]:
     """Of each step, and of what follows: bytes of weights that this rank sends to the other host;
-    those of its shares, and what the host keeps."""
+    those of its shares, and what the host keeps; and the last step's waits."""
     sent: list[int] = []
     across = Exchange.gather_across
 
@@ -95,27 +97,32 @@ def crossings(world: World, groups: int, **options: Any) -> tuple[list[int], int
 
     pytest.MonkeyPatch().setattr(exchange.Exchange, "gather_across", counted)
     settings = Settings(**CHUNK, groups=groups, group_size=1, sums_on_device=ALL)
-    with engine_of("llama", world=world, settings=settings, **options) as engine:
+    with engine_of("llama", world=world, settings=settings, precision="bfloat16") as engine:
         streamer = engine.parts.streamer
+        engine.parts.lanes["exchange"].delay = partial(time.sleep, 0.002)
         for step in SEVERAL:
             sent.append(0)
-            engine.train_step(step[world.rank :: world.size])
+            stalls = engine.train_step(step[world.rank :: world.size]).stalls_s
         sent.append(0)
         engine.evaluate(SEVERAL[0][:1])
         sent.append(0)
         engine.evaluate(SEVERAL[1][:1])
         assert streamer._exchange is not None and streamer._kept is not None
         shares = sum(streamer._exchange.shares)
-        return sent, 2 * shares, streamer._kept.nbytes
+        return sent, 2 * shares, streamer._kept.nbytes, stalls
 
 
 @pytest.mark.parametrize(("ranks", "groups"), [(2, 3), (4, 2)])
 def test_weights_cross_once_a_step(ranks, groups, tmp_path):
     """However many sweeps there are; none where no step was made between."""
-    job = partial(crossings, groups=groups, precision="bfloat16")
-    for sent, once, kept in run_ranks(ranks, job, tmp_path, hosts=2):
+    for sent, once, kept, stalls in run_ranks(
+        ranks, partial(crossings, groups=groups), tmp_path, hosts=2
+    ):
         assert sent == [once, once, once, 0]
         assert kept >= 2 * once  # this rank's shares, and those of the other host
+        assert stalls["wait_network"] > 0
+        if ranks == 2:  # nobody else is on this host
+            assert stalls["wait_exchange"] < 0.1 * stalls["wait_network"]
 
 
 def read(world: World) -> Any:
@@ -158,3 +165,20 @@ def test_ranks_that_are_not_numbered_host_by_host_are_refused(local, words):
     check_numbers([(0, 2), (1, 2), (0, 2), (1, 2)])
     with pytest.raises(ConfigError, match=words):
         check_numbers(local)
+
+
+def losses(world: World, fault: tuple[str, str] | None) -> list[float]:
+    """fault: a lane that waits for nobody, and one that is slow."""
+    with engine_of("llama", world=world, settings=Settings(**CHUNK)) as engine:
+        if fault is not None:
+            lanes = engine.parts.lanes
+            lanes[fault[0]].wait = lambda _: None  # type: ignore[method-assign]
+            lanes[fault[1]].delay = partial(time.sleep, 0.01)
+        return [engine.train_step(step[world.rank : world.rank + 1]).grad_norm for step in STEPS]
+
+
+@pytest.mark.parametrize("fault", [("download", "exchange"), ("upload", "download")])
+def test_without_its_waits_a_delay_changes_the_result(fault, tmp_path):
+    """What has crossed is copied down once it is there, and comes up once it is down."""
+    expected = run_ranks(2, partial(losses, fault=None), tmp_path, hosts=2)
+    assert run_ranks(2, partial(losses, fault=fault), tmp_path, hosts=2) != expected
