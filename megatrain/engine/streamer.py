@@ -77,7 +77,7 @@ class Streamer:
         kept: HostWeights | None = None,
     ) -> None:
         self.store, self.compute, self.upload, self.updates = store, compute, upload, updates
-        self._releases, self._exchange, self._kept = releases, exchange, kept
+        self._releases, self._exchange, self.kept = releases, exchange, kept
         numels = [block.layout.numel for block in anatomy.blocks]
         if exchange is not None:
             numels = [exchange.padded(block) for block in range(len(numels))]
@@ -136,7 +136,7 @@ class Streamer:
         """Queue the upload of a block into its slot, unless it is there already."""
         if slot.holds == block:
             return
-        if self._kept is not None and (part := self._kept.of(block)):
+        if self.kept is not None and (part := self.kept.of(block)):
             slot.holds = None  # nothing, if this is interrupted
             self._bring(block, slot, *part)
             slot.holds = block
@@ -185,7 +185,7 @@ class Streamer:
         assert exchange is not None
         whole, mine = slot.target[: self._numels[block]], share.target[: exchange.shares[block]]
         slot.uploaded = uploaded
-        if self._kept is not None:
+        if self.kept is not None:
             share.free = self._cross(block, slot, whole, mine)
             return self._gather_here(slot, whole, share.free)
 
@@ -201,7 +201,7 @@ class Streamer:
 
     def _cross(self, block: int, slot: Slot, whole: torch.Tensor, share: torch.Tensor) -> Event:
         """Queue what crosses the network, which this host keeps."""
-        exchange, kept, uploaded, before = self._exchange, self._kept, slot.uploaded, busy(slot)
+        exchange, kept, uploaded, before = self._exchange, self.kept, slot.uploaded, busy(slot)
         assert exchange is not None and kept is not None
 
         def job(_: Event) -> None:
@@ -248,8 +248,8 @@ class Streamer:
         """Forget what was uploaded: the weights in the store have changed or are about to."""
         for slot in self.slots:
             slot.holds = None
-        if self._kept is not None:
-            self._kept.forget()
+        if self.kept is not None:
+            self.kept.forget()
 
 
 def busy(slot: Slot) -> tuple[Event | None, ...]:
