@@ -94,8 +94,8 @@ def changes(plan: Plan) -> Iterable[str]:
         yield f"faster: {better.words} would give {gain} ({better.cost}; {better.why})"
     if plan.job.hosts > 1:
         yield (
-            "several hosts: planned from bytes and the network's rate, as if nothing else were "
-            "slower for it; start `megatrain train` on each, with torchrun"
+            "several hosts: planned from bytes and the network's rate alone; what sending beside the "
+            "computation costs it is not counted"
         )
     if plan.ranks_assumed:
         doctor = f"megatrain doctor --gpus {plan.job.ranks}"

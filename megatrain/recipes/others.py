@@ -186,7 +186,13 @@ class Others:
             with suppress(Exception):
                 os.write(STDERR, f"error: {printable(str(found))}\n".encode())
         log_last(found)
+        self.let_read()
         os._exit(found.exit_code)
+
+    def let_read(self) -> None:
+        """The store goes with the first rank: the others read the reason in it before."""
+        if self.world.is_first:
+            time.sleep(2 * BEATS_EVERY_S)
 
 
 def log_last(found: LastWords) -> None:
@@ -223,6 +229,7 @@ def end_of(error: BaseException, others: Others) -> BaseException:
     found = others.say(found)
     if isinstance(error, RuntimeError) and found.rank != world.rank:
         code = found.exit_code
+        others.let_read()
         return OtherFailed(str(found), code) if speaks(world, found) else SystemExit(code)
     time.sleep(2 * BEATS_EVERY_S)  # the others read it before a launcher stops them
     return error if world.is_first else SystemExit(code)

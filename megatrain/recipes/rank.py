@@ -56,7 +56,10 @@ def as_rank(device: str, work: Callable[[World], RunSummary]) -> RunSummary:
         )
         stack.callback(distributed.destroy_process_group)
         words = PrefixStore("words", store)
-        world = World.joined(own, words, (place.local_rank, place.local_size))
+        try:
+            world = World.joined(own, words, (place.local_rank, place.local_size))
+        except ConfigError as error:  # all have the same
+            raise error if rank == 0 else SystemExit(error.exit_code) from error
         others = stack.enter_context(Others.watched(world, socket.gethostname()))
         try:
             summary = work(world)

@@ -96,6 +96,7 @@ def crossings(world: World, groups: int) -> tuple[list[int], int, int, dict[str,
     """Of each step, and of what follows: bytes of weights that this rank sends to the other host;
     those of its shares, and what the host keeps; and the last step's waits."""
     sent: list[int] = []
+    stalls: dict[str, float] = {}
     across = Exchange.gather_across
 
     def counted(self: Exchange, whole: torch.Tensor, share: torch.Tensor) -> torch.Tensor:
