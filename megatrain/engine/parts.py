@@ -14,6 +14,7 @@ from megatrain.engine.activations.offload import Boundaries, Offload, OnDevice
 from megatrain.engine.context import naming_the_gpu, take_workspaces
 from megatrain.engine.exchange import Exchange
 from megatrain.engine.gradients import Gradients
+from megatrain.engine.host_weights import HostWeights
 from megatrain.engine.landing import AppliedGradients, GradientRing, StoredGradients
 from megatrain.engine.placement import PRECISIONS, open_store, sums_on_device
 from megatrain.engine.routing import Balancer
@@ -79,15 +80,15 @@ def open_parts(
     fetch = Lane("fetch", device)  # offloaded activations, back to the GPU
     boundaries = _boundaries(settings, anatomy.hidden_size, dtype, compute, download, fetch)
     resources.callback(boundaries.close)  # after the lanes, which copy from and to its memory
-    release = Lane("release") if store.nvme is not None else None  # NVMe staging behind uploads
-    for lane in filter(None, (release, download, upload, fetch)):  # `release` outlives uploads
+    kept = _kept(world, layouts, dtype, settings, compute, download, resources)
+    behind = Lane("release") if store.nvme is not None else None  # NVMe staging behind uploads
+    for lane in filter(None, (behind, download, upload, fetch)):  # `behind` outlives uploads
         resources.callback(lane.close)
-    trained = [layout.trained for layout in layouts]
     with naming_the_gpu("the weights' slots and the gradients' accumulators"):
         exchange = _exchange(world, layouts, compute, resources)
-        streamer = Streamer(anatomy, store, dtype, compute, upload, updater, release, exchange)
+        streamer = Streamer(anatomy, store, dtype, compute, upload, updater, behind, exchange, kept)
         gradients = Gradients(
-            trained,
+            [layout.trained for layout in layouts],
             dtype,
             resident=store.resident,
             own=range(own_sums(sums_on_device(settings, len(layouts)), anatomy.embed_feeds_head)),
@@ -117,6 +118,25 @@ def _exchange(
     exchange = Exchange(world, layouts, compute)
     resources.callback(exchange.close)  # before what its jobs read and write
     return exchange
+
+
+def _kept(
+    world: World,
+    layouts: Sequence[FlatLayout],
+    dtype: torch.dtype,
+    settings: Settings,
+    compute: Compute,
+    download: Lane,
+    resources: ExitStack,
+) -> HostWeights | None:
+    """Of several hosts, memory for this rank's part of every block's weights."""
+    if world.across is None:
+        return None
+    numels = [world.hosts * layout.share(world.size) for layout in layouts]
+    threads = settings.update_threads
+    kept = HostWeights(numels, dtype, download, pinned=compute.is_cuda, threads=threads)
+    resources.callback(kept.close)
+    return kept
 
 
 def _boundaries(

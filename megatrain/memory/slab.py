@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import mmap
 import weakref
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from typing import Any
@@ -16,8 +17,10 @@ from typing import Any
 import torch
 
 from megatrain.errors import OutOfMemory
-from megatrain.schedule import HUGE_PAGE, slab_bytes
+from megatrain.schedule import HUGE_PAGE, PAGE, slab_bytes
 
+# Larger mappings register no faster, and one failure should name an amount that is easy to picture.
+SLAB_BYTES = 16 << 30
 TOUCH_BYTES = 1 << 30  # one thread's share of a first touch
 # cudaErrorMemoryAllocation: a limit, or no room; cudaErrorNotSupported: no system for registering
 REFUSED_FOR_WANT = (2, 801)
@@ -98,6 +101,23 @@ class Slab:
         if self._unpin is not None:
             self._unpin()  # first: CUDA must not keep addresses that are unmapped
         self.bytes = torch.empty(0, dtype=torch.uint8)
+
+
+def slabs_of(
+    name: str, sizes: Sequence[int], *, pinned: bool, threads: int, touched: bool
+) -> Iterator[tuple[Slab, list[torch.Tensor]]]:
+    """Memory for pieces of `sizes` bytes, each on pages of its own: slabs, and what is in each."""
+    pages = [-(-size // PAGE) * PAGE for size in sizes]
+    start = 0
+    while start < len(sizes):
+        stop = start + 1
+        while stop < len(sizes) and sum(pages[start : stop + 1]) <= SLAB_BYTES:
+            stop += 1
+        nbytes = sum(pages[start:stop])
+        slab = Slab(name, nbytes, pinned=pinned, threads=threads, touched=touched)
+        pieces = torch.split(slab.bytes[:nbytes], pages[start:stop])
+        yield slab, [piece[:size] for piece, size in zip(pieces, sizes[start:stop], strict=True)]
+        start = stop
 
 
 def _forget_error() -> None:

@@ -13,15 +13,12 @@ from pathlib import Path
 
 import torch
 
-from megatrain.memory.layout import ArraySpec, FlatLayout, Span, part, round_up
+from megatrain.memory.layout import ArraySpec, FlatLayout, Span, part
 from megatrain.memory.lease import Lease
 from megatrain.memory.nvme_store import READ_BYTES, NvmeStore
-from megatrain.memory.slab import Slab
-from megatrain.schedule import PAGE
+from megatrain.memory.slab import Slab, slabs_of
 from megatrain.world import ALONE, World
 
-# Larger mappings register no faster, and one failure should name an amount that is easy to picture.
-SLAB_BYTES = 16 << 30
 PIECE_ELEMENTS = 1 << 24  # of an array on the device, copied to the host at a time
 
 
@@ -58,7 +55,7 @@ class Store:
         world: World = ALONE,
     ) -> None:
         self.layouts, self.world = tuple(layouts), world
-        self.spans = [layout.span(world.rank, world.size) for layout in self.layouts]
+        self.spans = [layout.span(world.place(), world.size) for layout in self.layouts]
         self.arrays = {spec.name: spec for spec in arrays}
         self.resident = resident
         pinned, far = device.type == "cuda", on_nvme or {}
@@ -96,22 +93,13 @@ class Store:
             nothing = torch.empty(0, dtype=spec.dtype)
             self._arrays |= {(spec.name, block): nothing for block in blocks}
             return
-        # whole pages: every array starts on one
-        sizes = [round_up(numel * spec.dtype.itemsize, PAGE) for numel in numels]
-        start = 0
-        while start < len(sizes):
-            stop = start + 1
-            while stop < len(sizes) and sum(sizes[start : stop + 1]) <= SLAB_BYTES:
-                stop += 1
-            nbytes, pin = sum(sizes[start:stop]), pinned and spec.transferred
-            # touched: beside a GPU all host memory is taken now, not only what is pinned
-            slab = Slab(spec.name, nbytes, pinned=pin, threads=threads, touched=pinned)
+        sizes, placed = [numel * spec.dtype.itemsize for numel in numels], iter(blocks)
+        # touched: beside a GPU all host memory is taken now, not only what is pinned
+        how: dict[str, bool] = {"pinned": pinned and spec.transferred, "touched": pinned}
+        for slab, pieces in slabs_of(spec.name, sizes, **how, threads=threads):
             self._slabs.append(slab)
-            pieces = torch.split(slab.bytes[:nbytes], sizes[start:stop])
-            for number, piece in enumerate(pieces, start):
-                data = piece[: numels[number] * spec.dtype.itemsize]
-                self._arrays[spec.name, blocks[number]] = data.view(spec.dtype)
-            start = stop
+            for piece in pieces:
+                self._arrays[spec.name, next(placed)] = piece.view(spec.dtype)
 
     def _free(self) -> None:
         self._arrays.clear()  # a view that is held elsewhere keeps its slab's memory
@@ -130,7 +118,7 @@ class Store:
         layout = self.layouts[block]
         if self.world.is_alone:
             return Span(0, layout.of(spec).numel)
-        owned = layout.span(rank, self.world.size)
+        owned = layout.span(self.world.place(rank), self.world.size)
         mine = part(spec.per, *(owned if spec.whole else owned.before(layout.trainable)))
         return Span(mine.start, mine.stop)
 

@@ -127,11 +127,10 @@ class Plan:
     def _ranks(self) -> dict[str, Any]:
         """Who shares the work, and bytes of one rank: `totals` are a host's."""
         job = self.job
-        built = "train" if job.hosts == 1 else None
         return {
             "gpus": job.ranks,
             "hosts": job.hosts,
-            "run_by": built,
+            "run_by": "train",
             "tokens_of_the_fullest": job.rank_tokens,
             "gpu_bytes": self.gpu_bytes,
             "host_bytes": self.host_bytes,

@@ -73,7 +73,10 @@ def _join(own: torch.device, place: Place, stack: ExitStack) -> Others:
     )
     stack.callback(distributed.destroy_process_group)
     words = PrefixStore("words", store)
-    world = World.joined(own, words, (place.local_rank, place.local_size))
+    try:
+        world = World.joined(own, words, (place.local_rank, place.local_size))
+    except ConfigError as error:  # all have the same
+        raise error if rank == 0 else SystemExit(error.exit_code) from error
     return stack.enter_context(Others.watched(world, socket.gethostname()))
 
 

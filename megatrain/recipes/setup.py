@@ -193,7 +193,7 @@ def find_machine(config: Config, *, may_measure: bool = False, world: World = AL
         profile,
         drives_assumed=assumed,
         ranks=world.local_size,
-        hosts=world.size // world.local_size,
+        hosts=world.hosts,
         together_assumed=assumed_together,
         world=world,
     )

@@ -35,12 +35,14 @@ from tests.ranks import run_ranks
 from tests.support import tiny_config
 
 CASES = {
-    "tied, three": (3, Case(tied=True, tokens=1536)),
+    "tied, three": (3, 1, Case(tied=True, tokens=1536)),
+    "two hosts of two": (4, 2, Case(tokens=2048)),
     "in groups, half resident": (
         2,
+        1,
         Case(groups=2, micro_batch_tokens=128, tokens=1024, resident=3, sums=6),
     ),
-    "embedding frozen, resident": (2, Case(freeze=EMBEDDING, resident=3, tokens=1024)),
+    "embedding frozen, resident": (2, 1, Case(freeze=EMBEDDING, resident=3, tokens=1024)),
 }
 
 
@@ -51,10 +53,10 @@ def measured(world: World, case: Case, plan: Plan) -> tuple[int, int]:
 
 @pytest.mark.parametrize("name", CASES)
 def test_ranks_take_the_bytes_that_are_planned(name, tmp_path):
-    ranks, case = CASES[name]
-    plan = replace(case.plan(tmp_path, ranks), made_of=None)
+    ranks, hosts, case = CASES[name]
+    plan = replace(case.plan(tmp_path, ranks // hosts, hosts), made_of=None)
     for device_bytes, host_bytes in run_ranks(
-        ranks, partial(measured, case=case, plan=plan), tmp_path
+        ranks, partial(measured, case=case, plan=plan), tmp_path, hosts=hosts
     ):
         assert plan.allocated_bytes == pytest.approx(device_bytes, rel=0.03)
         beside = ("gradient staging", HEAD_COPIES)  # not in the store
@@ -195,7 +197,7 @@ def test_hosts_are_bound_by_their_network():
     assert far.timing.waits["network"] > 0.9 * far.timing.seconds
     assert near.timing.waits["network"] < 0.1 * near.timing.seconds
     assert near.host["weights of all hosts"] == pytest.approx(QWEN_7B.parameters, rel=0.01)
-    assert near.to_dict()["ranks"]["run_by"] is None
+    assert near.to_dict()["ranks"]["run_by"] == "train"
 
 
 @pytest.mark.parametrize(
