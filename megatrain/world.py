@@ -73,6 +73,10 @@ class World:
         return self.size == 1
 
     @property
+    def on_one_host(self) -> bool:
+        return self.size == self.local_size
+
+    @property
     def is_first(self) -> bool:
         """Whether this rank speaks for all, and writes what is not shared out."""
         return self.rank == 0
