@@ -12,7 +12,7 @@ from collections.abc import Mapping
 
 import torch
 
-from megatrain.errors import MegaTrainError, OutOfMemory
+from megatrain.errors import MegaTrainError
 from megatrain.memory.layout import FlatLayout, round_up
 from megatrain.memory.slab import PORTABLE, SharedSlab
 from megatrain.schedule import PAGE, shared_bytes, slab_bytes
@@ -99,6 +99,7 @@ class SharedWeights:
         """Unpin and unmap; views keep the mapping alive. A second call does nothing."""
         self.stop(MegaTrainError("the weights' memory is closed"))
         self.whole = {}
+        self._done.release()
         self._slab.close()
 
 

@@ -72,7 +72,7 @@ class Slab:
         return f"{self.nbytes / 2**30:.1f} GiB of host memory for {self.name}"
 
     def touch(self, parts: Sequence[torch.Tensor], threads: int) -> None:
-        """Fault every page of these bytes in, on several cores: the core that first writes to a page
+        """Fault all pages of these bytes in, on several cores: the one that first writes to a page
         zeroes it."""
         pieces = [piece for part in parts for piece in torch.split(part, TOUCH_BYTES)]
         with ThreadPoolExecutor(threads) as pool:

@@ -290,8 +290,8 @@ class Store:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of host memory, staging buffers of NVMe included; of what ranks have in common, this
-        one's part."""
+        """Bytes of host memory, staging buffers of NVMe included; of what ranks have in common an
+        equal part."""
         staging = 0 if self.nvme is None else self.nvme.nbytes
         shared = 0 if self.shared is None else self.shared.nbytes
         return staging + shared + sum(slab.nbytes for slab in self._slabs)
