@@ -28,6 +28,7 @@ from megatrain.schedule import (
     owned,
     padded,
     share,
+    shared_bytes,
     slab_bytes,
     slot_sizes,
     stages,
@@ -162,7 +163,8 @@ class Layout:
         gathered = (n for block, n in enumerate(self.padded) if block not in self.read_blocks)
         share = max(gathered, default=0) // self.job.size
         shares = SHARE_BUFFERS * share * self.activations.weight
-        table = {"shares on their way": shares, "sums of other ranks": received}
+        table = {"shares on their way": shares} if shares else {}
+        table["sums of other ranks"] = received
         if self.hardware.gpu:
             levels = (self.job.ranks > 1) + (self.job.hosts > 1)
             table[COMMUNICATORS] = levels * COMMUNICATOR_BYTES
@@ -218,7 +220,12 @@ class Layout:
         }
         if self.job.hosts > 1:  # so that weights cross the network once a step
             table["weights of all hosts"] = sum(self.padded) * activations.weight // self.job.ranks
-        return {name: slab_bytes(size) for name, size in table.items() if size} | self._process
+        rounded = {name: slab_bytes(size) for name, size in table.items() if size}
+        if self.read_blocks:  # one mapping, of which each rank counts an equal part
+            numels = [self.shape.block_numel[block] for block in self.read_blocks]
+            common = shared_bytes([n * activations.weight for n in numels], self.job.ranks)
+            rounded["weight"] = slab_bytes(common) // self.job.ranks
+        return rounded | self._process
 
     @cached_property
     def host_bytes(self) -> int:

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -44,8 +45,8 @@ def seen(world: World) -> list[Any]:
     weights.say_updated(3)  # not here
     for block in (1, 3, 4):
         weights.wait_for_others(block, 1)
-    found = [weights.whole[block].tolist() for block in LAYOUTS]
-    found += [weights.nbytes]
+    found: list[Any] = [weights.whole[block].tolist() for block in LAYOUTS]
+    found.append(weights.nbytes)
     world.every(None)
     weights.close()
     weights.close()
@@ -101,10 +102,13 @@ def pinned_by_all(world: World, folder: Path) -> list[str]:
         touch(self, parts, threads)
         note(f"touched {sum(map(len, parts))}")
 
-    register = cuda.register
-    cuda.register = lambda *given: [note(f"registered {given[2]}"), register(*given)][1]  # type: ignore[method-assign]
+    def register(pointer: int, nbytes: int, flags: int) -> int:
+        note(f"registered {flags}")
+        return cuda.register(pointer, nbytes, flags)
+
+    runtime = SimpleNamespace(cudaHostRegister=register, cudaHostUnregister=cuda.unregister)
     patch.setattr(slab.SharedSlab, "touch", touched)
-    patch.setattr(slab, "_cudart", lambda: cuda.runtime)
+    patch.setattr(slab, "_cudart", lambda: runtime)
     weights = opened(world, pinned=True)
     assert [*cuda.registered.values()] == [2 * weights.nbytes]
     weights.close()

@@ -65,6 +65,7 @@ class Case:
     activations: str = "none"
     freeze: tuple[str, ...] = ()
     scores: bool = False
+    transport: str = "gather"
 
     @property
     def config(self) -> LlamaConfig:
@@ -104,6 +105,7 @@ class Case:
             second_backward=self.second_backward,
             activations=self.activations,
             ranks=ranks,
+            transport=self.transport,
         )
         hardware = replace(read_hardware(folder, "cpu"), resident_bytes=0, library_bytes=0)
         machine = assumed(typical(hardware), hardware, ranks)
