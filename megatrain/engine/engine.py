@@ -361,8 +361,13 @@ class Engine(Reading, Constructors):
         self.weights_changed()
 
     def weights_changed(self) -> None:
-        """Tell the engine that the store was written from outside: uploaded blocks are stale."""
+        """Tell the engine that the store was written from outside: uploaded blocks are stale.
+
+        Ranks that read each other's weights all call it, and go on once all have written theirs.
+        """
         self._check_usable()
+        if self.store.shared is not None:
+            self.world.every(None)
         self.parts.streamer.invalidate()
 
     def close(self) -> None:

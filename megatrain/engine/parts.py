@@ -22,6 +22,7 @@ from megatrain.engine.step import Passes
 from megatrain.engine.streamer import Streamer
 from megatrain.engine.streams import Compute, Lane
 from megatrain.engine.update import Updater
+from megatrain.errors import MegaTrainError
 from megatrain.memory.layout import FlatLayout
 from megatrain.memory.store import Store
 from megatrain.models.anatomy import layouts_of
@@ -100,6 +101,8 @@ def open_parts(
             exchange=exchange,
         )
         skeleton.move_buffers(device)
+    # before lanes end, one of which may wait for a rank that does not come
+    resources.callback(store.stop_waiting, MegaTrainError("the engine is closed"))
     if balancer is not None:
         balancer.open(skeleton.layers, device, resources)
     passes = Passes(skeleton, streamer, gradients, boundaries, settings, seed, balancer, world)

@@ -50,6 +50,7 @@ class Machine:
         ranks, hosts: GPUs of a host that train together, and hosts. `hardware` and `profile` are
             then what each has, and reaches while all work.
         together_assumed: nobody measured that.
+        peers: the GPUs of a host reach each other's memory.
         alone: the same machine with one GPU at work.
     """
 
@@ -64,6 +65,7 @@ class Machine:
     ranks: int = 1
     hosts: int = 1
     together_assumed: bool = False
+    peers: bool = True
     alone: Machine | None = None
 
 

@@ -60,7 +60,8 @@ class Streamer:
 
     releases: gives staging buffers of NVMe back behind the uploads that read them; it must outlive
         `upload`. None where nothing is on NVMe.
-    exchange: of several ranks. Each uploads its share of a block, and gathers the others'.
+    exchange: of several ranks. Each uploads its share of a block, and gathers the others'; or it
+        uploads the whole block, where all are in one copy in host RAM.
     kept: of several hosts, what this one keeps of weights until they change.
     """
 
@@ -100,7 +101,12 @@ class Streamer:
         ]
         self._also_reads = {anatomy.head.index: self.slot_of[0]} if tied else {}
         # on their way into slots, in turn
-        share, new = max(exchange.shares) if exchange is not None else 0, compute.device
+        shares = [
+            exchange.shares[block]
+            for block in range(len(numels))
+            if exchange is not None and store.whole_in_ram(block) is None
+        ]
+        share, new = max(shares, default=0), compute.device
         self._shares = [
             Slot(torch.empty(share, dtype=dtype, device=new)) for _ in range(SHARE_BUFFERS)
         ]
@@ -122,7 +128,7 @@ class Streamer:
             slot = self.slot_of[block]
             self.compute.wait(slot.uploaded, "upload")
             self.compute.wait(slot.crossed, "network")
-            self.compute.wait(slot.landed, "exchange" if self._exchange else "upload")
+            self.compute.wait(slot.landed, "exchange" if slot.uploaded else "upload")
             try:
                 yield block
             finally:  # also when the sweep is abandoned
@@ -142,8 +148,8 @@ class Streamer:
             slot.holds = block
             return
         target, free = slot.target[: self._numels[block]], slot.free
-        share = None
-        if self._exchange is not None:
+        whole, share = self.store.whole_in_ram(block), None
+        if self._exchange is not None and whole is None:
             share = self._shares[0]
             self._shares.reverse()
             target, free = share.target[: self._exchange.shares[block]], share.free
@@ -166,14 +172,16 @@ class Streamer:
             landed.nvme_wait_s += time.perf_counter() - ready
             self.upload.wait(free)  # wait: the computation may still read what is in this slot
             if arrays:  # else `_fetch` was interrupted, and has released the lease
-                weight = arrays["weight"]
+                weight = arrays["weight"] if whole is None else whole
                 target[: len(weight)].copy_(weight, non_blocking=True)
 
         # ahead: read from the drive while others travel; not before the block's own update
         lease = self.store.lease(block, ["weight"], ahead=self.updates.is_ready(block))
         try:
             landed = self.upload.submit(job)
-            slot.landed = landed if share is None else self._gather(block, slot, share, landed)
+            slot.uploaded, slot.landed = None, landed
+            if share is not None:
+                slot.landed = self._gather(block, slot, share, landed)
         except BaseException:
             lease.release()  # or readers would wait behind it for ever
             raise

@@ -106,6 +106,8 @@ class Job(Asked):
         ranks: GPUs of a host that train together. Each owns 1/`size` of every block, and computes
             its part of a step's rows; `step_tokens` are then those of the fullest rank.
         hosts: with so many GPUs each.
+        transport: of weights in host RAM: ranks "gather" each other's shares, or each "read"s all
+            of the host's one copy.
     """
 
     precision: str
@@ -136,6 +138,12 @@ class Job(Asked):
     rows_per_step: int | None = None
     ranks: int = 1
     hosts: int = 1
+    transport: str = "gather"
+
+    @property
+    def reads(self) -> bool:
+        """Ranks upload whole blocks from the weights that they have in common."""
+        return self.ranks > 1 and self.transport == "read"
 
     @property
     def size(self) -> int:
@@ -222,6 +230,7 @@ class Choices(Chosen):
             fused_loss=job.fused_loss,
             lengths_vary=job.lengths_vary,
             nvme_folders=tuple(nvme_folders),
+            transport=job.transport,
         )
 
     def stores_gradients(self, job: Job) -> bool:

@@ -131,6 +131,7 @@ class Plan:
             "gpus": job.ranks,
             "hosts": job.hosts,
             "run_by": "train",
+            "transport": job.transport,
             "tokens_of_the_fullest": job.rank_tokens,
             "gpu_bytes": self.gpu_bytes,
             "host_bytes": self.host_bytes,
@@ -219,6 +220,10 @@ def check_ranks(job: Job) -> None:
     """Raise PlanError or ConfigError for what several ranks cannot do together."""
     if job.size == 1:
         return
+    if job.hosts > 1 and job.reads:
+        raise ConfigError(
+            "weights that several hosts read are not built yet: set memory.transport: gather"
+        )
     if job.whole_update is not None or job.whole_step:
         what = "an optimizer of whole tensors" if job.whole_update else "a loss over a whole step"
         instead = "set optimizer.name: adamw or lion" if job.whole_update else "take one"

@@ -87,6 +87,8 @@ def _ranks(job: Job) -> Reason:
     why = (
         f"each owns 1/{job.size} of every block, and computes {job.rank_tokens:,} tokens of a step"
     )
+    if job.reads:
+        why += "; weights in host RAM are one copy, which each uploads whole"
     return Reason("ranks", value, why)
 
 

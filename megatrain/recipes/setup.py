@@ -23,7 +23,7 @@ from megatrain.engine.build import (
 )
 from megatrain.engine.engine import Engine
 from megatrain.engine.objective import AnyLoss
-from megatrain.engine.placement import PRECISIONS
+from megatrain.engine.placement import PRECISIONS, peers
 from megatrain.engine.resolved import (
     Machine,
     Resolved,
@@ -195,6 +195,7 @@ def find_machine(config: Config, *, may_measure: bool = False, world: World = AL
         ranks=world.local_size,
         hosts=world.hosts,
         together_assumed=assumed_together,
+        peers=world.hosts > 1 or peers(world, device),
         world=world,
     )
 
@@ -250,6 +251,7 @@ def make_run_plan(
         step_tokens=parts.step_tokens,
         trained_share=parts.trained_share,
         activations=config.memory.activations,
+        transport=transport_of(config, machine),
         checkpoints_kept=config.checkpoint.keep,
         keeps_best=config.data.eval is not None or config.eval.tasks_at == "evaluations",
         checkpoints_written=checkpoints_written,
@@ -274,6 +276,13 @@ def make_run_plan(
         ranks_assumed=machine.together_assumed,
         made_of=resolved,
     )
+
+
+def transport_of(config: Config, machine: Machine) -> str:
+    """How weights come to a host's GPUs: the config's choice, or what these can do."""
+    if config.memory.transport != "auto":
+        return config.memory.transport
+    return "gather" if machine.peers or machine.hosts > 1 else "read"
 
 
 def predicted_economy(config: Config, hardware: Hardware, plan: Plan, steps: int | None) -> Economy:

@@ -30,6 +30,7 @@ def several(machine: Machine, ranks: int, hosts: int = 1) -> Machine:
         ranks=ranks,
         hosts=hosts,
         together_assumed=known is None,
+        peers=together.peers(machine.hardware),
         alone=machine,
     )
 

@@ -106,6 +106,6 @@ def test_touching_reaches_every_byte(monkeypatch):
     monkeypatch.setattr(slab, "TOUCH_BYTES", HUGE_PAGE)
     made = Slab("test", 3 * HUGE_PAGE, pinned=False, threads=2)
     made.bytes.fill_(1)
-    made._touch(2)
+    made.touch([made.bytes], 2)
     assert not made.bytes.any()
     made.close()

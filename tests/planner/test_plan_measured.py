@@ -64,6 +64,7 @@ class Case:
     activations: str = "none"
     freeze: tuple[str, ...] = ()
     scores: bool = False
+    transport: str = "gather"
 
     @property
     def config(self) -> LlamaConfig:
@@ -104,6 +105,7 @@ class Case:
             activations=self.activations,
             ranks=ranks,
             hosts=hosts,
+            transport=self.transport,
         )
         hardware = replace(read_hardware(folder, "cpu"), resident_bytes=0, library_bytes=0)
         machine = replace(assumed(typical(hardware), hardware, ranks), network=1e9)

@@ -14,7 +14,7 @@ from megatrain.engine.placement import open_store
 from megatrain.engine.resolved import state_bytes
 from megatrain.errors import ConfigError, PlanError
 from megatrain.machine.hardware import GIB
-from megatrain.machine.profile import typical
+from megatrain.machine.profile import UPDATE_BYTES, MachineProfile, typical
 from megatrain.machine.together import assumed, part_of
 from megatrain.models.anatomy import layouts_of
 from megatrain.models.skeleton import Skeleton
@@ -22,9 +22,11 @@ from megatrain.optim import AdamW
 from megatrain.planner.collectives import Collectives
 from megatrain.planner.cost.shape import shape_of
 from megatrain.planner.job import Job, WholeUpdate
-from megatrain.planner.memory import HEAD_COPIES, Layout
+from megatrain.planner.memory import HEAD_COPIES, OTHERS_TABLES, Layout
 from megatrain.planner.plan import Plan, make_plan
 from megatrain.planner.simulation import overlapped
+from megatrain.planner.tasks import BlockTasks
+from megatrain.planner.timing import StepCosts
 from megatrain.settings import Settings
 from megatrain.world import World
 from tests.once import engines_are_built_fast
@@ -42,6 +44,12 @@ CASES = {
         1,
         Case(groups=2, micro_batch_tokens=128, tokens=1024, resident=3, sums=6),
     ),
+    "read from one copy, half resident": (
+        2,
+        1,
+        Case(resident=3, tokens=1024, transport="read"),
+    ),
+    "all read": (2, 1, Case(tokens=1024, transport="read", clipping=False)),
     "embedding frozen, resident": (2, 1, Case(freeze=EMBEDDING, resident=3, tokens=1024)),
 }
 
@@ -59,7 +67,7 @@ def test_ranks_take_the_bytes_that_are_planned(name, tmp_path):
         ranks, partial(measured, case=case, plan=plan), tmp_path, hosts=hosts
     ):
         assert plan.allocated_bytes == pytest.approx(device_bytes, rel=0.03)
-        beside = ("gradient staging", HEAD_COPIES)  # not in the store
+        beside = ("gradient staging", HEAD_COPIES, OTHERS_TABLES)  # not in the store
         stored = sum(plan.host.values()) - sum(plan.host.get(name, 0) for name in beside)
         assert stored == pytest.approx(host_bytes, rel=0.02)
 
@@ -97,6 +105,15 @@ def test_a_share_is_gathered_once_it_is_up():
     both = overlapped(with_tasks(upload=0.4, gather=0.5), TWO)
     assert both.waits["forward"]["upload"] == pytest.approx(0.4)
     assert both.waits["forward"]["exchange"] == pytest.approx(0.5)
+
+
+def test_what_is_read_is_uploaded_whole_and_not_gathered():
+    """As on one rank, but for what is left to exchange."""
+    tasks = with_tasks(upload=2.5, reduce=0.1)
+    read = overlapped([replace(task, read=True) for task in tasks], TWO)
+    alone = overlapped(with_tasks(upload=2.5), ONE_GROUP)
+    assert read.seconds == pytest.approx(alone.seconds + 0.1)
+    assert read.waits["forward"] == pytest.approx(alone.waits["forward"])
 
 
 @pytest.mark.parametrize(
@@ -198,6 +215,36 @@ def test_hosts_are_bound_by_their_network():
     assert near.timing.waits["network"] < 0.1 * near.timing.seconds
     assert near.host["weights of all hosts"] == pytest.approx(QWEN_7B.parameters, rel=0.01)
     assert near.to_dict()["ranks"]["run_by"] == "train"
+
+
+def uploading(transport: str, machine: MachineProfile) -> BlockTasks:
+    """What a streamed layer takes on four ranks."""
+    job = replace(LONG, resident=0, ranks=4, transport=transport)
+    hardware = part_of(HOST, 4)
+    choices = make_plan(job, QWEN_7B, hardware, machine).choices
+    return StepCosts(Layout.of(choices, job, QWEN_7B, hardware), machine).blocks[1]
+
+
+def test_reading_takes_links_or_memory_instead_of_a_gather():
+    machine = assumed(typical(HOST), HOST, 4)
+    gather, read = uploading("gather", machine), uploading("read", machine)
+    assert gather.gather > 0.0 == read.gather
+    assert read.reduce == gather.reduce
+    assert read.upload == pytest.approx(4 * gather.upload, rel=1e-3)
+    slow = replace(machine, update=((1, 1e8), (9, 3e8)), update_busy=1e8)
+    weight = 2 * QWEN_7B.block_numel[1]
+    assert uploading("read", slow).upload == pytest.approx(weight / (UPDATE_BYTES * 3e8))
+
+
+def test_one_copy_of_a_host_s_weights_is_counted_once():
+    ways = [replace(LONG, resident=0, transport=transport) for transport in ("gather", "read")]
+    gather, read = (planned(4, way).host for way in ways)
+    assert read["weight"] == pytest.approx(gather["weight"], rel=1e-3)
+    # 24 bytes for 4 KiB of the others' part
+    assert read[OTHERS_TABLES] == pytest.approx(3 * read["weight"] * 24 / 4096, rel=1e-3)
+    several = replace(LONG, transport="read")
+    with pytest.raises(ConfigError, match=r"several hosts.*set memory.transport: gather"):
+        planned(2, several, hosts=2)
 
 
 @pytest.mark.parametrize(
