@@ -11,14 +11,14 @@ import itertools
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch
 from torch import distributed
 
-from megatrain.errors import MegaTrainError
+from megatrain.errors import ConfigError, MegaTrainError
 from megatrain.heartbeat import beat, may_end_here
 
 T = TypeVar("T")
@@ -42,6 +42,8 @@ class World:
         hosts: the process group over which small messages travel, from the main thread.
         devices: the one over which blocks travel, from a thread of its own.
         store: short texts by name, which every rank sees.
+        pieces: consecutive ranks of which each computes a piece of the same sequences.
+        sharing: the one over which these trade what their attention needs.
     """
 
     rank: int = 0
@@ -51,6 +53,8 @@ class World:
     hosts: Any = None
     devices: Any = None
     store: Any = None
+    pieces: int = 1
+    sharing: Any = None
     _turns: Iterator[int] = field(default_factory=itertools.count, compare=False, repr=False)
 
     @classmethod
@@ -67,6 +71,43 @@ class World:
         hosts = distributed.new_group(backend="gloo", timeout=PATIENCE)
         devices = distributed.new_group(backend="nccl" if device.type == "cuda" else "gloo")
         return cls(rank, size, *(local or (rank, size)), hosts, devices, store)
+
+    def sharing_sequences(self, pieces: int) -> World:
+        """The same, in which so many ranks share sequences. All ranks call it.
+
+        Raises ConfigError unless that divides the ranks of a host.
+        """
+        if pieces == 1:
+            return self
+        if self.local_size % pieces:
+            raise ConfigError(
+                f"{pieces} ranks cannot share sequences where a host has {self.local_size}; take "
+                "a number that divides it"
+            )
+        if pieces == self.size:
+            return replace(self, pieces=pieces, sharing=self.devices)
+        backend = distributed.get_backend(self.devices)
+        firsts = range(0, self.size, pieces)
+        groups = [
+            distributed.new_group([*range(first, first + pieces)], backend=backend)
+            for first in firsts
+        ]
+        return replace(self, pieces=pieces, sharing=groups[self.team])
+
+    @property
+    def piece(self) -> int:
+        """Which piece of its sequences this rank computes."""
+        return self.rank % self.pieces
+
+    @property
+    def team(self) -> int:
+        """Of those that share sequences, which one this rank is in. Each has micro-batches of its
+        own."""
+        return self.rank // self.pieces
+
+    @property
+    def teams(self) -> int:
+        return self.size // self.pieces
 
     @property
     def is_alone(self) -> bool:
@@ -162,7 +203,7 @@ class World:
 
     def number(self, local: int) -> int:
         """The number among all ranks' of a rank's micro-batch `local`."""
-        return local * self.size + self.rank
+        return local * self.teams + self.team
 
 
 ALONE = World()

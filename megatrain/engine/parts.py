@@ -20,6 +20,7 @@ from megatrain.engine.routing import Balancer
 from megatrain.engine.step import Passes
 from megatrain.engine.streamer import Streamer
 from megatrain.engine.streams import Compute, Lane
+from megatrain.engine.trade import HeadTrade
 from megatrain.engine.update import Updater
 from megatrain.memory.layout import FlatLayout
 from megatrain.memory.store import Store
@@ -101,7 +102,9 @@ def open_parts(
         skeleton.move_buffers(device)
     if balancer is not None:
         balancer.open(skeleton.layers, device, resources)
-    passes = Passes(skeleton, streamer, gradients, boundaries, settings, seed, balancer, world)
+    trade = HeadTrade(world, compute, exchange.lane) if exchange and world.pieces > 1 else None
+    given = skeleton, streamer, gradients, boundaries, settings, seed
+    passes = Passes(*given, balancer, world, trade)
     every = upload, download, fetch, updater.lane, exchange and exchange.lane
     lanes = {lane.name: lane for lane in every if lane}
     return EngineParts(
