@@ -289,24 +289,31 @@ def check_world(
     if found := [what for what, there in refused.items() if there]:
         raise ConfigError(f"{world.size} ranks: {', '.join(found)} cannot be had yet; use one rank")
     if world.pieces > 1:
-        _check_pieces(world.pieces, skeleton, settings, balances)
+        check_pieces(world.pieces, skeleton, settings.compile, balances)
 
 
-def _check_pieces(pieces: int, skeleton: Skeleton, settings: Settings, balances: bool) -> None:
-    """Raise ConfigError for what does not compute pieces of sequences as it does whole ones."""
+def check_pieces(
+    pieces: int,
+    skeleton: Skeleton,
+    compiled: bool,
+    balances: bool,
+    name: str = "context_parallel",
+) -> None:
+    """Raise ConfigError for what does not compute pieces of sequences as it does whole ones.
+
+    compiled: layers are. balances: routers are. name: of the option.
+    """
     refused = {
-        "compiled layers (set compile: loss)": settings.compile,
+        "compiled layers (set compile: loss)": compiled,
         "a balancing loss of routers (set router_aux_loss_coef: 0)": balances,
         "dropout": skeleton.has_dropout,
         "rotary factors that follow the length of sequences": bool(regimes_of(skeleton.config)),
     }
     if found := [what for what, there in refused.items() if there]:
-        raise ConfigError(f"context_parallel: {pieces} cannot be had with {found[0]}; set 1")
+        raise ConfigError(f"{name}: {pieces} cannot be had with {found[0]}; set 1")
     if why := why_not_in_pieces(skeleton):
         family = skeleton.anatomy.family
-        raise ConfigError(
-            f"context_parallel: {pieces} cannot be had with a {family} model ({why}); set 1"
-        )
+        raise ConfigError(f"{name}: {pieces} cannot be had with a {family} model ({why}); set 1")
 
 
 def hold_to_budget(machine: Machine, gpu_limit: int | None) -> None:

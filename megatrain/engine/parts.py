@@ -83,12 +83,11 @@ def open_parts(
     release = Lane("release") if store.nvme is not None else None  # NVMe staging behind uploads
     for lane in filter(None, (release, download, upload, fetch)):  # `release` outlives uploads
         resources.callback(lane.close)
-    trained = [layout.trained for layout in layouts]
     with naming_the_gpu("the weights' slots and the gradients' accumulators"):
-        exchange = _exchange(world, layouts, compute, resources)
+        exchange, trade = _exchange(world, layouts, compute, resources)
         streamer = Streamer(anatomy, store, dtype, compute, upload, updater, release, exchange)
         gradients = Gradients(
-            trained,
+            [layout.trained for layout in layouts],
             dtype,
             resident=store.resident,
             own=range(own_sums(sums_on_device(settings, len(layouts)), anatomy.embed_feeds_head)),
@@ -102,9 +101,8 @@ def open_parts(
         skeleton.move_buffers(device)
     if balancer is not None:
         balancer.open(skeleton.layers, device, resources)
-    trade = HeadTrade(world, compute, exchange.lane) if exchange and world.pieces > 1 else None
-    given = skeleton, streamer, gradients, boundaries, settings, seed
-    passes = Passes(*given, balancer, world, trade)
+    given = skeleton, streamer, gradients, boundaries, settings, seed, balancer
+    passes = Passes(*given, world, trade)
     every = upload, download, fetch, updater.lane, exchange and exchange.lane
     lanes = {lane.name: lane for lane in every if lane}
     return EngineParts(
@@ -114,12 +112,12 @@ def open_parts(
 
 def _exchange(
     world: World, layouts: Sequence[FlatLayout], compute: Compute, resources: ExitStack
-) -> Exchange | None:
+) -> tuple[Exchange | None, HeadTrade | None]:
     if world.is_alone:
-        return None
+        return None, None
     exchange = Exchange(world, layouts, compute)
     resources.callback(exchange.close)  # before what its jobs read and write
-    return exchange
+    return exchange, HeadTrade(world, compute, exchange.lane) if world.pieces > 1 else None
 
 
 def _boundaries(

@@ -84,7 +84,7 @@ class Around:
         try:
             yield
         finally:
-            del FUNCTIONS[self.attention]
+            FUNCTIONS.pop(self.attention)
 
 
 def call_of_piece(call: LayerCall, shape: torch.Size, own: slice, around: Around) -> LayerCall:
@@ -149,7 +149,9 @@ def attend(
     if uneven:
         key, value = (spread(states, heads) for states in (key, value))
         missing = each * trade.ranks - heads
-        query, key, value = (pad(states, (0, 0, 0, 0, 0, missing)) for states in (query, key, value))
+        query, key, value = (
+            pad(states, (0, 0, 0, 0, 0, missing)) for states in (query, key, value)
+        )
     if isinstance(mask, Tensor) and mask.ndim == 4 and mask.shape[1] > 1:
         raise ModelError("its attention has a mask for each head")
     given = {name: _whole(name, option, around, of_heads) for name, option in options.items()}

@@ -106,6 +106,8 @@ class Job(Asked):
         ranks: GPUs of a host that train together. Each owns 1/`size` of every block, and computes
             its part of a step's rows; `step_tokens` are then those of the fullest rank.
         hosts: with so many GPUs each.
+        pieces: ranks that share every sequence. Rows are then pieces, which `seq_len` and all other
+            numbers of tokens are of; only attention is over `pieces` times as many.
     """
 
     precision: str
@@ -136,6 +138,7 @@ class Job(Asked):
     rows_per_step: int | None = None
     ranks: int = 1
     hosts: int = 1
+    pieces: int = 1
 
     @property
     def size(self) -> int:

@@ -87,6 +87,8 @@ def _ranks(job: Job) -> Reason:
     why = (
         f"each owns 1/{job.size} of every block, and computes {job.rank_tokens:,} tokens of a step"
     )
+    if job.pieces > 1:
+        why += f", a piece of every sequence that {job.pieces} share"
     return Reason("ranks", value, why)
 
 

@@ -115,9 +115,10 @@ def refused(config: Config) -> str | None:
 
 def check_rows_of_a_step(loader: Loader) -> None:
     """Raise PlanError if steps have fewer rows than there are ranks."""
-    ranks = loader.world.size
-    if ranks > 1 and (rows := math.floor(loader.rows_of_a_step())) < ranks:
+    world = loader.world
+    if world.size > 1 and (rows := math.floor(loader.rows_of_a_step())) < world.teams:
+        busy = rows * world.pieces
         raise PlanError(
-            f"a step has {rows} rows, so no more than {rows} of {ranks} ranks would have work; use "
-            "fewer GPUs, or a larger train.tokens_per_step"
+            f"a step has {rows} rows, so no more than {busy} of {world.size} ranks would have "
+            "work; use fewer GPUs, or a larger train.tokens_per_step"
         )
