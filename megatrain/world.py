@@ -92,7 +92,7 @@ class World:
             distributed.new_group([*range(first, first + pieces)], backend=backend)
             for first in firsts
         ]
-        return replace(self, pieces=pieces, sharing=groups[self.team])
+        return replace(self, pieces=pieces, sharing=groups[self.rank // pieces])
 
     @property
     def piece(self) -> int:
