@@ -201,6 +201,7 @@ def prepare(
     tells_documents: bool = False,
     piece: int = 0,
     pieces: int = 1,
+    longest: int | None = None,
 ) -> MicroBatch:
     """Move a micro-batch to the device, without a mask that only hides trailing padding.
 
@@ -214,9 +215,10 @@ def prepare(
         tells_documents: say where documents begin, as the positions show it, too.
         piece, pieces: which of how many pieces of each sequence is computed here. Inputs stay
             whole.
+        longest: sequence that the model reads.
     """
     if pieces > 1:
-        batch = lengthened(batch, pieces)
+        batch = lengthened(batch, pieces, longest)
     inputs = {name: value for name, value in batch.items() if not for_loss(name)}
     mask = inputs.get("attention_mask")
     if mask is not None and "position_ids" not in inputs and only_trailing_padding(mask):
@@ -247,10 +249,27 @@ def prepare(
     return prepared
 
 
-def lengthened(batch: Batch, pieces: int) -> Batch:
-    """With sequences of a multiple of `pieces` tokens: padding, in documents of its own, behind."""
-    missing = -batch["input_ids"].shape[1] % pieces
+def lengthened(batch: Batch, pieces: int, longest: int | None = None) -> Batch:
+    """With sequences of a multiple of `pieces` tokens: padding, in documents of its own, behind.
+
+    Raises DataError if that makes them longer than the `longest` that the model reads, or for an
+    attention_mask that is not one of tokens.
+    """
+    shape = batch["input_ids"].shape
+    missing = -shape[1] % pieces
     fills = {"labels": IGNORE, "input_ids": 0, "attention_mask": 0, "position_ids": 0}
+    if not missing:
+        return batch
+    if longest is not None and "position_ids" not in batch and shape[1] + missing > longest:
+        raise DataError(
+            f"a sequence of {shape[1]} tokens is padded to {shape[1] + missing} for {pieces} ranks "
+            f"that share it, but the model reads {longest}; cut it"
+        )
+    if any(batch[name].shape[1:] != shape[1:] for name in fills if name in batch):
+        raise DataError(
+            f"a sequence of {shape[1]} tokens needs padding for {pieces} ranks that share it, so "
+            "its attention_mask must be [rows, tokens]"
+        )
     return {
         name: pad(values, (0, missing), value=fills[name]) if name in fills else values
         for name, values in batch.items()

@@ -321,7 +321,8 @@ def hold_to_budget(machine: Machine, gpu_limit: int | None) -> None:
     gpu, hardware = machine.hardware.gpu, machine.hardware
     if machine.device.type == "cuda" and gpu is not None:
         # the user's limit counts the CUDA context and NCCL's buffers, PyTorch does not
-        beside = hardware.context_bytes + (COMMUNICATOR_BYTES if machine.ranks > 1 else 0)
+        groups = (machine.ranks > 1) + (1 < machine.world.pieces < machine.world.size)
+        beside = hardware.context_bytes + groups * COMMUNICATOR_BYTES
         limit = gpu.total_bytes if gpu_limit is None else gpu_limit - beside
         share = min(1.0, max(0.0, limit / gpu.total_bytes))
         torch.cuda.set_per_process_memory_fraction(share, machine.device)

@@ -156,6 +156,7 @@ class ForwardPasses:
                 pad_id=pad_id,
                 marks_real=marks_real,
                 tells_documents=tells,
+                longest=self.skeleton.anatomy.max_positions,
                 **shared,
             )
             for number, batch in enumerate(batches)

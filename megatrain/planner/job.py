@@ -146,6 +146,11 @@ class Job(Asked):
         return self.ranks * self.hosts
 
     @property
+    def shares_apart(self) -> bool:
+        """Ranks that share sequences are a group of their own, not all ranks."""
+        return 1 < self.pieces < self.size
+
+    @property
     def rank_tokens(self) -> int:
         """Tokens of the fullest rank's part of a step, without padding: it has whole rows."""
         if self.size == 1:

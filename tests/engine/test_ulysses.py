@@ -247,6 +247,16 @@ def test_every_target_is_in_one_piece(pieces):
     assert sorted(found) == [*zip(whole.index.tolist(), whole.labels.tolist(), strict=True)]
 
 
+def test_padding_that_the_model_cannot_read_is_refused():
+    (batch,) = micro_batches(0, [(1, 13)])
+    with pytest.raises(DataError, match="13 tokens is padded to 14 for 2 ranks that share it, but"):
+        lengthened(batch, 2, 13)
+    square = batch | {"attention_mask": torch.ones(1, 1, 13, 13)}
+    with pytest.raises(DataError, match=r"attention_mask must be \[rows, tokens\]"):
+        lengthened(square, 2)
+    assert lengthened(square, 13, 13) is square
+
+
 SHARED = World(0, 2, 0, 2, pieces=2)
 NOT_IN_PIECES: dict[str, tuple[dict[str, Any], str]] = {
     "compiled": ({"settings": Settings(compile=True)}, "compiled layers"),
@@ -270,7 +280,7 @@ def test_what_is_not_computed_in_pieces_is_refused(what):
 
 
 def test_losses_over_sequences_are_refused():
-    with pytest.raises(ConfigError, match="context_parallel: 2 .* Dpo, a loss over whole seq"):
+    with pytest.raises(ConfigError, match=r"context_parallel: 2 .* Dpo, a loss over whole seq"):
         agreed(Objective(Dpo(), {}, 0), SHARED, [])
 
 

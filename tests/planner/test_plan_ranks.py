@@ -14,7 +14,7 @@ from megatrain.engine.placement import open_store
 from megatrain.engine.resolved import state_bytes
 from megatrain.errors import ConfigError, PlanError
 from megatrain.machine.hardware import GIB
-from megatrain.machine.profile import typical
+from megatrain.machine.profile import interpolate, typical
 from megatrain.machine.together import assumed, part_of
 from megatrain.models.anatomy import layouts_of
 from megatrain.models.skeleton import Skeleton
@@ -25,6 +25,7 @@ from megatrain.planner.job import Job, WholeUpdate
 from megatrain.planner.memory import HEAD_COPIES, Layout
 from megatrain.planner.plan import Plan, make_plan
 from megatrain.planner.simulation import overlapped
+from megatrain.planner.timing import ATTENTION_FORWARD_SHARE, StepCosts
 from megatrain.settings import Settings
 from megatrain.world import World
 from tests.once import engines_are_built_fast
@@ -196,6 +197,41 @@ def test_hosts_are_bound_by_their_network():
     assert near.timing.waits["network"] < 0.1 * near.timing.seconds
     assert near.host["weights of all hosts"] == pytest.approx(QWEN_7B.parameters, rel=0.01)
     assert near.to_dict()["ranks"]["run_by"] is None
+
+
+def test_attention_of_a_piece_is_over_the_whole_sequence():
+    """Ranks trade queries, keys, values and outputs for it: half of them, where two share."""
+    job = replace(LONG, ranks=2, compiled=False)
+    machine = assumed(typical(HOST), HOST, 2)
+    choices = replace(ALL_STREAMED, micro_batch_tokens=16_384, head_chunk_tokens=4096)
+
+    def layer(job: Job) -> tuple[StepCosts, float]:
+        costs = StepCosts(Layout.of(choices, job, QWEN_7B, part_of(HOST, 2)), machine)
+        return costs, costs.blocks[1].forward / costs.micro_batches
+
+    costs, alone = layer(job)
+    together = layer(replace(job, pieces=2))[1]
+    flops = 3 * QWEN_7B.cost.layers[0].forward.attention_flops * costs.tokens
+    rates = [interpolate(machine.attention, job.seq_len * pieces) for pieces in (1, 2)]
+    longer = ATTENTION_FORWARD_SHARE * (2 * flops / rates[1] - flops / rates[0])
+    traded = 4 * costs.tokens * QWEN_7B.hidden_size * 2 / 2 / machine.gather
+    assert together - alone == pytest.approx(longer + traded)
+
+
+def test_pieces_of_a_long_row_fit_where_it_does_not():
+    whole = replace(LONG, seq_len=131_072, micro_batch_tokens=131_072, resident=0)
+    piece = replace(whole, seq_len=16_384, micro_batch_tokens=16_384, pieces=8)
+    assert not planned(1, whole, gpu_limit=60 * GIB).fits
+    plan = planned(8, piece, gpu_limit=60 * GIB)
+    assert plan.fits and plan.job.rank_tokens == 16_384
+    one, some = (
+        Layout.of(plan.choices, replace(plan.job, pieces=n), QWEN_7B, part_of(HOST, 8))
+        for n in (1, 4)
+    )
+    # whole sequences' ids and rotary tables, and a communicator of those that share
+    inputs = ("token ids and targets", "rotary tables and masks")
+    assert all(some.device[name] == 4 * one.device[name] for name in inputs)
+    assert some.device["communicators"] == 2 * one.device["communicators"]
 
 
 @pytest.mark.parametrize(
