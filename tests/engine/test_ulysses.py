@@ -134,7 +134,8 @@ def test_teams_have_micro_batches_of_their_own(tmp_path):
 
 TOKENS = 12
 SHAPES = {"even": (6, 2), "one group": (4, 1), "uneven heads": (3, 3), "uneven groups": (6, 3)}
-KERNELS = {"sdpa": sdpa_attention_forward, "eager": eager_attention_forward}
+KERNELS: dict[str, Any] = {"sdpa": sdpa_attention_forward, "eager": eager_attention_forward}
+OPTIONS = {"scaling": 8**-0.5, "dropout": 0.0}
 SEEN = torch.ones(TOKENS, TOKENS, dtype=torch.bool).tril()
 MASKS: dict[str, Any] = {
     "causal": SEEN,
@@ -171,19 +172,19 @@ def mask_for(kernel: str, mask: str) -> torch.Tensor | None:
     return None if mask == "causal" else seen
 
 
-def attention(world: World) -> dict[tuple[str, str, str], list[torch.Tensor]]:
+def attention(world: World) -> dict[tuple[str, str, str], list[Any]]:
     """This rank's piece of the outputs, and of the gradients of queries, keys and values."""
-    lane, found = Lane("exchange"), {}
+    lane, found = Lane("exchange"), dict[tuple[str, str, str], list[Any]]()
     trade = HeadTrade(world, Compute(torch.device("cpu")), lane)
     for shape in SHAPES:
         for kernel, run in KERNELS.items():
             for mask in MASKS:
                 own = piece_of(TOKENS, world.piece, world.pieces)
                 given = [state[:, :, own].clone().requires_grad_() for state in states(shape)]
-                module, options = Attention(*SHAPES[shape]), {"scaling": 8**-0.5, "dropout": 0.0}
+                module, seen = Attention(*SHAPES[shape]), mask_for(kernel, mask)
+                query, key, value = given
                 around = Around(trade, kernel)
-                seen = mask_for(kernel, mask)
-                out = attend(around, run, module, *given, seen, options)
+                out = attend(around, run, module, query, key, value, seen, OPTIONS)
                 out.square().sum().backward()
                 found[shape, kernel, mask] = [out.detach(), *(state.grad for state in given)]
     lane.close()
@@ -195,14 +196,14 @@ def attention(world: World) -> dict[tuple[str, str, str], list[torch.Tensor]]:
 @pytest.mark.parametrize("shape", SHAPES)
 def test_every_head_is_that_of_one_rank_in_every_bit(shape, kernel, mask, of_ranks):
     given = [state.requires_grad_() for state in states(shape)]
-    options = {"scaling": 8**-0.5, "dropout": 0.0}
     module, seen = Attention(*SHAPES[shape]), mask_for(kernel, mask)
-    out = KERNELS[kernel](module, *given, seen, **options)[0]
+    out = KERNELS[kernel](module, *given, seen, **OPTIONS)[0]
     out.square().sum().backward()
     pieces = zip(*(found["attention"][shape, kernel, mask] for found in of_ranks), strict=True)
     ours, *grads = pieces
     assert torch.equal(torch.cat(ours, 1), out)
     for grad, state in zip(grads, given, strict=True):
+        assert state.grad is not None
         assert distance(torch.cat(grad, 2), state.grad) < 1e-6
 
 
@@ -239,7 +240,7 @@ def test_every_target_is_in_one_piece(pieces):
     assert tokens % pieces == 0 and tokens - 13 < pieces
     whole = find_targets(batch["labels"])
     hidden = torch.arange(3 * tokens).view(3, tokens)  # each place's number
-    found = []
+    found = list[tuple[int, int]]()
     for piece in range(pieces):
         part = whole.of_piece(tokens, piece, pieces)
         own = hidden[:, piece_of(tokens, piece, pieces)].flatten()
