@@ -31,10 +31,10 @@ def check_divides(config: Config, ranks: int) -> None:
     """Raise ConfigError unless ranks of a host can share sequences evenly."""
     pieces = config.train.context_parallel
     if ranks % pieces:
-        where, gpus = config.where("train.context_parallel"), f"{ranks} GPU{'s' * (ranks > 1)}"
+        where, there = config.where("train.context_parallel"), f"{ranks} train{'s' * (ranks == 1)}"
         raise ConfigError(
-            f"{where}: {pieces} GPUs cannot share sequences where {gpus} of a host train together; "
-            "set a number that divides it"
+            f"{where}: {pieces} GPUs of a host cannot share sequences where {there}; set a number "
+            "that divides it"
         )
 
 

@@ -48,8 +48,7 @@ def packed(seed: int, shapes: Any) -> list[dict[str, torch.Tensor]]:
 
 PACKED = [packed(seed, [(2, 11)]) for seed in range(3)]
 HOW: dict[str, dict[str, Any]] = {
-    "llama": {},
-    "llama, three heads to a group": {"family": tiny_config("llama", **ODD)},
+    "three heads to a group": {"family": tiny_config("llama", **ODD)},
     "heads that cannot be dealt evenly": {
         "family": tiny_config("qwen3", num_attention_heads=3, num_key_value_heads=3)
     },
@@ -59,7 +58,6 @@ HOW: dict[str, dict[str, Any]] = {
     "capped, eager": {"family": "gemma2"},
     "sinks": {"family": tiny_config("gpt-oss", num_attention_heads=6)},
     "experts": {"family": "mixtral"},
-    "packed": {"steps": PACKED},
     "packed, windows": {"steps": PACKED, "family": "mistral-sliding"},
     "padded on the left": {
         "steps": [micro_batches(seed, [(2, 10), (2, 7)], pad_left=True) for seed in range(3)]
@@ -98,7 +96,7 @@ def all_of(world: World) -> Any:
     """What two ranks find, in one go: they are slow to start."""
     world = world.sharing_sequences(2)
     found = {how: train(world, **HOW[how]) for how in HOW}
-    found["late"] = train(world, late="exchange")
+    found["late"] = train(world, late="exchange", **HOW["three heads to a group"])
     return found | {"attention": attention(world), "read": read(world), "refused": mixed_up(world)}
 
 
@@ -113,7 +111,8 @@ def test_two_ranks_that_share_sequences_are_one(how, of_ranks):
 
 
 def test_a_slow_lane_of_one_rank_changes_no_bit(of_ranks):
-    found, expected = (joined([found[how][2] for found in of_ranks]) for how in ("late", "llama"))
+    of_both = ("late", "three heads to a group")
+    found, expected = (joined([found[how][2] for found in of_ranks]) for how in of_both)
     assert [name for name in expected if not torch.equal(found[name], expected[name])] == []
 
 

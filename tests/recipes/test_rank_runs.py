@@ -161,8 +161,8 @@ def test_a_signal_to_any_stops_all_after_the_step_and_saves(project, to):
         ("optimizer.name=muon", 2, "optimizer.name: muon is not built for 2 ranks; use one GPU"),
         ("method=kto", 2, "kto: a loss over a whole step is not built for 2 ranks; use one GPU"),
         ("train.rows_per_step=1", 4, "a step has 1 rows, so no more than 1 of 2 ranks would"),
-        (f"{SHARED}=3", 2, f"{SHARED}: 3 GPUs cannot share sequences where 2 GPUs of a host"),
-        (f"{SHARED}=2 compile=true", 2, f"{SHARED}: 2 cannot be had with compiled layers"),
+        (f"{SHARED}=3", 2, f"{SHARED}: 3 GPUs of a host cannot share sequences where 2 train"),
+        (f"{SHARED}=2 method=dpo", 2, f"{SHARED}: 2 cannot be had with method: dpo, a loss over"),
     ],
 )
 def test_what_is_not_built_is_refused_and_said_once(project, keys, code, words):
