@@ -44,6 +44,8 @@ class World:
         local, across: those over which blocks travel, from a thread of their own: the ranks of this
             host, and one of each host. None for a group of one.
         store: short texts by name, which every rank sees.
+        pieces: consecutive ranks of which each computes a piece of the same sequences.
+        sharing: the one over which these trade what their attention needs.
     """
 
     rank: int = 0
@@ -54,6 +56,8 @@ class World:
     local: Any = None
     across: Any = None
     store: Any = None
+    pieces: int = 1
+    sharing: Any = None
     _turns: Iterator[int] = field(default_factory=itertools.count, compare=False, repr=False)
 
     @classmethod
@@ -81,6 +85,39 @@ class World:
         if each < size:
             groups["across"] = _own_group([ranks[i::each] for i in ranks[:each]], backend)
         return replace(world, **groups)
+
+    def sharing_sequences(self, pieces: int) -> World:
+        """The same, in which so many ranks share sequences. All ranks call it.
+
+        Raises ConfigError unless that divides the ranks of a host.
+        """
+        if pieces == 1:
+            return self
+        if self.local_size % pieces:
+            raise ConfigError(
+                f"{pieces} ranks cannot share sequences where a host has {self.local_size}; take "
+                "a number that divides it"
+            )
+        if pieces == self.local_size:
+            return replace(self, pieces=pieces, sharing=self.local)
+        ranks, backend = range(self.size), distributed.get_backend(self.local)
+        own = _own_group([ranks[i : i + pieces] for i in ranks[::pieces]], backend)
+        return replace(self, pieces=pieces, sharing=own)
+
+    @property
+    def piece(self) -> int:
+        """Which piece of its sequences this rank computes."""
+        return self.rank % self.pieces
+
+    @property
+    def team(self) -> int:
+        """Of those that share sequences, which one this rank is in. Each has micro-batches of its
+        own."""
+        return self.rank // self.pieces
+
+    @property
+    def teams(self) -> int:
+        return self.size // self.pieces
 
     @property
     def is_alone(self) -> bool:
@@ -199,7 +236,7 @@ class World:
 
     def number(self, local: int) -> int:
         """The number among all ranks' of a rank's micro-batch `local`."""
-        return local * self.size + self.rank
+        return local * self.teams + self.team
 
 
 ALONE = World()

@@ -21,6 +21,7 @@ from megatrain.engine.routing import Balancer
 from megatrain.engine.step import Passes
 from megatrain.engine.streamer import Streamer
 from megatrain.engine.streams import Compute, Lane
+from megatrain.engine.trade import HeadTrade
 from megatrain.engine.update import Updater
 from megatrain.errors import MegaTrainError
 from megatrain.memory.layout import FlatLayout
@@ -86,7 +87,7 @@ def open_parts(
     for lane in filter(None, (behind, download, upload, fetch)):  # `behind` outlives uploads
         resources.callback(lane.close)
     with naming_the_gpu("the weights' slots and the gradients' accumulators"):
-        exchange = _exchange(world, layouts, compute, resources)
+        exchange, trade = _exchange(world, layouts, compute, resources)
         streamer = Streamer(anatomy, store, dtype, compute, upload, updater, behind, exchange, kept)
         gradients = Gradients(
             [layout.trained for layout in layouts],
@@ -105,7 +106,8 @@ def open_parts(
     resources.callback(store.stop_waiting, MegaTrainError("the engine is closed"))
     if balancer is not None:
         balancer.open(skeleton.layers, device, resources)
-    passes = Passes(skeleton, streamer, gradients, boundaries, settings, seed, balancer, world)
+    given = skeleton, streamer, gradients, boundaries, settings, seed, balancer
+    passes = Passes(*given, world, trade)
     every = upload, download, fetch, updater.lane, exchange and exchange.lane
     lanes = {lane.name: lane for lane in every if lane}
     return EngineParts(
@@ -115,12 +117,12 @@ def open_parts(
 
 def _exchange(
     world: World, layouts: Sequence[FlatLayout], compute: Compute, resources: ExitStack
-) -> Exchange | None:
+) -> tuple[Exchange | None, HeadTrade | None]:
     if world.is_alone:
-        return None
+        return None, None
     exchange = Exchange(world, layouts, compute)
     resources.callback(exchange.close)  # before what its jobs read and write
-    return exchange
+    return exchange, HeadTrade(world, compute, exchange.lane) if world.pieces > 1 else None
 
 
 def _kept(

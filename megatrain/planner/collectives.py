@@ -35,6 +35,15 @@ def common_memory(machine: MachineProfile) -> float:
     return UPDATE_BYTES * max(rate for _, rate in machine.update)
 
 
+def traded(tokens: float, row_bytes: int, job: Job, machine: MachineProfile) -> float:
+    """Seconds in which ranks that share sequences trade tokens for heads and back, one way through
+    a layer: queries, keys, values and output, of at most a hidden state's width each."""
+    if job.pieces == 1:
+        return 0.0
+    others = (job.pieces - 1) / job.pieces
+    return 4 * tokens * row_bytes * others / machine.gather
+
+
 def cross_network(
     timeline: StepTimeline,
     numel: int,

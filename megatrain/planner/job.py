@@ -108,6 +108,8 @@ class Job(Asked):
         hosts: with so many GPUs each.
         transport: of weights in host RAM: ranks "gather" each other's shares, or each "read"s all
             of the host's one copy.
+        pieces: ranks that share every sequence. Rows are then pieces, which `seq_len` and all other
+            numbers of tokens are of; only attention is over `pieces` times as many.
     """
 
     precision: str
@@ -139,6 +141,7 @@ class Job(Asked):
     ranks: int = 1
     hosts: int = 1
     transport: str = "gather"
+    pieces: int = 1
 
     @property
     def reads(self) -> bool:
@@ -149,6 +152,11 @@ class Job(Asked):
     def size(self) -> int:
         """Ranks of all hosts."""
         return self.ranks * self.hosts
+
+    @property
+    def shares_apart(self) -> bool:
+        """Ranks that share sequences are a group of their own, not all ranks."""
+        return 1 < self.pieces < self.size
 
     @property
     def rank_tokens(self) -> int:

@@ -175,7 +175,8 @@ class Layout:
         table = {"shares on their way": shares} if shares else {}
         table["sums of other ranks"] = received
         if self.hardware.gpu:
-            levels = (self.job.ranks > 1) + (self.job.hosts > 1)
+            # all of a host's ranks are one group; some of them that share sequences, another
+            levels = (self.job.ranks > 1) + (self.job.hosts > 1) + self.job.shares_apart
             table[COMMUNICATORS] = levels * COMMUNICATOR_BYTES
         return table
 

@@ -231,7 +231,8 @@ def check_ranks(job: Job) -> None:
     rows = job.most_ranks
     if rows is not None and rows < job.size:
         raise PlanError(
-            f"a step of {counted(rows, 'row')} has work for at most {counted(rows, 'GPU')}, not "
+            f"a step of {counted(rows // job.pieces, 'row')} has work for at most "
+            f"{counted(rows, 'GPU')}, not "
             f"for {job.size}: take at most {rows}, or raise train.tokens_per_step to "
             f"{job.size * max(job.seq_len, job.least_tokens):,}"
         )

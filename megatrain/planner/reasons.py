@@ -89,6 +89,8 @@ def _ranks(job: Job) -> Reason:
     )
     if job.reads:
         why += "; weights in host RAM are one copy, which each uploads whole"
+    if job.pieces > 1:
+        why += f", a piece of every sequence that {job.pieces} share"
     return Reason("ranks", value, why)
 
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from megatrain.machine.profile import UPDATE_BYTES, MachineProfile, interpolate, interpolate_log
 from megatrain.planner import simulation
 from megatrain.planner.activations import SUM_BYTES
-from megatrain.planner.collectives import common_memory, cross_network, exchanged
+from megatrain.planner.collectives import common_memory, cross_network, exchanged, traded
 from megatrain.planner.memory import Layout, state_bytes_per_parameter
 from megatrain.planner.predicted import WORTH_NAMING
 from megatrain.planner.predicted import Timing as Timing
@@ -154,9 +154,10 @@ class StepCosts:
             rate = 1 / (share / self.machine.fp8 + (1 - share) / rate)
         traffic = 1 + share * (FP8_TRAFFIC - 1)
         quantizing = share * numel * FP8_WEIGHT_BYTES / 2 / memory
+        trading = traded(tokens, self.layout.activations.row_bytes, self.job, self.machine)
         chunks = math.ceil(tokens / chunk - ROUNDING)
         forward, backward = (
-            seconds + quantizing
+            seconds + quantizing + trading
             for seconds in self._forward_and_backward(work, tokens, rate, traffic, chunks)
         )
         # each chunk after the first adds its weight gradient to the ones before
@@ -226,8 +227,8 @@ class StepCosts:
             in which experts take the tokens. Each reads all of them, and writes all gradients.
             compiled: by default whether layers are.
         """
-        flops = 3 * work.forward.attention_flops * tokens
-        attention = flops / interpolate(self.machine.attention, self.job.seq_len)
+        flops = 3 * work.forward.attention_flops * self.job.pieces * tokens
+        attention = flops / interpolate(self.machine.attention, self.job.seq_len * self.job.pieces)
         memory = self.machine.memory if self.on_gpu else self.machine.fresh
         grouped = self._grouped_rate(work, tokens / chunks, rate)
         kind = "compiled" if (self.job.compiled if compiled is None else compiled) else "eager"

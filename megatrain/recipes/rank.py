@@ -130,10 +130,11 @@ def refused(config: Config) -> str | None:
 
 def check_rows_of_a_step(loader: Loader) -> None:
     """Raise PlanError if steps have fewer rows than there are ranks."""
-    ranks = loader.world.size
-    if ranks > 1 and (rows := math.floor(loader.rows_of_a_step())) < ranks:
+    world = loader.world
+    if world.size > 1 and (rows := math.floor(loader.rows_of_a_step())) < world.teams:
+        busy = rows * world.pieces
         raise PlanError(
             f"steps have {counted(rows, 'row')} on average, work for at most "
-            f"{counted(rows, 'GPU')}, not for {ranks}: take at most {rows}, or raise "
+            f"{counted(busy, 'GPU')}, not for {world.size}: take at most {busy}, or raise "
             "train.tokens_per_step"
         )

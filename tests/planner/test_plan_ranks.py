@@ -14,7 +14,7 @@ from megatrain.engine.placement import open_store
 from megatrain.engine.resolved import state_bytes
 from megatrain.errors import ConfigError, PlanError
 from megatrain.machine.hardware import GIB
-from megatrain.machine.profile import UPDATE_BYTES, MachineProfile, typical
+from megatrain.machine.profile import UPDATE_BYTES, MachineProfile, interpolate, typical
 from megatrain.machine.together import assumed, part_of
 from megatrain.models.anatomy import layouts_of
 from megatrain.models.skeleton import Skeleton
@@ -26,7 +26,7 @@ from megatrain.planner.memory import HEAD_COPIES, OTHERS_TABLES, Layout
 from megatrain.planner.plan import Plan, make_plan
 from megatrain.planner.simulation import overlapped
 from megatrain.planner.tasks import BlockTasks
-from megatrain.planner.timing import StepCosts
+from megatrain.planner.timing import ATTENTION_FORWARD_SHARE, StepCosts
 from megatrain.settings import Settings
 from megatrain.world import World
 from tests.once import engines_are_built_fast
@@ -245,6 +245,41 @@ def test_one_copy_of_a_host_s_weights_is_counted_once():
     several = replace(LONG, transport="read")
     with pytest.raises(ConfigError, match=r"several hosts.*set memory.transport: gather"):
         planned(2, several, hosts=2)
+
+
+def test_attention_of_a_piece_is_over_the_whole_sequence():
+    """Ranks trade queries, keys, values and outputs for it: half of them, where two share."""
+    job = replace(LONG, ranks=2, compiled=False)
+    machine = assumed(typical(HOST), HOST, 2)
+    choices = replace(ALL_STREAMED, micro_batch_tokens=16_384, head_chunk_tokens=4096)
+
+    def layer(job: Job) -> tuple[StepCosts, float]:
+        costs = StepCosts(Layout.of(choices, job, QWEN_7B, part_of(HOST, 2)), machine)
+        return costs, costs.blocks[1].forward / costs.micro_batches
+
+    costs, alone = layer(job)
+    together = layer(replace(job, pieces=2))[1]
+    flops = 3 * QWEN_7B.cost.layers[0].forward.attention_flops * costs.tokens
+    rates = [interpolate(machine.attention, job.seq_len * pieces) for pieces in (1, 2)]
+    longer = ATTENTION_FORWARD_SHARE * (2 * flops / rates[1] - flops / rates[0])
+    traded = 4 * costs.tokens * QWEN_7B.hidden_size * 2 / 2 / machine.gather
+    assert together - alone == pytest.approx(longer + traded)
+
+
+def test_pieces_of_a_long_row_fit_where_it_does_not():
+    whole = replace(LONG, seq_len=131_072, micro_batch_tokens=131_072, resident=0)
+    piece = replace(whole, seq_len=16_384, micro_batch_tokens=16_384, pieces=8)
+    assert not planned(1, whole, gpu_limit=60 * GIB).fits
+    plan = planned(8, piece, gpu_limit=60 * GIB)
+    assert plan.fits and plan.job.rank_tokens == 16_384
+    one, some = (
+        Layout.of(plan.choices, replace(plan.job, pieces=n), QWEN_7B, part_of(HOST, 8))
+        for n in (1, 4)
+    )
+    # whole sequences' ids and rotary tables, and a communicator of those that share
+    inputs = ("token ids and targets", "rotary tables and masks")
+    assert all(some.device[name] == 4 * one.device[name] for name in inputs)
+    assert some.device["communicators"] == 2 * one.device["communicators"]
 
 
 @pytest.mark.parametrize(
