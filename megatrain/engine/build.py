@@ -295,11 +295,7 @@ def check_world(
 
 
 def check_pieces(
-    pieces: int,
-    skeleton: Skeleton,
-    compiled: bool,
-    balances: bool,
-    name: str = "context_parallel",
+    pieces: int, skeleton: Skeleton, compiled: bool, balances: bool, name: str = "context_parallel"
 ) -> None:
     """Raise ConfigError for what does not compute pieces of sequences as it does whole ones.
 

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 
@@ -89,25 +90,22 @@ def open_parts(
     with naming_the_gpu("the weights' slots and the gradients' accumulators"):
         exchange, trade = _exchange(world, layouts, compute, resources)
         streamer = Streamer(anatomy, store, dtype, compute, upload, updater, behind, exchange, kept)
+        uses: dict[str, Any] = {"compute": compute, "upload": upload, "download": download}
         gradients = Gradients(
             [layout.trained for layout in layouts],
             dtype,
             resident=store.resident,
             own=range(own_sums(sums_on_device(settings, len(layouts)), anatomy.embed_feeds_head)),
-            compute=compute,
-            upload=upload,
-            download=download,
-            sink=sink,
             host_sums=partial(store.array, "grad_sum") if "grad_sum" in store.arrays else None,
-            exchange=exchange,
+            **{**uses, "sink": sink, "exchange": exchange},
         )
         skeleton.move_buffers(device)
     # before lanes end, one of which may wait for a rank that does not come
     resources.callback(store.stop_waiting, MegaTrainError("the engine is closed"))
     if balancer is not None:
         balancer.open(skeleton.layers, device, resources)
-    given = skeleton, streamer, gradients, boundaries, settings, seed, balancer
-    passes = Passes(*given, world, trade)
+    about = settings, seed, balancer, world, trade
+    passes = Passes(skeleton, streamer, gradients, boundaries, *about)
     every = upload, download, fetch, updater.lane, exchange and exchange.lane
     lanes = {lane.name: lane for lane in every if lane}
     return EngineParts(

@@ -95,6 +95,7 @@ memory:
   offload_activations: true
   retained_on_host: 1
   second_backward: false
+  transport: gather
   activations: int8
   nvme: [/mnt/one, /mnt/two]
   nvme_size: 800GiB
