@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -22,7 +22,6 @@ from megatrain.engine.streamer import Streamer
 from megatrain.engine.streams import Compute, Lane
 from megatrain.engine.update import Updater
 from megatrain.errors import MegaTrainError
-from megatrain.memory.layout import FlatLayout
 from megatrain.memory.store import Store
 from megatrain.models.anatomy import layouts_of
 from megatrain.models.skeleton import Skeleton
@@ -85,7 +84,7 @@ def open_parts(
         resources.callback(lane.close)
     trained = [layout.trained for layout in layouts]
     with naming_the_gpu("the weights' slots and the gradients' accumulators"):
-        exchange = _exchange(world, layouts, compute, resources)
+        exchange = _exchange(store, compute, resources)
         streamer = Streamer(anatomy, store, dtype, compute, upload, updater, release, exchange)
         gradients = Gradients(
             trained,
@@ -100,8 +99,6 @@ def open_parts(
             exchange=exchange,
         )
         skeleton.move_buffers(device)
-    # before lanes end, one of which may wait for a rank that does not come
-    resources.callback(store.stop_waiting, MegaTrainError("the engine is closed"))
     if balancer is not None:
         balancer.open(skeleton.layers, device, resources)
     passes = Passes(skeleton, streamer, gradients, boundaries, settings, seed, balancer, world)
@@ -112,13 +109,13 @@ def open_parts(
     )
 
 
-def _exchange(
-    world: World, layouts: Sequence[FlatLayout], compute: Compute, resources: ExitStack
-) -> Exchange | None:
-    if world.is_alone:
+def _exchange(store: Store, compute: Compute, resources: ExitStack) -> Exchange | None:
+    if store.world.is_alone:
         return None
-    exchange = Exchange(world, layouts, compute)
+    exchange = Exchange(store.world, store.layouts, compute)
     resources.callback(exchange.close)  # before what its jobs read and write
+    # before lanes end, one of which may wait for a rank that does not come
+    resources.callback(store.stop_waiting, MegaTrainError("the engine is closed"))
     return exchange
 
 

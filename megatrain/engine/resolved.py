@@ -68,6 +68,12 @@ class Machine:
     peers: bool = True
     alone: Machine | None = None
 
+    def transport(self, asked: str) -> str:
+        """How weights in host RAM come to its ranks: as asked, or "auto" as they can."""
+        if asked != "auto":
+            return asked
+        return "gather" if self.peers or self.hosts > 1 else "read"
+
 
 @dataclass(frozen=True)
 class Weights:

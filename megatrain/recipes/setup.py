@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import date
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import torch
 
@@ -53,9 +53,6 @@ from megatrain.reporting.words import human_bytes
 from megatrain.settings import contradiction
 from megatrain.storage.run_folder import bytes_of_checkpoints
 from megatrain.world import ALONE, World
-
-if TYPE_CHECKING:
-    pass
 
 logger = logging.getLogger("megatrain")
 
@@ -256,7 +253,7 @@ def make_run_plan(
         step_tokens=parts.step_tokens,
         trained_share=parts.trained_share,
         activations=config.memory.activations,
-        transport=transport_of(config, machine),
+        transport=machine.transport(config.memory.transport),
         checkpoints_kept=config.checkpoint.keep,
         keeps_best=config.data.eval is not None or config.eval.tasks_at == "evaluations",
         checkpoints_written=checkpoints_written,
@@ -281,13 +278,6 @@ def make_run_plan(
         ranks_assumed=machine.together_assumed,
         made_of=resolved,
     )
-
-
-def transport_of(config: Config, machine: Machine) -> str:
-    """How weights come to a host's GPUs: the config's choice, or what these can do."""
-    if config.memory.transport != "auto":
-        return config.memory.transport
-    return "gather" if machine.peers or machine.hosts > 1 else "read"
 
 
 def predicted_economy(config: Config, hardware: Hardware, plan: Plan, steps: int | None) -> Economy:

@@ -99,6 +99,7 @@ memory:
   nvme_size: 800GiB
   nvme_blocks: 3
   nvme_arrays: gradients
+  transport: read
 economy:
   price_per_hour: 3.5
   price_per_kwh: 0.3

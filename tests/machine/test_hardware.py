@@ -320,31 +320,6 @@ def test_the_gpu_that_cuda_would_show(visible, asked, monkeypatch, tmp_path):
     assert bf16_is_fast("cuda")
 
 
-LOST = 15  # NVML_ERROR_GPU_IS_LOST
-
-
-@pytest.mark.parametrize(
-    ("pairs", "expected"),
-    [({}, True), ({("b", "c"): 1}, False), ({("c", "a"): LOST}, True), (None, True)],
-)
-def test_gpus_reach_each_other_unless_the_driver_says_no(pairs, expected, monkeypatch):
-    class Nvml(FakeNvml):
-        NVML_P2P_CAPS_INDEX_READ, NVML_P2P_STATUS_OK = 0, 0
-
-        def nvmlDeviceGetHandleByUUID(self, uuid: str) -> str:
-            return uuid
-
-        def nvmlDeviceGetP2PStatus(self, one: str, other: str, what: int) -> int:
-            assert pairs is not None and what == 0
-            if (status := pairs.get((one, other), 0)) == LOST:
-                raise self.NVMLError(LOST)
-            return int(status)
-
-    found = None if pairs is None else Nvml()
-    monkeypatch.setattr(hardware, "opened_nvml", lambda: nullcontext(found))
-    assert hardware.reach_each_other(["a", "b", "c"]) == expected
-
-
 def test_a_drive_is_known_by_its_device_and_mount_point(tmp_path):
     device, mount = drive_name(tmp_path / "not" / "there").split(" ", 1)
     assert drive_name(tmp_path) == f"{device} {mount}"

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
+import pynvml
 import pytest
 
+from megatrain.machine import hardware
 from megatrain.machine.hardware import GIB, Gpu, Hardware
 from megatrain.machine.profile import UPDATE_BYTES, fingerprint, interpolate, load, save, typical
-from megatrain.machine.together import assumed, joined, known, part_of
+from megatrain.machine.together import assumed, joined, known, part_of, peers
 from tests.planned import H200, LAPTOP
 
 HOST = replace(H200, physical_cores=32, host_available_bytes=250 * GIB)
@@ -77,3 +80,41 @@ def test_what_was_measured_together_is_kept_for_as_many():
     assert fingerprint(HOST, 2) == fingerprint(part_of(HOST, 1), 2) != fingerprint(HOST)
     assert joined(ALONE, found).update == found.update
     assert load(fingerprint(HOST)) is None
+
+
+LOST = 15  # NVML_ERROR_GPU_IS_LOST
+
+
+@pytest.mark.parametrize(
+    ("pairs", "expected"),
+    [({}, True), ({("b", "c"): 1}, False), ({("c", "a"): LOST}, True), (None, True)],
+)
+def test_gpus_reach_each_other_unless_the_driver_says_no(pairs, expected, monkeypatch):
+    class Nvml:
+        NVMLError = pynvml.NVMLError
+        NVML_P2P_CAPS_INDEX_READ, NVML_P2P_STATUS_OK = 0, 0
+
+        def nvmlDeviceGetHandleByUUID(self, uuid: str) -> str:
+            return uuid
+
+        def nvmlDeviceGetP2PStatus(self, one: str, other: str, what: int) -> int:
+            assert pairs is not None and what == 0
+            if (status := pairs.get((one, other), 0)) == LOST:
+                raise self.NVMLError(LOST)
+            return int(status)
+
+    found = None if pairs is None else Nvml()
+    monkeypatch.setattr(hardware, "opened_nvml", lambda: nullcontext(found))
+    assert hardware.reach_each_other(["a", "b", "c"]) == expected
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        *((f"NVIDIA GeForce RTX {card}", False) for card in ("4090", "5090", "3060 Ti", "5070 Ti")),
+        *((f"NVIDIA {card}", True) for card in ("H200", "L40S", "RTX A6000", "RTX 6000 Ada")),
+        ("NVIDIA RTX PRO 6000", True),
+    ],
+)
+def test_described_gpus_that_reach_each_other(name, expected):
+    assert peers(of(name)) == expected
