@@ -222,3 +222,9 @@ def refused(world: World) -> str:
 def test_a_loss_over_a_whole_step_is_refused(tmp_path):
     words = "ranks: Dpo is computed over a whole step, so set 1, not 2"
     assert run_ranks(2, refused, tmp_path) == [words, words]
+
+
+def test_a_rank_without_micro_batches_offloads_nothing(tmp_path):
+    settings = Settings(**CHUNK, offload_activations=True, retained_on_host=1)
+    given: dict[str, Any] = {"steps": STEPS[:2], "precision": "float32", "settings": settings}
+    assert_near(run_ranks(3, partial(train, **given), tmp_path), train(World(), **given))
