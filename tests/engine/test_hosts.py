@@ -51,7 +51,6 @@ def bits(found: list[Any]) -> list[Any]:
 
 
 FOUR_OF_TWO: dict[str, tuple[dict[str, Any], tuple[int, str]]] = {
-    "streamed": ({}, (3, "exchange")),
     "groups": (
         {"settings": Settings(**CHUNK, groups=2, group_size=1, sums_on_device=ALL)},
         (1, "download"),

@@ -113,7 +113,6 @@ def test_weights_on_nvme_are_gathered_and_the_others_read(tmp_path):
 SLOW = ("upload", "download", "exchange", "update", "compute")
 MANY = [micro_batches(seed, [(1, 6), (1, 5)]) for seed in range(2 * len(SLOW))]
 AT_ONCE: dict[str, dict[str, Any]] = {
-    "clipped": {},
     "unclipped": {"max_grad_norm": None},
     "two backward passes": {"settings": Settings(**CHUNK, second_backward=True)},
 }
