@@ -27,6 +27,12 @@ def slab_bytes(nbytes: int) -> int:
     return max(1, -(-nbytes // HUGE_PAGE)) * HUGE_PAGE
 
 
+def shared_bytes(sizes: Sequence[int], ranks: int) -> int:
+    """Bytes of the mapping that holds arrays of these sizes for all of a host's ranks: whole pages,
+    and then for each rank and array the number of its updates."""
+    return sum(-(-size // PAGE) * PAGE for size in sizes) + 8 * ranks * len(sizes)
+
+
 def share(numel: int, ranks: int) -> int:
     """Elements of a block that each of so many ranks owns; the last ones may have less, or none."""
     return -(-numel // (ranks * BLOCK_ALIGNMENT)) * BLOCK_ALIGNMENT

@@ -158,7 +158,12 @@ _LEAST = {
     for name, option in OPTION.items()
     if option.least is not None and name != "micro_batch_tokens"
 } | {"group_size": 1}
-_KNOWN = {"activations": (UNCHANGED, *FORMS), "nvme_arrays": LEVELS}
+TRANSPORTS = ("auto", "gather", "read")
+_KNOWN = {
+    "activations": (UNCHANGED, *FORMS),
+    "nvme_arrays": LEVELS,
+    "transport": TRANSPORTS,
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -176,6 +181,9 @@ class Settings(Chosen):
         lengths_vary: micro-batches seldom have the same shape twice, so kernels that are planned
             for one shape are avoided.
         nvme_folders: folders on the drives that hold what `nvme_blocks` names.
+        transport: how weights in host RAM come to several ranks: each uploads its share and they
+            "gather" the rest, or each uploads all and "read"s the one copy of its host, to the same
+            bits. "auto": read where GPUs of the host do not reach each other's memory.
 
     Raises ConfigError for a number out of range, an unknown choice, and what `EXCLUSIONS` names.
     """
@@ -186,6 +194,7 @@ class Settings(Chosen):
     fused_loss: bool = False
     lengths_vary: bool = False
     nvme_folders: tuple[Path, ...] = ()
+    transport: str = "auto"
 
     def __post_init__(self) -> None:
         values = vars(self)

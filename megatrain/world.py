@@ -11,14 +11,14 @@ import itertools
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch
 from torch import distributed
 
-from megatrain.errors import MegaTrainError
+from megatrain.errors import ConfigError, MegaTrainError
 from megatrain.heartbeat import beat, may_end_here
 
 T = TypeVar("T")
@@ -38,19 +38,26 @@ class World:
     """All ranks, and which of them this one is. The default is a rank alone.
 
     Attributes:
-        local_rank, local_size: the same among the ranks of this host.
-        hosts: the process group over which small messages travel, from the main thread.
-        devices: the one over which blocks travel, from a thread of its own.
+        local_rank, local_size: the same among the ranks of this host. Ranks of a host follow one
+            another, and all hosts have as many.
+        messages: the process group over which small messages travel, from the main thread.
+        local, across: those over which blocks travel, from a thread of their own: the ranks of this
+            host, and one of each host. None for a group of one.
         store: short texts by name, which every rank sees.
+        pieces: consecutive ranks of which each computes a piece of the same sequences.
+        sharing: the one over which these trade what their attention needs.
     """
 
     rank: int = 0
     size: int = 1
     local_rank: int = 0
     local_size: int = 1
-    hosts: Any = None
-    devices: Any = None
+    messages: Any = None
+    local: Any = None
+    across: Any = None
     store: Any = None
+    pieces: int = 1
+    sharing: Any = None
     _turns: Iterator[int] = field(default_factory=itertools.count, compare=False, repr=False)
 
     @classmethod
@@ -60,17 +67,84 @@ class World:
         """That of torch.distributed, which has been initialised. All ranks call it.
 
         local: rank and size on this host; None: all ranks are on it.
+
+        Raises ConfigError on all ranks if they are not numbered host by host.
         """
         rank, size = distributed.get_rank(), distributed.get_world_size()
         if size == 1:
             return cls()
-        hosts = distributed.new_group(backend="gloo", timeout=PATIENCE)
-        devices = distributed.new_group(backend="nccl" if device.type == "cuda" else "gloo")
-        return cls(rank, size, *(local or (rank, size)), hosts, devices, store)
+        local = local or (rank, size)
+        messages = distributed.new_group(backend="gloo", timeout=PATIENCE)
+        world = cls(rank, size, *local, messages, store=store)
+        check_numbers(world.every(local))
+        backend = "nccl" if device.type == "cuda" else "gloo"
+        ranks, each = range(size), local[1]
+        groups: dict[str, Any] = {"local": None, "across": None}
+        if each > 1:
+            groups["local"] = _own_group([ranks[i : i + each] for i in ranks[::each]], backend)
+        if each < size:
+            groups["across"] = _own_group([ranks[i::each] for i in ranks[:each]], backend)
+        return replace(world, **groups)
+
+    def sharing_sequences(self, pieces: int) -> World:
+        """The same, in which so many ranks share sequences. All ranks call it.
+
+        Raises ConfigError unless that divides the ranks of a host.
+        """
+        if pieces == 1:
+            return self
+        if self.local_size % pieces:
+            raise ConfigError(
+                f"{pieces} ranks cannot share sequences where a host has {self.local_size}; take "
+                "a number that divides it"
+            )
+        if pieces == self.local_size:
+            return replace(self, pieces=pieces, sharing=self.local)
+        ranks, backend = range(self.size), distributed.get_backend(self.local)
+        own = _own_group([ranks[i : i + pieces] for i in ranks[::pieces]], backend)
+        return replace(self, pieces=pieces, sharing=own)
+
+    @property
+    def piece(self) -> int:
+        """Which piece of its sequences this rank computes."""
+        return self.rank % self.pieces
+
+    @property
+    def team(self) -> int:
+        """Of those that share sequences, which one this rank is in. Each has micro-batches of its
+        own."""
+        return self.rank // self.pieces
+
+    @property
+    def teams(self) -> int:
+        return self.size // self.pieces
 
     @property
     def is_alone(self) -> bool:
         return self.size == 1
+
+    @property
+    def hosts(self) -> int:
+        return self.size // self.local_size
+
+    def here(self) -> World:
+        """The ranks of this host alone, between which blocks travel, but no messages."""
+        return World(*2 * (self.local_rank, self.local_size), local=self.local)
+
+    def place(self, rank: int | None = None) -> int:
+        """Which of as many shares of a block a rank owns, counted from its first; by default this
+        rank's.
+
+        Those of ranks that stand in for each other on their hosts lie together, so that gathered
+        across they are a host's part of the block, and those parts gathered here are all of it.
+        """
+        host, local = divmod(self.rank if rank is None else rank, self.local_size)
+        return local * self.hosts + host
+
+    @property
+    def owners(self) -> list[int]:
+        """The ranks, in the order of what they own."""
+        return sorted(range(self.size), key=self.place)
 
     @property
     def is_first(self) -> bool:
@@ -82,7 +156,7 @@ class World:
         if self.is_alone:
             return [mine]
         found: list[Any] = [None] * self.size
-        distributed.all_gather_object(found, mine, group=self.hosts)
+        distributed.all_gather_object(found, mine, group=self.messages)
         return found
 
     def told(self, found: T | None = None) -> T:
@@ -90,7 +164,7 @@ class World:
         same place."""
         told: list[Any] = [found]
         if not self.is_alone:
-            distributed.broadcast_object_list(told, src=0, group=self.hosts)
+            distributed.broadcast_object_list(told, src=0, group=self.messages)
         return told[0]  # type: ignore[no-any-return]
 
     def first(self, make: Callable[[], T]) -> T:
@@ -131,15 +205,15 @@ class World:
         return MegaTrainError(f"rank {self.rank}: {type(error).__name__}: {error}")
 
     def whole(self, mine: torch.Tensor, share: int) -> torch.Tensor:
-        """Every rank's `mine`, flat on the CPU, one behind the other.
+        """Every rank's `mine`, flat on the CPU, in the order of what they own.
 
         share: elements of the largest; behind those of a rank that has fewer are zeros.
         """
         padded = torch.nn.functional.pad(mine, (0, share - len(mine)))
         whole = torch.empty(self.size * share, dtype=mine.dtype)
         # as bytes: gloo does not know every dtype
-        gather_whole(whole.view(torch.uint8), padded.view(torch.uint8), group=self.hosts)
-        return whole
+        gather_whole(whole.view(torch.uint8), padded.view(torch.uint8), group=self.messages)
+        return whole if self.hosts == 1 else whole.view(self.size, share)[self.owners].view(-1)
 
     def in_turn(self, work: Callable[[], T]) -> T:
         """What `work` returns, which one rank of each host does before its others: they find what
@@ -162,7 +236,34 @@ class World:
 
     def number(self, local: int) -> int:
         """The number among all ranks' of a rank's micro-batch `local`."""
-        return local * self.size + self.rank
+        return local * self.teams + self.team
 
 
 ALONE = World()
+
+
+def check_numbers(local: Sequence[tuple[int, int]]) -> None:
+    """Raise ConfigError unless ranks of a host follow one another, as many on each.
+
+    local: of every rank, its number on its host and how many there are.
+    """
+    each = local[0][1]
+    for rank, (number, there) in enumerate(local):
+        if (number, there) != (rank % each, each):
+            found = f"rank {rank} is number {number} of {there} on its host"
+            found = f"{found}, not {rank % each} of {each}"
+            break
+    else:
+        if len(local) % each == 0:
+            return
+        found = f"{len(local)} ranks are on hosts of {each}"
+    raise ConfigError(
+        f"{found}: start as many processes on every host, numbered host by host (torchrun does so, "
+        "Slurm with --distribution=block)"
+    )
+
+
+def _own_group(groups: Sequence[Sequence[int]], backend: str) -> Any:
+    """That of these groups which has this rank. Every rank makes all of them, in this order."""
+    made = [distributed.new_group([*ranks], backend=backend) for ranks in groups]
+    return next(one for one in made if one is not distributed.GroupMember.NON_GROUP_MEMBER)

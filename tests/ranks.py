@@ -27,15 +27,20 @@ LIMIT_S = 60.0
 
 
 def run_ranks(
-    size: int, job: Callable[[World], Any], folder: Path, *, gpus: bool = False
+    size: int, job: Callable[[World], Any], folder: Path, *, gpus: bool = False, hosts: int = 1
 ) -> list[Any]:
-    """What `job` returns on each of so many ranks. Fails with the first error of one."""
+    """What `job` returns on each of so many ranks. Fails with the first error of one.
+
+    hosts: as if the ranks were on so many.
+    """
     meeting = folder / f"meeting-{len(list(folder.iterdir()))}"
     context: Any = multiprocessing.get_context("spawn" if gpus else "fork")
     ends, processes = [], []
     for rank in range(size):
         ours, theirs = context.Pipe(duplex=False)
-        process = context.Process(target=_rank, args=(rank, size, meeting, job, gpus, theirs))
+        process = context.Process(
+            target=_rank, args=(rank, size, meeting, job, gpus, hosts, theirs)
+        )
         process.start()
         theirs.close()
         ends.append(ours)
@@ -67,6 +72,7 @@ def _rank(
     meeting: Path,
     job: Callable[[World], Any],
     gpus: bool,
+    hosts: int,
     end: Connection,
 ) -> None:
     torch.set_num_threads(1)
@@ -78,7 +84,8 @@ def _rank(
         backend, init_method=f"file://{meeting}", rank=rank, world_size=size
     )
     try:
-        found = "", job(World.joined(device))
+        each = size // hosts
+        found = "", job(World.joined(device, local=(rank % each, each)))
     except BaseException:  # noqa: BLE001  the test says it
         found = traceback.format_exc(), None
     end.send_bytes(pickle.dumps(found))  # whole: tensors would be lent, and end with the process

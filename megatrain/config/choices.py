@@ -77,6 +77,7 @@ Attention = Annotated[
     Literal["auto", "sdpa", "eager", "flash_attention_2", "flash_attention_3", "flex_attention"],
     Choice(),
 ]
+Transport = Annotated[Literal["auto", "gather", "read"], Choice()]
 Activations = Annotated[Literal["none", "int8", "int6", "int4"], Choice({"fp8": _NO_FP8})]
 NvmeArrays = Annotated[Literal["auto", "state", "gradients", "all"], Choice()]
 _Tracker = Literal["wandb", "tensorboard", "trackio"]

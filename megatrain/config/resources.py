@@ -32,6 +32,12 @@ class MemoryOptions(Options):
     )
     nvme_blocks: v.NumberOrAuto = option("nvme_blocks")
     nvme_arrays: c.NvmeArrays = option("nvme_arrays")
+    transport: c.Transport = key(
+        "auto",
+        "How weights in host RAM come to several GPUs: each uploads its share and they gather the "
+        "rest, or all read the host's one copy; the result is the same. auto: read where GPUs do "
+        "not reach each other's memory (RTX 4090, 5090).",
+    )
 
 
 class EconomyOptions(Options):

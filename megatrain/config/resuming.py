@@ -58,6 +58,7 @@ FLAGGED = {
     "train.router_aux_loss_coef": "routers are balanced otherwise from here on",
     "train.deterministic": NEW_KERNELS,
     "gpus": NEW_ORDER,
+    "train.context_parallel": NEW_ORDER,
     "memory.activations": "gradients round otherwise from here on",
     **dict.fromkeys(SECTIONS, "the loss is another from here on"),
     "attention": NEW_KERNELS,

@@ -101,7 +101,8 @@ class Loader:
     log-probabilities of each sequence, float64 [rows, sides]; `prompts_too` makes the prompts of
     chosen answers targets as well.
 
-    Of several ranks each computes some of a step's rows (`dealt`), in micro-batches of its own.
+    Of several ranks each computes some of a step's rows (`dealt`), in micro-batches of its own;
+    those that share sequences have the same.
 
     Of a set that comes in `windows`, `rows` are those of the first. Windows come in order, each
     shuffled by (seed, epoch, window), and a step goes on in the next one, in micro-batches of its
@@ -246,7 +247,7 @@ class Loader:
         They begin with the run, whatever the position.
         """
         steps, full, epoch = list[list[list[Run]]](), list[bool](), 0
-        ranks = self.world.size
+        ranks = self.world.teams
         while self._epoch_rows(epoch) and len(steps) < STEPS_LOOKED_AT:
             order, stops = self._order(epoch)[0], self._step_ends(Position(epoch=epoch))
             for start, stop in pairwise([0, *islice(stops, STEPS_LOOKED_AT - len(steps))]):
@@ -272,7 +273,7 @@ class Loader:
             epoch = float(after.epoch)
         for rows, chosen in parts:
             lengths += rows.side_lengths[chosen, :trained].ravel().tolist()
-            own = dealt(rows.side_lengths[chosen], self.world.rank, self.world.size)
+            own = dealt(rows.side_lengths[chosen], self.world.team, self.world.teams)
             found += micro_batches(
                 *(rows, chosen[own], self.micro_batch_tokens, self.pad_id, self.pack_to),
                 *(self.regimes, self.references, self.prompts_too),

@@ -32,8 +32,10 @@ from megatrain.machine.hardware import (
 from megatrain.machine.profile import fingerprint, known_or_typical, with_drives
 from megatrain.machine.sizes import parse_size
 from megatrain.models.pretrained import read_model_config, resolve_source
+from megatrain.models.rotary import regimes_of
 from megatrain.models.skeleton import Skeleton
 from megatrain.models.transforms.fp8 import fp8_supported
+from megatrain.models.ulysses_trial import why_not_in_pieces
 from megatrain.optim import AdamW, Optimizer
 from megatrain.planner.plan import Plan, make_plan
 from megatrain.settings import Settings
@@ -268,18 +270,48 @@ def check_settings(settings: Settings, max_grad_norm: float | None) -> None:
         )
 
 
-def check_world(world: World, skeleton: Skeleton, optimizer: Optimizer, settings: Settings) -> None:
-    """Raise ConfigError for what is not built for several ranks."""
+def check_world(
+    world: World,
+    skeleton: Skeleton,
+    optimizer: Optimizer,
+    settings: Settings,
+    balances: bool = False,
+) -> None:
+    """Raise ConfigError for what is not built for several ranks. balances: routers."""
     if world.is_alone:
         return
     blocks = len(skeleton.anatomy.blocks)
     travel = settings.groups > 1 and max(settings.resident, settings.sums_on_device) < blocks
+    over_hosts = settings.transport == "read" and world.hosts > 1
     refused = {
+        "weights that several hosts read (set transport: gather)": over_hosts,
         "sums that wait in host RAM (set sums_on_device: ALL)": travel,
         f"{type(optimizer).__name__} (use AdamW or Lion)": optimizer.whole_tensors,
     }
     if found := [what for what, there in refused.items() if there]:
         raise ConfigError(f"{world.size} ranks: {', '.join(found)} cannot be had yet; use one rank")
+    if world.pieces > 1:
+        check_pieces(world.pieces, skeleton, settings.compile, balances)
+
+
+def check_pieces(
+    pieces: int, skeleton: Skeleton, compiled: bool, balances: bool, name: str = "context_parallel"
+) -> None:
+    """Raise ConfigError for what does not compute pieces of sequences as it does whole ones.
+
+    compiled: layers are. balances: routers are. name: of the option.
+    """
+    refused = {
+        "compiled layers (set compile: loss)": compiled,
+        "a balancing loss of routers (set router_aux_loss_coef: 0)": balances,
+        "dropout": skeleton.has_dropout,
+        "rotary factors that follow the length of sequences": bool(regimes_of(skeleton.config)),
+    }
+    if found := [what for what, there in refused.items() if there]:
+        raise ConfigError(f"{name}: {pieces} cannot be had with {found[0]}; set 1")
+    if why := why_not_in_pieces(skeleton):
+        family = skeleton.anatomy.family
+        raise ConfigError(f"{name}: {pieces} cannot be had with a {family} model ({why}); set 1")
 
 
 def hold_to_budget(machine: Machine, gpu_limit: int | None) -> None:
@@ -287,7 +319,8 @@ def hold_to_budget(machine: Machine, gpu_limit: int | None) -> None:
     gpu, hardware = machine.hardware.gpu, machine.hardware
     if machine.device.type == "cuda" and gpu is not None:
         # the user's limit counts the CUDA context and NCCL's buffers, PyTorch does not
-        beside = hardware.context_bytes + (COMMUNICATOR_BYTES if machine.ranks > 1 else 0)
+        groups = (machine.ranks > 1) + (1 < machine.world.pieces < machine.world.size)
+        beside = hardware.context_bytes + groups * COMMUNICATOR_BYTES
         limit = gpu.total_bytes if gpu_limit is None else gpu_limit - beside
         share = min(1.0, max(0.0, limit / gpu.total_bytes))
         torch.cuda.set_per_process_memory_fraction(share, machine.device)

@@ -57,7 +57,8 @@ class Engine(Reading, Constructors):
         router_aux_loss_coef: weight of the routers' balancing loss (engine/routing.py); 0: none.
         seed: of dropout and of random initialisation.
         world: the ranks that train together. Each gives `train_step` micro-batches of its own, or
-            none, and all call the same methods in the same order.
+            none, and all call the same methods in the same order. Those that share sequences give
+            the same micro-batches.
 
     Attributes:
         parts: memory, threads and buffers, for tests.
@@ -87,7 +88,7 @@ class Engine(Reading, Constructors):
         self.updates = self.skipped = self._targets = 0
         check_settings(settings, max_grad_norm)
         balancer = balancer_of(skeleton, router_aux_loss_coef, settings.groups)
-        check_world(world, skeleton, optimizer, settings)
+        check_world(world, skeleton, optimizer, settings, balancer is not None)
         self._computed = self._closed = False  # computed: `step` may follow
         if precision == "fp8":
             skeleton.use_fp8(Fp8Policy())
@@ -148,7 +149,8 @@ class Engine(Reading, Constructors):
         if self._computed:
             raise MegaTrainError("forward_backward was called twice; call step in between")
         parts.passes.waiting = None  # left by an interrupted step
-        objective = agreed(objective_of(micro_batches, loss, self.anatomy), self.world)
+        objective = objective_of(micro_batches, loss, self.anatomy)
+        objective = agreed(objective, self.world, micro_batches)
         several = {"groups": self.settings.groups, "ranks": self.world.size}
         for name, number in several.items():
             if objective.whole_step and number > 1:
@@ -303,7 +305,8 @@ class Engine(Reading, Constructors):
     def evaluate(self, micro_batches: Sequence[Batch], loss: AnyLoss = next_token) -> EvalResult:
         """Mean loss in evaluation mode. Raises DataError as `forward_backward`."""
         self._check_usable()
-        objective = agreed(objective_of(micro_batches, loss, self.anatomy), self.world)
+        objective = objective_of(micro_batches, loss, self.anatomy)
+        objective = agreed(objective, self.world, micro_batches)
         if objective.is_empty:
             return EvalResult(0.0, 0)
         with self._computing("an evaluation's activations"), torch.no_grad():
@@ -361,8 +364,13 @@ class Engine(Reading, Constructors):
         self.weights_changed()
 
     def weights_changed(self) -> None:
-        """Tell the engine that the store was written from outside: uploaded blocks are stale."""
+        """Tell the engine that the store was written from outside: uploaded blocks are stale.
+
+        Ranks that read each other's weights all call it, and go on once all have written theirs.
+        """
         self._check_usable()
+        if self.store.shared is not None:
+            self.world.every(None)
         self.parts.streamer.invalidate()
 
     def close(self) -> None:

@@ -7,6 +7,7 @@ order follows from the plan alone, so it is the same on every rank.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import distributed
@@ -19,18 +20,25 @@ from megatrain.world import World, gather_whole
 class Exchange:
     """Collectives of a world of several ranks, for jobs of `lane`.
 
+    Of several hosts each is one of ranks that stand in for each other on their hosts, over the
+    network, and one of the ranks of a host. Sums go the other way.
+
     Args:
         layouts: of all blocks.
+
+    Attributes:
+        slowest: what a wait for sums is a wait for: exchange, or network.
     """
 
     def __init__(self, world: World, layouts: Sequence[FlatLayout], compute: Compute) -> None:
         self.world, self.lane = world, Lane("exchange", compute.device)
         self.shares = [layout.share(world.size) for layout in layouts]
-        spans = (layout.span(world.rank, world.size) for layout in layouts)
+        spans = (layout.span(world.place(), world.size) for layout in layouts)
         self._trained = [s.before(of.trainable) for s, of in zip(spans, layouts, strict=True)]
         whole = world.size * max(self.shares)
         self._received = torch.empty(whole, dtype=torch.float32, device=compute.device)
         self._norms = torch.empty(whole // BLOCK_ALIGNMENT, device=compute.device)
+        self.slowest = "exchange" if world.across is None else "network"
 
     def padded(self, block: int) -> int:
         """Elements of a block with whole shares for all ranks."""
@@ -41,22 +49,36 @@ class Exchange:
         return self._trained[block]
 
     def gather(self, whole: torch.Tensor, share: torch.Tensor) -> None:
-        """Fill `whole` with every rank's `share`, one behind the other, of any dtype."""
-        # as bytes: not every library knows every dtype
-        parts = whole.view(torch.uint8), share.view(torch.uint8)
-        gather_whole(*parts, group=self.world.devices)
+        """Fill `whole` with every rank's `share`, in the order of `World.place`, of any dtype."""
+        if self.world.across is not None:
+            share = self.gather_across(whole, share)
+        if self.world.local is not None:
+            self.gather_here(whole, share)
+
+    def part(self, whole: torch.Tensor) -> torch.Tensor:
+        """What ranks that stand in for this one on their hosts own of `whole`, together."""
+        part: torch.Tensor = whole.view(self.world.local_size, -1)[self.world.local_rank]
+        return part
+
+    def gather_across(self, whole: torch.Tensor, share: torch.Tensor) -> torch.Tensor:
+        """Fill this rank's `part` of `whole`, which is returned, over the network."""
+        part = self.part(whole)
+        _gather(part, share, self.world.across)
+        return part
+
+    def gather_here(self, whole: torch.Tensor, part: torch.Tensor) -> None:
+        """Fill `whole` with the parts of this host's ranks. part: may be where it belongs."""
+        _gather(whole, part, self.world.local)
 
     def summed(self, total: torch.Tensor) -> torch.Tensor:
         """This rank's share of the sum of all ranks' `total` [ranks x share], in fp32, added in the
-        order of ranks. Valid until the next call."""
+        order of ranks: of each host, and then over hosts. Valid until the next call."""
         received = self._received[: len(total)]
-        parts = received.view(torch.uint8), total.view(torch.uint8)
-        distributed.all_to_all_single(*parts, group=self.world.devices)
-        first: torch.Tensor
-        first, *others = received.view(self.world.size, -1)
-        for other in others:
-            first += other
-        return first
+        if self.world.local is not None:
+            total, received = _added_up(total, received, self.world.local_size, self.world.local)
+        if self.world.across is not None:
+            total, _ = _added_up(total, received[: len(total)], self.world.hosts, self.world.across)
+        return total
 
     def all_norms(self, mine: torch.Tensor, block: int) -> torch.Tensor:
         """The norms of all rows of a block, from those of this rank's share."""
@@ -68,3 +90,24 @@ class Exchange:
 
     def close(self) -> None:
         self.lane.close()
+
+
+def _gather(whole: torch.Tensor, each: torch.Tensor, group: Any) -> None:
+    # as bytes: not every library knows every dtype
+    gather_whole(whole.view(torch.uint8), each.view(torch.uint8), group=group)
+
+
+def _added_up(
+    total: torch.Tensor, received: torch.Tensor, ranks: int, group: Any
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """One of `ranks` parts of the sum over a group, and what of `received` is free again.
+
+    received: of the size of `total`, and other memory.
+    """
+    parts = received.view(torch.uint8), total.view(torch.uint8)
+    distributed.all_to_all_single(*parts, group=group)
+    first: torch.Tensor
+    first, *others = received.view(ranks, -1)
+    for other in others:
+        first += other
+    return first, received[len(first) :]

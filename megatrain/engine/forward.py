@@ -15,8 +15,11 @@ from megatrain.engine.head import Values, loss_sum, target_values
 from megatrain.engine.objective import Objective
 from megatrain.engine.routing import Balancer
 from megatrain.engine.streamer import Streamer
+from megatrain.engine.trade import HeadTrade
 from megatrain.losses import IGNORE, SequenceLoss, Tally, Targets
+from megatrain.models.recorder import LayerCall
 from megatrain.models.skeleton import Skeleton
+from megatrain.models.ulysses import Around, call_of_piece, implementation_of, piece_of
 from megatrain.schedule import graphs_of_layers
 from megatrain.settings import Settings
 from megatrain.world import ALONE, World
@@ -29,6 +32,7 @@ class ForwardPasses:
         boundaries: keeps activation checkpoints between forward and backward.
         balancer: of a mixture whose routers are balanced. A step is one group then.
         seed: of dropout.
+        trade: of ranks that share sequences.
 
     Attributes:
         step: counts steps, for dropout seeds.
@@ -45,8 +49,9 @@ class ForwardPasses:
         seed: int,
         balancer: Balancer | None = None,
         world: World = ALONE,
+        trade: HeadTrade | None = None,
     ) -> None:
-        self.world = world
+        self.world, self.trade = world, trade
         self.skeleton, self.streamer, self.boundaries = skeleton, streamer, boundaries
         self.settings, self.seed, self.balancer = settings, seed, balancer
         self.device, self.step = streamer.compute.device, 0
@@ -84,7 +89,7 @@ class ForwardPasses:
         targets: others than the labels show; a position may have several.
         """
         self.skeleton.set_training(False)
-        prepared, found = self._prepare(batches), []
+        prepared, found = self._prepare(batches, whole=True), []
         for mb, given in zip(prepared, targets or (), strict=targets is not None):
             mb.targets = given.to(self.device)
         for mb, hidden in self._through_layers(prepared):
@@ -110,7 +115,7 @@ class ForwardPasses:
         batch = {"input_ids": input_ids, "labels": torch.full_like(input_ids, IGNORE)}
         (logits,) = [
             self.skeleton.head(rows.flatten(0, 1)).view(*rows.shape[:2], -1)
-            for _, hidden in self._through_layers(self._prepare([batch]))
+            for _, hidden in self._through_layers(self._prepare([batch], whole=True))
             for rows in [hidden[:, positions]]
         ]
         return logits
@@ -134,11 +139,14 @@ class ForwardPasses:
         batches: Sequence[Batch],
         loss: SequenceLoss | None = None,
         marks_real: bool = False,
+        whole: bool = False,
     ) -> list[MicroBatch]:
+        """whole: also ranks that share sequences compute all of each."""
         text = self.skeleton.config.get_text_config()
         pad_id = text.pad_token_id if loss is not None and loss.of_scores else None
         packed = any("position_ids" in batch for batch in batches)
         tells = packed and self.skeleton.told_documents(self.device)
+        shared = {} if whole else {"piece": self.world.piece, "pieces": self.world.pieces}
         return [
             prepare(
                 batch,
@@ -148,6 +156,8 @@ class ForwardPasses:
                 pad_id=pad_id,
                 marks_real=marks_real,
                 tells_documents=tells,
+                longest=self.skeleton.anatomy.max_positions,
+                **shared,
             )
             for number, batch in enumerate(batches)
         ]
@@ -161,7 +171,9 @@ class ForwardPasses:
         assert next(visits) == self.embed
         for mb in group:
             self._seed_dropout(self.embed, mb)
-            mb.hidden, mb.calls = self.skeleton.embed(mb.inputs)
+            hidden, mb.calls = self._embed(mb)
+            # a copy: of a piece the whole would stay
+            mb.hidden = hidden if mb.pieces == 1 else hidden.clone()
         for index in range(len(self.skeleton.layers)):
             block = next(visits)
             for mb in group:
@@ -177,6 +189,16 @@ class ForwardPasses:
                 mb.hidden = output
             if keep and self.balancer:
                 self.balancer.end_layer()
+
+    def _embed(self, mb: MicroBatch) -> tuple[torch.Tensor, list[LayerCall]]:
+        """`Skeleton.embed` of whole sequences, cut to this rank's pieces if ranks share them."""
+        hidden, calls = self.skeleton.embed(mb.inputs)
+        if mb.pieces == 1:
+            return hidden, calls
+        assert self.trade is not None
+        own = piece_of(hidden.shape[1], self.trade.rank, self.trade.ranks)
+        around = Around(self.trade, implementation_of(self.skeleton.config))
+        return hidden[:, own], [call_of_piece(call, hidden.shape, own, around) for call in calls]
 
     def _retain(self, index: int, block: int, mb: MicroBatch, hidden: torch.Tensor) -> torch.Tensor:
         """Run a layer whose graph stays until backward, on the device or in host RAM; returns its

@@ -165,7 +165,7 @@ class Gradients:
         sums = {name: Sum(view, fresh) for name, view in layout.views(flat).items()}
         opened = self._open[block] = OpenSum(buffer, sums)
         if fresh:
-            leaves = "exchange" if self.exchange else "download"
+            leaves = self.exchange.slowest if self.exchange else "download"
             self.compute.wait(buffer.free, leaves)  # wait: what it held before still leaves
             # the padding: sums write tensors alone, and another block's values may lie between
             for start, stop in layout.gaps():
@@ -258,7 +258,7 @@ class Gradients:
             return
         target, scalar = self.sink.place(block), self._landed_square_sums[block : block + 1]
         if target is None:  # a resident block that is updated at once, on the stream that computes
-            self.compute.wait(shared, "exchange")
+            self.compute.wait(shared, exchange.slowest)
             self.sink.take(Gradient(block, mine, shared, scalar))
             staging.free = self.compute.record()
             return
@@ -293,9 +293,9 @@ class Gradients:
         """
         for gradient in finished:
             gradient.landed.wait_host()  # raises what a download failed with, before any update
-        # wait: all ranks' shares are being measured
-        self.compute.wait(self._exchanged, "exchange")
         if self.exchange is not None:
+            # wait: all ranks' shares are being measured
+            self.compute.wait(self._exchanged, self.exchange.slowest)
             for gradient in finished:
                 if gradient.block < self.resident:
                     # wait: it is copied on another stream, and the update on this one reads it

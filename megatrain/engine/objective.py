@@ -12,6 +12,7 @@ from torch import Tensor
 
 from megatrain.engine.head import Values, first_scores, token_logprobs
 from megatrain.engine.results import EvalResult
+from megatrain.errors import ConfigError, DataError
 from megatrain.losses import IGNORE, Loss, SequenceLoss, Tally, Targets
 from megatrain.losses.tally import TARGETS
 from megatrain.losses.targets import rows_of, together
@@ -115,12 +116,32 @@ def over_ranks(found: Tally[Tensor], world: World) -> Tally[Tensor]:
     return total
 
 
-def agreed(objective: Objective, world: World) -> Objective:
-    """The objective over all ranks' micro-batches."""
+def agreed(
+    objective: Objective, world: World, batches: Sequence[Mapping[str, Tensor]]
+) -> Objective:
+    """The objective over all ranks' micro-batches, of which these are one's.
+
+    Raises, where ranks share sequences:
+        ConfigError: the loss is over sequences.
+        DataError: some that share them were given others.
+    """
     if world.is_alone:
         return objective
-    counts, tokens = Counter[str](), 0
-    for others, targets in world.every((dict(objective.counts), objective.target_tokens)):
+    counts, tokens, shared = Counter[str](), 0, world.pieces > 1
+    if shared and objective.of_sequences is not None:
+        raise ConfigError(
+            f"context_parallel: {world.pieces} cannot be had with {type(objective.loss).__name__}, "
+            "a loss over whole sequences; set 1"
+        )
+    outline = [(b["input_ids"].shape, int(b["input_ids"].sum())) for b in batches if shared]
+    every = world.every((dict(objective.counts), objective.target_tokens, outline))
+    firsts = [every[rank - rank % world.pieces] for rank in range(world.size)]
+    if any(one[2] != first[2] for one, first in zip(every, firsts, strict=True)):
+        raise DataError(
+            "ranks that share sequences were given different micro-batches; give all of a "
+            "World's team the same"
+        )
+    for others, targets, _ in every[:: world.pieces]:
         counts.update(others)
         tokens += targets
     return replace(objective, counts=dict(counts), target_tokens=tokens)

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 
@@ -14,13 +15,16 @@ from megatrain.engine.activations.offload import Boundaries, Offload, OnDevice
 from megatrain.engine.context import naming_the_gpu, take_workspaces
 from megatrain.engine.exchange import Exchange
 from megatrain.engine.gradients import Gradients
+from megatrain.engine.host_weights import HostWeights
 from megatrain.engine.landing import AppliedGradients, GradientRing, StoredGradients
 from megatrain.engine.placement import PRECISIONS, open_store, sums_on_device
 from megatrain.engine.routing import Balancer
 from megatrain.engine.step import Passes
 from megatrain.engine.streamer import Streamer
 from megatrain.engine.streams import Compute, Lane
+from megatrain.engine.trade import HeadTrade
 from megatrain.engine.update import Updater
+from megatrain.errors import MegaTrainError
 from megatrain.memory.layout import FlatLayout
 from megatrain.memory.store import Store
 from megatrain.models.anatomy import layouts_of
@@ -79,29 +83,29 @@ def open_parts(
     fetch = Lane("fetch", device)  # offloaded activations, back to the GPU
     boundaries = _boundaries(settings, anatomy.hidden_size, dtype, compute, download, fetch)
     resources.callback(boundaries.close)  # after the lanes, which copy from and to its memory
-    release = Lane("release") if store.nvme is not None else None  # NVMe staging behind uploads
-    for lane in filter(None, (release, download, upload, fetch)):  # `release` outlives uploads
+    kept = _kept(world, layouts, dtype, settings, compute, download, resources)
+    behind = Lane("release") if store.nvme is not None else None  # NVMe staging behind uploads
+    for lane in filter(None, (behind, download, upload, fetch)):  # `behind` outlives uploads
         resources.callback(lane.close)
-    trained = [layout.trained for layout in layouts]
     with naming_the_gpu("the weights' slots and the gradients' accumulators"):
-        exchange = _exchange(world, layouts, compute, resources)
-        streamer = Streamer(anatomy, store, dtype, compute, upload, updater, release, exchange)
+        exchange, trade = _exchange(world, layouts, compute, resources)
+        streamer = Streamer(anatomy, store, dtype, compute, upload, updater, behind, exchange, kept)
+        uses: dict[str, Any] = {"compute": compute, "upload": upload, "download": download}
         gradients = Gradients(
-            trained,
+            [layout.trained for layout in layouts],
             dtype,
             resident=store.resident,
             own=range(own_sums(sums_on_device(settings, len(layouts)), anatomy.embed_feeds_head)),
-            compute=compute,
-            upload=upload,
-            download=download,
-            sink=sink,
             host_sums=partial(store.array, "grad_sum") if "grad_sum" in store.arrays else None,
-            exchange=exchange,
+            **{**uses, "sink": sink, "exchange": exchange},
         )
         skeleton.move_buffers(device)
+    # before lanes end, one of which may wait for a rank that does not come
+    resources.callback(store.stop_waiting, MegaTrainError("the engine is closed"))
     if balancer is not None:
         balancer.open(skeleton.layers, device, resources)
-    passes = Passes(skeleton, streamer, gradients, boundaries, settings, seed, balancer, world)
+    about = settings, seed, balancer, world, trade
+    passes = Passes(skeleton, streamer, gradients, boundaries, *about)
     every = upload, download, fetch, updater.lane, exchange and exchange.lane
     lanes = {lane.name: lane for lane in every if lane}
     return EngineParts(
@@ -111,12 +115,31 @@ def open_parts(
 
 def _exchange(
     world: World, layouts: Sequence[FlatLayout], compute: Compute, resources: ExitStack
-) -> Exchange | None:
+) -> tuple[Exchange | None, HeadTrade | None]:
     if world.is_alone:
-        return None
+        return None, None
     exchange = Exchange(world, layouts, compute)
     resources.callback(exchange.close)  # before what its jobs read and write
-    return exchange
+    return exchange, HeadTrade(world, compute, exchange.lane) if world.pieces > 1 else None
+
+
+def _kept(
+    world: World,
+    layouts: Sequence[FlatLayout],
+    dtype: torch.dtype,
+    settings: Settings,
+    compute: Compute,
+    download: Lane,
+    resources: ExitStack,
+) -> HostWeights | None:
+    """Of several hosts, memory for this rank's part of every block's weights."""
+    if world.across is None:
+        return None
+    numels = [world.hosts * layout.share(world.size) for layout in layouts]
+    threads = settings.update_threads
+    kept = HostWeights(numels, dtype, download, pinned=compute.is_cuda, threads=threads)
+    resources.callback(kept.close)
+    return kept
 
 
 def _boundaries(

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
+from megatrain.machine.hardware import reach_each_other
 from megatrain.memory.layout import ArraySpec, FlatLayout
 from megatrain.memory.store import Store
 from megatrain.optim import Optimizer
@@ -21,6 +22,21 @@ def sums_on_device(settings: Settings, blocks: int) -> int:
     """Number of blocks, the first ones, whose fp32 accumulators stay there between groups."""
     resident = min(settings.resident, blocks)
     return summed_blocks(blocks, settings.groups, resident, settings.sums_on_device)
+
+
+def peers(world: World, device: torch.device) -> bool:
+    """Whether the GPUs of one host's ranks reach each other's memory. All ranks call it."""
+    if world.is_alone or device.type != "cuda":
+        return True
+    uuids = world.every(f"GPU-{torch.cuda.get_device_properties(device).uuid}")
+    return all(world.every(reach_each_other(uuids)))
+
+
+def shares_weights(settings: Settings, world: World, device: torch.device) -> bool:
+    """Whether the ranks of a host have one copy of its weights in common. All ranks call it."""
+    if world.is_alone or world.hosts > 1 or settings.transport == "gather":
+        return False
+    return settings.transport == "read" or not peers(world, device)
 
 
 def open_store(
@@ -61,4 +77,5 @@ def open_store(
         device=device,
         threads=settings.update_threads,
         world=world,
+        shares_weights=shares_weights(settings, world, device),
     )

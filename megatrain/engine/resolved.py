@@ -50,6 +50,7 @@ class Machine:
         ranks, hosts: GPUs of a host that train together, and hosts. `hardware` and `profile` are
             then what each has, and reaches while all work.
         together_assumed: nobody measured that.
+        peers: the GPUs of a host reach each other's memory.
         alone: the same machine with one GPU at work.
     """
 
@@ -64,6 +65,7 @@ class Machine:
     ranks: int = 1
     hosts: int = 1
     together_assumed: bool = False
+    peers: bool = True
     alone: Machine | None = None
 
 
@@ -89,6 +91,7 @@ class Resolved:
         nvme_folders: folders for what host RAM has no room for.
         gpu_limit: bytes of GPU memory to use; None: what is free.
         loss: what is minimised.
+        pieces: of each sequence, on as many ranks that share it.
     """
 
     machine: Machine
@@ -107,6 +110,7 @@ class Resolved:
     nvme_folders: tuple[Path, ...] = ()
     gpu_limit: int | None = None
     loss: AnyLoss = next_token
+    pieces: int = 1
 
     @property
     def least_tokens(self) -> int:
@@ -137,22 +141,25 @@ def resolve(
     nvme_folders: Sequence[Path] = (),
     gpu_limit: int | None = None,
     loss: AnyLoss = next_token,
+    pieces: int = 1,
 ) -> Resolved:
     """Decide what depends on model and machine, and dry-run the model. Raises ModelError.
 
     Args:
         packing: of examples into sequences of `seq_len`; None: all rows are full.
         micro_batch_tokens, layer_chunk_tokens: the user's, or None and "auto".
+        pieces: as `Resolved` has it. What depends on micro-batches is found for pieces.
     """
-    packed = packs(skeleton, packing, seq_len, machine.device)
+    packed = packs(skeleton, packing, seq_len, machine.device, pieces)
     lengths_vary = packing is not None and not packed
-    compiled = compiles(skeleton, machine, compile, lengths_vary)
-    device, least = machine.device.type, least_tokens(loss, seq_len)
-    sizes = micro_batch_sizes(least, device, micro_batch_tokens, holds_experts(skeleton.layers))
+    compiled = compiles(skeleton, machine, compile, lengths_vary or pieces > 1)
+    device, mixture = machine.device.type, holds_experts(skeleton.layers)
+    least = piece_tokens(least_tokens(loss, seq_len), pieces)
+    sizes = micro_batch_sizes(least, device, micro_batch_tokens, mixture, pieces)
     with balanced_on_meta(skeleton, router_aux_loss_coef):
         shape = shape_of(
             skeleton,
-            seq_len,
+            piece_tokens(seq_len, pieces),
             sizes,
             head_loss=next_token_on_meta if skeleton.anatomy.labels is None else scores_on_meta,
             runs_on=device,
@@ -162,13 +169,7 @@ def resolve(
             layer_chunks=layer_chunks(layer_chunk_tokens, max(sizes)),
         )
     return Resolved(
-        machine=machine,
-        skeleton=skeleton,
-        shape=shape,
-        optimizer=optimizer,
-        max_grad_norm=max_grad_norm,
-        router_aux_loss_coef=router_aux_loss_coef,
-        seq_len=seq_len,
+        *(machine, skeleton, shape, optimizer, max_grad_norm, router_aux_loss_coef, seq_len),
         compile=compiled,
         packed_to=seq_len if packed else None,
         lengths_vary=lengths_vary,
@@ -178,21 +179,32 @@ def resolve(
         nvme_folders=tuple(nvme_folders),
         gpu_limit=gpu_limit,
         loss=loss,
+        pieces=pieces,
     )
+
+
+def piece_tokens(tokens: int, pieces: int) -> int:
+    """Tokens of a piece, with its padding."""
+    return -(-tokens // pieces)
 
 
 def make_job(resolved: Resolved, *, tokens_per_step: int, **given: Any) -> Job:
     """The planner's question.
 
-    given: options that the user sets, and further fields of `planner.job.Job` that follow neither
-        from the model nor from the machine.
+    given: options that the user sets, in tokens and rows of whole sequences, and further fields of
+        `planner.job.Job` that follow neither from the model nor from the machine.
     """
-    optimizer, skeleton = resolved.optimizer, resolved.skeleton
+    optimizer, skeleton, pieces = resolved.optimizer, resolved.skeleton, resolved.pieces
+    if given.get("micro_batch_tokens") is not None:
+        given["micro_batch_tokens"] = piece_tokens(given["micro_batch_tokens"], pieces)
+    if given.get("rows_per_step") is not None:
+        given["rows_per_step"] *= pieces
     return Job(
         precision=resolved.machine.precision,
         tokens_per_step=max(tokens_per_step, resolved.least_tokens),  # a row at least
-        seq_len=resolved.seq_len,
-        least_tokens=resolved.least_tokens,
+        seq_len=piece_tokens(resolved.seq_len, pieces),
+        least_tokens=piece_tokens(resolved.least_tokens, pieces),
+        pieces=pieces,
         head_twice=isinstance(resolved.loss, SequenceLoss),
         refers=isinstance(resolved.loss, SequenceLoss) and resolved.loss.reference,
         whole_step=isinstance(resolved.loss, SequenceLoss) and resolved.loss.whole_step,
@@ -239,9 +251,11 @@ def packs(
     packing: bool | Literal["auto"] | None,
     seq_len: int,
     device: torch.device,
+    pieces: int = 1,
 ) -> bool:
-    """True if examples are packed into sequences; "auto": on a GPU, if sequences are short."""
-    pays = device.type == "cuda" and seq_len <= AUTO_PACKED_TOKENS
+    """True if examples are packed into sequences; "auto": on a GPU, if sequences are short, and
+    whole."""
+    pays = device.type == "cuda" and seq_len <= AUTO_PACKED_TOKENS and pieces == 1
     if not (packing is True or (packing == "auto" and pays)):
         return False
     apart = skeleton.separates_documents(device)
@@ -258,7 +272,10 @@ def compiles(
     skeleton: Skeleton, machine: Machine, wanted: bool | Literal["auto", "loss"], lengths_vary: bool
 ) -> bool | Literal["loss"]:
     """`Resolved.compile`. "auto": on a GPU where a compiler is at hand the loss, and layers too if
-    all rows have one length and layers compute in PyTorch alone, without dropout."""
+    all rows have one length and layers compute in PyTorch alone, without dropout.
+
+    lengths_vary: of rows, or they come in pieces.
+    """
     if wanted != "auto":
         return wanted
     if not can_compile(machine):
@@ -279,11 +296,13 @@ def can_compile(machine: Machine) -> bool:
     return compilers and find_spec("triton") is not None
 
 
-def micro_batch_sizes(least: int, device_type: str, wanted: int | None, mixture: bool) -> list[int]:
-    """Micro-batch sizes in tokens that are dry-run for the planner: the one asked for, or that of
-    one row and its doublings up to the largest that pays."""
+def micro_batch_sizes(
+    least: int, device_type: str, wanted: int | None, mixture: bool, pieces: int = 1
+) -> list[int]:
+    """Micro-batch sizes in tokens that are dry-run for the planner: the one asked for, which has
+    whole sequences, or that of one row and its doublings up to the largest that pays."""
     if wanted is not None:
-        return [wanted]
+        return [piece_tokens(wanted, pieces)]
     largest = max(least, most_micro_batch_tokens(device_type, mixture))
     return [least << i for i in range((largest // least).bit_length())]
 

@@ -17,7 +17,7 @@ class StepResult:
         grad_norm: global L2 norm before clipping; None until `step` was called.
         skipped: no update was made, for a non-finite loss or gradient, or for lack of targets.
         stalls_s: seconds that the computation waited, by cause (wait_upload, wait_update,
-            wait_download, wait_nvme, and of several ranks wait_exchange).
+            wait_download, wait_nvme, and of several ranks wait_exchange, of hosts wait_network).
         metrics: the loss's further metrics, means over the step.
         aux_loss, expert_load_max: as `engine.routing.Balance` has them; None where routers are not
             balanced.

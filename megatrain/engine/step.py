@@ -22,6 +22,7 @@ from megatrain.engine.objective import Objective, over_ranks
 from megatrain.engine.products import Sum, SummingInto
 from megatrain.engine.routing import Balancer
 from megatrain.engine.streamer import Streamer
+from megatrain.engine.trade import HeadTrade
 from megatrain.losses import Tally
 from megatrain.models.skeleton import Skeleton
 from megatrain.schedule import block_order
@@ -52,8 +53,9 @@ class Passes(ForwardPasses):
         seed: int,
         balancer: Balancer | None = None,
         world: World = ALONE,
+        trade: HeadTrade | None = None,
     ) -> None:
-        super().__init__(skeleton, streamer, boundaries, settings, seed, balancer, world)
+        super().__init__(skeleton, streamer, boundaries, settings, seed, balancer, world, trade)
         self.gradients = gradients
         blocks = skeleton.anatomy.blocks
         self.names = [[t.name for t in block.layout.trained.tensors] for block in blocks]
@@ -79,7 +81,7 @@ class Passes(ForwardPasses):
         balancer = self.balancer
         prepared = self._prepare(batches, objective.of_sequences, balancer is not None)
         # the others would add nothing to the loss
-        wanted = [mb for mb in prepared if len(mb.targets) or balancer]
+        wanted = [mb for mb in prepared if mb.learns or balancer]
         most = max(self.world.every(len(wanted)))
         groups = 1 if objective.whole_step else self.settings.groups
         if groups > 1 and self.settings.group_size is not None:
@@ -224,7 +226,7 @@ class Passes(ForwardPasses):
                 mb.calls.clear()  # masks are large, and the embedding makes them anew
             self._seed_dropout(self.embed, mb)
             with torch.enable_grad(), SummingInto(self.parameters[self.embed], list(sums.values())):
-                hidden, _ = self.skeleton.embed(mb.inputs)
+                hidden, _ = self._embed(mb)
             grads = torch.autograd.grad(
                 hidden, self.parameters[self.embed], mb.grad, allow_unused=True
             )

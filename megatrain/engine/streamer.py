@@ -11,6 +11,7 @@ from typing import Protocol
 import torch
 
 from megatrain.engine.exchange import Exchange
+from megatrain.engine.host_weights import HostWeights
 from megatrain.engine.streams import Compute, Event, Lane, release_after
 from megatrain.heartbeat import beat
 from megatrain.memory.store import Store
@@ -37,7 +38,9 @@ class Slot:
     Attributes:
         holds: the block whose current weights are here or on their way.
         landed: completes with the upload of that block.
-        uploaded: of several ranks, the same of this one's share, before those of others arrive.
+        uploaded: of several ranks, the same of what this one uploads, before others' arrives.
+        crossed: of several hosts, with what has crossed the network; None if nothing has.
+        kept: completes when the host's RAM has that.
         free: completes when the computation has last read, or first zeroed, the slot.
     """
 
@@ -46,6 +49,8 @@ class Slot:
         self.holds = holds
         self.landed: Event | None = None
         self.uploaded: Event | None = None
+        self.crossed: Event | None = None
+        self.kept: Event | None = None
         self.free: Event | None = None
 
 
@@ -55,7 +60,9 @@ class Streamer:
 
     releases: gives staging buffers of NVMe back behind the uploads that read them; it must outlive
         `upload`. None where nothing is on NVMe.
-    exchange: of several ranks. Each uploads its share of a block, and gathers the others'.
+    exchange: of several ranks. Each uploads its share of a block, and gathers the others'; or it
+        uploads the whole block, where all are in one copy in host RAM.
+    kept: of several hosts, what this one keeps of weights until they change.
     """
 
     def __init__(
@@ -68,9 +75,10 @@ class Streamer:
         updates: Updates,
         releases: Lane | None = None,
         exchange: Exchange | None = None,
+        kept: HostWeights | None = None,
     ) -> None:
         self.store, self.compute, self.upload, self.updates = store, compute, upload, updates
-        self._releases, self._exchange = releases, exchange
+        self._releases, self._exchange, self.kept = releases, exchange, kept
         numels = [block.layout.numel for block in anatomy.blocks]
         if exchange is not None:
             numels = [exchange.padded(block) for block in range(len(numels))]
@@ -93,7 +101,12 @@ class Streamer:
         ]
         self._also_reads = {anatomy.head.index: self.slot_of[0]} if tied else {}
         # on their way into slots, in turn
-        share, new = max(exchange.shares) if exchange is not None else 0, compute.device
+        shares = [
+            exchange.shares[block]
+            for block in range(len(numels))
+            if exchange is not None and store.whole_in_ram(block) is None
+        ]
+        share, new = max(shares, default=0), compute.device
         self._shares = [
             Slot(torch.empty(share, dtype=dtype, device=new)) for _ in range(SHARE_BUFFERS)
         ]
@@ -114,7 +127,8 @@ class Streamer:
                 self._fetch(wanted, self.slot_of[wanted])
             slot = self.slot_of[block]
             self.compute.wait(slot.uploaded, "upload")
-            self.compute.wait(slot.landed, "exchange" if self._exchange else "upload")
+            self.compute.wait(slot.crossed, "network")
+            self.compute.wait(slot.landed, "exchange" if slot.uploaded else "upload")
             try:
                 yield block
             finally:  # also when the sweep is abandoned
@@ -128,9 +142,14 @@ class Streamer:
         """Queue the upload of a block into its slot, unless it is there already."""
         if slot.holds == block:
             return
+        if self.kept is not None and (part := self.kept.of(block)):
+            slot.holds = None  # nothing, if this is interrupted
+            self._bring(block, slot, *part)
+            slot.holds = block
+            return
         target, free = slot.target[: self._numels[block]], slot.free
-        share = None
-        if self._exchange is not None:
+        whole, share = self.store.whole_in_ram(block), None
+        if self._exchange is not None and whole is None:
             share = self._shares[0]
             self._shares.reverse()
             target, free = share.target[: self._exchange.shares[block]], share.free
@@ -153,14 +172,16 @@ class Streamer:
             landed.nvme_wait_s += time.perf_counter() - ready
             self.upload.wait(free)  # wait: the computation may still read what is in this slot
             if arrays:  # else `_fetch` was interrupted, and has released the lease
-                weight = arrays["weight"]
+                weight = arrays["weight"] if whole is None else whole
                 target[: len(weight)].copy_(weight, non_blocking=True)
 
         # ahead: read from the drive while others travel; not before the block's own update
         lease = self.store.lease(block, ["weight"], ahead=self.updates.is_ready(block))
         try:
             landed = self.upload.submit(job)
-            slot.landed = landed if share is None else self._gather(block, slot, share, landed)
+            slot.uploaded, slot.landed = None, landed
+            if share is not None:
+                slot.landed = self._gather(block, slot, share, landed)
         except BaseException:
             lease.release()  # or readers would wait behind it for ever
             raise
@@ -171,16 +192,75 @@ class Streamer:
         exchange, free = self._exchange, slot.free
         assert exchange is not None
         whole, mine = slot.target[: self._numels[block]], share.target[: exchange.shares[block]]
+        slot.uploaded = uploaded
+        if self.kept is not None:
+            share.free = self._cross(block, slot, whole, mine)
+            return self._gather_here(slot, whole, share.free)
 
         def job(_: Event) -> None:
             exchange.lane.wait(uploaded)  # wait: this rank's share is on its way up
             exchange.lane.wait(free)  # wait: the computation may still read what is in this slot
             exchange.gather(whole, mine)
 
-        slot.uploaded, share.free = uploaded, exchange.lane.submit(job)
+        share.free = exchange.lane.submit(job)
         return share.free
+
+    # -- of several hosts --------------------------------------------------------------------------
+
+    def _cross(self, block: int, slot: Slot, whole: torch.Tensor, share: torch.Tensor) -> Event:
+        """Queue what crosses the network, which this host keeps."""
+        exchange, kept, uploaded, before = self._exchange, self.kept, slot.uploaded, busy(slot)
+        assert exchange is not None and kept is not None
+
+        def job(_: Event) -> None:
+            exchange.lane.wait(uploaded)  # wait: this rank's share is on its way up
+            for event in before:
+                exchange.lane.wait(event)  # wait: what is in this slot may still be used
+            exchange.gather_across(whole, share)
+
+        slot.crossed = crossed = exchange.lane.submit(job)
+        slot.kept = kept.keep(block, exchange.part(whole), crossed)
+        return crossed
+
+    def _bring(self, block: int, slot: Slot, source: torch.Tensor, there: Event) -> None:
+        """Queue the upload of what this host has kept of a block, and the exchange on it."""
+        exchange, before = self._exchange, busy(slot)
+        assert exchange is not None
+        whole = slot.target[: self._numels[block]]
+        part = exchange.part(whole)
+
+        def job(_: Event) -> None:
+            self.upload.wait(there)  # wait: it may still be on its way down
+            for event in before:
+                self.upload.wait(event)  # wait: what is in this slot may still be used
+            part.copy_(source, non_blocking=True)
+
+        slot.crossed, slot.uploaded = None, self.upload.submit(job)
+        slot.landed = self._gather_here(slot, whole, slot.uploaded)
+
+    def _gather_here(self, slot: Slot, whole: torch.Tensor, ready: Event) -> Event:
+        """Queue the exchange of this host's parts of a block, in its slot. ready: with this
+        rank's."""
+        exchange = self._exchange
+        assert exchange is not None
+        if exchange.world.local is None:
+            return ready
+
+        def job(_: Event) -> None:
+            exchange.lane.wait(ready)  # wait: this rank's part may be on its way up
+            exchange.gather_here(whole, exchange.part(whole))
+
+        return exchange.lane.submit(job)
 
     def invalidate(self) -> None:
         """Forget what was uploaded: the weights in the store have changed or are about to."""
         for slot in self.slots:
             slot.holds = None
+        if self.kept is not None:
+            self.kept.forget()
+
+
+def busy(slot: Slot) -> tuple[Event | None, ...]:
+    """What ends before another lane writes to a slot: it may be read, copied, or written to by a
+    sweep that was abandoned."""
+    return slot.free, slot.kept, slot.landed

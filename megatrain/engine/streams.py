@@ -35,7 +35,8 @@ from megatrain.memory.store import Store
 #   (workspace.py).
 # exchange, with several ranks, gathers their shares of a block once this one's is up and compute
 #   has left the slot, and adds up their sums once compute has made this one's. Each collective
-#   waits for the same one on every rank.
+#   waits for the same one on every rank. Of several hosts, download copies down what has come over
+#   the network, and upload waits for that before it brings it up again.
 # With NVMe, release gives staging buffers back behind uploads, and stored-gradients gives
 #   gradients on to the drive behind their downloads.
 #
@@ -186,7 +187,7 @@ class Compute:
     def wait(self, event: Event | None, cause: str) -> None:
         """Let what is computed next run after `event`.
 
-        cause: upload, update, download or exchange, for the metrics.
+        cause: upload, update, download, exchange or network, for the metrics.
         """
         if event is None:
             return

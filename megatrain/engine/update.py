@@ -123,6 +123,7 @@ class Updater:
         begins = [0, *accumulate(layout.numel for layout in self.layouts)]
         self._first = [begin + span.start for begin, span in zip(begins, spans, strict=False)]
         self._done: dict[int, Event] = {}  # of each block's last update
+        self._begun = [0] * len(spans)  # updates of each block on the host
         self._failure: BaseException | None = None  # of an update; later ones never begin
         self._given_up: BaseException | None = None
 
@@ -167,6 +168,7 @@ class Updater:
 
         self.lane.submit(job)
         self._done[gradient.block] = update.done
+        self._begun[gradient.block] += 1
 
     def _fail(self, error: BaseException) -> None:
         self._failure = self._failure or error
@@ -217,6 +219,8 @@ class Updater:
         try:
             for lease in update.leases:
                 lease.release()
+            if not errors:
+                self.store.say_updated(update.gradient.block)
         except BaseException as error:  # noqa: BLE001  carried to the thread that waits
             errors = (*errors, error)
             self._fail(error)
@@ -263,9 +267,11 @@ class Updater:
         ]
 
     def wait_ready(self, block: int) -> None:
-        """Return once the last queued update of `block` is done. Raises what stopped it."""
+        """Return once the last queued update of `block` is done, and that of the other ranks whose
+        weights are read here. Raises what stopped it."""
         if block in self._done:
             self._done[block].synchronize()
+            self.store.wait_for_others(block, self._begun[block])
         if self._given_up is not None:
             self.check()
 

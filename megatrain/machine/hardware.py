@@ -13,7 +13,7 @@ import shutil
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from itertools import takewhile
+from itertools import permutations, takewhile
 from pathlib import Path
 from typing import Any
 
@@ -305,6 +305,23 @@ def visible_gpus() -> int:
         return there
     # CUDA shows none behind the first that cannot be
     return len([*takewhile(lambda name: name.strip() not in ("", "-1"), visible.split(","))])
+
+
+def reach_each_other(uuids: Sequence[str]) -> bool:
+    """Whether each of this host's GPUs reads the others' memory; true where the driver cannot say.
+
+    Asked of NVML: a rank's CUDA shows it one GPU.
+    """
+    with opened_nvml() as nvml:
+        if nvml is None:
+            return True
+        try:
+            gpus = [nvml.nvmlDeviceGetHandleByUUID(uuid) for uuid in uuids]
+            reads = nvml.NVML_P2P_CAPS_INDEX_READ
+            found = [nvml.nvmlDeviceGetP2PStatus(*pair, reads) for pair in permutations(gpus, 2)]
+        except nvml.NVMLError:
+            return True
+        return all(status == nvml.NVML_P2P_STATUS_OK for status in found)
 
 
 @contextmanager

@@ -5,6 +5,7 @@ Links to the host and its memory are shared, and what is sent between GPUs takes
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 
 from megatrain.machine.datasheets import data_sheet
@@ -37,7 +38,14 @@ ONE_WAY_SHARE, BOTH_SHARE = 0.97, 0.69
 LOST_TO_LINKS = 0.5
 MOST_LINKS = 2  # that count in this: nobody measured more of them on one host
 LEAST_BUSY = 0.2  # share of the update that is left beside busy links
+GEFORCE = re.compile(r"RTX [2-5]0[5-9]0")
 GLOO_SHARE = 0.03  # of memory's rate, between processes without GPUs
+
+
+def peers(hardware: Hardware) -> bool:
+    """Whether GPUs like this one reach each other's memory: GeForce cards do not (but for a bridge
+    between two 3090), others do."""
+    return hardware.gpu is None or GEFORCE.search(hardware.gpu.name) is None
 
 
 def part_of(hardware: Hardware, ranks: int) -> Hardware:

@@ -30,6 +30,7 @@ from megatrain.memory.layout import FlatLayout
 from megatrain.world import World
 
 ELEMENTS = {"cuda": 1 << 28, "cpu": 1 << 22}  # that are exchanged: those of a 7B model's layer
+SENT = {"cuda": 1 << 25, "cpu": 1 << 22}  # the same between hosts
 SAMPLES = 5
 SAMPLE_S = 0.02
 PRODUCT, PRODUCTS = 8192, 20  # matmuls beside collectives: their width, and how many
@@ -77,7 +78,7 @@ def measure_together(world: World, device: torch.device, cores: int) -> Figures:
     clock = Together(world, device)
     try:
         found = _links_and_update(clock, cores)
-        return {"ranks": world.size, **found, **_exchanged(clock)}
+        return {"ranks": world.local_size, **found, **_exchanged(clock)}
     except torch.OutOfMemoryError as error:
         raise OutOfMemory(
             "a GPU has no room for the 4 GiB that measuring takes; close other programs on it"
@@ -105,8 +106,9 @@ def _links_and_update(clock: Together, cores: int) -> Figures:
 
 
 def _exchanged(clock: Together) -> Figures:
-    """Gathers of weights and ordered sums, as the engine has them, and what matmuls lose."""
-    world, device = clock.world, clock.device
+    """Gathers of weights and ordered sums of a host's ranks, as the engine has them, and what
+    matmuls lose."""
+    world, device = clock.world.here(), clock.device
     layout = FlatLayout((), ELEMENTS[device.type])
     with closing(Exchange(world, [layout], Compute(device))) as exchange:
         whole = torch.zeros(exchange.padded(0), dtype=torch.bfloat16, device=device)
@@ -123,6 +125,19 @@ def _exchanged(clock: Together) -> Figures:
             lost = _lost(clock, work, seconds) if device.type == "cuda" else 0.0
             found[f"{name}_loss"] = lost
         return found
+
+
+def network_rate(world: World, device: torch.device) -> float:
+    """Bytes/s that each of several hosts gets from the others while all do, to two digits. All
+    ranks call it, with nothing else at work."""
+    layout = FlatLayout((), SENT[device.type])
+    with closing(Exchange(world, [layout], Compute(device))) as exchange:
+        whole = torch.zeros(exchange.padded(0), dtype=torch.bfloat16, device=device)
+        share = torch.zeros(exchange.shares[0], dtype=torch.bfloat16, device=device)
+        clock = Together(world, device)
+        seconds = clock.seconds(lambda: exchange.gather_across(whole, share))
+        # each of a host's ranks gets its part but for its own share
+        return float(f"{whole.nbytes * (world.hosts - 1) / world.hosts / seconds:.1e}")
 
 
 def _lost(clock: Together, collective: Work, seconds: float) -> float:

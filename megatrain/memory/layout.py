@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal, NamedTuple
@@ -61,6 +61,10 @@ class TensorRange:
         """Which of its elements, counted from its first, are in `span` of its block's array."""
         start, stop = (min(max(end - self.offset, 0), self.numel) for end in span)
         return Span(start, stop)
+
+    def owned(self, spans: Mapping[int, Span]) -> dict[int, int]:
+        """How many of its elements each rank has, of the spans that ranks own."""
+        return {rank: self.within(span).numel for rank, span in spans.items()}
 
     def flat_within(self, array: torch.Tensor, span: Span) -> torch.Tensor:
         """Those elements in `array`, which holds `span` alone, as a 1-D view."""
@@ -178,10 +182,11 @@ class FlatLayout:
         """Elements that each of so many ranks owns, but for the last ones, which may have less."""
         return schedule.share(self.numel, ranks)
 
-    def span(self, rank: int, ranks: int) -> Span:
-        """What a rank owns; empty where the block is shorter than that."""
+    def span(self, place: int, ranks: int) -> Span:
+        """A rank's share, by its place among them (`World.place`); empty where the block is shorter
+        than that."""
         share = self.share(ranks)
-        return Span(min(rank * share, self.numel), min((rank + 1) * share, self.numel))
+        return Span(min(place * share, self.numel), min((place + 1) * share, self.numel))
 
     def of(self, array: ArraySpec) -> FlatLayout:
         """The layout of one array of the block."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import mmap
 import weakref
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from typing import Any
@@ -16,11 +17,14 @@ from typing import Any
 import torch
 
 from megatrain.errors import OutOfMemory
-from megatrain.schedule import HUGE_PAGE, slab_bytes
+from megatrain.schedule import HUGE_PAGE, PAGE, slab_bytes
 
+# Larger mappings register no faster, and one failure should name an amount that is easy to picture.
+SLAB_BYTES = 16 << 30
 TOUCH_BYTES = 1 << 30  # one thread's share of a first touch
 # cudaErrorMemoryAllocation: a limit, or no room; cudaErrorNotSupported: no system for registering
 REFUSED_FOR_WANT = (2, 801)
+PORTABLE = 1  # cudaHostRegisterPortable
 
 logger = logging.getLogger("megatrain")
 
@@ -45,37 +49,42 @@ class Slab:
     def __init__(
         self, name: str, nbytes: int, *, pinned: bool, threads: int, touched: bool = False
     ) -> None:
+        self._take(name, nbytes, -1, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        if pinned or touched:  # several threads are faster than pinning alone
+            self.touch([self.bytes], threads)
+        if pinned:
+            self.pin()
+
+    def _take(self, name: str, nbytes: int, descriptor: int, flags: int) -> None:
         self.name = name
         self.nbytes = slab_bytes(nbytes)
         self.pinned = False
         self._unpin: weakref.finalize[..., Slab] | None = None
         try:
-            self._map = mmap.mmap(-1, self.nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+            self._map = mmap.mmap(descriptor, self.nbytes, flags=flags)
         except OSError as error:
             raise OutOfMemory(f"cannot reserve {self._size}: {error}") from error
         if hasattr(mmap, "MADV_HUGEPAGE") and self.nbytes >= HUGE_PAGE:
             with suppress(OSError):  # a kernel without transparent huge pages: slower, not wrong
                 self._map.madvise(mmap.MADV_HUGEPAGE)
         self.bytes = torch.frombuffer(self._map, dtype=torch.uint8)
-        if pinned or touched:  # several threads are faster than pinning alone
-            self._touch(threads)
-        if pinned:
-            if hasattr(mmap, "MADV_DONTFORK"):  # a fork would copy what is pinned, and need as much
-                self._map.madvise(mmap.MADV_DONTFORK)
-            self._register()
 
     @property
     def _size(self) -> str:
         return f"{self.nbytes / 2**30:.1f} GiB of host memory for {self.name}"
 
-    def _touch(self, threads: int) -> None:
-        """Fault every page in, on several cores: the core that first writes to a page zeroes it."""
-        starts = range(0, self.nbytes, TOUCH_BYTES)
+    def touch(self, parts: Sequence[torch.Tensor], threads: int) -> None:
+        """Fault all pages of these bytes in, on several cores: the one that first writes to a page
+        zeroes it."""
+        pieces = [piece for part in parts for piece in torch.split(part, TOUCH_BYTES)]
         with ThreadPoolExecutor(threads) as pool:
-            list(pool.map(lambda start: self.bytes[start : start + TOUCH_BYTES].zero_(), starts))
+            list(pool.map(torch.Tensor.zero_, pieces))
 
-    def _register(self) -> None:
-        code = int(_cudart().cudaHostRegister(self.bytes.data_ptr(), self.nbytes, 0))
+    def pin(self, flags: int = 0) -> None:
+        """Register the memory with CUDA. Raises OutOfMemory."""
+        if hasattr(mmap, "MADV_DONTFORK"):  # a fork would copy what is pinned, and need as much
+            self._map.madvise(mmap.MADV_DONTFORK)
+        code = int(_cudart().cudaHostRegister(self.bytes.data_ptr(), self.nbytes, flags))
         if code in REFUSED_FOR_WANT:
             _forget_error()
             logger.warning(
@@ -98,6 +107,39 @@ class Slab:
         if self._unpin is not None:
             self._unpin()  # first: CUDA must not keep addresses that are unmapped
         self.bytes = torch.empty(0, dtype=torch.uint8)
+
+
+def slabs_of(
+    name: str, sizes: Sequence[int], *, pinned: bool, threads: int, touched: bool
+) -> Iterator[tuple[Slab, list[torch.Tensor]]]:
+    """Memory for pieces of `sizes` bytes, each on pages of its own: slabs, and what is in each."""
+    pages = [-(-size // PAGE) * PAGE for size in sizes]
+    start = 0
+    while start < len(sizes):
+        stop = start + 1
+        while stop < len(sizes) and sum(pages[start : stop + 1]) <= SLAB_BYTES:
+            stop += 1
+        nbytes = sum(pages[start:stop])
+        slab = Slab(name, nbytes, pinned=pinned, threads=threads, touched=touched)
+        pieces = torch.split(slab.bytes[:nbytes], pages[start:stop])
+        yield slab, [piece[:size] for piece, size in zip(pieces, sizes[start:stop], strict=True)]
+        start = stop
+
+
+class SharedSlab(Slab):
+    """`nbytes` of memory that every process has in common which maps the same file.
+
+    Neither touched nor pinned yet: that is for when all have mapped it.
+
+    descriptor: of that file, which has as many bytes, in whole huge pages.
+    """
+
+    def __init__(self, name: str, nbytes: int, descriptor: int) -> None:
+        self._take(name, nbytes, descriptor, mmap.MAP_SHARED)
+
+    def numbers(self, start: int, count: int) -> memoryview:
+        """int64 from byte `start`. One that is written is seen by others whole, old or new."""
+        return memoryview(self._map)[start : start + 8 * count].cast("q")
 
 
 def _forget_error() -> None:

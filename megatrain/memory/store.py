@@ -13,15 +13,13 @@ from pathlib import Path
 
 import torch
 
-from megatrain.memory.layout import ArraySpec, FlatLayout, Span, part, round_up
+from megatrain.memory.layout import ArraySpec, FlatLayout, Span, part
 from megatrain.memory.lease import Lease
 from megatrain.memory.nvme_store import READ_BYTES, NvmeStore
-from megatrain.memory.slab import Slab
-from megatrain.schedule import PAGE
+from megatrain.memory.shared import SharedWeights
+from megatrain.memory.slab import Slab, slabs_of
 from megatrain.world import ALONE, World
 
-# Larger mappings register no faster, and one failure should name an amount that is easy to picture.
-SLAB_BYTES = 16 << 30
 PIECE_ELEMENTS = 1 << 24  # of an array on the device, copied to the host at a time
 
 
@@ -38,6 +36,7 @@ class Store:
         nvme_folders: for these, on one or several drives.
         threads: number of threads for the first touch of host memory.
         world: of whose ranks this one owns its share of every array, and no more.
+        shares_weights: weights in host RAM are one copy, which the host's ranks have in common.
 
     Attributes:
         spans: of every block, what this rank owns.
@@ -56,9 +55,10 @@ class Store:
         nvme_folders: Sequence[Path] = (),
         threads: int = 8,
         world: World = ALONE,
+        shares_weights: bool = False,
     ) -> None:
         self.layouts, self.world = tuple(layouts), world
-        self.spans = [layout.span(world.rank, world.size) for layout in self.layouts]
+        self.spans = [layout.span(world.place(), world.size) for layout in self.layouts]
         self.arrays = {spec.name: spec for spec in arrays}
         self.resident = resident
         pinned, far = device.type == "cuda", on_nvme or {}
@@ -74,11 +74,15 @@ class Store:
                 opened.callback(self.nvme.close)
             self._arrays: dict[tuple[str, int], torch.Tensor] = {}  # on the device and in host RAM
             self._slabs: list[Slab] = []
+            self.shared: SharedWeights | None = None
             opened.callback(self._free)
             for name, spec in self.arrays.items():
                 blocks = range(starts[name], len(self.layouts))
                 in_ram = [block for block in blocks if block not in far.get(name, ())]
-                self._place(spec, in_ram, pinned, threads)
+                if shares_weights and name == "weight" and in_ram:
+                    self._share(spec, in_ram, pinned, threads)
+                else:
+                    self._place(spec, in_ram, pinned, threads)
             for block, spec in product(range(resident), resident_arrays):
                 numel = self.numel(spec, block)
                 zeros = torch.zeros(numel, dtype=spec.dtype, device=device)
@@ -96,25 +100,25 @@ class Store:
             nothing = torch.empty(0, dtype=spec.dtype)
             self._arrays |= {(spec.name, block): nothing for block in blocks}
             return
-        # whole pages: every array starts on one
-        sizes = [round_up(numel * spec.dtype.itemsize, PAGE) for numel in numels]
-        start = 0
-        while start < len(sizes):
-            stop = start + 1
-            while stop < len(sizes) and sum(sizes[start : stop + 1]) <= SLAB_BYTES:
-                stop += 1
-            nbytes, pin = sum(sizes[start:stop]), pinned and spec.transferred
-            # touched: beside a GPU all host memory is taken now, not only what is pinned
-            slab = Slab(spec.name, nbytes, pinned=pin, threads=threads, touched=pinned)
+        sizes, placed = [numel * spec.dtype.itemsize for numel in numels], iter(blocks)
+        # touched: beside a GPU all host memory is taken now, not only what is pinned
+        how: dict[str, bool] = {"pinned": pinned and spec.transferred, "touched": pinned}
+        for slab, pieces in slabs_of(spec.name, sizes, **how, threads=threads):
             self._slabs.append(slab)
-            pieces = torch.split(slab.bytes[:nbytes], sizes[start:stop])
-            for number, piece in enumerate(pieces, start):
-                data = piece[: numels[number] * spec.dtype.itemsize]
-                self._arrays[spec.name, blocks[number]] = data.view(spec.dtype)
-            start = stop
+            for piece in pieces:
+                self._arrays[spec.name, next(placed)] = piece.view(spec.dtype)
+
+    def _share(self, spec: ArraySpec, blocks: Sequence[int], pinned: bool, threads: int) -> None:
+        """Place the weights of these blocks in memory of all ranks, of which each owns its span."""
+        layouts, world = {block: self.layouts[block] for block in blocks}, self.world
+        self.shared = SharedWeights(layouts, spec.dtype, world, pinned=pinned, threads=threads)
+        for block, layout in layouts.items():
+            self._arrays[spec.name, block] = self.shared.share(block, layout)
 
     def _free(self) -> None:
         self._arrays.clear()  # a view that is held elsewhere keeps its slab's memory
+        if self.shared is not None:
+            self.shared.close()
         while self._slabs:
             self._slabs.pop().close()
 
@@ -130,7 +134,7 @@ class Store:
         layout = self.layouts[block]
         if self.world.is_alone:
             return Span(0, layout.of(spec).numel)
-        owned = layout.span(rank, self.world.size)
+        owned = layout.span(self.world.place(rank), self.world.size)
         mine = part(spec.per, *(owned if spec.whole else owned.before(layout.trainable)))
         return Span(mine.start, mine.stop)
 
@@ -157,6 +161,10 @@ class Store:
         memory.
         """
         return self._arrays[name, block]
+
+    def whole_in_ram(self, block: int) -> torch.Tensor | None:
+        """All ranks' weights of a block, 1-D, where this host has them in one copy; else None."""
+        return None if self.shared is None else self.shared.whole.get(block)
 
     def lease(
         self,
@@ -245,6 +253,23 @@ class Store:
         """An update failed midway: every wait for arrays on NVMe, now or later, raises `error`."""
         if self.nvme is not None:
             self.nvme.stop(error)
+        self.stop_waiting(error)
+
+    def stop_waiting(self, error: BaseException) -> None:
+        """No more waits for other ranks' updates: each raises `error`."""
+        if self.shared is not None:
+            self.shared.stop(error)
+
+    def say_updated(self, block: int) -> None:
+        """Tell ranks that read this one's weights that one more update of a block is done."""
+        if self.shared is not None:
+            self.shared.say_updated(block)
+
+    def wait_for_others(self, block: int, updates: int) -> None:
+        """Return once a block's weights are those of so many updates on all ranks, where they are
+        read from one copy."""
+        if self.shared is not None:
+            self.shared.wait_for_others(block, updates)
 
     def check(self) -> None:
         """Raise what stopped the transfers to and from NVMe, if anything did so far."""
@@ -253,9 +278,11 @@ class Store:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of host memory, staging buffers of NVMe included."""
+        """Bytes of host memory, staging buffers of NVMe included; of what ranks have in common an
+        equal part."""
         staging = 0 if self.nvme is None else self.nvme.nbytes
-        return staging + sum(slab.nbytes for slab in self._slabs)
+        shared = 0 if self.shared is None else self.shared.nbytes
+        return staging + shared + sum(slab.nbytes for slab in self._slabs)
 
     def close(self) -> None:
         self._opened.close()

@@ -8,7 +8,8 @@ replaced by a `Recorder` that notes what the layer would receive.
 from __future__ import annotations
 
 from collections import UserDict
-from collections.abc import MutableMapping
+from collections.abc import Callable, MutableMapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,11 +25,13 @@ class LayerCall:
     """The arguments that the model passes to one layer besides the hidden states.
 
     end_to_end: the layer takes the sequences of a batch as one, [1, batch * tokens, hidden].
+    around: makes what the layer runs in.
     """
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     end_to_end: bool = False
+    around: Callable[[], AbstractContextManager[None]] = nullcontext
 
 
 def tensors_in(tree: Any) -> list[torch.Tensor]:

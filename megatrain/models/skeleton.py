@@ -116,7 +116,7 @@ class Skeleton:
         self._retaining: Sequence[Callable[..., Any]] = self.layers
         self._training: bool | None = None  # not known yet
         self._again = False  # a layer is being recomputed: its graph is used at once
-        self._trust_remote_code = trust_remote_code
+        self.trust_remote_code = trust_remote_code
         self._why_together: dict[torch.device, str | None] = {}
         self._try_head()
         self.masked = self._masked_layers()
@@ -292,7 +292,8 @@ class Skeleton:
         retained = torch.is_grad_enabled() and not self._again
         run = (self._retaining if retained else self.layers)[index]
         given = hidden.flatten(0, 1).unsqueeze(0) if call.end_to_end else hidden
-        output = run(given, *call.args, **call.kwargs)
+        with call.around():
+            output = run(given, *call.args, **call.kwargs)
         output = output[0] if isinstance(output, tuple) else output
         return output.reshape(hidden.shape) if call.end_to_end else output  # type: ignore[no-any-return]
 
@@ -358,7 +359,7 @@ class Skeleton:
         if found is None or found.between is None or found.separates or not self.has_kernels:
             return ""
         if device not in self._why_together:
-            where = device, self.dtype, self._trust_remote_code
+            where = device, self.dtype, self.trust_remote_code
             self._why_together[device] = why_together(found.small, attention, *where)
         return self._why_together[device]
 

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 WEIGHT_BYTES = {"bfloat16": 2, "fp8": 2, "float32": 4}  # hidden states' too; fp8 is for one matmul
 SUM_BYTES = 4  # gradients are accumulated in fp32 whatever the precision
 INPUT_BYTES = 24  # per token: its id, its position among the targets and its label, int64 each
+TRADED = 6  # hidden states' widths: queries, keys and values, as ranks send and receive them
 BALANCED_BYTES = 4  # and where routers are balanced, whether it is no padding, fp32
 
 # Reserved by torch's caching allocator and not used: it grows with the working set, where tensors
@@ -182,6 +183,7 @@ class Activations:
         tokens = self.choices.micro_batch_tokens
         inputs = max(self.job.step(tokens).most, self.group_tokens)  # of the whole step
         calls = self.choices.micro_batches(self.job) * self.shape.calls.at(tokens)
+        calls, inputs = calls * self.job.pieces, inputs * self.job.pieces  # whole on every rank
         each = INPUT_BYTES + (BALANCED_BYTES if self.job.balances_routers else 0)
         return {
             "boundary activations": self._checkpoints,
@@ -197,7 +199,8 @@ class Activations:
         """Bytes of the computations that take turns: the device holds the largest."""
         tokens, chunk = self.choices.micro_batch_tokens, self.choices.head_chunk_tokens
         sets = {
-            LAYER_SET: self._layer,
+            LAYER_SET: self._layer
+            + (tokens * self.row_bytes * TRADED if self.job.pieces > 1 else 0),
             EMBEDDING_SET: self._embedding,
             HEAD_SET: head_bytes(chunk, tokens, self.job, self.shape, self.hardware),
         }
@@ -246,6 +249,7 @@ class Activations:
         """The embedding's working set. Its gradient, rows of fp32, is never stored whole: they are
         added to the accumulator where they belong."""
         tokens, width = self.choices.micro_batch_tokens, self.shape.hidden_size
+        tokens *= self.job.pieces  # of whole sequences, before they are cut
         if not self.shape.trains_edges[0]:
             return self.shape.embed.at(tokens)
         stored_whole = self.shape.vocab_size * width * self.weight

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import deque
 from typing import NamedTuple
 
-from megatrain.machine.profile import MachineProfile
+from megatrain.machine.profile import UPDATE_BYTES, MachineProfile
 from megatrain.planner.activations import SUM_BYTES
 from megatrain.planner.job import Job
 from megatrain.planner.tasks import StepTimeline
@@ -28,6 +28,20 @@ def exchanged(
         return 0.0, 0.0
     others = numel * (job.ranks - 1) / job.ranks
     return others * weight_bytes / machine.gather, others * SUM_BYTES / machine.reduce
+
+
+def common_memory(machine: MachineProfile) -> float:
+    """Bytes/s of a host's memory for each of its ranks while all use it: what updates reach."""
+    return UPDATE_BYTES * max(rate for _, rate in machine.update)
+
+
+def traded(tokens: float, row_bytes: int, job: Job, machine: MachineProfile) -> float:
+    """Seconds in which ranks that share sequences trade tokens for heads and back, one way through
+    a layer: queries, keys, values and output, of at most a hidden state's width each."""
+    if job.pieces == 1:
+        return 0.0
+    others = (job.pieces - 1) / job.pieces
+    return 4 * tokens * row_bytes * others / machine.gather
 
 
 def cross_network(

@@ -94,8 +94,8 @@ def changes(plan: Plan) -> Iterable[str]:
         yield f"faster: {better.words} would give {gain} ({better.cost}; {better.why})"
     if plan.job.hosts > 1:
         yield (
-            "several hosts: planned from bytes and the network's rate; `megatrain train` does not "
-            "run on them yet"
+            "several hosts: planned from bytes and the network's rate alone, as if sending took "
+            "nothing from computing"
         )
     if plan.ranks_assumed:
         doctor = f"megatrain doctor --gpus {plan.job.ranks}"

@@ -106,6 +106,10 @@ class Job(Asked):
         ranks: GPUs of a host that train together. Each owns 1/`size` of every block, and computes
             its part of a step's rows; `step_tokens` are then those of the fullest rank.
         hosts: with so many GPUs each.
+        transport: of weights in host RAM: ranks "gather" each other's shares, or each "read"s all
+            of the host's one copy.
+        pieces: ranks that share every sequence. Rows are then pieces, which `seq_len` and all other
+            numbers of tokens are of; only attention is over `pieces` times as many.
     """
 
     precision: str
@@ -136,11 +140,23 @@ class Job(Asked):
     rows_per_step: int | None = None
     ranks: int = 1
     hosts: int = 1
+    transport: str = "gather"
+    pieces: int = 1
+
+    @property
+    def reads(self) -> bool:
+        """Ranks upload whole blocks from the weights that they have in common."""
+        return self.ranks > 1 and self.transport == "read"
 
     @property
     def size(self) -> int:
         """Ranks of all hosts."""
         return self.ranks * self.hosts
+
+    @property
+    def shares_apart(self) -> bool:
+        """Ranks that share sequences are a group of their own, not all ranks."""
+        return 1 < self.pieces < self.size
 
     @property
     def rank_tokens(self) -> int:
@@ -222,6 +238,7 @@ class Choices(Chosen):
             fused_loss=job.fused_loss,
             lengths_vary=job.lengths_vary,
             nvme_folders=tuple(nvme_folders),
+            transport=job.transport,
         )
 
     def stores_gradients(self, job: Job) -> bool:

@@ -11,6 +11,8 @@ from megatrain.machine.hardware import (
     COMMUNICATOR_BYTES,
     COMPILER_BYTES,
     CUDNN_LIBRARY_BYTES,
+    PAGE_TABLE_SHARE,
+    PINNED_SHARE,
     Hardware,
 )
 from megatrain.planner.activations import SUM_BYTES, WEIGHT_BYTES, Activations
@@ -26,6 +28,7 @@ from megatrain.schedule import (
     owned,
     padded,
     share,
+    shared_bytes,
     slab_bytes,
     slot_sizes,
     stages,
@@ -49,6 +52,7 @@ NOT_ALLOCATED = ("allocator slack", "CUDA context", COMMUNICATORS)
 # in the head (docs/log.md), which it predicts to 1%.
 CPU_HEAD_BYTES = {"bfloat16": 4.6, "fp8": 4.6, "float32": 2.6}
 Combined = Callable[[Iterable[int]], int]  # sum or max
+OTHERS_TABLES = "page tables for other ranks' weights"
 HEAD_COPIES, CONSTANTS = "the libraries' forms of the head", "constants"
 
 
@@ -151,15 +155,28 @@ class Layout:
         """The same of weights, which frozen tensors have, too."""
         return owned(self.shape.block_numel, self.shape.block_numel, self.job.size)
 
+    @cached_property
+    def read_blocks(self) -> frozenset[int]:
+        """Blocks whose weights a host's ranks have in common, and upload whole."""
+        if not self.job.reads:
+            return frozenset()
+        far = self.far_blocks if holds(self.choices.nvme_arrays, "weight") else ()
+        streamed = range(self.choices.resident, len(self.shape.block_numel))
+        return frozenset(streamed).difference(far)
+
     @property
     def _exchange(self) -> dict[str, int]:
         """What ranks exchange shares through."""
         largest = max(self.padded)
         received = largest * SUM_BYTES + largest // BLOCK_ALIGNMENT * SUM_BYTES  # and norms of rows
-        shares = SHARE_BUFFERS * largest // self.job.size * self.activations.weight
-        table = {"shares on their way": shares, "sums of other ranks": received}
+        gathered = (n for block, n in enumerate(self.padded) if block not in self.read_blocks)
+        share = max(gathered, default=0) // self.job.size
+        shares = SHARE_BUFFERS * share * self.activations.weight
+        table = {"shares on their way": shares} if shares else {}
+        table["sums of other ranks"] = received
         if self.hardware.gpu:
-            levels = (self.job.ranks > 1) + (self.job.hosts > 1)
+            # all of a host's ranks are one group; some of them that share sequences, another
+            levels = (self.job.ranks > 1) + (self.job.hosts > 1) + self.job.shares_apart
             table[COMMUNICATORS] = levels * COMMUNICATOR_BYTES
         return table
 
@@ -213,7 +230,12 @@ class Layout:
         }
         if self.job.hosts > 1:  # so that weights cross the network once a step
             table["weights of all hosts"] = sum(self.padded) * activations.weight // self.job.ranks
-        return {name: slab_bytes(size) for name, size in table.items() if size} | self._process
+        rounded = {name: slab_bytes(size) for name, size in table.items() if size}
+        if self.read_blocks:  # one mapping, of which each rank counts an equal part
+            numels = [self.shape.block_numel[block] for block in self.read_blocks]
+            common = shared_bytes([n * activations.weight for n in numels], self.job.ranks)
+            rounded["weight"] = slab_bytes(common) // self.job.ranks
+        return rounded | self._process
 
     @cached_property
     def host_bytes(self) -> int:
@@ -231,6 +253,11 @@ class Layout:
             libraries -= CUDNN_LIBRARY_BYTES if job.precision == "float32" else 0
             libraries += int(GPU_RECORDS_SHARE * self.device_bytes)
         table = {"the process so far": hardware.resident_bytes, "libraries at work": libraries}
+        if self.read_blocks:  # each rank maps what it shares, and has room for tables of its part
+            of_others = sum(self.shape.block_numel[block] for block in self.read_blocks)
+            of_others -= of_others // job.ranks
+            each = PAGE_TABLE_SHARE + (PINNED_SHARE if hardware.gpu else 0)
+            table[OTHERS_TABLES] = round(of_others * self.activations.weight * each)
         if hardware.gpu is None:
             table[HEAD_COPIES] = round(CPU_HEAD_BYTES[job.precision] * shape.head_matrix)
         return table

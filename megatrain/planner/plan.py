@@ -127,11 +127,11 @@ class Plan:
     def _ranks(self) -> dict[str, Any]:
         """Who shares the work, and bytes of one rank: `totals` are a host's."""
         job = self.job
-        built = "train" if job.hosts == 1 else None
         return {
             "gpus": job.ranks,
             "hosts": job.hosts,
-            "run_by": built,
+            "run_by": "train",
+            "transport": job.transport,
             "tokens_of_the_fullest": job.rank_tokens,
             "gpu_bytes": self.gpu_bytes,
             "host_bytes": self.host_bytes,
@@ -220,6 +220,10 @@ def check_ranks(job: Job) -> None:
     """Raise PlanError or ConfigError for what several ranks cannot do together."""
     if job.size == 1:
         return
+    if job.hosts > 1 and job.reads:
+        raise ConfigError(
+            "weights that several hosts read are not built yet: set memory.transport: gather"
+        )
     if job.whole_update is not None or job.whole_step:
         what = "an optimizer of whole tensors" if job.whole_update else "a loss over a whole step"
         instead = "set optimizer.name: adamw or lion" if job.whole_update else "take one"
@@ -227,7 +231,8 @@ def check_ranks(job: Job) -> None:
     rows = job.most_ranks
     if rows is not None and rows < job.size:
         raise PlanError(
-            f"a step of {counted(rows, 'row')} has work for at most {counted(rows, 'GPU')}, not "
+            f"a step of {counted(rows // job.pieces, 'row')} has work for at most "
+            f"{counted(rows, 'GPU')}, not "
             f"for {job.size}: take at most {rows}, or raise train.tokens_per_step to "
             f"{job.size * max(job.seq_len, job.least_tokens):,}"
         )

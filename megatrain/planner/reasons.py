@@ -87,6 +87,10 @@ def _ranks(job: Job) -> Reason:
     why = (
         f"each owns 1/{job.size} of every block, and computes {job.rank_tokens:,} tokens of a step"
     )
+    if job.reads:
+        why += "; weights in host RAM are one copy, which each uploads whole"
+    if job.pieces > 1:
+        why += f", a piece of every sequence that {job.pieces} share"
     return Reason("ranks", value, why)
 
 

@@ -312,9 +312,10 @@ class StepSimulator:
         if tasks.nvme_weight and not just_updated:
             there = self.drive = max(self.drive, there, self.compute) + tasks.nvme_weight
         slot_free = self.slot_free.get(slot, 0.0)
-        begin = max(self.upload, there, self.shares_free[0] if self.several else slot_free)
+        gathered = self.several and not tasks.read
+        begin = max(self.upload, there, self.shares_free[0] if gathered else slot_free)
         self.upload = self.uploaded[block] = self.weights_landed[block] = begin + tasks.upload
-        if self.several:
+        if gathered:
             ready, lost = max(self.upload, slot_free), self.options.gather_loss
             landed = self.collectives.add(ready, tasks.gather, lost)
             self.weights_landed[block] = self.shares_free[0] = landed

@@ -38,6 +38,7 @@ class BlockTasks:
     nvme_weight: float = 0.0  # reading a weight for a sweep
     frozen: bool = False  # without gradient and update
     gather: float = 0.0  # of all ranks' shares of the weight, once this one's is up
+    read: bool = False  # the whole weight is uploaded here, and nothing gathered
     reduce: float = 0.0  # of all ranks' sums to one's share of the gradient, rounded and measured
 
 

@@ -11,15 +11,10 @@ import math
 from functools import cached_property
 from typing import TYPE_CHECKING
 
-from megatrain.machine.profile import (
-    UPDATE_BYTES,
-    MachineProfile,
-    interpolate,
-    interpolate_log,
-)
+from megatrain.machine.profile import UPDATE_BYTES, MachineProfile, interpolate, interpolate_log
 from megatrain.planner import simulation
 from megatrain.planner.activations import SUM_BYTES
-from megatrain.planner.collectives import cross_network, exchanged
+from megatrain.planner.collectives import common_memory, cross_network, exchanged, traded
 from megatrain.planner.memory import Layout, state_bytes_per_parameter
 from megatrain.planner.predicted import WORTH_NAMING
 from megatrain.planner.predicted import Timing as Timing
@@ -159,9 +154,10 @@ class StepCosts:
             rate = 1 / (share / self.machine.fp8 + (1 - share) / rate)
         traffic = 1 + share * (FP8_TRAFFIC - 1)
         quantizing = share * numel * FP8_WEIGHT_BYTES / 2 / memory
+        trading = traded(tokens, self.layout.activations.row_bytes, self.job, self.machine)
         chunks = math.ceil(tokens / chunk - ROUNDING)
         forward, backward = (
-            seconds + quantizing
+            seconds + quantizing + trading
             for seconds in self._forward_and_backward(work, tokens, rate, traffic, chunks)
         )
         # each chunk after the first adds its weight gradient to the ones before
@@ -231,8 +227,8 @@ class StepCosts:
             in which experts take the tokens. Each reads all of them, and writes all gradients.
             compiled: by default whether layers are.
         """
-        flops = 3 * work.forward.attention_flops * tokens
-        attention = flops / interpolate(self.machine.attention, self.job.seq_len)
+        flops = 3 * work.forward.attention_flops * self.job.pieces * tokens
+        attention = flops / interpolate(self.machine.attention, self.job.seq_len * self.job.pieces)
         memory = self.machine.memory if self.on_gpu else self.machine.fresh
         grouped = self._grouped_rate(work, tokens / chunks, rate)
         kind = "compiled" if (self.job.compiled if compiled is None else compiled) else "eager"
@@ -292,6 +288,9 @@ class StepCosts:
         mine = self.layout.owned[number]
         streamed = 0 if resident else mine
         uploaded = 0 if resident else self.layout.owned_weights[number]
+        up, read = self.up, number in self.layout.read_blocks
+        if read:  # the whole block
+            uploaded, up = self.shape.block_numel[number], min(up, common_memory(self.machine))
         offloaded *= self.micro_batches
         on_host = on_device = 0.0
         if not resident:
@@ -309,9 +308,10 @@ class StepCosts:
             forward=self.micro_batches * forward,
             backward=self.job.trained_share * self.micro_batches * (backward + self._adding(numel)),
             finish=finish if self.job.size == 1 else 0.0,
-            gather=gather,
+            gather=0.0 if read else gather,
+            read=read,
             reduce=(numel > 0) * (reduce + finish) if self.job.size > 1 else 0.0,
-            upload=uploaded * self.weight / self.up,
+            upload=uploaded * self.weight / up,
             download=streamed * self.weight / self.down,
             sum_up=numel * SUM_BYTES / self.up,
             sum_down=numel * SUM_BYTES / self.down,
@@ -364,8 +364,9 @@ class StepCosts:
         threads, limit = self.choices.update_threads, self.job.update_arithmetic
         alone = interpolate(self.machine.update, threads)
         busy = min(alone, self.machine.update_busy)
-        # gradients come down meanwhile unless they are stored
-        directions = 1 if self.choices.stores_gradients(self.job) else 2
+        # gradients come down meanwhile unless they are stored; what ranks share, each takes up
+        directions = self.job.ranks if self.layout.read_blocks else 1
+        directions += not self.choices.stores_gradients(self.job)
         share = 0.0
         if self.on_gpu:
             share = min(1.0, directions * self.weight * alone / self.machine.both)

@@ -25,6 +25,7 @@ from megatrain.planner.plan import Plan
 from megatrain.recipes.loop import Run
 from megatrain.recipes.optimizers import decided_of_optimizer
 from megatrain.recipes.reported import ENVIRONMENT_FILE, PLAN_FILE
+from megatrain.recipes.row_pieces import micro_batch_of
 from megatrain.recipes.sample import sample
 from megatrain.recipes.setup import Parts, prices_of
 from megatrain.recipes.signals import StopRequest
@@ -60,6 +61,7 @@ def decided(parts: Parts, plan: Plan) -> dict[str, Any]:
     """The values of keys that the config leaves open."""
     chosen = {option.key: getattr(plan.choices, option.field) for option in OPTIONS if option.key}
     return chosen | {
+        "train.micro_batch_tokens": micro_batch_of(parts.config, plan),
         "data.packing": parts.resolved.packed_to is not None,
         "data.date": parts.day.isoformat(),
         "precision": parts.machine.precision,
@@ -150,12 +152,13 @@ def choices_in_words(plan: Plan) -> str:
         "activations offloaded": choices.offload_activations,
         f"activations kept as {codec}": codec != UNCHANGED,
         "gradients computed twice": choices.second_backward,
+        f"{(pieces := plan.job.pieces)} GPUs to a sequence": pieces > 1,
         f"{choices.nvme_blocks} blocks partly on NVMe": choices.nvme_blocks,
         f"{plan.frozen_parameters:,} more parameters frozen": plan.frozen_parameters,
         f"routers balanced with {(weight := plan.made_of.router_aux_loss_coef):g}": weight,
     }
     words = (
-        f"micro-batches of {choices.micro_batch_tokens:,} tokens",
+        f"micro-batches of {choices.micro_batch_tokens * plan.job.pieces:,} tokens",
         f"{choices.groups} group(s) a step",
         f"{choices.resident} of {blocks} blocks resident",
         f"{choices.retained} of {blocks - 2} layers retained",

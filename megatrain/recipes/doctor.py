@@ -20,7 +20,7 @@ from megatrain.machine.together import assumed, joined, known
 from megatrain.measure.checks import Finding, check, places
 from megatrain.measure.disk import drive_rates
 from megatrain.measure.profile import measure_machine
-from megatrain.measure.ranks import measure_processes, measure_together
+from megatrain.measure.ranks import measure_processes, measure_together, network_rate
 from megatrain.reporting.load import LoadMeter
 from megatrain.reporting.words import three_digits
 from megatrain.storage.export import left_overs
@@ -138,13 +138,18 @@ def measured_together(
         hardware: of the host, as a rank sees it.
         may_measure: what is not cached, for some seconds, on GPUs.
     """
-    profile = world.every(known(base, hardware, world.size))[0]
+    if world.hosts > 1:  # each time: it is of these hosts together, and takes a moment
+        base = replace(base, network=network_rate(world, device))
+    ranks = world.local_size
+    if ranks == 1:
+        return base, False
+    profile = world.every(known(base, hardware, ranks))[0]
     if profile is not None:
         return profile, False
     if not may_measure or device.type != "cuda":
-        return world.every(assumed(base, hardware, world.size))[0], True
+        return world.every(assumed(base, hardware, ranks))[0], True
     if world.rank == 0:
-        logger.info(f"measuring {world.size} GPUs at work together for the plan, once")
+        logger.info(f"measuring {ranks} GPUs at work together for the plan, once")
     found = measure_together(world, device, hardware.physical_cores)
     if world.rank == 0:
         try:

@@ -48,7 +48,6 @@ def measure(run: Run, seconds: float, time: StepTime, measured: Energy) -> Measu
 
 def _of_all(world: World, mine: Measured) -> Measured:
     every = world.every(mine)
-    hosts = world.size // world.local_size
     gpus = [each.gpu_peak_bytes for each in every if each.gpu_peak_bytes is not None]
     gpus_j = [each.drawn.gpu_j for each in every if each.drawn.gpu_j is not None]
     hosts_j = [each.drawn.host_j for each in every if each.drawn.host_j is not None]
@@ -59,7 +58,7 @@ def _of_all(world: World, mine: Measured) -> Measured:
         time=mine.time,
         drawn=drawn,
         gpu_peak_bytes=max(gpus) if gpus else None,
-        host_bytes=sum(each.host_bytes for each in every) // hosts,
+        host_bytes=sum(each.host_bytes for each in every) // world.hosts,
         slowest=computed.index(max(computed)),
     )
 

@@ -5,14 +5,16 @@ from __future__ import annotations
 import logging
 import os
 import socket
+import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
+from uuid import uuid4
 
 from rich.console import Console
 
-from megatrain.errors import MegaTrainError
+from megatrain.errors import ConfigError, MegaTrainError
 from megatrain.machine.address_space import address_space_errors
 from megatrain.recipes.describe import DESCRIPTION
 from megatrain.recipes.setup import quiet_libraries
@@ -23,7 +25,9 @@ from megatrain.reporting.streams import console_on
 from megatrain.reporting.summary import RunSummary
 from megatrain.storage.manifest import UNVERIFIED, verifies
 from megatrain.storage.run_folder import RunLock, checkpoints, forget_unused, run_lock
-from megatrain.world import World
+from megatrain.world import LOOKS_EVERY_S, World
+
+SEEN_WITHIN_S = 20.0  # by other hosts, whose view of a folder may be that old
 
 logger = logging.getLogger("megatrain")
 
@@ -53,7 +57,7 @@ def in_run_folder(
     who = "" if world.is_first else f"[rank {world.rank} {socket.gethostname()}] "
     with stop_requests() as stop, run_lock(path) if world.is_first else nullcontext() as lock:
         try:
-            world.every(None)  # now there is a folder
+            seen_by_all(path, world)
             watched = watchdog(hang_timeout, path / LOG_FILE)
             with logging_to(path, console, who), address_space_errors(), watched as watch:
                 if lock is not None and lock.warning:
@@ -70,6 +74,32 @@ def in_run_folder(
         finally:
             if made and stop.came() and stop.early:
                 forget_unused(path, DESCRIPTION)
+
+
+def seen_by_all(path: Path, world: World) -> None:
+    """Return once all ranks see the run folder, which the first one has.
+
+    Raises ConfigError if one of another host does not: checkpoints would lack what it writes.
+    """
+    mark = path / world.told(f".seen-{uuid4().hex}")  # now there is a folder
+    if world.hosts == 1:
+        return
+    try:
+        if world.is_first:
+            mark.touch()
+        world.every(None)
+        until = time.monotonic() + SEEN_WITHIN_S
+        while not (seen := mark.exists()) and time.monotonic() < until:
+            time.sleep(LOOKS_EVERY_S)
+        for rank, (sees, host) in enumerate(world.every((seen, socket.gethostname()))):
+            if not sees:
+                raise ConfigError(
+                    f"{path}: rank {rank} on {host} does not see what the first one writes there; "
+                    "put output on a file system that all hosts share"
+                )
+    finally:
+        if world.is_first:
+            mark.unlink(missing_ok=True)
 
 
 def _unless_stopped(path: Path, work: Callable[[Opened], RunSummary], opened: Opened) -> RunSummary:

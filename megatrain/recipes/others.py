@@ -13,12 +13,12 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import astuple, dataclass
 from datetime import timedelta
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import psutil
 
@@ -31,6 +31,7 @@ from megatrain.world import World
 BEATS_EVERY_S = 1.0
 SILENT_S = 12.0  # without a sign of life a rank is dead
 STORE_TIMEOUT = timedelta(seconds=10)
+T = TypeVar("T")
 
 logger = logging.getLogger("megatrain")
 
@@ -72,6 +73,7 @@ class Others:
         self.ended = threading.Event()
         self._seen: dict[int, tuple[str, float]] = {}
         self._launcher = int(os.environ.get(LAUNCHER, "0"))
+        self._unreachable = False
 
     @classmethod
     @contextmanager
@@ -101,18 +103,43 @@ class Others:
 
     def say(self, words: LastWords) -> LastWords:
         """Leave last words, for the others to find, if they are the first; returns those."""
+        mine = json.dumps(astuple(words))
         with suppress(RuntimeError):
-            said = self._store.compare_set("failed", "", json.dumps(astuple(words)))
-            return LastWords(*json.loads(said))
+            return LastWords(
+                *json.loads(self._asked(lambda: self._store.compare_set("failed", "", mine)))
+            )
         return words
+
+    def _asked(self, ask: Callable[[], T]) -> T:
+        """What the store answers. Raises RuntimeError if it does not: a network that is cut says
+        nothing, and the library would wait for ever."""
+        answers: list[T] = []
+
+        def wait() -> None:
+            with suppress(RuntimeError):
+                answers.append(ask())
+
+        if not self._unreachable:
+            thread = threading.Thread(target=wait, name="megatrain-store", daemon=True)
+            thread.start()
+            thread.join(STORE_TIMEOUT.total_seconds())
+            self._unreachable = not answers
+        if self._unreachable:
+            raise RuntimeError("the store does not answer")
+        return answers[0]
 
     def failed(self) -> LastWords | None:
         """The last words of the first rank that failed, or what can be said of one that died."""
         with suppress(RuntimeError):
-            if self._store.check(["failed"]):
-                return LastWords(*json.loads(self._store.get("failed")))
-            return self._silent()
-        return LastWords(0, "the first host", "is gone", by=1)
+            return self._asked(self._found)
+        # of each host one rank says so
+        by = max(1, self.world.rank - self.world.local_rank)
+        return LastWords(0, "the first host", f"is gone, or cannot be reached from {self.host}", by)
+
+    def _found(self) -> LastWords | None:
+        if self._store.check(["failed"]):
+            return LastWords(*json.loads(self._store.get("failed")))
+        return self._silent()
 
     def _beat(self) -> None:
         now = time.monotonic()
@@ -164,7 +191,13 @@ class Others:
             with suppress(Exception):
                 os.write(STDERR, f"error: {printable(str(found))}\n".encode())
         log_last(found)
+        self.let_read()
         os._exit(found.exit_code)
+
+    def let_read(self) -> None:
+        """The store goes with the first rank: the others read the reason in it before."""
+        if self.world.is_first:
+            time.sleep(2 * BEATS_EVERY_S)
 
 
 def log_last(found: LastWords) -> None:
@@ -201,6 +234,7 @@ def end_of(error: BaseException, others: Others) -> BaseException:
     found = others.say(found)
     if isinstance(error, RuntimeError) and found.rank != world.rank:
         code = found.exit_code
+        others.let_read()
         return OtherFailed(str(found), code) if speaks(world, found) else SystemExit(code)
     time.sleep(2 * BEATS_EVERY_S)  # the others read it before a launcher stops them
     return error if world.is_first else SystemExit(code)

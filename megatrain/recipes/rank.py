@@ -73,7 +73,10 @@ def _join(own: torch.device, place: Place, stack: ExitStack) -> Others:
     )
     stack.callback(distributed.destroy_process_group)
     words = PrefixStore("words", store)
-    world = World.joined(own, words, (place.local_rank, place.local_size))
+    try:
+        world = World.joined(own, words, (place.local_rank, place.local_size))
+    except ConfigError as error:  # all have the same
+        raise error if rank == 0 else SystemExit(error.exit_code) from error
     return stack.enter_context(Others.watched(world, socket.gethostname()))
 
 
@@ -127,10 +130,11 @@ def refused(config: Config) -> str | None:
 
 def check_rows_of_a_step(loader: Loader) -> None:
     """Raise PlanError if steps have fewer rows than there are ranks."""
-    ranks = loader.world.size
-    if ranks > 1 and (rows := math.floor(loader.rows_of_a_step())) < ranks:
+    world = loader.world
+    if world.size > 1 and (rows := math.floor(loader.rows_of_a_step())) < world.teams:
+        busy = rows * world.pieces
         raise PlanError(
             f"steps have {counted(rows, 'row')} on average, work for at most "
-            f"{counted(rows, 'GPU')}, not for {ranks}: take at most {rows}, or raise "
+            f"{counted(busy, 'GPU')}, not for {world.size}: take at most {busy}, or raise "
             "train.tokens_per_step"
         )

@@ -8,7 +8,6 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
-from itertools import starmap
 from pathlib import Path
 from typing import Any
 
@@ -19,13 +18,13 @@ from megatrain.data.build import Expected
 from megatrain.data.dataset import Rows
 from megatrain.data.loader import Loader, Windows
 from megatrain.engine.context import deterministic
+from megatrain.engine.resolved import piece_tokens
 from megatrain.errors import ConfigError
 from megatrain.heartbeat import may_end_here
 from megatrain.losses import SequenceLoss
 from megatrain.machine.address_space import address_space_errors
 from megatrain.models.passengers import without_source
 from megatrain.models.rotary import regimes_of
-from megatrain.planner.job import StepTokens
 from megatrain.planner.plan import Plan
 from megatrain.recipes import setup
 from megatrain.recipes.another_machine import another_machine
@@ -43,6 +42,7 @@ from megatrain.recipes.opened import Opened, in_run_folder
 from megatrain.recipes.opening import Ready, open_run
 from megatrain.recipes.place import check_links, check_place
 from megatrain.recipes.rank import as_rank, bind, check_ranks, check_rows_of_a_step
+from megatrain.recipes.row_pieces import micro_batch_of, sharing, step_tokens
 from megatrain.recipes.rows import open_rows, say_rows, say_steps
 from megatrain.recipes.sample import check_sample_prompt
 from megatrain.recipes.setup import Parts
@@ -103,6 +103,7 @@ def _train(config: Config, profile: Path | None, world: World) -> RunSummary:
     check_place(config)
     check_lm_eval(config.where("eval.tasks"), config.eval.tasks)
     check_ranks(config, world)
+    world = sharing(config, world)
 
     def work(opened: Opened) -> RunSummary:
         if checkpoints(config.output) or (config.output / "final").exists():
@@ -137,6 +138,7 @@ def _resume(run_dir: Path, asked: Config, checkpoint: str | None, world: World) 
     check_installed(asked.track, asked.where("track"))
     check_lm_eval(asked.where("eval.tasks"), asked.eval.tasks)
     check_ranks(asked, world)
+    world = sharing(asked, world)
 
     return in_run_folder(
         run_dir, asked.hang_timeout, world, partial(_go_on, run_dir, asked, checkpoint)
@@ -232,7 +234,7 @@ def plan_and_loader(
     steps = loader.steps_total()
     written = 1 if every is None else -(-steps // every)
     plan = setup.make_run_plan(knowing_rows(parts, loader), written, steps)
-    return plan, replace(loader, micro_batch_tokens=plan.choices.micro_batch_tokens)
+    return plan, replace(loader, micro_batch_tokens=micro_batch_of(parts.config, plan))
 
 
 def knowing_rows(parts: Parts, loader: Loader) -> Parts:
@@ -241,11 +243,12 @@ def knowing_rows(parts: Parts, loader: Loader) -> Parts:
         return parts
     least = parts.resolved.least_tokens
     size = setup.micro_batch_tokens(parts.config, least) or least
+    size = piece_tokens(size, parts.resolved.pieces)
     sizes = sorted({*parts.resolved.shape.layer.sizes, size})
     rows = loader.rows
     return replace(
         parts,
-        step_tokens=tuple(starmap(StepTokens, loader.step_tokens(sizes))),
+        step_tokens=step_tokens(loader, sizes),
         trained_share=float(rows.lengths.sum() / rows.side_lengths.sum()),
     )
 

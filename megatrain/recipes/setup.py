@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import date
 from functools import partial
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 
@@ -23,7 +23,7 @@ from megatrain.engine.build import (
 )
 from megatrain.engine.engine import Engine
 from megatrain.engine.objective import AnyLoss
-from megatrain.engine.placement import PRECISIONS
+from megatrain.engine.placement import PRECISIONS, peers
 from megatrain.engine.resolved import (
     Machine,
     Resolved,
@@ -35,7 +35,7 @@ from megatrain.engine.resolved import (
 from megatrain.engine.routing import check_groups, coefficient_of
 from megatrain.errors import ConfigError, OutOfMemory
 from megatrain.losses import LOSSES, SequenceLoss
-from megatrain.machine.datasheets import FIRST_BFLOAT16, board_power_w
+from megatrain.machine.datasheets import board_power_w
 from megatrain.machine.hardware import Hardware, keep_caches_small, read_hardware, shared_out
 from megatrain.methods import METHODS
 from megatrain.models.pretrained import resolve_source
@@ -48,6 +48,8 @@ from megatrain.recipes.doctor import measured_or_typical, measured_together
 from megatrain.recipes.model import Model, read_model, suited
 from megatrain.recipes.nvme import nvme_room, with_drives
 from megatrain.recipes.optimizers import make_optimizer
+from megatrain.recipes.remarks import say_if_config_has_another, say_if_without_bfloat16
+from megatrain.recipes.row_pieces import check_divides, check_shared
 from megatrain.reporting.energy import Economy, Prices, planned_economy, planned_power
 from megatrain.reporting.words import human_bytes
 from megatrain.settings import contradiction
@@ -97,6 +99,7 @@ def prepare(
     keep_caches_small()
     model = suited(model or read_model(config), config)
     machine = machine or find_machine(config, may_measure=may_measure, world=world)
+    check_divides(config, machine.ranks)
     say_if_without_bfloat16(machine)
     train, source, loss = config.train, config.model, make_loss(config)
     skeleton = Skeleton(
@@ -130,7 +133,9 @@ def prepare(
         attention=config.attention,
         nvme_folders=config.memory.nvme or (),
         gpu_limit=unless_auto(config.memory.gpu),
+        pieces=train.context_parallel,
     )
+    check_shared(config, resolved)
     return Parts(config, model, resolved, day_of(config))
 
 
@@ -193,31 +198,11 @@ def find_machine(config: Config, *, may_measure: bool = False, world: World = AL
         profile,
         drives_assumed=assumed,
         ranks=world.local_size,
-        hosts=world.size // world.local_size,
+        hosts=world.hosts,
         together_assumed=assumed_together,
+        peers=world.hosts > 1 or peers(world, device),
         world=world,
     )
-
-
-def say_if_without_bfloat16(machine: Machine) -> None:
-    """Warn of a GPU that has no bf16 units: what that costs, and what to set."""
-    gpu = machine.hardware.gpu
-    if gpu is not None and gpu.capability < FIRST_BFLOAT16:
-        instead = "it computes in float32, several times slower than cards that have them"
-        if machine.precision != "float32":
-            instead = "it emulates them slowly; set precision: float32"
-        logger.warning(f"{gpu.name} has no bf16 units: {instead}")
-
-
-def say_if_config_has_another(coefficient: float, asked: float | str, config: Any) -> None:
-    """Say so if the weight of the routers' balancing loss is not that of the model's config.json,
-    which holds in transformers only with output_router_logits."""
-    own = getattr(config.get_text_config(), "router_aux_loss_coef", None)
-    if coefficient and asked == "auto" and own not in (None, coefficient):
-        logger.info(
-            f"the routers' balancing loss weighs {coefficient:g}, not {own:g} as in config.json; "
-            "set train.router_aux_loss_coef for another weight"
-        )
 
 
 # -- plan ------------------------------------------------------------------------------------------
@@ -250,6 +235,7 @@ def make_run_plan(
         step_tokens=parts.step_tokens,
         trained_share=parts.trained_share,
         activations=config.memory.activations,
+        transport=transport_of(config, machine),
         checkpoints_kept=config.checkpoint.keep,
         keeps_best=config.data.eval is not None or config.eval.tasks_at == "evaluations",
         checkpoints_written=checkpoints_written,
@@ -274,6 +260,13 @@ def make_run_plan(
         ranks_assumed=machine.together_assumed,
         made_of=resolved,
     )
+
+
+def transport_of(config: Config, machine: Machine) -> str:
+    """How weights come to a host's GPUs: the config's choice, or what these can do."""
+    if config.memory.transport != "auto":
+        return config.memory.transport
+    return "gather" if machine.peers or machine.hosts > 1 else "read"
 
 
 def predicted_economy(config: Config, hardware: Hardware, plan: Plan, steps: int | None) -> Economy:
@@ -375,7 +368,7 @@ def memory_errors(plan: Plan) -> Iterator[None]:
         of_torch = "DefaultCPUAllocator" in str(error)
         if isinstance(error, RuntimeError) and not of_torch:
             raise
-        smaller = max(plan.job.seq_len, plan.choices.micro_batch_tokens // 2)
+        smaller = max(plan.job.seq_len, plan.choices.micro_batch_tokens // 2) * plan.job.pieces
         reason, *_ = str(error).strip().splitlines() or [type(error).__name__]
         raise OutOfMemory(
             f"out of host memory, although only {human_bytes(plan.host_bytes)} were planned; close "

@@ -26,7 +26,7 @@ def evaluated(
     for part in sweeps(batches, sweep_tokens * world.size):
         if stop.came():
             return None
-        found.append(engine.evaluate(part[world.rank :: world.size], loss))
+        found.append(engine.evaluate(part[world.team :: world.teams], loss))
     return joined(found, loss)
 
 

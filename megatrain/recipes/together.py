@@ -30,6 +30,7 @@ def several(machine: Machine, ranks: int, hosts: int = 1) -> Machine:
         ranks=ranks,
         hosts=hosts,
         together_assumed=known is None,
+        peers=together.peers(machine.hardware),
         alone=machine,
     )
 
@@ -49,6 +50,8 @@ def on_gpus(parts: Parts, plan: Plan) -> Iterator[OnGpus]:
     machine, job = parts.machine, plan.job
     assert machine.alone is not None
     for gpus in sorted({*COUNTS, job.ranks}):
+        if gpus % job.pieces:
+            continue
         if job.most_ranks is not None and gpus * job.hosts > max(job.most_ranks, job.size):
             return
         found = plan

@@ -38,6 +38,7 @@ class StepTime:
     wait_download: float = 0.0  # compute stood still for a gradient staging buffer
     wait_nvme: float = 0.0  # compute, or the update that it waited for, stood still for NVMe
     wait_exchange: float = 0.0  # compute stood still for other ranks' shares of weights or sums
+    wait_network: float = 0.0  # the same of other hosts': weights, and sums on both ways
     data: float = 0.0  # the loop stood still for its next rows
 
     @classmethod

@@ -12,6 +12,7 @@ BOUND_WORDS = {
     "wait_download": "waiting for gradients to leave",
     "wait_nvme": "waiting for NVMe",
     "wait_exchange": "waiting for other GPUs",
+    "wait_network": "waiting for other hosts",
     "data": "waiting for data",
 }
 

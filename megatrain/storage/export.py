@@ -86,13 +86,10 @@ def array_sources(
         engine.wait_ready(block)  # wait: when its turn to be written comes, not before
         yield from store.pieces(array, block, tensor.offset, tensor.numel)
 
-    ranks = range(store.world.size if not store.world.is_alone else 0)
-    spans = [store.span(array, block, rank) for rank in ranks]
+    ranks = [] if store.world.is_alone else store.world.owners
+    spans = {rank: store.span(array, block, rank) for rank in ranks}
     return [
-        TensorSource(
-            t.name, dtype, t.shape, partial(pieces, t), tuple(t.within(s).numel for s in spans)
-        )
-        for t in tensors
+        TensorSource(t.name, dtype, t.shape, partial(pieces, t), t.owned(spans)) for t in tensors
     ]
 
 

@@ -233,7 +233,7 @@ class _Track:
     def turns(self) -> Iterator[_Turn]:
         """The messages that they are made of; the same on all ranks."""
         for source in self._shared():
-            for sender, numel in enumerate(source.owned):
+            for sender, numel in source.owned.items():
                 nbytes = numel * source.dtype.itemsize
                 for begin in range(0, nbytes, MESSAGE_BYTES):
                     yield _Turn(sender, min(MESSAGE_BYTES, nbytes - begin))
@@ -336,12 +336,12 @@ class _Writer:
 
 
 def _isend(message: torch.Tensor, to: int, tag: int, world: World) -> distributed.Work:
-    work = distributed.isend(message, to, group=world.hosts, tag=tag)
+    work = distributed.isend(message, to, group=world.messages, tag=tag)
     assert work is not None  # this rank is of the group
     return work
 
 
 def _irecv(room: torch.Tensor, sender: int, tag: int, world: World) -> distributed.Work:
-    work = distributed.irecv(room, sender, group=world.hosts, tag=tag)
+    work = distributed.irecv(room, sender, group=world.messages, tag=tag)
     assert work is not None
     return work

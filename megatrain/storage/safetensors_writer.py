@@ -10,7 +10,7 @@ import json
 import math
 import struct
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,7 @@ SHARD_BYTES = 5_000_000_000  # what `save_pretrained` cuts at
 class TensorSource:
     """A tensor to be written. `pieces()` yields its contiguous parts in order, on the CPU.
 
-    owned: how many of its elements each rank has, one rank's behind the other's; `pieces` then
+    owned: how many of its elements each rank has, by rank, one's behind the other's; `pieces` then
         yields this rank's own, all but the last of them in whole MESSAGE_BYTES. Empty: every rank
         has them all.
     """
@@ -36,7 +36,7 @@ class TensorSource:
     dtype: torch.dtype
     shape: tuple[int, ...]
     pieces: Callable[[], Iterable[torch.Tensor]]
-    owned: tuple[int, ...] = ()
+    owned: Mapping[int, int] = field(default_factory=dict)
 
     @property
     def nbytes(self) -> int:

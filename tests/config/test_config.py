@@ -54,6 +54,7 @@ train:
   decay: 0.3
   max_grad_norm: 0.5
   router_aux_loss_coef: 0.01
+  context_parallel: 2
   freeze: [model.embed_tokens.weight]
   eval_every: 10
   eval_rows: 16
@@ -94,6 +95,7 @@ memory:
   offload_activations: true
   retained_on_host: 1
   second_backward: false
+  transport: gather
   activations: int8
   nvme: [/mnt/one, /mnt/two]
   nvme_size: 800GiB

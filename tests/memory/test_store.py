@@ -7,7 +7,6 @@ import torch
 
 from megatrain.errors import OutOfMemory
 from megatrain.memory import slab
-from megatrain.memory import store as stores
 from megatrain.memory.layout import ArraySpec, FlatLayout
 from megatrain.memory.slab import Slab
 from megatrain.memory.store import Store
@@ -27,7 +26,7 @@ ARRAYS = [
     params=[16 << 30, 4 << 20, 1], ids=["one slab", "several slabs", "a slab for every block"]
 )
 def store(request, monkeypatch):
-    monkeypatch.setattr(stores, "SLAB_BYTES", request.param)
+    monkeypatch.setattr(slab, "SLAB_BYTES", request.param)
     with Store(LAYOUTS, ARRAYS, device=torch.device("cpu"), threads=1) as made:
         yield made
 
@@ -107,6 +106,6 @@ def test_touching_reaches_every_byte(monkeypatch):
     monkeypatch.setattr(slab, "TOUCH_BYTES", HUGE_PAGE)
     made = Slab("test", 3 * HUGE_PAGE, pinned=False, threads=2)
     made.bytes.fill_(1)
-    made._touch(2)
+    made.touch([made.bytes], 2)
     assert not made.bytes.any()
     made.close()

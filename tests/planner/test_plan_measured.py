@@ -64,6 +64,7 @@ class Case:
     activations: str = "none"
     freeze: tuple[str, ...] = ()
     scores: bool = False
+    transport: str = "gather"
 
     @property
     def config(self) -> LlamaConfig:
@@ -78,7 +79,7 @@ class Case:
         )
         return as_classifier(config, pad_id=0) if self.scores else config
 
-    def plan(self, folder: Path, ranks: int = 1) -> Plan:
+    def plan(self, folder: Path, ranks: int = 1, hosts: int = 1) -> Plan:
         shape = shape_for(
             Case(
                 self.layers,
@@ -103,9 +104,11 @@ class Case:
             second_backward=self.second_backward,
             activations=self.activations,
             ranks=ranks,
+            hosts=hosts,
+            transport=self.transport,
         )
         hardware = replace(read_hardware(folder, "cpu"), resident_bytes=0, library_bytes=0)
-        machine = assumed(typical(hardware), hardware, ranks)
+        machine = replace(assumed(typical(hardware), hardware, ranks), network=1e9)
         plan = make_plan(job, shape, hardware, machine)
         choices = replace(plan.choices, sums_on_device=self.sums)
         layout = Layout.of(choices, job, shape, hardware)
@@ -135,7 +138,8 @@ class Case:
             engine = Engine(**prepared.arguments(), world=world)
             live.peak = live.live  # building the modules takes some, but before the buffers exist
             engine.train_step(batches, Reward() if self.scores else next_token)
-        stored = engine.store.nbytes
+        kept = engine.parts.streamer.kept
+        stored = engine.store.nbytes + (kept.nbytes if kept else 0)
         engine.close()
         return live.peak, stored
 

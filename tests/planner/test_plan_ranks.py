@@ -14,7 +14,7 @@ from megatrain.engine.placement import open_store
 from megatrain.engine.resolved import state_bytes
 from megatrain.errors import ConfigError, PlanError
 from megatrain.machine.hardware import GIB
-from megatrain.machine.profile import typical
+from megatrain.machine.profile import UPDATE_BYTES, MachineProfile, interpolate, typical
 from megatrain.machine.together import assumed, part_of
 from megatrain.models.anatomy import layouts_of
 from megatrain.models.skeleton import Skeleton
@@ -22,9 +22,11 @@ from megatrain.optim import AdamW
 from megatrain.planner.collectives import Collectives
 from megatrain.planner.cost.shape import shape_of
 from megatrain.planner.job import Job, WholeUpdate
-from megatrain.planner.memory import HEAD_COPIES, Layout
+from megatrain.planner.memory import HEAD_COPIES, OTHERS_TABLES, Layout
 from megatrain.planner.plan import Plan, make_plan
 from megatrain.planner.simulation import overlapped
+from megatrain.planner.tasks import BlockTasks
+from megatrain.planner.timing import ATTENTION_FORWARD_SHARE, StepCosts
 from megatrain.settings import Settings
 from megatrain.world import World
 from tests.once import engines_are_built_fast
@@ -35,12 +37,20 @@ from tests.ranks import run_ranks
 from tests.support import tiny_config
 
 CASES = {
-    "tied, three": (3, Case(tied=True, tokens=1536)),
+    "tied, three": (3, 1, Case(tied=True, tokens=1536)),
+    "two hosts of two": (4, 2, Case(tokens=2048)),
     "in groups, half resident": (
         2,
+        1,
         Case(groups=2, micro_batch_tokens=128, tokens=1024, resident=3, sums=6),
     ),
-    "embedding frozen, resident": (2, Case(freeze=EMBEDDING, resident=3, tokens=1024)),
+    "read from one copy, half resident": (
+        2,
+        1,
+        Case(resident=3, tokens=1024, transport="read"),
+    ),
+    "all read": (2, 1, Case(tokens=1024, transport="read", clipping=False)),
+    "embedding frozen, resident": (2, 1, Case(freeze=EMBEDDING, resident=3, tokens=1024)),
 }
 
 
@@ -51,13 +61,13 @@ def measured(world: World, case: Case, plan: Plan) -> tuple[int, int]:
 
 @pytest.mark.parametrize("name", CASES)
 def test_ranks_take_the_bytes_that_are_planned(name, tmp_path):
-    ranks, case = CASES[name]
-    plan = replace(case.plan(tmp_path, ranks), made_of=None)
+    ranks, hosts, case = CASES[name]
+    plan = replace(case.plan(tmp_path, ranks // hosts, hosts), made_of=None)
     for device_bytes, host_bytes in run_ranks(
-        ranks, partial(measured, case=case, plan=plan), tmp_path
+        ranks, partial(measured, case=case, plan=plan), tmp_path, hosts=hosts
     ):
         assert plan.allocated_bytes == pytest.approx(device_bytes, rel=0.03)
-        beside = ("gradient staging", HEAD_COPIES)  # not in the store
+        beside = ("gradient staging", HEAD_COPIES, OTHERS_TABLES)  # not in the store
         stored = sum(plan.host.values()) - sum(plan.host.get(name, 0) for name in beside)
         assert stored == pytest.approx(host_bytes, rel=0.02)
 
@@ -95,6 +105,15 @@ def test_a_share_is_gathered_once_it_is_up():
     both = overlapped(with_tasks(upload=0.4, gather=0.5), TWO)
     assert both.waits["forward"]["upload"] == pytest.approx(0.4)
     assert both.waits["forward"]["exchange"] == pytest.approx(0.5)
+
+
+def test_what_is_read_is_uploaded_whole_and_not_gathered():
+    """As on one rank, but for what is left to exchange."""
+    tasks = with_tasks(upload=2.5, reduce=0.1)
+    read = overlapped([replace(task, read=True) for task in tasks], TWO)
+    alone = overlapped(with_tasks(upload=2.5), ONE_GROUP)
+    assert read.seconds == pytest.approx(alone.seconds + 0.1)
+    assert read.waits["forward"] == pytest.approx(alone.waits["forward"])
 
 
 @pytest.mark.parametrize(
@@ -195,7 +214,72 @@ def test_hosts_are_bound_by_their_network():
     assert far.timing.waits["network"] > 0.9 * far.timing.seconds
     assert near.timing.waits["network"] < 0.1 * near.timing.seconds
     assert near.host["weights of all hosts"] == pytest.approx(QWEN_7B.parameters, rel=0.01)
-    assert near.to_dict()["ranks"]["run_by"] is None
+    assert near.to_dict()["ranks"]["run_by"] == "train"
+
+
+def uploading(transport: str, machine: MachineProfile) -> BlockTasks:
+    """What a streamed layer takes on four ranks."""
+    job = replace(LONG, resident=0, ranks=4, transport=transport)
+    hardware = part_of(HOST, 4)
+    choices = make_plan(job, QWEN_7B, hardware, machine).choices
+    return StepCosts(Layout.of(choices, job, QWEN_7B, hardware), machine).blocks[1]
+
+
+def test_reading_takes_links_or_memory_instead_of_a_gather():
+    machine = assumed(typical(HOST), HOST, 4)
+    gather, read = uploading("gather", machine), uploading("read", machine)
+    assert gather.gather > 0.0 == read.gather
+    assert read.reduce == gather.reduce
+    assert read.upload == pytest.approx(4 * gather.upload, rel=1e-3)
+    slow = replace(machine, update=((1, 1e8), (9, 3e8)), update_busy=1e8)
+    weight = 2 * QWEN_7B.block_numel[1]
+    assert uploading("read", slow).upload == pytest.approx(weight / (UPDATE_BYTES * 3e8))
+
+
+def test_one_copy_of_a_host_s_weights_is_counted_once():
+    ways = [replace(LONG, resident=0, transport=transport) for transport in ("gather", "read")]
+    gather, read = (planned(4, way).host for way in ways)
+    assert read["weight"] == pytest.approx(gather["weight"], rel=1e-3)
+    # 24 bytes for 4 KiB of the others' part
+    assert read[OTHERS_TABLES] == pytest.approx(3 * read["weight"] * 24 / 4096, rel=1e-3)
+    several = replace(LONG, transport="read")
+    with pytest.raises(ConfigError, match=r"several hosts.*set memory.transport: gather"):
+        planned(2, several, hosts=2)
+
+
+def test_attention_of_a_piece_is_over_the_whole_sequence():
+    """Ranks trade queries, keys, values and outputs for it: half of them, where two share."""
+    job = replace(LONG, ranks=2, compiled=False)
+    machine = assumed(typical(HOST), HOST, 2)
+    choices = replace(ALL_STREAMED, micro_batch_tokens=16_384, head_chunk_tokens=4096)
+
+    def layer(job: Job) -> tuple[StepCosts, float]:
+        costs = StepCosts(Layout.of(choices, job, QWEN_7B, part_of(HOST, 2)), machine)
+        return costs, costs.blocks[1].forward / costs.micro_batches
+
+    costs, alone = layer(job)
+    together = layer(replace(job, pieces=2))[1]
+    flops = 3 * QWEN_7B.cost.layers[0].forward.attention_flops * costs.tokens
+    rates = [interpolate(machine.attention, job.seq_len * pieces) for pieces in (1, 2)]
+    longer = ATTENTION_FORWARD_SHARE * (2 * flops / rates[1] - flops / rates[0])
+    traded = 4 * costs.tokens * QWEN_7B.hidden_size * 2 / 2 / machine.gather
+    assert together - alone == pytest.approx(longer + traded)
+
+
+def test_pieces_of_a_long_row_fit_where_it_does_not():
+    whole = replace(LONG, seq_len=131_072, micro_batch_tokens=131_072, resident=0)
+    piece = replace(whole, seq_len=16_384, micro_batch_tokens=16_384, pieces=8)
+    assert not planned(1, whole, gpu_limit=60 * GIB).fits
+    plan = planned(8, piece, gpu_limit=60 * GIB)
+    assert plan.fits and plan.job.rank_tokens == 16_384
+    one, some = (
+        Layout.of(plan.choices, replace(plan.job, pieces=n), QWEN_7B, part_of(HOST, 8))
+        for n in (1, 4)
+    )
+    # whole sequences' ids and rotary tables, and a communicator of those that share
+    inputs = ("token ids and targets", "rotary tables and masks")
+    assert all(some.device[name] == 4 * one.device[name] for name in inputs)
+    assert some.device["communicators"] == 2 * one.device["communicators"]
 
 
 @pytest.mark.parametrize(

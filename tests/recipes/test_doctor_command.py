@@ -218,7 +218,7 @@ def test_more_gpus_than_there_are_cannot_be_measured(hardware, measured, monkeyp
 def test_ranks_measure_together_where_they_may(hardware, monkeypatch, may_measure):
     monkeypatch.setattr(doctor, "measure_together", lambda *_: TOGETHER)
     monkeypatch.setattr(World, "every", lambda world, mine: [mine] * world.size)
-    given = typical(hardware), hardware, GPU, World(0, 2)
+    given = typical(hardware), hardware, GPU, World(0, 2, 0, 2)
     found, is_assumed = measured_together(*given, may_measure=may_measure)
     assert is_assumed == (not may_measure)
     assert (found.gather == 2e9) == may_measure

@@ -198,7 +198,7 @@ def test_several_gpus_and_what_other_numbers_would_give(megatrain):
 def test_it_says_what_is_of_a_rank_and_what_is_assumed(megatrain):
     text = megatrain(*H100S, *["--gpus", "2", "--hosts", "2", "--network", "400"]).out
     assert text.startswith("fits on 2 GPUs of each of 2 hosts: ")
-    assert "`megatrain train` does not run on them yet" in text
+    assert "several hosts: planned from bytes and the network's rate alone" in text
     assert "2 GPUs at work together: their rates are assumed, not measured; `megatrain" in text
     for words in ("of GPU memory of each", "bytes by tier and array of a rank", "numbers of GPUs"):
         assert words in text

@@ -281,12 +281,13 @@ def test_a_run_that_has_not_finished_is_told_how_to(megatrain, killed, hub):
     assert hub.asked == []
 
 
-def test_a_hub_that_cannot_be_reached(megatrain, finished, hub, monkeypatch):
-    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
-    said = megatrain("push run me/model", code=7).err
-    assert "http://127.0.0.1:9 cannot be reached; check the network" in said
-    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
-    assert "HF_HUB_OFFLINE" in megatrain("push run me/model", code=2).err
+def test_a_hub_that_cannot_be_reached(megatrain, finished, hub):
+    with pytest.MonkeyPatch.context() as patch:  # undone before the hub's own
+        patch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
+        said = megatrain("push run me/model", code=7).err
+        assert "http://127.0.0.1:9 cannot be reached; check the network" in said
+        patch.setattr(constants, "HF_HUB_OFFLINE", True)
+        assert "HF_HUB_OFFLINE" in megatrain("push run me/model", code=2).err
 
 
 def test_what_the_repository_ignores_is_not_said_to_be_there(megatrain, finished, hub):

@@ -307,6 +307,7 @@ FREE = {
         for key in ("gpu", "host", "nvme", "nvme_size", "nvme_blocks", "nvme_arrays")
     ),
     *(f"memory.{key}" for key in ("resident", "offload_activations", "second_backward")),
+    "memory.transport",
     *(f"economy.{key}" for key in ("price_per_hour", "price_per_kwh", "currency")),
     *(f"economy.{key}" for key in ("gpu_power_w", "host_power_w")),
     *("threads", "device", "sample_prompt"),

@@ -150,6 +150,20 @@ def test_a_run_of_one_rank_goes_on_with_more_and_fewer(tmp_path):
     assert all(distance(three[name], expected[name]) < 1e-3 for name in weights)
 
 
+def test_nor_is_the_number_of_hosts(tmp_path):
+    """Saved by two hosts of two, gone on with by three of one and by one rank."""
+    how = HOW["tied"]
+    first = run_ranks(4, partial(begun, folder=tmp_path / "two", how=how), tmp_path, hosts=2)
+    again = partial(gone_on, source=tmp_path / "two", how=how)
+    theirs = run_ranks(3, partial(again, folder=tmp_path / "three"), tmp_path, hosts=3)
+    alone = again(World(), folder=tmp_path / "one")
+    ours = joined([first[rank] for rank in World(0, 4, 0, 2).owners])
+    assert differing(ours, alone) == differing(joined(theirs), alone) == []
+    expected = files_in(tmp_path / "one" / "checkpoint-2")
+    for name in ("two", "three"):
+        assert differing(files_in(tmp_path / name / "checkpoint-2"), expected) == []
+
+
 # -- failures --------------------------------------------------------------------------------------
 
 FAILURES: dict[str, tuple[int, str]] = {

@@ -232,7 +232,8 @@ class Offload:
         self._last_up = self.fetch.submit(lambda _: None)
         self._down.give_back(self._last_down)
         self._counts = rings(len(tokens), graphs)
-        self._make_rings(max(tokens) * self.row)
+        # without any, as on a rank that lacks rows, there is nothing to keep
+        self._make_rings(max(tokens, default=0) * self.row)
         self._up.give_back(self.compute.record())  # what an abandoned step has asked for
         self._tokens, self._layers = sum(tokens), graphs
         self._expected.clear()

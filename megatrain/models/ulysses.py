@@ -1,0 +1,196 @@
+"""Attention over sequences whose tokens are shared out to ranks: a contiguous piece of each to each
+rank (Ulysses; Jacobs et al., arXiv 2309.14509).
+
+Before a layer's attention ranks trade tokens for heads, and behind it heads for tokens. So each
+head is computed whole, by the kernel in use, over the keys and the mask that one rank would have.
+Everything else in a layer is computed a token at a time (models/ulysses_trial.py makes sure of it).
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import pad
+from torch.utils import _pytree as pytree
+
+from megatrain.errors import ModelError
+from megatrain.models.recorder import LayerCall
+
+SINKS = ("s_aux", "sinks")  # what attention takes of each head: as an option, on its module
+
+
+class Trade(Protocol):
+    """What ranks that share sequences do with each other, differentiably. `rank` of `ranks`."""
+
+    rank: int
+    ranks: int
+
+    def to_heads(self, *states: Tensor) -> tuple[Tensor, ...]:
+        """[batch, heads, piece, width] of all heads to [batch, heads / ranks, tokens, width]."""
+
+    def to_tokens(self, states: Tensor) -> Tensor:
+        """[batch, tokens, heads / ranks, width] to [batch, piece, heads, width] of all heads."""
+
+
+# -- pieces ----------------------------------------------------------------------------------------
+
+
+def piece_of(tokens: int, rank: int, ranks: int) -> slice:
+    """A rank's part of a sequence of a multiple of `ranks` tokens."""
+    length = tokens // ranks
+    return slice(rank * length, (rank + 1) * length)
+
+
+def implementation_of(config: Any) -> str:
+    """The attention in use, as transformers names it."""
+    return str(config.get_text_config()._attn_implementation)
+
+
+@dataclass(frozen=True)
+class Around:
+    """What a layer runs in that gets a piece of each sequence.
+
+    Attributes:
+        attention: the implementation in use, as transformers names it.
+        whole: by name, what attention takes of whole sequences where the layer has a piece.
+        run: takes the place of that implementation.
+    """
+
+    trade: Trade
+    attention: str
+    whole: Mapping[str, Tensor] = field(default_factory=dict)
+    run: Callable[..., Any] | None = None
+
+    @contextmanager
+    def __call__(self) -> Iterator[None]:
+        """While models find `attend` where they look for the implementation in use."""
+        from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS as FUNCTIONS
+
+        inner = self.run or FUNCTIONS.get(self.attention)  # none for eager: families have their own
+
+        def attention(
+            module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, **options: Any
+        ) -> tuple[Tensor, None]:
+            run = inner or sys.modules[type(module).__module__].eager_attention_forward
+            return attend(self, run, module, query, key, value, mask, options), None
+
+        FUNCTIONS[self.attention] = attention  # of this instance, which models share
+        try:
+            yield
+        finally:
+            FUNCTIONS.pop(self.attention)
+
+
+def call_of_piece(call: LayerCall, shape: torch.Size, own: slice, around: Around) -> LayerCall:
+    """The call of a layer that gets the piece `own` of sequences of `shape`, [batch, tokens, ..].
+
+    What has an element for each token is cut, but for masks, which attention takes whole.
+    """
+    batch, tokens = shape[:2]
+
+    def cut(value: Any) -> Any:
+        if not isinstance(value, Tensor):
+            return value
+        if value.shape == (tokens,):
+            return value[own]
+        of_tokens = value.ndim > 1 and value.shape[0] in (1, batch) and value.shape[1] == tokens
+        return value[:, own] if of_tokens else value
+
+    kwargs = {
+        name: value if "mask" in name else pytree.tree_map(cut, value)
+        for name, value in call.kwargs.items()
+    }
+    given = call.kwargs.items()
+    whole = {n: v for n, v in given if isinstance(v, Tensor) and kwargs[n] is not v}
+    args = pytree.tree_map(cut, call.args)
+    return LayerCall(args, kwargs, call.end_to_end, replace(around, whole=whole))
+
+
+# -- attention -------------------------------------------------------------------------------------
+
+
+def attend(
+    around: Around,
+    run: Callable[..., Any],
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Any,
+    options: Mapping[str, Any],
+) -> Tensor:
+    """transformers' interface of attention, of a piece: [batch, piece, heads, width of values].
+
+    Args:
+        run: the implementation in use, which gets whole sequences of some heads.
+        query: [batch, heads, piece, width].
+        key, value: [batch, heads or groups of heads, piece, width].
+        mask: of whole sequences, as `run` takes it.
+
+    A head goes where its number says. Where groups or heads cannot be dealt evenly, each head gets
+    a copy of its group's keys and values, and heads of zeros fill up.
+    """
+    trade, heads = around.trade, query.shape[1]
+    each = -(-heads // trade.ranks)
+    ours = slice(trade.rank * each, (trade.rank + 1) * each)
+    groups = key.shape[1]
+    uneven = heads % trade.ranks > 0 or groups % trade.ranks > 0
+
+    def of_heads(states: Tensor) -> Tensor:
+        """This rank's, of states whose first dimension is heads."""
+        return pad(states, [0, 0] * (states.ndim - 1) + [0, each * trade.ranks - heads])[ours]
+
+    if uneven:
+        key, value = (spread(states, heads) for states in (key, value))
+        missing = each * trade.ranks - heads
+        query, key, value = (
+            pad(states, (0, 0, 0, 0, 0, missing)) for states in (query, key, value)
+        )
+    if isinstance(mask, Tensor) and mask.ndim == 4 and mask.shape[1] > 1:
+        raise ModelError("its attention has a mask for each head")
+    given = {name: _whole(name, option, around, of_heads) for name, option in options.items()}
+    of_ours = _OfSomeHeads(module, of_heads, alone=uneven)
+    out = run(of_ours, *trade.to_heads(query, key, value), mask, **given)[0]
+    return trade.to_tokens(out)[:, :, :heads]
+
+
+def spread(states: Tensor, heads: int) -> Tensor:
+    """[batch, groups, tokens, width] for each head of the groups, [batch, heads, tokens, width]."""
+    batch, groups, *others = states.shape
+    expanded = states[:, :, None].expand(batch, groups, heads // groups, *others)
+    return expanded.reshape(batch, heads, *others)
+
+
+def _whole(name: str, option: Any, around: Around, of_heads: Callable[[Tensor], Tensor]) -> Any:
+    """An option of attention over a piece as it is over whole sequences."""
+    if not isinstance(option, Tensor):
+        return option
+    if name in SINKS:
+        return of_heads(option)
+    if name not in around.whole:
+        raise ModelError(f"its attention takes {name}, of which it is not known how to cut it")
+    return around.whole[name]
+
+
+class _OfSomeHeads:
+    """A module of attention as implementations see it that compute some of its heads.
+
+    alone: no two of them share keys and values.
+    """
+
+    def __init__(
+        self, module: nn.Module, of_heads: Callable[[Tensor], Tensor], *, alone: bool
+    ) -> None:
+        self._module, self._of_heads, self._alone = module, of_heads, alone
+
+    def __getattr__(self, name: str) -> Any:
+        value = getattr(self._module, name)
+        if name == "num_key_value_groups" and self._alone:
+            return 1
+        return self._of_heads(value) if name in SINKS else value

@@ -1,0 +1,191 @@
+"""Ranks of several hosts, which are groups of one machine's here: sums in two levels, and weights
+that cross between hosts once a step."""
+
+from __future__ import annotations
+
+import time
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+
+from megatrain.engine import exchange
+from megatrain.engine.exchange import Exchange
+from megatrain.errors import ConfigError
+from megatrain.settings import ALL, Settings
+from megatrain.world import World, check_numbers
+from tests.compare import distance
+from tests.engine.test_races import never_wait
+from tests.engine.test_ranks import CHUNK, HOW, SEVERAL, STEPS, assert_near, joined, train
+from tests.ranks import run_ranks
+from tests.support import engine_of, micro_batches, tiny_config
+
+FOUR = [micro_batches(seed, [(2, 9), (1, 6), (2, 7), (1, 9)]) for seed in range(2)]
+TWINS: dict[str, dict[str, Any]] = {
+    "bfloat16": {},
+    "two backward passes": {"settings": Settings(**CHUNK, second_backward=True)},
+    "unclipped": {"max_grad_norm": None},
+    "half a layer frozen, resident": HOW["half a layer frozen, resident"],
+}
+
+
+def in_order(world: World, found: list[Any]) -> list[Any]:
+    """What ranks have found, in the order of what they own."""
+    return [found[rank] for rank in world.owners]
+
+
+@pytest.mark.parametrize("how", TWINS)
+def test_two_hosts_of_one_micro_batch_are_one_rank_of_two(how, tmp_path):
+    found = run_ranks(2, partial(train, steps=STEPS, **TWINS[how]), tmp_path, hosts=2)
+    told, held_out, arrays = train(World(), STEPS, **TWINS[how])
+    assert [each[:2] for each in found] == [(told, held_out)] * 2
+    ours = joined([arrays for *_, arrays in found])
+    assert [name for name in arrays if not torch.equal(ours[name], arrays[name])] == []
+
+
+def bits(found: list[Any]) -> list[Any]:
+    return [
+        (told, held_out, {n: a.tolist() for n, a in of.items()}) for told, held_out, of in found
+    ]
+
+
+FOUR_OF_TWO: dict[str, tuple[dict[str, Any], tuple[int, str]]] = {
+    "groups": (
+        {"settings": Settings(**CHUNK, groups=2, group_size=1, sums_on_device=ALL)},
+        (1, "download"),
+    ),
+    "unclipped, resident": (
+        {"settings": Settings(**CHUNK, resident=2), "max_grad_norm": None},
+        (2, "upload"),
+    ),
+}
+
+
+@pytest.mark.parametrize("how", FOUR_OF_TWO)
+def test_two_hosts_of_two_are_one_up_to_the_order_of_sums_and_always_the_same(how, tmp_path):
+    options, slow = FOUR_OF_TWO[how]
+    family = tiny_config("qwen2", num_hidden_layers=4)  # layers that take turns in slots
+    given = {"steps": SEVERAL, "precision": "float32", "family": family, **options}
+    run = partial(run_ranks, 4, hosts=2, folder=tmp_path)
+    found = run(partial(train, **given))
+    assert_near(in_order(World(0, 4, 0, 2), found), train(World(), **given))
+    assert bits(found) == bits(run(partial(train, **given, slow=slow)))
+
+
+def summed(world: World) -> Any:
+    given = [torch.randn(4096, generator=torch.Generator().manual_seed(r)) for r in range(4)]
+    with engine_of("llama", world=world) as engine:
+        there = engine.parts.streamer._exchange
+        assert there is not None
+        padded = there.padded(1)
+        total = given[world.rank].repeat(padded // 4096 + 1)[:padded].clone()
+        return there.summed(total).clone(), padded
+
+
+def test_sums_are_of_each_host_and_then_over_hosts(tmp_path):
+    given = [torch.randn(4096, generator=torch.Generator().manual_seed(r)) for r in range(4)]
+    found = in_order(World(0, 4, 0, 2), run_ranks(4, summed, tmp_path, hosts=2))
+    expected = (given[0] + given[1]) + (given[2] + given[3])
+    whole, padded = torch.cat([share for share, _ in found]), found[0][1]
+    assert torch.equal(whole, expected.repeat(padded // 4096 + 1)[:padded])
+
+
+def crossings(world: World, groups: int) -> tuple[list[int], int, int, dict[str, float]]:
+    """Of each step, and of what follows: bytes of weights that this rank sends to the other host;
+    those of its shares, and what the host keeps; and the last step's waits."""
+    sent: list[int] = []
+    stalls: dict[str, float] = {}
+    across = Exchange.gather_across
+
+    def counted(self: Exchange, whole: torch.Tensor, share: torch.Tensor) -> torch.Tensor:
+        sent[-1] += share.nbytes if share.dtype == torch.bfloat16 else 0
+        return across(self, whole, share)
+
+    pytest.MonkeyPatch().setattr(exchange.Exchange, "gather_across", counted)
+    settings = Settings(**CHUNK, groups=groups, group_size=1, sums_on_device=ALL)
+    with engine_of("llama", world=world, settings=settings, precision="bfloat16") as engine:
+        streamer = engine.parts.streamer
+        engine.parts.lanes["exchange"].delay = partial(time.sleep, 0.002)
+        for step in SEVERAL:
+            sent.append(0)
+            stalls = engine.train_step(step[world.rank :: world.size]).stalls_s
+        sent.append(0)
+        engine.evaluate(SEVERAL[0][:1])
+        sent.append(0)
+        engine.evaluate(SEVERAL[1][:1])
+        assert streamer._exchange is not None and streamer.kept is not None
+        shares = sum(streamer._exchange.shares)
+        return sent, 2 * shares, streamer.kept.nbytes, stalls
+
+
+@pytest.mark.parametrize(("ranks", "groups"), [(2, 3), (4, 2)])
+def test_weights_cross_once_a_step(ranks, groups, tmp_path):
+    """However many sweeps there are; none where no step was made between."""
+    for sent, once, kept, stalls in run_ranks(
+        ranks, partial(crossings, groups=groups), tmp_path, hosts=2
+    ):
+        assert sent == [once, once, once, 0]
+        assert kept >= 2 * once  # this rank's shares, and those of the other host
+        assert stalls["wait_network"] > 0
+        if ranks == 2:  # nobody else is on this host
+            assert stalls["wait_exchange"] < 0.1 * stalls["wait_network"]
+
+
+def read(world: World) -> Any:
+    with engine_of("llama-tied", world=world) as engine:
+        engine.train_step(FOUR[0][world.rank :: world.size])
+        weights = {name: tensor.clone() for name, tensor in engine.iter_weights()}
+        prompt = STEPS[0][0]["input_ids"]
+        return weights, engine.logits(prompt), engine.generate(prompt[:1], max_new_tokens=3)
+
+
+def test_every_rank_of_every_host_reads_the_whole_model(tmp_path):
+    weights, logits, answer = read(World())
+    for theirs, their_logits, their_answer in run_ranks(4, read, tmp_path, hosts=2):
+        assert all(distance(theirs[name], weights[name]) < 1e-4 for name in weights)
+        assert distance(their_logits, logits) < 1e-4
+        assert their_answer == answer
+
+
+@pytest.mark.parametrize("hosts", [1, 2, 3, 4, 6, 12])
+def test_what_hosts_own_gathers_without_reordering(hosts):
+    each = 12 // hosts
+    worlds = [World(rank, 12, rank % each, each) for rank in range(12)]
+    assert sorted(world.place() for world in worlds) == [*range(12)]
+    assert [worlds[rank].place() for rank in worlds[0].owners] == [*range(12)]
+    for world in worlds:
+        stands_in = [other.place() for other in worlds if other.local_rank == world.local_rank]
+        first = world.local_rank * hosts
+        assert stands_in == [*range(first, first + hosts)]
+
+
+@pytest.mark.parametrize(
+    ("local", "words"),
+    [
+        ([(0, 2), (0, 2), (1, 2), (1, 2)], "rank 1 is number 0 of 2 on its host, not 1 of 2"),
+        ([(0, 2), (1, 2), (0, 1)], "rank 2 is number 0 of 1 on its host, not 0 of 2"),
+        ([(0, 2), (1, 2), (0, 2)], "3 ranks are on hosts of 2: .*--distribution=block"),
+    ],
+)
+def test_ranks_that_are_not_numbered_host_by_host_are_refused(local, words):
+    check_numbers([(0, 2), (1, 2), (0, 2), (1, 2)])
+    with pytest.raises(ConfigError, match=words):
+        check_numbers(local)
+
+
+def norms(world: World, fault: tuple[str, str] | None) -> list[float | None]:
+    """fault: a lane that waits for nobody, and one that is slow."""
+    with engine_of("llama", world=world, settings=Settings(**CHUNK)) as engine:
+        if fault is not None:
+            lanes = engine.parts.lanes
+            lanes[fault[0]].wait = never_wait  # type: ignore[method-assign,assignment]
+            lanes[fault[1]].delay = partial(time.sleep, 0.01)
+        return [engine.train_step(step[world.rank : world.rank + 1]).grad_norm for step in STEPS]
+
+
+@pytest.mark.parametrize("fault", [("download", "exchange"), ("upload", "download")])
+def test_without_its_waits_a_delay_changes_the_result(fault, tmp_path):
+    """What has crossed is copied down once it is there, and comes up once it is down."""
+    expected = run_ranks(2, partial(norms, fault=None), tmp_path, hosts=2)
+    assert run_ranks(2, partial(norms, fault=fault), tmp_path, hosts=2) != expected

@@ -1,0 +1,290 @@
+"""Ranks that share sequences compute what one rank computes, up to the order of sums; attention is
+that of one rank in every bit."""
+
+from __future__ import annotations
+
+import time
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.models.llama.modeling_llama import eager_attention_forward
+
+from megatrain.engine.batches import lengthened
+from megatrain.engine.objective import Objective, agreed
+from megatrain.engine.streams import Compute, Lane
+from megatrain.engine.trade import HeadTrade
+from megatrain.errors import ConfigError, DataError
+from megatrain.losses import Dpo, find_targets
+from megatrain.models.ulysses import Around, attend, piece_of
+from megatrain.settings import Settings
+from megatrain.world import World
+from tests.compare import distance
+from tests.engine.test_ranks import arrays_of, assert_near, joined
+from tests.ranks import run_ranks
+from tests.support import engine_of, micro_batches, tiny_config
+
+CHUNK: dict[str, Any] = {"head_chunk_tokens": 5}
+STEPS = [micro_batches(seed, [(2, 10), (1, 7)]) for seed in range(3)]
+ODD = {"num_attention_heads": 6, "hidden_size": 48}  # three heads to a group
+
+
+def packed(seed: int, shapes: Any) -> list[dict[str, torch.Tensor]]:
+    """Rows of 4, 3 and more tokens in each sequence."""
+    found = []
+    for batch in micro_batches(seed, shapes):
+        tokens = batch["input_ids"].shape[1]
+        positions = torch.cat([torch.arange(4), torch.arange(3), torch.arange(tokens - 7)])
+        labels = batch["labels"].masked_fill(positions == 0, -100)
+        ids = batch["input_ids"]
+        found.append(
+            {"input_ids": ids, "labels": labels, "position_ids": positions.expand_as(ids).clone()}
+        )
+    return found
+
+
+PACKED = [packed(seed, [(2, 11)]) for seed in range(3)]
+HOW: dict[str, dict[str, Any]] = {
+    "three heads to a group": {"family": tiny_config("llama", **ODD)},
+    "heads that cannot be dealt evenly": {
+        "family": tiny_config("qwen3", num_attention_heads=3, num_key_value_heads=3)
+    },
+    "tied": {"family": "llama-tied"},
+    "windows": {"family": "mistral-sliding"},
+    "two kinds of layers": {"family": "gemma3"},
+    "capped, eager": {"family": "gemma2"},
+    "sinks": {"family": tiny_config("gpt-oss", num_attention_heads=6)},
+    "experts": {"family": "mixtral"},
+    "packed, windows": {"steps": PACKED, "family": "mistral-sliding"},
+    "padded on the left": {
+        "steps": [micro_batches(seed, [(2, 10), (2, 7)], pad_left=True) for seed in range(3)]
+    },
+    "retained, partly frozen": {
+        "settings": Settings(**CHUNK, retained=2),
+        "freeze": ("model.embed_tokens.*", "*.layers.0.*", "*.layers.1.*proj*"),
+    },
+    "retained on the host": {
+        "settings": Settings(**CHUNK, retained=1, offload_activations=True, retained_on_host=1)
+    },
+    "two backward passes": {"settings": Settings(**CHUNK, second_backward=True)},
+    "chunked layers, unclipped": {
+        "settings": Settings(**CHUNK, layer_chunk_tokens=2),
+        "max_grad_norm": None,
+    },
+}
+
+
+def train(world: World, late: str | None = None, **given: Any) -> Any:
+    """As `test_ranks.train`, of ranks that share sequences or one alone. late: a lane that is slow
+    on the last rank."""
+    steps, family = given.pop("steps", STEPS), given.pop("family", "llama")
+    options = {"settings": Settings(**CHUNK), **given}
+    with engine_of(family, world=world, **options) as engine:
+        if late and world.rank == world.size - 1:
+            engine.parts.lanes[late].delay = partial(time.sleep, 0.005)
+        mine = [step[world.team :: world.teams] for step in steps]
+        found = [engine.train_step(each) for each in mine]
+        held_out = engine.evaluate(mine[0]).loss
+        told = [(one.loss, one.grad_norm, one.target_tokens, one.skipped) for one in found]
+        return told, held_out, arrays_of(engine)
+
+
+def all_of(world: World) -> Any:
+    """What two ranks find, in one go: they are slow to start."""
+    world = world.sharing_sequences(2)
+    found = {how: train(world, **HOW[how]) for how in HOW}
+    found["late"] = train(world, late="exchange", **HOW["three heads to a group"])
+    return found | {"attention": attention(world), "read": read(world), "refused": mixed_up(world)}
+
+
+@pytest.fixture(scope="module")
+def of_ranks(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
+    return run_ranks(2, all_of, tmp_path_factory.mktemp("ranks"))
+
+
+@pytest.mark.parametrize("how", HOW)
+def test_two_ranks_that_share_sequences_are_one(how, of_ranks):
+    assert_near([found[how] for found in of_ranks], train(World(), **HOW[how]))
+
+
+def test_a_slow_lane_of_one_rank_changes_no_bit(of_ranks):
+    of_both = ("late", "three heads to a group")
+    found, expected = (joined([found[how][2] for found in of_ranks]) for how in of_both)
+    assert [name for name in expected if not torch.equal(found[name], expected[name])] == []
+
+
+SEVERAL = [micro_batches(seed, [(2, 10), (1, 7), (1, 6)]) for seed in range(2)]
+
+
+def teams(world: World) -> Any:
+    return train(world.sharing_sequences(2), steps=[*SEVERAL, SEVERAL[0][:1]])
+
+
+def test_teams_have_micro_batches_of_their_own(tmp_path):
+    """Of three, one has two and the other one; of one, the other has none."""
+    expected = train(World(), steps=[*SEVERAL, SEVERAL[0][:1]])
+    assert_near(run_ranks(4, teams, tmp_path), expected)
+
+
+# -- attention -------------------------------------------------------------------------------------
+
+TOKENS = 12
+SHAPES = {"even": (6, 2), "one group": (4, 1), "uneven heads": (3, 3), "uneven groups": (6, 3)}
+KERNELS: dict[str, Any] = {"sdpa": sdpa_attention_forward, "eager": eager_attention_forward}
+OPTIONS = {"scaling": 8**-0.5, "dropout": 0.0}
+SEEN = torch.ones(TOKENS, TOKENS, dtype=torch.bool).tril()
+MASKS: dict[str, Any] = {
+    "causal": SEEN,
+    "windows": SEEN & ~SEEN.tril(-5),
+    "packed": torch.block_diag(SEEN[:5, :5], SEEN[:7, :7]),
+}
+
+
+class Attention(nn.Module):
+    """What implementations read of a module."""
+
+    is_causal = True
+
+    def __init__(self, heads: int, groups: int) -> None:
+        super().__init__()
+        self.num_key_value_groups = heads // groups
+
+
+def states(shape: str) -> list[torch.Tensor]:
+    """Queries, keys and values of whole sequences."""
+    generator = torch.Generator().manual_seed(0)
+    heads, groups = SHAPES[shape]
+    widths = {heads: 8, groups: 8}
+    return [
+        torch.randn(2, count, TOKENS, widths[count], generator=generator)
+        for count in (heads, groups, groups)
+    ]
+
+
+def mask_for(kernel: str, mask: str) -> torch.Tensor | None:
+    seen = MASKS[mask][None, None]
+    if kernel == "eager":
+        return torch.zeros(seen.shape).masked_fill(~seen, torch.finfo(torch.float32).min)
+    return None if mask == "causal" else seen
+
+
+def attention(world: World) -> dict[tuple[str, str, str], list[Any]]:
+    """This rank's piece of the outputs, and of the gradients of queries, keys and values."""
+    lane, found = Lane("exchange"), dict[tuple[str, str, str], list[Any]]()
+    trade = HeadTrade(world, Compute(torch.device("cpu")), lane)
+    for shape in SHAPES:
+        for kernel, run in KERNELS.items():
+            for mask in MASKS:
+                own = piece_of(TOKENS, world.piece, world.pieces)
+                given = [state[:, :, own].clone().requires_grad_() for state in states(shape)]
+                module, seen = Attention(*SHAPES[shape]), mask_for(kernel, mask)
+                query, key, value = given
+                around = Around(trade, kernel)
+                out = attend(around, run, module, query, key, value, seen, OPTIONS)
+                out.square().sum().backward()
+                found[shape, kernel, mask] = [out.detach(), *(state.grad for state in given)]
+    lane.close()
+    return found
+
+
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_every_head_is_that_of_one_rank_in_every_bit(shape, kernel, mask, of_ranks):
+    given = [state.requires_grad_() for state in states(shape)]
+    module, seen = Attention(*SHAPES[shape]), mask_for(kernel, mask)
+    out = KERNELS[kernel](module, *given, seen, **OPTIONS)[0]
+    out.square().sum().backward()
+    pieces = zip(*(found["attention"][shape, kernel, mask] for found in of_ranks), strict=True)
+    ours, *grads = pieces
+    assert torch.equal(torch.cat(ours, 1), out)
+    for grad, state in zip(grads, given, strict=True):
+        assert state.grad is not None
+        assert distance(torch.cat(grad, 2), state.grad) < 1e-6
+
+
+# -- what is not in pieces -------------------------------------------------------------------------
+
+
+def read(world: World) -> Any:
+    with engine_of("llama", world=world) as engine:
+        ids = STEPS[0][0]["input_ids"]
+        return engine.logits(ids), engine.generate(ids[:1], max_new_tokens=3)
+
+
+def test_every_rank_reads_whole_sequences(of_ranks):
+    logits, answer = read(World())
+    for found in of_ranks:
+        assert torch.equal(found["read"][0], logits)
+        assert found["read"][1] == answer
+
+
+def mixed_up(world: World) -> str:
+    with engine_of("llama", world=world) as engine, pytest.raises(DataError) as told:
+        engine.train_step(STEPS[world.rank])
+    return str(told.value)
+
+
+def test_ranks_that_share_sequences_cannot_be_given_others(of_ranks):
+    assert all("were given different micro-batches" in found["refused"] for found in of_ranks)
+
+
+@pytest.mark.parametrize("pieces", [2, 3, 5])
+def test_every_target_is_in_one_piece(pieces):
+    batch = lengthened(micro_batches(0, [(3, 13)])[0], pieces)
+    tokens = batch["input_ids"].shape[1]
+    assert tokens % pieces == 0 and tokens - 13 < pieces
+    whole = find_targets(batch["labels"])
+    hidden = torch.arange(3 * tokens).view(3, tokens)  # each place's number
+    found = list[tuple[int, int]]()
+    for piece in range(pieces):
+        part = whole.of_piece(tokens, piece, pieces)
+        own = hidden[:, piece_of(tokens, piece, pieces)].flatten()
+        found += zip(own[part.index].tolist(), part.labels.tolist(), strict=True)
+    assert sorted(found) == [*zip(whole.index.tolist(), whole.labels.tolist(), strict=True)]
+
+
+def test_padding_that_the_model_cannot_read_is_refused():
+    (batch,) = micro_batches(0, [(1, 13)])
+    with pytest.raises(DataError, match="13 tokens is padded to 14 for 2 ranks that share it, but"):
+        lengthened(batch, 2, 13)
+    square = batch | {"attention_mask": torch.ones(1, 1, 13, 13)}
+    with pytest.raises(DataError, match=r"attention_mask must be \[rows, tokens\]"):
+        lengthened(square, 2)
+    assert lengthened(square, 13, 13) is square
+
+
+SHARED = World(0, 2, 0, 2, pieces=2)
+NOT_IN_PIECES: dict[str, tuple[dict[str, Any], str]] = {
+    "compiled": ({"settings": Settings(compile=True)}, "compiled layers"),
+    "balanced": ({"model": "mixtral", "router_aux_loss_coef": 0.1}, "router_aux_loss_coef: 0"),
+    "dropout": ({"model": tiny_config("gpt2", resid_pdrop=0.1)}, "dropout"),
+    "dynamic": (
+        {"model": tiny_config("llama", rope_parameters={"rope_type": "dynamic", "factor": 2.0})},
+        "rotary factors that follow the length",
+    ),
+    "attention of its own": ({"model": "falcon-7b"}, "mix tokens outside of attention"),
+    "recurrent": ({"model": "bamba"}, "mix tokens outside of attention"),
+    "linear": ({"model": "qwen3-next"}, "mix tokens outside of attention"),
+}
+
+
+@pytest.mark.parametrize("what", NOT_IN_PIECES)
+def test_what_is_not_computed_in_pieces_is_refused(what):
+    options, words = NOT_IN_PIECES[what]
+    with pytest.raises(ConfigError, match=f"context_parallel: 2 cannot be had with .*{words}"):
+        engine_of(**{"model": "llama", "world": SHARED, **options})
+
+
+def test_losses_over_sequences_are_refused():
+    with pytest.raises(ConfigError, match=r"context_parallel: 2 .* Dpo, a loss over whole seq"):
+        agreed(Objective(Dpo(), {}, 0), SHARED, [])
+
+
+def test_as_many_as_divide_the_ranks_of_a_host_share():
+    with pytest.raises(ConfigError, match="3 ranks cannot share sequences where a host has 4"):
+        World(0, 4, 0, 4).sharing_sequences(3)
+    assert World(0, 4, 0, 4).sharing_sequences(1).pieces == 1

@@ -1,0 +1,87 @@
+"""`train` on two hosts: the run of one rank, in a folder that both see; the network is cut."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+
+from megatrain.errors import ConfigError
+from megatrain.recipes import opened, others
+from megatrain.recipes.opened import seen_by_all
+from megatrain.world import World
+from tests.commands import wait_for
+from tests.namespaces import TwoHosts, two_hosts
+from tests.ranks import Started, run_ranks
+from tests.recipes.test_rank_runs import (
+    SOON_S,
+    assert_steps_agree,
+    looked_after_often,
+    slowly,
+    train,
+    trained_to,
+)
+
+__all__ = ["looked_after_often"]  # a fixture
+
+
+@pytest.fixture
+def hosts(monkeypatch: pytest.MonkeyPatch) -> Iterator[TwoHosts]:
+    monkeypatch.setattr(others, "STORE_TIMEOUT", timedelta(seconds=2))
+    with two_hosts() as made:
+        yield made
+
+
+def test_two_hosts_train_as_one_rank(hosts, project, megatrain):
+    started = Started(2, train("train.max_steps=3"), first=hosts.enter)
+    assert started.wait() == [0, 0], started.said()
+    megatrain(train("output=alone", "train.max_steps=3"))
+    assert_steps_agree(Path("run"), Path("alone"), "loss", "grad_norm", "lr", "target_tokens")
+
+
+def test_when_the_network_is_cut_both_ends_stop_and_say_why(hosts, project):
+    def first(rank: int) -> None:
+        hosts.enter(rank)
+        slowly(rank)
+
+    started = Started(2, train(), first=first)
+    wait_for(lambda: trained_to(2))
+    hosts.cut()
+    cut = time.monotonic()
+    assert started.wait(SOON_S) == [1, 1]
+    assert time.monotonic() - cut < SOON_S
+    one, other = (
+        [line for line in said.splitlines() if line.startswith("error")] for said in started.said()
+    )
+    assert one == ["error: rank 1 on host-1 has said nothing for 2 s"]
+    assert other == ["error: rank 0 on the first host is gone, or cannot be reached from host-1"]
+
+
+def looked(world: World, folders: list[Path]) -> str:
+    try:
+        seen_by_all(folders[world.rank], world)
+    except ConfigError as error:
+        return str(error)
+    return "seen"
+
+
+def test_a_folder_that_one_host_does_not_see_is_refused_on_all(tmp_path, monkeypatch):
+    monkeypatch.setattr(opened, "SEEN_WITHIN_S", 0.2)
+    (tmp_path / "meetings").mkdir()
+    shared, own = tmp_path / "shared", tmp_path / "own"
+    for folder in (shared, own):
+        folder.mkdir()
+
+    def look(folders: list[Path], hosts: int) -> list[str]:
+        job = lambda world: looked(world, folders)  # noqa: E731
+        return run_ranks(2, job, tmp_path / "meetings", hosts=hosts)
+
+    assert look([shared, shared], 2) == ["seen", "seen"]
+    assert look([shared, own], 1) == ["seen", "seen"]  # of one host nobody asks
+    said = look([shared, own], 2)
+    assert "shared: rank 1 on " in said[0] and "own: rank 1 on " in said[1]
+    assert all("put output on a file system that all hosts share" in each for each in said)
+    assert [*shared.iterdir(), *own.iterdir()] == []
