@@ -52,12 +52,12 @@ def table(gpu: str) -> Iterator[str]:
 def row(model: str, gpu: str) -> Sequence[str]:
     """Cells for one model and GPU, one for each size of RAM."""
     first = bench_config(model, STEP)
-    parts = prepare(first, shape_model(first), another_machine(first, gpu, RAM[0]))
+    parts = prepare(first, shape_model(first), another_machine(first, gpu=gpu, ram=RAM[0]))
     cells = []
     for ram in RAM:
         for moments, words in MOMENTS.items():
             config = bench_config(model, [*STEP, f"optimizer.moments={moments}"])
-            machine = another_machine(config, gpu, ram)
+            machine = another_machine(config, gpu=gpu, ram=ram)
             changed = {"machine": machine, "optimizer": make_optimizer(config)}
             resolved = replace(parts.resolved, **changed)
             plan = make_run_plan(replace(parts, config=config, resolved=resolved))

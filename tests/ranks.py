@@ -7,7 +7,6 @@ import os
 import pickle
 import shlex
 import signal
-import socket
 import sys
 import time
 import traceback
@@ -20,6 +19,7 @@ import torch
 from torch import distributed
 
 from megatrain import cli
+from megatrain.recipes.launch import environment_of, free_port
 from megatrain.recipes.signals import STOPS
 from megatrain.world import World
 
@@ -99,16 +99,12 @@ class Started:
         self, size: int, line: str, *, first: Callable[[int], object] | None = None
     ) -> None:
         """first: what each process does before, told its rank."""
-        with socket.socket() as found:
-            found.bind(("127.0.0.1", 0))
-            port = found.getsockname()[1]
+        port = free_port()
         self.logs = [Path.cwd() / f"rank-{rank}.log" for rank in range(size)]
         context: Any = multiprocessing.get_context("fork")
-        about = {"WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size, "MASTER_PORT": port}
-        about |= {"MASTER_ADDR": "127.0.0.1"}
         self.ranks = []
         for rank, log in enumerate(self.logs):
-            environ = {**about, "RANK": rank, "LOCAL_RANK": rank}
+            environ = environment_of(rank, size, port)
             process = context.Process(target=_command, args=(line, environ, log, first, rank))
             process.start()
             self.ranks.append(process)
@@ -132,12 +128,12 @@ class Started:
 
 def _command(
     line: str,
-    environ: dict[str, object],
+    environ: dict[str, str],
     log: Path,
     first: Callable[[int], object] | None,
     rank: int,
 ) -> None:
-    os.environ |= {name: str(value) for name, value in environ.items()}
+    os.environ |= environ
     torch.set_num_threads(1)
     descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     for stream in (sys.stdout, sys.stderr):

@@ -6,7 +6,6 @@ import os
 import random
 import shutil
 import signal
-import socket
 import time
 from functools import partial
 from pathlib import Path
@@ -15,6 +14,7 @@ from benchmarks.campaign.children import Child, start, wait_until
 from benchmarks.campaign.kills import EVERY_STEP, check_newest
 from benchmarks.campaign.project import new_project
 from benchmarks.campaign.trials import COMMAND_S, Trial
+from megatrain.recipes.launch import environment_of, free_port
 from megatrain.storage.run_folder import checkpoints
 from tests.recipes.same_run import same_run
 
@@ -68,9 +68,7 @@ class KilledRanks(Trial):
         return kills
 
     def _start(self, *arguments: str) -> list[Child]:
-        with socket.socket() as found:
-            found.bind(("127.0.0.1", 0))
-            port = found.getsockname()[1]
+        port = free_port()
         return [
             start(self.project, *arguments, first=partial(become, rank, port))
             for rank in range(RANKS)
@@ -87,6 +85,4 @@ def is_longer(path: Path, size: int) -> bool:
 
 def become(rank: int, port: int) -> None:
     """Make this process one of the ranks that meet at a port."""
-    about = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": RANKS, "LOCAL_WORLD_SIZE": RANKS}
-    about |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    os.environ |= {name: str(value) for name, value in about.items()}
+    os.environ |= environment_of(rank, RANKS, port)

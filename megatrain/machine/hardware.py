@@ -296,15 +296,16 @@ def visible_gpu() -> Gpu | None:
     return Gpu(name, memory.total, memory.free, (major, minor))
 
 
-def visible_gpus() -> int:
-    """How many GPUs CUDA would show this process."""
+def visible_gpus() -> list[str]:
+    """The GPUs that CUDA would show this process, in its order: by index or UUID."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     with opened_nvml() as nvml:
         there = 0 if nvml is None else int(nvml.nvmlDeviceGetCount())
     if visible is None or not there:
-        return there
+        return [str(index) for index in range(there)]
+    names = (name.strip() for name in visible.split(","))
     # CUDA shows none behind the first that cannot be
-    return len([*takewhile(lambda name: name.strip() not in ("", "-1"), visible.split(","))])
+    return [*takewhile(lambda name: name not in ("", "-1"), names)]
 
 
 def reach_each_other(uuids: Sequence[str]) -> bool:

@@ -28,31 +28,24 @@ BYTES_OF_GBIT = 1e9 / 8
 
 def another_machine(
     config: Config,
-    gpu: str | None = None,
-    ram: str | None = None,
-    cores: int | None = None,
     *,
-    gpu_memory: str | None = None,
-    gpu_tflops: float | None = None,
-    pcie: float | None = None,
     gpus: int | None = None,
     hosts: int | None = None,
     network: float | None = None,
+    **other: Any,
 ) -> Machine:
-    """The machine that these describe, with `gpus` of each of `hosts` like it at work.
+    """This machine, or the one that `described` is told of, with `gpus` of each of `hosts` like it
+    at work.
 
     network: Gbit/s of each host to the others.
 
     Raises ConfigError for what cannot be. Its sentences name the command's flags.
     """
-    other = {"gpu": gpu, "ram": ram, "cores": cores, "pcie": pcie}
-    other |= {"gpu_memory": gpu_memory, "gpu_tflops": gpu_tflops}
-    given: dict[str, Any] = {name: value for name, value in other.items() if value is not None}
     if (hosts or 1) > 1 and network is None:
         raise ConfigError("--hosts needs --network, too: Gbit/s of each host, such as 400")
     if network is not None and not (network > 0 and (hosts or 1) > 1):
         raise ConfigError("--network: Gbit/s of each host, more than 0, for two --hosts or more")
-    machine = described(config, gpus=gpus or 1, **given) if given else this_machine(config, gpus)
+    machine = described(config, gpus=gpus or 1, **other) if other else this_machine(config, gpus)
     if gpus is None and hosts is None:
         return machine
     profile = replace(machine.profile, network=(network or 0.0) * BYTES_OF_GBIT)

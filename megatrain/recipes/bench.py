@@ -25,6 +25,7 @@ from megatrain.planner.plan import Plan
 from megatrain.recipes import setup
 from megatrain.recipes.bench_result import BenchResult, BenchStep
 from megatrain.recipes.describe import choices_in_words, environment_of, facts_of, work_of
+from megatrain.recipes.rank import check_ranks
 from megatrain.recipes.setup import Parts
 from megatrain.recipes.shapes import shape_model
 from megatrain.reporting.advice import advise
@@ -35,6 +36,7 @@ from megatrain.reporting.streams import console_on
 from megatrain.reporting.summary import Predicted
 from megatrain.reporting.tracing import claim, computing_seconds, record_timeline
 from megatrain.reporting.words import bound_in_words, human_parameters
+from megatrain.world import ALONE
 
 LONGEST_TRACED_S = 60.0  # of a step that is run once more to see when kernels run
 
@@ -103,6 +105,7 @@ def prepare_shape(config: Config, layers: int | None) -> Parts:
             f"{config.where('method')}: bench times steps of a language model; set method: sft, of "
             "which the layers are the same"
         )
+    check_ranks(config, ALONE)
     return setup.prepare(config, shape_model(config, layers), may_measure=True)
 
 

@@ -16,7 +16,6 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import FrameType
-from typing import Any
 
 import typer
 
@@ -71,15 +70,16 @@ def ranks_for(config: Config) -> int:
             where, device = config.where("gpus"), config.device
             raise ConfigError(f"{where}: {config.gpus}, but device: {device}; remove one of them")
         return 1
-    there = visible_gpus()
+    there = len(visible_gpus())
     wanted = there if config.gpus == "auto" else config.gpus
     if wanted > there:
         raise ConfigError(f"{config.where('gpus')}: {wanted}, but {there} are visible here")
     if wanted < 2:
         return 1
-    from megatrain.recipes.rank import refused
+    from megatrain.recipes.rank import refused, uses_cuda
 
-    if (found := refused(config)) is None:
+    found = refused(config) if uses_cuda() else "PyTorch without CUDA"
+    if found is None:
         return wanted
     said = f"{found} is not built for several GPUs"
     if config.gpus != "auto":
@@ -88,15 +88,27 @@ def ranks_for(config: Config) -> int:
     return 1
 
 
+def free_port() -> int:
+    """A port of this host at which ranks may meet."""
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return int(found.getsockname()[1])
+
+
+def environment_of(rank: int, size: int, port: int) -> dict[str, str]:
+    """What makes a process a rank of several on this host, who meet at a port."""
+    values = dict(zip(NAMES, (rank, size, rank, size), strict=True))
+    meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    return {name: str(value) for name, value in values.items()} | meeting
+
+
 def run_ranks(arguments: Sequence[str], size: int) -> int:
     """Run `megatrain` with these arguments as so many ranks; the exit code.
 
     That of the first rank to fail, or of the first rank. Signals are passed on once, to all. When
     one fails the others end by themselves (recipes/others.py), or are killed.
     """
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        port = found.getsockname()[1]
+    port = free_port()
     ranks = [_start(arguments, rank, size, port) for rank in range(size)]
 
     def pass_on(number: int, _frame: FrameType | None) -> None:
@@ -115,14 +127,7 @@ def run_ranks(arguments: Sequence[str], size: int) -> int:
 
 
 def _start(arguments: Sequence[str], rank: int, size: int, port: int) -> subprocess.Popen[bytes]:
-    about: dict[str, Any] = {
-        "RANK": rank,
-        "LOCAL_RANK": rank,
-        "WORLD_SIZE": size,
-        "LOCAL_WORLD_SIZE": size,
-    }
-    about |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, LAUNCHER: os.getpid()}
-    environ = os.environ | {name: str(value) for name, value in about.items()}
+    environ = {**os.environ, **environment_of(rank, size, port), LAUNCHER: str(os.getpid())}
     # sessions of their own: a terminal's Ctrl-C would reach them beside the one passed on
     return subprocess.Popen(
         [*COMMAND, *arguments],

@@ -9,7 +9,7 @@ from megatrain.data.loader import StepBatch
 from megatrain.engine.results import StepResult
 from megatrain.recipes.divergence import look_for_spikes
 from megatrain.reporting.advice import advise
-from megatrain.reporting.energy import Energy
+from megatrain.reporting.energy import Energy, known_sum
 from megatrain.reporting.meters import peak_host_bytes
 from megatrain.reporting.metrics import StepMetrics, StepTime
 from megatrain.world import World
@@ -49,9 +49,10 @@ def measure(run: Run, seconds: float, time: StepTime, measured: Energy) -> Measu
 def _of_all(world: World, mine: Measured) -> Measured:
     every = world.every(mine)
     gpus = [each.gpu_peak_bytes for each in every if each.gpu_peak_bytes is not None]
-    gpus_j = [each.drawn.gpu_j for each in every if each.drawn.gpu_j is not None]
-    hosts_j = [each.drawn.host_j for each in every if each.drawn.host_j is not None]
-    drawn = Energy(sum(gpus_j) if gpus_j else None, sum(hosts_j) if hosts_j else None)
+    drawn = Energy(
+        known_sum(*(each.drawn.gpu_j for each in every)),
+        known_sum(*(each.drawn.host_j for each in every)),
+    )
     computed = [each.time.compute for each in every]
     return Measured(
         seconds=max(each.seconds for each in every),

@@ -20,6 +20,7 @@ from megatrain.data.loader import Loader
 from megatrain.errors import ConfigError, MegaTrainError, PlanError
 from megatrain.losses import SequenceLoss
 from megatrain.machine.affinity import share_of_cores
+from megatrain.machine.hardware import visible_gpus
 from megatrain.planner.reasons import counted
 from megatrain.recipes.launch import Place, place_of
 from megatrain.recipes.others import Others, end_of
@@ -43,8 +44,13 @@ def as_rank(device: str, work: Callable[[World], RunSummary]) -> RunSummary:
         OtherFailed: another rank has failed, for the reason it gives.
     """
     place = place_of(os.environ)
-    if place is None or distributed.is_initialized():
+    if place is None:
         return work(ALONE)
+    if distributed.is_initialized():
+        raise ConfigError(
+            "torch.distributed: the program has started it; leave that to the run, which ranks of "
+            "a launcher begin together"
+        )
     own = own_device(place, device)
     for name, default in (("MASTER_ADDR", _first_host()), ("MASTER_PORT", PORT)):
         os.environ.setdefault(name, default)
@@ -81,13 +87,15 @@ def _join(own: torch.device, place: Place, stack: ExitStack) -> Others:
 
 
 def own_device(place: Place, device: str) -> torch.device:
-    """The GPU of a rank, the only one that it sees from now on, or the CPU. Raises ConfigError."""
-    if device == "cpu" or not torch.cuda.is_available():
+    """The GPU of a rank, the only one that it sees from now on, or the CPU. Raises ConfigError.
+
+    CUDA is not asked which there are: it would see all of them ever after.
+    """
+    gpus = visible_gpus() if device != "cpu" and uses_cuda() else []
+    if not gpus:
         if device == "cuda":
             raise ConfigError(f"device: {device} was asked for, but PyTorch sees no CUDA device")
         return torch.device("cpu")
-    seen = os.environ.get("CUDA_VISIBLE_DEVICES")
-    gpus = [*map(str, range(torch.cuda.device_count()))] if seen is None else seen.split(",")
     # a launcher may have given each its own already
     index = 0 if len(gpus) == 1 and place.local_size > 1 else place.local_rank
     if index >= len(gpus):
@@ -95,8 +103,14 @@ def own_device(place: Place, device: str) -> torch.device:
             f"{place.local_size} ranks on {socket.gethostname()}, which has {len(gpus)} GPUs; "
             "start as many"
         )
-    os.environ["CUDA_VISIBLE_DEVICES"] = gpus[index].strip()
+    os.environ["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"  # in which they were counted
+    os.environ["CUDA_VISIBLE_DEVICES"] = gpus[index]
     return torch.device("cuda", 0)
+
+
+def uses_cuda() -> bool:
+    """Whether PyTorch was built for GPUs of NVIDIA."""
+    return bool(torch.backends.cuda.is_built())  # type: ignore[no-untyped-call]
 
 
 def _first_host() -> str:
@@ -111,7 +125,13 @@ def bind(world: World) -> None:
 
 
 def check_ranks(config: Config, world: World) -> None:
-    """Raise ConfigError for what several ranks do not do, before anything is loaded."""
+    """Raise ConfigError for what several ranks do not do, or for another number of them than the
+    config's, before anything is loaded."""
+    if config.gpus not in ("auto", world.local_size):
+        raise ConfigError(
+            f"{config.where('gpus')}: {config.gpus}, but {world.local_size} process(es) of this "
+            "host take part; `megatrain train` and torchrun start several; or remove it"
+        )
     if not world.is_alone and (found := refused(config)) is not None:
         raise ConfigError(f"{found} is not built for {world.size} ranks; use one GPU")
 

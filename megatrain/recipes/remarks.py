@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from typing import Any
 
+from megatrain.config import Config
 from megatrain.engine.resolved import Machine
 from megatrain.machine.datasheets import FIRST_BFLOAT16
 
@@ -19,6 +20,13 @@ def say_if_without_bfloat16(machine: Machine) -> None:
         if machine.precision != "float32":
             instead = "it emulates them slowly; set precision: float32"
         logger.warning(f"{gpu.name} has no bf16 units: {instead}")
+
+
+def say_if_none_are_gathered(config: Config, machine: Machine) -> None:
+    """Say so if there is no other GPU of the host for what the config says of weights' way."""
+    if machine.ranks == 1 and config.memory.transport != "auto":
+        where, given = config.where("memory.transport"), config.memory.transport
+        logger.info(f"{where}: {given} has no effect where one GPU of a host trains")
 
 
 def say_if_config_has_another(coefficient: float, asked: float | str, config: Any) -> None:

@@ -74,6 +74,8 @@ def plan(
             `another_machine`, if any of them is not None.
     """
     given = {name: value for name, value in (described or {}).items() if value is not None}
+    if given and "gpus" not in given and config.gpus != "auto":
+        given["gpus"] = config.gpus
     if not given and not shape_alone and (gpus := ranks_for(config)) > 1:
         given["gpus"] = gpus
     machine = another_machine(config, **given) if given else None

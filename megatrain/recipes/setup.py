@@ -48,7 +48,11 @@ from megatrain.recipes.doctor import measured_or_typical, measured_together
 from megatrain.recipes.model import Model, read_model, suited
 from megatrain.recipes.nvme import nvme_room, with_drives
 from megatrain.recipes.optimizers import make_optimizer
-from megatrain.recipes.remarks import say_if_config_has_another, say_if_without_bfloat16
+from megatrain.recipes.remarks import (
+    say_if_config_has_another,
+    say_if_none_are_gathered,
+    say_if_without_bfloat16,
+)
 from megatrain.recipes.row_pieces import check_divides, check_shared
 from megatrain.reporting.energy import Economy, Prices, planned_economy, planned_power
 from megatrain.reporting.words import human_bytes
@@ -101,6 +105,7 @@ def prepare(
     machine = machine or find_machine(config, may_measure=may_measure, world=world)
     check_divides(config, machine.ranks)
     say_if_without_bfloat16(machine)
+    say_if_none_are_gathered(config, machine)
     train, source, loss = config.train, config.model, make_loss(config)
     skeleton = Skeleton(
         model.config,

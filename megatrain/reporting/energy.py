@@ -53,7 +53,7 @@ class Power:
 
     @property
     def total_w(self) -> float | None:
-        return _known_sum(self.gpu_w, self.host_w)
+        return known_sum(self.gpu_w, self.host_w)
 
     def __str__(self) -> str:
         parts = []
@@ -88,7 +88,7 @@ class Economy:
     def cost(self) -> float | None:
         """In the prices' currency, as far as prices are known; None without any."""
         per_hour, per_kwh = self.prices.per_hour, self.prices.per_kwh
-        return _known_sum(
+        return known_sum(
             None if per_hour is None else per_hour * self.seconds / 3600,
             None if per_kwh is None or self.kwh is None else per_kwh * self.kwh,
         )
@@ -188,7 +188,7 @@ class Energy:
 
     @property
     def total_j(self) -> float | None:
-        return _known_sum(self.gpu_j, self.host_j)
+        return known_sum(self.gpu_j, self.host_j)
 
     def or_given(self, seconds: float, gpu_w: float | None, host_w: float | None) -> Energy:
         """With the user's power in place of what was measured: a host is more than processors."""
@@ -276,7 +276,7 @@ def _plus(left: float | None, right: float | None, sign: int = 1) -> float | Non
     return None if left is None or right is None else left + sign * right
 
 
-def _known_sum(*parts: float | None) -> float | None:
+def known_sum(*parts: float | None) -> float | None:
     """The sum of the parts that are known; None if none is."""
     known = [part for part in parts if part is not None]
     return sum(known) if known else None

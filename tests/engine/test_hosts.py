@@ -17,7 +17,7 @@ from megatrain.settings import ALL, Settings
 from megatrain.world import World, check_numbers
 from tests.compare import distance
 from tests.engine.test_races import never_wait
-from tests.engine.test_ranks import CHUNK, HOW, SEVERAL, STEPS, assert_near, joined, train
+from tests.engine.test_ranks import CHUNK, HOW, SEVERAL, STEPS, assert_near, joined, read, train
 from tests.ranks import run_ranks
 from tests.support import engine_of, micro_batches, tiny_config
 
@@ -132,17 +132,10 @@ def test_weights_cross_once_a_step(ranks, groups, tmp_path):
             assert stalls["wait_exchange"] < 0.1 * stalls["wait_network"]
 
 
-def read(world: World) -> Any:
-    with engine_of("llama-tied", world=world) as engine:
-        engine.train_step(FOUR[0][world.rank :: world.size])
-        weights = {name: tensor.clone() for name, tensor in engine.iter_weights()}
-        prompt = STEPS[0][0]["input_ids"]
-        return weights, engine.logits(prompt), engine.generate(prompt[:1], max_new_tokens=3)
-
-
 def test_every_rank_of_every_host_reads_the_whole_model(tmp_path):
-    weights, logits, answer = read(World())
-    for theirs, their_logits, their_answer in run_ranks(4, read, tmp_path, hosts=2):
+    first = partial(read, step=FOUR[0])
+    weights, logits, answer = first(World())
+    for theirs, their_logits, their_answer in run_ranks(4, first, tmp_path, hosts=2):
         assert all(distance(theirs[name], weights[name]) < 1e-4 for name in weights)
         assert distance(their_logits, logits) < 1e-4
         assert their_answer == answer

@@ -176,9 +176,9 @@ def test_what_ranks_cannot_do_is_refused(what):
         engine_of("llama", world=World(0, 2), **options)
 
 
-def read(world: World) -> Any:
+def read(world: World, step: Sequence[Batch] = STEPS[0]) -> Any:
     with engine_of("llama-tied", world=world) as engine:
-        engine.train_step(STEPS[0][world.rank :: world.size])
+        engine.train_step(step[world.rank :: world.size])
         weights = {name: tensor.clone() for name, tensor in engine.iter_weights()}
         prompt = STEPS[0][0]["input_ids"]
         return weights, engine.logits(prompt), engine.generate(prompt[:1], max_new_tokens=3)

@@ -8,14 +8,18 @@ import sys
 import threading
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
+import torch
 
+import megatrain as mt
 from megatrain.config import Config, load_config
 from megatrain.errors import ConfigError
 from megatrain.machine.affinity import share_of_cores
 from megatrain.recipes import launch
-from megatrain.recipes.launch import Place, place_of, ranks_for, run_ranks
+from megatrain.recipes.launch import Place, environment_of, place_of, ranks_for, run_ranks
+from megatrain.recipes.rank import as_rank, own_device
 from tests.commands import wait_for
 
 TORCHRUN = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
@@ -74,6 +78,7 @@ def gpus(monkeypatch):
         monkeypatch.setitem(sys.modules, "pynvml", nvml)
 
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setattr("torch.backends.cuda.is_built", lambda: True)
     return there
 
 
@@ -190,3 +195,54 @@ def test_cores_are_shared_out_whole(monkeypatch, tmp_path):
     assert share_of_cores(0, 2, tmp_path) == {0, 4}
     assert share_of_cores(1, 4, tmp_path) == {0, 1, 2, 4, 5, 6}
     assert share_of_cores(1, 2, tmp_path / "none") == {4, 5, 6}
+
+
+@pytest.mark.parametrize(
+    ("visible", "place", "gpu"),
+    [
+        (None, Place(1, 2, 1, 2), "1"),
+        ("GPU-a, GPU-b", Place(1, 2, 1, 2), "GPU-b"),
+        ("3", Place(1, 2, 1, 2), "3"),  # its launcher's choice
+    ],
+)
+def test_a_rank_sees_its_gpu_before_cuda_has_seen_any(gpus, monkeypatch, visible, place, gpu):
+    gpus(4)
+    for asks in ("is_available", "device_count", "init"):  # CUDA would see all of them ever after
+        monkeypatch.setattr(f"torch.cuda.{asks}", Mock(side_effect=AssertionError(asks)))
+    for name, value in (("CUDA_VISIBLE_DEVICES", visible), ("CUDA_DEVICE_ORDER", None)):
+        monkeypatch.setenv(name, value or "")  # taken back at the end
+        if value is None:
+            monkeypatch.delenv(name)
+    assert own_device(place, "auto") == torch.device("cuda", 0)
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == gpu
+
+
+def test_more_ranks_than_gpus_are_refused(gpus):
+    gpus(2)
+    with pytest.raises(ConfigError, match=r"3 ranks on .*, which has 2 GPUs"):
+        own_device(Place(2, 3, 2, 3), "auto")
+
+
+def test_without_cuda_in_pytorch_one_process_trains(gpus, monkeypatch, capsys):
+    gpus(2)
+    monkeypatch.setattr("torch.backends.cuda.is_built", lambda: False)
+    assert ranks_for(config()) == 1
+    assert "PyTorch without CUDA" in capsys.readouterr().err
+    with pytest.raises(ConfigError, match="PyTorch without CUDA"):
+        ranks_for(config(gpus=2))
+
+
+def test_gpus_that_nobody_starts_are_refused(project, megatrain):
+    words = "gpus: 2, but 1 process"
+    with pytest.raises(ConfigError, match=words):
+        mt.train("cfg.yaml", gpus=2)  # a Python program is one
+    said = megatrain("bench model device=cpu gpus=2 --steps 1", code=2).err
+    assert words in said
+
+
+def test_ranks_are_begun_by_the_run_alone(monkeypatch):
+    for name, value in environment_of(1, 2, 1).items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr("torch.distributed.is_initialized", lambda: True)
+    with pytest.raises(ConfigError, match="the program has started it"):
+        as_rank("cpu", Mock())

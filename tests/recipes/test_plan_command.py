@@ -122,7 +122,7 @@ def test_a_gpu_of_the_table_can_be_planned_for(megatrain, name):
 @pytest.mark.parametrize("name", [name for name, _ in GPUS])
 def test_every_gpu_of_the_table_makes_a_machine(name):
     config = Config.model_validate({"model": "m", "data": {"train": "rows.jsonl"}})
-    machine = another_machine(config, name, "64GiB")
+    machine = another_machine(config, gpu=name, ram="64GiB")
     assert machine.hardware.gpu is not None
     assert 0 < machine.hardware.gpu.free_bytes < machine.hardware.gpu.total_bytes
     assert machine.profile.upload > 0
