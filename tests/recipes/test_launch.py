@@ -240,6 +240,17 @@ def test_gpus_that_nobody_starts_are_refused(project, megatrain):
     assert words in said
 
 
+def test_the_plan_of_another_machine_has_the_config_s_gpus(project, megatrain):
+    there = "--gpu H100 --ram 256GiB gpus=2 train.tokens_per_step=1024 precision=bfloat16 --json"
+    assert megatrain(f"plan cfg.yaml {there}").json["ranks"]["gpus"] == 2
+    assert megatrain(f"plan cfg.yaml {there} --gpus 1").json["ranks"]["gpus"] == 1
+
+
+def test_a_way_of_weights_between_gpus_that_is_none_is_said(project, megatrain):
+    said = megatrain("plan cfg.yaml memory.transport=read").err
+    assert "memory.transport: read has no effect where one GPU of a host trains" in said
+
+
 def test_ranks_are_begun_by_the_run_alone(monkeypatch):
     for name, value in environment_of(1, 2, 1).items():
         monkeypatch.setenv(name, value)
