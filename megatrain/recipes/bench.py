@@ -37,7 +37,7 @@ from megatrain.reporting.streams import console_on
 from megatrain.reporting.summary import Predicted
 from megatrain.reporting.tracing import claim, computing_seconds, record_timeline
 from megatrain.reporting.words import bound_in_words, human_parameters
-from megatrain.world import World
+from megatrain.world import ALONE, World
 
 LONGEST_TRACED_S = 60.0  # of a step that is run once more to see when kernels run
 
@@ -122,7 +122,7 @@ def traced(step: Step, profile: Path | None, device: torch.device, console: Cons
     console.print(f"{where}: open it in ui.perfetto.dev", soft_wrap=True)
 
 
-def prepare_shape(config: Config, layers: int | None, world: World) -> Parts:
+def prepare_shape(config: Config, layers: int | None, world: World = ALONE) -> Parts:
     """`prepare` for a model that has a configuration, but no files. Raises ConfigError."""
     if METHODS[config.method].scores:
         raise ConfigError(
