@@ -64,11 +64,6 @@ def byte_level(name: str = "gpt-2") -> PreTrainedTokenizerFast:
     split: Any = plain
     if name == "smollm":
         split = pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), plain])
-    elif name == "falcon":
-        threes = pre_tokenizers.Split(Regex("[0-9][0-9][0-9]"), behavior="isolated")
-        split = pre_tokenizers.Sequence(
-            [pre_tokenizers.Punctuation("contiguous"), plain, pre_tokenizers.Digits(), threes]
-        )
     elif name != "gpt-2":
         words = pre_tokenizers.Split(Regex(patterns[name]), behavior="isolated")
         bare = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)

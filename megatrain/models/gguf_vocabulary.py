@@ -41,14 +41,6 @@ _CONTRACTED = (
 )
 _UNPUNCTUATED = " ?[^(\\s|[.,!?…。，、।۔،])]+"
 GPT2, DIGITS = "ByteLevel's own", "single digits, then ByteLevel's own"
-FALCON = "punctuation, then ByteLevel's own, then three digits"
-FALCON_STEPS: list[dict[str, Any]] = [
-    {"type": "Punctuation", "behavior": "Contiguous"},
-    {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True},
-    {"type": "Digits", "individual_digits": False},
-    {"type": "Split", "pattern": {"Regex": "[0-9][0-9][0-9]"}, "behavior": "Isolated"}
-    | {"invert": False},
-]
 SPLITS = {
     (GPT2, False): "gpt-2",
     (DIGITS, False): "smollm",
@@ -57,7 +49,6 @@ SPLITS = {
     (_CASED, True): "tekken",
     (_CONTRACTED, False): "gpt-4o",
     (_UNPUNCTUATED, False): "bloom",
-    (FALCON, False): "falcon",
 }
 
 
@@ -159,8 +150,6 @@ def _split_of(said: dict[str, Any]) -> str:
         pattern = DIGITS
     elif kinds == ["Split", "ByteLevel"] and plain and not own and not steps[0]["invert"]:
         pattern = steps[0]["pattern"].get("Regex") if steps[0]["behavior"] == "Isolated" else None
-    elif steps == FALCON_STEPS:
-        pattern = FALCON
     name = SPLITS.get((pattern or "", ignores))
     # readers do not normalise; NFC, as of Qwen's tokenizers, changes only decomposed accents
     if name is None or (normalizer and normalizer != {"type": "NFC"}):
