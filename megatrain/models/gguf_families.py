@@ -314,11 +314,6 @@ def family_of(config: PretrainedConfig) -> Family:
             raise refused(config, f"{name}: {found}")
     if problem := rope_problem(config, family.rope, family.turns_part):
         raise refused(config, problem)
-    for key, name in family.keys.items():
-        if isinstance(name, str) and getattr(config, name) is None:
-            raise refused(config, f"{name}: None")
-        if callable(name) and name is not _within_window and name(config) is None:
-            raise refused(config, f"no {key.rpartition('.')[2]}")
     return family
 
 
@@ -330,9 +325,15 @@ def refused(config: PretrainedConfig, what: str) -> ModelError:
 
 
 def keys_of(family: Family, config: PretrainedConfig) -> dict[str, Any]:
-    """What a file says of a model, by its names without the architecture's."""
+    """What a file says of a model, by its names without the architecture's.
+
+    Raises ModelError for what it cannot leave out.
+    """
     said = {
         key: value(config) if callable(value) else getattr(config, value)
         for key, value in family.keys.items()
     }
+    for key, value in said.items():
+        if value is None:
+            raise refused(config, f"no {key.rpartition('.')[2]}")
     return said | (rope_keys(config, head_dim(config)) if family.rope else {})

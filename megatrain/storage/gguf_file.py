@@ -79,6 +79,7 @@ def write_gguf(
     import gguf
 
     family = family_of(config)
+    said = keys_of(family, config)
     tensors = _tensors(family, config, sources, dtype)
     words = vocabulary_of(tokenizer, config.vocab_size)
     writer = gguf.GGUFWriter(path, family.architecture)
@@ -88,7 +89,7 @@ def write_gguf(
     writer.add_size_label(size)
     writer.add_file_type(getattr(gguf.LlamaFileType, NAMES[dtype][1]))
     writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
-    for key, value in keys_of(family, config).items():
+    for key, value in said.items():
         _add_key(writer, f"{family.architecture}.{key}", value)
     _add_words(writer, words)
     for tensor in tensors:
@@ -141,12 +142,10 @@ def _named(
         tries = (own, own.partition(".")[2], f"transformer.{own}", f"model.{own}")
         called = (names.get_name(each, try_suffixes=(".weight", ".bias")) for each in tries)
         known = next(filter(None, called), None)
-        if known is None:
-            raise refused(config, f"a tensor {source.name}")
-        parts = found.setdefault(known, {})
         number = int(expert[1]) if expert else 0
-        assert number not in parts, (known, source.name)
-        parts[number] = source
+        if known is None or number in found.get(known, {}):
+            raise refused(config, f"a tensor {source.name}")
+        found.setdefault(known, {})[number] = source
     return {name: [parts[at] for at in sorted(parts)] for name, parts in found.items()}
 
 
@@ -188,14 +187,16 @@ def _add_words(writer: Any, words: Vocabulary) -> None:
 
 def _values(tensor: Tensor) -> torch.Tensor:
     """As transformers has it. Raises ModelError if float16 has no room for its values."""
-    wholes = [torch.cat([p.flatten() for p in part.pieces()]) for part in tensor.parts]
-    for part, whole in zip(tensor.parts, wholes, strict=True):
-        if tensor.dtype == torch.float16 and bool((whole.half().isinf() & ~whole.isinf()).any()):
+    parts = []
+    for part in tensor.parts:
+        whole = torch.cat([piece.flatten() for piece in part.pieces()]).view(part.shape)
+        values = whole.to(tensor.dtype)
+        if tensor.dtype == torch.float16 and bool((values.isinf() & ~whole.isinf()).any()):
             raise ModelError(
                 f"{part.name}: has values beyond those of float16; export it as bfloat16"
             )
-    whole = torch.cat([one.to(tensor.dtype) for one in wholes])
-    return whole.view(*tensor.stacked, *tensor.parts[0].shape)
+        parts.append(values)
+    return torch.stack(parts) if tensor.stacked else parts[0]
 
 
 def _add_info(writer: Any, tensor: Tensor) -> None:

@@ -102,6 +102,6 @@ UNSAID: Any = {
 def test_what_no_file_can_say_is_refused(words):
     family, values = UNSAID[words]
     with pytest.raises(ModelError) as caught:
-        family_of(CONFIGS[family](**values))
+        said_of(CONFIGS[family](**values))
     assert f"a {family} model with" in str(caught.value)
     assert all(each in str(caught.value) for each in (words, "export a Hugging Face folder"))
