@@ -73,7 +73,7 @@ def arrays_of(engine: Engine) -> dict[str, torch.Tensor]:
     for block in range(len(engine.anatomy.blocks)):
         engine.wait_ready(block)
         for name in engine.store.arrays:
-            if name != "grad":
+            if name not in ("grad", "grad_sum"):
                 found[f"{name} {block}"] = engine.store.lasting(name, block).clone()
     return found
 
