@@ -6,6 +6,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,7 +16,8 @@ from torch import Tensor
 from megatrain.engine.exchange import Exchange
 from megatrain.engine.gradients import Gradients
 from megatrain.engine.streams import Compute, Lane
-from megatrain.settings import ALL, Settings
+from megatrain.optim import AdamW
+from megatrain.settings import Settings
 from megatrain.world import World
 from tests.compare import differing
 from tests.engine.test_gradients import (
@@ -27,9 +29,9 @@ from tests.engine.test_gradients import (
     random_micro_batches,
 )
 from tests.engine.test_races import never_wait
-from tests.engine.test_ranks import CHUNK, HOW, arrays_of, assert_near, joined, train
+from tests.engine.test_ranks import CHUNK, HOW, joined, train
 from tests.ranks import run_ranks
-from tests.support import engine_of, micro_batches
+from tests.support import micro_batches
 
 COUNTS = [[2, 1, 1], [1, 2, 0], [1, 0, 0]]  # micro-batches of each group and rank
 OWN: dict[str, tuple[int, ...]] = {"none": (), "tied": (0,), "some": (0, 1)}
@@ -187,3 +189,40 @@ def test_without_its_waits_a_delay_changes_the_sums(tmp_path):
     for fault, *shares in zip(FAULTS, *run_ranks(2, without_waits, tmp_path), strict=True):
         whole = {block: torch.cat([of[block] for of in shares]) for block in plain}
         assert differing(whole, plain) != [], fault
+
+
+# two groups, in the second of which only the first rank has one
+THREE = [micro_batches(seed, [(2, 9), (1, 6), (2, 7)]) for seed in range(2)]
+
+
+def engines(folder: Path, hosts: int) -> dict[str, dict[str, Any]]:
+    far: dict[str, Any] = {"nvme_blocks": 3, "nvme_arrays": "all", "nvme_folders": (folder,)}
+    way = "read" if hosts == 1 else "gather"
+    return {
+        "tied, int8 moments": {"family": "llama-tied", "optimizer": AdamW(moments="int8")},
+        "unclipped, read": {"max_grad_norm": None, "settings": {"transport": way}},
+        "frozen, offloaded": {**HOW["frozen"], "settings": {"offload_activations": True}},
+        "on NVMe": {"settings": far},
+    }
+
+
+def trained(world: World, folder: Path) -> dict[str, Any]:
+    found = {}
+    for name, how in engines(folder, world.hosts).items():
+        settings = {**CHUNK, "groups": 2, "group_size": 1, **how.get("settings", {})}
+        found[name] = train(world, THREE, **how | {"settings": Settings(**settings)})
+    return found
+
+
+@pytest.mark.parametrize("hosts", [1, 2])
+def test_engines_of_two_ranks_in_groups_are_one_of_one(hosts, tmp_path):
+    """(first + second) + third, in every bit."""
+    folder = tmp_path / "drive"
+    folder.mkdir()
+    job = partial(trained, folder=folder)
+    of_ranks, alone = run_ranks(2, job, tmp_path, hosts=hosts), job(World())
+    for name, (told, _, arrays) in alone.items():
+        for theirs, *_ in (of[name] for of in of_ranks):
+            assert [each[1:] for each in theirs] == [each[1:] for each in told], name
+        ours = joined([of[name][2] for of in of_ranks])
+        assert differing(ours, arrays) == [], name

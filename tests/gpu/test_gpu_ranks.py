@@ -24,6 +24,7 @@ HOW: dict[str, dict[str, Any]] = {
     },
     "half resident": {"settings": Settings(**CHUNK, resident=2)},
     "groups": {"settings": Settings(**CHUNK, groups=2, sums_on_device=ALL)},
+    "groups, sums in host RAM": {"settings": Settings(**CHUNK, groups=2, sums_on_device=1)},
     "two backward passes": {"settings": Settings(**CHUNK, second_backward=True)},
     "unclipped": {"settings": Settings(**CHUNK, resident=2), "max_grad_norm": None},
 }
