@@ -119,8 +119,10 @@ class Layout:
         slots = slot_sizes(self.padded, streamed_from, shape.tied)
         sizes = self.padded if several else shape.trained_numel
         # accumulators that stay for the whole step, and the buffers that other blocks' pass through
-        own = own_sums(self._summed, shape.tied)
+        own = own_sums(self.summed, shape.tied)
         sums = sum(sizes[:own]) + sum(sum_buffers(sizes[own:], several or choices.groups > 1))
+        if several and choices.groups > 1:  # and shares, on their way to the host and back
+            sums += sum(sum_buffers([size // self.job.size for size in sizes[own:]], True))
         # a gradient leaves for the host once it is a rank's share
         leaving = share(max(shape.block_numel), self.job.size) if several else max(sizes)
         table = {
@@ -181,7 +183,7 @@ class Layout:
         return table
 
     @property
-    def _summed(self) -> int:
+    def summed(self) -> int:
         """Number of blocks, the first ones, whose fp32 accumulators stay between groups."""
         choices, blocks = self.choices, len(self.shape.block_numel)
         return summed_blocks(blocks, choices.groups, choices.resident, choices.sums_on_device)
@@ -221,7 +223,7 @@ class Layout:
         # arrays on NVMe pass through buffers of the largest
         largest, count = self.far_arrays(self.far_blocks, max), len(self.far_blocks)
         staged = sum(stages(name, count) * size for name, size in largest.items())
-        travelling = self.shape.trained_numel[self._summed :] if choices.groups > 1 else ()
+        travelling = self.owned[self.summed :] if choices.groups > 1 else ()
         table |= {
             "gradient staging": landing * max(streamed, default=0) * activations.weight,
             "NVMe staging": int(staged),
