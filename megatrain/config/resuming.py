@@ -68,6 +68,8 @@ FLAGGED = {
 # Keys whose chosen values a resumed run keeps, or sums would be rounded in another order.
 KEPT_CHOICES = (*KEPT_OPTIONS, "data.packing", "data.date", "precision", "optimizer.moments")
 KEPT_CHOICES += ("compile",)
+# Of these, one that was chosen for a number of ranks. Sums of another are in another order anyway.
+OF_AS_MANY_RANKS = "memory.sums_on_device"
 
 
 PATHS = (
@@ -155,6 +157,12 @@ def resumed_configs(
     edited = {key for key in saved["chosen"] if now[key] != before[key]}
     after = asked.with_values({key: kept[key] for key in kept if key not in typed | edited})
     return then.with_values(kept), after
+
+
+def on_other_ranks(config: Config, asked: Config) -> Config:
+    """The config to go on with, on another number of ranks than before. asked: as `asked_again`."""
+    given = flatten(asked.model_dump(mode="json"))
+    return config.with_values({OF_AS_MANY_RANKS: given[OF_AS_MANY_RANKS]})
 
 
 def with_absolute_paths(config: Config, but: Collection[str] = ()) -> Config:

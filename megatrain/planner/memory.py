@@ -119,7 +119,7 @@ class Layout:
         slots = slot_sizes(self.padded, streamed_from, shape.tied)
         sizes = self.padded if several else shape.trained_numel
         # accumulators that stay for the whole step, and the buffers that other blocks' pass through
-        own = own_sums(self.summed, shape.tied)
+        own = own_sums(self._summed, shape.tied)
         sums = sum(sizes[:own]) + sum(sum_buffers(sizes[own:], several or choices.groups > 1))
         if several and choices.groups > 1:  # and shares, on their way to the host and back
             sums += sum(sum_buffers([size // self.job.size for size in sizes[own:]], True))
@@ -183,7 +183,15 @@ class Layout:
         return table
 
     @property
-    def summed(self) -> int:
+    def crossing(self) -> tuple[int, int]:
+        """Bytes that a step gathers of weights once, and exchanges of sums, whoever owns them."""
+        choices, whole = self.choices, sum(self.padded)
+        sums = (1 + choices.second_backward) * whole
+        sums += (choices.groups - 1) * sum(self.padded[self._summed :])
+        return whole * self.activations.weight, sums * SUM_BYTES
+
+    @property
+    def _summed(self) -> int:
         """Number of blocks, the first ones, whose fp32 accumulators stay between groups."""
         choices, blocks = self.choices, len(self.shape.block_numel)
         return summed_blocks(blocks, choices.groups, choices.resident, choices.sums_on_device)
@@ -223,7 +231,7 @@ class Layout:
         # arrays on NVMe pass through buffers of the largest
         largest, count = self.far_arrays(self.far_blocks, max), len(self.far_blocks)
         staged = sum(stages(name, count) * size for name, size in largest.items())
-        travelling = self.owned[self.summed :] if choices.groups > 1 else ()
+        travelling = self.owned[self._summed :] if choices.groups > 1 else ()
         table |= {
             "gradient staging": landing * max(streamed, default=0) * activations.weight,
             "NVMe staging": int(staged),

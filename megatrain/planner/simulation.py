@@ -235,8 +235,8 @@ class StepSimulator:
             free[self.turn] = self.sum_landed[block] = self.download
 
     def _exchange_sums(self, block: int, ready: float) -> float:
-        """When ranks have exchanged a block's sums, and this one has added its share to those of the
-        groups before. ready: when the sums are there."""
+        """When ranks have exchanged a block's sums, and this one has added its share to that of
+        the groups before. ready: when the sums are there."""
         in_turn, shares_free = block >= self.options.sums_on_device, self.travelling_shares_free
         if in_turn:
             ready = max(ready, shares_free[self.turn])

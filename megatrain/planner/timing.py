@@ -94,11 +94,7 @@ class StepCosts:
         """Simulate one steady step. Deterministic arithmetic: no device is asked."""
         timeline = (simulation.overlapped if self.on_gpu else serial)(self.blocks, self.options)
         if self.job.hosts > 1:
-            padded, groups = self.layout.padded, self.choices.groups
-            sums = (1 + self.choices.second_backward) * sum(padded)
-            sums += (groups - 1) * sum(padded[self.layout.summed :])
-            weights = self.weight * sum(padded)
-            cross_network(timeline, self.job, self.machine, weights, SUM_BYTES * sums)
+            cross_network(timeline, self.job, self.machine, *self.layout.crossing)
         trained = self.job.trained_tokens(self.choices.micro_batch_tokens)
         tokens_per_s = trained / timeline.seconds
         return Timing(

@@ -15,6 +15,7 @@ from megatrain.config.resuming import (
     CONFIG_FILE,
     KEPT_CHOICES,
     NEW_ORDER,
+    OF_AS_MANY_RANKS,
     RESOLVED_FILE,
     with_absolute_paths,
 )
@@ -72,6 +73,14 @@ def decided(parts: Parts, plan: Plan) -> dict[str, Any]:
     }
 
 
+def decides_bits(parts: Parts, plan: Plan) -> dict[str, Any]:
+    """`decided`, for a checkpoint: a run that goes on keeps what it was begun with."""
+    found = decided(parts, plan)
+    if plan.job.size == 1 or plan.choices.groups == 1:
+        del found[OF_AS_MANY_RANKS]  # the order of sums does not depend on it
+    return found
+
+
 def describe_run(parts: Parts, plan: Plan) -> None:
     """Write the config, the choices, the plan and the environment; log the choices."""
     if not parts.machine.world.is_first:
@@ -85,6 +94,14 @@ def describe_run(parts: Parts, plan: Plan) -> None:
     write_text(folder / ENVIRONMENT_FILE, json.dumps(environment, indent=1) + "\n")
     parameters = human_parameters(plan.parameters, plan.active_parameters)
     logger.info(f"{parameters}; {choices_in_words(plan)}")
+
+
+def has_other_ranks(run_dir: Path, world: World) -> bool:
+    """Whether the run is known to have had another number of ranks."""
+    try:
+        return int(environment(run_dir).get("ranks", 1)) != world.size
+    except (OSError, ValueError, TypeError):
+        return False
 
 
 def other_circumstances(run_dir: Path, world: World) -> list[str]:

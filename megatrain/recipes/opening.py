@@ -18,7 +18,7 @@ from megatrain.heartbeat import BYTES_READ, WEIGHTS_READ, may_end_here
 from megatrain.planner.plan import Plan
 from megatrain.recipes import setup
 from megatrain.recipes.describe import (
-    decided,
+    decides_bits,
     describe_run,
     facts_of,
     work_of,
@@ -200,7 +200,7 @@ def open_run(
         greater_is_better=greater_is_better(config, tasks.higher_is_better() if tasks else {}),
         lock=lock,
         describe=partial(describe_run, parts, plan),
-        asked=for_state(config, decided(parts, plan)) | kept,
+        asked=for_state(config, decides_bits(parts, plan)) | kept,
         first_tokens=state["tokens"],
         **{name: state[name] for name in BEGINNING},
     )

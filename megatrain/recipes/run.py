@@ -13,7 +13,7 @@ from typing import Any
 
 from megatrain.config import Config
 from megatrain.config.evaluating import check_lm_eval
-from megatrain.config.resuming import asked_again
+from megatrain.config.resuming import asked_again, on_other_ranks
 from megatrain.data.build import Expected
 from megatrain.data.dataset import Rows
 from megatrain.data.loader import Loader, Windows
@@ -29,6 +29,7 @@ from megatrain.planner.plan import Plan
 from megatrain.recipes import setup
 from megatrain.recipes.another_machine import another_machine
 from megatrain.recipes.describe import (
+    has_other_ranks,
     other_circumstances,
     started_again,
     summarize,
@@ -160,7 +161,10 @@ def _go_on(run_dir: Path, asked: Config, checkpoint: str | None, opened: Opened)
         logger.info(f"this run began in {asked.output} and goes on in {run_dir}")
     for warning in (*going.warnings, *other_circumstances(run_dir, opened.world)):
         logger.warning(warning)
-    ready = get_ready(going.config, going.model(), going.rows, opened.world)
+    config = going.config
+    if has_other_ranks(run_dir, opened.world):
+        config = on_other_ranks(config, asked)
+    ready = get_ready(config, going.model(), going.rows, opened.world)
     return _run(ready, opened, going.found)
 
 

@@ -100,24 +100,25 @@ def given(seed: int, ranks: int) -> list[list[list[MicroBatchGradients]]]:
 
 def expected(seed: int, ranks: int, own: Sequence[int], dtype: torch.dtype) -> dict[int, Tensor]:
     """Plain sums: by group, rank and micro-batch; of `own` blocks by rank and micro-batch."""
-    groups, found = given(seed, ranks), {}
-    for block, layout in enumerate(LAYOUTS):
+    groups = given(seed, ranks)
+    together = [[[mb for group in groups for mb in group[rank]] for rank in range(ranks)]]
+    return {
+        block: in_order(
+            [
+                in_order([plain_sum(of_rank, block) for of_rank in group])
+                for group in (together if block in own else groups)
+            ]
+        ).to(dtype)
+        for block in range(len(LAYOUTS))
+    }
 
-        def of(micro_batches: list[MicroBatchGradients], block: int = block) -> Tensor:
-            total = torch.zeros(LAYOUTS[block].numel)
-            for micro_batch in micro_batches:
-                for name, view in LAYOUTS[block].views(total).items():
-                    view += micro_batch[block][name]
-            return total
 
-        if block in own:
-            groups_of = [[sum((group[r] for group in groups), []) for r in range(ranks)]]
-        else:
-            groups_of = groups
-        totals = [in_order([of(each) for each in group]) for group in groups_of]
-        found[block] = in_order(totals).to(dtype)
-        assert len(found[block]) == layout.numel
-    return found
+def plain_sum(micro_batches: Sequence[MicroBatchGradients], block: int) -> Tensor:
+    total = torch.zeros(LAYOUTS[block].numel)
+    for micro_batch in micro_batches:
+        for name, view in LAYOUTS[block].views(total).items():
+            view += micro_batch[block][name]
+    return total
 
 
 def in_order(terms: Sequence[Tensor]) -> Tensor:
@@ -165,9 +166,7 @@ def test_sums_are_by_group_and_rank_and_micro_batch_unless_they_stay(ranks, tmp_
 
 def test_the_order_shows_in_the_bits():
     """Or the test above would prove nothing."""
-    by_group, by_rank = (
-        expected(0, 3, own, torch.float32) for own in ((), range(len(LAYOUTS)))
-    )
+    by_group, by_rank = (expected(0, 3, own, torch.float32) for own in ((), range(len(LAYOUTS))))
     assert len(differing(by_group, by_rank)) == len(LAYOUTS)
 
 
