@@ -150,8 +150,8 @@ def summed(world: World) -> list[list[Found]]:
     return found
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
-def test_sums_are_by_group_and_rank_and_micro_batch_unless_they_stay(ranks, tmp_path):
+def test_sums_are_by_group_and_rank_and_micro_batch_unless_they_stay(tmp_path):
+    ranks = 3
     of_ranks = run_ranks(ranks, summed, tmp_path)
     for (own, dtype, slow), *found in zip(CASES, *of_ranks, strict=True):
         for seed in range(2):
@@ -194,12 +194,11 @@ def test_without_its_waits_a_delay_changes_the_sums(tmp_path):
 THREE = [micro_batches(seed, [(2, 9), (1, 6), (2, 7)]) for seed in range(2)]
 
 
-def engines(folder: Path, hosts: int) -> dict[str, dict[str, Any]]:
+def engines(folder: Path) -> dict[str, dict[str, Any]]:
     far: dict[str, Any] = {"nvme_blocks": 3, "nvme_arrays": "all", "nvme_folders": (folder,)}
-    way = "read" if hosts == 1 else "gather"
     return {
         "tied, int8 moments": {"family": "llama-tied", "optimizer": AdamW(moments="int8")},
-        "unclipped, read": {"max_grad_norm": None, "settings": {"transport": way}},
+        "unclipped, read": {"max_grad_norm": None, "settings": {"transport": "read"}},
         "frozen, offloaded": {**HOW["frozen"], "settings": {"offload_activations": True}},
         "on NVMe": {"settings": far},
     }
@@ -207,19 +206,18 @@ def engines(folder: Path, hosts: int) -> dict[str, dict[str, Any]]:
 
 def trained(world: World, folder: Path) -> dict[str, Any]:
     found = {}
-    for name, how in engines(folder, world.hosts).items():
+    for name, how in engines(folder).items():
         settings = {**CHUNK, "groups": 2, "group_size": 1, **how.get("settings", {})}
         found[name] = train(world, THREE, **how | {"settings": Settings(**settings)})
     return found
 
 
-@pytest.mark.parametrize("hosts", [1, 2])
-def test_engines_of_two_ranks_in_groups_are_one_of_one(hosts, tmp_path):
+def test_engines_of_two_ranks_in_groups_are_one_of_one(tmp_path):
     """(first + second) + third, in every bit."""
     folder = tmp_path / "drive"
     folder.mkdir()
     job = partial(trained, folder=folder)
-    of_ranks, alone = run_ranks(2, job, tmp_path, hosts=hosts), job(World())
+    of_ranks, alone = run_ranks(2, job, tmp_path), job(World())
     for name, (told, _, arrays) in alone.items():
         for theirs, *_ in (of[name] for of in of_ranks):
             assert [each[1:] for each in theirs] == [each[1:] for each in told], name

@@ -44,15 +44,18 @@ CASES = {
         1,
         Case(groups=2, micro_batch_tokens=128, tokens=1024, resident=3, sums=6),
     ),
-    "sums in host RAM": (
+    "sums in host RAM, tied, read": (
         2,
         1,
-        Case(groups=2, micro_batch_tokens=128, tokens=1024, resident=1, sums=3, tied=True),
-    ),
-    "sums in host RAM, read, embedding frozen": (
-        3,
-        1,
-        Case(groups=2, micro_batch_tokens=128, tokens=1536, transport="read", freeze=EMBEDDING),
+        Case(
+            groups=2,
+            micro_batch_tokens=128,
+            tokens=1024,
+            resident=1,
+            sums=2,
+            tied=True,
+            transport="read",
+        ),
     ),
     "read from one copy, half resident": (
         2,
