@@ -59,7 +59,7 @@ def chosen(args: argparse.Namespace, world: World) -> dict[str, Any]:
     return {
         "head_chunk_tokens": args.head_chunk,
         "groups": args.groups,
-        "sums_on_device": ALL if args.groups > 1 else 0,
+        "sums_on_device": args.sums if args.groups > 1 else 0,
         "resident": args.resident,
         "retained": args.retained,
         "offload_activations": args.offload,
@@ -192,6 +192,7 @@ def main() -> None:
     parser.add_argument("--micro-batch", type=int, default=16384, help="tokens")
     parser.add_argument("--head-chunk", type=int, default=8192, help="tokens")
     parser.add_argument("--groups", type=int, default=1)
+    parser.add_argument("--sums", type=int, default=ALL, help="blocks whose sums stay on the GPU")
     parser.add_argument("--resident", type=int, default=0, help="blocks")
     parser.add_argument("--retained", type=int, default=0, help="layers")
     parser.add_argument("--moments", default="float32")

@@ -15,7 +15,6 @@ from megatrain.schedule import FORMS, LEVELS, UNCHANGED, Level
 ROUTER_AUX_LOSS_COEF = 0.001  # of a mixture, unless the user says otherwise
 ALL = 1 << 30  # for numbers of blocks or layers: all that the model has
 REORDERS = "sums are rounded in another order from here on"
-REGROUPS = "sums of several GPUs are added in another order from here on"
 RECOMPILES = "compiled layers may round otherwise from here on"
 
 
@@ -72,7 +71,7 @@ OPTIONS = (
     Option("second_backward", "memory.second_backward", "placing", "gradients", None, "",
            "Two-pass gradient clipping: compute gradients twice instead of storing them, which "
            "saves 2 bytes per parameter; auto: only where nothing else fits."),
-    Option("sums_on_device", "memory.sums_on_device", "placing", "gradient sums", 0, REGROUPS,
+    Option("sums_on_device", "memory.sums_on_device", "placing", "gradient sums", 0, "",
            "Number of blocks, the first ones, whose fp32 gradient accumulators stay on the device "
            "between groups, as those of resident blocks always do. Several GPUs exchange these "
            "once a step, the others once a group."),

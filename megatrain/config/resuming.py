@@ -64,12 +64,11 @@ FLAGGED = {
     "attention": NEW_KERNELS,
     "compile": NEW_KERNELS,
     **KEPT_OPTIONS,
+    "memory.sums_on_device": "sums of several GPUs are added in another order from here on",
 }
 # Keys whose chosen values a resumed run keeps, or sums would be rounded in another order.
 KEPT_CHOICES = (*KEPT_OPTIONS, "data.packing", "data.date", "precision", "optimizer.moments")
 KEPT_CHOICES += ("compile",)
-# Of these, one that was chosen for a number of ranks. Sums of another are in another order anyway.
-OF_AS_MANY_RANKS = "memory.sums_on_device"
 
 
 PATHS = (
@@ -159,10 +158,11 @@ def resumed_configs(
     return then.with_values(kept), after
 
 
-def on_other_ranks(config: Config, asked: Config) -> Config:
-    """The config to go on with, on another number of ranks than before. asked: as `asked_again`."""
-    given = flatten(asked.model_dump(mode="json"))
-    return config.with_values({OF_AS_MANY_RANKS: given[OF_AS_MANY_RANKS]})
+def is_open(asked: Config, key: str) -> bool:
+    """Whether a key is auto, and was not set so on the command line or in Python, which asks for
+    another choice than the run's. asked: as `asked_again`."""
+    typed = asked.where(key).startswith((COMMAND_LINE, IN_PYTHON))
+    return not typed and flatten(asked.model_dump(mode="json"))[key] == "auto"
 
 
 def with_absolute_paths(config: Config, but: Collection[str] = ()) -> Config:

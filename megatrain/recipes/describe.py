@@ -15,7 +15,6 @@ from megatrain.config.resuming import (
     CONFIG_FILE,
     KEPT_CHOICES,
     NEW_ORDER,
-    OF_AS_MANY_RANKS,
     RESOLVED_FILE,
     with_absolute_paths,
 )
@@ -44,6 +43,7 @@ from megatrain.storage.saves import find_checkpoint
 from megatrain.world import World
 
 logger = logging.getLogger("megatrain")
+SUMS = "sums_on_device"
 LAUNCH, UNNAMED = "TORCHELASTIC_RUN_ID", "none"  # torchrun's
 DESCRIPTION = (CONFIG_FILE, RESOLVED_FILE, PLAN_FILE, ENVIRONMENT_FILE)
 PACKAGES = (
@@ -73,12 +73,11 @@ def decided(parts: Parts, plan: Plan) -> dict[str, Any]:
     }
 
 
-def decides_bits(parts: Parts, plan: Plan) -> dict[str, Any]:
-    """`decided`, for a checkpoint: a run that goes on keeps what it was begun with."""
-    found = decided(parts, plan)
+def decided_for_ranks(plan: Plan) -> dict[str, Any]:
+    """Choices by field that order the sums of as many ranks, and of no other number."""
     if plan.job.size == 1 or plan.choices.groups == 1:
-        del found[OF_AS_MANY_RANKS]  # the order of sums does not depend on it
-    return found
+        return {}
+    return {SUMS: plan.choices.sums_on_device}
 
 
 def describe_run(parts: Parts, plan: Plan) -> None:
@@ -96,12 +95,12 @@ def describe_run(parts: Parts, plan: Plan) -> None:
     logger.info(f"{parameters}; {choices_in_words(plan)}")
 
 
-def has_other_ranks(run_dir: Path, world: World) -> bool:
-    """Whether the run is known to have had another number of ranks."""
+def has_as_many_ranks(run_dir: Path, world: World) -> bool:
+    """Whether the run has had as many ranks, as far as is known."""
     try:
-        return int(environment(run_dir).get("ranks", 1)) != world.size
+        return int(environment(run_dir).get("ranks", 1)) == world.size
     except (OSError, ValueError, TypeError):
-        return False
+        return True
 
 
 def other_circumstances(run_dir: Path, world: World) -> list[str]:
