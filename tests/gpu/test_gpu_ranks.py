@@ -26,6 +26,7 @@ HOW: dict[str, dict[str, Any]] = {
     # the head's one norm is the first rank's alone
     "tied, resident": {"family": "llama-tied", "settings": Settings(**CHUNK, resident=ALL)},
     "groups": {"settings": Settings(**CHUNK, groups=2, sums_on_device=ALL)},
+    "groups, sums in host RAM": {"settings": Settings(**CHUNK, groups=2, sums_on_device=1)},
     "two backward passes": {"settings": Settings(**CHUNK, second_backward=True)},
     "unclipped": {"settings": Settings(**CHUNK, resident=2), "max_grad_norm": None},
 }
