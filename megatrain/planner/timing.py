@@ -225,8 +225,12 @@ class StepCosts:
             in which experts take the tokens. Each reads all of them, and writes all gradients.
             compiled: by default whether layers are.
         """
-        flops = 3 * work.forward.attention_flops * self.job.pieces * tokens
-        attention = flops / interpolate(self.machine.attention, self.job.seq_len * self.job.pieces)
+        flops, seq_len = (
+            3 * work.forward.attention_flops * self.job.pieces * tokens,
+            self.job.seq_len,
+        )
+        keys = work.keys if 0 < work.keys < seq_len else seq_len * self.job.pieces
+        attention = flops / interpolate(self.machine.attention, keys)
         memory = self.machine.memory if self.on_gpu else self.machine.fresh
         grouped = self._grouped_rate(work, tokens / chunks, rate)
         kind = "compiled" if (self.job.compiled if compiled is None else compiled) else "eager"

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from megatrain.models.meta import blank_call, without_data
+from megatrain.models.probe import plain_attributes
 from megatrain.models.recorder import LayerCall, kind_of
 from megatrain.models.skeleton import Skeleton
 from megatrain.models.transforms.fp8 import Fp8Policy, fp8_matmuls
@@ -299,8 +300,12 @@ class DryRun:
         first: dict[Any, int] = {}
         pairs = zip(self.skeleton.layers, self._calls(1), strict=True)
         return [
-            first.setdefault((kind_of(layer, call), self.skeleton.frozen_in(index)), index)
-            for index, (layer, call) in enumerate(pairs)
+            first.setdefault(
+                # a window may be an attribute, and no mask
+                (kind_of(layer, call), plain_attributes(layer, at), self.skeleton.frozen_in(at)),
+                at,
+            )
+            for at, (layer, call) in enumerate(pairs)
         ]
 
     def _embed(self, rows: int) -> tuple[Tensor, list[LayerCall]]:

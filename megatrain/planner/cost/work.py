@@ -64,6 +64,7 @@ class BlockCost:
     frozen_expert_flops: int = 0  # of these, with frozen matrices
     skippable_flops: int = 0  # of forward.matmul_flops, what recomputation may leave out
     cheap_bytes: int = 0  # per token: what cheap retention adds to a compiled backward
+    keys: int = 0  # that fused attention goes over at once, as in a window; 0: it has none
 
     @property
     def rows_per_expert(self) -> float:
@@ -104,6 +105,7 @@ class Tally:
     expert_parameters: int  # of all experts together
     frozen_flops: int = 0  # of matmul_flops, those with parameters that are frozen
     frozen_expert_flops: int = 0  # of these, the experts'
+    keys: int = 0  # of the fused attention's largest call
 
 
 def tally(
@@ -139,6 +141,7 @@ def tally(
         sum(ahead.experts.values()),
         ahead.frozen_flops,
         ahead.frozen_expert_flops,
+        attention.keys,
     )
 
 
@@ -168,6 +171,7 @@ def cost_per_token(run: Callable[[int], Tally], tokens: int) -> BlockCost:
         expert_parameters=once.expert_parameters,
         expert_flops=grown(once.expert_flops, twice.expert_flops),
         frozen_expert_flops=grown(once.frozen_expert_flops, twice.frozen_expert_flops),
+        keys=once.keys,
     )
 
 
@@ -212,7 +216,7 @@ class AttentionCalls:
     those of whole tiles, since kernels compute a head of 72 columns as one of 128."""
 
     def __init__(self, runs_on: str) -> None:
-        self.count = self.flops = 0
+        self.count = self.flops = self.keys = 0
         self._columns = TILE_COLUMNS if runs_on == "cuda" else 1
 
     def __call__(self, call: Attention) -> Tensor:
@@ -220,6 +224,7 @@ class AttentionCalls:
         # a mask is read, not skipped
         pairs = queries * (queries + 1) // 2 if call.is_causal else queries * call.key.shape[2]
         self.count += 1
+        self.keys = max(self.keys, call.key.shape[2])
         columns = sum(-(-n // self._columns) for n in (width, call.value.shape[-1])) * self._columns
         self.flops += 2 * rows * heads * pairs * columns
         return fused_attention(call)
