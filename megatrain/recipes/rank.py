@@ -18,13 +18,11 @@ from torch.distributed.rendezvous import rendezvous
 from megatrain.config import Config
 from megatrain.data.loader import Loader
 from megatrain.errors import ConfigError, MegaTrainError, PlanError
-from megatrain.losses import SequenceLoss
 from megatrain.machine.affinity import share_of_cores
 from megatrain.machine.hardware import visible_gpus
 from megatrain.planner.reasons import counted
 from megatrain.recipes.launch import Place, place_of
 from megatrain.recipes.others import Others, end_of
-from megatrain.recipes.setup import make_loss
 from megatrain.reporting.summary import RunSummary
 from megatrain.world import ALONE, World
 
@@ -138,9 +136,6 @@ def check_ranks(config: Config, world: World) -> None:
 
 def refused(config: Config) -> str | None:
     """What of a config several ranks do not do: its place and value. None: they do all of it."""
-    loss = make_loss(config)
-    if isinstance(loss, SequenceLoss) and loss.whole_step:
-        return f"{config.where(config.method)}: a loss over a whole step"
     if config.data.streaming:
         return f"{config.where('data.streaming')}: true"
     if config.optimizer.name == "muon":

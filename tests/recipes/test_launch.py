@@ -108,7 +108,7 @@ def test_so_many_gpus_are_used(gpus, monkeypatch, there, visible, keys, ranks):
     [
         ({"gpus": 8}, "gpus: 8, but 4 are visible here"),
         ({"gpus": 2, "device": "cpu"}, "gpus: 2, but device: cpu"),
-        ({"gpus": 2, "method": "kto"}, "kto: a loss over a whole step is not built for several"),
+        ({"gpus": 2, "optimizer": {"name": "muon"}}, "muon is not built for several"),
     ],
 )
 def test_gpus_that_cannot_be_used_are_refused(gpus, keys, words):
