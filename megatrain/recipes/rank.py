@@ -136,8 +136,6 @@ def check_ranks(config: Config, world: World) -> None:
 
 def refused(config: Config) -> str | None:
     """What of a config several ranks do not do: its place and value. None: they do all of it."""
-    if config.data.streaming:
-        return f"{config.where('data.streaming')}: true"
     if config.optimizer.name == "muon":
         return f"{config.where('optimizer.name')}: muon"
     return None

@@ -119,9 +119,8 @@ def test_gpus_that_cannot_be_used_are_refused(gpus, keys, words):
 
 def test_what_keeps_it_to_one_gpu_is_said(gpus, capsys):
     gpus(2)
-    data = {"train": "x", "streaming": True, "eval": None}
-    assert ranks_for(config(data=data, train={"max_steps": 3})) == 1
-    said = "keywords: data.streaming: true is not built for several GPUs: one of 2 is used\n"
+    assert ranks_for(config(optimizer={"name": "muon"})) == 1
+    said = "keywords: optimizer.name: muon is not built for several GPUs: one of 2 is used\n"
     assert capsys.readouterr().err == said
 
 
