@@ -45,18 +45,18 @@ def awaiting(world: World, stop: StopRequest, step: Callable[[], int]) -> Await:
                         raise found
                     failure = found
                 rows = _name(pending.result()) if there and failure is None else None
-                told = world.every((rows, world.as_told(failure), total()))
-                world.raise_first([error for _, error, _ in told], failure)
-                missing = [signs for theirs, _, signs in told if theirs is None]
+                told = world.every((rows, world.as_told(failure), total(), lacks.is_set()))
+                world.raise_first([error for _, error, _, _ in told], failure)
+                missing = [signs for theirs, _, signs, _ in told if theirs is None]
                 if not missing:
-                    _check_equal([theirs for theirs, _, _ in told])
+                    _check_equal([theirs for theirs, *_ in told])
                     return pending.result()
                 if there and missing != of_others:
                     beat()
                 of_others = missing
                 if stop.came():
                     raise Stopped
-                if lacks.is_set() and not said:
+                if any(lack for *_, lack in told) and not said:
                     logger.info(f"step {step()} waits for rows, which are still being tokenised")
                     said = True
 
