@@ -22,6 +22,7 @@ from megatrain.machine.affinity import share_of_cores
 from megatrain.machine.hardware import visible_gpus
 from megatrain.planner.reasons import counted
 from megatrain.recipes.launch import Place, place_of
+from megatrain.recipes.meeting import fresh_part
 from megatrain.recipes.others import Others, end_of
 from megatrain.reporting.summary import RunSummary
 from megatrain.world import ALONE, World
@@ -70,6 +71,7 @@ def as_rank(device: str, work: Callable[[World], RunSummary]) -> RunSummary:
 def _join(own: torch.device, place: Place, stack: ExitStack) -> Others:
     """Meet the other ranks; they are looked after until `stack` is closed."""
     store, rank, size = next(rendezvous("env://", timeout=ALL_COME_WITHIN))
+    store = fresh_part(store, rank, size, ALL_COME_WITHIN)
     backend = "cpu:gloo,cuda:nccl" if own.type == "cuda" else "gloo"
     met = PrefixStore("group", store)
     distributed.init_process_group(
