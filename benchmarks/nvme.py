@@ -66,7 +66,7 @@ def measure(
         plan.choices, plan.job, parts.resolved.shape, parts.machine.hardware
     ).nvme_traffic
     with make_engine(parts, plan) as engine:
-        batches = random_batches(config, plan, engine.anatomy.vocab_size, seed=0)
+        batches = random_batches(config, plan, engine, seed=0)
         engine.train_step(
             batches, next_token, config.train.learning_rate
         )  # compiles, and touches memory and files first

@@ -65,7 +65,7 @@ def measure(model: str, layers: int | None, overrides: list[str], steps: int) ->
     plan.check()
     peaks = []
     with make_engine(parts, plan) as engine:
-        batches = random_batches(config, plan, engine.anatomy.vocab_size, 0)
+        batches = random_batches(config, plan, engine, 0)
         for number in range(steps):
             torch.cuda.synchronize()
             torch.cuda.reset_peak_memory_stats()

@@ -2,9 +2,10 @@
 
     python -m benchmarks.preference --model qwen2.5-7b --tokens-per-step 65536 --seq-len 1024
 
-One engine, planned for pairs, random weights and tokens. Rows are pairs whose answers are
-the second half of each sequence; `sft` trains the same tokens of the same rows. Every figure is a
-median, beside what was planned. Writes JSON to --output, and a table last.
+One engine, planned for the method, random weights and tokens. Answers are the second half of each
+sequence; `sft` trains the same tokens of the same rows. Under `dpo` rows are pairs. Under `kto`
+they are judged by turns, and half of the micro-batches are mismatches, which have no gradient.
+Every figure is a median, beside what was planned. Writes JSON to --output, and a table last.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ import torch
 
 from megatrain.engine.engine import Engine
 from megatrain.engine.objective import AnyLoss
-from megatrain.losses import IGNORE, Dpo, next_token
+from megatrain.losses import IGNORE, Dpo, Kto, next_token
 from megatrain.planner.plan import Plan
 from megatrain.recipes import setup
 from megatrain.recipes.bench import memory_of, prepare_shape
@@ -33,9 +34,10 @@ from megatrain.recipes.shapes import bench_config
 from megatrain.reporting.meters import GpuMeter
 
 Batches = list[dict[str, torch.Tensor]]
+METHODS: dict[str, AnyLoss] = {"dpo": Dpo(), "kto": Kto()}
 
 
-def pairs(engine: Engine, plan: Plan, seq_len: int, seed: int) -> Batches:
+def step_of(engine: Engine, plan: Plan, seq_len: int, seed: int) -> Batches:
     """One step of full rows, of whose tokens the second half are answers."""
     generator = torch.Generator().manual_seed(seed)
     rows, vocabulary = plan.job.tokens_per_step // seq_len, engine.anatomy.vocab_size
@@ -43,11 +45,15 @@ def pairs(engine: Engine, plan: Plan, seq_len: int, seed: int) -> Batches:
     labels = ids.clone()
     labels[:, : seq_len // 2] = IGNORE
     size = plan.choices.micro_batch_tokens // seq_len // 2 * 2
-    parts = zip(ids.split(size), labels.split(size), strict=True)
-    return [
-        {"input_ids": i, "labels": x, "row_reference": torch.full((len(i),), -12.0 * seq_len / 2)}
-        for i, x in parts
-    ]
+    given = {
+        "input_ids": ids,
+        "labels": labels,
+        "row_reference": torch.full((rows,), -12.0 * seq_len / 2),
+        "row_value": torch.arange(rows, dtype=torch.float32) % 2,
+        "row_mismatched": torch.arange(rows) >= max(size, rows // 2),
+    }
+    parts = zip(*(value.split(size) for value in given.values()), strict=True)
+    return [dict(zip(given, part, strict=True)) for part in parts]
 
 
 def seconds_of(run: Callable[[int], object], warmup: int, steps: int) -> list[float]:
@@ -65,21 +71,23 @@ def measured(args: argparse.Namespace) -> dict[str, Any]:
     plans = {}
     with ExitStack() as stack:
         train = {"tokens_per_step": args.tokens_per_step, "seq_len": args.seq_len}
-        config = bench_config(args.model, {"train": train, "device": args.device})
+        config = bench_config(args.model, {"train": train, "device": args.device, "gpus": 1})
         parts = prepare_shape(config, args.layers)
-        losses: dict[str, AnyLoss] = {"sft": next_token, "dpo": Dpo()}
+        losses: dict[str, AnyLoss] = {"sft": next_token, args.method: METHODS[args.method]}
         for method, loss in losses.items():
-            parts = replace(parts, resolved=replace(parts.resolved, loss=loss))
+            share = 0.5 if method == "kto" else 1.0
+            resolved = replace(parts.resolved, loss=loss)
+            parts = replace(parts, resolved=resolved, trained_share=share)
             plans[method] = setup.make_run_plan(parts, checkpoints_written=0)
             plans[method].check()
             print(method, choices_in_words(plans[method]), flush=True)
-        plan = plans["dpo"]
+        plan = plans[args.method]
         engine = stack.enter_context(setup.make_engine(parts, plan))
         meter = stack.enter_context(GpuMeter(engine.device))
-        drawn = [pairs(engine, plan, args.seq_len, seed) for seed in range(3)]
+        drawn = [step_of(engine, plan, args.seq_len, seed) for seed in range(3)]
         plain = [[{n: b[n] for n in ("input_ids", "labels")} for b in step] for step in drawn]
         found: dict[str, list[float]] = {}
-        for name, batches in {"sft": plain, "dpo": drawn, "sft again": plain}.items():
+        for name, batches in {"sft": plain, args.method: drawn, "sft again": plain}.items():
             print(name, flush=True)
             loss, steps = losses[name.split()[0]], batches
 
@@ -98,6 +106,7 @@ def measured(args: argparse.Namespace) -> dict[str, Any]:
     planned |= {"forward": plan.timing.phases["forward"], "gpu_bytes": plan.gpu_bytes}
     return {
         "date": date.today().isoformat(),
+        "method": args.method,
         "model": args.model,
         "layers": args.layers,
         "tokens_per_step": args.tokens_per_step,
@@ -115,6 +124,7 @@ def measured(args: argparse.Namespace) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--model", default="qwen2.5-7b", help="a named shape, folder or hub id")
+    parser.add_argument("--method", choices=METHODS, default="dpo")
     parser.add_argument("--layers", type=int)
     parser.add_argument("--tokens-per-step", type=int, default=65536)
     parser.add_argument("--seq-len", type=int, default=1024)
@@ -129,7 +139,7 @@ def main() -> None:
     print(f"{'':20} {'measured s':>10} {'planned s':>10}")
     for name, seconds in median.items():
         print(f"{name:20} {seconds:10.3f} {planned.get(name.split()[0], float('nan')):10.3f}")
-    print(f"a step of pairs over one of the same rows: {median['dpo'] / median['sft']:.4f}")
+    print(f"{args.method} over sft of the same rows: {median[args.method] / median['sft']:.4f}")
 
 
 if __name__ == "__main__":

@@ -71,9 +71,10 @@ OPTIONS = (
     Option("second_backward", "memory.second_backward", "placing", "gradients", None, "",
            "Two-pass gradient clipping: compute gradients twice instead of storing them, which "
            "saves 2 bytes per parameter; auto: only where nothing else fits."),
-    Option("sums_on_device", "", "placing", "gradient sums", 0, "",
+    Option("sums_on_device", "memory.sums_on_device", "placing", "gradient sums", 0, "",
            "Number of blocks, the first ones, whose fp32 gradient accumulators stay on the device "
-           "between groups."),
+           "between groups, as those of resident blocks always do. Several GPUs exchange these "
+           "once a step, the others once a group."),
     Option("nvme_blocks", "memory.nvme_blocks", "placing", "NVMe", 0, "",
            "Number of streamed blocks whose optimizer state (see nvme_arrays) is on NVMe, last "
            "layers first."),

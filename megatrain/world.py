@@ -31,6 +31,8 @@ PATIENCE = timedelta(days=30)
 # renamed in torch 2.13
 gather_whole: Any = getattr(distributed, "all_gather_single", None)
 gather_whole = gather_whole or distributed.all_gather_into_tensor
+scatter_sum: Any = getattr(distributed, "reduce_scatter_single", None)
+scatter_sum = scatter_sum or distributed.reduce_scatter_tensor
 
 
 @dataclass(frozen=True)

@@ -29,9 +29,7 @@ from megatrain.cli.app import (
     find_shape,
     finish,
     need_folder,
-    one_process,
     print_json,
-    show,
 )
 from megatrain.errors import ConfigError, PlanError
 from megatrain.models.shapes import SHAPES
@@ -172,7 +170,6 @@ def bench(
     profile: Timeline = None,
 ) -> None:
     """Time a model's training on this machine."""
-    one_process()
     target, given = (model, list(arguments or [])) if model else _target_of(arguments, "bench")
     short = {"train.tokens_per_step": tokens_per_step, "train.seq_len": seq_len}
     shorts = [f"{key}={value}" for key, value in short.items() if value is not None]
@@ -183,12 +180,13 @@ def bench(
     from megatrain.recipes.shapes import bench_config
 
     settings = bench_config(target, [*shorts, *given])
+    on_several(settings)
     from megatrain.recipes.bench import bench as time_steps
 
     found = time_steps(
         settings, steps=steps, warmup=warmup, layers=layers, same_batch=same_batch, profile=profile
     )
-    show(found, as_json)
+    finish(found, as_json)
 
 
 def on_several(settings: Config) -> None:

@@ -18,6 +18,7 @@ class MemoryOptions(Options):
     offload_activations: v.FlagOrAuto = option("offload_activations")
     retained_on_host: v.NumberOrAuto = option("retained_on_host")
     second_backward: v.FlagOrAuto = option("second_backward")
+    sums_on_device: v.NumberOrAuto = option("sums_on_device")
     activations: c.Activations = key(
         "none",
         "Codec of recomputed layers' activation checkpoints: int8 takes 52% of bf16's bytes, int6 "

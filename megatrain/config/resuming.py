@@ -64,6 +64,7 @@ FLAGGED = {
     "attention": NEW_KERNELS,
     "compile": NEW_KERNELS,
     **KEPT_OPTIONS,
+    "memory.sums_on_device": "sums of several GPUs are added in another order from here on",
 }
 # Keys whose chosen values a resumed run keeps, or sums would be rounded in another order.
 KEPT_CHOICES = (*KEPT_OPTIONS, "data.packing", "data.date", "precision", "optimizer.moments")
@@ -155,6 +156,13 @@ def resumed_configs(
     edited = {key for key in saved["chosen"] if now[key] != before[key]}
     after = asked.with_values({key: kept[key] for key in kept if key not in typed | edited})
     return then.with_values(kept), after
+
+
+def is_open(asked: Config, key: str) -> bool:
+    """Whether a key is auto, and was not set so on the command line or in Python, which asks for
+    another choice than the run's. asked: as `asked_again`."""
+    typed = asked.where(key).startswith((COMMAND_LINE, IN_PYTHON))
+    return not typed and flatten(asked.model_dump(mode="json"))[key] == "auto"
 
 
 def with_absolute_paths(config: Config, but: Collection[str] = ()) -> Config:

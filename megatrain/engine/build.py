@@ -280,12 +280,9 @@ def check_world(
     """Raise ConfigError for what is not built for several ranks. balances: routers."""
     if world.is_alone:
         return
-    blocks = len(skeleton.anatomy.blocks)
-    travel = settings.groups > 1 and max(settings.resident, settings.sums_on_device) < blocks
     over_hosts = settings.transport == "read" and world.hosts > 1
     refused = {
         "weights that several hosts read (set transport: gather)": over_hosts,
-        "sums that wait in host RAM (set sums_on_device: ALL)": travel,
         f"{type(optimizer).__name__} (use AdamW or Lion)": optimizer.whole_tensors,
     }
     if found := [what for what, there in refused.items() if there]:

@@ -29,12 +29,14 @@ class Buffer:
 class OpenSum:
     """The fp32 accumulator of a block that backward adds to: a view for each tensor by name.
 
-    `arriving` completes when the sums of earlier groups have come back from the host.
+    `arriving` completes when the sums of earlier groups have come back from the host: into this
+    buffer, or of several ranks into `share`, where this rank's share is added up over groups.
     """
 
     buffer: Buffer
     sums: dict[str, Sum]
     arriving: Event | None = None
+    share: Buffer | None = None
 
 
 @dataclass(frozen=True)
@@ -83,7 +85,9 @@ class GradientSink(ABC):
 class Gradients:
     """Sums each block's gradient over the micro-batches of a step, in fp32, in their order.
 
-    The order is the same wherever the sums live, so the number of groups does not change a bit.
+    The order is the same wherever the sums live, so the number of groups does not change a bit. Not
+    so of several ranks: they exchange sums that stay on the device once a step, and those that wait
+    on the host once a group, of which only shares wait. Then bits depend on which block's stay.
 
     Args:
         layouts: of all blocks, in execution order. One of no elements is frozen: it has no sums.
@@ -93,7 +97,7 @@ class Gradients:
             others take turns in a ring.
         sink: receives the finished gradients.
         host_sums: returns a block's fp32 array on the host, if accumulators wait there between
-            groups.
+            groups: whole ones, or a rank's share.
         exchange: of several ranks, each of which gets its share of the sum over all.
     """
 
@@ -128,6 +132,10 @@ class Gradients:
         travel = host_sums is not None or exchange is not None
         sizes = sum_buffers(passing, travel)
         self._ring = [Buffer(torch.zeros(size, device=device)) for size in sizes]
+        shares = () if exchange is None or host_sums is None else exchange.shares
+        passing = [share for block, share in enumerate(shares) if block not in self._own]
+        sizes = sum_buffers(passing, travel)  # one for each of the ring
+        self._shares = [Buffer(torch.zeros(size, device=device)) for size in sizes]
         self._staging = [
             Buffer(torch.zeros(largest, dtype=dtype, device=device)) for _ in range(GRADIENT_STAGES)
         ]
@@ -156,34 +164,37 @@ class Gradients:
         groups before have left."""
         if block in self._open or not self.layouts[block].numel:
             return  # a tied embedding is opened by the head and closed by embed
-        buffer = self._own.get(block)
+        buffer, share = self._own.get(block), None
+        travels, later = buffer is None, block in self._started
         if buffer is None:
             self._turn += 1
             buffer = self._ring[self._turn % len(self._ring)]
-        layout, fresh = self.layouts[block], block not in self._started
+            share = self._shares[self._turn % len(self._ring)] if self._shares else None
+        layout, fresh = self.layouts[block], not later or share is not None
         flat = buffer.flat[: layout.numel]
         sums = {name: Sum(view, fresh) for name, view in layout.views(flat).items()}
-        opened = self._open[block] = OpenSum(buffer, sums)
+        opened = self._open[block] = OpenSum(buffer, sums, share=share)
         if fresh:
             leaves = self.exchange.slowest if self.exchange else "download"
             self.compute.wait(buffer.free, leaves)  # wait: what it held before still leaves
             # the padding: sums write tensors alone, and another block's values may lie between
             for start, stop in layout.gaps():
                 flat[start:stop].zero_()
-        elif block not in self._own:
-            opened.arriving = buffer.free = self._fetch_sum(block, flat, buffer)
+        if later and travels:
+            opened.arriving = self._fetch_sum(block, share or buffer)
         self._started.add(block)
 
-    def _fetch_sum(self, block: int, flat: torch.Tensor, buffer: Buffer) -> Event:
+    def _fetch_sum(self, block: int, buffer: Buffer) -> Event:
         assert self.host_sums is not None
         source, free, written = self.host_sums(block), buffer.free, self._sums_landed[block]
 
         def job(_: Event) -> None:
             self.upload.wait(free)  # wait: another block's sum still leaves this buffer
             self.upload.wait(written)  # wait: this sum may still be on its way down
-            flat.copy_(source, non_blocking=True)
+            buffer.flat[: len(source)].copy_(source, non_blocking=True)
 
-        return self.upload.submit(job)
+        buffer.free = self.upload.submit(job)
+        return buffer.free
 
     def add(self, block: int, gradients: dict[str, torch.Tensor | None]) -> None:
         """Add one micro-batch's gradients by tensor name to the block's open sum; None is zero."""
@@ -195,12 +206,14 @@ class Gradients:
         if not self.layouts[block].numel:
             return {}
         opened = self._open[block]
-        self.compute.wait(opened.arriving, "upload")  # wait: earlier groups' sums are on their way
-        opened.arriving = None
+        if opened.share is None:
+            # wait: earlier groups' sums are on their way
+            self.compute.wait(opened.arriving, "upload")
+            opened.arriving = None
         return opened.sums
 
     def close(self, block: int, *, last_group: bool) -> None:
-        """The block's backward of this group is complete.
+        """The block's backward of this group is complete, on this rank.
 
         In the last group, round, measure and download its gradient, and hand it to the sink.
         """
@@ -208,10 +221,13 @@ class Gradients:
             return
         for open_sum in self.sums(block).values():
             open_sum.fill()
-        buffer = self._open.pop(block).buffer
+        opened = self._open.pop(block)
+        buffer = opened.buffer
         flat = buffer.flat[: self.layouts[block].numel]
         if last_group and self.exchange is not None:
-            self._share_out(block, buffer, self.exchange)
+            self._share_out(block, opened, self.exchange)
+        elif opened.share is not None and self.exchange is not None:
+            self._put_by(block, opened, opened.share, self.exchange)
         elif last_group and self._only_measured:
             self._square_sums[block] = square_sum(self._rounded(block, flat))
         elif last_group:
@@ -236,24 +252,54 @@ class Gradients:
         self._staging[block % GRADIENT_STAGES].free = landed
         return Gradient(block, target, landed, scalar)
 
-    def _share_out(self, block: int, buffer: Buffer, exchange: Exchange) -> None:
+    def _summed(
+        self, block: int, opened: OpenSum, exchange: Exchange
+    ) -> Callable[[], torch.Tensor]:
+        """For a job of the exchange: this rank's share of the sum over all ranks and all groups so
+        far, in fp32. Valid until the next one."""
+        ready, lane, span = self.compute.record(), exchange.lane, exchange.trained_span(block)
+        total, share, arriving = opened.buffer.flat[: exchange.padded(block)], None, opened.arriving
+        if opened.share is not None:
+            share, there = opened.share.flat[: span.numel], arriving or opened.share.free
+
+        def summed() -> torch.Tensor:
+            lane.wait(ready)  # wait: the sum must have been computed
+            found = exchange.summed(total)[: span.numel]
+            if share is None:
+                return found
+            lane.wait(there)  # wait: earlier groups' come up, or another block's still leaves
+            return share.copy_(found) if arriving is None else share.add_(found)
+
+        return summed
+
+    def _put_by(self, block: int, opened: OpenSum, share: Buffer, exchange: Exchange) -> None:
+        """Add this group's sum over all ranks to this rank's share, which waits on the host."""
+        assert self.host_sums is not None
+        target, summed = self.host_sums(block), self._summed(block, opened, exchange)
+        self._exchanged = opened.buffer.free = exchange.lane.submit(lambda _: summed())
+        copied = share.flat[: len(target)], target
+        share.free = self._sums_landed[block] = self._send(copied, after=self._exchanged)
+
+    def _share_out(self, block: int, opened: OpenSum, exchange: Exchange) -> None:
         """Give every rank its share of the sum over all; measure, and send this rank's on its way.
 
         The sum of squares is of the whole gradient, the same on every rank and as of one alone.
         """
-        ready, lane, numel = self.compute.record(), exchange.lane, self.layouts[block].numel
-        total, square = buffer.flat[: exchange.padded(block)], self._square_sums[block : block + 1]
-        staging, span = self._staging[block % GRADIENT_STAGES], exchange.trained_span(block)
-        mine, free = staging.flat[: span.numel], staging.free
+        lane, rows = exchange.lane, self.layouts[block].numel // BLOCK_ALIGNMENT
+        summed, square = self._summed(block, opened, exchange), self._square_sums[block : block + 1]
+        staging = self._staging[block % GRADIENT_STAGES]
+        mine, free = staging.flat[: exchange.trained_span(block).numel], staging.free
 
         def job(_: Event) -> None:
-            lane.wait(ready)  # wait: the sum must have been computed
+            found = summed()
             lane.wait(free)  # wait: an earlier gradient still leaves this buffer
-            mine.copy_(exchange.summed(total)[: span.numel])
+            mine.copy_(found)
             norms = exchange.all_norms(row_norms(mine), block)
-            square.copy_(sum_of_squares(norms[: numel // BLOCK_ALIGNMENT]))
+            square.copy_(sum_of_squares(norms[:rows]))
 
-        self._exchanged = buffer.free = staging.free = shared = lane.submit(job)
+        self._exchanged = opened.buffer.free = staging.free = shared = lane.submit(job)
+        if opened.share is not None:
+            opened.share.free = shared
         if self._only_measured:
             return
         target, scalar = self.sink.place(block), self._landed_square_sums[block : block + 1]

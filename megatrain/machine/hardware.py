@@ -308,6 +308,9 @@ def visible_gpus() -> list[str]:
     return [*takewhile(lambda name: name not in ("", "-1"), names)]
 
 
+P2P_READS = 0  # NVML_P2P_CAPS_INDEX_READ, which pynvml has as a tuple
+
+
 def reach_each_other(uuids: Sequence[str]) -> bool:
     """Whether each of this host's GPUs reads the others' memory; true where the driver cannot say.
 
@@ -318,8 +321,9 @@ def reach_each_other(uuids: Sequence[str]) -> bool:
             return True
         try:
             gpus = [nvml.nvmlDeviceGetHandleByUUID(uuid) for uuid in uuids]
-            reads = nvml.NVML_P2P_CAPS_INDEX_READ
-            found = [nvml.nvmlDeviceGetP2PStatus(*pair, reads) for pair in permutations(gpus, 2)]
+            found = [
+                nvml.nvmlDeviceGetP2PStatus(*pair, P2P_READS) for pair in permutations(gpus, 2)
+            ]
         except nvml.NVMLError:
             return True
         return all(status == nvml.NVML_P2P_STATUS_OK for status in found)

@@ -16,6 +16,9 @@ if TYPE_CHECKING:
 # GGUF's types of tokens.
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)
 SPACE = "▁"  # how sentencepiece writes one
+# Gemma's; when it splits there are none left
+AT_SPACES: dict[str, Any] = {"type": "Split", "pattern": {"String": " "}, "invert": False}
+AT_SPACES |= {"behavior": "MergedWithPrevious"}
 BYTES = re.compile("<0x[0-9A-F]{2}>")  # and those that are in no token
 
 # How readers split text, by the name that GGUF has for it: the tokenizer's own patterns, and
@@ -29,6 +32,14 @@ _CASED = (
     r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
     r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
+_CONTRACTED = (
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+    r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+    r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+_UNPUNCTUATED = " ?[^(\\s|[.,!?…。，、।۔،])]+"
 GPT2, DIGITS = "ByteLevel's own", "single digits, then ByteLevel's own"
 SPLITS = {
     (GPT2, False): "gpt-2",
@@ -36,6 +47,8 @@ SPLITS = {
     (_WORDS.replace("NUMBERS", ""), False): "qwen2",
     (_WORDS.replace("NUMBERS", "{1,3}"), True): "llama-bpe",
     (_CASED, True): "tekken",
+    (_CONTRACTED, False): "gpt-4o",
+    (_UNPUNCTUATED, False): "bloom",
 }
 
 
@@ -138,8 +151,8 @@ def _split_of(said: dict[str, Any]) -> str:
     elif kinds == ["Split", "ByteLevel"] and plain and not own and not steps[0]["invert"]:
         pattern = steps[0]["pattern"].get("Regex") if steps[0]["behavior"] == "Isolated" else None
     name = SPLITS.get((pattern or "", ignores))
-    # readers do not normalise; Qwen's tokenizers do, which changes only decomposed accents
-    if name is None or (normalizer and (name, normalizer) != ("qwen2", {"type": "NFC"})):
+    # readers do not normalise; NFC, as of Qwen's tokenizers, changes only decomposed accents
+    if name is None or (normalizer and normalizer != {"type": "NFC"}):
         known = ", ".join(SPLITS.values())
         raise _refused(f"it splits or normalises text as none of {known} does")
     return name
@@ -151,7 +164,7 @@ def _adds_space(said: dict[str, Any]) -> bool:
     steps = normalizer.get("normalizers", [normalizer] if normalizer else [])
     replaces = {"type": "Replace", "pattern": {"String": " "}, "content": SPACE}
     prepends = {"type": "Prepend", "prepend": SPACE}
-    if splits is None and steps in ([replaces], [prepends, replaces]):
+    if splits in (None, AT_SPACES) and steps in ([replaces], [prepends, replaces]):
         return prepends in steps
     spaces = splits or {}
     whole = spaces.get("type") == "Metaspace" and spaces.get("replacement") == SPACE

@@ -259,6 +259,8 @@ def launch(
     stochastic rounding. `scalars`: the float32 constants.
     """
     numel = arrays[0].numel()
+    if not numel:  # a rank's share of a small block
+        return
     of_elements = [array for array in arrays if array.numel() * GROUP != numel]
     count = cuda.vectors(of_elements, VECTOR)
     assert count is not None, [(tuple(array.shape), array.dtype) for array in arrays]

@@ -45,18 +45,16 @@ def traded(tokens: float, row_bytes: int, job: Job, machine: MachineProfile) -> 
 
 
 def cross_network(
-    timeline: StepTimeline,
-    numel: int,
-    job: Job,
-    machine: MachineProfile,
-    weight_bytes: int,
-    sum_bytes: int,
+    timeline: StepTimeline, job: Job, machine: MachineProfile, weights: int, sums: int
 ) -> None:
     """Let a step take at least what its bytes need between hosts: weights cross once, beside the
-    forward, and sums beside the backward."""
-    others = numel * (job.hosts - 1) / job.hosts / machine.network
-    timeline.at_least_in("forward", others * weight_bytes)
-    timeline.at_least_in("backward", others * sum_bytes)
+    forward, and sums beside the backward.
+
+    weights, sums: bytes of all that is gathered, and of all sums that are exchanged.
+    """
+    others = (job.hosts - 1) / job.hosts / machine.network
+    timeline.at_least_in("forward", others * weights)
+    timeline.at_least_in("backward", others * sums)
 
 
 class Collective(NamedTuple):

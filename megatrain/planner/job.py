@@ -67,6 +67,7 @@ class Asked:
     offload_activations: bool | None = None
     retained_on_host: int | None = None
     second_backward: bool | None = None
+    sums_on_device: int | None = None
     nvme_blocks: int | None = None
     nvme_arrays: Level | None = None
     update_threads: int | None = None

@@ -121,6 +121,8 @@ class Layout:
         # accumulators that stay for the whole step, and the buffers that other blocks' pass through
         own = own_sums(self._summed, shape.tied)
         sums = sum(sizes[:own]) + sum(sum_buffers(sizes[own:], several or choices.groups > 1))
+        if several and choices.groups > 1:  # and shares, on their way to the host and back
+            sums += sum(sum_buffers([size // self.job.size for size in sizes[own:]], True))
         # a gradient leaves for the host once it is a rank's share
         leaving = share(max(shape.block_numel), self.job.size) if several else max(sizes)
         table = {
@@ -181,6 +183,14 @@ class Layout:
         return table
 
     @property
+    def crossing(self) -> tuple[int, int]:
+        """Bytes that a step gathers of weights once, and exchanges of sums, whoever owns them."""
+        choices, whole = self.choices, sum(self.padded)
+        sums = (1 + choices.second_backward) * whole
+        sums += (choices.groups - 1) * sum(self.padded[self._summed :])
+        return whole * self.activations.weight, sums * SUM_BYTES
+
+    @property
     def _summed(self) -> int:
         """Number of blocks, the first ones, whose fp32 accumulators stay between groups."""
         choices, blocks = self.choices, len(self.shape.block_numel)
@@ -221,7 +231,7 @@ class Layout:
         # arrays on NVMe pass through buffers of the largest
         largest, count = self.far_arrays(self.far_blocks, max), len(self.far_blocks)
         staged = sum(stages(name, count) * size for name, size in largest.items())
-        travelling = self.shape.trained_numel[self._summed :] if choices.groups > 1 else ()
+        travelling = self.owned[self._summed :] if choices.groups > 1 else ()
         table |= {
             "gradient staging": landing * max(streamed, default=0) * activations.weight,
             "NVMe staging": int(staged),

@@ -99,13 +99,15 @@ class RecordedSimulator(StepSimulator):
         self._note("download", self.blocks[block].boundary_down, words)
 
     def _backward(self, phase: str, block: int, first: bool, last: bool) -> None:
-        before = self.upload, self.fetch, self.download
+        before = self.upload, self.fetch, self.download, self.exchange
         super()._backward(phase, block, first, last)
         name, tasks = self._name(block), self.blocks[block]
         if self.upload > before[0]:
             self._note("upload", tasks.sum_up, f"accumulator of {name}")
         if self.fetch > before[1]:
             self._note("fetch", tasks.boundary_up, f"activations of {name}")
+        if self.exchange > before[3] and not last:
+            self._note("exchange", tasks.reduce, f"sums of {name}")
         if self.download > before[2] and (not last or tasks.frozen):
             self._note("download", tasks.sum_down, f"accumulator of {name}")
 

@@ -64,7 +64,7 @@ def reasons(layout: Layout) -> tuple[Reason, ...]:
             _checkpoints(choices.offload_activations, codec),
         ),
         "second_backward": _gradients(choices, job),
-        "sums_on_device": (counted(sums, "block"), _sums(choices, blocks)),
+        "sums_on_device": (counted(sums, "block"), _sums(choices, job, blocks)),
         "nvme_blocks": _nvme(choices, job, layout.nvme_traffic),
         "update_threads": (
             str(choices.update_threads),
@@ -76,6 +76,8 @@ def reasons(layout: Layout) -> tuple[Reason, ...]:
         if option.heading and (job.nvme_drives or option.field != "nvme_blocks"):
             value, why = words[option.field]
             asked = option.key and getattr(job, option.field) is not None
+            if option.field == "sums_on_device":  # one group has none, and residents' always stay
+                asked = choices.groups > 1 and choices.sums_on_device == job.sums_on_device
             rows.append(Reason(option.heading, value, f"as asked: {why}" if asked else why))
     sets = layout.activations.working_sets
     largest = max(sets, key=lambda name: sets[name])
@@ -153,14 +155,15 @@ def _gradients(choices: Choices, job: Job) -> tuple[str, str]:
     return "computed once", kept if job.clipping else "applied at once, since nothing is clipped"
 
 
-def _sums(choices: Choices, blocks: int) -> str:
+def _sums(choices: Choices, job: Job, blocks: int) -> str:
     if choices.groups == 1:
         return "one block's at a time: it ends all micro-batches before the next block begins"
+    exchanged = ", and exchanged at the end of each" if job.size > 1 else ""
     if choices.sums_on_device == 0:
-        return "in host RAM between groups"
+        return f"in host RAM between groups{exchanged}"
     here = f"those of {_part('first', choices.sums_on_device, blocks, 'block')} stay on the device"
-    others = "; the others' are in host RAM" if choices.sums_on_device < blocks else ""
-    return f"{here} between groups{others}"
+    others = f"; the others' are in host RAM{exchanged}"
+    return f"{here} between groups{others if choices.sums_on_device < blocks else ''}"
 
 
 def _nvme(choices: Choices, job: Job, traffic: tuple[int, int]) -> tuple[str, str]:

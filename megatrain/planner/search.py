@@ -263,7 +263,9 @@ class Search:
         """Numbers of blocks whose accumulators stay on the device between groups."""
         if groups == 1:
             return (0,)
-        return (0, blocks // 2, blocks) if self.job.size == 1 else (blocks,)
+        if self.job.sums_on_device is not None:
+            return (min(self.job.sums_on_device, blocks),)
+        return (0, blocks // 2, blocks)
 
     def head_chunk(self, micro_batch_tokens: int) -> int:
         """The largest chunk whose working set is no larger than what the layers need anyway."""
@@ -290,12 +292,10 @@ class Search:
     def placed_on_device(self, layout: Layout) -> Layout:
         """With as many blocks resident as fit, then as many accumulators."""
         choices, blocks = layout.choices, len(self.shape.block_numel)
-        several = self.job.size > 1  # whose sums do not wait in host RAM
+        asked = self.job.sums_on_device is not None and choices.groups > 1
 
         def placed(resident: int, sums: int = 0) -> Layout:
             sums = max(choices.sums_on_device, resident, sums) if choices.groups > 1 else 0
-            if several and choices.groups > 1:
-                sums = blocks
             return layout.moved(resident=resident, sums_on_device=sums)
 
         if self.job.resident is not None:
@@ -304,8 +304,10 @@ class Search:
             return placed(0)
         else:  # what the user sent to a drive is streamed
             free = blocks - min(blocks, self.job.nvme_blocks or 0)
+            if asked:  # resident blocks' sums always stay
+                free = min(free, choices.sums_on_device)
             resident = most(free, lambda count: self.fits_device(placed(count)))
-        if choices.groups == 1 or several:
+        if choices.groups == 1 or asked:
             return placed(resident)
         least = placed(resident).choices.sums_on_device
         more = most(blocks - least, lambda count: self.fits_device(placed(resident, least + count)))

@@ -56,6 +56,7 @@ def at_least(blocks: Sequence[BlockTasks], options: StepOptions) -> float:
     behind = computing - forward - on_device if options.stored else 0.0
     # at least once: where there are few layers, each stays in a slot of its own
     exchanging = total("gather", blocks) + total("reduce", blocks) if options.ranks > 1 else 0.0
+    exchanging += (groups - 1) * total("reduce", travelling)
     return max(computing, uploading, downloading, exchanging, updating + behind)
 
 
@@ -91,6 +92,7 @@ class StepSimulator:
         self.slot_holds: dict[int | None, int] = {}
         self.staging_free = [0.0] * GRADIENT_STAGES
         self.travelling_free = [0.0] * TRAVELLING_SUMS
+        self.travelling_shares_free = [0.0] * TRAVELLING_SUMS
         self.turn = 0
         # the rings' sizes as seconds of the transfers that fill them
         leaving, coming = rings(options.micro_batches, options.retained_on_host)
@@ -206,28 +208,42 @@ class StepSimulator:
         exchanged = self.several and not sums_here
         if travels or exchanged:
             self.turn = (self.turn + 1) % TRAVELLING_SUMS
-        arriving = 0.0
-        if exchanged:
-            self._wait(phase, self.travelling_free[self.turn], "exchange")
+        arriving, free = 0.0, self.travelling_free
+        if exchanged:  # only shares travel
+            self._wait(phase, free[self.turn], "exchange")
+            free = self.travelling_shares_free
         elif travels and first:
-            self._wait(phase, self.travelling_free[self.turn], "download")
-        elif travels:
+            self._wait(phase, free[self.turn], "download")
+        if travels and not first:
             # the sum of earlier groups comes into a buffer that another block's may be leaving
-            begin = max(self.upload, self.travelling_free[self.turn], self.sum_landed[block])
-            arriving = self.upload = begin + tasks.sum_up
+            begin = max(self.upload, free[self.turn], self.sum_landed[block])
+            arriving = free[self.turn] = self.upload = begin + tasks.sum_up
         back = 0.0
         if tasks.boundary_up:
             self.fetch = max(self.fetch, self.compute - self.coming) + tasks.boundary_up
             back = self.fetch + each
         self._compute(phase, each)
-        self._wait(phase, arriving, "upload")  # wait: the next gradient is added to the sum
+        if not exchanged:
+            self._wait(phase, arriving, "upload")  # wait: the next gradient is added to the sum
         self._compute(phase, tasks.backward - each)
         self._wait(phase, back, "upload")  # wait: the last micro-batch needs its activations
         if last and not tasks.frozen:
             self._finish(phase, block)
         elif travels:
-            self.download = max(self.download, self.compute) + tasks.sum_down
-            self.travelling_free[self.turn] = self.sum_landed[block] = self.download
+            ready = self._exchange_sums(block, self.compute) if exchanged else self.compute
+            self.download = max(self.download, ready) + tasks.sum_down
+            free[self.turn] = self.sum_landed[block] = self.download
+
+    def _exchange_sums(self, block: int, ready: float) -> float:
+        """When ranks have exchanged a block's sums, and this one has added its share to that of
+        the groups before. ready: when the sums are there."""
+        in_turn, shares_free = block >= self.options.sums_on_device, self.travelling_shares_free
+        if in_turn:
+            ready = max(ready, shares_free[self.turn])
+        done = self.collectives.add(ready, self.blocks[block].reduce, self.options.reduce_loss)
+        if in_turn:
+            self.travelling_free[self.turn] = shares_free[self.turn] = done
+        return done
 
     def _finish(self, phase: str, block: int) -> None:
         """Round, measure and download a gradient; if it is not stored, apply it."""
@@ -254,9 +270,8 @@ class StepSimulator:
     def _share_out(self, phase: str, block: int) -> None:
         """`_finish` of several ranks: each gets its share, which it rounds and sends away."""
         tasks, stored, stage = self.blocks[block], self.options.stored, block % GRADIENT_STAGES
-        ready = max(self.compute, self.staging_free[stage])
-        shared = self.collectives.add(ready, tasks.reduce, self.options.reduce_loss)
-        self.travelling_free[self.turn] = self.staging_free[stage] = shared
+        shared = self._exchange_sums(block, max(self.compute, self.staging_free[stage]))
+        self.staging_free[stage] = shared
         if self.options.second_backward and phase != "second backward":
             return
         if block >= self.options.resident:

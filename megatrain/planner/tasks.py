@@ -39,7 +39,9 @@ class BlockTasks:
     frozen: bool = False  # without gradient and update
     gather: float = 0.0  # of all ranks' shares of the weight, once this one's is up
     read: bool = False  # the whole weight is uploaded here, and nothing gathered
-    reduce: float = 0.0  # of all ranks' sums to one's share of the gradient, rounded and measured
+    # of all ranks' sums to one's share of the gradient, which is rounded and measured; or of a
+    # group's sums, to be added to those of the groups before
+    reduce: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,6 +128,7 @@ def serial(blocks: Sequence[BlockTasks], options: StepOptions) -> StepTimeline:
     backward["download"] = total("download", streamed)
     backward["download"] += (groups - 1) * total("sum_down", travelling)
     backward["exchange"] = groups * gathers + total("reduce", blocks)
+    backward["exchange"] += (groups - 1) * total("reduce", travelling)
     if options.second_backward:  # moves the same as the first, whose gradients stay
         computed["second backward"] = sum(block.backward + block.finish for block in blocks)
         timeline.waits["second backward"] |= backward | {

@@ -94,9 +94,7 @@ class StepCosts:
         """Simulate one steady step. Deterministic arithmetic: no device is asked."""
         timeline = (simulation.overlapped if self.on_gpu else serial)(self.blocks, self.options)
         if self.job.hosts > 1:
-            again = 1 + self.choices.second_backward
-            numel, machine = sum(self.layout.padded), self.machine
-            cross_network(timeline, numel, self.job, machine, self.weight, again * SUM_BYTES)
+            cross_network(timeline, self.job, self.machine, *self.layout.crossing)
         trained = self.job.trained_tokens(self.choices.micro_batch_tokens)
         tokens_per_s = trained / timeline.seconds
         return Timing(
@@ -313,8 +311,8 @@ class StepCosts:
             reduce=(numel > 0) * (reduce + finish) if self.job.size > 1 else 0.0,
             upload=uploaded * self.weight / up,
             download=streamed * self.weight / self.down,
-            sum_up=numel * SUM_BYTES / self.up,
-            sum_down=numel * SUM_BYTES / self.down,
+            sum_up=mine * SUM_BYTES / self.up,
+            sum_down=mine * SUM_BYTES / self.down,
             boundary_down=offloaded / self.leaving,
             boundary_up=offloaded / self.up,
             host_update=on_host,

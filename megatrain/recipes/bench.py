@@ -1,5 +1,5 @@
 """How fast a model trains on this machine: whole optimizer steps over random tokens from random
-weights, on the path that `train` takes."""
+weights, on the path that `train` takes, with as many ranks."""
 
 from __future__ import annotations
 
@@ -25,7 +25,8 @@ from megatrain.planner.plan import Plan
 from megatrain.recipes import setup
 from megatrain.recipes.bench_result import BenchResult, BenchStep
 from megatrain.recipes.describe import choices_in_words, environment_of, facts_of, work_of
-from megatrain.recipes.rank import check_ranks
+from megatrain.recipes.rank import as_rank, bind, check_ranks
+from megatrain.recipes.row_pieces import sharing
 from megatrain.recipes.setup import Parts
 from megatrain.recipes.shapes import shape_model
 from megatrain.reporting.advice import advise
@@ -36,7 +37,7 @@ from megatrain.reporting.streams import console_on
 from megatrain.reporting.summary import Predicted
 from megatrain.reporting.tracing import claim, computing_seconds, record_timeline
 from megatrain.reporting.words import bound_in_words, human_parameters
-from megatrain.world import ALONE
+from megatrain.world import ALONE, World
 
 LONGEST_TRACED_S = 60.0  # of a step that is run once more to see when kernels run
 
@@ -55,7 +56,8 @@ def bench(
 ) -> BenchResult:
     """Time `steps` steps of a run as `config` describes it, after `warmup` untimed ones.
 
-    Each step's time goes to stderr.
+    Each step's time goes to stderr. Of several ranks that a launcher has started all call it, and
+    have the same result.
 
     Args:
         layers: another depth than the model's own.
@@ -64,65 +66,95 @@ def bench(
 
     Raises MegaTrainError: PlanError for what does not fit, before anything is allocated.
     """
+    timed = partial(_bench, config, layers, steps, warmup, same_batch, profile)
+    return as_rank(config.device, timed)
+
+
+def _bench(
+    config: Config,
+    layers: int | None,
+    steps: int,
+    warmup: int,
+    same_batch: bool,
+    profile: Path | None,
+    world: World,
+) -> BenchResult:
     setup.quiet_libraries()
+    profile = profile if world.is_first else None
     if profile is not None:
         claim(profile)
-    console = console_on(stderr=True, highlight=False)
+    console = console_on(stderr=True, highlight=False, quiet=not world.is_first)
     with ExitStack() as stack:
         stack.enter_context(logging_on(console))
-        parts = prepare_shape(config, layers)
+        parts = prepare_shape(config, layers, world)
         plan = setup.make_run_plan(parts, checkpoints_written=0)
         plan.check()
         model = human_parameters(plan.parameters, plan.active_parameters)
         console.print(f"{model}, {choices_in_words(plan)}", soft_wrap=True)
         stack.enter_context(setup.memory_errors(plan))
         stack.enter_context(deterministic(config.train.deterministic))
+        bind(world)
         started = time.perf_counter()
         engine = stack.enter_context(setup.make_engine(parts, plan))
         meter = stack.enter_context(GpuMeter(engine.device))
         setup_s = time.perf_counter() - started
         draw = partial(drawn_step, engine, parts.config, plan)
         measured = measure(draw, warmup, steps, same_batch, console)
-        memory = memory_of(engine.device, meter)  # before the profiler takes its own
+        memory = of_all(engine.world, memory_of(engine.device, meter))  # before the profiler's own
         computing_s = None
         steady_s = statistics.median(step.seconds for step in measured[warmup:])
-        if engine.device.type == "cuda" and steady_s < LONGEST_TRACED_S:
+        if engine.device.type == "cuda" and engine.world.told(steady_s) < LONGEST_TRACED_S:
             computing_s = computing_seconds(draw(0), engine.device)
-        if profile is not None:
-            step = draw(0)
-            with record_timeline(profile, engine.device) as trace:
-                step()
-            console.print(trace.table, soft_wrap=True, markup=False)
-            where = f"the timeline of a step is in {profile}"
-            console.print(f"{where}: open it in ui.perfetto.dev", soft_wrap=True)
+        if engine.world.told(profile is not None):
+            traced(draw(0), profile, engine.device, console)
     return result_of(parts, plan, measured, warmup, setup_s, memory, computing_s)
 
 
-def prepare_shape(config: Config, layers: int | None) -> Parts:
+def traced(step: Step, profile: Path | None, device: torch.device, console: Console) -> None:
+    """Make one more step, and write its timeline. None: another rank's is written."""
+    if profile is None:
+        step()
+        return
+    with record_timeline(profile, device) as trace:
+        step()
+    console.print(trace.table, soft_wrap=True, markup=False)
+    where = f"the timeline of a step is in {profile}"
+    console.print(f"{where}: open it in ui.perfetto.dev", soft_wrap=True)
+
+
+def prepare_shape(config: Config, layers: int | None, world: World = ALONE) -> Parts:
     """`prepare` for a model that has a configuration, but no files. Raises ConfigError."""
     if METHODS[config.method].scores:
         raise ConfigError(
             f"{config.where('method')}: bench times steps of a language model; set method: sft, of "
             "which the layers are the same"
         )
-    check_ranks(config, ALONE)
-    return setup.prepare(config, shape_model(config, layers), may_measure=True)
+    check_ranks(config, world)
+    world = sharing(config, world)
+    return setup.prepare(config, shape_model(config, layers), may_measure=True, world=world)
 
 
 def drawn_step(engine: Engine, config: Config, plan: Plan, seed: int) -> Step:
     """A step whose tokens are drawn already, to be made by calling it."""
-    batches = random_batches(config, plan, engine.anatomy.vocab_size, seed)
+    batches = random_batches(config, plan, engine, seed)
     return lambda: engine.train_step(batches, next_token, config.train.learning_rate)
 
 
-def random_batches(config: Config, plan: Plan, vocab_size: int, seed: int) -> Batches:
-    """One step's micro-batches: full rows of tokens drawn from `seed`, all of them targets."""
-    seq_len = config.train.seq_len
-    rows = config.train.rows_per_step or max(1, plan.job.tokens_per_step // seq_len)
+def random_batches(config: Config, plan: Plan, engine: Engine, seed: int) -> Batches:
+    """This rank's micro-batches of a step: full rows of tokens drawn from `seed`, all targets."""
+    seq_len, world = config.train.seq_len, engine.world
     generator = torch.Generator().manual_seed(seed)
-    ids = torch.randint(0, vocab_size, (rows, seq_len), generator=generator)
-    parts = torch.split(ids, max(1, plan.choices.micro_batch_tokens // seq_len))
+    shape = rows_of(config, plan), seq_len
+    ids = torch.randint(0, engine.anatomy.vocab_size, shape, generator=generator)
+    tokens = plan.choices.micro_batch_tokens * world.pieces
+    parts = torch.split(ids[world.team :: world.teams], max(1, tokens // seq_len))
     return [{"input_ids": part, "labels": part} for part in parts]
+
+
+def rows_of(config: Config, plan: Plan) -> int:
+    """Rows of a step, of all ranks."""
+    train = config.train
+    return train.rows_per_step or max(1, plan.job.tokens_per_step // train.seq_len)
 
 
 def measure(
@@ -162,6 +194,14 @@ def memory_of(device: torch.device, meter: GpuMeter) -> dict[str, int | None]:
     }
 
 
+def of_all(world: World, mine: dict[str, int | None]) -> dict[str, int | None]:
+    """The memory of a host's ranks together, and the most that is taken of a GPU."""
+    every = world.every(mine)
+    found = {name: max((one[name] or 0 for one in every), default=0) for name in mine}
+    host = sum(one["host_bytes"] or 0 for one in every) // world.hosts
+    return {name: found[name] or None for name in mine} | {"host_bytes": host}
+
+
 def result_of(
     parts: Parts,
     plan: Plan,
@@ -175,10 +215,10 @@ def result_of(
     config, machine, anatomy = parts.config, parts.machine, parts.resolved.skeleton.anatomy
     steps, gpu, seq_len = measured[warmup:], machine.hardware.gpu, config.train.seq_len
     step_s = statistics.median(step.seconds for step in steps)
-    rows = config.train.rows_per_step or plan.job.tokens_per_step // seq_len
+    rows, ranks = rows_of(config, plan), plan.job.size
     tokens, shape = rows * seq_len, parts.resolved.shape
     work = work_of(parts)
-    mfu = work.mfu([seq_len] * rows, step_s, gpu.name if gpu else None)
+    mfu = work.mfu([seq_len] * rows, step_s * ranks, gpu.name if gpu else None)
     spent = sum((step.time for step in steps), StepTime())
     used = {"device": machine.device.type, "precision": machine.precision}
     return BenchResult(
@@ -189,15 +229,16 @@ def result_of(
         tokens=tokens,
         step_s=Predicted(plan.timing.seconds, step_s),
         tokens_per_s=tokens / step_s,
-        tflops=work.tflops(tokens, step_s),
+        tflops=work.tflops(tokens, step_s * ranks),
         mfu=mfu,
         gpu_busy=None if computing_s is None else computing_s / step_s,
         time=spent,
-        host=Predicted(plan.host_bytes, memory["host_bytes"]),
+        host=Predicted(plan.host_bytes * plan.job.ranks, memory["host_bytes"]),
         gpu=Predicted(plan.gpu_bytes or None, memory["gpu_peak_bytes"]),
         memory=memory,
         advice=advise(spent, facts_of(parts, plan), mfu),
         choices=choices_in_words(plan),
+        ranks=ranks,
         setup_s=setup_s,
         warmup_steps=tuple(measured[:warmup]),
         steps=tuple(steps),

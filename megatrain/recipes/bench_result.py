@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from rich.console import Console
 
@@ -33,21 +33,23 @@ class BenchResult:
     tokens: int  # of a step, all of them real
     step_s: Predicted  # measured: the median
     tokens_per_s: float
-    tflops: float  # 6 x active parameters x tokens / seconds
-    mfu: float | None  # None where the device's peak is unknown
+    tflops: float  # of each rank: 6 x active parameters x tokens / seconds
+    mfu: float | None  # of each; None where the device's peak is unknown
     gpu_busy: float | None  # share of the step in which kernels run; None: not measured
-    time: StepTime  # where the seconds of all measured steps went
-    host: Predicted
-    gpu: Predicted
+    time: StepTime  # where the seconds of all measured steps went, on the first rank
+    host: Predicted  # a whole host
+    gpu: Predicted  # that of which most is taken
     memory: dict[str, int | None]  # peaks as counted, in bytes
     advice: str
     choices: str
+    ranks: int  # that made the steps
     setup_s: float  # to allocate, pin and draw the weights
     warmup_steps: tuple[BenchStep, ...]
     steps: tuple[BenchStep, ...]
     plan: dict[str, Any]
     config: dict[str, Any]
     environment: dict[str, Any]
+    exit_code: ClassVar[int] = 0
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-able. `step_s` is the measured figure, predictions stand under `predicted`."""
@@ -71,7 +73,8 @@ class BenchResult:
     def _rows(self) -> list[tuple[str, str]]:
         seconds = [step.seconds for step in self.steps]
         spread = f"median of {len(seconds)}, {min(seconds):.3g} to {max(seconds):.3g}"
-        rates = f"{self.tflops:,.3g} TFLOP/s, {self.tokens_per_s:,.0f} tokens/s"
+        each = f" each of {self.ranks} GPUs" if self.ranks > 1 else ""
+        rates = f"{self.tflops:,.3g} TFLOP/s{each}, {self.tokens_per_s:,.0f} tokens/s"
         peak = "" if self.mfu is None else f", {self.mfu:.0%} of the GPU's peak"
         busy = "" if self.gpu_busy is None else f"; kernels run {self.gpu_busy:.1%} of it"
         parameters = human_parameters(self.parameters, self.active_parameters)

@@ -37,6 +37,7 @@ class GoingOn:
     before: Config
     config: Config
     warnings: tuple[str, ...]  # of checkpoints passed over, and of what has changed
+    sums: int | None = None  # that stay on the device, as was planned for several ranks
 
     def is_the_end(self, run_dir: Path) -> bool:
         """Whether the run was finished, and nothing else is asked of it now."""
@@ -89,4 +90,5 @@ def where_to_go_on(
     same = before.data.eval == config.data.eval
     held_out = about["state"].get("held_out") if same else None
     rows = Expected(about["state"]["position"]["data"], held_out)
-    return GoingOn(found, digests, rows, before, config, (*found.warnings, *changes))
+    sums, warnings = about["state"].get("sums_on_device"), (*found.warnings, *changes)
+    return GoingOn(found, digests, rows, before, config, warnings, sums)

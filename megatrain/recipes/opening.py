@@ -19,6 +19,7 @@ from megatrain.planner.plan import Plan
 from megatrain.recipes import setup
 from megatrain.recipes.describe import (
     decided,
+    decided_for_ranks,
     describe_run,
     facts_of,
     work_of,
@@ -166,8 +167,8 @@ def open_run(
         source, state = load(ready, engine, resuming, progress)
         describe_run(parts, plan)
     named = resuming is not None and resuming.named
-    kept = {"held_out": ready.held_out.digest if ready.held_out else None}
-    kept |= {"reference": references.of_model} if references else {}
+    digest, kept = ready.held_out.digest if ready.held_out else None, decided_for_ranks(plan)
+    kept |= {"held_out": digest} | ({"reference": references.of_model} if references else {})
     evaluates = ready.held_out is not None or ready.examination.asks_each_time
     total, gpu, step = loader.steps_total(), parts.machine.hardware.gpu, state["step"]
     progress.begin(total, step, partial(still_to_come, config, evaluates, total))

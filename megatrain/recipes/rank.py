@@ -9,6 +9,7 @@ import socket
 from collections.abc import Callable
 from contextlib import ExitStack
 from datetime import timedelta
+from typing import Protocol, TypeVar
 
 import torch
 from torch import distributed
@@ -24,14 +25,23 @@ from megatrain.planner.reasons import counted
 from megatrain.recipes.launch import Place, place_of
 from megatrain.recipes.meeting import fresh_part
 from megatrain.recipes.others import Others, end_of
-from megatrain.reporting.summary import RunSummary
 from megatrain.world import ALONE, World
 
 ALL_COME_WITHIN = timedelta(minutes=10)
 PORT = "29400"  # under Slurm, where nobody names one
 
 
-def as_rank(device: str, work: Callable[[World], RunSummary]) -> RunSummary:
+class Ended(Protocol):
+    """The result of a command, and the exit code of its process."""
+
+    @property
+    def exit_code(self) -> int: ...
+
+
+T = TypeVar("T", bound=Ended)
+
+
+def as_rank(device: str, work: Callable[[World], T]) -> T:
     """What `work` returns, alone or beside the other ranks that a launcher has started.
 
     A rank gets a GPU of its own. If one fails, all end, and one of them says why.

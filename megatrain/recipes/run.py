@@ -13,7 +13,7 @@ from typing import Any
 
 from megatrain.config import Config
 from megatrain.config.evaluating import check_lm_eval
-from megatrain.config.resuming import asked_again
+from megatrain.config.resuming import asked_again, is_open
 from megatrain.data.build import Expected
 from megatrain.data.dataset import Rows
 from megatrain.data.loader import Loader, Windows
@@ -29,6 +29,8 @@ from megatrain.planner.plan import Plan
 from megatrain.recipes import setup
 from megatrain.recipes.another_machine import another_machine
 from megatrain.recipes.describe import (
+    SUMS,
+    has_as_many_ranks,
     other_circumstances,
     started_again,
     summarize,
@@ -56,6 +58,7 @@ from megatrain.reporting.progress import Progress
 from megatrain.reporting.summary import RunSummary
 from megatrain.reporting.tracing import claim
 from megatrain.reporting.trackers import check_installed
+from megatrain.settings import KEYS
 from megatrain.storage.restore import Resumable
 from megatrain.storage.run_folder import checkpoints
 from megatrain.world import ALONE, World
@@ -160,7 +163,10 @@ def _go_on(run_dir: Path, asked: Config, checkpoint: str | None, opened: Opened)
         logger.info(f"this run began in {asked.output} and goes on in {run_dir}")
     for warning in (*going.warnings, *other_circumstances(run_dir, opened.world)):
         logger.warning(warning)
-    ready = get_ready(going.config, going.model(), going.rows, opened.world)
+    kept = {}
+    if going.sums is not None and has_as_many_ranks(run_dir, opened.world):
+        kept = {SUMS: going.sums} if is_open(asked, KEYS[SUMS]) else {}
+    ready = get_ready(going.config, going.model(), going.rows, opened.world, kept)
     return _run(ready, opened, going.found)
 
 
@@ -178,16 +184,19 @@ def get_ready(
     model: Model | None = None,
     expected: Expected | None = None,
     world: World = ALONE,
+    kept: Mapping[str, Any] | None = None,
 ) -> Ready:
     """Read the rows and plan. Raises PlanError for what does not fit, before weights are read.
 
     model: another than the config's.
     expected: the rows of a run that goes on.
     world: the ranks that train.
+    kept: as in `Parts`.
     """
     if model is None and config.model.init == "pretrained":
         check_weights(config.model.source)
     parts = setup.prepare(config, model, may_measure=True, world=world)
+    parts = replace(parts, kept=kept or {})
     passengers = parts.resolved.skeleton.anatomy.passengers
     if config.model.init == "random" and passengers.names:
         raise ConfigError(f"{config.where('model.init')}: {without_source(passengers)}")

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from datetime import date
 from functools import partial
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
@@ -70,6 +70,7 @@ class Parts:
     Attributes:
         day: told to chat templates that ask for the time.
         step_tokens, trained_share: as in `planner.job.Job`, once the rows were read.
+        kept: options by field that the config leaves open and a run goes on with.
     """
 
     config: Config
@@ -78,6 +79,7 @@ class Parts:
     day: date
     step_tokens: tuple[StepTokens, ...] = ()
     trained_share: float = 1.0
+    kept: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def machine(self) -> Machine:
@@ -229,7 +231,7 @@ def make_run_plan(
         suggest: find out what would make it faster, too.
     """
     config, resolved, machine = parts.config, parts.resolved, parts.machine
-    train, asked = config.train, config.asked()
+    train, asked = config.train, config.asked() | dict(parts.kept)
     given = asked | {"compile": resolved.compile, "nvme_folders": resolved.nvme_folders}
     if found := contradiction(given, in_config=True):  # `compile: auto` is settled only here
         raise ConfigError(f"{config.where(found[0])}: {found[1]}")

@@ -1,20 +1,23 @@
 """GGUF files, as llama.cpp and what is built on it read them, from a checkpoint's tensors.
 
-The `gguf` package has the format, the names of keys and of tensors. What is ours: which families
-are known to come out right, and the order of rows that llama.cpp wants of Llama's q and k.
+The `gguf` package has the format and the names of tensors. What is ours: which families are known
+to come out right, and how (models/gguf_families.py).
 """
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from megatrain.errors import ModelError
+from megatrain.models.gguf_families import Family, family_of, keys_of, refused
+from megatrain.models.gguf_rope import rope_tensors
 from megatrain.models.gguf_vocabulary import Vocabulary, vocabulary_of
 from megatrain.storage.safetensors_writer import TensorSource
 from megatrain.storage.system_calls import system_errors
@@ -30,59 +33,26 @@ NAMES = {
     torch.float16: ("F16", "MOSTLY_F16"),
     torch.float32: ("F32", "ALL_F32"),
 }
-logger = logging.getLogger("megatrain")
+EXPERT = re.compile(r"\.experts\.(\d+)\.")
+# What readers want in float32, besides vectors.
+EXACT = re.compile(r"ffn_gate_inp|ssm_conv1d|ssm_a$|shortconv\.conv|position_embd")
 
 
 @dataclass(frozen=True)
-class Family:
-    """How a family of transformers is called in GGUF.
+class Tensor:
+    """One of a file.
 
     Attributes:
-        rotates_pairs: rotary embeddings turn neighbouring rows of q and k, not halves of a head.
-        must: values of the configuration that the reader takes for granted.
+        parts: what it is made of: one, or a mixture's experts.
+        stacked: their number, or (), of one that is no expert.
+        shape: in the file.
     """
 
-    architecture: str
-    rotates_pairs: bool = False
-    must: Mapping[str, Any] = field(default_factory=dict)
-
-
-PLAIN: dict[str, Any] = {"hidden_act": "silu"}
-WITHOUT_BIAS = PLAIN | {"attention_bias": False, "mlp_bias": False}
-FAMILIES = {
-    "llama": Family("llama", rotates_pairs=True, must=WITHOUT_BIAS),
-    "mistral": Family("llama", rotates_pairs=True, must=PLAIN),
-    "qwen2": Family("qwen2", must=PLAIN | {"use_sliding_window": False}),
-    "qwen3": Family("qwen3", must=WITHOUT_BIAS | {"use_sliding_window": False}),
-}
-
-
-def family_of(config: PretrainedConfig) -> Family:
-    """Raises ModelError for a model that cannot be written."""
-    family = FAMILIES.get(config.model_type)
-    if family is None:
-        known = ", ".join(FAMILIES)
-        raise ModelError(
-            f"a model of type {config.model_type} cannot be written as a GGUF file; known are "
-            f"{known}; export a Hugging Face folder"
-        )
-    for name, value in family.must.items():
-        if (found := getattr(config, name, value)) != value:
-            raise _refused(config, f"{name}: {found}")
-    rope = config.rope_parameters
-    scaled = rope.get("rope_type", "default")
-    if scaled not in ("default", *(["llama3"] if family.architecture == "llama" else [])):
-        raise _refused(config, f"rotary embeddings of type {scaled}")
-    if rope.get("partial_rotary_factor", 1) != 1:
-        raise _refused(config, "partial rotary embeddings")
-    return family
-
-
-def _refused(config: PretrainedConfig, what: str) -> ModelError:
-    return ModelError(
-        f"a {config.model_type} model with {what} cannot be written as a GGUF file; export a "
-        "Hugging Face folder"
-    )
+    name: str
+    parts: list[TensorSource]
+    stacked: tuple[int, ...]
+    shape: tuple[int, ...]
+    dtype: torch.dtype
 
 
 def write_gguf(
@@ -109,74 +79,85 @@ def write_gguf(
     import gguf
 
     family = family_of(config)
-    named = _named(family, config, sources)
+    said = keys_of(family, config)
+    tensors = _tensors(family, config, sources, dtype)
     words = vocabulary_of(tokenizer, config.vocab_size)
     writer = gguf.GGUFWriter(path, family.architecture)
-    size = gguf.size_label(sum(_numel(source) for source in sources), 0, 0, 0)
+    size = gguf.size_label(sum(_numel(source.shape) for source in sources), 0, 0, 0)
     writer.add_type("model")
     writer.add_name(name)
     writer.add_size_label(size)
     writer.add_file_type(getattr(gguf.LlamaFileType, NAMES[dtype][1]))
     writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
-    _add_shape(writer, config)
+    for key, value in said.items():
+        _add_key(writer, f"{family.architecture}.{key}", value)
     _add_words(writer, words)
-    factors = _rope_factors(config)
-    if factors is not None:
-        named = {"rope_freqs.weight": factors} | named
-    for tensor, source in named.items():
-        _add_info(writer, tensor, source, _dtype_of(source, dtype))
+    for tensor in tensors:
+        _add_info(writer, tensor)
     with system_errors(path, "write it"):
         try:
             writer.write_header_to_file()
             writer.write_kv_data_to_file()
             writer.write_ti_data_to_file()
-            for tensor, source in named.items():
-                values = _values(source, _heads(family, config, tensor), _dtype_of(source, dtype))
+            for tensor in tensors:
+                values = family.changed(tensor.name, _values(tensor), config)
                 writer.write_tensor_data(_bytes_of(values))
         finally:
             writer.close()
 
 
+def _tensors(
+    family: Family,
+    config: PretrainedConfig,
+    sources: Sequence[TensorSource],
+    dtype: torch.dtype,
+) -> list[Tensor]:
+    """All of a file. Raises ModelError for one that has no name in GGUF."""
+    found = []
+    for name, parts in _named(family, config, sources).items():
+        stacked = (len(parts),) if EXPERT.search(parts[0].name) else ()
+        whole = torch.empty((*stacked, *parts[0].shape), device="meta")
+        shape = tuple(family.changed(name, whole, config).shape)
+        exact = len(shape) < 2 or EXACT.search(name)
+        found.append(Tensor(name, parts, stacked, shape, torch.float32 if exact else dtype))
+    return found
+
+
 def _named(
     family: Family, config: PretrainedConfig, sources: Sequence[TensorSource]
-) -> dict[str, TensorSource]:
-    """The tensors by their names in GGUF. Raises ModelError for one that has none."""
+) -> dict[str, list[TensorSource]]:
+    """Sources by their names in GGUF, a mixture's experts under one."""
     import gguf
 
     arch = next(a for a, name in gguf.MODEL_ARCH_NAMES.items() if name == family.architecture)
     names = gguf.get_tensor_name_map(arch, config.num_hidden_layers)
-    found = {}
+    found: dict[str, dict[int, TensorSource]] = {}
+    for name, values in rope_tensors(config).items():
+        shape = tuple(values.shape)
+        found[name] = {0: TensorSource(name, values.dtype, shape, partial(iter, [values]))}
     for source in sources:
-        name = names.get_name(source.name, try_suffixes=(".weight", ".bias"))
-        if name is None:
-            raise _refused(config, f"a tensor {source.name}")
-        found[name] = source
-    return found
+        expert = EXPERT.search(source.name)
+        own = EXPERT.sub(".experts.", source.name)
+        # some are known there by what the model without its head calls them
+        tries = (own, own.partition(".")[2], f"transformer.{own}", f"model.{own}")
+        called = (names.get_name(each, try_suffixes=(".weight", ".bias")) for each in tries)
+        known = next(filter(None, called), None)
+        number = int(expert[1]) if expert else 0
+        if known is None or number in found.get(known, {}):
+            raise refused(config, f"a tensor {source.name}")
+        found.setdefault(known, {})[number] = source
+    return {name: [parts[at] for at in sorted(parts)] for name, parts in found.items()}
 
 
-def _add_shape(writer: Any, config: PretrainedConfig) -> None:
-    heads, hidden = config.num_attention_heads, config.hidden_size
-    head_dim = getattr(config, "head_dim", None) or hidden // heads
-    window = getattr(config, "sliding_window", None)
-    length = config.max_position_embeddings
-    if config.model_type == "mistral" and window is not None and window < length:
-        logger.warning(
-            f"GGUF files of this family have no sliding window: the context is told as {window:,} "
-            "tokens, within which it makes no difference"
-        )
-        length = window
-    writer.add_vocab_size(config.vocab_size)
-    writer.add_context_length(length)
-    writer.add_embedding_length(hidden)
-    writer.add_block_count(config.num_hidden_layers)
-    writer.add_feed_forward_length(config.intermediate_size)
-    writer.add_head_count(heads)
-    writer.add_head_count_kv(config.num_key_value_heads)
-    writer.add_key_length(head_dim)
-    writer.add_value_length(head_dim)
-    writer.add_rope_dimension_count(head_dim)
-    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
-    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+def _add_key(writer: Any, key: str, value: Any) -> None:
+    add = {
+        bool: writer.add_bool,
+        int: writer.add_uint32,
+        float: writer.add_float32,
+        str: writer.add_string,
+        list: writer.add_array,
+    }
+    add[type(value)](key, value)
 
 
 def _add_words(writer: Any, words: Vocabulary) -> None:
@@ -204,59 +185,34 @@ def _add_words(writer: Any, words: Vocabulary) -> None:
         writer.add_chat_template(words.chat_template)
 
 
-def _rope_factors(config: PretrainedConfig) -> TensorSource | None:
-    """By how much scaling slows each frequency, float32 [head_dim / 2]; None: not at all."""
-    kind = config.rope_parameters.get("rope_type", "default")
-    if kind == "default":
-        return None
-    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
-
-    scaled, _ = ROPE_INIT_FUNCTIONS[kind](config, "cpu")
-    steps = torch.arange(0, 2 * len(scaled), 2, dtype=torch.float32) / (2 * len(scaled))
-    factors = 1 / (config.rope_parameters["rope_theta"] ** steps) / scaled
-    return TensorSource("rope_freqs.weight", factors.dtype, (len(factors),), lambda: [factors])
-
-
-def _heads(family: Family, config: PretrainedConfig, tensor: str) -> int | None:
-    """Heads whose rows are to be put into the reader's order; None: the tensor stays as it is."""
-    if not family.rotates_pairs:
-        return None
-    heads: int = config.num_attention_heads
-    groups: int = config.num_key_value_heads
-    return heads if ".attn_q." in tensor else groups if ".attn_k." in tensor else None
+def _values(tensor: Tensor) -> torch.Tensor:
+    """As transformers has it. Raises ModelError if float16 has no room for its values."""
+    parts = []
+    for part in tensor.parts:
+        whole = torch.cat([piece.flatten() for piece in part.pieces()]).view(part.shape)
+        values = whole.to(tensor.dtype)
+        if tensor.dtype == torch.float16 and bool((values.isinf() & ~whole.isinf()).any()):
+            raise ModelError(
+                f"{part.name}: has values beyond those of float16; export it as bfloat16"
+            )
+        parts.append(values)
+    return torch.stack(parts) if tensor.stacked else parts[0]
 
 
-def _dtype_of(source: TensorSource, dtype: torch.dtype) -> torch.dtype:
-    return torch.float32 if len(source.shape) < 2 else dtype
-
-
-def _values(source: TensorSource, heads: int | None, dtype: torch.dtype) -> torch.Tensor:
-    """A whole tensor. Raises ModelError if float16 has no room for its values."""
-    whole = torch.cat([piece.flatten() for piece in source.pieces()]).view(source.shape)
-    values = whole.to(dtype)
-    if dtype == torch.float16 and bool((values.isinf() & ~whole.isinf()).any()):
-        raise ModelError(
-            f"{source.name}: has values beyond those of float16; export it as bfloat16"
-        )
-    if heads is None:
-        return values
-    halves = values.view(heads, 2, values.shape[0] // heads // 2, *values.shape[1:])
-    return halves.transpose(1, 2).reshape(values.shape)
-
-
-def _add_info(writer: Any, name: str, source: TensorSource, dtype: torch.dtype) -> None:
+def _add_info(writer: Any, tensor: Tensor) -> None:
     import gguf
     import numpy as np
 
-    kind = getattr(gguf.GGMLQuantizationType, NAMES[dtype][0])
-    bytes_shape = (*source.shape[:-1], source.shape[-1] * dtype.itemsize)
-    nbytes = _numel(source) * dtype.itemsize
-    writer.add_tensor_info(name, bytes_shape, np.dtype(np.uint8), nbytes, kind)
+    kind = getattr(gguf.GGMLQuantizationType, NAMES[tensor.dtype][0])
+    *rows, last = tensor.shape
+    bytes_shape = (*rows, last * tensor.dtype.itemsize)
+    nbytes = _numel(tensor.shape) * tensor.dtype.itemsize
+    writer.add_tensor_info(tensor.name, bytes_shape, np.dtype(np.uint8), nbytes, kind)
 
 
 def _bytes_of(values: torch.Tensor) -> Any:
     return values.contiguous().view(torch.uint8).numpy()
 
 
-def _numel(source: TensorSource) -> int:
-    return torch.Size(source.shape).numel()
+def _numel(shape: tuple[int, ...]) -> int:
+    return torch.Size(shape).numel()

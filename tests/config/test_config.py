@@ -95,6 +95,7 @@ memory:
   offload_activations: true
   retained_on_host: 1
   second_backward: false
+  sums_on_device: 2
   transport: gather
   activations: int8
   nvme: [/mnt/one, /mnt/two]

@@ -52,7 +52,7 @@ def bits(found: list[Any]) -> list[Any]:
 
 FOUR_OF_TWO: dict[str, tuple[dict[str, Any], tuple[int, str]]] = {
     "groups": (
-        {"settings": Settings(**CHUNK, groups=2, group_size=1, sums_on_device=ALL)},
+        {"settings": Settings(**CHUNK, groups=2, group_size=1, sums_on_device=2)},
         (1, "download"),
     ),
     "unclipped, resident": (

@@ -17,7 +17,7 @@ import torch
 from megatrain.engine.engine import Engine
 from megatrain.engine.placement import shares_weights
 from megatrain.errors import ConfigError, MegaTrainError
-from megatrain.settings import ALL, Settings
+from megatrain.settings import Settings
 from megatrain.storage.checkpoint import save_checkpoint
 from megatrain.storage.restore import load_checkpoint
 from megatrain.world import World
@@ -30,7 +30,7 @@ STEPS = [micro_batches(seed, [(2, 9), (1, 6), (1, 5), (2, 7)]) for seed in range
 OFFLOADED = Settings(**CHUNK, offload_activations=True, resident=1, retained=1)
 IN_GROUPS: dict[str, Any] = {
     "model": "llama-tied",
-    "settings": Settings(**CHUNK, groups=2, group_size=1, sums_on_device=ALL),
+    "settings": Settings(**CHUNK, groups=2, group_size=1, sums_on_device=2),
 }
 TIED = {"model": "llama-tied", "max_grad_norm": None}
 EXPERTS = {"model": "mixtral", "router_aux_loss_coef": 0.1}

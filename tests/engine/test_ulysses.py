@@ -52,7 +52,10 @@ HOW: dict[str, dict[str, Any]] = {
     "heads that cannot be dealt evenly": {
         "family": tiny_config("qwen3", num_attention_heads=3, num_key_value_heads=3)
     },
-    "tied": {"family": "llama-tied"},
+    "tied, in groups": {
+        "family": "llama-tied",
+        "settings": Settings(**CHUNK, groups=2, group_size=1),
+    },
     "windows": {"family": "mistral-sliding"},
     "two kinds of layers": {"family": "gemma3"},
     "capped, eager": {"family": "gemma2"},

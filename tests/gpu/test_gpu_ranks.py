@@ -23,7 +23,10 @@ HOW: dict[str, dict[str, Any]] = {
         "settings": Settings(**CHUNK, retained=1, offload_activations=True),
     },
     "half resident": {"settings": Settings(**CHUNK, resident=2)},
+    # the head's one norm is the first rank's alone
+    "tied, resident": {"family": "llama-tied", "settings": Settings(**CHUNK, resident=ALL)},
     "groups": {"settings": Settings(**CHUNK, groups=2, sums_on_device=ALL)},
+    "groups, sums in host RAM": {"settings": Settings(**CHUNK, groups=2, sums_on_device=1)},
     "two backward passes": {"settings": Settings(**CHUNK, second_backward=True)},
     "unclipped": {"settings": Settings(**CHUNK, resident=2), "max_grad_norm": None},
 }

@@ -25,7 +25,7 @@ from megatrain.planner.job import Job, WholeUpdate
 from megatrain.planner.memory import HEAD_COPIES, OTHERS_TABLES, Layout
 from megatrain.planner.plan import Plan, make_plan
 from megatrain.planner.simulation import overlapped
-from megatrain.planner.tasks import BlockTasks
+from megatrain.planner.tasks import BlockTasks, serial
 from megatrain.planner.timing import ATTENTION_FORWARD_SHARE, StepCosts
 from megatrain.settings import Settings
 from megatrain.world import World
@@ -43,6 +43,19 @@ CASES = {
         2,
         1,
         Case(groups=2, micro_batch_tokens=128, tokens=1024, resident=3, sums=6),
+    ),
+    "sums in host RAM, tied, read": (
+        2,
+        1,
+        Case(
+            groups=2,
+            micro_batch_tokens=128,
+            tokens=1024,
+            resident=1,
+            sums=2,
+            tied=True,
+            transport="read",
+        ),
     ),
     "read from one copy, half resident": (
         2,
@@ -198,10 +211,61 @@ def test_budgets_of_a_host_are_shared():
     assert not lacking.fits and "where 20.00 GiB can be had" in lacking.lack
 
 
-def test_sums_of_ranks_never_wait_in_host_ram():
-    plan = planned(2, replace(LONG, groups=4))
-    assert plan.choices.sums_on_device == len(QWEN_7B.block_numel)
-    assert "gradient sums" not in plan.host
+def test_shares_of_sums_wait_in_host_ram_where_the_gpu_has_no_room():
+    asked, every = replace(LONG, groups=4, sums_on_device=0), 4 * sum(QWEN_7B.trained_numel)
+    for ranks in (1, 2, 4):
+        short = planned(ranks, asked, gpu_limit=24 * GIB)
+        assert short.fits and short.choices.sums_on_device == short.choices.resident == 0
+        assert short.host["gradient sums"] == pytest.approx(every / ranks, rel=1e-3)
+    roomy = planned(2, replace(LONG, groups=4))
+    assert roomy.choices.sums_on_device == len(QWEN_7B.block_numel)
+    assert "gradient sums" not in roomy.host
+    tight = planned(2, replace(LONG, groups=4), gpu_limit=24 * GIB)
+    assert tight.fits and tight.choices.sums_on_device < len(QWEN_7B.block_numel)
+    reasons = planned(2, asked, gpu_limit=24 * GIB).reasons
+    (row,) = (row for row in reasons if row.what == "gradient sums")
+    assert row.why == "as asked: in host RAM between groups, and exchanged at the end of each"
+
+
+def test_what_was_chosen_of_sums_is_kept_by_fewer_residents():
+    """Residents' sums always stay: bits would differ if there were more of them."""
+    kept = planned(2, replace(LONG, groups=4, sums_on_device=3)).choices
+    assert (kept.sums_on_device, kept.resident) == (3, 3)
+
+
+GROUPS = replace(TWO, groups=2)
+
+
+def test_sums_that_wait_are_exchanged_in_every_group():
+    """They hide behind the computation where they are short, as their way up and down does."""
+    once, each = (
+        overlapped(with_tasks(reduce=9.0), replace(GROUPS, sums_on_device=stay))
+        for stay in (LAYERS + 2, 0)
+    )
+    # the second group has its first two layers in their slots; the third layer's weights queue
+    # behind the first group's sums
+    later = LAYERS - 2 + 2.0
+    assert each.seconds == pytest.approx(0.5 + LAYERS + 2.0 + later + 2 * 9.0 * (LAYERS + 2))
+    forth = overlapped(COMPUTING, ONE_GROUP).seconds
+    assert once.seconds == pytest.approx(forth + 0.5 + LAYERS + 2.0 + 9.0 * (LAYERS + 2))
+    hidden = overlapped(with_tasks(reduce=0.5, sum_up=0.5, sum_down=0.5), GROUPS)
+    assert hidden.seconds == pytest.approx(2 * forth + 0.5)
+    slow = overlapped(with_tasks(reduce=0.5, sum_up=9.0, sum_down=9.0), GROUPS)
+    assert slow.seconds > hidden.seconds + 20
+    blocks = with_tasks(reduce=0.5, sum_up=0.25, sum_down=0.125)
+    both = [serial(blocks, replace(GROUPS, sums_on_device=stay)) for stay in (LAYERS + 2, 0)]
+    travelling = (0.5 + 0.25 + 0.125) * (LAYERS + 2)
+    assert both[1].seconds - both[0].seconds == pytest.approx(travelling)
+
+
+def test_a_network_carries_sums_that_wait_once_a_group():
+    choices = replace(ALL_STREAMED, micro_batch_tokens=16_384, groups=4)
+    job, hardware = replace(LONG, ranks=2, hosts=2), part_of(HOST, 2)
+    waiting, staying = (
+        Layout.of(replace(choices, sums_on_device=stay), job, QWEN_7B, hardware).crossing
+        for stay in (0, len(QWEN_7B.block_numel))
+    )
+    assert waiting == (staying[0], 4 * staying[1])
 
 
 def test_hosts_are_bound_by_their_network():

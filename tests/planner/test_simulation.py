@@ -215,7 +215,7 @@ def drawn(seed: int, ranks: int = 1) -> tuple[list[BlockTasks], StepOptions]:
         groups=draw.choice((1, 2, 3, 5)),
         micro_batches=draw.choice((0.25, 1.0, 3.0)),
         resident=resident,
-        sums_on_device=draw.randrange(resident, LAYERS + 3) if ranks == 1 else LAYERS + 2,
+        sums_on_device=draw.randrange(resident, LAYERS + 3),
         stored=draw.random() < 0.7,
         tied=draw.random() < 0.5,
         first_trained=first,

@@ -14,6 +14,7 @@ import pytest
 from megatrain.config import load_config
 from megatrain.data import encoding, shards, streaming
 from megatrain.recipes import loop, others
+from megatrain.storage.restore import read_about
 from tests.commands import chat_rows, evaluations_of, steps_of, wait_for, write_jsonl
 from tests.ranks import Started
 from tests.recipes.same_run import CLOCK, same_run
@@ -74,6 +75,11 @@ def test_answers_and_their_reference_are_shared_out(project, megatrain, monkeypa
     assert held_out[0] == pytest.approx(held_out[1], rel=1e-4, abs=1e-6)
 
 
+def sums_kept(run: Path) -> object:
+    """What a run goes on with, if it goes on with as many ranks."""
+    return read_about(run / "last")["state"].get("sums_on_device")
+
+
 def assert_steps_agree(run: Path, other: Path, *names: str) -> None:
     for name in names:
         found, expected = ([row[name] for row in steps_of(each)] for each in (run, other))
@@ -81,13 +87,16 @@ def assert_steps_agree(run: Path, other: Path, *names: str) -> None:
 
 
 def test_two_ranks_train_as_one_and_either_goes_on(project, megatrain):
-    assert Started(2, train("train.max_steps=4", "train.schedule=constant")).wait() == [0, 0]
+    keys = "train.schedule=constant", "train.groups=2"
+    assert Started(2, train("train.max_steps=4", *keys)).wait() == [0, 0]
     assert (project / "rank-1.log").read_text() == ""  # the first one speaks
     together = Path("run")
     assert {row["slowest_rank"] for row in steps_of(together)} <= {0, 1}
+    assert isinstance(sums_kept(together), int)
     said = megatrain(f"resume {together} train.max_steps=6").err
     assert "2 rank(s) before and 1 now: sums are added in another order from here on" in said
-    megatrain(train("output=alone", "train.max_steps=6", "train.schedule=constant"))
+    assert sums_kept(together) is None  # one rank's order does not depend on it
+    megatrain(train("output=alone", "train.max_steps=6", *keys))
     assert_steps_agree(together, Path("alone"), "loss", "grad_norm", "lr", "target_tokens")
     held_out = [evaluations_of(run)[-1]["eval_loss"] for run in (together, Path("alone"))]
     assert held_out[0] == pytest.approx(held_out[1], rel=1e-5)
