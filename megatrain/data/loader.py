@@ -8,7 +8,8 @@ packed (`pack_to`). Either way a step has the same rows.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import KW_ONLY, asdict, dataclass, replace
 from functools import lru_cache
@@ -26,12 +27,14 @@ from megatrain.data.micro_batches import (
     check_longest,
     counted,
     dealt,
+    held_out_batches,
     micro_batches,
     runs_of,
 )
 from megatrain.data.regimes import Regimes
 from megatrain.data.samples import KINDS
 from megatrain.errors import DataError
+from megatrain.heartbeat import ending
 from megatrain.world import ALONE, World
 
 STEPS_LOOKED_AT = 256  # to see how full sequences get
@@ -83,6 +86,10 @@ class StepBatch:
     def tokens(self) -> int:
         """Real tokens that are trained on, without padding."""
         return sum(self.lengths)
+
+
+class _Left(BaseException):
+    """Nobody wants the batch any more."""
 
 
 @dataclass(eq=False)
@@ -140,15 +147,34 @@ class Loader:
         self._order = lru_cache(maxsize=1)(self._order_of)
 
     def __iter__(self) -> Iterator[StepBatch]:
-        """Batches from the position on; a thread prepares the next while the caller uses this."""
-        with ThreadPoolExecutor(1, thread_name_prefix="megatrain-data") as thread:
-            pending = self._prepare(thread, self._position)
-            while pending is not None:
-                batch = pending.result()
-                # a pure function of the position: preparing ahead changes nothing
-                pending = self._prepare(thread, batch.after)
-                self._position = batch.after
-                yield batch
+        return self.batches()
+
+    def batches(
+        self, result: Callable[[Future[StepBatch]], StepBatch] = Future.result
+    ) -> Iterator[StepBatch]:
+        """Batches from the position on; a thread prepares the next while the caller uses this.
+
+        result: waits for a batch. What it raises ends all, as closing the iterator does; a window
+        that the thread waits for is not waited for then.
+        """
+        left = threading.Event()
+
+        def end() -> None:
+            if left.is_set():
+                raise _Left
+
+        thread = ThreadPoolExecutor(1, thread_name_prefix="megatrain-data")
+        with ending(end), thread:
+            try:
+                pending = self._prepare(thread, self._position)
+                while pending is not None:
+                    batch = result(pending)
+                    # a pure function of the position: preparing ahead changes nothing
+                    pending = self._prepare(thread, batch.after)
+                    self._position = batch.after
+                    yield batch
+            finally:
+                left.set()
 
     def position(self) -> dict[str, int | str]:
         """Where the run stands after the last batch handed out, and what identifies its order."""
@@ -358,30 +384,3 @@ class Loader:
         if self.max_steps is not None and position.step >= self.max_steps:
             return True
         return self.windows is None and position.index >= self._epoch_rows(position.epoch)
-
-
-def held_out_batches(
-    rows: Rows,
-    micro_batch_tokens: int,
-    pad_id: int,
-    limit: int | None = None,
-    pack_to: int | None = None,
-    regimes: Regimes = (),
-    *,
-    references: ReferenceArray | None = None,
-    prompts_too: bool = False,
-    chosen: IndexArray | None = None,
-) -> Iterator[MicroBatch]:
-    """Micro-batches over all rows once, or over the first `limit`, always in the same order.
-
-    references, prompts_too: as in `Loader`. chosen: numbers of the rows, in place of `limit`.
-
-    Raises DataError for a row that fits none.
-    """
-    check_longest(rows, micro_batch_tokens, pack_to)
-    if chosen is None:
-        chosen = np.arange(len(rows))[:limit]
-    return micro_batches(
-        *(rows, chosen, micro_batch_tokens, pad_id, pack_to, regimes),
-        *(references, prompts_too),
-    )

@@ -149,6 +149,33 @@ def micro_batches(
             yield batch
 
 
+def held_out_batches(
+    rows: Rows,
+    micro_batch_tokens: int,
+    pad_id: int,
+    limit: int | None = None,
+    pack_to: int | None = None,
+    regimes: Regimes = (),
+    *,
+    references: ReferenceArray | None = None,
+    prompts_too: bool = False,
+    chosen: IndexArray | None = None,
+) -> Iterator[MicroBatch]:
+    """Micro-batches over all rows once, or over the first `limit`, always in the same order.
+
+    references, prompts_too: as in `Loader`. chosen: numbers of the rows, in place of `limit`.
+
+    Raises DataError for a row that fits none.
+    """
+    check_longest(rows, micro_batch_tokens, pack_to)
+    if chosen is None:
+        chosen = np.arange(len(rows))[:limit]
+    return micro_batches(
+        *(rows, chosen, micro_batch_tokens, pad_id, pack_to, regimes),
+        *(references, prompts_too),
+    )
+
+
 def cuts(
     lengths: Sequence[int], micro_batch_tokens: int, twos: int = 0
 ) -> Iterator[tuple[int, int]]:

@@ -15,6 +15,7 @@ import struct
 import traceback
 import weakref
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from multiprocessing import Pipe
@@ -62,12 +63,15 @@ def load_stream(
     cache: Path | None = None,
     on_progress: OnProgress | None = None,
     expected: Expected | None = None,
+    at_once: bool = True,
 ) -> tuple[Rows, Rows | None, Stream]:
     """The first window's rows to train on, held-out rows, and all windows.
 
     Args as `load_data`, but for `held_out` and `expected`: a number of rows is held out of the
     first window, and rows of later ones that are equal to them or have their prompts are left out;
     the rows that a run has trained on are compared by the loader. Each window is packed by itself.
+
+    at_once: false where another process makes the set: this one does once a shard is missing.
 
     Raises as `encode_source`, here for what comes up until the first window is there.
     """
@@ -79,7 +83,7 @@ def load_stream(
     def whole(rows: TokenRows) -> Rows:
         return rows if pack_to is None else PackedRows(rows, pack_to, eos)
 
-    shards, held = Shards(asked, on_progress or (lambda _: None)), None
+    shards, held = Shards(asked, on_progress or (lambda _: None), at_once), None
     rows = shards.read(0)
     assert rows is not None, "a set without rows is refused by its writer"
     if (reason := refused(asked.source, rows.counts, asked.options)) is not None:
@@ -190,15 +194,18 @@ class Shards:
     """The shards of a set in the cache, where a process makes those that are not there.
 
     on_progress: called with the rows that were read so far, while a shard is waited for.
+    at_once: as in `load_stream`.
     total: the number of shards, once it is known.
     """
 
-    def __init__(self, asked: AskedSet, on_progress: OnProgress) -> None:
+    def __init__(self, asked: AskedSet, on_progress: OnProgress, at_once: bool) -> None:
         self._asked, self._on_progress = asked, on_progress
         self._ends: list[int] = []  # of each shard that was read: rows of the source up to there
         self.total: int | None = None
         self._writer = Writer(asked)
         self.close = self._writer.close
+        if at_once:
+            self._writer.begin()
 
     def read(self, number: int) -> TokenRows | None:
         """The rows of a shard, once it is there; None behind the last one. Raises as `window`."""
@@ -209,6 +216,7 @@ class Shards:
             if over:
                 self._writer.check()
                 raise cached_sets.unreadable(self._asked.folder / cached_sets.name_of(number))
+            self._writer.begin()
             over = self._writer.is_over(LOOKED_EVERY_S)  # then all that it wrote is there
             may_end_here()
             if (read := self._writer.news()) is not None:
@@ -237,11 +245,14 @@ class Shards:
 
 
 class Writer:
-    """A process that makes a set from now on, and ends with this object at the latest."""
+    """A process that makes a set once it is told to, and ends with this object at the latest.
+
+    It is there from now on: later memory is pinned and CUDA runs.
+    """
 
     def __init__(self, asked: AskedSet) -> None:
         self._state = mmap.mmap(-1, mmap.PAGESIZE)  # shared
-        self._seen, self._over = 0, False
+        self._seen, self._begun, self._over = 0, False, False
         self._error: Exception | None = None
         self._ours, theirs = Pipe()
         try:
@@ -254,6 +265,12 @@ class Writer:
         finally:
             theirs.close()
         self.close = weakref.finalize(self, _end, child, os.getpid())
+
+    def begin(self) -> None:
+        if not self._begun:
+            self._begun = True
+            with suppress(OSError):  # it has died, which `is_over` finds
+                self._ours.send(None)
 
     def is_over(self, seconds: float) -> bool:
         """Whether it has ended, within so many seconds."""
@@ -285,6 +302,7 @@ class Writer:
         """The child: make what is not there, or not as it was written."""
         os.nice(NICENESS)
         logging.disable()  # the log and the terminal are the parent's
+        connection.recv()
         found = None
         try:
             if cached_sets.cached_set(asked.cache, asked.key) is None:

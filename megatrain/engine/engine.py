@@ -20,7 +20,7 @@ from megatrain.engine.build import check_settings, check_world
 from megatrain.engine.constructors import Constructors
 from megatrain.engine.context import computing
 from megatrain.engine.landing import AppliedGradients
-from megatrain.engine.objective import AnyLoss, agreed, over_ranks
+from megatrain.engine.objective import AnyLoss, agreed
 from megatrain.engine.parts import open_parts
 from megatrain.engine.reading import Reading
 from megatrain.engine.results import EvalResult, StepResult
@@ -151,13 +151,11 @@ class Engine(Reading, Constructors):
         parts.passes.waiting = None  # left by an interrupted step
         objective = objective_of(micro_batches, loss, self.anatomy)
         objective = agreed(objective, self.world, micro_batches)
-        several = {"groups": self.settings.groups, "ranks": self.world.size}
-        for name, number in several.items():
-            if objective.whole_step and number > 1:
-                raise ConfigError(
-                    f"{name}: {type(loss).__name__} is computed over a whole step, so set 1, not "
-                    f"{number}"
-                )
+        if objective.whole_step and (groups := self.settings.groups) > 1:
+            raise ConfigError(
+                f"groups: {type(loss).__name__} is computed over a whole step, so set 1, not "
+                f"{groups}"
+            )
         parts.sink.begin_step()
         self._targets = objective.target_tokens
         if objective.is_empty:
@@ -307,11 +305,13 @@ class Engine(Reading, Constructors):
         self._check_usable()
         objective = objective_of(micro_batches, loss, self.anatomy)
         objective = agreed(objective, self.world, micro_batches)
-        if objective.is_empty:
+        empty = objective.is_empty
+        if objective.whole_step:  # what this sweep lacks others may have
+            empty = not any(self.world.every(len(micro_batches)))
+        if empty:
             return EvalResult(0.0, 0)
         with self._computing("an evaluation's activations"), torch.no_grad():
-            found = over_ranks(self.parts.passes.evaluate(micro_batches, objective), self.world)
-            result = objective.result(found)
+            result = self.parts.passes.evaluate(micro_batches, objective)
         self.parts.compute.take_stalls()
         return result
 

@@ -13,10 +13,12 @@ from megatrain.engine.batches import Batch, MicroBatch, prepare
 from megatrain.engine.graphs import SavedTensors, run_for_graph
 from megatrain.engine.head import Values, loss_sum, target_values
 from megatrain.engine.objective import Objective
+from megatrain.engine.results import EvalResult
 from megatrain.engine.routing import Balancer
 from megatrain.engine.streamer import Streamer
 from megatrain.engine.trade import HeadTrade
 from megatrain.losses import IGNORE, SequenceLoss, Tally, Targets
+from megatrain.losses.targets import Answers
 from megatrain.models.recorder import LayerCall
 from megatrain.models.skeleton import Skeleton
 from megatrain.models.ulysses import Around, call_of_piece, implementation_of, piece_of
@@ -64,8 +66,9 @@ class ForwardPasses:
 
     # -- whole sweeps -----------------------------------------------------------------------------
 
-    def evaluate(self, batches: Sequence[Batch], objective: Objective) -> Tally[torch.Tensor]:
-        """The sums of an objective in evaluation mode, in one sweep over the layers."""
+    def evaluate(self, batches: Sequence[Batch], objective: Objective) -> EvalResult:
+        """The mean of an objective over all ranks' micro-batches in evaluation mode, in one sweep
+        over the layers."""
         self.skeleton.set_training(False)
         prepared = self._prepare(batches, objective.of_sequences)
         total, values = Tally[torch.Tensor](), []
@@ -75,11 +78,12 @@ class ForwardPasses:
                 continue
             given = hidden.flatten(0, 1), mb.targets, objective.of_tokens[0], *self._chunks
             total.add(objective.tally(*vars(loss_sum(self.skeleton.head, *given)).values()))
-        if objective.of_sequences:
-            for part in objective.parts(range(len(prepared))):
-                targets = [prepared[i].targets for i in part]
-                total.add(objective.judge([values[i] for i in part], targets).detached())
-        return total
+        if objective.whole_step:
+            answers = self.answers(prepared, values).to(torch.device("cpu"))
+            return objective.result(objective.judge(answers.sums, answers.examples), answers)
+        for mb, of_targets in zip(prepared, values, strict=False):
+            total.add(objective.judge(of_targets, mb.targets.examples).detached())
+        return objective.result(objective.over_ranks(total, self.world))
 
     def logprobs(
         self, batches: Sequence[Batch], greedy: bool, targets: Sequence[Targets] | None = None
@@ -101,6 +105,22 @@ class ForwardPasses:
         """What a loss over sequences is computed from, of a micro-batch's targets: fp32 [n]."""
         given = self.skeleton.head, hidden.flatten(0, 1), mb.targets, *self._chunks
         return target_values(*given, values)[0]
+
+    def answers(self, part: Sequence[MicroBatch], values: Sequence[torch.Tensor]) -> Answers:
+        """The examples of all ranks, in the order of micro-batches, from the `values` of this
+        rank's: with their graphs, and with those of the others as numbers."""
+        own = {
+            mb.number: Answers.of(of_targets, examples)
+            for mb, of_targets in zip(part, values, strict=True)
+            if (examples := mb.targets.examples) is not None
+        }
+        if self.world.is_alone:
+            return Answers.joined([*own.values()])
+        cpu, found = torch.device("cpu"), dict[int, Answers]()
+        for of_rank in self.world.every({number: one.to(cpu) for number, one in own.items()}):
+            found |= of_rank
+        joined = [own.get(number) or found[number].to(self.device) for number in sorted(found)]
+        return Answers.joined(joined)
 
     @property
     def _chunks(self) -> tuple[int, bool]:

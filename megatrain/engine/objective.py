@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
@@ -13,9 +13,9 @@ from torch import Tensor
 from megatrain.engine.head import Values, first_scores, token_logprobs
 from megatrain.engine.results import EvalResult
 from megatrain.errors import ConfigError, DataError
-from megatrain.losses import IGNORE, Loss, SequenceLoss, Tally, Targets
+from megatrain.losses import IGNORE, Examples, Loss, SequenceLoss, Tally
 from megatrain.losses.tally import TARGETS
-from megatrain.losses.targets import rows_of, together
+from megatrain.losses.targets import Answers, rows_of
 from megatrain.losses.tokens import weighted
 from megatrain.world import World
 
@@ -72,20 +72,23 @@ class Objective:
         found = {name: (TARGETS, value) for name, value in metrics.items()}
         return Tally({TARGETS: total}, found).detached()
 
-    def judge(self, values: Sequence[Tensor], targets: Sequence[Targets]) -> Tally[Tensor]:
-        """The sums of a loss over sequences, from the `values` of each micro-batch."""
-        assert self.of_sequences is not None
-        return self.of_sequences(torch.cat(list(values)), together(targets))
+    def judge(self, values: Tensor, examples: Examples | None) -> Tally[Tensor]:
+        """The sums of a loss over sequences, from `values` [n] of the targets of these examples."""
+        assert self.of_sequences is not None and examples is not None
+        return self.of_sequences(values, examples)
 
     def weigh(
-        self, values: Sequence[Tensor], targets: Sequence[Targets]
+        self, values: Sequence[Tensor], judge: Callable[[], Tally[Tensor]]
     ) -> tuple[Tally[Tensor], list[Tensor]]:
-        """`judge`, and the derivative of the step's loss at each value."""
+        """The sums that `judge` makes of these values, and the derivative of the step's loss at
+        each of them."""
         leaves = [of_targets.requires_grad_() for of_targets in values]
         with torch.enable_grad():
-            found = self.judge(leaves, targets)
+            found = judge()
             shares = [s / self.counts[unit] for unit, s in found.loss.items() if self.counts[unit]]
-            weights = torch.autograd.grad(torch.stack(shares).sum(), leaves)
+            total = torch.stack(shares).sum()
+            # a rank without micro-batches has none
+            weights = torch.autograd.grad(total, leaves) if leaves else ()
         return found.detached(), list(weights)
 
     def mean_loss(self, found: Tally[Tensor] | Tally[float]) -> float:
@@ -97,23 +100,23 @@ class Objective:
         means = found.means(self.counts)
         return self.of_sequences.finish(means) if self.of_sequences else means
 
-    def result(self, found: Tally[Tensor]) -> EvalResult:
+    def result(self, found: Tally[Tensor], answers: Answers | None = None) -> EvalResult:
         """What an evaluation has found. Waits for the device."""
         sums = found.numbers()
         mean, metrics = self.mean_loss(sums), self.metrics(sums)
-        return EvalResult(mean, self.target_tokens, metrics, sums, self.counts)
+        return EvalResult(mean, self.target_tokens, metrics, sums, self.counts, answers)
 
-
-def over_ranks(found: Tally[Tensor], world: World) -> Tally[Tensor]:
-    """The sums of all ranks, added in their order. Waits for the device, unless it is alone."""
-    if world.is_alone:
-        return found
-    total = Tally[Tensor]()
-    loss = {unit: value.cpu() for unit, value in found.loss.items()}
-    metrics = {name: (unit, value.cpu()) for name, (unit, value) in found.metrics.items()}
-    for each in world.every(Tally(loss, metrics)):
-        total.add(each)
-    return total
+    def over_ranks(self, found: Tally[Tensor], world: World) -> Tally[Tensor]:
+        """The sums of all ranks, added in their order. Waits for the device, unless it is alone."""
+        if world.is_alone:
+            return found
+        total = Tally[Tensor]()
+        loss = {unit: value.cpu() for unit, value in found.loss.items()}
+        metrics = {name: (unit, value.cpu()) for name, (unit, value) in found.metrics.items()}
+        every = world.every(Tally(loss, metrics))
+        for each in every[:1] if self.whole_step else every:  # of a whole step each has all
+            total.add(each)
+        return total
 
 
 def agreed(
@@ -148,12 +151,15 @@ def agreed(
 
 
 def joined(results: Sequence[EvalResult], loss: AnyLoss) -> EvalResult:
-    """One result of several sweeps: as if it had been one, but for a loss of whole steps."""
+    """One result of several sweeps: as if it had been one."""
     sums, counts = Tally[float](), Counter[str]()
     for result in results:
         sums.add(result.sums)
         counts.update(result.counts)
     whole = Objective(loss, dict(counts), sum(result.target_tokens for result in results))
+    if of_sweeps := [result.answers for result in results if result.answers is not None]:
+        answers = Answers.joined(of_sweeps)
+        return whole.result(whole.judge(answers.sums, answers.examples), answers)
     mean, metrics = whole.mean_loss(sums), whole.metrics(sums)
     return EvalResult(mean, whole.target_tokens, metrics, sums, whole.counts)
 

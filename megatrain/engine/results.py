@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from megatrain.losses import Tally
+from megatrain.losses.targets import Answers
 
 
 @dataclass(frozen=True)
@@ -41,6 +42,7 @@ class EvalResult:
         loss: mean over all targets, or over whatever the loss is averaged over.
         metrics: the loss's further metrics, as means.
         sums, counts: what these are means of.
+        answers: of a loss over a whole step, what it was computed from, on the CPU.
     """
 
     loss: float
@@ -48,3 +50,4 @@ class EvalResult:
     metrics: dict[str, float] = field(default_factory=dict)
     sums: Tally[float] = field(default_factory=Tally)
     counts: Mapping[str, float] = field(default_factory=dict)
+    answers: Answers | None = None

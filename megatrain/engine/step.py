@@ -18,7 +18,7 @@ from megatrain.engine.forward import ForwardPasses
 from megatrain.engine.gradients import Gradients
 from megatrain.engine.graphs import Graph, run_for_graph
 from megatrain.engine.head import loss_and_gradients
-from megatrain.engine.objective import Objective, over_ranks
+from megatrain.engine.objective import Objective
 from megatrain.engine.products import Sum, SummingInto
 from megatrain.engine.routing import Balancer
 from megatrain.engine.streamer import Streamer
@@ -110,14 +110,14 @@ class Passes(ForwardPasses):
                 total.add(self._turn(group, objective, visits))
                 # not later: a gradient that is complete may be applied at once
                 if last and check_loss:
-                    found = over_ranks(total, self.world)
+                    found = objective.over_ranks(total, self.world)
                     if not math.isfinite(objective.mean_loss(found)):
                         raise NotFiniteLoss
                 self.gradients.close(self.head, last_group=last)
                 self._backward(group, visits, last)
         if self._repeats and grouped:
             self.waiting = wanted, objective
-        return over_ranks(total, self.world)
+        return objective.over_ranks(total, self.world)
 
     def backward_again(self) -> None:
         """The second backward: head, layers and embed as in the first, from the activation
@@ -185,7 +185,14 @@ class Passes(ForwardPasses):
             values.append(self.target_values(mb, mb.hidden, objective.values))
             if not mb.trains and not self._repeats:
                 mb.hidden = None
-        found, weights = objective.weigh(values, [mb.targets for mb in part])
+
+        def judge() -> Tally[torch.Tensor]:
+            if not objective.whole_step:
+                return objective.judge(values[0], part[0].targets.examples)
+            answers = self.answers(part, values)
+            return objective.judge(answers.sums, answers.examples)
+
+        found, weights = objective.weigh(values, judge)
         for mb, of_targets in zip(part, weights, strict=True):
             mb.targets = replace(mb.targets, weights=of_targets)
         return found

@@ -33,7 +33,8 @@ class SequenceLoss(ABC):
 
     @property
     def whole_step(self) -> bool:
-        """It is computed from all micro-batches of a step at once, not from each by itself."""
+        """It is computed from all micro-batches of a step at once, of all ranks, not from each by
+        itself. It sees each answer as one target then, with the sum over its tokens."""
         return False
 
     def trains(self, batch: Mapping[str, Tensor]) -> bool:

@@ -51,12 +51,12 @@ class Tally(Generic[Scalar]):
     def mean_loss(self, counts: Mapping[str, float]) -> float:
         """The loss over so many of each unit. Waits for the device."""
         sums = ((unit, float(value)) for unit, value in self.loss.items())
-        return sum(value / counts[unit] for unit, value in sums if counts[unit])
+        return sum(value / counts[unit] for unit, value in sums if counts.get(unit))
 
     def means(self, counts: Mapping[str, float]) -> dict[str, float]:
         """Each metric over the number of its unit; none where there is none of that unit."""
         return {
             name: float(value) / counts[unit]
             for name, (unit, value) in self.metrics.items()
-            if counts[unit]
+            if counts.get(unit)
         }

@@ -48,6 +48,43 @@ class Examples:
 
 
 @dataclass(frozen=True)
+class Answers:
+    """The examples of micro-batches, each with one number: the sum over its answer.
+
+    Attributes:
+        sums: fp32 [examples].
+        sizes, given: as in `Examples`.
+    """
+
+    sums: Tensor
+    sizes: Tensor
+    given: Mapping[str, Tensor]
+
+    @classmethod
+    def of(cls, of_targets: Tensor, examples: Examples) -> Answers:
+        """of_targets: one value per target, [n]."""
+        return cls(examples.sums(of_targets), examples.sizes, examples.given)
+
+    @classmethod
+    def joined(cls, parts: Sequence[Answers]) -> Answers:
+        """Those of several micro-batches, one after the other."""
+        given = {name: torch.cat([one.given[name] for one in parts]) for name in parts[0].given}
+        sums, sizes = ([getattr(one, name) for one in parts] for name in ("sums", "sizes"))
+        return cls(torch.cat(sums), torch.cat(sizes), given)
+
+    @property
+    def examples(self) -> Examples:
+        """As if each answer were one target."""
+        numbers = torch.arange(len(self.sums), device=self.sums.device)
+        return Examples(numbers, numbers[:, None], self.sizes, self.given)
+
+    def to(self, device: torch.device) -> Answers:
+        """Without graphs."""
+        given = {name: value.to(device) for name, value in self.given.items()}
+        return Answers(self.sums.detach().to(device), self.sizes.to(device), given)
+
+
+@dataclass(frozen=True)
 class Targets:
     """Positions of a micro-batch that have a target, in order.
 
@@ -138,27 +175,3 @@ def find_examples(batch: Mapping[str, Tensor], targets: Targets) -> Examples:
     within = torch.arange(len(answers)) - (sizes.cumsum(0) - sizes).repeat_interleave(sizes)
     places[of_answer[order], within] = answers[order]
     return Examples(of_target, places, sizes, given)
-
-
-def together(parts: Sequence[Targets]) -> Examples:
-    """The examples of several micro-batches as of one, whose targets follow each other."""
-    found = [part.examples for part in parts]
-    assert all(found)
-    examples = [one for one in found if one is not None]
-    total, longest = sum(map(len, parts)), max(one.places.shape[1] for one in examples)
-    before = rows_before = 0
-    of_target, places = [], []
-    for part, one in zip(parts, examples, strict=True):
-        padded = one.places.new_full((len(one), longest), total)
-        own = one.places
-        padded[:, : own.shape[1]] = torch.where(own == len(part), total, own + before)
-        places.append(padded)
-        of_target.append(one.of_target + rows_before)
-        before, rows_before = before + len(part), rows_before + len(one)
-    names = examples[0].given
-    return Examples(
-        torch.cat(of_target),
-        torch.cat(places),
-        torch.cat([one.sizes for one in examples]),
-        {name: torch.cat([one.given[name] for one in examples]) for name in names},
-    )

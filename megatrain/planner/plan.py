@@ -224,10 +224,11 @@ def check_ranks(job: Job) -> None:
         raise ConfigError(
             "weights that several hosts read are not built yet: set memory.transport: gather"
         )
-    if job.whole_update is not None or job.whole_step:
-        what = "an optimizer of whole tensors" if job.whole_update else "a loss over a whole step"
-        instead = "set optimizer.name: adamw or lion" if job.whole_update else "take one"
-        raise ConfigError(f"{what} is not built for several GPUs: {instead}")
+    if job.whole_update is not None:
+        raise ConfigError(
+            "an optimizer of whole tensors is not built for several GPUs: set optimizer.name: "
+            "adamw or lion"
+        )
     rows = job.most_ranks
     if rows is not None and rows < job.size:
         raise PlanError(

@@ -13,8 +13,7 @@ import numpy as np
 from megatrain.config import Config, load_config
 from megatrain.config.resuming import CONFIG_FILE, RESOLVED_FILE
 from megatrain.data.dataset import IndexArray, Rows
-from megatrain.data.loader import MicroBatch, held_out_batches
-from megatrain.data.micro_batches import ReferenceArray
+from megatrain.data.micro_batches import MicroBatch, ReferenceArray, held_out_batches
 from megatrain.data.show import show_rows, summary
 from megatrain.engine.build import choose_device
 from megatrain.engine.engine import Engine

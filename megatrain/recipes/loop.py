@@ -19,8 +19,9 @@ from megatrain.data.micro_batches import ReferenceArray
 from megatrain.engine.engine import Engine
 from megatrain.engine.objective import AnyLoss
 from megatrain.errors import DivergedError, MegaTrainError, StorageError
-from megatrain.heartbeat import BYTES_WRITTEN, ending
+from megatrain.heartbeat import BYTES_WRITTEN
 from megatrain.optim.schedules import SCHEDULES, warmup_steps
+from megatrain.recipes.awaiting import awaiting
 from megatrain.recipes.card import model_card
 from megatrain.recipes.divergence import stop_if_lost, way_back
 from megatrain.recipes.examination import Examination, examine, figures_of
@@ -100,6 +101,10 @@ class Run:
     advice: str = ""  # the latest
     spent_s: float = 0.0  # in the steps of this process
     spent: Energy = field(default_factory=lambda: Energy(0.0, 0.0))
+
+    def next_step(self) -> int:
+        """Its number."""
+        return self.step + 1
 
     @property
     def learning_rate(self) -> float:
@@ -183,12 +188,12 @@ def timed(run: Run, stop: StopRequest) -> Iterator[tuple[StepBatch | None, float
     A run that is asked to stop while it waits for rows is saved, and the batch is None; so is one
     whose rows cannot be had, which raises why.
     """
-    batches = iter(run.loader)
+    how = () if run.loader.windows is None else (awaiting(run.engine.world, stop, run.next_step),)
+    batches = run.loader.batches(*how)
     while True:
         waiting_since = time.perf_counter()
         try:
-            with ending(_waits(run, stop)):
-                batch = next(batches, None)
+            batch = next(batches, None)
         except Stopped:
             save_unless_saved(run)
             yield None, 0.0
@@ -199,21 +204,6 @@ def timed(run: Run, stop: StopRequest) -> Iterator[tuple[StepBatch | None, float
         if batch is None:
             return
         yield batch, time.perf_counter() - waiting_since
-
-
-def _waits(run: Run, stop: StopRequest) -> Callable[[], None]:
-    """Called again and again while the next step waits for rows."""
-    said = False
-
-    def look() -> None:
-        nonlocal said
-        if stop.came():
-            raise Stopped
-        if not said:
-            logger.info(f"step {run.step + 1} waits for rows, which are still being tokenised")
-        said = True
-
-    return look
 
 
 def due(every: int | None, step: int) -> bool:

@@ -19,13 +19,12 @@ from torch.distributed.rendezvous import rendezvous
 from megatrain.config import Config
 from megatrain.data.loader import Loader
 from megatrain.errors import ConfigError, MegaTrainError, PlanError
-from megatrain.losses import SequenceLoss
 from megatrain.machine.affinity import share_of_cores
 from megatrain.machine.hardware import visible_gpus
 from megatrain.planner.reasons import counted
 from megatrain.recipes.launch import Place, place_of
+from megatrain.recipes.meeting import fresh_part
 from megatrain.recipes.others import Others, end_of
-from megatrain.recipes.setup import make_loss
 from megatrain.world import ALONE, World
 
 ALL_COME_WITHIN = timedelta(minutes=10)
@@ -82,6 +81,7 @@ def as_rank(device: str, work: Callable[[World], T]) -> T:
 def _join(own: torch.device, place: Place, stack: ExitStack) -> Others:
     """Meet the other ranks; they are looked after until `stack` is closed."""
     store, rank, size = next(rendezvous("env://", timeout=ALL_COME_WITHIN))
+    store = fresh_part(store, rank, size, ALL_COME_WITHIN)
     backend = "cpu:gloo,cuda:nccl" if own.type == "cuda" else "gloo"
     met = PrefixStore("group", store)
     distributed.init_process_group(
@@ -148,11 +148,6 @@ def check_ranks(config: Config, world: World) -> None:
 
 def refused(config: Config) -> str | None:
     """What of a config several ranks do not do: its place and value. None: they do all of it."""
-    loss = make_loss(config)
-    if isinstance(loss, SequenceLoss) and loss.whole_step:
-        return f"{config.where(config.method)}: a loss over a whole step"
-    if config.data.streaming:
-        return f"{config.where('data.streaming')}: true"
     if config.optimizer.name == "muon":
         return f"{config.where('optimizer.name')}: muon"
     return None

@@ -47,7 +47,11 @@ def read_rows(
 
 
 def open_rows(
-    config: Config, model: Model, day: date | None = None, expected: Expected | None = None
+    config: Config,
+    model: Model,
+    day: date | None = None,
+    expected: Expected | None = None,
+    at_once: bool = True,
 ) -> tuple[Rows, Rows | None, Stream | None]:
     """`read_rows`, and with data.streaming all windows of the training rows. Raises DataError.
 
@@ -56,6 +60,7 @@ def open_rows(
     Args:
         day: told to chat templates; None: the config's.
         expected: the rows of a run that goes on.
+        at_once: as in `load_stream`.
     """
     data, seq_len = config.data, config.train.seq_len
     same = data.model_dump(include=set(SAME_KEYS))
@@ -74,7 +79,7 @@ def open_rows(
     }
     train, held_out = (_parts(given, config.rows) for given in (data.train, data.eval))
     if data.streaming:
-        return load_stream(train, held_out, model.tokenizer, options, **more)
+        return load_stream(train, held_out, model.tokenizer, options, at_once=at_once, **more)
     return (*load_data(train, held_out, model.tokenizer, options, **more), None)
 
 

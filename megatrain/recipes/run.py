@@ -207,7 +207,9 @@ def get_ready(
     world.in_turn(partial(check_once, parts.resolved.skeleton, config.model.trust_remote_code))
     may_end_here()
     examination = open_examination(config, parts.model)
-    reading = partial(open_rows, config, parts.model, parts.day, expected)
+    # of a host's ranks the first tokenises
+    first = world.local_rank == 0
+    reading = partial(open_rows, config, parts.model, parts.day, expected, first)
     rows, held_out, windows = world.in_turn(reading)
     may_end_here()
     say_rows(rows, held_out)

@@ -13,7 +13,8 @@ import pytest
 import torch
 
 from megatrain.data.dataset import Counts, IdArray, IndexArray, MaskArray, PlainRows
-from megatrain.data.loader import Loader, Position, StepBatch, held_out_batches
+from megatrain.data.loader import Loader, Position, StepBatch
+from megatrain.data.micro_batches import held_out_batches
 from megatrain.errors import DataError
 from megatrain.losses import IGNORE as IGNORED
 

@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from megatrain.data.dataset import Counts, IdArray, IndexArray, MaskArray, ValueArray
-from megatrain.data.loader import Loader, MicroBatch, StepBatch, held_out_batches
-from megatrain.data.micro_batches import cuts, least_micro_batch, runs_of
+from megatrain.data.loader import Loader, MicroBatch, StepBatch
+from megatrain.data.micro_batches import cuts, held_out_batches, least_micro_batch, runs_of
 from megatrain.data.regimes import Regime
 from megatrain.data.samples import JUDGED, KINDS, PAIRS
 from megatrain.errors import DataError

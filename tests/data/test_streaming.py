@@ -7,6 +7,7 @@ import json
 import os
 import shutil
 import signal
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import chain, islice
@@ -24,6 +25,7 @@ from megatrain.data.loader import Loader
 from megatrain.data.samples import PAIRS
 from megatrain.data.streaming import Stream, load_stream
 from megatrain.errors import DataError, MegaTrainError
+from megatrain.world import World
 from tests.commands import conversation
 from tests.data.test_shards import bytes_in, shard_folders
 from tests.files import flip
@@ -249,6 +251,51 @@ def test_a_writer_that_is_killed_is_told_of(open_in, monkeypatch, tmp_path):
         with pytest.raises(MegaTrainError, match="process that tokenises rows was ended from outs"):
             list(loader)
     assert len(steps_of(loader_of(open_in("cache")))) == 40
+
+
+def test_a_rank_that_misses_a_shard_makes_it(open_in, monkeypatch, tmp_path):
+    """As long as there is none to miss it makes nothing."""
+
+    def never(work: Any, *rest: Any) -> int:
+        time.sleep(60)
+        return 0
+
+    write = shards._Work._write_shard
+    with monkeypatch.context() as patch:
+        patch.setattr(
+            shards._Work, "_write_shard", lambda *at: (never if at[0].number else write)(*at)
+        )
+        first = open_in("cache")
+    second = open_in("cache", at_once=False)
+    first[2].close()
+    assert len(shard_folders(tmp_path / "cache")) == 1
+    assert steps_of(loader_of(second)) == steps_of(loader_of(open_in("another")))
+
+
+def test_who_leaves_does_not_wait_for_a_window(open_in, monkeypatch):
+    write = shards._Work._write_shard
+
+    def slow(work: Any, *rest: Any) -> int:
+        time.sleep(10 if work.number else 0)
+        return write(work, *rest)
+
+    monkeypatch.setattr(shards._Work, "_write_shard", slow)
+    batches, began = loader_of(open_in("cache")).batches(), time.monotonic()
+    assert len([*islice(batches, 2)]) == 2, "and the next goes on in the second window"
+    batches.close()  # type: ignore[attr-defined]
+    assert time.monotonic() - began < 5
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_a_step_has_the_same_rows_for_any_number_of_ranks(open_in, tokenizer, ranks):
+    opened = open_in("cache")
+    alone = [*loader_of(opened)]
+    of_ranks = [[*loader_of(opened, world=World(rank, ranks))] for rank in range(ranks)]
+    for whole, *parts in zip(alone, *of_ranks, strict=True):
+        rows = [texts(part, tokenizer) for part in parts]
+        assert sum(map(len, rows)) == len(set().union(*rows)) == len(texts(whole, tokenizer))
+        assert set().union(*rows) == texts(whole, tokenizer)
+        assert {(part.lengths, part.after) for part in parts} == {(whole.lengths, whole.after)}
 
 
 def test_a_damaged_shard_is_mended_while_the_others_are_used(open_in, whole_cache, tmp_path):

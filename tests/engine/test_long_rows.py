@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from megatrain.data.dataset import IdArray, MaskArray
-from megatrain.data.loader import Loader, StepBatch, held_out_batches
-from megatrain.data.micro_batches import collate
+from megatrain.data.loader import Loader, StepBatch
+from megatrain.data.micro_batches import collate, held_out_batches
 from megatrain.data.regimes import Regime
 from megatrain.engine.verify import gradients_of
 from megatrain.models.plain import count_targets, plain_loss

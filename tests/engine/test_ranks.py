@@ -13,11 +13,15 @@ import torch
 
 from megatrain.engine.batches import Batch
 from megatrain.engine.engine import Engine
+from megatrain.engine.results import StepResult
 from megatrain.errors import ConfigError
+from megatrain.losses.sequences import REFERENCE
 from megatrain.optim import AdamW, Lion, Muon
+from megatrain.recipes.signals import StopRequest
+from megatrain.recipes.sweeps import evaluated
 from megatrain.settings import ALL, Settings
 from megatrain.world import World
-from tests.compare import distance
+from tests.compare import differing, distance
 from tests.engine.test_preference_steps import LOSSES, cut, examples, model_for
 from tests.engine.test_preference_steps import joined as joined_rows
 from tests.ranks import run_ranks
@@ -192,34 +196,50 @@ def test_every_rank_reads_the_whole_model(tmp_path):
         assert their_answer == answer
 
 
-def of_pairs(world: World, name: str) -> Any:
+def of_answers(world: World, name: str, size: int = 1, **settings: Any) -> Any:
+    """Steps, an evaluation in two sweeps and in one, and weights. size: of micro-batches, as `cut`
+    has it."""
     loss = LOSSES[name]
-    mine = [joined_rows(part) for part in cut(loss, examples(loss, 0), 1)]
-    with engine_of(model_for(loss), world=world, settings=Settings(**CHUNK)) as engine:
-        results = [engine.train_step(mine[world.rank :: world.size], loss) for _ in range(2)]
+    rows: list[Batch] = [{**row, REFERENCE: row[REFERENCE] - 5} for row in examples(loss, 0)]
+    batches = [dict(joined_rows(part)) for part in cut(loss, rows, size)]
+    mine = batches[world.rank :: world.size]
+    with engine_of(model_for(loss), world=world, settings=Settings(**CHUNK, **settings)) as engine:
+        results: list[Any] = [engine.train_step(mine, loss) for _ in range(2)]
+        tokens = sum(batch["input_ids"].numel() for batch in batches) // (2 * world.size)
+        results.append(evaluated(engine, batches, loss, tokens, StopRequest()))
+        results.append(engine.evaluate(mine, loss))
         return results, {name: tensor.clone() for name, tensor in engine.iter_weights()}
 
 
-@pytest.mark.parametrize("name", ["dpo", "orpo", "reward"])
+@pytest.mark.parametrize("name", ["dpo", "orpo", "reward", "aot", "kto"])
 def test_losses_over_answers_are_those_of_one_rank(name, tmp_path):
-    results, weights = of_pairs(World(), name)
-    for theirs, their_weights in run_ranks(2, partial(of_pairs, name=name), tmp_path):
+    results, weights = of_answers(World(), name)
+    in_two, in_one = results[2:]
+    assert in_two.loss == pytest.approx(in_one.loss, rel=1e-6)
+    assert in_two.metrics == pytest.approx(in_one.metrics, rel=1e-6)
+    for theirs, their_weights in run_ranks(2, partial(of_answers, name=name), tmp_path):
         for found, expected in zip(theirs, results, strict=True):
             assert found.loss == pytest.approx(expected.loss, rel=2e-5)
-            assert found.grad_norm == pytest.approx(expected.grad_norm, rel=1e-4)
             assert found.metrics == pytest.approx(expected.metrics, rel=1e-4, abs=1e-5)
+            if isinstance(found, StepResult):
+                assert found.grad_norm == pytest.approx(expected.grad_norm, rel=1e-4)
         assert all(distance(their_weights[name], weights[name]) < 1e-4 for name in weights)
 
 
-def refused(world: World) -> str:
-    with engine_of("llama", world=world) as engine, pytest.raises(ConfigError) as told:
-        engine.train_step([joined_rows(examples(LOSSES["aot"], 0))], LOSSES["aot"])
-    return str(told.value)
-
-
-def test_a_loss_over_a_whole_step_is_refused(tmp_path):
-    words = "ranks: Dpo is computed over a whole step, so set 1, not 2"
-    assert run_ranks(2, refused, tmp_path) == [words, words]
+@pytest.mark.parametrize(
+    ("name", "ranks", "twice"), [("kto", 3, False), ("aot", 2, True), ("kto", 2, True)]
+)
+def test_a_loss_over_a_whole_step_sees_the_rows_of_all_ranks(name, ranks, twice, tmp_path):
+    """To the bit, with a micro-batch for each of two: of KTO the second rank has what is not
+    trained on, and the third nothing."""
+    given: dict[str, Any] = {"name": name, "size": 3 if name == "aot" else 5}
+    given["second_backward"] = twice
+    results, weights = of_answers(World(), **given)
+    for theirs, their_weights in run_ranks(ranks, partial(of_answers, **given), tmp_path):
+        for found, expected in zip(theirs, results, strict=True):
+            assert (found.loss, found.metrics) == (expected.loss, expected.metrics)
+        assert differing(their_weights, weights) == []
+    assert results[0].metrics.get("kl", 1) > 0
 
 
 def test_a_rank_without_micro_batches_offloads_nothing(tmp_path):

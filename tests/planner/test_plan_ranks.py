@@ -351,7 +351,6 @@ def test_pieces_of_a_long_row_fit_where_it_does_not():
     [
         ({"tokens_per_step": 3 * 1024}, "at most 3 GPUs, not for 4: take at most 3", PlanError),
         ({"rows_per_step": 1, "lengths_vary": True}, "a step of 1 row has work", PlanError),
-        ({"whole_step": True}, "a loss over a whole step is not built", ConfigError),
         ({"whole_update": WholeUpdate((), (), 0, 0, 0, 0)}, "adamw or lion", ConfigError),
     ],
 )

@@ -108,7 +108,7 @@ def test_so_many_gpus_are_used(gpus, monkeypatch, there, visible, keys, ranks):
     [
         ({"gpus": 8}, "gpus: 8, but 4 are visible here"),
         ({"gpus": 2, "device": "cpu"}, "gpus: 2, but device: cpu"),
-        ({"gpus": 2, "method": "kto"}, "kto: a loss over a whole step is not built for several"),
+        ({"gpus": 2, "optimizer": {"name": "muon"}}, "muon is not built for several"),
     ],
 )
 def test_gpus_that_cannot_be_used_are_refused(gpus, keys, words):
@@ -119,9 +119,8 @@ def test_gpus_that_cannot_be_used_are_refused(gpus, keys, words):
 
 def test_what_keeps_it_to_one_gpu_is_said(gpus, capsys):
     gpus(2)
-    data = {"train": "x", "streaming": True, "eval": None}
-    assert ranks_for(config(data=data, train={"max_steps": 3})) == 1
-    said = "keywords: data.streaming: true is not built for several GPUs: one of 2 is used\n"
+    assert ranks_for(config(optimizer={"name": "muon"})) == 1
+    said = "keywords: optimizer.name: muon is not built for several GPUs: one of 2 is used\n"
     assert capsys.readouterr().err == said
 
 

@@ -5,18 +5,20 @@ from __future__ import annotations
 import os
 import signal
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from megatrain.config import load_config
+from megatrain.data import encoding, shards, streaming
 from megatrain.recipes import loop, others
 from megatrain.storage.restore import read_about
-from tests.commands import evaluations_of, steps_of, wait_for, write_jsonl
+from tests.commands import chat_rows, evaluations_of, steps_of, wait_for, write_jsonl
 from tests.ranks import Started
-from tests.recipes.same_run import same_run
-from tests.recipes.test_preference_runs import pairs
+from tests.recipes.same_run import CLOCK, same_run
+from tests.recipes.test_preference_runs import judged, pairs
 
 KEYS = {
     "precision": "float32",
@@ -55,16 +57,22 @@ def trained_to(step: int) -> bool:
     )
 
 
-def test_pairs_and_their_reference_are_shared_out(project, megatrain, monkeypatch):
-    write_jsonl(project / "rows.jsonl", pairs())
-    line = train("method=dpo", "train.max_steps=4", "train.learning_rate=1e-3")
+@pytest.mark.parametrize(("method", "rows"), [("dpo", pairs), ("kto", judged)])
+def test_answers_and_their_reference_are_shared_out(project, megatrain, monkeypatch, method, rows):
+    write_jsonl(project / "rows.jsonl", rows())
+    line = train(f"method={method}", "train.max_steps=4", "train.learning_rate=1e-3")
     for output, run in {
         "run": lambda: Started(2, line).wait() == [0, 0],
         "alone": lambda: megatrain(f"{line} output=alone"),
     }.items():
         monkeypatch.setenv("MEGATRAIN_CACHE", str(project / output / "cache"))
         assert run()
-    assert_steps_agree(Path("run"), Path("alone"), "loss", "rewards/margins", "logps/chosen")
+    assert_steps_agree(Path("run"), Path("alone"), "loss", "grad_norm")
+    held_out = [
+        {name: value for name, value in evaluations_of(Path(run))[-1].items() if name not in CLOCK}
+        for run in ("run", "alone")
+    ]
+    assert held_out[0] == pytest.approx(held_out[1], rel=1e-4, abs=1e-6)
 
 
 def sums_kept(run: Path) -> object:
@@ -158,6 +166,64 @@ def test_an_error_of_one_ends_all_with_its_sentence_and_code(project):
     assert "error" not in started.said()[1]
 
 
+SEVENS = "train.rows_per_step=7", "checkpoint.every=100", "train.eval_every=100"
+
+
+@pytest.fixture
+def windows(project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """60 rows in three windows, of which the third waits for a file; an empty cache."""
+    write = shards._Work._write_shard
+
+    def slow(work: Any, *rest: Any) -> int:
+        while work.number >= 2 and not (project / "go").exists():
+            time.sleep(0.01)
+        return write(work, *rest)
+
+    monkeypatch.setattr(encoding, "BATCH_ROWS", 5)
+    monkeypatch.setattr(shards, "SHARD_ROWS", 20)
+    monkeypatch.setattr(streaming, "LOOKED_EVERY_S", 0.01)
+    monkeypatch.setattr(shards._Work, "_write_shard", slow)
+    monkeypatch.setenv("MEGATRAIN_CACHE", str(tmp_path / "cache"))
+    config = (project / "cfg.yaml").read_text().replace("tokens_per_step: 256, ", "")
+    config = config.replace("eval: 8}", "eval: 4, streaming: true, processes: 1}")
+    (project / "cfg.yaml").write_text(config)
+    yield project
+    (project / "go").touch()
+
+
+def test_rows_of_a_stream_are_waited_for_by_all(windows, megatrain, monkeypatch):
+    """A signal to the second and the death of the first end that; one goes on as if it had been
+    one all the time."""
+    said = "step 6 waits for rows, which are still being tokenised"
+    started = Started(2, train(*SEVENS))
+    wait_for(lambda: said in started.said()[0])
+    os.kill(started.ranks[1].pid, signal.SIGTERM)
+    assert started.wait(SOON_S) == [75, 75]
+    assert said not in started.said()[1]
+    assert "stopped by SIGTERM while step 6 waited for rows; the run is saved" in started.said()[0]
+    assert (windows / "run" / "checkpoint-5").is_dir()
+    started = Started(2, "resume run")
+    wait_for(lambda: said in started.said()[0])
+    os.kill(started.ranks[0].pid, signal.SIGKILL)
+    assert started.wait(SOON_S) == [-signal.SIGKILL, 1]
+    (windows / "go").touch()
+    assert "2 rank(s) before and 1 now" in megatrain("resume run").err
+    monkeypatch.setenv("MEGATRAIN_CACHE", str(windows / "other"))
+    megatrain(train("output=alone", *SEVENS))
+    assert_steps_agree(Path("run"), Path("alone"), "loss", "grad_norm", "tokens", "epoch")
+
+
+def test_a_bad_row_of_a_stream_ends_all_after_saving(windows):
+    (windows / "go").touch()
+    rows = chat_rows()
+    write_jsonl(windows / "rows.jsonl", [*rows[:45], {"prompt": "and?"}, *rows[46:]])
+    started = Started(2, train(*SEVENS))
+    assert started.wait(SOON_S) == [3, 3]
+    (said,) = [line for text in started.said() for line in text.splitlines() if "error" in line]
+    assert "rows.jsonl:46: field 'messages' is missing" in said
+    assert (windows / "run" / "checkpoint-5").is_dir()
+
+
 @pytest.mark.parametrize("to", [(1,), (0, 1)])
 def test_a_signal_to_any_stops_all_after_the_step_and_saves(project, to):
     started = Started(2, train(), first=slowly)
@@ -172,10 +238,8 @@ def test_a_signal_to_any_stops_all_after_the_step_and_saves(project, to):
 @pytest.mark.parametrize(
     ("keys", "code", "words"),
     [
-        ("data.streaming=true", 2, "data.streaming: true is not built for 2 ranks; use one GPU"),
         ("optimizer.name=muon", 2, "optimizer.name: muon is not built for 2 ranks; use one GPU"),
         ("gpus=3", 2, "gpus: 3, but 2 process(es) of this host take part"),
-        ("method=kto", 2, "kto: a loss over a whole step is not built for 2 ranks; use one GPU"),
         ("train.rows_per_step=1", 4, "a step of 1 row has work for at most 1 GPU, not for 2"),
         (
             "train.rows_per_step=null train.tokens_per_step=40",
