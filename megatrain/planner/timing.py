@@ -225,11 +225,9 @@ class StepCosts:
             in which experts take the tokens. Each reads all of them, and writes all gradients.
             compiled: by default whether layers are.
         """
-        flops, seq_len = (
-            3 * work.forward.attention_flops * self.job.pieces * tokens,
-            self.job.seq_len,
-        )
-        keys = work.keys if 0 < work.keys < seq_len else seq_len * self.job.pieces
+        seq_len, pieces = self.job.seq_len, self.job.pieces
+        keys = work.keys if 0 < work.keys < seq_len else seq_len * pieces
+        flops = 3 * work.forward.attention_flops * pieces * tokens
         attention = flops / interpolate(self.machine.attention, keys)
         memory = self.machine.memory if self.on_gpu else self.machine.fresh
         grouped = self._grouped_rate(work, tokens / chunks, rate)
@@ -251,11 +249,10 @@ class StepCosts:
             # only a GPU computes while the host launches kernels
             return max(computing, launching) if self.on_gpu else computing + launching
 
-        ahead = ATTENTION_FORWARD_SHARE
         back = 2 - work.frozen_expert_flops / max(1, work.expert_flops)
         return (
-            seconds(work.forward, attention * ahead, 1),
-            seconds(work.backward, attention * (1 - ahead), back),
+            seconds(work.forward, attention * ATTENTION_FORWARD_SHARE, 1),
+            seconds(work.backward, attention * (1 - ATTENTION_FORWARD_SHARE), back),
         )
 
     def _matmul_rate(self, tokens: float) -> float:
