@@ -44,6 +44,8 @@ CUBLAS_WORKSPACE_BYTES = 32 * MIB
 # What NCCL takes of a GPU's memory for each communicator, beside PyTorch's: two H200 with NVLink,
 # torch 2.11, NCCL 2.28.9, after its first gather and reduction (docs/decisions/0099-planned-ranks).
 COMMUNICATOR_BYTES = 486 * MIB
+# The same of the host's: what a rank of two took beyond its plan, twice (docs/log/2026-11.md).
+COMMUNICATOR_HOST_BYTES = 260 * MIB
 # Resident memory that libraries take after planning, once they compute: the update kernel's
 # compiler and code, oneDNN's kernels or CUDA's host side. `benchmarks/plan_check.py` measures it:
 # the host's peak less all other rows of the plan.
