@@ -103,6 +103,8 @@ class Started:
         self.logs = [Path.cwd() / f"rank-{rank}.log" for rank in range(size)]
         context: Any = multiprocessing.get_context("fork")
         self.ranks = []
+        for log in self.logs:
+            log.write_text("")  # what an earlier start has said is not this one's
         for rank, log in enumerate(self.logs):
             environ = environment_of(rank, size, port)
             process = context.Process(target=_command, args=(line, environ, log, first, rank))
