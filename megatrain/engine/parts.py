@@ -89,7 +89,8 @@ def open_parts(
         resources.callback(lane.close)
     with naming_the_gpu("the weights' slots and the gradients' accumulators"):
         exchange, trade = _exchange(world, layouts, compute, resources)
-        streamer = Streamer(anatomy, store, dtype, compute, upload, updater, behind, exchange, kept)
+        ways = upload, updater, behind, exchange, kept, settings.replicated
+        streamer = Streamer(anatomy, store, dtype, compute, *ways)
         uses: dict[str, Any] = {"compute": compute, "upload": upload, "download": download}
         gradients = Gradients(
             [layout.trained for layout in layouts],
@@ -132,12 +133,14 @@ def _kept(
     download: Lane,
     resources: ExitStack,
 ) -> HostWeights | None:
-    """Of several hosts, memory for this rank's part of every block's weights."""
+    """Of several hosts, memory for this rank's part of weights that slots hold in turn."""
     if world.across is None:
         return None
-    numels = [world.hosts * layout.share(world.size) for layout in layouts]
+    first = settings.replicated
+    numels = [world.hosts * layout.share(world.size) for layout in layouts[first:]]
     threads = settings.update_threads
-    kept = HostWeights(numels, dtype, download, pinned=compute.is_cuda, threads=threads)
+    how = {"pinned": compute.is_cuda, "threads": threads}
+    kept = HostWeights(numels, dtype, download, **how, first=first)
     resources.callback(kept.close)
     return kept
 
