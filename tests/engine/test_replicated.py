@@ -6,13 +6,9 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
-
-import pytest
-import torch
 
 from megatrain.engine.engine import Engine
 from megatrain.settings import ALL, Settings
@@ -37,12 +33,13 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any], Sequence[int]]] = {
     "read, unclipped": ("llama-tied", {"transport": "read"}, UNCLIPPED, (ALL,)),
 }
 SLOW = ("upload", "download", "exchange", "update")
+MANY = [micro_batches(seed, [(1, 6), (1, 5)]) for seed in range(2 * len(SLOW))]
 
 
 def opened(world: World, case: str, replicated: int, **more: Any) -> Engine:
     name, settings, options, _ = CASES[case]
     family = tiny_config(name, num_hidden_layers=LAYERS)
-    given = Settings(**CHUNK, **{**settings, **more}, replicated=replicated)
+    given = Settings(**CHUNK, **settings, **more, replicated=replicated)
     return engine_of(family, world=world, precision="bfloat16", settings=given, **options)
 
 
@@ -79,7 +76,9 @@ def both_ways(world: World) -> dict[str, Any]:
         for number in numbers:
             with opened(world, case, number) as engine:
                 results, fetched = used(engine)
-            most = (max(max(of.values()) for of in each) for each in (without, cut(fetched, number)))
+            most = (
+                max(max(of.values()) for of in each) for each in (without, cut(fetched, number))
+            )
             found[f"{case} {number}"] = results == expected, *most
     return found
 
@@ -95,3 +94,61 @@ def test_no_bit_changes_and_weights_come_once_until_they_change(tmp_path):
         for name, (equal, without, replicated) in found.items():
             assert equal, name
             assert without > 1 == replicated, name
+
+
+def slowed(engine: Engine) -> list[Any]:
+    """Of many steps, in each of which a lane of one rank is slow."""
+    slow, world = "", engine.world
+
+    def sleep_if(name: str) -> None:
+        if name == slow:
+            time.sleep(0.004)
+
+    for name, lane in engine.parts.lanes.items():
+        lane.delay = partial(sleep_if, name)
+    told: list[Any] = []
+    for number, step in enumerate(MANY):
+        late, lane_of = divmod(number, len(SLOW))
+        slow = SLOW[lane_of] if world.rank == late else ""
+        told.append(engine.train_step(step[world.rank :: world.size]).grad_norm)
+    return [told, {name: array.tolist() for name, array in arrays_of(engine).items()}]
+
+
+def saved(world: World, folder: Path) -> list[Any]:
+    """The step after a checkpoint: of the engine that goes on, of the same once it is loaded again,
+    and of one in which another number of blocks is replicated."""
+    *before, after = [step[world.rank :: world.size] for step in STEPS]
+    told = []
+    with opened(world, "two backward passes", ALL) as engine:
+        for step in before:
+            engine.train_step(step)
+        save_checkpoint(folder, 1, engine, None, {"step": 1})
+        told.append(engine.train_step(after).grad_norm)
+        engine.evaluate(after)
+        load_checkpoint(folder / "last", engine)
+        told.append(engine.train_step(after).grad_norm)
+    with opened(world, "two backward passes", 1) as engine:
+        load_checkpoint(folder / "last", engine)
+        told.append(engine.train_step(after).grad_norm)
+    return told
+
+
+def others(world: World, drive: Path, folder: Path) -> dict[str, Any]:
+    far: dict[str, Any] = {"nvme_blocks": 4, "nvme_arrays": "all", "nvme_folders": (drive,)}
+    found: dict[str, Any] = {"resumed": saved(world, folder)}
+    for case, more in (("tied, in groups", {}), ("read, unclipped", far)):
+        both = []
+        for number in (0, ALL):
+            with opened(world, case, number, **more) as engine:
+                both.append(slowed(engine))
+        found[case] = both
+    return found
+
+
+def test_slow_lanes_drives_and_resumes_change_no_bit_either(tmp_path):
+    folders = [tmp_path / name for name in ("drive", "run")]
+    for folder in folders:
+        folder.mkdir()
+    for found in run_ranks(2, partial(others, drive=folders[0], folder=folders[1]), tmp_path):
+        for name, (expected, *results) in found.items():
+            assert results and all(each == expected for each in results), name

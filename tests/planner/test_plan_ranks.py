@@ -37,12 +37,12 @@ from tests.ranks import run_ranks
 from tests.support import tiny_config
 
 CASES = {
-    "tied, three": (3, 1, Case(tied=True, tokens=1536)),
-    "two hosts of two": (4, 2, Case(tokens=2048)),
+    "tied, three": (3, 1, Case(tied=True, tokens=1536, replicated=1)),
+    "two hosts of two": (4, 2, Case(tokens=2048, replicated=2)),
     "in groups, half resident": (
         2,
         1,
-        Case(groups=2, micro_batch_tokens=128, tokens=1024, resident=3, sums=6),
+        Case(groups=2, micro_batch_tokens=128, tokens=1024, resident=3, replicated=5, sums=6),
     ),
     "sums in host RAM, tied, read": (
         2,
@@ -62,7 +62,7 @@ CASES = {
         1,
         Case(resident=3, tokens=1024, transport="read"),
     ),
-    "all read": (2, 1, Case(tokens=1024, transport="read", clipping=False)),
+    "all read": (2, 1, Case(tokens=1024, transport="read", clipping=False, replicated=6)),
     "embedding frozen, resident": (2, 1, Case(freeze=EMBEDDING, resident=3, tokens=1024)),
 }
 
