@@ -138,9 +138,8 @@ def _kept(
         return None
     first = settings.replicated
     numels = [world.hosts * layout.share(world.size) for layout in layouts[first:]]
-    threads = settings.update_threads
-    how = {"pinned": compute.is_cuda, "threads": threads}
-    kept = HostWeights(numels, dtype, download, **how, first=first)
+    threads, pinned = settings.update_threads, compute.is_cuda
+    kept = HostWeights(numels, dtype, download, pinned=pinned, threads=threads, first=first)
     resources.callback(kept.close)
     return kept
 

@@ -53,8 +53,9 @@ def used(engine: Engine) -> tuple[list[Any], list[Counter[int]]]:
         fetched[-1][block] += list(names) == ["weight"] and not how.get("changes")
         return lease(block, names, **how)
 
-    engine.store.lease = counted  # type: ignore[method-assign,assignment]
-    prompt, told = STEPS[0][0]["input_ids"], []
+    engine.store.lease = counted  # type: ignore[method-assign]
+    prompt = STEPS[0][0]["input_ids"]
+    told: list[Any] = []
     for step in STEPS:
         mine = step[rank :: engine.world.size]
         found = engine.train_step(mine)
@@ -77,7 +78,8 @@ def both_ways(world: World) -> dict[str, Any]:
             with opened(world, case, number) as engine:
                 results, fetched = used(engine)
             most = (
-                max(max(of.values()) for of in each) for each in (without, cut(fetched, number))
+                max(max(of.values(), default=0) for of in each)
+                for each in (without, cut(fetched, number))
             )
             found[f"{case} {number}"] = results == expected, *most
     return found

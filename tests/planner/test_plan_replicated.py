@@ -51,9 +51,9 @@ def test_whole_weights_stay_where_there_is_room_and_time_to_be_gained():
         whole = 2 * sum(QWEN_7B.block_numel[: chosen.choices.replicated])
         assert chosen.device["replicated weights"] == pytest.approx(whole, rel=1e-3)
         assert "replicated weights" not in without.device
-    (row,) = (row for row in chosen.reasons if row.what == "replicated")
-    assert row.value == f"{chosen.choices.replicated} blocks"
-    assert "come from all ranks once a step" in row.why
+        (row,) = (row for row in chosen.reasons if row.what == "replicated")
+        assert row.value == f"{chosen.choices.replicated} blocks"
+        assert "come from all ranks once a step" in row.why
     short = planned(2, asked, gpu_limit=24 * GIB)
     assert short.fits and short.choices.replicated == 0
     every = planned(2, replace(asked, replicated=99, resident=0))
