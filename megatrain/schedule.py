@@ -106,22 +106,26 @@ def slot_sizes(numels: Sequence[int], resident: int, tied: bool, replicated: int
 
 
 @lru_cache(maxsize=256)
-def uploads(visits: tuple[int, ...], slots: tuple[int | None, ...]) -> tuple[tuple[int, ...], ...]:
+def uploads(
+    visits: tuple[int, ...], slots: tuple[int | None, ...], replicated: int = 0
+) -> tuple[tuple[int, ...], ...]:
     """Blocks whose upload is asked for before each visit: as many of the next ones as find their
-    slot free, that is not needed by another block which is visited first. slots: of
-    `slots_of_blocks`.
+    slot free, that is not needed by another block which is visited first. Replicated ones, whose
+    slots are always free, come no earlier than others would: what ranks exchange for a layer that
+    computes would have to wait for the weights, and these for their updates.
+
+    slots: of `slots_of_blocks`.
     """
-    users: dict[int | None, set[int]] = {}
-    for block in visits:
-        users.setdefault(slots[block], set()).add(block)
     asked, position = [], 0
     for visit in range(len(visits)):
         first = position
         while position < len(visits):
             wanted = visits[position]
+            if wanted < replicated and position > visit + LAYER_SLOTS:
+                break
+            before = visits[visit:position]
             slot = slots[wanted]
-            others = set() if slot is None else users[slot] - {wanted}
-            if others and not others.isdisjoint(visits[visit:position]):
+            if slot is not None and any(slots[b] == slot and b != wanted for b in before):
                 break
             position += 1
         asked.append(tuple(block for block in visits[first:position] if slots[block] is not None))

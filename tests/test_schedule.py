@@ -116,6 +116,16 @@ def test_resident_blocks_are_never_asked_for():
     assert {block for blocks in asked for block in blocks} == {3, 4}
 
 
+def test_replicated_blocks_are_asked_for_two_visits_ahead():
+    visits = block_order(6)
+    asked = uploads(visits, slots_of_blocks(6, 0, False, replicated=4), 4)
+    # blocks 4 and 5 are not replicated; all are there when the way back begins
+    assert asked[:4] == ((0, 1, 2), (3, 4, 5, 4), (), ())
+    assert {block for blocks in asked[4:] for block in blocks} == {0, 1, 2, 3}
+    every = uploads(visits, slots_of_blocks(6, 0, False, replicated=9), 9)
+    assert every[:4] == ((0, 1, 2), (3,), (4,), (5,))
+
+
 @pytest.mark.parametrize("resident", range(6))
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("replicated", [0, 3, 8])
@@ -123,7 +133,7 @@ def test_a_slot_holds_what_is_visited(resident, tied, replicated):
     """Uploads in the order in which they are asked for, each over what its slot held before."""
     slots, visits = slots_of_blocks(8, resident, tied, replicated), block_order(8) * 3
     holding: dict[int | None, int] = {}
-    for block, asked in zip(visits, uploads(visits, slots), strict=True):
+    for block, asked in zip(visits, uploads(visits, slots, replicated), strict=True):
         holding |= {slots[wanted]: wanted for wanted in asked}
         assert block < resident or holding[slots[block]] == block
 

@@ -88,9 +88,9 @@ class Streamer:
         self._numels = numels
         tied = anatomy.embed_feeds_head
         # of several ranks, each has its share alone of a resident block
-        whole, own = (store.resident, 0) if exchange is None else (0, replicated)
-        sizes = slot_sizes(numels, whole, tied, own)
-        self._slot_numbers = slots_of_blocks(len(numels), whole, tied, own)
+        whole, self._replicated = (store.resident, 0) if exchange is None else (0, replicated)
+        sizes = slot_sizes(numels, whole, tied, self._replicated)
+        self._slot_numbers = slots_of_blocks(len(numels), whole, tied, self._replicated)
         self.slots = [
             Slot(torch.zeros(size, dtype=dtype, device=compute.device))
             for size in (*sizes.layers, *sizes.edges, *sizes.own)
@@ -124,7 +124,7 @@ class Streamer:
 
         The caller enqueues all computation on a block before it asks for the next.
         """
-        asked = uploads(tuple(visits), self._slot_numbers)
+        asked = uploads(tuple(visits), self._slot_numbers, self._replicated)
         for block, coming in zip(visits, asked, strict=True):
             for wanted in coming:
                 self._fetch(wanted, self.slot_of[wanted])

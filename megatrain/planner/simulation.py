@@ -71,8 +71,8 @@ class StepSimulator:
         self.order = block_order(len(blocks), options.first_trained)
         self.several = options.ranks > 1
         # of several ranks, none has the whole of a resident block
-        streamed_from, own = (0, options.replicated) if self.several else (options.resident, 0)
-        self.slots = slots_of_blocks(len(blocks), streamed_from, options.tied, own)
+        whole, self.own = (0, options.replicated) if self.several else (options.resident, 0)
+        self.slots = slots_of_blocks(len(blocks), whole, options.tied, self.own)
         self.timeline = StepTimeline()
         self.asked: Iterator[tuple[int, ...]] = iter(())  # uploads before each visit of the step
         self.uploads = 0  # asked for so far
@@ -111,7 +111,7 @@ class StepSimulator:
         options, back = self.options, self.order[self.head :]
         simulated = min(options.groups, SIMULATED_GROUPS)
         visits = self.order * simulated + (back if options.second_backward else ())
-        self.asked = iter(uploads(visits, self.slots))
+        self.asked = iter(uploads(visits, self.slots, self.own))
         self.uploads = 0
         self.slot_holds.clear()
         whole = self.timeline = StepTimeline()
