@@ -64,7 +64,7 @@ def open_parts(
     world: World,
     resources: ExitStack,
 ) -> EngineParts:
-    """Allocate all memory and start all threads. Raises OutOfMemory.
+    """Allocate all memory, start all threads (their waits: streams.py). Raises OutOfMemory.
 
     Args:
         stores_gradients: until the global norm is known; else a block is updated as it has landed.
@@ -77,7 +77,6 @@ def open_parts(
         place = partial(open_store, layouts, optimizer, precision, settings, device=device)
         store = resources.enter_context(place(gradients=stores_gradients, world=world))
     updater, sink = _updates(store, optimizer, compute, stores_gradients, settings, resources)
-    # who waits for whom: the note in streams.py
     download = Lane("download", device)  # gradients and activation checkpoints, GPU to host
     upload = Lane("upload", device)  # weights and fp32 accumulators, host to GPU
     fetch = Lane("fetch", device)  # offloaded activations, back to the GPU

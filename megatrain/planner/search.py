@@ -93,7 +93,8 @@ class Search:
 
     def replicated(self, found: Layout | None) -> Layout | None:
         """With whole weights of blocks on all ranks, if that is faster."""
-        return found and (self.fastest_of([found, *self.more_replicated(found)]) or found)
+        tried = [] if found is None else [found, *self.more_replicated(found)]
+        return self.fastest_of(tried) if len(tried) > 1 else found
 
     def fits_somehow(self) -> bool:
         """True if any combination fits: then the one with the least memory does."""
