@@ -277,7 +277,10 @@ def test_hosts_are_bound_by_their_network():
     assert far.timing.seconds > 6 * QWEN_7B.parameters / 2 / 1e8
     assert far.timing.waits["network"] > 0.9 * far.timing.seconds
     assert near.timing.waits["network"] < 0.1 * near.timing.seconds
-    assert near.host["weights of all hosts"] == pytest.approx(QWEN_7B.parameters, rel=0.01)
+    kept = sum(QWEN_7B.block_numel[near.choices.replicated :])  # others stay on the GPUs
+    assert near.host["weights of all hosts"] == pytest.approx(kept, rel=0.01)
+    every = planned(2, replace(LONG, replicated=0), hosts=2)
+    assert every.host["weights of all hosts"] == pytest.approx(QWEN_7B.parameters, rel=0.01)
     assert near.to_dict()["ranks"]["run_by"] == "train"
 
 
