@@ -1,5 +1,5 @@
-"""DeepSpeed ZeRO-2 or ZeRO-3 on one GPU with the optimizer (and, for ZeRO-3, the parameters) in
-pinned host RAM.
+"""DeepSpeed ZeRO-2 or ZeRO-3 on one GPU, or under torchrun on several, with the optimizer (and, for
+ZeRO-3, the parameters) in pinned host RAM.
 python -m benchmarks.peers.deepspeed_offload --stage 3 --shape qwen2.5-7b --tokens 65536
 --micro-batch-rows 32
 bf16 with fp32 master weights and moments, DeepSpeedCPUAdam (compiled on first use, which needs a
@@ -51,7 +51,9 @@ def settings_of(job: Job, stage: int, ratio: float) -> dict[str, Any]:
 
 
 def stand_alone() -> None:
-    """Say to torch.distributed what a launcher would: a world of one."""
+    """Say to torch.distributed what a launcher would, if none has: a world of one."""
+    if "RANK" in os.environ:
+        return
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])

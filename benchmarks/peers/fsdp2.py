@@ -1,4 +1,5 @@
-"""PyTorch FSDP2 on one GPU with parameters, gradients and optimizer in host RAM.
+"""PyTorch FSDP2 on one GPU, or under torchrun on several, with parameters, gradients and optimizer
+in host RAM.
 python -m benchmarks.peers.fsdp2 --shape qwen2.5-7b --tokens 65536 --micro-batch-rows 64
 Every layer is a shard group of its own, so that it is on the GPU only while it computes; bf16
 computation, fp32 parameters, fused AdamW on the CPU. Gradients of several micro-batches are summed
@@ -17,21 +18,34 @@ from torch._C._distributed_c10d import FileStore
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 
-from benchmarks.peers.job import LEARNING_RATE, MAX_GRAD_NORM, Job, Trainer, job_of, parser, run
+from benchmarks.peers.job import (
+    LEARNING_RATE,
+    MAX_GRAD_NORM,
+    RANKS,
+    Job,
+    Trainer,
+    job_of,
+    parser,
+    run,
+)
 from benchmarks.peers.model import MeanLoss, build, parameters_of
 
 
 def start_process_group(device: str) -> None:
-    """A world of one. gloo beside NCCL: the norm of gradients in host RAM is reduced there."""
-    store = FileStore(os.path.join(tempfile.mkdtemp(), "store"), 1)
+    """A launcher's, or a world of one. gloo beside NCCL: the norm of gradients in host RAM is
+    reduced there."""
     backend = "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo"
+    if "RANK" in os.environ:
+        dist.init_process_group(backend)
+        return
+    store = FileStore(os.path.join(tempfile.mkdtemp(), "store"), 1)
     dist.init_process_group(backend, store=store, rank=0, world_size=1)
 
 
 def shard(model: MeanLoss, device: str) -> FSDPModule:
     """Embedding, every layer and the head are groups of their own; all are gathered ahead by FSDP
     itself."""
-    mesh = init_device_mesh(device, (1,))
+    mesh = init_device_mesh(device, (RANKS,))
     precision = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     offload = CPUOffloadPolicy(pin_memory=device == "cuda")
     for part in (model.decoder.embed_tokens, *model.decoder.layers, model.head):

@@ -1,5 +1,5 @@
 """What every peer is asked to do, and how all of them are measured: whole optimizer steps over
-random tokens."""
+random tokens. Under torchrun each rank takes its part of a step's rows, and the first prints."""
 
 from __future__ import annotations
 
@@ -29,6 +29,7 @@ ATTENTION = [
     SDPBackend.MATH,
 ]
 LEARNING_RATE, MAX_GRAD_NORM = 1e-5, 1.0
+RANK, RANKS = (int(os.environ.get(*given)) for given in (("RANK", "0"), ("WORLD_SIZE", "1")))
 
 
 @dataclass(frozen=True)
@@ -37,7 +38,7 @@ class Job:
 
     shape: str
     layers: int | None  # None: as many as the shape has
-    tokens: int  # per optimizer step
+    tokens: int  # per optimizer step, of all ranks
     seq_len: int
     micro_batch_rows: int
     steps: int  # measured
@@ -49,7 +50,8 @@ class Job:
 
     @property
     def micro_batches(self) -> int:
-        return self.tokens // (self.seq_len * self.micro_batch_rows)
+        """Of each rank."""
+        return self.tokens // (self.seq_len * self.micro_batch_rows * RANKS)
 
 
 @dataclass(frozen=True)
@@ -102,11 +104,13 @@ def parser(description: str) -> argparse.ArgumentParser:
 def job_of(args: argparse.Namespace) -> Job:
     """Raises SystemExit where the step cannot be cut into equal micro-batches: a mean of their
     means would not be the mean."""
-    if args.tokens % (args.seq_len * args.micro_batch_rows):
+    if args.tokens % (args.seq_len * args.micro_batch_rows * RANKS):
         raise SystemExit(
             f"--tokens {args.tokens} is no multiple of a micro-batch, "
-            f"{args.micro_batch_rows} rows of {args.seq_len}"
+            f"{args.micro_batch_rows} rows of {args.seq_len}, for each of {RANKS}"
         )
+    if args.device == "cuda":
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
     return Job(**{name: getattr(args, name) for name in Job.__dataclass_fields__})
 
 
@@ -125,6 +129,8 @@ def run(system: str, job: Job, prepare: Callable[[Job], Trainer]) -> None:
 
 def write(job: Job, report: dict[str, Any]) -> None:
     """Print it as JSON, and leave it in the job's file if it has one."""
+    if RANK:
+        return
     text = json.dumps(report, indent=1)
     print(text)
     if job.json:
@@ -141,7 +147,9 @@ def measure(job: Job, trainer: Trainer, ram_before: int) -> dict[str, Any]:
             meter.begin()
             loss = trainer.step(batches)
             meter.end(loss)
-            print(f"step {number}: {meter.steps[-1]['seconds']:.3f} s, loss {loss:.3f}", flush=True)
+            if not RANK:
+                seconds = meter.steps[-1]["seconds"]
+                print(f"step {number}: {seconds:.3f} s, loss {loss:.3f}", flush=True)
     return meter.figures(trainer.parameters)
 
 
@@ -181,7 +189,8 @@ class StepMeter:
             "steps": self.steps,
             "step_s": step_s,
             "tokens_per_s": self._job.tokens / step_s,
-            "tflops": 6 * parameters * self._job.tokens / step_s / 1e12,
+            "ranks": RANKS,
+            "tflops": 6 * parameters * self._job.tokens / step_s / 1e12 / RANKS,  # of each
             "gpu_peak_bytes": self._gpu_peak_bytes,
             "host_bytes": max(peak_host_bytes(), self._ram_bytes),
             "resident_bytes": peak_host_bytes(),
@@ -197,12 +206,13 @@ def ram_in_use() -> int:
 
 
 def random_rows(job: Job, vocabulary: int, step: int) -> list[Tensor]:
-    """The step's micro-batches, the same for every system."""
+    """This rank's micro-batches of a step, the same for every system."""
     generator = torch.Generator().manual_seed(step)
     ids = torch.randint(
         0, vocabulary, (job.tokens // job.seq_len, job.seq_len), generator=generator
     )
-    return [part.to(job.device) for part in torch.split(ids, job.micro_batch_rows)]
+    mine = ids[RANK::RANKS]
+    return [part.to(job.device) for part in torch.split(mine, job.micro_batch_rows)]
 
 
 def synchronize(job: Job) -> None:

@@ -316,8 +316,10 @@ P2P_READS = 0  # NVML_P2P_CAPS_INDEX_READ, which pynvml has as a tuple
 def reach_each_other(uuids: Sequence[str]) -> bool:
     """Whether each of this host's GPUs reads the others' memory; true where the driver cannot say.
 
-    Asked of NVML: a rank's CUDA shows it one GPU.
+    Asked of NVML: a rank's CUDA shows it one GPU. NCCL may have been told not to use it.
     """
+    if os.environ.get("NCCL_P2P_DISABLE") == "1":
+        return False
     with opened_nvml() as nvml:
         if nvml is None:
             return True

@@ -27,9 +27,10 @@ TOGETHER = (
 )
 
 # Measured on two H200 of one host, both at work (docs/decisions/0099-planned-ranks.md).
-# Of NVLink's rate each way by the maker: 238 and 206 of 450 GB/s.
-GATHER_SHARE, REDUCE_SHARE = 0.53, 0.46
-GATHER_LOSS, REDUCE_LOSS = 0.31, 0.68
+# Of NVLink's rate each way by the maker: 238 and 206 of 450 GB/s; 264 where the library may add, as
+# the sums of two (docs/log/2026-11.md).
+GATHER_SHARE, REDUCE_SHARE, REDUCE_SHARE_OF_TWO = 0.53, 0.46, 0.58
+GATHER_LOSS, REDUCE_LOSS, REDUCE_LOSS_OF_TWO = 0.31, 0.68, 0.28
 # Of the link to the host one way: where GPUs do not reach each other, everything goes through RAM.
 STAGED_GATHER_SHARE, STAGED_REDUCE_SHARE = 0.44, 0.41
 # Of one GPU's link when the other's is busy, too: 53.3 of 55 GB/s one way, 69.4 of 101 both ways.
@@ -91,8 +92,11 @@ def assumed(base: MachineProfile, hardware: Hardware, ranks: int) -> MachineProf
     sheet = data_sheet(hardware.gpu.name)
     upload, both = ONE_WAY_SHARE * base.upload, BOTH_SHARE * base.both
     gather, reduce = STAGED_GATHER_SHARE * base.upload, STAGED_REDUCE_SHARE * base.upload
+    share, loss = REDUCE_SHARE, REDUCE_LOSS
+    if ranks == 2:
+        share, loss = REDUCE_SHARE_OF_TWO, REDUCE_LOSS_OF_TWO
     if sheet is not None and sheet.nvlink:
-        gather, reduce = GATHER_SHARE * sheet.nvlink * 1e9, REDUCE_SHARE * sheet.nvlink * 1e9
+        gather, reduce = GATHER_SHARE * sheet.nvlink * 1e9, share * sheet.nvlink * 1e9
     alone = interpolate(update, update_threads(cores))
     lost = LOST_TO_LINKS * min(ranks, MOST_LINKS) * both / ranks / UPDATE_BYTES
     return replace(
@@ -106,7 +110,7 @@ def assumed(base: MachineProfile, hardware: Hardware, ranks: int) -> MachineProf
         gather=gather,
         reduce=reduce,
         gather_loss=GATHER_LOSS,
-        reduce_loss=REDUCE_LOSS,
+        reduce_loss=loss,
     )
 
 

@@ -326,7 +326,7 @@ LOST = 15  # NVML_ERROR_GPU_IS_LOST
 )
 def test_gpus_reach_each_other_unless_the_driver_says_no(pairs, expected, monkeypatch):
     class Nvml(FakeNvml):
-        NVML_P2P_CAPS_INDEX_READ, NVML_P2P_STATUS_OK = 0, 0
+        NVML_P2P_CAPS_INDEX_READ, NVML_P2P_STATUS_OK = (0,), 0  # as pynvml has them
 
         def nvmlDeviceGetHandleByUUID(self, uuid: str) -> str:
             return uuid
@@ -340,6 +340,8 @@ def test_gpus_reach_each_other_unless_the_driver_says_no(pairs, expected, monkey
     found = None if pairs is None else Nvml()
     monkeypatch.setattr(hardware, "opened_nvml", lambda: nullcontext(found))
     assert hardware.reach_each_other(["a", "b", "c"]) == expected
+    monkeypatch.setenv("NCCL_P2P_DISABLE", "1")
+    assert not hardware.reach_each_other(["a", "b", "c"])
 
 
 def test_a_limit_on_address_space_bounds_what_is_available(tmp_path):

@@ -92,7 +92,7 @@ def _picking(graph: fx.Graph) -> set[fx.Node]:
 def _has_a_step(node: fx.Node) -> bool:
     """True of a slice, or its gradient, that leaves elements out in between."""
     place = STEPPED.get(_packet(node))
-    return place is not None and len(node.args) > place and node.args[place] != 1
+    return place is not None and bool(node.args[place:] and node.args[place] != 1)
 
 
 # -- what is alive ---------------------------------------------------------------------------------
