@@ -64,19 +64,25 @@ def block_order(blocks: int, first: int = 0) -> tuple[int, ...]:
 
 
 @lru_cache(maxsize=1024)
-def slots_of_blocks(blocks: int, resident: int, tied: bool) -> tuple[int | None, ...]:
+def slots_of_blocks(
+    blocks: int, resident: int, tied: bool, replicated: int = 0
+) -> tuple[int | None, ...]:
     """The slot that each block's weights are streamed into, counted from 0; None: it is resident.
 
     Layers alternate between LAYER_SLOTS slots. Embedding and head are needed one after the other
     and share a slot, unless they are tied: then the embedding stays in its slot from the first
-    layer to the head, and the head's own tensors have another one.
+    layer to the head, and the head's own tensors have another one. The first `replicated` blocks,
+    unless they are resident, have slots of their own.
     """
-    streamed = range(max(1, resident), blocks - 1)
+    here = min(resident, blocks)
+    alone = max(here, min(replicated, blocks))
+    streamed = range(max(1, alone), blocks - 1)
     layers = [number % LAYER_SLOTS for number in range(len(streamed))]
     edge = min(LAYER_SLOTS, len(streamed))
-    first = [] if resident else [edge]
-    head = [edge + 1 if tied and first else edge] if resident < blocks else []
-    return (*[None] * min(resident, blocks), *first, *layers, *head)
+    first = [] if alone else [edge]
+    head = [edge + 1 if tied and first else edge] if alone < blocks else []
+    own = len({*first, *layers, *head})
+    return (*[None] * here, *range(own, own + alone - here), *first, *layers, *head)
 
 
 class SlotSizes(NamedTuple):
@@ -84,29 +90,39 @@ class SlotSizes(NamedTuple):
 
     layers: tuple[int, ...]
     edges: tuple[int, ...]  # of the embedding and the head
+    own: tuple[int, ...]  # of replicated blocks
 
 
-def slot_sizes(numels: Sequence[int], resident: int, tied: bool) -> SlotSizes:
+def slot_sizes(numels: Sequence[int], resident: int, tied: bool, replicated: int = 0) -> SlotSizes:
     """Each slot holds the largest block that is streamed into it; those of layers are equal."""
-    layers = numels[max(1, resident) : -1]
-    edges = [numels[block] for block in (0, len(numels) - 1) if block >= resident]
+    alone = max(resident, replicated)
+    layers = numels[max(1, alone) : -1]
+    edges = [numels[block] for block in (0, len(numels) - 1) if block >= alone]
     return SlotSizes(
         (max(layers, default=0),) * min(LAYER_SLOTS, len(layers)),
         tuple(edges) if tied or not edges else (max(edges),),
+        tuple(numels[resident:alone]),
     )
 
 
 @lru_cache(maxsize=256)
-def uploads(visits: tuple[int, ...], slots: tuple[int | None, ...]) -> tuple[tuple[int, ...], ...]:
+def uploads(
+    visits: tuple[int, ...], slots: tuple[int | None, ...], replicated: int = 0
+) -> tuple[tuple[int, ...], ...]:
     """Blocks whose upload is asked for before each visit: as many of the next ones as find their
-    slot free, that is not needed by another block which is visited first. slots: of
-    `slots_of_blocks`.
+    slot free, that is not needed by another block which is visited first. Replicated ones, whose
+    slots are always free, come no earlier than others would: what ranks exchange for a layer that
+    computes would have to wait for the weights, and these for their updates.
+
+    slots: of `slots_of_blocks`.
     """
     asked, position = [], 0
     for visit in range(len(visits)):
         first = position
         while position < len(visits):
             wanted = visits[position]
+            if wanted < replicated and position > visit + LAYER_SLOTS:
+                break
             before = visits[visit:position]
             slot = slots[wanted]
             if slot is not None and any(slots[b] == slot and b != wanted for b in before):

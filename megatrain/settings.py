@@ -57,6 +57,10 @@ OPTIONS = (
     Option("resident", "memory.resident", "placing", "resident", 0, "",
            "Number of blocks (embedding, layers, head), the first ones, that stay on the GPU with "
            "their optimizer state."),
+    Option("replicated", "memory.replicated", "placing", "replicated", 0, "",
+           "Of several GPUs: number of blocks (embedding, layers, head), the first ones, whose "
+           "whole weights stay on each from an update to the next, so that they are gathered once "
+           "a step and not at every visit; 2 bytes per parameter. Changes no result."),
     Option("retained", "train.retained", "placing", "retained", 0, RECOMPILES,
            "Number of layers, the last ones, whose activations are saved for backward instead of "
            "being recomputed."),
@@ -143,6 +147,7 @@ class Chosen:
     head_chunk_tokens: int = 2048
     layer_chunk_tokens: int | None = None  # None: whole layers
     resident: int = 0
+    replicated: int = 0  # of several ranks; one has whole weights of resident blocks anyway
     retained: int = 0
     cheap_retention: bool = False
     offload_activations: bool = False

@@ -36,12 +36,12 @@ def test_a_group_goes_forward_through_all_blocks_and_back_from_the_head():
 
 def test_layers_alternate_between_two_slots_and_embedding_and_head_share_one():
     assert slots_of_blocks(7, 0, tied=False) == (2, 0, 1, 0, 1, 0, 2)
-    assert slot_sizes(NUMELS, 0, tied=False) == ((30, 30), (5000,))
+    assert slot_sizes(NUMELS, 0, tied=False) == ((30, 30), (5000,), ())
 
 
 def test_a_tied_embedding_has_its_slot_until_the_head():
     assert slots_of_blocks(6, 0, tied=True) == (2, 0, 1, 0, 1, 3)
-    assert slot_sizes(NUMELS, 0, tied=True) == ((30, 30), (4000, 5000))
+    assert slot_sizes(NUMELS, 0, tied=True) == ((30, 30), (4000, 5000), ())
 
 
 @pytest.mark.parametrize(
@@ -57,18 +57,39 @@ def test_a_tied_embedding_has_its_slot_until_the_head():
 @pytest.mark.parametrize("tied", [False, True])
 def test_resident_blocks_have_no_slot(resident, slots, layers, edges, tied):
     assert slots_of_blocks(5, resident, tied) == slots
-    assert slot_sizes(NUMELS, resident, tied) == (layers, edges)
+    assert slot_sizes(NUMELS, resident, tied) == (layers, edges, ())
+
+
+@pytest.mark.parametrize(
+    ("replicated", "slots", "sizes"),
+    [
+        (1, (3, 0, 1, 0, 2), ((30, 30), (5000,), (4000,))),
+        (3, (2, 3, 4, 0, 1), ((20,), (5000,), (4000, 10, 30))),
+        (4, (1, 2, 3, 4, 0), ((), (5000,), (4000, 10, 30, 20))),
+        (9, (0, 1, 2, 3, 4), ((), (), NUMELS)),
+    ],
+)
+@pytest.mark.parametrize("tied", [False, True])
+def test_replicated_blocks_have_slots_of_their_own(replicated, slots, sizes, tied):
+    assert slots_of_blocks(5, 0, tied, replicated) == slots
+    assert slot_sizes(NUMELS, 0, tied, replicated) == sizes
+    # the embedding and the first layer are resident
+    here = slots_of_blocks(5, 2, tied, replicated)
+    assert here[:2] == (None, None)
+    assert {*here[2:]} == {0, 1, 2}
 
 
 @pytest.mark.parametrize("resident", range(6))
 @pytest.mark.parametrize("tied", [False, True])
-def test_every_slot_holds_its_largest_block(resident, tied):
-    slots, sizes = slots_of_blocks(5, resident, tied), slot_sizes(NUMELS, resident, tied)
+@pytest.mark.parametrize("replicated", [0, 3, 5])
+def test_every_slot_holds_its_largest_block(resident, tied, replicated):
+    slots = slots_of_blocks(5, resident, tied, replicated)
+    sizes = slot_sizes(NUMELS, resident, tied, replicated)
     of_slot: dict[int, list[int]] = {}
     for block, slot in enumerate(slots):
         if slot is not None:
             of_slot.setdefault(slot, []).append(NUMELS[block])
-    elements = [*sizes.layers, *sizes.edges]
+    elements = [*sizes.layers, *sizes.edges, *sizes.own]
     assert sorted(of_slot) == list(range(len(elements)))
     assert all(max(numels) <= elements[slot] for slot, numels in of_slot.items())
 
@@ -95,13 +116,24 @@ def test_resident_blocks_are_never_asked_for():
     assert {block for blocks in asked for block in blocks} == {3, 4}
 
 
+def test_replicated_blocks_are_asked_for_two_visits_ahead():
+    visits = block_order(6)
+    asked = uploads(visits, slots_of_blocks(6, 0, False, replicated=4), 4)
+    # blocks 4 and 5 are not replicated; all are there when the way back begins
+    assert asked[:4] == ((0, 1, 2), (3, 4, 5, 4), (), ())
+    assert {block for blocks in asked[4:] for block in blocks} == {0, 1, 2, 3}
+    every = uploads(visits, slots_of_blocks(6, 0, False, replicated=9), 9)
+    assert every[:4] == ((0, 1, 2), (3,), (4,), (5,))
+
+
 @pytest.mark.parametrize("resident", range(6))
 @pytest.mark.parametrize("tied", [False, True])
-def test_a_slot_holds_what_is_visited(resident, tied):
+@pytest.mark.parametrize("replicated", [0, 3, 8])
+def test_a_slot_holds_what_is_visited(resident, tied, replicated):
     """Uploads in the order in which they are asked for, each over what its slot held before."""
-    slots, visits = slots_of_blocks(8, resident, tied), block_order(8) * 3
+    slots, visits = slots_of_blocks(8, resident, tied, replicated), block_order(8) * 3
     holding: dict[int | None, int] = {}
-    for block, asked in zip(visits, uploads(visits, slots), strict=True):
+    for block, asked in zip(visits, uploads(visits, slots, replicated), strict=True):
         holding |= {slots[wanted]: wanted for wanted in asked}
         assert block < resident or holding[slots[block]] == block
 

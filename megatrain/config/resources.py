@@ -15,6 +15,7 @@ class MemoryOptions(Options):
         "auto", "Host RAM to use, such as 120GiB; auto: what the machine or its container has."
     )
     resident: v.NumberOrAuto = option("resident")
+    replicated: v.NumberOrAuto = option("replicated")
     offload_activations: v.FlagOrAuto = option("offload_activations")
     retained_on_host: v.NumberOrAuto = option("retained_on_host")
     second_backward: v.FlagOrAuto = option("second_backward")

@@ -18,9 +18,12 @@ class HostWeights:
     """Parts of blocks in host RAM, each with the event after which it is there.
 
     Args:
-        numels: elements of every block's part.
+        numels: elements of every block's part, from block `first` on.
         pinned: for a GPU.
         threads: for the first touch of the memory.
+
+    Attributes:
+        first: blocks before it are not kept.
     """
 
     def __init__(
@@ -31,8 +34,9 @@ class HostWeights:
         *,
         pinned: bool,
         threads: int,
+        first: int = 0,
     ) -> None:
-        self._download = download
+        self.first, self._download = first, download
         self._slabs: list[Slab] = []
         self._parts: list[torch.Tensor] = []
         self._there: dict[int, Event] = {}
@@ -51,7 +55,7 @@ class HostWeights:
 
     def keep(self, block: int, part: torch.Tensor, ready: Event) -> Event:
         """Copy a block's part, which is on the device after `ready`, down."""
-        target = self._parts[block]
+        target = self._parts[block - self.first]
 
         def job(_: Event) -> None:
             self._download.wait(ready)  # wait: it may still be on its way from other hosts
@@ -63,7 +67,7 @@ class HostWeights:
     def of(self, block: int) -> tuple[torch.Tensor, Event] | None:
         """A block's part and when it is there; None where it must come from the other hosts."""
         there = self._there.get(block)
-        return None if there is None else (self._parts[block], there)
+        return None if there is None else (self._parts[block - self.first], there)
 
     def forget(self) -> None:
         """The weights have changed, or are about to."""

@@ -64,7 +64,7 @@ def open_parts(
     world: World,
     resources: ExitStack,
 ) -> EngineParts:
-    """Allocate all memory and start all threads. Raises OutOfMemory.
+    """Allocate all memory, start all threads (their waits: streams.py). Raises OutOfMemory.
 
     Args:
         stores_gradients: until the global norm is known; else a block is updated as it has landed.
@@ -77,7 +77,6 @@ def open_parts(
         place = partial(open_store, layouts, optimizer, precision, settings, device=device)
         store = resources.enter_context(place(gradients=stores_gradients, world=world))
     updater, sink = _updates(store, optimizer, compute, stores_gradients, settings, resources)
-    # who waits for whom: the note in streams.py
     download = Lane("download", device)  # gradients and activation checkpoints, GPU to host
     upload = Lane("upload", device)  # weights and fp32 accumulators, host to GPU
     fetch = Lane("fetch", device)  # offloaded activations, back to the GPU
@@ -89,7 +88,8 @@ def open_parts(
         resources.callback(lane.close)
     with naming_the_gpu("the weights' slots and the gradients' accumulators"):
         exchange, trade = _exchange(world, layouts, compute, resources)
-        streamer = Streamer(anatomy, store, dtype, compute, upload, updater, behind, exchange, kept)
+        ways = upload, updater, behind, exchange, kept, settings.replicated
+        streamer = Streamer(anatomy, store, dtype, compute, *ways)
         uses: dict[str, Any] = {"compute": compute, "upload": upload, "download": download}
         gradients = Gradients(
             [layout.trained for layout in layouts],
@@ -132,12 +132,13 @@ def _kept(
     download: Lane,
     resources: ExitStack,
 ) -> HostWeights | None:
-    """Of several hosts, memory for this rank's part of every block's weights."""
+    """Of several hosts, memory for this rank's part of weights that slots hold in turn."""
     if world.across is None:
         return None
-    numels = [world.hosts * layout.share(world.size) for layout in layouts]
-    threads = settings.update_threads
-    kept = HostWeights(numels, dtype, download, pinned=compute.is_cuda, threads=threads)
+    first = settings.replicated
+    numels = [world.hosts * layout.share(world.size) for layout in layouts[first:]]
+    threads, pinned = settings.update_threads, compute.is_cuda
+    kept = HostWeights(numels, dtype, download, pinned=pinned, threads=threads, first=first)
     resources.callback(kept.close)
     return kept
 

@@ -63,6 +63,8 @@ class Streamer:
     exchange: of several ranks. Each uploads its share of a block, and gathers the others'; or it
         uploads the whole block, where all are in one copy in host RAM.
     kept: of several hosts, what this one keeps of weights until they change.
+    replicated: of several ranks, number of blocks, the first ones, that have slots of their own and
+        so stay until weights change.
     """
 
     def __init__(
@@ -76,6 +78,7 @@ class Streamer:
         releases: Lane | None = None,
         exchange: Exchange | None = None,
         kept: HostWeights | None = None,
+        replicated: int = 0,
     ) -> None:
         self.store, self.compute, self.upload, self.updates = store, compute, upload, updates
         self._releases, self._exchange, self.kept = releases, exchange, kept
@@ -85,12 +88,12 @@ class Streamer:
         self._numels = numels
         tied = anatomy.embed_feeds_head
         # of several ranks, each has its share alone of a resident block
-        whole = store.resident if exchange is None else 0
-        sizes = slot_sizes(numels, whole, tied)
-        self._slot_numbers = slots_of_blocks(len(numels), whole, tied)
+        whole, self._replicated = (store.resident, 0) if exchange is None else (0, replicated)
+        sizes = slot_sizes(numels, whole, tied, self._replicated)
+        self._slot_numbers = slots_of_blocks(len(numels), whole, tied, self._replicated)
         self.slots = [
             Slot(torch.zeros(size, dtype=dtype, device=compute.device))
-            for size in (*sizes.layers, *sizes.edges)
+            for size in (*sizes.layers, *sizes.edges, *sizes.own)
         ]
         for slot in self.slots:
             slot.free = compute.record()  # the zeros are there
@@ -121,7 +124,7 @@ class Streamer:
 
         The caller enqueues all computation on a block before it asks for the next.
         """
-        asked = uploads(tuple(visits), self._slot_numbers)
+        asked = uploads(tuple(visits), self._slot_numbers, self._replicated)
         for block, coming in zip(visits, asked, strict=True):
             for wanted in coming:
                 self._fetch(wanted, self.slot_of[wanted])
@@ -208,7 +211,7 @@ class Streamer:
     # -- of several hosts --------------------------------------------------------------------------
 
     def _cross(self, block: int, slot: Slot, whole: torch.Tensor, share: torch.Tensor) -> Event:
-        """Queue what crosses the network, which this host keeps."""
+        """Queue what crosses the network, which this host keeps if the slot does not."""
         exchange, kept, uploaded, before = self._exchange, self.kept, slot.uploaded, busy(slot)
         assert exchange is not None and kept is not None
 
@@ -219,7 +222,8 @@ class Streamer:
             exchange.gather_across(whole, share)
 
         slot.crossed = crossed = exchange.lane.submit(job)
-        slot.kept = kept.keep(block, exchange.part(whole), crossed)
+        if block >= kept.first:
+            slot.kept = kept.keep(block, exchange.part(whole), crossed)
         return crossed
 
     def _bring(self, block: int, slot: Slot, source: torch.Tensor, there: Event) -> None:

@@ -62,6 +62,7 @@ class Asked:
     head_chunk_tokens: int | None = None
     layer_chunk_tokens: int | None = None  # 0 asks for whole layers
     resident: int | None = None
+    replicated: int | None = None
     retained: int | None = None
     cheap_retention: bool | None = None
     offload_activations: bool | None = None

@@ -69,9 +69,7 @@ class Layout:
 
     choices: Choices
     activations: Activations
-    known: dict[tuple[int, int, int, bool], int] = field(
-        default_factory=dict, repr=False, compare=False
-    )
+    known: dict[tuple[int, ...], int] = field(default_factory=dict, repr=False, compare=False)
 
     @classmethod
     def of(cls, choices: Choices, job: Job, shape: ModelShape, hardware: Hardware) -> Layout:
@@ -105,7 +103,8 @@ class Layout:
     def device_bytes(self) -> int:
         choices = self.choices
         stored = choices.stores_gradients(self.job)
-        places = choices.resident, choices.sums_on_device, choices.groups, stored
+        blocks_here = choices.resident, choices.replicated, choices.sums_on_device
+        places = *blocks_here, choices.groups, stored
         if places not in self.known:  # a search asks a million times, in a few hundred places
             self.known[places] = sum(self._blocks.values())
         return self.known[places] + self.activations.device_bytes
@@ -116,8 +115,8 @@ class Layout:
         choices, shape, weight = self.choices, self.shape, self.activations.weight
         several = self.job.size > 1
         # of several ranks, each has its share alone of a resident block: all pass through slots
-        streamed_from = 0 if several else choices.resident
-        slots = slot_sizes(self.padded, streamed_from, shape.tied)
+        streamed_from, own = (0, choices.replicated) if several else (choices.resident, 0)
+        slots = slot_sizes(self.padded, streamed_from, shape.tied, own)
         sizes = self.padded if several else shape.trained_numel
         # accumulators that stay for the whole step, and the buffers that other blocks' pass through
         own = own_sums(self._summed, shape.tied)
@@ -129,6 +128,7 @@ class Layout:
         table = {
             "layer slots": sum(slots.layers) * weight,
             "embedding and head slot": sum(slots.edges) * weight,
+            **({"replicated weights": sum(slots.own) * weight} if slots.own else {}),
             "resident state": self._resident_state,
             "gradient sums": sums * SUM_BYTES,
             "gradient staging": GRADIENT_STAGES * leaving * weight,
@@ -243,7 +243,8 @@ class Layout:
             **activations.host,
         }
         if self.job.hosts > 1:  # so that weights cross the network once a step
-            table["weights of all hosts"] = sum(self.padded) * activations.weight // self.job.ranks
+            in_turn = sum(self.padded[choices.replicated :])
+            table["weights of all hosts"] = in_turn * activations.weight // self.job.ranks
         rounded = {name: slab_bytes(size) for name, size in table.items() if size}
         if self.read_blocks:  # one mapping, of which each rank counts an equal part
             numels = [self.shape.block_numel[block] for block in self.read_blocks]
@@ -323,18 +324,18 @@ class Layout:
 
     @property
     def nvme_traffic(self) -> tuple[int, int]:
-        """Bytes that a step (reads, writes): each array once, and weights again in every sweep.
+        """Bytes that a step (reads, writes): each array once, and weights again in every sweep, or
+        once if they are replicated.
 
         A frozen block's weight is only swept, and below the first trained block forward alone.
         """
-        groups, shape = self.choices.groups, self.shape
-        weights, once = self.nvme.get("weight", 0), sum(self.nvme.values())
-        swept = (2 * groups + self.choices.second_backward) * weights
-        for block in self.far_blocks if weights and shape.frozen else ():
+        groups, shape, once, swept = self.choices.groups, self.shape, sum(self.nvme.values()), 0
+        back = groups + self.choices.second_backward
+        for block in self.far_blocks if self.nvme.get("weight") else ():
             nbytes = self.owned_weights[block] * self.activations.weight
             once -= 0 if shape.trained_numel[block] else nbytes
-            behind = block < shape.first_trained
-            swept -= behind * (groups + self.choices.second_backward) * nbytes
+            sweeps = groups + back * (block >= shape.first_trained)
+            swept += nbytes * (1 if block < self.choices.replicated else sweeps)
         return once + swept, once
 
 

@@ -196,6 +196,8 @@ def make_plan(
         ConfigError: the job has what several ranks cannot do.
     """
     check_ranks(job)
+    if job.size == 1:
+        job = replace(job, replicated=None)
     if host_limit is not None:
         host_limit //= job.ranks
     if nvme_limit is not None:

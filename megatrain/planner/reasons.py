@@ -58,6 +58,7 @@ def reasons(layout: Layout) -> tuple[Reason, ...]:
             else "a layer computes a whole micro-batch at once",
         ),
         "resident": (counted(choices.resident, "block"), _resident(choices, job, blocks, on_gpu)),
+        "replicated": (counted(choices.replicated, "block"), _replicated(choices, blocks)),
         "retained": _retained(choices, layout.shape.layers_back, blocks - 2),
         "offload_activations": (
             kept if codec == UNCHANGED else f"{kept}, {codec}",
@@ -72,8 +73,9 @@ def reasons(layout: Layout) -> tuple[Reason, ...]:
         ),
     }
     rows = [_ranks(job)] if job.size > 1 else []
+    absent = {"nvme_blocks": not job.nvme_drives, "replicated": job.size == 1}
     for option in OPTIONS:
-        if option.heading and (job.nvme_drives or option.field != "nvme_blocks"):
+        if option.heading and not absent.get(option.field):
             value, why = words[option.field]
             asked = option.key and getattr(job, option.field) is not None
             if option.field == "sums_on_device":  # one group has none, and residents' always stay
@@ -121,6 +123,13 @@ def _resident(choices: Choices, job: Job, blocks: int, on_gpu: bool) -> str:
     if choices.resident >= blocks:
         return f"{which} are updated {'on the GPU' if on_gpu else 'in place'}: nothing is streamed"
     return f"{which}; {'more do not fit' if job.resident is None else 'the others are streamed'}"
+
+
+def _replicated(choices: Choices, blocks: int) -> str:
+    if choices.replicated == 0:
+        return "weights come from all ranks at each visit: forward, backward, and in each group"
+    which = _part("first", choices.replicated, blocks, "block")
+    return f"weights of {which} come from all ranks once a step, and stay on each"
 
 
 def _retained(choices: Choices, layers: int, every: int) -> tuple[str, str]:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from bisect import bisect_left
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import product
 from operator import itemgetter
@@ -14,6 +14,7 @@ from megatrain.machine.profile import MachineProfile
 from megatrain.planner.activations import compiled_sets, head_bytes
 from megatrain.planner.job import Budget, Choices, Job
 from megatrain.planner.memory import Layout
+from megatrain.planner.numbers import PARTS, around, complexity, most
 from megatrain.planner.timing import StepCosts
 from megatrain.schedule import LEVELS, Level
 
@@ -27,9 +28,8 @@ AUTO_MICRO_BATCH_TOKENS = {"cuda": 16_384, "cpu": 2_048}
 # Qwen3-30B-A3B's layers on an H200: 66,585 tokens/s at 16k, 69,494 at 32k, 60,540 at 64k.
 MIXTURE_TIMES = 2
 SMALLEST_HEAD_CHUNK_TOKENS = 256
-# Parts of their range at which numbers of retained layers, and of layers that send saved
-# activations to host RAM, are tried first; those between are tried next to the fastest.
-PARTS = 8
+# Parts of all blocks that are tried as replicated, with the fastest of all other choices.
+REPLICATED_PARTS = 4
 TIE = 0.005  # predictions are not known better: within it the simpler choice is taken
 
 
@@ -47,7 +47,7 @@ class Search:
     hardware: Hardware
     machine: MachineProfile
     budget: Budget
-    known: dict[tuple[int, int, int, bool], int] = field(  # of its layouts
+    known: dict[tuple[int, ...], int] = field(  # of its layouts
         default_factory=dict, init=False, repr=False, compare=False
     )
 
@@ -89,7 +89,12 @@ class Search:
         for nearby in (self.nearby_retained, self.nearby_on_host, self.larger_head_chunks):
             if found is not None:
                 found = self.fastest_of([found, *nearby(found)]) or found
-        return found
+        return self.replicated(found)
+
+    def replicated(self, found: Layout | None) -> Layout | None:
+        """With whole weights of blocks on all ranks, if that is faster."""
+        tried = [] if found is None else [found, *self.more_replicated(found)]
+        return self.fastest_of(tried) if len(tried) > 1 else found
 
     def fits_somehow(self) -> bool:
         """True if any combination fits: then the one with the least memory does."""
@@ -108,7 +113,7 @@ class Search:
             timed.append((costs.predict().seconds, costs.layout))
             best = min(best, timed[-1][0])
         tied = [layout for seconds, layout in timed if seconds <= best * (1 + TIE)]
-        return min(tied, key=_complexity, default=None)
+        return min(tied, key=complexity, default=None)
 
     # -- candidates --------------------------------------------------------------------------------
 
@@ -142,14 +147,14 @@ class Search:
         found = layout.choices
         tokens, groups, chunk = found.micro_batch_tokens, found.groups, found.head_chunk_tokens
         if self.job.retained is None and not found.second_backward:
-            for retained in _around(found.retained, self.shape.layers_back):
+            for retained in around(found.retained, self.shape.layers_back):
                 yield from self.placed(tokens, groups, retained, chunk)
 
     def nearby_on_host(self, layout: Layout) -> Iterator[Layout]:
         """The same for layers with saved activations in host RAM."""
         found = layout.choices
         if self.job.retained_on_host is None and found.retained_on_host:
-            for count in _around(found.retained_on_host, self.shape.layers_back - found.retained):
+            for count in around(found.retained_on_host, self.shape.layers_back - found.retained):
                 yield self.filled(replace(found, retained_on_host=count))
 
     def larger_head_chunks(self, layout: Layout) -> Iterator[Layout]:
@@ -158,6 +163,19 @@ class Search:
         for chunk in () if self.job.head_chunk_tokens else self.shape.head.sizes:
             if found.head_chunk_tokens < chunk <= found.micro_batch_tokens:
                 yield self.filled(replace(found, head_chunk_tokens=chunk))
+
+    def more_replicated(self, layout: Layout) -> Iterator[Layout]:
+        """In what is left of the GPU, or in place of resident blocks and accumulators."""
+        found, blocks = layout.choices, len(self.shape.block_numel)
+        if self.job.size == 1 or self.job.replicated is not None:
+            return
+        yield layout.moved(
+            replicated=most(blocks, lambda count: self.fits(layout.moved(replicated=count)))
+        )
+        for sums in sorted({found.sums_on_device, *self.summed(found.groups, blocks)}):
+            for part in range(1, REPLICATED_PARTS + 1):
+                count = -(-blocks * part // REPLICATED_PARTS)
+                yield self.filled(replace(found, replicated=count, sums_on_device=sums))
 
     # -- values of the options ---------------------------------------------------------------------
 
@@ -248,6 +266,7 @@ class Search:
                             micro_batch_tokens=tokens,
                             groups=groups,
                             sums_on_device=sums,
+                            replicated=min(job.replicated or 0, blocks),
                             retained=retained,
                             cheap_retention=cheap,
                             offload_activations=offload,
@@ -366,32 +385,3 @@ class Search:
         """The need of host RAM as a share of its budget."""
         need = layout.host_bytes + (layout.device_bytes if self.budget.gpu is None else 0)
         return need / max(1, self.budget.host)
-
-
-def most(count: int, fits: Callable[[int], bool]) -> int:
-    """The largest number up to `count` that fits, if all numbers below one that fits do; else 0."""
-    if fits(count):  # the last block takes the slots with it: all can fit where all but one do not
-        return count
-    return max(0, bisect_right(range(count), False, key=lambda number: not fits(number)) - 1)
-
-
-def _around(found: int, largest: int) -> Iterator[int]:
-    """Numbers up to `largest` that are nearer to `found` than the next part of the range."""
-    step = -(-largest // PARTS)
-    near = range(max(0, found - step + 1), min(largest, found + step - 1) + 1)
-    return (number for number in near if number != found)
-
-
-def _complexity(layout: Layout) -> tuple[bool, int, int, bool, bool, bool, bool, int]:
-    """Order among choices that are equally fast, the simplest first."""
-    choices = layout.choices
-    return (
-        choices.second_backward,
-        choices.nvme_blocks,
-        choices.groups,
-        choices.offload_activations,
-        choices.retained_on_host > 0,
-        choices.cheap_retention,
-        choices.layer_chunk_tokens is not None,
-        layout.device_bytes + layout.host_bytes,
-    )

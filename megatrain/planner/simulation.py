@@ -47,7 +47,9 @@ def at_least(blocks: Sequence[BlockTasks], options: StepOptions) -> float:
     )
     computing = groups * (forward + backward) + finish + on_device
     computing += backward + finish if options.second_backward else 0.0
-    uploading = groups * total("upload", blocks) + (groups - 1) * total("sum_up", travelling)
+    once = options.replicated
+    uploading = groups * total("upload", blocks[once:]) + total("upload", blocks[:once])
+    uploading += (groups - 1) * total("sum_up", travelling)
     downloading = groups * total("boundary_down", blocks) + total("download", blocks)
     downloading += (groups - 1) * total("sum_down", travelling)
     updating = max(total("host_update", blocks), total("nvme_read", blocks))
@@ -69,8 +71,8 @@ class StepSimulator:
         self.order = block_order(len(blocks), options.first_trained)
         self.several = options.ranks > 1
         # of several ranks, none has the whole of a resident block
-        streamed_from = 0 if self.several else options.resident
-        self.slots = slots_of_blocks(len(blocks), streamed_from, options.tied)
+        whole, self.own = (0, options.replicated) if self.several else (options.resident, 0)
+        self.slots = slots_of_blocks(len(blocks), whole, options.tied, self.own)
         self.timeline = StepTimeline()
         self.asked: Iterator[tuple[int, ...]] = iter(())  # uploads before each visit of the step
         self.uploads = 0  # asked for so far
@@ -109,7 +111,7 @@ class StepSimulator:
         options, back = self.options, self.order[self.head :]
         simulated = min(options.groups, SIMULATED_GROUPS)
         visits = self.order * simulated + (back if options.second_backward else ())
-        self.asked = iter(uploads(visits, self.slots))
+        self.asked = iter(uploads(visits, self.slots, self.own))
         self.uploads = 0
         self.slot_holds.clear()
         whole = self.timeline = StepTimeline()

@@ -92,16 +92,18 @@ def serial(blocks: Sequence[BlockTasks], options: StepOptions) -> StepTimeline:
     """A step on a machine where everything shares the same cores: the sum of all tasks."""
     *others, head = blocks
     groups, streamed = options.groups, blocks[options.resident :]
+    first, once = options.first_trained, options.replicated  # weights of these come once a step
+    in_turn, back_in_turn = (blocks[max(n, once) :] for n in (options.resident, first))
     travelling = blocks[options.sums_on_device :] if groups > 1 else ()
     forward = groups * total("forward", others)
-    weights = groups * total("upload", streamed)
-    weights_back = groups * total("upload", blocks[max(options.resident, options.first_trained) :])
+    weights = groups * total("upload", in_turn) + total("upload", blocks[options.resident : once])
+    weights_back = groups * total("upload", blocks[max(options.resident, first, once) :])
     back = groups - 1 + options.second_backward
     drive = sum(
         b.nvme_read
         + b.nvme_write
         + b.nvme_gradient
-        + (groups + back * (block >= options.first_trained)) * b.nvme_weight
+        + (1 if block < once else groups + back * (block >= first)) * b.nvme_weight
         for block, b in enumerate(blocks)
     )
     computed = {
@@ -112,9 +114,9 @@ def serial(blocks: Sequence[BlockTasks], options: StepOptions) -> StepTimeline:
         "second backward": 0.0,
     }
     timeline = StepTimeline()
-    gathers = total("gather", blocks[options.first_trained :])
+    gathers = total("gather", back_in_turn)
     timeline.waits["forward"] |= {
-        "exchange": groups * total("gather", others),
+        "exchange": groups * total("gather", others[once:]) + total("gather", blocks[:once]),
         "upload": weights,
         "download": groups * total("boundary_down", others),
         "nvme": max(0.0, drive - forward),  # drives need no cores

@@ -164,6 +164,7 @@ def choices_in_words(plan: Plan) -> str:
     choices, machine, codec = plan.choices, plan.made_of.machine, plan.job.activations
     blocks = len(plan.made_of.shape.block_numel)
     optional = {
+        f"{choices.replicated} replicated": choices.replicated,
         f"{choices.retained_on_host} more in host RAM": choices.retained_on_host,
         "activations offloaded": choices.offload_activations,
         f"activations kept as {codec}": codec != UNCHANGED,

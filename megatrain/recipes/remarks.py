@@ -23,10 +23,14 @@ def say_if_without_bfloat16(machine: Machine) -> None:
 
 
 def say_if_none_are_gathered(config: Config, machine: Machine) -> None:
-    """Say so if there is no other GPU of the host for what the config says of weights' way."""
-    if machine.ranks == 1 and config.memory.transport != "auto":
-        where, given = config.where("memory.transport"), config.memory.transport
-        logger.info(f"{where}: {given} has no effect where one GPU of a host trains")
+    """Say so if there is no other GPU for what the config says of weights' way."""
+    memory = config.memory
+    if machine.ranks == 1 and memory.transport != "auto":
+        where = config.where("memory.transport")
+        logger.info(f"{where}: {memory.transport} has no effect where one GPU of a host trains")
+    if machine.ranks * machine.hosts == 1 and memory.replicated not in ("auto", 0):
+        where = config.where("memory.replicated")
+        logger.info(f"{where}: {memory.replicated} has no effect where one GPU trains")
 
 
 def say_if_config_has_another(coefficient: float, asked: float | str, config: Any) -> None:

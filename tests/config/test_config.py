@@ -92,6 +92,7 @@ memory:
   gpu: 70GiB
   host: 512 MB
   resident: auto
+  replicated: 3
   offload_activations: true
   retained_on_host: 1
   second_backward: false

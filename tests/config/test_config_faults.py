@@ -26,7 +26,7 @@ def test_rows_and_tokens_exclude_each_other(write):
 TWICE = "memory.second_backward=true "
 NVME_FOLDER = "memory.nvme: must be a folder, a list of folders, or null, not"
 UNKNOWN = (
-    "memory.zzz: unknown key; known here are gpu, host, resident, offload_activations, retained_"
+    "memory.zzz: unknown key; known here are gpu, host, resident, replicated, offload_activations"
 )
 CONTRADICTIONS = {
     "train.epochs=null": "train.epochs: without epochs and max_steps the run has no end",

@@ -4,6 +4,7 @@ that cross between hosts once a step."""
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -56,7 +57,7 @@ FOUR_OF_TWO: dict[str, tuple[dict[str, Any], tuple[int, str]]] = {
         (1, "download"),
     ),
     "unclipped, resident": (
-        {"settings": Settings(**CHUNK, resident=2), "max_grad_norm": None},
+        {"settings": Settings(**CHUNK, resident=2, replicated=3), "max_grad_norm": None},
         (2, "upload"),
     ),
 }
@@ -91,7 +92,9 @@ def test_sums_are_of_each_host_and_then_over_hosts(tmp_path):
     assert torch.equal(whole, expected.repeat(padded // 4096 + 1)[:padded])
 
 
-def crossings(world: World, groups: int) -> tuple[list[int], int, int, dict[str, float]]:
+def crossings(
+    world: World, groups: int, replicated: int
+) -> tuple[list[int], int, int, dict[str, float]]:
     """Of each step, and of what follows: bytes of weights that this rank sends to the other host;
     those of its shares, and what the host keeps; and the last step's waits."""
     sent: list[int] = []
@@ -103,7 +106,8 @@ def crossings(world: World, groups: int) -> tuple[list[int], int, int, dict[str,
         return across(self, whole, share)
 
     pytest.MonkeyPatch().setattr(exchange.Exchange, "gather_across", counted)
-    settings = Settings(**CHUNK, groups=groups, group_size=1, sums_on_device=ALL)
+    in_groups = Settings(**CHUNK, groups=groups, group_size=1, sums_on_device=ALL)
+    settings = replace(in_groups, replicated=replicated)
     with engine_of("llama", world=world, settings=settings, precision="bfloat16") as engine:
         streamer = engine.parts.streamer
         engine.parts.lanes["exchange"].delay = partial(time.sleep, 0.002)
@@ -119,14 +123,18 @@ def crossings(world: World, groups: int) -> tuple[list[int], int, int, dict[str,
         return sent, 2 * shares, streamer.kept.nbytes, stalls
 
 
-@pytest.mark.parametrize(("ranks", "groups"), [(2, 3), (4, 2)])
-def test_weights_cross_once_a_step(ranks, groups, tmp_path):
+@pytest.mark.parametrize(
+    ("ranks", "groups", "replicated"), [(2, 3, 0), (2, 2, 2), (2, 2, ALL), (4, 2, 0)]
+)
+def test_weights_cross_once_a_step(ranks, groups, replicated, tmp_path):
     """However many sweeps there are; none where no step was made between."""
     for sent, once, kept, stalls in run_ranks(
-        ranks, partial(crossings, groups=groups), tmp_path, hosts=2
+        ranks, partial(crossings, groups=groups, replicated=replicated), tmp_path, hosts=2
     ):
         assert sent == [once, once, once, 0]
-        assert kept >= 2 * once  # this rank's shares, and those of the other host
+        if not replicated:
+            assert kept >= 2 * once  # this rank's shares, and those of the other host
+        assert (kept == 0) == (replicated == ALL)
         assert stalls["wait_network"] > 0
         if ranks == 2:  # nobody else is on this host
             assert stalls["wait_exchange"] < 0.1 * stalls["wait_network"]

@@ -43,6 +43,7 @@ HOW: dict[str, dict[str, Any]] = {
     },
     "dropout": {"family": tiny_config("gpt2", resid_pdrop=0.4)},
     "resident": {"settings": Settings(**CHUNK, resident=ALL)},
+    "replicated": {"settings": Settings(**CHUNK, resident=1, replicated=3)},
     "resident, unclipped": {
         "settings": Settings(**CHUNK, resident=3, retained=1),
         "max_grad_norm": None,

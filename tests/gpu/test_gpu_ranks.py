@@ -27,6 +27,9 @@ HOW: dict[str, dict[str, Any]] = {
     "tied, resident": {"family": "llama-tied", "settings": Settings(**CHUNK, resident=ALL)},
     "groups": {"settings": Settings(**CHUNK, groups=2, sums_on_device=ALL)},
     "groups, sums in host RAM": {"settings": Settings(**CHUNK, groups=2, sums_on_device=1)},
+    "groups, replicated": {
+        "settings": Settings(**CHUNK, groups=2, sums_on_device=1, resident=1, replicated=3)
+    },
     "two backward passes": {"settings": Settings(**CHUNK, second_backward=True)},
     "unclipped": {"settings": Settings(**CHUNK, resident=2), "max_grad_norm": None},
 }

@@ -20,8 +20,8 @@ from megatrain.planner.cost.shape import ModelShape
 from megatrain.planner.explain import render
 from megatrain.planner.job import Choices, Job
 from megatrain.planner.memory import GPU_RECORDS_SHARE, Layout
+from megatrain.planner.numbers import most
 from megatrain.planner.plan import Plan, make_plan
-from megatrain.planner.search import most
 from megatrain.planner.timing import StepCosts, Timing
 from tests.planned import (
     H200,

@@ -57,6 +57,7 @@ class Case:
     tokens: int = 512
     vocab: int = 512
     resident: int = 0
+    replicated: int = 0
     sums: int = 0
     retained: int = 0
     offload: bool = False
@@ -99,6 +100,7 @@ class Case:
             micro_batch_tokens=self.micro_batch_tokens,
             groups=self.groups,
             resident=self.resident,
+            replicated=self.replicated,
             retained=self.retained,
             offload_activations=self.offload,
             second_backward=self.second_backward,

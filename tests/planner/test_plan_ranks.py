@@ -37,12 +37,12 @@ from tests.ranks import run_ranks
 from tests.support import tiny_config
 
 CASES = {
-    "tied, three": (3, 1, Case(tied=True, tokens=1536)),
-    "two hosts of two": (4, 2, Case(tokens=2048)),
+    "tied, three": (3, 1, Case(tied=True, tokens=1536, replicated=1)),
+    "two hosts of two": (4, 2, Case(tokens=2048, replicated=2)),
     "in groups, half resident": (
         2,
         1,
-        Case(groups=2, micro_batch_tokens=128, tokens=1024, resident=3, sums=6),
+        Case(groups=2, micro_batch_tokens=128, tokens=1024, resident=3, replicated=5, sums=6),
     ),
     "sums in host RAM, tied, read": (
         2,
@@ -62,7 +62,7 @@ CASES = {
         1,
         Case(resident=3, tokens=1024, transport="read"),
     ),
-    "all read": (2, 1, Case(tokens=1024, transport="read", clipping=False)),
+    "all read": (2, 1, Case(tokens=1024, transport="read", clipping=False, replicated=6)),
     "embedding frozen, resident": (2, 1, Case(freeze=EMBEDDING, resident=3, tokens=1024)),
 }
 
@@ -276,7 +276,10 @@ def test_hosts_are_bound_by_their_network():
     assert far.timing.seconds > 6 * QWEN_7B.parameters / 2 / 1e8
     assert far.timing.waits["network"] > 0.9 * far.timing.seconds
     assert near.timing.waits["network"] < 0.1 * near.timing.seconds
-    assert near.host["weights of all hosts"] == pytest.approx(QWEN_7B.parameters, rel=0.01)
+    kept = sum(QWEN_7B.block_numel[near.choices.replicated :])  # others stay on the GPUs
+    assert near.host["weights of all hosts"] == pytest.approx(kept, rel=0.01)
+    every = planned(2, replace(LONG, replicated=0), hosts=2)
+    assert every.host["weights of all hosts"] == pytest.approx(QWEN_7B.parameters, rel=0.01)
     assert near.to_dict()["ranks"]["run_by"] == "train"
 
 

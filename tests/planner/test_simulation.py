@@ -222,6 +222,7 @@ def drawn(seed: int, ranks: int = 1) -> tuple[list[BlockTasks], StepOptions]:
         ranks=ranks,
         gather_loss=0.3,
         reduce_loss=0.7,
+        replicated=draw.randrange(LAYERS + 3) if ranks > 1 else 0,
     )
     return blocks, options
 

@@ -245,8 +245,10 @@ def test_the_plan_of_another_machine_has_the_config_s_gpus(project, megatrain):
 
 
 def test_a_way_of_weights_between_gpus_that_is_none_is_said(project, megatrain):
-    said = megatrain("plan cfg.yaml memory.transport=read").err
+    said = megatrain("plan cfg.yaml memory.transport=read memory.replicated=3").err
     assert "memory.transport: read has no effect where one GPU of a host trains" in said
+    assert "memory.replicated: 3 has no effect where one GPU trains" in said
+    assert "no effect" not in megatrain("plan cfg.yaml memory.replicated=0").err
 
 
 def test_ranks_are_begun_by_the_run_alone(monkeypatch):

@@ -308,6 +308,7 @@ FREE = {
     ),
     *(f"memory.{key}" for key in ("resident", "offload_activations", "second_backward")),
     "memory.transport",
+    "memory.replicated",
     *(f"economy.{key}" for key in ("price_per_hour", "price_per_kwh", "currency")),
     *(f"economy.{key}" for key in ("gpu_power_w", "host_power_w")),
     *("threads", "device", "sample_prompt"),
