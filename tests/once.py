@@ -24,7 +24,7 @@ from megatrain.models.transforms.chunked import chunks_of
 from megatrain.planner.cost.shape import ModelShape, shape_of
 from tests.kernel_packages import kernels_there
 
-SAMPLE_TOKENS = 4  # of the answer that ends every run: each takes a forward of its own
+SAMPLE_TOKENS = 2  # of the answer that ends every run: each takes a forward of its own
 
 
 def config_of(model: Any) -> dict[str, Any]:
