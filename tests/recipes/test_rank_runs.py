@@ -15,7 +15,15 @@ from megatrain.config import load_config
 from megatrain.data import encoding, shards, streaming
 from megatrain.recipes import loop, others
 from megatrain.storage.restore import read_about
-from tests.commands import chat_rows, evaluations_of, steps_of, wait_for, write_jsonl
+from tests.commands import (
+    chat_rows,
+    evaluations_of,
+    make_project,
+    steps_of,
+    wait_for,
+    write_jsonl,
+)
+from tests.once import runs_are_quick
 from tests.ranks import Started
 from tests.recipes.same_run import CLOCK, same_run
 from tests.recipes.test_preference_runs import judged, pairs
@@ -121,9 +129,19 @@ def test_two_that_share_sequences_train_as_one_and_that_goes_on(project, megatra
 SHARED = "train.context_parallel"
 
 
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: Any, model_dir: Path, token_cache: Path) -> Path:
+    """The run of two ranks that nothing happens to."""
+    folder = make_project(tmp_path_factory.mktemp("whole") / "project", model_dir)
+    with runs_are_quick(), pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        patch.setenv("MEGATRAIN_CACHE", str(token_cache))
+        assert Started(2, train()).wait() == [0, 0]
+    return folder / "run"
+
+
 @pytest.mark.parametrize("rank", [0, 1])
-def test_when_one_is_killed_all_end_and_the_run_goes_on(project, monkeypatch, rank):
-    assert Started(2, train("output=whole")).wait() == [0, 0]
+def test_when_one_is_killed_all_end_and_the_run_goes_on(project, monkeypatch, whole, rank):
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "mine")
     started = Started(2, train(), first=slowly)
     wait_for(lambda: trained_to(6))
@@ -137,7 +155,7 @@ def test_when_one_is_killed_all_end_and_the_run_goes_on(project, monkeypatch, ra
         monkeypatch.setenv("TORCHELASTIC_RUN_ID", "another")
         assert Started(2, train()).wait() == [2, 2]
         assert Started(2, "resume run").wait() == [0, 0]
-    same_run(Path("run"), Path("whole"))
+    same_run(Path("run"), whole)
 
 
 def test_one_that_is_stopped_by_a_signal_is_not_waited_for(project):
