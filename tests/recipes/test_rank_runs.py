@@ -42,6 +42,11 @@ def looked_after_often(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(others, "SILENT_S", 2.0)
 
 
+@pytest.fixture(autouse=True)
+def imported(finished_project: Path) -> None:
+    """What a run imports and finds out once, before ranks are forked."""
+
+
 def train(*changes: str) -> str:
     """The command line of a run."""
     keys = KEYS | dict(change.split("=") for change in changes)
@@ -70,8 +75,8 @@ def test_answers_and_their_reference_are_shared_out(project, megatrain, monkeypa
     write_jsonl(project / "rows.jsonl", rows())
     line = train(f"method={method}", "train.max_steps=4", "train.learning_rate=1e-3")
     for output, run in {
-        "run": lambda: Started(2, line).wait() == [0, 0],
         "alone": lambda: megatrain(f"{line} output=alone"),
+        "run": lambda: Started(2, line).wait() == [0, 0],
     }.items():
         monkeypatch.setenv("MEGATRAIN_CACHE", str(project / output / "cache"))
         assert run()
