@@ -90,7 +90,7 @@ def _run(
     except SystemExit as end:
         code = end.code
     if isinstance(code, str):
-        print(code, file=sys.stderr)
+        sys.stderr.write(f"{code}\n")
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code if isinstance(code, int) else int(code is not None))
