@@ -6,7 +6,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-
 import megatrain
 from megatrain import cli
 from megatrain.config import config_schema, example_config
