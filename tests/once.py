@@ -174,6 +174,14 @@ def auto_precision_is_float32() -> Iterator[None]:
 
 
 @contextmanager
+def few_steps_are_looked_at() -> Iterator[None]:
+    """How long rows are is known of a run's first steps, which are ten here and not hundreds."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("megatrain.data.loader.STEPS_LOOKED_AT", 16)
+        yield
+
+
+@contextmanager
 def nobody_is_named() -> Iterator[None]:
     """Where other processes take the cores a run looks through all of them, twice; others do here,
     and no test of a run is about whom its advice names."""
@@ -195,7 +203,12 @@ def no_power_is_lost() -> Iterator[None]:
 def runs_are_quick() -> Iterator[None]:
     """For the length of a test, or of a fixture that trains: unlike what is found once, this would
     be another thing to the tests of other folders."""
-    with auto_precision_is_float32(), no_power_is_lost(), nobody_is_named():
+    with (
+        auto_precision_is_float32(),
+        no_power_is_lost(),
+        few_steps_are_looked_at(),
+        nobody_is_named(),
+    ):
         yield
 
 
