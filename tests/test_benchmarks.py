@@ -5,8 +5,10 @@ from __future__ import annotations
 
 import argparse
 import json
+import subprocess
 import xml.etree.ElementTree as ElementTree
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -30,6 +32,7 @@ from benchmarks.cases import CASES, LEARNT, TARGETS, Target
 from benchmarks.peers import deepspeed_offload, job, model, resident, trl_dpo
 from benchmarks.plot import Axes, Series, chart
 from benchmarks.systems import OURS, PEERS, Run
+from tests.forked import Forked
 
 TINY = CASES["tiny"]
 FIGURES = {"step_s": 2.0, "tokens_per_s": 10.0, "tflops": 500.0}
@@ -89,6 +92,13 @@ def test_peers_are_compared_with_ours_on_the_same_machine():
     assert "111" not in table
 
 
+@pytest.fixture
+def forked(monkeypatch: pytest.MonkeyPatch) -> None:
+    like = SimpleNamespace(Popen=Forked, TimeoutExpired=subprocess.TimeoutExpired)
+    monkeypatch.setattr(records, "subprocess", like)
+
+
+@pytest.mark.usefixtures("forked")
 def test_a_capacity_case_is_measured_from_its_command_to_its_row(tmp_path):
     overrides = ("optimizer.moments=bfloat16", "train.learning_rate=2e-3")
     case = replace(TINY, name="depth-28", overrides=overrides, flags=LEARNT)
@@ -137,6 +147,7 @@ def test_every_run_leaves_a_record(fate, tmp_path):
         assert f"failed: {error}" in compare.table([record], "tiny", [OURS])[-1]
 
 
+@pytest.mark.usefixtures("forked")
 def test_a_peer_runs_in_a_process_of_its_own_and_trains(tmp_path):
     (run,) = systems.runs_of(TINY, "fsdp2", [256], steps=1, warmup=1)
     arguments = (*run.arguments, "--no-compiled", "--device", "cpu", "--layers", "2")

@@ -11,6 +11,7 @@ import nbformat
 import pytest
 
 from tests.commands import environment, save_tiny_model, tiny_tokenizer
+from tests.forked import Forked
 
 ROOT = Path(__file__).parent.parent
 FOLDER = ROOT / "examples" / "notebooks"
@@ -24,7 +25,7 @@ GIVEN = {
 }
 # One kernel imports torch once for all.
 ANEW = """
-%reset -f
+%reset -s -f
 from tests import once
 if not hasattr(once, "kept"):
     once.kept = [once.commands_are_short(), once.runs_are_quick()]
@@ -52,6 +53,7 @@ def outputs(folder: Path) -> dict[str, str]:
         patch.setenv("MEGATRAIN_CACHE", str(folder / "cache"))
         patch.setenv("HF_HUB_OFFLINE", "1")
         patch.setenv("JUPYTER_PLATFORM_DIRS", "1")
+        patch.setattr("jupyter_client.provisioning.local_provisioner.launch_kernel", Forked)
         for name in ("IPYTHONDIR", "JUPYTER_CONFIG_DIR", "JUPYTER_RUNTIME_DIR"):
             patch.setenv(name, str(folder / "jupyter"))
         cells: list[Any] = []

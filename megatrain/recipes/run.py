@@ -204,7 +204,8 @@ def get_ready(
     may_end_here()
     # before rows are read, which takes long
     setup.make_run_plan(parts, checkpoints_written=1).check()
-    world.in_turn(partial(check_once, parts.resolved.skeleton, config.model.trust_remote_code))
+    # the first alone: on others transformers saves no folder to read
+    world.first(partial(check_once, parts.resolved.skeleton, config.model.trust_remote_code))
     may_end_here()
     examination = open_examination(config, parts.model)
     # of a host's ranks the first tokenises

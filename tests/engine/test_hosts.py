@@ -38,8 +38,8 @@ def in_order(world: World, found: list[Any]) -> list[Any]:
 
 @pytest.mark.parametrize("how", TWINS)
 def test_two_hosts_of_one_micro_batch_are_one_rank_of_two(how, tmp_path):
-    found = run_ranks(2, partial(train, steps=STEPS, **TWINS[how]), tmp_path, hosts=2)
     told, held_out, arrays = train(World(), STEPS, **TWINS[how])
+    found = run_ranks(2, partial(train, steps=STEPS, **TWINS[how]), tmp_path, hosts=2)
     assert [each[:2] for each in found] == [(told, held_out)] * 2
     ours = joined([arrays for *_, arrays in found])
     assert [name for name in arrays if not torch.equal(ours[name], arrays[name])] == []
@@ -69,8 +69,9 @@ def test_two_hosts_of_two_are_one_up_to_the_order_of_sums_and_always_the_same(ho
     family = tiny_config("qwen2", num_hidden_layers=4)  # layers that take turns in slots
     given = {"steps": SEVERAL, "precision": "float32", "family": family, **options}
     run = partial(run_ranks, 4, hosts=2, folder=tmp_path)
+    expected = train(World(), **given)
     found = run(partial(train, **given))
-    assert_near(in_order(World(0, 4, 0, 2), found), train(World(), **given))
+    assert_near(in_order(World(0, 4, 0, 2), found), expected)
     assert bits(found) == bits(run(partial(train, **given, slow=slow)))
 
 

@@ -101,8 +101,8 @@ def joined(of_ranks: Sequence[dict[str, torch.Tensor]]) -> dict[str, torch.Tenso
 
 @pytest.mark.parametrize("how", HOW)
 def test_two_ranks_of_one_micro_batch_are_one_rank_of_two(how, tmp_path):
-    found = run_ranks(2, partial(train, steps=STEPS, **HOW[how]), tmp_path)
     told, held_out, arrays = train(World(), STEPS, **HOW[how])
+    found = run_ranks(2, partial(train, steps=STEPS, **HOW[how]), tmp_path)
     for theirs, theirs_held_out, _ in found:
         assert theirs == told
         assert theirs_held_out == held_out
@@ -118,8 +118,8 @@ def test_shares_may_be_on_nvme(level, tmp_path):
     folder.mkdir()
     far: dict[str, Any] = {"nvme_blocks": 3, "nvme_arrays": level, "nvme_folders": (folder,)}
     settings = Settings(**CHUNK, **far)
-    found = run_ranks(2, partial(train, steps=STEPS, settings=settings), tmp_path)
     told, _, arrays = train(World(), STEPS)
+    found = run_ranks(2, partial(train, steps=STEPS, settings=settings), tmp_path)
     assert [theirs for theirs, *_ in found] == [told, told]
     ours = joined([arrays for *_, arrays in found])
     assert [name for name in arrays if not torch.equal(ours[name], arrays[name])] == []
@@ -128,7 +128,8 @@ def test_shares_may_be_on_nvme(level, tmp_path):
 @pytest.mark.parametrize(("ranks", "family"), [(2, "llama-tied"), (3, "gemma2"), (4, "mixtral")])
 def test_more_ranks_are_one_up_to_the_order_of_sums(ranks, family, tmp_path):
     given: dict[str, Any] = {"steps": SEVERAL, "family": family, "precision": "float32"}
-    assert_near(run_ranks(ranks, partial(train, **given), tmp_path), train(World(), **given))
+    expected = train(World(), **given)
+    assert_near(run_ranks(ranks, partial(train, **given), tmp_path), expected)
 
 
 @pytest.mark.parametrize(("resident", "sums"), [(0, 0), (0, ALL), (2, 3)])
@@ -136,21 +137,23 @@ def test_groups_are_agreed_on(resident, sums, tmp_path):
     """Of five micro-batches one rank has three, in three groups, the other two."""
     settings = Settings(**CHUNK, groups=2, group_size=1, sums_on_device=sums, resident=resident)
     given: dict[str, Any] = {"steps": SEVERAL, "precision": "float32", "settings": settings}
-    assert_near(run_ranks(2, partial(train, **given), tmp_path), train(World(), **given))
+    expected = train(World(), **given)
+    assert_near(run_ranks(2, partial(train, **given), tmp_path), expected)
 
 
 def test_routers_are_balanced_over_all_ranks(tmp_path):
     given: dict[str, Any] = {"steps": SEVERAL, "family": "mixtral", "precision": "float32"}
     given["router_aux_loss_coef"] = 0.1
-    found, expected = run_ranks(3, partial(train, **given), tmp_path), train(World(), **given)
-    assert_near(found, expected)
+    expected = train(World(), **given)
+    assert_near(run_ranks(3, partial(train, **given), tmp_path), expected)
     without = train(World(), **given | {"router_aux_loss_coef": 0.0})
     assert without[0][-1][0] != pytest.approx(expected[0][-1][0], rel=1e-5)
 
 
 def test_a_rank_without_micro_batches_takes_part(tmp_path):
     given: dict[str, Any] = {"steps": [step[:1] for step in STEPS], "precision": "float32"}
-    assert_near(run_ranks(3, partial(train, **given), tmp_path), train(World(), **given))
+    expected = train(World(), **given)
+    assert_near(run_ranks(3, partial(train, **given), tmp_path), expected)
 
 
 def test_a_step_without_targets_is_skipped_by_all(tmp_path):
@@ -162,8 +165,8 @@ def test_a_step_without_targets_is_skipped_by_all(tmp_path):
 @pytest.mark.parametrize("lane", ["upload", "download", "exchange", "update"])
 def test_a_slow_lane_of_one_rank_changes_no_bit(lane, tmp_path):
     slow = partial(train, steps=STEPS[:2], slow=(1, lane))
-    found = run_ranks(2, slow, tmp_path)
     _, _, arrays = train(World(), STEPS[:2])
+    found = run_ranks(2, slow, tmp_path)
     ours = joined([arrays for *_, arrays in found])
     assert [name for name in arrays if not torch.equal(ours[name], arrays[name])] == []
 
@@ -246,4 +249,5 @@ def test_a_loss_over_a_whole_step_sees_the_rows_of_all_ranks(name, ranks, twice,
 def test_a_rank_without_micro_batches_offloads_nothing(tmp_path):
     settings = Settings(**CHUNK, offload_activations=True, retained_on_host=1)
     given: dict[str, Any] = {"steps": STEPS[:2], "precision": "float32", "settings": settings}
-    assert_near(run_ranks(3, partial(train, **given), tmp_path), train(World(), **given))
+    expected = train(World(), **given)
+    assert_near(run_ranks(3, partial(train, **given), tmp_path), expected)

@@ -104,13 +104,19 @@ def all_of(world: World) -> Any:
 
 
 @pytest.fixture(scope="module")
-def of_ranks(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
+def of_one() -> dict[str, Any]:
+    return {how: train(World(), **HOW[how]) for how in HOW}
+
+
+@pytest.fixture(scope="module")
+def of_ranks(tmp_path_factory: pytest.TempPathFactory, of_one: dict[str, Any]) -> list[Any]:
+    """After `of_one`: what was imported and found out of the models then is there for both."""
     return run_ranks(2, all_of, tmp_path_factory.mktemp("ranks"))
 
 
 @pytest.mark.parametrize("how", HOW)
-def test_two_ranks_that_share_sequences_are_one(how, of_ranks):
-    assert_near([found[how] for found in of_ranks], train(World(), **HOW[how]))
+def test_two_ranks_that_share_sequences_are_one(how, of_ranks, of_one):
+    assert_near([found[how] for found in of_ranks], of_one[how])
 
 
 def test_a_slow_lane_of_one_rank_changes_no_bit(of_ranks):

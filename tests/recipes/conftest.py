@@ -88,7 +88,7 @@ def megatrain(project: Path, capfd: pytest.CaptureFixture[str]) -> Command:
         capfd.readouterr()
         found = cli.main([*shlex.split(line), *arguments])
         answer = Answer(*capfd.readouterr())
-        assert found == code, answer.err
+        assert found == code, answer.err + answer.out
         return answer
 
     return run

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import os
 import time
 from collections.abc import Iterator
 from datetime import timedelta
@@ -9,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from megatrain.engine.verify import verify as check
 from megatrain.errors import ConfigError
 from megatrain.recipes import opened, others
 from megatrain.recipes.opened import seen_by_all
@@ -35,9 +38,19 @@ def hosts(monkeypatch: pytest.MonkeyPatch) -> Iterator[TwoHosts]:
         yield made
 
 
-def test_two_hosts_train_as_one_rank(hosts, project, megatrain):
-    started = Started(2, train("train.max_steps=3"), first=hosts.enter)
+def test_two_hosts_train_as_one_rank(hosts, project, megatrain, monkeypatch):
+    """Each has a cache of its own; a family is checked on the first."""
+    monkeypatch.setattr("megatrain.recipes.verify.check", check)
+
+    def first(rank: int) -> None:
+        hosts.enter(rank)
+        os.environ["MEGATRAIN_CACHE"] = f"cache-{rank}"
+
+    started = Started(2, train("train.max_steps=3"), first=first)
     assert started.wait() == [0, 0], started.said()
+    (verdict,) = project.glob("cache-?/verified-*.json")
+    assert verdict.parent.name == "cache-0"
+    assert json.loads(verdict.read_text())["state"] == "passed"
     megatrain(train("output=alone", "train.max_steps=3"))
     assert_steps_agree(Path("run"), Path("alone"), "loss", "grad_norm", "lr", "target_tokens")
 

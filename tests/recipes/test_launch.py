@@ -239,7 +239,8 @@ def test_gpus_that_nobody_starts_are_refused(project, megatrain):
 
 
 def test_the_plan_of_another_machine_has_the_config_s_gpus(project, megatrain):
-    there = "--gpu H100 --ram 256GiB gpus=2 train.tokens_per_step=1024 precision=bfloat16 --json"
+    keys = "gpus=2 train.tokens_per_step=1024 precision=bfloat16 compile=false"
+    there = f"--gpu H100 --ram 256GiB {keys} --json"
     assert megatrain(f"plan cfg.yaml {there}").json["ranks"]["gpus"] == 2
     assert megatrain(f"plan cfg.yaml {there} --gpus 1").json["ranks"]["gpus"] == 1
 

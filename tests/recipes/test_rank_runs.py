@@ -15,7 +15,15 @@ from megatrain.config import load_config
 from megatrain.data import encoding, shards, streaming
 from megatrain.recipes import loop, others
 from megatrain.storage.restore import read_about
-from tests.commands import chat_rows, evaluations_of, steps_of, wait_for, write_jsonl
+from tests.commands import (
+    chat_rows,
+    evaluations_of,
+    make_project,
+    steps_of,
+    wait_for,
+    write_jsonl,
+)
+from tests.once import runs_are_quick
 from tests.ranks import Started
 from tests.recipes.same_run import CLOCK, same_run
 from tests.recipes.test_preference_runs import judged, pairs
@@ -32,6 +40,11 @@ SOON_S = 20.0
 def looked_after_often(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(others, "BEATS_EVERY_S", 0.1)
     monkeypatch.setattr(others, "SILENT_S", 2.0)
+
+
+@pytest.fixture(autouse=True)
+def imported(finished_project: Path) -> None:
+    """What a run imports and finds out once, before ranks are forked."""
 
 
 def train(*changes: str) -> str:
@@ -62,8 +75,8 @@ def test_answers_and_their_reference_are_shared_out(project, megatrain, monkeypa
     write_jsonl(project / "rows.jsonl", rows())
     line = train(f"method={method}", "train.max_steps=4", "train.learning_rate=1e-3")
     for output, run in {
-        "run": lambda: Started(2, line).wait() == [0, 0],
         "alone": lambda: megatrain(f"{line} output=alone"),
+        "run": lambda: Started(2, line).wait() == [0, 0],
     }.items():
         monkeypatch.setenv("MEGATRAIN_CACHE", str(project / output / "cache"))
         assert run()
@@ -121,9 +134,19 @@ def test_two_that_share_sequences_train_as_one_and_that_goes_on(project, megatra
 SHARED = "train.context_parallel"
 
 
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: Any, model_dir: Path, token_cache: Path) -> Path:
+    """The run of two ranks that nothing happens to."""
+    folder = make_project(tmp_path_factory.mktemp("whole") / "project", model_dir)
+    with runs_are_quick(), pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        patch.setenv("MEGATRAIN_CACHE", str(token_cache))
+        assert Started(2, train()).wait() == [0, 0]
+    return folder / "run"
+
+
 @pytest.mark.parametrize("rank", [0, 1])
-def test_when_one_is_killed_all_end_and_the_run_goes_on(project, monkeypatch, rank):
-    assert Started(2, train("output=whole")).wait() == [0, 0]
+def test_when_one_is_killed_all_end_and_the_run_goes_on(project, monkeypatch, whole, rank):
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "mine")
     started = Started(2, train(), first=slowly)
     wait_for(lambda: trained_to(6))
@@ -137,7 +160,7 @@ def test_when_one_is_killed_all_end_and_the_run_goes_on(project, monkeypatch, ra
         monkeypatch.setenv("TORCHELASTIC_RUN_ID", "another")
         assert Started(2, train()).wait() == [2, 2]
         assert Started(2, "resume run").wait() == [0, 0]
-    same_run(Path("run"), Path("whole"))
+    same_run(Path("run"), whole)
 
 
 def test_one_that_is_stopped_by_a_signal_is_not_waited_for(project):

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
-import sys
 from typing import Any
 
 import pytest
@@ -19,8 +17,8 @@ from tests.commands import (
     POSITIONS,
     chat_rows,
     conversation,
-    environment,
     evaluations_of,
+    wait_for,
     write_jsonl,
 )
 
@@ -214,10 +212,11 @@ def test_export_of_a_checkpoint_by_name(megatrain, finished, tmp_path):
     assert "has no checkpoint checkpoint-6; there is checkpoint-5, checkpoint-10, last" in done.err
 
 
-def test_a_pipe_gets_nothing_but_the_result(finished, tmp_path):
-    command = [sys.executable, "-m", "megatrain", "data", "cfg.yaml", "--json"]
-    done = subprocess.run(
-        command, capture_output=True, text=True, env={**environment(), "FORCE_COLOR": ""}
-    )
-    assert (done.returncode, done.stderr) == (0, "")
-    assert json.loads(done.stdout)["train"]["rows"] == 52
+def test_a_pipe_gets_nothing_but_the_result(finished, forker, tmp_path):
+    pipes = {name: f"dd of={tmp_path / name} status=none" for name in ("stdout", "stderr")}
+    colour = "os.environ['FORCE_COLOR'] = ''"
+    forker.start("data", "cfg.yaml", "--json", first=colour, **pipes)
+    assert forker.wait() == 0
+    wait_for(lambda: (tmp_path / "stdout").read_text().endswith("}\n"))
+    assert (tmp_path / "stderr").read_text() == ""
+    assert json.loads((tmp_path / "stdout").read_text())["train"]["rows"] == 52

@@ -252,7 +252,12 @@ class Torn(Exception):
 
 
 def interrupt() -> None:
-    signal.raise_signal(signal.SIGINT)
+    """As Ctrl-C does, also where the tests were started in the background, which ignores it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        signal.raise_signal(signal.SIGINT)
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def fail() -> None:

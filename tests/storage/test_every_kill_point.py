@@ -20,8 +20,8 @@ from megatrain.storage.restore import load_checkpoint
 from megatrain.storage.saves import find_checkpoint
 from tests.still import still_engine
 
-EVERY = 11  # kill point; `make campaign` tries them all
-EVERY_FAILURE = 37
+EVERY = 17  # kill point; `make campaign` tries them all
+EVERY_FAILURE = 59
 ENDS = (0, ConfigError.exit_code, StorageError.exit_code)
 
 

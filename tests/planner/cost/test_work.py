@@ -12,7 +12,7 @@ from megatrain.models.skeleton import Skeleton
 from megatrain.planner.cost.shape import ModelShape, shape_of
 from megatrain.planner.cost.work import FUSED_BACKWARD_KERNELS, BlockCost, flops_of_matmul, tally
 from tests.planned import QWEN_SIZES, sizes
-from tests.support import FAMILIES, MORE_FAMILIES, tiny_config
+from tests.support import KINDS, tiny_config
 
 TOKENS = 32
 SIZES: Any = {**sizes(64, 176, 4, 2), "vocab_size": 96}
@@ -105,9 +105,7 @@ def test_cheap_retention_adds_traffic_and_no_products(llama, compiled):
     assert eager.cheap_bytes == 0
 
 
-@pytest.mark.parametrize(
-    "family", [name for name in FAMILIES | MORE_FAMILIES if not name.endswith("tied")]
-)
+@pytest.mark.parametrize("family", KINDS)
 def test_every_family_has_its_work(family):
     found = shape(tiny_config(family))
     assert (found.active_parameters == found.parameters) == (family != "mixtral")
