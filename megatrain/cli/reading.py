@@ -20,6 +20,7 @@ from megatrain.cli.app import (
     find_model,
     find_shape,
     need_folder,
+    one_process,
     print_json,
     reading,
     show,
@@ -84,6 +85,7 @@ def evaluate(
     trust_remote_code: TrustCode = False,
 ) -> None:
     """Compute the held-out loss of a run, a checkpoint or any other model, or run tasks on it."""
+    one_process()
     of_tasks = {
         "limit": limit,
         "num_fewshot": num_fewshot,
@@ -207,6 +209,7 @@ def export(
     no_verify: NoVerify = False,
 ) -> None:
     """Write a run's model as a Hugging Face folder, or as a GGUF file."""
+    one_process()
     need_folder(run_dir)
     from megatrain.storage.export import export as export_model
 
@@ -235,6 +238,7 @@ def push(
     The token is HF_TOKEN or that of `hf auth login`. After an interruption the same command goes
     on: what has arrived is not sent again. Exits 7 when the hub cannot be reached.
     """
+    one_process()
     need_folder(run_dir)
     from megatrain.reporting.progress import logging_on
     from megatrain.storage.push import push as publish
@@ -284,6 +288,7 @@ def generate(
     With --chat, Ctrl-C ends an answer, Ctrl-D or /exit the chat; /new forgets all turns. The oldest
     are forgotten, which is said, where the model's positions do not suffice.
     """
+    one_process()
     sampling = {"temperature": temperature, "top_p": top_p, "seed": seed}
     if system is not None and not system.strip():
         raise ConfigError("--system: is empty; write something, or leave it out")

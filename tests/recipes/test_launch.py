@@ -238,6 +238,14 @@ def test_gpus_that_nobody_starts_are_refused(project, megatrain):
     assert "gpus: 2, but device: cpu" in said
 
 
+@pytest.mark.parametrize(
+    "line", ["eval model", "export run out", "push run name/there", "generate model hello"]
+)
+def test_what_one_process_does_is_refused_to_several(project, line, megatrain, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert "this is one of 2 processes of a launcher" in megatrain(line, code=2).err
+
+
 def test_the_plan_of_another_machine_has_the_config_s_gpus(project, megatrain):
     keys = "gpus=2 train.tokens_per_step=1024 precision=bfloat16 compile=false"
     there = f"--gpu H100 --ram 256GiB {keys} --json"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import time
 from collections.abc import Iterator
@@ -245,6 +246,19 @@ def test_a_bad_row_of_a_stream_ends_all_after_saving(windows):
     (said,) = [line for text in started.said() for line in text.splitlines() if "error" in line]
     assert "rows.jsonl:46: field 'messages' is missing" in said
     assert (windows / "run" / "checkpoint-5").is_dir()
+
+
+def test_steps_are_timed_on_two_as_on_one(project, megatrain):
+    line = (
+        "bench model device=cpu --tokens-per-step 128 --seq-len 16 --steps 2 --warmup 1 --layers 2"
+    )
+    started = Started(2, line)
+    assert started.wait() == [0, 0]
+    first, second = started.said()
+    assert " of 2 GPUs, " in first and second == ""
+    losses = re.compile(r"loss (\d\.\d{4}), computing")
+    assert len(found := losses.findall(first)) == 3
+    assert found == losses.findall(megatrain(line).err)
 
 
 @pytest.mark.parametrize("to", [(1,), (0, 1)])
