@@ -24,6 +24,7 @@ from megatrain.machine.hardware import (
     COMMUNICATOR_BYTES,
     bf16_is_fast,
     bound_heap,
+    communicators,
     disk_free,
     keep_caches_small,
     read_hardware,
@@ -316,7 +317,7 @@ def hold_to_budget(machine: Machine, gpu_limit: int | None) -> None:
     gpu, hardware = machine.hardware.gpu, machine.hardware
     if machine.device.type == "cuda" and gpu is not None:
         # the user's limit counts the CUDA context and NCCL's buffers, PyTorch does not
-        groups = (machine.ranks > 1) + (1 < machine.world.pieces < machine.world.size)
+        groups = communicators(machine.ranks, machine.hosts, machine.world.pieces)
         beside = hardware.context_bytes + groups * COMMUNICATOR_BYTES
         limit = gpu.total_bytes if gpu_limit is None else gpu_limit - beside
         share = min(1.0, max(0.0, limit / gpu.total_bytes))

@@ -46,6 +46,7 @@ CUBLAS_WORKSPACE_BYTES = 32 * MIB
 COMMUNICATOR_BYTES = 486 * MIB
 # The same of the host's: what a rank of two took beyond its plan, twice (docs/log/2026-11.md).
 COMMUNICATOR_HOST_BYTES = 260 * MIB
+P2P_READS = 0  # NVML_P2P_CAPS_INDEX_READ, which pynvml has as a tuple
 # Resident memory that libraries take after planning, once they compute: the update kernel's
 # compiler and code, oneDNN's kernels or CUDA's host side. `benchmarks/plan_check.py` measures it:
 # the host's peak less all other rows of the plan.
@@ -276,6 +277,12 @@ def bound_heap() -> None:
         mallopt(_M_MMAP_THRESHOLD, LARGE_BLOCK_BYTES)
 
 
+def communicators(ranks: int, hosts: int, pieces: int) -> int:
+    """Groups of NCCL's that a rank is in: of its host's ranks, of one of each host, and of some of
+    the first, `pieces`, that share sequences."""
+    return (ranks > 1) + (hosts > 1) + (1 < pieces < ranks * hosts)
+
+
 def visible_gpu() -> Gpu | None:
     """The first GPU that CUDA would show this process, or None."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
@@ -308,9 +315,6 @@ def visible_gpus() -> list[str]:
     names = (name.strip() for name in visible.split(","))
     # CUDA shows none behind the first that cannot be
     return [*takewhile(lambda name: name not in ("", "-1"), names)]
-
-
-P2P_READS = 0  # NVML_P2P_CAPS_INDEX_READ, which pynvml has as a tuple
 
 
 def reach_each_other(uuids: Sequence[str]) -> bool:

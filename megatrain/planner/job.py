@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from megatrain.machine.hardware import MIB
+from megatrain.machine.hardware import MIB, communicators
 from megatrain.schedule import UNCHANGED, Level
 from megatrain.settings import Chosen, Settings
 
@@ -156,9 +156,9 @@ class Job(Asked):
         return self.ranks * self.hosts
 
     @property
-    def shares_apart(self) -> bool:
-        """Ranks that share sequences are a group of their own, not all ranks."""
-        return 1 < self.pieces < self.size
+    def communicators(self) -> int:
+        """Groups of NCCL's that a rank is in."""
+        return communicators(self.ranks, self.hosts, self.pieces)
 
     @property
     def rank_tokens(self) -> int:

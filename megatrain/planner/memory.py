@@ -178,13 +178,8 @@ class Layout:
         table = {"shares on their way": shares} if shares else {}
         table["sums of other ranks"] = received
         if self.hardware.gpu:
-            table[COMMUNICATORS] = self._communicators * COMMUNICATOR_BYTES
+            table[COMMUNICATORS] = self.job.communicators * COMMUNICATOR_BYTES
         return table
-
-    @property
-    def _communicators(self) -> int:
-        """All of a host's ranks are one group; some of them that share sequences, another."""
-        return (self.job.ranks > 1) + (self.job.hosts > 1) + self.job.shares_apart
 
     @property
     def crossing(self) -> tuple[int, int]:
@@ -267,7 +262,7 @@ class Layout:
             # attention in float32 loads nothing of cuDNN
             libraries -= CUDNN_LIBRARY_BYTES if job.precision == "float32" else 0
             libraries += int(GPU_RECORDS_SHARE * self.device_bytes)
-            libraries += self._communicators * COMMUNICATOR_HOST_BYTES
+            libraries += job.communicators * COMMUNICATOR_HOST_BYTES
         table = {"the process so far": hardware.resident_bytes, "libraries at work": libraries}
         if self.read_blocks:  # each rank maps what it shares, and has room for tables of its part
             of_others = sum(self.shape.block_numel[block] for block in self.read_blocks)

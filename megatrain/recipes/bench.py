@@ -26,7 +26,7 @@ from megatrain.recipes import setup
 from megatrain.recipes.bench_result import BenchResult, BenchStep
 from megatrain.recipes.describe import choices_in_words, environment_of, facts_of, work_of
 from megatrain.recipes.rank import as_rank, bind, check_ranks
-from megatrain.recipes.row_pieces import sharing
+from megatrain.recipes.row_pieces import micro_batch_of, sharing
 from megatrain.recipes.setup import Parts
 from megatrain.recipes.shapes import shape_model
 from megatrain.reporting.advice import advise
@@ -146,8 +146,8 @@ def random_batches(config: Config, plan: Plan, engine: Engine, seed: int) -> Bat
     generator = torch.Generator().manual_seed(seed)
     shape = rows_of(config, plan), seq_len
     ids = torch.randint(0, engine.anatomy.vocab_size, shape, generator=generator)
-    tokens = plan.choices.micro_batch_tokens * world.pieces
-    parts = torch.split(ids[world.team :: world.teams], max(1, tokens // seq_len))
+    rows = max(1, micro_batch_of(config, plan) // seq_len)
+    parts = torch.split(ids[world.team :: world.teams], rows)
     return [{"input_ids": part, "labels": part} for part in parts]
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import LlamaConfig, Qwen2Config
+from transformers import GptOssConfig, LlamaConfig, Qwen2Config
 
 from megatrain.models.skeleton import Skeleton
 from megatrain.planner.cost.shape import ModelShape, shape_of
@@ -191,3 +191,14 @@ def test_the_work_of_a_layer_gives_its_measured_speed(size, seq_len, kind, recom
     flops = 6 * found.block_numel[1] / 1e12
     assert flops / (2 * forward + backward) == pytest.approx(recomputed, rel=0.05)
     assert flops / (forward + backward) == pytest.approx(retained, rel=0.05)
+
+
+def test_layers_with_and_without_a_window_are_told_apart_where_no_mask_tells_them():
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16}
+    others: dict[str, Any] = heads | {"vocab_size": 64, "sliding_window": 8}
+    config = GptOssConfig(
+        num_hidden_layers=2, hidden_size=32, intermediate_size=32, num_local_experts=8, **others
+    )
+    window, whole = shape_of(Skeleton(config), 64, [64], runs_on="cuda").cost.layers
+    assert (window.keys, whole.keys) == (2 * 8 + 1, 64 + 1)  # two blocks, or all, and the sink
+    assert window.forward.attention_flops < whole.forward.attention_flops
