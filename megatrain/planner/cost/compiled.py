@@ -178,6 +178,11 @@ def _trace_and_cut(
     weights = [place for place, tensor in enumerate(inputs) if place and tensor.requires_grad]
 
     def cut(joint: fx.GraphModule, joint_inputs: Any, **options: Any) -> Any:
+        # inductor takes them out before, and where the cut goes depends on how far nodes are apart
+        alias = torch.ops.aten.alias.default
+        for node in joint.graph.find_nodes(op="call_function", target=alias):
+            node.replace_all_uses_with(node.args[0])
+            joint.graph.erase_node(node)
         # as dynamo says of parameters: keeping one costs nothing
         options["static_lifetime_input_indices"] = weights
         for retention in (nullcontext, cheap_retention)[: 1 + cheap]:

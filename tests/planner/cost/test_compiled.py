@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.profiler import ProfilerActivity, profile
-from transformers import LlamaConfig, Qwen2Config
+from transformers import GptOssConfig, LlamaConfig, Qwen2Config
 
 from megatrain.engine.graphs import run_for_graph
 from megatrain.models.recorder import LayerCall
@@ -78,6 +78,19 @@ def test_a_large_layer_keeps_what_was_measured_on_a_gpu():
     # two norms' outputs, silu(gate) * up
     cheaper = layer.full.saved_bytes - layer.cheap.saved_bytes
     assert cheaper == ROWS * 512 * (2 * hidden + width)
+
+
+def test_what_follows_from_attention_s_output_is_not_kept_beside_it():
+    config = GptOssConfig(num_hidden_layers=2, num_local_experts=32, vocab_size=8)
+    skeleton = Skeleton(config)
+    _, calls = skeleton.dry_call(ROWS, 512)
+    shape = (ROWS, 512, config.hidden_size)
+    saved = [
+        predicted(layer, shape, call=call).cheap.saved_bytes // (ROWS * 512)
+        for layer, call in zip(skeleton.layers, calls, strict=True)
+    ]
+    # inductor's on a CPU, with a window and without; a copy of it would be 8,192 more
+    assert saved == [pytest.approx(75_619, rel=1e-3), pytest.approx(73_081, rel=1e-3)]
 
 
 @pytest.mark.filterwarnings("ignore")  # of torch.compile's own
