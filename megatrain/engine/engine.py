@@ -88,7 +88,7 @@ class Engine(Reading, Constructors):
         self.updates = self.skipped = self._targets = 0
         check_settings(settings, max_grad_norm)
         balancer = balancer_of(skeleton, router_aux_loss_coef, settings.groups)
-        check_world(world, skeleton, optimizer, settings, balancer is not None)
+        check_world(world, skeleton, settings, balancer is not None)
         self._computed = self._closed = False  # computed: `step` may follow
         if precision == "fp8":
             skeleton.use_fp8(Fp8Policy())
@@ -341,8 +341,12 @@ class Engine(Reading, Constructors):
     # -- state ------------------------------------------------------------------------------------
 
     def wait_ready(self, block: int) -> None:
-        """Return once the last update of a block is done. Every reader of the store calls this."""
+        """Return once the last update of a block is done. Every reader of the store calls this.
+
+        Of several ranks all call it at the same place, for the first of the blocks that they read.
+        """
         self._check_usable()
+        self.parts.updater.ask()
         self.parts.updater.wait_ready(block)
 
     def _check_usable(self) -> None:

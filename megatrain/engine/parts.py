@@ -88,6 +88,8 @@ def open_parts(
         resources.callback(lane.close)
     with naming_the_gpu("the weights' slots and the gradients' accumulators"):
         exchange, trade = _exchange(world, layouts, compute, resources)
+        if exchange is not None:
+            updater.share(exchange)
         ways = upload, updater, behind, exchange, kept, settings.replicated
         streamer = Streamer(anatomy, store, dtype, compute, *ways)
         uses: dict[str, Any] = {"compute": compute, "upload": upload, "download": download}

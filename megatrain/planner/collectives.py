@@ -30,6 +30,14 @@ def exchanged(
     return others * weight_bytes / machine.gather, others * SUM_BYTES / machine.reduce
 
 
+def directed(block: int, job: Job, machine: MachineProfile) -> float:
+    """Seconds in which a host's ranks gather the directions of a block's update."""
+    if job.ranks == 1 or job.whole_update is None:
+        return 0.0
+    others = job.hosts * (job.ranks - 1)
+    return others * job.whole_update.gathered_bytes[block] / machine.gather
+
+
 def common_memory(machine: MachineProfile) -> float:
     """Bytes/s of a host's memory for each of its ranks while all use it: what updates reach."""
     return UPDATE_BYTES * max(rate for _, rate in machine.update)

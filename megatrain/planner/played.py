@@ -70,6 +70,7 @@ class RecordedSimulator(StepSimulator):
         self.waits_for = ""
 
     def _upload(self, block: int) -> None:
+        self._update_up_to(block)  # first: it has notes of its own
         before = self.upload, self.drive, self.exchange
         super()._upload(block)
         name, tasks = self._name(block), self.blocks[block]
@@ -87,6 +88,7 @@ class RecordedSimulator(StepSimulator):
         if self.host > before:
             self._note("drive", tasks.nvme_read, f"reads the state of {name}")
             self._note("host", tasks.host_update, name)
+            self._note("exchange", tasks.directions, f"directions of {name}")
 
     def _write_back(self) -> None:
         block = self.to_write[0]

@@ -14,7 +14,13 @@ from typing import TYPE_CHECKING
 from megatrain.machine.profile import UPDATE_BYTES, MachineProfile, interpolate, interpolate_log
 from megatrain.planner import simulation
 from megatrain.planner.activations import SUM_BYTES
-from megatrain.planner.collectives import common_memory, cross_network, exchanged, traded
+from megatrain.planner.collectives import (
+    common_memory,
+    cross_network,
+    directed,
+    exchanged,
+    traded,
+)
 from megatrain.planner.memory import Layout, state_bytes_per_parameter
 from megatrain.planner.predicted import WORTH_NAMING
 from megatrain.planner.predicted import Timing as Timing
@@ -293,7 +299,7 @@ class StepCosts:
         offloaded *= self.micro_batches
         on_host = on_device = 0.0
         if not resident:
-            on_host = mine / self.host_update_rate + self._products(number, travelling=True)
+            on_host = mine / self.host_update_rate + self._products(number, travelling=mine)
         if resident or self.on_gpu:
             on_device = (mine - streamed) / self.device_update_rate + self._products(number)
         # each array on NVMe is read and written once
@@ -323,18 +329,21 @@ class StepCosts:
             nvme_gradient=grad / self.drive_write,
             nvme_weight=weight / self.drive_read,
             frozen=numel == 0,
+            directions=directed(number, self.job, self.machine),
         )
 
-    def _products(self, number: int, travelling: bool = False) -> float:
+    def _products(self, number: int, travelling: int = 0) -> float:
         """Seconds of the matmuls in a block's update. A GPU computes those of blocks in host RAM
-        too: their operands go up and come down in bfloat16, and the model's computation waits."""
+        too: their operands go up and come down in bfloat16, and the model's computation waits.
+
+        travelling: elements that do."""
         whole = self.job.whole_update
         flops = 0.0 if whole is None else whole.product_flops[number]
         if not flops:
             return 0.0
         seconds = flops / interpolate(self.machine.matmul, self.shape.hidden_size)
         if travelling and self.on_gpu:
-            seconds += 2.0 * self.shape.trained_numel[number] * (1 / self.up + 1 / self.down)
+            seconds += 2.0 * travelling * (1 / self.up + 1 / self.down)
         return seconds
 
     @cached_property

@@ -74,7 +74,16 @@ class Exportable(Protocol):
     def hf_config(self) -> Any: ...
 
     def wait_ready(self, block: int) -> None:
-        """Return once the block's pending update is done; called from several threads."""
+        """Return once the block's pending update is done; called from several threads.
+
+        Several ranks all come here at one place before any of them reads a block.
+        """
+
+
+def begin_updates(engine: Exportable) -> None:
+    """Several ranks, at one place: let pending updates go on, of which each rank writes some."""
+    if not engine.store.world.is_alone:
+        engine.wait_ready(0)
 
 
 def array_sources(
@@ -160,6 +169,7 @@ def save_pretrained(
             logger.info(about_added(added))
         return Path(folder)
 
+    begin_updates(engine)
     return led(world, lead, partial(weight_plan, engine))
 
 
