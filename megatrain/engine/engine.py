@@ -341,13 +341,15 @@ class Engine(Reading, Constructors):
     # -- state ------------------------------------------------------------------------------------
 
     def wait_ready(self, block: int) -> None:
-        """Return once the last update of a block is done. Every reader of the store calls this.
-
-        Of several ranks all call it at the same place, for the first of the blocks that they read.
-        """
+        """Return once the last update of a block is done. Every reader of the store calls this."""
         self._check_usable()
-        self.parts.updater.ask()
+        self.begin_updates()
         self.parts.updater.wait_ready(block)
+
+    def begin_updates(self) -> None:
+        """Several ranks, all at the same place, before each reads blocks of its own: let pending
+        updates go on, whichever block is read first."""
+        self.parts.updater.ask()
 
     def _check_usable(self) -> None:
         """Raise MegaTrainError if the engine is closed, or whatever stopped an update half-way."""

@@ -266,13 +266,13 @@ class Updater:
 
     def _update_on_device(self, update: Update) -> None:
         if self._whole is not None:
-            tensors, in_place = self._tensors(update), InPlace(self.compute.device)
+            tensors = self._tensors(update)
             # tensor by tensor: temporaries are then of one
-            at_once: list[list[TensorState]] = [[tensor] for tensor in tensors]
-            if self._has_directions(update.gradient.block):
-                at_once, in_place = [tensors], self._shared_in_place(update.gradient.block)
+            at_once, place = [[tensor] for tensor in tensors], self._place_of(update.gradient.block)
+            if isinstance(place, SharedInPlace):
+                at_once = [tensors]
             for several in at_once:
-                for stage in self._whole.stages(several, in_place, **update.options):
+                for stage in self._whole.stages(several, place, **update.options):
                     for piece in stage:
                         piece()
             return
@@ -322,8 +322,10 @@ class Updater:
         assert isinstance(self._workspace, SharedHostWorkspace)
         return self._workspace.turn(block, self._spans[block])
 
-    def _shared_in_place(self, block: int) -> SharedInPlace:
-        assert self._directions is not None
+    def _place_of(self, block: int) -> InPlace | SharedInPlace:
+        """Where directions of a resident block are."""
+        if self._directions is None or not self._has_directions(block):
+            return InPlace(self.compute.device)
         return SharedInPlace(self._directions, block, self._spans[block], self.compute)
 
     def wait_ready(self, block: int) -> None:

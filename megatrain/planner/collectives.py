@@ -18,24 +18,20 @@ MOST_LOST = 0.95  # of computing: what is measured may exceed all of it, and the
 
 
 def exchanged(
-    numel: int, job: Job, machine: MachineProfile, weight_bytes: int
-) -> tuple[float, float]:
-    """Seconds in which a host's ranks gather a block's weight, and exchange its sums.
+    block: int, numel: int, job: Job, machine: MachineProfile, weight_bytes: int
+) -> tuple[float, float, float]:
+    """Seconds in which a host's ranks gather a block's weight, exchange its sums, and gather the
+    directions of its update.
 
     numel: with whole shares for all ranks. All but its own share comes to a rank over its link.
     """
     if job.ranks == 1:
-        return 0.0, 0.0
-    others = numel * (job.ranks - 1) / job.ranks
-    return others * weight_bytes / machine.gather, others * SUM_BYTES / machine.reduce
-
-
-def directed(block: int, job: Job, machine: MachineProfile) -> float:
-    """Seconds in which a host's ranks gather the directions of a block's update."""
-    if job.ranks == 1 or job.whole_update is None:
-        return 0.0
-    others = job.hosts * (job.ranks - 1)
-    return others * job.whole_update.gathered_bytes[block] / machine.gather
+        return 0.0, 0.0, 0.0
+    others, update = (job.ranks - 1) / job.ranks, job.whole_update
+    directions = 0 if update is None else job.size * update.gathered_bytes[block]
+    gathered = (others * nbytes / machine.gather for nbytes in (numel * weight_bytes, directions))
+    weights, of_update = gathered
+    return weights, others * numel * SUM_BYTES / machine.reduce, of_update
 
 
 def common_memory(machine: MachineProfile) -> float:

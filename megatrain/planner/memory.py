@@ -141,7 +141,7 @@ class Layout:
             workspace = self.hardware.workspace_bytes if self.hardware.gpu else 0
             table["update's scratch"] = self.job.whole_update.device_scratch + workspace
             # of several ranks: this one's on their way, and all
-            if gathered := max(self.job.whole_update.gathered_bytes):
+            if gathered := max(self.job.whole_update.gathered_bytes, default=0):
                 table["gathered directions"] = (1 + self.job.size) * gathered
         return table
 

@@ -158,15 +158,19 @@ class StepSimulator:
             self._update_up_to(self.head)
         self._compute("update", sum(block.device_update for block in self.blocks))
         if directions:  # wait: each resident block's are gathered in the middle of its update
-            self._gather_directions(total("directions", self.blocks[:here]))
+            for block in range(here):
+                self._wait("update", self._gather_directions(block, self.compute), "exchange")
         self.updated[:here] = [self.compute] * here
 
-    def _gather_directions(self, seconds: float) -> None:
-        lost = self.options.gather_loss
-        self._wait("update", self.collectives.add(self.compute, seconds, lost), "exchange")
+    def _gather_directions(self, block: int, ready: float) -> float:
+        """When ranks have gathered those of a block, of which this one's are there at `ready`."""
+        seconds, lost = self.blocks[block].directions, self.options.gather_loss
+        return self.collectives.add(ready, seconds, lost) if seconds else ready
 
     def _update_up_to(self, block: int) -> None:
         """Where ranks gather directions, they do so for one block more than they gather weights."""
+        if not self.to_update:
+            return
         last = block + DIRECTIONS_AHEAD if self.blocks[block].directions else block
         while self.to_update and self.to_update[0] <= last:
             self._host_update(self.to_update.popleft())
@@ -187,8 +191,8 @@ class StepSimulator:
         self.late[block] = self.host_late = arrived > begin or queued
         done = max(begin, arrived) + tasks.host_update
         if tasks.directions:  # some of the work comes before, some after
-            half, lost = tasks.host_update / 2, self.options.gather_loss
-            done = self.collectives.add(done - half, tasks.directions, lost) + half
+            half = tasks.host_update / 2
+            done = self._gather_directions(block, done - half) + half
         self.host = self.updated[block] = done
         if tasks.nvme_write:
             self.to_write.append(block)
@@ -304,8 +308,7 @@ class StepSimulator:
             if not stored:
                 self._host_update(block)
         elif not stored:
-            shared = self.collectives.add(shared, tasks.directions, self.options.gather_loss)
-            self._wait(phase, shared, "exchange")
+            self._wait(phase, self._gather_directions(block, shared), "exchange")
             self._compute(phase, tasks.device_update)
             self.updated[block] = self.compute
 

@@ -14,13 +14,7 @@ from typing import TYPE_CHECKING
 from megatrain.machine.profile import UPDATE_BYTES, MachineProfile, interpolate, interpolate_log
 from megatrain.planner import simulation
 from megatrain.planner.activations import SUM_BYTES
-from megatrain.planner.collectives import (
-    common_memory,
-    cross_network,
-    directed,
-    exchanged,
-    traded,
-)
+from megatrain.planner.collectives import common_memory, cross_network, exchanged, traded
 from megatrain.planner.memory import Layout, state_bytes_per_parameter
 from megatrain.planner.predicted import WORTH_NAMING
 from megatrain.planner.predicted import Timing as Timing
@@ -308,7 +302,8 @@ class StepCosts:
         all_far = sum(far.values()) if numel else 0.0  # a frozen block's weight is only read
         # read the sum, write the gradient and measure it: of several ranks, in their lane
         finish = mine * (SUM_BYTES + 2 * self.weight) / self.machine.memory
-        gather, reduce = exchanged(self.layout.padded[number], self.job, self.machine, self.weight)
+        padded, given = self.layout.padded[number], (self.job, self.machine, self.weight)
+        gather, reduce, directions = exchanged(number, padded, *given)
         return BlockTasks(
             forward=self.micro_batches * forward,
             backward=self.job.trained_share * self.micro_batches * (backward + self._adding(numel)),
@@ -329,14 +324,12 @@ class StepCosts:
             nvme_gradient=grad / self.drive_write,
             nvme_weight=weight / self.drive_read,
             frozen=numel == 0,
-            directions=directed(number, self.job, self.machine),
+            directions=directions,
         )
 
     def _products(self, number: int, travelling: int = 0) -> float:
         """Seconds of the matmuls in a block's update. A GPU computes those of blocks in host RAM
-        too: their operands go up and come down in bfloat16, and the model's computation waits.
-
-        travelling: elements that do."""
+        too: so many elements go up and come down in bfloat16, and the model's computation waits."""
         whole = self.job.whole_update
         flops = 0.0 if whole is None else whole.product_flops[number]
         if not flops:

@@ -28,7 +28,6 @@ from megatrain.storage.carried import Carried, at_home, is_kept, keep_once, put_
 from megatrain.storage.export import (
     Exportable,
     array_sources,
-    begin_updates,
     carried_files,
     unchanged,
     weight_plan,
@@ -110,7 +109,7 @@ def save_checkpoint(
             saves.prune(run_dir, keep, [path for path in abandoned if path != target])
             return at_home(run_dir, engine.carried)
 
-    begin_updates(engine)
+    engine.begin_updates()
     engine.carried = led(
         engine.store.world, lead, lambda: {**weight_plan(engine), **_optimizer_plan(engine)}
     )

@@ -72,18 +72,10 @@ class Exportable(Protocol):
     def constants(self) -> Constants: ...
     @property
     def hf_config(self) -> Any: ...
+    def begin_updates(self) -> None: ...  # of several ranks, before each reads blocks of its own
 
     def wait_ready(self, block: int) -> None:
-        """Return once the block's pending update is done; called from several threads.
-
-        Several ranks all come here at one place before any of them reads a block.
-        """
-
-
-def begin_updates(engine: Exportable) -> None:
-    """Several ranks, at one place: let pending updates go on, of which each rank writes some."""
-    if not engine.store.world.is_alone:
-        engine.wait_ready(0)
+        """Return once the block's pending update is done; called from several threads."""
 
 
 def array_sources(
@@ -169,7 +161,7 @@ def save_pretrained(
             logger.info(about_added(added))
         return Path(folder)
 
-    begin_updates(engine)
+    engine.begin_updates()
     return led(world, lead, partial(weight_plan, engine))
 
 
