@@ -59,6 +59,8 @@ class StillEngine:
         self.updates = number
         self.pending = {block.index: number for block in self.anatomy.blocks}
 
+    def begin_updates(self) -> None: ...
+
     def wait_ready(self, block: int) -> None:
         with self.lock:
             self._finish(block)

@@ -274,20 +274,17 @@ def check_settings(settings: Settings, max_grad_norm: float | None) -> None:
 def check_world(
     world: World,
     skeleton: Skeleton,
-    optimizer: Optimizer,
     settings: Settings,
     balances: bool = False,
 ) -> None:
     """Raise ConfigError for what is not built for several ranks. balances: routers."""
     if world.is_alone:
         return
-    over_hosts = settings.transport == "read" and world.hosts > 1
-    refused = {
-        "weights that several hosts read (set transport: gather)": over_hosts,
-        f"{type(optimizer).__name__} (use AdamW or Lion)": optimizer.whole_tensors,
-    }
-    if found := [what for what, there in refused.items() if there]:
-        raise ConfigError(f"{world.size} ranks: {', '.join(found)} cannot be had yet; use one rank")
+    if settings.transport == "read" and world.hosts > 1:
+        raise ConfigError(
+            f"{world.size} ranks: weights that several hosts read (set transport: gather) cannot "
+            "be had yet; use one rank"
+        )
     if world.pieces > 1:
         check_pieces(world.pieces, skeleton, settings.compile, balances)
 

@@ -19,13 +19,14 @@ from megatrain.engine.routing import balanced_on_meta
 from megatrain.losses import SequenceLoss, next_token
 from megatrain.machine.hardware import Hardware, drive_of
 from megatrain.machine.profile import MachineProfile
-from megatrain.memory.layout import FlatLayout
+from megatrain.memory.layout import FlatLayout, Per
 from megatrain.models.anatomy import layouts_of
 from megatrain.models.experts import holds_experts
 from megatrain.models.skeleton import Skeleton
 from megatrain.models.transforms.fp8 import Fp8Policy
 from megatrain.optim import AdamW, Lion, Optimizer, WholeTensors
 from megatrain.optim.elementwise import MOMENTS
+from megatrain.optim.whole_tensors import DIRECTION_BYTES
 from megatrain.planner.cost.shape import ModelShape, layer_chunks, shape_of
 from megatrain.planner.job import Job, WholeUpdate
 from megatrain.planner.search import most_micro_batch_tokens
@@ -211,7 +212,9 @@ def make_job(resolved: Resolved, *, tokens_per_step: int, **given: Any) -> Job:
         clipping=resolved.max_grad_norm is not None,
         balances_routers=resolved.router_aux_loss_coef > 0,
         state_bytes=state_bytes(optimizer, skeleton),
-        whole_update=whole_update(optimizer, skeleton),
+        whole_update=whole_update(
+            optimizer, skeleton, resolved.machine.ranks * resolved.machine.hosts
+        ),
         update_arithmetic=optimizer.arithmetic,
         lighter_moments=tuple(
             (moments, state_bytes(lighter, skeleton), lighter.arithmetic)
@@ -344,25 +347,34 @@ def trained_layouts(skeleton: Skeleton) -> list[FlatLayout]:
 
 
 def _bytes_of(
-    optimizer: Optimizer, layouts: Sequence[FlatLayout]
+    optimizer: Optimizer, layouts: Sequence[FlatLayout], ranks: int = 1
 ) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """(name, bytes of every block) of each array of state."""
+    """(name, bytes of every block) of each array of state, on the rank that has most."""
+
+    def numel(layout: FlatLayout, per: Per) -> int:
+        trained, spans = layout.trained, (layout.span(place, ranks) for place in range(ranks))
+        return max(trained.part(per, span.before(trained.numel)).numel for span in spans)
+
     for array in optimizer.state_arrays:
-        sizes = (layout.per(array.per).numel * array.dtype.itemsize for layout in layouts)
+        sizes = (numel(layout, array.per) * array.dtype.itemsize for layout in layouts)
         yield array.name, tuple(sizes)
 
 
-def whole_update(optimizer: Optimizer, skeleton: Skeleton) -> WholeUpdate | None:
-    """Memory and work of an optimizer of whole tensors for every block; None for any other."""
+def whole_update(optimizer: Optimizer, skeleton: Skeleton, ranks: int = 1) -> WholeUpdate | None:
+    """Memory and work of an optimizer of whole tensors for every block, on the one of so many ranks
+    that has most; None for any other optimizer."""
     if not optimizer.whole_tensors:
         return None
-    whole, layouts = cast(WholeTensors, optimizer), trained_layouts(skeleton)
-    scratch, state = whole.scratch(layouts), tuple(_bytes_of(optimizer, layouts))
-    numel = sum(layout.numel for layout in layouts)
+    whole, layouts = cast(WholeTensors, optimizer), layouts_of(skeleton.anatomy)
+    scratch, state = whole.scratch(layouts, ranks), tuple(_bytes_of(optimizer, layouts, ranks))
+    numel = sum(layout.trainable for layout in layouts)
+    in_all = sum(sum(sizes) for _, sizes in _bytes_of(optimizer, layouts))
+    gathered = (whole.gathered(layout, ranks) if ranks > 1 else 0 for layout in layouts)
     return WholeUpdate(
         state_bytes=state,
-        product_flops=tuple(whole.product_flops(layout) for layout in layouts),
-        bytes_per_parameter=sum(sum(sizes) for _, sizes in state) / numel,
+        product_flops=tuple(whole.product_flops(layout, ranks) for layout in layouts),
+        gathered_bytes=tuple(DIRECTION_BYTES * each for each in gathered),
+        bytes_per_parameter=in_all / numel,
         passes_bytes=whole.passes_bytes,
         host_scratch=scratch.host,
         device_scratch=scratch.device,

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from megatrain.memory.slab import Slab
+from megatrain.optim.whole_tensors import DIRECTION_BYTES, TensorState
 
 
 class InPlace:
@@ -22,8 +23,11 @@ class InPlace:
     def __init__(self, device: torch.device) -> None:
         self._device = device
 
-    def directions(self, numel: int) -> Tensor:
-        return torch.empty(numel, dtype=torch.bfloat16, device=self._device)
+    def directions(self, tensor: TensorState) -> Tensor:
+        return torch.empty(tensor.numel, dtype=torch.bfloat16, device=self._device)
+
+    def whole(self, tensor: TensorState, direction: Tensor) -> Tensor:
+        return direction
 
     def replace(self, function: Callable[[Tensor], Tensor], tensors: Sequence[Tensor]) -> None:
         for tensor in tensors:
@@ -67,10 +71,13 @@ class HostWorkspace:
         """The block before is complete: its directions may be overwritten."""
         self._taken = 0
 
-    def directions(self, numel: int) -> Tensor:
+    def directions(self, tensor: TensorState) -> Tensor:
         assert self._slab is not None
-        start, self._taken = self._taken, self._taken + 2 * numel
+        start, self._taken = self._taken, self._taken + DIRECTION_BYTES * tensor.numel
         return self._slab.bytes[start : self._taken].view(torch.bfloat16)
+
+    def whole(self, tensor: TensorState, direction: Tensor) -> Tensor:
+        return direction
 
     def replace(self, function: Callable[[Tensor], Tensor], tensors: Sequence[Tensor]) -> None:
         """Returns when they are computed and, with a GPU, have come down."""

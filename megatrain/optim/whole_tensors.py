@@ -4,6 +4,9 @@ Such an update comes in stages. The pieces of a stage may run at once, from many
 begins when the one before is complete; what lies between two stages runs in one thread. So a tensor
 of any size keeps all threads busy. Pieces follow from shapes alone, so the number of threads does
 not change a bit.
+
+Of several ranks each has its share of every tensor, and updates that. What orthogonalises is given
+whole matrices all the same: the workspace has all ranks' directions.
 """
 
 from __future__ import annotations
@@ -21,6 +24,7 @@ from megatrain.optim.split import join_master, split_master
 
 HOST_PIECE = 1 << 20  # elements: some milliseconds of one core
 DEVICE_PIECE = 1 << 24  # elements: temporaries of 64 MiB
+DIRECTION_BYTES = 2  # of an element: directions are bfloat16
 DEVICE_TEMPORARIES = 4  # of fp32, that a piece on the device has at a time
 
 Piece = Callable[[], None]
@@ -29,14 +33,22 @@ Stage = Sequence[Piece]
 
 @dataclass(frozen=True)
 class TensorState:
-    """A tensor of a block with everything that its update reads and writes.
+    """A tensor of a block, or what this rank owns of it, with everything that its update reads and
+    writes.
 
     `flats`: "weight", "remainder" (bfloat16 precision only), "grad", and those of the optimizer's
     arrays that have this tensor; 1-D, each with its padding.
+    `first`: the tensor's element with which they begin.
     """
 
     spec: TensorSpec
     flats: dict[str, Tensor]
+    first: int = 0
+
+    @property
+    def numel(self) -> int:
+        """Elements of the tensor that are here."""
+        return min(self.spec.numel - self.first, len(self.flats["weight"]))
 
     @property
     def split(self) -> bool:
@@ -47,13 +59,20 @@ class TensorState:
 class Workspace(Protocol):
     """Memory and matmuls that a stage borrows."""
 
-    def directions(self, numel: int) -> Tensor:
-        """A flat bfloat16 tensor on the weights' device, until the block's update is complete."""
+    def directions(self, tensor: TensorState) -> Tensor:
+        """A flat bfloat16 tensor on the weights' device, for what is here of a tensor, until the
+        block's update is complete."""
+
+    def whole(self, tensor: TensorState, direction: Tensor) -> Tensor:
+        """Where `replace` finds the flat direction of the whole tensor: `direction`, or of several
+        ranks where theirs come together."""
 
     def replace(self, function: Callable[[Tensor], Tensor], tensors: Sequence[Tensor]) -> None:
-        """Replace each of `tensors`, parts of `directions`, by `function` of it.
+        """Replace each of `tensors`, parts of `whole`, by `function` of it, and with it what is
+        here of it in `directions`.
 
-        It is computed where matmuls are fast.
+        It is computed where matmuls are fast. Of several ranks each calls it once for every block
+        of which they gather directions.
         """
 
 
@@ -97,8 +116,13 @@ class WholeTensors(ABC):
         """
 
     @abstractmethod
-    def scratch(self, layouts: Sequence[FlatLayout]) -> Scratch:
-        """Enough for the update of any of these blocks."""
+    def scratch(self, layouts: Sequence[FlatLayout], ranks: int = 1) -> Scratch:
+        """Enough for the update of any of these blocks, beside what several ranks gather."""
+
+    @abstractmethod
+    def gathered(self, layout: FlatLayout, ranks: int) -> int:
+        """Elements of a block's directions that ranks gather from each of them: those of the
+        largest share, or none where no tensor needs to be whole."""
 
     @property
     @abstractmethod
@@ -107,8 +131,8 @@ class WholeTensors(ABC):
         and one read of its gradient."""
 
     @abstractmethod
-    def product_flops(self, layout: FlatLayout) -> float:
-        """FLOPs of the matmuls in a block's update."""
+    def product_flops(self, layout: FlatLayout, ranks: int = 1) -> float:
+        """FLOPs of the matmuls in a block's update, on the rank that has most of them."""
 
 
 # -- pieces that torch computes --------------------------------------------------------------------

@@ -18,16 +18,20 @@ MOST_LOST = 0.95  # of computing: what is measured may exceed all of it, and the
 
 
 def exchanged(
-    numel: int, job: Job, machine: MachineProfile, weight_bytes: int
-) -> tuple[float, float]:
-    """Seconds in which a host's ranks gather a block's weight, and exchange its sums.
+    block: int, numel: int, job: Job, machine: MachineProfile, weight_bytes: int
+) -> tuple[float, float, float]:
+    """Seconds in which a host's ranks gather a block's weight, exchange its sums, and gather the
+    directions of its update.
 
     numel: with whole shares for all ranks. All but its own share comes to a rank over its link.
     """
     if job.ranks == 1:
-        return 0.0, 0.0
-    others = numel * (job.ranks - 1) / job.ranks
-    return others * weight_bytes / machine.gather, others * SUM_BYTES / machine.reduce
+        return 0.0, 0.0, 0.0
+    others, update = (job.ranks - 1) / job.ranks, job.whole_update
+    directions = 0 if update is None else job.size * update.gathered_bytes[block]
+    gathered = (others * nbytes / machine.gather for nbytes in (numel * weight_bytes, directions))
+    weights, of_update = gathered
+    return weights, others * numel * SUM_BYTES / machine.reduce, of_update
 
 
 def common_memory(machine: MachineProfile) -> float:

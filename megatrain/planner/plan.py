@@ -226,11 +226,6 @@ def check_ranks(job: Job) -> None:
         raise ConfigError(
             "weights that several hosts read are not built yet: set memory.transport: gather"
         )
-    if job.whole_update is not None:
-        raise ConfigError(
-            "an optimizer of whole tensors is not built for several GPUs: set optimizer.name: "
-            "adamw or lion"
-        )
     rows = job.most_ranks
     if rows is not None and rows < job.size:
         raise PlanError(

@@ -70,6 +70,7 @@ class RecordedSimulator(StepSimulator):
         self.waits_for = ""
 
     def _upload(self, block: int) -> None:
+        self._update_up_to(block)  # first: it has notes of its own
         before = self.upload, self.drive, self.exchange
         super()._upload(block)
         name, tasks = self._name(block), self.blocks[block]
@@ -88,6 +89,16 @@ class RecordedSimulator(StepSimulator):
             self._note("drive", tasks.nvme_read, f"reads the state of {name}")
             self._note("host", tasks.host_update, name)
 
+    def _gather_directions(self, block: int, ready: float) -> float:
+        done = super()._gather_directions(block, ready)
+        self._note("exchange", self.blocks[block].directions, f"directions of {self._name(block)}")
+        return done
+
+    def _exchange_sums(self, block: int, ready: float) -> float:
+        done = super()._exchange_sums(block, ready)
+        self._note("exchange", self.blocks[block].reduce, f"sums of {self._name(block)}")
+        return done
+
     def _write_back(self) -> None:
         block = self.to_write[0]
         super()._write_back()
@@ -99,25 +110,21 @@ class RecordedSimulator(StepSimulator):
         self._note("download", self.blocks[block].boundary_down, words)
 
     def _backward(self, phase: str, block: int, first: bool, last: bool) -> None:
-        before = self.upload, self.fetch, self.download, self.exchange
+        before = self.upload, self.fetch, self.download
         super()._backward(phase, block, first, last)
         name, tasks = self._name(block), self.blocks[block]
         if self.upload > before[0]:
             self._note("upload", tasks.sum_up, f"accumulator of {name}")
         if self.fetch > before[1]:
             self._note("fetch", tasks.boundary_up, f"activations of {name}")
-        if self.exchange > before[3] and not last:
-            self._note("exchange", tasks.reduce, f"sums of {name}")
         if self.download > before[2] and (not last or tasks.frozen):
             self._note("download", tasks.sum_down, f"accumulator of {name}")
 
     def _finish(self, phase: str, block: int) -> None:
-        before = self.download, self.exchange
+        before = self.download
         super()._finish(phase, block)
         name, tasks = self._name(block), self.blocks[block]
-        if self.exchange > before[1]:
-            self._note("exchange", tasks.reduce, f"gradient of {name}")
-        if self.download > before[0]:
+        if self.download > before:
             self._note("download", tasks.download, f"gradient of {name}")
             self._note("drive", tasks.nvme_gradient, f"writes the gradient of {name}")
 

@@ -293,7 +293,7 @@ class StepCosts:
         offloaded *= self.micro_batches
         on_host = on_device = 0.0
         if not resident:
-            on_host = mine / self.host_update_rate + self._products(number, travelling=True)
+            on_host = mine / self.host_update_rate + self._products(number, travelling=mine)
         if resident or self.on_gpu:
             on_device = (mine - streamed) / self.device_update_rate + self._products(number)
         # each array on NVMe is read and written once
@@ -302,7 +302,8 @@ class StepCosts:
         all_far = sum(far.values()) if numel else 0.0  # a frozen block's weight is only read
         # read the sum, write the gradient and measure it: of several ranks, in their lane
         finish = mine * (SUM_BYTES + 2 * self.weight) / self.machine.memory
-        gather, reduce = exchanged(self.layout.padded[number], self.job, self.machine, self.weight)
+        padded, given = self.layout.padded[number], (self.job, self.machine, self.weight)
+        gather, reduce, directions = exchanged(number, padded, *given)
         return BlockTasks(
             forward=self.micro_batches * forward,
             backward=self.job.trained_share * self.micro_batches * (backward + self._adding(numel)),
@@ -323,18 +324,19 @@ class StepCosts:
             nvme_gradient=grad / self.drive_write,
             nvme_weight=weight / self.drive_read,
             frozen=numel == 0,
+            directions=directions,
         )
 
-    def _products(self, number: int, travelling: bool = False) -> float:
+    def _products(self, number: int, travelling: int = 0) -> float:
         """Seconds of the matmuls in a block's update. A GPU computes those of blocks in host RAM
-        too: their operands go up and come down in bfloat16, and the model's computation waits."""
+        too: so many elements go up and come down in bfloat16, and the model's computation waits."""
         whole = self.job.whole_update
         flops = 0.0 if whole is None else whole.product_flops[number]
         if not flops:
             return 0.0
         seconds = flops / interpolate(self.machine.matmul, self.shape.hidden_size)
         if travelling and self.on_gpu:
-            seconds += 2.0 * self.shape.trained_numel[number] * (1 / self.up + 1 / self.down)
+            seconds += 2.0 * travelling * (1 / self.up + 1 / self.down)
         return seconds
 
     @cached_property

@@ -76,12 +76,11 @@ def ranks_for(config: Config) -> int:
         raise ConfigError(f"{config.where('gpus')}: {wanted}, but {there} are visible here")
     if wanted < 2:
         return 1
-    from megatrain.recipes.rank import refused, uses_cuda
+    from megatrain.recipes.rank import uses_cuda
 
-    found = refused(config) if uses_cuda() else "PyTorch without CUDA"
-    if found is None:
+    if uses_cuda():
         return wanted
-    said = f"{found} is not built for several GPUs"
+    said = "PyTorch without CUDA is not built for several GPUs"
     if config.gpus != "auto":
         raise ConfigError(f"{said}; set gpus: 1")
     typer.echo(f"{said}: one of {there} is used", err=True)

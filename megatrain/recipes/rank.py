@@ -135,22 +135,13 @@ def bind(world: World) -> None:
 
 
 def check_ranks(config: Config, world: World) -> None:
-    """Raise ConfigError for what several ranks do not do, or for another number of them than the
-    config's, before anything is loaded."""
+    """Raise ConfigError for another number of ranks than the config's, before anything is
+    loaded."""
     if config.gpus not in ("auto", world.local_size):
         raise ConfigError(
             f"{config.where('gpus')}: {config.gpus}, but {world.local_size} process(es) of this "
             "host take part; `megatrain train` and torchrun start several; or remove it"
         )
-    if not world.is_alone and (found := refused(config)) is not None:
-        raise ConfigError(f"{found} is not built for {world.size} ranks; use one GPU")
-
-
-def refused(config: Config) -> str | None:
-    """What of a config several ranks do not do: its place and value. None: they do all of it."""
-    if config.optimizer.name == "muon":
-        return f"{config.where('optimizer.name')}: muon"
-    return None
 
 
 def check_rows_of_a_step(loader: Loader) -> None:

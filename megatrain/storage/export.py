@@ -72,6 +72,7 @@ class Exportable(Protocol):
     def constants(self) -> Constants: ...
     @property
     def hf_config(self) -> Any: ...
+    def begin_updates(self) -> None: ...  # of several ranks, before each reads blocks of its own
 
     def wait_ready(self, block: int) -> None:
         """Return once the block's pending update is done; called from several threads."""
@@ -160,6 +161,7 @@ def save_pretrained(
             logger.info(about_added(added))
         return Path(folder)
 
+    engine.begin_updates()
     return led(world, lead, partial(weight_plan, engine))
 
 

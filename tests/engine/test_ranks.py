@@ -14,9 +14,8 @@ import torch
 from megatrain.engine.batches import Batch
 from megatrain.engine.engine import Engine
 from megatrain.engine.results import StepResult
-from megatrain.errors import ConfigError
 from megatrain.losses.sequences import REFERENCE
-from megatrain.optim import AdamW, Lion, Muon
+from megatrain.optim import AdamW, Lion
 from megatrain.recipes.signals import StopRequest
 from megatrain.recipes.sweeps import evaluated
 from megatrain.settings import ALL, Settings
@@ -169,18 +168,6 @@ def test_a_slow_lane_of_one_rank_changes_no_bit(lane, tmp_path):
     found = run_ranks(2, slow, tmp_path)
     ours = joined([arrays for *_, arrays in found])
     assert [name for name in arrays if not torch.equal(ours[name], arrays[name])] == []
-
-
-NOT_YET: dict[str, tuple[dict[str, Any], str]] = {
-    "muon": ({"optimizer": Muon()}, "use AdamW or Lion"),
-}
-
-
-@pytest.mark.parametrize("what", NOT_YET)
-def test_what_ranks_cannot_do_is_refused(what):
-    options, words = NOT_YET[what]
-    with pytest.raises(ConfigError, match=f"2 ranks: .*{words}.* cannot be had yet"):
-        engine_of("llama", world=World(0, 2), **options)
 
 
 def read(world: World, step: Sequence[Batch] = STEPS[0]) -> Any:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from megatrain.optim import AdamW, Muon
 from megatrain.settings import ALL, Settings
 from megatrain.world import World
 from tests.engine.test_ranks import CHUNK, SEVERAL, assert_near, train
@@ -17,6 +18,7 @@ pytestmark = [
     pytest.mark.cuda,
     pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs"),
 ]
+MUON = Muon(lr=2e-3, adamw_lr=1e-3)
 HOW: dict[str, dict[str, Any]] = {
     "streamed": {"settings": Settings(**CHUNK)},
     "retained, offloaded": {
@@ -32,6 +34,13 @@ HOW: dict[str, dict[str, Any]] = {
     },
     "two backward passes": {"settings": Settings(**CHUNK, second_backward=True)},
     "unclipped": {"settings": Settings(**CHUNK, resident=2), "max_grad_norm": None},
+    "muon": {"optimizer": MUON},
+    "muon, resident": {"optimizer": MUON, "settings": Settings(**CHUNK, resident=ALL)},
+    "muon, unclipped": {
+        "optimizer": MUON,
+        "settings": Settings(**CHUNK, resident=2),
+        "max_grad_norm": None,
+    },
 }
 
 
@@ -47,8 +56,9 @@ def test_two_gpus_are_one(how, tmp_path):
     assert_near(found, on_its_gpu(World(), **given))
 
 
-def test_two_runs_have_the_same_bits(tmp_path):
-    job = partial(on_its_gpu, steps=SEVERAL)
+@pytest.mark.parametrize("optimizer", [AdamW(lr=1e-3), MUON], ids=lambda o: o.name)
+def test_two_runs_have_the_same_bits(optimizer, tmp_path):
+    job = partial(on_its_gpu, steps=SEVERAL, optimizer=optimizer)
     first, second = (run_ranks(2, job, tmp_path, gpus=True) for _ in range(2))
     for (told, held_out, arrays), (again, held_out_again, arrays_again) in zip(
         first, second, strict=True

@@ -10,8 +10,10 @@ import torch
 
 from megatrain.engine.engine import Engine
 from megatrain.engine.workspace import HostWorkspace
+from megatrain.memory.layout import FlatLayout
 from megatrain.optim import Muon
 from megatrain.optim.muon import _product_bytes
+from megatrain.optim.whole_tensors import TensorState
 from megatrain.settings import ALL, Settings
 from tests.compare import distance
 from tests.runs import assert_same, masters_of, run, train_engine
@@ -78,7 +80,9 @@ def test_products_of_updates_take_their_workspace_before_the_first_step():
 
 def test_each_direction_is_replaced_by_its_own_orthogonal_matrix():
     workspace = HostWorkspace(2 * 6 * 64 * 96, torch.device("cuda"), 1)
-    directions = workspace.directions(6 * 64 * 96).view(6, 64, 96)
+    (spec,) = FlatLayout.pack([("experts", (6, 64, 96), True)], layer=True).tensors
+    tensor = TensorState(spec, {"weight": torch.empty(spec.numel)})
+    directions = workspace.directions(tensor).view(6, 64, 96)
     given = torch.randn(6, 64, 96, generator=torch.Generator().manual_seed(0)).bfloat16()
     directions.copy_(given)
     workspace.replace(Muon().orthogonal, list(torch.split(directions, 2)))

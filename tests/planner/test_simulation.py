@@ -195,7 +195,9 @@ def drawn(seed: int, ranks: int = 1) -> tuple[list[BlockTasks], StepOptions]:
     first = min(set(range(LAYERS + 2)) - frozen)
 
     def block(number: int) -> BlockTasks:
-        left_out = ("frozen", "finish") if ranks > 1 else ("frozen", "gather", "reduce")
+        left_out = (
+            ("frozen", "finish") if ranks > 1 else ("frozen", "gather", "reduce", "directions")
+        )
         names = [field.name for field in fields(BlockTasks) if field.name not in left_out]
         tasks: dict[str, Any] = {
             name: draw.choice((0.0, 0.5, 2.0)) * draw.random() for name in names

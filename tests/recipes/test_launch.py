@@ -92,7 +92,6 @@ def gpus(monkeypatch):
         (4, None, {"gpus": 2}, 2),
         (4, None, {"gpus": 1}, 1),
         (4, None, {"device": "cpu"}, 1),
-        (4, None, {"optimizer": {"name": "muon"}}, 1),
         (0, None, {}, 1),
     ],
 )
@@ -108,7 +107,6 @@ def test_so_many_gpus_are_used(gpus, monkeypatch, there, visible, keys, ranks):
     [
         ({"gpus": 8}, "gpus: 8, but 4 are visible here"),
         ({"gpus": 2, "device": "cpu"}, "gpus: 2, but device: cpu"),
-        ({"gpus": 2, "optimizer": {"name": "muon"}}, "muon is not built for several"),
     ],
 )
 def test_gpus_that_cannot_be_used_are_refused(gpus, keys, words):
@@ -117,11 +115,14 @@ def test_gpus_that_cannot_be_used_are_refused(gpus, keys, words):
         ranks_for(config(**keys))
 
 
-def test_what_keeps_it_to_one_gpu_is_said(gpus, capsys):
+def test_what_keeps_it_to_one_gpu_is_said(gpus, capsys, monkeypatch):
     gpus(2)
-    assert ranks_for(config(optimizer={"name": "muon"})) == 1
-    said = "keywords: optimizer.name: muon is not built for several GPUs: one of 2 is used\n"
+    monkeypatch.setattr("torch.backends.cuda.is_built", lambda: False)
+    assert ranks_for(config()) == 1
+    said = "PyTorch without CUDA is not built for several GPUs: one of 2 is used\n"
     assert capsys.readouterr().err == said
+    with pytest.raises(ConfigError, match="PyTorch without CUDA is not built for several GPUs"):
+        ranks_for(config(gpus=2))
 
 
 RANK = """

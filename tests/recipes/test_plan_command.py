@@ -217,7 +217,6 @@ NOT_SO_MANY = {
     "--gpus 2 --hosts 2": "--hosts needs --network, too",
     "--gpus 2 --network 100": "--network: Gbit/s of each host, more than 0, for two --hosts",
     "--gpus 2 --hosts 2 --network 0": "--network: Gbit/s of each host, more than 0",
-    "--gpus 2 optimizer.name=muon": "not built for several GPUs: set optimizer.name: adamw or lion",
 }
 
 

@@ -275,7 +275,6 @@ def test_a_signal_to_any_stops_all_after_the_step_and_saves(project, to):
 @pytest.mark.parametrize(
     ("keys", "code", "words"),
     [
-        ("optimizer.name=muon", 2, "optimizer.name: muon is not built for 2 ranks; use one GPU"),
         ("gpus=3", 2, "gpus: 3, but 2 process(es) of this host take part"),
         ("train.rows_per_step=1", 4, "a step of 1 row has work for at most 1 GPU, not for 2"),
         (

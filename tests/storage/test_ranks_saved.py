@@ -17,7 +17,7 @@ from megatrain.errors import ConfigError, DamagedError, MegaTrainError, StorageE
 from megatrain.models.anatomy import layouts_of
 from megatrain.models.pretrained import ModelSource, read_model_config, resolve_source
 from megatrain.models.skeleton import Skeleton
-from megatrain.optim import AdamW, Lion
+from megatrain.optim import AdamW, Muon
 from megatrain.settings import ALL, Settings
 from megatrain.storage import rounds
 from megatrain.storage.checkpoint import save_checkpoint
@@ -42,7 +42,7 @@ HOW: dict[str, dict[str, Any]] = {
         "optimizer": AdamW(lr=1e-3, moments="int8"),
         "settings": Settings(**CHUNK, resident=ALL),
     },
-    "experts, on NVMe": {"family": "mixtral", "optimizer": Lion(lr=1e-4), "settings": FAR},
+    "experts, on NVMe": {"family": "mixtral", "optimizer": Muon(lr=1e-3), "settings": FAR},
 }
 Arrays = dict[str, torch.Tensor]
 
