@@ -12,6 +12,7 @@ from megatrain.machine.hardware import (
     COMMUNICATOR_HOST_BYTES,
     COMPILER_BYTES,
     CUDNN_LIBRARY_BYTES,
+    PACKAGES_BYTES,
     PAGE_TABLE_SHARE,
     PINNED_SHARE,
     Hardware,
@@ -268,6 +269,7 @@ class Layout:
             libraries -= CUDNN_LIBRARY_BYTES if job.precision == "float32" else 0
             libraries += int(GPU_RECORDS_SHARE * self.device_bytes)
             libraries += job.communicators * COMMUNICATOR_HOST_BYTES
+            libraries += PACKAGES_BYTES if shape.package_kernels else 0
         table = {"the process so far": hardware.resident_bytes, "libraries at work": libraries}
         if self.read_blocks:  # each rank maps what it shares, and has room for tables of its part
             of_others = sum(self.shape.block_numel[block] for block in self.read_blocks)

@@ -20,6 +20,7 @@ from megatrain.planner.cost.shape import shape_of
 from tests.kernel_packages import install
 from tests.support import LINEAR, MAMBA, SIZES, tiny_config
 
+DEVICES = ("cpu", "cuda")
 LAYERS: Any = {"num_hidden_layers": 2}
 HYBRID: Any = LAYERS | {"layer_types": ["linear_attention", "full_attention"]}
 STATE_SPACE: Any = {"num_heads": 8, "head_dim": 8, "state_size": 8, "n_groups": 1}
@@ -74,7 +75,8 @@ def test_small_models_are_tried_on_the_cpu_too(family, installed):
 
 @pytest.mark.parametrize("family", ["mamba2"], indirect=True)
 def test_their_plans_are_made_too(family, installed):
-    shape = shape_of(Skeleton(CONFIGS[family]), 8, [8])
+    shape, on_gpu = (shape_of(Skeleton(CONFIGS[family]), 8, [8], runs_on=d) for d in DEVICES)
+    assert (shape.package_kernels, on_gpu.package_kernels) == (False, True)
     assert min(layer.forward.matmul_flops for layer in shape.cost.layers) > 0
     hidden, calls = PLAIN[family].dry_call(1, 8)
     given = PLAIN[family].layers[0], (1, 8, hidden.shape[-1]), torch.bfloat16, calls[0]

@@ -15,6 +15,7 @@ from megatrain.machine.hardware import (
     CUDNN_LIBRARY_BYTES,
     GIB,
     MIB,
+    PACKAGES_BYTES,
 )
 from megatrain.planner.job import WholeUpdate
 from megatrain.planner.memory import HEAD_COPIES, NOT_ALLOCATED, Layout, disk_bytes
@@ -193,6 +194,12 @@ def test_host_bytes_per_parameter_at_7b(precision, clipping, bytes_each):
     arrays = sum(table.values()) - libraries - table.get("gradient staging", 0)
     # 0.1%: padding
     assert arrays == pytest.approx(bytes_each * QWEN_7B.parameters, rel=0.001)
+
+
+def test_packages_of_kernels_take_host_ram():
+    plain = layout(ALL_STREAMED, QWEN_7B, JOB_7B, H200).host
+    theirs = layout(ALL_STREAMED, replace(QWEN_7B, package_kernels=True), JOB_7B, H200).host
+    assert sum(theirs.values()) == sum(plain.values()) + PACKAGES_BYTES
 
 
 # -- measured ------------------------------------------------------------------------------------

@@ -117,6 +117,25 @@ def test_steps_that_the_planner_had_chosen_for(seconds, shape, job, choices):
     assert predict(choices, job, shape, THAT_DAY).seconds == pytest.approx(seconds, rel=0.07)
 
 
+@pytest.mark.parametrize(("keys", "rate"), [(0, 4e14), (256, 1e14), (1024, 4e14), (2048, 4e14)])
+def test_windows_have_the_rate_of_attention_over_their_keys(keys, rate):
+    machine = replace(THAT_DAY, attention=((256, 1e14), (1024, 4e14)))
+    layer = replace(QWEN_7B.cost.layers[0], keys=keys)
+    none = replace(layer, forward=replace(layer.forward, attention_flops=0))
+    with_attention, without = (
+        block_tasks(
+            STREAMED,
+            JOB_7B,
+            replace(QWEN_7B, cost=replace(QWEN_7B.cost, layers=(of,) * 28)),
+            machine,
+        )[1].forward
+        for of in (layer, none)
+    )
+    flops = 3 * layer.forward.attention_flops * JOB_7B.tokens_per_step
+    # two of attention's seven matmuls are forward
+    assert with_attention - without == pytest.approx(2 / 7 * flops / rate)
+
+
 def test_the_parts_of_a_measured_step():
     """The prototype's: forward 1.58 s with an update of 1.37 s hidden in it, head 0.52, backward
     4.4."""

@@ -131,6 +131,7 @@ class ModelShape:
     constant_bytes: int = 0  # of tensors that are not trained, which stay on the device
     scores: int | None = None  # a reward model's head has so many outputs, and no vocabulary
     frozen: Frozen | None = None  # what the user does not train
+    package_kernels: bool = False  # layers compute with kernels of fla, mamba-ssm, ...
 
     @property
     def layers(self) -> int:
@@ -293,6 +294,7 @@ def _assembled(
         graphs_keep_inputs=dry.graphs_keep_inputs(),
         constant_bytes=dry.skeleton.constants.nbytes,
         frozen=_frozen(dry.skeleton, cost) if anatomy.frozen_parameters else None,
+        package_kernels=dry.skeleton.has_kernels and dry.runs_on == "cuda",
     )
 
 

@@ -170,6 +170,24 @@ def test_traffic_by_hand():
     assert layer.full.backward == (2 * WIDE + 3 * NARROW + MASK, 4 + 2)
 
 
+class Columns(nn.Module):
+    """Adds every so manyth column of a matmul's output."""
+
+    def __init__(self, step: int) -> None:
+        super().__init__()
+        self.up, self.step = nn.Linear(HIDDEN, 2 * HIDDEN, bias=False), step
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        output: Tensor = hidden + 3 * self.up(hidden)[..., : HIDDEN * self.step : self.step]
+        return output
+
+
+def test_kernels_that_pick_columns_count_twice():
+    # reads the residual and all columns, writes the sum
+    bytes_moved = [predicted(Columns(step)).full.forward.bytes for step in (1, 2)]
+    assert bytes_moved == [4 * NARROW, 2 * 4 * NARROW]
+
+
 def test_cheap_retention_by_hand():
     layer = predicted(Mlp(WIDTH))
     # what relu was given; times three and what it let through are computed again
