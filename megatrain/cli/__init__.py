@@ -11,6 +11,7 @@ import os
 import sys
 import traceback
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import typer
@@ -19,7 +20,7 @@ from megatrain.cli.app import GIVEN, app
 from megatrain.errors import StorageError, exit_code_of, printable
 from megatrain.machine.address_space import address_space_errors, keep_address_space_small
 from megatrain.machine.cgroups import keep_to_quota
-from megatrain.reporting.streams import lasting_streams, unwritable
+from megatrain.reporting.streams import lasting_streams, results_alone, unwritable
 
 # In the order in which `megatrain --help` lists their commands.
 # isort: off
@@ -43,7 +44,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if not sys.stderr.isatty():
             # read when tqdm is imported: libraries draw progress bars into pipes and logs, too
             os.environ.setdefault("TQDM_DISABLE", "1")
-        code = _code_of(words, debug=words != given)
+        with results_alone() if "--json" in words else nullcontext():
+            code = _code_of(words, debug=words != given)
         stdout.flush()
         if unwritable(stdout.error):
             lost = f"stdout cannot be written: {os.strerror(stdout.error.errno or 0)}"

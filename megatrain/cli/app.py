@@ -12,7 +12,7 @@ from typing import Annotated, Any
 import typer
 
 from megatrain.errors import ConfigError, ModelError, if_forbidden, printable
-from megatrain.reporting.streams import console_on
+from megatrain.reporting.streams import console_on, result_stream
 from megatrain.version import VERSION
 
 app = typer.Typer(
@@ -124,8 +124,9 @@ def show(result: Any, as_json: bool) -> None:
         result.render(console_on())
 
 
-def print_json(value: object) -> None:
-    typer.echo(json.dumps(value, indent=2, ensure_ascii=False, default=str))
+def print_json(value: object, indent: int | None = 2) -> None:
+    text = json.dumps(value, indent=indent, ensure_ascii=False, default=str)
+    typer.echo(text, file=result_stream())
 
 
 def type_out(text: str) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import signal
 import sys
 from collections.abc import Callable, Iterator, Mapping
@@ -14,7 +13,7 @@ import typer
 
 from megatrain.cli.app import print_json, type_out
 from megatrain.errors import ConfigError, ModelError
-from megatrain.reporting.streams import Lasting, console_on
+from megatrain.reporting.streams import Lasting, console_on, result_stream
 from megatrain.reporting.words import human_seconds
 
 if TYPE_CHECKING:
@@ -90,11 +89,12 @@ def converse(
             if as_json:
                 about = {"tokens": reply.tokens, "seconds": reply.seconds, "ended": reply.ended}
                 said = {"prompt": line, "answer": reply.text, **about}
-                typer.echo(json.dumps(said, ensure_ascii=False))
+                print_json(said, indent=None)
             else:
                 typer.echo("" if live else reply.text)
             console.print(in_words(reply), style="dim", highlight=False)
-            if isinstance(sys.stdout, Lasting) and sys.stdout.error is not None:
+            out = result_stream()
+            if isinstance(out, Lasting) and out.error is not None:
                 break  # nobody reads on
 
 

@@ -8,7 +8,8 @@ import io
 import os
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout
+from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any, TextIO, TypeGuard, cast
 
 from megatrain.errors import printable
@@ -16,6 +17,7 @@ from megatrain.errors import printable
 if TYPE_CHECKING:
     from rich.console import Console
 
+_RESULTS: ContextVar[TextIO | None] = ContextVar("results", default=None)
 PIPE_WIDTH = 120  # columns of tables that do not go to a terminal
 
 
@@ -71,6 +73,23 @@ def lasting_streams() -> Iterator[Lasting]:
             ours.flush()
             if ours.error is not None and theirs is not None:
                 _forget(theirs)
+
+
+@contextmanager
+def results_alone() -> Iterator[None]:
+    """Inside, stdout gets nothing but what goes to `result_stream`: what libraries print goes to
+    stderr."""
+    token = _RESULTS.set(sys.stdout)
+    try:
+        with redirect_stdout(sys.stderr):
+            yield
+    finally:
+        _RESULTS.reset(token)
+
+
+def result_stream() -> TextIO:
+    """Where a command's result is printed."""
+    return _RESULTS.get() or sys.stdout
 
 
 def _forget(stream: TextIO) -> None:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
+from transformers import AutoTokenizer
 
 import megatrain as mt
 from megatrain.recipes.model import describe_model
@@ -74,6 +76,18 @@ def test_data_as_json_is_counts(megatrain):
     found = megatrain("data cfg.yaml --json").json
     assert (found["train"]["rows"], found["eval"]["rows"]) == (52, 8)
     assert megatrain("data cfg.yaml data.eval=null --json").json["eval"] is None
+
+
+def test_what_libraries_print_stays_out_of_json(megatrain, finished, monkeypatch):
+    theirs = AutoTokenizer.from_pretrained
+
+    def talks(*args: Any, **kwargs: Any) -> Any:
+        sys.stdout.write("a library's own words\n")
+        return theirs(*args, **kwargs)
+
+    monkeypatch.setattr(AutoTokenizer, "from_pretrained", talks)
+    done = megatrain("generate run 'Count to 2.' --max-new-tokens 1 --json")
+    assert done.json["prompt"] == "Count to 2." and "a library's own words" in done.err
 
 
 @pytest.mark.parametrize(
