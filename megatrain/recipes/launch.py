@@ -21,7 +21,7 @@ import typer
 
 from megatrain.config import Config
 from megatrain.errors import UNEXPECTED, ConfigError
-from megatrain.machine.hardware import visible_gpus
+from megatrain.machine.hardware import built_for_cuda, visible_gpus
 from megatrain.recipes.signals import INTERRUPTED, STOPPED, STOPS
 
 # What a launcher says of this process: of torchrun and Kubernetes' operators, or of Slurm.
@@ -76,9 +76,7 @@ def ranks_for(config: Config) -> int:
         raise ConfigError(f"{config.where('gpus')}: {wanted}, but {there} are visible here")
     if wanted < 2:
         return 1
-    from megatrain.recipes.rank import uses_cuda
-
-    if uses_cuda():
+    if built_for_cuda():
         return wanted
     said = "PyTorch without CUDA is not built for several GPUs"
     if config.gpus != "auto":

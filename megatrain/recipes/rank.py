@@ -20,7 +20,7 @@ from megatrain.config import Config
 from megatrain.data.loader import Loader
 from megatrain.errors import ConfigError, MegaTrainError, PlanError
 from megatrain.machine.affinity import share_of_cores
-from megatrain.machine.hardware import visible_gpus
+from megatrain.machine.hardware import built_for_cuda, visible_gpus
 from megatrain.planner.reasons import counted
 from megatrain.recipes.launch import Place, place_of
 from megatrain.recipes.meeting import fresh_part
@@ -101,7 +101,7 @@ def own_device(place: Place, device: str) -> torch.device:
 
     CUDA is not asked which there are: it would see all of them ever after.
     """
-    gpus = visible_gpus() if device != "cpu" and uses_cuda() else []
+    gpus = visible_gpus() if device != "cpu" and built_for_cuda() else []
     if not gpus:
         if device == "cuda":
             raise ConfigError(f"device: {device} was asked for, but PyTorch sees no CUDA device")
@@ -116,11 +116,6 @@ def own_device(place: Place, device: str) -> torch.device:
     os.environ["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"  # in which they were counted
     os.environ["CUDA_VISIBLE_DEVICES"] = gpus[index]
     return torch.device("cuda", 0)
-
-
-def uses_cuda() -> bool:
-    """Whether PyTorch was built for GPUs of NVIDIA."""
-    return bool(torch.backends.cuda.is_built())  # type: ignore[no-untyped-call]
 
 
 def _first_host() -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 import sys
 import threading
 from types import SimpleNamespace
@@ -64,6 +65,11 @@ def config(**keys: Any) -> Config:
     return load_config({"model": "m", "data": {"train": "x.jsonl"}, **keys})
 
 
+def torch_of(monkeypatch: pytest.MonkeyPatch, cuda: str | None) -> None:
+    """PyTorch is a build for that version of CUDA."""
+    monkeypatch.setattr("megatrain.machine.hardware.run_path", lambda _: {"cuda": cuda})
+
+
 @pytest.fixture
 def gpus(monkeypatch):
     """gpus(4): the driver has so many."""
@@ -78,7 +84,7 @@ def gpus(monkeypatch):
         monkeypatch.setitem(sys.modules, "pynvml", nvml)
 
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    monkeypatch.setattr("torch.backends.cuda.is_built", lambda: True)
+    torch_of(monkeypatch, "13.0")
     return there
 
 
@@ -115,9 +121,18 @@ def test_gpus_that_cannot_be_used_are_refused(gpus, keys, words):
         ranks_for(config(**keys))
 
 
+def test_a_launcher_does_not_import_torch():
+    code = (
+        "import sys; from megatrain.machine.hardware import built_for_cuda as b; "
+        "import megatrain.recipes.launch; print(b(), 'torch' in sys.modules)"
+    )
+    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert said.stdout.split() == [str(torch.version.cuda is not None), "False"]
+
+
 def test_what_keeps_it_to_one_gpu_is_said(gpus, capsys, monkeypatch):
     gpus(2)
-    monkeypatch.setattr("torch.backends.cuda.is_built", lambda: False)
+    torch_of(monkeypatch, None)
     assert ranks_for(config()) == 1
     said = "PyTorch without CUDA is not built for several GPUs: one of 2 is used\n"
     assert capsys.readouterr().err == said
@@ -221,15 +236,6 @@ def test_more_ranks_than_gpus_are_refused(gpus):
     gpus(2)
     with pytest.raises(ConfigError, match=r"3 ranks on .*, which has 2 GPUs"):
         own_device(Place(2, 3, 2, 3), "auto")
-
-
-def test_without_cuda_in_pytorch_one_process_trains(gpus, monkeypatch, capsys):
-    gpus(2)
-    monkeypatch.setattr("torch.backends.cuda.is_built", lambda: False)
-    assert ranks_for(config()) == 1
-    assert "PyTorch without CUDA" in capsys.readouterr().err
-    with pytest.raises(ConfigError, match="PyTorch without CUDA"):
-        ranks_for(config(gpus=2))
 
 
 def test_gpus_that_nobody_starts_are_refused(project, megatrain):
