@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks import capacity, compare, plan_table, roofline, targets
+from benchmarks import bench_table, capacity, compare, plan_table, roofline, targets
 from benchmarks.cases import CASES, TARGETS, Case, sweep_case
 from benchmarks.plot import Axes, Series, chart
 from benchmarks.records import RESULTS, ROOT, Record, latest, load
@@ -137,6 +137,8 @@ def tables(records: Sequence[Record]) -> dict[str, Sequence[str]]:
     return {
         "speed": figures(SPEED, records),
         "large": figures(LARGE, records),
+        "mixtures": bench_table.table(RESULTS, bench_table.MIXTURES),
+        "gpus": bench_table.table(RESULTS, bench_table.GPUS),
         "targets": targets.table(TARGETS, records),
         "capacity": capacity.table(records),
         "scripts": scripts(RESULTS),
