@@ -23,6 +23,7 @@ from benchmarks import (
     records,
     roofline,
     rows,
+    scaling,
     systems,
     targets,
     what_fits,
@@ -344,6 +345,12 @@ def test_rows_of_many_lengths_go_through_the_loader_and_the_engine():
     assert packed["steps"][0]["loss"] == pytest.approx(padded["steps"][0]["loss"], rel=1e-2)
     assert 1 <= packed["computed_per_token"] < padded["computed_per_token"] + 0.2
     assert padded["tokens_per_s"] > 0
+
+
+def test_scaling_says_what_more_gpus_give(monkeypatch):
+    monkeypatch.setattr(scaling, "HOSTS", ((1, 1), (2, 1), (8, 2)))
+    one, two, rest = scaling.row(scaling.Case("", "tiny", 8192, each=False))  # 8 rows
+    assert min(float(one), float(two)) > 0 and rest == "-"
 
 
 def test_what_fits_says_so_for_every_size_of_ram(monkeypatch):

@@ -22,6 +22,7 @@ from benchmarks import (
     families,
     import_examples,
     methods,
+    scaling,
     what_fits,
     write_page,
 )
@@ -294,11 +295,12 @@ def test_values_of_a_key_in_words(schema, words):
     assert config_reference.takes(schema) == words
 
 
-def test_the_page_of_what_fits_has_a_place_for_its_tables():
-    text = what_fits.PAGE.read_text()
-    written = write_page.filled(text, {"tables": ["a table"]})
+@pytest.mark.parametrize(("page", "name"), [(what_fits.PAGE, "tables"), (scaling.PAGE, "planned")])
+def test_a_page_of_plans_has_a_place_for_its_tables(page, name):
+    text = page.read_text()
+    written = write_page.filled(text, {name: ["a table"]})
     assert "a table" in written
-    assert written.partition("<!-- tables -->")[0] == text.partition("<!-- tables -->")[0]
+    assert written.partition(f"<!-- {name} -->")[0] == text.partition(f"<!-- {name} -->")[0]
 
 
 def test_the_index_lists_every_decision_by_its_title():
