@@ -82,7 +82,12 @@ def _wait(run: Run, limit_s: float, figures: Path, log: Path) -> int | None:
     with log.open("w") as said, figures.open("w") as printed:
         output = printed if run.system == OURS else said
         process = subprocess.Popen(
-            command, cwd=ROOT, stdout=output, stderr=said, start_new_session=True
+            command,
+            cwd=ROOT,
+            env=os.environ | dict(run.environ),
+            stdout=output,
+            stderr=said,
+            start_new_session=True,
         )
         try:
             return process.wait(limit_s)
@@ -120,7 +125,9 @@ def machine() -> str:
 def new_folder() -> Path:
     """Where this machine's results of today belong: benchmarks/results/<date>-<GPU>."""
     gpu = read_hardware(ROOT).gpu
-    return RESULTS / f"{date.today().isoformat()}-{gpu.name.split()[-1].lower() if gpu else 'cpu'}"
+    words = gpu.name.split() if gpu else ["cpu"]
+    kind = next((word for word in words if any(map(str.isdigit, word))), words[-1])
+    return RESULTS / f"{date.today().isoformat()}-{kind.lower()}"
 
 
 def load(folder: Path = RESULTS) -> list[Record]:

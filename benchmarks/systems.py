@@ -45,6 +45,7 @@ class Run:
     system: str
     arguments: tuple[str, ...]
     variant: str = ""  # what was chosen for this run
+    environ: tuple[tuple[str, str], ...] = ()  # set over this process's
 
     @property
     def name(self) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import subprocess
 import xml.etree.ElementTree as ElementTree
 from dataclasses import replace
@@ -18,6 +19,7 @@ from torch.nn import functional
 from benchmarks import (
     capacity,
     compare,
+    gpus,
     peak,
     plan_table,
     records,
@@ -345,6 +347,23 @@ def test_rows_of_many_lengths_go_through_the_loader_and_the_engine():
     assert packed["steps"][0]["loss"] == pytest.approx(padded["steps"][0]["loss"], rel=1e-2)
     assert 1 <= packed["computed_per_token"] < padded["computed_per_token"] + 0.2
     assert padded["tokens_per_s"] > 0
+
+
+def test_a_case_of_several_gpus_runs_on_one_and_on_all_and_beside_peers(monkeypatch):
+    monkeypatch.setattr(gpus, "visible_gpus", lambda: ["3", "5", "7"])
+    monkeypatch.setattr(os, "cpu_count", lambda: 32)
+    one, both = gpus.runs(gpus.CASES["7.6b-32k-each-no-peer-access"], 2, steps=3, warmup=1)
+    assert one.environ == (("CUDA_VISIBLE_DEVICES", "3"),) and "32768" in one.arguments
+    visible = ("CUDA_VISIBLE_DEVICES", "3,5")
+    assert both.environ == (visible, ("NCCL_P2P_DISABLE", "1")) and "65536" in both.arguments
+    assert (one.name, both.name) == tuple(f"{one.case.name}.ours.{v}" for v in ("1-gpu", "2-gpus"))
+    ours, zero3, fsdp2 = gpus.runs(gpus.CASES["3.4b-65k-each"], 2, steps=3, warmup=1)
+    assert "131072" in ours.arguments
+    for peer in (zero3, fsdp2):
+        assert peer.environ == (("OMP_NUM_THREADS", "16"),)
+        assert {"torch.distributed.run", "131072"} < {*peer.arguments}
+    (context,) = gpus.runs(gpus.CASES["7.6b-context-512k"], 2, steps=1, warmup=0)
+    assert "train.context_parallel=2" in context.arguments
 
 
 def test_scaling_says_what_more_gpus_give(monkeypatch):

@@ -1,0 +1,188 @@
+"""Steps on several GPUs of this host, beside one of them on the same day: `megatrain bench` against
+its plan, and peers under torchrun.
+
+    python -m benchmarks.gpus                                       # all cases, on all GPUs
+    python -m benchmarks.gpus --only 7.6b-65k-each --gpus 2 --seconds 540
+
+Each run leaves a JSON in benchmarks/results/<date>-<machine>, with what the GPUs' clocks did; rows
+are printed as they come. None is begun after --seconds. What a GPU computes alone is the rate that
+others are measured by.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from benchmarks.cases import LION_INT8, SAME_BATCH, Case
+from benchmarks.clocks import Clocks
+from benchmarks.records import execute, new_folder
+from benchmarks.systems import Run, our_run, peer_run
+from megatrain.machine.hardware import GIB, visible_gpus
+
+
+@dataclass(frozen=True)
+class Scaled:
+    """A case on several GPUs.
+
+    Attributes:
+        case: tokens are of each GPU, or of all; "{gpus}" in its overrides is their number.
+        wanted: share of one GPU's rate that each is to reach; None: one GPU does not run it.
+        environ: of the run on several.
+        peers: (system, tokens of its micro-batch).
+    """
+
+    case: Case
+    in_all: bool = False
+    wanted: float | None = None
+    environ: tuple[tuple[str, str], ...] = ()
+    peers: tuple[tuple[str, int], ...] = ()
+
+    def of(self, gpus: int) -> Case:
+        tokens = self.case.tokens * (1 if self.in_all else gpus)
+        overrides = tuple(key.replace("{gpus}", str(gpus)) for key in self.case.overrides)
+        return replace(self.case, tokens=tokens, overrides=overrides)
+
+
+INT8 = ("optimizer.moments=int8",)
+CASES: Mapping[str, Scaled] = {
+    scaled.case.name: scaled
+    for scaled in (
+        Scaled(Case("7.6b-65k-each", "qwen2.5-7b", 65536), wanted=0.92),
+        Scaled(Case("7.6b-65k-in-all", "qwen2.5-7b", 65536), in_all=True, wanted=0.88),
+        Scaled(Case("7.6b-16k-in-all", "qwen2.5-7b", 16384), in_all=True, wanted=0.85),
+        Scaled(Case("14.8b-65k-each", "qwen2.5-14b", 65536), wanted=0.92),
+        Scaled(Case("32.8b-65k-each", "qwen2.5-32b", 65536, overrides=INT8), wanted=0.95),
+        Scaled(
+            Case("7.6b-32k-each-no-peer-access", "qwen2.5-7b", 32768),
+            wanted=0.85,
+            environ=(("NCCL_P2P_DISABLE", "1"),),
+        ),
+        Scaled(
+            Case(
+                "7.6b-65k-each-not-replicated",
+                "qwen2.5-7b",
+                65536,
+                overrides=("memory.replicated=0",),
+            )
+        ),
+        Scaled(
+            Case("3.4b-65k-each", "benchmarks/models/qwen2.5-3b-untied", 65536),
+            peers=(("zero3", 32768), ("fsdp2", 32768)),
+        ),
+        Scaled(
+            Case(
+                "95b-16k-each",
+                "llama-3-70b",
+                16384,
+                layers=109,
+                overrides=(*LION_INT8, "train.learning_rate=3e-5"),
+                flags=(SAME_BATCH,),
+            )
+        ),
+        Scaled(
+            Case(
+                "7.6b-context-512k",
+                "qwen2.5-7b",
+                524288,
+                seq_len=524288,
+                overrides=("train.context_parallel={gpus}",),
+            ),
+            in_all=True,
+        ),
+        Scaled(Case("tiny", "tiny", 512, seq_len=64), wanted=0.0),  # to try the script out
+    )
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    most = [name for name in CASES if name != "tiny"]
+    parser.add_argument("--only", nargs="+", choices=CASES, default=most, help="cases")
+    parser.add_argument("--gpus", type=int, default=len(visible_gpus()), help="default: all")
+    parser.add_argument("--steps", type=int, default=3, help="measured")
+    parser.add_argument("--warmup", type=int, default=2)
+    parser.add_argument("--limit", type=float, default=300, help="seconds of one process")
+    parser.add_argument("--seconds", type=float, default=3600, help="after which none is begun")
+    parser.add_argument("--output", type=Path, default=None, help="folder of the JSON files")
+    args = parser.parse_args()
+    folder, started = args.output or new_folder(), time.monotonic()
+    for name in args.only:
+        alone: float | None = None
+        for run in runs(CASES[name], args.gpus, args.steps, args.warmup):
+            if time.monotonic() - started > args.seconds:
+                print(f"{run.name}: not begun, {args.seconds:.0f} s are over", flush=True)
+                continue
+            result = measure(run, args.limit, folder)
+            if run.variant == variant(1):
+                alone = result.get("tflops")
+            print(f"{run.name}: {in_words(result, alone, CASES[name].wanted)}", flush=True)
+
+
+def runs(scaled: Scaled, gpus: int, steps: int, warmup: int) -> Iterator[Run]:
+    """One GPU first, if it is to run; then all, then peers."""
+    visible = visible_gpus()[:gpus]
+    counts = (1, gpus) if scaled.wanted is not None and gpus > 1 else (gpus,)
+    for count in counts:
+        shown = (("CUDA_VISIBLE_DEVICES", ",".join(visible[:count])),) if visible else ()
+        environ = shown + (scaled.environ if count > 1 else ())
+        run = our_run(scaled.of(count), steps, warmup)
+        yield replace(run, variant=variant(count), environ=environ)
+    # torchrun gives each process one thread, with which optimizers on the CPU crawl
+    threads = max(1, (os.cpu_count() or 1) // gpus)
+    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(gpus))
+    for system, tokens in scaled.peers:
+        run = peer_run(replace(scaled.of(gpus), overrides=()), system, tokens, steps, warmup)
+        yield replace(
+            run,
+            arguments=(*launcher, *run.arguments),
+            variant=f"{variant(gpus)}.{run.variant}",
+            environ=(("OMP_NUM_THREADS", str(threads)),),
+        )
+
+
+def variant(gpus: int) -> str:
+    return f"{gpus}-gpus" if gpus > 1 else "1-gpu"
+
+
+def measure(run: Run, limit_s: float, folder: Path) -> dict[str, Any]:
+    """Run it, and leave its record, clocks included; its result, or why there is none."""
+    with Clocks() as clocks:
+        record = execute(run, limit_s, folder)
+    if record.error is not None:
+        return {"failed": record.error, "wall_s": record.wall_s}
+    result = record.result | {"clocks": clocks.figures()}
+    path = folder / f"{run.name}.json"
+    path.write_text(json.dumps(asdict(replace(record, result=result)), indent=1) + "\n")
+    return result | {"wall_s": record.wall_s}
+
+
+def in_words(result: Mapping[str, Any], alone: float | None, wanted: float | None) -> str:
+    """One line. alone: TFLOP/s of one GPU."""
+    if "failed" in result:
+        return f"failed: {result['failed']} ({result['wall_s']:.0f} s in all)"
+    gpu, host = (result[name] or 0 for name in ("gpu_peak_bytes", "host_bytes"))
+    words = [f"{result['step_s']:.3f} s, {result['tflops']:.0f} TFLOP/s each"]
+    words.append(f"GPU {gpu / GIB:.1f} GiB, host {host / GIB:.1f}")
+    if alone and wanted is not None:
+        words.append(f"{result['tflops'] / alone:.3f} of one GPU's ({wanted} wanted)")
+    if "error" in result:
+        planned = {name: error for name, error in result["error"].items() if error is not None}
+        words.append(", ".join(f"{name} {error:+.1%}" for name, error in planned.items()))
+        words.append(f"steps {', '.join(format(s['seconds'], '.3f') for s in result['steps'])}")
+    for gpu, found in result["clocks"].items():
+        held = ", ".join(f"{name} {share:.0%}" for name, share in found["held_by"].items())
+        words.append(f"GPU {gpu} at {found['mhz']:.0f} MHz, {found['watts']:.0f} W ({held})")
+    return "; ".join(words) + f" ({result['wall_s']:.0f} s in all)"
+
+
+if __name__ == "__main__":
+    main()
