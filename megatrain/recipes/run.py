@@ -213,14 +213,16 @@ def get_ready(
     reading = partial(open_rows, config, parts.model, parts.day, expected, first)
     rows, held_out, windows = world.in_turn(reading)
     may_end_here()
-    say_rows(rows, held_out)
+    if world.is_first:  # all have the same rows
+        say_rows(rows, held_out)
     if about_stops := parts.model.about_stops:
         logger.info(about_stops)
     if held_out is not None:
         logger.info(f"{len(held_out):,} rows are held out for evaluation")
     plan, loader = plan_and_loader(parts, rows, windows)
     plan.check()
-    say_steps(config, loader)
+    if world.is_first:
+        say_steps(config, loader)
     return Ready(parts, plan, loader, held_out, examination)
 
 

@@ -101,7 +101,7 @@ def assert_steps_agree(run: Path, other: Path, *names: str) -> None:
 
 
 def test_two_ranks_train_as_one_and_either_goes_on(project, megatrain):
-    keys = "train.schedule=constant", "train.groups=2"
+    keys = "train.schedule=constant", "train.groups=2", "train.warmup=9"
     assert Started(2, train("train.max_steps=4", *keys)).wait() == [0, 0]
     assert (project / "rank-1.log").read_text() == ""  # the first one speaks
     together = Path("run")
@@ -116,6 +116,8 @@ def test_two_ranks_train_as_one_and_either_goes_on(project, megatrain):
     assert held_out[0] == pytest.approx(held_out[1], rel=1e-5)
     lines = (together / "train.log").read_text().splitlines()
     assert sum("step 3/4" in line for line in lines) == 1
+    warned = [line for line in lines if "train.learning_rate 0.01 is never reached" in line]
+    assert warned and not any("rank 1" in line for line in warned)
 
 
 def test_two_that_share_sequences_train_as_one_and_that_goes_on(project, megatrain):
