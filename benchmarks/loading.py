@@ -80,7 +80,7 @@ def measure(model: str, layers: int | None, folder: Path, overrides: list[str]) 
     about = {
         "date": date.today().isoformat(),
         "model": model,
-        "parameters": parts.shape.parameters,
+        "parameters": parts.resolved.shape.parameters,
         "host_bytes_before": before,
     }
     return {**about, "disk": disk, "ways": results}

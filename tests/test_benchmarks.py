@@ -20,6 +20,7 @@ from benchmarks import (
     capacity,
     compare,
     gpus,
+    loading,
     peak,
     plan_table,
     records,
@@ -347,6 +348,15 @@ def test_rows_of_many_lengths_go_through_the_loader_and_the_engine():
     assert packed["steps"][0]["loss"] == pytest.approx(padded["steps"][0]["loss"], rel=1e-2)
     assert 1 <= packed["computed_per_token"] < padded["computed_per_token"] + 0.2
     assert padded["tokens_per_s"] > 0
+
+
+def test_loading_is_measured_both_ways(tmp_path, monkeypatch):
+    monkeypatch.setattr(loading, "disk_rates", lambda _: (2e9, 1e9))
+    report = loading.measure("tiny", 2, tmp_path, ["train.seq_len=64", "device=cpu"])
+    rows = "\n".join(loading.table(report))
+    assert "the disk writes 2.00 GB/s and reads 1.00" in rows
+    assert all(way["bytes_per_s"] > 0 for way in report["ways"]) and len(report["ways"]) == 4
+    assert not any(tmp_path.iterdir())
 
 
 def test_a_case_of_several_gpus_runs_on_one_and_on_all_and_beside_peers(monkeypatch):
