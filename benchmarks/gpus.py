@@ -107,7 +107,9 @@ def main() -> None:
     )
     most = [name for name in CASES if name != "tiny"]
     parser.add_argument("--only", nargs="+", choices=CASES, default=most, help="cases")
-    parser.add_argument("--gpus", type=int, default=len(visible_gpus()), help="default: all")
+    parser.add_argument(
+        "--gpus", type=int, default=max(1, len(visible_gpus())), help="default: all"
+    )
     parser.add_argument("--steps", type=int, default=3, help="measured")
     parser.add_argument("--warmup", type=int, default=2)
     parser.add_argument("--limit", type=float, default=300, help="seconds of one process")
