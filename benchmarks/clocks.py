@@ -1,5 +1,5 @@
-"""What the GPUs' clocks did while something ran, as the driver has it: slower kernels for want of
-power, or for heat, are no fault of a plan."""
+"""What the machine gave while something ran: the GPUs' clocks, which want of power or heat hold
+down, and processor time that other virtual machines took. Neither is a plan's fault."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ import threading
 from collections import defaultdict
 from contextlib import ExitStack
 from typing import Any
+
+import psutil
 
 from megatrain.machine.hardware import opened_nvml
 
@@ -18,7 +20,13 @@ REASONS = {0x04: "power cap", 0x08: "slowdown", 0x20: "heat", 0x40: "heat", 0x80
 
 
 class Clocks:
-    """Reads all GPUs of the host between enter and exit, from a thread."""
+    """Reads all GPUs of the host between enter and exit, from a thread.
+
+    Attributes:
+        stolen: share of the processor time wanted in between that the hypervisor gave to others.
+    """
+
+    stolen = 0.0
 
     def __init__(self) -> None:
         self._read: dict[int, list[tuple[float, float, int]]] = defaultdict(list)
@@ -27,6 +35,7 @@ class Clocks:
 
     def __enter__(self) -> Clocks:
         self._nvml: Any = self._stack.enter_context(opened_nvml())
+        self._before = psutil.cpu_times()
         self._thread.start()
         return self
 
@@ -34,6 +43,12 @@ class Clocks:
         self._over.set()
         self._thread.join()
         self._stack.close()
+        after = psutil.cpu_times()
+        passed = {
+            name: getattr(after, name) - getattr(self._before, name) for name in after._fields
+        }
+        busy = sum(passed.get(name, 0.0) for name in ("user", "nice", "system", "steal"))
+        self.stolen = passed.get("steal", 0.0) / busy if busy else 0.0
 
     def _reading(self) -> None:
         nvml = self._nvml

@@ -161,7 +161,7 @@ def measure(run: Run, limit_s: float, folder: Path) -> dict[str, Any]:
         record = execute(run, limit_s, folder)
     if record.error is not None:
         return {"failed": record.error, "wall_s": record.wall_s}
-    result = record.result | {"clocks": clocks.figures()}
+    result = record.result | {"clocks": clocks.figures(), "stolen": clocks.stolen}
     path = folder / f"{run.name}.json"
     path.write_text(json.dumps(asdict(replace(record, result=result)), indent=1) + "\n")
     return result | {"wall_s": record.wall_s}
@@ -183,6 +183,7 @@ def in_words(result: Mapping[str, Any], alone: float | None, wanted: float | Non
     for gpu, found in result["clocks"].items():
         held = ", ".join(f"{name} {share:.0%}" for name, share in found["held_by"].items())
         words.append(f"GPU {gpu} at {found['mhz']:.0f} MHz, {found['watts']:.0f} W ({held})")
+    words.append(f"{result['stolen']:.1%} of processor time stolen")
     return "; ".join(words) + f" ({result['wall_s']:.0f} s in all)"
 
 
