@@ -70,9 +70,12 @@ def read_processors() -> Reading:
 
 
 def read_processes() -> Processes:
-    """Processor seconds of every other process that can be seen, but not of our children."""
+    """Processor seconds of every other process that can be seen, but not of our children, nor of
+    other ranks that a launcher has started beside this one."""
     own = psutil.Process()
-    ours = {own.pid, *(child.pid for child in own.children(recursive=True))}
+    launched = os.environ.get("WORLD_SIZE", "1") != "1" or "SLURM_PROCID" in os.environ
+    first = (own.parent() if launched else None) or own
+    ours = {own.pid, first.pid, *(child.pid for child in first.children(recursive=True))}
     found: Processes = {}
     for process in psutil.process_iter(["name", "cpu_times"]):
         spent = process.info["cpu_times"]

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
 
 import pytest
@@ -81,6 +84,20 @@ TAKEN = Load(2, 2.0, 1.8, ("cargo 1.5",))
 )
 def test_the_advice_knows_of_it(time: StepTime, facts, load, words):
     assert advise(time, facts, 0.4, load).startswith(words)
+
+
+@pytest.mark.parametrize(("ranks", "seen"), [("1", True), ("2", False)])
+def test_other_ranks_are_no_strangers(ranks, seen):
+    code = (
+        "import sys; from megatrain.reporting.load import read_processes as r; "
+        "print(any(pid == int(sys.argv[1]) for pid, _ in r()))"
+    )
+    with subprocess.Popen(["sleep", "30"]) as beside:
+        words = [sys.executable, "-c", code, str(beside.pid)]
+        environ = os.environ | {"WORLD_SIZE": ranks}
+        found = subprocess.run(words, env=environ, capture_output=True, text=True, check=True)
+        beside.kill()
+    assert found.stdout.strip() == str(seen)
 
 
 def test_the_real_meters_count_what_this_process_does():
