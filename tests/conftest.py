@@ -12,7 +12,7 @@ import importlib.util
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -126,6 +126,16 @@ def deterministic(request: pytest.FixtureRequest) -> Iterator[None]:
     torch.use_deterministic_algorithms(request.node.get_closest_marker("cuda") is not None)
     yield
     torch.use_deterministic_algorithms(False)
+
+
+@pytest.fixture(scope="module")
+def on_ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., list[Any]]]:
+    """on_ranks(2, job, hosts=1): what `job` returns on each of two ranks, which stay for the next
+    job of the module's tests."""
+    from tests.ranks import staying_ranks
+
+    with staying_ranks(tmp_path_factory.mktemp("ranks")) as run:
+        yield run
 
 
 @pytest.fixture(scope="session")

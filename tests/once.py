@@ -6,7 +6,8 @@ from __future__ import annotations
 import hashlib
 import os
 import pickle
-from collections.abc import Callable, Iterator
+import struct
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
@@ -16,14 +17,17 @@ import pytest
 import typer
 from torch import nn
 
+from megatrain.data.rendering import STATE, Fence
 from megatrain.engine.verify import Verdict
 from megatrain.engine.verify import verify as check_family
+from megatrain.errors import DataError
 from megatrain.models.probe import Findings, probe_model
 from megatrain.models.skeleton import Skeleton
 from megatrain.models.transforms.chunked import chunks_of
 from megatrain.planner.cost.shape import ModelShape, shape_of
 from tests.kernel_packages import kernels_there
 
+PUT, TAKE = Fence.put, Fence.take
 SAMPLE_TOKENS = 2  # of the answer that ends every run: each takes a forward of its own
 
 
@@ -200,6 +204,38 @@ def no_power_is_lost() -> Iterator[None]:
 
 
 @contextmanager
+def templates_are_rendered_here() -> Iterator[None]:
+    """Each command that renders, and each set of rows, would fork the tests' process for that: a
+    tenth of a second. Tests of templates that nobody should trust do."""
+    given: dict[int, bytes] = {}
+
+    def put(fence: Any, arguments: Sequence[bytes]) -> None:
+        given[id(fence)] = pickle.dumps(arguments)
+
+    def take(fence: Any) -> list[Any]:
+        fence._state = bytearray(struct.calcsize(STATE))
+        found: list[Any] = pickle.loads(pickle.dumps(fence._done(given.pop(id(fence)))))
+        for one in found:
+            if isinstance(one, Exception) and not isinstance(one, DataError):
+                raise one
+        return found
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Fence, "put", put)
+        patch.setattr(Fence, "take", take)
+        yield
+
+
+@contextmanager
+def templates_are_rendered_apart() -> Iterator[None]:
+    """As they are for users."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Fence, "put", PUT)
+        patch.setattr(Fence, "take", TAKE)
+        yield
+
+
+@contextmanager
 def runs_are_quick() -> Iterator[None]:
     """For the length of a test, or of a fixture that trains: unlike what is found once, this would
     be another thing to the tests of other folders."""
@@ -208,6 +244,7 @@ def runs_are_quick() -> Iterator[None]:
         no_power_is_lost(),
         few_steps_are_looked_at(),
         nobody_is_named(),
+        templates_are_rendered_here(),
     ):
         yield
 

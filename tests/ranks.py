@@ -10,9 +10,11 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from multiprocessing.connection import Connection
 from pathlib import Path
+from tempfile import mkdtemp
 from typing import Any
 
 import torch
@@ -24,6 +26,7 @@ from megatrain.recipes.signals import STOPS
 from megatrain.world import World
 
 LIMIT_S = 60.0
+RunRanks = Callable[..., list[Any]]
 
 
 def run_ranks(
@@ -46,11 +49,66 @@ def run_ranks(
         ends.append(ours)
         processes.append(process)
     try:
-        found = [_received(end, rank) for rank, end in enumerate(ends)]
+        return _results(ends)
     finally:
         for process in processes:
             process.kill()
             process.join()
+
+
+class Staying:
+    """Ranks that do one job after another, forked from the tests' at the first: to begin as such a
+    process takes as long as a tiny model's steps. What is patched for a test does not reach them.
+    """
+
+    def __init__(self, size: int, folder: Path) -> None:
+        context: Any = multiprocessing.get_context("fork")
+        self.ends: list[Connection] = []
+        self.processes = []
+        for rank in range(size):
+            ours, theirs = context.Pipe()
+            given = (rank, size, folder / f"meeting-of-{size}", theirs, [*self.ends, ours])
+            process = context.Process(target=_stay, args=given, daemon=True)
+            process.start()
+            theirs.close()
+            self.ends.append(ours)
+            self.processes.append(process)
+
+    def do(self, job: Callable[[World], Any], hosts: int = 1) -> list[Any]:
+        """As `run_ranks`; the job is handed over as bytes."""
+        for end in self.ends:
+            end.send_bytes(pickle.dumps((job, hosts)))
+        return _results(self.ends)
+
+    def end(self) -> None:
+        for process in self.processes:
+            process.kill()
+            process.join()
+
+
+@contextmanager
+def staying_ranks(folder: Path) -> Iterator[RunRanks]:
+    """As `run_ranks`, of processes that stay while jobs succeed."""
+    teams: dict[int, Staying] = {}
+
+    def run(size: int, job: Callable[[World], Any], *, hosts: int = 1) -> list[Any]:
+        if size not in teams:
+            teams[size] = Staying(size, Path(mkdtemp(dir=folder)))
+        try:
+            return teams[size].do(job, hosts)
+        except BaseException:
+            teams.pop(size).end()  # one of them may wait for ever
+            raise
+
+    try:
+        yield run
+    finally:
+        for team in teams.values():
+            team.end()
+
+
+def _results(ends: Sequence[Connection]) -> list[Any]:
+    found = [_received(end, rank) for rank, end in enumerate(ends)]
     errors = [said for said, _ in found if said]
     assert not errors, errors[0]
     return [result for _, result in found]
@@ -75,17 +133,35 @@ def _rank(
     hosts: int,
     end: Connection,
 ) -> None:
-    torch.set_num_threads(1)
     device = torch.device("cuda", rank) if gpus else torch.device("cpu")
     if gpus:
         torch.cuda.set_device(device)
-    backend = "cpu:gloo,cuda:nccl" if gpus else "gloo"
+    _meet(rank, size, meeting, "cpu:gloo,cuda:nccl" if gpus else "gloo")
+    _do(job, hosts, device, end)
+
+
+def _stay(rank: int, size: int, meeting: Path, end: Connection, others: list[Connection]) -> None:
+    for other in others:
+        other.close()  # the tests' ends, which tell when those are over
+    _meet(rank, size, meeting, "gloo")
+    with suppress(EOFError):
+        while True:
+            job, hosts = pickle.loads(end.recv_bytes())
+            _do(job, hosts, torch.device("cpu"), end)
+
+
+def _meet(rank: int, size: int, meeting: Path, backend: str) -> None:
+    torch.set_num_threads(1)
     distributed.init_process_group(
         backend, init_method=f"file://{meeting}", rank=rank, world_size=size
     )
+
+
+def _do(job: Callable[[World], Any], hosts: int, device: torch.device, end: Connection) -> None:
     try:
-        each = size // hosts
-        found = "", job(World.joined(device, local=(rank % each, each)))
+        each = distributed.get_world_size() // hosts
+        local = distributed.get_rank() % each, each
+        found = "", job(World.joined(device, local=local))
     except BaseException:  # noqa: BLE001  the test says it
         found = traceback.format_exc(), None
     end.send_bytes(pickle.dumps(found))  # whole: tensors would be lent, and end with the process

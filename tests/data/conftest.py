@@ -14,7 +14,7 @@ from megatrain.data.build import DataOptions, encode_source
 from megatrain.data.dataset import TokenRows
 from tests.commands import CHATML, SPECIAL
 from tests.commands import write_jsonl as save_jsonl
-from tests.once import no_power_is_lost
+from tests.once import no_power_is_lost, templates_are_rendered_here
 
 CORPUS = (
     "What is two plus two? It is four.\n\n"
@@ -26,6 +26,12 @@ MakeTokenizer = Callable[..., Any]
 @pytest.fixture(autouse=True)
 def nothing_waits_for_the_disk() -> Iterator[None]:
     with no_power_is_lost():
+        yield
+
+
+@pytest.fixture(autouse=True)
+def rendered_here() -> Iterator[None]:
+    with templates_are_rendered_here():
         yield
 
 

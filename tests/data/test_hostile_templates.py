@@ -53,6 +53,11 @@ SOMETIMES_LATE = (
 
 
 @pytest.fixture(autouse=True)
+def rendered_here() -> None:
+    """Not here: these are about the process that renders."""
+
+
+@pytest.fixture(autouse=True)
 def soon(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rendering, "LONGEST_S", 0.15)
     monkeypatch.setattr(rendering, "EARNED_S", 0.05)

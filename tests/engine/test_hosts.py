@@ -19,7 +19,6 @@ from megatrain.world import World, check_numbers
 from tests.compare import distance
 from tests.engine.test_races import never_wait
 from tests.engine.test_ranks import CHUNK, HOW, SEVERAL, STEPS, assert_near, joined, read, train
-from tests.ranks import run_ranks
 from tests.support import engine_of, micro_batches, tiny_config
 
 FOUR = [micro_batches(seed, [(2, 9), (1, 6), (2, 7), (1, 9)]) for seed in range(2)]
@@ -37,9 +36,9 @@ def in_order(world: World, found: list[Any]) -> list[Any]:
 
 
 @pytest.mark.parametrize("how", TWINS)
-def test_two_hosts_of_one_micro_batch_are_one_rank_of_two(how, tmp_path):
+def test_two_hosts_of_one_micro_batch_are_one_rank_of_two(how, on_ranks):
     told, held_out, arrays = train(World(), STEPS, **TWINS[how])
-    found = run_ranks(2, partial(train, steps=STEPS, **TWINS[how]), tmp_path, hosts=2)
+    found = on_ranks(2, partial(train, steps=STEPS, **TWINS[how]), hosts=2)
     assert [each[:2] for each in found] == [(told, held_out)] * 2
     ours = joined([arrays for *_, arrays in found])
     assert [name for name in arrays if not torch.equal(ours[name], arrays[name])] == []
@@ -64,11 +63,11 @@ FOUR_OF_TWO: dict[str, tuple[dict[str, Any], tuple[int, str]]] = {
 
 
 @pytest.mark.parametrize("how", FOUR_OF_TWO)
-def test_two_hosts_of_two_are_one_up_to_the_order_of_sums_and_always_the_same(how, tmp_path):
+def test_two_hosts_of_two_are_one_up_to_the_order_of_sums_and_always_the_same(how, on_ranks):
     options, slow = FOUR_OF_TWO[how]
     family = tiny_config("qwen2", num_hidden_layers=4)  # layers that take turns in slots
     given = {"steps": SEVERAL, "precision": "float32", "family": family, **options}
-    run = partial(run_ranks, 4, hosts=2, folder=tmp_path)
+    run = partial(on_ranks, 4, hosts=2)
     expected = train(World(), **given)
     found = run(partial(train, **given))
     assert_near(in_order(World(0, 4, 0, 2), found), expected)
@@ -85,9 +84,9 @@ def summed(world: World) -> Any:
         return there.summed(total).clone(), padded
 
 
-def test_sums_are_of_each_host_and_then_over_hosts(tmp_path):
+def test_sums_are_of_each_host_and_then_over_hosts(on_ranks):
     given = [torch.randn(4096, generator=torch.Generator().manual_seed(r)) for r in range(4)]
-    found = in_order(World(0, 4, 0, 2), run_ranks(4, summed, tmp_path, hosts=2))
+    found = in_order(World(0, 4, 0, 2), on_ranks(4, summed, hosts=2))
     expected = (given[0] + given[1]) + (given[2] + given[3])
     whole, padded = torch.cat([share for share, _ in found]), found[0][1]
     assert torch.equal(whole, expected.repeat(padded // 4096 + 1)[:padded])
@@ -106,10 +105,13 @@ def crossings(
         sent[-1] += share.nbytes if share.dtype == torch.bfloat16 else 0
         return across(self, whole, share)
 
-    pytest.MonkeyPatch().setattr(exchange.Exchange, "gather_across", counted)
     in_groups = Settings(**CHUNK, groups=groups, group_size=1, sums_on_device=ALL)
     settings = replace(in_groups, replicated=replicated)
-    with engine_of("llama", world=world, settings=settings, precision="bfloat16") as engine:
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        engine_of("llama", world=world, settings=settings, precision="bfloat16") as engine,
+    ):
+        patch.setattr(exchange.Exchange, "gather_across", counted)
         streamer = engine.parts.streamer
         engine.parts.lanes["exchange"].delay = partial(time.sleep, 0.002)
         for step in SEVERAL:
@@ -127,10 +129,10 @@ def crossings(
 @pytest.mark.parametrize(
     ("ranks", "groups", "replicated"), [(2, 3, 0), (2, 2, 2), (2, 2, ALL), (4, 2, 0)]
 )
-def test_weights_cross_once_a_step(ranks, groups, replicated, tmp_path):
+def test_weights_cross_once_a_step(ranks, groups, replicated, on_ranks):
     """However many sweeps there are; none where no step was made between."""
-    for sent, once, kept, stalls in run_ranks(
-        ranks, partial(crossings, groups=groups, replicated=replicated), tmp_path, hosts=2
+    for sent, once, kept, stalls in on_ranks(
+        ranks, partial(crossings, groups=groups, replicated=replicated), hosts=2
     ):
         assert sent == [once, once, once, 0]
         if not replicated:
@@ -141,10 +143,10 @@ def test_weights_cross_once_a_step(ranks, groups, replicated, tmp_path):
             assert stalls["wait_exchange"] < 0.1 * stalls["wait_network"]
 
 
-def test_every_rank_of_every_host_reads_the_whole_model(tmp_path):
+def test_every_rank_of_every_host_reads_the_whole_model(on_ranks):
     first = partial(read, step=FOUR[0])
     weights, logits, answer = first(World())
-    for theirs, their_logits, their_answer in run_ranks(4, first, tmp_path, hosts=2):
+    for theirs, their_logits, their_answer in on_ranks(4, first, hosts=2):
         assert all(distance(theirs[name], weights[name]) < 1e-4 for name in weights)
         assert distance(their_logits, logits) < 1e-4
         assert their_answer == answer
@@ -187,7 +189,7 @@ def norms(world: World, fault: tuple[str, str] | None) -> list[float | None]:
 
 
 @pytest.mark.parametrize("fault", [("download", "exchange"), ("upload", "download")])
-def test_without_its_waits_a_delay_changes_the_result(fault, tmp_path):
+def test_without_its_waits_a_delay_changes_the_result(fault, on_ranks):
     """What has crossed is copied down once it is there, and comes up once it is down."""
-    expected = run_ranks(2, partial(norms, fault=None), tmp_path, hosts=2)
-    assert run_ranks(2, partial(norms, fault=fault), tmp_path, hosts=2) != expected
+    expected = on_ranks(2, partial(norms, fault=None), hosts=2)
+    assert on_ranks(2, partial(norms, fault=fault), hosts=2) != expected

@@ -23,7 +23,6 @@ from megatrain.world import World
 from tests.compare import differing, distance
 from tests.engine.test_preference_steps import LOSSES, cut, examples, model_for
 from tests.engine.test_preference_steps import joined as joined_rows
-from tests.ranks import run_ranks
 from tests.support import engine_of, micro_batches, tiny_config
 
 CHUNK: dict[str, Any] = {"head_chunk_tokens": 4096}
@@ -99,9 +98,9 @@ def joined(of_ranks: Sequence[dict[str, torch.Tensor]]) -> dict[str, torch.Tenso
 
 
 @pytest.mark.parametrize("how", HOW)
-def test_two_ranks_of_one_micro_batch_are_one_rank_of_two(how, tmp_path):
+def test_two_ranks_of_one_micro_batch_are_one_rank_of_two(how, on_ranks):
     told, held_out, arrays = train(World(), STEPS, **HOW[how])
-    found = run_ranks(2, partial(train, steps=STEPS, **HOW[how]), tmp_path)
+    found = on_ranks(2, partial(train, steps=STEPS, **HOW[how]))
     for theirs, theirs_held_out, _ in found:
         assert theirs == told
         assert theirs_held_out == held_out
@@ -111,61 +110,61 @@ def test_two_ranks_of_one_micro_batch_are_one_rank_of_two(how, tmp_path):
 
 
 @pytest.mark.parametrize("level", ["state", "gradients", "all"])
-def test_shares_may_be_on_nvme(level, tmp_path):
+def test_shares_may_be_on_nvme(level, tmp_path, on_ranks):
     """Each rank has files of its own in the same folder."""
     folder = tmp_path / "drive"
     folder.mkdir()
     far: dict[str, Any] = {"nvme_blocks": 3, "nvme_arrays": level, "nvme_folders": (folder,)}
     settings = Settings(**CHUNK, **far)
     told, _, arrays = train(World(), STEPS)
-    found = run_ranks(2, partial(train, steps=STEPS, settings=settings), tmp_path)
+    found = on_ranks(2, partial(train, steps=STEPS, settings=settings))
     assert [theirs for theirs, *_ in found] == [told, told]
     ours = joined([arrays for *_, arrays in found])
     assert [name for name in arrays if not torch.equal(ours[name], arrays[name])] == []
 
 
 @pytest.mark.parametrize(("ranks", "family"), [(2, "llama-tied"), (3, "gemma2"), (4, "mixtral")])
-def test_more_ranks_are_one_up_to_the_order_of_sums(ranks, family, tmp_path):
+def test_more_ranks_are_one_up_to_the_order_of_sums(ranks, family, on_ranks):
     given: dict[str, Any] = {"steps": SEVERAL, "family": family, "precision": "float32"}
     expected = train(World(), **given)
-    assert_near(run_ranks(ranks, partial(train, **given), tmp_path), expected)
+    assert_near(on_ranks(ranks, partial(train, **given)), expected)
 
 
 @pytest.mark.parametrize(("resident", "sums"), [(0, 0), (0, ALL), (2, 3)])
-def test_groups_are_agreed_on(resident, sums, tmp_path):
+def test_groups_are_agreed_on(resident, sums, on_ranks):
     """Of five micro-batches one rank has three, in three groups, the other two."""
     settings = Settings(**CHUNK, groups=2, group_size=1, sums_on_device=sums, resident=resident)
     given: dict[str, Any] = {"steps": SEVERAL, "precision": "float32", "settings": settings}
     expected = train(World(), **given)
-    assert_near(run_ranks(2, partial(train, **given), tmp_path), expected)
+    assert_near(on_ranks(2, partial(train, **given)), expected)
 
 
-def test_routers_are_balanced_over_all_ranks(tmp_path):
+def test_routers_are_balanced_over_all_ranks(on_ranks):
     given: dict[str, Any] = {"steps": SEVERAL, "family": "mixtral", "precision": "float32"}
     given["router_aux_loss_coef"] = 0.1
     expected = train(World(), **given)
-    assert_near(run_ranks(3, partial(train, **given), tmp_path), expected)
+    assert_near(on_ranks(3, partial(train, **given)), expected)
     without = train(World(), **given | {"router_aux_loss_coef": 0.0})
     assert without[0][-1][0] != pytest.approx(expected[0][-1][0], rel=1e-5)
 
 
-def test_a_rank_without_micro_batches_takes_part(tmp_path):
+def test_a_rank_without_micro_batches_takes_part(on_ranks):
     given: dict[str, Any] = {"steps": [step[:1] for step in STEPS], "precision": "float32"}
     expected = train(World(), **given)
-    assert_near(run_ranks(3, partial(train, **given), tmp_path), expected)
+    assert_near(on_ranks(3, partial(train, **given)), expected)
 
 
-def test_a_step_without_targets_is_skipped_by_all(tmp_path):
+def test_a_step_without_targets_is_skipped_by_all(on_ranks):
     nothing = [{**STEPS[0][0], "labels": torch.full_like(STEPS[0][0]["labels"], -100)}]
-    for told, _, _ in run_ranks(2, partial(train, steps=[nothing]), tmp_path):
+    for told, _, _ in on_ranks(2, partial(train, steps=[nothing])):
         assert told == [(0.0, 0.0, 0, True)]
 
 
 @pytest.mark.parametrize("lane", ["upload", "download", "exchange", "update"])
-def test_a_slow_lane_of_one_rank_changes_no_bit(lane, tmp_path):
+def test_a_slow_lane_of_one_rank_changes_no_bit(lane, on_ranks):
     slow = partial(train, steps=STEPS[:2], slow=(1, lane))
     _, _, arrays = train(World(), STEPS[:2])
-    found = run_ranks(2, slow, tmp_path)
+    found = on_ranks(2, slow)
     ours = joined([arrays for *_, arrays in found])
     assert [name for name in arrays if not torch.equal(ours[name], arrays[name])] == []
 
@@ -178,9 +177,9 @@ def read(world: World, step: Sequence[Batch] = STEPS[0]) -> Any:
         return weights, engine.logits(prompt), engine.generate(prompt[:1], max_new_tokens=3)
 
 
-def test_every_rank_reads_the_whole_model(tmp_path):
+def test_every_rank_reads_the_whole_model(on_ranks):
     weights, logits, answer = read(World())
-    for theirs, their_logits, their_answer in run_ranks(2, read, tmp_path):
+    for theirs, their_logits, their_answer in on_ranks(2, read):
         assert theirs.keys() == weights.keys()
         assert all(distance(theirs[name], weights[name]) < 1e-5 for name in weights)
         assert distance(their_logits, logits) < 1e-5
@@ -203,12 +202,12 @@ def of_answers(world: World, name: str, size: int = 1, **settings: Any) -> Any:
 
 
 @pytest.mark.parametrize("name", ["dpo", "orpo", "reward", "aot", "kto"])
-def test_losses_over_answers_are_those_of_one_rank(name, tmp_path):
+def test_losses_over_answers_are_those_of_one_rank(name, on_ranks):
     results, weights = of_answers(World(), name)
     in_two, in_one = results[2:]
     assert in_two.loss == pytest.approx(in_one.loss, rel=1e-6)
     assert in_two.metrics == pytest.approx(in_one.metrics, rel=1e-6)
-    for theirs, their_weights in run_ranks(2, partial(of_answers, name=name), tmp_path):
+    for theirs, their_weights in on_ranks(2, partial(of_answers, name=name)):
         for found, expected in zip(theirs, results, strict=True):
             assert found.loss == pytest.approx(expected.loss, rel=2e-5)
             assert found.metrics == pytest.approx(expected.metrics, rel=1e-4, abs=1e-5)
@@ -220,21 +219,21 @@ def test_losses_over_answers_are_those_of_one_rank(name, tmp_path):
 @pytest.mark.parametrize(
     ("name", "ranks", "twice"), [("kto", 3, False), ("aot", 2, True), ("kto", 2, True)]
 )
-def test_a_loss_over_a_whole_step_sees_the_rows_of_all_ranks(name, ranks, twice, tmp_path):
+def test_a_loss_over_a_whole_step_sees_the_rows_of_all_ranks(name, ranks, twice, on_ranks):
     """To the bit, with a micro-batch for each of two: of KTO the second rank has what is not
     trained on, and the third nothing."""
     given: dict[str, Any] = {"name": name, "size": 3 if name == "aot" else 5}
     given["second_backward"] = twice
     results, weights = of_answers(World(), **given)
-    for theirs, their_weights in run_ranks(ranks, partial(of_answers, **given), tmp_path):
+    for theirs, their_weights in on_ranks(ranks, partial(of_answers, **given)):
         for found, expected in zip(theirs, results, strict=True):
             assert (found.loss, found.metrics) == (expected.loss, expected.metrics)
         assert differing(their_weights, weights) == []
     assert results[0].metrics.get("kl", 1) > 0
 
 
-def test_a_rank_without_micro_batches_offloads_nothing(tmp_path):
+def test_a_rank_without_micro_batches_offloads_nothing(on_ranks):
     settings = Settings(**CHUNK, offload_activations=True, retained_on_host=1)
     given: dict[str, Any] = {"steps": STEPS[:2], "precision": "float32", "settings": settings}
     expected = train(World(), **given)
-    assert_near(run_ranks(3, partial(train, **given), tmp_path), expected)
+    assert_near(on_ranks(3, partial(train, **given)), expected)

@@ -23,7 +23,6 @@ from megatrain.storage.restore import load_checkpoint
 from megatrain.world import World
 from tests.delays import before_layers, delay
 from tests.engine.test_ranks import CHUNK, HOW, arrays_of
-from tests.ranks import run_ranks
 from tests.support import engine_of, micro_batches
 
 STEPS = [micro_batches(seed, [(2, 9), (1, 6), (1, 5), (2, 7)]) for seed in range(3)]
@@ -93,8 +92,8 @@ def both_ways(world: World, cases: dict[str, dict[str, Any]]) -> dict[str, list[
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
-def test_reading_changes_no_bit(ranks, tmp_path):
-    for found in run_ranks(ranks, partial(both_ways, cases=CASES[ranks]), tmp_path):
+def test_reading_changes_no_bit(ranks, on_ranks):
+    for found in on_ranks(ranks, partial(both_ways, cases=CASES[ranks])):
         assert found == {name: [] for name in CASES[ranks]}
 
 
@@ -103,10 +102,10 @@ def far(world: World, folder: Path) -> dict[str, list[str]]:
     return both_ways(world, {"far": {"settings": settings}})
 
 
-def test_weights_on_nvme_are_gathered_and_the_others_read(tmp_path):
+def test_weights_on_nvme_are_gathered_and_the_others_read(tmp_path, on_ranks):
     folder = tmp_path / "drive"
     folder.mkdir()
-    for found in run_ranks(2, partial(far, folder=folder), tmp_path):
+    for found in on_ranks(2, partial(far, folder=folder)):
         assert found == {"far": []}
 
 
@@ -149,8 +148,8 @@ def slowly(world: World, how: dict[str, Any]) -> list[str]:
 
 
 @pytest.mark.parametrize("how", AT_ONCE)
-def test_a_slow_lane_of_one_rank_changes_no_bit(how, tmp_path):
-    assert run_ranks(2, partial(slowly, how=AT_ONCE[how]), tmp_path) == [[], []]
+def test_a_slow_lane_of_one_rank_changes_no_bit(how, on_ranks):
+    assert on_ranks(2, partial(slowly, how=AT_ONCE[how])) == [[], []]
 
 
 def without_waiting(world: World) -> list[str]:
@@ -165,8 +164,8 @@ def without_waiting(world: World) -> list[str]:
     return differences(*results)
 
 
-def test_the_wait_for_other_ranks_is_needed(tmp_path):
-    _, found = run_ranks(2, without_waiting, tmp_path)
+def test_the_wait_for_other_ranks_is_needed(on_ranks):
+    _, found = on_ranks(2, without_waiting)
     assert "results" in found
 
 
@@ -190,8 +189,8 @@ def hashes(folder: Path) -> Iterator[tuple[str, str]]:
         yield str(path.relative_to(folder)), hashlib.sha256(path.read_bytes()).hexdigest()
 
 
-def test_checkpoints_are_the_same_files_and_go_on_either_way(tmp_path):
-    for (ours, theirs), found in run_ranks(2, partial(saved, folder=tmp_path), tmp_path):
+def test_checkpoints_are_the_same_files_and_go_on_either_way(tmp_path, on_ranks):
+    for (ours, theirs), found in on_ranks(2, partial(saved, folder=tmp_path)):
         assert ours and ours == theirs
         assert found == []
 
@@ -205,8 +204,8 @@ def ended(world: World) -> str:
     return str(told.value)
 
 
-def test_an_engine_that_is_closed_waits_for_no_rank(tmp_path):
-    assert run_ranks(2, ended, tmp_path) == ["the engine is closed"] * 2
+def test_an_engine_that_is_closed_waits_for_no_rank(on_ranks):
+    assert on_ranks(2, ended) == ["the engine is closed"] * 2
 
 
 def test_several_hosts_do_not_read_one_copy():

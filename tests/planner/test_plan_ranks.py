@@ -33,7 +33,6 @@ from tests.once import engines_are_built_fast
 from tests.planned import ALL_STREAMED, H200_LARGE_HOST, JOB_7B, LAPTOP, QWEN_7B, TINY_JOB
 from tests.planner.test_plan_measured import EMBEDDING, Case
 from tests.planner.test_simulation import COMPUTING, LAYERS, ONE_GROUP, with_tasks
-from tests.ranks import run_ranks
 from tests.support import tiny_config
 
 CASES = {
@@ -73,11 +72,11 @@ def measured(world: World, case: Case, plan: Plan) -> tuple[int, int]:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_ranks_take_the_bytes_that_are_planned(name, tmp_path):
+def test_ranks_take_the_bytes_that_are_planned(name, tmp_path, on_ranks):
     ranks, hosts, case = CASES[name]
     plan = replace(case.plan(tmp_path, ranks // hosts, hosts), made_of=None)
-    for device_bytes, host_bytes in run_ranks(
-        ranks, partial(measured, case=case, plan=plan), tmp_path, hosts=hosts
+    for device_bytes, host_bytes in on_ranks(
+        ranks, partial(measured, case=case, plan=plan), hosts=hosts
     ):
         assert plan.allocated_bytes == pytest.approx(device_bytes, rel=0.03)
         beside = ("gradient staging", HEAD_COPIES, OTHERS_TABLES)  # not in the store

@@ -11,6 +11,7 @@ from transformers import AutoTokenizer
 
 from megatrain.data import rendering
 from megatrain.data.named_templates import find_template
+from tests.once import templates_are_rendered_apart
 
 TURNS = [{"role": "user", "content": "Count to 3."}, {"role": "assistant", "content": "1 2 3"}]
 TWO_STEPS = "train.max_steps=2 train.tokens_per_step=64 data.eval=null"
@@ -79,6 +80,7 @@ def test_a_template_that_computes_without_end_ends_every_command(
     shutil.copytree(source, project / "model")
     hostile = "{% set n = 10 %}{{ (n ** n) ** (n ** n) }}"
     (project / "model" / "chat_template.jinja").write_text(hostile)
-    error = megatrain(command, code=3).err
+    with templates_are_rendered_apart():
+        error = megatrain(command, code=3).err
     assert "the chat template takes more than 0.2 s of computing for one conversation" in error
     assert not (project / "run").exists()

@@ -29,7 +29,6 @@ from megatrain.world import World
 from tests.compare import distance
 from tests.files import flip, largest_file, names
 from tests.quantised import TILES, in_tiles, rewrite, state
-from tests.ranks import run_ranks
 from tests.support import engine_of, micro_batches, plain_model, tiny_config
 
 STEPS = [micro_batches(seed, [(2, 9), (1, 6)]) for seed in range(3)]
@@ -59,7 +58,7 @@ def small_messages_and_shards(monkeypatch: pytest.MonkeyPatch) -> None:
 def open_engine(world: World, folder: Path, family: str = "llama", **options: Any) -> Engine:
     """folder: a drive is beside it."""
     given = {"precision": "bfloat16", "settings": Settings(**CHUNK), **options}
-    if given["settings"] is FAR:
+    if given["settings"] == FAR:
         given["settings"] = Settings(**CHUNK, **FAR, nvme_folders=(folder.parent,))
     return engine_of(family, world=world, **given)
 
@@ -120,13 +119,13 @@ def files_in(folder: Path) -> dict[str, bytes]:
 
 
 @pytest.mark.parametrize("how", HOW)
-def test_the_number_of_ranks_is_in_no_file(how, tmp_path):
+def test_the_number_of_ranks_is_in_no_file(how, tmp_path, on_ranks):
     """Saved by two, gone on with by four and by one, which save the same again."""
     of_two, of_four, of_one = (tmp_path / name for name in ("two", "four", "one"))
     open_engine(World(), of_one, **HOW[how]).close()  # what is found out once, before all fork
-    ours = joined(run_ranks(2, partial(begun, folder=of_two, how=HOW[how]), tmp_path))
+    ours = joined(on_ranks(2, partial(begun, folder=of_two, how=HOW[how])))
     again = partial(gone_on, source=of_two, how=HOW[how])
-    theirs = joined(run_ranks(4, partial(again, folder=of_four), tmp_path))
+    theirs = joined(on_ranks(4, partial(again, folder=of_four)))
     alone = again(World(), folder=of_one)
     assert differing(ours, alone) == differing(theirs, alone) == []
     expected = files_in(of_one / "checkpoint-2")
@@ -139,24 +138,24 @@ def test_the_number_of_ranks_is_in_no_file(how, tmp_path):
     assert differing(files_in(tmp_path / "two-model"), files_in(tmp_path / "one-model")) == []
 
 
-def test_a_run_of_one_rank_goes_on_with_more_and_fewer(tmp_path):
+def test_a_run_of_one_rank_goes_on_with_more_and_fewer(tmp_path, on_ranks):
     """With two to the bit, as they add up in its order; with three up to that."""
     begun(World(), tmp_path / "one", {})
     goes_on = partial(gone_on, source=tmp_path / "one", how={}, trains=True)
     expected = goes_on(World(), folder=tmp_path / "expected")
-    two = joined(run_ranks(2, partial(goes_on, folder=tmp_path / "two"), tmp_path))
+    two = joined(on_ranks(2, partial(goes_on, folder=tmp_path / "two")))
     assert differing(two, expected) == []
-    three = joined(run_ranks(3, partial(goes_on, folder=tmp_path / "three"), tmp_path))
+    three = joined(on_ranks(3, partial(goes_on, folder=tmp_path / "three")))
     weights = [name for name in expected if name.startswith("weight")]
     assert all(distance(three[name], expected[name]) < 1e-3 for name in weights)
 
 
-def test_nor_is_the_number_of_hosts(tmp_path):
+def test_nor_is_the_number_of_hosts(tmp_path, on_ranks):
     """Saved by two hosts of two, gone on with by three of one and by one rank."""
     how = HOW["tied"]
-    first = run_ranks(4, partial(begun, folder=tmp_path / "two", how=how), tmp_path, hosts=2)
+    first = on_ranks(4, partial(begun, folder=tmp_path / "two", how=how), hosts=2)
     again = partial(gone_on, source=tmp_path / "two", how=how)
-    theirs = run_ranks(3, partial(again, folder=tmp_path / "three"), tmp_path, hosts=3)
+    theirs = on_ranks(3, partial(again, folder=tmp_path / "three"), hosts=3)
     alone = again(World(), folder=tmp_path / "one")
     ours = joined([first[rank] for rank in World(0, 4, 0, 2).owners])
     assert differing(ours, alone) == differing(joined(theirs), alone) == []
@@ -208,9 +207,9 @@ def failed(_: int) -> None:
     raise RuntimeError("failed")
 
 
-def test_what_fails_on_one_rank_fails_on_all_and_the_run_goes_on(tmp_path):
+def test_what_fails_on_one_rank_fails_on_all_and_the_run_goes_on(tmp_path, on_ranks):
     folder = tmp_path / "run"
-    first, second = run_ranks(2, partial(fails, folder=folder), tmp_path)
+    first, second = on_ranks(2, partial(fails, folder=folder))
     assert second == first, "all say the same"
     found, refused, last = first
     for how, (_, words) in FAILURES.items():
@@ -230,13 +229,13 @@ def told_of_damage(world: World, folder: Path) -> tuple[str, str, Any]:
         return str(told.value), path.name, state
 
 
-def test_a_byte_that_one_rank_finds_damaged_is_for_all(tmp_path):
+def test_a_byte_that_one_rank_finds_damaged_is_for_all(tmp_path, on_ranks):
     folder = tmp_path / "run"
     with open_engine(World(), folder) as engine:
         save(engine, folder, 1)
         save(engine, folder, 2)
     flip(folder / "checkpoint-2" / "optimizer" / "block-00003.safetensors")
-    found = run_ranks(3, partial(told_of_damage, folder=folder), tmp_path)
+    found = on_ranks(3, partial(told_of_damage, folder=folder))
     assert found == [found[0]] * 3
     said, path, state = found[0]
     assert re.search("block-00003.*does not match its checksum", said)

@@ -1,5 +1,6 @@
 """The planner's view of a model."""
 
+from functools import cache
 from itertools import pairwise
 from typing import Any
 
@@ -18,6 +19,7 @@ from tests.support import RECURRENT, tiny_config
 SIZES: Any = {**sizes(64, 176, 4, 2), "vocab_size": 96}
 
 
+@cache
 def shape(layers: int = 2, tied: bool = False, **kwargs: Any) -> ModelShape:
     config = LlamaConfig(**SIZES, num_hidden_layers=layers, tie_word_embeddings=tied)
     return shape_of(Skeleton(config, dtype=torch.bfloat16), 32, [32, 64, 128], **kwargs)
