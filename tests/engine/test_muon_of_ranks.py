@@ -13,7 +13,6 @@ from megatrain.optim import Muon, muon
 from megatrain.settings import ALL, Settings
 from megatrain.world import World
 from tests.engine.test_ranks import CHUNK, SEVERAL, STEPS, assert_near, joined, train
-from tests.ranks import run_ranks
 from tests.support import engine_of
 
 OPTIMIZER = Muon(lr=2e-3, adamw_lr=1e-3, weight_decay=0.1)
@@ -46,21 +45,21 @@ def few_experts_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("how", HOW)
-def test_two_ranks_of_one_micro_batch_are_one_rank_of_two(how, tmp_path):
+def test_two_ranks_of_one_micro_batch_are_one_rank_of_two(how, tmp_path, on_ranks):
     given = {"optimizer": OPTIMIZER, "steps": STEPS, **HOW[how]}
     if given.get("settings") is FAR:
         given["settings"] = Settings(**CHUNK, **FAR, nvme_folders=(tmp_path,))
     told, held_out, arrays = train(World(), **given)
-    found = run_ranks(2, partial(train, **given), tmp_path)
+    found = on_ranks(2, partial(train, **given))
     assert [theirs[:2] for theirs in found] == [(told, held_out)] * 2
     ours = joined([arrays for *_, arrays in found])
     assert ours.keys() == arrays.keys()
     assert [name for name in arrays if not torch.equal(ours[name], arrays[name])] == []
 
 
-def test_two_hosts_of_two_are_one_up_to_the_order_of_sums(tmp_path):
+def test_two_hosts_of_two_are_one_up_to_the_order_of_sums(on_ranks):
     given: dict[str, Any] = {"steps": SEVERAL, "precision": "float32", "optimizer": OPTIMIZER}
-    found = run_ranks(4, partial(train, **given), tmp_path, hosts=2)
+    found = on_ranks(4, partial(train, **given), hosts=2)
     owners = World(0, 4, 0, 2).owners
     assert_near([found[rank] for rank in owners], train(World(), **given))
 
@@ -77,5 +76,5 @@ def fails(world: World) -> str:
         return str(told.value)
 
 
-def test_an_engine_is_closed_whose_updates_wait_or_have_failed(tmp_path):
-    assert run_ranks(2, fails, tmp_path) == ["0 is not in list"] * 2
+def test_an_engine_is_closed_whose_updates_wait_or_have_failed(on_ranks):
+    assert on_ranks(2, fails) == ["0 is not in list"] * 2
