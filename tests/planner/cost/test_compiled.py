@@ -81,16 +81,12 @@ def test_a_large_layer_keeps_what_was_measured_on_a_gpu():
 
 
 def test_what_follows_from_attention_s_output_is_not_kept_beside_it():
-    config = GptOssConfig(num_hidden_layers=2, num_local_experts=32, vocab_size=8)
+    config = GptOssConfig(num_hidden_layers=1, num_local_experts=32, vocab_size=8)
     skeleton = Skeleton(config)
-    _, calls = skeleton.dry_call(ROWS, 512)
-    shape = (ROWS, 512, config.hidden_size)
-    saved = [
-        predicted(layer, shape, call=call).cheap.saved_bytes // (ROWS * 512)
-        for layer, call in zip(skeleton.layers, calls, strict=True)
-    ]
-    # inductor's on a CPU, with a window and without; a copy of it would be 8,192 more
-    assert saved == [pytest.approx(75_619, rel=1e-3), pytest.approx(73_081, rel=1e-3)]
+    _, (call,) = skeleton.dry_call(ROWS, 512)
+    layer = predicted(skeleton.layers[0], (ROWS, 512, config.hidden_size), call=call)
+    # inductor's on a CPU; a copy of it would be 8,192 more
+    assert layer.cheap.saved_bytes // (ROWS * 512) == pytest.approx(75_619, rel=1e-3)
 
 
 @pytest.mark.filterwarnings("ignore")  # of torch.compile's own
