@@ -154,6 +154,8 @@ def trained(weight: float, project: Path, overrides: Sequence[str]) -> dict[str,
         "output": str(output),
     }
     summary = mt.train(mt.load_config(config, list(overrides)))
+    if summary.exit_code:  # stopped by a signal, say
+        raise SystemExit(summary.exit_code)
     rows = read_metrics(output)
     steps = [row for row in rows if "loss" in row]
     texts = [path.read_text() for path in sorted((project / "held-out").iterdir())]
