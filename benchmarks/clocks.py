@@ -16,7 +16,7 @@ from megatrain.machine.hardware import opened_nvml
 EVERY_S = 0.25
 BUSY = 50  # percent of the time: readings of a GPU that hardly computes do not count
 # Bits of nvmlDeviceGetCurrentClocksEventReasons.
-REASONS = {0x04: "power cap", 0x08: "slowdown", 0x20: "heat", 0x40: "heat", 0x80: "power brake"}
+REASONS = {"power cap": 0x04, "slowdown": 0x08, "heat": 0x20 | 0x40, "power brake": 0x80}
 
 
 class Clocks:
@@ -76,7 +76,7 @@ class Clocks:
 def _summary(read: list[tuple[float, float, int]]) -> dict[str, Any]:
     mhz, watts, reasons = zip(*read, strict=True)
     held = {
-        name: sum(1 for why in reasons if why & bit) / len(read) for bit, name in REASONS.items()
+        name: sum(1 for why in reasons if why & bits) / len(read) for name, bits in REASONS.items()
     }
     return {
         "readings": len(read),

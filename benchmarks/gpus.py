@@ -116,6 +116,8 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=3600, help="after which none is begun")
     parser.add_argument("--output", type=Path, default=None, help="folder of the JSON files")
     args = parser.parse_args()
+    if not 1 <= args.gpus <= max(1, len(visible_gpus())):
+        parser.error(f"--gpus: {args.gpus}, but {len(visible_gpus())} are visible here")
     folder, started = args.output or new_folder(), time.monotonic()
     for name in args.only:
         alone: float | None = None
@@ -142,7 +144,7 @@ def runs(scaled: Scaled, gpus: int, steps: int, warmup: int) -> Iterator[Run]:
     threads = max(1, (os.cpu_count() or 1) // gpus)
     launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(gpus))
     for system, tokens in scaled.peers:
-        run = peer_run(replace(scaled.of(gpus), overrides=()), system, tokens, steps, warmup)
+        run = peer_run(scaled.of(gpus), system, tokens, steps, warmup)
         yield replace(
             run,
             arguments=(*launcher, *run.arguments),

@@ -8,7 +8,7 @@ import os
 import pickle
 import struct
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -220,18 +220,20 @@ def templates_are_rendered_here() -> Iterator[None]:
                 raise one
         return found
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Fence, "put", put)
-        patch.setattr(Fence, "take", take)
+    with _fences(put, take):
         yield
 
 
-@contextmanager
-def templates_are_rendered_apart() -> Iterator[None]:
+def templates_are_rendered_apart() -> AbstractContextManager[None]:
     """As they are for users."""
+    return _fences(PUT, TAKE)
+
+
+@contextmanager
+def _fences(put: Callable[..., None], take: Callable[..., list[Any]]) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Fence, "put", PUT)
-        patch.setattr(Fence, "take", TAKE)
+        patch.setattr(Fence, "put", put)
+        patch.setattr(Fence, "take", take)
         yield
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import subprocess
 import xml.etree.ElementTree as ElementTree
 from dataclasses import replace
@@ -19,14 +18,12 @@ from torch.nn import functional
 from benchmarks import (
     capacity,
     compare,
-    gpus,
     loading,
     peak,
     plan_table,
     records,
     roofline,
     rows,
-    scaling,
     systems,
     targets,
     what_fits,
@@ -357,29 +354,6 @@ def test_loading_is_measured_both_ways(tmp_path, monkeypatch):
     assert "the disk writes 2.00 GB/s and reads 1.00" in rows
     assert all(way["bytes_per_s"] > 0 for way in report["ways"]) and len(report["ways"]) == 4
     assert not any(tmp_path.iterdir())
-
-
-def test_a_case_of_several_gpus_runs_on_one_and_on_all_and_beside_peers(monkeypatch):
-    monkeypatch.setattr(gpus, "visible_gpus", lambda: ["3", "5", "7"])
-    monkeypatch.setattr(os, "cpu_count", lambda: 32)
-    one, both = gpus.runs(gpus.CASES["7.6b-32k-each-no-peer-access"], 2, steps=3, warmup=1)
-    assert one.environ == (("CUDA_VISIBLE_DEVICES", "3"),) and "32768" in one.arguments
-    visible = ("CUDA_VISIBLE_DEVICES", "3,5")
-    assert both.environ == (visible, ("NCCL_P2P_DISABLE", "1")) and "65536" in both.arguments
-    assert (one.name, both.name) == tuple(f"{one.case.name}.ours.{v}" for v in ("1-gpu", "2-gpus"))
-    ours, zero3, fsdp2 = gpus.runs(gpus.CASES["3.4b-65k-each"], 2, steps=3, warmup=1)
-    assert "131072" in ours.arguments
-    for peer in (zero3, fsdp2):
-        assert peer.environ == (("OMP_NUM_THREADS", "16"),)
-        assert {"torch.distributed.run", "131072"} < {*peer.arguments}
-    (context,) = gpus.runs(gpus.CASES["7.6b-context-512k"], 2, steps=1, warmup=0)
-    assert "train.context_parallel=2" in context.arguments
-
-
-def test_scaling_says_what_more_gpus_give(monkeypatch):
-    monkeypatch.setattr(scaling, "HOSTS", ((1, 1), (2, 1), (8, 2)))
-    one, two, rest = scaling.row(scaling.Case("", "tiny", 8192, each=False))  # 8 rows
-    assert min(float(one), float(two)) > 0 and rest == "-"
 
 
 def test_what_fits_says_so_for_every_size_of_ram(monkeypatch):

@@ -325,8 +325,8 @@ def visible_gpus() -> list[str]:
 def built_for_cuda() -> bool:
     """Whether PyTorch was built for GPUs of NVIDIA. It is not imported: 0.3 GiB, for a launcher."""
     found = find_spec("torch")
-    version = Path(str(found.origin if found else None)).with_name("version.py")
-    return run_path(str(version))["cuda"] is not None
+    assert found is not None and found.origin is not None
+    return run_path(str(Path(found.origin).with_name("version.py")))["cuda"] is not None
 
 
 def reach_each_other(uuids: Sequence[str]) -> bool:
