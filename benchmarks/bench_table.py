@@ -28,18 +28,37 @@ MIXTURES = (
     Benched("Qwen3-30B-A3B, whole (30.5B)", f"{H200}/qwen3-30b-a3b-65k.json"),
     Benched("Qwen3-30B-A3B, 27 layers (17.4B)", f"{H200}/qwen3-30b-a3b-27-layers-65k.json"),
     Benched("Qwen3-30B-A3B, 10 layers (6.9B)", f"{H200}/qwen3-30b-a3b-10-layers-65k.json"),
-    Benched("GPT-OSS-20B, whole, int8 moments", f"{H200}/gpt-oss-20b-65k-offloaded.json"),
+    Benched(
+        "Qwen3-30B-A3B, 10 layers, 24 GiB of GPU memory",
+        f"{H200}/qwen3-30b-a3b-10-layers-65k-24gib.json",
+    ),
+    Benched("GPT-OSS-20B, whole, int8 moments", f"{H200}/gpt-oss-20b-65k-again.json"),
     Benched(
         "Qwen3.5-35B-A3B, 4 layers (4.4B), flash-linear-attention",
-        f"{H200}/qwen3.5-35b-a3b-4-layers-65k-profiled.json",
+        f"{H200}/qwen3.5-35b-a3b-4-layers-65k-again.json",
     ),
 )
+ONE, TWO = "ours.1-gpu.json", "ours.2-gpus.json"
 GPUS = (
     Benched("7.6B, 65,536 tokens, one H200", f"{H200}/7.6b-65k-beside-2.json"),
     Benched("7.6B, 65,536 tokens on each of two H200", f"{H200}/7.6b-65k-each-of-2.json"),
-    Benched("7.6B, 65,536 tokens, one H100", f"{H100}/7.6b-65k-beside-2.json"),
+    Benched("7.6B, 65,536 tokens, one H100", f"{H100}/7.6b-65k-in-all.{ONE}"),
     Benched("7.6B, 65,536 tokens on each of two H100", f"{H100}/7.6b-65k-each-of-2.json"),
-    Benched("3.4B, 65,536 tokens on each of two H100", f"{H100}/3.4b-65k-each-of-2.json"),
+    Benched("7.6B, 65,536 tokens on two H100 in all", f"{H100}/7.6b-65k-in-all.{TWO}"),
+    Benched("7.6B, 16,384 tokens, one H100", f"{H100}/7.6b-16k-in-all.{ONE}"),
+    Benched("7.6B, 16,384 tokens on two H100 in all", f"{H100}/7.6b-16k-in-all.{TWO}"),
+    Benched("7.6B, 32,768 tokens, one H100", f"{H100}/7.6b-32k-each-no-peer-access.{ONE}"),
+    Benched(
+        "7.6B, 32,768 tokens on each of two H100, no peer access",
+        f"{H100}/7.6b-32k-each-no-peer-access.{TWO}",
+    ),
+    Benched("14.8B, 65,536 tokens, one H100", f"{H100}/14.8b-65k-each.{ONE}"),
+    Benched("14.8B, 65,536 tokens on each of two H100", f"{H100}/14.8b-65k-each.{TWO}"),
+    Benched("3.4B, 65,536 tokens on each of two H100", f"{H100}/3.4b-65k-each.{TWO}"),
+    Benched(
+        "the same, DeepSpeed ZeRO-3 offload", f"{H100}/3.4b-65k-each.zero3.2-gpus.32-rows.json"
+    ),
+    Benched("the same, PyTorch FSDP2 offload", f"{H100}/3.4b-65k-each.fsdp2.2-gpus.32-rows.json"),
 )
 
 
@@ -49,18 +68,19 @@ def table(folder: Path, shown: Sequence[Benched]) -> list[str]:
     return rows + [_row(one.words, json.loads((folder / one.file).read_text())) for one in shown]
 
 
-def _row(words: str, result: dict[str, Any]) -> str:
+def _row(words: str, found: dict[str, Any]) -> str:
+    result = found.get("result", found)  # of a record, too
+
     def beside(name: str, figure: str) -> str:
-        return f"{figure} ({result['error'][name]:+.1%})"
+        planned = "error" in result
+        return f"{figure} ({result['error'][name]:+.1%})" if planned else figure
 
     waits = {
         name.removeprefix("wait_"): share
-        for name, share in result["shares"].items()
+        for name, share in result.get("shares", {}).items()
         if name != "compute" and share > LEAST
     }
-    hardware = result["environment"]["hardware"]
-    ranks = result.get("ranks", 1)
-    cores, ram = hardware["physical_cores"] * ranks, hardware["host_total_bytes"] * ranks / GIB
+    waiting = ", ".join(f"{name} {share:.1%}" for name, share in waits.items()) or "none"
     cells = (
         words,
         f"{result['tflops']:.0f}",
@@ -68,7 +88,16 @@ def _row(words: str, result: dict[str, Any]) -> str:
         beside("step_s", f"{result['step_s']:.3g}"),
         beside("gpu_peak_bytes", f"{result['gpu_peak_bytes'] / GIB:.1f}"),
         beside("host_bytes", f"{result['host_bytes'] / GIB:.1f}"),
-        ", ".join(f"{name} {share:.1%}" for name, share in waits.items()) or "none",
-        f"{result['environment']['date']}, {cores} cores, {ram:.0f} GiB of RAM",
+        waiting if "shares" in result else "not told",
+        _where(found),
     )
     return f"| {' | '.join(cells)} |"
+
+
+def _where(found: dict[str, Any]) -> str:
+    """The day, the cores and the RAM of the host."""
+    if "machine" in found and "result" in found:
+        return f"{found['date']}, {found['machine'].partition(', ')[2]}"
+    hardware, ranks = found["environment"]["hardware"], found.get("ranks", 1)
+    cores, ram = hardware["physical_cores"] * ranks, hardware["host_total_bytes"] * ranks / GIB
+    return f"{found['environment']['date']}, {cores} cores, {ram:.0f} GiB of RAM"

@@ -4,25 +4,22 @@ its plan, and peers under torchrun.
     python -m benchmarks.gpus                                       # all cases, on all GPUs
     python -m benchmarks.gpus --only 7.6b-65k-each --gpus 2 --seconds 540
 
-Each run leaves a JSON in benchmarks/results/<date>-<machine>, with what the GPUs' clocks did; rows
-are printed as they come. None is begun after --seconds. What a GPU computes alone is the rate that
-others are measured by.
+Each run leaves a JSON in benchmarks/results/<date>-<machine>; rows are printed as they come. None
+is begun after --seconds. What a GPU computes alone is the rate that others are measured by; cases
+that are the same on one GPU share that run.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from benchmarks.cases import LION_INT8, SAME_BATCH, Case
-from benchmarks.clocks import Clocks
-from benchmarks.records import execute, new_folder
+from benchmarks.records import Record, execute, new_folder
 from benchmarks.systems import Run, our_run, peer_run
 from megatrain.machine.hardware import GIB, visible_gpus
 
@@ -119,16 +116,20 @@ def main() -> None:
     if not 1 <= args.gpus <= max(1, len(visible_gpus())):
         parser.error(f"--gpus: {args.gpus}, but {len(visible_gpus())} are visible here")
     folder, started = args.output or new_folder(), time.monotonic()
+    done: dict[tuple[tuple[str, ...], tuple[tuple[str, str], ...]], Record] = {}
     for name in args.only:
         alone: float | None = None
         for run in runs(CASES[name], args.gpus, args.steps, args.warmup):
-            if time.monotonic() - started > args.seconds:
-                print(f"{run.name}: not begun, {args.seconds:.0f} s are over", flush=True)
-                continue
-            result = measure(run, args.limit, folder)
+            key = (run.arguments, run.environ)
+            if key not in done:
+                if time.monotonic() - started > args.seconds:
+                    print(f"{run.name}: not begun, {args.seconds:.0f} s are over", flush=True)
+                    continue
+                done[key] = execute(run, args.limit, folder)
+                words = in_words(done[key], alone, CASES[name].wanted)
+                print(f"{run.name}: {words}", flush=True)
             if run.variant == variant(1):
-                alone = result.get("tflops")
-            print(f"{run.name}: {in_words(result, alone, CASES[name].wanted)}", flush=True)
+                alone = done[key].tflops
 
 
 def runs(scaled: Scaled, gpus: int, steps: int, warmup: int) -> Iterator[Run]:
@@ -157,22 +158,11 @@ def variant(gpus: int) -> str:
     return f"{gpus}-gpus" if gpus > 1 else "1-gpu"
 
 
-def measure(run: Run, limit_s: float, folder: Path) -> dict[str, Any]:
-    """Run it, and leave its record, clocks included; its result, or why there is none."""
-    with Clocks() as clocks:
-        record = execute(run, limit_s, folder)
-    if record.error is not None:
-        return {"failed": record.error, "wall_s": record.wall_s}
-    result = record.result | {"clocks": clocks.figures(), "stolen": clocks.stolen}
-    path = folder / f"{run.name}.json"
-    path.write_text(json.dumps(asdict(replace(record, result=result)), indent=1) + "\n")
-    return result | {"wall_s": record.wall_s}
-
-
-def in_words(result: Mapping[str, Any], alone: float | None, wanted: float | None) -> str:
+def in_words(record: Record, alone: float | None, wanted: float | None) -> str:
     """One line. alone: TFLOP/s of one GPU."""
-    if "failed" in result:
-        return f"failed: {result['failed']} ({result['wall_s']:.0f} s in all)"
+    if record.error is not None:
+        return f"failed: {record.error} ({record.wall_s:.0f} s in all)"
+    result = record.result
     gpu, host = (result[name] or 0 for name in ("gpu_peak_bytes", "host_bytes"))
     words = [f"{result['step_s']:.3f} s, {result['tflops']:.0f} TFLOP/s each"]
     words.append(f"GPU {gpu / GIB:.1f} GiB, host {host / GIB:.1f}")
@@ -186,7 +176,7 @@ def in_words(result: Mapping[str, Any], alone: float | None, wanted: float | Non
         held = ", ".join(f"{name} {share:.0%}" for name, share in found["held_by"].items())
         words.append(f"GPU {gpu} at {found['mhz']:.0f} MHz, {found['watts']:.0f} W ({held})")
     words.append(f"{result['stolen']:.1%} of processor time stolen")
-    return "; ".join(words) + f" ({result['wall_s']:.0f} s in all)"
+    return "; ".join(words) + f" ({record.wall_s:.0f} s in all)"
 
 
 if __name__ == "__main__":

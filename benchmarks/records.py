@@ -16,6 +16,7 @@ from datetime import date
 from pathlib import Path
 from typing import Any
 
+from benchmarks.clocks import Clocks
 from benchmarks.systems import OURS, Run
 from megatrain.machine.hardware import GIB, read_hardware
 
@@ -26,7 +27,8 @@ RESULTS = ROOT / "benchmarks" / "results"
 @dataclass(frozen=True)
 class Record:
     """One run's outcome. `result` has at least step_s, tokens_per_s, tflops, gpu_peak_bytes,
-    host_bytes, unless there is an `error`."""
+    host_bytes, and what the machine gave meanwhile (`clocks`, `stolen`), unless there is an
+    `error`."""
 
     case: str
     system: str
@@ -50,10 +52,14 @@ def execute(run: Run, limit_s: float, folder: Path) -> Record:
     folder.mkdir(parents=True, exist_ok=True)
     figures, log = folder / f"{run.name}.figures", folder / f"{run.name}.log"
     started = time.perf_counter()
-    code = _wait(run, limit_s, figures, log)
+    with Clocks() as clocks:
+        code = _wait(run, limit_s, figures, log)
     wall_s = time.perf_counter() - started
     error = None if code == 0 else _reason(code, limit_s, log)
-    result = json.loads(figures.read_text()) if error is None else {}
+    result = {}
+    if error is None:
+        given = {"clocks": clocks.figures(), "stolen": clocks.stolen}
+        result = json.loads(figures.read_text()) | given
     figures.unlink(missing_ok=True)
     if error is None:
         log.unlink()

@@ -148,7 +148,8 @@ def files_of(run_dir: Path) -> dict[Path, int]:
 
 def environment() -> dict[str, str]:
     """For a command in a process of its own."""
-    return {**os.environ, "PYTHONPATH": str(Path(next(iter(megatrain.__path__))).parent)}
+    folders = (str(Path(next(iter(megatrain.__path__))).parent), os.environ.get("PYTHONPATH"))
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, folders))}
 
 
 FORKER = """

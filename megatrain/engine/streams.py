@@ -236,9 +236,13 @@ class Compute:
             self._stall_s[f"wait_{name}"] = self._stall_s.get(f"wait_{name}", 0.0) + part
 
     def take_stalls(self) -> dict[str, float]:
-        """Seconds of waiting by cause since the last call. On CUDA only after `synchronize`."""
-        for cause, event, before, after in self._timed:
-            self._add(cause, event, before.elapsed_time(after) / 1000)
-        self._timed.clear()
+        """Seconds of waiting by cause since the last call; on CUDA the next one has what is not yet
+        over. All are over after `synchronize`."""
+        timed, self._timed = self._timed, []
+        for cause, event, before, after in timed:
+            if after.query():
+                self._add(cause, event, before.elapsed_time(after) / 1000)
+            else:
+                self._timed.append((cause, event, before, after))
         stalls, self._stall_s = self._stall_s, {}
         return stalls

@@ -37,7 +37,7 @@ logger = logging.getLogger("megatrain")
 
 Rates = tuple[tuple[int, float], ...]  # (size, rate at that size), sizes ascending
 
-FORMAT = 4  # of the measurements: a higher number makes every cached profile stale
+FORMAT = 5  # of the measurements: a higher number makes every cached profile stale
 # Memory traffic of one parameter's AdamW update: weight, remainder and two fp32 moments are read
 # and written, the gradient is read.
 UPDATE_BYTES = 26
@@ -119,16 +119,23 @@ def interpolate_log(rates: Rates, size: float) -> float:
 
 
 def fingerprint(hardware: Hardware, ranks: int = 1) -> str:
-    """A short name that changes with GPU, driver, processor, cores, RAM in GiB, PyTorch, and the
-    number of GPUs that work together."""
+    """A short name that changes with GPU, driver, processor, cores, RAM in GiB, PyTorch, and, where
+    several GPUs work together, with their number and what NCCL is told (NCCL_P2P_DISABLE, ...)."""
     gpu = hardware.gpu.name if hardware.gpu else "cpu"
     driver, torch = driver_version() if hardware.gpu else "", installed_version("torch") or ""
     gib = round(hardware.host_total_bytes / GIB)
     parts: tuple[Any, ...] = (FORMAT, gpu, driver, processor(), hardware.physical_cores, gib, torch)
     if ranks > 1:  # whichever cores each of them is bound to
-        parts = (FORMAT, gpu, driver, processor(), os.cpu_count(), gib, torch, ranks)
+        told = _told_nccl()
+        parts = (FORMAT, gpu, driver, processor(), os.cpu_count(), gib, torch, ranks, told)
     digest = hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:12]
     return f"{'-'.join(gpu.lower().split())}-{digest}"
+
+
+def _told_nccl() -> list[tuple[str, str]]:
+    """What the environment says to NCCL, but for what it logs."""
+    told = ((key, value) for key, value in os.environ.items() if key.startswith("NCCL_"))
+    return sorted((key, value) for key, value in told if not key.startswith("NCCL_DEBUG"))
 
 
 def driver_version() -> str:

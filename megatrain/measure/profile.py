@@ -29,7 +29,7 @@ from megatrain.measure.clock import Clock
 from megatrain.measure.compute import Device
 from megatrain.measure.transfers import LinkTest
 
-QUICK_S = 6.0  # no measurement is begun after this where a run waits for it
+QUICK_S = 12.0  # no measurement is begun after this where a run waits for it
 
 Figures = dict[str, Any]  # fields of MachineProfile
 Note = Callable[[str], object]  # is told what is measured next

@@ -100,7 +100,7 @@ def _bench(
         setup_s = time.perf_counter() - started
         draw = partial(drawn_step, engine, parts.config, plan)
         measured = measure(draw, warmup, steps, same_batch, console)
-        memory = of_all(engine.world, memory_of(engine.device, meter))  # before the profiler's own
+        memory = of_all(engine.world, memory_of(engine, meter))  # before the profiler's own
         computing_s = None
         steady_s = statistics.median(step.seconds for step in measured[warmup:])
         if engine.device.type == "cuda" and engine.world.told(steady_s) < LONGEST_TRACED_S:
@@ -178,16 +178,16 @@ def measure(
     return measured
 
 
-def memory_of(device: torch.device, meter: GpuMeter) -> dict[str, int | None]:
+def memory_of(engine: Engine, meter: GpuMeter) -> dict[str, int | None]:
     """Peaks so far, in bytes."""
-    allocated = reserved = peak = None
+    device, allocated, reserved, peak = engine.device, None, None, None
     if device.type == "cuda":
         allocated = torch.cuda.max_memory_allocated(device)
         reserved = torch.cuda.max_memory_reserved(device)
         # between two readings of the driver PyTorch may have given back what one step took
         peak = max(meter.peak_bytes() or 0, reserved)
     return {
-        "host_bytes": peak_host_bytes(),
+        "host_bytes": peak_host_bytes(engine.world.local_size),
         "gpu_peak_bytes": peak,
         "gpu_peak_allocated_bytes": allocated,
         "gpu_peak_reserved_bytes": reserved,

@@ -242,7 +242,7 @@ def summarize(run: Run, plan: Plan, seconds: float, stop: StopRequest | None) ->
         final_dir=folder / find_checkpoint(folder).name if stop is None else None,
         prompt=question,
         answer=reply,
-        host=Predicted(plan.host_bytes, peak_host_bytes()),
+        host=Predicted(plan.host_bytes, peak_host_bytes(run.engine.world.local_size)),
         gpu=Predicted(plan.gpu_bytes or None, run.meter.peak_bytes()),
         step_s=Predicted(plan.timing.seconds, run.steady.median_s),
         time=run.progress.time,

@@ -42,7 +42,8 @@ def measure(run: Run, seconds: float, time: StepTime, measured: Energy) -> Measu
     drawn = measured.or_given(seconds, gpu_w, given.host_power_w)
     if world.local_rank:  # another one counts the host
         drawn = Energy(drawn.gpu_j, None)
-    mine = Measured(seconds, time, drawn, run.meter.peak_bytes(), peak_host_bytes())
+    host = peak_host_bytes(world.local_size)
+    mine = Measured(seconds, time, drawn, run.meter.peak_bytes(), host)
     return mine if world.is_alone else _of_all(world, mine)
 
 

@@ -15,14 +15,18 @@ if TYPE_CHECKING:
     import torch
 
 
-def peak_host_bytes() -> int:
+def peak_host_bytes(ranks: int = 1) -> int:
     """Peak resident bytes of this process (Linux's VmHWM), and its children's resident ones now.
 
-    A page that several processes map is divided among them (Linux's PSS): forked children, such as
-    a compiler's, have most of theirs from their parent, and would each be counted for all of it.
+    A page that several processes map is divided among them. Forked children, such as a compiler's,
+    have most of theirs from their parent, and would each be counted for all of it (Linux says how
+    much is whose: PSS).
+
+    ranks: of this host, which have shared memory in common (RssShmem): one copy of the weights, and
+        what NCCL sends through.
     """
     own = os.getpid()
-    return _peak_bytes(own) + sum(_own_bytes(child) for child in _descendants(own))
+    return _peak_bytes(own, ranks) + sum(_own_bytes(child) for child in _descendants(own))
 
 
 def _descendants(pid: int) -> list[int]:
@@ -55,14 +59,18 @@ def _own_bytes(pid: int) -> int:
     return int(getattr(memory, "pss", memory.rss))
 
 
-def _peak_bytes(pid: int) -> int:
+def _peak_bytes(pid: int, ranks: int) -> int:
     try:
         status = Path(f"/proc/{pid}/status").read_text()
     except OSError:
         status = ""
-    peaks = [line.split()[1] for line in status.splitlines() if line.startswith("VmHWM:")]
-    # Not Linux, or a sandbox: what is resident now is the best there is.
-    return int(peaks[0]) * 1024 if peaks else int(psutil.Process(pid).memory_info().rss)
+    kib = {
+        words[0]: int(words[1]) for words in map(str.split, status.splitlines()) if "kB" in words
+    }
+    if "VmHWM:" not in kib:  # not Linux, or a sandbox: what is resident now is the best there is
+        return int(psutil.Process(pid).memory_info().rss)
+    others = kib.get("RssShmem:", 0) * (ranks - 1) // ranks
+    return (kib["VmHWM:"] - others) * 1024
 
 
 class GpuMeter:

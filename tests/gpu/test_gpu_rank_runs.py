@@ -41,7 +41,6 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     model.mkdir()
     folder = make_project(tmp_path / "project", save_tiny_model(model, tiny_tokenizer()))
     monkeypatch.chdir(folder)
-    monkeypatch.setenv("MEGATRAIN_CACHE", str(tmp_path / "cache"))
     return folder
 
 

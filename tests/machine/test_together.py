@@ -68,6 +68,14 @@ def test_a_rank_has_its_part_of_the_host():
     assert part_of(HOST, 64).physical_cores == 1
 
 
+def test_what_was_measured_together_holds_for_what_nccl_was_told(monkeypatch):
+    before = fingerprint(HOST, 2), fingerprint(HOST)
+    monkeypatch.setenv("NCCL_DEBUG", "INFO")
+    assert (fingerprint(HOST, 2), fingerprint(HOST)) == before
+    monkeypatch.setenv("NCCL_P2P_DISABLE", "1")
+    assert fingerprint(HOST, 2) != before[0] and fingerprint(HOST) == before[1]
+
+
 def test_what_was_measured_together_is_kept_for_as_many():
     assert known(ALONE, HOST, 2) is None
     found = replace(assumed(ALONE, HOST, 2), gather=1e9, matmul=((1, 1.0),))

@@ -70,10 +70,27 @@ for pid in pids:
 """
 
 
+SHARING = f"""
+import mmap
+from megatrain.reporting.meters import peak_host_bytes
+shared = mmap.mmap(-1, {200 * MIB})
+shared.write(b"x" * {200 * MIB})
+print(peak_host_bytes(), peak_host_bytes(4))
+"""
+
+
 def test_pages_that_children_share_are_not_counted_for_each():
     command = [sys.executable, "-c", FORKING]
     printed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     assert int(printed) < 250 * MIB
+
+
+def test_memory_that_ranks_have_in_common_is_divided_among_them():
+    command = [sys.executable, "-c", SHARING]
+    printed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    alone, one_of_four = (int(word) for word in printed.split())
+    assert alone >= 200 * MIB
+    assert alone - one_of_four == pytest.approx(150 * MIB, abs=MIB)
 
 
 def test_a_cpu_has_no_gpu_memory():
