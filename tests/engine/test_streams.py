@@ -159,7 +159,10 @@ class Mark:
     """Stands for a CUDA event: its time is that of the clock when it is recorded."""
 
     def __init__(self, clock: list[float]) -> None:
-        self.clock = clock
+        self.clock, self.is_over = clock, True
+
+    def query(self) -> bool:
+        return self.is_over
 
     def record(self, _: object) -> None:
         self.at = self.clock[0]
@@ -179,3 +182,24 @@ def test_on_cuda_the_wait_for_an_upload_to_be_queued_is_a_stall_too(monkeypatch)
     event.cuda = object()
     compute.wait(event, "upload")
     assert compute.take_stalls() == {"wait_nvme": 0.0, "wait_update": 3.0, "wait_upload": 2.0}
+
+
+def test_a_stall_on_cuda_that_is_not_over_is_told_the_next_time(monkeypatch):
+    clock, made = [0.0], []
+
+    def mark(timed: bool = False) -> Mark:
+        made.append(Mark(clock))
+        return made[-1]
+
+    stream = SimpleNamespace(wait_event=lambda event: None)
+    monkeypatch.setattr("megatrain.engine.streams._cuda_event", mark)
+    monkeypatch.setattr("torch.cuda.current_stream", lambda device: stream)
+    compute = Compute(torch.device("cuda", 0))
+    for seconds in (5.0, 2.0):
+        compute.wait(event := SlowEvent(clock, seconds), "upload")
+        event.cuda = object()
+    made[-1].is_over = False
+    assert compute.take_stalls()["wait_upload"] == 5.0
+    made[-1].is_over = True
+    assert compute.take_stalls()["wait_upload"] == 2.0
+    assert compute.take_stalls() == {}
