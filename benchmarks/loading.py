@@ -1,6 +1,7 @@
 """How fast a model comes from the disk and goes back: checkpoint, resume, export and loading,
 beside what the disk itself does.
 python -m benchmarks.loading --model qwen2.5-7b --folder /scratch --json out.json
+torchrun --nproc-per-node 2 -m benchmarks.loading ...
 Random weights through the engine of `megatrain train`. Bytes are those of the tensors; the page
 cache is dropped before each read. Peaks of host RAM show that no second copy is made.
 """
@@ -13,15 +14,19 @@ import os
 import shutil
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from datetime import date
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+from megatrain.config import Config
 from megatrain.engine.engine import Engine
 from megatrain.machine.hardware import GIB
 from megatrain.measure.disk import disk_rates
 from megatrain.models.pretrained import resolve_source
 from megatrain.recipes.bench import prepare_shape
+from megatrain.recipes.rank import as_rank, bind
 from megatrain.recipes.setup import make_engine, make_run_plan, quiet_libraries
 from megatrain.recipes.shapes import bench_config
 from megatrain.reporting.meters import peak_host_bytes
@@ -29,6 +34,15 @@ from megatrain.storage.checkpoint import checkpoint_bytes, save_checkpoint
 from megatrain.storage.export import save_pretrained
 from megatrain.storage.restore import load_checkpoint
 from megatrain.storage.weights import load_weights
+from megatrain.world import World
+
+
+@dataclass(frozen=True)
+class Measured:
+    """report: of the first rank; others have none."""
+
+    report: dict[str, Any]
+    exit_code: int = 0
 
 
 def main() -> None:
@@ -45,24 +59,38 @@ def main() -> None:
         required=True,
         help="on the disk to be measured; what is written there is removed again",
     )
+    parser.add_argument(
+        "--weights", action="store_true", help="export and loading alone: no checkpoint"
+    )
     parser.add_argument("--json", type=Path, default=None)
     parser.add_argument("overrides", nargs="*", help="keys of the config")
     args = parser.parse_args()
-    report = measure(args.model, args.layers, args.folder, args.overrides)
-    print("\n".join(table(report)))
-    if args.json:
+    report = measure(args.model, args.layers, args.folder, args.overrides, args.weights)
+    if report:
+        print("\n".join(table(report)))
+    if report and args.json:
         args.json.write_text(json.dumps(report, indent=1) + "\n")
 
 
-def measure(model: str, layers: int | None, folder: Path, overrides: list[str]) -> dict[str, Any]:
-    """Seconds, bytes and peaks of host RAM of each way."""
+def measure(
+    model: str, layers: int | None, folder: Path, overrides: list[str], weights_alone: bool = False
+) -> dict[str, Any]:
+    """Seconds, bytes and peaks of host RAM of each way, of all ranks together."""
+    config = bench_config(model, overrides)
+    job = partial(_measure, config, layers, folder, weights_alone)
+    return as_rank(config.device, job).report
+
+
+def _measure(
+    config: Config, layers: int | None, folder: Path, weights_alone: bool, world: World
+) -> Measured:
     quiet_libraries()
     folder.mkdir(parents=True, exist_ok=True)
-    write, read = disk_rates(folder)
-    config = bench_config(model, overrides)
-    parts = prepare_shape(config, layers)
+    write, read = world.first(lambda: disk_rates(folder))
+    parts = prepare_shape(config, layers, world)
     plan = make_run_plan(parts, checkpoints_written=0)
     plan.check()
+    bind(world)
     run, exported = folder / "run", folder / "exported"
     try:
         with make_engine(parts, plan) as engine:
@@ -71,19 +99,28 @@ def measure(model: str, layers: int | None, folder: Path, overrides: list[str]) 
                 * engine.store.arrays["weight"].dtype.itemsize
             )
             ways = ways_of(engine, run, exported, checkpoint_bytes(engine), weights)
-            before = peak_host_bytes()
-            results = [timed(name, nbytes, way, folder) for name, nbytes, way in ways]
+            if weights_alone:
+                ways = ways[2:]
+            before = of_all(world)
+            results = [timed(name, nbytes, way, folder, world) for name, nbytes, way in ways]
     finally:
-        for made in (run, exported):
-            shutil.rmtree(made, ignore_errors=True)
+        if world.is_first:
+            for made in (run, exported):
+                shutil.rmtree(made, ignore_errors=True)
     disk = {"write_bytes_per_s": write, "read_bytes_per_s": read}
     about = {
         "date": date.today().isoformat(),
-        "model": model,
+        "model": config.model.source,
         "parameters": parts.resolved.shape.parameters,
+        "ranks": world.size,
         "host_bytes_before": before,
     }
-    return {**about, "disk": disk, "ways": results}
+    return Measured({**about, "disk": disk, "ways": results} if world.is_first else {})
+
+
+def of_all(world: World) -> int:
+    """Peak bytes of host RAM of all ranks."""
+    return sum(world.every(peak_host_bytes(world.local_size)))
 
 
 def ways_of(
@@ -108,18 +145,20 @@ def ways_of(
     ]
 
 
-def timed(name: str, nbytes: int, way: Callable[[], object], folder: Path) -> dict[str, Any]:
-    """One way, from and to the disk itself."""
-    forget(folder)
+def timed(
+    name: str, nbytes: int, way: Callable[[], object], folder: Path, world: World
+) -> dict[str, Any]:
+    """One way, from and to the disk itself, until all ranks are done."""
+    world.first(lambda: forget(folder))
     started = time.perf_counter()
     way()
-    seconds = time.perf_counter() - started
+    seconds = max(world.every(time.perf_counter() - started))
     return {
         "name": name,
         "bytes": nbytes,
         "seconds": seconds,
         "bytes_per_s": nbytes / seconds,
-        "host_bytes": peak_host_bytes(),
+        "host_bytes": of_all(world),
     }
 
 
@@ -136,7 +175,7 @@ def table(report: dict[str, Any]) -> list[str]:
     disk = report["disk"]
     rates = [disk[f"{way}_bytes_per_s"] / 1e9 for way in ("write", "read")]
     rows = [
-        f"{report['model']}, {report['parameters']:,} parameters; "
+        f"{report['model']}, {report['parameters']:,} parameters, {report['ranks']} rank(s); "
         f"the disk writes {rates[0]:.2f} GB/s and reads {rates[1]:.2f}; "
         f"host RAM before: {report['host_bytes_before'] / GIB:.2f} GiB",
         "",
