@@ -161,9 +161,9 @@ def sum_buffers(numels: Sequence[int], travel: bool) -> tuple[int, ...]:
 
 # -- activations -----------------------------------------------------------------------------------
 
-# Rings on the device for activations on their way to the host and back, in units of the largest
-# that one micro-batch leaves behind in a layer: one arrives while the other is read, and saved
-# activations take longer to leave than the next micro-batch to compute.
+# Pieces, each of what one micro-batch leaves behind in a layer, in rings on the device: one arrives
+# while the other is read, and saved activations take longer to leave than the next micro-batch to
+# compute.
 LEAVING, COMING = 3, 2
 
 # Of a layer's saved activations; "nowhere": it is recomputed from its activation checkpoint;
@@ -171,10 +171,25 @@ LEAVING, COMING = 3, 2
 Where = Literal["device", "host", "nowhere", "unneeded"]
 
 
-def rings(micro_batches: float, layers_on_host: int) -> tuple[int, int]:
-    """(leaving, coming): sizes of a group's rings. `layers_on_host` of its layers send saved
-    activations. A lone checkpoint leaves while a whole layer computes."""
-    return (1 if micro_batches <= 1 and not layers_on_host else LEAVING), COMING
+def leaving(micro_batches: float, layers_on_host: int) -> int:
+    """Pieces of a group that may be on their way to the host, whose layers `layers_on_host` send
+    saved activations. A lone checkpoint leaves while a whole layer computes."""
+    return 1 if micro_batches <= 1 and not layers_on_host else LEAVING
+
+
+class Rings(NamedTuple):
+    """Bytes of the rings for activations on their way down, and for those that come up: checkpoints
+    and saved activations apart, or small pieces would lie where the next large one has to be."""
+
+    down: int
+    checkpoints: int
+    graphs: int
+
+
+def rings(micro_batches: float, layers_on_host: int, checkpoint: int, graph: int) -> Rings:
+    """Of a group. checkpoint, graph: bytes of the largest piece of each; graph 0: there is none."""
+    down = leaving(micro_batches, layers_on_host) * max(checkpoint, graph)
+    return Rings(down, COMING * checkpoint, COMING * graph)
 
 
 def layers_back(layers: int, first: int) -> int:

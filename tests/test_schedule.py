@@ -12,6 +12,7 @@ from megatrain.schedule import (
     graphs_of_layers,
     holds,
     kept_row_bytes,
+    leaving,
     own_sums,
     rings,
     slab_bytes,
@@ -175,10 +176,13 @@ def test_the_last_layers_are_retained_and_those_sent_to_the_host_lie_between_rec
 
 
 @pytest.mark.parametrize(
-    ("micro_batches", "layers_on_host", "leaving"), [(1, 0, 1), (2, 0, 3), (1, 4, 3), (8, 4, 3)]
+    ("micro_batches", "layers_on_host", "places"), [(1, 0, 1), (2, 0, 3), (1, 4, 3), (8, 4, 3)]
 )
-def test_a_lone_micro_batch_needs_one_place_to_leave_from(micro_batches, layers_on_host, leaving):
-    assert rings(micro_batches, layers_on_host) == (leaving, 2)
+def test_a_lone_micro_batch_needs_one_place_to_leave_from(micro_batches, layers_on_host, places):
+    assert leaving(micro_batches, layers_on_host) == places
+    graph = 100 if layers_on_host else 0
+    found = rings(micro_batches, layers_on_host, checkpoint=10, graph=graph)
+    assert found == (places * max(10, graph), 20, 2 * graph)
 
 
 # -- NVMe and codecs -----------------------------------------------------------------------------

@@ -154,12 +154,11 @@ class Activations:
         choices, tokens = self.choices, self.choices.micro_batch_tokens
         here = self.group_tokens * self.checkpoint_row_bytes * self.recomputed
         if choices.offload_activations:
-            travelling = tokens * self.checkpoint_row_bytes
+            graph = 0
             if self.saved_on_host:
-                sent = max(self.saved_on_host) + tokens * self.sent_row_bytes
-                travelling = max(travelling, sent)
-            micro_batches = choices.micro_batches(self.job)
-            here = sum(rings(micro_batches, choices.retained_on_host)) * travelling
+                graph = max(self.saved_on_host) + tokens * self.sent_row_bytes
+            of_group = choices.micro_batches(self.job), choices.retained_on_host
+            here = sum(rings(*of_group, tokens * self.checkpoint_row_bytes, graph))
         whole = choices.retained + 1 + choices.second_backward
         return self.group_tokens * self.row_bytes * whole + here
 

@@ -15,6 +15,7 @@ from collections.abc import Iterator, Sequence
 from megatrain.planner.collectives import Collectives
 from megatrain.planner.tasks import BlockTasks, StepOptions, StepTimeline, total
 from megatrain.schedule import (
+    COMING,
     DIRECTIONS_AHEAD,
     GRADIENT_STAGES,
     LANDING_BUFFERS,
@@ -23,7 +24,7 @@ from megatrain.schedule import (
     STATE_STAGES,
     TRAVELLING_SUMS,
     block_order,
-    rings,
+    leaving,
     slots_of_blocks,
     uploads,
 )
@@ -100,11 +101,10 @@ class StepSimulator:
         self.travelling_free = [0.0] * TRAVELLING_SUMS
         self.travelling_shares_free = [0.0] * TRAVELLING_SUMS
         self.turn = 0
-        # the rings' sizes as seconds of the transfers that fill them
-        leaving, coming = rings(options.micro_batches, options.retained_on_host)
-        parts = max(1.0, options.micro_batches)
-        self.leaving = leaving * max(block.boundary_down for block in blocks) / parts
-        self.coming = coming * max(block.boundary_up for block in blocks) / parts
+        self.parts = max(1.0, options.micro_batches)
+        # the ring's size as seconds of the transfers that fill it
+        pieces = leaving(options.micro_batches, options.retained_on_host)
+        self.leaving = pieces * max(block.boundary_down for block in blocks) / self.parts
 
     @property
     def exchange(self) -> float:
@@ -231,7 +231,7 @@ class StepSimulator:
         tasks = self.blocks[block]
         sums_here = block < self.options.sums_on_device or tasks.frozen
         travels = self.options.groups > 1 and not sums_here
-        each = tasks.backward / max(1.0, self.options.micro_batches)
+        each = tasks.backward / self.parts
         # ranks exchange sums from the same buffers from which they would travel
         exchanged = self.several and not sums_here
         if travels or exchanged:
@@ -248,7 +248,8 @@ class StepSimulator:
             arriving = free[self.turn] = self.upload = begin + tasks.sum_up
         back = 0.0
         if tasks.boundary_up:
-            self.fetch = max(self.fetch, self.compute - self.coming) + tasks.boundary_up
+            ahead = COMING * tasks.boundary_up / self.parts
+            self.fetch = max(self.fetch, self.compute - ahead) + tasks.boundary_up
             back = self.fetch + each
         self._compute(phase, each)
         if not exchanged:

@@ -3,6 +3,7 @@ bit, and that they leave the device."""
 
 from __future__ import annotations
 
+from contextlib import closing
 from dataclasses import replace
 from functools import cache
 from typing import Any
@@ -12,6 +13,7 @@ import torch
 
 from megatrain.engine.activations.offload import Offload
 from megatrain.engine.graphs import SavedTensors, run_for_graph
+from megatrain.engine.streams import Compute, Lane
 from megatrain.errors import ModelError, OutOfMemory
 from megatrain.models.recorder import LayerCall
 from megatrain.models.skeleton import Skeleton
@@ -22,6 +24,7 @@ from tests.delays import failing
 from tests.runs import Steps, Trace, assert_same, run, train_engine
 from tests.support import Scaled, engine_of, full_batches, micro_batches, tiny_config
 
+CPU = torch.device("cpu")
 NO_CALL = LayerCall((), {})
 STEPS = [full_batches(seed, [(2, 16), (1, 12)]) for seed in range(3)]
 HALF = Settings(offload_activations=True, retained=1, retained_on_host=1, head_chunk_tokens=7)
@@ -197,6 +200,25 @@ def test_a_graph_lets_go_of_its_input() -> None:
         grad_weight, (expected / 2 * expected / 8).sum((0, 1))
     )
     assert keeper.tensors == []
+
+
+def test_a_layer_s_graphs_come_up_together_wherever_checkpoints_lie_between() -> None:
+    """Or the computation would wait for the second as long as it takes to come."""
+    with closing(Lane("download")) as down, closing(Lane("fetch")) as up:
+        keeper = Offload(64, Compute(CPU), down, up)
+        keeper.begin_group([1, 1], layers=2, graphs=2)
+        graph, checkpoint = torch.arange(200.0), torch.arange(16.0)
+        parked = [keeper.park_all([graph], 1) for _ in range(2)]
+        parked += [keeper.park(checkpoint) for _ in range(4)]
+        parked += [keeper.park_all([graph], 1) for _ in range(2)]
+        keeper.expect(parked)
+        for number, piece in enumerate(parked):
+            if number in (0, 6):
+                assert parked[number + 1].arrived is not None
+            (found,) = keeper.take_all(piece)
+            assert torch.equal(found, graph if number in (0, 1, 6, 7) else checkpoint)
+            keeper.release(piece)
+        keeper.close()
 
 
 @either

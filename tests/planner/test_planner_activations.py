@@ -82,8 +82,8 @@ def test_graphs_in_a_cpu_s_memory_leave_holes_between_them():
 def test_graphs_in_host_RAM_take_their_inputs_along():
     sent = replace(OFFLOADED, retained=1, retained_on_host=1)
     graph = TINY.retained_bytes(16, 2) // 2
-    # one layer's stays, five are on their way
-    assert boundaries(sent)[0] == 64 * STATE * 2 + 5 * (16 * STATE + graph)
+    # one layer's stays, five are on their way, as are two checkpoints
+    assert boundaries(sent)[0] == 64 * STATE * 2 + 5 * (16 * STATE + graph) + 2 * 16 * STATE
     assert layout(sent).device["retained activations"] == 4 * TINY.retained_bytes(16, 1)
     large = replace(TINY, retained=(line(0), line(HUGE), line(2 * HUGE)))
     assert layout(sent, large).host["retained activations"] == 4 * large.retained_bytes(16, 1)

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
-from typing import Any
+from typing import Any, Final, Literal
 
 import torch
 
@@ -26,6 +26,9 @@ TOUCHING_THREADS = 8  # for the first touch of host memory
 ALIGNMENT = 64  # bytes, of tensors that travel together
 
 Kept = Any  # what `park` returns
+Kind = Literal["checkpoint", "graph"]
+CHECKPOINT: Final = "checkpoint"  # of a recomputed layer
+GRAPH: Final = "graph"  # what a retained layer's saved
 
 
 class OnDevice:
@@ -105,6 +108,7 @@ class Stretch:
 class Parked:
     """Tensors in host RAM. `stretch`, `arrived`: of their way back, once that was asked for."""
 
+    kind: Kind
     places: tuple[Place, ...]
     host: torch.Tensor  # uint8
     landed: Event
@@ -187,9 +191,9 @@ class Room:
 class Offload:
     """Parked activations wait in host RAM, and come back in the order in which backward needs them.
 
-    Copies go through rings of device memory, which the compute stream fills and reads: memory that
-    the computation frees never waits for a transfer. All that is parked belongs to one accumulation
-    group.
+    Copies go through rings of device memory (schedule.rings), which the compute stream fills and
+    reads: memory that the computation frees never waits for a transfer. All that is parked belongs
+    to one accumulation group.
 
     Args:
         row: bytes of a token's activation checkpoint, as it is kept.
@@ -198,8 +202,7 @@ class Offload:
     """
 
     _down: Ring
-    _up: Ring
-    _largest: int  # bytes of the piece that the rings were made for
+    _up: dict[Kind, Ring]
 
     def __init__(
         self,
@@ -214,7 +217,8 @@ class Offload:
         self._boundaries = Room("boundary activations", compute.is_cuda)
         self._graphs = Room("retained activations", compute.is_cuda)
         self._tokens = self._layers = 0  # of the group, and those whose graphs have no room yet
-        self._counts = rings(1, 0)  # leaving, coming
+        self._of_group = 1.0, 0  # micro-batches, and layers that send their graphs
+        self._largest = {CHECKPOINT: 0, GRAPH: 0}  # bytes of the pieces that rings were made for
         self._drop_rings()
         self._expected: deque[Parked] = deque()
         self._last_down = self._last_up = compute.record()
@@ -231,36 +235,37 @@ class Offload:
         self._last_down = self.download.submit(lambda _: None)
         self._last_up = self.fetch.submit(lambda _: None)
         self._down.give_back(self._last_down)
-        self._counts = rings(len(tokens), graphs)
+        self._of_group = len(tokens), graphs
         # without any, as on a rank that lacks rows, there is nothing to keep
-        self._make_rings(max(tokens, default=0) * self.row)
-        self._up.give_back(self.compute.record())  # what an abandoned step has asked for
+        self._make_rings(CHECKPOINT, max(tokens, default=0) * self.row)
+        for ring in self._up.values():
+            ring.give_back(self.compute.record())  # what an abandoned step has asked for
         self._tokens, self._layers = sum(tokens), graphs
         self._expected.clear()
         self._boundaries.begin()
         self._graphs.begin()
         self._make_room(self._boundaries, layers * sum(tokens) * self.row)
 
-    def _make_rings(self, largest: int) -> None:
-        """Rings for pieces of `largest` bytes."""
-        nbytes, (leaving, coming) = round_up(largest, ALIGNMENT), self._counts
-        if self._largest >= nbytes and self._down.flat.numel() >= leaving * nbytes:
+    def _make_rings(self, kind: Kind, nbytes: int) -> None:
+        """Rings for pieces of a kind, of `nbytes` at most."""
+        largest = self._largest | {kind: max(self._largest[kind], round_up(nbytes, ALIGNMENT))}
+        need = rings(*self._of_group, *largest.values())
+        if largest == self._largest and self._down.flat.numel() >= need.down:
             return
         self._settle()
-        nbytes = max(nbytes, self._largest)
         self._drop_rings()  # first: there may be no room for both
-        self._down, self._up = (
-            Ring(torch.zeros(count * nbytes, dtype=torch.uint8, device=self.compute.device))
-            for count in (leaving, coming)
+        self._largest, device = largest, self.compute.device
+        self._down, up, graphs = (
+            Ring(torch.zeros(each, dtype=torch.uint8, device=device)) for each in need
         )
-        self._largest = nbytes
+        self._up = {CHECKPOINT: up, GRAPH: graphs}
         made = self.compute.record()
         # wait: zeros must be there before what is fetched
         self.fetch.submit(lambda _: self.fetch.wait(made))
 
     def _drop_rings(self) -> None:
         nothing = torch.empty(0, dtype=torch.uint8, device=self.compute.device)
-        self._down, self._up, self._largest = Ring(nothing), Ring(nothing), 0
+        self._down, self._up = Ring(nothing), {CHECKPOINT: Ring(nothing), GRAPH: Ring(nothing)}
 
     def _make_room(self, room: Room, nbytes: int) -> None:
         if room.nbytes < nbytes:
@@ -277,7 +282,7 @@ class Offload:
         soon as what was computed so far is done."""
         nbytes = self.codec.nbytes(hidden.numel()) if self.codec else hidden.nbytes
         place = Place(0, nbytes, hidden.shape, hidden.dtype, self.codec)
-        return self._send([hidden], [place], nbytes, self._boundaries)
+        return self._send(CHECKPOINT, [hidden], [place], nbytes)
 
     def park_all(self, tensors: Sequence[torch.Tensor], tokens: int) -> Parked:
         """Send what the graph of a micro-batch of `tokens` tokens saved, contiguous tensors.
@@ -288,16 +293,17 @@ class Offload:
         for tensor in tensors:
             places.append(Place(nbytes, tensor.nbytes, tensor.shape, tensor.dtype))
             nbytes += round_up(tensor.nbytes, ALIGNMENT)
-        self._make_rings(nbytes)
+        self._make_rings(GRAPH, nbytes)
         if self._layers:
             of_layer = round_up(nbytes * self._tokens // tokens, ALIGNMENT)
             self._make_room(self._graphs, of_layer * self._layers)
             self._layers = 0
-        return self._send(tensors, places, nbytes, self._graphs)
+        return self._send(GRAPH, tensors, places, nbytes)
 
     def _send(
-        self, tensors: Sequence[torch.Tensor], places: Sequence[Place], nbytes: int, room: Room
+        self, kind: Kind, tensors: Sequence[torch.Tensor], places: Sequence[Place], nbytes: int
     ) -> Parked:
+        room = self._boundaries if kind == CHECKPOINT else self._graphs
         given = self._down.take(nbytes)
         assert given is not None, "every stretch has its event once its download is queued"
         stretch, free = given
@@ -311,7 +317,7 @@ class Offload:
             host.copy_(stretch.flat, non_blocking=True)
 
         stretch.free = self._last_down = landed = self.download.submit(job)
-        return Parked(tuple(places), host, landed)
+        return Parked(kind, tuple(places), host, landed)
 
     def expect(self, kept: Iterable[Parked]) -> None:
         """Everything that will be taken, in that order; the first start on their way back now."""
@@ -319,17 +325,22 @@ class Offload:
         self._ask()
 
     def _ask(self) -> None:
-        """Fetch what comes next, as far as the ring has room."""
-        while self._expected and (given := self._up.take(self._expected[0].host.numel())):
-            parked = self._expected.popleft()
+        """Fetch what comes next, as far as its ring has room."""
+        while self._expected:
+            parked = self._expected[0]
+            given = self._up[parked.kind].take(self._largest[parked.kind])
+            if given is None:
+                return
+            self._expected.popleft()
             parked.stretch, free = given
-            job = partial(self._bring, parked, parked.stretch.flat, free)
+            job = partial(self._bring, parked, free)
             parked.arrived = self._last_up = self.fetch.submit(job)
 
-    def _bring(self, parked: Parked, target: torch.Tensor, free: Event | None, _: Event) -> None:
+    def _bring(self, parked: Parked, free: Event | None, _: Event) -> None:
         self.fetch.wait(free)  # wait: the computation may still read what was there
         self.fetch.wait(parked.landed)  # wait: this may still be on its way down
-        target.copy_(parked.host, non_blocking=True)
+        assert parked.stretch is not None
+        parked.stretch.flat[: parked.host.numel()].copy_(parked.host, non_blocking=True)
 
     def take(self, parked: Parked) -> torch.Tensor:
         """A checkpoint on the device, valid until `release`."""
