@@ -75,6 +75,15 @@ CASES: Mapping[str, Scaled] = {
         ),
         Scaled(
             Case(
+                "70.6b-16k-each",
+                "llama-3-70b",
+                16384,
+                overrides=(*LION_INT8, "train.learning_rate=3e-5"),
+                flags=(SAME_BATCH,),
+            )
+        ),
+        Scaled(
+            Case(
                 "95b-16k-each",
                 "llama-3-70b",
                 16384,
