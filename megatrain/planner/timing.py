@@ -370,12 +370,24 @@ class StepCosts:
         directions += not self.choices.stores_gradients(self.job)
         share = 0.0
         if self.on_gpu:
-            share = min(1.0, directions * self.weight * alone / self.machine.both)
+            on_links = directions * self.weight * alone  # bytes/s
+            on_links += self._sent_beside_updates(alone)
+            share = min(1.0, on_links / self.machine.both)
         memory_bound = (alone - (alone - busy) * share) * self._update_scale
         rate = memory_bound
         if limit is not None:
             rate = min(rate, threads * limit * self.machine.arithmetic)
         return rate, rate / memory_bound
+
+    def _sent_beside_updates(self, rate: float) -> float:
+        """Bytes/s of activations on their way to the host or back while it updates so many
+        parameters/s."""
+        if not self.choices.offload_activations:
+            return 0.0
+        streamed = sum(self.layout.owned[self.choices.resident :])
+        seconds = streamed / rate
+        sent = self.micro_batches * sum(self.sent_bytes)
+        return min(self.machine.download, sent / seconds) if seconds else 0.0
 
     def _leaving_rate(self) -> float:
         """Bytes/s of offloaded activations in forward, while weights come up on the same bus and
