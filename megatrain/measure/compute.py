@@ -23,7 +23,7 @@ MODEL, INNER = 2048, 1536  # of a 30B mixture's experts: the first matrix of eac
 # As many experts as in larger mixtures make rows of all lengths; few rows in all take no memory.
 MOST_EXPERTS, MOST_ROWS = 64, 32_768
 HEAT_FOR_S, LONGEST_HEATING_S = 0.5, 6.0
-SETTLED = 0.995  # of the rate a second before
+SETTLED = 0.995  # a second's work, of that in the second before
 
 
 class Device:
@@ -60,7 +60,7 @@ class Device:
                 functional.linear(rows, weight)
                 torch.cuda.synchronize(self.device)
                 calls[-1] += 1
-            if len(calls) > 2 and calls[-1] >= SETTLED * calls[-3]:
+            if len(calls) > 3 and sum(calls[-2:]) >= SETTLED * sum(calls[-4:-2]):
                 return
 
     def attention(self, lengths: Sequence[int], tokens: int, dtype: torch.dtype) -> Rates:
