@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter
 
+from megatrain.planner.predicted import WORTH_NAMING
 from megatrain.settings import Chosen
 
 PHASES = ("update", "forward", "head", "backward", "second backward")
@@ -70,6 +71,12 @@ class StepTimeline:
     @property
     def seconds(self) -> float:
         return sum(self.phases.values())
+
+    def bound_by(self, phase: str) -> str:
+        """Where most of a phase's time goes: compute, or one of the waits."""
+        waits = self.waits[phase]
+        worst = max(waits, key=lambda name: waits[name])
+        return worst if waits[worst] > WORTH_NAMING * self.phases[phase] else "compute"
 
     def at_least_in(self, phase: str, seconds: float) -> None:
         """Let a phase take what the network takes beside it."""

@@ -16,7 +16,6 @@ from megatrain.planner import simulation
 from megatrain.planner.activations import SUM_BYTES
 from megatrain.planner.collectives import common_memory, cross_network, exchanged, traded
 from megatrain.planner.memory import Layout, state_bytes_per_parameter
-from megatrain.planner.predicted import WORTH_NAMING
 from megatrain.planner.predicted import Timing as Timing
 from megatrain.planner.tasks import WAITS, BlockTasks, StepOptions, StepTimeline, serial
 from megatrain.schedule import UNCHANGED, Where, graphs_of_layers
@@ -101,7 +100,7 @@ class StepCosts:
             seconds=timeline.seconds,
             phases=timeline.phases,
             waits={wait: sum(of[wait] for of in timeline.waits.values()) for wait in WAITS},
-            bound_by={phase: _bound(timeline, phase) for phase in timeline.phases},
+            bound_by={phase: timeline.bound_by(phase) for phase in timeline.phases},
             tokens_per_s=tokens_per_s,
             tflops=6 * self.shape.counted_parameters * tokens_per_s / self.job.size / 1e12,
             reference_s=self._forward_alone() if self.job.refers else 0.0,
@@ -351,6 +350,11 @@ class StepCosts:
             for where in self.where
         ]
 
+    @property
+    def _sent(self) -> float:
+        """Bytes of a group's activations that go to host RAM."""
+        return self.choices.offload_activations * self.micro_batches * sum(self.sent_bytes)
+
     # -- rates -------------------------------------------------------------------------------------
 
     @property
@@ -369,34 +373,23 @@ class StepCosts:
         directions = self.job.ranks if self.layout.read_blocks else 1
         directions += not self.choices.stores_gradients(self.job)
         share = 0.0
-        if self.on_gpu:
-            on_links = directions * self.weight * alone  # bytes/s
-            on_links += self._sent_beside_updates(alone)
-            share = min(1.0, on_links / self.machine.both)
+        if self.on_gpu:  # activations, too, travel while all that is streamed is updated
+            streamed = max(1, sum(self.layout.owned[self.choices.resident :]))
+            sent = min(self.machine.download, self._sent * alone / streamed)
+            share = min(1.0, (directions * self.weight * alone + sent) / self.machine.both)
         memory_bound = (alone - (alone - busy) * share) * self._update_scale
         rate = memory_bound
         if limit is not None:
             rate = min(rate, threads * limit * self.machine.arithmetic)
         return rate, rate / memory_bound
 
-    def _sent_beside_updates(self, rate: float) -> float:
-        """Bytes/s of activations on their way to the host or back while it updates so many
-        parameters/s."""
-        if not self.choices.offload_activations:
-            return 0.0
-        streamed = sum(self.layout.owned[self.choices.resident :])
-        seconds = streamed / rate
-        sent = self.micro_batches * sum(self.sent_bytes)
-        return min(self.machine.download, sent / seconds) if seconds else 0.0
-
     def _leaving_rate(self) -> float:
         """Bytes/s of offloaded activations in forward, while weights come up on the same bus and
         the host may update in the same memory."""
-        nbytes = self.micro_batches * sum(self.sent_bytes)
-        if not (self.on_gpu and self.choices.offload_activations and nbytes):
+        if not (self.on_gpu and self._sent):
             return self.down
         alone = self.machine.download
-        first, seconds = self.choices.resident, nbytes / alone
+        first, seconds = self.choices.resident, self._sent / alone
         streamed = sum(self.layout.owned[first:])
         uploading = sum(self.layout.owned_weights[first:]) * self.weight / self.machine.upload
         slower = (1 - self.down / alone) * min(1.0, uploading / seconds)
@@ -404,9 +397,3 @@ class StepCosts:
             updating = min(1.0, streamed / self.host_update_rate / seconds)
             slower += (1 - BESIDE_UPDATE) * self.update_in_memory * updating
         return alone * (1 - slower)
-
-
-def _bound(timeline: StepTimeline, phase: str) -> str:
-    waits = timeline.waits[phase]
-    worst = max(waits, key=lambda name: waits[name])
-    return worst if waits[worst] > WORTH_NAMING * timeline.phases[phase] else "compute"
