@@ -5,7 +5,6 @@ state in host RAM.
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import replace
@@ -139,7 +138,10 @@ class Engine(Reading, Constructors):
                 "max_grad_norm is None, so gradients are not kept: use train_step, which updates "
                 "during backward"
             )
-        return self._forward_backward(micro_batches, loss)
+        return self._with_stalls(self._forward_backward(micro_batches, loss))
+
+    def _with_stalls(self, result: StepResult) -> StepResult:
+        return replace(result, stalls_s=self.parts.compute.take_stalls())
 
     def _forward_backward(
         self, micro_batches: Sequence[Batch], loss: AnyLoss, *, check_loss: bool = False
@@ -165,9 +167,8 @@ class Engine(Reading, Constructors):
         with self._computing("a step's activations"):
             found = parts.passes.forward_backward(micro_batches, objective, check_loss=check_loss)
         result = StepResult(
-            objective.mean_loss(found),  # first: waits for the GPU, as `take_stalls` needs
+            objective.mean_loss(found),  # waits for the GPU
             self._targets,
-            stalls_s=parts.compute.take_stalls(),
             metrics=objective.metrics(found),
             **(vars(parts.balancer.read()) if parts.balancer else {}),
         )
@@ -231,13 +232,10 @@ class Engine(Reading, Constructors):
         if self.max_grad_norm is None:
             return self._train_unclipped(micro_batches, loss, self._rate(lr))
         skipped = self.skipped
-        result = self.forward_backward(micro_batches, loss)
+        result = self._forward_backward(micro_batches, loss)
         norm = self.step(lr)
-        stalls_s = Counter(result.stalls_s)
-        stalls_s.update(self.parts.compute.take_stalls())  # of a second backward
-        return replace(
-            result, grad_norm=norm, skipped=self.skipped > skipped, stalls_s=dict(stalls_s)
-        )
+        result = replace(result, grad_norm=norm, skipped=self.skipped > skipped)
+        return self._with_stalls(result)  # last: hundreds of events are asked, and the GPU has work
 
     def _train_unclipped(
         self, micro_batches: Sequence[Batch], loss: AnyLoss, lr: float
@@ -248,14 +246,13 @@ class Engine(Reading, Constructors):
             )
         except NotFiniteLoss:
             self.skipped += 1
-            stalls_s = self.parts.compute.take_stalls()
-            return StepResult(math.nan, self._targets, math.nan, True, stalls_s)
+            return self._with_stalls(StepResult(math.nan, self._targets, math.nan, True))
         finally:
             self._computed = False  # the update was part of it: no `step` may follow
         if norm is None:
             self.skipped += 1
             return StepResult(0.0, 0, 0.0, True)
-        return replace(result, grad_norm=norm)
+        return self._with_stalls(replace(result, grad_norm=norm))
 
     def _update_at_once(
         self, lr: float, grad_scale: float, backward: Callable[[], T]

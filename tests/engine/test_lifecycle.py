@@ -15,6 +15,7 @@ import torch
 
 from megatrain.engine import constructors
 from megatrain.engine.engine import Engine
+from megatrain.engine.objective import Objective
 from megatrain.engine.streamer import Slot
 from megatrain.errors import MegaTrainError, ModelError, OutOfMemory
 from megatrain.memory import slab
@@ -188,8 +189,8 @@ def test_a_clipped_step_that_was_interrupted_leaves_no_trace(mode, slow, part, a
 def test_nor_does_one_that_was_interrupted_while_the_device_computed(mode, monkeypatch):
     """All is queued by then, and the host waits for the loss."""
     with engine_of("qwen2-tied", settings=MODES[mode]) as engine:
-        once = failing(engine.parts.compute.take_stalls, 1, KeyboardInterrupt())
-        monkeypatch.setattr(engine.parts.compute, "take_stalls", once)
+        once = failing(Objective.mean_loss, 1, KeyboardInterrupt())
+        monkeypatch.setattr(Objective, "mean_loss", once)
         with pytest.raises(KeyboardInterrupt):
             engine.train_step(micro_batches(77))
         assert_same(run(engine, STEPS), undisturbed(mode))
