@@ -84,7 +84,9 @@ def in_parallel(jobs: Sequence[Callable[[], T]]) -> list[T]:
 
     An error cancels the jobs that have not begun; of several, that of the first job is raised.
     """
-    with ThreadPoolExecutor(IO_THREADS, thread_name_prefix="storage") as pool:
+    # more than cores only get in each other's way: of many small tensors a third comes through
+    threads = min(IO_THREADS, max(2, len(os.sched_getaffinity(0))))
+    with ThreadPoolExecutor(threads, thread_name_prefix="storage") as pool:
         try:
             futures = [pool.submit(job) for job in jobs]
             return [future.result() for future in futures]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
@@ -354,7 +355,7 @@ def _check_finite(values: torch.Tensor, where: str) -> None:
     if values.numel() == 0:
         return
     low, high = torch.aminmax(values)  # one pass, no temporaries; NaN comes through
-    if not (torch.isfinite(low) and torch.isfinite(high)):
+    if not (math.isfinite(low) and math.isfinite(high)):
         raise ModelError(
             f"{where} holds NaN, infinity or a value beyond bf16's range; "
             "the file is damaged or its training diverged"
