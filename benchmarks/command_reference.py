@@ -39,9 +39,10 @@ MEANINGS = {
 ENVIRONMENT = {
     "MEGATRAIN_CACHE": "Folder of the token cache, the machine's profile and other caches; "
     "default: `megatrain` below `XDG_CACHE_HOME` or `~/.cache`.",
-    "CUDA_VISIBLE_DEVICES": "`train` and `resume` use the GPUs named there, others the first one.",
+    "CUDA_VISIBLE_DEVICES": "`train`, `resume` and `bench` use the GPUs named there, others the first one.",
     "WORLD_SIZE": "Above 1, with RANK and LOCAL_RANK, as torchrun sets them: this process is a "
-    "rank ([several GPUs](scale.md)); other commands than `train` and `resume` refuse it.",
+    "rank of `train`, `resume` or `bench` ([several GPUs](scale.md)); `eval`, `generate`, `export` "
+    "and `push` refuse it.",
     "SLURM_PROCID": "With SLURM_NTASKS above 1 and SLURM_LOCALID: the same under Slurm.",
     "SLURM_LAUNCH_NODE_IPADDR": "Where ranks meet under Slurm, unless MASTER_ADDR is set.",
     "HF_TOKEN": "Token for gated and private models, and for push; `hf auth login` keeps one.",

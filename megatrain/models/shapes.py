@@ -61,6 +61,7 @@ SHAPES: dict[str, dict[str, Any]] = {
     # The rest of these is what transformers takes for granted of their families.
     "qwen3.5-35b-a3b": {"model_type": "qwen3_5_moe_text", "max_position_embeddings": 262144},
     "gpt-oss-20b": {"model_type": "gpt_oss", "num_hidden_layers": 24, "num_local_experts": 32},
+    "gpt-oss-120b": {"model_type": "gpt_oss", "num_hidden_layers": 36, "num_local_experts": 128},
     "tiny": _shape(QWEN, 512, 64, 128, 4, 4, 2),
 }
 

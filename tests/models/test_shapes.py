@@ -34,6 +34,7 @@ PARAMETERS = {  # as published, in millions
     "qwen3-30b-a3b": 30532,
     "qwen3.5-35b-a3b": 34661,
     "gpt-oss-20b": 20915,
+    "gpt-oss-120b": 116829,
 }
 
 
