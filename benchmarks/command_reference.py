@@ -39,7 +39,8 @@ MEANINGS = {
 ENVIRONMENT = {
     "MEGATRAIN_CACHE": "Folder of the token cache, the machine's profile and other caches; "
     "default: `megatrain` below `XDG_CACHE_HOME` or `~/.cache`.",
-    "CUDA_VISIBLE_DEVICES": "`train`, `resume` and `bench` use the GPUs named there, others the first one.",
+    "CUDA_VISIBLE_DEVICES": "`train`, `resume` and `bench` use the GPUs named there, others the "
+    "first one.",
     "WORLD_SIZE": "Above 1, with RANK and LOCAL_RANK, as torchrun sets them: this process is a "
     "rank of `train`, `resume` or `bench` ([several GPUs](scale.md)); `eval`, `generate`, `export` "
     "and `push` refuse it.",
