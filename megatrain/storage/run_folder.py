@@ -47,6 +47,18 @@ WITHOUT_MODES = (
 ANOTHER_OUTPUT = "choose another `output`"
 
 
+_locks: set[int] = set()  # descriptors of the locks that this process holds
+
+
+def _without_locks() -> None:
+    """In a fork: it may end a moment after its parent, whose locks are to end with that."""
+    while _locks:
+        os.close(_locks.pop())
+
+
+os.register_at_fork(after_in_child=_without_locks)
+
+
 class RunLock:
     """Keeps other runs out of a run's folder until it is closed, or until the process dies."""
 
@@ -80,6 +92,7 @@ class RunLock:
             ) from error
         os.ftruncate(fd, 0)
         os.pwrite(fd, str(os.getpid()).encode(), 0)
+        _locks.add(fd)
         return fd
 
     def in_place(self) -> bool:
@@ -96,11 +109,13 @@ class RunLock:
             fd = self._take()
         except ConfigError as error:
             raise StorageError(str(error)) from error
-        os.close(self._fd)
+        self.close()
         self._fd = fd
 
     def close(self) -> None:
-        os.close(self._fd)  # releases the lock
+        if self._fd in _locks:  # not in a fork
+            _locks.remove(self._fd)
+            os.close(self._fd)  # releases the lock
 
 
 @contextmanager

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+import signal
 from unittest.mock import Mock
 
 import pytest
 
 import megatrain as mt
+from megatrain.data.forking import ended, forked
 from megatrain.errors import ConfigError, StorageError
 from megatrain.storage.checkpoint import save_checkpoint, write_final
 from megatrain.storage.manifest import verify_checkpoint
@@ -95,6 +97,25 @@ def test_a_folder_that_cannot_be_read_is_an_error_of_ours(run_dir, engine, save)
             mt.export(run_dir, run_dir.parent / "out")
     with pytest.raises(StorageError, match="cannot look for checkpoints: File name too long"):
         find_checkpoint(run_dir.parent / ("x" * 300))
+
+
+def test_what_was_forked_from_a_run_does_not_keep_its_lock(run_dir):
+    started, says = os.pipe()
+
+    def stay() -> None:
+        os.write(says, b"!")
+        signal.pause()
+
+    with run_lock(run_dir):
+        child = forked(stay)
+        os.read(started, 1)
+    try:
+        with run_lock(run_dir):
+            os.kill(child, 0)  # it is still there
+    finally:
+        ended(child)
+        os.close(started)
+        os.close(says)
 
 
 def test_a_run_folder_serves_one_run(run_dir):
