@@ -96,7 +96,7 @@ def _row(words: str, found: dict[str, Any]) -> str:
 
 def _where(found: dict[str, Any]) -> str:
     """The day, the cores and the RAM of the host."""
-    if "machine" in found and "result" in found:
+    if "result" in found:
         return f"{found['date']}, {found['machine'].partition(', ')[2]}"
     hardware, ranks = found["environment"]["hardware"], found.get("ranks", 1)
     cores, ram = hardware["physical_cores"] * ranks, hardware["host_total_bytes"] * ranks / GIB

@@ -350,11 +350,6 @@ class StepCosts:
             for where in self.where
         ]
 
-    @property
-    def _sent(self) -> float:
-        """Bytes of a group's activations that go to host RAM."""
-        return self.choices.offload_activations * self.micro_batches * sum(self.sent_bytes)
-
     # -- rates -------------------------------------------------------------------------------------
 
     @property
@@ -373,9 +368,10 @@ class StepCosts:
         directions = self.job.ranks if self.layout.read_blocks else 1
         directions += not self.choices.stores_gradients(self.job)
         share = 0.0
-        if self.on_gpu:  # activations, too, travel while all that is streamed is updated
+        if self.on_gpu:  # saved activations, too, travel while all that is streamed is updated
             streamed = max(1, sum(self.layout.owned[self.choices.resident :]))
-            sent = min(self.machine.download, self._sent * alone / streamed)
+            saved = self.micro_batches * sum(self.layout.activations.saved_on_host)
+            sent = min(self.machine.download, saved * alone / streamed)
             share = min(1.0, (directions * self.weight * alone + sent) / self.machine.both)
         memory_bound = (alone - (alone - busy) * share) * self._update_scale
         rate = memory_bound
@@ -386,10 +382,11 @@ class StepCosts:
     def _leaving_rate(self) -> float:
         """Bytes/s of offloaded activations in forward, while weights come up on the same bus and
         the host may update in the same memory."""
-        if not (self.on_gpu and self._sent):
+        nbytes = self.micro_batches * sum(self.sent_bytes)
+        if not (self.on_gpu and self.choices.offload_activations and nbytes):
             return self.down
         alone = self.machine.download
-        first, seconds = self.choices.resident, self._sent / alone
+        first, seconds = self.choices.resident, nbytes / alone
         streamed = sum(self.layout.owned[first:])
         uploading = sum(self.layout.owned_weights[first:]) * self.weight / self.machine.upload
         slower = (1 - self.down / alone) * min(1.0, uploading / seconds)

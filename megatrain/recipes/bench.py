@@ -180,7 +180,8 @@ def measure(
 
 def memory_of(engine: Engine, meter: GpuMeter) -> dict[str, int | None]:
     """Peaks so far, in bytes."""
-    device, allocated, reserved, peak = engine.device, None, None, None
+    device = engine.device
+    allocated = reserved = peak = None
     if device.type == "cuda":
         allocated = torch.cuda.max_memory_allocated(device)
         reserved = torch.cuda.max_memory_reserved(device)

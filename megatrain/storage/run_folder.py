@@ -45,8 +45,6 @@ WITHOUT_MODES = (
     "code and text that a resume reads from it; see how it is mounted, or choose another `output`"
 )
 ANOTHER_OUTPUT = "choose another `output`"
-
-
 _locks: set[int] = set()  # descriptors of the locks that this process holds
 
 

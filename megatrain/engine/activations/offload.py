@@ -238,8 +238,9 @@ class Offload:
         self._of_group = len(tokens), graphs
         # without any, as on a rank that lacks rows, there is nothing to keep
         self._make_rings(CHECKPOINT, max(tokens, default=0) * self.row)
+        computed = self.compute.record()
         for ring in self._up.values():
-            ring.give_back(self.compute.record())  # what an abandoned step has asked for
+            ring.give_back(computed)  # what an abandoned step has asked for
         self._tokens, self._layers = sum(tokens), graphs
         self._expected.clear()
         self._boundaries.begin()
@@ -249,16 +250,16 @@ class Offload:
     def _make_rings(self, kind: Kind, nbytes: int) -> None:
         """Rings for pieces of a kind, of `nbytes` at most."""
         largest = self._largest | {kind: max(self._largest[kind], round_up(nbytes, ALIGNMENT))}
-        need = rings(*self._of_group, *largest.values())
+        need = rings(*self._of_group, largest[CHECKPOINT], largest[GRAPH])
         if largest == self._largest and self._down.flat.numel() >= need.down:
             return
         self._settle()
         self._drop_rings()  # first: there may be no room for both
         self._largest, device = largest, self.compute.device
-        self._down, up, graphs = (
+        self._down, checkpoints, graphs = (
             Ring(torch.zeros(each, dtype=torch.uint8, device=device)) for each in need
         )
-        self._up = {CHECKPOINT: up, GRAPH: graphs}
+        self._up = {CHECKPOINT: checkpoints, GRAPH: graphs}
         made = self.compute.record()
         # wait: zeros must be there before what is fetched
         self.fetch.submit(lambda _: self.fetch.wait(made))
