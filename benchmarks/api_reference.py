@@ -113,8 +113,14 @@ def signature(name: str, one: Any) -> str:
     return "\n".join([f"{name}(", *(f"    {word}," for word in words), end])
 
 
+STARS: Mapping[Any, str] = {
+    inspect.Parameter.VAR_POSITIONAL: "*",
+    inspect.Parameter.VAR_KEYWORD: "**",
+}
+
+
 def argument(one: inspect.Parameter) -> str:
-    stars = {one.VAR_POSITIONAL: "*", one.VAR_KEYWORD: "**"}.get(one.kind, "")
+    stars = STARS.get(one.kind, "")
     kind = "" if one.annotation is one.empty else f": {annotation(one.annotation)}"
     if one.default is one.empty:
         return f"{stars}{one.name}{kind}"

@@ -61,7 +61,8 @@ def random_inputs(rows: int, length: int, heads: tuple[int, int, int], size: int
 
 def seconds(inputs: list[Tensor], shared: bool) -> float:
     started = time.perf_counter()
-    output = scaled_dot_product_attention(*inputs, is_causal=True, enable_gqa=shared)
+    query, key, value = inputs
+    output = scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=shared)
     output.backward(torch.ones_like(output))
     torch.cuda.synchronize()
     return time.perf_counter() - started

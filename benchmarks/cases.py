@@ -159,6 +159,22 @@ CAPACITY_CASES: Mapping[str, Case] = {
             Case(f"7.6b-context-{n >> 10}k", "qwen2.5-7b", n, seq_len=n, flags=LEARNT)
             for n in (32768, 131072, 524288)
         ),
+        *(
+            Case(
+                f"gpt-oss-120b{words}-65k",
+                "gpt-oss-120b",
+                65536,
+                seq_len=4096,
+                layers=layers,
+                overrides=("optimizer.name=lion", "optimizer.moments=int8"),
+                flags=LEARNT,
+            )
+            for words, layers in (("", None), ("-18-layers", 18))  # in 504 and 252 GiB of RAM
+        ),
+        *(
+            Case(f"qwen3-30b-a3b-{n >> 10}k", "qwen3-30b-a3b", n, seq_len=4096, flags=LEARNT)
+            for n in (16384, 65536, 262144)
+        ),
     )
 }
 

@@ -100,10 +100,9 @@ def help_of(name: str) -> str:
 
 def exit_codes() -> Iterator[tuple[int, str]]:
     """(code, meaning): of the errors, as they describe themselves, and of signals."""
-    kinds = [kind for kind in vars(errors).values() if isinstance(kind, type)]
-    for kind in kinds:
-        own = issubclass(kind, errors.MegaTrainError) and "exit_code" in vars(kind)
-        if own and kind is not errors.MegaTrainError:
+    for kind in vars(errors).values():
+        ours = isinstance(kind, type) and issubclass(kind, errors.MegaTrainError)
+        if ours and kind is not errors.MegaTrainError and "exit_code" in vars(kind):
             yield kind.exit_code, " ".join((kind.__doc__ or "").split())
     yield from MEANINGS.items()
 

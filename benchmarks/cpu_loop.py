@@ -213,7 +213,7 @@ class Parts:
             original(*args)
             self.seconds[f"lane: {lane.name}"] += time.thread_time() - started
 
-        lane._perform = perform  # type: ignore[method-assign]
+        lane._perform = perform  # type: ignore[method-assign, assignment]
 
 
 def parts_of(engine: Engine, batches: list[Batch]) -> dict[str, float]:
@@ -238,7 +238,7 @@ def parts_of(engine: Engine, batches: list[Batch]) -> dict[str, float]:
         ):
             return skeleton_layer(*args)
 
-    engine.skeleton.layer = layer  # type: ignore[method-assign]
+    engine.skeleton.layer = layer  # type: ignore[method-assign, assignment]
     for lane in (
         engine.parts.lanes["upload"],
         engine.parts.lanes["download"],
@@ -271,7 +271,7 @@ def summary(records: list[dict[str, float]], tokens: int) -> dict[str, Any]:
 
 
 def compare(args: argparse.Namespace) -> dict[str, Any]:
-    chosen = {
+    chosen: dict[str, Any] = {
         "update_threads": torch.get_num_threads(),
         **{name: int(value) for name, value in (s.split("=") for s in args.settings)},
     }
@@ -288,6 +288,7 @@ def compare(args: argparse.Namespace) -> dict[str, Any]:
     ) as engine:
         plain = PlainLoop(engine, PRECISIONS[precision], settings.head_chunk_tokens)
         records: dict[str, list[dict[str, float]]] = {"plain": [], "engine": []}
+        batches: list[Batch] = []
         for step in range(args.rounds + 1):
             batches = micro_batches(args, engine.anatomy.vocab_size, step)
             records["plain"].append(timed(lambda: plain.train_step(batches)))  # noqa: B023  (called at once)

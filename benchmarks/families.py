@@ -40,8 +40,8 @@ STATES = {  # how a page says it, in this order
 
 def _mrope(*pairs: int, **rotary: float) -> dict[str, Any]:
     """How many pairs of a head's dimensions turn with time, height and width."""
-    rotary |= {"rope_type": "default", "rope_theta": 1e6, "mrope_section": list(pairs)}
-    return {"text_config": {"rope_parameters": rotary}}
+    kind = {"rope_type": "default", "rope_theta": 1e6, "mrope_section": list(pairs)}
+    return {"text_config": {"rope_parameters": {**rotary, **kind}}}
 
 
 # Keys beside the defaults of families whose defaults make no model.

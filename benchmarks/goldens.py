@@ -34,7 +34,7 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))  # run as a script, too
-from golden_cases import RUNS, SIZES, engine_cases, plan_cases
+from golden_cases import RUNS, SIZES, engine_cases, plan_cases  # type: ignore[import-not-found]
 
 ROOT = Path(__file__).resolve().parent.parent
 CACHE = ROOT / ".cache" / "goldens"
@@ -90,7 +90,7 @@ def trained(engine: Any, steps: int = 3) -> dict[str, Any]:
     """Losses and norms as exact text, and a digest of each array of each block that outlives a
     step."""
     results = [engine.train_step(batches(step), lr=1e-3 * (step + 1)) for step in range(steps)]
-    found = {
+    found: dict[str, Any] = {
         "losses": [r.loss.hex() for r in results],
         "norms": [float(r.grad_norm).hex() for r in results],
     }
@@ -165,7 +165,7 @@ def record_runs(device: str) -> Iterator[tuple[str, Any]]:
             "output": str(output),
         }
         (folder / "config.json").write_text(json.dumps(config))  # JSON is YAML, too
-        code, _ = command("train", folder / "config.json", *overrides)
+        code, _ = command("train", str(folder / "config.json"), *overrides)
         found: dict[str, Any] = {"exit code": code}
         for line in (output / "metrics.jsonl").read_text().splitlines():
             values = json.loads(line)
@@ -334,7 +334,8 @@ def main() -> int:
         torch.set_num_threads(1)
         given.record.write_text(json.dumps(record(given.parts, given.device)))
         return 0
-    before, now = {}, {}
+    before: dict[str, Any] = {}
+    now: dict[str, Any] = {}
     known = Path(given.against).is_dir()
     package = Path(given.against).resolve() if known else checkout(given.against)
     for part in given.parts:

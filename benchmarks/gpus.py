@@ -2,7 +2,7 @@
 its plan, and peers under torchrun.
 
     python -m benchmarks.gpus                                       # all cases, on all GPUs
-    python -m benchmarks.gpus --only 7.6b-65k-each --gpus 2 --seconds 540
+    python -m benchmarks.gpus --only 7.6b-65k-each --gpus 4 --seconds 540      # on 1, 2 and 4
 
 Each run leaves a JSON in benchmarks/results/<date>-<machine>; rows are printed as they come. None
 is begun after --seconds. What a GPU computes alone is the rate that others are measured by; cases
@@ -48,6 +48,12 @@ class Scaled:
 
 
 INT8 = ("optimizer.moments=int8",)
+LARGEST = {  # of Llama-3-70B's layers
+    "70.6b-16k-each": None,  # on two H100 with 252 GiB of RAM
+    "95b-16k-each": 109,  # on two H200 with as much
+    "130b-16k-each": 150,  # on four H100 with 504 GiB
+    "177b-16k-each": 205,  # on four H200 with as much
+}
 CASES: Mapping[str, Scaled] = {
     scaled.case.name: scaled
     for scaled in (
@@ -73,24 +79,18 @@ CASES: Mapping[str, Scaled] = {
             Case("3.4b-65k-each", "benchmarks/models/qwen2.5-3b-untied", 65536),
             peers=(("zero3", 32768), ("fsdp2", 32768)),
         ),
-        Scaled(
-            Case(
-                "70.6b-16k-each",
-                "llama-3-70b",
-                16384,
-                overrides=(*LION_INT8, "train.learning_rate=3e-5"),
-                flags=(SAME_BATCH,),
+        *(
+            Scaled(
+                Case(
+                    name,
+                    "llama-3-70b",
+                    16384,
+                    layers=layers,
+                    overrides=(*LION_INT8, "train.learning_rate=3e-5"),
+                    flags=(SAME_BATCH,),
+                )
             )
-        ),
-        Scaled(
-            Case(
-                "95b-16k-each",
-                "llama-3-70b",
-                16384,
-                layers=109,
-                overrides=(*LION_INT8, "train.learning_rate=3e-5"),
-                flags=(SAME_BATCH,),
-            )
+            for name, layers in LARGEST.items()
         ),
         Scaled(
             Case(
@@ -142,9 +142,10 @@ def main() -> None:
 
 
 def runs(scaled: Scaled, gpus: int, steps: int, warmup: int) -> Iterator[Run]:
-    """One GPU first, if it is to run; then all, then peers."""
+    """One GPU first, if it is to run, and its powers of two; then all, then peers."""
     visible = visible_gpus()[:gpus]
-    counts = (1, gpus) if scaled.wanted is not None and gpus > 1 else (gpus,)
+    fewer = [1 << power for power in range((gpus - 1).bit_length())]
+    counts = (*fewer, gpus) if scaled.wanted is not None else (gpus,)
     for count in counts:
         shown = (("CUDA_VISIBLE_DEVICES", ",".join(visible[:count])),) if visible else ()
         environ = shown + (scaled.environ if count > 1 else ())

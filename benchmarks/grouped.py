@@ -38,7 +38,7 @@ SIZES = {  # by model, the keys of: hidden size, an expert's inner size, number 
 
 def seconds(work: Callable[[], object]) -> float:
     """Of the median of some calls, by the device's clock."""
-    times = []
+    times: list[float] = []
     for _ in range(WARMUPS + REPEATS):
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         start.record()
@@ -95,14 +95,14 @@ def experts_of(config: PretrainedConfig) -> torch.nn.Module:
         config.layer_types = config.layer_types[-1:]
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
-    found = next(m for n, m in model.named_modules() if n.endswith("mlp.experts"))
+    found: torch.nn.Module = next(m for n, m in model.named_modules() if n.endswith("mlp.experts"))
     found.to_empty(device="cuda")
     for parameter in found.parameters():
         torch.nn.init.normal_(parameter, std=0.02)
     return found
 
 
-def of_block(block: torch.nn.Module, tokens: int, hidden: int, chosen: int) -> dict[str, float]:
+def of_block(block: Any, tokens: int, hidden: int, chosen: int) -> dict[str, float]:
     """The whole block of experts, tokens assigned at random."""
     states = normal(tokens, hidden).requires_grad_()
     scores, ids = torch.rand(tokens, block.num_experts, device="cuda").topk(chosen)

@@ -126,9 +126,9 @@ def before(problem: Problem, chunk: int) -> None:
     """The head as it was first built."""
     for part in problem.targets.chunks(chunk):
         rows = problem.hidden[part.index].requires_grad_()
-        value = -FirstLogprobs.apply(problem.project(rows), part.labels).sum() / len(problem.hidden)  # type: ignore[no-untyped-call]
+        value = -FirstLogprobs.apply(problem.project(rows), part.labels).sum() / len(problem.hidden)
         _, *grads = torch.autograd.grad(value, [rows, *problem.parameters])
-        problem.add(grads)
+        problem.add([*grads])
 
 
 VARIANTS: dict[str, Callable[[Problem, int], None]] = {
@@ -182,7 +182,7 @@ def synchronize(device: torch.device) -> None:
 
 def rows_of(args: argparse.Namespace, problem: Problem) -> Iterator[dict[str, Any]]:
     """One row of the table for every variant and chunk."""
-    device, reference = problem.hidden.device, None
+    device, reference, before_bytes = problem.hidden.device, None, 0
     flops = 6 * args.tokens * args.hidden * args.vocabulary
     for name in args.variants:
         for chunk in args.chunks:

@@ -77,7 +77,7 @@ def measure(
     return {
         "date": date.today().isoformat(),
         "model": model,
-        "parameters": parts.shape.parameters,
+        "parameters": parts.resolved.shape.parameters,
         "choices": {
             name: getattr(plan.choices, name) for name in ("nvme_blocks", "nvme_arrays", "resident")
         },

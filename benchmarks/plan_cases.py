@@ -62,7 +62,8 @@ class Case:
 def free(case: Case) -> Case:
     """The same with every choice left to the planner."""
     dials = ("micro_batch", "groups", "resident", "sums", "retained", "offload", "on_host", "cheap")
-    return replace(case, **dict.fromkeys(dials))
+    none: dict[str, Any] = dict.fromkeys(dials)
+    return replace(case, **none)
 
 
 def edges(name: str, case: Case, tiers: tuple[str, ...]) -> dict[str, Case]:

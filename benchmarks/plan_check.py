@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))  # run as a script or from a test
-from plan_cases import CPU_CASES, CUDA_CASES, Case
+from plan_cases import CPU_CASES, CUDA_CASES, Case  # type: ignore[import-not-found]
 
 GPU_TOLERANCE, HOST_TOLERANCE, TIME_TOLERANCE = 0.03, 0.02, 0.10
 MIB = 2**20

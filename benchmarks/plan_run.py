@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 sys.path.insert(0, str(Path(__file__).parent))  # run as a script or from a test
-from plan_cases import Case
+from plan_cases import Case  # type: ignore[import-not-found]
 
 if TYPE_CHECKING:
     import torch
@@ -137,9 +137,9 @@ def least(search: Search, tier: str) -> int:
 
 
 def optimizer_of(case: Case) -> Optimizer:
-    from megatrain.optim import OPTIMIZERS
+    from megatrain.optim import AdamW
 
-    return OPTIMIZERS["adamw"](lr=1e-5, moments=case.moments)
+    return AdamW(lr=1e-5, moments=case.moments)
 
 
 # -- its rows ------------------------------------------------------------------------------------
@@ -160,7 +160,7 @@ def step_tokens(case: Case, sizes: Iterable[int]) -> tuple[StepTokens, ...]:
     from megatrain.planner.job import StepTokens
 
     numbers = range(STEPS_LOOKED_AT)
-    steps = [[Run(row_lengths(case, number), [])] for number in numbers]
+    steps = [[[Run(row_lengths(case, number), [])]] for number in numbers]  # of one rank
     return tuple(StepTokens(*counted(steps, [True] * STEPS_LOOKED_AT, size)) for size in sizes)
 
 

@@ -101,7 +101,7 @@ def measured(args: argparse.Namespace) -> dict[str, Any]:
         }.items():
             print(name, flush=True)
             found[name] = seconds_of(run, 1, 2)
-        memory = memory_of(engine.device, meter)
+        memory = memory_of(engine, meter)
     planned = {name: one.timing.seconds for name, one in plans.items()}
     planned |= {"forward": plan.timing.phases["forward"], "gpu_bytes": plan.gpu_bytes}
     return {

@@ -157,7 +157,8 @@ def exact_match(answers: list[Row]) -> float:
     """Share of the questions whose answer is the chosen one."""
     rows = read_lines(CACHE / "quartz-eval.jsonl")[:ASKED]
     pairs = zip(answers, rows, strict=True)
-    return sum(said["answer"].strip() == row["chosen"][0]["content"] for said, row in pairs) / ASKED
+    right = [said["answer"].strip() == row["chosen"][0]["content"] for said, row in pairs]
+    return right.count(True) / ASKED
 
 
 def read_lines(path: Path) -> list[Row]:

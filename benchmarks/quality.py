@@ -28,7 +28,8 @@ import transformers
 import megatrain
 from megatrain.config import Config, load_config
 from megatrain.data.dataset import Rows
-from megatrain.data.loader import Loader, held_out_batches
+from megatrain.data.loader import Loader
+from megatrain.data.micro_batches import held_out_batches
 from megatrain.engine.activations.codecs import CODECS, GroupScaled
 from megatrain.engine.engine import Engine
 from megatrain.machine.hardware import update_threads
@@ -165,9 +166,11 @@ def train(
     warmup = warmup_steps(config.train.warmup, steps)
     losses, norms, seconds = [], [], []
     with make_engine(config, model, variant, args.compile) as engine:
-        boundaries, watched = engine.parts.boundaries, None
+        boundaries = engine.parts.boundaries
+        watched: Watched | None = None
         if boundaries.codec is not None:
-            boundaries.codec = watched = Watched(boundaries.codec)
+            watched = Watched(boundaries.codec)
+            boundaries.codec = watched  # type: ignore[assignment]
 
         def evaluate() -> float:
             return engine.evaluate(

@@ -106,7 +106,7 @@ def write_shape(folder: Path, texts: Sequence[str]) -> None:
     transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, **named).save_pretrained(
         folder
     )
-    ids = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"), 0)
+    ids: dict[str, Any] = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"), 0)
     transformers.Qwen3MoeConfig(**SHAPE, **ids).save_pretrained(folder)
 
 

@@ -58,8 +58,8 @@ def row(model: str, gpu: str) -> Sequence[str]:
         for moments, words in MOMENTS.items():
             config = bench_config(model, [*STEP, f"optimizer.moments={moments}"])
             machine = another_machine(config, gpu=gpu, ram=ram)
-            changed = {"machine": machine, "optimizer": make_optimizer(config)}
-            resolved = replace(parts.resolved, **changed)
+            optimizer = make_optimizer(config)
+            resolved = replace(parts.resolved, machine=machine, optimizer=optimizer)
             plan = make_run_plan(replace(parts, config=config, resolved=resolved))
             try:
                 plan.check()

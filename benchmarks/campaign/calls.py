@@ -67,7 +67,7 @@ _readlink = os.readlink
 
 def _is_below(given: Sequence[Any], folder: Path) -> bool:
     """Whether a call's first argument, a path or a descriptor, is below `folder`."""
-    first = given[0] if given else None
+    first: Any = given[0] if given else None
     try:
         path = _readlink(f"/proc/self/fd/{first}") if isinstance(first, int) else os.fspath(first)
     except (OSError, TypeError):

@@ -234,7 +234,7 @@ COMMANDS = {
 def odd_json(text: str, draw: random.Random) -> str:
     """One value of it is another, at any depth."""
     data = json.loads(text)
-    part, chosen = data, None
+    part, inner, chosen = data, data, None
     while isinstance(part, dict | list) and part:
         inner = part
         chosen = draw.choice([*part]) if isinstance(part, dict) else draw.randrange(len(part))

@@ -40,7 +40,7 @@ class ChunkedHead(nn.Module):
         self.softmax_loss = torch.compile(softmax_loss) if compiled else softmax_loss
 
     def forward(self, hidden: Tensor, labels: Tensor) -> Tensor:
-        loss: Tensor = ChunkedLoss.apply(hidden, self.weight, labels, self.softmax_loss)  # type: ignore[no-untyped-call]
+        loss: Tensor = ChunkedLoss.apply(hidden, self.weight, labels, self.softmax_loss)
         return loss
 
 
@@ -87,7 +87,7 @@ def build(job: Job, dtype: torch.dtype) -> MeanLoss:
     with torch.device(job.device):
         model: Any = AutoModelForCausalLM.from_config(
             config, dtype=dtype, attn_implementation="sdpa"
-        )  # type: ignore[no-untyped-call]
+        )
     if job.checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     result = MeanLoss(model, compiled=job.compiled).train()

@@ -165,7 +165,7 @@ def timed_trainer(job: Job, batches_s: list[float]) -> Any:
             assert inputs["input_ids"].shape[1] == job.seq_len, "the words are no longer tokens"
             synchronize(job)
             started = time.perf_counter()
-            result = super().compute_ref_log_probs(model, inputs)  # type: ignore[no-untyped-call]
+            result = super().compute_ref_log_probs(model, inputs)
             synchronize(job)
             batches_s.append(time.perf_counter() - started)
             return result
@@ -179,7 +179,7 @@ def build(job: Job, args: Any) -> Any:
     config = shape_config(bench_config(job.shape), job.layers)
     model: Any = AutoModelForCausalLM.from_config(
         config, dtype=torch.bfloat16, attn_implementation="sdpa"
-    )  # type: ignore[no-untyped-call]
+    )
     assert args.hf_deepspeed_config.is_zero3()
     if job.compiled:
         import deepspeed  # type: ignore[import-not-found]
@@ -196,7 +196,7 @@ def count_parameters(job: Job) -> int:
     with torch.device("meta"):
         model: Any = AutoModelForCausalLM.from_config(
             shape_config(bench_config(job.shape), job.layers)
-        )  # type: ignore[no-untyped-call]
+        )
     return parameters_of(model)
 
 

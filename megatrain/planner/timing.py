@@ -370,7 +370,8 @@ class StepCosts:
         share = 0.0
         if self.on_gpu:  # saved activations, too, travel while all that is streamed is updated
             streamed = max(1, sum(self.layout.owned[self.choices.resident :]))
-            saved = self.micro_batches * sum(self.layout.activations.saved_on_host)
+            ways = zip(self.sent_bytes, self.where, strict=True)
+            saved = self.micro_batches * sum(nbytes for nbytes, where in ways if where == "host")
             sent = min(self.machine.download, saved * alone / streamed)
             share = min(1.0, (directions * self.weight * alone + sent) / self.machine.both)
         memory_bound = (alone - (alone - busy) * share) * self._update_scale

@@ -1,4 +1,4 @@
-"""A run on two GPUs that is killed ends everywhere, and goes on to the bits of one that was not."""
+"""A run on all GPUs that is killed ends everywhere, and goes on to the bits of one that was not."""
 
 from __future__ import annotations
 
@@ -23,13 +23,11 @@ from tests.commands import (
 from tests.compare import differing
 from tests.recipes.same_run import everything
 
-pytestmark = [
-    pytest.mark.cuda,
-    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs"),
-]
+GPUS = torch.cuda.device_count()
+pytestmark = [pytest.mark.cuda, pytest.mark.skipif(GPUS < 2, reason="needs two GPUs")]
 COMMAND = (sys.executable, "-m", "megatrain")
 KEYS = (
-    *("device=cuda", "gpus=2", "train.deterministic=true", "compile=false"),
+    *("device=cuda", f"gpus={GPUS}", "train.deterministic=true", "compile=false"),
     *("train.max_steps=200", "train.eval_every=100", "checkpoint.every=20"),
 )
 STARTED_S, ENDED_S = 240.0, 20.0
@@ -70,7 +68,7 @@ def losses(run: str) -> dict[int, float]:
     return {row["step"]: row["loss"] for row in steps_of(Path(run))}
 
 
-def test_a_killed_run_goes_on_to_the_bit_and_a_finished_one_with_one_gpu(project):
+def test_a_killed_run_goes_on_to_the_bit_and_a_finished_one_with_fewer_gpus(project):
     done("train", "cfg.yaml", *KEYS, "output=whole")
     killed = started("train", "cfg.yaml", *KEYS)
     metrics = Path("run/metrics.jsonl")
@@ -83,5 +81,8 @@ def test_a_killed_run_goes_on_to_the_bit_and_a_finished_one_with_one_gpu(project
     assert losses("run") == losses("whole")
     ours, theirs = (everything(Path(run) / "checkpoint-200") for run in ("run", "whole"))
     assert differing(ours, theirs) == []
-    done("resume", "run", "train.max_steps=204", "gpus=1")
-    assert max(losses("run")) == 204
+    steps, gpus = 200, GPUS
+    while gpus > 1:
+        steps, gpus = steps + 4, gpus // 2
+        done("resume", "run", f"train.max_steps={steps}", f"gpus={gpus}")
+        assert max(losses("run")) == steps

@@ -203,6 +203,7 @@ class Offload:
 
     _down: Ring
     _up: dict[Kind, Ring]
+    _largest: dict[Kind, int]  # bytes of the pieces that rings were made for
 
     def __init__(
         self,
@@ -218,7 +219,6 @@ class Offload:
         self._graphs = Room("retained activations", compute.is_cuda)
         self._tokens = self._layers = 0  # of the group, and those whose graphs have no room yet
         self._of_group = 1.0, 0  # micro-batches, and layers that send their graphs
-        self._largest = {CHECKPOINT: 0, GRAPH: 0}  # bytes of the pieces that rings were made for
         self._drop_rings()
         self._expected: deque[Parked] = deque()
         self._last_down = self._last_up = compute.record()
@@ -255,18 +255,20 @@ class Offload:
             return
         self._settle()
         self._drop_rings()  # first: there may be no room for both
-        self._largest, device = largest, self.compute.device
-        self._down, checkpoints, graphs = (
+        device = self.compute.device
+        down, checkpoints, graphs = (
             Ring(torch.zeros(each, dtype=torch.uint8, device=device)) for each in need
         )
-        self._up = {CHECKPOINT: checkpoints, GRAPH: graphs}
+        self._down, self._up = down, {CHECKPOINT: checkpoints, GRAPH: graphs}
         made = self.compute.record()
         # wait: zeros must be there before what is fetched
         self.fetch.submit(lambda _: self.fetch.wait(made))
+        self._largest = largest  # last: rings that were only begun are made anew
 
     def _drop_rings(self) -> None:
         nothing = torch.empty(0, dtype=torch.uint8, device=self.compute.device)
         self._down, self._up = Ring(nothing), {CHECKPOINT: Ring(nothing), GRAPH: Ring(nothing)}
+        self._largest = {CHECKPOINT: 0, GRAPH: 0}
 
     def _make_room(self, room: Room, nbytes: int) -> None:
         if room.nbytes < nbytes:
