@@ -172,7 +172,7 @@ CAPACITY_CASES: Mapping[str, Case] = {
             for words, layers in (("", None), ("-18-layers", 18))  # in 504 and 252 GiB of RAM
         ),
         *(
-            Case(f"qwen3-30b-a3b-{n >> 10}k", "qwen3-30b-a3b", n, seq_len=4096, flags=LEARNT)
+            Case(f"qwen3-30b-a3b-{n // 1000}k", "qwen3-30b-a3b", n, seq_len=4096, flags=LEARNT)
             for n in (16384, 65536, 262144)
         ),
     )
