@@ -30,12 +30,14 @@ class Behaviour:
     """How far logits move that should not, as a share of the largest.
 
     Attributes:
+        again: when the same is computed once more.
         ahead: when only the last token changes, before it.
         between: of a document, when others are packed before it; None: the family takes no
             positions.
         small: the configuration of the model that was tried.
     """
 
+    again: float
     ahead: float
     between: float | None
     small: Any = None
@@ -51,7 +53,7 @@ class Behaviour:
         return self.between is not None and self.between <= NOISE
 
 
-_KNOWN: dict[str, Behaviour | None] = {}
+_KNOWN: dict[tuple[type, str], Behaviour | None] = {}
 
 
 def behaviour_of(
@@ -63,7 +65,7 @@ def behaviour_of(
     """
     config = model.config
     attention = config._attn_implementation
-    key = json.dumps([type(model).__name__, attention, config.to_dict()], default=str)
+    key = type(model), json.dumps([attention, config.to_dict()], default=str)
     if key not in _KNOWN:
         try:
             with small_scale():
@@ -88,14 +90,15 @@ def observe(config: Any, attention: str, trust_remote_code: bool = False) -> Beh
     logits = logits_of(model, last_changed)
     if not logits.isfinite().all():
         raise ModelError("its logits are not finite")
+    again = moved(logits, logits_of(model, last_changed))
     ahead = moved(logits[0, :-1], logits[1, :-1])
     (alone,) = logits_of(model, ids[:, half:])
     positions = (torch.arange(TOKENS) % half).expand(2, -1)
     try:
         one, another = logits_of(model, first_changed, positions)[:, half:]
     except ModelError:  # it takes no positions
-        return Behaviour(ahead, None, config)
-    return Behaviour(ahead, max(moved(one, another), moved(one, alone)), config)
+        return Behaviour(again, ahead, None, config)
+    return Behaviour(again, ahead, max(moved(one, another), moved(one, alone)), config)
 
 
 def why_together(
@@ -166,8 +169,15 @@ def moved(a: Tensor, b: Tensor) -> float:
     return float((a - b).abs().max() / b.abs().max())
 
 
-def refuse_looking_ahead(model: Any, behaviour: Behaviour | None) -> None:
-    """Raise ModelError if tokens see later ones, which they are to predict."""
+def refuse_misbehaving(model: Any, behaviour: Behaviour | None) -> None:
+    """Raise ModelError if tokens see later ones, which they are to predict, or if logits are of
+    chance."""
+    if behaviour is not None and behaviour.again > NOISE:
+        raise ModelError(
+            f"{type(model).__name__} computes other logits each time: they move by "
+            f"{behaviour.again:.2g} of the largest, without dropout; it draws random numbers, "
+            "which cannot be repeated when layers are recomputed"
+        )
     if behaviour is None or behaviour.causal:
         return
     encoder = model.config.to_dict().get("is_decoder") is False

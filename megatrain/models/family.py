@@ -39,6 +39,8 @@ LARGEST = {
     "max_position_embeddings": 1 << 32,
 }
 
+OURS = ("transformers", "torch", "megatrain")  # packages whose versions say what their code is
+
 
 def choose_attention(config: Any, attention: str) -> str:
     """The attention implementation to ask transformers for.
@@ -187,6 +189,11 @@ def refuse_what_is_not_built(model: nn.Module, text: Any) -> None:
         reason += "set it to 0 in config.json"
     if reason:
         raise ModelError(f"{family}: {reason}")
+
+
+def is_foreign(module: nn.Module) -> bool:
+    """Whether its code came with the model or the program."""
+    return type(module).__module__.partition(".")[0] not in OURS
 
 
 def draws_random_numbers(model: Any, but: Collection[str] = ()) -> bool:

@@ -19,7 +19,7 @@ from torch import nn
 from megatrain.errors import ModelError
 from megatrain.models.anatomy import find_layers
 from megatrain.models.classifiers import as_language_model
-from megatrain.models.family import build_model, draws_random_numbers
+from megatrain.models.family import build_model, draws_random_numbers, is_foreign
 from megatrain.models.passengers import parts_of
 
 HEADS, HEAD_DIM, VOCABULARY = 4, 16, 128
@@ -85,21 +85,25 @@ def shrink(
     """
     config = as_language_model(config)
     text = config.get_text_config()
-    kinds, sizes = kinds_of(text, stack), Sizes(text)
+    layers = list(stack)
+    kinds, sizes = kinds_of(text, layers), Sizes(text)
+    depths = depths_of(kinds)
+    if any(is_foreign(layer) for layer in layers):  # what a layer does may depend on its number
+        depths = [min(len(kinds), MOST_LAYERS), *depths]
     changes: list[Callable[[str, Any], Any]] = [sizes.smaller, lambda key, value: value]
     towers = [True, False] if text is not config else [False]  # small ones first
     reasons = []
-    for smaller, depth, small_towers in product(changes, depths_of(kinds), towers):
+    for smaller, depth, small_towers in product(changes, depths, towers):
         try:
             small = read_changed(config, len(kinds), depth, smaller, small_towers)
             built = build_model(small, attention, torch.float32, trust_remote_code)
-            layers = find_layers(built, small.get_text_config().num_hidden_layers)[1]
+            small_stack = find_layers(built, small.get_text_config().num_hidden_layers)[1]
         except ModelError as error:
             reasons.append(str(error))
             continue
         if sum(p.numel() for p in built.parameters()) > MOST_PARAMETERS:
             reasons.append(f"it is too large with {depth} layers")
-        elif set(kinds_of(small.get_text_config(), layers)) != set(kinds):
+        elif set(kinds_of(small.get_text_config(), small_stack)) != set(kinds):
             reasons.append(f"{depth} layers have not all kinds")
         elif draws_random_numbers(built):
             reasons.append("it draws random numbers")

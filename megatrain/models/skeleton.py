@@ -16,7 +16,7 @@ from torch import nn
 
 from megatrain.errors import ConfigError, ModelError
 from megatrain.models.anatomy import Anatomy, Block, divide, find_layers
-from megatrain.models.behaviour import behaviour_of, refuse_looking_ahead, why_together
+from megatrain.models.behaviour import behaviour_of, refuse_misbehaving, why_together
 from megatrain.models.classifiers import is_classifier, unwarned
 from megatrain.models.constants import Constants
 from megatrain.models.documents import (
@@ -80,7 +80,6 @@ class Skeleton:
         passengers = passengers_of(self.model, findings.unused, config)
         # None: its small model does not tell
         self.behaviour = behaviour_of(self.model, stack, trust_remote_code)
-        refuse_looking_ahead(self.model, self.behaviour)
         self.layers: list[nn.Module] = list(stack)
         last = len(self.layers) - 1
         self.recorders = [
@@ -94,6 +93,7 @@ class Skeleton:
         blocks, tied = divide(
             self.model, path, len(stack), findings.before, findings.after, passengers.names
         )
+        refuse_misbehaving(self.model, self.behaviour)
         self.anatomy = Anatomy(
             blocks,
             tied,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import sys
 import time
 from dataclasses import dataclass
 from os.path import expanduser  # leaves `~nobody` as it is, where Path's raises
@@ -15,6 +16,7 @@ from megatrain.engine.verify import FORMAT, Verdict
 from megatrain.engine.verify import verify as check
 from megatrain.errors import StorageError, VerificationError
 from megatrain.machine.profile import cache_folder, installed_version, write_json
+from megatrain.models.family import is_foreign
 from megatrain.models.skeleton import Skeleton
 from megatrain.recipes.setup import quiet_libraries
 from megatrain.recipes.shapes import bench_config, shape_config
@@ -25,6 +27,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("megatrain")
 PACKAGES = ("megatrain", "transformers", "torch")
+REMOTE = "transformers_modules."  # where transformers keeps code that comes with a model
 NOT_OF_THE_FAMILY = ("_name_or_path", "dtype", "use_cache")
 
 
@@ -104,9 +107,23 @@ def file_of(skeleton: Skeleton) -> Path:
     config = skeleton.config
     stated = {k: v for k, v in config.to_dict().items() if k not in NOT_OF_THE_FAMILY}
     versions = [installed_version(package) for package in PACKAGES]
-    parts = [FORMAT, type(skeleton.model).__name__, config._attn_implementation, versions, stated]
+    kind, attention = type(skeleton.model).__name__, config._attn_implementation
+    parts = [FORMAT, kind, attention, versions, stated, code_of(skeleton)]
     text = json.dumps(parts, sort_keys=True, default=str)
     return cache_folder() / f"verified-{hashlib.sha256(text.encode()).hexdigest()[:16]}.json"
+
+
+def code_of(skeleton: Skeleton) -> list[str]:
+    """Digests of code that came with the model or the program."""
+    modules = [skeleton.model, *(m for layer in skeleton.layers for m in layer.modules())]
+    modules += skeleton.model.modules()
+    names = {type(module).__module__ for module in modules if is_foreign(module)}
+    # what came with a model lies in one package, whose modules may use each other
+    packages = tuple(f"{name.rpartition('.')[0]}." for name in names if name.startswith(REMOTE))
+    names |= {name for name in sys.modules if packages and name.startswith(packages)}
+    files = {getattr(sys.modules.get(name), "__file__", None) for name in names}
+    texts = (Path(file).read_bytes() for file in files if file)
+    return sorted(hashlib.sha256(text).hexdigest() for text in texts)
 
 
 def known(skeleton: Skeleton) -> Verdict | None:

@@ -26,6 +26,30 @@ class OwnConfig(LlamaConfig):
 class OwnForCausalLM(LlamaForCausalLM):
     config_class = OwnConfig
 """
+# Layers behind one that keeps its hidden states add them, which no layer is given.
+SIDEWAYS = """
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer
+
+KEPT = {}
+
+class Sideways(LlamaDecoderLayer):
+    def forward(self, hidden_states, *args, **kwargs):
+        number, kept = self.self_attn.layer_idx, KEPT.get(hidden_states.shape)
+        if number == FROM:
+            KEPT[hidden_states.shape] = hidden_states
+        elif number > FROM and kept is not None and kept.device == hidden_states.device:
+            hidden_states = hidden_states + 0.3 * kept.tanh()
+        return super().forward(hidden_states, *args, **kwargs)
+
+plain = OwnForCausalLM.__init__
+
+def init(self, config):
+    plain(self, config)
+    for number in range(config.num_hidden_layers):
+        self.model.layers[number] = Sideways(config, number)
+
+OwnForCausalLM.__init__ = init
+"""
 AUTO_MAP = {
     "AutoConfig": "modeling_own.OwnConfig",
     "AutoModelForCausalLM": "modeling_own.OwnForCausalLM",
@@ -71,6 +95,35 @@ def test_the_self_check_runs_it_only_when_the_user_says_so(megatrain, mark):
     assert not mark.exists()
     assert '"passed"' in megatrain("verify own --json --trust-remote-code").out
     assert mark.exists()
+
+
+def handing_on(folder: Path, layer: int) -> None:
+    with (folder / "modeling_own.py").open("a") as code:
+        code.write(f"FROM = {layer}\n{SIDEWAYS}")
+
+
+def test_other_code_is_checked_anew(megatrain, project, mark):
+    assert "comparing a small own model" in megatrain(TRAIN).err
+    assert "comparing a small own model" not in megatrain(TRAIN, "output=again").err
+    handing_on(project / "own", 0)
+    assert "is not trained as in plain PyTorch" in megatrain(TRAIN, "output=other", code=8).err
+
+
+def test_layers_of_its_own_are_all_checked(megatrain, project, mark):
+    """What is alike may do otherwise by its number."""
+    described = json.loads((project / "own" / "config.json").read_text())
+    (project / "own" / "config.json").write_text(json.dumps(described | {"num_hidden_layers": 6}))
+    handing_on(project / "own", 3)
+    assert '"failed"' in megatrain("verify own --json --trust-remote-code", code=8).out
+
+
+def test_code_that_draws_random_numbers_is_refused(megatrain, project, mark):
+    code = (project / "own" / "modeling_own.py").read_text()
+    noise = "hidden_states = hidden_states + 0.3 * torch.randn_like(hidden_states)"
+    noisy = SIDEWAYS.replace("number, kept =", f"{noise}; number, kept =")
+    (project / "own" / "modeling_own.py").write_text(f"import torch\n{code}FROM = 99\n{noisy}")
+    error = megatrain(TRAIN, code=2).err
+    assert "computes other logits each time" in error and "random numbers" in error
 
 
 def test_the_code_is_part_of_every_model_folder(megatrain, trained, project, mark):
