@@ -23,9 +23,12 @@ from megatrain.models.pretrained import (
 from megatrain.models.stops import about_added, with_stops
 from megatrain.storage.manifest import check_description
 from megatrain.storage.safetensors_reader import check_shards
+from megatrain.storage.weights import check_headers
 
 if TYPE_CHECKING:
     from transformers import GenerationConfig, PretrainedConfig, PreTrainedTokenizerBase
+
+    from megatrain.models.skeleton import Skeleton
 
 TEMPLATE = "data.chat_template"
 
@@ -127,5 +130,15 @@ def check_weights(source: str, *, needed: bool = True) -> None:
     folder = Path(expanduser(source))
     if not folder.is_dir() or resolve_source(folder).kind == "gguf":
         return
-    if needed or any(folder.glob("*.safetensors")):
+    if needed or any(folder.glob("*.safetensors")) or any(folder.glob("pytorch_model*.bin")):
         check_shards(folder)
+
+
+def check_tensors(skeleton: Skeleton, source: str) -> None:
+    """Look whether the weights that a local folder holds are the model's, before anything takes
+    long. Raises ModelError and StorageError."""
+    folder = Path(expanduser(source))
+    headless = skeleton.anatomy.labels is not None  # its head may be drawn
+    if headless or not folder.is_dir() or not any(folder.glob("*.safetensors")):
+        return
+    check_headers(skeleton.anatomy, skeleton.constants, resolve_source(folder))

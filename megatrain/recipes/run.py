@@ -39,7 +39,7 @@ from megatrain.recipes.examination import open_examination
 from megatrain.recipes.going_on import final_is_whole, where_to_go_on
 from megatrain.recipes.launch import ranks_for
 from megatrain.recipes.loop import fit
-from megatrain.recipes.model import Model, check_weights
+from megatrain.recipes.model import Model, check_tensors, check_weights
 from megatrain.recipes.opened import Opened, in_run_folder
 from megatrain.recipes.opening import Ready, open_run
 from megatrain.recipes.place import check_links, check_place
@@ -88,7 +88,10 @@ def plan(
     if (machine is None or machine.here) and not shape_alone:
         check_place(config)
     parts = setup.prepare(config, shape_model(config) if shape_alone else None, machine)
-    check_once(parts.resolved.skeleton, config.model.trust_remote_code)
+    skeleton = parts.resolved.skeleton
+    if config.model.init == "pretrained" and not shape_alone:
+        check_tensors(skeleton, config.model.source)
+    check_once(skeleton, config.model.trust_remote_code)
     steps = config.train.max_steps if config.train.epochs is None else None
     return beside_others(parts, setup.make_run_plan(parts, steps=steps, suggest=True))
 
@@ -196,6 +199,8 @@ def get_ready(
     if model is None and config.model.init == "pretrained":
         check_weights(config.model.source)
     parts = setup.prepare(config, model, may_measure=True, world=world)
+    if model is None and config.model.init == "pretrained":
+        world.first(partial(check_tensors, parts.resolved.skeleton, config.model.source))
     parts = replace(parts, kept=kept or {})
     passengers = parts.resolved.skeleton.anatomy.passengers
     if config.model.init == "random" and passengers.names:

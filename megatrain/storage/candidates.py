@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -11,8 +12,6 @@ from typing import Any
 import torch
 
 from megatrain.errors import ModelError
-from megatrain.memory.store import Store
-from megatrain.models.anatomy import Anatomy
 from megatrain.models.initialize import NewHead
 from megatrain.models.pretrained import ModelSource, read_model_config
 from megatrain.models.quantised import quantisation_in
@@ -37,24 +36,33 @@ class Candidate:
     stored: StoredTensor | None = None
 
 
-def open_folder(anatomy: Anatomy, store: Store, source: ModelSource) -> dict[str, Candidate]:
+def open_folder(source: ModelSource) -> dict[str, Candidate]:
+    """What a model folder holds, by the headers of its files.
+
+    Raises ModelError and StorageError, as `open_shards` and `dequantised`.
+    """
     stored, how = open_shards(source.path), quantisation_in(source.path)
     found = {}
     if how is not None:
-        held = sum(tensor.nbytes for tensor in stored.values())
         quantised, stored = dequantised(stored, how)
         for name, q in quantised.items():
             found[name] = Candidate(q.values.where, torch.bfloat16, q.shape, q.chunks)
-        dtype = store.arrays["weight"].dtype
-        streamed = anatomy.parameters + anatomy.frozen_parameters
-        logger.info(
-            f"{source.path}: holds {how.method} weights; training starts from dequantised ones, "
-            f"and what it saves is {str(dtype).removeprefix('torch.')}: "
-            f"{streamed * dtype.itemsize / 1e9:.3g} GB instead of {held / 1e9:.3g} GB"
-        )
     for name, t in stored.items():
         found[name] = Candidate(t.where, t.dtype, t.shape, partial(read_chunks, t), t)
     return found
+
+
+def say_dequantised(
+    candidates: Mapping[str, Candidate], dtype: torch.dtype, source: ModelSource
+) -> None:
+    """Tell that weights are read otherwise than a folder has them, and kept in `dtype`."""
+    how = quantisation_in(source.path)
+    if how is not None and any(c.stored is None for c in candidates.values()):
+        nbytes = sum(math.prod(c.shape) for c in candidates.values()) * dtype.itemsize
+        logger.info(
+            f"{source.path}: its {how.method} weights are dequantised when they are read; all are "
+            f"{str(dtype).removeprefix('torch.')} from then on, {nbytes / 1e9:.3g} GB"
+        )
 
 
 def read_gguf(source: ModelSource) -> dict[str, Candidate]:

@@ -44,6 +44,7 @@ from megatrain.storage.manifest import (
     verifies,
     verify_checkpoint,
 )
+from megatrain.storage.matching import Found, find_tensors
 from megatrain.storage.rounds import deal
 from megatrain.storage.run_folder import FINAL
 from megatrain.storage.safetensors_reader import (
@@ -54,7 +55,6 @@ from megatrain.storage.safetensors_reader import (
     read_header,
 )
 from megatrain.storage.saves import STATE, find_checkpoint, holds_state, manifest_of, newest_first
-from megatrain.storage.weights import Found, find_tensors
 
 # A tensor in a file, and the array, block and range of the array that it is read into; a constant
 # has a place, and no array.

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import logging
 import math
-import re
-from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -14,15 +14,21 @@ import torch
 
 from megatrain.errors import ConfigError, ModelError, StorageError
 from megatrain.heartbeat import WEIGHTS_READ, beat, may_end_here
-from megatrain.memory.layout import Span, TensorRange
+from megatrain.memory.layout import Span
 from megatrain.memory.store import Store
 from megatrain.models.anatomy import Anatomy
-from megatrain.models.constants import FLOATS, Constants
+from megatrain.models.constants import Constants
 from megatrain.models.initialize import NewHead
 from megatrain.models.names import Place, Tensors
 from megatrain.models.pretrained import ModelSource
 from megatrain.optim.split import as_weight, split_master
-from megatrain.storage.candidates import Candidate, listed, open_folder, read_gguf, with_head
+from megatrain.storage.candidates import (
+    Candidate,
+    open_folder,
+    read_gguf,
+    say_dequantised,
+    with_head,
+)
 from megatrain.storage.carried import (
     CONFIG,
     NOTHING,
@@ -32,7 +38,14 @@ from megatrain.storage.carried import (
     with_frozen,
 )
 from megatrain.storage.hashed_file import WrittenFile
-from megatrain.storage.manifest import check_model_files, damaged, manifest_of_model, verifies
+from megatrain.storage.manifest import (
+    Manifest,
+    check_model_files,
+    damaged,
+    manifest_of_model,
+    verifies,
+)
+from megatrain.storage.matching import match, unchanged
 from megatrain.storage.safetensors_reader import (
     HashedReader,
     StoredTensor,
@@ -41,11 +54,6 @@ from megatrain.storage.safetensors_reader import (
 
 Copied = tuple[Place, StoredTensor]  # a tensor of a block, and its source
 SUFFIX = ".safetensors"
-# Constant tables that older releases saved with the weights; models compute them anew.
-IGNORED = re.compile(
-    r"(^|\.)(rotary_emb\.(inv_freq|cos_cached|sin_cached)"
-    r"|(attn|attention|self_attn|self_attention)\.(bias|masked_bias)|position_ids)$"
-)
 logger = logging.getLogger("megatrain")
 
 
@@ -87,15 +95,11 @@ def load_weights(
     manifest = manifest_of_model(source.path)
     hashed = manifest.files if manifest and verifies() else {}
     sums = {source.path / name: file for name, file in hashed.items()}
-    try:
-        candidates = with_head(open_folder(anatomy, store, source), head, source)
+    with damage_first(source.path, manifest):
+        candidates = with_head(open_folder(source), head, source)
+        say_dequantised(candidates, store.arrays["weight"].dtype, source)
         found, carried = copy_in(anatomy, store, candidates, str(source.file), constants, sums)
-    except (ModelError, StorageError):
-        if manifest:  # a wrong name or value may be a damaged one
-            names = [name for name in manifest.files if not name.startswith("optimizer")]
-            check_model_files(source.path, manifest, names)
-        raise
-    kept = carried_of(source.path, _unchanged(candidates, carried))
+    kept = carried_of(source.path, unchanged(candidates, carried))
     if head is not None:  # its config.json describes another model
         kept = replace(kept, files={n: text for n, text in kept.files.items() if n != CONFIG})
     dropped = [name for name, place in carried.items() if place is None]
@@ -105,20 +109,26 @@ def load_weights(
     return anatomy.published.named_as(found), with_frozen(kept, held, store, source.file)
 
 
-def _unchanged(
-    candidates: Mapping[str, Candidate], names: Iterable[str]
-) -> dict[str, StoredTensor]:
-    """Where tensors that are carried along lie. Raises ModelError for a quantised one."""
-    found = {}
-    for name in names:
-        stored = candidates[name].stored
-        if stored is None:
-            raise ModelError(
-                f"{candidates[name].where} is quantised and would be carried along, which is not "
-                "built; name the unquantised model"
-            )
-        found[name] = stored
-    return found
+def check_headers(anatomy: Anatomy, constants: Constants, source: ModelSource) -> None:
+    """Look whether a folder's tensors are those of the model, by the headers of its files.
+
+    Raises ModelError and StorageError as `load_weights`, but for what values tell.
+    """
+    with damage_first(source.path, manifest_of_model(source.path)):
+        match(anatomy, open_folder(source), str(source.file), constants)
+
+
+@contextmanager
+def damage_first(folder: Path, manifest: Manifest | None) -> Iterator[None]:
+    """Of a folder with a manifest, raise DamagedError for what was raised inside if that is why: a
+    wrong name or value may be a damaged one."""
+    try:
+        yield
+    except (ModelError, StorageError):
+        if manifest:
+            names = [name for name in manifest.files if not name.startswith("optimizer")]
+            check_model_files(folder, manifest, names)
+        raise
 
 
 def copy_in(
@@ -137,14 +147,8 @@ def copy_in(
 
     Raises ModelError as `load_weights`, and DamagedError.
     """
-    matched = find_tensors(anatomy, candidates, where)
+    matched = match(anatomy, candidates, where, constants)
     found, twins, carried = matched.names, matched.twins, matched.carried
-    for place, name in found.items():
-        dtypes = constants.may_be(place) if place.constant else FLOATS
-        _check_kind(candidates[name], place.tensor, dtypes)
-    for name, passenger in carried.items():
-        if passenger is not None:
-            _check_shape(candidates[name], passenger.tensor)
     constants.expect({p: (name, candidates[name].dtype) for p, name in found.items()})
     writers = {True: partial(copy_constant, constants), False: partial(copy_tensor, store)}
     by_file: dict[Path, list[Copied]] = {path: [] for path in sums or () if path.suffix == SUFFIX}
@@ -188,101 +192,6 @@ def _copy_checked(
         file.skip_to(file.nbytes)
         if file.nbytes != written.nbytes or (hashed and file.sha256 != written.sha256):
             raise damaged(path)
-
-
-@dataclass(frozen=True)
-class Found:
-    """The tensors of a folder.
-
-    Attributes:
-        names: by their places in the model.
-        twins: tied ones as (alias, owner).
-        carried: the places of those that are carried along; None for what transformers drops.
-    """
-
-    names: dict[Place, str]
-    twins: list[tuple[str, str]]
-    carried: dict[str, Place | None]
-
-
-def find_tensors(anatomy: Anatomy, names: Iterable[str], where: str) -> Found:
-    """What the tensors of these names are. Any name that transformers knows will do.
-
-    Raises ModelError if a name is unknown to this model, two are of one tensor, or one is missing.
-    """
-    found, dropped = _match_names(anatomy, names, where)
-    twins = _take_aliases(found)
-    missing = anatomy.published.missing(found.keys())
-    if missing:
-        raise ModelError(
-            f"{where}: lacks {listed(missing)}, which a {anatomy.family} model of this "
-            "configuration needs"
-        )
-    carried: dict[str, Place | None] = dict.fromkeys(dropped)
-    for place in [place for place in found if place.passenger]:
-        carried[found.pop(place)] = place
-    return Found(found, twins, carried)
-
-
-def _match_names(
-    anatomy: Anatomy, names: Iterable[str], where: str
-) -> tuple[dict[Place, str], list[str]]:
-    """(names by place, names of what transformers drops)."""
-    found: dict[Place, str] = {}
-    unexpected, dropped = [], []
-    for name, place in anatomy.published.places_of(names).items():
-        if place is None:
-            if anatomy.published.is_dropped(name) and not IGNORED.search(name):
-                dropped.append(name)
-            elif not IGNORED.search(name):
-                unexpected.append(name)
-        elif place in found:
-            raise ModelError(f"{where}: holds {place.own} twice, under another name too")
-        else:
-            found[place] = name
-    if unexpected:
-        raise ModelError(
-            f"{where}: holds {listed(unexpected)}, unknown to a {anatomy.family} model of this "
-            "config.json"
-        )
-    whole = {place.own for place in found if place.whole}
-    for place in found:
-        if place.own in whole and not place.whole:
-            raise ModelError(f"{where}: holds {place.own} twice, whole and in parts")
-    return found, dropped
-
-
-def _take_aliases(found: dict[Place, str]) -> list[tuple[str, str]]:
-    """Remove tied tensors from `found`; one replaces its owner if that is missing.
-
-    Returns the names of (alias, owner) where both are present.
-    """
-    twins = []
-    for alias in [place for place in found if place.alias]:
-        owner, stand_in = replace(alias, alias=False), found.pop(alias)
-        if owner in found:
-            twins.append((stand_in, found[owner]))
-        else:
-            found[owner] = stand_in
-    return twins
-
-
-def _check_shape(candidate: Candidate, tensor: TensorRange) -> None:
-    if candidate.shape != tensor.shape:
-        raise ModelError(
-            f"{candidate.where} has shape {list(candidate.shape)}, but config.json asks for "
-            f"{list(tensor.shape)}"
-        )
-
-
-def _check_kind(candidate: Candidate, tensor: TensorRange, dtypes: Collection[torch.dtype]) -> None:
-    _check_shape(candidate, tensor)
-    if candidate.dtype not in dtypes:
-        name = str(candidate.dtype).removeprefix("torch.")
-        raise ModelError(
-            f"{candidate.where} is {name}; "
-            "training needs the unquantised model in bf16, fp16 or fp32"
-        )
 
 
 def _check_twins(alias: Candidate, owner: Candidate) -> None:

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import re
 import shutil
+from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from megatrain.config import Config
 from megatrain.machine.datasheets import GPUS
 from megatrain.machine.hypothetical import DRIVER_BYTES
 from megatrain.recipes import another_machine as another_machine_module
 from megatrain.recipes.another_machine import another_machine
-from tests.quantised import TILES, config_in, in_tiles, rewrite, state
+from tests.quantised import TILES, Tensors, config_in, in_tiles, rewrite, state
 
 CARD = ("--gpu-memory", "12GiB", "--gpu-tflops", "60", "--pcie", "25", "--ram", "64GiB")
 SHORT = ("train.seq_len=512", "train.tokens_per_step=8192")
@@ -156,20 +159,53 @@ def test_nothing_to_plan_is_said(megatrain):
     assert words in megatrain("plan", code=2).err
 
 
-def test_a_quantised_folder_is_planned_and_trained_as_the_one_it_was_made_from(megatrain, project):
+@pytest.fixture
+def own_model(project: Path) -> Path:
+    """The project's model as a folder that a test may change."""
+    original, folder = (project / "model").resolve(), project / "model"
+    folder.unlink()
+    shutil.copytree(original, folder)
+    return folder
+
+
+NORM = "model.norm.weight"
+OTHER_TENSORS: dict[str, tuple[Callable[[Tensors], Tensors], str]] = {
+    "another shape": (lambda t: t | {NORM: t[NORM][:8].clone()}, f"{NORM} has shape [8], but"),
+    "one too many": (lambda t: t | {"x.y": torch.zeros(2)}, "holds x.y, unknown to a llama model"),
+    "one too few": (lambda t: {n: v for n, v in t.items() if n != NORM}, f"lacks {NORM}"),
+    "integers": (lambda t: t | {NORM: t[NORM].to(torch.int8)}, f"{NORM} is int8; training needs"),
+}
+
+
+@pytest.mark.parametrize("command", ["plan", "train"])
+@pytest.mark.parametrize(("change", "reason"), OTHER_TENSORS.values(), ids=OTHER_TENSORS.keys())
+def test_other_tensors_than_the_model_s_are_refused_first(
+    megatrain, project, own_model, command, change, reason
+):
+    rewrite(own_model, change)
+    assert reason in (error := megatrain(f"{command} cfg.yaml", code=2).err)
+    assert "comparing a small" not in error and not (project / "run" / "plan.json").exists()
+
+
+@pytest.mark.parametrize("command", ["plan", "train"])
+def test_pickles_alone_are_no_weights(megatrain, own_model, command):
+    (own_model / "model.safetensors").rename(own_model / "pytorch_model.bin")
+    assert "has only pickled weights" in megatrain(f"{command} cfg.yaml", code=2).err
+
+
+def test_a_quantised_folder_is_planned_and_trained_as_the_one_it_was_made_from(
+    megatrain, project, own_model
+):
     def planned() -> Any:
         plan = megatrain("plan cfg.yaml --json").json
         return [plan[key] for key in ("job", "choices", "disk")]
 
-    original = (project / "model").resolve()
-    (project / "model").unlink()
-    shutil.copytree(original, project / "model")
     expected = planned()
-    rewrite(project / "model", in_tiles)
-    state(project / "model", TILES)
+    rewrite(own_model, in_tiles)
+    state(own_model, TILES)
     assert planned() == expected
     done = megatrain("train cfg.yaml", "train.max_steps=1", "checkpoint.every=1")
-    assert (done.out + done.err).count("fp8 weights; training starts from dequantised ones") == 1
+    assert (done.out + done.err).count("its fp8 weights are dequantised when") == 1
     resumed = megatrain("resume run", "train.max_steps=2")
     assert "dequantised" not in resumed.out + resumed.err
     assert "quantization_config" not in config_in(project / "run" / "final")
