@@ -155,7 +155,8 @@ def page(results: Mapping[str, Any]) -> str:
         "through the same self-check as `megatrain verify MODEL`, in float32 on a CPU. The folder",
         "that transformers saves is read and written again bit for bit, and trained for three",
         "steps as in plain PyTorch. Another configuration of a family may do more or less:",
-        "`megatrain verify` says it, and `plan` and `train` ask once for each.",
+        "`megatrain verify` says it, and `plan` and `train` ask once for each. In bfloat16 all",
+        "weights are saved so, routers that transformers keeps in float32 among them; it is said.",
         "",
         f"Made by `python -m benchmarks.families` on {results['date']} with transformers "
         f"{results['transformers']} and torch {results['torch']}.",

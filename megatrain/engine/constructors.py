@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -9,11 +10,13 @@ from pathlib import Path
 from typing import Any, Literal, Self
 
 import torch
+from torch import distributed
 
 from megatrain.engine.build import Prepared, prepare, prepare_planned, read_config
 from megatrain.engine.masters import write_master
 from megatrain.engine.objective import AnyLoss
 from megatrain.engine.resolved import Weights
+from megatrain.errors import ConfigError
 from megatrain.losses import next_token
 from megatrain.memory.store import Store
 from megatrain.models.classifiers import is_classifier
@@ -25,6 +28,7 @@ from megatrain.planner.plan import Plan
 from megatrain.settings import Settings
 from megatrain.storage.carried import NOTHING, Carried
 from megatrain.storage.manifest import check_description
+from megatrain.storage.safetensors_reader import check_shards
 from megatrain.storage.weights import load_weights
 
 
@@ -195,6 +199,9 @@ class Constructors(ABC):
     @classmethod
     def _open(cls, prepared: Prepared, source: ModelSource | None, trust_remote_code: bool) -> Self:
         """An engine with the weights of `source`, or random ones; closed if that fails."""
+        refuse_ranks()
+        if source is not None and source.kind == "folder":
+            check_shards(source.path)
         engine = cls(**prepared.arguments())
         engine.plan = prepared.plan
         try:
@@ -206,3 +213,15 @@ class Constructors(ABC):
             engine.close()
             raise
         return engine
+
+
+def refuse_ranks() -> None:
+    """Raise ConfigError in a process of several that a launcher has started to work together, and
+    that have not met: each would train a model of its own."""
+    size = os.environ.get("WORLD_SIZE", "1")
+    if size not in ("", "1") and not distributed.is_initialized():
+        raise ConfigError(
+            f"WORLD_SIZE is {size}, but an Engine made in Python trains in one process, and each "
+            "of these would train a model of its own; call megatrain.train, which makes them "
+            "ranks, or start one process"
+        )

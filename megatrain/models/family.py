@@ -39,6 +39,8 @@ LARGEST = {
     "max_position_embeddings": 1 << 32,
 }
 
+EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+CHOSEN = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_top_k", "moe_k")
 OURS = ("transformers", "torch", "megatrain")  # packages whose versions say what their code is
 
 
@@ -67,6 +69,7 @@ def build_model(
             the attention implementation or a size.
     """
     refuse_sizes(config)
+    refuse_numbers_of_experts(config)
     config = copy.deepcopy(config)
     config.use_cache = False
     use_grouped_rows(config)
@@ -144,6 +147,20 @@ def refuse_sizes(config: Any) -> None:
                     raise ModelError(
                         f"{name} of {size:.6g} in config.json is more than any model has"
                     )
+
+
+def refuse_numbers_of_experts(config: Any) -> None:
+    """Raise ModelError if a token is to have more experts than there are, or none."""
+    for part in (config, *parts_of(config).values()):
+        given = part.to_dict()
+        counts = [given[key] for key in EXPERTS if type(given.get(key)) is int]
+        for key in CHOSEN:
+            chosen = given.get(key)
+            if type(chosen) is int and any(counts) and not 0 < chosen <= max(counts):
+                raise ModelError(
+                    f"{key} of {chosen} in config.json: the model has {max(counts)} experts, of "
+                    "which each token must have one at least"
+                )
 
 
 def _settings_in(settings: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:

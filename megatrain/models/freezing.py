@@ -32,6 +32,9 @@ def freeze(anatomy: Anatomy, patterns: Sequence[str], name: str = "freeze") -> A
     Raises ConfigError for a pattern that takes nothing, or a part of a tensor that is trained as
     one, and if nothing is left to train.
     """
+    for pattern in patterns:
+        if not isinstance(pattern, str):
+            raise ConfigError(f"{name}: {pattern!r} is no name of a tensor; write it as text")
     owners = _owners(anatomy, patterns, name)
     streamed = {spec.name for block in anatomy.blocks for spec in block.layout.tensors}
     _refuse_parts(anatomy, patterns, owners & streamed, name)

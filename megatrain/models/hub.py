@@ -32,10 +32,14 @@ REASONS = {
 OTHERWISE = "the hub did not deliver it ({said}); see {page}; if it asks for a login, {LOG_IN}"
 
 
-def download(name: str, revision: str | None, files: list[str], hint: str = "") -> Path:
+def download(
+    name: str, revision: str | None, files: list[str], hint: str = "", *, but: list[str]
+) -> Path:
     """The folder in the hub's cache that holds these files of a model, downloaded if need be.
 
-    hint: at a local folder that may have been meant. Raises ModelError.
+    hint: at a local folder that may have been meant. but: patterns of files that are left there.
+
+    Raises ModelError.
     """
     import huggingface_hub
     from huggingface_hub import constants
@@ -51,6 +55,7 @@ def download(name: str, revision: str | None, files: list[str], hint: str = "") 
             name,
             revision=revision,
             allow_patterns=files,
+            ignore_patterns=but,
             local_files_only=bool(silent),
             tqdm_class=_bar(),
         )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import hashlib
+import json
 import os
 import re
 from collections.abc import Iterable, Iterator
@@ -18,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from megatrain.data.named_templates import use_template
 from megatrain.errors import ModelError, if_forbidden
 from megatrain.models.hub import download
-from megatrain.models.quantised import forget_quantisation, quantisation_of
+from megatrain.models.quantised import forget_quantisation, quantisation_in, quantisation_of
 from megatrain.models.stops import end_of_turn
 
 if TYPE_CHECKING:
@@ -28,6 +29,8 @@ HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 # No code, no pickle; README.md says what the license is.
 HUB_DESCRIPTION = ["*.json", "*.model", "*.txt", "*.jinja", "*.tiktoken", "README.md"]
 HUB_WEIGHTS = ["*.safetensors"]
+# The same weights once more, in other programs' layouts; patterns take no heed of folders.
+HUB_COPIES = ["*/*.safetensors", "consolidated*.safetensors"]
 MAX_CONFIG_BYTES = 16 << 20
 # What transformers raises on files that it cannot use.
 UNUSABLE = (
@@ -188,7 +191,7 @@ def resolve_source(
             raise ModelError(f"{name}: no such file or folder{_nearest(path)}; check the path")
         near = _nearest(path)
     files = [*HUB_DESCRIPTION, *(HUB_WEIGHTS if weights else [])]
-    return ModelSource("folder", download(name, revision, files, near))
+    return ModelSource("folder", download(name, revision, files, near, but=HUB_COPIES))
 
 
 def cached_source(name: str, revision: str | None = None) -> ModelSource | None:
@@ -250,6 +253,8 @@ def read_model_config(source: ModelSource, trust_remote_code: bool = False) -> P
     try:
         config: PretrainedConfig = source.load(AutoConfig, trust_remote_code)
     except (*UNUSABLE, StrictDataclassError) as error:
+        if source.kind == "folder" and is_json(file):
+            quantisation_in(source.path)  # it may be why
         raise ModelError(f"{file}: {_explain(error)}") from error
     if not _names(config.architectures):
         named = f"architectures is {config.architectures!r}"
@@ -260,6 +265,14 @@ def read_model_config(source: ModelSource, trust_remote_code: bool = False) -> P
     config._attn_implementation = None
     config._experts_implementation = None
     return config
+
+
+def is_json(file: Path) -> bool:
+    try:
+        json.loads(file.read_text())
+    except (OSError, ValueError, RecursionError):
+        return False
+    return True
 
 
 def _names(architectures: Any) -> bool:

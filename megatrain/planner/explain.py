@@ -182,7 +182,8 @@ def _tiers(plan: Plan) -> Table:
 def _numbers(plan: Plan) -> Table:
     """What numbers of GPUs would give."""
     priced = any(row.cost_per_million is not None for row in plan.on_gpus)
-    title = f"numbers of {_ranks(plan)}" + (", priced in proportion" if priced else "")
+    hosts = f" of each of {plan.job.hosts} hosts" if plan.job.hosts > 1 else ""
+    title = f"numbers of {_ranks(plan)}{hosts}" + (", priced in proportion" if priced else "")
     costs = [f"{plan.economy.prices.currency}/million tokens"] if priced and plan.economy else []
     table = Table(title=title)
     for heading in (_ranks(plan), "seconds", "tokens/s", "TFLOP/s each", *costs):

@@ -228,11 +228,13 @@ def check_ranks(job: Job) -> None:
         )
     rows = job.most_ranks
     if rows is not None and rows < job.size:
+        key, least = "tokens_per_step", job.size * max(job.seq_len, job.least_tokens)
+        if job.rows_per_step is not None:
+            key, least = "rows_per_step", job.size // job.pieces
         raise PlanError(
             f"a step of {counted(rows // job.pieces, 'row')} has work for at most "
             f"{counted(rows, 'GPU')}, not "
-            f"for {job.size}: take at most {rows}, or raise train.tokens_per_step to "
-            f"{job.size * max(job.seq_len, job.least_tokens):,}"
+            f"for {job.size}: take at most {rows}, or raise train.{key} to {least:,}"
         )
 
 

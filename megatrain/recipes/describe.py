@@ -242,7 +242,7 @@ def summarize(run: Run, plan: Plan, seconds: float, stop: StopRequest | None) ->
         final_dir=folder / find_checkpoint(folder).name if stop is None else None,
         prompt=question,
         answer=reply,
-        host=Predicted(plan.host_bytes, peak_host_bytes(run.engine.world.local_size)),
+        host=Predicted(plan.host_bytes * plan.job.ranks, host_peak(run)),
         gpu=Predicted(plan.gpu_bytes or None, run.meter.peak_bytes()),
         step_s=Predicted(plan.timing.seconds, run.steady.median_s),
         time=run.progress.time,
@@ -256,6 +256,13 @@ def summarize(run: Run, plan: Plan, seconds: float, stop: StopRequest | None) ->
         spikes=run.spikes,
         exit_code=0 if stop is None else stop.exit_code,
     )
+
+
+def host_peak(run: Run) -> int | None:
+    """Bytes of RAM of a host, with all of its ranks, as far as a step has told; None: none has."""
+    if run.engine.world.is_alone:
+        return peak_host_bytes()
+    return run.progress.recent[-1].host_bytes if run.progress.recent else None
 
 
 def spent_economy(run: Run) -> Economy:

@@ -168,7 +168,7 @@ class Progress:
         self._total_steps: int | None = None
         self._first_step = 0
         self._ahead: Ahead = lambda step: {}
-        self._recent: deque[StepMetrics] = deque(maxlen=RECENT_STEPS)
+        self.recent: deque[StepMetrics] = deque(maxlen=RECENT_STEPS)
         self._eval: tuple[int, float] | None = None
         self._skipped = 0
         self._took: dict[str, float] = {}  # beats of each kind of activity, the last time
@@ -227,7 +227,7 @@ class Progress:
 
     def step(self, metrics: StepMetrics) -> None:
         """Show one step."""
-        self._recent.append(metrics)
+        self.recent.append(metrics)
         self._skipped += metrics.skipped
         self.time += metrics.time
         ends = (self._first_step + 1, self._total_steps)
@@ -266,10 +266,10 @@ class Progress:
         left = self.seconds_left()
         figures = [*self._figures(), (TIME_LEFT, "-" if left is None else human_seconds(left))]
         words = "  ".join(f"{name} {value}" for name, value in figures)
-        return f"step {self._recent[-1].step}{of}  {words}"
+        return f"step {self.recent[-1].step}{of}  {words}"
 
     def _figures(self) -> list[tuple[str, str]]:
-        newest = self._recent[-1]
+        newest = self.recent[-1]
         figures = [
             ("loss", f"{newest.loss:.4f}"),
             ("lr", f"{newest.lr:.2e}"),
@@ -290,8 +290,8 @@ class Progress:
         return figures
 
     def _tokens_per_s(self) -> float:
-        seconds = sum(step.step_s for step in self._recent)
-        return sum(step.tokens for step in self._recent) / seconds if seconds > 0 else 0.0
+        seconds = sum(step.step_s for step in self.recent)
+        return sum(step.tokens for step in self.recent) / seconds if seconds > 0 else 0.0
 
     def seconds_left(self) -> float | None:
         """To the end of the run, evaluations and saves included; None if that is not known.
@@ -300,8 +300,8 @@ class Progress:
         """
         if self._total_steps is None:
             return None
-        step = self._recent[-1].step
-        mean_step_s = sum(one.step_s for one in self._recent) / len(self._recent)
+        step = self.recent[-1].step
+        mean_step_s = sum(one.step_s for one in self.recent) / len(self.recent)
         outside = sum(
             times * self.outside_s[what] / max(1, self._times[what])
             for what, times in self._ahead(step).items()
@@ -309,12 +309,12 @@ class Progress:
         return max(0, self._total_steps - step) * mean_step_s + outside
 
     def _show(self) -> None:
-        if self._panel is None or not self._recent:
+        if self._panel is None or not self.recent:
             return
         figures = self._figures()
         if self._eval is not None:
             figures.insert(1, ("held-out loss", f"{self._eval[1]:.4f} (step {self._eval[0]})"))
-        self._panel.show(self._recent[-1], figures, self.seconds_left())
+        self._panel.show(self.recent[-1], figures, self.seconds_left())
 
 
 @dataclass(frozen=True)

@@ -29,7 +29,7 @@ NAMED = {
     "mxfp4": ("_blocks", "_scales", torch.uint8),
     "fp8": ("", "_scale_inv", torch.float8_e4m3fn),
 }
-SCALES = (torch.float32, torch.bfloat16, torch.float16)  # of fp8
+SCALES = (torch.float32, torch.bfloat16, torch.float16, torch.float8_e8m0fnu)  # of fp8
 SERVED = "activation_scale"  # of fp8 activations, which training does not have
 
 
@@ -148,9 +148,10 @@ def _read_fp8(
     stop: int | None = None,
 ) -> Chunks:
     ((_, stored),) = read_chunks(scales, chunk=scales.numel)
-    if not torch.isfinite(stored).all():
+    factors_of = stored.float()
+    if not torch.isfinite(factors_of).all():
         raise ModelError(f"{scales.where} holds NaN or infinity; the file is damaged")
-    of_tiles = stored.float().view(-1, grid[-1])
+    of_tiles = factors_of.view(-1, grid[-1])
     rows, columns = weight.shape[-2:]
     step = max(1, CHUNK_ELEMENTS // columns)
     end = weight.numel if stop is None else math.ceil(stop / columns) * columns

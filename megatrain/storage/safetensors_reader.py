@@ -31,6 +31,7 @@ DTYPES: dict[str, torch.dtype] = {
     "BF16": torch.bfloat16,
     "F8_E4M3": torch.float8_e4m3fn,
     "F8_E5M2": torch.float8_e5m2,
+    "F8_E8M0": torch.float8_e8m0fnu,
     "I64": torch.int64,
     "I32": torch.int32,
     "I16": torch.int16,
@@ -38,6 +39,7 @@ DTYPES: dict[str, torch.dtype] = {
     "U8": torch.uint8,
     "BOOL": torch.bool,
 }
+UNREAD = ("U16", "U32", "U64", "C64", "F4", "F6_E2M3", "F6_E3M2", "F8_E4M3FNUZ", "F8_E5M2FNUZ")
 INDEX = "model.safetensors.index.json"
 MAX_HEADER_BYTES = 100_000_000  # the safetensors package's own limit
 CHUNK_ELEMENTS = 1 << 22  # per read: 16 MiB of fp32, little memory for a few threads together
@@ -186,6 +188,11 @@ def _parse_header(path: Path, entries: Any, start: int, size: int) -> Header:
     spans: list[tuple[int, int]] = []
     for name, entry in entries.items():
         shape, (begin, end) = entry["shape"], entry["data_offsets"]
+        if entry["dtype"] in UNREAD:
+            raise ModelError(
+                f"{path}: {name} has the dtype {entry['dtype']}, which cannot be read; "
+                "name the model in bf16, fp16 or fp32"
+            )
         if entry["dtype"] not in DTYPES:
             raise ValueError(f"tensor {name!r} has the unknown dtype {entry['dtype']!r}")
         # in this order: a product of long numbers takes minutes

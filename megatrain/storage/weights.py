@@ -24,6 +24,7 @@ from megatrain.models.pretrained import ModelSource
 from megatrain.optim.split import as_weight, split_master
 from megatrain.storage.candidates import (
     Candidate,
+    listed,
     open_folder,
     read_gguf,
     say_dequantised,
@@ -105,6 +106,9 @@ def load_weights(
     dropped = [name for name, place in carried.items() if place is None]
     if said := about_carried(source.file, kept, dropped, anatomy.passengers):
         logger.info(said)
+    trained = {name: candidates[name].dtype for place, name in found.items() if not place.constant}
+    if store.arrays["weight"].dtype == torch.bfloat16 and (said := about_float32(trained)):
+        logger.info(f"{source.file}: {said}")
     held = {place: candidates[name].stored for place, name in found.items()}
     return anatomy.published.named_as(found), with_frozen(kept, held, store, source.file)
 
@@ -116,6 +120,17 @@ def check_headers(anatomy: Anatomy, constants: Constants, source: ModelSource) -
     """
     with damage_first(source.path, manifest_of_model(source.path)):
         match(anatomy, open_folder(source), str(source.file), constants)
+
+
+def about_float32(dtypes: Mapping[str, torch.dtype]) -> str:
+    """What becomes of tensors that a folder of other dtypes has in float32; empty: it has none."""
+    wide = sorted(name for name, dtype in dtypes.items() if dtype == torch.float32)
+    if not wide or len(wide) == len(dtypes):
+        return ""
+    return (
+        f"has {listed(wide)} in float32, unlike the rest; masters are exact, but layers compute "
+        "with bfloat16, and so it is saved (`megatrain export --dtype float32` has the masters)"
+    )
 
 
 @contextmanager

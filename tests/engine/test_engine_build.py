@@ -22,6 +22,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
         r"max_grad_norm: 0\.0 is out of range; give a number above 0, or None",
     ),
     ({"max_grad_norm": float("nan")}, "max_grad_norm: nan is out of range"),
+    ({"freeze": [3]}, "freeze: 3 is no name of a tensor; write it as text"),
 ]
 
 
@@ -29,6 +30,14 @@ BAD: list[tuple[dict[str, Any], str]] = [
 def test_an_option_that_cannot_be_honoured_is_refused(options, message):
     with pytest.raises(ConfigError, match=message):
         Engine.from_config(tiny_config("llama"), **{"device": "cpu", **options})
+
+
+def test_a_launcher_s_processes_do_not_train_a_model_each(monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ConfigError, match=r"WORLD_SIZE is 2, .*; call megatrain\.train, which"):
+        Engine.from_config(tiny_config("llama"), device="cpu")
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    Engine.from_config(tiny_config("llama"), device="cpu").close()
 
 
 def test_any_integer_is_a_seed():

@@ -13,6 +13,7 @@ from unittest.mock import Mock
 import huggingface_hub
 import pytest
 from huggingface_hub import constants, errors
+from huggingface_hub.utils import filter_repo_objects  # type: ignore[attr-defined]
 
 from megatrain import heartbeat
 from megatrain.errors import ModelError
@@ -66,6 +67,21 @@ def test_each_error_of_the_hub_says_what_to_do(monkeypatch, online, kind, words)
     assert said.startswith("some/model at revision v1: is no local folder")
     assert [part for part in words if part not in said] == []
     assert "\n" not in said and ".)" not in said and ".;" not in said
+
+
+def test_other_programs_copies_of_the_weights_stay_there(monkeypatch, online, tmp_path):
+    names = ["config.json", "model-1.safetensors", "original/model.safetensors", "a/b.jinja"]
+    names += ["consolidated-1.safetensors", "tokenizer.json", "model.bin"]
+    taken: list[str] = []
+
+    def download(*_: object, allow_patterns: Any, ignore_patterns: Any, **__: object) -> str:
+        patterns = {"allow_patterns": allow_patterns, "ignore_patterns": ignore_patterns}
+        taken.extend(filter_repo_objects(names, **patterns))
+        return str(tmp_path)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    resolve_source("some/model")
+    assert taken == ["config.json", "model-1.safetensors", "a/b.jinja", "tokenizer.json"]
 
 
 def test_a_full_disk_is_not_the_hubs_fault(monkeypatch, online):

@@ -136,6 +136,12 @@ def test_other_quantised_weights_are_refused_by_method(folder: Path, key: str, m
         read_model_config(resolve_source(folder))
 
 
+def test_a_method_without_settings_is_refused_by_its_name(folder: Path) -> None:
+    edit(folder, "config.json", quantization_config="gptq")
+    with pytest.raises(ModelError, match=r"quantised \(gptq\).*name the unquantised model"):
+        read_model_config(resolve_source(folder))
+
+
 @pytest.mark.parametrize("method", ["mxfp4", "fp8"])
 @pytest.mark.parametrize("part", [None, "text_config"])
 def test_what_can_be_dequantised_is_a_model_without_quantisation(

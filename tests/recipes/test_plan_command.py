@@ -236,8 +236,9 @@ def test_it_says_what_is_of_a_rank_and_what_is_assumed(megatrain):
     assert text.startswith("fits on 2 GPUs of each of 2 hosts: ")
     assert "several hosts: planned from bytes and the network's rate alone" in text
     assert "2 GPUs at work together: their rates are assumed, not measured; `megatrain" in text
-    for words in ("of GPU memory of each", "bytes by tier and array of a rank", "numbers of GPUs"):
+    for words in ("of GPU memory of each", "bytes by tier and array of a rank"):
         assert words in text
+    assert "numbers of GPUs of each of 2 hosts" in " ".join(text.split())
     assert "totals of a host, with 2 ranks" in text
     assert re.search("ranks +. 2 x 2 ", text)
 
@@ -254,6 +255,12 @@ NOT_SO_MANY = {
     "--gpus 2 --network 100": "--network: Gbit/s of each host, more than 0, for two --hosts",
     "--gpus 2 --hosts 2 --network 0": "--network: Gbit/s of each host, more than 0",
 }
+
+
+def test_rows_of_a_step_are_raised_by_the_key_that_is_set(megatrain):
+    rows = ("train.tokens_per_step=null", "train.rows_per_step=2", "train.seq_len=64")
+    error = megatrain("plan tiny --gpu H100 --ram 64GiB --gpus 3", *rows, code=4).err
+    assert "take at most 2, or raise train.rows_per_step to 3" in error
 
 
 @pytest.mark.parametrize(("flags", "words"), NOT_SO_MANY.items())

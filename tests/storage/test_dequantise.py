@@ -164,6 +164,22 @@ def test_tiles_are_cut_off_at_the_edges(quantised):
     assert differing({name: ours[name] for name in names}, expected) == []
 
 
+def test_scales_may_be_powers_of_two_in_a_byte(quantised):
+    folder = quantised("fp8")
+    powers = torch.float8_e8m0fnu
+
+    def in_bytes(tensors: Tensors) -> Tensors:
+        return {n: t.to(powers) if n.endswith("_scale_inv") else t for n, t in tensors.items()}
+
+    rewrite(folder, in_bytes)
+    stored = load_file(folder / "model.safetensors")
+    name = next(name for name in stored if f"{name}_scale_inv" in stored)
+    scales = stored[f"{name}_scale_inv"]
+    assert scales.dtype == powers
+    expected = stored[name].float() * spread(scales.float(), stored[name].shape, 128, 128)
+    assert torch.equal(loaded(folder)[name], expected.bfloat16())
+
+
 @pytest.mark.parametrize("case", ["fp8-experts", "mxfp4"])
 def test_what_is_written_is_bf16_and_trains_alike(quantised, tmp_path, case):
     with open_engine(quantised(case)) as engine:

@@ -199,7 +199,7 @@ HOSTILE: dict[str, tuple[Any, int]] = {  # the header, and the bytes behind it
     "a list": ([1, 2], 0),
     "nested too deep": (b'{"a":' * 50_000 + b"1" + b"}" * 50_000, 0),
     "a number of 5000 digits": (LONG, 8),
-    "unknown dtype": ({"a": ENTRY | {"dtype": "F4"}}, 8),
+    "unknown dtype": ({"a": ENTRY | {"dtype": "F31"}}, 8),
     "dtype of another kind": ({"a": ENTRY | {"dtype": ["F32"]}}, 8),
     "no offsets": ({"a": {"dtype": "F32", "shape": [2]}}, 8),
     "three offsets": ({"a": ENTRY | {"data_offsets": [0, 4, 8]}}, 8),
@@ -227,6 +227,13 @@ def test_malformed_headers_are_refused_by_file_name(path, case):
     text = header if isinstance(header, bytes) else json.dumps(header).encode()
     path.write_bytes(struct.pack("<Q", len(text)) + text + bytes(nbytes))
     with pytest.raises(StorageError, match=r"x\.safetensors: malformed safetensors header"):
+        read_header(path)
+
+
+def test_a_dtype_that_cannot_be_read_is_no_damage(path):
+    text = json.dumps({"a": {"dtype": "U16", "shape": [4], "data_offsets": [0, 8]}}).encode()
+    path.write_bytes(struct.pack("<Q", len(text)) + text + bytes(8))
+    with pytest.raises(ModelError, match="a has the dtype U16, which cannot be read; name the"):
         read_header(path)
 
 

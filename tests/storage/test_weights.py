@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -12,6 +13,7 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
+from megatrain.engine.engine import Engine
 from megatrain.errors import ModelError, StorageError
 from megatrain.memory.layout import ArraySpec
 from megatrain.memory.store import Store
@@ -22,6 +24,7 @@ from megatrain.optim.split import join_master
 from megatrain.storage.safetensors_reader import read_chunks
 from megatrain.storage.weights import load_weights
 from tests.files import add_tensors, gguf_writer
+from tests.support import plain_model, tiny_config
 
 Tensors = dict[str, torch.Tensor]
 Change = Callable[[Tensors], Tensors]
@@ -94,6 +97,19 @@ def rewrite(folder: Path, change: Change) -> None:
 
 def same(a: Tensors, b: Tensors) -> bool:
     return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+@pytest.mark.parametrize("precision", ["bfloat16", "float32"])
+def test_what_is_float32_among_others_is_told(tmp_path, caplog, precision):
+    """transformers keeps routers of some mixtures so."""
+    model: Any = plain_model(tiny_config("llama"), dtype=torch.bfloat16)
+    model.save_pretrained(tmp_path)
+    name = "model.norm.weight"
+    rewrite(tmp_path, lambda tensors: tensors | {name: tensors[name].float()})
+    with caplog.at_level(logging.INFO, "megatrain"):
+        Engine.from_pretrained(tmp_path, precision=precision, device="cpu").close()
+    told = [line for line in caplog.messages if f"has {name} in float32, unlike the rest" in line]
+    assert len(told) == (precision == "bfloat16")
 
 
 @pytest.mark.parametrize("family", FAMILIES)
