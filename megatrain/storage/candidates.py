@@ -15,7 +15,7 @@ from megatrain.errors import ModelError
 from megatrain.models.initialize import NewHead
 from megatrain.models.pretrained import ModelSource, read_model_config
 from megatrain.models.quantised import quantisation_in
-from megatrain.storage.dequantise import dequantised
+from megatrain.storage.dequantise import Dequantised, dequantised
 from megatrain.storage.safetensors_reader import StoredTensor, open_shards, read_chunks
 
 logger = logging.getLogger("megatrain")
@@ -27,6 +27,7 @@ class Candidate:
     of all of it by default, else at least of those elements.
 
     stored: where it lies in a safetensors file; None for other sources and quantised tensors.
+    quantised: how those are read.
     """
 
     where: str  # file and name, for error messages
@@ -34,6 +35,7 @@ class Candidate:
     shape: tuple[int, ...]
     chunks: Callable[..., Iterable[tuple[int, torch.Tensor]]]
     stored: StoredTensor | None = None
+    quantised: Dequantised | None = None
 
 
 def open_folder(source: ModelSource) -> dict[str, Candidate]:
@@ -46,7 +48,7 @@ def open_folder(source: ModelSource) -> dict[str, Candidate]:
     if how is not None:
         quantised, stored = dequantised(stored, how)
         for name, q in quantised.items():
-            found[name] = Candidate(q.values.where, torch.bfloat16, q.shape, q.chunks)
+            found[name] = Candidate(q.values.where, q.dtype, q.shape, q.chunks, quantised=q)
     for name, t in stored.items():
         found[name] = Candidate(t.where, t.dtype, t.shape, partial(read_chunks, t), t)
     return found
@@ -57,7 +59,7 @@ def say_dequantised(
 ) -> None:
     """Tell that weights are read otherwise than a folder has them, and kept in `dtype`."""
     how = quantisation_in(source.path)
-    if how is not None and any(c.stored is None for c in candidates.values()):
+    if how is not None and any(c.quantised is not None for c in candidates.values()):
         nbytes = sum(math.prod(c.shape) for c in candidates.values()) * dtype.itemsize
         logger.info(
             f"{source.path}: its {how.method} weights are dequantised when they are read; all are "

@@ -22,6 +22,7 @@ from megatrain.memory.store import Store
 from megatrain.models.names import Place
 from megatrain.models.passengers import NO_IMAGES, Passengers, are, listed, without_source
 from megatrain.models.quantised import KEY
+from megatrain.storage.dequantise import Dequantised
 from megatrain.storage.hashed_file import WrittenFile, write_bytes
 from megatrain.storage.manifest import EVERY_STEP, MANIFEST, Manifest, read_bytes, read_manifest
 from megatrain.storage.rounds import write_files
@@ -39,13 +40,13 @@ logger = logging.getLogger("megatrain")
 @dataclass(frozen=True)
 class Carried:
     """Attributes:
-    tensors: by the names that the source has for them.
+    tensors: by the names that the source has for them; of quantised ones what they stand for.
     files: config.json as it came and the processor's files, by name.
     frozen: what the source has of frozen tensors whose dtype the engine does not compute in, by the
         model's own names.
     """
 
-    tensors: Mapping[str, StoredTensor]
+    tensors: Mapping[str, StoredTensor | Dequantised]
     files: Mapping[str, bytes]
     frozen: Mapping[str, tuple[StoredTensor, ...]] = field(default_factory=dict)
 
@@ -53,23 +54,24 @@ class Carried:
         """The tensors, to be written."""
         return list(map(as_stored, self._all()))
 
-    def _all(self) -> list[StoredTensor]:
+    def _all(self) -> list[StoredTensor | Dequantised]:
         return [*self.tensors.values(), *(t for parts in self.frozen.values() for t in parts)]
 
 
 NOTHING = Carried({}, {})
 
 
-def as_stored(stored: StoredTensor) -> TensorSource:
-    """A tensor of a file, to be written as it is."""
+def as_stored(stored: StoredTensor | Dequantised) -> TensorSource:
+    """A tensor of a file, to be written as it is, or dequantised."""
 
     def pieces() -> Iterator[torch.Tensor]:
-        yield from (values for _, values in read_chunks(stored))
+        chunks = stored.chunks() if isinstance(stored, Dequantised) else read_chunks(stored)
+        yield from (values for _, values in chunks)
 
     return TensorSource(stored.name, stored.dtype, stored.shape, pieces)
 
 
-def carried_of(folder: Path, tensors: Mapping[str, StoredTensor]) -> Carried:
+def carried_of(folder: Path, tensors: Mapping[str, StoredTensor | Dequantised]) -> Carried:
     """These tensors of a model folder, and its files that go with them. Raises StorageError."""
     if not tensors:
         return NOTHING

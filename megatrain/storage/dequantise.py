@@ -12,6 +12,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 
 import torch
 
@@ -41,9 +42,15 @@ class Dequantised:
     or an expert.
     """
 
+    name: str
     values: StoredTensor
     shape: tuple[int, ...]
     chunks: Callable[..., Chunks]
+    dtype = torch.bfloat16
+
+    @property
+    def path(self) -> Path:
+        return self.values.path
 
 
 def dequantised(
@@ -78,11 +85,11 @@ def dequantised(
         path = others[name].path
         raise ModelError(f"{path}: holds {name} twice, quantised too; remove one of them")
     if how.method == "mxfp4":
-        return {name: _mxfp4(*pair) for name, pair in paired.items()}, others
-    return {name: _fp8(*pair, how.tile) for name, pair in paired.items()}, others
+        return {name: _mxfp4(name, *pair) for name, pair in paired.items()}, others
+    return {name: _fp8(name, *pair, how.tile) for name, pair in paired.items()}, others
 
 
-def _mxfp4(blocks: StoredTensor, scales: StoredTensor) -> Dequantised:
+def _mxfp4(name: str, blocks: StoredTensor, scales: StoredTensor) -> Dequantised:
     if len(blocks.shape) != 4 or blocks.shape[3] * 2 != GROUP:
         raise ModelError(
             f"{blocks.where} has shape {list(blocks.shape)}; MXFP4 has experts, rows, groups and "
@@ -91,7 +98,7 @@ def _mxfp4(blocks: StoredTensor, scales: StoredTensor) -> Dequantised:
     experts, rows, groups, _ = blocks.shape
     _check_scales(scales, (torch.uint8,), blocks.shape[:3], scales.shape == blocks.shape[:3])
     shape = (experts, groups * GROUP, rows)  # transformers exchanges rows and columns
-    return Dequantised(blocks, shape, partial(_read_mxfp4, blocks, scales))
+    return Dequantised(name, blocks, shape, partial(_read_mxfp4, blocks, scales))
 
 
 def _read_mxfp4(
@@ -127,7 +134,9 @@ def _read_mxfp4(
             begin += turned.numel()
 
 
-def _fp8(weight: StoredTensor, scales: StoredTensor, tile: tuple[int, int] | None) -> Dequantised:
+def _fp8(
+    name: str, weight: StoredTensor, scales: StoredTensor, tile: tuple[int, int] | None
+) -> Dequantised:
     if len(weight.shape) < 2 or not weight.numel:
         raise ModelError(f"{weight.where} has shape {list(weight.shape)}: it is not a matrix")
     *matrices, rows, columns = weight.shape
@@ -135,7 +144,8 @@ def _fp8(weight: StoredTensor, scales: StoredTensor, tile: tuple[int, int] | Non
     grid = (*matrices, math.ceil(rows / high), math.ceil(columns / wide))
     fits = scales.shape == grid or (tile is None and scales.numel == math.prod(grid))
     _check_scales(scales, SCALES, grid, fits)
-    return Dequantised(weight, weight.shape, partial(_read_fp8, weight, scales, grid, high, wide))
+    chunks = partial(_read_fp8, weight, scales, grid, high, wide)
+    return Dequantised(name, weight, weight.shape, chunks)
 
 
 def _read_fp8(

@@ -14,7 +14,6 @@ from megatrain.models.anatomy import Anatomy
 from megatrain.models.constants import FLOATS, Constants
 from megatrain.models.names import Place
 from megatrain.storage.candidates import Candidate, listed
-from megatrain.storage.safetensors_reader import StoredTensor
 
 # Constant tables that older releases saved with the weights; models compute them anew.
 IGNORED = re.compile(
@@ -49,7 +48,6 @@ def match(
     for name, passenger in matched.carried.items():
         if passenger is not None:
             _check_shape(candidates[name], passenger.tensor)
-    unchanged(candidates, matched.carried)
     return matched
 
 
@@ -113,20 +111,6 @@ def _take_aliases(found: dict[Place, str]) -> list[tuple[str, str]]:
         else:
             found[owner] = stand_in
     return twins
-
-
-def unchanged(candidates: Mapping[str, Candidate], names: Iterable[str]) -> dict[str, StoredTensor]:
-    """Where tensors that are carried along lie. Raises ModelError for a quantised one."""
-    found = {}
-    for name in names:
-        stored = candidates[name].stored
-        if stored is None:
-            raise ModelError(
-                f"{candidates[name].where} is quantised and would be carried along, which is not "
-                "built; name the unquantised model"
-            )
-        found[name] = stored
-    return found
 
 
 def _check_shape(candidate: Candidate, tensor: TensorRange) -> None:

@@ -46,7 +46,7 @@ from megatrain.storage.manifest import (
     manifest_of_model,
     verifies,
 )
-from megatrain.storage.matching import match, unchanged
+from megatrain.storage.matching import match
 from megatrain.storage.safetensors_reader import (
     HashedReader,
     StoredTensor,
@@ -100,7 +100,9 @@ def load_weights(
         candidates = with_head(open_folder(source), head, source)
         say_dequantised(candidates, store.arrays["weight"].dtype, source)
         found, carried = copy_in(anatomy, store, candidates, str(source.file), constants, sums)
-    kept = carried_of(source.path, unchanged(candidates, carried))
+    held_there = ((name, candidates[name]) for name in carried)
+    unchanged = {name: c.stored or c.quantised for name, c in held_there}
+    kept = carried_of(source.path, {name: one for name, one in unchanged.items() if one})
     if head is not None:  # its config.json describes another model
         kept = replace(kept, files={n: text for n, text in kept.files.items() if n != CONFIG})
     dropped = [name for name, place in carried.items() if place is None]

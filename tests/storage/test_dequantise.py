@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import shutil
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -15,7 +16,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from megatrain.engine.engine import Engine
-from megatrain.engine.verify import weights_of
+from megatrain.engine.verify import tensors_of, weights_of
 from megatrain.errors import ModelError
 from megatrain.models.quantised import quantisation_in
 from megatrain.storage.checkpoint import save_checkpoint
@@ -200,6 +201,27 @@ def test_what_is_written_is_bf16_and_trains_alike(quantised, tmp_path, case):
         assert differing(weights_of(engine), trained) == []
     assert differing(loaded(tmp_path / "exported"), trained) == []
     assert differing(trained, expected) != []
+
+
+def test_layers_that_transformers_drops_are_carried_along_dequantised(quantised, tmp_path):
+    """DeepSeek-V3's last layer predicts further tokens; releases have it in FP8, too."""
+    dense: dict[str, Any] = {"first_k_dense_replace": 1, "q_lora_rank": None, "kv_lora_rank": 16}
+    heads = {"qk_rope_head_dim": 16, "qk_nope_head_dim": 16, "v_head_dim": 32}
+    folder = quantised("fp8", transformers.DeepseekV3Config(**WIDE, **dense, **heads))
+    name = "model.layers.61.mlp.up_proj.weight"
+    rewrite(folder, lambda tensors: tensors | in_tiles({name: torch.randn(200, 256)}))
+    stored = load_file(folder / "model.safetensors")
+    scales = spread(stored[f"{name}_scale_inv"], stored[name].shape, 128, 128)
+    expected = (stored[name].float() * scales).bfloat16()
+    with open_engine(folder) as engine:
+        engine.save_pretrained(tmp_path / "out")
+        save_checkpoint(tmp_path / "run", 1, engine, None, {})
+    shutil.rmtree(folder)
+    export(tmp_path / "run", tmp_path / "exported")
+    for written in ("out", "exported"):
+        tensors = tensors_of(tmp_path / written)
+        assert torch.equal(tensors[name], expected)
+        assert not any(n.endswith("_scale_inv") for n in tensors)
 
 
 def test_it_is_said_once_with_the_size_of_the_export(quantised, caplog):
