@@ -44,7 +44,8 @@ ENVIRONMENT = {
     "WORLD_SIZE": "Above 1, with RANK and LOCAL_RANK, as torchrun sets them: this process is a "
     "rank of `train`, `resume` or `bench` ([several GPUs](scale.md)); `eval`, `generate`, `export` "
     "and `push` refuse it.",
-    "SLURM_PROCID": "With SLURM_NTASKS above 1 and SLURM_LOCALID: the same under Slurm.",
+    "SLURM_PROCID": "With SLURM_NTASKS above 1 and SLURM_LOCALID: the same under Slurm, in a "
+    "task of srun; a job's script, which has them without SLURM_STEP_ID, is one process.",
     "SLURM_LAUNCH_NODE_IPADDR": "Where ranks meet under Slurm, unless MASTER_ADDR is set.",
     "HF_TOKEN": "Token for gated and private models, and for push; `hf auth login` keeps one.",
     "HF_HOME": "Where the hub's downloads are kept.",
@@ -60,6 +61,8 @@ ENVIRONMENT = {
     "OMP_NUM_THREADS": "Threads of PyTorch on the CPU; ours is a container's share of processors "
     "(`--cpus`) where it is below what the machine has, unless it is set.",
     "TQDM_DISABLE": "Ours is 1 where stderr is no terminal, unless it is set.",
+    "TORCH_CPP_LOG_LEVEL": "Ours is `FATAL` in ranks, unless it is set: stacks of C++ add nothing "
+    "to what a run says of the death of one.",
     "WANDB_PROJECT": "Project of `track: wandb`; default: `megatrain`. Its other variables hold.",
     "WANDB_MODE": "`offline` keeps the run in its folder, to be synced.",
     "TRACKIO_PROJECT": "The same of `track: trackio`.",

@@ -99,11 +99,13 @@ def options(
 
 def one_process() -> None:
     """Raise ConfigError if a launcher started several processes: each would do it on its own."""
-    world = os.environ.get("WORLD_SIZE", "1")
-    if world.isdecimal() and int(world) > 1:
+    from megatrain.recipes.launch import started_by
+
+    name, size = started_by(os.environ)
+    if size > 1:
         raise ConfigError(
-            f"WORLD_SIZE={world} in the environment: this is one of {world} processes of a "
-            "launcher such as torchrun, which this command does not use; start it by itself, once"
+            f"{name}={size} in the environment: this is one of {size} processes of a launcher such "
+            "as torchrun or srun, which this command does not use; start it by itself, once"
         )
 
 

@@ -192,8 +192,9 @@ def bench(
 def on_several(settings: Config) -> None:
     """Start this command once for each GPU that the config takes, if it takes several, and leave
     with their exit code."""
-    from megatrain.recipes.launch import ranks_for, run_ranks
+    from megatrain.recipes.launch import be_quiet_as_rank, ranks_for, run_ranks
 
+    be_quiet_as_rank()
     if (size := ranks_for(settings)) > 1:
         raise typer.Exit(run_ranks(GIVEN, size))
 

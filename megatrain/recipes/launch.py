@@ -27,7 +27,10 @@ from megatrain.recipes.signals import INTERRUPTED, STOPPED, STOPS
 # What a launcher says of this process: of torchrun and Kubernetes' operators, or of Slurm.
 NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 OF_SLURM = ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", "SLURM_NTASKS_PER_NODE")
+MEETING = ("MASTER_ADDR", "MASTER_PORT")  # where ranks do
 LAUNCHER = "MEGATRAIN_LAUNCHER"  # our own process number, for the ranks
+# C++ adds dozens of lines to what ends all; it reads this when torch is loaded
+QUIET = ("TORCH_CPP_LOG_LEVEL", "FATAL")
 COMMAND = (sys.executable, "-m", "megatrain")
 LOOKS_EVERY_S = 0.1
 ENDS_WITHIN_S = 20.0  # of each other, once one has failed
@@ -43,22 +46,42 @@ class Place:
     local_size: int
 
 
+def started_by(environ: Mapping[str, str]) -> tuple[str, int]:
+    """(the launcher's name for it, how many processes it has started); 1: there is none."""
+    name = names_in(environ)[1]
+    size = environ.get(name, "")
+    return name, int(size) if size.isdecimal() else 1
+
+
+def names_in(environ: Mapping[str, str]) -> tuple[str, str, str, str]:
+    """A job's script has Slurm's names as well, but no step: it is one process."""
+    script = "SLURM_JOB_ID" in environ and "SLURM_STEP_ID" not in environ
+    of_slurm = "SLURM_PROCID" in environ and not script
+    return OF_SLURM if of_slurm and "WORLD_SIZE" not in environ else NAMES
+
+
 def place_of(environ: Mapping[str, str]) -> Place | None:
     """What the environment says; None for a process by itself. Raises ConfigError."""
-    names = NAMES if "WORLD_SIZE" in environ or "SLURM_PROCID" not in environ else OF_SLURM
-    given = {name: environ.get(name, "") for name in names}
-    size = given[names[1]]
-    if not size.isdecimal() or int(size) < 2:
+    names = names_in(environ)
+    _, size = started_by(environ)
+    if size < 2:
         return None
-    given[names[3]] = given[names[3]] or size  # all on one host
+    given = {name: environ.get(name, "") for name in names}
+    given[names[3]] = given[names[3]] or str(size)  # all on one host
     rank, _, local_rank, local_size = (int(v) if v.isdecimal() else -1 for v in given.values())
-    if not (0 <= rank < int(size) and 0 <= local_rank < local_size <= int(size)):
+    if not (0 <= rank < size and 0 <= local_rank < local_size <= size):
         said = ", ".join(f"{name}={value}" for name, value in given.items())
         raise ConfigError(
             f"the environment: {said}: that is no rank of a launcher; start several processes with "
             "torchrun, or unset these"
         )
-    return Place(rank, int(size), local_rank, local_size)
+    return Place(rank, size, local_rank, local_size)
+
+
+def be_quiet_as_rank() -> None:
+    """In a process that a launcher has started, keep C++ quiet. Called before torch is loaded."""
+    if started_by(os.environ)[1] > 1:
+        os.environ.setdefault(*QUIET)
 
 
 def ranks_for(config: Config) -> int:
@@ -95,7 +118,7 @@ def free_port() -> int:
 def environment_of(rank: int, size: int, port: int) -> dict[str, str]:
     """What makes a process a rank of several on this host, who meet at a port."""
     values = dict(zip(NAMES, (rank, size, rank, size), strict=True))
-    meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    meeting = dict(zip(MEETING, ("127.0.0.1", str(port)), strict=True))
     return {name: str(value) for name, value in values.items()} | meeting
 
 
@@ -124,11 +147,11 @@ def run_ranks(arguments: Sequence[str], size: int) -> int:
 
 
 def _start(arguments: Sequence[str], rank: int, size: int, port: int) -> subprocess.Popen[bytes]:
-    environ = {**os.environ, **environment_of(rank, size, port), LAUNCHER: str(os.getpid())}
+    own = {**environment_of(rank, size, port), LAUNCHER: str(os.getpid())}
     # sessions of their own: a terminal's Ctrl-C would reach them beside the one passed on
     return subprocess.Popen(
         [*COMMAND, *arguments],
-        env=environ,
+        env={**dict([QUIET]), **os.environ, **own},
         stdin=subprocess.DEVNULL,
         start_new_session=True,
     )

@@ -24,13 +24,16 @@ import psutil
 
 from megatrain.errors import UNEXPECTED, MegaTrainError, exit_code_of, printable
 from megatrain.recipes.launch import LAUNCHER
-from megatrain.recipes.signals import STDERR
+from megatrain.recipes.meeting import launcher_keeps_store
+from megatrain.recipes.signals import STDERR, early_request
 from megatrain.reporting.progress import IN_FILE
 from megatrain.world import World
 
 BEATS_EVERY_S = 1.0
 SILENT_S = 12.0  # without a sign of life a rank is dead
+LEAVES_WITHIN_S = 3.0  # of each other, if all were asked to stop before the first step
 STORE_TIMEOUT = timedelta(seconds=10)
+LOOKS_EVERY_S = 0.05
 T = TypeVar("T")
 
 logger = logging.getLogger("megatrain")
@@ -74,6 +77,7 @@ class Others:
         self._seen: dict[int, tuple[str, float]] = {}
         self._launcher = int(os.environ.get(LAUNCHER, "0"))
         self._unreachable = False
+        self._first: tuple[str, psutil.Process | None] = ("the first host", None)
 
     @classmethod
     @contextmanager
@@ -83,6 +87,7 @@ class Others:
         others._store.set_timeout(STORE_TIMEOUT)
         others._beat()
         world.every(None)  # from here on each has given a sign of life
+        others._first = others._whoever_is_first()
         thread = threading.Thread(target=others._look, name="megatrain-others", daemon=True)
         thread.start()
         try:
@@ -98,8 +103,17 @@ class Others:
         with suppress(RuntimeError):
             self._store.set(f"left/{self.world.rank}", str(exit_code))
             if self.world.is_first:
-                names = [f"left/{rank}" for rank in range(self.world.size)]
-                self._store.wait(names, STORE_TIMEOUT)
+                self._wait_for_all()
+
+    def _wait_for_all(self) -> None:
+        """Until all have left, have read why they end, or have had the time to find out."""
+        names = [f"left/{rank}" for rank in range(self.world.size)]
+        until = time.monotonic() + SILENT_S + 4 * BEATS_EVERY_S
+        while not self._store.check(names) and time.monotonic() < until:
+            if self._store.check(["failed"]):
+                self.let_read()
+                return
+            time.sleep(LOOKS_EVERY_S)
 
     def say(self, words: LastWords) -> LastWords:
         """Leave last words, for the others to find, if they are the first; returns those."""
@@ -122,7 +136,8 @@ class Others:
         if not self._unreachable:
             thread = threading.Thread(target=wait, name="megatrain-store", daemon=True)
             thread.start()
-            thread.join(STORE_TIMEOUT.total_seconds())
+            for seconds in (STORE_TIMEOUT.total_seconds(), BEATS_EVERY_S):
+                thread.join(seconds)  # again, as all may have been stopped meanwhile, and go on
             self._unreachable = not answers
         if self._unreachable:
             raise RuntimeError("the store does not answer")
@@ -130,11 +145,19 @@ class Others:
 
     def failed(self) -> LastWords | None:
         """The last words of the first rank that failed, or what can be said of one that died."""
+        began = time.monotonic()
         with suppress(RuntimeError):
             return self._asked(self._found)
+        (host, process), found = self._first, f"is gone, or cannot be reached from {self.host}"
+        # it holds the store; one that is there was stopped by a signal, and would never end
+        if process:
+            found = "is gone"
+            if time.monotonic() - began > STORE_TIMEOUT.total_seconds() / 2:
+                found = "does not answer"
+                with suppress(psutil.Error):
+                    process.kill()
         # of each host one rank says so
-        by = max(1, self.world.rank - self.world.local_rank)
-        return LastWords(0, "the first host", f"is gone, or cannot be reached from {self.host}", by)
+        return LastWords(0, host, found, max(1, self.world.rank - self.world.local_rank))
 
     def _found(self) -> LastWords | None:
         if self._store.check(["failed"]):
@@ -144,6 +167,14 @@ class Others:
     def _beat(self) -> None:
         now = time.monotonic()
         self._store.set(f"beat/{self.world.rank}", f"{now} {self.host} {os.getpid()}")
+
+    def _whoever_is_first(self) -> tuple[str, psutil.Process | None]:
+        """Its host; its process, if that is here and holds the store."""
+        _, host, process = self._store.get("beat/0").decode().split()
+        if host == self.host and not self.world.is_first and not launcher_keeps_store():
+            with suppress(psutil.Error):
+                return host, psutil.Process(int(process))
+        return host, None
 
     def _silent(self) -> LastWords | None:
         """A rank whose process is gone, or of which nothing was heard for too long."""
@@ -161,7 +192,8 @@ class Others:
             here, silent = host == self.host, now - since > SILENT_S
             if self._store.check([f"left/{rank}"]):
                 code = int(self._store.get(f"left/{rank}"))
-                if code and silent:  # it was asked to stop, and this one was not
+                # it was asked to stop, and this one was not, or waits for it where nobody can end
+                if code and (silent or _ends_with_others(now - since)):
                     return LastWords(rank, host, "was stopped", world.rank, code)
             elif here and not _lives(int(process)):
                 return LastWords(rank, host, f"(process {process}) has died", world.rank)
@@ -187,7 +219,9 @@ class Others:
     def _end(self, found: LastWords) -> None:
         """Say what happened, if that is on this rank, and leave at once."""
         found = self.say(found)
-        if speaks(self.world, found):
+        asked = early_request()
+        known = asked is not None and asked.came() and found.exit_code == asked.exit_code
+        if speaks(self.world, found) and not known:
             with suppress(Exception):
                 os.write(STDERR, f"error: {printable(str(found))}\n".encode())
         log_last(found)
@@ -238,6 +272,13 @@ def end_of(error: BaseException, others: Others) -> BaseException:
         return OtherFailed(str(found), code) if speaks(world, found) else SystemExit(code)
     time.sleep(2 * BEATS_EVERY_S)  # the others read it before a launcher stops them
     return error if world.is_first else SystemExit(code)
+
+
+def _ends_with_others(left_s: float) -> bool:
+    """Whether this rank has not begun to train, so nothing is lost if it ends as one that was asked
+    to stop, and has left so long ago. If it was asked, too, it may be about to leave by itself."""
+    request = early_request()
+    return request is not None and (not request.came() or left_s > LEAVES_WITHIN_S)
 
 
 def _lives(process: int) -> bool:

@@ -8,13 +8,13 @@ import os
 import socket
 from collections.abc import Callable
 from contextlib import ExitStack
+from dataclasses import astuple
 from datetime import timedelta
 from typing import Protocol, TypeVar
 
 import torch
 from torch import distributed
 from torch.distributed.distributed_c10d import PrefixStore
-from torch.distributed.rendezvous import rendezvous
 
 from megatrain.config import Config
 from megatrain.data.loader import Loader
@@ -22,9 +22,10 @@ from megatrain.errors import ConfigError, MegaTrainError, PlanError
 from megatrain.machine.affinity import share_of_cores
 from megatrain.machine.hardware import built_for_cuda, visible_gpus
 from megatrain.planner.reasons import counted
-from megatrain.recipes.launch import Place, place_of
-from megatrain.recipes.meeting import fresh_part
+from megatrain.recipes.launch import MEETING, NAMES, Place, place_of
+from megatrain.recipes.meeting import Wait, fresh_part, open_store
 from megatrain.recipes.others import Others, end_of
+from megatrain.recipes.signals import Stopped, early_request
 from megatrain.world import ALONE, World
 
 ALL_COME_WITHIN = timedelta(minutes=10)
@@ -51,6 +52,7 @@ def as_rank(device: str, work: Callable[[World], T]) -> T:
     Raises:
         ConfigError: there are fewer GPUs than ranks on this host.
         OtherFailed: another rank has failed, for the reason it gives.
+        SystemExit: a signal has come before all ranks have met.
     """
     place = place_of(os.environ)
     if place is None:
@@ -61,15 +63,12 @@ def as_rank(device: str, work: Callable[[World], T]) -> T:
             "a launcher begin together"
         )
     own = own_device(place, device)
-    for name, default in (("MASTER_ADDR", _first_host()), ("MASTER_PORT", PORT)):
+    for name, default in zip(MEETING, (_first_host(), PORT), strict=True):
         os.environ.setdefault(name, default)
-    os.environ |= {"RANK": str(place.rank), "WORLD_SIZE": str(place.size)}
+    # all of them: from here on `place_of` finds these names, also under Slurm
+    os.environ |= zip(NAMES, map(str, astuple(place)), strict=True)
     with ExitStack() as stack:
-        try:
-            others = _join(own, place, stack)
-        except RuntimeError as error:
-            reason = " ".join(str(error).split())
-            raise MegaTrainError(f"not all {place.size} ranks have met: {reason}") from error
+        others = _meet(own, place, stack)
         try:
             summary = work(others.world)
         except BaseException as error:
@@ -78,10 +77,23 @@ def as_rank(device: str, work: Callable[[World], T]) -> T:
         return summary
 
 
-def _join(own: torch.device, place: Place, stack: ExitStack) -> Others:
+def _meet(own: torch.device, place: Place, stack: ExitStack) -> Others:
     """Meet the other ranks; they are looked after until `stack` is closed."""
-    store, rank, size = next(rendezvous("env://", timeout=ALL_COME_WITHIN))
-    store = fresh_part(store, rank, size, ALL_COME_WITHIN)
+    try:
+        return _join(own, place, stack)
+    except (RuntimeError, Stopped) as error:
+        asked = early_request()
+        if asked is not None and asked.came():  # as were others, perhaps, that are gone already
+            raise SystemExit(asked.exit_code) from error
+        reason = " ".join(str(error).split())
+        raise MegaTrainError(f"not all {place.size} ranks have met: {reason}") from error
+
+
+def _join(own: torch.device, place: Place, stack: ExitStack) -> Others:
+    rank, size = place.rank, place.size
+    host, port = (os.environ[name] for name in MEETING)
+    wait = Wait(ALL_COME_WITHIN, f"{host}:{port}")
+    store = fresh_part(open_store(host, int(port), rank, size, wait), rank, size, wait)
     backend = "cpu:gloo,cuda:nccl" if own.type == "cuda" else "gloo"
     met = PrefixStore("group", store)
     distributed.init_process_group(
@@ -142,10 +154,13 @@ def check_ranks(config: Config, world: World) -> None:
 def check_rows_of_a_step(loader: Loader) -> None:
     """Raise PlanError if steps have fewer rows than there are ranks."""
     world = loader.world
-    if world.size > 1 and (rows := math.floor(loader.rows_of_a_step())) < world.teams:
-        busy = rows * world.pieces
-        raise PlanError(
-            f"steps have {counted(rows, 'row')} on average, work for at most "
-            f"{counted(busy, 'GPU')}, not for {world.size}: take at most {busy}, or raise "
-            "train.tokens_per_step"
-        )
+    if world.size == 1 or (rows := math.floor(loader.rows_of_a_step())) >= world.teams:
+        return
+    found, way_on = f"steps have {counted(rows, 'row')} on average", "raise train.tokens_per_step"
+    if loader.windows is None and (there := len(loader.rows)) < world.teams:  # no step has more
+        rows, found, way_on = there, f"the set has {counted(there, 'row')}", "add rows"
+    busy = rows * world.pieces
+    raise PlanError(
+        f"{found}, work for at most {counted(busy, 'GPU')}, not for {world.size}: take at most "
+        f"{busy}, or {way_on}"
+    )

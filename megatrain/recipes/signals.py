@@ -89,6 +89,11 @@ class _OfAll(StopRequest):
 _current: list[StopRequest] = []  # the one whose handlers are installed
 
 
+def early_request() -> StopRequest | None:
+    """The current request of a run that has not begun its first step."""
+    return next((request for request in _current if request.early), None)
+
+
 @contextmanager
 def stop_requests() -> Iterator[StopRequest]:
     """Turn the first of STOPS into a request. Inside another such block: that block's request.

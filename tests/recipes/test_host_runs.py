@@ -70,7 +70,7 @@ def test_when_the_network_is_cut_both_ends_stop_and_say_why(hosts, project):
         [line for line in said.splitlines() if line.startswith("error")] for said in started.said()
     )
     assert one == ["error: rank 1 on host-1 has said nothing for 2 s"]
-    assert other == ["error: rank 0 on the first host is gone, or cannot be reached from host-1"]
+    assert other == ["error: rank 0 on host-0 is gone, or cannot be reached from host-1"]
 
 
 def looked(world: World, folders: list[Path]) -> str:

@@ -19,7 +19,14 @@ from megatrain.config import Config, load_config
 from megatrain.errors import ConfigError
 from megatrain.machine.affinity import share_of_cores
 from megatrain.recipes import launch
-from megatrain.recipes.launch import Place, environment_of, place_of, ranks_for, run_ranks
+from megatrain.recipes.launch import (
+    Place,
+    be_quiet_as_rank,
+    environment_of,
+    place_of,
+    ranks_for,
+    run_ranks,
+)
 from megatrain.recipes.rank import as_rank, own_device
 from tests.commands import wait_for
 
@@ -37,6 +44,8 @@ ALONE: dict[str, str] = {}
         (SLURM | {"SLURM_NTASKS_PER_NODE": "2"}, Place(1, 2, 1, 2)),
         (SLURM | {"SLURM_NTASKS": "1", "SLURM_PROCID": "0"}, None),
         (SLURM | {"WORLD_SIZE": "1"}, None),
+        (SLURM | {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0"}, Place(1, 2, 1, 2)),
+        (SLURM | {"SLURM_JOB_ID": "7"}, None),  # the job's script, which is one process
         ({"WORLD_SIZE": "many"}, None),
         ({"WORLD_SIZE": ""}, None),
     ],
@@ -198,6 +207,23 @@ def test_a_signal_reaches_every_rank_once(program, capfd, number, code):
     thread.join()
 
 
+@pytest.mark.parametrize(("given", "heard"), [(None, "FATAL"), ("INFO", "INFO")])
+def test_ranks_are_spared_the_stacks_of_cpp_unless_asked_for(monkeypatch, capfd, given, heard):
+    monkeypatch.setenv("TORCH_CPP_LOG_LEVEL", given or "")
+    if given is None:
+        monkeypatch.delenv("TORCH_CPP_LOG_LEVEL")
+    code = "import os; os.write(1, os.environ['TORCH_CPP_LOG_LEVEL'].encode() + b'\\n')"
+    monkeypatch.setattr(launch, "COMMAND", (sys.executable, "-c", code))
+    assert run_ranks([], 2) == 0
+    assert capfd.readouterr().out.split() == [heard, heard]
+    be_quiet_as_rank()
+    assert os.environ.get("TORCH_CPP_LOG_LEVEL") == given  # a process by itself
+    for name, value in SLURM.items():
+        monkeypatch.setenv(name, value)
+    be_quiet_as_rank()
+    assert os.environ["TORCH_CPP_LOG_LEVEL"] == heard
+
+
 def test_cores_are_shared_out_whole(monkeypatch, tmp_path):
     """Two sockets of two cores of two threads; this process may not use the last core."""
     for cpu in range(8):
@@ -248,8 +274,12 @@ def test_gpus_that_nobody_starts_are_refused(project, megatrain):
 @pytest.mark.parametrize(
     "line", ["eval model", "export run out", "push run name/there", "generate model hello"]
 )
-def test_what_one_process_does_is_refused_to_several(project, line, megatrain, monkeypatch):
-    monkeypatch.setenv("WORLD_SIZE", "2")
+@pytest.mark.parametrize("environ", [{"WORLD_SIZE": "2"}, SLURM])
+def test_what_one_process_does_is_refused_to_several(
+    project, line, environ, megatrain, monkeypatch
+):
+    for name, value in environ.items():
+        monkeypatch.setenv(name, value)
     assert "this is one of 2 processes of a launcher" in megatrain(line, code=2).err
 
 

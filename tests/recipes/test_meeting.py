@@ -1,17 +1,28 @@
-"""Ranks that are started again in the store of those that died."""
+"""Ranks that are started again in the store of those that died, or of which some do not come."""
 
 from __future__ import annotations
 
+import os
+import signal
+import socket
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
-from functools import partial
+from typing import Any
 
 import pytest
 from torch import distributed
 
-from megatrain.recipes.meeting import fresh_part
+from megatrain.recipes import meeting
+from megatrain.recipes.meeting import Wait, fresh_part, open_store
+from tests.commands import wait_for
+from tests.ranks import Started
 
-SOON = timedelta(seconds=20)
+SOON_S = 20.0
+
+
+def met(store: Any, rank: int, size: int, seconds: float = SOON_S) -> Any:
+    return fresh_part(store, rank, size, Wait(timedelta(seconds=seconds), "here:1"))
 
 
 def test_each_start_has_a_part_of_the_store_for_itself():
@@ -19,7 +30,7 @@ def test_each_start_has_a_part_of_the_store_for_itself():
     with ThreadPoolExecutor(size) as ranks:
         for start in range(3):
             # the second comes in the end: what it left before is there
-            found = [ranks.submit(fresh_part, store, rank, size, SOON) for rank in (0, 2, 1)]
+            found = [ranks.submit(met, store, rank, size) for rank in (0, 2, 1)]
             first, *others = (one.result() for one in found)
             assert not first.check(["failed"])
             first.set("failed", f"of start {start}")
@@ -32,6 +43,41 @@ def test_each_start_has_a_part_of_the_store_for_itself():
 def test_who_does_not_come_is_named(rank, words):
     store = distributed.HashStore()  # type: ignore[attr-defined]
     with ThreadPoolExecutor(2) as ranks:  # of a start before
-        list(ranks.map(partial(fresh_part, store, size=2, patience=SOON), (0, 1)))
+        list(ranks.map(met, 2 * [store], (0, 1), 2 * [2]))
     with pytest.raises(RuntimeError, match=words):
-        fresh_part(store, rank, 2, timedelta(seconds=0.2))
+        met(store, rank, 2, 0.2)
+
+
+def test_a_stranger_at_the_address_is_not_waited_for_longer(capfd):
+    with socket.socket() as stranger:
+        stranger.bind(("127.0.0.1", 0))
+        stranger.listen()
+        host, port = stranger.getsockname()
+        wait = Wait(timedelta(seconds=0.2), "here:1")
+        with pytest.raises(RuntimeError, match="the first rank did not come to here:1"):
+            open_store(host, port, 1, 2, wait)
+    wait_for(lambda: all(each.name != "megatrain-meeting" for each in threading.enumerate()))
+
+
+@pytest.mark.parametrize(
+    ("missing", "said"), [(2, "waiting for ranks [2] at "), (0, "waiting for the first rank at ")]
+)
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 75), (signal.SIGINT, 130)])
+def test_who_waits_says_for_whom_and_ends_when_asked(
+    project, finished_project, monkeypatch, missing, said, number, code
+):
+    monkeypatch.setattr(meeting, "SAYS_AFTER_S", 0.5)
+
+    def first(rank: int) -> None:
+        if rank == missing:
+            os._exit(0)
+
+    started = Started(3, "train cfg.yaml device=cpu", first=first)
+    speaker, *others = [rank for rank in range(3) if rank != missing]
+    wait_for(lambda: said in started.said()[speaker])
+    for rank in (speaker, *others):
+        os.kill(started.ranks[rank].pid, number)
+    expected = [0 if rank == missing else code for rank in range(3)]
+    assert started.wait(5.0) == expected, started.said()
+    assert started.said()[speaker].count("waiting for") == 1
+    assert not (project / "run").exists()

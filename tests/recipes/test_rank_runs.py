@@ -5,8 +5,10 @@ from __future__ import annotations
 import os
 import re
 import signal
+import socket
 import time
 from collections.abc import Iterator
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +16,9 @@ import pytest
 
 from megatrain.config import load_config
 from megatrain.data import encoding, shards, streaming
+from megatrain.heartbeat import may_end_here
 from megatrain.recipes import loop, others
+from megatrain.recipes.launch import environment_of, free_port
 from megatrain.storage.restore import read_about
 from tests.commands import (
     chat_rows,
@@ -166,12 +170,17 @@ def test_when_one_is_killed_all_end_and_the_run_goes_on(project, monkeypatch, wh
     same_run(Path("run"), whole)
 
 
-def test_one_that_is_stopped_by_a_signal_is_not_waited_for(project):
+@pytest.mark.parametrize(
+    ("rank", "words"), [(1, "has said nothing for 2 s"), (0, "does not answer")]
+)
+def test_one_that_is_stopped_by_a_signal_is_not_waited_for(project, monkeypatch, rank, words):
+    monkeypatch.setattr(others, "STORE_TIMEOUT", timedelta(seconds=2))
     started = Started(2, train(), first=slowly)
     wait_for(lambda: trained_to(2))
-    os.kill(started.ranks[1].pid, signal.SIGSTOP)
-    assert started.wait(SOON_S) == [1, -signal.SIGKILL]
-    assert "has said nothing for 2 s" in started.said()[0]
+    os.kill(started.ranks[rank].pid, signal.SIGSTOP)
+    codes = started.wait(SOON_S)
+    assert codes[rank] == -signal.SIGKILL and codes[1 - rank] == 1
+    assert f"error: rank {rank} on {socket.gethostname()} {words}" in started.said()[1 - rank]
 
 
 def test_an_error_of_one_ends_all_with_its_sentence_and_code(project):
@@ -190,6 +199,52 @@ def test_an_error_of_one_ends_all_with_its_sentence_and_code(project):
     (said,) = [line for line in started.said()[0].splitlines() if line.startswith("error")]
     assert "rank 1 on " in said and "stopped: out of host memory, although only" in said
     assert "error" not in started.said()[1]
+
+
+@pytest.mark.parametrize(
+    ("asked", "early", "silent_s"), [(0, True, 12.0), (1, True, 12.0), (0, False, 2.0)]
+)
+def test_one_that_is_stopped_before_the_first_step_ends_all(
+    project, monkeypatch, asked, early, silent_s
+):
+    """While the first one prepares, the other waits inside the library; at once, or as soon as it
+    is silent for one that has begun to train."""
+    monkeypatch.setattr(others, "SILENT_S", silent_s)
+    monkeypatch.setattr(others, "STORE_TIMEOUT", timedelta(seconds=1))
+
+    def first(rank: int) -> None:
+        def slow(*_: Any, **__: Any) -> None:
+            Path(f"prepares-{rank}").touch()
+            while True:
+                may_end_here()
+                time.sleep(0.01)
+
+        if rank == 1 and not early:
+            pytest.MonkeyPatch().setattr(others, "early_request", lambda: None)
+        if rank == 0:
+            pytest.MonkeyPatch().setattr("megatrain.recipes.run.get_ready", slow)
+
+    started = Started(2, train(), first=first)
+    wait_for(Path("prepares-0").exists)
+    os.kill(started.ranks[asked].pid, signal.SIGTERM)
+    assert started.wait(8.0) == [75, 75], started.said()
+    assert ("rank 0 on " in started.said()[1]) == (asked == 0)
+
+
+def test_tasks_of_slurm_are_ranks(project):
+    port = str(free_port())
+
+    def first(rank: int) -> None:
+        for name in environment_of(rank, 2, 1):
+            del os.environ[name]
+        given = {"PROCID": rank, "LOCALID": rank, "NTASKS": 2, "JOB_ID": 7, "STEP_ID": 0}
+        os.environ |= {f"SLURM_{name}": str(value) for name, value in given.items()}
+        os.environ["MASTER_PORT"] = port
+
+    started = Started(2, train("train.max_steps=1"), first=first)
+    assert started.wait() == [0, 0], started.said()
+    first_said, other_said = started.said()
+    assert "trained" in first_said and other_said == ""
 
 
 SEVENS = "train.rows_per_step=7", "checkpoint.every=100", "train.eval_every=100"
@@ -284,11 +339,17 @@ def test_a_signal_to_any_stops_all_after_the_step_and_saves(project, to):
             4,
             "steps have 1 row on average, work for at most 1 GPU, not for 2",
         ),
+        (
+            "data.train=one.jsonl data.eval=null",
+            4,
+            "the set has 1 row, work for at most 1 GPU, not ",
+        ),
         (f"{SHARED}=3", 2, f"{SHARED}: 3 GPUs of a host cannot share sequences where 2 train"),
         (f"{SHARED}=2 method=dpo", 2, f"{SHARED}: 2 cannot be had with method: dpo, a loss over"),
     ],
 )
 def test_what_is_not_built_is_refused_and_said_once(project, keys, code, words):
+    write_jsonl(project / "one.jsonl", chat_rows(1))
     started = Started(2, train(*keys.split()))
     assert started.wait(SOON_S) == [code, code]
     (said,) = [line for text in started.said() for line in text.splitlines() if "error" in line]

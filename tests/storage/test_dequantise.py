@@ -206,7 +206,7 @@ def test_what_is_written_is_bf16_and_trains_alike(quantised, tmp_path, case):
 def test_layers_that_transformers_drops_are_carried_along_dequantised(quantised, tmp_path):
     """DeepSeek-V3's last layer predicts further tokens; releases have it in FP8, too."""
     dense: dict[str, Any] = {"first_k_dense_replace": 1, "q_lora_rank": None, "kv_lora_rank": 16}
-    heads = {"qk_rope_head_dim": 16, "qk_nope_head_dim": 16, "v_head_dim": 32}
+    heads: dict[str, Any] = {"qk_rope_head_dim": 16, "qk_nope_head_dim": 16, "v_head_dim": 32}
     folder = quantised("fp8", transformers.DeepseekV3Config(**WIDE, **dense, **heads))
     name = "model.layers.61.mlp.up_proj.weight"
     rewrite(folder, lambda tensors: tensors | in_tiles({name: torch.randn(200, 256)}))
