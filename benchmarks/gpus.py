@@ -142,7 +142,7 @@ def main() -> None:
 
 
 def runs(scaled: Scaled, gpus: int, steps: int, warmup: int) -> Iterator[Run]:
-    """One GPU first, if it is to run, and its powers of two; then all, then peers."""
+    """One GPU first, then 2, 4 and so on, if one is to run; then all, and then peers."""
     visible = visible_gpus()[:gpus]
     fewer = [1 << power for power in range((gpus - 1).bit_length())]
     counts = (*fewer, gpus) if scaled.wanted is not None else (gpus,)

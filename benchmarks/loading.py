@@ -14,12 +14,12 @@ import os
 import shutil
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from datetime import date
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+from benchmarks.records import Measured
 from megatrain.config import Config
 from megatrain.engine.engine import Engine
 from megatrain.machine.hardware import GIB
@@ -35,14 +35,6 @@ from megatrain.storage.export import save_pretrained
 from megatrain.storage.restore import load_checkpoint
 from megatrain.storage.weights import load_weights
 from megatrain.world import World
-
-
-@dataclass(frozen=True)
-class Measured:
-    """report: of the first rank; others have none."""
-
-    report: dict[str, Any]
-    exit_code: int = 0
 
 
 def main() -> None:

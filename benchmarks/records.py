@@ -25,6 +25,14 @@ RESULTS = ROOT / "benchmarks" / "results"
 
 
 @dataclass(frozen=True)
+class Measured:
+    """What the ranks of a benchmark come to. report: of the first one; others have none."""
+
+    report: dict[str, Any]
+    exit_code: int = 0
+
+
+@dataclass(frozen=True)
 class Record:
     """One run's outcome. `result` has at least step_s, tokens_per_s, tflops, gpu_peak_bytes,
     host_bytes, and what the machine gave meanwhile (`clocks`, `stolen`), unless there is an

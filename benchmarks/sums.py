@@ -9,7 +9,6 @@ import argparse
 import json
 from collections.abc import Callable
 from contextlib import closing
-from dataclasses import dataclass
 from datetime import date
 from functools import partial
 from pathlib import Path
@@ -17,20 +16,14 @@ from typing import Any
 
 import torch
 
+from benchmarks.records import Measured
+from megatrain.engine.build import choose_device
 from megatrain.engine.exchange import Exchange
 from megatrain.engine.streams import Compute
 from megatrain.measure.ranks import ELEMENTS, Together
 from megatrain.memory.layout import FlatLayout
 from megatrain.recipes.rank import as_rank, bind
 from megatrain.world import World, scatter_sum
-
-
-@dataclass(frozen=True)
-class Measured:
-    """report: of the first rank; others have none."""
-
-    report: dict[str, Any]
-    exit_code: int = 0
 
 
 def main() -> None:
@@ -51,8 +44,7 @@ def measure(device_name: str, world: World) -> Measured:
     if world.size == 1:
         raise SystemExit("benchmarks.sums: one rank has nothing to add; start it with torchrun")
     bind(world)
-    cuda = device_name != "cpu" and torch.cuda.is_available()
-    device = torch.device("cuda", 0) if cuda else torch.device("cpu")  # a rank sees its own alone
+    device = choose_device(device_name)  # a rank sees its own GPU alone
     layout = FlatLayout((), ELEMENTS[device.type])
     torch.manual_seed(world.rank)
     with closing(Exchange(world, [layout], Compute(device))) as exchange:

@@ -12,6 +12,7 @@ from typing import Annotated, Any
 import typer
 
 from megatrain.errors import ConfigError, ModelError, if_forbidden, printable
+from megatrain.machine.launcher import place_of, started_by
 from megatrain.reporting.streams import console_on, result_stream
 from megatrain.version import VERSION
 
@@ -99,8 +100,6 @@ def options(
 
 def one_process() -> None:
     """Raise ConfigError if a launcher started several processes: each would do it on its own."""
-    from megatrain.recipes.launch import started_by
-
     name, size = started_by(os.environ)
     if size > 1:
         raise ConfigError(
@@ -111,8 +110,6 @@ def one_process() -> None:
 
 def finish(summary: Any, as_json: bool) -> None:
     """Print a run's summary, on one rank, and leave with its exit code."""
-    from megatrain.recipes.launch import place_of
-
     place = place_of(os.environ)
     if place is None or place.rank == 0:
         show(summary, as_json)

@@ -18,6 +18,7 @@ from megatrain.engine.objective import AnyLoss
 from megatrain.engine.resolved import Weights
 from megatrain.errors import ConfigError
 from megatrain.losses import next_token
+from megatrain.machine.launcher import started_by
 from megatrain.memory.store import Store
 from megatrain.models.classifiers import is_classifier
 from megatrain.models.initialize import initialize, new_head
@@ -218,10 +219,10 @@ class Constructors(ABC):
 def refuse_ranks() -> None:
     """Raise ConfigError in a process of several that a launcher has started to work together, and
     that have not met: each would train a model of its own."""
-    size = os.environ.get("WORLD_SIZE", "1")
-    if size not in ("", "1") and not distributed.is_initialized():
+    name, size = started_by(os.environ)
+    if size > 1 and not distributed.is_initialized():
         raise ConfigError(
-            f"WORLD_SIZE is {size}, but an Engine made in Python trains in one process, and each "
+            f"{name} is {size}, but an Engine made in Python trains in one process, and each "
             "of these would train a model of its own; call megatrain.train, which makes them "
             "ranks, or start one process"
         )

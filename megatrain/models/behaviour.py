@@ -43,6 +43,11 @@ class Behaviour:
     small: Any = None
 
     @property
+    def repeats(self) -> bool:
+        """The same tokens have the same logits."""
+        return self.again <= NOISE
+
+    @property
     def causal(self) -> bool:
         """No token sees a later one."""
         return self.ahead <= NOISE
@@ -170,15 +175,17 @@ def moved(a: Tensor, b: Tensor) -> float:
 
 
 def refuse_misbehaving(model: Any, behaviour: Behaviour | None) -> None:
-    """Raise ModelError if tokens see later ones, which they are to predict, or if logits are of
-    chance."""
-    if behaviour is not None and behaviour.again > NOISE:
+    """Raise ModelError if tokens see later ones, which they are to predict, or if the same tokens
+    have other logits each time."""
+    if behaviour is None:
+        return
+    if not behaviour.repeats:
         raise ModelError(
             f"{type(model).__name__} computes other logits each time: they move by "
             f"{behaviour.again:.2g} of the largest, without dropout; it draws random numbers, "
             "which cannot be repeated when layers are recomputed"
         )
-    if behaviour is None or behaviour.causal:
+    if behaviour.causal:
         return
     encoder = model.config.to_dict().get("is_decoder") is False
     raise ModelError(

@@ -39,8 +39,12 @@ LARGEST = {
     "max_position_embeddings": 1 << 32,
 }
 
+# Keys, as transformers' families name them: how many experts a layer has, and a token is given to.
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
-CHOSEN = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_top_k", "moe_k")
+CHOSEN = (
+    *("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_top_k", "moe_k"),
+    "top_k_experts",
+)
 OURS = ("transformers", "torch", "megatrain")  # packages whose versions say what their code is
 
 
@@ -158,8 +162,8 @@ def refuse_numbers_of_experts(config: Any) -> None:
             chosen = given.get(key)
             if type(chosen) is int and any(counts) and not 0 < chosen <= max(counts):
                 raise ModelError(
-                    f"{key} of {chosen} in config.json: the model has {max(counts)} experts, of "
-                    "which each token must have one at least"
+                    f"{key} of {chosen} in config.json cannot be: the model has {max(counts)} "
+                    "experts; a token is given to one of them at least, and to all at most"
                 )
 
 

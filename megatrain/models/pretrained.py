@@ -29,7 +29,7 @@ HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 # No code, no pickle; README.md says what the license is.
 HUB_DESCRIPTION = ["*.json", "*.model", "*.txt", "*.jinja", "*.tiktoken", "README.md"]
 HUB_WEIGHTS = ["*.safetensors"]
-# The same weights once more, in other programs' layouts; patterns take no heed of folders.
+# The same weights once more, in other programs' layouts. A pattern's * takes folders, too.
 HUB_COPIES = ["*/*.safetensors", "consolidated*.safetensors"]
 MAX_CONFIG_BYTES = 16 << 20
 # What transformers raises on files that it cannot use.
@@ -253,7 +253,7 @@ def read_model_config(source: ModelSource, trust_remote_code: bool = False) -> P
     try:
         config: PretrainedConfig = source.load(AutoConfig, trust_remote_code)
     except (*UNUSABLE, StrictDataclassError) as error:
-        if source.kind == "folder" and is_json(file):
+        if source.kind == "folder" and _is_json(file):
             quantisation_in(source.path)  # it may be why
         raise ModelError(f"{file}: {_explain(error)}") from error
     if not _names(config.architectures):
@@ -267,7 +267,7 @@ def read_model_config(source: ModelSource, trust_remote_code: bool = False) -> P
     return config
 
 
-def is_json(file: Path) -> bool:
+def _is_json(file: Path) -> bool:
     try:
         json.loads(file.read_text())
     except (OSError, ValueError, RecursionError):

@@ -13,8 +13,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from types import FrameType
 
 import typer
@@ -22,66 +21,21 @@ import typer
 from megatrain.config import Config
 from megatrain.errors import UNEXPECTED, ConfigError
 from megatrain.machine.hardware import built_for_cuda, visible_gpus
+from megatrain.machine.launcher import MEETING, NAMES, place_of, started_by
 from megatrain.recipes.signals import INTERRUPTED, STOPPED, STOPS
 
-# What a launcher says of this process: of torchrun and Kubernetes' operators, or of Slurm.
-NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
-OF_SLURM = ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", "SLURM_NTASKS_PER_NODE")
-MEETING = ("MASTER_ADDR", "MASTER_PORT")  # where ranks do
 LAUNCHER = "MEGATRAIN_LAUNCHER"  # our own process number, for the ranks
 # C++ adds dozens of lines to what ends all; it reads this when torch is loaded
-QUIET = ("TORCH_CPP_LOG_LEVEL", "FATAL")
+QUIET = {"TORCH_CPP_LOG_LEVEL": "FATAL"}
 COMMAND = (sys.executable, "-m", "megatrain")
 LOOKS_EVERY_S = 0.1
 ENDS_WITHIN_S = 20.0  # of each other, once one has failed
 
 
-@dataclass(frozen=True)
-class Place:
-    """Which rank a launcher has made of this process, of how many, and on its host."""
-
-    rank: int
-    size: int
-    local_rank: int
-    local_size: int
-
-
-def started_by(environ: Mapping[str, str]) -> tuple[str, int]:
-    """(the launcher's name for it, how many processes it has started); 1: there is none."""
-    name = names_in(environ)[1]
-    size = environ.get(name, "")
-    return name, int(size) if size.isdecimal() else 1
-
-
-def names_in(environ: Mapping[str, str]) -> tuple[str, str, str, str]:
-    """A job's script has Slurm's names as well, but no step: it is one process."""
-    script = "SLURM_JOB_ID" in environ and "SLURM_STEP_ID" not in environ
-    of_slurm = "SLURM_PROCID" in environ and not script
-    return OF_SLURM if of_slurm and "WORLD_SIZE" not in environ else NAMES
-
-
-def place_of(environ: Mapping[str, str]) -> Place | None:
-    """What the environment says; None for a process by itself. Raises ConfigError."""
-    names = names_in(environ)
-    _, size = started_by(environ)
-    if size < 2:
-        return None
-    given = {name: environ.get(name, "") for name in names}
-    given[names[3]] = given[names[3]] or str(size)  # all on one host
-    rank, _, local_rank, local_size = (int(v) if v.isdecimal() else -1 for v in given.values())
-    if not (0 <= rank < size and 0 <= local_rank < local_size <= size):
-        said = ", ".join(f"{name}={value}" for name, value in given.items())
-        raise ConfigError(
-            f"the environment: {said}: that is no rank of a launcher; start several processes with "
-            "torchrun, or unset these"
-        )
-    return Place(rank, size, local_rank, local_size)
-
-
 def be_quiet_as_rank() -> None:
     """In a process that a launcher has started, keep C++ quiet. Called before torch is loaded."""
     if started_by(os.environ)[1] > 1:
-        os.environ.setdefault(*QUIET)
+        os.environ |= {**QUIET, **os.environ}
 
 
 def ranks_for(config: Config) -> int:
@@ -151,7 +105,7 @@ def _start(arguments: Sequence[str], rank: int, size: int, port: int) -> subproc
     # sessions of their own: a terminal's Ctrl-C would reach them beside the one passed on
     return subprocess.Popen(
         [*COMMAND, *arguments],
-        env={**dict([QUIET]), **os.environ, **own},
+        env={**QUIET, **os.environ, **own},
         stdin=subprocess.DEVNULL,
         start_new_session=True,
     )

@@ -24,7 +24,7 @@ import psutil
 
 from megatrain.errors import UNEXPECTED, MegaTrainError, exit_code_of, printable
 from megatrain.recipes.launch import LAUNCHER
-from megatrain.recipes.meeting import launcher_keeps_store
+from megatrain.recipes.meeting import LOOKS_EVERY_S, launcher_keeps_store
 from megatrain.recipes.signals import STDERR, early_request
 from megatrain.reporting.progress import IN_FILE
 from megatrain.world import World
@@ -33,7 +33,6 @@ BEATS_EVERY_S = 1.0
 SILENT_S = 12.0  # without a sign of life a rank is dead
 LEAVES_WITHIN_S = 3.0  # of each other, if all were asked to stop before the first step
 STORE_TIMEOUT = timedelta(seconds=10)
-LOOKS_EVERY_S = 0.05
 T = TypeVar("T")
 
 logger = logging.getLogger("megatrain")
@@ -137,7 +136,7 @@ class Others:
             thread = threading.Thread(target=wait, name="megatrain-store", daemon=True)
             thread.start()
             for seconds in (STORE_TIMEOUT.total_seconds(), BEATS_EVERY_S):
-                thread.join(seconds)  # again, as all may have been stopped meanwhile, and go on
+                thread.join(seconds)  # twice: the first time runs out where SIGSTOP held this rank
             self._unreachable = not answers
         if self._unreachable:
             raise RuntimeError("the store does not answer")

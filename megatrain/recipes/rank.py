@@ -21,8 +21,8 @@ from megatrain.data.loader import Loader
 from megatrain.errors import ConfigError, MegaTrainError, PlanError
 from megatrain.machine.affinity import share_of_cores
 from megatrain.machine.hardware import built_for_cuda, visible_gpus
+from megatrain.machine.launcher import MEETING, NAMES, Place, place_of
 from megatrain.planner.reasons import counted
-from megatrain.recipes.launch import MEETING, NAMES, Place, place_of
 from megatrain.recipes.meeting import Wait, fresh_part, open_store
 from megatrain.recipes.others import Others, end_of
 from megatrain.recipes.signals import Stopped, early_request

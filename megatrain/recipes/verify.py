@@ -108,19 +108,19 @@ def file_of(skeleton: Skeleton) -> Path:
     stated = {k: v for k, v in config.to_dict().items() if k not in NOT_OF_THE_FAMILY}
     versions = [installed_version(package) for package in PACKAGES]
     kind, attention = type(skeleton.model).__name__, config._attn_implementation
-    parts = [FORMAT, kind, attention, versions, stated, code_of(skeleton)]
+    parts = [FORMAT, kind, attention, versions, stated, code_digests(skeleton)]
     text = json.dumps(parts, sort_keys=True, default=str)
     return cache_folder() / f"verified-{hashlib.sha256(text.encode()).hexdigest()[:16]}.json"
 
 
-def code_of(skeleton: Skeleton) -> list[str]:
-    """Digests of code that came with the model or the program."""
-    modules = [skeleton.model, *(m for layer in skeleton.layers for m in layer.modules())]
-    modules += skeleton.model.modules()
+def code_digests(skeleton: Skeleton) -> list[str]:
+    """SHA-256 of each Python file of the model's code, where that came with it or the program."""
+    stacked = (module for layer in skeleton.layers for module in layer.modules())
+    modules = (*skeleton.model.modules(), *stacked)
     names = {type(module).__module__ for module in modules if is_foreign(module)}
     # what came with a model lies in one package, whose modules may use each other
     packages = tuple(f"{name.rpartition('.')[0]}." for name in names if name.startswith(REMOTE))
-    names |= {name for name in sys.modules if packages and name.startswith(packages)}
+    names |= {name for name in sys.modules if name.startswith(packages)}
     files = {getattr(sys.modules.get(name), "__file__", None) for name in names}
     texts = (Path(file).read_bytes() for file in files if file)
     return sorted(hashlib.sha256(text).hexdigest() for text in texts)

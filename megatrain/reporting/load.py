@@ -10,6 +10,8 @@ from dataclasses import dataclass, field
 
 import psutil
 
+from megatrain.machine.launcher import started_by
+
 RECENT_READINGS = 20
 CONTENDED = 0.9  # share of all cores that are busy from which one process slows another
 WORTH_NAMING = 0.1  # share of all cores that others take
@@ -73,7 +75,7 @@ def read_processes() -> Processes:
     """Processor seconds of every other process that can be seen, but not of our children, nor of
     other ranks that a launcher has started beside this one."""
     own = psutil.Process()
-    launched = os.environ.get("WORLD_SIZE", "1") != "1" or "SLURM_PROCID" in os.environ
+    launched = started_by(os.environ)[1] > 1
     first = (own.parent() if launched else None) or own
     ours = {own.pid, first.pid, *(child.pid for child in first.children(recursive=True))}
     found: Processes = {}

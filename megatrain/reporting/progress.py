@@ -168,7 +168,7 @@ class Progress:
         self._total_steps: int | None = None
         self._first_step = 0
         self._ahead: Ahead = lambda step: {}
-        self.recent: deque[StepMetrics] = deque(maxlen=RECENT_STEPS)
+        self.recent: deque[StepMetrics] = deque(maxlen=RECENT_STEPS)  # the newest last
         self._eval: tuple[int, float] | None = None
         self._skipped = 0
         self._took: dict[str, float] = {}  # beats of each kind of activity, the last time

@@ -158,10 +158,10 @@ def _read_fp8(
     stop: int | None = None,
 ) -> Chunks:
     ((_, stored),) = read_chunks(scales, chunk=scales.numel)
-    factors_of = stored.float()
-    if not torch.isfinite(factors_of).all():
+    stored = stored.float()
+    if not torch.isfinite(stored).all():
         raise ModelError(f"{scales.where} holds NaN or infinity; the file is damaged")
-    of_tiles = factors_of.view(-1, grid[-1])
+    of_tiles = stored.view(-1, grid[-1])
     rows, columns = weight.shape[-2:]
     step = max(1, CHUNK_ELEMENTS // columns)
     end = weight.numel if stop is None else math.ceil(stop / columns) * columns

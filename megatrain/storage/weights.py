@@ -100,9 +100,8 @@ def load_weights(
         candidates = with_head(open_folder(source), head, source)
         say_dequantised(candidates, store.arrays["weight"].dtype, source)
         found, carried = copy_in(anatomy, store, candidates, str(source.file), constants, sums)
-    held_there = ((name, candidates[name]) for name in carried)
-    unchanged = {name: c.stored or c.quantised for name, c in held_there}
-    kept = carried_of(source.path, {name: one for name, one in unchanged.items() if one})
+    unchanged = ((name, candidates[name].stored or candidates[name].quantised) for name in carried)
+    kept = carried_of(source.path, {name: tensor for name, tensor in unchanged if tensor})
     if head is not None:  # its config.json describes another model
         kept = replace(kept, files={n: text for n, text in kept.files.items() if n != CONFIG})
     dropped = [name for name, place in carried.items() if place is None]

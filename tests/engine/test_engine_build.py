@@ -36,7 +36,12 @@ def test_a_launcher_s_processes_do_not_train_a_model_each(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(ConfigError, match=r"WORLD_SIZE is 2, .*; call megatrain\.train, which"):
         Engine.from_config(tiny_config("llama"), device="cpu")
-    monkeypatch.setenv("WORLD_SIZE", "1")
+    monkeypatch.delenv("WORLD_SIZE")
+    for name in ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_STEP_ID"):
+        monkeypatch.setenv(name, "2")
+    with pytest.raises(ConfigError, match="SLURM_NTASKS is 2"):
+        Engine.from_config(tiny_config("llama"), device="cpu")
+    monkeypatch.setenv("SLURM_NTASKS", "1")
     Engine.from_config(tiny_config("llama"), device="cpu").close()
 
 

@@ -18,12 +18,11 @@ import megatrain as mt
 from megatrain.config import Config, load_config
 from megatrain.errors import ConfigError
 from megatrain.machine.affinity import share_of_cores
+from megatrain.machine.launcher import Place, place_of
 from megatrain.recipes import launch
 from megatrain.recipes.launch import (
-    Place,
     be_quiet_as_rank,
     environment_of,
-    place_of,
     ranks_for,
     run_ranks,
 )

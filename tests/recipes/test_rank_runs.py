@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
@@ -19,6 +20,7 @@ from megatrain.data import encoding, shards, streaming
 from megatrain.heartbeat import may_end_here
 from megatrain.recipes import loop, others
 from megatrain.recipes.launch import environment_of, free_port
+from megatrain.reporting.words import human_bytes
 from megatrain.storage.restore import read_about
 from tests.commands import (
     chat_rows,
@@ -106,9 +108,12 @@ def assert_steps_agree(run: Path, other: Path, *names: str) -> None:
 
 def test_two_ranks_train_as_one_and_either_goes_on(project, megatrain):
     keys = "train.schedule=constant", "train.groups=2", "train.warmup=9"
-    assert Started(2, train("train.max_steps=4", *keys)).wait() == [0, 0]
+    started, together = Started(2, train("train.max_steps=4", *keys)), Path("run")
+    assert started.wait() == [0, 0]
     assert (project / "rank-1.log").read_text() == ""  # the first one speaks
-    together = Path("run")
+    planned = json.loads((together / "plan.json").read_text())["totals"]["host"]["need"]
+    of_host = human_bytes(steps_of(together)[-1]["host_bytes"]), human_bytes(planned)
+    assert "host memory {}, planned {}".format(*of_host) in " ".join(started.said()[0].split())
     assert {row["slowest_rank"] for row in steps_of(together)} <= {0, 1}
     assert isinstance(sums_kept(together), int)
     said = megatrain(f"resume {together} train.max_steps=6").err

@@ -1,0 +1,57 @@
+"""What the environment says of the processes that a launcher has started together."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from megatrain.errors import ConfigError
+
+# Of torchrun and Kubernetes' operators, and of Slurm: the process among all, how many there are,
+# and the same among those of its host.
+NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+OF_SLURM = ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", "SLURM_NTASKS_PER_NODE")
+MEETING = ("MASTER_ADDR", "MASTER_PORT")  # the address at which ranks meet
+
+
+@dataclass(frozen=True)
+class Place:
+    """Which rank a launcher has made of this process, of how many, and on its host."""
+
+    rank: int
+    size: int
+    local_rank: int
+    local_size: int
+
+
+def started_by(environ: Mapping[str, str]) -> tuple[str, int]:
+    """(the launcher's name for it, how many processes it has started); 1: there is none."""
+    name = names_in(environ)[1]
+    size = environ.get(name, "")
+    return name, int(size) if size.isdecimal() else 1
+
+
+def names_in(environ: Mapping[str, str]) -> tuple[str, str, str, str]:
+    """The names under which a launcher has described this process: NAMES, or OF_SLURM in a task of
+    srun. The script of a Slurm job has those as well, but no step: it is one process."""
+    script = "SLURM_JOB_ID" in environ and "SLURM_STEP_ID" not in environ
+    of_slurm = "SLURM_PROCID" in environ and not script
+    return OF_SLURM if of_slurm and "WORLD_SIZE" not in environ else NAMES
+
+
+def place_of(environ: Mapping[str, str]) -> Place | None:
+    """What the environment says; None for a process by itself. Raises ConfigError."""
+    names = names_in(environ)
+    _, size = started_by(environ)
+    if size < 2:
+        return None
+    given = {name: environ.get(name, "") for name in names}
+    given[names[3]] = given[names[3]] or str(size)  # all on one host
+    rank, _, local_rank, local_size = (int(v) if v.isdecimal() else -1 for v in given.values())
+    if not (0 <= rank < size and 0 <= local_rank < local_size <= size):
+        said = ", ".join(f"{name}={value}" for name, value in given.items())
+        raise ConfigError(
+            f"the environment: {said}: that is no rank of a launcher; start several processes with "
+            "torchrun, or unset these"
+        )
+    return Place(rank, size, local_rank, local_size)
