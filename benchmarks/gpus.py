@@ -2,7 +2,7 @@
 its plan, and peers under torchrun.
 
     python -m benchmarks.gpus                                       # all cases, on all GPUs
-    python -m benchmarks.gpus --only 7.6b-65k-each --gpus 4 --seconds 540      # on 1, 2 and 4
+    python -m benchmarks.gpus --only 7.6b-65k-each --gpus 1 4 --seconds 540
 
 Each run leaves a JSON in benchmarks/results/<date>-<machine>; rows are printed as they come. None
 is begun after --seconds. What a GPU computes alone is the rate that others are measured by; cases
@@ -14,7 +14,7 @@ from __future__ import annotations
 import argparse
 import os
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -113,8 +113,10 @@ def main() -> None:
     )
     most = [name for name in CASES if name != "tiny"]
     parser.add_argument("--only", nargs="+", choices=CASES, default=most, help="cases")
+    most_gpus = max(1, len(visible_gpus()))
+    powers = [1 << power for power in range((most_gpus - 1).bit_length())]
     parser.add_argument(
-        "--gpus", type=int, default=max(1, len(visible_gpus())), help="default: all"
+        "--gpus", type=int, nargs="+", default=[*powers, most_gpus], help="numbers of them"
     )
     parser.add_argument("--steps", type=int, default=3, help="measured")
     parser.add_argument("--warmup", type=int, default=2)
@@ -122,7 +124,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=3600, help="after which none is begun")
     parser.add_argument("--output", type=Path, default=None, help="folder of the JSON files")
     args = parser.parse_args()
-    if not 1 <= args.gpus <= max(1, len(visible_gpus())):
+    if not all(1 <= count <= most_gpus for count in args.gpus):
         parser.error(f"--gpus: {args.gpus}, but {len(visible_gpus())} are visible here")
     folder, started = args.output or new_folder(), time.monotonic()
     done: dict[tuple[tuple[str, ...], tuple[tuple[str, str], ...]], Record] = {}
@@ -141,12 +143,10 @@ def main() -> None:
                 alone = done[key].tflops
 
 
-def runs(scaled: Scaled, gpus: int, steps: int, warmup: int) -> Iterator[Run]:
-    """One GPU first, then 2, 4 and so on, if one is to run; then all, and then peers."""
-    visible = visible_gpus()[:gpus]
-    fewer = [1 << power for power in range((gpus - 1).bit_length())]
-    counts = (*fewer, gpus) if scaled.wanted is not None else (gpus,)
-    for count in counts:
+def runs(scaled: Scaled, counts: Sequence[int], steps: int, warmup: int) -> Iterator[Run]:
+    """On each number of GPUs, or where one cannot run it on the largest; peers on that one, too."""
+    visible, gpus = visible_gpus(), max(counts)
+    for count in sorted(counts) if scaled.wanted is not None else [gpus]:
         shown = (("CUDA_VISIBLE_DEVICES", ",".join(visible[:count])),) if visible else ()
         environ = shown + (scaled.environ if count > 1 else ())
         run = our_run(scaled.of(count), steps, warmup)
