@@ -21,9 +21,9 @@ from megatrain.engine.routing import coefficient_of
 from megatrain.errors import ConfigError, PlanError
 from megatrain.losses import next_token
 from megatrain.machine.hardware import (
-    COMMUNICATOR_BYTES,
     bf16_is_fast,
     bound_heap,
+    communicator_bytes,
     communicators,
     disk_free,
     keep_caches_small,
@@ -315,7 +315,7 @@ def hold_to_budget(machine: Machine, gpu_limit: int | None) -> None:
     if machine.device.type == "cuda" and gpu is not None:
         # the user's limit counts the CUDA context and NCCL's buffers, PyTorch does not
         groups = communicators(machine.ranks, machine.hosts, machine.world.pieces)
-        beside = hardware.context_bytes + groups * COMMUNICATOR_BYTES
+        beside = hardware.context_bytes + communicator_bytes(groups, machine.peers)
         limit = gpu.total_bytes if gpu_limit is None else gpu_limit - beside
         share = min(1.0, max(0.0, limit / gpu.total_bytes))
         torch.cuda.set_per_process_memory_fraction(share, machine.device)

@@ -30,8 +30,10 @@ from megatrain.optim import Optimizer, WholeTensors
 from megatrain.optim.optimizer import RangeOptimizer, StepOptions
 from megatrain.optim.whole_tensors import TensorState
 
-# Elements: some 2 ms of a core, long enough to hide Python, short enough to spread a block evenly.
-CHUNK_ELEMENTS = 1 << 20
+# Elements: some 20 to 60 ms of a core, as each chunk takes Python's lock, for which dozens of
+# threads and the one that launches kernels queue; a thread that has no more goes on with the next
+# block.
+CHUNK_ELEMENTS = 1 << 23
 CHUNK_MINIMUM = 1 << 16
 CHUNKS_PER_THREAD = 4
 

@@ -43,9 +43,10 @@ CUDA_CONTEXT_BYTES = 756 * MIB
 # cuBLAS and cuBLASLt (matmuls with a bias) share a workspace of 32 MiB inside torch's reservation
 # on Hopper, less on older chips: one for every thread and stream that multiplies.
 CUBLAS_WORKSPACE_BYTES = 32 * MIB
-# What NCCL takes of a GPU's memory for each communicator, beside PyTorch's: two H200 with NVLink,
-# torch 2.11, NCCL 2.28.9, after its first gather and reduction (docs/decisions/0099-planned-ranks).
-COMMUNICATOR_BYTES = 486 * MIB
+# What NCCL takes of a GPU's memory for a communicator, beside PyTorch's, and for each other GPU in
+# it, which it reaches by NVLink or only through host RAM. H100 and H200, torch 2.11, NCCL 2.28.9:
+# of two 770 to 776 MiB, of four 1984, of two without peer access 320 (docs/log/2026-11.md).
+COMMUNICATOR_BYTES, PEER_BYTES, STAGED_PEER_BYTES = 169 * MIB, 605 * MIB, 151 * MIB
 # The same of the host's: what a rank of two took beyond its plan, twice (docs/log/2026-11.md).
 COMMUNICATOR_HOST_BYTES = 260 * MIB
 P2P_READS = 0  # NVML_P2P_CAPS_INDEX_READ, which pynvml has as a tuple
@@ -282,10 +283,17 @@ def bound_heap() -> None:
         mallopt(_M_MMAP_THRESHOLD, LARGE_BLOCK_BYTES)
 
 
-def communicators(ranks: int, hosts: int, pieces: int) -> int:
-    """Groups of NCCL's that a rank is in: of its host's ranks, of one of each host, and of some of
-    the first, `pieces`, that share sequences."""
-    return (ranks > 1) + (hosts > 1) + (1 < pieces < ranks * hosts)
+def communicators(ranks: int, hosts: int, pieces: int) -> list[int]:
+    """Members of each group of NCCL's that a rank is in: of its host's ranks, of one of each host,
+    and of some of the first, `pieces`, that share sequences."""
+    shared = pieces if pieces < ranks * hosts else 1
+    return [members for members in (ranks, hosts, shared) if members > 1]
+
+
+def communicator_bytes(groups: Sequence[int], peers: bool) -> int:
+    """GPU memory of communicators with so many members. peers: GPUs reach each other's memory."""
+    each = PEER_BYTES if peers else STAGED_PEER_BYTES
+    return sum(COMMUNICATOR_BYTES + (members - 1) * each for members in groups)
 
 
 def visible_gpu() -> Gpu | None:

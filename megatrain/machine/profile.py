@@ -37,7 +37,7 @@ logger = logging.getLogger("megatrain")
 
 Rates = tuple[tuple[int, float], ...]  # (size, rate at that size), sizes ascending
 
-FORMAT = 5  # of the measurements: a higher number makes every cached profile stale
+FORMAT = 6  # of the measurements: a higher number makes every cached profile stale
 # Memory traffic of one parameter's AdamW update: weight, remainder and two fp32 moments are read
 # and written, the gradient is read.
 UPDATE_BYTES = 26

@@ -6,7 +6,7 @@ Links to the host and its memory are shared, and what is sent between GPUs takes
 from __future__ import annotations
 
 import re
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from megatrain.machine.datasheets import data_sheet
 from megatrain.machine.hardware import Hardware, update_threads
@@ -26,21 +26,39 @@ TOGETHER = (
     *("gather", "reduce", "gather_loss", "reduce_loss"),
 )
 
-# Measured on two H200 of one host, both at work (docs/decisions/0099-planned-ranks.md).
-# Of NVLink's rate each way by the maker: 238 and 206 of 450 GB/s; 264 where the library may add, as
-# the sums of two (docs/log/2026-11.md).
-GATHER_SHARE, REDUCE_SHARE, REDUCE_SHARE_OF_TWO = 0.53, 0.46, 0.58
-GATHER_LOSS, REDUCE_LOSS, REDUCE_LOSS_OF_TWO = 0.31, 0.68, 0.28
-# Of the link to the host one way: where GPUs do not reach each other, everything goes through RAM.
+# Of the link to the host, one way: GPUs that do not reach each other send through its RAM.
 STAGED_GATHER_SHARE, STAGED_REDUCE_SHARE = 0.44, 0.41
-# Of one GPU's link when the other's is busy, too: 53.3 of 55 GB/s one way, 69.4 of 101 both ways.
-ONE_WAY_SHARE, BOTH_SHARE = 0.97, 0.69
-# Of each byte that links carry, what the host's update loses of its traffic in the same memory.
+# Of each byte that links carry, what the host's update loses of its traffic in the same memory:
+# 0.50 with two GPUs at work, 0.48 with four.
 LOST_TO_LINKS = 0.5
-MOST_LINKS = 2  # that count in this: nobody measured more of them on one host
 LEAST_BUSY = 0.2  # share of the update that is left beside busy links
 GEFORCE = re.compile(r"RTX [2-5]0[5-9]0")
 GLOO_SHARE = 0.03  # of memory's rate, between processes without GPUs
+
+
+@dataclass(frozen=True)
+class Shares:
+    """What each of several GPUs reaches while all work.
+
+    Attributes:
+        upload, download, both: of one GPU's link to the host.
+        gather, reduce: of NVLink's rate each way by the maker.
+        gather_loss, reduce_loss: of each second of these, what matmuls lose.
+    """
+
+    upload: float
+    download: float
+    both: float
+    gather: float
+    reduce: float
+    gather_loss: float
+    reduce_loss: float
+
+
+# H200s of one host (docs/decisions/0099-planned-ranks.md). Sums of two are the library's, which may
+# add two numbers in any order.
+OF_TWO = Shares(0.97, 0.97, 0.69, 0.53, 0.58, 0.31, 0.28)
+OF_FOUR = Shares(0.80, 0.67, 0.43, 0.69, 0.60, 0.26, 0.64)
 
 
 def peers(hardware: Hardware) -> bool:
@@ -90,27 +108,26 @@ def assumed(base: MachineProfile, hardware: Hardware, ranks: int) -> MachineProf
     if hardware.gpu is None:
         return _without_gpus(base, ranks, update, cores)
     sheet = data_sheet(hardware.gpu.name)
-    upload, both = ONE_WAY_SHARE * base.upload, BOTH_SHARE * base.both
+    shares = OF_TWO if ranks == 2 else OF_FOUR
+    upload, both = shares.upload * base.upload, shares.both * base.both
     gather, reduce = STAGED_GATHER_SHARE * base.upload, STAGED_REDUCE_SHARE * base.upload
-    share, loss = REDUCE_SHARE, REDUCE_LOSS
-    if ranks == 2:
-        share, loss = REDUCE_SHARE_OF_TWO, REDUCE_LOSS_OF_TWO
     if sheet is not None and sheet.nvlink:
-        gather, reduce = GATHER_SHARE * sheet.nvlink * 1e9, share * sheet.nvlink * 1e9
+        nvlink = sheet.nvlink * 1e9
+        gather, reduce = shares.gather * nvlink, shares.reduce * nvlink
     alone = interpolate(update, update_threads(cores))
-    lost = LOST_TO_LINKS * min(ranks, MOST_LINKS) * both / ranks / UPDATE_BYTES
+    lost = LOST_TO_LINKS * both / UPDATE_BYTES
     return replace(
         base,
         ranks=ranks,
         upload=upload,
-        download=ONE_WAY_SHARE * base.download,
+        download=shares.download * base.download,
         both=both,
         update=update,
         update_busy=max(LEAST_BUSY * alone, alone - lost),
         gather=gather,
         reduce=reduce,
-        gather_loss=GATHER_LOSS,
-        reduce_loss=loss,
+        gather_loss=shares.gather_loss,
+        reduce_loss=shares.reduce_loss,
     )
 
 

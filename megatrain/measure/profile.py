@@ -133,7 +133,7 @@ def _links_and_update(subject: Subject) -> Figures:
     cores, host_clock = subject.hardware.physical_cores, subject.clock(torch.device("cpu"))
     chosen = update_threads(cores)
     with ExitStack() as stack, ThreadPoolExecutor(1) as aside:
-        preparing = aside.submit(update.HostUpdate, update.PARAMETERS, cores)
+        preparing = aside.submit(update.HostUpdate, update.parameters_for(cores), cores)
         link = None
         if subject.device.type == "cuda":  # meanwhile: pinning takes as long
             link = stack.enter_context(LinkTest(subject.device))

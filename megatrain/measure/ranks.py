@@ -95,7 +95,7 @@ def _links_and_update(clock: Together, cores: int) -> Figures:
         link = None
         if clock.device.type == "cuda":
             link = stack.enter_context(LinkTest(clock.device))
-        work = stack.enter_context(update.HostUpdate(update.PARAMETERS, cores))
+        work = stack.enter_context(update.HostUpdate(update.parameters_for(cores), cores))
         rates = tuple((threads, work.rate(threads, clock)) for threads in thread_counts(cores))
         if link is None:
             none = dict.fromkeys(("upload", "download", "both"), 0.0)

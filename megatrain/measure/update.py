@@ -15,10 +15,14 @@ from megatrain.optim import AdamW
 from megatrain.optim.optimizer import UpdateRange
 
 PARAMETERS = 1 << 26  # 0.9 GiB of state: more than twice the largest caches of processors
+MOST_CORES = 16  # that so many parameters do for; more have more, up to four times as many
+# Each piece waits for Python's lock: with 56 threads and pieces of 0.3 million the rate was three
+# quarters of what two processes reached together (docs/log/2026-11.md).
+MOST_OF_A_PIECE = 1 << 21
 PIECES_PER_THREAD = 4  # of each pass, so that no thread is idle for long at the end
 # Passes of many threads over the arrays in a timed call, with no wait in between: waking the
-# threads and waiting for the last one then count a quarter.
-PASSES = 4
+# threads and waiting for the last one then count an eighth.
+PASSES = 8
 TOUCH_BYTES = 16 << 20  # touched by a thread at a time
 PIECE = 1 << 19  # parameters of one call: with fewer, threads would queue for Python's lock
 REPEATS = 8
@@ -32,6 +36,11 @@ ARRAYS = {
 }
 # Moves no number far, however often it is repeated.
 UNMOVING: dict[str, Any] = {"lr": 1e-8, "weight_decay": 0.0, "step": 1, "grad_scale": 1.0}
+
+
+def parameters_for(cores: int) -> int:
+    """Of an update that is to keep so many cores busy."""
+    return PARAMETERS * max(1, min(4, cores // MOST_CORES))
 
 
 def device_rate(clock: Clock, parameters: int) -> float | None:
@@ -96,13 +105,13 @@ class HostUpdate:
 
     def rate(self, threads: int, clock: Times) -> float:
         """Parameters/s; each of `threads` takes pieces until none is left, as in training."""
-        size = -(-self.parameters // (threads * PIECES_PER_THREAD))
+        size = min(MOST_OF_A_PIECE, -(-self.parameters // (threads * PIECES_PER_THREAD)))
         passes = min(PASSES, threads)
         starts = passes * [*range(0, self.parameters, size)]
 
         def take(pieces: Iterator[int]) -> None:
             for start in pieces:
-                self._update(start, start + size)
+                self._update(start, min(start + size, self.parameters))
 
         with ThreadPoolExecutor(threads) as pool:
             seconds = clock.seconds(lambda: list(pool.map(take, threads * [iter(starts)])))

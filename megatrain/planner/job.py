@@ -159,8 +159,8 @@ class Job(Asked):
         return self.ranks * self.hosts
 
     @property
-    def communicators(self) -> int:
-        """Groups of NCCL's that a rank is in."""
+    def communicators(self) -> list[int]:
+        """Members of each group of NCCL's that a rank is in."""
         return communicators(self.ranks, self.hosts, self.pieces)
 
     @property

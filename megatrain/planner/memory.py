@@ -8,7 +8,6 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from megatrain.machine.hardware import (
-    COMMUNICATOR_BYTES,
     COMMUNICATOR_HOST_BYTES,
     COMPILER_BYTES,
     CUDNN_LIBRARY_BYTES,
@@ -16,6 +15,7 @@ from megatrain.machine.hardware import (
     PAGE_TABLE_SHARE,
     PINNED_SHARE,
     Hardware,
+    communicator_bytes,
 )
 from megatrain.planner.activations import SUM_BYTES, WEIGHT_BYTES, Activations
 from megatrain.planner.job import Choices, Job
@@ -182,7 +182,7 @@ class Layout:
         table = {"shares on their way": shares} if shares else {}
         table["sums of other ranks"] = received
         if self.hardware.gpu:
-            table[COMMUNICATORS] = self.job.communicators * COMMUNICATOR_BYTES
+            table[COMMUNICATORS] = communicator_bytes(self.job.communicators, not self.job.reads)
         return table
 
     @property
@@ -268,7 +268,7 @@ class Layout:
             # attention in float32 loads nothing of cuDNN
             libraries -= CUDNN_LIBRARY_BYTES if job.precision == "float32" else 0
             libraries += int(GPU_RECORDS_SHARE * self.device_bytes)
-            libraries += job.communicators * COMMUNICATOR_HOST_BYTES
+            libraries += len(job.communicators) * COMMUNICATOR_HOST_BYTES
             libraries += PACKAGES_BYTES if shape.package_kernels else 0
         table = {"the process so far": hardware.resident_bytes, "libraries at work": libraries}
         if self.read_blocks:  # each rank maps what it shares, and has room for tables of its part

@@ -30,7 +30,7 @@ from megatrain.recipes.row_pieces import micro_batch_of, sharing
 from megatrain.recipes.setup import Parts
 from megatrain.recipes.shapes import shape_model
 from megatrain.reporting.advice import advise
-from megatrain.reporting.meters import GpuMeter, peak_host_bytes
+from megatrain.reporting.meters import GpuMeter, allocator_retries, peak_host_bytes
 from megatrain.reporting.metrics import StepTime
 from megatrain.reporting.progress import logging_on
 from megatrain.reporting.streams import console_on
@@ -167,11 +167,11 @@ def measure(
     measured = []
     for number in range(warmup + steps):
         step = draw(0 if same_batch else number)
-        started = time.perf_counter()
+        retries, started = allocator_retries(), time.perf_counter()
         result = step()
         seconds = time.perf_counter() - started
-        spent = StepTime.of(seconds, result.stalls_s)
-        measured.append(BenchStep(seconds, result.loss, result.grad_norm, spent))
+        spent, retries = StepTime.of(seconds, result.stalls_s), allocator_retries() - retries
+        measured.append(BenchStep(seconds, result.loss, result.grad_norm, spent, retries))
         what = "to warm up" if number < warmup else f"step {number - warmup + 1}/{steps}"
         found = f"{seconds:.3f} s, loss {result.loss:.4f}, {bound_in_words(spent)}"
         console.print(f"{what}: {found}")

@@ -14,12 +14,13 @@ from megatrain.reporting.words import human_bytes, human_parameters, human_secon
 
 @dataclass(frozen=True)
 class BenchStep:
-    """One measured step."""
+    """One measured step. retries: of the GPU's allocator (`meters.allocator_retries`)."""
 
     seconds: float
     loss: float
     grad_norm: float | None
     time: StepTime
+    retries: int = 0
 
 
 @dataclass(frozen=True)
@@ -90,8 +91,12 @@ class BenchResult:
             ("host memory", self.host.words(human_bytes)),
         ]
         if self.gpu.measured is not None:
-            rows.append(("GPU memory", self.gpu.words(human_bytes)))
+            rows.append(("GPU memory", self.gpu.words(human_bytes) + self._retries()))
         return [*rows, ("start-up", human_seconds(self.setup_s)), ("advice", self.advice)]
+
+    def _retries(self) -> str:
+        retries = sum(step.retries for step in self.steps)
+        return f"; {retries} times it was full, and cached memory was given back" if retries else ""
 
 
 def phases_in_words(timing: dict[str, Any]) -> str:

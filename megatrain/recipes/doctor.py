@@ -16,7 +16,7 @@ from megatrain.errors import ConfigError, StorageError
 from megatrain.machine import profile as profiles
 from megatrain.machine.hardware import Hardware, drive_name, one_of_each_drive, read_hardware
 from megatrain.machine.profile import DriveRates, MachineProfile, Rates
-from megatrain.machine.together import assumed, joined, known
+from megatrain.machine.together import assumed, joined, known, part_of
 from megatrain.measure.checks import Finding, check, places
 from megatrain.measure.disk import drive_rates
 from megatrain.measure.profile import measure_machine
@@ -150,7 +150,7 @@ def measured_together(
         return world.every(assumed(base, hardware, ranks))[0], True
     if world.rank == 0:
         logger.info(f"measuring {ranks} GPUs at work together for the plan, once")
-    found = measure_together(world, device, hardware.physical_cores)
+    found = measure_together(world, device, part_of(hardware, ranks).physical_cores)
     if world.rank == 0:
         try:
             keep_together(base, hardware, found)

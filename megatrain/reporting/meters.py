@@ -73,6 +73,16 @@ def _peak_bytes(pid: int, ranks: int) -> int:
     return (kib["VmHWM:"] - others) * 1024
 
 
+def allocator_retries() -> int:
+    """How often PyTorch found the GPU full, and gave back what it kept there to try again. The GPU
+    stands still meanwhile."""
+    import torch
+
+    if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        return 0
+    return int(torch.cuda.memory_stats()["num_alloc_retries"])
+
+
 class GpuMeter:
     """Peak bytes of one GPU as its driver counts them (NVML): torch's, the context's, libraries'.
 

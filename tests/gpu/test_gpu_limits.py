@@ -16,7 +16,7 @@ from megatrain.memory import slab
 from megatrain.recipes.setup import find_machine
 from megatrain.recipes.shapes import bench_config
 from megatrain.reporting.energy import EnergyMeter
-from megatrain.reporting.meters import GpuMeter
+from megatrain.reporting.meters import GpuMeter, allocator_retries
 from megatrain.settings import Settings
 from tests.compare import differing
 from tests.runs import run
@@ -74,6 +74,25 @@ def test_memory_gpu_is_a_limit_that_pytorch_keeps() -> None:
     torch.empty(1 << 30, dtype=torch.uint8, device="cuda")
     with pytest.raises(torch.cuda.OutOfMemoryError):
         torch.empty(3 << 30, dtype=torch.uint8, device="cuda")
+
+
+@pytest.mark.usefixtures("unlimited")
+def test_giving_back_what_is_kept_is_counted() -> None:
+    torch.cuda.empty_cache()
+    mib, (_, total) = 1 << 20, torch.cuda.mem_get_info()
+
+    def take(n: int) -> torch.Tensor:
+        return torch.empty(n * mib, dtype=torch.uint8, device="cuda")
+
+    held = torch.cuda.memory_reserved()
+    torch.cuda.set_per_process_memory_fraction((held + 320 * mib) / total)
+    before = take(160)
+    behind = take(64)  # so that the hole before it cannot grow
+    counted = allocator_retries()
+    del before
+    larger = take(200)  # beside the hole there is no room for it
+    assert allocator_retries() == counted + 1
+    del behind, larger
 
 
 def test_a_busy_gpu_takes_energy() -> None:

@@ -28,7 +28,7 @@ def of(name: str) -> Hardware:
 
 def test_two_h200_are_assumed_to_reach_what_they_did():
     """14 threads of each rank (benchmarks/results of the design: 142 GB/s idle, 73 beside busy
-    links; 53 and 69 GB/s of each link; 238 and 264 GB/s between them, and 206 between more)."""
+    links; 53 and 69 GB/s of each link; 238 and 264 GB/s between them)."""
     found = assumed(ALONE, HOST, 2)
     idle = 2 * interpolate(found.update, 14) * UPDATE_BYTES
     assert idle == pytest.approx(145e9, rel=0.1)
@@ -37,8 +37,16 @@ def test_two_h200_are_assumed_to_reach_what_they_did():
     assert found.both == pytest.approx(69.4e9, rel=0.02)
     assert (found.gather, found.reduce) == pytest.approx((238e9, 264e9), rel=0.02)
     assert (found.ranks, found.gather_loss, found.reduce_loss) == (2, 0.31, 0.28)
-    more = assumed(ALONE, HOST, 4)
-    assert (more.reduce, more.reduce_loss) == pytest.approx((206e9, 0.68), rel=0.01)
+
+
+def test_four_h200_are_assumed_to_reach_what_they_did():
+    """Of a host with 64 cores: benchmarks/results/2026-11-26-h200."""
+    found = assumed(ALONE, HOST, 4)
+    assert (found.upload, found.download) == pytest.approx((44.4e9, 37.0e9), rel=0.02)
+    assert (found.gather, found.reduce) == pytest.approx((309e9, 270e9), rel=0.02)
+    assert (found.both, found.reduce_loss) == pytest.approx((43.5e9, 0.64), rel=0.02)
+    idle = interpolate(found.update, 7) * UPDATE_BYTES
+    assert found.update_busy * UPDATE_BYTES == pytest.approx(idle - found.both / 2, rel=0.02)
 
 
 def test_gpus_without_nvlink_exchange_through_the_host():

@@ -57,6 +57,14 @@ def test_json_holds_the_figures_and_where_they_come_from(megatrain):
     assert len(result["environment"]["rates"]["update"][0]) == 2
 
 
+def test_how_often_a_gpu_was_full_is_counted_by_steps(megatrain, monkeypatch):
+    readings = iter([0, 5, 5, 8, 8, 10])  # before and after each step
+    monkeypatch.setattr("megatrain.recipes.bench.allocator_retries", lambda: next(readings))
+    result = megatrain("bench tiny", *SMALL, *QUICK, "--json").json
+    steps = [*result["warmup_steps"], *result["steps"]]
+    assert [step["retries"] for step in steps] == [5, 3, 2]
+
+
 def test_of_a_mixture_both_counts_are_said(megatrain, project):
     config = tiny_config("mixtral", num_local_experts=8)
     config.save_pretrained(project / "mixture")

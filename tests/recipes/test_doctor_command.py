@@ -216,11 +216,19 @@ def test_more_gpus_than_there_are_cannot_be_measured(hardware, measured, monkeyp
 
 @pytest.mark.parametrize("may_measure", [False, True])
 def test_ranks_measure_together_where_they_may(hardware, monkeypatch, may_measure):
-    monkeypatch.setattr(doctor, "measure_together", lambda *_: TOGETHER)
+    cores: list[int] = []
+
+    def measure(*given: Any) -> dict[str, Any]:
+        cores.append(given[-1])
+        return TOGETHER
+
+    monkeypatch.setattr(doctor, "measure_together", measure)
     monkeypatch.setattr(World, "every", lambda world, mine: [mine] * world.size)
+    hardware = replace(hardware, physical_cores=64)
     given = typical(hardware), hardware, GPU, World(0, 2, 0, 2)
     found, is_assumed = measured_together(*given, may_measure=may_measure)
     assert is_assumed == (not may_measure)
     assert (found.gather == 2e9) == may_measure
+    assert cores == ([32] if may_measure else []), "a rank's part of the host's"
     again, is_assumed = measured_together(*given)
     assert (again == found, is_assumed) == (True, not may_measure)
