@@ -23,9 +23,17 @@ class Benched:
     file: str
 
 
-H200, H100 = "2026-11-25-h200", "2026-11-25-h100"
+H200, H100, FOUR_H200 = "2026-11-25-h200", "2026-11-25-h100", "2026-11-26-h200"
 MIXTURES = (
-    Benched("Qwen3-30B-A3B, whole (30.5B)", f"{H200}/qwen3-30b-a3b-65k.json"),
+    Benched(
+        "GPT-OSS-120B, whole (116.8B), Lion, int8 moments",
+        f"{FOUR_H200}/gpt-oss-120b-65k.ours.json",
+    ),
+    *(
+        Benched(f"Qwen3-30B-A3B, whole, {n} tokens", f"{FOUR_H200}/qwen3-30b-a3b-{name}.ours.json")
+        for n, name in (("16,384", "16k"), ("65,536", "65k"), ("262,144", "262k"))
+    ),
+    Benched("Qwen3-30B-A3B, whole, in half the RAM", f"{H200}/qwen3-30b-a3b-65k.json"),
     Benched("Qwen3-30B-A3B, 27 layers (17.4B)", f"{H200}/qwen3-30b-a3b-27-layers-65k.json"),
     Benched("Qwen3-30B-A3B, 10 layers (6.9B)", f"{H200}/qwen3-30b-a3b-10-layers-65k.json"),
     Benched(
@@ -38,10 +46,21 @@ MIXTURES = (
         f"{H200}/qwen3.5-35b-a3b-4-layers-65k-again.json",
     ),
 )
-ONE, TWO = "ours.1-gpu.json", "ours.2-gpus.json"
+ONE, TWO, FOUR = "ours.1-gpu.json", "ours.2-gpus.json", "ours.4-gpus.json"
 GPUS = (
-    Benched("7.6B, 65,536 tokens, one H200", f"{H200}/7.6b-65k-beside-2.json"),
-    Benched("7.6B, 65,536 tokens on each of two H200", f"{H200}/7.6b-65k-each-of-2.json"),
+    Benched("7.6B, 65,536 tokens, one H200", f"{FOUR_H200}/7.6b-65k-each.{ONE}"),
+    Benched("7.6B, 65,536 tokens on each of two H200", f"{FOUR_H200}/7.6b-65k-each.{TWO}"),
+    Benched("7.6B, 65,536 tokens on each of four H200", f"{FOUR_H200}/7.6b-65k-each.{FOUR}"),
+    Benched("7.6B, 65,536 tokens on two H200 in all", f"{FOUR_H200}/7.6b-65k-in-all.{TWO}"),
+    Benched("7.6B, 65,536 tokens on four H200 in all", f"{FOUR_H200}/7.6b-65k-in-all.{FOUR}"),
+    Benched("32.8B, int8 moments, 65,536 tokens, one H200", f"{FOUR_H200}/32.8b-65k-each.{ONE}"),
+    Benched("32.8B, the same on each of two H200", f"{FOUR_H200}/32.8b-65k-each.{TWO}"),
+    Benched("32.8B, the same on each of four H200", f"{FOUR_H200}/32.8b-65k-each.{FOUR}"),
+    Benched(
+        "177.5B (205 of Llama-3-70B's layers), Lion, int8 moments and checkpoints of int4, 16,384 "
+        "tokens on each of four H200",
+        f"{FOUR_H200}/177b-16k-each.{FOUR}",
+    ),
     Benched("7.6B, 65,536 tokens, one H100", f"{H100}/7.6b-65k-in-all.{ONE}"),
     Benched("7.6B, 65,536 tokens on each of two H100", f"{H100}/7.6b-65k-each-of-2.json"),
     Benched("7.6B, 65,536 tokens on two H100 in all", f"{H100}/7.6b-65k-in-all.{TWO}"),

@@ -3,7 +3,8 @@
     python -m benchmarks.scaling
 
 H200s with 16 cores and 256 GiB of RAM each, sequences of 1,024, AdamW with fp32 moments, exact
-clipping. Rates of several at work are those that two H200 reached, in proportion to their NVLink.
+clipping. Rates of several at work are those that two and four H200 reached, in proportion to their
+NVLink.
 """
 
 from __future__ import annotations
