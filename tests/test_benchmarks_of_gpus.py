@@ -13,17 +13,17 @@ from benchmarks import clocks, gpus, scaling
 def test_a_case_of_several_gpus_runs_on_one_and_on_all_and_beside_peers(monkeypatch):
     monkeypatch.setattr(gpus, "visible_gpus", lambda: ["3", "5", "7"])
     monkeypatch.setattr(os, "cpu_count", lambda: 32)
-    one, both = gpus.runs(gpus.CASES["7.6b-32k-each-no-peer-access"], 2, steps=3, warmup=1)
+    one, both = gpus.runs(gpus.CASES["7.6b-32k-each-no-peer-access"], [2, 1], steps=3, warmup=1)
     assert one.environ == (("CUDA_VISIBLE_DEVICES", "3"),) and "32768" in one.arguments
     visible = ("CUDA_VISIBLE_DEVICES", "3,5")
     assert both.environ == (visible, ("NCCL_P2P_DISABLE", "1")) and "65536" in both.arguments
     assert (one.name, both.name) == tuple(f"{one.case.name}.ours.{v}" for v in ("1-gpu", "2-gpus"))
-    ours, zero3, fsdp2 = gpus.runs(gpus.CASES["3.4b-65k-each"], 2, steps=3, warmup=1)
+    ours, zero3, fsdp2 = gpus.runs(gpus.CASES["3.4b-65k-each"], [1, 2], steps=3, warmup=1)
     assert "131072" in ours.arguments
     for peer in (zero3, fsdp2):
         assert peer.environ == (("OMP_NUM_THREADS", "16"),)
         assert {"torch.distributed.run", "131072"} < {*peer.arguments}
-    (context,) = gpus.runs(gpus.CASES["7.6b-context-512k"], 2, steps=1, warmup=0)
+    (context,) = gpus.runs(gpus.CASES["7.6b-context-512k"], [2], steps=1, warmup=0)
     assert "train.context_parallel=2" in context.arguments
 
 
