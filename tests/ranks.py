@@ -25,25 +25,21 @@ from megatrain.recipes.launch import environment_of, free_port
 from megatrain.recipes.signals import STOPS
 from megatrain.world import World
 
-LIMIT_S = 60.0
+LIMIT_S = 120.0
 RunRanks = Callable[..., list[Any]]
 
 
-def run_ranks(
-    size: int, job: Callable[[World], Any], folder: Path, *, gpus: bool = False, hosts: int = 1
-) -> list[Any]:
+def run_ranks(size: int, job: Callable[[World], Any], folder: Path, *, hosts: int = 1) -> list[Any]:
     """What `job` returns on each of so many ranks. Fails with the first error of one.
 
     hosts: as if the ranks were on so many.
     """
     meeting = folder / f"meeting-{len(list(folder.iterdir()))}"
-    context: Any = multiprocessing.get_context("spawn" if gpus else "fork")
+    context: Any = multiprocessing.get_context("fork")
     ends, processes = [], []
     for rank in range(size):
         ours, theirs = context.Pipe(duplex=False)
-        process = context.Process(
-            target=_rank, args=(rank, size, meeting, job, gpus, hosts, theirs)
-        )
+        process = context.Process(target=_rank, args=(rank, size, meeting, job, hosts, theirs))
         process.start()
         theirs.close()
         ends.append(ours)
@@ -59,15 +55,18 @@ def run_ranks(
 class Staying:
     """Ranks that do one job after another, forked from the tests' at the first: to begin as such a
     process takes as long as a tiny model's steps. What is patched for a test does not reach them.
+
+    gpus: each has a GPU, and is no fork: CUDA does not survive one.
     """
 
-    def __init__(self, size: int, folder: Path) -> None:
-        context: Any = multiprocessing.get_context("fork")
+    def __init__(self, size: int, folder: Path, *, gpus: bool = False) -> None:
+        context: Any = multiprocessing.get_context("spawn" if gpus else "fork")
         self.ends: list[Connection] = []
         self.processes = []
         for rank in range(size):
             ours, theirs = context.Pipe()
-            given = (rank, size, folder / f"meeting-of-{size}", theirs, [*self.ends, ours])
+            others = [] if gpus else [*self.ends, ours]
+            given = (rank, size, folder / f"meeting-of-{size}", gpus, theirs, others)
             process = context.Process(target=_stay, args=given, daemon=True)
             process.start()
             theirs.close()
@@ -87,13 +86,13 @@ class Staying:
 
 
 @contextmanager
-def staying_ranks(folder: Path) -> Iterator[RunRanks]:
+def staying_ranks(folder: Path, *, gpus: bool = False) -> Iterator[RunRanks]:
     """As `run_ranks`, of processes that stay while jobs succeed."""
     teams: dict[int, Staying] = {}
 
     def run(size: int, job: Callable[[World], Any], *, hosts: int = 1) -> list[Any]:
         if size not in teams:
-            teams[size] = Staying(size, Path(mkdtemp(dir=folder)))
+            teams[size] = Staying(size, Path(mkdtemp(dir=folder)), gpus=gpus)
         try:
             return teams[size].do(job, hosts)
         except BaseException:
@@ -129,32 +128,35 @@ def _rank(
     size: int,
     meeting: Path,
     job: Callable[[World], Any],
-    gpus: bool,
     hosts: int,
     end: Connection,
 ) -> None:
-    device = torch.device("cuda", rank) if gpus else torch.device("cpu")
-    if gpus:
-        torch.cuda.set_device(device)
-    _meet(rank, size, meeting, "cpu:gloo,cuda:nccl" if gpus else "gloo")
-    _do(job, hosts, device, end)
+    _do(job, hosts, _meet(rank, size, meeting), end)
 
 
-def _stay(rank: int, size: int, meeting: Path, end: Connection, others: list[Connection]) -> None:
+def _stay(
+    rank: int, size: int, meeting: Path, gpus: bool, end: Connection, others: list[Connection]
+) -> None:
     for other in others:
         other.close()  # the tests' ends, which tell when those are over
-    _meet(rank, size, meeting, "gloo")
+    device = _meet(rank, size, meeting, gpus)
     with suppress(EOFError):
         while True:
             job, hosts = pickle.loads(end.recv_bytes())
-            _do(job, hosts, torch.device("cpu"), end)
+            _do(job, hosts, device, end)
 
 
-def _meet(rank: int, size: int, meeting: Path, backend: str) -> None:
+def _meet(rank: int, size: int, meeting: Path, gpus: bool = False) -> torch.device:
+    """Returns the device that the rank computes on."""
     torch.set_num_threads(1)
+    device = torch.device("cuda", rank) if gpus else torch.device("cpu")
+    if gpus:
+        torch.cuda.set_device(device)
+    backend = "cpu:gloo,cuda:nccl" if gpus else "gloo"
     distributed.init_process_group(
         backend, init_method=f"file://{meeting}", rank=rank, world_size=size
     )
+    return device
 
 
 def _do(job: Callable[[World], Any], hosts: int, device: torch.device, end: Connection) -> None:

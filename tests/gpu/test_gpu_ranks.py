@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -12,7 +13,7 @@ from megatrain.optim import AdamW, Muon
 from megatrain.settings import ALL, Settings
 from megatrain.world import World
 from tests.engine.test_ranks import CHUNK, SEVERAL, assert_near, train
-from tests.ranks import run_ranks
+from tests.ranks import RunRanks, staying_ranks
 
 GPUS = min(4, torch.cuda.device_count())
 pytestmark = [pytest.mark.cuda, pytest.mark.skipif(GPUS < 2, reason="needs two GPUs")]
@@ -47,17 +48,23 @@ def on_its_gpu(world: World, **given: Any) -> Any:
     return told, held_out, {name: array.cpu() for name, array in arrays.items()}
 
 
+@pytest.fixture(scope="module")
+def run_ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunRanks]:
+    with staying_ranks(tmp_path_factory.mktemp("ranks"), gpus=True) as run:
+        yield run
+
+
 @pytest.mark.parametrize("how", HOW)
-def test_gpus_are_one(how, tmp_path):
+def test_gpus_are_one(how, run_ranks):
     given: dict[str, Any] = {"steps": SEVERAL, "precision": "float32", **HOW[how]}
-    found = run_ranks(GPUS, partial(on_its_gpu, **given), tmp_path, gpus=True)
+    found = run_ranks(GPUS, partial(on_its_gpu, **given))
     assert_near(found, on_its_gpu(World(), **given))
 
 
 @pytest.mark.parametrize("optimizer", [AdamW(lr=1e-3), MUON], ids=lambda o: o.name)
-def test_two_runs_have_the_same_bits(optimizer, tmp_path):
+def test_two_runs_have_the_same_bits(optimizer, run_ranks):
     job = partial(on_its_gpu, steps=SEVERAL, optimizer=optimizer)
-    first, second = (run_ranks(GPUS, job, tmp_path, gpus=True) for _ in range(2))
+    first, second = (run_ranks(GPUS, job) for _ in range(2))
     for (told, held_out, arrays), (again, held_out_again, arrays_again) in zip(
         first, second, strict=True
     ):
