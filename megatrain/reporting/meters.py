@@ -80,7 +80,7 @@ def allocator_retries() -> int:
 
     if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         return 0
-    return int(torch.cuda.memory_stats()["num_alloc_retries"])
+    return int(torch.cuda.memory_stats().get("num_alloc_retries", 0))
 
 
 class GpuMeter:
