@@ -48,11 +48,12 @@ class Scaled:
 
 
 INT8 = ("optimizer.moments=int8",)
-LARGEST = {  # of Llama-3-70B's layers
-    "70.6b-16k-each": None,  # on two H100 with 252 GiB of RAM
-    "95b-16k-each": 109,  # on two H200 with as much
-    "130b-16k-each": 150,  # on four H100 with 504 GiB
-    "177b-16k-each": 205,  # on four H200 with as much
+# Of Llama-3-70B's layers: their number, and the GiB that hosts of 252 and 504 can give.
+LARGEST = {
+    "70.6b-16k-each": (None, 247),  # on two H100
+    "95b-16k-each": (109, 247),  # on two H200
+    "130b-16k-each": (150, 499),  # on four H100
+    "177b-16k-each": (205, 499),  # on four H200
 }
 CASES: Mapping[str, Scaled] = {
     scaled.case.name: scaled
@@ -86,11 +87,11 @@ CASES: Mapping[str, Scaled] = {
                     "llama-3-70b",
                     16384,
                     layers=layers,
-                    overrides=(*LION_INT8, "train.learning_rate=3e-5"),
+                    overrides=(*LION_INT8, "train.learning_rate=3e-5", f"memory.host={ram}GiB"),
                     flags=(SAME_BATCH,),
                 )
             )
-            for name, layers in LARGEST.items()
+            for name, (layers, ram) in LARGEST.items()
         ),
         Scaled(
             Case(
