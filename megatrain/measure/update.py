@@ -16,15 +16,15 @@ from megatrain.optim.optimizer import UpdateRange
 
 PARAMETERS = 1 << 26  # 0.9 GiB of state: more than twice the largest caches of processors
 MOST_CORES = 16  # that so many parameters do for; more have more, up to four times as many
-# Each piece waits for Python's lock: with 56 threads and pieces of 0.3 million the rate was three
-# quarters of what two processes reached together (docs/log/2026-11.md).
+# Each piece takes Python's lock, which changes hands some 20,000 times a second: 56 threads with
+# pieces of 0.3 million reached three quarters of what two processes did (docs/log/2026-11.md).
 MOST_OF_A_PIECE = 1 << 21
 PIECES_PER_THREAD = 4  # of each pass, so that no thread is idle for long at the end
 # Passes of many threads over the arrays in a timed call, with no wait in between: waking the
 # threads and waiting for the last one then count an eighth.
 PASSES = 8
 TOUCH_BYTES = 16 << 20  # touched by a thread at a time
-PIECE = 1 << 19  # parameters of one call: with fewer, threads would queue for Python's lock
+PIECE = 1 << 19  # parameters of one call, which caches hold for up to MOST_CORES threads
 REPEATS = 8
 TOUCH_VALUE = 60  # of every byte: bfloat16 and float32 numbers of 0.011 each
 ARRAYS = {
@@ -57,9 +57,10 @@ def device_rate(clock: Clock, parameters: int) -> float | None:
 def arithmetic(threads: int, clock: Clock) -> float:
     """The compute-bound update rate of each of `threads` threads, over `Optimizer.arithmetic`.
 
-    Measured with AdamW's int8 moments, whose arithmetic takes longer than their memory traffic.
+    Measured with AdamW's int8 moments, whose arithmetic takes longer than their memory traffic, and
+    with no more threads than leave Python's lock and the caches out of it.
     """
-    optimizer = AdamW(moments="int8")
+    optimizer, threads = AdamW(moments="int8"), min(threads, MOST_CORES)
     arrays = [_piece(optimizer) for _ in range(threads)]
     updates = [optimizer.updating(own, **UNMOVING) for own in arrays]
 
