@@ -30,12 +30,12 @@ from megatrain.optim import Optimizer, WholeTensors
 from megatrain.optim.optimizer import RangeOptimizer, StepOptions
 from megatrain.optim.whole_tensors import TensorState
 
-# Elements: some 20 to 60 ms of a core, as each chunk takes Python's lock, for which dozens of
-# threads and the one that launches kernels queue; a thread that has no more goes on with the next
-# block.
+# Few and large: each takes Python's lock, for which dozens of threads and the one that launches
+# kernels queue. A thread that finds no more goes on with the next block. Elements, at most some 20
+# to 60 ms of a core.
 CHUNK_ELEMENTS = 1 << 23
 CHUNK_MINIMUM = 1 << 16
-CHUNKS_PER_THREAD = 4
+CHUNKS_PER_THREAD = 2
 
 
 def chunks(layout: FlatLayout, threads: int, span: Span) -> list[Segment]:

@@ -19,7 +19,7 @@ MOST_CORES = 16  # that so many parameters do for; more have more, up to four ti
 # Each piece takes Python's lock, which changes hands some 20,000 times a second: 56 threads with
 # pieces of 0.3 million reached three quarters of what two processes did (docs/log/2026-11.md).
 MOST_OF_A_PIECE = 1 << 21
-PIECES_PER_THREAD = 4  # of each pass, so that no thread is idle for long at the end
+PIECES_PER_THREAD = 2  # of each pass, so that no thread is idle for long at the end
 # Passes of many threads over the arrays in a timed call, with no wait in between: waking the
 # threads and waiting for the last one then count an eighth.
 PASSES = 8
