@@ -117,7 +117,11 @@ def main() -> None:
     most_gpus = max(1, len(visible_gpus()))
     powers = [1 << power for power in range((most_gpus - 1).bit_length())]
     parser.add_argument(
-        "--gpus", type=int, nargs="+", default=[*powers, most_gpus], help="numbers of them"
+        "--gpus",
+        type=int,
+        nargs="+",
+        default=[*powers, most_gpus],
+        help="how many; a case runs on each of these numbers",
     )
     parser.add_argument("--steps", type=int, default=3, help="measured")
     parser.add_argument("--warmup", type=int, default=2)

@@ -25,7 +25,8 @@ from megatrain.recipes.launch import environment_of, free_port
 from megatrain.recipes.signals import STOPS
 from megatrain.world import World
 
-LIMIT_S = 120.0
+LIMIT_S = 60.0
+SPAWNED_S = 120.0  # to load CUDA and NCCL takes longer than a job
 RunRanks = Callable[..., list[Any]]
 
 
@@ -61,6 +62,7 @@ class Staying:
 
     def __init__(self, size: int, folder: Path, *, gpus: bool = False) -> None:
         context: Any = multiprocessing.get_context("spawn" if gpus else "fork")
+        self.limit_s = SPAWNED_S if gpus else LIMIT_S
         self.ends: list[Connection] = []
         self.processes = []
         for rank in range(size):
@@ -77,7 +79,7 @@ class Staying:
         """As `run_ranks`; the job is handed over as bytes."""
         for end in self.ends:
             end.send_bytes(pickle.dumps((job, hosts)))
-        return _results(self.ends)
+        return _results(self.ends, self.limit_s)
 
     def end(self) -> None:
         for process in self.processes:
@@ -106,16 +108,16 @@ def staying_ranks(folder: Path, *, gpus: bool = False) -> Iterator[RunRanks]:
             team.end()
 
 
-def _results(ends: Sequence[Connection]) -> list[Any]:
-    found = [_received(end, rank) for rank, end in enumerate(ends)]
+def _results(ends: Sequence[Connection], limit_s: float = LIMIT_S) -> list[Any]:
+    found = [_received(end, rank, limit_s) for rank, end in enumerate(ends)]
     errors = [said for said, _ in found if said]
     assert not errors, errors[0]
     return [result for _, result in found]
 
 
-def _received(end: Connection, rank: int) -> tuple[str, Any]:
-    if not end.poll(LIMIT_S):
-        return f"rank {rank} said nothing for {LIMIT_S:.0f} s", None
+def _received(end: Connection, rank: int, limit_s: float) -> tuple[str, Any]:
+    if not end.poll(limit_s):
+        return f"rank {rank} said nothing for {limit_s:.0f} s", None
     try:
         said: tuple[str, Any] = pickle.loads(end.recv_bytes())
     except EOFError:

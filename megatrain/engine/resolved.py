@@ -228,6 +228,7 @@ def make_job(resolved: Resolved, *, tokens_per_step: int, **given: Any) -> Job:
         nvme_drives=len({drive_of(folder) for folder in resolved.nvme_folders}),
         ranks=resolved.machine.ranks,
         hosts=resolved.machine.hosts,
+        peers=resolved.machine.peers,
         **given,
     )
 

@@ -29,7 +29,7 @@ TOGETHER = (
 # Of the link to the host, one way: GPUs that do not reach each other send through its RAM.
 STAGED_GATHER_SHARE, STAGED_REDUCE_SHARE = 0.44, 0.41
 # Of each byte that links carry, what the host's update loses of its traffic in the same memory:
-# 0.50 with two GPUs at work, 0.48 with four.
+# 0.50 with two GPUs at work, 0.48 with four, whose ranks had 56 threads each on 64 cores.
 LOST_TO_LINKS = 0.5
 LEAST_BUSY = 0.2  # share of the update that is left beside busy links
 GEFORCE = re.compile(r"RTX [2-5]0[5-9]0")

@@ -138,7 +138,7 @@ def _links_and_update(subject: Subject) -> Figures:
         if subject.device.type == "cuda":  # meanwhile: pinning takes as long
             link = stack.enter_context(LinkTest(subject.device))
         work = stack.enter_context(preparing.result())
-        counts = sorted({max(1, cores // 2), chosen}) if subject.quick else thread_counts(cores)
+        counts = [chosen] if subject.quick else thread_counts(cores)
         rates = tuple((threads, work.rate(threads, host_clock)) for threads in counts)
         if link is None:
             busy, most = interpolate(rates, chosen), rates[-1][1]

@@ -15,16 +15,17 @@ from megatrain.optim import AdamW
 from megatrain.optim.optimizer import UpdateRange
 
 PARAMETERS = 1 << 26  # 0.9 GiB of state: more than twice the largest caches of processors
-MOST_CORES = 16  # that so many parameters do for; more have more, up to four times as many
-# Each piece takes Python's lock, which changes hands some 20,000 times a second: 56 threads with
-# pieces of 0.3 million reached three quarters of what two processes did (docs/log/2026-11.md).
+CORES_KEPT_BUSY = 16  # by so many; hosts with more cores update more, up to four times as many
+# Each piece takes Python's lock: 56 threads with pieces of 0.3 million, 19,000 a second, reached
+# three quarters of what two processes did (docs/log/2026-11.md).
 MOST_OF_A_PIECE = 1 << 21
 PIECES_PER_THREAD = 2  # of each pass, so that no thread is idle for long at the end
 # Passes of many threads over the arrays in a timed call, with no wait in between: waking the
 # threads and waiting for the last one then count an eighth.
 PASSES = 8
 TOUCH_BYTES = 16 << 20  # touched by a thread at a time
-PIECE = 1 << 19  # parameters of one call, which caches hold for up to MOST_CORES threads
+PIECE = 1 << 19  # parameters of one call, which caches hold for so many threads:
+MOST_IN_CACHES = 16
 REPEATS = 8
 TOUCH_VALUE = 60  # of every byte: bfloat16 and float32 numbers of 0.011 each
 ARRAYS = {
@@ -39,8 +40,8 @@ UNMOVING: dict[str, Any] = {"lr": 1e-8, "weight_decay": 0.0, "step": 1, "grad_sc
 
 
 def parameters_for(cores: int) -> int:
-    """Of an update that is to keep so many cores busy."""
-    return PARAMETERS * max(1, min(4, cores // MOST_CORES))
+    """How many to update, to keep so many cores busy."""
+    return PARAMETERS * max(1, min(4, cores // CORES_KEPT_BUSY))
 
 
 def device_rate(clock: Clock, parameters: int) -> float | None:
@@ -60,7 +61,7 @@ def arithmetic(threads: int, clock: Clock) -> float:
     Measured with AdamW's int8 moments, whose arithmetic takes longer than their memory traffic, and
     with no more threads than leave Python's lock and the caches out of it.
     """
-    optimizer, threads = AdamW(moments="int8"), min(threads, MOST_CORES)
+    optimizer, threads = AdamW(moments="int8"), min(threads, MOST_IN_CACHES)
     arrays = [_piece(optimizer) for _ in range(threads)]
     updates = [optimizer.updating(own, **UNMOVING) for own in arrays]
 
@@ -112,7 +113,7 @@ class HostUpdate:
 
         def take(pieces: Iterator[int]) -> None:
             for start in pieces:
-                self._update(start, min(start + size, self.parameters))
+                self._update(start, start + size)
 
         with ThreadPoolExecutor(threads) as pool:
             seconds = clock.seconds(lambda: list(pool.map(take, threads * [iter(starts)])))

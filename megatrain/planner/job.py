@@ -113,6 +113,7 @@ class Job(Asked):
         hosts: with so many GPUs each.
         transport: of weights in host RAM: ranks "gather" each other's shares, or each "read"s all
             of the host's one copy.
+        peers: a host's GPUs reach each other's memory.
         pieces: ranks that share every sequence. Rows are then pieces, which `seq_len` and all other
             numbers of tokens are of; only attention is over `pieces` times as many.
     """
@@ -146,6 +147,7 @@ class Job(Asked):
     ranks: int = 1
     hosts: int = 1
     transport: str = "gather"
+    peers: bool = True
     pieces: int = 1
 
     @property

@@ -182,7 +182,7 @@ class Layout:
         table = {"shares on their way": shares} if shares else {}
         table["sums of other ranks"] = received
         if self.hardware.gpu:
-            table[COMMUNICATORS] = communicator_bytes(self.job.communicators, not self.job.reads)
+            table[COMMUNICATORS] = communicator_bytes(self.job.communicators, self.job.peers)
         return table
 
     @property

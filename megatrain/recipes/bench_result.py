@@ -20,7 +20,7 @@ class BenchStep:
     loss: float
     grad_norm: float | None
     time: StepTime
-    retries: int = 0
+    retries: int
 
 
 @dataclass(frozen=True)

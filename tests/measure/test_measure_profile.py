@@ -144,6 +144,7 @@ def test_arithmetic_is_counted_as_in_a_steps_figures(monkeypatch):
 @pytest.mark.parametrize(("threads", "passes"), [(1, 1), (3, 3), (9, update.PASSES)])
 def test_each_pass_of_the_update_covers_every_parameter_once(monkeypatch, threads, passes):
     monkeypatch.setattr(Clock, "seconds", a_second)
+    monkeypatch.setattr(update, "MOST_OF_A_PIECE", 100)
     pieces: list[tuple[int, int]] = []
     monkeypatch.setattr(
         AdamW, "updating", lambda *_, **__: lambda start, stop: pieces.append((start, stop))
@@ -154,6 +155,7 @@ def test_each_pass_of_the_update_covers_every_parameter_once(monkeypatch, thread
     for start, stop in pieces:
         times[start:stop] += 1
     assert (times == passes).all()
+    assert max(stop - start for start, stop in pieces) <= 100
 
 
 def test_every_page_of_the_update_is_written_to_first(monkeypatch):

@@ -13,7 +13,7 @@ import torch
 from megatrain.engine.placement import open_store
 from megatrain.engine.resolved import state_bytes
 from megatrain.errors import ConfigError, PlanError
-from megatrain.machine.hardware import COMMUNICATOR_HOST_BYTES, GIB, communicator_bytes
+from megatrain.machine.hardware import COMMUNICATOR_HOST_BYTES, GIB, MIB, communicator_bytes
 from megatrain.machine.profile import UPDATE_BYTES, MachineProfile, interpolate, typical
 from megatrain.machine.together import assumed, part_of
 from megatrain.models.anatomy import layouts_of
@@ -363,6 +363,15 @@ def test_pieces_of_a_long_row_fit_where_it_does_not():
     assert all(some.device[name] == 4 * one.device[name] for name in inputs)
     groups = (some, [8, 4]), (one, [8])
     assert all(of.device["communicators"] == communicator_bytes(n, True) for of, n in groups)
+
+
+def test_nccl_takes_more_of_gpus_that_reach_each_other():
+    """Measured (docs/log/2026-11.md): two and four GPUs, and two that do not."""
+    found = [communicator_bytes(*of) for of in (([2], True), ([4], True), ([2], False))]
+    assert found == pytest.approx([773 * MIB, 1984 * MIB, 320 * MIB], rel=0.01)
+    plan = planned(2)
+    apart = Layout.of(plan.choices, replace(plan.job, peers=False), QWEN_7B, part_of(HOST, 2))
+    assert apart.device["communicators"] == communicator_bytes([2], False)
 
 
 @pytest.mark.parametrize(
