@@ -24,6 +24,7 @@ class Benched:
 
 
 H200, H100, FOUR_H200 = "2026-11-25-h200", "2026-11-25-h100", "2026-11-26-h200"
+ONE_H100 = "2026-11-26-h100"
 MIXTURES = (
     Benched(
         "GPT-OSS-120B, whole (116.8B), Lion, int8 moments",
@@ -61,6 +62,13 @@ GPUS = (
         "tokens on each of four H200",
         f"{FOUR_H200}/177b-16k-each.{FOUR}",
     ),
+    Benched(
+        "95.4B (109 of Llama-3-70B's layers), Lion, int8 moments and checkpoints of int4, 16,384 "
+        "tokens on each of two H200",
+        f"{FOUR_H200}/95b-16k-each.{TWO}",
+    ),
+    Benched("7.6B, 65,536 tokens, one H100 by itself", f"{ONE_H100}/7.6b-65k.json"),
+    Benched("7.6B, 16,384 tokens, one H100 by itself", f"{ONE_H100}/7.6b-16k.json"),
     Benched("7.6B, 65,536 tokens, one H100", f"{H100}/7.6b-65k-in-all.{ONE}"),
     Benched("7.6B, 65,536 tokens on each of two H100", f"{H100}/7.6b-65k-each-of-2.json"),
     Benched("7.6B, 65,536 tokens on two H100 in all", f"{H100}/7.6b-65k-in-all.{TWO}"),

@@ -100,21 +100,25 @@ def _has_a_step(node: fx.Node) -> bool:
 
 @dataclass(frozen=True)
 class Alive:
-    """Bytes at every moment of a computation, as (bytes per sequence, bytes besides)."""
+    """Bytes at every moment of a computation, as (bytes per sequence, bytes besides), in each order
+    that its kernels may run in: inductor takes the one that needs least."""
 
-    moments: frozenset[tuple[int, int]]
+    orders: tuple[frozenset[tuple[int, int]], ...]
 
     def peak(self, rows: int) -> int:
         """The most bytes of all moments, for `rows` sequences."""
-        return max(rows * of_row + fixed for of_row, fixed in self.moments)
+        return min(
+            max(rows * of_row + fixed for of_row, fixed in moments) for moments in self.orders
+        )
 
 
 def alive(forward: fx.Graph, backward: fx.Graph, rows: int, runs_on: str) -> Alive:
     """Through forward and backward, beyond inputs, weights and the incoming gradient.
 
     The output is freed before backward begins, and what was saved as soon as it was last read.
-    Kernels run in the graph's order and none writes over what it reads; inductor may do otherwise
-    where that needs no more. rows: as in `predict_compiled`.
+    Kernels run in the graph's order, or those that weights' gradients end with after all others,
+    and none writes over what it reads; inductor may do otherwise where that needs no more. rows: as
+    in `predict_compiled`.
     """
     output, *saved = _outputs(forward)
     # Backward receives some saved memory under several names, as views of it. The first counts.
@@ -131,8 +135,11 @@ def alive(forward: fx.Graph, backward: fx.Graph, rows: int, runs_on: str) -> Ali
     }
     same = {node: given[name_of[name]] for name, node in given.items()}
     ahead = _moments(forward, [output, *saved], {}, rows)
-    back = _moments(backward, _outputs(backward), same, rows, scratch=runs_on == "cuda")
-    return Alive(frozenset(ahead | back))
+    orders = (
+        _moments(backward, _outputs(backward), same, rows, scratch=runs_on == "cuda", late=late)
+        for late in (False, True)
+    )
+    return Alive(tuple(frozenset(ahead | back) for back in orders))
 
 
 def _moments(
@@ -141,11 +148,13 @@ def _moments(
     given: Mapping[fx.Node, fx.Node],
     rows: int,
     scratch: bool = False,
+    late: bool = False,
 ) -> set[tuple[int, int]]:
     """Bytes alive at each kernel of a graph.
 
     kept: nodes that outlive the graph. given: inputs that the graph frees, each with the node that
-    stands for its memory. scratch: kernels' own temporary memory counts too.
+    stands for its memory. scratch: kernels' own temporary memory counts too. late: kernels that no
+    other reads from run after all others.
     """
 
     def memory(node: fx.Node) -> fx.Node:
@@ -156,6 +165,9 @@ def _moments(
         {node: set(map(memory, read)) for node, read in kernel.items()}
         for kernel in _in_order(graph)
     ]
+    if late:
+        read = {node for kernel in kernels for node in _reads(kernel) - kernel.keys()}
+        kernels.sort(key=lambda kernel: not read & kernel.keys())
     last = {
         node: step
         for step, kernel in enumerate(kernels)

@@ -132,6 +132,7 @@ class ModelShape:
     scores: int | None = None  # a reward model's head has so many outputs, and no vocabulary
     frozen: Frozen | None = None  # what the user does not train
     package_kernels: bool = False  # layers compute with kernels of fla, mamba-ssm, ...
+    largest_gradient: int = 0  # elements of the largest tensor of a layer that is trained
 
     @property
     def layers(self) -> int:
@@ -295,6 +296,10 @@ def _assembled(
         constant_bytes=dry.skeleton.constants.nbytes,
         frozen=_frozen(dry.skeleton, cost) if anatomy.frozen_parameters else None,
         package_kernels=dry.skeleton.has_kernels and dry.runs_on == "cuda",
+        largest_gradient=max(
+            (t.numel for layer in anatomy.blocks[1:-1] for t in layer.layout.tensors if not t.frozen),
+            default=0,
+        ),
     )
 
 

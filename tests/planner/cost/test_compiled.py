@@ -37,6 +37,7 @@ LLAMA_70B: Any = {**sizes(8192, 28672, 64, 8), "vocab_size": 8, "num_hidden_laye
 LARGE: dict[str, Any] = {
     "7B": Qwen2Config(**QWEN_7B, max_position_embeddings=1 << 17),
     "70B": LlamaConfig(**LLAMA_70B),
+    "120B": GptOssConfig(num_local_experts=128, vocab_size=8, num_hidden_layers=1),
 }
 
 
@@ -199,12 +200,12 @@ def test_what_lives_by_hand():
     # that of relu's input and what it let through; in the end two weights' gradients, the gradient
     # of up's output, and what becomes of it
     again = {(2 * WIDE + MASK, 0), (2 * WIDE + MASK, WEIGHT), (WIDE + NARROW, 2 * WEIGHT)}
-    assert again <= layer.again.moments
+    assert again <= layer.again.orders[0]
     assert layer.again.peak(rows) == rows * (2 * WIDE + MASK) + WEIGHT
     assert layer.again.peak(10 * rows) == 10 * rows * (2 * WIDE + MASK) + WEIGHT
     assert layer.bytes_at(rows).beyond == rows * WIDE + WEIGHT
     # cheaply retained, relu's input serves again, in one kernel: for down's input and the gradient
-    assert (4 * WIDE, 0) in layer.cheap.alive.moments
+    assert (4 * WIDE, 0) in layer.cheap.alive.orders[0]
     assert layer.bytes_at(10 * rows, cheap=True).beyond == 10 * rows * 3 * WIDE
 
 
@@ -217,6 +218,15 @@ def test_a_large_layer_that_is_recomputed_needs_what_was_measured_on_a_gpu(size,
     needed = shape.compiled.recomputed.at(rows * tokens)
     assert needed / 2**20 == pytest.approx(mib, rel=0.001)  # H200, at the peak of a step
     assert shape.layer_bytes(rows * tokens) > 1.1 * needed
+
+
+def test_gradients_of_experts_come_when_activations_have_gone():
+    """Compiled layers compute them last; in the graph's order 9,430 MiB would be alive."""
+    shape = large("120B", 4, 4096)
+    assert shape.compiled is not None
+    needed = shape.compiled.recomputed.at(1 << 14)
+    assert 7300 < needed / 2**20 < 1.1 * 7300  # H100, of 8,200 MiB at the peak of a step
+    assert shape.largest_gradient == 128 * 2880 * 5760
 
 
 def test_what_cheap_retention_computes_again_is_alive_with_what_it_is_computed_from():
