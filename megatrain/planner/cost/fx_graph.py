@@ -116,9 +116,9 @@ def alive(forward: fx.Graph, backward: fx.Graph, rows: int, runs_on: str) -> Ali
     """Through forward and backward, beyond inputs, weights and the incoming gradient.
 
     The output is freed before backward begins, and what was saved as soon as it was last read.
-    Kernels run in the graph's order, or those that weights' gradients end with after all others,
-    and none writes over what it reads; inductor may do otherwise where that needs no more. rows: as
-    in `predict_compiled`.
+    Kernels run in the graph's order, or in it but for those of the weights' gradients, which come
+    last, and none writes over what it reads; inductor may do otherwise where that needs no more.
+    rows: as in `predict_compiled`.
     """
     output, *saved = _outputs(forward)
     # Backward receives some saved memory under several names, as views of it. The first counts.

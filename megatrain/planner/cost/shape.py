@@ -266,6 +266,8 @@ def _assembled(
         return tuple(WorkingSet(points) for points in zip(*sums, strict=True))
 
     cost = dry.cost(HEAD_CHUNK_TOKENS[0])
+    of_layers = (tensor for layer in anatomy.blocks[1:-1] for tensor in layer.layout.tensors)
+    trained = (tensor for tensor in of_layers if not tensor.frozen)
     return ModelShape(
         parameters=anatomy.parameters,
         carried_bytes=anatomy.passengers.nbytes,
@@ -296,10 +298,7 @@ def _assembled(
         constant_bytes=dry.skeleton.constants.nbytes,
         frozen=_frozen(dry.skeleton, cost) if anatomy.frozen_parameters else None,
         package_kernels=dry.skeleton.has_kernels and dry.runs_on == "cuda",
-        largest_gradient=max(
-            (t.numel for layer in anatomy.blocks[1:-1] for t in layer.layout.tensors if not t.frozen),
-            default=0,
-        ),
+        largest_gradient=max((t.numel for t in trained), default=0),
     )
 
 
