@@ -14,7 +14,6 @@ from functools import lru_cache
 from typing import Final, Literal, NamedTuple
 
 LAYER_SLOTS: Final = 2  # device buffers for layers: one computes while the other is filled
-GRADIENT_STAGES: Final = 2  # on the device: a finished gradient is sent while the next is rounded
 TRAVELLING_SUMS: Final = 2  # fp32 accumulators: one is added to while another is on its way
 LANDING_BUFFERS: Final = 3  # of gradients applied at once: one arrives, one waits, one is in use
 HUGE_PAGE: Final = 2 << 20  # bytes; host memory is taken in whole ones

@@ -14,7 +14,7 @@ from megatrain.engine.exchange import Exchange
 from megatrain.engine.products import Sum, add_gradients
 from megatrain.engine.streams import Compute, Event, Lane
 from megatrain.memory.layout import BLOCK_ALIGNMENT, FlatLayout
-from megatrain.schedule import GRADIENT_STAGES, sum_buffers
+from megatrain.schedule import sum_buffers
 
 
 @dataclass
@@ -136,9 +136,8 @@ class Gradients:
         passing = [share for block, share in enumerate(shares) if block not in self._own]
         sizes = sum_buffers(passing, travel)  # one for each of the ring
         self._shares = [Buffer(torch.zeros(size, device=device)) for size in sizes]
-        self._staging = [
-            Buffer(torch.zeros(largest, dtype=dtype, device=device)) for _ in range(GRADIENT_STAGES)
-        ]
+        # one: a gradient leaves while the next block's is computed
+        self._staging = Buffer(torch.zeros(largest, dtype=dtype, device=device))
         self._square_sums = torch.zeros(len(layouts), device=device)
         self._square_sums_host = torch.zeros(len(layouts), pin_memory=pinned)
         # these land with their gradients, for updates that start before the norm is known
@@ -249,7 +248,7 @@ class Gradients:
         self._square_sums[block] = square_sum(finished)
         buffer.free = self.compute.record()  # from here on only the staging buffer is read
         landed = self._send((finished, target), (self._square_sums[block : block + 1], scalar))
-        self._staging[block % GRADIENT_STAGES].free = landed
+        self._staging.free = landed
         return Gradient(block, target, landed, scalar)
 
     def _summed(
@@ -287,7 +286,7 @@ class Gradients:
         """
         lane, rows = exchange.lane, self.layouts[block].numel // BLOCK_ALIGNMENT
         summed, square = self._summed(block, opened, exchange), self._square_sums[block : block + 1]
-        staging = self._staging[block % GRADIENT_STAGES]
+        staging = self._staging
         mine, free = staging.flat[: exchange.trained_span(block).numel], staging.free
 
         def job(_: Event) -> None:
@@ -313,11 +312,10 @@ class Gradients:
         self.sink.take(Gradient(block, target, landed, scalar))
 
     def _rounded(self, block: int, total: torch.Tensor) -> torch.Tensor:
-        """`total` in the gradients' dtype, in a staging buffer."""
-        staging = self._staging[block % GRADIENT_STAGES]
-        # wait: an earlier gradient still leaves this buffer
-        self.compute.wait(staging.free, "download")
-        return staging.flat[: total.numel()].copy_(total)
+        """`total` in the gradients' dtype, in the staging buffer."""
+        # wait: an earlier gradient still leaves it
+        self.compute.wait(self._staging.free, "download")
+        return self._staging.flat[: total.numel()].copy_(total)
 
     def _send(
         self, *copies: tuple[torch.Tensor, torch.Tensor], after: Event | None = None

@@ -21,7 +21,6 @@ from megatrain.planner.activations import SUM_BYTES, WEIGHT_BYTES, Activations
 from megatrain.planner.job import Choices, Job
 from megatrain.schedule import (
     BLOCK_ALIGNMENT,
-    GRADIENT_STAGES,
     LANDING_BUFFERS,
     SHARE_BUFFERS,
     blocks_on_nvme,
@@ -132,7 +131,7 @@ class Layout:
             **({"replicated weights": sum(slots.own) * weight} if slots.own else {}),
             "resident state": self._resident_state,
             "gradient sums": sums * SUM_BYTES,
-            "gradient staging": GRADIENT_STAGES * leaving * weight,
+            "gradient staging": leaving * weight,
         }
         if several:
             table |= self._exchange

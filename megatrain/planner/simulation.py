@@ -17,7 +17,6 @@ from megatrain.planner.tasks import BlockTasks, StepOptions, StepTimeline, total
 from megatrain.schedule import (
     COMING,
     DIRECTIONS_AHEAD,
-    GRADIENT_STAGES,
     LANDING_BUFFERS,
     SHARE_BUFFERS,
     STAGES,
@@ -97,7 +96,7 @@ class StepSimulator:
         self.sum_landed = [0.0] * len(blocks)
         self.slot_free: dict[int | None, float] = {}
         self.slot_holds: dict[int | None, int] = {}
-        self.staging_free = [0.0] * GRADIENT_STAGES
+        self.staging_free = 0.0
         self.travelling_free = [0.0] * TRAVELLING_SUMS
         self.travelling_shares_free = [0.0] * TRAVELLING_SUMS
         self.turn = 0
@@ -277,12 +276,11 @@ class StepSimulator:
     def _finish(self, phase: str, block: int) -> None:
         """Round, measure and download a gradient; if it is not stored, apply it."""
         tasks, streamed = self.blocks[block], block >= self.options.resident
-        stage = block % GRADIENT_STAGES
         if self.several:
             self._share_out(phase, block)
             return
-        if streamed:  # wait: the gradient before last leaves the same staging buffer
-            self._wait(phase, self.staging_free[stage], "download")
+        if streamed:  # wait: the gradient before still leaves the staging buffer
+            self._wait(phase, self.staging_free, "download")
         if self.options.second_backward and phase != "second backward":
             self._compute(phase, tasks.finish)
             return
@@ -298,9 +296,9 @@ class StepSimulator:
 
     def _share_out(self, phase: str, block: int) -> None:
         """`_finish` of several ranks: each gets its share, which it rounds and sends away."""
-        tasks, stored, stage = self.blocks[block], self.options.stored, block % GRADIENT_STAGES
-        shared = self._exchange_sums(block, max(self.compute, self.staging_free[stage]))
-        self.staging_free[stage] = shared
+        tasks, stored = self.blocks[block], self.options.stored
+        shared = self._exchange_sums(block, max(self.compute, self.staging_free))
+        self.staging_free = shared
         if self.options.second_backward and phase != "second backward":
             return
         if block >= self.options.resident:
@@ -325,9 +323,9 @@ class StepSimulator:
 
     def _send(self, phase: str, block: int, ready: float) -> None:
         """Download a finished gradient, and store it on NVMe if it belongs there."""
-        tasks, stage = self.blocks[block], block % GRADIENT_STAGES
+        tasks = self.blocks[block]
         self.download = max(self.download, ready) + tasks.download
-        self.staging_free[stage] = self.gradient_landed[block] = self.download
+        self.staging_free = self.gradient_landed[block] = self.download
         if tasks.nvme_gradient:
             self._wait(phase, self.stored.pop(0), "nvme")
             self.drive = max(self.drive, self.download) + tasks.nvme_gradient

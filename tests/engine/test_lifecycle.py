@@ -110,7 +110,7 @@ def test_a_closed_engine_keeps_no_device_memory(family):
         buffers = [weakref.ref(slot.flat.untyped_storage()) for slot in engine.parts.streamer.slots]
         buffers += [
             weakref.ref(buffer.flat.untyped_storage())
-            for buffer in (*engine.parts.gradients._ring, *engine.parts.gradients._staging)
+            for buffer in (*engine.parts.gradients._ring, engine.parts.gradients._staging)
         ]
         assert all(buffer() is not None for buffer in buffers)
     assert all(buffer() is None for buffer in buffers)

@@ -300,9 +300,9 @@ IN_ONE_GROUP = job(tokens_per_step=131_072, groups=1, offload_activations=False)
     [
         (ONE_SIZE, h200(25, 82), SMALLER_STEP),
         (ONE_SIZE, h200(25, 72), "set optimizer.moments: bfloat16"),
-        (ONE_SIZE, h200(25, 44), f"{SMALLER_STEP} and optimizer.moments: int8"),
+        (ONE_SIZE, h200(24, 44), f"{SMALLER_STEP} and optimizer.moments: int8"),
         (job(second_backward=False), h200(25, 90), "set memory.second_backward: auto"),
-        (job(precision="float32", tokens_per_step=4096), h200(10, 130), "set precision: bfloat16"),
+        (job(precision="float32", tokens_per_step=4096), h200(9, 130), "set precision: bfloat16"),
         (IN_ONE_GROUP, h200(22), "set memory.offload_activations: auto"),
         (job(micro_batch_tokens=65_536), h200(20), "set train.micro_batch_tokens: auto"),
         (job(resident=0), h200(host=60), "set memory.resident: auto"),

@@ -57,7 +57,7 @@ def test_arrays_hold_what_is_trained_and_weights_all():
     device = layout(shape=HALF).device
     assert device["layer slots"] == 2 * 3000 * 2
     assert device["gradient sums"] == 4000 * 4
-    assert device["gradient staging"] == 2 * 4000 * 2
+    assert device["gradient staging"] == 4000 * 2
     resident = replace(ALL_STREAMED, resident=3)
     assert layout(resident, HALF).device["resident state"] == 6000 * 2 + 1500 * (2 + 8 + 2)
     # one layer's input, and the head's

@@ -45,7 +45,7 @@ def test_device_arrays_of_a_small_model():
         "embedding and head slot": 4000 * 2,
         "resident state": 0,
         "gradient sums": 4000 * 4,
-        "gradient staging": 2 * 4000 * 2,
+        "gradient staging": 4000 * 2,
         # tokens x hidden x bf16 x (two layers' inputs and the head's)
         "boundary activations": 64 * 10 * 2 * 3,
         "retained activations": 0,
@@ -208,16 +208,16 @@ def test_packages_of_kernels_take_host_ram():
 def test_what_was_measured_on_an_h200():
     """Peaks of the 7B engine, compiled, all streamed and recomputed
     (benchmarks/results/2026-11-21-h200); a layer decides. Gradients were computed in a thread of
-    their own then, which had a cuBLAS handle with a workspace."""
-    workspace, handle = 32 * MIB, 72 * MIB
+    their own then, which had a cuBLAS handle with a workspace, and left through two buffers."""
+    workspace, handle, buffer = 32 * MIB, 72 * MIB, max(QWEN_7B.block_numel) * 2
     hardware = replace(H200, context_bytes=CUDA_CONTEXT_BYTES, library_bytes=CUDA_LIBRARY_BYTES)
     hardware = replace(hardware, resident_bytes=856 * MIB)
     choices = replace(ALL_STREAMED, micro_batch_tokens=16_384, head_chunk_tokens=4096)
     found = layout(choices, QWEN_7B, JOB_7B, hardware)
     allocated = sum(size for name, size in found.device.items() if name not in NOT_ALLOCATED)
-    assert allocated == pytest.approx(25_264_909_312 - workspace, rel=0.001)
+    assert allocated == pytest.approx(25_264_909_312 - workspace - buffer, rel=0.001)
     in_all = sum(found.device.values())
-    assert in_all == pytest.approx(26_461_863_936 - workspace - handle, rel=0.01)
+    assert in_all == pytest.approx(26_461_863_936 - workspace - handle - buffer, rel=0.01)
     assert sum(found.host.values()) == pytest.approx(108_421_505_024, rel=0.005)
 
 

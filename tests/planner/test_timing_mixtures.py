@@ -108,7 +108,7 @@ def planned(grouped: Rates, **asked: Any) -> Plan:
     few_dials = {"groups": 1, "offload_activations": False, **asked}
     job = replace(JOB_7B, tokens_per_step=16_384, clipping=False, **few_dials)
     machine = replace(typical(H200), grouped=grouped)
-    return make_plan(job, MIXTURE, H200, machine, gpu_limit=60 * GIB)
+    return make_plan(job, MIXTURE, H200, machine, gpu_limit=59 * GIB)
 
 
 EVEN, STEEP = ((128, 6e14), (2048, 6e14)), ((128, 1e14), (512, 2.5e14), (2048, 6e14))
