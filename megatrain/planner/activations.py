@@ -28,9 +28,9 @@ BALANCED_BYTES = 4  # and where routers are balanced, whether it is no padding, 
 # 0.2 to 1.4 GiB, 300 for 4.9 GiB (benchmarks/plan_check.py). Compiled: recomputed layers and the
 # head take turns in one memory with blocks of other sizes, which costs 10 to 41%, mostly 20, of the
 # smaller one's need in nine runs, and 60 MiB in the first step. Offloaded activations come back
-# among other tensors: 21 to 79 MiB more, in four runs. The gradient of a layer's experts finds no
-# hole among activations, and lies behind them: 3.5 GiB were lost for one of 4.0 (H100, GPT-OSS-120B
-# with micro-batches of 16,384 tokens).
+# among other tensors: 21 to 79 MiB more, in four runs. Holes of a compiled layer come on
+# top: gradients of experts lie behind all activations (cost/lifetimes.py). 10.6 GiB were held for
+# 7.1 in GPT-OSS-120B with micro-batches of 16,384 tokens on an H100, where 10.8 are counted.
 ALLOCATOR_SLACK_BYTES, ALLOCATOR_SLACK_SHARE = 32 * MIB, 0.05
 COMPILED_SLACK_BYTES, COMPILED_SLACK_SHARE = 64 * MIB, 0.2
 OFFLOAD_SLACK_BYTES = 64 * MIB
@@ -269,13 +269,15 @@ class Activations:
                 return int(VARIED_ROWS_SLACK["host"] * (passing + retained))
             small = hidden_states < LARGE_BLOCK_BYTES
             return int((HEAP_HOLES_SHARE if small else MAPPED_HOLES_SHARE) * retained)
-        gradient = self.shape.largest_gradient * self.weight
         if self._compiled is None:
-            slack = ALLOCATOR_SLACK_BYTES + max(gradient, int(ALLOCATOR_SLACK_SHARE * largest))
+            slack = ALLOCATOR_SLACK_BYTES + int(ALLOCATOR_SLACK_SHARE * largest)
         else:  # the blocks of the smaller one lie among those of the larger one
             layer = self._compiled.recomputed.at(tokens) if self.recomputed else 0
             smaller = min(self.working_sets[HEAD_SET], layer)
-            slack = COMPILED_SLACK_BYTES + max(gradient, int(COMPILED_SLACK_SHARE * smaller))
+            slack = COMPILED_SLACK_BYTES + int(COMPILED_SLACK_SHARE * smaller)
+        sets = compiled_sets(self.job, self.shape)
+        if sets is not None and self.recomputed:
+            slack += max(0, sets.holes.at(tokens))
         if self.choices.offload_activations:
             slack += OFFLOAD_SLACK_BYTES
         if self.job.pads:

@@ -33,7 +33,8 @@ from megatrain.models.recorder import LayerCall
 from megatrain.models.transforms.compiled import cheap_retention
 from megatrain.models.transforms.skippable import skipping
 from megatrain.planner.cost.footprint import Attention, FusedAttention, LayerBytes
-from megatrain.planner.cost.fx_graph import Alive, alive, keeps_input, saved_bytes, traffic
+from megatrain.planner.cost.fx_graph import alive, keeps_input, saved_bytes, traffic
+from megatrain.planner.cost.lifetimes import Alive
 from megatrain.planner.cost.work import Traffic
 
 Cut = tuple[fx.Graph, fx.Graph]  # the graphs of forward and backward
@@ -64,7 +65,7 @@ class CompiledLayer:
         graphs = self.cheap if cheap else self.full
         saved = rows * graphs.saved_bytes // graphs.rows
         beyond = graphs.alive.peak(rows) - rows * (graphs.saved_bytes // graphs.rows)
-        return LayerBytes(saved, self.again.peak(rows), beyond)
+        return LayerBytes(saved, self.again.peak(rows), beyond, self.again.holes(rows))
 
 
 def predict_compiled(

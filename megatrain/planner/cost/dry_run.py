@@ -69,6 +69,12 @@ class MicroBatchBytes:
         return min(max(layer.recomputed for layer in self.compiled), self.layer)
 
     @property
+    def holes(self) -> int:
+        """What an allocator needs beyond that, as `Alive.holes`."""
+        held = max(layer.recomputed + layer.holes for layer in self.compiled)
+        return held - max(layer.recomputed for layer in self.compiled)
+
+    @property
     def last_compiled(self) -> int:
         """The same of the last layer, which may need less than others."""
         largest = self.layer_compiled

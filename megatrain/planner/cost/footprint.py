@@ -45,6 +45,7 @@ class LayerBytes:
     saved: int  # between forward and backward, if it is retained
     recomputed: int  # working set, if it is recomputed; includes the output
     beyond: int  # working set of a retained layer's backward beyond `saved`
+    holes: int = 0  # of a compiled one that is recomputed, as `Alive.holes`
 
 
 class LiveBytes(Watch):  # type: ignore[no-untyped-call]

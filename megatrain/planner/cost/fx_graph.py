@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from itertools import combinations
 from typing import Any
 
@@ -20,6 +19,7 @@ from torch import Tensor, fx
 
 import megatrain.models.transforms.fp8_kernels  # noqa: F401  registers the kernels
 from megatrain.models.recorder import tensors_in
+from megatrain.planner.cost.lifetimes import Alive, Lifetime
 from megatrain.planner.cost.work import MATMULS, Traffic
 
 aten = torch.ops.aten
@@ -98,20 +98,6 @@ def _has_a_step(node: fx.Node) -> bool:
 # -- what is alive ---------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Alive:
-    """Bytes at every moment of a computation, as (bytes per sequence, bytes besides), in each order
-    that its kernels may run in: inductor takes the one that needs least."""
-
-    orders: tuple[frozenset[tuple[int, int]], ...]
-
-    def peak(self, rows: int) -> int:
-        """The most bytes of all moments, for `rows` sequences."""
-        return min(
-            max(rows * of_row + fixed for of_row, fixed in moments) for moments in self.orders
-        )
-
-
 def alive(forward: fx.Graph, backward: fx.Graph, rows: int, runs_on: str) -> Alive:
     """Through forward and backward, beyond inputs, weights and the incoming gradient.
 
@@ -121,66 +107,59 @@ def alive(forward: fx.Graph, backward: fx.Graph, rows: int, runs_on: str) -> Ali
     rows: as in `predict_compiled`.
     """
     output, *saved = _outputs(forward)
-    # Backward receives some saved memory under several names, as views of it. The first counts.
-    first: dict[fx.Node, str] = {}
-    name_of = {
-        node.name: first.setdefault(_base(node), node.name)
-        for node in saved
-        if _base(node).op != "placeholder"
-    }
+    # Backward receives some saved memory under several names, as views of it.
+    names = {node.name: _base(node) for node in saved if _base(node).op != "placeholder"}
     given = {
-        node.name: node
+        node: names[node.name]
         for node in backward.nodes
-        if node.op == "placeholder" and node.name in name_of
+        if node.op == "placeholder" and node.name in names
     }
-    same = {node: given[name_of[name]] for name, node in given.items()}
-    ahead = _moments(forward, [output, *saved], {}, rows)
-    orders = (
-        _moments(backward, _outputs(backward), same, rows, scratch=runs_on == "cuda", late=late)
-        for late in (False, True)
-    )
-    return Alive(tuple(frozenset(ahead | back) for back in orders))
+    ahead = _in_order(forward)
+    first = _spans(ahead, [output, *saved], {})
+
+    def lifetimes(back: list[Kernel]) -> tuple[Lifetime, ...]:
+        begun = len(ahead)
+        later = _spans(back, _outputs(backward), given, begun)
+        spans = {node: (begin, min(end, begun - 1)) for node, (begin, end) in first.items()}
+        for node, (begin, end) in later.items():
+            begin = spans[node][0] if node in spans else begin
+            spans[node] = (begin, end)
+        made = {node for kernel in (*ahead, *back) for node in kernel}
+        found = [Lifetime(*spans[node], *_total([node], rows)) for node in spans if node in made]
+        if runs_on == "cuda":
+            for step, kernel in enumerate(back, start=begun):
+                found += [Lifetime(step, step, *_total([n], rows)) for n in _scratch(kernel)]
+        return tuple(found)
+
+    back = _in_order(backward)
+    read = {node for kernel in back for node in _reads(kernel) - kernel.keys()}
+    last = sorted(back, key=lambda kernel: not read & kernel.keys())
+    return Alive((lifetimes(back), lifetimes(last)))
 
 
-def _moments(
-    graph: fx.Graph,
+def _spans(
+    kernels: list[Kernel],
     kept: Iterable[fx.Node],
     given: Mapping[fx.Node, fx.Node],
-    rows: int,
-    scratch: bool = False,
-    late: bool = False,
-) -> set[tuple[int, int]]:
-    """Bytes alive at each kernel of a graph.
+    begun: int = 0,
+) -> dict[fx.Node, tuple[int, int]]:
+    """The first and last step in which each node's memory is used.
 
-    kept: nodes that outlive the graph. given: inputs that the graph frees, each with the node that
-    stands for its memory. scratch: kernels' own temporary memory counts too. late: kernels that no
-    other reads from run after all others.
+    kept: nodes that outlive the graph. given: inputs, each with the node that stands for its
+    memory. begun: number of the first step.
     """
 
     def memory(node: fx.Node) -> fx.Node:
         base = _base(node)
         return given.get(base, base)
 
-    kernels = [
-        {node: set(map(memory, read)) for node, read in kernel.items()}
-        for kernel in _in_order(graph)
-    ]
-    if late:
-        read = {node for kernel in kernels for node in _reads(kernel) - kernel.keys()}
-        kernels.sort(key=lambda kernel: not read & kernel.keys())
-    last = {
-        node: step
-        for step, kernel in enumerate(kernels)
-        for node in {*kernel}.union(*kernel.values())
-    }
-    last |= dict.fromkeys(map(memory, kept), len(kernels))
-    live = {node for node in given.values() if node in last}
-    found = {_total(live, rows)}
-    for step, kernel in enumerate(kernels):
-        live |= kernel.keys()
-        found.add(_total([*live, *(_scratch(kernel) if scratch else ())], rows))
-        live -= {node for node in live if last[node] <= step}
-    return found
+    spans: dict[fx.Node, tuple[int, int]] = {}
+    for step, kernel in enumerate(kernels, start=begun):
+        for node in {*kernel}.union(*kernel.values()):
+            begin, _ = spans.get(memory(node), (step, step))
+            spans[memory(node)] = (begin, step)
+    end = begun + len(kernels)
+    return spans | {memory(node): (spans.get(memory(node), (end, end))[0], end) for node in kept}
 
 
 def _scratch(kernel: Iterable[fx.Node]) -> list[fx.Node]:

@@ -75,6 +75,7 @@ class CompiledSets:
     beyond_graph: WorkingSet  # a retained layer's backward, beyond its saved activations
     beyond_cheap_graph: WorkingSet  # the same with cheap retention
     fp8: bool = False  # the layers' matmuls take fp8 operands
+    holes: WorkingSet = WorkingSet(((1, 0),))  # what an allocator needs beyond `recomputed`
 
 
 @dataclass(frozen=True)
@@ -132,7 +133,6 @@ class ModelShape:
     scores: int | None = None  # a reward model's head has so many outputs, and no vocabulary
     frozen: Frozen | None = None  # what the user does not train
     package_kernels: bool = False  # layers compute with kernels of fla, mamba-ssm, ...
-    largest_gradient: int = 0  # elements of the largest tensor of a layer that is trained
 
     @property
     def layers(self) -> int:
@@ -266,8 +266,6 @@ def _assembled(
         return tuple(WorkingSet(points) for points in zip(*sums, strict=True))
 
     cost = dry.cost(HEAD_CHUNK_TOKENS[0])
-    of_layers = (tensor for layer in anatomy.blocks[1:-1] for tensor in layer.layout.tensors)
-    trained = (tensor for tensor in of_layers if not tensor.frozen)
     return ModelShape(
         parameters=anatomy.parameters,
         carried_bytes=anatomy.passengers.nbytes,
@@ -291,6 +289,7 @@ def _assembled(
             beyond_graph=by_tokens(lambda run: max(n.beyond for n in run.compiled)),
             beyond_cheap_graph=by_tokens(lambda run: max(n.beyond for n in run.cheap)),
             fp8=dry.fp8,
+            holes=by_tokens(lambda run: run.holes),
         )
         if dry.compiles
         else None,
@@ -298,7 +297,6 @@ def _assembled(
         constant_bytes=dry.skeleton.constants.nbytes,
         frozen=_frozen(dry.skeleton, cost) if anatomy.frozen_parameters else None,
         package_kernels=dry.skeleton.has_kernels and dry.runs_on == "cuda",
-        largest_gradient=max((t.numel for t in trained), default=0),
     )
 
 
