@@ -113,7 +113,7 @@ def crossings(
     ):
         patch.setattr(exchange.Exchange, "gather_across", counted)
         streamer = engine.parts.streamer
-        engine.parts.lanes["exchange"].delay = partial(time.sleep, 0.002)
+        engine.parts.lanes["exchange"].delay = partial(time.sleep, 0.01)
         for step in SEVERAL:
             sent.append(0)
             stalls = engine.train_step(step[world.rank :: world.size]).stalls_s
@@ -140,7 +140,7 @@ def test_weights_cross_once_a_step(ranks, groups, replicated, on_ranks):
         assert (kept == 0) == (replicated == ALL)
         assert stalls["wait_network"] > 0
         if ranks == 2:  # nobody else is on this host
-            assert stalls["wait_exchange"] < stalls["wait_network"]
+            assert stalls["wait_exchange"] < 0.1 * stalls["wait_network"]
 
 
 def test_every_rank_of_every_host_reads_the_whole_model(on_ranks):

@@ -175,7 +175,9 @@ CASES = {
     "half retained": Case(retained=2),
     "offloaded": Case(layers=8, offload=True),
     "computed twice, tied": Case(second_backward=True, tied=True, precision="float32"),
-    "computed twice, offloaded": Case(layers=8, offload=True, second_backward=True, vocab=1024),
+    "computed twice, offloaded": Case(
+        layers=8, offload=True, second_backward=True, micro_batch_tokens=128
+    ),
     "computed twice, half resident": Case(second_backward=True, resident=3, tied=True),
     "computed twice, all resident": Case(second_backward=True, resident=6),
     "offloaded, half retained": Case(layers=8, offload=True, retained=4, micro_batch_tokens=128),

@@ -71,8 +71,8 @@ class MicroBatchBytes:
     @property
     def holes(self) -> int:
         """What an allocator needs beyond that, as `Alive.holes`."""
-        held = max(layer.recomputed + layer.holes for layer in self.compiled)
-        return held - max(layer.recomputed for layer in self.compiled)
+        largest = max(layer.recomputed for layer in self.compiled)
+        return max(layer.recomputed + layer.holes for layer in self.compiled) - largest
 
     @property
     def last_compiled(self) -> int:

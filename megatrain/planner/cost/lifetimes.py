@@ -39,12 +39,17 @@ class Alive:
 
     def peak(self, rows: int) -> int:
         """The most bytes of all moments, for `rows` sequences."""
-        return min(max(rows * of_row + fixed for of_row, fixed in each) for each in self.moments)
+        return min(self._peaks(rows))
 
     def holes(self, rows: int) -> int:
         """Bytes that an allocator needs beyond the peak, as pieces find no hole that is large
-        enough among those alive; in the worst of the orders."""
-        return max(0, *(extent(order, rows) for order in self.orders)) - self.peak(rows)
+        enough among those alive."""
+        peaks = self._peaks(rows)
+        chosen = self.orders[peaks.index(min(peaks))]
+        return extent(chosen, rows) - min(peaks)
+
+    def _peaks(self, rows: int) -> list[int]:
+        return [max(rows * of_row + fixed for of_row, fixed in each) for each in self.moments]
 
 
 def _moments(order: Sequence[Lifetime]) -> list[tuple[int, int]]:
