@@ -348,11 +348,12 @@ def test_rows_of_many_lengths_go_through_the_loader_and_the_engine():
 
 
 def test_loading_is_measured_both_ways(tmp_path, monkeypatch):
-    monkeypatch.setattr(loading, "disk_rates", lambda _: (2e9, 1e9))
+    monkeypatch.setattr(loading, "disk_rates", lambda *_: (2e9, 1e9))
     report = loading.measure("tiny", 2, tmp_path, ["train.seq_len=64", "device=cpu"])
     rows = "\n".join(loading.table(report))
-    assert "the disk writes 2.00 GB/s and reads 1.00" in rows
-    assert all(way["bytes_per_s"] > 0 for way in report["ways"]) and len(report["ways"]) == 4
+    assert rows.count("| 2.00 |") >= 2, "beside what the disk alone writes"
+    rates = [way[f"{of}bytes_per_s"] for way in report["ways"] for of in ("", "disk_")]
+    assert min(rates) > 0 and len(rates) == 8
     assert not any(tmp_path.iterdir())
 
 

@@ -11,8 +11,7 @@ from megatrain.heartbeat import BYTES_WRITTEN, beat
 from megatrain.storage.system_calls import system_errors
 
 WRITE_BYTES = 16 << 20  # per system call; hashed while it is still in the cache
-# Per file: then dirty pages are written and dropped, as the RAM is the run's.
-FLUSH_BYTES = 256 << 20
+FLUSH_BYTES = 256 << 20  # then waits for the disk, and drops the pages: the RAM is the run's
 # Not through a link that somebody else may have put there.
 NEW_FILE = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW
 
@@ -64,6 +63,8 @@ class HashedFile:
             while done < len(piece):
                 with system_errors(self.path, "write it"):
                     done += os.write(self._fd, piece[done:])
+            # the disk begins with these pages, and nobody waits: it works while others are hashed
+            os.posix_fadvise(self._fd, self.nbytes, len(piece), os.POSIX_FADV_DONTNEED)
             beat(BYTES_WRITTEN, len(piece))
             self.nbytes += len(piece)
             self._unflushed += len(piece)

@@ -272,7 +272,9 @@ def _restore(
     in_order = sorted(transfers, key=lambda transfer: transfer[0].offset)
     with ExitStack() as stack:
         with _damage():
-            file = stack.enter_context(HashedReader(checkpoint / written.name, hashed))
+            # who hashes is slower, and finds in RAM what the others have read
+            kept = verifies() and not hashed and engine.store.world.hosts == 1
+            file = stack.enter_context(HashedReader(checkpoint / written.name, hashed, kept))
         for (array, block), group in groupby(in_order, key=itemgetter(1, 2)):
             # not soon: more tensors of the array may follow
             lease = partial(engine.store.lease, block, [array], changes=True, soon=False)

@@ -320,16 +320,17 @@ class HashedReader:
     """A file that is read once, from beginning to end, and hashed meanwhile. A context manager.
 
     hashes: false leaves out the hash, and what is skipped is not read.
+    kept: leave what was read in the page cache, for another process that reads this file, too.
 
-    The disk reads on while a piece is hashed. The page cache keeps almost nothing: the RAM is the
-    run's.
+    The disk reads on while a piece is hashed. Else the page cache keeps almost nothing: the RAM is
+    the run's.
 
     Raises StorageError if the file is missing, unreadable or not a regular file.
     """
 
-    def __init__(self, path: Path, hashes: bool = True) -> None:
+    def __init__(self, path: Path, hashes: bool = True, kept: bool = False) -> None:
         self.path = path
-        self._hashes = hashes
+        self._hashes, self._kept = hashes, kept
         self._fd = open_regular(path)
         self.nbytes = os.fstat(self._fd).st_size
         self._hash = hashlib.sha256()
@@ -381,7 +382,8 @@ class HashedReader:
         if self._hashes:
             self._hash.update(view)
         beat(BYTES_READ, len(view))
-        os.posix_fadvise(self._fd, begin, len(view), os.POSIX_FADV_DONTNEED)
+        if not self._kept:
+            os.posix_fadvise(self._fd, begin, len(view), os.POSIX_FADV_DONTNEED)
         self._done = stop
         may_end_here()
 
