@@ -20,8 +20,6 @@ from megatrain.memory.shared import SharedWeights
 from megatrain.memory.slab import Slab, slabs_of
 from megatrain.world import ALONE, World
 
-PIECE_ELEMENTS = 1 << 24  # of an array on the device, copied to the host at a time
-
 
 class Store:
     """Owns the arrays of all blocks. New ones are zero. Use as a context manager, or `close` it.
@@ -213,7 +211,8 @@ class Store:
         if found.is_cpu:
             yield found  # a view, without a copy
         else:
-            yield from (piece.cpu() for piece in torch.split(found, PIECE_ELEMENTS))
+            step = READ_BYTES // found.itemsize
+            yield from (piece.cpu() for piece in torch.split(found, step))
 
     def _pieces_on_nvme(
         self, nvme: NvmeStore, name: str, block: int, start: int, numel: int

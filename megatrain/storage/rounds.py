@@ -10,6 +10,7 @@ that is not sends on without values, and reads what it is sent.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import cycle, zip_longest
@@ -169,6 +170,7 @@ def _write(order: _Order, plan: Plan, world: World) -> list[_Outcome]:
                     break
             _take_turn(turn, tracks, writers, sending, world)
     finally:
+        sending.end()
         for writer in writers.values():
             writer.end()
     failures = [sending.failure, *(writer.failure for writer in writers.values())]
@@ -239,7 +241,7 @@ class _Track:
                     yield _Turn(sender, min(MESSAGE_BYTES, nbytes - begin))
 
     def own(self, rank: int) -> Iterator[torch.Tensor]:
-        """Those that a rank sends, as bytes. One is valid until the next is asked for."""
+        """Those that a rank sends, as bytes."""
         for source in self._shared():
             if source.owned[rank]:
                 for piece in source.pieces():
@@ -251,21 +253,33 @@ class _Track:
 
 
 class _Sending:
-    """What a rank sends of its own. failure: why it has no more values, but zeros."""
+    """What a rank sends of its own: one message of each track is made ready ahead, in a thread.
+
+    failure: why it has no more values, but zeros.
+    """
 
     def __init__(self, tracks: Sequence[_Track], rank: int) -> None:
         self.failure: Exception | None = None
+        self._pool = ThreadPoolExecutor(len(tracks), thread_name_prefix="storage")
         self._own = [track.own(rank) for track in tracks]
+        self._next = [self._make(messages) for messages in self._own]
+
+    def _make(self, messages: Iterator[torch.Tensor]) -> Future[torch.Tensor | None]:
+        return self._pool.submit(next, messages, None)
 
     def next_of(self, track: int, nbytes: int) -> torch.Tensor:
         if self.failure is None:
             try:
-                message = next(self._own[track])
-                assert len(message) == nbytes, (len(message), nbytes)
+                message = self._next[track].result()
+                assert message is not None and len(message) == nbytes, (message, nbytes)
+                self._next[track] = self._make(self._own[track])
                 return message
             except Exception as error:  # noqa: BLE001  all ranks raise it
                 self.failure = error
         return torch.zeros(nbytes, dtype=torch.uint8)
+
+    def end(self) -> None:
+        self._pool.shutdown(cancel_futures=True)
 
 
 class _Abandoned(Exception):
