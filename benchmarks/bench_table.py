@@ -67,6 +67,10 @@ GPUS = (
         "tokens on each of two H200",
         f"{FOUR_H200}/95b-16k-each.{TWO}",
     ),
+    Benched(
+        "7.6B, one sequence of 524,288 tokens shared by two H200",
+        f"{FOUR_H200}/7.6b-context-512k.{TWO}",
+    ),
     Benched("7.6B, 65,536 tokens, one H100 by itself", f"{ONE_H100}/7.6b-65k.json"),
     Benched("7.6B, 16,384 tokens, one H100 by itself", f"{ONE_H100}/7.6b-16k.json"),
     Benched("7.6B, 65,536 tokens, one H100", f"{H100}/7.6b-65k-in-all.{ONE}"),

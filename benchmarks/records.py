@@ -158,9 +158,13 @@ def load(folder: Path = RESULTS) -> list[Record]:
 
 
 def latest(records: Iterable[Record], case: str, system: str) -> Record | None:
-    """The fastest variant of the newest day on which the system succeeded at the case; else its
-    newest failure; None if never tried."""
-    tried = [record for record in records if (record.case, record.system) == (case, system)]
+    """The fastest variant of the newest day on which the system succeeded at the case on one GPU;
+    else its newest failure; None if never tried."""
+    tried = [
+        record
+        for record in records
+        if (record.case, record.system) == (case, system) and record.result.get("ranks", 1) == 1
+    ]
     return max(
         tried, key=lambda record: (record.error is None, record.date, record.tflops), default=None
     )

@@ -37,7 +37,7 @@ logger = logging.getLogger("megatrain")
 
 Rates = tuple[tuple[int, float], ...]  # (size, rate at that size), sizes ascending
 
-FORMAT = 6  # of the measurements: a higher number makes every cached profile stale
+FORMAT = 7  # of the measurements: a higher number makes every cached profile stale
 # Memory traffic of one parameter's AdamW update: weight, remainder and two fp32 moments are read
 # and written, the gradient is read.
 UPDATE_BYTES = 26
@@ -55,6 +55,7 @@ class MachineProfile:
     update: Rates  # (threads, parameters/s) of our AdamW over host arrays much larger than caches
     arithmetic: float  # compute-bound update rate of a host thread over Optimizer.arithmetic
     update_busy: float  # parameters/s of all update threads while PCIe is busy both ways
+    both_busy: float  # bytes/s of both directions meanwhile, their sum
     matmul: Rates  # (tokens, FLOP/s) of the device, bf16, [tokens, 4096] x [4096, 14336]
     matmul_fp32: Rates  # the same in float32
     attention: Rates  # (length, FLOP/s) causal, both passes, 12 x 128 FLOP per pair and head
@@ -256,6 +257,8 @@ FP8_SHARE = 0.71
 MEMORY_SHARE = 0.85
 # Of the update's rate while PCIe is busy both ways: 3.6 of 5.3 G parameters/s beside an H200.
 BUSY_SHARE = 0.68
+# Of both directions' rate while the host updates: 0.87 beside 12 threads, 0.55 beside 56.
+BUSY_LINK_SHARE = 0.75
 CORE_FRESH = 4e9  # bytes/s of first touch by one core: the kernel clears the pages
 # FLOP/s of one core with wide vectors
 CORE_FLOPS = {"fast bfloat16": 100e9, "bfloat16": 25e9, "float32": 50e9, "attention": 20e9}
@@ -308,6 +311,7 @@ def typical(hardware: Hardware, sheet: DataSheet | None = None) -> MachineProfil
         update=update,
         arithmetic=host.arithmetic,
         update_busy=interpolate(update, update_threads(cores)),
+        both_busy=0.0,
         matmul=((512, cores * CORE_FLOPS[bfloat16]),),
         matmul_fp32=((512, cores * CORE_FLOPS["float32"]),),
         attention=((1024, cores * CORE_FLOPS["attention"]),),
@@ -332,6 +336,7 @@ def _with_gpu(host: MachineProfile, sheet: DataSheet) -> MachineProfile:
         download=sheet.link.one_way,
         both=sheet.link.both,
         update_busy=BUSY_SHARE * host.update_busy,
+        both_busy=BUSY_LINK_SHARE * sheet.link.both,
         matmul=tuple((tokens, share * bfloat16 * 1e12) for tokens, share in MATMUL_SHARE),
         matmul_fp32=tuple((tokens, float32) for tokens, _ in MATMUL_SHARE),
         attention=tuple((length, share * bfloat16 * 1e12) for length, share in ATTENTION_SHARE),

@@ -22,7 +22,7 @@ from megatrain.machine.profile import (
 
 # The fields that ranks measure together; the others are one GPU's by itself.
 TOGETHER = (
-    *("ranks", "upload", "download", "both", "update", "update_busy"),
+    *("ranks", "upload", "download", "both", "update", "update_busy", "both_busy"),
     *("gather", "reduce", "gather_loss", "reduce_loss"),
 )
 
@@ -124,6 +124,7 @@ def assumed(base: MachineProfile, hardware: Hardware, ranks: int) -> MachineProf
         both=both,
         update=update,
         update_busy=max(LEAST_BUSY * alone, alone - lost),
+        both_busy=shares.both * base.both_busy,
         gather=gather,
         reduce=reduce,
         gather_loss=shares.gather_loss,

@@ -144,8 +144,9 @@ def _links_and_update(subject: Subject) -> Figures:
             busy, most = interpolate(rates, chosen), rates[-1][1]
             return {"update": rates, "update_busy": busy, "device_update": most}
         figures = link.rates(subject.clock(subject.device))
-        with link.busy():
-            return {**figures, "update": rates, "update_busy": work.rate(chosen, host_clock)}
+        with link.busy() as both_busy:
+            busy = work.rate(chosen, host_clock)
+        return {**figures, "update": rates, "update_busy": busy, "both_busy": both_busy()}
 
 
 def _arithmetic(subject: Subject) -> Figures:

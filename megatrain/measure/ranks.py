@@ -98,11 +98,13 @@ def _links_and_update(clock: Together, cores: int) -> Figures:
         work = stack.enter_context(update.HostUpdate(update.parameters_for(cores), cores))
         rates = tuple((threads, work.rate(threads, clock)) for threads in thread_counts(cores))
         if link is None:
-            none = dict.fromkeys(("upload", "download", "both"), 0.0)
+            none = dict.fromkeys(("upload", "download", "both", "both_busy"), 0.0)
             return {**none, "update": rates, "update_busy": interpolate(rates, chosen)}
         figures = link.rates(clock)
-        with link.busy():
-            return {**figures, "update": rates, "update_busy": work.rate(chosen, clock)}
+        with link.busy() as both_busy:
+            busy = work.rate(chosen, clock)
+        slowest = min(clock.world.every(both_busy()))
+        return {**figures, "update": rates, "update_busy": busy, "both_busy": slowest}
 
 
 def _exchanged(clock: Together) -> Figures:

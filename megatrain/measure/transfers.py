@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import pairwise
+from statistics import median
 
 import torch
 
@@ -55,19 +58,24 @@ class LinkTest:
             current.wait_stream(stream)  # wait: a timing ends when all pieces have arrived
 
     @contextmanager
-    def busy(self) -> Iterator[None]:
-        """Keep both directions busy until the block ends."""
-        stop = threading.Event()
+    def busy(self) -> Iterator[Callable[[], float]]:
+        """Keep both directions busy until the block ends. Yields what then tells their bytes/s."""
+        stop, ends = threading.Event(), [time.perf_counter()]
 
         def work() -> None:
-            while not stop.is_set():
+            while not stop.is_set() or len(ends) == 1:
                 self.both()
                 torch.cuda.current_stream(self.device).synchronize()
+                ends.append(time.perf_counter())
+
+        def rate() -> float:
+            seconds = median(end - begin for begin, end in pairwise(ends))
+            return 2 * PIECES_AT_ONCE * PIECE_BYTES / seconds
 
         thread = threading.Thread(target=work, name="megatrain-busy-link")
         thread.start()
         try:
-            yield
+            yield rate
         finally:
             stop.set()
             thread.join()

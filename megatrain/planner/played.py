@@ -42,6 +42,7 @@ class RecordedSimulator(StepSimulator):
         self.lanes: Lanes = {name: [] for name in LANES.values()}
         self.block = 0  # that is visited
         self.waits_for = ""
+        self.on_bus = 0.0  # seconds of the latest weight or gradient
 
     def _note(self, clock: str, seconds: float, words: str, kind: str = "") -> None:
         """A task of `seconds` that has just been put on a lane."""
@@ -69,6 +70,10 @@ class RecordedSimulator(StepSimulator):
         super()._wait(phase, until, cause)
         self.waits_for = ""
 
+    def _beside_update(self, begin: float, seconds: float) -> float:
+        self.on_bus = super()._beside_update(begin, seconds)
+        return self.on_bus
+
     def _upload(self, block: int) -> None:
         self._update_up_to(block)  # first: it has notes of its own
         before = self.upload, self.drive, self.exchange
@@ -77,7 +82,7 @@ class RecordedSimulator(StepSimulator):
         if self.drive > before[1]:
             self._note("drive", tasks.nvme_weight, f"reads the weight of {name}")
         if self.upload > before[0]:
-            self._note("upload", tasks.upload, f"weight of {name}")
+            self._note("upload", self.on_bus, f"weight of {name}")
         if self.exchange > before[2]:
             self._note("exchange", tasks.gather, f"weight of {name}")
 
@@ -125,7 +130,7 @@ class RecordedSimulator(StepSimulator):
         super()._finish(phase, block)
         name, tasks = self._name(block), self.blocks[block]
         if self.download > before:
-            self._note("download", tasks.download, f"gradient of {name}")
+            self._note("download", self.on_bus, f"gradient of {name}")
             self._note("drive", tasks.nvme_gradient, f"writes the gradient of {name}")
 
 

@@ -9,6 +9,7 @@ the time of everything.
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Iterator, Sequence
 
@@ -324,7 +325,8 @@ class StepSimulator:
     def _send(self, phase: str, block: int, ready: float) -> None:
         """Download a finished gradient, and store it on NVMe if it belongs there."""
         tasks = self.blocks[block]
-        self.download = max(self.download, ready) + tasks.download
+        begin = max(self.download, ready)
+        self.download = begin + self._beside_update(begin, tasks.download)
         self.staging_free = self.gradient_landed[block] = self.download
         if tasks.nvme_gradient:
             self._wait(phase, self.stored.pop(0), "nvme")
@@ -344,6 +346,12 @@ class StepSimulator:
             self._wait(phase, up, "nvme" if self.blocks[block].nvme_weight else "upload")
             self._wait(phase, self.weights_landed[block], "exchange")
 
+    def _beside_update(self, begin: float, seconds: float) -> float:
+        """Seconds of a transfer, which is slower while the host updates in the same memory."""
+        share, until = self.options.beside_update, math.inf if self.to_update else self.host
+        beside = min(max(0.0, until - begin), seconds / share)
+        return seconds + (1 - share) * beside
+
     def _upload(self, block: int) -> None:
         tasks, slot = self.blocks[block], self.slots[block]
         if self.slot_holds.get(slot) == block:
@@ -357,7 +365,8 @@ class StepSimulator:
         slot_free = self.slot_free.get(slot, 0.0)
         gathered = self.several and not tasks.read
         begin = max(self.upload, there, self.shares_free[0] if gathered else slot_free)
-        self.upload = self.uploaded[block] = self.weights_landed[block] = begin + tasks.upload
+        self.upload = begin + self._beside_update(begin, tasks.upload)
+        self.uploaded[block] = self.weights_landed[block] = self.upload
         if gathered:
             ready, lost = max(self.upload, slot_free), self.options.gather_loss
             landed = self.collectives.add(ready, tasks.gather, lost)

@@ -55,6 +55,7 @@ class StepOptions(Chosen):
     tied: bool  # the embedding stays in a slot of its own from the first layer to the head
     first_trained: int = 0  # block, where backward ends
     ranks: int = 1
+    beside_update: float = 1.0  # share of the bus's rate that the host's update leaves it
     gather_loss: float = 0.0  # seconds of computing that are lost for each one of a collective
     reduce_loss: float = 0.0
 

@@ -46,9 +46,6 @@ CPU_TRAFFIC = 0.8
 # 10,500 eager kernels took 0.35 to 0.46 s at 6.9 to 10 us a launch; layers alone, without an engine
 # and updates, a fifth less.
 LAUNCHES_PER_KERNEL = {"eager": 4.6, "compiled": 10.0}
-# Of the bus's rate, for activations that leave in forward while the host updates as fast as their
-# common memory lets it: a 14.8B model's step waited 0.29 s for the saved activations of ten layers.
-BESIDE_UPDATE = 0.75
 ATTENTION_FORWARD_SHARE = 2 / 7  # of attention's time: two matmuls forward, five backward
 ROUNDING = 1e-9  # of a quotient that is whole but for floating point
 
@@ -87,6 +84,11 @@ class StepCosts:
         if self.on_gpu:
             share = min(1.0, machine.both / (machine.upload + machine.download))
             self.up, self.down = share * machine.upload, share * machine.download
+        # share of them that is left while the host updates in the same memory
+        self.beside_update = 1.0
+        if machine.both:
+            lost = max(0.0, 1 - machine.both_busy / machine.both)
+            self.beside_update -= lost * self.update_in_memory
         self.leaving = self._leaving_rate()
 
     def predict(self) -> Timing:
@@ -121,6 +123,7 @@ class StepCosts:
             tied=self.shape.tied,
             first_trained=self.shape.first_trained,
             ranks=self.job.size,
+            beside_update=self.beside_update,
             gather_loss=self.machine.gather_loss,
             reduce_loss=self.machine.reduce_loss,
         )
@@ -373,7 +376,7 @@ class StepCosts:
             ways = zip(self.sent_bytes, self.where, strict=True)
             saved = self.micro_batches * sum(nbytes for nbytes, where in ways if where == "host")
             sent = min(self.machine.download, saved * alone / streamed)
-            share = min(1.0, (directions * self.weight * alone + sent) / self.machine.both)
+            share = min(1.0, (directions * self.weight * alone + sent) / self.machine.both_busy)
         memory_bound = (alone - (alone - busy) * share) * self._update_scale
         rate = memory_bound
         if limit is not None:
@@ -393,5 +396,5 @@ class StepCosts:
         slower = (1 - self.down / alone) * min(1.0, uploading / seconds)
         if self.choices.stores_gradients(self.job) and self.choices.groups == 1:
             updating = min(1.0, streamed / self.host_update_rate / seconds)
-            slower += (1 - BESIDE_UPDATE) * self.update_in_memory * updating
+            slower += (1 - self.beside_update) * updating
         return alone * (1 - slower)

@@ -16,7 +16,7 @@ from megatrain.errors import ConfigError, StorageError
 from megatrain.machine import profile as profiles
 from megatrain.machine.hardware import Hardware, drive_name, one_of_each_drive, read_hardware
 from megatrain.machine.profile import DriveRates, MachineProfile, Rates
-from megatrain.machine.together import assumed, joined, known, part_of
+from megatrain.machine.together import TOGETHER, assumed, joined, known, part_of
 from megatrain.measure.checks import Finding, check, places
 from megatrain.measure.disk import drive_rates
 from megatrain.measure.profile import measure_machine
@@ -196,6 +196,7 @@ ROWS = (  # field of the profile, what it is, its unit in SI, the unit's name
     ("update", "host update, by threads", 1e9, "G parameters/s"),
     ("arithmetic", "arithmetic of the update", 1.0, "of an EPYC's"),
     ("update_busy", "host update, PCIe busy", 1e9, "G parameters/s"),
+    ("both_busy", "PCIe, both ways, meanwhile", 1e9, "GB/s"),
     ("device_update", "device update", 1e9, "G parameters/s"),
     ("matmul", "bf16 products, by tokens", 1e12, "TFLOP/s"),
     ("matmul_fp32", "fp32 products, by tokens", 1e12, "TFLOP/s"),
@@ -209,7 +210,7 @@ ROWS = (  # field of the profile, what it is, its unit in SI, the unit's name
     ("disk_read", "disk, reading", 1e9, "GB/s"),
 )
 AT_WORK = (  # of each of several GPUs, with all at work
-    *(row for row in ROWS if row[0] in ("upload", "download", "both", "update", "update_busy")),
+    *(row for row in ROWS if row[0] in TOGETHER),
     ("gather", "weights of the others", 1e9, "GB/s"),
     ("gather_loss", "computing lost meanwhile", 0.01, "%"),
     ("reduce", "sums of the others", 1e9, "GB/s"),

@@ -82,8 +82,9 @@ def test_the_devices_update_is_bound_by_its_memory(profile: MachineProfile) -> N
     assert 0.5 * profile.memory / 26 < profile.device_update < 1.2 * profile.memory / 26
 
 
-def test_a_busy_link_does_not_speed_the_update_up(profile: MachineProfile) -> None:
+def test_a_busy_link_and_the_update_do_not_speed_each_other_up(profile: MachineProfile) -> None:
     assert 0 < profile.update_busy < 1.5 * max(rate for _, rate in profile.update)
+    assert 0 < profile.both_busy < 1.1 * profile.both
 
 
 def test_memory_is_given_back(profile: MachineProfile) -> None:

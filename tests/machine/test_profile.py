@@ -257,7 +257,7 @@ def test_a_guess_is_a_profile_of_the_machine_at_hand(hardware, cores):
     assert update_threads(cores) in threads
     assert (guess.upload > 0) == (hardware.gpu is not None)
     of_gpus, texts = (
-        {"upload", "download", "both", "fp8", "grouped"},
+        {"upload", "download", "both", "both_busy", "fp8", "grouped"},
         {"fingerprint", "measured_on"},
     )
     of_ranks = {"gather", "reduce", "gather_loss", "reduce_loss", "network"}

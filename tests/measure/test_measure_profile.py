@@ -16,7 +16,7 @@ from megatrain.optim import AdamW
 from megatrain.reporting.mfu import Attention, ModelFlops
 
 CPU = torch.device("cpu")
-OF_GPUS = {"upload", "download", "both", "fp8", "grouped"}
+OF_GPUS = {"upload", "download", "both", "both_busy", "fp8", "grouped"}
 OF_RANKS = {"ranks", "gather", "reduce", "gather_loss", "reduce_loss", "network"}
 
 
