@@ -4,7 +4,7 @@ python -m benchmarks.loading --model qwen2.5-7b --folder /scratch --json out.jso
 torchrun --nproc-per-node 2 -m benchmarks.loading ...
 Random weights through the engine of `megatrain train`. Bytes are those of the tensors; the page
 cache is dropped before each read. Peaks of host RAM show that no second copy is made. The disk
-alone reads the same files afterwards, past the cache: a virtual one may remember a small file.
+alone reads the same files right afterwards, past the cache: the speed of virtual ones changes.
 """
 
 from __future__ import annotations
