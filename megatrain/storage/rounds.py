@@ -260,7 +260,7 @@ class _Sending:
 
     def __init__(self, tracks: Sequence[_Track], rank: int) -> None:
         self.failure: Exception | None = None
-        self._pool = ThreadPoolExecutor(len(tracks), thread_name_prefix="storage")
+        self._pool = ThreadPoolExecutor(max(1, len(tracks)), thread_name_prefix="storage")
         self._own = [track.own(rank) for track in tracks]
         self._next = [self._make(messages) for messages in self._own]
 

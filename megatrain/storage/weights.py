@@ -180,7 +180,9 @@ def copy_in(
     for number, path in enumerate(to_read):
         assert sums is not None
         hashed = number % store.world.size == store.world.rank  # by one rank
-        job = partial(_copy_checked, writers, path, sums[path], by_file[path], hashed)
+        # who hashes is slower, and finds in RAM what the others have read
+        kept = not hashed and store.world.hosts == 1
+        job = partial(_copy_checked, writers, path, sums[path], by_file[path], hashed, kept)
         copies.append(job)
     if store.world.is_first:
         copies += [partial(_check_twins, candidates[a], candidates[o]) for a, o in twins]
@@ -194,13 +196,14 @@ def _copy_checked(
     written: WrittenFile,
     tensors: Iterable[Copied],
     hashed: bool,
+    kept: bool,
 ) -> None:
     """Copy a file's tensors in one reading of all its bytes. Raises DamagedError.
 
     writers: of constants (True), and of all else. hashed: false for a rank that reads its share
-    of a file that another one checks.
+    of a file that another one checks. kept: as `HashedReader`.
     """
-    with HashedReader(path, hashed) as file:
+    with HashedReader(path, hashed, kept) as file:
         for place, stored in sorted(tensors, key=lambda copied: copied[1].offset):
             chunks = partial(file.chunks, stored)
             candidate = Candidate(stored.where, stored.dtype, stored.shape, chunks)
