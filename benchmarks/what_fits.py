@@ -8,8 +8,11 @@ from public figures of the GPUs.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import os
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import product
+from multiprocessing import get_context
 from pathlib import Path
 
 from benchmarks.write_page import filled
@@ -36,21 +39,25 @@ STEP = ("train.seq_len=2048", "train.tokens_per_step=65536")
 
 
 def main() -> None:
-    quiet_libraries()
-    lines = [line for gpu in GPUS for line in (f"### {gpu}", "", *table(gpu), "")]
+    # each row by a process of its own, whose RAM is part of the plan, as in `megatrain plan`
+    with get_context("spawn").Pool(os.cpu_count(), maxtasksperchild=1) as pool:
+        rows = pool.starmap(row, product(MODELS, GPUS), chunksize=1)
+    found = dict(zip(product(MODELS, GPUS), rows, strict=True))
+    lines = [line for gpu in GPUS for line in (f"### {gpu}", "", *table(gpu, found), "")]
     PAGE.write_text(filled(PAGE.read_text(), {"tables": lines[:-1]}))
 
 
-def table(gpu: str) -> Iterator[str]:
-    """Markdown rows."""
+def table(gpu: str, found: Mapping[tuple[str, str], Sequence[str]]) -> Iterator[str]:
+    """Markdown rows. found: cells by model and GPU."""
     yield f"| | {' | '.join(f'{size} of RAM' for size in RAM)} |"
     yield "|---" * (len(RAM) + 1) + "|"
     for model in MODELS:
-        yield f"| {model} | {' | '.join(row(model, gpu))} |"
+        yield f"| {model} | {' | '.join(found[model, gpu])} |"
 
 
 def row(model: str, gpu: str) -> Sequence[str]:
     """Cells for one model and GPU, one for each size of RAM."""
+    quiet_libraries()
     first = bench_config(model, STEP)
     parts = prepare(first, shape_model(first), another_machine(first, gpu=gpu, ram=RAM[0]))
     cells = []
