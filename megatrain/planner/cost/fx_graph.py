@@ -155,7 +155,7 @@ def _spans(
 
     spans: dict[fx.Node, tuple[int, int]] = {}
     for step, kernel in enumerate(kernels, start=begun):
-        for node in {*kernel}.union(*kernel.values()):
+        for node in (*kernel, *_reads(kernel)):
             begin, _ = spans.get(memory(node), (step, step))
             spans[memory(node)] = (begin, step)
     end = begun + len(kernels)
@@ -264,8 +264,10 @@ def _fused(graph: fx.Graph, sources: Mapping[fx.Node, set[fx.Node]]) -> list[Ker
         near += [alike.setdefault((depth[node], _numel(node), source), node) for source in read]
         merged = set().union(*(kernel[other] for other in near), kernel[node])
         kernel |= dict.fromkeys(merged, merged)
-    found = {id(members): members for members in kernel.values()}
-    return [{node: sources[node] for node in members} for members in found.values()]
+    found: dict[int, Kernel] = {}  # in the order of the graph: sets of nodes have none
+    for node, members in kernel.items():
+        found.setdefault(id(members), {})[node] = sources[node]
+    return list(found.values())
 
 
 def _depths(graph: fx.Graph) -> dict[fx.Node, int]:

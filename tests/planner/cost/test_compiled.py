@@ -220,6 +220,13 @@ def test_a_large_layer_that_is_recomputed_needs_what_was_measured_on_a_gpu(size,
     assert shape.layer_bytes(rows * tokens) > 1.1 * needed
 
 
+def test_a_layer_that_is_traced_again_needs_the_same():
+    """To the order in which its memory is taken: it decides which holes are left."""
+    first, *others = (traced(Qwen2Config(**QWEN_14B), tokens=512) for _ in range(3))
+    assert [other.again for other in others] == [first.again] * 2
+    assert [other.cheap for other in others] == [first.cheap] * 2
+
+
 def test_gradients_of_experts_come_when_activations_have_gone():
     """Compiled layers compute them last; in the graph's order 9,430 MiB would be alive."""
     shape = large("120B", 4, 4096)
