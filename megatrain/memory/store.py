@@ -195,8 +195,8 @@ class Store:
         """Of `numel` elements of an array from element `start`, those that this rank owns, piece by
         piece, on the CPU.
 
-        A piece is valid until the next is asked for. Nobody may change the array meanwhile.
-        All but the last are whole multiples of READ_BYTES.
+        A piece is valid until the next is asked for; of several ranks, for as long as it is held.
+        Nobody may change the array meanwhile. All but the last are whole multiples of READ_BYTES.
         """
         span = self.span(name, block)
         stop = min(start + numel, span.stop)
