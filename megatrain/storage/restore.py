@@ -190,8 +190,10 @@ def _load(path: Path, engine: Checkpointable) -> dict[str, Any]:
     jobs = []
     for name, rank in zip(names, deal(sizes, world.size), strict=True):
         hashed = verifies() and rank == world.rank
+        # who hashes is slower, and finds in RAM what the others have read
+        kept = verifies() and not hashed and world.hosts == 1
         here = transfers.get(name, ())
-        jobs.append(partial(_restore, engine, path, manifest.files[name], here, hashed))
+        jobs.append(partial(_restore, engine, path, manifest.files[name], here, hashed, kept))
     in_parallel(jobs)
     engine.published = engine.anatomy.published.named_as(places)
     carried = carried_of(path, {name: weights[name] for name in found.carried})
@@ -267,13 +269,15 @@ def _restore(
     written: WrittenFile,
     transfers: Sequence[_Transfer],
     hashed: bool,
+    kept: bool,
 ) -> None:
-    """Read one file from beginning to end; without hashing it, what this rank owns of it alone."""
+    """Read one file from beginning to end; without hashing it, what this rank owns of it alone.
+
+    kept: as `HashedReader`.
+    """
     in_order = sorted(transfers, key=lambda transfer: transfer[0].offset)
     with ExitStack() as stack:
         with _damage():
-            # who hashes is slower, and finds in RAM what the others have read
-            kept = verifies() and not hashed and engine.store.world.hosts == 1
             file = stack.enter_context(HashedReader(checkpoint / written.name, hashed, kept))
         for (array, block), group in groupby(in_order, key=itemgetter(1, 2)):
             # not soon: more tensors of the array may follow
