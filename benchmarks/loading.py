@@ -20,13 +20,13 @@ from concurrent.futures import ThreadPoolExecutor
 from datetime import date
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from benchmarks.records import Measured
 from megatrain.config import Config
 from megatrain.engine.engine import Engine
 from megatrain.machine.hardware import GIB
-from megatrain.measure.disk import PIECE_BYTES, THREADS, disk_rates
+from megatrain.measure.disk import PIECE_BYTES, THREADS, bypass_cache, disk_rates
 from megatrain.models.pretrained import resolve_source
 from megatrain.recipes.bench import prepare_shape
 from megatrain.recipes.rank import as_rank, bind
@@ -40,6 +40,20 @@ from megatrain.storage.weights import load_weights
 from megatrain.world import World
 
 DISK_BYTES = 8 << 30  # written, and read, by the disk alone: some seconds
+
+
+class Way(NamedTuple):
+    """What is measured.
+
+    Attributes:
+        nbytes: of its tensors.
+        read: the folder whose files it reads, if any.
+    """
+
+    name: str
+    nbytes: int
+    run: Callable[[], object]
+    read: Path | None = None
 
 
 def main() -> None:
@@ -99,10 +113,7 @@ def _measure(
             if weights_alone:
                 ways = ways[2:]
             before = of_all(world)
-            results = [
-                timed(name, nbytes, way, read_by, write, folder, world)
-                for name, nbytes, way, read_by in ways
-            ]
+            results = [timed(way, write, folder, world) for way in ways]
     finally:
         if world.is_first:
             for made in (run, exported):
@@ -122,52 +133,42 @@ def of_all(world: World) -> int:
     return sum(world.every(peak_host_bytes(world.local_size)))
 
 
-def ways_of(
-    engine: Engine, run: Path, exported: Path, everything: int, weights: int
-) -> list[tuple[str, int, Callable[[], object], Path | None]]:
-    """(what, bytes, how, the folder if it is read), in an order in which each finds its files."""
+def ways_of(engine: Engine, run: Path, exported: Path, everything: int, weights: int) -> list[Way]:
+    """In an order in which each finds its files."""
     checkpoint = run / "checkpoint-1"
 
     def load() -> None:
         load_weights(engine.anatomy, engine.store, resolve_source(exported), engine.constants)
 
     return [
-        ("save a checkpoint", everything, lambda: save_checkpoint(run, 1, engine, None, {}), None),
-        (
+        Way("save a checkpoint", everything, lambda: save_checkpoint(run, 1, engine, None, {})),
+        Way(
             "resume from it, its hashes checked",
             everything,
             lambda: load_checkpoint(checkpoint, engine),
-            checkpoint,
+            read=checkpoint,
         ),
-        ("export the weights", weights, lambda: save_pretrained(engine, exported), None),
-        ("load the weights", weights, load, exported),
+        Way("export the weights", weights, lambda: save_pretrained(engine, exported)),
+        Way("load the weights", weights, load, read=exported),
     ]
 
 
-def timed(
-    name: str,
-    nbytes: int,
-    way: Callable[[], object],
-    read: Path | None,
-    write_rate: float,
-    folder: Path,
-    world: World,
-) -> dict[str, Any]:
+def timed(way: Way, write_rate: float, folder: Path, world: World) -> dict[str, Any]:
     """One way, from and to the disk itself, until all ranks are done.
 
-    read: the folder whose files it reads, if any. write_rate: of the disk alone, bytes/s.
+    write_rate: bytes/s that the disk alone writes.
     """
     world.first(lambda: forget(folder))
     started = time.perf_counter()
-    way()
+    way.run()
     seconds = max(world.every(time.perf_counter() - started))
-    disk_rate = world.first(lambda: read_rate(read)) if read else write_rate
+    read = way.read
     return {
-        "name": name,
-        "bytes": nbytes,
+        "name": way.name,
+        "bytes": way.nbytes,
         "seconds": seconds,
-        "bytes_per_s": nbytes / seconds,
-        "disk_bytes_per_s": disk_rate,
+        "bytes_per_s": way.nbytes / seconds,
+        "disk_bytes_per_s": world.first(lambda: read_rate(read)) if read else write_rate,
         "host_bytes": of_all(world),
     }
 
@@ -189,8 +190,9 @@ def read_rate(folder: Path) -> float:
     ][: DISK_BYTES // PIECE_BYTES]
 
     def read(piece: tuple[Path, int]) -> int:
-        file = os.open(piece[0], os.O_RDONLY | os.O_DIRECT)
+        file = os.open(piece[0], os.O_RDONLY)
         try:
+            bypass_cache(file)
             return os.preadv(file, [buffer], piece[1])
         finally:
             os.close(file)

@@ -40,9 +40,9 @@ STEP = ("train.seq_len=2048", "train.tokens_per_step=65536")
 
 def main() -> None:
     # each row by a process of its own, whose RAM is part of the plan, as in `megatrain plan`
+    cases = [*product(MODELS, GPUS)]
     with get_context("spawn").Pool(os.cpu_count(), maxtasksperchild=1) as pool:
-        rows = pool.starmap(row, product(MODELS, GPUS), chunksize=1)
-    found = dict(zip(product(MODELS, GPUS), rows, strict=True))
+        found = dict(zip(cases, pool.starmap(row, cases, chunksize=1), strict=True))
     lines = [line for gpu in GPUS for line in (f"### {gpu}", "", *table(gpu, found), "")]
     PAGE.write_text(filled(PAGE.read_text(), {"tables": lines[:-1]}))
 

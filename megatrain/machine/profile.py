@@ -257,7 +257,8 @@ FP8_SHARE = 0.71
 MEMORY_SHARE = 0.85
 # Of the update's rate while PCIe is busy both ways: 3.6 of 5.3 G parameters/s beside an H200.
 BUSY_SHARE = 0.68
-# Of both directions' rate while the host updates: 0.87 beside 12 threads, 0.55 beside 56.
+# Of both directions' rate while the host updates: 0.87 beside 12 threads and 0.55 beside 56, in a
+# measurement and a step on hosts of H200s; another step, of 14.8B, fits 0.75.
 BUSY_LINK_SHARE = 0.75
 CORE_FRESH = 4e9  # bytes/s of first touch by one core: the kernel clears the pages
 # FLOP/s of one core with wide vectors

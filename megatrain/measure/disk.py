@@ -39,7 +39,7 @@ def disk_rates(folder: Path, file_bytes: int = FILE_BYTES) -> tuple[float, float
             mmap.mmap(-1, PIECE_BYTES) as piece,
         ):
             number = file.fileno()
-            _bypass_cache(number)
+            bypass_cache(number)
             piece.write(os.urandom(PIECE_BYTES))  # not zeros, which some disks do not store
             written, write = _rate(
                 lambda start: os.pwrite(number, piece, start), pieces, lambda: os.fsync(number)
@@ -53,7 +53,7 @@ def disk_rates(folder: Path, file_bytes: int = FILE_BYTES) -> tuple[float, float
     return write, read
 
 
-def _bypass_cache(number: int) -> None:
+def bypass_cache(number: int) -> None:
     """Write past the cache where the file system can; elsewhere fsync and `_forget` come close."""
     try:
         flags = fcntl.fcntl(number, fcntl.F_GETFL) | getattr(os, "O_DIRECT", 0)

@@ -11,7 +11,8 @@ from megatrain.heartbeat import BYTES_WRITTEN, beat
 from megatrain.storage.system_calls import system_errors
 
 WRITE_BYTES = 16 << 20  # per system call; hashed while it is still in the cache
-FLUSH_BYTES = 256 << 20  # then waits for the disk, and drops the pages: the RAM is the run's
+# Per file: then it waits for the disk, and drops the pages, as the RAM is the run's.
+FLUSH_BYTES = 256 << 20
 # Not through a link that somebody else may have put there.
 NEW_FILE = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW
 

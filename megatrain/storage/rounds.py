@@ -271,7 +271,7 @@ class _Sending:
         if self.failure is None:
             try:
                 message = self._next[track].result()
-                assert message is not None and len(message) == nbytes, (message, nbytes)
+                assert message is not None and len(message) == nbytes, nbytes
                 self._next[track] = self._make(self._own[track])
                 return message
             except Exception as error:  # noqa: BLE001  all ranks raise it

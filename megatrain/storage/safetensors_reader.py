@@ -322,8 +322,8 @@ class HashedReader:
     hashes: false leaves out the hash, and what is skipped is not read.
     kept: leave what was read in the page cache, for another process that reads this file, too.
 
-    The disk reads on while a piece is hashed. Else the page cache keeps almost nothing: the RAM is
-    the run's.
+    The disk reads on while a piece is hashed. Unless it is `kept`, the page cache holds almost
+    nothing of the file: the RAM is the run's.
 
     Raises StorageError if the file is missing, unreadable or not a regular file.
     """
