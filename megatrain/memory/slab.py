@@ -126,6 +126,35 @@ def slabs_of(
         start = stop
 
 
+class StagingBuffers:
+    """Brings tensors from a GPU to the CPU, one at a time, through pinned buffers that it reuses.
+
+    Args:
+        nbytes: of the largest tensor.
+        count: a tensor that was brought is valid until so many more have been.
+    """
+
+    def __init__(self, nbytes: int, count: int = 1) -> None:
+        self._nbytes, self._count, self._brought = nbytes, count, 0
+        self._slab: Slab | None = None  # from the first tensor on that is on a GPU
+
+    def on_cpu(self, tensor: torch.Tensor) -> torch.Tensor:
+        """`tensor` itself if it is on the CPU, else a copy. Raises OutOfMemory."""
+        if tensor.is_cpu:
+            return tensor
+        if self._slab is None:
+            nbytes = self._count * self._nbytes
+            self._slab = Slab("staging buffers", nbytes, pinned=True, threads=1)
+        begin = self._brought % self._count * self._nbytes
+        self._brought += 1
+        buffer = self._slab.bytes[begin : begin + tensor.nbytes]
+        return buffer.view(tensor.dtype).view(tensor.shape).copy_(tensor)
+
+    def close(self) -> None:
+        if self._slab is not None:
+            self._slab.close()
+
+
 class SharedSlab(Slab):
     """`nbytes` of memory that every process has in common which maps the same file.
 

@@ -193,10 +193,11 @@ class Store:
 
     def pieces(self, name: str, block: int, start: int, numel: int) -> Iterator[torch.Tensor]:
         """Of `numel` elements of an array from element `start`, those that this rank owns, piece by
-        piece, on the CPU.
+        piece.
 
-        A piece is valid until the next is asked for; of several ranks, for as long as it is held.
-        Nobody may change the array meanwhile. All but the last are whole multiples of READ_BYTES.
+        On the device are views of at most READ_BYTES; else they are on the CPU. A piece is valid
+        until the next is asked for; of several ranks, for as long as it is held. Nobody may change
+        the array meanwhile. All but the last are whole multiples of READ_BYTES.
         """
         span = self.span(name, block)
         stop = min(start + numel, span.stop)
@@ -211,8 +212,7 @@ class Store:
         if found.is_cpu:
             yield found  # a view, without a copy
         else:
-            step = READ_BYTES // found.itemsize
-            yield from (piece.cpu() for piece in torch.split(found, step))
+            yield from torch.split(found, READ_BYTES // found.itemsize)
 
     def _pieces_on_nvme(
         self, nvme: NvmeStore, name: str, block: int, start: int, numel: int

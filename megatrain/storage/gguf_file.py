@@ -189,7 +189,7 @@ def _values(tensor: Tensor) -> torch.Tensor:
     """As transformers has it. Raises ModelError if float16 has no room for its values."""
     parts = []
     for part in tensor.parts:
-        whole = torch.cat([piece.flatten() for piece in part.pieces()]).view(part.shape)
+        whole = torch.cat([piece.flatten().cpu() for piece in part.pieces()]).view(part.shape)
         values = whole.to(tensor.dtype)
         if tensor.dtype == torch.float16 and bool((values.isinf() & ~whole.isinf()).any()):
             raise ModelError(

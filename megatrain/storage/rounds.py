@@ -24,6 +24,7 @@ from torch import distributed
 
 from megatrain.errors import MegaTrainError
 from megatrain.memory.nvme_store import READ_BYTES
+from megatrain.memory.slab import StagingBuffers
 from megatrain.storage.hashed_file import WrittenFile, write_bytes
 from megatrain.storage.safetensors_reader import INDEX, IO_THREADS, in_parallel
 from megatrain.storage.safetensors_writer import (
@@ -241,7 +242,7 @@ class _Track:
                     yield _Turn(sender, min(MESSAGE_BYTES, nbytes - begin))
 
     def own(self, rank: int) -> Iterator[torch.Tensor]:
-        """Those that a rank sends, as bytes."""
+        """Those that a rank sends, as bytes, on the CPU or the GPU."""
         for source in self._shared():
             if source.owned[rank]:
                 for piece in source.pieces():
@@ -262,17 +263,23 @@ class _Sending:
         self.failure: Exception | None = None
         self._pool = ThreadPoolExecutor(max(1, len(tracks)), thread_name_prefix="storage")
         self._own = [track.own(rank) for track in tracks]
-        self._next = [self._make(messages) for messages in self._own]
+        # one message is sent while the next is made ready
+        self._staging = [StagingBuffers(MESSAGE_BYTES, count=2) for _ in tracks]
+        self._next = [self._make(track) for track in range(len(tracks))]
 
-    def _make(self, messages: Iterator[torch.Tensor]) -> Future[torch.Tensor | None]:
-        return self._pool.submit(next, messages, None)
+    def _make(self, track: int) -> Future[torch.Tensor | None]:
+        return self._pool.submit(self._ready, track)
+
+    def _ready(self, track: int) -> torch.Tensor | None:
+        message = next(self._own[track], None)
+        return None if message is None else self._staging[track].on_cpu(message)
 
     def next_of(self, track: int, nbytes: int) -> torch.Tensor:
         if self.failure is None:
             try:
                 message = self._next[track].result()
                 assert message is not None and len(message) == nbytes, nbytes
-                self._next[track] = self._make(self._own[track])
+                self._next[track] = self._make(track)
                 return message
             except Exception as error:  # noqa: BLE001  all ranks raise it
                 self.failure = error
@@ -280,6 +287,8 @@ class _Sending:
 
     def end(self) -> None:
         self._pool.shutdown(cancel_futures=True)
+        for staging in self._staging:
+            staging.close()
 
 
 class _Abandoned(Exception):

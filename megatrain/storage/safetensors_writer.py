@@ -10,12 +10,15 @@ import json
 import math
 import struct
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from megatrain.memory.nvme_store import READ_BYTES
+from megatrain.memory.slab import StagingBuffers
 from megatrain.storage.hashed_file import HashedFile, WrittenFile
 from megatrain.storage.safetensors_reader import DTYPES, bytes_of
 
@@ -25,7 +28,8 @@ SHARD_BYTES = 5_000_000_000  # what `save_pretrained` cuts at
 
 @dataclass(frozen=True)
 class TensorSource:
-    """A tensor to be written. `pieces()` yields its contiguous parts in order, on the CPU.
+    """A tensor to be written. `pieces()` yields its contiguous parts in order, on the CPU, or
+    of at most READ_BYTES on the GPU.
 
     owned: how many of its elements each rank has, by rank, one's behind the other's; `pieces` then
         yields this rank's own, all but the last of them in whole MESSAGE_BYTES. Empty: every rank
@@ -71,13 +75,13 @@ def write_safetensors(
     Raises StorageError if the disk is full or fails; the file is removed.
     """
     ordered = in_order(sources)
-    with HashedFile(path) as file:
+    with HashedFile(path) as file, closing(StagingBuffers(READ_BYTES)) as staging:
         file.write(encode_header(ordered, metadata))
         for source in ordered:
             before = file.nbytes
             for piece in source.pieces():
                 assert piece.dtype == source.dtype, (source.name, piece.dtype)
-                file.write(bytes_of(piece))
+                file.write(bytes_of(staging.on_cpu(piece)))
             assert file.nbytes - before == source.nbytes, source.name
     return file.written()
 

@@ -4,16 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import partial
+from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 
 from megatrain.optim import AdamW, Muon
 from megatrain.settings import ALL, Settings
+from megatrain.storage.checkpoint import save_checkpoint
+from megatrain.storage.restore import load_checkpoint
 from megatrain.world import World
 from tests.engine.test_ranks import CHUNK, SEVERAL, assert_near, train
 from tests.ranks import RunRanks, staying_ranks
+from tests.storage.test_ranks_saved import arrays_of, differing, files_in, joined
+from tests.support import engine_of, micro_batches
 
 GPUS = min(4, torch.cuda.device_count())
 pytestmark = [pytest.mark.cuda, pytest.mark.skipif(GPUS < 2, reason="needs two GPUs")]
@@ -70,3 +76,28 @@ def test_two_runs_have_the_same_bits(optimizer, run_ranks):
     ):
         assert (told, held_out) == (again, held_out_again)
         assert all(torch.equal(arrays[name], arrays_again[name]) for name in arrays)
+
+
+@pytest.mark.parametrize("settings", [Settings(**CHUNK), Settings(**CHUNK, resident=ALL)])
+def test_gpus_save_what_one_loads_and_saves(settings, run_ranks, tmp_path):
+    several, one = tmp_path / "several", tmp_path / "one"
+    job = partial(saved, folder=several, settings=settings)
+    expected = joined(run_ranks(GPUS, job))
+    assert differing(saved(World(), one, settings, source=several / "last"), expected) == []
+    assert differing(files_in(several / "checkpoint-1"), files_in(one / "checkpoint-1")) == []
+
+
+def saved(world: World, folder: Path, settings: Settings, source: Path | None = None) -> Any:
+    """A rank's arrays. source: a checkpoint, loaded; else a step is trained."""
+    with (
+        # a tensor takes several pieces, and they several messages
+        mock.patch("megatrain.memory.store.READ_BYTES", 1 << 12),
+        mock.patch("megatrain.storage.rounds.MESSAGE_BYTES", 1 << 10),
+        engine_of("llama", device=f"cuda:{world.rank}", settings=settings, world=world) as engine,
+    ):
+        if source is None:
+            engine.train_step(micro_batches(world.rank, [(2, 9), (1, 6)]))
+        else:
+            load_checkpoint(source, engine)
+        save_checkpoint(folder, 1, engine, None, {})
+        return arrays_of(engine)
