@@ -160,7 +160,7 @@ def load_checkpoint(path: Path | str, engine: Checkpointable) -> dict[str, Any]:
 def _load(path: Path, engine: Checkpointable) -> dict[str, Any]:
     with _damage():
         manifest = verify_checkpoint(path, deep=False)
-        names = [name for name in manifest.files if name.endswith(".safetensors")]
+        tensor_files = [name for name in manifest.files if name.endswith(".safetensors")]
         about = read_about(path)
         if about["step"] != manifest.step:
             raise StorageError(
@@ -186,9 +186,9 @@ def _load(path: Path, engine: Checkpointable) -> dict[str, Any]:
             logger.warning(f"{path / name}: does not belong to this checkpoint and is not read")
     for block in engine.anatomy.blocks:
         engine.wait_ready(block.index)  # wait: a pending update still writes the arrays
-    world, sizes = engine.store.world, [manifest.files[name].nbytes for name in names]
-    jobs = []
-    for name, rank in zip(names, deal(sizes, world.size), strict=True):
+    world, jobs = engine.store.world, []
+    sizes = {name: manifest.files[name].nbytes for name in tensor_files}
+    for name, rank in deal(sizes, world.size).items():  # the largest first
         hashed = verifies() and rank == world.rank
         # who hashes is slower, and finds in RAM what the others have read
         kept = verifies() and not hashed and world.hosts == 1

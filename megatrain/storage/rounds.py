@@ -52,14 +52,17 @@ def write_files(
 
     world: the first rank's, in `led`.
     """
-    if not world.is_alone:
+    if world.is_alone:
+        write = partial(_write_file, folder, metadata=metadata)
+        names = largest_first(_sizes(plan))
+        files = in_parallel([partial(write, name, plan[name]) for name in names])
+    else:
         order = world.told(_Order(folder.absolute(), tuple(plan), dict(metadata)))
         outcomes = _write(order, plan, world)
         world.raise_first([outcome.failure for outcome in outcomes])
-        written = {file.name: file for outcome in outcomes for file in outcome.files}
-        return [written[name] for name in plan]
-    write = partial(_write_file, folder, metadata=metadata)
-    return in_parallel([partial(write, name, plan[name]) for name in plan])
+        files = [file for outcome in outcomes for file in outcome.files]
+    written = {file.name: file for file in files}
+    return [written[name] for name in plan]
 
 
 def _write_file(
@@ -87,13 +90,23 @@ def write_model(
     return files
 
 
-def deal(sizes: Sequence[int], hands: int) -> list[int]:
-    """A hand for each of these, in order: the one that has least so far."""
-    held, dealt = [0] * hands, []
-    for size in sizes:
-        dealt.append(held.index(min(held)))
-        held[dealt[-1]] += size
+def deal(sizes: Mapping[str, int], hands: int) -> dict[str, int]:
+    """A hand for each file, the largest first: the one that has least so far."""
+    held, dealt = [0] * hands, {}
+    for name in largest_first(sizes):
+        dealt[name] = held.index(min(held))
+        held[dealt[name]] += sizes[name]
     return dealt
+
+
+def largest_first(sizes: Mapping[str, int]) -> list[str]:
+    """Names of files. A large one that came last would be alone in the end."""
+    return sorted(sizes, key=lambda name: -sizes[name])
+
+
+def _sizes(plan: Plan) -> dict[str, int]:
+    """Bytes of tensors in each file."""
+    return {name: sum(source.nbytes for source in sources) for name, sources in plan.items()}
 
 
 # -- by several ranks ------------------------------------------------------------------------------
@@ -183,9 +196,8 @@ def _write(order: _Order, plan: Plan, world: World) -> list[_Outcome]:
 def _tracks(plan: Plan, world: World) -> list[_Track]:
     """Every rank writes some files at a time."""
     width = max(1, IO_THREADS // world.size)
-    sizes = [sum(source.nbytes for source in sources) for sources in plan.values()]
     of_track: dict[int, dict[str, Sequence[TensorSource]]] = {}
-    for name, number in zip(plan, deal(sizes, world.size * width), strict=True):
+    for name, number in deal(_sizes(plan), world.size * width).items():
         of_track.setdefault(number, {})[name] = plan[name]
     return [_Track(number % world.size, files) for number, files in sorted(of_track.items())]
 
