@@ -69,14 +69,6 @@ CASES: Mapping[str, Scaled] = {
             environ=(("NCCL_P2P_DISABLE", "1"),),
         ),
         Scaled(
-            Case(
-                "7.6b-65k-each-not-replicated",
-                "qwen2.5-7b",
-                65536,
-                overrides=("memory.replicated=0",),
-            )
-        ),
-        Scaled(
             Case("3.4b-65k-each", "benchmarks/models/qwen2.5-3b-untied", 65536),
             peers=(("zero3", 32768), ("fsdp2", 32768)),
         ),

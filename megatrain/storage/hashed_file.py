@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import hashlib
 import os
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
 from megatrain.heartbeat import BYTES_WRITTEN, beat
 from megatrain.storage.system_calls import system_errors
 
-WRITE_BYTES = 16 << 20  # per system call; hashed while it is still in the cache
+WRITE_BYTES = 16 << 20  # per system call
+HASHED_MEANWHILE = 1 << 20  # so large a piece is hashed by another thread while it is written
 # Per file: then it waits for the disk, and drops the pages, as the RAM is the run's.
 FLUSH_BYTES = 256 << 20
 # Not through a link that somebody else may have put there.
@@ -36,6 +38,7 @@ class HashedFile:
         self.path = path
         self.nbytes = 0
         self._hash = hashlib.sha256()
+        self._hasher = ThreadPoolExecutor(1, thread_name_prefix="storage")
         self._unflushed = 0
         with system_errors(path, "create it"):
             self._fd = os.open(path, NEW_FILE, 0o666)
@@ -51,6 +54,7 @@ class HashedFile:
                 complete = True
         finally:
             os.close(self._fd)
+            self._hasher.shutdown()
             if not complete:
                 self.path.unlink(missing_ok=True)
 
@@ -59,18 +63,28 @@ class HashedFile:
         view = memoryview(data).cast("B")
         for begin in range(0, len(view), WRITE_BYTES):
             piece = view[begin : begin + WRITE_BYTES]
-            self._hash.update(piece)
-            done = 0
-            while done < len(piece):
-                with system_errors(self.path, "write it"):
-                    done += os.write(self._fd, piece[done:])
-            # the disk begins with these pages, and nobody waits: it works while others are hashed
-            os.posix_fadvise(self._fd, self.nbytes, len(piece), os.POSIX_FADV_DONTNEED)
-            beat(BYTES_WRITTEN, len(piece))
-            self.nbytes += len(piece)
-            self._unflushed += len(piece)
-            if self._unflushed >= FLUSH_BYTES:
-                self._flush()
+            if len(piece) < HASHED_MEANWHILE:
+                self._hash.update(piece)
+                self._append(piece)
+                continue
+            hashed = self._hasher.submit(self._hash.update, piece)
+            try:
+                self._append(piece)
+            finally:
+                hashed.result()
+
+    def _append(self, piece: memoryview) -> None:
+        done = 0
+        while done < len(piece):
+            with system_errors(self.path, "write it"):
+                done += os.write(self._fd, piece[done:])
+        # the disk begins with these pages, and nobody waits: it works while others are written
+        os.posix_fadvise(self._fd, self.nbytes, len(piece), os.POSIX_FADV_DONTNEED)
+        beat(BYTES_WRITTEN, len(piece))
+        self.nbytes += len(piece)
+        self._unflushed += len(piece)
+        if self._unflushed >= FLUSH_BYTES:
+            self._flush()
 
     def _flush(self) -> None:
         """Wait until the bytes are on the disk, and drop them from the page cache."""

@@ -118,6 +118,10 @@ def files_in(folder: Path) -> dict[str, bytes]:
     return {str(path.relative_to(folder)): path.read_bytes() for path in paths}
 
 
+def test_a_large_file_is_not_left_for_the_end():
+    assert rounds.deal({"a": 1, "b": 1, "large": 3}, hands=2) == {"large": 0, "a": 1, "b": 1}
+
+
 @pytest.mark.parametrize("how", HOW)
 def test_the_number_of_ranks_is_in_no_file(how, tmp_path, on_ranks):
     """Saved by two, gone on with by four and by one, which save the same again."""

@@ -7,6 +7,7 @@ import json
 import os
 import random
 import struct
+import threading
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -148,7 +149,25 @@ def test_short_reads_are_continued(path, monkeypatch):
     assert same_bytes(read_tensor(read_header(path).tensors["a"]), tensor)
 
 
-def test_a_full_disk_is_named_and_leaves_nothing(path):
+def test_large_pieces_are_hashed_while_they_are_written(path, monkeypatch):
+    monkeypatch.setattr(hashed_file, "WRITE_BYTES", 1 << 12)
+    monkeypatch.setattr(hashed_file, "HASHED_MEANWHILE", 1 << 10)
+    threads, sha256 = set(), hashlib.sha256()
+
+    def update(data: bytes) -> None:
+        threads.add(threading.get_ident())
+        sha256.update(data)
+
+    monkeypatch.setattr(hashlib, "sha256", lambda: Mock(update=update, hexdigest=sha256.hexdigest))
+    written = write_safetensors(path, sources(a=sample(FLOAT, 9000), b=sample(FLOAT, 3)), {})
+    monkeypatch.undo()
+    assert written.sha256 == hashlib.sha256(path.read_bytes()).hexdigest()
+    assert len(threads) == 2  # small ones by who writes them
+
+
+@pytest.mark.parametrize("meanwhile", [1 << 10, 1 << 20])
+def test_a_full_disk_is_named_and_leaves_nothing(path, monkeypatch, meanwhile):
+    monkeypatch.setattr(hashed_file, "HASHED_MEANWHILE", meanwhile)
     words = r"x\.safetensors: cannot write it: File too large \(errno 27\); free space"
     with largest_file(4096), pytest.raises(StorageError, match=words):
         write_safetensors(path, sources(a=sample(FLOAT, 5000)), {})
