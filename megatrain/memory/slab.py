@@ -137,14 +137,16 @@ class StagingBuffers:
     def __init__(self, nbytes: int, count: int = 1) -> None:
         self._nbytes, self._count, self._brought = nbytes, count, 0
         self._slab: Slab | None = None  # from the first tensor on that is on a GPU
+        self._device: torch.device | None = None
 
     def on_cpu(self, tensor: torch.Tensor) -> torch.Tensor:
         """`tensor` itself if it is on the CPU, else a copy. Raises OutOfMemory."""
         if tensor.is_cpu:
             return tensor
         if self._slab is None:
-            nbytes = self._count * self._nbytes
-            self._slab = Slab("staging buffers", nbytes, pinned=True, threads=1)
+            nbytes, self._device = self._count * self._nbytes, tensor.device
+            with torch.cuda.device(self._device):  # a thread's own is the first GPU
+                self._slab = Slab("staging buffers", nbytes, pinned=True, threads=1)
         begin = self._brought % self._count * self._nbytes
         self._brought += 1
         buffer = self._slab.bytes[begin : begin + tensor.nbytes]
@@ -152,7 +154,8 @@ class StagingBuffers:
 
     def close(self) -> None:
         if self._slab is not None:
-            self._slab.close()
+            with torch.cuda.device(self._device):
+                self._slab.close()
 
 
 class SharedSlab(Slab):
