@@ -60,6 +60,15 @@ CASES: Mapping[str, Scaled] = {
     for scaled in (
         Scaled(Case("7.6b-65k-each", "qwen2.5-7b", 65536), wanted=0.92),
         Scaled(Case("7.6b-65k-in-all", "qwen2.5-7b", 65536), in_all=True, wanted=0.88),
+        Scaled(
+            Case(
+                "7.6b-65k-in-all-not-replicated",
+                "qwen2.5-7b",
+                65536,
+                overrides=("memory.replicated=0",),
+            ),
+            in_all=True,
+        ),
         Scaled(Case("7.6b-16k-in-all", "qwen2.5-7b", 16384), in_all=True, wanted=0.85),
         Scaled(Case("14.8b-65k-each", "qwen2.5-14b", 65536), wanted=0.92),
         Scaled(Case("32.8b-65k-each", "qwen2.5-32b", 65536, overrides=INT8), wanted=0.95),
