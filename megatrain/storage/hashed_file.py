@@ -78,7 +78,7 @@ class HashedFile:
         while done < len(piece):
             with system_errors(self.path, "write it"):
                 done += os.write(self._fd, piece[done:])
-        # the disk begins with these pages, and nobody waits: it works while others are written
+        # the disk begins with these pages now; only where its queue is full does this wait
         os.posix_fadvise(self._fd, self.nbytes, len(piece), os.POSIX_FADV_DONTNEED)
         beat(BYTES_WRITTEN, len(piece))
         self.nbytes += len(piece)

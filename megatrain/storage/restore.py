@@ -34,6 +34,7 @@ from megatrain.storage.checkpoint import (
     saved_arrays,
     saved_tensors,
 )
+from megatrain.storage.dealing import Reading, readings
 from megatrain.storage.hashed_file import WrittenFile
 from megatrain.storage.manifest import (
     USE_ANOTHER,
@@ -45,7 +46,6 @@ from megatrain.storage.manifest import (
     verify_checkpoint,
 )
 from megatrain.storage.matching import Found, find_tensors
-from megatrain.storage.rounds import deal
 from megatrain.storage.run_folder import FINAL
 from megatrain.storage.safetensors_reader import (
     HashedReader,
@@ -160,7 +160,7 @@ def load_checkpoint(path: Path | str, engine: Checkpointable) -> dict[str, Any]:
 def _load(path: Path, engine: Checkpointable) -> dict[str, Any]:
     with _damage():
         manifest = verify_checkpoint(path, deep=False)
-        tensor_files = [name for name in manifest.files if name.endswith(".safetensors")]
+        tensor_files = {n: file for n, file in manifest.files.items() if n.endswith(".safetensors")}
         about = read_about(path)
         if about["step"] != manifest.step:
             raise StorageError(
@@ -186,15 +186,13 @@ def _load(path: Path, engine: Checkpointable) -> dict[str, Any]:
             logger.warning(f"{path / name}: does not belong to this checkpoint and is not read")
     for block in engine.anatomy.blocks:
         engine.wait_ready(block.index)  # wait: a pending update still writes the arrays
-    world, jobs = engine.store.world, []
-    sizes = {name: manifest.files[name].nbytes for name in tensor_files}
-    for name, rank in deal(sizes, world.size).items():  # the largest first
-        hashed = verifies() and rank == world.rank
-        # who hashes is slower, and finds in RAM what the others have read
-        kept = verifies() and not hashed and world.hosts == 1
-        here = transfers.get(name, ())
-        jobs.append(partial(_restore, engine, path, manifest.files[name], here, hashed, kept))
-    in_parallel(jobs)
+    sizes = {name: file.nbytes for name, file in tensor_files.items()}
+    in_parallel(
+        [
+            partial(_restore, engine, path, tensor_files[name], transfers.get(name, ()), how)
+            for name, how in readings(sizes, engine.store.world, verifies()).items()
+        ]
+    )
     engine.published = engine.anatomy.published.named_as(places)
     carried = carried_of(path, {name: weights[name] for name in found.carried})
     held = {place: weights[name] for place, name in places.items()}
@@ -268,17 +266,13 @@ def _restore(
     checkpoint: Path,
     written: WrittenFile,
     transfers: Sequence[_Transfer],
-    hashed: bool,
-    kept: bool,
+    how: Reading,
 ) -> None:
-    """Read one file from beginning to end; without hashing it, what this rank owns of it alone.
-
-    kept: as `HashedReader`.
-    """
+    """Read one file from beginning to end; without hashing it, what this rank owns of it alone."""
     in_order = sorted(transfers, key=lambda transfer: transfer[0].offset)
     with ExitStack() as stack:
         with _damage():
-            file = stack.enter_context(HashedReader(checkpoint / written.name, hashed, kept))
+            file = stack.enter_context(HashedReader(checkpoint / written.name, *how))
         for (array, block), group in groupby(in_order, key=itemgetter(1, 2)):
             # not soon: more tensors of the array may follow
             lease = partial(engine.store.lease, block, [array], changes=True, soon=False)
@@ -302,5 +296,5 @@ def _restore(
                     file.read_into(flat)
         with _damage():
             file.skip_to(written.nbytes)
-        if hashed and file.sha256 != written.sha256:
+        if how.hashes and file.sha256 != written.sha256:
             raise damaged(checkpoint / written.name)

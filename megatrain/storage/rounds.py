@@ -25,6 +25,7 @@ from torch import distributed
 from megatrain.errors import MegaTrainError
 from megatrain.memory.nvme_store import READ_BYTES
 from megatrain.memory.slab import StagingBuffers
+from megatrain.storage.dealing import deal, largest_first
 from megatrain.storage.hashed_file import WrittenFile, write_bytes
 from megatrain.storage.safetensors_reader import INDEX, IO_THREADS, in_parallel
 from megatrain.storage.safetensors_writer import (
@@ -88,20 +89,6 @@ def write_model(
     if len(weights) > 1:
         files.append(write_bytes(folder / INDEX, encode_index(weights)))
     return files
-
-
-def deal(sizes: Mapping[str, int], hands: int) -> dict[str, int]:
-    """A hand for each file, the largest first: the one that has least so far."""
-    held, dealt = [0] * hands, {}
-    for name in largest_first(sizes):
-        dealt[name] = held.index(min(held))
-        held[dealt[name]] += sizes[name]
-    return dealt
-
-
-def largest_first(sizes: Mapping[str, int]) -> list[str]:
-    """Names of files. A large one that came last would be alone in the end."""
-    return sorted(sizes, key=lambda name: -sizes[name])
 
 
 def _sizes(plan: Plan) -> dict[str, int]:

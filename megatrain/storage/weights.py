@@ -38,6 +38,7 @@ from megatrain.storage.carried import (
     carried_of,
     with_frozen,
 )
+from megatrain.storage.dealing import Reading, readings
 from megatrain.storage.hashed_file import WrittenFile
 from megatrain.storage.manifest import (
     Manifest,
@@ -177,13 +178,12 @@ def copy_in(
             copies.append(partial(writers[place.constant], place, candidates[name]))
     others = {stored.path for name in carried if (stored := candidates[name].stored)}
     to_read = [path for path, copied in by_file.items() if copied or path in others]
-    for number, path in enumerate(to_read):
-        assert sums is not None
-        hashed = number % store.world.size == store.world.rank  # by one rank
-        # who hashes is slower, and finds in RAM what the others have read
-        kept = not hashed and store.world.hosts == 1
-        job = partial(_copy_checked, writers, path, sums[path], by_file[path], hashed, kept)
-        copies.append(job)
+    if sums is not None:
+        sizes = {path: sums[path].nbytes for path in to_read}
+        copies += [
+            partial(_copy_checked, writers, path, sums[path], by_file[path], how)
+            for path, how in readings(sizes, store.world).items()
+        ]
     if store.world.is_first:
         copies += [partial(_check_twins, candidates[a], candidates[o]) for a, o in twins]
     in_parallel(copies)
@@ -195,21 +195,20 @@ def _copy_checked(
     path: Path,
     written: WrittenFile,
     tensors: Iterable[Copied],
-    hashed: bool,
-    kept: bool,
+    how: Reading,
 ) -> None:
-    """Copy a file's tensors in one reading of all its bytes. Raises DamagedError.
+    """Copy a file's tensors in one reading of all its bytes, or of this rank's share where another
+    one hashes it. Raises DamagedError.
 
-    writers: of constants (True), and of all else. hashed: false for a rank that reads its share
-    of a file that another one checks. kept: as `HashedReader`.
+    writers: of constants (True), and of all else.
     """
-    with HashedReader(path, hashed, kept) as file:
+    with HashedReader(path, *how) as file:
         for place, stored in sorted(tensors, key=lambda copied: copied[1].offset):
             chunks = partial(file.chunks, stored)
             candidate = Candidate(stored.where, stored.dtype, stored.shape, chunks)
             writers[place.constant](place, candidate)
         file.skip_to(file.nbytes)
-        if file.nbytes != written.nbytes or (hashed and file.sha256 != written.sha256):
+        if file.nbytes != written.nbytes or (how.hashes and file.sha256 != written.sha256):
             raise damaged(path)
 
 

@@ -21,6 +21,7 @@ from megatrain.optim import AdamW, Muon
 from megatrain.settings import ALL, Settings
 from megatrain.storage import rounds
 from megatrain.storage.checkpoint import save_checkpoint
+from megatrain.storage.dealing import deal
 from megatrain.storage.export import export
 from megatrain.storage.restore import find_resumable, load_checkpoint, load_resumable
 from megatrain.storage.safetensors_writer import plan_shards
@@ -119,7 +120,7 @@ def files_in(folder: Path) -> dict[str, bytes]:
 
 
 def test_a_large_file_is_not_left_for_the_end():
-    assert rounds.deal({"a": 1, "b": 1, "large": 3}, hands=2) == {"large": 0, "a": 1, "b": 1}
+    assert deal({"a": 1, "b": 1, "large": 3}, hands=2) == {"large": 0, "a": 1, "b": 1}
 
 
 @pytest.mark.parametrize("how", HOW)

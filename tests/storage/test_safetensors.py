@@ -128,6 +128,16 @@ def test_a_file_is_hashed_while_it_is_read(path, monkeypatch):
     assert same_bytes(out, tensors["b"])
 
 
+@pytest.mark.parametrize("kept", [False, True])
+def test_what_is_kept_stays_in_the_page_cache(path, monkeypatch, kept):
+    save_file({"a": sample(FLOAT, 50)}, path)
+    advised: list[int] = []
+    monkeypatch.setattr(os, "posix_fadvise", lambda *given: advised.append(given[-1]))
+    with HashedReader(path, kept=kept) as file:
+        file.skip_to(file.nbytes)
+    assert (os.POSIX_FADV_DONTNEED not in advised) == kept
+
+
 def test_a_file_that_ends_while_it_is_read_is_named(path):
     path.write_bytes(bytes(100))
     words = r"x\.safetensors: ends at byte 100, 20 bytes too early"
