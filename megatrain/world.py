@@ -236,6 +236,18 @@ class World:
             time.sleep(LOOKS_EVERY_S)
         return work()
 
+    def one_by_one(self, work: Callable[[], object]) -> None:
+        """Let the ranks of a host work one after another. All call it at the same place; what one
+        raises all do.
+
+        The work itself lets no rank wait for another.
+        """
+        for local in range(self.local_size):
+            with self.together():
+                if local == self.local_rank:
+                    work()
+            beat()
+
     def number(self, local: int) -> int:
         """The number among all ranks' of a rank's micro-batch `local`."""
         return local * self.teams + self.team

@@ -8,10 +8,12 @@ import shutil
 import socket
 import subprocess
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 
 import pytest
+
+from benchmarks.hosts import about, ip, two_namespaces
 
 LIBC = ctypes.CDLL(None, use_errno=True)
 NETWORK, NAMES = 0x4000_0000, 0x0400_0000  # CLONE_NEWNET, CLONE_NEWUTS: in `os` from Python 3.12 on
@@ -29,9 +31,7 @@ class TwoHosts:
             assert LIBC.setns(there.fileno(), NETWORK) == 0
         assert LIBC.unshare(NAMES) == 0
         socket.sethostname(f"host-{rank}")
-        about = {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "10.77.0.1"}
-        # by name, since a namespace resolves none
-        os.environ |= {**about, "GLOO_SOCKET_IFNAME": f"cable{rank}"}
+        os.environ |= about(rank)
 
     def cut(self) -> None:
         for rank in range(2):
@@ -44,25 +44,9 @@ def two_hosts() -> Iterator[TwoHosts]:
     if os.geteuid() != 0 or shutil.which("ip") is None:
         pytest.skip("needs root and iproute2")
     hosts = TwoHosts(f"mega{os.getpid()}-")
-    names = [f"{hosts.name}{rank}" for rank in range(2)]
-    try:
+    with ExitStack() as stack:
         try:
-            for name in names:
-                ip(f"netns add {name}")
-            first, second = names
-            ip(f"link add cable0 netns {first} type veth peer name cable1 netns {second}")
+            stack.enter_context(two_namespaces(hosts.name))
         except subprocess.CalledProcessError as error:
             pytest.skip(f"no network namespaces here: {error.stderr}")
-        for rank, name in enumerate(names):
-            ip(f"-n {name} addr add 10.77.0.{rank + 1}/24 dev cable{rank}")
-            for link in ("lo", f"cable{rank}"):
-                ip(f"-n {name} link set {link} up")
         yield hosts
-    finally:
-        for name in names:
-            with suppress(subprocess.CalledProcessError):
-                ip(f"netns del {name}")
-
-
-def ip(arguments: str) -> None:
-    subprocess.run(["ip", *arguments.split()], check=True, capture_output=True, text=True)

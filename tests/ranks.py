@@ -30,17 +30,27 @@ SPAWNED_S = 120.0  # to load CUDA and NCCL takes longer than a job
 RunRanks = Callable[..., list[Any]]
 
 
-def run_ranks(size: int, job: Callable[[World], Any], folder: Path, *, hosts: int = 1) -> list[Any]:
+def run_ranks(
+    size: int,
+    job: Callable[[World], Any],
+    folder: Path,
+    *,
+    hosts: int = 1,
+    first: Callable[[int], object] | None = None,
+) -> list[Any]:
     """What `job` returns on each of so many ranks. Fails with the first error of one.
 
     hosts: as if the ranks were on so many.
+    first: what each does before they meet, told its rank.
     """
     meeting = folder / f"meeting-{len(list(folder.iterdir()))}"
     context: Any = multiprocessing.get_context("fork")
     ends, processes = [], []
     for rank in range(size):
         ours, theirs = context.Pipe(duplex=False)
-        process = context.Process(target=_rank, args=(rank, size, meeting, job, hosts, theirs))
+        process = context.Process(
+            target=_rank, args=(rank, size, meeting, job, hosts, theirs, first)
+        )
         process.start()
         theirs.close()
         ends.append(ours)
@@ -132,7 +142,10 @@ def _rank(
     job: Callable[[World], Any],
     hosts: int,
     end: Connection,
+    first: Callable[[int], object] | None,
 ) -> None:
+    if first is not None:
+        first(rank)
     _do(job, hosts, _meet(rank, size, meeting), end)
 
 

@@ -196,7 +196,7 @@ def on_several(settings: Config) -> None:
 
     be_quiet_as_rank()
     if (size := ranks_for(settings)) > 1:
-        raise typer.Exit(run_ranks(GIVEN, size))
+        raise typer.Exit(run_ranks(GIVEN, size, or_fewer=settings.gpus == "auto"))
 
 
 def _target_of(arguments: list[str] | None, command: str) -> tuple[str, list[str]]:

@@ -174,8 +174,12 @@ class Constructors(ABC):
 
         Raises ConfigError, ModelError and StorageError.
         """
-        with self.store.world.together():
-            self._read_weights(source, trust_remote_code)
+        read = partial(self._read_weights, source, trust_remote_code)
+        if source.kind == "gguf":  # all of it is in RAM meanwhile
+            self.store.world.one_by_one(read)
+        else:
+            with self.store.world.together():
+                read()
         self.source, self.trust_remote_code = source, trust_remote_code
         self.weights_changed()
 

@@ -77,8 +77,15 @@ class Exchange:
         if self.world.local is not None:
             total, received = _added_up(total, received, self.world.local_size, self.world.local)
         if self.world.across is not None:
-            total, _ = _added_up(total, received[: len(total)], self.world.hosts, self.world.across)
+            total = self.summed_across(total, received[: len(total)])
         return total
+
+    def summed_across(self, total: torch.Tensor, received: torch.Tensor) -> torch.Tensor:
+        """This rank's share of the sum of all hosts' `total`, over the network.
+
+        received: of the size of `total`, and other memory, in which the result may be.
+        """
+        return _added_up(total, received, self.world.hosts, self.world.across)[0]
 
     def all_norms(self, mine: torch.Tensor, block: int) -> torch.Tensor:
         """The norms of all rows of a block, from those of this rank's share."""
@@ -104,10 +111,11 @@ def _added_up(
 
     received: of the size of `total`, and other memory.
     """
-    if ranks == 2:  # a sum of two has one order, so the library may add
+    if ranks == 2 and total.is_cuda:  # a sum of two has one order, so the library may add
         part = received[: len(total) // 2]
         scatter_sum(part, total, group=group)
         return part, received[len(part) :]
+    # on CPUs always: what gloo calls reduce_scatter sends twice as much
     parts = received.view(torch.uint8), total.view(torch.uint8)
     distributed.all_to_all_single(*parts, group=group)
     first: torch.Tensor

@@ -335,15 +335,14 @@ class Gradients:
 
         Waits for the computation only, not for downloads.
         """
-        for gradient in finished:
-            gradient.landed.wait_host()  # raises what a download failed with, before any update
         if self.exchange is not None:
             # wait: all ranks' shares are being measured
             self.compute.wait(self._exchanged, self.exchange.slowest)
-            for gradient in finished:
-                if gradient.block < self.resident:
-                    # wait: it is copied on another stream, and the update on this one reads it
-                    self.compute.wait(gradient.landed, "download")
+        for gradient in finished:
+            gradient.landed.wait_host()  # raises what a download failed with, before any update
+            if self.exchange is not None and gradient.block < self.resident:
+                # wait: it is copied on another stream, and the update on this one reads it
+                self.compute.wait(gradient.landed, "download")
         self._square_sums_host.copy_(self._square_sums, non_blocking=True)
         self.compute.synchronize()  # wait: the sums of squares must have been computed
         return float(self._square_sums_host.double().sum().sqrt())

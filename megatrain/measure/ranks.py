@@ -130,16 +130,19 @@ def _exchanged(clock: Together) -> Figures:
 
 
 def network_rate(world: World, device: torch.device) -> float:
-    """Bytes/s that each of several hosts gets from the others while all do, to two digits. All
-    ranks call it, with nothing else at work."""
+    """Bytes/s that each of several hosts gets from the others while all do, of weights and of sums
+    as a step has them, to two digits. All ranks call it, with nothing else at work."""
     layout = FlatLayout((), SENT[device.type])
     with closing(Exchange(world, [layout], Compute(device))) as exchange:
         whole = torch.zeros(exchange.padded(0), dtype=torch.bfloat16, device=device)
         share = torch.zeros(exchange.shares[0], dtype=torch.bfloat16, device=device)
+        total, received = torch.zeros(2, len(exchange.part(whole)), device=device)
         clock = Together(world, device)
         seconds = clock.seconds(lambda: exchange.gather_across(whole, share))
-        # each of a host's ranks gets its part but for its own share
-        return float(f"{whole.nbytes * (world.hosts - 1) / world.hosts / seconds:.1e}")
+        seconds += clock.seconds(lambda: exchange.summed_across(total, received))
+        # each of a host's ranks gets its part but for its own share, of weights and of sums
+        sent = world.local_size * (exchange.part(whole).nbytes + total.nbytes)
+        return float(f"{sent * (world.hosts - 1) / world.hosts / seconds:.1e}")
 
 
 def _lost(clock: Together, collective: Work, seconds: float) -> float:

@@ -7,6 +7,7 @@ import hashlib
 import json
 import os
 import re
+import struct
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -42,6 +43,7 @@ UNUSABLE = (
     ImportError,
     ArithmeticError,
     RuntimeError,  # and its RecursionError
+    struct.error,  # a GGUF file that ends too early
 )
 
 

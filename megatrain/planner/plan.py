@@ -19,7 +19,7 @@ from megatrain.planner.memory import (
     disk_bytes,
     state_bytes_per_parameter,
 )
-from megatrain.planner.reasons import Reason, counted, reasons
+from megatrain.planner.reasons import Reason, counted, reasons, too_many_ranks
 from megatrain.planner.search import Search
 from megatrain.planner.suggest import TIER_WORDS, Suggestion, bound_by_update, cheapest_fix, faster
 from megatrain.planner.timing import StepCosts, Timing
@@ -219,7 +219,7 @@ def make_plan(
 
 
 def check_ranks(job: Job) -> None:
-    """Raise PlanError or ConfigError for what several ranks cannot do together."""
+    """Raise TooManyRanks or ConfigError for what several ranks cannot do together."""
     if job.size == 1:
         return
     if job.hosts > 1 and job.reads:
@@ -231,11 +231,8 @@ def check_ranks(job: Job) -> None:
         key, least = "tokens_per_step", job.size * max(job.seq_len, job.least_tokens)
         if job.rows_per_step is not None:
             key, least = "rows_per_step", job.size // job.pieces
-        raise PlanError(
-            f"a step of {counted(rows // job.pieces, 'row')} has work for at most "
-            f"{counted(rows, 'GPU')}, not "
-            f"for {job.size}: take at most {rows}, or raise train.{key} to {least:,}"
-        )
+        found = f"a step of {counted(rows // job.pieces, 'row')} has"
+        raise too_many_ranks(found, rows, job.size, f"raise train.{key} to {least:,}")
 
 
 def host_budget(hardware: Hardware, host_limit: int | None) -> int:

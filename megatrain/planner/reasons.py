@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from megatrain.errors import TooManyRanks
 from megatrain.machine.hardware import GIB
 from megatrain.planner.job import Choices, Job
 from megatrain.planner.memory import Layout
@@ -189,3 +190,12 @@ def _nvme(choices: Choices, job: Job, traffic: tuple[int, int]) -> tuple[str, st
         f"{why}a step reads {read / GIB:,.2f} GiB and writes {written / GIB:,.2f} GiB: {steps:,} "
         f"steps wear out {drives} of 600 TB endurance, typical of 1 TB consumer drives"
     )
+
+
+def too_many_ranks(why: str, most: int, ranks: int, way_on: str) -> TooManyRanks:
+    """The error of a step that has work for `most` of so many.
+
+    way_on: what would give all of them work.
+    """
+    why = f"{why} work for at most {counted(most, 'GPU')}"
+    return TooManyRanks(f"{why}, not for {ranks}: take at most {most}, or {way_on}", why, most)

@@ -6,6 +6,7 @@ which a save may outlast (torch 2.11), and reports a failure that the rank has t
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import signal
@@ -13,7 +14,9 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from types import FrameType
 
 import typer
@@ -25,6 +28,7 @@ from megatrain.machine.launcher import MEETING, NAMES, place_of, started_by
 from megatrain.recipes.signals import INTERRUPTED, STOPPED, STOPS
 
 LAUNCHER = "MEGATRAIN_LAUNCHER"  # our own process number, for the ranks
+FEWER = "MEGATRAIN_FEWER"  # a file, in which the first of too many ranks says how many have work
 # C++ adds dozens of lines to what ends all; it reads this when torch is loaded
 QUIET = {"TORCH_CPP_LOG_LEVEL": "FATAL"}
 COMMAND = (sys.executable, "-m", "megatrain")
@@ -76,14 +80,32 @@ def environment_of(rank: int, size: int, port: int) -> dict[str, str]:
     return {name: str(value) for name, value in values.items()} | meeting
 
 
-def run_ranks(arguments: Sequence[str], size: int) -> int:
+def run_ranks(arguments: Sequence[str], size: int, *, or_fewer: bool = False) -> int:
     """Run `megatrain` with these arguments as so many ranks; the exit code.
 
     That of the first rank to fail, or of the first rank. Signals are passed on once, to all. When
     one fails the others end by themselves (recipes/others.py), or are killed.
+
+    or_fewer: where steps have work for fewer, as many begin again, which is said.
     """
+    if not or_fewer:
+        return _run(arguments, size, {})
+    with TemporaryDirectory(prefix="megatrain-") as folder:
+        told = Path(folder) / "fewer"
+        code = _run(arguments, size, {FEWER: str(told)})
+        if not told.exists():
+            return code
+        why, most = json.loads(told.read_text())
+    typer.echo(f"{why}: {most} of {size} are used", err=True)
+    return _run(arguments, most, {})
+
+
+def _run(arguments: Sequence[str], size: int, more: Mapping[str, str]) -> int:
+    """As `run_ranks`. more: of the environment."""
     port = free_port()
-    ranks = [_start(arguments, rank, size, port) for rank in range(size)]
+    ranks = [
+        _start(arguments, {**environment_of(rank, size, port), **more}) for rank in range(size)
+    ]
 
     def pass_on(number: int, _frame: FrameType | None) -> None:
         for rank in ranks:
@@ -100,12 +122,11 @@ def run_ranks(arguments: Sequence[str], size: int) -> int:
             rank.kill()
 
 
-def _start(arguments: Sequence[str], rank: int, size: int, port: int) -> subprocess.Popen[bytes]:
-    own = {**environment_of(rank, size, port), LAUNCHER: str(os.getpid())}
+def _start(arguments: Sequence[str], own: Mapping[str, str]) -> subprocess.Popen[bytes]:
     # sessions of their own: a terminal's Ctrl-C would reach them beside the one passed on
     return subprocess.Popen(
         [*COMMAND, *arguments],
-        env={**QUIET, **os.environ, **own},
+        env={**QUIET, **os.environ, **own, LAUNCHER: str(os.getpid())},
         stdin=subprocess.DEVNULL,
         start_new_session=True,
     )

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import socket
@@ -10,6 +11,7 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import astuple
 from datetime import timedelta
+from pathlib import Path
 from typing import Protocol, TypeVar
 
 import torch
@@ -18,11 +20,12 @@ from torch.distributed.distributed_c10d import PrefixStore
 
 from megatrain.config import Config
 from megatrain.data.loader import Loader
-from megatrain.errors import ConfigError, MegaTrainError, PlanError
+from megatrain.errors import ConfigError, MegaTrainError, TooManyRanks
 from megatrain.machine.affinity import share_of_cores
 from megatrain.machine.hardware import built_for_cuda, visible_gpus
 from megatrain.machine.launcher import MEETING, NAMES, Place, place_of
-from megatrain.planner.reasons import counted
+from megatrain.planner.reasons import counted, too_many_ranks
+from megatrain.recipes.launch import FEWER
 from megatrain.recipes.meeting import Wait, fresh_part, open_store
 from megatrain.recipes.others import Others, end_of
 from megatrain.recipes.signals import Stopped, early_request
@@ -71,6 +74,10 @@ def as_rank(device: str, work: Callable[[World], T]) -> T:
         others = _meet(own, place, stack)
         try:
             summary = work(others.world)
+        except TooManyRanks as error:
+            if begin_again_with_fewer(error, others.world):
+                raise SystemExit(error.exit_code) from error
+            raise end_of(error, others) from error
         except BaseException as error:
             raise end_of(error, others) from error
         others.leave(summary.exit_code)
@@ -106,6 +113,17 @@ def _join(own: torch.device, place: Place, stack: ExitStack) -> Others:
     except ConfigError as error:  # all have the same
         raise error if rank == 0 else SystemExit(error.exit_code) from error
     return stack.enter_context(Others.watched(world, socket.gethostname()))
+
+
+def begin_again_with_fewer(error: TooManyRanks, world: World) -> bool:
+    """Tell the launcher, if it is ours and may take fewer ranks; all of them call it."""
+    told = os.environ.get(FEWER)
+    if told is None:
+        return False
+    if world.is_first:
+        Path(told).write_text(json.dumps([error.why, error.most]))
+    world.every(None)  # all leave at once: none is missed by another
+    return True
 
 
 def own_device(place: Place, device: str) -> torch.device:
@@ -152,15 +170,11 @@ def check_ranks(config: Config, world: World) -> None:
 
 
 def check_rows_of_a_step(loader: Loader) -> None:
-    """Raise PlanError if steps have fewer rows than there are ranks."""
+    """Raise TooManyRanks if steps have fewer rows than there are ranks."""
     world = loader.world
     if world.size == 1 or (rows := math.floor(loader.rows_of_a_step())) >= world.teams:
         return
     found, way_on = f"steps have {counted(rows, 'row')} on average", "raise train.tokens_per_step"
     if loader.windows is None and (there := len(loader.rows)) < world.teams:  # no step has more
         rows, found, way_on = there, f"the set has {counted(there, 'row')}", "add rows"
-    busy = rows * world.pieces
-    raise PlanError(
-        f"{found}, work for at most {counted(busy, 'GPU')}, not for {world.size}: take at most "
-        f"{busy}, or {way_on}"
-    )
+    raise too_many_ranks(f"{found},", rows * world.pieces, world.size, way_on)

@@ -19,7 +19,7 @@ from megatrain.data.dataset import Rows
 from megatrain.data.loader import Loader, Windows
 from megatrain.engine.context import deterministic
 from megatrain.engine.resolved import piece_tokens
-from megatrain.errors import ConfigError
+from megatrain.errors import ConfigError, TooManyRanks
 from megatrain.heartbeat import may_end_here
 from megatrain.losses import SequenceLoss
 from megatrain.machine.address_space import address_space_errors
@@ -79,8 +79,20 @@ def plan(
     given = {name: value for name, value in (described or {}).items() if value is not None}
     if given and "gpus" not in given and config.gpus != "auto":
         given["gpus"] = config.gpus
-    if not given and not shape_alone and (gpus := ranks_for(config)) > 1:
-        given["gpus"] = gpus
+    if given or shape_alone or (gpus := ranks_for(config)) == 1:
+        return _planned(config, shape_alone, given)
+    try:
+        return _planned(config, shape_alone, {"gpus": gpus})
+    except TooManyRanks as error:
+        if config.gpus != "auto":
+            raise
+        logger.info(f"{error.why}: {error.most} of {gpus} are used")
+        fewer = {"gpus": error.most} if error.most > 1 else {}
+        return _planned(config, shape_alone, fewer)
+
+
+def _planned(config: Config, shape_alone: bool, given: Mapping[str, Any]) -> Plan:
+    """As `plan`. given: of `described`, what is not None, and this host's GPUs if several."""
     machine = another_machine(config, **given) if given else None
     setup.quiet_libraries()
     if shape_alone or config.model.init == "pretrained":

@@ -13,7 +13,7 @@ import torch
 
 from megatrain.errors import ModelError
 from megatrain.models.initialize import NewHead
-from megatrain.models.pretrained import ModelSource, read_model_config
+from megatrain.models.pretrained import UNUSABLE, ModelSource, read_model_config
 from megatrain.models.quantised import quantisation_in
 from megatrain.storage.dequantise import Dequantised, dequantised
 from megatrain.storage.safetensors_reader import StoredTensor, open_shards, read_chunks
@@ -82,7 +82,7 @@ def read_gguf(source: ModelSource) -> dict[str, Candidate]:
             names = AutoModelForCausalLM.from_config(config)  # type: ignore[no-untyped-call]
         read: Any = load_gguf_checkpoint
         tensors = read(str(file), return_tensors=True, model_to_load=names)["tensors"]
-    except (OSError, ValueError, TypeError, LookupError, ImportError, NotImplementedError) as error:
+    except UNUSABLE as error:
         raise ModelError(
             f"{file}: this GGUF file cannot be read ({error}); "
             "name the Hugging Face folder of the model instead"

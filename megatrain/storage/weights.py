@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from megatrain.errors import ConfigError, ModelError, StorageError
+from megatrain.errors import ModelError, StorageError
 from megatrain.heartbeat import WEIGHTS_READ, beat, may_end_here
 from megatrain.memory.layout import Span
 from megatrain.memory.store import Store
@@ -80,17 +80,11 @@ def load_weights(
         carried along.
 
     Raises:
-        ConfigError: a GGUF file, for several ranks.
         ModelError: tensors are missing, unexpected, of another shape or dtype, or not finite (the
             message names them); or transformers cannot read the GGUF file.
         StorageError: a file is missing, truncated, malformed, or fails its checksum.
     """
     if source.kind == "gguf":
-        if not store.world.is_alone:
-            raise ConfigError(
-                f"{source.file}: {store.world.size} ranks would each hold all of a GGUF file in "
-                "RAM; train from the model's Hugging Face folder, or on one rank"
-            )
         found_there = with_head(read_gguf(source), head, source)
         copy_in(anatomy, store, found_there, str(source.file), constants)
         return anatomy.published.tensors, NOTHING  # its names are transformers' own

@@ -4,8 +4,10 @@ that cross between hosts once a step."""
 from __future__ import annotations
 
 import time
+from contextlib import closing
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,14 +15,19 @@ import torch
 
 from megatrain.engine import exchange
 from megatrain.engine.exchange import Exchange
+from megatrain.engine.streams import Compute
 from megatrain.errors import ConfigError
+from megatrain.memory.layout import FlatLayout
 from megatrain.settings import ALL, Settings
 from megatrain.world import World, check_numbers
 from tests.compare import distance
 from tests.engine.test_races import never_wait
 from tests.engine.test_ranks import CHUNK, HOW, SEVERAL, STEPS, assert_near, joined, read, train
+from tests.namespaces import two_hosts
+from tests.ranks import run_ranks
 from tests.support import engine_of, micro_batches, tiny_config
 
+CPU = torch.device("cpu")
 FOUR = [micro_batches(seed, [(2, 9), (1, 6), (2, 7), (1, 9)]) for seed in range(2)]
 TWINS: dict[str, dict[str, Any]] = {
     "bfloat16": {},
@@ -141,6 +148,53 @@ def test_weights_cross_once_a_step(ranks, groups, replicated, on_ranks):
         assert stalls["wait_network"] > 0
         if ranks == 2:  # nobody else is on this host
             assert stalls["wait_exchange"] < 0.1 * stalls["wait_network"]
+
+
+def sent_for_a_sum(world: World) -> tuple[int, int]:
+    """Bytes that cross the cable for a sum, and those of this rank's part of it."""
+    layout = FlatLayout((), 1 << 20)
+    with closing(Exchange(world, [layout], Compute(CPU))) as there:
+        total = torch.ones(there.padded(0))
+        there.summed(total)  # connects
+        before = bytes_sent(world.rank)
+        there.summed(total)
+        world.every(None)
+        return bytes_sent(world.rank) - before, total.nbytes // 2
+
+
+def bytes_sent(rank: int) -> int:
+    lines = Path("/proc/net/dev").read_text().splitlines()
+    (cable,) = (line.split() for line in lines if f"cable{rank}:" in line)
+    return int(cable[9])
+
+
+def test_a_sum_of_two_hosts_crosses_once(tmp_path):
+    with two_hosts() as hosts:
+        for sent, part in run_ranks(2, sent_for_a_sum, tmp_path, hosts=2, first=hosts.enter):
+            assert part <= sent < 1.2 * part  # with headers
+
+
+def slow_last_sum(world: World) -> float:
+    """Seconds that a step is said to wait for the network, whose last job takes 0.3 s longer."""
+    jobs: list[float] = []
+
+    def delay() -> None:
+        jobs.append(0.0)
+        time.sleep(0.3 if len(jobs) == last else 0.0)
+
+    with engine_of("llama", world=world, precision="bfloat16") as engine:
+        last = 0
+        engine.train_step(STEPS[0][world.rank :: world.size])
+        engine.parts.lanes["exchange"].delay = delay
+        engine.train_step(STEPS[1][world.rank :: world.size])
+        last = len(jobs)
+        jobs.clear()
+        return engine.train_step(STEPS[2][world.rank :: world.size]).stalls_s["wait_network"]
+
+
+def test_the_norm_waits_for_the_network(on_ranks):
+    """Which is accounted for: the sums of the block that comes last cross then."""
+    assert min(on_ranks(2, slow_last_sum, hosts=2)) > 0.3
 
 
 def test_every_rank_of_every_host_reads_the_whole_model(on_ranks):

@@ -41,6 +41,16 @@ def test_all_ranks_find_the_same(tmp_path):
     assert profile.memory == alone.memory / 2
 
 
+def rate_of_the_network(world: World) -> float:
+    ranks.SENT["cpu"], ranks.SAMPLE_S = 1 << 12, 0.0
+    return ranks.network_rate(world, CPU)
+
+
+def test_all_hosts_find_the_same_rate(tmp_path):
+    found, *others = run_ranks(4, rate_of_the_network, tmp_path, hosts=2)
+    assert found > 0 and others == [found] * 3
+
+
 def calls_of(world: World) -> tuple[float, list[int]]:
     made: list[int] = []
     seconds = Together(world, CPU).seconds(lambda: made.append(world.rank))

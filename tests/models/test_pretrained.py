@@ -299,6 +299,12 @@ def test_the_end_of_a_turn_is_read_from_the_template(
     assert end_of_turn(tokenizer) == token
 
 
+def test_a_gguf_file_that_ends_at_once_is_named(tmp_path: Path) -> None:
+    (tmp_path / "x.gguf").write_bytes(b"GGUF")
+    with pytest.raises(ModelError, match=r"x\.gguf: cannot be used"):
+        read_model_config(resolve_source(tmp_path / "x.gguf"))
+
+
 def test_a_gguf_file_is_parsed_once_and_has_the_end_of_turn_as_its_eos(
     smollm2_gguf: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

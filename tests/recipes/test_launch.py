@@ -21,6 +21,7 @@ from megatrain.machine.affinity import share_of_cores
 from megatrain.machine.launcher import Place, place_of
 from megatrain.recipes import launch
 from megatrain.recipes.launch import (
+    FEWER,
     be_quiet_as_rank,
     environment_of,
     ranks_for,
@@ -187,6 +188,30 @@ def test_all_end_with_one_and_its_code_is_the_command_s(program, capfd, codes, e
     assert said.err == (killed if "kill" in codes else "")
 
 
+TOO_MANY = f"""
+import json, os, pathlib, sys
+size, told = int(os.environ["WORLD_SIZE"]), os.environ.get("{FEWER}")
+if size > 2 and told:
+    if os.environ["RANK"] == "0":
+        pathlib.Path(told).write_text(json.dumps(["a step has work for at most 2 GPUs", 2]))
+    sys.exit(4)
+os.write(1, f"rank of {{size}}\\n".encode())
+sys.exit(5)
+"""
+
+
+@pytest.mark.parametrize(
+    ("or_fewer", "ranks", "said"),
+    [(True, 2, "a step has work for at most 2 GPUs: 2 of 3 are used\n"), (False, 3, "")],
+)
+def test_as_many_begin_again_as_have_work(monkeypatch, capfd, or_fewer, ranks, said):
+    monkeypatch.setattr(launch, "COMMAND", (sys.executable, "-c", TOO_MANY))
+    assert run_ranks([], 3, or_fewer=or_fewer) == 5
+    found = capfd.readouterr()
+    assert found.out.splitlines() == [f"rank of {ranks}"] * ranks
+    assert found.err == said
+
+
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 75), (signal.SIGINT, 130)])
 def test_a_signal_reaches_every_rank_once(program, capfd, number, code):
     program(None, None)
@@ -287,6 +312,15 @@ def test_the_plan_of_another_machine_has_the_config_s_gpus(project, megatrain):
     there = f"--gpu H100 --ram 256GiB {keys} --json"
     assert megatrain(f"plan cfg.yaml {there}").json["ranks"]["gpus"] == 2
     assert megatrain(f"plan cfg.yaml {there} --gpus 1").json["ranks"]["gpus"] == 1
+
+
+def test_a_plan_is_for_as_many_gpus_as_have_work(project, megatrain, monkeypatch):
+    monkeypatch.setattr("megatrain.recipes.run.ranks_for", lambda _: 3)
+    line = "plan cfg.yaml train.rows_per_step=2 train.tokens_per_step=null --json"
+    done = megatrain(line)
+    assert "a step of 2 rows has work for at most 2 GPUs: 2 of 3 are used" in done.err
+    assert done.json["ranks"]["gpus"] == 2
+    assert "not for 3: take at most 2" in megatrain(f"{line} gpus=3", code=4).err
 
 
 def test_a_way_of_weights_between_gpus_that_is_none_is_said(project, megatrain):

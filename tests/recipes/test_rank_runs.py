@@ -19,7 +19,7 @@ from megatrain.config import load_config
 from megatrain.data import encoding, shards, streaming
 from megatrain.heartbeat import may_end_here
 from megatrain.recipes import loop, others
-from megatrain.recipes.launch import environment_of, free_port
+from megatrain.recipes.launch import FEWER, environment_of, free_port
 from megatrain.reporting.words import human_bytes
 from megatrain.storage.restore import read_about
 from tests.commands import (
@@ -359,3 +359,25 @@ def test_what_is_not_built_is_refused_and_said_once(project, keys, code, words):
     assert started.wait(SOON_S) == [code, code]
     (said,) = [line for text in started.said() for line in text.splitlines() if "error" in line]
     assert words in said
+
+
+@pytest.mark.parametrize(
+    ("keys", "why", "most"),
+    [
+        ("train.rows_per_step=2", "a step of 2 rows has work for at most 2 GPUs", 2),
+        ("data.train=one.jsonl data.eval=null", "the set has 1 row, work for at most 1 GPU", 1),
+    ],
+)
+def test_where_a_launcher_may_take_fewer_too_many_begin_again(project, keys, why, most):
+    """It is told how many have work. The folder is as free as before."""
+    write_jsonl(project / "one.jsonl", chat_rows(1))
+    line = train(*keys.split(), "train.max_steps=2")
+
+    def first(_: int) -> None:
+        os.environ[FEWER] = str(project / "fewer")
+
+    started = Started(3, line, first=first)
+    assert started.wait(SOON_S) == [4, 4, 4]
+    assert "error" not in "".join(started.said())
+    assert json.loads((project / "fewer").read_text()) == [why, most]
+    assert Started(most, line).wait() == [0] * most

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Mapping
 from functools import partial
@@ -13,13 +14,14 @@ import torch
 
 from megatrain.engine.engine import Engine
 from megatrain.engine.placement import open_store
-from megatrain.errors import ConfigError, DamagedError, MegaTrainError, StorageError
+from megatrain.errors import ConfigError, DamagedError, MegaTrainError, ModelError, StorageError
 from megatrain.models.anatomy import layouts_of
 from megatrain.models.pretrained import ModelSource, read_model_config, resolve_source
 from megatrain.models.skeleton import Skeleton
 from megatrain.optim import AdamW, Muon
 from megatrain.settings import ALL, Settings
-from megatrain.storage import rounds
+from megatrain.storage import rounds, weights
+from megatrain.storage.candidates import read_gguf
 from megatrain.storage.checkpoint import save_checkpoint
 from megatrain.storage.dealing import deal
 from megatrain.storage.export import export
@@ -29,6 +31,7 @@ from megatrain.storage.weights import load_weights
 from megatrain.world import World
 from tests.compare import distance
 from tests.files import flip, largest_file, names
+from tests.gguf_toys import CONFIGS, byte_level
 from tests.quantised import TILES, in_tiles, rewrite, state
 from tests.support import engine_of, micro_batches, plain_model, tiny_config
 
@@ -288,9 +291,57 @@ def test_ranks_read_their_shares_of_a_folder(kind, tmp_path, monkeypatch):
     assert differing(shares_of(folder, 3), shares_of(folder, 1)) == []
 
 
-def test_a_gguf_file_is_refused(tmp_path):
-    source = ModelSource("gguf", tmp_path, "model.gguf")
-    with open_engine(World(), tmp_path) as engine:
-        engine.store.world = World(0, 2)
-        with pytest.raises(ConfigError, match=r"model\.gguf: 2 ranks would each hold"):
-            load_weights(engine.anatomy, engine.store, source, engine.constants)
+def gguf_engine(world: World) -> Engine:
+    return engine_of(CONFIGS["llama"](), world=world, precision="bfloat16")
+
+
+def of_gguf(world: World, file: Path, log: Path) -> Arrays:
+    """What a rank holds of a GGUF file's weights. log: gets a line as it begins and as it ends."""
+    copy_in = weights.copy_in
+
+    def told(source: ModelSource) -> Any:
+        tensors = read_gguf(source)
+        with log.open("a") as lines:
+            lines.write(f"{world.rank} has all\n")
+        return tensors
+
+    def copied(*given: Any, **options: Any) -> Any:
+        found = copy_in(*given, **options)
+        with log.open("a") as lines:
+            lines.write(f"{world.rank} is done\n")
+        return found
+
+    with pytest.MonkeyPatch.context() as patch, gguf_engine(world) as engine:
+        patch.setattr(weights, "read_gguf", told)
+        patch.setattr(weights, "copy_in", copied)
+        engine.load_weights(resolve_source(file))
+        return arrays_of(engine)
+
+
+def gguf_file(folder: Path) -> Path:
+    with gguf_engine(World()) as engine:
+        save_checkpoint(folder / "run", 1, engine, byte_level(), {})
+    return export(folder / "run", folder / "out", format="gguf") / "model.gguf"
+
+
+def test_ranks_read_a_gguf_file_one_after_another(tmp_path, on_ranks):
+    """Each has all of it in RAM for a while."""
+    file = gguf_file(tmp_path)
+    alone = of_gguf(World(), file, tmp_path / "alone")
+    found = joined(on_ranks(3, partial(of_gguf, file=file, log=tmp_path / "log")))
+    assert differing(found, alone) == []
+    said = (tmp_path / "log").read_text().splitlines()
+    assert said == [f"{rank} {what}" for rank in range(3) for what in ("has all", "is done")]
+
+
+def test_what_one_rank_of_a_gguf_file_raises_all_do(tmp_path, on_ranks):
+    file = gguf_file(tmp_path)
+    os.truncate(file, file.stat().st_size // 2)
+    for said in on_ranks(2, partial(refused, file=file)):
+        assert re.search(r"model\.gguf: .*cannot be", said)
+
+
+def refused(world: World, file: Path) -> str:
+    with gguf_engine(world) as engine, pytest.raises(ModelError) as told:
+        engine.load_weights(resolve_source(file))
+    return str(told.value)
