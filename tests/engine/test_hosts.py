@@ -175,12 +175,12 @@ def test_a_sum_of_two_hosts_crosses_once(tmp_path):
 
 
 def slow_last_sum(world: World) -> float:
-    """Seconds that a step is said to wait for the network, whose last job takes 0.3 s longer."""
+    """Seconds that a step is said to wait for the network, whose last job takes 1 s longer."""
     jobs: list[float] = []
 
     def delay() -> None:
         jobs.append(0.0)
-        time.sleep(0.3 if len(jobs) == last else 0.0)
+        time.sleep(1.0 if len(jobs) == last else 0.0)
 
     with engine_of("llama", world=world, precision="bfloat16") as engine:
         last = 0
@@ -194,7 +194,7 @@ def slow_last_sum(world: World) -> float:
 
 def test_the_norm_waits_for_the_network(on_ranks):
     """Which is accounted for: the sums of the block that comes last cross then."""
-    assert min(on_ranks(2, slow_last_sum, hosts=2)) > 0.3
+    assert min(on_ranks(2, slow_last_sum, hosts=2)) > 0.5  # the lane may begin before
 
 
 def test_every_rank_of_every_host_reads_the_whole_model(on_ranks):
