@@ -11,6 +11,7 @@ from unittest import mock
 import pytest
 import torch
 
+from megatrain.models.pretrained import resolve_source
 from megatrain.optim import AdamW, Muon
 from megatrain.settings import ALL, Settings
 from megatrain.storage.checkpoint import save_checkpoint
@@ -18,7 +19,14 @@ from megatrain.storage.restore import load_checkpoint
 from megatrain.world import World
 from tests.engine.test_ranks import CHUNK, SEVERAL, assert_near, train
 from tests.ranks import RunRanks, staying_ranks
-from tests.storage.test_ranks_saved import arrays_of, differing, files_in, joined
+from tests.storage.test_ranks_saved import (
+    arrays_of,
+    differing,
+    files_in,
+    gguf_engine,
+    gguf_file,
+    joined,
+)
 from tests.support import engine_of, micro_batches
 
 GPUS = min(4, torch.cuda.device_count())
@@ -100,4 +108,16 @@ def saved(world: World, folder: Path, settings: Settings, source: Path | None = 
         else:
             load_checkpoint(source, engine)
         save_checkpoint(folder, 1, engine, None, {})
+        return arrays_of(engine)
+
+
+@pytest.mark.parametrize("settings", [Settings(**CHUNK), Settings(**CHUNK, resident=ALL)])
+def test_gpus_read_a_gguf_file_as_one_does(settings, run_ranks, tmp_path):
+    job = partial(read, file=gguf_file(tmp_path), settings=settings)
+    assert differing(joined(run_ranks(GPUS, job)), job(World())) == []
+
+
+def read(world: World, file: Path, settings: Settings) -> Any:
+    with gguf_engine(world, device=f"cuda:{world.rank}", settings=settings) as engine:
+        engine.load_weights(resolve_source(file))
         return arrays_of(engine)

@@ -291,8 +291,8 @@ def test_ranks_read_their_shares_of_a_folder(kind, tmp_path, monkeypatch):
     assert differing(shares_of(folder, 3), shares_of(folder, 1)) == []
 
 
-def gguf_engine(world: World) -> Engine:
-    return engine_of(CONFIGS["llama"](), world=world, precision="bfloat16")
+def gguf_engine(world: World, **options: Any) -> Engine:
+    return engine_of(CONFIGS["llama"](), world=world, precision="bfloat16", **options)
 
 
 def of_gguf(world: World, file: Path, log: Path) -> Arrays:
