@@ -11,6 +11,7 @@ import gc
 import importlib.util
 import os
 import shutil
+import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -100,6 +101,14 @@ def pytest_collection_finish() -> None:
     """The half a million objects of what was imported are looked through no more."""
     gc.freeze()
     gc.enable()
+
+
+@pytest.fixture(autouse=True)
+def ranks_end_with_their_test() -> Iterator[None]:
+    """Those of a test that fails would hold pipes of the tests' open, which then wait for them."""
+    yield
+    if ranks := sys.modules.get("tests.ranks"):
+        ranks.Started.end_all()
 
 
 @pytest.fixture(autouse=True)

@@ -12,10 +12,11 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from itertools import chain
 from multiprocessing.connection import Connection
 from pathlib import Path
 from tempfile import mkdtemp
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import distributed
@@ -186,7 +187,9 @@ def _do(job: Callable[[World], Any], hosts: int, device: torch.device, end: Conn
 
 class Started:
     """A command line as several ranks, each a process forked from the tests' that writes into a
-    file of its own; they run in the current folder."""
+    file of its own; they run in the current folder. None outlives its test (conftest.py)."""
+
+    all: ClassVar[list[Started]] = []
 
     def __init__(
         self, size: int, line: str, *, first: Callable[[int], object] | None = None
@@ -196,6 +199,7 @@ class Started:
         self.logs = [Path.cwd() / f"rank-{rank}.log" for rank in range(size)]
         context: Any = multiprocessing.get_context("fork")
         self.ranks = []
+        self.all.append(self)
         for log in self.logs:
             log.write_text("")  # what an earlier start has said is not this one's
         for rank, log in enumerate(self.logs):
@@ -216,6 +220,12 @@ class Started:
             for process in self.ranks:
                 process.kill()
         return [process.exitcode for process in self.ranks]
+
+    @classmethod
+    def end_all(cls) -> None:
+        for rank in chain.from_iterable(started.ranks for started in cls.all):
+            rank.kill()
+        cls.all.clear()
 
     def said(self) -> list[str]:
         return [log.read_text() if log.exists() else "" for log in self.logs]

@@ -66,7 +66,7 @@ def test_a_stranger_at_the_address_is_not_waited_for_longer(capfd):
 def test_who_waits_says_for_whom_and_ends_when_asked(
     project, finished_project, monkeypatch, missing, said, number, code
 ):
-    monkeypatch.setattr(meeting, "SAYS_AFTER_S", 0.5)
+    monkeypatch.setattr(meeting, "SAYS_AFTER_S", 2.0)  # the other one has come by then
 
     def first(rank: int) -> None:
         if rank == missing:
