@@ -19,8 +19,9 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.records import ROOT, machine
+from megatrain.recipes.launch import environment_of
 
-ADDRESS, PORT = "10.77.0.{}", "29400"
+ADDRESS, PORT = "10.77.0.{}", 29400
 QUEUE = "burst 512kb latency 200ms"
 WEIGHT, SUM = 2, 4  # bytes per parameter: bf16, and fp32
 
@@ -71,15 +72,9 @@ def ip(arguments: str) -> None:
 
 def about(rank: int) -> dict[str, str]:
     """What a launcher tells the only rank of a host, and where gloo shall listen."""
-    return {
-        "RANK": str(rank),
-        "WORLD_SIZE": "2",
-        "LOCAL_RANK": "0",
-        "LOCAL_WORLD_SIZE": "1",
-        "MASTER_ADDR": ADDRESS.format(1),
-        "MASTER_PORT": PORT,
-        "GLOO_SOCKET_IFNAME": f"cable{rank}",  # by name, since a namespace resolves none
-    }
+    there = {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": ADDRESS.format(1)}
+    # by name, since a namespace resolves none
+    return {**environment_of(rank, 2, PORT), **there, "GLOO_SOCKET_IFNAME": f"cable{rank}"}
 
 
 def first_of_both(names: tuple[str, str], command: list[str]) -> dict[str, Any]:

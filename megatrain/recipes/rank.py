@@ -12,7 +12,7 @@ from contextlib import ExitStack
 from dataclasses import astuple
 from datetime import timedelta
 from pathlib import Path
-from typing import Protocol, TypeVar
+from typing import NoReturn, Protocol, TypeVar
 
 import torch
 from torch import distributed
@@ -74,11 +74,9 @@ def as_rank(device: str, work: Callable[[World], T]) -> T:
         others = _meet(own, place, stack)
         try:
             summary = work(others.world)
-        except TooManyRanks as error:
-            if begin_again_with_fewer(error, others.world):
-                raise SystemExit(error.exit_code) from error
-            raise end_of(error, others) from error
         except BaseException as error:
+            if isinstance(error, TooManyRanks) and (told := os.environ.get(FEWER)):
+                leave_to_fewer(error, Path(told), others.world)
             raise end_of(error, others) from error
         others.leave(summary.exit_code)
         return summary
@@ -115,15 +113,15 @@ def _join(own: torch.device, place: Place, stack: ExitStack) -> Others:
     return stack.enter_context(Others.watched(world, socket.gethostname()))
 
 
-def begin_again_with_fewer(error: TooManyRanks, world: World) -> bool:
-    """Tell the launcher, if it is ours and may take fewer ranks; all of them call it."""
-    told = os.environ.get(FEWER)
-    if told is None:
-        return False
+def leave_to_fewer(error: TooManyRanks, told: Path, world: World) -> NoReturn:
+    """End all ranks, which call it together, so that the launcher begins again with fewer.
+
+    told: the file in which it looks.
+    """
     if world.is_first:
-        Path(told).write_text(json.dumps([error.why, error.most]))
+        told.write_text(json.dumps([error.why, error.most]))
     world.every(None)  # all leave at once: none is missed by another
-    return True
+    raise SystemExit(error.exit_code) from error
 
 
 def own_device(place: Place, device: str) -> torch.device:
