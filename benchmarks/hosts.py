@@ -1,6 +1,7 @@
 """Steps of two hosts whose network is slow, on one machine: two network namespaces, joined by a
-cable of a given rate, each with a rank and half of the cores. Beside the plan, and beside what the
-network alone would take for the bytes that cross it. Needs root and iproute2.
+cable of a given rate, each with a rank, half of the cores and, where there are two, a GPU. Beside
+the plan, and beside what the network alone would take for the bytes that cross it. Needs root and
+iproute2.
 python -m benchmarks.hosts smollm2-135m --tokens-per-step 512 --seq-len 128 --rate 200mbit
 """
 
@@ -19,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.records import ROOT, machine
+from megatrain.machine.hardware import visible_gpus
 from megatrain.recipes.launch import environment_of
 
 ADDRESS, PORT = "10.77.0.{}", 29400
@@ -71,10 +73,15 @@ def ip(arguments: str) -> None:
 
 
 def about(rank: int) -> dict[str, str]:
-    """What a launcher tells the only rank of a host, and where gloo shall listen."""
+    """What a launcher tells the only rank of a host, where it shall listen, and its GPU."""
     there = {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": ADDRESS.format(1)}
     # by name, since a namespace resolves none
-    return {**environment_of(rank, 2, PORT), **there, "GLOO_SOCKET_IFNAME": f"cable{rank}"}
+    names = dict.fromkeys(("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"), f"cable{rank}")
+    # else NCCL sees one host, and goes around the cable
+    apart = {"NCCL_HOSTID": f"host-{rank}", "NCCL_IB_DISABLE": "1"}
+    gpus = visible_gpus()
+    gpu = {"CUDA_VISIBLE_DEVICES": gpus[rank]} if len(gpus) > 1 else {}
+    return {**environment_of(rank, 2, PORT), **there, **names, **apart, **gpu}
 
 
 def first_of_both(names: tuple[str, str], command: list[str]) -> dict[str, Any]:

@@ -190,13 +190,15 @@ def bench(
 
 
 def on_several(settings: Config) -> None:
-    """Start this command once for each GPU that the config takes, if it takes several, and leave
-    with their exit code."""
+    """Start this command once for each GPU that the config takes, if it takes several and they have
+    work, and leave with their exit code."""
     from megatrain.recipes.launch import be_quiet_as_rank, ranks_for, run_ranks
 
     be_quiet_as_rank()
     if (size := ranks_for(settings)) > 1:
-        raise typer.Exit(run_ranks(GIVEN, size, or_fewer=settings.gpus == "auto"))
+        code = run_ranks(GIVEN, size, or_fewer=settings.gpus == "auto")
+        if code is not None:
+            raise typer.Exit(code)
 
 
 def _target_of(arguments: list[str] | None, command: str) -> tuple[str, list[str]]:

@@ -80,13 +80,15 @@ def environment_of(rank: int, size: int, port: int) -> dict[str, str]:
     return {name: str(value) for name, value in values.items()} | meeting
 
 
-def run_ranks(arguments: Sequence[str], size: int, *, or_fewer: bool = False) -> int:
-    """Run `megatrain` with these arguments as so many ranks; the exit code.
+def run_ranks(arguments: Sequence[str], size: int, *, or_fewer: bool = False) -> int | None:
+    """Run `megatrain` with these arguments as so many ranks; the exit code. None: the work is this
+    process's.
 
     That of the first rank to fail, or of the first rank. Signals are passed on once, to all. When
     one fails the others end by themselves (recipes/others.py), or are killed.
 
-    or_fewer: where steps have work for fewer, as many begin again, which is said.
+    or_fewer: where steps have work for fewer, as many begin again, which is said. One alone would
+        start several again: its work is this process's.
     """
     if not or_fewer:
         return _run(arguments, size, {})
@@ -97,7 +99,7 @@ def run_ranks(arguments: Sequence[str], size: int, *, or_fewer: bool = False) ->
             return code
         why, most = json.loads(told.read_text())
     typer.echo(f"{why}: {most} of {size} are used", err=True)
-    return _run(arguments, most, {})
+    return _run(arguments, most, {}) if most > 1 else None
 
 
 def _run(arguments: Sequence[str], size: int, more: Mapping[str, str]) -> int:

@@ -75,6 +75,13 @@ def test_gpus_are_one(how, run_ranks):
     assert_near(found, on_its_gpu(World(), **given))
 
 
+@pytest.mark.parametrize("how", ["streamed", "groups, replicated", "muon, unclipped"])
+def test_hosts_of_one_gpu_are_one(how, run_ranks):
+    given: dict[str, Any] = {"steps": SEVERAL, "precision": "float32", **HOW[how]}
+    found = run_ranks(2, partial(on_its_gpu, **given), hosts=2)
+    assert_near(found, on_its_gpu(World(), **given))
+
+
 @pytest.mark.parametrize("optimizer", [AdamW(lr=1e-3), MUON], ids=lambda o: o.name)
 def test_two_runs_have_the_same_bits(optimizer, run_ranks):
     job = partial(on_its_gpu, steps=SEVERAL, optimizer=optimizer)

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import threading
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
@@ -190,10 +191,10 @@ def test_all_end_with_one_and_its_code_is_the_command_s(program, capfd, codes, e
 
 TOO_MANY = f"""
 import json, os, pathlib, sys
-size, told = int(os.environ["WORLD_SIZE"]), os.environ.get("{FEWER}")
-if size > 2 and told:
+size, most, told = int(os.environ["WORLD_SIZE"]), int(sys.argv[1]), os.environ.get("{FEWER}")
+if size > most and told:
     if os.environ["RANK"] == "0":
-        pathlib.Path(told).write_text(json.dumps(["a step has work for at most 2 GPUs", 2]))
+        pathlib.Path(told).write_text(json.dumps(["a step has few rows", most]))
     sys.exit(4)
 os.write(1, f"rank of {{size}}\\n".encode())
 sys.exit(5)
@@ -201,15 +202,28 @@ sys.exit(5)
 
 
 @pytest.mark.parametrize(
-    ("or_fewer", "ranks", "said"),
-    [(True, 2, "a step has work for at most 2 GPUs: 2 of 3 are used\n"), (False, 3, "")],
+    ("most", "or_fewer", "ended", "said"),
+    [
+        (2, True, ["rank of 2"] * 2, "a step has few rows: 2 of 3 are used\n"),
+        (1, True, [], "a step has few rows: 1 of 3 are used\n"),
+        (2, False, ["rank of 3"] * 3, ""),
+    ],
 )
-def test_as_many_begin_again_as_have_work(monkeypatch, capfd, or_fewer, ranks, said):
-    monkeypatch.setattr(launch, "COMMAND", (sys.executable, "-c", TOO_MANY))
-    assert run_ranks([], 3, or_fewer=or_fewer) == 5
+def test_as_many_begin_again_as_have_work(monkeypatch, capfd, most, or_fewer, ended, said):
+    monkeypatch.setattr(launch, "COMMAND", (sys.executable, "-c", TOO_MANY, str(most)))
+    code = run_ranks([], 3, or_fewer=or_fewer)
+    assert code == (5 if ended else None)
     found = capfd.readouterr()
-    assert found.out.splitlines() == [f"rank of {ranks}"] * ranks
+    assert found.out.splitlines() == ended
     assert found.err == said
+
+
+def test_one_that_has_work_is_the_process_itself(megatrain, monkeypatch):
+    monkeypatch.setattr(launch, "COMMAND", (sys.executable, "-c", TOO_MANY, "1"))
+    monkeypatch.setattr(launch, "visible_gpus", lambda: ["0", "1", "2"])
+    monkeypatch.setattr(launch, "built_for_cuda", lambda: True)
+    assert "1 of 3 are used" in megatrain("train cfg.yaml device=auto train.max_steps=1").err
+    assert Path("run/final").exists()
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 75), (signal.SIGINT, 130)])
