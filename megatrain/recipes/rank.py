@@ -150,11 +150,15 @@ def _first_host() -> str:
     return os.environ.get("SLURM_LAUNCH_NODE_IPADDR", "127.0.0.1")
 
 
-def bind(world: World) -> None:
+def bind(world: World, cores: int) -> None:
     """Keep this rank to its share of the host's cores: threads that begin from now on, and memory
-    that they touch first."""
+    that they touch first. PyTorch computes with as many threads; more would wait for each other.
+
+    cores: of a rank, without those that a container's quota does not give.
+    """
     if not world.is_alone:
         os.sched_setaffinity(0, share_of_cores(world.local_rank, world.local_size))
+        torch.set_num_threads(min(cores, torch.get_num_threads()))
 
 
 def check_ranks(config: Config, world: World) -> None:

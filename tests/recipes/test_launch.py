@@ -28,7 +28,8 @@ from megatrain.recipes.launch import (
     ranks_for,
     run_ranks,
 )
-from megatrain.recipes.rank import as_rank, own_device
+from megatrain.recipes.rank import as_rank, bind, own_device
+from megatrain.world import World
 from tests.commands import wait_for
 
 TORCHRUN = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
@@ -274,6 +275,23 @@ def test_cores_are_shared_out_whole(monkeypatch, tmp_path):
     assert share_of_cores(0, 2, tmp_path) == {0, 4}
     assert share_of_cores(1, 4, tmp_path) == {0, 1, 2, 4, 5, 6}
     assert share_of_cores(1, 2, tmp_path / "none") == {4, 5, 6}
+
+
+@pytest.mark.parametrize(
+    ("world", "threads", "then"),
+    [
+        (World(1, 2, 1, 2), 4, 2),
+        (World(1, 2, 1, 2), 1, 1),  # as the user, or torchrun, has asked
+        (World(), 4, 4),
+    ],
+)
+def test_a_rank_computes_with_as_many_threads_as_it_has_cores(monkeypatch, world, threads, then):
+    found = [threads]
+    monkeypatch.setattr(torch, "get_num_threads", lambda: found[-1])
+    monkeypatch.setattr(torch, "set_num_threads", found.append)
+    monkeypatch.setattr(os, "sched_setaffinity", Mock())
+    bind(world, 2)
+    assert found[-1] == then
 
 
 @pytest.mark.parametrize(
