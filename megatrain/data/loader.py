@@ -14,6 +14,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import KW_ONLY, asdict, dataclass, replace
 from functools import lru_cache
 from itertools import islice, pairwise
+from statistics import median_high
 from typing import Protocol
 
 import numpy as np
@@ -223,10 +224,10 @@ class Loader:
             total = after.step
         return total
 
-    def rows_of_a_step(self) -> float:
-        """Mean number over the run's first steps."""
-        ends = [*islice(self._step_ends(Position()), STEPS_LOOKED_AT)]
-        return ends[-1] / len(ends)
+    def rows_of_a_step(self) -> int:
+        """The median of the run's first steps: the last of an epoch has what is left."""
+        ends = [0, *islice(self._step_ends(Position()), STEPS_LOOKED_AT)]
+        return median_high(stop - start for start, stop in pairwise(ends))
 
     def rows_to_come(self, *, from_start: bool = False) -> IndexArray:
         """Numbers of the rows that the run trains on from its position, or its start, to its end,

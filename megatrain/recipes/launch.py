@@ -92,14 +92,17 @@ def run_ranks(arguments: Sequence[str], size: int, *, or_fewer: bool = False) ->
     """
     if not or_fewer:
         return _run(arguments, size, {})
+    ranks = size
     with TemporaryDirectory(prefix="megatrain-") as folder:
         told = Path(folder) / "fewer"
-        code = _run(arguments, size, {FEWER: str(told)})
-        if not told.exists():
-            return code
-        why, most = json.loads(told.read_text())
-    typer.echo(f"{why}: {most} of {size} are used", err=True)
-    return _run(arguments, most, {}) if most > 1 else None
+        while ranks > 1:
+            code = _run(arguments, ranks, {FEWER: str(told)})
+            if not told.exists():
+                return code
+            why, ranks = json.loads(told.read_text())
+            told.unlink()
+            typer.echo(f"{why}: {ranks} of {size} are used", err=True)
+    return None
 
 
 def _run(arguments: Sequence[str], size: int, more: Mapping[str, str]) -> int:

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import json
-import math
 import os
 import socket
 from collections.abc import Callable
@@ -172,11 +171,14 @@ def check_ranks(config: Config, world: World) -> None:
 
 
 def check_rows_of_a_step(loader: Loader) -> None:
-    """Raise TooManyRanks if steps have fewer rows than there are ranks."""
+    """Raise TooManyRanks if half of the steps have fewer rows than there are ranks."""
     world = loader.world
-    if world.size == 1 or (rows := math.floor(loader.rows_of_a_step())) >= world.teams:
+    if world.size == 1 or (rows := loader.rows_of_a_step()) >= world.teams:
         return
-    found, way_on = f"steps have {counted(rows, 'row')} on average", "raise train.tokens_per_step"
+    found, way_on = (
+        f"half of the steps have at most {counted(rows, 'row')}",
+        "raise train.tokens_per_step",
+    )
     if loader.windows is None and (there := len(loader.rows)) < world.teams:  # no step has more
         rows, found, way_on = there, f"the set has {counted(there, 'row')}", "add rows"
     raise too_many_ranks(f"{found},", rows * world.pieces, world.size, way_on)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 from dataclasses import dataclass, field
-from statistics import fmean
+from statistics import fmean, median_high
 from typing import Any
 
 import numpy as np
@@ -191,6 +191,12 @@ def test_what_a_fraction_of_an_epoch_left_out_comes_when_the_run_is_made_longer(
     seen = [number for batch in (*batches, *rest) for number in row_numbers(batch)]
     assert sorted(seen) == sorted([*range(101), *range(101)])
     assert longer.steps_total() == rest[-1].after.step
+
+
+def test_the_rows_of_a_step_are_not_those_that_an_epoch_leaves():
+    assert loader(rows_per_step=60).rows_of_a_step() == 60, "the second of two steps has 41"
+    run = loader(epochs=1, tokens_per_step=100)
+    assert run.rows_of_a_step() == median_high(len(row_numbers(batch)) for batch in run)
 
 
 def test_an_ended_run_stays_ended():

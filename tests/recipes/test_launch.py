@@ -195,7 +195,7 @@ import json, os, pathlib, sys
 size, most, told = int(os.environ["WORLD_SIZE"]), int(sys.argv[1]), os.environ.get("{FEWER}")
 if size > most and told:
     if os.environ["RANK"] == "0":
-        pathlib.Path(told).write_text(json.dumps(["a step has few rows", most]))
+        pathlib.Path(told).write_text(json.dumps(["a step has few rows", size - 1]))
     sys.exit(4)
 os.write(1, f"rank of {{size}}\\n".encode())
 sys.exit(5)
@@ -206,7 +206,7 @@ sys.exit(5)
     ("most", "or_fewer", "ended", "said"),
     [
         (2, True, ["rank of 2"] * 2, "a step has few rows: 2 of 3 are used\n"),
-        (1, True, [], "a step has few rows: 1 of 3 are used\n"),
+        (1, True, [], "".join(f"a step has few rows: {n} of 3 are used\n" for n in (2, 1))),
         (2, False, ["rank of 3"] * 3, ""),
     ],
 )

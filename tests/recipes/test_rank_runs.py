@@ -342,7 +342,7 @@ def test_a_signal_to_any_stops_all_after_the_step_and_saves(project, to):
         (
             "train.rows_per_step=null train.tokens_per_step=40",
             4,
-            "steps have 1 row on average, work for at most 1 GPU, not for 2",
+            "half of the steps have at most 1 row, work for at most 1 GPU, not for 2",
         ),
         (
             "data.train=one.jsonl data.eval=null",
