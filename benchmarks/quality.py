@@ -39,6 +39,7 @@ from megatrain.recipes import rows as rows_of
 from megatrain.recipes import setup
 from megatrain.recipes.model import Model, read_model
 from megatrain.recipes.optimizers import make_optimizer
+from megatrain.recipes.this_machine import find_machine
 from megatrain.schedule import UNCHANGED, kept_row_bytes
 from megatrain.settings import Settings
 
@@ -236,7 +237,7 @@ def main() -> None:
     assert held_out is not None, "data.eval must hold rows out"
     results = {name: train(args, config, model, rows, held_out, name) for name in args.variants}
     compare(results)
-    device = setup.find_machine(config).device
+    device = find_machine(config).device
     report = {
         "date": date.today().isoformat(),
         "hardware": torch.cuda.get_device_name()

@@ -21,7 +21,7 @@ from megatrain.config import Config
 from megatrain.data.loader import Loader
 from megatrain.errors import ConfigError, MegaTrainError, TooManyRanks
 from megatrain.machine.affinity import share_of_cores
-from megatrain.machine.hardware import built_for_cuda, visible_gpus
+from megatrain.machine.hardware import built_for_cuda, physical_cores, visible_gpus
 from megatrain.machine.launcher import MEETING, NAMES, Place, place_of
 from megatrain.planner.reasons import counted, too_many_ranks
 from megatrain.recipes.launch import FEWER
@@ -149,15 +149,31 @@ def _first_host() -> str:
     return os.environ.get("SLURM_LAUNCH_NODE_IPADDR", "127.0.0.1")
 
 
-def bind(world: World, cores: int) -> None:
+def bind(world: World) -> None:
     """Keep this rank to its share of the host's cores: threads that begin from now on, and memory
     that they touch first. PyTorch computes with as many threads; more would wait for each other.
+    All ranks call it."""
+    if world.is_alone:
+        return
+    cores, (number, of) = cores_of_host(world), on_the_same_cores(world)
+    os.sched_setaffinity(0, share_of_cores(number, of))
+    torch.set_num_threads(min(max(1, cores // world.local_size), torch.get_num_threads()))
 
-    cores: of a rank, without those that a container's quota does not give.
-    """
-    if not world.is_alone:
-        os.sched_setaffinity(0, share_of_cores(world.local_rank, world.local_size))
-        torch.set_num_threads(min(cores, torch.get_num_threads()))
+
+def cores_of_host(world: World) -> int:
+    """Physical cores of all ranks of this host. All ranks call it."""
+    _, sharing = on_the_same_cores(world)
+    return physical_cores() * world.local_size // sharing
+
+
+def on_the_same_cores(world: World) -> tuple[int, int]:
+    """(Which of them this rank is, how many they are) of this host's ranks that may use the same
+    cores: launchers, such as Slurm's, may have given each its own. All ranks call it."""
+    masks = world.every(os.sched_getaffinity(0))
+    first = world.rank - world.local_rank
+    here = masks[first : first + world.local_size]
+    same = [number for number, mask in enumerate(here) if mask == here[world.local_rank]]
+    return same.index(world.local_rank), len(same)
 
 
 def check_ranks(config: Config, world: World) -> None:

@@ -8,7 +8,6 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from datetime import date
-from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -17,13 +16,11 @@ from megatrain.config import Config
 from megatrain.engine.build import (
     bound_heap_if_short,
     check_positions,
-    choose_device,
-    choose_precision,
     hold_to_budget,
 )
 from megatrain.engine.engine import Engine
 from megatrain.engine.objective import AnyLoss
-from megatrain.engine.placement import PRECISIONS, peers
+from megatrain.engine.placement import PRECISIONS
 from megatrain.engine.resolved import (
     Machine,
     Resolved,
@@ -36,7 +33,7 @@ from megatrain.engine.routing import check_groups, coefficient_of
 from megatrain.errors import ConfigError, OutOfMemory
 from megatrain.losses import LOSSES, SequenceLoss
 from megatrain.machine.datasheets import board_power_w
-from megatrain.machine.hardware import Hardware, keep_caches_small, read_hardware, shared_out
+from megatrain.machine.hardware import Hardware, keep_caches_small
 from megatrain.methods import METHODS
 from megatrain.models.pretrained import resolve_source
 from megatrain.models.skeleton import Skeleton
@@ -44,9 +41,8 @@ from megatrain.planner.job import StepTokens
 from megatrain.planner.memory import disk_bytes
 from megatrain.planner.plan import Plan, make_plan
 from megatrain.recipes.day import day_of
-from megatrain.recipes.doctor import measured_or_typical, measured_together
 from megatrain.recipes.model import Model, read_model, suited
-from megatrain.recipes.nvme import nvme_room, with_drives
+from megatrain.recipes.nvme import nvme_room
 from megatrain.recipes.optimizers import make_optimizer
 from megatrain.recipes.remarks import (
     say_if_config_has_another,
@@ -54,10 +50,10 @@ from megatrain.recipes.remarks import (
     say_if_without_bfloat16,
 )
 from megatrain.recipes.row_pieces import check_divides, check_shared
+from megatrain.recipes.this_machine import find_machine
 from megatrain.reporting.energy import Economy, Prices, planned_economy, planned_power
 from megatrain.reporting.words import human_bytes
 from megatrain.settings import contradiction
-from megatrain.storage.run_folder import bytes_of_checkpoints
 from megatrain.world import ALONE, World
 
 logger = logging.getLogger("megatrain")
@@ -179,37 +175,6 @@ def make_loss(config: Config) -> AnyLoss:
             "all rows before the first step; remove it, or choose a method without a reference"
         )
     return loss
-
-
-def find_machine(config: Config, *, may_measure: bool = False, world: World = ALONE) -> Machine:
-    """This machine, with the config's device and precision; the same on all ranks. Raises
-    ConfigError. may_measure, world: as in `prepare`."""
-    device = choose_device(config.device)
-    hardware = read_hardware(config.output, device.type)
-    # the run's own checkpoints make room for the next ones
-    free = hardware.disk_free_bytes + bytes_of_checkpoints(config.output)
-    hardware = replace(hardware, disk_free_bytes=free)
-    measure = partial(measured_or_typical, hardware, device, may_measure=may_measure)
-    profile = world.told(world.in_turn(measure))
-    assumed_together = False
-    if not world.is_alone:
-        one = profile, hardware, device, world
-        profile, assumed_together = measured_together(*one, may_measure=may_measure)
-        hardware = shared_out(world.every(hardware), world.local_size)
-    drives = partial(with_drives, profile, config, hardware, may_measure=may_measure)
-    profile, assumed = world.told(world.in_turn(drives))
-    return Machine(
-        device,
-        choose_precision(config.precision, device),
-        hardware,
-        profile,
-        drives_assumed=assumed,
-        ranks=world.local_size,
-        hosts=world.hosts,
-        together_assumed=assumed_together,
-        peers=world.hosts > 1 or peers(world, device),
-        world=world,
-    )
 
 
 # -- plan ------------------------------------------------------------------------------------------

@@ -13,8 +13,8 @@ import torch
 
 from megatrain.engine.build import hold_to_budget
 from megatrain.memory import slab
-from megatrain.recipes.setup import find_machine
 from megatrain.recipes.shapes import bench_config
+from megatrain.recipes.this_machine import find_machine
 from megatrain.reporting.energy import EnergyMeter
 from megatrain.reporting.meters import GpuMeter, allocator_retries
 from megatrain.settings import Settings

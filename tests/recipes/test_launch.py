@@ -7,10 +7,11 @@ import signal
 import subprocess
 import sys
 import threading
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import Mock
+from unittest.mock import Mock, patch
 
 import pytest
 import torch
@@ -28,7 +29,7 @@ from megatrain.recipes.launch import (
     ranks_for,
     run_ranks,
 )
-from megatrain.recipes.rank import as_rank, bind, own_device
+from megatrain.recipes.rank import as_rank, bind, cores_of_host, own_device
 from megatrain.world import World
 from tests.commands import wait_for
 
@@ -277,21 +278,35 @@ def test_cores_are_shared_out_whole(monkeypatch, tmp_path):
     assert share_of_cores(1, 2, tmp_path / "none") == {4, 5, 6}
 
 
+# processors that no test machine has, and tells nothing of
+FIRST, SECOND = ({*range(begin, begin + 4)} for begin in (1000, 1004))
+
+
 @pytest.mark.parametrize(
-    ("world", "threads", "then"),
+    ("masks", "shares", "threads", "then"),
     [
-        (World(1, 2, 1, 2), 4, 2),
-        (World(1, 2, 1, 2), 1, 1),  # as the user, or torchrun, has asked
-        (World(), 4, 4),
+        ([FIRST, FIRST], [{1000, 1001}, {1002, 1003}], 8, 2),
+        ([FIRST, FIRST], [{1000, 1001}, {1002, 1003}], 1, 1),  # as the user, or torchrun, has asked
+        ([FIRST, SECOND], [FIRST, SECOND], 8, 4),  # a launcher has shared them out
     ],
 )
-def test_a_rank_computes_with_as_many_threads_as_it_has_cores(monkeypatch, world, threads, then):
-    found = [threads]
-    monkeypatch.setattr(torch, "get_num_threads", lambda: found[-1])
-    monkeypatch.setattr(torch, "set_num_threads", found.append)
-    monkeypatch.setattr(os, "sched_setaffinity", Mock())
-    bind(world, 2)
-    assert found[-1] == then
+def test_a_rank_computes_with_its_share_of_cores(on_ranks, masks, shares, threads, then):
+    found = on_ranks(2, partial(bound, masks=masks, threads=threads))
+    assert found == [(share, then, sum(map(len, shares))) for share in shares]
+
+
+def bound(world: World, masks: list[set[int]], threads: int) -> tuple[set[int], int, int]:
+    """The cores and threads of a rank, and the cores of all."""
+    with (
+        patch.object(os, "sched_getaffinity", lambda _: masks[world.rank]),
+        patch.object(os, "sched_setaffinity") as kept_to,
+        patch("psutil.cpu_count", lambda logical: 8),
+        patch.object(torch, "get_num_threads", lambda: threads),
+        patch.object(torch, "set_num_threads") as computes_with,
+    ):
+        cores = cores_of_host(world)
+        bind(world)
+    return kept_to.call_args.args[1], computes_with.call_args.args[0], cores
 
 
 @pytest.mark.parametrize(
