@@ -101,7 +101,7 @@ def _measure(
     parts = prepare_shape(config, layers, world)
     plan = make_run_plan(parts, checkpoints_written=0)
     plan.check()
-    bind(world)
+    bind(world, parts.machine.device)
     run, exported = folder / "run", folder / "exported"
     try:
         with make_engine(parts, plan) as engine:

@@ -43,8 +43,8 @@ def main() -> None:
 def measure(device_name: str, world: World) -> Measured:
     if world.size == 1:
         raise SystemExit("benchmarks.sums: one rank has nothing to add; start it with torchrun")
-    bind(world)
     device = choose_device(device_name)  # a rank sees its own GPU alone
+    bind(world, device)
     layout = FlatLayout((), ELEMENTS[device.type])
     torch.manual_seed(world.rank)
     with closing(Exchange(world, [layout], Compute(device))) as exchange:

@@ -93,7 +93,7 @@ def _bench(
         console.print(f"{model}, {choices_in_words(plan)}", soft_wrap=True)
         stack.enter_context(setup.memory_errors(plan))
         stack.enter_context(deterministic(config.train.deterministic))
-        bind(world)
+        bind(world, parts.machine.device)
         started = time.perf_counter()
         engine = stack.enter_context(setup.make_engine(parts, plan))
         meter = stack.enter_context(GpuMeter(engine.device))

@@ -149,15 +149,16 @@ def _first_host() -> str:
     return os.environ.get("SLURM_LAUNCH_NODE_IPADDR", "127.0.0.1")
 
 
-def bind(world: World) -> None:
+def bind(world: World, device: torch.device) -> None:
     """Keep this rank to its share of the host's cores: threads that begin from now on, and memory
-    that they touch first. PyTorch computes with as many threads; more would wait for each other.
-    All ranks call it."""
+    that they touch first. On a CPU PyTorch computes with as many threads, since more would wait for
+    each other. All ranks call it."""
     if world.is_alone:
         return
     cores, (number, of) = cores_of_host(world), on_the_same_cores(world)
     os.sched_setaffinity(0, share_of_cores(number, of))
-    torch.set_num_threads(min(max(1, cores // world.local_size), torch.get_num_threads()))
+    if device.type == "cpu":
+        torch.set_num_threads(min(max(1, cores // world.local_size), torch.get_num_threads()))
 
 
 def cores_of_host(world: World) -> int:

@@ -293,7 +293,7 @@ def _run(
     started, plan = time.perf_counter(), ready.plan
     config = ready.parts.config
     opened.watch.expect(plan.timing.seconds)
-    bind(opened.world)
+    bind(opened.world, ready.parts.machine.device)
     exact = deterministic(config.train.deterministic)
     with setup.memory_errors(plan), address_space_errors(), ExitStack() as stack, exact:
         log_every = config.train.log_every

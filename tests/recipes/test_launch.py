@@ -305,7 +305,7 @@ def bound(world: World, masks: list[set[int]], threads: int) -> tuple[set[int], 
         patch.object(torch, "set_num_threads") as computes_with,
     ):
         cores = cores_of_host(world)
-        bind(world)
+        bind(world, torch.device("cpu"))
     return kept_to.call_args.args[1], computes_with.call_args.args[0], cores
 
 
