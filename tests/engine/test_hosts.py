@@ -156,6 +156,7 @@ def sent_for_a_sum(world: World) -> tuple[int, int]:
     with closing(Exchange(world, [layout], Compute(CPU))) as there:
         total = torch.ones(there.padded(0))
         there.summed(total)  # connects
+        world.every(None)  # the other has got all of it: nothing is left to be sent
         before = bytes_sent(world.rank)
         there.summed(total)
         world.every(None)
