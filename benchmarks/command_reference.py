@@ -46,7 +46,10 @@ ENVIRONMENT = {
     "and `push` refuse it.",
     "SLURM_PROCID": "With SLURM_NTASKS above 1 and SLURM_LOCALID: the same under Slurm, in a "
     "task of srun; a job's script, which has them without SLURM_STEP_ID, is one process.",
-    "SLURM_LAUNCH_NODE_IPADDR": "Where ranks meet under Slurm, unless MASTER_ADDR is set.",
+    "SLURM_STEP_TASKS_PER_NODE": "Tasks of each host; else SLURM_NTASKS_PER_NODE, or all.",
+    "SLURM_NODEID": "Which of these hosts this is.",
+    "SLURM_STEP_NODELIST": "Its first host is where ranks meet under Slurm, unless MASTER_ADDR is "
+    "set.",
     "HF_TOKEN": "Token for gated and private models, and for push; `hf auth login` keeps one.",
     "HF_HOME": "Where the hub's downloads are kept.",
     "HF_DATASETS_CACHE": "Where `datasets` keeps what it made of them; by default below `HF_HOME`.",

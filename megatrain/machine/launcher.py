@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -12,6 +13,9 @@ from megatrain.errors import ConfigError
 NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 OF_SLURM = ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", "SLURM_NTASKS_PER_NODE")
 MEETING = ("MASTER_ADDR", "MASTER_PORT")  # the address at which ranks meet
+TASKS = re.compile(r"(\d+)(?:\(x(\d+)\))?")  # of hosts in turn: 8(x2),7
+FIRST_OF_LIST = re.compile(r"([^\[,]+)(?:\[([^],-]+))?")  # of gpu[007-008,012],login
+HERE = "127.0.0.1"
 
 
 @dataclass(frozen=True)
@@ -46,6 +50,8 @@ def place_of(environ: Mapping[str, str]) -> Place | None:
     if size < 2:
         return None
     given = {name: environ.get(name, "") for name in names}
+    if names is OF_SLURM:  # of this step; a job may have been given --ntasks-per-node for others
+        given[names[3]] = _tasks_here(environ) or given[names[3]]
     given[names[3]] = given[names[3]] or str(size)  # all on one host
     rank, _, local_rank, local_size = (int(v) if v.isdecimal() else -1 for v in given.values())
     if not (0 <= rank < size and 0 <= local_rank < local_size <= size):
@@ -55,3 +61,22 @@ def place_of(environ: Mapping[str, str]) -> Place | None:
             "torchrun, or unset these"
         )
     return Place(rank, size, local_rank, local_size)
+
+
+def _tasks_here(environ: Mapping[str, str]) -> str:
+    """How many tasks of Slurm's step are on this host; "": it is not told."""
+    counts = [
+        count
+        for count, times in TASKS.findall(environ.get("SLURM_STEP_TASKS_PER_NODE", ""))
+        for _ in range(int(times or 1))
+    ]
+    number = environ.get("SLURM_NODEID", "0")
+    return counts[int(number)] if number.isdecimal() and int(number) < len(counts) else ""
+
+
+def first_host(environ: Mapping[str, str], place: Place) -> str:
+    """Where ranks meet if nothing says so: on the host of the first of them."""
+    if place.size == place.local_size:
+        return HERE
+    first = FIRST_OF_LIST.match(environ.get("SLURM_STEP_NODELIST", ""))
+    return "".join(filter(None, first.groups())) if first else HERE

@@ -22,7 +22,7 @@ from megatrain.data.loader import Loader
 from megatrain.errors import ConfigError, MegaTrainError, TooManyRanks
 from megatrain.machine.affinity import share_of_cores
 from megatrain.machine.hardware import built_for_cuda, physical_cores, visible_gpus
-from megatrain.machine.launcher import MEETING, NAMES, Place, place_of
+from megatrain.machine.launcher import MEETING, NAMES, Place, first_host, place_of
 from megatrain.planner.reasons import counted, too_many_ranks
 from megatrain.recipes.launch import FEWER
 from megatrain.recipes.meeting import Wait, fresh_part, open_store
@@ -65,7 +65,7 @@ def as_rank(device: str, work: Callable[[World], T]) -> T:
             "a launcher begin together"
         )
     own = own_device(place, device)
-    for name, default in zip(MEETING, (_first_host(), PORT), strict=True):
+    for name, default in zip(MEETING, (first_host(os.environ, place), PORT), strict=True):
         os.environ.setdefault(name, default)
     # all of them: from here on `place_of` finds these names, also under Slurm
     os.environ |= zip(NAMES, map(str, astuple(place)), strict=True)
@@ -143,10 +143,6 @@ def own_device(place: Place, device: str) -> torch.device:
     os.environ["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"  # in which they were counted
     os.environ["CUDA_VISIBLE_DEVICES"] = gpus[index]
     return torch.device("cuda", 0)
-
-
-def _first_host() -> str:
-    return os.environ.get("SLURM_LAUNCH_NODE_IPADDR", "127.0.0.1")
 
 
 def bind(world: World, device: torch.device) -> None:

@@ -1,4 +1,4 @@
-"""Which rank of a launcher a process is, and our own launcher for the GPUs of one host."""
+"""Our own launcher for the GPUs of one host, and what a process takes as its rank."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ import megatrain as mt
 from megatrain.config import Config, load_config
 from megatrain.errors import ConfigError
 from megatrain.machine.affinity import share_of_cores
-from megatrain.machine.launcher import Place, place_of
+from megatrain.machine.launcher import Place
 from megatrain.recipes import launch
 from megatrain.recipes.launch import (
     FEWER,
@@ -33,44 +33,7 @@ from megatrain.recipes.rank import as_rank, bind, cores_of_host, own_device
 from megatrain.world import World
 from tests.commands import wait_for
 
-TORCHRUN = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
 SLURM = {"SLURM_PROCID": "1", "SLURM_NTASKS": "2", "SLURM_LOCALID": "1"}
-ALONE: dict[str, str] = {}
-
-
-@pytest.mark.parametrize(
-    ("environ", "place"),
-    [
-        (ALONE, None),
-        (TORCHRUN, Place(3, 4, 1, 2)),
-        (SLURM, Place(1, 2, 1, 2)),
-        (SLURM | {"SLURM_NTASKS_PER_NODE": "2"}, Place(1, 2, 1, 2)),
-        (SLURM | {"SLURM_NTASKS": "1", "SLURM_PROCID": "0"}, None),
-        (SLURM | {"WORLD_SIZE": "1"}, None),
-        (SLURM | {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0"}, Place(1, 2, 1, 2)),
-        (SLURM | {"SLURM_JOB_ID": "7"}, None),  # the job's script, which is one process
-        ({"WORLD_SIZE": "many"}, None),
-        ({"WORLD_SIZE": ""}, None),
-    ],
-)
-def test_a_launcher_says_which_rank_this_is(environ, place):
-    assert place_of(environ) == place
-
-
-@pytest.mark.parametrize(
-    "environ",
-    [
-        {"WORLD_SIZE": "2"},
-        TORCHRUN | {"RANK": "4"},
-        TORCHRUN | {"RANK": "-1"},
-        TORCHRUN | {"LOCAL_RANK": "2"},
-        TORCHRUN | {"LOCAL_WORLD_SIZE": "5"},
-    ],
-)
-def test_half_a_launcher_is_refused(environ):
-    size = environ["WORLD_SIZE"]
-    with pytest.raises(ConfigError, match=rf"WORLD_SIZE={size}.*no rank of a launcher"):
-        place_of(environ)
 
 
 def config(**keys: Any) -> Config:
