@@ -225,7 +225,7 @@ class Loader:
         return total
 
     def rows_of_a_step(self) -> int:
-        """The median of the run's first steps: the last of an epoch has what is left."""
+        """Median number over the run's first steps; the last step of an epoch has what is left."""
         ends = [0, *islice(self._step_ends(Position()), STEPS_LOOKED_AT)]
         return median_high(stop - start for start, stop in pairwise(ends))
 

@@ -15,7 +15,7 @@ OF_SLURM = ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", "SLURM_NTASKS_PER_N
 MEETING = ("MASTER_ADDR", "MASTER_PORT")  # the address at which ranks meet
 TASKS = re.compile(r"(\d+)(?:\(x(\d+)\))?")  # of hosts in turn: 8(x2),7
 FIRST_OF_LIST = re.compile(r"([^\[,]+)(?:\[([^],-]+))?")  # of gpu[007-008,012],login
-HERE = "127.0.0.1"
+HERE = "127.0.0.1"  # where ranks of one host meet
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ import typer
 from megatrain.config import Config
 from megatrain.errors import UNEXPECTED, ConfigError
 from megatrain.machine.hardware import built_for_cuda, visible_gpus
-from megatrain.machine.launcher import MEETING, NAMES, place_of, started_by
+from megatrain.machine.launcher import HERE, MEETING, NAMES, place_of, started_by
 from megatrain.recipes.signals import INTERRUPTED, STOPPED, STOPS
 
 LAUNCHER = "MEGATRAIN_LAUNCHER"  # our own process number, for the ranks
@@ -69,14 +69,14 @@ def ranks_for(config: Config) -> int:
 def free_port() -> int:
     """A port of this host at which ranks may meet."""
     with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
+        found.bind((HERE, 0))
         return int(found.getsockname()[1])
 
 
 def environment_of(rank: int, size: int, port: int) -> dict[str, str]:
     """What makes a process a rank of several on this host, who meet at a port."""
     values = dict(zip(NAMES, (rank, size, rank, size), strict=True))
-    meeting = dict(zip(MEETING, ("127.0.0.1", str(port)), strict=True))
+    meeting = dict(zip(MEETING, (HERE, str(port)), strict=True))
     return {name: str(value) for name, value in values.items()} | meeting
 
 

@@ -151,10 +151,11 @@ def bind(world: World, device: torch.device) -> None:
     each other. All ranks call it."""
     if world.is_alone:
         return
-    cores, (number, of) = cores_of_host(world), on_the_same_cores(world)
+    number, of = on_the_same_cores(world)
+    cores = max(1, physical_cores() // of)
     os.sched_setaffinity(0, share_of_cores(number, of))
     if device.type == "cpu":
-        torch.set_num_threads(min(max(1, cores // world.local_size), torch.get_num_threads()))
+        torch.set_num_threads(min(cores, torch.get_num_threads()))
 
 
 def cores_of_host(world: World) -> int:
@@ -188,10 +189,8 @@ def check_rows_of_a_step(loader: Loader) -> None:
     world = loader.world
     if world.size == 1 or (rows := loader.rows_of_a_step()) >= world.teams:
         return
-    found, way_on = (
-        f"half of the steps have at most {counted(rows, 'row')}",
-        "raise train.tokens_per_step",
-    )
+    found = f"half of the steps have at most {counted(rows, 'row')}"
+    way_on = "raise train.tokens_per_step"
     if loader.windows is None and (there := len(loader.rows)) < world.teams:  # no step has more
         rows, found, way_on = there, f"the set has {counted(there, 'row')}", "add rows"
     raise too_many_ranks(f"{found},", rows * world.pieces, world.size, way_on)
