@@ -60,6 +60,7 @@ def in_run_folder(
             seen_by_all(path, world)
             watched = watchdog(hang_timeout, path / LOG_FILE)
             with logging_to(path, console, who), address_space_errors(), watched as watch:
+                world.every(None)  # all have opened their log, before one may remove the folder
                 if lock is not None and lock.warning:
                     logger.warning(lock.warning)
                 if not verifies() and world.is_first:

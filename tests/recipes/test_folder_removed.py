@@ -1,8 +1,12 @@
-"""A run folder that is removed while its run goes on is written anew at the next save."""
+"""A run folder that is removed while its run goes on is written anew at the next save; that of a
+run which never began is removed once all ranks have found it."""
 
 from __future__ import annotations
 
+import os
 import shutil
+import signal
+import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
@@ -10,10 +14,15 @@ from typing import Any
 
 import pytest
 
-from megatrain.recipes import loop
+from megatrain.heartbeat import may_end_here
+from megatrain.recipes import loop, opened
 from megatrain.storage.run_folder import run_lock
 from tests.commands import metrics_of, steps_of
+from tests.ranks import Started
 from tests.recipes.same_run import same_run
+from tests.recipes.test_rank_runs import SOON_S, looked_after_often, train
+
+__all__ = ["looked_after_often"]  # a fixture
 
 
 @pytest.fixture
@@ -78,3 +87,28 @@ def test_a_removed_file_of_metrics_comes_back_with_the_folder(megatrain, project
     megatrain("train cfg.yaml")
     assert [row["step"] for row in steps_of(project / "run")] == list(range(1, 11))
     assert len(metrics_of(project / "run")) == 13
+
+
+def test_it_is_removed_once_all_ranks_have_found_it(project):
+    """The first one is stopped while the other is about to open its log there."""
+
+    def first(rank: int) -> None:
+        opens = opened.logging_to
+
+        def late(*given: Any) -> Any:
+            until = time.monotonic() + rank
+            while Path("run").exists() and time.monotonic() < until:
+                time.sleep(0.001)
+            return opens(*given)
+
+        def stopped(*_: Any, **__: Any) -> None:
+            os.kill(os.getpid(), signal.SIGTERM)
+            may_end_here()
+
+        pytest.MonkeyPatch().setattr(opened, "logging_to", late)
+        if rank == 0:
+            pytest.MonkeyPatch().setattr("megatrain.recipes.run.get_ready", stopped)
+
+    started = Started(2, train(), first=first)
+    assert started.wait(SOON_S) == [75, 75], started.said()
+    assert not Path("run").exists()
