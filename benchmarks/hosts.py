@@ -21,11 +21,12 @@ from typing import Any
 
 from benchmarks.records import ROOT, machine
 from megatrain.machine.hardware import visible_gpus
+from megatrain.planner.activations import WEIGHT_BYTES
 from megatrain.recipes.launch import environment_of
+from megatrain.settings import WIRES
 
 ADDRESS, PORT = "10.77.0.{}", 29400
 QUEUE = "burst 512kb latency 200ms"
-WEIGHT, SUM = 2, 4  # bytes per parameter: bf16, and fp32
 
 
 def main() -> None:
@@ -112,7 +113,9 @@ def report_of(found: dict[str, Any], rate: str | None, command: list[str]) -> di
     """The step beside its plan, and beside the bytes of weights and sums that a host gets from the
     other, at the rate that the run measured before."""
     network = found["environment"]["rates"]["network"]
-    crossing = found["parameters"] * (WEIGHT + SUM) // 2
+    job = found["plan"]["job"]
+    each = WEIGHT_BYTES[job["precision"]] + WIRES[job["wire"]]
+    crossing = found["parameters"] * each // 2
     return {
         "date": date.today().isoformat(),
         "machine": machine(),

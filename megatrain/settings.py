@@ -165,10 +165,12 @@ _LEAST = {
     if option.least is not None and name != "micro_batch_tokens"
 } | {"group_size": 1}
 TRANSPORTS = ("auto", "gather", "read")
+WIRES = {"float32": 4, "bfloat16": 2}  # bytes
 _KNOWN = {
     "activations": (UNCHANGED, *FORMS),
     "nvme_arrays": LEVELS,
     "transport": TRANSPORTS,
+    "wire": WIRES,
 }
 
 
@@ -190,6 +192,8 @@ class Settings(Chosen):
         transport: how weights in host RAM come to several ranks: each uploads its share and they
             "gather" the rest, or each uploads all and "read"s the one copy of its host, to the same
             bits. "auto": read where GPUs of the host do not reach each other's memory.
+        wire: dtype of gradient sums between hosts: "float32", or "bfloat16", to which each host's
+            is rounded once; they are added in fp32.
 
     Raises ConfigError for a number out of range, an unknown choice, and what `EXCLUSIONS` names.
     """
@@ -201,6 +205,7 @@ class Settings(Chosen):
     lengths_vary: bool = False
     nvme_folders: tuple[Path, ...] = ()
     transport: str = "auto"
+    wire: str = "float32"
 
     def __post_init__(self) -> None:
         values = vars(self)

@@ -29,8 +29,8 @@ PATIENCE = timedelta(days=30)
 
 
 # renamed in torch 2.13
-gather_whole: Any = getattr(distributed, "all_gather_single", None)
-gather_whole = gather_whole or distributed.all_gather_into_tensor
+_gather: Any = getattr(distributed, "all_gather_single", None)
+_gather = _gather or distributed.all_gather_into_tensor
 scatter_sum: Any = getattr(distributed, "reduce_scatter_single", None)
 scatter_sum = scatter_sum or distributed.reduce_scatter_tensor
 
@@ -213,8 +213,7 @@ class World:
         """
         padded = torch.nn.functional.pad(mine, (0, share - len(mine)))
         whole = torch.empty(self.size * share, dtype=mine.dtype)
-        # as bytes: gloo does not know every dtype
-        gather_whole(whole.view(torch.uint8), padded.view(torch.uint8), group=self.messages)
+        gather_whole(whole, padded, self.messages)
         return whole if self.hosts == 1 else whole.view(self.size, share)[self.owners].view(-1)
 
     def in_turn(self, work: Callable[[], T]) -> T:
@@ -275,6 +274,52 @@ def check_numbers(local: Sequence[tuple[int, int]]) -> None:
         f"{found}: start as many processes on every host, numbered host by host (torchrun does so, "
         "Slurm with --distribution=block)"
     )
+
+
+def gather_whole(whole: torch.Tensor, mine: torch.Tensor, group: Any) -> None:
+    """Fill `whole` with what every rank of a group has, in their order. mine: may be where it
+    belongs."""
+    whole, mine = _bytes(whole), _bytes(mine)
+    if whole.is_cuda:
+        _gather(whole, mine, group=group)
+    else:
+        ranks = distributed.get_world_size(group)
+        _pass_around(whole.chunk(ranks), [mine] * ranks, group)
+
+
+def trade_parts(received: torch.Tensor, sent: torch.Tensor, group: Any) -> None:
+    """Give every rank of a group its part of what this one sends, and get one of each, in their
+    order."""
+    received, sent = _bytes(received), _bytes(sent)
+    if received.is_cuda:
+        distributed.all_to_all_single(received, sent, group=group)
+    else:
+        ranks = distributed.get_world_size(group)
+        _pass_around(received.chunk(ranks), sent.chunk(ranks), group)
+
+
+def _bytes(flat: torch.Tensor) -> torch.Tensor:
+    """Not every library knows every dtype."""
+    return flat.view(-1).view(torch.uint8)
+
+
+def _pass_around(
+    received: Sequence[torch.Tensor], sent: Sequence[torch.Tensor], group: Any
+) -> None:
+    """Send each rank its part and receive one of each, both ways at once, over gloo.
+
+    gloo sends to a rank once that rank has said that it receives. In gloo's own collectives this
+    word waits behind what that rank sends itself, so bytes go one way at a time.
+    """
+    rank, ranks = distributed.get_rank(group), len(received)
+    others = [(rank + i) % ranks for i in range(1, ranks)]
+    works = [distributed.irecv(received[r], group=group, group_src=r) for r in others]
+    works += [distributed.isend(sent[r], group=group, group_dst=r) for r in others]
+    if received[rank].data_ptr() != sent[rank].data_ptr():
+        received[rank].copy_(sent[rank])
+    for work in works:
+        assert work is not None  # this rank is of the group
+        work.wait()
 
 
 def _own_group(groups: Sequence[Sequence[int]], backend: str) -> Any:

@@ -135,6 +135,11 @@ class TrainOptions(Options):
         "GPUs of a host that share every sequence, a piece each, for long rows; divides their "
         "number. sft and pretrain, of models whose tokens meet in attention alone.",
     )
+    wire: c.Wire = key(
+        "float32",
+        "Of several hosts: dtype in which sums of gradients cross the network. bfloat16 halves "
+        "their bytes: each host's sum is rounded once, and they are added in float32.",
+    )
     freeze: v.Patterns = key((), "Tensors not to train: names as in the model's folder, or globs.")
     eval_every: v.CountOrNull = key(
         100, "Steps between evaluations; null evaluates only before and after the run."

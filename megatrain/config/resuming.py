@@ -59,6 +59,7 @@ FLAGGED = {
     "train.deterministic": NEW_KERNELS,
     "gpus": NEW_ORDER,
     "train.context_parallel": NEW_ORDER,
+    "train.wire": "sums of several hosts round otherwise from here on",
     "memory.activations": "gradients round otherwise from here on",
     **dict.fromkeys(SECTIONS, "the loss is another from here on"),
     "attention": NEW_KERNELS,

@@ -10,11 +10,10 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import distributed
 
 from megatrain.engine.streams import Compute, Lane
 from megatrain.memory.layout import BLOCK_ALIGNMENT, FlatLayout, Span
-from megatrain.world import World, gather_whole, scatter_sum
+from megatrain.world import World, gather_whole, scatter_sum, trade_parts
 
 
 class Exchange:
@@ -25,13 +24,20 @@ class Exchange:
 
     Args:
         layouts: of all blocks.
+        wire: of sums between hosts: fp32, or bf16, to which each host's is rounded once.
 
     Attributes:
         slowest: what a wait for sums is a wait for: exchange, or network.
     """
 
-    def __init__(self, world: World, layouts: Sequence[FlatLayout], compute: Compute) -> None:
-        self.world, self.lane = world, Lane("exchange", compute.device)
+    def __init__(
+        self,
+        world: World,
+        layouts: Sequence[FlatLayout],
+        compute: Compute,
+        wire: torch.dtype = torch.float32,
+    ) -> None:
+        self.world, self.lane, self.wire = world, Lane("exchange", compute.device), wire
         self.shares = [layout.share(world.size) for layout in layouts]
         spans = (layout.span(world.place(), world.size) for layout in layouts)
         self._trained = [s.before(of.trainable) for s, of in zip(spans, layouts, strict=True)]
@@ -63,12 +69,12 @@ class Exchange:
     def gather_across(self, whole: torch.Tensor, share: torch.Tensor) -> torch.Tensor:
         """Fill this rank's `part` of `whole`, which is returned, over the network."""
         part = self.part(whole)
-        _gather(part, share, self.world.across)
+        gather_whole(part, share, self.world.across)
         return part
 
     def gather_here(self, whole: torch.Tensor, part: torch.Tensor) -> None:
         """Fill `whole` with the parts of this host's ranks. part: may be where it belongs."""
-        _gather(whole, part, self.world.local)
+        gather_whole(whole, part, self.world.local)
 
     def summed(self, total: torch.Tensor) -> torch.Tensor:
         """This rank's share of the sum of all ranks' `total` [ranks x share], in fp32, added in the
@@ -85,7 +91,8 @@ class Exchange:
 
         received: of the size of `total`, and other memory, in which the result may be.
         """
-        return _added_up(total, received, self.world.hosts, self.world.across)[0]
+        given = total, received, self.world.hosts, self.world.across
+        return _added_up(*given)[0] if self.wire == total.dtype else _rounded(*given, self.wire)
 
     def all_norms(self, mine: torch.Tensor, block: int) -> torch.Tensor:
         """The norms of all rows of a block, from those of this rank's share."""
@@ -99,11 +106,6 @@ class Exchange:
         self.lane.close()
 
 
-def _gather(whole: torch.Tensor, each: torch.Tensor, group: Any) -> None:
-    # as bytes: not every library knows every dtype
-    gather_whole(whole.view(torch.uint8), each.view(torch.uint8), group=group)
-
-
 def _added_up(
     total: torch.Tensor, received: torch.Tensor, ranks: int, group: Any
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -115,11 +117,26 @@ def _added_up(
         part = received[: len(total) // 2]
         scatter_sum(part, total, group=group)
         return part, received[len(part) :]
-    # on CPUs always: what gloo calls reduce_scatter sends twice as much
-    parts = received.view(torch.uint8), total.view(torch.uint8)
-    distributed.all_to_all_single(*parts, group=group)
-    first: torch.Tensor
+    # on CPUs always: gloo's reduce_scatter sends twice as much
+    trade_parts(received, total, group)
     first, *others = received.view(ranks, -1)
+    return _sum(first, others), received[len(first) :]
+
+
+def _rounded(
+    total: torch.Tensor, received: torch.Tensor, ranks: int, group: Any, wire: torch.dtype
+) -> torch.Tensor:
+    """As `_added_up`, of what is rounded to the 16 bits of `wire` before it is sent, or added here:
+    so nobody's part counts for more."""
+    sent, found = received.view(wire).view(2, -1)
+    sent.copy_(total)
+    trade_parts(found, sent, group)
+    first, *others = found.view(ranks, -1)
+    return _sum(received[: len(first)].copy_(first), others)  # over what was sent
+
+
+def _sum(total: torch.Tensor, others: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Add to `total` in place, in fp32 and in their order."""
     for other in others:
-        first += other
-    return first, received[len(first) :]
+        total += other
+    return total

@@ -12,10 +12,10 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, distributed
+from torch import Tensor
 
 from megatrain.engine.streams import Compute, Event, Lane
-from megatrain.world import World
+from megatrain.world import World, trade_parts
 
 HEADS, TOKENS = 1, 2  # dimensions of what attention is given; what it returns has them turned round
 
@@ -59,9 +59,7 @@ class HeadTrade:
         def job(_: Event) -> None:
             self._lane.wait(computed)  # wait: what is sent may still be computed
             for theirs, ours in zip(received, sent, strict=True):
-                # as bytes: not every library knows every dtype
-                as_bytes = theirs.view(torch.uint8), ours.view(torch.uint8)
-                distributed.all_to_all_single(*as_bytes, group=self._group)
+                trade_parts(theirs, ours, self._group)
 
         # wait: nothing that is sent or received may be read, or its memory used again, before
         self._compute.wait(self._lane.submit(job), "exchange")

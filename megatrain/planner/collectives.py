@@ -54,7 +54,7 @@ def cross_network(
     """Let a step take at least what its bytes need between hosts: weights cross once, beside the
     forward, and sums beside the backward.
 
-    weights, sums: bytes of all that is gathered, and of all sums that are exchanged.
+    weights, sums: bytes of all that is gathered, and of all sums, as they travel.
     """
     others = (job.hosts - 1) / job.hosts / machine.network
     timeline.at_least_in("forward", others * weights)

@@ -113,6 +113,7 @@ class Job(Asked):
         hosts: with so many GPUs each.
         transport: of weights in host RAM: ranks "gather" each other's shares, or each "read"s all
             of the host's one copy.
+        wire: dtype in which sums cross between hosts.
         peers: a host's GPUs reach each other's memory.
         pieces: ranks that share every sequence. Rows are then pieces, which `seq_len` and all other
             numbers of tokens are of; only attention is over `pieces` times as many.
@@ -147,6 +148,7 @@ class Job(Asked):
     ranks: int = 1
     hosts: int = 1
     transport: str = "gather"
+    wire: str = "float32"
     peers: bool = True
     pieces: int = 1
 
@@ -246,6 +248,7 @@ class Choices(Chosen):
             lengths_vary=job.lengths_vary,
             nvme_folders=tuple(nvme_folders),
             transport=job.transport,
+            wire=job.wire,
         )
 
     def stores_gradients(self, job: Job) -> bool:

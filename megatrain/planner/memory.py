@@ -36,6 +36,7 @@ from megatrain.schedule import (
     sum_buffers,
     summed_blocks,
 )
+from megatrain.settings import WIRES
 from megatrain.storage.run_folder import SMALL_FILES_BYTES
 
 if TYPE_CHECKING:
@@ -186,13 +187,13 @@ class Layout:
 
     @property
     def crossing(self) -> tuple[int, int]:
-        """Bytes that a step gathers of weights and directions once, and exchanges of sums, whoever
-        owns them."""
+        """Bytes that cross between hosts in a step, whoever owns them: of weights and directions,
+        which are gathered once, and of sums."""
         choices, whole, update = self.choices, sum(self.padded), self.job.whole_update
         directions = 0 if update is None else self.job.size * sum(update.gathered_bytes)
         sums = (1 + choices.second_backward) * whole
         sums += (choices.groups - 1) * sum(self.padded[self._summed :])
-        return whole * self.activations.weight + directions, sums * SUM_BYTES
+        return whole * self.activations.weight + directions, sums * WIRES[self.job.wire]
 
     @property
     def _summed(self) -> int:

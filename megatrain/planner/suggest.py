@@ -87,6 +87,10 @@ def _steps(job: Job, *factors: float) -> Offers:
     return found
 
 
+def _wire(job: Job) -> Offers:
+    return _instead("train.wire", "float32", "bfloat16")(job) if job.hosts > 1 else {}
+
+
 BATCH, UNCLIPPED, MOMENTS = "changes the batch", "does not clip", "rounds the moments"
 # Where a mixture waits for the host's update, in this order: by how much more it hides.
 AGAINST_UPDATE = (BATCH, UNCLIPPED, MOMENTS)
@@ -109,6 +113,7 @@ REMEDIES = (
         lambda job: _steps(job, 1 / 2, 1 / 4, 1 / 8),
         lambda job: _steps(job, 2, 4),
     ),
+    Remedy("rounds each host's sums to bf16 once", faster=_wire),
 )
 
 

@@ -22,15 +22,16 @@ def say_if_without_bfloat16(machine: Machine) -> None:
         logger.warning(f"{gpu.name} has no bf16 units: {instead}")
 
 
-def say_if_none_are_gathered(config: Config, machine: Machine) -> None:
-    """Say so if there is no other GPU for what the config says of weights' way."""
-    memory = config.memory
-    if machine.ranks == 1 and memory.transport != "auto":
-        where = config.where("memory.transport")
-        logger.info(f"{where}: {memory.transport} has no effect where one GPU of a host trains")
-    if machine.ranks * machine.hosts == 1 and memory.replicated not in ("auto", 0):
-        where = config.where("memory.replicated")
-        logger.info(f"{where}: {memory.replicated} has no effect where one GPU trains")
+def say_what_takes_several(config: Config, machine: Machine) -> None:
+    """Say so of what the config says of several GPUs or hosts, where there is one."""
+    several = machine.ranks * machine.hosts
+    for key, value, without, others, trains in (
+        ("memory.transport", config.memory.transport, ("auto",), machine.ranks, "GPU of a host"),
+        ("memory.replicated", config.memory.replicated, ("auto", 0), several, "GPU"),
+        ("train.wire", config.train.wire, ("float32",), machine.hosts, "host"),
+    ):
+        if others == 1 and value not in without:
+            logger.info(f"{config.where(key)}: {value} has no effect where one {trains} trains")
 
 
 def say_if_config_has_another(coefficient: float, asked: float | str, config: Any) -> None:

@@ -46,8 +46,8 @@ from megatrain.recipes.nvme import nvme_room
 from megatrain.recipes.optimizers import make_optimizer
 from megatrain.recipes.remarks import (
     say_if_config_has_another,
-    say_if_none_are_gathered,
     say_if_without_bfloat16,
+    say_what_takes_several,
 )
 from megatrain.recipes.row_pieces import check_divides, check_shared
 from megatrain.recipes.this_machine import find_machine
@@ -103,7 +103,7 @@ def prepare(
     machine = machine or find_machine(config, may_measure=may_measure, world=world)
     check_divides(config, machine.ranks)
     say_if_without_bfloat16(machine)
-    say_if_none_are_gathered(config, machine)
+    say_what_takes_several(config, machine)
     train, source, loss = config.train, config.model, make_loss(config)
     skeleton = Skeleton(
         model.config,
@@ -208,6 +208,7 @@ def make_run_plan(
         trained_share=parts.trained_share,
         activations=config.memory.activations,
         transport=transport_of(config, machine),
+        wire=train.wire,
         checkpoints_kept=config.checkpoint.keep,
         keeps_best=config.data.eval is not None or config.eval.tasks_at == "evaluations",
         checkpoints_written=checkpoints_written,

@@ -55,6 +55,7 @@ train:
   max_grad_norm: 0.5
   router_aux_loss_coef: 0.01
   context_parallel: 2
+  wire: bfloat16
   freeze: [model.embed_tokens.weight]
   eval_every: 10
   eval_rows: 16

@@ -6,7 +6,7 @@ from __future__ import annotations
 import time
 from contextlib import closing
 from dataclasses import replace
-from functools import partial
+from functools import partial, reduce
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ from megatrain.engine.exchange import Exchange
 from megatrain.engine.streams import Compute
 from megatrain.errors import ConfigError
 from megatrain.memory.layout import FlatLayout
-from megatrain.settings import ALL, Settings
+from megatrain.settings import ALL, WIRES, Settings
 from megatrain.world import World, check_numbers
 from tests.compare import distance
 from tests.engine.test_races import never_wait
@@ -81,22 +81,37 @@ def test_two_hosts_of_two_are_one_up_to_the_order_of_sums_and_always_the_same(ho
     assert bits(found) == bits(run(partial(train, **given, slow=slow)))
 
 
-def summed(world: World) -> Any:
-    given = [torch.randn(4096, generator=torch.Generator().manual_seed(r)) for r in range(4)]
-    with engine_of("llama", world=world) as engine:
+def given_by(rank: int, numel: int) -> torch.Tensor:
+    given = torch.randn(4096, generator=torch.Generator().manual_seed(rank))
+    return given.repeat(numel // 4096 + 1)[:numel].clone()
+
+
+def summed(world: World, wire: str, device: str = "cpu") -> torch.Tensor:
+    """This rank's share of the sum of what all have given."""
+    settings = Settings(wire=wire)
+    with engine_of("llama", world=world, settings=settings, device=device) as engine:
         there = engine.parts.streamer._exchange
         assert there is not None
-        padded = there.padded(1)
-        total = given[world.rank].repeat(padded // 4096 + 1)[:padded].clone()
-        return there.summed(total).clone(), padded
+        total = given_by(world.rank, there.padded(1)).to(device)
+        return there.summed(total).cpu().clone()
 
 
-def test_sums_are_of_each_host_and_then_over_hosts(on_ranks):
-    given = [torch.randn(4096, generator=torch.Generator().manual_seed(r)) for r in range(4)]
-    found = in_order(World(0, 4, 0, 2), on_ranks(4, summed, hosts=2))
-    expected = (given[0] + given[1]) + (given[2] + given[3])
-    whole, padded = torch.cat([share for share, _ in found]), found[0][1]
-    assert torch.equal(whole, expected.repeat(padded // 4096 + 1)[:padded])
+def summed_in_order(hosts: int, ranks: int, wire: str, numel: int) -> torch.Tensor:
+    """Of each host's ranks, rounded once if there are several, and then of hosts."""
+    given = [given_by(rank, numel) for rank in range(ranks)]
+    each = ranks // hosts
+    of_hosts = [reduce(torch.add, given[i : i + each]) for i in range(0, ranks, each)]
+    if hosts > 1:
+        of_hosts = [of_host.to(getattr(torch, wire)).float() for of_host in of_hosts]
+    return reduce(torch.add, of_hosts)
+
+
+@pytest.mark.parametrize("wire", WIRES)
+@pytest.mark.parametrize("hosts", [1, 2, 4])
+def test_sums_are_of_each_host_and_then_over_hosts(hosts, wire, on_ranks):
+    found = on_ranks(4, partial(summed, wire=wire), hosts=hosts)
+    whole = torch.cat(in_order(World(0, 4, 0, 4 // hosts), found))
+    assert torch.equal(whole, summed_in_order(hosts, 4, wire, len(whole)))
 
 
 def crossings(
@@ -150,17 +165,17 @@ def test_weights_cross_once_a_step(ranks, groups, replicated, on_ranks):
             assert stalls["wait_exchange"] < 0.1 * stalls["wait_network"]
 
 
-def sent_for_a_sum(world: World) -> tuple[int, int]:
-    """Bytes that cross the cable for a sum, and those of this rank's part of it."""
+def sent_for_a_sum(world: World, wire: str) -> tuple[int, int]:
+    """Bytes that cross the cable for a sum, and of this rank's part of it as it travels."""
     layout = FlatLayout((), 1 << 20)
-    with closing(Exchange(world, [layout], Compute(CPU))) as there:
+    with closing(Exchange(world, [layout], Compute(CPU), getattr(torch, wire))) as there:
         total = torch.ones(there.padded(0))
         there.summed(total)  # connects
         world.every(None)  # the other has got all of it: nothing is left to be sent
         before = bytes_sent(world.rank)
         there.summed(total)
         world.every(None)
-        return bytes_sent(world.rank) - before, total.nbytes // 2
+        return bytes_sent(world.rank) - before, WIRES[wire] * len(total) // 2
 
 
 def bytes_sent(rank: int) -> int:
@@ -169,9 +184,11 @@ def bytes_sent(rank: int) -> int:
     return int(cable[9])
 
 
-def test_a_sum_of_two_hosts_crosses_once(tmp_path):
+@pytest.mark.parametrize("wire", WIRES)
+def test_a_sum_of_two_hosts_crosses_once(wire, tmp_path):
+    job = partial(sent_for_a_sum, wire=wire)
     with two_hosts() as hosts:
-        for sent, part in run_ranks(2, sent_for_a_sum, tmp_path, hosts=2, first=hosts.enter):
+        for sent, part in run_ranks(2, job, tmp_path, hosts=2, first=hosts.enter):
             assert part <= sent < 1.2 * part  # with headers
 
 
@@ -233,9 +250,11 @@ def test_ranks_that_are_not_numbered_host_by_host_are_refused(local, words):
         check_numbers(local)
 
 
-def norms(world: World, fault: tuple[str, str] | None) -> list[float | None]:
+def norms(
+    world: World, fault: tuple[str, str] | None = None, wire: str = "float32"
+) -> list[float | None]:
     """fault: a lane that waits for nobody, and one that is slow."""
-    with engine_of("llama", world=world, settings=Settings(**CHUNK)) as engine:
+    with engine_of("llama", world=world, settings=Settings(**CHUNK, wire=wire)) as engine:
         if fault is not None:
             lanes = engine.parts.lanes
             lanes[fault[0]].wait = never_wait  # type: ignore[method-assign,assignment]
@@ -246,5 +265,13 @@ def norms(world: World, fault: tuple[str, str] | None) -> list[float | None]:
 @pytest.mark.parametrize("fault", [("download", "exchange"), ("upload", "download")])
 def test_without_its_waits_a_delay_changes_the_result(fault, on_ranks):
     """What has crossed is copied down once it is there, and comes up once it is down."""
-    expected = on_ranks(2, partial(norms, fault=None), hosts=2)
+    expected = on_ranks(2, norms, hosts=2)
     assert on_ranks(2, partial(norms, fault=fault), hosts=2) != expected
+
+
+def test_a_step_takes_sums_as_they_came(on_ranks):
+    """Rounded, to 1/256 at most of each element; clipping knows."""
+    whole, rounded = (on_ranks(2, partial(norms, wire=wire), hosts=2) for wire in WIRES)
+    assert rounded == on_ranks(2, partial(norms, wire="bfloat16"), hosts=2)
+    assert rounded[0] == rounded[1] != whole[0]
+    assert rounded[0] == pytest.approx(whole[0], rel=1e-3)

@@ -231,6 +231,9 @@ def test_who_reads(transport, world, reach, expected, monkeypatch):
     assert shares_weights(settings, world, torch.device("cpu")) == expected
 
 
-def test_an_unknown_transport_is_refused():
-    with pytest.raises(ConfigError, match="transport: 'nvlink' is unknown; choose one of auto"):
-        Settings(transport="nvlink")
+@pytest.mark.parametrize(
+    ("name", "value", "known"), [("transport", "nvlink", "auto"), ("wire", "int8", "float32")]
+)
+def test_an_unknown_choice_is_refused(name, value, known):
+    with pytest.raises(ConfigError, match=f"{name}: '{value}' is unknown; choose one of {known}"):
+        Settings(**{name: value})

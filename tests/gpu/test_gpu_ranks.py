@@ -13,10 +13,11 @@ import torch
 
 from megatrain.models.pretrained import resolve_source
 from megatrain.optim import AdamW, Muon
-from megatrain.settings import ALL, Settings
+from megatrain.settings import ALL, WIRES, Settings
 from megatrain.storage.checkpoint import save_checkpoint
 from megatrain.storage.restore import load_checkpoint
 from megatrain.world import World
+from tests.engine.test_hosts import summed, summed_in_order
 from tests.engine.test_ranks import CHUNK, SEVERAL, assert_near, train
 from tests.ranks import RunRanks, staying_ranks
 from tests.storage.test_ranks_saved import (
@@ -80,6 +81,16 @@ def test_hosts_of_one_gpu_are_one(how, run_ranks):
     given: dict[str, Any] = {"steps": SEVERAL, "precision": "float32", **HOW[how]}
     found = run_ranks(2, partial(on_its_gpu, **given), hosts=2)
     assert_near(found, on_its_gpu(World(), **given))
+
+
+def its_share(world: World, wire: str) -> torch.Tensor:
+    return summed(world, wire, f"cuda:{world.rank}")
+
+
+@pytest.mark.parametrize("wire", WIRES)
+def test_sums_of_hosts_are_those_of_a_cpu(wire, run_ranks):
+    whole = torch.cat(run_ranks(2, partial(its_share, wire=wire), hosts=2))
+    assert torch.equal(whole, summed_in_order(2, 2, wire, len(whole)))
 
 
 @pytest.mark.parametrize("optimizer", [AdamW(lr=1e-3), MUON], ids=lambda o: o.name)

@@ -284,13 +284,20 @@ def test_a_network_carries_sums_that_wait_once_a_group():
 
 
 def test_hosts_are_bound_by_their_network():
-    near = planned(2, hosts=2)
+    near = planned(2, hosts=2, suggest=True)
     slow = replace(assumed(typical(HOST), HOST, 2), network=1e8)
     job = replace(LONG, ranks=2, hosts=2)
-    far = make_plan(job, QWEN_7B, part_of(HOST, 2), slow)
+    far, less = (
+        make_plan(each, QWEN_7B, part_of(HOST, 2), slow, suggest=True)
+        for each in (job, replace(job, wire="bfloat16"))
+    )
     # weights once, and fp32 sums once: 6 bytes a parameter, of which half is here already
     assert far.timing.seconds > 6 * QWEN_7B.parameters / 2 / 1e8
     assert far.timing.waits["network"] > 0.9 * far.timing.seconds
+    assert less.timing.seconds == pytest.approx(far.timing.seconds * 4 / 6, rel=0.01)
+    (wire,) = (one for one in far.faster if one.words == "train.wire: bfloat16")
+    assert wire.speedup == pytest.approx(1.5, rel=0.01)
+    assert not any("wire" in one.words for one in (*less.faster, *near.faster))
     assert near.timing.waits["network"] < 0.1 * near.timing.seconds
     kept = sum(QWEN_7B.block_numel[near.choices.replicated :])  # others stay on the GPUs
     assert near.host["weights of all hosts"] == pytest.approx(kept, rel=0.01)

@@ -15,7 +15,8 @@ from typing import Any
 import pytest
 
 from megatrain.heartbeat import may_end_here
-from megatrain.recipes import loop, opened
+from megatrain.recipes import loop
+from megatrain.reporting.progress import logging_to
 from megatrain.storage.run_folder import run_lock
 from tests.commands import metrics_of, steps_of
 from tests.ranks import Started
@@ -93,19 +94,17 @@ def test_it_is_removed_once_all_ranks_have_found_it(project):
     """The first one is stopped while the other is about to open its log there."""
 
     def first(rank: int) -> None:
-        opens = opened.logging_to
-
         def late(*given: Any) -> Any:
             until = time.monotonic() + rank
             while Path("run").exists() and time.monotonic() < until:
                 time.sleep(0.001)
-            return opens(*given)
+            return logging_to(*given)
 
         def stopped(*_: Any, **__: Any) -> None:
             os.kill(os.getpid(), signal.SIGTERM)
             may_end_here()
 
-        pytest.MonkeyPatch().setattr(opened, "logging_to", late)
+        pytest.MonkeyPatch().setattr("megatrain.recipes.opened.logging_to", late)
         if rank == 0:
             pytest.MonkeyPatch().setattr("megatrain.recipes.run.get_ready", stopped)
 
