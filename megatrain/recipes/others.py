@@ -21,6 +21,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 import psutil
+from torch.distributed.distributed_c10d import PrefixStore
 
 from megatrain.errors import UNEXPECTED, MegaTrainError, exit_code_of, printable
 from megatrain.recipes.launch import LAUNCHER
@@ -31,6 +32,7 @@ from megatrain.world import World
 
 BEATS_EVERY_S = 1.0
 SILENT_S = 12.0  # without a sign of life a rank is dead
+NO_BEAT = "0 ? 0"  # of one that died before its first: when, where, which process
 LEAVES_WITHIN_S = 3.0  # of each other, if all were asked to stop before the first step
 STORE_TIMEOUT = timedelta(seconds=10)
 T = TypeVar("T")
@@ -81,11 +83,13 @@ class Others:
     @classmethod
     @contextmanager
     def watched(cls, world: World, host: str) -> Iterator[Others]:
-        """With a thread that looks. All ranks call it."""
-        others = cls(world, world.store.clone(), host)
+        """With a thread that looks. All ranks call it, as soon as they have met.
+
+        Raises RuntimeError if the first one is gone already.
+        """
+        others = cls(world, PrefixStore("words", world.store.clone()), host)
         others._store.set_timeout(STORE_TIMEOUT)
         others._beat()
-        world.every(None)  # from here on each has given a sign of life
         others._first = others._whoever_is_first()
         thread = threading.Thread(target=others._look, name="megatrain-others", daemon=True)
         thread.start()
@@ -180,9 +184,10 @@ class Others:
         now, world = time.monotonic(), self.world
         self._beat()
         for rank in range(world.size):
-            if rank == world.rank or not self._store.check([f"beat/{rank}"]):
+            if rank == world.rank:
                 continue
-            said = self._store.get(f"beat/{rank}").decode()
+            beat = f"beat/{rank}"
+            said = self._store.get(beat).decode() if self._store.check([beat]) else NO_BEAT
             before, since = self._seen.get(rank, ("", now))
             if said != before:
                 since = now

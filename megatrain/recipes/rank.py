@@ -70,8 +70,9 @@ def as_rank(device: str, work: Callable[[World], T]) -> T:
     # all of them: from here on `place_of` finds these names, also under Slurm
     os.environ |= zip(NAMES, map(str, astuple(place)), strict=True)
     with ExitStack() as stack:
-        others = _meet(own, place, stack)
+        others = _meet(place, stack)
         try:
+            others.world = _connected(own, place, others.world)
             summary = work(others.world)
         except BaseException as error:
             if isinstance(error, TooManyRanks) and (told := os.environ.get(FEWER)):
@@ -81,35 +82,47 @@ def as_rank(device: str, work: Callable[[World], T]) -> T:
         return summary
 
 
-def _meet(own: torch.device, place: Place, stack: ExitStack) -> Others:
+def _meet(place: Place, stack: ExitStack) -> Others:
     """Meet the other ranks; they are looked after until `stack` is closed."""
-    try:
-        return _join(own, place, stack)
-    except (RuntimeError, Stopped) as error:
-        asked = early_request()
-        if asked is not None and asked.came():  # as were others, perhaps, that are gone already
-            raise SystemExit(asked.exit_code) from error
-        reason = " ".join(str(error).split())
-        raise MegaTrainError(f"not all {place.size} ranks have met: {reason}") from error
-
-
-def _join(own: torch.device, place: Place, stack: ExitStack) -> Others:
     rank, size = place.rank, place.size
     host, port = (os.environ[name] for name in MEETING)
     wait = Wait(ALL_COME_WITHIN, f"{host}:{port}")
-    store = fresh_part(open_store(host, int(port), rank, size, wait), rank, size, wait)
-    backend = "cpu:gloo,cuda:nccl" if own.type == "cuda" else "gloo"
-    met = PrefixStore("group", store)
-    distributed.init_process_group(
-        backend, store=met, rank=rank, world_size=size, timeout=ALL_COME_WITHIN
-    )
-    stack.callback(distributed.destroy_process_group)
-    words = PrefixStore("words", store)
     try:
-        world = World.joined(own, words, (place.local_rank, place.local_size))
-    except ConfigError as error:  # all have the same
-        raise error if rank == 0 else SystemExit(error.exit_code) from error
-    return stack.enter_context(Others.watched(world, socket.gethostname()))
+        store = fresh_part(open_store(host, int(port), rank, size, wait), rank, size, wait)
+        stack.callback(_disconnect)  # when nobody is looked after any more
+        world = World(rank, size, place.local_rank, place.local_size, store=store)
+        return stack.enter_context(Others.watched(world, socket.gethostname()))
+    except (RuntimeError, Stopped) as error:
+        raise _as_asked(error) or MegaTrainError(_not_all(size, error)) from error
+
+
+def _connected(own: torch.device, place: Place, world: World) -> World:
+    """The world of ranks that have met, with their groups. The library may wait long for one that
+    has died, and cannot be interrupted."""
+    backend = "cpu:gloo,cuda:nccl" if own.type == "cuda" else "gloo"
+    store = PrefixStore("group", world.store)
+    try:
+        distributed.init_process_group(
+            backend, store=store, rank=world.rank, world_size=world.size, timeout=ALL_COME_WITHIN
+        )
+        return World.joined(own, world.store, (place.local_rank, place.local_size))
+    except RuntimeError as error:
+        raise _as_asked(error) or RuntimeError(_not_all(world.size, error)) from error
+
+
+def _disconnect() -> None:
+    if distributed.is_initialized():
+        distributed.destroy_process_group()
+
+
+def _as_asked(error: BaseException) -> SystemExit | None:
+    """What ends a rank that was asked to stop, as were others, perhaps, that are gone already."""
+    asked = early_request()
+    return SystemExit(asked.exit_code) if asked is not None and asked.came() else None
+
+
+def _not_all(size: int, error: BaseException) -> str:
+    return f"not all {size} ranks have met: {' '.join(str(error).split())}"
 
 
 def leave_to_fewer(error: TooManyRanks, told: Path, world: World) -> NoReturn:

@@ -8,12 +8,13 @@ import socket
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
 from torch import distributed
 
-from megatrain.recipes import meeting
+from megatrain.recipes import meeting, others
 from megatrain.recipes.meeting import Wait, fresh_part, open_store
 from tests.commands import wait_for
 from tests.ranks import Started
@@ -80,4 +81,32 @@ def test_who_waits_says_for_whom_and_ends_when_asked(
     expected = [0 if rank == missing else code for rank in range(3)]
     assert started.wait(5.0) == expected, started.said()
     assert started.said()[speaker].count("waiting for") == 1
+    assert not (project / "run").exists()
+
+
+@pytest.mark.parametrize("dies", [0, 1])
+def test_one_that_dies_while_they_connect_is_not_waited_for(
+    project, finished_project, monkeypatch, dies
+):
+    """The library would wait for it for ten minutes."""
+    monkeypatch.setattr(others, "STORE_TIMEOUT", timedelta(seconds=2))
+    monkeypatch.setattr(others, "BEATS_EVERY_S", 0.1)
+    connect = distributed.init_process_group
+
+    def first(rank: int) -> None:
+        def connected(*given: Any, **named: Any) -> None:
+            Path(f"connects-{rank}").touch()
+            if rank == dies:
+                wait_for(lambda: all(Path(f"connects-{other}").exists() for other in range(3)))
+                os.kill(os.getpid(), signal.SIGKILL)
+            connect(*given, **named)
+
+        pytest.MonkeyPatch().setattr(distributed, "init_process_group", connected)
+
+    started = Started(3, "train cfg.yaml device=cpu", first=first)
+    expected = [-signal.SIGKILL if rank == dies else 1 for rank in range(3)]
+    assert started.wait(SOON_S) == expected, started.said()
+    assert any(
+        f"error: rank {dies} on {socket.gethostname()} " in said for said in started.said()
+    ), started.said()
     assert not (project / "run").exists()
