@@ -23,8 +23,8 @@ from megatrain.heartbeat import beat, may_end_here
 
 T = TypeVar("T")
 LOOKS_EVERY_S = 0.1
-# Ranks may wait long for each other, while one saves. One that has died is noticed otherwise
-# (recipes/others.py).
+# Ranks may wait long for each other, while one saves, or all are stopped. One that has died is
+# noticed otherwise (recipes/others.py).
 PATIENCE = timedelta(days=30)
 
 
@@ -324,5 +324,5 @@ def _pass_around(
 
 def _own_group(groups: Sequence[Sequence[int]], backend: str) -> Any:
     """That of these groups which has this rank. Every rank makes all of them, in this order."""
-    made = [distributed.new_group([*ranks], backend=backend) for ranks in groups]
+    made = [distributed.new_group([*r], backend=backend, timeout=PATIENCE) for r in groups]
     return next(one for one in made if one is not distributed.GroupMember.NON_GROUP_MEMBER)

@@ -9,12 +9,14 @@ from __future__ import annotations
 import json
 import math
 import os
+import random
 import signal
 import socket
 import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import FrameType
@@ -33,6 +35,8 @@ FEWER = "MEGATRAIN_FEWER"  # a file, in which the first of too many ranks says h
 QUIET = {"TORCH_CPP_LOG_LEVEL": "FATAL"}
 COMMAND = (sys.executable, "-m", "megatrain")
 LOOKS_EVERY_S = 0.1
+HANDED_OUT = "/proc/sys/net/ipv4/ip_local_port_range"  # the first port, and the last
+FIRST, TRIED = 10_000, 20  # below it are many that have a use
 ENDS_WITHIN_S = 20.0  # of each other, once one has failed
 
 
@@ -67,10 +71,15 @@ def ranks_for(config: Config) -> int:
 
 
 def free_port() -> int:
-    """A port of this host at which ranks may meet."""
-    with socket.socket() as found:
-        found.bind((HERE, 0))
-        return int(found.getsockname()[1])
+    """A port of this host at which ranks may meet: if there is one, none that the system hands out
+    to whoever connects to something, which could be in the seconds before they meet."""
+    handed_out = Path(HANDED_OUT).read_text().split() if os.path.exists(HANDED_OUT) else [FIRST]
+    others = range(FIRST, int(handed_out[0]))
+    for port in (*random.SystemRandom().sample(others, min(TRIED, len(others))), 0):
+        with socket.socket() as found, suppress(OSError):
+            found.bind((HERE, port))
+            return int(found.getsockname()[1])
+    raise ConfigError(f"no port of {HERE} is free, at which ranks could meet")
 
 
 def environment_of(rank: int, size: int, port: int) -> dict[str, str]:

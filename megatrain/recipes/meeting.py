@@ -87,15 +87,20 @@ def open_store(host: str, port: int, rank: int, size: int, wait: Wait) -> TCPSto
     return opened.result()
 
 
-def fresh_part(store: Any, rank: int, size: int, wait: Wait) -> PrefixStore:
+def fresh_part(
+    store: Any, rank: int, size: int, wait: Wait, said: tuple[str, str] = ("", "")
+) -> PrefixStore:
     """A part of the store in which nobody but the ranks of this start has written, once all are
     there.
 
+    said: name and text of what this rank leaves there. Every rank finds what each has said.
+
     Raises RuntimeError if not all come in time.
     """
-    name = _invite(store, size, wait) if rank == 0 else _answer(store, rank, wait)
+    name = _invite(store, size, wait) if rank == 0 else _answer(store, rank, wait, said)
     part = PrefixStore(name, store)
     if rank == 0:
+        part.set(*said)
         part.set("all", "here")
     while not part.check(["all"]):
         wait.goes_on("other ranks", aloud=False)  # the first one says which
@@ -115,13 +120,14 @@ def _invite(store: Any, size: int, wait: Wait) -> str:
     return name
 
 
-def _answer(store: Any, rank: int, wait: Wait) -> str:
+def _answer(store: Any, rank: int, wait: Wait, said: tuple[str, str]) -> str:
     token = uuid4().hex
     store.set(f"hello/{rank}", token)
     while True:
         wait.goes_on(FIRST)
         given, _, name = (_read(store, f"welcome/{rank}") or "").partition(" ")
         if given == token:
+            PrefixStore(name, store).set(*said)
             store.set(f"here/{rank}", name)
             return name
         time.sleep(LOOKS_EVERY_S)

@@ -21,7 +21,6 @@ from functools import partial
 from typing import Any, TypeVar
 
 import psutil
-from torch.distributed.distributed_c10d import PrefixStore
 
 from megatrain.errors import UNEXPECTED, MegaTrainError, exit_code_of, printable
 from megatrain.recipes.launch import LAUNCHER
@@ -32,7 +31,6 @@ from megatrain.world import World
 
 BEATS_EVERY_S = 1.0
 SILENT_S = 12.0  # without a sign of life a rank is dead
-NO_BEAT = "0 ? 0"  # of one that died before its first: when, where, which process
 LEAVES_WITHIN_S = 3.0  # of each other, if all were asked to stop before the first step
 STORE_TIMEOUT = timedelta(seconds=10)
 T = TypeVar("T")
@@ -76,6 +74,7 @@ class Others:
         self.world, self._store, self.host = world, store, host
         self.ended = threading.Event()
         self._seen: dict[int, tuple[str, float]] = {}
+        self._awake_s, self._looked = 0.0, time.monotonic()
         self._launcher = int(os.environ.get(LAUNCHER, "0"))
         self._unreachable = False
         self._first: tuple[str, psutil.Process | None] = ("the first host", None)
@@ -83,13 +82,13 @@ class Others:
     @classmethod
     @contextmanager
     def watched(cls, world: World, host: str) -> Iterator[Others]:
-        """With a thread that looks. All ranks call it, as soon as they have met.
+        """With a thread that looks. All ranks call it, as soon as they have met: each has left a
+        `sign_of_life` in the world's store.
 
-        Raises RuntimeError if the first one is gone already.
+        Raises RuntimeError if the store is gone already.
         """
-        others = cls(world, PrefixStore("words", world.store.clone()), host)
+        others = cls(world, world.store.clone(), host)
         others._store.set_timeout(STORE_TIMEOUT)
-        others._beat()
         others._first = others._whoever_is_first()
         thread = threading.Thread(target=others._look, name="megatrain-others", daemon=True)
         thread.start()
@@ -167,10 +166,6 @@ class Others:
             return LastWords(*json.loads(self._store.get("failed")))
         return self._silent()
 
-    def _beat(self) -> None:
-        now = time.monotonic()
-        self._store.set(f"beat/{self.world.rank}", f"{now} {self.host} {os.getpid()}")
-
     def _whoever_is_first(self) -> tuple[str, psutil.Process | None]:
         """Its host; its process, if that is here and holds the store."""
         _, host, process = self._store.get("beat/0").decode().split()
@@ -181,13 +176,12 @@ class Others:
 
     def _silent(self) -> LastWords | None:
         """A rank whose process is gone, or of which nothing was heard for too long."""
-        now, world = time.monotonic(), self.world
-        self._beat()
+        now, world = self._awake(), self.world
+        self._store.set(*sign_of_life(world.rank, self.host))
         for rank in range(world.size):
             if rank == world.rank:
                 continue
-            beat = f"beat/{rank}"
-            said = self._store.get(beat).decode() if self._store.check([beat]) else NO_BEAT
+            said = self._store.get(f"beat/{rank}").decode()
             before, since = self._seen.get(rank, ("", now))
             if said != before:
                 since = now
@@ -208,6 +202,14 @@ class Others:
                 silence = f"has said nothing for {SILENT_S:.0f} s"
                 return LastWords(rank, host, silence, world.rank)
         return None
+
+    def _awake(self) -> float:
+        """Seconds in which this rank was not stopped: where all were, as by a scheduler, none is
+        silent because this one goes on first."""
+        now = time.monotonic()
+        self._awake_s += min(now - self._looked, 2 * BEATS_EVERY_S)
+        self._looked = now
+        return self._awake_s
 
     def _look(self) -> None:
         """The thread."""
@@ -236,6 +238,11 @@ class Others:
         """The store goes with the first rank: the others read the reason in it before."""
         if self.world.is_first:
             time.sleep(2 * BEATS_EVERY_S)
+
+
+def sign_of_life(rank: int, host: str) -> tuple[str, str]:
+    """The name under which a store has it, and the sign: when, where, and which process."""
+    return f"beat/{rank}", f"{time.monotonic()} {host} {os.getpid()}"
 
 
 def log_last(found: LastWords) -> None:

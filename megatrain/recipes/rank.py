@@ -26,7 +26,7 @@ from megatrain.machine.launcher import MEETING, NAMES, Place, first_host, place_
 from megatrain.planner.reasons import counted, too_many_ranks
 from megatrain.recipes.launch import FEWER
 from megatrain.recipes.meeting import Wait, fresh_part, open_store
-from megatrain.recipes.others import Others, end_of
+from megatrain.recipes.others import Others, end_of, sign_of_life
 from megatrain.recipes.signals import Stopped, early_request
 from megatrain.world import ALONE, World
 
@@ -84,14 +84,15 @@ def as_rank(device: str, work: Callable[[World], T]) -> T:
 
 def _meet(place: Place, stack: ExitStack) -> Others:
     """Meet the other ranks; they are looked after until `stack` is closed."""
-    rank, size = place.rank, place.size
+    rank, size, here = place.rank, place.size, socket.gethostname()
     host, port = (os.environ[name] for name in MEETING)
     wait = Wait(ALL_COME_WITHIN, f"{host}:{port}")
     try:
-        store = fresh_part(open_store(host, int(port), rank, size, wait), rank, size, wait)
+        opened = open_store(host, int(port), rank, size, wait)
+        store = fresh_part(opened, rank, size, wait, sign_of_life(rank, here))
         stack.callback(_disconnect)  # when nobody is looked after any more
         world = World(rank, size, place.local_rank, place.local_size, store=store)
-        return stack.enter_context(Others.watched(world, socket.gethostname()))
+        return stack.enter_context(Others.watched(world, here))
     except (RuntimeError, Stopped) as error:
         raise _as_asked(error) or MegaTrainError(_not_all(size, error)) from error
 

@@ -23,12 +23,13 @@ from tests.recipes.test_rank_runs import (
     SOON_S,
     assert_steps_agree,
     looked_after_often,
+    silent_soon,
     slowly,
     train,
     trained_to,
 )
 
-__all__ = ["looked_after_often"]  # a fixture
+__all__ = ["looked_after_often", "silent_soon"]  # fixtures
 
 
 @pytest.fixture
@@ -55,7 +56,7 @@ def test_two_hosts_train_as_one_rank(hosts, project, megatrain, monkeypatch):
     assert_steps_agree(Path("run"), Path("alone"), "loss", "grad_norm", "lr", "target_tokens")
 
 
-def test_when_the_network_is_cut_both_ends_stop_and_say_why(hosts, project):
+def test_when_the_network_is_cut_both_ends_stop_and_say_why(hosts, project, silent_soon):
     def first(rank: int) -> None:
         hosts.enter(rank)
         slowly(rank)

@@ -26,6 +26,7 @@ from megatrain.recipes.launch import (
     FEWER,
     be_quiet_as_rank,
     environment_of,
+    free_port,
     ranks_for,
     run_ranks,
 )
@@ -33,6 +34,8 @@ from megatrain.recipes.rank import as_rank, bind, own_device
 from megatrain.recipes.this_machine import find_machine
 from megatrain.world import World
 from tests.commands import wait_for
+from tests.ranks import Started
+from tests.recipes.test_rank_runs import train
 
 SLURM = {"SLURM_PROCID": "1", "SLURM_NTASKS": "2", "SLURM_LOCALID": "1"}
 
@@ -319,6 +322,22 @@ def test_what_one_process_does_is_refused_to_several(
     assert "this is one of 2 processes of a launcher" in megatrain(line, code=2).err
 
 
+def test_tasks_of_slurm_are_ranks(project, finished_project):
+    port = str(free_port())
+
+    def first(rank: int) -> None:
+        for name in environment_of(rank, 2, 1):
+            del os.environ[name]
+        given = {"PROCID": rank, "LOCALID": rank, "NTASKS": 2, "JOB_ID": 7, "STEP_ID": 0}
+        os.environ |= {f"SLURM_{name}": str(value) for name, value in given.items()}
+        os.environ["MASTER_PORT"] = port
+
+    started = Started(2, train("train.max_steps=1"), first=first)
+    assert started.wait() == [0, 0], started.said()
+    first_said, other_said = started.said()
+    assert "trained" in first_said and other_said == ""
+
+
 def test_the_plan_of_another_machine_has_the_config_s_gpus(project, megatrain):
     keys = "gpus=2 train.tokens_per_step=1024 precision=bfloat16 compile=false"
     there = f"--gpu H100 --ram 256GiB {keys} --json"
@@ -342,6 +361,21 @@ def test_what_takes_several_gpus_or_hosts_is_said_of_one(project, megatrain):
     assert "memory.transport: read has no effect where one GPU of a host trains" in said
     assert "memory.replicated: 3 has no effect where one GPU trains" in said
     assert "no effect" not in megatrain("plan cfg.yaml memory.replicated=0").err
+
+
+@pytest.mark.parametrize(
+    ("handed_out", "first", "behind"),
+    [("20000\t60999\n", 10_000, 20_000), ("1024\t65535\n", 1024, 1 << 16), (None, 1024, 1 << 16)],
+)
+def test_ranks_meet_where_nobody_who_connects_is_put(
+    monkeypatch, tmp_path, handed_out, first, behind
+):
+    monkeypatch.setattr(launch, "HANDED_OUT", str(tmp_path / "range"))
+    if handed_out is not None:
+        (tmp_path / "range").write_text(handed_out)
+    found = [free_port() for _ in range(9)]
+    assert all(first <= port < behind for port in found)
+    assert len(set(found)) > 1
 
 
 def test_ranks_are_begun_by_the_run_alone(monkeypatch):

@@ -19,7 +19,7 @@ from megatrain.config import load_config
 from megatrain.data import encoding, shards, streaming
 from megatrain.heartbeat import may_end_here
 from megatrain.recipes import loop, others
-from megatrain.recipes.launch import FEWER, environment_of, free_port
+from megatrain.recipes.launch import FEWER
 from megatrain.reporting.words import human_bytes
 from megatrain.storage.restore import read_about
 from tests.commands import (
@@ -46,6 +46,10 @@ SOON_S = 20.0
 @pytest.fixture(autouse=True)
 def looked_after_often(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(others, "BEATS_EVERY_S", 0.1)
+
+
+@pytest.fixture
+def silent_soon(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(others, "SILENT_S", 2.0)
 
 
@@ -178,7 +182,9 @@ def test_when_one_is_killed_all_end_and_the_run_goes_on(project, monkeypatch, wh
 @pytest.mark.parametrize(
     ("rank", "words"), [(1, "has said nothing for 2 s"), (0, "does not answer")]
 )
-def test_one_that_is_stopped_by_a_signal_is_not_waited_for(project, monkeypatch, rank, words):
+def test_one_that_is_stopped_by_a_signal_is_not_waited_for(
+    project, monkeypatch, silent_soon, rank, words
+):
     monkeypatch.setattr(others, "STORE_TIMEOUT", timedelta(seconds=2))
     started = Started(2, train(), first=slowly)
     wait_for(lambda: trained_to(2))
@@ -186,6 +192,19 @@ def test_one_that_is_stopped_by_a_signal_is_not_waited_for(project, monkeypatch,
     codes = started.wait(SOON_S)
     assert codes[rank] == -signal.SIGKILL and codes[1 - rank] == 1
     assert f"error: rank {rank} on {socket.gethostname()} {words}" in started.said()[1 - rank]
+
+
+def test_when_all_are_stopped_for_long_they_go_on(project, silent_soon, whole):
+    """As by a scheduler that suspends a job. The last one to stop is the first to go on."""
+    started = Started(2, train(), first=slowly)
+    wait_for(lambda: trained_to(2))
+    for number, order, seconds in ((signal.SIGSTOP, (1, 0), 3.0), (signal.SIGCONT, (0, 1), 0.0)):
+        for rank in order:
+            os.kill(started.ranks[rank].pid, number)
+            time.sleep(0.3)
+        time.sleep(seconds)
+    assert started.wait() == [0, 0], started.said()
+    same_run(Path("run"), whole)
 
 
 def test_an_error_of_one_ends_all_with_its_sentence_and_code(project):
@@ -234,22 +253,6 @@ def test_one_that_is_stopped_before_the_first_step_ends_all(
     os.kill(started.ranks[asked].pid, signal.SIGTERM)
     assert started.wait(8.0) == [75, 75], started.said()
     assert ("rank 0 on " in started.said()[1]) == (asked == 0)
-
-
-def test_tasks_of_slurm_are_ranks(project):
-    port = str(free_port())
-
-    def first(rank: int) -> None:
-        for name in environment_of(rank, 2, 1):
-            del os.environ[name]
-        given = {"PROCID": rank, "LOCALID": rank, "NTASKS": 2, "JOB_ID": 7, "STEP_ID": 0}
-        os.environ |= {f"SLURM_{name}": str(value) for name, value in given.items()}
-        os.environ["MASTER_PORT"] = port
-
-    started = Started(2, train("train.max_steps=1"), first=first)
-    assert started.wait() == [0, 0], started.said()
-    first_said, other_said = started.said()
-    assert "trained" in first_said and other_said == ""
 
 
 SEVENS = "train.rows_per_step=7", "checkpoint.every=100", "train.eval_every=100"
@@ -377,7 +380,7 @@ def test_where_a_launcher_may_take_fewer_too_many_begin_again(project, keys, why
         os.environ[FEWER] = str(project / "fewer")
 
     started = Started(3, line, first=first)
-    assert started.wait(SOON_S) == [4, 4, 4]
+    assert started.wait(SOON_S) == [4, 4, 4], started.said()
     assert "error" not in "".join(started.said())
     assert json.loads((project / "fewer").read_text()) == [why, most]
     assert Started(most, line).wait() == [0] * most
