@@ -36,7 +36,7 @@ QUIET = {"TORCH_CPP_LOG_LEVEL": "FATAL"}
 COMMAND = (sys.executable, "-m", "megatrain")
 LOOKS_EVERY_S = 0.1
 HANDED_OUT = "/proc/sys/net/ipv4/ip_local_port_range"  # the first port, and the last
-FIRST, TRIED = 10_000, 20  # below it are many that have a use
+FIRST_PORT, TRIED = 10_000, 20  # below it are many that have a use
 ENDS_WITHIN_S = 20.0  # of each other, once one has failed
 
 
@@ -73,8 +73,10 @@ def ranks_for(config: Config) -> int:
 def free_port() -> int:
     """A port of this host at which ranks may meet: if there is one, none that the system hands out
     to whoever connects to something, which could be in the seconds before they meet."""
-    handed_out = Path(HANDED_OUT).read_text().split() if os.path.exists(HANDED_OUT) else [FIRST]
-    others = range(FIRST, int(handed_out[0]))
+    handed_out = (
+        Path(HANDED_OUT).read_text().split() if os.path.exists(HANDED_OUT) else [FIRST_PORT]
+    )
+    others = range(FIRST_PORT, int(handed_out[0]))
     for port in (*random.SystemRandom().sample(others, min(TRIED, len(others))), 0):
         with socket.socket() as found, suppress(OSError):
             found.bind((HERE, port))

@@ -87,9 +87,7 @@ def open_store(host: str, port: int, rank: int, size: int, wait: Wait) -> TCPSto
     return opened.result()
 
 
-def fresh_part(
-    store: Any, rank: int, size: int, wait: Wait, said: tuple[str, str] = ("", "")
-) -> PrefixStore:
+def fresh_part(store: Any, rank: int, size: int, wait: Wait, said: tuple[str, str]) -> PrefixStore:
     """A part of the store in which nobody but the ranks of this start has written, once all are
     there.
 

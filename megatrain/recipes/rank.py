@@ -94,7 +94,7 @@ def _meet(place: Place, stack: ExitStack) -> Others:
         world = World(rank, size, place.local_rank, place.local_size, store=store)
         return stack.enter_context(Others.watched(world, here))
     except (RuntimeError, Stopped) as error:
-        raise _as_asked(error) or MegaTrainError(_not_all(size, error)) from error
+        raise _as_asked() or MegaTrainError(_not_all(size, error)) from error
 
 
 def _connected(own: torch.device, place: Place, world: World) -> World:
@@ -108,7 +108,7 @@ def _connected(own: torch.device, place: Place, world: World) -> World:
         )
         return World.joined(own, world.store, (place.local_rank, place.local_size))
     except RuntimeError as error:
-        raise _as_asked(error) or RuntimeError(_not_all(world.size, error)) from error
+        raise _as_asked() or RuntimeError(_not_all(world.size, error)) from error
 
 
 def _disconnect() -> None:
@@ -116,7 +116,7 @@ def _disconnect() -> None:
         distributed.destroy_process_group()
 
 
-def _as_asked(error: BaseException) -> SystemExit | None:
+def _as_asked() -> SystemExit | None:
     """What ends a rank that was asked to stop, as were others, perhaps, that are gone already."""
     asked = early_request()
     return SystemExit(asked.exit_code) if asked is not None and asked.came() else None

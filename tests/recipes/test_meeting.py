@@ -23,7 +23,8 @@ SOON_S = 20.0
 
 
 def met(store: Any, rank: int, size: int, seconds: float = SOON_S) -> Any:
-    return fresh_part(store, rank, size, Wait(timedelta(seconds=seconds), "here:1"))
+    wait = Wait(timedelta(seconds=seconds), "here:1")
+    return fresh_part(store, rank, size, wait, (f"of {rank}", f"said by {rank}"))
 
 
 def test_each_start_has_a_part_of_the_store_for_itself():
@@ -34,6 +35,8 @@ def test_each_start_has_a_part_of_the_store_for_itself():
             found = [ranks.submit(met, store, rank, size) for rank in (0, 2, 1)]
             first, *others = (one.result() for one in found)
             assert not first.check(["failed"])
+            said = [one.get(f"of {rank}") for one in (first, *others) for rank in range(size)]
+            assert said == size * [f"said by {rank}".encode() for rank in range(size)]
             first.set("failed", f"of start {start}")
             assert [part.get("failed").decode() for part in others] == 2 * [f"of start {start}"]
 
