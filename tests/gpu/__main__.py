@@ -18,7 +18,7 @@ from megatrain.machine.hardware import visible_gpus
 
 HERE = Path(__file__).parent
 ALONE = "limits", "measure", "ranks", "rank_runs"
-MOST_PROCESSES = 12  # on one GPU: each takes some 600 MiB of it
+MOST_PROCESSES = 12  # on one GPU, whose memory they share
 
 
 def main() -> None:
