@@ -25,6 +25,7 @@ class Benched:
 
 H200, FOUR_H200 = "2026-11-25-h200", "2026-11-26-h200"
 H100, HOT_H100 = "2026-11-25-h100", "2026-11-26-h100"  # heated before rates are measured
+TWO_H200, TWO_H100 = "2026-11-27-h200", "2026-11-27-h100"
 MIXTURES = (
     Benched(
         "GPT-OSS-120B, whole (116.8B), Lion, int8 moments",
@@ -52,7 +53,8 @@ GPUS = (
     Benched("7.6B, 65,536 tokens, one H200", f"{FOUR_H200}/7.6b-65k-each.{ONE}"),
     Benched("7.6B, 65,536 tokens on each of two H200", f"{FOUR_H200}/7.6b-65k-each.{TWO}"),
     Benched("7.6B, 65,536 tokens on each of four H200", f"{FOUR_H200}/7.6b-65k-each.{FOUR}"),
-    Benched("7.6B, 65,536 tokens on two H200 in all", f"{FOUR_H200}/7.6b-65k-in-all.{TWO}"),
+    Benched("7.6B, 65,536 tokens, one of two H200", f"{TWO_H200}/7.6b-65k-in-all.{ONE}"),
+    Benched("7.6B, 65,536 tokens on two H200 in all", f"{TWO_H200}/7.6b-65k-in-all.{TWO}"),
     Benched("7.6B, 65,536 tokens on four H200 in all", f"{FOUR_H200}/7.6b-65k-in-all.{FOUR}"),
     Benched("32.8B, int8 moments, 65,536 tokens, one H200", f"{FOUR_H200}/32.8b-65k-each.{ONE}"),
     Benched("32.8B, the same on each of two H200", f"{FOUR_H200}/32.8b-65k-each.{TWO}"),
@@ -78,13 +80,15 @@ GPUS = (
     Benched("7.6B, 65,536 tokens on two H100 in all", f"{HOT_H100}/7.6b-65k-in-all.{TWO}"),
     Benched("7.6B, 16,384 tokens, one of two H100", f"{HOT_H100}/7.6b-16k-in-all.{ONE}"),
     Benched("7.6B, 16,384 tokens on two H100 in all", f"{HOT_H100}/7.6b-16k-in-all.{TWO}"),
-    Benched("7.6B, 32,768 tokens, one H100", f"{H100}/7.6b-32k-each-no-peer-access.{ONE}"),
+    Benched(
+        "7.6B, 32,768 tokens, one of two H100", f"{TWO_H100}/7.6b-32k-each-no-peer-access.{ONE}"
+    ),
     Benched(
         "7.6B, 32,768 tokens on each of two H100, no peer access",
-        f"{HOT_H100}/7.6b-32k-each-no-peer-access.{TWO}",
+        f"{TWO_H100}/7.6b-32k-each-no-peer-access.{TWO}",
     ),
-    Benched("14.8B, 65,536 tokens, one H100", f"{H100}/14.8b-65k-each.{ONE}"),
-    Benched("14.8B, 65,536 tokens on each of two H100", f"{HOT_H100}/14.8b-65k-each.{TWO}"),
+    Benched("14.8B, 65,536 tokens, one of two H100", f"{TWO_H100}/14.8b-65k-each.{ONE}"),
+    Benched("14.8B, 65,536 tokens on each of two H100", f"{TWO_H100}/14.8b-65k-each.{TWO}"),
     Benched("3.4B, 65,536 tokens on each of two H100", f"{H100}/3.4b-65k-each.{TWO}"),
     Benched(
         "the same, DeepSpeed ZeRO-3 offload", f"{H100}/3.4b-65k-each.zero3.2-gpus.32-rows.json"

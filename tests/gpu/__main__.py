@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import subprocess
 import sys
 import time
@@ -19,6 +20,7 @@ from megatrain.machine.hardware import visible_gpus
 HERE = Path(__file__).parent
 ALONE = "limits", "measure", "ranks", "rank_runs"
 MOST_PROCESSES = 12  # on one GPU, whose memory they share
+SUMMARY = re.compile(r"\d+ \w+.* in \d+\.\d+s")  # pytest's; libraries may speak after it
 
 
 def main() -> None:
@@ -51,14 +53,15 @@ def main() -> None:
 
 
 def run(name: str, tests: list[str], gpus: list[str], options: list[str]) -> tuple[str, int, str]:
-    """The part's name, exit code, and what pytest says last."""
+    """The part's name, exit code, and how many tests passed, by pytest's words."""
     command = [sys.executable, "-m", "pytest", "-q", "-m", "cuda", *tests, *options]
     env = os.environ | {"CUDA_DEVICE_ORDER": "PCI_BUS_ID", "CUDA_VISIBLE_DEVICES": ",".join(gpus)}
-    began, said = time.monotonic(), ""
+    began, said = time.monotonic(), "no test ran"
     out, err = subprocess.PIPE, subprocess.STDOUT
     with subprocess.Popen(command, env=env, text=True, stdout=out, stderr=err) as process:
         for line in process.stdout or ():
-            say(name, said := line.strip())
+            say(name, line.strip())
+            said = line.strip() if SUMMARY.search(line) else said
     return name, process.returncode, f"{said} ({time.monotonic() - began:.0f} s in all)"
 
 
