@@ -218,22 +218,33 @@ class World:
 
     def in_turn(self, work: Callable[[], T]) -> T:
         """What `work` returns, which one rank of each host does before its others: they find what
-        it left on the disk. All call it at the same place.
+        it left on the disk, once all hosts have it. All call it at the same place.
 
         Waiting counts as a sign of life, and may end where work may.
         """
         if self.is_alone:
             return work()
-        name = f"turn/{next(self._turns)}/{self.rank - self.local_rank}"
-        if self.local_rank == 0:
-            found = work()
-            self.store.set(name, "done")
-            return found
-        while not self.store.check([name]):
+        turn, first = f"turn/{next(self._turns)}", self.local_rank == 0
+        found = work() if first else None
+        if first:
+            self.store.set(f"{turn}/{self.rank}", "done")
+        names = [f"{turn}/{rank}" for rank in range(0, self.size, self.local_size)]
+        while not self.store.check(names):
             beat()
             may_end_here()
             time.sleep(LOOKS_EVERY_S)
-        return work()
+        return found if first else work()  # type: ignore[return-value]
+
+    def all_say(self, what: str, within_s: float) -> bool:
+        """Whether all ranks call this, with the same words, which no rank says twice, in time."""
+        if self.is_alone:
+            return True
+        self.store.set(f"{what}/{self.rank}", "said")
+        names, until = [f"{what}/{rank}" for rank in range(self.size)], time.monotonic() + within_s
+        while not (said := self.store.check(names)) and time.monotonic() < until:
+            beat()
+            time.sleep(LOOKS_EVERY_S)
+        return bool(said)
 
     def one_by_one(self, work: Callable[[], object]) -> None:
         """Let the ranks of a host work one after another. All call it at the same place; what one

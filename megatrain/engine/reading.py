@@ -97,8 +97,8 @@ class Reading(ABC):
     ) -> list[tuple[Targets, Tensor, Tensor]]:
         self._check_usable()
         objective_of(micro_batches, next_token, self.anatomy)
-        if not micro_batches:
-            return []
+        if not micro_batches and self.parts.store.world.is_alone:
+            return []  # others, which have some, gather weights with this rank
         with self._computing("an evaluation's activations"), torch.no_grad():
             found = self.parts.passes.logprobs(micro_batches, greedy, targets)
             self.parts.compute.synchronize()
@@ -182,5 +182,6 @@ class Reading(ABC):
         tokens: list[int] = []
         while len(tokens) < max_new_tokens and not (tokens and tokens[-1] in eos_token_ids):
             context = torch.cat([input_ids, torch.tensor([tokens], dtype=torch.long)], dim=1)
-            tokens.append(choose(self.logits(context, slice(-1, None))[0, 0]))
+            chosen = choose(self.logits(context, slice(-1, None))[0, 0])
+            tokens.append(self.parts.store.world.told(chosen))  # all end together
         return tokens

@@ -14,6 +14,10 @@ from megatrain.heartbeat import beat, ending, total
 from megatrain.recipes.signals import Stopped, StopRequest
 from megatrain.world import LOOKS_EVERY_S, World
 
+ROWS_DIFFER = (
+    "the source, or the token cache (MEGATRAIN_CACHE), is not the same on their hosts; make it the "
+    "same"
+)
 Await = Callable[[Future[StepBatch]], StepBatch]
 
 logger = logging.getLogger("megatrain")
@@ -72,6 +76,5 @@ def _check_equal(names: list[tuple[object, int] | None]) -> None:
     for rank, name in enumerate(names):
         if name != names[0]:
             raise DataError(
-                f"ranks 0 and {rank} have different rows for the next step: the source, or the "
-                "token cache (MEGATRAIN_CACHE), is not the same on their hosts; make it the same"
+                f"ranks 0 and {rank} have different rows for the next step: {ROWS_DIFFER}"
             )

@@ -43,7 +43,7 @@ from megatrain.storage.saves import find_checkpoint
 from megatrain.world import World
 
 logger = logging.getLogger("megatrain")
-SUMS = "sums_on_device"
+SUMS, RANKS = "sums_on_device", "ranks"
 LAUNCH, UNNAMED = "TORCHELASTIC_RUN_ID", "none"  # torchrun's
 DESCRIPTION = (CONFIG_FILE, RESOLVED_FILE, PLAN_FILE, ENVIRONMENT_FILE)
 PACKAGES = (
@@ -74,10 +74,10 @@ def decided(parts: Parts, plan: Plan) -> dict[str, Any]:
 
 
 def decided_for_ranks(plan: Plan) -> dict[str, Any]:
-    """Choices by field that order the sums of as many ranks, and of no other number."""
+    """Choices by field that order the sums of as many ranks, and of no other number; and that."""
     if plan.job.size == 1 or plan.choices.groups == 1:
         return {}
-    return {SUMS: plan.choices.sums_on_device}
+    return {SUMS: plan.choices.sums_on_device, RANKS: plan.job.size}
 
 
 def describe_run(parts: Parts, plan: Plan) -> None:
@@ -93,14 +93,6 @@ def describe_run(parts: Parts, plan: Plan) -> None:
     write_text(folder / ENVIRONMENT_FILE, json.dumps(environment, indent=1) + "\n")
     parameters = human_parameters(plan.parameters, plan.active_parameters)
     logger.info(f"{parameters}; {choices_in_words(plan)}")
-
-
-def has_as_many_ranks(run_dir: Path, world: World) -> bool:
-    """Whether the run has had as many ranks, as far as is known."""
-    try:
-        return int(environment(run_dir).get("ranks", 1)) == world.size
-    except (OSError, ValueError, TypeError):
-        return True
 
 
 def other_circumstances(run_dir: Path, world: World) -> list[str]:

@@ -23,6 +23,8 @@ from megatrain.reporting.samples import write_samples
 if TYPE_CHECKING:
     from megatrain.recipes.loop import Run
 
+TOGETHER_S = 30.0  # in which all ranks fail of a task, if they do
+
 logger = logging.getLogger("megatrain")
 
 
@@ -100,18 +102,23 @@ def examine(run: Run, stop: StopRequest) -> Figures | None:
 
 def figures_of(run: Run, tasks: Tasks, stop: StopRequest) -> Figures | None:
     """What tasks find in the middle of a run, by their names in metrics.jsonl; None if asked to
-    stop. A task that fails gives no figures, and is logged; before the first step it raises."""
-    model = run.model
+    stop.
+
+    A task that fails gives no figures, and is logged. Before the first step it raises; and so it
+    does where not all ranks fail of it, as others may wait for this one in a sweep.
+    """
+    model, world = run.model, run.engine.world
     generation = with_stops(model.config, model.tokenizer, model.generation)[0]
     sizes = Sizes(run.loader.micro_batch_tokens, run.sweep_tokens)
     how: dict[str, Any] = {"generation": generation, "stop": stop.came, "quiet": True}
     try:
         results = run_tasks(tasks, run.engine, model, sizes, errors=False, **how)
     except MegaTrainError as error:
-        if run.step == 0:
+        if run.step == 0 or not world.all_say(f"step {run.step}: a task failed", TOGETHER_S):
             raise
         logger.error(f"step {run.step}: {error}; training goes on without these figures")
         return {}
+    results, *_ = world.every(results)  # the first rank's: only there lm-eval has them
     if results is None:
         return None
     logger.info(f"step {run.step}: {results.in_words()}")

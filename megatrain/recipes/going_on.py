@@ -37,7 +37,8 @@ class GoingOn:
     before: Config
     config: Config
     warnings: tuple[str, ...]  # of checkpoints passed over, and of what has changed
-    sums: int | None = None  # that stay on the device, as was planned for several ranks
+    sums: int | None = None  # that stay on the device, as was planned for so many ranks
+    ranks: int | None = None
 
     def is_the_end(self, run_dir: Path) -> bool:
         """Whether the run was finished, and nothing else is asked of it now."""
@@ -90,5 +91,5 @@ def where_to_go_on(
     same = before.data.eval == config.data.eval
     held_out = about["state"].get("held_out") if same else None
     rows = Expected(about["state"]["position"]["data"], held_out)
-    sums, warnings = about["state"].get("sums_on_device"), (*found.warnings, *changes)
-    return GoingOn(found, digests, rows, before, config, warnings, sums)
+    sums, ranks = (about["state"].get(name) for name in ("sums_on_device", "ranks"))
+    return GoingOn(found, digests, rows, before, config, (*found.warnings, *changes), sums, ranks)

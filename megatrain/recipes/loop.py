@@ -339,21 +339,24 @@ def save(run: Run, found: Figures | None) -> None:
 def save_unless_saved(run: Run) -> None:
     """Save where a run ends between two saves."""
     saved = (run.config.output / checkpoint_name(run.step)).is_dir()
-    if run.step > run.first_step and not saved:
+    if run.step > run.first_step and not run.engine.world.told(saved):
         save(run, None)
 
 
 def write_folder_anew(run: Run) -> None:
     """After somebody has removed or replaced the run folder. Raises StorageError."""
     folder = run.config.output
-    if run.lock is not None:
+
+    def has_best() -> bool:
+        assert run.lock is not None
         said = "was removed or replaced while the run goes on; it is written anew"
         logger.warning(f"{folder}: {said}")
         run.lock.retake()
         run.describe()
         run.writer.reopen()
-    run.engine.world.every(None)
-    if not (folder / checkpoint_name(run.best.get("step", -1))).is_dir():
+        return (folder / checkpoint_name(run.best.get("step", -1))).is_dir()
+
+    if not run.engine.world.first(has_best):
         run.best = {}
     run.unproven, run.abandoned = None, ()
 

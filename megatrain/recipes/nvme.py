@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from megatrain.config import Config
@@ -55,6 +55,11 @@ def with_drives(
         return rates
 
     return profiles.with_drives(profile, config.memory.nvme or (), hardware, measure)
+
+
+def least(rooms: Iterable[int | None]) -> int | None:
+    """Of several ranks' `nvme_room`."""
+    return min((room for room in rooms if room is not None), default=None)
 
 
 def nvme_room(config: Config, hardware: Hardware, checkpoints: Mapping[str, int]) -> int | None:

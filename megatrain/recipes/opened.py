@@ -27,7 +27,7 @@ from megatrain.storage.manifest import UNVERIFIED, verifies
 from megatrain.storage.run_folder import RunLock, checkpoints, forget_unused, run_lock
 from megatrain.world import LOOKS_EVERY_S, World
 
-SEEN_WITHIN_S = 20.0  # by other hosts, whose view of a folder may be that old
+SEEN_WITHIN_S = 90.0  # by other hosts, whose view of a folder may be a minute old (nfs(5))
 
 logger = logging.getLogger("megatrain")
 

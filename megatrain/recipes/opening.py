@@ -75,8 +75,9 @@ class Ready:
 
     @property
     def sweep_tokens(self) -> int:
-        """Padded tokens that share one sweep of the weights where nothing is trained."""
-        return self.plan.job.tokens_per_step // self.plan.choices.groups
+        """Padded tokens that a rank computes in one sweep of the weights where nothing is trained:
+        as many as in one of a step's."""
+        return self.plan.job.rank_tokens // self.plan.choices.groups
 
 
 def load(
@@ -101,7 +102,8 @@ def load(
     engine.world.first(partial(reopen, config.output, source))
     if "loss" in state["best"]:  # of a release that knew no other figure
         state["best"]["eval_loss"] = state["best"].pop("loss")
-    if not (config.output / checkpoint_name(state["best"].get("step", -1))).is_dir():
+    best = config.output / checkpoint_name(state["best"].get("step", -1))
+    if not engine.world.told(best.is_dir()):
         state["best"] = {}  # another may be the best of what is there
     return config.output / checkpoint_name(state["step"]), state  # `final/` is one by now
 

@@ -25,7 +25,7 @@ import psutil
 from megatrain.errors import UNEXPECTED, MegaTrainError, exit_code_of, printable
 from megatrain.recipes.launch import LAUNCHER
 from megatrain.recipes.meeting import LOOKS_EVERY_S, launcher_keeps_store
-from megatrain.recipes.signals import STDERR, early_request
+from megatrain.recipes.signals import STDERR, all_stop, early_request
 from megatrain.reporting.progress import IN_FILE
 from megatrain.world import World
 
@@ -169,10 +169,16 @@ class Others:
     def _whoever_is_first(self) -> tuple[str, psutil.Process | None]:
         """Its host; its process, if that is here and holds the store."""
         _, host, process = self._store.get("beat/0").decode().split()
-        if host == self.host and not self.world.is_first and not launcher_keeps_store():
+        if self._is_here(0, host) and not self.world.is_first and not launcher_keeps_store():
             with suppress(psutil.Error):
                 return host, psutil.Process(int(process))
         return host, None
+
+    def _is_here(self, rank: int, host: str) -> bool:
+        """Whether that rank is on this host, where its process can be seen. Others may have the
+        same name."""
+        each = self.world.local_size
+        return host == self.host and rank // each == self.world.rank // each
 
     def _silent(self) -> LastWords | None:
         """A rank whose process is gone, or of which nothing was heard for too long."""
@@ -187,11 +193,12 @@ class Others:
                 since = now
             self._seen[rank] = said, since
             _, host, process = said.split()
-            here, silent = host == self.host, now - since > SILENT_S
+            here, silent = self._is_here(rank, host), now - since > SILENT_S
             if self._store.check([f"left/{rank}"]):
                 code = int(self._store.get(f"left/{rank}"))
                 # it was asked to stop, and this one was not, or waits for it where nobody can end
-                if code and (silent or _ends_with_others(now - since)):
+                over = silent or _ends_with_others(now - since)
+                if code and over and not all_stop():
                     return LastWords(rank, host, "was stopped", world.rank, code)
             elif here and not _lives(int(process)):
                 return LastWords(rank, host, f"(process {process}) has died", world.rank)

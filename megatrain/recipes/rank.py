@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 import os
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import astuple
 from datetime import timedelta
@@ -19,15 +19,17 @@ from torch.distributed.distributed_c10d import PrefixStore
 
 from megatrain.config import Config
 from megatrain.data.loader import Loader
-from megatrain.errors import ConfigError, MegaTrainError, TooManyRanks
+from megatrain.errors import ConfigError, DataError, MegaTrainError, TooManyRanks
 from megatrain.machine.affinity import share_of_cores
 from megatrain.machine.hardware import built_for_cuda, physical_cores, visible_gpus
 from megatrain.machine.launcher import MEETING, NAMES, Place, first_host, place_of
 from megatrain.planner.reasons import counted, too_many_ranks
+from megatrain.recipes.awaiting import ROWS_DIFFER
 from megatrain.recipes.launch import FEWER
 from megatrain.recipes.meeting import Wait, fresh_part, open_store
 from megatrain.recipes.others import Others, end_of, sign_of_life
 from megatrain.recipes.signals import Stopped, early_request
+from megatrain.settings import KEYS
 from megatrain.world import ALONE, World
 
 ALL_COME_WITHIN = timedelta(minutes=10)
@@ -196,6 +198,25 @@ def check_ranks(config: Config, world: World) -> None:
             f"{config.where('gpus')}: {config.gpus}, but {world.local_size} process(es) of this "
             "host take part; `megatrain train` and torchrun start several; or remove it"
         )
+
+
+def check_alike(world: World, how: Mapping[str, object], rows: Sequence[str]) -> None:
+    """Raise ConfigError or DataError if ranks would train in different ways, or on other rows: each
+    decides by itself, from what it finds on its host. All call it at the same place.
+
+    how: settings and the like, by field. rows: digests.
+    """
+    (_, first, ours), *others = world.every((socket.gethostname(), how, rows))
+    for rank, (host, theirs, digests) in enumerate(others, 1):
+        for name in how:
+            if theirs[name] != first[name]:
+                raise ConfigError(
+                    f"ranks 0 and {rank}, on {host}, would train with {KEYS.get(name, name)} "
+                    f"{first[name]} and {theirs[name]}; set it in the config, or take hosts that "
+                    "are alike"
+                )
+        if digests != ours:
+            raise DataError(f"ranks 0 and {rank}, on {host}, have different rows: {ROWS_DIFFER}")
 
 
 def check_rows_of_a_step(loader: Loader) -> None:

@@ -30,7 +30,6 @@ from megatrain.recipes import setup
 from megatrain.recipes.another_machine import another_machine
 from megatrain.recipes.describe import (
     SUMS,
-    has_as_many_ranks,
     other_circumstances,
     started_again,
     summarize,
@@ -43,7 +42,13 @@ from megatrain.recipes.model import Model, check_tensors, check_weights
 from megatrain.recipes.opened import Opened, in_run_folder
 from megatrain.recipes.opening import Ready, open_run
 from megatrain.recipes.place import check_links, check_place
-from megatrain.recipes.rank import as_rank, bind, check_ranks, check_rows_of_a_step
+from megatrain.recipes.rank import (
+    as_rank,
+    bind,
+    check_alike,
+    check_ranks,
+    check_rows_of_a_step,
+)
 from megatrain.recipes.row_pieces import micro_batch_of, sharing, step_tokens
 from megatrain.recipes.rows import open_rows, say_rows, say_steps
 from megatrain.recipes.sample import check_sample_prompt
@@ -126,8 +131,9 @@ def _train(config: Config, profile: Path | None, world: World) -> RunSummary:
     world = sharing(config, world)
 
     def work(opened: Opened) -> RunSummary:
-        if checkpoints(config.output) or (config.output / "final").exists():
-            if started_again(config.output):
+        begun = bool(checkpoints(config.output)) or (config.output / "final").exists()
+        if world.told(begun):
+            if world.told(started_again(config.output)):
                 return _go_on(config.output, asked_again(config.output, ()), None, opened)
             raise ConfigError(
                 f"{config.where('output')}: {config.output} holds a run already; continue it with "
@@ -179,7 +185,7 @@ def _go_on(run_dir: Path, asked: Config, checkpoint: str | None, opened: Opened)
     for warning in (*going.warnings, *other_circumstances(run_dir, opened.world)):
         logger.warning(warning)
     kept = {}
-    if going.sums is not None and has_as_many_ranks(run_dir, opened.world):
+    if going.sums is not None and going.ranks == opened.world.size:
         kept = {SUMS: going.sums} if is_open(asked, KEYS[SUMS]) else {}
     ready = get_ready(going.config, going.model(), going.rows, opened.world, kept)
     return _run(ready, opened, going.found)
@@ -238,9 +244,22 @@ def get_ready(
         logger.info(f"{len(held_out):,} rows are held out for evaluation")
     plan, loader = plan_and_loader(parts, rows, windows)
     plan.check()
+    check_alike(world, ways_of(parts, plan), digests_of(rows, held_out, windows))
     if world.is_first:
         say_steps(config, loader)
     return Ready(parts, plan, loader, held_out, examination)
+
+
+def ways_of(parts: Parts, plan: Plan) -> dict[str, object]:
+    """How a run trains, by field: what follows from its config and from the machine."""
+    settings = vars(plan.choices.settings(plan.job, parts.resolved.nvme_folders))
+    return {"precision": parts.machine.precision, "packed": parts.resolved.packed_to} | settings
+
+
+def digests_of(rows: Rows, held_out: Rows | None, windows: Windows | None) -> list[str]:
+    """Of rows that are there. Windows of a stream are compared as they come."""
+    whole = rows if windows is None else None
+    return [some.digest for some in (whole, held_out) if some is not None]
 
 
 def plan_and_loader(

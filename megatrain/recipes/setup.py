@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from datetime import date
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -42,7 +43,7 @@ from megatrain.planner.memory import disk_bytes
 from megatrain.planner.plan import Plan, make_plan
 from megatrain.recipes.day import day_of
 from megatrain.recipes.model import Model, read_model, suited
-from megatrain.recipes.nvme import nvme_room
+from megatrain.recipes.nvme import least, nvme_room
 from megatrain.recipes.optimizers import make_optimizer
 from megatrain.recipes.remarks import (
     say_if_config_has_another,
@@ -139,7 +140,7 @@ def prepare(
         pieces=train.context_parallel,
     )
     check_shared(config, resolved)
-    return Parts(config, model, resolved, day_of(config))
+    return Parts(config, model, resolved, machine.world.told(day_of(config)))
 
 
 def packing_of(
@@ -214,6 +215,7 @@ def make_run_plan(
         checkpoints_written=checkpoints_written,
         **asked,
     )
+    room = nvme_room(config, machine.hardware, disk_bytes(job, resolved.shape))
     plan = make_plan(
         job,
         resolved.shape,
@@ -222,7 +224,7 @@ def make_run_plan(
         suggest=suggest,
         gpu_limit=resolved.gpu_limit,
         host_limit=unless_auto(config.memory.host),
-        nvme_limit=nvme_room(config, machine.hardware, disk_bytes(job, resolved.shape)),
+        nvme_limit=least(machine.world.every(room)),
     )
     economy = predicted_economy(config, machine.hardware, plan, steps) if plan.fits else None
     return replace(
@@ -324,7 +326,9 @@ def fill(engine: Engine, config: Config) -> None:
         engine.draw_weights()
     else:
         logger.info(f"reading {weights:,} weights from {model.source}")
-        engine.load_weights(resolve_source(model.source, model.revision), model.trust_remote_code)
+        # a host's ranks would wait for each other's downloads without a sign of life
+        source = engine.world.in_turn(partial(resolve_source, model.source, model.revision))
+        engine.load_weights(source, model.trust_remote_code)
     if engine.device.type == "cuda":
         torch.cuda.empty_cache()  # what that took on the GPU
 

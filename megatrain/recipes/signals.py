@@ -45,6 +45,7 @@ class StopRequest:
     def __init__(self) -> None:
         self.signal: int | None = None
         self.early = True  # nothing has been trained yet
+        self.agreed = False  # on all ranks: each ends, and waits for none
 
     def came(self) -> bool:
         return self.signal is not None
@@ -83,6 +84,7 @@ class _OfAll(StopRequest):
         if self.signal is None:
             signals = self._world.every(self._own.signal)
             self.signal = next((number for number in signals if number is not None), None)
+            self._own.agreed = self.signal is not None
         return self.signal is not None
 
 
@@ -92,6 +94,11 @@ _current: list[StopRequest] = []  # the one whose handlers are installed
 def early_request() -> StopRequest | None:
     """The current request of a run that has not begun its first step."""
     return next((request for request in _current if request.early), None)
+
+
+def all_stop() -> bool:
+    """Whether all ranks have agreed to stop."""
+    return any(request.agreed for request in _current)
 
 
 @contextmanager

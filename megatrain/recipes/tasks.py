@@ -228,7 +228,8 @@ def run_tasks(
     quiet: bool = False,
     errors: bool = True,
 ) -> TaskResults | None:
-    """What the tasks find; None if asked to stop. The engine and random states stay as they were.
+    """What the tasks find; None if asked to stop, and where lm-eval says nothing, on all ranks of a
+    host but the first. The engine and random states stay as they were.
 
     Args:
         generation, stop, quiet: as `EngineLM` has them. quiet: nothing is written at all.
@@ -259,7 +260,7 @@ def run_tasks(
             )
     except AskedToStop:
         return None
-    return results_of(found, tasks.asked)
+    return None if found is None else results_of(found, tasks.asked)
 
 
 def results_of(found: Mapping[str, Any], asked: frozenset[str]) -> TaskResults:

@@ -35,9 +35,10 @@ def find_machine(config: Config, *, may_measure: bool = False, world: World = AL
         hardware = shared_out(world.every(hardware), world.local_size)
     drives = partial(with_drives, profile, config, hardware, may_measure=may_measure)
     profile, assumed = world.told(world.in_turn(drives))
+    precisions = world.every(choose_precision(config.precision, device))
     return Machine(
         device,
-        choose_precision(config.precision, device),
+        "float32" if "float32" in precisions else precisions[0],
         hardware,
         profile,
         drives_assumed=assumed,

@@ -154,10 +154,14 @@ def load_checkpoint(path: Path | str, engine: Checkpointable) -> dict[str, Any]:
         ConfigError: it is of another model, precision or optimizer.
     """
     with engine.store.world.together():
-        return _load(Path(path), engine)
+        about = _load(Path(path), engine)
+    engine.load_state(about["engine"])  # ranks may wait for each other
+    state: dict[str, Any] = about["state"]
+    return state
 
 
 def _load(path: Path, engine: Checkpointable) -> dict[str, Any]:
+    """Restore all but the engine's counters; returns what `read_about` does."""
     with _damage():
         manifest = verify_checkpoint(path, deep=False)
         tensor_files = {n: file for n, file in manifest.files.items() if n.endswith(".safetensors")}
@@ -197,9 +201,7 @@ def _load(path: Path, engine: Checkpointable) -> dict[str, Any]:
     carried = carried_of(path, {name: weights[name] for name in found.carried})
     held = {place: weights[name] for place, name in places.items()}
     engine.carried = with_frozen(carried, held, engine.store, None)
-    engine.load_state(about["engine"])
-    state: dict[str, Any] = about["state"]
-    return state
+    return about
 
 
 def read_about(checkpoint: Path) -> dict[str, Any]:

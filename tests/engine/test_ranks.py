@@ -154,6 +154,17 @@ def test_a_rank_without_micro_batches_takes_part(on_ranks):
     assert_near(on_ranks(3, partial(train, **given)), expected)
 
 
+def log_probabilities(world: World) -> list[torch.Tensor]:
+    with engine_of("llama", world=world, settings=Settings(**CHUNK)) as engine:
+        return engine.logprobs(STEPS[0][:1][world.rank :: world.size])
+
+
+def test_nor_does_one_keep_others_from_log_probabilities(on_ranks):
+    (expected,) = log_probabilities(World())
+    (found,), none = on_ranks(2, log_probabilities)
+    assert none == [] and distance(found, expected) < 1e-5
+
+
 def test_a_step_without_targets_is_skipped_by_all(on_ranks):
     nothing = [{**STEPS[0][0], "labels": torch.full_like(STEPS[0][0]["labels"], -100)}]
     for told, _, _ in on_ranks(2, partial(train, steps=[nothing])):

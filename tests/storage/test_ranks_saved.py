@@ -228,8 +228,8 @@ def test_what_fails_on_one_rank_fails_on_all_and_the_run_goes_on(tmp_path, on_ra
     assert find_resumable(folder).path == folder / last == folder / "checkpoint-3"
 
 
-def told_of_damage(world: World, folder: Path) -> tuple[str, str, Any]:
-    with open_engine(world, folder) as engine:
+def told_of_damage(world: World, folder: Path, transport: str) -> tuple[str, str, Any]:
+    with open_engine(world, folder, settings=Settings(**CHUNK, transport=transport)) as engine:
         with pytest.raises(DamagedError) as told:
             load_checkpoint(folder / "checkpoint-2", engine)
         found = world.first(lambda: find_resumable(folder, deep=False))
@@ -237,13 +237,14 @@ def told_of_damage(world: World, folder: Path) -> tuple[str, str, Any]:
         return str(told.value), path.name, state
 
 
-def test_a_byte_that_one_rank_finds_damaged_is_for_all(tmp_path, on_ranks):
+@pytest.mark.parametrize("transport", ["gather", "read"])
+def test_a_byte_that_one_rank_finds_damaged_is_for_all(transport, tmp_path, on_ranks):
     folder = tmp_path / "run"
     with open_engine(World(), folder) as engine:
         save(engine, folder, 1)
         save(engine, folder, 2)
     flip(folder / "checkpoint-2" / "optimizer" / "block-00003.safetensors")
-    found = on_ranks(3, partial(told_of_damage, folder=folder))
+    found = on_ranks(3, partial(told_of_damage, folder=folder, transport=transport))
     assert found == [found[0]] * 3
     said, path, state = found[0]
     assert re.search("block-00003.*does not match its checksum", said)

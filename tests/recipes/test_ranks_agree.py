@@ -1,0 +1,222 @@
+"""What one rank finds out or fails of alone, all know: none waits for another for ever."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch import distributed
+
+from megatrain.data import dataset
+from megatrain.engine.engine import Engine
+from megatrain.errors import OutOfMemory
+from megatrain.heartbeat import total
+from megatrain.recipes import examination, loop, others, run, this_machine
+from megatrain.recipes import rank as launched
+from megatrain.storage.run_folder import run_lock
+from megatrain.world import World
+from tests.commands import chat_rows, evaluations_of, write_jsonl
+from tests.ranks import Started
+from tests.recipes.test_preference_runs import pairs
+from tests.recipes.test_rank_runs import SOON_S, looked_after_often, silent_soon, train
+from tests.tasks import write_tasks
+
+__all__ = ["looked_after_often", "silent_soon"]  # fixtures
+
+
+@pytest.fixture(autouse=True)
+def imported(finished_project: Path) -> None:
+    """What a run imports and finds out once, before ranks are forked."""
+
+
+def patch(owner: Any, name: str, value: Any) -> None:
+    """In a rank's own process."""
+    pytest.MonkeyPatch().setattr(owner, name, value)
+
+
+def errors(started: Started) -> list[list[str]]:
+    """Lines of each rank."""
+    said = [text.splitlines() for text in started.said()]
+    return [[line for line in lines if "error" in line] for lines in said]
+
+
+def test_a_rank_may_have_no_part_in_the_reference(project):
+    """One row is held out, and weights are gathered at every sweep."""
+    write_jsonl(project / "rows.jsonl", pairs(20))
+    keys = "method=dpo", "data.eval=1", "train.max_steps=2", "memory.replicated=0"
+    started = Started(2, train(*keys))
+    assert started.wait() == [0, 0], "".join(started.said())
+    assert len(evaluations_of(Path("run"))) == 2
+
+
+def test_a_folder_that_another_run_has_taken_is_left_to_it_by_all(project):
+    taken = ExitStack()
+
+    def first(rank: int) -> None:
+        made = loop.train_step
+
+        def train_step(run: Any, *given: Any) -> None:
+            made(run, *given)
+            if rank == 0 and run.step == 3:
+                shutil.rmtree("run")
+                taken.enter_context(run_lock(Path("run")))
+
+        patch(loop, "train_step", train_step)
+
+    started = Started(2, train(), first=first)
+    assert started.wait(SOON_S) == [7, 7], "".join(started.said())
+    said = "error: step 5 is not saved, training goes on: run: in use by another"
+    assert errors(started)[0][0].startswith(said)
+
+
+@pytest.mark.parametrize("ranks", [(), (0, 1), (1,)])
+def test_a_sweep_of_a_task_that_some_have_no_memory_for(project, monkeypatch, ranks):
+    """If none has, that costs figures; if one has not, the others wait for it in the sweep."""
+    pytest.importorskip("lm_eval")
+    monkeypatch.setattr(examination, "TOGETHER_S", 1.0)
+    write_tasks(project / "tasks")
+    (project / "prompts.txt").write_text("Count to 3.\n")
+    keys = (
+        *("eval.include_path=tasks", "eval.tasks=letters", "eval.tasks_at=evaluations"),
+        *("eval.prompts=prompts.txt", "eval.max_new_tokens=3", "train.max_steps=5"),
+        *("memory.replicated=0", "memory.resident=0"),
+    )
+
+    def first(rank: int) -> None:
+        made = Engine.score
+
+        def score(*given: Any) -> Any:
+            if rank in ranks and Path("run/metrics.jsonl").read_text():
+                raise OutOfMemory("the GPU has no room for an evaluation's activations")
+            return made(*given)
+
+        patch(Engine, "score", score)
+
+    started = Started(2, train(*keys), first=first)
+    codes = started.wait(SOON_S)
+    if len(ranks) != 1:
+        assert codes == [0, 0], "".join(started.said())
+        told = "activations; training goes on without these figures" in "".join(started.said())
+        found = ["eval_letters_acc" in row for row in evaluations_of(Path("run"))]
+        assert (told, found) == (bool(ranks), [True, not ranks])
+        assert len(Path("run/samples.jsonl").read_text().splitlines()) == 2
+    else:
+        assert codes == [5, 5], "".join(started.said())
+        (said,), nothing = errors(started)
+        assert "rank 1 on " in said and "no room for an evaluation's activations" in said
+        assert nothing == []
+
+
+def test_the_first_may_take_long_to_end_once_all_have_agreed_to_stop(project, silent_soon):
+    def first(rank: int) -> None:
+        made, summarize = loop.train_step, vars(run)["summarize"]
+
+        def train_step(run: Any, *given: Any) -> None:
+            made(run, *given)
+            if rank == 1 and run.step == 2:
+                os.kill(os.getpid(), signal.SIGTERM)
+
+        def slow(*given: Any) -> Any:
+            time.sleep(5.0)  # as a tracker on a slow network
+            return summarize(*given)
+
+        patch(loop, "train_step", train_step)
+        if rank == 0:
+            patch(run, "summarize", slow)
+
+    started = Started(2, train(), first=first)
+    assert started.wait(SOON_S) == [75, 75]
+    assert errors(started) == [[], []]
+    assert "megatrain resume run" in started.said()[0]
+
+
+def differently(rank: int, what: str) -> None:
+    if what == "rows" and rank == 1:
+        patch(dataset.TokenRows, "digest", "another")
+    if what == "precision":
+        chosen = "float32" if rank else "bfloat16"
+        patch(this_machine, "choose_precision", lambda *_: chosen)
+    if what == "compile" and rank == 1:
+        made = run.ways_of
+        patch(run, "ways_of", lambda *given: {**made(*given), "compile": True})
+
+
+@pytest.mark.parametrize(
+    ("what", "code", "words"),
+    [
+        ("rows", 3, "have different rows: the source, or the token cache (MEGATRAIN_CACHE)"),
+        ("compile", 2, "would train with compile False and True; set it in the config"),
+    ],
+)
+def test_what_hosts_decide_differently_is_refused(project, what, code, words):
+    started = Started(2, train(), first=lambda rank: differently(rank, what))
+    assert started.wait(SOON_S) == [code, code], "".join(started.said())
+    (said,), nothing = errors(started)
+    assert words in said and nothing == []
+
+
+def test_the_precision_is_one_that_all_have(project):
+    line = "train cfg.yaml device=cpu train.rows_per_step=6 train.max_steps=2"
+    started = Started(2, line, first=lambda rank: differently(rank, "precision"))
+    assert started.wait(SOON_S) == [0, 0], "".join(started.said())
+    assert "float32 on cpu" in Path("run/train.log").read_text()
+
+
+def test_hosts_may_have_the_same_name(project):
+    """A process of another host is not looked for on this one."""
+
+    def first(rank: int) -> None:
+        os.environ |= {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+        there = 4_000_000 + rank  # no such process is here
+        sign = lambda rank, host: (f"beat/{rank}", f"{time.monotonic()} {host} {there}")  # noqa: E731
+        patch(others, "sign_of_life", sign)
+        patch(launched, "sign_of_life", sign)
+
+    started = Started(2, train("train.max_steps=3"), first=first)
+    assert started.wait(SOON_S) == [0, 0], "".join(started.said())
+
+
+def test_hosts_wait_for_each_other_before_their_other_ranks_work():
+    """With signs of life; the first rank of the second host takes long."""
+    store, order = distributed.HashStore(), list[int]()  # type: ignore[attr-defined]
+    worlds = [World(rank, 4, rank % 2, 2, store=store) for rank in range(4)]
+
+    def work(rank: int) -> int:
+        time.sleep(0.5 if rank == 2 else 0.0)
+        order.append(rank)
+        return rank
+
+    before = total()
+    with ThreadPoolExecutor(4) as pool:
+        found = pool.map(lambda world: world.in_turn(partial(work, world.rank)), worlds)
+        assert [*found] == [0, 1, 2, 3]
+    assert order[:2] == [0, 2]
+    assert total() - before > 4
+
+
+def test_an_evaluation_takes_no_more_tokens_at_once_than_a_step(project):
+    write_jsonl(project / "rows.jsonl", chat_rows(200))
+
+    def first(rank: int) -> None:
+        made = Engine.evaluate
+
+        def evaluate(engine: Engine, batches: Any, *given: Any) -> Any:
+            with open(f"tokens-{rank}", "a") as file:
+                print(sum(batch["input_ids"].numel() for batch in batches), file=file)
+            return made(engine, batches, *given)
+
+        patch(Engine, "evaluate", evaluate)
+
+    keys = "train.rows_per_step=null", "train.tokens_per_step=512", "train.micro_batch_tokens=64"
+    started = Started(2, train(*keys, "train.max_steps=2", "data.eval=60"), first=first)
+    assert started.wait(SOON_S) == [0, 0], started.said()
+    found = [int(line) for rank in range(2) for line in Path(f"tokens-{rank}").read_text().split()]
+    assert len(found) > 2 and 128 < max(found) <= 256 + 64
