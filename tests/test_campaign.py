@@ -41,7 +41,7 @@ def fail() -> None:
 
 
 def test_what_is_lost_is_counted_and_named(monkeypatch, capsys):
-    monkeypatch.setattr(trials, "LIMIT_S", 0.5)
+    monkeypatch.setattr(trials, "LIMIT_S", 2.0)
     stub = Stub(
         lambda: None,
         fail,
