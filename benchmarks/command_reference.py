@@ -42,8 +42,8 @@ ENVIRONMENT = {
     "CUDA_VISIBLE_DEVICES": "`train`, `resume` and `bench` use the GPUs named there, others the "
     "first one.",
     "WORLD_SIZE": "Above 1, with RANK and LOCAL_RANK, as torchrun sets them: this process is a "
-    "rank of `train`, `resume` or `bench` ([several GPUs](scale.md)); `eval`, `generate`, `export` "
-    "and `push` refuse it.",
+    "rank of `train`, `resume` or `bench` ([several GPUs](scale.md)); `eval`, `generate`, "
+    "`export`, `push` and `doctor` refuse it.",
     "SLURM_PROCID": "With SLURM_NTASKS above 1 and SLURM_LOCALID: the same under Slurm, in a "
     "task of srun; a job's script, which has them without SLURM_STEP_ID, is one process.",
     "SLURM_STEP_TASKS_PER_NODE": "Tasks of each host; else SLURM_NTASKS_PER_NODE, or all.",

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
@@ -228,12 +228,16 @@ class World:
         found = work() if first else None
         if first:
             self.store.set(f"{turn}/{self.rank}", "done")
-        names = [f"{turn}/{rank}" for rank in range(0, self.size, self.local_size)]
-        while not self.store.check(names):
+        self._wait_for(f"{turn}/{rank}" for rank in range(0, self.size, self.local_size))
+        return found if first else work()  # type: ignore[return-value]
+
+    def _wait_for(self, names: Iterable[str]) -> None:
+        """Return once the store has all of these."""
+        wanted = [*names]
+        while not self.store.check(wanted):
             beat()
             may_end_here()
             time.sleep(LOOKS_EVERY_S)
-        return found if first else work()  # type: ignore[return-value]
 
     def all_say(self, what: str, within_s: float) -> bool:
         """Whether all ranks call this, with the same words, which no rank says twice, in time."""
@@ -250,12 +254,19 @@ class World:
         """Let the ranks of a host work one after another. All call it at the same place; what one
         raises all do.
 
-        The work itself lets no rank wait for another.
+        The work itself lets no rank wait for another. Waiting is as `in_turn`'s.
         """
         for local in range(self.local_size):
+            turn = f"turn/{next(self._turns)}"
             with self.together():
-                if local == self.local_rank:
-                    work()
+                try:
+                    if local == self.local_rank:
+                        work()
+                finally:
+                    if self.store is not None:
+                        self.store.set(f"{turn}/{self.rank}", "done")
+                if self.store is not None:
+                    self._wait_for(f"{turn}/{rank}" for rank in range(self.size))
             beat()
 
     def number(self, local: int) -> int:

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from megatrain.cli.app import AsJson, Overrides, app, print_json, show
+from megatrain.cli.app import AsJson, Overrides, app, one_process, print_json, show
 from megatrain.errors import ConfigError
 
 
@@ -30,6 +30,8 @@ def doctor(
 ) -> None:
     """Measure this machine, once, for the plans of all runs, and say what keeps it slow."""
     from megatrain.recipes import doctor as recipe
+
+    one_process()
 
     def note(what: str) -> None:
         typer.echo(f"measuring {what}", err=True)

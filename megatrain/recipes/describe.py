@@ -210,7 +210,8 @@ def facts_of(parts: Parts, plan: Plan, resumed: bool = False) -> Facts:
 
 
 def summarize(run: Run, plan: Plan, seconds: float, stop: StopRequest | None) -> RunSummary:
-    """The summary of this process, which took `seconds`, with a sampled answer of the model.
+    """The summary of this start, which took `seconds`, with a sampled answer of the model; the
+    first rank's on all.
 
     stop: the request that ended the run early; None if it came to its end.
     """
@@ -218,10 +219,9 @@ def summarize(run: Run, plan: Plan, seconds: float, stop: StopRequest | None) ->
     metric = run.config.checkpoint.metric
     if stop is None:
         question, reply = sample(run.engine, run.model, run.held_out, run.config.sample_prompt)
-    if not run.engine.world.is_first:  # nobody reads it
-        code = 0 if stop is None else stop.exit_code
-        return RunSummary(folder, run.step, run.tokens, seconds, exit_code=code)
-    return RunSummary(
+    if not run.engine.world.is_first:
+        return run.engine.world.told()
+    found = RunSummary(
         run_dir=folder,
         steps=run.step - run.first_step,
         tokens=run.tokens - run.first_tokens,
@@ -248,6 +248,7 @@ def summarize(run: Run, plan: Plan, seconds: float, stop: StopRequest | None) ->
         spikes=run.spikes,
         exit_code=0 if stop is None else stop.exit_code,
     )
+    return run.engine.world.told(found)
 
 
 def host_peak(run: Run) -> int | None:

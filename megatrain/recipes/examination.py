@@ -116,7 +116,8 @@ def figures_of(run: Run, tasks: Tasks, stop: StopRequest) -> Figures | None:
     except MegaTrainError as error:
         if run.step == 0 or not world.all_say(f"step {run.step}: a task failed", TOGETHER_S):
             raise
-        logger.error(f"step {run.step}: {error}; training goes on without these figures")
+        if world.is_first:
+            logger.error(f"step {run.step}: {error}; training goes on without these figures")
         return {}
     results, *_ = world.every(results)  # the first rank's: only there lm-eval has them
     if results is None:

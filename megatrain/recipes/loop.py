@@ -366,6 +366,7 @@ def try_to_save(run: Run, found: Figures | None) -> bool:
     try:
         save(run, found)
     except StorageError as error:
-        logger.error(f"step {run.step} is not saved, training goes on: {error}")
+        if run.engine.world.is_first:  # all have the same
+            logger.error(f"step {run.step} is not saved, training goes on: {error}")
         return False
     return True

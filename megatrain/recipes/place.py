@@ -31,7 +31,7 @@ from megatrain.storage.system_calls import storage_error, system_errors
 
 FILES = (*DESCRIPTION, METRICS_FILE, SAMPLES_FILE, LOG_FILE, ID_FILE, REPORT_FILE)
 FOLDERS = (*LINKS, FINAL, PASSENGERS, "tensorboard", "wandb")
-BATCHES = r"(bad-batch|spike)-\d+\.safetensors"
+BATCHES = r"(bad-batch|spike)-\d+(-rank-\d+)?\.safetensors"
 # All names that a run writes, but for its lock.
 WRITTEN = re.compile(
     "|".join(

@@ -311,7 +311,8 @@ def test_gpus_that_nobody_starts_are_refused(project, megatrain):
 
 
 @pytest.mark.parametrize(
-    "line", ["eval model", "export run out", "push run name/there", "generate model hello"]
+    "line",
+    ["eval model", "export run out", "push run name/there", "generate model hello", "doctor"],
 )
 @pytest.mark.parametrize("environ", [{"WORLD_SIZE": "2"}, SLURM])
 def test_what_one_process_does_is_refused_to_several(
