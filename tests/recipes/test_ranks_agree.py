@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import signal
@@ -221,3 +222,22 @@ def test_an_evaluation_takes_no_more_tokens_at_once_than_a_step(project):
     assert started.wait(SOON_S) == [0, 0], started.said()
     found = [int(line) for rank in range(2) for line in Path(f"tokens-{rank}").read_text().split()]
     assert len(found) > 2 and 128 < max(found) <= 256 + 64
+
+
+def test_all_return_the_summary_of_the_first(project):
+    def first(rank: int) -> None:
+        whole = run._run
+
+        def kept(*given: Any, **more: Any) -> Any:
+            found = whole(*given, **more)
+            Path(f"summary-{rank}").write_text(json.dumps(found.to_dict()))
+            return found
+
+        patch(run, "_run", kept)
+
+    started = Started(2, train("train.max_steps=3"), first=first)
+    assert started.wait(SOON_S) == [0, 0], started.said()
+    one, other = (json.loads(Path(f"summary-{rank}").read_text()) for rank in range(2))
+    assert one == other
+    assert (one["steps"], one["final_dir"]) == (3, "run/final")
+    assert one["eval_loss_after"] < one["eval_loss_before"]

@@ -108,6 +108,7 @@ def test_a_users_own_config_is_not_written_over(megatrain, project):
 
 NAMES = ["metrics.jsonl", "plan.json", "last", "final", "checkpoint-3", "checkpoint-3.tmp"]
 NAMES += ["train.log", "env.json.tmp", "spike-3.safetensors", "tensorboard", "passengers"]
+NAMES += ["bad-batch-3-rank-1.safetensors"]
 
 
 @pytest.mark.parametrize("name", NAMES)
