@@ -98,7 +98,7 @@ class Reading(ABC):
         self._check_usable()
         objective_of(micro_batches, next_token, self.anatomy)
         if not micro_batches and self.parts.store.world.is_alone:
-            return []  # others, which have some, gather weights with this rank
+            return []  # one of several sweeps all the same: others need its shares of weights
         with self._computing("an evaluation's activations"), torch.no_grad():
             found = self.parts.passes.logprobs(micro_batches, greedy, targets)
             self.parts.compute.synchronize()

@@ -12,6 +12,7 @@ from megatrain.config.resuming import check_changes, resumed_configs
 from megatrain.data.build import Expected
 from megatrain.errors import StorageError
 from megatrain.recipes.changed import changed_source
+from megatrain.recipes.describe import RANKS, SUMS
 from megatrain.recipes.model import Model, describe_model, read_model
 from megatrain.storage.manifest import check_files, read_manifest
 from megatrain.storage.restore import (
@@ -91,5 +92,5 @@ def where_to_go_on(
     same = before.data.eval == config.data.eval
     held_out = about["state"].get("held_out") if same else None
     rows = Expected(about["state"]["position"]["data"], held_out)
-    sums, ranks = (about["state"].get(name) for name in ("sums_on_device", "ranks"))
+    sums, ranks = (about["state"].get(name) for name in (SUMS, RANKS))
     return GoingOn(found, digests, rows, before, config, (*found.warnings, *changes), sums, ranks)
