@@ -77,9 +77,10 @@ GPUS = (
     Benched("7.6B, 16,384 tokens, one H100 by itself", f"{HOT_H100}/7.6b-16k.json"),
     Benched("7.6B, 65,536 tokens, one of two H100", f"{HOT_H100}/7.6b-65k-in-all.{ONE}"),
     Benched("7.6B, 65,536 tokens on each of two H100", f"{HOT_H100}/7.6b-65k-each.{TWO}"),
-    Benched("7.6B, 65,536 tokens on two H100 in all", f"{HOT_H100}/7.6b-65k-in-all.{TWO}"),
-    Benched("7.6B, 16,384 tokens, one of two H100", f"{HOT_H100}/7.6b-16k-in-all.{ONE}"),
-    Benched("7.6B, 16,384 tokens on two H100 in all", f"{HOT_H100}/7.6b-16k-in-all.{TWO}"),
+    Benched("7.6B, 65,536 tokens, one of two other H100", f"{TWO_H100}/7.6b-65k-in-all.{ONE}"),
+    Benched("7.6B, 65,536 tokens on both in all", f"{TWO_H100}/7.6b-65k-in-all.{TWO}"),
+    Benched("7.6B, 16,384 tokens, one of two H100", f"{TWO_H100}/7.6b-16k-in-all.{ONE}"),
+    Benched("7.6B, 16,384 tokens on two H100 in all", f"{TWO_H100}/7.6b-16k-in-all.{TWO}"),
     Benched(
         "7.6B, 32,768 tokens, one of two H100", f"{TWO_H100}/7.6b-32k-each-no-peer-access.{ONE}"
     ),
