@@ -9,6 +9,7 @@ import signal
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,12 +21,12 @@ from megatrain.data import dataset
 from megatrain.engine.engine import Engine
 from megatrain.errors import OutOfMemory
 from megatrain.heartbeat import total
-from megatrain.recipes import examination, loop, others, run, this_machine
+from megatrain.recipes import examination, loop, others, run, setup, this_machine
 from megatrain.recipes import rank as launched
 from megatrain.storage.run_folder import run_lock
 from megatrain.world import World
 from tests.commands import chat_rows, evaluations_of, write_jsonl
-from tests.ranks import Started
+from tests.ranks import Started, run_ranks
 from tests.recipes.test_preference_runs import pairs
 from tests.recipes.test_rank_runs import SOON_S, looked_after_often, silent_soon, train
 from tests.tasks import write_tasks
@@ -202,6 +203,54 @@ def test_hosts_wait_for_each_other_before_their_other_ranks_work():
         assert [*found] == [0, 1, 2, 3]
     assert order[:2] == [0, 2]
     assert total() - before > 4
+
+
+def test_those_of_a_host_work_one_by_one_and_show_that_they_live(tmp_path):
+    def job(world: World) -> tuple[list[float], int]:
+        file = str(tmp_path / "store")
+        store = distributed.FileStore(file, world.size)  # type: ignore[attr-defined]
+        before, worked = total(), list[float]()
+
+        def work() -> None:
+            worked.append(time.monotonic())
+            time.sleep(0.5)
+            worked.append(time.monotonic())
+
+        replace(world, store=store).one_by_one(work)
+        return worked, total() - before
+
+    ((_, ended), lived), ((began, _), lived_too) = run_ranks(2, job, tmp_path)
+    assert began >= ended
+    assert min(lived, lived_too) > 4
+
+
+def test_the_fullest_drive_is_planned_for(project):
+    def first(rank: int) -> None:
+        patch(setup, "nvme_room", lambda *_: (2 << 40, 1 << 40)[rank])
+
+    keys = "memory.nvme=swap", "memory.nvme_blocks=2", "train.max_steps=2"
+    started = Started(2, train(*keys), first=first)
+    assert started.wait(SOON_S) == [0, 0], started.said()
+    planned = json.loads(Path("run/plan.json").read_text())["totals"]["nvme"]
+    assert planned["have"] == 1 << 40
+
+
+def test_sums_chosen_for_as_many_ranks_are_kept_for_no_other_number(project):
+    def first(rank: int) -> None:
+        made = run.get_ready
+
+        def get_ready(*given: Any) -> Any:
+            Path(f"kept-{rank}").write_text(json.dumps(given[-1]))
+            return made(*given)
+
+        patch(run, "get_ready", get_ready)
+
+    keys = "train.groups=2", "train.schedule=constant"
+    assert Started(3, train("train.max_steps=2", *keys)).wait() == [0, 0, 0]
+    for steps, kept in {3: [], 4: ["sums_on_device"]}.items():
+        started = Started(2, f"resume run train.max_steps={steps}", first=first)
+        assert started.wait() == [0, 0], started.said()
+        assert [[*json.loads(Path(f"kept-{rank}").read_text())] for rank in range(2)] == [kept] * 2
 
 
 def test_an_evaluation_takes_no_more_tokens_at_once_than_a_step(project):
