@@ -240,7 +240,9 @@ class World:
             time.sleep(LOOKS_EVERY_S)
 
     def all_say(self, what: str, within_s: float) -> bool:
-        """Whether all ranks call this, with the same words, which no rank says twice, in time."""
+        """Whether all ranks call this, with the same words, which no rank says twice, in time. What
+        a rank has said in vain it takes back: one that comes later is not to count it.
+        """
         if self.is_alone:
             return True
         self.store.set(f"{what}/{self.rank}", "said")
@@ -248,6 +250,8 @@ class World:
         while not (said := self.store.check(names)) and time.monotonic() < until:
             beat()
             time.sleep(LOOKS_EVERY_S)
+        if not said:
+            self.store.delete_key(f"{what}/{self.rank}")
         return bool(said)
 
     def one_by_one(self, work: Callable[[], object]) -> None:

@@ -23,7 +23,7 @@ from megatrain.reporting.samples import write_samples
 if TYPE_CHECKING:
     from megatrain.recipes.loop import Run
 
-TOGETHER_S = 30.0  # in which all ranks fail of a task, if they do
+TOGETHER_S = 30.0  # within which a task has failed on all ranks, if it does
 
 logger = logging.getLogger("megatrain")
 
@@ -105,7 +105,7 @@ def figures_of(run: Run, tasks: Tasks, stop: StopRequest) -> Figures | None:
     stop.
 
     A task that fails gives no figures, and is logged. Before the first step it raises; and so it
-    does where not all ranks fail of it, as others may wait for this one in a sweep.
+    does where it fails on some ranks alone, as others may wait for these in a sweep.
     """
     model, world = run.model, run.engine.world
     generation = with_stops(model.config, model.tokenizer, model.generation)[0]
@@ -119,7 +119,8 @@ def figures_of(run: Run, tasks: Tasks, stop: StopRequest) -> Figures | None:
         if world.is_first:
             logger.error(f"step {run.step}: {error}; training goes on without these figures")
         return {}
-    results, *_ = world.every(results)  # the first rank's: only there lm-eval has them
+    # lm-eval has them on the first rank alone, which waits here for any that fails
+    results, *_ = world.every(results)
     if results is None:
         return None
     logger.info(f"step {run.step}: {results.in_words()}")

@@ -1,4 +1,4 @@
-"""What one rank finds out or fails of alone, all know: none waits for another for ever."""
+"""What one rank alone finds or fails at, all know: none waits for another for ever."""
 
 from __future__ import annotations
 
