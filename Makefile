@@ -1,7 +1,7 @@
 # `make goldens`: the working tree against the commit named in benchmarks/goldens.py, bit for bit.
 # `make demo`: fine-tunes a real 135M model on real rows through the streaming engine, on any machine, in minutes.
 # `make adaptation`: takes that model through pretrain, sft and dpo to the spelling of 1623, and measures each stage.
-# `make test`: lint, types and the whole test suite.   `make lint`: the first two.
+# `make test`: lint, types and the tests that guard each promise.   `make test-all`: all others.   `make lint`.
 # `make docs`: the pages of docs/ and the references as a site in build/docs, every link checked.
 # `make campaign HOURS=8 SEED=1`: kills, failing calls, damaged files and odd input, for hours; writes docs/reliability.md.
 # Each builds .venv on its first call; later calls find the stamp and start at once.
@@ -22,7 +22,7 @@ BIN := .venv/bin
 STAMP := .venv/.installed
 DOCS_STAMP := .venv/.installed-docs
 
-.PHONY: demo adaptation test lint format goldens campaign docs clean
+.PHONY: demo adaptation test test-all lint format goldens campaign docs clean
 .DEFAULT_GOAL := test
 
 $(STAMP): pyproject.toml
@@ -45,7 +45,10 @@ lint: $(STAMP)
 
 # Three test processes of one thread for two cores: an eighth of their time they wait for others.
 test: lint
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(PYTEST_FLAGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(PYTEST_FLAGS) -m "not slow"
+
+test-all: $(STAMP)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(PYTEST_FLAGS) -m slow
 
 demo: $(STAMP)
 	$(BIN)/python examples/demo/fetch.py
