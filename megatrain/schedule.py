@@ -19,9 +19,6 @@ LANDING_BUFFERS: Final = 3  # of gradients applied at once: one arrives, one wai
 HUGE_PAGE: Final = 2 << 20  # bytes; host memory is taken in whole ones
 BLOCK_ALIGNMENT: Final = 1024  # elements: of bf16 half a page, and whole rows for row-wise norms
 SHARE_BUFFERS: Final = 2  # on the device: one share of a block comes up while another is gathered
-# Of updates for which ranks exchange what is of whole tensors: blocks that are asked for before the
-# weights of the one before them.
-DIRECTIONS_AHEAD: Final = 1
 
 
 def slab_bytes(nbytes: int) -> int:

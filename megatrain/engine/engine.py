@@ -31,6 +31,7 @@ from megatrain.losses import next_token
 from megatrain.models.skeleton import Skeleton
 from megatrain.models.transforms.fp8 import Fp8Policy
 from megatrain.optim import Optimizer
+from megatrain.optim.whole_tensors import check_ranks
 from megatrain.settings import Settings
 from megatrain.world import ALONE, World
 
@@ -88,6 +89,7 @@ class Engine(Reading, Constructors):
         check_settings(settings, max_grad_norm)
         balancer = balancer_of(skeleton, router_aux_loss_coef, settings.groups)
         check_world(world, skeleton, settings, balancer is not None)
+        check_ranks(optimizer, world.size)
         self._computed = self._closed = False  # computed: `step` may follow
         if precision == "fp8":
             skeleton.use_fp8(Fp8Policy())
@@ -340,13 +342,7 @@ class Engine(Reading, Constructors):
     def wait_ready(self, block: int) -> None:
         """Return once the last update of a block is done. Every reader of the store calls this."""
         self._check_usable()
-        self.begin_updates()
         self.parts.updater.wait_ready(block)
-
-    def begin_updates(self) -> None:
-        """Several ranks, all at the same place, before each reads blocks of its own: let pending
-        updates go on, whichever block is read first."""
-        self.parts.updater.ask()
 
     def _check_usable(self) -> None:
         """Raise MegaTrainError if the engine is closed, or whatever stopped an update half-way."""

@@ -56,7 +56,6 @@ def weights_on_device(parts: EngineParts) -> list[Tensor]:
     Copies, but for those of resident blocks and, on a CPU, those in RAM.
     """
     store, device, found = parts.store, parts.compute.device, []
-    parts.updater.ask()
     for block in range(len(store.layouts)):
         parts.updater.wait_ready(block)
         if store.is_resident(block):

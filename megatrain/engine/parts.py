@@ -87,7 +87,7 @@ def open_parts(
     for lane in filter(None, (behind, download, upload, fetch)):  # `behind` outlives uploads
         resources.callback(lane.close)
     with naming_the_gpu("the weights' slots and the gradients' accumulators"):
-        exchange, trade = _exchange(world, layouts, compute, settings, updater, resources)
+        exchange, trade = _exchange(world, layouts, compute, settings, resources)
         ways = upload, updater, behind, exchange, kept, settings.replicated
         streamer = Streamer(anatomy, store, dtype, compute, *ways)
         uses: dict[str, Any] = {"compute": compute, "upload": upload, "download": download}
@@ -118,14 +118,12 @@ def _exchange(
     layouts: Sequence[FlatLayout],
     compute: Compute,
     settings: Settings,
-    updater: Updater,
     resources: ExitStack,
 ) -> tuple[Exchange | None, HeadTrade | None]:
     if world.is_alone:
         return None, None
     exchange = Exchange(world, layouts, compute, getattr(torch, settings.wire))
     resources.callback(exchange.close)  # before what its jobs read and write
-    updater.share(exchange)
     return exchange, HeadTrade(world, compute, exchange.lane) if world.pieces > 1 else None
 
 

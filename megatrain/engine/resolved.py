@@ -19,14 +19,14 @@ from megatrain.engine.routing import balanced_on_meta
 from megatrain.losses import SequenceLoss, next_token
 from megatrain.machine.hardware import Hardware, drive_of
 from megatrain.machine.profile import MachineProfile
-from megatrain.memory.layout import FlatLayout, Per
+from megatrain.memory.layout import FlatLayout
 from megatrain.models.anatomy import layouts_of
 from megatrain.models.experts import holds_experts
 from megatrain.models.skeleton import Skeleton
 from megatrain.models.transforms.fp8 import Fp8Policy
 from megatrain.optim import AdamW, Lion, Optimizer, WholeTensors
 from megatrain.optim.elementwise import MOMENTS
-from megatrain.optim.whole_tensors import DIRECTION_BYTES
+from megatrain.optim.whole_tensors import check_ranks
 from megatrain.planner.cost.shape import ModelShape, layer_chunks, shape_of
 from megatrain.planner.job import Job, WholeUpdate
 from megatrain.planner.search import most_micro_batch_tokens
@@ -144,13 +144,15 @@ def resolve(
     loss: AnyLoss = next_token,
     pieces: int = 1,
 ) -> Resolved:
-    """Decide what depends on model and machine, and dry-run the model. Raises ModelError.
+    """Decide what depends on model and machine, and dry-run the model. Raises ModelError, and
+    ConfigError for an optimizer that several ranks cannot use.
 
     Args:
         packing: of examples into sequences of `seq_len`; None: all rows are full.
         micro_batch_tokens, layer_chunk_tokens: the user's, or None and "auto".
         pieces: as `Resolved` has it. What depends on micro-batches is found for pieces.
     """
+    check_ranks(optimizer, machine.ranks * machine.hosts)
     packed = packs(skeleton, packing, seq_len, machine.device, pieces)
     lengths_vary = packing is not None and not packed
     compiled = compiles(skeleton, machine, compile, lengths_vary or pieces > 1)
@@ -212,9 +214,7 @@ def make_job(resolved: Resolved, *, tokens_per_step: int, **given: Any) -> Job:
         clipping=resolved.max_grad_norm is not None,
         balances_routers=resolved.router_aux_loss_coef > 0,
         state_bytes=state_bytes(optimizer, skeleton),
-        whole_update=whole_update(
-            optimizer, skeleton, resolved.machine.ranks * resolved.machine.hosts
-        ),
+        whole_update=whole_update(optimizer, skeleton),
         update_arithmetic=optimizer.arithmetic,
         lighter_moments=tuple(
             (moments, state_bytes(lighter, skeleton), lighter.arithmetic)
@@ -348,34 +348,26 @@ def trained_layouts(skeleton: Skeleton) -> list[FlatLayout]:
 
 
 def _bytes_of(
-    optimizer: Optimizer, layouts: Sequence[FlatLayout], ranks: int = 1
+    optimizer: Optimizer, layouts: Sequence[FlatLayout]
 ) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """(name, bytes of every block) of each array of state, on the rank that has most."""
-
-    def numel(layout: FlatLayout, per: Per) -> int:
-        trained, spans = layout.trained, (layout.span(place, ranks) for place in range(ranks))
-        return max(trained.part(per, span.before(trained.numel)).numel for span in spans)
-
+    """(name, bytes of every block) of each array of state; layouts: of trained tensors."""
     for array in optimizer.state_arrays:
-        sizes = (numel(layout, array.per) * array.dtype.itemsize for layout in layouts)
+        sizes = (layout.per(array.per).numel * array.dtype.itemsize for layout in layouts)
         yield array.name, tuple(sizes)
 
 
-def whole_update(optimizer: Optimizer, skeleton: Skeleton, ranks: int = 1) -> WholeUpdate | None:
-    """Memory and work of an optimizer of whole tensors for every block, on the one of so many ranks
-    that has most; None for any other optimizer."""
+def whole_update(optimizer: Optimizer, skeleton: Skeleton) -> WholeUpdate | None:
+    """Memory and work of an optimizer of whole tensors for every block; None for any other."""
     if not optimizer.whole_tensors:
         return None
     whole, layouts = cast(WholeTensors, optimizer), layouts_of(skeleton.anatomy)
-    scratch, state = whole.scratch(layouts, ranks), tuple(_bytes_of(optimizer, layouts, ranks))
+    scratch = whole.scratch(layouts)
+    state = tuple(_bytes_of(optimizer, [layout.trained for layout in layouts]))
     numel = sum(layout.trainable for layout in layouts)
-    in_all = sum(sum(sizes) for _, sizes in _bytes_of(optimizer, layouts))
-    gathered = (whole.gathered(layout, ranks) if ranks > 1 else 0 for layout in layouts)
     return WholeUpdate(
         state_bytes=state,
-        product_flops=tuple(whole.product_flops(layout, ranks) for layout in layouts),
-        gathered_bytes=tuple(DIRECTION_BYTES * each for each in gathered),
-        bytes_per_parameter=in_all / numel,
+        product_flops=tuple(whole.product_flops(layout) for layout in layouts),
+        bytes_per_parameter=sum(sum(sizes) for _, sizes in state) / numel,
         passes_bytes=whole.passes_bytes,
         host_scratch=scratch.host,
         device_scratch=scratch.device,

@@ -22,9 +22,6 @@ from megatrain.schedule import SHARE_BUFFERS, slot_sizes, slots_of_blocks, uploa
 class Updates(Protocol):
     """Deferred updates of weights. One is queued only when all uploads of its block have landed."""
 
-    def ask(self, block: int) -> None:
-        """Of several ranks: a block's weights are needed soon."""
-
     def wait_ready(self, block: int) -> None:
         """Return once a block's update is done. Every reader of its weights goes through it."""
 
@@ -148,7 +145,6 @@ class Streamer:
         """Queue the upload of a block into its slot, unless it is there already."""
         if slot.holds == block:
             return
-        self.updates.ask(block)
         if self.kept is not None and (part := self.kept.of(block)):
             slot.holds = None  # nothing, if this is interrupted
             self._bring(block, slot, *part)

@@ -35,10 +35,9 @@ from megatrain.memory.store import Store
 #   (workspace.py).
 # exchange, with several ranks, gathers their shares of a block once this one's is up and compute
 #   has left the slot, and adds up their sums once compute has made this one's: to what upload has
-#   brought of earlier groups, where that waits on the host. Of updates of whole tensors it gathers
-#   directions, and waits for update, which waits for it (directions.py). Each collective waits for
-#   the same one on every rank. Of several hosts, download copies down what has come over the
-#   network, and upload waits for that before it brings it up again.
+#   brought of earlier groups, where that waits on the host. Each collective
+#   waits for the same one on every rank. Of several hosts, download copies down what has come over
+#   the network, and upload waits for that before it brings it up again.
 # With NVMe, release gives staging buffers back behind uploads, and stored-gradients gives
 #   gradients on to the drive behind their downloads.
 #

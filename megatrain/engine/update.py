@@ -17,8 +17,6 @@ from typing import Unpack, cast
 
 import torch
 
-from megatrain.engine.directions import Directions, SharedHostWorkspace, SharedInPlace, Turn, Turns
-from megatrain.engine.exchange import Exchange
 from megatrain.engine.gradients import Gradient
 from megatrain.engine.streams import Compute, Event, Lane
 from megatrain.engine.workspace import HostWorkspace, InPlace
@@ -75,13 +73,11 @@ class Update:
     Attributes:
         leases: of everything that the update uses but a gradient in memory.
         done: completes when the block is updated, or with what stopped that.
-        turn: of several ranks, that of its directions, if it has some.
     """
 
     gradient: Gradient
     options: StepOptions
     leases: Sequence[Lease]
-    turn: Turn | None = None
     done: Event = field(default_factory=Event)
 
     def arrays(self) -> dict[str, torch.Tensor]:
@@ -113,13 +109,9 @@ class Updater:
         self._by_range = cast(RangeOptimizer, optimizer)
         self._whole = cast(WholeTensors, optimizer) if optimizer.whole_tensors else None
         self._workspace: HostWorkspace | None = None
-        self._directions: Directions | None = None
-        self._turns: Turns | None = None
         if self._whole is not None:  # before threads are started: there may be no memory for it
-            ranks = store.world.size
-            kind = HostWorkspace if ranks == 1 else SharedHostWorkspace
-            scratch = self._whole.scratch(store.layouts[store.resident :], ranks)
-            self._workspace = kind(scratch.host, compute.device, threads)
+            scratch = self._whole.scratch(store.layouts[store.resident :])
+            self._workspace = HostWorkspace(scratch.host, compute.device, threads)
         self._per = {array.name: array.per for array in optimizer.state_arrays}
         self.lane = Lane("update")
         # tests inject sleeps here: before each block's update
@@ -136,26 +128,6 @@ class Updater:
         self._begun = [0] * len(spans)  # updates of each block on the host
         self._failure: BaseException | None = None  # of an update; later ones never begin
         self._given_up: BaseException | None = None
-
-    def share(self, exchange: Exchange) -> None:
-        """Of several ranks, before the first update: take the memory in which they exchange what
-        is of whole tensors."""
-        if self._whole is None:
-            return
-        gathered, ranks = self._whole.gathered, exchange.world.size
-        shares = [gathered(layout, ranks) for layout in self.store.layouts]
-        self._directions = Directions(exchange, shares, self.compute.device)
-        self._turns = Turns(self._directions)
-        assert isinstance(self._workspace, SharedHostWorkspace)
-        self._workspace.gathers = self._directions
-
-    def ask(self, block: int | None = None) -> None:
-        """Several ranks call it at one place: they need a block's weights soon, or all blocks'.
-
-        Where they exchange what is of whole tensors, updates wait for it.
-        """
-        if self._turns is not None:
-            self._turns.ask(block)
 
     def take_libraries(self) -> None:
         """Before the first update: the lane's thread takes what matmuls keep of GPU memory."""
@@ -176,7 +148,7 @@ class Updater:
         leases = [self.store.lease(gradient.block, names, changes=True)]
         if gradient.stored:
             leases.append(self.store.lease(gradient.block, ["grad"]))
-        update = Update(gradient, options, leases, turn=self._turn_of(gradient.block))
+        update = Update(gradient, options, leases)
         if self.store.is_resident(gradient.block):
             self._update_on_device(update)
             self._done[gradient.block] = self.compute.record()
@@ -195,15 +167,8 @@ class Updater:
             except BaseException as error:  # noqa: BLE001  carried to the thread that waits
                 self._fail(error)
                 update.done.finish(error)
-                if update.turn is not None:
-                    update.turn.fail(error)
 
         self.lane.submit(job)
-        if update.turn is not None:
-            assert self._turns is not None
-            self._turns.add(update.turn)
-            if check_finite:  # in backward, whose gradients wait for earlier ones' updates
-                self._turns.ask()
         self._done[gradient.block] = update.done
         self._begun[gradient.block] += 1
 
@@ -216,8 +181,6 @@ class Updater:
         if self._whole is not None:
             assert self._workspace is not None
             self._workspace.reset()
-            if isinstance(self._workspace, SharedHostWorkspace):
-                self._workspace.begin(update.turn, self._spans[update.gradient.block])
             tensors = self._tensors(update)
             for stage in self._whole.stages(tensors, self._workspace, **update.options):
                 for piece in [self._pool.submit(piece) for piece in stage]:
@@ -268,13 +231,9 @@ class Updater:
 
     def _update_on_device(self, update: Update) -> None:
         if self._whole is not None:
-            tensors = self._tensors(update)
-            # tensor by tensor: temporaries are then of one
-            at_once, place = [[tensor] for tensor in tensors], self._place_of(update.gradient.block)
-            if isinstance(place, SharedInPlace):
-                at_once = [tensors]
-            for several in at_once:
-                for stage in self._whole.stages(several, place, **update.options):
+            place = InPlace(self.compute.device)
+            for tensor in self._tensors(update):  # one by one: temporaries are then of one
+                for stage in self._whole.stages([tensor], place, **update.options):
                     for piece in stage:
                         piece()
             return
@@ -295,40 +254,19 @@ class Updater:
             )
 
     def _tensors(self, update: Update) -> list[TensorState]:
-        """The tensors of a block, as far as they are here, each with its part of every array that
-        has it."""
+        """The tensors of a block, each with its part of every array that has it."""
         block, flats = update.gradient.block, {}
-        trained, mine = self.layouts[block], self._spans[block]
+        trained = self.layouts[block]
         for name, array in update.arrays().items():
             of_state = name not in ("grad", "weight")
             layout = self.store.layout(name, block) if of_state else trained
-            span = trained.part(self._per.get(name, "element"), mine)
-            flats[name] = layout.flats(array, span)
+            flats[name] = layout.flats(array)
         return [
             TensorState(
-                spec,
-                {name: of[spec.name] for name, of in flats.items() if spec.name in of},
-                spec.within(mine).start,
+                spec, {name: of[spec.name] for name, of in flats.items() if spec.name in of}
             )
             for spec in trained.tensors
-            if spec.within(mine).numel
         ]
-
-    def _has_directions(self, block: int) -> bool:
-        """Whether ranks gather a block's directions."""
-        return self._directions is not None and self._directions.of(block).numel() > 0
-
-    def _turn_of(self, block: int) -> Turn | None:
-        if self.store.is_resident(block) or not self._has_directions(block):
-            return None
-        assert isinstance(self._workspace, SharedHostWorkspace)
-        return self._workspace.turn(block, self._spans[block])
-
-    def _place_of(self, block: int) -> InPlace | SharedInPlace:
-        """Where directions of a resident block are."""
-        if self._directions is None or not self._has_directions(block):
-            return InPlace(self.compute.device)
-        return SharedInPlace(self._directions, block, self._spans[block], self.compute)
 
     def wait_ready(self, block: int) -> None:
         """Return once the last queued update of `block` is done, and that of the other ranks whose
@@ -374,8 +312,6 @@ class Updater:
             raise error
 
     def close(self) -> None:
-        if self._turns is not None:
-            self._turns.close()  # first: their updates would wait for ever
         self.lane.close()  # first: its jobs hand blocks out to the pool
         self._pool.shutdown()
         if self._workspace is not None:

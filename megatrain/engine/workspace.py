@@ -24,10 +24,7 @@ class InPlace:
         self._device = device
 
     def directions(self, tensor: TensorState) -> Tensor:
-        return torch.empty(tensor.numel, dtype=torch.bfloat16, device=self._device)
-
-    def whole(self, tensor: TensorState, direction: Tensor) -> Tensor:
-        return direction
+        return torch.empty(tensor.spec.numel, dtype=torch.bfloat16, device=self._device)
 
     def replace(self, function: Callable[[Tensor], Tensor], tensors: Sequence[Tensor]) -> None:
         for tensor in tensors:
@@ -73,11 +70,8 @@ class HostWorkspace:
 
     def directions(self, tensor: TensorState) -> Tensor:
         assert self._slab is not None
-        start, self._taken = self._taken, self._taken + DIRECTION_BYTES * tensor.numel
+        start, self._taken = self._taken, self._taken + DIRECTION_BYTES * tensor.spec.numel
         return self._slab.bytes[start : self._taken].view(torch.bfloat16)
-
-    def whole(self, tensor: TensorState, direction: Tensor) -> Tensor:
-        return direction
 
     def replace(self, function: Callable[[Tensor], Tensor], tensors: Sequence[Tensor]) -> None:
         """Returns when they are computed and, with a GPU, have come down."""

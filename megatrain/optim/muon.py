@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from megatrain.errors import ConfigError
-from megatrain.memory.layout import FlatLayout, Span, TensorSpec
+from megatrain.memory.layout import FlatLayout, TensorSpec
 from megatrain.optim.adamw import AdamW
 from megatrain.optim.elementwise import check_range, numpy_of
 from megatrain.optim.optimizer import StateArray, UpdateOptions
@@ -116,33 +116,23 @@ class Muon(WholeTensors):
     def passes_bytes(self) -> float:
         return 8.0  # directions are written and read, by the host and by the bus
 
-    def product_flops(self, layout: FlatLayout, ranks: int = 1) -> float:
-        spans = (layout.span(place, ranks) for place in range(ranks))
-        return max(sum(self._flops(t, span) for t in _hidden(layout)) for span in spans)
-
-    def _flops(self, spec: TensorSpec, span: Span) -> float:
-        """Of the matrices that are orthogonalised together with those that `span` has a part of."""
-        count, short, long = _matrices(spec.shape)
-        mine, at_once = spec.within(span), _experts_at_once(spec.shape)
-        groups = _groups(mine, at_once * short * long)
-        taken = min(count, groups.stop * at_once) - groups.start * at_once if groups else 0
+    def product_flops(self, layout: FlatLayout) -> float:
+        matrices = (_matrices(spec.shape) for spec in _hidden(layout))
         # an iteration computes x x^T, the square of that, and its product with x
-        return self.ns_steps * taken * (4.0 * short * short * long + 2.0 * short**3)
+        return sum(
+            self.ns_steps * count * (4.0 * short * short * long + 2.0 * short**3)
+            for count, short, long in matrices
+        )
 
-    def scratch(self, layouts: Sequence[FlatLayout], ranks: int = 1) -> Scratch:
+    def scratch(self, layouts: Sequence[FlatLayout]) -> Scratch:
         hidden = [_hidden(layout) for layout in layouts]
         specs = [spec for of_block in hidden for spec in of_block]
         host = max((sum(spec.numel for spec in of_block) for of_block in hidden), default=0)
         # a whole tensor's direction, of a block that lives on the device
-        directions = largest = max((spec.numel for spec in specs), default=0)
-        if ranks > 1:  # a share of all tensors
-            host = directions = max((self.gathered(of, ranks) for of in layouts), default=0)
+        largest = max((spec.numel for spec in specs), default=0)
         products = max((_product_bytes(spec.shape) for spec in specs), default=0)
         computing = max(products, DEVICE_TEMPORARIES * 4 * min(DEVICE_PIECE, largest))
-        return Scratch(DIRECTION_BYTES * host, computing + DIRECTION_BYTES * directions)
-
-    def gathered(self, layout: FlatLayout, ranks: int) -> int:
-        return min(layout.share(ranks), layout.trainable) if _hidden(layout) else 0
+        return Scratch(DIRECTION_BYTES * host, computing + DIRECTION_BYTES * largest)
 
     def compile(self) -> None:
         """Load the kernels from Numba's cache or compile them."""
@@ -209,11 +199,6 @@ def _hidden(layout: FlatLayout) -> list[TensorSpec]:
     return [spec for spec in layout.trained.tensors if spec.hidden]
 
 
-def _groups(mine: Span, numel: int) -> range:
-    """Which groups of so many elements of a tensor have a part in `mine`."""
-    return range(mine.start // numel, -(-mine.stop // numel)) if mine.numel else range(0)
-
-
 def _matrices(shape: tuple[int, ...]) -> tuple[int, int, int]:
     """(matrices, shorter, longer side) of a hidden tensor."""
     return math.prod(shape[:-2]), min(shape[-2:]), max(shape[-2:])
@@ -244,14 +229,12 @@ class _Update:
         self.optimizer, self.spec, self.grad_scale = optimizer, tensor.spec, grad_scale
         self.decay = 1 - lr * optimizer.weight_decay if tensor.spec.decay else 1.0
         self.minus_step_size = -lr * RATES[optimizer.adjust_lr_fn](*tensor.spec.shape[-2:])
-        self.split, self.numel = tensor.split, tensor.numel
-        self.mine = Span(tensor.first, tensor.first + tensor.numel)
+        self.split, self.numel = tensor.split, tensor.spec.numel
         self.weight, self.grad, self.exp_avg = (
             tensor.flats[name][: self.numel] for name in ("weight", "grad", "exp_avg")
         )
         self.remainder = tensor.flats["remainder"][: self.numel] if self.split else None
         self.direction = workspace.directions(tensor)
-        self.whole = workspace.whole(tensor, self.direction)
         self.on_host = self.weight.is_cpu
         if self.on_host:
             # rounds the fp32 accumulators of a resident block, else changes nothing
@@ -280,12 +263,9 @@ class _Update:
         direction.copy_(gradient.lerp_(exp_avg, momentum) if self.optimizer.nesterov else exp_avg)
 
     def parts(self) -> list[Tensor]:
-        """The direction as matrices [count, rows, columns] that are orthogonalised together, on
-        every rank that owns a part of one: all compute the same bits."""
-        matrices = self.whole.view(-1, *self.spec.shape[-2:])
-        parts = torch.split(matrices, _experts_at_once(self.spec.shape))
-        groups = _groups(self.mine, parts[0].numel())
-        return list(parts[groups.start : groups.stop])
+        """The direction as matrices [count, rows, columns] that are orthogonalised together."""
+        matrices = self.direction.view(-1, *self.spec.shape[-2:])
+        return list(torch.split(matrices, _experts_at_once(self.spec.shape)))
 
     def apply(self) -> list[Piece]:
         return [lambda part=part: self._apply(part) for part in self.pieces]  # type: ignore[misc]

@@ -5,8 +5,7 @@ begins when the one before is complete; what lies between two stages runs in one
 of any size keeps all threads busy. Pieces follow from shapes alone, so the number of threads does
 not change a bit.
 
-Of several ranks each has its share of every tensor, and updates that. What orthogonalises is given
-whole matrices all the same: the workspace has all ranks' directions.
+Several ranks, each of which has a share of every tensor, cannot use such an optimizer.
 """
 
 from __future__ import annotations
@@ -18,8 +17,9 @@ from typing import ClassVar, Protocol, Unpack
 
 from torch import Tensor
 
+from megatrain.errors import ConfigError
 from megatrain.memory.layout import FlatLayout, TensorSpec
-from megatrain.optim.optimizer import StateArray, StepOptions
+from megatrain.optim.optimizer import Optimizer, StateArray, StepOptions
 from megatrain.optim.split import join_master, split_master
 
 HOST_PIECE = 1 << 20  # elements: some milliseconds of one core
@@ -33,22 +33,14 @@ Stage = Sequence[Piece]
 
 @dataclass(frozen=True)
 class TensorState:
-    """A tensor of a block, or what this rank owns of it, with everything that its update reads and
-    writes.
+    """A tensor of a block, with everything that its update reads and writes.
 
     `flats`: "weight", "remainder" (bfloat16 precision only), "grad", and those of the optimizer's
     arrays that have this tensor; 1-D, each with its padding.
-    `first`: the tensor's element with which they begin.
     """
 
     spec: TensorSpec
     flats: dict[str, Tensor]
-    first: int = 0
-
-    @property
-    def numel(self) -> int:
-        """Elements of the tensor that are here."""
-        return min(self.spec.numel - self.first, len(self.flats["weight"]))
 
     @property
     def split(self) -> bool:
@@ -60,20 +52,11 @@ class Workspace(Protocol):
     """Memory and matmuls that a stage borrows."""
 
     def directions(self, tensor: TensorState) -> Tensor:
-        """A flat bfloat16 tensor on the weights' device, for what is here of a tensor, until the
-        block's update is complete."""
-
-    def whole(self, tensor: TensorState, direction: Tensor) -> Tensor:
-        """Where `replace` finds the flat direction of the whole tensor: `direction`, or of several
-        ranks where theirs come together."""
+        """A flat bfloat16 tensor on the weights' device, until the block's update is complete."""
 
     def replace(self, function: Callable[[Tensor], Tensor], tensors: Sequence[Tensor]) -> None:
-        """Replace each of `tensors`, parts of `whole`, by `function` of it, and with it what is
-        here of it in `directions`.
-
-        It is computed where matmuls are fast. Of several ranks each calls it once for every block
-        of which they gather directions.
-        """
+        """Replace each of `tensors`, parts of `directions`, by `function` of it, computed where
+        matmuls are fast."""
 
 
 @dataclass(frozen=True)
@@ -116,13 +99,8 @@ class WholeTensors(ABC):
         """
 
     @abstractmethod
-    def scratch(self, layouts: Sequence[FlatLayout], ranks: int = 1) -> Scratch:
-        """Enough for the update of any of these blocks, beside what several ranks gather."""
-
-    @abstractmethod
-    def gathered(self, layout: FlatLayout, ranks: int) -> int:
-        """Elements of a block's directions that ranks gather from each of them: those of the
-        largest share, or none where no tensor needs to be whole."""
+    def scratch(self, layouts: Sequence[FlatLayout]) -> Scratch:
+        """Enough for the update of any of these blocks."""
 
     @property
     @abstractmethod
@@ -131,8 +109,17 @@ class WholeTensors(ABC):
         and one read of its gradient."""
 
     @abstractmethod
-    def product_flops(self, layout: FlatLayout, ranks: int = 1) -> float:
-        """FLOPs of the matmuls in a block's update, on the rank that has most of them."""
+    def product_flops(self, layout: FlatLayout) -> float:
+        """FLOPs of the matmuls in a block's update."""
+
+
+def check_ranks(optimizer: Optimizer, ranks: int) -> None:
+    """Raise ConfigError for an optimizer of whole tensors on several ranks."""
+    if optimizer.whole_tensors and ranks > 1:
+        raise ConfigError(
+            f"optimizer.name: {optimizer.name} needs whole matrices, of which each of {ranks} GPUs "
+            "has a part; use adamw or lion, or one GPU"
+        )
 
 
 # -- pieces that torch computes --------------------------------------------------------------------

@@ -18,20 +18,17 @@ MOST_LOST = 0.95  # of computing: what is measured may exceed all of it, and the
 
 
 def exchanged(
-    block: int, numel: int, job: Job, machine: MachineProfile, weight_bytes: int
-) -> tuple[float, float, float]:
-    """Seconds in which a host's ranks gather a block's weight, exchange its sums, and gather the
-    directions of its update.
+    numel: int, job: Job, machine: MachineProfile, weight_bytes: int
+) -> tuple[float, float]:
+    """Seconds in which a host's ranks gather a block's weight, and exchange its sums.
 
     numel: with whole shares for all ranks. All but its own share comes to a rank over its link.
     """
     if job.ranks == 1:
-        return 0.0, 0.0, 0.0
-    others, update = (job.ranks - 1) / job.ranks, job.whole_update
-    directions = 0 if update is None else job.size * update.gathered_bytes[block]
-    gathered = (others * nbytes / machine.gather for nbytes in (numel * weight_bytes, directions))
-    weights, of_update = gathered
-    return weights, others * numel * SUM_BYTES / machine.reduce, of_update
+        return 0.0, 0.0
+    others = (job.ranks - 1) / job.ranks
+    gathered = others * (numel * weight_bytes) / machine.gather
+    return gathered, others * numel * SUM_BYTES / machine.reduce
 
 
 def common_memory(machine: MachineProfile) -> float:

@@ -20,14 +20,12 @@ State = tuple[tuple[str, float], ...]  # an optimizer's arrays: name, bytes per 
 
 @dataclass(frozen=True)
 class WholeUpdate:
-    """Memory and work of an optimizer of whole tensors, which differ from block to block. Of
-    several ranks: of the one that has most.
+    """Memory and work of an optimizer of whole tensors, which differ from block to block.
 
     Attributes:
         state_bytes: the optimizer's arrays: name, bytes of every block.
         product_flops: FLOPs of the matmuls in the update of every block.
-        gathered_bytes: of every block's directions, that ranks gather from each of them.
-        bytes_per_parameter: the arrays' mean over all blocks and ranks.
+        bytes_per_parameter: the arrays' mean over all blocks.
         passes_bytes: memory traffic per parameter beyond one pass over its state and gradient.
         host_scratch: bytes beside the state while a block in host RAM is updated.
         device_scratch: bytes where matmuls are computed, or a resident block is updated.
@@ -35,7 +33,6 @@ class WholeUpdate:
 
     state_bytes: tuple[tuple[str, tuple[int, ...]], ...]
     product_flops: tuple[float, ...]
-    gathered_bytes: tuple[int, ...]
     bytes_per_parameter: float
     passes_bytes: float
     host_scratch: int

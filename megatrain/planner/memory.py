@@ -141,9 +141,6 @@ class Layout:
         if self.job.whole_update is not None:  # its matmuls run on a stream with its own workspace
             workspace = self.hardware.workspace_bytes if self.hardware.gpu else 0
             table["update's scratch"] = self.job.whole_update.device_scratch + workspace
-            # of several ranks: this one's on their way, and all
-            if gathered := max(self.job.whole_update.gathered_bytes, default=0):
-                table["gathered directions"] = (1 + self.job.size) * gathered
         return table
 
     @property
@@ -187,13 +184,12 @@ class Layout:
 
     @property
     def crossing(self) -> tuple[int, int]:
-        """Bytes that cross between hosts in a step, whoever owns them: of weights and directions,
-        which are gathered once, and of sums."""
-        choices, whole, update = self.choices, sum(self.padded), self.job.whole_update
-        directions = 0 if update is None else self.job.size * sum(update.gathered_bytes)
+        """Bytes that cross between hosts in a step, whoever owns them: of weights, which are
+        gathered once, and of sums."""
+        choices, whole = self.choices, sum(self.padded)
         sums = (1 + choices.second_backward) * whole
         sums += (choices.groups - 1) * sum(self.padded[self._summed :])
-        return whole * self.activations.weight + directions, sums * WIRES[self.job.wire]
+        return whole * self.activations.weight, sums * WIRES[self.job.wire]
 
     @property
     def _summed(self) -> int:

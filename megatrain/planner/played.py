@@ -75,7 +75,6 @@ class RecordedSimulator(StepSimulator):
         return self.on_bus
 
     def _upload(self, block: int) -> None:
-        self._update_up_to(block)  # first: it has notes of its own
         before = self.upload, self.drive, self.exchange
         super()._upload(block)
         name, tasks = self._name(block), self.blocks[block]
@@ -93,11 +92,6 @@ class RecordedSimulator(StepSimulator):
         if self.host > before:
             self._note("drive", tasks.nvme_read, f"reads the state of {name}")
             self._note("host", tasks.host_update, name)
-
-    def _gather_directions(self, block: int, ready: float) -> float:
-        done = super()._gather_directions(block, ready)
-        self._note("exchange", self.blocks[block].directions, f"directions of {self._name(block)}")
-        return done
 
     def _exchange_sums(self, block: int, ready: float) -> float:
         done = super()._exchange_sums(block, ready)

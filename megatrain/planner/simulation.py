@@ -9,7 +9,6 @@ the time of everything.
 
 from __future__ import annotations
 
-import math
 from collections import deque
 from collections.abc import Iterator, Sequence
 
@@ -17,7 +16,6 @@ from megatrain.planner.collectives import Collectives
 from megatrain.planner.tasks import BlockTasks, StepOptions, StepTimeline, total
 from megatrain.schedule import (
     COMING,
-    DIRECTIONS_AHEAD,
     LANDING_BUFFERS,
     SHARE_BUFFERS,
     STAGES,
@@ -61,7 +59,7 @@ def at_least(blocks: Sequence[BlockTasks], options: StepOptions) -> float:
     # at least once: where there are few layers, each stays in a slot of its own
     exchanging = 0.0
     if options.ranks > 1:
-        exchanging = sum(total(task, blocks) for task in ("gather", "reduce", "directions"))
+        exchanging = sum(total(task, blocks) for task in ("gather", "reduce"))
     exchanging += (groups - 1) * total("reduce", travelling)
     return max(computing, uploading, downloading, exchanging, updating + behind)
 
@@ -84,7 +82,6 @@ class StepSimulator:
         self.collectives = Collectives()
         self.shares_free = deque([0.0] * SHARE_BUFFERS)
         self.uploaded = [0.0] * len(blocks)
-        self.to_update: deque[int] = deque()  # on the host, once their weights are asked for
         self.to_write: list[int] = []  # blocks that were updated and are not on NVMe yet
         self.stored = [0.0] * STAGES["grad"]  # when the latest gradients were on NVMe
         # blocks whose gradients are in the buffers of those that are applied at once
@@ -151,31 +148,14 @@ class StepSimulator:
 
     def _update_all(self) -> None:
         """Update resident blocks on the device, the others on the host in forward order."""
-        here, directions = self.options.resident, total("directions", self.blocks)
+        here = self.options.resident
         self.host = max(self.host, self.compute)
-        self.to_update.extend(range(here, self.head + 1))
-        if not directions:
-            self._update_up_to(self.head)
-        self._compute("update", sum(block.device_update for block in self.blocks))
-        if directions:  # wait: each resident block's are gathered in the middle of its update
-            for block in range(here):
-                self._wait("update", self._gather_directions(block, self.compute), "exchange")
-        self.updated[:here] = [self.compute] * here
-
-    def _gather_directions(self, block: int, ready: float) -> float:
-        """When ranks have gathered those of a block, of which this one's are there at `ready`."""
-        seconds, lost = self.blocks[block].directions, self.options.gather_loss
-        return self.collectives.add(ready, seconds, lost) if seconds else ready
-
-    def _update_up_to(self, block: int) -> None:
-        """Where ranks gather directions, they do so for one block more than they gather weights."""
-        if not self.to_update:
-            return
-        last = block + DIRECTIONS_AHEAD if self.blocks[block].directions else block
-        while self.to_update and self.to_update[0] <= last:
-            self._host_update(self.to_update.popleft())
-        while self.to_write and not self.to_update:
+        for block in range(here, self.head + 1):
+            self._host_update(block)
+        while self.to_write:
             self._write_back()
+        self._compute("update", sum(block.device_update for block in self.blocks))
+        self.updated[:here] = [self.compute] * here
 
     def _host_update(self, block: int) -> None:
         tasks, begin = self.blocks[block], max(self.host, self.gradient_landed[block])
@@ -190,9 +170,6 @@ class StepSimulator:
         queued = begin == self.host and self.host_late
         self.late[block] = self.host_late = arrived > begin or queued
         done = max(begin, arrived) + tasks.host_update
-        if tasks.directions:  # some of the work comes before, some after
-            half = tasks.host_update / 2
-            done = self._gather_directions(block, done - half) + half
         self.host = self.updated[block] = done
         if tasks.nvme_write:
             self.to_write.append(block)
@@ -308,7 +285,7 @@ class StepSimulator:
             if not stored:
                 self._host_update(block)
         elif not stored:
-            self._wait(phase, self._gather_directions(block, shared), "exchange")
+            self._wait(phase, shared, "exchange")
             self._compute(phase, tasks.device_update)
             self.updated[block] = self.compute
 
@@ -348,8 +325,8 @@ class StepSimulator:
 
     def _beside_update(self, begin: float, seconds: float) -> float:
         """Seconds of a transfer, which is slower while the host updates in the same memory."""
-        share, until = self.options.beside_update, math.inf if self.to_update else self.host
-        beside = min(max(0.0, until - begin), seconds / share)
+        share = self.options.beside_update
+        beside = min(max(0.0, self.host - begin), seconds / share)
         return seconds + (1 - share) * beside
 
     def _upload(self, block: int) -> None:
@@ -357,7 +334,6 @@ class StepSimulator:
         if self.slot_holds.get(slot) == block:
             return
         self.slot_holds[slot] = block
-        self._update_up_to(block)
         there = self.updated[block]
         just_updated = self.options.stored and self.uploads <= self.head  # and still in staging
         if tasks.nvme_weight and not just_updated:

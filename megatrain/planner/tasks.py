@@ -43,7 +43,6 @@ class BlockTasks:
     # of all ranks' sums to one's share of the gradient, which is rounded and measured; or of a
     # group's sums, to be added to those of the groups before
     reduce: float = 0.0
-    directions: float = 0.0  # gathering all ranks', in the middle of the block's update
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,7 +122,6 @@ def serial(blocks: Sequence[BlockTasks], options: StepOptions) -> StepTimeline:
         "second backward": 0.0,
     }
     timeline = StepTimeline()
-    timeline.waits["update"]["exchange"] = total("directions", blocks)
     gathers = total("gather", back_in_turn)
     timeline.waits["forward"] |= {
         "exchange": groups * total("gather", others[once:]) + total("gather", blocks[:once]),

@@ -305,7 +305,7 @@ class StepCosts:
         # read the sum, write the gradient and measure it: of several ranks, in their lane
         finish = mine * (SUM_BYTES + 2 * self.weight) / self.machine.memory
         padded, given = self.layout.padded[number], (self.job, self.machine, self.weight)
-        gather, reduce, directions = exchanged(number, padded, *given)
+        gather, reduce = exchanged(padded, *given)
         return BlockTasks(
             forward=self.micro_batches * forward,
             backward=self.job.trained_share * self.micro_batches * (backward + self._adding(numel)),
@@ -326,7 +326,6 @@ class StepCosts:
             nvme_gradient=grad / self.drive_write,
             nvme_weight=weight / self.drive_read,
             frozen=numel == 0,
-            directions=directions,
         )
 
     def _products(self, number: int, travelling: int = 0) -> float:

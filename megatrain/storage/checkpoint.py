@@ -109,7 +109,6 @@ def save_checkpoint(
             saves.prune(run_dir, keep, [path for path in abandoned if path != target])
             return at_home(run_dir, engine.carried)
 
-    engine.begin_updates()
     engine.carried = led(
         engine.store.world, lead, lambda: {**weight_plan(engine), **_optimizer_plan(engine)}
     )

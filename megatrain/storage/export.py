@@ -72,7 +72,6 @@ class Exportable(Protocol):
     def constants(self) -> Constants: ...
     @property
     def hf_config(self) -> Any: ...
-    def begin_updates(self) -> None: ...  # of several ranks, before each reads blocks of its own
 
     def wait_ready(self, block: int) -> None:
         """Return once the block's pending update is done; called from several threads."""
@@ -161,7 +160,6 @@ def save_pretrained(
             logger.info(about_added(added))
         return Path(folder)
 
-    engine.begin_updates()
     return led(world, lead, partial(weight_plan, engine))
 
 

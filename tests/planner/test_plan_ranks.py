@@ -119,23 +119,6 @@ def test_a_share_is_gathered_once_it_is_up():
     assert both.waits["forward"]["exchange"] == pytest.approx(0.5)
 
 
-def test_directions_are_gathered_in_the_middle_of_updates_and_in_turn_with_weights():
-    """The host's update is ahead of the computation, by one block of which directions are there;
-    of resident blocks all are waited for."""
-    ahead = overlapped(with_tasks(host_update=0.2, directions=0.1, gather=0.1), TWO)
-    alone = overlapped(with_tasks(gather=0.1), TWO)
-    # two blocks' updates and one's gather of weights precede the first block
-    assert ahead.seconds == pytest.approx(alone.seconds + 0.2 + 0.1 + 0.1 + 0.1)
-    here = replace(TWO, resident=LAYERS + 2)
-    resident = overlapped(with_tasks(directions=0.25), here)
-    assert resident.waits["update"]["exchange"] == pytest.approx(0.25 * (LAYERS + 2))
-    unclipped = overlapped(with_tasks(directions=0.25), replace(here, stored=False))
-    assert unclipped.waits["update"]["exchange"] == 0.0
-    blocks = with_tasks(directions=0.5, reduce=2.0)
-    extra = serial(blocks, TWO).seconds - serial(with_tasks(reduce=2.0), TWO).seconds
-    assert extra == pytest.approx(0.5 * (LAYERS + 2))
-
-
 def test_what_is_read_is_uploaded_whole_and_not_gathered():
     """As on one rank, but for what is left to exchange."""
     tasks = with_tasks(upload=2.5, reduce=0.1)

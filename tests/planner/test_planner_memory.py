@@ -66,7 +66,7 @@ def test_device_arrays_of_a_small_model():
         replace(
             TINY_JOB,
             lengths_vary=True,
-            whole_update=WholeUpdate((), (0.0, 1.0, 1.0, 0.0), (), 0.0, 0.0, 5, 7),
+            whole_update=WholeUpdate((), (0.0, 1.0, 1.0, 0.0), 0.0, 0.0, 5, 7),
         ),
     ],
 )

@@ -195,9 +195,7 @@ def drawn(seed: int, ranks: int = 1) -> tuple[list[BlockTasks], StepOptions]:
     first = min(set(range(LAYERS + 2)) - frozen)
 
     def block(number: int) -> BlockTasks:
-        left_out = (
-            ("frozen", "finish") if ranks > 1 else ("frozen", "gather", "reduce", "directions")
-        )
+        left_out = ("frozen", "finish") if ranks > 1 else ("frozen", "gather", "reduce")
         names = [field.name for field in fields(BlockTasks) if field.name not in left_out]
         tasks: dict[str, Any] = {
             name: draw.choice((0.0, 0.5, 2.0)) * draw.random() for name in names

@@ -18,7 +18,7 @@ from megatrain.errors import ConfigError, DamagedError, MegaTrainError, ModelErr
 from megatrain.models.anatomy import layouts_of
 from megatrain.models.pretrained import ModelSource, read_model_config, resolve_source
 from megatrain.models.skeleton import Skeleton
-from megatrain.optim import AdamW, Muon
+from megatrain.optim import AdamW
 from megatrain.settings import ALL, Settings
 from megatrain.storage import rounds, weights
 from megatrain.storage.candidates import read_gguf
@@ -45,7 +45,7 @@ HOW: dict[str, dict[str, Any]] = {
         "optimizer": AdamW(lr=1e-3, moments="int8"),
         "settings": Settings(**CHUNK, resident=ALL),
     },
-    "experts, on NVMe": {"family": "mixtral", "optimizer": Muon(lr=1e-3), "settings": FAR},
+    "experts, on NVMe": {"family": "mixtral", "settings": FAR},
 }
 Arrays = dict[str, torch.Tensor]
 
