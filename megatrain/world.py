@@ -239,21 +239,6 @@ class World:
             may_end_here()
             time.sleep(LOOKS_EVERY_S)
 
-    def all_say(self, what: str, within_s: float) -> bool:
-        """Whether all ranks call this, with the same words, which no rank says twice, in time. What
-        a rank has said in vain it takes back: one that comes later is not to count it.
-        """
-        if self.is_alone:
-            return True
-        self.store.set(f"{what}/{self.rank}", "said")
-        names, until = [f"{what}/{rank}" for rank in range(self.size)], time.monotonic() + within_s
-        while not (said := self.store.check(names)) and time.monotonic() < until:
-            beat()
-            time.sleep(LOOKS_EVERY_S)
-        if not said:
-            self.store.delete_key(f"{what}/{self.rank}")
-        return bool(said)
-
     def one_by_one(self, work: Callable[[], object]) -> None:
         """Let the ranks of a host work one after another. All call it at the same place; what one
         raises all do.

@@ -13,7 +13,7 @@ from pydantic import Field, PrivateAttr, model_validator
 from megatrain.config import choices as c
 from megatrain.config import values as v
 from megatrain.config.document import write_yaml
-from megatrain.config.evaluating import CheckpointOptions, EvalOptions, refuse_unjudged
+from megatrain.config.evaluating import CheckpointOptions, EvalOptions
 from megatrain.config.preference import (
     CpoOptions,
     DpoOptions,
@@ -304,7 +304,8 @@ class Config(Options):
             refuse(*found)
         if self.memory.nvme is None and self.memory.nvme_size != "auto":
             refuse("memory.nvme_size", "limits folders on NVMe; set memory.nvme: [FOLDER] as well")
-        refuse_unjudged(self.checkpoint, self.eval, self.data.eval is not None)
+        if self.checkpoint.patience is not None and self.data.eval is None:
+            refuse("checkpoint.patience", "counts evaluations of held-out rows; set data.eval too")
         if fault := fault_of_sections(self) or fault_of_streaming(self):
             refuse(*fault)
         if self.method == "pretrain" and self.data.train_on != "all":

@@ -63,12 +63,17 @@ def names_config(target: str | Path) -> bool:
 
 
 def load_config(
-    source: str | Path | Mapping[str, Any], overrides: Sequence[str] | Mapping[str, Any] = ()
+    source: str | Path | Mapping[str, Any],
+    overrides: Sequence[str] | Mapping[str, Any] = (),
+    *,
+    of_run: bool = False,
 ) -> Config:
     """Read a config from a file or a mapping, then set keys over it.
 
-    overrides: `key=value` arguments (dotted keys, YAML values), or a mapping of keys, which may be
-        dotted or nested, to values.
+    Args:
+        overrides: `key=value` arguments (dotted keys, YAML values), or a mapping of keys, which
+            may be dotted or nested, to values.
+        of_run: a run wrote it, perhaps one of an earlier version: removed keys are dropped.
 
     Raises ConfigError with a line per fault: `cfg.yaml:7: train.learning_rte: did you mean
     learning_rate?`
@@ -87,8 +92,9 @@ def load_config(
     if {"model_type", "architectures"} <= {*(document.value or {})}:
         described = "describes a model, not a run"
         raise ConfigError(f"{name}: {described}; name the model's folder, {Path(name).parent}")
-    collector = _Collector()
+    collector = _Collector(of_run)
     collector.mapping(document.value or {})
+    collector.drops_removed = False
     in_file = collector.taken()
     if isinstance(overrides, Mapping):
         for dotted, value in overrides.items():
@@ -143,7 +149,8 @@ def parse_override(override: str) -> dict[str, Located]:
 class _Collector:
     """Gathers the leaves of one source and every fault in its names."""
 
-    def __init__(self) -> None:
+    def __init__(self, drops_removed: bool = False) -> None:
+        self.drops_removed = drops_removed
         self.leaves: Leaves = {}
         self.problems: list[str] = []
         self.foreign = 0  # names of other trainers among them
@@ -166,6 +173,9 @@ class _Collector:
                 self._add(leaf)
             elif section in ALIAS_SECTIONS and name in ALIASES:
                 self._alias(ALIASES[name], leaf)
+            elif removed := n.REMOVED.get(key):
+                if not self.drops_removed and not n.is_harmless(removed, leaf.value):
+                    self.problems.append(leaf.problem(removed.reason))
             elif refusal := n.refusal_of(name):
                 if not n.is_harmless(refusal, leaf.value):
                     self.problems.append(leaf.problem(refusal.reason))

@@ -281,7 +281,7 @@ REFUSED: dict[str, Refusal] = {
     "do_train": Refusal("`megatrain train` trains; `megatrain eval` evaluates", (True, None)),
     "do_eval": Refusal("set data.eval: null for no evaluation", (True, None)),
     "do_predict": Refusal("`megatrain generate` answers prompts, `megatrain eval` evaluates"),
-    "predict_with_generate": Refusal("`eval.prompts` and `eval.tasks` have evaluations answer"),
+    "predict_with_generate": Refusal("`eval.prompts` has evaluations answer"),
     "overwrite_cache": _drop("the rows' cache is made anew where rows change", True, False, None),
     "plot_loss": _drop("no plot is drawn; metrics.jsonl has the losses, `track` shows them"),
     "max_samples": Refusal(
@@ -319,6 +319,16 @@ REFUSED_PREFIXES: dict[str, Refusal] = {
     "ddp_": _drop("one GPU is used; data-parallel training is not built yet"),
     "dataloader_": _drop("batches are prepared ahead by MegaTrain itself"),
     "fp16_": _MIXTURE,
+}
+
+_TASKS = Refusal(
+    "runs have no tasks any more; evaluate a run or a checkpoint with `megatrain eval RUN --tasks`",
+    (False, None, [], "end"),
+)
+# Keys of earlier versions. Run folders still hold them.
+REMOVED: dict[Key, Refusal] = {
+    ("eval", name): _TASKS
+    for name in ("tasks", "tasks_at", "limit", "num_fewshot", "include_path", "apply_chat_template")
 }
 
 

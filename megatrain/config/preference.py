@@ -108,7 +108,6 @@ def fault_of_sections(config: Config) -> tuple[str, str] | None:
     of_text = {
         "sample_prompt": config.sample_prompt,
         "eval.prompts": config.eval.prompts,
-        "eval.tasks": config.eval.tasks or None,
     }
     asked = [name for name, value in of_text.items() if value is not None]
     if METHODS[method].scores and asked:

@@ -78,7 +78,6 @@ PATHS = (
     "data.train",
     "data.eval",
     "data.chat_template",
-    "eval.include_path",
     "eval.prompts",
     "memory.nvme",
     "output",
@@ -97,9 +96,9 @@ def asked_again(run_dir: Path, overrides: Sequence[str] | Mapping[str, Any]) -> 
             "(`output` in its config)"
         )
     try:
-        asked = load_config(path, overrides)
+        asked = load_config(path, overrides, of_run=True)
     except ConfigError as error:
-        _refuse_what_cannot_change(load_config(path), overrides, error)
+        _refuse_what_cannot_change(load_config(path, of_run=True), overrides, error)
         raise
     return with_absolute_paths(asked, but=("output",))
 
@@ -144,7 +143,7 @@ def resumed_configs(
             f"{run_dir}: was saved by a release that kept no config in its checkpoints; resume it "
             "with that release"
         )
-    then = load_config(saved["config"])
+    then = load_config(saved["config"], of_run=True)
     kept = {"output": str(run_dir), **saved["chosen"]}  # the folder may have been moved
     now, before = (flatten(config.model_dump(mode="json")) for config in (asked, then))
     for rule in EXCLUSIONS:  # an option that is set now gives up a choice that it excludes

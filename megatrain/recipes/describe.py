@@ -230,7 +230,6 @@ def summarize(run: Run, plan: Plan, seconds: float, stop: StopRequest | None) ->
         best_step=run.best.get("step"),
         best_metric=metric,
         best_value=run.best.get(metric),
-        figures=run.figures,
         final_dir=folder / find_checkpoint(folder).name if stop is None else None,
         prompt=question,
         answer=reply,

@@ -46,9 +46,9 @@ def rows_to_evaluate(
         whole |= {"method": "reward"} if is_classifier(model.config) else {}
         config = load_config(whole, {"data.train": data, **ALL_ROWS})
         return config, read_rows(config, model)[0]
-    day = day_of(load_config(run_dir / RESOLVED_FILE))
+    day = day_of(load_config(run_dir / RESOLVED_FILE, of_run=True))
     if data is not None:
-        config = load_config(run_dir / CONFIG_FILE, {"data.train": data, **ALL_ROWS})
+        config = load_config(run_dir / CONFIG_FILE, {"data.train": data, **ALL_ROWS}, of_run=True)
         return config, read_rows(config, model, day)[0]
     config, expected = held_out_by(run_dir, checkpoint)
     try:

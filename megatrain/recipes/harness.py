@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import groupby
 from typing import Any
 
@@ -30,14 +30,18 @@ from tqdm import tqdm
 from megatrain.data.micro_batches import cuts
 from megatrain.data.regimes import alike
 from megatrain.engine.engine import Engine
-from megatrain.engine.generation import starting_from
+from megatrain.engine.generation import free_bytes, starting_from
 from megatrain.errors import ConfigError
 from megatrain.heartbeat import beat
 from megatrain.models.rotary import regimes_of
+from megatrain.planner.search import AUTO_MICRO_BATCH_TOKENS
 from megatrain.recipes.model import Model
 from megatrain.recipes.sample import Sampling
-from megatrain.recipes.tasks import AskedToStop, Sizes
+from megatrain.recipes.sweeps import SWEEP_MICRO_BATCHES
 
+# Micro-batches of one sweep, at most, and the share of a GPU's free memory that their hidden
+# states, old and new, may take.
+MOST_MICRO_BATCHES, SHARE_FOR_SWEEP = 64, 0.25
 MAX_NEW_TOKENS = 256  # of an answer, where its task names no number: the hf backend's own
 DRAWN = {"do_sample", "temperature", "top_p"}  # what answers that are streamed can be drawn by
 
@@ -48,26 +52,18 @@ class EngineLM(TemplateLM):
     """Answers lm-eval's requests with an engine, whose state it leaves as it was.
 
     Args:
-        generation: settings that answers start from, as the hf backend takes a folder's; None:
-            those of the configuration.
-        stop: asked between sweeps and between answers; true raises AskedToStop.
-        quiet: without progress bars.
+        longest: tokens of a row, at most.
     """
 
     def __init__(
         self,
         engine: Engine,
         model: Model,
-        sizes: Sizes,
-        *,
-        generation: Any = None,
-        stop: Callable[[], bool] = lambda: False,
-        quiet: bool = False,
+        longest: int,
     ) -> None:
         super().__init__()
-        self.engine, self.model, self.sizes = engine, model, sizes
-        self.stop, self.quiet = stop, quiet
-        self.generation = generation
+        self.engine, self.model = engine, model
+        self.micro_batch_tokens = max(AUTO_MICRO_BATCH_TOKENS[engine.device.type], longest)
         self.tokenizer: Any = configure_pad_token(copy.deepcopy(model.tokenizer), model.config)
         if self.prefix_token_id is None:
             raise ConfigError(
@@ -123,7 +119,7 @@ class EngineLM(TemplateLM):
 
     def loglikelihood(self, requests: Any, disable_tqdm: bool = False) -> list[tuple[float, bool]]:
         # its bar is told so and asks no TQDM_DISABLE: in a file it would be lines of characters
-        without_bar = disable_tqdm or self.quiet or not sys.stderr.isatty()
+        without_bar = disable_tqdm or not sys.stderr.isatty()
         return super().loglikelihood(requests, disable_tqdm=without_bar)  # type: ignore[no-any-return]
 
     def loglikelihood_rolling(self, requests: Any, disable_tqdm: bool = False) -> list[float]:
@@ -155,7 +151,7 @@ class EngineLM(TemplateLM):
             whole = (context + continuation)[-(longest + 1) :]
             rows.setdefault(tuple(whole[:-1]), []).append((number, continuation))
         found: list[tuple[float, bool]] = [(0.0, False)] * len(requests)
-        bar = tqdm(total=len(requests), desc="log-likelihoods", disable=self.quiet or None)
+        bar = tqdm(total=len(requests), desc="log-likelihoods", disable=None)
         for batches in self._sweeps(sorted(rows, key=len, reverse=True)):
             targets = [targets_of([(row, rows[row]) for row in batch]) for batch in batches]
             said = self.engine.score([self._padded(batch) for batch in batches], targets)
@@ -174,17 +170,26 @@ class EngineLM(TemplateLM):
         tokens = 0
         for run in alike([len(row) for row in rows], self.regimes):
             together = rows[run]
-            size = max(self.sizes.micro_batch_tokens, len(together[0]) if together else 0)
+            size = max(self.micro_batch_tokens, len(together[0]) if together else 0)
             for start, stop in cuts([len(row) for row in together], size):
                 batch = together[start:stop]
                 padded = len(batch) * len(batch[0])
-                if sweep and tokens + padded > self.sizes.sweep_tokens:
+                if sweep and tokens + padded > self._sweep_tokens():
                     yield sweep
-                    self._look_up()
+                    beat()
                     sweep, tokens = [], 0
                 sweep, tokens = [*sweep, batch], tokens + padded
         if sweep:
             yield sweep
+
+    def _sweep_tokens(self) -> int:
+        """Padded tokens of a sweep over the weights: many, as streaming takes long."""
+        sweep = SWEEP_MICRO_BATCHES * self.micro_batch_tokens
+        if self.engine.device.type == "cuda":
+            states = 2 * self.engine.anatomy.hidden_size * self.engine.skeleton.dtype.itemsize
+            room = int(SHARE_FOR_SWEEP * free_bytes(self.engine.device)) // states
+            sweep = max(sweep, min(room, MOST_MICRO_BATCHES * self.micro_batch_tokens))
+        return sweep
 
     def _padded(self, rows: Sequence[tuple[int, ...]]) -> dict[str, torch.Tensor]:
         longest = max(map(len, rows))
@@ -195,18 +200,13 @@ class EngineLM(TemplateLM):
             mask[number, : len(row)] = 1
         return {"input_ids": ids, "attention_mask": mask}
 
-    def _look_up(self) -> None:
-        beat()
-        if self.stop():
-            raise AskedToStop
-
     # -- answers -----------------------------------------------------------------------------------
 
     def generate_until(self, requests: Any, disable_tqdm: bool = False) -> list[str]:
         asked = [(*request.args, number) for number, request in enumerate(requests)]
         asked.sort(key=lambda one: (repr(one[1]), -len(self.tok_encode(one[0]))))
         found = [""] * len(asked)
-        bar = tqdm(total=len(asked), desc="answers", disable=self.quiet or None)
+        bar = tqdm(total=len(asked), desc="answers", disable=None)
         for _, group in groupby(asked, key=lambda one: repr(one[1])):
             same = list(group)
             how, until, new = self._settings(same[0][1])
@@ -217,10 +217,10 @@ class EngineLM(TemplateLM):
                     f"{self.max_length}; the task's generation_kwargs say how many"
                 )
             longest = min(room, len(self.tok_encode(same[0][0]))) + new
-            rows = max(1, self.sizes.micro_batch_tokens // longest)
+            rows = max(1, self.micro_batch_tokens // longest)
             with self.engine.whole(rows * longest) as model:
                 for batch in pieces(same, rows if model is not None else 1):
-                    self._look_up()
+                    beat()
                     texts = [context for context, *_ in batch]
                     if model is None:
                         answers = [self._streamed(texts[0], room, how, until, new)]
@@ -264,7 +264,7 @@ class EngineLM(TemplateLM):
         length = ids.shape[1]
         stops = stop_sequences_criteria(self.tokenizer, until, length, len(texts))
         stops.append(lambda ids, scores, **_: self._beat(ids))
-        with starting_from(model, self.generation or model.generation_config):
+        with starting_from(model, self.model.generation or model.generation_config):
             made = model.generate(
                 input_ids=ids.to(self.engine.device),
                 attention_mask=mask.to(self.engine.device),

@@ -30,15 +30,8 @@ from megatrain.recipes.rows import read_rows, say_rows
 from megatrain.recipes.sample import Sampling, answer, system_turns, unseen
 from megatrain.recipes.setup import make_loss, quiet_libraries
 from megatrain.recipes.signals import StopRequest
-from megatrain.recipes.sweeps import evaluated, sweeps
-from megatrain.recipes.tasks import (
-    SWEEP_MICRO_BATCHES,
-    TaskOptions,
-    TaskResults,
-    load_tasks,
-    run_tasks,
-    sizes_for,
-)
+from megatrain.recipes.sweeps import SWEEP_MICRO_BATCHES, evaluated, sweeps
+from megatrain.recipes.tasks import TaskOptions, TaskResults, load_tasks, run_tasks
 from megatrain.reporting.streams import console_on
 from megatrain.settings import Settings
 from megatrain.storage.saves import find_checkpoint
@@ -159,9 +152,7 @@ def evaluate_tasks(
     check_weights(str(checkpoint))
     tasks = load_tasks(options, where)  # before weights are read
     with reader(checkpoint, run_folder_of(Path(named)), trust_remote_code) as engine:
-        sizes = sizes_for(engine, longest_row(model))
-        results = run_tasks(tasks, engine, model, sizes, generation=model.generation)
-    assert results is not None, "nobody asked it to stop"
+        results = run_tasks(tasks, engine, model, longest_row(model))
     return str(checkpoint), results
 
 
@@ -205,7 +196,7 @@ def reader(checkpoint: str | Path, run_dir: Path | None, trust_remote_code: bool
     """An engine that reads only, with no optimizer state in RAM, computing as the run did."""
     chosen: dict[str, Any] = {}
     if run_dir is not None:
-        config = load_config(run_dir / CONFIG_FILE)
+        config = load_config(run_dir / CONFIG_FILE, of_run=True)
         chosen = {name: getattr(config, name) for name in ("precision", "attention", "device")}
     return Engine.from_pretrained(
         checkpoint,

@@ -24,17 +24,16 @@ from megatrain.optim.schedules import SCHEDULES, warmup_steps
 from megatrain.recipes.awaiting import awaiting
 from megatrain.recipes.card import model_card
 from megatrain.recipes.divergence import stop_if_lost, way_back
-from megatrain.recipes.examination import Examination, examine, figures_of
-from megatrain.recipes.judging import (
+from megatrain.recipes.early_stopping import (
     Figures,
-    better,
     check_metric,
+    is_better,
     out_of_patience,
-    without_patience,
 )
 from megatrain.recipes.measured import measure, metrics_of
 from megatrain.recipes.model import Model
 from megatrain.recipes.report import LiveReport
+from megatrain.recipes.sample import EvalPrompt, answers_to
 from megatrain.recipes.signals import Stopped, StopRequest
 from megatrain.recipes.sweeps import evaluated
 from megatrain.reporting.advice import Facts
@@ -44,6 +43,7 @@ from megatrain.reporting.meters import GpuMeter
 from megatrain.reporting.metrics import MetricsWriter, SteadyTime, StepTime
 from megatrain.reporting.mfu import ModelFlops
 from megatrain.reporting.progress import Progress
+from megatrain.reporting.samples import write_samples
 from megatrain.reporting.spikes import Spikes
 from megatrain.reporting.tracing import record_timeline
 from megatrain.storage.checkpoint import save_checkpoint, write_final
@@ -88,13 +88,11 @@ class Run:
     first_step: int  # where this process began
     first_tokens: int
     recent: Spikes  # of loss and norm
-    examination: Examination
-    greater_is_better: bool  # of the figure by which the best is chosen
+    prompts: Sequence[EvalPrompt]  # that evaluations answer
     unproven: Path | None = None  # the last checkpoint, until the step after it was finite
     # newer than the checkpoint asked for: the next save removes them
     abandoned: Sequence[Path] = ()
     spikes: int = 0  # of this process
-    figures: Figures = field(default_factory=dict)  # the latest of tasks
     trace: Path | None = None  # the file for the timeline of one step
     steady: SteadyTime = field(default_factory=SteadyTime)
     load: LoadMeter = field(default_factory=LoadMeter)
@@ -133,8 +131,8 @@ def fit(run: Run, stop: StopRequest) -> bool:
         if stop.came():
             save(run, None)
             return stop.says(f"after step {run.step}; the run is saved")
-        check_metric(run, found)
-    for batch, data_s in () if without_patience(run) else timed(run, stop):
+        check_metric(config, found)
+    for batch, data_s in () if out_of_patience(config, run.waited) else timed(run, stop):
         if batch is None:
             return stop.says(f"while step {run.step + 1} waited for rows; the run is saved")
         train_step(run, batch, data_s)
@@ -147,7 +145,7 @@ def fit(run: Run, stop: StopRequest) -> bool:
         found = evaluate(run, request) if saving or due(config.train.eval_every, run.step) else None
         run.report.write()
         saving = saving or better(run, found)
-        enough = out_of_patience(run, found)
+        enough = count_patience(run, found)
         if last or enough or request.came():
             save(run, found)
         elif not saving or not try_to_save(run, found):
@@ -156,23 +154,12 @@ def fit(run: Run, stop: StopRequest) -> bool:
             break
         if request.came():  # perhaps while the checkpoint was written
             return stop.says(f"after step {run.step}; the run is saved")
-    finish(run, stop)
+    finish(run)
     return True
 
 
-def finish(run: Run, stop: StopRequest) -> None:
-    """Run the tasks of the end, and write `final/` as the config asks for it. Raises StorageError.
-
-    A request to stop ends the tasks alone.
-    """
-    if (tasks := run.examination.tasks_at_the_end) is not None:
-        started = time.perf_counter()
-        with run.progress.doing("evaluating"):
-            figures = figures_of(run, tasks, stop)
-        seconds = time.perf_counter() - started
-        run.progress.evaluated(run.step, None, seconds)
-        if figures:
-            run.writer.write_eval(run.step, None, 0, seconds, figures)
+def finish(run: Run) -> None:
+    """Write `final/` as the config asks for it. Raises StorageError."""
     if run.config.checkpoint.final != "none":
         run.engine.world.first(partial(write_final_of, run))
 
@@ -272,13 +259,13 @@ def traced(run: Run) -> Iterator[None]:
 
 
 def evaluate(run: Run, stop: StopRequest) -> Figures | None:
-    """Mean loss over the held-out rows and what else is asked, by name, written and shown.
+    """Compute, write and show the figures of the held-out rows, by name, and answer the prompts.
 
-    None if there is nothing to ask, or the run was asked to stop before the end.
+    None if there is nothing to evaluate, or the run was asked to stop before the end.
     """
-    if run.held_out is None and not run.examination.asks_each_time:
+    if run.held_out is None and not run.prompts:
         return None
-    started, found, given = time.perf_counter(), None, Figures()
+    started, found, figures = time.perf_counter(), None, Figures()
     with run.progress.doing("evaluating"):
         if run.held_out is not None:
             limit = run.config.train.eval_rows
@@ -286,15 +273,37 @@ def evaluate(run: Run, stop: StopRequest) -> Figures | None:
             found = evaluated(run.engine, batches, run.loss, run.sweep_tokens, stop)
             if found is None:
                 return None
-            given = {f"eval_{name}": value for name, value in found.metrics.items()}
-        figures = examine(run, stop)
-    if figures is None:
-        return None
-    figures, seconds = {**given, **figures}, time.perf_counter() - started
+            figures = {f"eval_{name}": value for name, value in found.metrics.items()}
+        new = run.config.eval.max_new_tokens
+        answers = answers_to(run.prompts, run.engine, run.model, new, stop)
+        if answers is None:
+            return None
+        if run.engine.world.is_first:
+            write_samples(run.config.output, run.step, answers)
+    seconds = time.perf_counter() - started
     loss, targets = (None, 0) if found is None else (found.loss, found.target_tokens)
     run.writer.write_eval(run.step, loss, targets, seconds, figures)
     run.progress.evaluated(run.step, loss, seconds)
     return figures if loss is None else {"eval_loss": loss, **figures}
+
+
+def better(run: Run, found: Figures | None) -> bool:
+    """True for the best evaluation so far, whose step is saved and becomes `best`."""
+    return is_better(run.config, found, run.best)
+
+
+def count_patience(run: Run, found: Figures | None) -> bool:
+    """Count evaluations in a row that were not better; True if they are as many as may be."""
+    if run.config.checkpoint.metric not in (found or {}):
+        return False
+    run.waited = 0 if better(run, found) else run.waited + 1
+    if not out_of_patience(run.config, run.waited):
+        return False
+    logger.info(
+        f"step {run.step}: the last {run.waited} evaluations were not better than step "
+        f"{run.best.get('step')}; training ends (checkpoint.patience)"
+    )
+    return True
 
 
 # -- saving ----------------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -24,8 +25,6 @@ from megatrain.recipes.describe import (
     facts_of,
     work_of,
 )
-from megatrain.recipes.examination import Examination
-from megatrain.recipes.judging import greater_is_better
 from megatrain.recipes.loop import BEGINNING, Run, still_to_come
 from megatrain.recipes.reference import (
     References,
@@ -37,6 +36,7 @@ from megatrain.recipes.reference import (
     wanted_by,
 )
 from megatrain.recipes.report import LiveReport, NoReport
+from megatrain.recipes.sample import EvalPrompt
 from megatrain.recipes.setup import Parts
 from megatrain.reporting.energy import EnergyMeter
 from megatrain.reporting.meters import GpuMeter
@@ -66,7 +66,7 @@ class Ready:
     plan: Plan
     loader: Loader
     held_out: Rows | None
-    examination: Examination
+    prompts: Sequence[EvalPrompt]  # that evaluations answer
 
     @property
     def rows(self) -> tuple[Rows, Rows | None]:
@@ -171,12 +171,11 @@ def open_run(
     named = resuming is not None and resuming.named
     digest, kept = ready.held_out.digest if ready.held_out else None, decided_for_ranks(plan)
     kept |= {"held_out": digest} | ({"reference": references.of_model} if references else {})
-    evaluates = ready.held_out is not None or ready.examination.asks_each_time
+    evaluates = ready.held_out is not None or bool(ready.prompts)
     total, gpu, step = loader.steps_total(), parts.machine.hardware.gpu, state["step"]
     progress.begin(total, step, partial(still_to_come, config, evaluates, total))
     meter = stack.enter_context(GpuMeter(parts.machine.device))
     writer, report = open_metrics(config, plan, state, stack, parts.machine.world)
-    tasks = ready.examination.tasks
     return Run(
         config=config,
         model=parts.model,
@@ -199,8 +198,7 @@ def open_run(
         abandoned=newer_than(config.output, source) if named and source else [],
         facts=facts_of(parts, plan, resumed=resuming is not None),
         first_step=step,
-        examination=ready.examination,
-        greater_is_better=greater_is_better(config, tasks.higher_is_better() if tasks else {}),
+        prompts=ready.prompts,
         lock=lock,
         describe=partial(describe_run, parts, plan),
         asked=for_state(config, decided(parts, plan)) | kept,

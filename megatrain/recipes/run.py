@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 from megatrain.config import Config
-from megatrain.config.evaluating import check_lm_eval
 from megatrain.config.resuming import asked_again, is_open
 from megatrain.data.build import Expected
 from megatrain.data.dataset import Rows
@@ -34,7 +33,6 @@ from megatrain.recipes.describe import (
     started_again,
     summarize,
 )
-from megatrain.recipes.examination import open_examination
 from megatrain.recipes.going_on import final_is_whole, where_to_go_on
 from megatrain.recipes.launch import ranks_for
 from megatrain.recipes.loop import fit
@@ -51,7 +49,7 @@ from megatrain.recipes.rank import (
 )
 from megatrain.recipes.row_pieces import micro_batch_of, sharing, step_tokens
 from megatrain.recipes.rows import open_rows, say_rows, say_steps
-from megatrain.recipes.sample import check_sample_prompt
+from megatrain.recipes.sample import check_sample_prompt, eval_prompts
 from megatrain.recipes.setup import Parts
 from megatrain.recipes.shapes import shape_model
 from megatrain.recipes.together import beside_others
@@ -126,7 +124,6 @@ def _train(config: Config, profile: Path | None, world: World) -> RunSummary:
         claim(profile)
     check_installed(config.track, config.where("track"))
     check_place(config)
-    check_lm_eval(config.where("eval.tasks"), config.eval.tasks)
     check_ranks(config, world)
     world = sharing(config, world)
 
@@ -162,7 +159,6 @@ def resume(
 
 def _resume(run_dir: Path, asked: Config, checkpoint: str | None, world: World) -> RunSummary:
     check_installed(asked.track, asked.where("track"))
-    check_lm_eval(asked.where("eval.tasks"), asked.eval.tasks)
     check_ranks(asked, world)
     world = sharing(asked, world)
 
@@ -230,7 +226,7 @@ def get_ready(
     # the first alone: on others transformers saves no folder to read
     world.first(partial(check_once, parts.resolved.skeleton, config.model.trust_remote_code))
     may_end_here()
-    examination = open_examination(config, parts.model)
+    prompts = eval_prompts(config, parts.model)
     # of a host's ranks the first tokenises
     first = world.local_rank == 0
     reading = partial(open_rows, config, parts.model, parts.day, expected, first)
@@ -247,7 +243,7 @@ def get_ready(
     check_alike(world, ways_of(parts, plan), digests_of(rows, held_out, windows))
     if world.is_first:
         say_steps(config, loader)
-    return Ready(parts, plan, loader, held_out, examination)
+    return Ready(parts, plan, loader, held_out, prompts)
 
 
 def ways_of(parts: Parts, plan: Plan) -> dict[str, object]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -12,14 +12,16 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from megatrain.config import Config
+from megatrain.config.evaluating import check_prompts
 from megatrain.data.dataset import Rows
-from megatrain.data.prompts import Turns
+from megatrain.data.prompts import Turns, read_prompts
 from megatrain.data.rendering import fenced, limited
 from megatrain.engine.engine import Engine
-from megatrain.errors import ConfigError, ModelError
+from megatrain.errors import ConfigError, DataError, ModelError
 from megatrain.models.rotary import longest_sequence
 from megatrain.models.stops import stop_ids, with_stops
 from megatrain.recipes.model import Model
+from megatrain.recipes.signals import StopRequest
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -27,6 +29,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger("megatrain")
 
 SAMPLE_TOKENS = 48
+EvalPrompt = tuple[Turns, list[int]]  # a conversation, and its token ids
+
 TEXT_PROMPT_TOKENS = 32  # of a row without turns, at most: the rest is up to the model
 
 
@@ -157,6 +161,43 @@ def check_sample_prompt(config: Config, model: Model) -> None:
             ids_of(model, [user(config.sample_prompt)])
         except (ConfigError, ModelError) as error:
             raise ConfigError(f"{config.where('sample_prompt')}: {error}") from error
+
+
+def eval_prompts(config: Config, model: Model) -> list[EvalPrompt]:
+    """Read `eval.prompts`. Raises DataError for one that leaves no room for an answer."""
+    given, found = config.eval, list[EvalPrompt]()
+    check_prompts(config)
+    if given.prompts is None:
+        return found
+    where, longest = config.where("eval.prompts"), positions_of(model)
+    for number, turns in enumerate(read_prompts(given.prompts), 1):
+        ids = ids_of(model, turns, f"{where}: prompt {number}")
+        if longest is not None and len(ids) + given.max_new_tokens > longest:
+            raise DataError(
+                f"{where}: prompt {number} has {len(ids)} tokens, which with an answer of "
+                f"eval.max_new_tokens {given.max_new_tokens} exceed the {longest} that the model "
+                "reads; shorten one of them"
+            )
+        found.append((turns, ids))
+    return found
+
+
+def answers_to(
+    prompts: Sequence[EvalPrompt],
+    engine: Engine,
+    model: Model,
+    max_new_tokens: int,
+    stop: StopRequest,
+) -> list[dict[str, Any]] | None:
+    """Answers with their prompts, for samples.jsonl; None if asked to stop."""
+    found = []
+    for turns, ids in prompts:
+        if stop.came():
+            return None
+        asked: Any = turns if len(turns) > 1 else turns[0]["content"]
+        answered = continuation(engine, model, ids, max_new_tokens)
+        found.append({"prompt": asked, "answer": answered})
+    return found
 
 
 def positions_of(model: Model) -> int | None:

@@ -211,7 +211,7 @@ def make_run_plan(
         transport=transport_of(config, machine),
         wire=train.wire,
         checkpoints_kept=config.checkpoint.keep,
-        keeps_best=config.data.eval is not None or config.eval.tasks_at == "evaluations",
+        keeps_best=config.data.eval is not None,
         checkpoints_written=checkpoints_written,
         **asked,
     )

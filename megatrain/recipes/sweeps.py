@@ -10,6 +10,8 @@ from megatrain.engine.objective import AnyLoss, joined
 from megatrain.engine.results import EvalResult
 from megatrain.recipes.signals import StopRequest
 
+SWEEP_MICRO_BATCHES = 4  # at least, where weights are streamed for an evaluation
+
 
 def evaluated(
     engine: Engine,

@@ -1,11 +1,11 @@
-"""Tasks of lm-evaluation-harness on an engine, for `megatrain eval --tasks` and `eval.tasks`."""
+"""Tasks of lm-evaluation-harness on an engine, for `megatrain eval --tasks`."""
 
 from __future__ import annotations
 
 import logging
 import random
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdout
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass
 from io import StringIO
 from pathlib import Path
@@ -19,35 +19,17 @@ from rich.table import Table
 from megatrain.config.evaluating import check_lm_eval
 from megatrain.config.values import did_you_mean
 from megatrain.engine.engine import Engine
-from megatrain.engine.generation import free_bytes
 from megatrain.errors import ConfigError, DataError, MegaTrainError
-from megatrain.planner.search import AUTO_MICRO_BATCH_TOKENS
 from megatrain.recipes.model import Model
 from megatrain.reporting.metrics import json_able
-
-# A sweep over a streamed model should carry many tokens: these micro-batches at most, and hidden
-# states, old and new, in this share of what a GPU has free.
-SWEEP_MICRO_BATCHES, MOST_MICRO_BATCHES, SHARE_FOR_SWEEP = 4, 64, 0.25
 
 # (task, metric, filter) -> value; filter "none" is the usual one
 Values = dict[tuple[str, str, str], float]
 
 
-class AskedToStop(Exception):
-    """Somebody asked to stop, in the middle of a task."""
-
-
-@dataclass(frozen=True)
-class Sizes:
-    """Padded tokens that are computed at once, and that share one sweep over the weights."""
-
-    micro_batch_tokens: int
-    sweep_tokens: int
-
-
 @dataclass(frozen=True)
 class TaskOptions:
-    """Which tasks, and how, by the names that lm-eval's own command has for them.
+    """Options of tasks, named as by lm-eval's own command.
 
     Attributes:
         names: of tasks, groups and tags, or YAML files.
@@ -66,38 +48,22 @@ class TaskOptions:
 
 @dataclass(frozen=True)
 class Tasks:
-    """Tasks with their documents read.
-
-    where: what names them, for errors. each_time: a run has them at every evaluation.
-    """
+    """Tasks with their documents read. where: the flag or argument that names them, for errors."""
 
     options: TaskOptions
     where: str
     manager: Any
     loaded: Sequence[Any]  # tasks and groups of lm-eval
-    asked: frozenset[str]  # names whose figures count: a group's, not those of its tasks
-    each_time: bool = True
-
-    def higher_is_better(self) -> dict[str, bool]:
-        """Of figures by their names in metrics.jsonl, as far as the tasks say it."""
-        found = {}
-        for one in self.loaded:
-            for task in tasks_in(one):
-                for metric, higher in task.higher_is_better().items():
-                    for name in (name_of(one), task.task_name):
-                        found[figure_name(name, metric)] = bool(higher)
-        return found
 
 
 @dataclass(frozen=True)
 class TaskResults:
-    """What tasks found.
+    """Results of tasks.
 
     Attributes:
         values, errors: of each metric, and its standard error, where there is one.
         documents, fewshot: how many, by task.
         higher: whether more is better, where a task says it.
-        asked: as `Tasks` has it.
     """
 
     values: Values
@@ -105,18 +71,9 @@ class TaskResults:
     documents: dict[str, int]
     fewshot: dict[str, int]
     higher: dict[tuple[str, str], bool]
-    asked: frozenset[str]
-
-    def figures(self) -> dict[str, float]:
-        """What metrics.jsonl gets: `eval_<task>_<metric>`, and `_<filter>` if that is not usual."""
-        return {
-            figure_name(task, metric, filtered): value
-            for (task, metric, filtered), value in self.values.items()
-            if task in self.asked
-        }
 
     def to_dict(self) -> dict[str, Any]:
-        """By task: the values with their errors, as lm-eval's own results have them."""
+        """Values and errors by task, as lm-eval's own results have them."""
         found: dict[str, dict[str, Any]] = {}
         for (task, metric, filtered), value in self.values.items():
             row = found.setdefault(task, {})
@@ -126,15 +83,6 @@ class TaskResults:
         for task, row in found.items():
             row |= {"n-shot": self.fewshot.get(task), "n-samples": self.documents.get(task)}
         return json_able(found)  # type: ignore[no-any-return]
-
-    def in_words(self) -> str:
-        """What was asked for, in a line: `quartz acc 0.7100`."""
-        shown = [
-            f"{task} {metric}{'' if filtered == 'none' else f' ({filtered})'} {value:.4f}"
-            for (task, metric, filtered), value in self.values.items()
-            if task in self.asked
-        ]
-        return ", ".join(shown)
 
     def render(self, console: Console) -> None:
         table = Table(box=None, pad_edge=False)
@@ -151,11 +99,7 @@ class TaskResults:
         console.print(table)
 
 
-def figure_name(task: str, metric: str, filtered: str = "none") -> str:
-    return f"eval_{task}_{metric}" + ("" if filtered == "none" else f"_{filtered}")
-
-
-def load_tasks(options: TaskOptions, where: str, *, each_time: bool = True) -> Tasks:
+def load_tasks(options: TaskOptions, where: str) -> Tasks:
     """Find the tasks and read their documents, from the hub if need be.
 
     Raises ConfigError for unknown names, DataError for documents that cannot be read.
@@ -168,41 +112,28 @@ def load_tasks(options: TaskOptions, where: str, *, each_time: bool = True) -> T
         raise ConfigError(f"{where}: {options.include_path}: no such folder of tasks")
     from lm_eval.tasks import TaskManager
 
+    def is_known(name: str) -> bool:
+        is_file = name.endswith((".yaml", ".yml")) and Path(name).is_file()
+        return is_file or name in manager.task_index
+
     own = None if options.include_path is None else str(options.include_path)
     # to look through all tasks of lm-eval takes seconds
     manager = TaskManager(include_path=own, include_defaults=False)
-    if not all(is_known(name, manager) for name in options.names):
+    if not all(map(is_known, options.names)):
         manager = TaskManager(include_path=own)
     for name in options.names:
-        if not is_known(name, manager):
+        if not is_known(name):
             near = did_you_mean(name, manager.all_tasks)
             raise ConfigError(
-                f"{where}: {name}: lm-eval has no such task{near}; `lm-eval ls tasks` lists those "
-                "that there are, and --include-path (eval.include_path) adds a folder of others"
+                f"{where}: {name}: lm-eval has no such task{near}; `lm-eval ls tasks` lists its "
+                "tasks, and --include-path adds a folder of others"
             )
     loaded: list[Any] = []
     for name in options.names:
         with naming(f"{where}: {name}"):
             found = manager._load_spec(name)  # `load` takes groups apart
         loaded += found if isinstance(found, list) else [found]
-    asked: set[str] = set()
-    for one in loaded:  # a group without a figure of its own has those of its tasks
-        whole = one in tasks_in(one) or one.aggregate_metric_list
-        asked |= {name_of(one)} if whole else {task.task_name for task in tasks_in(one)}
-    return Tasks(options, where, manager, loaded, frozenset(asked), each_time)
-
-
-def tasks_in(one: Any) -> list[Any]:
-    """The tasks of a group of lm-eval; a task itself."""
-    return list(one.get_all_tasks()) if hasattr(one, "get_all_tasks") else [one]
-
-
-def name_of(one: Any) -> str:
-    return str(one.name if hasattr(one, "get_all_tasks") else one.task_name)
-
-
-def is_known(name: str, manager: Any) -> bool:
-    return name in manager.task_index or (name.endswith((".yaml", ".yml")) and Path(name).is_file())
+    return Tasks(options, where, manager, loaded)
 
 
 @contextmanager
@@ -210,30 +141,15 @@ def naming(what: str) -> Iterator[None]:
     """Raise whatever the code of a task, a data set or a metric raises as a DataError."""
     try:
         yield
-    except (MegaTrainError, AskedToStop):
+    except MegaTrainError:
         raise
     except Exception as error:
         reason = " ".join(str(error).split()) or type(error).__name__
         raise DataError(f"{what}: {type(error).__name__}: {reason[:500]}") from error
 
 
-def run_tasks(
-    tasks: Tasks,
-    engine: Engine,
-    model: Model,
-    sizes: Sizes,
-    *,
-    generation: Any = None,
-    stop: Callable[[], bool] = lambda: False,
-    quiet: bool = False,
-    errors: bool = True,
-) -> TaskResults | None:
-    """What the tasks find; None if asked to stop, and where lm-eval says nothing, on all ranks of a
-    host but the first. The engine and random states stay as they were.
-
-    Args:
-        generation, stop, quiet: as `EngineLM` has them. quiet: nothing is written at all.
-        errors: estimate the standard errors, too, which takes some metrics seconds.
+def run_tasks(tasks: Tasks, engine: Engine, model: Model, longest: int) -> TaskResults:
+    """Run the tasks. longest: tokens of a row, at most. Random states stay as they were.
 
     Raises DataError for a task that fails, and ConfigError.
     """
@@ -244,26 +160,23 @@ def run_tasks(
     options = tasks.options
     if options.apply_chat_template and model.tokenizer.chat_template is None:
         raise ConfigError(f"{tasks.where}: this model has no chat template to apply")
-    lm = EngineLM(engine, model, sizes, generation=generation, stop=stop, quiet=quiet)
-    try:
-        with naming(tasks.where), own_randomness(), silent(quiet):
-            found: Any = simple_evaluate(
-                model=lm,
-                tasks=list(tasks.loaded),
-                task_manager=tasks.manager,
-                limit=options.limit,
-                num_fewshot=options.num_fewshot,
-                apply_chat_template=options.apply_chat_template,
-                fewshot_as_multiturn=options.apply_chat_template,  # as its command does
-                bootstrap_iters=100_000 if errors else 0,
-                log_samples=False,
-            )
-    except AskedToStop:
-        return None
-    return None if found is None else results_of(found, tasks.asked)
+    lm = EngineLM(engine, model, longest)
+    # lm-eval prints progress of its own to stdout
+    with naming(tasks.where), own_randomness(), redirect_stdout(StringIO()):
+        found: Any = simple_evaluate(
+            model=lm,
+            tasks=list(tasks.loaded),
+            task_manager=tasks.manager,
+            limit=options.limit,
+            num_fewshot=options.num_fewshot,
+            apply_chat_template=options.apply_chat_template,
+            fewshot_as_multiturn=options.apply_chat_template,  # as its command does
+            log_samples=False,
+        )
+    return results_of(found)
 
 
-def results_of(found: Mapping[str, Any], asked: frozenset[str]) -> TaskResults:
+def results_of(found: Mapping[str, Any]) -> TaskResults:
     """lm-eval's results, flat."""
     values, errors = Values(), Values()
     for task, row in found["results"].items():
@@ -282,12 +195,12 @@ def results_of(found: Mapping[str, Any], asked: frozenset[str]) -> TaskResults:
         if better is not None
     }
     fewshot = {task: int(n) for task, n in found.get("n-shot", {}).items()}
-    return TaskResults(values, errors, counts, fewshot, higher, asked)
+    return TaskResults(values, errors, counts, fewshot, higher)
 
 
 @contextmanager
 def own_randomness() -> Iterator[None]:
-    """Python's, numpy's and torch's random states are afterwards what they were."""
+    """Restore the random states of Python, numpy and torch, which lm-eval seeds."""
     used = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
     devices = list(range(torch.cuda.device_count())) if used else []
     python, of_numpy = random.getstate(), np.random.get_state()
@@ -297,24 +210,3 @@ def own_randomness() -> Iterator[None]:
         finally:
             random.setstate(python)
             np.random.set_state(of_numpy)
-
-
-@contextmanager
-def silent(wanted: bool) -> Iterator[None]:
-    """Nothing is written to stdout or, if wanted, to stderr: lm-eval has bars of its own."""
-    with ExitStack() as stack:
-        stack.enter_context(redirect_stdout(StringIO()))
-        if wanted:
-            stack.enter_context(redirect_stderr(StringIO()))
-        yield
-
-
-def sizes_for(engine: Engine, longest: int) -> Sizes:
-    """Batches for an engine that nothing else computes on. longest: tokens of a row, at most."""
-    size = max(AUTO_MICRO_BATCH_TOKENS[engine.device.type], longest)
-    sweep = SWEEP_MICRO_BATCHES * size
-    if engine.device.type == "cuda":
-        states = 2 * engine.anatomy.hidden_size * engine.skeleton.dtype.itemsize
-        room = int(SHARE_FOR_SWEEP * free_bytes(engine.device)) // states
-        sweep = max(sweep, min(room, MOST_MICRO_BATCHES * size))
-    return Sizes(size, sweep)

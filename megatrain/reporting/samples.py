@@ -16,11 +16,13 @@ logger = logging.getLogger("megatrain")
 SAMPLES_FILE = "samples.jsonl"
 
 
-def write_samples(folder: Path, answers: list[dict[str, Any]]) -> None:
+def write_samples(folder: Path, step: int, answers: list[dict[str, Any]]) -> None:
     """Append answers to the samples of a run folder. That they cannot be written is logged."""
     if not answers:
         return
-    text = "".join(json.dumps(answer, ensure_ascii=False) + "\n" for answer in answers)
+    text = "".join(
+        json.dumps({"step": step, **answer}, ensure_ascii=False) + "\n" for answer in answers
+    )
     path = folder / SAMPLES_FILE
     try:
         fd = os.open(path, APPENDED, 0o600)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -67,7 +67,6 @@ class RunSummary:
     best_step: int | None = None  # of the best evaluation, whose checkpoint is kept
     best_metric: str = "eval_loss"  # by which it is the best
     best_value: float | None = None
-    figures: dict[str, float] = field(default_factory=dict)  # of tasks, the latest
     final_dir: Path | None = None  # loads in transformers and vLLM; None for a stopped run
     prompt: str | None = None
     answer: str | None = None  # of the trained model to `prompt`
@@ -126,9 +125,6 @@ class RunSummary:
             losses = f"{self.eval_loss_before:.4f} before, {self.eval_loss_after:.4f} after"
             best = f", {self._best()}" if self._best() and self.best_metric == "eval_loss" else ""
             rows.append(("held-out loss", losses + best))
-        if self.figures:
-            found = [f"{name.removeprefix('eval_')} {n:.4f}" for name, n in self.figures.items()]
-            rows.append(("tasks", ", ".join(found)))
         if self._best() and self.best_metric != "eval_loss":
             rows.append((self.best_metric, self._best()))
         if self.step_s.measured is not None:

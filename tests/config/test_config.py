@@ -70,12 +70,6 @@ checkpoint:
   greater_is_better: true
   final: full
 eval:
-  tasks: [quiz, "more.yaml"]
-  tasks_at: evaluations
-  limit: 0.5
-  num_fewshot: 2
-  include_path: some/tasks
-  apply_chat_template: true
   prompts: asked.txt
   max_new_tokens: 64
 optimizer:
@@ -166,7 +160,7 @@ def keys_of(text: str) -> list[tuple[int, str]]:
 FREE_TEXT = {f"data.{key}" for key in ("train", "eval", "split", "text_field", "chat_template")}
 FREE_TEXT |= {"model.path", "model.revision", "economy.currency", "output", "sample_prompt"}
 FREE_TEXT |= {"memory.nvme", "train.freeze"}
-FREE_TEXT |= {"eval.tasks", "eval.include_path", "eval.prompts"}
+FREE_TEXT |= {"eval.prompts"}
 LEAVES = [(index, key) for index, key in keys_of(FULL) if "." in key or key not in SECTIONS]
 
 

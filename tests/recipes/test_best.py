@@ -12,7 +12,9 @@ from typing import Any
 
 import pytest
 
+from megatrain.config import load_config
 from megatrain.recipes import loop
+from megatrain.recipes.early_stopping import greater_is_better
 from megatrain.storage.manifest import read_manifest
 from tests.commands import steps_of
 
@@ -45,6 +47,17 @@ def best_of(run_dir: Path) -> tuple[str, dict[str, Any]]:
     """(where `best` points, what the last checkpoint knows of it)."""
     state = json.loads((run_dir / "last" / "state.json").read_text())["state"]
     return os.readlink(run_dir / "best"), state["best"]
+
+
+def test_which_way_is_better():
+    for metric, given, greater in (
+        ("eval_loss", "auto", False),
+        ("eval_loss", True, True),
+        ("eval_rewards/accuracies", "auto", True),
+    ):
+        keys = {"metric": metric, "greater_is_better": given}
+        config = load_config({"model": "m", "data": {"train": "d"}, "checkpoint": keys})
+        assert greater_is_better(config) == greater
 
 
 def test_a_better_evaluation_saves(megatrain, project, scripted):

@@ -19,9 +19,8 @@ from torch import distributed
 
 from megatrain.data import dataset
 from megatrain.engine.engine import Engine
-from megatrain.errors import OutOfMemory
 from megatrain.heartbeat import total
-from megatrain.recipes import examination, loop, others, run, setup, this_machine
+from megatrain.recipes import loop, others, run, setup, this_machine
 from megatrain.recipes import rank as launched
 from megatrain.storage.run_folder import run_lock
 from megatrain.world import World
@@ -29,7 +28,6 @@ from tests.commands import chat_rows, evaluations_of, write_jsonl
 from tests.ranks import Started, run_ranks
 from tests.recipes.test_preference_runs import pairs
 from tests.recipes.test_rank_runs import SOON_S, looked_after_often, silent_soon, train
-from tests.tasks import write_tasks
 
 __all__ = ["looked_after_often", "silent_soon"]  # fixtures
 
@@ -79,42 +77,12 @@ def test_a_folder_that_another_run_has_taken_is_left_to_it_by_all(project):
     assert errors(started)[0][0].startswith(said)
 
 
-@pytest.mark.parametrize("ranks", [(), (0, 1), (1,)])
-def test_a_sweep_of_a_task_that_some_have_no_memory_for(project, monkeypatch, ranks):
-    """If none has, that costs figures; if one has not, the others wait for it in the sweep."""
-    pytest.importorskip("lm_eval")
-    monkeypatch.setattr(examination, "TOGETHER_S", 1.0)
-    write_tasks(project / "tasks")
+def test_prompts_are_answered_by_all_and_written_once(project):
     (project / "prompts.txt").write_text("Count to 3.\n")
-    keys = (
-        *("eval.include_path=tasks", "eval.tasks=letters", "eval.tasks_at=evaluations"),
-        *("eval.prompts=prompts.txt", "eval.max_new_tokens=3", "train.max_steps=5"),
-        *("memory.replicated=0", "memory.resident=0"),
-    )
-
-    def first(rank: int) -> None:
-        made = Engine.score
-
-        def score(*given: Any) -> Any:
-            if rank in ranks and Path("run/metrics.jsonl").read_text():
-                raise OutOfMemory("the GPU has no room for an evaluation's activations")
-            return made(*given)
-
-        patch(Engine, "score", score)
-
-    started = Started(2, train(*keys), first=first)
-    codes = started.wait(SOON_S)
-    if len(ranks) != 1:
-        assert codes == [0, 0], "".join(started.said())
-        told = "activations; training goes on without these figures" in "".join(started.said())
-        found = ["eval_letters_acc" in row for row in evaluations_of(Path("run"))]
-        assert (told, found) == (bool(ranks), [True, not ranks])
-        assert len(Path("run/samples.jsonl").read_text().splitlines()) == 2
-    else:
-        assert codes == [5, 5], "".join(started.said())
-        (said,), nothing = errors(started)
-        assert "rank 1 on " in said and "no room for an evaluation's activations" in said
-        assert nothing == []
+    keys = ("eval.prompts=prompts.txt", "eval.max_new_tokens=3", "train.max_steps=2")
+    started = Started(2, train(*keys, "memory.replicated=0", "memory.resident=0"))
+    assert started.wait(SOON_S) == [0, 0], "".join(started.said())
+    assert len(Path("run/samples.jsonl").read_text().splitlines()) == 2
 
 
 def test_the_first_may_take_long_to_end_once_all_have_agreed_to_stop(project, silent_soon):

@@ -299,8 +299,7 @@ FREE = {
     "track",
     *(f"checkpoint.{key}" for key in ("every", "keep", "final", "patience")),
     *("checkpoint.metric", "checkpoint.greater_is_better"),
-    *(f"eval.{key}" for key in ("tasks", "tasks_at", "limit", "num_fewshot", "include_path")),
-    *(f"eval.{key}" for key in ("apply_chat_template", "prompts", "max_new_tokens")),
+    *(f"eval.{key}" for key in ("prompts", "max_new_tokens")),
     *(f"train.{key}" for key in ("eval_every", "eval_rows", "log_every")),
     *(
         f"memory.{key}"

@@ -1,26 +1,23 @@
-"""Tasks of lm-evaluation-harness: the same figures as its own `hf` backend, on any model and in the
-middle of a run, which goes on as if nothing had been."""
+"""Tasks of lm-evaluation-harness: the same figures as its own `hf` backend."""
 
 from __future__ import annotations
 
+import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-from safetensors.torch import load_file
 
 import megatrain as mt
-from megatrain.recipes import tasks as recipe
-from megatrain.recipes.judging import greater_is_better
-from megatrain.recipes.tasks import TaskOptions, load_tasks, run_tasks
-from tests.commands import metrics_of, steps_of
-from tests.compare import differing
+from megatrain.recipes.tasks import TaskOptions, load_tasks
+from megatrain.storage.manifest import read_manifest
+from tests.commands import steps_of
 from tests.tasks import TASKS, write_tasks
 
 pytest.importorskip("lm_eval")
 
 ALL = ",".join(TASKS)
-ASK = ("eval.include_path=tasks", "eval.tasks=[counting, letters]")
 
 
 @pytest.fixture(autouse=True)
@@ -132,91 +129,41 @@ def test_python_has_them_too(megatrain, project):
     )
 
 
-@pytest.mark.parametrize(
-    ("group", "names"),
-    [("both", {"both"}), ("pair", {"counting", "letters"}), ("letters", {"letters"})],
-)
-def test_a_group_has_its_own_figure_or_those_of_its_tasks(group, names):
-    found = load_tasks(TaskOptions((group,), include_path=Path("tasks")), "test")
-    assert found.asked == names
-    assert {f"eval_{name}_acc" for name in names} <= found.higher_is_better().keys()
+def test_a_group_has_figures_of_its_own(megatrain):
+    found = megatrain("eval model --tasks both --include-path tasks --limit 2 --json").json
+    assert found["results"].keys() == {"both", "counting", "letters"}
 
 
-@pytest.mark.parametrize(
-    ("metric", "given", "greater"),
-    [
-        ("eval_loss", "auto", False),
-        ("eval_loss", True, True),
-        ("eval_rewards/accuracies", "auto", True),
-        ("eval_text_word_perplexity", "auto", False),
-        ("eval_text_word_perplexity_strict", "auto", False),
-        ("eval_text_accuracy", "auto", True),
-    ],
-)
-def test_which_way_is_better(metric, given, greater):
-    keys = {"metric": metric, "greater_is_better": given}
-    config = mt.load_config({"model": "m", "data": {"train": "d"}, "checkpoint": keys})
-    of_tasks = {"eval_text_word_perplexity": False, "eval_text_acc": False}
-    assert greater_is_better(config, of_tasks) == greater
+REMOVED: dict[str, Any] = {
+    "tasks": ["letters"],
+    "tasks_at": "evaluations",
+    "limit": 3,
+    "num_fewshot": 1,
+    "include_path": "tasks",
+    "apply_chat_template": True,
+}
 
 
-def test_tasks_at_the_end_of_a_run(megatrain, project):
-    done = megatrain("train cfg.yaml train.max_steps=4 precision=float32 --json", *ASK)
-    *others, last = metrics_of(project / "run")
-    assert last["step"] == 4 and set(last) - {"step", "eval_s"} == {
-        "eval_counting_acc", "eval_counting_acc_norm", "eval_letters_acc",
-    }  # fmt: skip
-    assert not [row for row in others if "eval_letters_acc" in row]
-    assert done.json["figures"]["eval_letters_acc"] == last["eval_letters_acc"]
-    again = megatrain("eval run --tasks counting --include-path tasks --json").json["results"]
-    assert again["counting"]["acc,none"] == last["eval_counting_acc"]
+def test_keys_of_tasks_in_a_run_are_refused_but_a_run_that_had_them_goes_on(megatrain, killed):
+    for name, value in REMOVED.items():
+        done = megatrain(f"train cfg.yaml 'eval.{name}={json.dumps(value)}'", code=2)
+        assert f"eval.{name}: runs have no tasks any more" in done.err
+        assert "`megatrain eval RUN --tasks`" in done.err
+    state = killed / "checkpoint-5" / "state.json"
+    about = json.loads(state.read_text())
+    about["state"]["config"]["eval"] |= REMOVED
+    state.write_text(json.dumps(about))
+    manifest = read_manifest(state.parent)
+    size = state.stat().st_size
+    manifest.files["state.json"] = replace(manifest.files["state.json"], nbytes=size)
+    (state.parent / "MANIFEST.json").write_bytes(manifest.encode())
+    lines = "".join(f"  {name}: {json.dumps(value)}\n" for name, value in REMOVED.items())
+    for file in (killed / "config.yaml", killed / "config.resolved.yaml"):
+        file.write_text(file.read_text().replace("\neval:\n", f"\neval:\n{lines}"))
+    megatrain("resume run --no-verify")
+    assert steps_of(killed)[-1]["step"] == 10
 
 
-def test_tasks_and_prompts_at_every_evaluation_change_no_bit(megatrain, project):
-    few = "train.eval_every=2 train.max_steps=4"
-    plain = megatrain(f"train cfg.yaml output=plain {few}")
-    (project / "prompts.txt").write_text("Count to 3.\n\nCount to 4.\n")
-    each = ("eval.tasks_at=evaluations", "eval.prompts=prompts.txt", "eval.max_new_tokens=4")
-    asked = megatrain(f"train cfg.yaml {few}", *ASK, *each)
-    assert "letters acc" in asked.err and "letters" not in plain.err
-    weights = [load_file(project / run / "final" / "model.safetensors") for run in ("plain", "run")]
-    assert differing(*weights) == []
-    losses = [[row["loss"] for row in steps_of(project / run)] for run in ("plain", "run")]
-    assert losses[0] == losses[1]
-    found = [row for row in metrics_of(project / "run") if "eval_loss" in row]
-    assert [row["step"] for row in found if "eval_letters_acc" in row] == [0, 2, 4]
-
-
-def test_the_best_may_be_that_of_a_task(megatrain, project, monkeypatch):
-    """Figures 3, 5, 4, 4 of steps 0 to 3: patience counts them, and more is better."""
-    scores = iter([3.0, 5.0, 4.0, 4.0])
-
-    def scripted(*given: Any, **named: Any) -> recipe.TaskResults:
-        values = {("letters", "acc", "none"): next(scores)}
-        return recipe.TaskResults(values, {}, {}, {}, {}, frozenset({"letters"}))
-
-    monkeypatch.setattr("megatrain.recipes.examination.run_tasks", scripted)
-    by_task = ("checkpoint.metric=eval_letters_acc", "checkpoint.patience=2", "train.eval_every=1")
-    each = ("eval.tasks_at=evaluations", "checkpoint.keep=1", "checkpoint.every=null")
-    done = megatrain("train cfg.yaml --json", *ASK, *by_task, *each)
-    assert (done.json["best_step"], done.json["best_metric"]) == (1, "eval_letters_acc")
-    assert done.json["best_value"] == 5.0 and done.json["steps"] == 3
-    assert (project / "run" / "best").readlink() == Path("checkpoint-1")
-
-
-def test_a_task_that_fails_later_does_not_end_a_run(megatrain, project, monkeypatch):
-    def fails(tasks: Any, engine: Any, *given: Any, **named: Any) -> Any:
-        if engine.updates:
-            raise mt.errors.DataError("letters: gone")
-        return run_tasks(tasks, engine, *given, **named)
-
-    monkeypatch.setattr("megatrain.recipes.examination.run_tasks", fails)
-    done = megatrain("train cfg.yaml train.max_steps=2", *ASK, "eval.tasks_at=evaluations")
-    assert "step 2: letters: gone; training goes on without these figures" in done.err
-    assert "eval_letters_acc" not in metrics_of(project / "run")[-1]
-
-
-OF_RUN = "train cfg.yaml eval.include_path=tasks eval.tasks"
 REFUSED = {
     "eval model --tasks lettres --include-path tasks": (
         "--tasks: lettres: lm-eval has no such task; did you mean letters?"
@@ -226,14 +173,6 @@ REFUSED = {
     "eval model --tasks ,": "--tasks: names no task",
     "eval model --limit 3": "--limit: has no effect without --tasks",
     "eval model --tasks letters --include-path tasks --limit 0": "--tasks: limit must be above 0",
-    f"{OF_RUN}=[lettres]": "eval.tasks: lettres: lm-eval has no such task; did you mean letters?",
-    f"{OF_RUN}=[letters] eval.tasks_at=evaluations checkpoint.metric=eval_letters_f1": (
-        "checkpoint.metric: evaluations of this run have no eval_letters_f1; they have eval_loss, "
-        "eval_letters_acc"
-    ),
-    f"{OF_RUN}=[letters] checkpoint.metric=eval_letters_acc": (
-        "checkpoint.metric: its task is run at the end alone; set eval.tasks_at: evaluations"
-    ),
 }
 
 
