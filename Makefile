@@ -3,7 +3,7 @@
 # `make adaptation`: takes that model through pretrain, sft and dpo to the spelling of 1623, and measures each stage.
 # `make test`: lint, types and the tests that guard each promise.   `make test-all`: all others.   `make lint`.
 # `make docs`: the pages of docs/ and the references as a site in build/docs, every link checked.
-# `make campaign HOURS=8 SEED=1`: kills, failing calls, damaged files and odd input, for hours; writes docs/reliability.md.
+# `make campaign HOURS=8 SEED=1`: kills, failing calls, damaged files and odd input, for hours.
 # Each builds .venv on its first call; later calls find the stamp and start at once.
 
 PYTHON ?= $(shell for p in python3 python3.12 python3.11 python3.13; do \
@@ -64,8 +64,7 @@ goldens: $(STAMP)
 	$(BIN)/python -m benchmarks.goldens
 
 campaign: $(STAMP)
-	$(BIN)/python -m benchmarks.campaign --hours $(HOURS) --seed $(SEED); code=$$?; \
-		$(BIN)/python -m benchmarks.campaign.page && exit $$code
+	$(BIN)/python -m benchmarks.campaign --hours $(HOURS) --seed $(SEED)
 
 $(DOCS_STAMP): $(STAMP)
 	$(BIN)/python -m pip install --quiet $(PIP_FLAGS) --editable '.[docs]'

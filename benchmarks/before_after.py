@@ -1,4 +1,4 @@
-"""Another checkout against this one, and `megatrain bench` against a loop of one's own.
+"""`megatrain bench` of another checkout against this one.
 
     python -m benchmarks.before_after --before FOLDER --cases 7.6b-65k 7.6b-16k
 
@@ -53,16 +53,11 @@ def run(case: Case, what: str, arguments: list[str], package: Path) -> Timed:
 
 
 def compare(case: Case, before: Path, steps: int) -> list[Timed]:
-    """The other checkout, this one, a loop of one's own, and the other checkout again."""
+    """The other checkout, this one twice, and the other checkout again."""
     bench = ["megatrain", "bench", case.model, *sizes(case), "--steps", str(steps), "--json"]
     bench += case.overrides
-    loop = ["benchmarks.own_loop", "--model", case.model, *sizes(case), "--steps", str(steps)]
-    return [
-        run(case, "bench before", bench, before),
-        run(case, "bench", bench, ROOT),
-        run(case, "own loop", loop, ROOT),
-        run(case, "bench before, again", bench, before),
-    ]
+    order = [("before", before), ("now", ROOT), ("now, again", ROOT), ("before, again", before)]
+    return [run(case, what, bench, package) for what, package in order]
 
 
 def main() -> None:

@@ -1,15 +1,10 @@
 """Writes the tables of docs/comparison.md from benchmarks/comparison.toml.
 
-    python -m benchmarks.comparison           # the page
-    python -m benchmarks.comparison FOLDER    # looks every claim up in the packages unpacked there
-
-For the second: `pip download --no-deps` the versions of [systems], and unpack each into
-FOLDER/PACKAGE, a wheel by unzip, a source package by tar.
+python -m benchmarks.comparison
 """
 
 from __future__ import annotations
 
-import sys
 import tomllib
 from collections.abc import Iterator
 from itertools import groupby
@@ -27,10 +22,6 @@ NOTHING = "-"
 
 def main() -> None:
     found = tomllib.loads(FILE.read_text())
-    if sys.argv[1:]:
-        missing = [*wrong_claims(found, Path(sys.argv[1]))]
-        print("\n".join(missing) or "every claim was found in its file")
-        sys.exit(bool(missing))
     PAGE.write_text(write_page.filled(PAGE.read_text(), tables(found)))
 
 
@@ -97,27 +88,6 @@ def claim(text: str) -> tuple[str, str]:
     """(file, words in it) of another system's cell."""
     file, _, words = cell(text)[1].partition(": ")
     return file, words
-
-
-def wrong_claims(found: dict[str, Any], folder: Path) -> Iterator[str]:
-    """Claims about other systems whose words are not in the file that is named."""
-    for name, system in found["systems"].items():
-        for row in found["row"]:
-            if name not in row:
-                continue
-            file, words = claim(row[name])
-            packages = [folder / package for package in system["packages"]]
-            files = [path for package in packages for path in places(package, file)]
-            if not any(words in path.read_text() for path in files):
-                yield f"{system['title']}, {row['what']}: {file} does not say {words!r}"
-
-
-def places(package: Path, file: str) -> list[Path]:
-    if file == "README":  # of a wheel it is in the metadata
-        return [*package.glob("*.dist-info/METADATA"), *package.glob("README.md")]
-    return [
-        path for path in (package / file, *package.glob(f"*.dist-info/{file}")) if path.exists()
-    ]
 
 
 if __name__ == "__main__":

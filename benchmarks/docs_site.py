@@ -23,6 +23,7 @@ ELSEWHERE = {
     "index.md": "README.md",
     "contributing.md": "CONTRIBUTING.md",
     "changelog.md": "CHANGELOG.md",
+    "security.md": "SECURITY.md",
     "examples/adaptation.md": "examples/adaptation/README.md",
 }
 REFERENCE = "api.md"
@@ -44,9 +45,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """The page as the site wants it. Old entries of the log are not what a search should find."""
-    if page.file.src_uri.startswith("log/"):
-        page.meta["search"] = {"exclude": True}
+    """The page as the site wants it."""
     if page.file.src_uri in WIDE:
         page.meta["hide"] = ["navigation", "toc"]
     return with_room(linked(markdown, page.file.src_uri))

@@ -18,7 +18,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from benchmarks.cases import LION_INT8, SAME_BATCH, Case
+from benchmarks.cases import INT8, LION_INT8, SAME_BATCH, Case
 from benchmarks.records import Record, execute, new_folder
 from benchmarks.systems import Run, our_run, peer_run
 from megatrain.machine.hardware import GIB, visible_gpus
@@ -47,7 +47,6 @@ class Scaled:
         return replace(self.case, tokens=tokens, overrides=overrides)
 
 
-INT8 = ("optimizer.moments=int8",)
 # Of Llama-3-70B's layers: their number, and the GiB that hosts of 252 and 504 can give.
 LARGEST = {
     "70.6b-16k-each": (None, 247),  # on two H100
@@ -60,15 +59,6 @@ CASES: Mapping[str, Scaled] = {
     for scaled in (
         Scaled(Case("7.6b-65k-each", "qwen2.5-7b", 65536), wanted=0.92),
         Scaled(Case("7.6b-65k-in-all", "qwen2.5-7b", 65536), in_all=True, wanted=0.88),
-        Scaled(
-            Case(
-                "7.6b-65k-in-all-not-replicated",
-                "qwen2.5-7b",
-                65536,
-                overrides=("memory.replicated=0",),
-            ),
-            in_all=True,
-        ),
         Scaled(Case("7.6b-16k-in-all", "qwen2.5-7b", 16384), in_all=True, wanted=0.85),
         Scaled(Case("14.8b-65k-each", "qwen2.5-14b", 65536), wanted=0.92),
         Scaled(Case("32.8b-65k-each", "qwen2.5-32b", 65536, overrides=INT8), wanted=0.95),

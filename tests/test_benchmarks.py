@@ -3,10 +3,11 @@ benchmarks/results holds."""
 
 from __future__ import annotations
 
-import argparse
 import json
+import os
 import subprocess
-import xml.etree.ElementTree as ElementTree
+import threading
+from contextlib import nullcontext
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -15,23 +16,9 @@ import pytest
 import torch
 from torch.nn import functional
 
-from benchmarks import (
-    capacity,
-    compare,
-    loading,
-    peak,
-    plan_table,
-    records,
-    roofline,
-    rows,
-    systems,
-    targets,
-    what_fits,
-    write_page,
-)
-from benchmarks.cases import CASES, LEARNT, TARGETS, Target
-from benchmarks.peers import deepspeed_offload, job, model, resident, trl_dpo
-from benchmarks.plot import Axes, Series, chart
+from benchmarks import gpus, measure, records, scaling, systems, what_fits, write_page
+from benchmarks.cases import CASES, LEARNT
+from benchmarks.peers import deepspeed_offload, job, model, resident
 from benchmarks.systems import OURS, PEERS, Run
 from tests.forked import Forked
 
@@ -56,7 +43,6 @@ def test_the_page_is_what_the_results_give():
     found, stale = records.load(), "run python -m benchmarks.write_page"
     page = write_page.PAGE.read_text()
     assert page == write_page.filled(page, write_page.tables(found)), stale
-    assert write_page.PLOT.read_text() == write_page.plot(found), stale
 
 
 def test_a_table_without_a_place_is_an_error():
@@ -64,25 +50,6 @@ def test_a_table_without_a_place_is_an_error():
     assert write_page.filled(page, {"a": ["new"]}) == "<!-- a -->\nnew\n<!-- /a -->\n"
     with pytest.raises(ValueError, match="<!-- b -->"):
         write_page.filled(page, {"b": ["new"]})
-
-
-def test_every_target_is_about_cases_that_exist():
-    assert set(targets.needed()) <= CASES.keys()
-    assert set(write_page.COMPARED) <= CASES.keys()
-
-
-def test_targets_show_what_was_measured_and_nothing_else():
-    measured, first = targets.measured, TARGETS[0]
-    assert targets.NOT_YET in measured(first, [])
-    assert measured(first, [DONE]).startswith("500 TFLOP/s | 2.00 | - | 2026-01-02, a machine")
-    assert measured(first, [FAILED]).startswith("failed: RuntimeError: no / room")
-    busy = Target("7.6b-65k", "busy", 0.97, share="gpu_busy")
-    half = replace(DONE, result={**FIGURES, "gpu_busy": 0.5})
-    assert measured(busy, [half]).startswith("50.0%")
-    fp8 = Target("7.6b-131k-fp8", "fp8", 1.3, against="7.6b-131k")
-    fast, slow = replace(DONE, case="7.6b-131k-fp8"), with_tflops(DONE, 400, case="7.6b-131k")
-    assert measured(fp8, [fast]).startswith(targets.NOT_YET)
-    assert measured(fp8, [fast, slow]).startswith("1.25 x")
 
 
 def test_peers_are_compared_with_ours_on_the_same_machine():
@@ -105,12 +72,14 @@ def test_a_capacity_case_is_measured_from_its_command_to_its_row(tmp_path):
     case = replace(TINY, name="depth-28", overrides=overrides, flags=LEARNT)
     record = records.execute(systems.our_run(case, steps=3, warmup=1), 120, tmp_path)
     assert record.error is None
-    heading, _, row = capacity.table([record])
+    heading, _, row = write_page.capacity([record])
     cells = dict(zip(heading.split("|")[1:-1], row.split("|")[1:-1], strict=True))
     first, last = cells[" loss "].strip().split(" to ")
     assert float(last) < float(first)
     assert cells[" context "].strip() == "64"
-    assert capacity.table([replace(FAILED, case="101b-16k")])[-1].count("|") == heading.count("|")
+    assert write_page.capacity([replace(FAILED, case="101b-16k")])[-1].count("|") == heading.count(
+        "|"
+    )
 
 
 # -- records -------------------------------------------------------------------------------------
@@ -145,7 +114,7 @@ def test_every_run_leaves_a_record(fate, tmp_path):
     (tmp_path / "other.json").write_text(json.dumps({"figures": "of another script"}))
     assert records.load(tmp_path) == [record]
     if error:
-        assert f"failed: {error}" in compare.table([record], "tiny", [OURS])[-1]
+        assert f"failed: {error}" in measure.table([record], "tiny", [OURS])[-1]
 
 
 @pytest.mark.usefixtures("forked")
@@ -183,24 +152,6 @@ def test_deepspeed_accumulates_the_whole_step():
     assert "offload_param" not in deepspeed_offload.settings_of(JOB, 2, 1.0)["zero_optimization"]
 
 
-def test_words_of_pairs_are_tokens_and_fill_both_sequences():
-    tokenizer, pairs = trl_dpo.tokenizer_of(512), trl_dpo.pairs_of(JOB, 512)
-    assert len(pairs) * 2 * JOB.seq_len == (JOB.warmup + JOB.steps) * JOB.tokens
-    for pair in pairs:
-        prompt = tokenizer(pair["prompt"])["input_ids"]
-        assert prompt == [int(word[1:]) for word in pair["prompt"].split()]
-        for answer in ("chosen", "rejected"):  # TRL appends the end
-            whole = tokenizer(pair["prompt"] + pair[answer] + trl_dpo.END)["input_ids"]
-            assert (whole[: len(prompt)], whole[-1]) == (prompt, tokenizer.eos_token_id)
-            assert (len(prompt), len(whole)) == (JOB.seq_len // 2, JOB.seq_len)
-
-
-def test_trl_counts_micro_batches_in_pairs():
-    settings = trl_dpo.deepspeed_settings(JOB, 1.0)
-    assert settings["train_micro_batch_size_per_gpu"] == JOB.micro_batch_rows // 2
-    assert settings["train_batch_size"] * 2 * JOB.seq_len == JOB.tokens
-
-
 def test_a_step_of_unequal_micro_batches_is_refused():
     with pytest.raises(SystemExit, match="no multiple"):
         job.job_of(job.parser("").parse_args(["--tokens", "1000"]))
@@ -225,39 +176,6 @@ def test_the_resident_peer_trains(monkeypatch):
     losses = [trainer.step(batches) for _ in range(3)]
     assert len(batches) == JOB.micro_batches == 2
     assert losses[0] > losses[1] > losses[2]
-
-
-# -- roofline and plot ---------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("parameters", [1_000_000, 7_000_000_000])
-def test_the_roofline_bends_where_the_formulas_say(parameters):
-    limits = roofline.Limits(flops=600e12, pcie=50e9, dram=130e9)
-    # tokens above which the update hides in the forward pass
-    hidden = 13 * limits.flops / limits.dram
-    many, half = int(2 * hidden), int(hidden / 2)
-    assert roofline.tflops(parameters, many, limits) == pytest.approx(600)
-    assert roofline.tflops(parameters, many, limits, recomputed=1.0) == pytest.approx(450)
-    # forward twice as long
-    assert roofline.tflops(parameters, half, limits) == pytest.approx(450, rel=1e-3)
-    few = roofline.step_s(parameters, 1, limits)
-    # update, then upload in backward
-    assert few == pytest.approx(parameters * (26 / limits.dram + 2 / limits.pcie))
-
-
-def test_a_chart_puts_points_where_the_axes_say():
-    axes = Axes([1024, 2048, 4096], range(0, 101, 50))
-    ours = Series("<ours>", [(1024, 0), (2048, 100)])
-    limit = Series("limit", [(1024, 50), (4096, 50)], limit=True)
-    drawn = ElementTree.fromstring(chart("title", "across", "up", axes, [ours, limit]))
-    lines = [line.attrib["points"].split() for line in drawn.iter() if "points" in line.attrib]
-    (first, second), (left, right) = (
-        [tuple(map(float, pair.split(","))) for pair in pairs] for pairs in lines
-    )
-    assert first == (axes.x(1024), axes.y(0))
-    assert second[1] < left[1] == right[1] < first[1]  # up is smaller
-    # equal ratios, equal distances
-    assert second[0] - left[0] == pytest.approx(right[0] - second[0])
 
 
 # -- plans against runs --------------------------------------------------------------------------
@@ -286,14 +204,14 @@ def test_the_newest_run_of_every_configuration_is_held_to_its_plan(tmp_path):
         (tmp_path / f"2026-01-{day}").mkdir()
         file = tmp_path / f"2026-01-{day}" / "plan_check.json"
         file.write_text(json.dumps({"device": "cpu", "cases": cases}))
-    checked = plan_table.newest(tmp_path, "cpu")
+    checked = write_page.newest(tmp_path, "cpu")
     assert {name: one.day for name, one in checked.items()} == {
         "small": "2026-01-02",
         "unclipped": "2026-01-01",
         "edge, 0.95x host": "2026-01-02",
         "edge, 1.05x host": "2026-01-03",
     }
-    assert plan_table.table(checked, "cpu") == [
+    assert write_page.planned(checked, "cpu") == [
         "- host GiB: 2 of 2 within 2%, all within +0.0% and +0.0%",
         "- s/step: 1 of 2 within 10%, all within -50.0% and +5.0%",
         "- 1 of 2 edges right: refused just below the need, accepted and kept just above",
@@ -307,56 +225,7 @@ def test_the_newest_run_of_every_configuration_is_held_to_its_plan(tmp_path):
     ]
 
 
-# -- a GPU's memory ------------------------------------------------------------------------------
-
-
-def test_what_is_alive_at_the_worst_moment_is_told_by_the_line_that_asked_for_it():
-    def event(action: str, addr: int, size: int, *names: str) -> dict[str, Any]:
-        frames = [{"filename": name, "line": 7} for name in names]
-        return {"action": action, "addr": addr, "size": size, "frames": frames}
-
-    layer = ("/torch/ops.py", "/tmp/torchinductor_x/code.py", "/src/megatrain/engine/step.py")
-    events = [
-        event("alloc", 1, 100, "/torch/nn.py"),
-        event("alloc", 2, 900, *layer),
-        event("free_completed", 2, 900),
-        event("free_completed", 9, 1),  # of what was there before
-        event("alloc", 2, 500, *layer),
-        event("alloc", 3, 500, *layer),
-        event("free_requested", 3, 500),
-    ]
-    found = {"code.py:7 < step.py:7": (1000, 2), "nn.py:7": (100, 1)}
-    assert peak.alive_at_the_peak(events) == found
-    line = "qwen2.5-7b --layers 3 memory.resident=0 --steps 2 train.retained=0"
-    given = peak.arguments(line.split())
-    assert (given.model, given.layers) == ("qwen2.5-7b", 3)
-    assert given.overrides == ["memory.resident=0", "train.retained=0"]
-
-
-# -- rows of many lengths ------------------------------------------------------------------------
-
-
-def test_rows_of_many_lengths_go_through_the_loader_and_the_engine():
-    given: Any = {"model": "tiny", "layers": 1, "tokens": 1024, "seq_len": 128}
-    asked = argparse.Namespace(**given, steps=1, warmup=1, overrides=["device=cpu"])
-    padded, packed = (rows.measure(asked, name) for name in ("padded", "packed"))
-    tokens = [[step["tokens"] for step in each["steps"]] for each in (padded, packed)]
-    assert tokens[0] == tokens[1]
-    assert packed["steps"][0]["loss"] == pytest.approx(padded["steps"][0]["loss"], rel=1e-2)
-    assert 1 <= packed["computed_per_token"] < padded["computed_per_token"] + 0.2
-    assert padded["tokens_per_s"] > 0
-
-
-def test_loading_is_measured_both_ways(tmp_path, monkeypatch):
-    monkeypatch.setattr(loading, "disk_rates", lambda *_: (2e9, 1e9))
-    report = loading.measure("tiny", 2, tmp_path, ["train.seq_len=64", "device=cpu"])
-    rows = "\n".join(loading.table(report))
-    assert rows.count("| 2.00, 2.00 |") == 2, "beside what the disk alone writes before and after"
-    rates = [
-        rate for way in report["ways"] for rate in (way["bytes_per_s"], *way["disk_bytes_per_s"])
-    ]
-    assert min(rates) > 0 and len(rates) == 10
-    assert not any(tmp_path.iterdir())
+# -- pages from plans ------------------------------------------------------------------------------
 
 
 def test_what_fits_says_so_for_every_size_of_ram(monkeypatch):
@@ -364,3 +233,58 @@ def test_what_fits_says_so_for_every_size_of_ram(monkeypatch):
     cells = what_fits.row("tiny", "RTX 4090")
     assert len(cells) == 2
     assert all(float(cell.replace(",", "")) > 1000 for cell in cells)
+
+
+# -- several GPUs --------------------------------------------------------------------------------
+
+
+def test_a_case_of_several_gpus_runs_on_one_and_on_all_and_beside_peers(monkeypatch):
+    monkeypatch.setattr(gpus, "visible_gpus", lambda: ["3", "5", "7"])
+    monkeypatch.setattr(os, "cpu_count", lambda: 32)
+    one, both = gpus.runs(gpus.CASES["7.6b-32k-each-no-peer-access"], [2, 1], steps=3, warmup=1)
+    assert one.environ == (("CUDA_VISIBLE_DEVICES", "3"),) and "32768" in one.arguments
+    visible = ("CUDA_VISIBLE_DEVICES", "3,5")
+    assert both.environ == (visible, ("NCCL_P2P_DISABLE", "1")) and "65536" in both.arguments
+    assert (one.name, both.name) == tuple(f"{one.case.name}.ours.{v}" for v in ("1-gpu", "2-gpus"))
+    ours, zero3, fsdp2 = gpus.runs(gpus.CASES["3.4b-65k-each"], [1, 2], steps=3, warmup=1)
+    assert "131072" in ours.arguments
+    for peer in (zero3, fsdp2):
+        assert peer.environ == (("OMP_NUM_THREADS", "16"),)
+        assert {"torch.distributed.run", "131072"} < {*peer.arguments}
+    (context,) = gpus.runs(gpus.CASES["7.6b-context-512k"], [2], steps=1, warmup=0)
+    assert "train.context_parallel=2" in context.arguments
+
+
+def test_what_holds_clocks_down_is_told_whichever_kind_of_heat_it_is(monkeypatch):
+    given, over = iter([0x20, 0x40, 0x24, 0x00]), threading.Event()
+
+    def reasons(_: int) -> int:
+        try:
+            return next(given)
+        except StopIteration:
+            over.set()
+            raise OSError from None
+
+    nvml = SimpleNamespace(
+        NVMLError=OSError,
+        NVML_CLOCK_SM=1,
+        nvmlDeviceGetCount=lambda: 1,
+        nvmlDeviceGetHandleByIndex=int,
+        nvmlDeviceGetUtilizationRates=lambda _: SimpleNamespace(gpu=99),
+        nvmlDeviceGetClockInfo=lambda *_: 1410,
+        nvmlDeviceGetPowerUsage=lambda _: 690_000,
+        nvmlDeviceGetCurrentClocksEventReasons=reasons,
+    )
+    monkeypatch.setattr(records, "opened_nvml", lambda: nullcontext(nvml))
+    monkeypatch.setattr(records, "EVERY_S", 0.001)
+    with records.Clocks() as meter:
+        assert over.wait(10)
+    found = meter.figures()["0"]
+    assert (found["readings"], found["mhz"], found["watts"]) == (4, 1410, 690)
+    assert found["held_by"] == {"power cap": 0.25, "heat": 0.75}
+
+
+def test_scaling_says_what_more_gpus_give(monkeypatch):
+    monkeypatch.setattr(scaling, "HOSTS", ((1, 1), (2, 1), (8, 2)))
+    one, two, rest = scaling.row(scaling.Case("", "tiny", 8192, each=False))  # 8 rows
+    assert min(float(one), float(two)) > 0 and rest == "-"

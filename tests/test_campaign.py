@@ -1,5 +1,4 @@
-"""Campaigns: what is lost is counted and named, a case can be tried again, and docs/reliability.md
-says what benchmarks/results holds."""
+"""Campaigns: what is lost is counted and named, and a case can be tried again."""
 
 from __future__ import annotations
 
@@ -12,13 +11,12 @@ from collections.abc import Callable
 
 import pytest
 
-from benchmarks.campaign import calls, page, parts, trials
+from benchmarks.campaign import calls, trials
 from benchmarks.campaign.children import Ended, in_child
 from benchmarks.campaign.damage import DamagedCheckpoints, damage, files_in
 from benchmarks.campaign.fuzz import Configs, Models, Rows
 from benchmarks.campaign.project import put_back
 from benchmarks.campaign.saves import contents
-from benchmarks.write_page import filled
 from megatrain.errors import StorageError
 
 
@@ -142,34 +140,3 @@ def test_odd_input_is_drawn_from_the_case(tmp_path, kind):
 def test_odd_input_is_given_to_a_command(tmp_path):
     ended = trials.run_case(Configs(tmp_path), "0-1")
     assert ended.code == 0, ended.words
-
-
-def test_the_page_is_what_the_campaigns_gave():
-    text = page.PAGE.read_text()
-    stale = "run python -m benchmarks.campaign.page"
-    assert text == filled(text, page.tables(page.campaigns())), stale
-    for name in parts.PARTS:
-        assert f"| {name} |" in text
-
-
-def campaign(tried: int, lost: int = 0, of: int | None = None, seconds: float = 60.0):
-    failures = [{"case": f"1-{n}", "reason": "a | b"} for n in range(lost)]
-    names = [*parts.PARTS]
-    shared = {"tried": tried, "lost": lost, "seconds": seconds, "of": of, "seed": 1}
-    about = {"date": "2026-01-02", "commit": "abc", "machine": "a machine"}
-    return {**about, "parts": [{"what": name, **shared, "failures": failures} for name in names]}
-
-
-def test_the_page_says_what_is_still_to_be_run():
-    found = [campaign(10), campaign(20, lost=1)]
-    rows = dict(line.split(" | ", 1) for line in page.tables(found)["wanted"][2:])
-    assert rows["| corruptions"] == "10,000 corruptions | 60 | 2 | 9,940 corruptions |"
-    assert rows["| odd input"] == "2 hours | 90 in 6 minutes | 3 | 1.9 hours |"
-    assert rows["| kill points"].endswith("| the rest: no campaign had time for all |")
-    rows = dict(
-        line.split(" | ", 1)
-        for line in page.tables([campaign(9), campaign(9999, of=9999)])["wanted"][2:]
-    )
-    assert rows["| kill points"].endswith("| 9,999 | 0 | nothing |")
-    assert len(page.tables(found)["lost"]) == 2 + len(parts.PARTS)
-    assert "a / b | none yet |" in page.tables(found)["lost"][-1]

@@ -5,8 +5,7 @@
 
 Prints one JSON line for each part: what was tried, how often, what survived, what was lost, from
 which seed, in how many seconds. The name of a case that is lost is printed too; --case tries it
-again. All of it is written to benchmarks/results, from where `python -m benchmarks.campaign.page`
-makes docs/reliability.md.
+again. All of it is written to benchmarks/results.
 """
 
 from __future__ import annotations
@@ -70,7 +69,7 @@ def try_one(name: str, case: str, folder: Path) -> int:
     from benchmarks.campaign.parts import PARTS
     from benchmarks.campaign.trials import run_case
 
-    ended = run_case(PARTS[name].new(folder / "part"), case)
+    ended = run_case(PARTS[name][0](folder / "part"), case)
     print(ended.words, end="")
     return 0 if ended.code == 0 else 1
 
@@ -82,12 +81,12 @@ def outcomes(
     from benchmarks.campaign.parts import PARTS
     from benchmarks.campaign.trials import tally
 
-    end, shares = time.monotonic() + 3600 * args.hours, [PARTS[name].share for name in names]
+    end, shares = time.monotonic() + 3600 * args.hours, [PARTS[name][1] for name in names]
     for number, name in enumerate(names):
         began, place = time.monotonic(), folder / str(number)
         seconds = (end - began) * shares[number] / sum(shares[number:])
         place.mkdir()
-        trial = PARTS[name].new(place)  # takes some of the time
+        trial = PARTS[name][0](place)  # takes some of the time
         outcome = tally(name, trial, args.seed, seconds - (time.monotonic() - began))
         yield {**asdict(outcome), "survived": outcome.survived}
 

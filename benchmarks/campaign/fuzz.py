@@ -26,30 +26,11 @@ A_FILE = 30  # rows
 LARGE = 10**12
 NUMBERS = [0, 1, -1, 2, 3, 7, 255, 2**31, 2**63, LARGE, -LARGE, 0.5, -0.5, 1e-30, 1e300]
 NUMBERS += [float("inf"), float("nan")]
-WORDS = ["", " ", "auto", "null", "none", "true", "x" * 300, "\x1b[2J", "\u202e", "../..", "a\nb"]
-WORDS += [
-    "/dev/null",
-    "/dev/zero",
-    "~nosuchuser/x",
-    "é☕",
-    "[",
-    "{",
-    "*a",
-    "&a",
-    "!!python/name:os",
-]
-WORDS += [
-    "rows.jsonl",
-    "model",
-    "cfg.yaml",
-    "1e5",
-    "12GiB",
-    "-1GiB",
-    "0x10",
-    "1_000",
-    "int8",
-    "fp8",
-]
+WORDS = [
+    "", " ", "auto", "null", "none", "true", "x" * 300, "\x1b[2J", "\u202e", "../..", "a\nb",
+    "/dev/null", "/dev/zero", "~nosuchuser/x", "é☕", "[", "{", "*a", "&a", "!!python/name:os",
+    "rows.jsonl", "model", "cfg.yaml", "1e5", "12GiB", "-1GiB", "0x10", "1_000", "int8", "fp8",
+]  # fmt: skip
 CONTAINERS: list[Any] = [[], {}, [[]], ["a", 1], {"a": {"b": 1}}, [None], {"path": "rows.jsonl"}]
 VALUES: list[Any] = [None, True, False, *NUMBERS, *WORDS, *CONTAINERS]
 
@@ -200,27 +181,14 @@ class Configs(Fuzz):
 
 # -- model folders -------------------------------------------------------------------------------
 
-PIECES = ["{{ messages }}", "{% for m in messages %}", "{% endfor %}", "{{ 1/0 }}", "{{ x.y.z }}"]
-PIECES += ["{% for i in range(99999) %}x{% endfor %}", "{{ 'a' * 10**9 }}", "{{ messages[9] }}"]
-PIECES += ["{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"]
-PIECES += [
-    "{% generation %}",
-    "{% endgeneration %}",
-    "{{ raise_exception('\x1b[2J') }}",
-    "{{",
-    "%}",
-]
-PIECES += [
-    "{% if m['role'] == 'assistant' %}",
-    "{% endif %}",
-    "{{ m['content'] }}",
-    "{{ 10.0**400 }}",
-]
-PIECES += [
-    "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
-    "{{ ''.__class__ }}",
-    "{% set x = 1 %}",
-]
+PIECES = [
+    "{{ messages }}", "{% for m in messages %}", "{% endfor %}", "{{ 1/0 }}", "{{ x.y.z }}",
+    "{% for i in range(99999) %}x{% endfor %}", "{{ 'a' * 10**9 }}", "{{ messages[9] }}",
+    "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
+    "{% generation %}", "{% endgeneration %}", "{{ raise_exception('\x1b[2J') }}", "{{", "%}",
+    "{% if m['role'] == 'assistant' %}", "{% endif %}", "{{ m['content'] }}", "{{ 10.0**400 }}",
+    "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "{{ ''.__class__ }}", "{% set x = 1 %}",
+]  # fmt: skip
 COMMANDS = {
     "config.json": ("plan", "cfg.yaml"),
     "generation_config.json": ("data", "cfg.yaml"),

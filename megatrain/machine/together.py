@@ -55,7 +55,7 @@ class Shares:
     reduce_loss: float
 
 
-# H200s of one host (docs/decisions/0099-planned-ranks.md). Sums of two are the library's, which may
+# H200s of one host. Sums of two are the library's, which may
 # add two numbers in any order.
 OF_TWO = Shares(0.97, 0.97, 0.69, 0.53, 0.58, 0.31, 0.28)
 OF_FOUR = Shares(0.80, 0.67, 0.43, 0.69, 0.60, 0.26, 0.64)

@@ -1,8 +1,7 @@
 """A page of charts and tables in one HTML file: it needs no network, and loads nothing.
 
 What it shows is a list of blocks, JSON that assets/page.js draws: cards, chart, bars, timeline,
-table, samples and text. Charts are uPlot's (assets/uPlot.LICENSE), as it is published. Why it is
-made like this: decision 0092.
+table, samples and text. Charts are uPlot's (assets/uPlot.LICENSE), as it is published.
 """
 
 from __future__ import annotations
