@@ -294,4 +294,4 @@ def test_the_readme_is_short_and_its_config_loads(tmp_path):
     (config,) = re.findall(r"```yaml\n(.*?)```", text, re.DOTALL)
     assert len(config.splitlines()) <= 11
     (tmp_path / "my.yaml").write_text(config)
-    assert load_config(tmp_path / "my.yaml").train.tokens_per_step == 65536
+    assert load_config(tmp_path / "my.yaml").train.tokens_per_step == 1024
