@@ -96,7 +96,7 @@ def help_of(name: str) -> str:
     """What the command does, and its arguments and options."""
     command: Any = typer.main.get_command(app).commands[name]  # type: ignore[attr-defined]
     rows = []
-    for one in command.params:
+    for one in (one for one in command.params if not getattr(one, "hidden", False)):
         option = one.param_type_name == "option"
         called = " ".join(one.opts) if option else one.metavar or one.name.upper()
         rows.append(f"| `{called.replace('|', ' or ')}` | {one.help} |")

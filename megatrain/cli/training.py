@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from textwrap import fill
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -105,16 +104,15 @@ def plan(
     gpus: Gpus = None,
     hosts: Hosts = None,
     network: Network = None,
-    html: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", help="Draw the plan as an HTML page, with a step's timeline."),
-    ] = None,
+    html: Annotated[str | None, typer.Option(hidden=True, help="Of earlier versions.")] = None,
     as_json: AsJson = False,
 ) -> None:
     """Say whether a run fits this machine, or one that you do not have yet, and how.
 
     Loads no weights. Exits 4 when the run does not fit.
     """
+    if html is not None:
+        raise ConfigError("--html: plans are not drawn any more; --json prints all of a plan")
     described: dict[str, Any] = {"gpu": gpu, "ram": ram, "cores": cores, "pcie": pcie}
     described |= {"gpu_memory": gpu_memory, "gpu_tflops": gpu_tflops}
     described |= {"gpus": gpus, "hosts": hosts, "network": network}
@@ -136,10 +134,6 @@ def plan(
 
     with logging_on(console_on(stderr=True)):
         found = run.plan(settings, shape_alone, described)
-    if html is not None:
-        from megatrain.planner.picture import write_plan
-
-        write_plan(html, found, target)
     if as_json:
         print_json(found.to_dict())
         found.check()

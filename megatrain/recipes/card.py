@@ -17,7 +17,7 @@ from megatrain.errors import ConfigError, DataError
 from megatrain.machine.hardware import GIB
 from megatrain.methods import METHODS
 from megatrain.models.pretrained import HUB_ID, cached_source
-from megatrain.recipes.reported import Reported
+from megatrain.recipes.report import Reported
 from megatrain.reporting.history import NOT_DRAWN, read_history
 from megatrain.reporting.metrics import read_metrics
 from megatrain.reporting.words import human_seconds

@@ -40,10 +40,9 @@ from megatrain.reporting.advice import Facts
 from megatrain.reporting.energy import Energy, EnergyMeter
 from megatrain.reporting.load import LoadMeter
 from megatrain.reporting.meters import GpuMeter
-from megatrain.reporting.metrics import MetricsWriter, SteadyTime, StepTime
+from megatrain.reporting.metrics import MetricsWriter, SteadyTime, StepTime, write_samples
 from megatrain.reporting.mfu import ModelFlops
 from megatrain.reporting.progress import Progress
-from megatrain.reporting.samples import write_samples
 from megatrain.reporting.spikes import Spikes
 from megatrain.reporting.tracing import record_timeline
 from megatrain.storage.checkpoint import save_checkpoint, write_final

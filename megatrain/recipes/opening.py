@@ -35,7 +35,7 @@ from megatrain.recipes.reference import (
     refers,
     wanted_by,
 )
-from megatrain.recipes.report import LiveReport, NoReport
+from megatrain.recipes.report import LiveReport
 from megatrain.recipes.sample import EvalPrompt
 from megatrain.recipes.setup import Parts
 from megatrain.reporting.energy import EnergyMeter
@@ -43,10 +43,10 @@ from megatrain.reporting.meters import GpuMeter
 from megatrain.reporting.metrics import (
     MetricsWriter,
     NoMetrics,
+    cut_samples,
     read_metrics,
 )
 from megatrain.reporting.progress import Progress
-from megatrain.reporting.samples import cut_samples
 from megatrain.reporting.spikes import Spikes
 from megatrain.reporting.trackers import tracking
 from megatrain.storage.checkpoint import reopen
@@ -135,7 +135,7 @@ def open_metrics(
     about = {"config": config.model_dump(mode="json"), "plan": plan.to_dict()}
     if not world.is_first:
         world.every(None)  # now the file is cut back
-        return NoMetrics(config.output), NoReport(config.output)
+        return NoMetrics(config.output), LiveReport(None)
     track = stack.enter_context(tracking(config.track, config.output, state["step"], about))
     report = LiveReport(config.output)
     writer = stack.enter_context(MetricsWriter(config.output, (track, report.add)))

@@ -12,10 +12,9 @@ from megatrain.config import Config
 from megatrain.config.resuming import RESOLVED_FILE
 from megatrain.errors import ConfigError, StorageError
 from megatrain.recipes.describe import DESCRIPTION
-from megatrain.reporting.metrics import METRICS_FILE
+from megatrain.reporting.metrics import METRICS_FILE, SAMPLES_FILE
 from megatrain.reporting.page import REPORT_FILE
 from megatrain.reporting.progress import LOG_FILE
-from megatrain.reporting.samples import SAMPLES_FILE
 from megatrain.reporting.trackers import ID_FILE
 from megatrain.storage.manifest import MANIFEST
 from megatrain.storage.run_folder import (

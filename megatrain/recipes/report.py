@@ -1,24 +1,108 @@
-"""`report.html` of a run folder: written while the run goes on, and anew by `megatrain report`."""
+"""`report.html` of a run folder: written while the run goes on, and again by `megatrain report`."""
 
 from __future__ import annotations
 
+import json
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from megatrain.errors import ConfigError
-from megatrain.recipes.report_blocks import blocks_of
-from megatrain.recipes.reported import Reported
+from megatrain.config.document import plain, read_yaml
+from megatrain.config.resuming import RESOLVED_FILE
+from megatrain.errors import ConfigError, printable
+from megatrain.reporting.energy import Economy, Prices, described
 from megatrain.reporting.history import BUCKETS, History, Row, read_history
-from megatrain.reporting.page import REPORT_FILE, page, write_page
+from megatrain.reporting.metrics import SAMPLES_FILE
+from megatrain.reporting.page import REPORT_FILE, Block, Curve, chart, page, table, text, write_page
+from megatrain.reporting.summary import Predicted, step_seconds
+from megatrain.reporting.words import BOUND_WORDS, human_bytes, human_seconds, time_in_words
 
 logger = logging.getLogger("megatrain")
 
-# While a run goes on, a page is written again after so many times what the last one took, and not
-# before so many seconds.
+ENVIRONMENT_FILE, PLAN_FILE = "env.json", "plan.json"
+# While a run goes on, the page is written again after PACE times the seconds that writing it took,
+# and after EVERY_S at the earliest.
 PACE, EVERY_S = 100, 5.0
 FINE = 4  # runs in a page that are drawn as finely as one
+ANSWERS = 3  # to a prompt: the first and the newest
+PROMPTS = 20
+LONGEST = 4000  # characters of a sample
+# (title, unit, {name in metrics.jsonl: label}, the plan's tier). Other figures have charts of their
+# own, or share one with those of the same name before the slash.
+CHARTS: tuple[tuple[str, str, Mapping[str, str], str], ...] = (
+    ("loss", "", {"loss": "loss", "eval_loss": "held-out loss", "spike": "spike"}, ""),
+    ("learning rate", "", {"lr": "learning rate"}, ""),
+    ("gradient norm", "", {"grad_norm": "before clipping"}, ""),
+    ("tokens/s", "", {"tokens_per_s": "tokens/s"}, ""),
+    ("TFLOP/s", "", {"tflops": "TFLOP/s"}, ""),
+    ("MFU", "share", {"mfu": "MFU"}, ""),
+    ("GPU memory", "bytes", {"gpu_peak_bytes": "peak"}, "gpu"),
+    ("host memory", "bytes", {"host_bytes": "peak"}, "host"),
+    ("routers' balancing loss", "", {"aux_loss": "without its coefficient"}, ""),
+    ("busiest expert", "", {"expert_load_max": "tokens over the mean"}, ""),
+)
+SMOOTH = ("lr", "gpu_peak_bytes", "host_bytes")  # need no trend
+
+
+@dataclass(frozen=True)
+class Reported:
+    """A run as its folder describes it. Fields of what cannot be read are empty."""
+
+    name: str
+    history: History
+    plan: dict[str, Any]
+    environment: dict[str, Any]
+    config: dict[str, Any]
+    config_text: str
+    samples: list[Row]
+
+    @classmethod
+    def of(cls, folder: Path, history: History, name: str = "") -> Reported:
+        """name: by default the folder's."""
+        described = _read(folder / RESOLVED_FILE)
+        try:
+            config: Any = plain(read_yaml(described, RESOLVED_FILE))
+        except ConfigError:
+            config = {}  # the text is shown as it is
+        return cls(
+            printable(name or folder.resolve().name),
+            history,
+            _object(_read(folder / PLAN_FILE)),
+            _object(_read(folder / ENVIRONMENT_FILE)),
+            config if isinstance(config, dict) else {},
+            described,
+            [row for line in _read(folder / SAMPLES_FILE).splitlines() if (row := _object(line))],
+        )
+
+    def planned(self, tier: str) -> int | None:
+        """Bytes of a tier at the plan's peak."""
+        need = self.plan.get("totals", {}).get(tier, {}).get("need")
+        return need if isinstance(need, int) else None
+
+    def section(self, name: str) -> dict[str, Any]:
+        found = self.config.get(name)
+        return found if isinstance(found, dict) else {}
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return ""
+
+
+def _object(line: str) -> dict[str, Any]:
+    try:
+        found = json.loads(line)
+    except ValueError:
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+# -- writing ---------------------------------------------------------------------------------------
 
 
 def write_report(folders: Sequence[Path], output: Path | None = None) -> Path:
@@ -39,32 +123,36 @@ def write_report(folders: Sequence[Path], output: Path | None = None) -> Path:
 def report_of(runs: Sequence[Reported]) -> str:
     """The page of one run, or of several side by side."""
     names = [run.name for run in runs]
-    return page(", ".join(names), names, [*blocks_of(runs)])
+    return page(", ".join(names), names, [*blocks_of(runs)], [*map(about, runs)])
 
 
 class LiveReport:
-    """The page of a run that goes on. That it cannot be written is said once."""
+    """The page of a run that goes on. A failure to write it is logged once.
 
-    def __init__(self, folder: Path) -> None:
+    folder: None where another rank writes it.
+    """
+
+    def __init__(self, folder: Path | None) -> None:
         self._folder, self._history = folder, History()
         self._next = 0.0  # time.monotonic() from which it is worth writing again
         self._failed = False
 
     def begin(self) -> None:
-        """Read what the run has written before. Raises StorageError."""
-        self._history = read_history(self._folder)
+        """Read the steps that the run has taken before. Raises StorageError."""
+        if self._folder is not None:
+            self._history = read_history(self._folder)
 
     def add(self, row: Row) -> None:
-        """A new line of metrics.jsonl."""
+        """Take in a new line of metrics.jsonl."""
         self._history.add(row)
 
     def write(self, last: bool = False) -> None:
-        """Write it, unless the last time is so recent that this would slow the run.
+        """Write the page, unless the last time is so recent that this would slow the run.
 
-        Called after every step. last: write it in any case.
+        last: write it in any case.
         """
         began = time.monotonic()
-        if began < self._next and not last:
+        if self._folder is None or (began < self._next and not last):
             return
         try:
             page_now = report_of([Reported.of(self._folder, self._history)])
@@ -78,8 +166,173 @@ class LiveReport:
         self._next = now + max(EVERY_S, PACE * (now - began))
 
 
-class NoReport(LiveReport):
-    """Of a rank that does not speak."""
+# -- blocks ----------------------------------------------------------------------------------------
 
-    def write(self, last: bool = False) -> None:
-        pass
+
+def blocks_of(runs: Sequence[Reported]) -> Iterator[Block]:
+    """The blocks of a report, the most telling first."""
+    glances = [glance(run) for run in runs]
+    cards = {name: [one[name] for one in glances] for name in glances[0]}
+    shown = [{"name": name, "values": values} for name, values in cards.items() if any(values)]
+    yield {"kind": "cards", "cards": shown}
+    if len(runs) > 1:
+        yield from differences(runs)
+    yield from samples(runs)
+    yield from charts(runs)
+    for run in runs:
+        if reasons := run.plan.get("reasons"):
+            values = run.plan.get("values", {})
+            rows = (f"{name}: {values.get(name, '')} ({why})" for name, why in reasons.items())
+            yield text(f"plan of {run.name}", "\n".join(rows))
+        if run.config_text:
+            yield text(f"config of {run.name}", run.config_text)
+        if run.environment:
+            yield text(f"environment of {run.name}", json.dumps(run.environment, indent=1))
+
+
+def about(run: Reported) -> str:
+    """Model, method and data in a line."""
+    model, data = run.section("model"), run.section("data").get("train")
+    sources = data if isinstance(data, list) else [data]
+    names = [str(one.get("path") if isinstance(one, dict) else one) for one in sources if one]
+    parts = [model.get("path") or model.get("config"), run.config.get("method"), ", ".join(names)]
+    return " · ".join(str(part) for part in parts if part)
+
+
+def glance(run: Reported) -> dict[str, str]:
+    """Figures of the cards, by name; empty where there is none."""
+    history, totals, newest = run.history, run.history.totals, run.history.newest
+    steps, median = run.plan.get("steps"), history.median_s
+    losses, tokens, seconds = history.values("eval_loss"), totals["tokens"], totals["step_s"]
+    loss, planned_s = newest.get("loss"), run.plan.get("timing", {}).get("seconds")
+    rate = f"{tokens:,} ({tokens / seconds:,.0f} tokens/s)" if seconds else ""
+    found = {
+        "held-out loss": "",
+        "loss": "" if loss is None else f"{loss:.4f}",
+        "step": f"{history.step:,}" + (f" of {steps:,}" if steps else ""),
+        "tokens": f"{rate} in {human_seconds(seconds)} of steps" if rate else "",
+        "a step": "" if median is None else Predicted(planned_s, median).words(step_seconds),
+    }
+    if losses:
+        best = f"best {min(losses):.4f}"
+        found["held-out loss"] = f"{losses[0]:.4f} before, {losses[-1]:.4f} now, {best}"
+    for name, field, tier in (
+        ("GPU memory", "gpu_peak_bytes", "gpu"),
+        ("host memory", "host_bytes", "host"),
+    ):
+        peak = max(history.values(field), default=None)
+        planned = Predicted(run.planned(tier), peak)
+        found[name] = "" if peak is None else planned.words(human_bytes)
+    given = run.section("economy")
+    prices = Prices(
+        given.get("price_per_hour"), given.get("price_per_kwh"), str(given.get("currency", "USD"))
+    )
+    counted = "GPU and host, as far as measured or given"
+    economy = Economy(tokens, seconds, totals.get("energy_j"), prices, counted)
+    worth = dict(described(economy, whole=True))
+    found |= {name: worth.get(name, "") for name in ("cost", "energy")}
+    more = ", ..." if totals["skipped"] > len(history.skipped) else ""
+    named = f"{totals['skipped']:,}: {', '.join(map(str, history.skipped))}{more}"
+    found |= {
+        "time": time_in_words(history.step_time),
+        "steps without an update": named if history.skipped else "",
+        "advice": str(newest.get("advice", "")),
+    }
+    return found
+
+
+def charts(runs: Sequence[Reported]) -> Iterator[Block]:
+    """Every figure of metrics.jsonl over steps, and of one run where the time of steps goes."""
+    known = {name for _, _, names, _ in CHARTS for name in names}
+    others: dict[str, dict[str, str]] = {}
+    for name in (name for run in runs for name in run.history.lines if name not in known):
+        group, label = _group_of(name)
+        others.setdefault(group, {})[name] = label
+    own = ((group, "", names, "") for group, names in others.items())
+    for title, unit, names, tier in (*CHARTS, *own):
+        curves = [
+            curve for number, run in enumerate(runs) for curve in _curves(run, number, names, tier)
+        ]
+        if curves:
+            yield chart(title, curves, unit)
+    points = runs[0].history.shares.points()
+    used = [name for name in BOUND_WORDS if any(point[2].get(name) for point in points)]
+    if len(runs) == 1 and used:
+        shares = [
+            Curve(BOUND_WORDS[name], [(point[0], point[2].get(name, 0.0)) for point in points])
+            for name in used
+        ]
+        yield chart("where the time of a step goes", shares, "share", stacked=True)
+
+
+def _group_of(name: str) -> tuple[str, str]:
+    """(title of the chart, label in it): `rewards/chosen` is `chosen` of `rewards`."""
+    held_out = name.startswith("eval_")
+    group, _, label = name.removeprefix("eval_").partition("/")
+    if label == "accuracies":  # a share, which would be flat beside other figures
+        group, label = f"{group}, accuracy", "accuracy"
+    return group, (label or group) + (" (held out)" if held_out else "")
+
+
+def _curves(run: Reported, number: int, names: Mapping[str, str], tier: str) -> Iterator[Curve]:
+    for name in (name for name in names if name in run.history.lines):
+        line, label = run.history.lines[name], names[name]
+        style = "points" if name == "spike" else "marked" if name.startswith("eval_") else "line"
+        points = line.points()
+        each, means = ([], []) if name in SMOOTH or style != "line" else line.trend()
+        yield Curve(label, points, number, "faint" if means else style)
+        if means:
+            yield Curve(f"{label}, mean of {each:,}", means, number, "trend")
+        if need := run.planned(tier):
+            ends = sorted({points[0][0], points[-1][0]})
+            yield Curve("planned", [(step, need) for step in ends], number, "limit")
+
+
+def samples(runs: Sequence[Reported]) -> Iterator[Block]:
+    """Prompts of `eval.prompts` with the answers of all runs, the newest first."""
+    prompts: dict[str, list[tuple[str, str]]] = {}
+    for run in runs:
+        answers: dict[str, dict[Any, str]] = {}  # the last one of each step
+        for row in run.samples:
+            asked = _asked(row.get("prompt"))
+            answers.setdefault(asked, {})[row.get("step")] = _shortened(row.get("answer"))
+        for asked, given in answers.items():
+            every = [(f"step {step}", answer) for step, answer in reversed(given.items())]
+            kept = every if len(every) <= ANSWERS else [*every[: ANSWERS - 1], every[-1]]
+            if len(runs) > 1:
+                kept = [(f"{run.name}, {when}", answer) for when, answer in every[:1]]
+            prompts.setdefault(asked, []).extend(kept)
+    shown = [{"prompt": asked, "answers": given} for asked, given in prompts.items()]
+    if shown:
+        yield {"kind": "samples", "title": "samples", "prompts": shown[:PROMPTS]}
+
+
+def _asked(prompt: object) -> str:
+    """A prompt, or turns, as text."""
+    if isinstance(prompt, list):
+        turns = [turn for turn in prompt if isinstance(turn, dict)]
+        prompt = "\n".join(f"{turn.get('role')}: {turn.get('content')}" for turn in turns)
+    return _shortened(prompt)
+
+
+def _shortened(words: object) -> str:
+    full = printable(str(words))
+    return full if len(full) <= LONGEST else f"{full[:LONGEST]} ..."
+
+
+def differences(runs: Sequence[Reported]) -> Iterator[Block]:
+    """The keys in which configs differ."""
+    flat = [dict(_flat(run.config)) for run in runs]
+    keys = dict.fromkeys(key for one in flat for key in one)
+    rows = [[key, *(one.get(key, "") for one in flat)] for key in keys]
+    rows = [row for row in rows if len(set(row[1:])) > 1]
+    if rows:
+        yield table("what differs in the configs", ["", *(run.name for run in runs)], rows)
+
+
+def _flat(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
+    for key, value in config.items():
+        if isinstance(value, dict):
+            yield from _flat(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", _shortened(value)

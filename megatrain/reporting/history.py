@@ -1,16 +1,16 @@
-"""What a report draws of `metrics.jsonl`: figures over steps, thinned while they are read, so that
-a run of any length takes the same memory and page."""
+"""A run's `metrics.jsonl` for its report, thinned while it is read: memory and page do not grow."""
 
 from __future__ import annotations
 
 import statistics
 from collections import defaultdict, deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
+from dataclasses import dataclass
 from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
-from megatrain.reporting.metrics import RECENT_STEPS, StepTime, each_metric, read_metrics
+from megatrain.reporting.metrics import RECENT_STEPS, StepTime, each_metric
 
 BUCKETS = 350  # of a line, before neighbours are merged: a chart is some hundred pixels wide
 MEANS = 60  # of a line, at least
@@ -22,68 +22,69 @@ SUMMED = ("tokens", "step_s", "energy_j")
 
 Row = dict[str, Any]
 Point = tuple[Any, ...]  # (step, value, what goes with it)
+VALUE = itemgetter(1)
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """Neighbouring points: the smallest and the largest value, the sum and the count."""
+
+    low: Point
+    high: Point
+    total: float
+    count: int
+
+    def joined(self, other: Bucket) -> Bucket:
+        low, high = min(self.low, other.low, key=VALUE), max(self.high, other.high, key=VALUE)
+        return Bucket(low, high, self.total + other.total, self.count + other.count)
 
 
 class Line:
-    """Points in the order of steps. Every one is kept until there are many; then the smallest and
-    the largest of each bucket of neighbours, and the first and the last."""
+    """Points in the order of steps: all while they are few, else the extremes of each bucket."""
 
     def __init__(self, buckets: int = BUCKETS) -> None:
         self._most = buckets
-        self._buckets: list[list[Point]] = []
-        self._sums: list[float] = []  # of their values, also of those that are not kept
-        self._size = 1  # points of a bucket
-        self._newest: list[Point] = []  # of the bucket that is being filled
-        self._first: Point = ()
-        self._last: Point = ()
+        self._size = 1  # points of a full bucket
+        self._buckets: list[Bucket] = []
+        self._ends: list[Point] = []  # the first and the last point
 
     def add(self, step: int, value: float, *also: object) -> None:
-        """also: what goes with the value, and is kept where it is."""
-        self._last = point = (step, value, *also)
-        self._first = self._first or point
-        self._newest.append(point)
-        if len(self._newest) < self._size:
-            return
-        self._buckets.append(extremes(self._newest))
-        self._sums.append(sum(point[1] for point in self._newest))
-        self._newest = []
-        if len(self._buckets) == 2 * self._most:
-            pairs = zip(self._buckets[::2], self._buckets[1::2], strict=True)
-            self._buckets = [extremes([*left, *right]) for left, right in pairs]
-            self._sums = [sum(self._sums[at : at + 2]) for at in range(0, len(self._sums), 2)]
+        """also: kept with the value."""
+        point = (step, value, *also)
+        self._ends = [*self._ends[:1], point]
+        new, buckets = Bucket(point, point, value, 1), self._buckets
+        if buckets and buckets[-1].count < self._size:
+            buckets[-1] = buckets[-1].joined(new)
+        else:
+            buckets.append(new)
+        if len(buckets) == 2 * self._most and buckets[-1].count == self._size:
+            pairs = zip(buckets[::2], buckets[1::2], strict=True)
+            self._buckets = [left.joined(right) for left, right in pairs]
             self._size *= 2
 
     def points(self) -> list[Point]:
-        kept = [point for bucket in self._buckets for point in bucket]
-        kept += extremes(self._newest) if self._newest else []
-        kept += [self._first, self._last] if self._first else []
-        return sorted({point[0]: point for point in kept}.values(), key=itemgetter(0))
+        kept = [point for bucket in self._buckets for point in (bucket.low, bucket.high)]
+        by_step = {point[0]: point for point in [*kept, *self._ends]}
+        return [by_step[step] for step in sorted(by_step)]
 
     def trend(self) -> tuple[int, list[Point]]:
-        """(values of each, means of neighbours at the middle ones' step); a short line has none."""
-        each = len(self._sums) // MEANS
+        """(points of each mean, the means at their middle steps); none of a short line."""
+        full = [bucket for bucket in self._buckets if bucket.count == self._size]
+        each = len(full) // MEANS
         if each < 2:
             return 0, []
-        begins = range(len(self._sums) % each, len(self._sums), each)
-        middles = (self._buckets[at + each // 2][0][0] for at in begins)
-        means = (sum(self._sums[at : at + each]) / (each * self._size) for at in begins)
-        return each * self._size, [*zip(middles, means, strict=True)]
-
-
-def extremes(points: list[Point]) -> list[Point]:
-    """The smallest and the largest, in order."""
-    if len(points) == 1:
-        return points
-    low, high = min(points, key=itemgetter(1)), max(points, key=itemgetter(1))
-    return [low, high] if low[0] < high[0] else [high, low] if low[0] > high[0] else [low]
+        means = []
+        for at in range(len(full) % each, len(full), each):
+            total = sum(bucket.total for bucket in full[at : at + each])
+            means.append((full[at + each // 2].low[0], total / (each * self._size)))
+        return each * self._size, means
 
 
 class History:
     """The figures of a run, row by row. buckets: of a line."""
 
     def __init__(self, rows: Iterable[Row] = (), buckets: int = BUCKETS) -> None:
-        self._most = buckets
-        self.lines: dict[str, Line] = {}
+        self.lines: dict[str, Line] = defaultdict(lambda: Line(buckets))
         self.shares = Line(buckets)  # of a step's time: (step, computing, all by name)
         self.totals: dict[str, Any] = defaultdict(int)
         self.time: dict[str, float] = defaultdict(float)  # seconds by name, as in StepTime
@@ -95,18 +96,17 @@ class History:
             self.add(row)
 
     def add(self, row: Row) -> None:
-        """A line of metrics.jsonl; of a step that comes after all steps so far."""
+        """Take in a line of metrics.jsonl; steps come in order."""
         step = self.step = row["step"]
         for name, value in row.items():
             if name not in NOT_DRAWN and isinstance(value, float | int):
-                self._add(name, step, value)
+                self.lines[name].add(step, value)
         if "step_s" not in row:
             return
         self.newest = row
         self.recent_s.append(row["step_s"])
         for name in SUMMED:
-            if row.get(name) is not None:
-                self.totals[name] += row[name]
+            self.totals[name] += row.get(name) or 0
         for name, seconds in (row.get("time") or {}).items():
             self.time[name] += seconds
         if shares := row.get("shares"):
@@ -115,63 +115,23 @@ class History:
             self.totals["skipped"] += 1
             self.skipped = [*self.skipped, step][:NAMED]
         if row.get("spike") and row.get("loss") is not None:
-            self._add("spike", step, row["loss"])
-
-    def _add(self, name: str, step: int, value: float) -> None:
-        if name not in self.lines:
-            self.lines[name] = Line(self._most)
-        self.lines[name].add(step, value)
+            self.lines["spike"].add(step, row["loss"])
 
     @property
     def median_s(self) -> float | None:
-        """Of the latest steps."""
+        """Median time of the latest steps."""
         return statistics.median(self.recent_s) if self.recent_s else None
 
     @property
     def step_time(self) -> StepTime:
-        """All steps together."""
+        """Time of all steps together."""
         return StepTime(**{name: self.time.get(name, 0.0) for name in vars(StepTime())})
 
     def values(self, name: str) -> list[float]:
-        """Of a line, as far as they are kept."""
+        """Values of a line, as far as they are kept."""
         return [point[1] for point in self.lines[name].points()] if name in self.lines else []
 
 
 def read_history(run_dir: Path, buckets: int = BUCKETS) -> History:
-    """The history of a run folder. Raises StorageError.
-
-    Steps that a file has twice, as one that a crash left or that was put together does, count as
-    they were taken last.
-    """
-    try:
-        return History(_in_order(each_metric(run_dir)), buckets)
-    except _OutOfOrderError:
-        return History(_last_taken(read_metrics(run_dir)), buckets)
-
-
-class _OutOfOrderError(Exception):
-    pass
-
-
-def _place(row: Row) -> tuple[int, bool]:
-    return row["step"], "step_s" not in row  # a step's evaluations come after it
-
-
-def _in_order(rows: Iterable[Row]) -> Iterator[Row]:
-    before = (-1, False)
-    for row in rows:
-        place = _place(row)
-        if place < before or (place == before and not place[1]):
-            raise _OutOfOrderError
-        before = place
-        yield row
-
-
-def _last_taken(rows: Iterable[Row]) -> list[Row]:
-    kept: list[Row] = []
-    for row in rows:
-        place = _place(row)
-        while kept and (_place(kept[-1]) > place or (_place(kept[-1]) == place and not place[1])):
-            kept.pop()
-        kept.append(row)
-    return kept
+    """Read the history of a run folder. Raises StorageError."""
+    return History(each_metric(run_dir), buckets)

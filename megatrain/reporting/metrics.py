@@ -20,7 +20,7 @@ from megatrain.errors import StorageError
 
 logger = logging.getLogger("megatrain")
 
-METRICS_FILE = "metrics.jsonl"
+METRICS_FILE, SAMPLES_FILE = "metrics.jsonl", "samples.jsonl"
 # Not through a link that somebody else may have put there.
 NO_FIGURES: Mapping[str, float] = {}
 APPENDED = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW
@@ -323,3 +323,35 @@ def _parsed(line: bytes) -> dict[str, Any] | None:
     except ValueError:
         return None
     return row if isinstance(row, dict) and isinstance(row.get("step"), int) else None
+
+
+# -- answers to prompts, samples.jsonl -------------------------------------------------------------
+
+
+def write_samples(folder: Path, step: int, answers: list[dict[str, Any]]) -> None:
+    """Append answers to the samples of a run folder. That they cannot be written is logged."""
+    if not answers:
+        return
+    text = "".join(
+        json.dumps({"step": step, **answer}, ensure_ascii=False) + "\n" for answer in answers
+    )
+    path = folder / SAMPLES_FILE
+    try:
+        fd = os.open(path, APPENDED, 0o600)
+        with os.fdopen(fd, "ab") as file:
+            file.write(text.encode(errors="replace"))
+    except OSError as error:
+        logger.error(f"{path}: cannot be written ({error.strerror}); training goes on")
+
+
+def cut_samples(folder: Path, step: int) -> None:
+    """Drop the answers after `step`: a resumed run gives them again. Raises StorageError."""
+    path = folder / SAMPLES_FILE
+    if not path.is_file():
+        return
+    try:
+        lines = path.read_bytes().splitlines(keepends=True)
+        kept = [line for line in lines if (row := _parsed(line)) and row["step"] <= step]
+        path.write_bytes(b"".join(kept))
+    except OSError as error:
+        raise StorageError(f"{path}: cannot be cut back ({error.strerror}); remove it") from error

@@ -1,7 +1,12 @@
-"""A page of charts and tables in one HTML file: it needs no network, and loads nothing.
+"""A page of charts and tables in one HTML file, which needs no network.
 
+<<<<<<< HEAD
 What it shows is a list of blocks, JSON that assets/page.js draws: cards, chart, bars, timeline,
 table, samples and text. Charts are uPlot's (assets/uPlot.LICENSE), as it is published.
+=======
+Its content is a list of blocks, JSON that assets/page.js draws: cards, chart, table, samples and
+text. Charts are drawn by uPlot (assets/uPlot.LICENSE), unchanged.
+>>>>>>> 6c5fb474 (Report: one module, answers and curves after what was trained; plans are not drawn any more)
 """
 
 from __future__ import annotations
@@ -26,17 +31,19 @@ DIGITS = 6  # of a figure
 NEW_FILE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
 
 Block = dict[str, Any]
-Bytes = Sequence[tuple[str, int]]  # of arrays, by name
 
 
 @dataclass(frozen=True)
 class Curve:
-    """A line of a chart. style: line, faint, trend (a faint one's mean), marked (its points are
-    seen), points alone, or limit."""
+    """A line of a chart.
+
+    run: number of the run that it is of. style: line, faint, trend (the mean of a faint one),
+    marked (with its points), points alone, or limit.
+    """
 
     label: str
     points: Sequence[tuple[Any, ...]]  # (step, value)
-    run: int = 0  # whose
+    run: int = 0
     style: str = "line"
 
 
@@ -55,38 +62,27 @@ def chart(title: str, curves: Sequence[Curve], unit: str = "", stacked: bool = F
     return {"kind": "chart", "title": title, "unit": unit, "stacked": stacked, "lines": lines}
 
 
-def cards(rows: Sequence[tuple[str, Sequence[str]]]) -> Block:
-    """(name, a text for each run): the figures at a glance. Texts may be empty."""
-    found = [{"name": name, "values": [*values]} for name, values in rows if any(values)]
-    return {"kind": "cards", "cards": found}
-
-
 def table(title: str, head: Sequence[str], rows: Sequence[Sequence[str]]) -> Block:
     return {"kind": "table", "title": title, "head": [*head], "rows": [[*row] for row in rows]}
 
 
-def bars(title: str, tiers: Sequence[tuple[str, int, Bytes, int | None]]) -> Block:
-    """(name, bytes to be had, arrays, bytes measured) of each tier."""
-    found = [
-        {"name": name, "have": have, "parts": [*parts], "measured": measured}
-        for name, have, parts, measured in tiers
-    ]
-    return {"kind": "bars", "title": title, "bars": found}
-
-
 def text(title: str, content: str) -> Block:
-    """Folded up until it is asked for."""
+    """A text that is folded up until somebody opens it."""
     return {"kind": "text", "title": title, "text": printable(content)}
 
 
-def page(title: str, runs: Sequence[str], blocks: Sequence[Block]) -> str:
-    """The HTML. runs: their names; one, or none, is not named beside its figures."""
+def page(
+    title: str, runs: Sequence[str], blocks: Sequence[Block], about: Sequence[str] = ()
+) -> str:
+    """The HTML. runs: their names; one is not named beside its figures. about: a line for each."""
     written = f"megatrain {VERSION}, {time.strftime('%Y-%m-%d %H:%M UTC', time.gmtime())}"
-    shown = {"title": printable(title), "written": written, "runs": [*runs], "blocks": [*blocks]}
+    shown: Block = {"title": printable(title), "written": written}
+    shown |= {"about": [*map(printable, about)], "runs": [*runs], "blocks": [*blocks]}
     # `<` is written so that no text can end the script it is in
     data = json.dumps(shown, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
     scripts = [_asset("uPlot.iife.min.js"), _asset("page.js")]
-    hashes = " ".join(f"'sha256-{_digest(script)}'" for script in scripts)
+    digests = (hashlib.sha256(script.encode()).digest() for script in scripts)
+    hashes = " ".join(f"'sha256-{base64.b64encode(digest).decode()}'" for digest in digests)
     allowed = f"default-src 'none'; style-src 'unsafe-inline'; img-src data:; script-src {hashes}"
     code = "".join(f"<script>{script}</script>\n" for script in scripts)
     return f"""<!doctype html>
@@ -111,10 +107,6 @@ def page(title: str, runs: Sequence[str], blocks: Sequence[Block]) -> str:
 
 def _asset(name: str) -> str:
     return (ASSETS / name).read_text(encoding="utf-8")
-
-
-def _digest(script: str) -> str:
-    return base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
 
 
 def write_page(path: Path, content: str) -> None:

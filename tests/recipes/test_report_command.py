@@ -1,9 +1,10 @@
-"""`report.html` of runs and `megatrain plan --html`: what they show, and when they are written."""
+"""`report.html` of runs: what it shows, and when it is written."""
 
 from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +12,12 @@ import pytest
 
 from megatrain.errors import StorageError
 from megatrain.recipes import loop, report
+from megatrain.recipes.report import Reported
+from megatrain.recipes.report import report_of as page_of
+from megatrain.reporting.history import History
 from tests.commands import evaluations_of, steps_of, write_jsonl
 from tests.pages import block, browser, curve, data_of, looked_at
+from tests.reporting.one_step import STEP
 
 NEEDS_BROWSER = pytest.mark.skipif(browser() is None, reason="no Chromium or Chrome on PATH")
 MARKUP = "<script>document.title = 'broken'</script> & <b>"
@@ -55,12 +60,8 @@ def test_figures_are_those_of_the_metrics(run_dir):
 
 def test_what_was_planned_sampled_and_spent_is_there(run_dir):
     data, plan = report_of(run_dir), json.loads((run_dir / "plan.json").read_text())
-    (host, disk) = block(data, "memory, as planned")["bars"]
-    need = sum(size for _, size in host["parts"])
-    assert need == pytest.approx(plan["totals"]["host"]["need"], abs=2)
-    assert host["measured"] > 0 and disk["measured"] is None
-    decided = {row[0]: row[1:] for row in block(data, "what the planner decided")["rows"]}
-    assert decided["resident"] == ["4 blocks", plan["reasons"]["resident"]]
+    texts = {one["title"]: one["text"] for one in data["blocks"] if one["kind"] == "text"}
+    assert f"resident: 4 blocks ({plan['reasons']['resident']})" in texts["plan of run"]
     limit = curve(data, "host memory", "planned")
     assert limit == dict.fromkeys((1, 10), pytest.approx(plan["totals"]["host"]["need"], rel=1e-5))
     (sample,) = block(data, "samples")["prompts"]
@@ -68,9 +69,9 @@ def test_what_was_planned_sampled_and_spent_is_there(run_dir):
     assert [when for when, _ in sample["answers"]] == ["step 10", "step 5", "step 0"]
     glance = {card["name"]: card["values"][0] for card in data["blocks"][0]["cards"]}
     assert glance["step"] == "10 of 10" and "USD" in glance["cost"]
-    assert ["python", json.loads((run_dir / "env.json").read_text())["python"]] in block(
-        data, "environment"
-    )["rows"]
+    assert json.loads((run_dir / "env.json").read_text())["python"] in texts["environment of run"]
+    assert "seed: 0" in texts["config of run"]
+    assert data["about"] == [f"{run_dir.parent / 'model'} · sft · {run_dir.parent / 'rows.jsonl'}"]
 
 
 def test_it_is_written_anew_for_a_folder_that_lacks_some(megatrain, copied):
@@ -147,31 +148,68 @@ def test_that_it_cannot_be_written_is_said_once(megatrain, project, monkeypatch)
     assert not (project / "run" / "report.html").exists()
 
 
-def test_a_plan_as_a_page(megatrain, project):
-    asked = ("train.seq_len=64", "train.tokens_per_step=256", "compile=false", "memory.resident=0")
-    plan = megatrain("plan tiny --gpu 'RTX 4090' --ram 32GiB --html p.html --json", *asked).json
-    data = data_of(Path("p.html").read_text())
-    timeline = block(data, "a step, as planned")
-    assert timeline["seconds"] == pytest.approx(plan["timing"]["seconds"])
-    lanes = {lane["name"]: lane["tasks"] for lane in timeline["lanes"]}
-    assert set(lanes) == {"compute", "upload", "download", "host update"}
-    assert lanes["compute"][-1][1] == pytest.approx(timeline["seconds"])
-    gpu, *_ = block(data, "memory, as planned")["bars"]
-    assert sum(size for _, size in gpu["parts"]) == plan["totals"]["gpu"]["need"]
-    (on_cpu,) = block(_page_of(megatrain, "plan cfg.yaml"), "a step, as planned")["lanes"]
-    assert on_cpu["name"] == "compute"
+def test_a_plan_is_not_drawn(megatrain):
+    assert (
+        "--html: plans are not drawn any more; --json"
+        in megatrain("plan tiny --html p.html", code=2).err
+    )
 
 
-def test_a_plan_that_does_not_fit_is_drawn_too(megatrain):
-    asked = ("train.seq_len=512", "train.tokens_per_step=8192", "memory.resident=0")
-    megatrain("plan qwen2.5-0.5b --gpu 'RTX 4090' --ram 9GiB --html p.html", *asked, code=4)
-    data = data_of(Path("p.html").read_text())
-    assert block(data, "what would change it")["rows"][0][0] == "to change"
+# -- runs that are made up -------------------------------------------------------------------------
+
+PREFERENCE = {"rewards/chosen": 0.5, "rewards/rejected": -0.5, "rewards/accuracies": 0.75}
 
 
-def _page_of(megatrain: Any, line: str) -> dict[str, Any]:
-    megatrain(f"{line} --html q.html")
-    return data_of(Path("q.html").read_text())
+def reported(name: str = "run", steps: int = 3, **fields: Any) -> Reported:
+    rows = [replace(STEP, step=step + 1, **fields).to_dict() for step in range(steps)]
+    return Reported(name, History(rows), {}, {}, {}, "", [])
+
+
+def titles(data: dict[str, Any]) -> list[str]:
+    return [one.get("title", "") for one in data["blocks"]]
+
+
+def test_preference_metrics_share_a_chart_but_for_accuracies():
+    run = reported(metrics={**PREFERENCE, "logps/chosen": -9.0})
+    run.history.add({"step": 3, "eval_loss": 1.0, "eval_s": 1.0, "eval_rewards/chosen": 0.25})
+    data = data_of(page_of([run]))
+    assert curve(data, "rewards", "chosen") == {1: 0.5, 2: 0.5, 3: 0.5}
+    assert curve(data, "rewards", "rejected") == {1: -0.5, 2: -0.5, 3: -0.5}
+    assert curve(data, "rewards", "chosen (held out)") == {3: 0.25}
+    assert curve(data, "rewards, accuracy", "accuracy")[1] == 0.75
+    assert curve(data, "logps", "chosen")[1] == -9.0
+
+
+def test_experts_spikes_and_skipped_steps_are_shown():
+    run = reported(expert_load_max=1.5, aux_loss=2.0, skipped=True, spike=True)
+    data = data_of(page_of([run]))
+    assert curve(data, "busiest expert", "tokens over the mean") == {1: 1.5, 2: 1.5, 3: 1.5}
+    assert curve(data, "routers' balancing loss", "without its coefficient")[2] == 2.0
+    assert set(curve(data, "loss", "spike")) == {1, 2, 3}
+    glance = {card["name"]: card["values"] for card in data["blocks"][0]["cards"]}
+    assert glance["steps without an update"] == ["3: 1, 2, 3"]
+
+
+def test_what_a_run_has_not_is_left_out():
+    shown = titles(data_of(page_of([reported()])))
+    assert not {"MFU", "GPU memory", "busiest expert", "rewards", "samples"} & set(shown)
+
+
+def test_a_long_run_has_a_small_page():
+    fields: dict[str, Any] = {"metrics": PREFERENCE, "mfu": 0.5, "gpu_peak_bytes": 2**30}
+    runs = [reported(steps=steps, **fields) for steps in (5_000, 7_500)]
+    short, long = (len(page_of([run])) for run in runs)
+    assert long < 1.2 * short < 300_000
+
+
+def test_lines_of_a_long_run_have_their_means():
+    run = reported(steps=2000)
+    lines = block(data_of(page_of([run])), "loss")["lines"]
+    assert [line["style"] for line in lines] == ["faint", "trend"]
+    assert set(lines[1]["y"]) == {STEP.loss}
+
+
+# -- in a browser ----------------------------------------------------------------------------------
 
 
 @NEEDS_BROWSER

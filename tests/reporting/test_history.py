@@ -83,17 +83,6 @@ def test_a_torn_last_line_is_left_out(tmp_path):
     assert read_history(folder).step == 2
 
 
-def test_steps_that_were_run_again_count_once(tmp_path):
-    first = [evaluation(0, 5.0), *(row(step) for step in range(1, 9)), evaluation(8, 4.0)]
-    again = [row(step, 2.0) for step in (6, 7)]
-    folder = written(tmp_path, [*first, *again])
-    history = read_history(folder)
-    losses = history.lines["loss"].points()
-    assert losses == [(step, 2.0 if step > 5 else 1.0) for step in range(1, 8)]
-    assert history.totals["tokens"] == 7 * STEP.tokens
-    assert history.values("eval_loss") == [5.0], "that of step 8 is of the steps that are gone"
-
-
 def test_two_evaluations_of_a_step_both_count(tmp_path):
     rows = [row(1), evaluation(1, 3.0), {"step": 1, "eval_arc/acc": 0.5, "eval_s": 1.0}]
     history = read_history(written(tmp_path, rows))

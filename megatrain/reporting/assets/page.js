@@ -2,7 +2,6 @@
 // Draws the blocks of the page's JSON (reporting/page.py). Texts are set as text, never as HTML.
 const shown = JSON.parse(document.getElementById("data").textContent);
 const several = shown.runs.length > 1;
-const SVG = "http://www.w3.org/2000/svg";
 
 function el(tag, className, ...children) {
   const made = document.createElement(tag);
@@ -100,65 +99,6 @@ function table(block) {
   return el("div", "scroll", el("table", "", head, el("tbody", "", ...block.rows.map(row("td")))));
 }
 
-function bars(block) {
-  return el("div", "bars", ...block.bars.map((bar) => {
-    const need = bar.parts.reduce((sum, part) => sum + part[1], 0);
-    const whole = Math.max(need, bar.have, 1);
-    const track = el("div", "track"), names = el("div", "names");
-    const mark = (value, className, words) => {
-      const made = el("b", className);
-      made.style.left = `${(100 * value) / whole}%`;
-      made.title = words;
-      track.append(made);
-    };
-    bar.parts.forEach(([name, size], at) => {
-      const part = el("span", "");
-      part.style.width = `${(100 * size) / whole}%`;
-      part.style.background = color(at);
-      part.title = `${name}: ${bytes(size)}`;
-      track.append(part);
-      names.append(el("span", "", dot(at), `${name} ${bytes(size)}`));
-    });
-    let words = `${bytes(need)} of ${bytes(bar.have)}`;
-    if (need > bar.have) mark(bar.have, "limit", `to be had: ${bytes(bar.have)}`);
-    if (bar.measured != null) {
-      words += `; measured at the peak: ${bytes(bar.measured)}`;
-      mark(Math.min(bar.measured, whole), "measured", `measured: ${bytes(bar.measured)}`);
-    }
-    const title = el("div", need > bar.have ? "bad" : "", el("strong", "", bar.name), ` ${words}`);
-    return el("div", "bar", title, track, names);
-  }));
-}
-
-function timeline(block) {
-  const scroll = el("div", "scroll"), zoom = el("input", "");
-  Object.assign(zoom, { type: "range", min: 1, max: 40, step: 0.5, value: 1, title: "zoom" });
-  const lanes = block.lanes.map((lane) => {
-    const svg = document.createElementNS(SVG, "svg");
-    for (const [begin, end, kind, words] of lane.tasks) {
-      const rect = document.createElementNS(SVG, "rect"), title = document.createElementNS(SVG, "title");
-      rect.setAttribute("x", `${(100 * begin) / block.seconds}%`);
-      // at least a pixel or so: a lane of short tasks is not idle
-      rect.setAttribute("width", `${Math.max(0.08, (100 * (end - begin)) / block.seconds)}%`);
-      rect.setAttribute("height", "100%");
-      const hue = block.kinds.indexOf(kind);
-      rect.style.fill = hue < 0 ? ink("--bad") : color(hue);
-      title.textContent = `${words}: ${figure(begin)} s to ${figure(end)} s (${figure(end - begin)} s)`;
-      rect.append(title);
-      svg.append(rect);
-    }
-    return el("div", "lane", el("span", "", lane.name), svg);
-  });
-  const inner = el("div", "lanes", ...lanes);
-  zoom.oninput = () => (inner.style.width = `${100 * zoom.value}%`);
-  scroll.append(inner);
-  const kinds = block.kinds.map((kind, at) => el("span", "", dot(at), kind));
-  const waits = el("i", "dot");
-  waits.style.background = ink("--bad");
-  const names = el("div", "names", ...kinds, el("span", "", waits, "waits"));
-  return el("div", "", names, scroll, el("label", "zoom", "zoom ", zoom), el("p", "", block.note));
-}
-
 function samples(block) {
   return el("div", "", ...block.prompts.map(({ prompt, answers }) =>
     el("div", "sample", el("pre", "prompt", prompt), ...answers.map(([when, answer]) =>
@@ -168,16 +108,16 @@ function samples(block) {
 const text = (block) =>
   el("details", "", el("summary", "", block.title), el("pre", "", block.text));
 
-const KINDS = { cards, chart, table, bars, timeline, samples, text };
+const KINDS = { cards, chart, table, samples, text };
 
 function draw() {
   const main = document.querySelector("main");
   const hint = shown.blocks.some((block) => block.kind === "chart")
     ? "; drag in a chart to zoom, double-click to see all"
     : "";
-  main.replaceChildren(el("h1", "", shown.title), el("p", "written", shown.written + hint));
-  if (several)
-    main.append(el("p", "names", ...shown.runs.map((run, at) => el("span", "", dot(at), run))));
+  const about = shown.about.map((words, at) =>
+    el("p", "about", ...(several ? [dot(at), el("small", "", shown.runs[at])] : []), words));
+  main.replaceChildren(el("h1", "", shown.title), ...about, el("p", "written", shown.written + hint));
   let charts = null; // charts that follow each other share a grid
   for (const block of shown.blocks) {
     const drawn = KINDS[block.kind](block);
