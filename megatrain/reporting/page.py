@@ -1,12 +1,7 @@
 """A page of charts and tables in one HTML file, which needs no network.
 
-<<<<<<< HEAD
-What it shows is a list of blocks, JSON that assets/page.js draws: cards, chart, bars, timeline,
-table, samples and text. Charts are uPlot's (assets/uPlot.LICENSE), as it is published.
-=======
 Its content is a list of blocks, JSON that assets/page.js draws: cards, chart, table, samples and
 text. Charts are drawn by uPlot (assets/uPlot.LICENSE), unchanged.
->>>>>>> 6c5fb474 (Report: one module, answers and curves after what was trained; plans are not drawn any more)
 """
 
 from __future__ import annotations
