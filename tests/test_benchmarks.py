@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch.nn import functional
 
-from benchmarks import gpus, measure, records, scaling, systems, what_fits, write_page
+from benchmarks import gpus, measure, records, systems, what_fits, write_page
 from benchmarks.cases import CASES, LEARNT
 from benchmarks.peers import deepspeed_offload, job, model, resident
 from benchmarks.systems import OURS, PEERS, Run
@@ -282,9 +282,3 @@ def test_what_holds_clocks_down_is_told_whichever_kind_of_heat_it_is(monkeypatch
     found = meter.figures()["0"]
     assert (found["readings"], found["mhz"], found["watts"]) == (4, 1410, 690)
     assert found["held_by"] == {"power cap": 0.25, "heat": 0.75}
-
-
-def test_scaling_says_what_more_gpus_give(monkeypatch):
-    monkeypatch.setattr(scaling, "HOSTS", ((1, 1), (2, 1), (8, 2)))
-    one, two, rest = scaling.row(scaling.Case("", "tiny", 8192, each=False))  # 8 rows
-    assert min(float(one), float(two)) > 0 and rest == "-"

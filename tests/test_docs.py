@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import json
 import re
-import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,11 +14,9 @@ import megatrain
 from benchmarks import (
     api_reference,
     command_reference,
-    comparison,
     config_reference,
     docs_site,
     families,
-    scaling,
     what_fits,
     write_page,
 )
@@ -166,18 +163,6 @@ def test_every_environment_variable_that_is_read_is_described():
     assert read - told - {"HF_DATASETS_DISABLE_PROGRESS_BARS"} == set()
 
 
-def test_the_comparison_claims_nothing_for_us_without_a_test_or_a_page():
-    found = tomllib.loads(comparison.FILE.read_text())
-    page, stale = comparison.PAGE.read_text(), "run python -m benchmarks.comparison"
-    assert page == write_page.filled(page, comparison.tables(found)), stale
-    known = {"group", "what", comparison.OURS, *found["systems"]}
-    for row in found["row"]:
-        mark, shown = comparison.cell(row[comparison.OURS])
-        assert mark and (ROOT / shown).is_file(), row
-        others = [comparison.claim(row[name]) for name in found["systems"] if name in row]
-        assert set(row) <= known and all(file and words for file, words in others), row
-
-
 # -- the site ------------------------------------------------------------------------------------
 
 
@@ -255,9 +240,8 @@ def test_values_of_a_key_in_words(schema, words):
     assert config_reference.takes(schema) == words
 
 
-@pytest.mark.parametrize(("page", "name"), [(what_fits.PAGE, "tables"), (scaling.PAGE, "planned")])
-def test_a_page_of_plans_has_a_place_for_its_tables(page, name):
-    text = page.read_text()
+def test_a_page_of_plans_has_a_place_for_its_tables():
+    text, name = what_fits.PAGE.read_text(), "tables"
     written = write_page.filled(text, {name: ["a table"]})
     assert "a table" in written
     assert written.partition(f"<!-- {name} -->")[0] == text.partition(f"<!-- {name} -->")[0]

@@ -13,7 +13,6 @@ from benchmarks.campaign.damage import DamagedCheckpoints, DamagedFiles
 from benchmarks.campaign.failures import FailingRuns, FailingSaves
 from benchmarks.campaign.fuzz import Configs, Models, Rows
 from benchmarks.campaign.kills import CONFIGURATIONS, KillPoints, RandomKills
-from benchmarks.campaign.outside import Changes
 from benchmarks.campaign.ranks import KilledRanks
 from benchmarks.campaign.trials import Trial
 
@@ -23,7 +22,6 @@ PARTS: dict[str, tuple[Callable[[Path], Trial], float]] = {
     "damaged checkpoints": (DamagedCheckpoints, 2),
     "damaged files": (DamagedFiles, 3),
     "runs whose system calls fail": (FailingRuns, 3),
-    "changes from outside": (Changes, 3),
     "odd rows": (Rows, 3),
     "odd configs": (Configs, 3),
     "odd models": (Models, 3),
