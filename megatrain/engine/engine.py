@@ -31,7 +31,7 @@ from megatrain.losses import next_token
 from megatrain.models.skeleton import Skeleton
 from megatrain.models.transforms.fp8 import Fp8Policy
 from megatrain.optim import Optimizer
-from megatrain.optim.whole_tensors import check_ranks
+from megatrain.optim.muon import check_ranks
 from megatrain.settings import Settings
 from megatrain.world import ALONE, World
 

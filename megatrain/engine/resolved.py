@@ -24,9 +24,9 @@ from megatrain.models.anatomy import layouts_of
 from megatrain.models.experts import holds_experts
 from megatrain.models.skeleton import Skeleton
 from megatrain.models.transforms.fp8 import Fp8Policy
-from megatrain.optim import AdamW, Lion, Optimizer, WholeTensors
+from megatrain.optim import AdamW, Lion, Muon, Optimizer
 from megatrain.optim.elementwise import MOMENTS
-from megatrain.optim.whole_tensors import check_ranks
+from megatrain.optim.muon import check_ranks
 from megatrain.planner.cost.shape import ModelShape, layer_chunks, shape_of
 from megatrain.planner.job import Job, WholeUpdate
 from megatrain.planner.search import most_micro_batch_tokens
@@ -360,7 +360,7 @@ def whole_update(optimizer: Optimizer, skeleton: Skeleton) -> WholeUpdate | None
     """Memory and work of an optimizer of whole tensors for every block; None for any other."""
     if not optimizer.whole_tensors:
         return None
-    whole, layouts = cast(WholeTensors, optimizer), layouts_of(skeleton.anatomy)
+    whole, layouts = cast(Muon, optimizer), layouts_of(skeleton.anatomy)
     scratch = whole.scratch(layouts)
     state = tuple(_bytes_of(optimizer, [layout.trained for layout in layouts]))
     numel = sum(layout.trainable for layout in layouts)

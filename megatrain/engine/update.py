@@ -24,9 +24,9 @@ from megatrain.errors import DivergedError, MegaTrainError
 from megatrain.memory.layout import FlatLayout, Segment, Span, part, round_up
 from megatrain.memory.lease import Lease
 from megatrain.memory.store import Store
-from megatrain.optim import Optimizer, WholeTensors
+from megatrain.optim import Muon, Optimizer
+from megatrain.optim.muon import TensorState
 from megatrain.optim.optimizer import RangeOptimizer, StepOptions
-from megatrain.optim.whole_tensors import TensorState
 
 # Few and large: each takes Python's lock, for which dozens of threads and the one that launches
 # kernels queue. A thread that finds no more goes on with the next block. Elements, at most some 20
@@ -107,7 +107,7 @@ class Updater:
         self.store, self.optimizer, self.compute = store, optimizer, compute
         self.layouts = [layout.trained for layout in store.layouts]
         self._by_range = cast(RangeOptimizer, optimizer)
-        self._whole = cast(WholeTensors, optimizer) if optimizer.whole_tensors else None
+        self._whole = cast(Muon, optimizer) if optimizer.whole_tensors else None
         self._workspace: HostWorkspace | None = None
         if self._whole is not None:  # before threads are started: there may be no memory for it
             scratch = self._whole.scratch(store.layouts[store.resident :])

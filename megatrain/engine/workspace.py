@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from megatrain.memory.slab import Slab
-from megatrain.optim.whole_tensors import DIRECTION_BYTES, TensorState
+from megatrain.optim.muon import DIRECTION_BYTES, TensorState
 
 
 class InPlace:

@@ -1,17 +1,15 @@
 """Optimizers, the exact split of the master weight in two halves, and learning-rate schedules.
 
 To add an optimizer: one file with a frozen dataclass of its hyper-parameters that implements
-`optimizer.RangeOptimizer` or `whole_tensors.WholeTensors`, and one row here. Store, planner,
-checkpoint and the parity test read the rest from it. Where an element's update depends on that
-element alone, `elementwise.Elementwise` has all but hyper-parameters, scalars and kernels.
+`optimizer.RangeOptimizer`, and one row here. Store, planner, checkpoint and the parity test read
+the rest from it. Where an element's update depends on that element alone, `elementwise.Elementwise`
+has all but hyper-parameters, scalars and kernels. One that updates whole matrices does as Muon.
 """
 
 from megatrain.optim.adamw import AdamW
-from megatrain.optim.frozen import Frozen
 from megatrain.optim.lion import Lion
 from megatrain.optim.muon import Muon
-from megatrain.optim.optimizer import Optimizer, StateArray
-from megatrain.optim.whole_tensors import WholeTensors
+from megatrain.optim.optimizer import Frozen, Optimizer, StateArray
 
 OPTIMIZERS: dict[str, type[AdamW] | type[Lion] | type[Muon]] = {
     "adamw": AdamW,
@@ -27,5 +25,4 @@ __all__ = [
     "Muon",
     "Optimizer",
     "StateArray",
-    "WholeTensors",
 ]

@@ -44,8 +44,8 @@ class AdamW(Elementwise):
         from megatrain.optim import int8_kernels, kernels
 
         if self.moments == "int8":
-            return int8_kernels.adamw(split)
-        return kernels.adamw(split, bf16_moments=self.moments == "bfloat16")
+            return int8_kernels.int8_adamw_kernel(split)
+        return kernels.adamw_kernel(split, bf16_moments=self.moments == "bfloat16")
 
     def scalars(
         self, lr: float, weight_decay: float, step: int, grad_scale: float

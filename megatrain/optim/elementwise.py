@@ -1,4 +1,4 @@
-"""What AdamW and Lion share: three types of moments, and updates of any range of elements."""
+"""The part that AdamW and Lion share: three types of moments, updates of any range of elements."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from megatrain.optim.optimizer import StateArray, UpdateOptions, UpdateRange
 
 @dataclass(frozen=True)
 class Format:
-    """How moments are stored.
+    """A storage format of moments.
 
     `codec_s`: seconds in which one thread of the host widens and narrows a number, with data in its
-    caches, on an EPYC with AVX-512 (docs/log.md); None: memory always takes longer.
+    caches, on an EPYC with AVX-512; None: memory always takes longer.
     """
 
     dtype: torch.dtype

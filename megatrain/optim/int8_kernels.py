@@ -39,12 +39,12 @@ from megatrain.optim.kernels import (
     float_of,
     float_of_bits,
     inlined,
+    lion_of,
     low_half,
     master_of,
     random_bits,
     store_master,
 )
-from megatrain.optim.lion_kernels import lion_of
 
 SIGNED_BINADES, UNSIGNED_BINADES = 15, 31  # from c to the largest magnitude's
 # Added to the largest magnitude before its exponent is taken: then neither noise nor c can push a
@@ -152,8 +152,8 @@ MOMENT = uint8[:, ::1], uint8[::1]  # codes and scales
 
 
 @cache
-def adamw(split: bool) -> Kernel:
-    """`kernels.adamw` over rows of a GROUP.
+def int8_adamw_kernel(split: bool) -> Kernel:
+    """`adamw_kernel` over rows of a GROUP.
 
     Arrays are [groups, GROUP], moments uint8; behind each moment come its scales, uint8 [groups].
     """
@@ -162,7 +162,7 @@ def adamw(split: bool) -> Kernel:
 
 
 @cache
-def lion(split: bool) -> Kernel:
-    """`lion_kernels.lion` over rows of a GROUP, as `adamw` here."""
+def int8_lion_kernel(split: bool) -> Kernel:
+    """`lion_kernels.lion` over rows of a GROUP, as `int8_adamw_kernel` here."""
     weight, remainder = (HALVES, HALVES) if split else (FULLS, types.none)
     return compiled(_lion, void(weight, remainder, *MOMENT, weight, *constants(7)))

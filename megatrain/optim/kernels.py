@@ -1,4 +1,4 @@
-"""Host update kernels, compiled by Numba: the building blocks of all, and AdamW.
+"""Host update kernels of AdamW, Lion and Muon, compiled by Numba.
 
 A kernel reads and writes every array once, so DRAM bounds its speed. What keeps its loop
 vectorised: contiguous arrays from their first element (an index range with offsets costs a factor
@@ -9,11 +9,12 @@ One body serves both precisions and several types of moments, as Numba compiles 
 array's type an element is widened to float32 (`float_of`) and narrowed again (`kept_as`), and where
 the weight is the float32 master itself, `remainder` is None and its branches fall away.
 
-The arithmetic is that of `torch.optim.AdamW` on CPU, operation by operation: `lerp` and `addcmul`
-end in one fused multiply-add, everything else is rounded after each operation. Given the same
-gradients the moments have its bits; the weights may differ by a rounding, because torch takes its
-square roots from MKL, which are not always the nearest, and these are. No fastmath: a contraction
-that the compiler chooses would change the last bit from machine to machine.
+AdamW's arithmetic is that of `torch.optim.AdamW` on CPU, operation by operation: `lerp` and
+`addcmul` end in one fused multiply-add, everything else is rounded after each operation. Given the
+same gradients the moments have its bits; the weights may differ by a rounding, because torch takes
+its square roots from MKL, which are not always the nearest, and these are. Lion's arithmetic is
+plain PyTorch's: `mul_`, then `add_` with alpha, which is one fused multiply-add. No fastmath: a
+contraction that the compiler chooses would change the last bit from machine to machine.
 
 Moments in bfloat16 are rounded stochastically, which keeps their mean: the second moment moves by a
 thousandth a step, less than half a step of bfloat16, and to the nearest it would never move. The
@@ -73,7 +74,7 @@ def fma(typingctx: Any, a: Any, b: Any, c: Any) -> Any:
 
 @in_llvm
 def float_of(typingctx: Any, element: Any) -> Any:
-    """An element as float32: itself, or what an int16's bits mean as bfloat16."""
+    """An element as float32: itself, or the bfloat16 value of an int16's bits."""
 
     def codegen(context: Any, builder: Any, sig: Any, args: Any) -> Any:
         if element == float32:
@@ -162,6 +163,46 @@ def _adamw(
         store_master(weight, remainder, i, master)
 
 
+@inlined
+def lion_of(g: Any, m: Any, scalars: Any) -> Any:
+    """The sign that the weight moves against, and the next moment, from the scaled gradient."""
+    _, _, beta1, beta2, one_minus_beta1, one_minus_beta2, _ = scalars
+    towards = fma(one_minus_beta1, g, m * beta1)
+    sign = np.float32(towards > 0) - np.float32(towards < 0)
+    return sign, fma(one_minus_beta2, g, m * beta2)
+
+
+def _lion(
+    weight: Any, remainder: Any, exp_avg: Any, grad: Any, first: Any, seed: Any, scalars: Any
+) -> None:
+    grad_scale, decay, _, _, _, _, minus_lr = scalars
+    for i in range(weight.size):
+        g = float_of(grad[i]) * grad_scale
+        sign, m = lion_of(g, float_of(exp_avg[i]), scalars)
+        exp_avg[i] = kept_as(exp_avg[i], m, low_half(random_bits(first + i, seed)))
+        master = master_of(weight, remainder, i) * decay + minus_lr * sign
+        store_master(weight, remainder, i, master)
+
+
+def _direct(
+    exp_avg: Any, grad: Any, direction: Any, grad_scale: Any, one_minus_momentum: Any, share: Any
+) -> None:
+    for i in range(grad.size):
+        g = float_of(grad[i]) * grad_scale
+        m = fma(g - exp_avg[i], one_minus_momentum, exp_avg[i])
+        exp_avg[i] = m
+        bits = uint32(bits_of_float(fma(g - m, share, m)))
+        even = uint32(0x7FFF) + (uint32(bits >> uint32(16)) & uint32(1))
+        direction[i] = np.int16(uint32(bits + even) >> uint32(16))
+
+
+def _apply(weight: Any, remainder: Any, direction: Any, decay: Any, minus_step_size: Any) -> None:
+    for i in range(weight.size):
+        master = master_of(weight, remainder, i) * decay
+        master = fma(minus_step_size, float_of(direction[i]), master)
+        store_master(weight, remainder, i, master)
+
+
 HALF, FULL = int16[::1], float32[::1]
 
 
@@ -171,7 +212,7 @@ def constants(count: int) -> tuple[Any, ...]:
 
 
 @cache
-def adamw(split: bool, bf16_moments: bool) -> Kernel:
+def adamw_kernel(split: bool, bf16_moments: bool) -> Kernel:
     """AdamW over flat arrays of equal length.
 
     Arguments: weight and remainder (int16, the weight's being bits of bfloat16; if not `split` the
@@ -182,6 +223,37 @@ def adamw(split: bool, bf16_moments: bool) -> Kernel:
     weight, remainder = (HALF, HALF) if split else (FULL, types.none)
     moment = HALF if bf16_moments else FULL
     return compiled(_adamw, void(weight, remainder, moment, moment, weight, *constants(8)))
+
+
+@cache
+def lion_kernel(split: bool, bf16_moments: bool) -> Kernel:
+    """Lion over flat arrays of equal length: `adamw_kernel` without exp_avg_sq."""
+    weight, remainder = (HALF, HALF) if split else (FULL, types.none)
+    moment = HALF if bf16_moments else FULL
+    return compiled(_lion, void(weight, remainder, moment, weight, *constants(7)))
+
+
+@cache
+def muon_direction_kernel(split: bool) -> Kernel:
+    """The next momentum, and the direction to be made orthogonal, over arrays of equal length.
+
+    Arguments: exp_avg (float32), grad (if `split` int16: bits of bfloat16, else float32), direction
+    (int16), and as float32 grad_scale, 1 - momentum, share. The direction is a mean of momentum and
+    gradient, in which the gradient has `share`, rounded to the nearest bfloat16.
+    """
+    grad = HALF if split else FULL
+    return compiled(_direct, void(FULL, grad, HALF, float32, float32, float32))
+
+
+@cache
+def muon_update_kernel(split: bool) -> Kernel:
+    """The update by an orthogonal direction.
+
+    Arguments: weight and remainder as those of `adamw_kernel`, direction (int16: bits of bfloat16),
+    and as float32 1 - lr * weight_decay and -lr times the rate of the matrix's shape.
+    """
+    weight, remainder = (HALF, HALF) if split else (FULL, types.none)
+    return compiled(_apply, void(weight, remainder, HALF, float32, float32))
 
 
 def compiled(function: Kernel, signature: Any) -> Kernel:

@@ -36,11 +36,11 @@ class Lion(Elementwise):
         check_moments(self.moments)
 
     def kernel(self, split: bool) -> Any:
-        from megatrain.optim import int8_kernels, lion_kernels
+        from megatrain.optim import int8_kernels, kernels
 
         if self.moments == "int8":
-            return int8_kernels.lion(split)
-        return lion_kernels.lion(split, bf16_moments=self.moments == "bfloat16")
+            return int8_kernels.int8_lion_kernel(split)
+        return kernels.lion_kernel(split, bf16_moments=self.moments == "bfloat16")
 
     def scalars(
         self, lr: float, weight_decay: float, step: int, grad_scale: float

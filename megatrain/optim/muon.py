@@ -5,15 +5,20 @@ the rest: embedding, LM head, norms and biases. As in torch.optim.Muon, momentum
 the direction (by default Nesterov's) is rounded to bfloat16 and orthogonalised by a few steps of a
 quintic Newton-Schulz iteration. The array `exp_avg` holds the first moments of both; only AdamW's
 tensors have an `exp_avg_sq`.
+
+An update comes in stages. The pieces of a stage may run at once, from many threads; a stage begins
+when the one before is complete, and what lies between two stages runs in one thread. So a matrix of
+any size keeps all threads busy. Pieces follow from shapes alone, so the number of threads does not
+change a bit.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Protocol, Unpack
 
 import numpy as np
 import torch
@@ -23,23 +28,13 @@ from megatrain.errors import ConfigError
 from megatrain.memory.layout import FlatLayout, TensorSpec
 from megatrain.optim.adamw import AdamW
 from megatrain.optim.elementwise import check_range, numpy_of
-from megatrain.optim.optimizer import StateArray, UpdateOptions
-from megatrain.optim.whole_tensors import (
-    DEVICE_PIECE,
-    DEVICE_TEMPORARIES,
-    DIRECTION_BYTES,
-    HOST_PIECE,
-    Piece,
-    Scratch,
-    Stage,
-    TensorState,
-    WholeTensors,
-    Workspace,
-    gradient_of,
-    read_master,
-    write_master,
-)
+from megatrain.optim.optimizer import Optimizer, StateArray, StepOptions, UpdateOptions
+from megatrain.optim.split import join_master, split_master
 
+HOST_PIECE = 1 << 20  # elements: some milliseconds of one core
+DEVICE_PIECE = 1 << 24  # elements: temporaries of 64 MiB
+DIRECTION_BYTES = 2  # of an element: directions are bfloat16
+DEVICE_TEMPORARIES = 4  # of fp32, that a piece on the device has at a time
 LEAST_NORM = 1e-7  # of a direction, which is divided by its norm
 AT_ONCE = 1 << 26  # elements of several experts' matrices that are orthogonalised together
 PRODUCT_BUFFERS = 4  # of a matrix: the one that arrived, the one that leaves, two of the iteration
@@ -48,9 +43,51 @@ RATES = {
     "original": lambda rows, columns: math.sqrt(max(1.0, rows / columns)),
 }
 
+Piece = Callable[[], None]
+Stage = Sequence[Piece]
+
 
 @dataclass(frozen=True)
-class Muon(WholeTensors):
+class TensorState:
+    """A tensor of a block, with everything that its update reads and writes.
+
+    `flats`: "weight", "remainder" (bfloat16 precision only), "grad", and those of the optimizer's
+    arrays that have this tensor; 1-D, each with its padding.
+    """
+
+    spec: TensorSpec
+    flats: dict[str, Tensor]
+
+    @property
+    def split(self) -> bool:
+        """True if the master weight is stored in two halves."""
+        return "remainder" in self.flats
+
+
+class Workspace(Protocol):
+    """Memory and matmuls that a stage borrows."""
+
+    def directions(self, tensor: TensorState) -> Tensor:
+        """A flat bfloat16 tensor on the weights' device, until the block's update is complete."""
+
+    def replace(self, function: Callable[[Tensor], Tensor], tensors: Sequence[Tensor]) -> None:
+        """Replace each of `tensors`, parts of `directions`, by `function` of it, computed where
+        matmuls are fast."""
+
+
+@dataclass(frozen=True)
+class Scratch:
+    """The most bytes that an update needs beside the state.
+
+    `host`: in host RAM, for a block's directions. `device`: where matmuls are fast.
+    """
+
+    host: int
+    device: int
+
+
+@dataclass(frozen=True)
+class Muon:
     """Hyper-parameters of Muon, with torch's meanings, and of AdamW for what is no hidden matrix.
 
     lr: of hidden matrices.
@@ -76,6 +113,8 @@ class Muon(WholeTensors):
     weight_decay: float = 0.0
 
     name: ClassVar[str] = "muon"
+    whole_tensors: ClassVar[bool] = True
+    arithmetic: ClassVar[float | None] = None
 
     def __post_init__(self) -> None:
         check_range("momentum", self.momentum, 0.0, 1.0)
@@ -104,7 +143,7 @@ class Muon(WholeTensors):
 
     @property
     def adamw(self) -> AdamW:
-        """What updates the rest. Raises ConfigError for one of its values out of range."""
+        """The optimizer of the rest. Raises ConfigError for one of its values out of range."""
         return AdamW(lr=self.lr, betas=self.betas, eps=self.eps, weight_decay=self.weight_decay)
 
     @property
@@ -114,9 +153,12 @@ class Muon(WholeTensors):
 
     @property
     def passes_bytes(self) -> float:
+        """Memory traffic of a parameter's update, in bytes, beyond one read and write of its state
+        and one read of its gradient."""
         return 8.0  # directions are written and read, by the host and by the bus
 
     def product_flops(self, layout: FlatLayout) -> float:
+        """FLOPs of the matmuls in a block's update."""
         matrices = (_matrices(spec.shape) for spec in _hidden(layout))
         # an iteration computes x x^T, the square of that, and its product with x
         return sum(
@@ -125,6 +167,7 @@ class Muon(WholeTensors):
         )
 
     def scratch(self, layouts: Sequence[FlatLayout]) -> Scratch:
+        """Memory that suffices for the update of any of these blocks."""
         hidden = [_hidden(layout) for layout in layouts]
         specs = [spec for of_block in hidden for spec in of_block]
         host = max((sum(spec.numel for spec in of_block) for of_block in hidden), default=0)
@@ -136,22 +179,26 @@ class Muon(WholeTensors):
 
     def compile(self) -> None:
         """Load the kernels from Numba's cache or compile them."""
-        from megatrain.optim import muon_kernels as kernels  # late: planning need not load numba
+        from megatrain.optim import kernels  # late: planning need not load numba
 
         self.adamw.compile()
         for split in (False, True):
-            kernels.direct(split)
-            kernels.apply(split)
+            kernels.muon_direction_kernel(split)
+            kernels.muon_update_kernel(split)
 
     def stages(
         self,
         tensors: Sequence[TensorState],
         workspace: Workspace,
-        *,
-        lr: float,
-        step: int,
-        grad_scale: float,
+        **options: Unpack[StepOptions],
     ) -> Iterator[Stage]:
+        """Stages which, once all their pieces were run, have updated these tensors in place.
+
+        A float32 gradient beside bfloat16 weights is rounded to bfloat16 first. CUDA tensors are
+        updated on the current stream, if a stage's pieces are run in order. Weight decay applies
+        where a tensor's `spec` says so. Padding stays zero.
+        """
+        lr, step, grad_scale = options["lr"], options["step"], options["grad_scale"]
         hidden = [
             _Update(self, tensor, workspace, lr, grad_scale)
             for tensor in tensors
@@ -195,7 +242,7 @@ class Muon(WholeTensors):
 
 
 def _hidden(layout: FlatLayout) -> list[TensorSpec]:
-    """What is updated by an orthogonal direction."""
+    """Tensors that are updated by an orthogonal direction."""
     return [spec for spec in layout.trained.tensors if spec.hidden]
 
 
@@ -251,12 +298,12 @@ class _Update:
         momentum = self.optimizer.momentum
         exp_avg, grad, direction = self.exp_avg[part], self.grad[part], self.direction[part]
         if self.on_host:
-            from megatrain.optim import muon_kernels as kernels
+            from megatrain.optim import kernels
 
             nesterov = 1 - momentum if self.optimizer.nesterov else 0.0
             scalars = self.grad_scale, 1 - momentum, nesterov
             arrays = map(numpy_of, (exp_avg, grad, direction))
-            kernels.direct(self.split)(*arrays, *(np.float32(x) for x in scalars))
+            kernels.muon_direction_kernel(self.split)(*arrays, *(np.float32(x) for x in scalars))
             return
         gradient = gradient_of(grad, self.weight, self.grad_scale)
         exp_avg.lerp_(gradient, 1 - momentum)
@@ -274,13 +321,43 @@ class _Update:
         weight = self.weight[part]
         remainder = self.remainder[part] if self.remainder is not None else None
         if self.on_host:
-            from megatrain.optim import muon_kernels as kernels
+            from megatrain.optim import kernels
 
             low = None if remainder is None else numpy_of(remainder)
             arrays = numpy_of(weight), low, numpy_of(self.direction[part])
             scalars = np.float32(self.decay), np.float32(self.minus_step_size)
-            kernels.apply(self.split)(*arrays, *scalars)
+            kernels.muon_update_kernel(self.split)(*arrays, *scalars)
             return
         master = read_master(weight, remainder).mul_(self.decay)
         master.add_(self.direction[part].float(), alpha=self.minus_step_size)
         write_master(master, weight, remainder)
+
+
+def check_ranks(optimizer: Optimizer, ranks: int) -> None:
+    """Raise ConfigError for an optimizer of whole tensors on several ranks."""
+    if optimizer.whole_tensors and ranks > 1:
+        raise ConfigError(
+            f"optimizer.name: {optimizer.name} needs whole matrices, of which each of {ranks} GPUs "
+            "has a part; use adamw or lion, or one GPU"
+        )
+
+
+# -- pieces that torch computes --------------------------------------------------------------------
+
+
+def gradient_of(grad: Tensor, weight: Tensor, grad_scale: float) -> Tensor:
+    """The fp32 gradient as it is applied: rounded to the weight's type, then scaled."""
+    return grad.to(weight.dtype).float() * grad_scale
+
+
+def read_master(weight: Tensor, remainder: Tensor | None) -> Tensor:
+    """The master weight, a new fp32 tensor."""
+    return weight.float().clone() if remainder is None else join_master(weight, remainder)
+
+
+def write_master(master: Tensor, weight: Tensor, remainder: Tensor | None) -> None:
+    """Write the fp32 `master` to its halves, or to `weight` alone; contiguous, of one shape."""
+    if remainder is None:
+        weight.copy_(master)
+    else:
+        split_master(master, (weight, remainder))

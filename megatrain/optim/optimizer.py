@@ -28,7 +28,7 @@ UpdateRange = Callable[[int, int], None]  # (start, stop) of the arrays it was m
 
 
 class StepOptions(TypedDict):
-    """What all blocks of an update have in common.
+    """Options of an update that hold for all blocks.
 
     step: number of the update, from 1.
     grad_scale: multiplies the gradient first (the clip factor).
@@ -40,18 +40,18 @@ class StepOptions(TypedDict):
 
 
 class UpdateOptions(StepOptions):
-    """What all elements of a range have in common."""
+    """Options of an update that hold for all elements of a range."""
 
     weight_decay: float
 
 
 @runtime_checkable
 class Optimizer(Protocol):
-    """What all have in common. Store, planner and checkpoint read `state_arrays`.
+    """The declarations that all share. Store, planner and checkpoint read `state_arrays`.
 
     Attributes:
-        whole_tensors: True for one that updates whole tensors in stages (whole_tensors.py:
-            WholeTensors), False for one that updates any range of elements (RangeOptimizer).
+        whole_tensors: True for one that updates whole tensors in stages (Muon), False for one that
+            updates any range of elements (RangeOptimizer).
     """
 
     name: ClassVar[str]
@@ -71,7 +71,7 @@ class Optimizer(Protocol):
         """Compute-bound rate of one host thread, parameters/s; None: memory is always slower."""
 
     def compile(self) -> None:
-        """Do what the first update would otherwise take seconds for."""
+        """Compile kernels, which would otherwise delay the first update by seconds."""
 
 
 class RangeOptimizer(Optimizer, Protocol):
@@ -99,3 +99,24 @@ class RangeOptimizer(Optimizer, Protocol):
         What ranges have in common is prepared here. A call takes microseconds of Python, in which
         it keeps the GIL from the thread that drives the device, and then releases it.
         """
+
+
+@dataclass(frozen=True)
+class Frozen:
+    """No optimizer: an engine that only evaluates or generates keeps no optimizer state."""
+
+    lr: float = 0.0
+    weight_decay: float = 0.0
+
+    name: ClassVar[str] = "frozen"
+    state_arrays: ClassVar[tuple[StateArray, ...]] = ()
+    whole_tensors: ClassVar[bool] = False
+    arithmetic: ClassVar[None] = None
+
+    def compile(self) -> None:
+        pass
+
+    def update(
+        self, views: dict[str, Tensor], *, first: int = 0, **options: Unpack[UpdateOptions]
+    ) -> None:
+        raise AssertionError("an engine made for reading was asked to train")

@@ -10,14 +10,14 @@ import numba
 import numpy as np
 import pytest
 
-from megatrain.optim import int8_kernels, kernels, lion_kernels, muon_kernels
+from megatrain.optim import int8_kernels, kernels
 
-WITH_BF16_MOMENTS = {"adamw": kernels.adamw, "lion": lion_kernels.lion}
+WITH_BF16_MOMENTS = {"adamw": kernels.adamw_kernel, "lion": kernels.lion_kernel}
 OTHERS = {
-    "adamw, int8": int8_kernels.adamw,
-    "lion, int8": int8_kernels.lion,
-    "muon's direction": muon_kernels.direct,
-    "muon's update": muon_kernels.apply,
+    "adamw, int8": int8_kernels.int8_adamw_kernel,
+    "lion, int8": int8_kernels.int8_lion_kernel,
+    "muon's direction": kernels.muon_direction_kernel,
+    "muon's update": kernels.muon_update_kernel,
 }
 KERNELS: dict[str, tuple[Any, tuple[bool, ...]]] = {
     f"{name}{', bf16' if bf16 else ''}, {'split' if split else 'float32'}": (factory, (split, bf16))
@@ -72,7 +72,7 @@ def test_the_gil_is_released(name):
 )
 def test_a_run_goes_on_without_the_cache(monkeypatch, caplog, error):
     monkeypatch.setattr(kernels, "njit", njit_whose_cache_raises(error))
-    kernel = kernels.adamw.__wrapped__(split=False, bf16_moments=False)
+    kernel = kernels.adamw_kernel.__wrapped__(split=False, bf16_moments=False)
     weight, exp_avg, exp_avg_sq, grad = (
         np.full(5, value, np.float32) for value in (1.0, 0.0, 0.0, 2.0)
     )

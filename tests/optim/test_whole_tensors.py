@@ -16,8 +16,8 @@ from megatrain.engine.workspace import HostWorkspace, InPlace
 from megatrain.errors import ConfigError
 from megatrain.memory.layout import FlatLayout
 from megatrain.optim import Muon, muon
+from megatrain.optim.muon import TensorState
 from megatrain.optim.split import split_master
-from megatrain.optim.whole_tensors import TensorState
 from tests.compare import differing
 from tests.optim.arrays import master_of
 
