@@ -24,7 +24,7 @@ from megatrain.heartbeat import beat, may_end_here
 T = TypeVar("T")
 LOOKS_EVERY_S = 0.1
 # Ranks may wait long for each other, while one saves, or all are stopped. One that has died is
-# noticed otherwise (recipes/others.py).
+# noticed otherwise (recipes/ranks/liveness.py).
 PATIENCE = timedelta(days=30)
 
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from megatrain.recipes.launch import environment_of
+from megatrain.recipes.ranks.launch import environment_of
 
 ADDRESS, PORT = "10.77.0.{}", 29400
 LIBC = ctypes.CDLL(None, use_errno=True)

@@ -22,7 +22,7 @@ import torch
 from torch import distributed
 
 from megatrain import cli
-from megatrain.recipes.launch import environment_of, free_port
+from megatrain.recipes.ranks.launch import environment_of, free_port
 from megatrain.recipes.signals import STOPS
 from megatrain.world import World
 

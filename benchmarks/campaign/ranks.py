@@ -14,7 +14,7 @@ from benchmarks.campaign.children import Child, start, wait_until
 from benchmarks.campaign.kills import EVERY_STEP, check_newest
 from benchmarks.campaign.project import new_project
 from benchmarks.campaign.trials import COMMAND_S, Trial
-from megatrain.recipes.launch import environment_of, free_port
+from megatrain.recipes.ranks.launch import environment_of, free_port
 from megatrain.storage.run_folder import checkpoints
 from tests.recipes.same_run import same_run
 

@@ -186,7 +186,7 @@ def bench(
 def on_several(settings: Config) -> None:
     """Start this command once for each GPU that the config takes, if it takes several and they have
     work, and leave with their exit code."""
-    from megatrain.recipes.launch import be_quiet_as_rank, ranks_for, run_ranks
+    from megatrain.recipes.ranks.launch import be_quiet_as_rank, ranks_for, run_ranks
 
     be_quiet_as_rank()
     if (size := ranks_for(settings)) > 1:

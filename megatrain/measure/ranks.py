@@ -1,26 +1,17 @@
-"""What the ranks of a host sustain with all of them at work: links to the host, updates in its
-memory, and what they exchange.
-"""
+"""Rates of a host's ranks with all of them at work: links, updates in host memory, exchanges."""
 
 from __future__ import annotations
 
-import multiprocessing
-import pickle
-import tempfile
 import time
-from collections.abc import Sequence
 from contextlib import ExitStack, closing
-from multiprocessing.connection import Connection, wait
-from pathlib import Path
 from statistics import median
 from typing import Any
 
 import torch
-from torch import distributed
 
 from megatrain.engine.exchange import Exchange
 from megatrain.engine.streams import Compute
-from megatrain.errors import MegaTrainError, OutOfMemory
+from megatrain.errors import OutOfMemory
 from megatrain.machine.hardware import update_threads
 from megatrain.machine.profile import interpolate, thread_counts
 from megatrain.measure import update
@@ -35,7 +26,6 @@ SAMPLES = 5
 SAMPLE_S = 0.02
 PRODUCT, PRODUCTS = 8192, 20  # matmuls beside collectives: their width, and how many
 BESIDE = 0.8  # of the matmuls' time, which collectives fill
-LONGEST_S = 300.0  # until all processes have measured
 
 Figures = dict[str, Any]  # of megatrain.machine.together.TOGETHER
 
@@ -166,74 +156,3 @@ def _lost(clock: Together, collective: Work, seconds: float) -> float:
         products()
 
     return max(0.0, (clock.seconds(beside) - alone) / (times * seconds))
-
-
-# -- in processes of their own ---------------------------------------------------------------------
-
-
-def measure_processes(ranks: int, device: str, cores: int) -> Figures:
-    """`measure_together` in as many new processes, each with a GPU, or on the CPU.
-
-    cores: of the host. Raises MegaTrainError with what one of them said.
-    """
-    context: Any = multiprocessing.get_context("spawn")
-    with tempfile.TemporaryDirectory(prefix="megatrain-") as folder:
-        meeting, each = Path(folder) / "meeting", max(1, cores // ranks)
-        ends, processes = [], []
-        try:
-            for rank in range(ranks):
-                ours, theirs = context.Pipe(duplex=False)
-                given = rank, ranks, meeting, device, each, theirs
-                processes.append(context.Process(target=_rank, args=given, daemon=True))
-                processes[-1].start()
-                theirs.close()
-                ends.append(ours)
-            return _first_told(ends)
-        finally:
-            for process in processes:
-                process.kill()
-                process.join()
-
-
-def _first_told(ends: Sequence[Connection]) -> Figures:
-    """What the first process found, once all have told. Raises what the first to fail has said."""
-    found: dict[Connection, Figures] = {}
-    until = time.monotonic() + LONGEST_S
-    while len(found) < len(ends):
-        there = wait([end for end in ends if end not in found], until - time.monotonic())
-        if not there:
-            raise MegaTrainError(f"the ranks have measured nothing for {LONGEST_S:.0f} s")
-        for rank, end in enumerate(ends):
-            if end in there:
-                found[end] = _told(end, rank)
-    return found[ends[0]]
-
-
-def _told(end: Connection, rank: int) -> Figures:
-    try:
-        told = pickle.loads(end.recv_bytes())
-    except EOFError:
-        raise MegaTrainError(f"rank {rank} died while it measured") from None
-    if isinstance(told, MegaTrainError):
-        raise told
-    assert isinstance(told, dict)
-    return told
-
-
-def _rank(rank: int, ranks: int, meeting: Path, device: str, cores: int, end: Connection) -> None:
-    torch.set_num_threads(cores)
-    where = torch.device(device, rank) if device == "cuda" else torch.device(device)
-    if device == "cuda":
-        torch.cuda.set_device(where)
-    found: Figures | MegaTrainError
-    try:
-        backend = "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo"
-        distributed.init_process_group(
-            backend, init_method=f"file://{meeting}", rank=rank, world_size=ranks
-        )
-        found = measure_together(World.joined(where), where, cores)
-    except MegaTrainError as error:
-        found = error
-    except Exception as error:  # noqa: BLE001  the process that waits says it
-        found = MegaTrainError(f"rank {rank} could not measure: {type(error).__name__}: {error}")
-    end.send_bytes(pickle.dumps(found))

@@ -18,8 +18,8 @@ from megatrain.machine.hardware import GIB
 from megatrain.machine.hypothetical import DRIVER_BYTES, SYSTEM_BYTES, find_gpu, hypothetical
 from megatrain.machine.profile import typical
 from megatrain.machine.sizes import parse_size
+from megatrain.recipes.ranks.multi_gpu import several
 from megatrain.recipes.this_machine import find_machine
-from megatrain.recipes.together import several
 
 logger = logging.getLogger("megatrain")
 

@@ -39,13 +39,9 @@ logger = logging.getLogger("megatrain")
 
 @dataclass(frozen=True)
 class Reply:
-    """An answer, and how long it took.
+    """An answer: its tokens, the end included, and the seconds from the question to the last.
 
-    Attributes:
-        tokens: of the answer, its end included.
-        seconds: from the question to the last of them.
-        ended: by itself ("end"), because it may not be longer ("length"), or when it was asked to
-            ("stop").
+    ended: "end" by itself, "length" at the longest that it may be, "stop" where it was asked to.
     """
 
     text: str
@@ -53,50 +49,9 @@ class Reply:
     seconds: float
     ended: str
 
-    @property
-    def tokens_per_s(self) -> float:
-        return self.tokens / self.seconds if self.seconds else 0.0
-
-
-class Held:
-    """Text of an engine whose weights stay on the device between answers, where they have room."""
-
-    def __init__(self, engine: Engine) -> None:
-        self._engine = engine
-        self._stack = ExitStack()
-        self._model: Any = None
-        self._tokens = 0  # for whose keys and values there is room beside them
-
-    def generate(self, input_ids: torch.Tensor, room: int, ends: list[int], choose: Choose) -> Any:
-        """As `Engine.generate`."""
-        needed = input_ids.numel() + room
-        if needed > self._tokens:
-            self._take(needed)
-        if self._model is None:
-            return self._engine.generate_streamed(input_ids, room, ends, choose)
-        ids = input_ids.to(self._engine.device)
-        return generated(self._model, ids, room, ends, choose)
-
-    def _take(self, needed: int) -> None:
-        """Fetch the weights anew, since what is free is known only without them."""
-        said = self._model is None and self._tokens  # that none have room
-        for self._tokens in (2 * needed, needed):  # later turns need more
-            self.close()
-            self._model = self._stack.enter_context(self._engine.whole(self._tokens))
-            if self._model is not None:
-                return
-        if not said:
-            logger.warning(
-                "the weights have no room on the device: each token streams all of them once"
-            )
-
-    def close(self) -> None:
-        self._model = None
-        self._stack.close()
-
 
 class Chat:
-    """Turns of a user and answers to them, each told all of those before.
+    """Turns of a user and answers to them. Weights stay on the device where they have room.
 
     Turns that the model cannot read beside an answer are forgotten, the oldest first, which is
     logged; the system prompt stays.
@@ -111,9 +66,12 @@ class Chat:
         system: list[dict[str, str]],
     ) -> None:
         self.turns: list[dict[str, str]] = []  # but for the system prompt
-        self._model, self._held, self._system = model, Held(engine), system
+        self._engine, self._model, self._system = engine, model, system
         self._max_new_tokens, self._sampling = max_new_tokens, sampling
         self._choose = sampling.chooser()
+        self._held = ExitStack()
+        self._whole: Any = None  # the weights on the device
+        self._tokens = 0  # for whose keys and values there is room beside them
 
     def answer(
         self,
@@ -121,10 +79,10 @@ class Chat:
         show: Callable[[str], None] = unseen,
         stopped: Callable[[], bool] = lambda: False,
     ) -> Reply:
-        """The model's answer, which is a turn of the conversation from now on.
+        """Answer a prompt; both become turns of the conversation.
 
-        show: gets the text in pieces of whole words as it grows. stopped: asked before each token
-        whether the answer is to end there; what there is of it counts, unless that is nothing.
+        show: gets the text in pieces of whole words as it grows. stopped: asked before each token;
+        true ends the answer, of which the part that is written counts, unless it is empty.
 
         Raises ConfigError and ModelError for a prompt that cannot be asked; it is no turn then.
         """
@@ -137,12 +95,11 @@ class Chat:
 
         def choose(logits: torch.Tensor) -> int:
             nonlocal was_stopped
-            if stopped():
-                was_stopped = True
+            if was_stopped := stopped():
                 raise Enough
             return self._choose(logits)
 
-        tokens = written(self._held.generate, self._model, ids, room, choose, show)
+        tokens = written(self._generate, self._model, ids, room, choose, show)
         seconds, text = time.perf_counter() - began, text_of(self._model, tokens)
         if tokens or not was_stopped:
             self.turns = [*turns, {"role": "assistant", "content": text}]
@@ -158,17 +115,36 @@ class Chat:
                 break
             turns, forgotten = turns[2:], forgotten + 1  # a question and its answer
         if forgotten:
+            which = "turn is" if forgotten == 1 else f"{forgotten} turns are"
             logger.warning(
-                f"the model reads {longest:,} tokens, an answer included: the oldest "
-                f"{'turn is' if forgotten == 1 else f'{forgotten} turns are'} forgotten"
+                f"the model reads {longest:,} tokens, an answer included: the oldest {which} "
+                "forgotten"
             )
         return turns, ids_of(self._model, [*self._system, *turns])
 
-    def begin_anew(self) -> None:
-        """Forget all turns; what is drawn begins anew, too."""
+    def _generate(self, input_ids: torch.Tensor, room: int, ends: list[int], choose: Choose) -> Any:
+        """As `Engine.generate`, by weights that stay on the device."""
+        if (needed := input_ids.numel() + room) > self._tokens:
+            first = self._whole is not None or not self._tokens
+            for self._tokens in (2 * needed, needed):  # later turns need more
+                self.close()  # what is free is known only without them
+                self._whole = self._held.enter_context(self._engine.whole(self._tokens))
+                if self._whole is not None:
+                    break
+            if self._whole is None and first:
+                logger.warning(
+                    "the weights have no room on the device: each token streams all of them once"
+                )
+        if self._whole is None:
+            return self._engine.generate_streamed(input_ids, room, ends, choose)
+        return generated(self._whole, input_ids.to(self._engine.device), room, ends, choose)
+
+    def forget(self) -> None:
+        """Forget all turns, and begin again with the first random number."""
         self.turns, self._choose = [], self._sampling.chooser()
 
     def close(self) -> None:
+        self._whole = None
         self._held.close()
 
 
@@ -176,21 +152,16 @@ class Chat:
 def open_chat(
     named: str | Path,
     max_new_tokens: int,
-    sampling: Mapping[str, Any] | None = None,
-    system: str | None = None,
-    trust_remote_code: bool = False,
+    sampling: Mapping[str, Any],
+    system: str | None,
+    trust_remote_code: bool,
 ) -> Iterator[Chat]:
-    """A conversation with a model, whose weights are held until the block ends.
+    """A conversation with a model; arguments as `inspect.generate` has them.
 
-    Args:
-        named, trust_remote_code: as for `inspect.evaluate`.
-        sampling: fields of `Sampling`; by default greedy.
-        system: a system prompt.
-
-    Raises ModelError for a model without a chat template, or whose template takes no such prompt,
+    Raises ModelError for a model without a chat template, or whose template takes no system prompt,
     before weights are read.
     """
-    drawn = Sampling(**(sampling or {}))
+    drawn = Sampling(**sampling)
     quiet_libraries()
     checkpoint = checkpoint_of(Path(named))
     model = describe_model(str(checkpoint), trust_remote_code=trust_remote_code)

@@ -20,7 +20,8 @@ from megatrain.machine.together import TOGETHER, assumed, joined, known, part_of
 from megatrain.measure.checks import Finding, check, places
 from megatrain.measure.disk import drive_rates
 from megatrain.measure.profile import measure_machine
-from megatrain.measure.ranks import measure_processes, measure_together, network_rate
+from megatrain.measure.ranks import measure_together, network_rate
+from megatrain.recipes.ranks.measuring import measure_processes
 from megatrain.reporting.load import LoadMeter
 from megatrain.reporting.words import three_digits
 from megatrain.storage.export import left_overs
@@ -105,7 +106,7 @@ def examine(
     together = None
     if gpus > 1:
         note(f"{gpus} {'GPUs' if device.type == 'cuda' else 'processes'} at work together")
-        found = measure_processes(gpus, device.type, hardware.physical_cores)
+        found = measure_processes(gpus, device.type)
         together = keep_together(profile, hardware, found)
     drives = profiles.load_drives(profile.fingerprint)
     return Diagnosis(profile, guessed, findings, saved, drives, together)

@@ -21,7 +21,6 @@ from megatrain.engine.objective import AnyLoss
 from megatrain.errors import DivergedError, MegaTrainError, StorageError
 from megatrain.heartbeat import BYTES_WRITTEN
 from megatrain.optim.schedules import SCHEDULES, warmup_steps
-from megatrain.recipes.awaiting import awaiting
 from megatrain.recipes.card import model_card
 from megatrain.recipes.divergence import stop_if_lost, way_back
 from megatrain.recipes.early_stopping import (
@@ -32,6 +31,7 @@ from megatrain.recipes.early_stopping import (
 )
 from megatrain.recipes.measured import measure, metrics_of
 from megatrain.recipes.model import Model
+from megatrain.recipes.ranks.barrier import awaiting
 from megatrain.recipes.report import LiveReport
 from megatrain.recipes.sample import EvalPrompt, answers_to
 from megatrain.recipes.signals import Stopped, StopRequest

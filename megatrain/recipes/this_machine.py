@@ -12,7 +12,7 @@ from megatrain.engine.resolved import Machine
 from megatrain.machine.hardware import read_hardware, shared_out
 from megatrain.recipes.doctor import measured_or_typical, measured_together
 from megatrain.recipes.nvme import with_drives
-from megatrain.recipes.rank import cores_of_host
+from megatrain.recipes.ranks.device import cores_of_host
 from megatrain.storage.run_folder import bytes_of_checkpoints
 from megatrain.world import ALONE, World
 

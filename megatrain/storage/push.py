@@ -1,4 +1,4 @@
-"""Publishes the final model of a run: the files of `final/`, in one commit, on the hub."""
+"""Upload of `final/` of a run to the hub, in one commit."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 
 from megatrain.errors import ConfigError, MegaTrainError, StorageError
 from megatrain.models.hub import LOG_IN, reachable
-from megatrain.storage.carried import CONFIG, OF_PROCESSOR
+from megatrain.storage.carried import CONFIG
 from megatrain.storage.manifest import (
     MANIFEST,
     Manifest,
@@ -28,16 +28,15 @@ from megatrain.storage.saves import RUN_ONLY, model_files
 from megatrain.storage.system_calls import system_errors
 from megatrain.version import VERSION
 
-# Of a `final/` whose manifest is gone, what goes along with what transformers reads.
-BESIDES = (CARD, "*.safetensors.index.json", *OF_PROCESSOR)
 AGAIN = "run the command again: what has arrived is not sent again"
+CHANGED = f"the repository was changed meanwhile ({{said}}); {AGAIN}"
 REASONS = {
-    401: "the hub does not know the token ({said}); {LOG_IN}",
+    401: f"the hub does not know the token ({{said}}); {LOG_IN}",
     403: "the token may not write there ({said}); choose a repository of your own, or a token with "
-    "write access from {endpoint}/settings/tokens, then {LOG_IN}",
-    404: "the hub shows no such repository to this token ({said}); check the name, or {LOG_IN}",
-    409: "the repository was changed meanwhile ({said}); {AGAIN}",
-    412: "the repository was changed meanwhile ({said}); {AGAIN}",
+    f"write access from {{endpoint}}/settings/tokens, then {LOG_IN}",
+    404: f"the hub shows no such repository to this token ({{said}}); check the name, or {LOG_IN}",
+    409: CHANGED,
+    412: CHANGED,
 }
 REFUSED = "the hub refuses it ({said}); see {endpoint}/{repo_id}"
 PASSING = (408, 425, 429)  # of those below 500, what may go away
@@ -48,21 +47,14 @@ logger = logging.getLogger("megatrain")
 
 @dataclass(frozen=True)
 class Pushed:
-    """What was published.
+    """A model that was published."""
 
-    Attributes:
-        url: of the repository.
-        commit: its SHA; that of the last one if the repository had all of it.
-        files: names, all of which the repository holds now.
-        removed: names of files that would have been read as parts of the model.
-    """
-
-    url: str
-    commit: str
-    files: tuple[str, ...]
+    url: str  # of the repository
+    commit: str  # its SHA; that of the last one if the repository had all of it
+    files: tuple[str, ...]  # names, all of which the repository holds now
     nbytes: int
     private: bool
-    removed: tuple[str, ...] = ()
+    removed: tuple[str, ...] = ()  # names of files that would have been read with the model
 
     def to_dict(self) -> dict[str, Any]:
         whole = {"url": self.url, "commit": self.commit, "private": self.private}
@@ -103,8 +95,18 @@ def push(run_dir: Path | str, repo_id: str, private: bool = False) -> Pushed:
                 f"change it at {made}/settings, or choose another name"
             )
         removed = [name for name in _names_in(there) if _is_stale(name, names)]
-        commit = _commit(api, made.repo_id, folder, names, removed)
-        _check_arrived(api.model_info(made.repo_id, revision=commit), names)
+        operations: list[Any] = [
+            *(huggingface_hub.CommitOperationDelete(name, is_folder=False) for name in removed),
+            *(huggingface_hub.CommitOperationAdd(name, folder / name) for name in names),
+        ]
+        message = f"Upload a model trained by MegaTrain {VERSION}"
+        commit = str(api.create_commit(made.repo_id, operations, commit_message=message).oid)
+        arrived = api.model_info(made.repo_id, revision=commit)
+        if lost := sorted({*names} - {*_names_in(arrived)}):
+            raise StorageError(
+                f"{arrived.id}: the hub left out {', '.join(lost)}; see whether the .gitignore of "
+                "the repository names them"
+            )
     except _errors() as error:
         raise _explained(error, repo_id) from error
     for name in removed:
@@ -114,7 +116,7 @@ def push(run_dir: Path | str, repo_id: str, private: bool = False) -> Pushed:
 
 
 def _check_start(repo_id: str) -> None:
-    """Raise ConfigError or StorageError for what can be told before a file is read."""
+    """Check the name, the token and the network before a file is read."""
     import huggingface_hub
     from huggingface_hub import constants
     from huggingface_hub.errors import HFValidationError
@@ -150,53 +152,36 @@ def _final_of(run_dir: Path) -> Path:
 
 
 def published_files(folder: Path) -> list[str]:
-    """Names of what is to be published of `final/`: the model's files in its manifest, verified.
+    """Names of the files of `final/` to publish: the model's of its manifest, verified.
 
-    A card that was edited is taken as it is. Without a manifest it is what transformers reads.
-    Whatever else is there is named as left out.
+    A card that was edited is taken as it is. Other files are logged as left out.
 
     Raises StorageError for a file that is missing, changed, or would be read and does not belong.
     """
     manifest = manifest_of_model(folder)
+    if manifest is None:
+        again = f"`megatrain resume {folder.parent}` writes it again"
+        raise StorageError(f"{folder}: has no {MANIFEST}, which says what is the model; {again}")
     with system_errors(folder, "read it"):
         there = stray_files(folder, Manifest(0, 0, {}))
-    if manifest is None:
-        logger.warning(f"{folder}: has no {MANIFEST}, so its files cannot be verified")
-        names = [name for name in there if _is_of_a_model(name)]
-    else:
-        names = [name for name in model_files(manifest) if name != CARD]
-        check_model_files(folder, manifest, names, code=True)
-        if CARD in there:
-            names.append(CARD)
-            if manifest.files.get(CARD) != describe_files(folder, [CARD])[0]:
-                logger.info(f"{folder / CARD}: was edited; it is uploaded as it is")
-        elif CARD in manifest.files:
-            logger.warning(f"{folder / CARD}: is gone; the model is uploaded without a card")
-    if CARD in names:
-        _check_card(folder / CARD)
-    for name in dict.fromkeys(_top(name) for name in there if name not in names):
+    names = [name for name in model_files(manifest) if name != CARD]
+    check_model_files(folder, manifest, names, code=True)
+    card = folder / CARD
+    if CARD in there:
+        names.append(CARD)
+        if manifest.files.get(CARD) != describe_files(folder, [CARD])[0]:
+            logger.info(f"{card}: was edited; it is uploaded as it is")
+        try:
+            read_bytes(card).decode()
+        except UnicodeDecodeError as error:
+            reason = f"is no UTF-8 text ({error.reason}); save it as such"
+            raise ConfigError(f"{card}: {reason}") from error
+    elif CARD in manifest.files:
+        logger.warning(f"{card}: is gone; the model is uploaded without a card")
+    tops = ((name, name.split("/")[0]) for name in there if name not in names)
+    for name in dict.fromkeys(top if top in RUN_ONLY else name for name, top in tops):
         logger.info(f"{folder / name}: is no part of the model; it is not uploaded")
     return sorted(names)
-
-
-def _check_card(path: Path) -> None:
-    """Raise ConfigError for a card that the hub's library cannot read."""
-    try:
-        read_bytes(path).decode()
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"{path}: is no UTF-8 text ({error.reason}); save it as such") from error
-
-
-def _top(name: str) -> str:
-    """What is named in place of a file: of the optimizer's many the folder."""
-    first = PurePosixPath(name).parts[0]
-    return first if first in RUN_ONLY else name
-
-
-def _is_of_a_model(name: str) -> bool:
-    path = PurePosixPath(name)
-    read = would_be_read(name) and path.parts[0] not in RUN_ONLY
-    return read or any(path.match(pattern) and path.name == name for pattern in BESIDES)
 
 
 def _names_in(info: Any) -> list[str]:
@@ -204,38 +189,15 @@ def _names_in(info: Any) -> list[str]:
 
 
 def _is_stale(name: str, names: Sequence[str]) -> bool:
-    """Whether a file of the repository would be read along with a model that has these."""
+    """True for a file of the repository that would be read along with a model of `names`."""
     folders = {str(PurePosixPath(known).parent) for known in names}
     here = str(PurePosixPath(name).parent) in {".", *folders}
     indexes = name.endswith(".safetensors.index.json")
     return here and name not in names and (would_be_read(name) or indexes)
 
 
-def _commit(
-    api: Any, repo_id: str, folder: Path, names: Sequence[str], removed: Sequence[str]
-) -> str:
-    """Upload these files, remove those, and return the commit's SHA."""
-    from huggingface_hub import CommitOperationAdd, CommitOperationDelete
-
-    operations = [
-        *(CommitOperationDelete(name, is_folder=False) for name in removed),
-        *(CommitOperationAdd(name, folder / name) for name in names),
-    ]
-    message = f"Upload a model trained by MegaTrain {VERSION}"
-    return str(api.create_commit(repo_id, operations, commit_message=message).oid)
-
-
-def _check_arrived(info: Any, names: Sequence[str]) -> None:
-    lost = sorted({*names} - {*_names_in(info)})
-    if lost:
-        raise StorageError(
-            f"{info.id}: the hub left out {', '.join(lost)}; see whether the .gitignore of the "
-            "repository names them"
-        )
-
-
 def _errors() -> tuple[type[Exception], ...]:
-    """What the hub's library raises: of its own, of HTTP, of Xet, and around those."""
+    """Errors of the hub's library: its own, those of HTTP and Xet, and those around them."""
     from huggingface_hub.errors import HfHubHTTPError
 
     of_http = HfHubHTTPError.__bases__[0]  # of the HTTP library that it uses
@@ -252,22 +214,21 @@ def _explained(error: Exception, repo_id: str) -> MegaTrainError:
     while cause is not None and not isinstance(cause, HfHubHTTPError):
         cause = cause.__cause__
     status = cause.response.status_code if isinstance(cause, HfHubHTTPError) else 0
-    said, reason = _said(cause or error.__cause__ or error), REASONS.get(status)
-    if isinstance(error, ValueError) and not isinstance(error, json.JSONDecodeError):
-        said, reason = (
-            _said(error, whole=True),
-            REFUSED,
-        )  # of its checks, such as of the card's head
-    elif 400 <= status < 500 and status not in PASSING:
-        reason = reason or REFUSED
-    if reason is None:
+    # of its checks, such as of the card's head
+    checks = isinstance(error, ValueError) and not isinstance(error, json.JSONDecodeError)
+    said = _said(error if checks else cause or error.__cause__ or error, whole=checks)
+    if checks:
+        reason = REFUSED
+    elif status in REASONS or (400 <= status < 500 and status not in PASSING):
+        reason = REASONS.get(status, REFUSED)
+    else:
         return StorageError(f"{repo_id}: the upload failed ({said}); {AGAIN}")
-    words = {"endpoint": constants.ENDPOINT, "repo_id": repo_id, "LOG_IN": LOG_IN, "AGAIN": AGAIN}
-    return ConfigError(f"{repo_id}: {reason.format(said=said, **words)}")
+    words = reason.format(said=said, endpoint=constants.ENDPOINT, repo_id=repo_id)
+    return ConfigError(f"{repo_id}: {words}")
 
 
 def _said(error: BaseException, whole: bool = False) -> str:
-    """What an error says, without the token or a signature; unless `whole` its first line."""
+    """The first line of an error, or all of it, without the token or a signature."""
     from huggingface_hub import get_token
 
     lines = [line for line in str(error).splitlines() if line.strip() and "Request ID" not in line]

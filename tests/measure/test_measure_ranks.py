@@ -1,20 +1,19 @@
-"""What ranks measure together, on gloo with small arrays; and how processes tell of it."""
+"""Ranks that measure together, on gloo with small arrays."""
 
 from __future__ import annotations
 
-import pickle
 from functools import partial
-from multiprocessing import Pipe
 from typing import Any
 
 import pytest
 import torch
 
-from megatrain.errors import MegaTrainError, OutOfMemory
 from megatrain.machine.profile import typical
 from megatrain.machine.together import TOGETHER, joined
 from megatrain.measure import ranks, update
 from megatrain.measure.ranks import Together, measure_together
+from megatrain.recipes.ranks.liveness import OtherFailed
+from megatrain.recipes.ranks.measuring import measure_processes
 from megatrain.world import World
 from tests.planned import LAPTOP
 from tests.ranks import run_ranks
@@ -63,18 +62,11 @@ def test_all_ranks_make_as_many_calls(tmp_path):
     assert (seconds, calls) == other
 
 
-def test_the_first_error_is_told():
-    ends = [Pipe(duplex=False) for _ in range(3)]
-    ends[1][1].send_bytes(pickle.dumps(OutOfMemory("no room")))
-    with pytest.raises(OutOfMemory, match="no room"):
-        ranks._first_told([ours for ours, _ in ends])
-    ends[2][1].close()
-    with pytest.raises(MegaTrainError, match="rank 2 died"):
-        ranks._first_told([ours for ours, _ in ends])
-
-
-def test_silence_ends(monkeypatch):
-    monkeypatch.setattr(ranks, "LONGEST_S", 0.01)
-    ours, _theirs = Pipe(duplex=False)
-    with pytest.raises(MegaTrainError, match="have measured nothing"):
-        ranks._first_told([ours])
+@pytest.mark.slow
+def test_processes_of_our_launcher_measure_together(capfd):
+    found = measure_processes(2, "cpu")
+    assert sorted(found) == sorted(TOGETHER) and found["ranks"] == 2 and found["gather"] > 0
+    with pytest.raises(OtherFailed, match="could not measure together") as raised:
+        measure_processes(2, "cuda")
+    assert raised.value.exit_code == 2
+    assert "error: device: cuda was asked for" in capfd.readouterr().err

@@ -202,7 +202,7 @@ def test_gpus_at_work_together_are_measured_and_kept(
     assert "weights of the others, each of 2" in out and "30 %" in " ".join(out.split())
     assert err.endswith("measuring 2 processes at work together\n")
     here = read_hardware(tmp_path, "cpu")
-    assert asked == [(2, "cpu", here.physical_cores)]
+    assert asked == [(2, "cpu")]
     kept = known(measured_or_typical(here, CPU), here, 2)
     assert kept is not None and kept.gather == 2e9
 

@@ -13,8 +13,9 @@ import pytest
 
 from megatrain.engine.verify import verify as check
 from megatrain.errors import ConfigError
-from megatrain.recipes import opened, others
+from megatrain.recipes import opened
 from megatrain.recipes.opened import seen_by_all
+from megatrain.recipes.ranks import liveness
 from megatrain.world import World
 from tests.commands import wait_for
 from tests.namespaces import TwoHosts, two_hosts
@@ -34,7 +35,7 @@ __all__ = ["looked_after_often", "silent_soon"]  # fixtures
 
 @pytest.fixture
 def hosts(monkeypatch: pytest.MonkeyPatch) -> Iterator[TwoHosts]:
-    monkeypatch.setattr(others, "STORE_TIMEOUT", timedelta(seconds=2))
+    monkeypatch.setattr(liveness, "STORE_TIMEOUT", timedelta(seconds=2))
     with two_hosts() as made:
         yield made
 
@@ -71,7 +72,8 @@ def test_when_the_network_is_cut_both_ends_stop_and_say_why(hosts, project, sile
         [line for line in said.splitlines() if line.startswith("error")] for said in started.said()
     )
     assert one == ["error: rank 1 on host-1 has said nothing for 2 s"]
-    assert other == ["error: rank 0 on host-0 is gone, or cannot be reached from host-1"]
+    gone = "has died, was stopped, or cannot be reached from host-1"
+    assert other == [f"error: rank 0 on host-0 {gone}"]
 
 
 def looked(world: World, folders: list[Path]) -> str:

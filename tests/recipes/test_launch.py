@@ -21,8 +21,9 @@ from megatrain.config import Config, load_config
 from megatrain.errors import ConfigError
 from megatrain.machine.affinity import share_of_cores
 from megatrain.machine.launcher import Place
-from megatrain.recipes import launch
-from megatrain.recipes.launch import (
+from megatrain.recipes.ranks import launch
+from megatrain.recipes.ranks.device import bind, own_device
+from megatrain.recipes.ranks.launch import (
     FEWER,
     be_quiet_as_rank,
     environment_of,
@@ -30,7 +31,7 @@ from megatrain.recipes.launch import (
     ranks_for,
     run_ranks,
 )
-from megatrain.recipes.rank import as_rank, bind, own_device
+from megatrain.recipes.ranks.rendezvous import as_rank
 from megatrain.recipes.this_machine import find_machine
 from megatrain.world import World
 from tests.commands import wait_for
@@ -103,7 +104,7 @@ def test_gpus_that_cannot_be_used_are_refused(gpus, keys, words):
 def test_a_launcher_does_not_import_torch():
     code = (
         "import sys; from megatrain.machine.hardware import built_for_cuda as b; "
-        "import megatrain.recipes.launch; print(b(), 'torch' in sys.modules)"
+        "import megatrain.recipes.ranks.launch; print(b(), 'torch' in sys.modules)"
     )
     said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert said.stdout.split() == [str(torch.version.cuda is not None), "False"]

@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 from torch import distributed
 
-from megatrain.recipes import meeting, others
-from megatrain.recipes.meeting import Wait, fresh_part, open_store
+from megatrain.recipes.ranks import liveness, rendezvous
+from megatrain.recipes.ranks.rendezvous import Wait, fresh_part, open_store
 from tests.commands import wait_for
 from tests.ranks import Started
 
@@ -60,7 +60,7 @@ def test_a_stranger_at_the_address_is_not_waited_for_longer(capfd):
         wait = Wait(timedelta(seconds=0.2), "here:1")
         with pytest.raises(RuntimeError, match="the first rank did not come to here:1"):
             open_store(host, port, 1, 2, wait)
-    wait_for(lambda: all(each.name != "megatrain-meeting" for each in threading.enumerate()))
+    wait_for(lambda: all(each.name != "megatrain-rendezvous" for each in threading.enumerate()))
 
 
 @pytest.mark.parametrize(
@@ -70,7 +70,7 @@ def test_a_stranger_at_the_address_is_not_waited_for_longer(capfd):
 def test_who_waits_says_for_whom_and_ends_when_asked(
     project, finished_project, monkeypatch, missing, said, number, code
 ):
-    monkeypatch.setattr(meeting, "SAYS_AFTER_S", 2.0)  # the other one has come by then
+    monkeypatch.setattr(rendezvous, "SAYS_AFTER_S", 2.0)  # the other one has come by then
 
     def first(rank: int) -> None:
         if rank == missing:
@@ -92,8 +92,8 @@ def test_one_that_dies_while_they_connect_is_not_waited_for(
     project, finished_project, monkeypatch, dies
 ):
     """The library would wait for it for ten minutes."""
-    monkeypatch.setattr(others, "STORE_TIMEOUT", timedelta(seconds=2))
-    monkeypatch.setattr(others, "BEATS_EVERY_S", 0.1)
+    monkeypatch.setattr(liveness, "STORE_TIMEOUT", timedelta(seconds=2))
+    monkeypatch.setattr(liveness, "BEATS_EVERY_S", 0.1)
     connect = distributed.init_process_group
 
     def first(rank: int) -> None:

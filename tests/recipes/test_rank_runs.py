@@ -18,8 +18,9 @@ import pytest
 from megatrain.config import load_config
 from megatrain.data import encoding, shards, streaming
 from megatrain.heartbeat import may_end_here
-from megatrain.recipes import loop, others
-from megatrain.recipes.launch import FEWER
+from megatrain.recipes import loop
+from megatrain.recipes.ranks import liveness
+from megatrain.recipes.ranks.launch import FEWER
 from megatrain.reporting.words import human_bytes
 from megatrain.storage.restore import read_about
 from tests.commands import (
@@ -45,12 +46,12 @@ SOON_S = 20.0
 
 @pytest.fixture(autouse=True)
 def looked_after_often(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(others, "BEATS_EVERY_S", 0.1)
+    monkeypatch.setattr(liveness, "BEATS_EVERY_S", 0.1)
 
 
 @pytest.fixture
 def silent_soon(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(others, "SILENT_S", 2.0)
+    monkeypatch.setattr(liveness, "SILENT_S", 2.0)
 
 
 @pytest.fixture(autouse=True)
@@ -180,17 +181,17 @@ def test_when_one_is_killed_all_end_and_the_run_goes_on(project, monkeypatch, wh
 
 
 @pytest.mark.parametrize(
-    ("rank", "words"), [(1, "has said nothing for 2 s"), (0, "does not answer")]
+    ("rank", "words"), [(1, "has said nothing for 2 s"), (0, "has died, was stopped, or cannot be")]
 )
 def test_one_that_is_stopped_by_a_signal_is_not_waited_for(
     project, monkeypatch, silent_soon, rank, words
 ):
-    monkeypatch.setattr(others, "STORE_TIMEOUT", timedelta(seconds=2))
+    monkeypatch.setattr(liveness, "STORE_TIMEOUT", timedelta(seconds=2))
     started = Started(2, train(), first=slowly)
     wait_for(lambda: trained_to(2))
     os.kill(started.ranks[rank].pid, signal.SIGSTOP)
-    codes = started.wait(SOON_S)
-    assert codes[rank] == -signal.SIGKILL and codes[1 - rank] == 1
+    started.ranks[1 - rank].join(SOON_S)
+    assert started.ranks[1 - rank].exitcode == 1, started.said()
     assert f"error: rank {rank} on {socket.gethostname()} {words}" in started.said()[1 - rank]
 
 
@@ -225,16 +226,11 @@ def test_an_error_of_one_ends_all_with_its_sentence_and_code(project):
     assert "error" not in started.said()[1]
 
 
-@pytest.mark.parametrize(
-    ("asked", "early", "silent_s"), [(0, True, 12.0), (1, True, 12.0), (0, False, 2.0)]
-)
-def test_one_that_is_stopped_before_the_first_step_ends_all(
-    project, monkeypatch, asked, early, silent_s
-):
-    """While the first one prepares, the other waits inside the library; at once, or as soon as it
-    is silent for one that has begun to train."""
-    monkeypatch.setattr(others, "SILENT_S", silent_s)
-    monkeypatch.setattr(others, "STORE_TIMEOUT", timedelta(seconds=1))
+@pytest.mark.parametrize("asked", [0, 1])
+def test_one_that_is_stopped_before_the_first_step_ends_all(project, monkeypatch, asked):
+    """While the first one prepares, the other waits inside the library."""
+    monkeypatch.setattr(liveness, "STORE_TIMEOUT", timedelta(seconds=1))
+    monkeypatch.setattr(liveness, "LEAVES_WITHIN_S", 1.0)
 
     def first(rank: int) -> None:
         def slow(*_: Any, **__: Any) -> None:
@@ -243,8 +239,6 @@ def test_one_that_is_stopped_before_the_first_step_ends_all(
                 may_end_here()
                 time.sleep(0.01)
 
-        if rank == 1 and not early:
-            pytest.MonkeyPatch().setattr(others, "early_request", lambda: None)
         if rank == 0:
             pytest.MonkeyPatch().setattr("megatrain.recipes.run.get_ready", slow)
 

@@ -20,8 +20,8 @@ from torch import distributed
 from megatrain.data import dataset
 from megatrain.engine.engine import Engine
 from megatrain.heartbeat import total
-from megatrain.recipes import loop, others, run, setup, this_machine
-from megatrain.recipes import rank as launched
+from megatrain.recipes import loop, run, setup, this_machine
+from megatrain.recipes.ranks import liveness, rendezvous
 from megatrain.storage.run_folder import run_lock
 from megatrain.world import World
 from tests.commands import chat_rows, evaluations_of, write_jsonl
@@ -148,8 +148,8 @@ def test_hosts_may_have_the_same_name(project):
         os.environ |= {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
         there = 4_000_000 + rank  # no such process is here
         sign = lambda rank, host: (f"beat/{rank}", f"{time.monotonic()} {host} {there}")  # noqa: E731
-        patch(others, "sign_of_life", sign)
-        patch(launched, "sign_of_life", sign)
+        patch(liveness, "sign_of_life", sign)
+        patch(rendezvous, "sign_of_life", sign)
 
     started = Started(2, train("train.max_steps=3"), first=first)
     assert started.wait(SOON_S) == [0, 0], "".join(started.said())

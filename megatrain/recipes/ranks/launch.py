@@ -1,7 +1,7 @@
-"""Starts a command once for each GPU of this host, and waits for all.
+"""The launcher of one host: starts a command once for each GPU, and waits for all.
 
-torchrun does so on several hosts. It is not used for one: it kills ranks 30 s after a signal,
-which a save may outlast (torch 2.11), and reports a failure that the rank has told already.
+torchrun starts ranks of several hosts. It is not used for one: it kills ranks 30 s after a signal,
+which a save may outlast (torch 2.11), and reports a failure that the rank has shown already.
 """
 
 from __future__ import annotations
@@ -41,13 +41,13 @@ ENDS_WITHIN_S = 20.0  # of each other, once one has failed
 
 
 def be_quiet_as_rank() -> None:
-    """In a process that a launcher has started, keep C++ quiet. Called before torch is loaded."""
+    """Keep C++ quiet in a process that a launcher has started, before torch is loaded."""
     if started_by(os.environ)[1] > 1:
         os.environ |= {**QUIET, **os.environ}
 
 
 def ranks_for(config: Config) -> int:
-    """How many processes a command is to start; 1: none but itself. Raises ConfigError."""
+    """Count of the processes that a command starts; 1: none but itself. Raises ConfigError."""
     if place_of(os.environ) is not None:
         return 1  # a launcher has
     if config.device == "cpu":
@@ -71,8 +71,8 @@ def ranks_for(config: Config) -> int:
 
 
 def free_port() -> int:
-    """A port of this host at which ranks may meet: if there is one, none that the system hands out
-    to whoever connects to something, which could be in the seconds before they meet."""
+    """A free port of this host, outside the range from which the system gives ports to connections:
+    one might be taken in the seconds before the ranks meet."""
     handed_out = (
         Path(HANDED_OUT).read_text().split() if os.path.exists(HANDED_OUT) else [FIRST_PORT]
     )
@@ -85,43 +85,49 @@ def free_port() -> int:
 
 
 def environment_of(rank: int, size: int, port: int) -> dict[str, str]:
-    """What makes a process a rank of several on this host, who meet at a port."""
+    """Environment that makes a process one of several ranks on this host, which meet at a port."""
     values = dict(zip(NAMES, (rank, size, rank, size), strict=True))
     meeting = dict(zip(MEETING, (HERE, str(port)), strict=True))
     return {name: str(value) for name, value in values.items()} | meeting
 
 
-def run_ranks(arguments: Sequence[str], size: int, *, or_fewer: bool = False) -> int | None:
-    """Run `megatrain` with these arguments as so many ranks; the exit code. None: the work is this
-    process's.
+def run_ranks(
+    arguments: Sequence[str],
+    size: int,
+    *,
+    or_fewer: bool = False,
+    command: Sequence[str] | None = None,
+) -> int | None:
+    """Run `megatrain` with these arguments as `size` ranks; the exit code, or None if the work is
+    left to this process.
 
-    That of the first rank to fail, or of the first rank. Signals are passed on once, to all. When
-    one fails the others end by themselves (recipes/others.py), or are killed.
+    The code is that of the first rank to fail, or of the first rank. Signals are passed on once, to
+    all. When one fails the others end by themselves (recipes/ranks/liveness.py), or are killed.
 
-    or_fewer: where steps have work for fewer, as many begin again, which is said. One alone would
-        start several again: its work is this process's.
+    or_fewer: where steps have work for fewer ranks, as many are started again, which is shown. One
+        alone would start several again: its work is left to this process.
+    command: in place of `megatrain`.
     """
+    whole = [*(command or COMMAND), *arguments]
     if not or_fewer:
-        return _run(arguments, size, {})
+        return _run(whole, size, {})
     ranks = size
     with TemporaryDirectory(prefix="megatrain-") as folder:
-        told = Path(folder) / "fewer"
+        file = Path(folder) / "fewer"
         while ranks > 1:
-            code = _run(arguments, ranks, {FEWER: str(told)})
-            if not told.exists():
+            code = _run(whole, ranks, {FEWER: str(file)})
+            if not file.exists():
                 return code
-            why, ranks = json.loads(told.read_text())
-            told.unlink()
+            why, ranks = json.loads(file.read_text())
+            file.unlink()
             typer.echo(f"{why}: {ranks} of {size} are used", err=True)
     return None
 
 
-def _run(arguments: Sequence[str], size: int, more: Mapping[str, str]) -> int:
+def _run(command: Sequence[str], size: int, more: Mapping[str, str]) -> int:
     """As `run_ranks`. more: of the environment."""
     port = free_port()
-    ranks = [
-        _start(arguments, {**environment_of(rank, size, port), **more}) for rank in range(size)
-    ]
+    ranks = [_start(command, {**environment_of(rank, size, port), **more}) for rank in range(size)]
 
     def pass_on(number: int, _frame: FrameType | None) -> None:
         for rank in ranks:
@@ -138,10 +144,10 @@ def _run(arguments: Sequence[str], size: int, more: Mapping[str, str]) -> int:
             rank.kill()
 
 
-def _start(arguments: Sequence[str], own: Mapping[str, str]) -> subprocess.Popen[bytes]:
+def _start(command: Sequence[str], own: Mapping[str, str]) -> subprocess.Popen[bytes]:
     # sessions of their own: a terminal's Ctrl-C would reach them beside the one passed on
     return subprocess.Popen(
-        [*COMMAND, *arguments],
+        command,
         env={**QUIET, **os.environ, **own, LAUNCHER: str(os.getpid())},
         stdin=subprocess.DEVNULL,
         start_new_session=True,

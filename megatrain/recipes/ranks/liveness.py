@@ -1,0 +1,246 @@
+"""Signs of life of ranks: a thread looks for them, and ends this process when another has died.
+
+A collective cannot be interrupted, and the library would wait for ten minutes. So every rank writes
+a sign of life into the store each second, and its last words when it fails. Another rank's last
+words, or its silence, end this process within seconds, with the reason.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, wait
+from contextlib import contextmanager, suppress
+from dataclasses import astuple, dataclass
+from datetime import timedelta
+from typing import TypeVar
+
+import psutil
+
+from megatrain.errors import UNEXPECTED, MegaTrainError, exit_code_of, printable
+from megatrain.recipes.ranks.launch import LAUNCHER
+from megatrain.recipes.signals import STDERR, all_stop, early_request
+from megatrain.reporting.progress import IN_FILE
+from megatrain.world import World
+
+BEATS_EVERY_S = 1.0
+SILENT_S = 12.0  # without a sign of life a rank is dead
+LEAVES_WITHIN_S = 3.0  # of each other, if all were asked to stop before the first step
+STORE_TIMEOUT = timedelta(seconds=10)
+T = TypeVar("T")
+
+logger = logging.getLogger("megatrain")
+
+
+class OtherFailed(MegaTrainError):
+    """Another rank has failed, which ends this one."""
+
+    def __init__(self, sentence: str, exit_code: int) -> None:
+        super().__init__(sentence)
+        self.exit_code = exit_code
+
+
+@dataclass(frozen=True)
+class LastWords:
+    """The failure of a rank, in its own words or in those of the rank `by`, which noticed."""
+
+    rank: int
+    host: str
+    sentence: str
+    by: int
+    exit_code: int = UNEXPECTED
+
+    def __str__(self) -> str:
+        return f"rank {self.rank} on {self.host} {self.sentence}"
+
+
+def started(work: Callable[[], T], name: str) -> Future[T]:
+    """Begin `work`, which may never return, in a thread that keeps no process alive."""
+    answer: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            answer.set_result(work())
+        except (RuntimeError, ValueError) as error:
+            answer.set_exception(error)
+
+    threading.Thread(target=run, name=name, daemon=True).start()
+    return answer
+
+
+def sign_of_life(rank: int, host: str) -> tuple[str, str]:
+    """(key, value) in the store: when, where, and which process."""
+    return f"beat/{rank}", f"{time.monotonic()} {host} {os.getpid()}"
+
+
+class Liveness:
+    """Signs of life of all ranks. `ended`: nobody is looked after any more."""
+
+    def __init__(self, world: World, host: str) -> None:
+        """All ranks call it once each has left a sign of life in the world's store.
+
+        Raises RuntimeError if the store is gone already.
+        """
+        self.world, self.host, self._store = world, host, world.store.clone()
+        self._store.set_timeout(STORE_TIMEOUT)
+        self._first_host = self._store.get("beat/0").decode().split()[1]
+        self.ended = threading.Event()
+        self._seen: dict[int, tuple[str, float]] = {}
+        self._awake_s, self._looked = 0.0, time.monotonic()
+        self._unreachable = False
+
+    @contextmanager
+    def watched(self) -> Iterator[Liveness]:
+        """Inside, a thread looks after the other ranks."""
+        thread = threading.Thread(target=self._look, name="megatrain-liveness", daemon=True)
+        thread.start()
+        try:
+            yield self
+        finally:
+            self.ended.set()
+            thread.join()
+
+    def leave(self, exit_code: int) -> None:
+        """End without being missed. The first rank, which may hold the store, goes last."""
+        self.ended.set()
+        with suppress(RuntimeError):
+            self._store.set(f"left/{self.world.rank}", str(exit_code))
+            if self.world.is_first:
+                names = [f"left/{rank}" for rank in range(self.world.size)]
+                until = time.monotonic() + SILENT_S + LEAVES_WITHIN_S
+                while not self._store.check(names) and time.monotonic() < until:
+                    if self._store.check(["failed"]):
+                        self.let_read()
+                        return
+                    time.sleep(BEATS_EVERY_S / 20)
+
+    def say(self, words: LastWords) -> LastWords:
+        """Write last words into the store; returns the first that anybody has written."""
+        mine = json.dumps(astuple(words))
+        with suppress(RuntimeError):
+            first = self._answer(lambda: self._store.compare_set("failed", "", mine))
+            return LastWords(*json.loads(first))
+        return words
+
+    def failed(self) -> LastWords | None:
+        """The last words of the first rank that failed, or those about one that is silent."""
+        with suppress(RuntimeError):
+            return self._answer(self._found)
+        found = f"has died, was stopped, or cannot be reached from {self.host}"
+        # of each host one rank says so
+        by = max(1, self.world.rank - self.world.local_rank)
+        return LastWords(0, self._first_host, found, by)
+
+    def speaks(self, found: LastWords) -> bool:
+        """True on the rank that shows the failure of another: the first, but for its own death."""
+        return self.world.rank == (0 if found.rank else found.by) and found.rank != self.world.rank
+
+    def let_read(self) -> None:
+        """The store goes with the first rank: let the others read the reason before."""
+        if self.world.is_first:
+            time.sleep(2 * BEATS_EVERY_S)
+
+    def _answer(self, ask: Callable[[], T]) -> T:
+        """Answer of the store. Raises RuntimeError without one: a network that is cut says nothing,
+        and the library would wait for ever."""
+        if not self._unreachable:
+            answer = started(ask, "megatrain-store")
+            # twice: the first time runs out where SIGSTOP held this rank
+            wait([answer], STORE_TIMEOUT.total_seconds())
+            wait([answer], BEATS_EVERY_S)
+            if answer.done():
+                return answer.result()
+            self._unreachable = True
+        raise RuntimeError("the store does not answer")
+
+    def _found(self) -> LastWords | None:
+        if self._store.check(["failed"]):
+            return LastWords(*json.loads(self._store.get("failed")))
+        now, world = self._awake(), self.world
+        self._store.set(*sign_of_life(world.rank, self.host))
+        for rank in (rank for rank in range(world.size) if rank != world.rank):
+            sign = self._store.get(f"beat/{rank}").decode()
+            before, since = self._seen.get(rank, ("", now))
+            since = since if sign == before else now
+            self._seen[rank] = sign, since
+            _, host, process = sign.split()
+            silent = now - since > SILENT_S
+            # hosts may have the same name
+            here = (host, rank // world.local_size) == (self.host, world.rank // world.local_size)
+            if self._store.check([f"left/{rank}"]):
+                # it was asked to stop, and this one was not, or waits for it where nobody can end
+                code, over = int(self._store.get(f"left/{rank}")), now - since > LEAVES_WITHIN_S
+                if code and over and not all_stop():
+                    return LastWords(rank, host, "was stopped", world.rank, code)
+            elif here and not _lives(int(process)):
+                return LastWords(rank, host, f"(process {process}) has died", world.rank)
+            elif silent:
+                sentence = f"has said nothing for {SILENT_S:.0f} s"
+                return LastWords(rank, host, sentence, world.rank)
+        return None
+
+    def _awake(self) -> float:
+        """Seconds in which this rank was not stopped: where all were, as by a scheduler, none is
+        silent because this one goes on first."""
+        now = time.monotonic()
+        self._awake_s += min(now - self._looked, 2 * BEATS_EVERY_S)
+        self._looked = now
+        return self._awake_s
+
+    def _look(self) -> None:
+        launcher = int(os.environ.get(LAUNCHER, "0"))
+        while not self.ended.wait(BEATS_EVERY_S):
+            found = self.failed()
+            if found is not None and not self.ended.is_set():
+                self._end(found)
+            if launcher and os.getppid() != launcher:
+                launcher = 0
+                os.kill(os.getpid(), signal.SIGTERM)  # nobody is left who would pass signals on
+
+    def _end(self, found: LastWords) -> None:
+        """Show the reason, if this rank does, and leave at once."""
+        found, asked = self.say(found), early_request()
+        known = asked is not None and asked.came() and found.exit_code == asked.exit_code
+        if self.speaks(found) and not known:
+            with suppress(OSError):
+                os.write(STDERR, f"error: {printable(str(found))}\n".encode())
+        logger.error(str(found), extra={IN_FILE: True})
+        self.let_read()
+        os._exit(found.exit_code)
+
+
+def end_of(error: BaseException, alive: Liveness) -> BaseException:
+    """What a rank raises that ends with this error, after its last words.
+
+    A collective fails at once when another rank has died: then that is the reason. One rank alone
+    shows it.
+    """
+    alive.ended.set()  # nobody else may end it in the middle of this
+    if isinstance(error, SystemExit) or not isinstance(error, Exception):
+        return error
+    world, (code, sentence) = alive.world, exit_code_of(error)
+    found = LastWords(world.rank, alive.host, f"stopped: {sentence}", world.rank, code)
+    if isinstance(error, RuntimeError):  # of torch.distributed, perhaps
+        until = time.monotonic() + SILENT_S + 2 * BEATS_EVERY_S
+        while (seen := alive.failed()) is None and time.monotonic() < until:
+            time.sleep(BEATS_EVERY_S / 4)
+        found = seen or found
+    found = alive.say(found)
+    if isinstance(error, RuntimeError) and found.rank != world.rank:
+        code = found.exit_code
+        alive.let_read()
+        return OtherFailed(str(found), code) if alive.speaks(found) else SystemExit(code)
+    time.sleep(2 * BEATS_EVERY_S)  # the others read it before a launcher stops them
+    return error if world.is_first else SystemExit(code)
+
+
+def _lives(process: int) -> bool:
+    try:
+        return psutil.Process(process).status() not in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
+    except psutil.NoSuchProcess:
+        return False
