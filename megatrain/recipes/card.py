@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from os.path import expanduser  # leaves `~nobody` as it is, where Path's raises
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -32,25 +32,27 @@ VERSIONS = ("megatrain", "torch", "transformers")
 
 
 def model_card(run: Run) -> str:
-    """Markdown with the hub's metadata, from the run and what its folder says of all processes.
+    """Markdown with the hub's metadata, from the run and its folder.
 
-    Of local files only the names are told: a card is published.
+    A card is published: of local files it has the names only.
     """
     config, anatomy, method = run.config, run.engine.anatomy, METHODS[run.config.method]
     every = anatomy.parameters + anatomy.frozen_parameters
     base = f"`{public_name(config.model.source)}`"
     start = base if config.model.init == "pretrained" else f"the shape of {base}, at random"
-    trained = "every parameter"
-    if anatomy.frozen_parameters:
-        trained = f"{anatomy.parameters:,} of its {every:,} parameters"
-    words = f"{method.words.format(config.method)} {start}, with {trained}"
-    text = [f"# {printable(config.output.resolve().name)}", "", f"{words} trained by MegaTrain."]
-    text += _table("Data", data_of(run))
-    text += _held_out(config.output)
+    frozen = anatomy.frozen_parameters
+    trained = f"{anatomy.parameters:,} of its {every:,} parameters" if frozen else "every parameter"
+    words = f"{method.words.format(config.method)} {start}, with {trained} trained by MegaTrain."
     settings = {"method": config.method, "parameters": f"{every:,}"}
-    text += _table("Settings", settings | settings_of(config, run.engine.precision))
-    text += _table("Training", {"steps": f"{run.step:,}", **training_of(config, run.tokens)})
-    return "\n".join(["---", metadata_of(config), "---", "", *text, ""])
+    text = [
+        *("---", metadata_of(config), "---", ""),
+        *(f"# {printable(config.output.resolve().name)}", "", words),
+        *_table("Data", data_of(run)),
+        *_held_out(config.output),
+        *_table("Settings", settings | settings_of(config, run.engine.precision)),
+        *_table("Training", training_of(run)),
+    ]
+    return "\n".join([*text, ""])
 
 
 def metadata_of(config: Config) -> str:
@@ -73,23 +75,22 @@ def metadata_of(config: Config) -> str:
 
 
 def license_of(source: str, revision: str | None = None) -> dict[str, str]:
-    """What the model card of the base says of its license, as far as it is on this machine."""
+    """The license in the model card of the base, as far as that is on this machine."""
     folder = Path(expanduser(source))
     if hub_name(source):
         cached = cached_source(source, revision)
         folder = folder if cached is None else cached.path
     try:
         head = HEAD.match((folder / CARD).read_text(encoding="utf-8", errors="replace"))
-        said = plain(read_yaml(head[1], CARD)) if head else None
+        found = plain(read_yaml(head[1], CARD)) if head else None
     except (OSError, ConfigError):  # there is none, or it is of no use
         return {}
-    if not isinstance(said, dict):
-        return {}
-    return {name: value for name in LICENSE if isinstance(value := said.get(name), str)}
+    found = found if isinstance(found, dict) else {}
+    return {name: value for name in LICENSE if isinstance(value := found.get(name), str)}
 
 
 def data_of(run: Run) -> dict[str, object]:
-    """What was trained on and evaluated on: names, rows and tokens."""
+    """Names, rows and tokens of what was trained on and evaluated on."""
     data = run.config.data
     rows: dict[str, object] = {"trained on": public_name(data.train)}
     rows["rows"] = run.loader.used() or describe(run.loader.rows)[0]
@@ -103,17 +104,12 @@ def data_of(run: Run) -> dict[str, object]:
 def _held_out(folder: Path) -> list[str]:
     """The figures of the first and the last evaluation that has them; nothing without one."""
     found: dict[str, list[float]] = {}
-    for row in read_metrics(folder):
+    for row in (row for row in read_metrics(folder) if "step_s" not in row):
         for name, value in row.items():
-            if "step_s" not in row and name not in NOT_DRAWN and isinstance(value, float):
+            if name not in NOT_DRAWN and isinstance(value, float):
                 found.setdefault(name, []).append(value)
-    if not found:
-        return []
-    lines = [
-        f"| {printable(name)} | {values[0]:.4f} | {values[-1]:.4f} |"
-        for name, values in found.items()
-    ]
-    return ["", "## Evaluation", "", "| | first | last |", "|---|---|---|", *lines]
+    lines = [f"| {printable(name)} | {v[0]:.4f} | {v[-1]:.4f} |" for name, v in found.items()]
+    return ["", "## Evaluation", "", "| | first | last |", "|---|---|---|", *lines] * bool(found)
 
 
 def settings_of(config: Config, precision: str) -> dict[str, object]:
@@ -131,28 +127,30 @@ def settings_of(config: Config, precision: str) -> dict[str, object]:
     }
 
 
-def training_of(config: Config, tokens: int) -> dict[str, object]:
-    """Tokens, time, hardware and versions, of which the folder knows those of the last process."""
-    said = Reported.of(config.output, read_history(config.output))
-    hardware, packages = (said.environment.get(name) or {} for name in ("hardware", "packages"))
+def training_of(run: Run) -> dict[str, object]:
+    """Steps, tokens and time of the run, hardware and versions of its last process."""
+    folder = run.config.output
+    found = Reported.of(folder, read_history(folder))
+    hardware, packages = (found.environment.get(name) or {} for name in ("hardware", "packages"))
     gpu = (hardware.get("gpu") or {}).get("name", "no GPU")
     ram = hardware.get("host_total_bytes", 0) / GIB
     versions = [f"{name} {packages[name]}" for name in VERSIONS if name in packages]
     return {
-        "tokens": f"{tokens:,}",
-        "time": f"{human_seconds(said.history.totals['step_s'])} in steps",
+        "steps": f"{run.step:,}",
+        "tokens": f"{run.tokens:,}",
+        "time": f"{human_seconds(found.history.totals['step_s'])} in steps",
         "hardware": f"{gpu}, {hardware.get('physical_cores')} cores, {ram:.0f} GiB of RAM",
-        "versions": ", ".join([f"Python {said.environment.get('python')}", *versions]),
+        "versions": ", ".join([f"Python {found.environment.get('python')}", *versions]),
     }
 
 
 def _table(title: str, rows: Mapping[str, object]) -> list[str]:
-    lines: Iterator[str] = (f"| {name} | `{printable(str(v))}` |" for name, v in rows.items())
+    lines = (f"| {name} | `{printable(str(value))}` |" for name, value in rows.items())
     return ["", f"## {title}", "", "| | |", "|---|---|", *lines]
 
 
 def public_name(source: object) -> str:
-    """A source's name: of a local file or folder the last part of its path, of others all."""
+    """Name of a source on the hub, or the last part of a local path."""
     if isinstance(source, SourceOptions | Mapping):
         return public_name(source.path if isinstance(source, SourceOptions) else source["path"])
     if isinstance(source, list | tuple):
@@ -162,7 +160,7 @@ def public_name(source: object) -> str:
 
 
 def hub_name(source: str) -> str | None:
-    """Its name on the hub, without config and split; None: it is on this machine."""
+    """Name of a source on the hub, without config and split; None: it is on this machine."""
     try:
         named = resolve(source)
     except (DataError, OSError):  # no data, such as a GGUF file, or gone
@@ -171,5 +169,5 @@ def hub_name(source: str) -> str | None:
 
 
 def printable(text: str) -> str:
-    """Without what would end the line or the code that the name stands in."""
+    """Replace what would end the line, or the code, that a name stands in."""
     return "".join("?" if not c.isprintable() or c in "`|" else c for c in text)
