@@ -190,7 +190,7 @@ def nobody_is_named() -> Iterator[None]:
     """Where other processes take the cores a run looks through all of them, twice; others do here,
     and no test of a run is about whom its advice names."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("megatrain.reporting.load.LoadMeter._look_up", lambda *_: ())
+        patch.setattr("megatrain.reporting.meters.LoadMeter._look_up", lambda *_: ())
         yield
 
 

@@ -59,7 +59,7 @@ class Together:
 
 
 def measure_together(world: World, device: torch.device, cores: int) -> Figures:
-    """What each rank reaches. All call it, with nothing else at work.
+    """Rates that each rank reaches. All call it, with nothing else at work.
 
     cores: of a rank.
 

@@ -85,7 +85,7 @@ def stop_if_lost(run: Run, batch: StepBatch, result: StepResult) -> None:
 
 
 def way_back(run: Run) -> str:
-    """What to type after a divergence."""
+    """The command to type after a divergence."""
     folder = run.config.output
     rate = f"train.learning_rate={run.config.train.learning_rate / LOWER:g}"
     proven, quoted = folder / "proven", shlex.quote(str(folder))

@@ -118,7 +118,7 @@ class EngineLM(TemplateLM):
     # -- log-likelihoods ---------------------------------------------------------------------------
 
     def loglikelihood(self, requests: Any, disable_tqdm: bool = False) -> list[tuple[float, bool]]:
-        # its bar is told so and asks no TQDM_DISABLE: in a file it would be lines of characters
+        # its bar does not look at TQDM_DISABLE: in a file it would be lines of characters
         without_bar = disable_tqdm or not sys.stderr.isatty()
         return super().loglikelihood(requests, disable_tqdm=without_bar)  # type: ignore[no-any-return]
 
@@ -251,7 +251,7 @@ class EngineLM(TemplateLM):
         until: list[str],
         new: int,
     ) -> list[str]:
-        """Of transformers' own `generate`, as the hf backend calls it."""
+        """Answers of transformers' own `generate`, as the hf backend calls it."""
         begins = has_bos_prefix(texts[0], getattr(self.tokenizer, "bos_token", None))
         given: Any = self.tokenizer(
             texts,
@@ -283,7 +283,7 @@ class EngineLM(TemplateLM):
     def _streamed(
         self, text: str, room: int, how: dict[str, Any], until: list[str], new: int
     ) -> str:
-        """The same where weights do not fit on the device: one sweep for every token."""
+        """An answer where weights do not fit on the device: one sweep for every token."""
         if others := sorted(name for name in how if name not in DRAWN):
             raise ConfigError(
                 f"tasks: answers are generated with {', '.join(others)}, for which all weights "

@@ -38,12 +38,10 @@ from megatrain.recipes.signals import Stopped, StopRequest
 from megatrain.recipes.sweeps import evaluated
 from megatrain.reporting.advice import Facts
 from megatrain.reporting.energy import Energy, EnergyMeter
-from megatrain.reporting.load import LoadMeter
-from megatrain.reporting.meters import GpuMeter
-from megatrain.reporting.metrics import MetricsWriter, SteadyTime, StepTime, write_samples
+from megatrain.reporting.meters import GpuMeter, LoadMeter
+from megatrain.reporting.metrics import MetricsWriter, Spikes, SteadyTime, StepTime, write_samples
 from megatrain.reporting.mfu import ModelFlops
 from megatrain.reporting.progress import Progress
-from megatrain.reporting.spikes import Spikes
 from megatrain.reporting.tracing import record_timeline
 from megatrain.storage.checkpoint import save_checkpoint, write_final
 from megatrain.storage.run_folder import RunLock, checkpoint_name

@@ -43,11 +43,11 @@ from megatrain.reporting.meters import GpuMeter
 from megatrain.reporting.metrics import (
     MetricsWriter,
     NoMetrics,
+    Spikes,
     cut_samples,
     read_metrics,
 )
 from megatrain.reporting.progress import Progress
-from megatrain.reporting.spikes import Spikes
 from megatrain.reporting.trackers import tracking
 from megatrain.storage.checkpoint import reopen
 from megatrain.storage.restore import Resumable, load_resumable

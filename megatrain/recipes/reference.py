@@ -99,7 +99,7 @@ class References:
 
 
 def are_kept(of_model: str, wanted: Iterable[Wanted]) -> bool:
-    """Whether the cache has the log-probabilities of all these rows."""
+    """True if the cache has the log-probabilities of all these rows."""
     return not any(len(some.missing(kept(of_model, some.rows))) for some in wanted)
 
 
@@ -195,7 +195,7 @@ def _keep(path: Path, body: bytes) -> None:
 
 
 def refers(ready: Ready) -> bool:
-    """Whether the run's method has a reference."""
+    """True if the run's method has a reference."""
     loss = ready.parts.resolved.loss
     return isinstance(loss, SequenceLoss) and loss.reference
 

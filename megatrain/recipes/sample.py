@@ -1,4 +1,4 @@
-"""What the model says: the summary's sampled answer, and `megatrain generate`."""
+"""Answers of a model: the summary's sample, `eval.prompts` and `megatrain generate`."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def unseen(text: str) -> None:
 
 @dataclass(frozen=True)
 class Sampling:
-    """How the next token is chosen: the likeliest at temperature 0, else drawn.
+    """The choice of the next token: the likeliest at temperature 0, else drawn.
 
     top_p: of the likeliest tokens that together have this probability; None: of all. At temperature
         0 it and the seed would have no effect, and are refused with ConfigError.
@@ -233,7 +233,7 @@ def continuation(
     sampling: Sampling = GREEDY,
     show: Callable[[str], None] = unseen,
 ) -> str:
-    """What follows token ids, within the model's positions; `sampling`, `show` as in `answer`."""
+    """Text after token ids, within the model's positions; `sampling` and `show` as in `answer`."""
     longest = positions_of(model)
     room = max_new_tokens if longest is None else min(max_new_tokens, longest - len(ids))
     tokens = written(engine.generate, model, ids, room, sampling.chooser(), show)
@@ -277,7 +277,7 @@ class Enough(Exception):
 
 
 def is_cut(model: Model, tokens: list[int], room: int) -> bool:
-    """Whether an answer has all the tokens that it may have, and no end."""
+    """True for an answer that has all the tokens that it may have, and no end."""
     return len(tokens) == room and tokens[-1:] not in [[end] for end in end_tokens(model)]
 
 

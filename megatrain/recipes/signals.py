@@ -23,7 +23,7 @@ from megatrain.heartbeat import ending
 if TYPE_CHECKING:
     from megatrain.world import World
 
-STOPPED = 75  # exit code: a signal stopped the run, which can be resumed, or had not begun
+STOPPED = 75  # exit code: a signal stopped the run, which can be resumed, or did not begin
 INTERRUPTED = 130  # exit code: Ctrl-C, after saving
 EARLY_NOTE = b"\nstopping before the first step; a second signal stops at once\n"
 NOTE = b"\nfinishing this step and saving; Ctrl-C stops at once\n"
@@ -97,7 +97,7 @@ def early_request() -> StopRequest | None:
 
 
 def all_stop() -> bool:
-    """Whether all ranks have agreed to stop."""
+    """True if all ranks have agreed to stop."""
     return any(request.agreed for request in _current)
 
 

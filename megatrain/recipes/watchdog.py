@@ -25,7 +25,7 @@ COUNTED = Path("/proc/self/io")
 
 
 class Watch:
-    """What ends the process after some seconds without a sign of life.
+    """Ends the process after some seconds without a sign of life.
 
     Counts its own wake-ups, not the clock: a process that was stopped and goes on has not hung.
     """

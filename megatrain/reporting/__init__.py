@@ -1,1 +1,1 @@
-"""What a run tells of itself; each module is public, and nothing is imported here."""
+"""A run's metrics, panel, energy and summary. Each module is public; nothing is imported here."""

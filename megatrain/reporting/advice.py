@@ -1,11 +1,11 @@
-"""What is worth changing about a run, in one sentence, from its steps' times and its choices."""
+"""Advice about a run in one sentence, from its steps' times and its choices."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
 
-from megatrain.reporting.load import Load
+from megatrain.reporting.meters import Load
 from megatrain.reporting.metrics import StepTime
 
 WORTH_NAMING = 0.05  # share of a step below which no wait is named
@@ -17,7 +17,7 @@ TOKENS_ROUNDED_TO = 1024
 
 @dataclass(frozen=True)
 class Facts:
-    """What the advice knows of a run besides its times."""
+    """Facts about a run, besides its times, that the advice uses."""
 
     cuda: bool
     compiled: bool

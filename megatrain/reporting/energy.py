@@ -1,7 +1,7 @@
-"""What training takes in time, energy and money: planned, and measured by a run.
+"""Time, energy and money of training: planned, and measured by a run.
 
 A GPU's energy is its driver's count, the processors' their own (RAPL) where that may be read. No
-price is assumed. Power that was neither given nor measured is a share of the GPU's public board
+price is assumed. Power that nobody gave or measured is a share of the GPU's public board
 power, and is called assumed.
 """
 
@@ -25,14 +25,14 @@ POWERCAP = Path("/sys/class/powercap")
 
 @dataclass(frozen=True)
 class Prices:
-    """What a user pays. None: nothing, or unknown."""
+    """Prices that a user pays. None: nothing, or unknown."""
 
     per_hour: float | None = None  # of the whole machine
     per_kwh: float | None = None
     currency: str = "USD"
 
     def times(self, hosts: float) -> Prices:
-        """Of so many machines."""
+        """Prices of `hosts` machines."""
         per_hour = None if self.per_hour is None else hosts * self.per_hour
         return replace(self, per_hour=per_hour)
 
@@ -46,7 +46,7 @@ class Power:
     assumed: bool = False  # gpu_w is a share of the data sheet's
 
     def of_all(self, gpus: int, hosts: int) -> Power:
-        """Of so many GPUs in all, and hosts."""
+        """Power of `gpus` GPUs and `hosts` hosts."""
         gpu_w = None if self.gpu_w is None else gpus * self.gpu_w
         host_w = None if self.host_w is None else hosts * self.host_w
         return replace(self, gpu_w=gpu_w, host_w=host_w)
@@ -68,13 +68,13 @@ class Power:
 
 @dataclass(frozen=True)
 class Economy:
-    """What `tokens` took, or will take; a figure is None where its price or power is unknown."""
+    """Time, energy and money of `tokens`; a figure is None where its price or power is unknown."""
 
     tokens: int
     seconds: float
     joules: float | None
     prices: Prices
-    counted: str  # what joules count, in words
+    counted: str  # parts that joules cover, in words
 
     @property
     def tokens_per_s(self) -> float:
@@ -121,7 +121,7 @@ class Economy:
 
 
 def planned_economy(tokens: int, seconds: float, power: Power, prices: Prices) -> Economy:
-    """Of `tokens` in `seconds` at this power."""
+    """The economy of `tokens` in `seconds` at this power."""
     joules = None if power.total_w is None else power.total_w * seconds
     return Economy(tokens, seconds, joules, prices, str(power))
 
@@ -131,8 +131,8 @@ def planned_power(
 ) -> Power:
     """The power of a step in which the GPU computes for `busy` of the time, 0 to 1.
 
-    board_w: of the GPU's data sheet; None if unknown, or without a GPU. gpu_w, host_w: as given by
-    the user.
+    board_w: of the GPU's data sheet; None if unknown, or without a GPU. gpu_w, host_w: from the
+    config.
     """
     if gpu_w is not None or board_w is None:
         return Power(gpu_w, host_w)
@@ -244,7 +244,7 @@ class EnergyMeter:
 
 
 class _Domain:
-    """One RAPL counter, in microjoules, which begins anew when it is full."""
+    """One RAPL counter, in microjoules, which begins at 0 again when it is full."""
 
     def __init__(self, file: Path, full_uj: int, first_uj: int) -> None:
         self._file, self._full_uj, self._last_uj, self._sum_uj = file, full_uj, first_uj, 0

@@ -1,4 +1,4 @@
-"""What a run writes down about itself: `metrics.jsonl`, an object for each step and evaluation."""
+"""`metrics.jsonl` of a run, an object for each step and evaluation; spikes; `samples.jsonl`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import math
 import os
 import statistics
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
@@ -109,8 +109,8 @@ class StepMetrics:
     gpu_peak_bytes: int | None  # as the driver sees it; None without a GPU
     host_bytes: int  # peak resident memory of all processes
     skipped: bool  # no update was made: a non-finite norm, or no targets
-    spike: bool  # loss or norm far above recent ones (reporting/spikes.py)
-    energy_j: float | None  # of GPU and host, of the parts that were measured or given
+    spike: bool  # loss or norm far above recent ones (`Spikes`)
+    energy_j: float | None  # of GPU and host, of the parts that are known
     slowest_rank: int | None  # the one that computed longest; None, and no key, where all are one
     time: StepTime
     advice: str  # one sentence: the setting most worth changing, or that there is none
@@ -159,7 +159,7 @@ class MetricsWriter:
     ) -> None:
         """Open, keeping what is there. Raises StorageError when the file cannot be written.
 
-        also: each is given every line, too.
+        also: functions that get every line, too.
         """
         self._also = also
         self.path = Path(run_dir) / METRICS_FILE
@@ -181,7 +181,7 @@ class MetricsWriter:
         self._file.close()
 
     def reopen(self) -> None:
-        """Write the file anew, with what it held, if it was removed. Raises StorageError."""
+        """Write the file again, with its lines, if it was removed. Raises StorageError."""
         held = os.fstat(self._file.fileno())
         with cannot_be_written(self.path):
             fd = os.open(self.path, APPENDED, 0o600)
@@ -216,7 +216,7 @@ class MetricsWriter:
         self._write(json_able({"step": step, **found}))
 
     def state(self) -> dict[str, Any]:
-        """What a checkpoint keeps of the lines so far, to know them again."""
+        """State for a checkpoint, which recognises the lines so far."""
         return {"bytes": self._length, "sha256": self._hash.hexdigest()}
 
     def truncate_to(self, step: int, before: dict[str, Any] | None = None) -> None:
@@ -269,7 +269,7 @@ class MetricsWriter:
 
 
 class NoMetrics(MetricsWriter):
-    """Of a rank that does not speak."""
+    """The writer of a rank that is not the first."""
 
     def __init__(self, run_dir: str | Path) -> None:
         pass
@@ -323,6 +323,47 @@ def _parsed(line: bytes) -> dict[str, Any] | None:
     except ValueError:
         return None
     return row if isinstance(row, dict) and isinstance(row.get("step"), int) else None
+
+
+# -- spikes ----------------------------------------------------------------------------------------
+
+WINDOW = 64
+ENOUGH = 16
+TIMES = {"loss": 2.0, "grad_norm": 10.0}
+TIMES_HIGH = 1.5
+WORDS = {"loss": "the loss", "grad_norm": "the gradient norm"}
+
+
+class Spikes:
+    """Losses and gradient norms far above those of recent steps: a sign of a bad batch or rate.
+
+    The rule: more than `TIMES` the median of the last `WINDOW` steps with targets, and more than
+    `TIMES_HIGH` the 90th percentile; none is looked for before `ENOUGH` such steps.
+    """
+
+    def __init__(self, rows: Iterable[Mapping[str, Any]] = ()) -> None:
+        """rows: of `metrics.jsonl`, up to the step that the run goes on from."""
+        self._recent: dict[str, deque[float]] = {name: deque(maxlen=WINDOW) for name in TIMES}
+        for row in rows:
+            if row.get("target_tokens"):
+                self.look(row["loss"], row["grad_norm"])
+
+    def look(self, loss: float | None, grad_norm: float | None) -> list[str]:
+        """Name what is far above the recent median; the step then counts among the recent.
+
+        None, NaN and infinities are no spikes: such a step is skipped.
+        """
+        found = []
+        for name, value in (("loss", loss), ("grad_norm", grad_norm)):
+            if value is None or not math.isfinite(value):
+                continue
+            recent = self._recent[name]
+            if len(recent) >= ENOUGH:
+                median, high = statistics.median(recent), sorted(recent)[9 * len(recent) // 10]
+                if value > max(TIMES[name] * median, TIMES_HIGH * high):
+                    found.append(f"{WORDS[name]} {value:.4g} is far above the median {median:.4g}")
+            recent.append(value)
+        return found
 
 
 # -- answers to prompts, samples.jsonl -------------------------------------------------------------

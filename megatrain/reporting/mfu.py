@@ -42,7 +42,7 @@ class Attention:
 
 @dataclass(frozen=True)
 class ModelFlops:
-    """A model's arithmetic: the FLOP of one step over given sequences, forward and backward."""
+    """A model's arithmetic: the FLOP of one step over sequences, forward and backward."""
 
     # all trained ones but those of idle experts, and frozen ones by the matmuls that they take
     active_parameters: int

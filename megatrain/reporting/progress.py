@@ -1,4 +1,4 @@
-"""What the user sees of a run: a live panel on a terminal, else plain lines; and `train.log`."""
+"""A run on the user's screen: a live panel on a terminal, else plain lines; and `train.log`."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ class _Printable(logging.Formatter):
 class _LogFile(WatchedFileHandler):
     """On a full disk lines wait for room until the file is closed, and the run goes on.
 
-    A removed file is written anew once its folder is there.
+    A removed file is written again once its folder is there.
     """
 
     def emit(self, record: logging.LogRecord) -> None:
@@ -142,7 +142,7 @@ class _ConsoleHandler(logging.Handler):
 
 @dataclass(frozen=True)
 class Activity:
-    """What is being done, and how far it has come. total: None where that is not known."""
+    """A piece of work, and how far it has come. total: None if unknown."""
 
     words: str
     total: float | None
@@ -319,7 +319,7 @@ class Progress:
 
 @dataclass(frozen=True)
 class _Shown:
-    """What the panel shows of the newest step."""
+    """The newest step on the panel."""
 
     title: str
     figures: list[tuple[str, str]]
@@ -348,8 +348,8 @@ class _LivePanel(rich_progress.Progress):
         )
         self._bar = self.add_task("", visible=False)
         self._now = self.add_task("", visible=False)
-        # Held by rich's thread while it draws, and by whoever prints a line above the panel: a line
-        # that knew the panel's height of before would leave a part of the panel on the screen.
+        # Held by rich's thread while it draws, and by a thread that prints a line above the panel:
+        # one that knew an older height of the panel would leave a part of it on the screen.
         self.whole = self.live._lock
         _panels[console] = self
 

@@ -88,7 +88,7 @@ def results_alone() -> Iterator[None]:
 
 
 def result_stream() -> TextIO:
-    """Where a command's result is printed."""
+    """The stream that a command's result is printed on."""
     return _RESULTS.get() or sys.stdout
 
 
@@ -108,7 +108,7 @@ def unwritable(error: OSError | None) -> TypeGuard[OSError]:
 
 
 def as_printed(render: Callable[[Console], object]) -> str:
-    """What `render` prints into a pipe, as text."""
+    """The output of `render` in a pipe, as text."""
     stream = io.StringIO()
     render(_spelling(stream, width=PIPE_WIDTH, force_jupyter=False, color_system=None))
     return stream.getvalue().rstrip("\n")

@@ -56,7 +56,7 @@ def print_rows(console: Console, title: str, rows: list[tuple[str, str]]) -> Non
 
 @dataclass(frozen=True)
 class RunSummary:
-    """What `megatrain train` and `resume` return and print last."""
+    """The result of `megatrain train` and `resume`, which they print last."""
 
     run_dir: Path
     steps: int

@@ -190,7 +190,7 @@ def _id_of(run_dir: Path) -> str:
         with open(file, opener=_as_it_is) as kept:
             return str(json.load(kept)["id"])
     except (OSError, ValueError, KeyError, TypeError):
-        pass  # it is made anew
+        pass  # a new one is made
     try:
         with open(file, "w", opener=_as_it_is) as kept:
             kept.write(json.dumps({"id": new}) + "\n")

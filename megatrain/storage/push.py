@@ -50,7 +50,7 @@ class Pushed:
     """A model that was published."""
 
     url: str  # of the repository
-    commit: str  # its SHA; that of the last one if the repository had all of it
+    commit: str  # its SHA; that of the last one if nothing was missing there
     files: tuple[str, ...]  # names, all of which the repository holds now
     nbytes: int
     private: bool

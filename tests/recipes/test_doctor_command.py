@@ -21,7 +21,7 @@ from megatrain.machine.profile import DriveRates, fingerprint, typical
 from megatrain.machine.together import known
 from megatrain.recipes import doctor
 from megatrain.recipes.doctor import measured_or_typical, measured_together
-from megatrain.reporting.load import LoadMeter, Reading
+from megatrain.reporting.meters import LoadMeter, Reading
 from megatrain.world import World
 
 CPU = torch.device("cpu")

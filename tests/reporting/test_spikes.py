@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from megatrain.reporting.spikes import ENOUGH, Spikes
+from megatrain.reporting.metrics import ENOUGH, Spikes
 
 CALM = [1.0, 1.1, 0.9, 1.05] * 8
 

@@ -24,7 +24,7 @@ def own_device(place: Place, device: str) -> torch.device:
         if device == "cuda":
             raise ConfigError(f"device: {device} was asked for, but PyTorch sees no CUDA device")
         return torch.device("cpu")
-    # a launcher may have given each its own already
+    # a launcher may show each rank its own already
     index = 0 if len(gpus) == 1 and place.local_size > 1 else place.local_rank
     if index >= len(gpus):
         raise ConfigError(
@@ -60,7 +60,7 @@ def cores_of_host(world: World) -> int:
 def on_the_same_cores(world: World) -> tuple[int, int]:
     """(number of this rank, count) among this host's ranks that may use the same cores.
 
-    Launchers, such as Slurm's, may have given each rank its own. All ranks call it.
+    Launchers, such as Slurm's, may have bound each rank to its own. All ranks call it.
     """
     masks = world.every(os.sched_getaffinity(0))
     first = world.rank - world.local_rank

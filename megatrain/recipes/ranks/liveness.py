@@ -215,7 +215,7 @@ class Liveness:
 
 
 def end_of(error: BaseException, alive: Liveness) -> BaseException:
-    """What a rank raises that ends with this error, after its last words.
+    """Leave last words; returns the exception that ends this rank.
 
     A collective fails at once when another rank has died: then that is the reason. One rank alone
     shows it.

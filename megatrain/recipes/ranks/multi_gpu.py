@@ -1,4 +1,4 @@
-"""A machine whose GPUs train together, each as a rank, and what other numbers would give."""
+"""A machine whose GPUs train together, each as a rank, and plans for other numbers of them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ COUNTS = (1, 2, 4, 8)  # of GPUs that are compared
 
 
 def several(machine: Machine, ranks: int, hosts: int = 1) -> Machine:
-    """The machine with so many GPUs at work, each of which has its part of the host.
+    """The machine with `ranks` GPUs at work, each with its part of the host.
 
     machine: with one, which has all of it.
     hosts: machines like it.
@@ -36,16 +36,16 @@ def several(machine: Machine, ranks: int, hosts: int = 1) -> Machine:
 
 
 def beside_others(parts: Parts, plan: Plan) -> Plan:
-    """The plan with what 1, 2, 4 and 8 GPUs of each host would give, if a number was asked for."""
+    """The plan with those for 1, 2, 4 and 8 GPUs of each host, if the config asks for a number."""
     if parts.machine.alone is None:
         return plan
     return replace(plan, on_gpus=tuple(on_gpus(parts, plan)))
 
 
 def on_gpus(parts: Parts, plan: Plan) -> Iterator[OnGpus]:
-    """What numbers of GPUs would give, as far as a step has rows for them.
+    """Plans for numbers of GPUs, as far as a step has rows for them.
 
-    A price that is given is that of the plan's machine; others are taken in proportion.
+    The config's price is that of the plan's machine; others are taken in proportion.
     """
     machine, job = parts.machine, plan.job
     assert machine.alone is not None

@@ -1,4 +1,4 @@
-"""Where the ranks of one start meet: those of torchrun, Slurm, Kubernetes or our own launcher.
+"""Rendezvous of the ranks of one start: those of torchrun, Slurm, Kubernetes or our own launcher.
 
 The store may be older than they are: torchrun keeps its own when it starts all ranks again (torch
 2.13), with the last words of those that died. The number of a restart does not tell starts apart:
@@ -129,7 +129,7 @@ def _disconnect() -> None:
 
 
 def _as_asked() -> SystemExit | None:
-    """What ends a rank that was asked to stop, as were others, perhaps, that are gone already."""
+    """The end of a rank that was asked to stop, as were others, perhaps, that are gone already."""
     asked = early_request()
     return SystemExit(asked.exit_code) if asked is not None and asked.came() else None
 

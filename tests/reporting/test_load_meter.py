@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import pytest
 
 from megatrain.reporting.advice import advise
-from megatrain.reporting.load import Load, LoadMeter, Reading, read_processes, read_processors
+from megatrain.reporting.meters import Load, LoadMeter, Reading, read_processes, read_processors
 from megatrain.reporting.metrics import StepTime
 from tests.reporting.test_advice import COMPUTING, CPU, H200, NOTHING, UPDATING, asked
 
@@ -89,7 +89,7 @@ def test_the_advice_knows_of_it(time: StepTime, facts, load, words):
 @pytest.mark.parametrize(("ranks", "seen"), [("1", True), ("2", False)])
 def test_other_ranks_are_no_strangers(ranks, seen):
     code = (
-        "import sys; from megatrain.reporting.load import read_processes as r; "
+        "import sys; from megatrain.reporting.meters import read_processes as r; "
         "print(any(pid == int(sys.argv[1]) for pid, _ in r()))"
     )
     with subprocess.Popen(["sleep", "30"]) as beside:
