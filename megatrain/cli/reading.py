@@ -128,7 +128,7 @@ def _run_tasks(
     no_verify: bool,
     trust_remote_code: bool,
 ) -> None:
-    from megatrain.config.evaluating import check_lm_eval
+    from megatrain.config.sections import check_lm_eval
 
     if data is not None:
         raise ConfigError("--data: excludes --tasks, which bring their own rows; remove one")

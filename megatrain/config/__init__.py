@@ -1,7 +1,6 @@
 """The config: one YAML file, typed, checked before anything is loaded. Imports no torch."""
 
-from megatrain.config.example import config_schema, example_config
 from megatrain.config.fields import Config
-from megatrain.config.load import load_config, load_run, names_config
+from megatrain.config.load import config_schema, example_config, load_config, load_run, names_config
 
 __all__ = ["Config", "config_schema", "example_config", "load_config", "load_run", "names_config"]

@@ -13,20 +13,25 @@ from pydantic import Field, PrivateAttr, model_validator
 from megatrain.config import choices as c
 from megatrain.config import values as v
 from megatrain.config.document import write_yaml
-from megatrain.config.evaluating import CheckpointOptions, EvalOptions
-from megatrain.config.preference import (
+from megatrain.config.sections import (
+    SECTIONS,
+    CheckpointOptions,
     CpoOptions,
     DpoOptions,
+    EconomyOptions,
+    EvalOptions,
     KtoOptions,
+    MemoryOptions,
+    ModelOptions,
     OrpoOptions,
     RewardOptions,
     SimpoOptions,
-    fault_of_sections,
 )
-from megatrain.config.resources import EconomyOptions, MemoryOptions
-from megatrain.config.sources import HeldOut, Sources, fault_of_streaming
+from megatrain.config.sources import HeldOut, Sources
 from megatrain.config.values import Options, Places, key, option, refuse
-from megatrain.config.weights import ModelOptions
+from megatrain.data.files import check_source
+from megatrain.data.prompts import read_prompts
+from megatrain.errors import DataError
 from megatrain.methods import METHODS, RATE
 from megatrain.settings import OPTIONS, contradiction
 
@@ -362,3 +367,68 @@ class Config(Options):
     def to_yaml(self) -> str:
         """YAML with all defaults, which `load_config` reads back to an equal config."""
         return write_yaml(self.model_dump(mode="json"))
+
+
+def fault_of_sections(config: Config) -> tuple[str, str] | None:
+    """The first key that the config's method cannot honour, and why; None if there is none."""
+    method = config.method
+    for name, section in SECTIONS.items():
+        for field, value in getattr(config, name):
+            if name != method and value != section.model_fields[field].default:
+                return f"{name}.{field}", f"belongs to method: {name}, not to {method}"
+    if method == "simpo" and config.simpo.beta is None:
+        return "simpo.beta", "method: simpo has no default of it; set 2.0, say"
+    if method in SECTIONS and config.data.train_on != "assistant":
+        return "data.train_on", f"method: {method} trains on answers; remove it"
+    of_text = {
+        "sample_prompt": config.sample_prompt,
+        "eval.prompts": config.eval.prompts,
+    }
+    asked = [name for name, value in of_text.items() if value is not None]
+    if METHODS[method].scores and asked:
+        return asked[0], f"method: {method} trains a model that writes no text; remove it"
+    return None
+
+
+def check_prompts(config: Config) -> None:
+    """Read `eval.prompts`, if it is set. Raises DataError with the place of the key."""
+    if config.eval.prompts is None:
+        return
+    try:
+        read_prompts(config.eval.prompts)
+    except DataError as error:
+        raise DataError(f"{config.where('eval.prompts')}: {error}") from None
+
+
+def fault_of_streaming(config: Config) -> tuple[str, str] | None:
+    """The first key that cannot go with data.streaming, and why; None if there is none."""
+    data, train = config.data, config.train
+    unknown = "whose size is not known with data.streaming"
+    if not data.streaming:
+        return None
+    if train.max_steps is None:
+        return "data.streaming", "needs train.max_steps: how long an epoch is is not known before"
+    if train.epochs is not None:
+        return "train.epochs", "how long they are is not known with data.streaming; remove it"
+    if isinstance(data.eval, float):
+        ways = "a number of rows, which come from the first window, a source of its own, or null"
+        return "data.eval", f"a share is of the whole set, {unknown}; set {ways}"
+    if any(one.weight is not None for one in data.train):
+        return "data.train", f"weights are of whole sets, {unknown}; remove them"
+    return None
+
+
+def check_sources(config: Config) -> None:
+    """Look whether what the config names as data is there, without reading it or anything large.
+
+    Raises DataError with the place of the key: `cfg.yaml:3: data.train: rows.jsonl: no such file`.
+    """
+    for name in ("train", "eval"):
+        given = getattr(config.data, name)
+        for one in given if isinstance(given, tuple) else ():
+            if one.path in config.rows:
+                continue
+            try:
+                check_source(one.path)
+            except DataError as error:
+                raise DataError(f"{config.where(f'data.{name}')}: {error}") from None

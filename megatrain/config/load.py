@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-from pydantic import ValidationError
+from pydantic import BaseModel, TypeAdapter, ValidationError
 
 from megatrain.config import names as n
 from megatrain.config.document import (
@@ -19,15 +19,27 @@ from megatrain.config.document import (
     read_text,
     read_yaml,
 )
-from megatrain.config.evaluating import check_prompts
-from megatrain.config.fields import Config
-from megatrain.config.hints import ALIAS_SECTIONS, SECTIONS, TOP, unknown
-from megatrain.config.names import ALIASES, RIVALS, Alias, Key
-from megatrain.config.sources import check_sources
-from megatrain.config.values import shown
+from megatrain.config.fields import Config, check_prompts, check_sources
+from megatrain.config.names import (
+    ALIASES,
+    RIVALS,
+    Alias,
+    Key,
+)
+from megatrain.config.values import nearest, shown
 from megatrain.data.given import named
 from megatrain.errors import ConfigError, DataError
 
+TOP = ""  # the section of top-level keys
+ALIAS_SECTIONS = (TOP, "train")
+MISSPELT = 0.8  # as like as a word is to itself with one letter wrong, or two in a long one
+_MODELS: dict[str, type[BaseModel]] = {TOP: Config} | {
+    name: field.annotation
+    for name, field in Config.model_fields.items()
+    if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel)
+}
+# Keys of the top level and of every section.
+SECTIONS = {name: tuple(model.model_fields) for name, model in _MODELS.items()}
 MANY_FOREIGN = 3  # names of other trainers that make a config one of theirs
 IMPORT = "if it is of axolotl, LLaMA-Factory or TRL: `megatrain import {} --output my.yaml`"
 MOST_PROBLEMS = 10  # that are shown at once
@@ -307,7 +319,7 @@ def _validate(leaves: Leaves, source: str, problems: list[str]) -> Config:
 
 
 def _of_many(fault: dict[str, Any]) -> bool:
-    """Whether a fault is that a key is missing, or that several contradict each other."""
+    """True for a missing key and for keys that contradict each other."""
     return fault["type"] == "missing" or bool(fault.get("ctx", {}).get("key"))
 
 
@@ -319,3 +331,82 @@ def _problem(leaves: Leaves, source: str, fault: dict[str, Any]) -> str:
     if fault["type"] == "missing":
         return f"{source}: {'.'.join(key)}: missing; {_HINTS[key]}"
     return leaf.problem(fault["msg"]) if leaf else f"{source}: {'.'.join(key)}: {fault['msg']}"
+
+
+_EXAMPLE = """\
+# MegaTrain fine-tunes every parameter of a model, streamed from host RAM.
+#   megatrain data this.yaml      what will be trained on
+#   megatrain plan this.yaml      whether it fits, and how
+#   megatrain train this.yaml     do it; any key can be set after it: train.learning_rate=2e-5
+
+model: HuggingFaceTB/SmolLM2-135M-Instruct   # hub id, folder, GGUF; or {config: folder}
+method: sft                                  # sft | pretrain
+
+data:                                        # messages, prompt/completion, alpaca, sharegpt, text
+  train: train.jsonl                         # file, folder or hub id
+  eval: 0.02                                 # held out: share, number of rows, source or null
+  train_on: assistant                        # assistant | all
+
+train:
+  tokens_per_step: 65536                     # of a step, without padding; or rows_per_step
+  seq_len: 4096                              # longer rows are cut, and counted
+  epochs: 1
+  learning_rate: 1e-5
+  schedule: cosine                           # constant | linear | cosine | wsd
+  warmup: 0.03                               # below 1 a share of all steps, else steps
+  max_grad_norm: 1.0                         # null does not clip and saves 2 bytes a parameter
+  eval_every: 100                            # steps
+  seed: 0
+
+checkpoint: {every: 200, keep: 2}            # steps; the last step is always kept
+optimizer: {name: adamw, weight_decay: 0.0}
+memory: {gpu: auto, host: auto}              # budgets such as 70GiB; auto = what the machine has
+precision: auto                              # bfloat16 (exact fp32 master) | float32 | fp8
+output: runs/my-first
+"""
+
+
+def example_config() -> str:
+    """A commented config to start from."""
+    return _EXAMPLE
+
+
+def config_schema() -> dict[str, Any]:
+    """JSON schema of the config, for editors."""
+    return Config.model_json_schema()
+
+
+def unknown(section: str, name: str, value: object) -> str:
+    """The problem of an unknown key: the key that was probably meant, or those that are known."""
+    homes = [other for other, keys in SECTIONS.items() if name in keys and other != section]
+    if not homes and name in ALIASES:
+        homes, name = [ALIASES[name].key[0]], ALIASES[name].key[-1]
+    if homes:
+        return f"did you mean {homes[0] + '.' if homes[0] else ''}{name}?"
+    here = {key: (key, (section, key), _as_it_is) for key in SECTIONS[section]}
+    aliases = {alias: (alias, means.key, means.convert) for alias, means in ALIASES.items()}
+    pairs = ((other, key) for other, keys in SECTIONS.items() if other for key in keys)
+    inside = {key: (f"{other}.{key}", (other, key), _as_it_is) for other, key in pairs}
+    for names in (here, aliases if section in ALIAS_SECTIONS else {}, inside):
+        near = nearest(name, names, MISSPELT)
+        if near is not None and takes(*names[near][1:], value):
+            return f"did you mean {names[near][0]}?"
+    return f"unknown key; known here are {', '.join(SECTIONS[section])}"
+
+
+def _as_it_is(value: object) -> object:
+    return value
+
+
+def takes(key: Key, convert: Callable[[object], object], value: object) -> bool:
+    """True if a key accepts the value that `convert` makes of this one."""
+    section, name = key if len(key) == 2 else (TOP, key[0])
+    field = _MODELS[section].model_fields.get(name)
+    if field is None:  # half of a key, such as beta1
+        return True
+    kind: Any = Annotated[field.annotation, field]
+    try:
+        TypeAdapter(kind).validate_python(convert(value), strict=True)
+    except ValueError:  # which pydantic's error is, too
+        return False
+    return True

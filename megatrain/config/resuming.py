@@ -11,7 +11,7 @@ from typing import Any
 from megatrain.config.document import COMMAND_LINE, IN_PYTHON
 from megatrain.config.fields import Config
 from megatrain.config.load import load_config
-from megatrain.config.preference import SECTIONS
+from megatrain.config.sections import SECTIONS
 from megatrain.errors import ConfigError
 from megatrain.settings import EXCLUSIONS, KEYS, OPTIONS
 

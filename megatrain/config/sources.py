@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 from pydantic import (
     PlainSerializer,
@@ -16,11 +16,6 @@ from pydantic import (
 from megatrain.config import choices as c
 from megatrain.config import values as v
 from megatrain.config.values import Options, did_you_mean, key, shown, wrong
-from megatrain.data.files import check_source
-from megatrain.errors import DataError
-
-if TYPE_CHECKING:
-    from megatrain.config.fields import Config
 
 ONE = "a file, a folder, a glob, a hub id, or {path, weight, split, format}"
 SEVERAL = f"{ONE}, or a list of these"
@@ -116,37 +111,3 @@ HeldOut = Annotated[
     PlainSerializer(_short),
     WithJsonSchema({"anyOf": [*_NUMBERS, *_ANY, {"type": "null"}]}),
 ]
-
-
-def fault_of_streaming(config: Config) -> tuple[str, str] | None:
-    """The first key that cannot go with data.streaming, and why; None if there is none."""
-    data, train = config.data, config.train
-    unknown = "whose size is not known with data.streaming"
-    if not data.streaming:
-        return None
-    if train.max_steps is None:
-        return "data.streaming", "needs train.max_steps: how long an epoch is is not known before"
-    if train.epochs is not None:
-        return "train.epochs", "how long they are is not known with data.streaming; remove it"
-    if isinstance(data.eval, float):
-        ways = "a number of rows, which come from the first window, a source of its own, or null"
-        return "data.eval", f"a share is of the whole set, {unknown}; set {ways}"
-    if any(one.weight is not None for one in data.train):
-        return "data.train", f"weights are of whole sets, {unknown}; remove them"
-    return None
-
-
-def check_sources(config: Config) -> None:
-    """Look whether what the config names as data is there, without reading it or anything large.
-
-    Raises DataError with the place of the key: `cfg.yaml:3: data.train: rows.jsonl: no such file`.
-    """
-    for name in ("train", "eval"):
-        given = getattr(config.data, name)
-        for one in given if isinstance(given, tuple) else ():
-            if one.path in config.rows:
-                continue
-            try:
-                check_source(one.path)
-            except DataError as error:
-                raise DataError(f"{config.where(f'data.{name}')}: {error}") from None

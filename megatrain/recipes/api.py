@@ -7,8 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from megatrain.config import Config, load_config, names_config
-from megatrain.config.evaluating import check_prompts
-from megatrain.config.sources import check_sources
+from megatrain.config.fields import check_prompts, check_sources
 from megatrain.errors import ConfigError
 from megatrain.planner.plan import Plan
 from megatrain.recipes import inspect, run

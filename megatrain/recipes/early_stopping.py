@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from megatrain.config import Config
-from megatrain.config.evaluating import EVAL_LOSS
+from megatrain.config.sections import EVAL_LOSS
 from megatrain.errors import ConfigError
 
 Figures = dict[str, float]  # of an evaluation, as metrics.jsonl names them

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from megatrain.config import Config
-from megatrain.config.evaluating import check_prompts
+from megatrain.config.fields import check_prompts
 from megatrain.data.dataset import Rows
 from megatrain.data.prompts import Turns, read_prompts
 from megatrain.data.rendering import fenced, limited

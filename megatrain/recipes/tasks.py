@@ -16,7 +16,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from megatrain.config.evaluating import check_lm_eval
+from megatrain.config.sections import check_lm_eval
 from megatrain.config.values import did_you_mean
 from megatrain.engine.engine import Engine
 from megatrain.errors import ConfigError, DataError, MegaTrainError

@@ -9,7 +9,7 @@ import pytest
 
 from megatrain.cli import main
 from megatrain.config import Config, config_schema, example_config, load_config
-from megatrain.config.hints import SECTIONS, TOP
+from megatrain.config.load import SECTIONS, TOP
 from megatrain.config.resuming import with_absolute_paths
 from megatrain.errors import ConfigError
 

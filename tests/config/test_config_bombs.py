@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from megatrain.config import load_config
-from megatrain.config.hints import SECTIONS
+from megatrain.config.load import SECTIONS
 from megatrain.errors import ConfigError
 
 MINIMAL = "model: some/folder\ndata: {train: rows.jsonl}\n"

@@ -7,7 +7,7 @@ import pytest
 
 from megatrain.config import Config, load_config
 from megatrain.config.document import write_yaml
-from megatrain.config.hints import SECTIONS
+from megatrain.config.load import SECTIONS
 from megatrain.config.names import ALIASES, REFUSED, REFUSED_PREFIXES
 from megatrain.errors import ConfigError
 

@@ -15,7 +15,7 @@ import pytest
 from safetensors.torch import load_file
 
 from megatrain.config import load_config
-from megatrain.config.preference import SECTIONS
+from megatrain.config.sections import SECTIONS
 from megatrain.data.dataset import default_cache
 from megatrain.engine.engine import Engine
 from megatrain.errors import StorageError

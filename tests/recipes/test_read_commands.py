@@ -167,7 +167,7 @@ def test_a_folder_without_a_model_is_refused(megatrain, project, command, words)
 
 
 def test_tasks_without_lm_eval_say_how_to_install_it(megatrain, monkeypatch):
-    monkeypatch.setattr("megatrain.config.evaluating.find_spec", lambda name: None)
+    monkeypatch.setattr("megatrain.config.sections.find_spec", lambda name: None)
     sentence = "lm-eval is not installed; pip install 'megatrain[eval]'"
     done = megatrain("eval model --tasks mmlu", code=2)
     assert done.err == f"error: --tasks: {sentence}\n"

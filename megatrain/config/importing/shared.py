@@ -9,7 +9,7 @@ from typing import Any
 from megatrain.config import names as n
 from megatrain.config.choices import TRACKERS
 from megatrain.config.importing.sheet import NOTHING_ASKED, Rules, Sheet, never, nothing, to
-from megatrain.config.preference import SECTIONS
+from megatrain.config.sections import SECTIONS
 
 STEPS = "only counting steps is offered: {} {}"
 # Theirs that keep moments in 8 bits, or in 4; `paged_` before a name moves state to host RAM,

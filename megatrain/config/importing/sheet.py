@@ -15,7 +15,7 @@ from typing import Any, TypeAlias, TypeVar
 
 from megatrain.config import names as n
 from megatrain.config.document import Located, plain
-from megatrain.config.hints import takes
+from megatrain.config.load import takes
 from megatrain.config.values import shown
 
 NOT_SET = "not set"

@@ -1,0 +1,255 @@
+"""Sections of the config: model, methods of preferences, memory, costs, checkpoints, evaluations.
+
+Keys and defaults of preference methods are TRL's; a section's keys are the arguments of its
+method's loss (`megatrain.losses.LOSSES`).
+"""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from typing import Annotated, Any, Self
+
+from pydantic import ConfigDict, Field, model_validator
+
+from megatrain.config import choices as c
+from megatrain.config import values as v
+from megatrain.config.values import Options, key, option, refuse, wanted
+from megatrain.errors import ConfigError
+
+
+def _or_text(schema: dict[str, Any]) -> None:
+    """Make the schema of a section also that of a bare text."""
+    section = schema.copy()
+    schema.clear()
+    schema["anyOf"] = [{"type": "string"}, section]
+
+
+class ModelOptions(Options):
+    """The model, and the start of its weights. A bare text is short for `{path: text}`."""
+
+    model_config = ConfigDict(json_schema_extra=_or_text)
+
+    path: v.SourceOrNull = key(None, "Hub id, local folder or GGUF file that holds the weights.")
+    config: v.SourceOrNull = key(
+        None, "Folder with the shape (config.json) and the tokenizer; the weights are random."
+    )
+    init: c.Init = key("pretrained", "pretrained reads weights; random draws them from the seed.")
+    revision: v.TextOrNull = key(None, "Branch, tag or commit on the hub.")
+    trust_remote_code: v.Flag = key(
+        False, "Run code that comes with the weights; no file of the model can ask for it."
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _settle(cls, given: object) -> object:
+        if isinstance(given, str):
+            return {"path": given}
+        if isinstance(given, dict) and given.get("config") is not None:
+            return {"init": "random", **given}  # a shape has no weights to read
+        return given
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if (self.path is None) == (self.config is None):
+            ways = "`path` (weights) or `config` (a shape, weights at random)"
+            refuse("config", f"name either {ways}, not both")
+        if self.config is not None and self.init == "pretrained":
+            refuse("init", "`config` gives a shape and no weights; use `path`, or init: random")
+        return self
+
+    @property
+    def source(self) -> str:
+        """Hub id, folder or file, whichever of `path` and `config` was given."""
+        source = self.path or self.config
+        assert source is not None
+        return source
+
+
+NEARER = "How strongly the model is held to the reference; higher stays nearer."
+_Smoothing = Annotated[
+    Annotated[float, Field(ge=0, lt=0.5)], wanted("a number from 0 to below 0.5")
+]
+_Weights = Annotated[
+    tuple[float, ...] | None,
+    wanted("a list of numbers, or null", lambda x: tuple(x) if isinstance(x, list) else x),
+]
+
+
+class DpoOptions(Options):
+    """Direct preference optimisation and its kin: pairs of answers, and a reference model."""
+
+    beta: v.Positive = key(0.1, NEARER)
+    loss_type: c.DpoLosses = key(
+        ("sigmoid",),
+        "Loss, or a list of losses that are added: sigmoid, hinge, ipo, exo_pair, nca_pair, "
+        "robust, bco_pair, sppo_hard, aot, aot_unpaired, apo_zero, apo_down, discopop, sft, "
+        "sigmoid_norm.",
+    )
+    loss_weights: _Weights = key(None, "Weight of each loss of a list; null: 1 each.")
+    label_smoothing: _Smoothing = key(
+        0.0, "Share of preferences that are wrong, for robust, exo_pair, aot and aot_unpaired."
+    )
+    discopop_tau: v.Positive = key(0.05, "discopop: temperature of its mixture.")
+
+
+class OrpoOptions(Options):
+    """Odds ratio preference optimisation: pairs of answers, no reference."""
+
+    beta: v.Positive = key(0.1, "Weight of the odds ratio beside the chosen answers' likelihood.")
+
+
+class SimpoOptions(Options):
+    """Simple preference optimisation: pairs of answers, no reference."""
+
+    beta: v.PositiveOrNull = key(
+        None, "Scale of rewards, which are means over tokens. Required; 2.0 to 2.5 in the paper."
+    )
+    simpo_gamma: v.NotNegative = key(0.5, "Margin that is wanted between rewards.")
+
+
+class CpoOptions(Options):
+    """Contrastive preference optimisation: pairs of answers, no reference."""
+
+    beta: v.Positive = key(0.1, "Scale of the difference of log-probabilities.")
+    cpo_alpha: v.NotNegative = key(1.0, "Weight of the chosen answers' likelihood.")
+    loss_type: c.CpoLoss = key("sigmoid", "sigmoid, hinge or ipo; simpo is a method of its own.")
+    label_smoothing: _Smoothing = key(0.0, "Share of preferences that are wrong.")
+
+
+class KtoOptions(Options):
+    """Kahneman-Tversky optimisation: answers that are wanted or not, and a reference model."""
+
+    beta: v.Positive = key(0.1, NEARER)
+    desirable_weight: v.NotNegative = key(1.0, "Weight of wanted answers' losses.")
+    undesirable_weight: v.NotNegative = key(1.0, "Weight of unwanted answers' losses.")
+
+
+class RewardOptions(Options):
+    """A reward model, which scores answers: pairs of them, of which one should score higher."""
+
+    center_rewards_coefficient: v.PositiveOrNull = key(
+        None, "Weight of the squared sum of a pair's scores, which holds them near 0; null: none."
+    )
+
+
+SECTIONS: dict[str, type[Options]] = {
+    "dpo": DpoOptions,
+    "orpo": OrpoOptions,
+    "simpo": SimpoOptions,
+    "cpo": CpoOptions,
+    "kto": KtoOptions,
+    "reward": RewardOptions,
+}
+
+
+class MemoryOptions(Options):
+    """Budgets of the memory tiers, and what is placed on which."""
+
+    gpu: v.SizeOrAuto = key("auto", "GPU memory to use, such as 70GiB; auto: all that is free.")
+    host: v.SizeOrAuto = key(
+        "auto", "Host RAM to use, such as 120GiB; auto: what the machine or its container has."
+    )
+    resident: v.NumberOrAuto = option("resident")
+    replicated: v.NumberOrAuto = option("replicated")
+    offload_activations: v.FlagOrAuto = option("offload_activations")
+    retained_on_host: v.NumberOrAuto = option("retained_on_host")
+    second_backward: v.FlagOrAuto = option("second_backward")
+    sums_on_device: v.NumberOrAuto = option("sums_on_device")
+    activations: c.Activations = key(
+        "none",
+        "Codec of recomputed layers' activation checkpoints: int8 takes 52% of bf16's bytes, int6 "
+        "39%, int4 28%. The loss stays exact, gradients are near; with none they are exact.",
+    )
+    nvme: v.FoldersOrNull = key(
+        None,
+        "Folder on NVMe, or folders on several drives, for what host RAM lacks room for; or null.",
+    )
+    nvme_size: v.SizeOrAuto = key(
+        "auto", "NVMe space to use, such as 800GiB; auto: all that is free."
+    )
+    nvme_blocks: v.NumberOrAuto = option("nvme_blocks")
+    nvme_arrays: c.NvmeArrays = option("nvme_arrays")
+    transport: c.Transport = key(
+        "auto",
+        "How weights in host RAM come to several GPUs: each uploads its share and they gather the "
+        "rest, or all read the host's one copy; the result is the same. auto: read where GPUs do "
+        "not reach each other's memory (RTX 4090, 5090).",
+    )
+
+
+class EconomyOptions(Options):
+    """Prices and power, for the costs that a plan and a run show. No price is assumed."""
+
+    price_per_hour: v.PositiveOrNull = key(
+        None, "Price of the whole machine for an hour; null shows no cost."
+    )
+    price_per_kwh: v.PositiveOrNull = key(None, "Price of electricity, if paid on top of that.")
+    currency: v.Text = key("USD", "Currency of the prices; only shown.")
+    gpu_power_w: v.PositiveOrNull = key(
+        None,
+        "Watts that the GPU draws; null: measured in a run, a share of the data sheet's in a plan.",
+    )
+    host_power_w: v.PositiveOrNull = key(
+        None,
+        "Watts of everything but the GPU; null: what the processors' counters show, if readable.",
+    )
+
+
+EVAL_LOSS = "eval_loss"
+MAX_NEW_TOKENS = 128
+
+
+class CheckpointOptions(Options):
+    """When the run is saved."""
+
+    every: v.CountOrNull = key(
+        200, "Steps between checkpoints; the last step is always kept. null saves only at the end."
+    )
+    keep: v.Count = key(
+        2,
+        "Newest checkpoints that stay on disk, besides the best, which is saved at any evaluation.",
+    )
+    patience: v.CountOrNull = key(
+        None, "Evaluations without a better figure that end the run; null: it goes on."
+    )
+    metric: v.Text = key(
+        EVAL_LOSS,
+        "Figure of an evaluation by which it is the best, as metrics.jsonl names it.",
+    )
+    greater_is_better: v.FlagOrAuto = key(
+        "auto", "Of that figure; auto: unless its name ends with loss."
+    )
+    final: c.Final = key(
+        "model",
+        "final/ at the end: model, ready to upload; full, with the state to train on; or none.",
+    )
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if not self.metric.startswith("eval_"):
+            near = f"whose names begin with eval_; did you mean eval_{self.metric}?"
+            refuse("metric", f"must be a figure of an evaluation, {near}")
+        return self
+
+
+class EvalOptions(Options):
+    """Prompts that evaluations answer. Tasks of lm-eval are run by `megatrain eval RUN --tasks`."""
+
+    prompts: v.SourceOrNull = key(
+        None,
+        "File of prompts that every evaluation answers into samples.jsonl: text, one a line, or "
+        "jsonl with `prompt` or `messages`.",
+    )
+    max_new_tokens: v.Count = key(MAX_NEW_TOKENS, "Longest answer to one of them in tokens.")
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.prompts is None and self.max_new_tokens != MAX_NEW_TOKENS:
+            refuse("max_new_tokens", "has no effect without eval.prompts; set that, or remove it")
+        return self
+
+
+def check_lm_eval(where: str) -> None:
+    """Raise ConfigError if lm-eval is not installed. where: the flag that needs it."""
+    if find_spec("lm_eval") is None:
+        raise ConfigError(f"{where}: lm-eval is not installed; pip install 'megatrain[eval]'")
