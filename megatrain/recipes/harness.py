@@ -1,7 +1,7 @@
-"""An engine as lm-evaluation-harness sees a model.
+"""An engine as a model class of lm-evaluation-harness.
 
-Texts become tokens as its `hf` backend does it, so that figures are the same; what differs is how
-they are computed. https://github.com/EleutherAI/lm-evaluation-harness
+Texts become tokens as in its `hf` backend, so that figures are the same; what differs is how they
+are computed. https://github.com/EleutherAI/lm-evaluation-harness
 """
 
 from __future__ import annotations
@@ -32,7 +32,6 @@ from megatrain.data.regimes import alike
 from megatrain.engine.engine import Engine
 from megatrain.engine.generation import free_bytes, starting_from
 from megatrain.errors import ConfigError
-from megatrain.heartbeat import beat
 from megatrain.models.rotary import regimes_of
 from megatrain.planner.search import AUTO_MICRO_BATCH_TOKENS
 from megatrain.recipes.model import Model
@@ -94,11 +93,11 @@ class EngineLM(TemplateLM):
     def tok_encode(
         self, string: str, add_special_tokens: bool | None = None, **_: Any
     ) -> list[int]:
-        given = {} if add_special_tokens is None else {"add_special_tokens": add_special_tokens}
         begins = has_bos_prefix(string, self.tokenizer.decode(self.prefix_token_id))
         if add_special_tokens is None and begins:
-            given = {"add_special_tokens": False}
-        return list(self.tokenizer.encode(string, **given))
+            add_special_tokens = False
+        how = {} if add_special_tokens is None else {"add_special_tokens": add_special_tokens}
+        return list(self.tokenizer.encode(string, **how))
 
     def apply_chat_template(
         self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True
@@ -154,8 +153,8 @@ class EngineLM(TemplateLM):
         bar = tqdm(total=len(requests), desc="log-likelihoods", disable=None)
         for batches in self._sweeps(sorted(rows, key=len, reverse=True)):
             targets = [targets_of([(row, rows[row]) for row in batch]) for batch in batches]
-            said = self.engine.score([self._padded(batch) for batch in batches], targets)
-            for batch, (values, likeliest) in zip(batches, said, strict=True):
+            scores = self.engine.score([self._padded(batch) for batch in batches], targets)
+            for batch, (values, likeliest) in zip(batches, scores, strict=True):
                 start = 0
                 for number, continuation in (one for row in batch for one in rows[row]):
                     part = slice(start, start := start + len(continuation))
@@ -176,7 +175,6 @@ class EngineLM(TemplateLM):
                 padded = len(batch) * len(batch[0])
                 if sweep and tokens + padded > self._sweep_tokens():
                     yield sweep
-                    beat()
                     sweep, tokens = [], 0
                 sweep, tokens = [*sweep, batch], tokens + padded
         if sweep:
@@ -220,7 +218,6 @@ class EngineLM(TemplateLM):
             rows = max(1, self.micro_batch_tokens // longest)
             with self.engine.whole(rows * longest) as model:
                 for batch in pieces(same, rows if model is not None else 1):
-                    beat()
                     texts = [context for context, *_ in batch]
                     if model is None:
                         answers = [self._streamed(texts[0], room, how, until, new)]
@@ -253,17 +250,16 @@ class EngineLM(TemplateLM):
     ) -> list[str]:
         """Answers of transformers' own `generate`, as the hf backend calls it."""
         begins = has_bos_prefix(texts[0], getattr(self.tokenizer, "bos_token", None))
-        given: Any = self.tokenizer(
+        encoded: Any = self.tokenizer(
             texts,
             padding="longest",
             padding_side="left",
             return_tensors="pt",
             **({"add_special_tokens": False} if begins else {}),
         )
-        ids, mask = (given[name][:, -room:] for name in ("input_ids", "attention_mask"))
+        ids, mask = (encoded[name][:, -room:] for name in ("input_ids", "attention_mask"))
         length = ids.shape[1]
         stops = stop_sequences_criteria(self.tokenizer, until, length, len(texts))
-        stops.append(lambda ids, scores, **_: self._beat(ids))
         with starting_from(model, self.model.generation or model.generation_config):
             made = model.generate(
                 input_ids=ids.to(self.engine.device),
@@ -274,11 +270,7 @@ class EngineLM(TemplateLM):
                 use_cache=True,
                 **how,
             )
-        return [self._said(row[length:], until) for row in made.tolist()]
-
-    def _beat(self, ids: torch.Tensor) -> torch.Tensor:
-        beat()
-        return torch.zeros(len(ids), dtype=torch.bool, device=ids.device)
+        return [self._text(row[length:], until) for row in made.tolist()]
 
     def _streamed(
         self, text: str, room: int, how: dict[str, Any], until: list[str], new: int
@@ -291,17 +283,17 @@ class EngineLM(TemplateLM):
             )
         draws = how.get("do_sample"), how.get("temperature", 0.0)
         sampling = Sampling(draws[1], how.get("top_p")) if all(draws) else Sampling()
-        choose, said = sampling.chooser(), list[int]()
+        choose, tokens = sampling.chooser(), list[int]()
 
         def chosen(logits: torch.Tensor) -> int:
-            over = any(end in self.tokenizer.decode(said) for end in until)
-            said.append(self.eot_token_id if over else choose(logits))
-            return said[-1]
+            over = any(end in self.tokenizer.decode(tokens) for end in until)
+            tokens.append(self.eot_token_id if over else choose(logits))
+            return tokens[-1]
 
         ids = torch.tensor([self.tok_encode(text)[-room:]])
-        return self._said(self.engine.generate(ids, new, [self.eot_token_id], chosen), until)
+        return self._text(self.engine.generate(ids, new, [self.eot_token_id], chosen), until)
 
-    def _said(self, tokens: list[int], until: list[str]) -> str:
+    def _text(self, tokens: list[int], until: list[str]) -> str:
         text = self.tokenizer.decode(tokens, skip_special_tokens=True)
         return str(postprocess_generated_text(text, until, None))
 
