@@ -44,9 +44,8 @@ def test_a_gpu_brings_its_own_checks(hardware, monkeypatch):
     assert {"PCIe link", "memlock limit", "C compiler"} <= set(whats)
 
 
-@pytest.mark.parametrize(
-    ("link", "upload", "advice"),
-    [
+def test_the_pcie_link():
+    for link, upload, advice in [
         (PcieLink(5, 16, 5, 16), 55e9, None),
         (PcieLink(4, 8, 4, 8), 13e9, None),
         (PcieLink(4, 16, 5, 16), 25e9, "the GPU can do generation 5 with 16 lanes"),
@@ -54,20 +53,18 @@ def test_a_gpu_brings_its_own_checks(hardware, monkeypatch):
         (PcieLink(5, 16, 5, 16), 30e9, "copies reach only 30 of 63 GB/s"),
         (PcieLink(9, 16, 9, 16), 110e9, None),  # a generation that the table does not know yet
         (None, 5e9, None),
-    ],
-)
-def test_the_pcie_link(link, upload, advice):
-    found = pcie(link, upload).advice
-    assert found is None if advice is None else advice in str(found)
+    ]:
+        found = pcie(link, upload).advice
+        assert found is None if advice is None else advice in str(found)
 
 
 QUOTA = "the container may use only {} cores' time; raise its CPU limit"
 TASKSET = "start it without taskset"
 
 
-@pytest.mark.parametrize(
-    ("quota", "mask", "figure", "advice"),
-    [
+def test_cores_that_are_withheld_are_blamed_on_the_tighter_limit(tmp_path, monkeypatch):
+    """On 16 cores, from the quota's file to the sentence."""
+    for quota, mask, figure, advice in [
         ("400000 100000", 16, "4 of 16", QUOTA.format(4)),  # docker run --cpus=4
         ("250000 100000", 16, "2 of 16", QUOTA.format(2.5)),
         ("50000 100000", 16, "1 of 16", QUOTA.format(0.5)),
@@ -75,23 +72,18 @@ TASKSET = "start it without taskset"
         ("max 100000", 8, "8 of 16", TASKSET),
         ("1600000 100000", 16, "16 of 16", None),
         ("max 100000", 16, "16 of 16", None),
-    ],
-)
-def test_cores_that_are_withheld_are_blamed_on_the_tighter_limit(
-    tmp_path, monkeypatch, quota, mask, figure, advice
-):
-    """On 16 cores, from the quota's file to the sentence."""
-    (tmp_path / "cpu.max").write_text(quota)
-    (tmp_path / "self").write_text("0::/\n")
-    for module in (checks, machine_hardware):
-        quota_of = partial(cgroup_cpus, tmp_path, tmp_path / "self")
-        monkeypatch.setattr(module, "cgroup_cpus", quota_of)
-    monkeypatch.setattr(machine_hardware, "TOPOLOGY", tmp_path)
-    monkeypatch.setattr(psutil, "cpu_count", lambda logical: 16)
-    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(mask)))
-    found = checks.cores(read_hardware(tmp_path, "cpu"))
-    assert found.figure == figure
-    assert found.advice is None if advice is None else advice in str(found.advice)
+    ]:
+        (tmp_path / "cpu.max").write_text(quota)
+        (tmp_path / "self").write_text("0::/\n")
+        for module in (checks, machine_hardware):
+            quota_of = partial(cgroup_cpus, tmp_path, tmp_path / "self")
+            monkeypatch.setattr(module, "cgroup_cpus", quota_of)
+        monkeypatch.setattr(machine_hardware, "TOPOLOGY", tmp_path)
+        monkeypatch.setattr(psutil, "cpu_count", lambda logical: 16)
+        monkeypatch.setattr(os, "sched_getaffinity", lambda _, mask=mask: set(range(mask)))
+        found = checks.cores(read_hardware(tmp_path, "cpu"))
+        assert found.figure == figure
+        assert found.advice is None if advice is None else advice in str(found.advice)
 
 
 def test_a_busy_machine():
@@ -117,19 +109,16 @@ def test_a_container_below_ram(hardware, monkeypatch):
     assert checks.host_memory(hardware).advice is None
 
 
-@pytest.mark.parametrize(
-    ("text", "figure", "advised"),
-    [
+def test_huge_pages(tmp_path):
+    for text, figure, advised in [
         ("always [madvise] never\n", "madvise", False),
         ("always madvise [never]\n", "never", True),
         ("", "unknown", False),
-    ],
-)
-def test_huge_pages(tmp_path, text, figure, advised):
-    (tmp_path / "enabled").write_text(text)
-    found = checks.huge_pages(tmp_path / "enabled")
-    assert (found.figure, found.advice is not None) == (figure, advised)
-    assert checks.huge_pages(tmp_path / "nothing").figure == "unknown"
+    ]:
+        (tmp_path / "enabled").write_text(text)
+        found = checks.huge_pages(tmp_path / "enabled")
+        assert (found.figure, found.advice is not None) == (figure, advised)
+        assert checks.huge_pages(tmp_path / "nothing").figure == "unknown"
 
 
 def test_locked_memory(hardware):
@@ -141,27 +130,29 @@ def test_locked_memory(hardware):
     assert "ulimit -l unlimited" in str(above.advice)
 
 
-@pytest.mark.parametrize(
-    ("gpus", "size", "advised"), [(1, 64 << 20, False), (8, 64 << 20, True), (8, GIB, False)]
-)
-def test_shared_memory_is_for_several_gpus(tmp_path, monkeypatch, gpus, size, advised):
-    monkeypatch.setattr(shutil, "disk_usage", lambda folder: SimpleNamespace(total=size))
-    found = checks.shared_memory(gpus, tmp_path)
-    assert found.figure == f"{size / GIB:.2f} GiB"
-    assert ("--shm-size" in str(found.advice)) == advised
-    assert checks.shared_memory(gpus, tmp_path / "none").figure == "unknown"
+def test_shared_memory_is_for_several_gpus(tmp_path, monkeypatch):
+    for gpus, size, advised in [(1, 64 << 20, False), (8, 64 << 20, True), (8, GIB, False)]:
+        monkeypatch.setattr(
+            shutil, "disk_usage", lambda folder, size=size: SimpleNamespace(total=size)
+        )
+        found = checks.shared_memory(gpus, tmp_path)
+        assert found.figure == f"{size / GIB:.2f} GiB"
+        assert ("--shm-size" in str(found.advice)) == advised
+        assert checks.shared_memory(gpus, tmp_path / "none").figure == "unknown"
 
 
-@pytest.mark.parametrize(
-    ("kind", "advice"),
-    [("tmpfs", "lies in RAM"), ("overlay", "docker run --volume"), ("ext4", None), (None, None)],
-)
-def test_folders_that_lie_on_no_drive(monkeypatch, kind, advice):
-    mount = None if kind is None else Mount(Path("/"), kind, kind)
-    monkeypatch.setattr(checks, "mount_of", lambda folder: mount)
-    found = [*checks.places([Path("runs")])]
-    assert [(one.what, one.figure) for one in found] == ([("runs", kind)] if advice else [])
-    assert all(str(advice) in str(one.advice) for one in found)
+def test_folders_that_lie_on_no_drive(monkeypatch):
+    for kind, advice in [
+        ("tmpfs", "lies in RAM"),
+        ("overlay", "docker run --volume"),
+        ("ext4", None),
+        (None, None),
+    ]:
+        mount = None if kind is None else Mount(Path("/"), kind, kind)
+        monkeypatch.setattr(checks, "mount_of", lambda folder, mount=mount: mount)
+        found = [*checks.places([Path("runs")])]
+        assert [(one.what, one.figure) for one in found] == ([("runs", kind)] if advice else [])
+        assert all(str(advice) in str(one.advice) for one in found)
 
 
 def test_a_compiler_is_needed_and_triton(monkeypatch):

@@ -63,21 +63,15 @@ def test_a_quick_one_leaves_the_rest_to_the_guess(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("fast", "measured", "guessed"),
-    [(True, "matmul", "matmul_fp32"), (False, "matmul_fp32", "matmul")],
+    ("fast", "dtype", "measured", "guessed"),
+    [
+        (True, torch.bfloat16, "matmul", "matmul_fp32"),
+        (False, torch.float32, "matmul_fp32", "matmul"),
+    ],
 )
-def test_a_quick_one_multiplies_in_the_precision_that_runs_choose(
-    tmp_path, monkeypatch, fast, measured, guessed
+def test_a_quick_one_computes_in_the_precision_that_runs_choose(
+    tmp_path, monkeypatch, fast, dtype, measured, guessed
 ):
-    monkeypatch.setattr(profile, "bf16_is_fast", lambda device: fast)
-    hardware = read_hardware(tmp_path, "cpu")
-    found = differing(measure_machine(hardware, CPU, tmp_path, str, quick=True), typical(hardware))
-    assert measured in found
-    assert guessed not in found
-
-
-@pytest.mark.parametrize(("fast", "dtype"), [(True, torch.bfloat16), (False, torch.float32)])
-def test_attention_is_timed_in_the_precision_that_runs_choose(tmp_path, monkeypatch, fast, dtype):
     timed: list[torch.dtype] = []
 
     def attention(_device: Device, lengths: Sequence[int], _tokens: int, of: torch.dtype) -> Rates:
@@ -86,7 +80,9 @@ def test_attention_is_timed_in_the_precision_that_runs_choose(tmp_path, monkeypa
 
     monkeypatch.setattr(profile, "bf16_is_fast", lambda device: fast)
     monkeypatch.setattr(Device, "attention", attention)
-    measure_machine(read_hardware(tmp_path, "cpu"), CPU, tmp_path, str, quick=True)
+    hardware = read_hardware(tmp_path, "cpu")
+    found = differing(measure_machine(hardware, CPU, tmp_path, str, quick=True), typical(hardware))
+    assert measured in found and guessed not in found
     assert timed == [dtype]
 
 

@@ -140,7 +140,7 @@ def test_what_is_no_text_is_refused(megatrain, monkeypatch, options):
     assert "error: the prompt: is no UTF-8 text; convert it" in said
 
 
-def test_what_is_said_does_not_steer_a_terminal(capsys):
+def test_text_does_not_steer_a_terminal(capsys):
     type_out("\x1b[2Jhello\r\n")
     assert capsys.readouterr().out == "\\x1b[2Jhello\\r\n"
 
@@ -244,6 +244,7 @@ Sampling.chooser = slow
 """
 
 
+@pytest.mark.slow
 def test_ctrl_c_ends_an_answer_and_then_the_chat(forker, project, screen):
     terminal, takes_it = screen
     options = ("--max-new-tokens", "100")

@@ -40,6 +40,7 @@ def hosts(monkeypatch: pytest.MonkeyPatch) -> Iterator[TwoHosts]:
         yield made
 
 
+@pytest.mark.slow
 def test_two_hosts_train_as_one_rank(hosts, project, megatrain, monkeypatch):
     """Each has a cache of its own; a family is checked on the first."""
     monkeypatch.setattr("megatrain.recipes.verify.check", check)

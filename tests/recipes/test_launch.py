@@ -76,7 +76,6 @@ def gpus(monkeypatch):
         (4, "1,-1,3", {}, 1),
         (4, "", {}, 1),
         (4, None, {"gpus": 2}, 2),
-        (4, None, {"gpus": 1}, 1),
         (4, None, {"device": "cpu"}, 1),
         (0, None, {}, 1),
     ],
@@ -88,17 +87,12 @@ def test_so_many_gpus_are_used(gpus, monkeypatch, there, visible, keys, ranks):
     assert ranks_for(config(**keys)) == ranks
 
 
-@pytest.mark.parametrize(
-    ("keys", "words"),
-    [
-        ({"gpus": 8}, "gpus: 8, but 4 are visible here"),
-        ({"gpus": 2, "device": "cpu"}, "gpus: 2, but device: cpu"),
-    ],
-)
-def test_gpus_that_cannot_be_used_are_refused(gpus, keys, words):
+def test_gpus_that_cannot_be_used_are_refused(gpus):
     gpus(4)
-    with pytest.raises(ConfigError, match=words):
-        ranks_for(config(**keys))
+    with pytest.raises(ConfigError, match="gpus: 8, but 4 are visible here"):
+        ranks_for(config(gpus=8))
+    with pytest.raises(ConfigError, match="gpus: 2, but device: cpu"):
+        ranks_for(config(gpus=2, device="cpu"))
 
 
 def test_a_launcher_does_not_import_torch():
@@ -188,6 +182,7 @@ def test_as_many_begin_again_as_have_work(monkeypatch, capfd, most, or_fewer, en
     assert found.err == said
 
 
+@pytest.mark.slow
 def test_one_that_has_work_is_the_process_itself(megatrain, monkeypatch):
     monkeypatch.setattr(launch, "COMMAND", (sys.executable, "-c", TOO_MANY, "1"))
     monkeypatch.setattr(launch, "visible_gpus", lambda: ["0", "1", "2"])
@@ -311,17 +306,14 @@ def test_gpus_that_nobody_starts_are_refused(project, megatrain):
     assert "gpus: 2, but device: cpu" in said
 
 
-@pytest.mark.parametrize(
-    "line",
-    ["eval model", "export run out", "push run name/there", "generate model hello", "doctor"],
-)
 @pytest.mark.parametrize("environ", [{"WORLD_SIZE": "2"}, SLURM])
-def test_what_one_process_does_is_refused_to_several(
-    project, line, environ, megatrain, monkeypatch
-):
+def test_what_one_process_does_is_refused_to_several(project, environ, megatrain, monkeypatch):
     for name, value in environ.items():
         monkeypatch.setenv(name, value)
-    assert "this is one of 2 processes of a launcher" in megatrain(line, code=2).err
+    for line in (
+        *("eval model", "export run out", "push run name/there", "generate model hello", "doctor"),
+    ):
+        assert "this is one of 2 processes of a launcher" in megatrain(line, code=2).err
 
 
 def test_tasks_of_slurm_are_ranks(project, finished_project):

@@ -63,10 +63,14 @@ def test_a_stranger_at_the_address_is_not_waited_for_longer(capfd):
     wait_for(lambda: all(each.name != "megatrain-rendezvous" for each in threading.enumerate()))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    ("missing", "said"), [(2, "waiting for ranks [2] at "), (0, "waiting for the first rank at ")]
+    ("missing", "said", "number", "code"),
+    [
+        (2, "waiting for ranks [2] at ", signal.SIGTERM, 75),
+        (0, "waiting for the first rank at ", signal.SIGINT, 130),
+    ],
 )
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 75), (signal.SIGINT, 130)])
 def test_who_waits_says_for_whom_and_ends_when_asked(
     project, finished_project, monkeypatch, missing, said, number, code
 ):

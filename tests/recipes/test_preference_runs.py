@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import shutil
-from importlib.metadata import Distribution, PackageNotFoundError
 from itertools import count
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,7 +13,6 @@ import numpy as np
 import pytest
 from safetensors.torch import load_file
 
-from megatrain.config import load_config
 from megatrain.config.sections import SECTIONS
 from megatrain.data.dataset import default_cache
 from megatrain.engine.engine import Engine
@@ -137,27 +135,22 @@ def references() -> list[Path]:
     return sorted((default_cache() / "reference").iterdir())
 
 
-def test_a_tree_that_is_not_installed_can_be_compared_with(megatrain, of_method, monkeypatch):
-    found = Distribution.from_name
-
-    def from_name(name: str) -> Distribution:
-        if name == "megatrain":
-            raise PackageNotFoundError(name)
-        return found(name)
-
-    monkeypatch.setattr(Distribution, "from_name", from_name)
-    megatrain("train cfg.yaml train.max_steps=1", *of_method("dpo"))
-    assert references()
-
-
-def test_the_reference_is_computed_once(megatrain, project, of_method):
+def test_the_reference_is_computed_once_unless_what_is_kept_is_damaged(
+    megatrain, project, of_method
+):
     options = [*of_method("dpo"), "train.max_steps=1"]
     once = "log-probabilities: a forward over"
     assert megatrain("train cfg.yaml", *options, "output=one").err.count(once) == 2, "held out, too"
-    assert len(references()) == 2
+    whole = [path.read_bytes() for path in references()]
+    assert len(whole) == 2
     again = megatrain("train cfg.yaml", *options, "dpo.beta=0.5", "output=two")
     assert once not in again.err
-    changed = megatrain("train cfg.yaml", *options, "precision=bfloat16", "output=three")
+    for path in references():
+        flip(path)
+    again = megatrain("train cfg.yaml", *options, "output=three")
+    assert again.err.count("is damaged; the reference's log-probabilities are computed") == 2
+    assert [path.read_bytes() for path in references()] == whole
+    changed = megatrain("train cfg.yaml", *options, "precision=bfloat16", "output=four")
     assert once in changed.err
 
 
@@ -223,19 +216,6 @@ def test_a_run_that_goes_on_elsewhere_needs_the_references_of_its_rows():
         check_references(loader, source)
 
 
-def test_damaged_log_probabilities_are_computed_anew(megatrain, project, of_method):
-    options = [*of_method("dpo"), "train.max_steps=2"]
-    megatrain("train cfg.yaml", *options, "output=one")
-    whole = [path.read_bytes() for path in references()]
-    for path in references():
-        flip(path)
-    again = megatrain("train cfg.yaml", *options, "output=two")
-    assert again.err.count("is damaged; the reference's log-probabilities are computed anew") == 2
-    assert [path.read_bytes() for path in references()] == whole
-    one, two = (load_file(project / run / "final" / "model.safetensors") for run in ("one", "two"))
-    assert differing(one, two) == []
-
-
 def test_a_run_whose_reference_is_gone_reads_the_model_that_it_began_with(
     megatrain, project, of_method
 ):
@@ -262,9 +242,8 @@ def test_and_refuses_another_model(megatrain, project, of_method, stop_after):
     assert "is not the model that this run began with" in refused.err
 
 
-@pytest.mark.parametrize(
-    ("options", "reason"),
-    [
+def test_what_cannot_be_is_refused_in_a_sentence(megatrain, project):
+    for options, reason in [
         (["method=dpo"], "is for method: sft"),
         (["method=simpo"], "simpo.beta: method: simpo has no default"),
         (["method=sft", "dpo.beta=0.3"], "dpo.beta: belongs to method: dpo, not to sft"),
@@ -275,22 +254,12 @@ def test_and_refuses_another_model(megatrain, project, of_method, stop_after):
         (["method=dpo", "data.train_on=all"], "method: dpo trains on answers"),
         (["method=reward", "sample_prompt=hello"], "method: reward trains a model that writes no"),
         (["method=reward", "reward.center_rewards_coefficient=-1"], "must be a number above 0"),
-    ],
-)
-def test_what_cannot_be_is_refused_in_a_sentence(megatrain, project, options, reason):
-    code = 3 if reason == "is for method: sft" else 2
-    refused = megatrain("train cfg.yaml", *options, code=code).err
-    assert "Traceback" not in refused
-    if code == 2:
-        assert reason in refused
-
-
-def test_the_rate_is_that_of_the_method_unless_it_is_set(megatrain, project, of_method):
-    of_method("dpo")
-    text = (project / "cfg.yaml").read_text().replace("learning_rate: 0.01, ", "")
-    (project / "cfg.yaml").write_text(text)
-    megatrain("train cfg.yaml", "method=dpo", "train.max_steps=1")
-    assert load_config(project / "run/config.resolved.yaml").train.learning_rate == 1e-6
+    ]:
+        code = 3 if reason == "is for method: sft" else 2
+        refused = megatrain("train cfg.yaml", *options, code=code).err
+        assert "Traceback" not in refused
+        if code == 2:
+            assert reason in refused
 
 
 def test_a_plan_says_what_the_reference_takes(megatrain, project, of_method):

@@ -74,11 +74,11 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize("keys", REFUSED)
-def test_what_cannot_be_answered_is_refused(megatrain, project, keys):
-    code, words = REFUSED[keys]
-    assert words in megatrain(f"train cfg.yaml {keys}", code=code).err
-    assert not (project / "run").exists()
+def test_what_cannot_be_answered_is_refused(megatrain, project):
+    for keys in REFUSED:
+        code, words = REFUSED[keys]
+        assert words in megatrain(f"train cfg.yaml {keys}", code=code).err
+        assert not (project / "run").exists()
 
 
 def test_a_wrong_file_is_refused_before_torch_is_imported(megatrain, project, monkeypatch):

@@ -59,15 +59,15 @@ def test_what_arrives_is_final_byte_for_byte(megatrain, finished, hub):
     assert TOKEN not in done.out + done.err
 
 
-@pytest.mark.parametrize("owner", ["", "my-org/"])
-def test_private_arrives_with_the_repository(megatrain, finished, hub, owner):
-    done = megatrain(f"push run {owner}model --private --json").json
-    name = f"{owner or 'me/'}model"
-    assert hub.repositories[name].private
-    assert done["url"] == f"{hub.url}/{name}"
-    assert done["private"] is True
-    assert sorted(done["files"]) == sorted(hub.repositories[name].files)
-    assert done["bytes"] == sum(map(len, hub.repositories[name].files.values()))
+def test_private_arrives_with_the_repository(megatrain, finished, hub):
+    for owner in ["", "my-org/"]:
+        done = megatrain(f"push run {owner}model --private --json").json
+        name = f"{owner or 'me/'}model"
+        assert hub.repositories[name].private
+        assert done["url"] == f"{hub.url}/{name}"
+        assert done["private"] is True
+        assert sorted(done["files"]) == sorted(hub.repositories[name].files)
+        assert done["bytes"] == sum(map(len, hub.repositories[name].files.values()))
 
 
 def test_private_is_refused_for_a_repository_that_is_public(megatrain, finished, hub):
@@ -174,15 +174,6 @@ def shards_of(run: Path) -> list[Path]:
     return sorted((run / "final").glob("model-*.safetensors"))
 
 
-def test_a_connection_that_is_lost_once_is_tried_again(megatrain, sharded, hub):
-    broken = iter([True])
-    hub.break_put = lambda nbytes: next(broken, False)
-    megatrain("push run me/model")
-    assert hub.repositories["me/model"].files == contents(sharded / "final")
-    puts = [path for how, path in hub.asked if how == "PUT"]
-    assert len(puts) == len(shards_of(sharded)) + 1 > 4
-
-
 def test_an_upload_that_failed_goes_on_without_what_arrived(megatrain, sharded, hub):
     shards = shards_of(sharded)
     largest = max(path.stat().st_size for path in shards)
@@ -254,11 +245,6 @@ def test_a_repository_of_somebody_else_is_refused(megatrain, finished, hub):
         assert "a repository of your own" in said
 
 
-def test_a_token_that_the_hub_does_not_know(megatrain, finished, hub):
-    hub.token = "another"
-    assert LOG_IN in megatrain("push run me/model", code=2).err
-
-
 @pytest.mark.parametrize("token", ["", f"{TOKEN}\x01", f"{TOKEN} x", f"{TOKEN}é"])
 def test_a_token_that_can_be_none_is_not_sent(megatrain, finished, hub, monkeypatch, token):
     monkeypatch.setenv("HF_TOKEN", token)
@@ -267,11 +253,11 @@ def test_a_token_that_can_be_none_is_not_sent(megatrain, finished, hub, monkeypa
     assert hub.asked == []
 
 
-@pytest.mark.parametrize("name", ["", "a/b/c", "my model", "me/model.git", "-x/y"])
-def test_a_name_that_can_be_none_is_refused(megatrain, finished, hub, name):
-    said = megatrain("push", "run", "--", name, code=2).err
-    assert f"{name!r}: cannot be a name on the hub" in said
-    assert hub.asked == []
+def test_a_name_that_can_be_none_is_refused(megatrain, finished, hub):
+    for name in ["", "a/b/c", "my model", "me/model.git", "-x/y"]:
+        said = megatrain("push", "run", "--", name, code=2).err
+        assert f"{name!r}: cannot be a name on the hub" in said
+        assert hub.asked == []
 
 
 def test_a_run_that_has_not_finished_is_told_how_to(megatrain, killed, hub):

@@ -48,6 +48,7 @@ def errors(started: Started) -> list[list[str]]:
     return [[line for line in lines if "error" in line] for lines in said]
 
 
+@pytest.mark.slow
 def test_a_rank_may_have_no_part_in_the_reference(project):
     """One row is held out, and weights are gathered at every sweep."""
     write_jsonl(project / "rows.jsonl", pairs(20))
@@ -57,6 +58,7 @@ def test_a_rank_may_have_no_part_in_the_reference(project):
     assert len(evaluations_of(Path("run"))) == 2
 
 
+@pytest.mark.slow
 def test_a_folder_that_another_run_has_taken_is_left_to_it_by_all(project):
     taken = ExitStack()
 
@@ -77,6 +79,7 @@ def test_a_folder_that_another_run_has_taken_is_left_to_it_by_all(project):
     assert errors(started)[0][0].startswith(said)
 
 
+@pytest.mark.slow
 def test_prompts_are_answered_by_all_and_written_once(project):
     (project / "prompts.txt").write_text("Count to 3.\n")
     keys = ("eval.prompts=prompts.txt", "eval.max_new_tokens=3", "train.max_steps=2")
@@ -85,6 +88,7 @@ def test_prompts_are_answered_by_all_and_written_once(project):
     assert len(Path("run/samples.jsonl").read_text().splitlines()) == 2
 
 
+@pytest.mark.slow
 def test_the_first_may_take_long_to_end_once_all_have_agreed_to_stop(project, silent_soon):
     def first(rank: int) -> None:
         made, whole = loop.train_step, run._run
@@ -134,6 +138,7 @@ def test_what_hosts_decide_differently_is_refused(project, what, code, words):
     assert words in said and nothing == []
 
 
+@pytest.mark.slow
 def test_the_precision_is_one_that_all_have(project):
     line = "train cfg.yaml device=cpu train.rows_per_step=6 train.max_steps=2"
     started = Started(2, line, first=lambda rank: differently(rank, "precision"))
@@ -141,6 +146,7 @@ def test_the_precision_is_one_that_all_have(project):
     assert "float32 on cpu" in Path("run/train.log").read_text()
 
 
+@pytest.mark.slow
 def test_hosts_may_have_the_same_name(project):
     """A process of another host is not looked for on this one."""
 
@@ -192,6 +198,7 @@ def test_those_of_a_host_work_one_by_one_and_show_that_they_live(tmp_path):
     assert min(lived, lived_too) > 4
 
 
+@pytest.mark.slow
 def test_the_fullest_drive_is_planned_for(project):
     def first(rank: int) -> None:
         patch(setup, "nvme_room", lambda *_: (2 << 40, 1 << 40)[rank])
@@ -203,6 +210,7 @@ def test_the_fullest_drive_is_planned_for(project):
     assert planned["have"] == 1 << 40
 
 
+@pytest.mark.slow
 def test_sums_chosen_for_as_many_ranks_are_kept_for_no_other_number(project):
     def first(rank: int) -> None:
         made = run.get_ready
@@ -221,6 +229,7 @@ def test_sums_chosen_for_as_many_ranks_are_kept_for_no_other_number(project):
         assert [[*json.loads(Path(f"kept-{rank}").read_text())] for rank in range(2)] == [kept] * 2
 
 
+@pytest.mark.slow
 def test_an_evaluation_takes_no_more_tokens_at_once_than_a_step(project):
     write_jsonl(project / "rows.jsonl", chat_rows(200))
 
@@ -241,6 +250,7 @@ def test_an_evaluation_takes_no_more_tokens_at_once_than_a_step(project):
     assert len(found) > 2 and 128 < max(found) <= 256 + 64
 
 
+@pytest.mark.slow
 def test_all_return_the_summary_of_the_first(project):
     def first(rank: int) -> None:
         whole = run._run

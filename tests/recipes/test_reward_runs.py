@@ -76,14 +76,14 @@ def test_the_card_and_the_summary_are_of_a_reward_model(megatrain, of_pairs):
     assert "Trained as a reward model from" in card
 
 
-def test_defaults_are_those_of_trl(megatrain, of_pairs):
+def test_defaults_are_those_of_trl(of_pairs):
     text = (of_pairs / "cfg.yaml").read_text().replace("learning_rate: 0.01, ", "")
     (of_pairs / "cfg.yaml").write_text(text)
-    megatrain("train cfg.yaml", "method=reward", "train.max_steps=1")
-    found = load_config(of_pairs / "run/config.resolved.yaml")
+    found = load_config(of_pairs / "cfg.yaml", ["method=reward"])
     assert (found.train.learning_rate, found.data.truncation_mode) == (1e-4, "drop")
     kept = load_config(of_pairs / "cfg.yaml", ["method=reward", "data.truncation_mode=keep_end"])
     assert kept.data.truncation_mode == "keep_end"
+    assert load_config(of_pairs / "cfg.yaml", ["method=dpo"]).train.learning_rate == 1e-6
 
 
 def test_a_reward_model_is_trained_further_and_evaluated_without_its_run(megatrain, trained):
@@ -110,19 +110,15 @@ def test_margins_of_rows_are_wanted(megatrain, of_pairs):
     assert losses[0] == losses[1] < losses[2]
 
 
-@pytest.mark.parametrize(
-    ("line", "code", "reason"),
-    [
-        ("generate run hello", 2, "is a reward model, which gives scores and writes no text"),
-        ("train sft.yaml model=run/final output=no", 2, "set method: reward instead of sft"),
-        ("bench cfg.yaml method=reward", 2, "bench times steps of a language model"),
-    ],
-)
-def test_what_needs_a_language_model_is_refused(megatrain, trained, line, code, reason):
+def test_what_needs_a_language_model_is_refused(megatrain, trained):
     (trained.parent / "sft.yaml").write_text((trained.parent / "cfg.yaml").read_text())
-    refused = megatrain(line, code=code).err
-    assert reason in refused
-    assert "Traceback" not in refused
+    for line, reason in (
+        ("generate run hello", "is a reward model, which gives scores and writes no text"),
+        ("train sft.yaml model=run/final output=no", "set method: reward instead of sft"),
+        ("bench cfg.yaml method=reward", "bench times steps of a language model"),
+    ):
+        refused = megatrain(line, code=2).err
+        assert reason in refused and "Traceback" not in refused
 
 
 def test_families_without_a_class_are_refused_before_rows_are_read(megatrain, project):

@@ -79,9 +79,9 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize(("options", "words"), REFUSED.items())
-def test_an_option_without_effect_is_refused(megatrain, options, words):
-    assert megatrain("", *ASK, "1", *options, code=2).err.startswith(f"error: {words}")
+def test_an_option_without_effect_is_refused(megatrain):
+    for options, words in REFUSED.items():
+        assert megatrain("", *ASK, "1", *options, code=2).err.startswith(f"error: {words}")
 
 
 def test_equal_seeds_draw_the_same():

@@ -183,6 +183,7 @@ def test_a_resume_that_is_stopped_while_it_loads_is_resumed(
     same_run(killed, finished_project / "run")
 
 
+@pytest.mark.slow
 def test_a_second_signal_before_the_first_step_stops_at_once(forker, project):
     twice = "import os; from megatrain.recipes import setup; f = setup.prepare\n"
     twice += (
@@ -213,6 +214,7 @@ def test_a_run_in_a_thread_leaves_signals_alone(project):
 # -- kill -9 -------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_kill_9_at_any_moment_costs_no_bit(forker, project):
     draw, folder, kills, resumed = random.Random(5), project / "run", 0, 0
     config = ("precision=bfloat16", "checkpoint.every=1", "train.eval_every=3")

@@ -11,7 +11,6 @@ import pytest
 
 from megatrain.reporting.advice import advise
 from megatrain.reporting.meters import Load, LoadMeter, Reading, read_processes, read_processors
-from megatrain.reporting.metrics import StepTime
 from tests.reporting.test_advice import COMPUTING, CPU, H200, NOTHING, UPDATING, asked
 
 COMPILING = {(7, "cargo"): 1.5, (8, "python"): 0.3, (9, "sshd"): 0.01}  # cores
@@ -44,9 +43,8 @@ def test_others_that_hold_the_cores_are_counted_and_named():
     assert third.words == "other processes use 1.8 of 2 cores (cargo 1.5, python 0.3)"
 
 
-@pytest.mark.parametrize(
-    ("own", "others", "count", "contended"),
-    [
+def test_load_counts_where_nothing_is_left():
+    for own, others, count, contended in [
         (0.2, 1.8, 2, True),
         (1.0, 0.9, 2, True),
         (2.0, 0.0, 2, False),  # it is this run
@@ -54,12 +52,10 @@ def test_others_that_hold_the_cores_are_counted_and_named():
         (0.5, 0.5, 2, False),  # a core is free
         (2.0, 30.0, 64, False),
         (2.0, 60.0, 64, True),
-    ],
-)
-def test_load_counts_where_nothing_is_left(own, others, count, contended):
-    found = meter(own, others, count)
-    found.read()
-    assert found.read().contended is contended
+    ]:
+        found = meter(own, others, count)
+        found.read()
+        assert found.read().contended is contended
 
 
 def test_names_are_looked_up_only_where_they_are_told():
@@ -72,32 +68,29 @@ def test_names_are_looked_up_only_where_they_are_told():
 TAKEN = Load(2, 2.0, 1.8, ("cargo 1.5",))
 
 
-@pytest.mark.parametrize(
-    ("time", "facts", "load", "words"),
-    [
+def test_the_advice_knows_of_it():
+    for time, facts, load, words in [
         (COMPUTING, asked(**CPU), TAKEN, "other processes use 1.8 of 2 cores (cargo 1.5): stop th"),
         (UPDATING, H200, TAKEN, "other processes use 1.8 of 2 cores"),
         (COMPUTING, H200, TAKEN, NOTHING),  # the GPU computes, whatever the cores do
         (COMPUTING, asked(**CPU), Load(2, 2.0, 0.0), NOTHING),
         (UPDATING, H200, None, "raise train.tokens_per_step"),
-    ],
-)
-def test_the_advice_knows_of_it(time: StepTime, facts, load, words):
-    assert advise(time, facts, 0.4, load).startswith(words)
+    ]:
+        assert advise(time, facts, 0.4, load).startswith(words)
 
 
-@pytest.mark.parametrize(("ranks", "seen"), [("1", True), ("2", False)])
-def test_other_ranks_are_no_strangers(ranks, seen):
-    code = (
-        "import sys; from megatrain.reporting.meters import read_processes as r; "
-        "print(any(pid == int(sys.argv[1]) for pid, _ in r()))"
-    )
-    with subprocess.Popen(["sleep", "30"]) as beside:
-        words = [sys.executable, "-c", code, str(beside.pid)]
-        environ = os.environ | {"WORLD_SIZE": ranks}
-        found = subprocess.run(words, env=environ, capture_output=True, text=True, check=True)
-        beside.kill()
-    assert found.stdout.strip() == str(seen)
+def test_other_ranks_are_no_strangers():
+    for ranks, seen in [("1", True), ("2", False)]:
+        code = (
+            "import sys; from megatrain.reporting.meters import read_processes as r; "
+            "print(any(pid == int(sys.argv[1]) for pid, _ in r()))"
+        )
+        with subprocess.Popen(["sleep", "30"]) as beside:
+            words = [sys.executable, "-c", code, str(beside.pid)]
+            environ = os.environ | {"WORLD_SIZE": ranks}
+            found = subprocess.run(words, env=environ, capture_output=True, text=True, check=True)
+            beside.kill()
+        assert found.stdout.strip() == str(seen)
 
 
 def test_the_real_meters_count_what_this_process_does():

@@ -42,43 +42,45 @@ def anatomy_of(model: LlamaForCausalLM) -> Anatomy:
     return Anatomy(blocks, tied, "llama", config.hidden_size, config.vocab_size, None, NO_NAMES)
 
 
-@pytest.mark.parametrize("tied", [True, False])
-def test_flops_are_those_that_torch_runs(tied):
-    layer: Any = {**sizes(32, 80, 4, 2), "vocab_size": 96, "num_hidden_layers": 3}
-    config = LlamaConfig(**layer, tie_word_embeddings=tied)
-    config._attn_implementation = "eager"
-    model = LlamaForCausalLM(config)
-    ids = torch.zeros(2, 7, dtype=torch.long)
-    with FlopCounterMode(display=False) as counter:
-        model(ids).logits.sum().backward()
-    work = ModelFlops.of(anatomy_of(model), config, idle=0)
-    # eager attention multiplies the masked half too
-    causal, full = (12 * 32 * 3 * 2 * (7 * 8 // 2), 12 * 32 * 3 * 2 * 7 * 7)
-    # transformers forms the angles by a product: noise, and not backward
-    rotary = 3 * 2 * 2 * 7 * (config.hidden_size // 4 // 2)
-    run = counter.get_total_flops()
-    assert work.flops([7, 7]) - causal + full == pytest.approx(run, rel=rotary / run)
+def test_flops_are_those_that_torch_runs():
+    for tied in [True, False]:
+        layer: Any = {**sizes(32, 80, 4, 2), "vocab_size": 96, "num_hidden_layers": 3}
+        config = LlamaConfig(**layer, tie_word_embeddings=tied)
+        config._attn_implementation = "eager"
+        model = LlamaForCausalLM(config)
+        ids = torch.zeros(2, 7, dtype=torch.long)
+        with FlopCounterMode(display=False) as counter:
+            model(ids).logits.sum().backward()
+        work = ModelFlops.of(anatomy_of(model), config, idle=0)
+        # eager attention multiplies the masked half too
+        causal, full = (12 * 32 * 3 * 2 * (7 * 8 // 2), 12 * 32 * 3 * 2 * 7 * 7)
+        # transformers forms the angles by a product: noise, and not backward
+        rotary = 3 * 2 * 2 * 7 * (config.hidden_size // 4 // 2)
+        run = counter.get_total_flops()
+        assert work.flops([7, 7]) - causal + full == pytest.approx(run, rel=rotary / run)
 
 
-@pytest.mark.parametrize("family", ["qwen2-moe", "qwen3-moe", "gpt-oss"])  # shared, dense, biased
-def test_of_a_mixture_a_token_s_own_experts_count(family):
+def test_of_a_mixture_a_token_s_own_experts_count():
     """As torch counts them where transformers computes one expert after another: of the grouped
     matmuls that are faster torch 2.13 counts none."""
-    skeleton = Skeleton(tiny_config(family, num_hidden_layers=2), dtype=torch.float32)
-    plain = plain_model(skeleton.config, attention="eager")
-    config: Any = plain.config
-    config._experts_implementation = "eager"
-    ids = torch.arange(14).view(2, 7)
-    with FlopCounterMode(display=False) as counter:
-        plain(ids).logits.sum().backward()
-    products = {aten.mm, aten.addmm}  # attention and rotary angles are batched
-    run = sum(flops for op, flops in counter.get_flop_counts()["Global"].items() if op in products)
-    shape = shape_of(skeleton, 8, [8])
-    work = ModelFlops.of(skeleton.anatomy, skeleton.config, shape.idle_parameters)
-    assert 6 * work.matrix_parameters * 14 == run
-    assert work.active_parameters == shape.active_parameters < shape.parameters
-    tokens_per_s = 14 / 2.0
-    assert work.tflops(14, 2.0) == 6 * shape.active_parameters * tokens_per_s / 1e12
+    for family in ["qwen2-moe", "qwen3-moe", "gpt-oss"]:
+        skeleton = Skeleton(tiny_config(family, num_hidden_layers=2), dtype=torch.float32)
+        plain = plain_model(skeleton.config, attention="eager")
+        config: Any = plain.config
+        config._experts_implementation = "eager"
+        ids = torch.arange(14).view(2, 7)
+        with FlopCounterMode(display=False) as counter:
+            plain(ids).logits.sum().backward()
+        products = {aten.mm, aten.addmm}  # attention and rotary angles are batched
+        run = sum(
+            flops for op, flops in counter.get_flop_counts()["Global"].items() if op in products
+        )
+        shape = shape_of(skeleton, 8, [8])
+        work = ModelFlops.of(skeleton.anatomy, skeleton.config, shape.idle_parameters)
+        assert 6 * work.matrix_parameters * 14 == run
+        assert work.active_parameters == shape.active_parameters < shape.parameters
+        tokens_per_s = 14 / 2.0
+        assert work.tflops(14, 2.0) == 6 * shape.active_parameters * tokens_per_s / 1e12
 
 
 def test_layers_without_attention_s_matrices_pay_for_none():
@@ -113,17 +115,15 @@ def test_a_sliding_window_is_not_paid_for_outside():
 SLIDES: Any = {"use_sliding_window": True, "max_window_layers": 2, "sliding_window": 128}
 
 
-@pytest.mark.parametrize(
-    ("config", "windows"),
-    [
+def test_windows_are_read_off_the_configuration():
+    cases: list[tuple[Any, list[int | None]]] = [
         (MistralConfig(num_hidden_layers=2, sliding_window=4096), [4096, 4096]),
         (MistralConfig(num_hidden_layers=2, sliding_window=None), [None, None]),
         (Qwen2Config(num_hidden_layers=3, **SLIDES), [None, None, 128]),
         (LlamaConfig(num_hidden_layers=2), [None, None]),
-    ],
-)
-def test_windows_are_read_off_the_configuration(config, windows):
-    layouts = [FlatLayout.pack([(f"w{i}", (1, 1), True)]) for i in range(len(windows) + 2)]
-    blocks = tuple(Block(i, str(i), layout) for i, layout in enumerate(layouts))
-    work = ModelFlops.of(Anatomy(blocks, (), "any", 8, 8, None, NO_NAMES), config, idle=0)
-    assert [layer.window for layer in work.attention] == windows
+    ]
+    for config, windows in cases:
+        layouts = [FlatLayout.pack([(f"w{i}", (1, 1), True)]) for i in range(len(windows) + 2)]
+        blocks = tuple(Block(i, str(i), layout) for i, layout in enumerate(layouts))
+        work = ModelFlops.of(Anatomy(blocks, (), "any", 8, 8, None, NO_NAMES), config, idle=0)
+        assert [layer.window for layer in work.attention] == windows
