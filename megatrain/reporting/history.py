@@ -106,7 +106,8 @@ class History:
         self.newest = row
         self.recent_s.append(row["step_s"])
         for name in SUMMED:
-            self.totals[name] += row.get(name) or 0
+            if row.get(name) is not None:  # energy of which nothing is known is not 0
+                self.totals[name] += row[name]
         for name, seconds in (row.get("time") or {}).items():
             self.time[name] += seconds
         if shares := row.get("shares"):

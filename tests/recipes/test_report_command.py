@@ -191,7 +191,9 @@ def test_experts_spikes_and_skipped_steps_are_shown():
 
 
 def test_what_a_run_has_not_is_left_out():
-    shown = titles(data_of(page_of([reported()])))
+    data = data_of(page_of([reported()]))
+    assert "energy" not in {card["name"] for card in data["blocks"][0]["cards"]}
+    shown = titles(data)
     assert not {"MFU", "GPU memory", "busiest expert", "rewards", "samples"} & set(shown)
 
 
