@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import random
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass
@@ -11,8 +10,6 @@ from io import StringIO
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import torch
 from rich.console import Console
 from rich.table import Table
 
@@ -149,7 +146,7 @@ def naming(what: str) -> Iterator[None]:
 
 
 def run_tasks(tasks: Tasks, engine: Engine, model: Model, longest: int) -> TaskResults:
-    """Run the tasks. longest: tokens of a row, at most. Random states stay as they were.
+    """Run the tasks. longest: tokens of a row, at most.
 
     Raises DataError for a task that fails, and ConfigError.
     """
@@ -162,7 +159,7 @@ def run_tasks(tasks: Tasks, engine: Engine, model: Model, longest: int) -> TaskR
         raise ConfigError(f"{tasks.where}: this model has no chat template to apply")
     lm = EngineLM(engine, model, longest)
     # lm-eval prints progress of its own to stdout
-    with naming(tasks.where), own_randomness(), redirect_stdout(StringIO()):
+    with naming(tasks.where), redirect_stdout(StringIO()):
         found: Any = simple_evaluate(
             model=lm,
             tasks=list(tasks.loaded),
@@ -196,17 +193,3 @@ def results_of(found: Mapping[str, Any]) -> TaskResults:
     }
     fewshot = {task: int(n) for task, n in found.get("n-shot", {}).items()}
     return TaskResults(values, errors, counts, fewshot, higher)
-
-
-@contextmanager
-def own_randomness() -> Iterator[None]:
-    """Restore the random states of Python, numpy and torch, which lm-eval seeds."""
-    used = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
-    devices = list(range(torch.cuda.device_count())) if used else []
-    python, of_numpy = random.getstate(), np.random.get_state()
-    with torch.random.fork_rng(devices=devices):
-        try:
-            yield
-        finally:
-            random.setstate(python)
-            np.random.set_state(of_numpy)
