@@ -2,8 +2,8 @@
 
 The store may be older than they are: torchrun keeps its own when it starts all ranks again (torch
 2.13), with the last words of those that died. The number of a restart does not tell starts apart:
-each host counts its own failures. So the first rank makes up a name, and gives it to whoever
-answers now.
+each host counts its own failures. So the first rank makes up a name, and gives it to the
+ranks that answer now.
 
 Waits of this module can be interrupted, those of the library cannot: so it is only asked to connect
 all ranks once all have come.
