@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -96,14 +97,11 @@ class Economy:
     @property
     def kwh_per_million(self) -> float | None:
         """kWh of a million tokens."""
-        return self._per_million(self.kwh)
+        return None if self.kwh is None or not self.tokens else self.kwh * MILLION / self.tokens
 
     @property
     def cost_per_million(self) -> float | None:
-        return self._per_million(self.cost)
-
-    def _per_million(self, value: float | None) -> float | None:
-        return None if value is None or not self.tokens else value * MILLION / self.tokens
+        return None if self.cost is None or not self.tokens else self.cost * MILLION / self.tokens
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-able, derived figures included."""
@@ -219,8 +217,7 @@ class EnergyMeter:
         self._at = clock()
         self._counter_j = gpu.energy_j()
         self._gpu_j = 0.0
-        found = (_Domain.of(folder) for folder in sorted(powercap.glob("intel-rapl:*")))
-        self._domains = [domain for domain in found if domain is not None]
+        self._domains = _domains(powercap)
 
     @property
     def measures_gpu(self) -> bool:
@@ -246,30 +243,30 @@ class EnergyMeter:
 class _Domain:
     """One RAPL counter, in microjoules, which begins at 0 again when it is full."""
 
-    def __init__(self, file: Path, full_uj: int, first_uj: int) -> None:
-        self._file, self._full_uj, self._last_uj, self._sum_uj = file, full_uj, first_uj, 0
-
-    @classmethod
-    def of(cls, folder: Path) -> _Domain | None:
-        """A package's counter or its memory's; None for a part of a package, or if unreadable."""
-        try:
-            name = (folder / "name").read_text().strip()
-            if not (name.startswith("package") or name == "dram"):
-                return None
-            full_uj = int((folder / "max_energy_range_uj").read_text())
-            return cls(folder / "energy_uj", full_uj, int((folder / "energy_uj").read_text()))
-        except (OSError, ValueError):
-            return None
+    def __init__(self, folder: Path) -> None:
+        """Raises OSError or ValueError if it cannot be read."""
+        self._file, self._sum_uj = folder / "energy_uj", 0
+        self._full_uj = int((folder / "max_energy_range_uj").read_text())
+        self._last_uj = int(self._file.read_text())
 
     def read(self) -> float:
         """Joules since it was opened; a counter that cannot be read any more stands still."""
-        try:
+        with suppress(OSError, ValueError):
             now = int(self._file.read_text())
-        except (OSError, ValueError):
-            now = self._last_uj
-        self._sum_uj += now - self._last_uj + (self._full_uj if now < self._last_uj else 0)
-        self._last_uj = now
+            self._sum_uj += now - self._last_uj + (self._full_uj if now < self._last_uj else 0)
+            self._last_uj = now
         return self._sum_uj / 1e6
+
+
+def _domains(powercap: Path) -> list[_Domain]:
+    """Counters of processors and of their memory, as far as they can be read; not those of parts
+    of a processor."""
+    found = []
+    for folder in sorted(powercap.glob("intel-rapl:*")):
+        with suppress(OSError, ValueError):
+            if (folder / "name").read_text().startswith(("package", "dram")):
+                found.append(_Domain(folder))
+    return found
 
 
 def _plus(left: float | None, right: float | None, sign: int = 1) -> float | None:

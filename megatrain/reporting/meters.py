@@ -43,21 +43,17 @@ def peak_host_bytes(ranks: int = 1) -> int:
 
 
 def _descendants(pid: int) -> list[int]:
-    """The processes that a process started, and those that these started.
+    """The processes that a process has started, and those that these have started.
 
-    It is asked after every step, and psutil would look at every process of the machine.
+    Read after every step, when psutil would look at every process of the machine.
     """
     try:  # Linux lists them by the thread that started them
         lists = [path.read_bytes() for path in Path(f"/proc/{pid}/task").glob("*/children")]
     except OSError:  # a thread has ended
         lists = []
-    if not lists:
-        return _descendants_by_psutil(pid)
-    children = [int(word) for text in lists for word in text.split()]
-    return children + [each for child in children for each in _descendants(child)]
-
-
-def _descendants_by_psutil(pid: int) -> list[int]:
+    if lists:
+        children = [int(word) for text in lists for word in text.split()]
+        return children + [each for child in children for each in _descendants(child)]
     try:
         return [child.pid for child in psutil.Process(pid).children(recursive=True)]
     except psutil.NoSuchProcess:

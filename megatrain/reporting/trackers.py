@@ -51,13 +51,11 @@ class Wandb:
     def __init__(self, run: Tracked) -> None:
         import wandb
 
-        _own_folder(run.run_dir / "wandb")
+        folder = _own_folder(run.run_dir / "wandb")
         offline = "WANDB_MODE" not in os.environ and not wandb.api.api_key
         if offline:
-            logger.warning(
-                f"wandb: not logged in, so the run is kept in {run.run_dir / 'wandb'}; upload it "
-                "with `wandb sync`, or log in with `wandb login`"
-            )
+            upload = "upload it with `wandb sync`, or log in with `wandb login`"
+            logger.warning(f"wandb: not logged in, so the run is kept in {folder}; {upload}")
         self._run: Any = wandb.init(
             project=os.environ.get("WANDB_PROJECT", PROJECT),
             id=run.id,
@@ -183,8 +181,7 @@ def tracking(
 
 
 def _id_of(run_dir: Path) -> str:
-    """The run's id with trackers, which is made at its beginning and kept in its folder, if that
-    can be done."""
+    """The run's id with trackers, which is made at its beginning and kept in its folder."""
     file, new = run_dir / ID_FILE, uuid.uuid4().hex[:8]
     try:
         with open(file, opener=_as_it_is) as kept:
@@ -201,12 +198,12 @@ def _id_of(run_dir: Path) -> str:
 
 
 def _as_it_is(path: str, flags: int) -> int:
-    """Open a file of the run folder, not what a link leads to, and without waiting for a pipe."""
+    """Open a file of the run folder, not the target of a link, and without waiting for a pipe."""
     return os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
 
 
 def _own_folder(folder: Path) -> Path:
-    """The folder, if it is one of the run's own. Raises OSError for a link that leads elsewhere."""
+    """The folder. Raises OSError for a link, which leads elsewhere."""
     if folder.is_symlink():
         raise OSError(f"{folder} is a symbolic link; remove it")
     return folder

@@ -180,6 +180,9 @@ class Liveness:
             elif here and not _lives(int(process)):
                 return LastWords(rank, host, f"(process {process}) has died", world.rank)
             elif silent:
+                if here:  # a launcher would wait for it
+                    with suppress(OSError):
+                        os.kill(int(process), signal.SIGKILL)
                 sentence = f"has said nothing for {SILENT_S:.0f} s"
                 return LastWords(rank, host, sentence, world.rank)
         return None
