@@ -26,9 +26,9 @@ from megatrain.recipes import setup
 from megatrain.recipes.bench_result import BenchResult, BenchStep
 from megatrain.recipes.describe import choices_in_words, environment_of, facts_of, work_of
 from megatrain.recipes.ranks.barrier import check_ranks
+from megatrain.recipes.ranks.context_parallel import micro_batch_of, sharing
 from megatrain.recipes.ranks.device import bind
 from megatrain.recipes.ranks.rendezvous import as_rank
-from megatrain.recipes.row_pieces import micro_batch_of, sharing
 from megatrain.recipes.setup import Parts
 from megatrain.recipes.shapes import shape_model
 from megatrain.reporting.advice import advise

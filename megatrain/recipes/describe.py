@@ -24,8 +24,8 @@ from megatrain.machine.profile import installed_version
 from megatrain.planner.plan import Plan
 from megatrain.recipes.loop import Run
 from megatrain.recipes.optimizers import decided_of_optimizer
+from megatrain.recipes.ranks.context_parallel import micro_batch_of
 from megatrain.recipes.report import ENVIRONMENT_FILE, PLAN_FILE
-from megatrain.recipes.row_pieces import micro_batch_of
 from megatrain.recipes.sample import sample
 from megatrain.recipes.setup import Parts, prices_of
 from megatrain.recipes.signals import StopRequest

@@ -29,12 +29,12 @@ from megatrain.recipes.early_stopping import (
     is_better,
     out_of_patience,
 )
-from megatrain.recipes.measured import measure, metrics_of
 from megatrain.recipes.model import Model
 from megatrain.recipes.ranks.barrier import awaiting
 from megatrain.recipes.report import LiveReport
 from megatrain.recipes.sample import EvalPrompt, answers_to
 from megatrain.recipes.signals import Stopped, StopRequest
+from megatrain.recipes.step_metrics import measure, metrics_of
 from megatrain.recipes.sweeps import evaluated
 from megatrain.reporting.advice import Facts
 from megatrain.reporting.energy import Energy, EnergyMeter

@@ -40,11 +40,11 @@ from megatrain.recipes.opened import Opened, in_run_folder
 from megatrain.recipes.opening import Ready, open_run
 from megatrain.recipes.place import check_links, check_place
 from megatrain.recipes.ranks.barrier import check_alike, check_ranks, check_rows_of_a_step
+from megatrain.recipes.ranks.context_parallel import micro_batch_of, sharing, step_tokens
 from megatrain.recipes.ranks.device import bind
 from megatrain.recipes.ranks.launch import ranks_for
 from megatrain.recipes.ranks.multi_gpu import beside_others
 from megatrain.recipes.ranks.rendezvous import as_rank
-from megatrain.recipes.row_pieces import micro_batch_of, sharing, step_tokens
 from megatrain.recipes.rows import open_rows, say_rows, say_steps
 from megatrain.recipes.sample import check_sample_prompt, eval_prompts
 from megatrain.recipes.setup import Parts

@@ -45,12 +45,12 @@ from megatrain.recipes.day import day_of
 from megatrain.recipes.model import Model, read_model, suited
 from megatrain.recipes.nvme import least, nvme_room
 from megatrain.recipes.optimizers import make_optimizer
+from megatrain.recipes.ranks.context_parallel import check_divides, check_shared
 from megatrain.recipes.remarks import (
     say_if_config_has_another,
     say_if_without_bfloat16,
     say_what_takes_several,
 )
-from megatrain.recipes.row_pieces import check_divides, check_shared
 from megatrain.recipes.this_machine import find_machine
 from megatrain.reporting.energy import Economy, Prices, planned_economy, planned_power
 from megatrain.reporting.words import human_bytes

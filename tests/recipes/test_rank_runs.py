@@ -350,7 +350,7 @@ def test_a_signal_to_any_stops_all_after_the_step_and_saves(project):
             "half of the steps have at most 1 row, work for at most 1 GPU, not for 2",
         ),
         (f"{SHARED}=3", 2, f"{SHARED}: 3 GPUs of a host cannot share sequences where 2 train"),
-        (f"{SHARED}=2 method=dpo", 2, f"{SHARED}: 2 cannot be had with method: dpo, a loss over"),
+        (f"{SHARED}=2 method=dpo", 2, f"{SHARED}: 2 does not work with method: dpo, whose loss"),
     ],
 )
 def test_what_is_not_built_is_refused_and_said_once(project, keys, code, words):

@@ -1,4 +1,4 @@
-"""What a step took on this rank, and on all."""
+"""Metrics of a step: seconds, energy and memory on this rank and on all, for metrics.jsonl."""
 
 from __future__ import annotations
 
@@ -20,11 +20,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Measured:
-    """A step's seconds, energy and memory.
-
-    Attributes:
-        slowest: the rank that computed longest; None where there is one.
-    """
+    """Seconds, energy and memory of a step. slowest: the rank that computed longest, of several."""
 
     seconds: float
     time: StepTime
@@ -35,11 +31,13 @@ class Measured:
 
 
 def measure(run: Run, seconds: float, time: StepTime, measured: Energy) -> Measured:
-    """What a step took: the seconds and memory of the rank that has most, energy and host RAM of
-    all. All ranks call it."""
-    given, world = run.config.economy, run.engine.world
-    gpu_w = given.gpu_power_w if run.gpu_name else None
-    drawn = measured.or_given(seconds, gpu_w, given.host_power_w)
+    """Measure a step: seconds and memory of the rank that has most, energy and host RAM of all.
+
+    All ranks call it.
+    """
+    economy, world = run.config.economy, run.engine.world
+    gpu_w = economy.gpu_power_w if run.gpu_name else None
+    drawn = measured.or_given(seconds, gpu_w, economy.host_power_w)
     if world.local_rank:  # another one counts the host
         drawn = Energy(drawn.gpu_j, None)
     host = peak_host_bytes(world.local_size)
@@ -68,7 +66,7 @@ def _of_all(world: World, mine: Measured) -> Measured:
 def metrics_of(
     run: Run, batch: StepBatch, result: StepResult, rate: float, took: Measured
 ) -> StepMetrics:
-    """A line of metrics.jsonl for the step that was just made."""
+    """The line of metrics.jsonl for the step that was just taken."""
     ranks, seconds = run.engine.world.size, took.seconds
     mfu = run.work.mfu(batch.lengths, seconds, run.gpu_name)
     mfu = None if mfu is None else mfu / ranks

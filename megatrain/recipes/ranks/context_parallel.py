@@ -1,4 +1,4 @@
-"""Ranks that share sequences (train.context_parallel), and what a micro-batch is to them.
+"""Checks and counts of ranks that share sequences (train.context_parallel).
 
 The config and the loader count tokens of whole sequences; a plan counts those that a rank computes,
 of sequences as long as its piece.
@@ -22,7 +22,7 @@ logger = logging.getLogger("megatrain")
 
 
 def sharing(config: Config, world: World) -> World:
-    """The world in which as many ranks share sequences as the config says. Raises ConfigError."""
+    """The world with `train.context_parallel` ranks to a sequence. Raises ConfigError."""
     check_divides(config, world.local_size)
     return world.sharing_sequences(config.train.context_parallel)
 
@@ -39,14 +39,14 @@ def check_divides(config: Config, ranks: int) -> None:
 
 
 def check_shared(config: Config, resolved: Resolved) -> None:
-    """Raise ConfigError for what ranks that share sequences do not do; say what plans leave out."""
+    """Raise ConfigError for what does not work with shared sequences; warn of what plans leave out."""
     pieces, where = config.train.context_parallel, config.where("train.context_parallel")
     if pieces == 1:
         return
     if isinstance(resolved.loss, SequenceLoss):
         raise ConfigError(
-            f"{where}: {pieces} cannot be had with method: {config.method}, a loss over whole "
-            "sequences; set 1"
+            f"{where}: {pieces} does not work with method: {config.method}, whose loss is over "
+            "whole sequences; set 1"
         )
     balances, compiled = resolved.router_aux_loss_coef > 0, resolved.compile is True
     check_pieces(pieces, resolved.skeleton, compiled, balances, where)
