@@ -39,7 +39,7 @@ def check_divides(config: Config, ranks: int) -> None:
 
 
 def check_shared(config: Config, resolved: Resolved) -> None:
-    """Raise ConfigError for what does not work with shared sequences; warn of what plans leave out."""
+    """Raise ConfigError for what sequences cannot be shared with; warn of what plans leave out."""
     pieces, where = config.train.context_parallel, config.where("train.context_parallel")
     if pieces == 1:
         return
