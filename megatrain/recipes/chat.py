@@ -32,6 +32,7 @@ from megatrain.recipes.sample import (
 )
 from megatrain.recipes.setup import quiet_libraries
 
+HELD_TOKENS = 8192  # of a conversation whose weights stay on the device
 LEAST_SHARE = 4  # an answer may have this part of the model's positions, at least
 
 logger = logging.getLogger("megatrain")
@@ -70,8 +71,14 @@ class Chat:
         self._max_new_tokens, self._sampling = max_new_tokens, sampling
         self._choose = sampling.chooser()
         self._held = ExitStack()
-        self._whole: Any = None  # the weights on the device
-        self._tokens = 0  # for whose keys and values there is room beside them
+        # for whose keys and values there is room beside the weights
+        self._tokens = min(HELD_TOKENS, positions_of(model) or HELD_TOKENS)
+        self._whole: Any = self._held.enter_context(engine.whole(self._tokens))
+        if self._whole is None:
+            logger.warning(
+                "the weights have no room to stay on the device: each answer fetches them, or each "
+                "token streams all of them once"
+            )
 
     def answer(
         self,
@@ -123,21 +130,11 @@ class Chat:
         return turns, ids_of(self._model, [*self._system, *turns])
 
     def _generate(self, input_ids: torch.Tensor, room: int, ends: list[int], choose: Choose) -> Any:
-        """As `Engine.generate`, by weights that stay on the device."""
-        if (needed := input_ids.numel() + room) > self._tokens:
-            first = self._whole is not None or not self._tokens
-            for self._tokens in (2 * needed, needed):  # later turns need more
-                self.close()  # what is free is known only without them
-                self._whole = self._held.enter_context(self._engine.whole(self._tokens))
-                if self._whole is not None:
-                    break
-            if self._whole is None and first:
-                logger.warning(
-                    "the weights have no room on the device: each token streams all of them once"
-                )
-        if self._whole is None:
-            return self._engine.generate_streamed(input_ids, room, ends, choose)
-        return generated(self._whole, input_ids.to(self._engine.device), room, ends, choose)
+        """As `Engine.generate`, by the weights that stay on the device, if they do."""
+        if self._whole is not None and input_ids.numel() + room <= self._tokens:
+            return generated(self._whole, input_ids.to(self._engine.device), room, ends, choose)
+        self.close()  # what is free is known only without them
+        return self._engine.generate(input_ids, room, ends, choose)
 
     def forget(self) -> None:
         """Forget all turns, and begin again with the first random number."""
