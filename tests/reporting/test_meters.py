@@ -55,40 +55,37 @@ def test_children_are_counted():
     assert peak_host_bytes() - before < 100 * MIB
 
 
-FORKING = f"""
-import os, signal
-from megatrain.reporting.meters import peak_host_bytes
+def printed(code: str) -> list[int]:
+    """Figures that a new process prints; `block` and `peak` are there."""
+    head = (
+        "import mmap, os, signal\nfrom megatrain.reporting.meters import peak_host_bytes as peak\n"
+    )
+    command = [sys.executable, "-c", head + code]
+    out = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    return [int(word) for word in out.split()]
+
+
+def test_pages_that_children_share_are_not_counted_for_each():
+    (more,) = printed(f"""
 block = bytearray(b"x" * {200 * MIB})
-alone, pids = peak_host_bytes(), []
+alone, pids = peak(), []
 for _ in range(4):
     if not (pid := os.fork()):
         signal.pause()
     pids.append(pid)
-print(peak_host_bytes() - alone)
+print(peak() - alone)
 for pid in pids:
     os.kill(pid, signal.SIGKILL)
-"""
-
-
-SHARING = f"""
-import mmap
-from megatrain.reporting.meters import peak_host_bytes
-shared = mmap.mmap(-1, {200 * MIB})
-shared.write(b"x" * {200 * MIB})
-print(peak_host_bytes(), peak_host_bytes(4))
-"""
-
-
-def test_pages_that_children_share_are_not_counted_for_each():
-    command = [sys.executable, "-c", FORKING]
-    printed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    assert int(printed) < 250 * MIB
+""")
+    assert more < 250 * MIB
 
 
 def test_memory_that_ranks_have_in_common_is_divided_among_them():
-    command = [sys.executable, "-c", SHARING]
-    printed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    alone, one_of_four = (int(word) for word in printed.split())
+    alone, one_of_four = printed(f"""
+shared = mmap.mmap(-1, {200 * MIB})
+shared.write(b"x" * {200 * MIB})
+print(peak(), peak(4))
+""")
     assert alone >= 200 * MIB
     assert alone - one_of_four == pytest.approx(150 * MIB, abs=MIB)
 
