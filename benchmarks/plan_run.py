@@ -194,7 +194,7 @@ def batches(case: Case, micro_batch_tokens: int, number: int) -> list[dict[str, 
 def measure(case: Case, device: str, steps: int) -> dict[str, Any]:
     """Plan, train, and report predicted and measured bytes and seconds; of a plan that is refused,
     that it was."""
-    from megatrain.engine.build import choose_device
+    from megatrain.engine.request import choose_device
 
     where = choose_device(device)
     plan = plan_case(case, where.type)

@@ -17,10 +17,9 @@ from pathlib import Path
 
 from benchmarks.write_page import filled
 from megatrain.errors import PlanError
-from megatrain.recipes.another_machine import another_machine
-from megatrain.recipes.optimizers import make_optimizer
-from megatrain.recipes.setup import make_run_plan, prepare, quiet_libraries
-from megatrain.recipes.shapes import bench_config, shape_model
+from megatrain.recipes.model import bench_config, shape_model
+from megatrain.recipes.planned_machine import planned_machine
+from megatrain.recipes.setup import plan_run, quiet_libraries, request_of, resolve_run
 
 PAGE = Path(__file__).parent.parent / "docs" / "what-fits.md"
 MODELS = (
@@ -59,15 +58,15 @@ def row(model: str, gpu: str) -> Sequence[str]:
     """Cells for one model and GPU, one for each size of RAM."""
     quiet_libraries()
     first = bench_config(model, STEP)
-    parts = prepare(first, shape_model(first), another_machine(first, gpu=gpu, ram=RAM[0]))
+    described = shape_model(first)
+    known = resolve_run(first, described, planned_machine(first, gpu=gpu, ram=RAM[0]))
     cells = []
     for ram in RAM:
         for moments, words in MOMENTS.items():
             config = bench_config(model, [*STEP, f"optimizer.moments={moments}"])
-            machine = another_machine(config, gpu=gpu, ram=ram)
-            optimizer = make_optimizer(config)
-            resolved = replace(parts.resolved, machine=machine, optimizer=optimizer)
-            plan = make_run_plan(replace(parts, config=config, resolved=resolved))
+            machine = planned_machine(config, gpu=gpu, ram=ram)
+            request = request_of(config, described)
+            plan = plan_run(config, replace(known, machine=machine, request=request))
             try:
                 plan.check()
             except PlanError:

@@ -89,10 +89,11 @@ OPTIONS = (
            "Host threads that update weights."),
 )  # fmt: skip
 OPTION = {option.field: option for option in OPTIONS}
-FOLDER = "[FOLDER]"
+FOLDER, NORM = ANY = "[FOLDER]", "1.0"  # examples: any other value will do, too
 KEYS = {option.field: option.key for option in OPTIONS if option.key} | {
     "compile": "compile",
     "nvme_folders": "memory.nvme",
+    "max_grad_norm": "train.max_grad_norm",
 }
 
 
@@ -112,6 +113,7 @@ EXCLUSIONS = (
     Exclusion("cheap_retention", "compile", True, "only compiled layers can save selectively"),
     Exclusion("retained_on_host", "offload_activations", True,
               "saved activations are offloaded together with activation checkpoints"),
+    Exclusion("second_backward", "max_grad_norm", NORM, "without clipping no norm is waited for"),
     Exclusion("second_backward", "groups", 1, _CHECKPOINTS),
     Exclusion("second_backward", "retained", 0, _CHECKPOINTS),
     Exclusion("second_backward", "retained_on_host", 0, _CHECKPOINTS),
@@ -125,8 +127,8 @@ def contradiction(values: Mapping[str, object], *, in_config: bool) -> tuple[str
     in_config: name keys of the config and YAML values, not fields and Python values.
     """
     for rule in EXCLUSIONS:
-        other = values[rule.other]
-        met = bool(other) if rule.needs is FOLDER else other == rule.needs
+        other = values.get(rule.other)
+        met = bool(other) if rule.needs in ANY else other == rule.needs
         if values[rule.field] and other is not None and not met:
             if in_config:
                 needed = "true" if rule.needs is True else rule.needs

@@ -173,7 +173,7 @@ def auto_precision_is_float32() -> Iterator[None]:
     """As on a processor that is not fast at bf16, which takes half as long again for tiny products
     and is asked for by name where runs have to be the same in it."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("megatrain.engine.build.bf16_is_fast", lambda kind: False)
+        patch.setattr("megatrain.engine.request.bf16_is_fast", lambda kind: False)
         yield
 
 

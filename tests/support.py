@@ -11,9 +11,9 @@ import torch
 import transformers
 from torch import Tensor, nn
 
-from megatrain.engine.build import prepare
+from megatrain.engine.constructors import arguments_of
 from megatrain.engine.engine import Engine
-from megatrain.engine.resolved import Weights
+from megatrain.engine.request import Request
 from megatrain.engine.verify import copy_weights
 from megatrain.losses import NextToken, Targets
 from megatrain.models import plain
@@ -277,8 +277,8 @@ def engine_of(
         **options,
     }
     settings = settings or Settings(head_chunk_tokens=7)
-    prepared = prepare(config, settings=settings, weights=Weights(None), **options)
-    engine = Engine(**prepared.arguments(), world=world)
+    request = Request.of_keywords(config, settings=settings, **options)
+    engine = Engine(**arguments_of(request), world=world)
     if weights is None:
         weights = drawn(Drawn(f"{type(config).__name__} {config.to_dict()}", config))
     copy_weights(weights, engine)

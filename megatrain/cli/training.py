@@ -122,7 +122,7 @@ def plan(
     shape_alone = not names_config(target)
     if shape_alone:
         find_shape(target)
-        from megatrain.recipes.shapes import bench_config
+        from megatrain.recipes.model import bench_config
 
         settings = bench_config(target, given)
     else:
@@ -171,7 +171,7 @@ def bench(
 
     if not names_config(target):
         find_shape(target)
-    from megatrain.recipes.shapes import bench_config
+    from megatrain.recipes.model import bench_config
 
     settings = bench_config(target, [*shorts, *given])
     on_several(settings)

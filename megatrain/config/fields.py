@@ -300,11 +300,9 @@ class Config(Options):
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        if self.memory.second_backward is True and self.train.max_grad_norm is None:
-            reason = "without train.max_grad_norm no norm is waited for; set a norm, or remove this"
-            refuse("memory.second_backward", reason)
         compiles = None if self.compile == "auto" else self.compile
         given = self.asked() | {"compile": compiles, "nvme_folders": self.memory.nvme or ()}
+        given["max_grad_norm"] = self.train.max_grad_norm or 0
         if found := contradiction(given, in_config=True):
             refuse(*found)
         if self.memory.nvme is None and self.memory.nvme_size != "auto":

@@ -15,7 +15,7 @@ from typing import TypeVar
 import torch
 
 from megatrain.engine.batches import Batch, objective_of
-from megatrain.engine.build import check_settings, check_world
+from megatrain.engine.checks import check_settings, check_world
 from megatrain.engine.constructors import Constructors
 from megatrain.engine.context import computing
 from megatrain.engine.landing import AppliedGradients

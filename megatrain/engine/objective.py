@@ -133,7 +133,7 @@ def agreed(
     counts, tokens, shared = Counter[str](), 0, world.pieces > 1
     if shared and objective.of_sequences is not None:
         raise ConfigError(
-            f"context_parallel: {world.pieces} cannot be had with {type(objective.loss).__name__}, "
+            f"context_parallel: {world.pieces} does not work with {type(objective.loss).__name__}, "
             "a loss over whole sequences; set 1"
         )
     outline = [(b["input_ids"].shape, int(b["input_ids"].sum())) for b in batches if shared]

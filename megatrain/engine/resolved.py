@@ -1,4 +1,4 @@
-"""A training job on one machine, with everything decided but what the planner decides."""
+"""From a request and a machine to a plan: what both decide together, and the planner's question."""
 
 from __future__ import annotations
 
@@ -13,12 +13,20 @@ from typing import Any, Literal, cast
 
 import torch
 
+from megatrain.engine.checks import check_positions
 from megatrain.engine.head import token_logprobs
-from megatrain.engine.objective import AnyLoss
-from megatrain.engine.routing import balanced_on_meta
-from megatrain.losses import SequenceLoss, next_token
-from megatrain.machine.hardware import Hardware, drive_of
-from megatrain.machine.profile import MachineProfile
+from megatrain.engine.request import Request, choose_device, choose_precision, skeleton_of
+from megatrain.engine.routing import balanced_on_meta, check_groups, coefficient_of
+from megatrain.errors import ConfigError
+from megatrain.losses import SequenceLoss
+from megatrain.machine.hardware import (
+    Hardware,
+    disk_free,
+    drive_of,
+    keep_caches_small,
+    read_hardware,
+)
+from megatrain.machine.profile import MachineProfile, known_or_typical, with_drives
 from megatrain.memory.layout import FlatLayout
 from megatrain.models.anatomy import layouts_of
 from megatrain.models.experts import holds_experts
@@ -28,8 +36,11 @@ from megatrain.optim import AdamW, Lion, Muon, Optimizer
 from megatrain.optim.elementwise import MOMENTS
 from megatrain.optim.muon import check_ranks
 from megatrain.planner.cost.shape import ModelShape, layer_chunks, shape_of
-from megatrain.planner.job import Job, WholeUpdate
+from megatrain.planner.job import Job, StepTokens, WholeUpdate
+from megatrain.planner.memory import disk_bytes
+from megatrain.planner.plan import Plan, make_plan
 from megatrain.planner.search import most_micro_batch_tokens
+from megatrain.settings import contradiction
 from megatrain.world import ALONE, World
 
 logger = logging.getLogger("megatrain")
@@ -69,120 +80,136 @@ class Machine:
     peers: bool = True
     alone: Machine | None = None
 
-
-@dataclass(frozen=True)
-class Weights:
-    """Where weights come from: a folder, a GGUF file or a hub id; None draws them at random."""
-
-    source: str | None
-    revision: str | None = None
-    trust_remote_code: bool = False
+    @classmethod
+    def of(cls, request: Request) -> Machine:
+        """This machine with one GPU, at rates that are known or typical; nothing is measured."""
+        device = choose_device(request.device)
+        precision = choose_precision(request.precision, device)
+        keep_caches_small()
+        hardware = read_hardware(request.output, device.type)
+        profile = known_or_typical(hardware)
+        profile, assumed = with_drives(profile, request.nvme_folders, hardware)
+        return cls(device, precision, hardware, profile, drives_assumed=assumed)
 
 
 @dataclass(frozen=True)
 class Resolved:
-    """A job on one machine, decided once from a config or from keywords; nothing is allocated yet.
+    """A request on one machine, with everything decided but what the planner decides.
 
     Attributes:
-        compile: fuse the element-wise parts of layers and loss, or of the "loss" alone.
         router_aux_loss_coef: weight of the routers' balancing loss; 0: none.
+        compile: fuse the element-wise parts of layers and loss, or of the "loss" alone.
         packed_to: tokens of the sequences into which examples are packed; None: one example each.
         lengths_vary: sequences are of variable length, so that micro-batches are padded and seldom
             have the same shape twice.
-        nvme_folders: folders for what host RAM has no room for.
-        gpu_limit: bytes of GPU memory to use; None: what is free.
-        loss: what is minimised.
-        pieces: of each sequence, on as many ranks that share it.
     """
 
+    request: Request
     machine: Machine
     skeleton: Skeleton
     shape: ModelShape
-    optimizer: Optimizer
-    max_grad_norm: float | None
     router_aux_loss_coef: float
-    seq_len: int
     compile: bool | Literal["loss"]
     packed_to: int | None
     lengths_vary: bool
-    weights: Weights
-    seed: int = 0
-    attention: str = "auto"
-    nvme_folders: tuple[Path, ...] = ()
-    gpu_limit: int | None = None
-    loss: AnyLoss = next_token
-    pieces: int = 1
-
-    @property
-    def least_tokens(self) -> int:
-        """Tokens of the smallest micro-batch that holds any row: a pair is two sequences."""
-        return least_tokens(self.loss, self.seq_len)
 
 
-def least_tokens(loss: AnyLoss, seq_len: int) -> int:
-    """`Resolved.least_tokens`."""
-    return 2 * seq_len if isinstance(loss, SequenceLoss) and loss.of_pairs else seq_len
+def resolve(request: Request, machine: Machine) -> Resolved:
+    """Decide what depends on model and machine, and dry-run the model; allocates nothing.
 
-
-def resolve(
-    skeleton: Skeleton,
-    machine: Machine,
-    *,
-    optimizer: Optimizer,
-    max_grad_norm: float | None,
-    router_aux_loss_coef: float,
-    seq_len: int,
-    weights: Weights,
-    packing: bool | Literal["auto"] | None = None,
-    compile: bool | Literal["auto", "loss"] = "auto",
-    micro_batch_tokens: int | None = None,
-    layer_chunk_tokens: int | Literal["auto"] | None = "auto",
-    seed: int = 0,
-    attention: str = "auto",
-    nvme_folders: Sequence[Path] = (),
-    gpu_limit: int | None = None,
-    loss: AnyLoss = next_token,
-    pieces: int = 1,
-) -> Resolved:
-    """Decide what depends on model and machine, and dry-run the model. Raises ModelError, and
-    ConfigError for an optimizer that several ranks cannot use.
-
-    Args:
-        packing: of examples into sequences of `seq_len`; None: all rows are full.
-        micro_batch_tokens, layer_chunk_tokens: the user's, or None and "auto".
-        pieces: as `Resolved` has it. What depends on micro-batches is found for pieces.
+    Raises ModelError, and ConfigError for what the model or the machine cannot do.
     """
-    check_ranks(optimizer, machine.ranks * machine.hosts)
-    packed = packs(skeleton, packing, seq_len, machine.device, pieces)
-    lengths_vary = packing is not None and not packed
-    compiled = compiles(skeleton, machine, compile, lengths_vary or pieces > 1)
-    device, mixture = machine.device.type, holds_experts(skeleton.layers)
-    least = piece_tokens(least_tokens(loss, seq_len), pieces)
-    sizes = micro_batch_sizes(least, device, micro_batch_tokens, mixture, pieces)
-    with balanced_on_meta(skeleton, router_aux_loss_coef):
+    where, seq_len, pieces = request.where, request.seq_len, request.context_parallel
+    assert seq_len is not None, "only a step of known size is planned"
+    check_ranks(request.optimizer, machine.ranks * machine.hosts)
+    skeleton, device = skeleton_of(request, machine.precision), machine.device
+    check_positions(skeleton, seq_len, where("seq_len"))
+    if request.packing is True and not skeleton.separates_documents(device):
+        why = skeleton.why_together(device) if device.type != "cpu" else ""
+        raise ConfigError(
+            f"{where('packing')}: a {skeleton.anatomy.family} model does not keep examples apart "
+            f"that are packed into one sequence{f' ({why})' if why else ''}; set data.packing: "
+            "false"
+        )
+    name = where("router_aux_loss_coef")
+    coefficient = coefficient_of(skeleton, request.router_aux_loss_coef, name)
+    check_groups(coefficient, request.asked.get("groups"), "train.", where("groups"))
+    asked = request.asked.get("micro_batch_tokens")
+    if asked is not None and asked < request.least_tokens:
+        row = "one row" if request.least_tokens == seq_len else "a pair of rows"
+        raise ConfigError(
+            f"{where('micro_batch_tokens')}: {asked} cannot hold {row} of train.seq_len {seq_len} "
+            "tokens; raise it or lower seq_len"
+        )
+    packed = packs(skeleton, request.packing, seq_len, device, pieces)
+    lengths_vary = request.packing is not None and not packed
+    # what depends on micro-batches is found for pieces of sequences
+    compiled = compiles(skeleton, machine, request.compile, lengths_vary or pieces > 1)
+    least, mixture = piece_tokens(request.least_tokens, pieces), holds_experts(skeleton.layers)
+    sizes = micro_batch_sizes(least, device.type, asked, mixture, pieces)
+    with balanced_on_meta(skeleton, coefficient):
         shape = shape_of(
             skeleton,
             piece_tokens(seq_len, pieces),
             sizes,
             head_loss=next_token_on_meta if skeleton.anatomy.labels is None else scores_on_meta,
-            runs_on=device,
+            runs_on=device.type,
             padded=packed,  # not rows padded at their ends: causal attention needs no mask for them
             compiled=compiled is True,
             fp8=machine.precision == "fp8",
-            layer_chunks=layer_chunks(layer_chunk_tokens, max(sizes)),
+            layer_chunks=layer_chunks(request.asked.get("layer_chunk_tokens") or None, max(sizes)),
         )
+    packed_to = seq_len if packed else None
     return Resolved(
-        *(machine, skeleton, shape, optimizer, max_grad_norm, router_aux_loss_coef, seq_len),
-        compile=compiled,
-        packed_to=seq_len if packed else None,
-        lengths_vary=lengths_vary,
-        weights=weights,
-        seed=seed,
-        attention=attention,
-        nvme_folders=tuple(nvme_folders),
-        gpu_limit=gpu_limit,
-        loss=loss,
-        pieces=pieces,
+        request, machine, skeleton, shape, coefficient, compiled, packed_to, lengths_vary
+    )
+
+
+def plan_of(
+    resolved: Resolved,
+    *,
+    checkpoints_written: int | None = None,
+    step_tokens: tuple[StepTokens, ...] = (),
+    trained_share: float = 1.0,
+    suggest: bool = False,
+) -> Plan:
+    """The plan of a resolved request. Never raises for lack of memory: `Plan.check` does.
+
+    Args:
+        checkpoints_written: by the run, if known.
+        step_tokens, trained_share: as in `planner.job.Job`, once the rows were read.
+        suggest: find out what would make it faster, too.
+
+    Raises ConfigError for options that exclude each other.
+    """
+    request, machine = resolved.request, resolved.machine
+    fixed = {**request.asked, "compile": resolved.compile, "nvme_folders": request.nvme_folders}
+    # only now is `compile: auto` settled
+    if request.asked and (found := contradiction(fixed, in_config=True)):
+        raise ConfigError(f"{request.where(found[0])}: {found[1]}")
+    job = make_job(
+        resolved,
+        step_tokens=step_tokens,
+        trained_share=trained_share,
+        checkpoints_written=checkpoints_written,
+    )
+    room = room_for_nvme(request, machine.hardware, sum(disk_bytes(job, resolved.shape).values()))
+    rooms = [room for room in machine.world.every(room) if room is not None]
+    plan = make_plan(
+        job,
+        resolved.shape,
+        machine.hardware,
+        machine.profile,
+        suggest=suggest,
+        gpu_limit=request.gpu_limit,
+        host_limit=request.host_limit,
+        nvme_limit=min(rooms, default=None),
+    )
+    return replace(
+        plan,
+        drives_assumed=tuple(map(str, machine.drives_assumed)),
+        ranks_assumed=machine.together_assumed,
+        made_of=resolved,
     )
 
 
@@ -191,27 +218,26 @@ def piece_tokens(tokens: int, pieces: int) -> int:
     return -(-tokens // pieces)
 
 
-def make_job(resolved: Resolved, *, tokens_per_step: int, **given: Any) -> Job:
-    """The planner's question.
-
-    given: options that the user sets, in tokens and rows of whole sequences, and further fields of
-        `planner.job.Job` that follow neither from the model nor from the machine.
-    """
-    optimizer, skeleton, pieces = resolved.optimizer, resolved.skeleton, resolved.pieces
-    if given.get("micro_batch_tokens") is not None:
-        given["micro_batch_tokens"] = piece_tokens(given["micro_batch_tokens"], pieces)
-    if given.get("rows_per_step") is not None:
-        given["rows_per_step"] *= pieces
+def make_job(resolved: Resolved, **known: Any) -> Job:
+    """The planner's question. known: fields of `planner.job.Job` about rows and checkpoints."""
+    request, machine, skeleton = resolved.request, resolved.machine, resolved.skeleton
+    optimizer, pieces, rows = request.optimizer, request.context_parallel, request.rows_per_step
+    asked, seq_len, loss = {**request.asked}, request.seq_len, request.loss
+    assert seq_len is not None
+    if asked.get("micro_batch_tokens") is not None:
+        asked["micro_batch_tokens"] = piece_tokens(asked["micro_batch_tokens"], pieces)
+    tokens_per_step = request.tokens_per_step or (rows or 1) * seq_len
     return Job(
-        precision=resolved.machine.precision,
-        tokens_per_step=max(tokens_per_step, resolved.least_tokens),  # a row at least
-        seq_len=piece_tokens(resolved.seq_len, pieces),
-        least_tokens=piece_tokens(resolved.least_tokens, pieces),
+        precision=machine.precision,
+        tokens_per_step=max(tokens_per_step, request.least_tokens),  # a row at least
+        rows_per_step=None if rows is None else rows * pieces,
+        seq_len=piece_tokens(seq_len, pieces),
+        least_tokens=piece_tokens(request.least_tokens, pieces),
         pieces=pieces,
-        head_twice=isinstance(resolved.loss, SequenceLoss),
-        refers=isinstance(resolved.loss, SequenceLoss) and resolved.loss.reference,
-        whole_step=isinstance(resolved.loss, SequenceLoss) and resolved.loss.whole_step,
-        clipping=resolved.max_grad_norm is not None,
+        head_twice=isinstance(loss, SequenceLoss),
+        refers=isinstance(loss, SequenceLoss) and loss.reference,
+        whole_step=isinstance(loss, SequenceLoss) and loss.whole_step,
+        clipping=request.max_grad_norm is not None,
         balances_routers=resolved.router_aux_loss_coef > 0,
         state_bytes=state_bytes(optimizer, skeleton),
         whole_update=whole_update(optimizer, skeleton),
@@ -223,14 +249,41 @@ def make_job(resolved: Resolved, *, tokens_per_step: int, **given: Any) -> Job:
         fp8_share=Fp8Policy().share(skeleton.layers),
         compiled=resolved.compile is True,
         fused_loss=bool(resolved.compile),
-        draws_weights=resolved.weights.source is None,
+        activations=request.activations,
+        draws_weights=request.source is None,
         lengths_vary=resolved.lengths_vary,
-        nvme_drives=len({drive_of(folder) for folder in resolved.nvme_folders}),
-        ranks=resolved.machine.ranks,
-        hosts=resolved.machine.hosts,
-        peers=resolved.machine.peers,
-        **given,
+        nvme_drives=len({drive_of(folder) for folder in request.nvme_folders}),
+        ranks=machine.ranks,
+        hosts=machine.hosts,
+        peers=machine.peers,
+        transport=transport_of(request, machine),
+        wire=request.wire,
+        checkpoints_kept=request.checkpoints_kept,
+        keeps_best=request.keeps_best,
+        **asked,
+        **known,
     )
+
+
+def transport_of(request: Request, machine: Machine) -> str:
+    """How weights come to a host's GPUs: the user's choice, or what these can do."""
+    if request.transport != "auto":
+        return request.transport
+    return "gather" if machine.peers or machine.hosts > 1 else "read"
+
+
+def room_for_nvme(request: Request, hardware: Hardware, checkpoint_bytes: int) -> int | None:
+    """Bytes that fit into the folders on NVMe, which hold equal shares; None without folders.
+
+    checkpoint_bytes: these take room on the drive of the run's own folder.
+    """
+    own = drive_of(request.output)
+    beside = hardware.disk_free_bytes - checkpoint_bytes
+
+    def free(folder: Path) -> int:
+        return beside if drive_of(folder) == own else disk_free(folder)
+
+    return room_on_drives(request.nvme_folders, free, request.nvme_limit)
 
 
 def room_on_drives(

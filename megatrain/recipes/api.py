@@ -11,7 +11,7 @@ from megatrain.config.fields import check_prompts, check_sources
 from megatrain.errors import ConfigError
 from megatrain.planner.plan import Plan
 from megatrain.recipes import inspect, run
-from megatrain.recipes.shapes import bench_config
+from megatrain.recipes.model import bench_config
 from megatrain.recipes.tasks import TaskOptions
 from megatrain.reporting.summary import RunSummary
 from megatrain.storage import export as exporting

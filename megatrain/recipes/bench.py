@@ -7,9 +7,11 @@ import statistics
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
+from dataclasses import asdict, dataclass
 from datetime import date
 from functools import partial
 from pathlib import Path
+from typing import Any, ClassVar
 
 import torch
 from rich.console import Console
@@ -17,34 +19,133 @@ from rich.console import Console
 from megatrain.config import Config
 from megatrain.engine.context import deterministic
 from megatrain.engine.engine import Engine
+from megatrain.engine.resolved import Resolved
 from megatrain.engine.results import StepResult
 from megatrain.errors import ConfigError
 from megatrain.losses import next_token
 from megatrain.methods import METHODS
 from megatrain.planner.plan import Plan
-from megatrain.recipes import setup
-from megatrain.recipes.bench_result import BenchResult, BenchStep
 from megatrain.recipes.describe import choices_in_words, environment_of, facts_of, work_of
+from megatrain.recipes.model import shape_model, suited
+from megatrain.recipes.planned_machine import find_machine
 from megatrain.recipes.ranks.barrier import check_ranks
 from megatrain.recipes.ranks.context_parallel import micro_batch_of, sharing
 from megatrain.recipes.ranks.device import bind
 from megatrain.recipes.ranks.rendezvous import as_rank
-from megatrain.recipes.setup import Parts
-from megatrain.recipes.shapes import shape_model
+from megatrain.recipes.setup import memory_errors, plan_run, quiet_libraries, resolve_run
 from megatrain.reporting.advice import advise
 from megatrain.reporting.meters import GpuMeter, allocator_retries, peak_host_bytes
 from megatrain.reporting.metrics import StepTime
 from megatrain.reporting.progress import logging_on
 from megatrain.reporting.streams import console_on
-from megatrain.reporting.summary import Predicted
+from megatrain.reporting.summary import Predicted, print_rows, step_seconds
 from megatrain.reporting.tracing import claim, computing_seconds, record_timeline
-from megatrain.reporting.words import bound_in_words, human_parameters
+from megatrain.reporting.words import (
+    bound_in_words,
+    human_bytes,
+    human_parameters,
+    human_seconds,
+    time_in_words,
+)
 from megatrain.world import ALONE, World
 
 LONGEST_TRACED_S = 60.0  # of a step that is run once more to see when kernels run
 
 Batches = list[dict[str, torch.Tensor]]
 Step = Callable[[], StepResult]
+
+
+@dataclass(frozen=True)
+class BenchStep:
+    """One measured step. retries: of the GPU's allocator (`meters.allocator_retries`)."""
+
+    seconds: float
+    loss: float
+    grad_norm: float | None
+    time: StepTime
+    retries: int
+
+
+@dataclass(frozen=True)
+class BenchResult:
+    """Rates are those of the median step."""
+
+    model: str
+    parameters: int
+    active_parameters: int  # that act on a token: fewer in a mixture of experts
+    layers: int
+    tokens: int  # of a step, all of them real
+    step_s: Predicted  # measured: the median
+    tokens_per_s: float
+    tflops: float  # of each rank: 6 x active parameters x tokens / seconds
+    mfu: float | None  # of each; None where the device's peak is unknown
+    gpu_busy: float | None  # share of the step in which kernels run; None: not measured
+    time: StepTime  # where the seconds of all measured steps went, on the first rank
+    host: Predicted  # a whole host
+    gpu: Predicted  # that of which most is taken
+    memory: dict[str, int | None]  # peaks as counted, in bytes
+    advice: str
+    choices: str
+    ranks: int  # that made the steps
+    setup_s: float  # to allocate, pin and draw the weights
+    warmup_steps: tuple[BenchStep, ...]
+    steps: tuple[BenchStep, ...]
+    plan: dict[str, Any]
+    config: dict[str, Any]
+    environment: dict[str, Any]
+    exit_code: ClassVar[int] = 0
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-able. `step_s` is the measured figure, predictions stand under `predicted`."""
+        figures = asdict(self)
+        for name in ("host", "gpu", "memory"):
+            del figures[name]
+        planned = {"step_s": self.step_s, "host_bytes": self.host, "gpu_peak_bytes": self.gpu}
+        return {
+            **figures,
+            "step_s": self.step_s.measured,
+            "shares": self.time.shares(),
+            **self.memory,
+            "predicted": {name: figure.predicted for name, figure in planned.items()},
+            "error": {name: figure.error for name, figure in planned.items()},
+        }
+
+    def render(self, console: Console) -> None:
+        """Print the figures and the advice."""
+        print_rows(console, self.model, self._rows())
+
+    def _rows(self) -> list[tuple[str, str]]:
+        seconds = [step.seconds for step in self.steps]
+        spread = f"median of {len(seconds)}, {min(seconds):.3g} to {max(seconds):.3g}"
+        each = f" each of {self.ranks} GPUs" if self.ranks > 1 else ""
+        rates = f"{self.tflops:,.3g} TFLOP/s{each}, {self.tokens_per_s:,.0f} tokens/s"
+        peak = "" if self.mfu is None else f", {self.mfu:.0%} of the GPU's peak"
+        busy = "" if self.gpu_busy is None else f"; kernels run {self.gpu_busy:.1%} of it"
+        parameters = human_parameters(self.parameters, self.active_parameters)
+        first, last = (*self.warmup_steps, *self.steps)[0], self.steps[-1]
+        rows = [
+            ("model", f"{parameters}, {self.layers} layers"),
+            ("run", f"{self.tokens:,} tokens per step, {self.choices}"),
+            ("step", f"{self.step_s.words(step_seconds)}; {spread}"),
+            ("loss", f"{first.loss:.4f} in the first step, {last.loss:.4f} in the last"),
+            ("rate", rates + peak),
+            ("time", time_in_words(self.time) + busy),
+            ("planned", phases_in_words(self.plan["timing"])),
+            ("host memory", self.host.words(human_bytes)),
+        ]
+        if self.gpu.measured is not None:
+            rows.append(("GPU memory", self.gpu.words(human_bytes) + self._retries()))
+        return [*rows, ("start-up", human_seconds(self.setup_s)), ("advice", self.advice)]
+
+    def _retries(self) -> str:
+        retries = sum(step.retries for step in self.steps)
+        return f"; {retries} times it was full, and cached memory was given back" if retries else ""
+
+
+def phases_in_words(timing: dict[str, Any]) -> str:
+    """A step's phases and what bounds each: `forward 1.58 s (update), head 0.52 s (compute)`."""
+    phases, bounds = timing["phases"].items(), timing["bound_by"]
+    return ", ".join(f"{name} {s:.3g} s ({bounds[name]})" for name, s in phases if s)
 
 
 def bench(
@@ -81,26 +182,26 @@ def _bench(
     profile: Path | None,
     world: World,
 ) -> BenchResult:
-    setup.quiet_libraries()
+    quiet_libraries()
     profile = profile if world.is_first else None
     if profile is not None:
         claim(profile)
     console = console_on(stderr=True, highlight=False, quiet=not world.is_first)
     with ExitStack() as stack:
         stack.enter_context(logging_on(console))
-        parts = prepare_shape(config, layers, world)
-        plan = setup.make_run_plan(parts, checkpoints_written=0)
+        resolved = resolve_shape(config, layers, world)
+        plan = plan_run(config, resolved, checkpoints_written=0)
         plan.check()
         model = human_parameters(plan.parameters, plan.active_parameters)
         console.print(f"{model}, {choices_in_words(plan)}", soft_wrap=True)
-        stack.enter_context(setup.memory_errors(plan))
+        stack.enter_context(memory_errors(plan))
         stack.enter_context(deterministic(config.train.deterministic))
-        bind(world, parts.machine.device)
+        bind(world, resolved.machine.device)
         started = time.perf_counter()
-        engine = stack.enter_context(setup.make_engine(parts, plan))
+        engine = stack.enter_context(Engine.open_plan(plan))
         meter = stack.enter_context(GpuMeter(engine.device))
         setup_s = time.perf_counter() - started
-        draw = partial(drawn_step, engine, parts.config, plan)
+        draw = partial(drawn_step, engine, config, plan)
         measured = measure(draw, warmup, steps, same_batch, console)
         memory = of_all(engine.world, memory_of(engine, meter))  # before the profiler's own
         computing_s = None
@@ -109,7 +210,7 @@ def _bench(
             computing_s = computing_seconds(draw(0), engine.device)
         if engine.world.told(profile is not None):
             traced(draw(0), profile, engine.device, console)
-    return result_of(parts, plan, measured, warmup, setup_s, memory, computing_s)
+    return result_of(config, plan, measured, warmup, setup_s, memory, computing_s)
 
 
 def traced(step: Step, profile: Path | None, device: torch.device, console: Console) -> None:
@@ -124,8 +225,11 @@ def traced(step: Step, profile: Path | None, device: torch.device, console: Cons
     console.print(f"{where}: open it in ui.perfetto.dev", soft_wrap=True)
 
 
-def prepare_shape(config: Config, layers: int | None, world: World = ALONE) -> Parts:
-    """`prepare` for a model that has a configuration, but no files. Raises ConfigError."""
+def resolve_shape(config: Config, layers: int | None, world: World = ALONE) -> Resolved:
+    """Resolve the config's run for a model that has a configuration, but no files.
+
+    Raises ConfigError.
+    """
     if METHODS[config.method].scores:
         raise ConfigError(
             f"{config.where('method')}: bench times steps of a language model; set method: sft, of "
@@ -133,7 +237,8 @@ def prepare_shape(config: Config, layers: int | None, world: World = ALONE) -> P
         )
     check_ranks(config, world)
     world = sharing(config, world)
-    return setup.prepare(config, shape_model(config, layers), may_measure=True, world=world)
+    model = suited(shape_model(config, layers), config)
+    return resolve_run(config, model, find_machine(config, may_measure=True, world=world))
 
 
 def drawn_step(engine: Engine, config: Config, plan: Plan, seed: int) -> Step:
@@ -206,7 +311,7 @@ def of_all(world: World, mine: dict[str, int | None]) -> dict[str, int | None]:
 
 
 def result_of(
-    parts: Parts,
+    config: Config,
     plan: Plan,
     measured: list[BenchStep],
     warmup: int,
@@ -215,12 +320,13 @@ def result_of(
     computing_s: float | None,
 ) -> BenchResult:
     """Rates are those of the median step."""
-    config, machine, anatomy = parts.config, parts.machine, parts.resolved.skeleton.anatomy
+    resolved: Resolved = plan.made_of
+    machine, anatomy = resolved.machine, resolved.skeleton.anatomy
     steps, gpu, seq_len = measured[warmup:], machine.hardware.gpu, config.train.seq_len
     step_s = statistics.median(step.seconds for step in steps)
     rows, ranks = rows_of(config, plan), plan.job.size
-    tokens, shape = rows * seq_len, parts.resolved.shape
-    work = work_of(parts)
+    tokens, shape = rows * seq_len, resolved.shape
+    work = work_of(plan)
     mfu = work.mfu([seq_len] * rows, step_s * ranks, gpu.name if gpu else None)
     spent = sum((step.time for step in steps), StepTime())
     used = {"device": machine.device.type, "precision": machine.precision}
@@ -239,7 +345,7 @@ def result_of(
         host=Predicted(plan.host_bytes * plan.job.ranks, memory["host_bytes"]),
         gpu=Predicted(plan.gpu_bytes or None, memory["gpu_peak_bytes"]),
         memory=memory,
-        advice=advise(spent, facts_of(parts, plan), mfu),
+        advice=advise(spent, facts_of(config, plan), mfu),
         choices=choices_in_words(plan),
         ranks=ranks,
         setup_s=setup_s,

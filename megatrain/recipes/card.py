@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping
 from os.path import expanduser  # leaves `~nobody` as it is, where Path's raises
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from megatrain.config import Config
 from megatrain.config.document import plain, read_yaml
@@ -18,13 +18,11 @@ from megatrain.machine.hardware import GIB
 from megatrain.methods import METHODS
 from megatrain.models.pretrained import HUB_ID, cached_source
 from megatrain.recipes.report import Reported
+from megatrain.recipes.state import Run
 from megatrain.reporting.history import NOT_DRAWN, read_history
 from megatrain.reporting.metrics import read_metrics
 from megatrain.reporting.words import human_seconds
 from megatrain.storage.run_folder import CARD
-
-if TYPE_CHECKING:
-    from megatrain.recipes.loop import Run
 
 HEAD = re.compile(r"---\r?\n(.*?\n)---\s*(?:\n|$)", re.DOTALL)  # of a card: YAML
 LICENSE = ("license", "license_name", "license_link")

@@ -11,6 +11,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from megatrain.config import Config
 from megatrain.config.resuming import (
     CONFIG_FILE,
     KEPT_CHOICES,
@@ -18,17 +19,16 @@ from megatrain.config.resuming import (
     RESOLVED_FILE,
     with_absolute_paths,
 )
-from megatrain.engine.resolved import Machine
+from megatrain.engine.resolved import Machine, Resolved
 from megatrain.machine.hardware import update_threads
 from megatrain.machine.profile import installed_version
 from megatrain.planner.plan import Plan
-from megatrain.recipes.loop import Run
-from megatrain.recipes.optimizers import decided_of_optimizer
 from megatrain.recipes.ranks.context_parallel import micro_batch_of
 from megatrain.recipes.report import ENVIRONMENT_FILE, PLAN_FILE
 from megatrain.recipes.sample import sample
-from megatrain.recipes.setup import Parts, prices_of
+from megatrain.recipes.setup import decided_of_optimizer, prices_of
 from megatrain.recipes.signals import StopRequest
+from megatrain.recipes.state import Ready, Run
 from megatrain.reporting.advice import Facts
 from megatrain.reporting.energy import Economy
 from megatrain.reporting.meters import peak_host_bytes
@@ -58,18 +58,18 @@ PACKAGES = (
 )
 
 
-def decided(parts: Parts, plan: Plan) -> dict[str, Any]:
+def decided(ready: Ready) -> dict[str, Any]:
     """The values of keys that the config leaves open."""
-    chosen = {option.key: getattr(plan.choices, option.field) for option in OPTIONS if option.key}
-    return chosen | {
-        "train.micro_batch_tokens": micro_batch_of(parts.config, plan),
-        "data.packing": parts.resolved.packed_to is not None,
-        "data.date": parts.day.isoformat(),
-        "precision": parts.machine.precision,
-        "compile": parts.resolved.compile,
-        "train.router_aux_loss_coef": parts.resolved.router_aux_loss_coef,
-        "device": parts.machine.device.type,
-        **decided_of_optimizer(parts.config),
+    choices, resolved = ready.plan.choices, ready.resolved
+    return {option.key: getattr(choices, option.field) for option in OPTIONS if option.key} | {
+        "train.micro_batch_tokens": micro_batch_of(ready.config, ready.plan),
+        "data.packing": resolved.packed_to is not None,
+        "data.date": ready.day.isoformat(),
+        "precision": resolved.machine.precision,
+        "compile": resolved.compile,
+        "train.router_aux_loss_coef": resolved.router_aux_loss_coef,
+        "device": resolved.machine.device.type,
+        **decided_of_optimizer(ready.config),
     }
 
 
@@ -80,14 +80,14 @@ def decided_for_ranks(plan: Plan) -> dict[str, Any]:
     return {SUMS: plan.choices.sums_on_device, RANKS: plan.job.size}
 
 
-def describe_run(parts: Parts, plan: Plan) -> None:
+def describe_run(ready: Ready) -> None:
     """Write the config, the choices, the plan and the environment; log the choices."""
-    if not parts.machine.world.is_first:
+    if not ready.machine.world.is_first:
         return
-    folder, config = parts.config.output, with_absolute_paths(parts.config)
-    environment = environment_of(parts.machine)
+    plan, folder, config = ready.plan, ready.config.output, with_absolute_paths(ready.config)
+    environment = environment_of(ready.machine)
     # first: by it a folder is known as a run's
-    write_text(folder / RESOLVED_FILE, config.with_values(decided(parts, plan)).to_yaml())
+    write_text(folder / RESOLVED_FILE, config.with_values(decided(ready)).to_yaml())
     write_text(folder / CONFIG_FILE, config.to_yaml())
     write_text(folder / PLAN_FILE, json.dumps(plan.to_dict(), indent=1) + "\n")
     write_text(folder / ENVIRONMENT_FILE, json.dumps(environment, indent=1) + "\n")
@@ -177,30 +177,32 @@ def choices_in_words(plan: Plan) -> str:
     return f"{machine.precision} on {machine.device.type}: {', '.join(words)}"
 
 
-def work_of(parts: Parts) -> ModelFlops:
+def work_of(plan: Plan) -> ModelFlops:
     """The arithmetic of the model that is trained."""
-    shape, anatomy = parts.resolved.shape, parts.resolved.skeleton.anatomy
-    return ModelFlops.of(anatomy, parts.model.config, shape.idle_parameters)
+    resolved: Resolved = plan.made_of
+    anatomy, config = resolved.skeleton.anatomy, resolved.request.config
+    return ModelFlops.of(anatomy, config, resolved.shape.idle_parameters)
 
 
-def facts_of(parts: Parts, plan: Plan, resumed: bool = False) -> Facts:
+def facts_of(config: Config, plan: Plan, resumed: bool = False) -> Facts:
     """The facts of a run that the advice is based on, besides times.
 
     resumed: the config then holds the planner's former choices, which the user did not ask for.
     """
-    config, hardware, choices = parts.config, parts.machine.hardware, plan.choices
-    blocks = len(parts.resolved.shape.block_numel)
+    choices, resolved = plan.choices, plan.made_of
+    shape, hardware = resolved.shape, resolved.machine.hardware
+    blocks = len(shape.block_numel)
     idle = update_threads(hardware.physical_cores) - choices.update_threads
     asked = {KEYS[name] for name, value in config.asked().items() if value is not None}
     budgets = {"memory.gpu": config.memory.gpu, "memory.host": config.memory.host}
     asked |= {key for key, value in budgets.items() if value != "auto"}
     return Facts(
-        cuda=parts.machine.device.type == "cuda",
+        cuda=resolved.machine.device.type == "cuda",
         compiled=plan.job.compiled,
         tokens_per_step=plan.job.tokens_per_step,
         groups=choices.groups,
         layers=blocks - 2,
-        recomputed=parts.resolved.shape.layers_back - choices.retained - choices.retained_on_host,
+        recomputed=shape.layers_back - choices.retained - choices.retained_on_host,
         streams=choices.resident < blocks,
         second_backward=choices.second_backward,
         update_threads=choices.update_threads,
@@ -209,13 +211,13 @@ def facts_of(parts: Parts, plan: Plan, resumed: bool = False) -> Facts:
     )
 
 
-def summarize(run: Run, plan: Plan, seconds: float, stop: StopRequest | None) -> RunSummary:
+def summarize(run: Run, seconds: float, stop: StopRequest | None) -> RunSummary:
     """The summary of this start, which took `seconds`, with a sampled answer of the model; the
     first rank's on all.
 
     stop: the request that ended the run early; None if it came to its end.
     """
-    question, reply, folder = None, None, run.config.output
+    question, reply, plan, folder = None, None, run.plan, run.config.output
     metric = run.config.checkpoint.metric
     if stop is None:
         question, reply = sample(run.engine, run.model, run.held_out, run.config.sample_prompt)

@@ -8,18 +8,15 @@ from __future__ import annotations
 import logging
 import math
 import shlex
-from typing import TYPE_CHECKING
 
 from safetensors.torch import save
 
 from megatrain.data.loader import StepBatch
 from megatrain.engine.results import StepResult
 from megatrain.errors import DivergedError, StorageError
+from megatrain.recipes.state import Run
 from megatrain.storage.hashed_file import write_bytes
 from megatrain.storage.saves import prove
-
-if TYPE_CHECKING:
-    from megatrain.recipes.loop import Run
 
 NON_FINITE_IN_A_ROW = 5  # one bad batch is skipped; this many mean that the weights are lost
 SPIKES_KEPT = 10  # batches of a process

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from megatrain.engine.build import choose_device
+from megatrain.engine.request import choose_device
 from megatrain.errors import ConfigError, StorageError
 from megatrain.machine import profile as profiles
 from megatrain.machine.hardware import Hardware, drive_name, one_of_each_drive, read_hardware

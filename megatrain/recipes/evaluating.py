@@ -19,9 +19,8 @@ from megatrain.data.build import Expected
 from megatrain.data.dataset import Rows
 from megatrain.errors import ConfigError, DataError
 from megatrain.models.classifiers import is_classifier
-from megatrain.recipes.day import day_of
 from megatrain.recipes.model import Model
-from megatrain.recipes.rows import read_rows
+from megatrain.recipes.rows import day_of, read_rows
 from megatrain.storage.restore import read_about
 from megatrain.storage.saves import STATE, with_state
 

@@ -15,9 +15,8 @@ from megatrain.config.resuming import CONFIG_FILE, RESOLVED_FILE
 from megatrain.data.dataset import IndexArray, Rows
 from megatrain.data.micro_batches import MicroBatch, ReferenceArray, held_out_batches
 from megatrain.data.show import show_rows, summary
-from megatrain.engine.build import choose_device
 from megatrain.engine.engine import Engine
-from megatrain.engine.resolved import least_tokens
+from megatrain.engine.request import choose_device, least_tokens
 from megatrain.errors import ConfigError
 from megatrain.losses import SequenceLoss
 from megatrain.models.rotary import regimes_of

@@ -5,23 +5,16 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
-from typing import Any
 
 from megatrain.config import Config
-from megatrain.data.dataset import Rows
-from megatrain.data.loader import Loader, StepBatch
-from megatrain.data.micro_batches import ReferenceArray
-from megatrain.engine.engine import Engine
-from megatrain.engine.objective import AnyLoss
+from megatrain.data.loader import StepBatch
 from megatrain.errors import DivergedError, MegaTrainError, StorageError
 from megatrain.heartbeat import BYTES_WRITTEN
-from megatrain.optim.schedules import SCHEDULES, warmup_steps
 from megatrain.recipes.card import model_card
+from megatrain.recipes.describe import describe_run
 from megatrain.recipes.divergence import stop_if_lost, way_back
 from megatrain.recipes.early_stopping import (
     Figures,
@@ -29,90 +22,20 @@ from megatrain.recipes.early_stopping import (
     is_better,
     out_of_patience,
 )
-from megatrain.recipes.model import Model
 from megatrain.recipes.ranks.barrier import awaiting
-from megatrain.recipes.report import LiveReport
-from megatrain.recipes.sample import EvalPrompt, answers_to
+from megatrain.recipes.sample import answers_to
 from megatrain.recipes.signals import Stopped, StopRequest
+from megatrain.recipes.state import BEGINNING, Run
 from megatrain.recipes.step_metrics import measure, metrics_of
 from megatrain.recipes.sweeps import evaluated
-from megatrain.reporting.advice import Facts
-from megatrain.reporting.energy import Energy, EnergyMeter
-from megatrain.reporting.meters import GpuMeter, LoadMeter
-from megatrain.reporting.metrics import MetricsWriter, Spikes, SteadyTime, StepTime, write_samples
-from megatrain.reporting.mfu import ModelFlops
-from megatrain.reporting.progress import Progress
+from megatrain.reporting.metrics import StepTime, write_samples
 from megatrain.reporting.tracing import record_timeline
 from megatrain.storage.checkpoint import save_checkpoint, write_final
-from megatrain.storage.run_folder import RunLock, checkpoint_name
+from megatrain.storage.run_folder import checkpoint_name
 
 logger = logging.getLogger("megatrain")
 
 TRACED_STEP = 3  # of a process: the first compiles, the second is the first to wait for an update
-# Where a new run stands; a checkpoint keeps where it stands then.
-BEGINNING: dict[str, Any] = {"step": 0, "tokens": 0, "best": {}, "non_finite": 0, "waited": 0}
-
-
-@dataclass
-class Run:
-    """Everything a loop needs, and where it stands."""
-
-    config: Config
-    model: Model
-    engine: Engine
-    loss: AnyLoss
-    loader: Loader
-    held_out: Rows | None
-    held_out_references: ReferenceArray | None  # of a method with a reference model
-    sweep_tokens: int  # padded tokens of held-out rows that share one sweep of the weights
-    writer: MetricsWriter
-    report: LiveReport
-    progress: Progress
-    meter: GpuMeter
-    energy: EnergyMeter
-    work: ModelFlops
-    gpu_name: str | None
-    total_steps: int
-    facts: Facts  # what the advice goes by, besides times
-    lock: RunLock | None  # None: another rank has it
-    describe: Callable[[], None]  # writes what describes the run into its folder
-    asked: Mapping[str, Any]  # of the config and of held-out rows, kept with every checkpoint
-    step: int  # finished ones, skipped ones included
-    tokens: int
-    best: dict[str, Any]  # step and figure, by its name, of the best evaluation
-    non_finite: int  # steps in a row
-    waited: int  # evaluations since the best one
-    first_step: int  # where this process began
-    first_tokens: int
-    recent: Spikes  # of loss and norm
-    prompts: Sequence[EvalPrompt]  # that evaluations answer
-    unproven: Path | None = None  # the last checkpoint, until the step after it was finite
-    # newer than the checkpoint asked for: the next save removes them
-    abandoned: Sequence[Path] = ()
-    spikes: int = 0  # of this process
-    trace: Path | None = None  # the file for the timeline of one step
-    steady: SteadyTime = field(default_factory=SteadyTime)
-    load: LoadMeter = field(default_factory=LoadMeter)
-    advice: str = ""  # the latest
-    spent_s: float = 0.0  # in the steps of this process
-    spent: Energy = field(default_factory=lambda: Energy(0.0, 0.0))
-
-    def next_step(self) -> int:
-        """Its number."""
-        return self.step + 1
-
-    @property
-    def learning_rate(self) -> float:
-        """The rate of the next step."""
-        train = self.config.train
-        return SCHEDULES[train.schedule](
-            self.step,
-            base=train.learning_rate,
-            total_steps=self.total_steps,
-            warmup_steps=warmup_steps(train.warmup, self.total_steps),
-            min_ratio=train.min_lr_ratio,
-            decay_share=train.decay or 0.0,  # wsd alone has it
-        )
 
 
 def fit(run: Run, stop: StopRequest) -> bool:
@@ -358,7 +281,7 @@ def write_folder_anew(run: Run) -> None:
         said = "was removed or replaced while the run goes on; it is written anew"
         logger.warning(f"{folder}: {said}")
         run.lock.retake()
-        run.describe()
+        describe_run(run)
         run.writer.reopen()
         return (folder / checkpoint_name(run.best.get("step", -1))).is_dir()
 

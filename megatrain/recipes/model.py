@@ -1,15 +1,16 @@
-"""The model of a run as its files describe it, and what has changed in them since it began."""
+"""The model of a run as its files describe it, or as a named shape."""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from os.path import expanduser  # leaves `~nobody` as it is, where Path's raises
 from pathlib import Path
-from typing import TYPE_CHECKING
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
 
-from megatrain.config import Config
+from megatrain.config import Config, load_config, names_config
 from megatrain.data.named_templates import find_template
 from megatrain.errors import ConfigError, DataError, ModelError
 from megatrain.methods import METHODS
@@ -18,8 +19,10 @@ from megatrain.models.pretrained import (
     code_of,
     digests_of,
     load_config_and_tokenizer,
+    read_model_config,
     resolve_source,
 )
+from megatrain.models.shapes import SHAPES, set_depth
 from megatrain.models.stops import about_added, with_stops
 from megatrain.storage.manifest import check_description
 from megatrain.storage.safetensors_reader import check_shards
@@ -31,6 +34,8 @@ if TYPE_CHECKING:
     from megatrain.models.skeleton import Skeleton
 
 TEMPLATE = "data.chat_template"
+# random tokens need none
+NO_TOKENIZER: Any = SimpleNamespace(pad_token_id=None, eos_token_id=None)
 
 
 @dataclass(frozen=True)
@@ -59,7 +64,7 @@ class Model:
 
     @property
     def about_stops(self) -> str:
-        """What is said of tokens that saved generation settings get; empty for none."""
+        """A notice of stop tokens that saved generation settings get; empty for none."""
         return about_added(with_stops(self.config, self.tokenizer, self.generation)[1])
 
 
@@ -123,7 +128,7 @@ def digest_of_template(name: str | None) -> dict[str, str]:
 
 
 def check_weights(source: str, *, needed: bool = True) -> None:
-    """Look whether a local folder holds the weights that it says, before anything takes long.
+    """Check that a local folder holds the weights that its index names, before anything takes long.
 
     needed: false allows a folder without any. Raises ModelError and StorageError.
     """
@@ -135,10 +140,61 @@ def check_weights(source: str, *, needed: bool = True) -> None:
 
 
 def check_tensors(skeleton: Skeleton, source: str) -> None:
-    """Look whether the weights that a local folder holds are the model's, before anything takes
-    long. Raises ModelError and StorageError."""
+    """Check that the weights of a local folder are the model's, before anything takes long.
+
+    Raises ModelError and StorageError.
+    """
     folder = Path(expanduser(source))
     headless = skeleton.anatomy.labels is not None  # its head may be drawn
     if headless or not folder.is_dir() or not any(folder.glob("*.safetensors")):
         return
     check_headers(skeleton.anatomy, skeleton.constants, resolve_source(folder))
+
+
+# -- shapes: models without weights ----------------------------------------------------------------
+
+
+def bench_config(target: str, overrides: Sequence[str] | Mapping[str, Any] = ()) -> Config:
+    """The config of a benchmark, whose weights start at random whatever a file says.
+
+    target: a config file, or a model folder, hub id or named shape, for which defaults are taken.
+
+    Raises ConfigError.
+    """
+    full_rows = {  # pre-training of the model on rows of full length
+        "model": {"config": target, "init": "random"},
+        "method": "pretrain",
+        "data": {"train": "random tokens", "eval": None},
+    }
+    config = load_config(target if names_config(target) else full_rows, overrides)
+    if config.model.init == "random":
+        return config
+    drawn = {"model.path": None, "model.config": config.model.source, "model.init": "random"}
+    return config.with_values(drawn)
+
+
+def shape_model(config: Config, layers: int | None = None) -> Model:
+    """A model that has a configuration, but no files. Raises ModelError."""
+    return Model(shape_config(config, layers), NO_TOKENIZER, None)
+
+
+def shape_config(config: Config, layers: int | None = None) -> PretrainedConfig:
+    """transformers' configuration of the config's model. A folder of a shape's name wins.
+
+    layers: another depth than the model's own.
+
+    Raises ModelError.
+    """
+    from transformers import AutoConfig
+
+    model = config.model
+    if model.source in SHAPES and not Path(model.source).exists():
+        described: PretrainedConfig = AutoConfig.for_model(**SHAPES[model.source])
+        longest = max(described.max_position_embeddings, config.train.seq_len)
+        described.max_position_embeddings = longest  # random weights know no position
+    else:
+        found = resolve_source(model.source, model.revision, weights=False)
+        described = read_model_config(found, model.trust_remote_code)
+    if layers is not None:
+        set_depth(described, layers)
+    return described

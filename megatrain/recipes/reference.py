@@ -19,7 +19,6 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -33,13 +32,11 @@ from megatrain.errors import StorageError
 from megatrain.heartbeat import may_end_here
 from megatrain.losses import SequenceLoss
 from megatrain.machine.profile import installed_version
+from megatrain.recipes.state import Ready
 from megatrain.recipes.sweeps import sweeps
 from megatrain.reporting.progress import Progress
 from megatrain.storage.restore import Resumable, read_about
 from megatrain.version import VERSION
-
-if TYPE_CHECKING:
-    from megatrain.recipes.opening import Ready
 
 logger = logging.getLogger("megatrain")
 
@@ -195,8 +192,8 @@ def _keep(path: Path, body: bytes) -> None:
 
 
 def refers(ready: Ready) -> bool:
-    """True if the run's method has a reference."""
-    loss = ready.parts.resolved.loss
+    """Whether the run's method has a reference."""
+    loss = ready.loss
     return isinstance(loss, SequenceLoss) and loss.reference
 
 
@@ -222,7 +219,7 @@ def wanted_by(ready: Ready, resuming: Resumable | None) -> tuple[Wanted, ...]:
         chosen = np.union1d(chosen, loader.rows_to_come())
     if held_out is None:
         return (Wanted(train, chosen),)
-    evaluated = np.arange(len(held_out))[: ready.parts.config.train.eval_rows]
+    evaluated = np.arange(len(held_out))[: ready.config.train.eval_rows]
     return Wanted(train, chosen), Wanted(held_out, evaluated)
 
 
@@ -242,7 +239,7 @@ def compare_with_reference(
 
     Raises StorageError if they are gone, and the model is another.
     """
-    loader, config = ready.loader, ready.parts.config
+    loader, config = ready.loader, ready.config
     if not wanted:
         return None
 

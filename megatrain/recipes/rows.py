@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Mapping
-from datetime import date
+from datetime import date, datetime
 from typing import Any, TypeVar
 
 from megatrain.config import Config
@@ -20,7 +20,6 @@ from megatrain.heartbeat import beat, may_end_here
 from megatrain.machine.hardware import physical_cores
 from megatrain.methods import METHODS
 from megatrain.optim.schedules import warmup_steps
-from megatrain.recipes.day import day_of
 from megatrain.recipes.model import Model
 
 T = TypeVar("T")
@@ -116,6 +115,16 @@ def _parts(given: T | tuple[SourceOptions, ...], rows: Mapping[str, Any]) -> T |
     if not isinstance(given, tuple):
         return given
     return [Part(**dict(one), rows=rows.get(one.path)) for one in given]
+
+
+def day_of(config: Config) -> date:
+    """The date that chat templates get: the config's, else today."""
+    return today() if config.data.date == "auto" else date.fromisoformat(config.data.date)
+
+
+def today() -> date:
+    """The date in the time zone of this machine."""
+    return datetime.now().astimezone().date()
 
 
 def rows_logger() -> Callable[[int], None]:

@@ -1,4 +1,4 @@
-"""A run from its beginning, or from where it was left: what `train`, `resume` and `plan` do."""
+"""`plan`, `train` and `resume`: from a config to a plan, and to the end of its run."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from megatrain.data.build import Expected
 from megatrain.data.dataset import Rows
 from megatrain.data.loader import Loader, Windows
 from megatrain.engine.context import deterministic
-from megatrain.engine.resolved import piece_tokens
+from megatrain.engine.resolved import Resolved, piece_tokens
 from megatrain.errors import ConfigError, TooManyRanks
 from megatrain.heartbeat import may_end_here
 from megatrain.losses import SequenceLoss
@@ -25,30 +25,36 @@ from megatrain.machine.address_space import address_space_errors
 from megatrain.models.passengers import without_source
 from megatrain.models.rotary import regimes_of
 from megatrain.planner.plan import Plan
-from megatrain.recipes import setup
-from megatrain.recipes.another_machine import another_machine
 from megatrain.recipes.describe import (
     SUMS,
     other_circumstances,
     started_again,
     summarize,
 )
-from megatrain.recipes.going_on import final_is_whole, where_to_go_on
 from megatrain.recipes.loop import fit
-from megatrain.recipes.model import Model, check_tensors, check_weights
-from megatrain.recipes.opened import Opened, in_run_folder
-from megatrain.recipes.opening import Ready, open_run
-from megatrain.recipes.place import check_links, check_place
+from megatrain.recipes.model import (
+    Model,
+    check_tensors,
+    check_weights,
+    read_model,
+    shape_model,
+    suited,
+)
+from megatrain.recipes.output_checks import check_links, check_output
+from megatrain.recipes.planned_machine import find_machine, planned_machine
 from megatrain.recipes.ranks.barrier import check_alike, check_ranks, check_rows_of_a_step
 from megatrain.recipes.ranks.context_parallel import micro_batch_of, sharing, step_tokens
 from megatrain.recipes.ranks.device import bind
 from megatrain.recipes.ranks.launch import ranks_for
 from megatrain.recipes.ranks.multi_gpu import beside_others
 from megatrain.recipes.ranks.rendezvous import as_rank
-from megatrain.recipes.rows import open_rows, say_rows, say_steps
+from megatrain.recipes.resume import final_is_whole, resume_point
+from megatrain.recipes.rows import day_of, open_rows, say_rows, say_steps
 from megatrain.recipes.sample import check_sample_prompt, eval_prompts
-from megatrain.recipes.setup import Parts
-from megatrain.recipes.shapes import shape_model
+from megatrain.recipes.session import Session, open_run, run_session
+from megatrain.recipes.setup import memory_errors, plan_run, quiet_libraries, resolve_run
+from megatrain.recipes.signals import Stopped
+from megatrain.recipes.state import Ready
 from megatrain.recipes.verify import check_once
 from megatrain.reporting.metrics import (
     held_out_losses,
@@ -73,38 +79,37 @@ def plan(
     Args:
         shape_alone: the model has no files but its configuration, or is a name (models/shapes.py).
         described: another machine than this one, or several of its GPUs, in the keywords of
-            `another_machine`, if any of them is not None.
+            `planned_machine`, if any of them is not None.
     """
-    given = {name: value for name, value in (described or {}).items() if value is not None}
-    if given and "gpus" not in given and config.gpus != "auto":
-        given["gpus"] = config.gpus
-    if given or shape_alone or (gpus := ranks_for(config)) == 1:
-        return _planned(config, shape_alone, given)
+    other = {name: value for name, value in (described or {}).items() if value is not None}
+    if other and "gpus" not in other and config.gpus != "auto":
+        other["gpus"] = config.gpus
+    if other or shape_alone or (gpus := ranks_for(config)) == 1:
+        return _planned(config, shape_alone, other)
     try:
         return _planned(config, shape_alone, {"gpus": gpus})
     except TooManyRanks as error:
         if config.gpus != "auto":
             raise
         logger.info(f"{error.why}: {error.most} of {gpus} are used")
-        fewer = {"gpus": error.most} if error.most > 1 else {}
-        return _planned(config, shape_alone, fewer)
+        return _planned(config, shape_alone, {"gpus": error.most} if error.most > 1 else {})
 
 
-def _planned(config: Config, shape_alone: bool, given: Mapping[str, Any]) -> Plan:
-    """As `plan`. given: of `described`, what is not None, and this host's GPUs if several."""
-    machine = another_machine(config, **given) if given else None
-    setup.quiet_libraries()
+def _planned(config: Config, shape_alone: bool, other: Mapping[str, Any]) -> Plan:
+    """As `plan`. other: of `described`, what is not None, and this host's GPUs if several."""
+    machine = planned_machine(config, **other) if other else None
+    quiet_libraries()
     if shape_alone or config.model.init == "pretrained":
         check_weights(config.model.source, needed=False)
     if (machine is None or machine.here) and not shape_alone:
-        check_place(config)
-    parts = setup.prepare(config, shape_model(config) if shape_alone else None, machine)
-    skeleton = parts.resolved.skeleton
+        check_output(config)
+    model = suited(shape_model(config) if shape_alone else read_model(config), config)
+    resolved = resolve_run(config, model, machine or find_machine(config))
     if config.model.init == "pretrained" and not shape_alone:
-        check_tensors(skeleton, config.model.source)
-    check_once(skeleton, config.model.trust_remote_code)
+        check_tensors(resolved.skeleton, config.model.source)
+    check_once(resolved.skeleton, config.model.trust_remote_code)
     steps = config.train.max_steps if config.train.epochs is None else None
-    return beside_others(parts, setup.make_run_plan(parts, steps=steps, suggest=True))
+    return beside_others(config, plan_run(config, resolved, steps, suggest=True))
 
 
 def train(config: Config, profile: Path | None = None) -> RunSummary:
@@ -119,23 +124,23 @@ def _train(config: Config, profile: Path | None, world: World) -> RunSummary:
     if profile is not None and world.is_first:
         claim(profile)
     check_installed(config.track, config.where("track"))
-    check_place(config)
+    check_output(config)
     check_ranks(config, world)
     world = sharing(config, world)
-
-    def work(opened: Opened) -> RunSummary:
-        begun = bool(checkpoints(config.output)) or (config.output / "final").exists()
-        if world.told(begun):
+    with run_session(config.output, config.hang_timeout, world) as session:
+        try:
+            session.stop.stop_if_early()  # a signal may have come while libraries were imported
+            begun = bool(checkpoints(config.output)) or (config.output / "final").exists()
+            if not world.told(begun):
+                return finish_run(get_ready(config, world=world), session, profile=profile)
             if world.told(started_again(config.output)):
-                return _go_on(config.output, asked_again(config.output, ()), None, opened)
+                return _resume_in(session, asked_again(config.output, ()), None)
             raise ConfigError(
                 f"{config.where('output')}: {config.output} holds a run already; continue it with "
                 f"`megatrain resume {config.output}`, or choose another folder"
             )
-        ready = get_ready(config, world=world)
-        return _run(ready, opened, resuming=None, profile=profile)
-
-    return in_run_folder(config.output, config.hang_timeout, world, work)
+        except Stopped:
+            return session.stopped()
 
 
 def resume(
@@ -157,34 +162,37 @@ def _resume(run_dir: Path, asked: Config, checkpoint: str | None, world: World) 
     check_installed(asked.track, asked.where("track"))
     check_ranks(asked, world)
     world = sharing(asked, world)
+    with run_session(run_dir, asked.hang_timeout, world) as session:
+        try:
+            session.stop.stop_if_early()  # a signal may have come while libraries were imported
+            return _resume_in(session, asked, checkpoint)
+        except Stopped:
+            return session.stopped()
 
-    return in_run_folder(
-        run_dir, asked.hang_timeout, world, partial(_go_on, run_dir, asked, checkpoint)
-    )
 
-
-def _go_on(run_dir: Path, asked: Config, checkpoint: str | None, opened: Opened) -> RunSummary:
+def _resume_in(session: Session, asked: Config, checkpoint: str | None) -> RunSummary:
+    run_dir, world = session.path, session.world
     check_links(run_dir)
-    going = where_to_go_on(run_dir, asked, checkpoint)
-    if going.is_the_end(run_dir):
+    point = resume_point(run_dir, asked, checkpoint)
+    if point.is_the_end(run_dir):
         # every byte is checked here, or when it is loaded
-        going = where_to_go_on(run_dir, asked, deep=True)
-        over = going.is_the_end(run_dir) and not going.found.warnings
+        point = resume_point(run_dir, asked, deep=True)
+        over = point.is_the_end(run_dir) and not point.found.warnings
         if over and final_is_whole(run_dir):
             return nothing_left(run_dir)
     if "output" in asked.model_fields_set and asked.output.absolute() != run_dir.absolute():
-        logger.info(f"this run began in {asked.output} and goes on in {run_dir}")
-    for warning in (*going.warnings, *other_circumstances(run_dir, opened.world)):
+        logger.info(f"resuming in {run_dir} (the run was started in {asked.output})")
+    for warning in (*point.warnings, *other_circumstances(run_dir, world)):
         logger.warning(warning)
     kept = {}
-    if going.sums is not None and going.ranks == opened.world.size:
-        kept = {SUMS: going.sums} if is_open(asked, KEYS[SUMS]) else {}
-    ready = get_ready(going.config, going.model(), going.rows, opened.world, kept)
-    return _run(ready, opened, going.found)
+    if point.sums is not None and point.ranks == world.size:
+        kept = {SUMS: point.sums} if is_open(asked, KEYS[SUMS]) else {}
+    ready = get_ready(point.config, point.model(), point.rows, world, kept)
+    return finish_run(ready, session, point.found)
 
 
 def nothing_left(run_dir: Path) -> RunSummary:
-    """The summary of a resume of a finished run, and how to train it longer."""
+    """The summary of a resume of a finished run; the log says how to train it longer."""
     logger.info(
         f"{run_dir} is finished, nothing is left to train; to go on, set a higher train.epochs or "
         "train.max_steps"
@@ -201,119 +209,128 @@ def get_ready(
 ) -> Ready:
     """Read the rows and plan. Raises PlanError for what does not fit, before weights are read.
 
-    model: another than the config's.
-    expected: the rows of a run that goes on.
-    world: the ranks that train.
-    kept: as in `Parts`.
+    Args:
+        model: another than the config's.
+        expected: the rows of a resumed run.
+        world: the ranks that train.
+        kept: as in `request_of`.
     """
-    if model is None and config.model.init == "pretrained":
+    new = model is None and config.model.init == "pretrained"
+    if new:
         check_weights(config.model.source)
-    parts = setup.prepare(config, model, may_measure=True, world=world)
-    if model is None and config.model.init == "pretrained":
-        world.first(partial(check_tensors, parts.resolved.skeleton, config.model.source))
-    parts = replace(parts, kept=kept or {})
-    passengers = parts.resolved.skeleton.anatomy.passengers
+    model = suited(model or read_model(config), config)
+    machine = find_machine(config, may_measure=True, world=world)
+    resolved = resolve_run(config, model, machine, kept)
+    skeleton, day = resolved.skeleton, world.told(day_of(config))
+    if new:
+        world.first(partial(check_tensors, skeleton, config.model.source))
+    passengers = skeleton.anatomy.passengers
     if config.model.init == "random" and passengers.names:
         raise ConfigError(f"{config.where('model.init')}: {without_source(passengers)}")
-    check_sample_prompt(config, parts.model)
+    check_sample_prompt(config, model)
     may_end_here()
     # before rows are read, which takes long
-    setup.make_run_plan(parts, checkpoints_written=1).check()
+    plan_run(config, resolved, checkpoints_written=1).check()
     # the first alone: on others transformers saves no folder to read
-    world.first(partial(check_once, parts.resolved.skeleton, config.model.trust_remote_code))
+    world.first(partial(check_once, skeleton, config.model.trust_remote_code))
     may_end_here()
-    prompts = eval_prompts(config, parts.model)
+    prompts = eval_prompts(config, model)
     # of a host's ranks the first tokenises
-    first = world.local_rank == 0
-    reading = partial(open_rows, config, parts.model, parts.day, expected, first)
+    reading = partial(open_rows, config, model, day, expected, world.local_rank == 0)
     rows, held_out, windows = world.in_turn(reading)
     may_end_here()
     if world.is_first:  # all have the same rows
         say_rows(rows, held_out)
-    if about_stops := parts.model.about_stops:
+    if about_stops := model.about_stops:
         logger.info(about_stops)
     if held_out is not None:
         logger.info(f"{len(held_out):,} rows are held out for evaluation")
-    plan, loader = plan_and_loader(parts, rows, windows)
+    plan, loader = plan_and_loader(config, model, resolved, rows, windows)
     plan.check()
-    check_alike(world, ways_of(parts, plan), digests_of(rows, held_out, windows))
+    ready = Ready(
+        config=config,
+        model=model,
+        plan=plan,
+        loader=loader,
+        held_out=held_out,
+        prompts=prompts,
+        day=day,
+    )
+    check_alike(world, settings_by_field(ready), digests_of(rows, held_out, windows))
     if world.is_first:
         say_steps(config, loader)
-    return Ready(parts, plan, loader, held_out, prompts)
+    return ready
 
 
-def ways_of(parts: Parts, plan: Plan) -> dict[str, object]:
-    """How a run trains, by field: what follows from its config and from the machine."""
-    settings = vars(plan.choices.settings(plan.job, parts.resolved.nvme_folders))
-    return {"precision": parts.machine.precision, "packed": parts.resolved.packed_to} | settings
+def settings_by_field(ready: Ready) -> dict[str, object]:
+    """Settings that follow from the config and the machine, by field."""
+    plan, resolved = ready.plan, ready.resolved
+    settings = vars(plan.choices.settings(plan.job, resolved.request.nvme_folders))
+    return {"precision": ready.machine.precision, "packed": resolved.packed_to} | settings
 
 
 def digests_of(rows: Rows, held_out: Rows | None, windows: Windows | None) -> list[str]:
-    """Of rows that are there. Windows of a stream are compared as they come."""
+    """Digests of rows that are there. Windows of a stream are compared as they come."""
     whole = rows if windows is None else None
     return [some.digest for some in (whole, held_out) if some is not None]
 
 
 def plan_and_loader(
-    parts: Parts, rows: Rows, windows: Windows | None = None
+    config: Config, model: Model, resolved: Resolved, rows: Rows, windows: Windows | None = None
 ) -> tuple[Plan, Loader]:
     """The plan, which now counts checkpoints and padding, and the loader of its micro-batches."""
-    train, every = parts.config.train, parts.config.checkpoint.every
+    train, every, request = config.train, config.checkpoint.every, resolved.request
     loader = Loader(
         rows,
-        micro_batch_tokens=parts.resolved.least_tokens,  # no row is longer
-        pad_id=parts.model.pad_id,
-        pack_to=parts.resolved.packed_to,
+        micro_batch_tokens=request.least_tokens,  # no row is longer
+        pad_id=model.pad_id,
+        pack_to=resolved.packed_to,
         seed=train.seed,
         tokens_per_step=train.tokens_per_step,
         rows_per_step=train.rows_per_step,
         epochs=train.epochs,
         max_steps=train.max_steps,
-        regimes=regimes_of(parts.model.config),
-        prompts_too=isinstance(parts.resolved.loss, SequenceLoss) and parts.resolved.loss.prompts,
+        regimes=regimes_of(model.config),
+        prompts_too=isinstance(request.loss, SequenceLoss) and request.loss.prompts,
         windows=windows,
-        world=parts.machine.world,
+        world=resolved.machine.world,
     )
     check_rows_of_a_step(loader)
     steps = loader.steps_total()
     written = 1 if every is None else -(-steps // every)
-    plan = setup.make_run_plan(knowing_rows(parts, loader), written, steps)
-    return plan, replace(loader, micro_batch_tokens=micro_batch_of(parts.config, plan))
+    known = padding_of(resolved, loader)
+    plan = plan_run(config, resolved, steps, checkpoints_written=written, **known)
+    return plan, replace(loader, micro_batch_tokens=micro_batch_of(config, plan))
 
 
-def knowing_rows(parts: Parts, loader: Loader) -> Parts:
-    """The same with the padding of the loader's rows, where these do not all fill sequences."""
-    if loader.pack_to is None and not parts.resolved.lengths_vary:
-        return parts
-    least = parts.resolved.least_tokens
-    size = setup.micro_batch_tokens(parts.config, least) or least
-    size = piece_tokens(size, parts.resolved.pieces)
-    sizes = sorted({*parts.resolved.shape.layer.sizes, size})
-    rows = loader.rows
-    return replace(
-        parts,
-        step_tokens=step_tokens(loader, sizes),
-        trained_share=float(rows.lengths.sum() / rows.side_lengths.sum()),
-    )
+def padding_of(resolved: Resolved, loader: Loader) -> dict[str, Any]:
+    """The padding of the loader's rows as `plan_of` takes it; nothing if all fill sequences."""
+    if loader.pack_to is None and not resolved.lengths_vary:
+        return {}
+    request, rows = resolved.request, loader.rows
+    size = request.asked.get("micro_batch_tokens") or request.least_tokens
+    size = piece_tokens(size, request.context_parallel)
+    return {
+        "step_tokens": step_tokens(loader, sorted({*resolved.shape.layer.sizes, size})),
+        "trained_share": float(rows.lengths.sum() / rows.side_lengths.sum()),
+    }
 
 
-def _run(
-    ready: Ready, opened: Opened, resuming: Resumable | None, profile: Path | None = None
+def finish_run(
+    ready: Ready, session: Session, resuming: Resumable | None = None, profile: Path | None = None
 ) -> RunSummary:
-    """Load, train, and say what became of it."""
-    started, plan = time.perf_counter(), ready.plan
-    config = ready.parts.config
-    opened.watch.expect(plan.timing.seconds)
-    bind(opened.world, ready.parts.machine.device)
-    exact = deterministic(config.train.deterministic)
-    with setup.memory_errors(plan), address_space_errors(), ExitStack() as stack, exact:
-        log_every = config.train.log_every
+    """Load weights or the checkpoint, train to the end or a signal, and summarise."""
+    started, plan, train = time.perf_counter(), ready.plan, ready.config.train
+    session.watch.expect(plan.timing.seconds)
+    bind(session.world, ready.machine.device)
+    exact = deterministic(train.deterministic)
+    with memory_errors(plan), address_space_errors(), ExitStack() as stack, exact:
         if (windows := ready.loader.windows) is not None:
             stack.callback(windows.close)
-        progress = stack.enter_context(Progress(opened.console, log_every=log_every))
-        run = open_run(ready, opened.lock, progress, stack, resuming)
+        progress = stack.enter_context(Progress(session.console, log_every=train.log_every))
+        run = open_run(ready, session, progress, stack, resuming)
         run.trace = profile
-        opened.stop.loop_begins()
-        stop = opened.stop.of_all(opened.world)
+        session.stop.loop_begins()
+        stop = session.stop.of_all(session.world)
         done = fit(run, stop)
-        return summarize(run, plan, time.perf_counter() - started, None if done else stop)
+        return summarize(run, time.perf_counter() - started, None if done else stop)

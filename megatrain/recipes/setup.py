@@ -1,4 +1,4 @@
-"""From a config to a plan and an engine: model, machine, optimizer and options are wired here."""
+"""From a config to the request of an engine and its plan: model, loss, optimizer and options."""
 
 from __future__ import annotations
 
@@ -6,156 +6,114 @@ import logging
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
-from datetime import date
-from functools import partial
-from typing import Any, Literal
-
-import torch
+from dataclasses import fields, replace
+from operator import attrgetter
+from typing import Any
 
 from megatrain.config import Config
-from megatrain.engine.build import (
-    bound_heap_if_short,
-    check_positions,
-    hold_to_budget,
-)
-from megatrain.engine.engine import Engine
 from megatrain.engine.objective import AnyLoss
-from megatrain.engine.placement import PRECISIONS
-from megatrain.engine.resolved import (
-    Machine,
-    Resolved,
-    Weights,
-    least_tokens,
-    make_job,
-    resolve,
-)
-from megatrain.engine.routing import check_groups, coefficient_of
+from megatrain.engine.request import Request
+from megatrain.engine.resolved import Machine, Resolved, plan_of, resolve
 from megatrain.errors import ConfigError, OutOfMemory
 from megatrain.losses import LOSSES, SequenceLoss
-from megatrain.machine.datasheets import board_power_w
-from megatrain.machine.hardware import Hardware, keep_caches_small
+from megatrain.machine.datasheets import FIRST_BFLOAT16, board_power_w
+from megatrain.machine.hardware import keep_caches_small
 from megatrain.methods import METHODS
-from megatrain.models.pretrained import resolve_source
-from megatrain.models.skeleton import Skeleton
-from megatrain.planner.job import StepTokens
-from megatrain.planner.memory import disk_bytes
-from megatrain.planner.plan import Plan, make_plan
-from megatrain.recipes.day import day_of
-from megatrain.recipes.model import Model, read_model, suited
-from megatrain.recipes.nvme import least, nvme_room
-from megatrain.recipes.optimizers import make_optimizer
+from megatrain.optim import OPTIMIZERS, Optimizer
+from megatrain.planner.plan import Plan
+from megatrain.recipes.model import Model
 from megatrain.recipes.ranks.context_parallel import check_divides, check_shared
-from megatrain.recipes.remarks import (
-    say_if_config_has_another,
-    say_if_without_bfloat16,
-    say_what_takes_several,
-)
-from megatrain.recipes.this_machine import find_machine
 from megatrain.reporting.energy import Economy, Prices, planned_economy, planned_power
 from megatrain.reporting.words import human_bytes
-from megatrain.settings import contradiction
-from megatrain.world import ALONE, World
+from megatrain.settings import KEYS
 
 logger = logging.getLogger("megatrain")
 
+# fields of `Request` that are keys of the config; `auto` stays what it is
+SAME = {
+    "revision": "model.revision",
+    "trust_remote_code": "model.trust_remote_code",
+    **{name: name for name in ("precision", "attention", "device", "compile", "output")},
+    **{
+        name: f"train.{name}"
+        for name in (
+            *("max_grad_norm", "router_aux_loss_coef", "seed", "tokens_per_step", "rows_per_step"),
+            *("seq_len", "freeze", "wire", "context_parallel"),
+        )
+    },
+    **{name: f"memory.{name}" for name in ("activations", "transport")},
+    "checkpoints_kept": "checkpoint.keep",
+}
+SIZES = {  # the same, but `auto` is None
+    "gpu_limit": "memory.gpu",
+    "host_limit": "memory.host",
+    "nvme_limit": "memory.nvme_size",
+}
+KEY_OF = {**KEYS, **SAME, **SIZES, "packing": "data.packing"}
 
-@dataclass(frozen=True)
-class Parts:
-    """A run before anything is allocated: what is asked for, and what that comes to here.
 
-    Attributes:
-        day: told to chat templates that ask for the time.
-        step_tokens, trained_share: as in `planner.job.Job`, once the rows were read.
-        kept: options by field that the config leaves open and a run goes on with.
+def request_of(config: Config, model: Model, kept: Mapping[str, Any] | None = None) -> Request:
+    """What a config asks for. Raises ConfigError.
+
+    kept: options by field that the config leaves open and a resumed run keeps.
     """
+    value = {name: attrgetter(key)(config) for name, key in {**SAME, **SIZES}.items()}
+    sizes = {name: None if value[name] == "auto" else int(value[name]) for name in SIZES}
+    drawn = config.model.init == "random"
+    return Request(
+        config=model.config,
+        source=None if drawn else config.model.source,
+        optimizer=make_optimizer(config),
+        loss=make_loss(config),
+        asked={**config.asked(), **(kept or {})},
+        packing=None if METHODS[config.method].whole_documents else config.data.packing,
+        nvme_folders=config.memory.nvme or (),
+        keeps_best=config.data.eval is not None,
+        where=lambda name: config.where(KEY_OF.get(name, name)),
+        **{**value, **sizes},
+    )
 
-    config: Config
-    model: Model
-    resolved: Resolved
-    day: date
-    step_tokens: tuple[StepTokens, ...] = ()
-    trained_share: float = 1.0
-    kept: Mapping[str, Any] = field(default_factory=dict)
 
-    @property
-    def machine(self) -> Machine:
-        return self.resolved.machine
+def resolve_run(
+    config: Config, model: Model, machine: Machine, kept: Mapping[str, Any] | None = None
+) -> Resolved:
+    """Resolve what a config asks for on a machine; the notices of both are logged.
 
-
-def prepare(
-    config: Config,
-    model: Model | None = None,
-    machine: Machine | None = None,
-    *,
-    may_measure: bool = False,
-    world: World = ALONE,
-) -> Parts:
-    """Take the model apart for this machine. Raises ModelError and ConfigError.
-
-    Args:
-        model: another than the config's, which is read by default.
-        machine: another than this one.
-        may_measure: measure unknown rates of a machine, for seconds, instead of guessing them.
-        world: the ranks that share this machine.
+    kept: as in `request_of`. Raises ModelError and ConfigError.
     """
     keep_caches_small()
-    model = suited(model or read_model(config), config)
-    machine = machine or find_machine(config, may_measure=may_measure, world=world)
     check_divides(config, machine.ranks)
-    say_if_without_bfloat16(machine)
-    say_what_takes_several(config, machine)
-    train, source, loss = config.train, config.model, make_loss(config)
-    skeleton = Skeleton(
-        model.config,
-        attention=config.attention,
-        dtype=PRECISIONS[machine.precision],
-        trust_remote_code=source.trust_remote_code,
-    )
-    skeleton.freeze(train.freeze, config.where("train.freeze"))
-    check_positions(skeleton, train.seq_len, config.where("train.seq_len"))
-    packing = packing_of(config, skeleton, machine)
-    name, groups = config.where("train.router_aux_loss_coef"), unless_auto(train.groups)
-    coefficient = coefficient_of(skeleton, train.router_aux_loss_coef, name)
-    check_groups(coefficient, groups, "train.", config.where("train.groups"))
-    say_if_config_has_another(coefficient, train.router_aux_loss_coef, model.config)
-    weights = None if source.init == "random" else source.source
-    resolved = resolve(
-        skeleton,
-        machine,
-        optimizer=make_optimizer(config),
-        max_grad_norm=train.max_grad_norm,
-        router_aux_loss_coef=coefficient,
-        seq_len=train.seq_len,
-        weights=Weights(weights, source.revision, source.trust_remote_code),
-        packing=packing,
-        compile=config.compile,
-        micro_batch_tokens=micro_batch_tokens(config, least_tokens(loss, train.seq_len)),
-        loss=loss,
-        layer_chunk_tokens=train.layer_chunk_tokens,
-        seed=train.seed,
-        attention=config.attention,
-        nvme_folders=config.memory.nvme or (),
-        gpu_limit=unless_auto(config.memory.gpu),
-        pieces=train.context_parallel,
-    )
+    notice_no_bfloat16(machine)
+    notice_no_effect(config, machine)
+    resolved = resolve(request_of(config, model, kept), machine)
+    notice_other_balance(config, resolved)
     check_shared(config, resolved)
-    return Parts(config, model, resolved, machine.world.told(day_of(config)))
+    return resolved
 
 
-def packing_of(
-    config: Config, skeleton: Skeleton, machine: Machine
-) -> bool | Literal["auto"] | None:
-    """Whether examples are packed; None: rows are whole documents. Raises ConfigError."""
-    packing = None if METHODS[config.method].whole_documents else config.data.packing
-    if packing is True and not skeleton.separates_documents(machine.device):
-        why = skeleton.why_together(machine.device) if machine.device.type != "cpu" else ""
-        raise ConfigError(
-            f"{config.where('data.packing')}: a {skeleton.anatomy.family} model does not keep "
-            f"examples apart that are packed into one sequence{f' ({why})' if why else ''}; "
-            "set data.packing: false"
-        )
-    return packing
+def plan_run(config: Config, resolved: Resolved, steps: int | None = None, **known: Any) -> Plan:
+    """The plan of a run with its economy.
+
+    steps: of the whole run, if known. known: as `plan_of` takes it, which raises the same errors.
+    """
+    plan = plan_of(resolved, **known)
+    return replace(plan, economy=planned(config, plan, steps) if plan.fits else None, steps=steps)
+
+
+def planned(config: Config, plan: Plan, steps: int | None) -> Economy:
+    """Time, energy and cost of the run's steps, or of one if their number is not known."""
+    options, timing, gpu = config.economy, plan.timing, plan.made_of.machine.hardware.gpu
+    of_gpu = (board_power_w(gpu.name), options.gpu_power_w) if gpu else (None, None)
+    power = planned_power(timing.busy, *of_gpu, options.host_power_w)
+    power = power.of_all(plan.job.size, plan.job.hosts)
+    seconds = (steps or 1) * timing.seconds
+    tokens = round(seconds * timing.tokens_per_s)
+    return planned_economy(tokens, seconds, power, prices_of(config).times(plan.job.hosts))
+
+
+def prices_of(config: Config) -> Prices:
+    options = config.economy
+    return Prices(options.price_per_hour, options.price_per_kwh, options.currency)
 
 
 def make_loss(config: Config) -> AnyLoss:
@@ -178,159 +136,67 @@ def make_loss(config: Config) -> AnyLoss:
     return loss
 
 
-# -- plan ------------------------------------------------------------------------------------------
+def make_optimizer(config: Config) -> Optimizer:
+    """The config's optimizer, with its own defaults for `auto`.
 
-
-def make_run_plan(
-    parts: Parts,
-    checkpoints_written: int | None = None,
-    steps: int | None = None,
-    suggest: bool = False,
-) -> Plan:
-    """Decide what the config leaves open, and lay out memory and step.
-
-    Never raises for lack of memory: `Plan.check` does.
-
-    Args:
-        checkpoints_written: by the run, if known.
-        steps: of the whole run, if known.
-        suggest: find out what would make it faster, too.
+    Raises ConfigError for a key that it does not have.
     """
-    config, resolved, machine = parts.config, parts.resolved, parts.machine
-    train, asked = config.train, config.asked() | dict(parts.kept)
-    given = asked | {"compile": resolved.compile, "nvme_folders": resolved.nvme_folders}
-    if found := contradiction(given, in_config=True):  # `compile: auto` is settled only here
-        raise ConfigError(f"{config.where(found[0])}: {found[1]}")
-    job = make_job(
-        resolved,
-        tokens_per_step=train.tokens_per_step or (train.rows_per_step or 1) * train.seq_len,
-        rows_per_step=train.rows_per_step,
-        step_tokens=parts.step_tokens,
-        trained_share=parts.trained_share,
-        activations=config.memory.activations,
-        transport=transport_of(config, machine),
-        wire=train.wire,
-        checkpoints_kept=config.checkpoint.keep,
-        keeps_best=config.data.eval is not None,
-        checkpoints_written=checkpoints_written,
-        **asked,
-    )
-    room = nvme_room(config, machine.hardware, disk_bytes(job, resolved.shape))
-    plan = make_plan(
-        job,
-        resolved.shape,
-        machine.hardware,
-        machine.profile,
-        suggest=suggest,
-        gpu_limit=resolved.gpu_limit,
-        host_limit=unless_auto(config.memory.host),
-        nvme_limit=least(machine.world.every(room)),
-    )
-    economy = predicted_economy(config, machine.hardware, plan, steps) if plan.fits else None
-    return replace(
-        plan,
-        economy=economy,
-        steps=steps,
-        drives_assumed=tuple(map(str, machine.drives_assumed)),
-        ranks_assumed=machine.together_assumed,
-        made_of=resolved,
-    )
+    made: type[Any] = OPTIMIZERS[config.optimizer.name]
+    known = {field.name for field in fields(made)}
+    chosen = {key: value for key, value in config.optimizer if key != "name" and value != "auto"}
+    for key in chosen:
+        if key not in known:
+            where = config.where(f"optimizer.{key}")
+            raise ConfigError(f"{where}: {config.optimizer.name} has no {key}; remove the key")
+    optimizer: Optimizer = made(lr=config.train.learning_rate, **chosen)
+    return optimizer
 
 
-def transport_of(config: Config, machine: Machine) -> str:
-    """How weights come to a host's GPUs: the config's choice, or what these can do."""
-    if config.memory.transport != "auto":
-        return config.memory.transport
-    return "gather" if machine.peers or machine.hosts > 1 else "read"
+def decided_of_optimizer(config: Config) -> dict[str, Any]:
+    """The values of the optimizer's keys that are left to its own defaults."""
+    own = vars(make_optimizer(config))
+    left = [key for key, value in config.optimizer if value == "auto"]
+    return {f"optimizer.{key}": own[key] for key in left if own.get(key) is not None}
 
 
-def predicted_economy(config: Config, hardware: Hardware, plan: Plan, steps: int | None) -> Economy:
-    """Time, energy and cost of the run's steps, or of one if their number is not known."""
-    given, timing = config.economy, plan.timing
-    gpu = (board_power_w(hardware.gpu.name), given.gpu_power_w) if hardware.gpu else (None, None)
-    power = planned_power(timing.busy, *gpu, given.host_power_w)
-    power = power.of_all(plan.job.size, plan.job.hosts)
-    seconds = (steps or 1) * timing.seconds
-    tokens = round(seconds * timing.tokens_per_s)
-    return planned_economy(tokens, seconds, power, prices_of(config).times(plan.job.hosts))
+# -- notices ---------------------------------------------------------------------------------------
 
 
-def prices_of(config: Config) -> Prices:
-    given = config.economy
-    return Prices(given.price_per_hour, given.price_per_kwh, given.currency)
+def notice_no_bfloat16(machine: Machine) -> None:
+    """Warn of a GPU that has no bf16 units: what that costs, and what to set."""
+    gpu = machine.hardware.gpu
+    if gpu is not None and gpu.capability < FIRST_BFLOAT16:
+        instead = "it computes in float32, several times slower than cards that have them"
+        if machine.precision != "float32":
+            instead = "it emulates them slowly; set precision: float32"
+        logger.warning(f"{gpu.name} has no bf16 units: {instead}")
 
 
-def unless_auto(value: int | str) -> int | None:
-    """The number, or None where the planner decides."""
-    return None if value == "auto" else int(value)
+def notice_no_effect(config: Config, machine: Machine) -> None:
+    """Log keys for several GPUs or hosts that have no effect where one trains."""
+    several = machine.ranks * machine.hosts
+    for key, value, without, others, trains in (
+        ("memory.transport", config.memory.transport, ("auto",), machine.ranks, "GPU of a host"),
+        ("memory.replicated", config.memory.replicated, ("auto", 0), several, "GPU"),
+        ("train.wire", config.train.wire, ("float32",), machine.hosts, "host"),
+    ):
+        if others == 1 and value not in without:
+            logger.info(f"{config.where(key)}: {value} has no effect where one {trains} trains")
 
 
-def micro_batch_tokens(config: Config, least: int) -> int | None:
-    """Padded tokens computed at once; None: the planner decides.
-
-    Raises ConfigError if they do not hold one row, of `least` tokens.
-    """
-    tokens, seq_len = unless_auto(config.train.micro_batch_tokens), config.train.seq_len
-    if tokens is not None and tokens < least:
-        where = config.where("train.micro_batch_tokens")
-        row = "one row" if least == seq_len else "a pair of rows"
-        raise ConfigError(
-            f"{where}: {tokens} cannot hold {row} of train.seq_len {seq_len} tokens; raise it or "
-            "lower seq_len"
-        )
-    return tokens
-
-
-# -- engine ----------------------------------------------------------------------------------------
-
-
-def make_engine(parts: Parts, plan: Plan, *, load: bool = True) -> Engine:
-    """The engine that the plan describes, its weights read or drawn.
-
-    load: false leaves them zero, for a checkpoint to fill.
-    """
-    resolved, machine = parts.resolved, parts.machine
-    hold_to_budget(machine, resolved.gpu_limit)
-    bound_heap_if_short(plan)
-    engine = Engine(
-        resolved.skeleton,
-        optimizer=resolved.optimizer,
-        precision=machine.precision,
-        max_grad_norm=resolved.max_grad_norm,
-        router_aux_loss_coef=resolved.router_aux_loss_coef,
-        device=machine.device,
-        settings=plan.choices.settings(plan.job, resolved.nvme_folders),
-        seed=resolved.seed,
-        world=machine.world,
-    )
-    try:
-        if load:
-            fill(engine, parts.config)
-    except BaseException:
-        engine.close()
-        raise
-    return engine
-
-
-def fill(engine: Engine, config: Config) -> None:
-    """Draw the weights at random, or read them, from the hub if need be. Raises ModelError."""
-    model, constants = config.model, list(engine.constants)
-    weights = engine.anatomy.parameters + engine.anatomy.frozen_parameters
-    if constants:
+def notice_other_balance(config: Config, resolved: Resolved) -> None:
+    """Log a weight of the routers' balancing loss that differs from the model's config.json, which
+    holds in transformers only with output_router_logits."""
+    own = getattr(resolved.request.config.get_text_config(), "router_aux_loss_coef", None)
+    weight, asked = resolved.router_aux_loss_coef, config.train.router_aux_loss_coef
+    if weight and asked == "auto" and own not in (None, weight):
         logger.info(
-            f"{len(constants)} tensors are not trained and stay as they are: {constants[0]} and "
-            "others like it"
+            f"the routers' balancing loss weighs {weight:g}, not {own:g} as in config.json; "
+            "set train.router_aux_loss_coef for another weight"
         )
-    if model.init == "random":
-        logger.info(f"drawing {weights:,} weights at random")
-        engine.draw_weights()
-    else:
-        logger.info(f"reading {weights:,} weights from {model.source}")
-        # a host's ranks would wait for each other's downloads without a sign of life
-        source = engine.world.in_turn(partial(resolve_source, model.source, model.revision))
-        engine.load_weights(source, model.trust_remote_code)
-    if engine.device.type == "cuda":
-        torch.cuda.empty_cache()  # what that took on the GPU
+
+
+# -- processes -------------------------------------------------------------------------------------
 
 
 @contextmanager
@@ -351,9 +217,6 @@ def memory_errors(plan: Plan) -> Iterator[None]:
             f"out of host memory, although only {human_bytes(plan.host_bytes)} were planned; close "
             f"other programs, or set train.micro_batch_tokens: {smaller} ({reason})"
         ) from error
-
-
-# -- libraries -------------------------------------------------------------------------------------
 
 
 def quiet_libraries() -> None:

@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from megatrain.data.loader import StepBatch
 from megatrain.engine.results import StepResult
 from megatrain.recipes.divergence import look_for_spikes
+from megatrain.recipes.state import Run
 from megatrain.reporting.advice import advise
 from megatrain.reporting.energy import Energy, known_sum
 from megatrain.reporting.meters import peak_host_bytes
 from megatrain.reporting.metrics import StepMetrics, StepTime
 from megatrain.world import World
-
-if TYPE_CHECKING:
-    from megatrain.recipes.loop import Run
 
 
 @dataclass(frozen=True)

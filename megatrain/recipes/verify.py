@@ -18,8 +18,8 @@ from megatrain.errors import StorageError, VerificationError
 from megatrain.machine.profile import cache_folder, installed_version, write_json
 from megatrain.models.family import is_foreign
 from megatrain.models.skeleton import Skeleton
+from megatrain.recipes.model import bench_config, shape_config
 from megatrain.recipes.setup import quiet_libraries
-from megatrain.recipes.shapes import bench_config, shape_config
 from megatrain.storage.manifest import check_model_files, manifest_of_model
 
 if TYPE_CHECKING:

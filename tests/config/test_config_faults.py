@@ -52,7 +52,7 @@ CONTRADICTIONS = {
     "memory.nvme=[]": f"{NVME_FOLDER} []",
     "memory.nvme=5": f"{NVME_FOLDER} 5",
     "memory.offload_activations=false memory.retained_on_host=2": "saved activations are offloaded",
-    TWICE + "train.max_grad_norm=null": "without train.max_grad_norm no norm",
+    TWICE + "train.max_grad_norm=null": "is waited for; set train.max_grad_norm: 1.0 as well",
     TWICE + "train.groups=2": "set train.groups: 1 as well",
     TWICE + "train.retained=3": "set train.retained: 0 as well",
     TWICE + "memory.retained_on_host=1": "set memory.retained_on_host: 0",

@@ -14,7 +14,7 @@ from tests.support import tiny_config
 @pytest.mark.parametrize(("room", "bound"), [(4.0, False), (1.5, True)])
 def test_malloc_is_bound_where_memory_is_short(monkeypatch, room, bound):
     bound_heap = Mock()
-    monkeypatch.setattr("megatrain.engine.build.bound_heap", bound_heap)
+    monkeypatch.setattr("megatrain.engine.constructors.bound_heap", bound_heap)
     sizes: dict[str, Any] = {"tokens_per_step": 32, "seq_len": 16, "device": "cpu"}
     with mt.Engine.from_config(tiny_config("llama"), **sizes) as engine:
         assert engine.plan is not None

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 import megatrain as mt
-from megatrain.engine.build import prepare
-from megatrain.engine.resolved import Weights
+from megatrain.engine.request import Request
+from megatrain.engine.resolved import Machine, plan_of, resolve
 from megatrain.engine.routing import coefficient_of
 from megatrain.engine.verify import gradients_of, weights_of
 from megatrain.errors import ConfigError
@@ -266,16 +266,15 @@ def test_a_plan_counts_what_balanced_layers_keep(tmp_path, monkeypatch):
     monkeypatch.setenv("MEGATRAIN_CACHE", str(tmp_path))
 
     def shape_and_inputs(coefficient: float) -> tuple[Any, int]:
-        plan = prepare(
+        request = Request.of_keywords(
             tiny_config("mixtral"),
             precision="float32",
             device="cpu",
             router_aux_loss_coef=coefficient,
             tokens_per_step=64,
             seq_len=16,
-            weights=Weights(None),
-        ).plan
-        assert plan is not None
+        )
+        plan = plan_of(resolve(request, Machine.of(request)), checkpoints_written=0)
         return plan.made_of.shape, plan.device["token ids and targets"]
 
     (without, inputs), (balanced, more) = map(shape_and_inputs, (0.0, COEFFICIENT))

@@ -284,7 +284,7 @@ NOT_IN_PIECES: dict[str, tuple[dict[str, Any], str]] = {
 @pytest.mark.parametrize("what", NOT_IN_PIECES)
 def test_what_is_not_computed_in_pieces_is_refused(what):
     options, words = NOT_IN_PIECES[what]
-    with pytest.raises(ConfigError, match=f"context_parallel: 2 cannot be had with .*{words}"):
+    with pytest.raises(ConfigError, match=f"context_parallel: 2 does not work with .*{words}"):
         engine_of(**{"model": "llama", "world": SHARED, **options})
 
 

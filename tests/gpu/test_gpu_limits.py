@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 import torch
 
-from megatrain.engine.build import hold_to_budget
+from megatrain.engine.constructors import hold_to_budget
 from megatrain.memory import slab
-from megatrain.recipes.shapes import bench_config
-from megatrain.recipes.this_machine import find_machine
+from megatrain.recipes.model import bench_config
+from megatrain.recipes.planned_machine import find_machine
 from megatrain.reporting.energy import EnergyMeter
 from megatrain.reporting.meters import GpuMeter, allocator_retries
 from megatrain.settings import Settings

@@ -11,9 +11,7 @@ import pytest
 import torch
 from rich.console import Console
 
-from megatrain.engine.build import prepare
 from megatrain.engine.engine import Engine
-from megatrain.engine.resolved import Weights
 from megatrain.machine.profile import typical
 from megatrain.models.skeleton import Skeleton
 from megatrain.planner.cost.shape import Frozen, ModelShape, shape_of
@@ -165,11 +163,10 @@ def test_on_nvme_the_store_has_the_bytes_of_the_plan(tmp_path):
     choices = replace(ALL_STREAMED, nvme_blocks=5, nvme_arrays="all")
     planned = layout(choices, shape, replace(job_of(skeleton), nvme_drives=1))
     settings = Settings(nvme_blocks=5, nvme_arrays="all", nvme_folders=(tmp_path,))
-    prepared = prepare(
+    with Engine.from_config(
         tiny_config("llama"), settings=settings, freeze=patterns, precision="float32",
-        device="cpu", weights=Weights(None), **options,
-    )  # fmt: skip
-    with Engine(**prepared.arguments()) as engine:
+        device="cpu", **options,
+    ) as engine:  # fmt: skip
         assert engine.store.nvme is not None
         places = engine.store.nvme._places
         for name in ("weight", "exp_avg", "exp_avg_sq", "grad"):

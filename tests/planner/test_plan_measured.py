@@ -11,11 +11,12 @@ import pytest
 import torch
 from transformers import LlamaConfig
 
-from megatrain.engine.build import prepare
+from megatrain.engine.constructors import arguments_of
 from megatrain.engine.engine import Engine
 from megatrain.engine.head import token_logprobs
 from megatrain.engine.placement import PRECISIONS
-from megatrain.engine.resolved import Weights, scores_on_meta
+from megatrain.engine.request import Request
+from megatrain.engine.resolved import scores_on_meta
 from megatrain.losses import Reward, next_token
 from megatrain.machine.hardware import read_hardware
 from megatrain.machine.profile import typical
@@ -128,16 +129,15 @@ class Case:
         ]
         with AllocatedBytes() as live:
             limit = 1.0 if self.clipping else None
-            prepared = prepare(
+            request = Request.of_keywords(
                 self.config,
                 precision=self.precision,
                 max_grad_norm=limit,
                 device="cpu",
                 settings=settings,
                 freeze=self.freeze,
-                weights=Weights(None),
             )
-            engine = Engine(**prepared.arguments(), world=world)
+            engine = Engine(**arguments_of(request), world=world)
             live.peak = live.live  # building the modules takes some, but before the buffers exist
             engine.train_step(batches, Reward() if self.scores else next_token)
         kept = engine.parts.streamer.kept

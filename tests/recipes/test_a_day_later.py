@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from megatrain.config import load_config
-from megatrain.recipes import day as clock
+from megatrain.recipes import rows as clock
 from tests.commands import evaluations_of
 from tests.recipes.conftest import cut_back
 from tests.recipes.same_run import same_run

@@ -13,7 +13,7 @@ import pytest
 
 from megatrain.errors import ConfigError
 from megatrain.models.shapes import SHAPES
-from megatrain.recipes.shapes import bench_config, shape_config
+from megatrain.recipes.model import bench_config, shape_config
 from tests.commands import steps_of
 from tests.support import plain_model, tiny_config
 

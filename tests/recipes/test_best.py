@@ -15,6 +15,7 @@ import pytest
 from megatrain.config import load_config
 from megatrain.recipes import loop
 from megatrain.recipes.early_stopping import greater_is_better
+from megatrain.recipes.state import Run
 from megatrain.storage.manifest import read_manifest
 from tests.commands import steps_of
 
@@ -31,7 +32,7 @@ def scripted(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     evaluation after step 3."""
 
     def script(stop: int | None = None, more: dict[str, float] | None = None) -> None:
-        def evaluate(run: loop.Run, _: Any) -> dict[str, float]:
+        def evaluate(run: Run, _: Any) -> dict[str, float]:
             if run.step == stop:
                 os.kill(os.getpid(), signal.SIGTERM)
             loss = LOSSES[run.step]

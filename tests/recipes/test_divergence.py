@@ -15,6 +15,7 @@ from safetensors.torch import load_file
 
 from megatrain.engine.gradients import Gradients
 from megatrain.recipes import loop
+from megatrain.recipes.state import Run
 from tests.commands import evaluations_of, steps_of
 from tests.files import flip
 from tests.recipes.same_run import same_run
@@ -26,10 +27,10 @@ COMMAND = re.compile(r"megatrain (.*)$", re.MULTILINE)
 @pytest.fixture
 def absurd_from_step_4() -> Iterator[pytest.MonkeyPatch]:
     """The learning rate, until it is undone."""
-    sane = loop.Run.learning_rate.fget  # type: ignore[attr-defined]
+    sane = Run.learning_rate.fget  # type: ignore[attr-defined]
     with pytest.MonkeyPatch.context() as patch:
         absurd = property(lambda run: 1e30 if run.step >= 3 else sane(run))
-        patch.setattr(loop.Run, "learning_rate", absurd)
+        patch.setattr(Run, "learning_rate", absurd)
         yield patch
 
 

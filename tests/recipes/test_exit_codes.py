@@ -16,6 +16,7 @@ import pytest
 from megatrain.engine.gradients import Gradients
 from megatrain.machine import hardware
 from megatrain.recipes import loop
+from megatrain.recipes.state import Run
 from megatrain.storage.run_folder import checkpoints
 from tests.commands import (
     POSITIONS,
@@ -196,9 +197,9 @@ def test_an_allocation_that_fails_is_5(megatrain, project, monkeypatch, error):
 
 @pytest.fixture
 def absurd_from_step_4(monkeypatch: pytest.MonkeyPatch) -> None:
-    sane = loop.Run.learning_rate.fget  # type: ignore[attr-defined]
+    sane = Run.learning_rate.fget  # type: ignore[attr-defined]
     monkeypatch.setattr(
-        loop.Run, "learning_rate", property(lambda run: 1e30 if run.step >= 3 else sane(run))
+        Run, "learning_rate", property(lambda run: 1e30 if run.step >= 3 else sane(run))
     )
 
 

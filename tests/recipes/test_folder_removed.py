@@ -16,6 +16,7 @@ import pytest
 
 from megatrain.heartbeat import may_end_here
 from megatrain.recipes import loop
+from megatrain.recipes.state import Run
 from megatrain.reporting.progress import logging_to
 from megatrain.storage.run_folder import run_lock
 from tests.commands import metrics_of, steps_of
@@ -33,7 +34,7 @@ def after_step(monkeypatch: pytest.MonkeyPatch) -> Callable[[int, Callable[[], A
     def patch(step: int, action: Callable[[], Any]) -> None:
         original = loop.train_step
 
-        def train_step(run: loop.Run, *rest: Any) -> None:
+        def train_step(run: Run, *rest: Any) -> None:
             original(run, *rest)
             if run.step == step:
                 action()
@@ -104,7 +105,7 @@ def test_it_is_removed_once_all_ranks_have_found_it(project):
             os.kill(os.getpid(), signal.SIGTERM)
             may_end_here()
 
-        pytest.MonkeyPatch().setattr("megatrain.recipes.opened.logging_to", late)
+        pytest.MonkeyPatch().setattr("megatrain.recipes.session.logging_to", late)
         if rank == 0:
             pytest.MonkeyPatch().setattr("megatrain.recipes.run.get_ready", stopped)
 

@@ -13,9 +13,9 @@ import pytest
 
 from megatrain.engine.verify import verify as check
 from megatrain.errors import ConfigError
-from megatrain.recipes import opened
-from megatrain.recipes.opened import seen_by_all
+from megatrain.recipes import session
 from megatrain.recipes.ranks import liveness
+from megatrain.recipes.session import seen_by_all
 from megatrain.world import World
 from tests.commands import wait_for
 from tests.namespaces import TwoHosts, two_hosts
@@ -86,7 +86,7 @@ def looked(world: World, folders: list[Path]) -> str:
 
 
 def test_a_folder_that_one_host_does_not_see_is_refused_on_all(tmp_path, monkeypatch):
-    monkeypatch.setattr(opened, "SEEN_WITHIN_S", 0.2)
+    monkeypatch.setattr(session, "SEEN_WITHIN_S", 0.2)
     (tmp_path / "meetings").mkdir()
     shared, own = tmp_path / "shared", tmp_path / "own"
     for folder in (shared, own):

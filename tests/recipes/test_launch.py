@@ -21,6 +21,7 @@ from megatrain.config import Config, load_config
 from megatrain.errors import ConfigError
 from megatrain.machine.affinity import share_of_cores
 from megatrain.machine.launcher import Place
+from megatrain.recipes.planned_machine import find_machine
 from megatrain.recipes.ranks import launch
 from megatrain.recipes.ranks.device import bind, own_device
 from megatrain.recipes.ranks.launch import (
@@ -32,7 +33,6 @@ from megatrain.recipes.ranks.launch import (
     run_ranks,
 )
 from megatrain.recipes.ranks.rendezvous import as_rank
-from megatrain.recipes.this_machine import find_machine
 from megatrain.world import World
 from tests.commands import wait_for
 from tests.ranks import Started

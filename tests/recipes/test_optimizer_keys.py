@@ -11,7 +11,7 @@ from megatrain.config import Config, load_config
 from megatrain.engine.resolved import with_lighter_moments
 from megatrain.errors import ConfigError
 from megatrain.optim import AdamW, Lion
-from megatrain.recipes.optimizers import decided_of_optimizer, make_optimizer
+from megatrain.recipes.setup import decided_of_optimizer, make_optimizer
 
 
 @pytest.fixture

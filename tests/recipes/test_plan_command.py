@@ -15,8 +15,8 @@ import torch
 from megatrain.config import Config
 from megatrain.machine.datasheets import GPUS
 from megatrain.machine.hypothetical import DRIVER_BYTES
-from megatrain.recipes import another_machine as another_machine_module
-from megatrain.recipes.another_machine import another_machine
+from megatrain.recipes import planned_machine as planned_machine_module
+from megatrain.recipes.planned_machine import planned_machine
 from tests.quantised import TILES, Tensors, config_in, in_tiles, rewrite, state
 
 CARD = ("--gpu-memory", "12GiB", "--gpu-tflops", "60", "--pcie", "25", "--ram", "64GiB")
@@ -125,7 +125,7 @@ def test_a_gpu_of_the_table_can_be_planned_for(megatrain, name):
 @pytest.mark.parametrize("name", [name for name, _ in GPUS])
 def test_every_gpu_of_the_table_makes_a_machine(name):
     config = Config.model_validate({"model": "m", "data": {"train": "rows.jsonl"}})
-    machine = another_machine(config, gpu=name, ram="64GiB")
+    machine = planned_machine(config, gpu=name, ram="64GiB")
     assert machine.hardware.gpu is not None
     assert 0 < machine.hardware.gpu.free_bytes < machine.hardware.gpu.total_bytes
     assert machine.profile.upload > 0
@@ -269,7 +269,7 @@ def test_gpus_that_have_nothing_to_do_are_refused(megatrain, flags, words):
 
 
 def test_more_gpus_than_there_are_need_a_description(megatrain, monkeypatch):
-    monkeypatch.setattr(another_machine_module, "find_machine", lambda config: ON_CUDA)
+    monkeypatch.setattr(planned_machine_module, "find_machine", lambda config: ON_CUDA)
     monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
     told = megatrain("plan tiny --gpus 2", *TINY, code=2).err
     assert "--gpus: 2, but this machine shows 1; describe another one with --gpu and --ram" in told

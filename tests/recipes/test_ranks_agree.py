@@ -18,9 +18,10 @@ import pytest
 from torch import distributed
 
 from megatrain.data import dataset
+from megatrain.engine import resolved
 from megatrain.engine.engine import Engine
 from megatrain.heartbeat import total
-from megatrain.recipes import loop, run, setup, this_machine
+from megatrain.recipes import loop, planned_machine, run
 from megatrain.recipes.ranks import liveness, rendezvous
 from megatrain.storage.run_folder import run_lock
 from megatrain.world import World
@@ -91,7 +92,7 @@ def test_prompts_are_answered_by_all_and_written_once(project):
 @pytest.mark.slow
 def test_the_first_may_take_long_to_end_once_all_have_agreed_to_stop(project, silent_soon):
     def first(rank: int) -> None:
-        made, whole = loop.train_step, run._run
+        made, whole = loop.train_step, run.finish_run
 
         def train_step(run: Any, *given: Any) -> None:
             made(run, *given)
@@ -105,7 +106,7 @@ def test_the_first_may_take_long_to_end_once_all_have_agreed_to_stop(project, si
 
         patch(loop, "train_step", train_step)
         if rank == 0:
-            patch(run, "_run", slow)
+            patch(run, "finish_run", slow)
 
     started = Started(2, train(), first=first)
     assert started.wait(SOON_S) == [75, 75], started.said()
@@ -118,10 +119,10 @@ def differently(rank: int, what: str) -> None:
         patch(dataset.TokenRows, "digest", "another")
     if what == "precision":
         chosen = "float32" if rank else "bfloat16"
-        patch(this_machine, "choose_precision", lambda *_: chosen)
+        patch(planned_machine, "choose_precision", lambda *_: chosen)
     if what == "compile" and rank == 1:
-        made = run.ways_of
-        patch(run, "ways_of", lambda *given: {**made(*given), "compile": True})
+        made = run.settings_by_field
+        patch(run, "settings_by_field", lambda *given: {**made(*given), "compile": True})
 
 
 @pytest.mark.parametrize(
@@ -201,7 +202,7 @@ def test_those_of_a_host_work_one_by_one_and_show_that_they_live(tmp_path):
 @pytest.mark.slow
 def test_the_fullest_drive_is_planned_for(project):
     def first(rank: int) -> None:
-        patch(setup, "nvme_room", lambda *_: (2 << 40, 1 << 40)[rank])
+        patch(resolved, "room_for_nvme", lambda *_: (2 << 40, 1 << 40)[rank])
 
     keys = "memory.nvme=swap", "memory.nvme_blocks=2", "train.max_steps=2"
     started = Started(2, train(*keys), first=first)
@@ -253,14 +254,14 @@ def test_an_evaluation_takes_no_more_tokens_at_once_than_a_step(project):
 @pytest.mark.slow
 def test_all_return_the_summary_of_the_first(project):
     def first(rank: int) -> None:
-        whole = run._run
+        whole = run.finish_run
 
         def kept(*given: Any, **more: Any) -> Any:
             found = whole(*given, **more)
             Path(f"summary-{rank}").write_text(json.dumps(found.to_dict()))
             return found
 
-        patch(run, "_run", kept)
+        patch(run, "finish_run", kept)
 
     started = Started(2, train("train.max_steps=3"), first=first)
     assert started.wait(SOON_S) == [0, 0], started.said()

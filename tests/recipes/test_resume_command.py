@@ -99,7 +99,9 @@ def test_other_rows_are_refused_and_change_no_file(megatrain, killed, monkeypatc
     before = files_of(killed)
     for override in ("data.eval=9", "data.train=others.jsonl", "train.seq_len=27"):
         with monkeypatch.context() as patch:
-            patch.setattr("megatrain.recipes.setup.make_engine", Mock(side_effect=AssertionError))
+            patch.setattr(
+                "megatrain.engine.engine.Engine.open_plan", Mock(side_effect=AssertionError)
+            )
             done = megatrain("resume run", override, code=3)
         assert "rows are not those of the checkpoint: the data, the tokenizer or how " in done.err
         assert "bring back what was changed, or start a new run" in done.err
@@ -171,7 +173,7 @@ def test_a_run_that_goes_on_elsewhere_is_not_resumed(megatrain, copied):
 def test_a_run_folder_may_be_moved(megatrain, copied, finished_project):
     cut_back(copied)
     moved = copied.rename(copied.parent / "elsewhere")
-    assert "/project/run and goes on in elsewhere" in megatrain("resume elsewhere").err
+    assert "resuming in elsewhere (the run was started in " in megatrain("resume elsewhere").err
     assert not copied.exists()
     same_run(moved, finished_project / "run")
 

@@ -19,8 +19,9 @@ import pytest
 import megatrain as mt
 from megatrain.data import build, encoding, row_writer, tokenize
 from megatrain.engine.engine import Engine
-from megatrain.recipes import describe, loop, setup
+from megatrain.recipes import describe, loop, run
 from megatrain.recipes.signals import STOPS
+from megatrain.recipes.state import Run
 from megatrain.storage import restore, weights
 from megatrain.storage.run_folder import checkpoints
 from tests.commands import evaluations_of, files_of, steps_of, wait_for
@@ -131,7 +132,7 @@ def test_a_handler_of_the_program_and_an_ignored_signal_stay(megatrain, project,
 
 # What is under way when a signal comes before the first step, and what must not be begun after it.
 EARLY = {
-    "the machine is looked at": (setup, "prepare", build, "encode_source"),
+    "the machine is looked at": (run, "resolve_run", build, "encode_source"),
     "rows are read": (tokenize.Encoder, "encode", row_writer.RowWriter, "finish"),
     "the run is described": (describe, "write_text", Engine, "load_weights"),
     "weights are loaded": (weights, "copy_tensor", Engine, "weights_changed"),
@@ -177,11 +178,11 @@ def test_a_resume_that_is_stopped_while_it_loads_is_resumed(
 
 @pytest.mark.slow
 def test_a_second_signal_before_the_first_step_stops_at_once(forker, project):
-    twice = "import os; from megatrain.recipes import setup; f = setup.prepare\n"
+    twice = "import os; from megatrain.recipes import run; f = run.resolve_run\n"
     twice += (
         "def prepare(*a, **n):\n for _ in (1, 2): os.kill(os.getpid(), 15)\n return f(*a, **n)\n"
     )
-    forker.start("train", "cfg.yaml", first=twice + "setup.prepare = prepare")
+    forker.start("train", "cfg.yaml", first=twice + "run.resolve_run = prepare")
     assert forker.wait() == -signal.SIGTERM
 
 
@@ -250,7 +251,7 @@ def file_limit() -> Iterator[Callable[[int], None]]:
 def at_step(monkeypatch: pytest.MonkeyPatch, actions: dict[int, Callable[[], None]]) -> None:
     original = loop.train_step
 
-    def train_step(run: loop.Run, *rest: Any, **named: Any) -> None:
+    def train_step(run: Run, *rest: Any, **named: Any) -> None:
         actions.get(run.step + 1, lambda: None)()
         original(run, *rest, **named)
 

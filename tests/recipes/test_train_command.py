@@ -19,9 +19,10 @@ from megatrain.data.readers import read_text
 from megatrain.engine.results import EvalResult
 from megatrain.recipes import loop
 from megatrain.recipes.model import read_model
+from megatrain.recipes.planned_machine import find_machine
 from megatrain.recipes.rows import read_rows
 from megatrain.recipes.run import plan_and_loader
-from megatrain.recipes.setup import prepare
+from megatrain.recipes.setup import resolve_run
 from megatrain.storage.run_folder import checkpoints
 from tests.commands import (
     chat_rows,
@@ -298,7 +299,9 @@ def test_packed_rows_that_leave_room_are_planned_with_it(project):
     length = int(rows.lengths[0])
     keys += [f"train.seq_len={2 * length - 16}", f"train.tokens_per_step={8 * length}"]
     config = load_config("cfg.yaml", keys)
-    plan, loader = plan_and_loader(prepare(config), rows)
+    model = read_model(config)
+    resolved = resolve_run(config, model, find_machine(config))
+    plan, loader = plan_and_loader(config, model, resolved, rows)
     steps = [[micro["input_ids"].numel() for micro in batch.micro_batches] for batch in loader]
     largest = max(map(sum, steps))
     assert largest == 8 * (2 * length - 16) > 1.5 * plan.job.tokens_per_step

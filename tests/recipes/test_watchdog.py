@@ -54,7 +54,7 @@ def test_a_held_lock_ends_the_run_and_shows_where(forker, project):
 # what is waited for, for ever, before the first step
 EARLY = {
     "a download": ("megatrain.cli.training", "find_model"),
-    "the plan": ("megatrain.recipes.setup", "make_plan"),
+    "the plan": ("megatrain.engine.resolved", "make_plan"),
     "tokens": ("megatrain.data.build", "make_shards"),
 }
 WAITS = """
@@ -94,7 +94,7 @@ def test_what_works_before_the_first_step_has_not_hung(forker, project, work):
 WORKS = """
 import time
 from megatrain import heartbeat
-from megatrain.recipes import setup
+from megatrain.recipes import run
 def computes():
     sum(range(1 << 16))
 def reads():
@@ -103,7 +103,7 @@ def reads():
 def beats():
     time.sleep(0.02)
     heartbeat.beat()
-original = setup.read_model
+original = run.read_model
 def slowly(*given):
     allow(0.4)
     end = time.monotonic() + 1.0
@@ -111,7 +111,7 @@ def slowly(*given):
         {work}()
     allow(60)
     return original(*given)
-setup.read_model = slowly
+run.read_model = slowly
 """
 
 

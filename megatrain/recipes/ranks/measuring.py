@@ -11,7 +11,7 @@ from typing import Any
 
 import typer
 
-from megatrain.engine.build import choose_device
+from megatrain.engine.request import choose_device
 from megatrain.errors import MegaTrainError, exit_code_of
 from megatrain.measure.ranks import measure_together
 from megatrain.recipes.ranks.device import bind, cores_of_host

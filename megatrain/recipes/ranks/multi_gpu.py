@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from megatrain.engine.resolved import Machine
+from megatrain.config import Config
+from megatrain.engine.resolved import Machine, Resolved
 from megatrain.machine import together
 from megatrain.planner.plan import OnGpus, Plan
-from megatrain.recipes.setup import Parts, make_run_plan, prices_of
+from megatrain.recipes.setup import plan_run, prices_of
 from megatrain.reporting.energy import Economy
 
 COUNTS = (1, 2, 4, 8)  # of GPUs that are compared
@@ -35,19 +36,20 @@ def several(machine: Machine, ranks: int, hosts: int = 1) -> Machine:
     )
 
 
-def beside_others(parts: Parts, plan: Plan) -> Plan:
-    """The plan with those for 1, 2, 4 and 8 GPUs of each host, if the config asks for a number."""
-    if parts.machine.alone is None:
+def beside_others(config: Config, plan: Plan) -> Plan:
+    """The plan with what 1, 2, 4 and 8 GPUs of each host would give, if a number was asked for."""
+    if plan.made_of.machine.alone is None:
         return plan
-    return replace(plan, on_gpus=tuple(on_gpus(parts, plan)))
+    return replace(plan, on_gpus=tuple(on_gpus(config, plan)))
 
 
-def on_gpus(parts: Parts, plan: Plan) -> Iterator[OnGpus]:
-    """Plans for numbers of GPUs, as far as a step has rows for them.
+def on_gpus(config: Config, plan: Plan) -> Iterator[OnGpus]:
+    """What numbers of GPUs would give, as far as a step has rows for them.
 
     The config's price is that of the plan's machine; others are taken in proportion.
     """
-    machine, job = parts.machine, plan.job
+    resolved: Resolved = plan.made_of
+    machine, job = resolved.machine, plan.job
     assert machine.alone is not None
     for gpus in sorted({*COUNTS, job.ranks}):
         if gpus % job.pieces:
@@ -56,14 +58,13 @@ def on_gpus(parts: Parts, plan: Plan) -> Iterator[OnGpus]:
             return
         found = plan
         if gpus != job.ranks:
-            resolved = replace(parts.resolved, machine=several(machine.alone, gpus, job.hosts))
-            # rows that were read were dealt to as many ranks as the plan has
-            found = make_run_plan(replace(parts, resolved=resolved, step_tokens=()))
+            others = several(machine.alone, gpus, job.hosts)
+            found = plan_run(config, replace(resolved, machine=others))
         if not found.fits:
             yield OnGpus(gpus, fits=False)
             continue
         timing, times = found.timing, gpus / job.ranks * job.hosts
-        prices = prices_of(parts.config).times(times)
+        prices = prices_of(config).times(times)
         spent = Economy(round(timing.tokens_per_s * 3600), 3600, None, prices, "")
         yield OnGpus(
             gpus,

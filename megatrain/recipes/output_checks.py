@@ -1,5 +1,4 @@
-"""Whether a folder may become a run's, so that nothing which somebody else put there is written
-over or removed."""
+"""Checks of a run's folder: nothing that somebody else put there is overwritten or removed."""
 
 from __future__ import annotations
 
@@ -44,11 +43,11 @@ WRITTEN = re.compile(
 MODEL = "config.json"  # a folder that has it is taken for a model, not for a run
 
 
-def check_place(config: Config) -> None:
-    """Look whether a run may be written into `output`, before anything is loaded or written.
+def check_output(config: Config) -> None:
+    """Check that a run may be written into `output`, before anything is loaded or written.
 
-    A run's folder is one with a resolved config or a checkpoint. Any other may hold what it wants,
-    but for names that a run writes.
+    A folder with a resolved config or a checkpoint is a run's. Any other may hold anything but
+    names that a run writes.
 
     Raises ConfigError, and StorageError where no folder can be made or written in.
     """

@@ -1,32 +1,48 @@
-"""A machine that is not at hand, for `megatrain plan --gpu "RTX 4090" --ram 128GiB`; and several of
-this one's GPUs, or of another's.
-"""
+"""The machine of a plan: this one, alone or beside other ranks, several of its GPUs, or one that is
+described, as by `megatrain plan --gpu "RTX 4090" --ram 128GiB`."""
 
 from __future__ import annotations
 
 import logging
+import os
 from dataclasses import replace
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from megatrain.config import Config
+from megatrain.engine.placement import peers
+from megatrain.engine.request import choose_device, choose_precision
 from megatrain.engine.resolved import Machine
-from megatrain.errors import ConfigError
+from megatrain.errors import ConfigError, StorageError
 from megatrain.machine.datasheets import FIRST_BFLOAT16, FIRST_FP8
-from megatrain.machine.hardware import GIB
+from megatrain.machine.hardware import GIB, Hardware, drive_name, read_hardware, shared_out
 from megatrain.machine.hypothetical import DRIVER_BYTES, SYSTEM_BYTES, find_gpu, hypothetical
-from megatrain.machine.profile import typical
+from megatrain.machine.mounts import IN_RAM, mount_of
+from megatrain.machine.profile import (
+    DriveRates,
+    MachineProfile,
+    fingerprint,
+    save_drive,
+    typical,
+    with_drives,
+)
 from megatrain.machine.sizes import parse_size
+from megatrain.measure.disk import drive_rates
+from megatrain.recipes.doctor import measured_or_typical, measured_together
+from megatrain.recipes.ranks.device import cores_of_host
 from megatrain.recipes.ranks.multi_gpu import several
-from megatrain.recipes.this_machine import find_machine
+from megatrain.storage.run_folder import bytes_of_checkpoints
+from megatrain.world import ALONE, World
 
 logger = logging.getLogger("megatrain")
 
 BYTES_OF_GBIT = 1e9 / 8
 
 
-def another_machine(
+def planned_machine(
     config: Config,
     *,
     gpus: int | None = None,
@@ -34,12 +50,11 @@ def another_machine(
     network: float | None = None,
     **other: Any,
 ) -> Machine:
-    """This machine, or the one that `described` is told of, with `gpus` of each of `hosts` like it
-    at work.
+    """This machine, or one that is `described`, with `gpus` of each of `hosts` like it at work.
 
     network: Gbit/s of each host to the others.
 
-    Raises ConfigError for what cannot be. Its sentences name the command's flags.
+    Raises ConfigError, naming the command's flags.
     """
     if (hosts or 1) > 1 and network is None:
         raise ConfigError("--hosts needs --network, too: Gbit/s of each host, such as 400")
@@ -120,3 +135,80 @@ def _precision(config: Config, name: str, capability: tuple[int, int]) -> str:
         where = config.where("precision")
         raise ConfigError(f"{where}: the {name} has no fp8 units; set precision: bfloat16")
     return config.precision
+
+
+def find_machine(config: Config, *, may_measure: bool = False, world: World = ALONE) -> Machine:
+    """This machine, with the config's device and precision; the same on all ranks.
+
+    Args:
+        may_measure: measure unknown rates of a machine, for seconds, instead of guessing them.
+        world: the ranks that share this machine.
+
+    Raises ConfigError.
+    """
+    device = choose_device(config.device)
+    hardware = read_hardware(config.output, device.type)
+    # the run's own checkpoints make room for the next ones
+    free = hardware.disk_free_bytes + bytes_of_checkpoints(config.output)
+    hardware = replace(hardware, disk_free_bytes=free)
+    measure = partial(measured_or_typical, hardware, device, may_measure=may_measure)
+    profile = world.told(world.in_turn(measure))
+    assumed_together = False
+    if not world.is_alone:
+        hardware = replace(hardware, physical_cores=cores_of_host(world))
+        one = profile, hardware, device, world
+        profile, assumed_together = measured_together(*one, may_measure=may_measure)
+        hardware = shared_out(world.every(hardware), world.local_size)
+    drives = partial(rates_with_drives, profile, config, hardware, may_measure=may_measure)
+    profile, assumed = world.told(world.in_turn(drives))
+    precisions = world.every(choose_precision(config.precision, device))
+    return Machine(
+        device,
+        "float32" if "float32" in precisions else precisions[0],
+        hardware,
+        profile,
+        drives_assumed=assumed,
+        ranks=world.local_size,
+        hosts=world.hosts,
+        together_assumed=assumed_together,
+        peers=world.hosts > 1 or peers(world, device),
+        world=world,
+    )
+
+
+def rates_with_drives(
+    profile: MachineProfile, config: Config, hardware: Hardware, *, may_measure: bool
+) -> tuple[MachineProfile, tuple[Path, ...]]:
+    """The profile with the rates of the slowest drive of memory.nvme, and a folder on each drive
+    whose rates are assumed to be the profile's own.
+
+    A drive is measured once, for some seconds, if the run computes on a GPU (on a CPU it is over
+    before that pays) and the folder is there.
+
+    may_measure: measure folders that are not there yet, too.
+    """
+
+    for folder in config.memory.nvme or ():
+        mount = mount_of(folder)
+        if mount is not None and mount.kind in IN_RAM:
+            where = config.where("memory.nvme")
+            logger.warning(f"{where}: {folder} lies in RAM ({mount.kind}), which it takes away")
+
+    def measure(folder: Path) -> DriveRates | None:
+        if not hardware.gpu:
+            return None
+        if not (may_measure or (folder.is_dir() and os.access(folder, os.W_OK))):
+            return None
+        again = f"`megatrain doctor --nvme {folder}` does it again"
+        logger.info(f"measuring the drive of {folder}, once; {again}")
+        try:
+            rates = drive_rates(folder)
+        except StorageError:  # full or not writable: plan or store report it with what they need
+            return None
+        try:
+            save_drive(fingerprint(hardware), drive_name(folder), rates)
+        except StorageError as error:
+            logger.warning(str(error))
+        return rates
+
+    return with_drives(profile, config.memory.nvme or (), hardware, measure)

@@ -1,0 +1,302 @@
+"""The request for an engine: what keywords in Python, or a config, ask for. Declared once, here."""
+
+from __future__ import annotations
+
+import inspect
+import math
+import os
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from os.path import expanduser  # leaves `~nobody` as it is, where Path's raises
+from pathlib import Path
+from typing import Any, Literal, Self, TypedDict, TypeVar, Unpack, get_type_hints
+
+import torch
+
+from megatrain.engine.objective import AnyLoss
+from megatrain.engine.placement import PRECISIONS
+from megatrain.errors import ConfigError
+from megatrain.losses import SequenceLoss, next_token
+from megatrain.machine.hardware import bf16_is_fast
+from megatrain.machine.sizes import parse_size
+from megatrain.models.pretrained import ModelSource, read_model_config, resolve_source
+from megatrain.models.skeleton import Skeleton
+from megatrain.models.transforms.fp8 import fp8_supported
+from megatrain.optim import AdamW, Optimizer
+from megatrain.schedule import UNCHANGED
+from megatrain.settings import Settings
+from megatrain.storage.manifest import check_description
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+class EngineKeywords(TypedDict, total=False):
+    """The keywords of `Engine.from_pretrained` and `Engine.from_config`; both document them."""
+
+    optimizer: Optimizer | None
+    precision: str
+    attention: str
+    max_grad_norm: float | None
+    router_aux_loss_coef: float | Literal["auto"]
+    device: str
+    seed: int
+    tokens_per_step: int | None
+    seq_len: int | None
+    loss: AnyLoss
+    settings: Settings | Literal["auto"]
+    memory: Mapping[str, Any] | None
+    freeze: Sequence[str]
+    trust_remote_code: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """A job as a user asks for it; nothing of it depends on the machine.
+
+    Attributes:
+        config: a transformers configuration.
+        source: folder, GGUF file or hub id of the weights; None draws them at random.
+        optimizer: hyper-parameters and update rule.
+        seq_len, tokens_per_step, rows_per_step: tokens of the longest row; of a step, or its rows.
+            None of the first two: no plan can be made.
+        loss: what is minimised.
+        freeze: names or globs of tensors that do not train.
+        settings: taken as they are; "auto": the planner's.
+        asked: options of `settings.OPTIONS` that the user fixes, by field; None leaves one open.
+        packing: of examples into sequences of `seq_len`; None: all rows are full.
+        compile: fuse the element-wise parts of layers and loss, or of the "loss" alone.
+        activations, transport, wire: as in `settings.Settings`.
+        context_parallel: ranks that share every sequence.
+        gpu_limit, host_limit, nvme_limit: bytes to use; None: what is free.
+        nvme_folders: for what host RAM has no room for.
+        output: folder of the checkpoints.
+        checkpoints_kept, keeps_best: as in `planner.job.Job`.
+        where: names a field in errors, as its user knows it.
+    """
+
+    config: Any
+    source: str | None = None
+    revision: str | None = None
+    trust_remote_code: bool = False
+    optimizer: Optimizer = field(default_factory=AdamW)
+    precision: str = "auto"
+    attention: str = "auto"
+    max_grad_norm: float | None = 1.0
+    router_aux_loss_coef: float | Literal["auto"] = "auto"
+    device: str = "auto"
+    seed: int = 0
+    tokens_per_step: int | None = None
+    rows_per_step: int | None = None
+    seq_len: int | None = None
+    loss: AnyLoss = next_token
+    settings: Settings | Literal["auto"] = "auto"
+    freeze: Sequence[str] = ()
+    asked: Mapping[str, Any] = field(default_factory=dict)
+    packing: bool | Literal["auto"] | None = None
+    compile: bool | Literal["auto", "loss"] = "auto"
+    activations: str = UNCHANGED
+    transport: str = "auto"
+    wire: str = "float32"
+    context_parallel: int = 1
+    gpu_limit: int | None = None
+    host_limit: int | None = None
+    nvme_limit: int | None = None
+    nvme_folders: tuple[Path, ...] = ()
+    output: Path = Path()
+    checkpoints_kept: int = 2
+    keeps_best: bool = True
+    where: Callable[[str], str] = str
+
+    @property
+    def least_tokens(self) -> int:
+        """Tokens of the smallest micro-batch that holds any row: a pair is two sequences."""
+        assert self.seq_len is not None, "a plan is asked for"
+        return least_tokens(self.loss, self.seq_len)
+
+    @classmethod
+    def of_keywords(
+        cls,
+        config: Any,
+        source: str | Path | None = None,
+        revision: str | None = None,
+        **keywords: Unpack[EngineKeywords],
+    ) -> Self:
+        """The request that keywords in Python make. Raises ConfigError for one out of range."""
+        values: dict[str, Any] = {**keywords}
+        gpu, host, folders = _memory(memory := values.pop("memory", None))
+        freeze = values.pop("freeze", ())
+        request = cls(
+            config=config,
+            source=None if source is None else str(source),
+            revision=revision,
+            optimizer=values.pop("optimizer", None) or AdamW(),
+            freeze=[freeze] if isinstance(freeze, str) else freeze,
+            gpu_limit=gpu,
+            host_limit=host,
+            nvme_folders=folders,
+            **values,
+        )
+        _check_types(request)
+        sizes = {name: getattr(request, name) for name in ("tokens_per_step", "seq_len")}
+        if request.settings == "auto" and None not in sizes.values():
+            _check_sizes(**sizes)
+        elif memory or any(sizes.values()) or request.loss is not next_token:
+            raise ConfigError(
+                "settings='auto': a plan needs both tokens_per_step and seq_len"
+                if request.settings == "auto"
+                else "tokens_per_step, seq_len, loss and memory are for settings='auto'; your "
+                "settings say what lies where"
+            )
+        return request
+
+
+def least_tokens(loss: AnyLoss, seq_len: int) -> int:
+    """`Request.least_tokens`."""
+    return 2 * seq_len if isinstance(loss, SequenceLoss) and loss.of_pairs else seq_len
+
+
+def spelled_out(constructor: F) -> F:
+    """Put `EngineKeywords` with their defaults into the signature, for `help` and notebooks."""
+    declared = inspect.signature(Request).parameters
+    own = [p for p in inspect.signature(constructor).parameters.values() if p.kind != p.VAR_KEYWORD]
+    defaults = {"optimizer": None, "memory": None}
+    keywords = [
+        inspect.Parameter(
+            name,
+            inspect.Parameter.KEYWORD_ONLY,
+            default=defaults[name] if name in defaults else declared[name].default,
+            annotation=hint,
+        )
+        for name, hint in get_type_hints(EngineKeywords).items()
+    ]
+    constructor.__signature__ = inspect.Signature([*own, *keywords])  # type: ignore[attr-defined]
+    return constructor
+
+
+def choose_device(device: str) -> torch.device:
+    """The device of a name; `auto` is the first GPU, or the CPU where there is none.
+
+    Raises ConfigError for a device that is unknown or not there.
+    """
+    # Segments of memory grow, so that torch holds little more than it uses. Read at the first
+    # allocation.
+    os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+    # The order of the driver, which the planner asks about GPUs. Read when CUDA is started.
+    os.environ.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")
+    if device == "auto":
+        return torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+    if not re.fullmatch(r"cpu|cuda(:\d+)?", device):
+        raise ConfigError(f"device: {device!r} is unknown; choose auto, cpu, cuda or cuda:N")
+    chosen = torch.device(device)
+    if chosen.type == "cpu":
+        return chosen
+    index, count = chosen.index or 0, torch.cuda.device_count()
+    if index >= count:
+        seen = f"PyTorch sees {count} CUDA devices"
+        if not count:
+            seen = "PyTorch sees no CUDA device; install its CUDA build or set device: cpu"
+        raise ConfigError(f"device: {device} was asked for, but {seen}")
+    return torch.device("cuda", index)
+
+
+def choose_precision(precision: str, device: torch.device) -> str:
+    """`auto` is bfloat16 with fp32 master weights where the hardware is fast at it, else float32.
+
+    Raises ConfigError for one that is unknown or that the device lacks.
+    """
+    if precision == "auto":
+        return "bfloat16" if bf16_is_fast(device.type) else "float32"
+    if precision not in PRECISIONS:
+        raise ConfigError(
+            f"precision: {precision!r} is not built; choose one of auto, {', '.join(PRECISIONS)}"
+        )
+    if precision == "fp8" and device.type == "cuda" and not fp8_supported(device):
+        raise ConfigError(
+            "precision: fp8 needs a GPU of compute capability 8.9 (Ada) or newer; set precision: "
+            "bfloat16"
+        )
+    return precision
+
+
+def read_config(config: Any, trust_remote_code: bool) -> Any:
+    """A transformers configuration: the argument, or that of a folder or hub id.
+
+    Raises ModelError and ConfigError.
+    """
+    if isinstance(config, (str, Path)):
+        return config_of_source(resolve_source(config, None, weights=False), trust_remote_code)
+    if not hasattr(config, "model_type"):
+        raise ConfigError(
+            f"config: {type(config).__name__} is neither a transformers configuration nor a folder "
+            "or hub id"
+        )
+    return config
+
+
+def config_of_source(source: ModelSource, trust_remote_code: bool) -> Any:
+    """The configuration in a folder or file, compared with its manifest. Raises StorageError."""
+    check_description(source.path, trust_remote_code)
+    return read_model_config(source, trust_remote_code)
+
+
+def skeleton_of(request: Request, precision: str) -> Skeleton:
+    """The request's model without weights. Raises ModelError and ConfigError."""
+    skeleton = Skeleton(
+        request.config,
+        attention=request.attention,
+        dtype=PRECISIONS[precision],
+        trust_remote_code=request.trust_remote_code,
+    )
+    skeleton.freeze(request.freeze, request.where("freeze"))
+    return skeleton
+
+
+def _memory(memory: Mapping[str, Any] | None) -> tuple[int | None, int | None, tuple[Path, ...]]:
+    """(gpu, host, nvme) of the keyword `memory`: bytes to use of both, None for auto, and folders.
+
+    Raises ConfigError for an unknown key or a bad size.
+    """
+    values = dict(memory or {})
+    folders = values.pop("nvme", None) or ()
+    folders = [folders] if isinstance(folders, (str, Path)) else folders
+    sizes: dict[str, int | None] = {"gpu": None, "host": None}
+    for name, value in values.items():
+        size = None if value == "auto" else parse_size(value)
+        if name not in sizes:
+            raise ConfigError(f"memory: {name!r} is unknown; choose from gpu, host and nvme")
+        if size is not None and (type(size) is not int or size <= 0):
+            raise ConfigError(f"memory: {name} must be a size such as '80GiB', not {value!r}")
+        sizes[name] = size
+    return sizes["gpu"], sizes["host"], tuple(Path(expanduser(folder)) for folder in folders)
+
+
+def _check_sizes(**sizes: object) -> None:
+    for name, value in sizes.items():
+        if type(value) is not int or value < 1:
+            wanted = "give a whole number of at least 1"
+            raise ConfigError(f"{name}: {value!r} is out of range; {wanted}")
+
+
+def _check_types(request: Request) -> None:
+    """Raise ConfigError for values of wrong types, which no type checker may have seen."""
+    optimizer: object = request.optimizer
+    loss: object = request.loss
+    clip = request.max_grad_norm
+    if not isinstance(optimizer, Optimizer) or isinstance(optimizer, type):
+        raise ConfigError(
+            f"optimizer: {optimizer!r} is none; give one such as mt.AdamW(lr=1e-5), or None for "
+            "AdamW"
+        )
+    if not callable(loss) or isinstance(loss, type):
+        raise ConfigError(f"loss: {loss!r} is none; give one such as mt.losses.Dpo()")
+    if not isinstance(request.settings, Settings) and request.settings != "auto":
+        raise ConfigError(f"settings: {request.settings!r} is neither 'auto' nor an mt.Settings")
+    if type(request.seed) is not int:
+        raise ConfigError(f"seed: {request.seed!r} is not a whole number")
+    number = isinstance(clip, (int, float)) and not isinstance(clip, bool)
+    if clip is not None and not (number and 0 < clip <= math.inf):
+        raise ConfigError(
+            f"max_grad_norm: {clip!r} is out of range; give a number above 0, or None for no "
+            "clipping"
+        )

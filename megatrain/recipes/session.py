@@ -1,0 +1,264 @@
+"""A command's session in a run folder: lock, log, signals and watchdog; and the run that it opens,
+with weights or a checkpoint loaded and its files open."""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+from uuid import uuid4
+
+from rich.console import Console
+
+from megatrain.config import Config
+from megatrain.config.resuming import check_changes, for_state, resumed_configs
+from megatrain.engine.engine import Engine
+from megatrain.errors import ConfigError, MegaTrainError
+from megatrain.heartbeat import BYTES_READ, WEIGHTS_READ, may_end_here
+from megatrain.machine.address_space import address_space_errors
+from megatrain.planner.plan import Plan
+from megatrain.recipes.describe import (
+    DESCRIPTION,
+    decided,
+    decided_for_ranks,
+    describe_run,
+    facts_of,
+    work_of,
+)
+from megatrain.recipes.loop import still_to_come
+from megatrain.recipes.reference import (
+    References,
+    are_kept,
+    check_references,
+    compare_with_reference,
+    known_reference,
+    refers,
+    wanted_by,
+)
+from megatrain.recipes.report import LiveReport
+from megatrain.recipes.setup import quiet_libraries
+from megatrain.recipes.signals import StopRequest, stop_requests
+from megatrain.recipes.state import BEGINNING, Ready, Run
+from megatrain.recipes.watchdog import Watch, watchdog
+from megatrain.reporting.energy import EnergyMeter
+from megatrain.reporting.meters import GpuMeter
+from megatrain.reporting.metrics import MetricsWriter, NoMetrics, Spikes, cut_samples, read_metrics
+from megatrain.reporting.progress import LOG_FILE, Progress, logging_to
+from megatrain.reporting.streams import console_on
+from megatrain.reporting.summary import RunSummary
+from megatrain.reporting.trackers import tracking
+from megatrain.storage.checkpoint import reopen
+from megatrain.storage.manifest import UNVERIFIED, verifies
+from megatrain.storage.restore import Resumable, load_resumable
+from megatrain.storage.run_folder import (
+    RunLock,
+    checkpoint_name,
+    checkpoints,
+    folder_bytes,
+    forget_unused,
+    run_lock,
+)
+from megatrain.storage.saves import newer_than
+from megatrain.world import LOOKS_EVERY_S, World
+
+SEEN_WITHIN_S = 90.0  # by other hosts, whose view of a folder may be a minute old (nfs(5))
+
+logger = logging.getLogger("megatrain")
+
+
+@dataclass(frozen=True)
+class Session:
+    """A command's work in a run folder: its lock, console (stderr, copied to the log), signals and
+    watchdog."""
+
+    path: Path
+    lock: RunLock | None  # None: another rank has it
+    console: Console
+    stop: StopRequest
+    watch: Watch
+    world: World
+
+    def stopped(self) -> RunSummary:
+        """Log and return the summary of a command that was stopped before its first step."""
+        self.stop.says("before the first step: nothing was trained and nothing is lost")
+        resumable = bool(checkpoints(self.path))
+        return RunSummary(self.path, 0, 0, 0.0, resumable=resumable, exit_code=self.stop.exit_code)
+
+
+@contextmanager
+def run_session(path: Path, hang_timeout: int | None, world: World) -> Iterator[Session]:
+    """Lock the folder, write its log, and heed signals; a watchdog ends the process after
+    `hang_timeout` seconds without a sign of life.
+
+    A folder that was made for a run which failed or was stopped before its first step is removed.
+    Of several ranks the first one has the folder and the terminal.
+    """
+    console, made = console_on(stderr=True), world.is_first and not os.path.exists(path)
+    who = "" if world.is_first else f"[rank {world.rank} {socket.gethostname()}] "
+    with stop_requests() as stop, run_lock(path) if world.is_first else nullcontext() as lock:
+        try:
+            seen_by_all(path, world)
+            watched = watchdog(hang_timeout, path / LOG_FILE)
+            with logging_to(path, console, who), address_space_errors(), watched as watch:
+                world.every(None)  # all have opened their log, before one may remove the folder
+                if lock is not None and lock.warning:
+                    logger.warning(lock.warning)
+                if not verifies() and world.is_first:
+                    logger.warning(UNVERIFIED)
+                quiet_libraries()
+                shown = console if world.is_first else Console(quiet=True)
+                yield Session(path, lock, shown, stop, watch, world)
+        except MegaTrainError:  # of any other the log has the traceback
+            if made:
+                forget_unused(path)
+            raise
+        finally:
+            if made and stop.came() and stop.early:
+                forget_unused(path, DESCRIPTION)
+
+
+def seen_by_all(path: Path, world: World) -> None:
+    """Wait until all ranks see the run folder, which the first one has.
+
+    Raises ConfigError if a rank of another host does not: checkpoints would lack its files.
+    """
+    mark = path / world.told(f".seen-{uuid4().hex}")  # now there is a folder
+    if world.hosts == 1:
+        return
+    try:
+        if world.is_first:
+            mark.touch()
+        world.every(None)
+        until = time.monotonic() + SEEN_WITHIN_S
+        while not (seen := mark.exists()) and time.monotonic() < until:
+            time.sleep(LOOKS_EVERY_S)
+        for rank, (sees, host) in enumerate(world.every((seen, socket.gethostname()))):
+            if not sees:
+                raise ConfigError(
+                    f"{path}: rank {rank} on {host} does not see the files of the first one there; "
+                    "put output on a file system that all hosts share"
+                )
+    finally:
+        if world.is_first:
+            mark.unlink(missing_ok=True)
+
+
+def open_run(
+    ready: Ready, session: Session, progress: Progress, stack: ExitStack, resuming: Resumable | None
+) -> Run:
+    """Load the model, or a checkpoint, and open what the loop writes to; `stack` closes it all.
+
+    The run is described in its folder; on resuming not before it is known that the run can go on.
+    """
+    plan, loader, config, machine = ready.plan, ready.loader, ready.config, ready.machine
+    if resuming is None:
+        describe_run(ready)
+    may_end_here()
+    engine, references = open_engine(ready, progress, stack, resuming)
+    state, source = dict(BEGINNING), None
+    if resuming is not None:
+        source, state = load_checkpoint(ready, engine, resuming, progress)
+        describe_run(ready)
+    named = resuming is not None and resuming.named
+    digest, kept = ready.held_out.digest if ready.held_out else None, decided_for_ranks(plan)
+    kept |= {"held_out": digest} | ({"reference": references.of_model} if references else {})
+    evaluates = ready.held_out is not None or bool(ready.prompts)
+    total, gpu, step = loader.steps_total(), machine.hardware.gpu, state["step"]
+    progress.begin(total, step, partial(still_to_come, config, evaluates, total))
+    meter = stack.enter_context(GpuMeter(machine.device))
+    writer, report = open_metrics(config, plan, state, stack, machine.world)
+    return Run(
+        **vars(ready),
+        engine=engine,
+        held_out_references=references.held_out if references else None,
+        writer=writer,
+        report=report,
+        progress=progress,
+        meter=meter,
+        energy=EnergyMeter(meter),
+        work=work_of(plan),
+        gpu_name=gpu.name if gpu else None,
+        total_steps=total,
+        recent=Spikes(read_metrics(config.output)),
+        unproven=source,
+        abandoned=newer_than(config.output, source) if named and source else [],
+        facts=facts_of(config, plan, resumed=resuming is not None),
+        first_step=step,
+        lock=session.lock,
+        asked=for_state(config, decided(ready)) | kept,
+        first_tokens=state["tokens"],
+        **{name: state[name] for name in BEGINNING},
+    )
+
+
+def open_engine(
+    ready: Ready, progress: Progress, stack: ExitStack, resuming: Resumable | None
+) -> tuple[Engine, References | None]:
+    """The engine with its first weights, or zeros where a checkpoint follows; and the references of
+    a method that has some."""
+    plan, read = ready.plan, ready.resolved.request.source is not None and resuming is None
+    weights = plan.parameters + plan.frozen_parameters if read else None
+    of_model = known_reference(ready, resuming)
+    wanted = wanted_by(ready, resuming) if refers(ready) else ()
+    here = of_model is None or are_kept(of_model, wanted)
+    first = resuming is None or not ready.machine.world.told(here)  # the first rank's cache counts
+    with progress.doing("preparing the weights", total=weights, counted=WEIGHTS_READ):
+        engine = stack.enter_context(Engine.open_plan(plan, weights=first))
+    return engine, compare_with_reference(ready, engine, of_model, wanted, first, progress)
+
+
+def load_checkpoint(
+    ready: Ready, engine: Engine, resuming: Resumable, progress: Progress
+) -> tuple[Path, dict[str, Any]]:
+    """Load the checkpoint to resume from; returns its folder and its state.
+
+    Raises StorageError, and DataError if the rows are others.
+    """
+    config = ready.config
+    size = folder_bytes(resuming.path) if resuming.path else None
+    with progress.doing("reading the checkpoint", total=size, counted=BYTES_READ):
+        source, state = load_resumable(config.output, engine, resuming)
+    may_end_here()
+    if source != resuming.path:  # which may have been saved under another config
+        before, _ = resumed_configs(config.output, config, state)
+        for change in check_changes(before, config):
+            logger.warning(change)
+    ready.loader.restore(state.pop("position"))
+    check_references(ready.loader, source)
+    # only now: before this nothing in the folder has changed
+    engine.world.first(partial(reopen, config.output, source))
+    if "loss" in state["best"]:  # of a release that knew no other figure
+        state["best"]["eval_loss"] = state["best"].pop("loss")
+    best = config.output / checkpoint_name(state["best"].get("step", -1))
+    if not engine.world.told(best.is_dir()):
+        state["best"] = {}  # another may be the best of what is there
+    return config.output / checkpoint_name(state["step"]), state  # `final/` is one by now
+
+
+def open_metrics(
+    config: Config, plan: Plan, state: dict[str, Any], stack: ExitStack, world: World
+) -> tuple[MetricsWriter, LiveReport]:
+    """Open metrics.jsonl, cut back to the position in `state`, with trackers, and the report, which
+    is written last however the run ends. Only the first rank writes."""
+    # a run that begins with step 0 begins with an evaluation
+    step = state["step"] or -1
+    about = {"config": config.model_dump(mode="json"), "plan": plan.to_dict()}
+    if not world.is_first:
+        world.every(None)  # now the file is cut back
+        return NoMetrics(config.output), LiveReport(None)
+    track = stack.enter_context(tracking(config.track, config.output, state["step"], about))
+    report = LiveReport(config.output)
+    writer = stack.enter_context(MetricsWriter(config.output, (track, report.add)))
+    writer.truncate_to(step, state.get("metrics"))
+    cut_samples(config.output, step)
+    world.every(None)
+    report.begin()
+    stack.callback(report.write, last=True)
+    return writer, report
