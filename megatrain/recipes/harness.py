@@ -48,21 +48,18 @@ Asked = tuple[Any, list[int], list[int]]  # (texts or None, context, continuatio
 
 
 class EngineLM(TemplateLM):
-    """Answers lm-eval's requests with an engine, whose state it leaves as it was.
+    """Answers lm-eval's requests with an engine, whose state it leaves as it was."""
 
-    Args:
-        longest: tokens of a row, at most.
-    """
-
-    def __init__(
-        self,
-        engine: Engine,
-        model: Model,
-        longest: int,
-    ) -> None:
+    def __init__(self, engine: Engine, model: Model, longest: int) -> None:
+        """longest: tokens of a row, at most."""
         super().__init__()
         self.engine, self.model = engine, model
-        self.micro_batch_tokens = max(AUTO_MICRO_BATCH_TOKENS[engine.device.type], longest)
+        size = max(AUTO_MICRO_BATCH_TOKENS[engine.device.type], longest)
+        self.micro_batch_tokens, self.sweep_tokens = size, SWEEP_MICRO_BATCHES * size
+        if engine.device.type == "cuda":  # the more tokens share a sweep, the better
+            states = 2 * engine.anatomy.hidden_size * engine.skeleton.dtype.itemsize
+            room = int(SHARE_FOR_SWEEP * free_bytes(engine.device)) // states
+            self.sweep_tokens = max(self.sweep_tokens, min(room, MOST_MICRO_BATCHES * size))
         self.tokenizer: Any = configure_pad_token(copy.deepcopy(model.tokenizer), model.config)
         if self.prefix_token_id is None:
             raise ConfigError(
@@ -173,21 +170,12 @@ class EngineLM(TemplateLM):
             for start, stop in cuts([len(row) for row in together], size):
                 batch = together[start:stop]
                 padded = len(batch) * len(batch[0])
-                if sweep and tokens + padded > self._sweep_tokens():
+                if sweep and tokens + padded > self.sweep_tokens:
                     yield sweep
                     sweep, tokens = [], 0
                 sweep, tokens = [*sweep, batch], tokens + padded
         if sweep:
             yield sweep
-
-    def _sweep_tokens(self) -> int:
-        """Padded tokens of a sweep over the weights: many, as streaming takes long."""
-        sweep = SWEEP_MICRO_BATCHES * self.micro_batch_tokens
-        if self.engine.device.type == "cuda":
-            states = 2 * self.engine.anatomy.hidden_size * self.engine.skeleton.dtype.itemsize
-            room = int(SHARE_FOR_SWEEP * free_bytes(self.engine.device)) // states
-            sweep = max(sweep, min(room, MOST_MICRO_BATCHES * self.micro_batch_tokens))
-        return sweep
 
     def _padded(self, rows: Sequence[tuple[int, ...]]) -> dict[str, torch.Tensor]:
         longest = max(map(len, rows))
