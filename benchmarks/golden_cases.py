@@ -72,9 +72,9 @@ MODES: dict[str, dict[str, Any]] = {
     },
     "chunks": {"layer_chunk_tokens": 5, "head_chunk_tokens": 4},
     "gradients twice": {"second_backward": True},
-    "state on NVMe": {"nvme_blocks": 3, "nvme_arrays": "state"},
-    "gradients on NVMe": {"nvme_blocks": 3, "nvme_arrays": "gradients"},
-    "weights on NVMe, two groups": {"nvme_blocks": ALL, "nvme_arrays": "all", "groups": 2},
+    "state on NVMe": {"nvme_blocks": 3},
+    "gradients on NVMe": {"nvme_blocks": 3},
+    "weights on NVMe, two groups": {"nvme_blocks": ALL, "groups": 2},
 }
 OPTIMIZERS: dict[str, tuple[str, dict[str, Any]]] = {
     **{f"AdamW {moments}": ("AdamW", {"moments": moments}) for moments in ("bfloat16", "int8")},

@@ -49,6 +49,7 @@ PROCESS_BYTES = (
 REMOVED: set[str] = {
     "gathered_bytes",
     *("tasks", "tasks_at", "limit", "num_fewshot", "include_path", "apply_chat_template"),
+    "nvme_arrays",
 }
 RENAMED: dict[str, str] = {}  # before -> now
 # Words for readers, which may be rewritten: what they are about is compared, they are not.

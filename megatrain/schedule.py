@@ -215,34 +215,16 @@ def graphs_of_layers(layers: int, retained: int, on_host: int, first: int = 0) -
 # -- NVMe ------------------------------------------------------------------------------------------
 
 PAGE: Final = 4096  # bytes; O_DIRECT wants addresses, offsets and sizes in multiples of them
-Level = Literal["state", "gradients", "all"]  # each holds what those before it hold
-
-# In rising order of how often a step touches the arrays: what only the update reads and writes;
-# gradients, written and read once; weights, which every sweep reads.
-LEVELS: tuple[Level, ...] = ("state", "gradients", "all")
-# Staging buffers of an array in host RAM: one is read, one is updated, one is written back. Weights
-# are on their way to the device besides, and a gradient is on its way from there.
-STAGES = {"weight": 5, "grad": 4}
+# Staging buffers of an array in host RAM: one is read, one is updated, one is written back.
 STATE_STAGES = 3
-# Staging buffers of an array that are left to uploads, which do not queue behind updates.
-READERS = {"weight": 2}
+# Arrays that never go to NVMe: a step touches them more often than once. What is left, only the
+# update reads and writes.
+IN_MEMORY = ("weight", "grad", "grad_sum")
 
 
-def stages(array: str, blocks: int) -> int:
+def stages(blocks: int) -> int:
     """Staging buffers of one array that `blocks` blocks keep on NVMe."""
-    return min(blocks, STAGES.get(array, STATE_STAGES))
-
-
-def stages_for_updates(array: str, blocks: int) -> int:
-    """The most staging buffers of one array that may hold changed values not yet written back."""
-    count = stages(array, blocks)
-    return count if count == blocks else max(1, count - READERS.get(array, 0))
-
-
-def holds(level: Level, array: str) -> bool:
-    """True if `array` (weight, grad, or one that only the update uses) is on NVMe at this level."""
-    stays = {"state": ("weight", "grad"), "gradients": ("weight",), "all": ()}[level]
-    return array not in stays and array != "grad_sum"
+    return min(blocks, STATE_STAGES)
 
 
 @lru_cache(maxsize=1024)  # a search asks for the same few again and again

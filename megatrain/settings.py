@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Literal
 
 from megatrain.errors import ConfigError
-from megatrain.schedule import FORMS, LEVELS, UNCHANGED, Level
+from megatrain.schedule import FORMS, UNCHANGED
 
 ROUTER_AUX_LOSS_COEF = 0.001  # of a mixture, unless the user says otherwise
 ALL = 1 << 30  # for numbers of blocks or layers: all that the model has
@@ -80,11 +80,8 @@ OPTIONS = (
            "between groups, as those of resident blocks always do. Several GPUs exchange these "
            "once a step, the others once a group."),
     Option("nvme_blocks", "memory.nvme_blocks", "placing", "NVMe", 0, "",
-           "Number of streamed blocks whose optimizer state (see nvme_arrays) is on NVMe, last "
-           "layers first."),
-    Option("nvme_arrays", "memory.nvme_arrays", "placing", "", None, "",
-           "Arrays of these blocks on NVMe: state (fp32 remainder and optimizer arrays), "
-           "gradients (those too), or all (weights too)."),
+           "Number of streamed blocks whose optimizer state (fp32 remainder and the optimizer's "
+           "arrays) is on NVMe, last layers first."),
     Option("update_threads", "threads", "threads", "update threads", 1, "",
            "Host threads that update weights."),
 )  # fmt: skip
@@ -157,7 +154,6 @@ class Chosen:
     second_backward: bool = False
     sums_on_device: int = 0
     nvme_blocks: int = 0
-    nvme_arrays: Level = "state"
     update_threads: int = 2
 
 
@@ -170,7 +166,6 @@ TRANSPORTS = ("auto", "gather", "read")
 WIRES = {"float32": 4, "bfloat16": 2}  # bytes
 _KNOWN = {
     "activations": (UNCHANGED, *FORMS),
-    "nvme_arrays": LEVELS,
     "transport": TRANSPORTS,
     "wire": WIRES,
 }

@@ -72,12 +72,7 @@ def before_layers(engine: Engine, act: Callable[[], object]) -> None:
 class NoUpdates:
     """In the place of an engine's updates, for a streamer that is not to wait for any."""
 
-    def ask(self, block: int) -> None: ...
-
     def wait_ready(self, block: int) -> None: ...
-
-    def is_ready(self, block: int) -> bool:
-        return True
 
 
 def take_staging_at_once(engine: Engine) -> None:

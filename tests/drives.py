@@ -16,7 +16,6 @@ from tests.delays import sleeper
 def few_buffers(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
     """This many of every array on NVMe, so that blocks must take turns."""
     monkeypatch.setattr(schedule, "STATE_STAGES", count)
-    monkeypatch.setattr(schedule, "STAGES", {"weight": count, "grad": count})
 
 
 def quick_drive(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,7 +10,6 @@ from megatrain.schedule import (
     block_order,
     blocks_on_nvme,
     graphs_of_layers,
-    holds,
     kept_row_bytes,
     leaving,
     own_sums,
@@ -18,8 +17,6 @@ from megatrain.schedule import (
     slab_bytes,
     slot_sizes,
     slots_of_blocks,
-    stages,
-    stages_for_updates,
     sum_buffers,
     summed_blocks,
     uploads,
@@ -188,25 +185,11 @@ def test_a_lone_micro_batch_needs_one_place_to_leave_from(micro_batches, layers_
 # -- NVMe and codecs -----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("level", "kept"), [("state", 1), ("gradients", 2), ("all", 3)])
-def test_what_a_step_touches_least_goes_to_nvme_first(level, kept):
-    arrays = ["exp_avg", "grad", "weight", "grad_sum"]
-    assert [name for name in arrays if holds(level, name)] == arrays[:kept]
-
-
 def test_the_last_layers_go_to_nvme_first_then_the_head_and_the_embedding():
     assert blocks_on_nvme(6, 0, 2) == (3, 4)
     assert blocks_on_nvme(6, 0, 5) == (1, 2, 3, 4, 5)
     assert blocks_on_nvme(6, 0, 99) == (0, 1, 2, 3, 4, 5)
     assert blocks_on_nvme(6, 3, 99) == (3, 4, 5)
-
-
-@pytest.mark.parametrize(
-    ("array", "blocks", "count", "for_updates"),
-    [("weight", 9, 5, 3), ("weight", 5, 5, 5), ("grad", 9, 4, 4), ("exp_avg", 9, 3, 3)],
-)
-def test_staging_buffers(array, blocks, count, for_updates):
-    assert (stages(array, blocks), stages_for_updates(array, blocks)) == (count, for_updates)
 
 
 @pytest.mark.parametrize(("codec", "nbytes"), [("int8", 132), ("int6", 100), ("int4", 54)])

@@ -79,7 +79,6 @@ Attention = Annotated[
 Transport = Annotated[Literal["auto", "gather", "read"], Choice()]
 Wire = Annotated[Literal["float32", "bfloat16"], Choice()]
 Activations = Annotated[Literal["none", "int8", "int6", "int4"], Choice({"fp8": _NO_FP8})]
-NvmeArrays = Annotated[Literal["auto", "state", "gradients", "all"], Choice()]
 _Tracker = Literal["wandb", "tensorboard", "trackio"]
 TRACKERS = get_args(_Tracker)
 Trackers = Annotated[

@@ -11,6 +11,7 @@ from typing import Any
 from megatrain.config.document import COMMAND_LINE, IN_PYTHON
 from megatrain.config.fields import Config
 from megatrain.config.load import load_config
+from megatrain.config.names import STATE_ALONE
 from megatrain.config.sections import SECTIONS
 from megatrain.errors import ConfigError
 from megatrain.settings import EXCLUSIONS, KEYS, OPTIONS
@@ -156,6 +157,19 @@ def resumed_configs(
     edited = {key for key in saved["chosen"] if now[key] != before[key]}
     after = asked.with_values({key: kept[key] for key in kept if key not in typed | edited})
     return then.with_values(kept), after
+
+
+def former_keys(saved: Mapping[str, Any]) -> list[str]:
+    """Warnings for keys of an earlier release that a checkpoint's config has and that are ignored.
+
+    saved: as `resumed_configs`.
+    """
+    asked = flatten(saved["config"]).get("memory.nvme_arrays", "auto")
+    if asked in STATE_ALONE:
+        return []
+    return [
+        f"memory.nvme_arrays: {asked} went: the run goes on with optimizer state alone on the drive"
+    ]
 
 
 def is_open(asked: Config, key: str) -> bool:

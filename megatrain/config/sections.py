@@ -168,7 +168,6 @@ class MemoryOptions(Options):
         "auto", "NVMe space to use, such as 800GiB; auto: all that is free."
     )
     nvme_blocks: v.NumberOrAuto = option("nvme_blocks")
-    nvme_arrays: c.NvmeArrays = option("nvme_arrays")
     transport: c.Transport = key(
         "auto",
         "How weights in host RAM come to several GPUs: each uploads its share and they gather the "

@@ -46,17 +46,15 @@ class Gradient:
     Attributes:
         block: number of the block in execution order.
         values: [numel] in the gradient's dtype on the host. Of a resident block on the device,
-            perhaps still the fp32 accumulator, which the optimizer rounds. Empty if `stored`.
+            perhaps still the fp32 accumulator, which the optimizer rounds.
         landed: completes when `values` and `square_sum` are there.
         square_sum: sum of squares, one fp32 element on the host.
-        stored: the gradient waits on NVMe, in the store's array.
     """
 
     block: int
     values: torch.Tensor
     landed: Event
     square_sum: torch.Tensor
-    stored: bool = False
 
 
 class GradientSink(ABC):

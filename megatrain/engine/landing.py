@@ -2,78 +2,40 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import replace
+from collections.abc import Callable
 from typing import final
 
 import torch
 
 from megatrain.engine.gradients import Gradient, GradientSink
-from megatrain.engine.streams import Compute, Event, Lane, release_after
+from megatrain.engine.streams import Compute, Event
 from megatrain.engine.update import Updater
-from megatrain.memory.lease import Lease
 from megatrain.memory.slab import Slab
 from megatrain.memory.store import Store
 from megatrain.schedule import LANDING_BUFFERS
-
-
-@contextmanager
-def blocked_by_updates(compute: Compute, store: Store) -> Iterator[None]:
-    """While this thread waits for memory that updates use: account for the time lost, and for the
-    part of it that NVMe causes."""
-    event, before = Event(), store.nvme_waited_s
-    with compute.blocked("update", event):
-        yield
-        event.nvme_wait_s = store.nvme_waited_s - before
 
 
 @final
 class StoredGradients(GradientSink):
     """Gradients wait in the store's arrays until the norm is known.
 
-    Those on NVMe are written there as soon as they have landed in a staging buffer.
-
     Args:
         store: has an array "grad" for every block.
-        compute: accounts for waits.
         one_group: resident blocks' gradients are rounded into the store. With several groups they
             stay in their accumulators.
     """
 
-    def __init__(self, store: Store, compute: Compute, *, one_group: bool) -> None:
+    def __init__(self, store: Store, *, one_group: bool) -> None:
         super().__init__()
-        self.store, self.compute, self._one_group = store, compute, one_group
-        self._leases: dict[int, Lease] = {}
-        self._lane = Lane("stored-gradients") if store.nvme is not None else None
-
-    def begin_step(self) -> None:
-        super().begin_step()
-        while self._leases:  # of a step that failed
-            self._leases.popitem()[1].release(changed=False)
+        self.store, self._one_group = store, one_group
 
     def place(self, block: int) -> torch.Tensor | None:
         if self.store.is_resident(block) and not self._one_group:
             return None
-        if not self.store.is_on_nvme("grad", block):
-            return self.store.array("grad", block)
-        lease = self.store.lease(block, ["grad"], changes=True, overwrites=True)
-        self._leases[block] = lease
-        with blocked_by_updates(self.compute, self.store):
-            return lease.wait()["grad"]  # wait: updates may still read all staging buffers
+        return self.store.array("grad", block)
 
     def take(self, gradient: Gradient) -> None:
-        lease = self._leases.pop(gradient.block, None)
-        if lease is not None:  # its release has the gradient written to the drive
-            assert self._lane is not None
-            landed = gradient.landed
-            self._lane.submit(lambda _: release_after(landed, lease, self.store))
-            gradient = replace(gradient, values=torch.empty(0), stored=True)
         self.finished.append(gradient)
-
-    def close(self) -> None:
-        if self._lane is not None:
-            self._lane.close()
 
 
 class GradientRing:
@@ -129,8 +91,10 @@ class AppliedGradients(GradientSink):
             return None
         buffer, user = self.ring.take(block)
         if user is not None:
-            with blocked_by_updates(self.compute, self.store):
+            event, before = Event(), self.store.nvme_waited_s
+            with self.compute.blocked("update", event):
                 self.updater.wait_ready(user)  # wait: that update still reads this buffer
+                event.nvme_wait_s = self.store.nvme_waited_s - before
         return buffer[: self.store.trained_span(block).numel]
 
     def take(self, gradient: Gradient) -> None:

@@ -83,12 +83,11 @@ def open_parts(
     boundaries = _boundaries(settings, anatomy.hidden_size, dtype, compute, download, fetch)
     resources.callback(boundaries.close)  # after the lanes, which copy from and to its memory
     kept = _kept(world, layouts, dtype, settings, compute, download, resources)
-    behind = Lane("release") if store.nvme is not None else None  # NVMe staging behind uploads
-    for lane in filter(None, (behind, download, upload, fetch)):  # `behind` outlives uploads
+    for lane in (download, upload, fetch):
         resources.callback(lane.close)
     with naming_the_gpu("the weights' slots and the gradients' accumulators"):
         exchange, trade = _exchange(world, layouts, compute, settings, resources)
-        ways = upload, updater, behind, exchange, kept, settings.replicated
+        ways = upload, updater, exchange, kept, settings.replicated
         streamer = Streamer(anatomy, store, dtype, compute, *ways)
         uses: dict[str, Any] = {"compute": compute, "upload": upload, "download": download}
         gradients = Gradients(
@@ -185,6 +184,4 @@ def _updates(
     if ring is not None:
         return updater, AppliedGradients(store, compute, ring, updater)
     one_group = settings.groups == 1 or not store.world.is_alone
-    sink = StoredGradients(store, compute, one_group=one_group)
-    resources.callback(sink.close)
-    return updater, sink
+    return updater, StoredGradients(store, one_group=one_group)

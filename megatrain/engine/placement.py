@@ -10,7 +10,7 @@ from megatrain.machine.hardware import reach_each_other
 from megatrain.memory.layout import ArraySpec, FlatLayout
 from megatrain.memory.store import Store
 from megatrain.optim import Optimizer
-from megatrain.schedule import blocks_on_nvme, holds, summed_blocks
+from megatrain.schedule import IN_MEMORY, blocks_on_nvme, summed_blocks
 from megatrain.settings import Settings
 from megatrain.world import ALONE, World
 
@@ -64,7 +64,7 @@ def open_store(
     travel = several and summed < blocks
     sums = [ArraySpec("grad_sum", torch.float32, transferred=True)] if travel else []
     far = blocks_on_nvme(blocks, resident, settings.nvme_blocks)
-    names = [spec.name for spec in (*kept, *grad) if holds(settings.nvme_arrays, spec.name)]
+    names = [spec.name for spec in kept if spec.name not in IN_MEMORY]
     return Store(
         layouts,
         [*kept, *grad, *sums],

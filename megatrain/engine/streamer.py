@@ -12,7 +12,7 @@ import torch
 
 from megatrain.engine.exchange import Exchange
 from megatrain.engine.host_weights import HostWeights
-from megatrain.engine.streams import Compute, Event, Lane, release_after
+from megatrain.engine.streams import Compute, Event, Lane
 from megatrain.heartbeat import beat
 from megatrain.memory.store import Store
 from megatrain.models.anatomy import Anatomy
@@ -24,9 +24,6 @@ class Updates(Protocol):
 
     def wait_ready(self, block: int) -> None:
         """Return once a block's update is done. Every reader of its weights goes through it."""
-
-    def is_ready(self, block: int) -> bool:
-        """True if that update is over."""
 
 
 class Slot:
@@ -58,8 +55,6 @@ class Streamer:
     """Brings blocks to the device in a known order, each into its slot, as early as the slot and
     the block's update allow.
 
-    releases: gives staging buffers of NVMe back behind the uploads that read them; it must outlive
-        `upload`. None where nothing is on NVMe.
     exchange: of several ranks. Each uploads its share of a block, and gathers the others'; or it
         uploads the whole block, where all are in one copy in host RAM.
     kept: of several hosts, what this one keeps of weights until they change.
@@ -75,13 +70,12 @@ class Streamer:
         compute: Compute,
         upload: Lane,
         updates: Updates,
-        releases: Lane | None = None,
         exchange: Exchange | None = None,
         kept: HostWeights | None = None,
         replicated: int = 0,
     ) -> None:
         self.store, self.compute, self.upload, self.updates = store, compute, upload, updates
-        self._releases, self._exchange, self.kept = releases, exchange, kept
+        self._exchange, self.kept = exchange, kept
         numels = [block.layout.numel for block in anatomy.blocks]
         if exchange is not None:
             numels = [exchange.padded(block) for block in range(len(numels))]
@@ -159,35 +153,18 @@ class Streamer:
         slot.holds = None  # nothing, if this is interrupted
 
         def job(landed: Event) -> None:
-            try:
-                copy(landed)
-            finally:  # in this lane: an interrupt reaches only the main thread
-                if self._releases is not None:
-                    self._releases.submit(lambda _: release_after(landed, lease, self.store))
-
-        def copy(landed: Event) -> None:
             started, nvme_s = time.perf_counter(), self.store.nvme_waited_s
             self.updates.wait_ready(block)  # wait: the host may still be updating this block
-            ready = time.perf_counter()
             landed.nvme_wait_s = self.store.nvme_waited_s - nvme_s  # of the update
-            landed.update_wait_s = ready - started - landed.nvme_wait_s
-            arrays = lease.wait()
-            landed.nvme_wait_s += time.perf_counter() - ready
+            landed.update_wait_s = time.perf_counter() - started - landed.nvme_wait_s
             self.upload.wait(free)  # wait: the computation may still read what is in this slot
-            if arrays:  # else `_fetch` was interrupted, and has released the lease
-                weight = arrays["weight"] if whole is None else whole
-                target[: len(weight)].copy_(weight, non_blocking=True)
+            weight = self.store.array("weight", block) if whole is None else whole
+            target[: len(weight)].copy_(weight, non_blocking=True)
 
-        # ahead: read from the drive while others travel; not before the block's own update
-        lease = self.store.lease(block, ["weight"], ahead=self.updates.is_ready(block))
-        try:
-            landed = self.upload.submit(job)
-            slot.uploaded, slot.landed = None, landed
-            if share is not None:
-                slot.landed = self._gather(block, slot, share, landed)
-        except BaseException:
-            lease.release()  # or readers would wait behind it for ever
-            raise
+        landed = self.upload.submit(job)
+        slot.uploaded, slot.landed = None, landed
+        if share is not None:
+            slot.landed = self._gather(block, slot, share, landed)
         slot.holds = block
 
     def _gather(self, block: int, slot: Slot, share: Slot, uploaded: Event) -> Event:

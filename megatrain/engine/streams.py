@@ -18,8 +18,6 @@ from typing import Any
 import torch
 
 from megatrain.heartbeat import beat
-from megatrain.memory.lease import Lease
-from megatrain.memory.store import Store
 
 # [Note: who waits for whom]
 #
@@ -38,8 +36,6 @@ from megatrain.memory.store import Store
 #   brought of earlier groups, where that waits on the host. Each collective
 #   waits for the same one on every rank. Of several hosts, download copies down what has come over
 #   the network, and upload waits for that before it brings it up again.
-# With NVMe, release gives staging buffers back behind uploads, and stored-gradients gives
-#   gradients on to the drive behind their downloads.
 #
 # Each wait stands beside its use as a `# wait:` line; tests/engine/test_races.py takes waits away
 # one by one and shows that the result changes.
@@ -161,16 +157,6 @@ class Lane:
             if self.stream is not None:
                 event.cuda = _cuda_event()
                 event.cuda.record(self.stream)
-
-
-def release_after(landed: Event, lease: Lease, store: Store) -> None:
-    """Release the staging buffers of a transfer to or from the device."""
-    try:
-        landed.synchronize()  # wait: the transfer may still use the staging buffers
-    except BaseException as error:
-        store.stop(error)  # or others would wait for buffers that are never released
-        raise
-    lease.release()
 
 
 class Compute:

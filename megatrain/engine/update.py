@@ -71,20 +71,18 @@ class Update:
     """One block's update.
 
     Attributes:
-        leases: of everything that the update uses but a gradient in memory.
+        lease: of everything that the update uses but the gradient.
         done: completes when the block is updated, or with what stopped that.
     """
 
     gradient: Gradient
     options: StepOptions
-    leases: Sequence[Lease]
+    lease: Lease
     done: Event = field(default_factory=Event)
 
     def arrays(self) -> dict[str, torch.Tensor]:
         """Everything that the update reads and writes, by name. Waits for what is on NVMe."""
-        arrays = {"grad": self.gradient.values}
-        for lease in self.leases:
-            arrays |= lease.wait()
+        arrays = {"grad": self.gradient.values, **self.lease.wait()}
         # without frozen tensors, which follow
         arrays["weight"] = arrays["weight"][: len(arrays["grad"])]
         return arrays
@@ -145,10 +143,8 @@ class Updater:
         """
         # leased now: what is on NVMe is read as early as staging buffers allow
         names = [name for name in self.store.arrays if name not in ("grad", "grad_sum")]
-        leases = [self.store.lease(gradient.block, names, changes=True)]
-        if gradient.stored:
-            leases.append(self.store.lease(gradient.block, ["grad"]))
-        update = Update(gradient, options, leases)
+        lease = self.store.lease(gradient.block, names, changes=True)
+        update = Update(gradient, options, lease)
         if self.store.is_resident(gradient.block):
             self._update_on_device(update)
             self._done[gradient.block] = self.compute.record()
@@ -219,8 +215,7 @@ class Updater:
     def _finish(self, update: Update, *errors: BaseException) -> None:
         """Release the block's arrays and complete `done`, with the first of the errors if any."""
         try:
-            for lease in update.leases:
-                lease.release()
+            update.lease.release()
             if not errors:
                 self.store.say_updated(update.gradient.block)
         except BaseException as error:  # noqa: BLE001  carried to the thread that waits
@@ -276,10 +271,6 @@ class Updater:
             self.store.wait_for_others(block, self._begun[block])
         if self._given_up is not None:
             self.check()
-
-    def is_ready(self, block: int) -> bool:
-        """True if the last queued update of `block` is over."""
-        return block not in self._done or self._done[block].host.is_set()
 
     def give_up(self, error: BaseException) -> None:
         """From now on every wait and check raises `error`, or what stopped the updates before it:

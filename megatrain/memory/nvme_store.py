@@ -3,18 +3,7 @@
 A buffer holds one array of one block, and an array is in one buffer at most. Whoever asks for an
 array that is in a buffer shares that buffer, so nobody sees an old value. Other requests wait for a
 buffer that is unused and whose changes are on the drive. Every array has a queue, served in the
-order of asking. Leases that only read weights have a queue of their own, which is served first: a
-sweep waits for the updates of the blocks it visits, not for every update queued before. No lease
-waits forever, however few the buffers are:
-
-- A reader that has a buffer returns it without waiting for an update. A reader of a block whose
-  update still runs keeps its place, and so holds back the readers behind it, but gets no buffer
-  before it calls `wait`, which is after that update (`ahead=False`). So a reader that has a buffer
-  waits only for readers before it, in the lane that uploads.
-- An update waits for a gradient that has landed, for the updates before it and for readers that
-  have a buffer; never for a reader without one.
-- A lease of several arrays queues among the updates even if it only reads: a reader with a buffer
-  for one array could otherwise wait for another.
+order of asking: a lease waits only for those that were asked for before, in every array alike.
 """
 
 from __future__ import annotations
@@ -34,7 +23,7 @@ from megatrain.errors import StorageError
 from megatrain.memory.layout import ArraySpec, round_up
 from megatrain.memory.slab import Slab
 from megatrain.memory.swap_files import Done, SwapFiles
-from megatrain.schedule import PAGE, READERS, stages, stages_for_updates
+from megatrain.schedule import PAGE, stages
 
 READ_BYTES = 16 << 20  # read at a time of an array that is read past the buffers
 
@@ -48,33 +37,19 @@ class _Buffer:
     memory: torch.Tensor  # bytes
     key: Key | None = None
     users: int = 0
-    readers: int = 0  # users from the queue of readers
     reading: bool = False
     writing: bool = False
     dirty: bool = False  # changed since it was last written
     turn: int = 0  # number of the lease that last got it: the smallest was unused for longest
 
-    @property
-    def changes(self) -> bool:
-        """True if it is being changed, or holds changes that are not on the drive yet."""
-        return self.users > self.readers or self.dirty or self.writing
-
 
 @dataclass
 class NvmeLease:
-    """A request for arrays of a block, and then the buffers that hold them.
-
-    Attributes:
-        reads: it waits in the queue of readers.
-        wanted: it may get its buffers now; True from `wait` on at the latest.
-    """
+    """A request for arrays of a block, and then the buffers that hold them."""
 
     store: NvmeStore
     keys: tuple[Key, ...]
     changes: bool
-    overwrites: bool
-    reads: bool
-    wanted: bool
     buffers: dict[Key, _Buffer] = field(default_factory=dict)
     released: bool = False
 
@@ -138,10 +113,6 @@ class NvmeStore:
         self._changed = threading.Condition()
         self._where: dict[Key, _Buffer] = {}  # the buffer that an array is in
         self._queues = {name: _Queue() for name in self._specs}
-        self._readers = {name: _Queue() for name in self._specs if name in READERS}
-        self._most_changed = {  # buffers that may hold changes when another update takes one
-            name: stages_for_updates(name, len(blocks[name])) for name in self._specs
-        }
         self._error: BaseException | None = None  # the first; from then on nothing can be used
         self._turn = 0  # counts the buffers given
         self._waiting = 0  # leases with `changes` that are waited for now
@@ -151,7 +122,7 @@ class NvmeStore:
         self._files = SwapFiles(folders, end)
         try:
             for name, spec in self._specs.items():
-                count, pin = stages(name, len(blocks[name])), pinned and spec.transferred
+                count, pin = stages(len(blocks[name])), pinned and spec.transferred
                 # each of the size of the largest block's array
                 largest = max(n for (array, _), (_, n) in self._places.items() if array == name)
                 slab = Slab(f"staging of {name}", count * largest, pinned=pin, threads=threads)
@@ -193,38 +164,19 @@ class NvmeStore:
 
     # -- leases -----------------------------------------------------------------------------------
 
-    def lease(
-        self,
-        block: int,
-        names: Sequence[str],
-        *,
-        changes: bool,
-        overwrites: bool = False,
-        ahead: bool = True,
-    ) -> NvmeLease:
-        """Ask for arrays of a block.
-
-        Args:
-            overwrites: every element will be written, so the old values are not read.
-            ahead: read as early as possible. False for a reader of an array that a queued update
-                is about to change: it gets no buffer before it calls `wait`.
-        """
-        reads = not changes and all(name in self._readers for name in names)
+    def lease(self, block: int, names: Sequence[str], *, changes: bool) -> NvmeLease:
+        """Ask for arrays of a block, which are read as early as buffers allow."""
         keys = tuple((name, block) for name in names)
-        lease = NvmeLease(self, keys, changes, overwrites, reads, wanted=ahead or not reads)
+        lease = NvmeLease(self, keys, changes)
         # one lock over all: the order of asking is the order of turns, in every queue
         with self._changed:
             for key in keys:
-                (self._readers if reads else self._queues)[key[0]].append((lease, key))
+                self._queues[key[0]].append((lease, key))
                 self._serve(key[0])
         return lease
 
     def wait(self, lease: NvmeLease) -> dict[str, torch.Tensor]:
         with self._changed:
-            if not lease.wanted:  # the update that it waited for has ended
-                lease.wanted = True
-                for name, _ in lease.keys:
-                    self._serve(name)
             self._wait_until_ready(lease)
             self.check()
             if lease.released:
@@ -269,7 +221,6 @@ class NvmeStore:
             lease.released = True
             for buffer in lease.buffers.values():
                 buffer.users -= 1
-                buffer.readers -= lease.reads
                 buffer.dirty |= changed
                 # the last user's release: a write must not read what another user still changes
                 if soon and not buffer.users and buffer.dirty:
@@ -281,50 +232,42 @@ class NvmeStore:
 
     def _serve(self, name: str) -> None:
         """Give buffers of an array to the leases whose turn it is, until none can be given."""
-        # readers first; a lease that cannot be served holds back all behind it in its queue
-        for queue in (self._readers.get(name), self._queues[name]):
-            while queue and self._give(*queue[0]):
-                queue.popleft()
+        queue = self._queues[name]  # a lease that cannot be served holds back all behind it
+        while queue and self._give(*queue[0]):
+            queue.popleft()
         self._changed.notify_all()
 
     def _give(self, lease: NvmeLease, key: Key) -> bool:
         """Give a lease whose turn it is its buffer. Returns True if its turn is over."""
         if lease.released:  # before its turn: nobody waits for it
             return True
-        if not lease.wanted:  # keeps its place until `wait`
-            return False
-        buffer = self._where.get(key) or self._take(key[0], lease.reads)
+        buffer = self._where.get(key) or self._take(key[0])
         if buffer is None:  # the next release or end of a transfer serves the queue again
             return False
         if buffer.key != key:
-            self._assign(buffer, key, read=not lease.overwrites)
+            self._assign(buffer, key)
         self._turn += 1
         buffer.users, buffer.turn = buffer.users + 1, self._turn
-        buffer.readers += lease.reads
         lease.buffers[key] = buffer
         return True
 
-    def _take(self, name: str, reads: bool) -> _Buffer | None:
-        """The buffer unused for longest; None if there is none, or none but those for readers."""
-        buffers = self._buffers[name]
-        idle = [b for b in buffers if not (b.users or b.reading or b.writing)]
+    def _take(self, name: str) -> _Buffer | None:
+        """The buffer unused for longest, or None."""
+        idle = [b for b in self._buffers[name] if not (b.users or b.reading or b.writing)]
         clean = [b for b in idle if not b.dirty]
-        # updates leave some buffers to readers, which would else wait for the drive's writes
-        spare = reads or sum(b.changes for b in buffers) < self._most_changed[name]
-        if clean and spare:
+        if clean:
             return min(clean, key=lambda b: b.turn)
         dirty = [b for b in idle if b.dirty]
         if dirty:
             self._write(min(dirty, key=lambda b: b.turn))  # its end serves the queue again
         return None
 
-    def _assign(self, buffer: _Buffer, key: Key, *, read: bool) -> None:
+    def _assign(self, buffer: _Buffer, key: Key) -> None:
         if buffer.key is not None:  # that array is on the drive: the buffer is clean
             del self._where[buffer.key]
         buffer.key, self._where[key] = key, buffer
-        if read:
-            buffer.reading = True
-            self._move(self._files.read, buffer, key)
+        buffer.reading = True
+        self._move(self._files.read, buffer, key)
 
     def _write(self, buffer: _Buffer) -> None:
         assert buffer.key is not None and not buffer.writing

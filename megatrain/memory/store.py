@@ -170,9 +170,7 @@ class Store:
         names: Sequence[str],
         *,
         changes: bool = False,
-        overwrites: bool = False,
         soon: bool = True,
-        ahead: bool = True,
     ) -> Lease:
         """The right to use flat arrays of a block for a while, on whichever tier they are.
 
@@ -180,15 +178,13 @@ class Store:
 
         Args:
             changes: the holder writes to the arrays.
-            overwrites: it writes every element, so their old values are not read from the drive.
             soon: changes go to the drive at once, not only when another array needs the buffer.
-            ahead: see `NvmeStore.lease`.
         """
         far = [name for name in names if self.is_on_nvme(name, block)]
         in_memory = {name: self.array(name, block) for name in names if name not in far}
         if self.nvme is None or not far:
             return Lease(in_memory)
-        on_nvme = self.nvme.lease(block, far, changes=changes, overwrites=overwrites, ahead=ahead)
+        on_nvme = self.nvme.lease(block, far, changes=changes)
         return Lease(in_memory, on_nvme, changes=changes, soon=soon)
 
     def pieces(self, name: str, block: int, start: int, numel: int) -> Iterator[torch.Tensor]:

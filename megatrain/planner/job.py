@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from megatrain.machine.hardware import MIB, communicators
-from megatrain.schedule import UNCHANGED, Level
+from megatrain.schedule import UNCHANGED
 from megatrain.settings import Chosen, Settings
 
 MOST_PADDING, MEAN_PADDING = 0.75, 0.5  # of a step's tokens, where few micro-batches hold them
@@ -70,7 +70,6 @@ class Asked:
     second_backward: bool | None = None
     sums_on_device: int | None = None
     nvme_blocks: int | None = None
-    nvme_arrays: Level | None = None
     update_threads: int | None = None
 
 

@@ -21,10 +21,10 @@ from megatrain.planner.activations import SUM_BYTES, WEIGHT_BYTES, Activations
 from megatrain.planner.job import Choices, Job
 from megatrain.schedule import (
     BLOCK_ALIGNMENT,
+    IN_MEMORY,
     LANDING_BUFFERS,
     SHARE_BUFFERS,
     blocks_on_nvme,
-    holds,
     own_sums,
     owned,
     padded,
@@ -164,9 +164,7 @@ class Layout:
         """Blocks whose weights a host's ranks have in common, and upload whole."""
         if not self.job.reads:
             return frozenset()
-        far = self.far_blocks if holds(self.choices.nvme_arrays, "weight") else ()
-        streamed = range(self.choices.resident, len(self.shape.block_numel))
-        return frozenset(streamed).difference(far)
+        return frozenset(range(self.choices.resident, len(self.shape.block_numel)))
 
     @property
     def _exchange(self) -> dict[str, int]:
@@ -231,7 +229,7 @@ class Layout:
         landing = 0 if choices.stores_gradients(self.job) else LANDING_BUFFERS
         # arrays on NVMe pass through buffers of the largest
         largest, count = self.far_arrays(self.far_blocks, max), len(self.far_blocks)
-        staged = sum(stages(name, count) * size for name, size in largest.items())
+        staged = sum(stages(count) * size for size in largest.values())
         travelling = self.owned[self._summed :] if choices.groups > 1 else ()
         table |= {
             "gradient staging": landing * max(streamed, default=0) * activations.weight,
@@ -317,24 +315,13 @@ class Layout:
         if self.job.whole_update is not None:
             for name, sizes in self.job.whole_update.state_bytes:
                 arrays[name] = combined(sizes[block] for block in blocks)
-        level = self.choices.nvme_arrays
-        return {name: size for name, size in arrays.items() if holds(level, name)}
+        return {name: size for name, size in arrays.items() if name not in IN_MEMORY}
 
     @property
     def nvme_traffic(self) -> tuple[int, int]:
-        """Bytes that a step (reads, writes): each array once, and weights again in every sweep, or
-        once if they are replicated.
-
-        A frozen block's weight is only swept, and below the first trained block forward alone.
-        """
-        groups, shape, once, swept = self.choices.groups, self.shape, sum(self.nvme.values()), 0
-        back = groups + self.choices.second_backward
-        for block in self.far_blocks if self.nvme.get("weight") else ():
-            nbytes = self.owned_weights[block] * self.activations.weight
-            once -= 0 if shape.trained_numel[block] else nbytes
-            sweeps = groups + back * (block >= shape.first_trained)
-            swept += nbytes * (1 if block < self.choices.replicated else sweeps)
-        return once + swept, once
+        """Bytes that a step (reads, writes): each array once."""
+        once = sum(self.nvme.values())
+        return once, once
 
 
 def state_bytes_per_parameter(job: Job) -> float:

@@ -15,7 +15,6 @@ from megatrain.settings import OPTIONS
 # Bytes written that wear out a drive, as makers state for 1 TB consumer drives; drives for data
 # centres stand several times this.
 WORN_OUT_BYTES = 600e12
-NVME_WORDS = {"state": "state", "gradients": "state and gradients", "all": "everything"}
 
 
 class Reason(NamedTuple):
@@ -177,12 +176,11 @@ def _sums(choices: Choices, job: Job, blocks: int) -> str:
 
 
 def _nvme(choices: Choices, job: Job, traffic: tuple[int, int]) -> tuple[str, str]:
-    asked = job.nvme_blocks is not None  # then the planner chooses the arrays at most
+    asked = job.nvme_blocks is not None
     if not choices.nvme_blocks:
         return "nothing", "nothing" if asked else "host RAM has room for everything"
-    value = f"{NVME_WORDS[choices.nvme_arrays]} of {counted(choices.nvme_blocks, 'block')}"
-    arrays = "arrays as asked, of " if job.nvme_arrays is not None else ""
-    why = "" if asked else f"{arrays}what host RAM has no room for; "
+    value = f"state of {counted(choices.nvme_blocks, 'block')}"
+    why = "" if asked else "what host RAM has no room for; "
     read, written = traffic
     steps = int(WORN_OUT_BYTES * job.nvme_drives / max(1, written))
     drives = "a drive" if job.nvme_drives == 1 else "drives"

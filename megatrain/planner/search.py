@@ -16,7 +16,6 @@ from megatrain.planner.job import Budget, Choices, Job
 from megatrain.planner.memory import Layout
 from megatrain.planner.numbers import PARTS, around, complexity, most
 from megatrain.planner.timing import StepCosts
-from megatrain.schedule import LEVELS, Level
 
 if TYPE_CHECKING:
     from megatrain.planner.cost.shape import ModelShape
@@ -333,31 +332,29 @@ class Search:
         return placed(resident, least + more)
 
     def spilled(self, layout: Layout) -> Layout:
-        """With arrays of as few blocks on NVMe as suffice, what a step touches least first."""
+        """With the state of as few blocks on NVMe as suffice."""
         if not self.job.nvme_drives:
             return layout
 
-        def on_nvme(count: int, level: Level) -> Layout:
-            return layout.moved(nvme_blocks=count, nvme_arrays=level)
+        def on_nvme(count: int) -> Layout:
+            return layout.moved(nvme_blocks=count)
 
         def enough(found: Layout) -> bool:
             return self.host_share(found) <= 1
 
-        levels = [level for level in LEVELS if self.job.nvme_arrays in (None, level)]
         streamed = len(self.shape.block_numel) - layout.choices.resident
         if self.job.nvme_blocks is not None:
-            tried = [on_nvme(min(self.job.nvme_blocks, streamed), level) for level in levels]
-            return next(filter(enough, tried), tried[0])
+            return on_nvme(min(self.job.nvme_blocks, streamed))
         if enough(layout):
-            return on_nvme(0, levels[0])
+            return on_nvme(0)
         # the head and the embedding come last: they need the largest buffers
         counts = sorted({min(streamed, self.shape.layers), streamed})
-        tried = [on_nvme(count, level) for level, count in product(levels, counts)]
+        tried = [on_nvme(count) for count in counts]
         found = next(filter(enough, tried), None)
         if found is None:
             return min(tried, key=self.host_share)
-        level, fewer = found.choices.nvme_arrays, range(1, found.choices.nvme_blocks)
-        return on_nvme(1 + bisect_left(fewer, True, key=lambda n: enough(on_nvme(n, level))), level)
+        fewer = range(1, found.choices.nvme_blocks)
+        return on_nvme(1 + bisect_left(fewer, True, key=lambda n: enough(on_nvme(n))))
 
     # -- memory ------------------------------------------------------------------------------------
 

@@ -18,7 +18,6 @@ from megatrain.schedule import (
     COMING,
     LANDING_BUFFERS,
     SHARE_BUFFERS,
-    STAGES,
     STATE_STAGES,
     TRAVELLING_SUMS,
     block_order,
@@ -77,13 +76,11 @@ class StepSimulator:
         self.slots = slots_of_blocks(len(blocks), whole, options.tied, self.own)
         self.timeline = StepTimeline()
         self.asked: Iterator[tuple[int, ...]] = iter(())  # uploads before each visit of the step
-        self.uploads = 0  # asked for so far
         self.compute = self.upload = self.fetch = self.download = self.host = self.drive = 0.0
         self.collectives = Collectives()
         self.shares_free = deque([0.0] * SHARE_BUFFERS)
         self.uploaded = [0.0] * len(blocks)
         self.to_write: list[int] = []  # blocks that were updated and are not on NVMe yet
-        self.stored = [0.0] * STAGES["grad"]  # when the latest gradients were on NVMe
         # blocks whose gradients are in the buffers of those that are applied at once
         self.applying: deque[int] = deque(maxlen=LANDING_BUFFERS)
         self.host_late = False  # the host's update is behind because it waited for NVMe
@@ -113,7 +110,6 @@ class StepSimulator:
         simulated = min(options.groups, SIMULATED_GROUPS)
         visits = self.order * simulated + (back if options.second_backward else ())
         self.asked = iter(uploads(visits, self.slots, self.own))
-        self.uploads = 0
         self.slot_holds.clear()
         whole = self.timeline = StepTimeline()
         if options.stored:
@@ -300,15 +296,10 @@ class StepSimulator:
         self.applying.append(block)
 
     def _send(self, phase: str, block: int, ready: float) -> None:
-        """Download a finished gradient, and store it on NVMe if it belongs there."""
-        tasks = self.blocks[block]
+        """Download a finished gradient."""
         begin = max(self.download, ready)
-        self.download = begin + self._beside_update(begin, tasks.download)
+        self.download = begin + self._beside_update(begin, self.blocks[block].download)
         self.staging_free = self.gradient_landed[block] = self.download
-        if tasks.nvme_gradient:
-            self._wait(phase, self.stored.pop(0), "nvme")
-            self.drive = max(self.drive, self.download) + tasks.nvme_gradient
-            self.stored.append(self.drive)
 
     # -- weights -----------------------------------------------------------------------------------
 
@@ -316,11 +307,10 @@ class StepSimulator:
         """Ask for the weights whose slots are free, and wait for the block's own."""
         for wanted in next(self.asked):
             self._upload(wanted)
-            self.uploads += 1
         if self.slots[block] is not None:
             up, late = self.uploaded[block], "nvme" if self.late[block] else "update"
             self._wait(phase, min(self.updated[block], up), late)
-            self._wait(phase, up, "nvme" if self.blocks[block].nvme_weight else "upload")
+            self._wait(phase, up, "upload")
             self._wait(phase, self.weights_landed[block], "exchange")
 
     def _beside_update(self, begin: float, seconds: float) -> float:
@@ -335,9 +325,6 @@ class StepSimulator:
             return
         self.slot_holds[slot] = block
         there = self.updated[block]
-        just_updated = self.options.stored and self.uploads <= self.head  # and still in staging
-        if tasks.nvme_weight and not just_updated:
-            there = self.drive = max(self.drive, there, self.compute) + tasks.nvme_weight
         slot_free = self.slot_free.get(slot, 0.0)
         gathered = self.several and not tasks.read
         begin = max(self.upload, there, self.shares_free[0] if gathered else slot_free)

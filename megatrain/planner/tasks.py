@@ -35,8 +35,6 @@ class BlockTasks:
     device_update: float
     nvme_read: float = 0.0  # for the update
     nvme_write: float = 0.0  # after it
-    nvme_gradient: float = 0.0  # writing a gradient
-    nvme_weight: float = 0.0  # reading a weight for a sweep
     frozen: bool = False  # without gradient and update
     gather: float = 0.0  # of all ranks' shares of the weight, once this one's is up
     read: bool = False  # the whole weight is uploaded here, and nothing gathered
@@ -106,14 +104,7 @@ def serial(blocks: Sequence[BlockTasks], options: StepOptions) -> StepTimeline:
     forward = groups * total("forward", others)
     weights = groups * total("upload", in_turn) + total("upload", blocks[options.resident : once])
     weights_back = groups * total("upload", blocks[max(options.resident, first, once) :])
-    back = groups - 1 + options.second_backward
-    drive = sum(
-        b.nvme_read
-        + b.nvme_write
-        + b.nvme_gradient
-        + (1 if block < once else groups + back * (block >= first)) * b.nvme_weight
-        for block, b in enumerate(blocks)
-    )
+    drive = sum(block.nvme_read + block.nvme_write for block in blocks)
     computed = {
         "update": sum(block.host_update + block.device_update for block in blocks),
         "forward": forward,

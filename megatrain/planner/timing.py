@@ -300,8 +300,7 @@ class StepCosts:
             on_device = (mine - streamed) / self.device_update_rate + self._products(number)
         # each array on NVMe is read and written once
         far = self.layout.far_arrays([number], sum) if number in self.far else {}
-        grad, weight = far.get("grad", 0.0), far.get("weight", 0.0)
-        all_far = sum(far.values()) if numel else 0.0  # a frozen block's weight is only read
+        all_far = sum(far.values()) if numel else 0.0
         # read the sum, write the gradient and measure it: of several ranks, in their lane
         finish = mine * (SUM_BYTES + 2 * self.weight) / self.machine.memory
         padded, given = self.layout.padded[number], (self.job, self.machine, self.weight)
@@ -322,9 +321,7 @@ class StepCosts:
             host_update=on_host,
             device_update=on_device,
             nvme_read=all_far / self.drive_read,
-            nvme_write=(all_far - grad) / self.drive_write,
-            nvme_gradient=grad / self.drive_write,
-            nvme_weight=weight / self.drive_read,
+            nvme_write=all_far / self.drive_write,
             frozen=numel == 0,
         )
 

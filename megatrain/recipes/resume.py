@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from megatrain.config import Config
-from megatrain.config.resuming import check_changes, resumed_configs
+from megatrain.config.resuming import check_changes, former_keys, resumed_configs
 from megatrain.data.build import Expected
 from megatrain.errors import DataError, ModelError, StorageError, if_forbidden
 from megatrain.models.pretrained import cached_source, digests_of, resolve_source
@@ -87,7 +87,7 @@ def resume_point(
         raise nothing_to_resume(run_dir)
     about = read_about(found.path)
     before, config = resumed_configs(run_dir, asked, about["state"])
-    changes = check_changes(before, config)
+    changes = [*former_keys(about["state"]), *check_changes(before, config)]
     digests = about["made_of"].get("source", {})
     same = before.data.eval == config.data.eval
     held_out = about["state"].get("held_out") if same else None

@@ -97,7 +97,6 @@ memory:
   nvme: [/mnt/one, /mnt/two]
   nvme_size: 800GiB
   nvme_blocks: 3
-  nvme_arrays: gradients
 economy:
   price_per_hour: 3.5
   price_per_kwh: 0.3

@@ -301,6 +301,15 @@ def test_a_key_of_ours_that_is_gone_says_what_to_use_instead_and_stops_no_older_
         assert load(f"memory: {{nvme_activations: {nothing}}}") == load("")
 
 
+def test_arrays_on_nvme_are_no_key_any_more_and_state_alone_is_what_they_are(load):
+    words = r"memory\.nvme_arrays: went: the drive holds optimizer state alone; remove the key"
+    for asked in ("gradients", "all"):
+        with pytest.raises(ConfigError, match=words):
+            load(f"memory: {{nvme_arrays: {asked}}}")
+    for same in ("auto", "state"):
+        assert load(f"memory: {{nvme_arrays: {same}}}") == load("")
+
+
 def test_no_name_is_both_taken_and_refused():
     taken = {*ALIASES, *(key for keys in SECTIONS.values() for key in keys)}
     assert not set(REFUSED) & taken

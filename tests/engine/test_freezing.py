@@ -138,7 +138,7 @@ def test_in_every_mode(mode, what, device):
 
 @pytest.mark.parametrize("blocks", [3, 5])
 def test_on_nvme(blocks, tmp_path):
-    settings = Settings(nvme_blocks=blocks, nvme_arrays="all", nvme_folders=(tmp_path,))
+    settings = Settings(nvme_blocks=blocks, nvme_folders=(tmp_path,))
     assert_trains_as("llama", FROZEN["parts of layers"], settings=settings)
 
 

@@ -97,18 +97,6 @@ def test_reading_changes_no_bit(ranks, on_ranks):
         assert found == {name: [] for name in CASES[ranks]}
 
 
-def far(world: World, folder: Path) -> dict[str, list[str]]:
-    settings = Settings(**CHUNK, nvme_blocks=3, nvme_arrays="all", nvme_folders=(folder,))
-    return both_ways(world, {"far": {"settings": settings}})
-
-
-def test_weights_on_nvme_are_gathered_and_the_others_read(tmp_path, on_ranks):
-    folder = tmp_path / "drive"
-    folder.mkdir()
-    for found in on_ranks(2, partial(far, folder=folder)):
-        assert found == {"far": []}
-
-
 SLOW = ("upload", "download", "exchange", "update", "compute")
 MANY = [micro_batches(seed, [(1, 6), (1, 5)]) for seed in range(2 * len(SLOW))]
 AT_ONCE: dict[str, dict[str, Any]] = {

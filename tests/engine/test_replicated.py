@@ -135,7 +135,7 @@ def saved(world: World, folder: Path) -> list[Any]:
 
 
 def others(world: World, drive: Path, folder: Path) -> dict[str, Any]:
-    far: dict[str, Any] = {"nvme_blocks": 4, "nvme_arrays": "all", "nvme_folders": (drive,)}
+    far: dict[str, Any] = {"nvme_blocks": 4, "nvme_folders": (drive,)}
     found: dict[str, Any] = {"resumed": saved(world, folder)}
     for case, more in (("tied, in groups", {}), ("read, unclipped", far)):
         both = []

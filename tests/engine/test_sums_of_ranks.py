@@ -195,7 +195,7 @@ THREE = [micro_batches(seed, [(2, 9), (1, 6), (2, 7)]) for seed in range(2)]
 
 
 def engines(folder: Path) -> dict[str, dict[str, Any]]:
-    far: dict[str, Any] = {"nvme_blocks": 3, "nvme_arrays": "all", "nvme_folders": (folder,)}
+    far: dict[str, Any] = {"nvme_blocks": 3, "nvme_folders": (folder,)}
     return {
         "tied, int8 moments": {"family": "llama-tied", "optimizer": AdamW(moments="int8")},
         "unclipped, read": {"max_grad_norm": None, "settings": {"transport": "read"}},

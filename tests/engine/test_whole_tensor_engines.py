@@ -16,7 +16,6 @@ from megatrain import schedule
 from megatrain.engine.workspace import HostWorkspace
 from megatrain.models.anatomy import decaying
 from megatrain.optim import Muon
-from megatrain.schedule import LEVELS
 from megatrain.settings import ALL, Settings
 from tests.compare import distance
 from tests.delays import LANES, delay
@@ -89,12 +88,10 @@ def test_dials_change_no_bit(name):
     assert_same(trained("llama", SETTINGS[name]), straight("llama"), losses=1e-6)
 
 
-@pytest.mark.parametrize(
-    ("level", "max_norm"), [*((level, MAX_NORM) for level in LEVELS), ("all", None)]
-)
-def test_nor_do_arrays_on_nvme(level, max_norm, tmp_path, monkeypatch):
+@pytest.mark.parametrize("max_norm", [MAX_NORM, None])
+def test_nor_does_state_on_nvme(max_norm, tmp_path, monkeypatch):
     monkeypatch.setattr(schedule, "STATE_STAGES", 1)
-    settings = replace(STRAIGHT, nvme_folders=(tmp_path,), nvme_blocks=ALL, nvme_arrays=level)
+    settings = replace(STRAIGHT, nvme_folders=(tmp_path,), nvme_blocks=ALL)
     found = trained("qwen2-tied", settings, max_norm=max_norm)
     assert_same(found, straight("qwen2-tied", max_norm=max_norm))
 

@@ -142,12 +142,3 @@ def test_memory_of_graphs_in_host_ram_is_used_for_others_meanwhile():
     sent = peak(replace(offload, retained=1, retained_on_host=11)) - nothing
     assert everything > 0
     assert sent < 0.6 * everything
-
-
-def test_staging_of_what_is_transferred_from_nvme_is_pinned(tmp_path):
-    settings = Settings(nvme_folders=(tmp_path,), nvme_blocks=2, nvme_arrays="all")
-    with (
-        make(4, settings=settings) as engine,
-        engine.store.lease(4, ["weight", "grad", "exp_avg"]) as arrays,
-    ):
-        assert [array.is_pinned() for array in arrays.values()] == [True, True, False]

@@ -44,13 +44,11 @@ HALF = replace(
 def test_arrays_hold_what_is_trained_and_weights_all():
     table = layout(shape=HALF).host
     assert table["weight"] == table["exp_avg"] == 2**21  # a huge page at least
-    far = replace(ALL_STREAMED, nvme_blocks=4, nvme_arrays="all")
+    far = replace(ALL_STREAMED, nvme_blocks=4)
     assert layout(far, HALF).nvme == {
-        "weight": 10_000 * 2,
         "remainder": 5500 * 2,
         "exp_avg": 5500 * 4,
         "exp_avg_sq": 5500 * 4,
-        "grad": 5500 * 2,
     }
     device = layout(shape=HALF).device
     assert device["layer slots"] == 2 * 3000 * 2
@@ -60,15 +58,6 @@ def test_arrays_hold_what_is_trained_and_weights_all():
     assert layout(resident, HALF).device["resident state"] == 6000 * 2 + 1500 * (2 + 8 + 2)
     # one layer's input, and the head's
     assert device["boundary activations"] == 64 * 10 * 2 * 2
-
-
-def test_a_frozen_block_on_nvme_is_read_in_the_sweeps_that_visit_it():
-    far = replace(ALL_STREAMED, nvme_blocks=4, nvme_arrays="all")
-    whole, half = layout(far).nvme_traffic, layout(far, HALF).nvme_traffic
-    assert whole == (140_000 + 2 * 20_000, 140_000)
-    once = sum(layout(far, HALF).nvme.values())
-    # two frozen blocks are not updated, and visited forward alone
-    assert half == (once - 6000 + 40_000 - 6000, once - 6000)
 
 
 def test_checkpoints_hold_what_is_trained_and_the_rest_once():
@@ -160,15 +149,15 @@ def test_on_nvme_the_store_has_the_bytes_of_the_plan(tmp_path):
     skeleton = Skeleton(tiny_config("llama"), dtype=torch.float32)
     skeleton.freeze(patterns)
     shape = shape_of(skeleton, 16, [16])
-    choices = replace(ALL_STREAMED, nvme_blocks=5, nvme_arrays="all")
+    choices = replace(ALL_STREAMED, nvme_blocks=5)
     planned = layout(choices, shape, replace(job_of(skeleton), nvme_drives=1))
-    settings = Settings(nvme_blocks=5, nvme_arrays="all", nvme_folders=(tmp_path,))
+    settings = Settings(nvme_blocks=5, nvme_folders=(tmp_path,))
     with Engine.from_config(
         tiny_config("llama"), settings=settings, freeze=patterns, precision="float32",
         device="cpu", **options,
     ) as engine:  # fmt: skip
         assert engine.store.nvme is not None
         places = engine.store.nvme._places
-        for name in ("weight", "exp_avg", "exp_avg_sq", "grad"):
+        for name in ("exp_avg", "exp_avg_sq"):
             held = [nbytes for (array, _), (_, nbytes) in places.items() if array == name]
             assert 0 <= sum(held) - planned.nvme[name] < PAGE * len(held) + 1

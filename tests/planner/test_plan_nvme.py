@@ -24,7 +24,7 @@ from megatrain.planner.job import Choices, Job
 from megatrain.planner.memory import Layout
 from megatrain.planner.plan import Plan, lay_out, make_plan
 from megatrain.planner.timing import StepCosts, Timing
-from megatrain.schedule import LEVELS, blocks_on_nvme
+from megatrain.schedule import blocks_on_nvme
 from megatrain.settings import Settings
 from tests.planned import H200, JOB_7B, LAPTOP, QWEN_7B, TINY, TINY_JOB, h200
 
@@ -72,22 +72,20 @@ def test_room_to_spare_is_not_worth_a_drive(again, drives):
         assert (with_drive.choices, with_drive.nvme) == (without.choices, {})
 
 
-@pytest.mark.parametrize(("host", "most"), [(60, "state"), (32, "all")])
-def test_as_little_as_can_be_goes_to_the_drive(host, most):
+@pytest.mark.parametrize("host", [60, 48])
+def test_as_little_as_can_be_goes_to_the_drive(host):
     plan = plan_of(replace(ONE_SIZE, nvme_drives=1, second_backward=False), h200(24, host))
     plan.check()
-    assert (plan.choices.nvme_arrays == "state") == (most == "state")
     assert plan.choices.nvme_blocks > 0
     assert not with_choices(plan, nvme_blocks=0).host_bytes <= host * GIB
     fewer = with_choices(plan, nvme_blocks=plan.choices.nvme_blocks - 1)
     assert fewer.host_bytes > 0.97 * host * GIB - 512 * 2**20
 
 
-@pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("clipping", [True, False])
-def test_every_array_is_counted_once(level, clipping):
+def test_every_array_is_counted_once(clipping):
     plan = plan_of(replace(FEW_DIALS, clipping=clipping))
-    there = with_choices(plan, nvme_blocks=9, nvme_arrays=level)
+    there = with_choices(plan, nvme_blocks=9)
     here = with_choices(plan, nvme_blocks=0)
     for name in layout_of(plan.choices, plan.job).array_bytes:
         both = there.nvme.get(name, 0) + there.host.get(name, 0)
@@ -96,16 +94,13 @@ def test_every_array_is_counted_once(level, clipping):
     assert "NVMe staging" not in here.host
 
 
-@pytest.mark.parametrize(
-    ("level", "read", "written"), [("state", 10, 10), ("gradients", 12, 12), ("all", 26, 14)]
-)
-def test_a_step_s_traffic_is_that_of_the_arrays(level, read, written):
-    """In bytes per parameter there, of three groups: each reads the weights twice."""
+def test_a_step_s_traffic_is_that_of_the_arrays():
+    """Remainder and two moments: 10 bytes per parameter, whatever the number of groups."""
     plan = plan_of()
     blocks = blocks_on_nvme(len(QWEN_7B.block_numel), plan.choices.resident, 4)
     far = sum(QWEN_7B.block_numel[block] for block in blocks)
-    choices = replace(plan.choices, nvme_blocks=4, nvme_arrays=level, groups=3)
-    assert layout_of(choices, plan.job).nvme_traffic == (read * far, written * far)
+    choices = replace(plan.choices, nvme_blocks=4, groups=3)
+    assert layout_of(choices, plan.job).nvme_traffic == (10 * far, 10 * far)
 
 
 def test_without_a_folder_the_fix_names_one_and_a_drive_that_is_too_small_is_named():
@@ -140,7 +135,6 @@ def test_a_slower_drive_takes_longer_and_two_drives_less_and_the_wait_has_its_na
 def test_training_on_the_cpu_may_use_a_drive_too():
     machine, job = typical(LAPTOP), replace(TINY_JOB, nvme_drives=1, nvme_blocks=2)
     needed = make_plan(TINY_JOB, TINY, LAPTOP, machine).host_bytes
-    job = replace(job, nvme_arrays="all")
     choices = make_plan(job, TINY, LAPTOP, machine, nvme_limit=needed).choices
     assert choices.nvme_blocks == min(2, len(TINY.block_numel) - choices.resident)
 
@@ -166,10 +160,7 @@ NOTHING = "host RAM has room for everything"
     [
         (60, {}, CHOSEN),
         (125, {}, NOTHING),
-        (60, {"nvme_arrays": "all"}, f"arrays as asked, of {CHOSEN}"),
-        (125, {"nvme_arrays": "all"}, NOTHING),
         (125, {"nvme_blocks": 2}, "as asked: a step reads"),
-        (125, {"nvme_blocks": 2, "nvme_arrays": "all"}, "as asked: a step reads"),
         (125, {"nvme_blocks": 0}, "as asked: nothing"),
     ],
     ids=str,
@@ -179,14 +170,13 @@ def test_the_plan_tells_what_was_asked_from_what_it_chose(host, asked, words):
     assert reasons["NVMe"].startswith(words)
 
 
-@pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("count", [1, 3, 6])
-def test_the_engine_allocates_what_the_plan_says(tmp_path, monkeypatch, level, count):
+def test_the_engine_allocates_what_the_plan_says(tmp_path, monkeypatch, count):
     monkeypatch.setattr(schedule, "HUGE_PAGE", 4096)
     numels = (90_112, 40_960, 40_960, 40_960, 40_960, 61_440)
     layouts = [FlatLayout.pack([("w", (numel,), True)]) for numel in numels]
     shape = replace(TINY, block_numel=tuple(layout.numel for layout in layouts))
-    on_nvme: Any = {"nvme_blocks": count, "nvme_arrays": level}
+    on_nvme: Any = {"nvme_blocks": count}
     settings = Settings(nvme_folders=(tmp_path,), **on_nvme)
     choices = make_plan(TINY_JOB, TINY, LAPTOP, typical(LAPTOP)).choices
     choices = replace(choices, resident=0, groups=1, **on_nvme)

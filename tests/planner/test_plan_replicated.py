@@ -7,12 +7,10 @@ from dataclasses import replace
 import pytest
 
 from megatrain.machine.hardware import GIB
-from megatrain.machine.together import part_of
-from megatrain.planner.memory import Layout
 from megatrain.planner.simulation import overlapped
 from megatrain.planner.tasks import serial
-from tests.planned import ALL_STREAMED, QWEN_7B
-from tests.planner.test_plan_ranks import HOST, LONG, TWO, planned
+from tests.planned import QWEN_7B
+from tests.planner.test_plan_ranks import LONG, TWO, planned
 from tests.planner.test_simulation import COMPUTING, LAYERS, ONE_GROUP, with_tasks
 
 
@@ -66,15 +64,3 @@ def test_of_one_gpu_nothing_is_replicated():
     assert plan.choices.replicated == 0 and plan.job.replicated is None
     assert "replicated" not in {row.what for row in plan.reasons}
     assert plan.device == planned(1).device
-
-
-def test_weights_on_a_drive_are_read_once_a_step_where_they_are_replicated():
-    choices = replace(ALL_STREAMED, groups=3, nvme_blocks=2, nvme_arrays="all")
-    job, hardware = replace(LONG, ranks=2), part_of(HOST, 2)
-    each, once = (
-        Layout.of(replace(choices, replicated=count), job, QWEN_7B, hardware).nvme_traffic
-        for count in (0, len(QWEN_7B.block_numel))
-    )
-    weights = sum(QWEN_7B.block_numel[block] for block in (27, 28))  # 2 bytes, and half of it
-    assert each[0] - once[0] == pytest.approx((2 * 3 - 1) * weights, rel=1e-3)
-    assert each[1] == once[1]

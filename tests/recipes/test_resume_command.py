@@ -303,10 +303,7 @@ FREE = {
     *("checkpoint.metric", "checkpoint.greater_is_better"),
     *(f"eval.{key}" for key in ("prompts", "max_new_tokens")),
     *(f"train.{key}" for key in ("eval_every", "eval_rows", "log_every")),
-    *(
-        f"memory.{key}"
-        for key in ("gpu", "host", "nvme", "nvme_size", "nvme_blocks", "nvme_arrays")
-    ),
+    *(f"memory.{key}" for key in ("gpu", "host", "nvme", "nvme_size", "nvme_blocks")),
     *(f"memory.{key}" for key in ("resident", "offload_activations", "second_backward")),
     "memory.transport",
     "memory.replicated",

@@ -37,7 +37,7 @@ from tests.support import engine_of, micro_batches, plain_model, tiny_config
 
 STEPS = [micro_batches(seed, [(2, 9), (1, 6)]) for seed in range(3)]
 CHUNK: dict[str, Any] = {"head_chunk_tokens": 4096}
-FAR: dict[str, Any] = {"nvme_blocks": 4, "nvme_arrays": "all"}
+FAR: dict[str, Any] = {"nvme_blocks": 4}
 HOW: dict[str, dict[str, Any]] = {
     "tied": {"family": "llama-tied", "optimizer": AdamW(lr=1e-3, moments="bfloat16")},
     "frozen, resident": {
