@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from megatrain.config import Config as Config
     from megatrain.config import load_config as load_config
     from megatrain.engine.engine import Engine as Engine
-    from megatrain.engine.results import StepResult as StepResult
+    from megatrain.engine.objective import StepResult as StepResult
     from megatrain.optim import AdamW as AdamW
     from megatrain.optim import Lion as Lion
     from megatrain.optim import Muon as Muon
@@ -34,7 +34,7 @@ __version__ = VERSION
 _NAMES = {
     "megatrain.config": ("Config", "load_config"),
     "megatrain.engine.engine": ("Engine",),
-    "megatrain.engine.results": ("StepResult",),
+    "megatrain.engine.objective": ("StepResult",),
     "megatrain.optim": ("AdamW", "Lion", "Muon"),
     "megatrain.recipes.api": ("evaluate", "export", "plan", "push", "resume", "train"),
     "megatrain.settings": ("Settings",),

@@ -46,8 +46,8 @@ class World:
         local, across: those over which blocks travel, from a thread of their own: the ranks of this
             host, and one of each host. None for a group of one.
         store: short texts by name, which every rank sees.
-        pieces: consecutive ranks of which each computes a piece of the same sequences.
-        sharing: the one over which these trade what their attention needs.
+        cp_size: consecutive ranks that share sequences (context parallelism).
+        sharing: the group over which these trade what their attention needs.
     """
 
     rank: int = 0
@@ -58,7 +58,7 @@ class World:
     local: Any = None
     across: Any = None
     store: Any = None
-    pieces: int = 1
+    cp_size: int = 1
     sharing: Any = None
     _turns: Iterator[int] = field(default_factory=itertools.count, compare=False, repr=False)
 
@@ -78,7 +78,7 @@ class World:
         local = local or (rank, size)
         messages = distributed.new_group(backend="gloo", timeout=PATIENCE)
         world = cls(rank, size, *local, messages, store=store)
-        check_numbers(world.every(local))
+        check_numbers(world.all_gather(local))
         backend = "nccl" if device.type == "cuda" else "gloo"
         ranks, each = range(size), local[1]
         groups: dict[str, Any] = {"local": None, "across": None}
@@ -88,38 +88,37 @@ class World:
             groups["across"] = _own_group([ranks[i::each] for i in ranks[:each]], backend)
         return replace(world, **groups)
 
-    def sharing_sequences(self, pieces: int) -> World:
-        """The same, in which so many ranks share sequences. All ranks call it.
+    def sharing_sequences(self, size: int) -> World:
+        """A copy with context-parallel groups of `size` ranks. All ranks call it.
 
         Raises ConfigError unless that divides the ranks of a host.
         """
-        if pieces == 1:
+        if size == 1:
             return self
-        if self.local_size % pieces:
+        if self.local_size % size:
             raise ConfigError(
-                f"{pieces} ranks cannot share sequences where a host has {self.local_size}; take "
+                f"{size} ranks cannot share sequences where a host has {self.local_size}; take "
                 "a number that divides it"
             )
-        if pieces == self.local_size:
-            return replace(self, pieces=pieces, sharing=self.local)
+        if size == self.local_size:
+            return replace(self, cp_size=size, sharing=self.local)
         ranks, backend = range(self.size), distributed.get_backend(self.local)
-        own = _own_group([ranks[i : i + pieces] for i in ranks[::pieces]], backend)
-        return replace(self, pieces=pieces, sharing=own)
+        own = _own_group([ranks[i : i + size] for i in ranks[::size]], backend)
+        return replace(self, cp_size=size, sharing=own)
 
     @property
-    def piece(self) -> int:
-        """Which piece of its sequences this rank computes."""
-        return self.rank % self.pieces
+    def cp_rank(self) -> int:
+        """This rank's part of its sequences, counted from 0."""
+        return self.rank % self.cp_size
 
     @property
-    def team(self) -> int:
-        """Of those that share sequences, which one this rank is in. Each has micro-batches of its
-        own."""
-        return self.rank // self.pieces
+    def dp_rank(self) -> int:
+        """Number of this rank's context-parallel group. Each group has micro-batches of its own."""
+        return self.rank // self.cp_size
 
     @property
-    def teams(self) -> int:
-        return self.size // self.pieces
+    def dp_size(self) -> int:
+        return self.size // self.cp_size
 
     @property
     def is_alone(self) -> bool:
@@ -134,8 +133,7 @@ class World:
         return World(*2 * (self.local_rank, self.local_size), local=self.local)
 
     def place(self, rank: int | None = None) -> int:
-        """Which of as many shares of a block a rank owns, counted from its first; by default this
-        rank's.
+        """Number of the share of a block that a rank owns; by default this rank's.
 
         Those of ranks that stand in for each other on their hosts lie together, so that gathered
         across they are a host's part of the block, and those parts gathered here are all of it.
@@ -150,36 +148,35 @@ class World:
 
     @property
     def is_first(self) -> bool:
-        """Whether this rank speaks for all, and writes what is not shared out."""
+        """True for the rank that speaks for all, and writes what is not shared out."""
         return self.rank == 0
 
-    def every(self, mine: T) -> list[T]:
-        """What every rank has given, in the order of ranks. All call it at the same place."""
+    def all_gather(self, mine: T) -> list[T]:
+        """Every rank's value, in the order of ranks. All ranks call it at the same place."""
         if self.is_alone:
             return [mine]
         found: list[Any] = [None] * self.size
         distributed.all_gather_object(found, mine, group=self.messages)
         return found
 
-    def told(self, found: T | None = None) -> T:
-        """What the first rank has given; what others give is not looked at. All call it at the
-        same place."""
-        told: list[Any] = [found]
+    def broadcast(self, value: T | None = None) -> T:
+        """Rank 0's value; other ranks' arguments are ignored. All ranks call it at one place."""
+        found: list[Any] = [value]
         if not self.is_alone:
-            distributed.broadcast_object_list(told, src=0, group=self.messages)
-        return told[0]  # type: ignore[no-any-return]
+            distributed.broadcast_object_list(found, src=0, group=self.messages)
+        return found[0]  # type: ignore[no-any-return]
 
-    def first(self, make: Callable[[], T]) -> T:
-        """What `make` returns on the first rank, which alone calls it, or raises there."""
+    def on_rank0(self, make: Callable[[], T]) -> T:
+        """Call `make` on rank 0 alone: its value, or what it raises, on every rank."""
         with self.together():
             found = make() if self.is_first else None
-        return self.told(found)
+        return self.broadcast(found)
 
     @contextmanager
     def together(self) -> Iterator[None]:
-        """Every rank raises what the block raises on one of them; of several, on the first.
+        """Raise on every rank what the block raises on one; if on several, the first rank's.
 
-        The block itself lets no rank wait for another.
+        Inside the block no rank may wait for another.
         """
         if self.is_alone:
             yield
@@ -189,14 +186,13 @@ class World:
             yield
         except Exception as error:  # noqa: BLE001  raised below
             failure = error
-        self.raise_first(self.every(self.as_told(failure)), failure)
+        self.raise_first(self.all_gather(self.as_told(failure)), failure)
 
     def raise_first(
-        self, told: Sequence[MegaTrainError | None], mine: Exception | None = None
+        self, errors: Sequence[MegaTrainError | None], mine: Exception | None = None
     ) -> None:
-        """Raise the first of what the ranks have told of themselves, if anything. mine: as it was
-        caught here."""
-        for rank, error in enumerate(told):
+        """Raise the first rank's error, if any has one. mine: this rank's, as it was caught."""
+        for rank, error in enumerate(errors):
             if error is not None:
                 raise mine if mine and rank == self.rank else error
 
@@ -216,9 +212,9 @@ class World:
         gather_whole(whole, padded, self.messages)
         return whole if self.hosts == 1 else whole.view(self.size, share)[self.owners].view(-1)
 
-    def in_turn(self, work: Callable[[], T]) -> T:
-        """What `work` returns, which one rank of each host does before its others: they find what
-        it left on the disk, once all hosts have it. All call it at the same place.
+    def local_rank0_first(self, work: Callable[[], T]) -> T:
+        """Run `work` on local rank 0 of every host first, and on the others once all hosts have it:
+        they find what it left on the disk. All ranks call it at the same place.
 
         Waiting counts as a sign of life, and may end where work may.
         """
@@ -240,10 +236,10 @@ class World:
             time.sleep(LOOKS_EVERY_S)
 
     def one_by_one(self, work: Callable[[], object]) -> None:
-        """Let the ranks of a host work one after another. All call it at the same place; what one
-        raises all do.
+        """Run `work` on the ranks of a host one after another. All ranks call it at the same place,
+        and raise what one raises.
 
-        The work itself lets no rank wait for another. Waiting is as `in_turn`'s.
+        The work itself lets no rank wait for another. Waiting is as in `local_rank0_first`.
         """
         for local in range(self.local_size):
             turn = f"turn/{next(self._turns)}"
@@ -260,7 +256,7 @@ class World:
 
     def number(self, local: int) -> int:
         """The number among all ranks' of a rank's micro-batch `local`."""
-        return local * self.teams + self.team
+        return local * self.dp_size + self.dp_rank
 
 
 ALONE = World()
@@ -288,8 +284,7 @@ def check_numbers(local: Sequence[tuple[int, int]]) -> None:
 
 
 def gather_whole(whole: torch.Tensor, mine: torch.Tensor, group: Any) -> None:
-    """Fill `whole` with what every rank of a group has, in their order. mine: may be where it
-    belongs."""
+    """Fill `whole` with every rank's `mine`, in the group's order. `mine` may be its part of it."""
     whole, mine = _bytes(whole), _bytes(mine)
     if whole.is_cuda:
         _gather(whole, mine, group=group)

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from megatrain.engine.engine import Engine
-from megatrain.engine.landing import AppliedGradients
+from megatrain.engine.gradient_sinks import AppliedGradients
 
 LANES = ("upload", "download", "fetch", "update")
 CYCLES_PER_SECOND = 2e9  # of a GPU's clock, about

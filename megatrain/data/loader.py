@@ -274,7 +274,7 @@ class Loader:
         They begin with the run, whatever the position.
         """
         steps, full, epoch = list[list[list[Run]]](), list[bool](), 0
-        ranks = self.world.teams
+        ranks = self.world.dp_size
         while self._epoch_rows(epoch) and len(steps) < STEPS_LOOKED_AT:
             order, stops = self._order(epoch)[0], self._step_ends(Position(epoch=epoch))
             for start, stop in pairwise([0, *islice(stops, STEPS_LOOKED_AT - len(steps))]):
@@ -300,7 +300,7 @@ class Loader:
             epoch = float(after.epoch)
         for rows, chosen in parts:
             lengths += rows.side_lengths[chosen, :trained].ravel().tolist()
-            own = dealt(rows.side_lengths[chosen], self.world.team, self.world.teams)
+            own = dealt(rows.side_lengths[chosen], self.world.dp_rank, self.world.dp_size)
             found += micro_batches(
                 *(rows, chosen[own], self.micro_batch_tokens, self.pad_id, self.pack_to),
                 *(self.regimes, self.references, self.prompts_too),

@@ -8,11 +8,11 @@ from itertools import pairwise
 from typing import Any
 
 import torch
-from torch.nn.functional import pad
 
-from megatrain.engine.activations.offload import Kept
+from megatrain.engine.activations import Kept
 from megatrain.engine.graphs import Graph
 from megatrain.engine.objective import Objective, counted, of_scores
+from megatrain.engine.ranks.context_parallel import ContextParallel
 from megatrain.errors import ConfigError, DataError
 from megatrain.losses import (
     FOR_LOSS,
@@ -42,8 +42,8 @@ class MicroBatch:
         graphs: by layer: the graph of a retained one.
         grad: gradient of the loss at the layer output that backward has reached.
         trains: False: only its log-probabilities are wanted.
-        pieces: of how many each sequence is cut into its targets and hidden states are of one.
-        learns: the micro-batch has targets, in whichever piece.
+        parallel: shares sequences with other ranks: targets and hidden states are of one part.
+        learns: the micro-batch has targets, in whichever part.
         real: float32 [batch, tokens], 1 where a token is none that attention_mask hides, else 0,
             and the number of such tokens; only where somebody asked for it.
     """
@@ -57,7 +57,7 @@ class MicroBatch:
     graphs: dict[int, Graph] = field(default_factory=dict)
     grad: torch.Tensor | None = None
     trains: bool = True
-    pieces: int = 1
+    parallel: ContextParallel | None = None
     learns: bool = True
     real: torch.Tensor | None = None
     real_tokens: int = 0
@@ -65,7 +65,7 @@ class MicroBatch:
     @property
     def tokens(self) -> int:
         """That have hidden states here."""
-        return self.inputs["input_ids"].numel() // self.pieces
+        return self.inputs["input_ids"].numel() // (self.parallel.size if self.parallel else 1)
 
 
 def objective_of(batches: Sequence[Batch], loss: Any, anatomy: Anatomy) -> Objective:
@@ -199,8 +199,7 @@ def prepare(
     pad_id: int | None = None,
     marks_real: bool = False,
     tells_documents: bool = False,
-    piece: int = 0,
-    pieces: int = 1,
+    parallel: ContextParallel | None = None,
     longest: int | None = None,
 ) -> MicroBatch:
     """Move a micro-batch to the device, without a mask that only hides trailing padding.
@@ -213,12 +212,11 @@ def prepare(
         pad_id: for a loss of scores, the padding.
         marks_real: say which tokens are no padding, too.
         tells_documents: say where documents begin, as the positions show it, too.
-        piece, pieces: which of how many pieces of each sequence is computed here. Inputs stay
-            whole.
+        parallel: shares sequences with other ranks. Inputs stay whole.
         longest: sequence that the model reads.
     """
-    if pieces > 1:
-        batch = lengthened(batch, pieces, longest)
+    if parallel:
+        batch = parallel.lengthened(batch, longest)
     inputs = {name: value for name, value in batch.items() if not for_loss(name)}
     mask = inputs.get("attention_mask")
     if mask is not None and "position_ids" not in inputs and only_trailing_padding(mask):
@@ -234,10 +232,10 @@ def prepare(
     elif loss is not None:
         targets = replace(targets, examples=find_examples(batch, targets))
     learns = len(targets) > 0
-    if pieces > 1:
-        targets = targets.of_piece(batch["labels"].shape[1], piece, pieces)
+    if parallel:
+        targets = parallel.own(targets, batch["labels"].shape[1])
     prepared = MicroBatch(
-        number, moved, targets.to(device), trains=trains, pieces=pieces, learns=learns
+        number, moved, targets.to(device), trains=trains, parallel=parallel, learns=learns
     )
     if marks_real:
         ids = batch["input_ids"]
@@ -247,33 +245,6 @@ def prepare(
         prepared.real_tokens = int(real.sum())
         prepared.real = real.to(device, non_blocking=True)
     return prepared
-
-
-def lengthened(batch: Batch, pieces: int, longest: int | None = None) -> Batch:
-    """With sequences of a multiple of `pieces` tokens: padding, in documents of its own, behind.
-
-    Raises DataError if that makes them longer than the `longest` that the model reads, or for an
-    attention_mask that is not one of tokens.
-    """
-    shape = batch["input_ids"].shape
-    missing = -shape[1] % pieces
-    fills = {"labels": IGNORE, "input_ids": 0, "attention_mask": 0, "position_ids": 0}
-    if not missing:
-        return batch
-    if longest is not None and "position_ids" not in batch and shape[1] + missing > longest:
-        raise DataError(
-            f"a sequence of {shape[1]} tokens is padded to {shape[1] + missing} for {pieces} ranks "
-            f"that share it, but the model reads {longest}; cut it"
-        )
-    if any(batch[name].shape[1:] != shape[1:] for name in fills if name in batch):
-        raise DataError(
-            f"a sequence of {shape[1]} tokens needs padding for {pieces} ranks that share it, so "
-            "its attention_mask must be [rows, tokens]"
-        )
-    return {
-        name: pad(values, (0, missing), value=fills[name]) if name in fills else values
-        for name, values in batch.items()
-    }
 
 
 def cut(items: Sequence[MicroBatch], groups: int) -> list[Sequence[MicroBatch]]:

@@ -38,8 +38,8 @@ def check_world(
             f"{world.size} ranks: the ranks of several hosts cannot read weights from one copy; "
             "set transport: gather"
         )
-    if world.pieces > 1:
-        check_pieces(world.pieces, skeleton, settings.compile, balances)
+    if world.cp_size > 1:
+        check_pieces(world.cp_size, skeleton, settings.compile, balances)
 
 
 def check_pieces(

@@ -13,7 +13,7 @@ from typing import Any, Self, Unpack
 import torch
 from torch import distributed
 
-from megatrain.engine.masters import write_master
+from megatrain.engine.parts import store_master
 from megatrain.engine.request import (
     EngineKeywords,
     Request,
@@ -164,7 +164,7 @@ class Constructors(ABC):
         resolved: Resolved = plan.made_of
         request, machine = resolved.request, resolved.machine
         # a host's ranks would wait for each other's downloads without a sign of life
-        source = machine.world.in_turn(partial(source_of, request)) if weights else None
+        source = machine.world.local_rank0_first(partial(source_of, request)) if weights else None
         hold_to_budget(machine, request.gpu_limit)
         if machine.hardware.gpu or plan.host_bytes * ROOM_FOR_HOLES > plan.budget.host:
             bound_heap()  # a CPU's run may have room for the holes in its heap
@@ -235,7 +235,7 @@ class Constructors(ABC):
 
         Passengers are not drawn: such an engine trains, but cannot be saved.
         """
-        initialize(self.skeleton, self.seed, self.device, partial(write_master, self.store))
+        initialize(self.skeleton, self.seed, self.device, partial(store_master, self.store))
         self.skeleton.constants.drawn()
         self.weights_changed()
 
@@ -303,7 +303,7 @@ def hold_to_budget(machine: Machine, gpu_limit: int | None) -> None:
     gpu, hardware = machine.hardware.gpu, machine.hardware
     if machine.device.type == "cuda" and gpu is not None:
         # the user's limit counts the CUDA context and NCCL's buffers, PyTorch does not
-        groups = communicators(machine.ranks, machine.hosts, machine.world.pieces)
+        groups = communicators(machine.ranks, machine.hosts, machine.world.cp_size)
         beside = hardware.context_bytes + communicator_bytes(groups, machine.peers)
         limit = gpu.total_bytes if gpu_limit is None else gpu_limit - beside
         share = min(1.0, max(0.0, limit / gpu.total_bytes))

@@ -6,28 +6,29 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, Literal, TypeVar, overload
 
 import torch
+from torch import Tensor
 
+from megatrain.engine import inference
 from megatrain.engine.batches import Batch, objective_of
 from megatrain.engine.checks import check_settings, check_world
 from megatrain.engine.constructors import Constructors
 from megatrain.engine.context import computing
-from megatrain.engine.landing import AppliedGradients
-from megatrain.engine.objective import AnyLoss, agreed
+from megatrain.engine.gradient_sinks import AppliedGradients
+from megatrain.engine.inference import Choose
+from megatrain.engine.objective import AnyLoss, EvalResult, StepResult
 from megatrain.engine.parts import open_parts
-from megatrain.engine.reading import Reading
-from megatrain.engine.results import EvalResult, StepResult
 from megatrain.engine.routing import balancer_of
 from megatrain.engine.step import NotFiniteLoss
 from megatrain.engine.update import diverged
 from megatrain.errors import ConfigError, MegaTrainError
-from megatrain.losses import next_token
+from megatrain.losses import IGNORE, Targets, next_token
 from megatrain.models.skeleton import Skeleton
 from megatrain.models.transforms.fp8 import Fp8Policy
 from megatrain.optim import Optimizer
@@ -38,7 +39,7 @@ from megatrain.world import ALONE, World
 T = TypeVar("T")
 
 
-class Engine(Reading, Constructors):
+class Engine(Constructors):
     """Trains a skeleton whose weights stream from a store. Close it, or use it in a `with`.
 
     Most callers want `from_pretrained` or `from_config`. The weights in the store are zero until
@@ -113,7 +114,7 @@ class Engine(Reading, Constructors):
                 world=world,
                 resources=resources,
             )
-            self.store = self.parts.store
+            self.store, self.peers = self.parts.store, self.parts.passes.peers
             self._resources = resources.pop_all()  # until here a failure gives everything back
 
     # -- training ---------------------------------------------------------------------------------
@@ -154,7 +155,7 @@ class Engine(Reading, Constructors):
             raise MegaTrainError("forward_backward was called twice; call step in between")
         parts.passes.waiting = None  # left by an interrupted step
         objective = objective_of(micro_batches, loss, self.anatomy)
-        objective = agreed(objective, self.world, micro_batches)
+        objective = self.peers.agreed(objective, micro_batches)
         if objective.whole_step and (groups := self.settings.groups) > 1:
             raise ConfigError(
                 f"groups: {type(loss).__name__} is computed over a whole step, so set 1, not "
@@ -303,16 +304,146 @@ class Engine(Reading, Constructors):
         """Mean loss in evaluation mode. Raises DataError as `forward_backward`."""
         self._check_usable()
         objective = objective_of(micro_batches, loss, self.anatomy)
-        objective = agreed(objective, self.world, micro_batches)
+        objective = self.peers.agreed(objective, micro_batches)
         empty = objective.is_empty
         if objective.whole_step:  # what this sweep lacks others may have
-            empty = not any(self.world.every(len(micro_batches)))
+            empty = not any(self.peers.all_gather(len(micro_batches)))
         if empty:
             return EvalResult(0.0, 0)
         with self._computing("an evaluation's activations"), torch.no_grad():
-            result = self.parts.passes.evaluate(micro_batches, objective)
+            result = inference.evaluate(self.parts.passes, micro_batches, objective)
         self.parts.compute.take_stalls()
         return result
+
+    @overload
+    def logprobs(
+        self, micro_batches: Sequence[Batch], *, greedy: Literal[False] = False
+    ) -> list[Tensor]: ...
+
+    @overload
+    def logprobs(
+        self, micro_batches: Sequence[Batch], *, greedy: Literal[True]
+    ) -> tuple[list[Tensor], list[Tensor]]: ...
+
+    def logprobs(
+        self, micro_batches: Sequence[Batch], *, greedy: bool = False
+    ) -> list[Tensor] | tuple[list[Tensor], list[Tensor]]:
+        """Log-probabilities of all targets, in evaluation mode: one sweep over the weights.
+
+        Args:
+            micro_batches: as `forward_backward` takes them.
+            greedy: say of each target, too, whether it is the likeliest token.
+
+        Returns:
+            For each micro-batch float32 [batch, tokens] on the CPU: at each place with a label the
+            log-probability of that label after the tokens before it; 0 elsewhere, and for the first
+            token of a row, which nothing predicts. With `greedy` also a list of bool tensors of the
+            same shapes, false where there is no target.
+
+        Raises DataError as `forward_backward`.
+        """
+        found = self._logprobs(micro_batches, greedy)
+        placed, chosen = inference.placed(micro_batches, found)
+        return (placed, chosen) if greedy else placed
+
+    def score(
+        self, inputs: Sequence[Batch], targets: Sequence[tuple[Tensor, Tensor]]
+    ) -> list[tuple[Tensor, Tensor]]:
+        """`logprobs` of tokens that need no place of their own, of which a position may have some.
+
+        Args:
+            inputs: micro-batches; labels are not looked at.
+            targets: for each (index, tokens), both int64 [n] on the CPU: positions in its flattened
+                [batch x tokens], and the tokens that might follow them.
+
+        Returns:
+            For each (float32 [n], bool [n]) on the CPU: log-probabilities, and whether the token is
+            the likeliest one.
+        """
+        blank = [{**one, "labels": torch.full_like(one["input_ids"], IGNORE)} for one in inputs]
+        wanted = [Targets(index, tokens) for index, tokens in targets]
+        found = self._logprobs(blank, True, wanted)
+        return [(values.cpu(), likeliest.cpu()) for _, values, likeliest in found]
+
+    def _logprobs(
+        self, micro_batches: Sequence[Batch], greedy: bool, targets: list[Targets] | None = None
+    ) -> list[tuple[Targets, Tensor, Tensor]]:
+        self._check_usable()
+        objective_of(micro_batches, next_token, self.anatomy)
+        if not (micro_batches or self.peers.several):
+            return []  # one of several sweeps all the same: others need what it has of weights
+        with self._computing("an evaluation's activations"), torch.no_grad():
+            found = inference.logprobs(self.parts.passes, micro_batches, greedy, targets)
+            self.parts.compute.synchronize()
+        self.parts.compute.take_stalls()
+        return found
+
+    def logits(self, input_ids: Tensor, positions: slice = slice(None)) -> Tensor:
+        """Logits [batch, positions, vocab], or a classifier's scores [batch, positions, labels], on
+        the device, whole: for checks, not for training.
+
+        Returns when they are computed.
+        """
+        self._check_usable()
+        # in `generate` rows grow token by token; compiled layers keep the kernel they saw first
+        varies = self.settings.lengths_vary or not self.settings.compile
+        with computing(self.device, "these logits", lengths_vary=varies), torch.no_grad():
+            found = inference.logits(self.parts.passes, input_ids, positions)
+        self.parts.compute.synchronize()  # wait: uploads read the store, which a step would update
+        self.parts.compute.take_stalls()
+        return found
+
+    @contextmanager
+    def whole(self, tokens: int) -> Iterator[Any | None]:
+        """Inside, transformers' own model, its weights on the device, to be read and never changed.
+
+        None where they have no room there beside what is there already, or the model cannot
+        generate. The engine computes nothing else meanwhile, and goes on as before, to the bit.
+
+        tokens: of all rows together, that a cache of keys and values will hold.
+        """
+        self._check_usable()
+        with inference.whole_model(self.skeleton, self.parts, tokens) as model:
+            yield model
+
+    def generate(
+        self,
+        input_ids: Tensor,
+        max_new_tokens: int,
+        eos_token_ids: Sequence[int] = (),
+        choose: Choose = inference.likeliest,
+    ) -> list[int]:
+        """Continuation of input_ids [1, tokens]; greedy unless `choose` picks from logits [vocab].
+
+        Where all weights fit on the device, transformers' own `generate` writes it. Elsewhere every
+        token streams the whole model once: for a look, not for serving.
+
+        Raises ConfigError for a reward model.
+        """
+        if self.anatomy.labels is not None:
+            raise ConfigError(
+                "generate: a reward model gives scores and writes no text; take a language model"
+            )
+        with self.whole(input_ids.numel() + max_new_tokens) as model:
+            if model is not None:
+                ids = input_ids.to(self.device)
+                return inference.generated(model, ids, max_new_tokens, eos_token_ids, choose)
+        return self.generate_streamed(input_ids, max_new_tokens, eos_token_ids, choose)
+
+    def generate_streamed(
+        self,
+        input_ids: Tensor,
+        max_new_tokens: int,
+        eos_token_ids: Sequence[int] = (),
+        choose: Choose = inference.likeliest,
+    ) -> list[int]:
+        """`generate` where weights do not fit: one sweep over them for every token."""
+        tokens: list[int] = []
+        while len(tokens) < max_new_tokens and not (tokens and tokens[-1] in eos_token_ids):
+            context = torch.cat([input_ids, torch.tensor([tokens], dtype=torch.long)], dim=1)
+            chosen = choose(self.logits(context, slice(-1, None))[0, 0])
+            tokens.append(self.peers.broadcast(chosen))  # all end together
+        return tokens
 
     def iter_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         """(name, weight) of every tensor on the CPU: constants as read, others as computed with.
@@ -369,7 +500,7 @@ class Engine(Reading, Constructors):
         """
         self._check_usable()
         if self.store.shared is not None:
-            self.world.every(None)
+            self.peers.all_gather(None)
         self.parts.streamer.invalidate()
 
     def close(self) -> None:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_hooks
 
-from megatrain.engine.activations.offload import Offload, Parked
+from megatrain.engine.activations import HostCopy, Offload
 from megatrain.errors import ModelError
 from megatrain.models.recorder import LayerCall
 
@@ -122,7 +122,7 @@ class SavedTensors:
         self._keeper, self._stays = keeper, stays
         self._memory: list[Tensor] = []  # flat, uint8
         self._numbers: dict[int, int] = {}
-        self.parked: Parked | None = None
+        self.sent: HostCopy | None = None
 
     def caught(self) -> AbstractContextManager[Any]:
         """While the graph is made: take what it saves."""
@@ -131,7 +131,7 @@ class SavedTensors:
     def leave(self, tokens: int) -> None:
         """The graph is complete: send what it saved. `tokens`: of its micro-batch."""
         self._numbers.clear()  # other memory may get these addresses from now on
-        self.parked = self._keeper.park_all(self._memory, tokens)
+        self.sent = self._keeper.save_graph(self._memory, tokens)
         self._memory = []
 
     def _pack(self, tensor: Tensor) -> Tensor | Saved:
@@ -154,10 +154,10 @@ class SavedTensors:
 
     def __enter__(self) -> None:
         """While gradients are computed: what the graph saved is on the device."""
-        assert self.parked is not None
-        self._memory = self._keeper.take_all(self.parked)
+        assert self.sent is not None
+        self._memory = self._keeper.restore_graph(self.sent)
 
     def __exit__(self, *_: object) -> None:
-        assert self.parked is not None
+        assert self.sent is not None
         self._memory = []
-        self._keeper.release(self.parked)
+        self._keeper.free(self.sent)

@@ -4,23 +4,64 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field
 from typing import TypeVar
 
 import torch
 from torch import Tensor
 
 from megatrain.engine.head import Values, first_scores, token_logprobs
-from megatrain.engine.results import EvalResult
-from megatrain.errors import ConfigError, DataError
 from megatrain.losses import IGNORE, Examples, Loss, SequenceLoss, Tally
 from megatrain.losses.tally import TARGETS
 from megatrain.losses.targets import Answers, rows_of
 from megatrain.losses.tokens import weighted
-from megatrain.world import World
 
 AnyLoss = Loss | SequenceLoss
 T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """The result of one step.
+
+    Attributes:
+        loss: sum of losses over number of targets, of all micro-batches; 0 if there was no target.
+        grad_norm: global L2 norm before clipping; None until `step` was called.
+        skipped: no update was made, for a non-finite loss or gradient, or for lack of targets.
+        stalls_s: seconds that the computation waited, by cause (wait_upload, wait_update,
+            wait_download, wait_nvme, and of several ranks wait_exchange, of hosts wait_network).
+        metrics: the loss's further metrics, means over the step.
+        aux_loss, expert_load_max: as `engine.routing.Balance` has them; None where routers are not
+            balanced.
+    """
+
+    loss: float
+    target_tokens: int
+    grad_norm: float | None = None
+    skipped: bool = False
+    stalls_s: dict[str, float] = field(default_factory=dict)
+    metrics: dict[str, float] = field(default_factory=dict)
+    aux_loss: float | None = None
+    expert_load_max: float | None = None
+
+
+@dataclass(frozen=True)
+class EvalResult:
+    """An evaluation.
+
+    Attributes:
+        loss: mean over all targets, or over whatever the loss is averaged over.
+        metrics: the loss's further metrics, as means.
+        sums, counts: what these are means of.
+        answers: of a loss over a whole step, what it was computed from, on the CPU.
+    """
+
+    loss: float
+    target_tokens: int
+    metrics: dict[str, float] = field(default_factory=dict)
+    sums: Tally[float] = field(default_factory=Tally)
+    counts: Mapping[str, float] = field(default_factory=dict)
+    answers: Answers | None = None
 
 
 @dataclass(frozen=True)
@@ -105,49 +146,6 @@ class Objective:
         sums = found.numbers()
         mean, metrics = self.mean_loss(sums), self.metrics(sums)
         return EvalResult(mean, self.target_tokens, metrics, sums, self.counts, answers)
-
-    def over_ranks(self, found: Tally[Tensor], world: World) -> Tally[Tensor]:
-        """The sums of all ranks, added in their order. Waits for the device, unless it is alone."""
-        if world.is_alone:
-            return found
-        total = Tally[Tensor]()
-        loss = {unit: value.cpu() for unit, value in found.loss.items()}
-        metrics = {name: (unit, value.cpu()) for name, (unit, value) in found.metrics.items()}
-        every = world.every(Tally(loss, metrics))
-        for each in every[:1] if self.whole_step else every:  # of a whole step each has all
-            total.add(each)
-        return total
-
-
-def agreed(
-    objective: Objective, world: World, batches: Sequence[Mapping[str, Tensor]]
-) -> Objective:
-    """The objective over all ranks' micro-batches, of which these are one's.
-
-    Raises, where ranks share sequences:
-        ConfigError: the loss is over sequences.
-        DataError: some that share them were given others.
-    """
-    if world.is_alone:
-        return objective
-    counts, tokens, shared = Counter[str](), 0, world.pieces > 1
-    if shared and objective.of_sequences is not None:
-        raise ConfigError(
-            f"context_parallel: {world.pieces} does not work with {type(objective.loss).__name__}, "
-            "a loss over whole sequences; set 1"
-        )
-    outline = [(b["input_ids"].shape, int(b["input_ids"].sum())) for b in batches if shared]
-    every = world.every((dict(objective.counts), objective.target_tokens, outline))
-    firsts = [every[rank - rank % world.pieces] for rank in range(world.size)]
-    if any(one[2] != first[2] for one, first in zip(every, firsts, strict=True)):
-        raise DataError(
-            "ranks that share sequences were given different micro-batches; give all of a "
-            "World's team the same"
-        )
-    for others, targets, _ in every[:: world.pieces]:
-        counts.update(others)
-        tokens += targets
-    return replace(objective, counts=dict(counts), target_tokens=tokens)
 
 
 def joined(results: Sequence[EvalResult], loss: AnyLoss) -> EvalResult:

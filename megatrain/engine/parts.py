@@ -10,29 +10,40 @@ from typing import Any
 
 import torch
 
-from megatrain.engine.activations.codecs import CODECS
-from megatrain.engine.activations.offload import Boundaries, Offload, OnDevice
+from megatrain.engine.activations import Checkpoints, Offload, OnDevice
+from megatrain.engine.codecs import CODECS
 from megatrain.engine.context import naming_the_gpu, take_workspaces
-from megatrain.engine.exchange import Exchange
+from megatrain.engine.gradient_sinks import AppliedGradients, GradientRing, StoredGradients
 from megatrain.engine.gradients import Gradients
-from megatrain.engine.host_weights import HostWeights
-from megatrain.engine.landing import AppliedGradients, GradientRing, StoredGradients
-from megatrain.engine.placement import PRECISIONS, open_store, sums_on_device
+from megatrain.engine.peers import Peers
+from megatrain.engine.ranks.context_parallel import ContextParallel
+from megatrain.engine.ranks.exchange import Exchange, shares_weights
+from megatrain.engine.ranks.sums import RankPeers, SharedGradients
+from megatrain.engine.ranks.weights import GatheredWeights, HostWeights
 from megatrain.engine.routing import Balancer
 from megatrain.engine.step import Passes
-from megatrain.engine.streamer import Streamer
+from megatrain.engine.streamer import StoredWeights, Streamer
 from megatrain.engine.streams import Compute, Lane
-from megatrain.engine.trade import HeadTrade
 from megatrain.engine.update import Updater
 from megatrain.errors import MegaTrainError
-from megatrain.memory.layout import FlatLayout
+from megatrain.memory.layout import ArraySpec, FlatLayout
 from megatrain.memory.store import Store
 from megatrain.models.anatomy import layouts_of
 from megatrain.models.skeleton import Skeleton
 from megatrain.optim import Optimizer
-from megatrain.schedule import kept_row_bytes, own_sums
+from megatrain.optim.split import CHUNK, split_master
+from megatrain.schedule import (
+    IN_MEMORY,
+    blocks_on_nvme,
+    kept_row_bytes,
+    own_sums,
+    summed_blocks,
+)
 from megatrain.settings import Settings
-from megatrain.world import World
+from megatrain.world import ALONE, World
+
+# the dtype in which weights are stored and transferred
+PRECISIONS = {"bfloat16": torch.bfloat16, "float32": torch.float32, "fp8": torch.bfloat16}
 
 
 @dataclass(frozen=True)
@@ -44,7 +55,7 @@ class EngineParts:
     lanes: Mapping[str, Lane]  # each has a `delay` for tests
     updater: Updater
     sink: StoredGradients | AppliedGradients
-    boundaries: Boundaries
+    checkpoints: Checkpoints
     streamer: Streamer
     gradients: Gradients
     passes: Passes
@@ -80,80 +91,77 @@ def open_parts(
     download = Lane("download", device)  # gradients and activation checkpoints, GPU to host
     upload = Lane("upload", device)  # weights and fp32 accumulators, host to GPU
     fetch = Lane("fetch", device)  # offloaded activations, back to the GPU
-    boundaries = _boundaries(settings, anatomy.hidden_size, dtype, compute, download, fetch)
-    resources.callback(boundaries.close)  # after the lanes, which copy from and to its memory
-    kept = _kept(world, layouts, dtype, settings, compute, download, resources)
+    checkpoints = _checkpoints(settings, anatomy.hidden_size, dtype, compute, download, fetch)
+    resources.callback(checkpoints.close)  # after the lanes, which copy from and to its memory
+    kept = None
+    if world.across is not None:
+        kept = _host_weights(world, layouts, dtype, settings, download)
+        resources.callback(kept.close)
     for lane in (download, upload, fetch):
         resources.callback(lane.close)
     with naming_the_gpu("the weights' slots and the gradients' accumulators"):
-        exchange, trade = _exchange(world, layouts, compute, settings, resources)
-        ways = upload, updater, exchange, kept, settings.replicated
-        streamer = Streamer(anatomy, store, dtype, compute, *ways)
-        uses: dict[str, Any] = {"compute": compute, "upload": upload, "download": download}
-        gradients = Gradients(
-            [layout.trained for layout in layouts],
-            dtype,
-            resident=store.resident,
-            own=range(own_sums(sums_on_device(settings, len(layouts)), anatomy.embed_feeds_head)),
-            host_sums=partial(store.array, "grad_sum") if "grad_sum" in store.arrays else None,
-            **{**uses, "sink": sink, "exchange": exchange},
-        )
+        copies = StoredWeights(store, upload, updater)
+        of_gradients: dict[str, Any] = {
+            "resident": store.resident,
+            "own": range(
+                own_sums(sums_on_device(settings, len(layouts)), anatomy.embed_feeds_head)
+            ),
+            "host_sums": partial(store.array, "grad_sum") if "grad_sum" in store.arrays else None,
+            "compute": compute,
+            "upload": upload,
+            "download": download,
+            "sink": sink,
+        }
+        trained = [layout.trained for layout in layouts]
+        if world.is_alone:
+            exchange, peers = None, Peers()
+            streamer = Streamer(anatomy, store, dtype, compute, copies)
+            gradients = Gradients(trained, dtype, **of_gradients)
+        else:
+            exchange = Exchange(world, layouts, compute, getattr(torch, settings.wire))
+            resources.callback(exchange.close)  # before what its jobs read and write
+            parallel = None
+            if world.cp_size > 1:
+                parallel = ContextParallel(world, skeleton.config, compute, exchange.lane)
+            peers = RankPeers(world, parallel)
+            source = GatheredWeights(copies, exchange, dtype, settings.replicated, kept)
+            streamer = Streamer(anatomy, store, dtype, compute, source)
+            gradients = SharedGradients(trained, dtype, exchange=exchange, **of_gradients)
         skeleton.move_buffers(device)
     # before lanes end, one of which may wait for a rank that does not come
     resources.callback(store.stop_waiting, MegaTrainError("the engine is closed"))
     if balancer is not None:
         balancer.open(skeleton.layers, device, resources)
-    about = settings, seed, balancer, world, trade
-    passes = Passes(skeleton, streamer, gradients, boundaries, *about)
+    passes = Passes(skeleton, streamer, gradients, checkpoints, settings, seed, balancer, peers)
     every = upload, download, fetch, updater.lane, exchange and exchange.lane
     lanes = {lane.name: lane for lane in every if lane}
     return EngineParts(
-        store, compute, lanes, updater, sink, boundaries, streamer, gradients, passes, balancer
+        store, compute, lanes, updater, sink, checkpoints, streamer, gradients, passes, balancer
     )
 
 
-def _exchange(
-    world: World,
-    layouts: Sequence[FlatLayout],
-    compute: Compute,
-    settings: Settings,
-    resources: ExitStack,
-) -> tuple[Exchange | None, HeadTrade | None]:
-    if world.is_alone:
-        return None, None
-    exchange = Exchange(world, layouts, compute, getattr(torch, settings.wire))
-    resources.callback(exchange.close)  # before what its jobs read and write
-    return exchange, HeadTrade(world, compute, exchange.lane) if world.pieces > 1 else None
-
-
-def _kept(
+def _host_weights(
     world: World,
     layouts: Sequence[FlatLayout],
     dtype: torch.dtype,
     settings: Settings,
-    compute: Compute,
     download: Lane,
-    resources: ExitStack,
-) -> HostWeights | None:
-    """Of several hosts, memory for this rank's part of weights that slots hold in turn."""
-    if world.across is None:
-        return None
-    first = settings.replicated
+) -> HostWeights:
+    """With several hosts, memory for this rank's part of weights that slots hold in turn."""
+    first, pinned = settings.replicated, download.stream is not None
     numels = [world.hosts * layout.share(world.size) for layout in layouts[first:]]
-    threads, pinned = settings.update_threads, compute.is_cuda
-    kept = HostWeights(numels, dtype, download, pinned=pinned, threads=threads, first=first)
-    resources.callback(kept.close)
-    return kept
+    threads = settings.update_threads
+    return HostWeights(numels, dtype, download, pinned=pinned, threads=threads, first=first)
 
 
-def _boundaries(
+def _checkpoints(
     settings: Settings,
     width: int,
     dtype: torch.dtype,
     compute: Compute,
     download: Lane,
     fetch: Lane,
-) -> Boundaries:
+) -> Checkpoints:
     """What keeps activation checkpoints of `width` elements a token."""
     codec = CODECS.get(settings.activations)
     if not settings.offload_activations:
@@ -185,3 +193,72 @@ def _updates(
         return updater, AppliedGradients(store, compute, ring, updater)
     one_group = settings.groups == 1 or not store.world.is_alone
     return updater, StoredGradients(store, one_group=one_group)
+
+
+# -- the store -------------------------------------------------------------------------------------
+
+
+def sums_on_device(settings: Settings, blocks: int) -> int:
+    """Number of blocks, the first ones, whose fp32 accumulators stay there between groups."""
+    resident = min(settings.resident, blocks)
+    return summed_blocks(blocks, settings.groups, resident, settings.sums_on_device)
+
+
+def open_store(
+    layouts: Sequence[FlatLayout],
+    optimizer: Optimizer,
+    precision: str,
+    settings: Settings,
+    *,
+    gradients: bool,
+    device: torch.device,
+    world: World = ALONE,
+) -> Store:
+    """The arrays of every block, each on the tier where `settings` put it.
+
+    gradients: they are stored until the global norm is known.
+    """
+    dtype, blocks, several = PRECISIONS[precision], len(layouts), settings.groups > 1
+    resident, summed = min(settings.resident, blocks), sums_on_device(settings, blocks)
+    kept = [ArraySpec("weight", dtype, transferred=True, whole=True)]
+    if dtype == torch.bfloat16:
+        kept.append(ArraySpec("remainder", torch.int16))  # the master's other half (optim/split.py)
+    kept += [ArraySpec(array.name, array.dtype, per=array.per) for array in optimizer.state_arrays]
+    grad = [ArraySpec("grad", dtype, transferred=True)] if gradients else []
+    # between groups the other blocks' accumulators wait in host RAM
+    travel = several and summed < blocks
+    sums = [ArraySpec("grad_sum", torch.float32, transferred=True)] if travel else []
+    far = blocks_on_nvme(blocks, resident, settings.nvme_blocks)
+    names = [spec.name for spec in kept if spec.name not in IN_MEMORY]
+    return Store(
+        layouts,
+        [*kept, *grad, *sums],
+        first={"grad_sum": summed} if sums else {},
+        resident=resident,
+        # with several groups a resident block's gradient stays in its accumulator, if that is whole
+        resident_arrays=kept if several and world.is_alone else [*kept, *grad],
+        on_nvme=dict.fromkeys(names, far),
+        nvme_folders=settings.nvme_folders,
+        device=device,
+        threads=settings.update_threads,
+        world=world,
+        shares_weights=shares_weights(settings, world, device),
+    )
+
+
+def store_master(store: Store, block: int, master: torch.Tensor) -> None:
+    """Set a block's weights from flat fp32 values [numel] on any device, of which a rank keeps its
+    share; frozen ones have no remainder."""
+    master = master[slice(*store.spans[block])]
+    names = [name for name in ("weight", "remainder") if name in store.arrays]
+    with store.lease(block, names, changes=True) as arrays:
+        if "remainder" not in arrays:
+            arrays["weight"].copy_(master)
+            return
+        # piece by piece: on a GPU both halves at once would need as much memory again
+        weight, remainder = arrays["weight"], arrays["remainder"]
+        for start in range(0, len(master), CHUNK):
+            high, low = split_master(master[start : start + CHUNK])
+            weight[start : start + CHUNK].copy_(high)
+            trained = remainder[start : start + CHUNK]
+            trained.copy_(low[: len(trained)])

@@ -15,7 +15,7 @@ from typing import Any, Literal, Self, TypedDict, TypeVar, Unpack, get_type_hint
 import torch
 
 from megatrain.engine.objective import AnyLoss
-from megatrain.engine.placement import PRECISIONS
+from megatrain.engine.parts import PRECISIONS
 from megatrain.errors import ConfigError
 from megatrain.losses import SequenceLoss, next_token
 from megatrain.machine.hardware import bf16_is_fast

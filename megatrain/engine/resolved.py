@@ -194,7 +194,7 @@ def plan_of(
         checkpoints_written=checkpoints_written,
     )
     room = room_for_nvme(request, machine.hardware, sum(disk_bytes(job, resolved.shape).values()))
-    rooms = [room for room in machine.world.every(room) if room is not None]
+    rooms = [room for room in machine.world.all_gather(room) if room is not None]
     plan = make_plan(
         job,
         resolved.shape,

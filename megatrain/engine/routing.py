@@ -20,12 +20,12 @@ import torch
 from torch import Tensor, nn
 
 from megatrain.engine.batches import MicroBatch
+from megatrain.engine.peers import Peers
 from megatrain.errors import ConfigError
 from megatrain.models.routers import Routers, find_routers, tensors_of
 from megatrain.models.skeleton import Skeleton
 from megatrain.models.transforms.chunked import chunks_of
 from megatrain.settings import ROUTER_AUX_LOSS_COEF
-from megatrain.world import World
 
 KEY = "router_aux_loss_coef"
 MOST_ROWS = 1 << 40  # more than a router on the meta device ever sees
@@ -187,16 +187,16 @@ class Balancer:
         self._of_layers.append(self.in_layer.clone())
         self.in_layer.zero_()
 
-    def turn(self, world: World) -> None:
+    def turn(self, peers: Peers) -> None:
         """The forward sweep has ended: all choices are counted, of all ranks, and backward begins.
 
         Waits for the device, unless a rank is alone.
         """
         self.sweep = "backward"
         of_layers = torch.stack(self._of_layers)
-        if not world.is_alone:
+        if peers.several:
             mine = self._rows, of_layers.cpu(), self.probabilities.cpu()
-            rows, chosen, probabilities = zip(*world.every(mine), strict=True)
+            rows, chosen, probabilities = zip(*peers.all_gather(mine), strict=True)
             self._rows = sum(rows)
             of_layers = sum(chosen[1:], chosen[0]).to(of_layers.device)
             self.probabilities.copy_(sum(probabilities[1:], probabilities[0]))

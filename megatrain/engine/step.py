@@ -11,34 +11,43 @@ from dataclasses import replace
 
 import torch
 from torch import nn
+from torch.utils import _pytree as pytree
 
-from megatrain.engine.activations.offload import Boundaries
-from megatrain.engine.batches import Batch, MicroBatch, cut
-from megatrain.engine.forward import ForwardPasses
+from megatrain.engine.activations import Checkpoints, Offload
+from megatrain.engine.batches import Batch, MicroBatch, cut, prepare
 from megatrain.engine.gradients import Gradients
-from megatrain.engine.graphs import Graph, run_for_graph
-from megatrain.engine.head import loss_and_gradients
+from megatrain.engine.graphs import Graph, SavedTensors, run_for_graph
+from megatrain.engine.head import Values, loss_and_gradients, target_values
 from megatrain.engine.objective import Objective
+from megatrain.engine.peers import Peers
 from megatrain.engine.products import Sum, SummingInto
 from megatrain.engine.routing import Balancer
 from megatrain.engine.streamer import Streamer
-from megatrain.engine.trade import HeadTrade
-from megatrain.losses import Tally
+from megatrain.losses import SequenceLoss, Tally
+from megatrain.losses.targets import Answers
+from megatrain.models.recorder import LayerCall
 from megatrain.models.skeleton import Skeleton
-from megatrain.schedule import block_order
+from megatrain.schedule import block_order, graphs_of_layers
 from megatrain.settings import Settings
-from megatrain.world import ALONE, World
 
 
 class NotFiniteLoss(Exception):
     """The loss is not finite, and nothing was updated yet."""
 
 
-class Passes(ForwardPasses):
-    """Runs sweeps forward and backward. Args and further attributes: as `ForwardPasses`.
+class Passes:
+    """Runs sweeps over the skeleton's modules, whose parameters it binds to the streamer's slots.
+
+    Args:
+        checkpoints: keeps activation checkpoints between forward and backward.
+        seed: of dropout.
+        balancer: of a mixture whose routers are balanced. A step is one group then.
+        peers: the processes that compute the same step.
 
     Attributes:
-        names: of every block, its trained tensors.
+        step: counts steps, for dropout seeds.
+        first: the first block that is trained, where backward ends.
+        parameters, names: of every block, those that are trained.
         waiting: for the second pass of two-pass clipping: micro-batches and objective of the
             first. None: there is none to come.
     """
@@ -48,16 +57,22 @@ class Passes(ForwardPasses):
         skeleton: Skeleton,
         streamer: Streamer,
         gradients: Gradients,
-        boundaries: Boundaries,
+        checkpoints: Checkpoints,
         settings: Settings,
         seed: int,
-        balancer: Balancer | None = None,
-        world: World = ALONE,
-        trade: HeadTrade | None = None,
+        balancer: Balancer | None,
+        peers: Peers,
     ) -> None:
-        super().__init__(skeleton, streamer, boundaries, settings, seed, balancer, world, trade)
-        self.gradients = gradients
-        blocks = skeleton.anatomy.blocks
+        self.skeleton, self.streamer, self.gradients = skeleton, streamer, gradients
+        self.checkpoints, self.settings, self.seed = checkpoints, settings, seed
+        self.balancer, self.peers = balancer, peers
+        self.device, self.step = streamer.compute.device, 0
+        layers, blocks = len(skeleton.layers), skeleton.anatomy.blocks
+        self.first = skeleton.anatomy.first_trained
+        on_host = settings.retained_on_host
+        self.graphs_of = graphs_of_layers(layers, settings.retained, on_host, self.first)
+        self.embed, self.head = 0, layers + 1
+        self.parameters = [skeleton.bind(b, streamer.flat(b.index)) for b in blocks]
         self.names = [[t.name for t in block.layout.trained.tensors] for block in blocks]
         self.waiting: tuple[Sequence[MicroBatch], Objective] | None = None
         self._repeats = False  # this backward runs twice, from the same activation checkpoints
@@ -79,17 +94,17 @@ class Passes(ForwardPasses):
         self._repeats = self.settings.second_backward
         self.gradients.begin_step(only_measured=self._repeats)
         balancer = self.balancer
-        prepared = self._prepare(batches, objective.of_sequences, balancer is not None)
+        prepared = self.prepare(batches, objective.of_sequences, balancer is not None)
         # the others would add nothing to the loss
         wanted = [mb for mb in prepared if mb.learns or balancer]
-        most = max(self.world.every(len(wanted)))
+        most = max(self.peers.all_gather(len(wanted)))
         groups = 1 if objective.whole_step else self.settings.groups
         if groups > 1 and self.settings.group_size is not None:
             # more micro-batches than planned, as padding can cause, make more groups and not larger
             # ones, for which no memory was planned
             groups = max(groups, -(-most // self.settings.group_size))
         grouped = cut(wanted, groups)
-        # ranks have as many groups as the one with most; what lacks micro-batches takes part
+        # as many groups as the process with most: one that lacks micro-batches takes part
         grouped += [[]] * (min(groups, most) - len(grouped))
         total = Tally[torch.Tensor]()
         # one sweep over all groups: the next one's first uploads run beside this one's backward
@@ -97,7 +112,7 @@ class Passes(ForwardPasses):
         with self._in_step(), closing(self.streamer.sweep(route)) as visits:
             for number, group in enumerate(grouped):
                 last = number == len(grouped) - 1
-                self.boundaries.begin_group(
+                self.checkpoints.begin_group(
                     [mb.tokens for mb in group if mb.trains],
                     self.graphs_of.count("nowhere"),
                     self.graphs_of.count("host"),
@@ -106,18 +121,18 @@ class Passes(ForwardPasses):
                     balancer.begin(group)
                 self._forward(group, visits)
                 if balancer:
-                    balancer.turn(self.world)
+                    balancer.turn(self.peers)
                 total.add(self._turn(group, objective, visits))
                 # not later: a gradient that is complete may be applied at once
                 if last and check_loss:
-                    found = objective.over_ranks(total, self.world)
+                    found = self.peers.total(objective, total)
                     if not math.isfinite(objective.mean_loss(found)):
                         raise NotFiniteLoss
                 self.gradients.close(self.head, last_group=last)
                 self._backward(group, visits, last)
         if self._repeats and grouped:
             self.waiting = wanted, objective
-        return objective.over_ranks(total, self.world)
+        return self.peers.total(objective, total)
 
     def backward_again(self) -> None:
         """The second backward: head, layers and embed as in the first, from the activation
@@ -156,10 +171,10 @@ class Passes(ForwardPasses):
         assert next(visits) == self.head
         layers = reversed(range(len(self.graphs_of)))
         # what backward needs first starts on its way back while the head computes
-        self.boundaries.expect(mb.kept[i] for i in layers for mb in group if i in mb.kept)
+        self.checkpoints.prefetch(mb.kept[i] for i in layers for mb in group if i in mb.kept)
         parameters, sums = self._of_head()
         total = Tally[torch.Tensor]()
-        (loss, scale), (chunk, fused) = objective.of_tokens, self._chunks
+        (loss, scale), (chunk, fused) = objective.of_tokens, self.chunks
         for part in objective.parts(group):
             if objective.of_sequences:
                 total.add(self._weigh(part, objective))
@@ -230,7 +245,7 @@ class Passes(ForwardPasses):
         sums = self.gradients.sums(self.embed)
         for mb in group:
             if not self._repeats:
-                mb.calls.clear()  # masks are large, and the embedding makes them anew
+                mb.calls.clear()  # masks are large, and the embedding makes them again
             self._seed_dropout(self.embed, mb)
             with torch.enable_grad(), SummingInto(self.parameters[self.embed], list(sums.values())):
                 hidden, _ = self._embed(mb)
@@ -249,10 +264,10 @@ class Passes(ForwardPasses):
             return
         kept = mb.kept[index] if self._repeats else mb.kept.pop(index)
         graph = run_for_graph(
-            self.skeleton.layer_again, index, self.boundaries.take(kept), mb.calls[index]
+            self.skeleton.layer_again, index, self.checkpoints.restore(kept), mb.calls[index]
         )[0]  # not the output: backward needs the room
         self._differentiate(block, mb, graph)
-        self.boundaries.release(kept)  # not before: the graph may have saved it where it arrived
+        self.checkpoints.free(kept)  # not before: the graph may have saved it where it arrived
 
     def _differentiate(self, block: int, mb: MicroBatch, graph: Graph) -> None:
         """Back-propagate through a layer, into its parameters' sums and to its input."""
@@ -268,3 +283,153 @@ class Passes(ForwardPasses):
         balancing = self.balancer.balancing() if self.balancer else nullcontext()
         with torch.random.fork_rng(devices=devices), balancing:
             yield
+
+    # -- parts of a sweep -------------------------------------------------------------------------
+
+    def prepare(
+        self,
+        batches: Sequence[Batch],
+        loss: SequenceLoss | None = None,
+        marks_real: bool = False,
+        whole: bool = False,
+    ) -> list[MicroBatch]:
+        """Micro-batches on the device.
+
+        marks_real: find which tokens are no padding. whole: do not cut sequences, whoever shares
+            them.
+        """
+        text = self.skeleton.config.get_text_config()
+        pad_id = text.pad_token_id if loss is not None and loss.of_scores else None
+        packed = any("position_ids" in batch for batch in batches)
+        tells = packed and self.skeleton.told_documents(self.device)
+        return [
+            prepare(
+                batch,
+                self.peers.number(number),
+                self.device,
+                loss=loss,
+                pad_id=pad_id,
+                marks_real=marks_real,
+                tells_documents=tells,
+                longest=self.skeleton.anatomy.max_positions,
+                parallel=None if whole else self.peers.context_parallel,
+            )
+            for number, batch in enumerate(batches)
+        ]
+
+    @torch.no_grad()
+    def _forward(
+        self, group: Sequence[MicroBatch], visits: Iterator[int], keep: bool = True
+    ) -> None:
+        """Sweep embed and layers; `keep` each layer's input, or the graph of a retained one, of the
+        micro-batches that train."""
+        assert next(visits) == self.embed
+        for mb in group:
+            self._seed_dropout(self.embed, mb)
+            hidden, mb.calls = self._embed(mb)
+            # a copy: a view of some tokens would keep all of them
+            mb.hidden = hidden.clone() if mb.parallel else hidden
+        for index in range(len(self.skeleton.layers)):
+            block = next(visits)
+            for mb in group:
+                assert mb.hidden is not None
+                self._begin_layer(block, mb)
+                where = self.graphs_of[index] if keep and mb.trains else "unneeded"
+                if where in ("device", "host"):
+                    mb.hidden = self._retain(index, block, mb, mb.hidden)
+                    continue
+                output = self.skeleton.layer(index, mb.hidden, mb.calls[index])
+                if where == "nowhere":
+                    mb.kept[index] = self.checkpoints.save(mb.hidden)
+                mb.hidden = output
+            if keep and self.balancer:
+                self.balancer.end_layer()
+
+    def _embed(self, mb: MicroBatch) -> tuple[torch.Tensor, list[LayerCall]]:
+        hidden, calls = self.skeleton.embed(mb.inputs)
+        return mb.parallel.around_layers(hidden, calls) if mb.parallel else (hidden, calls)
+
+    def _retain(self, index: int, block: int, mb: MicroBatch, hidden: torch.Tensor) -> torch.Tensor:
+        """Run a layer whose graph stays until backward, on the device or in host RAM; returns its
+        output."""
+        call, saved = mb.calls[index], None
+        if self.graphs_of[index] == "host":
+            assert isinstance(self.checkpoints, Offload)
+            constants = self.balancer.constants if self.balancer else ()
+            own = (self.streamer.flat(block), call.args, call.kwargs, constants)
+            given = pytree.tree_leaves(own)
+            tensors = (leaf for leaf in given if isinstance(leaf, torch.Tensor))
+            stays = {tensor.untyped_storage().data_ptr() for tensor in tensors}
+            saved = SavedTensors(self.checkpoints, stays)
+        mb.graphs[index], output = run_for_graph(self.skeleton.layer, index, hidden, call, saved)
+        if saved:
+            mb.kept[index] = saved.sent
+        return output
+
+    # -- what layers draw and count ---------------------------------------------------------------
+
+    def _begin_layer(self, block: int, mb: MicroBatch) -> None:
+        """Before a layer runs on a micro-batch, or its gradients do."""
+        self._seed_dropout(block, mb)
+        if self.balancer and mb.real is not None:
+            self.balancer.look_at(mb)
+
+    def _seed_dropout(self, block: int, mb: MicroBatch) -> None:
+        """Seed the generators: equally for a layer's forward and its recomputation, otherwise by
+        the run's seed, step, layer and micro-batch.
+
+        Also without dropout, since it costs microseconds: what else a family draws (a router's
+        jitter, say) is replayed too.
+        """
+        if not self.skeleton.model.training:
+            return  # evaluation draws nothing, and must leave the caller's random state alone
+        seed = mix(self.seed, self.step, block, mb.number)
+        torch.default_generator.manual_seed(seed)
+        # this GPU alone: `torch.manual_seed` would reseed the others
+        if self.device.type == "cuda":
+            torch.cuda.default_generators[self.device.index].manual_seed(seed)
+
+    def through_layers(
+        self, micro_batches: list[MicroBatch]
+    ) -> Iterator[tuple[MicroBatch, torch.Tensor]]:
+        """Run all layers, keeping nothing for a backward; then yield each micro-batch with its last
+        hidden states, while the head's weights are in place."""
+        with closing(self.streamer.sweep(range(self.head + 1))) as visits:
+            self._forward(micro_batches, visits, keep=False)
+            assert next(visits) == self.head
+            for mb in micro_batches:
+                assert mb.hidden is not None
+                yield mb, mb.hidden
+
+    def target_values(self, mb: MicroBatch, hidden: torch.Tensor, values: Values) -> torch.Tensor:
+        """What a loss over sequences is computed from, of a micro-batch's targets: fp32 [n]."""
+        given = self.skeleton.head, hidden.flatten(0, 1), mb.targets, *self.chunks
+        return target_values(*given, values)[0]
+
+    def answers(self, part: Sequence[MicroBatch], values: Sequence[torch.Tensor]) -> Answers:
+        """The examples of all processes, in the order of micro-batches, from the `values` of this
+        one's: with their graphs, and with those of the others as numbers."""
+        own = {
+            mb.number: Answers.of(of_targets, examples)
+            for mb, of_targets in zip(part, values, strict=True)
+            if (examples := mb.targets.examples) is not None
+        }
+        return self.peers.answers(own, self.device)
+
+    @property
+    def chunks(self) -> tuple[int, bool]:
+        """How the head takes targets: how many at a time, and whether by compiled passes."""
+        fused = self.settings.compile or self.settings.fused_loss
+        return self.settings.head_chunk_tokens, fused
+
+
+def mix(*numbers: int) -> int:
+    """A 63-bit seed from several integers: splitmix64's finaliser over their running sum (Steele
+    et al., OOPSLA 2014)."""
+    state = 0
+    for number in numbers:
+        state = (state + (number & 0xFFFFFFFFFFFFFFFF) + 0x9E3779B97F4A7C15) & 0xFFFFFFFFFFFFFFFF
+        state = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & 0xFFFFFFFFFFFFFFFF
+        state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) & 0xFFFFFFFFFFFFFFFF
+        state ^= state >> 31
+    return state >> 1

@@ -29,16 +29,10 @@ from megatrain.heartbeat import beat
 #   them.
 # fetch brings offloaded activations back, once they have landed and compute has left their ring.
 # update runs one block after another on a pool of threads, once the block's gradient has landed.
-#   Updates of whole tensors wait there for a stream of their own, which orthogonalises directions
-#   (workspace.py).
-# exchange, with several ranks, gathers their shares of a block once this one's is up and compute
-#   has left the slot, and adds up their sums once compute has made this one's: to what upload has
-#   brought of earlier groups, where that waits on the host. Each collective
-#   waits for the same one on every rank. Of several hosts, download copies down what has come over
-#   the network, and upload waits for that before it brings it up again.
+#   Updates of whole matrices wait there for a stream of their own, which orthogonalises them.
 #
-# Each wait stands beside its use as a `# wait:` line; tests/engine/test_races.py takes waits away
-# one by one and shows that the result changes.
+# What several GPUs add is in ranks/exchange.py. Each wait stands beside its use as a `# wait:`
+# line; tests/engine/test_races.py takes waits away one by one and shows that the result changes.
 
 
 def _cuda_event(timed: bool = False) -> Any:
@@ -52,15 +46,15 @@ class Event:
         host: set once the work is done (CPU) or enqueued (CUDA).
         cuda: a torch.cuda.Event that completes with the work; None on the CPU.
         error: what stopped the work.
-        update_wait_s, nvme_wait_s: the part of the work's duration in which its lane waited for a
-            deferred update, and for a drive; for the attribution of stalls.
+        waited: parts of the work's duration in which its lane waited, in seconds by cause; for the
+            attribution of stalls.
     """
 
     def __init__(self) -> None:
         self.host = threading.Event()
         self.cuda: Any = None
         self.error: BaseException | None = None
-        self.update_wait_s = self.nvme_wait_s = 0.0
+        self.waited: dict[str, float] = {}
 
     def wait_host(self) -> None:
         """Block this thread until the work is done or enqueued. Raises what stopped it."""
@@ -174,7 +168,7 @@ class Compute:
     def wait(self, event: Event | None, cause: str) -> None:
         """Let what is computed next run after `event`.
 
-        cause: upload, update, download, exchange or network, for the metrics.
+        cause: upload, update, download or exchange, say, for the metrics.
         """
         if event is None:
             return
@@ -185,8 +179,8 @@ class Compute:
 
     @contextmanager
     def blocked(self, cause: str, event: Event) -> Iterator[None]:
-        """While this thread waits: account for it under `cause`, but for the parts that `event` has
-        under update and NVMe."""
+        """While this thread waits: account for it under `cause`, but for what `event` has waited
+        for itself."""
         if not self.is_cuda:
             started = time.perf_counter()
             yield
@@ -215,9 +209,9 @@ class Compute:
         return event
 
     def _add(self, cause: str, event: Event, seconds: float) -> None:
-        nvme = min(seconds, event.nvme_wait_s)
-        update = min(seconds - nvme, event.update_wait_s)
-        for name, part in (("nvme", nvme), ("update", update), (cause, seconds - nvme - update)):
+        for name, most in (*event.waited.items(), (cause, seconds)):
+            part = min(seconds, most)
+            seconds -= part
             self._stall_s[f"wait_{name}"] = self._stall_s.get(f"wait_{name}", 0.0) + part
 
     def take_stalls(self) -> dict[str, float]:

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from megatrain.engine.engine import Engine
-from megatrain.engine.masters import write_master
+from megatrain.engine.parts import store_master
 from megatrain.errors import ModelError
 from megatrain.losses import IGNORE
 from megatrain.models.constants import kept_tensors
@@ -239,7 +239,7 @@ def copy_weights(model: nn.Module, engine: Engine) -> None:
         master = torch.zeros(block.layout.numel)
         for name, view in block.layout.views(master).items():
             view.copy_(weights[name])
-        write_master(engine.store, block.index, master)
+        store_master(engine.store, block.index, master)
     for name in engine.constants:
         engine.constants[name].copy_(weights[name])
     engine.constants.drawn()

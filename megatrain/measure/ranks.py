@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from megatrain.engine.exchange import Exchange
+from megatrain.engine.ranks.exchange import Exchange
 from megatrain.engine.streams import Compute
 from megatrain.errors import OutOfMemory
 from megatrain.machine.hardware import update_threads
@@ -39,14 +39,14 @@ class Together:
     def seconds(self, work: Work) -> float:
         """Median duration of one call of `work`, of which all ranks make as many."""
         work()  # compiles, connects, wakes the clocks
-        once = max(self.world.every(self._elapsed(work, 1)))
+        once = max(self.world.all_gather(self._elapsed(work, 1)))
         calls = max(1, round(SAMPLE_S / max(1e-7, once)))
         samples = [self._elapsed(work, calls) for _ in range(SAMPLES)]
-        return max(self.world.every(median(samples) / calls))
+        return max(self.world.all_gather(median(samples) / calls))
 
     def _elapsed(self, work: Work, calls: int) -> float:
         self._finish()
-        self.world.every(None)  # all begin at once
+        self.world.all_gather(None)  # all begin at once
         started = time.perf_counter()
         for _ in range(calls):
             work()
@@ -93,7 +93,7 @@ def _links_and_update(clock: Together, cores: int) -> Figures:
         figures = link.rates(clock)
         with link.busy() as both_busy:
             busy = work.rate(chosen, clock)
-        slowest = min(clock.world.every(both_busy()))
+        slowest = min(clock.world.all_gather(both_busy()))
         return {**figures, "update": rates, "update_busy": busy, "both_busy": slowest}
 
 

@@ -112,7 +112,7 @@ def _opened(world: World, nbytes: int) -> SharedSlab:
                 made = os.memfd_create("megatrain-weights")
                 os.ftruncate(made, slab_bytes(nbytes))
         found = f"/proc/{os.getpid()}/fd/{made}", os.fstat(made).st_ino if world.is_first else 0
-        path, file = world.told(found)
+        path, file = world.broadcast(found)
         with world.together():
             return _mapped(name, nbytes, path, file)
     finally:

@@ -6,7 +6,8 @@ few flat arrays per block cut from large slabs, or on NVMe.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from itertools import product
 from pathlib import Path
@@ -239,8 +240,15 @@ class Store:
         with self.lease(block, [name]) as arrays:
             return arrays[name].clone()  # its buffer goes to another array after the lease
 
+    def timed(self, wait: Callable[[], None]) -> dict[str, float]:
+        """Call `wait`, for an update: its seconds by cause, those of the drive apart."""
+        started, before = time.perf_counter(), self._nvme_waited_s
+        wait()
+        seconds, nvme = time.perf_counter() - started, self._nvme_waited_s - before
+        return {"nvme": nvme, "update": seconds - nvme}
+
     @property
-    def nvme_waited_s(self) -> float:
+    def _nvme_waited_s(self) -> float:
         """Seconds so far in which an update waited for arrays on NVMe."""
         return 0.0 if self.nvme is None else self.nvme.waited_s
 

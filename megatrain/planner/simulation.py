@@ -3,7 +3,7 @@
 Each lane does one thing after another: computation, uploads of weights and accumulators, fetches of
 activations, downloads, the host's update, the drives, and what ranks exchange. A task begins when
 its lane is free and its inputs are there, so one pass over the step in the engine's order
-(schedule.py; engine/step.py, streamer.py, gradients.py, activations/offload.py, update.py) gives
+(schedule.py; engine/step.py, streamer.py, gradients.py, activations.py, update.py) gives
 the time of everything.
 """
 

@@ -19,8 +19,8 @@ from rich.console import Console
 from megatrain.config import Config
 from megatrain.engine.context import deterministic
 from megatrain.engine.engine import Engine
+from megatrain.engine.objective import StepResult
 from megatrain.engine.resolved import Resolved
-from megatrain.engine.results import StepResult
 from megatrain.errors import ConfigError
 from megatrain.losses import next_token
 from megatrain.methods import METHODS
@@ -206,9 +206,9 @@ def _bench(
         memory = of_all(engine.world, memory_of(engine, meter))  # before the profiler's own
         computing_s = None
         steady_s = statistics.median(step.seconds for step in measured[warmup:])
-        if engine.device.type == "cuda" and engine.world.told(steady_s) < LONGEST_TRACED_S:
+        if engine.device.type == "cuda" and engine.world.broadcast(steady_s) < LONGEST_TRACED_S:
             computing_s = computing_seconds(draw(0), engine.device)
-        if engine.world.told(profile is not None):
+        if engine.world.broadcast(profile is not None):
             traced(draw(0), profile, engine.device, console)
     return result_of(config, plan, measured, warmup, setup_s, memory, computing_s)
 
@@ -254,7 +254,7 @@ def random_batches(config: Config, plan: Plan, engine: Engine, seed: int) -> Bat
     shape = rows_of(config, plan), seq_len
     ids = torch.randint(0, engine.anatomy.vocab_size, shape, generator=generator)
     rows = max(1, micro_batch_of(config, plan) // seq_len)
-    parts = torch.split(ids[world.team :: world.teams], rows)
+    parts = torch.split(ids[world.dp_rank :: world.dp_size], rows)
     return [{"input_ids": part, "labels": part} for part in parts]
 
 
@@ -304,7 +304,7 @@ def memory_of(engine: Engine, meter: GpuMeter) -> dict[str, int | None]:
 
 def of_all(world: World, mine: dict[str, int | None]) -> dict[str, int | None]:
     """The memory of a host's ranks together, and the most that is taken of a GPU."""
-    every = world.every(mine)
+    every = world.all_gather(mine)
     found = {name: max((one[name] or 0 for one in every), default=0) for name in mine}
     host = sum(one["host_bytes"] or 0 for one in every) // world.hosts
     return {name: found[name] or None for name in mine} | {"host_bytes": host}

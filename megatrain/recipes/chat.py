@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from megatrain.engine.engine import Engine
-from megatrain.engine.generation import Choose, generated
+from megatrain.engine.inference import Choose, generated
 from megatrain.errors import ModelError
 from megatrain.recipes.inspect import checkpoint_of, reader, run_folder_of
 from megatrain.recipes.model import Model, check_writes, describe_model

@@ -222,7 +222,7 @@ def summarize(run: Run, seconds: float, stop: StopRequest | None) -> RunSummary:
     if stop is None:
         question, reply = sample(run.engine, run.model, run.held_out, run.config.sample_prompt)
     if not run.engine.world.is_first:
-        return run.engine.world.told()
+        return run.engine.world.broadcast()
     found = RunSummary(
         run_dir=folder,
         steps=run.step - run.first_step,
@@ -249,7 +249,7 @@ def summarize(run: Run, seconds: float, stop: StopRequest | None) -> RunSummary:
         spikes=run.spikes,
         exit_code=0 if stop is None else stop.exit_code,
     )
-    return run.engine.world.told(found)
+    return run.engine.world.broadcast(found)
 
 
 def host_peak(run: Run) -> int | None:

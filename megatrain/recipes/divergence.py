@@ -12,7 +12,7 @@ import shlex
 from safetensors.torch import save
 
 from megatrain.data.loader import StepBatch
-from megatrain.engine.results import StepResult
+from megatrain.engine.objective import StepResult
 from megatrain.errors import DivergedError, StorageError
 from megatrain.recipes.state import Run
 from megatrain.storage.hashed_file import write_bytes

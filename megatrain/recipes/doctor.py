@@ -144,11 +144,11 @@ def measured_together(
     ranks = world.local_size
     if ranks == 1:
         return base, False
-    profile = world.every(known(base, hardware, ranks))[0]
+    profile = world.all_gather(known(base, hardware, ranks))[0]
     if profile is not None:
         return profile, False
     if not may_measure or device.type != "cuda":
-        return world.every(assumed(base, hardware, ranks))[0], True
+        return world.all_gather(assumed(base, hardware, ranks))[0], True
     if world.rank == 0:
         logger.info(f"measuring {ranks} GPUs at work together for the plan, once")
     found = measure_together(world, device, part_of(hardware, ranks).physical_cores)
@@ -157,7 +157,7 @@ def measured_together(
             keep_together(base, hardware, found)
         except StorageError as error:
             logger.warning(str(error))
-    return world.every(joined(base, replace(base, **found)))[0], False
+    return world.all_gather(joined(base, replace(base, **found)))[0], False
 
 
 def measured_or_typical(

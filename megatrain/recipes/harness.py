@@ -30,7 +30,7 @@ from tqdm import tqdm
 from megatrain.data.micro_batches import cuts
 from megatrain.data.regimes import alike
 from megatrain.engine.engine import Engine
-from megatrain.engine.generation import free_bytes, starting_from
+from megatrain.engine.inference import free_bytes, starting_from
 from megatrain.errors import ConfigError
 from megatrain.models.rotary import regimes_of
 from megatrain.planner.search import AUTO_MICRO_BATCH_TOKENS

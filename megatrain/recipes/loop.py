@@ -81,7 +81,7 @@ def fit(run: Run, stop: StopRequest) -> bool:
 def finish(run: Run) -> None:
     """Write `final/` as the config asks for it. Raises StorageError."""
     if run.config.checkpoint.final != "none":
-        run.engine.world.first(partial(write_final_of, run))
+        run.engine.world.on_rank0(partial(write_final_of, run))
 
 
 def write_final_of(run: Run) -> None:
@@ -236,7 +236,7 @@ def save(run: Run, found: Figures | None) -> None:
     """
     model, before, started = run.model, run.best, time.perf_counter()
     gone = run.lock is not None and not run.lock.in_place()
-    if any(run.engine.world.every(gone)):
+    if any(run.engine.world.all_gather(gone)):
         write_folder_anew(run)
     if found and better(run, found):
         metric = run.config.checkpoint.metric
@@ -268,7 +268,7 @@ def save(run: Run, found: Figures | None) -> None:
 def save_unless_saved(run: Run) -> None:
     """Save where a run ends between two saves."""
     saved = (run.config.output / checkpoint_name(run.step)).is_dir()
-    if run.step > run.first_step and not run.engine.world.told(saved):
+    if run.step > run.first_step and not run.engine.world.broadcast(saved):
         save(run, None)
 
 
@@ -285,7 +285,7 @@ def write_folder_anew(run: Run) -> None:
         run.writer.reopen()
         return (folder / checkpoint_name(run.best.get("step", -1))).is_dir()
 
-    if not run.engine.world.first(has_best):
+    if not run.engine.world.on_rank0(has_best):
         run.best = {}
     run.unproven, run.abandoned = None, ()
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from megatrain.config import Config
-from megatrain.engine.placement import peers
+from megatrain.engine.ranks.exchange import peers
 from megatrain.engine.request import choose_device, choose_precision
 from megatrain.engine.resolved import Machine
 from megatrain.errors import ConfigError, StorageError
@@ -152,16 +152,16 @@ def find_machine(config: Config, *, may_measure: bool = False, world: World = AL
     free = hardware.disk_free_bytes + bytes_of_checkpoints(config.output)
     hardware = replace(hardware, disk_free_bytes=free)
     measure = partial(measured_or_typical, hardware, device, may_measure=may_measure)
-    profile = world.told(world.in_turn(measure))
+    profile = world.broadcast(world.local_rank0_first(measure))
     assumed_together = False
     if not world.is_alone:
         hardware = replace(hardware, physical_cores=cores_of_host(world))
         one = profile, hardware, device, world
         profile, assumed_together = measured_together(*one, may_measure=may_measure)
-        hardware = shared_out(world.every(hardware), world.local_size)
+        hardware = shared_out(world.all_gather(hardware), world.local_size)
     drives = partial(rates_with_drives, profile, config, hardware, may_measure=may_measure)
-    profile, assumed = world.told(world.in_turn(drives))
-    precisions = world.every(choose_precision(config.precision, device))
+    profile, assumed = world.broadcast(world.local_rank0_first(drives))
+    precisions = world.all_gather(choose_precision(config.precision, device))
     return Machine(
         device,
         "float32" if "float32" in precisions else precisions[0],

@@ -126,7 +126,7 @@ def references_of(
     Raises StorageError if they cannot be kept.
     """
     world, rows = engine.world, wanted.rows
-    known = world.first(partial(kept, of_model, rows))
+    known = world.on_rank0(partial(kept, of_model, rows))
     missing = Wanted(rows, wanted.missing(known))
     if not len(missing.chosen):
         return known
@@ -138,7 +138,7 @@ def references_of(
     for part in batches(missing, numbers):
         may_end_here()
         mine = part[world.rank :: world.size]
-        for some in world.every([*map(_summed, mine, engine.logprobs(mine))]):
+        for some in world.all_gather([*map(_summed, mine, engine.logprobs(mine))]):
             for of_examples, sums in some:
                 found[of_examples] = sums
         if time.monotonic() - at > KEEP_EVERY_S and world.is_first:
@@ -146,7 +146,7 @@ def references_of(
             at = time.monotonic()
     references = found.reshape(known.shape)
     assert not len(wanted.missing(references)), "every sequence is in one micro-batch"
-    world.first(lambda: _keep(_path(of_model, rows), references.tobytes()))
+    world.on_rank0(lambda: _keep(_path(of_model, rows), references.tobytes()))
     return references
 
 

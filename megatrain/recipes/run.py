@@ -131,9 +131,9 @@ def _train(config: Config, profile: Path | None, world: World) -> RunSummary:
         try:
             session.stop.stop_if_early()  # a signal may have come while libraries were imported
             begun = bool(checkpoints(config.output)) or (config.output / "final").exists()
-            if not world.told(begun):
+            if not world.broadcast(begun):
                 return finish_run(get_ready(config, world=world), session, profile=profile)
-            if world.told(started_again(config.output)):
+            if world.broadcast(started_again(config.output)):
                 return _resume_in(session, asked_again(config.output, ()), None)
             raise ConfigError(
                 f"{config.where('output')}: {config.output} holds a run already; continue it with "
@@ -221,9 +221,9 @@ def get_ready(
     model = suited(model or read_model(config), config)
     machine = find_machine(config, may_measure=True, world=world)
     resolved = resolve_run(config, model, machine, kept)
-    skeleton, day = resolved.skeleton, world.told(day_of(config))
+    skeleton, day = resolved.skeleton, world.broadcast(day_of(config))
     if new:
-        world.first(partial(check_tensors, skeleton, config.model.source))
+        world.on_rank0(partial(check_tensors, skeleton, config.model.source))
     passengers = skeleton.anatomy.passengers
     if config.model.init == "random" and passengers.names:
         raise ConfigError(f"{config.where('model.init')}: {without_source(passengers)}")
@@ -232,12 +232,12 @@ def get_ready(
     # before rows are read, which takes long
     plan_run(config, resolved, checkpoints_written=1).check()
     # the first alone: on others transformers saves no folder to read
-    world.first(partial(check_once, skeleton, config.model.trust_remote_code))
+    world.on_rank0(partial(check_once, skeleton, config.model.trust_remote_code))
     may_end_here()
     prompts = eval_prompts(config, model)
     # of a host's ranks the first tokenises
     reading = partial(open_rows, config, model, day, expected, world.local_rank == 0)
-    rows, held_out, windows = world.in_turn(reading)
+    rows, held_out, windows = world.local_rank0_first(reading)
     may_end_here()
     if world.is_first:  # all have the same rows
         say_rows(rows, held_out)

@@ -107,7 +107,9 @@ def run_session(path: Path, hang_timeout: int | None, world: World) -> Iterator[
             seen_by_all(path, world)
             watched = watchdog(hang_timeout, path / LOG_FILE)
             with logging_to(path, console, who), address_space_errors(), watched as watch:
-                world.every(None)  # all have opened their log, before one may remove the folder
+                world.all_gather(
+                    None
+                )  # all have opened their log, before one may remove the folder
                 if lock is not None and lock.warning:
                     logger.warning(lock.warning)
                 if not verifies() and world.is_first:
@@ -129,17 +131,17 @@ def seen_by_all(path: Path, world: World) -> None:
 
     Raises ConfigError if a rank of another host does not: checkpoints would lack its files.
     """
-    mark = path / world.told(f".seen-{uuid4().hex}")  # now there is a folder
+    mark = path / world.broadcast(f".seen-{uuid4().hex}")  # now there is a folder
     if world.hosts == 1:
         return
     try:
         if world.is_first:
             mark.touch()
-        world.every(None)
+        world.all_gather(None)
         until = time.monotonic() + SEEN_WITHIN_S
         while not (seen := mark.exists()) and time.monotonic() < until:
             time.sleep(LOOKS_EVERY_S)
-        for rank, (sees, host) in enumerate(world.every((seen, socket.gethostname()))):
+        for rank, (sees, host) in enumerate(world.all_gather((seen, socket.gethostname()))):
             if not sees:
                 raise ConfigError(
                     f"{path}: rank {rank} on {host} does not see the files of the first one there; "
@@ -208,7 +210,9 @@ def open_engine(
     of_model = known_reference(ready, resuming)
     wanted = wanted_by(ready, resuming) if refers(ready) else ()
     here = of_model is None or are_kept(of_model, wanted)
-    first = resuming is None or not ready.machine.world.told(here)  # the first rank's cache counts
+    first = resuming is None or not ready.machine.world.broadcast(
+        here
+    )  # the first rank's cache counts
     with progress.doing("preparing the weights", total=weights, counted=WEIGHTS_READ):
         engine = stack.enter_context(Engine.open_plan(plan, weights=first))
     return engine, compare_with_reference(ready, engine, of_model, wanted, first, progress)
@@ -233,11 +237,11 @@ def load_checkpoint(
     ready.loader.restore(state.pop("position"))
     check_references(ready.loader, source)
     # only now: before this nothing in the folder has changed
-    engine.world.first(partial(reopen, config.output, source))
+    engine.world.on_rank0(partial(reopen, config.output, source))
     if "loss" in state["best"]:  # of a release that knew no other figure
         state["best"]["eval_loss"] = state["best"].pop("loss")
     best = config.output / checkpoint_name(state["best"].get("step", -1))
-    if not engine.world.told(best.is_dir()):
+    if not engine.world.broadcast(best.is_dir()):
         state["best"] = {}  # another may be the best of what is there
     return config.output / checkpoint_name(state["step"]), state  # `final/` is one by now
 
@@ -251,14 +255,14 @@ def open_metrics(
     step = state["step"] or -1
     about = {"config": config.model_dump(mode="json"), "plan": plan.to_dict()}
     if not world.is_first:
-        world.every(None)  # now the file is cut back
+        world.all_gather(None)  # now the file is cut back
         return NoMetrics(config.output), LiveReport(None)
     track = stack.enter_context(tracking(config.track, config.output, state["step"], about))
     report = LiveReport(config.output)
     writer = stack.enter_context(MetricsWriter(config.output, (track, report.add)))
     writer.truncate_to(step, state.get("metrics"))
     cut_samples(config.output, step)
-    world.every(None)
+    world.all_gather(None)
     report.begin()
     stack.callback(report.write, last=True)
     return writer, report

@@ -82,7 +82,7 @@ class _OfAll(StopRequest):
 
     def came(self) -> bool:
         if self.signal is None:
-            signals = self._world.every(self._own.signal)
+            signals = self._world.all_gather(self._own.signal)
             self.signal = next((number for number in signals if number is not None), None)
             self._own.agreed = self.signal is not None
         return self.signal is not None

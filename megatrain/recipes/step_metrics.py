@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megatrain.data.loader import StepBatch
-from megatrain.engine.results import StepResult
+from megatrain.engine.objective import StepResult
 from megatrain.recipes.divergence import look_for_spikes
 from megatrain.recipes.state import Run
 from megatrain.reporting.advice import advise
@@ -43,7 +43,7 @@ def measure(run: Run, seconds: float, time: StepTime, measured: Energy) -> Measu
 
 
 def _of_all(world: World, mine: Measured) -> Measured:
-    every = world.every(mine)
+    every = world.all_gather(mine)
     gpus = [each.gpu_peak_bytes for each in every if each.gpu_peak_bytes is not None]
     drawn = Energy(
         known_sum(*(each.drawn.gpu_j for each in every)),

@@ -6,8 +6,7 @@ from collections.abc import Iterable, Iterator
 
 from megatrain.data.loader import MicroBatch
 from megatrain.engine.engine import Engine
-from megatrain.engine.objective import AnyLoss, joined
-from megatrain.engine.results import EvalResult
+from megatrain.engine.objective import AnyLoss, EvalResult, joined
 from megatrain.recipes.signals import StopRequest
 
 SWEEP_MICRO_BATCHES = 4  # at least, where weights are streamed for an evaluation
@@ -28,7 +27,7 @@ def evaluated(
     for part in sweeps(batches, sweep_tokens * world.size):
         if stop.came():
             return None
-        found.append(engine.evaluate(part[world.team :: world.teams], loss))
+        found.append(engine.evaluate(part[world.dp_rank :: world.dp_size], loss))
     return joined(found, loss)
 
 

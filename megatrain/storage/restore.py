@@ -119,7 +119,7 @@ def load_resumable(
                 raise
             logger.warning(str(error))
         tried.append(found.path)
-        found = world.first(partial(find_resumable, run_dir, deep=False, besides=tried))
+        found = world.on_rank0(partial(find_resumable, run_dir, deep=False, besides=tried))
         for warning in (warning for warning in found.warnings if warning not in said):
             logger.warning(warning)
         said.update(found.warnings)

@@ -58,7 +58,7 @@ def write_files(
         names = largest_first(_sizes(plan))
         files = in_parallel([partial(write, name, plan[name]) for name in names])
     else:
-        order = world.told(_Order(folder.absolute(), tuple(plan), dict(metadata)))
+        order = world.broadcast(_Order(folder.absolute(), tuple(plan), dict(metadata)))
         outcomes = _write(order, plan, world)
         world.raise_first([outcome.failure for outcome in outcomes])
         files = [file for outcome in outcomes for file in outcome.files]
@@ -139,12 +139,12 @@ def led(world: World, lead: Callable[[], T], plan: Callable[[], Plan]) -> T:
         try:
             result = lead()
         except Exception as error:
-            world.told(_End(failure=world.as_told(error)))
+            world.broadcast(_End(failure=world.as_told(error)))
             raise
-        world.told(_End(result))
+        world.broadcast(_End(result))
         return result
     told: object
-    while isinstance(told := world.told(), _Order):
+    while isinstance(told := world.broadcast(), _Order):
         planned = plan()
         _write(told, {name: planned[name] for name in told.names}, world)
     assert isinstance(told, _End)
@@ -167,7 +167,7 @@ def _write(order: _Order, plan: Plan, world: World) -> list[_Outcome]:
         for number, turn in enumerate(zip_longest(*(track.turns() for track in tracks))):
             if number % ROUNDS == 0:
                 failures = [sending.failure, *(writer.failure for writer in writers.values())]
-                if any(world.every(any(failures))):
+                if any(world.all_gather(any(failures))):
                     break
             _take_turn(turn, tracks, writers, sending, world)
     finally:
@@ -177,7 +177,7 @@ def _write(order: _Order, plan: Plan, world: World) -> list[_Outcome]:
     failures = [sending.failure, *(writer.failure for writer in writers.values())]
     first = next(filter(None, failures), None)
     files = [file for writer in writers.values() for file in writer.written]
-    return world.every(_Outcome(world.as_told(first), files))
+    return world.all_gather(_Outcome(world.as_told(first), files))
 
 
 def _tracks(plan: Plan, world: World) -> list[_Track]:

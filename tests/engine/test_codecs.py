@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from megatrain.engine.activations import codecs
-from megatrain.engine.activations.codecs import CODECS, SMALLEST_SCALE, GroupScaled, turned
+from megatrain.engine.codecs import CODECS, SMALLEST_SCALE, GroupScaled, turned
 from megatrain.schedule import FORMS, kept_row_bytes
 
 SHAPES = [(2, 4, 576), (3, 5, 100), (1, 1, 1), (1, 7, 64)]

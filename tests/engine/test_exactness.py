@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatrain.engine.landing import AppliedGradients
+from megatrain.engine.gradient_sinks import AppliedGradients
 from megatrain.engine.verify import gradients_of
 from megatrain.errors import MegaTrainError
 from megatrain.losses import NextToken, Targets
@@ -158,7 +158,7 @@ def test_a_step_of_more_micro_batches_than_planned_has_more_groups_not_larger_on
     with engine_of("llama", settings=settings) as engine:
         begun: list[int] = []
         monkeypatch.setattr(
-            engine.parts.boundaries, "begin_group", lambda tokens, *_: begun.append(len(tokens))
+            engine.parts.checkpoints, "begin_group", lambda tokens, *_: begun.append(len(tokens))
         )
         engine.train_step(steps[0])
         assert begun == [1, 1, 1]

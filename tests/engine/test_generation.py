@@ -9,7 +9,7 @@ import pytest
 import torch
 import transformers
 
-from megatrain.engine import generation
+from megatrain.engine import inference
 from megatrain.settings import ALL, Settings
 from tests.compare import differing
 from tests.runs import run, state_of
@@ -85,7 +85,7 @@ def test_and_after_an_error_in_the_middle_of_an_answer():
 def test_weights_without_room_are_streamed(monkeypatch):
     with engine_of("llama") as engine:
         expected = engine.generate(PROMPT, 4)
-        monkeypatch.setattr("megatrain.engine.reading.has_room", lambda *given: False)
+        monkeypatch.setattr("megatrain.engine.inference.has_room", lambda *given: False)
         with engine.whole(1) as model:
             assert model is None
         assert engine.generate(PROMPT, 4) == expected
@@ -95,9 +95,9 @@ def test_weights_without_room_are_streamed(monkeypatch):
 def test_a_gpu_holds_the_weights_beside_what_it_has_already(monkeypatch):
     with engine_of("llama", device="cuda") as engine:
         weights = 4 * sum(layout.numel for layout in engine.store.layouts)
-        room = weights + 40 * 4 * 32 * (2 * 3 + generation.HIDDEN_STATES) + generation.RESERVE_BYTES
+        room = weights + 40 * 4 * 32 * (2 * 3 + inference.HIDDEN_STATES) + inference.RESERVE_BYTES
         for free, fits in ((room + 4096, True), (room - 4096, False)):
-            monkeypatch.setattr(generation, "free_bytes", lambda device, free=free: free)
+            monkeypatch.setattr(inference, "free_bytes", lambda device, free=free: free)
             with engine.whole(40) as model:
                 assert (model is not None) == fits
 

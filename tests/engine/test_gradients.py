@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from megatrain.engine.gradients import Gradient, Gradients, GradientSink, square_sum
-from megatrain.engine.placement import open_store, sums_on_device
+from megatrain.engine.parts import open_store, sums_on_device
 from megatrain.engine.streams import Compute, Lane
 from megatrain.memory.layout import FlatLayout
 from megatrain.optim import AdamW

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatrain.engine.activations.offload import Offload
+from megatrain.engine.activations import Offload
 from megatrain.engine.graphs import SavedTensors, run_for_graph
 from megatrain.engine.streams import Compute, Lane
 from megatrain.errors import ModelError, OutOfMemory
@@ -119,7 +119,7 @@ def test_nothing_of_a_graph_but_weights_and_masks_stays_on_the_device_and_nothin
 ) -> None:
     staying: set[int] = set()
     sent: list[list[int]] = []
-    pack, park_all = SavedTensors._pack, Offload.park_all
+    pack, save_graph = SavedTensors._pack, Offload.save_graph
 
     def note_what_stays(saved: SavedTensors, tensor: torch.Tensor) -> Any:
         packed = pack(saved, tensor)
@@ -130,10 +130,10 @@ def test_nothing_of_a_graph_but_weights_and_masks_stays_on_the_device_and_nothin
 
     def note_what_leaves(keeper: Offload, tensors: Any, tokens: int) -> Any:
         sent.append([tensor.untyped_storage().data_ptr() for tensor in tensors])
-        return park_all(keeper, tensors, tokens)
+        return save_graph(keeper, tensors, tokens)
 
     monkeypatch.setattr(SavedTensors, "_pack", note_what_stays)
-    monkeypatch.setattr(Offload, "park_all", note_what_leaves)
+    monkeypatch.setattr(Offload, "save_graph", note_what_leaves)
     with engine_of(family, settings=EVERY_GRAPH) as engine:
         train_engine(engine, [full_batches(0, [(2, 16)])])
         assert len(sent) == len(engine.skeleton.layers)
@@ -147,15 +147,15 @@ def test_no_more_leaves_than_the_plan_says() -> None:
     """Eager graphs; the layer's input is a boundary, and not all graphs save it."""
     shape = shape_of(Skeleton(tiny_config("llama"), dtype=torch.float32), 16, [32])
     with engine_of("llama", settings=EVERY_GRAPH) as engine:
-        keeper, sizes = engine.parts.boundaries, list[int]()
+        keeper, sizes = engine.parts.checkpoints, list[int]()
         assert isinstance(keeper, Offload)
-        park_all = keeper.park_all
+        save_graph = keeper.save_graph
 
         def note(tensors: Any, tokens: int) -> Any:
             sizes.append(sum(tensor.nbytes for tensor in tensors))
-            return park_all(tensors, tokens)
+            return save_graph(tensors, tokens)
 
-        keeper.park_all = note  # type: ignore[method-assign]
+        keeper.save_graph = note  # type: ignore[method-assign]
         train_engine(engine, [full_batches(0, [(2, 16)])])
     planned = shape.retained_bytes(32, 1) + 32 * 32 * 4
     assert all(0.85 * planned < size <= 1.001 * planned for size in sizes), (sizes, planned)
@@ -174,15 +174,15 @@ def test_a_graph_lets_go_of_its_input() -> None:
         compute = type("Compute", (), {"device": torch.device("cpu")})
         tensors: list[torch.Tensor]
 
-        def park_all(self, tensors: list[torch.Tensor], tokens: int) -> str:
+        def save_graph(self, tensors: list[torch.Tensor], tokens: int) -> str:
             assert tokens == 2
             self.tensors = [tensor.clone() for tensor in tensors]
-            return "parked"
+            return "sent"
 
-        def take_all(self, parked: str) -> list[torch.Tensor]:
+        def restore_graph(self, sent: str) -> list[torch.Tensor]:
             return self.tensors
 
-        def release(self, parked: str) -> None:
+        def free(self, sent: str) -> None:
             self.tensors = []
 
     keeper: Any = Keeper()
@@ -208,16 +208,16 @@ def test_a_layer_s_graphs_come_up_together_wherever_checkpoints_lie_between() ->
         keeper = Offload(64, Compute(CPU), down, up)
         keeper.begin_group([1, 1], layers=2, graphs=2)
         graph, checkpoint = torch.arange(200.0), torch.arange(16.0)
-        parked = [keeper.park_all([graph], 1) for _ in range(2)]
-        parked += [keeper.park(checkpoint) for _ in range(4)]
-        parked += [keeper.park_all([graph], 1) for _ in range(2)]
-        keeper.expect(parked)
+        parked = [keeper.save_graph([graph], 1) for _ in range(2)]
+        parked += [keeper.save(checkpoint) for _ in range(4)]
+        parked += [keeper.save_graph([graph], 1) for _ in range(2)]
+        keeper.prefetch(parked)
         for number, piece in enumerate(parked):
             if number in (0, 6):
                 assert parked[number + 1].arrived is not None
-            (found,) = keeper.take_all(piece)
+            (found,) = keeper.restore_graph(piece)
             assert torch.equal(found, graph if number in (0, 1, 6, 7) else checkpoint)
-            keeper.release(piece)
+            keeper.free(piece)
         keeper.close()
 
 

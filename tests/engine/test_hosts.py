@@ -13,8 +13,9 @@ from typing import Any
 import pytest
 import torch
 
-from megatrain.engine import exchange
-from megatrain.engine.exchange import Exchange
+from megatrain.engine.engine import Engine
+from megatrain.engine.ranks.exchange import Exchange
+from megatrain.engine.ranks.weights import GatheredWeights
 from megatrain.engine.streams import Compute
 from megatrain.errors import ConfigError
 from megatrain.memory.layout import FlatLayout
@@ -86,12 +87,17 @@ def given_by(rank: int, numel: int) -> torch.Tensor:
     return given.repeat(numel // 4096 + 1)[:numel].clone()
 
 
+def source_of(engine: Engine) -> GatheredWeights:
+    source = engine.parts.streamer.source
+    assert isinstance(source, GatheredWeights)
+    return source
+
+
 def summed(world: World, wire: str, device: str = "cpu") -> torch.Tensor:
     """This rank's share of the sum of what all have given."""
     settings = Settings(wire=wire)
     with engine_of("llama", world=world, settings=settings, device=device) as engine:
-        there = engine.parts.streamer._exchange
-        assert there is not None
+        there = source_of(engine).exchange
         total = given_by(world.rank, there.padded(1)).to(device)
         return there.summed(total).cpu().clone()
 
@@ -133,8 +139,7 @@ def crossings(
         pytest.MonkeyPatch.context() as patch,
         engine_of("llama", world=world, settings=settings, precision="bfloat16") as engine,
     ):
-        patch.setattr(exchange.Exchange, "gather_across", counted)
-        streamer = engine.parts.streamer
+        patch.setattr(Exchange, "gather_across", counted)
         engine.parts.lanes["exchange"].delay = partial(time.sleep, 0.01)
         for step in SEVERAL:
             sent.append(0)
@@ -143,9 +148,9 @@ def crossings(
         engine.evaluate(SEVERAL[0][:1])
         sent.append(0)
         engine.evaluate(SEVERAL[1][:1])
-        assert streamer._exchange is not None and streamer.kept is not None
-        shares = sum(streamer._exchange.shares)
-        return sent, 2 * shares, streamer.kept.nbytes, stalls
+        source = source_of(engine)
+        assert source.kept is not None
+        return sent, 2 * sum(source.exchange.shares), source.kept.nbytes, stalls
 
 
 @pytest.mark.parametrize(
@@ -171,10 +176,10 @@ def sent_for_a_sum(world: World, wire: str) -> tuple[int, int]:
     with closing(Exchange(world, [layout], Compute(CPU), getattr(torch, wire))) as there:
         total = torch.ones(there.padded(0))
         there.summed(total)  # connects
-        world.every(None)  # the other has got all of it: nothing is left to be sent
+        world.all_gather(None)  # the other has got all of it: nothing is left to be sent
         before = bytes_sent(world.rank)
         there.summed(total)
-        world.every(None)
+        world.all_gather(None)
         return bytes_sent(world.rank) - before, WIRES[wire] * len(total) // 2
 
 

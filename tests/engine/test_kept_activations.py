@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatrain.engine.activations.codecs import CODECS
+from megatrain.engine.codecs import CODECS
 from megatrain.engine.engine import Engine
 from megatrain.engine.verify import gradients_of
 from megatrain.errors import ConfigError

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch._dynamo.backends.debugging import aot_eager
 
-from megatrain.engine.activations.offload import GRAPH
+from megatrain.engine.activations import GRAPH
 from megatrain.engine.verify import gradients_of
 from megatrain.models.transforms.chunked import Chunks
 from megatrain.settings import ALL, Settings
@@ -64,7 +64,7 @@ def test_a_graph_from_host_ram_is_not_changed_by_what_arrives_beside_it() -> Non
         transfers = []
 
         def transfer(*_: Any) -> None:
-            transfers.append(engine.parts.boundaries._up[GRAPH].flat[-1:].add_(0))  # type: ignore[union-attr]
+            transfers.append(engine.parts.checkpoints._up[GRAPH].flat[-1:].add_(0))  # type: ignore[union-attr]
 
         for layer in engine.skeleton.layers:
             layer.mlp.down_proj.register_forward_hook(transfer)  # type: ignore[union-attr]

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from torch import Tensor
 
-from megatrain.engine.results import StepResult
+from megatrain.engine.objective import StepResult
 from megatrain.engine.verify import gradients_of
 from megatrain.losses import Cpo, Dpo, Kto, Orpo, Reward, SequenceLoss
 from megatrain.losses.pairs import CPO_TYPES, LOSS_TYPES

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from megatrain.engine.engine import Engine
+from megatrain.engine.streamer import StoredWeights
 from megatrain.engine.streams import Event
 from megatrain.settings import ALL, Settings
 from tests.compare import differing
@@ -104,7 +105,9 @@ def never_wait(*_: object) -> None:
 
 
 def updates_may_lag(engine: Engine, _: pytest.MonkeyPatch) -> None:
-    engine.parts.streamer.updates = NoUpdates()
+    source = engine.parts.streamer.source
+    assert isinstance(source, StoredWeights)
+    source.updates = NoUpdates()
 
 
 def uploads_may_lag(engine: Engine, _: pytest.MonkeyPatch) -> None:

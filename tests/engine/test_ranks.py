@@ -13,7 +13,7 @@ import torch
 
 from megatrain.engine.batches import Batch
 from megatrain.engine.engine import Engine
-from megatrain.engine.results import StepResult
+from megatrain.engine.objective import StepResult
 from megatrain.losses.sequences import REFERENCE
 from megatrain.optim import AdamW, Lion
 from megatrain.recipes.signals import StopRequest

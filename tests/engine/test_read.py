@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from megatrain.engine.engine import Engine
-from megatrain.engine.placement import shares_weights
+from megatrain.engine.ranks.exchange import shares_weights
 from megatrain.errors import ConfigError, MegaTrainError
 from megatrain.settings import Settings
 from megatrain.storage.checkpoint import save_checkpoint
@@ -214,7 +214,7 @@ def test_several_hosts_do_not_read_one_copy():
     ],
 )
 def test_who_reads(transport, world, reach, expected, monkeypatch):
-    monkeypatch.setattr("megatrain.engine.placement.peers", lambda *_: reach)
+    monkeypatch.setattr("megatrain.engine.parts.peers", lambda *_: reach)
     settings = Settings(transport=transport)
     assert shares_weights(settings, world, torch.device("cpu")) == expected
 

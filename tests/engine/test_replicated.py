@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from megatrain.engine.engine import Engine
+from megatrain.engine.streamer import Slot
 from megatrain.settings import ALL, Settings
 from megatrain.storage.checkpoint import save_checkpoint
 from megatrain.storage.restore import load_checkpoint
@@ -47,13 +48,14 @@ def used(engine: Engine) -> tuple[list[Any], list[Counter[int]]]:
     """What comes of steps and of reading between them, and the fetches of each block's weights
     meanwhile: from a change of the weights to the next."""
     fetched: list[Counter[int]] = [Counter()]
-    lease, rank = engine.store.lease, engine.world.rank
+    source, rank = engine.parts.streamer.source, engine.world.rank
+    fetch = source.fetch
 
-    def counted(block: int, names: Sequence[str], **how: Any) -> Any:
-        fetched[-1][block] += list(names) == ["weight"] and not how.get("changes")
-        return lease(block, names, **how)
+    def counted(block: int, slot: Slot) -> None:
+        fetched[-1][block] += 1
+        fetch(block, slot)
 
-    engine.store.lease = counted  # type: ignore[method-assign]
+    source.fetch = counted  # type: ignore[method-assign]
     prompt = STEPS[0][0]["input_ids"]
     told: list[Any] = []
     for step in STEPS:
@@ -62,7 +64,7 @@ def used(engine: Engine) -> tuple[list[Any], list[Counter[int]]]:
         fetched.append(Counter())
         told.append((found.loss, found.grad_norm, engine.evaluate(mine[:1]).loss))
     told += [engine.logits(prompt).tolist(), engine.generate(prompt[:1], max_new_tokens=1)]
-    engine.store.lease = lease  # type: ignore[method-assign]
+    source.fetch = fetch  # type: ignore[method-assign]
     told += [(name, tensor.float().tolist()) for name, tensor in engine.iter_weights()]
     return [*told, {name: array.tolist() for name, array in arrays_of(engine).items()}], fetched
 

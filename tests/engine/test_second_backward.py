@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatrain.engine.activations.offload import Kept
+from megatrain.engine.activations import Kept
 from megatrain.engine.engine import Engine
 from megatrain.errors import ConfigError, DivergedError, MegaTrainError
 from megatrain.losses import NextToken
@@ -154,12 +154,12 @@ def test_another_seed_or_boundary_in_the_second_one_would_show(broken, monkeypat
         if broken == "dropout":
             engine.parts.passes.step += 1
         else:
-            taken = engine.parts.boundaries.take
+            restored = engine.parts.checkpoints.restore
 
             def another(kept: Kept) -> torch.Tensor:
-                return taken(kept) * 1.5
+                return restored(kept) * 1.5
 
-            monkeypatch.setattr(engine.parts.boundaries, "take", another)
+            monkeypatch.setattr(engine.parts.checkpoints, "restore", another)
         engine.step()
         assert differing(state_of(engine), run(make(config, ONCE), STEPS[:1]).state)
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from megatrain.engine.streamer import Slot, Streamer
+from megatrain.engine.streamer import Slot, StoredWeights, Streamer
 from megatrain.engine.streams import Compute, Lane
 from megatrain.memory.layout import ArraySpec, FlatLayout
 from megatrain.memory.store import Store
@@ -64,9 +64,8 @@ class Rig:
             self.store.array("weight", block.index).fill_(block.index + 1)
         self.uploads: list[int] = []
         self.lane = Lane("upload")
-        self.streamer = Streamer(
-            shape, self.store, torch.float32, Compute(CPU), self.lane, Noted(self.uploads)
-        )
+        self.source = StoredWeights(self.store, self.lane, Noted(self.uploads))
+        self.streamer = Streamer(shape, self.store, torch.float32, Compute(CPU), self.source)
 
     def visit(self, visits: Sequence[int]) -> Iterator[int]:
         """Sweep, checking at every visit that the block's own weights are there."""
@@ -189,7 +188,7 @@ def test_an_upload_waits_for_the_update_of_its_block():
                     updated.wait()
                     made.store.array("weight", 2).fill_(-1.0)
 
-        made.streamer.updates = Updates()
+        made.source.updates = Updates()
         visits = made.streamer.sweep(range(5))
         assert [next(visits), next(visits)] == [0, 1]  # these need not wait
         updated.set()

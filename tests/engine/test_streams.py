@@ -129,7 +129,7 @@ class SlowEvent(Event):
     ) -> None:
         super().__init__()
         self.clock, self.seconds = clock, seconds
-        self.update_wait_s, self.nvme_wait_s = update_s, nvme_s
+        self.waited = {"nvme": nvme_s, "update": update_s}
 
     def wait_host(self) -> None:
         self.clock[0] += self.seconds

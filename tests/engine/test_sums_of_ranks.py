@@ -13,8 +13,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatrain.engine.exchange import Exchange
-from megatrain.engine.gradients import Gradients
+from megatrain.engine.ranks.exchange import Exchange
+from megatrain.engine.ranks.sums import SharedGradients
 from megatrain.engine.streams import Compute, Lane
 from megatrain.optim import AdamW
 from megatrain.settings import Settings
@@ -50,7 +50,7 @@ class Rig:
         host = {n: torch.full((s.numel,), 7.0, dtype=dtype) for n, s in enumerate(spans)}
         sums = [torch.full((span.numel,), 9.0) for span in spans]
         self.sink = Landed({**host})
-        self.gradients = Gradients(
+        self.gradients = SharedGradients(
             LAYOUTS,
             dtype,
             resident=0,

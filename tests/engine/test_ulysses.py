@@ -13,10 +13,10 @@ from torch import nn
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.models.llama.modeling_llama import eager_attention_forward
 
-from megatrain.engine.batches import lengthened
-from megatrain.engine.objective import Objective, agreed
+from megatrain.engine.objective import Objective
+from megatrain.engine.ranks.context_parallel import AllToAll, ContextParallel
+from megatrain.engine.ranks.sums import RankPeers
 from megatrain.engine.streams import Compute, Lane
-from megatrain.engine.trade import HeadTrade
 from megatrain.errors import ConfigError, DataError
 from megatrain.losses import Dpo, find_targets
 from megatrain.models.ulysses import Around, attend, piece_of
@@ -88,7 +88,7 @@ def train(world: World, late: str | None = None, **given: Any) -> Any:
     with engine_of(family, world=world, **options) as engine:
         if late and world.rank == world.size - 1:
             engine.parts.lanes[late].delay = partial(time.sleep, 0.005)
-        mine = [step[world.team :: world.teams] for step in steps]
+        mine = [step[world.dp_rank :: world.dp_size] for step in steps]
         found = [engine.train_step(each) for each in mine]
         held_out = engine.evaluate(mine[0]).loss
         told = [(one.loss, one.grad_norm, one.target_tokens, one.skipped) for one in found]
@@ -183,11 +183,11 @@ def mask_for(kernel: str, mask: str) -> torch.Tensor | None:
 def attention(world: World) -> dict[tuple[str, str, str], list[Any]]:
     """This rank's piece of the outputs, and of the gradients of queries, keys and values."""
     lane, found = Lane("exchange"), dict[tuple[str, str, str], list[Any]]()
-    trade = HeadTrade(world, Compute(torch.device("cpu")), lane)
+    trade = AllToAll(world, Compute(torch.device("cpu")), lane)
     for shape in SHAPES:
         for kernel, run in KERNELS.items():
             for mask in MASKS:
-                own = piece_of(TOKENS, world.piece, world.pieces)
+                own = piece_of(TOKENS, world.cp_rank, world.cp_size)
                 given = [state[:, :, own].clone().requires_grad_() for state in states(shape)]
                 module, seen = Attention(*SHAPES[shape]), mask_for(kernel, mask)
                 query, key, value = given
@@ -241,9 +241,14 @@ def test_ranks_that_share_sequences_cannot_be_given_others(of_ranks):
     assert all("were given different micro-batches" in found["refused"] for found in of_ranks)
 
 
+def sharing(size: int) -> ContextParallel:
+    world, lane = World(0, size, 0, size, cp_size=size), Lane("exchange")
+    return ContextParallel(world, tiny_config("llama"), Compute(torch.device("cpu")), lane)
+
+
 @pytest.mark.parametrize("pieces", [2, 3, 5])
 def test_every_target_is_in_one_piece(pieces):
-    batch = lengthened(micro_batches(0, [(3, 13)])[0], pieces)
+    batch = sharing(pieces).lengthened(micro_batches(0, [(3, 13)])[0])
     tokens = batch["input_ids"].shape[1]
     assert tokens % pieces == 0 and tokens - 13 < pieces
     whole = find_targets(batch["labels"])
@@ -259,14 +264,14 @@ def test_every_target_is_in_one_piece(pieces):
 def test_padding_that_the_model_cannot_read_is_refused():
     (batch,) = micro_batches(0, [(1, 13)])
     with pytest.raises(DataError, match="13 tokens is padded to 14 for 2 ranks that share it, but"):
-        lengthened(batch, 2, 13)
+        sharing(2).lengthened(batch, 13)
     square = batch | {"attention_mask": torch.ones(1, 1, 13, 13)}
     with pytest.raises(DataError, match=r"attention_mask must be \[rows, tokens\]"):
-        lengthened(square, 2)
-    assert lengthened(square, 13, 13) is square
+        sharing(2).lengthened(square)
+    assert sharing(13).lengthened(square, 13) is square
 
 
-SHARED = World(0, 2, 0, 2, pieces=2)
+SHARED = World(0, 2, 0, 2, cp_size=2)
 NOT_IN_PIECES: dict[str, tuple[dict[str, Any], str]] = {
     "compiled": ({"settings": Settings(compile=True)}, "compiled layers"),
     "balanced": ({"model": "mixtral", "router_aux_loss_coef": 0.1}, "router_aux_loss_coef: 0"),
@@ -290,10 +295,10 @@ def test_what_is_not_computed_in_pieces_is_refused(what):
 
 def test_losses_over_sequences_are_refused():
     with pytest.raises(ConfigError, match=r"context_parallel: 2 .* Dpo, a loss over whole seq"):
-        agreed(Objective(Dpo(), {}, 0), SHARED, [])
+        RankPeers(SHARED).agreed(Objective(Dpo(), {}, 0), [])
 
 
 def test_as_many_as_divide_the_ranks_of_a_host_share():
     with pytest.raises(ConfigError, match="3 ranks cannot share sequences where a host has 4"):
         World(0, 4, 0, 4).sharing_sequences(3)
-    assert World(0, 4, 0, 4).sharing_sequences(1).pieces == 1
+    assert World(0, 4, 0, 4).sharing_sequences(1).cp_size == 1

@@ -12,8 +12,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from megatrain.engine.gradient_sinks import AppliedGradients, GradientRing
 from megatrain.engine.gradients import Gradient
-from megatrain.engine.landing import AppliedGradients, GradientRing
 from megatrain.engine.streams import Compute, Event
 from megatrain.engine.update import CHUNK_ELEMENTS, Updater, chunks
 from megatrain.errors import DivergedError

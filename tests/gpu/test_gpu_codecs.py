@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from megatrain.engine.activations import codecs
-from megatrain.engine.activations.codecs import CODECS
+from megatrain.engine.codecs import CODECS
 from tests.engine.test_codecs import DTYPES, SHAPES, hidden_states
 
 # of a plain copy's bytes a second; 0.2 to 0.3 on an H200 that other processes used too

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from megatrain.engine.engine import Engine
-from megatrain.engine.landing import AppliedGradients
+from megatrain.engine.gradient_sinks import AppliedGradients
 from megatrain.settings import Settings
 from tests.runs import train_engine
 from tests.support import engine_of, full_batches, tiny_config

@@ -39,7 +39,7 @@ def seen(world: World) -> list[Any]:
     weights = opened(world)
     for block, layout in LAYOUTS.items():
         assert not weights.whole[block].any()
-        world.every(None)
+        world.all_gather(None)
         weights.share(block, layout).fill_(world.rank + 1)
         weights.say_updated(block)
     weights.say_updated(3)  # not here
@@ -47,7 +47,7 @@ def seen(world: World) -> list[Any]:
         weights.wait_for_others(block, 1)
     found: list[Any] = [weights.whole[block].tolist() for block in LAYOUTS]
     found.append(weights.nbytes)
-    world.every(None)
+    world.all_gather(None)
     weights.close()
     weights.close()
     return found
@@ -113,7 +113,7 @@ def pinned_by_all(world: World, folder: Path) -> list[str]:
     assert [*cuda.registered.values()] == [2 * weights.nbytes]
     weights.close()
     assert not cuda.registered
-    world.every(None)
+    world.all_gather(None)
     return log.read_text().split("\n")[:-1]
 
 
@@ -153,12 +153,12 @@ def mapped() -> set[int]:
 def killed(world: World, found: Path) -> None:
     before, weights = mapped(), opened(world)
     (inode,) = mapped() - before
-    assert world.every(inode) == [inode] * 2
+    assert world.all_gather(inode) == [inode] * 2
     if world.is_first:
         found.write_text(json.dumps([inode, sorted(who_maps(inode))]))
-    pids = world.every(os.getpid())
+    pids = world.all_gather(os.getpid())
     assert not world.is_first or json.loads(found.read_text())[1] == sorted(pids)
-    world.every(None)
+    world.all_gather(None)
     weights.share(1, LAYOUTS[1]).fill_(1)
     os.kill(os.getpid(), signal.SIGKILL)
 

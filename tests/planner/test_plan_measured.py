@@ -14,7 +14,8 @@ from transformers import LlamaConfig
 from megatrain.engine.constructors import arguments_of
 from megatrain.engine.engine import Engine
 from megatrain.engine.head import token_logprobs
-from megatrain.engine.placement import PRECISIONS
+from megatrain.engine.parts import PRECISIONS
+from megatrain.engine.ranks.weights import GatheredWeights
 from megatrain.engine.request import Request
 from megatrain.engine.resolved import scores_on_meta
 from megatrain.losses import Reward, next_token
@@ -140,7 +141,8 @@ class Case:
             engine = Engine(**arguments_of(request), world=world)
             live.peak = live.live  # building the modules takes some, but before the buffers exist
             engine.train_step(batches, Reward() if self.scores else next_token)
-        kept = engine.parts.streamer.kept
+        source = engine.parts.streamer.source
+        kept = source.kept if isinstance(source, GatheredWeights) else None
         stored = engine.store.nbytes + (kept.nbytes if kept else 0)
         engine.close()
         return live.peak, stored

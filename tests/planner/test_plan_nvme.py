@@ -13,7 +13,7 @@ import torch
 from rich.console import Console
 
 from megatrain import schedule
-from megatrain.engine.placement import open_store
+from megatrain.engine.parts import open_store
 from megatrain.errors import PlanError
 from megatrain.machine.hardware import GIB, Hardware
 from megatrain.machine.profile import typical

@@ -78,7 +78,7 @@ def test_turns_are_told_all_before_them(chat):
 
 def test_without_room_on_the_device_weights_are_streamed_with_the_same_tokens(chat, monkeypatch):
     expected = transformers_answers("model", QUESTIONS, 12)
-    monkeypatch.setattr("megatrain.engine.reading.has_room", lambda *given: False)
+    monkeypatch.setattr("megatrain.engine.inference.has_room", lambda *given: False)
     streamed = chat("model", *QUESTIONS, options=GREEDY)
     assert [(one["answer"], one["tokens"]) for one in answers(streamed)] == expected
     assert streamed.err.count("no room to stay on the device") == 1

@@ -174,7 +174,7 @@ def test_hosts_wait_for_each_other_before_their_other_ranks_work():
 
     before = total()
     with ThreadPoolExecutor(4) as pool:
-        found = pool.map(lambda world: world.in_turn(partial(work, world.rank)), worlds)
+        found = pool.map(lambda world: world.local_rank0_first(partial(work, world.rank)), worlds)
         assert [*found] == [0, 1, 2, 3]
     assert order[:2] == [0, 2]
     assert total() - before > 4

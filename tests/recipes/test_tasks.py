@@ -104,7 +104,7 @@ def test_answers_are_the_same_where_weights_have_no_room(megatrain, monkeypatch)
 
     said = Requests(monkeypatch, EngineLM).answers
     expected = megatrain(ask).json
-    monkeypatch.setattr("megatrain.engine.reading.has_room", lambda *given: False)
+    monkeypatch.setattr("megatrain.engine.inference.has_room", lambda *given: False)
     assert megatrain(ask).json == expected
     texts = said["generate_until"]
     assert texts[:6] == texts[6:] and any(texts) and not any("5" in text for text in texts)

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from megatrain.engine.engine import Engine
-from megatrain.engine.placement import open_store
+from megatrain.engine.parts import open_store
 from megatrain.errors import ConfigError, DamagedError, MegaTrainError, ModelError, StorageError
 from megatrain.models.anatomy import layouts_of
 from megatrain.models.pretrained import ModelSource, read_model_config, resolve_source
@@ -200,7 +200,7 @@ def fails(world: World, folder: Path) -> tuple[dict[str, tuple[str, set[str]]], 
                 save(engine, folder, 2)
             vars(engine.store).pop("pieces", None)
             vars(engine).pop("wait_ready", None)
-            found[how] = str(told.value), world.first(lambda: names(folder))
+            found[how] = str(told.value), world.on_rank0(lambda: names(folder))
         with pytest.raises(ConfigError) as refused:
             engine.save_pretrained(folder)
         train(engine, 1)
@@ -232,7 +232,7 @@ def told_of_damage(world: World, folder: Path, transport: str) -> tuple[str, str
     with open_engine(world, folder, settings=Settings(**CHUNK, transport=transport)) as engine:
         with pytest.raises(DamagedError) as told:
             load_checkpoint(folder / "checkpoint-2", engine)
-        found = world.first(lambda: find_resumable(folder, deep=False))
+        found = world.on_rank0(lambda: find_resumable(folder, deep=False))
         path, state = load_resumable(folder, engine, found)
         return str(told.value), path.name, state
 

@@ -42,7 +42,7 @@ def check_alike(world: World, how: Mapping[str, object], rows: Sequence[str]) ->
 
     how: settings and the like, by field. rows: digests.
     """
-    (_, first, ours), *others = world.every((socket.gethostname(), how, rows))
+    (_, first, ours), *others = world.all_gather((socket.gethostname(), how, rows))
     for rank, (host, theirs, digests) in enumerate(others, 1):
         for name in how:
             if theirs[name] != first[name]:
@@ -58,13 +58,13 @@ def check_alike(world: World, how: Mapping[str, object], rows: Sequence[str]) ->
 def check_rows_of_a_step(loader: Loader) -> None:
     """Raise TooManyRanks if half of the steps have fewer rows than there are ranks."""
     world = loader.world
-    if world.size == 1 or (rows := loader.rows_of_a_step()) >= world.teams:
+    if world.size == 1 or (rows := loader.rows_of_a_step()) >= world.dp_size:
         return
     found = f"half of the steps have at most {counted(rows, 'row')}"
     way_on = "raise train.tokens_per_step"
-    if loader.windows is None and (there := len(loader.rows)) < world.teams:  # no step has more
+    if loader.windows is None and (there := len(loader.rows)) < world.dp_size:  # no step has more
         rows, found, way_on = there, f"the set has {counted(there, 'row')}", "add rows"
-    raise too_many_ranks(f"{found},", rows * world.pieces, world.size, way_on)
+    raise too_many_ranks(f"{found},", rows * world.cp_size, world.size, way_on)
 
 
 def awaiting(world: World, stop: StopRequest, step: Callable[[], int]) -> Await:
@@ -95,7 +95,7 @@ def awaiting(world: World, stop: StopRequest, step: Callable[[], int]) -> Await:
                 rows = None
                 if there and failure is None:  # where they end, and all their lengths
                     rows = pending.result().after, hash(pending.result().lengths)
-                states = world.every((rows, world.as_told(failure), total(), lacks.is_set()))
+                states = world.all_gather((rows, world.as_told(failure), total(), lacks.is_set()))
                 world.raise_first([error for _, error, _, _ in states], failure)
                 signs = [count for theirs, _, count, _ in states if theirs is None]
                 if not signs:

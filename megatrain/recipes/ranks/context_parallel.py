@@ -63,7 +63,7 @@ def micro_batch_of(config: Config, plan: Plan) -> int:
 
 def step_tokens(loader: Loader, sizes: list[int]) -> tuple[StepTokens, ...]:
     """A rank's part of steps, in micro-batches of `sizes` of its tokens."""
-    pieces = loader.world.pieces
+    pieces = loader.world.cp_size
     return tuple(
         StepTokens(size // pieces, -(-most // pieces), mean / pieces, most_parts, parts)
         for size, most, mean, most_parts, parts in loader.step_tokens(n * pieces for n in sizes)

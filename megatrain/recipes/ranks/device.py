@@ -62,7 +62,7 @@ def on_the_same_cores(world: World) -> tuple[int, int]:
 
     Launchers, such as Slurm's, may have bound each rank to its own. All ranks call it.
     """
-    masks = world.every(os.sched_getaffinity(0))
+    masks = world.all_gather(os.sched_getaffinity(0))
     first = world.rank - world.local_rank
     here = masks[first : first + world.local_size]
     same = [number for number, mask in enumerate(here) if mask == here[world.local_rank]]

@@ -142,7 +142,7 @@ def leave_to_fewer(error: TooManyRanks, file: Path, world: World) -> NoReturn:
     """End all ranks together, so that the launcher, which looks into `file`, starts fewer."""
     if world.is_first:
         file.write_text(json.dumps([error.why, error.most]))
-    world.every(None)  # all leave at once: none is missed by another
+    world.all_gather(None)  # all leave at once: none is missed by another
     raise SystemExit(error.exit_code) from error
 
 

@@ -5,7 +5,7 @@ the largest code, as a bfloat16 that is rounded up, so that no code is cut off. 
 rounded to the nearest, ties to even. A group is first rotated by a Hadamard transform, which
 spreads its few large elements over all (Ashkboos et al., 2024: QuaRot). A group with an element
 that is not finite comes back as NaN, whole. On the CPU this is plain PyTorch; on CUDA two kernels
-(codec_kernels.py) have the same bits.
+(kernels.py) have the same bits.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from megatrain.engine.activations import codec_kernels
+from megatrain.engine.codecs import kernels
 from megatrain.schedule import FORMS, SCALE_BYTES, Form
 
 SMALLEST_SCALE = 1e-30  # what is smaller than half of it becomes zero; inverses stay finite
@@ -52,7 +52,7 @@ class GroupScaled:
         limits = (1 / self.largest, SMALLEST_SCALE, self.scale_cap)
         for values, codes, scales in self._pieces(hidden.reshape(-1), out):
             if hidden.is_cuda:
-                codec_kernels.encode(values, codes, scales, self.form, limits)
+                kernels.encode(values, codes, scales, self.form, limits)
             else:
                 self._encode(values, codes, scales)
 
@@ -61,7 +61,7 @@ class GroupScaled:
         hidden = torch.empty(shape, dtype=dtype, device=flat.device)
         for values, codes, scales in self._pieces(hidden.view(-1), flat):
             if flat.is_cuda:
-                codec_kernels.decode(codes, scales, values, self.form)
+                kernels.decode(codes, scales, values, self.form)
             else:
                 values.copy_(self._decoded(codes, scales)[: values.numel()])
         return hidden

@@ -91,10 +91,10 @@ class AppliedGradients(GradientSink):
             return None
         buffer, user = self.ring.take(block)
         if user is not None:
-            event, before = Event(), self.store.nvme_waited_s
+            event = Event()
             with self.compute.blocked("update", event):
-                self.updater.wait_ready(user)  # wait: that update still reads this buffer
-                event.nvme_wait_s = self.store.nvme_waited_s - before
+                # wait: that update still reads this buffer
+                event.waited = self.store.timed(lambda: self.updater.wait_ready(user))
         return buffer[: self.store.trained_span(block).numel]
 
     def take(self, gradient: Gradient) -> None:

@@ -1,7 +1,11 @@
-"""What ranks exchange: shares of weights become whole blocks, whole sums become shares.
+"""Collectives of ranks: shares of weights become whole blocks, whole sums become shares.
 
-One thread issues all collectives, in the order in which the computing thread asks for them. That
-order follows from the plan alone, so it is the same on every rank.
+One lane issues all collectives, in the order in which the computing thread asks for them. That
+order follows from the plan alone, so it is the same on every rank, and each collective waits for
+the same one on the others. The lane gathers the shares of a block once this rank's is up (upload)
+and the slot is no longer read (compute); it adds up sums once compute has made this rank's, to what
+upload has brought of earlier groups where that waits on the host. With several hosts, download
+copies down what has come over the network, and upload waits for that before it brings it up again.
 """
 
 from __future__ import annotations
@@ -12,7 +16,9 @@ from typing import Any
 import torch
 
 from megatrain.engine.streams import Compute, Lane
+from megatrain.machine.hardware import reach_each_other
 from megatrain.memory.layout import BLOCK_ALIGNMENT, FlatLayout, Span
+from megatrain.settings import Settings
 from megatrain.world import World, gather_whole, scatter_sum, trade_parts
 
 
@@ -37,7 +43,8 @@ class Exchange:
         compute: Compute,
         wire: torch.dtype = torch.float32,
     ) -> None:
-        self.world, self.lane, self.wire = world, Lane("exchange", compute.device), wire
+        self.world, self.wire, self.device = world, wire, compute.device
+        self.lane = Lane("exchange", compute.device)
         self.shares = [layout.share(world.size) for layout in layouts]
         spans = (layout.span(world.place(), world.size) for layout in layouts)
         self._trained = [s.before(of.trainable) for s, of in zip(spans, layouts, strict=True)]
@@ -140,3 +147,18 @@ def _sum(total: torch.Tensor, others: Sequence[torch.Tensor]) -> torch.Tensor:
     for other in others:
         total += other
     return total
+
+
+def peers(world: World, device: torch.device) -> bool:
+    """True if the GPUs of one host's ranks reach each other's memory. All ranks call it."""
+    if world.is_alone or device.type != "cuda":
+        return True
+    uuids = world.all_gather(f"GPU-{torch.cuda.get_device_properties(device).uuid}")
+    return all(world.all_gather(reach_each_other(uuids)))
+
+
+def shares_weights(settings: Settings, world: World, device: torch.device) -> bool:
+    """True if the ranks of a host have one copy of its weights in common. All ranks call it."""
+    if world.is_alone or world.hosts > 1 or settings.transport == "gather":
+        return False
+    return settings.transport == "read" or not peers(world, device)

@@ -16,7 +16,7 @@ from typing import Any, Final, Literal
 
 import torch
 
-from megatrain.engine.activations.codecs import GroupScaled
+from megatrain.engine.codecs import GroupScaled
 from megatrain.engine.streams import Compute, Event, Lane
 from megatrain.memory.layout import round_up
 from megatrain.memory.slab import Slab
@@ -25,7 +25,7 @@ from megatrain.schedule import rings
 TOUCHING_THREADS = 8  # for the first touch of host memory
 ALIGNMENT = 64  # bytes, of tensors that travel together
 
-Kept = Any  # what `park` returns
+Kept = Any  # what `save` returns
 Kind = Literal["checkpoint", "graph"]
 CHECKPOINT: Final = "checkpoint"  # of a recomputed layer
 GRAPH: Final = "graph"  # what a retained layer's saved
@@ -39,7 +39,7 @@ class OnDevice:
 
     def begin_group(self, tokens: Sequence[int], layers: int, graphs: int = 0) -> None: ...
 
-    def park(self, hidden: torch.Tensor) -> Kept:
+    def save(self, hidden: torch.Tensor) -> Kept:
         if self.codec is None:
             return hidden
         nbytes = self.codec.nbytes(hidden.numel())
@@ -47,19 +47,19 @@ class OnDevice:
         self.codec.encode(hidden, flat)
         return flat, hidden.shape, hidden.dtype
 
-    def expect(self, kept: Iterable[Kept]) -> None: ...
+    def prefetch(self, kept: Iterable[Kept]) -> None: ...
 
-    def take(self, kept: Kept) -> torch.Tensor:
+    def restore(self, kept: Kept) -> torch.Tensor:
         hidden: torch.Tensor = kept if self.codec is None else self.codec.decode(*kept)
         return hidden
 
-    def release(self, kept: Kept) -> None: ...
+    def free(self, kept: Kept) -> None: ...
 
     def close(self) -> None: ...
 
 
 @dataclass(frozen=True)
-class Place:
+class Extent:
     """Where a contiguous tensor is in a stretch of bytes, or what a codec made of it."""
 
     start: int
@@ -105,11 +105,11 @@ class Stretch:
 
 
 @dataclass
-class Parked:
+class HostCopy:
     """Tensors in host RAM. `stretch`, `arrived`: of their way back, once that was asked for."""
 
     kind: Kind
-    places: tuple[Place, ...]
+    places: tuple[Extent, ...]
     host: torch.Tensor  # uint8
     landed: Event
     stretch: Stretch | None = None
@@ -189,10 +189,10 @@ class Room:
 
 
 class Offload:
-    """Parked activations wait in host RAM, and come back in the order in which backward needs them.
+    """Activations wait in host RAM, and come back in the order in which backward needs them.
 
     Copies go through rings of device memory (schedule.rings), which the compute stream fills and
-    reads: memory that the computation frees never waits for a transfer. All that is parked belongs
+    reads: memory that the computation frees never waits for a transfer. All that is sent belongs
     to one accumulation group.
 
     Args:
@@ -215,12 +215,12 @@ class Offload:
     ) -> None:
         self.row, self.codec = row, codec
         self.compute, self.download, self.fetch = compute, download, fetch
-        self._boundaries = Room("boundary activations", compute.is_cuda)
+        self._checkpoints = Room("activation checkpoints", compute.is_cuda)
         self._graphs = Room("retained activations", compute.is_cuda)
         self._tokens = self._layers = 0  # of the group, and those whose graphs have no room yet
         self._of_group = 1.0, 0  # micro-batches, and layers that send their graphs
         self._drop_rings()
-        self._expected: deque[Parked] = deque()
+        self._expected: deque[HostCopy] = deque()
         self._last_down = self._last_up = compute.record()
 
     def begin_group(self, tokens: Sequence[int], layers: int, graphs: int = 0) -> None:
@@ -243,9 +243,9 @@ class Offload:
             ring.give_back(computed)  # what an abandoned step has asked for
         self._tokens, self._layers = sum(tokens), graphs
         self._expected.clear()
-        self._boundaries.begin()
+        self._checkpoints.begin()
         self._graphs.begin()
-        self._make_room(self._boundaries, layers * sum(tokens) * self.row)
+        self._make_room(self._checkpoints, layers * sum(tokens) * self.row)
 
     def _make_rings(self, kind: Kind, nbytes: int) -> None:
         """Rings for pieces of a kind, of `nbytes` at most."""
@@ -280,21 +280,21 @@ class Offload:
         self._last_down.synchronize()
         self._last_up.synchronize()
 
-    def park(self, hidden: torch.Tensor) -> Parked:
+    def save(self, hidden: torch.Tensor) -> HostCopy:
         """Send a checkpoint to the host. The caller lets go of it: its memory may be used again as
         soon as what was computed so far is done."""
         nbytes = self.codec.nbytes(hidden.numel()) if self.codec else hidden.nbytes
-        place = Place(0, nbytes, hidden.shape, hidden.dtype, self.codec)
+        place = Extent(0, nbytes, hidden.shape, hidden.dtype, self.codec)
         return self._send(CHECKPOINT, [hidden], [place], nbytes)
 
-    def park_all(self, tensors: Sequence[torch.Tensor], tokens: int) -> Parked:
+    def save_graph(self, tensors: Sequence[torch.Tensor], tokens: int) -> HostCopy:
         """Send what the graph of a micro-batch of `tokens` tokens saved, contiguous tensors.
 
         The first graph of a group sizes the host buffer for all of them.
         """
         places, nbytes = [], 0
         for tensor in tensors:
-            places.append(Place(nbytes, tensor.nbytes, tensor.shape, tensor.dtype))
+            places.append(Extent(nbytes, tensor.nbytes, tensor.shape, tensor.dtype))
             nbytes += round_up(tensor.nbytes, ALIGNMENT)
         self._make_rings(GRAPH, nbytes)
         if self._layers:
@@ -304,9 +304,9 @@ class Offload:
         return self._send(GRAPH, tensors, places, nbytes)
 
     def _send(
-        self, kind: Kind, tensors: Sequence[torch.Tensor], places: Sequence[Place], nbytes: int
-    ) -> Parked:
-        room = self._boundaries if kind == CHECKPOINT else self._graphs
+        self, kind: Kind, tensors: Sequence[torch.Tensor], places: Sequence[Extent], nbytes: int
+    ) -> HostCopy:
+        room = self._checkpoints if kind == CHECKPOINT else self._graphs
         given = self._down.take(nbytes)
         assert given is not None, "every stretch has its event once its download is queued"
         stretch, free = given
@@ -320,53 +320,53 @@ class Offload:
             host.copy_(stretch.flat, non_blocking=True)
 
         stretch.free = self._last_down = landed = self.download.submit(job)
-        return Parked(kind, tuple(places), host, landed)
+        return HostCopy(kind, tuple(places), host, landed)
 
-    def expect(self, kept: Iterable[Parked]) -> None:
-        """Everything that will be taken, in that order; the first start on their way back now."""
+    def prefetch(self, kept: Iterable[HostCopy]) -> None:
+        """Start to fetch what will be restored, in this order, as far as its ring has room."""
         self._expected = deque(kept)
         self._ask()
 
     def _ask(self) -> None:
         """Fetch what comes next, as far as its ring has room."""
         while self._expected:
-            parked = self._expected[0]
-            given = self._up[parked.kind].take(self._largest[parked.kind])
+            sent = self._expected[0]
+            given = self._up[sent.kind].take(self._largest[sent.kind])
             if given is None:
                 return
             self._expected.popleft()
-            parked.stretch, free = given
-            job = partial(self._bring, parked, free)
-            parked.arrived = self._last_up = self.fetch.submit(job)
+            sent.stretch, free = given
+            job = partial(self._bring, sent, free)
+            sent.arrived = self._last_up = self.fetch.submit(job)
 
-    def _bring(self, parked: Parked, free: Event | None, _: Event) -> None:
+    def _bring(self, sent: HostCopy, free: Event | None, _: Event) -> None:
         self.fetch.wait(free)  # wait: the computation may still read what was there
-        self.fetch.wait(parked.landed)  # wait: this may still be on its way down
-        assert parked.stretch is not None
-        parked.stretch.flat[: parked.host.numel()].copy_(parked.host, non_blocking=True)
+        self.fetch.wait(sent.landed)  # wait: this may still be on its way down
+        assert sent.stretch is not None
+        sent.stretch.flat[: sent.host.numel()].copy_(sent.host, non_blocking=True)
 
-    def take(self, parked: Parked) -> torch.Tensor:
-        """A checkpoint on the device, valid until `release`."""
-        (hidden,) = self.take_all(parked)
+    def restore(self, sent: HostCopy) -> torch.Tensor:
+        """A checkpoint on the device, valid until `free`."""
+        (hidden,) = self.restore_graph(sent)
         return hidden
 
-    def take_all(self, parked: Parked) -> list[torch.Tensor]:
-        """What was parked, on the device, valid until `release`. Taken in the order of `expect`."""
-        assert parked.stretch is not None, "taken out of order"
-        self.compute.wait(parked.arrived, "upload")  # wait: it is on its way up
-        return [place.read(parked.stretch.flat) for place in parked.places]
+    def restore_graph(self, sent: HostCopy) -> list[torch.Tensor]:
+        """What was sent, on the device, valid until `free`. Restored in the order of `prefetch`."""
+        assert sent.stretch is not None, "restored out of order"
+        self.compute.wait(sent.arrived, "upload")  # wait: it is on its way up
+        return [place.read(sent.stretch.flat) for place in sent.places]
 
-    def release(self, parked: Parked) -> None:
+    def free(self, sent: HostCopy) -> None:
         """What was computed so far has read it; another may come into its place."""
-        assert parked.stretch is not None
-        parked.stretch.free = self.compute.record()
+        assert sent.stretch is not None
+        sent.stretch.free = self.compute.record()
         self._ask()
 
     def close(self) -> None:
         """Free the memory; no transfer may be under way."""
-        self._boundaries.close()
+        self._checkpoints.close()
         self._graphs.close()
         self._drop_rings()
 
 
-Boundaries = OnDevice | Offload
+Checkpoints = OnDevice | Offload

@@ -1,4 +1,4 @@
-"""The codecs on CUDA: codecs.py's formula, operation by operation, with the same bits.
+"""The codecs on CUDA: the package's formula, operation by operation, with the same bits.
 
 Each element is read once, and its code written once. A thread takes eight elements, whose codes
 fill as many bytes as a code has bits; neighbouring threads find a group's largest magnitude

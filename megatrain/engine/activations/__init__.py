@@ -1,1 +1,0 @@
-"""Activations between forward and backward: where they are (offload), in which form (codecs)."""

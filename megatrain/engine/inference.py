@@ -1,0 +1,210 @@
+"""What an engine computes with its weights as they are: losses, log-probabilities, logits, text.
+
+Text is written by transformers' own `generate` where all weights fit on the device, else by
+streaming the model once for every token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from megatrain.engine.batches import Batch
+from megatrain.engine.context import computing, naming_the_gpu
+from megatrain.engine.head import loss_sum, target_values
+from megatrain.engine.objective import EvalResult, Objective
+from megatrain.engine.parts import EngineParts
+from megatrain.engine.step import Passes
+from megatrain.heartbeat import beat
+from megatrain.losses import IGNORE, Tally, Targets
+from megatrain.models.skeleton import Skeleton
+from megatrain.models.whole import whole
+
+if TYPE_CHECKING:
+    from transformers import GenerationConfig, LogitsProcessor
+
+Choose = Callable[[Tensor], int]  # logits [vocab] -> token
+
+# What generation takes on a GPU beside weights and keys and values, in hidden states a token and in
+# bytes: a layer's widest activations over a prompt, logits, workspaces.
+HIDDEN_STATES, RESERVE_BYTES = 32, 1 << 30
+
+
+# -- sweeps over the layers ------------------------------------------------------------------------
+
+
+def evaluate(passes: Passes, batches: Sequence[Batch], objective: Objective) -> EvalResult:
+    """The mean of an objective in evaluation mode, over all processes' micro-batches, in one
+    sweep."""
+    passes.skeleton.set_training(False)
+    prepared = passes.prepare(batches, objective.of_sequences)
+    total, values = Tally[Tensor](), []
+    for mb, hidden in passes.through_layers(prepared):
+        if objective.of_sequences:
+            values.append(passes.target_values(mb, hidden, objective.values))
+            continue
+        given = hidden.flatten(0, 1), mb.targets, objective.of_tokens[0], *passes.chunks
+        total.add(objective.tally(*vars(loss_sum(passes.skeleton.head, *given)).values()))
+    if objective.whole_step:
+        answers = passes.answers(prepared, values).to(torch.device("cpu"))
+        return objective.result(objective.judge(answers.sums, answers.examples), answers)
+    for mb, of_targets in zip(prepared, values, strict=False):
+        total.add(objective.judge(of_targets, mb.targets.examples).detached())
+    return objective.result(passes.peers.total(objective, total))
+
+
+def logprobs(
+    passes: Passes, batches: Sequence[Batch], greedy: bool, targets: Sequence[Targets] | None = None
+) -> list[tuple[Targets, Tensor, Tensor]]:
+    """Each micro-batch's targets and their `head.target_values`, in one sweep.
+
+    targets: in place of those that the labels show; a position may have several.
+    """
+    passes.skeleton.set_training(False)
+    prepared, found = passes.prepare(batches, whole=True), []
+    for mb, given in zip(prepared, targets or (), strict=targets is not None):
+        mb.targets = given.to(passes.device)
+    for mb, hidden in passes.through_layers(prepared):
+        given_head = passes.skeleton.head, hidden.flatten(0, 1), mb.targets, *passes.chunks
+        found.append((mb.targets, *target_values(*given_head, greedy=greedy)))
+    return found
+
+
+def placed(
+    batches: Sequence[Batch], found: Sequence[tuple[Targets, Tensor, Tensor]]
+) -> tuple[list[Tensor], list[Tensor]]:
+    """Log-probabilities, and whether each target is the likeliest token, at the targets' places in
+    tensors [batch, tokens] on the CPU."""
+    shapes = [batch["input_ids"].shape for batch in batches]
+    values = [torch.zeros(shape) for shape in shapes]
+    chosen = [torch.zeros(shape, dtype=torch.bool) for shape in shapes]
+    for value, choice, (targets, of_targets, best) in zip(values, chosen, found, strict=True):
+        place = targets.index.cpu() + 1  # a row's last position predicts nothing
+        value.view(-1)[place], choice.view(-1)[place] = of_targets.cpu(), best.cpu()
+    return values, chosen
+
+
+@torch.no_grad()
+def logits(passes: Passes, input_ids: Tensor, positions: slice = slice(None)) -> Tensor:
+    """Logits [batch, positions, vocab], in evaluation mode, whole: not for training."""
+    passes.skeleton.set_training(False)
+    batch = {"input_ids": input_ids, "labels": torch.full_like(input_ids, IGNORE)}
+    (found,) = [
+        passes.skeleton.head(rows.flatten(0, 1)).view(*rows.shape[:2], -1)
+        for _, hidden in passes.through_layers(passes.prepare([batch], whole=True))
+        for rows in [hidden[:, positions]]
+    ]
+    return found
+
+
+# -- the whole model on the device -----------------------------------------------------------------
+
+
+@contextmanager
+def whole_model(skeleton: Skeleton, parts: EngineParts, tokens: int) -> Iterator[Any | None]:
+    """Inside, transformers' own model with its weights on the device, or None without room for it
+    and a cache of `tokens` tokens, or if it cannot generate."""
+    family: Any = skeleton.model
+    here = not parts.passes.peers.several and has_room(skeleton, parts, tokens)
+    if not family.can_generate() or not here:
+        yield None
+        return
+    compiled = parts.passes.settings.compile
+    eager = torch.compiler.set_stance("force_eager") if compiled else nullcontext()
+    with naming_the_gpu("the whole model"):
+        weights = weights_on_device(parts)
+    device, what = parts.compute.device, "the keys and values of an answer"
+    with computing(device, what, lengths_vary=True), eager, whole(skeleton, weights) as model:
+        yield model
+    parts.compute.synchronize()  # wait: nothing may read the store when a step updates it
+
+
+def likeliest(logits: Tensor) -> int:
+    return int(logits.argmax())
+
+
+def has_room(skeleton: Skeleton, parts: EngineParts, tokens: int) -> bool:
+    """True if all weights are on the device, or fit there beside the keys and values of `tokens`
+    tokens. On a CPU they are there."""
+    store, device = parts.store, parts.compute.device
+    blocks = range(store.resident, len(store.layouts))
+    if device.type == "cpu":
+        return True
+    itemsize = store.arrays["weight"].dtype.itemsize
+    weights = sum(store.layouts[block].numel for block in blocks) * itemsize
+    states = tokens * skeleton.anatomy.hidden_size * itemsize
+    kept = states * (2 * len(skeleton.layers) + HIDDEN_STATES)
+    return weights + kept + RESERVE_BYTES <= free_bytes(device)
+
+
+def free_bytes(device: torch.device) -> int:
+    """Bytes of a GPU that PyTorch can still hand out within this process's limit."""
+    free, total = torch.cuda.mem_get_info(device)
+    held = torch.cuda.memory_reserved(device)
+    limit = int(torch.cuda.get_per_process_memory_fraction(device) * total)
+    return min(free, limit - held) + held - torch.cuda.memory_allocated(device)
+
+
+def weights_on_device(parts: EngineParts) -> list[Tensor]:
+    """Every block's weights, flat, on the device, once their updates are done; none may write them.
+
+    Copies, but for those of resident blocks and, on a CPU, those in RAM.
+    """
+    store, device, found = parts.store, parts.compute.device, []
+    for block in range(len(store.layouts)):
+        parts.updater.wait_ready(block)
+        if store.is_resident(block):
+            found.append(store.array("weight", block))
+        else:
+            found.append(store.lasting("weight", block).to(device))
+    return found
+
+
+@contextmanager
+def starting_from(model: Any, settings: GenerationConfig) -> Iterator[None]:
+    """Inside, `generate` of a transformers model starts from these settings, not from its own."""
+    own, model.generation_config = model.generation_config, settings
+    try:
+        yield
+    finally:
+        model.generation_config = own
+
+
+def generated(
+    model: Any, input_ids: Tensor, max_new_tokens: int, ends: Sequence[int], choose: Choose
+) -> list[int]:
+    """What transformers' `generate` appends to input_ids [1, tokens], choosing each token by
+    `choose`; nothing that the model's own generation settings say counts."""
+    from transformers import GenerationConfig, LogitsProcessorList
+
+    nothing: Any = GenerationConfig()  # type: ignore[no-untyped-call]
+    with starting_from(model, nothing):
+        ids = model.generate(
+            input_ids,
+            attention_mask=torch.ones_like(input_ids),
+            max_new_tokens=max_new_tokens,
+            do_sample=False,
+            eos_token_id=list(ends) or None,
+            pad_token_id=next(iter(ends), 0),
+            logits_processor=LogitsProcessorList([chosen_by(choose)]),
+        )
+    new: list[int] = ids[0, input_ids.shape[1] :].tolist()
+    return new
+
+
+def chosen_by(choose: Choose) -> LogitsProcessor:
+    """Leaves one token to a greedy search, the one that `choose` picks."""
+    from transformers import LogitsProcessor
+
+    class Chosen(LogitsProcessor):
+        def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+            beat()
+            only = torch.full_like(scores, -torch.inf)
+            only[0, choose(scores[0])] = 0.0
+            return only
+
+    return Chosen()

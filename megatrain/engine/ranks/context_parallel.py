@@ -1,0 +1,125 @@
+"""Context parallelism: ranks share sequences, and trade tokens for heads around attention (Ulysses;
+models/ulysses.py), by the lane that exchanges blocks.
+
+One thread issues all collectives of a rank: NCCL does not allow several at once, and a common order
+rules out that two ranks wait for each other. The computing thread asks for all of them, attention's
+and blocks', in an order that follows from the plan alone; a recomputed layer asks again, and its
+backward in the order of its graph, of which every rank has the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from megatrain.engine.streams import Compute, Event, Lane
+from megatrain.errors import DataError
+from megatrain.losses import IGNORE, Targets
+from megatrain.models.recorder import LayerCall
+from megatrain.models.ulysses import Around, call_of_piece, implementation_of, piece_of
+from megatrain.world import World, trade_parts
+
+HEADS, TOKENS = 1, 2  # dimensions of what attention is given; what it returns has them turned round
+
+
+class ContextParallel:
+    """One rank's part of the sequences that a group of ranks share.
+
+    Attributes:
+        rank, size: in that group; of `size` equal parts of a sequence this rank has part `rank`.
+    """
+
+    def __init__(self, world: World, config: Any, compute: Compute, lane: Lane) -> None:
+        self.rank, self.size = world.cp_rank, world.cp_size
+        self._around = Around(AllToAll(world, compute, lane), implementation_of(config))
+
+    def around_layers(
+        self, hidden: Tensor, calls: Sequence[LayerCall]
+    ) -> tuple[Tensor, list[LayerCall]]:
+        """This rank's part of hidden states [batch, tokens, hidden], and the layers' calls on it,
+        in which attention sees all ranks' tokens."""
+        own, around = piece_of(hidden.shape[1], self.rank, self.size), self._around
+        return hidden[:, own], [call_of_piece(call, hidden.shape, own, around) for call in calls]
+
+    def own(self, targets: Targets, width: int) -> Targets:
+        """This rank's of the targets of sequences of `width` tokens."""
+        return targets.of_piece(width, self.rank, self.size)
+
+    def lengthened(
+        self, batch: Mapping[str, Tensor], longest: int | None = None
+    ) -> Mapping[str, Tensor]:
+        """A micro-batch with sequences of a multiple of `size` tokens: padding, in documents of its
+        own, behind.
+
+        Raises DataError if that makes them longer than the `longest` that the model reads, or for
+        an attention_mask that is not one of tokens.
+        """
+        shape = batch["input_ids"].shape
+        missing = -shape[1] % self.size
+        fills = {"labels": IGNORE, "input_ids": 0, "attention_mask": 0, "position_ids": 0}
+        if not missing:
+            return batch
+        if longest is not None and "position_ids" not in batch and shape[1] + missing > longest:
+            raise DataError(
+                f"a sequence of {shape[1]} tokens is padded to {shape[1] + missing} for "
+                f"{self.size} ranks that share it, but the model reads {longest}; cut it"
+            )
+        if any(batch[name].shape[1:] != shape[1:] for name in fills if name in batch):
+            raise DataError(
+                f"a sequence of {shape[1]} tokens needs padding for {self.size} ranks that share "
+                "it, so its attention_mask must be [rows, tokens]"
+            )
+        return {
+            name: pad(values, (0, missing), value=fills[name]) if name in fills else values
+            for name, values in batch.items()
+        }
+
+
+class Traded(torch.autograd.Function):
+    """Tensors of which ranks have swapped parts; gradients go the same way back."""
+
+    @staticmethod
+    def forward(ctx: Any, trade: AllToAll, split: int, join: int, *states: Tensor) -> Any:
+        ctx.way = trade, join, split
+        return tuple(trade.swapped(states, split, join))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        trade, split, join = ctx.way
+        return None, None, None, *trade.swapped(grads, split, join)
+
+
+class AllToAll:
+    """`models.ulysses.Trade` for the ranks of `world` that share sequences."""
+
+    def __init__(self, world: World, compute: Compute, lane: Lane) -> None:
+        self.rank, self.ranks = world.cp_rank, world.cp_size
+        self._group, self._compute, self._lane = world.sharing, compute, lane
+
+    def to_heads(self, *states: Tensor) -> tuple[Tensor, ...]:
+        found: tuple[Tensor, ...] = Traded.apply(self, HEADS, TOKENS, *states)  # type: ignore[no-untyped-call]
+        return found
+
+    def to_tokens(self, states: Tensor) -> Tensor:
+        (found,) = Traded.apply(self, 1, 2, states)  # type: ignore[no-untyped-call]
+        return found  # type: ignore[no-any-return]
+
+    def swapped(self, states: Sequence[Tensor], split: int, join: int) -> list[Tensor]:
+        """Each cut along `split` into a part for every rank; what came from them, joined along
+        `join`."""
+        sent = [torch.stack(state.chunk(self.ranks, split)) for state in states]
+        received = [torch.empty_like(parts) for parts in sent]
+        computed = self._compute.record()
+
+        def job(_: Event) -> None:
+            self._lane.wait(computed)  # wait: what is sent may still be computed
+            for theirs, ours in zip(received, sent, strict=True):
+                trade_parts(theirs, ours, self._group)
+
+        # wait: nothing that is sent or received may be read, or its memory used again, before
+        self._compute.wait(self._lane.submit(job), "exchange")
+        return [torch.cat(parts.unbind(0), join) for parts in received]
