@@ -14,7 +14,7 @@ from megatrain.engine.activations import Checkpoints, Offload, OnDevice
 from megatrain.engine.codecs import CODECS
 from megatrain.engine.context import naming_the_gpu, take_workspaces
 from megatrain.engine.gradient_sinks import AppliedGradients, GradientRing, StoredGradients
-from megatrain.engine.gradients import Gradients
+from megatrain.engine.gradients import Gradients, GradientSink
 from megatrain.engine.peers import Peers
 from megatrain.engine.ranks.context_parallel import ContextParallel
 from megatrain.engine.ranks.exchange import Exchange, shares_weights
@@ -22,7 +22,7 @@ from megatrain.engine.ranks.sums import RankPeers, SharedGradients
 from megatrain.engine.ranks.weights import GatheredWeights, HostWeights
 from megatrain.engine.routing import Balancer
 from megatrain.engine.step import Passes
-from megatrain.engine.streamer import StoredWeights, Streamer
+from megatrain.engine.streamer import StoredWeights, Streamer, WeightSource
 from megatrain.engine.streams import Compute, Lane
 from megatrain.engine.update import Updater
 from megatrain.errors import MegaTrainError
@@ -100,33 +100,8 @@ def open_parts(
     for lane in (download, upload, fetch):
         resources.callback(lane.close)
     with naming_the_gpu("the weights' slots and the gradients' accumulators"):
-        copies = StoredWeights(store, upload, updater)
-        of_gradients: dict[str, Any] = {
-            "resident": store.resident,
-            "own": range(
-                own_sums(sums_on_device(settings, len(layouts)), anatomy.embed_feeds_head)
-            ),
-            "host_sums": partial(store.array, "grad_sum") if "grad_sum" in store.arrays else None,
-            "compute": compute,
-            "upload": upload,
-            "download": download,
-            "sink": sink,
-        }
-        trained = [layout.trained for layout in layouts]
-        if world.is_alone:
-            exchange, peers = None, Peers()
-            streamer = Streamer(anatomy, store, dtype, compute, copies)
-            gradients = Gradients(trained, dtype, **of_gradients)
-        else:
-            exchange = Exchange(world, layouts, compute, getattr(torch, settings.wire))
-            resources.callback(exchange.close)  # before what its jobs read and write
-            parallel = None
-            if world.cp_size > 1:
-                parallel = ContextParallel(world, skeleton.config, compute, exchange.lane)
-            peers = RankPeers(world, parallel)
-            source = GatheredWeights(copies, exchange, dtype, settings.replicated, kept)
-            streamer = Streamer(anatomy, store, dtype, compute, source)
-            gradients = SharedGradients(trained, dtype, exchange=exchange, **of_gradients)
+        streaming = skeleton, store, dtype, settings, compute, upload, download, kept
+        streamer, gradients, peers, exchange = _streaming(*streaming, updater, sink, resources)
         skeleton.move_buffers(device)
     # before lanes end, one of which may wait for a rank that does not come
     resources.callback(store.stop_waiting, MegaTrainError("the engine is closed"))
@@ -138,6 +113,56 @@ def open_parts(
     return EngineParts(
         store, compute, lanes, updater, sink, checkpoints, streamer, gradients, passes, balancer
     )
+
+
+def _streaming(
+    skeleton: Skeleton,
+    store: Store,
+    dtype: torch.dtype,
+    settings: Settings,
+    compute: Compute,
+    upload: Lane,
+    download: Lane,
+    kept: HostWeights | None,
+    updater: Updater,
+    sink: GradientSink,
+    resources: ExitStack,
+) -> tuple[Streamer, Gradients, Peers, Exchange | None]:
+    """What brings weights to the device and gradients away, alone or with other ranks."""
+    world, layouts, anatomy = store.world, store.layouts, skeleton.anatomy
+    copies = StoredWeights(store, upload, updater)
+    source: WeightSource = copies
+    exchange, peers = None, Peers()
+    if not world.is_alone:
+        exchange = Exchange(world, layouts, compute, getattr(torch, settings.wire))
+        resources.callback(exchange.close)  # before what its jobs read and write
+        source = GatheredWeights(copies, exchange, dtype, settings.replicated, kept)
+        peers = RankPeers(world, _context_parallel(world, skeleton, compute, exchange))
+    streamer = Streamer(anatomy, store, dtype, compute, source)
+    sums = sums_on_device(settings, len(layouts))
+    of_gradients: dict[str, Any] = {
+        "resident": store.resident,
+        "own": range(own_sums(sums, anatomy.embed_feeds_head)),
+        "host_sums": partial(store.array, "grad_sum") if "grad_sum" in store.arrays else None,
+        "compute": compute,
+        "upload": upload,
+        "download": download,
+        "sink": sink,
+    }
+    trained = [layout.trained for layout in layouts]
+    if exchange is None:
+        gradients = Gradients(trained, dtype, **of_gradients)
+    else:
+        gradients = SharedGradients(trained, dtype, exchange=exchange, **of_gradients)
+    return streamer, gradients, peers, exchange
+
+
+def _context_parallel(
+    world: World, skeleton: Skeleton, compute: Compute, exchange: Exchange
+) -> ContextParallel | None:
+    if world.cp_size == 1:
+        return None
+    return ContextParallel(world, skeleton.config, compute, exchange.lane)
 
 
 def _host_weights(
