@@ -186,7 +186,6 @@ def plan_cases() -> Iterator[tuple[str, list[str]]]:
         ("128k", "H200", "128GiB", ["train.seq_len=131072", "train.tokens_per_step=131072"]),
         ("Lion, unclipped", "H100", "64GiB", ["optimizer.name=lion", "train.max_grad_norm=null"]),
         ("Muon", "H100", "128GiB", ["optimizer.name=muon"]),
-        ("state on NVMe", "RTX 4090", "64GiB", [f"memory.nvme={scratch}"]),
     ):
         yield f"qwen2.5-7b, {name}", ["qwen2.5-7b", "--gpu", gpu, "--ram", ram, *keys]
     for name, case in CUDA_CASES.items():

@@ -214,7 +214,7 @@ def test_several_hosts_do_not_read_one_copy():
     ],
 )
 def test_who_reads(transport, world, reach, expected, monkeypatch):
-    monkeypatch.setattr("megatrain.engine.parts.peers", lambda *_: reach)
+    monkeypatch.setattr("megatrain.engine.ranks.exchange.peers", lambda *_: reach)
     settings = Settings(transport=transport)
     assert shares_weights(settings, world, torch.device("cpu")) == expected
 
