@@ -1,6 +1,6 @@
 """What engine, planner and simulation agree on: the order in which a step visits blocks, the
-buffers that blocks and gradients pass through, which layers save their activations, what is on
-NVMe, and the sizes of the codecs' codes.
+buffers that blocks and gradients pass through, which layers save their activations, and sizes of
+codecs' codes. (Sizes of memory: memory/sizes.py.)
 
 Pure functions of integers. Blocks are counted in execution order: 0 is the embedding, then come the
 layers, the last one is the head. `numels` are the elements of every block.
@@ -16,40 +16,6 @@ from typing import Final, Literal, NamedTuple
 LAYER_SLOTS: Final = 2  # device buffers for layers: one computes while the other is filled
 TRAVELLING_SUMS: Final = 2  # fp32 accumulators: one is added to while another is on its way
 LANDING_BUFFERS: Final = 3  # of gradients applied at once: one arrives, one waits, one is in use
-HUGE_PAGE: Final = 2 << 20  # bytes; host memory is taken in whole ones
-BLOCK_ALIGNMENT: Final = 1024  # elements: of bf16 half a page, and whole rows for row-wise norms
-SHARE_BUFFERS: Final = 2  # on the device: one share of a block comes up while another is gathered
-
-
-def slab_bytes(nbytes: int) -> int:
-    """Bytes of the host memory that holds `nbytes`: whole huge pages, one at least."""
-    return max(1, -(-nbytes // HUGE_PAGE)) * HUGE_PAGE
-
-
-def shared_bytes(sizes: Sequence[int], ranks: int) -> int:
-    """Bytes of the mapping that holds arrays of these sizes for all of a host's ranks: whole pages,
-    and then for each rank and array the number of its updates."""
-    return sum(-(-size // PAGE) * PAGE for size in sizes) + 8 * ranks * len(sizes)
-
-
-def share(numel: int, ranks: int) -> int:
-    """Elements of a block that each of so many ranks owns; the last ones may have less, or none."""
-    return -(-numel // (ranks * BLOCK_ALIGNMENT)) * BLOCK_ALIGNMENT
-
-
-@lru_cache(maxsize=64)
-def padded(numels: tuple[int, ...], ranks: int) -> tuple[int, ...]:
-    """Elements of every block with whole shares for all ranks; of one alone as they are."""
-    return numels if ranks == 1 else tuple(ranks * share(numel, ranks) for numel in numels)
-
-
-@lru_cache(maxsize=64)
-def owned(numels: tuple[int, ...], before: tuple[int, ...], ranks: int) -> tuple[int, ...]:
-    """Elements that the first of so many ranks owns of every block's first `before`: none owns
-    more."""
-    if ranks == 1:
-        return before
-    return tuple(min(share(n, ranks), end) for n, end in zip(numels, before, strict=True))
 
 
 # -- order and weights' slots ----------------------------------------------------------------------
@@ -110,7 +76,7 @@ def uploads(
 ) -> tuple[tuple[int, ...], ...]:
     """Blocks whose upload is asked for before each visit: as many of the next ones as find their
     slot free, that is not needed by another block which is visited first. Replicated ones, whose
-    slots are always free, come no earlier than others would: what ranks exchange for a layer that
+    slots are always free, come no earlier than others would: what is exchanged for a layer that
     computes would have to wait for the weights, and these for their updates.
 
     slots: of `slots_of_blocks`.
@@ -150,7 +116,7 @@ def own_sums(summed: int, tied: bool) -> int:
 def sum_buffers(numels: Sequence[int], travel: bool) -> tuple[int, ...]:
     """Elements of the accumulators on the device that blocks of `numels` take in turn.
 
-    travel: between groups the sums wait in host RAM, or after the last one ranks exchange them.
+    travel: between groups the sums wait in host RAM, or after the last one they are exchanged.
     """
     return (max(numels),) * (TRAVELLING_SUMS if travel else 1) if numels else ()
 
@@ -210,33 +176,6 @@ def graphs_of_layers(layers: int, retained: int, on_host: int, first: int = 0) -
     staying: list[Where] = ["device"] * (back - others)
     before: list[Where] = ["unneeded"] * (layers - back)
     return (*before, *spread, *staying)
-
-
-# -- NVMe ------------------------------------------------------------------------------------------
-
-PAGE: Final = 4096  # bytes; O_DIRECT wants addresses, offsets and sizes in multiples of them
-# Staging buffers of an array in host RAM: one is read, one is updated, one is written back.
-STATE_STAGES = 3
-# Arrays that never go to NVMe: a step touches them more often than once. What is left, only the
-# update reads and writes.
-IN_MEMORY = ("weight", "grad", "grad_sum")
-
-
-def stages(blocks: int) -> int:
-    """Staging buffers of one array that `blocks` blocks keep on NVMe."""
-    return min(blocks, STATE_STAGES)
-
-
-@lru_cache(maxsize=1024)  # a search asks for the same few again and again
-def blocks_on_nvme(blocks: int, resident: int, count: int) -> tuple[int, ...]:
-    """`count` of the blocks that are not resident, ascending: the last layers, then head,
-    embedding.
-
-    The update reaches the last layers last, so the drive has the longest to bring them. Staging
-    buffers must hold the largest block, and embedding and head may be far larger than a layer.
-    """
-    order = [*range(blocks - 2, 0, -1), blocks - 1, 0]
-    return tuple(sorted([block for block in order if block >= resident][:count]))
 
 
 # -- codecs of activation checkpoints --------------------------------------------------------------

@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 
-from megatrain import schedule
+from megatrain.memory import sizes
 from tests.delays import sleeper
 
 
 def few_buffers(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
     """This many of every array on NVMe, so that blocks must take turns."""
-    monkeypatch.setattr(schedule, "STATE_STAGES", count)
+    monkeypatch.setattr(sizes, "STATE_STAGES", count)
 
 
 def quick_drive(monkeypatch: pytest.MonkeyPatch) -> None:

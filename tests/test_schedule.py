@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import pytest
 
+from megatrain.memory.sizes import HUGE_PAGE, blocks_on_nvme, slab_bytes
 from megatrain.schedule import (
     FORMS,
-    HUGE_PAGE,
     block_order,
-    blocks_on_nvme,
     graphs_of_layers,
     kept_row_bytes,
     leaving,
     own_sums,
     rings,
-    slab_bytes,
     slot_sizes,
     slots_of_blocks,
     sum_buffers,

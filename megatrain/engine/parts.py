@@ -27,18 +27,13 @@ from megatrain.engine.streams import Compute, Lane
 from megatrain.engine.update import Updater
 from megatrain.errors import MegaTrainError
 from megatrain.memory.layout import ArraySpec, FlatLayout
+from megatrain.memory.sizes import IN_MEMORY, blocks_on_nvme
 from megatrain.memory.store import Store
 from megatrain.models.anatomy import layouts_of
 from megatrain.models.skeleton import Skeleton
 from megatrain.optim import Optimizer
 from megatrain.optim.split import CHUNK, split_master
-from megatrain.schedule import (
-    IN_MEMORY,
-    blocks_on_nvme,
-    kept_row_bytes,
-    own_sums,
-    summed_blocks,
-)
+from megatrain.schedule import kept_row_bytes, own_sums, summed_blocks
 from megatrain.settings import Settings
 from megatrain.world import ALONE, World
 

@@ -10,8 +10,8 @@ from typing import Literal, NamedTuple
 
 import torch
 
-from megatrain import schedule
-from megatrain.schedule import BLOCK_ALIGNMENT as BLOCK_ALIGNMENT
+from megatrain.memory import sizes
+from megatrain.memory.sizes import BLOCK_ALIGNMENT as BLOCK_ALIGNMENT
 
 # Both in elements. 64 of bf16 are 128 bytes: every view starts on a cache line, for vector loads.
 TENSOR_ALIGNMENT = 64
@@ -180,7 +180,7 @@ class FlatLayout:
 
     def share(self, ranks: int) -> int:
         """Elements that each of so many ranks owns, but for the last ones, which may have less."""
-        return schedule.share(self.numel, ranks)
+        return sizes.share(self.numel, ranks)
 
     def span(self, place: int, ranks: int) -> Span:
         """A rank's share, by its place among them (`World.place`); empty where the block is shorter

@@ -21,9 +21,9 @@ import torch
 
 from megatrain.errors import StorageError
 from megatrain.memory.layout import ArraySpec, round_up
+from megatrain.memory.sizes import PAGE, stages
 from megatrain.memory.slab import Slab
 from megatrain.memory.swap_files import Done, SwapFiles
-from megatrain.schedule import PAGE, stages
 
 READ_BYTES = 16 << 20  # read at a time of an array that is read past the buffers
 

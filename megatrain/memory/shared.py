@@ -14,8 +14,8 @@ import torch
 
 from megatrain.errors import MegaTrainError
 from megatrain.memory.layout import FlatLayout, round_up
+from megatrain.memory.sizes import PAGE, shared_bytes, slab_bytes
 from megatrain.memory.slab import PORTABLE, SharedSlab
-from megatrain.schedule import PAGE, shared_bytes, slab_bytes
 from megatrain.world import World
 
 LOOKS_EVERY_S = 50e-6  # for another rank's update

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from megatrain.errors import OutOfMemory
-from megatrain.schedule import HUGE_PAGE, PAGE, slab_bytes
+from megatrain.memory.sizes import HUGE_PAGE, PAGE, slab_bytes
 
 # Larger mappings register no faster, and one failure should name an amount that is easy to picture.
 SLAB_BYTES = 16 << 30

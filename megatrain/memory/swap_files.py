@@ -20,7 +20,7 @@ from pathlib import Path
 
 from megatrain.errors import StorageError
 from megatrain.memory.layout import round_up
-from megatrain.schedule import PAGE
+from megatrain.memory.sizes import PAGE
 
 PIECE_BYTES = 8 << 20  # of a transfer: consecutive ones lie in different folders
 QUEUE_DEPTH = 16  # pieces on their way at a time, in each folder

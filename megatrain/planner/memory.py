@@ -17,25 +17,21 @@ from megatrain.machine.hardware import (
     Hardware,
     communicator_bytes,
 )
-from megatrain.planner.activations import SUM_BYTES, WEIGHT_BYTES, Activations
-from megatrain.planner.job import Choices, Job
-from megatrain.schedule import (
+from megatrain.memory.sizes import (
     BLOCK_ALIGNMENT,
     IN_MEMORY,
-    LANDING_BUFFERS,
     SHARE_BUFFERS,
     blocks_on_nvme,
-    own_sums,
     owned,
     padded,
     share,
     shared_bytes,
     slab_bytes,
-    slot_sizes,
     stages,
-    sum_buffers,
-    summed_blocks,
 )
+from megatrain.planner.activations import SUM_BYTES, WEIGHT_BYTES, Activations
+from megatrain.planner.job import Choices, Job
+from megatrain.schedule import LANDING_BUFFERS, own_sums, slot_sizes, sum_buffers, summed_blocks
 from megatrain.settings import WIRES
 from megatrain.storage.run_folder import SMALL_FILES_BYTES
 

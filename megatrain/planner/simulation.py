@@ -12,13 +12,12 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator, Sequence
 
+from megatrain.memory.sizes import SHARE_BUFFERS, STATE_STAGES
 from megatrain.planner.collectives import Collectives
 from megatrain.planner.tasks import BlockTasks, StepOptions, StepTimeline, total
 from megatrain.schedule import (
     COMING,
     LANDING_BUFFERS,
-    SHARE_BUFFERS,
-    STATE_STAGES,
     TRAVELLING_SUMS,
     block_order,
     leaving,

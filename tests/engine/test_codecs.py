@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatrain.engine.activations import codecs
+from megatrain.engine import codecs
 from megatrain.engine.codecs import CODECS, SMALLEST_SCALE, GroupScaled, turned
 from megatrain.schedule import FORMS, kept_row_bytes
 

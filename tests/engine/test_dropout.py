@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatrain.engine.forward import mix
+from megatrain.engine.step import mix
 from megatrain.engine.verify import gradients_of
 from megatrain.settings import Settings
 from tests.compare import apart, differing
@@ -56,7 +56,7 @@ def test_every_mask_has_a_seed_of_its_own_and_recomputation_repeats_it(monkeypat
         drawn.append(mix(*numbers))
         return drawn[-1]
 
-    monkeypatch.setattr("megatrain.engine.forward.mix", noting)
+    monkeypatch.setattr("megatrain.engine.step.mix", noting)
     config = tiny_config("gpt-neox", **DROPOUTS["gpt-neox"])
     with engine_of(config, seed=SEED) as engine:
         drawn.clear()

@@ -10,12 +10,7 @@ import pytest
 
 from megatrain.engine.engine import Engine
 from megatrain.planner.cost.footprint import LiveBytes
-from megatrain.schedule import (
-    own_sums,
-    slot_sizes,
-    sum_buffers,
-    summed_blocks,
-)
+from megatrain.schedule import own_sums, slot_sizes, sum_buffers, summed_blocks
 from megatrain.settings import Settings
 from tests.support import Batch, engine_of, full_batches, micro_batches, tiny_config
 

@@ -17,7 +17,7 @@ from megatrain.engine.engine import Engine
 from megatrain.errors import MegaTrainError, StorageError
 from megatrain.memory import swap_files
 from megatrain.memory.nvme_store import NvmeStore
-from megatrain.schedule import blocks_on_nvme
+from megatrain.memory.sizes import blocks_on_nvme
 from megatrain.settings import ALL, Settings
 from tests.compare import differing
 from tests.delays import LANES, delay, failing
@@ -117,7 +117,7 @@ def test_some_blocks_may_lie_on_nvme(tmp_path, blocks):
 
 def test_what_is_on_nvme_is_not_in_ram(tmp_path, monkeypatch):
     few_buffers(monkeypatch, 1)
-    monkeypatch.setattr("megatrain.schedule.HUGE_PAGE", 4096)
+    monkeypatch.setattr("megatrain.memory.sizes.HUGE_PAGE", 4096)
     with make(None) as ours, make(tmp_path) as theirs:
         numel = [layout.numel for layout in ours.store.layouts]
         assert theirs.store.nbytes <= sum(numel) * 4 + max(numel) * 10 + 6 * 4096

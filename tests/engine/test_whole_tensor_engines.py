@@ -12,8 +12,8 @@ import pytest
 import torch
 from torch import nn
 
-from megatrain import schedule
 from megatrain.engine.workspace import HostWorkspace
+from megatrain.memory import sizes
 from megatrain.models.anatomy import decaying
 from megatrain.optim import Muon
 from megatrain.settings import ALL, Settings
@@ -90,7 +90,7 @@ def test_dials_change_no_bit(name):
 
 @pytest.mark.parametrize("max_norm", [MAX_NORM, None])
 def test_nor_does_state_on_nvme(max_norm, tmp_path, monkeypatch):
-    monkeypatch.setattr(schedule, "STATE_STAGES", 1)
+    monkeypatch.setattr(sizes, "STATE_STAGES", 1)
     settings = replace(STRAIGHT, nvme_folders=(tmp_path,), nvme_blocks=ALL)
     found = trained("qwen2-tied", settings, max_norm=max_norm)
     assert_same(found, straight("qwen2-tied", max_norm=max_norm))

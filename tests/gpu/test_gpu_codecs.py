@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from megatrain.engine.activations import codecs
+from megatrain.engine import codecs
 from megatrain.engine.codecs import CODECS
 from tests.engine.test_codecs import DTYPES, SHAPES, hidden_states
 

@@ -13,9 +13,8 @@ from typing import Any
 import pytest
 import torch
 
-from megatrain import schedule
 from megatrain.errors import MegaTrainError, StorageError
-from megatrain.memory import nvme_store, swap_files
+from megatrain.memory import nvme_store, sizes, swap_files
 from megatrain.memory.layout import ArraySpec, FlatLayout
 from megatrain.memory.nvme_store import NvmeStore
 from megatrain.memory.store import Store
@@ -40,7 +39,7 @@ def numel(spec: ArraySpec, block: int) -> int:
 @pytest.fixture(params=[1, 2], ids=["one folder", "two folders"])
 def store(request, tmp_path, monkeypatch):
     monkeypatch.setattr(swap_files, "PIECE_BYTES", 16384)
-    monkeypatch.setattr(schedule, "STATE_STAGES", 2)
+    monkeypatch.setattr(sizes, "STATE_STAGES", 2)
     folders = [tmp_path / str(i) for i in range(request.param)]
     made = NvmeStore(numel, ARRAYS, BLOCKS, folders, threads=1)
     yield made

@@ -20,7 +20,7 @@ from megatrain.errors import MegaTrainError
 from megatrain.memory import shared, slab
 from megatrain.memory.layout import FlatLayout
 from megatrain.memory.shared import SharedWeights
-from megatrain.schedule import slab_bytes
+from megatrain.memory.sizes import slab_bytes
 from megatrain.world import World
 from tests.memory.test_slab import Cuda
 from tests.ranks import run_ranks

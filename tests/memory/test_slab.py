@@ -11,9 +11,9 @@ import torch
 from megatrain.errors import OutOfMemory
 from megatrain.memory import slab
 from megatrain.memory.layout import ArraySpec, FlatLayout
+from megatrain.memory.sizes import HUGE_PAGE
 from megatrain.memory.slab import Slab
 from megatrain.memory.store import Store
-from megatrain.schedule import HUGE_PAGE
 
 
 class Cuda:

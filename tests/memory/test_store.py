@@ -8,9 +8,9 @@ import torch
 from megatrain.errors import OutOfMemory
 from megatrain.memory import slab
 from megatrain.memory.layout import ArraySpec, FlatLayout
+from megatrain.memory.sizes import HUGE_PAGE
 from megatrain.memory.slab import Slab
 from megatrain.memory.store import Store
-from megatrain.schedule import HUGE_PAGE
 
 LAYOUTS = [
     FlatLayout.pack([("w", (n,), True)]) for n in (500_000, 100, 1_500_000, 1_500_000, 3_000)

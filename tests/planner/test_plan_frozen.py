@@ -13,6 +13,7 @@ from rich.console import Console
 
 from megatrain.engine.engine import Engine
 from megatrain.machine.profile import typical
+from megatrain.memory.sizes import PAGE
 from megatrain.models.skeleton import Skeleton
 from megatrain.planner.cost.shape import Frozen, ModelShape, shape_of
 from megatrain.planner.explain import render
@@ -20,7 +21,7 @@ from megatrain.planner.job import Job
 from megatrain.planner.memory import disk_bytes
 from megatrain.planner.plan import make_plan
 from megatrain.planner.timing import StepCosts
-from megatrain.schedule import PAGE, block_order, graphs_of_layers, layers_back
+from megatrain.schedule import block_order, graphs_of_layers, layers_back
 from megatrain.settings import Settings
 from tests.planned import ALL_STREAMED, H200, JOB_7B, QWEN_7B, TINY, TINY_JOB, layout
 from tests.support import tiny_config

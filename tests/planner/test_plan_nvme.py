@@ -12,19 +12,19 @@ import pytest
 import torch
 from rich.console import Console
 
-from megatrain import schedule
 from megatrain.engine.parts import open_store
 from megatrain.errors import PlanError
 from megatrain.machine.hardware import GIB, Hardware
 from megatrain.machine.profile import typical
+from megatrain.memory import sizes
 from megatrain.memory.layout import FlatLayout
+from megatrain.memory.sizes import blocks_on_nvme
 from megatrain.optim import AdamW
 from megatrain.planner.explain import render
 from megatrain.planner.job import Choices, Job
 from megatrain.planner.memory import Layout
 from megatrain.planner.plan import Plan, lay_out, make_plan
 from megatrain.planner.timing import StepCosts, Timing
-from megatrain.schedule import blocks_on_nvme
 from megatrain.settings import Settings
 from tests.planned import H200, JOB_7B, LAPTOP, QWEN_7B, TINY, TINY_JOB, h200
 
@@ -172,7 +172,7 @@ def test_the_plan_tells_what_was_asked_from_what_it_chose(host, asked, words):
 
 @pytest.mark.parametrize("count", [1, 3, 6])
 def test_the_engine_allocates_what_the_plan_says(tmp_path, monkeypatch, count):
-    monkeypatch.setattr(schedule, "HUGE_PAGE", 4096)
+    monkeypatch.setattr(sizes, "HUGE_PAGE", 4096)
     numels = (90_112, 40_960, 40_960, 40_960, 40_960, 61_440)
     layouts = [FlatLayout.pack([("w", (numel,), True)]) for numel in numels]
     shape = replace(TINY, block_numel=tuple(layout.numel for layout in layouts))

@@ -15,8 +15,8 @@ import torch
 from megatrain.engine.ranks.exchange import Exchange
 from megatrain.engine.streamer import Slot, StoredWeights
 from megatrain.engine.streams import Event, Lane
+from megatrain.memory.sizes import SHARE_BUFFERS
 from megatrain.memory.slab import Slab, slabs_of
-from megatrain.schedule import SHARE_BUFFERS
 
 
 @final
