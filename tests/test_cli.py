@@ -85,7 +85,7 @@ def recipes(monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "megatrain.recipes.run", recorder)
     monkeypatch.setitem(sys.modules, "megatrain.recipes.inspect", recorder)
     monkeypatch.setitem(sys.modules, "megatrain.storage.export", export)
-    monkeypatch.setattr("megatrain.planner.explain.render", lambda plan, out: plan.render(out))
+    monkeypatch.setattr("megatrain.planner.plan.render", lambda plan, out: plan.render(out))
     monkeypatch.chdir(tmp_path)
     Path("cfg.yaml").write_text(CONFIG)
     Path("rows.jsonl").touch()

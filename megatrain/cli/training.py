@@ -128,7 +128,7 @@ def plan(
     else:
         settings = load_config(target, given)
         find_model(settings.model.source, settings.model.revision)
-    from megatrain.planner.explain import render
+    from megatrain.planner.plan import render
     from megatrain.recipes import run
     from megatrain.reporting.progress import logging_on
 

@@ -22,7 +22,7 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError, core_schema
 
-from megatrain.machine.sizes import parse_size
+from megatrain.machine.datasheets import parse_size
 from megatrain.settings import OPTION
 
 Auto = Literal["auto"]

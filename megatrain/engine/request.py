@@ -18,8 +18,8 @@ from megatrain.engine.objective import AnyLoss
 from megatrain.engine.parts import PRECISIONS
 from megatrain.errors import ConfigError
 from megatrain.losses import SequenceLoss, next_token
+from megatrain.machine.datasheets import parse_size
 from megatrain.machine.hardware import bf16_is_fast
-from megatrain.machine.sizes import parse_size
 from megatrain.models.pretrained import ModelSource, read_model_config, resolve_source
 from megatrain.models.skeleton import Skeleton
 from megatrain.models.transforms.fp8 import fp8_supported

@@ -5,6 +5,8 @@ One table for every reader: plans, MFU and energy.
 
 from __future__ import annotations
 
+import math
+import re
 from dataclasses import dataclass
 
 FIRST_BFLOAT16 = (8, 0)  # compute capability with bf16 units: Ampere
@@ -139,3 +141,19 @@ def board_power_w(gpu_name: str | None) -> float | None:
     """Board power of the data sheet in watts; None where it is unknown."""
     sheet = data_sheet(gpu_name)
     return None if sheet is None else sheet.watts
+
+
+# Bare K, M, G and T are binary, as docker, systemd and slurm read them.
+_UNIT_BYTES = {"": 1, "B": 1}
+_UNIT_BYTES |= {f"{p}B": 1000**n for n, p in enumerate("KMGT", start=1)}
+_UNIT_BYTES |= {f"{p}{end}": 1024**n for n, p in enumerate("KMGT", start=1) for end in ("", "IB")}
+_SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*")
+
+
+def parse_size(value: object) -> object:
+    """Bytes of a human size (`80GiB`, `512 MB`, `1.5TB`, a plain number); else the value itself."""
+    match = _SIZE.fullmatch(value) if isinstance(value, str) else None
+    if match is None or match[2].upper() not in _UNIT_BYTES:
+        return value
+    size = float(match[1]) * _UNIT_BYTES[match[2].upper()]
+    return int(size) if math.isfinite(size) else value

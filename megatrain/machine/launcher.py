@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 from megatrain.errors import ConfigError
 
@@ -80,3 +82,33 @@ def first_host(environ: Mapping[str, str], place: Place) -> str:
         return HERE
     first = FIRST_OF_LIST.match(environ.get("SLURM_STEP_NODELIST", ""))
     return "".join(filter(None, first.groups())) if first else HERE
+
+
+CPUS = Path("/sys/devices/system/cpu")
+
+
+def share_of_cores(number: int, of: int, cpus: Path = CPUS) -> set[int]:
+    """The logical cores of process `number` of so many, out of those that this one may use.
+
+    They are neighbours: of one socket where that goes. Those of one physical core stay together.
+    All of them, if there are fewer than processes.
+    """
+    allowed = sorted(os.sched_getaffinity(0))
+    cores: dict[tuple[int, ...], list[int]] = {}
+    for cpu in allowed:
+        cores.setdefault(_place(cpu, cpus), []).append(cpu)
+    whole = [cores[place] for place in sorted(cores)]
+    if len(whole) < of:
+        return set(allowed)
+    start, stop = (len(whole) * edge // of for edge in (number, number + 1))
+    return {cpu for core in whole[start:stop] for cpu in core}
+
+
+def _place(cpu: int, cpus: Path) -> tuple[int, ...]:
+    """Socket and core; only the logical core itself where the kernel does not say."""
+    topology = cpus / f"cpu{cpu}" / "topology"
+    try:
+        names = ("physical_package_id", "core_id")
+        return tuple(int((topology / name).read_text()) for name in names)
+    except (OSError, ValueError):
+        return (0, cpu)

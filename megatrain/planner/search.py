@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left
-from collections.abc import Iterable, Iterator, Sequence
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import product
 from operator import itemgetter
@@ -14,11 +14,44 @@ from megatrain.machine.profile import MachineProfile
 from megatrain.planner.activations import compiled_sets, head_bytes
 from megatrain.planner.job import Budget, Choices, Job
 from megatrain.planner.memory import Layout
-from megatrain.planner.numbers import PARTS, around, complexity, most
 from megatrain.planner.timing import StepCosts
 
 if TYPE_CHECKING:
     from megatrain.planner.cost.shape import ModelShape
+
+# Parts of their range at which numbers of retained layers, and of layers that send saved
+# activations to host RAM, are tried first; those between are tried next to the fastest.
+PARTS = 8
+
+
+def most(count: int, fits: Callable[[int], bool]) -> int:
+    """The largest number up to `count` that fits, if all numbers below one that fits do; else 0."""
+    if fits(count):  # the last block takes the slots with it: all can fit where all but one do not
+        return count
+    return max(0, bisect_right(range(count), False, key=lambda number: not fits(number)) - 1)
+
+
+def around(found: int, largest: int) -> Iterator[int]:
+    """Numbers up to `largest` that are nearer to `found` than the next part of the range."""
+    step = -(-largest // PARTS)
+    near = range(max(0, found - step + 1), min(largest, found + step - 1) + 1)
+    return (number for number in near if number != found)
+
+
+def complexity(layout: Layout) -> tuple[bool, int, int, bool, bool, bool, bool, int]:
+    """Order among choices that are equally fast, the simplest first."""
+    choices = layout.choices
+    return (
+        choices.second_backward,
+        choices.nvme_blocks,
+        choices.groups,
+        choices.offload_activations,
+        choices.retained_on_host > 0,
+        choices.cheap_retention,
+        choices.layer_chunk_tokens is not None,
+        layout.device_bytes + layout.host_bytes,
+    )
+
 
 # Larger micro-batches gain nothing: layers of 7B to 32B models run as fast at 2k to 16k tokens as
 # at 32k on an H200, and a 1.8B layer is fastest at 16k.

@@ -16,7 +16,8 @@ from megatrain.planner.job import Choices, Job
 from megatrain.planner.memory import disk_bytes
 from megatrain.planner.reasons import counted
 from megatrain.planner.search import Search
-from megatrain.planner.timing import StepCosts, Timing
+from megatrain.planner.tasks import Timing
+from megatrain.planner.timing import StepCosts
 from megatrain.schedule import UNCHANGED
 from megatrain.settings import OPTIONS
 

@@ -16,8 +16,7 @@ from megatrain.planner import simulation
 from megatrain.planner.activations import SUM_BYTES
 from megatrain.planner.collectives import common_memory, cross_network, exchanged, traded
 from megatrain.planner.memory import Layout, state_bytes_per_parameter
-from megatrain.planner.predicted import Timing as Timing
-from megatrain.planner.tasks import WAITS, BlockTasks, StepOptions, serial
+from megatrain.planner.tasks import WAITS, BlockTasks, StepOptions, Timing, serial
 from megatrain.schedule import UNCHANGED, Where, graphs_of_layers
 
 if TYPE_CHECKING:

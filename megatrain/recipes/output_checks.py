@@ -15,6 +15,7 @@ from megatrain.reporting.metrics import METRICS_FILE, SAMPLES_FILE
 from megatrain.reporting.page import REPORT_FILE
 from megatrain.reporting.progress import LOG_FILE
 from megatrain.reporting.trackers import ID_FILE
+from megatrain.storage.hashed_file import storage_error, system_errors
 from megatrain.storage.manifest import MANIFEST
 from megatrain.storage.run_folder import (
     ANOTHER_OUTPUT,
@@ -25,7 +26,6 @@ from megatrain.storage.run_folder import (
     PASSENGERS,
     UNFINISHED,
 )
-from megatrain.storage.system_calls import storage_error, system_errors
 
 FILES = (*DESCRIPTION, METRICS_FILE, SAMPLES_FILE, LOG_FILE, ID_FILE, REPORT_FILE)
 FOLDERS = (*LINKS, FINAL, PASSENGERS, "tensorboard", "wandb")

@@ -17,7 +17,7 @@ from megatrain.engine.ranks.exchange import peers
 from megatrain.engine.request import choose_device, choose_precision
 from megatrain.engine.resolved import Machine
 from megatrain.errors import ConfigError, StorageError
-from megatrain.machine.datasheets import FIRST_BFLOAT16, FIRST_FP8
+from megatrain.machine.datasheets import FIRST_BFLOAT16, FIRST_FP8, parse_size
 from megatrain.machine.hardware import GIB, Hardware, drive_name, read_hardware, shared_out
 from megatrain.machine.hypothetical import DRIVER_BYTES, SYSTEM_BYTES, find_gpu, hypothetical
 from megatrain.machine.mounts import IN_RAM, mount_of
@@ -29,7 +29,6 @@ from megatrain.machine.profile import (
     typical,
     with_drives,
 )
-from megatrain.machine.sizes import parse_size
 from megatrain.measure.disk import drive_rates
 from megatrain.recipes.doctor import measured_or_typical, measured_together
 from megatrain.recipes.ranks.device import cores_of_host

@@ -33,11 +33,10 @@ from megatrain.storage.export import (
     weight_plan,
     write_description,
 )
-from megatrain.storage.hashed_file import WrittenFile, write_bytes
+from megatrain.storage.hashed_file import WrittenFile, sync_tree, system_errors, write_bytes
 from megatrain.storage.manifest import MANIFEST, Manifest, describe_files, read_manifest
 from megatrain.storage.rounds import led, write_model
 from megatrain.storage.safetensors_writer import TensorSource
-from megatrain.storage.system_calls import sync_tree, system_errors
 
 if TYPE_CHECKING:
     from transformers import GenerationConfig, PreTrainedTokenizerBase

@@ -25,6 +25,7 @@ from megatrain.models.constants import Constants
 from megatrain.models.gguf_families import family_of
 from megatrain.models.names import Tensors
 from megatrain.models.stops import about_added, with_stops
+from megatrain.optim.split import join_master
 from megatrain.storage.carried import (
     CONFIG,
     Carried,
@@ -33,20 +34,50 @@ from megatrain.storage.carried import (
     is_carried,
     with_dtype,
 )
-from megatrain.storage.converted import converted
 from megatrain.storage.gguf_file import DTYPES as GGUF_DTYPES
 from megatrain.storage.gguf_file import FILE, write_gguf
-from megatrain.storage.hashed_file import write_bytes
+from megatrain.storage.hashed_file import sync_tree, write_bytes
 from megatrain.storage.manifest import MANIFEST, Manifest, stray_files, verify_checkpoint
 from megatrain.storage.rounds import led, write_model
 from megatrain.storage.run_folder import copy_file, held_by_a_process, hold, new_folder
-from megatrain.storage.safetensors_reader import StoredTensor, open_shards
+from megatrain.storage.safetensors_reader import StoredTensor, open_shards, read_chunks, read_header
 from megatrain.storage.safetensors_writer import TensorSource, plan_shards
 from megatrain.storage.saves import find_checkpoint, model_files, sequence_of, with_state
-from megatrain.storage.system_calls import sync_tree
 
 if TYPE_CHECKING:
     from transformers import GenerationConfig, PreTrainedTokenizerBase
+
+
+def converted(
+    checkpoint: Path, stored: Mapping[str, StoredTensor], dtype: torch.dtype
+) -> list[TensorSource]:
+    """The weights in another dtype: float32 exactly, from the remainders; bfloat16 by rounding."""
+    if dtype == torch.bfloat16:
+        return [TensorSource(t.name, dtype, t.shape, partial(_rounded, t)) for t in stored.values()]
+    files = sorted((checkpoint / "optimizer").glob("*.safetensors"))
+    states = {name: t for path in files for name, t in read_header(path).tensors.items()}
+    lost = [name for name in stored if f"remainder/{name}" not in states]
+    if lost:
+        raise ModelError(
+            f"{checkpoint}: has no remainder of {lost[0]}, so its float32 master is unknown; "
+            "export it as bfloat16"
+        )
+    return [
+        TensorSource(name, dtype, t.shape, partial(_joined, t, states[f"remainder/{name}"]))
+        for name, t in stored.items()
+    ]
+
+
+def _rounded(stored: StoredTensor) -> Iterator[torch.Tensor]:
+    """bfloat16, to nearest even."""
+    for _, values in read_chunks(stored):
+        yield values.to(torch.bfloat16)
+
+
+def _joined(weight: StoredTensor, remainder: StoredTensor) -> Iterator[torch.Tensor]:
+    for (_, high), (_, low) in zip(read_chunks(weight), read_chunks(remainder), strict=True):
+        yield join_master(high, low)
+
 
 UNFINISHED = re.compile(r"(.+)\.\d+\.tmp")  # with the number of the process that writes it
 TRIES = 20  # of an export beside a run that removes checkpoints

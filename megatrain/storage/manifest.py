@@ -16,7 +16,7 @@ from typing import Any
 
 from megatrain.errors import DamagedError, StorageError
 from megatrain.models.pretrained import DESCRIBED_IN
-from megatrain.storage.hashed_file import WrittenFile
+from megatrain.storage.hashed_file import WrittenFile, system_errors
 from megatrain.storage.run_folder import CHECKPOINT, REPLACED
 from megatrain.storage.safetensors_reader import (
     HashedReader,
@@ -24,7 +24,6 @@ from megatrain.storage.safetensors_reader import (
     open_regular,
     read_header,
 )
-from megatrain.storage.system_calls import system_errors
 
 MANIFEST = "MANIFEST.json"
 EVERY_STEP = "every"  # in place of a step, in files that are the same in all checkpoints of a run

@@ -13,7 +13,7 @@ from megatrain.memory.layout import TensorRange
 from megatrain.models.anatomy import Anatomy
 from megatrain.models.constants import FLOATS, Constants
 from megatrain.models.names import Place
-from megatrain.storage.candidates import Candidate, listed
+from megatrain.storage.saves import Candidate, listed
 
 # Constant tables that older releases saved with the weights; models compute them anew.
 IGNORED = re.compile(

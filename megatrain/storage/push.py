@@ -13,6 +13,7 @@ from typing import Any
 from megatrain.errors import ConfigError, MegaTrainError, StorageError
 from megatrain.models.hub import LOG_IN, reachable
 from megatrain.storage.carried import CONFIG
+from megatrain.storage.hashed_file import system_errors
 from megatrain.storage.manifest import (
     MANIFEST,
     Manifest,
@@ -25,7 +26,6 @@ from megatrain.storage.manifest import (
 )
 from megatrain.storage.run_folder import CARD, FINAL
 from megatrain.storage.saves import RUN_ONLY, model_files
-from megatrain.storage.system_calls import system_errors
 from megatrain.version import VERSION
 
 AGAIN = "run the command again: what has arrived is not sent again"

@@ -34,7 +34,6 @@ from megatrain.storage.checkpoint import (
     saved_arrays,
     saved_tensors,
 )
-from megatrain.storage.dealing import Reading, readings
 from megatrain.storage.hashed_file import WrittenFile
 from megatrain.storage.manifest import (
     USE_ANOTHER,
@@ -46,6 +45,7 @@ from megatrain.storage.manifest import (
     verify_checkpoint,
 )
 from megatrain.storage.matching import Found, find_tensors
+from megatrain.storage.rounds import Reading, readings
 from megatrain.storage.run_folder import FINAL
 from megatrain.storage.safetensors_reader import (
     HashedReader,

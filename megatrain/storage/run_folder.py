@@ -19,8 +19,7 @@ from pathlib import Path
 
 from megatrain.durable import sync_folder
 from megatrain.errors import ConfigError, StorageError
-from megatrain.storage.hashed_file import write_bytes
-from megatrain.storage.system_calls import storage_error, system_errors
+from megatrain.storage.hashed_file import storage_error, system_errors, write_bytes
 
 CHECKPOINT = re.compile(r"checkpoint-(\d+)")
 LINKS = ("last", "best", "proven")

@@ -22,7 +22,7 @@ import torch
 
 from megatrain.errors import ModelError, StorageError
 from megatrain.heartbeat import BYTES_READ, beat, may_end_here
-from megatrain.storage.system_calls import system_errors
+from megatrain.storage.hashed_file import system_errors
 
 DTYPES: dict[str, torch.dtype] = {
     "F64": torch.float64,

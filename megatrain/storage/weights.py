@@ -22,14 +22,6 @@ from megatrain.models.initialize import NewHead
 from megatrain.models.names import Place, Tensors
 from megatrain.models.pretrained import ModelSource
 from megatrain.optim.split import as_weight, split_master
-from megatrain.storage.candidates import (
-    Candidate,
-    listed,
-    open_folder,
-    read_gguf,
-    say_dequantised,
-    with_head,
-)
 from megatrain.storage.carried import (
     CONFIG,
     NOTHING,
@@ -38,7 +30,6 @@ from megatrain.storage.carried import (
     carried_of,
     with_frozen,
 )
-from megatrain.storage.dealing import Reading, readings
 from megatrain.storage.hashed_file import WrittenFile
 from megatrain.storage.manifest import (
     Manifest,
@@ -48,10 +39,19 @@ from megatrain.storage.manifest import (
     verifies,
 )
 from megatrain.storage.matching import match
+from megatrain.storage.rounds import Reading, readings
 from megatrain.storage.safetensors_reader import (
     HashedReader,
     StoredTensor,
     in_parallel,
+)
+from megatrain.storage.saves import (
+    Candidate,
+    listed,
+    open_folder,
+    read_gguf,
+    say_dequantised,
+    with_head,
 )
 
 Copied = tuple[Place, StoredTensor]  # a tensor of a block, and its source

@@ -17,12 +17,12 @@ from megatrain.errors import PlanError
 from megatrain.machine.hardware import COMPILER_BYTES, GIB, Hardware
 from megatrain.machine.profile import typical
 from megatrain.planner.cost.shape import ModelShape
-from megatrain.planner.explain import render
 from megatrain.planner.job import Choices, Job
 from megatrain.planner.memory import GPU_RECORDS_SHARE, Layout
-from megatrain.planner.numbers import most
-from megatrain.planner.plan import Plan, make_plan
-from megatrain.planner.timing import StepCosts, Timing
+from megatrain.planner.plan import Plan, make_plan, render
+from megatrain.planner.search import most
+from megatrain.planner.tasks import Timing
+from megatrain.planner.timing import StepCosts
 from tests.planned import (
     H200,
     H200_LARGE_HOST,

@@ -16,10 +16,9 @@ from megatrain.machine.profile import typical
 from megatrain.memory.sizes import PAGE
 from megatrain.models.skeleton import Skeleton
 from megatrain.planner.cost.shape import Frozen, ModelShape, shape_of
-from megatrain.planner.explain import render
 from megatrain.planner.job import Job
 from megatrain.planner.memory import disk_bytes
-from megatrain.planner.plan import make_plan
+from megatrain.planner.plan import make_plan, render
 from megatrain.planner.timing import StepCosts
 from megatrain.schedule import block_order, graphs_of_layers, layers_back
 from megatrain.settings import Settings

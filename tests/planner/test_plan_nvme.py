@@ -20,11 +20,11 @@ from megatrain.memory import sizes
 from megatrain.memory.layout import FlatLayout
 from megatrain.memory.sizes import blocks_on_nvme
 from megatrain.optim import AdamW
-from megatrain.planner.explain import render
 from megatrain.planner.job import Choices, Job
 from megatrain.planner.memory import Layout
-from megatrain.planner.plan import Plan, lay_out, make_plan
-from megatrain.planner.timing import StepCosts, Timing
+from megatrain.planner.plan import Plan, lay_out, make_plan, render
+from megatrain.planner.tasks import Timing
+from megatrain.planner.timing import StepCosts
 from megatrain.settings import Settings
 from tests.planned import H200, JOB_7B, LAPTOP, QWEN_7B, TINY, TINY_JOB, h200
 

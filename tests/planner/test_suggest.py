@@ -11,9 +11,8 @@ from rich.console import Console
 
 from megatrain.machine.hardware import GIB, Hardware
 from megatrain.machine.profile import typical
-from megatrain.planner.explain import render
 from megatrain.planner.job import Budget, Job
-from megatrain.planner.plan import Plan, make_plan
+from megatrain.planner.plan import Plan, make_plan, render
 from megatrain.planner.search import Search
 from megatrain.planner.suggest import MOST_SUGGESTIONS, WORTH_SAYING, missing
 from tests.planned import (

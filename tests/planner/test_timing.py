@@ -14,8 +14,8 @@ from megatrain.machine.together import LOST_TO_LINKS
 from megatrain.planner.cost.shape import ModelShape
 from megatrain.planner.job import Choices, Job, StepTokens
 from megatrain.planner.memory import Layout
-from megatrain.planner.tasks import BlockTasks
-from megatrain.planner.timing import StepCosts, Timing
+from megatrain.planner.tasks import BlockTasks, Timing
+from megatrain.planner.timing import StepCosts
 from tests.planned import (
     ALL_STREAMED,
     H200,

@@ -19,8 +19,7 @@ import torch
 import megatrain as mt
 from megatrain.config import Config, load_config
 from megatrain.errors import ConfigError
-from megatrain.machine.affinity import share_of_cores
-from megatrain.machine.launcher import Place
+from megatrain.machine.launcher import Place, share_of_cores
 from megatrain.recipes.planned_machine import find_machine
 from megatrain.recipes.ranks import launch
 from megatrain.recipes.ranks.device import bind, own_device

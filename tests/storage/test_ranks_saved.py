@@ -21,12 +21,12 @@ from megatrain.models.skeleton import Skeleton
 from megatrain.optim import AdamW
 from megatrain.settings import ALL, Settings
 from megatrain.storage import rounds, weights
-from megatrain.storage.candidates import read_gguf
 from megatrain.storage.checkpoint import save_checkpoint
-from megatrain.storage.dealing import deal
 from megatrain.storage.export import export
 from megatrain.storage.restore import find_resumable, load_checkpoint, load_resumable
+from megatrain.storage.rounds import deal
 from megatrain.storage.safetensors_writer import plan_shards
+from megatrain.storage.saves import read_gguf
 from megatrain.storage.weights import load_weights
 from megatrain.world import World
 from tests.compare import distance

@@ -8,9 +8,8 @@ import socket
 import torch
 
 from megatrain.errors import ConfigError
-from megatrain.machine.affinity import share_of_cores
 from megatrain.machine.hardware import built_for_cuda, physical_cores, visible_gpus
-from megatrain.machine.launcher import Place
+from megatrain.machine.launcher import Place, share_of_cores
 from megatrain.world import World
 
 
