@@ -55,7 +55,7 @@ COMPILER_WARNINGS = (
 # all others make three times as large, so these come first.
 FORKING = {
     "test_benchmarks", "test_campaign", "test_every_kill_point", "test_host_runs", "test_hosts",
-    "test_hostile_templates", "test_measure_ranks", "test_notebooks", "test_plan_ranks",
+    "test_measure_ranks", "test_notebooks", "test_plan_ranks",
     "test_rank_runs", "test_ranks", "test_ranks_saved", "test_read", "test_shards", "test_shared",
     "test_streaming", "test_streaming_runs", "test_sudden_death", "test_sums_of_ranks",
     "test_ulysses", "test_workers",

@@ -6,9 +6,8 @@ from __future__ import annotations
 import hashlib
 import os
 import pickle
-import struct
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -17,17 +16,16 @@ import pytest
 import typer
 from torch import nn
 
-from megatrain.data.rendering import STATE, Fence
+from megatrain.data.workers import Team
 from megatrain.engine.verify import Verdict
 from megatrain.engine.verify import verify as check_family
-from megatrain.errors import DataError
 from megatrain.models.probe import Findings, probe_model
 from megatrain.models.skeleton import Skeleton
 from megatrain.models.transforms.chunked import chunks_of
 from megatrain.planner.cost.shape import ModelShape, shape_of
 from tests.kernel_packages import kernels_there
 
-PUT, TAKE = Fence.put, Fence.take
+MAP = Team.map
 SAMPLE_TOKENS = 2  # of the answer that ends every run: each takes a forward of its own
 
 
@@ -204,36 +202,30 @@ def no_power_is_lost() -> Iterator[None]:
 
 
 @contextmanager
-def templates_are_rendered_here() -> Iterator[None]:
+def rows_are_encoded_here() -> Iterator[None]:
     """Each command that renders, and each set of rows, would fork the tests' process for that: a
-    tenth of a second. Tests of templates that nobody should trust do."""
-    given: dict[int, bytes] = {}
+    tenth of a second. Tests of hostile templates, and of several workers, do."""
 
-    def put(fence: Any, arguments: Sequence[bytes]) -> None:
-        given[id(fence)] = pickle.dumps(arguments)
+    def encoded_here(team: Any, items: Iterable[Any]) -> Iterator[Any]:
+        if team.processes > 1:
+            yield from MAP(team, items)
+            return
+        for item in items:
+            result, error = pickle.loads(pickle.dumps(team._done(pickle.dumps(item))))
+            if error is not None:
+                raise error
+            yield result
 
-    def take(fence: Any) -> list[Any]:
-        fence._state = bytearray(struct.calcsize(STATE))
-        found: list[Any] = pickle.loads(pickle.dumps(fence._done(given.pop(id(fence)))))
-        for one in found:
-            if isinstance(one, Exception) and not isinstance(one, DataError):
-                raise one
-        return found
-
-    with _fences(put, take):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Team, "map", encoded_here)
         yield
 
 
-def templates_are_rendered_apart() -> AbstractContextManager[None]:
-    """As they are for users."""
-    return _fences(PUT, TAKE)
-
-
 @contextmanager
-def _fences(put: Callable[..., None], take: Callable[..., list[Any]]) -> Iterator[None]:
+def rows_are_encoded_in_workers() -> Iterator[None]:
+    """As they are for users."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Fence, "put", put)
-        patch.setattr(Fence, "take", take)
+        patch.setattr(Team, "map", MAP)
         yield
 
 
@@ -246,7 +238,7 @@ def runs_are_quick() -> Iterator[None]:
         no_power_is_lost(),
         few_steps_are_looked_at(),
         nobody_is_named(),
-        templates_are_rendered_here(),
+        rows_are_encoded_here(),
     ):
         yield
 

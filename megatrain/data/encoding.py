@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import itertools
-import pickle
 from array import array
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
@@ -18,9 +16,8 @@ from megatrain.data.cuts import Row
 from megatrain.data.dataset import Counts, IdArray
 from megatrain.data.fields import RowError
 from megatrain.data.readers import RawRow
-from megatrain.data.rendering import BATCH, Fence, Handed, worked_off
 from megatrain.data.samples import Chat, Document, Judged, Pair, Sample, texts_of
-from megatrain.errors import DataError
+from megatrain.data.workers import ABOUT_TEMPLATE, begin_row
 
 if TYPE_CHECKING:
     from megatrain.data.build import DataOptions
@@ -28,11 +25,10 @@ if TYPE_CHECKING:
     from megatrain.data.sources import Source
     from megatrain.data.tokenize import Encoder
 
-# Rows a call of the tokenizer, which works on them in parallel: as many as are rendered at a time.
-BATCH_ROWS = BATCH
+BATCH_ROWS = 256  # that a worker encodes at a time
+TOKENISING = -1  # a batch's rows, in one call of the tokenizer; else the number of the row
+SLOWEST_CHARACTERS_PER_S = 50_000  # of a tokenizer, which usually reads a million
 Formats = dict[tuple[int, str], str]  # the format's name by source and file
-Renderer = Fence[Sample, "tuple[Marked, ...]"]
-MarkedRow = tuple[RawRow, Sample, "tuple[Marked, ...]"]
 
 
 @dataclass(frozen=True)
@@ -135,36 +131,23 @@ class Reader:
             format_of(row, value, self._formats, self._options)
 
 
-def encode_batches(
-    batches: Iterable[Batch], fence: Renderer, encoder: Encoder, options: DataOptions
-) -> Iterator[EncodedBatch]:
-    """Tokenise the good rows; count all. None is tokenised where a bad one is to be refused.
-
-    fence: of `encoder.marks`; the next rows are rendered there while these are tokenised. Raises
-    DataError for a chat template that takes too much.
-    """
-    begun = deque[tuple[Batch, Counts]]()
-
-    def samples() -> Iterator[Handed[tuple[RawRow, Sample | RowError]]]:
-        for batch in batches:
-            begun.append((batch, Counts()))
-            yield from _samples(*begun[-1], encoder, options)
-
-    coming = worked_off(fence, samples())
-    for first in coming:
-        batch, counts = begun.popleft()
-        rows = itertools.chain([first], itertools.islice(coming, len(batch.rows) - 1))
-        yield _encoded(batch, counts, list(_marked(rows, encoder, counts)), encoder, options)
-
-
-def _encoded(
-    batch: Batch, counts: Counts, marked: list[MarkedRow], encoder: Encoder, options: DataOptions
-) -> EncodedBatch:
-    """Of the good rows of a batch, rendered."""
-    uncut = array("q")
+def encode_batch(batch: Batch, encoder: Encoder, options: DataOptions) -> EncodedBatch:
+    """Count rows and tokenise the good ones, in a worker; none where a bad row is refused."""
+    counts, uncut, settled = Counts(), array("q"), dict(batch.formats)
+    marked: list[tuple[RawRow, Sample, tuple[Marked, ...]]] = []
+    for number, raw in enumerate(batch.rows):
+        begin_row(number)
+        counts.read += 1
+        try:
+            sample = _sample(raw, settled, options, counts)
+            marked.append((raw, sample, encoder.marks(sample)))
+        except RowError as error:
+            counts.add_bad(f"{raw.where}: {error}")
     if batch.only_counted or (counts.bad and options.on_bad_row == "refuse"):
         return EncodedBatch([], counts, uncut)
-    encoded, rows = iter(encoder.encode([text for *_, texts in marked for text in texts])), []
+    flat = [text for *_, texts in marked for text in texts]
+    begin_row(TOKENISING, sum(len(text.text) for text in flat) / SLOWEST_CHARACTERS_PER_S)
+    encoded, rows = iter(encoder.encode(flat)), []
     for raw, sample, texts in marked:
         sides = tuple(itertools.islice(encoded, len(texts)))
         for ids, _ in sides:
@@ -175,6 +158,15 @@ def _encoded(
         is_text = isinstance(sample, Document)
         rows.append(Encoded(raw.part, is_text, not raw.ends, value_of(sample), sides))
     return EncodedBatch(rows, counts, uncut)
+
+
+def about_row(batch: Batch, number: int) -> tuple[str, str]:
+    """The words of an error about the code that a worker ran on a row of a batch."""
+    if number == TOKENISING:
+        where = f"{batch.rows[0].where} and the {len(batch.rows) - 1} rows behind it"
+        return f"{where}: the tokenizer", "for them; use another, or take out the row"
+    before, after = ABOUT_TEMPLATE
+    return f"{batch.rows[number].where}: {before}", after
 
 
 def value_of(sample: Sample) -> float:
@@ -203,39 +195,6 @@ def _begun_alike(sides: tuple[Row, ...]) -> tuple[Row, ...]:
     for (_, mask), begin in zip(sides, begins, strict=True):
         mask[min(begins) : begin] = True
     return sides
-
-
-def _marked(
-    rows: Iterable[tuple[tuple[RawRow, Sample | RowError], tuple[Marked, ...] | DataError | None]],
-    encoder: Encoder,
-    counts: Counts,
-) -> Iterator[MarkedRow]:
-    """(row, sample, marked texts) of every good row; bad ones are counted."""
-    for (raw, sample), found in rows:
-        try:
-            if isinstance(sample, RowError):
-                raise sample
-            if isinstance(found, DataError):
-                raise found
-            yield raw, sample, encoder.marks(sample) if found is None else found
-        except RowError as error:
-            counts.add_bad(f"{raw.where}: {error}")
-
-
-def _samples(
-    batch: Batch, counts: Counts, encoder: Encoder, options: DataOptions
-) -> Iterator[Handed[tuple[RawRow, Sample | RowError]]]:
-    """Every row with what it is, to be handed over where the chat template renders it."""
-    settled = dict(batch.formats)
-    for raw in batch.rows:
-        counts.read += 1
-        sample: Sample | RowError
-        try:
-            sample = _sample(raw, settled, options, counts)
-            argument = pickle.dumps(sample) if encoder.renders(sample) else None
-        except RowError as error:
-            sample, argument = error, None
-        yield Handed((raw, sample), argument, raw.where)
 
 
 def format_of(raw: RawRow, value: object, settled: Formats, options: DataOptions) -> str:

@@ -7,8 +7,8 @@ from os.path import expanduser  # leaves `~nobody` as it is, where Path's raises
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megatrain.data.rendering import fenced
 from megatrain.data.template import ANSWERED, FOLLOWED, Template
+from megatrain.data.workers import fenced
 from megatrain.errors import DataError, if_forbidden
 
 if TYPE_CHECKING:

@@ -28,12 +28,12 @@ import numpy as np
 from megatrain.data import cache as cached_sets
 from megatrain.data.build import AskedSet, DataOptions, Expected, held_out_beside, source_reader
 from megatrain.data.dataset import Rows, TokenRows
-from megatrain.data.forking import ended, forked
 from megatrain.data.holdout import hold_out
 from megatrain.data.loader import Position
 from megatrain.data.packing import PackedRows, pack
 from megatrain.data.refusing import ready, refused
 from megatrain.data.tokenize import Encoder
+from megatrain.data.workers import ended, forked
 from megatrain.errors import MegaTrainError
 from megatrain.heartbeat import may_end_here
 

@@ -11,7 +11,6 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from megatrain.data.fields import RowError
-from megatrain.data.rendering import GENERATION, LARGEST_CHARACTERS, limited
 from megatrain.errors import DataError
 
 if TYPE_CHECKING:
@@ -21,6 +20,8 @@ if TYPE_CHECKING:
     from megatrain.data.samples import Chat
     from megatrain.data.tools import Tool
 
+GENERATION = re.compile(r"\{%-?\s*(end)?generation\s*-?%\}")  # transformers' own tag
+LARGEST_CHARACTERS = 64 << 20  # of a conversation as text
 Span = tuple[int, int]  # characters [start, stop)
 STAND_IN = "Zq7vXstandinXv7qZ"  # in no text, and unchanged by trimming
 LONGEST_REASON = 400  # characters of an error of a template
@@ -102,7 +103,7 @@ def with_stand_ins(turn: dict[str, Any]) -> dict[str, Any]:
 class Template:
     """A tokenizer's chat template, and what its text shows of how it writes turns.
 
-    Rendering takes what the template's code takes, without an end: see `rendering.fenced`.
+    Rendering takes what the template's code takes, without an end: see `workers.fenced`.
 
     day: the date that it is told when it asks for the time.
     """
@@ -234,16 +235,15 @@ class Template:
         refuses = "the chat template refuses this conversation"
         source = self._with_tools if scene.tools else self._source
         try:
-            with limited():
-                found: Any = render_jinja_template(  # declared as str, returns (texts, spans)
-                    conversations=[list(scene.turns)],
-                    tools=[dict(tool) for tool in scene.tools] or None,
-                    chat_template=source,
-                    return_assistant_tokens_mask=marks,
-                    add_generation_prompt=generation_prompt,
-                    **{**self._variables, **scene.variables},
-                )
-        except MemoryError:  # the process that renders ends by it
+            found: Any = render_jinja_template(  # declared as str, returns (texts, spans)
+                conversations=[list(scene.turns)],
+                tools=[dict(tool) for tool in scene.tools] or None,
+                chat_template=source,
+                return_assistant_tokens_mask=marks,
+                add_generation_prompt=generation_prompt,
+                **{**self._variables, **scene.variables},
+            )
+        except MemoryError:  # the limit of a worker
             raise
         except Exception as error:  # whatever the code of a template does
             reason = " ".join(str(error).split())[:LONGEST_REASON] or type(error).__name__

@@ -65,10 +65,6 @@ class Encoder:
         """The texts of a sample: both answers of a pair. Raises RowError, as `mark`."""
         return tuple(map(self.mark, texts_of(sample)))
 
-    def renders(self, sample: Sample) -> bool:
-        """Whether `marks` runs the code of the chat template, which is not to be trusted."""
-        return self.template is not None and not isinstance(sample, Document)
-
     def mark(self, sample: Text) -> Marked:
         """A text and its target characters. Raises RowError if it cannot be rendered."""
         if isinstance(sample, Document):

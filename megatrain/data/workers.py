@@ -1,117 +1,279 @@
-"""Processes that tokenise batches of rows, forked from this one.
+"""Worker processes that run third-party code on rows: chat templates and tokenizers, with limits.
 
-They do what this process would do, and hand the results back in order; nothing else of them can be
-seen.
+Nothing inside a process stops one long operation, such as a power of large numbers. So rows are
+encoded in processes of their own, with a timer for each row and a limit of memory that the kernel
+keeps. Workers are forked from this process, hold none of its files and never outlive it, however
+it ends. They ignore signals: a terminal and a scheduler send theirs to all processes of a job, and
+the parent ends its workers.
 """
 
 from __future__ import annotations
 
+import ctypes
+import gc
+import mmap
+import os
+import pickle
+import resource
+import signal
+import struct
+import sys
+import traceback
+import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from fcntl import F_DUPFD_CLOEXEC, fcntl
 from functools import partial
-from itertools import islice
+from itertools import chain, islice
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
+from pathlib import Path
 from queue import SimpleQueue
-from types import TracebackType
 from typing import Generic, NoReturn, Self, TypeVar
 
-from megatrain.data.forking import ended, forked
-from megatrain.errors import MegaTrainError
+from megatrain.errors import DataError, MegaTrainError
 
-ALONE_BATCHES = 4  # which this process does alone: a small set is done before others had begun
-WAITING = 2  # batches for each process that are under way or done
+LONGEST_S = 10.0  # of processor time for a row; rendering usually takes under a millisecond
+LARGEST_BYTES = 1 << 30  # of memory for an item, beside what the worker holds when it begins
+BYTES_PER_BYTE = 1000  # of memory in addition, for each byte of the item: offsets, lists of ids
+ALONE_ITEMS = 4  # that one worker does: a small set is done before others had begun
+WAITING = 2  # items for each worker that are in progress or done
+PR_SET_PDEATHSIG = 1
+IGNORED_SIGNALS = (
+    *(signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2),
+    *(signal.SIGXCPU, signal.SIGALRM),
+)
+PARALLELISM = "TOKENIZERS_PARALLELISM"  # of threads, which do not exist after a fork
+ABOUT_TEMPLATE = ("the chat template", "for one conversation; name another (data.chat_template)")
 
-Given = TypeVar("Given")
-Done = TypeVar("Done")
+Item = TypeVar("Item")
+Result = TypeVar("Result")
+About = tuple[str, str]  # an error's words before and after what the code does wrong
+
+_row: mmap.mmap | None = None  # number of the row in progress, shared with the parent of a worker
 
 
-class Team(Generic[Given, Done]):
-    """Does a piece of work for each of many batches, in several processes once they are many.
+class TooMuch(DataError):
+    """A chat template or a tokenizer takes more time or memory than any should."""
 
-    work: makes the results of batches in order; it may look ahead.
 
-    Use it in a `with` block, whose end ends the processes. Raises MegaTrainError if one of them is
-    killed from outside, and what the work raises.
+def begin_row(number: int, more_s: float = 0.0) -> None:
+    """In a worker, start the timer of a row of the item (LONGEST_S + `more_s`); else do nothing."""
+    if _row is not None:
+        struct.pack_into("q", _row, 0, number)
+        signal.setitimer(signal.ITIMER_PROF, LONGEST_S + more_s)
+
+
+def fenced(render: Callable[[], Result]) -> Result:
+    """Call a function that renders a chat template in a worker. Raises TooMuch, or its error."""
+    work: Callable[[None], Result] = lambda _: render()  # noqa: E731
+    with Team(work) as team:
+        (result,) = team.map([None])
+    return result
+
+
+@dataclass
+class _Worker:
+    pid: int  # 0: has ended
+    connection: Connection
+    row: mmap.mmap
+
+
+class Team(Generic[Item, Result]):
+    """Does a piece of work for each of many items, in several workers once they are many.
+
+    about: of an item and the number of its row, the words for an error. Use it in a `with` block,
+    whose end ends the workers. Raises TooMuch, MegaTrainError if a worker is killed from outside,
+    and what the work raises.
     """
 
-    def __init__(self, work: Callable[[Iterable[Given]], Iterator[Done]], processes: int) -> None:
-        self._work, self._processes = work, processes
-        self._alone = ALONE_BATCHES
-        self._children: list[tuple[int, Connection]] = []
-        self._idle = SimpleQueue[tuple[int, Connection]]()
-        self._threads = ThreadPoolExecutor(processes, thread_name_prefix="megatrain-tokenise")
+    def __init__(
+        self,
+        work: Callable[[Item], Result],
+        processes: int = 1,
+        about: Callable[[Item, int], About] = lambda *_: ABOUT_TEMPLATE,
+    ) -> None:
+        self._work, self.processes, self._about = work, processes, about
+        self._workers: list[_Worker] = []
+        self._idle = SimpleQueue[_Worker]()
+        self._threads = ThreadPoolExecutor(processes, thread_name_prefix="megatrain-encode")
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
-    ) -> None:
-        for child, connection in self._children:
-            ended(child)
-            connection.close()
+    def __exit__(self, *_: object) -> None:
+        for worker in self._workers:
+            if worker.pid:
+                ended(worker.pid)
+            worker.connection.close()
         self._threads.shutdown(cancel_futures=True)
 
-    def map(self, batches: Iterable[Given]) -> Iterator[Done]:
-        """The result for each batch, in order; a few batches are taken ahead."""
-        coming = iter(batches)
-        if self._processes == 1:
-            yield from self._work(coming)
-            return
-        for done in self._work(islice(coming, self._alone)):
-            self._alone -= 1
-            yield done
-        under_way = deque[Future[Done]]()
-        for batch in coming:
-            if not self._children:
-                self._fork()
-            under_way.append(self._threads.submit(self._hand_over, batch))
-            if len(under_way) == WAITING * self._processes:
-                yield under_way.popleft().result()
-        while under_way:
-            yield under_way.popleft().result()
+    def map(self, items: Iterable[Item]) -> Iterator[Result]:
+        """The result for each item, in order; a few items are taken ahead."""
+        coming = iter(items)
+        first = list(islice(coming, ALONE_ITEMS + 1))
+        for _ in range(len(self._workers), self.processes if len(first) > ALONE_ITEMS else 1):
+            self._start()
+        in_progress = deque[Future[Result]]()
+        for item in chain(first, coming):
+            in_progress.append(self._threads.submit(self._hand_over, item))
+            if len(in_progress) == WAITING * len(self._workers):
+                yield in_progress.popleft().result()
+        while in_progress:
+            yield in_progress.popleft().result()
 
-    def _hand_over(self, batch: Given) -> Done:
-        """Have one of the processes do it."""
-        child, connection = self._idle.get()
+    def _hand_over(self, item: Item) -> Result:
+        worker = self._idle.get()
         try:
-            connection.send(batch)
-            done, error = connection.recv()
-        except (EOFError, OSError) as lost:
-            raise MegaTrainError(
-                f"process {child}, which tokenises rows, was ended from outside, perhaps because "
-                "RAM ran out; set data.processes: 1, or start again: what was done is kept"
-            ) from lost
+            worker.connection.send(item)
+            result, error = worker.connection.recv()
+        except (EOFError, OSError):
+            raise self._reason(worker, item) from None
         finally:
-            self._idle.put((child, connection))
+            self._idle.put(worker)
+        if isinstance(error, MemoryError):
+            words = f"takes more than {LARGEST_BYTES / 2**30:g} GiB of memory"
+            raise self._too_much(worker, item, words)
         if error is not None:
             raise error
-        result: Done = done
-        return result
+        found: Result = result
+        return found
 
-    def _fork(self) -> None:
-        for _ in range(self._processes):
-            ours, theirs = Pipe()
-            try:
-                child = forked(partial(self._serve, theirs))
-            except OSError as error:
-                raise MegaTrainError(
-                    f"no {self._processes} processes can be started to tokenise rows "
-                    f"({error.strerror}); set data.processes: 1"
-                ) from error
+    def _reason(self, worker: _Worker, item: Item) -> MegaTrainError:
+        """The error for a worker that has ended by itself."""
+        pid, worker.pid = worker.pid, 0
+        code = exit_code_of(pid)
+        if code == -signal.SIGKILL:
+            return MegaTrainError(
+                f"process {pid}, which encodes rows, was ended from outside, perhaps because RAM "
+                "ran out; set data.processes: 1, or start again: what was done is kept"
+            )
+        late = code in (-signal.SIGPROF, None)  # None: SIGCHLD is ignored
+        words = f"takes more than {LONGEST_S:g} s of computing"
+        return self._too_much(worker, item, words if late else f"ends its process ({code})")
+
+    def _too_much(self, worker: _Worker, item: Item, words: str) -> TooMuch:
+        before, after = self._about(item, *struct.unpack_from("q", worker.row))
+        return TooMuch(f"{before} {words} {after}")
+
+    def _start(self) -> None:
+        row, (ours, theirs) = mmap.mmap(-1, mmap.PAGESIZE), Pipe()
+        try:
+            pid = forked(partial(self._serve, theirs, row))
+        except OSError as error:
+            raise MegaTrainError(
+                f"no process can be started to encode rows ({error.strerror}); allow more "
+                "processes or memory (ulimit -u, ulimit -v), or set data.processes: 1"
+            ) from error
+        finally:
             theirs.close()
-            self._children.append((child, ours))
-            self._idle.put((child, ours))
+        self._workers.append(_Worker(pid, ours, row))
+        self._idle.put(self._workers[-1])
 
-    def _serve(self, connection: Connection) -> NoReturn:
-        """In a child: work until the parent has ended."""
+    def _serve(self, connection: Connection, row: mmap.mmap) -> NoReturn:
+        """In a worker: work until it is killed."""
+        global _row
+        _row = row
+        gc.freeze()  # garbage of the parent must not be collected here: its files are closed
+        kept = Connection(fcntl(connection.fileno(), F_DUPFD_CLOEXEC, 3))
+        _close_all_but(kept.fileno())
+        signal.signal(signal.SIGPROF, signal.SIG_DFL)
+        limits = resource.getrlimit(resource.RLIMIT_AS)
         while True:
-            batch = connection.recv()
-            answer: tuple[Done | None, Exception | None]
+            message = kept.recv_bytes()
+            _limit_memory(LARGEST_BYTES + BYTES_PER_BYTE * len(message), *limits)
+            begin_row(0)
+            answer = self._done(message)
+            signal.setitimer(signal.ITIMER_PROF, 0)
+            kept.send(answer)
+
+    def _done(self, message: bytes) -> tuple[Result | None, Exception | None]:
+        try:
+            return self._work(pickle.loads(message)), None
+        except MemoryError:
+            return None, MemoryError()  # without the frames that hold the memory
+        except Exception as error:  # noqa: BLE001  the parent raises it
+            if not isinstance(error, MegaTrainError):
+                error.add_note("".join(traceback.format_exception(error)))
+            return None, error
+
+
+def _limit_memory(more_bytes: int, soft: int, hard: int) -> None:
+    """Limit the address space to so much more than is taken now, within the limits that are set."""
+    with suppress(OSError):  # not Linux: time alone is limited
+        pages = int(Path("/proc/self/statm").read_text().split()[0])
+        known = [limit for limit in (soft, hard) if limit != resource.RLIM_INFINITY]
+        most = min([pages * mmap.PAGESIZE + more_bytes, *known])
+        resource.setrlimit(resource.RLIMIT_AS, (most, hard))
+
+
+def _close_all_but(number: int) -> None:
+    """Locks, sockets and terminals are the parent's."""
+    null = os.open(os.devnull, os.O_RDWR)
+    for stream in range(3):
+        os.dup2(null, stream)
+    for file in map(int, os.listdir("/dev/fd")):
+        if file > 2 and file != number:
+            with suppress(OSError):
+                os.close(file)
+
+
+def forked(serve: Callable[[], object]) -> int:
+    """Start a process that calls `serve` and ends; its pid. Raises OSError."""
+    with _calm():
+        parent, child = os.getpid(), os.fork()
+        if child == 0:
             try:
-                answer = (next(self._work([batch])), None)
-            except Exception as error:  # noqa: BLE001  the parent raises it
-                answer = (None, error)
-            connection.send(answer)
+                _depend_on(parent)
+                serve()
+            finally:
+                os._exit(0)  # before anything of the parent is flushed or closed
+    return child
+
+
+def ended(child: int) -> int | None:
+    """Kill a process, if it has not ended; its exit code, None where SIGCHLD is ignored."""
+    with suppress(ProcessLookupError):
+        os.kill(child, signal.SIGKILL)  # it has nothing to lose, and may never end
+    return exit_code_of(child)
+
+
+def exit_code_of(child: int) -> int | None:
+    """Wait for a process that ends; its exit code, None where SIGCHLD is ignored."""
+    try:
+        return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    except ChildProcessError:
+        return None
+
+
+def _depend_on(parent: int) -> None:
+    """In a child: end with the parent, and ignore signals."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        os._exit(0)  # it ended before that
+    for number in IGNORED_SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, IGNORED_SIGNALS)
+
+
+@contextmanager
+def _calm() -> Iterator[None]:
+    """Inside, forked processes run no handler of this one, and tokenizers' threads are off."""
+    before = os.environ.get(PARALLELISM)
+    os.environ[PARALLELISM] = "false"
+    blocked = signal.pthread_sigmask(signal.SIG_BLOCK, IGNORED_SIGNALS)
+    try:
+        with warnings.catch_warnings():
+            # Python 3.12 warns of threads; the child needs no lock that one of ours may hold
+            warnings.simplefilter("ignore", DeprecationWarning)
+            yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
+        if before is None:
+            del os.environ[PARALLELISM]
+        else:
+            os.environ[PARALLELISM] = before

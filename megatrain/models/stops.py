@@ -6,7 +6,7 @@ import copy
 from typing import TYPE_CHECKING, Any
 
 from megatrain.data.chat import ChatTemplate
-from megatrain.data.rendering import fenced
+from megatrain.data.workers import fenced
 from megatrain.errors import DataError
 from megatrain.models.classifiers import is_classifier
 

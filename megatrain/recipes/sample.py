@@ -15,7 +15,7 @@ from megatrain.config import Config
 from megatrain.config.fields import check_prompts
 from megatrain.data.dataset import Rows
 from megatrain.data.prompts import Turns, read_prompts
-from megatrain.data.rendering import fenced, limited
+from megatrain.data.workers import fenced
 from megatrain.engine.engine import Engine
 from megatrain.errors import ConfigError, DataError, ModelError
 from megatrain.models.rotary import longest_sequence
@@ -211,11 +211,10 @@ def rendered(tokenizer: PreTrainedTokenizerBase, turns: Turns) -> str:
 
     def render() -> str:
         try:
-            with limited():
-                made = tokenizer.apply_chat_template(
-                    [*turns], tokenize=False, add_generation_prompt=True
-                )
-        except MemoryError:  # the process that renders ends by it
+            made = tokenizer.apply_chat_template(
+                [*turns], tokenize=False, add_generation_prompt=True
+            )
+        except MemoryError:  # the limit of a worker
             raise
         except Exception as error:  # noqa: BLE001  whatever the code of a template does
             reason = " ".join(str(error).split()) or type(error).__name__

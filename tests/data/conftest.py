@@ -14,7 +14,7 @@ from megatrain.data.build import DataOptions, encode_source
 from megatrain.data.dataset import TokenRows
 from tests.commands import CHATML, SPECIAL
 from tests.commands import write_jsonl as save_jsonl
-from tests.once import no_power_is_lost, templates_are_rendered_here
+from tests.once import no_power_is_lost, rows_are_encoded_here
 
 CORPUS = (
     "What is two plus two? It is four.\n\n"
@@ -30,8 +30,8 @@ def nothing_waits_for_the_disk() -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True)
-def rendered_here() -> Iterator[None]:
-    with templates_are_rendered_here():
+def encoded_here() -> Iterator[None]:
+    with rows_are_encoded_here():
         yield
 
 

@@ -60,7 +60,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Small batches and shards, and processes from the first batch on."""
     monkeypatch.setattr(encoding, "BATCH_ROWS", BATCH)
     monkeypatch.setattr(shards, "SHARD_ROWS", OF_SHARD)
-    monkeypatch.setattr(workers, "ALONE_BATCHES", 0)
+    monkeypatch.setattr(workers, "ALONE_ITEMS", 0)
 
 
 of_every_kind = pytest.mark.parametrize("kind", [PLAIN, PAIRS, JUDGED])
@@ -177,10 +177,17 @@ def test_the_first_judged_rows_mismatch_may_come_late(make_tokenizer, write_json
     assert (len(found), len(shard_folders(tmp_path / "cache"))) == (3, 5)
 
 
-def test_small_sets_start_no_process_that_tokenises(encode_into, monkeypatch):
-    monkeypatch.setattr(workers, "ALONE_BATCHES", ROWS // BATCH)
-    monkeypatch.setattr(workers, "forked", None)
+def test_small_sets_start_one_worker(encode_into, monkeypatch):
+    monkeypatch.setattr(workers, "ALONE_ITEMS", ROWS // BATCH)
+    started, fork = list[int](), workers.forked
+
+    def counted(serve: Callable[[], object]) -> int:
+        started.append(fork(serve))
+        return started[-1]
+
+    monkeypatch.setattr(workers, "forked", counted)
     encode_into("alone", processes=8)
+    assert len(started) == 1
 
 
 # -- what is lost --------------------------------------------------------------------------------

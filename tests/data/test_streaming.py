@@ -20,11 +20,11 @@ import pytest
 from megatrain.data import encoding, shards, streaming
 from megatrain.data.build import DataOptions, encode_source
 from megatrain.data.dataset import Rows
-from megatrain.data.forking import forked
 from megatrain.data.hashing import permutation
 from megatrain.data.loader import Loader
 from megatrain.data.samples import PAIRS
 from megatrain.data.streaming import Stream, load_stream
+from megatrain.data.workers import forked
 from megatrain.errors import DataError, MegaTrainError
 from megatrain.world import World
 from tests.commands import conversation, wait_for

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 from transformers import AutoTokenizer
 
-from megatrain.data import rendering
+from megatrain.data import workers
 from megatrain.data.named_templates import find_template
-from tests.once import templates_are_rendered_apart
+from tests.once import rows_are_encoded_in_workers
 
 TURNS = [{"role": "user", "content": "Count to 3."}, {"role": "assistant", "content": "1 2 3"}]
 TWO_STEPS = "train.max_steps=2 train.tokens_per_step=64 data.eval=null"
@@ -74,13 +74,13 @@ def test_a_template_in_the_home_of_nobody_is_named(megatrain, project):
 def test_a_template_that_computes_without_end_ends_every_command(
     megatrain, project, monkeypatch, command
 ):
-    monkeypatch.setattr(rendering, "LONGEST_S", 0.2)
+    monkeypatch.setattr(workers, "LONGEST_S", 0.2)
     source = (project / "model").resolve()
     (project / "model").unlink()
     shutil.copytree(source, project / "model")
     hostile = "{% set n = 10 %}{{ (n ** n) ** (n ** n) }}"
     (project / "model" / "chat_template.jinja").write_text(hostile)
-    with templates_are_rendered_apart():
+    with rows_are_encoded_in_workers():
         error = megatrain(command, code=3).err
     assert "the chat template takes more than 0.2 s of computing for one conversation" in error
     assert not (project / "run").exists()

@@ -9,7 +9,7 @@ from unittest.mock import Mock
 import pytest
 
 import megatrain as mt
-from megatrain.data.forking import ended, forked
+from megatrain.data.workers import ended, forked
 from megatrain.errors import ConfigError, StorageError
 from megatrain.storage.checkpoint import save_checkpoint, write_final
 from megatrain.storage.manifest import verify_checkpoint
