@@ -1,6 +1,6 @@
-"""What engine, planner and simulation agree on: the order in which a step visits blocks, the
-buffers that blocks and gradients pass through, which layers save their activations, and sizes of
-codecs' codes. (Sizes of memory: memory/sizes.py.)
+"""The schedule on which engine, planner and simulation agree: the order in which a step visits
+blocks, the buffers that blocks and gradients pass through, which layers save their activations, and
+sizes of codecs' codes. (Sizes of memory: memory/sizes.py.)
 
 Pure functions of integers. Blocks are counted in execution order: 0 is the embedding, then come the
 layers, the last one is the head. `numels` are the elements of every block.
@@ -149,7 +149,7 @@ class Rings(NamedTuple):
 
 
 def rings(micro_batches: float, layers_on_host: int, checkpoint: int, graph: int) -> Rings:
-    """Of a group. checkpoint, graph: bytes of the largest piece of each; graph 0: there is none."""
+    """The rings of a group. checkpoint, graph: bytes of the largest piece; graph 0: none."""
     down = leaving(micro_batches, layers_on_host) * max(checkpoint, graph)
     return Rings(down, COMING * checkpoint, COMING * graph)
 
@@ -161,8 +161,8 @@ def layers_back(layers: int, first: int) -> int:
 
 @lru_cache(maxsize=256)
 def graphs_of_layers(layers: int, retained: int, on_host: int, first: int = 0) -> tuple[Where, ...]:
-    """Where each layer's saved activations are: the last `retained` layers' on the device, those of
-    `on_host` others, spread evenly so that they leave while layers between compute, in host RAM.
+    """The place of each layer's saved activations: on the device for the last `retained` layers, in
+    host RAM for `on_host` others, spread evenly so that they leave while layers between compute.
 
     first: the first block that is trained; layers before it need none.
     """

@@ -314,8 +314,8 @@ def _pass_around(
 ) -> None:
     """Send each rank its part and receive one of each, both ways at once, over gloo.
 
-    gloo sends to a rank once that rank has said that it receives. In gloo's own collectives this
-    word waits behind what that rank sends itself, so bytes go one way at a time.
+    gloo sends to a rank once that rank has announced that it receives. In gloo's own collectives
+    this announcement waits behind what that rank sends itself, so bytes go one way at a time.
     """
     rank, ranks = distributed.get_rank(group), len(received)
     others = [(rank + i) % ranks for i in range(1, ranks)]

@@ -60,7 +60,7 @@ class OnDevice:
 
 @dataclass(frozen=True)
 class Extent:
-    """Where a contiguous tensor is in a stretch of bytes, or what a codec made of it."""
+    """The place of a contiguous tensor, or of its codes, in a stretch of bytes."""
 
     start: int
     nbytes: int
@@ -117,7 +117,7 @@ class HostCopy:
 
 
 class Ring:
-    """Device memory given out from the front to the end and then again, freed in the same order."""
+    """Device memory handed out from front to end, again and again, and freed in the same order."""
 
     def __init__(self, flat: torch.Tensor) -> None:
         self.flat = flat  # uint8
@@ -142,13 +142,13 @@ class Ring:
         return self._given[-1], older[-1].free if older else None
 
     def give_back(self, event: Event) -> None:
-        """What was given out is free after `event`."""
+        """Mark everything that was handed out as free after `event`."""
         for stretch in self._given:
             stretch.free = stretch.free or event
 
 
 class Room:
-    """Host RAM for one kind of activations, given out from the front until the next `begin`."""
+    """Host RAM for one kind of activations, handed out from the front until the next `begin`."""
 
     def __init__(self, name: str, pinned: bool) -> None:
         self.name, self.pinned = name, pinned
@@ -236,7 +236,7 @@ class Offload:
         self._last_up = self.fetch.submit(lambda _: None)
         self._down.give_back(self._last_down)
         self._of_group = len(tokens), graphs
-        # without any, as on a rank that lacks rows, there is nothing to keep
+        # without micro-batches there is nothing to keep
         self._make_rings(CHECKPOINT, max(tokens, default=0) * self.row)
         computed = self.compute.record()
         for ring in self._up.values():
@@ -263,7 +263,7 @@ class Offload:
         made = self.compute.record()
         # wait: zeros must be there before what is fetched
         self.fetch.submit(lambda _: self.fetch.wait(made))
-        self._largest = largest  # last: rings that were only begun are made anew
+        self._largest = largest  # last: after a failure the rings are made again
 
     def _drop_rings(self) -> None:
         nothing = torch.empty(0, dtype=torch.uint8, device=self.compute.device)
@@ -351,13 +351,13 @@ class Offload:
         return hidden
 
     def restore_graph(self, sent: HostCopy) -> list[torch.Tensor]:
-        """What was sent, on the device, valid until `free`. Restored in the order of `prefetch`."""
+        """Tensors that were sent, on the device, valid until `free`; in the order of `prefetch`."""
         assert sent.stretch is not None, "restored out of order"
         self.compute.wait(sent.arrived, "upload")  # wait: it is on its way up
         return [place.read(sent.stretch.flat) for place in sent.places]
 
     def free(self, sent: HostCopy) -> None:
-        """What was computed so far has read it; another may come into its place."""
+        """Let another come into its place once everything computed so far has read it."""
         assert sent.stretch is not None
         sent.stretch.free = self.compute.record()
         self._ask()

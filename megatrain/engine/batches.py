@@ -69,7 +69,7 @@ class MicroBatch:
 
 
 def objective_of(batches: Sequence[Batch], loss: Any, anatomy: Anatomy) -> Objective:
-    """What a step over these micro-batches minimises; they are checked first.
+    """The objective of a step over these micro-batches, which are checked first.
 
     Raises:
         DataError: a tensor is missing, misshapen or out of range, of which a GPU would die.
@@ -139,7 +139,7 @@ def _check(batch: object, number: int, anatomy: Anatomy) -> None:
 
 
 def _check_examples(batch: Batch, number: int, loss: SequenceLoss) -> None:
-    """Whether a micro-batch says of its examples what the loss needs. Raises DataError."""
+    """Raise DataError if a micro-batch lacks what the loss needs to know of its examples."""
     shape = batch["labels"].shape
     for name in (name for name in ("row_of", "token_answer") if name in batch):
         if batch[name].shape != shape:

@@ -1,5 +1,5 @@
-"""How layers are computed on a device: with which attention kernels, in which thread, with which
-workspaces of libraries, and with which error when memory does not suffice.
+"""The context in which layers compute on a device: attention kernels, threads, workspaces of
+libraries, and the error when memory does not suffice.
 """
 
 from __future__ import annotations

@@ -304,5 +304,5 @@ def row_norms(flat: torch.Tensor) -> torch.Tensor:
 
 
 def sum_of_squares(norms: torch.Tensor) -> torch.Tensor:
-    """Of all rows, from their norms."""
+    """The sum of squares of all rows, from their norms."""
     return norms.double().square().sum().float()

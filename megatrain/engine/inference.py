@@ -1,4 +1,4 @@
-"""What an engine computes with its weights as they are: losses, log-probabilities, logits, text.
+"""Inference with an engine's weights: losses, log-probabilities, logits, text.
 
 Text is written by transformers' own `generate` where all weights fit on the device, else by
 streaming the model once for every token.
@@ -177,8 +177,8 @@ def starting_from(model: Any, settings: GenerationConfig) -> Iterator[None]:
 def generated(
     model: Any, input_ids: Tensor, max_new_tokens: int, ends: Sequence[int], choose: Choose
 ) -> list[int]:
-    """What transformers' `generate` appends to input_ids [1, tokens], choosing each token by
-    `choose`; nothing that the model's own generation settings say counts."""
+    """The tokens that transformers' `generate` appends to input_ids [1, tokens], each picked by
+    `choose`. The model's own generation settings are ignored."""
     from transformers import GenerationConfig, LogitsProcessorList
 
     nothing: Any = GenerationConfig()  # type: ignore[no-untyped-call]

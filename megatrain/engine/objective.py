@@ -1,4 +1,4 @@
-"""What a step minimises: a loss, with what it is divided by, so that micro-batches add up."""
+"""The objective of a step: a loss and its denominators, so that micro-batches add up."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ class Objective:
 
     @property
     def values(self) -> Values:
-        """What the loss is computed from, of the head's output and the targets."""
+        """The function of the head's output and the targets from which the loss is computed."""
         return first_scores if of_scores(self.loss) else token_logprobs
 
     @property
@@ -105,7 +105,7 @@ class Objective:
         return self.loss, 1.0 / self.counts[TARGETS]
 
     def parts(self, micro_batches: Sequence[T]) -> list[Sequence[T]]:
-        """What the loss is computed from at a time: one micro-batch, or all."""
+        """The micro-batches that the loss takes at a time: one, or all."""
         return [micro_batches] if self.whole_step else [[one] for one in micro_batches]
 
     def tally(self, total: Tensor, metrics: Mapping[str, Tensor]) -> Tally[Tensor]:
@@ -142,14 +142,14 @@ class Objective:
         return self.of_sequences.finish(means) if self.of_sequences else means
 
     def result(self, found: Tally[Tensor], answers: Answers | None = None) -> EvalResult:
-        """What an evaluation has found. Waits for the device."""
+        """The result of an evaluation. Waits for the device."""
         sums = found.numbers()
         mean, metrics = self.mean_loss(sums), self.metrics(sums)
         return EvalResult(mean, self.target_tokens, metrics, sums, self.counts, answers)
 
 
 def joined(results: Sequence[EvalResult], loss: AnyLoss) -> EvalResult:
-    """One result of several sweeps: as if it had been one."""
+    """Several sweeps' results as one, equal to that of a single sweep."""
     sums, counts = Tally[float](), Counter[str]()
     for result in results:
         sums.add(result.sums)

@@ -123,7 +123,7 @@ def _streaming(
     sink: GradientSink,
     resources: ExitStack,
 ) -> tuple[Streamer, Gradients, Peers, Exchange | None]:
-    """What brings weights to the device and gradients away, alone or with other ranks."""
+    """The streamer and the gradients, alone or with other ranks."""
     world, layouts, anatomy = store.world, store.layouts, skeleton.anatomy
     copies = StoredWeights(store, upload, updater)
     source: WeightSource = copies
@@ -182,7 +182,7 @@ def _checkpoints(
     download: Lane,
     fetch: Lane,
 ) -> Checkpoints:
-    """What keeps activation checkpoints of `width` elements a token."""
+    """The keeper of activation checkpoints of `width` elements a token."""
     codec = CODECS.get(settings.activations)
     if not settings.offload_activations:
         return OnDevice(codec)

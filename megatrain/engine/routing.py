@@ -104,7 +104,7 @@ def check_groups(coefficient: float, groups: int | None, prefix: str = "", where
 
 @dataclass(frozen=True)
 class Balance:
-    """What a step says of its routers.
+    """Metrics of a step's routers.
 
     Attributes:
         aux_loss: E * sum of f_e * P_e as above, without the coefficient: the number of experts
@@ -207,7 +207,7 @@ class Balancer:
         self.worth.data.copy_(worth)  # not in place: graphs of retained layers have saved it
 
     def read(self) -> Balance:
-        """Of the last step. Waits for the device."""
+        """The last step's metrics. Waits for the device."""
         pooled = (self._counts * self.probabilities).sum() * (self.routers.experts / self._square)
         return Balance(float(pooled), float(self._largest))
 

@@ -295,8 +295,8 @@ class Passes:
     ) -> list[MicroBatch]:
         """Micro-batches on the device.
 
-        marks_real: find which tokens are no padding. whole: do not cut sequences, whoever shares
-            them.
+        marks_real: find which tokens are no padding. whole: do not cut sequences that
+            several share.
         """
         text = self.skeleton.config.get_text_config()
         pad_id = text.pad_token_id if loss is not None and loss.of_scores else None
@@ -402,7 +402,7 @@ class Passes:
                 yield mb, mb.hidden
 
     def target_values(self, mb: MicroBatch, hidden: torch.Tensor, values: Values) -> torch.Tensor:
-        """What a loss over sequences is computed from, of a micro-batch's targets: fp32 [n]."""
+        """The values that a loss over sequences reads, one for each target: fp32 [n]."""
         given = self.skeleton.head, hidden.flatten(0, 1), mb.targets, *self.chunks
         return target_values(*given, values)[0]
 
@@ -418,7 +418,7 @@ class Passes:
 
     @property
     def chunks(self) -> tuple[int, bool]:
-        """How the head takes targets: how many at a time, and whether by compiled passes."""
+        """Targets that the head takes at a time, and true for compiled passes over their logits."""
         fused = self.settings.compile or self.settings.fused_loss
         return self.settings.head_chunk_tokens, fused
 

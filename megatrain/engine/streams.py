@@ -1,5 +1,5 @@
-"""Who runs when: a lane for each direction of transfers and one for updates, the compute stream,
-and the events between them.
+"""Asynchronous work: a lane for each direction of transfers and one for updates, the compute
+stream, and the events between them.
 
 A lane is a worker thread with a queue. On CUDA its jobs enqueue work on the lane's own stream, on
 the CPU they do the work themselves. So the CPU runs in the same asynchronous order as the GPU, and

@@ -37,8 +37,8 @@ CHUNKS_PER_THREAD = 2
 
 
 def chunks(layout: FlatLayout, threads: int, span: Span) -> list[Segment]:
-    """Pieces of a rank's span of a block, counted from its start, each inside one segment, enough
-    to keep every thread busy to the end."""
+    """Pieces of a span of a block, counted from its start, each inside one segment, enough to keep
+    every thread busy to the end."""
     even = round_up(-(-span.numel // (CHUNKS_PER_THREAD * threads)), 1024)
     size = min(CHUNK_ELEMENTS, max(CHUNK_MINIMUM, even))
     return [
@@ -81,7 +81,7 @@ class Update:
     done: Event = field(default_factory=Event)
 
     def arrays(self) -> dict[str, torch.Tensor]:
-        """Everything that the update reads and writes, by name. Waits for what is on NVMe."""
+        """Everything that the update reads and writes, by name. Waits for what is on a drive."""
         arrays = {"grad": self.gradient.values, **self.lease.wait()}
         # without frozen tensors, which follow
         arrays["weight"] = arrays["weight"][: len(arrays["grad"])]
@@ -141,7 +141,7 @@ class Updater:
         check_finite: refuse a gradient whose sum of squares is not finite, for updates that start
             before the norm is known. A resident block's is not known that early: `give_up` then.
         """
-        # leased now: what is on NVMe is read as early as staging buffers allow
+        # leased now: what is on a drive is read as early as staging buffers allow
         names = [name for name in self.store.arrays if name not in ("grad", "grad_sum")]
         lease = self.store.lease(gradient.block, names, changes=True)
         update = Update(gradient, options, lease)
@@ -264,8 +264,8 @@ class Updater:
         ]
 
     def wait_ready(self, block: int) -> None:
-        """Return once the last queued update of `block` is done, and that of the other ranks whose
-        weights are read here. Raises what stopped it."""
+        """Return once the last queued update of `block` is done, and those of others whose weights
+        are read here. Raises what stopped it."""
         if block in self._done:
             self._done[block].synchronize()
             self.store.wait_for_others(block, self._begun[block])

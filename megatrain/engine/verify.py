@@ -31,7 +31,7 @@ from megatrain.optim import AdamW
 from megatrain.settings import Settings
 from megatrain.storage.export import save_pretrained
 
-FORMAT = 2  # of verdicts: they are made anew with another
+FORMAT = 2  # of verdicts: another one invalidates those that were kept
 STEPS, SHAPES = 3, ((2, 9), (1, 13))  # of micro-batches: rows, tokens
 MAX_NORM = 0.5
 # An eps far above rounding: a gradient that is zero but for rounding must not become a whole step.
@@ -48,7 +48,7 @@ BY_ROUNDING = 10
 
 @dataclass(frozen=True)
 class Verdict:
-    """What came of a self-check.
+    """The result of a self-check.
 
     Attributes:
         state: "passed", "failed" or "not checked".
@@ -72,7 +72,7 @@ class Verdict:
 
 @dataclass
 class Trace:
-    """What plain transformers, or the engine, makes of the same steps."""
+    """The same steps in plain transformers, or in the engine."""
 
     losses: list[float] = field(default_factory=list)
     gradients: dict[str, Tensor] = field(default_factory=dict)  # of the first step
@@ -247,7 +247,7 @@ def copy_weights(model: nn.Module, engine: Engine) -> None:
 
 
 def leave_out_passengers(trace: Trace, names: Sequence[str]) -> None:
-    """What is carried along does not train. Raises DiffersError if in plain PyTorch it does."""
+    """Drop tensors that do not train. Raises DiffersError if in plain PyTorch they do."""
     for name in names:
         gradient = trace.gradients.pop(name, None)  # None: a buffer, or of a tensor with two names
         trace.changes.pop(name, None)

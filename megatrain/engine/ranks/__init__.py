@@ -1,1 +1,1 @@
-"""What several GPUs add to an engine: exchanges, sums, weights, and sequences that they share."""
+"""Several GPUs: the exchange of weights and sums, and context parallelism."""

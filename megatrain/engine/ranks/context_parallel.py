@@ -23,7 +23,7 @@ from megatrain.models.recorder import LayerCall
 from megatrain.models.ulysses import Around, call_of_piece, implementation_of, piece_of
 from megatrain.world import World, trade_parts
 
-HEADS, TOKENS = 1, 2  # dimensions of what attention is given; what it returns has them turned round
+HEADS, TOKENS = 1, 2  # dimensions of attention's inputs; its output has them the other way round
 
 
 class ContextParallel:

@@ -58,7 +58,7 @@ class Exchange:
         return self.world.size * self.shares[block]
 
     def trained_span(self, block: int) -> Span:
-        """What this rank owns of a block's trained tensors, which are the first ones."""
+        """This rank's share of a block's trained tensors, which are the first ones."""
         return self._trained[block]
 
     def gather(self, whole: torch.Tensor, share: torch.Tensor) -> None:
@@ -69,7 +69,7 @@ class Exchange:
             self.gather_here(whole, share)
 
     def part(self, whole: torch.Tensor) -> torch.Tensor:
-        """What ranks that stand in for this one on their hosts own of `whole`, together."""
+        """The part of `whole` that this rank and those in its place on other hosts own together."""
         part: torch.Tensor = whole.view(self.world.local_size, -1)[self.world.local_rank]
         return part
 

@@ -201,7 +201,7 @@ class RankPeers(Peers):
 
         Raises, where ranks share sequences:
             ConfigError: the loss is over sequences.
-            DataError: some that share them were given others.
+            DataError: ranks that share them got different ones.
         """
         world, counts, tokens = self.world, Counter[str](), 0
         shared = world.cp_size > 1
@@ -215,7 +215,7 @@ class RankPeers(Peers):
         firsts = [every[rank - rank % world.cp_size] for rank in range(world.size)]
         if any(one[2] != first[2] for one, first in zip(every, firsts, strict=True)):
             raise DataError(
-                "ranks that share sequences were given different micro-batches; give the same to "
+                "ranks that share sequences got different micro-batches; give the same to "
                 "all ranks of one dp_rank"
             )
         for others, targets, _ in every[:: world.cp_size]:

@@ -1,5 +1,5 @@
-"""Where weights come from with several GPUs: each rank uploads its share of a block and gathers the
-others', or uploads the whole block where the host has one copy for all ranks.
+"""The weight source of several GPUs: each rank uploads its share of a block and gathers those of
+others, or uploads the whole block where the host has one copy for all ranks.
 
 With several hosts each rank keeps what it got over the network in a step's first sweep, so that
 weights cross the network once a step. Later sweeps upload that, and gather on the host alone.
@@ -137,8 +137,8 @@ class GatheredWeights:
         return exchange.lane.submit(job)
 
     def _busy(self, slot: Slot) -> tuple[Event | None, ...]:
-        """What ends before another lane writes to a slot: it may be read, copied, or written to by
-        a sweep that was abandoned."""
+        """Events before which no other lane may write to a slot: it may be read, copied, or written
+        to by a sweep that was abandoned."""
         return slot.free, self._kept.get(slot), slot.landed
 
 
