@@ -50,13 +50,19 @@ REMOVED: set[str] = {
     "gathered_bytes",
     *("tasks", "tasks_at", "limit", "num_fewshot", "include_path", "apply_chat_template"),
     "nvme_arrays",
-    "qwen2.5-7b, NVMe",  # its plan had gradients on NVMe
+    "plans: qwen2.5-7b, NVMe",  # had gradients on NVMe
 }
 RENAMED: dict[str, str] = {}  # before -> now
 # Words for readers, which may be rewritten: what they are about is compared, they are not.
 WORDS = {"reasons", "why", "cost"}
 # (end of a place, before, now)
-EXPLAINED: set[tuple[str, object, object]] = set()
+EXPLAINED: set[tuple[str, object, object]] = {
+    # gradients and weights no longer go to a drive
+    ("fix", f"set memory.nvme: FOLDER, or add {host} GiB of host RAM or {gpu} GiB of GPU memory",
+     "no setting frees enough GPU memory and host RAM: take a larger machine or a smaller model, "
+     f"or add {host} GiB of host RAM or {gpu} GiB of GPU memory")
+    for host, gpu in ((299.9, 296.9), (127.7, 126.6), (158.6, 157.1))
+}  # fmt: skip
 
 
 # -- recording, in a process that imports one of the two packages --------------------------------
