@@ -40,54 +40,48 @@ def test_a_tied_embedding_has_its_slot_until_the_head():
     assert slot_sizes(NUMELS, 0, tied=True) == ((30, 30), (4000, 5000), ())
 
 
-@pytest.mark.parametrize(
-    ("resident", "slots", "layers", "edges"),
-    [
-        (1, (None, 0, 1, 0, 2), (30, 30), (5000,)),
-        (2, (None, None, 0, 1, 2), (30, 30), (5000,)),
-        (3, (None, None, None, 0, 1), (20,), (5000,)),
-        (4, (None, None, None, None, 0), (), (5000,)),
-        (5, (None, None, None, None, None), (), ()),
-    ],
-)
-@pytest.mark.parametrize("tied", [False, True])
-def test_resident_blocks_have_no_slot(resident, slots, layers, edges, tied):
-    assert slots_of_blocks(5, resident, tied) == slots
-    assert slot_sizes(NUMELS, resident, tied) == (layers, edges, ())
+def test_resident_blocks_have_no_slot():
+    for tied in [False, True]:
+        for resident, slots, layers, edges in [
+            (1, (None, 0, 1, 0, 2), (30, 30), (5000,)),
+            (2, (None, None, 0, 1, 2), (30, 30), (5000,)),
+            (3, (None, None, None, 0, 1), (20,), (5000,)),
+            (4, (None, None, None, None, 0), (), (5000,)),
+            (5, (None, None, None, None, None), (), ()),
+        ]:
+            assert slots_of_blocks(5, resident, tied) == slots
+            assert slot_sizes(NUMELS, resident, tied) == (layers, edges, ())
 
 
-@pytest.mark.parametrize(
-    ("replicated", "slots", "sizes"),
-    [
-        (1, (3, 0, 1, 0, 2), ((30, 30), (5000,), (4000,))),
-        (3, (2, 3, 4, 0, 1), ((20,), (5000,), (4000, 10, 30))),
-        (4, (1, 2, 3, 4, 0), ((), (5000,), (4000, 10, 30, 20))),
-        (9, (0, 1, 2, 3, 4), ((), (), NUMELS)),
-    ],
-)
-@pytest.mark.parametrize("tied", [False, True])
-def test_replicated_blocks_have_slots_of_their_own(replicated, slots, sizes, tied):
-    assert slots_of_blocks(5, 0, tied, replicated) == slots
-    assert slot_sizes(NUMELS, 0, tied, replicated) == sizes
-    # the embedding and the first layer are resident
-    here = slots_of_blocks(5, 2, tied, replicated)
-    assert here[:2] == (None, None)
-    assert {*here[2:]} == {0, 1, 2}
+def test_replicated_blocks_have_slots_of_their_own():
+    for tied in [False, True]:
+        for replicated, slots, sizes in [
+            (1, (3, 0, 1, 0, 2), ((30, 30), (5000,), (4000,))),
+            (3, (2, 3, 4, 0, 1), ((20,), (5000,), (4000, 10, 30))),
+            (4, (1, 2, 3, 4, 0), ((), (5000,), (4000, 10, 30, 20))),
+            (9, (0, 1, 2, 3, 4), ((), (), NUMELS)),
+        ]:
+            assert slots_of_blocks(5, 0, tied, replicated) == slots
+            assert slot_sizes(NUMELS, 0, tied, replicated) == sizes
+            # the embedding and the first layer are resident
+            here = slots_of_blocks(5, 2, tied, replicated)
+            assert here[:2] == (None, None)
+            assert {*here[2:]} == {0, 1, 2}
 
 
-@pytest.mark.parametrize("resident", range(6))
-@pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize("replicated", [0, 3, 5])
-def test_every_slot_holds_its_largest_block(resident, tied, replicated):
-    slots = slots_of_blocks(5, resident, tied, replicated)
-    sizes = slot_sizes(NUMELS, resident, tied, replicated)
-    of_slot: dict[int, list[int]] = {}
-    for block, slot in enumerate(slots):
-        if slot is not None:
-            of_slot.setdefault(slot, []).append(NUMELS[block])
-    elements = [*sizes.layers, *sizes.edges, *sizes.own]
-    assert sorted(of_slot) == list(range(len(elements)))
-    assert all(max(numels) <= elements[slot] for slot, numels in of_slot.items())
+def test_every_slot_holds_its_largest_block():
+    for replicated in [0, 3, 5]:
+        for tied in [False, True]:
+            for resident in range(6):
+                slots = slots_of_blocks(5, resident, tied, replicated)
+                sizes = slot_sizes(NUMELS, resident, tied, replicated)
+                of_slot: dict[int, list[int]] = {}
+                for block, slot in enumerate(slots):
+                    if slot is not None:
+                        of_slot.setdefault(slot, []).append(NUMELS[block])
+                elements = [*sizes.layers, *sizes.edges, *sizes.own]
+                assert sorted(of_slot) == list(range(len(elements)))
+                assert all(max(numels) <= elements[slot] for slot, numels in of_slot.items())
 
 
 def test_an_upload_is_asked_for_once_no_earlier_visit_needs_its_slot_for_another_block():
@@ -122,16 +116,16 @@ def test_replicated_blocks_are_asked_for_two_visits_ahead():
     assert every[:4] == ((0, 1, 2), (3,), (4,), (5,))
 
 
-@pytest.mark.parametrize("resident", range(6))
-@pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize("replicated", [0, 3, 8])
-def test_a_slot_holds_what_is_visited(resident, tied, replicated):
+def test_a_slot_holds_what_is_visited():
     """Uploads in the order in which they are asked for, each over what its slot held before."""
-    slots, visits = slots_of_blocks(8, resident, tied, replicated), block_order(8) * 3
-    holding: dict[int | None, int] = {}
-    for block, asked in zip(visits, uploads(visits, slots, replicated), strict=True):
-        holding |= {slots[wanted]: wanted for wanted in asked}
-        assert block < resident or holding[slots[block]] == block
+    for replicated in [0, 3, 8]:
+        for tied in [False, True]:
+            for resident in range(6):
+                slots, visits = slots_of_blocks(8, resident, tied, replicated), block_order(8) * 3
+                holding: dict[int | None, int] = {}
+                for block, asked in zip(visits, uploads(visits, slots, replicated), strict=True):
+                    holding |= {slots[wanted]: wanted for wanted in asked}
+                    assert block < resident or holding[slots[block]] == block
 
 
 # -- accumulators and host memory ----------------------------------------------------------------

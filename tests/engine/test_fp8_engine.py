@@ -28,6 +28,7 @@ def outputs(engine: Engine) -> list[set[str]]:
     ]
 
 
+@pytest.mark.slow
 def test_losses_are_near_those_of_bfloat16_and_not_the_same():
     with make("bfloat16") as engine, make() as in_fp8:
         assert outputs(engine) == [set()] * 4
@@ -39,6 +40,7 @@ def test_losses_are_near_those_of_bfloat16_and_not_the_same():
     assert fp8.losses != plain.losses
 
 
+@pytest.mark.slow
 def test_groups_and_retention_change_no_bit():
     settings = Settings(groups=2, resident=2, retained=3, head_chunk_tokens=7)
     assert_same(run(make(settings=settings), STEPS), run(make(), STEPS), losses=1e-6)

@@ -127,6 +127,7 @@ def test_mixtures_too(what, device):
     assert_trains_as("mixtral", OF_MIXTURES[what], device=device)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("mode", "what"),
     [(mode, "parts of layers") for mode in MODES]
@@ -157,6 +158,7 @@ def test_either_name_of_a_tied_tensor_freezes_it(name):
         assert "model.embed_tokens.weight" not in gradients_of(engine)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # of torch.compile's own
 @pytest.mark.usefixtures("no_code_is_generated")
 def test_compiled():
@@ -236,6 +238,7 @@ def test_they_have_a_weight_and_nothing_else(precision, optimizer):
         assert [layout.trainable for layout in store.layouts[:2]] == [0, 0]
 
 
+@pytest.mark.slow
 def test_random_delays_change_no_bit():
     def trained(slow: bool) -> Trace:
         config = tiny_config("qwen2-tied", num_hidden_layers=4)

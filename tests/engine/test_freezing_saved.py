@@ -101,6 +101,7 @@ def test_a_folder_s_frozen_tensors_come_out_as_they_went_in(family, precision, d
         same(computed, {n: weight for n, weight in engine.iter_weights() if n in frozen})
 
 
+@pytest.mark.slow
 def test_checkpoints_share_one_copy_and_take_what_they_say(tmp_path):
     source = folder_of("llama", torch.float32, tmp_path / "source")
     with open_engine(source, FROZEN["parts of layers"]) as engine:
@@ -120,6 +121,7 @@ def test_checkpoints_share_one_copy_and_take_what_they_say(tmp_path):
         assert 0 <= own - 12 * engine.anatomy.parameters <= 16_000  # headers
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("dtype", "optimizer"),
     [
@@ -174,6 +176,7 @@ def test_drawn_weights_are_frozen_as_they_are_computed_with(tmp_path):
     assert torch.equal(saved, drawn)
 
 
+@pytest.mark.slow
 def test_a_plan_of_a_frozen_model_opens_its_engine(tmp_path):
     source = folder_of("llama", torch.float32, tmp_path / "model")
     options: dict[str, Any] = {"precision": "bfloat16", "device": "cpu"}

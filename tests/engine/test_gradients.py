@@ -133,24 +133,28 @@ def cut(items: list[MicroBatchGradients], groups: int) -> list[list[MicroBatchGr
     return [items[i : i + size] for i in range(0, len(items), size)]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("resident", [0, 2, 4])
-@pytest.mark.parametrize("own", [(), (0,)], ids=["untied", "tied"])
-@pytest.mark.parametrize(
-    ("mode", "groups"),
-    [("ring", 1), ("device", 1), ("device", 3), ("host", 1), ("host", 2), ("host", 6)],
-)
-def test_the_sum_is_fp32_in_micro_batch_order_and_rounded_once(mode, groups, own, resident, dtype):
-    with rig(mode, dtype, own, resident) as made:
-        for step in range(2):  # the second must not see the first
-            micro_batches = random_micro_batches(6, step)
-            finished = made.step(cut(micro_batches, groups))
-            norm = made.gradients.norm(finished)
-            expected = expected_sums(micro_batches, dtype)
-            assert [gradient.block for gradient in finished] == [3, 2, 1, 0]
-            assert differing(landed(finished, dtype), expected) == []
-            whole = torch.cat([gradient.double() for gradient in expected.values()])
-            assert norm == pytest.approx(float(whole.norm()), rel=1e-6)
+def test_the_sum_is_fp32_in_micro_batch_order_and_rounded_once():
+    for mode, groups in [
+        ("ring", 1),
+        ("device", 1),
+        ("device", 3),
+        ("host", 1),
+        ("host", 2),
+        ("host", 6),
+    ]:
+        for own in [(), (0,)]:
+            for resident in [0, 2, 4]:
+                for dtype in [torch.float32, torch.bfloat16]:
+                    with rig(mode, dtype, own, resident) as made:
+                        for step in range(2):  # the second must not see the first
+                            micro_batches = random_micro_batches(6, step)
+                            finished = made.step(cut(micro_batches, groups))
+                            norm = made.gradients.norm(finished)
+                            expected = expected_sums(micro_batches, dtype)
+                            assert [gradient.block for gradient in finished] == [3, 2, 1, 0]
+                            assert differing(landed(finished, dtype), expected) == []
+                            whole = torch.cat([gradient.double() for gradient in expected.values()])
+                            assert norm == pytest.approx(float(whole.norm()), rel=1e-6)
 
 
 @pytest.mark.parametrize("mode", ["ring", "device", "host"])
@@ -229,24 +233,20 @@ def test_a_sum_that_arrives_after_its_step_was_abandoned_does_no_harm():
         assert differing(made.host, expected_sums([micro_batch], torch.float32)) == []
 
 
-@pytest.mark.parametrize(
-    ("settings", "resident", "summed", "travel"),
-    [
+def test_where_state_and_sums_live():
+    for settings, resident, summed, travel in [
         (Settings(), 0, 0, False),
         (Settings(resident=2, sums_on_device=ALL), 2, 0, False),
         (Settings(groups=2), 0, 0, True),
         (Settings(groups=2, resident=3, sums_on_device=1), 3, 3, True),
         (Settings(groups=2, resident=1, sums_on_device=4), 1, 4, True),
         (Settings(groups=2, resident=ALL), 6, 6, False),
-    ],
-    ids=str,
-)
-def test_where_state_and_sums_live(settings, resident, summed, travel):
-    layouts = [FlatLayout.pack([("w", (4,), True)])] * 6
-    made = open_store(layouts, AdamW(), "bfloat16", settings, gradients=True, device=CPU)
-    with made as store:
-        assert (store.resident, sums_on_device(settings, 6)) == (resident, summed)
-        assert ("grad_sum" in store.arrays) == travel
+    ]:
+        layouts = [FlatLayout.pack([("w", (4,), True)])] * 6
+        made = open_store(layouts, AdamW(), "bfloat16", settings, gradients=True, device=CPU)
+        with made as store:
+            assert (store.resident, sums_on_device(settings, 6)) == (resident, summed)
+            assert ("grad_sum" in store.arrays) == travel
 
 
 def test_a_failed_download_is_raised_by_the_norm():
@@ -257,16 +257,16 @@ def test_a_failed_download_is_raised_by_the_norm():
             made.gradients.norm(finished)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_sum_of_squares_keeps_its_digits(dtype):
-    values = (torch.randn(1 << 20, generator=torch.Generator().manual_seed(0)) * 1e-3).to(dtype)
-    expected = float(values.double().square().sum())
-    assert float(square_sum(values)) == pytest.approx(expected, rel=1e-6)
+def test_the_sum_of_squares_keeps_its_digits():
+    for dtype in [torch.float32, torch.bfloat16]:
+        values = (torch.randn(1 << 20, generator=torch.Generator().manual_seed(0)) * 1e-3).to(dtype)
+        expected = float(values.double().square().sum())
+        assert float(square_sum(values)) == pytest.approx(expected, rel=1e-6)
 
 
-@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_one_value_that_is_not_finite_shows_in_the_norm(dtype, value):
-    values = torch.zeros(4096, dtype=dtype)
-    values[1234] = value
-    assert not math.isfinite(float(square_sum(values)))
+def test_one_value_that_is_not_finite_shows_in_the_norm():
+    for dtype in [torch.float32, torch.bfloat16]:
+        for value in [math.nan, math.inf, -math.inf]:
+            values = torch.zeros(4096, dtype=dtype)
+            values[1234] = value
+            assert not math.isfinite(float(square_sum(values)))

@@ -48,9 +48,8 @@ def undisturbed(settings: Settings) -> Trace:
     return run(engine_of("llama", precision="bfloat16", settings=settings), STEPS[:2])
 
 
-@pytest.mark.parametrize(
-    ("layers", "retained", "on_host", "expected"),
-    [
+def test_they_are_spread_over_the_layers_that_the_device_does_not_keep() -> None:
+    for layers, retained, on_host, expected in [
         (6, 0, 0, "......"),
         (6, 2, 0, "....dd"),
         (6, 0, 3, ".h.h.h"),
@@ -58,14 +57,10 @@ def undisturbed(settings: Settings) -> Trace:
         (6, 2, 4, "hhhhdd"),
         (6, ALL, ALL, "dddddd"),
         (3, 1, ALL, "hhd"),
-    ],
-)
-def test_they_are_spread_over_the_layers_that_the_device_does_not_keep(
-    layers: int, retained: int, on_host: int, expected: str
-) -> None:
-    letters = {"device": "d", "host": "h", "nowhere": "."}
-    found = graphs_of_layers(layers, retained, on_host)
-    assert "".join(letters[where] for where in found) == expected
+    ]:
+        letters = {"device": "d", "host": "h", "nowhere": "."}
+        found = graphs_of_layers(layers, retained, on_host)
+        assert "".join(letters[where] for where in found) == expected
 
 
 @pytest.mark.parametrize(
@@ -104,6 +99,7 @@ def test_padded_rows_and_steps_of_other_sizes_find_room() -> None:
     check_equal("llama", replace(HALF, retained=0, retained_on_host=2), steps)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # of torch.compile's own
 @pytest.mark.usefixtures("no_code_is_generated")
 def test_compiled_graphs_travel_too() -> None:

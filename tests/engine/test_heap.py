@@ -11,6 +11,7 @@ import megatrain as mt
 from tests.support import tiny_config
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("room", "bound"), [(4.0, False), (1.5, True)])
 def test_malloc_is_bound_where_memory_is_short(monkeypatch, room, bound):
     bound_heap = Mock()

@@ -43,6 +43,7 @@ def in_order(world: World, found: list[Any]) -> list[Any]:
     return [found[rank] for rank in world.owners]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", TWINS)
 def test_two_hosts_of_one_micro_batch_are_one_rank_of_two(how, on_ranks):
     told, held_out, arrays = train(World(), STEPS, **TWINS[how])
@@ -70,6 +71,7 @@ FOUR_OF_TWO: dict[str, tuple[dict[str, Any], tuple[int, str]]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", FOUR_OF_TWO)
 def test_two_hosts_of_two_are_one_up_to_the_order_of_sums_and_always_the_same(how, on_ranks):
     options, slow = FOUR_OF_TWO[how]
@@ -215,11 +217,13 @@ def slow_last_sum(world: World) -> float:
         return engine.train_step(STEPS[2][world.rank :: world.size]).stalls_s["wait_network"]
 
 
+@pytest.mark.slow
 def test_the_norm_waits_for_the_network(on_ranks):
     """Which is accounted for: the sums of the block that comes last cross then."""
     assert min(on_ranks(2, slow_last_sum, hosts=2)) > 0.5  # the lane may begin before
 
 
+@pytest.mark.slow
 def test_every_rank_of_every_host_reads_the_whole_model(on_ranks):
     first = partial(read, step=FOUR[0])
     weights, logits, answer = first(World())
@@ -267,6 +271,7 @@ def norms(
         return [engine.train_step(step[world.rank : world.rank + 1]).grad_norm for step in STEPS]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fault", [("download", "exchange"), ("upload", "download")])
 def test_without_its_waits_a_delay_changes_the_result(fault, on_ranks):
     """What has crossed is copied down once it is there, and comes up once it is down."""
@@ -274,6 +279,7 @@ def test_without_its_waits_a_delay_changes_the_result(fault, on_ranks):
     assert on_ranks(2, partial(norms, fault=fault), hosts=2) != expected
 
 
+@pytest.mark.slow
 def test_a_step_takes_sums_as_they_came(on_ranks):
     """Rounded, to 1/256 at most of each element; clipping knows."""
     whole, rounded = (on_ranks(2, partial(norms, wire=wire), hosts=2) for wire in WIRES)

@@ -56,6 +56,7 @@ CASES += [("int4", "cpu", *model) for model in MODELS[1:]]
 CASES += [pytest.param(name, "cuda", *MODELS[0], marks=pytest.mark.cuda) for name in CODECS]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "device", "family", "precision", "settings"), CASES)
 def test_where_they_wait_changes_no_bit(
     name: str, device: str, family: str, precision: str, settings: Settings
@@ -89,6 +90,7 @@ def test_layers_that_are_not_recomputed_stay_exact(settings: Settings) -> None:
     assert_same(with_codec, run(make(settings), STEPS))
 
 
+@pytest.mark.slow
 def test_graphs_in_host_ram_travel_beside_them() -> None:
     settings = Settings(offload_activations=True, retained_on_host=1, activations="int6")
     sent, kept = (run(make(replace(settings, retained_on_host=n)), STEPS) for n in (1, 0))

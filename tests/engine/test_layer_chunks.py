@@ -89,6 +89,7 @@ def test_no_chunk_is_longer_than_asked_for(monkeypatch: pytest.MonkeyPatch) -> N
     assert len(seen) > 3 * 3 * 6
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # of torch.compile's own
 def test_compiled_layers_break_there_and_agree(monkeypatch: pytest.MonkeyPatch) -> None:
     compiled = torch.compile

@@ -119,6 +119,7 @@ def test_a_slow_drive_changes_no_bit(tmp_path, monkeypatch, clip, slow):
     assert_same(run(make(tmp_path, clip=clip), STEPS), in_ram(clip=clip))
 
 
+@pytest.mark.slow
 @CLIPS
 def test_delays_in_every_lane_change_no_bit(tmp_path, monkeypatch, clip, device):
     few_buffers(monkeypatch, 2)
@@ -126,6 +127,7 @@ def test_delays_in_every_lane_change_no_bit(tmp_path, monkeypatch, clip, device)
     assert_same(run(late, STEPS), in_ram(clip=clip, device=device))
 
 
+@pytest.mark.slow
 def test_waiting_for_the_drive_has_a_name_of_its_own(tmp_path, monkeypatch):
     few_buffers(monkeypatch, 1)
     quick_drive(monkeypatch)
@@ -138,6 +140,7 @@ def test_waiting_for_the_drive_has_a_name_of_its_own(tmp_path, monkeypatch):
         assert stalls["wait_nvme"] > max(0.03, 2 * stalls["wait_update"])
 
 
+@pytest.mark.slow
 def test_so_has_waiting_for_an_update_whose_gradient_has_the_buffer_that_is_wanted(
     tmp_path, monkeypatch
 ):

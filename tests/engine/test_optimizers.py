@@ -48,6 +48,7 @@ def straight(optimizer: Optimizer) -> Trace:
     return run(make(optimizer), STEPS)
 
 
+@pytest.mark.slow
 @every_optimizer
 def test_deferred_updates_residency_and_the_cut_into_pieces_change_no_bit(
     optimizer: Any, monkeypatch: pytest.MonkeyPatch
@@ -89,6 +90,7 @@ def test_a_checkpoint_is_of_its_optimizer_and_moments(tmp_path: Path) -> None:
                 load_checkpoint(path, engine)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "lr", "moments", "bytes_per_parameter"),
     [

@@ -76,6 +76,7 @@ def compare(
         assert value == pytest.approx(theirs.metrics[metric], rel=1e-5, abs=1e-6), metric
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_loss_gradients_and_metrics_are_those_of_trl(verdict, name):
     theirs, (method, _, loss) = verdict(name), CASES[name]

@@ -159,6 +159,7 @@ def assert_same_step(expected: Any, found: Any) -> None:
         assert float((found_weights[tensor] - weight).norm() / weight.norm()) < 1e-4, tensor
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "how"), CASES)
 def test_a_step_is_the_same_however_it_is_computed(name, how, device):
     loss, (size, settings) = LOSSES[name], HOW[how]

@@ -109,6 +109,7 @@ def test_two_ranks_of_one_micro_batch_are_one_rank_of_two(how, on_ranks):
     assert [name for name in arrays if not torch.equal(ours[name], arrays[name])] == []
 
 
+@pytest.mark.slow
 def test_shares_may_be_on_nvme(tmp_path, on_ranks):
     """Each rank has files of its own in the same folder."""
     folder = tmp_path / "drive"
@@ -122,6 +123,7 @@ def test_shares_may_be_on_nvme(tmp_path, on_ranks):
     assert [name for name in arrays if not torch.equal(ours[name], arrays[name])] == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("ranks", "family"), [(2, "llama-tied"), (3, "gemma2"), (4, "mixtral")])
 def test_more_ranks_are_one_up_to_the_order_of_sums(ranks, family, on_ranks):
     given: dict[str, Any] = {"steps": SEVERAL, "family": family, "precision": "float32"}
@@ -170,6 +172,7 @@ def test_a_step_without_targets_is_skipped_by_all(on_ranks):
         assert told == [(0.0, 0.0, 0, True)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("lane", ["upload", "download", "exchange", "update"])
 def test_a_slow_lane_of_one_rank_changes_no_bit(lane, on_ranks):
     slow = partial(train, steps=STEPS[:2], slow=(1, lane))
@@ -187,6 +190,7 @@ def read(world: World, step: Sequence[Batch] = STEPS[0]) -> Any:
         return weights, engine.logits(prompt), engine.generate(prompt[:1], max_new_tokens=3)
 
 
+@pytest.mark.slow
 def test_every_rank_reads_the_whole_model(on_ranks):
     weights, logits, answer = read(World())
     for theirs, their_logits, their_answer in on_ranks(2, read):
@@ -211,6 +215,7 @@ def of_answers(world: World, name: str, size: int = 1, **settings: Any) -> Any:
         return results, {name: tensor.clone() for name, tensor in engine.iter_weights()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["dpo", "orpo", "reward", "aot", "kto"])
 def test_losses_over_answers_are_those_of_one_rank(name, on_ranks):
     results, weights = of_answers(World(), name)
@@ -226,6 +231,7 @@ def test_losses_over_answers_are_those_of_one_rank(name, on_ranks):
         assert all(distance(their_weights[name], weights[name]) < 1e-4 for name in weights)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "ranks", "twice"), [("kto", 3, False), ("aot", 2, True), ("kto", 2, True)]
 )
@@ -242,6 +248,7 @@ def test_a_loss_over_a_whole_step_sees_the_rows_of_all_ranks(name, ranks, twice,
     assert results[0].metrics.get("kl", 1) > 0
 
 
+@pytest.mark.slow
 def test_a_rank_without_micro_batches_offloads_nothing(on_ranks):
     settings = Settings(**CHUNK, offload_activations=True, retained_on_host=1)
     given: dict[str, Any] = {"steps": STEPS[:2], "precision": "float32", "settings": settings}

@@ -135,6 +135,7 @@ def slowly(world: World, how: dict[str, Any]) -> list[str]:
     return differences(*results)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", AT_ONCE)
 def test_a_slow_lane_of_one_rank_changes_no_bit(how, on_ranks):
     assert on_ranks(2, partial(slowly, how=AT_ONCE[how])) == [[], []]
@@ -152,6 +153,7 @@ def without_waiting(world: World) -> list[str]:
     return differences(*results)
 
 
+@pytest.mark.slow
 def test_the_wait_for_other_ranks_is_needed(on_ranks):
     _, found = on_ranks(2, without_waiting)
     assert "results" in found
@@ -177,6 +179,7 @@ def hashes(folder: Path) -> Iterator[tuple[str, str]]:
         yield str(path.relative_to(folder)), hashlib.sha256(path.read_bytes()).hexdigest()
 
 
+@pytest.mark.slow
 def test_checkpoints_are_the_same_files_and_go_on_either_way(tmp_path, on_ranks):
     for (ours, theirs), found in on_ranks(2, partial(saved, folder=tmp_path)):
         assert ours and ours == theirs

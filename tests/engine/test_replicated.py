@@ -10,6 +10,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from megatrain.engine.engine import Engine
 from megatrain.engine.streamer import Slot
 from megatrain.settings import ALL, Settings
@@ -148,6 +150,7 @@ def others(world: World, drive: Path, folder: Path) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.slow
 def test_slow_lanes_drives_and_resumes_change_no_bit_either(tmp_path):
     folders = [tmp_path / name for name in ("drive", "run")]
     for folder in folders:

@@ -12,6 +12,7 @@ STEPS = [full_batches(seed, [(1, 8), (2, 5)]) for seed in range(4)]
 pytestmark = pytest.mark.usefixtures("deterministic")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "changes", "precision", "clip"),
     [

@@ -30,6 +30,7 @@ def trained(family: str, steps: Steps, **dials: Any) -> Trace:
     return run(engine_of(family, precision="bfloat16", settings=settings), steps)
 
 
+@pytest.mark.slow
 def test_cheap_retention_changes_no_bit() -> None:
     steps, dials = [full_batches(seed) for seed in range(2)], {"retained": 2, "resident": 2}
     cheap = trained("mixtral", steps, cheap_retention=True, **dials)
@@ -62,6 +63,7 @@ def kept(skeleton: Skeleton, again: bool) -> int:
     )
 
 
+@pytest.mark.slow
 def test_retained_layers_keep_little_and_recomputed_ones_what_is_fastest() -> None:
     # has no product that recomputation leaves out, so one graph could serve both
     config = tiny_config("gemma2", num_hidden_layers=1)

@@ -183,6 +183,7 @@ def without_waits(world: World) -> list[dict[int, Tensor]]:
     return found
 
 
+@pytest.mark.slow
 def test_without_its_waits_a_delay_changes_the_sums(tmp_path):
     plain = expected(0, 2, (), torch.float32)
     for fault, *shares in zip(FAULTS, *run_ranks(2, without_waits, tmp_path), strict=True):
@@ -212,6 +213,7 @@ def trained(world: World, folder: Path) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.slow
 def test_engines_of_two_ranks_in_groups_are_one_of_one(tmp_path):
     """(first + second) + third, in every bit."""
     folder = tmp_path / "drive"

@@ -97,6 +97,7 @@ def test_nothing_is_told_where_masks_keep_documents_apart():
     assert not skeleton.told_documents(CPU)
 
 
+@pytest.mark.slow
 def test_dry_runs_are_told_nothing_and_count_masks_where_there_are_any(family, monkeypatch):
     install(monkeypatch, family, separating)
     skeleton = Skeleton(CONFIGS[family], dtype=torch.float32)

@@ -114,11 +114,13 @@ def of_ranks(tmp_path_factory: pytest.TempPathFactory, of_one: dict[str, Any]) -
     return run_ranks(2, all_of, tmp_path_factory.mktemp("ranks"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", HOW)
 def test_two_ranks_that_share_sequences_are_one(how, of_ranks, of_one):
     assert_near([found[how] for found in of_ranks], of_one[how])
 
 
+@pytest.mark.slow
 def test_a_slow_lane_of_one_rank_changes_no_bit(of_ranks):
     of_both = ("late", "three heads to a group")
     found, expected = (joined([found[how][2] for found in of_ranks]) for how in of_both)
@@ -132,6 +134,7 @@ def teams(world: World) -> Any:
     return train(world.sharing_sequences(2), steps=[*SEVERAL, SEVERAL[0][:1]])
 
 
+@pytest.mark.slow
 def test_teams_have_micro_batches_of_their_own(tmp_path):
     """Of three, one has two and the other one; of one, the other has none."""
     expected = train(World(), steps=[*SEVERAL, SEVERAL[0][:1]])
@@ -199,20 +202,23 @@ def attention(world: World) -> dict[tuple[str, str, str], list[Any]]:
     return found
 
 
-@pytest.mark.parametrize("mask", MASKS)
-@pytest.mark.parametrize("kernel", KERNELS)
-@pytest.mark.parametrize("shape", SHAPES)
-def test_every_head_is_that_of_one_rank_in_every_bit(shape, kernel, mask, of_ranks):
-    given = [state.requires_grad_() for state in states(shape)]
-    module, seen = Attention(*SHAPES[shape]), mask_for(kernel, mask)
-    out = KERNELS[kernel](module, *given, seen, **OPTIONS)[0]
-    out.square().sum().backward()
-    pieces = zip(*(found["attention"][shape, kernel, mask] for found in of_ranks), strict=True)
-    ours, *grads = pieces
-    assert torch.equal(torch.cat(ours, 1), out)
-    for grad, state in zip(grads, given, strict=True):
-        assert state.grad is not None
-        assert distance(torch.cat(grad, 2), state.grad) < 1e-6
+@pytest.mark.slow
+def test_every_head_is_that_of_one_rank_in_every_bit(of_ranks):
+    for shape in SHAPES:
+        for kernel in KERNELS:
+            for mask in MASKS:
+                given = [state.requires_grad_() for state in states(shape)]
+                module, seen = Attention(*SHAPES[shape]), mask_for(kernel, mask)
+                out = KERNELS[kernel](module, *given, seen, **OPTIONS)[0]
+                out.square().sum().backward()
+                pieces = zip(
+                    *(found["attention"][shape, kernel, mask] for found in of_ranks), strict=True
+                )
+                ours, *grads = pieces
+                assert torch.equal(torch.cat(ours, 1), out)
+                for grad, state in zip(grads, given, strict=True):
+                    assert state.grad is not None
+                    assert distance(torch.cat(grad, 2), state.grad) < 1e-6
 
 
 # -- what is not in pieces -------------------------------------------------------------------------
@@ -224,6 +230,7 @@ def read(world: World) -> Any:
         return engine.logits(ids), engine.generate(ids[:1], max_new_tokens=3)
 
 
+@pytest.mark.slow
 def test_every_rank_reads_whole_sequences(of_ranks):
     logits, answer = read(World())
     for found in of_ranks:
@@ -237,6 +244,7 @@ def mixed_up(world: World) -> str:
     return str(told.value)
 
 
+@pytest.mark.slow
 def test_ranks_that_share_sequences_cannot_be_given_others(of_ranks):
     assert all("got different micro-batches" in found["refused"] for found in of_ranks)
 

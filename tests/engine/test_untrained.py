@@ -35,6 +35,7 @@ def values_of(engine: Engine) -> dict[str, Tensor]:
     return {name: engine.constants[name].detach().clone() for name in engine.constants}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", sorted(KINDS.intersection(known(CONSTANT))))
 def test_they_are_computed_with_as_in_plain_pytorch_and_the_folder_comes_out_again(family):
     assert verify(Skeleton(tiny_config(family), dtype=torch.float32)) == Verdict("passed")
@@ -149,6 +150,7 @@ def test_a_parameter_that_only_seems_idle_fails(monkeypatch):
 # -- saved and read again --------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_with_them_and_exports_leave_them_alone(tmp_path):
     """The folder's are float32, of which the device has half: saves have them whole."""
     model: Any = plain_model(tiny_config("deepseek-v32"))

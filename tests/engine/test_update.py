@@ -35,23 +35,27 @@ CPU = torch.device("cpu")
 PLAIN: dict[str, Any] = {"lr": 0.1, "step": 1, "grad_scale": 1.0}
 
 
-@pytest.mark.parametrize("threads", [1, 2, 3, 16])
-@pytest.mark.parametrize("layout", [*LAYOUTS, LARGE], ids=lambda x: str(x.numel))
-def test_chunks_cover_each_element_once_with_its_own_decay(layout, threads):
-    pieces = chunks(layout, threads, layout.span(0, 1))
-    covered = torch.zeros(layout.numel, dtype=torch.int8)
-    for start, stop, decay in pieces:
-        assert 0 < stop - start <= CHUNK_ELEMENTS
-        covered[start:stop] += 1
-        inside = [t.decay for t in layout.tensors if t.offset < stop and start < t.offset + t.numel]
-        assert set(inside) <= {decay}
-    assert torch.all(covered == 1)
+def test_chunks_cover_each_element_once_with_its_own_decay():
+    for layout in [*LAYOUTS, LARGE]:
+        for threads in [1, 2, 3, 16]:
+            pieces = chunks(layout, threads, layout.span(0, 1))
+            covered = torch.zeros(layout.numel, dtype=torch.int8)
+            for start, stop, decay in pieces:
+                assert 0 < stop - start <= CHUNK_ELEMENTS
+                covered[start:stop] += 1
+                inside = [
+                    t.decay
+                    for t in layout.tensors
+                    if t.offset < stop and start < t.offset + t.numel
+                ]
+                assert set(inside) <= {decay}
+            assert torch.all(covered == 1)
 
 
-@pytest.mark.parametrize("threads", [2, 4, 16])
-def test_a_large_block_keeps_every_thread_busy(threads):
-    layout = FlatLayout.pack([("w", (threads, 1 << 18), True)])
-    assert len(chunks(layout, threads, layout.span(0, 1))) >= 2 * threads
+def test_a_large_block_keeps_every_thread_busy():
+    for threads in [2, 4, 16]:
+        layout = FlatLayout.pack([("w", (threads, 1 << 18), True)])
+        assert len(chunks(layout, threads, layout.span(0, 1))) >= 2 * threads
 
 
 def landed() -> Event:
