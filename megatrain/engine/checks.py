@@ -39,13 +39,13 @@ def check_world(
             "set transport: gather"
         )
     if world.cp_size > 1:
-        check_pieces(world.cp_size, skeleton, settings.compile, balances)
+        check_context_parallel(world.cp_size, skeleton, settings.compile, balances)
 
 
-def check_pieces(
-    pieces: int, skeleton: Skeleton, compiled: bool, balances: bool, name: str = "context_parallel"
+def check_context_parallel(
+    cp_size: int, skeleton: Skeleton, compiled: bool, balances: bool, name: str = "context_parallel"
 ) -> None:
-    """Raise ConfigError for what does not compute pieces of sequences as it does whole ones.
+    """Raise ConfigError for what does not compute a part of each sequence as it does whole ones.
 
     compiled: layers are. balances: routers are. name: of the option.
     """
@@ -56,7 +56,7 @@ def check_pieces(
         "rotary factors that follow the length of sequences": bool(regimes_of(skeleton.config)),
     }
     if found := [what for what, there in refused.items() if there]:
-        raise ConfigError(f"{name}: {pieces} does not work with {found[0]}; set 1")
+        raise ConfigError(f"{name}: {cp_size} does not work with {found[0]}; set 1")
     if why := why_not_in_pieces(skeleton):
         family = skeleton.anatomy.family
-        raise ConfigError(f"{name}: {pieces} does not work with a {family} model ({why}); set 1")
+        raise ConfigError(f"{name}: {cp_size} does not work with a {family} model ({why}); set 1")

@@ -19,13 +19,12 @@ import torch
 
 from megatrain.engine.gradients import Gradient
 from megatrain.engine.streams import Compute, Event, Lane
-from megatrain.engine.workspace import HostWorkspace, InPlace
 from megatrain.errors import DivergedError, MegaTrainError
 from megatrain.memory.layout import FlatLayout, Segment, Span, part, round_up
 from megatrain.memory.lease import Lease
 from megatrain.memory.store import Store
 from megatrain.optim import Muon, Optimizer
-from megatrain.optim.muon import TensorState
+from megatrain.optim.muon import HostWorkspace, InPlace, TensorState
 from megatrain.optim.optimizer import RangeOptimizer, StepOptions
 
 # Few and large: each takes Python's lock, for which dozens of threads and the one that launches

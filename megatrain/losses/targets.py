@@ -112,12 +112,12 @@ class Targets:
         parts = zip(index, labels, given, strict=True)
         return [Targets(*part) for part in parts if len(part[1])]
 
-    def of_piece(self, tokens: int, piece: int, pieces: int) -> Targets:
+    def of_piece(self, tokens: int, cp_rank: int, cp_size: int) -> Targets:
         """Those whose predicting positions are in one of equal pieces of each sequence of `tokens`;
         index: in the flattened [batch x piece] hidden states."""
         row, place = self.index // tokens, self.index % tokens
-        length = tokens // pieces
-        here = place // length == piece
+        length = tokens // cp_size
+        here = place // length == cp_rank
         index = (row * length + place % length)[here]
         return Targets(index, self.labels[here])
 

@@ -12,10 +12,10 @@ import pytest
 import torch
 from torch import nn
 
-from megatrain.engine.workspace import HostWorkspace
 from megatrain.memory import sizes
 from megatrain.models.anatomy import decaying
 from megatrain.optim import Muon
+from megatrain.optim.muon import HostWorkspace
 from megatrain.settings import ALL, Settings
 from tests.compare import distance
 from tests.delays import LANES, delay

@@ -9,10 +9,9 @@ import pytest
 import torch
 
 from megatrain.engine.engine import Engine
-from megatrain.engine.workspace import HostWorkspace
 from megatrain.memory.layout import FlatLayout
 from megatrain.optim import Muon
-from megatrain.optim.muon import TensorState, _product_bytes
+from megatrain.optim.muon import HostWorkspace, TensorState, _product_bytes
 from megatrain.settings import ALL, Settings
 from tests.compare import distance
 from tests.runs import assert_same, masters_of, run, train_engine

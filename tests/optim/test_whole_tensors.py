@@ -12,11 +12,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from megatrain.engine.workspace import HostWorkspace, InPlace
 from megatrain.errors import ConfigError
 from megatrain.memory.layout import FlatLayout
 from megatrain.optim import Muon, muon
-from megatrain.optim.muon import TensorState
+from megatrain.optim.muon import HostWorkspace, InPlace, TensorState
 from megatrain.optim.split import split_master
 from tests.compare import differing
 from tests.optim.arrays import master_of

@@ -10,7 +10,7 @@ import logging
 
 from megatrain.config import Config
 from megatrain.data.loader import Loader
-from megatrain.engine.checks import check_pieces
+from megatrain.engine.checks import check_context_parallel
 from megatrain.engine.resolved import Resolved
 from megatrain.errors import ConfigError
 from megatrain.losses import SequenceLoss
@@ -49,7 +49,7 @@ def check_shared(config: Config, resolved: Resolved) -> None:
             "whole sequences; set 1"
         )
     balances, compiled = resolved.router_aux_loss_coef > 0, resolved.compile is True
-    check_pieces(pieces, resolved.skeleton, compiled, balances, where)
+    check_context_parallel(pieces, resolved.skeleton, compiled, balances, where)
     if resolved.packed_to is not None or resolved.request.attention == "eager":
         what = "masks of packed sequences" if resolved.packed_to else "scores of eager attention"
         logger.warning(f"{where}: the plan counts too little memory for {what}")
