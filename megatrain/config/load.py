@@ -27,7 +27,7 @@ from megatrain.config.names import (
     Key,
 )
 from megatrain.config.values import nearest, shown
-from megatrain.data.given import named
+from megatrain.data.sources import named
 from megatrain.errors import ConfigError, DataError
 
 TOP = ""  # the section of top-level keys

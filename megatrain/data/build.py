@@ -5,24 +5,21 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from datetime import date
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatrain.data import cache as cached_sets
-from megatrain.data import cuts, show
-from megatrain.data.dataset import Rows, TokenRows, check_digest, default_cache
+from megatrain.data import show, truncation
 from megatrain.data.files import resolve
-from megatrain.data.formats import FORMATS
-from megatrain.data.holdout import hold_out, look_for_copies
-from megatrain.data.mixing import weighted
+from megatrain.data.options import RowOptions
 from megatrain.data.packing import pack
-from megatrain.data.refusing import ready, refused
-from megatrain.data.samples import KINDS, PLAIN
+from megatrain.data.rows import Counts, Rows, TokenRows, check_digest, default_cache
+from megatrain.data.samples import KINDS
+from megatrain.data.selection import hold_out, look_for_copies, weighted
 from megatrain.data.shards import make_shards
 from megatrain.data.sources import Part, Source, open_source
 from megatrain.data.template import CLOCK
@@ -32,65 +29,15 @@ from megatrain.errors import DataError
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from megatrain.data.sources import Given
+    from megatrain.data.sources import Given, Source
 
 CACHE_VERSION = 7  # raise it when the same input gives other tokens
 CACHED_BY = (
     *("seq_len", "train_on", "format", "on_bad_row", "text_field", "columns", "prompts"),
     *("kind", "truncation_mode"),
 )
-ON_BAD_ROW = ("refuse", "skip")
-Wanted = Callable[[TokenRows], bool]
-ReadSource = Callable[["Given", "DataOptions", "Wanted | None"], TokenRows]
-
-
-@dataclass(frozen=True)
-class DataOptions:
-    """How rows are read and cut.
-
-    Attributes:
-        seq_len: longest row in tokens; None keeps whole documents, for packing.
-        text_field: the column of plain text; None finds it.
-        columns: columns that go by another name, ours first.
-        prompts: as in `Encoder`.
-        kind: of rows, as the method trains them: one of KINDS. Rows of another kind are bad.
-        truncation_mode: which tokens of a longer row stay, the first or the last; `drop`: none.
-        vocab_size: token ids from here on are refused; None allows all.
-        day: told to chat templates that ask for the time; None: today's.
-        processes: that tokenise a set of more than a thousand rows.
-        streaming: the set is too large to be read before it is used: see `streaming.py`.
-    """
-
-    seq_len: int | None
-    train_on: str = "assistant"
-    format: str = "auto"
-    on_bad_row: str = "refuse"
-    text_field: str | None = None
-    columns: Mapping[str, str] | None = None
-    prompts: str = "text"
-    kind: str = PLAIN
-    truncation_mode: str = cuts.KEEP_START
-    split: str | None = None
-    vocab_size: int | None = None
-    day: date | None = None
-    processes: int = 1
-    streaming: bool = False
-
-    def __post_init__(self) -> None:
-        known = {
-            "format": ("auto", *FORMATS),
-            "on_bad_row": ON_BAD_ROW,
-            "truncation_mode": cuts.TRUNCATION_MODES,
-        }
-        for key, values in known.items():
-            value = getattr(self, key)
-            if value not in values:
-                raise DataError(f"data.{key}: {value!r} is unknown; use one of {', '.join(values)}")
-        if self.kind != PLAIN and self.train_on == "all":
-            raise DataError(
-                "data.train_on: all trains prompts, too, but "
-                f"method: {KINDS[self.kind].methods} compares answers; leave it at assistant"
-            )
+_Wanted = Callable[[TokenRows], bool]
+ReadSource = Callable[["Given", "RowOptions", "_Wanted | None"], TokenRows]
 
 
 @dataclass(frozen=True)
@@ -105,7 +52,7 @@ def load_data(
     train: Given,
     held_out: float | int | Given | None,
     tokenizer: PreTrainedTokenizerBase,
-    options: DataOptions,
+    options: RowOptions,
     *,
     seed: int,
     pack_to: int | None = None,
@@ -164,7 +111,7 @@ def source_reader(
     """A callable for the tokenised rows of sources; from the cache, if rows are wanted that are
     there while the source has changed."""
 
-    def read(given: Given, options: DataOptions, wanted: Wanted | None) -> TokenRows:
+    def read(given: Given, options: RowOptions, wanted: _Wanted | None) -> TokenRows:
         source = (given, tokenizer, options, cache)
         before = None if wanted is None else _of_a_changed_source(*source, wanted)
         return before or encode_source(*source, on_progress)
@@ -175,7 +122,7 @@ def source_reader(
 def held_out_beside(
     rows: TokenRows,
     given: Given,
-    options: DataOptions,
+    options: RowOptions,
     read: ReadSource,
     whole: Callable[[TokenRows], Rows],
     expected: str | None,
@@ -194,7 +141,7 @@ def held_out_beside(
 
 def _held_out_set(
     given: Given,
-    options: DataOptions,
+    options: RowOptions,
     read: ReadSource,
     whole: Callable[[TokenRows], Rows],
     expected: str | None,
@@ -221,7 +168,7 @@ def _held_out_set(
 def encode_source(
     given: Given,
     tokenizer: PreTrainedTokenizerBase,
-    options: DataOptions,
+    options: RowOptions,
     cache: Path | None = None,
     on_progress: Callable[[int], None] | None = None,
 ) -> TokenRows:
@@ -251,7 +198,7 @@ class AskedSet:
 
     source: Source
     tokenizer: PreTrainedTokenizerBase
-    options: DataOptions
+    options: RowOptions
     cache: Path
     asked: str
     key: str
@@ -261,7 +208,7 @@ class AskedSet:
         cls,
         given: Given,
         tokenizer: PreTrainedTokenizerBase,
-        options: DataOptions,
+        options: RowOptions,
         cache: Path | None,
     ) -> AskedSet:
         source = open_source(given, options.split, options.streaming)
@@ -280,7 +227,7 @@ class AskedSet:
         waits = partial(on_progress, 0)
         with cached_sets.making_set(self.cache, self.key, options.kind, waits) as making:
             counts, shards = make_shards(making, self.source, encoder, options, on_progress)
-            if (reason := refused(self.source, counts, options)) is not None:
+            if (reason := reason_to_refuse(self.source, counts, options)) is not None:
                 if not options.streaming:  # else rows before the bad one may be in use
                     making.remove()
                 raise reason
@@ -290,9 +237,9 @@ class AskedSet:
 def _of_a_changed_source(
     given: Given,
     tokenizer: PreTrainedTokenizerBase,
-    options: DataOptions,
+    options: RowOptions,
     cache: Path | None,
-    wanted: Wanted,
+    wanted: _Wanted,
 ) -> TokenRows | None:
     """Cached rows that are `wanted` and were asked for in the same way, if the source's are not."""
     folder, asked, current = cache or default_cache(), _asked(given, tokenizer, options), ""
@@ -311,7 +258,7 @@ def _of_a_changed_source(
     return None
 
 
-def _asked(given: Given, tokenizer: PreTrainedTokenizerBase, options: DataOptions) -> str:
+def _asked(given: Given, tokenizer: PreTrainedTokenizerBase, options: RowOptions) -> str:
     """A name of everything that tokenised rows follow from, but for what the source holds."""
     template = tokenizer.chat_template
     state = {
@@ -346,3 +293,60 @@ def _key(asked: str, source: Source) -> str:
 
 def _hash(text: str) -> str:
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+
+
+def ready(
+    rows: TokenRows,
+    notes: Sequence[str],
+    tokenizer: PreTrainedTokenizerBase,
+    options: RowOptions,
+) -> TokenRows:
+    """Rows from the cache with what is to be said of them. Raises DataError."""
+    _check_vocabulary(rows.counts, tokenizer, options.vocab_size)
+    warned = truncation.cut_warnings(rows.counts, options.seq_len, options.truncation_mode)
+    return replace(rows, counts=replace(rows.counts, choices=list(notes), warned=warned))
+
+
+def reason_to_refuse(source: Source, counts: Counts, options: RowOptions) -> DataError | None:
+    """Why the rows of a source are not to be trained on, if they are not."""
+    written = sum(counts.parts)
+    if not counts.read:
+        return DataError(f"{source.name}: holds no rows")
+    if counts.bad and options.streaming and options.on_bad_row == "refuse":
+        return DataError(f"{counts.first_bad[0]} (mend it, or set data.on_bad_row: skip)")
+    if counts.bad == counts.read:
+        return DataError(f"{counts.first_bad[0]} (all {counts.read} rows are bad)")
+    if counts.bad and options.on_bad_row == "refuse":
+        rest = "it is the only bad row" if counts.bad == 1 else f"{counts.bad} rows are bad"
+        return DataError(
+            f"{counts.first_bad[0]} ({rest} of {counts.read}; mend them, or set data.on_bad_row: "
+            "skip)"
+        )
+    if not written and counts.kept:
+        return DataError(
+            f"{source.name}: holds one row; method: {KINDS[options.kind].methods} also takes each "
+            "prompt with another row's answer, so give it two rows or more"
+        )
+    if not written and counts.too_long:
+        return DataError(
+            f"{source.name}: {counts.too_long} of {counts.read} rows are longer than train.seq_len "
+            f"{options.seq_len} and no other has an answer; set a larger one"
+        )
+    if not written:
+        cut = f", {counts.truncated} of them cut to train.seq_len {options.seq_len}"
+        return DataError(
+            f"{source.name}: no token to train on in {counts.read - counts.bad} rows"
+            f"{cut if counts.truncated else ''}; no row has an answer left"
+        )
+    return None
+
+
+def _check_vocabulary(
+    counts: Counts, tokenizer: PreTrainedTokenizerBase, vocab_size: int | None
+) -> None:
+    if vocab_size is not None and counts.max_token_id >= vocab_size:
+        token = tokenizer.convert_ids_to_tokens(counts.max_token_id)
+        raise DataError(
+            f"{counts.max_token_where}: token {token!r} has id {counts.max_token_id}, but the "
+            f"model knows {vocab_size} tokens; use the tokenizer that belongs to the model"
+        )

@@ -16,24 +16,26 @@ end-of-sequence token.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import json
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import date
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from megatrain.data.arrival import check_arrival
+from megatrain.data.conversations import Message, schema_texts
 from megatrain.data.fields import RowError
 from megatrain.data.samples import Chat
 from megatrain.data.template import (
     ANSWERED,
     CALLING,
+    OWN_WORDS,
     QUESTION,
     RESULT,
     STAND_IN,
     TOOLS,
+    CharSpan,
     Scene,
-    Span,
     Template,
     with_stand_ins,
 )
@@ -41,7 +43,7 @@ from megatrain.data.template import (
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-TEMPLATE = "by the chat template"
+_TEMPLATE = "by the chat template"
 
 
 @dataclass(frozen=True)
@@ -60,17 +62,17 @@ class Marked:
     """
 
     text: str
-    spans: tuple[Span, ...] | None
+    spans: tuple[CharSpan, ...] | None
     add_special: bool = False
     eos: bool = False
     rewritten: int = 0
     notes: tuple[str, ...] = ()
     wrapping: str = ""
-    keep: Span | None = None
+    keep: CharSpan | None = None
 
 
 @dataclass(frozen=True)
-class Answer:
+class _Answer:
     """Characters [start, stop) of a text that the assistant wrote.
 
     rewritten: the template renders them otherwise once other turns follow.
@@ -106,7 +108,7 @@ class ChatTemplate:
         notes = (*check_arrival(chat, self._template, text, spans),)
         if any(turn.role == "assistant" and not turn.trained for turn in chat.messages):
             notes += ("rows have answers that are context, and data.train_on: all trains them",)
-        return Marked(text, None, notes=notes, wrapping=TEMPLATE)
+        return Marked(text, None, notes=notes, wrapping=_TEMPLATE)
 
     @cached_property
     def stops(self) -> tuple[str, ...]:
@@ -131,18 +133,18 @@ class ChatTemplate:
         notes = (*dropped, *self._endless(text, spans.values()))
         rewritten = sum(answer.rewritten for answer in answers.values())
         of_trained = tuple(spans.values())
-        return Marked(text, of_trained, rewritten=rewritten, notes=notes, wrapping=TEMPLATE)
+        return Marked(text, of_trained, rewritten=rewritten, notes=notes, wrapping=_TEMPLATE)
 
-    def _answers(self, scene: Scene, trained: Sequence[int]) -> tuple[str, dict[int, Answer]]:
+    def _answers(self, scene: Scene, trained: Sequence[int]) -> tuple[str, dict[int, _Answer]]:
         """The text, and the answers of these turns, each through a token that ends it."""
         indices = [i for i, turn in enumerate(scene.turns) if turn["role"] == "assistant"]
         text, marked = self._template.render_marked(scene)
         # a message may have several blocks; then they do not tell which is whose
         in_blocks = len(marked) == len(indices)
-        answers: dict[int, Answer] = {}
+        answers: dict[int, _Answer] = {}
         for index in trained:
             block = marked[indices.index(index)] if in_blocks else None
-            answer = Answer(*block) if block else self._answer(scene, index, text)
+            answer = _Answer(*block) if block else self._answer(scene, index, text)
             if not self._template.ends(text[answer.start : answer.stop]):
                 text, answer = self._through_next_token(text, answer, index)
             if answer.start >= answer.stop:
@@ -151,7 +153,7 @@ class ChatTemplate:
             answers[index] = answer
         return text, answers
 
-    def _answer(self, scene: Scene, index: int, text: str) -> Answer:
+    def _answer(self, scene: Scene, index: int, text: str) -> _Answer:
         """The answer of turn `index`, without the white space behind a token that ends it."""
         start = self._start(scene.beginning(index), text) if self._template.prompts else None
         stop = self._end_of(scene.beginning(index + 1), text)
@@ -162,7 +164,7 @@ class ChatTemplate:
             stop = after + self._tail(scene, index, text[after:]) if stop is None else stop
         if self._template.ends(text[start:stop]):
             stop = start + len(text[start:stop].rstrip())
-        return Answer(start, stop, rewritten)
+        return _Answer(start, stop, rewritten)
 
     def _start(self, beginning: Scene, text: str) -> int | None:
         """Where `text` leaves what the generation prompt supplies, None if that is not in it.
@@ -189,7 +191,7 @@ class ChatTemplate:
         except RowError:
             return None
 
-    def _around(self, scene: Scene, index: int, text: str) -> Span:
+    def _around(self, scene: Scene, index: int, text: str) -> CharSpan:
         """The characters of `text` that the template made of what turn `index` says."""
         turn = scene.turns[index]
         other = with_stand_ins(turn)
@@ -233,11 +235,11 @@ class ChatTemplate:
         token = self._template.next_token.match(rest)
         return token.end() if token else 0
 
-    def _through_next_token(self, text: str, answer: Answer, index: int) -> tuple[str, Answer]:
+    def _through_next_token(self, text: str, answer: _Answer, index: int) -> tuple[str, _Answer]:
         """The text, and the answer with the token behind it, which is appended to a text that ends
         here."""
         if following := self._template.next_token.match(text, answer.stop):
-            return text, Answer(answer.start, following.end(), answer.rewritten)
+            return text, _Answer(answer.start, following.end(), answer.rewritten)
         if text[answer.stop :].strip():
             raise RowError(
                 f"messages[{index}]: the chat template writes no token after this answer, so the "
@@ -245,7 +247,7 @@ class ChatTemplate:
                 "another chat template (data.chat_template)"
             )
         text += self._ending(index)
-        return text, Answer(answer.start, len(text), answer.rewritten)
+        return text, _Answer(answer.start, len(text), answer.rewritten)
 
     def _ending(self, index: int) -> str:
         """The token to append to a conversation whose last answer has none."""
@@ -256,7 +258,7 @@ class ChatTemplate:
             "tokenizer has no eos_token; use another chat template (data.chat_template)"
         )
 
-    def _endless(self, text: str, spans: Iterable[Span]) -> tuple[str, ...]:
+    def _endless(self, text: str, spans: Iterable[CharSpan]) -> tuple[str, ...]:
         """Notes of answers in mid-conversation that the template ends with another token than the
         last one, such as gpt-oss's."""
         lasts = [self._template.last_token(text[start:stop]) for start, stop in spans]
@@ -265,3 +267,114 @@ class ChatTemplate:
             for last in lasts
             if self._template.stop and last not in (*self.stops, self._template.eos)
         )
+
+
+REMEDY = "use another chat template (data.chat_template)"
+SYSTEM_ROLES = ("system", "developer")
+
+
+def check_arrival(
+    chat: Chat, template: Template, text: str, spans: Sequence[CharSpan | None]
+) -> list[str]:
+    """What is left out of `text`, as notes to count.
+
+    spans: the characters of each message that is trained on, None for the others.
+
+    Raises RowError where text to be trained on or a system prompt is missing.
+    """
+    whole, behind = squeezed(text), 0
+    _check_tools(chat, template, whole)
+    unknown = (name for name in chat.variables if not template.names(name))
+    notes = [f"chat_template_kwargs set {name!r}, which the template has not" for name in unknown]
+    for index, (message, span) in enumerate(zip(chat.messages, spans, strict=True)):
+        notes += map(_spelt_note, sorted(template.spelt(message.content)))
+        if span is None:
+            notes += _of_context(message, index, whole)
+            continue
+        # a generation prompt may hold the answer's first characters, such as `<think>`
+        begin, behind = min(behind, span[0]), span[1]
+        before, answer = squeezed(text[begin : span[0]]), squeezed(text[begin : span[1]])
+        for name, said in _words(message):
+            if _arrives(said, answer, len(before)):
+                continue
+            if index + 1 < len(chat.messages) and _arrives(said, _alone(chat, index, template)):
+                notes.append(f"earlier answers lose their {name} once other turns follow")
+                continue
+            raise RowError(
+                f"messages[{index}]: the chat template leaves out the {name} of this answer, which "
+                f"is to be trained on; {REMEDY}"
+            )
+        notes += _left_out(message, whole)
+    return notes
+
+
+def _of_context(message: Message, index: int, whole: str) -> list[str]:
+    notes = _left_out(message, whole)
+    if not _arrives(message.content, whole):
+        if message.role in SYSTEM_ROLES:
+            raise RowError(
+                f"messages[{index}]: the chat template leaves out this {message.role} message; "
+                f"{REMEDY}, or put its text into the first question"
+            )
+        notes.append(f"{message.role} messages are left out by the chat template")
+    if message.role == "assistant":
+        missing = {name for name, said in _words(message) if not _arrives(said, whole)}
+        missing.discard("text")  # counted above
+        notes += map(_field_note, sorted(missing))
+    return notes
+
+
+def _check_tools(chat: Chat, template: Template, whole: str) -> None:
+    names = [str(tool.get("function", tool)["name"]) for tool in chat.tools]
+    if names and not (template.shows_tools and all(_arrives(name, whole) for name in names)):
+        raise RowError(f"field 'tools': the chat template leaves them out; {REMEDY}")
+
+
+def _words(message: Message) -> Iterator[tuple[str, str]]:
+    """(name, text) of all that the model says in a turn."""
+    yield "text", message.content
+    yield from ((name, message.extra[name]) for name in OWN_WORDS if name in message.extra)
+    for call in message.extra.get("tool_calls", ()):
+        said = schema_texts([call["function"]["name"], call["function"]["arguments"]])
+        yield from (("tool_calls", text) for text in said)
+
+
+def _left_out(message: Message, whole: str) -> list[str]:
+    """Notes of the other fields of a turn that are left out."""
+    own = (*OWN_WORDS, "tool_calls", "tool_call_id")  # ids join turns, and say nothing
+    others = {name: said for name, said in message.extra.items() if name not in own}
+    missing = (name for name, said in others.items() if not _arrives(said, whole))
+    return [*map(_field_note, missing)]
+
+
+def _spelt_note(token: str) -> str:
+    return f"messages spell {token}, which becomes the special token itself"
+
+
+def _field_note(name: str) -> str:
+    return f"fields {name!r} of messages are left out by the chat template"
+
+
+def _alone(chat: Chat, index: int, template: Template) -> str:
+    """The conversation through turn `index`, as if it ended there."""
+    try:
+        return squeezed(template.render(template.scene(chat).beginning(index + 1)))
+    except RowError:
+        return ""
+
+
+def squeezed(text: str) -> str:
+    """The text without its white space."""
+    return "".join(text.split())
+
+
+def _arrives(said: str, text: str, start: int = 0) -> bool:
+    """Whether a squeezed text holds what was said, and not all of it before `start`.
+
+    A template may have written it as JSON.
+    """
+    if not said.strip() or said in text[start:]:
+        return True
+    forms = (said, json.dumps(said, ensure_ascii=False)[1:-1], json.dumps(said)[1:-1])
+    found = ((text.rfind(form), len(form)) for form in map(squeezed, forms))
+    return any(place >= 0 and place + length > start for place, length in found)

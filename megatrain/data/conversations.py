@@ -1,113 +1,296 @@
-"""Rows of one answer, as conversations."""
+"""Turns of conversations in the forms of OpenAI and ShareGPT, calls of tools, and prompts."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import replace
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
 
-from megatrain.data.fields import Row, RowError, filled_list, is_given, kind_of, text_of
-from megatrain.data.messages import Message, Turns, openai_turns, sharegpt_turns
-from megatrain.data.samples import Chat
-from megatrain.data.tools import tools_of
-
-# Without a chat template: the prompt of the Stanford Alpaca release, as base models know it.
-ALPACA = (
-    "Below is an instruction that describes a task{paired}. "
-    "Write a response that appropriately completes the request.\n\n"
-    "### Instruction:\n{instruction}\n\n{input}### Response:\n"
+from megatrain.data.fields import (
+    NO_IMAGES,
+    Row,
+    RowError,
+    is_given,
+    json_value,
+    kind_of,
+    label,
+    numbered,
+    one_of,
+    text_of,
 )
-ALPACA_PAIRED = ", paired with an input that provides further context"
+from megatrain.errors import DataError
 
-SYSTEM = ("system", "system_prompt")
-ABOUT_CHATS = (*SYSTEM, "chat_template_kwargs", "tools", "functions")
-ABOUT_ALPACA = ("input", "history", *SYSTEM, "chat_template_kwargs")
-# Variables of a template that are not a row's to set.
-OURS = (
-    *("messages", "conversations", "tools", "chat_template", "add_generation_prompt"),
-    *("return_assistant_tokens_mask", "continue_final_message"),
-)
-
-
-def chat_of(row: Row, turns: Turns, plain: tuple[str, str] | None = None) -> Chat:
-    """The conversation with what the row's columns say about it. Raises RowError."""
-    prompts = [name for name in SYSTEM if is_given(row.get(name))]
-    system = tuple(Message("system", text_of(row, name)) for name in prompts)
-    of_turns = ["a system turn"] if any(m.role == "system" for m in turns.messages) else []
-    if len(said := [*prompts, *of_turns]) > 1 and prompts:
-        raise RowError(f"field {said[0]!r}: {said[1]} says the same; keep one system prompt")
-    variables = row.get("chat_template_kwargs")
-    variables = variables if is_given(variables) else {}
-    if not isinstance(variables, Mapping):
-        found = kind_of(variables)
-        raise RowError(f"field 'chat_template_kwargs': expected an object, found {found}")
-    given = {str(name): value for name, value in variables.items() if value is not None}
-    for name in (name for name in OURS if name in given):
-        raise RowError(f"chat_template_kwargs.{name}: cannot be set by a row")
-    messages = (*system, *turns.messages)
-    tools = tools_of(row, bare="conversations" in row)
-    plain = None if system or given or tools else plain
-    return Chat(messages, plain, given, tools, turns.unread)
+ROLES = {role: role for role in ("system", "developer", "user", "assistant", "tool")}
+ROLES |= {"function": "tool"}  # its former name
+SHAREGPT_ROLES = {"human": "user", "gpt": "assistant", "function_call": "assistant"}
+SHAREGPT_ROLES |= dict.fromkeys(("observation", "function_response"), "tool")
+SHAREGPT_ROLES |= {role: role for role in ("user", "assistant", "system", "tool")}
+# An empty system prompt is a choice, an empty question or answer a mistake.
+MAY_BE_EMPTY = ("system", "developer", "tool")
+CALLS = ("tool_calls", "function_call")
+# What trainers call the flag that makes a turn context only: OpenAI's, axolotl's two, ms-swift's.
+FLAGS = ("weight", "train", "training", "loss")
+# Fields of a turn that would change what is learnt, and are not read.
+_PARTS = "parts of a turn cannot be trained on alone; remove it"
+_REFUSED = {"train_detail": _PARTS}
 
 
-def from_messages(row: Row) -> Chat:
-    """Raises RowError, as all of these."""
-    return chat_of(row, openai_turns(filled_list(row, "messages"), "messages"))
+@dataclass(frozen=True)
+class Message:
+    """One turn.
+
+    Attributes:
+        trained: False for an assistant's turn that is context only.
+        extra: what goes to the chat template beside role and content.
+    """
+
+    role: str
+    content: str
+    trained: bool = True
+    extra: Mapping[str, Any] = field(default_factory=dict)
 
 
-def from_sharegpt(row: Row) -> Chat:
-    """A list of turns, which many sets name so and still write as role and content."""
-    return chat_of(row, turns_of(filled_list(row, "conversations"), "conversations"))
+@dataclass(frozen=True)
+class ReadTurns:
+    """The messages of a list, and its fields that nobody reads, as `messages[].id`."""
+
+    messages: tuple[Message, ...]
+    unread: frozenset[str] = frozenset()
 
 
-def turns_of(turns: list[object], name: str) -> Turns:
-    """The turns of a list: of role and content if the first is, else of from and value."""
-    openai = isinstance(turns[0], Mapping) and "role" in turns[0]
-    return (openai_turns if openai else sharegpt_turns)(turns, name)
+def openai_turns(turns: list[object], name: str) -> ReadTurns:
+    """ReadTurns of role and content. Raises RowError."""
+    messages, unread = [], set()
+    for place, turn in numbered(turns, name):
+        _refuse(turn, place)
+        role = ROLES[one_of(ROLES, turn, "role", place)]
+        calls = calls_of(turn, place)
+        if calls and role != "assistant":
+            raise RowError(f"{place}.tool_calls: only the assistant's turns have calls")
+        content = _content(turn, place, role in MAY_BE_EMPTY, calls != [])
+        others = {key: turn[key] for key in turn if key not in ("role", "content", *FLAGS, *CALLS)}
+        # texts such as `name` or `reasoning_content` are for the template; the rest is metadata
+        extra: dict[str, Any] = {
+            key: text_of(turn, key, place, may_be_empty=True)
+            for key, value in others.items()
+            if isinstance(value, str)
+        }
+        unread |= {f"{name}[].{key}" for key in others if key not in extra and is_given(turn[key])}
+        unread |= _unread_of_parts(turn, f"{name}[].content[]")
+        extra |= {"tool_calls": calls} if calls else {}
+        messages.append(Message(role, content, _trained(turn, role, place), extra))
+    return ReadTurns(tuple(messages), frozenset(unread))
 
 
-def from_prompt_completion(row: Row) -> Chat:
-    """Two texts, or two lists of messages."""
-    plain = None
-    if isinstance(row.get("prompt"), str) and isinstance(row.get("completion"), str):
-        plain = (text_of(row, "prompt"), text_of(row, "completion"))
-    asked, answer = _side(row, "prompt", "user"), _side(row, "completion", "assistant")
-    return exchange(row, asked, answer, plain)
+def sharegpt_turns(turns: list[object], name: str) -> ReadTurns:
+    """ReadTurns of from and value. Raises RowError."""
+    messages, unread = [], set()
+    for place, turn in numbered(turns, name):
+        _refuse(turn, place)
+        theirs = one_of(SHAREGPT_ROLES, turn, "from", place)
+        role = SHAREGPT_ROLES[theirs]
+        content = text_of(turn, "value", place, may_be_empty=role in MAY_BE_EMPTY)
+        extra: dict[str, Any] = {}
+        if theirs == "function_call":
+            content, extra = "", {"tool_calls": parsed_calls(content, f"{place}.value")}
+        others = (key for key in turn if key not in ("from", "value", *FLAGS))
+        unread |= {f"{name}[].{key}" for key in others if is_given(turn[key])}
+        messages.append(Message(role, content, _trained(turn, role, place), extra))
+    return ReadTurns(tuple(messages), frozenset(unread))
 
 
-def exchange(row: Row, asked: Turns, answer: Turns, plain: tuple[str, str] | None = None) -> Chat:
-    """A prompt, which is context only, and its answer; `plain` where both are texts."""
-    context = [replace(turn, trained=False) for turn in asked.messages]
-    turns = Turns((*context, *answer.messages), asked.unread | answer.unread)
-    return replace(chat_of(row, turns, plain), literal=plain is not None)
+def _refuse(turn: Row, place: str) -> None:
+    for name, reason in _REFUSED.items():
+        if is_given(turn.get(name)):
+            raise RowError(f"{place}.{name}: {reason}")
 
 
-def from_alpaca(row: Row, answer: str = "output") -> Chat:
-    """answer: the column that holds it."""
-    instruction, output = text_of(row, "instruction"), text_of(row, answer)
-    given = text_of(row, "input") if is_given(row.get("input")) else ""
-    parts = {"paired": ALPACA_PAIRED, "input": f"### Input:\n{given}\n\n"} if given else {}
-    prompt = ALPACA.format_map({"paired": "", "input": "", "instruction": instruction, **parts})
-    asked = Message("user", f"{instruction}\n\n{given}" if given else instruction)
-    earlier = _history(row)
-    turns = Turns((*earlier, asked, Message("assistant", output)))
-    return chat_of(row, turns, None if earlier else (prompt, output))
+def _content(turn: Row, place: str, may_be_empty: bool, calls: bool) -> str:
+    """A string, or OpenAI's list of text parts; empty where a turn has calls and no content."""
+    parts = turn.get("content")
+    if calls and not is_given(parts):
+        return ""
+    if not isinstance(parts, list):
+        return text_of(turn, "content", place, may_be_empty)
+    texts = []
+    for part_place, part in numbered(parts, f"{place}.content"):
+        if (kind := part.get("type")) != "text":
+            why = NO_IMAGES if "image" in str(kind) else "only text parts can be trained on"
+            raise RowError(f"{part_place}.type: {why}, found {kind!r}")
+        for flag in (name for name in FLAGS if is_given(part.get(name))):
+            raise RowError(f"{part_place}.{flag}: {_PARTS}")
+        texts.append(text_of(part, "text", part_place, may_be_empty))
+    return text_of({"content": "".join(texts)}, "content", place, may_be_empty)
 
 
-def _history(row: Row) -> list[Message]:
-    """The turns before an instruction: a list of (instruction, output)."""
-    pairs = filled_list(row, "history") if is_given(row.get("history")) else []
-    turns = []
-    for number, pair in enumerate(pairs):
-        place = f"history[{number}]"
-        if not isinstance(pair, list | tuple) or len(pair) != 2:
-            raise RowError(f"{place}: expected a list of two texts, question and answer")
-        sides = {"0": pair[0], "1": pair[1]}
-        turns.append(Message("user", text_of(sides, "0", place)))
-        turns.append(Message("assistant", text_of(sides, "1", place)))
+def _unread_of_parts(turn: Row, name: str) -> set[str]:
+    """Fields of a content's text parts that nobody reads."""
+    content = turn.get("content")
+    parts = content if isinstance(content, list) else []
+    return {
+        f"{name}.{key}"
+        for part in parts
+        for key, value in part.items()
+        if key not in ("type", "text") and is_given(value)
+    }
+
+
+def _trained(turn: Row, role: str, place: str) -> bool:
+    """False where a flag makes the turn context only."""
+    given = {name: turn[name] for name in FLAGS if turn.get(name) is not None}
+    for name, value in given.items():
+        if value not in (0, 1):  # true and false are equal to these
+            raise RowError(f"{place}.{name}: only 0 and 1 are supported, found {value!r}")
+        if value and role != "assistant" and name != "weight":  # OpenAI's is 1 unless set
+            raise RowError(f"{place}.{name}: only the assistant's turns are trained on; remove it")
+    return all(given.values())
+
+
+Tool = Mapping[str, Any]
+
+
+def tools_of(row: Row, bare: bool = False) -> tuple[Tool, ...]:
+    """The row's tools: a list of objects or JSON text of one. Raises RowError.
+
+    bare: wrap functions that are given without `type`, as those of the former field `functions`.
+    """
+    given = [name for name in ("tools", "functions") if is_given(row.get(name))]
+    if not given:
+        return ()
+    if len(given) > 1:
+        raise RowError("field 'functions': 'tools' says the same; keep one")
+    (name,) = given
+    tools = _objects(row[name], f"field {name!r}")
+    if bare or name == "functions":
+        tools = [tool if "function" in tool else _function(tool) for tool in tools]
+    for number, tool in enumerate(tools):
+        function = tool.get("function", tool)
+        if not isinstance(function, Mapping):
+            raise RowError(f"{name}[{number}].function: expected an object")
+        text_of(function, "name", f"{name}[{number}]")
+    return tuple(tools)
+
+
+def calls_of(turn: Row, place: str) -> list[dict[str, Any]]:
+    """The calls of an assistant's turn, their arguments as objects. Raises RowError."""
+    old = turn.get("function_call")
+    if is_given(old):
+        return parsed_calls(old, label("function_call", place))
+    if is_given(turn.get("tool_calls")):
+        return parsed_calls(turn["tool_calls"], label("tool_calls", place))
+    return []
+
+
+def parsed_calls(value: object, place: str) -> list[dict[str, Any]]:
+    """Calls, or one call, as objects or JSON text, with or without a `function` around name and
+    arguments. Raises RowError."""
+    calls = []
+    for number, call in enumerate(_objects(value, place)):
+        where = f"{place}[{number}]"
+        wrapped = call if "function" in call else _function(call)
+        function = wrapped["function"]
+        if not isinstance(function, Mapping):
+            raise RowError(f"{where}.function: expected an object, found {kind_of(function)}")
+        name = text_of(function, "name", where)
+        arguments = _arguments(function.get("arguments"), f"{where}.arguments")
+        kind = wrapped.get("type") or "function"
+        function = {**function, "name": name, "arguments": arguments}
+        calls.append({**wrapped, "type": kind, "function": function})
+    return calls
+
+
+def schema_texts(value: object) -> Iterator[str]:
+    """Every text in nested objects and lists, keys left out."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping):
+        for entry in value.values():
+            yield from schema_texts(entry)
+    elif isinstance(value, list | tuple):
+        for entry in value:
+            yield from schema_texts(entry)
+
+
+def _function(function: Mapping[str, Any]) -> dict[str, Any]:
+    return {"type": "function", "function": dict(function)}
+
+
+def _arguments(value: object, place: str) -> dict[str, Any]:
+    if not is_given(value) or (isinstance(value, str) and not value.strip()):
+        return {}
+    found = _parsed(value, place) if isinstance(value, str) else value
+    if not isinstance(found, Mapping):
+        raise RowError(f"{place}: expected an object or JSON text of one, found {kind_of(found)}")
+    return dict(found)
+
+
+def _objects(value: object, place: str) -> list[Mapping[str, Any]]:
+    found = _parsed(value, place) if isinstance(value, str) else value
+    entries = [found] if isinstance(found, Mapping) else found
+    if not isinstance(entries, list | tuple):
+        raise RowError(f"{place}: expected a list of objects, found {kind_of(found)}")
+    for entry in entries:
+        if not isinstance(entry, Mapping):
+            raise RowError(f"{place}: expected a list of objects, found {kind_of(entry)} in it")
+    return list(entries)
+
+
+def _parsed(text: str, place: str) -> object:
+    try:
+        found = json_value(text)
+    except (ValueError, RecursionError) as error:
+        raise RowError(f"{place}: not JSON: {error}") from None
+    return found
+
+
+Turns = Sequence[dict[str, str]]
+MANY = 1_000  # each is answered token by token
+
+
+def read_prompts(name: str) -> list[Turns]:
+    """The turns of each prompt of a file, of which the last is the user's.
+
+    Of a .jsonl file each line holds `prompt`, a text, or `messages`; of any other file each line
+    that is not blank is a prompt. Raises DataError.
+    """
+    path = Path(name)
+    try:
+        if not path.is_file():
+            raise DataError(f"{path}: no such file; it holds one prompt a line")
+        lines = path.read_text("utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or "it is not UTF-8"
+        raise DataError(f"{path}: cannot be read ({reason})") from None
+    of_json = path.suffix in (".jsonl", ".json")
+    found = [
+        _turns(line, f"{path}:{number}") if of_json else [{"role": "user", "content": line}]
+        for number, line in enumerate(lines, 1)
+        if line.strip()
+    ]
+    if not found:
+        raise DataError(f"{path}: holds no prompt; write one a line")
+    if len(found) > MANY:
+        raise DataError(f"{path}: holds {len(found):,} prompts; at most {MANY:,} are answered")
+    return found
+
+
+def _turns(line: str, where: str) -> Turns:
+    try:
+        row: Any = json.loads(line)
+    except ValueError:
+        raise DataError(f"{where}: is no JSON; write an object a line") from None
+    given = row if isinstance(row, dict) else {}
+    prompt, messages = given.get("prompt"), given.get("messages")
+    turns = [{"role": "user", "content": prompt}] if messages is None else messages
+    if not isinstance(turns, list) or not turns or not all(map(_is_turn, turns)):
+        raise DataError(f"{where}: needs prompt, a text, or messages with role and content")
+    if turns[-1]["role"] == "assistant":
+        raise DataError(f"{where}: ends with an answer; the last turn is the one to answer")
     return turns
 
 
-def _side(row: Row, name: str, role: str) -> Turns:
-    if isinstance(row.get(name), list):
-        return openai_turns(filled_list(row, name), name)
-    return Turns((Message(role, text_of(row, name)),))
+def _is_turn(turn: Any) -> bool:
+    texts = [turn.get(name) for name in ("role", "content")] if isinstance(turn, dict) else [None]
+    return all(isinstance(text, str) and text.strip() for text in texts)

@@ -12,16 +12,16 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from megatrain.data import formats
-from megatrain.data.cuts import Row
-from megatrain.data.dataset import Counts, IdArray
 from megatrain.data.fields import RowError
 from megatrain.data.readers import RawRow
+from megatrain.data.rows import Counts, IdArray
 from megatrain.data.samples import Chat, Document, Judged, Pair, Sample, texts_of
+from megatrain.data.truncation import Tokens
 from megatrain.data.workers import ABOUT_TEMPLATE, begin_row
 
 if TYPE_CHECKING:
-    from megatrain.data.build import DataOptions
     from megatrain.data.chat import Marked
+    from megatrain.data.options import RowOptions
     from megatrain.data.sources import Source
     from megatrain.data.tokenize import Encoder
 
@@ -32,7 +32,7 @@ Formats = dict[tuple[int, str], str]  # the format's name by source and file
 
 
 @dataclass(frozen=True)
-class Batch:
+class RawBatch:
     """Raw rows that follow one another.
 
     formats: of their files, where rows before them have settled it.
@@ -59,7 +59,7 @@ class Encoded:
     text: bool
     joined: bool
     value: float
-    sides: tuple[Row, ...]
+    sides: tuple[Tokens, ...]
 
     @property
     def begins(self) -> int:
@@ -80,14 +80,14 @@ class EncodedBatch:
     uncut: array[int]
 
 
-class Reader:
+class RowReader:
     """Reads a source once, in batches. `rows` were read so far.
 
     on_progress: called with their number.
     """
 
     def __init__(
-        self, source: Source, options: DataOptions, on_progress: Callable[[int], None]
+        self, source: Source, options: RowOptions, on_progress: Callable[[int], None]
     ) -> None:
         self._source, self._options, self._on_progress = source.read(), options, on_progress
         self._formats: Formats = {}
@@ -100,7 +100,7 @@ class Reader:
             self._next = next(self._source, None)
         return self._next is not None
 
-    def batches(self, stop: int | None = None) -> Iterator[Batch]:
+    def batches(self, stop: int | None = None) -> Iterator[RawBatch]:
         """The rows up to number `stop`, or all that are left."""
         while self.has_more() and (stop is None or self.rows < stop):
             left = BATCH_ROWS if stop is None else min(BATCH_ROWS, stop - self.rows)
@@ -108,7 +108,7 @@ class Reader:
             self._on_progress(self.rows)
             of_files = {(row.part, row.file) for row in rows}
             known = {file: name for file, name in settled.items() if file in of_files}
-            yield Batch(rows, known, self.only_count)
+            yield RawBatch(rows, known, self.only_count)
 
     def skip(self, rows: int) -> None:
         """Read rows that need not be tokenised."""
@@ -131,7 +131,7 @@ class Reader:
             format_of(row, value, self._formats, self._options)
 
 
-def encode_batch(batch: Batch, encoder: Encoder, options: DataOptions) -> EncodedBatch:
+def encode_batch(batch: RawBatch, encoder: Encoder, options: RowOptions) -> EncodedBatch:
     """Count rows and tokenise the good ones, in a worker; none where a bad row is refused."""
     counts, uncut, settled = Counts(), array("q"), dict(batch.formats)
     marked: list[tuple[RawRow, Sample, tuple[Marked, ...]]] = []
@@ -160,7 +160,7 @@ def encode_batch(batch: Batch, encoder: Encoder, options: DataOptions) -> Encode
     return EncodedBatch(rows, counts, uncut)
 
 
-def about_row(batch: Batch, number: int) -> tuple[str, str]:
+def about_row(batch: RawBatch, number: int) -> tuple[str, str]:
     """The words of an error about the code that a worker ran on a row of a batch."""
     if number == TOKENISING:
         where = f"{batch.rows[0].where} and the {len(batch.rows) - 1} rows behind it"
@@ -186,7 +186,7 @@ def _count(texts: Sequence[Marked], counts: Counts) -> None:
         counts.wrapped[wrapping] = counts.wrapped.get(wrapping, 0) + 1
 
 
-def _begun_alike(sides: tuple[Row, ...]) -> tuple[Row, ...]:
+def _begun_alike(sides: tuple[Tokens, ...]) -> tuple[Tokens, ...]:
     """Both answers begin where the first of them leaves the prompt, as in TRL: the end of a prompt
     may be one token with the beginning of one answer and not of the other."""
     begins = [int(mask.argmax()) for _, mask in sides if mask.any()]
@@ -197,7 +197,7 @@ def _begun_alike(sides: tuple[Row, ...]) -> tuple[Row, ...]:
     return sides
 
 
-def format_of(raw: RawRow, value: object, settled: Formats, options: DataOptions) -> str:
+def format_of(raw: RawRow, value: object, settled: Formats, options: RowOptions) -> str:
     """The name of the row's format. Raises RowError where there is none.
 
     value: of the row, renamed. settled: gets the format of the row's file: a file keeps that of its
@@ -213,17 +213,17 @@ def format_of(raw: RawRow, value: object, settled: Formats, options: DataOptions
     return name
 
 
-def text_column(raw: RawRow, options: DataOptions) -> str | None:
+def text_column(raw: RawRow, options: RowOptions) -> str | None:
     """The column of plain text, if the row is to be read as such."""
     return options.text_field if raw.format in ("auto", "text") else None
 
 
-def _sample(raw: RawRow, settled: Formats, options: DataOptions, counts: Counts) -> Sample:
+def _sample(raw: RawRow, settled: Formats, options: RowOptions, counts: Counts) -> Sample:
     """What the row is. Raises RowError."""
     if raw.problem is not None:
         raise RowError(raw.problem)
     value = formats.renamed(raw.value, options.columns or {})
-    form = formats.FORMATS[format_of(raw, value, settled, options)]
+    form = formats.ROW_FORMATS[format_of(raw, value, settled, options)]
     column = text_column(raw, options)
     read = (column,) if column else form.reads(options.kind)
     counts.add_unread(formats.unread_columns(value, read))

@@ -95,10 +95,10 @@ def one_of(known: Collection[str], row: Row, name: str, place: str) -> str:
     return found
 
 
-KINDS = {dict: "an object", list: "a list", str: "text", bool: "true or false", type(None): "null"}
-KINDS |= {int: "a number", float: "a number"}
+_KINDS = {dict: "an object", list: "a list", str: "text", bool: "true or false", type(None): "null"}
+_KINDS |= {int: "a number", float: "a number"}
 
 
 def kind_of(value: object) -> str:
     """A value's type, as data files name it."""
-    return KINDS.get(type(value), type(value).__name__)
+    return _KINDS.get(type(value), type(value).__name__)

@@ -16,7 +16,7 @@ from megatrain.data.readers import PACKED, READERS, type_of
 from megatrain.errors import DataError, if_forbidden
 
 HUB_TIMEOUT_S = 4.0
-IN_PYTHON = re.compile(r"[\d,]+ rows given in Python, digest [0-9a-f]{32}")  # see given.py
+_IN_PYTHON = re.compile(r"[\d,]+ rows given in Python, digest [0-9a-f]{32}")  # see given.py
 SAVED = ({"dataset_dict.json"}, {"dataset_info.json", "state.json"})  # a DatasetDict, a Dataset
 # A folder's README and notes are about the data; named, or in a glob, such a file is data.
 NOT_IN_FOLDERS = {".md"}
@@ -52,7 +52,7 @@ def check_source(spec: str) -> None:
 
 def resolve(spec: str) -> Named:
     """What `spec` names. Raises DataError for what looks like a path and is not there."""
-    if IN_PYTHON.fullmatch(spec):
+    if _IN_PYTHON.fullmatch(spec):
         again = "mt.resume(run, data={'train': rows}), and 'eval' if it was given so"
         raise DataError(f"{spec}: are in no file; give them again in Python, as {again}")
     path = _path(spec)

@@ -1,34 +1,299 @@
 """Row formats: how a row of a data file becomes a sample.
 
-A format is one function and one row of FORMATS, with every column that it reads and the kinds of
-rows that it is for. A row with a column of MATTERS that its format does not read is refused; other
-such columns are named once.
+A format is one function and one row of ROW_FORMATS, with every column that it reads and the kinds
+of rows that it is for. A row with a column of MATTERS that its format does not read is refused;
+other such columns are named once.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from megatrain.data.conversations import (
-    ABOUT_ALPACA,
-    ABOUT_CHATS,
-    from_alpaca,
-    from_messages,
-    from_prompt_completion,
-    from_sharegpt,
+from megatrain.data.conversations import Message, ReadTurns, openai_turns, sharegpt_turns, tools_of
+from megatrain.data.fields import NO_IMAGES, Row, RowError, filled_list, is_given, kind_of, text_of
+from megatrain.data.samples import JUDGED, KINDS, PAIRS, PLAIN, Chat, Document, Judged, Pair, Sample
+
+# Without a chat template: the prompt of the Stanford Alpaca release, as base models know it.
+ALPACA = (
+    "Below is an instruction that describes a task{paired}. "
+    "Write a response that appropriately completes the request.\n\n"
+    "### Instruction:\n{instruction}\n\n{input}### Response:\n"
 )
-from megatrain.data.fields import NO_IMAGES, Row, RowError, is_given, kind_of, text_of
-from megatrain.data.preferences import (
-    ANSWERS,
-    LABELS,
-    from_alpaca_ranking,
-    from_implicit,
-    from_preference,
-    from_ranking,
-    judged,
+ALPACA_PAIRED = ", paired with an input that provides further context"
+
+SYSTEM = ("system", "system_prompt")
+ABOUT_CHATS = (*SYSTEM, "chat_template_kwargs", "tools", "functions")
+ABOUT_ALPACA = ("input", "history", *SYSTEM, "chat_template_kwargs")
+# Variables of a template that are not a row's to set.
+_OURS = (
+    *("messages", "conversations", "tools", "chat_template", "add_generation_prompt"),
+    *("return_assistant_tokens_mask", "continue_final_message"),
 )
-from megatrain.data.samples import JUDGED, KINDS, PAIRS, PLAIN, Chat, Document, Sample
+
+
+def chat_of(row: Row, turns: ReadTurns, plain: tuple[str, str] | None = None) -> Chat:
+    """The conversation with what the row's columns say about it. Raises RowError."""
+    prompts = [name for name in SYSTEM if is_given(row.get(name))]
+    system = tuple(Message("system", text_of(row, name)) for name in prompts)
+    of_turns = ["a system turn"] if any(m.role == "system" for m in turns.messages) else []
+    if len(said := [*prompts, *of_turns]) > 1 and prompts:
+        raise RowError(f"field {said[0]!r}: {said[1]} says the same; keep one system prompt")
+    variables = row.get("chat_template_kwargs")
+    variables = variables if is_given(variables) else {}
+    if not isinstance(variables, Mapping):
+        found = kind_of(variables)
+        raise RowError(f"field 'chat_template_kwargs': expected an object, found {found}")
+    given = {str(name): value for name, value in variables.items() if value is not None}
+    for name in (name for name in _OURS if name in given):
+        raise RowError(f"chat_template_kwargs.{name}: cannot be set by a row")
+    messages = (*system, *turns.messages)
+    tools = tools_of(row, bare="conversations" in row)
+    plain = None if system or given or tools else plain
+    return Chat(messages, plain, given, tools, turns.unread)
+
+
+def from_messages(row: Row) -> Chat:
+    """Raises RowError, as all of these."""
+    return chat_of(row, openai_turns(filled_list(row, "messages"), "messages"))
+
+
+def from_sharegpt(row: Row) -> Chat:
+    """A list of turns, which many sets name so and still write as role and content."""
+    return chat_of(row, turns_of(filled_list(row, "conversations"), "conversations"))
+
+
+def turns_of(turns: list[object], name: str) -> ReadTurns:
+    """The turns of a list: of role and content if the first is, else of from and value."""
+    openai = isinstance(turns[0], Mapping) and "role" in turns[0]
+    return (openai_turns if openai else sharegpt_turns)(turns, name)
+
+
+def from_prompt_completion(row: Row) -> Chat:
+    """Two texts, or two lists of messages."""
+    plain = None
+    if isinstance(row.get("prompt"), str) and isinstance(row.get("completion"), str):
+        plain = (text_of(row, "prompt"), text_of(row, "completion"))
+    asked, answer = _side(row, "prompt", "user"), _side(row, "completion", "assistant")
+    return exchange(row, asked, answer, plain)
+
+
+def exchange(
+    row: Row, asked: ReadTurns, answer: ReadTurns, plain: tuple[str, str] | None = None
+) -> Chat:
+    """A prompt, which is context only, and its answer; `plain` where both are texts."""
+    context = [replace(turn, trained=False) for turn in asked.messages]
+    turns = ReadTurns((*context, *answer.messages), asked.unread | answer.unread)
+    return replace(chat_of(row, turns, plain), literal=plain is not None)
+
+
+def from_alpaca(row: Row, answer: str = "output") -> Chat:
+    """answer: the column that holds it."""
+    instruction, output = text_of(row, "instruction"), text_of(row, answer)
+    given = text_of(row, "input") if is_given(row.get("input")) else ""
+    parts = {"paired": ALPACA_PAIRED, "input": f"### Input:\n{given}\n\n"} if given else {}
+    prompt = ALPACA.format_map({"paired": "", "input": "", "instruction": instruction, **parts})
+    asked = Message("user", f"{instruction}\n\n{given}" if given else instruction)
+    earlier = _history(row)
+    turns = ReadTurns((*earlier, asked, Message("assistant", output)))
+    return chat_of(row, turns, None if earlier else (prompt, output))
+
+
+def _history(row: Row) -> list[Message]:
+    """The turns before an instruction: a list of (instruction, output)."""
+    pairs = filled_list(row, "history") if is_given(row.get("history")) else []
+    turns = []
+    for number, pair in enumerate(pairs):
+        place = f"history[{number}]"
+        if not isinstance(pair, list | tuple) or len(pair) != 2:
+            raise RowError(f"{place}: expected a list of two texts, question and answer")
+        sides = {"0": pair[0], "1": pair[1]}
+        turns.append(Message("user", text_of(sides, "0", place)))
+        turns.append(Message("assistant", text_of(sides, "1", place)))
+    return turns
+
+
+def _side(row: Row, name: str, role: str) -> ReadTurns:
+    if isinstance(row.get(name), list):
+        return openai_turns(filled_list(row, name), name)
+    return ReadTurns((Message(role, text_of(row, name)),))
+
+
+_ANSWERS = ("chosen", "rejected")
+LABELS = ("label", "kto_tag")
+# 1 and 0 are equal to the first two
+WANTED: dict[object, bool] = {True: True, False: False, "true": True, "false": False}
+_LARGEST = 3e38  # margin, of float32
+# Columns that hold a prompt under another name, where none is under ours.
+PROMPT_NAMES = ("question", "query", "input", "instruction")
+
+
+def from_preference(row: Row) -> Pair:
+    """A prompt and two answers, each a text or a list of messages. Raises RowError, as all here.
+
+    A text beside two whole conversations is in both of these already.
+    """
+    if isinstance(row.get("prompt"), str) and all(map(_is_whole, map(row.get, _ANSWERS))):
+        return _of_conversations(row)
+    return _of_prompt(row, "prompt")
+
+
+def from_ranking(row: Row) -> Pair:
+    """A conversation up to its last question, and two answers."""
+    filled_list(row, "conversations")
+    return _of_prompt(row, "conversations")
+
+
+def from_alpaca_ranking(row: Row) -> Pair:
+    chosen, rejected = (_last_alone(from_alpaca(row, name)) for name in _ANSWERS)
+    return _pair(row, chosen, rejected)
+
+
+def from_implicit(row: Row) -> Pair:
+    """Two texts or two conversations, whose common beginning is the prompt."""
+    for name in (name for name in PROMPT_NAMES if is_given(row.get(name))):
+        raise RowError(
+            f"field {name!r}: looks like the prompt, which is looked for in a column 'prompt', or "
+            f"where both answers begin alike; set data.columns: {{prompt: {name}}}"
+        )
+    kinds = [isinstance(row.get(name), str) for name in _ANSWERS]
+    if all(kinds):
+        return _of_texts(row)
+    if any(kinds):
+        raise RowError("fields 'chosen' and 'rejected': expected two texts, or two lists of turns")
+    return _of_conversations(row)
+
+
+def judged(row: Row, chat: Chat, several: bool) -> Judged:
+    """The conversation with the row's label. Raises RowError.
+
+    several: the answer may be of several turns; else all but the last turn is context.
+    """
+    given = [name for name in LABELS if row.get(name) is not None]
+    if not given:
+        raise RowError(
+            "field 'label' is missing: each answer needs a label, true where it is wanted and "
+            "false where it is not; rows without are for method: sft"
+        )
+    if len(given) > 1:
+        raise RowError("field 'kto_tag': 'label' says the same; keep one")
+    label = value = row[given[0]]
+    if isinstance(value, str):
+        label = value.strip().lower()
+    if not isinstance(label, str | int | float) or label not in WANTED:
+        shown = repr(value)[:40] if isinstance(value, str | int | float) else kind_of(value)
+        raise RowError(f"field {given[0]!r}: expected true or false, found {shown}")
+    if chat.messages[-1].role != "assistant":
+        raise RowError("the last turn is not the assistant's, so there is no answer to judge")
+    return Judged(chat if several else _last_alone(chat), WANTED[label])
+
+
+def _of_prompt(row: Row, name: str) -> Pair:
+    asked = _turns(row, name, "user")
+    plain = isinstance(row.get(name), str)
+    chats = []
+    for answer in _ANSWERS:
+        turns = _turns(row, answer, "assistant")
+        _check(asked.messages, turns.messages, answer)
+        texts = plain and isinstance(row.get(answer), str)
+        literal = (text_of(row, name), text_of(row, answer)) if texts else None
+        chats.append(exchange(row, asked, turns, literal))
+    return _pair(row, *chats)
+
+
+def _of_texts(row: Row) -> Pair:
+    texts = [text_of(row, name) for name in _ANSWERS]
+    _refuse_equal(*texts)
+    start = _shared(*texts)
+    if texts[0][start] != texts[1][start] and texts[0][:start].endswith(" "):
+        start -= 1  # a space belongs to the word behind it
+    prompt = texts[0][:start]
+    if not prompt.strip():
+        raise RowError(
+            "fields 'chosen' and 'rejected' do not begin alike, so there is no prompt in them; "
+            "give it in a column 'prompt'"
+        )
+    chats = []
+    for name, text in zip(_ANSWERS, texts, strict=True):
+        if not (answer := text[start:]).strip():
+            raise RowError(f"field {name!r}: holds no answer behind the prompt")
+        asked, turns = Message("user", prompt), Message("assistant", answer)
+        chats.append(exchange(row, ReadTurns((asked,)), ReadTurns((turns,)), (prompt, answer)))
+    return _pair(row, *chats)
+
+
+def _of_conversations(row: Row) -> Pair:
+    sides = [_turns(row, name, "assistant") for name in _ANSWERS]
+    chosen, rejected = (turns.messages for turns in sides)
+    _refuse_equal(chosen, rejected)
+    start = _shared(chosen, rejected)
+    if not start:
+        raise RowError(
+            "fields 'chosen' and 'rejected' have no turn in common to begin with, so there is no "
+            "prompt in them; give it in a column 'prompt'"
+        )
+    chats = []
+    for name, turns in zip(_ANSWERS, sides, strict=True):
+        asked, answer = turns.messages[:start], turns.messages[start:]
+        _check(asked, answer, name)
+        chats.append(exchange(row, ReadTurns(asked, turns.unread), ReadTurns(answer)))
+    return _pair(row, *chats)
+
+
+def _pair(row: Row, chosen: Chat, rejected: Chat) -> Pair:
+    _refuse_equal(chosen, rejected)
+    margin = row.get("margin")
+    if margin is None:
+        return Pair(chosen, rejected)
+    if type(margin) is not bool and isinstance(margin, int | float) and abs(margin) <= _LARGEST:
+        return Pair(chosen, rejected, float(margin))
+    found = repr(margin) if isinstance(margin, float) else kind_of(margin)
+    raise RowError(f"field 'margin': expected a finite number, found {found}")
+
+
+def _refuse_equal(chosen: object, rejected: object) -> None:
+    if chosen == rejected:
+        raise RowError("fields 'chosen' and 'rejected' are equal: neither answer is better")
+
+
+def _check(asked: Sequence[Message], answer: Sequence[Message], name: str) -> None:
+    """An answer begins and ends with a turn of the assistant, behind another's turn."""
+    if answer[0].role != "assistant":
+        raise RowError(f"field {name!r}: its answer begins with a {answer[0].role} turn")
+    if answer[-1].role != "assistant":
+        raise RowError(f"field {name!r}: its last turn is a {answer[-1].role} turn, not an answer")
+    if asked[-1].role == "assistant":
+        raise RowError(f"field {name!r}: its answer follows an answer, not a question")
+
+
+def _last_alone(chat: Chat) -> Chat:
+    """With all but the last turn as context."""
+    context = [replace(message, trained=False) for message in chat.messages[:-1]]
+    return replace(chat, messages=(*context, chat.messages[-1]))
+
+
+def _shared(one: Sequence[object], other: Sequence[object]) -> int:
+    """Number of entries with which both begin; something is left of each."""
+    most = min(len(one), len(other)) - 1
+    return next((place for place in range(most) if one[place] != other[place]), most)
+
+
+def _turns(row: Row, name: str, role: str) -> ReadTurns:
+    """A text, a turn or a list of turns."""
+    value = row.get(name)
+    if isinstance(value, Mapping):
+        return turns_of([value], name)
+    if isinstance(value, list):
+        return turns_of(filled_list(row, name), name)
+    return ReadTurns((Message(role, text_of(row, name)),))
+
+
+def _is_whole(value: object) -> bool:
+    """Whether it is a list of turns that begins with another's than the assistant's."""
+    if not (isinstance(value, list) and value and isinstance(value[0], Mapping)):
+        return False
+    return value[0].get("role", value[0].get("from")) in ("system", "user", "human", "developer")
+
 
 _PAIRS, _JUDGED = (
     f"{KINDS[kind].what} are for method: {KINDS[kind].methods}" for kind in (PAIRS, JUDGED)
@@ -39,7 +304,7 @@ _NOT_TEXT = "only text can be trained on"
 _NO_PLACE = "a row of this format has no place for it"
 # Columns that change what a row teaches, and why a format that does not read one refuses the row.
 MATTERS = {
-    **dict.fromkeys(ANSWERS, _PAIRS),
+    **dict.fromkeys(_ANSWERS, _PAIRS),
     **dict.fromkeys(LABELS, _JUDGED),
     "score": _GRADED,
     "margin": _MARGIN,
@@ -52,7 +317,7 @@ MATTERS = {
 # What they say of a document is no instruction for pre-training on it.
 ABOUT_DOCUMENTS = ("label", "score", "weight")
 # Columns that all formats of a kind read.
-OF_KIND = {PLAIN: (), PAIRS: (*ANSWERS, "margin"), JUDGED: LABELS}
+OF_KIND = {PLAIN: (), PAIRS: (*_ANSWERS, "margin"), JUDGED: LABELS}
 
 
 @dataclass(frozen=True)
@@ -76,7 +341,7 @@ class RowFormat:
         return self.columns + self.also + OF_KIND[kind]
 
 
-FORMATS = {
+ROW_FORMATS = {
     "messages": RowFormat(("messages",), from_messages),
     "sharegpt": RowFormat(("conversations",), from_sharegpt),
     "prompt_completion": RowFormat(("prompt", "completion"), from_prompt_completion, several=True),
@@ -84,18 +349,18 @@ FORMATS = {
     "text": RowFormat(
         ("text",), lambda row: Document(text_of(row, "text")), also=(), kinds=(PLAIN,)
     ),
-    "preference": RowFormat(("prompt", *ANSWERS), from_preference, kinds=(PAIRS,)),
-    "ranking": RowFormat(("conversations", *ANSWERS), from_ranking, kinds=(PAIRS,)),
+    "preference": RowFormat(("prompt", *_ANSWERS), from_preference, kinds=(PAIRS,)),
+    "ranking": RowFormat(("conversations", *_ANSWERS), from_ranking, kinds=(PAIRS,)),
     "alpaca_ranking": RowFormat(
-        ("instruction", *ANSWERS), from_alpaca_ranking, ABOUT_ALPACA, kinds=(PAIRS,)
+        ("instruction", *_ANSWERS), from_alpaca_ranking, ABOUT_ALPACA, kinds=(PAIRS,)
     ),
-    "implicit_prompt": RowFormat(ANSWERS, from_implicit, kinds=(PAIRS,)),
+    "implicit_prompt": RowFormat(_ANSWERS, from_implicit, kinds=(PAIRS,)),
 }
 
 
 def formats_of(kind: str) -> dict[str, RowFormat]:
     """The formats of a kind of rows by name."""
-    return {name: form for name, form in FORMATS.items() if kind in form.kinds}
+    return {name: form for name, form in ROW_FORMATS.items() if kind in form.kinds}
 
 
 def named_format(name: str, kind: str) -> RowFormat:
@@ -123,7 +388,7 @@ def detected_name(row: object, kind: str = PLAIN) -> str:
     form = detect_format(row, kind)
     if form is None:
         raise unknown_format(row, kind)
-    return next(name for name, known in FORMATS.items() if known is form)
+    return next(name for name, known in ROW_FORMATS.items() if known is form)
 
 
 def convert_row(
@@ -138,7 +403,7 @@ def convert_row(
     """
     if not isinstance(row, Mapping):
         raise RowError(f"expected an object, found {kind_of(row)}")
-    about = ABOUT_DOCUMENTS if pretrain and form is FORMATS["text"] else ()
+    about = ABOUT_DOCUMENTS if pretrain and form is ROW_FORMATS["text"] else ()
     _refuse_unread(row, (*form.reads(kind), *about))
     sample = form.convert(row)
     if kind == JUDGED:
@@ -179,7 +444,7 @@ def unknown_format(row: object, kind: str = PLAIN) -> RowError:
         _refuse_unread(row, (*ABOUT_CHATS, *OF_KIND[kind]))
     except RowError as error:
         return error
-    absent = [name for name in ANSWERS if row.get(name) is None]
+    absent = [name for name in _ANSWERS if row.get(name) is None]
     if kind == PAIRS and (len(absent) == 1 or detect_format(row) is not None):
         return RowError(
             f"field {absent[0]!r} is missing: a row needs two answers, 'chosen' and 'rejected'; "

@@ -19,11 +19,10 @@ from typing import Protocol
 
 import numpy as np
 
-from megatrain.data.dataset import IndexArray, Rows, check_digest
-from megatrain.data.hashing import permutation
 from megatrain.data.micro_batches import MicroBatch as MicroBatch
 from megatrain.data.micro_batches import (
     ReferenceArray,
+    Regimes,
     Run,
     check_longest,
     counted,
@@ -32,7 +31,7 @@ from megatrain.data.micro_batches import (
     micro_batches,
     runs_of,
 )
-from megatrain.data.regimes import Regimes
+from megatrain.data.rows import IndexArray, Rows, check_digest, permutation
 from megatrain.data.samples import KINDS
 from megatrain.errors import DataError
 from megatrain.heartbeat import ending

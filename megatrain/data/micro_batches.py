@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from statistics import fmean
 from typing import Any
 
@@ -17,9 +18,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from megatrain.data.dataset import IndexArray, Rows
 from megatrain.data.packing import best_fit
-from megatrain.data.regimes import Regimes, alike
+from megatrain.data.rows import IndexArray, Rows
 from megatrain.data.samples import JUDGED, PAIRS, PLAIN
 from megatrain.errors import DataError
 from megatrain.losses import IGNORE
@@ -145,7 +145,7 @@ def micro_batches(
             sequences = [[numbers[example] for example in examples] for examples in members]
             batch = collate(rows, sequences, pad_id, pack_to, shortest_limit)
             if rows.kind != PLAIN:
-                batch |= about_examples(rows, sequences, batch, references, prompts_too)
+                batch |= _about_examples(rows, sequences, batch, references, prompts_too)
             yield batch
 
 
@@ -275,7 +275,7 @@ def collate(
     return {name: torch.from_numpy(array) for name, array in arrays.items()}
 
 
-def about_examples(
+def _about_examples(
     rows: Rows,
     sequences: Sequence[Sequence[int]],
     batch: MicroBatch,
@@ -319,3 +319,31 @@ def about_examples(
             start, example = stop, example + 1
     arrays["row_of"] = row_of
     return {name: torch.from_numpy(array) for name, array in arrays.items()}
+
+
+@dataclass(frozen=True)
+class Regime:
+    """Sequences of up to `limit` tokens are alike; longer ones are, too, or each length (`exact`)
+    is by itself."""
+
+    limit: int
+    exact: bool = False
+
+    def of(self, length: int) -> int:
+        """A number that sequences which may be together share."""
+        return 0 if length <= self.limit else length if self.exact else 1
+
+
+Regimes = tuple[Regime, ...]
+
+
+def alike(lengths: Sequence[int], regimes: Regimes) -> list[slice]:
+    """The runs of lengths, which descend or ascend, that may share a micro-batch."""
+    if not regimes:
+        return [slice(0, len(lengths))]
+    runs, start = [], 0
+    for _, run in groupby([regime.of(length) for regime in regimes] for length in lengths):
+        stop = start + len(list(run))
+        runs.append(slice(start, stop))
+        start = stop
+    return runs

@@ -10,7 +10,7 @@ from functools import cached_property
 
 import numpy as np
 
-from megatrain.data.dataset import Counts, IdArray, IndexArray, MaskArray, PlainRows, TokenRows
+from megatrain.data.rows import Counts, IdArray, IndexArray, MaskArray, PlainRows, TokenRows
 from megatrain.errors import DataError
 
 

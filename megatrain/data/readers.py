@@ -101,7 +101,7 @@ def _problem_of(error: ValueError | RecursionError) -> str:
     return f"unreadable JSON: {error}"
 
 
-def read_json(path: Path) -> Iterator[RawRow]:
+def _read_json(path: Path) -> Iterator[RawRow]:
     """A list of rows, `{"data": [rows]}`, a single row, or JSON lines under another name."""
     try:
         with _open(path) as file:
@@ -222,7 +222,7 @@ def _batches(path: Path) -> Iterator[Any]:
 READERS: dict[str, Callable[[Path], Iterator[RawRow]]] = {
     ".jsonl": read_jsonl,
     ".ndjson": read_jsonl,
-    ".json": read_json,
+    ".json": _read_json,
     ".txt": read_text,
     ".md": read_text,
     ".csv": read_csv,

@@ -7,15 +7,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from megatrain.data.messages import Message
-from megatrain.data.tools import Tool
+from megatrain.data.conversations import Message, Tool
 from megatrain.methods import METHODS
 
 PLAIN, PAIRS, JUDGED = "plain", "pairs", "judged"
 
 
 @dataclass(frozen=True)
-class Kind:
+class _Kind:
     """A kind of row.
 
     Attributes:
@@ -41,9 +40,9 @@ def _methods(kind: str) -> str:
 
 
 KINDS = {
-    PLAIN: Kind(1, 1, _methods(PLAIN), "rows of one answer"),
-    PAIRS: Kind(2, 2, _methods(PAIRS), "two answers, of which one is better,"),
-    JUDGED: Kind(2, 1, _methods(JUDGED), "answers that are marked as wanted or unwanted"),
+    PLAIN: _Kind(1, 1, _methods(PLAIN), "rows of one answer"),
+    PAIRS: _Kind(2, 2, _methods(PAIRS), "two answers, of which one is better,"),
+    JUDGED: _Kind(2, 1, _methods(JUDGED), "answers that are marked as wanted or unwanted"),
 }
 
 

@@ -1,7 +1,7 @@
 """Makes the shards of a set that are not in the cache yet.
 
-Where a shard ends follows from the rows alone: behind the batch with which it holds SHARD_ROWS rows
-of the source or SHARD_BYTES of tokens, once every row before is written. So a set has the same
+A shard ends behind the batch with which it holds SHARD_ROWS rows of the source or
+SHARD_LIMIT_BYTES of tokens, once every row before is written. So a set has the same
 shards however often its making was interrupted, and however many processes tokenised it.
 """
 
@@ -15,25 +15,31 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from megatrain.data import cuts
-from megatrain.data.cache import Making, listed
-from megatrain.data.cuts import Row
-from megatrain.data.dataset import Counts, IdArray, MaskArray
-from megatrain.data.encoding import Batch, Encoded, EncodedBatch, Reader, about_row, encode_batch
-from megatrain.data.row_writer import RowWriter
+from megatrain.data import truncation
+from megatrain.data.cache import Making, RowWriter, listed_shards
+from megatrain.data.encoding import (
+    Encoded,
+    EncodedBatch,
+    RawBatch,
+    RowReader,
+    about_row,
+    encode_batch,
+)
+from megatrain.data.rows import Counts, IdArray, MaskArray
 from megatrain.data.samples import JUDGED, PLAIN
+from megatrain.data.truncation import Tokens
 from megatrain.data.workers import Team
 
 if TYPE_CHECKING:
-    from megatrain.data.build import DataOptions
+    from megatrain.data.options import RowOptions
     from megatrain.data.sources import Source
     from megatrain.data.tokenize import Encoder
 
 SHARD_ROWS = 50_000  # read from the source
-SHARD_BYTES = 128 << 20  # of tokens and masks
+SHARD_LIMIT_BYTES = 128 << 20  # of tokens and masks
 
 
-Kept = tuple[Encoded, tuple[Row, ...]]  # with its sequences as they are cut
+_Kept = tuple[Encoded, tuple[Tokens, ...]]  # with its sequences as they are cut
 
 
 class _BadRow(Exception):
@@ -44,7 +50,7 @@ def make_shards(
     making: Making,
     source: Source,
     encoder: Encoder,
-    options: DataOptions,
+    options: RowOptions,
     on_progress: Callable[[int], None],
 ) -> tuple[Counts, int]:
     """Write the shards of a source that are not there; counts of all rows, and of all shards.
@@ -54,7 +60,7 @@ def make_shards(
     """
     encode = partial(encode_batch, encoder=encoder, options=options)
     with Team(encode, options.processes, about_row) as team:
-        work = _Work(making, Reader(source, options, on_progress), team, options)
+        work = _Work(making, RowReader(source, options, on_progress), team, options)
         work.run()
     counts = Counts(parts=[0] * max(1, len(source.parts)))
     for number in range(work.number):
@@ -62,7 +68,7 @@ def make_shards(
     counts.add(work.refused)
     if work.number:
         uncut = [making.shards[number].uncut for number in range(work.number)]
-        cuts.measure(counts, np.concatenate(uncut))
+        truncation.measure_lengths(counts, np.concatenate(uncut))
     return counts, work.number
 
 
@@ -71,11 +77,15 @@ class _Work:
     which one is bad."""
 
     def __init__(
-        self, making: Making, reader: Reader, team: Team[Batch, EncodedBatch], options: DataOptions
+        self,
+        making: Making,
+        reader: RowReader,
+        team: Team[RawBatch, EncodedBatch],
+        options: RowOptions,
     ) -> None:
         self._making, self._reader, self._team, self._options = making, reader, team, options
-        self._listed = listed(making.folder)
-        self._before: Answer | None = None
+        self._listed = listed_shards(making.folder)
+        self._before: _Answer | None = None
         self.number, self.refused = 0, Counts()
 
     def run(self) -> None:
@@ -85,7 +95,7 @@ class _Work:
                 self._fill_gap()
             else:
                 self._reader.skip(shard.counts.read)
-                self._before = Answer.read(shard.tail)
+                self._before = _Answer.read(shard.tail)
                 self.number += 1
 
     def _is_complete(self) -> bool:
@@ -125,7 +135,7 @@ class _Work:
                     counts.add(batch.counts)
                     raise _BadRow
                 cutter.write(batch, writer, counts)
-                full = counts.read >= SHARD_ROWS or writer.size >= SHARD_BYTES
+                full = counts.read >= SHARD_ROWS or writer.size >= SHARD_LIMIT_BYTES
                 if full and cutter.is_between_rows:
                     break
             tail = None if cutter.before is None else cutter.before.about()
@@ -135,19 +145,19 @@ class _Work:
 
 
 @dataclass(frozen=True)
-class Answer:
+class _Answer:
     """What a judged row gives to the mismatch of the next one: its tokens behind the prompt."""
 
     ids: IdArray
     mask: MaskArray
 
     @classmethod
-    def of(cls, row: Encoded) -> Answer:
+    def of(cls, row: Encoded) -> _Answer:
         ids, mask = row.sides[0]
         return cls(ids[row.begins :].copy(), mask[row.begins :].copy())
 
     @classmethod
-    def read(cls, about: dict[str, Any] | None) -> Answer | None:
+    def read(cls, about: dict[str, Any] | None) -> _Answer | None:
         """That which a shard keeps, as `about` gives it."""
         if about is None:
             return None
@@ -163,9 +173,9 @@ class Cutter:
     before: the answer of the last judged row of the shard before.
     """
 
-    def __init__(self, options: DataOptions, before: Answer | None = None) -> None:
+    def __init__(self, options: RowOptions, before: _Answer | None = None) -> None:
         self._options, self.before = options, before
-        self._first: Kept | None = None
+        self._first: _Kept | None = None
 
     @property
     def is_between_rows(self) -> bool:
@@ -189,9 +199,9 @@ class Cutter:
         seq_len, mode = self._options.seq_len, self._options.truncation_mode
         for one in batch.rows:
             if one.text:
-                rows = cuts.split(*one.sides[0], seq_len, counts)
+                rows = truncation.split(*one.sides[0], seq_len, counts)
             else:
-                rows = iter(cuts.cut(one.sides, seq_len, counts, mode) or ())
+                rows = iter(truncation.cut_sides(one.sides, seq_len, counts, mode) or ())
             for ids, mask in rows:
                 if mask.any():
                     writer.add(ids, mask, joined=one.joined)
@@ -199,10 +209,10 @@ class Cutter:
                 else:
                     counts.without_target += 1
 
-    def _kept(self, batch: EncodedBatch, counts: Counts) -> Iterator[Kept]:
+    def _kept(self, batch: EncodedBatch, counts: Counts) -> Iterator[_Kept]:
         """The rows of which each sequence has a target left, beside their cut sequences."""
         for one in batch.rows:
-            sides = cuts.cut(
+            sides = truncation.cut_sides(
                 one.sides, self._options.seq_len, counts, self._options.truncation_mode
             )
             if sides is None:
@@ -212,11 +222,11 @@ class Cutter:
             else:
                 counts.without_target += 1
 
-    def _with_mismatches(self, rows: Iterator[Kept]) -> Iterator[Kept]:
+    def _with_mismatches(self, rows: Iterator[_Kept]) -> Iterator[_Kept]:
         """Each row with one more sequence, its own prompt before the answer of the row before it;
         the first takes that of the second. Nothing comes of a single row."""
         for row in rows:
-            answer = Answer.of(row[0])
+            answer = _Answer.of(row[0])
             if self._first is not None:
                 yield self._mismatched(self._first, answer)
                 self._first = None
@@ -226,10 +236,10 @@ class Cutter:
                 yield self._mismatched(row, self.before)
             self.before = answer
 
-    def _mismatched(self, row: Kept, answer: Answer) -> Kept:
+    def _mismatched(self, row: _Kept, answer: _Answer) -> _Kept:
         one, sides = row
         prompt = one.prompt
         ids = np.concatenate([prompt, answer.ids])
         mask = np.concatenate([np.zeros(len(prompt), np.bool_), answer.mask])
-        cut = cuts.shortened(ids, mask, self._options.seq_len, self._options.truncation_mode)
+        cut = truncation.shortened(ids, mask, self._options.seq_len, self._options.truncation_mode)
         return one, (*sides, cut)

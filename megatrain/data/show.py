@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from megatrain.data.dataset import IdArray, MaskArray, Rows
 from megatrain.data.packing import PackedRows
+from megatrain.data.rows import IdArray, MaskArray, Rows
 from megatrain.data.samples import JUDGED, PAIRS, PLAIN
 from megatrain.errors import printable
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from rich.text import Text
     from transformers import PreTrainedTokenizerBase
 
-WHAT = {PLAIN: "rows", PAIRS: "pairs", JUDGED: "judged rows"}
+_WHAT = {PLAIN: "rows", PAIRS: "pairs", JUDGED: "judged rows"}
 BARS = "▁▂▃▄▅▆▇█"
 BINS = 16
 # Of a row, unless it is shown in full: a screen of 80 x 24.
@@ -70,7 +70,7 @@ def describe(rows: Rows) -> list[str]:
     """The summary as plain lines; a line about what was lost only where something was."""
     found, counts = summary(rows), rows.counts
     tokens, targets = found["tokens"], found["target_tokens"]
-    kind = WHAT[rows.kind]
+    kind = _WHAT[rows.kind]
     if found["packed"]:
         kind = "blocks of packed documents"
     if found["wanted_rows"] is not None:

@@ -6,12 +6,13 @@ import hashlib
 import itertools
 import json
 import re
+import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from megatrain.data.fields import without_nulls
 from megatrain.data.files import Named, files_in, is_saved, resolve
@@ -26,12 +27,12 @@ if TYPE_CHECKING:
     Given: TypeAlias = str | Path | Rows | DataSet | Sequence["Part"]
 
 # Words in the names of files that make a folder one with splits, as `datasets` reads them.
-SPLITS = dict.fromkeys(("train", "training"), "train")
-SPLITS |= dict.fromkeys(("test", "testing", "eval", "evaluation"), "test")
-SPLITS |= dict.fromkeys(("validation", "valid", "val", "dev"), "validation")
+_SPLITS = dict.fromkeys(("train", "training"), "train")
+_SPLITS |= dict.fromkeys(("test", "testing", "eval", "evaluation"), "test")
+_SPLITS |= dict.fromkeys(("validation", "valid", "val", "dev"), "validation")
 # Words that begin or end so look like a split's and are none, as in mytest.jsonl: that is said.
 LIKE_SPLITS = ("test", "eval", "valid", "dev")
-CARD = "README.md"  # may say in its head which files are which split
+_CARD = "README.md"  # may say in its head which files are which split
 
 
 @dataclass(frozen=True)
@@ -211,9 +212,9 @@ def _splits_of(folder: Path, files: Sequence[Path], config: str | None) -> dict[
     `datasets` finds which files they are; the files are read here, which keeps their lines' places.
     """
     words = {word for file in files for word in _words(_inside(folder, file))}
-    declares = (folder / CARD).is_file() and b"data_files" in (folder / CARD).read_bytes()
-    named = {word for word in words if word.lower() in SPLITS}
-    if config is None and not declares and any(word not in SPLITS for word in named):
+    declares = (folder / _CARD).is_file() and b"data_files" in (folder / _CARD).read_bytes()
+    named = {word for word in words if word.lower() in _SPLITS}
+    if config is None and not declares and any(word not in _SPLITS for word in named):
         return _splits_named(folder, files)  # `datasets` reads names in small letters alone
     if config is None and not declares and not named:
         return {}
@@ -229,10 +230,10 @@ def _splits_of(folder: Path, files: Sequence[Path], config: str | None) -> dict[
 
 def _splits_named(folder: Path, files: Sequence[Path]) -> dict[str, set[str]]:
     """The splits that words of the files' names say, in whatever letters."""
-    found: dict[str, set[str]] = {split: set() for split in dict.fromkeys(SPLITS.values())}
+    found: dict[str, set[str]] = {split: set() for split in dict.fromkeys(_SPLITS.values())}
     for name in (_inside(folder, file) for file in files):
         for word in _words(name):
-            if split := SPLITS.get(word.lower()):
+            if split := _SPLITS.get(word.lower()):
                 found[split].add(name)
     return {split: names for split, names in found.items() if names}
 
@@ -294,3 +295,73 @@ def _in_one_sentence(problem: str) -> Iterator[None]:
     except Exception as error:
         reason = str(error).strip().splitlines() or [type(error).__name__]
         raise DataError(f"{problem}: {reason[0]}") from error
+
+
+SOURCE_KEYS = {"path", "weight", "split", "format"}  # of a mapping that names a source
+InMemory = Any  # a datasets.Dataset or a list of mappings
+
+
+def named(value: object) -> tuple[object, dict[str, InMemory]]:
+    """A config's source or sources with names in the place of rows; and the rows, by name.
+
+    Rows are a `datasets.Dataset`, a list of mappings or a mapping of columns. All are read once,
+    for the digest in their name. Raises DataError for what cannot be read so.
+    """
+    if (rows := _rows_in(value)) is not None:
+        name = name_of_rows(rows)
+        return name, {name: rows}
+    found: dict[str, InMemory] = {}
+    if isinstance(value, list | tuple):
+        names = []
+        for one in value:
+            name_or_one, more = named(one)
+            names.append(name_or_one)
+            found |= more
+        return names, found
+    if isinstance(value, Mapping) and "path" in value:
+        path, found = named(value["path"])
+        return {**value, "path": path}, found
+    return value, found
+
+
+def _rows_in(value: object) -> InMemory | None:
+    """Rows, if the value is or holds such. Raises DataError for rows in a form that is not read."""
+    library = sys.modules.get("datasets")  # without it nothing can be one of its kinds
+    kind = type(value).__name__
+    if library is not None and isinstance(value, library.Dataset):
+        return value
+    if library is not None and isinstance(value, library.IterableDataset):
+        raise DataError(
+            f"an {kind} has no rows that could be known again; name its files or hub id and set "
+            "data.streaming, or give a Dataset"
+        )
+    if isinstance(value, Mapping) and value and not value.keys() <= SOURCE_KEYS:
+        if library is not None and all(isinstance(one, library.Dataset) for one in value.values()):
+            splits = ", ".join(map(str, value))
+            raise DataError(f"a DatasetDict has several splits ({splits}); give one of them")
+        if all(isinstance(column, list | tuple) for column in value.values()):
+            return _of_columns(value)
+    if kind == "DataFrame":
+        raise DataError("a DataFrame is not read; give datasets.Dataset.from_pandas(frame)")
+    if isinstance(value, list | tuple) and value:
+        rows = all(isinstance(row, Mapping) and "path" not in row for row in value)
+        return [*value] if rows else None
+    return None
+
+
+def _of_columns(columns: Mapping[Any, Sequence[object]]) -> InMemory:
+    sizes = {name: len(column) for name, column in columns.items()}
+    if len({*sizes.values()}) > 1:
+        told = ", ".join(f"{name} {size:,}" for name, size in sizes.items())
+        raise DataError(f"columns must have as many values each, not {told}")
+    return [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
+
+
+def name_of_rows(rows: InMemory) -> str:
+    """The text that stands for rows: it has a digest of what they say, in whatever form they are
+    given, so that a run which goes on knows them again."""
+    digest, count = hashlib.blake2b(digest_size=16), 0
+    for row in open_source(rows, identity="").read():
+        digest.update(repr(without_nulls(row.value)).encode(errors="backslashreplace") + b"\n")
+        count += 1
+    return f"{count:,} rows given in Python, digest {digest.hexdigest()}"

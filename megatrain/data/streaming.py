@@ -26,12 +26,19 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from megatrain.data import cache as cached_sets
-from megatrain.data.build import AskedSet, DataOptions, Expected, held_out_beside, source_reader
-from megatrain.data.dataset import Rows, TokenRows
-from megatrain.data.holdout import hold_out
+from megatrain.data.build import (
+    AskedSet,
+    Expected,
+    held_out_beside,
+    ready,
+    reason_to_refuse,
+    source_reader,
+)
 from megatrain.data.loader import Position
+from megatrain.data.options import RowOptions
 from megatrain.data.packing import PackedRows, pack
-from megatrain.data.refusing import ready, refused
+from megatrain.data.rows import Rows, TokenRows
+from megatrain.data.selection import hold_out
 from megatrain.data.tokenize import Encoder
 from megatrain.data.workers import ended, forked
 from megatrain.errors import MegaTrainError
@@ -44,7 +51,7 @@ if TYPE_CHECKING:
 
 LOOKED_EVERY_S = 0.1
 NICENESS = 10  # of the writer: what trains goes first
-STATE = "qq"  # of the writer: how often it gave a sign of life, and the rows that it has read
+_STATE = "qq"  # of the writer: how often it gave a sign of life, and the rows that it has read
 OPEN = 2  # windows that are kept: a step goes from one to the next
 
 OnProgress = Callable[[int], None]
@@ -56,7 +63,7 @@ def load_stream(
     train: Given,
     held_out: int | Given | None,
     tokenizer: PreTrainedTokenizerBase,
-    options: DataOptions,
+    options: RowOptions,
     *,
     seed: int,
     pack_to: int | None = None,
@@ -86,7 +93,7 @@ def load_stream(
     shards, held = Shards(asked, on_progress or (lambda _: None), at_once), None
     rows = shards.read(0)
     assert rows is not None, "a set without rows is refused by its writer"
-    if (reason := refused(asked.source, rows.counts, asked.options)) is not None:
+    if (reason := reason_to_refuse(asked.source, rows.counts, asked.options)) is not None:
         raise reason
     rows = ready(rows, _notes(asked, rows), tokenizer, asked.options)
     if isinstance(held_out, int) and held_out:
@@ -225,7 +232,7 @@ class Shards:
 
     def _is_behind(self, number: int) -> bool:
         if self.total is None:
-            self.total = len(cached_sets.listed(self._asked.folder)) or None
+            self.total = len(cached_sets.listed_shards(self._asked.folder)) or None
         return self.total is not None and number >= self.total
 
     def _find(self, number: int) -> TokenRows | None:
@@ -292,7 +299,7 @@ class Writer:
 
     def news(self) -> int | None:
         """The rows that it has read, if it gave a sign of life since the last call."""
-        signs, rows = struct.unpack_from(STATE, self._state)
+        signs, rows = struct.unpack_from(_STATE, self._state)
         if signs == self._seen:
             return None
         self._seen = signs
@@ -314,8 +321,8 @@ class Writer:
         connection.send(found)
 
     def _note(self, rows: int) -> None:
-        signs, _ = struct.unpack_from(STATE, self._state)
-        struct.pack_into(STATE, self._state, 0, signs + 1, rows)
+        signs, _ = struct.unpack_from(_STATE, self._state)
+        struct.pack_into(_STATE, self._state, 0, signs + 1, rows)
 
 
 def _end(child: int, parent: int) -> None:

@@ -8,25 +8,27 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from datetime import date, datetime, time
 from functools import cached_property
+from os.path import expanduser  # leaves `~nobody` as it is, where Path's raises
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatrain.data.fields import RowError
-from megatrain.errors import DataError
+from megatrain.data.workers import fenced
+from megatrain.errors import DataError, if_forbidden
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from megatrain.data.messages import Message
+    from megatrain.data.conversations import Message, Tool
     from megatrain.data.samples import Chat
-    from megatrain.data.tools import Tool
 
 GENERATION = re.compile(r"\{%-?\s*(end)?generation\s*-?%\}")  # transformers' own tag
 LARGEST_CHARACTERS = 64 << 20  # of a conversation as text
-Span = tuple[int, int]  # characters [start, stop)
+CharSpan = tuple[int, int]  # characters [start, stop)
 STAND_IN = "Zq7vXstandinXv7qZ"  # in no text, and unchanged by trimming
 LONGEST_REASON = 400  # characters of an error of a template
 # Fields of a turn that are the model's own words besides its content, as templates name them.
-WORDS = ("reasoning_content", "reasoning", "thinking")
+OWN_WORDS = ("reasoning_content", "reasoning", "thinking")
 
 # A template asks transformers for the time, and functions cannot be handed to it: so it is given
 # one of its own, in which each directive of a format has the value of a day.
@@ -61,13 +63,13 @@ class Scene:
 QUESTION = {"role": "user", "content": "question"}
 ANSWERED = Scene((QUESTION, {"role": "assistant", "content": STAND_IN}))
 FOLLOWED = Scene((*ANSWERED.turns, QUESTION))
-KEY = "zq7key7qz"  # of the only argument of the call below
-PARAMETERS = {"type": "object", "properties": {KEY: {"type": "string", "description": "d"}}}
-NAME = "zq7name7qz"
-FUNCTION = {"name": NAME, "description": "d", "parameters": PARAMETERS}
+_KEY = "zq7key7qz"  # of the only argument of the call below
+_PARAMETERS = {"type": "object", "properties": {_KEY: {"type": "string", "description": "d"}}}
+_NAME = "zq7name7qz"
+FUNCTION = {"name": _NAME, "description": "d", "parameters": _PARAMETERS}
 TOOLS: tuple[Tool, ...] = ({"type": "function", "function": FUNCTION},)
-CALL = {"name": NAME, "arguments": {KEY: STAND_IN}}
-RESULT = {"role": "tool", "content": "result", "name": NAME, "tool_call_id": "abcdefghi"}
+CALL = {"name": _NAME, "arguments": {_KEY: STAND_IN}}
+RESULT = {"role": "tool", "content": "result", "name": _NAME, "tool_call_id": "abcdefghi"}
 CALLING: dict[str, Any] = {
     "role": "assistant",
     "content": "",
@@ -90,7 +92,7 @@ def _with_arguments(calls: Any, as_text: bool) -> list[dict[str, Any]]:
 
 def with_stand_ins(turn: dict[str, Any]) -> dict[str, Any]:
     """An assistant's turn with another text in place of what it says, and of the tools' names."""
-    said: dict[str, Any] = {name: STAND_IN for name in ("content", *WORDS) if turn.get(name)}
+    said: dict[str, Any] = {name: STAND_IN for name in ("content", *OWN_WORDS) if turn.get(name)}
     if "</think>" in (turn["content"] or ""):  # some templates take it apart there
         said["content"] = f"<think>\n{STAND_IN}\n</think>\n\n{STAND_IN}"
     if calls := turn.get("tool_calls"):
@@ -139,7 +141,7 @@ class Template:
         """The conversation as text. Raises RowError where the template refuses it."""
         return self._run(scene, generation_prompt, marks=False)[0]
 
-    def render_marked(self, scene: Scene) -> tuple[str, list[Span]]:
+    def render_marked(self, scene: Scene) -> tuple[str, list[CharSpan]]:
         """The text, and the spans of its `{% generation %}` blocks. Raises RowError."""
         marks = GENERATION.search(self._with_tools if scene.tools else self._source)
         return self._run(scene, False, marks=marks is not None)
@@ -172,9 +174,9 @@ class Template:
             except RowError:
                 continue
             # an object as Python writes it, or a text quoted as JSON once more
-            garbled = f"'{KEY}'" in text or f'\\"{KEY}' in text
+            garbled = f"'{_KEY}'" in text or f'\\"{_KEY}' in text
             said_none = content is None and "None" in text
-            if NAME in text and STAND_IN in text and not garbled and not said_none:
+            if _NAME in text and STAND_IN in text and not garbled and not said_none:
                 return content, as_text
         return "", False
 
@@ -185,7 +187,7 @@ class Template:
             text = self.render(Scene((QUESTION,), tools=TOOLS), generation_prompt=True)
         except RowError:
             return False
-        return NAME in text
+        return _NAME in text
 
     @cached_property
     def prompts(self) -> bool:
@@ -229,7 +231,9 @@ class Template:
         except RowError:  # a template for another kind of data
             return ""
 
-    def _run(self, scene: Scene, generation_prompt: bool, marks: bool) -> tuple[str, list[Span]]:
+    def _run(
+        self, scene: Scene, generation_prompt: bool, marks: bool
+    ) -> tuple[str, list[CharSpan]]:
         from transformers.utils.chat_template_utils import render_jinja_template
 
         refuses = "the chat template refuses this conversation"
@@ -258,3 +262,60 @@ class Template:
             half = f"character {error.start} is half of a surrogate pair"
             raise RowError(f"the rendered conversation: {half}") from None
         return texts[0], list(spans[0]) if marks else []
+
+
+# The token that ends a turn, by the name of the template; None: the tokenizer's eos_token.
+NAMED_TEMPLATES = {
+    "chatml": "<|im_end|>",
+    "llama3": "<|eot_id|>",
+    "gemma": "<end_of_turn>",
+    "phi3": "<|end|>",
+    "mistral": None,
+    "alpaca": None,
+}
+FOLDER = Path(__file__).parent / "templates"
+
+# What looks like a special token in a rendered conversation.
+TOKEN = re.compile(r"<\|[^\s<>|]+\|>|<｜[^\s<>｜]+｜>|</?s>|<(?:start|end)_of_[a-z]+>")
+
+
+def find_template(name: str) -> str:
+    """The source of a template by name, or of a file. Raises DataError if there is neither."""
+    path = Path(expanduser(name))
+    if name in NAMED_TEMPLATES:
+        path = FOLDER / f"{name}.jinja"
+    else:
+        with if_forbidden(DataError, path):
+            there = path.is_file()
+        if not there:
+            known = ", ".join(NAMED_TEMPLATES)
+            raise DataError(f"{name}: no such file, and no such name; known names are {known}")
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise DataError(f"{path}: cannot be read as text: {error}") from error
+
+
+def use_template(tokenizer: PreTrainedTokenizerBase, name: str) -> None:
+    """Give a tokenizer the chat template of this name or file.
+
+    Raises DataError where that does not exist, renders no conversation, or writes tokens that the
+    tokenizer does not have.
+    """
+    tokenizer.chat_template = find_template(name)
+    template = Template(tokenizer)
+
+    def tried() -> str:
+        template.render(ANSWERED)
+        return template.render(FOLLOWED, generation_prompt=True)
+
+    try:
+        text = fenced(tried)
+    except DataError as error:
+        raise DataError(f"{name}: {error}") from error
+    for token in dict.fromkeys(TOKEN.findall(text)):
+        if len(tokenizer.encode(token, add_special_tokens=False)) != 1:
+            raise DataError(
+                f"{name}: the tokenizer has no token {token}, which this chat template writes; use "
+                "a template whose tokens it has, or the tokenizer of a chat model"
+            )

@@ -9,17 +9,17 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from megatrain.data.chat import ChatTemplate, Marked
-from megatrain.data.dataset import IdArray, MaskArray
 from megatrain.data.fields import RowError
+from megatrain.data.rows import IdArray, MaskArray
 from megatrain.data.samples import Chat, Document, Sample, Text, texts_of
-from megatrain.data.template import Span
+from megatrain.data.template import CharSpan
 from megatrain.errors import DataError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 TRAIN_ON = ("assistant", "all")
-PROMPTS = ("text", "chat", "alpaca")
+_PROMPTS = ("text", "chat", "alpaca")
 AS_THEY_ARE = "as they are: prompt, completion, end of sequence (data.prompts: chat makes turns)"
 STANFORD = "by the Stanford Alpaca prompt, as there is no chat template"
 ASKED = "by the Stanford Alpaca prompt (data.prompts: alpaca)"
@@ -48,8 +48,8 @@ class Encoder:
     ) -> None:
         if train_on not in TRAIN_ON:
             raise DataError(f"data.train_on: {train_on!r} is unknown; use {' or '.join(TRAIN_ON)}")
-        if prompts not in PROMPTS:
-            raise DataError(f"data.prompts: {prompts!r} is unknown; use {' or '.join(PROMPTS)}")
+        if prompts not in _PROMPTS:
+            raise DataError(f"data.prompts: {prompts!r} is unknown; use {' or '.join(_PROMPTS)}")
         if not tokenizer.is_fast:
             raise DataError(
                 f"{tokenizer.name_or_path}: the tokenizer gives no character offsets; use one with "
@@ -131,7 +131,7 @@ class Encoder:
         return [encoded[i] for i in range(len(batch))]
 
     def _finish(
-        self, marked: Marked, ids: list[int], offsets: list[Span]
+        self, marked: Marked, ids: list[int], offsets: list[CharSpan]
     ) -> tuple[IdArray, MaskArray]:
         mask = np.ones(len(ids), np.bool_)
         if marked.spans is not None:
@@ -159,7 +159,7 @@ class Encoder:
         return eos
 
 
-def target_mask(offsets: Sequence[Span], spans: Sequence[Span]) -> MaskArray:
+def target_mask(offsets: Sequence[CharSpan], spans: Sequence[CharSpan]) -> MaskArray:
     """Tokens (character ranges [start, stop), in order) that overlap a span, as bool [tokens].
 
     A token that straddles a span's start is a target: it holds the answer's first characters.
@@ -176,7 +176,7 @@ def target_mask(offsets: Sequence[Span], spans: Sequence[Span]) -> MaskArray:
     return mask
 
 
-def tokens_in(offsets: Sequence[Span], piece: Span) -> MaskArray:
+def tokens_in(offsets: Sequence[CharSpan], piece: CharSpan) -> MaskArray:
     """Tokens of a text that belong to a piece of it, as bool [tokens].
 
     A token belongs where it begins, which is where the one before it ended: so each token belongs

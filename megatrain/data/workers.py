@@ -36,7 +36,7 @@ from typing import Generic, NoReturn, Self, TypeVar
 
 from megatrain.errors import DataError, MegaTrainError
 
-LONGEST_S = 10.0  # of processor time for a row; rendering usually takes under a millisecond
+ROW_LIMIT_S = 10.0  # of processor time for a row; rendering usually takes under a millisecond
 LARGEST_BYTES = 1 << 30  # of memory for an item, beside what the worker holds when it begins
 BYTES_PER_BYTE = 1000  # of memory in addition, for each byte of the item: offsets, lists of ids
 ALONE_ITEMS = 4  # that one worker does: a small set is done before others had begun
@@ -61,10 +61,10 @@ class TooMuch(DataError):
 
 
 def begin_row(number: int, more_s: float = 0.0) -> None:
-    """In a worker, start the timer of a row of the item (LONGEST_S + `more_s`); else do nothing."""
+    """In a worker, start the timer of a row (ROW_LIMIT_S + `more_s`); elsewhere do nothing."""
     if _row is not None:
         struct.pack_into("q", _row, 0, number)
-        signal.setitimer(signal.ITIMER_PROF, LONGEST_S + more_s)
+        signal.setitimer(signal.ITIMER_PROF, ROW_LIMIT_S + more_s)
 
 
 def fenced(render: Callable[[], Result]) -> Result:
@@ -145,14 +145,14 @@ class Team(Generic[Item, Result]):
     def _reason(self, worker: _Worker, item: Item) -> MegaTrainError:
         """The error for a worker that has ended by itself."""
         pid, worker.pid = worker.pid, 0
-        code = exit_code_of(pid)
+        code = _exit_code_of(pid)
         if code == -signal.SIGKILL:
             return MegaTrainError(
                 f"process {pid}, which encodes rows, was ended from outside, perhaps because RAM "
                 "ran out; set data.processes: 1, or start again: what was done is kept"
             )
         late = code in (-signal.SIGPROF, None)  # None: SIGCHLD is ignored
-        words = f"takes more than {LONGEST_S:g} s of computing"
+        words = f"takes more than {ROW_LIMIT_S:g} s of computing"
         return self._too_much(worker, item, words if late else f"ends its process ({code})")
 
     def _too_much(self, worker: _Worker, item: Item, words: str) -> TooMuch:
@@ -238,10 +238,10 @@ def ended(child: int) -> int | None:
     """Kill a process, if it has not ended; its exit code, None where SIGCHLD is ignored."""
     with suppress(ProcessLookupError):
         os.kill(child, signal.SIGKILL)  # it has nothing to lose, and may never end
-    return exit_code_of(child)
+    return _exit_code_of(child)
 
 
-def exit_code_of(child: int) -> int | None:
+def _exit_code_of(child: int) -> int | None:
     """Wait for a process that ends; its exit code, None where SIGCHLD is ignored."""
     try:
         return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])

@@ -17,7 +17,7 @@ from os.path import expanduser  # leaves `~nobody` as it is, where Path's raises
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from megatrain.data.named_templates import use_template
+from megatrain.data.template import use_template
 from megatrain.errors import ModelError, if_forbidden
 from megatrain.models.hub import download
 from megatrain.models.quantised import forget_quantisation, quantisation_in, quantisation_of

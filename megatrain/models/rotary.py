@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from megatrain.data.regimes import Regime, Regimes
+from megatrain.data.micro_batches import Regime, Regimes
 
 
 def regimes_of(config: Any) -> Regimes:

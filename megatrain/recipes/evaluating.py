@@ -16,7 +16,7 @@ from megatrain.config.resuming import (
     resumed_configs,
 )
 from megatrain.data.build import Expected
-from megatrain.data.dataset import Rows
+from megatrain.data.rows import Rows
 from megatrain.errors import ConfigError, DataError
 from megatrain.models.classifiers import is_classifier
 from megatrain.recipes.model import Model

@@ -27,8 +27,7 @@ from lm_eval.models.utils_hf import stop_sequences_criteria
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from tqdm import tqdm
 
-from megatrain.data.micro_batches import cuts
-from megatrain.data.regimes import alike
+from megatrain.data.micro_batches import alike, cuts
 from megatrain.engine.engine import Engine
 from megatrain.engine.inference import free_bytes, starting_from
 from megatrain.errors import ConfigError

@@ -12,8 +12,8 @@ import numpy as np
 
 from megatrain.config import Config, load_config
 from megatrain.config.resuming import CONFIG_FILE, RESOLVED_FILE
-from megatrain.data.dataset import IndexArray, Rows
 from megatrain.data.micro_batches import MicroBatch, ReferenceArray, held_out_batches
+from megatrain.data.rows import IndexArray, Rows
 from megatrain.data.show import show_rows, summary
 from megatrain.engine.engine import Engine
 from megatrain.engine.request import choose_device, least_tokens

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from megatrain.config import Config, load_config, names_config
-from megatrain.data.named_templates import find_template
+from megatrain.data.template import find_template
 from megatrain.errors import ConfigError, DataError, ModelError
 from megatrain.methods import METHODS
 from megatrain.models.classifiers import as_classifier, is_classifier

@@ -23,9 +23,9 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from megatrain.data.dataset import IndexArray, Rows, default_cache
 from megatrain.data.loader import Loader
 from megatrain.data.micro_batches import MicroBatch, ReferenceArray
+from megatrain.data.rows import IndexArray, Rows, default_cache
 from megatrain.durable import sync_folder
 from megatrain.engine.engine import Engine
 from megatrain.errors import StorageError

@@ -10,9 +10,10 @@ from typing import Any, TypeVar
 
 from megatrain.config import Config
 from megatrain.config.sources import SourceOptions
-from megatrain.data.build import DataOptions, Expected, load_data
-from megatrain.data.dataset import Rows
+from megatrain.data.build import Expected, load_data
 from megatrain.data.loader import Loader
+from megatrain.data.options import RowOptions
+from megatrain.data.rows import Rows
 from megatrain.data.show import describe, warnings
 from megatrain.data.sources import Part
 from megatrain.data.streaming import Stream, load_stream
@@ -69,7 +70,7 @@ def open_rows(
     if isinstance(data.processes, int):
         processes = data.processes
     about = {"vocab_size": model.vocab_size, "day": day, "kind": method.kind, **same}
-    options = DataOptions(seq_len, processes=processes, **about)
+    options = RowOptions(seq_len, processes=processes, **about)
     more: dict[str, Any] = {
         "seed": config.train.seed,
         "pack_to": seq_len if method.whole_documents else None,

@@ -14,8 +14,8 @@ from typing import Any
 from megatrain.config import Config
 from megatrain.config.resuming import asked_again, is_open
 from megatrain.data.build import Expected
-from megatrain.data.dataset import Rows
 from megatrain.data.loader import Loader, Windows
+from megatrain.data.rows import Rows
 from megatrain.engine.context import deterministic
 from megatrain.engine.resolved import Resolved, piece_tokens
 from megatrain.errors import ConfigError, TooManyRanks

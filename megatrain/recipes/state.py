@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from megatrain.config import Config
-from megatrain.data.dataset import Rows
 from megatrain.data.loader import Loader
 from megatrain.data.micro_batches import ReferenceArray
+from megatrain.data.rows import Rows
 from megatrain.engine.engine import Engine
 from megatrain.engine.objective import AnyLoss
 from megatrain.engine.resolved import Machine, Resolved

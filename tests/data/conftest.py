@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 
 from megatrain.data import encoding, shards
-from megatrain.data.build import DataOptions, encode_source
-from megatrain.data.dataset import TokenRows
+from megatrain.data.build import encode_source
+from megatrain.data.options import RowOptions
+from megatrain.data.rows import TokenRows
 from tests.commands import CHATML, SPECIAL
 from tests.commands import write_jsonl as save_jsonl
 from tests.once import no_power_is_lost, rows_are_encoded_here
@@ -104,7 +105,7 @@ def encode(
 ) -> Callable[..., TokenRows]:
     """encode(rows, options, tokenizer): a file of these rows as tokens."""
 
-    def run(rows: list[Any], options: DataOptions, tokenizer: Any = None) -> TokenRows:
+    def run(rows: list[Any], options: RowOptions, tokenizer: Any = None) -> TokenRows:
         return encode_source(write_jsonl(rows), tokenizer or make_tokenizer(), options, cache)
 
     return run

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
+from megatrain.data.conversations import Message
 from megatrain.data.fields import RowError
-from megatrain.data.messages import Message
 from megatrain.data.samples import Chat
 from megatrain.data.tokenize import Encoder
 from tests.commands import CHATML

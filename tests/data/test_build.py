@@ -11,13 +11,13 @@ import numpy as np
 import pytest
 from datasets import Dataset
 
-from megatrain.data.build import DataOptions, encode_source, load_data
-from megatrain.data.dataset import TokenRows
-from megatrain.data.hashing import mix64, permutation
+from megatrain.data.build import encode_source, load_data
+from megatrain.data.options import RowOptions
+from megatrain.data.rows import TokenRows, mix64, permutation
 from megatrain.errors import DataError, StorageError
 from tests.mutated import SEEDS, mutated_line
 
-OPTIONS = DataOptions(seq_len=64)
+OPTIONS = RowOptions(seq_len=64)
 SKIP = replace(OPTIONS, on_bad_row="skip")
 
 
@@ -135,7 +135,7 @@ def test_ids_outside_the_vocabulary_are_refused_also_from_the_cache(encode):
 @pytest.mark.parametrize(("option", "value"), [("format", "parrot"), ("on_bad_row", "ignore")])
 def test_wrong_options_are_refused(option, value):
     with pytest.raises(DataError, match=rf"data\.{option}: '{value}' is unknown"):
-        DataOptions(seq_len=1, **{option: value})
+        RowOptions(seq_len=1, **{option: value})
 
 
 def test_a_named_format_and_a_named_column(encode, make_tokenizer):

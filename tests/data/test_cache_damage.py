@@ -18,13 +18,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megatrain.data.build import DataOptions, encode_source
+from megatrain.data.build import encode_source
 from megatrain.data.cache import load_cached_set
-from megatrain.data.dataset import TokenRows, default_cache
+from megatrain.data.options import RowOptions
+from megatrain.data.rows import TokenRows, default_cache
 from megatrain.errors import ConfigError
 from tests.commands import environment
 
-OPTIONS = DataOptions(seq_len=64)
+OPTIONS = RowOptions(seq_len=64)
 SHARD = {"ids.bin", "mask.bin", "shard.json"}
 SHARD |= {f"{name}.npy" for name in ("offsets", "targets", "hashes", "contexts", "joined", "uncut")}
 FILES = {"set.json", *(f"00000/{name}" for name in SHARD)}

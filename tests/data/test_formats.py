@@ -6,17 +6,17 @@ from typing import Any
 
 import pytest
 
+from megatrain.data.conversations import Message
 from megatrain.data.fields import RowError
 from megatrain.data.formats import (
-    FORMATS,
     MATTERS,
+    ROW_FORMATS,
     convert_row,
     detect_format,
     formats_of,
     unknown_format,
     unread_columns,
 )
-from megatrain.data.messages import Message
 from megatrain.data.samples import PLAIN, Chat, Document
 
 
@@ -52,7 +52,7 @@ def test_every_format_has_a_good_row():
 def test_is_found_by_its_columns(name):
     found = detect_format({**GOOD[name], "id": 7})
     assert found is not None
-    assert found is FORMATS[name]
+    assert found is ROW_FORMATS[name]
 
 
 @pytest.mark.parametrize("name", [name for name in GOOD if name != "text"])
@@ -66,7 +66,7 @@ def test_text_is_a_document():
 
 def test_null_columns_count_as_absent():
     form = detect_format({"messages": None, "prompt": "a", "completion": "b", "text": None})
-    assert form is FORMATS["prompt_completion"]
+    assert form is ROW_FORMATS["prompt_completion"]
     assert detect_format({"text": None}) is None
     assert detect_format([1]) is None
 
@@ -153,7 +153,7 @@ def test_a_column_that_matters_changes_the_sample_or_refuses_the_row(name, colum
     row = {**GOOD[name], column: SAYS[column]}
     if (name, column) in READ:
         assert read(row) != read(GOOD[name])
-        assert column in FORMATS[name].reads()
+        assert column in ROW_FORMATS[name].reads()
     else:
         with pytest.raises(RowError, match=f"^field '{column}': "):
             read(row)
@@ -181,16 +181,16 @@ def test_the_refusal_names_the_method(column, method):
 
 def test_labels_and_scores_of_documents_do_not_matter_to_pre_training():
     row = {"text": "hi yo", "score": 3.1, "label": 0}
-    assert convert_row(FORMATS["text"], row, pretrain=True) == Document("hi yo")
+    assert convert_row(ROW_FORMATS["text"], row, pretrain=True) == Document("hi yo")
     with pytest.raises(RowError, match="'rejected'"):
-        convert_row(FORMATS["text"], {**row, "rejected": "no"}, pretrain=True)
+        convert_row(ROW_FORMATS["text"], {**row, "rejected": "no"}, pretrain=True)
     with pytest.raises(RowError, match="'label'"):
-        convert_row(FORMATS["messages"], {**GOOD["messages"], "label": 0}, pretrain=True)
+        convert_row(ROW_FORMATS["messages"], {**GOOD["messages"], "label": 0}, pretrain=True)
 
 
 def test_other_columns_and_fields_are_named():
     row = {**GOOD["alpaca"], "id": 7, "source": "x", "empty": None}
-    assert unread_columns(row, FORMATS["alpaca"].reads()) == ["id", "source"]
+    assert unread_columns(row, ROW_FORMATS["alpaca"].reads()) == ["id", "source"]
     chat = read({"messages": [said("hi", id=3, tags=None), said("yo", "assistant", name="eve")]})
     assert chat.unread == {"messages[].id"}
     turns_of = [{"from": "human", "value": "a", "x": 1}, {"from": "gpt", "value": "b"}]

@@ -7,13 +7,14 @@ from typing import Any
 
 import pytest
 
-from megatrain.data.build import DataOptions, load_data
-from megatrain.data.dataset import TokenRows
-from megatrain.data.holdout import hold_out
+from megatrain.data.build import load_data
+from megatrain.data.options import RowOptions
+from megatrain.data.rows import TokenRows
+from megatrain.data.selection import hold_out
 from megatrain.data.show import describe, warnings
 from megatrain.errors import DataError
 
-OPTIONS = DataOptions(seq_len=64)
+OPTIONS = RowOptions(seq_len=64)
 
 
 def pair(number: int, answer: int = 0) -> dict[str, Any]:

@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 import torch
 
-from megatrain.data.dataset import Counts, IdArray, IndexArray, MaskArray, PlainRows
 from megatrain.data.loader import Loader, Position, StepBatch
 from megatrain.data.micro_batches import held_out_batches
+from megatrain.data.rows import Counts, IdArray, IndexArray, MaskArray, PlainRows
 from megatrain.errors import DataError
 from megatrain.losses import IGNORE as IGNORED
 

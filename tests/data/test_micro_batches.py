@@ -12,10 +12,9 @@ import numpy as np
 import pytest
 import torch
 
-from megatrain.data.dataset import Counts, IdArray, IndexArray, MaskArray, ValueArray
 from megatrain.data.loader import Loader, MicroBatch, StepBatch
-from megatrain.data.micro_batches import cuts, held_out_batches, least_micro_batch, runs_of
-from megatrain.data.regimes import Regime
+from megatrain.data.micro_batches import Regime, cuts, held_out_batches, least_micro_batch, runs_of
+from megatrain.data.rows import Counts, IdArray, IndexArray, MaskArray, ValueArray
 from megatrain.data.samples import JUDGED, KINDS, PAIRS
 from megatrain.errors import DataError
 from megatrain.losses import IGNORE

@@ -7,13 +7,14 @@ from fractions import Fraction
 import numpy as np
 import pytest
 
-from megatrain.data.build import DataOptions, load_data
-from megatrain.data.dataset import TokenRows
-from megatrain.data.mixing import shares
+from megatrain.data.build import load_data
+from megatrain.data.options import RowOptions
+from megatrain.data.rows import TokenRows
+from megatrain.data.selection import shares_of_sources
 from megatrain.data.sources import Part
 from megatrain.errors import DataError
 
-OPTIONS = DataOptions(seq_len=64)
+OPTIONS = RowOptions(seq_len=64)
 
 
 @pytest.fixture
@@ -79,7 +80,7 @@ def test_shares_are_within_a_row(seed):
     draw = np.random.default_rng(seed)
     sizes = draw.integers(1, 1000, 5).tolist()
     weights = [Fraction(float(weight)) for weight in draw.random(5) + 0.01]
-    found = shares(sizes, weights)
+    found = shares_of_sources(sizes, weights)
     for rows, size, weight in zip(found, sizes, weights, strict=True):
         assert rows >= size
         assert abs(rows - sum(found) * weight / sum(weights)) <= 1

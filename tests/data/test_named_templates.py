@@ -6,11 +6,12 @@ from typing import Any
 
 import pytest
 
-from megatrain.data.build import DataOptions, encode_source
+from megatrain.data.build import encode_source
+from megatrain.data.conversations import Message
 from megatrain.data.fields import RowError
-from megatrain.data.messages import Message
-from megatrain.data.named_templates import TEMPLATES, use_template
+from megatrain.data.options import RowOptions
 from megatrain.data.samples import Chat
+from megatrain.data.template import NAMED_TEMPLATES, use_template
 from megatrain.data.tokenize import Encoder
 from megatrain.errors import DataError
 from tests.commands import conversation
@@ -34,7 +35,7 @@ def with_tokens(make_tokenizer: Any, tokens: list[str]) -> Any:
     return tokenizer
 
 
-@pytest.mark.parametrize("name", TEMPLATES)
+@pytest.mark.parametrize("name", NAMED_TEMPLATES)
 def test_a_name_renders_as_transformers_does_and_trains_the_answers(make_tokenizer, name):
     tokenizer = with_tokens(make_tokenizer, TOKENS[name])
     use_template(tokenizer, name)
@@ -44,7 +45,7 @@ def test_a_name_renders_as_transformers_does_and_trains_the_answers(make_tokeniz
     assert marked.text == tokenizer.apply_chat_template(turns, tokenize=False)
     assert "be brief" in marked.text
     ((ids, mask),) = encoder.encode([marked])
-    end = TEMPLATES[name] or EOS
+    end = NAMED_TEMPLATES[name] or EOS
     answers = tokenizer.decode(ids[mask]).replace("\n", "").replace(" ", "")
     assert answers == f"b{end}d{end}"
 
@@ -94,7 +95,7 @@ def test_a_turn_without_a_place_is_refused(make_tokenizer):
 
 
 def test_the_cache_keeps_templates_apart(make_tokenizer, write_jsonl, cache):
-    file, options = write_jsonl([conversation("a", "b")]), DataOptions(seq_len=64)
+    file, options = write_jsonl([conversation("a", "b")]), RowOptions(seq_len=64)
     lengths = []
     for name in ("chatml", "mistral"):
         tokenizer = make_tokenizer(None)

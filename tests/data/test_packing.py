@@ -5,11 +5,12 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from megatrain.data.build import DataOptions, load_data
+from megatrain.data.build import load_data
+from megatrain.data.options import RowOptions
 from megatrain.data.packing import best_fit, pack
 from megatrain.errors import DataError
 
-WHOLE = DataOptions(seq_len=None, train_on="all")
+WHOLE = RowOptions(seq_len=None, train_on="all")
 
 
 @pytest.mark.parametrize("seq_len", [2, 7, 16, 10_000])
@@ -28,7 +29,7 @@ def test_blocks_join_to_the_documents(encode, seq_len):
 
 
 def test_held_out_documents_are_taken_whole(write_jsonl, make_tokenizer, cache):
-    tokenizer, options = make_tokenizer(), DataOptions(seq_len=16)
+    tokenizer, options = make_tokenizer(), RowOptions(seq_len=16)
     file = write_jsonl([{"text": f"document {n} of many"} for n in range(50)])
     train, held = load_data(file, 5, tokenizer, options, seed=0, pack_to=16, cache=cache)
     assert held is not None
@@ -43,7 +44,7 @@ def test_held_out_documents_are_taken_whole(write_jsonl, make_tokenizer, cache):
 def test_a_text_file_comes_back_whole(tmp_path, make_tokenizer, cache):
     text, file = "".join(f"line {n}\n" for n in range(4000)), tmp_path / "a.txt"
     file.write_text(text)
-    tokenizer, options = make_tokenizer(bos=True), DataOptions(seq_len=100)
+    tokenizer, options = make_tokenizer(bos=True), RowOptions(seq_len=100)
     packed, _ = load_data(file, None, tokenizer, options, seed=0, pack_to=100, cache=cache)
     ids = np.concatenate([packed.row(index)[0] for index in range(len(packed))])
     assert tokenizer.decode(ids) == f"<|im_start|>{text}<|endoftext|>"

@@ -10,10 +10,11 @@ from typing import Any
 
 import pytest
 
-from megatrain.data.build import DataOptions, encode_source
+from megatrain.data.build import encode_source
 from megatrain.data.fields import RowError
-from megatrain.data.formats import FORMATS, MATTERS, convert_row, detect_format, formats_of
+from megatrain.data.formats import MATTERS, ROW_FORMATS, convert_row, detect_format, formats_of
 from megatrain.data.formats import unknown_format as refusal
+from megatrain.data.options import RowOptions
 from megatrain.data.samples import JUDGED, KINDS, PAIRS, PLAIN, Chat, Judged, Pair
 from megatrain.errors import DataError
 from tests.mutated import mutated_line
@@ -75,7 +76,7 @@ def trained(chat: Chat) -> list[bool]:
 def test_every_format_has_a_good_row():
     assert set(GOOD_PAIRS) == set(formats_of(PAIRS))
     assert set(GOOD_JUDGED) == set(formats_of(JUDGED))
-    assert {name for kind in KINDS for name in formats_of(kind)} == set(FORMATS)
+    assert {name for kind in KINDS for name in formats_of(kind)} == set(ROW_FORMATS)
 
 
 @pytest.mark.parametrize("row", [*GOOD_PAIRS.values(), *OTHER_PAIRS.values()])
@@ -90,7 +91,7 @@ def test_all_pairs_say_the_same(row):
 
 @pytest.mark.parametrize("name", GOOD_PAIRS)
 def test_a_pair_is_found_by_its_columns(name):
-    assert detect_format({**GOOD_PAIRS[name], "id": 3, "label": None}, PAIRS) is FORMATS[name]
+    assert detect_format({**GOOD_PAIRS[name], "id": 3, "label": None}, PAIRS) is ROW_FORMATS[name]
 
 
 @pytest.mark.parametrize("name", GOOD_JUDGED)
@@ -143,7 +144,7 @@ def test_what_columns_say_about_a_pair_is_said_of_both_answers(name):
         assert turns(chat)[0] == ("system", "be")
         assert chat.variables == {"x": 1}
     assert pair.margin == 2.0
-    assert not set(row) - set(FORMATS[name].reads(PAIRS))
+    assert not set(row) - set(ROW_FORMATS[name].reads(PAIRS))
     if name != "alpaca_ranking":
         assert read({**row, "tools": [{"name": "f"}]}, PAIRS).rejected.tools
 
@@ -266,19 +267,19 @@ def test_a_rejected_answer_is_never_trained_on_in_silence(row):
 )
 def test_a_format_that_is_named_fits_the_method(encode, kind, form, words):
     with pytest.raises(DataError, match=words):
-        encode([PAIR], DataOptions(64, kind=kind, format=form))
+        encode([PAIR], RowOptions(64, kind=kind, format=form))
 
 
 def test_options_that_do_not_fit_pairs_are_refused(encode):
     with pytest.raises(DataError, match=r"data\.train_on: all trains prompts, too, but method: dp"):
-        DataOptions(64, kind=PAIRS, train_on="all")
+        RowOptions(64, kind=PAIRS, train_on="all")
     with pytest.raises(DataError, match=r"data\.truncation_mode: 'middle' is unknown; use one of"):
-        DataOptions(64, truncation_mode="middle")
+        RowOptions(64, truncation_mode="middle")
     with pytest.raises(DataError, match="format 'text' is not for method: dpo"):
-        encode([PAIR], DataOptions(64, kind=PAIRS, text_field="prompt"))
+        encode([PAIR], RowOptions(64, kind=PAIRS, text_field="prompt"))
 
 
-OPTIONS = DataOptions(seq_len=200, on_bad_row="skip")
+OPTIONS = RowOptions(seq_len=200, on_bad_row="skip")
 SEEDS: list[tuple[str, dict[str, Any]]] = [
     *((PAIRS, {**row, "margin": 1.5}) for row in (*GOOD_PAIRS.values(), *OTHER_PAIRS.values())),
     (PAIRS, {"chosen": "what? this", "rejected": "what? that", "about": {"id": [1], "by": "me"}}),

@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 
-from megatrain.data.build import DataOptions, encode_source
-from megatrain.data.dataset import TokenRows
+from megatrain.data.build import encode_source
+from megatrain.data.options import RowOptions
+from megatrain.data.rows import TokenRows
 from megatrain.data.samples import JUDGED, PAIRS
 from tests.commands import CHATML
 from tests.data.test_against_trl import CALL, RESULT, WEATHER, of_model, says, user
@@ -96,7 +97,7 @@ def ours(cache: Any) -> Any:
     """ours(rows, tokenizer, kind, ...): (ids, mask) of both sequences of each row."""
 
     def run(rows: list[Any], tokenizer: Any, kind: str, **options: Any) -> list[Sides]:
-        asked = DataOptions(options.pop("seq_len", None), kind=kind, **options)
+        asked = RowOptions(options.pop("seq_len", None), kind=kind, **options)
         data: TokenRows = encode_source(rows, tokenizer, asked, cache)
         sides = [[data.side(row, side) for side in (0, 1)] for row in range(len(data))]
         return [[(ids.tolist(), mask.tolist()) for ids, mask in row] for row in sides]

@@ -8,11 +8,19 @@ from pathlib import Path
 
 import pytest
 
-from megatrain.data.conversations import ABOUT_ALPACA, ABOUT_CHATS
-from megatrain.data.cuts import TRUNCATION_MODES
-from megatrain.data.formats import FORMATS, MATTERS, convert_row, detect_format, formats_of
-from megatrain.data.preferences import LABELS, PROMPT_NAMES
+from megatrain.data.formats import (
+    ABOUT_ALPACA,
+    ABOUT_CHATS,
+    LABELS,
+    MATTERS,
+    PROMPT_NAMES,
+    ROW_FORMATS,
+    convert_row,
+    detect_format,
+    formats_of,
+)
 from megatrain.data.samples import JUDGED, KINDS, PAIRS, PLAIN, texts_of
+from megatrain.data.truncation import TRUNCATION_MODES
 from megatrain.methods import METHODS
 
 PAGE = Path(__file__).parents[2] / "docs" / "rows.md"
@@ -26,12 +34,12 @@ EXAMPLES = {
 
 
 def test_the_tables_have_the_formats_and_no_others():
-    assert re.findall(r"^\| (\w+) \| `", TEXT, re.MULTILINE) == list(FORMATS)
+    assert re.findall(r"^\| (\w+) \| `", TEXT, re.MULTILINE) == list(ROW_FORMATS)
 
 
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("name", ROW_FORMATS)
 def test_the_table_says_which_columns_a_format_reads(name):
-    form = FORMATS[name]
+    form = ROW_FORMATS[name]
     (line,) = re.findall(rf"^\| {name} \| (.*)$", TEXT, re.MULTILINE)
     columns, also = line.split(" | ")
     assert tuple(re.findall("`(.*?)`", columns)) == form.columns

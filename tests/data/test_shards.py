@@ -22,11 +22,12 @@ import pytest
 from benchmarks.campaign import calls
 from megatrain.data import cache as cached_sets
 from megatrain.data import encoding, shards, workers
-from megatrain.data.build import DataOptions, encode_source
+from megatrain.data.build import encode_source
+from megatrain.data.cache import RowWriter
 from megatrain.data.chat import Marked
-from megatrain.data.dataset import TokenRows
 from megatrain.data.loader import Loader
-from megatrain.data.row_writer import RowWriter
+from megatrain.data.options import RowOptions
+from megatrain.data.rows import TokenRows
 from megatrain.data.samples import JUDGED, PAIRS, PLAIN
 from megatrain.data.sources import Part
 from megatrain.data.tokenize import Encoder
@@ -76,7 +77,7 @@ def kind() -> str:
 def encode_into(write_jsonl: Any, make_tokenizer: Any, tmp_path: Path, kind: str) -> Encode:
     """encode_into("name", processes=2): the same rows, in a cache of this name."""
     file, tokenizer = write_jsonl([row(kind, number) for number in range(ROWS)]), make_tokenizer()
-    options = DataOptions(seq_len=40, kind=kind, on_bad_row="skip")
+    options = RowOptions(seq_len=40, kind=kind, on_bad_row="skip")
 
     def encode(name: str, **more: Any) -> TokenRows:
         return encode_source(file, tokenizer, replace(options, **more), tmp_path / name)
@@ -132,7 +133,7 @@ def test_every_byte_is_the_same_in_several_processes(encode_into, tmp_path):
 
 def test_a_shard_ends_by_its_bytes_too(encode_into, monkeypatch, tmp_path):
     rows = encode_into("rows")
-    monkeypatch.setattr(shards, "SHARD_BYTES", 2000)
+    monkeypatch.setattr(shards, "SHARD_LIMIT_BYTES", 2000)
     assert contents(encode_into("bytes")) == contents(rows)
     assert len(shard_folders(tmp_path / "bytes")) > ROWS // OF_SHARD
 
@@ -159,7 +160,7 @@ def test_files_keep_the_format_of_their_first_row_in_every_batch(
     both = [{**one, **two} for one, two in zip(first, second, strict=True)]
     files = write_jsonl([*first, *both], "a.jsonl"), write_jsonl([*second, *both], "b.jsonl")
     parts = [Part(str(file)) for file in files]
-    options = DataOptions(seq_len=40, processes=processes)
+    options = RowOptions(seq_len=40, processes=processes)
     rows = encode_source(parts, make_tokenizer(), options, tmp_path / "cache")
     assert rows.counts.parts == [80, 80]
     assert set(rows.counts.wrapped.values()) == {80}
@@ -170,7 +171,7 @@ def test_the_first_judged_rows_mismatch_may_come_late(make_tokenizer, write_json
     """Its shard waits for the second row, which is in another batch."""
     good = [row(JUDGED, number) for number in (0, 1, 2)]
     rows = [good[0], *[{"prompt": "x"}] * 70, good[1], *[{"prompt": "x"}] * 70, good[2]]
-    file, options = write_jsonl(rows), DataOptions(40, kind=JUDGED, on_bad_row="skip")
+    file, options = write_jsonl(rows), RowOptions(40, kind=JUDGED, on_bad_row="skip")
     found = encode_source(file, make_tokenizer(), options, tmp_path / "cache")
     alone = write_jsonl(good, "alone.jsonl")
     assert found.digest == encode_source(alone, make_tokenizer(), options, tmp_path / "1").digest
@@ -278,7 +279,7 @@ def test_a_shard_of_another_place_is_made_anew(encode_into, tmp_path):
 
 @pytest.mark.parametrize("processes", [1, 2])
 def test_a_full_disk_costs_the_shard_at_hand(encode_into, monkeypatch, tmp_path, processes):
-    monkeypatch.setattr(shards, "SHARD_BYTES", 1500)
+    monkeypatch.setattr(shards, "SHARD_LIMIT_BYTES", 1500)
     encode_into("whole")
     fsync, calls_left = os.fsync, iter(range(30))
 

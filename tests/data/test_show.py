@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from megatrain.data.build import DataOptions, load_data
+from megatrain.data.build import load_data
+from megatrain.data.options import RowOptions
 from megatrain.data.samples import JUDGED, PAIRS
 from megatrain.data.show import describe, show_rows, summary, warnings
 
@@ -21,7 +22,7 @@ ROWS = [
     {"prompt": "x", "completion": "y" * 90},
     {"prompt": "x"},
 ]
-OPTIONS = DataOptions(seq_len=64, on_bad_row="skip", prompts="chat")
+OPTIONS = RowOptions(seq_len=64, on_bad_row="skip", prompts="chat")
 
 
 @pytest.fixture
@@ -93,7 +94,7 @@ def test_what_a_template_leaves_out_is_a_warning(encode, make_tokenizer):
 def test_how_rows_became_text_is_said(encode):
     rows: list[Any] = [{"prompt": "a", "completion": "b"}]
     rows.append({"prompt": [{"role": "user", "content": "a"}], "completion": "b"})
-    data = encode(rows, DataOptions(seq_len=64))
+    data = encode(rows, RowOptions(seq_len=64))
     words = "1 as they are: prompt, completion, end of sequence (data.prompts: chat makes turns); "
     assert f"rows became text: {words}1 by the chat template" in describe(data)
 
@@ -105,7 +106,7 @@ OF_PAIRS, OF_JUDGED = (replace(OPTIONS, kind=kind, prompts="text") for kind in (
 
 @pytest.fixture
 def printed(encode: Callable[..., Any], make_tokenizer: Callable[..., Any]) -> Callable[..., str]:
-    def show(rows: list[Any], options: DataOptions, count: int = 5) -> str:
+    def show(rows: list[Any], options: RowOptions, count: int = 5) -> str:
         out, tokenizer = io.StringIO(), make_tokenizer()
         show_rows(encode(rows, options, tokenizer), tokenizer, count, Console(file=out, width=60))
         return out.getvalue()

@@ -11,18 +11,19 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megatrain.data.build import DataOptions, Expected, encode_source, load_data
-from megatrain.data.dataset import TokenRows
-from megatrain.data.holdout import hold_out
+from megatrain.data.build import Expected, encode_source, load_data
 from megatrain.data.loader import Loader
+from megatrain.data.options import RowOptions
+from megatrain.data.rows import TokenRows
 from megatrain.data.samples import JUDGED, PAIRS
+from megatrain.data.selection import hold_out
 from megatrain.data.show import describe, warnings
 from megatrain.data.sources import Part
 from megatrain.errors import DataError
 from tests.commands import chat_rows, tiny_tokenizer
 from tests.data.test_cache_damage import every_damage_is_mended
 
-OPTIONS = {kind: DataOptions(seq_len=64, kind=kind) for kind in (PAIRS, JUDGED)}
+OPTIONS = {kind: RowOptions(seq_len=64, kind=kind) for kind in (PAIRS, JUDGED)}
 SKIP = {kind: replace(options, on_bad_row="skip") for kind, options in OPTIONS.items()}
 LONG = "y" * 90
 Sides = list[list[tuple[list[int], list[bool]]]]
@@ -171,7 +172,7 @@ def test_the_cache_knows_the_kind_and_is_mended(kind, write_jsonl, make_tokenize
 
 def test_digests_of_plain_rows_are_those_of_earlier_releases(cache: Path):
     """A run that goes on finds the rows that it knows."""
-    options = DataOptions(seq_len=32)
+    options = RowOptions(seq_len=32)
     train, held = load_data(chat_rows(), 0.1, tiny_tokenizer(), options, seed=0, cache=cache)
     assert held is not None
     assert (train.digest, held.digest) == ("6467a120706f8d92", "12c4cdac227233d7")

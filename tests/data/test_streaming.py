@@ -18,10 +18,10 @@ from typing import Any
 import pytest
 
 from megatrain.data import encoding, shards, streaming
-from megatrain.data.build import DataOptions, encode_source
-from megatrain.data.dataset import Rows
-from megatrain.data.hashing import permutation
+from megatrain.data.build import encode_source
 from megatrain.data.loader import Loader
+from megatrain.data.options import RowOptions
+from megatrain.data.rows import Rows, permutation
 from megatrain.data.samples import PAIRS
 from megatrain.data.streaming import Stream, load_stream
 from megatrain.data.workers import forked
@@ -53,8 +53,8 @@ def tokenizer(make_tokenizer: Any) -> Any:
 
 
 @pytest.fixture
-def options() -> DataOptions:
-    return DataOptions(seq_len=60)
+def options() -> RowOptions:
+    return RowOptions(seq_len=60)
 
 
 @pytest.fixture
@@ -63,7 +63,7 @@ def file(write_jsonl: Any) -> Path:
 
 
 @pytest.fixture
-def open_in(file: Path, tokenizer: Any, options: DataOptions, tmp_path: Path) -> Open:
+def open_in(file: Path, tokenizer: Any, options: RowOptions, tmp_path: Path) -> Open:
     """open_in("name", held_out=5): the file as a stream, in a cache of this name."""
 
     def open_(name: str, held_out: Any = None, given: Any = file, **more: Any) -> Opened:
@@ -74,7 +74,7 @@ def open_in(file: Path, tokenizer: Any, options: DataOptions, tmp_path: Path) ->
 
 
 @pytest.fixture
-def whole_cache(file: Path, tokenizer: Any, options: DataOptions, tmp_path: Path) -> Path:
+def whole_cache(file: Path, tokenizer: Any, options: RowOptions, tmp_path: Path) -> Path:
     """The set as it is made without streaming."""
     encode_source(file, tokenizer, options, tmp_path / "whole")
     return tmp_path / "whole"
@@ -196,7 +196,7 @@ def test_rows_of_another_source_are_held_out(open_in, write_jsonl):
 
 def test_each_window_is_packed_by_itself(open_in, file, tokenizer, tmp_path, write_jsonl):
     documents = write_jsonl([{"text": f"number {n} " * (n % 9 + 1)} for n in range(ROWS)])
-    options = DataOptions(seq_len=None, train_on="all")
+    options = RowOptions(seq_len=None, train_on="all")
     whole = encode_source(documents, tokenizer, options, tmp_path / "whole")
     opened = open_in("cache", given=documents, options=options, pack_to=32)
     tokens = 0
@@ -211,7 +211,7 @@ def test_each_window_is_packed_by_itself(open_in, file, tokenizer, tmp_path, wri
 
 def test_pairs_are_streamed(open_in, write_jsonl):
     pairs = [{"prompt": f"{n}?", "chosen": f"{n}", "rejected": "no"} for n in range(50)]
-    options = DataOptions(seq_len=60, kind=PAIRS)
+    options = RowOptions(seq_len=60, kind=PAIRS)
     loader = loader_of(open_in("cache", given=write_jsonl(pairs), options=options), max_steps=8)
     assert sum(len(step.lengths) for step in loader) == 100
 

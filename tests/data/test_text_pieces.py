@@ -11,9 +11,10 @@ import numpy as np
 import pytest
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
-from megatrain.data.build import DataOptions, load_data
-from megatrain.data.dataset import Rows
+from megatrain.data.build import load_data
+from megatrain.data.options import RowOptions
 from megatrain.data.readers import TEXT_PIECE_BYTES
+from megatrain.data.rows import Rows
 
 SEQ_LEN = 64
 LLAMA_3 = r"(?i:'s|'t)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+"
@@ -77,7 +78,7 @@ def load(tmp_path, tokenizer, cache):
 
     def run(text: str, held_out: Any = None, **options: Any) -> Any:
         (tmp_path / "a.txt").write_text(text)
-        asked = DataOptions(seq_len=SEQ_LEN)
+        asked = RowOptions(seq_len=SEQ_LEN)
         given: Any = (tmp_path / "a.txt", held_out, tokenizer, asked)
         return load_data(*given, seed=1, pack_to=SEQ_LEN, cache=cache, **options)
 

@@ -11,12 +11,13 @@ from typing import Any
 import pytest
 from datasets import Dataset
 
-from megatrain.data.build import DataOptions, encode_source
+from megatrain.data.build import encode_source
+from megatrain.data.conversations import parsed_calls
 from megatrain.data.fields import RowError
 from megatrain.data.formats import convert_row, detect_format
+from megatrain.data.options import RowOptions
 from megatrain.data.samples import Chat
 from megatrain.data.tokenize import Encoder
-from megatrain.data.tools import parsed_calls
 from megatrain.models.stops import ends_of_turns
 from tests.mutated import mutated
 
@@ -225,7 +226,7 @@ def test_arrow_s_nulls_are_no_fields(make_tokenizer, cache):
     rows = [{"messages": turns(call({"city": "Rome"})), "tools": TOOLS}]
     rows += [{"messages": other, "tools": TOOLS}]
     tokenizer = make_tokenizer(LIKE_QWEN)
-    data = encode_source(Dataset.from_list(rows), tokenizer, DataOptions(seq_len=None), cache)
+    data = encode_source(Dataset.from_list(rows), tokenizer, RowOptions(seq_len=None), cache)
     first = tokenizer.decode(data.row(0)[0])
     assert '"arguments": {"city": "Rome"}' in first
     assert "null" not in first
@@ -249,7 +250,7 @@ def test_mutated_rows_with_tools_are_bad_or_trainable_and_never_crash(
     rng = random.Random(0)
     rows = [mutated(rng.choice(rows_to_mutate()), rng) for _ in range(400)]
     rows.append({"messages": turns(call()), "functions": [{**WEATHER, "description": "\ud800"}]})
-    options = DataOptions(seq_len=None, train_on=train_on, on_bad_row="skip")
+    options = RowOptions(seq_len=None, train_on=train_on, on_bad_row="skip")
     data = encode_source(rows, make_tokenizer(template), options, cache)
     assert data.counts.read == data.counts.bad + data.counts.without_target + len(data)
     assert len(data) > 20

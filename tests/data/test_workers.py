@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from megatrain.data import encoding, workers
-from megatrain.data.build import DataOptions
 from megatrain.data.fields import RowError
+from megatrain.data.options import RowOptions
 from megatrain.data.template import Scene, Template
 from megatrain.data.workers import Team, TooMuch, fenced
 from megatrain.errors import DataError, MegaTrainError
@@ -53,7 +53,7 @@ def encoded_here() -> None:
 
 @pytest.fixture
 def soon(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(workers, "LONGEST_S", 0.15)
+    monkeypatch.setattr(workers, "ROW_LIMIT_S", 0.15)
     monkeypatch.setattr(workers, "LARGEST_BYTES", 1 << 28)
 
 
@@ -72,7 +72,7 @@ def test_a_broken_template_refuses_the_row(make_tokenizer):
 @pytest.mark.parametrize(("source", "reason"), ENDLESS.values(), ids=ENDLESS.keys())
 def test_a_hostile_template_is_stopped(make_tokenizer, source, reason, soon, monkeypatch):
     longest_s = 30 if reason == LARGE else 0.15  # a busy machine fills that much memory slowly
-    monkeypatch.setattr(workers, "LONGEST_S", longest_s)
+    monkeypatch.setattr(workers, "ROW_LIMIT_S", longest_s)
     template, started = Template(make_tokenizer(source)), os.times()
     with pytest.raises(TooMuch, match=rf"{reason} for one conversation; name another \(data\."):
         fenced(lambda: template.render(TURNS))
@@ -89,7 +89,7 @@ def test_so_it_is_where_a_model_s_stop_tokens_are_asked_for(make_tokenizer, soon
 
 @pytest.mark.parametrize("processes", [1, 2])
 def test_the_first_row_that_takes_too_long_is_named(encode, make_tokenizer, monkeypatch, processes):
-    monkeypatch.setattr(workers, "LONGEST_S", 1.0)  # a busy machine's first rows take a while
+    monkeypatch.setattr(workers, "ROW_LIMIT_S", 1.0)  # a busy machine's first rows take a while
     monkeypatch.setattr(workers, "ALONE_ITEMS", 1)
     monkeypatch.setattr(encoding, "BATCH_ROWS", 80)
     rows = [conversation(f"Count to {number}.", "1 2") for number in range(300)]
@@ -97,7 +97,7 @@ def test_the_first_row_that_takes_too_long_is_named(encode, make_tokenizer, monk
         rows[number] = conversation("Now.", "1 2")
     before = set(children_of(os.getpid()))
     with pytest.raises(DataError, match=r"rows.jsonl:201: the chat template takes more than 1 s"):
-        encode(rows, DataOptions(64, processes=processes), make_tokenizer(SOMETIMES_LATE))
+        encode(rows, RowOptions(64, processes=processes), make_tokenizer(SOMETIMES_LATE))
     assert set(children_of(os.getpid())) <= before
 
 
@@ -107,14 +107,14 @@ def test_a_row_that_takes_too_much_memory_is_named(encode, make_tokenizer, monke
     rows = [conversation(text, "1") for text in ("a", "Now.", "b")]
     words = r"rows.jsonl:2: the chat template takes more than 0.25 GiB of memory"
     with pytest.raises(DataError, match=words):
-        encode(rows, DataOptions(64), make_tokenizer(large))
+        encode(rows, RowOptions(64), make_tokenizer(large))
 
 
 def test_a_tokenizer_that_computes_without_end_is_stopped(encode, make_tokenizer, monkeypatch):
-    monkeypatch.setattr(workers, "LONGEST_S", 0.3)
+    monkeypatch.setattr(workers, "ROW_LIMIT_S", 0.3)
     monkeypatch.setattr("megatrain.data.tokenize.Encoder.encode", lambda *_: sum(count()))
     with pytest.raises(DataError, match=r"rows.jsonl:1 and the 1 rows behind it: the tokenizer"):
-        encode([{"text": "a"}, {"text": "b"}], DataOptions(64), make_tokenizer(None))
+        encode([{"text": "a"}, {"text": "b"}], RowOptions(64), make_tokenizer(None))
 
 
 def test_a_worker_has_no_file_of_ours_and_ends_with_the_work(tmp_path):
@@ -203,7 +203,7 @@ def endless(item: int) -> int:
 
 @pytest.mark.parametrize("work", [slowly, endless])
 def test_workers_end_with_a_killed_parent_and_heed_no_signal(two_at_once, work, monkeypatch):
-    monkeypatch.setattr(workers, "LONGEST_S", 60)
+    monkeypatch.setattr(workers, "ROW_LIMIT_S", 60)
     parent = os.fork()
     if parent == 0:
         try:

@@ -9,10 +9,9 @@ import numpy as np
 import pytest
 import torch
 
-from megatrain.data.dataset import IdArray, MaskArray
 from megatrain.data.loader import Loader, StepBatch
-from megatrain.data.micro_batches import collate, held_out_batches
-from megatrain.data.regimes import Regime
+from megatrain.data.micro_batches import Regime, collate, held_out_batches
+from megatrain.data.rows import IdArray, MaskArray
 from megatrain.engine.verify import gradients_of
 from megatrain.models.plain import count_targets, plain_loss
 from megatrain.models.rotary import regimes_of

@@ -10,7 +10,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from megatrain.data import workers
-from megatrain.data.named_templates import find_template
+from megatrain.data.template import find_template
 from tests.once import rows_are_encoded_in_workers
 
 TURNS = [{"role": "user", "content": "Count to 3."}, {"role": "assistant", "content": "1 2 3"}]
@@ -74,7 +74,7 @@ def test_a_template_in_the_home_of_nobody_is_named(megatrain, project):
 def test_a_template_that_computes_without_end_ends_every_command(
     megatrain, project, monkeypatch, command
 ):
-    monkeypatch.setattr(workers, "LONGEST_S", 0.2)
+    monkeypatch.setattr(workers, "ROW_LIMIT_S", 0.2)
     source = (project / "model").resolve()
     (project / "model").unlink()
     shutil.copytree(source, project / "model")

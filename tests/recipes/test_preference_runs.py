@@ -14,7 +14,7 @@ import pytest
 from safetensors.torch import load_file
 
 from megatrain.config.sections import SECTIONS
-from megatrain.data.dataset import default_cache
+from megatrain.data.rows import default_cache
 from megatrain.engine.engine import Engine
 from megatrain.errors import StorageError
 from megatrain.losses import LOSSES

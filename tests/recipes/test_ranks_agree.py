@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 from torch import distributed
 
-from megatrain.data import dataset
+from megatrain.data import rows
 from megatrain.engine import resolved
 from megatrain.engine.engine import Engine
 from megatrain.heartbeat import total
@@ -116,7 +116,7 @@ def test_the_first_may_take_long_to_end_once_all_have_agreed_to_stop(project, si
 
 def differently(rank: int, what: str) -> None:
     if what == "rows" and rank == 1:
-        patch(dataset.TokenRows, "digest", "another")
+        patch(rows.TokenRows, "digest", "another")
     if what == "precision":
         chosen = "float32" if rank else "bfloat16"
         patch(planned_machine, "choose_precision", lambda *_: chosen)

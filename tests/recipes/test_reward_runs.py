@@ -12,7 +12,7 @@ import torch
 import transformers
 
 from megatrain.config import load_config
-from megatrain.data.dataset import Rows
+from megatrain.data.rows import Rows
 from megatrain.recipes.model import read_model
 from megatrain.recipes.rows import read_rows
 from tests.commands import evaluations_of, write_jsonl

@@ -10,7 +10,7 @@ import datasets
 import pytest
 
 import megatrain as mt
-from megatrain.data.given import name_of
+from megatrain.data.sources import name_of_rows
 from tests.commands import chat_rows, steps_of, write_jsonl
 
 ROWS = chat_rows(30)
@@ -53,7 +53,7 @@ def test_every_form_is_the_file(project):
         assert figures(name) == figures("of-file")
         assert found.eval_loss_after == expected.eval_loss_after
         written = mt.load_config(f"{name}/config.yaml")
-        assert written.data.train[0].path == name_of(ROWS[:10] if name == "parts" else ROWS)
+        assert written.data.train[0].path == name_of_rows(ROWS[:10] if name == "parts" else ROWS)
         assert about_rows(name) == about_rows("of-file")
     assert len(about_rows("list")) == 3
 

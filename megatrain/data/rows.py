@@ -24,7 +24,7 @@ HashArray = npt.NDArray[np.uint64]
 ValueArray = npt.NDArray[np.float32]
 BAD_ROWS_KEPT = 5  # messages of the first bad rows, to be shown
 UNREAD_KEPT = 50  # names of columns
-SUMMED = (
+_SUMMED = (
     *("read", "bad", "truncated", "truncated_tokens", "too_long", "without_target"),
     *("rewritten_turns", "split_texts", "cut_answers"),
 )  # of Counts
@@ -59,9 +59,9 @@ class Counts:
     warned: list[str] = field(default_factory=list)
 
     def add(self, later: Counts) -> None:
-        """Count the rows that come next in the source, too, but for what `cuts.measure` finds of
-        all, and for what is said of them."""
-        for name in SUMMED:
+        """Add the counts of the next rows, except messages and what `measure_lengths` finds
+        of all rows."""
+        for name in _SUMMED:
             setattr(self, name, getattr(self, name) + getattr(later, name))
         self.first_bad += later.first_bad[: BAD_ROWS_KEPT - len(self.first_bad)]
         self.saw(later.max_token_id, later.max_token_where)
@@ -280,3 +280,27 @@ def default_cache() -> Path:
             "no home folder is known to keep tokenised rows in: set MEGATRAIN_CACHE to a folder"
         ) from error
     return folder / "megatrain" / "tokens"
+
+
+def mix64(values: npt.NDArray[np.uint64], seed: int) -> npt.NDArray[np.uint64]:
+    """Scrambled values, uint64 of the same shape, one to one for a given seed.
+
+    The finaliser of SplitMix64 (Steele et al. 2014).
+    """
+    golden = 0x9E3779B97F4A7C15
+    start = np.uint64((seed + 1) * golden % 2**64)
+    mixed = values.astype(np.uint64) * np.uint64(golden) + start
+    mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return mixed ^ (mixed >> np.uint64(31))
+
+
+def permutation(size: int, seed: int, epoch: int, window: int = 0) -> npt.NDArray[np.int64]:
+    """A shuffle of range(size), int64 [size], that follows from seed, epoch and window alone.
+
+    The first window is shuffled as a whole set is.
+    """
+    keys = mix64(mix64(np.arange(size, dtype=np.uint64), seed), epoch)
+    if window:
+        keys = mix64(keys, window)
+    return np.argsort(keys, kind="stable").astype(np.int64)

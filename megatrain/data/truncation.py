@@ -7,15 +7,15 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from megatrain.data.dataset import Counts, IdArray, IndexArray, MaskArray
+from megatrain.data.rows import Counts, IdArray, IndexArray, MaskArray
 
 CUT_SHARE = 0.1  # of all tokens; more of them cut off is worth a warning
-ENOUGH = 0.99  # of all tokens, which the advised seq_len keeps
+_ENOUGH = 0.99  # of all tokens, which the advised seq_len keeps
 KEEP_START, KEEP_END, DROP = TRUNCATION_MODES = ("keep_start", "keep_end", "drop")
-Row = tuple[IdArray, MaskArray]
+Tokens = tuple[IdArray, MaskArray]
 
 
-def split(ids: IdArray, mask: MaskArray, seq_len: int | None, counts: Counts) -> Iterator[Row]:
+def split(ids: IdArray, mask: MaskArray, seq_len: int | None, counts: Counts) -> Iterator[Tokens]:
     """As many rows of at most `seq_len` tokens as a text fills.
 
     Each begins with the last token of the one before, since its first is no target: together they
@@ -31,9 +31,9 @@ def split(ids: IdArray, mask: MaskArray, seq_len: int | None, counts: Counts) ->
         yield ids[start : start + seq_len], flags
 
 
-def cut(
-    sides: Sequence[Row], seq_len: int | None, counts: Counts, mode: str = KEEP_START
-) -> tuple[Row, ...] | None:
+def cut_sides(
+    sides: Sequence[Tokens], seq_len: int | None, counts: Counts, mode: str = KEEP_START
+) -> tuple[Tokens, ...] | None:
     """The sides of a row, each cut to `seq_len` tokens; None where the row is to be dropped.
 
     mode: one of TRUNCATION_MODES.
@@ -52,7 +52,7 @@ def cut(
     return kept
 
 
-def shortened(ids: IdArray, mask: MaskArray, seq_len: int | None, mode: str) -> Row:
+def shortened(ids: IdArray, mask: MaskArray, seq_len: int | None, mode: str) -> Tokens:
     """The first `seq_len` tokens, or the last of them, whose first is no target."""
     if seq_len is None or len(ids) <= seq_len:
         return ids, mask
@@ -63,8 +63,8 @@ def shortened(ids: IdArray, mask: MaskArray, seq_len: int | None, mode: str) -> 
     return ids[-seq_len:], kept
 
 
-def measure(counts: Counts, lengths: IndexArray) -> None:
-    """Note all tokens, the longest row, and the seq_len that keeps ENOUGH of the tokens.
+def measure_lengths(counts: Counts, lengths: IndexArray) -> None:
+    """Note all tokens, the longest row, and the seq_len that keeps _ENOUGH of the tokens.
 
     lengths: of the rows before they were cut, int64 [rows].
     """
@@ -75,21 +75,21 @@ def measure(counts: Counts, lengths: IndexArray) -> None:
     # what a seq_len of ascending[i] keeps: all of the rows up to i, and as much of each after it
     after = np.arange(len(ascending) - 1, -1, -1)
     kept = np.cumsum(ascending) + ascending * after
-    place = int(np.searchsorted(kept, ENOUGH * counts.tokens))
+    place = int(np.searchsorted(kept, _ENOUGH * counts.tokens))
     # between two lengths each token of seq_len keeps one of every row that is longer
     longer = int(after[place]) + 1
-    too_much = int((kept[place] - ENOUGH * counts.tokens) // longer)
+    too_much = int((kept[place] - _ENOUGH * counts.tokens) // longer)
     counts.enough = int(ascending[place]) - too_much
 
 
-def warnings(counts: Counts, seq_len: int | None, mode: str = KEEP_START) -> list[str]:
+def cut_warnings(counts: Counts, seq_len: int | None, mode: str = KEEP_START) -> list[str]:
     """A warning where the cuts take more than CUT_SHARE of the tokens, or a part of an answer."""
     share = counts.truncated_tokens / max(1, counts.tokens)
     if seq_len is None or not (counts.cut_answers or share > CUT_SHARE):
         return []
     advice, part = f"{counts.longest:,} keeps all", "beginning" if mode == KEEP_END else "end"
     if counts.enough > seq_len:
-        advice = f"{counts.enough:,} keeps {ENOUGH:.0%} of the tokens, {advice}"
+        advice = f"{counts.enough:,} keeps {_ENOUGH:.0%} of the tokens, {advice}"
     return [
         f"{counts.truncated:,} rows are longer than train.seq_len {seq_len:,}: {share:.1%} of all "
         f"tokens are cut off, and the {part} of an answer in {counts.cut_answers:,} rows; a "

@@ -9,13 +9,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megatrain.data import cuts
-from megatrain.data.build import DataOptions
-from megatrain.data.dataset import Counts
+from megatrain.data import truncation
+from megatrain.data.options import RowOptions
+from megatrain.data.rows import Counts
 from megatrain.data.show import describe, warnings
 from tests.commands import conversation
 
-OPTIONS = DataOptions(seq_len=64)
+OPTIONS = RowOptions(seq_len=64)
 
 
 def text_of(length: int) -> str:
@@ -72,8 +72,8 @@ def test_the_share_is_a_tenth(share):
     counts = Counts(
         tokens=10_000, truncated=1, truncated_tokens=round(share * 10_000), longest=2000
     )
-    assert bool(cuts.warnings(counts, 64)) == (share > 0.1)
-    assert cuts.warnings(counts, None) == []
+    assert bool(truncation.cut_warnings(counts, 64)) == (share > 0.1)
+    assert truncation.cut_warnings(counts, None) == []
 
 
 def test_the_end_of_one_answer_is_worth_a_warning(encode):
@@ -92,6 +92,6 @@ def test_the_end_of_one_answer_is_worth_a_warning(encode):
 def test_the_advised_length_is_the_smallest_that_keeps_enough(seed):
     lengths = np.random.default_rng(seed).integers(1, 2000, 60)
     counts = Counts()
-    cuts.measure(counts, lengths)
+    truncation.measure_lengths(counts, lengths)
     kept = [np.minimum(lengths, size).sum() / lengths.sum() for size in range(1, 2001)]
     assert counts.enough == next(size for size, share in enumerate(kept, 1) if share >= 0.99)
