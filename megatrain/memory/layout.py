@@ -197,18 +197,12 @@ class FlatLayout:
         assert flat.numel() == self.numel, (flat.numel(), self.numel)
         return {tensor.name: tensor.view(flat) for tensor in self.tensors}
 
-    def flats(self, flat: torch.Tensor, span: Span | None = None) -> dict[str, torch.Tensor]:
-        """The tensors as 1-D views with the padding up to their alignment.
-
-        span: `flat` holds no more of the array than this.
-        """
-        first, last = span or (0, self.numel)
-        found = {}
-        for t in self.tensors:
-            ends = t.offset, t.offset + round_up(t.numel, TENSOR_ALIGNMENT)
-            start, stop = (min(max(end, first), last) - first for end in ends)
-            found[t.name] = flat[start:stop]
-        return found
+    def flats(self, flat: torch.Tensor) -> dict[str, torch.Tensor]:
+        """The tensors as 1-D views with the padding up to their alignment."""
+        return {
+            t.name: flat[t.offset : t.offset + round_up(t.numel, TENSOR_ALIGNMENT)]
+            for t in self.tensors
+        }
 
     def per(self, what: Per) -> FlatLayout:
         """The layout of an array of granularity `what`; tensors keep their names."""
@@ -221,23 +215,6 @@ class FlatLayout:
             for t in self.tensors
         )
         return FlatLayout(tuple(grouped), self.numel // GROUP)
-
-    def part(self, per: Per, span: Span) -> Span:
-        """What an array of granularity `per` has of these elements of the block."""
-        if per == "unhidden":
-            return Span(*map(self._unhidden_before, span))
-        found = part(per, *span)
-        return Span(found.start, found.stop)
-
-    def _unhidden_before(self, element: int) -> int:
-        """Elements of an "unhidden" array that belong to those before `element` of the block."""
-        if element == self.numel:  # the padding at the end, too
-            return self.per("unhidden").numel
-        return sum(
-            min(max(element - t.offset, 0), round_up(t.numel, TENSOR_ALIGNMENT))
-            for t in self.tensors
-            if not t.hidden
-        )
 
     def gaps(self) -> list[tuple[int, int]]:
         """(start, stop) of the padding behind each tensor that has some."""

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-from megatrain.memory.layout import ArraySpec, FlatLayout, Span
+from megatrain.memory.layout import ArraySpec, FlatLayout, Span, part
 from megatrain.memory.lease import Lease
 from megatrain.memory.nvme_store import READ_BYTES, NvmeStore
 from megatrain.memory.shared import SharedWeights
@@ -135,7 +135,8 @@ class Store:
             return Span(0, layout.of(spec).numel)
         owned = layout.span(self.world.place(rank), self.world.size)
         layout = layout if spec.whole else layout.trained
-        return layout.part(spec.per, owned.before(layout.numel))
+        found = part(spec.per, *owned.before(layout.numel))
+        return Span(found.start, found.stop)
 
     def trained_span(self, block: int) -> Span:
         """What this rank owns of a block's trained tensors."""
