@@ -66,7 +66,7 @@ class World:
     def joined(
         cls, device: torch.device, store: Any = None, local: tuple[int, int] | None = None
     ) -> World:
-        """That of torch.distributed, which has been initialised. All ranks call it.
+        """The world of torch.distributed, which has been initialised. All ranks call it.
 
         local: rank and size on this host; None: all ranks are on it.
 
@@ -76,11 +76,13 @@ class World:
         if size == 1:
             return cls()
         local = local or (rank, size)
+        # on the CPU: small objects, which must not wait for a GPU's stream
         messages = distributed.new_group(backend="gloo", timeout=PATIENCE)
         world = cls(rank, size, *local, messages, store=store)
         check_numbers(world.all_gather(local))
         backend = "nccl" if device.type == "cuda" else "gloo"
         ranks, each = range(size), local[1]
+        # two levels of groups: the ranks of a host, and the n-th ranks of all hosts
         groups: dict[str, Any] = {"local": None, "across": None}
         if each > 1:
             groups["local"] = _own_group([ranks[i : i + each] for i in ranks[::each]], backend)
@@ -138,6 +140,7 @@ class World:
         Those of ranks that stand in for each other on their hosts lie together, so that gathered
         across they are a host's part of the block, and those parts gathered here are all of it.
         """
+        # with one host: the rank's own number
         host, local = divmod(self.rank if rank is None else rank, self.local_size)
         return local * self.hosts + host
 

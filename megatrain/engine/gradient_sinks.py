@@ -88,7 +88,7 @@ class AppliedGradients(GradientSink):
 
     def place(self, block: int) -> torch.Tensor | None:
         if self.store.is_resident(block):
-            return None
+            return None  # it is updated where its accumulator is
         buffer, user = self.ring.take(block)
         if user is not None:
             event = Event()

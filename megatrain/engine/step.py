@@ -97,6 +97,7 @@ class Passes:
         prepared = self.prepare(batches, objective.of_sequences, balancer is not None)
         # the others would add nothing to the loss
         wanted = [mb for mb in prepared if mb.learns or balancer]
+        # every process makes as many groups, or collectives would not meet
         most = max(self.peers.all_gather(len(wanted)))
         groups = 1 if objective.whole_step else self.settings.groups
         if groups > 1 and self.settings.group_size is not None:

@@ -152,6 +152,7 @@ class Streamer:
         """
         asked = uploads(tuple(visits), self._slot_numbers, self.source.own)
         for block, coming in zip(visits, asked, strict=True):
+            # first: what follows travels while this block computes
             for wanted in coming:
                 self._fetch(wanted, self.slot_of[wanted])
             slot = self.slot_of[block]
@@ -162,7 +163,7 @@ class Streamer:
             finally:  # also when the sweep is abandoned
                 # the next upload into this slot waits for this
                 slot.free = read = self.compute.record()
-                if block in self._also_reads:
+                if block in self._also_reads:  # a tied head reads the embedding's slot
                     self._also_reads[block].free = read
                 beat()
 

@@ -49,7 +49,9 @@ class Exchange:
         spans = (layout.span(world.place(), world.size) for layout in layouts)
         self._trained = [s.before(of.trainable) for s, of in zip(spans, layouts, strict=True)]
         whole = world.size * max(self.shares)
+        # one buffer for all blocks: the lane runs one collective at a time
         self._received = torch.empty(whole, dtype=torch.float32, device=compute.device)
+        # one norm for each row of BLOCK_ALIGNMENT elements
         self._norms = torch.empty(whole // BLOCK_ALIGNMENT, device=compute.device)
         self.slowest = "exchange" if world.across is None else "network"
 
@@ -63,6 +65,7 @@ class Exchange:
 
     def gather(self, whole: torch.Tensor, share: torch.Tensor) -> None:
         """Fill `whole` with every rank's `share`, in the order of `World.place`, of any dtype."""
+        # across hosts first: each rank's part of the block, once over the network; then on the host
         if self.world.across is not None:
             share = self.gather_across(whole, share)
         if self.world.local is not None:
@@ -87,6 +90,7 @@ class Exchange:
         """This rank's share of the sum of all ranks' `total` [ranks x share], in fp32, added in the
         order of ranks: of each host, and then over hosts. Valid until the next call."""
         received = self._received[: len(total)]
+        # on the host first: 1 / local_size of the bytes then crosses the network
         if self.world.local is not None:
             total, received = _added_up(total, received, self.world.local_size, self.world.local)
         if self.world.across is not None:
@@ -104,6 +108,7 @@ class Exchange:
     def all_norms(self, mine: torch.Tensor, block: int) -> torch.Tensor:
         """The norms of all rows of a block, from those of this rank's share."""
         rows = self.shares[block] // BLOCK_ALIGNMENT
+        # the last ranks own less, or nothing; collectives want equal parts
         padded = torch.nn.functional.pad(mine, (0, rows - len(mine)))
         whole = self._norms[: rows * self.world.size]
         self.gather(whole, padded)

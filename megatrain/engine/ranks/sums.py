@@ -85,7 +85,7 @@ class SharedGradients(Gradients):
             sink=sink,
             host_sums=host_sums,
         )
-        # one for each of the ring
+        # one for each buffer of the ring, so that a share travels beside its block's next sum
         self._shares = [] if host_sums is None else self._in_turn(exchange.shares)
 
     def _numels(self) -> Sequence[int]:
@@ -101,6 +101,7 @@ class SharedGradients(Gradients):
         if not in_turn or not self._shares:
             return self._sums_in(block, buffer, empty=not later)
         share = self._shares[self._turn % len(self._shares)]
+        # empty in every group: what earlier groups left is in the share
         opened = SharedSum(**vars(self._sums_in(block, buffer, empty=True)), share=share)
         if later:
             opened.returning = self._fetch_sum(block, share)
@@ -224,6 +225,7 @@ class RankPeers(Peers):
         return replace(objective, counts=dict(counts), target_tokens=tokens)
 
     def total(self, objective: Objective, found: Tally[Tensor]) -> Tally[Tensor]:
+        # on the CPU, in the order of ranks: every rank gets the same bits
         total = Tally[Tensor]()
         loss = {unit: value.cpu() for unit, value in found.loss.items()}
         metrics = {name: (unit, value.cpu()) for name, (unit, value) in found.metrics.items()}

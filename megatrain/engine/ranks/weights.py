@@ -58,11 +58,12 @@ class GatheredWeights:
         if self.kept is not None and (part := self.kept.of(block)):
             self._bring(slot, target, *part)
             return
+        # the host has one copy: each rank uploads all of it, and nothing is exchanged
         if (whole := self._copies.store.whole_in_ram(block)) is not None:
             slot.arrivals = (("upload", self._copies.copy(block, target, slot.free, whole)),)
             return
         share = self._shares[0]
-        self._shares.reverse()
+        self._shares.reverse()  # the other one is still being gathered
         mine = share.target[: self.exchange.shares[block]]
         uploaded = self._copies.copy(block, mine, share.free)
         if self.kept is None:
