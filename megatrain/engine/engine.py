@@ -114,7 +114,7 @@ class Engine(Constructors):
                 world=world,
                 resources=resources,
             )
-            self.store, self.peers = self.parts.store, self.parts.passes.peers
+            self.store, self._peers = self.parts.store, self.parts.passes.peers
             self._resources = resources.pop_all()  # until here a failure gives everything back
 
     # -- training ---------------------------------------------------------------------------------
@@ -155,7 +155,7 @@ class Engine(Constructors):
             raise MegaTrainError("forward_backward was called twice; call step in between")
         parts.passes.waiting = None  # left by an interrupted step
         objective = objective_of(micro_batches, loss, self.anatomy)
-        objective = self.peers.agreed(objective, micro_batches)
+        objective = self._peers.agreed(objective, micro_batches)
         if objective.whole_step and (groups := self.settings.groups) > 1:
             raise ConfigError(
                 f"groups: {type(loss).__name__} is computed over a whole step, so set 1, not "
@@ -304,10 +304,10 @@ class Engine(Constructors):
         """Mean loss in evaluation mode. Raises DataError as `forward_backward`."""
         self._check_usable()
         objective = objective_of(micro_batches, loss, self.anatomy)
-        objective = self.peers.agreed(objective, micro_batches)
+        objective = self._peers.agreed(objective, micro_batches)
         empty = objective.is_empty
         if objective.whole_step:  # what this sweep lacks others may have
-            empty = not any(self.peers.all_gather(len(micro_batches)))
+            empty = not any(self._peers.all_gather(len(micro_batches)))
         if empty:
             return EvalResult(0.0, 0)
         with self._computing("an evaluation's activations"), torch.no_grad():
@@ -370,7 +370,7 @@ class Engine(Constructors):
     ) -> list[tuple[Targets, Tensor, Tensor]]:
         self._check_usable()
         objective_of(micro_batches, next_token, self.anatomy)
-        if not (micro_batches or self.peers.several):
+        if not (micro_batches or self._peers.several):
             return []  # one of several sweeps all the same: others need what it has of weights
         with self._computing("an evaluation's activations"), torch.no_grad():
             found = inference.logprobs(self.parts.passes, micro_batches, greedy, targets)
@@ -442,7 +442,7 @@ class Engine(Constructors):
         while len(tokens) < max_new_tokens and not (tokens and tokens[-1] in eos_token_ids):
             context = torch.cat([input_ids, torch.tensor([tokens], dtype=torch.long)], dim=1)
             chosen = choose(self.logits(context, slice(-1, None))[0, 0])
-            tokens.append(self.peers.broadcast(chosen))  # all end together
+            tokens.append(self._peers.broadcast(chosen))  # all end together
         return tokens
 
     def iter_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
@@ -500,7 +500,7 @@ class Engine(Constructors):
         """
         self._check_usable()
         if self.store.shared is not None:
-            self.peers.all_gather(None)
+            self._peers.all_gather(None)
         self.parts.streamer.invalidate()
 
     def close(self) -> None:

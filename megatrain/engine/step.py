@@ -97,7 +97,6 @@ class Passes:
         prepared = self.prepare(batches, objective.of_sequences, balancer is not None)
         # the others would add nothing to the loss
         wanted = [mb for mb in prepared if mb.learns or balancer]
-        # every process makes as many groups, or collectives would not meet
         most = max(self.peers.all_gather(len(wanted)))
         groups = 1 if objective.whole_step else self.settings.groups
         if groups > 1 and self.settings.group_size is not None:
@@ -105,7 +104,8 @@ class Passes:
             # ones, for which no memory was planned
             groups = max(groups, -(-most // self.settings.group_size))
         grouped = cut(wanted, groups)
-        # as many groups as the process with most: one that lacks micro-batches takes part
+        # as many groups as the process with most, or collectives would not meet: one that lacks
+        # micro-batches takes part
         grouped += [[]] * (min(groups, most) - len(grouped))
         total = Tally[torch.Tensor]()
         # one sweep over all groups: the next one's first uploads run beside this one's backward
