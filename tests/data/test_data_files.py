@@ -83,13 +83,13 @@ ODD_NAMES = ["~nosuch", "~\ud800", "\ud800.jsonl", "a\0b", "x" * 256, "x/" * 300
 ODD_NAMES += ["~nosuch/a.jsonl", "*" * 300, "\ud800*", "~nosuch/*.csv", "?" * 5, "::"]
 
 
-@pytest.mark.parametrize("name", ODD_NAMES, ids=ascii)
-def test_odd_names_are_refused_in_one_sentence(name):
-    for look in (open_source, files.check_source):
-        with pytest.raises(DataError) as caught:
-            look(name)
-        assert "\n" not in str(caught.value)
-        str(caught.value).encode()
+def test_odd_names_are_refused_in_one_sentence():
+    for name in ODD_NAMES:
+        for look in (open_source, files.check_source):
+            with pytest.raises(DataError) as caught:
+                look(name)
+            assert "\n" not in str(caught.value)
+            str(caught.value).encode()
 
 
 @pytest.fixture

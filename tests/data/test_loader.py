@@ -130,21 +130,22 @@ def test_epochs_are_shuffled_anew_and_alike_for_a_seed():
     assert not same(first[0], next(iter(loader(seed=1))))
 
 
-@pytest.mark.parametrize("settings", [BY_TOKENS, BY_ROWS])
-@pytest.mark.parametrize("stop", [0, 1, 5, 16, 17, 30])
-def test_a_saved_position_gives_the_identical_rest(settings, stop):
-    whole = list(loader(epochs=3, **settings))
-    interrupted = loader(epochs=3, **settings)
-    iterator = iter(interrupted)
-    for _ in range(stop):
-        next(iterator)
-    saved = json.loads(json.dumps(interrupted.position()))
-    resumed = loader(epochs=3, **settings)
-    resumed.restore(saved)
-    assert resumed.steps_total() == len(whole)
-    rest = list(resumed)
-    assert len(rest) == len(whole) - stop
-    assert all(same(a, b) for a, b in zip(rest, whole[stop:], strict=True))
+def test_a_saved_position_gives_the_identical_rest():
+    settings: dict[str, Any]
+    for settings in [BY_TOKENS, BY_ROWS]:
+        for stop in [0, 1, 5, 16, 17, 30]:
+            whole = list(loader(epochs=3, **settings))
+            interrupted = loader(epochs=3, **settings)
+            iterator = iter(interrupted)
+            for _ in range(stop):
+                next(iterator)
+            saved = json.loads(json.dumps(interrupted.position()))
+            resumed = loader(epochs=3, **settings)
+            resumed.restore(saved)
+            assert resumed.steps_total() == len(whole)
+            rest = list(resumed)
+            assert len(rest) == len(whole) - stop
+            assert all(same(a, b) for a, b in zip(rest, whole[stop:], strict=True))
 
 
 def test_resuming_reads_none_of_the_consumed_rows():

@@ -141,14 +141,14 @@ def test_an_epoch_has_both_sequences_of_every_row_once(kind, pack_to):
 
 
 @PACKED
-@pytest.mark.parametrize("size", [2 * 64, 161, 200, 255, 400, 10**6])
-def test_the_two_answers_of_a_pair_are_always_together(pack_to, size):
-    for batch in loader(PAIRS, pack_to=pack_to, micro_batch_tokens=size):
-        for micro in batch.micro_batches:
-            numbers = [one.number for one in examples(micro)]
-            assert numbers[1::2] == [number + 1 for number in numbers[::2]]
-            assert all(number % 2 == 0 for number in numbers[::2])
-            assert micro["input_ids"].numel() <= size
+def test_the_two_answers_of_a_pair_are_always_together(pack_to):
+    for size in [2 * 64, 161, 200, 255, 400, 10**6]:
+        for batch in loader(PAIRS, pack_to=pack_to, micro_batch_tokens=size):
+            for micro in batch.micro_batches:
+                numbers = [one.number for one in examples(micro)]
+                assert numbers[1::2] == [number + 1 for number in numbers[::2]]
+                assert all(number % 2 == 0 for number in numbers[::2])
+                assert micro["input_ids"].numel() <= size
 
 
 @PACKED
@@ -256,22 +256,22 @@ def test_how_much_is_padded_is_known_before_any_row_is_read(kind, pack_to, step)
 
 
 @PACKED
-@pytest.mark.parametrize("kind", [PAIRS, JUDGED])
-@pytest.mark.parametrize("stop", [0, 1, 5, 12])
-def test_a_saved_position_gives_the_identical_rest(kind, pack_to, stop):
-    whole = list(loader(kind, epochs=3, pack_to=pack_to))
-    interrupted = loader(kind, epochs=3, pack_to=pack_to)
-    iterator = iter(interrupted)
-    for _ in range(stop):
-        next(iterator)
-    resumed = loader(kind, epochs=3, pack_to=pack_to)
-    resumed.restore(json.loads(json.dumps(interrupted.position())))
-    assert resumed.steps_total() == len(whole)
-    for one, other in zip(resumed, whole[stop:], strict=True):
-        assert one.after == other.after
-        for mine, theirs in zip(one.micro_batches, other.micro_batches, strict=True):
-            assert mine.keys() == theirs.keys()
-            assert all(torch.equal(mine[name], theirs[name]) for name in mine)
+def test_a_saved_position_gives_the_identical_rest(pack_to):
+    for kind in [PAIRS, JUDGED]:
+        for stop in [0, 1, 5, 12]:
+            whole = list(loader(kind, epochs=3, pack_to=pack_to))
+            interrupted = loader(kind, epochs=3, pack_to=pack_to)
+            iterator = iter(interrupted)
+            for _ in range(stop):
+                next(iterator)
+            resumed = loader(kind, epochs=3, pack_to=pack_to)
+            resumed.restore(json.loads(json.dumps(interrupted.position())))
+            assert resumed.steps_total() == len(whole)
+            for one, other in zip(resumed, whole[stop:], strict=True):
+                assert one.after == other.after
+                for mine, theirs in zip(one.micro_batches, other.micro_batches, strict=True):
+                    assert mine.keys() == theirs.keys()
+                    assert all(torch.equal(mine[name], theirs[name]) for name in mine)
 
 
 @PACKED
@@ -321,15 +321,15 @@ def test_pairs_of_another_regime_are_apart(pack_to):
             assert len({length <= 20 for length in longer}) == 1
 
 
-@pytest.mark.parametrize("twos", [0, 2, 6, 10])
-@pytest.mark.parametrize("size", range(2, 40))
-def test_twos_are_never_cut(twos, size):
-    parts = list(cuts([3] * 10, size, twos))
-    assert [start for start, _ in parts] == [0, *(stop for _, stop in parts[:-1])]
-    assert parts[-1][1] == 10
-    assert all(stop >= twos or stop % 2 == 0 for _, stop in parts)
-    if size >= 6:
-        assert all((stop - start) * 3 <= size for start, stop in parts)
+def test_twos_are_never_cut():
+    for twos in [0, 2, 6, 10]:
+        for size in range(2, 40):
+            parts = list(cuts([3] * 10, size, twos))
+            assert [start for start, _ in parts] == [0, *(stop for _, stop in parts[:-1])]
+            assert parts[-1][1] == 10
+            assert all(stop >= twos or stop % 2 == 0 for _, stop in parts)
+            if size >= 6:
+                assert all((stop - start) * 3 <= size for start, stop in parts)
 
 
 def test_no_row_is_lost_on_its_way_into_sequences():

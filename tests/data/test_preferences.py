@@ -79,32 +79,38 @@ def test_every_format_has_a_good_row():
     assert {name for kind in KINDS for name in formats_of(kind)} == set(ROW_FORMATS)
 
 
-@pytest.mark.parametrize("row", [*GOOD_PAIRS.values(), *OTHER_PAIRS.values()])
-def test_all_pairs_say_the_same(row):
-    pair = read(row, PAIRS)
-    assert isinstance(pair, Pair)
-    assert turns(pair.chosen) == [TURNS[0], TURNS[1]]
-    assert turns(pair.rejected) == [TURNS[0], TURNS[2]]
-    assert trained(pair.chosen)[1:] == trained(pair.rejected)[1:] == [True]
-    assert pair.margin is None
+def test_all_pairs_say_the_same():
+    for row in [*GOOD_PAIRS.values(), *OTHER_PAIRS.values()]:
+        pair = read(row, PAIRS)
+        assert isinstance(pair, Pair)
+        assert turns(pair.chosen) == [TURNS[0], TURNS[1]]
+        assert turns(pair.rejected) == [TURNS[0], TURNS[2]]
+        assert trained(pair.chosen)[1:] == trained(pair.rejected)[1:] == [True]
+        assert pair.margin is None
 
 
-@pytest.mark.parametrize("name", GOOD_PAIRS)
-def test_a_pair_is_found_by_its_columns(name):
-    assert detect_format({**GOOD_PAIRS[name], "id": 3, "label": None}, PAIRS) is ROW_FORMATS[name]
+def test_a_pair_is_found_by_its_columns():
+    for name in GOOD_PAIRS:
+        assert (
+            detect_format({**GOOD_PAIRS[name], "id": 3, "label": None}, PAIRS) is ROW_FORMATS[name]
+        )
 
 
-@pytest.mark.parametrize("name", GOOD_JUDGED)
-@pytest.mark.parametrize("column", ["label", "kto_tag"])
-@pytest.mark.parametrize(
-    ("label", "wanted"),
-    [(True, True), (False, False), (1, True), (0, False), ("True", True), (" false", False)],
-)
-def test_a_judged_row_is_a_conversation_with_a_label(name, column, label, wanted):
-    judged = read({**GOOD_JUDGED[name], column: label}, JUDGED)
-    assert isinstance(judged, Judged)
-    assert judged.wanted is wanted
-    assert turns(judged.chat) == TURNS[:2]
+def test_a_judged_row_is_a_conversation_with_a_label():
+    for name in GOOD_JUDGED:
+        for column in ["label", "kto_tag"]:
+            for label, wanted in [
+                (True, True),
+                (False, False),
+                (1, True),
+                (0, False),
+                ("True", True),
+                (" false", False),
+            ]:
+                judged = read({**GOOD_JUDGED[name], column: label}, JUDGED)
+                assert isinstance(judged, Judged)
+                assert judged.wanted is wanted
+                assert turns(judged.chat) == TURNS[:2]
 
 
 def test_two_texts_mean_themselves():
@@ -136,28 +142,28 @@ def test_an_answer_may_be_of_several_turns():
     assert trained(judged.chat)[1::2] == [True, True]
 
 
-@pytest.mark.parametrize("name", GOOD_PAIRS)
-def test_what_columns_say_about_a_pair_is_said_of_both_answers(name):
-    row = {**GOOD_PAIRS[name], "system": "be", "chat_template_kwargs": {"x": 1}, "margin": 2}
-    pair = read(row, PAIRS)
-    for chat in (pair.chosen, pair.rejected):
-        assert turns(chat)[0] == ("system", "be")
-        assert chat.variables == {"x": 1}
-    assert pair.margin == 2.0
-    assert not set(row) - set(ROW_FORMATS[name].reads(PAIRS))
-    if name != "alpaca_ranking":
-        assert read({**row, "tools": [{"name": "f"}]}, PAIRS).rejected.tools
+def test_what_columns_say_about_a_pair_is_said_of_both_answers():
+    for name in GOOD_PAIRS:
+        row = {**GOOD_PAIRS[name], "system": "be", "chat_template_kwargs": {"x": 1}, "margin": 2}
+        pair = read(row, PAIRS)
+        for chat in (pair.chosen, pair.rejected):
+            assert turns(chat)[0] == ("system", "be")
+            assert chat.variables == {"x": 1}
+        assert pair.margin == 2.0
+        assert not set(row) - set(ROW_FORMATS[name].reads(PAIRS))
+        if name != "alpaca_ranking":
+            assert read({**row, "tools": [{"name": "f"}]}, PAIRS).rejected.tools
 
 
 READ_OF_PAIRS = {"chosen", "rejected", "margin", "system", "system_prompt", "chat_template_kwargs"}
 READ_OF_PAIRS |= {"tools", "functions"}
 
 
-@pytest.mark.parametrize("name", GOOD_PAIRS)
-@pytest.mark.parametrize("column", sorted(set(MATTERS) - READ_OF_PAIRS - {"history"}))
-def test_a_column_that_matters_and_is_not_read_refuses_a_pair(name, column):
-    with pytest.raises(RowError, match=f"^field '{column}': "):
-        read({**GOOD_PAIRS[name], column: [1]}, PAIRS)
+def test_a_column_that_matters_and_is_not_read_refuses_a_pair():
+    for name in GOOD_PAIRS:
+        for column in sorted(set(MATTERS) - READ_OF_PAIRS - {"history"}):
+            with pytest.raises(RowError, match=f"^field '{column}': "):
+                read({**GOOD_PAIRS[name], column: [1]}, PAIRS)
 
 
 PAIR, LISTS, WHOLE = GOOD_PAIRS["preference"], OTHER_PAIRS["lists"], GOOD_PAIRS["implicit_prompt"]
@@ -216,11 +222,11 @@ BAD_PAIRS: list[tuple[Any, str]] = [
 ]
 
 
-@pytest.mark.parametrize(("row", "message"), BAD_PAIRS)
-def test_bad_pairs_are_named(row, message):
-    with pytest.raises(RowError, match=message) as raised:
-        read(row, PAIRS)
-    assert "\n" not in str(raised.value)
+def test_bad_pairs_are_named():
+    for row, message in BAD_PAIRS:
+        with pytest.raises(RowError, match=message) as raised:
+            read(row, PAIRS)
+        assert "\n" not in str(raised.value)
 
 
 JUDGED_ROW = {**GOOD_JUDGED["messages"], "label": True}
@@ -243,18 +249,18 @@ BAD_JUDGED: list[tuple[Any, str]] = [
 ]
 
 
-@pytest.mark.parametrize(("row", "message"), BAD_JUDGED)
-def test_bad_judged_rows_are_named(row, message):
-    with pytest.raises(RowError, match=message) as raised:
-        read(row, JUDGED)
-    assert "\n" not in str(raised.value)
+def test_bad_judged_rows_are_named():
+    for row, message in BAD_JUDGED:
+        with pytest.raises(RowError, match=message) as raised:
+            read(row, JUDGED)
+        assert "\n" not in str(raised.value)
 
 
-@pytest.mark.parametrize("row", [*GOOD_PAIRS.values(), *OTHER_PAIRS.values()])
-def test_a_rejected_answer_is_never_trained_on_in_silence(row):
-    for missing in ({}, {"chosen": None}):  # what is left is a row of sft, but for `rejected`
-        with pytest.raises(RowError, match="method: dpo, orpo, simpo"):
-            read({**row, **missing, "completion": "yo", "output": "yo"}, PLAIN)
+def test_a_rejected_answer_is_never_trained_on_in_silence():
+    for row in [*GOOD_PAIRS.values(), *OTHER_PAIRS.values()]:
+        for missing in ({}, {"chosen": None}):  # what is left is a row of sft, but for `rejected`
+            with pytest.raises(RowError, match="method: dpo, orpo, simpo"):
+                read({**row, **missing, "completion": "yo", "output": "yo"}, PLAIN)
 
 
 @pytest.mark.parametrize(

@@ -37,14 +37,14 @@ def test_the_tables_have_the_formats_and_no_others():
     assert re.findall(r"^\| (\w+) \| `", TEXT, re.MULTILINE) == list(ROW_FORMATS)
 
 
-@pytest.mark.parametrize("name", ROW_FORMATS)
-def test_the_table_says_which_columns_a_format_reads(name):
-    form = ROW_FORMATS[name]
-    (line,) = re.findall(rf"^\| {name} \| (.*)$", TEXT, re.MULTILINE)
-    columns, also = line.split(" | ")
-    assert tuple(re.findall("`(.*?)`", columns)) == form.columns
-    more = [] if PAIRS not in form.kinds else ["margin"]
-    assert sorted(re.findall("`(.*?)`", also)) == sorted([*form.also, *more])
+def test_the_table_says_which_columns_a_format_reads():
+    for name in ROW_FORMATS:
+        form = ROW_FORMATS[name]
+        (line,) = re.findall(rf"^\| {name} \| (.*)$", TEXT, re.MULTILINE)
+        columns, also = line.split(" | ")
+        assert tuple(re.findall("`(.*?)`", columns)) == form.columns
+        more = [] if PAIRS not in form.kinds else ["margin"]
+        assert sorted(re.findall("`(.*?)`", also)) == sorted([*form.also, *more])
 
 
 def test_every_column_that_matters_is_on_the_page():

@@ -60,17 +60,14 @@ def test_identity_follows_the_file(tmp_path):
     assert open_source(file).identity != before
 
 
-@pytest.mark.parametrize(
-    ("spec", "parsed"),
-    [
+def test_hub_specs():
+    for spec, parsed in [
         ("org/name", ("org/name", None, None)),
         ("org/name:test", ("org/name", None, "test")),
         ("org/name:main:train[:1%]", ("org/name", "main", "train[:1%]")),
         ("org/name:train[10:20]", ("org/name", None, "train[10:20]")),
-    ],
-)
-def test_hub_specs(spec, parsed):
-    assert parse_hub_spec(spec) == parsed
+    ]:
+        assert parse_hub_spec(spec) == parsed
 
 
 def test_hub_rows_and_failures(monkeypatch):
@@ -104,9 +101,8 @@ def saved(tmp_path: Path) -> Path:
 
 
 @pytest.mark.usefixtures("no_network")
-@pytest.mark.parametrize(
-    ("name", "split", "expected"),
-    [
+def test_saved_data_sets(saved):
+    for name, split, expected in [
         ("one", None, "abcde"),
         ("one", "train", "abcde"),
         ("one", "train[:2]", "ab"),
@@ -119,28 +115,23 @@ def saved(tmp_path: Path) -> Path:
         ("both:train[1:2]", None, "b"),
         ("only", None, "xy"),
         ("only", "validation", "xy"),
-    ],
-)
-def test_saved_data_sets(saved, name, split, expected):
-    assert texts(f"{saved}/{name}", split) == expected
-    places = [row.where for row in open_source(f"{saved}/{name}", split).read()]
-    assert places == [f"{saved}/{name} row {number}" for number in range(1, len(expected) + 1)]
+    ]:
+        assert texts(f"{saved}/{name}", split) == expected
+        places = [row.where for row in open_source(f"{saved}/{name}", split).read()]
+        assert places == [f"{saved}/{name} row {number}" for number in range(1, len(expected) + 1)]
 
 
-@pytest.mark.parametrize(
-    ("name", "split", "reason"),
-    [
+def test_splits_that_a_saved_set_lacks_are_refused(saved):
+    for name, split, reason in [
         ("one", "test", r"one: split 'test': Unknown split \"test\". Should be one of \['train'\]"),
         ("both", "valid", r"both: split 'valid': Unknown split"),
         ("only", "train", r"only: split 'train': Unknown .* Should be one of \['validation'\]"),
         ("both", "train[:", r"both: split 'train\[:': Unrecognized instruction format"),
         ("both:test", "train", r"data\.split says 'train'; name the split once"),
         ("both:x:test", None, "has splits only, no configurations"),
-    ],
-)
-def test_splits_that_a_saved_set_lacks_are_refused(saved, name, split, reason):
-    with pytest.raises(DataError, match=reason):
-        open_source(f"{saved}/{name}", split)
+    ]:
+        with pytest.raises(DataError, match=reason):
+            open_source(f"{saved}/{name}", split)
 
 
 @pytest.mark.parametrize("broken", ["state.json", "dataset_info.json", "data-00000-of-00001.arrow"])
@@ -181,19 +172,16 @@ def split_files(tmp_path: Path) -> Path:
     return tmp_path
 
 
-@pytest.mark.parametrize(
-    ("name", "split", "expected"),
-    [
+def test_files_of_a_split(split_files):
+    for name, split, expected in [
         ("", None, "dt"),
         ("", "train", "dt"),
         ("", "test", "t"),
         (":train", None, "dt"),
         ("/other.jsonl", "train", "o"),
         ("/train.jsonl", "train", "t"),
-    ],
-)
-def test_files_of_a_split(split_files, name, split, expected):
-    assert texts(f"{split_files}{name}", split) == expected
+    ]:
+        assert texts(f"{split_files}{name}", split) == expected
 
 
 def notes(given: Any, split: str | None = None) -> list[str]:
@@ -336,11 +324,12 @@ def test_the_identity_of_given_rows_follows_them():
         assert open_source(make(one)).identity != open_source(make(two)).identity
 
 
-@pytest.mark.parametrize("given", [5, None, {"text": "a"}, iter([]), np.zeros(3), b"rows.jsonl"])
-def test_other_things_are_refused(given):
-    words = rf"expected a file, .* or a list of rows, not {type(given).__name__}"
-    with pytest.raises(DataError, match=words):
-        open_source(given)
+def test_other_things_are_refused():
+    given: Any
+    for given in [5, None, {"text": "a"}, iter([]), np.zeros(3), b"rows.jsonl"]:
+        words = rf"expected a file, .* or a list of rows, not {type(given).__name__}"
+        with pytest.raises(DataError, match=words):
+            open_source(given)
 
 
 def test_a_list_has_no_splits():

@@ -57,23 +57,21 @@ OLD = [ASK, {"role": "assistant", "function_call": json.loads(CALL_TEXT)}]
 OLD += [{"role": "function", "content": "sunny"}, TELL]
 
 
-@pytest.mark.parametrize(
-    "row",
-    [
+def test_every_form_says_the_same():
+    row: dict[str, Any]
+    for row in [
         {"messages": turns(call(json.dumps(ARGUMENTS))), "tools": json.dumps(TOOLS)},
         {"messages": turns({"name": "get_weather", "arguments": ARGUMENTS}), "tools": TOOLS},
         {"conversations": CONVERSATIONS, "tools": json.dumps([WEATHER])},
         {"conversations": turns(call()), "tools": TOOLS},
         {"messages": OLD, "functions": [WEATHER]},
-    ],
-)
-def test_every_form_says_the_same(row):
-    assert read(row) == PLAIN
+    ]:
+        assert read(row) == PLAIN
 
 
-@pytest.mark.parametrize(
-    ("row", "words"),
-    [
+def test_what_cannot_be_read_is_named():
+    row: dict[str, Any]
+    for row, words in [
         ({"messages": turns(call("{"))}, r"tool_calls\[0\].arguments: not JSON"),
         ({"messages": turns(call("3"))}, "expected an object or JSON text of one, found a number"),
         ({"messages": turns({"function": "f"})}, r"\[0\].function: expected an object, found text"),
@@ -83,11 +81,9 @@ def test_every_form_says_the_same(row):
         ({"messages": [ASK, TELL], "tools": [{"type": "function"}]}, r"tools\[0\].name is missing"),
         ({"messages": [ASK, TELL], "tools": TOOLS, "functions": [WEATHER]}, "keep one"),
         ({"messages": [ASK, {"role": "assistant", "content": ""}]}, r"messages\[1\].content is em"),
-    ],
-)
-def test_what_cannot_be_read_is_named(row, words):
-    with pytest.raises(RowError, match=words):
-        read(row)
+    ]:
+        with pytest.raises(RowError, match=words):
+            read(row)
 
 
 # like Qwen2.5: an object, between words that are no special tokens

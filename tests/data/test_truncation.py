@@ -22,19 +22,19 @@ def text_of(length: int) -> str:
     return "".join(chr(97 + n % 26) for n in range(length))
 
 
-@pytest.mark.parametrize("length", [62, 63, 64, 65, 126, 127, 128, 1000])
-def test_a_long_text_loses_no_target(encode, length):
-    rows = encode([{"text": text_of(length)}], OPTIONS)
-    whole = encode([{"text": text_of(length)}], replace(OPTIONS, seq_len=None))
-    targets = np.concatenate([ids[mask] for ids, mask in map(rows.row, range(len(rows)))])
-    ids, mask = whole.row(0)
-    assert targets.tolist() == ids[mask].tolist() == ids[1:].tolist()
-    assert rows.lengths.max() <= 64
-    assert len(rows) == -(-(len(ids) - 1) // 63), "each row but the last is full"
-    assert rows.counts.truncated == rows.counts.without_target == 0
-    said = "1 texts fill several rows each; method: pretrain packs texts" in describe(rows)
-    assert said == (len(rows) > 1)
-    assert warnings(rows) == []
+def test_a_long_text_loses_no_target(encode):
+    for length in [62, 63, 64, 65, 126, 127, 128, 1000]:
+        rows = encode([{"text": text_of(length)}], OPTIONS)
+        whole = encode([{"text": text_of(length)}], replace(OPTIONS, seq_len=None))
+        targets = np.concatenate([ids[mask] for ids, mask in map(rows.row, range(len(rows)))])
+        ids, mask = whole.row(0)
+        assert targets.tolist() == ids[mask].tolist() == ids[1:].tolist()
+        assert rows.lengths.max() <= 64
+        assert len(rows) == -(-(len(ids) - 1) // 63), "each row but the last is full"
+        assert rows.counts.truncated == rows.counts.without_target == 0
+        said = "1 texts fill several rows each; method: pretrain packs texts" in describe(rows)
+        assert said == (len(rows) > 1)
+        assert warnings(rows) == []
 
 
 @pytest.fixture
@@ -88,10 +88,10 @@ def test_the_end_of_one_answer_is_worth_a_warning(encode):
     assert fits.truncated == 0
 
 
-@pytest.mark.parametrize("seed", range(20))
-def test_the_advised_length_is_the_smallest_that_keeps_enough(seed):
-    lengths = np.random.default_rng(seed).integers(1, 2000, 60)
-    counts = Counts()
-    truncation.measure_lengths(counts, lengths)
-    kept = [np.minimum(lengths, size).sum() / lengths.sum() for size in range(1, 2001)]
-    assert counts.enough == next(size for size, share in enumerate(kept, 1) if share >= 0.99)
+def test_the_advised_length_is_the_smallest_that_keeps_enough():
+    for seed in range(20):
+        lengths = np.random.default_rng(seed).integers(1, 2000, 60)
+        counts = Counts()
+        truncation.measure_lengths(counts, lengths)
+        kept = [np.minimum(lengths, size).sum() / lengths.sum() for size in range(1, 2001)]
+        assert counts.enough == next(size for size, share in enumerate(kept, 1) if share >= 0.99)
