@@ -131,8 +131,8 @@ def test_epochs_are_shuffled_anew_and_alike_for_a_seed():
 
 
 def test_a_saved_position_gives_the_identical_rest():
-    settings: dict[str, Any]
-    for settings in [BY_TOKENS, BY_ROWS]:
+    sizes: list[dict[str, Any]] = [BY_TOKENS, BY_ROWS]
+    for settings in sizes:
         for stop in [0, 1, 5, 16, 17, 30]:
             whole = list(loader(epochs=3, **settings))
             interrupted = loader(epochs=3, **settings)

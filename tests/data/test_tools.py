@@ -58,7 +58,7 @@ OLD += [{"role": "function", "content": "sunny"}, TELL]
 
 
 def test_every_form_says_the_same():
-    row: dict[str, Any]
+    row: Any
     for row in [
         {"messages": turns(call(json.dumps(ARGUMENTS))), "tools": json.dumps(TOOLS)},
         {"messages": turns({"name": "get_weather", "arguments": ARGUMENTS}), "tools": TOOLS},
@@ -70,7 +70,7 @@ def test_every_form_says_the_same():
 
 
 def test_what_cannot_be_read_is_named():
-    row: dict[str, Any]
+    row: Any
     for row, words in [
         ({"messages": turns(call("{"))}, r"tool_calls\[0\].arguments: not JSON"),
         ({"messages": turns(call("3"))}, "expected an object or JSON text of one, found a number"),
