@@ -18,8 +18,8 @@ from megatrain.memory.store import Store
 from megatrain.models.anatomy import Anatomy, layouts_of
 from megatrain.models.skeleton import Skeleton
 from megatrain.optim import AdamW
-from megatrain.storage.carried import NOTHING
 from megatrain.storage.checkpoint import save_checkpoint
+from megatrain.storage.passthrough import NOTHING
 
 SIZES: Any = {"hidden_size": 16, "intermediate_size": 24, "vocab_size": 32}
 COUNTS: Any = {"num_hidden_layers": 2, "num_attention_heads": 2, "max_position_embeddings": 16}

@@ -43,8 +43,8 @@ from megatrain.models.pretrained import ModelSource, read_model_config, resolve_
 from megatrain.models.skeleton import Skeleton
 from megatrain.planner.plan import Plan
 from megatrain.settings import Settings
-from megatrain.storage.carried import NOTHING, Carried
-from megatrain.storage.safetensors_reader import check_shards
+from megatrain.storage.passthrough import NOTHING, Carried
+from megatrain.storage.safetensors import check_shards
 from megatrain.storage.weights import load_weights
 from megatrain.world import World
 

@@ -21,8 +21,7 @@ from megatrain.engine.gradients import Gradient
 from megatrain.engine.streams import Compute, Event, Lane
 from megatrain.errors import DivergedError, MegaTrainError
 from megatrain.memory.layout import FlatLayout, Segment, Span, part, round_up
-from megatrain.memory.lease import Lease
-from megatrain.memory.store import Store
+from megatrain.memory.store import Lease, Store
 from megatrain.optim import Muon, Optimizer
 from megatrain.optim.muon import HostWorkspace, InPlace, TensorState
 from megatrain.optim.optimizer import RangeOptimizer, StepOptions

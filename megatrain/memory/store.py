@@ -15,8 +15,7 @@ from pathlib import Path
 import torch
 
 from megatrain.memory.layout import ArraySpec, FlatLayout, Span, part
-from megatrain.memory.lease import Lease
-from megatrain.memory.nvme_store import READ_BYTES, NvmeStore
+from megatrain.memory.nvme_store import READ_BYTES, NvmeLease, NvmeStore
 from megatrain.memory.shared import SharedWeights
 from megatrain.memory.slab import Slab, slabs_of
 from megatrain.world import ALONE, World
@@ -296,3 +295,48 @@ class Store:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+class Lease:
+    """Arrays of a block by name, valid until `release`. As a context manager: waits, then releases.
+
+    Args:
+        in_memory: arrays on the device or in host RAM.
+        on_nvme: the lease of the others, if there are any.
+        changes: the holder writes to the arrays.
+        soon: changes go to the drive at once, not only when another array needs the buffer.
+    """
+
+    def __init__(
+        self,
+        in_memory: Mapping[str, torch.Tensor],
+        on_nvme: NvmeLease | None = None,
+        *,
+        changes: bool = False,
+        soon: bool = True,
+    ) -> None:
+        self._in_memory, self._on_nvme = in_memory, on_nvme
+        self._changes, self._soon = changes, soon
+
+    def wait(self) -> dict[str, torch.Tensor]:
+        """The arrays, once they are in memory. Raises StorageError."""
+        return {**self._in_memory, **(self._on_nvme.wait() if self._on_nvme is not None else {})}
+
+    def release(self, *, changed: bool | None = None) -> None:
+        """Give the arrays back, even before they arrived; a second call does nothing.
+
+        `changed`: the arrays were written to, and the new values are kept; default: `changes`.
+        """
+        on_nvme, self._on_nvme, self._in_memory = self._on_nvme, None, {}
+        if on_nvme is not None:
+            on_nvme.release(changed=self._changes if changed is None else changed, soon=self._soon)
+
+    def __enter__(self) -> dict[str, torch.Tensor]:
+        try:
+            return self.wait()
+        except BaseException:
+            self.release(changed=False)  # `__exit__` is not called then
+            raise
+
+    def __exit__(self, *_: object) -> None:
+        self.release()  # as changed, also after an error: part of the change may have been made

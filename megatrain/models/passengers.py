@@ -2,7 +2,7 @@
 
 A folder of a model that sees holds a vision tower beside the language model. Nothing of that is
 loaded, allocated or trained; its tensors go unchanged from the folder that is read into those that
-are written (`storage/carried.py`).
+are written (`storage/passthrough.py`).
 """
 
 from __future__ import annotations

@@ -25,7 +25,7 @@ from megatrain.models.pretrained import (
 from megatrain.models.shapes import SHAPES, set_depth
 from megatrain.models.stops import about_added, with_stops
 from megatrain.storage.manifest import check_description
-from megatrain.storage.safetensors_reader import check_shards
+from megatrain.storage.safetensors import check_shards
 from megatrain.storage.weights import check_headers
 
 if TYPE_CHECKING:

@@ -24,7 +24,6 @@ from megatrain.models.constants import names_in
 from megatrain.models.names import Tensors
 from megatrain.optim import Optimizer
 from megatrain.storage import run_folder, saves
-from megatrain.storage.carried import Carried, at_home, is_kept, keep_once, put_into
 from megatrain.storage.export import (
     Exportable,
     array_sources,
@@ -35,8 +34,9 @@ from megatrain.storage.export import (
 )
 from megatrain.storage.hashed_file import WrittenFile, sync_tree, system_errors, write_bytes
 from megatrain.storage.manifest import MANIFEST, Manifest, describe_files, read_manifest
-from megatrain.storage.rounds import led, write_model
-from megatrain.storage.safetensors_writer import TensorSource
+from megatrain.storage.passthrough import Carried, at_home, is_kept, keep_once, put_into
+from megatrain.storage.safetensors import TensorSource
+from megatrain.storage.sharded_write import led, write_model
 
 if TYPE_CHECKING:
     from transformers import GenerationConfig, PreTrainedTokenizerBase

@@ -18,7 +18,7 @@ import torch
 
 from megatrain.errors import ModelError
 from megatrain.models.quantised import Quantisation
-from megatrain.storage.safetensors_reader import CHUNK_ELEMENTS, StoredTensor, read_chunks
+from megatrain.storage.safetensors import CHUNK_ELEMENTS, StoredTensor, read_chunks
 
 Chunks = Iterator[tuple[int, torch.Tensor]]
 

@@ -26,7 +26,11 @@ from megatrain.models.gguf_families import family_of
 from megatrain.models.names import Tensors
 from megatrain.models.stops import about_added, with_stops
 from megatrain.optim.split import join_master
-from megatrain.storage.carried import (
+from megatrain.storage.gguf_file import DTYPES as GGUF_DTYPES
+from megatrain.storage.gguf_file import FILE, write_gguf
+from megatrain.storage.hashed_file import sync_tree, write_bytes
+from megatrain.storage.manifest import MANIFEST, Manifest, stray_files, verify_checkpoint
+from megatrain.storage.passthrough import (
     CONFIG,
     Carried,
     as_stored,
@@ -34,15 +38,17 @@ from megatrain.storage.carried import (
     is_carried,
     with_dtype,
 )
-from megatrain.storage.gguf_file import DTYPES as GGUF_DTYPES
-from megatrain.storage.gguf_file import FILE, write_gguf
-from megatrain.storage.hashed_file import sync_tree, write_bytes
-from megatrain.storage.manifest import MANIFEST, Manifest, stray_files, verify_checkpoint
-from megatrain.storage.rounds import led, write_model
 from megatrain.storage.run_folder import copy_file, held_by_a_process, hold, new_folder
-from megatrain.storage.safetensors_reader import StoredTensor, open_shards, read_chunks, read_header
-from megatrain.storage.safetensors_writer import TensorSource, plan_shards
+from megatrain.storage.safetensors import (
+    StoredTensor,
+    TensorSource,
+    open_shards,
+    plan_shards,
+    read_chunks,
+    read_header,
+)
 from megatrain.storage.saves import find_checkpoint, model_files, sequence_of, with_state
+from megatrain.storage.sharded_write import led, write_model
 
 if TYPE_CHECKING:
     from transformers import GenerationConfig, PreTrainedTokenizerBase

@@ -16,11 +16,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from megatrain.errors import ModelError
-from megatrain.models.gguf_families import Family, family_of, keys_of, refused
-from megatrain.models.gguf_rope import rope_tensors
+from megatrain.models.gguf_families import Family, family_of, keys_of, refused, rope_tensors
 from megatrain.models.gguf_vocabulary import Vocabulary, vocabulary_of
 from megatrain.storage.hashed_file import system_errors
-from megatrain.storage.safetensors_writer import TensorSource
+from megatrain.storage.safetensors import TensorSource
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedTokenizerBase

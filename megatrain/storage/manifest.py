@@ -18,7 +18,7 @@ from megatrain.errors import DamagedError, StorageError
 from megatrain.models.pretrained import DESCRIBED_IN
 from megatrain.storage.hashed_file import WrittenFile, system_errors
 from megatrain.storage.run_folder import CHECKPOINT, REPLACED
-from megatrain.storage.safetensors_reader import (
+from megatrain.storage.safetensors import (
     HashedReader,
     in_parallel,
     open_regular,

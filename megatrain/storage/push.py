@@ -12,7 +12,6 @@ from typing import Any
 
 from megatrain.errors import ConfigError, MegaTrainError, StorageError
 from megatrain.models.hub import LOG_IN, reachable
-from megatrain.storage.carried import CONFIG
 from megatrain.storage.hashed_file import system_errors
 from megatrain.storage.manifest import (
     MANIFEST,
@@ -24,6 +23,7 @@ from megatrain.storage.manifest import (
     stray_files,
     would_be_read,
 )
+from megatrain.storage.passthrough import CONFIG
 from megatrain.storage.run_folder import CARD, FINAL
 from megatrain.storage.saves import RUN_ONLY, model_files
 from megatrain.version import VERSION

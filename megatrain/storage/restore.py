@@ -26,7 +26,6 @@ from megatrain.models.anatomy import Anatomy
 from megatrain.models.constants import FLOATS
 from megatrain.models.names import Place, Tensors, in_blocks
 from megatrain.optim.split import as_weight
-from megatrain.storage.carried import carried_of, with_frozen
 from megatrain.storage.checkpoint import (
     Checkpointable,
     identity,
@@ -44,10 +43,9 @@ from megatrain.storage.manifest import (
     verifies,
     verify_checkpoint,
 )
-from megatrain.storage.matching import Found, find_tensors
-from megatrain.storage.rounds import Reading, readings
+from megatrain.storage.passthrough import carried_of, with_frozen
 from megatrain.storage.run_folder import FINAL
-from megatrain.storage.safetensors_reader import (
+from megatrain.storage.safetensors import (
     HashedReader,
     StoredTensor,
     in_parallel,
@@ -55,6 +53,8 @@ from megatrain.storage.safetensors_reader import (
     read_header,
 )
 from megatrain.storage.saves import STATE, find_checkpoint, holds_state, manifest_of, newest_first
+from megatrain.storage.sharded_write import Reading, readings
+from megatrain.storage.weights import Found, find_tensors
 
 # A tensor in a file, and the array, block and range of the array that it is read into; a constant
 # has a place, and no array.

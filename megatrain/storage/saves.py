@@ -22,7 +22,7 @@ from megatrain.storage.dequantise import Dequantised, dequantised
 from megatrain.storage.hashed_file import system_errors
 from megatrain.storage.manifest import MANIFEST, Manifest, read_manifest
 from megatrain.storage.run_folder import FINAL, LINKS, LOOK, checkpoints
-from megatrain.storage.safetensors_reader import StoredTensor, open_shards, read_chunks
+from megatrain.storage.safetensors import StoredTensor, open_shards, read_chunks
 
 STATE = "state.json"  # where the run is; a folder without it holds a model, and no run to resume
 RUN_ONLY = (STATE, "optimizer")  # of a checkpoint, what is no part of a model folder

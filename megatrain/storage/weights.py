@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+import re
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -14,22 +15,14 @@ import torch
 
 from megatrain.errors import ModelError, StorageError
 from megatrain.heartbeat import WEIGHTS_READ, beat, may_end_here
-from megatrain.memory.layout import Span
+from megatrain.memory.layout import Span, TensorRange
 from megatrain.memory.store import Store
 from megatrain.models.anatomy import Anatomy
-from megatrain.models.constants import Constants
+from megatrain.models.constants import FLOATS, Constants
 from megatrain.models.initialize import NewHead
 from megatrain.models.names import Place, Tensors
 from megatrain.models.pretrained import ModelSource
 from megatrain.optim.split import as_weight, split_master
-from megatrain.storage.carried import (
-    CONFIG,
-    NOTHING,
-    Carried,
-    about_carried,
-    carried_of,
-    with_frozen,
-)
 from megatrain.storage.hashed_file import WrittenFile
 from megatrain.storage.manifest import (
     Manifest,
@@ -38,9 +31,15 @@ from megatrain.storage.manifest import (
     manifest_of_model,
     verifies,
 )
-from megatrain.storage.matching import match
-from megatrain.storage.rounds import Reading, readings
-from megatrain.storage.safetensors_reader import (
+from megatrain.storage.passthrough import (
+    CONFIG,
+    NOTHING,
+    Carried,
+    about_carried,
+    carried_of,
+    with_frozen,
+)
+from megatrain.storage.safetensors import (
     HashedReader,
     StoredTensor,
     in_parallel,
@@ -53,6 +52,7 @@ from megatrain.storage.saves import (
     say_dequantised,
     with_head,
 )
+from megatrain.storage.sharded_write import Reading, readings
 
 Copied = tuple[Place, StoredTensor]  # a tensor of a block, and its source
 SUFFIX = ".safetensors"
@@ -280,4 +280,120 @@ def _check_finite(values: torch.Tensor, where: str) -> None:
         raise ModelError(
             f"{where} holds NaN, infinity or a value beyond bf16's range; "
             "the file is damaged or its training diverged"
+        )
+
+
+# Constant tables that older releases saved with the weights; models compute them anew.
+IGNORED = re.compile(
+    r"(^|\.)(rotary_emb\.(inv_freq|cos_cached|sin_cached)"
+    r"|(attn|attention|self_attn|self_attention)\.(bias|masked_bias)|position_ids)$"
+)
+
+
+@dataclass(frozen=True)
+class Found:
+    """The tensors of a folder.
+
+    Attributes:
+        names: by their places in the model.
+        twins: tied ones as (alias, owner).
+        carried: the places of those that are carried along; None for what transformers drops.
+    """
+
+    names: dict[Place, str]
+    twins: list[tuple[str, str]]
+    carried: dict[str, Place | None]
+
+
+def match(
+    anatomy: Anatomy, candidates: Mapping[str, Candidate], where: str, constants: Constants
+) -> Found:
+    """What the tensors of a folder are, all of them as they can be read. Raises ModelError."""
+    matched = find_tensors(anatomy, candidates, where)
+    for place, name in matched.names.items():
+        dtypes = constants.may_be(place) if place.constant else FLOATS
+        _check_kind(candidates[name], place.tensor, dtypes)
+    for name, passenger in matched.carried.items():
+        if passenger is not None:
+            _check_shape(candidates[name], passenger.tensor)
+    return matched
+
+
+def find_tensors(anatomy: Anatomy, names: Iterable[str], where: str) -> Found:
+    """What the tensors of these names are. Any name that transformers knows will do.
+
+    Raises ModelError if a name is unknown to this model, two are of one tensor, or one is missing.
+    """
+    found, dropped = _match_names(anatomy, names, where)
+    twins = _take_aliases(found)
+    missing = anatomy.published.missing(found.keys())
+    if missing:
+        raise ModelError(
+            f"{where}: lacks {listed(missing)}, which a {anatomy.family} model of this "
+            "configuration needs"
+        )
+    carried: dict[str, Place | None] = dict.fromkeys(dropped)
+    for place in [place for place in found if place.passenger]:
+        carried[found.pop(place)] = place
+    return Found(found, twins, carried)
+
+
+def _match_names(
+    anatomy: Anatomy, names: Iterable[str], where: str
+) -> tuple[dict[Place, str], list[str]]:
+    """(names by place, names of what transformers drops)."""
+    found: dict[Place, str] = {}
+    unexpected, dropped = [], []
+    for name, place in anatomy.published.places_of(names).items():
+        if place is None:
+            if anatomy.published.is_dropped(name) and not IGNORED.search(name):
+                dropped.append(name)
+            elif not IGNORED.search(name):
+                unexpected.append(name)
+        elif place in found:
+            raise ModelError(f"{where}: holds {place.own} twice, under another name too")
+        else:
+            found[place] = name
+    if unexpected:
+        raise ModelError(
+            f"{where}: holds {listed(unexpected)}, unknown to a {anatomy.family} model of this "
+            "config.json"
+        )
+    whole = {place.own for place in found if place.whole}
+    for place in found:
+        if place.own in whole and not place.whole:
+            raise ModelError(f"{where}: holds {place.own} twice, whole and in parts")
+    return found, dropped
+
+
+def _take_aliases(found: dict[Place, str]) -> list[tuple[str, str]]:
+    """Remove tied tensors from `found`; one replaces its owner if that is missing.
+
+    Returns the names of (alias, owner) where both are present.
+    """
+    twins = []
+    for alias in [place for place in found if place.alias]:
+        owner, stand_in = replace(alias, alias=False), found.pop(alias)
+        if owner in found:
+            twins.append((stand_in, found[owner]))
+        else:
+            found[owner] = stand_in
+    return twins
+
+
+def _check_shape(candidate: Candidate, tensor: TensorRange) -> None:
+    if candidate.shape != tensor.shape:
+        raise ModelError(
+            f"{candidate.where} has shape {list(candidate.shape)}, but config.json asks for "
+            f"{list(tensor.shape)}"
+        )
+
+
+def _check_kind(candidate: Candidate, tensor: TensorRange, dtypes: Collection[torch.dtype]) -> None:
+    _check_shape(candidate, tensor)
+    if candidate.dtype not in dtypes:
+        name = str(candidate.dtype).removeprefix("torch.")
+        raise ModelError(
+            f"{candidate.where} is {name}; "
+            "training needs the unquantised model in bf16, fp16 or fp32"
         )

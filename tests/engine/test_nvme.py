@@ -15,7 +15,7 @@ import pytest
 
 from megatrain.engine.engine import Engine
 from megatrain.errors import MegaTrainError, StorageError
-from megatrain.memory import swap_files
+from megatrain.memory import nvme_store
 from megatrain.memory.nvme_store import NvmeStore
 from megatrain.memory.sizes import blocks_on_nvme
 from megatrain.settings import ALL, Settings
@@ -47,7 +47,7 @@ pytestmark = pytest.mark.usefixtures("deterministic")
 
 @pytest.fixture(autouse=True)
 def small_pieces(monkeypatch):
-    monkeypatch.setattr(swap_files, "PIECE_BYTES", 4096)
+    monkeypatch.setattr(nvme_store, "PIECE_BYTES", 4096)
 
 
 def make(
@@ -113,7 +113,7 @@ def test_what_is_on_nvme_is_not_in_ram(tmp_path, monkeypatch):
     [(("preadv",), 0.5), (("pwritev",), None), (("preadv", "pwritev"), 0.5)],
 )
 def test_a_slow_drive_changes_no_bit(tmp_path, monkeypatch, clip, slow):
-    monkeypatch.setattr(swap_files, "PIECE_BYTES", 1 << 20)
+    monkeypatch.setattr(nvme_store, "PIECE_BYTES", 1 << 20)
     few_buffers(monkeypatch, 2)
     slow_drive(monkeypatch, slow, 0.004)
     assert_same(run(make(tmp_path, clip=clip), STEPS), in_ram(clip=clip))
@@ -134,7 +134,7 @@ def test_waiting_for_the_drive_has_a_name_of_its_own(tmp_path, monkeypatch):
     with make(tmp_path) as engine:
         engine.train_step(STEPS[0])
         slow_drive(monkeypatch, ("preadv",), 0.01, 0.01)
-        monkeypatch.setattr(swap_files, "PIECE_BYTES", 1 << 20)
+        monkeypatch.setattr(nvme_store, "PIECE_BYTES", 1 << 20)
         engine.train_step(STEPS[1])
         stalls = engine.train_step(MORE_STEPS[2]).stalls_s
         assert stalls["wait_nvme"] > max(0.03, 2 * stalls["wait_update"])
@@ -193,7 +193,7 @@ def changes_are_not_written(_: Engine, patch: pytest.MonkeyPatch) -> None:
 )
 def test_without_its_wait_a_slow_drive_changes_the_result(tmp_path, monkeypatch, fault, slow):
     few_buffers(monkeypatch, 2)
-    monkeypatch.setattr(swap_files, "PIECE_BYTES", 1 << 20)
+    monkeypatch.setattr(nvme_store, "PIECE_BYTES", 1 << 20)
     with make(tmp_path) as engine:
         slow_drive(monkeypatch, (slow,), 0.01, 0.01)
         fault(engine, monkeypatch)

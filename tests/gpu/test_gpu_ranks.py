@@ -109,7 +109,7 @@ def saved(world: World, folder: Path, settings: Settings, source: Path | None = 
     with (
         # a tensor takes several pieces, and they several messages
         mock.patch("megatrain.memory.store.READ_BYTES", 1 << 12),
-        mock.patch("megatrain.storage.rounds.MESSAGE_BYTES", 1 << 10),
+        mock.patch("megatrain.storage.sharded_write.MESSAGE_BYTES", 1 << 10),
         engine_of("llama", device=f"cuda:{world.rank}", settings=settings, world=world) as engine,
     ):
         if source is None:

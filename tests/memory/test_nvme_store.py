@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from megatrain.errors import MegaTrainError, StorageError
-from megatrain.memory import nvme_store, sizes, swap_files
+from megatrain.memory import nvme_store, sizes
 from megatrain.memory.layout import ArraySpec, FlatLayout
 from megatrain.memory.nvme_store import NvmeStore
 from megatrain.memory.store import Store
@@ -38,7 +38,7 @@ def numel(spec: ArraySpec, block: int) -> int:
 
 @pytest.fixture(params=[1, 2], ids=["one folder", "two folders"])
 def store(request, tmp_path, monkeypatch):
-    monkeypatch.setattr(swap_files, "PIECE_BYTES", 16384)
+    monkeypatch.setattr(nvme_store, "PIECE_BYTES", 16384)
     monkeypatch.setattr(sizes, "STATE_STAGES", 2)
     folders = [tmp_path / str(i) for i in range(request.param)]
     made = NvmeStore(numel, ARRAYS, BLOCKS, folders, threads=1)

@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 
 from megatrain.errors import ModelError
-from megatrain.models.gguf_families import FAMILIES, family_of, keys_of
-from megatrain.models.gguf_rope import rope_tensors
+from megatrain.models.gguf_families import FAMILIES, family_of, keys_of, rope_tensors
 from tests.gguf_toys import CONFIGS, SCALED
 
 

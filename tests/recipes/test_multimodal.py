@@ -12,7 +12,7 @@ from tests.commands import conversation, write_jsonl
 from tests.compare import differing
 from tests.files import names
 from tests.multimodal import save_multimodal
-from tests.storage.test_carried import other_files, passengers_of
+from tests.storage.test_passthrough import other_files, passengers_of
 
 POSITIONS = {"vocab_size": 310, "max_position_embeddings": 128}
 KEEP = ("model=./seeing", "checkpoint.keep=1")

@@ -11,12 +11,11 @@ from huggingface_hub import constants
 
 import megatrain as mt
 from megatrain.errors import ConfigError
-from megatrain.storage.carried import as_stored
 from megatrain.storage.hashed_file import write_bytes
 from megatrain.storage.manifest import Manifest, describe_files, read_manifest
-from megatrain.storage.rounds import write_model
-from megatrain.storage.safetensors_reader import open_shards
-from megatrain.storage.safetensors_writer import plan_shards
+from megatrain.storage.passthrough import as_stored
+from megatrain.storage.safetensors import open_shards, plan_shards
+from megatrain.storage.sharded_write import write_model
 from tests.files import flip
 from tests.hub_stub import TOKEN, Hub, local_hub
 

@@ -22,7 +22,7 @@ from megatrain.models.quantised import quantisation_in
 from megatrain.storage.checkpoint import save_checkpoint
 from megatrain.storage.dequantise import dequantised
 from megatrain.storage.export import export
-from megatrain.storage.safetensors_reader import open_shards
+from megatrain.storage.safetensors import open_shards
 from tests.compare import differing
 from tests.quantised import TILES, Tensors, config_in, in_tiles, rewrite, spread, state
 from tests.support import SIZES, micro_batches, plain_model

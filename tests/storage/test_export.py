@@ -27,8 +27,7 @@ from megatrain.storage.checkpoint import save_checkpoint, write_final
 from megatrain.storage.export import export, left_overs, save_pretrained
 from megatrain.storage.restore import load_checkpoint
 from megatrain.storage.run_folder import hold
-from megatrain.storage.safetensors_reader import read_header
-from megatrain.storage.safetensors_writer import plan_shards
+from megatrain.storage.safetensors import plan_shards, read_header
 from megatrain.storage.saves import find_checkpoint
 from tests.files import flip, largest_file, logits_of, names
 

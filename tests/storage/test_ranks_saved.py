@@ -24,9 +24,9 @@ from megatrain.storage import rounds, weights
 from megatrain.storage.checkpoint import save_checkpoint
 from megatrain.storage.export import export
 from megatrain.storage.restore import find_resumable, load_checkpoint, load_resumable
-from megatrain.storage.rounds import deal
-from megatrain.storage.safetensors_writer import plan_shards
+from megatrain.storage.safetensors import plan_shards
 from megatrain.storage.saves import read_gguf
+from megatrain.storage.sharded_write import deal
 from megatrain.storage.weights import load_weights
 from megatrain.world import World
 from tests.compare import distance
@@ -287,7 +287,7 @@ def model_folder(folder: Path, kind: str) -> Path:
 
 @pytest.mark.parametrize("kind", ["mixture", "checked float32", "fp8"])
 def test_ranks_read_their_shares_of_a_folder(kind, tmp_path, monkeypatch):
-    monkeypatch.setattr("megatrain.storage.safetensors_reader.CHUNK_ELEMENTS", 500)
+    monkeypatch.setattr("megatrain.storage.safetensors.CHUNK_ELEMENTS", 500)
     folder = model_folder(tmp_path, kind)
     assert differing(shares_of(folder, 3), shares_of(folder, 1)) == []
 

@@ -16,8 +16,7 @@ from megatrain.storage.checkpoint import save_checkpoint
 from megatrain.storage.hashed_file import WrittenFile
 from megatrain.storage.manifest import read_manifest
 from megatrain.storage.restore import Resumable, find_resumable, load_checkpoint, load_resumable
-from megatrain.storage.safetensors_reader import HashedReader
-from megatrain.storage.safetensors_writer import write_safetensors
+from megatrain.storage.safetensors import HashedReader, write_safetensors
 from tests.files import flip
 
 CHECKSUM = "does not match its checksum"
@@ -120,7 +119,7 @@ def test_damage_ends_the_reading(run_dir, new_engine, monkeypatch):
             super().__init__(path, *given)
 
     monkeypatch.setattr("megatrain.storage.restore.HashedReader", Noted)
-    monkeypatch.setattr("megatrain.storage.safetensors_reader.IO_THREADS", 1)
+    monkeypatch.setattr("megatrain.storage.safetensors.IO_THREADS", 1)
     with pytest.raises(StorageError, match=r"model\.safetensors: does not match its checksum"):
         load_checkpoint(folder, engine)
     assert len(begun) < 5

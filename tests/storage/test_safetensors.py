@@ -17,22 +17,20 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from megatrain.errors import ModelError, StorageError
-from megatrain.storage import hashed_file, safetensors_reader
-from megatrain.storage.rounds import write_files
-from megatrain.storage.safetensors_reader import (
+from megatrain.storage import hashed_file, safetensors
+from megatrain.storage.safetensors import (
     DTYPES,
     HashedReader,
     StoredTensor,
-    open_shards,
-    read_chunks,
-    read_header,
-)
-from megatrain.storage.safetensors_writer import (
     TensorSource,
     encode_index,
+    open_shards,
     plan_shards,
+    read_chunks,
+    read_header,
     write_safetensors,
 )
+from megatrain.storage.sharded_write import write_files
 from tests.files import largest_file
 
 FLOAT = torch.float32
@@ -116,7 +114,7 @@ def test_chunks_are_the_tensor_in_order(path):
 
 
 def test_a_file_is_hashed_while_it_is_read(path, monkeypatch):
-    monkeypatch.setattr(safetensors_reader, "PIECE_BYTES", 64)
+    monkeypatch.setattr(safetensors, "PIECE_BYTES", 64)
     tensors = {"a": sample(FLOAT, 50), "b": sample(torch.bfloat16, 33)}
     save_file(tensors, path)
     out = torch.zeros(33, dtype=torch.bfloat16)

@@ -21,7 +21,7 @@ from megatrain.models.anatomy import layouts_of
 from megatrain.models.pretrained import ModelSource
 from megatrain.models.skeleton import Skeleton
 from megatrain.optim.split import join_master
-from megatrain.storage.safetensors_reader import read_chunks
+from megatrain.storage.safetensors import read_chunks
 from megatrain.storage.weights import load_weights
 from tests.files import add_tensors, gguf_writer
 from tests.support import plain_model, tiny_config

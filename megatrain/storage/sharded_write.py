@@ -26,11 +26,13 @@ from megatrain.errors import MegaTrainError
 from megatrain.memory.nvme_store import READ_BYTES
 from megatrain.memory.slab import StagingBuffers
 from megatrain.storage.hashed_file import WrittenFile, write_bytes
-from megatrain.storage.safetensors_reader import INDEX, IO_THREADS, in_parallel
-from megatrain.storage.safetensors_writer import (
+from megatrain.storage.safetensors import (
+    INDEX,
+    IO_THREADS,
     TensorSource,
     encode_index,
     in_order,
+    in_parallel,
     write_safetensors,
 )
 from megatrain.world import ALONE, World

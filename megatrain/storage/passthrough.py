@@ -25,10 +25,9 @@ from megatrain.models.quantised import KEY
 from megatrain.storage.dequantise import Dequantised
 from megatrain.storage.hashed_file import WrittenFile, write_bytes
 from megatrain.storage.manifest import EVERY_STEP, MANIFEST, Manifest, read_bytes, read_manifest
-from megatrain.storage.rounds import write_files
 from megatrain.storage.run_folder import FINAL, PASSENGERS, checkpoints, link_or_copy, new_folder
-from megatrain.storage.safetensors_reader import StoredTensor, read_chunks, read_header
-from megatrain.storage.safetensors_writer import TensorSource
+from megatrain.storage.safetensors import StoredTensor, TensorSource, read_chunks, read_header
+from megatrain.storage.sharded_write import write_files
 from megatrain.world import World
 
 CONFIG = "config.json"
