@@ -20,7 +20,7 @@ from megatrain.models.pretrained import ModelSource, read_model_config, resolve_
 from megatrain.models.skeleton import Skeleton
 from megatrain.optim import AdamW
 from megatrain.settings import ALL, Settings
-from megatrain.storage import rounds, weights
+from megatrain.storage import sharded_write, weights
 from megatrain.storage.checkpoint import save_checkpoint
 from megatrain.storage.export import export
 from megatrain.storage.restore import find_resumable, load_checkpoint, load_resumable
@@ -53,8 +53,8 @@ Arrays = dict[str, torch.Tensor]
 @pytest.fixture(autouse=True)
 def small_messages_and_shards(monkeypatch: pytest.MonkeyPatch) -> None:
     """A tensor takes several messages, and a model several files."""
-    monkeypatch.setattr(rounds, "MESSAGE_BYTES", 1 << 10)
-    monkeypatch.setattr(rounds, "ROUNDS", 3)
+    monkeypatch.setattr(sharded_write, "MESSAGE_BYTES", 1 << 10)
+    monkeypatch.setattr(sharded_write, "ROUNDS", 3)
     cut = partial(plan_shards, shard_bytes=20_000)
     monkeypatch.setattr("megatrain.storage.export.plan_shards", cut)
 
