@@ -106,6 +106,7 @@ def test_training_is_that_of_plain_pytorch(what, device):
     assert_trains_as("llama", FROZEN[what], device=device)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", KINDS)
 def test_gradients_are_those_of_plain_pytorch_in_every_kind_of_family(family):
     model, batches = plain_model(tiny_config(family)), micro_batches(1)

@@ -63,6 +63,7 @@ def same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
     assert differing(found, expected) == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "precision", "dtype"),
     [

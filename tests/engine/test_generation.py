@@ -28,6 +28,7 @@ def own_tokens(folder: Any, prompt: torch.Tensor, **options: Any) -> list[int]:
     return found[0, prompt.shape[1] :].tolist()  # type: ignore[no-any-return]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", RESIDENT)
 def test_tokens_are_those_of_the_exported_folder(family, tmp_path, device):
     settings = Settings(resident=2, head_chunk_tokens=7)

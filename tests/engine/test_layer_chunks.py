@@ -42,6 +42,7 @@ def trained(precision: str = "bfloat16", **dials: Any) -> Trace:
 without_dials = cache(trained)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("precision", "dials"),
     [

@@ -168,6 +168,7 @@ def undisturbed(mode: str) -> Trace:
     return run(engine_of("qwen2-tied", settings=MODES[mode]), STEPS)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("part", "at", "slow"),
     [*((*where, SLOW) for where in WHERE), ("layer", 1, ()), ("layer", 10, ())],

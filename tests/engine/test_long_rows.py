@@ -107,6 +107,7 @@ def trained(kind: str, batches: list[Batch]) -> tuple[float, dict[str, torch.Ten
         return loss, {name: grad.float() for name, grad in gradients_of(engine).items()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", MODELS)
 def test_rows_alone_together_padded_and_packed_have_the_same_loss(kind):
     expected, targets = one_by_one(kind)

@@ -94,6 +94,7 @@ def test_the_meter_sees_a_leak_of_one_boundary_per_layer():
     assert live.peak > measure("llama", "one group", 4)[1] + 3 * TOKENS * 32 * 4
 
 
+@pytest.mark.slow
 def test_nothing_of_a_step_stays_behind():
     with engine_of("llama") as engine:
         engine.train_step(BATCHES)
@@ -103,6 +104,7 @@ def test_nothing_of_a_step_stays_behind():
         assert live.live == 0
 
 
+@pytest.mark.slow
 def test_evaluation_keeps_no_boundaries():
     def peak(depth: int, batches: list[Batch]) -> int:
         with engine_of(tiny_config("llama", num_hidden_layers=depth)) as engine:

@@ -108,6 +108,7 @@ def test_what_is_on_nvme_is_not_in_ram(tmp_path, monkeypatch):
 # -- slow drives -----------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("slow", "clip"),
     [(("preadv",), 0.5), (("pwritev",), None), (("preadv", "pwritev"), 0.5)],
@@ -183,6 +184,7 @@ def changes_are_not_written(_: Engine, patch: pytest.MonkeyPatch) -> None:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("fault", "slow"),
     [

@@ -65,6 +65,7 @@ def test_deferred_updates_residency_and_the_cut_into_pieces_change_no_bit(
     assert_same(run(make(optimizer, settings=settings), STEPS), expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("optimizer", [OPTIMIZERS[1], OPTIMIZERS[3]], ids=["adamw", "lion"])
 def test_groups_and_a_late_update_follow_the_same_course(optimizer: Any) -> None:
     """Groups sum gradients in fp32, which rounds them otherwise: their losses are near."""
@@ -74,6 +75,7 @@ def test_groups_and_a_late_update_follow_the_same_course(optimizer: Any) -> None
     assert grouped.losses == pytest.approx(expected.losses, rel=2e-2)
 
 
+@pytest.mark.slow
 @every_optimizer
 def test_four_steps_equal_two_and_two_after_a_resume(optimizer: Any, tmp_path: Path) -> None:
     assert_same(with_a_break(lambda: make(optimizer), STEPS, tmp_path), straight(optimizer))

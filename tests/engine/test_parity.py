@@ -54,6 +54,7 @@ CASES = [("cpu", family, "auto", Settings(head_chunk_tokens=7)) for family in ST
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("device", "family", "attention", "settings"), CASES, ids=str)
 def test_six_steps_equal_a_plain_loop(device, family, attention, settings):
     config = tiny_config(family)

@@ -87,6 +87,7 @@ def test_loss_gradients_and_metrics_are_those_of_trl(verdict, name):
     compare(theirs, result, ours)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "family"),
     [

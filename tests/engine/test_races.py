@@ -184,6 +184,7 @@ ON_DEVICES = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("fault", "device"),
     ON_DEVICES,

@@ -97,7 +97,12 @@ def joined(of_ranks: Sequence[dict[str, torch.Tensor]]) -> dict[str, torch.Tenso
     return {name: torch.cat([of[name] for of in of_ranks]) for name in of_ranks[0]}
 
 
-@pytest.mark.parametrize("how", HOW)
+QUICK = ("float32", "bfloat16", "resident, unclipped")
+
+
+@pytest.mark.parametrize(
+    "how", [how if how in QUICK else pytest.param(how, marks=pytest.mark.slow) for how in HOW]
+)
 def test_two_ranks_of_one_micro_batch_are_one_rank_of_two(how, on_ranks):
     told, held_out, arrays = train(World(), STEPS, **HOW[how])
     found = on_ranks(2, partial(train, steps=STEPS, **HOW[how]))

@@ -94,6 +94,7 @@ def cut(fetched: Sequence[Counter[int]], number: int) -> list[dict[int, int]]:
     return [{block: n for block, n in of.items() if block < number} for of in fetched]
 
 
+@pytest.mark.slow
 def test_no_bit_changes_and_weights_come_once_until_they_change(tmp_path):
     for found in run_ranks(2, both_ways, tmp_path):
         assert len(found) == len(CASES)

@@ -85,6 +85,7 @@ class Mlp(nn.Module):
         return hidden + nn.functional.relu(hidden)
 
 
+@pytest.mark.slow
 def test_no_layer_falls_back_to_eager_in_silence(monkeypatch: pytest.MonkeyPatch) -> None:
     """With more graphs than dynamo's own limit: of any length, here each of its own."""
     monkeypatch.setattr("torch._inductor.compile_fx.compile_fx", lambda graph, inputs, **_: graph)

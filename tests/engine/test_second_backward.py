@@ -119,6 +119,7 @@ def test_a_run_with_a_break_may_go_on_with_stored_gradients(tmp_path):
     assert_same(again, run(make(settings=ONCE), STEPS))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("settings", "slow"),
     [
@@ -168,6 +169,7 @@ def test_another_seed_or_boundary_in_the_second_one_would_show(broken, monkeypat
         assert differing(state_of(engine), run(make(config, ONCE), STEPS[:1]).state)
 
 
+@pytest.mark.slow
 def test_staging_that_is_taken_before_its_update_is_done_would_show():
     """On a busy machine an update may have to be held up for longer until others overtake it."""
     expected = run(make(settings=ONCE), STEPS[:1])
@@ -184,6 +186,7 @@ def test_staging_that_is_taken_before_its_update_is_done_would_show():
 # -- memory ----------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_what_the_second_one_needs_is_given_back_after_it():
     with make() as engine:
         engine.train_step(STEPS[0])

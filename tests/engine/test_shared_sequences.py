@@ -38,6 +38,7 @@ def check(model: Any, lengths: list[int], seq_len: int, share: float, **options:
     assert apart(gradients, expected, share) == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", [*KINDS, *RECURRENT])
 def test_rows_apart_and_together_have_the_same_gradients(family):
     if Skeleton(tiny_config(family)).separates_documents(CPU):

@@ -150,6 +150,7 @@ def summed(world: World) -> list[list[Found]]:
     return found
 
 
+@pytest.mark.slow
 def test_sums_are_by_group_and_rank_and_micro_batch_unless_they_stay(tmp_path):
     ranks = 3
     of_ranks = run_ranks(ranks, summed, tmp_path)

@@ -48,6 +48,7 @@ def test_kernels_hear_where_documents_begin():
     assert found == {"cu_seq_lens_q": [0, 3, 5, 6, 12], "seq_idx": numbers}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("retained", [0, 2])
 def test_rows_in_one_sequence_have_the_gradients_of_rows_apart(family, monkeypatch, retained):
     install(monkeypatch, family, separating)
@@ -74,6 +75,7 @@ def half_there(name: str, plain: Callable[..., Any]) -> Callable[..., Any] | Non
     return None if name.startswith("causal") else separating(name, plain)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kernels", "why"),
     [

@@ -41,6 +41,7 @@ def test_they_are_computed_with_as_in_plain_pytorch_and_the_folder_comes_out_aga
     assert verify(Skeleton(tiny_config(family), dtype=torch.float32)) == Verdict("passed")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", sorted(KINDS.intersection(known(CONSTANT))))
 def test_a_zeroed_constant_changes_the_loss(family):
     """Otherwise other tests would not see what is done to them."""
