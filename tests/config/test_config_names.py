@@ -9,6 +9,7 @@ from megatrain.config import Config, load_config
 from megatrain.config.document import write_yaml
 from megatrain.config.load import SECTIONS
 from megatrain.config.names import ALIASES, REFUSED, REFUSED_PREFIXES
+from megatrain.config.resuming import former_keys, resumed_configs
 from megatrain.errors import ConfigError
 
 BASE = {"model": "model: some/folder", "data": "data: {train: rows.jsonl}"}
@@ -308,6 +309,16 @@ def test_arrays_on_nvme_are_no_key_any_more_and_state_alone_is_what_they_are(loa
             load(f"memory: {{nvme_arrays: {asked}}}")
     for same in ("auto", "state"):
         assert load(f"memory: {{nvme_arrays: {same}}}") == load("")
+
+
+@pytest.mark.parametrize("arrays", ["state", "all"])
+def test_a_run_that_had_arrays_on_nvme_goes_on_with_state_alone_and_says_so(arrays, tmp_path):
+    kept: dict[str, Any] = {"model": "some/folder", "data": {"train": "rows.jsonl"}}
+    saved = {"config": {**kept, "memory": {"nvme_arrays": arrays}}, "chosen": {}}
+    _, now = resumed_configs(tmp_path, load_config(kept), saved)
+    assert now.memory == load_config(kept).memory
+    words = ["goes on with optimizer state alone" in warning for warning in former_keys(saved)]
+    assert words == ([] if arrays == "state" else [True])
 
 
 def test_no_name_is_both_taken_and_refused():
