@@ -127,7 +127,7 @@ def held_out_beside(
     whole: Callable[[TokenRows], Rows],
     expected: str | None,
 ) -> TokenRows:
-    """The rows of a source that is held out beside these, with which it is said what they are like.
+    """The rows of a source that is held out beside these, whose counts get the warnings about them.
 
     options: of `rows`. expected: as `_held_out_set`. Raises DataError.
     """
@@ -274,7 +274,7 @@ def _asked(given: Given, tokenizer: PreTrainedTokenizerBase, options: RowOptions
 
 
 def _spelt(given: Given) -> object:
-    """How a source was named; paths from the root, as a run's folder has them."""
+    """The name of a source, with absolute paths, as a run's folder has it."""
     if isinstance(given, str | Path):
         with suppress(DataError):
             named = resolve(str(given))
@@ -301,7 +301,7 @@ def ready(
     tokenizer: PreTrainedTokenizerBase,
     options: RowOptions,
 ) -> TokenRows:
-    """Rows from the cache with what is to be said of them. Raises DataError."""
+    """Rows from the cache with notes and warnings about them. Raises DataError."""
     _check_vocabulary(rows.counts, tokenizer, options.vocab_size)
     warned = truncation.cut_warnings(rows.counts, options.seq_len, options.truncation_mode)
     return replace(rows, counts=replace(rows.counts, choices=list(notes), warned=warned))

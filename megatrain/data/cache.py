@@ -166,7 +166,7 @@ def making_set(
 @contextmanager
 def _only_one(folder: Path, on_wait: Callable[[], None]) -> Iterator[bool]:
     """Make the folder and hold its lock; False where the file system has none."""
-    said = False
+    logged = False
     while True:
         folder.mkdir(mode=0o700, exist_ok=True)
         fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
@@ -175,9 +175,9 @@ def _only_one(folder: Path, on_wait: Callable[[], None]) -> Iterator[bool]:
             try:
                 fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
-                if not said:
+                if not logged:
                     logger.info(f"{folder}: another process makes these rows; waiting for it")
-                said = True
+                logged = True
                 time.sleep(_LOOKED_EVERY_S)
                 on_wait()
                 continue
@@ -235,7 +235,7 @@ def cached_set(cache: Path, key: str) -> TokenRows | None:
     rows, folder = load_cached_set(cache, key), cache / key
     if rows is None and os.path.exists(folder):
         for path in _damaged(folder):
-            logger.warning(f"{path}: the tokenised rows are damaged; they are made anew")
+            logger.warning(f"{path}: the tokenised rows are damaged; they are made again")
     return rows
 
 
@@ -321,7 +321,7 @@ def _mapped(places: list[Path], name: str, dtype: type[np.generic]) -> Any:
 
 
 def read_shard(folder: Path, check: bool = True) -> Shard | None:
-    """What is known about a shard; None if it is missing or not as it was written."""
+    """Read a shard's description; None if it is missing or not as it was written."""
     try:
         about = _read_about(folder / ABOUT)
         written: dict[str, str] = about["blake2b"]
@@ -349,7 +349,7 @@ def _read_shards(places: list[Path], check: bool) -> Iterator[Shard | None]:
 
 
 def _read_about(path: Path) -> dict[str, Any]:
-    """What is known about a shard or a set. Raises ValueError unless it is as it was written."""
+    """Read the description of a shard or a set. Raises ValueError if it is damaged."""
     about: dict[str, Any] = json.loads(path.read_bytes())
     own = about.pop("own")
     if own != hash_of(about):
@@ -472,7 +472,7 @@ class _HashedFile:
 
 
 def hash64(data: bytes) -> int:
-    """The hash by which rows and contexts are told apart."""
+    """The hash that distinguishes rows and contexts."""
     return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "little")
 
 

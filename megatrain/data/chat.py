@@ -1,4 +1,4 @@
-"""Which characters of a rendered conversation the assistant wrote.
+"""Find the characters of a rendered conversation that the assistant wrote.
 
 A chat template is a program, which says so in one of three ways. In order of trust:
 1. Its own `{% generation %}` blocks, where it has them.
@@ -57,7 +57,7 @@ class Marked:
         eos: append the end-of-sequence token, as a target.
         keep: the characters whose tokens are the row's; None for all.
         rewritten: number of answers that the template renders otherwise once others follow.
-        notes: what is to be counted and said: what stands behind the count in a sentence.
+        notes: words behind a count in a message.
         wrapping: how a conversation became this text; empty for other texts.
     """
 
@@ -167,7 +167,7 @@ class ChatTemplate:
         return _Answer(start, stop, rewritten)
 
     def _start(self, beginning: Scene, text: str) -> int | None:
-        """Where `text` leaves what the generation prompt supplies, None if that is not in it.
+        """The end in `text` of what the generation prompt supplies, None if that is not in it.
 
         An answer may not have all of a prompt, such as its `<think>`.
         """
@@ -183,7 +183,7 @@ class ChatTemplate:
         return len(rendered) if rendered is not None and text.startswith(rendered) else None
 
     def _rendered(self, beginning: Scene, generation_prompt: bool = False) -> str | None:
-        """What a conversation's beginning renders to, None if it cannot stand alone."""
+        """Render a conversation's beginning; None if it cannot stand alone."""
         if not beginning.turns:
             return None
         try:
@@ -211,7 +211,7 @@ class ChatTemplate:
         return start, len(text) - len(after)
 
     def _lead(self, scene: Scene, index: int, other: dict[str, Any]) -> str:
-        """What the template writes of an answer before its first text, such as `<tool_call>`."""
+        """The template's words of an answer before its first text, such as `<tool_call>`."""
         if "tool_calls" not in other:
             return ""
         beginning = scene.beginning(index + 1)
@@ -276,7 +276,7 @@ SYSTEM_ROLES = ("system", "developer")
 def check_arrival(
     chat: Chat, template: Template, text: str, spans: Sequence[CharSpan | None]
 ) -> list[str]:
-    """What is left out of `text`, as notes to count.
+    """Notes to count about what `text` leaves out.
 
     spans: the characters of each message that is trained on, None for the others.
 
@@ -369,7 +369,7 @@ def squeezed(text: str) -> str:
 
 
 def _arrives(said: str, text: str, start: int = 0) -> bool:
-    """Whether a squeezed text holds what was said, and not all of it before `start`.
+    """True if a squeezed text holds these words, and not all of them before `start`.
 
     A template may have written it as JSON.
     """

@@ -1,4 +1,4 @@
-"""From raw rows to tokens, a batch at a time: what may be done in any process."""
+"""Turn raw rows into tokens, a batch at a time, in any process."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class RawBatch:
     """Raw rows that follow one another.
 
     formats: of their files, where rows before them have settled it.
-    only_counted: nothing of them will be used, but how many are bad is told.
+    only_counted: their rows are not used, only bad ones are counted.
     """
 
     rows: Sequence[RawRow]
@@ -73,7 +73,7 @@ class Encoded:
 
 @dataclass(frozen=True)
 class EncodedBatch:
-    """What became of a batch. uncut: tokens of each sequence, int64."""
+    """An encoded batch. uncut: tokens of each sequence, int64."""
 
     rows: list[Encoded]
     counts: Counts
@@ -95,7 +95,7 @@ class RowReader:
         self.rows, self.only_count = 0, False
 
     def has_more(self) -> bool:
-        """Whether there is another row."""
+        """True if there is another row."""
         if self._next is None:
             self._next = next(self._source, None)
         return self._next is not None
@@ -170,7 +170,7 @@ def about_row(batch: RawBatch, number: int) -> tuple[str, str]:
 
 
 def value_of(sample: Sample) -> float:
-    """What `Rows.values` has of a sample; nan of a plain one."""
+    """The entry of a sample in `Rows.values`; nan for a plain one."""
     if isinstance(sample, Judged):
         return float(sample.wanted)
     margin = sample.margin if isinstance(sample, Pair) else None
@@ -178,7 +178,7 @@ def value_of(sample: Sample) -> float:
 
 
 def _count(texts: Sequence[Marked], counts: Counts) -> None:
-    """Count what is to be said of a row, once where it is true of both sides."""
+    """Count notes about a row, each once where it holds for both sides."""
     for text in texts:
         counts.rewritten_turns += text.rewritten
     counts.add_notes(dict.fromkeys(note for text in texts for note in text.notes))
@@ -201,7 +201,7 @@ def format_of(raw: RawRow, value: object, settled: Formats, options: RowOptions)
     """The name of the row's format. Raises RowError where there is none.
 
     value: of the row, renamed. settled: gets the format of the row's file: a file keeps that of its
-    first row that has one, and a later row is told what it lacks.
+    first row that has one, and the error of a later row names what it lacks.
     """
     file, column = (raw.part, raw.file), text_column(raw, options)
     name = "text" if column else options.format if raw.format == "auto" else raw.format
@@ -219,7 +219,7 @@ def text_column(raw: RawRow, options: RowOptions) -> str | None:
 
 
 def _sample(raw: RawRow, settled: Formats, options: RowOptions, counts: Counts) -> Sample:
-    """What the row is. Raises RowError."""
+    """Convert a raw row to a sample. Raises RowError."""
     if raw.problem is not None:
         raise RowError(raw.problem)
     value = formats.renamed(raw.value, options.columns or {})

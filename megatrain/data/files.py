@@ -1,5 +1,7 @@
-"""What a text names as data: a file, a folder, a glob or a data set of the hub; and whether it is
-there. Nothing of it is read."""
+"""Resolve a text that names data: a file, a folder, a glob or a data set of the hub.
+
+Its existence is checked; nothing of it is read.
+"""
 
 from __future__ import annotations
 
@@ -25,8 +27,8 @@ ABOUT_DATA = {"dataset_infos.json"}
 
 @dataclass(frozen=True)
 class Named:
-    """What `spec` names: `paths` (a folder, a file or the files of a glob), or else, with none, a
-    data set of the hub. A hub's data set or a folder may be followed by a split."""
+    """The data that `spec` names: `paths` (a folder, a file or the files of a glob), or a data set
+    of the hub where there are none. A folder or a data set of the hub may name a split."""
 
     spec: str
     name: str
@@ -51,7 +53,7 @@ def check_source(spec: str) -> None:
 
 
 def resolve(spec: str) -> Named:
-    """What `spec` names. Raises DataError for what looks like a path and is not there."""
+    """Resolve `spec`. Raises DataError for a path that does not exist."""
     if _IN_PYTHON.fullmatch(spec):
         again = "mt.resume(run, data={'train': rows}), and 'eval' if it was given so"
         raise DataError(f"{spec}: are in no file; give them again in Python, as {again}")
@@ -88,7 +90,7 @@ def parse_hub_spec(spec: str) -> tuple[str, str | None, str | None]:
 
 
 def is_saved(folder: Path) -> bool:
-    """Whether `save_to_disk` wrote the folder."""
+    """True if `save_to_disk` wrote the folder."""
     with if_forbidden(DataError, folder):
         names = {found.name for found in folder.iterdir()}
     return any(marks <= names for marks in SAVED)
@@ -212,7 +214,7 @@ def _ask_hub(named: Named) -> None:
 
 
 def _is_cached(name: str) -> bool:
-    """Whether `datasets` has a data set of the hub, or its files, on this machine."""
+    """True if `datasets` has a data set of the hub, or its files, on this machine."""
     from huggingface_hub import constants
 
     def bare(text: str) -> str:

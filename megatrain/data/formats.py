@@ -289,7 +289,7 @@ def _turns(row: Row, name: str, role: str) -> ReadTurns:
 
 
 def _is_whole(value: object) -> bool:
-    """Whether it is a list of turns that begins with another's than the assistant's."""
+    """True for a list of turns that does not begin with the assistant's."""
     if not (isinstance(value, list) and value and isinstance(value[0], Mapping)):
         return False
     return value[0].get("role", value[0].get("from")) in ("system", "user", "human", "developer")

@@ -42,7 +42,7 @@ STEPS_LOOKED_AT = 256  # to see how full sequences get
 
 @dataclass(frozen=True)
 class Position:
-    """Where a loader stands: the next row is number `index` of the shuffle of window `window` in
+    """The position of a loader: the next row is number `index` of the shuffle of window `window` in
     epoch `epoch`, and `step` steps were handed out."""
 
     step: int = 0
@@ -63,10 +63,10 @@ class Windows(Protocol):
         """The rows of a window, which may be waited for; None behind the last one."""
 
     def digest(self, windows: int | None) -> str:
-        """As `Rows.digest`, of the first windows, or of all."""
+        """`Rows.digest` of the first windows, or of all."""
 
     def used(self, position: Position) -> str:
-        """How much of the set was trained on up to there, in words."""
+        """The share of the set that was trained on up to there, in words."""
 
     def close(self) -> None:
         """End what makes further windows."""
@@ -96,7 +96,7 @@ class _Left(BaseException):
 class Loader:
     """Iterates over StepBatch, from its position to the end of the run.
 
-    Each epoch is shuffled anew by (seed, epoch). A step takes rows in that order until the next one
+    Each epoch is shuffled by (seed, epoch). A step takes rows in that order until the next one
     would exceed `tokens_per_step` real tokens (one row at least), or takes `rows_per_step` rows. An
     epoch's last step is as small as what is left; no step mixes epochs. `epochs` may be a fraction;
     None repeats until `max_steps`. Within a step rows are sorted by length, longest first, and cut
@@ -177,11 +177,11 @@ class Loader:
                 left.set()
 
     def position(self) -> dict[str, int | str]:
-        """Where the run stands after the last batch handed out, and what identifies its order."""
+        """The run's position after the last batch handed out, and what identifies its order."""
         return {**asdict(self._position), "seed": self.seed, "data": self._digest(self._position)}
 
     def used(self) -> str:
-        """How much of windows was trained on, in words; of a whole set nothing."""
+        """The share of the windows that was trained on, in words; empty for a whole set."""
         return "" if self.windows is None else self.windows.used(self._position)
 
     def _digest(self, position: Position) -> str:
@@ -335,7 +335,7 @@ class Loader:
 
     @property
     def _size(self) -> int:
-        """Of a step, in rows or tokens."""
+        """The size of a step, in rows or tokens."""
         return self.rows_per_step or self.tokens_per_step or 0
 
     def _step_end(self, ends: IndexArray, index: int, size: int, at_least: int = 1) -> int:

@@ -35,7 +35,7 @@ class Run:
     Attributes:
         lengths: tokens of each with its padding, if it is the first of its micro-batch.
         examples: in each, by number.
-        twos: of the sequences, the first so many come in twos that are never apart.
+        twos: the number of first sequences that come in twos, which are never apart.
     """
 
     lengths: list[int]
@@ -181,7 +181,7 @@ def cuts(
 ) -> Iterator[tuple[int, int]]:
     """[start, stop) of the micro-batches into which sequences, longest first, are cut.
 
-    twos: the first so many come in twos that are never apart.
+    twos: the number of first ones that come in twos, which are never apart.
     """
     start = 0
     while start < len(lengths):
@@ -193,7 +193,7 @@ def cuts(
 
 
 def dealt(side_lengths: IndexArray, rank: int, ranks: int) -> IndexArray:
-    """Which of a step's rows a rank of several computes, ascending, int64.
+    """The rows of a step that one of several ranks computes, ascending, int64.
 
     side_lengths: int64 [rows, sides].
 
@@ -245,7 +245,7 @@ def collate(
     sequences: the numbers of the examples in each.
 
     Sequences are padded on the right, to `pack_to` tokens or else the longest. With `pack_to` there
-    are position_ids, which begin anew with every row, with the padding behind the last one, and in
+    are position_ids, which restart with every row, with the padding behind the last one, and in
     it before they reach `limit`: models tell the rows of a sequence apart by it. Without it each
     sequence is one row, whose tokens models count themselves, and there is an attention_mask where
     there is padding.
@@ -282,7 +282,7 @@ def _about_examples(
     references: ReferenceArray | None,
     prompts_too: bool,
 ) -> MicroBatch:
-    """What a loss over examples needs beside the tokens of a micro-batch. Examples have numbers
+    """Tensors that a loss over examples needs beside a micro-batch's tokens. Examples have numbers
     from 0 in it, in order: of pair k, 2k is the chosen answer and 2k + 1 the rejected one.
 
     Returns:

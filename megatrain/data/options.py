@@ -16,7 +16,7 @@ ON_BAD_ROW = ("refuse", "skip")
 
 @dataclass(frozen=True)
 class RowOptions:
-    """How rows are read and cut.
+    """Options of how rows are read and cut.
 
     Attributes:
         seq_len: longest row in tokens; None keeps whole documents, for packing.
@@ -26,7 +26,7 @@ class RowOptions:
         kind: of rows, as the method trains them: one of KINDS. Rows of another kind are bad.
         truncation_mode: which tokens of a longer row stay, the first or the last; `drop`: none.
         vocab_size: token ids from here on are refused; None allows all.
-        day: told to chat templates that ask for the time; None: today's.
+        day: the date that chat templates get as the time; None: today's.
         processes: that tokenise a set of more than a thousand rows.
         streaming: the set is too large to be read before it is used: see `streaming.py`.
     """

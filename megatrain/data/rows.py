@@ -47,8 +47,8 @@ class Counts:
     max_token_id: int = -1
     max_token_where: str = ""
     parts: list[int] = field(default_factory=lambda: [0])  # rows kept of each source
-    choices: list[str] = field(default_factory=list)  # what was chosen and how, to be said
-    notes: dict[str, int] = field(default_factory=dict)  # what is said, and how often it happened
+    choices: list[str] = field(default_factory=list)  # messages about what was chosen
+    notes: dict[str, int] = field(default_factory=dict)  # messages, and how often each happened
     wrapped: dict[str, int] = field(default_factory=dict)  # rows by how they became text
     unread: list[str] = field(default_factory=list)  # columns and fields of turns that nobody reads
     split_texts: int = 0  # texts that are more than one row each
@@ -153,7 +153,7 @@ class Rows(Protocol):
 
 
 class PlainRows:
-    """What rows of one sequence have in common."""
+    """The common part of rows of one sequence."""
 
     kind = PLAIN
     sides = 1

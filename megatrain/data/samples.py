@@ -1,5 +1,6 @@
-"""What a row becomes before it is text: a conversation, plain text, a pair of answers, or an answer
-with a judgement. Each method trains one kind of row."""
+"""Samples, made of rows: a conversation, plain text, a pair of answers, or a judged answer.
+
+Each method trains one kind of row."""
 
 from __future__ import annotations
 
@@ -103,7 +104,7 @@ Sample = Text | Pair | Judged
 
 
 def texts_of(sample: Sample) -> tuple[Text, ...]:
-    """What of a sample is rendered: both answers of a pair, the chosen one first."""
+    """The texts of a sample: both answers of a pair, the chosen one first."""
     if isinstance(sample, Pair):
         return sample.chosen, sample.rejected
     return (sample.chat if isinstance(sample, Judged) else sample,)

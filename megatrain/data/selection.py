@@ -1,4 +1,4 @@
-"""Which rows are held out, and that none of them is trained on as well."""
+"""Choose rows: those held out, none of which is trained on as well, and repeats by weight."""
 
 from __future__ import annotations
 

@@ -99,7 +99,7 @@ class _Work:
                 self.number += 1
 
     def _is_complete(self) -> bool:
-        """Whether all shards that the set is known to have are there; if so, these are counted."""
+        """True if all shards that the set is known to have exist; then `number` counts them."""
         shards, listed = self._making.shards, self._listed
         owns = [shards[number].own for number in range(len(listed)) if number in shards]
         if not listed or owns != listed:
@@ -146,7 +146,7 @@ class _Work:
 
 @dataclass(frozen=True)
 class _Answer:
-    """What a judged row gives to the mismatch of the next one: its tokens behind the prompt."""
+    """The answer of a judged row, which the next row's mismatch takes: tokens behind the prompt."""
 
     ids: IdArray
     mask: MaskArray
@@ -158,7 +158,7 @@ class _Answer:
 
     @classmethod
     def read(cls, about: dict[str, Any] | None) -> _Answer | None:
-        """That which a shard keeps, as `about` gives it."""
+        """Read what `about` wrote into a shard."""
         if about is None:
             return None
         return cls(np.array(about["ids"], np.int32), np.array(about["mask"], np.bool_))
@@ -179,7 +179,7 @@ class Cutter:
 
     @property
     def is_between_rows(self) -> bool:
-        """Whether all rows so far are written: the first judged row waits for the second."""
+        """True if all rows so far are written: the first judged row waits for the second."""
         return self._first is None
 
     def write(self, batch: EncodedBatch, writer: RowWriter, counts: Counts) -> None:

@@ -101,7 +101,7 @@ def describe(rows: Rows) -> list[str]:
 
 
 def warnings(rows: Rows, held_out: Rows | None = None) -> list[str]:
-    """What happened to rows that a user may not want."""
+    """Warnings about rows that were changed or lost."""
     counts = rows.counts
     lines = [*counts.warned, *(f"{count:,} {what}" for what, count in counts.notes.items())]
     if held_out is not None and held_out.counts is not counts:  # of a source of their own
@@ -110,7 +110,7 @@ def warnings(rows: Rows, held_out: Rows | None = None) -> list[str]:
 
 
 def histogram(rows: Rows) -> str:
-    """How the lengths are spread between zero and the longest, in one line of bars."""
+    """The distribution of lengths between zero and the longest, in one line of bars."""
     heights, _ = np.histogram(rows.lengths, bins=BINS, range=(0, int(rows.lengths.max())))
     highest = heights.max() + 1
     return "".join(BARS[8 * height // highest] if height else " " for height in heights.tolist())

@@ -1,4 +1,4 @@
-"""Where rows come from: files, folders, saved data sets, the hub, or lists and data sets in RAM."""
+"""Sources of rows: files, folders, saved data sets, the hub, or lists and data sets in RAM."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 _SPLITS = dict.fromkeys(("train", "training"), "train")
 _SPLITS |= dict.fromkeys(("test", "testing", "eval", "evaluation"), "test")
 _SPLITS |= dict.fromkeys(("validation", "valid", "val", "dev"), "validation")
-# Words that begin or end so look like a split's and are none, as in mytest.jsonl: that is said.
+# Words that begin or end so look like a split's and are none, as in mytest.jsonl: a note says so.
 LIKE_SPLITS = ("test", "eval", "valid", "dev")
 _CARD = "README.md"  # may say in its head which files are which split
 
@@ -264,7 +264,7 @@ def _data_set(name: str, found: DataSet, split: str | None = None) -> Source:
     import datasets
 
     splits = dict(found) if isinstance(found, datasets.DatasetDict) else {"train": found}
-    told, known = split is not None, ", ".join(splits)
+    named, known = split is not None, ", ".join(splits)
     split = split or (next(iter(splits)) if len(splits) == 1 else "train")
     with _in_one_sentence(f"{name}: split {split!r}"):
         sizes = {key: len(rows) for key, rows in splits.items()}
@@ -278,7 +278,7 @@ def _data_set(name: str, found: DataSet, split: str | None = None) -> Source:
 
     # the only name that `datasets` has for "these very rows"
     identity = json.dumps([name, *(rows._fingerprint for rows in chosen)])
-    notes = () if told or len(splits) == 1 else (f"{name}: split {split!r} of {known}",)
+    notes = () if named or len(splits) == 1 else (f"{name}: split {split!r} of {known}",)
     return Source(name, identity, read, notes)
 
 
@@ -352,8 +352,8 @@ def _rows_in(value: object) -> InMemory | None:
 def _of_columns(columns: Mapping[Any, Sequence[object]]) -> InMemory:
     sizes = {name: len(column) for name, column in columns.items()}
     if len({*sizes.values()}) > 1:
-        told = ", ".join(f"{name} {size:,}" for name, size in sizes.items())
-        raise DataError(f"columns must have as many values each, not {told}")
+        sized = ", ".join(f"{name} {size:,}" for name, size in sizes.items())
+        raise DataError(f"columns must have as many values each, not {sized}")
     return [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
 
 

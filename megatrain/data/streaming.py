@@ -115,7 +115,7 @@ def _notes(asked: AskedSet, rows: TokenRows) -> list[str]:
 
 @dataclass(frozen=True)
 class Opened:
-    """What is known of a window once it was there: its rows, and their digest."""
+    """A window that was read once: the number of its rows, and their digest."""
 
     rows: int
     digest: str
@@ -140,7 +140,7 @@ class Stream:
         self._hashes = self._contexts = np.zeros(0, np.uint64)  # that later windows may not have
         if held is not None:
             self._hashes = held.hashes[held.chosen]
-            # a prompt that had rows on both sides in the first window has them later, too
+            # a prompt with rows on both sides in the first window has them later, too
             asked = first.contexts[first.chosen]
             self._contexts = np.setdiff1d(held.contexts[held.chosen], asked)
 
@@ -175,7 +175,7 @@ class Stream:
         return hashlib.blake2b(digests.encode(), digest_size=8).hexdigest()
 
     def used(self, position: Position) -> str:
-        """How much of the set was trained on up to there, in words."""
+        """The share of the set that was trained on up to there, in words."""
         sizes = [one.rows for one in self._opened]
         windows = position.window + (position.index > 0)
         rows = sum(sizes[: position.window]) + position.index
@@ -245,14 +245,16 @@ class Shards:
         rows = ready(rows, (), asked.tokenizer, asked.options)
         if new:
             self._ends.append(begins + rows.counts.read)
-            if number and (bad := rows.counts.first_bad):  # of the first it is said with the rest
+            if number and (
+                bad := rows.counts.first_bad
+            ):  # the first shard's are reported with the rest
                 words = f"{rows.counts.bad:,} of the next {rows.counts.read:,} rows of the source"
                 logger.warning(f"{words} are bad and skipped; the first: {bad[0]}")
         return rows
 
 
 class Writer:
-    """A process that makes a set once it is told to, and ends with this object at the latest.
+    """A process that makes a set after `begin`, and ends with this object at the latest.
 
     It is there from now on: later memory is pinned and CUDA runs.
     """
@@ -280,7 +282,7 @@ class Writer:
                 self._ours.send(None)
 
     def is_over(self, seconds: float) -> bool:
-        """Whether it has ended, within so many seconds."""
+        """True if it ends within `seconds`."""
         if not self._over and self._ours.poll(seconds):
             self._over = True
             try:

@@ -46,7 +46,7 @@ FIXED_CLOCK = f"""{{%- macro {CLOCK}(format) -%}}
 
 @dataclass(frozen=True)
 class Scene:
-    """What a template is given: turns, the row's own variables of the template, and tools."""
+    """The input of a template: turns, the row's own variables of the template, and tools."""
 
     turns: tuple[dict[str, Any], ...]
     variables: Mapping[str, Any] = field(default_factory=dict)
@@ -107,7 +107,7 @@ class Template:
 
     Rendering takes what the template's code takes, without an end: see `workers.fenced`.
 
-    day: the date that it is told when it asks for the time.
+    day: the date that it gets when it asks for the time.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, day: date | None = None) -> None:
@@ -182,7 +182,7 @@ class Template:
 
     @cached_property
     def shows_tools(self) -> bool:
-        """Whether it tells the model which tools there are."""
+        """True if it writes the tools."""
         try:
             text = self.render(Scene((QUESTION,), tools=TOOLS), generation_prompt=True)
         except RowError:
@@ -191,7 +191,7 @@ class Template:
 
     @cached_property
     def prompts(self) -> bool:
-        """Whether it writes something for a generation prompt."""
+        """True if it writes something for a generation prompt."""
         asked = Scene((QUESTION,))
         try:
             return self.render(asked, generation_prompt=True) != self.render(asked)
@@ -212,7 +212,7 @@ class Template:
         return found[1] if found else None
 
     def names(self, variable: str) -> bool:
-        """Whether its source has this name in it."""
+        """True if its source contains this name."""
         return re.search(rf"\b{re.escape(variable)}\b", self._source + self._with_tools) is not None
 
     def spelt(self, text: str) -> set[str]:
@@ -220,7 +220,7 @@ class Template:
         return set(self._any_special.findall(text))
 
     def ends(self, answer: str) -> bool:
-        """Whether an answer's last token is one that ends it, as `</tool_call>` does not."""
+        """True if an answer's last token ends it, as `</tool_call>` does not."""
         last = self.last_token(answer)
         return last is not None and (last == self.stop or last in self._special)
 

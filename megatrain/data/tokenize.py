@@ -34,7 +34,7 @@ class Encoder:
     makes turns of them; so does an Alpaca row without a template, or with `prompts` "alpaca", its
     prompt in the Stanford words. Documents are `text eos` with the loss on all of it. The first
     token of a row is never a target, since nothing predicts it. Templates that ask for the time
-    are told `day`.
+    get `day`.
 
     Raises DataError when the tokenizer cannot serve: no offsets, or no eos.
     """
@@ -83,7 +83,7 @@ class Encoder:
         return self.template.mark(sample)
 
     def _as_text(self, chat: Chat) -> bool:
-        """Whether rows of two texts stay such, though there is a template."""
+        """True if a row of two texts stays such, though there is a template."""
         if chat.literal:
             return self.prompts != "chat"
         return self.prompts == "alpaca" and chat.plain is not None

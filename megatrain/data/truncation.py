@@ -16,7 +16,7 @@ Tokens = tuple[IdArray, MaskArray]
 
 
 def split(ids: IdArray, mask: MaskArray, seq_len: int | None, counts: Counts) -> Iterator[Tokens]:
-    """As many rows of at most `seq_len` tokens as a text fills.
+    """Split a text into rows of at most `seq_len` tokens.
 
     Each begins with the last token of the one before, since its first is no target: together they
     have the text's targets.

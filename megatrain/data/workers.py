@@ -39,7 +39,7 @@ from megatrain.errors import DataError, MegaTrainError
 ROW_LIMIT_S = 10.0  # of processor time for a row; rendering usually takes under a millisecond
 LARGEST_BYTES = 1 << 30  # of memory for an item, beside what the worker holds when it begins
 BYTES_PER_BYTE = 1000  # of memory in addition, for each byte of the item: offsets, lists of ids
-ALONE_ITEMS = 4  # that one worker does: a small set is done before others had begun
+ALONE_ITEMS = 4  # that one worker does: a small set is done before others have begun
 WAITING = 2  # items for each worker that are in progress or done
 PR_SET_PDEATHSIG = 1
 IGNORED_SIGNALS = (

@@ -1,5 +1,4 @@
-"""A limit on the address space of this process (`ulimit -v`, RLIMIT_AS): it counts what is mapped,
-filled or not."""
+"""A limit on this process's address space (`ulimit -v`), which counts mapped memory, filled or not."""
 
 from __future__ import annotations
 
@@ -15,13 +14,13 @@ from megatrain.errors import OutOfMemory
 
 MIB, GIB = 2**20, 2**30
 LIMITS, STATUS = Path("/proc/self/limits"), Path("/proc/self/status")
-# What is mapped and never filled once a run goes on, besides its arrays: code of libraries that are
-# loaded late (datasets, llvmlite), threads' heaps. Two cores, a run of 0.5 GiB: 350 MiB.
+# Mapped later beside a run's arrays: libraries that are loaded late, threads' heaps. Two cores, a
+# run of 0.5 GiB: 350 MiB.
 SPARE_BYTES = 512 * MIB
 STACK_BYTES = 8 * MIB  # of a thread, unless the shell says otherwise
 THREADS_PER_CORE = 2  # of matmuls and of the update
 _M_ARENA_MAX = -8  # malloc.h
-# Of errors that libraries raise when they may map no more, in as many ways as there are libraries.
+# Words in the errors that libraries raise when they may map no more.
 MAPS_NO_MORE = (
     "can't start new thread",
     "could not create a primitive",
@@ -37,7 +36,7 @@ MAPS_NO_MORE = (
 
 @dataclass(frozen=True)
 class AddressSpace:
-    """A limit on it, and what was taken when it was read."""
+    """The limit, and the address space that was taken when it was read."""
 
     limit_bytes: int
     taken_bytes: int
@@ -49,13 +48,13 @@ class AddressSpace:
         )
 
     def left_bytes(self, cores: int) -> int:
-        """What may still be mapped and filled on so many cores; may be below 0."""
+        """Bytes that may still be mapped and filled with this many cores; may be below 0."""
         spare = SPARE_BYTES + THREADS_PER_CORE * cores * STACK_BYTES
         return self.limit_bytes - self.taken_bytes - spare
 
 
 def read_address_space() -> AddressSpace | None:
-    """None: there is no limit."""
+    """Read the limit of this process; None if there is none."""
     try:  # not by the module `resource`, which may be past loading
         limits, status = LIMITS.read_text().splitlines(), STATUS.read_text().splitlines()
     except OSError:
@@ -67,8 +66,7 @@ def read_address_space() -> AddressSpace | None:
 
 
 def keep_address_space_small() -> None:
-    """Where it is limited, keep libraries from reserving gigabytes that they never fill. Call it
-    before rows are read."""
+    """Under a limit, keep libraries from reserving gigabytes. Call it before rows are read."""
     if read_address_space() is None:
         return
     os.environ.setdefault("ARROW_DEFAULT_MEMORY_POOL", "system")  # mimalloc reserves 1 GiB
@@ -79,13 +77,13 @@ def keep_address_space_small() -> None:
 
 @contextmanager
 def address_space_errors() -> Iterator[None]:
-    """Raise OutOfMemory, with the limit, for what libraries raise when they may map no more."""
+    """Raise OutOfMemory, with the limit, for the errors of libraries that may map no more."""
     try:
         yield
     except (MemoryError, RuntimeError, OSError, ImportError) as error:
-        space, said = read_address_space(), " ".join(str(error).split())
-        known = isinstance(error, MemoryError) or getattr(error, "errno", 0) == errno.ENOMEM
-        if space is None or not (known or any(words in said for words in MAPS_NO_MORE)):
+        space, words = read_address_space(), " ".join(str(error).split())
+        plain = isinstance(error, MemoryError) or getattr(error, "errno", 0) == errno.ENOMEM
+        if space is None or not (plain or any(known in words for known in MAPS_NO_MORE)):
             raise
-        reason = said[:200] or type(error).__name__
+        reason = words[:200] or type(error).__name__
         raise OutOfMemory(f"out of address space: {space} ({reason})") from error

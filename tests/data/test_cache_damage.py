@@ -104,7 +104,7 @@ def every_damage_is_mended(start: Start, cache: Path, caplog: Any, rounds: int) 
         damaged -= set() if (folder / "set.json").exists() else {"set.json"}
         caplog.clear()
         assert contents(start()) == expected
-        said = "the tokenised rows are damaged; they are made anew"
+        said = "the tokenised rows are damaged; they are made again"
         assert set(caplog.messages) == {f"{folder / name}: {said}" for name in damaged}
         assert list(cache.iterdir()) == [folder]
         damages += len(changed)

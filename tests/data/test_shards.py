@@ -253,7 +253,7 @@ def test_a_flipped_bit_costs_its_shard(encode_into, monkeypatch, tmp_path, caplo
     assert contents(encode_into("cache")) == before
     assert made == list(bad)
     for number in bad:
-        said = f"{folders[number]}: the tokenised rows are damaged; they are made anew"
+        said = f"{folders[number]}: the tokenised rows are damaged; they are made again"
         assert said in caplog.text
     assert caplog.text.count("damaged") == len(bad)
     assert bytes_in(tmp_path / "cache") == whole
