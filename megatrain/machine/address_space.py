@@ -1,4 +1,4 @@
-"""A limit on this process's address space (`ulimit -v`), which counts mapped memory, filled or not."""
+"""A limit on the address space of this process (`ulimit -v`), which counts all mapped memory."""
 
 from __future__ import annotations
 
