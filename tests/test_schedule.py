@@ -1,4 +1,4 @@
-"""What engine, planner and simulation share: slots, buffers and orders by hand."""
+"""The schedule of engine, planner and simulation: slots, buffers and orders by hand."""
 
 from __future__ import annotations
 

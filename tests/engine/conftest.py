@@ -1,4 +1,4 @@
-"""What tests of engines share."""
+"""Fixtures of engine tests."""
 
 from __future__ import annotations
 

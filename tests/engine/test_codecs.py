@@ -84,7 +84,7 @@ def test_the_error_as_a_whole(name: str, most: float) -> None:
 
 
 def test_turning_helps_elements_beside_large_ones() -> None:
-    """What int4 would lose with one scale for both."""
+    """With one scale for both, int4 would lose these."""
     hidden = hidden_states((8, 16, 576), torch.float32)
     small = hidden.abs() < 4
     groups = hidden.view(-1, FORMS["int4"].group)

@@ -1,4 +1,4 @@
-"""What an engine cannot be built with is refused in a sentence that says what to write instead."""
+"""Options that an engine cannot honour are refused in a sentence that says what to write."""
 
 from __future__ import annotations
 

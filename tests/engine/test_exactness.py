@@ -1,4 +1,4 @@
-"""What must not change a result: when updates run, where state lives, and how a batch is cut."""
+"""Results do not depend on when updates run, where state lives and how a batch is cut."""
 
 from __future__ import annotations
 

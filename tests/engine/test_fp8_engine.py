@@ -21,7 +21,7 @@ def make(precision: str = "fp8", settings: Settings | None = None) -> Engine:
 
 
 def outputs(engine: Engine) -> list[set[str]]:
-    """How each layer's matmuls make their outputs."""
+    """The way each layer's matmuls make their outputs."""
     return [
         {module.policy.output for module in layer.modules() if isinstance(module, Fp8Linear)}
         for layer in engine.skeleton.layers

@@ -76,7 +76,7 @@ def frozen_model(family: str, patterns: tuple[str, ...], device: str = "cpu") ->
 def plain_trace(
     family: str, patterns: tuple[str, ...], device: str = "cpu", **options: Any
 ) -> Trace:
-    """What plain PyTorch makes of the steps."""
+    """The same steps in plain PyTorch."""
     return train_plain(frozen_model(family, patterns, device), STEPS, RATES, **options)
 
 

@@ -1,4 +1,4 @@
-"""What is saved of frozen tensors, bit for bit as they came; and a plan with some."""
+"""Frozen tensors are saved bit for bit as they came; and a plan with some."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def open_engine(source: Path, freeze: tuple[str, ...], **options: Any) -> Engine
 
 
 def frozen_in(engine: Engine, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Of a folder's tensors, those that are frozen."""
+    """The frozen ones of a folder's tensors."""
     layouts = engine.store.layouts
     names = {
         tensor.name

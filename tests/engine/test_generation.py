@@ -21,7 +21,7 @@ RESIDENT = ["llama", "qwen3", "gemma2", "mixtral", "falcon-h1", "qwen3-next", "g
 
 
 def own_tokens(folder: Any, prompt: torch.Tensor, **options: Any) -> list[int]:
-    """Of transformers' own `generate` on an exported folder."""
+    """The tokens of transformers' own `generate` on an exported folder."""
     model: Any = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype="float32").eval()
     settings = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0} | options
     found = model.generate(prompt, max_new_tokens=NEW, **settings)

@@ -39,7 +39,7 @@ TWINS: dict[str, dict[str, Any]] = {
 
 
 def in_order(world: World, found: list[Any]) -> list[Any]:
-    """What ranks have found, in the order of what they own."""
+    """Results of ranks, in the order of the shares that they own."""
     return [found[rank] for rank in world.owners]
 
 
@@ -105,7 +105,7 @@ def summed(world: World, wire: str, device: str = "cpu") -> torch.Tensor:
 
 
 def summed_in_order(hosts: int, ranks: int, wire: str, numel: int) -> torch.Tensor:
-    """Of each host's ranks, rounded once if there are several, and then of hosts."""
+    """Sums over each host's ranks, rounded once if there are several hosts, and then over hosts."""
     given = [given_by(rank, numel) for rank in range(ranks)]
     each = ranks // hosts
     of_hosts = [reduce(torch.add, given[i : i + each]) for i in range(0, ranks, each)]
@@ -125,7 +125,7 @@ def test_sums_are_of_each_host_and_then_over_hosts(hosts, wire, on_ranks):
 def crossings(
     world: World, groups: int, replicated: int
 ) -> tuple[list[int], int, int, dict[str, float]]:
-    """Of each step, and of what follows: bytes of weights that this rank sends to the other host;
+    """For each step, and for what follows: bytes of weights that this rank sends to the other host;
     those of its shares, and what the host keeps; and the last step's waits."""
     sent: list[int] = []
     stalls: dict[str, float] = {}
@@ -219,7 +219,7 @@ def slow_last_sum(world: World) -> float:
 
 @pytest.mark.slow
 def test_the_norm_waits_for_the_network(on_ranks):
-    """Which is accounted for: the sums of the block that comes last cross then."""
+    """It is accounted for: the sums of the block that comes last cross then."""
     assert min(on_ranks(2, slow_last_sum, hosts=2)) > 0.5  # the lane may begin before
 
 
@@ -274,7 +274,7 @@ def norms(
 @pytest.mark.slow
 @pytest.mark.parametrize("fault", [("download", "exchange"), ("upload", "download")])
 def test_without_its_waits_a_delay_changes_the_result(fault, on_ranks):
-    """What has crossed is copied down once it is there, and comes up once it is down."""
+    """Weights that crossed are copied down once they are there, and come up once they are down."""
     expected = on_ranks(2, norms, hosts=2)
     assert on_ranks(2, partial(norms, fault=fault), hosts=2) != expected
 

@@ -38,7 +38,7 @@ MODELS = {
 
 
 class RandomRows(FakeRows):
-    """Where a row's tokens are alike, positions make no difference."""
+    """If a row's tokens are alike, positions make no difference."""
 
     def row(self, index: int) -> tuple[IdArray, MaskArray]:
         ids, mask = super().row(index)
@@ -128,6 +128,6 @@ def test_rows_alone_together_padded_and_packed_have_the_same_loss(kind):
 
 @pytest.mark.parametrize("kind", MODELS)
 def test_rows_of_any_length_together_have_another_loss(kind):
-    """What the above would find."""
+    """The test above can fail."""
     batches = list(held_out_batches(ROWS, ALL_AT_ONCE, pad_id=0))
     assert trained(kind, batches)[0] != pytest.approx(one_by_one(kind)[0], rel=1e-5)

@@ -145,7 +145,7 @@ def at_once(name: str, device: str) -> Any:
 
 
 def assert_same_step(expected: Any, found: Any) -> None:
-    """Of what `step` returns."""
+    """The results of `step`."""
     *whole, weights = expected
     *ours, found_weights = found
     for one, other in zip(whole, ours, strict=True):

@@ -138,7 +138,7 @@ def test_more_ranks_are_one_up_to_the_order_of_sums(ranks, family, on_ranks):
 
 @pytest.mark.parametrize(("resident", "sums"), [(0, 0), (0, ALL), (2, 3)])
 def test_groups_are_agreed_on(resident, sums, on_ranks):
-    """Of five micro-batches one rank has three, in three groups, the other two."""
+    """Five micro-batches: one rank has three, in three groups, the other two."""
     settings = Settings(**CHUNK, groups=2, group_size=1, sums_on_device=sums, resident=resident)
     given: dict[str, Any] = {"steps": SEVERAL, "precision": "float32", "settings": settings}
     expected = train(World(), **given)

@@ -43,7 +43,7 @@ Result = tuple[Any, dict[str, torch.Tensor]]
 
 @pytest.fixture(scope="module", autouse=True)
 def warm() -> None:
-    """What is compiled and imported once, before ranks are forked."""
+    """Compile and import once, before ranks are forked."""
     for how in (HOW["float32"], HOW["int8 moments"], EXPERTS, TIED):
         with opened(World(), "gather", how) as engine:
             trained(engine, STEPS[:1])
@@ -106,7 +106,7 @@ AT_ONCE: dict[str, dict[str, Any]] = {
 
 
 def slowed(engine: Engine) -> Result:
-    """Of many steps, in each of which a lane of one rank is slow, or its computation."""
+    """Many steps, in each of which a lane of one rank is slow, or its computation."""
     slow, rank = "", engine.world.rank
 
     def sleep_if(name: str) -> None:
@@ -126,7 +126,7 @@ def slowed(engine: Engine) -> Result:
 
 
 def slowly(world: World, how: dict[str, Any]) -> list[str]:
-    """Where gradients are applied before all are there, a slow rank could still have to read what
+    """If gradients are applied before all are there, a slow rank could still have to read what
     others write."""
     results = []
     for transport in ("gather", "read"):

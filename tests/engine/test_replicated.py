@@ -47,7 +47,7 @@ def opened(world: World, case: str, replicated: int, **more: Any) -> Engine:
 
 
 def used(engine: Engine) -> tuple[list[Any], list[Counter[int]]]:
-    """What comes of steps and of reading between them, and the fetches of each block's weights
+    """Results of steps and of reading between them, and the fetches of each block's weights
     meanwhile: from a change of the weights to the next."""
     fetched: list[Counter[int]] = [Counter()]
     source, rank = engine.parts.streamer.source, engine.world.rank
@@ -72,7 +72,7 @@ def used(engine: Engine) -> tuple[list[Any], list[Counter[int]]]:
 
 
 def both_ways(world: World) -> dict[str, Any]:
-    """Of every case and number: whether the results are those of none, the most fetches of any
+    """For every case and number: True if the results are those of none, the most fetches of any
     block where none is replicated, and of those that are."""
     found: dict[str, Any] = {}
     for case, (*_, numbers) in CASES.items():
@@ -104,7 +104,7 @@ def test_no_bit_changes_and_weights_come_once_until_they_change(tmp_path):
 
 
 def slowed(engine: Engine) -> list[Any]:
-    """Of many steps, in each of which a lane of one rank is slow."""
+    """Many steps, in each of which a lane of one rank is slow."""
     slow, world = "", engine.world
 
     def sleep_if(name: str) -> None:

@@ -1,4 +1,4 @@
-"""What retained layers keep, and that it changes no bit. No code is generated of their graphs."""
+"""Retained layers keep little, and change no bit. No code is generated of their graphs."""
 
 from __future__ import annotations
 

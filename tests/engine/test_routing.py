@@ -156,7 +156,7 @@ def test_the_load_is_that_of_the_busiest_expert_of_any_layer():
 
 
 def test_bfloat16_is_balanced_within_its_rounding():
-    """What the loss adds to a gradient, along what it adds in float32; beside it is rounding."""
+    """The part that the loss adds to a gradient, along its value in float32, and rounding."""
     (batch,) = full_batches(3, [(3, 11)])
     pulled, _, aux_loss = of_transformers("olmoe", batch)
     free, _, _ = of_transformers("olmoe", batch, coefficient=0.0)

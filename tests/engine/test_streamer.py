@@ -1,4 +1,4 @@
-"""Which slot a block lands in, what is fetched when, and that nothing travels twice."""
+"""The slot that each block lands in, the order of fetches, and nothing travels twice."""
 
 from __future__ import annotations
 

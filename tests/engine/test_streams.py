@@ -15,7 +15,7 @@ CPU = torch.device("cpu")
 
 
 class Broken(Exception):
-    """What a job dies of."""
+    """The error that a job raises."""
 
 
 def fail(_: Event) -> None:

@@ -96,7 +96,7 @@ def train(world: World, late: str | None = None, **given: Any) -> Any:
 
 
 def all_of(world: World) -> Any:
-    """What two ranks find, in one go: they are slow to start."""
+    """Two ranks' results, in one go: they are slow to start."""
     world = world.sharing_sequences(2)
     found = {how: train(world, **HOW[how]) for how in HOW}
     found["late"] = train(world, late="exchange", **HOW["three heads to a group"])
@@ -136,7 +136,7 @@ def teams(world: World) -> Any:
 
 @pytest.mark.slow
 def test_teams_have_micro_batches_of_their_own(tmp_path):
-    """Of three, one has two and the other one; of one, the other has none."""
+    """Three micro-batches are two and one; of one, the other group has none."""
     expected = train(World(), steps=[*SEVERAL, SEVERAL[0][:1]])
     assert_near(run_ranks(4, teams, tmp_path), expected)
 
@@ -156,7 +156,7 @@ MASKS: dict[str, Any] = {
 
 
 class Attention(nn.Module):
-    """What implementations read of a module."""
+    """The attributes of a module that implementations read."""
 
     is_causal = True
 

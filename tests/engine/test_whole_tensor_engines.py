@@ -71,7 +71,7 @@ def trained(
     max_norm: float | None = MAX_NORM,
     longest_s: float = 0.0,
 ) -> Trace:
-    """What two steps leave."""
+    """The state after two steps."""
     options: Any = {"precision": "bfloat16", "max_grad_norm": max_norm}
     with engine_of(family, optimizer=MUON, settings=settings, **options) as engine:
         assert engine.store.is_on_nvme("remainder", 1) == bool(settings.nvme_blocks)

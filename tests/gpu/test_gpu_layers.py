@@ -129,7 +129,7 @@ def test_gradients_without_the_last_product_are_the_same_bits(deterministic: Non
 def test_compiled_gradients_of_another_graph_are_the_same_but_for_rounding(
     cheap: bool, deterministic: None
 ) -> None:
-    """What is computed twice may round twice, and graphs are fused each its own way."""
+    """Recomputed values may round twice, and each graph is fused its own way."""
     layer, hidden, call = first_layer(Skeleton(CONFIG))
     layer.compile()
     full = gradients(layer, hidden, call, ())

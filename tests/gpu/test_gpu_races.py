@@ -1,4 +1,4 @@
-"""What the tests of races on CUDA rest on: the host runs ahead of the GPU."""
+"""The premise of tests of races on CUDA: the host runs ahead of the GPU."""
 
 from __future__ import annotations
 
