@@ -28,24 +28,18 @@ Change = Callable[[torch.Tensor, Any], torch.Tensor]
 
 @dataclass(frozen=True)
 class Family:
-    """How a family of transformers is called in GGUF.
-
-    Attributes:
-        keys: what files say of a model, by their names for it: a field of the configuration, or a
-            function of the configuration.
-        must: values of the configuration that readers take for granted, or functions that give
-            them.
-        changes: patterns of tensors' names in GGUF, and what readers want such tensors to be.
-        rope: types of rotary embeddings that files can say; empty: the family has none.
-        turns_part: of a head, rotary embeddings may turn the first part only.
-    """
+    """A family of transformers, by its name in GGUF."""
 
     architecture: str
+    # by GGUF's key: a field of the configuration, or a function of the configuration
     keys: Mapping[str, Any]
+    # values of the configuration that readers take for granted, or functions that give them
     must: Mapping[str, Any] = field(default_factory=dict)
+    # patterns of GGUF's names of tensors, and how readers want such tensors
     changes: tuple[tuple[str, Change], ...] = ()
+    # types of rotary embeddings that files can express; empty: the family has none
     rope: tuple[str, ...] = ("default", "linear", "yarn")
-    turns_part: bool = False
+    turns_part: bool = False  # rotary embeddings may turn the first part of a head only
 
     def changed(self, name: str, values: torch.Tensor, config: PretrainedConfig) -> torch.Tensor:
         """A tensor as readers want it; also of the meta device, for its shape."""

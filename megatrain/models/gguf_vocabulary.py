@@ -1,10 +1,9 @@
-"""A tokenizer as GGUF files describe it: tokens, merges or scores, and how text is split before."""
+"""Tokenizers in GGUF files: tokens, merges or scores, and the name of the pre-tokenizer."""
 
 from __future__ import annotations
 
 import json
 import re
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from megatrain.errors import ModelError
@@ -13,8 +12,6 @@ from megatrain.models.stops import end_of_turn
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-# GGUF's types of tokens.
-NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)
 SPACE = "▁"  # how sentencepiece writes one
 # Gemma's; when it splits there are none left
 AT_SPACES: dict[str, Any] = {"type": "Split", "pattern": {"String": " "}, "invert": False}
@@ -52,35 +49,14 @@ SPLITS = {
 }
 
 
-@dataclass(frozen=True)
-class Vocabulary:
-    """What `tokenizer.ggml.*` and `tokenizer.chat_template` say.
+def add_tokenizer(writer: Any, tokenizer: PreTrainedTokenizerBase, rows: int) -> None:
+    """Add a tokenizer's keys to a GGUF writer; `rows`: of the embedding. Raises ModelError."""
+    from gguf import TokenType
 
-    Attributes:
-        model: gpt2 (byte-level merges) or llama (sentencepiece's, by scores).
-        tokens: texts by id, as many as the embedding has rows.
-        ids: by GGUF's names for them: bos, eos, eot, unknown, padding.
-    """
-
-    model: str
-    split: str
-    tokens: list[str]
-    types: list[int]
-    merges: list[str] | None
-    scores: list[float] | None
-    ids: dict[str, int]
-    adds_bos: bool
-    adds_eos: bool
-    adds_space: bool
-    chat_template: str | list[dict[str, str]] | None
-
-
-def vocabulary_of(tokenizer: PreTrainedTokenizerBase, rows: int) -> Vocabulary:
-    """rows: of the embedding. Raises ModelError for a tokenizer that GGUF files cannot say."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
-    said = {} if backend is None else json.loads(backend.to_str())
-    model: dict[str, Any] = said.get("model") or {}
-    if model.get("type") != "BPE" or model.get("dropout") or not said:
+    described = {} if backend is None else json.loads(backend.to_str())
+    model: dict[str, Any] = described.get("model") or {}
+    if model.get("type") != "BPE" or model.get("dropout") or not described:
         raise _refused("it is no byte-pair encoding")
     if any(model.get(name) for name in ("continuing_subword_prefix", "end_of_word_suffix")):
         raise _refused("its pieces have prefixes or suffixes")
@@ -90,32 +66,39 @@ def vocabulary_of(tokenizer: PreTrainedTokenizerBase, rows: int) -> Vocabulary:
     merges = [one.split(" ") if isinstance(one, str) else list(one) for one in model["merges"]]
     if any(" " in half for halves in merges for half in halves):
         raise _refused("its merges contain spaces")
-    of_sentencepiece = bool(model.get("byte_fallback"))
-    tokens, types = _tokens(known, said, rows)
-    if of_sentencepiece:
-        split, space = "default", _adds_space(said)
-        scores = _scores(tokens, merges)
-        for token, text in enumerate(tokens):
-            if text in (model.get("unk_token"), tokenizer.unk_token):
-                types[token] = UNKNOWN
-            elif BYTES.fullmatch(text):
-                types[token] = BYTE
-    else:
-        split, space, scores = _split_of(said), False, None
+    sentencepiece = bool(model.get("byte_fallback"))
+    tokens, types = _tokens(known, described, rows)
+    for token, text in enumerate(tokens if sentencepiece else ()):
+        if text in (model.get("unk_token"), tokenizer.unk_token):
+            types[token] = TokenType.UNKNOWN
+        elif BYTES.fullmatch(text):
+            types[token] = TokenType.BYTE
+    space = sentencepiece and _adds_space(described)
+    split = "default" if sentencepiece else _split_of(described)
     bos, eos = _adds(tokenizer)
-    return Vocabulary(
-        model="llama" if of_sentencepiece else "gpt2",
-        split=split,
-        tokens=tokens,
-        types=types,
-        merges=None if of_sentencepiece else [" ".join(halves) for halves in merges],
-        scores=scores,
-        ids=_special_ids(tokenizer),
-        adds_bos=bos,
-        adds_eos=eos,
-        adds_space=space,
-        chat_template=_templates(tokenizer),
-    )
+    writer.add_tokenizer_model("llama" if sentencepiece else "gpt2")
+    writer.add_tokenizer_pre(split)
+    writer.add_token_list(tokens)
+    writer.add_token_types(types)
+    if sentencepiece:
+        writer.add_token_scores(_scores(tokens, merges))
+    else:
+        writer.add_token_merges([" ".join(halves) for halves in merges])
+    ids = {name: getattr(tokenizer, f"{name}_token_id") for name in ("bos", "eos", "unk", "pad")}
+    turn = end_of_turn(tokenizer)
+    if turn is not None and turn != tokenizer.eos_token:
+        ids["eot"] = tokenizer.convert_tokens_to_ids(turn)
+    for name, token in ids.items():
+        if token is not None:
+            getattr(writer, f"add_{name}_token_id")(token)
+    writer.add_add_bos_token(bos)
+    writer.add_add_eos_token(eos)
+    writer.add_add_space_prefix(space)
+    template: Any = tokenizer.chat_template
+    if isinstance(template, dict):
+        template = [{"name": name, "template": text} for name, text in template.items()]
+    if template:
+        writer.add_chat_template(template)
 
 
 def _refused(why: str) -> ModelError:
@@ -124,21 +107,25 @@ def _refused(why: str) -> ModelError:
     )
 
 
-def _tokens(known: dict[str, int], said: dict[str, Any], rows: int) -> tuple[list[str], list[int]]:
-    """Texts and types by id; rows that no token has are called [PAD7], after their id."""
-    tokens, types = [f"[PAD{row}]" for row in range(rows)], [UNUSED] * rows
+def _tokens(
+    known: dict[str, int], described: dict[str, Any], rows: int
+) -> tuple[list[str], list[int]]:
+    """Texts and types by id; a row without a token is named by its id, as [PAD7]."""
+    from gguf import TokenType
+
+    tokens, types = [f"[PAD{row}]" for row in range(rows)], [int(TokenType.UNUSED)] * rows
     for text, token in known.items():
-        tokens[token], types[token] = text, NORMAL
-    for added in said["added_tokens"]:
+        tokens[token], types[token] = text, TokenType.NORMAL
+    for added in described["added_tokens"]:
         tokens[added["id"]] = added["content"]
-        types[added["id"]] = CONTROL if added["special"] else USER_DEFINED
+        types[added["id"]] = TokenType.CONTROL if added["special"] else TokenType.USER_DEFINED
     return tokens, types
 
 
-def _split_of(said: dict[str, Any]) -> str:
+def _split_of(described: dict[str, Any]) -> str:
     """GGUF's name for how text is split before merges. Raises ModelError."""
-    normalizer, ignores = said["normalizer"], bool(said["model"].get("ignore_merges"))
-    found = said["pre_tokenizer"] or {}
+    normalizer, ignores = described["normalizer"], bool(described["model"].get("ignore_merges"))
+    found = described["pre_tokenizer"] or {}
     steps = found.get("pretokenizers", [found])
     kinds = [step.get("type") for step in steps]
     plain = kinds[-1:] == ["ByteLevel"] and not steps[-1]["add_prefix_space"]
@@ -158,9 +145,9 @@ def _split_of(said: dict[str, Any]) -> str:
     return name
 
 
-def _adds_space(said: dict[str, Any]) -> bool:
-    """Whether a text of sentencepiece begins with a space that it has not. Raises ModelError."""
-    normalizer, splits = said["normalizer"] or {}, said["pre_tokenizer"]
+def _adds_space(described: dict[str, Any]) -> bool:
+    """True if sentencepiece puts a space before a text. Raises ModelError."""
+    normalizer, splits = described["normalizer"] or {}, described["pre_tokenizer"]
     steps = normalizer.get("normalizers", [normalizer] if normalizer else [])
     replaces = {"type": "Replace", "pattern": {"String": " "}, "content": SPACE}
     prepends = {"type": "Prepend", "prepend": SPACE}
@@ -189,21 +176,8 @@ def _scores(tokens: list[str], merges: list[list[str]]) -> list[float]:
     return [-float(order.get(text, len(order))) for text in tokens]
 
 
-def _special_ids(tokenizer: PreTrainedTokenizerBase) -> dict[str, int]:
-    turn = end_of_turn(tokenizer)
-    found = {
-        "bos": tokenizer.bos_token_id,
-        "eos": tokenizer.eos_token_id,
-        "unknown": tokenizer.unk_token_id,
-        "padding": tokenizer.pad_token_id,
-    }
-    if turn is not None and turn != tokenizer.eos_token:
-        found["eot"] = tokenizer.convert_tokens_to_ids(turn)
-    return {name: token for name, token in found.items() if token is not None}
-
-
 def _adds(tokenizer: PreTrainedTokenizerBase) -> tuple[bool, bool]:
-    """Whether a text gets a first token and a last one. Raises ModelError for any other."""
+    """(puts a first token before texts, puts a last one behind). Raises ModelError for others."""
     bare = tokenizer("a", add_special_tokens=False)["input_ids"]
     whole = tokenizer("a")["input_ids"]
     for bos in (False, True):
@@ -212,10 +186,3 @@ def _adds(tokenizer: PreTrainedTokenizerBase) -> tuple[bool, bool]:
             if whole == [*first, *bare, *[tokenizer.eos_token_id] * eos]:
                 return bos, eos
     raise _refused("it puts other tokens around texts than one at each end")
-
-
-def _templates(tokenizer: PreTrainedTokenizerBase) -> str | list[dict[str, str]] | None:
-    templates: Any = tokenizer.chat_template
-    if isinstance(templates, dict):
-        return [{"name": name, "template": text} for name, text in templates.items()]
-    return templates or None

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenize
 
 from megatrain.engine.engine import Engine
 from megatrain.errors import ConfigError, ModelError, StorageError
-from megatrain.models.gguf_vocabulary import SPLITS, vocabulary_of
+from megatrain.models.gguf_vocabulary import SPLITS, add_tokenizer
 from megatrain.storage.checkpoint import save_checkpoint, write_final
 from megatrain.storage.export import export
 from tests.files import flip, largest_file, names
@@ -235,10 +235,10 @@ def test_tokenizers_that_no_file_can_say_are_refused():
     ]
     for tokenizer, words in cases:
         with pytest.raises(ModelError, match=words):
-            vocabulary_of(tokenizer, ROWS)
+            add_tokenizer(None, tokenizer, ROWS)
     rows = len(byte_level()) - 1
     with pytest.raises(ModelError, match=f"beyond the {rows} rows"):
-        vocabulary_of(byte_level(), rows)
+        add_tokenizer(None, byte_level(), rows)
 
 
 def test_values_beyond_float16_are_refused(tmp_path):
