@@ -1,1 +1,1 @@
-"""Where a model's arrays are: GPU memory, host RAM, NVMe. Each module is public; none is loaded."""
+"""A model's arrays over the tiers: GPU memory, host RAM, NVMe. Imports no module by itself."""

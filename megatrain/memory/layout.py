@@ -1,4 +1,4 @@
-"""Where each tensor of a block is inside the block's flat arrays."""
+"""Layout of a block's tensors inside its flat arrays."""
 
 from __future__ import annotations
 
@@ -58,12 +58,12 @@ class TensorRange:
         return array.narrow(0, self.offset, self.numel)
 
     def within(self, span: Span) -> Span:
-        """Which of its elements, counted from its first, are in `span` of its block's array."""
+        """Its elements, counted from its first, that lie in `span` of the block's array."""
         start, stop = (min(max(end - self.offset, 0), self.numel) for end in span)
         return Span(start, stop)
 
     def owned(self, spans: Mapping[int, Span]) -> dict[int, int]:
-        """How many of its elements each rank has, of the spans that ranks own."""
+        """Number of its elements that each rank owns, by the spans that ranks own."""
         return {rank: self.within(span).numel for rank, span in spans.items()}
 
     def flat_within(self, array: torch.Tensor, span: Span) -> torch.Tensor:
@@ -104,7 +104,7 @@ class Span(NamedTuple):
         return self.stop - self.start
 
     def before(self, end: int) -> Span:
-        """What of it is before an element."""
+        """The part before an element."""
         return Span(min(self.start, end), min(self.stop, end))
 
 
@@ -148,7 +148,7 @@ class FlatLayout:
         return sum(spec.numel for spec in self.tensors)
 
     def freeze(self, names: Collection[str]) -> FlatLayout:
-        """The same tensors, those of these names frozen."""
+        """A copy with the tensors of these names frozen."""
         kept = [spec for spec in self.tensors if spec.name not in names]
         if len(kept) == len(self.tensors):
             return self
@@ -179,7 +179,7 @@ class FlatLayout:
         return self.trained.numel
 
     def share(self, ranks: int) -> int:
-        """Elements that each of so many ranks owns, but for the last ones, which may have less."""
+        """Elements that each of `ranks` ranks owns; the last ones may own fewer."""
         return sizes.share(self.numel, ranks)
 
     def span(self, place: int, ranks: int) -> Span:

@@ -114,12 +114,12 @@ class NvmeStore:
             nbytes = round_up(max(self._numel[key], 1) * self._specs[key[0]].dtype.itemsize, PAGE)
             self._places[key] = end, nbytes
             end += nbytes
-        # the lock of everything below; told of all that a waiting lease may be waiting for
+        # the lock of everything below; notified of all that a waiting lease may wait for
         self._changed = threading.Condition()
         self._where: dict[Key, _Buffer] = {}  # the buffer that an array is in
         self._queues = {name: _Queue() for name in self._specs}
         self._error: BaseException | None = None  # the first; from then on nothing can be used
-        self._turn = 0  # counts the buffers given
+        self._turn = 0  # counts the buffers granted
         self._waiting = 0  # leases with `changes` that are waited for now
         self._waiting_since, self._waited_s = 0.0, 0.0
         self._slabs: list[Slab] = []
@@ -236,7 +236,7 @@ class NvmeStore:
     # -- buffers, all under the lock --------------------------------------------------------------
 
     def _serve(self, name: str) -> None:
-        """Give buffers of an array to the leases whose turn it is, until none can be given."""
+        """Grant an array's buffers to the leases whose turn it is, while there are free ones."""
         queue = self._queues[name]  # a lease that cannot be served holds back all behind it
         while queue and self._give(*queue[0]):
             queue.popleft()
@@ -299,7 +299,7 @@ class NvmeStore:
     def _arrived(self, buffer: _Buffer, error: StorageError | None) -> None:
         """End of a transfer, on a thread of the files. After a failure nothing can be used."""
         with self._changed:
-            buffer.reading = buffer.writing = False  # leases that are ready now are told below
+            buffer.reading = buffer.writing = False  # leases that are ready now are notified below
             self._error = self._error or error
             assert buffer.key is not None
             try:

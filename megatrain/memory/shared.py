@@ -66,7 +66,7 @@ class SharedWeights:
                 self._slab.pin(PORTABLE)
 
     def share(self, block: int, layout: FlatLayout) -> torch.Tensor:
-        """What this rank owns of a block's weights, a view."""
+        """A view of this rank's share of a block's weights."""
         span = layout.span(self._world.rank, self._world.size)
         return self.whole[block][span.start : span.stop]
 
@@ -76,8 +76,7 @@ class SharedWeights:
             self._done[self._world.rank * len(self._places) + place] += 1
 
     def wait_for_others(self, block: int, updates: int) -> None:
-        """Return once every rank has done so many updates of a block. Raises what `stop` was
-        told."""
+        """Return once every rank did that many updates of a block. Raises the error of `stop`."""
         if (place := self._places.get(block)) is None:
             return
         for rank in range(self._world.size):

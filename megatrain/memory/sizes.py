@@ -27,7 +27,7 @@ def shared_bytes(sizes: Sequence[int], ranks: int) -> int:
 
 
 def share(numel: int, ranks: int) -> int:
-    """Elements of a block that each of so many ranks owns; the last ones may have less, or none."""
+    """Elements of a block that each of the ranks owns; the last ones may own fewer, or none."""
     return -(-numel // (ranks * BLOCK_ALIGNMENT)) * BLOCK_ALIGNMENT
 
 
@@ -39,7 +39,7 @@ def padded(numels: tuple[int, ...], ranks: int) -> tuple[int, ...]:
 
 @lru_cache(maxsize=64)
 def owned(numels: tuple[int, ...], before: tuple[int, ...], ranks: int) -> tuple[int, ...]:
-    """Elements that the first of so many ranks owns of every block's first `before`: none owns
+    """Elements that the first rank owns of every block's first `before`: none owns
     more."""
     if ranks == 1:
         return before

@@ -131,7 +131,7 @@ class StagingBuffers:
 
     Args:
         nbytes: of the largest tensor.
-        count: a tensor that was brought is valid until so many more have been.
+        count: a tensor stays valid until that many more have arrived.
     """
 
     def __init__(self, nbytes: int, count: int = 1) -> None:

@@ -125,7 +125,7 @@ class Store:
         return self._span(spec, block, self.world.rank).numel
 
     def span(self, name: str, block: int, rank: int | None = None) -> Span:
-        """Which elements of a block's array a rank owns; by default this one."""
+        """The elements of a block's array that a rank owns; by default this rank."""
         return self._span(self.arrays[name], block, self.world.rank if rank is None else rank)
 
     def _span(self, spec: ArraySpec, block: int, rank: int) -> Span:
@@ -138,7 +138,7 @@ class Store:
         return Span(found.start, found.stop)
 
     def trained_span(self, block: int) -> Span:
-        """What this rank owns of a block's trained tensors."""
+        """This rank's share of a block's trained tensors."""
         return self.spans[block].before(self.layouts[block].trainable)
 
     def is_resident(self, block: int) -> bool:
@@ -189,7 +189,7 @@ class Store:
         return Lease(in_memory, on_nvme, changes=changes, soon=soon)
 
     def pieces(self, name: str, block: int, start: int, numel: int) -> Iterator[torch.Tensor]:
-        """Of `numel` elements of an array from element `start`, those that this rank owns, piece by
+        """The elements of an array from `start` to `start + numel` that this rank owns, piece by
         piece.
 
         On the device are views of at most READ_BYTES; else they are on the CPU. A piece is valid
@@ -269,7 +269,7 @@ class Store:
             self.shared.say_updated(block)
 
     def wait_for_others(self, block: int, updates: int) -> None:
-        """Return once a block's weights are those of so many updates on all ranks, where they are
+        """Return once a block's weights have that many updates on all ranks, where they are
         read from one copy."""
         if self.shared is not None:
             self.shared.wait_for_others(block, updates)

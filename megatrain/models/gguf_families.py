@@ -320,7 +320,7 @@ def refused(config: PretrainedConfig, what: str) -> ModelError:
 
 
 def keys_of(family: Family, config: PretrainedConfig) -> dict[str, Any]:
-    """What a file says of a model, by its names without the architecture's.
+    """The keys that describe a model in a file, without the architecture's prefix.
 
     Raises ModelError for what it cannot leave out.
     """
@@ -350,7 +350,7 @@ LOCAL, GLOBAL = "sliding_attention", "full_attention"
 
 
 def rope_problem(config: PretrainedConfig, types: tuple[str, ...], turns_part: bool) -> str | None:
-    """What of a model's rotary embeddings no file can say; None: there is nothing."""
+    """The part of a model's rotary embeddings that no file can express; None if there is none."""
     if not types:
         return None
     rope = _of_whole(config)
@@ -409,7 +409,7 @@ def rope_tensors(config: PretrainedConfig) -> dict[str, torch.Tensor]:
 
 
 def _of_whole(config: Any) -> dict[str, Any]:
-    """Of layers without a sliding window, if those with one have their own."""
+    """Parameters of layers without a sliding window, if those with one have their own."""
     found: dict[str, Any] = config.rope_parameters.get(GLOBAL, config.rope_parameters)
     return found
 

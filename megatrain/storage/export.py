@@ -150,7 +150,7 @@ def weight_plan(engine: Exportable) -> dict[str, list[TensorSource]]:
 
 
 def unchanged(engine: Exportable) -> list[TensorSource]:
-    """What no step changes: what is carried along, and frozen tensors as the source has them."""
+    """Sources of tensors that no step changes: unused weights, and frozen tensors as read."""
     found = engine.carried.sources()
     for block, layout in enumerate(engine.store.layouts):
         named = zip(engine.anatomy.published.places[block], engine.published[block], strict=True)
@@ -366,7 +366,7 @@ def export(
 
 
 def _is_still(source: Path, save: float) -> bool:
-    """Whether a checkpoint that was found is there and of this save: its number may have been read
+    """True if a checkpoint that was found is there and of this save: its number may have been read
     only when its run had removed it."""
     return sequence_of(source) == save and os.path.isfile(source / MANIFEST)
 

@@ -55,7 +55,7 @@ def verifying(wanted: bool) -> Iterator[None]:
 
 
 def verifies() -> bool:
-    """Whether files are to be compared with hashes; to be asked in the thread of `verifying`."""
+    """True if hashes are to be checked; call it in the thread that entered `verifying`."""
     return _verified.get()
 
 
@@ -210,7 +210,7 @@ def refuse_strays(folder: Path, manifest: Manifest, code: bool = False) -> None:
 
 
 def would_be_read(name: str, code: bool = False) -> bool:
-    """Whether transformers reads a file of this name in a model's folder; code: Python files."""
+    """True if transformers reads a file of this name in a model folder; code: Python files, too."""
     described = [pattern for names in DESCRIBED_IN.values() for pattern in names]
     patterns = [*described, *READ_TOO, *(["*.py"] if code else [])]
     # it prefers stray tensors to shards
@@ -218,7 +218,7 @@ def would_be_read(name: str, code: bool = False) -> bool:
 
 
 def _is_named(name: str, pattern: str) -> bool:
-    """Whether a pattern, of a file or of files in a folder, is this file's name."""
+    """True if a pattern, of a file or of the files in a folder, matches this name."""
     here, there = PurePosixPath(name), PurePosixPath(pattern)
     return here.parent == there.parent and fnmatchcase(here.name, there.name)
 

@@ -1,4 +1,4 @@
-"""What goes unchanged from the folder that a model is read from into those that are written.
+"""Tensors and files that go unchanged from a model's source folder into saved folders.
 
 Passengers (`models/passengers.py`), tensors that transformers drops on loading, config.json as it
 came and the files of the processor; and frozen tensors (`models/freezing.py`), which are computed
@@ -81,7 +81,7 @@ def carried_of(folder: Path, tensors: Mapping[str, StoredTensor | Dequantised]) 
 def with_frozen(
     carried: Carried, found: Mapping[Place, StoredTensor | None], store: Store, where: Path | None
 ) -> Carried:
-    """The same, and the frozen tensors of a folder, by place, that the store has in other dtypes.
+    """Add the frozen tensors of a folder, by place, that the store holds in other dtypes.
 
     where: the folder, to say their bytes of.
     """
@@ -123,7 +123,7 @@ def about_carried(where: Path, carried: Carried, dropped: Collection[str], who: 
 
 
 def check_carried(carried: Carried, who: Passengers) -> None:
-    """Raise ModelError for an engine that was given no weights of its model's passengers."""
+    """Raise ModelError for an engine without weights for its model's unused parts."""
     if who.names and not carried.tensors:
         raise ModelError(without_source(who))
 
@@ -198,7 +198,7 @@ def is_kept(run_dir: Path) -> bool:
 
 
 def at_home(run_dir: Path, carried: Carried) -> Carried:
-    """The same, read from the run's own folder where the files that it was read from are gone."""
+    """Read it from the run's own folder if the files it came from are gone."""
     if all(path.exists() for path in {tensor.path for tensor in carried._all()}):
         return carried
     kept = _kept(run_dir / PASSENGERS)

@@ -93,7 +93,7 @@ class RunLock:
         return fd
 
     def in_place(self) -> bool:
-        """False: the folder was removed, or is another one, since it was locked."""
+        """False if the folder was removed or replaced since it was locked."""
         try:
             there, held = (self.run_dir / LOCK).stat(), os.fstat(self._fd)
         except OSError:
@@ -101,7 +101,7 @@ class RunLock:
         return (there.st_dev, there.st_ino) == (held.st_dev, held.st_ino)
 
     def retake(self) -> None:
-        """Make and lock the folder anew. Raises StorageError, also if another run has it."""
+        """Make and lock the folder again. Raises StorageError, also if another run holds it."""
         try:
             fd = self._take()
         except ConfigError as error:
@@ -156,7 +156,7 @@ def make_run_dir(run_dir: Path) -> bool:
 
 
 def _a_file_of_ours(folder: Path) -> os.stat_result | None:
-    """What a file looks like that is made there for its owner alone; None if none may be made.
+    """The stat of a new file, made for its owner alone; None if none may be made there.
 
     Asked of the open file: nobody can put another in its place. May raise OSError.
     """
@@ -316,7 +316,7 @@ def copy_file(source: Path, target: Path) -> None:
 
 
 def held_by_a_process(folder: Path) -> bool:
-    """Whether `hold` of a living process is on the folder, or that cannot be known."""
+    """True if a living process holds the folder by `hold`, or that cannot be known."""
     try:
         os.close(hold(folder))
     except OSError:

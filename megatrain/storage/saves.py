@@ -37,7 +37,7 @@ def manifest_of(folder: Path) -> Manifest | None:
 
 
 def sequence_of(folder: Path, unreadable: float = 0) -> float:
-    """The number of the save that made it; `unreadable` for a folder without an intact manifest."""
+    """The save number of a folder; `unreadable` if its manifest is missing or damaged."""
     manifest = manifest_of(folder)
     return unreadable if manifest is None else manifest.sequence
 
@@ -167,7 +167,7 @@ class Candidate:
 
 
 def open_folder(source: ModelSource) -> dict[str, Candidate]:
-    """What a model folder holds, by the headers of its files.
+    """The tensors of a model folder, by the headers of its files.
 
     Raises ModelError and StorageError, as `open_shards` and `dequantised`.
     """
@@ -185,7 +185,7 @@ def open_folder(source: ModelSource) -> dict[str, Candidate]:
 def say_dequantised(
     candidates: Mapping[str, Candidate], dtype: torch.dtype, source: ModelSource
 ) -> None:
-    """Tell that weights are read otherwise than a folder has them, and kept in `dtype`."""
+    """Log that quantised weights are dequantised, and the size that all take in `dtype`."""
     how = quantisation_in(source.path)
     if how is not None and any(c.quantised is not None for c in candidates.values()):
         nbytes = sum(math.prod(c.shape) for c in candidates.values()) * dtype.itemsize
@@ -229,7 +229,7 @@ def with_head(
     candidates: Mapping[str, Candidate], head: NewHead | None, source: ModelSource
 ) -> dict[str, Candidate]:
     """The tensors of a language model's folder, and those that its classifier has besides, without
-    those that this has no use for. What that comes to is said."""
+    those that this has no use for. Logs the difference."""
     if head is None:
         return dict(candidates)
     found = {name: c for name, c in candidates.items() if name not in head.unused}

@@ -41,14 +41,14 @@ File = TypeVar("File", str, Path)
 
 
 class Reading(NamedTuple):
-    """How a rank reads a file: the arguments of `HashedReader`."""
+    """Arguments of a rank's `HashedReader` for one file."""
 
     hashes: bool
     kept: bool
 
 
 def readings(sizes: Mapping[File, int], world: World, verified: bool = True) -> dict[File, Reading]:
-    """How this rank reads each file, the largest first; all ranks read all of them.
+    """The way in which this rank reads each file, the largest first; all ranks read all files.
 
     verified: one rank hashes a file; else none does.
     """
@@ -138,7 +138,7 @@ def _sizes(plan: Plan) -> dict[str, int]:
 
 
 class _Order(NamedTuple):
-    """What the first rank is about to write."""
+    """Message of the first rank: the files that it is about to write."""
 
     folder: Path
     names: tuple[str, ...]
@@ -146,7 +146,7 @@ class _Order(NamedTuple):
 
 
 class _Outcome(NamedTuple):
-    """What became of it on one rank."""
+    """Outcome of a write on one rank."""
 
     failure: MegaTrainError | None
     files: list[WrittenFile]
@@ -154,14 +154,14 @@ class _Outcome(NamedTuple):
 
 @dataclass(frozen=True)
 class _End:
-    """What the first rank is done with. failure: what it raised."""
+    """Message of the first rank at the end: its result, or the exception that it raised."""
 
     result: object = None
     failure: MegaTrainError | None = None
 
 
 def led(world: World, lead: Callable[[], T], plan: Callable[[], Plan]) -> T:
-    """What `lead` returns, on all ranks: the first calls it, and the others write files with it.
+    """Call `lead` on the first rank and return its result on all; the others help it to write.
 
     All call it at the same place, in the main thread.
 
@@ -291,7 +291,7 @@ class _Track:
 
 
 class _Sending:
-    """What a rank sends of its own: one message of each track is made ready ahead, in a thread.
+    """Messages that a rank sends: one of each track is prepared ahead, in a thread.
 
     failure: why it has no more values, but zeros.
     """
@@ -333,10 +333,10 @@ class _Abandoned(Exception):
 
 
 class _Writer:
-    """A thread that writes files of what it is given.
+    """A thread that writes files from the messages it receives.
 
     Attributes:
-        failure: what ended it; what it is given then goes nowhere.
+        failure: the exception that ended it; later messages are dropped.
         written: files that are complete.
     """
 

@@ -119,7 +119,7 @@ def check_headers(anatomy: Anatomy, constants: Constants, source: ModelSource) -
 
 
 def about_float32(dtypes: Mapping[str, torch.dtype]) -> str:
-    """What becomes of tensors that a folder of other dtypes has in float32; empty: it has none."""
+    """A sentence about float32 tensors in a folder of other dtypes; empty if there are none."""
     wide = sorted(name for name, dtype in dtypes.items() if dtype == torch.float32)
     if not wide or len(wide) == len(dtypes):
         return ""
@@ -131,7 +131,7 @@ def about_float32(dtypes: Mapping[str, torch.dtype]) -> str:
 
 @contextmanager
 def damage_first(folder: Path, manifest: Manifest | None) -> Iterator[None]:
-    """Of a folder with a manifest, raise DamagedError for what was raised inside if that is why: a
+    """Turn an error raised inside into DamagedError if the folder's manifest shows the reason: a
     wrong name or value may be a damaged one."""
     try:
         yield
@@ -259,7 +259,7 @@ def copy_tensor(store: Store, place: Place, candidate: Candidate) -> None:
 
 
 def _within(mine: Span, first: int, read: torch.Tensor) -> tuple[int, torch.Tensor]:
-    """Of values from element `first` on, those that are in `mine`, and where in that they begin."""
+    """The part of values from element `first` on that lies in `mine`, and its offset there."""
     start, stop = max(first, mine.start), min(first + len(read), mine.stop)
     return start - mine.start, read[start - first : max(start, stop) - first]
 
@@ -283,7 +283,7 @@ def _check_finite(values: torch.Tensor, where: str) -> None:
         )
 
 
-# Constant tables that older releases saved with the weights; models compute them anew.
+# Constant tables that older releases saved with the weights; models compute them.
 IGNORED = re.compile(
     r"(^|\.)(rotary_emb\.(inv_freq|cos_cached|sin_cached)"
     r"|(attn|attention|self_attn|self_attention)\.(bias|masked_bias)|position_ids)$"
@@ -308,7 +308,7 @@ class Found:
 def match(
     anatomy: Anatomy, candidates: Mapping[str, Candidate], where: str, constants: Constants
 ) -> Found:
-    """What the tensors of a folder are, all of them as they can be read. Raises ModelError."""
+    """Match a folder's tensors to the model's and check shapes and dtypes. Raises ModelError."""
     matched = find_tensors(anatomy, candidates, where)
     for place, name in matched.names.items():
         dtypes = constants.may_be(place) if place.constant else FLOATS
@@ -320,7 +320,7 @@ def match(
 
 
 def find_tensors(anatomy: Anatomy, names: Iterable[str], where: str) -> Found:
-    """What the tensors of these names are. Any name that transformers knows will do.
+    """Match names to the model's tensors. Any name that transformers knows will do.
 
     Raises ModelError if a name is unknown to this model, two are of one tensor, or one is missing.
     """
