@@ -44,7 +44,7 @@ class StillEngine:
         self.hf_config = config
         self.anatomy: Anatomy = skeleton.anatomy
         self.constants = skeleton.constants
-        self.published, self.carried = self.anatomy.published.tensors, NOTHING
+        self.published, self.passthrough = self.anatomy.published.tensors, NOTHING
         specs = [ArraySpec(name, dtype) for name, dtype in ARRAYS[precision]]
         specs.append(ArraySpec("grad", torch.bfloat16))
         cpu = torch.device("cpu")

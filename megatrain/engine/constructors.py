@@ -43,7 +43,7 @@ from megatrain.models.pretrained import ModelSource, read_model_config, resolve_
 from megatrain.models.skeleton import Skeleton
 from megatrain.planner.plan import Plan
 from megatrain.settings import Settings
-from megatrain.storage.passthrough import NOTHING, Carried
+from megatrain.storage.passthrough import NOTHING, Passthrough
 from megatrain.storage.safetensors import check_shards
 from megatrain.storage.weights import load_weights
 from megatrain.world import World
@@ -63,7 +63,7 @@ class Constructors(ABC):
     seed: int
     source: ModelSource | None = None  # of the weights; None if they were drawn
     trust_remote_code = False
-    carried: Carried = NOTHING  # with the weights
+    passthrough: Passthrough = NOTHING  # with the weights
     plan: Plan | None = None  # None: made without one
 
     @abstractmethod
@@ -226,7 +226,7 @@ class Constructors(ABC):
             read_model_config(source, trust_remote_code)
         )
         head = new_head(self.skeleton, self.seed) if lacks_head else None
-        self.published, self.carried = load_weights(
+        self.published, self.passthrough = load_weights(
             self.skeleton.anatomy, self.store, source, self.skeleton.constants, head
         )
 

@@ -64,7 +64,7 @@ class Engine(Constructors):
     Attributes:
         parts: memory, threads and buffers, for tests.
         published: tensors of its model folder by block, named as in its source; no `constants`.
-        carried: what its source holds besides, which goes unchanged into what is saved.
+        passthrough: what its source holds besides, which goes unchanged into what is saved.
         updates, skipped: steps that changed the weights, and steps without an update.
     """
 

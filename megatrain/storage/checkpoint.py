@@ -27,14 +27,14 @@ from megatrain.storage import run_folder, saves
 from megatrain.storage.export import (
     Exportable,
     array_sources,
-    carried_files,
+    passthrough_files,
     unchanged,
     weight_plan,
     write_description,
 )
 from megatrain.storage.hashed_file import WrittenFile, sync_tree, system_errors, write_bytes
 from megatrain.storage.manifest import MANIFEST, Manifest, describe_files, read_manifest
-from megatrain.storage.passthrough import Carried, at_home, is_kept, keep_once, put_into
+from megatrain.storage.passthrough import Passthrough, at_home, is_kept, keep_once, put_into
 from megatrain.storage.safetensors import TensorSource
 from megatrain.storage.sharded_write import led, write_model
 
@@ -95,7 +95,7 @@ def save_checkpoint(
     about = {"step": step, "made_of": made_of, "engine": engine.state(), "state": state}
     files = {saves.STATE: json.dumps(about, indent=1).encode() + b"\n", **(code or {})}
 
-    def lead() -> Carried:
+    def lead() -> Passthrough:
         run_folder.make_run_dir(run_dir)
         target = run_dir / run_folder.checkpoint_name(step)
         with system_errors(target, "save it"):
@@ -106,9 +106,9 @@ def save_checkpoint(
             if best is not None and (run_dir / run_folder.checkpoint_name(best)).is_dir():
                 run_folder.point(run_dir, "best", run_dir / run_folder.checkpoint_name(best))
             saves.prune(run_dir, keep, [path for path in abandoned if path != target])
-            return at_home(run_dir, engine.carried)
+            return at_home(run_dir, engine.passthrough)
 
-    engine.carried = led(
+    engine.passthrough = led(
         engine.store.world, lead, lambda: {**weight_plan(engine), **_optimizer_plan(engine)}
     )
     return run_dir / run_folder.checkpoint_name(step)
@@ -127,11 +127,11 @@ def _write(
     with run_folder.new_folder(target, run_dir / f"{target.name}.tmp") as folder:
         (folder / "optimizer").mkdir()
         metadata, plan = {"format": "pt", "step": str(step)}, weight_plan(engine)
-        carried = carried_files(engine, plan)
-        kept = keep_once(run_dir, carried, world)
+        passthrough = passthrough_files(engine, plan)
+        kept = keep_once(run_dir, passthrough, world)
         put_into(folder, run_dir, kept)
         states = _optimizer_plan(engine)
-        files = write_model(folder, plan, metadata, states, there=carried, world=world)
+        files = write_model(folder, plan, metadata, states, there=passthrough, world=world)
         write_description(folder, engine, tokenizer, generation_config)
         files += [write_bytes(folder / name, text) for name, text in small.items()]
         sequence, constants = saves.next_sequence(run_dir), names_in(engine.constants)

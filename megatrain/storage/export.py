@@ -32,10 +32,10 @@ from megatrain.storage.hashed_file import sync_tree, write_bytes
 from megatrain.storage.manifest import MANIFEST, Manifest, stray_files, verify_checkpoint
 from megatrain.storage.passthrough import (
     CONFIG,
-    Carried,
+    Passthrough,
     as_stored,
-    check_carried,
-    is_carried,
+    check_passthrough,
+    is_passthrough,
     with_dtype,
 )
 from megatrain.storage.run_folder import copy_file, held_by_a_process, hold, new_folder
@@ -99,7 +99,7 @@ class Exportable(Protocol):
     """An engine as a model folder sees it."""
 
     published: Tensors  # of its model folder, under the names that its source has for them
-    carried: Carried  # what its source holds besides
+    passthrough: Passthrough  # what its source holds besides
 
     @property
     def anatomy(self) -> Anatomy: ...
@@ -137,7 +137,7 @@ def weight_plan(engine: Exportable) -> dict[str, list[TensorSource]]:
 
     What no step changes has files of its own. Raises ModelError if something of it is nowhere.
     """
-    check_carried(engine.carried, engine.anatomy.passengers)
+    check_passthrough(engine.passthrough, engine.anatomy.passengers)
     own = []
     for block, tensors in enumerate(engine.published):
         trainable = engine.store.layouts[block].trainable
@@ -151,19 +151,19 @@ def weight_plan(engine: Exportable) -> dict[str, list[TensorSource]]:
 
 def unchanged(engine: Exportable) -> list[TensorSource]:
     """Sources of tensors that no step changes: unused weights, and frozen tensors as read."""
-    found = engine.carried.sources()
+    found = engine.passthrough.sources()
     for block, layout in enumerate(engine.store.layouts):
         named = zip(engine.anatomy.published.places[block], engine.published[block], strict=True)
         held = (
             tensor
             for place, tensor in named
-            if tensor.offset >= layout.trainable and place.own not in engine.carried.frozen
+            if tensor.offset >= layout.trainable and place.own not in engine.passthrough.frozen
         )
         found += array_sources(engine, "weight", block, held)
     return found
 
 
-def carried_files(
+def passthrough_files(
     engine: Exportable, plan: Mapping[str, list[TensorSource]]
 ) -> dict[str, list[TensorSource]]:
     """The files of a `weight_plan` that hold what no step changes."""
@@ -261,7 +261,7 @@ def write_description(
 
     Returns the tokens that end answers and that the generation settings lacked.
     """
-    dtype, as_they_came = engine.store.arrays["weight"].dtype, dict(engine.carried.files)
+    dtype, as_they_came = engine.store.arrays["weight"].dtype, dict(engine.passthrough.files)
     came = as_they_came.pop(CONFIG, None)
     config = with_dtype(came, dtype) if came else encode_config(engine.hf_config, dtype)
     write_bytes(folder / CONFIG, config)
@@ -385,7 +385,7 @@ def _fill_gguf(folder: Path, source: Path, dtype: str | None, name: str) -> None
     folder_of = pretrained.ModelSource("folder", source)
     config, tokenizer, _ = pretrained.load_config_and_tokenizer(folder_of)
     family_of(config)  # refuses before anything is written
-    own = {name: t for name, t in stored.items() if not is_carried(t.path)}
+    own = {name: t for name, t in stored.items() if not is_passthrough(t.path)}
     weights = {name: t for name, t in own.items() if name not in manifest.constants}
     held = next(t.dtype for t in weights.values())
     wanted = held if dtype is None else GGUF_DTYPES[dtype]
@@ -400,8 +400,8 @@ def _fill_gguf(folder: Path, source: Path, dtype: str | None, name: str) -> None
 def _fill(folder: Path, source: Path, dtype: str | None) -> None:
     """Copy the model of a checkpoint. Raises as `export`."""
     manifest, stored = _opened(source)
-    carried = Carried({n: t for n, t in stored.items() if is_carried(t.path)}, {})
-    own = {name: t for name, t in stored.items() if name not in carried.tensors}
+    passthrough = Passthrough({n: t for n, t in stored.items() if is_passthrough(t.path)}, {})
+    own = {name: t for name, t in stored.items() if name not in passthrough.tensors}
     weights = {name: t for name, t in own.items() if name not in manifest.constants}
     held = next(t.dtype for t in weights.values())
     wanted = held if dtype is None else DTYPES[dtype]
@@ -417,7 +417,7 @@ def _fill(folder: Path, source: Path, dtype: str | None) -> None:
     if wanted != held:
         changed = {t.name: t for t in converted(source, weights, wanted)}
         sources = [changed.get(name) or as_stored(t) for name, t in own.items()]
-        write_model(folder, plan_shards(sources, carried.sources()), {"format": "pt"})
+        write_model(folder, plan_shards(sources, passthrough.sources()), {"format": "pt"})
     _complete_stops(source, folder)
 
 

@@ -37,7 +37,7 @@ logger = logging.getLogger("megatrain")
 
 
 @dataclass(frozen=True)
-class Carried:
+class Passthrough:
     """Attributes:
     tensors: by the names that the source has for them; of quantised ones what they stand for.
     files: config.json as it came and the processor's files, by name.
@@ -57,7 +57,7 @@ class Carried:
         return [*self.tensors.values(), *(t for parts in self.frozen.values() for t in parts)]
 
 
-NOTHING = Carried({}, {})
+NOTHING = Passthrough({}, {})
 
 
 def as_stored(stored: StoredTensor | Dequantised) -> TensorSource:
@@ -70,17 +70,20 @@ def as_stored(stored: StoredTensor | Dequantised) -> TensorSource:
     return TensorSource(stored.name, stored.dtype, stored.shape, pieces)
 
 
-def carried_of(folder: Path, tensors: Mapping[str, StoredTensor | Dequantised]) -> Carried:
+def passthrough_of(folder: Path, tensors: Mapping[str, StoredTensor | Dequantised]) -> Passthrough:
     """These tensors of a model folder, and its files that go with them. Raises StorageError."""
     if not tensors:
         return NOTHING
     found = (path for pattern in (CONFIG, *OF_PROCESSOR) for path in sorted(folder.glob(pattern)))
-    return Carried(tensors, {path.name: read_bytes(path) for path in found if path.is_file()})
+    return Passthrough(tensors, {path.name: read_bytes(path) for path in found if path.is_file()})
 
 
 def with_frozen(
-    carried: Carried, found: Mapping[Place, StoredTensor | None], store: Store, where: Path | None
-) -> Carried:
+    passthrough: Passthrough,
+    found: Mapping[Place, StoredTensor | None],
+    store: Store,
+    where: Path | None,
+) -> Passthrough:
     """Add the frozen tensors of a folder, by place, that the store holds in other dtypes.
 
     where: the folder, to say their bytes of.
@@ -100,16 +103,18 @@ def with_frozen(
             f"{where}: frozen tensors are {names}; they are computed with in "
             f"{str(held)[len('torch.') :]} and saved as they came, once: {nbytes / 1e9:.3g} GB"
         )
-    return replace(carried, frozen=dict(frozen))
+    return replace(passthrough, frozen=dict(frozen))
 
 
-def about_carried(where: Path, carried: Carried, dropped: Collection[str], who: Passengers) -> str:
+def describe_passthrough(
+    where: Path, passthrough: Passthrough, dropped: Collection[str], who: Passengers
+) -> str:
     """The sentence that says what is carried along; empty where nothing is.
 
     dropped: names of tensors that are no passengers of the model.
     """
     said = []
-    if len(carried.tensors) > len(dropped):
+    if len(passthrough.tensors) > len(dropped):
         said.append(f"{listed(who.modules)} {are(who.modules)} carried along unchanged")
         said += [NO_IMAGES] * who.multimodal
     if dropped:
@@ -122,9 +127,9 @@ def about_carried(where: Path, carried: Carried, dropped: Collection[str], who: 
     return f"{where}: {'; '.join(said)}" if said else ""
 
 
-def check_carried(carried: Carried, who: Passengers) -> None:
+def check_passthrough(passthrough: Passthrough, who: Passengers) -> None:
     """Raise ModelError for an engine without weights for its model's unused parts."""
-    if who.names and not carried.tensors:
+    if who.names and not passthrough.tensors:
         raise ModelError(without_source(who))
 
 
@@ -148,7 +153,7 @@ def with_dtype(config: bytes, dtype: torch.dtype) -> bytes:
 # -- in a run folder -------------------------------------------------------------------------------
 
 
-def is_carried(path: Path) -> bool:
+def is_passthrough(path: Path) -> bool:
     """True for a file of tensors that is the same in all checkpoints. Raises StorageError."""
     return read_header(path).metadata.get("step") == EVERY_STEP
 
@@ -197,12 +202,12 @@ def is_kept(run_dir: Path) -> bool:
     return _kept(run_dir / PASSENGERS) is not None
 
 
-def at_home(run_dir: Path, carried: Carried) -> Carried:
+def at_home(run_dir: Path, passthrough: Passthrough) -> Passthrough:
     """Read it from the run's own folder if the files it came from are gone."""
-    if all(path.exists() for path in {tensor.path for tensor in carried._all()}):
-        return carried
+    if all(path.exists() for path in {tensor.path for tensor in passthrough._all()}):
+        return passthrough
     kept = _kept(run_dir / PASSENGERS)
     stored = (read_header(run_dir / PASSENGERS / name).tensors for name in kept or ())
     here = {name: tensor for file in stored for name, tensor in file.items()}
-    frozen = {own: tuple(here[t.name] for t in parts) for own, parts in carried.frozen.items()}
-    return replace(carried, tensors={n: here[n] for n in carried.tensors}, frozen=frozen)
+    frozen = {own: tuple(here[t.name] for t in parts) for own, parts in passthrough.frozen.items()}
+    return replace(passthrough, tensors={n: here[n] for n in passthrough.tensors}, frozen=frozen)

@@ -43,7 +43,7 @@ from megatrain.storage.manifest import (
     verifies,
     verify_checkpoint,
 )
-from megatrain.storage.passthrough import carried_of, with_frozen
+from megatrain.storage.passthrough import passthrough_of, with_frozen
 from megatrain.storage.run_folder import FINAL
 from megatrain.storage.safetensors import (
     HashedReader,
@@ -198,9 +198,9 @@ def _load(path: Path, engine: Checkpointable) -> dict[str, Any]:
         ]
     )
     engine.published = engine.anatomy.published.named_as(places)
-    carried = carried_of(path, {name: weights[name] for name in found.carried})
+    passthrough = passthrough_of(path, {name: weights[name] for name in found.passthrough})
     held = {place: weights[name] for place, name in places.items()}
-    engine.carried = with_frozen(carried, held, engine.store, None)
+    engine.passthrough = with_frozen(passthrough, held, engine.store, None)
     return about
 
 

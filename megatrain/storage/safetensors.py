@@ -464,14 +464,14 @@ def write_safetensors(
 
 def plan_shards(
     sources: Sequence[TensorSource],
-    carried: Sequence[TensorSource] = (),
+    passthrough: Sequence[TensorSource] = (),
     shard_bytes: int = SHARD_BYTES,
 ) -> dict[str, list[TensorSource]]:
     """Cut tensors, in order, into files of at most `shard_bytes`, named as Hugging Face does.
 
-    A larger tensor gets a file of its own. carried: tensors that share no file with the others.
+    A larger tensor gets a file of its own. passthrough: tensors that share no file with the others.
     """
-    shards = [*_cut(sources, shard_bytes), *_cut(carried, shard_bytes)]
+    shards = [*_cut(sources, shard_bytes), *_cut(passthrough, shard_bytes)]
     if len(shards) == 1:
         return {"model.safetensors": shards[0]}
     ends = f"of-{len(shards):05d}.safetensors"

@@ -34,9 +34,9 @@ from megatrain.storage.manifest import (
 from megatrain.storage.passthrough import (
     CONFIG,
     NOTHING,
-    Carried,
-    about_carried,
-    carried_of,
+    Passthrough,
+    describe_passthrough,
+    passthrough_of,
     with_frozen,
 )
 from megatrain.storage.safetensors import (
@@ -65,7 +65,7 @@ def load_weights(
     source: ModelSource,
     constants: Constants,
     head: NewHead | None = None,
-) -> tuple[Tensors, Carried]:
+) -> tuple[Tensors, Passthrough]:
     """Fill the store's weights (and remainders) and constants from a model folder or a GGUF file.
 
     Folders are read a few megabytes at a time; one with a MANIFEST.json is checked on the way.
@@ -94,13 +94,15 @@ def load_weights(
     with damage_first(source.path, manifest):
         candidates = with_head(open_folder(source), head, source)
         say_dequantised(candidates, store.arrays["weight"].dtype, source)
-        found, carried = copy_in(anatomy, store, candidates, str(source.file), constants, sums)
-    unchanged = ((name, candidates[name].stored or candidates[name].quantised) for name in carried)
-    kept = carried_of(source.path, {name: tensor for name, tensor in unchanged if tensor})
+        found, passthrough = copy_in(anatomy, store, candidates, str(source.file), constants, sums)
+    unchanged = (
+        (name, candidates[name].stored or candidates[name].quantised) for name in passthrough
+    )
+    kept = passthrough_of(source.path, {name: tensor for name, tensor in unchanged if tensor})
     if head is not None:  # its config.json describes another model
         kept = replace(kept, files={n: text for n, text in kept.files.items() if n != CONFIG})
-    dropped = [name for name, place in carried.items() if place is None]
-    if said := about_carried(source.file, kept, dropped, anatomy.passengers):
+    dropped = [name for name, place in passthrough.items() if place is None]
+    if said := describe_passthrough(source.file, kept, dropped, anatomy.passengers):
         logger.info(said)
     trained = {name: candidates[name].dtype for place, name in found.items() if not place.constant}
     if store.arrays["weight"].dtype == torch.bfloat16 and (said := about_float32(trained)):
@@ -159,7 +161,7 @@ def copy_in(
     Raises ModelError as `load_weights`, and DamagedError.
     """
     matched = match(anatomy, candidates, where, constants)
-    found, twins, carried = matched.names, matched.twins, matched.carried
+    found, twins, passthrough = matched.names, matched.twins, matched.passthrough
     constants.expect({p: (name, candidates[name].dtype) for p, name in found.items()})
     writers = {True: partial(copy_constant, constants), False: partial(copy_tensor, store)}
     by_file: dict[Path, list[Copied]] = {path: [] for path in sums or () if path.suffix == SUFFIX}
@@ -170,7 +172,7 @@ def copy_in(
             by_file[stored.path].append((place, stored))
         else:
             copies.append(partial(writers[place.constant], place, candidates[name]))
-    others = {stored.path for name in carried if (stored := candidates[name].stored)}
+    others = {stored.path for name in passthrough if (stored := candidates[name].stored)}
     to_read = [path for path, copied in by_file.items() if copied or path in others]
     if sums is not None:
         sizes = {path: sums[path].nbytes for path in to_read}
@@ -181,7 +183,7 @@ def copy_in(
     if store.world.is_first:
         copies += [partial(_check_twins, candidates[a], candidates[o]) for a, o in twins]
     in_parallel(copies)
-    return found, carried
+    return found, passthrough
 
 
 def _copy_checked(
@@ -297,12 +299,12 @@ class Found:
     Attributes:
         names: by their places in the model.
         twins: tied ones as (alias, owner).
-        carried: the places of those that are carried along; None for what transformers drops.
+        passthrough: the places of those that are carried along; None for what transformers drops.
     """
 
     names: dict[Place, str]
     twins: list[tuple[str, str]]
-    carried: dict[str, Place | None]
+    passthrough: dict[str, Place | None]
 
 
 def match(
@@ -313,7 +315,7 @@ def match(
     for place, name in matched.names.items():
         dtypes = constants.may_be(place) if place.constant else FLOATS
         _check_kind(candidates[name], place.tensor, dtypes)
-    for name, passenger in matched.carried.items():
+    for name, passenger in matched.passthrough.items():
         if passenger is not None:
             _check_shape(candidates[name], passenger.tensor)
     return matched
@@ -332,10 +334,10 @@ def find_tensors(anatomy: Anatomy, names: Iterable[str], where: str) -> Found:
             f"{where}: lacks {listed(missing)}, which a {anatomy.family} model of this "
             "configuration needs"
         )
-    carried: dict[str, Place | None] = dict.fromkeys(dropped)
+    passthrough: dict[str, Place | None] = dict.fromkeys(dropped)
     for place in [place for place in found if place.passenger]:
-        carried[found.pop(place)] = place
-    return Found(found, twins, carried)
+        passthrough[found.pop(place)] = place
+    return Found(found, twins, passthrough)
 
 
 def _match_names(
