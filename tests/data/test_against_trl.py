@@ -190,21 +190,18 @@ def test_what_a_template_does_not_show_is_refused(tokenizers):
             ours(tokenizers[name], ROWS[kind])
 
 
-@pytest.mark.parametrize("template", [None, CHATML])
-@pytest.mark.parametrize("bos", [False, True])
-@pytest.mark.parametrize(
-    "row",
-    [
-        {"prompt": "What is two plus two?", "completion": " It is four."},
-        {"prompt": "naïve ", "completion": "café ☕<|endoftext|>"},
-        {"text": "hello world"},
-    ],
-)
-def test_plain_texts(make_tokenizer, of_trl, template, bos, row):
-    tokenizer = make_tokenizer(template, trim_offsets=False, bos=bos)
-    own, theirs = ours(tokenizer, row), of_trl(tokenizer, row)
-    assert own[0] == theirs[0]
-    assert own[1][1:] == theirs[1][1:]  # nothing predicts the first token
+def test_plain_texts(make_tokenizer, of_trl):
+    for template in [None, CHATML]:
+        for bos in [False, True]:
+            for row in [
+                {"prompt": "What is two plus two?", "completion": " It is four."},
+                {"prompt": "naïve ", "completion": "café ☕<|endoftext|>"},
+                {"text": "hello world"},
+            ]:
+                tokenizer = make_tokenizer(template, trim_offsets=False, bos=bos)
+                own, theirs = ours(tokenizer, row), of_trl(tokenizer, row)
+                assert own[0] == theirs[0]
+                assert own[1][1:] == theirs[1][1:]  # nothing predicts the first token
 
 
 def test_lists_of_messages(make_tokenizer, of_trl):

@@ -75,11 +75,11 @@ def targets(tokenizer: Any, conversation: Chat) -> list[str]:
     ]
 
 
-@pytest.mark.parametrize("trim_offsets", [True, False])
-@pytest.mark.parametrize("template", [CHATML, MARKED, NO_GENERATION_PROMPT])
-def test_every_answer_with_its_end_of_turn_is_a_target(make_tokenizer, template, trim_offsets):
-    tokenizer = make_tokenizer(template, trim_offsets)
-    assert targets(tokenizer, chat(MULTI)) == ENDED
+def test_every_answer_with_its_end_of_turn_is_a_target(make_tokenizer):
+    for trim_offsets in [True, False]:
+        for template in [CHATML, MARKED, NO_GENERATION_PROMPT]:
+            tokenizer = make_tokenizer(template, trim_offsets)
+            assert targets(tokenizer, chat(MULTI)) == ENDED
 
 
 def test_the_real_tokenizer_token_by_token(smollm2):
@@ -206,11 +206,11 @@ def test_answers_that_end_otherwise_in_mid_conversation_are_counted(make_tokeniz
     assert Encoder(make_tokenizer()).mark(chat(SHORT)).notes == ()
 
 
-@pytest.mark.parametrize("template", [CHATML, MARKED])
-def test_context_only_answers_are_no_targets(make_tokenizer, template):
-    first, *rest = chat([("assistant", "a"), ("user", "b"), ("assistant", "c")]).messages
-    conversation = Chat((Message("assistant", first.content, trained=False), *rest))
-    assert targets(make_tokenizer(template), conversation) == ["c<|im_end|>"]
+def test_context_only_answers_are_no_targets(make_tokenizer):
+    for template in [CHATML, MARKED]:
+        first, *rest = chat([("assistant", "a"), ("user", "b"), ("assistant", "c")]).messages
+        conversation = Chat((Message("assistant", first.content, trained=False), *rest))
+        assert targets(make_tokenizer(template), conversation) == ["c<|im_end|>"]
 
 
 def test_a_conversation_may_start_with_the_answer(make_tokenizer):
@@ -218,10 +218,12 @@ def test_a_conversation_may_start_with_the_answer(make_tokenizer):
     assert targets(make_tokenizer(CHATML), conversation) == ["hello<|im_end|>"]
 
 
-@pytest.mark.parametrize("template", [CHATML, NO_GENERATION_PROMPT, FORGETS_THINKING])
-def test_the_same_text_in_question_and_answer_is_told_apart(make_tokenizer, template):
-    runs = targets(make_tokenizer(template), chat([(role, "yes") for role, _ in SHORT]))
-    assert [run.removeprefix("<think>\n\n</think>\n\n") for run in runs] == ["yes<|im_end|>"] * 2
+def test_the_same_text_in_question_and_answer_is_told_apart(make_tokenizer):
+    for template in [CHATML, NO_GENERATION_PROMPT, FORGETS_THINKING]:
+        runs = targets(make_tokenizer(template), chat([(role, "yes") for role, _ in SHORT]))
+        assert [run.removeprefix("<think>\n\n</think>\n\n") for run in runs] == [
+            "yes<|im_end|>"
+        ] * 2
 
 
 def test_variables_of_a_row_reach_the_template(make_tokenizer):
@@ -252,12 +254,15 @@ CLOCKS = {
 }
 
 
-@pytest.mark.parametrize("clock", CLOCKS)
-def test_a_template_that_asks_for_the_time_is_told_the_day(make_tokenizer, clock):
-    tokenizer, scene = make_tokenizer(clock + CHATML), Scene(({"role": "user", "content": "hi"},))
-    text = Template(tokenizer, date(2024, 7, 4)).render(scene)
-    assert text.startswith(CLOCKS[clock])
-    assert text.endswith("<|im_start|>user\nhi<|im_end|>\n")
-    assert Template(tokenizer).render(scene) != text or "%" not in clock, "the clock's"
-    plain = make_tokenizer()
-    assert Template(plain, date(2024, 7, 4)).render(scene) == Template(plain).render(scene)
+def test_a_template_that_asks_for_the_time_is_told_the_day(make_tokenizer):
+    for clock in CLOCKS:
+        tokenizer, scene = (
+            make_tokenizer(clock + CHATML),
+            Scene(({"role": "user", "content": "hi"},)),
+        )
+        text = Template(tokenizer, date(2024, 7, 4)).render(scene)
+        assert text.startswith(CLOCKS[clock])
+        assert text.endswith("<|im_start|>user\nhi<|im_end|>\n")
+        assert Template(tokenizer).render(scene) != text or "%" not in clock, "the clock's"
+        plain = make_tokenizer()
+        assert Template(plain, date(2024, 7, 4)).render(scene) == Template(plain).render(scene)

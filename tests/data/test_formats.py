@@ -162,21 +162,18 @@ def test_a_column_that_matters_changes_the_sample_or_refuses_the_row():
                 assert read({**GOOD[name], column: nothing}) == read(GOOD[name])
 
 
-@pytest.mark.parametrize(
-    ("column", "method"),
-    {
+def test_the_refusal_names_the_method():
+    for column, method in {
         "chosen": "dpo",
         "rejected": "dpo",
         "label": "kto",
         "kto_tag": "kto",
         "score": "reward",
-    }.items(),
-)
-def test_the_refusal_names_the_method(column, method):
-    with pytest.raises(RowError, match=f"method: {method}"):
-        read({**GOOD["messages"], column: SAYS[column]})
-    with pytest.raises(RowError, match="method: dpo"):
-        raise unknown_format({"prompt": "a", "chosen": "b", "rejected": "c"})
+    }.items():
+        with pytest.raises(RowError, match=f"method: {method}"):
+            read({**GOOD["messages"], column: SAYS[column]})
+        with pytest.raises(RowError, match="method: dpo"):
+            raise unknown_format({"prompt": "a", "chosen": "b", "rejected": "c"})
 
 
 def test_labels_and_scores_of_documents_do_not_matter_to_pre_training():

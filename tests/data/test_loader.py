@@ -66,12 +66,14 @@ def same(one: StepBatch, other: StepBatch) -> bool:
     )
 
 
-@pytest.mark.parametrize("settings", [BY_TOKENS, BY_ROWS, {"tokens_per_step": 1}, AT_ONCE])
-def test_an_epoch_gives_every_row_once(settings):
-    batches = list(loader(**settings))
-    assert sorted(number for batch in batches for number in row_numbers(batch)) == list(range(101))
-    assert batches[-1].epoch == 1.0
-    assert len(batches) == loader(**settings).steps_total()
+def test_an_epoch_gives_every_row_once():
+    for settings in [BY_TOKENS, BY_ROWS, {"tokens_per_step": 1}, AT_ONCE]:
+        batches = list(loader(**settings))
+        assert sorted(number for batch in batches for number in row_numbers(batch)) == list(
+            range(101)
+        )
+        assert batches[-1].epoch == 1.0
+        assert len(batches) == loader(**settings).steps_total()
 
 
 def test_steps_are_filled_with_real_tokens_until_the_next_row_would_not_fit():
@@ -209,19 +211,17 @@ def test_an_ended_run_stays_ended():
     assert resumed.steps_total() == steps
 
 
-@pytest.mark.parametrize(
-    ("change", "words"),
-    [
+def test_positions_of_other_runs_are_refused():
+    change: Any
+    for change, words in [
         ({"data": "other"}, "not those of the checkpoint"),
         ({"seed": 7}, r"shuffled with train\.seed 7, not 0"),
         ({"index": "x"}, "broken"),
         ({"index": 10**6}, "outside the data"),
         ({"step": -1}, "outside the data"),
-    ],
-)
-def test_positions_of_other_runs_are_refused(change, words):
-    with pytest.raises(DataError, match=words):
-        loader().restore({**loader().position(), **change})
+    ]:
+        with pytest.raises(DataError, match=words):
+            loader().restore({**loader().position(), **change})
 
 
 def test_a_row_that_fits_no_micro_batch_is_refused():
@@ -232,26 +232,25 @@ def test_a_row_that_fits_no_micro_batch_is_refused():
         held_out_batches(ROWS, 8, PAD)
 
 
-@pytest.mark.parametrize(
-    "settings",
-    [
+def test_rows_to_come_are_those_that_are_handed_out():
+    settings: Any
+    for settings in [
         {"epochs": 0.3},
         {"epochs": 1},
         {"epochs": 1.2, "rows_per_step": 7},
         {"epochs": None, "max_steps": 3},
         {"epochs": 2, "max_steps": 9, "rows_per_step": 13},
-    ],
-)
-def test_rows_to_come_are_those_that_are_handed_out(settings):
-    asked, others = loader(**settings), loader(**settings)
-    found = [row_numbers(batch) for batch in others]
-    assert asked.rows_to_come().tolist() == sorted({row for rows in found for row in rows})
-    next(iter(asked))
-    assert asked.rows_to_come().tolist() == sorted({row for rows in found[1:] for row in rows})
-    assert (
-        asked.rows_to_come(from_start=True).tolist() == loader(**settings).rows_to_come().tolist()
-    )
-    assert others.rows_to_come().tolist() == []
+    ]:
+        asked, others = loader(**settings), loader(**settings)
+        found = [row_numbers(batch) for batch in others]
+        assert asked.rows_to_come().tolist() == sorted({row for rows in found for row in rows})
+        next(iter(asked))
+        assert asked.rows_to_come().tolist() == sorted({row for rows in found[1:] for row in rows})
+        assert (
+            asked.rows_to_come(from_start=True).tolist()
+            == loader(**settings).rows_to_come().tolist()
+        )
+        assert others.rows_to_come().tolist() == []
 
 
 def test_held_out_batches_hold_every_row_once():

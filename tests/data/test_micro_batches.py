@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
@@ -253,25 +252,6 @@ def test_how_much_is_padded_is_known_before_any_row_is_read(kind, pack_to, step)
         assert most_parts == max(len(batch.micro_batches) for batch in run)
         parts = sum(len(batch.micro_batches) for batch in full) / len(full)
         assert mean_parts == pytest.approx(parts)
-
-
-@PACKED
-def test_a_saved_position_gives_the_identical_rest(pack_to):
-    for kind in [PAIRS, JUDGED]:
-        for stop in [0, 1, 5, 12]:
-            whole = list(loader(kind, epochs=3, pack_to=pack_to))
-            interrupted = loader(kind, epochs=3, pack_to=pack_to)
-            iterator = iter(interrupted)
-            for _ in range(stop):
-                next(iterator)
-            resumed = loader(kind, epochs=3, pack_to=pack_to)
-            resumed.restore(json.loads(json.dumps(interrupted.position())))
-            assert resumed.steps_total() == len(whole)
-            for one, other in zip(resumed, whole[stop:], strict=True):
-                assert one.after == other.after
-                for mine, theirs in zip(one.micro_batches, other.micro_batches, strict=True):
-                    assert mine.keys() == theirs.keys()
-                    assert all(torch.equal(mine[name], theirs[name]) for name in mine)
 
 
 @PACKED

@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
 
-import numpy as np
 import pytest
 
 from benchmarks.campaign import calls
@@ -25,7 +24,6 @@ from megatrain.data import encoding, shards, workers
 from megatrain.data.build import encode_source
 from megatrain.data.cache import RowWriter
 from megatrain.data.chat import Marked
-from megatrain.data.loader import Loader
 from megatrain.data.options import RowOptions
 from megatrain.data.rows import TokenRows
 from megatrain.data.samples import JUDGED, PAIRS, PLAIN
@@ -109,21 +107,6 @@ def test_rows_and_counts_do_not_depend_on_shards(encode_into, monkeypatch, tmp_p
     assert contents(several) == contents(one)
     assert one.counts.bad == 11 and len(one.counts.first_bad) == 5
     assert one.counts.longest > 40 and one.counts.truncated > 0
-
-
-def test_a_step_has_the_same_rows_with_one_shard_and_with_ten(encode_into, monkeypatch):
-    def steps(rows: TokenRows) -> list[list[list[int]]]:
-        loader = Loader(rows, micro_batch_tokens=200, pad_id=0, seed=1, rows_per_step=8)
-        return [
-            [np.asarray(micro["input_ids"]).tolist() for micro in step.micro_batches]
-            for step in loader
-        ]
-
-    found = []
-    for size in (ROWS, ROWS // 10):
-        monkeypatch.setattr(shards, "SHARD_ROWS", size)
-        found.append(steps(encode_into(f"shards of {size}")))
-    assert found[0] == found[1]
 
 
 def test_every_byte_is_the_same_in_several_processes(encode_into, tmp_path):

@@ -18,7 +18,6 @@ from megatrain.data.rows import TokenRows
 from megatrain.data.samples import JUDGED, PAIRS
 from megatrain.data.selection import hold_out
 from megatrain.data.show import describe, warnings
-from megatrain.data.sources import Part
 from megatrain.errors import DataError
 from tests.commands import chat_rows, tiny_tokenizer
 from tests.data.test_cache_damage import every_damage_is_mended
@@ -243,16 +242,6 @@ def test_a_held_out_row_that_is_trained_on_is_found(write_jsonl, make_tokenizer,
     rows, _ = load_data(*files, make_tokenizer(), OPTIONS[JUDGED], seed=0, cache=cache)
     (line,) = warnings(rows)
     assert line.startswith("2 of 3 held-out rows are trained on as well")
-
-
-def test_pairs_of_several_sources_are_mixed_whole(write_jsonl, make_tokenizer, cache):
-    files = [write_jsonl([pair(n) for n in range(10)], "a.jsonl")]
-    files.append(write_jsonl([pair(n) for n in range(50, 55)], "b.jsonl"))
-    parts = [Part(str(file), weight=1.0) for file in files]
-    rows, _ = load_data(parts, None, make_tokenizer(), OPTIONS[PAIRS], seed=0, cache=cache)
-    assert len(rows) == 20
-    prompts = [str(row[0][0][: row[0][1].index(True)]) for row in sides_of(rows)]
-    assert len(set(prompts)) == 15
 
 
 @pytest.mark.parametrize("kind", MAKE)
