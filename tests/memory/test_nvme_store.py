@@ -189,9 +189,10 @@ def fail_every(monkeypatch: pytest.MonkeyPatch, call: str, n: int, error: int) -
     monkeypatch.setattr(os, call, shim)
 
 
-@pytest.mark.parametrize("error", [errno.EIO, errno.ENOSPC])
-@pytest.mark.parametrize("n", [1, 2, 3, 7])
-@pytest.mark.parametrize("call", ["preadv", "pwritev"])
+@pytest.mark.parametrize(
+    ("call", "n", "error"),
+    [("preadv", 1, errno.EIO), ("preadv", 7, errno.EIO), ("pwritev", 3, errno.ENOSPC)],
+)
 def test_a_call_that_fails_stops_whoever_waits_with_folder_and_errno(
     store, tmp_path, monkeypatch, call, n, error
 ):

@@ -65,15 +65,13 @@ def test_every_damage_is_found_and_the_file_is_named(run_dir, engine, save):
     verify_checkpoint(folder)
 
 
-@pytest.mark.parametrize(
-    "file", ["model.safetensors", "optimizer/block-00002.safetensors", "state.json"]
-)
-def test_files_of_two_steps_are_refused_even_with_matching_hashes(run_dir, engine, file, save):
-    save(1, 2)
-    shutil.copyfile(run_dir / "checkpoint-1" / file, run_dir / "checkpoint-2" / file)
-    forge(run_dir / "checkpoint-2")
-    with pytest.raises(StorageError, match=rf"{file}: is of step 1"):
-        load_checkpoint(run_dir / "checkpoint-2", engine)
+def test_files_of_two_steps_are_refused_even_with_matching_hashes(run_dir, engine, save):
+    for file in ["model.safetensors", "optimizer/block-00002.safetensors", "state.json"]:
+        save(1, 2)
+        shutil.copyfile(run_dir / "checkpoint-1" / file, run_dir / "checkpoint-2" / file)
+        forge(run_dir / "checkpoint-2")
+        with pytest.raises(StorageError, match=rf"{file}: is of step 1"):
+            load_checkpoint(run_dir / "checkpoint-2", engine)
 
 
 def test_a_manifest_cannot_name_files_outside(run_dir, engine, save):
@@ -90,17 +88,16 @@ def test_a_later_format_is_refused_as_such(run_dir, engine, save):
         verify_checkpoint(path.parent)
 
 
-@pytest.mark.parametrize("number", ["Infinity", "NaN", "1e999", "-1e400", '"x"', "null", "[]"])
-@pytest.mark.parametrize("key", ["bytes", "step", "sequence"])
-def test_a_number_that_is_none_is_damage_and_the_next_checkpoint_is_taken(
-    run_dir, engine, save, key, number
-):
+def test_a_number_that_is_none_is_damage_and_the_next_checkpoint_is_taken(run_dir, engine, save):
     path = save(1, 2) / "MANIFEST.json"
-    path.write_text(re.sub(rf'"{key}": \d+', f'"{key}": {number}', path.read_text(), count=1))
-    found = find_resumable(run_dir)
-    assert found.path == run_dir / "checkpoint-1"
-    (warning,) = found.warnings
-    assert "checkpoint-2/MANIFEST.json: is damaged" in warning
+    intact = path.read_text()
+    for key in ("bytes", "step", "sequence"):
+        for number in ("Infinity", "NaN", "1e999", "-1e400", '"x"', "null", "[]"):
+            path.write_text(re.sub(rf'"{key}": \d+', f'"{key}": {number}', intact, count=1))
+            found = find_resumable(run_dir)
+            assert found.path == run_dir / "checkpoint-1", (key, number)
+            (warning,) = found.warnings
+            assert "checkpoint-2/MANIFEST.json: is damaged" in warning
 
 
 @pytest.mark.parametrize("mode", [0o000, 0o400])

@@ -271,13 +271,13 @@ REFUSED: dict[str, tuple[Callable[[Tensors], Tensors], str]] = {
 }
 
 
-@pytest.mark.parametrize("case", REFUSED)
-def test_a_folder_that_is_not_what_it_claims_is_refused(saved, case):
-    change, words = REFUSED[case]
-    _, folder = saved("mixtral")
-    save_file(change(tensors_of(folder)), folder / "model.safetensors", {"format": "pt"})
-    with pytest.raises(ModelError, match=words):
-        open_engine(folder)
+def test_a_folder_that_is_not_what_it_claims_is_refused(saved):
+    for case in REFUSED:
+        change, words = REFUSED[case]
+        _, folder = saved("mixtral")
+        save_file(change(tensors_of(folder)), folder / "model.safetensors", {"format": "pt"})
+        with pytest.raises(ModelError, match=words):
+            open_engine(folder)
 
 
 # -- checkpoints of format 1 -----------------------------------------------------------------------

@@ -8,6 +8,7 @@ import os
 import random
 import struct
 import threading
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -71,23 +72,23 @@ def read_tensor(stored: StoredTensor) -> torch.Tensor:
     return out
 
 
-@pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
-def test_the_package_reads_what_we_write(path, dtype):
-    tensors = {"a": sample(dtype, 3, 5), "scalar": sample(dtype), "empty": sample(dtype, 0, 4)}
-    write_safetensors(path, sources(**tensors), {"format": "pt"})
-    read = load_file(path)
-    assert {n: t.dtype for n, t in read.items()} == dict.fromkeys(tensors, dtype)
-    assert all(same_bytes(read[name], tensor) for name, tensor in tensors.items())
+def test_the_package_reads_what_we_write(path):
+    for dtype in DTYPES.values():
+        tensors = {"a": sample(dtype, 3, 5), "scalar": sample(dtype), "empty": sample(dtype, 0, 4)}
+        write_safetensors(path, sources(**tensors), {"format": "pt"})
+        read = load_file(path)
+        assert {n: t.dtype for n, t in read.items()} == dict.fromkeys(tensors, dtype)
+        assert all(same_bytes(read[name], tensor) for name, tensor in tensors.items())
 
 
-@pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
-def test_we_read_what_the_package_writes(path, dtype):
-    tensors = {"b": sample(dtype, 7), "a": sample(dtype, 2, 3), "empty": sample(dtype, 0)}
-    save_file(tensors, path, metadata={"format": "pt", "step": "7"})
-    header = read_header(path)
-    assert header.metadata == {"format": "pt", "step": "7"}
-    for name, tensor in tensors.items():
-        assert same_bytes(read_tensor(header.tensors[name]), tensor)
+def test_we_read_what_the_package_writes(path):
+    for dtype in DTYPES.values():
+        tensors = {"b": sample(dtype, 7), "a": sample(dtype, 2, 3), "empty": sample(dtype, 0)}
+        save_file(tensors, path, metadata={"format": "pt", "step": "7"})
+        header = read_header(path)
+        assert header.metadata == {"format": "pt", "step": "7"}
+        for name, tensor in tensors.items():
+            assert same_bytes(read_tensor(header.tensors[name]), tensor)
 
 
 def test_mixed_dtypes_stay_aligned(path):
@@ -126,14 +127,18 @@ def test_a_file_is_hashed_while_it_is_read(path, monkeypatch):
     assert same_bytes(out, tensors["b"])
 
 
-@pytest.mark.parametrize("kept", [False, True])
-def test_what_is_kept_stays_in_the_page_cache(path, monkeypatch, kept):
-    save_file({"a": sample(FLOAT, 50)}, path)
-    advised: list[int] = []
-    monkeypatch.setattr(os, "posix_fadvise", lambda *given: advised.append(given[-1]))
-    with HashedReader(path, kept=kept) as file:
-        file.skip_to(file.nbytes)
-    assert (os.POSIX_FADV_DONTNEED not in advised) == kept
+def note(advised: list[int], *arguments: int) -> None:
+    advised.append(arguments[-1])
+
+
+def test_what_is_kept_stays_in_the_page_cache(path, monkeypatch):
+    for kept in [False, True]:
+        save_file({"a": sample(FLOAT, 50)}, path)
+        advised: list[int] = []
+        monkeypatch.setattr(os, "posix_fadvise", partial(note, advised))
+        with HashedReader(path, kept=kept) as file:
+            file.skip_to(file.nbytes)
+        assert (os.POSIX_FADV_DONTNEED not in advised) == kept
 
 
 def test_a_file_that_ends_while_it_is_read_is_named(path):
@@ -248,13 +253,13 @@ HOSTILE: dict[str, tuple[Any, int]] = {  # the header, and the bytes behind it
 }
 
 
-@pytest.mark.parametrize("case", HOSTILE)
-def test_malformed_headers_are_refused_by_file_name(path, case):
-    header, nbytes = HOSTILE[case]
-    text = header if isinstance(header, bytes) else json.dumps(header).encode()
-    path.write_bytes(struct.pack("<Q", len(text)) + text + bytes(nbytes))
-    with pytest.raises(StorageError, match=r"x\.safetensors: malformed safetensors header"):
-        read_header(path)
+def test_malformed_headers_are_refused_by_file_name(path):
+    for case in HOSTILE:
+        header, nbytes = HOSTILE[case]
+        text = header if isinstance(header, bytes) else json.dumps(header).encode()
+        path.write_bytes(struct.pack("<Q", len(text)) + text + bytes(nbytes))
+        with pytest.raises(StorageError, match=r"x\.safetensors: malformed safetensors header"):
+            read_header(path)
 
 
 def test_a_dtype_that_cannot_be_read_is_no_damage(path):
@@ -264,11 +269,11 @@ def test_a_dtype_that_cannot_be_read_is_no_damage(path):
         read_header(path)
 
 
-@pytest.mark.parametrize("length", [1 << 63, (1 << 64) - 1, 100_000_001, 9])
-def test_a_header_length_is_checked_before_it_is_believed(path, length):
-    path.write_bytes(struct.pack("<Q", length) + b"{}      ")
-    with pytest.raises(StorageError, match="claims a header of"):
-        read_header(path)
+def test_a_header_length_is_checked_before_it_is_believed(path):
+    for length in [1 << 63, (1 << 64) - 1, 100_000_001, 9]:
+        path.write_bytes(struct.pack("<Q", length) + b"{}      ")
+        with pytest.raises(StorageError, match="claims a header of"):
+            read_header(path)
 
 
 def test_every_truncation_is_found(path):
@@ -317,27 +322,24 @@ def test_an_index_cannot_leave_its_folder(tmp_path, file):
         open_shards(folder)
 
 
-@pytest.mark.parametrize("text", ["", "[]", "{}", '{"weight_map": [1]}', '{"weight_map": null}'])
-def test_a_malformed_index_is_refused(tmp_path, text):
-    (tmp_path / "model.safetensors.index.json").write_text(text)
-    with pytest.raises(StorageError, match=r"index\.json"):
-        open_shards(tmp_path)
+def test_a_malformed_index_is_refused(tmp_path):
+    for text in ["", "[]", "{}", '{"weight_map": [1]}', '{"weight_map": null}']:
+        (tmp_path / "model.safetensors.index.json").write_text(text)
+        with pytest.raises(StorageError, match=r"index\.json"):
+            open_shards(tmp_path)
 
 
-@pytest.mark.parametrize(
-    ("named", "file", "held", "words"),
-    [
+def test_an_index_and_its_shards_must_agree(tmp_path):
+    for named, file, held, words in [
         ("ab", "s.safetensors", "a", r"s\.safetensors: lacks b"),
         ("a", "gone.safetensors", "a", r"gone\.safetensors: cannot open it for reading: No such"),
         ("a", "s.safetensors", "az", "holds z"),
-    ],
-)
-def test_an_index_and_its_shards_must_agree(tmp_path, named, file, held, words):
-    save_file({name: sample(FLOAT, 2) for name in held}, tmp_path / "s.safetensors")
-    index = tmp_path / "model.safetensors.index.json"
-    index.write_text(json.dumps({"weight_map": dict.fromkeys(named, file)}))
-    with pytest.raises(StorageError, match=words):
-        open_shards(tmp_path)
+    ]:
+        save_file({name: sample(FLOAT, 2) for name in held}, tmp_path / "s.safetensors")
+        index = tmp_path / "model.safetensors.index.json"
+        index.write_text(json.dumps({"weight_map": dict.fromkeys(named, file)}))
+        with pytest.raises(StorageError, match=words):
+            open_shards(tmp_path)
 
 
 def test_pickled_weights_are_refused_with_the_way_out(tmp_path):

@@ -40,15 +40,6 @@ def test_too_little_space_is_known_before_writing(run_dir, engine, monkeypatch, 
         save(1)
 
 
-def test_what_a_killed_save_left_is_removed_by_the_next(run_dir, engine, save):
-    save(1)
-    shutil.copytree(run_dir / "checkpoint-1", run_dir / "checkpoint-2.tmp")
-    (run_dir / "last.link.tmp").symlink_to("nowhere")
-    assert find_resumable(run_dir).path == run_dir / "checkpoint-1"
-    save(3)
-    assert names(run_dir) == {"checkpoint-1", "checkpoint-3", "last"}
-
-
 def test_a_replacement_cut_off_in_the_middle_loses_nothing(run_dir, engine, save):
     save(1)
     # killed before the new one was renamed
@@ -68,6 +59,7 @@ def save_until_killed(run_dir: Path, engine: Any, step: int) -> None:
             save_checkpoint(run_dir, step, engine, None, {"step": step}, keep=1)
 
 
+@pytest.mark.slow  # every kill point is tried by itself
 def test_kill_9_in_the_middle_of_saves_loses_no_finished_save(run_dir, engine, save):
     draw = random.Random(2)
     save(1)  # whatever is done but once is done
