@@ -25,9 +25,8 @@ from megatrain.storage.checkpoint import save_checkpoint
 from megatrain.storage.export import export
 from megatrain.storage.restore import find_resumable, load_checkpoint, load_resumable
 from megatrain.storage.safetensors import plan_shards
-from megatrain.storage.saves import read_gguf
 from megatrain.storage.sharded_write import deal
-from megatrain.storage.weights import load_weights
+from megatrain.storage.weights import load_weights, read_gguf
 from megatrain.world import World
 from tests.compare import distance
 from tests.files import flip, largest_file, names

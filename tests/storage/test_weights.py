@@ -136,7 +136,7 @@ def test_a_bf16_source_has_no_remainder(tmp_path):
 
 
 def test_tensors_larger_than_a_chunk_arrive(tmp_path, monkeypatch):
-    monkeypatch.setattr("megatrain.storage.saves.read_chunks", partial(read_chunks, chunk=100))
+    monkeypatch.setattr("megatrain.storage.weights.read_chunks", partial(read_chunks, chunk=100))
     expected = save_model(tmp_path, LLAMA)
     assert same(load(tmp_path, LLAMA), expected)
 
