@@ -1,7 +1,7 @@
 """Families of transformers as GGUF files describe them: keys, tensors, and what readers assume.
 
-A row says what a reader of GGUF files, llama.cpp or transformers, cannot be asked to guess. What
-no row can say of a model is refused: a wrong key shows as a worse model only.
+A row has what readers of GGUF files, llama.cpp or transformers, cannot guess. A model that no row
+can describe is refused: a wrong key would show only as a worse model.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Family:
     turns_part: bool = False  # rotary embeddings may turn the first part of a head only
 
     def changed(self, name: str, values: torch.Tensor, config: PretrainedConfig) -> torch.Tensor:
-        """A tensor as readers want it; also of the meta device, for its shape."""
+        """Convert a tensor to what readers want; on the meta device, for its shape."""
         for pattern, change in self.changes:
             if re.search(pattern, name):
                 values = change(values, config)
@@ -58,7 +58,7 @@ def head_dim(config: Any) -> int:
 
 
 def _real(name: str) -> Callable[[Any], float | None]:
-    """A field of the configuration that may be written without a decimal point."""
+    """A float field, which a configuration may hold as an integer."""
     return lambda config: None if (value := getattr(config, name)) is None else float(value)
 
 
@@ -67,12 +67,12 @@ def _always(value: Any) -> Callable[[Any], Any]:
 
 
 def _within_window(config: Any) -> int:
-    """The context, where readers know no sliding window: within one it makes no difference."""
+    """The context length, cut to the sliding window that readers do not know."""
     length, window = int(config.max_position_embeddings), config.sliding_window
     if window is None or window >= length:
         return length
     logger.warning(
-        f"GGUF files of this family have no sliding window: the context is told as {window:,} "
+        f"GGUF files of this family have no sliding window: the context is written as {window:,} "
         "tokens, within which it makes no difference"
     )
     return int(window)

@@ -1,4 +1,4 @@
-"""A new file that is hashed while it is written, and on the disk when it is closed."""
+"""New files that are hashed while they are written, and on the disk when they are closed."""
 
 from __future__ import annotations
 
@@ -50,10 +50,10 @@ def sync_tree(folder: Path, but: Collection[str] = ()) -> None:
 
 
 WRITE_BYTES = 16 << 20  # per system call
-HASHED_MEANWHILE = 1 << 20  # so large a piece is hashed by another thread while it is written
-# Per file: then it waits for the disk, and drops the pages, as the RAM is the run's.
+HASHED_MEANWHILE = 1 << 20  # from this size on another thread hashes a piece while it is written
+# Bytes of a file between two waits for the disk, which drop its pages: the RAM is the run's.
 FLUSH_BYTES = 256 << 20
-# Not through a link that somebody else may have put there.
+# NOFOLLOW: not through a link that somebody else may have put there
 NEW_FILE = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW
 
 

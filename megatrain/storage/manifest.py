@@ -32,10 +32,10 @@ EVERY_STEP = "every"  # in place of a step, in files that are the same in all ch
 FORMAT = 2
 FORMATS = (1, FORMAT)
 USE_ANOTHER = "use another checkpoint"
-# What transformers reads of a model's folder beside `DESCRIBED_IN`, if it is there: other
-# vocabularies, and files that are for some of its versions.
+# Files that transformers reads in a model folder besides `DESCRIBED_IN`: other vocabularies, and
+# files for some of its versions.
 READ_TOO = ("*.model", "tokenizer.*.json", "config.*.json", "processor_config.json")
-# What reading wrong JSON raises, a number that is none or infinite among it.
+# Errors from reading wrong JSON, such as a number that is infinite or none.
 NO_MANIFEST = (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError)
 
 
@@ -46,7 +46,7 @@ _verified = ContextVar("megatrain_verified", default=True)
 
 @contextmanager
 def verifying(wanted: bool) -> Iterator[None]:
-    """Inside, files are compared with the hashes of their manifests, or not; sizes always are."""
+    """Switch checks against the hashes of manifests on or off inside; sizes are always checked."""
     before = _verified.set(wanted)
     try:
         yield
@@ -241,9 +241,9 @@ def damaged(path: Path) -> DamagedError:
 
 
 def manifest_of_model(folder: Path) -> Manifest | None:
-    """The manifest of a folder that a model is read from, and that may be anyone's.
+    """The manifest of a folder from which a model is read.
 
-    None: it has none, and nothing can be checked. Raises StorageError if the manifest is damaged.
+    None if it has none: nothing can be checked. Raises StorageError if the manifest is damaged.
     """
     return read_manifest(folder) if (folder / MANIFEST).is_file() else None
 
@@ -263,8 +263,8 @@ def check_description(folder: Path, code: bool = False) -> None:
 def check_model_files(
     folder: Path, manifest: Manifest, names: Iterable[str], code: bool = False
 ) -> None:
-    """As `check_files` and `refuse_strays`, of a model that is read and not resumed: a user may
-    have edited it."""
+    """Call `check_files` and `refuse_strays` for a model that is read, not resumed; a user may have
+    edited it."""
     try:
         check_files(folder, manifest, names)
         refuse_strays(folder, manifest, code)

@@ -38,11 +38,12 @@ logger = logging.getLogger("megatrain")
 
 @dataclass(frozen=True)
 class Passthrough:
-    """Attributes:
-    tensors: by the names that the source has for them; of quantised ones what they stand for.
-    files: config.json as it came and the processor's files, by name.
-    frozen: what the source has of frozen tensors whose dtype the engine does not compute in, by the
-        model's own names.
+    """Tensors and files of a source that saves copy unchanged.
+
+    Attributes:
+        tensors: by their names in the source; quantised ones are dequantised.
+        files: config.json as it came and the processor's files, by name.
+        frozen: frozen tensors whose dtype the engine does not compute in, by the model's own names.
     """
 
     tensors: Mapping[str, StoredTensor | Dequantised]
@@ -50,7 +51,7 @@ class Passthrough:
     frozen: Mapping[str, tuple[StoredTensor, ...]] = field(default_factory=dict)
 
     def sources(self) -> list[TensorSource]:
-        """The tensors, to be written."""
+        """All tensors as sources of a save."""
         return list(map(as_stored, self._all()))
 
     def _all(self) -> list[StoredTensor | Dequantised]:
@@ -61,7 +62,7 @@ NOTHING = Passthrough({}, {})
 
 
 def as_stored(stored: StoredTensor | Dequantised) -> TensorSource:
-    """A tensor of a file, to be written as it is, or dequantised."""
+    """A source that reads a tensor from its file, dequantised if it is quantised."""
 
     def pieces() -> Iterator[torch.Tensor]:
         chunks = stored.chunks() if isinstance(stored, Dequantised) else read_chunks(stored)
@@ -71,7 +72,7 @@ def as_stored(stored: StoredTensor | Dequantised) -> TensorSource:
 
 
 def passthrough_of(folder: Path, tensors: Mapping[str, StoredTensor | Dequantised]) -> Passthrough:
-    """These tensors of a model folder, and its files that go with them. Raises StorageError."""
+    """Tensors of a model folder, and the files that go with them. Raises StorageError."""
     if not tensors:
         return NOTHING
     found = (path for pattern in (CONFIG, *OF_PROCESSOR) for path in sorted(folder.glob(pattern)))
@@ -86,7 +87,7 @@ def with_frozen(
 ) -> Passthrough:
     """Add the frozen tensors of a folder, by place, that the store holds in other dtypes.
 
-    where: the folder, to say their bytes of.
+    where: the folder, to log their size; None logs nothing.
     """
     frozen: dict[str, tuple[StoredTensor, ...]] = defaultdict(tuple)
     held = store.arrays["weight"].dtype
@@ -109,7 +110,7 @@ def with_frozen(
 def describe_passthrough(
     where: Path, passthrough: Passthrough, dropped: Collection[str], who: Passengers
 ) -> str:
-    """The sentence that says what is carried along; empty where nothing is.
+    """A sentence about unused and dropped weights; empty if there are none.
 
     dropped: names of tensors that are no passengers of the model.
     """
@@ -161,11 +162,11 @@ def is_passthrough(path: Path) -> bool:
 def keep_once(
     run_dir: Path, plan: Mapping[str, list[TensorSource]], world: World
 ) -> list[WrittenFile]:
-    """Have files of carried tensors in the run's own folder; written unless they are there.
+    """Write the unchanged tensors into the run's own folder, unless they are there.
 
     Those of a folder without any checkpoint may be another model's.
 
-    Raises StorageError if that cannot be, such as where the tensors' source is gone.
+    Raises StorageError if they cannot be written, such as if their source is gone.
     """
     if not plan:
         return []

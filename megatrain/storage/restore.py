@@ -1,4 +1,4 @@
-"""From a checkpoint back into an engine: every tensor is read once, and checked on the way.
+"""Restore an engine from a checkpoint: every tensor is read once, and checked on the way.
 
 One thread reads a file of tensors from beginning to end, straight into the arrays; after the last
 byte its SHA-256 is known. Several files are read at a time. A damaged file is named, and an older
@@ -75,7 +75,7 @@ class Resumable:
 def find_resumable(
     run_dir: Path | str, deep: bool = True, besides: Collection[Path] = ()
 ) -> Resumable:
-    """Look for a checkpoint to go on from, newest save first, but for those in `besides`.
+    """Find the checkpoint to resume from, newest save first, without those in `besides`.
 
     With `deep` every byte is checked.
     """
@@ -93,7 +93,7 @@ def find_resumable(
 
 
 def named_checkpoint(run_dir: Path, name: str) -> Resumable:
-    """The checkpoint of this name, to go on from. Raises ConfigError and StorageError."""
+    """Find the checkpoint of this name, to resume from. Raises ConfigError and StorageError."""
     path = run_dir / find_checkpoint(run_dir, name).name
     if not holds_state(path):
         raise ConfigError(f"{path}: holds the model alone; name a checkpoint to go on from")
@@ -106,8 +106,8 @@ def load_resumable(
 ) -> tuple[Path, dict[str, Any]]:
     """Load the checkpoint found, or the newest that does not turn out damaged, warning of others.
 
-    Returns its folder and the state that was saved. Raises StorageError if there is none, and else
-    as `load_checkpoint`.
+    Returns its folder and the saved state. Raises StorageError if there is none, and the errors of
+    `load_checkpoint`.
     """
     said, tried, world = set(found.warnings), [], engine.store.world
     while found.path is not None:
@@ -212,7 +212,7 @@ def read_about(checkpoint: Path) -> dict[str, Any]:
 
 @contextmanager
 def _damage() -> Iterator[None]:
-    """Raise a StorageError as damage of the checkpoint: it is not of the engine's own drive."""
+    """Turn a StorageError into DamagedError: the checkpoint failed, not the engine's own drive."""
     try:
         yield
     except StorageError as error:
@@ -220,7 +220,7 @@ def _damage() -> Iterator[None]:
 
 
 def _refuse_other(path: Path, saved: Mapping[str, Any], running: Mapping[str, Any]) -> None:
-    # where nothing is frozen neither side says so
+    # without frozen tensors neither side has the key
     for key in (*running, *(key for key in saved if key == "frozen parameters")):
         then, now = (made_of.get(key, 0) for made_of in (saved, running))
         if then != now:
@@ -270,7 +270,7 @@ def _restore(
     transfers: Sequence[_Transfer],
     how: Reading,
 ) -> None:
-    """Read one file from beginning to end; without hashing it, what this rank owns of it alone."""
+    """Read one file from beginning to end; a rank that does not hash it reads only its share."""
     in_order = sorted(transfers, key=lambda transfer: transfer[0].offset)
     with ExitStack() as stack:
         with _damage():

@@ -208,7 +208,7 @@ def test_scaled_rotary_embeddings_go_along_as_factors(exported):
 def test_a_window_is_the_context(exported, caplog):
     said = read(exported(CONFIGS["mistral"](sliding_window=32)))
     assert said["llama.context_length"] == 32
-    assert caplog.text.count("the context is told as 32 tokens") == 1
+    assert caplog.text.count("the context is written as 32 tokens") == 1
 
 
 def test_a_refusal_leaves_nothing(exported, tmp_path):
