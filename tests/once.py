@@ -9,6 +9,7 @@ import pickle
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import cache
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ import pytest
 import typer
 from torch import nn
 
+from megatrain.data import workers
 from megatrain.data.workers import Team
 from megatrain.engine.verify import Verdict
 from megatrain.engine.verify import verify as check_family
@@ -204,17 +206,17 @@ def no_power_is_lost() -> Iterator[None]:
 @contextmanager
 def rows_are_encoded_here() -> Iterator[None]:
     """Each command that renders, and each set of rows, would fork the tests' process for that: a
-    tenth of a second. Tests of hostile templates, and of several workers, do."""
+    tenth of a second. Tests of hostile templates, and of large sets, do."""
 
     def encoded_here(team: Any, items: Iterable[Any]) -> Iterator[Any]:
-        if team.processes > 1:
-            yield from MAP(team, items)
-            return
-        for item in items:
+        coming = iter(items)
+        alone = islice(coming, workers.ALONE_ITEMS) if team.processes > 1 else coming
+        for item in alone:
             result, error = pickle.loads(pickle.dumps(team._done(pickle.dumps(item))))
             if error is not None:
                 raise error
             yield result
+        yield from MAP(team, coming)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Team, "map", encoded_here)

@@ -29,6 +29,7 @@ from megatrain.data.rows import Counts, IdArray, MaskArray
 from megatrain.data.samples import JUDGED, PLAIN
 from megatrain.data.truncation import Tokens
 from megatrain.data.workers import Team
+from megatrain.heartbeat import may_end_here
 
 if TYPE_CHECKING:
     from megatrain.data.options import RowOptions
@@ -130,6 +131,7 @@ class _Work:
         counts = Counts()
         with self._making.new_shard(self.number) as writer:
             for batch in encoded:
+                may_end_here()
                 if batch.counts.bad and self._options.on_bad_row == "refuse":
                     self.refused = counts
                     counts.add(batch.counts)

@@ -115,6 +115,8 @@ class Team(Generic[Item, Result]):
         """The result for each item, in order; a few items are taken ahead."""
         coming = iter(items)
         first = list(islice(coming, ALONE_ITEMS + 1))
+        if not first:
+            return
         for _ in range(len(self._workers), self.processes if len(first) > ALONE_ITEMS else 1):
             self._start()
         in_progress = deque[Future[Result]]()

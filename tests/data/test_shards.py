@@ -32,6 +32,7 @@ from megatrain.data.tokenize import Encoder
 from megatrain.errors import DataError, StorageError
 from tests.data.test_cache_damage import contents
 from tests.files import as_an_ordinary_user, flip, largest_file
+from tests.once import rows_are_encoded_in_workers
 
 ROWS, BATCH, OF_SHARD = 100, 5, 20
 KILLS = 6
@@ -170,7 +171,8 @@ def test_small_sets_start_one_worker(encode_into, monkeypatch):
         return started[-1]
 
     monkeypatch.setattr(workers, "forked", counted)
-    encode_into("alone", processes=8)
+    with rows_are_encoded_in_workers():
+        encode_into("alone", processes=8)
     assert len(started) == 1
 
 
