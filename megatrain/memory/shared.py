@@ -71,7 +71,7 @@ class SharedWeights:
         return self.whole[block][span.start : span.stop]
 
     def say_updated(self, block: int) -> None:
-        """One more of this rank's updates of a block is done, if the block is here."""
+        """Count an update of a block by this rank as done, if the block is here."""
         if (place := self._places.get(block)) is not None:
             self._done[self._world.rank * len(self._places) + place] += 1
 
@@ -86,7 +86,7 @@ class SharedWeights:
             raise self._error
 
     def stop(self, error: BaseException) -> None:
-        """Every wait for other ranks, now or later, raises `error`. This rank's updates go on."""
+        """Make every wait for other ranks, now or later, raise `error`. Own updates go on."""
         self._error = self._error or error
 
     @property
@@ -103,7 +103,7 @@ class SharedWeights:
 
 
 def _opened(world: World, nbytes: int) -> SharedSlab:
-    """A mapping that the first rank makes and the others find among its open files."""
+    """Map a file that the first rank makes and the others find among its open files."""
     made, name = -1, "the weights of all ranks"
     try:
         with world.together():
@@ -120,7 +120,7 @@ def _opened(world: World, nbytes: int) -> SharedSlab:
 
 
 def _mapped(name: str, nbytes: int, path: str, file: int) -> SharedSlab:
-    """The mapping of an open file of the first rank. file: its number."""
+    """Map an open file of the first rank. file: its inode number."""
     remedy = "set memory.transport: gather"
     try:
         descriptor = os.open(path, os.O_RDWR)

@@ -173,9 +173,9 @@ class Store:
         changes: bool = False,
         soon: bool = True,
     ) -> Lease:
-        """The right to use flat arrays of a block for a while, on whichever tier they are.
+        """Access to flat arrays of a block, on whichever tier, until the lease is released.
 
-        Those on NVMe are asked for now.
+        Reads from NVMe begin now.
 
         Args:
             changes: the holder writes to the arrays.
@@ -226,7 +226,7 @@ class Store:
             yield piece
 
     def whole(self, name: str, block: int) -> torch.Tensor:
-        """`lasting`, of all ranks: each gets a copy. All call it at the same place."""
+        """An array of all ranks' shares, a copy on each. All call it at the same place."""
         if self.world.is_alone:
             return self.lasting(name, block)
         with self.world.together():
@@ -253,7 +253,7 @@ class Store:
         return 0.0 if self.nvme is None else self.nvme.waited_s
 
     def stop(self, error: BaseException) -> None:
-        """An update failed midway: every wait for arrays on NVMe, now or later, raises `error`."""
+        """Make every wait for arrays on NVMe raise `error`, now or later: an update failed."""
         if self.nvme is not None:
             self.nvme.stop(error)
         self.stop_waiting(error)

@@ -1,4 +1,4 @@
-"""Files of tensors, written by a rank alone or by several together.
+"""Writing files of tensors, by one rank or by several together.
 
 Of several ranks the first does everything but this. Each file is written and hashed by one rank, by
 the code that a rank alone runs. What the others own of its tensors comes in messages, in rounds: in
@@ -53,24 +53,24 @@ def readings(sizes: Mapping[File, int], world: World, verified: bool = True) -> 
     verified: one rank hashes a file; else none does.
     """
     found = {}
-    for file, rank in deal(sizes, world.size).items():
+    for file, rank in assign_files(sizes, world.size).items():
         hashes = verified and rank == world.rank
         # who hashes is slower, and finds in RAM what the others of its host have read
         found[file] = Reading(hashes, kept=verified and not hashes and world.hosts == 1)
     return found
 
 
-def deal(sizes: Mapping[File, int], hands: int) -> dict[File, int]:
-    """A hand for each file, the largest first: the one that has least so far."""
-    held, dealt = [0] * hands, {}
+def assign_files(sizes: Mapping[File, int], writers: int) -> dict[File, int]:
+    """Assign each file, the largest first, to the writer with the fewest bytes so far."""
+    held, assigned = [0] * writers, {}
     for file in largest_first(sizes):
-        dealt[file] = held.index(min(held))
-        held[dealt[file]] += sizes[file]
-    return dealt
+        assigned[file] = held.index(min(held))
+        held[assigned[file]] += sizes[file]
+    return assigned
 
 
 def largest_first(sizes: Mapping[File, int]) -> list[File]:
-    """A large file that came last would be alone in the end."""
+    """Sort files by size: a large file that came last would be written alone in the end."""
     return sorted(sizes, key=lambda file: -sizes[file])
 
 
@@ -181,18 +181,18 @@ def led(world: World, lead: Callable[[], T], plan: Callable[[], Plan]) -> T:
             raise
         world.broadcast(_End(result))
         return result
-    told: object
-    while isinstance(told := world.broadcast(), _Order):
+    message: object
+    while isinstance(message := world.broadcast(), _Order):
         planned = plan()
-        _write(told, {name: planned[name] for name in told.names}, world)
-    assert isinstance(told, _End)
-    if told.failure is not None:
-        raise told.failure
-    return told.result  # type: ignore[return-value]
+        _write(message, {name: planned[name] for name in message.names}, world)
+    assert isinstance(message, _End)
+    if message.failure is not None:
+        raise message.failure
+    return message.result  # type: ignore[return-value]
 
 
 def _write(order: _Order, plan: Plan, world: World) -> list[_Outcome]:
-    """A rank's part. Returns what became of every rank's; raises where ranks cannot be reached."""
+    """Write this rank's part. Returns every rank's outcome; raises if ranks cannot be reached."""
     tracks = _tracks(plan, world)
     write = partial(_write_file, order.folder, metadata=order.metadata)
     writers = {
@@ -219,10 +219,10 @@ def _write(order: _Order, plan: Plan, world: World) -> list[_Outcome]:
 
 
 def _tracks(plan: Plan, world: World) -> list[_Track]:
-    """Every rank writes some files at a time."""
+    """Assign files to tracks; every rank writes the files of several tracks at a time."""
     width = max(1, IO_THREADS // world.size)
     of_track: dict[int, dict[str, Sequence[TensorSource]]] = {}
-    for name, number in deal(_sizes(plan), world.size * width).items():
+    for name, number in assign_files(_sizes(plan), world.size * width).items():
         of_track.setdefault(number, {})[name] = plan[name]
     return [_Track(number % world.size, files) for number, files in sorted(of_track.items())]
 
@@ -241,7 +241,7 @@ def _take_turn(
     sending: _Sending,
     world: World,
 ) -> None:
-    """One round. turn: of every track, unless it has come to its end."""
+    """Send and receive one round. turn: a message of every track, None at its end."""
     on_their_way, received = [], []
     for number, (message, track) in enumerate(zip(turn, tracks, strict=True)):
         if message is None:
@@ -271,7 +271,7 @@ class _Track:
     files: Plan
 
     def turns(self) -> Iterator[_Turn]:
-        """The messages that they are made of; the same on all ranks."""
+        """The messages of the files, in order; the same on all ranks."""
         for source in self._shared():
             for sender, numel in source.owned.items():
                 nbytes = numel * source.dtype.itemsize
@@ -279,7 +279,7 @@ class _Track:
                     yield _Turn(sender, min(MESSAGE_BYTES, nbytes - begin))
 
     def own(self, rank: int) -> Iterator[torch.Tensor]:
-        """Those that a rank sends, as bytes, on the CPU or the GPU."""
+        """The pieces that a rank sends, as bytes, on the CPU or the GPU."""
         for source in self._shared():
             if source.owned[rank]:
                 for piece in source.pieces():
@@ -293,7 +293,7 @@ class _Track:
 class _Sending:
     """Messages that a rank sends: one of each track is prepared ahead, in a thread.
 
-    failure: why it has no more values, but zeros.
+    failure: the error after which it sends zeros.
     """
 
     def __init__(self, tracks: Sequence[_Track], rank: int) -> None:

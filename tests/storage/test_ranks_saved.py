@@ -25,7 +25,7 @@ from megatrain.storage.checkpoint import save_checkpoint
 from megatrain.storage.export import export
 from megatrain.storage.restore import find_resumable, load_checkpoint, load_resumable
 from megatrain.storage.safetensors import plan_shards
-from megatrain.storage.sharded_write import deal
+from megatrain.storage.sharded_write import assign_files
 from megatrain.storage.weights import load_weights, read_gguf
 from megatrain.world import World
 from tests.compare import distance
@@ -122,7 +122,7 @@ def files_in(folder: Path) -> dict[str, bytes]:
 
 
 def test_a_large_file_is_not_left_for_the_end():
-    assert deal({"a": 1, "b": 1, "large": 3}, hands=2) == {"large": 0, "a": 1, "b": 1}
+    assert assign_files({"a": 1, "b": 1, "large": 3}, writers=2) == {"large": 0, "a": 1, "b": 1}
 
 
 @pytest.mark.parametrize("how", HOW)
