@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from megatrain.data import cache as cached_sets
 from megatrain.data import show, truncation
-from megatrain.data.files import resolve
+from megatrain.data.files import resolve_name
 from megatrain.data.options import RowOptions
 from megatrain.data.packing import pack
 from megatrain.data.rows import Counts, Rows, TokenRows, check_digest, default_cache
@@ -277,7 +277,7 @@ def _spelt(given: Given) -> object:
     """The name of a source, with absolute paths, as a run's folder has it."""
     if isinstance(given, str | Path):
         with suppress(DataError):
-            named = resolve(str(given))
+            named = resolve_name(str(given))
             if named.paths:
                 return os.path.abspath(named.name) + named.spec[len(named.name) :]
         return str(given)

@@ -14,11 +14,11 @@ from megatrain.data.fields import (
     RowError,
     is_given,
     json_value,
-    kind_of,
     label,
     numbered,
     one_of,
     text_of,
+    type_name,
 )
 from megatrain.errors import DataError
 
@@ -192,7 +192,7 @@ def parsed_calls(value: object, place: str) -> list[dict[str, Any]]:
         wrapped = call if "function" in call else _function(call)
         function = wrapped["function"]
         if not isinstance(function, Mapping):
-            raise RowError(f"{where}.function: expected an object, found {kind_of(function)}")
+            raise RowError(f"{where}.function: expected an object, found {type_name(function)}")
         name = text_of(function, "name", where)
         arguments = _arguments(function.get("arguments"), f"{where}.arguments")
         kind = wrapped.get("type") or "function"
@@ -222,7 +222,7 @@ def _arguments(value: object, place: str) -> dict[str, Any]:
         return {}
     found = _parsed(value, place) if isinstance(value, str) else value
     if not isinstance(found, Mapping):
-        raise RowError(f"{place}: expected an object or JSON text of one, found {kind_of(found)}")
+        raise RowError(f"{place}: expected an object or JSON text of one, found {type_name(found)}")
     return dict(found)
 
 
@@ -230,10 +230,10 @@ def _objects(value: object, place: str) -> list[Mapping[str, Any]]:
     found = _parsed(value, place) if isinstance(value, str) else value
     entries = [found] if isinstance(found, Mapping) else found
     if not isinstance(entries, list | tuple):
-        raise RowError(f"{place}: expected a list of objects, found {kind_of(found)}")
+        raise RowError(f"{place}: expected a list of objects, found {type_name(found)}")
     for entry in entries:
         if not isinstance(entry, Mapping):
-            raise RowError(f"{place}: expected a list of objects, found {kind_of(entry)} in it")
+            raise RowError(f"{place}: expected a list of objects, found {type_name(entry)} in it")
     return list(entries)
 
 

@@ -56,7 +56,7 @@ def text_of(row: Row, name: str, place: str = "", may_be_empty: bool = False) ->
     if value is None:
         raise RowError(f"{where} is missing")
     if not isinstance(value, str):
-        raise RowError(f"{where}: expected text, found {kind_of(value)}")
+        raise RowError(f"{where}: expected text, found {type_name(value)}")
     if not may_be_empty and not value.strip():
         raise RowError(f"{where} is empty")
     try:
@@ -72,7 +72,7 @@ def filled_list(row: Row, name: str) -> list[object]:
     if value is None:
         raise RowError(f"field {name!r} is missing")
     if not isinstance(value, list):
-        raise RowError(f"field {name!r}: expected a list, found {kind_of(value)}")
+        raise RowError(f"field {name!r}: expected a list, found {type_name(value)}")
     if not value:
         raise RowError(f"field {name!r} is empty")
     return value
@@ -83,7 +83,7 @@ def numbered(entries: Iterable[object], name: str) -> Iterable[tuple[str, Row]]:
     for number, entry in enumerate(entries):
         place = f"{name}[{number}]"
         if not isinstance(entry, Mapping):
-            raise RowError(f"{place}: expected an object, found {kind_of(entry)}")
+            raise RowError(f"{place}: expected an object, found {type_name(entry)}")
         yield place, entry
 
 
@@ -99,6 +99,6 @@ _KINDS = {dict: "an object", list: "a list", str: "text", bool: "true or false",
 _KINDS |= {int: "a number", float: "a number"}
 
 
-def kind_of(value: object) -> str:
+def type_name(value: object) -> str:
     """A value's type, as data files name it."""
     return _KINDS.get(type(value), type(value).__name__)

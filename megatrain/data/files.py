@@ -44,7 +44,7 @@ class Named:
 def check_source(spec: str) -> None:
     """Raises DataError unless `spec` names a file or files of known types, a folder that holds
     such, or a name that the hub knows. Takes HUB_TIMEOUT_S at most."""
-    named = resolve(spec)
+    named = resolve_name(spec)
     if folder := named.folder:
         if not is_saved(folder):
             files_in(folder)
@@ -52,7 +52,7 @@ def check_source(spec: str) -> None:
         _ask_hub(named)
 
 
-def resolve(spec: str) -> Named:
+def resolve_name(spec: str) -> Named:
     """Resolve `spec`. Raises DataError for a path that does not exist."""
     if _IN_PYTHON.fullmatch(spec):
         again = "mt.resume(run, data={'train': rows}), and 'eval' if it was given so"

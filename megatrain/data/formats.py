@@ -11,7 +11,15 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from megatrain.data.conversations import Message, ReadTurns, openai_turns, sharegpt_turns, tools_of
-from megatrain.data.fields import NO_IMAGES, Row, RowError, filled_list, is_given, kind_of, text_of
+from megatrain.data.fields import (
+    NO_IMAGES,
+    Row,
+    RowError,
+    filled_list,
+    is_given,
+    text_of,
+    type_name,
+)
 from megatrain.data.samples import JUDGED, KINDS, PAIRS, PLAIN, Chat, Document, Judged, Pair, Sample
 
 # Without a chat template: the prompt of the Stanford Alpaca release, as base models know it.
@@ -42,7 +50,7 @@ def chat_of(row: Row, turns: ReadTurns, plain: tuple[str, str] | None = None) ->
     variables = row.get("chat_template_kwargs")
     variables = variables if is_given(variables) else {}
     if not isinstance(variables, Mapping):
-        found = kind_of(variables)
+        found = type_name(variables)
         raise RowError(f"field 'chat_template_kwargs': expected an object, found {found}")
     given = {str(name): value for name, value in variables.items() if value is not None}
     for name in (name for name in _OURS if name in given):
@@ -181,7 +189,7 @@ def judged(row: Row, chat: Chat, several: bool) -> Judged:
     if isinstance(value, str):
         label = value.strip().lower()
     if not isinstance(label, str | int | float) or label not in WANTED:
-        shown = repr(value)[:40] if isinstance(value, str | int | float) else kind_of(value)
+        shown = repr(value)[:40] if isinstance(value, str | int | float) else type_name(value)
         raise RowError(f"field {given[0]!r}: expected true or false, found {shown}")
     if chat.messages[-1].role != "assistant":
         raise RowError("the last turn is not the assistant's, so there is no answer to judge")
@@ -247,7 +255,7 @@ def _pair(row: Row, chosen: Chat, rejected: Chat) -> Pair:
         return Pair(chosen, rejected)
     if type(margin) is not bool and isinstance(margin, int | float) and abs(margin) <= _LARGEST:
         return Pair(chosen, rejected, float(margin))
-    found = repr(margin) if isinstance(margin, float) else kind_of(margin)
+    found = repr(margin) if isinstance(margin, float) else type_name(margin)
     raise RowError(f"field 'margin': expected a finite number, found {found}")
 
 
@@ -402,7 +410,7 @@ def convert_row(
     of MATTERS that the format does not read.
     """
     if not isinstance(row, Mapping):
-        raise RowError(f"expected an object, found {kind_of(row)}")
+        raise RowError(f"expected an object, found {type_name(row)}")
     about = ABOUT_DOCUMENTS if pretrain and form is ROW_FORMATS["text"] else ()
     _refuse_unread(row, (*form.reads(kind), *about))
     sample = form.convert(row)
@@ -439,7 +447,7 @@ def unread_columns(row: object, read: Sequence[str]) -> list[str]:
 def unknown_format(row: object, kind: str = PLAIN) -> RowError:
     """The error of a row that no format of a kind fits."""
     if not isinstance(row, Mapping):
-        return RowError(f"expected an object, found {kind_of(row)}")
+        return RowError(f"expected an object, found {type_name(row)}")
     try:
         _refuse_unread(row, (*ABOUT_CHATS, *OF_KIND[kind]))
     except RowError as error:

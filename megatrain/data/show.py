@@ -130,7 +130,7 @@ def show_rows(
     """
     colour = console.color_system is not None
     for index in range(min(count, len(rows))):
-        for title, ids, mask in pieces(rows, index):
+        for title, ids, mask in _pieces(rows, index):
             console.rule(title, style=CONTEXT_STYLE)
             text = painted(ids, mask, tokenizer, colour)
             console.print(text if full else on_a_screen(text), soft_wrap=True)
@@ -141,7 +141,7 @@ def show_rows(
         console.print(f"warning: {line}", soft_wrap=True, markup=False, highlight=False)
 
 
-def pieces(rows: Rows, index: int) -> Iterator[tuple[str, IdArray, MaskArray]]:
+def _pieces(rows: Rows, index: int) -> Iterator[tuple[str, IdArray, MaskArray]]:
     """(title, ids, mask) of what is shown of a row: of a pair the prompt, then both answers."""
     ids, mask = rows.row(index)
     value = math.nan if rows.values is None else float(rows.values[index])

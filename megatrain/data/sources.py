@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from megatrain.data.fields import without_nulls
-from megatrain.data.files import Named, files_in, is_saved, resolve
+from megatrain.data.files import Named, files_in, is_saved, resolve_name
 from megatrain.data.readers import RawRow, numbered, read_file
 from megatrain.errors import DataError
 
@@ -88,7 +88,7 @@ def open_source(
     no errors here: they are yielded with their problem, since to skip them is the caller's policy.
     """
     if isinstance(given, str | Path):
-        return _named(resolve(str(given)), split, streaming)
+        return _named(resolve_name(str(given)), split, streaming)
     if isinstance(given, list | tuple):
         parts = [part for part in given if isinstance(part, Part)]
         if parts and len(parts) == len(given):

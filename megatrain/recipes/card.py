@@ -11,7 +11,7 @@ from typing import Any
 from megatrain.config import Config
 from megatrain.config.document import plain, read_yaml
 from megatrain.config.sources import SourceOptions
-from megatrain.data.files import resolve
+from megatrain.data.files import resolve_name
 from megatrain.data.show import describe
 from megatrain.errors import ConfigError, DataError
 from megatrain.machine.hardware import GIB
@@ -160,7 +160,7 @@ def public_name(source: object) -> str:
 def hub_name(source: str) -> str | None:
     """Name of a source on the hub, without config and split; None: it is on this machine."""
     try:
-        named = resolve(source)
+        named = resolve_name(source)
     except (DataError, OSError):  # no data, such as a GGUF file, or gone
         return None
     return named.name if not named.paths and HUB_ID.fullmatch(named.name) else None
