@@ -21,9 +21,9 @@ from megatrain.data import workers
 from megatrain.data.workers import Team
 from megatrain.engine.verify import Verdict
 from megatrain.engine.verify import verify as check_family
-from megatrain.models.probe import Findings, probe_model
 from megatrain.models.skeleton import Skeleton
 from megatrain.models.transforms.chunked import chunks_of
+from megatrain.models.trials.probe import Findings, probe_model
 from megatrain.planner.cost.shape import ModelShape, shape_of
 from tests.kernel_packages import kernels_there
 

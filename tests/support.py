@@ -16,8 +16,8 @@ from megatrain.engine.engine import Engine
 from megatrain.engine.request import Request
 from megatrain.engine.verify import copy_weights
 from megatrain.losses import NextToken, Targets
-from megatrain.models import plain
 from megatrain.models.names import Published
+from megatrain.models.trials import plain
 from megatrain.optim import AdamW
 from megatrain.settings import Settings
 from megatrain.world import ALONE, World

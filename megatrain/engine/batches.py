@@ -25,8 +25,8 @@ from megatrain.losses import (
 )
 from megatrain.models.anatomy import Anatomy
 from megatrain.models.documents import boundaries_of
-from megatrain.models.passengers import NO_IMAGES, OF_TEXT
 from megatrain.models.recorder import LayerCall
+from megatrain.models.unused_weights import NO_IMAGES, OF_TEXT
 
 Batch = Mapping[str, torch.Tensor]
 

@@ -22,7 +22,7 @@ from megatrain.engine.step import Passes
 from megatrain.heartbeat import beat
 from megatrain.losses import IGNORE, Tally, Targets
 from megatrain.models.skeleton import Skeleton
-from megatrain.models.whole import whole
+from megatrain.models.trials.probe import replace_all
 
 if TYPE_CHECKING:
     from transformers import GenerationConfig, LogitsProcessor
@@ -118,9 +118,36 @@ def whole_model(skeleton: Skeleton, parts: EngineParts, tokens: int) -> Iterator
     with naming_the_gpu("the whole model"):
         weights = weights_on_device(parts)
     device, what = parts.compute.device, "the keys and values of an answer"
-    with computing(device, what, lengths_vary=True), eager, whole(skeleton, weights) as model:
+    with (
+        computing(device, what, lengths_vary=True),
+        eager,
+        family_model(skeleton, weights) as model,
+    ):
         yield model
     parts.compute.synchronize()  # wait: nothing may read the store when a step updates it
+
+
+@contextmanager
+def family_model(skeleton: Skeleton, flats: Sequence[torch.Tensor]) -> Iterator[Any]:
+    """The family's own model, its layers in their places, in evaluation mode, inside the context.
+
+    flats: its weights, by block, on the device. Afterwards the blocks get their parameters back.
+    """
+    skeleton.set_training(False)
+    skeleton.forget_lengths()
+    blocks, bound = skeleton.anatomy.blocks, []
+    for block in blocks:
+        places = [skeleton.owner(spec.name) for spec in block.layout.tensors]
+        bound.append([module._parameters[leaf] for module, leaf in places])
+    try:
+        for block, flat in zip(blocks, flats, strict=True):
+            skeleton.bind(block, flat)
+        replace_all(skeleton.stack, skeleton.layers)
+        yield skeleton.model
+    finally:
+        replace_all(skeleton.stack, skeleton.recorders)
+        for block, parameters in zip(blocks, bound, strict=True):
+            skeleton.place(block, parameters)
 
 
 def likeliest(logits: Tensor) -> int:

@@ -3,10 +3,10 @@
 from collections.abc import Callable
 from functools import partial
 
-from megatrain.losses.judged import Kto as Kto
-from megatrain.losses.pairs import Cpo as Cpo
-from megatrain.losses.pairs import Dpo as Dpo
-from megatrain.losses.pairs import Orpo as Orpo
+from megatrain.losses.preference import Cpo as Cpo
+from megatrain.losses.preference import Dpo as Dpo
+from megatrain.losses.preference import Kto as Kto
+from megatrain.losses.preference import Orpo as Orpo
 from megatrain.losses.scores import Reward as Reward
 from megatrain.losses.scores import find_ends as find_ends
 from megatrain.losses.sequences import SequenceLoss as SequenceLoss

@@ -12,7 +12,7 @@ from megatrain.errors import ModelError
 from megatrain.memory.layout import FlatLayout
 from megatrain.models.constants import kept_tensors, refuse_large, trains
 from megatrain.models.names import Published
-from megatrain.models.passengers import NOBODY, Passengers
+from megatrain.models.unused_weights import NOBODY, Passengers
 
 # Of a parameter, in lower case: by these the Trainer of transformers knows norms and biases.
 NORM_OR_BIAS = re.compile(r"bias|layernorm|rmsnorm|(?:\.|_|^)norm(?:\.|$)")

@@ -11,12 +11,12 @@ import torch
 from torch import nn
 
 from megatrain.errors import ModelError
+from megatrain.models.attention_sinks import NAME as FUSED_SINKS
+from megatrain.models.attention_sinks import use_fused_sinks
 from megatrain.models.classifiers import is_classifier
 from megatrain.models.experts import use_grouped_rows
 from megatrain.models.meta import meta_parameters
-from megatrain.models.passengers import is_below, parts_of
-from megatrain.models.sinks import NAME as FUSED_SINKS
-from megatrain.models.sinks import use_fused_sinks
+from megatrain.models.unused_weights import is_below, parts_of
 
 # How transformers' reason begins for a configuration that it has no class for.
 UNKNOWN = "Unrecognized configuration class"

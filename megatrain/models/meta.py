@@ -25,8 +25,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megatrain.models.kernel_packages import kernels_left_out, torch_paths
 from megatrain.models.recorder import LayerCall, tensors_in
+from megatrain.models.trials.kernel_packages import kernels_left_out, torch_paths
 
 LARGE = 1 << 24  # elements: far more than a table that layers compute with has
 

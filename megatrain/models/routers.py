@@ -14,9 +14,9 @@ import torch
 from torch import Tensor, nn
 
 from megatrain.models.meta import blank_call, without_data
-from megatrain.models.probe import graph_of
 from megatrain.models.recorder import kind_of
 from megatrain.models.skeleton import UNSUPPORTED, Skeleton
+from megatrain.models.trials.probe import graph_of
 
 ROWS, TOKENS = 1, 3  # of the try-out
 LOSS = "load_balancing_loss_func"  # what transformers calls it in every family that has it

@@ -16,7 +16,6 @@ from torch import nn
 
 from megatrain.errors import ConfigError, ModelError
 from megatrain.models.anatomy import Anatomy, Block, divide, find_layers
-from megatrain.models.behaviour import behaviour_of, refuse_misbehaving, why_together
 from megatrain.models.classifiers import is_classifier, unwarned
 from megatrain.models.constants import Constants
 from megatrain.models.documents import (
@@ -36,8 +35,6 @@ from megatrain.models.family import (
 from megatrain.models.freezing import freeze
 from megatrain.models.meta import to_meta, zeros_outside
 from megatrain.models.names import published
-from megatrain.models.passengers import dtype_of, passengers_of, poison
-from megatrain.models.probe import probe_model, replace_all
 from megatrain.models.recorder import LayerCall, ReachedEnd, Recorder, Tape, tensors_in
 from megatrain.models.rotary import forget_lengths, growing, longest_sequence
 from megatrain.models.transforms.chunked import chunk, unchunk
@@ -45,6 +42,9 @@ from megatrain.models.transforms.compiled import compile_when_run
 from megatrain.models.transforms.fp8 import Fp8Policy, apply_fp8
 from megatrain.models.transforms.skippable import skippable_in, skipping
 from megatrain.models.transforms.token_wise import ROWS, TOKENS, Modules, token_wise_modules
+from megatrain.models.trials.behaviour import behaviour_of, refuse_misbehaving, why_together
+from megatrain.models.trials.probe import probe_model, replace_all
+from megatrain.models.unused_weights import dtype_of, passengers_of, poison
 
 # What a family's code raises on arguments that it does not support.
 UNSUPPORTED = (RuntimeError, ValueError, TypeError, IndexError, AttributeError)

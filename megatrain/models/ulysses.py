@@ -3,7 +3,8 @@ rank (Ulysses; Jacobs et al., arXiv 2309.14509).
 
 Before a layer's attention ranks trade tokens for heads, and behind it heads for tokens. So each
 head is computed whole, by the kernel in use, over the keys and the mask that one rank would have.
-Everything else in a layer is computed a token at a time (models/ulysses_trial.py makes sure of it).
+Everything else in a layer is computed a token at a time
+(`models/trials/ulysses_trial.py` makes sure of it).
 """
 
 from __future__ import annotations

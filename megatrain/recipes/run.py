@@ -22,8 +22,8 @@ from megatrain.errors import ConfigError, TooManyRanks
 from megatrain.heartbeat import may_end_here
 from megatrain.losses import SequenceLoss
 from megatrain.machine.address_space import address_space_errors
-from megatrain.models.passengers import without_source
 from megatrain.models.rotary import regimes_of
+from megatrain.models.unused_weights import without_source
 from megatrain.planner.plan import Plan
 from megatrain.recipes.describe import (
     SUMS,

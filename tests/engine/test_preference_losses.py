@@ -12,7 +12,7 @@ from torch import Tensor
 from megatrain.engine.objective import StepResult
 from megatrain.engine.verify import gradients_of
 from megatrain.losses import Cpo, Dpo, Kto, Orpo, Reward, SequenceLoss
-from megatrain.losses.pairs import CPO_TYPES, LOSS_TYPES
+from megatrain.losses.preference import CPO_TYPES, LOSS_TYPES
 from tests.support import engine_of, tiny_config
 from tests.trl_oracle import Verdict, judge_by_trl, trainers
 

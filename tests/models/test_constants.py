@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from megatrain.errors import ModelError
 from megatrain.models.constants import kept_tensors
 from megatrain.models.family import build_model, layer_configs
-from megatrain.models.probe import probe_model
 from megatrain.models.skeleton import Skeleton
 from megatrain.models.transforms.fp8 import Fp8Policy
+from megatrain.models.trials.probe import probe_model
 from tests.models.toys import DropsMore, Layer, Toy
 from tests.support import CONSTANT, known, tiny_config
 

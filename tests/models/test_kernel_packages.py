@@ -11,9 +11,9 @@ import pytest
 import torch
 import transformers
 
-from megatrain.models.behaviour import observe
 from megatrain.models.meta import blank_call, on_meta
 from megatrain.models.skeleton import Skeleton
+from megatrain.models.trials.behaviour import observe
 from megatrain.planner.cost.compiled import predict_compiled
 from megatrain.planner.cost.footprint import Footprint, call_peak_bytes
 from megatrain.planner.cost.shape import shape_of

@@ -12,8 +12,8 @@ from torch import nn
 from megatrain.errors import ModelError
 from megatrain.models import skeleton as skeleton_module
 from megatrain.models.family import build_model
-from megatrain.models.probe import probe_model
 from megatrain.models.skeleton import Skeleton
+from megatrain.models.trials.probe import probe_model
 from tests.models.toys import (
     AddsItsInputAtTheEnd,
     AddsMoreAtTheEnd,

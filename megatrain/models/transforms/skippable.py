@@ -19,10 +19,10 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils import _pytree as pytree
 
 from megatrain.models.meta import Watch, blank_call, storage_of, without_data
-from megatrain.models.probe import PLAIN, plain_attributes
 from megatrain.models.recorder import LayerCall, kind_of
 from megatrain.models.transforms.chunked import chunks_of
 from megatrain.models.transforms.fp8 import Fp8Linear
+from megatrain.models.trials.probe import PLAIN, plain_attributes
 
 MATMULS = {  # modules that are nothing else
     "megatrain.models.transforms.fp8.Fp8Linear",

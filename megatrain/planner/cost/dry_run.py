@@ -15,11 +15,11 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from megatrain.models.meta import blank_call, without_data
-from megatrain.models.probe import plain_attributes
 from megatrain.models.recorder import LayerCall, kind_of
 from megatrain.models.skeleton import Skeleton
 from megatrain.models.transforms.fp8 import Fp8Policy, fp8_matmuls
 from megatrain.models.transforms.skippable import skippable
+from megatrain.models.trials.probe import plain_attributes
 from megatrain.planner.cost.compiled import CompiledLayer, predict_compiled
 from megatrain.planner.cost.footprint import (
     Footprint,

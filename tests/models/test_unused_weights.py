@@ -15,10 +15,10 @@ from megatrain.errors import ModelError
 from megatrain.models import skeleton as skeleton_module
 from megatrain.models.anatomy import find_layers
 from megatrain.models.family import build_model
-from megatrain.models.passengers import NOBODY
-from megatrain.models.plain import plain_model
-from megatrain.models.probe import probe_model
 from megatrain.models.skeleton import Skeleton
+from megatrain.models.trials.plain import plain_model
+from megatrain.models.trials.probe import probe_model
+from megatrain.models.unused_weights import NOBODY
 from tests.multimodal import VISION, multimodal_config, skip_unless_it_reads_text
 from tests.support import SIZES, tiny_config
 

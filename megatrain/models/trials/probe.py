@@ -21,7 +21,6 @@ from torch.utils import _pytree as pytree
 from megatrain.errors import ModelError
 from megatrain.models.constants import kept_tensors, persistent_buffers, trains
 from megatrain.models.meta import is_open_container, on_meta, to_meta, zeros_outside
-from megatrain.models.passengers import poison
 from megatrain.models.recorder import (
     Discarding,
     LayerCall,
@@ -33,6 +32,7 @@ from megatrain.models.recorder import (
     split_hidden,
     tensors_in,
 )
+from megatrain.models.unused_weights import poison
 
 PROBE_TOKENS = 4
 PLAIN = (bool, int, float, str)  # values that settings have

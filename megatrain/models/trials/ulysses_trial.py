@@ -13,13 +13,13 @@ from torch import Tensor
 
 from megatrain.errors import ModelError
 from megatrain.models.anatomy import find_layers
-from megatrain.models.behaviour import NOISE, moved
 from megatrain.models.documents import documents_known, none_found
 from megatrain.models.family import layers_in
-from megatrain.models.kernel_packages import torch_paths
-from megatrain.models.plain import plain_model, small_scale
 from megatrain.models.recorder import LayerCall, StandIn, split_hidden, tensors_in
 from megatrain.models.skeleton import Skeleton
+from megatrain.models.trials.behaviour import NOISE, moved
+from megatrain.models.trials.kernel_packages import torch_paths
+from megatrain.models.trials.plain import plain_model, small_scale
 from megatrain.models.ulysses import Around, call_of_piece, implementation_of, piece_of, spread
 
 ROWS, TOKENS, PIECES = 3, 10, 2

@@ -26,7 +26,7 @@ from megatrain.models.family import (
     draws_random_numbers,
     is_foreign,
 )
-from megatrain.models.passengers import parts_of
+from megatrain.models.unused_weights import parts_of
 
 HEADS, HEAD_DIM, VOCABULARY = 4, 16, 128
 WINDOW = 5  # fewer tokens than a small batch has, so that windows and sparse attention matter

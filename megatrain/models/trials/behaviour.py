@@ -16,9 +16,9 @@ from torch import Tensor, nn
 
 from megatrain.errors import ModelError
 from megatrain.models.documents import boundaries_of, documents_known, documents_of, none_found
-from megatrain.models.kernel_packages import torch_paths
-from megatrain.models.plain import plain_model, small_scale
-from megatrain.models.shrink import shrink
+from megatrain.models.trials.kernel_packages import torch_paths
+from megatrain.models.trials.plain import plain_model, small_scale
+from megatrain.models.trials.shrink import shrink
 
 TOKENS = 8
 NOISE = 1e-4  # of the largest logit: rounding moves one less
