@@ -84,7 +84,7 @@ def check(family: str) -> dict[str, Any]:
     if verdict.state != "passed":
         reason = ": ".join(filter(None, [verdict.stage, verdict.reason]))
         return {"state": verdict.state, "reason": reason}
-    carried = skeleton.anatomy.passengers.names
+    carried = skeleton.anatomy.unused_weights.names
     return {"state": "text" if carried else "full", "reason": ""}
 
 

@@ -117,7 +117,7 @@ def _check(batch: object, number: int, anatomy: Anatomy) -> None:
         if not isinstance(values, torch.Tensor):
             found = type(values).__name__
             raise DataError(f"{name} of micro-batch {number} are {found}; give a tensor")
-        if anatomy.passengers.multimodal and name not in OF_TEXT and not for_loss(name):
+        if anatomy.unused_weights.multimodal and name not in OF_TEXT and not for_loss(name):
             raise DataError(f"micro-batch {number} has {name}: {NO_IMAGES}; leave it out")
     for name in ("input_ids", "labels"):
         if name not in batch:

@@ -233,7 +233,7 @@ class Constructors(ABC):
     def draw_weights(self) -> None:
         """Draw all weights at random by the family's own rule, from the engine's seed.
 
-        Passengers are not drawn: such an engine trains, but cannot be saved.
+        Unused weights are not drawn: such an engine trains, but cannot be saved.
         """
         initialize(self.skeleton, self.seed, self.device, partial(store_master, self.store))
         self.skeleton.constants.drawn()

@@ -150,7 +150,7 @@ def compare(model: Any, attention: str, trust_remote_code: bool, folder: Path) -
         steps = [micro_batches(seed, vocabulary) for seed in range(STEPS)]
         untrained = copy.deepcopy(model)
         expected = plain_trace(model, steps)
-        leave_out_passengers(expected, engine.anatomy.passengers.names)
+        leave_out_unused(expected, engine.anatomy.unused_weights.names)
         with stage("running"):
             found = engine_trace(engine, steps)
     refuse_changed(engine.constants, expected)
@@ -246,7 +246,7 @@ def copy_weights(model: nn.Module, engine: Engine) -> None:
     engine.weights_changed()
 
 
-def leave_out_passengers(trace: Trace, names: Sequence[str]) -> None:
+def leave_out_unused(trace: Trace, names: Sequence[str]) -> None:
     """Drop tensors that do not train. Raises DiffersError if in plain PyTorch they do."""
     for name in names:
         gradient = trace.gradients.pop(name, None)  # None: a buffer, or of a tensor with two names

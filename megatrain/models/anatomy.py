@@ -12,7 +12,7 @@ from megatrain.errors import ModelError
 from megatrain.memory.layout import FlatLayout
 from megatrain.models.constants import kept_tensors, refuse_large, trains
 from megatrain.models.names import Published
-from megatrain.models.unused_weights import NOBODY, Passengers
+from megatrain.models.unused_weights import NOBODY, UnusedWeights
 
 # Of a parameter, in lower case: by these the Trainer of transformers knows norms and biases.
 NORM_OR_BIAS = re.compile(r"bias|layernorm|rmsnorm|(?:\.|_|^)norm(?:\.|$)")
@@ -50,7 +50,7 @@ class Anatomy:
     vocab_size: int
     max_positions: int | None
     published: Published
-    passengers: Passengers = NOBODY
+    unused_weights: UnusedWeights = NOBODY
     labels: int | None = None  # of a classifier, which has a score for each instead of logits
 
     @property
@@ -137,14 +137,14 @@ def divide(
     layers: int,
     before: Sequence[str],
     after: Sequence[str],
-    passengers: Collection[str],
+    unused_weights: Collection[str],
 ) -> tuple[tuple[Block, ...], tuple[tuple[str, str], ...]]:
     """Assign every parameter to one block; returns (blocks, tied) as `Anatomy` holds them.
 
     Args:
         stack: path of the decoder stack.
         before, after: names of the tensors used before its first and after its last layer.
-        passengers: names of those that are used nowhere.
+        unused_weights: names of those that are used nowhere.
 
     Raises ModelError if a parameter is shared otherwise than by tied embeddings, or used where no
     module's forward is seen, or if too much is not trained.
@@ -170,7 +170,7 @@ def divide(
                 if owner == name:
                     reason = "is used at both ends of the model; it"
                 raise ModelError(f"{family}: {name} {reason} cannot be streamed yet")
-    at_home = {*owner_of, *(id(by_name[name]) for name in passengers if name in by_name)}
+    at_home = {*owner_of, *(id(by_name[name]) for name in unused_weights if name in by_name)}
     homeless = [name for name, p in by_name.items() if id(p) not in at_home]
     if homeless:
         unseen = "is used without its module's own forward; it cannot be streamed yet"

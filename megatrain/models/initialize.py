@@ -90,7 +90,7 @@ def new_head(skeleton: Skeleton, seed: int) -> NewHead:
     theirs, blocks = model.state_dict(), anatomy.blocks
     shapes = {t.name: t.shape for block in blocks for t in block.layout.tensors}
     constants = {t.name for block in blocks for t in block.constants.tensors}
-    own = {*shapes, *constants, *anatomy.passengers.names}
+    own = {*shapes, *constants, *anatomy.unused_weights.names}
     others = {name: tensor for name, tensor in theirs.items() if name not in own}
     drawn = {name: torch.zeros(shape) for name, shape in shapes.items() if name not in theirs}
     places = [skeleton.owner(name) for name in drawn]

@@ -67,7 +67,7 @@ class Published:
             not published, but arrays with less than an element per parameter have only them.
         prefix: of the base model, which a folder's names may lack.
         renamings: transformers' own on loading, for names of other releases and other classes.
-        passengers: the tensors that are carried along.
+        unused_weights: the tensors that are carried along.
         unread: patterns of further names in folders of the family, which transformers drops.
     """
 
@@ -77,7 +77,7 @@ class Published:
     whole_names: Mapping[str, str]
     prefix: str
     renamings: tuple[Any, ...]
-    passengers: tuple[Place, ...] = ()
+    unused_weights: tuple[Place, ...] = ()
     unread: tuple[str, ...] = ()
 
     @property
@@ -95,7 +95,7 @@ class Published:
     def missing(self, found: Collection[Place]) -> list[str]:
         """Names of the published tensors that are in none of these places."""
         whole = {place.own for place in found if place.whole}
-        every = (*self.places, *self.constants, self.passengers)
+        every = (*self.places, *self.constants, self.unused_weights)
         wanted = (place for places in every for place in places)
         return [p.tensor.name for p in wanted if p not in found and p.own not in whole]
 
@@ -146,7 +146,7 @@ def published(
     family: str,
     blocks: Sequence[Block],
     tied: Iterable[tuple[str, str]],
-    passengers: Iterable[str] = (),
+    unused_weights: Iterable[str] = (),
 ) -> Published:
     """What transformers makes of the blocks' tensors on saving. Allocates nothing.
 
@@ -154,7 +154,7 @@ def published(
         model: built from a configuration, with its own layers in it.
         family: the configuration's model_type.
         tied: as `Anatomy` has it.
-        passengers: their own names.
+        unused_weights: their own names.
 
     Raises ModelError if a published tensor is no range of a block's array.
     """
@@ -184,7 +184,7 @@ def published(
         for name in (alias, *reverted(model, {alias: views[owner]}))
     }
     whole = _whole_names(family, [*views, *(alias for alias, _ in tied)])
-    carried = _passengers(model, passengers)
+    carried = _places_of_unused(model, unused_weights)
     return Published(
         tuple(map(tuple, places[: len(blocks)])),
         tuple(map(tuple, places[len(blocks) :])),
@@ -192,13 +192,13 @@ def published(
         whole,
         prefix=next(iter(views)).partition(".")[0],
         renamings=_renamings_on_load(model),
-        passengers=tuple(dict.fromkeys(p for p in carried.values() if not p.whole)),
+        unused_weights=tuple(dict.fromkeys(p for p in carried.values() if not p.whole)),
         unread=tuple(sorted(model._keys_to_ignore_on_load_unexpected or ())),  # type: ignore[arg-type]
     )
 
 
-def _passengers(model: nn.Module, names: Iterable[str]) -> dict[str, Place]:
-    """The places of passengers by every name that they may have in a folder."""
+def _places_of_unused(model: nn.Module, names: Iterable[str]) -> dict[str, Place]:
+    """The places of unused weights by every name that they may have in a folder."""
     weights, blanks = kept_tensors(model), {}
     owners: dict[int, str] = {}  # of those that share a tensor, a folder has one
     own_of, known = {}, {}

@@ -44,7 +44,7 @@ from megatrain.models.transforms.skippable import skippable_in, skipping
 from megatrain.models.transforms.token_wise import ROWS, TOKENS, Modules, token_wise_modules
 from megatrain.models.trials.behaviour import behaviour_of, refuse_misbehaving, why_together
 from megatrain.models.trials.probe import probe_model, replace_all
-from megatrain.models.unused_weights import dtype_of, passengers_of, poison
+from megatrain.models.unused_weights import dtype_of, find_unused_weights, poison
 
 # What a family's code raises on arguments that it does not support.
 UNSUPPORTED = (RuntimeError, ValueError, TypeError, IndexError, AttributeError)
@@ -77,7 +77,7 @@ class Skeleton:
         refuse_what_is_not_built(self.model, text)
         path, stack = find_layers(self.model, layers_in(text))
         findings = probe_model(self.model, stack)
-        passengers = passengers_of(self.model, findings.unused, config)
+        unused_weights = find_unused_weights(self.model, findings.unused, config)
         # None: its small model does not tell
         self.behaviour = behaviour_of(self.model, stack, trust_remote_code)
         self.layers: list[nn.Module] = list(stack)
@@ -91,7 +91,7 @@ class Skeleton:
         for name in findings.idle:
             self.model.get_parameter(f"{path}.{name}").requires_grad_(False)
         blocks, tied = divide(
-            self.model, path, len(stack), findings.before, findings.after, passengers.names
+            self.model, path, len(stack), findings.before, findings.after, unused_weights.names
         )
         refuse_misbehaving(self.model, self.behaviour)
         self.anatomy = Anatomy(
@@ -101,13 +101,13 @@ class Skeleton:
             hidden_size=text.hidden_size,
             vocab_size=text.vocab_size,
             max_positions=longest_sequence(text),
-            published=published(self.model, text.model_type, blocks, tied, passengers.names),
-            passengers=passengers,
+            published=published(self.model, text.model_type, blocks, tied, unused_weights.names),
+            unused_weights=unused_weights,
             labels=config.num_labels if is_classifier(config) else None,
         )
         places = self.anatomy.published.constants
         self.constants = Constants(self.model, blocks, places, self.owner)
-        self.has_dropout = draws_random_numbers(self.model, passengers.modules)
+        self.has_dropout = draws_random_numbers(self.model, unused_weights.modules)
         self.has_kernels = findings.kernels
         self._growing = growing(self.model.modules())
         replace_all(stack, self.recorders)
@@ -179,10 +179,10 @@ class Skeleton:
     def move_buffers(self, device: torch.device) -> None:
         """Move the model's buffers and other constants to where it computes.
 
-        What stands in for passengers, too: some models ask their first parameter where that is.
+        What stands in for unused weights, too: some models ask their first parameter where that is.
         """
         self.constants.move(device)
-        poison(self.model, self.anatomy.passengers.names, device)
+        poison(self.model, self.anatomy.unused_weights.names, device)
         for root in (self.model, *self.layers):
             for module in root.modules():
                 for name, buffer in module._buffers.items():
@@ -331,7 +331,7 @@ class Skeleton:
     # -- trying out, before a device is bound ------------------------------------------------------
 
     def _zeros(self) -> AbstractContextManager[None]:
-        return zeros_outside(self.model, self.layers, self.anatomy.passengers.names)
+        return zeros_outside(self.model, self.layers, self.anatomy.unused_weights.names)
 
     def dry_call(self, rows: int, tokens: int) -> tuple[torch.Tensor, list[LayerCall]]:
         """`embed` for `rows` sequences of `tokens`, as meta tensors: nothing large is allocated."""

@@ -1,4 +1,4 @@
-"""Passengers: the weights of a model that its forward on text alone never touches.
+"""Unused weights: those of a model that its forward on text alone never touches.
 
 A folder of a model that sees holds a vision tower beside the language model. Nothing of that is
 loaded, allocated or trained; its tensors go unchanged from the folder that is read into those that
@@ -23,7 +23,7 @@ OF_TEXT = ("input_ids", "labels", "attention_mask", "position_ids")
 
 
 @dataclass(frozen=True)
-class Passengers:
+class UnusedWeights:
     """What of a model is carried along.
 
     Attributes:
@@ -39,11 +39,11 @@ class Passengers:
     multimodal: bool = False
 
 
-NOBODY = Passengers((), (), 0)
+NOBODY = UnusedWeights((), (), 0)
 
 
-def without_source(who: Passengers) -> str:
-    """The sentence that refuses a model whose passengers are nowhere."""
+def without_source(who: UnusedWeights) -> str:
+    """The sentence that refuses a model whose unused weights are nowhere."""
     return (
         f"{listed(who.modules)} {are(who.modules)} carried along from a folder with weights, and "
         "there is none: train this model from its weights, or a language model from its own "
@@ -60,12 +60,12 @@ def are(names: Collection[str]) -> str:
     return "is" if len(names) == 1 else "are"
 
 
-def passengers_of(model: nn.Module, names: Collection[str], config: Any) -> Passengers:
-    """Describe the passengers of these names. config: of the folder that they are in."""
+def find_unused_weights(model: nn.Module, names: Collection[str], config: Any) -> UnusedWeights:
+    """Describe the unused weights of these names. config: of the folder that they are in."""
     mine = {id(tensor): tensor for name, tensor in kept_tensors(model).items() if name in names}
     nbytes = sum(tensor.numel() for tensor in mine.values()) * dtype_of(config).itemsize
     multimodal = bool(mine) and bool(parts_of(config))  # a text's configuration has parts, too
-    return Passengers(tuple(names), _modules(model, names), nbytes, multimodal)
+    return UnusedWeights(tuple(names), _modules(model, names), nbytes, multimodal)
 
 
 def _modules(model: nn.Module, names: Collection[str]) -> tuple[str, ...]:

@@ -224,9 +224,9 @@ def get_ready(
     skeleton, day = resolved.skeleton, world.broadcast(day_of(config))
     if new:
         world.on_rank0(partial(check_tensors, skeleton, config.model.source))
-    passengers = skeleton.anatomy.passengers
-    if config.model.init == "random" and passengers.names:
-        raise ConfigError(f"{config.where('model.init')}: {without_source(passengers)}")
+    unused_weights = skeleton.anatomy.unused_weights
+    if config.model.init == "random" and unused_weights.names:
+        raise ConfigError(f"{config.where('model.init')}: {without_source(unused_weights)}")
     check_sample_prompt(config, model)
     may_end_here()
     # before rows are read, which takes long

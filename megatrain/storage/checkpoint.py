@@ -85,7 +85,7 @@ def save_checkpoint(
         abandoned: checkpoints to remove once this one is written.
 
     Raises:
-        ModelError: the model's passengers are nowhere.
+        ModelError: the model's unused weights are nowhere.
         StorageError: the disk is full or fails. The checkpoints before it are untouched and nothing
             of the new one is left.
     """

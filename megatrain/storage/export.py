@@ -137,7 +137,7 @@ def weight_plan(engine: Exportable) -> dict[str, list[TensorSource]]:
 
     What no step changes has files of its own. Raises ModelError if something of it is nowhere.
     """
-    check_passthrough(engine.passthrough, engine.anatomy.passengers)
+    check_passthrough(engine.passthrough, engine.anatomy.unused_weights)
     own = []
     for block, tensors in enumerate(engine.published):
         trainable = engine.store.layouts[block].trainable
@@ -183,7 +183,7 @@ def save_pretrained(
 
     Raises:
         ConfigError: the folder exists and is not empty.
-        ModelError: the model's passengers are nowhere.
+        ModelError: the model's unused weights are nowhere.
         StorageError: the disk is full or fails; nothing is left behind.
     """
     world = engine.store.world

@@ -21,7 +21,7 @@ from megatrain.errors import ModelError, StorageError
 from megatrain.memory.store import Store
 from megatrain.models.names import Place
 from megatrain.models.quantised import KEY
-from megatrain.models.unused_weights import NO_IMAGES, Passengers, are, listed, without_source
+from megatrain.models.unused_weights import NO_IMAGES, UnusedWeights, are, listed, without_source
 from megatrain.storage.dequantise import Dequantised
 from megatrain.storage.hashed_file import WrittenFile, write_bytes
 from megatrain.storage.manifest import EVERY_STEP, MANIFEST, Manifest, read_bytes, read_manifest
@@ -108,11 +108,11 @@ def with_frozen(
 
 
 def describe_passthrough(
-    where: Path, passthrough: Passthrough, dropped: Collection[str], who: Passengers
+    where: Path, passthrough: Passthrough, dropped: Collection[str], who: UnusedWeights
 ) -> str:
     """A sentence about unused and dropped weights; empty if there are none.
 
-    dropped: names of tensors that are no passengers of the model.
+    dropped: names of tensors that are no unused weights of the model.
     """
     said = []
     if len(passthrough.tensors) > len(dropped):
@@ -128,7 +128,7 @@ def describe_passthrough(
     return f"{where}: {'; '.join(said)}" if said else ""
 
 
-def check_passthrough(passthrough: Passthrough, who: Passengers) -> None:
+def check_passthrough(passthrough: Passthrough, who: UnusedWeights) -> None:
     """Raise ModelError for an engine without weights for its model's unused parts."""
     if who.names and not passthrough.tensors:
         raise ModelError(without_source(who))

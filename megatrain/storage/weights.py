@@ -99,7 +99,7 @@ def load_weights(
     if head is not None:  # its config.json describes another model
         kept = replace(kept, files={n: text for n, text in kept.files.items() if n != CONFIG})
     dropped = [name for name, place in passthrough.items() if place is None]
-    if said := describe_passthrough(source.file, kept, dropped, anatomy.passengers):
+    if said := describe_passthrough(source.file, kept, dropped, anatomy.unused_weights):
         logger.info(said)
     trained = {name: candidates[name].dtype for place, name in found.items() if not place.constant}
     if store.arrays["weight"].dtype == torch.bfloat16 and (said := about_float32(trained)):

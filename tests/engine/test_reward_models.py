@@ -176,7 +176,7 @@ def test_a_vision_tower_is_carried_along_and_the_configuration_is_not(tmp_path):
     folder, out = tmp_path / "model", tmp_path / "out"
     save_multimodal(folder, "gemma3")
     with opened(folder) as engine:
-        assert engine.anatomy.passengers.multimodal
+        assert engine.anatomy.unused_weights.multimodal
         engine.train_step([padded()], Reward())
         engine.save_pretrained(out)
     loading: Any = transformers.AutoModelForSequenceClassification

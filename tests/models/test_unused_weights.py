@@ -45,9 +45,9 @@ def test_what_is_not_the_language_model_s_is_a_passenger(family, modules):
     skip_unless_it_reads_text(model)
     anatomy = Skeleton(config, dtype=torch.float32).anatomy
     others = [p for name, p in model.named_parameters() if name.startswith(modules)]
-    assert anatomy.passengers.modules == modules
-    assert anatomy.passengers.multimodal
-    assert anatomy.passengers.nbytes == 2 * sum(p.numel() for p in others)
+    assert anatomy.unused_weights.modules == modules
+    assert anatomy.unused_weights.multimodal
+    assert anatomy.unused_weights.nbytes == 2 * sum(p.numel() for p in others)
     assert anatomy.parameters == sum(p.numel() for p in model.parameters()) - sum(
         p.numel() for p in others
     )
@@ -57,7 +57,7 @@ def test_what_is_not_the_language_model_s_is_a_passenger(family, modules):
 def test_passengers_take_no_memory():
     skeleton = skeleton_of("qwen3-vl")
     skeleton.move_buffers(torch.device("cpu"))
-    for name in skeleton.anatomy.passengers.names:
+    for name in skeleton.anatomy.unused_weights.names:
         weight = skeleton.model.get_parameter(name)
         assert weight.untyped_storage().nbytes() == weight.element_size()
         assert weight.isnan().all()
@@ -131,19 +131,19 @@ def test_what_a_text_computes_with_is_no_passenger(change, reason):
 
 def test_a_module_that_runs_is_trained():
     anatomy = changed(lambda model: model.other).anatomy
-    assert anatomy.passengers.names == ()
+    assert anatomy.unused_weights.names == ()
     assert "model.other.weight" in [spec.name for spec in anatomy.embed.layout.tensors]
 
 
 def test_a_text_s_configuration_may_have_parts():
     config = transformers.MptConfig(d_model=32, n_heads=4, n_layers=2, vocab_size=64)
-    assert Skeleton(config, dtype=torch.float32).anatomy.passengers == NOBODY
+    assert Skeleton(config, dtype=torch.float32).anatomy.unused_weights == NOBODY
 
 
 def test_what_no_text_computes_with_is_a_passenger_of_any_model():
     skeleton = changed(lambda _: lambda hidden: 0)
-    assert skeleton.anatomy.passengers.names == ("model.other.weight",)
-    assert not skeleton.anatomy.passengers.multimodal
+    assert skeleton.anatomy.unused_weights.names == ("model.other.weight",)
+    assert not skeleton.anatomy.unused_weights.multimodal
     assert skeleton.anatomy.parameters == Skeleton(tiny_config("llama")).anatomy.parameters
 
 
@@ -194,7 +194,7 @@ def test_the_class_is_the_one_that_the_configuration_names():
     assert type(skeleton_of("qwen3.5").model).__name__ == "Qwen3_5ForConditionalGeneration"
     text = Skeleton(config.text_config, dtype=torch.float32)
     assert type(text.model).__name__ == "Qwen3_5ForCausalLM"
-    assert text.anatomy.passengers.names == ()
+    assert text.anatomy.unused_weights.names == ()
     other = tiny_config("llama", architectures=["LlamaForTokenClassification"])
     assert type(build_model(other, "auto", torch.float32)).__name__ == "LlamaForCausalLM"
 

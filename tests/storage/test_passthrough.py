@@ -129,7 +129,7 @@ def test_text_is_trained_as_in_plain_pytorch_and_the_rest_comes_out_as_it_went_i
         engine.save_pretrained(out)
         assert differing(tensors_of(out), tensors_of(before)) == []
         assert other_files(out) == other_files(before)
-        carried = engine.anatomy.passengers.names
+        carried = engine.anatomy.unused_weights.names
         ours = train_engine(engine, STEPS, RATES)
         engine.save_pretrained(after)
         logits = engine.logits(IDS)

@@ -122,7 +122,7 @@ class ModelShape:
     retained: tuple[WorkingSet, ...]
     retained_compiled: tuple[WorkingSet, ...]
     cost: ModelCost  # arithmetic and memory traffic of every block
-    carried_bytes: int = 0  # of passengers, which lie on the disk alone, once
+    carried_bytes: int = 0  # of unused weights, which lie on the disk alone, once
     retained_cheap: tuple[WorkingSet, ...] = ()  # compiled, with cheap retention
     # (chunk tokens, `layer` with token-wise modules computed in chunks)
     layer_chunked: tuple[tuple[int, WorkingSet], ...] = ()
@@ -268,7 +268,7 @@ def _assembled(
     cost = dry.cost(HEAD_CHUNK_TOKENS[0])
     return ModelShape(
         parameters=anatomy.parameters,
-        carried_bytes=anatomy.passengers.nbytes,
+        carried_bytes=anatomy.unused_weights.nbytes,
         block_numel=tuple(block.layout.numel for block in anatomy.blocks),
         tied=anatomy.embed_feeds_head,
         hidden_size=anatomy.hidden_size,
