@@ -135,11 +135,12 @@ def test_what_did_not_improve_fails():
 def test_figures_are_read_from_the_runs(tmp_path):
     tasks = {name: {"bits_per_byte,none": 2.0, "acc,none": 0.25, "acc_norm,none": 0.25} for name in
              {figure.split()[0] for figure in check.FIGURES}}  # fmt: skip
-    (tmp_path / check.BEFORE).write_text(json.dumps({"results": tasks}))
-    last = {f"eval_{name.replace(' ', '_')}": 0.5 for name in check.FIGURES}
+    for name in ("before", *check.STAGES):
+        (tmp_path / check.TASKS.format(name)).write_text(json.dumps({"results": tasks}))
+        tasks = {task: dict.fromkeys(figures, 0.5) for task, figures in tasks.items()}
     for stage in check.STAGES:
         (tmp_path / stage).mkdir()
-        lines = [{"eval_loss": 2.0}, {"loss": 1.0}, {"eval_loss": 1.0}, {"step": 9, **last}]
+        lines = [{"eval_loss": 2.0}, {"loss": 1.0}, {"eval_loss": 1.0}]
         (tmp_path / stage / "metrics.jsonl").write_text("\n".join(map(json.dumps, lines)))
     found = check.read(tmp_path)
     assert found["tasks"]["before"]["folio_spelling acc"] == 0.25

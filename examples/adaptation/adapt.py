@@ -29,14 +29,20 @@ def main() -> None:
     model, times = str(fetch.TARGET / fetch.MODEL), Times()
     fetch.main()
     times.note("fetch")
-    with (RUNS / check.BEFORE).open("w") as file:
-        megatrain("eval", model, *TASKS, "--json", into=file)
+    evaluate(model, "before")
     times.note("before")
     for stage in check.STAGES:
         megatrain("train", str(HERE / f"{stage}.yaml"))
+        evaluate(str(RUNS / stage), stage)
         times.note(stage)
     (RUNS / check.SECONDS).write_text(json.dumps(times.noted))
     check.main(RUNS)
+
+
+def evaluate(model: str, name: str) -> None:
+    """Run the tasks on a model or a run; their results are `tasks-NAME.json` beside the runs."""
+    with (RUNS / check.TASKS.format(name)).open("w") as file:
+        megatrain("eval", model, *TASKS, "--json", into=file)
 
 
 class Times:

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-BEFORE, SECONDS, RESULT = "before.json", "seconds.json", "result.json"
+TASKS, SECONDS, RESULT = "tasks-{}.json", "seconds.json", "result.json"
 STAGES = ("1-pretrain", "2-sft", "3-dpo")
 # figure of a task -> what the table calls it
 FIGURES = {
@@ -39,15 +39,15 @@ def main(runs: Path) -> None:
 
 def read(runs: Path) -> Row:
     """Figures of the tasks before and after each stage, and each stage's own held-out figures."""
-    found = json.loads((runs / BEFORE).read_text())["results"]
-    tasks = {
-        "before": {name: found[name.split()[0]][f"{name.split()[1]},none"] for name in FIGURES}
-    }
-    own = {}
+    tasks, own = {}, {}
+    for name in ("before", *STAGES):
+        found = json.loads((runs / TASKS.format(name)).read_text())["results"]
+        tasks[name] = {
+            figure: found[figure.split()[0]][f"{figure.split()[1]},none"] for figure in FIGURES
+        }
     for stage in STAGES:
         lines = map(json.loads, (runs / stage / "metrics.jsonl").read_text().splitlines())
         evaluations = [line for line in lines if any(name.startswith("eval_") for name in line)]
-        tasks[stage] = {name: evaluations[-1][f"eval_{name.replace(' ', '_')}"] for name in FIGURES}
         of_rows = [line for line in evaluations if "eval_loss" in line]
         own[stage] = [
             {name: line[f"eval_{name}"] for name in ("loss", *OF_PAIRS) if f"eval_{name}" in line}

@@ -307,7 +307,7 @@ IN_ONE_GROUP = job(tokens_per_step=131_072, groups=1, offload_activations=False)
         (job(micro_batch_tokens=65_536), h200(20), "set train.micro_batch_tokens: auto"),
         (job(resident=0), h200(host=60), "set memory.resident: auto"),
         (job(retained=28, groups=1), H200, "set train.retained: auto"),
-        (ONE_SIZE, h200(24, 60), "set memory.nvme: FOLDER"),
+        (ONE_SIZE, h200(24, 60), "set optimizer.moments: bfloat16"),
         (ONE_SIZE, h200(24, 8), NOTHING_HELPS),
         (ONE_SIZE, h200(disk=300), "set checkpoint.keep: 1"),
         (ONE_SIZE, h200(disk=1), OTHER_DISK),

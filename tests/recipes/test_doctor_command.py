@@ -223,7 +223,7 @@ def test_ranks_measure_together_where_they_may(hardware, monkeypatch, may_measur
         return TOGETHER
 
     monkeypatch.setattr(doctor, "measure_together", measure)
-    monkeypatch.setattr(World, "every", lambda world, mine: [mine] * world.size)
+    monkeypatch.setattr(World, "all_gather", lambda world, mine: [mine] * world.size)
     hardware = replace(hardware, physical_cores=64)
     given = typical(hardware), hardware, GPU, World(0, 2, 0, 2)
     found, is_assumed = measured_together(*given, may_measure=may_measure)

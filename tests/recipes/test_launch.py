@@ -263,7 +263,7 @@ def bound(world: World, masks: list[set[int]], threads: int) -> tuple[set[int], 
         patch.object(os, "sched_getaffinity", lambda _: masks[world.rank]),
         patch.object(os, "sched_setaffinity") as kept_to,
         patch("psutil.cpu_count", lambda logical=True: 8),
-        patch.object(World, "in_turn", lambda _, work: work()),  # these ranks have no store
+        patch.object(World, "local_rank0_first", lambda _, work: work()),  # no store
         patch.object(torch, "get_num_threads", lambda: threads),
         patch.object(torch, "set_num_threads") as computes_with,
     ):
