@@ -14,6 +14,7 @@ from torch import Tensor
 THREADS = 256
 
 
+# why: decision 0028
 @cache
 def _driver() -> Any:
     """The driver's functions; PyTorch would load its library at every launch, which is slower."""

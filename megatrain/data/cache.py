@@ -57,6 +57,7 @@ UNREADABLE = (
 logger = logging.getLogger("megatrain")
 
 
+# why: decision 0113
 @dataclass(frozen=True)
 class Shard:
     """One of a set's shards.

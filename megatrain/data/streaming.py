@@ -113,6 +113,7 @@ def _notes(asked: AskedSet, rows: TokenRows) -> list[str]:
     return [*asked.source.notes, f"data.streaming: {note} {rows.counts.read:,} rows of the source"]
 
 
+# why: decision 0091
 @dataclass(frozen=True)
 class Opened:
     """A window that was read once: the number of its rows, and their digest."""

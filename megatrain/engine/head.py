@@ -63,6 +63,7 @@ class TokenLogprobs(torch.autograd.Function):
         return result, None, None, None
 
 
+# why: decision 0086
 def row_statistics(logits: Tensor, labels: Tensor) -> Tensor:
     """fp32 [3, n, 1]: each row's largest logit, its sum of exp(logit - largest), and the
     log-probability of its label in `labels` [n, 1]."""

@@ -265,6 +265,7 @@ def make_job(resolved: Resolved, **known: Any) -> Job:
     )
 
 
+# why: decision 0103
 def transport_of(request: Request, machine: Machine) -> str:
     """How weights come to a host's GPUs: the user's choice, or what these can do."""
     if request.transport != "auto":
@@ -303,6 +304,7 @@ def room_on_drives(
     return max(0, room if limit is None else min(room, limit))
 
 
+# why: decision 0016
 def packs(
     skeleton: Skeleton,
     packing: bool | Literal["auto"] | None,
@@ -325,6 +327,7 @@ def packs(
     return apart
 
 
+# why: decision 0007
 def compiles(
     skeleton: Skeleton, machine: Machine, wanted: bool | Literal["auto", "loss"], lengths_vary: bool
 ) -> bool | Literal["loss"]:

@@ -117,6 +117,7 @@ class Balance:
     expert_load_max: float
 
 
+# why: decision 0069
 class Balancer:
     """Counts the choices of a step's forward sweep, and gives the routers' logits their gradient.
 

@@ -86,6 +86,7 @@ class Update:
         return arrays
 
 
+# why: decision 0006
 class Updater:
     """Applies finished gradients, one block after another.
 

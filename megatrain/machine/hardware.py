@@ -276,6 +276,7 @@ def keep_caches_small() -> None:
         os.environ.setdefault(name, value)
 
 
+# why: decision 0029
 def bound_heap() -> None:
     """Keep malloc from hoarding memory: it returns large blocks, at the price of page faults."""
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # glibc's

@@ -43,6 +43,7 @@ FORMAT = 7  # of the measurements: a higher number makes every cached profile st
 UPDATE_BYTES = 26
 
 
+# why: decision 0010
 @dataclass(frozen=True)
 class MachineProfile:
     """Sustained rates in SI units, such as bytes/s and FLOP/s; 0.0: the machine lacks it."""

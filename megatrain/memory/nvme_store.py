@@ -35,6 +35,7 @@ READ_BYTES = 16 << 20  # read at a time of an array that is read past the buffer
 Key = tuple[str, int]  # array, block
 
 
+# why: decision 0022
 @dataclass
 class _Buffer:
     """Room in host RAM for one array of any block."""

@@ -45,6 +45,7 @@ def mask_of(*args: Any, **options: Any) -> Tensor | None:
     return sdpa_mask(*args, **options | {"local_size": None})
 
 
+# why: decision 0084
 def attend(
     module: nn.Module,
     query: Tensor,

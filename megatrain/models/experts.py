@@ -36,6 +36,7 @@ def holds_experts(layers: Iterable[nn.Module]) -> bool:
     return any(hasattr(module, "is_transposed") for layer in layers for module in layer.modules())
 
 
+# why: decision 0083
 def forward(experts: Any, hidden: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
     """What the chosen experts make of every token, weighted: [tokens, hidden].
 

@@ -48,6 +48,7 @@ CHOSEN = (
 OURS = ("transformers", "torch", "megatrain")  # packages whose versions say what their code is
 
 
+# why: decision 0033
 def choose_attention(config: Any, attention: str) -> str:
     """The attention implementation to ask transformers for.
 

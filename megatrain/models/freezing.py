@@ -21,6 +21,7 @@ from megatrain.models.names import Place
 PRODUCTS = 3  # of a trained weight in a step
 
 
+# why: decision 0087
 def freeze(anatomy: Anatomy, patterns: Sequence[str], name: str = "freeze") -> Anatomy:
     """The anatomy with the tensors frozen whose names match one of these shell patterns.
 

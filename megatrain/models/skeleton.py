@@ -50,6 +50,7 @@ from megatrain.models.unused_weights import dtype_of, find_unused_weights, poiso
 UNSUPPORTED = (RuntimeError, ValueError, TypeError, IndexError, AttributeError)
 
 
+# why: decision 0004
 class Skeleton:
     """The modules of one model, without weights, and its anatomy.
 

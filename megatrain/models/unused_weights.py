@@ -22,6 +22,7 @@ from megatrain.models.constants import kept_tensors
 OF_TEXT = ("input_ids", "labels", "attention_mask", "position_ids")
 
 
+# why: decision 0068
 @dataclass(frozen=True)
 class UnusedWeights:
     """What of a model is carried along.

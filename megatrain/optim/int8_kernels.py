@@ -46,6 +46,7 @@ from megatrain.optim.kernels import (
     store_master,
 )
 
+# why: decision 0019
 SIGNED_BINADES, UNSIGNED_BINADES = 15, 31  # from c to the largest magnitude's
 # Added to the largest magnitude before its exponent is taken: then neither noise nor c can push a
 # code past the last.

@@ -120,6 +120,7 @@ def store_master(weight: Any, remainder: Any, i: Any, master: Any) -> None:
         remainder[i] = np.int16(bits)
 
 
+# why: decision 0018
 @inlined
 def random_bits(number: Any, seed: Any) -> Any:
     """32 bits for an element: Wellons' lowbias32, each depends on every bit of `number`."""

@@ -36,6 +36,7 @@ HOST_PIECE = 1 << 20  # elements: some milliseconds of one core
 DEVICE_PIECE = 1 << 24  # elements: temporaries of 64 MiB
 DIRECTION_BYTES = 2  # of an element: directions are bfloat16
 DEVICE_TEMPORARIES = 4  # of fp32, that a piece on the device has at a time
+# why: decision 0021
 LEAST_NORM = 1e-7  # of a direction, which is divided by its norm
 AT_ONCE = 1 << 26  # elements of several experts' matrices that are orthogonalised together
 PRODUCT_BUFFERS = 4  # of a matrix: the one that arrived, the one that leaves, two of the iteration

@@ -17,6 +17,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+# why: decision 0002
 CHUNK = 1 << 23  # elements: temporaries stay at 32 MiB however large the tensor is
 
 

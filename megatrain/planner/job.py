@@ -14,6 +14,7 @@ from megatrain.settings import Chosen, Settings
 MOST_PADDING, MEAN_PADDING = 0.75, 0.5  # of a step's tokens, where few micro-batches hold them
 # Of GPU memory and host RAM, what choices for speed leave: the plan is right to 3%, and
 # variable-length sequences leave fragments.
+# why: decision 0034
 SPARE_SHARE, SPARE_BYTES = 0.03, 512 * MIB
 State = tuple[tuple[str, float], ...]  # an optimizer's arrays: name, bytes per parameter
 

@@ -247,6 +247,7 @@ class Search:
             return [bool(asked or on_host)]
         return [False, True] if self.hardware.gpu else [False]  # a CPU would only copy them
 
+    # why: decision 0017
     def on_host(self, groups: int, retained: int, cheap: bool, offload: bool) -> list[int]:
         """Numbers of layers with saved activations in host RAM.
 
@@ -262,6 +263,7 @@ class Search:
             return [0]
         return sorted({others * part // PARTS for part in range(PARTS + 1)})
 
+    # why: decision 0023
     def second_backwards(self, groups: int, retained: int, sent: int) -> list[bool]:
         """Gradients are computed twice only in one group whose layers are all recomputed."""
         if not self.job.clipping or groups > 1 or retained + sent > 0:
@@ -340,6 +342,7 @@ class Search:
         layout = self.placed_on_device(self.layout(choices))
         return self.spilled(layout) if self.on_device(layout) else layout
 
+    # why: decision 0014
     def placed_on_device(self, layout: Layout) -> Layout:
         """With as many blocks resident as fit, then as many accumulators."""
         choices, blocks = layout.choices, len(self.shape.block_numel)

@@ -62,6 +62,7 @@ def at_least(blocks: Sequence[BlockTasks], options: StepOptions) -> float:
     return max(computing, uploading, downloading, exchanging, updating + behind)
 
 
+# why: decision 0011
 class StepSimulator:
     """When each lane and buffer is free next; a step goes on from where the one before ended."""
 

@@ -49,6 +49,7 @@ ATTENTION_FORWARD_SHARE = 2 / 7  # of attention's time: two matmuls forward, fiv
 ROUNDING = 1e-9  # of a quotient that is whole but for floating point
 
 
+# why: decision 0110
 class StepCosts:
     """Seconds that a layout's blocks take on one machine, and a step of them."""
 

@@ -52,6 +52,7 @@ def keep_batch(run: Run, batch: StepBatch, name: str) -> str:
     return f" (the batch is in {path})"
 
 
+# why: decision 0051
 def stop_if_lost(run: Run, batch: StepBatch, result: StepResult) -> None:
     """Raise DivergedError, and keep the batch, after too many non-finite steps in a row.
 

@@ -76,6 +76,7 @@ def final_is_whole(run_dir: Path) -> bool:
     return True
 
 
+# why: decision 0050
 def resume_point(
     run_dir: Path, asked: Config, name: str | None = None, *, deep: bool = False
 ) -> ResumePoint:

@@ -24,6 +24,7 @@ BUSY_BYTES = 1 << 20
 COUNTED = Path("/proc/self/io")
 
 
+# why: decision 0056
 class Watch:
     """Ends the process after some seconds without a sign of life.
 

@@ -82,6 +82,7 @@ Plan = Mapping[str, Sequence[TensorSource]]
 T = TypeVar("T")
 
 
+# why: decision 0098
 def write_files(
     folder: Path, plan: Plan, metadata: Mapping[str, str], world: World = ALONE
 ) -> list[WrittenFile]:

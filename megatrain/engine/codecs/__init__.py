@@ -128,4 +128,5 @@ def turned(groups: Tensor) -> Tensor:
     return groups.view(shape)
 
 
+# why: decision 0024
 CODECS = {name: GroupScaled(form) for name, form in FORMS.items()}

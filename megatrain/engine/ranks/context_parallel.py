@@ -26,6 +26,7 @@ from megatrain.world import World, trade_parts
 HEADS, TOKENS = 1, 2  # dimensions of attention's inputs; its output has them the other way round
 
 
+# why: decision 0102
 class ContextParallel:
     """One rank's part of the sequences that a group of ranks share.
 

@@ -22,6 +22,7 @@ from megatrain.settings import Settings
 from megatrain.world import World, gather_whole, scatter_sum, trade_parts
 
 
+# why: decision 0094
 class Exchange:
     """Collectives of a world of several ranks, for jobs of `lane`.
 

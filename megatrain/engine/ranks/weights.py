@@ -19,6 +19,7 @@ from megatrain.memory.sizes import SHARE_BUFFERS
 from megatrain.memory.slab import Slab, slabs_of
 
 
+# why: decision 0101
 @final
 class GatheredWeights:
     """The weight source of a rank. No block is read where it lives: there each rank has its share.

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from megatrain.models.meta import lent
 
 
+# why: decision 0025
 class Chunks:
     """Takes the place of a module's forward, x [batch, tokens, ...] -> the same shape and dtype.
 

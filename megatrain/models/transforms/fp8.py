@@ -38,6 +38,7 @@ IN_FP8: frozenset[Mode] = frozenset({"fp8", "fp8_fast"})
 Quantized = tuple[Tensor, Tensor]  # e4m3 [n, k] and fp32 scales [n, 1]
 
 
+# why: decision 0012
 @dataclass(frozen=True)
 class Fp8Policy:
     """Which matmuls of which linear layers take fp8 operands.

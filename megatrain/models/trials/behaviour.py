@@ -81,6 +81,7 @@ def behaviour_of(
     return _KNOWN[key]
 
 
+# why: decision 0065
 def observe(config: Any, attention: str, trust_remote_code: bool = False) -> Behaviour:
     """What the model of a small configuration does.
 

@@ -43,6 +43,7 @@ Kernel = dict[fx.Node, set[fx.Node]]
 # -- bytes and traffic -----------------------------------------------------------------------------
 
 
+# why: decision 0030
 def saved_bytes(forward: fx.Graph) -> int:
     """Bytes between forward and backward, beyond inputs and the output."""
     output, *saved = _outputs(forward)

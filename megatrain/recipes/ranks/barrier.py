@@ -36,6 +36,7 @@ def check_ranks(config: Config, world: World) -> None:
         )
 
 
+# why: decision 0112
 def check_alike(world: World, how: Mapping[str, object], rows: Sequence[str]) -> None:
     """Raise ConfigError or DataError if ranks would train in different ways, or on other rows: each
     decides by itself, from what it finds on its host. All call it at the same place.

@@ -91,6 +91,7 @@ def environment_of(rank: int, size: int, port: int) -> dict[str, str]:
     return {name: str(value) for name, value in values.items()} | meeting
 
 
+# why: decision 0100
 def run_ranks(
     arguments: Sequence[str],
     size: int,
