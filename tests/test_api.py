@@ -78,6 +78,7 @@ def comparable(plan: dict[str, Any]) -> dict[str, Any]:
     return {name: plan[name] for name in kept} | {"host": host}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "elsewhere",
     [
@@ -116,6 +117,7 @@ def test_plan_takes_a_file_a_mapping_and_a_config(config_folder, tmp_path):
     assert mt.load_config(given, {"train": {"seq_len": 8}}) == changed
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("clip", [1.0, None], ids=["clipped", "unclipped"])
 def test_an_engine_planned_from_keywords_is_the_plan_s_and_trains_the_same(config_folder, clip):
     plan = mt.plan(config_folder, **PLANNED, train={"max_grad_norm": clip}, precision="float32")
@@ -156,6 +158,7 @@ def test_settings_are_taken_at_their_word(caplog):
     assert caplog.text == ""
 
 
+@pytest.mark.slow
 def test_from_pretrained_plans_and_reads_the_weights(tmp_path):
     model = plain_model(tiny_config("llama"))
     model.save_pretrained(tmp_path / "model")  # type: ignore[operator]

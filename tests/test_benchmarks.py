@@ -66,6 +66,7 @@ def forked(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(records, "subprocess", like)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("forked")
 def test_a_capacity_case_is_measured_from_its_command_to_its_row(tmp_path):
     overrides = ("optimizer.moments=bfloat16", "train.learning_rate=2e-3")
@@ -228,6 +229,7 @@ def test_the_newest_run_of_every_configuration_is_held_to_its_plan(tmp_path):
 # -- pages from plans ------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_what_fits_says_so_for_every_size_of_ram(monkeypatch):
     monkeypatch.setattr(what_fits, "RAM", (what_fits.RAM[0], what_fits.RAM[-1]))
     cells = what_fits.row("tiny", "RTX 4090")

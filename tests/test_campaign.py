@@ -38,6 +38,7 @@ def fail() -> None:
     raise AssertionError("bits differ")
 
 
+@pytest.mark.slow
 def test_what_is_lost_is_counted_and_named(monkeypatch, capsys):
     monkeypatch.setattr(trials, "LIMIT_S", 2.0)
     stub = Stub(
@@ -128,6 +129,7 @@ def test_corruptions_of_checkpoints(tmp_path):
     assert (lost.code, "wrong bits of step 1" in lost.words) == (1, True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [Rows, Models, Configs])
 def test_odd_input_is_drawn_from_the_case(tmp_path, kind):
     trial, drawn = kind(tmp_path), []

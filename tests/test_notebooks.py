@@ -101,6 +101,7 @@ def test_they_are_kept_without_outputs_and_take_parameters(name):
     assert [cell.metadata.get("tags") for cell in code].count(["parameters"]) == 1
 
 
+@pytest.mark.slow
 def test_rows_are_fine_tuned(outputs, folder):
     shown = outputs["fine-tune-your-rows"]
     assert "216 rows, " in shown

@@ -209,6 +209,7 @@ def refusal(path: Path) -> str:
     return str(refused.value)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("index", "key"), keys_of(FULL))
 def test_a_typo_in_any_key_names_the_line_and_the_nearest_key(write, index, key):
     lines = section_of(index)
@@ -220,6 +221,7 @@ def test_a_typo_in_any_key_names_the_line_and_the_nearest_key(write, index, key)
     assert error in refusal(write("\n".join(lines))).splitlines()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("index", "key"), LEAVES)
 def test_a_wrong_value_of_any_key_names_the_line(write, index, key):
     for bad in ("{a: [1]}", "[[]]", "-3", "'  '", "0x"):

@@ -48,6 +48,7 @@ BOMBS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("text", "reason"), BOMBS.values(), ids=BOMBS.keys())
 def test_a_bomb_is_refused_soon(write: Write, within_seconds, text, reason):
     with pytest.raises(ConfigError, match=reason):
@@ -83,6 +84,7 @@ KEYS = [f"{section}.{name}".lstrip(".") for section, keys in SECTIONS.items() fo
 TABLE = [(key, value) for key in KEYS for value in HOSTILE]
 
 
+@pytest.mark.slow
 def test_a_hostile_value_of_any_key_is_taken_or_refused_in_a_sentence(write: Write):
     path = write(MINIMAL)
     refused = 0

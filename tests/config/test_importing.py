@@ -124,6 +124,7 @@ MEANINGS: list[tuple[str, Given, str, object]] = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("trainer", "keys", "key", "ours"), MEANINGS)
 def test_a_key_means_ours(trainer, keys, key, ours):
     found = imported(trainer, **keys)
@@ -271,6 +272,7 @@ def test_what_has_no_effect_is_said(trainer):
     assert all(line.said[0] for line in found.dropped)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("trainer", BASES)
 def test_every_key_is_in_one_list(trainer):
     cases = [keys for of, keys, *_ in [*MEANINGS, *REFUSED] if of == trainer]
@@ -345,6 +347,7 @@ def test_marks_are_of_one_trainer_for_the_most_part():
 ODD = [5, "x", [1, {}], {"a": {"b": [1]}}, True]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("trainer", BASES)
 def test_values_of_any_type_end_in_a_list(trainer):
     for name in {*TRAINERS[trainer][0].split(), *BASES[trainer], "plugins", "interleave_probs"}:
@@ -356,6 +359,7 @@ def test_values_of_any_type_end_in_a_list(trainer):
             assert found.report() and found.text
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("key", [*ENTRY, "roles", "roles_to_train", "train_on_eos"])
 def test_values_of_any_type_in_an_entry_end_in_a_list(key):
     for odd in ODD:

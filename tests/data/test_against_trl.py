@@ -137,6 +137,7 @@ def prompt_of(tokenizer: Any) -> str:
     return template.render(asked, generation_prompt=True).removeprefix(template.render(asked))
 
 
+@pytest.mark.slow
 def test_ids_and_masks_but_for_what_is_meant(tokenizers, of_trl):
     for name, kind in CASES:
         tokenizer, row = tokenizers[name], ROWS[kind]
@@ -158,6 +159,7 @@ def test_ids_and_masks_but_for_what_is_meant(tokenizers, of_trl):
             assert not tail.strip()
 
 
+@pytest.mark.slow
 def test_with_trl_s_own_template_there_is_no_difference(tokenizers, of_trl):
     """Its templates for training have `{% generation %}` blocks, which decide then."""
     for name, kind in CASES:

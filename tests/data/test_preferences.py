@@ -293,6 +293,7 @@ SEEDS: list[tuple[str, dict[str, Any]]] = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", range(len(SEEDS)))
 def test_mutated_rows_are_bad_or_trainable_and_never_crash(number, make_tokenizer, tmp_path, cache):
     rng, file, (kind, seed) = random.Random(number), tmp_path / "mutated.jsonl", SEEDS[number]

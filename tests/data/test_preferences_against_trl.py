@@ -119,6 +119,7 @@ def row_of(prompt: Any, chosen: Any, rejected: Any) -> dict[str, Any]:
     return {"prompt": prompt, "chosen": chosen, "rejected": rejected}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MODELS)
 def test_conversations_with_a_prompt_of_their_own_or_in_both(tokenizers, ours, name):
     tokenizer, rows = tokenizers[name], [row_of(*turns) for turns in CONVERSATIONS.values()]
@@ -187,6 +188,7 @@ LONG: list[dict[str, Any]] = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["keep_start", "keep_end"])
 @pytest.mark.parametrize("name", ["llama3", "qwen2_5", "phi3"])
 def test_cut_pairs_and_which_are_dropped(tokenizers, ours, name, mode):

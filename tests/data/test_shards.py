@@ -179,6 +179,7 @@ def test_small_sets_start_one_worker(encode_into, monkeypatch):
 # -- what is lost --------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("processes", [1, 2])
 def test_killed_at_random_moments_the_set_is_the_same_byte_for_byte(
     encode_into, tmp_path, processes

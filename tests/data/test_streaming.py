@@ -123,6 +123,7 @@ def test_steps_by_tokens_are_full_across_windows(open_in):
     assert max(step.tokens for step in steps) <= 300
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("there", [1, ROWS // OF_SHARD])
 def test_the_order_does_not_depend_on_the_shards_that_are_there(
     open_in, whole_cache, tmp_path, there
@@ -148,6 +149,7 @@ def test_a_set_of_one_window_has_the_order_that_it_has_without_streaming(
     assert loader.used() == "2 epochs of all 100 rows of 1 window, and 70 rows of 1 window"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stop", [0, 3, 15])
 def test_a_saved_position_gives_the_identical_rest(open_in, stop):
     whole = steps_of(loader_of(open_in("cache")))
@@ -160,6 +162,7 @@ def test_a_saved_position_gives_the_identical_rest(open_in, stop):
     assert steps_of(resumed) == whole[stop:]
 
 
+@pytest.mark.slow
 def test_changed_data_is_found_if_it_was_trained_on(open_in, write_jsonl):
     loader = loader_of(open_in("cache"))
     for _ in islice(loader, 5):
@@ -254,6 +257,7 @@ def test_a_writer_that_is_killed_is_told_of(open_in, monkeypatch, tmp_path):
     assert len(steps_of(loader_of(open_in("cache")))) == 40
 
 
+@pytest.mark.slow
 def test_a_rank_that_misses_a_shard_makes_it(open_in, monkeypatch, tmp_path):
     """As long as there is none to miss it makes nothing."""
 
@@ -287,6 +291,7 @@ def test_who_leaves_does_not_wait_for_a_window(open_in, monkeypatch):
     assert time.monotonic() - began < 5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_a_step_has_the_same_rows_for_any_number_of_ranks(open_in, tokenizer, ranks):
     opened = open_in("cache")
@@ -299,6 +304,7 @@ def test_a_step_has_the_same_rows_for_any_number_of_ranks(open_in, tokenizer, ra
         assert {(part.lengths, part.after) for part in parts} == {(whole.lengths, whole.after)}
 
 
+@pytest.mark.slow
 def test_a_damaged_shard_is_mended_while_the_others_are_used(open_in, whole_cache, tmp_path):
     expected = steps_of(loader_of(open_in("other")))
     shutil.copytree(whole_cache, tmp_path / "damaged")
@@ -349,6 +355,7 @@ def test_a_set_without_rows_is_refused(open_in, write_jsonl):
         open_in("cache", given=write_jsonl(silent, "no.jsonl"))
 
 
+@pytest.mark.slow
 def test_a_set_of_the_hub_is_read_as_a_stream(open_in, file, monkeypatch, whole_cache, tmp_path):
     import datasets
 

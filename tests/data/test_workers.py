@@ -69,6 +69,7 @@ def test_a_broken_template_refuses_the_row(make_tokenizer):
             fenced(partial(template.render, TURNS))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("source", "reason"), ENDLESS.values(), ids=ENDLESS.keys())
 def test_a_hostile_template_is_stopped(make_tokenizer, source, reason, soon, monkeypatch):
     longest_s = 30 if reason == LARGE else 0.15  # a busy machine fills that much memory slowly
@@ -87,6 +88,7 @@ def test_so_it_is_where_a_model_s_stop_tokens_are_asked_for(make_tokenizer, soon
         ends_of_turns(make_tokenizer(LOOP))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("processes", [1, 2])
 def test_the_first_row_that_takes_too_long_is_named(encode, make_tokenizer, monkeypatch, processes):
     monkeypatch.setattr(workers, "ROW_LIMIT_S", 1.0)  # a busy machine's first rows take a while

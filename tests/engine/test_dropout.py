@@ -29,6 +29,7 @@ CASES: list[Any] = [("cpu", *case) for case in product(DROPOUTS, [1, 2])]
 CASES.append(pytest.param("cuda", "gpt-neox", 1, marks=pytest.mark.cuda))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("device", "family", "groups"), CASES)
 def test_gradients_equal_those_of_the_same_masks_without_recomputation(device, family, groups):
     config = tiny_config(family, **DROPOUTS[family])

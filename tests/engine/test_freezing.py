@@ -101,6 +101,7 @@ def assert_trains_as(
         assert torch.equal(ours.weights[name], before[name]) == (name in frozen), name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("what", FROZEN)
 def test_training_is_that_of_plain_pytorch(what, device):
     assert_trains_as("llama", FROZEN[what], device=device)

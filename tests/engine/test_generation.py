@@ -44,6 +44,7 @@ def test_tokens_are_those_of_the_exported_folder(family, tmp_path, device):
         assert engine.generate(PROMPT, NEW, [end]) == until
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "settings"),
     [

@@ -63,6 +63,7 @@ def test_they_are_spread_over_the_layers_that_the_device_does_not_keep() -> None
         assert "".join(letters[where] for where in found) == expected
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "precision", "settings"),
     [
@@ -217,6 +218,7 @@ def test_a_layer_s_graphs_come_up_together_wherever_checkpoints_lie_between() ->
         keeper.close()
 
 
+@pytest.mark.slow
 @either
 @pytest.mark.parametrize("when", [1, 3, 5])
 def test_a_step_that_was_abandoned_leaves_room_for_the_next(

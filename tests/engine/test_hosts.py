@@ -155,6 +155,7 @@ def crossings(
         return sent, 2 * sum(source.exchange.shares), source.kept.nbytes, stalls
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("ranks", "groups", "replicated"), [(2, 3, 0), (2, 2, 2), (2, 2, ALL), (4, 2, 0)]
 )

@@ -25,6 +25,7 @@ IN_CHUNKS = Settings(head_chunk_tokens=7, layer_chunk_tokens=CHUNK)
 STEPS, RATES = [micro_batches(seed) for seed in range(2)], [1e-3, 5e-4]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["qwen2-tied", "gemma2", "falcon-7b", "gpt2"])
 def test_steps_equal_a_plain_loop(family: str) -> None:
     plain = train_plain(plain_model(tiny_config(family)), STEPS, RATES)

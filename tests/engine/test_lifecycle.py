@@ -319,6 +319,7 @@ def test_a_batch_that_cannot_be_right_is_refused_before_anything_runs():
 # -- engines that nobody closes --------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("max_grad_norm", [1.0, None])
 def test_an_engine_that_is_forgotten_does_not_keep_its_host_memory(max_grad_norm):
     """As in a notebook whose cell is run again. Idle threads stay, but hold on to nothing."""

@@ -49,6 +49,7 @@ def measure(family: str, mode: str, depth: int) -> tuple[int, int]:
         return device_bytes(engine), live.peak
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "mode"), [*(("llama", mode) for mode in MODES), ("qwen2-tied", "one group")]
 )

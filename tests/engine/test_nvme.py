@@ -70,6 +70,7 @@ def in_ram(mode: str = "one group", clip: float | None = 0.5, device: str = "cpu
     return run(make(None, clip=clip, mode=mode, device=device), STEPS)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("clip", "mode", "buffers"),
     [
@@ -206,6 +207,7 @@ def test_without_its_wait_a_slow_drive_changes_the_result(tmp_path, monkeypatch,
 # -- saving, resuming, failing ---------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "there",
     [(True, True), (True, False), (False, True)],

@@ -168,6 +168,7 @@ def test_a_step_is_the_same_however_it_is_computed(name, how, device):
     assert_same_step(at_once(name, device), step(loss, batches, device, settings=settings))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["in two", "graphs on the host", "two backward passes"])
 @pytest.mark.parametrize("name", ["dpo", "kto"])
 def test_so_is_one_with_frozen_tensors(name, how, device):

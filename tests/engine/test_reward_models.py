@@ -154,6 +154,7 @@ def test_the_head_follows_from_the_seed(tmp_path):
     assert not torch.equal(heads[0], heads[2])
 
 
+@pytest.mark.slow
 def test_what_is_saved_is_loaded_by_transformers_with_the_same_scores(folder, tmp_path):
     batch, out = padded(), tmp_path / "out"
     with opened(folder) as engine:

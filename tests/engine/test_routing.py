@@ -72,6 +72,7 @@ def computed(
         return result, gradients_of(engine)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "padding"),
     [
@@ -104,6 +105,7 @@ def test_without_the_loss_gradients_differ():
     assert worst(gradients, model) > 0.1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "mode"), [*(("qwen3-moe", mode) for mode in MODES), ("gpt-oss", "in chunks")]
 )

@@ -54,6 +54,7 @@ def two_steps(family: str, settings: Settings, device: str = "cpu") -> Trace:
 # -- the same bits ---------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "settings", "precision", "clip"),
     [
@@ -203,6 +204,7 @@ def test_what_the_second_one_needs_is_given_back_after_it():
 OF_BACKWARDS = (range(3), range(3, 6))  # recomputations of a layer, for three micro-batches
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("what", "settings"),
     [

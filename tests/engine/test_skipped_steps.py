@@ -26,6 +26,7 @@ def test_forward_backward_twice_and_step_alone_are_errors():
         engine.forward_backward(STEPS[1])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("factor", "precision"), [(float("nan"), "bfloat16"), (float("inf"), "float32")]
 )

@@ -59,6 +59,7 @@ def test_rows_in_one_sequence_have_the_gradients_of_rows_apart(family, monkeypat
     check(CONFIGS[family], [7, 5, 4, 3, 2], 13, SHARE, settings=settings)
 
 
+@pytest.mark.slow
 def test_so_have_those_of_a_model_that_sees_images(monkeypatch):
     install(monkeypatch, "qwen3_5", separating)
     config = transformers.Qwen3_5Config(text_config=TEXT, vision_config=TOWER)

@@ -59,6 +59,7 @@ def test_a_zeroed_constant_changes_the_loss(family):
         assert engine.evaluate(batches).loss == before
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["deepseek-v32", "glm4-moe", "nemotron-h"])
 def test_gradients_are_those_of_plain_pytorch(family, device):
     """On the same device: an indexer may choose among equal scores."""
@@ -75,6 +76,7 @@ def test_gradients_are_those_of_plain_pytorch(family, device):
         assert off <= 1e-4 * (float(grad.norm()) + 1e-2 * largest), name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("precision", ["float32", "bfloat16", "fp8"])
 def test_steps_leave_them_alone(precision, device):
     with engine_of("deepseek-v32", precision=precision, device=device) as engine:

@@ -26,6 +26,7 @@ def checked(family: str = "llama") -> Verdict:
     return verify(Skeleton(tiny_config(family, **OWN)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["qwen2-tied", "mixtral", "bamba"])
 def test_families_that_compute_as_in_plain_pytorch_pass(family):
     assert checked(family) == Verdict("passed")
@@ -95,6 +96,7 @@ def test_a_folder_that_is_written_otherwise_fails(monkeypatch):
     assert found.reason.startswith("model.layers.1.")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("error", [ModelError("nothing known"), TypeError("no such thing")])
 def test_a_folder_that_is_not_loaded_is_said_after_all_else(monkeypatch, error):
     def refuse(*_: Any) -> None:

@@ -42,6 +42,7 @@ def plain_optimizers(model: nn.Module) -> list[torch.optim.Optimizer]:
     return made
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["llama", "qwen2-tied"])
 def test_training_equals_a_plain_loop(family):
     model, rates = plain_model(tiny_config(family)), cosine(len(STEPS), MUON.lr)
@@ -83,11 +84,13 @@ def trained(
 straight = cache(trained)  # the runs that others are compared with
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SETTINGS)
 def test_dials_change_no_bit(name):
     assert_same(trained("llama", SETTINGS[name]), straight("llama"), losses=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("max_norm", [MAX_NORM, None])
 def test_nor_does_state_on_nvme(max_norm, tmp_path, monkeypatch):
     monkeypatch.setattr(sizes, "STATE_STAGES", 1)
@@ -104,6 +107,7 @@ def test_late_lanes_change_no_bit():
     assert_same(trained("llama", longest_s=0.02), straight("llama"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
 def test_a_resumed_run_has_the_same_bits(precision, tmp_path):
     def make():

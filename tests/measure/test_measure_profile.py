@@ -154,6 +154,7 @@ def test_each_pass_of_the_update_covers_every_parameter_once(monkeypatch, thread
     assert max(stop - start for start, stop in pieces) <= 100
 
 
+@pytest.mark.slow
 def test_every_page_of_the_update_is_written_to_first(monkeypatch):
     monkeypatch.setattr(update, "TOUCH_BYTES", 1 << 10)
     with update.HostUpdate(1 << 20, threads=3) as work:

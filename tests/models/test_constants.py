@@ -89,6 +89,7 @@ def test_a_buffer_that_training_writes_is_no_constant(model):
         probe_model(toy, toy.layers)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", known(CONSTANT)[::2])
 def test_all_that_a_family_publishes_is_trained_or_a_constant(family):
     config = tiny_config(family)

@@ -38,6 +38,7 @@ def built() -> Iterator[tuple[str, nn.Module]]:
             continue
 
 
+@pytest.mark.slow
 def test_they_are_the_trainers_in_every_family_that_can_be_built():
     found = {family: decaying(model) ^ of_trainer(model) for family, model in built()}
     assert {family: names for family, names in found.items() if names} == {}

@@ -19,6 +19,7 @@ SLOW = ("gpt_oss", "llava", "dots3_note_text")
 SOME = (*QUICK, *(pytest.param(family, marks=pytest.mark.slow) for family in SLOW))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", SOME)
 def test_a_family_does_what_the_page_says(family):
     assert families.check(family)["state"] == FOUND[family]

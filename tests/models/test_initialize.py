@@ -27,6 +27,7 @@ def initial_weights(engine: Engine) -> dict[str, Tensor]:
         return weights_of(engine)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", [*FAMILIES, "gpt2"])
 def test_every_tensor_is_distributed_as_in_the_model_s_own_initialisation(family):
     changes = {"n_embd": 128, "n_layer": 2} if family == "gpt2" else BIG

@@ -57,6 +57,7 @@ def footprints(skeleton: Skeleton) -> list[Footprint]:
 PLAIN = {name: Skeleton(config) for name, config in CONFIGS.items()}
 
 
+@pytest.mark.slow
 def test_models_are_read_and_their_layers_counted_with_transformers_own_path(family, installed):
     skeleton = Skeleton(CONFIGS[family])
     assert footprints(skeleton) == footprints(PLAIN[family])
@@ -73,6 +74,7 @@ def test_small_models_are_tried_on_the_cpu_too(family, installed):
     assert found.causal
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["mamba2"], indirect=True)
 def test_their_plans_are_made_too(family, installed):
     shape, on_gpu = (shape_of(Skeleton(CONFIGS[family]), 8, [8], runs_on=d) for d in DEVICES)

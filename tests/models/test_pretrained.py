@@ -305,6 +305,7 @@ def test_a_gguf_file_that_ends_at_once_is_named(tmp_path: Path) -> None:
         read_model_config(resolve_source(tmp_path / "x.gguf"))
 
 
+@pytest.mark.slow
 def test_a_gguf_file_is_parsed_once_and_has_the_end_of_turn_as_its_eos(
     smollm2_gguf: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

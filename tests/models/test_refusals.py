@@ -100,6 +100,7 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", REFUSED)
 def test_a_family_that_cannot_be_right_is_refused_by_name_with_the_reason(family):
     name, sizes, reason = REFUSED[family]

@@ -64,6 +64,7 @@ def small_of(config: Any) -> Any:
     return shrink(model.config, stack, model.config._attn_implementation)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", REAL)
 def test_a_real_configuration_becomes_a_small_one_of_its_family(name):
     given, expected = REAL[name]

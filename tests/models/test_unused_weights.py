@@ -150,11 +150,13 @@ def test_what_no_text_computes_with_is_a_passenger_of_any_model():
 # -- on a small model ------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["qwen3.5", "mistral3"])
 def test_multimodal_families_pass_the_self_check(family):
     assert verify(skeleton_of(family, vocab_size=95)) == Verdict("passed")
 
 
+@pytest.mark.slow
 def test_a_tower_of_full_size_shrinks_with_its_model():
     tower = {"hidden_size": 1152, "intermediate_size": 4304, "num_hidden_layers": 27}
     tower |= {"num_attention_heads": 16, "image_size": 896, "patch_size": 14}

@@ -43,6 +43,7 @@ def njit_whose_cache_raises(error: Exception) -> Any:
     return njit
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", COMPILED)
 def test_the_loop_is_vectorised(name, monkeypatch):
     if platform.machine() != "x86_64":

@@ -120,6 +120,7 @@ def job_of(skeleton: Skeleton) -> Job:
     return replace(TINY_JOB, precision="float32", seq_len=16, tokens_per_step=64)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "patterns",
     [("*.mlp.*",), ("*embed*", "*.layers.0.*"), ("*.layers.1.*",), ("lm_head*",)],

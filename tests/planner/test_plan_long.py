@@ -35,6 +35,7 @@ def plan_of(shape: ModelShape, **changes: Any) -> Plan:
     return make_plan(job, shape, H200_LARGE_HOST, typical(H200_LARGE_HOST))
 
 
+@pytest.mark.slow
 def test_a_7b_layer_of_512k_tokens_takes_eleven_times_its_hidden_states(shape):
     """At the worst moment of attention's backward. What an MLP would take beside that is as long as
     a chunk."""
@@ -64,6 +65,7 @@ def test_a_chunk_is_shorter_than_a_micro_batch(shape):
     assert chosen is not None and chosen < LONG
 
 
+@pytest.mark.slow
 def test_memory_beside_the_boundaries_grows_with_hidden_states_alone(shape):
     half = shape_at(LONG // 2)
     grown = shape.layer_bytes(LONG, CHUNK) - half.layer_bytes(LONG // 2, CHUNK)

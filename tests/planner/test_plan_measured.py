@@ -217,6 +217,7 @@ CASES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_device_peak_within_3_percent_and_host_within_2(name, tmp_path):
     plan = CASES[name].plan(tmp_path)
@@ -228,6 +229,7 @@ def test_device_peak_within_3_percent_and_host_within_2(name, tmp_path):
     assert sum(plan.host.values()) - beside == pytest.approx(host_bytes, rel=0.02)
 
 
+@pytest.mark.slow
 def test_device_memory_less_boundaries_does_not_grow_with_depth(tmp_path):
     rest = []
     for layers in (4, 12):

@@ -71,6 +71,7 @@ def measured(world: World, case: Case, plan: Plan) -> tuple[int, int]:
         return case.measure(plan, world)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_ranks_take_the_bytes_that_are_planned(name, tmp_path, on_ranks):
     ranks, hosts, case = CASES[name]
@@ -266,6 +267,7 @@ def test_a_network_carries_sums_that_wait_once_a_group():
     assert waiting == (staying[0], 4 * staying[1])
 
 
+@pytest.mark.slow
 def test_hosts_are_bound_by_their_network():
     near = planned(2, hosts=2, suggest=True)
     slow = replace(assumed(typical(HOST), HOST, 2), network=1e8)

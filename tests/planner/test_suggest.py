@@ -38,6 +38,7 @@ def plan_of(job: Job, hardware: Hardware) -> Plan:
     return make_plan(job, QWEN_7B, hardware, typical(hardware), suggest=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("gpu_gib", "host_gib"), [(24, 60), (4, 200), (90, 20), (5, 50)])
 def test_what_is_missing_is_enough_and_little_less_is_not(gpu_gib, host_gib):
     hardware, budget = h200(gpu_gib, host_gib), Budget(gpu_gib * GIB, host_gib * GIB)
@@ -101,6 +102,7 @@ BF16_MOMENTS = replace(
 )
 
 
+@pytest.mark.slow
 def test_a_mixture_that_waits_for_the_host_is_told_so_and_what_helps_in_order():
     hardware, out = with_gpu(H200, 40 * GIB), StringIO()
     plan = make_plan(MIXTURE_STEPS, MIXTURE, hardware, typical(hardware), suggest=True)

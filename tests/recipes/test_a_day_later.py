@@ -36,6 +36,7 @@ def at_day(project: Path, monkeypatch: pytest.MonkeyPatch) -> AtDay:
     return go
 
 
+@pytest.mark.slow
 def test_a_run_that_goes_on_a_day_later_has_equal_bits(megatrain, project, at_day):
     at_day(FIRST)
     megatrain("train cfg.yaml output=whole")

@@ -65,6 +65,7 @@ def test_how_often_a_gpu_was_full_is_counted_by_steps(megatrain, monkeypatch):
     assert [step["retries"] for step in steps] == [5, 3, 2]
 
 
+@pytest.mark.slow
 def test_of_a_mixture_both_counts_are_said(megatrain, project):
     config = tiny_config("mixtral", num_local_experts=8)
     config.save_pretrained(project / "mixture")
@@ -100,6 +101,7 @@ def test_the_timeline_of_one_more_step(megatrain, project):
     assert {"megatrain-upload", "megatrain-download"} <= rows
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("steps", "traced"), [(4, 3), (1, 1)], ids=["third", "last of few"])
 def test_training_writes_the_timeline_of_one_step(megatrain, project, steps, traced):
     options = (f"train.max_steps={steps}", "data.eval=null", "--profile", "trace.json")

@@ -85,6 +85,7 @@ def test_patience_ends_a_run(megatrain, project, scripted, patience, end):
     assert "nothing is left to train" in again.err
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stop", [3, 4])
 def test_a_resume_in_between_counts_on(megatrain, project, scripted, stop):
     scripted(stop)

@@ -193,6 +193,7 @@ REFUSED: dict[str, tuple[Change, int, str]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("what", NO_EFFECT)
 def test_without_effect_and_said(megatrain, halves, stopped, what):
     changes, sentences = NO_EFFECT[what]
@@ -203,6 +204,7 @@ def test_without_effect_and_said(megatrain, halves, stopped, what):
     same_run(stopped / "run", halves[1])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("what", TAKEN)
 def test_taken_and_said(megatrain, stopped, what):
     changes, sentences, last = TAKEN[what]
@@ -332,6 +334,7 @@ def test_a_finished_run_goes_on_when_its_file_asks_for_more(megatrain, copied):
 NAMES = ["*.jsonl", "{path: rows.jsonl, weight: 1}", "rows:train"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("named", NAMES)
 def test_however_the_data_was_named_its_rows_are_found_in_the_cache(megatrain, project, named):
     (project / "rows").mkdir()

@@ -215,6 +215,7 @@ def screen() -> Iterator[tuple[Screen, str]]:
     os.close(slave)
 
 
+@pytest.mark.slow
 def test_a_conversation_on_a_terminal(forker, project, screen):
     terminal, takes_it = screen
     forker.start("generate", "model", "--chat", "--max-new-tokens", "100", first=takes_it)

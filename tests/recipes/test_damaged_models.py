@@ -24,6 +24,7 @@ COMMANDS = {
 FILES = {"model.safetensors": -1, "config.json": 40, "tokenizer.json": 99}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("file", FILES)
 @pytest.mark.parametrize("command", COMMANDS)
 def test_a_command_names_the_file(megatrain, copied, command, file):
@@ -39,6 +40,7 @@ def test_so_does_an_engine(copied, file):
         mt.Engine.from_pretrained("run/final", device="cpu")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("file", FILES)
 def test_a_resume_takes_the_checkpoint_before(megatrain, copied, finished_project, file):
     for folder in ("checkpoint-10", "final"):

@@ -39,6 +39,7 @@ def printed_command(said: str) -> str:
     return str(command)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("how", "keep"), [("precision=bfloat16", 1), ("train.max_grad_norm=null", 3)]
 )
@@ -55,6 +56,7 @@ def test_the_printed_way_back_leads_to_the_end(megatrain, project, absurd_from_s
     assert not any(row["skipped"] for row in steps_of(project / "run"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("every", ["1", "null"])
 def test_where_no_checkpoint_is_good_the_way_back_is_the_beginning(megatrain, project, every):
     rates = ("train.learning_rate=1e20", "train.warmup=0")

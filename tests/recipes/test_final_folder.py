@@ -54,6 +54,7 @@ LOST: dict[str, Callable[[Path], object]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("what", LOST)
 def test_what_it_lost_a_resume_of_the_finished_run_brings_back(megatrain, copied, what):
     before = {path.name: path.read_bytes() for path in (copied / "final").iterdir()}

@@ -44,6 +44,7 @@ def after_step(monkeypatch: pytest.MonkeyPatch) -> Callable[[int, Callable[[], A
     return patch
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("how", "step"), [("moved", 3), ("replaced", 7)])
 def test_the_run_goes_on_and_its_folder_is_whole(
     megatrain, project, finished_project, after_step, step, how
@@ -91,6 +92,7 @@ def test_a_removed_file_of_metrics_comes_back_with_the_folder(megatrain, project
     assert len(metrics_of(project / "run")) == 13
 
 
+@pytest.mark.slow
 def test_it_is_removed_once_all_ranks_have_found_it(project):
     """The first one is stopped while the other is about to open its log there."""
 

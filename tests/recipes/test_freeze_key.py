@@ -29,6 +29,7 @@ def weights_in(folder: Path) -> dict[str, Tensor]:
     return {name: tensor for file in files for name, tensor in load_file(file).items()}
 
 
+@pytest.mark.slow
 def test_a_run_that_was_stopped_is_the_run_that_was_not(megatrain, project, stop_after):
     options = [KEY, "precision=bfloat16"]
     options += ["train.max_steps=5", "checkpoint.every=null"]

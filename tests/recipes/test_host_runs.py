@@ -58,6 +58,7 @@ def test_two_hosts_train_as_one_rank(hosts, project, megatrain, monkeypatch):
     assert_steps_agree(Path("run"), Path("alone"), "loss", "grad_norm", "lr", "target_tokens")
 
 
+@pytest.mark.slow
 def test_when_the_network_is_cut_both_ends_stop_and_say_why(hosts, project, silent_soon):
     def first(rank: int) -> None:
         hosts.enter(rank)

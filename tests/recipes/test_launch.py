@@ -139,6 +139,7 @@ def program(monkeypatch):
     return write
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("codes", "expected"),
     [((0, 0), 0), ((3, None), 3), ((None, 4), 4), ((0, 7, 0), 7), (("kill", None), 1)],

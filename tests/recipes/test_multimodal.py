@@ -31,6 +31,7 @@ def seeing(project: Path, made: Path) -> Path:
     return Path(shutil.copytree(made, project / "seeing"))
 
 
+@pytest.mark.slow
 def test_a_run_begins_is_resumed_without_its_source_and_exported(megatrain, project, seeing, made):
     begun = megatrain("train cfg.yaml train.max_steps=1", *KEEP)
     said = f"{seeing}: model.visual is carried along unchanged; images in the data are not"

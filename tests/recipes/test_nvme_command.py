@@ -24,6 +24,7 @@ from tests.recipes.same_run import same_run
 SWAP = ["memory.nvme=swap", "memory.nvme_blocks=3"]
 
 
+@pytest.mark.slow
 def test_a_run_with_arrays_on_nvme_is_the_run_without_and_may_go_on_without(
     megatrain, project, trained_once
 ):
@@ -46,6 +47,7 @@ def test_the_plan_shows_the_tier_its_traffic_and_its_wear(megatrain):
     assert plan["totals"]["nvme"]["need"] == sum(plan["nvme"].values()) > 0
 
 
+@pytest.mark.slow
 def test_arrays_of_an_optimizer_of_whole_tensors_may_be_there(megatrain, project):
     changes = ["optimizer.name=muon", "memory.resident=0", "precision=bfloat16"]
     megatrain("train cfg.yaml output=here", *changes)

@@ -26,6 +26,7 @@ ON_CUDA = SimpleNamespace(device=SimpleNamespace(type="cuda"))
 TINY = ("train.seq_len=64", "train.tokens_per_step=256", "compile=false")
 
 
+@pytest.mark.slow
 def test_a_machine_that_one_does_not_have(megatrain):
     def planned(gpu: str) -> Any:
         options = ("--gpu", gpu, "--ram", "128GiB", "--json")
@@ -39,6 +40,7 @@ def test_a_machine_that_one_does_not_have(megatrain):
     assert large["choices"]["resident"] >= small["choices"]["resident"]
 
 
+@pytest.mark.slow
 def test_a_config_may_be_planned_for_it_too(megatrain):
     plan = megatrain(
         "plan cfg.yaml compile=false --gpu 'RTX 3090' --ram 64GiB --cores 4 --json"
@@ -52,6 +54,7 @@ def test_a_config_may_have_any_name(megatrain, project):
     assert named["job"] == usual["job"]
 
 
+@pytest.mark.slow
 def test_it_says_what_the_run_takes(megatrain):
     asked = ("plan tiny --gpu 'RTX 4090' --ram 32GiB train.max_steps=100", *TINY)
     silent = megatrain(*asked).out
@@ -69,6 +72,7 @@ def test_it_says_what_the_run_takes(megatrain):
     assert economy["cost_per_million_tokens"] == pytest.approx(economy["cost"] / 0.0256)
 
 
+@pytest.mark.slow
 def test_what_does_not_fit_it_is_refused_with_what_would(megatrain):
     streamed = (*SHORT, "memory.resident=0")
     done = megatrain("plan qwen2.5-0.5b --gpu 'RTX 4090' --ram 9GiB", *streamed, code=4)
@@ -96,6 +100,7 @@ def test_the_verdict_comes_first_then_what_to_change(megatrain):
     assert any(line.startswith("energy: ") for line in rest[:5])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("given", "words"), [("auto", "several times slower"), ("bfloat16", "set")]
 )
@@ -107,6 +112,7 @@ def test_a_gpu_without_bf16_says_so(megatrain, given, words):
     assert "bf16 units" not in megatrain(*asked, "RTX 3060").err
 
 
+@pytest.mark.slow
 def test_a_gpu_that_is_not_listed_is_described(megatrain):
     asked = ("plan qwen2.5-0.5b --json", "--gpu", "RTX 4090 Laptop GPU", *CARD, *SHORT)
     slow, fast = (megatrain(*asked, "--gpu-tflops", tflops) for tflops in ("60", "120"))
@@ -193,6 +199,7 @@ def test_pickles_alone_are_no_weights(megatrain, own_model, command):
     assert "has only pickled weights" in megatrain(f"{command} cfg.yaml", code=2).err
 
 
+@pytest.mark.slow
 def test_a_quantised_folder_is_planned_and_trained_as_the_one_it_was_made_from(
     megatrain, project, own_model
 ):

@@ -28,6 +28,7 @@ def test_the_plan_s_bytes_are_the_store_s():
         assert [flops > 0 for flops in whole.product_flops] == [0 < b < 4 for b in range(5)]
 
 
+@pytest.mark.slow
 def test_what_each_optimizer_holds_and_takes(megatrain):
     asked = ("plan qwen2.5-0.5b --gpu H200 --ram 200GiB --json memory.resident=0", *SHORT)
     adamw, muon = (megatrain(*asked, f"optimizer.name={name}").json for name in ("adamw", "muon"))

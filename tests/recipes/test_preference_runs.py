@@ -99,6 +99,7 @@ def test_each_method_has_a_loss_and_each_key_of_a_section_is_an_argument_of_it()
                 assert getattr(loss, key) == field.default, f"{name}.{key}"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", SECTIONS)
 def test_a_run_learns_writes_trl_s_metrics_and_halves_are_one_run(
     megatrain, project, of_method, method
@@ -135,6 +136,7 @@ def references() -> list[Path]:
     return sorted((default_cache() / "reference").iterdir())
 
 
+@pytest.mark.slow
 def test_the_reference_is_computed_once_unless_what_is_kept_is_damaged(
     megatrain, project, of_method
 ):
@@ -160,6 +162,7 @@ def forwards(said: str) -> list[int]:
     return [int(tokens.replace(",", "")) for tokens in found]
 
 
+@pytest.mark.slow
 def test_only_rows_that_the_run_takes_have_a_reference(megatrain, project, of_method):
     options = [*of_method("dpo"), "train.epochs=null", "train.eval_rows=3", "train.rows_per_step=4"]
     options.append("train.tokens_per_step=null")
@@ -178,6 +181,7 @@ def test_only_rows_that_the_run_takes_have_a_reference(megatrain, project, of_me
     assert differing(one, two) == []
 
 
+@pytest.mark.slow
 def test_a_run_that_is_made_longer_asks_the_model_that_it_began_with(megatrain, project, of_method):
     steps = ["train.rows_per_step=4", "train.tokens_per_step=null", "train.epochs=null"]
     steps.append("train.schedule=constant")
@@ -216,6 +220,7 @@ def test_a_run_that_goes_on_elsewhere_needs_the_references_of_its_rows():
         check_references(loader, source)
 
 
+@pytest.mark.slow
 def test_a_run_whose_reference_is_gone_reads_the_model_that_it_began_with(
     megatrain, project, of_method
 ):

@@ -39,6 +39,7 @@ def test_without_held_out_rows_they_are_answered_too(megatrain, project):
     assert [row["step"] for row in samples(project / "run")] == [0, 0, 1, 1]
 
 
+@pytest.mark.slow
 def test_a_resumed_run_answers_none_twice(megatrain, project, monkeypatch):
     steps = ("train.max_steps=4", "checkpoint.every=2")
     megatrain("train cfg.yaml output=whole", *steps, *ASK)

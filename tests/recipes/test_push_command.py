@@ -194,6 +194,7 @@ REFUSALS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("part", REFUSALS)
 def test_what_the_hub_refuses_is_one_sentence(megatrain, finished, hub, part):
     status, words, code, expected = REFUSALS[part]

@@ -112,6 +112,7 @@ def assert_steps_agree(run: Path, other: Path, *names: str) -> None:
         assert found == pytest.approx(expected, rel=1e-4, abs=1e-7), name
 
 
+@pytest.mark.slow
 def test_two_ranks_train_as_one_and_either_goes_on(project, megatrain):
     keys = "train.schedule=constant", "train.groups=2", "train.warmup=9"
     started, together = Started(2, train("train.max_steps=4", *keys)), Path("run")
@@ -164,6 +165,7 @@ def whole(tmp_path_factory: Any, model_dir: Path, token_cache: Path) -> Path:
     return folder / "run"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rank", [0, 1])
 def test_when_one_is_killed_all_end_and_the_run_goes_on(project, monkeypatch, whole, rank):
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "mine")
@@ -340,6 +342,7 @@ def test_a_signal_to_any_stops_all_after_the_step_and_saves(project):
     assert [row["step"] for row in steps_of(Path("run"))] == [*range(1, 11)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("keys", "code", "words"),
     [

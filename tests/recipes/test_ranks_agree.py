@@ -125,6 +125,7 @@ def differently(rank: int, what: str) -> None:
         patch(run, "settings_by_field", lambda *given: {**made(*given), "compile": True})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("what", "code", "words"),
     [

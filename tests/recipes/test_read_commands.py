@@ -202,6 +202,7 @@ def test_export_of_a_checkpoint_by_name(megatrain, finished, tmp_path):
     assert "has no checkpoint checkpoint-6; there is checkpoint-5, checkpoint-10, last" in done.err
 
 
+@pytest.mark.slow
 def test_a_pipe_gets_nothing_but_the_result(finished, forker, tmp_path):
     pipes = {name: f"dd of={tmp_path / name} status=none" for name in ("stdout", "stderr")}
     colour = "os.environ['FORCE_COLOR'] = ''"

@@ -91,6 +91,7 @@ def test_who_waits_says_for_whom_and_ends_when_asked(
     assert not (project / "run").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dies", [0, 1])
 def test_one_that_dies_while_they_connect_is_not_waited_for(
     project, finished_project, monkeypatch, dies

@@ -197,6 +197,7 @@ def test_what_a_run_has_not_is_left_out():
     assert not {"MFU", "GPU memory", "busiest expert", "rewards", "samples"} & set(shown)
 
 
+@pytest.mark.slow
 def test_a_long_run_has_a_small_page():
     fields: dict[str, Any] = {"metrics": PREFERENCE, "mfu": 0.5, "gpu_peak_bytes": 2**30}
     runs = [reported(steps=steps, **fields) for steps in (5_000, 7_500)]

@@ -133,6 +133,7 @@ def test_families_without_a_class_are_refused_before_rows_are_read(megatrain, pr
     assert "model type 'cohere' has no class for sequence classification" in refused
 
 
+@pytest.mark.slow
 def test_a_plan_of_a_shape_has_no_vocabulary_in_its_head(megatrain, project):
     plans = {
         method: megatrain(f"plan tiny method={method} train.tokens_per_step=8192 --json").json

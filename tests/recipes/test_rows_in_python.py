@@ -39,6 +39,7 @@ def about_rows(run_dir: str) -> list[str]:
     return [line.partition(" INFO ")[2] for line in lines if " rows " in line or "rows," in line]
 
 
+@pytest.mark.slow
 def test_every_form_is_the_file(project):
     write_jsonl(project / "rows.jsonl", ROWS)
     expected = mt.train(config("rows.jsonl", "of-file"))
@@ -58,6 +59,7 @@ def test_every_form_is_the_file(project):
     assert len(about_rows("list")) == 3
 
 
+@pytest.mark.slow
 def test_a_resume_takes_the_cache_or_the_rows_again_and_no_others(project, own_cache):
     mt.train(config(ROWS, "run", held_out=TEXTS[:4]))
     steps: dict[str, Any] = {"train.max_steps": 3}

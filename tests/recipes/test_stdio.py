@@ -23,6 +23,7 @@ STREAMS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("streams", STREAMS.values(), ids=STREAMS.keys())
 def test_output_that_cannot_be_printed_does_not_end_a_run(forker, project, streams):
     config = ("train.log_every=1", "train.max_steps=4", "data.eval=null", "checkpoint.every=2")

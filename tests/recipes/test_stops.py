@@ -75,6 +75,7 @@ def test_a_signal_finishes_the_step_and_saves(megatrain, project, interrupt, num
     assert [signal.getsignal(each) for each, _ in SIGNALS] == handlers
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sweep", [2, 6])
 def test_a_signal_ends_an_evaluation(megatrain, project, interrupt, trained_once, sweep):
     """Held-out rows of four sweeps: the signal comes in the first evaluation, or in the one after
@@ -139,6 +140,7 @@ EARLY = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("when", "number", "code"), [(w, *s) for w, s in zip(EARLY, SIGNALS[::-1], strict=False)]
 )

@@ -65,6 +65,7 @@ def without_modes(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(os, "fstat", lambda fd: seems(look_at(fd)))
 
 
+@pytest.mark.slow
 def test_where_modes_mean_nothing_a_run_begins_and_goes_on_and_that_is_said(
     megatrain, project, without_modes
 ):

@@ -63,6 +63,7 @@ def sets_in(cache: Path) -> dict[str, bytes]:
     return {name: data for name, data in bytes_in(cache).items() if "/" in name}
 
 
+@pytest.mark.slow
 def test_a_run_is_that_on_the_finished_cache_to_the_bit(megatrain, project, tmp_path):
     said = megatrain("train cfg.yaml output=first")
     assert "are those of the first 20 rows of the source" in said.err
@@ -78,6 +79,7 @@ def test_a_run_is_that_on_the_finished_cache_to_the_bit(megatrain, project, tmp_
     assert "data" in steps_of(project / "first")[0]["time"]
 
 
+@pytest.mark.slow
 def test_kill_9_in_the_middle_costs_no_bit(forker, megatrain, project, tmp_path):
     """Once while it waits for rows, of which the writer ends as well, and once behind a save."""
     rows = f"data.train={project / 'rows.jsonl'}"  # a shard tells the place of its largest token
@@ -111,6 +113,7 @@ def test_a_run_that_waits_for_rows_says_so_and_may_be_stopped(forker, project, t
     assert [row["step"] for row in steps_of(project / "run")] == list(range(1, 11))
 
 
+@pytest.mark.slow
 def test_a_writer_that_fails_ends_the_run_after_saving(megatrain, project):
     rows = chat_rows()
     write_jsonl(project / "rows.jsonl", [*rows[:45], {"prompt": "and?"}, *rows[46:]])
@@ -173,6 +176,7 @@ def test_held_out_rows_are_evaluated_and_other_rows_too(megatrain, project):
     assert every["eval_target_tokens"] > 10 * held["eval_target_tokens"], "all, not one window"
 
 
+@pytest.mark.slow
 def test_rows_of_one_sequence_and_of_whole_documents_are_packed(megatrain, project):
     text = [{"text": f"{n}: " + "one two three " * (n % 9)} for n in range(60)]
     write_jsonl(project / "text.jsonl", text)

@@ -67,6 +67,7 @@ HOW: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # of lm-eval's own
 @pytest.mark.parametrize("how", HOW)
 def test_figures_are_those_of_the_hf_backend(how, megatrain, monkeypatch):

@@ -164,6 +164,7 @@ CUTS = (
 )
 
 
+@pytest.mark.slow
 def test_how_a_step_is_cut_changes_rounding_only(megatrain, project):
     common = ("precision=float32", "train.max_steps=2", "data.eval=null", "train.warmup=0")
     megatrain("train cfg.yaml", *common, "train.rows_per_step=12", "output=plain")
@@ -182,6 +183,7 @@ def test_without_clipping_the_first_steps_are_the_same(megatrain, project):
     assert losses(project / "free") == pytest.approx(losses(project / "clipped"), rel=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("overrides", "steps", "epoch"),
     [
@@ -270,6 +272,7 @@ def test_a_plan_from_python(project):
     assert mt.plan("cfg.yaml").fits, "again: the first call imports what it needs"
 
 
+@pytest.mark.slow
 def test_two_runs_in_one_folder_are_refused_by_the_lock(megatrain, project, monkeypatch, forker):
     codes: list[int] = []
     first: Callable[..., None] = loop.train_step
@@ -308,6 +311,7 @@ def test_packed_rows_that_leave_room_are_planned_with_it(project):
     assert plan.choices.group_tokens(plan.job) * plan.choices.groups >= largest
 
 
+@pytest.mark.slow
 def test_packed_rows_train_as_padded_ones_do(megatrain, project):
     found = {}
     for packing in ("true", "false", "auto"):

@@ -78,6 +78,7 @@ def trained(megatrain, project: Path, mark: Path) -> Path:
     return project / "run"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("line", ["eval {}", "generate {} hello --max-new-tokens 2"])
 def test_it_is_run_only_when_the_user_says_so(megatrain, trained, mark, line):
     for named in ("run", "run/final", "run/checkpoint-2"):
@@ -102,6 +103,7 @@ def handing_on(folder: Path, layer: int) -> None:
         code.write(f"FROM = {layer}\n{SIDEWAYS}")
 
 
+@pytest.mark.slow
 def test_other_code_is_checked_anew(megatrain, project, mark):
     assert "comparing a small own model" in megatrain(TRAIN).err
     assert "comparing a small own model" not in megatrain(TRAIN, "output=again").err
@@ -150,6 +152,7 @@ def test_code_that_was_changed_is_not_run(megatrain, trained, mark):
     assert not mark.exists()
 
 
+@pytest.mark.slow
 def test_a_resumed_run_keeps_it(megatrain, project, mark):
     megatrain(TRAIN)
     megatrain("resume run train.max_steps=3")

@@ -84,6 +84,7 @@ def test_a_folder_that_cannot_be_loaded_is_left_to_loading(megatrain, verdicts):
     megatrain("plan cfg.yaml")
 
 
+@pytest.mark.slow
 def test_another_configuration_or_version_is_asked_again(megatrain, verdicts, monkeypatch):
     verdicts[:] = [Verdict("passed")] * 3
     megatrain("plan cfg.yaml")

@@ -66,6 +66,7 @@ module.{name} = waits_for_ever
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("what", EARLY)
 def test_so_does_whatever_is_waited_for_before_the_first_step(
     forker, project, monkeypatch, tmp_path, what

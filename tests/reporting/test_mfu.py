@@ -60,6 +60,7 @@ def test_flops_are_those_that_torch_runs():
         assert work.flops([7, 7]) - causal + full == pytest.approx(run, rel=rotary / run)
 
 
+@pytest.mark.slow
 def test_of_a_mixture_a_token_s_own_experts_count():
     """As torch counts them where transformers computes one expert after another: of the grouped
     matmuls that are faster torch 2.13 counts none."""

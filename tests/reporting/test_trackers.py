@@ -142,6 +142,7 @@ def test_tensorboard_reads_it_back(tmp_path):
     assert b"seq_len" in events.Tensors("config/text_summary")[0].tensor_proto.string_val[0]
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 def test_wandb_keeps_it_offline(tmp_path, monkeypatch, capfd):
     pytest.importorskip("wandb")

@@ -140,6 +140,7 @@ def as_transformers(folder: Path, how: Any) -> Tensors:
     return {name: parameter.detach() for name, parameter in model.named_parameters()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("case", "chunk"), [*((case, 5000) for case in CASES), ("fp8", 1 << 22), ("mxfp4", 1 << 22)]
 )
@@ -181,6 +182,7 @@ def test_scales_may_be_powers_of_two_in_a_byte(quantised):
     assert torch.equal(loaded(folder)[name], expected.bfloat16())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", ["fp8-experts", "mxfp4"])
 def test_what_is_written_is_bf16_and_trains_alike(quantised, tmp_path, case):
     with open_engine(quantised(case)) as engine:
@@ -314,6 +316,7 @@ DAMAGED: list[tuple[str, Change, str]] = [
 ]
 
 
+@pytest.mark.slow
 def test_damaged_scales_are_refused_by_name(quantised):
     for case, change, words in DAMAGED:
         folder = quantised(case)

@@ -44,6 +44,7 @@ def test_a_kill_before_any_system_call_loses_nothing(stage):
     assert number > 1, "it makes system calls"
 
 
+@pytest.mark.slow
 def test_a_system_call_that_fails_loses_nothing(stage):
     """In turns it is that one alone, and it is all from there on."""
     names = (*calls.CHANGES, *calls.READS)

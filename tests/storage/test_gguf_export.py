@@ -79,6 +79,7 @@ READ = [pytest.param(family, {}, id=family) for family in CONFIGS if family not 
 READ += [pytest.param(family, more, id=f"{family} varied") for family, more in VARIANTS.items()]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("family", "more"), READ)
 def test_transformers_computes_the_same_from_the_file(exported, tmp_path, family, more):
     path = exported(CONFIGS[family](**more))
@@ -97,6 +98,7 @@ def test_models_saved_without_their_head_have_shorter_names(tmp_path, family):
     same_from_the_file(path, in_float32(export(tmp_path / "run", tmp_path / "hf")))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "dtype"), [("llama", "float32"), ("llama", "float16"), ("qwen3_moe", "float16")]
 )
@@ -166,6 +168,7 @@ def test_the_keys_are_those_of_a_published_file(exported):
     assert ids == [1, 0, 2, 0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("split", SPLITS.values())
 def test_the_tokenizer_comes_back(exported, tmp_path, split):
     tokenizer = byte_level(split)

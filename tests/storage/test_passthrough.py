@@ -109,6 +109,7 @@ def passengers_of(folder: Path) -> dict[str, Tensor]:
     return {name: t for name, t in tensors_of(folder).items() if name.startswith(prefixes)}
 
 
+@pytest.mark.slow
 def test_text_is_trained_on_the_device_beside_passengers(given, device):
     losses = []
     for where in ("cpu", device):
@@ -120,6 +121,7 @@ def test_text_is_trained_on_the_device_beside_passengers(given, device):
 # -- folders ---------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
 def test_text_is_trained_as_in_plain_pytorch_and_the_rest_comes_out_as_it_went_in(tmp_path, family):
     before, after, out = (tmp_path / name for name in ("in", "trained", "out"))
@@ -291,6 +293,7 @@ def test_a_run_goes_on_from_a_checkpoint_bit_for_bit(tmp_path, source):
         assert names(folder) >= PROCESSOR
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [None, "bfloat16", "float32"])
 def test_export_leaves_passengers_as_they_are(tmp_path, source, engine, dtype):
     save(tmp_path / "run", engine, 1)

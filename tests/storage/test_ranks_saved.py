@@ -125,6 +125,7 @@ def test_a_large_file_is_not_left_for_the_end():
     assert assign_files({"a": 1, "b": 1, "large": 3}, writers=2) == {"large": 0, "a": 1, "b": 1}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", HOW)
 def test_the_number_of_ranks_is_in_no_file(how, tmp_path, on_ranks):
     """Saved by two, gone on with by four and by one, which save the same again."""
@@ -145,6 +146,7 @@ def test_the_number_of_ranks_is_in_no_file(how, tmp_path, on_ranks):
     assert differing(files_in(tmp_path / "two-model"), files_in(tmp_path / "one-model")) == []
 
 
+@pytest.mark.slow
 def test_a_run_of_one_rank_goes_on_with_more_and_fewer(tmp_path, on_ranks):
     """With two to the bit, as they add up in its order; with three up to that."""
     begun(World(), tmp_path / "one", {})
@@ -157,6 +159,7 @@ def test_a_run_of_one_rank_goes_on_with_more_and_fewer(tmp_path, on_ranks):
     assert all(distance(three[name], expected[name]) < 1e-3 for name in weights)
 
 
+@pytest.mark.slow
 def test_nor_is_the_number_of_hosts(tmp_path, on_ranks):
     """Saved by two hosts of two, gone on with by three of one and by one rank."""
     how = HOW["tied"]
@@ -214,6 +217,7 @@ def failed(_: int) -> None:
     raise RuntimeError("failed")
 
 
+@pytest.mark.slow
 def test_what_fails_on_one_rank_fails_on_all_and_the_run_goes_on(tmp_path, on_ranks):
     folder = tmp_path / "run"
     first, second = on_ranks(2, partial(fails, folder=folder))

@@ -59,6 +59,7 @@ def save_until_killed(run_dir: Path, engine: Any, step: int) -> None:
             save_checkpoint(run_dir, step, engine, None, {"step": step}, keep=1)
 
 
+@pytest.mark.slow
 def test_kill_9_in_the_middle_of_saves_loses_no_finished_save(run_dir, engine, save):
     draw = random.Random(2)
     save(1)  # whatever is done but once is done

@@ -45,6 +45,7 @@ def assert_close(found: dict[str, Tensor], expected: dict[str, Tensor], dtype: t
         assert float(apart) <= tolerance * float(tensor.abs().max()), name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", FOUND)
 def test_modules_that_treat_tokens_alike_are_found(family: str) -> None:
     skeleton = Skeleton(tiny_config(family), dtype=torch.bfloat16)
@@ -142,6 +143,7 @@ def peak(chunk: int | None, tokens: int, width: int) -> Footprint:
     return call_peak_bytes(*given)
 
 
+@pytest.mark.slow
 def test_memory_does_not_grow_with_the_width_of_the_mlp() -> None:
     tokens, chunk, widths = 4096, 128, (512, 1024)
     narrow, wide = (peak(chunk, tokens, width) for width in widths)

@@ -236,6 +236,7 @@ def test_streamed_layers_without_an_fp8_product_are_bit_for_bit_the_same():
         assert train_engine(ours, steps).losses == train_engine(plain, steps).losses
 
 
+@pytest.mark.slow
 def test_gradients_are_near_and_training_ends_where_bf16_ends():
     with fp8_engine(None) as plain, fp8_engine(ALL_FP8) as ours:
         for engine in (plain, ours):
@@ -253,6 +254,7 @@ def test_gradients_are_near_and_training_ends_where_bf16_ends():
             assert losses[-1] < 0.01 * losses[0]
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # traced
 def test_compilers_can_trace_it():
     config = tiny_config("llama", num_hidden_layers=1)

@@ -86,6 +86,7 @@ class Attention(nn.Module):
         return nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # of torch.compile's own
 def test_graphs_are_found_again_only_with_the_attention_that_they_have() -> None:
     """In another process, which has what is on disk, and in one that has them in memory too."""

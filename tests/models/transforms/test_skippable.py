@@ -84,12 +84,14 @@ def garbage(monkeypatch: pytest.MonkeyPatch) -> None:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", EXPECTED)
 def test_products_that_only_feed_the_residual_stream_are_found(family: str) -> None:
     layer, call = layer_of(family, torch.bfloat16)
     assert skippable(layer, (ROWS, TOKENS, HIDDEN), torch.bfloat16, call) == EXPECTED[family]
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("garbage")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("family", [family for family in KINDS if EXPECTED[family]])
@@ -143,6 +145,7 @@ def test_dropout_after_a_product_keeps_it() -> None:
 
 
 # torch.compile does that to autograd functions
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
 @pytest.mark.parametrize("family", ["gpt2"])
 def test_a_compiled_layer_has_a_graph_with_and_one_without(family: str) -> None:

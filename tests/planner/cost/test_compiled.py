@@ -71,6 +71,7 @@ def traced(
     return predicted(skeleton.layers[0], shape, dtype, calls[0], **how)
 
 
+@pytest.mark.slow
 def test_a_large_layer_keeps_what_was_measured_on_a_gpu():
     layer = traced(Qwen2Config(**QWEN_14B), tokens=512)
     hidden, width = 2 * QWEN_14B["hidden_size"], 2 * QWEN_14B["intermediate_size"]
@@ -81,6 +82,7 @@ def test_a_large_layer_keeps_what_was_measured_on_a_gpu():
     assert cheaper == ROWS * 512 * (2 * hidden + width)
 
 
+@pytest.mark.slow
 def test_what_follows_from_attention_s_output_is_not_kept_beside_it():
     config = GptOssConfig(num_hidden_layers=1, num_local_experts=32, vocab_size=8)
     skeleton = Skeleton(config)
@@ -90,6 +92,7 @@ def test_what_follows_from_attention_s_output_is_not_kept_beside_it():
     assert layer.cheap.saved_bytes // (ROWS * 512) == pytest.approx(75_619, rel=1e-3)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # of torch.compile's own
 @pytest.mark.parametrize(
     ("family", "cheap"),
@@ -127,6 +130,7 @@ def test_what_is_kept_is_what_torch_compile_keeps(family, cheap):
 LAYERS = ("falcon-rw", "opt-projected", "gemma3", "ctrl", "mixtral")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", LAYERS)
 def test_every_family_s_layer_can_be_traced(family):
     layer = traced(tiny_config(family))
@@ -209,6 +213,7 @@ def test_what_lives_by_hand():
     assert layer.bytes_at(10 * rows, cheap=True).beyond == 10 * rows * 3 * WIDE
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("size", "rows", "tokens", "mib"), [("7B", 1, 1 << 17, 33_168), ("70B", 16, 1024, 6723)]
 )
@@ -220,6 +225,7 @@ def test_a_large_layer_that_is_recomputed_needs_what_was_measured_on_a_gpu(size,
     assert shape.layer_bytes(rows * tokens) > 1.1 * needed
 
 
+@pytest.mark.slow
 def test_a_layer_that_is_traced_again_needs_the_same():
     """To the order in which its memory is taken: it decides which holes are left."""
     first, *others = (traced(Qwen2Config(**QWEN_14B), tokens=512) for _ in range(3))
@@ -227,6 +233,7 @@ def test_a_layer_that_is_traced_again_needs_the_same():
     assert [other.cheap for other in others] == [first.cheap] * 2
 
 
+@pytest.mark.slow
 def test_gradients_of_experts_come_when_activations_have_gone():
     """Compiled layers compute them last; in the graph's order 9,430 MiB would be alive."""
     shape = large("120B", 4, 4096)
@@ -246,6 +253,7 @@ def test_what_cheap_retention_computes_again_is_alive_with_what_it_is_computed_f
     assert shape.compiled.beyond_graph.at(1 << 17) < cheap
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("shared_heads", "scratch"), [(8, 2), (2, 4)])
 def test_attention_takes_memory_for_itself_on_cuda(shared_heads, scratch):
     layer: Any = sizes(1024, 64, 8, shared_heads)
@@ -275,6 +283,7 @@ def peak_of(run: Callable[[], object]) -> int:
     return most
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # of torch.compile's own
 @pytest.mark.parametrize("cheap", [False, True], ids=["recomputed", "cheaply retained"])
 def test_what_is_alive_is_what_compiled_code_allocates(cheap):

@@ -62,12 +62,14 @@ def dry_and_real(
     return dry, real
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", CONFIGS)
 def test_dry_run_in_fp32_equals_a_real_run(family):
     dry, real = dry_and_real(CONFIGS[family], "sdpa", torch.float32)
     assert dry == real
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["llama", "qwen3", "falcon-40b-form", "gpt-neox"])
 def test_a_layer_in_chunks_keeps_and_takes_what_its_dry_run_found(family):
     # of two rows: 24 of each at a time

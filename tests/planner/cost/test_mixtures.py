@@ -24,6 +24,7 @@ from tests.support import MIXTURES, engine_of, full_batches, plain_model, tiny_c
 ROWS, TOKENS = 2, 16
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", MIXTURES)
 def test_layers_in_float32_take_the_bytes_of_a_real_run(family):
     skeleton = Skeleton(tiny_config(family), dtype=torch.float32)
@@ -36,6 +37,7 @@ def test_layers_in_float32_take_the_bytes_of_a_real_run(family):
         assert dry == real
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", MIXTURES)
 def test_mixtures_are_planned_and_train_in_float32(family):
     skeleton, batches = Skeleton(tiny_config(family), dtype=torch.float32), full_batches(1)
@@ -50,6 +52,7 @@ def test_mixtures_are_planned_and_train_in_float32(family):
     assert apart(ours, named_gradients(plain), of_largest=1e-6) == []
 
 
+@pytest.mark.slow
 def test_compiled_layers_hold_all_experts_gradient_too():
     skeleton = Skeleton(tiny_config("mixtral", num_local_experts=16))
     experts = 16 * 3 * 32 * 64 * 2  # bytes in bf16
@@ -83,6 +86,7 @@ def balanced_shape(family: str, coefficient: float, tokens: int, **options: Any)
         return shape_of(skeleton, TOKENS, [tokens], **options)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["mixtral", "gpt-oss"])
 def test_retained_layers_keep_the_logits_of_balanced_routers_as_planned(family):
     """The peak of a real step whose layers are all retained grows by what the dry run counts."""
@@ -104,6 +108,7 @@ def test_retained_layers_keep_the_logits_of_balanced_routers_as_planned(family):
     assert peak(0.1) - peak(0.0) == pytest.approx(len(batches) * (logits + marks), abs=100)
 
 
+@pytest.mark.slow
 def test_compiled_layers_keep_logits_for_other_gradients_anyway():
     given = {"runs_on": "cuda", "compiled": True}
     without, kept = (

@@ -74,6 +74,7 @@ def test_layers_share_a_sliding_mask_when_padded():
     assert padded.calls.at(64) < 4 * 2 * 32 * 32 + 2 * 32 * 16 * 4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("padded", [False, True])
 @pytest.mark.parametrize("family", RECURRENT)
 def test_layers_with_buffers_and_with_masks_by_place_are_counted(family, padded):
@@ -89,6 +90,7 @@ def test_a_bound_skeleton_is_refused():
         shape_of(skeleton, 32, [32])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("dtype", "eager"), [(torch.bfloat16, False), (torch.float32, True)])
 def test_whether_graphs_hold_their_inputs(dtype, eager):
     """An eager norm computes with its input in float32: a copy, or the input itself. Compiled, the
@@ -119,6 +121,7 @@ def test_retained_bytes_are_the_graphs_less_their_outputs():
     assert shape().retained_bytes(tokens, 1) == footprint.saved_bytes - tokens * hidden * 2
 
 
+@pytest.mark.slow
 def test_compiled_layers_retain_less_and_cheaply_retained_ones_less_yet():
     """Cheap retention leaves out the norms' outputs and the MLP's middle."""
 
@@ -136,6 +139,7 @@ def test_compiled_layers_retain_less_and_cheaply_retained_ones_less_yet():
     assert retained(eager, compiled=True, cheap=True) == retained(eager)
 
 
+@pytest.mark.slow
 def test_products_in_fp8_need_what_was_measured_on_a_gpu():
     """Four layers of 7.6B's shape, 16k tokens at once: the layers' share of an H200's peak."""
     tokens, sizes_7b = 16_384, {**SIZES, **QWEN_SIZES["7B"], "num_hidden_layers": 4}

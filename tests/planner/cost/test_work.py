@@ -81,6 +81,7 @@ def test_layers_of_one_kind_are_one_object(llama):
     assert llama.cost.layers[0] is llama.cost.layers[1]
 
 
+@pytest.mark.slow
 def test_nothing_is_said_of_compilation_unless_asked(llama, compiled):
     for eager, fused in zip(llama.cost.layers, compiled.cost.layers, strict=True):
         one_way, back = eager.forward, eager.backward
@@ -105,6 +106,7 @@ def test_cheap_retention_adds_traffic_and_no_products(llama, compiled):
     assert eager.cheap_bytes == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", KINDS)
 def test_every_family_has_its_work(family):
     found = shape(tiny_config(family))
@@ -183,6 +185,7 @@ def seconds_per_token(work: BlockCost, kind: str, seq_len: int) -> tuple[float, 
     return forward, backward
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("size", "seq_len", "kind", "recomputed", "retained"), MEASURED)
 def test_the_work_of_a_layer_gives_its_measured_speed(size, seq_len, kind, recomputed, retained):
     config: Any = {**QWEN_SIZES[size], "vocab_size": 96, "num_hidden_layers": 1}
@@ -193,6 +196,7 @@ def test_the_work_of_a_layer_gives_its_measured_speed(size, seq_len, kind, recom
     assert flops / (forward + backward) == pytest.approx(retained, rel=0.05)
 
 
+@pytest.mark.slow
 def test_layers_with_and_without_a_window_are_told_apart_where_no_mask_tells_them():
     heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16}
     others: dict[str, Any] = heads | {"vocab_size": 64, "sliding_window": 8}
