@@ -134,6 +134,7 @@ def test_an_engine_planned_from_keywords_is_the_plan_s_and_trains_the_same(confi
     assert losses[2] < losses[0]
 
 
+@pytest.mark.slow
 def test_an_engine_may_be_planned_for_another_loss(config_folder):
     keys: dict[str, Any] = {**PLANNED, "precision": "float32"}
     plan = mt.plan(config_folder, **keys, method="dpo")
@@ -169,6 +170,7 @@ def test_from_pretrained_plans_and_reads_the_weights(tmp_path):
             assert torch.equal(weights[name], parameter), name
 
 
+@pytest.mark.slow
 def test_a_plan_that_does_not_fit_opens_no_engine(config_folder):
     with pytest.raises(mt.errors.PlanError, match="does not fit"):
         Engine.from_config(config_folder, **PLANNED, memory={"host": "8MiB"})

@@ -259,6 +259,7 @@ def test_every_error_class_has_a_row():
     assert ours == {error for error, _ in ERRORS}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("error", "code"), ERRORS)
 @pytest.mark.parametrize(
     "command", [["train", "cfg.yaml"], ["plan", "cfg.yaml"], ["resume", "run"]]

@@ -150,6 +150,7 @@ def test_the_two_answers_of_a_pair_are_always_together(pack_to):
                 assert micro["input_ids"].numel() <= size
 
 
+@pytest.mark.slow
 @PACKED
 @pytest.mark.parametrize("kind", [PAIRS, JUDGED])
 def test_a_step_has_the_same_rows_however_it_is_cut(kind, pack_to):

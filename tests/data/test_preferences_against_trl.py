@@ -215,6 +215,7 @@ def judged_rows() -> list[dict[str, Any]]:
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("cut", [False, True])
 @pytest.mark.parametrize("name", ["llama3", "qwen2_5", "phi3"])
 def test_judged_rows_and_their_mismatches(tokenizers, ours, name, cut):

@@ -305,6 +305,7 @@ def test_a_read_only_cache_is_read_and_not_completed(encode_into, tmp_path):
 # -- several at once -----------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("locks", [True, False])
 def test_several_processes_make_one_set(encode_into, monkeypatch, tmp_path, locks):
     encode_into("whole")

@@ -159,6 +159,7 @@ def test_bad_rows_are_skipped_and_counted(encode, kind):
 # -- cache and digests ---------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("a_shard_for_each_row")
 @pytest.mark.parametrize("kind", MAKE)
 def test_the_cache_knows_the_kind_and_is_mended(kind, write_jsonl, make_tokenizer, cache, caplog):

@@ -139,6 +139,7 @@ def test_the_order_does_not_depend_on_the_shards_that_are_there(
         assert bytes_in(tmp_path / name) == bytes_in(whole_cache)
 
 
+@pytest.mark.slow
 def test_a_set_of_one_window_has_the_order_that_it_has_without_streaming(
     open_in, file, tokenizer, options, monkeypatch, tmp_path
 ):
@@ -241,6 +242,7 @@ def test_bad_rows_of_later_windows_are_skipped_and_told_of(open_in, options, wri
     assert caplog.text.count("bad.jsonl:53") == 1
 
 
+@pytest.mark.slow
 def test_a_writer_that_is_killed_is_told_of(open_in, monkeypatch, tmp_path):
     write = shards._Work._write_shard
 
@@ -320,6 +322,7 @@ def test_a_damaged_shard_is_mended_while_the_others_are_used(open_in, whole_cach
     wait_for(is_whole)
 
 
+@pytest.mark.slow
 def test_the_writer_ends_with_its_stream(open_in, monkeypatch):
     children = list[int]()
 

@@ -238,6 +238,7 @@ def rows_to_mutate() -> list[dict[str, Any]]:
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("template", [LIKE_QWEN, LIKE_MISTRAL, LIKE_DEEPSEEK, LIKE_GLM])
 @pytest.mark.parametrize("train_on", ["assistant", "all"])
 def test_mutated_rows_with_tools_are_bad_or_trainable_and_never_crash(

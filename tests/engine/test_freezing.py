@@ -213,6 +213,7 @@ def test_backward_ends_at_the_first_block_that_is_trained(what, retained, monkey
     assert seen["layer_again"] == ([] if retained else visited)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("precision", "optimizer"),
     [

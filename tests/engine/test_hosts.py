@@ -114,6 +114,7 @@ def summed_in_order(hosts: int, ranks: int, wire: str, numel: int) -> torch.Tens
     return reduce(torch.add, of_hosts)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("wire", WIRES)
 @pytest.mark.parametrize("hosts", [1, 2, 4])
 def test_sums_are_of_each_host_and_then_over_hosts(hosts, wire, on_ranks):

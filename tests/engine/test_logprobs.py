@@ -31,6 +31,7 @@ def plain_logprobs(model: Any, batch: Batch) -> tuple[Tensor, Tensor]:
 SETTINGS = [Settings(head_chunk_tokens=4), Settings(resident=ALL, groups=3, head_chunk_tokens=100)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "settings", "pad_left"),
     [

@@ -121,6 +121,7 @@ def learnt(optimizer: Optimizer) -> tuple[float, list[float]]:
         return nbytes / engine.store.layouts[0].numel, trace.losses
 
 
+@pytest.mark.slow
 def test_lion_equals_a_plain_loop() -> None:
     """With clipping, decay and a schedule. A sign next to zero is a matter of rounding."""
     rates, steps = cosine(10, 1e-4), [micro_batches(seed) for seed in range(10)]

@@ -180,6 +180,7 @@ def test_so_is_one_with_frozen_tensors(name, how, device):
     assert_same_step(whole, found)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", LOSSES)
 def test_packed_examples_are_those_of_padded_ones(name, device):
     loss = LOSSES[name]

@@ -86,6 +86,7 @@ def test_packed_examples_have_their_own_ends():
     assert ends(batch, pad=3) == [1, 4], "positions that begin anew tell the padding"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
 def test_scores_are_those_of_transformers_on_a_padded_batch(family):
     config, batch = reward_config(family), padded()
@@ -125,6 +126,7 @@ def opened(folder: Path, seed: int = 0, config: Any = None) -> Engine:
     return engine
 
 
+@pytest.mark.slow
 def test_all_but_the_head_is_the_language_model_s(folder, caplog):
     theirs = transformers.AutoModelForCausalLM.from_pretrained(folder).state_dict()
     with caplog.at_level(logging.INFO, "megatrain"), opened(folder) as engine:

@@ -39,6 +39,7 @@ def padded(tokens: int) -> dict[str, torch.Tensor]:
     return {"attention_mask": (torch.arange(tokens) >= 2).long()[None].repeat(2, 1)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tokens", [3, WINDOW, WINDOW + 1, 3 * WINDOW, 3 * WINDOW + 2])
 @pytest.mark.parametrize("rows_of", [lambda tokens: {}, packed, padded])
 def test_logits_and_gradients_are_those_of_eager_attention(tokens, rows_of):

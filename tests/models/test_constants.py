@@ -108,6 +108,7 @@ def test_all_that_a_family_publishes_is_trained_or_a_constant(family):
 # -- dtypes ----------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "family", ["afmoe", "apertus", "deepseek-v32", "ernie4-5-moe", "gemma4", "minimax-m2"]
 )
@@ -133,6 +134,7 @@ def test_indexers_keep_their_matmuls():
 # -- building --------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_experts_beyond_the_ram_are_not_allocated_to_be_built():
     """64 TB of them, which no machine hands out."""
     experts = dict.fromkeys(("n_routed_experts", "num_local_experts", "num_experts"), 4096)

@@ -51,6 +51,7 @@ def with_choices(plan: Plan, **changes: Any) -> Plan:
     return lay_out(layout_of(choices, plan.job), typical(SMALL), plan.budget)
 
 
+@pytest.mark.slow
 def test_what_host_ram_has_room_for_stays_there():
     plan = plan_of(ON_DRIVE, H200)
     assert (plan.choices.nvme_blocks, plan.nvme) == (0, {})

@@ -160,6 +160,7 @@ def planned(ranks: int, job: Job = LONG, hosts: int = 1, **more: Any) -> Plan:
     return make_plan(job, QWEN_7B, part_of(HOST, ranks), machine, **more)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("ranks", "tied"), [(1, False), (3, True)])
 def test_a_rank_s_store_holds_the_shares_that_are_planned(ranks, tied):
     """The first one's are the largest."""

@@ -59,6 +59,7 @@ def test_on_a_cpu_only_RAM_is_missing():
     assert [tier for tier, _ in missing(search)] == ["host"]
 
 
+@pytest.mark.slow
 def test_a_refusal_says_how_much_more_would_do_and_what_the_machine_has():
     plan = make_plan(JOB_7B, QWEN_7B, H200, typical(H200), gpu_limit=24 * GIB, host_limit=60 * GIB)
     assert plan.fix is not None

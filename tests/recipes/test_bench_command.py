@@ -38,6 +38,7 @@ def test_a_users_own_config_is_timed_without_its_rows(megatrain, project):
     assert (warming, steps) == ("to warm up", ["step 1/2", "step 2/2"])
 
 
+@pytest.mark.slow
 def test_json_holds_the_figures_and_where_they_come_from(megatrain):
     options = ("--layers", "3", "train.micro_batch_tokens=128", "--json")
     result = megatrain("bench tiny", *SMALL, *QUICK, *options).json
@@ -91,6 +92,7 @@ def test_a_random_model_begins_at_chance_and_learns_only_tokens_it_sees_again(me
     assert not same or (losses == sorted(losses, reverse=True) and losses[1] < 6.2)
 
 
+@pytest.mark.slow
 def test_the_timeline_of_one_more_step(megatrain, project):
     options = ("memory.resident=0", "--profile", "trace.json.gz", "--json")
     done = megatrain("bench tiny", *SMALL, *QUICK, *options)
@@ -162,6 +164,7 @@ def test_a_folder_of_the_same_name_wins(project):
     assert shape_config(bench_config("tiny")).model_type == "llama"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "billions"),
     [

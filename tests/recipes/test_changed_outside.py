@@ -309,6 +309,7 @@ def cached() -> Iterator[str]:
     shutil.rmtree(Path(HF_HUB_CACHE) / "models--cached--model")
 
 
+@pytest.mark.slow
 def test_a_new_commit_on_the_hub_is_said_and_not_taken(
     megatrain, finished_project, project, cached
 ):

@@ -37,6 +37,7 @@ def test_a_base_model_is_trained_with_a_named_template(megatrain, project, base)
     assert megatrain("eval run --data rows.jsonl --json").json["eval_target_tokens"] > 0
 
 
+@pytest.mark.slow
 def test_a_resume_keeps_the_checkpoint_s_and_says_that_the_file_has_changed(
     megatrain, project, base
 ):
@@ -70,6 +71,7 @@ def test_a_template_in_the_home_of_nobody_is_named(megatrain, project):
     assert "data.chat_template: ~nobody-here/x: no such file, and no such name" in error
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("command", ["data cfg.yaml", "train cfg.yaml", "generate model a"])
 def test_a_template_that_computes_without_end_ends_every_command(
     megatrain, project, monkeypatch, command

@@ -93,6 +93,7 @@ def test_a_system_prompt_comes_first_and_a_prompt_is_the_first_turn(chat, megatr
     assert megatrain("generate model", "Count to 3.", *options).out == f"{expected[0][0]}\n"
 
 
+@pytest.mark.slow
 def test_what_ends_an_answer_of_a_trained_model_ends_it_here(chat, finished):
     expected = transformers_answers("run/final", ["Count to 3."], 40)
     drawn = chat("run", "Count to 3.", "/new", "Count to 3.", "/exit", "Count to 3.")

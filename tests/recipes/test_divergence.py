@@ -74,6 +74,7 @@ def test_where_no_checkpoint_is_good_the_way_back_is_the_beginning(megatrain, pr
     assert (project / "run-2" / "final").is_dir()
 
 
+@pytest.mark.slow
 def test_a_spike_in_a_gradient_is_said_counted_and_its_batch_kept(megatrain, project, monkeypatch):
     original, calls = Gradients.norm, iter(range(1, 999))
     monkeypatch.setattr(
@@ -91,6 +92,7 @@ def test_a_spike_in_a_gradient_is_said_counted_and_its_batch_kept(megatrain, pro
     assert sum(int((t != -100).sum()) for name, t in batch.items() if "labels" in name)
 
 
+@pytest.mark.slow
 def test_a_model_that_does_not_compute_is_refused_before_its_first_step(megatrain, project):
     broken = Path(shutil.copytree(project / "model", project / "broken")) / "config.json"
     broken.write_text(json.dumps(json.loads(broken.read_text()) | {"rms_norm_eps": float("nan")}))

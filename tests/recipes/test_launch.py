@@ -316,6 +316,7 @@ def test_what_one_process_does_is_refused_to_several(project, environ, megatrain
         assert "this is one of 2 processes of a launcher" in megatrain(line, code=2).err
 
 
+@pytest.mark.slow
 def test_tasks_of_slurm_are_ranks(project, finished_project):
     port = str(free_port())
 

@@ -59,6 +59,7 @@ def folders(copied: Path, model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> I
     (project / "rows/more").chmod(0o700)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("what", "command"), FORBIDDEN)
 def test_a_folder_that_may_not_be_read_is_named(megatrain, folders, monkeypatch, what, command):
     if what == "cache":
@@ -72,6 +73,7 @@ def test_a_folder_that_may_not_be_read_is_named(megatrain, folders, monkeypatch,
     assert "unexpected" not in error
 
 
+@pytest.mark.slow
 def test_a_resume_needs_no_model_folder_that_may_be_read(megatrain, folders):
     megatrain("train cfg.yaml output=mine train.max_steps=1")
     (folders / "model").chmod(0)

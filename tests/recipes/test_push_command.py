@@ -42,6 +42,7 @@ def contents(folder: Path) -> dict[str, bytes]:
     return {str(path.relative_to(folder)): path.read_bytes() for path in found}
 
 
+@pytest.mark.slow
 def test_what_arrives_is_final_byte_for_byte(megatrain, finished, hub):
     done = megatrain("push run me/model")
     assert done.out == f"{hub.url}/me/model\n"
@@ -121,6 +122,7 @@ def test_optimizer_state_is_never_uploaded(megatrain, project, trained_once, hub
     assert "final: has no MANIFEST.json" in said and "`megatrain resume run` writes it" in said
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["model.safetensors", "tokenizer.json", "config.json"])
 def test_a_changed_file_stops_it_before_anything_is_sent(megatrain, copied, hub, name):
     flip(copied / "final" / name)

@@ -216,6 +216,7 @@ def test_when_all_are_stopped_for_long_they_go_on(project, silent_soon, whole):
     same_run(Path("run"), whole)
 
 
+@pytest.mark.slow
 def test_an_error_of_one_ends_all_with_its_sentence_and_code(project):
     def fails(rank: int) -> None:
         made = loop.train_step

@@ -181,6 +181,7 @@ def test_hosts_wait_for_each_other_before_their_other_ranks_work():
     assert total() - before > 4
 
 
+@pytest.mark.slow
 def test_those_of_a_host_work_one_by_one_and_show_that_they_live(tmp_path):
     def job(world: World) -> tuple[list[float], int]:
         file = str(tmp_path / "store")

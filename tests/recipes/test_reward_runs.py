@@ -98,6 +98,7 @@ def test_a_reward_model_is_trained_further_and_evaluated_without_its_run(megatra
     assert "perplexity" not in found
 
 
+@pytest.mark.slow
 def test_margins_of_rows_are_wanted(megatrain, of_pairs):
     losses = []
     for margin in (None, 0.0, 2.0):

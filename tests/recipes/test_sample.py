@@ -117,6 +117,7 @@ def test_answers_end_with_the_model_s_positions(megatrain, gpt2):
     assert "tokens, and the model reads no more than 64, its answer included" in refused
 
 
+@pytest.mark.slow
 def test_a_sample_prompt_beyond_the_positions_is_refused_before_anything_is_trained(
     megatrain, project, gpt2
 ):

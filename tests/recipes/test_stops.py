@@ -57,6 +57,7 @@ def saved_steps(run_dir: Path) -> list[int]:
     return [int(path.name.partition("-")[2]) for path in checkpoints(run_dir)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("number", "code"), [(signal.SIGTERM, 75), (signal.SIGUSR2, 75), (signal.SIGINT, 130)]
 )

@@ -99,6 +99,7 @@ def test_kill_9_in_the_middle_costs_no_bit(forker, megatrain, project, tmp_path)
     assert sets_in(tmp_path / "killed") == whole
 
 
+@pytest.mark.slow
 def test_a_run_that_waits_for_rows_says_so_and_may_be_stopped(forker, project, tmp_path):
     cache = f"import os\nos.environ['MEGATRAIN_CACHE'] = '{tmp_path / 'cache'}'\n"
     child = forker.start("train", "cfg.yaml", "checkpoint.every=100", first=cache + FIRST)
@@ -168,6 +169,7 @@ def test_data_shows_the_first_window_and_says_so(megatrain):
     assert (counts["train"]["rows"], counts["eval"]["rows"]) == (16, 4)
 
 
+@pytest.mark.slow
 def test_held_out_rows_are_evaluated_and_other_rows_too(megatrain, project):
     megatrain("train cfg.yaml train.max_steps=2")
     held = megatrain("eval run --json").json

@@ -98,6 +98,7 @@ def test_figures_are_those_of_the_hf_backend(how, megatrain, monkeypatch):
                 assert found[task][name] == pytest.approx(float(value), rel=1e-5), (task, name)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 def test_answers_are_the_same_where_weights_have_no_room(megatrain, monkeypatch):
     ask = "eval model --tasks answers --include-path tasks --json"

@@ -176,6 +176,7 @@ def test_how_a_step_is_cut_changes_rounding_only(megatrain, project):
         assert torch.are_deterministic_algorithms_enabled() is False
 
 
+@pytest.mark.slow
 def test_without_clipping_the_first_steps_are_the_same(megatrain, project):
     common = ("precision=float32", "train.max_steps=3", "data.eval=null")
     megatrain("train cfg.yaml", *common, "train.max_grad_norm=1e9", "output=clipped")
@@ -339,6 +340,7 @@ def test_a_run_says_what_it_took_beside_what_was_planned(megatrain, project):
     assert json.loads((project / "run" / "plan.json").read_text())["steps"] == 2
 
 
+@pytest.mark.slow
 def test_a_run_is_tracked_line_by_line_and_again_after_a_resume(megatrain, project):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 

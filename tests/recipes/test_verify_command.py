@@ -53,6 +53,7 @@ def test_a_model_that_cannot_be_streamed_is_refused(megatrain, project):
     assert "shows every token the one" in megatrain("verify other", code=2).err
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("command", ["plan", "train"])
 def test_plan_and_train_ask_once(megatrain, verdicts, command):
     verdicts[:] = [Verdict("passed")]
@@ -61,6 +62,7 @@ def test_plan_and_train_ask_once(megatrain, verdicts, command):
     assert once not in megatrain(f"{command} cfg.yaml output=b train.max_steps=1").err
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("command", ["plan", "train"])
 def test_what_computes_wrongly_does_not_train_until_it_is_right(megatrain, verdicts, command):
     verdicts[:] = [WRONG, WRONG, Verdict("passed")]

@@ -262,6 +262,7 @@ def test_a_checkpoint_that_is_gone_once_it_is_found_gives_way_to_the_next(
     assert names(export(run, tmp_path / "out")) == {"config.json", "model.safetensors"}
 
 
+@pytest.mark.slow
 def test_an_export_that_is_never_quick_enough_says_so(tmp_path, new_engine, monkeypatch):
     run, engine = tmp_path / "run", new_engine(layers=1)
     steps = itertools.count(1)

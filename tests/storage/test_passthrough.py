@@ -267,6 +267,7 @@ def test_a_run_keeps_passengers_once_and_outlives_its_source(tmp_path, source, e
     torch.testing.assert_close(theirs.to(ours.dtype), ours, rtol=0.1, atol=0.1)
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_from_a_checkpoint_bit_for_bit(tmp_path, source):
     runs = tmp_path / "run"
     with open_engine(source, "bfloat16") as engine:

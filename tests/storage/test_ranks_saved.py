@@ -328,6 +328,7 @@ def gguf_file(folder: Path) -> Path:
     return export(folder / "run", folder / "out", format="gguf") / "model.gguf"
 
 
+@pytest.mark.slow
 def test_ranks_read_a_gguf_file_one_after_another(tmp_path, on_ranks):
     """Each has all of it in RAM for a while."""
     file = gguf_file(tmp_path)

@@ -112,6 +112,7 @@ def test_what_is_float32_among_others_is_told(tmp_path, caplog, precision):
     assert len(told) == (precision == "bfloat16")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_family_arrives_whole(tmp_path, family):
     expected = save_model(tmp_path, FAMILIES[family])

@@ -89,6 +89,7 @@ def test_what_treats_them_alike_is_not() -> None:
     assert treats_tokens_alike(Scales(), (2, 11, 8), torch.float32)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "chunk"), [*((family, 8) for family in SEVERAL), ("qwen2", 1), ("qwen2", 1000)]
 )

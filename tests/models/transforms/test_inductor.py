@@ -62,6 +62,7 @@ def test_inductor_keeps_as_little_for_this_layer_alone() -> None:
     assert all(map(torch.equal, gradients, expected))
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # of torch.compile's own
 def test_a_compiler_that_fails_is_named_and_how_to_do_without(monkeypatch, tmp_path):
     from torch._inductor import config as inductor

@@ -80,6 +80,7 @@ def test_a_layer_in_chunks_keeps_and_takes_what_its_dry_run_found(family):
     assert dry.peak_bytes < whole.peak_bytes
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", CONFIGS)
 def test_dry_run_in_bf16_is_within_half_a_percent(family):
     dry, real = dry_and_real(CONFIGS[family], "sdpa", torch.bfloat16)

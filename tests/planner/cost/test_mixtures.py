@@ -61,6 +61,7 @@ def test_compiled_layers_hold_all_experts_gradient_too():
     assert sets.recomputed.at(TOKENS) > experts
 
 
+@pytest.mark.slow
 def test_rows_that_no_grouped_kernel_takes_are_planned_and_train():
     """Those that do not begin at multiples of 16 bytes go through a loop over experts."""
     config = tiny_config("mixtral", intermediate_size=30)
@@ -130,6 +131,7 @@ def test_balancing_moves_no_more_memory_than_a_routers_logits():
     assert 0 < more < 20 * probabilities
 
 
+@pytest.mark.slow
 def test_routers_are_as_they_were_when_a_plan_is_made():
     skeleton = Skeleton(tiny_config("mixtral"), dtype=torch.float32)
     before = shape_of(skeleton, TOKENS, [TOKENS]).retained

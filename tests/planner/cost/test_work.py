@@ -44,6 +44,7 @@ def test_products_by_hand(llama):
     assert llama.cost.embed.forward.matmul_flops == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("attention", "columns", "pairs"),
     [("sdpa", 4 * 64, TOKENS * (TOKENS + 1) // 2), ("eager", 64, TOKENS * TOKENS)],
