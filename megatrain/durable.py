@@ -1,4 +1,4 @@
-"""What makes files survive a power loss."""
+"""Syncing of folders, so that files survive a power loss."""
 
 from __future__ import annotations
 

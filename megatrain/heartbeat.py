@@ -40,7 +40,7 @@ def ending(end: Callable[[], None]) -> Iterator[None]:
 
 
 def beats(what: str = "") -> int:
-    """How much of it was done in this process so far."""
+    """The amount of work done in this process so far."""
     return _amounts[what]
 
 

@@ -1,4 +1,4 @@
-"""What a run can be taught by: a method is one row of a table, and one of `losses.LOSSES`.
+"""The methods of training: each is one row of a table, and one of `losses.LOSSES`.
 
 Config, loader, loop and planner read the table; nothing else knows a method by its name. No torch.
 """

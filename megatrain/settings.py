@@ -136,7 +136,7 @@ def contradiction(values: Mapping[str, object], *, in_config: bool) -> tuple[str
 
 @dataclass(frozen=True, kw_only=True)
 class Chosen:
-    """What the planner chooses and the engine obeys; `OPTIONS` says what each field means.
+    """Options that the planner chooses and the engine obeys; `OPTIONS` explains each field.
 
     Blocks are counted in execution order: the embedding, the layers, the head. A number beyond
     what the model has means all of it.
@@ -173,7 +173,7 @@ _KNOWN = {
 
 @dataclass(frozen=True, kw_only=True)
 class Settings(Chosen):
-    """How the engine divides a step and memory: the options of `OPTIONS`, and
+    """The engine's division of a step and of memory: the options of `OPTIONS`, and
 
     Attributes:
         group_size: with several groups, the most micro-batches of one; a step with more than

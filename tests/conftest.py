@@ -33,6 +33,9 @@ if "MEGATRAIN_TEST_HF_HOME" not in os.environ:
 os.environ["HF_HOME"] = os.environ["MEGATRAIN_TEST_HF_HOME"]
 # without this machine's profile: plans are the same everywhere
 os.environ["MEGATRAIN_CACHE"] = f"{os.environ['HF_HOME']}/megatrain"
+# A run that is killed may leave half a file in a compiler's cache: these are the tests' own.
+os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", f"{os.environ['HF_HOME']}/inductor")
+os.environ.setdefault("TRITON_CACHE_DIR", f"{os.environ['HF_HOME']}/triton")
 # A compiler on the processor takes its vector instructions for granted. To try them takes seconds
 # of each process, and of each test with a compiler's cache of its own.
 os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")

@@ -1,4 +1,4 @@
-"""What all commands share: the application, arguments, and how results are printed."""
+"""Parts that all commands share: the application, arguments, and how results are printed."""
 
 from __future__ import annotations
 

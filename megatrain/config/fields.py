@@ -190,7 +190,7 @@ class TrainOptions(Options):
 
 
 class OptimizerOptions(Options):
-    """How gradients become updates."""
+    """The optimizer and its hyper-parameters."""
 
     name: c.OptimizerName = key("adamw", "Optimizer.")
     moments: c.Moments = key(

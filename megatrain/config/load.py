@@ -244,7 +244,7 @@ class _Collector:
 
 
 def _clash(leaf: Leaf, first: Leaf) -> str:
-    """Why two leaves of one key cannot both count."""
+    """The problem of two values for one key."""
     if first.typed == leaf.typed:  # only on the command line and in keywords
         return "is set twice"
     given = f"{first.typed} at {first.place}"

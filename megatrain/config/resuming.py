@@ -86,7 +86,7 @@ PATHS = (
 
 
 def asked_again(run_dir: Path, overrides: Sequence[str] | Mapping[str, Any]) -> Config:
-    """What the run's config.yaml asks for now, with keys set over it.
+    """Read what the run's config.yaml asks for now, with keys set over it.
 
     Raises ConfigError for a folder that holds no run, and for wrong overrides.
     """
@@ -120,7 +120,7 @@ def _refuse_what_cannot_change(
 
 
 def for_state(config: Config, decided: Mapping[str, Any]) -> dict[str, Any]:
-    """What a checkpoint keeps of the config: as asked for, and what was chosen for it."""
+    """The part of the config that a checkpoint keeps: as asked for, and what was chosen for it."""
     asked = with_absolute_paths(config).model_dump(mode="json", exclude={"output"})
     chosen = flatten(config.with_values(decided).model_dump(mode="json"))
     return {"config": asked, "chosen": {key: chosen[key] for key in KEPT_CHOICES}}
@@ -173,7 +173,7 @@ def former_keys(saved: Mapping[str, Any]) -> list[str]:
 
 
 def is_open(asked: Config, key: str) -> bool:
-    """Whether a key is auto, and was not set so on the command line or in Python, which asks for
+    """True if a key is auto, and was not set so on the command line or in Python, which asks for
     another choice than the run's. asked: as `asked_again`."""
     typed = asked.where(key).startswith((COMMAND_LINE, IN_PYTHON))
     return not typed and flatten(asked.model_dump(mode="json"))[key] == "auto"

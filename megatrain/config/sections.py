@@ -199,7 +199,7 @@ MAX_NEW_TOKENS = 128
 
 
 class CheckpointOptions(Options):
-    """When the run is saved."""
+    """Times at which the run is saved, and what is kept."""
 
     every: v.CountOrNull = key(
         200, "Steps between checkpoints; the last step is always kept. null saves only at the end."

@@ -1,4 +1,4 @@
-"""Where rows come from, as the config says it: one source, or several with weights."""
+"""Sources of rows as the config names them: one, or several with weights."""
 
 from __future__ import annotations
 

@@ -308,7 +308,7 @@ def ready(
 
 
 def reason_to_refuse(source: Source, counts: Counts, options: RowOptions) -> DataError | None:
-    """Why the rows of a source are not to be trained on, if they are not."""
+    """The reason for refusing the rows of a source, or None."""
     written = sum(counts.parts)
     if not counts.read:
         return DataError(f"{source.name}: holds no rows")

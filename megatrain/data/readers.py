@@ -93,7 +93,7 @@ def read_jsonl(path: Path) -> Iterator[RawRow]:
 
 
 def _problem_of(error: ValueError | RecursionError) -> str:
-    """Why JSON cannot be read."""
+    """The reason for which JSON cannot be read."""
     if isinstance(error, UnicodeDecodeError):
         return f"not UTF-8 at byte {error.start}"
     if isinstance(error, json.JSONDecodeError):

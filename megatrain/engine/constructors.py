@@ -1,4 +1,4 @@
-"""How engines are made and filled: from a checkpoint, a configuration or a plan."""
+"""Constructors of engines: from a checkpoint, a configuration or a plan."""
 
 from __future__ import annotations
 
@@ -264,7 +264,7 @@ def arguments_of(request: Request) -> dict[str, Any]:
 
 
 def source_of(request: Request) -> ModelSource | None:
-    """Where the weights are, downloaded if need be and whole; None: they are drawn."""
+    """The source of the weights, downloaded if need be and complete; None if they are drawn."""
     if request.source is None:
         return None
     found = resolve_source(request.source, request.revision)

@@ -52,7 +52,7 @@ AUTO_PACKED_TOKENS = 4096
 
 @dataclass(frozen=True)
 class Machine:
-    """Where a job computes, in which precision, and how fast.
+    """The machine of a job: device, precision and rates.
 
     Attributes:
         compiles: a C compiler and Triton are at hand; None: look for them here.
@@ -267,7 +267,7 @@ def make_job(resolved: Resolved, **known: Any) -> Job:
 
 # why: decision 0103
 def transport_of(request: Request, machine: Machine) -> str:
-    """How weights come to a host's GPUs: the user's choice, or what these can do."""
+    """The transport of weights to a host's GPUs: the user's choice, or what they can do."""
     if request.transport != "auto":
         return request.transport
     return "gather" if machine.peers or machine.hosts > 1 else "read"
@@ -399,7 +399,7 @@ def state_bytes(optimizer: Optimizer, skeleton: Skeleton) -> tuple[tuple[str, fl
 
 
 def trained_layouts(skeleton: Skeleton) -> list[FlatLayout]:
-    """Of what an update reads and writes."""
+    """Bytes that an update reads and writes."""
     return [layout.trained for layout in layouts_of(skeleton.anatomy)]
 
 

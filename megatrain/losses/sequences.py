@@ -43,7 +43,7 @@ class SequenceLoss(ABC):
 
     @abstractmethod
     def counts(self, batch: Mapping[str, Tensor]) -> dict[str, float]:
-        """How many of each unit a micro-batch has, such as {"pairs": 4}. Sums are divided by the
+        """Count the units of a micro-batch, such as {"pairs": 4}. Sums are divided by the
         counts of the whole step."""
 
     @abstractmethod

@@ -1,4 +1,4 @@
-"""What labels say: which positions predict what, and of which example they are."""
+"""Targets from labels: the positions that predict, their targets and their examples."""
 
 from __future__ import annotations
 
@@ -150,7 +150,7 @@ def rows_of(batch: Mapping[str, Tensor]) -> Tensor:
 
 
 def about_examples(batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """What a micro-batch says of its examples: tensors [examples]."""
+    """The labels of a micro-batch's examples: tensors [examples]."""
     return {n: v for n, v in batch.items() if n.startswith("row_") and n != "row_of"}
 
 

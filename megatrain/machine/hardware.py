@@ -1,4 +1,4 @@
-"""What this machine has: memory of every tier, cores, limits.
+"""The hardware of this machine: memory of every tier, cores, limits.
 
 Read once, before anything is allocated. Nothing here creates a CUDA context or imports torch: the
 GPU's driver answers (NVML).
@@ -157,7 +157,7 @@ def read_hardware(output_folder: str | Path, device: str = "auto") -> Hardware:
 
 
 def shared_out(found: Sequence[Hardware], among: int) -> Hardware:
-    """What each of several processes has that share a machine, if none has more than another.
+    """The equal share of each of several processes on one machine.
 
     found: by each. among: how many share host RAM and NVMe.
     """
@@ -225,7 +225,7 @@ def bf16_is_fast(device: str, cpuinfo: Path = CPUINFO) -> bool:
 
 
 def processor_facts(names: tuple[str, ...], cpuinfo: Path = CPUINFO) -> Iterator[str]:
-    """What Linux says of each core under one of these names; nothing elsewhere."""
+    """Read Linux's value for each core under one of these names; nothing elsewhere."""
     try:
         lines = cpuinfo.read_text().splitlines()
     except OSError:
@@ -332,14 +332,14 @@ def visible_gpus() -> list[str]:
 
 
 def built_for_cuda() -> bool:
-    """Whether PyTorch was built for GPUs of NVIDIA. It is not imported: 0.3 GiB, for a launcher."""
+    """True if PyTorch was built for GPUs of NVIDIA. It is not imported: 0.3 GiB, for a launcher."""
     found = find_spec("torch")
     assert found is not None and found.origin is not None
     return run_path(str(Path(found.origin).with_name("version.py")))["cuda"] is not None
 
 
 def reach_each_other(uuids: Sequence[str]) -> bool:
-    """Whether each of this host's GPUs reads the others' memory; true where the driver cannot say.
+    """True if each of this host's GPUs reads the others' memory; true where the driver cannot say.
 
     Asked of NVML: a rank's CUDA shows it one GPU. NCCL may have been told not to use it.
     """

@@ -1,4 +1,4 @@
-"""What the environment says of the processes that a launcher has started together."""
+"""The environment's description of the processes that a launcher has started together."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ HERE = "127.0.0.1"  # where ranks of one host meet
 
 @dataclass(frozen=True)
 class Place:
-    """Which rank a launcher has made of this process, of how many, and on its host."""
+    """The rank that a launcher has given this process, of all ranks and on its host."""
 
     rank: int
     size: int
@@ -46,7 +46,7 @@ def names_in(environ: Mapping[str, str]) -> tuple[str, str, str, str]:
 
 
 def place_of(environ: Mapping[str, str]) -> Place | None:
-    """What the environment says; None for a process by itself. Raises ConfigError."""
+    """Read the place from the environment; None for a process by itself. Raises ConfigError."""
     names = names_in(environ)
     _, size = started_by(environ)
     if size < 2:
@@ -66,7 +66,7 @@ def place_of(environ: Mapping[str, str]) -> Place | None:
 
 
 def _tasks_here(environ: Mapping[str, str]) -> str:
-    """How many tasks of Slurm's step are on this host; "": it is not told."""
+    """The number of tasks of Slurm's step on this host; "" if it is unknown."""
     counts = [
         count
         for count, times in TASKS.findall(environ.get("SLURM_STEP_TASKS_PER_NODE", ""))
@@ -77,7 +77,7 @@ def _tasks_here(environ: Mapping[str, str]) -> str:
 
 
 def first_host(environ: Mapping[str, str], place: Place) -> str:
-    """Where ranks meet if nothing says so: on the host of the first of them."""
+    """The default meeting place of ranks: the host of the first of them."""
     if place.size == place.local_size:
         return HERE
     first = FIRST_OF_LIST.match(environ.get("SLURM_STEP_NODELIST", ""))

@@ -1,4 +1,4 @@
-"""What a folder lies on, as Linux tells it. Only a file is read."""
+"""The file system below a folder, as Linux reports it. Only a file is read."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What this machine's resources sustain: measured once, cached, and guessed until then.
+"""Rates that this machine sustains: measured once, cached, and guessed until then.
 
 Plain numbers and files: nothing here imports torch or touches a device.
 """
@@ -98,7 +98,7 @@ class MachineProfile:
 
 
 def usual_grouped(matmul: Rates) -> Rates:
-    """What `MachineProfile.grouped` mostly is on a GPU with these rates of lone matmuls."""
+    """The usual `MachineProfile.grouped` of a GPU with these rates of lone matmuls."""
     return tuple((rows, share * matmul[-1][1]) for rows, share in GROUPED_SHARE)
 
 
@@ -135,7 +135,7 @@ def fingerprint(hardware: Hardware, ranks: int = 1) -> str:
 
 
 def _told_nccl() -> list[tuple[str, str]]:
-    """What the environment says to NCCL, but for what it logs."""
+    """The environment variables that steer NCCL, except those of its log."""
     told = ((key, value) for key, value in os.environ.items() if key.startswith("NCCL_"))
     return sorted((key, value) for key, value in told if not key.startswith("NCCL_DEBUG"))
 
@@ -214,7 +214,7 @@ def write_json(path: Path, value: dict[str, Any]) -> Path:
 
 @dataclass(frozen=True)
 class DriveRates:
-    """What a drive sustained past the page cache, in bytes/s."""
+    """The rates that a drive sustained past the page cache, in bytes/s."""
 
     write: float
     read: float

@@ -1,4 +1,4 @@
-"""What a host's GPUs sustain while all of them work: measured (`measure/ranks.py`), or assumed.
+"""Rates of a host's GPUs while all of them work: measured (`measure/ranks.py`), or assumed.
 
 Links to the host and its memory are shared, and what is sent between GPUs takes from computing.
 """
@@ -38,7 +38,7 @@ GLOO_SHARE = 0.03  # of memory's rate, between processes without GPUs
 
 @dataclass(frozen=True)
 class Shares:
-    """What each of several GPUs reaches while all work.
+    """Rates of each of several GPUs while all work.
 
     Attributes:
         upload, download, both: of one GPU's link to the host.
@@ -62,13 +62,13 @@ OF_FOUR = Shares(0.80, 0.67, 0.43, 0.69, 0.60, 0.26, 0.64)
 
 
 def peers(hardware: Hardware) -> bool:
-    """Whether GPUs like this one reach each other's memory: GeForce cards do not (but for a bridge
+    """True if GPUs like this one reach each other's memory: GeForce cards do not (but for a bridge
     between two 3090), others do."""
     return hardware.gpu is None or GEFORCE.search(hardware.gpu.name) is None
 
 
 def part_of(hardware: Hardware, ranks: int) -> Hardware:
-    """What each of so many ranks has of a host, which this process has seen whole.
+    """The share of a host that each rank has, where this process has seen whole.
 
     Disks are as they are: what is saved is saved once.
     """
@@ -133,7 +133,7 @@ def assumed(base: MachineProfile, hardware: Hardware, ranks: int) -> MachineProf
 
 
 def shared_cores(base: MachineProfile, ranks: int) -> MachineProfile:
-    """What each of so many ranks without GPUs has of the cores that compute, and of memory."""
+    """The share of cores and memory that each rank without a GPU has."""
 
     def part(rates: Rates) -> Rates:
         return tuple((size, rate / ranks) for size, rate in rates)

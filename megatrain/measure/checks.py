@@ -1,4 +1,4 @@
-"""What keeps this machine from what it could do: a figure for each suspect, and advice for it."""
+"""Checks of what slows this machine down: a figure for each suspect, and advice for it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How long a piece of work takes: the median of several timings, after a warm-up."""
+"""Timing of a piece of work: the median of several timings, after a warm-up."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Work = Callable[[], object]
 
 
 class Times(Protocol):
-    """What tells how long a piece of work takes."""
+    """A function that times a piece of work."""
 
     def seconds(self, work: Work) -> float:
         """Median duration of one call of `work`."""

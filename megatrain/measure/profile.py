@@ -37,7 +37,7 @@ Note = Callable[[str], object]  # is told what is measured next
 
 @dataclass(frozen=True)
 class Sizes:
-    """How much is computed: enough for steady rates, little enough for seconds in all."""
+    """The sizes of what is computed: enough for steady rates, little enough for seconds in all."""
 
     tokens: tuple[int, ...]  # of matmuls
     lengths: tuple[int, ...]  # of sequences in attention
@@ -59,7 +59,7 @@ SIZES = {
 
 @dataclass(frozen=True)
 class Subject:
-    """What is measured. `quick`: only what the planner leans on most."""
+    """The measurements to make. `quick`: only what the planner leans on most."""
 
     hardware: Hardware
     device: torch.device

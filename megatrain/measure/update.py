@@ -40,7 +40,7 @@ UNMOVING: dict[str, Any] = {"lr": 1e-8, "weight_decay": 0.0, "step": 1, "grad_sc
 
 
 def parameters_for(cores: int) -> int:
-    """How many to update, to keep so many cores busy."""
+    """The number of parameters to update, to keep all cores busy."""
     return PARAMETERS * max(1, min(4, cores // CORES_KEPT_BUSY))
 
 

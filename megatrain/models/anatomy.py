@@ -75,7 +75,7 @@ class Anatomy:
 
     @property
     def outputs(self) -> int:
-        """What the head makes of a token: logits of the vocabulary, or scores."""
+        """The size of the head's output for a token: logits of the vocabulary, or scores."""
         return self.labels or self.vocab_size
 
     @property

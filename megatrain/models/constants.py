@@ -29,7 +29,8 @@ FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def kept_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """What a model's folder has: parameters and persistent buffers, tied ones under every name."""
+    """The tensors of a model's folder: parameters and persistent buffers, tied ones under every
+    name."""
     kept: dict[str, Tensor] = model.state_dict(keep_vars=True)
     return kept
 
@@ -42,7 +43,7 @@ def persistent_buffers(module: nn.Module) -> dict[str, Tensor]:
 
 
 def trains(tensor: Tensor) -> bool:
-    """Whether steps change this tensor of `kept_tensors`."""
+    """True if steps change this tensor of `kept_tensors`."""
     return isinstance(tensor, nn.Parameter) and tensor.requires_grad
 
 
@@ -95,7 +96,7 @@ class Constants:
             self._put(name, tensor.to(torch.float32 if is_wide else tensor.dtype).contiguous())
 
     def __getitem__(self, name: str) -> Tensor:
-        """What the model computes with, by the model's own name."""
+        """The tensors that the model computes with, by the model's own name."""
         module, leaf = self._owner(name)
         held = module._parameters if leaf in module._parameters else module._buffers
         tensor = held[leaf]
@@ -180,7 +181,7 @@ class Constants:
 
 
 def names_in(constants: Constants) -> tuple[str, ...]:
-    """Of a model folder's tensors."""
+    """The constants among a model folder's tensors."""
     blocks = range(len(constants.places))
     return tuple(name for block in blocks for name, _ in constants.of_block(block))
 

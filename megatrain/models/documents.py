@@ -25,7 +25,8 @@ def documents_of(positions: torch.Tensor) -> torch.Tensor:
 
 
 def boundaries_of(positions: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Where the documents of sequences [batch, tokens] begin, as kernels take it, in int32.
+    """Offsets at which the documents of sequences [batch, tokens] begin, as kernels take it, in
+    int32.
 
     cu_seq_lens_q [documents + 1] has their beginnings where all sequences lie end to end, and the
     number of tokens; seq_idx [batch, tokens] the number of each token's document among all.

@@ -38,7 +38,7 @@ def holds_experts(layers: Iterable[nn.Module]) -> bool:
 
 # why: decision 0083
 def forward(experts: Any, hidden: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
-    """What the chosen experts make of every token, weighted: [tokens, hidden].
+    """Compute the weighted output of the chosen experts for every token: [tokens, hidden].
 
     Args:
         experts: transformers' module, which holds matrices of all experts, and maybe biases.

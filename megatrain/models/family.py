@@ -214,7 +214,7 @@ def refuse_what_is_not_built(model: nn.Module, text: Any) -> None:
 
 
 def is_foreign(module: nn.Module) -> bool:
-    """Whether its code came with the model or the program."""
+    """True if its code came with the model or the program."""
     return type(module).__module__.partition(".")[0] not in OURS
 
 

@@ -102,7 +102,7 @@ def counted_parameters(
 
 
 def share_of_experts_trained(anatomy: Anatomy) -> float:
-    """Of the parameters in experts' matrices; 1 for a model that has none."""
+    """The trained share of the parameters in experts' matrices; 1 for a model that has none."""
     experts = [t for block in anatomy.blocks for t in block.layout.tensors if is_of_experts(t)]
     every = sum(tensor.numel for tensor in experts)
     return sum(t.numel for t in experts if not t.frozen) / every if every else 1.0

@@ -82,7 +82,7 @@ def _bar() -> Any:
 
 
 def reachable(endpoint: str) -> bool:
-    """Whether the hub takes a connection in time. Its library waits much longer for one, and a
+    """True if the hub accepts a connection in time. Its library waits much longer for one, and a
     look-up of its address has no limit at all."""
     if urllib.request.getproxies():
         return True  # that is for the proxy to find out
@@ -102,7 +102,8 @@ def reachable(endpoint: str) -> bool:
 
 
 def why_not(error: Exception, page: str) -> str:
-    """Why the hub delivered nothing, with its own sentence, and what to do. `page`: the model's."""
+    """The reason for the hub's failure, with its own sentence, and what to do. `page`: the
+    model's."""
     lines = [line for line in str(error).splitlines() if line.strip() and "Request ID" not in line]
     said = getattr(error, "server_message", None) or (lines or [type(error).__name__])[0]
     kinds = [kind.__name__ for kind in type(error).__mro__]

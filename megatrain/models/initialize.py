@@ -72,7 +72,7 @@ def _seed_of(block: Block, seed: int) -> int:
 
 @dataclass(frozen=True)
 class NewHead:
-    """What a classifier has beside its language model.
+    """The tensors that a classifier has beside its language model.
 
     Attributes:
         drawn: fp32 values of the tensors that a folder of the language model lacks, by name.

@@ -1,4 +1,4 @@
-"""What a model folder calls a model's tensors, and where each of them lies in the blocks' arrays.
+"""Names of tensors in a model folder, and the place of each in the blocks' arrays.
 
 Releases rename modules (GPT-NeoX's `embed_out` became `lm_head`), and transformers renames and
 fuses tensors on loading: a mixture's experts, published one by one, become one tensor. What other
@@ -35,7 +35,7 @@ Tensors = tuple[tuple[TensorRange, ...], ...]
 
 @dataclass(frozen=True)
 class Place:
-    """Where a tensor of a model folder belongs.
+    """The place of a model folder's tensor.
 
     Attributes:
         own: the model's own name of the tensor that it is, or is a part of.
@@ -148,7 +148,7 @@ def published(
     tied: Iterable[tuple[str, str]],
     unused_weights: Iterable[str] = (),
 ) -> Published:
-    """What transformers makes of the blocks' tensors on saving. Allocates nothing.
+    """Map the blocks' tensors to those that transformers saves. Allocates nothing.
 
     Args:
         model: built from a configuration, with its own layers in it.

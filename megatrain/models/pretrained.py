@@ -81,7 +81,7 @@ class ModelSource:
         return self.path / self.gguf_file if self.gguf_file else self.path
 
     def load(self, auto: Any, trust_remote_code: bool) -> Any:
-        """What transformers' class `auto` reads from the model's files."""
+        """Read the object of transformers' class `auto` from the model's files."""
         gguf = {"gguf_file": self.gguf_file} if self.gguf_file else {}
         with nothing_overlooked(self.path):
             return auto.from_pretrained(self.path, trust_remote_code=trust_remote_code, **gguf)
@@ -197,7 +197,7 @@ def resolve_source(
 
 
 def cached_source(name: str, revision: str | None = None) -> ModelSource | None:
-    """What this machine has of a hub id's description, newest commit known; None: nothing."""
+    """This machine's copy of a hub id's description, of the newest known commit, or None."""
     from huggingface_hub import snapshot_download
 
     if not HUB_ID.fullmatch(name):
@@ -278,7 +278,7 @@ def _is_json(file: Path) -> bool:
 
 
 def _names(architectures: Any) -> bool:
-    """Whether it is a list of names, or missing: transformers takes whatever is there."""
+    """True for a list of names, or none: transformers takes whatever is there."""
     listed = isinstance(architectures, list) and all(isinstance(n, str) for n in architectures)
     return listed or architectures is None
 

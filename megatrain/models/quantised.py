@@ -1,4 +1,4 @@
-"""How a model folder's weights were quantised, where that can be undone while they are read."""
+"""Quantisation formats of model folders that can be undone while weights are read."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ class Quantisation:
 
 
 def quantisation_of(stated: Mapping[str, Any], file: Path) -> Quantisation | None:
-    """What a configuration, or a part of it, says of its weights. None: they are not quantised.
+    """The quantisation that a configuration, or a part of it, declares. None: they are not
+    quantised.
 
     Raises ModelError for another method than METHODS; `file` is named.
     """

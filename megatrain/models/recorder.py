@@ -95,13 +95,14 @@ def discarding(value: Any) -> Any:
 
 
 def form_output(hidden: torch.Tensor, extras: int | None) -> Any:
-    """What a layer returns in whose place `hidden` is handed on. `extras`: as `Findings` has it."""
+    """The stand-in for a layer's output in which `hidden` is handed on. `extras`: as `Findings` has
+    it."""
     return hidden if extras is None else (hidden, *(UnusedOutput() for _ in range(extras)))
 
 
 @dataclass
 class Tape:
-    """What one run through the recorders notes.
+    """The notes of one run through the recorders.
 
     If `injected` is given, every recorder returns it instead, so that the model's own code after
     its last layer (final norm, LM head, softcap) runs on these hidden states.

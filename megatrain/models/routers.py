@@ -23,7 +23,7 @@ LOSS = "load_balancing_loss_func"  # what transformers calls it in every family 
 
 
 class Place(NamedTuple):
-    """Where in a router's output, counted in a tuple of tensors, its logits are, and what carries
+    """The position of logits in a router's output, counted in a tuple of tensors, and what carries
     their gradient: a part of the output that the layer's own output is computed from."""
 
     logits: int
@@ -111,7 +111,7 @@ def _tried_out(
 
 
 def _found(hidden: Tensor, outputs: list[tuple[Any, ...]], index: int) -> tuple[int, Place] | None:
-    """What `_tried_out` wants of a layer that has returned `hidden`."""
+    """The result that `_tried_out` wants of a layer that has returned `hidden`."""
     if len(outputs) != 1 or len(outputs[0]) <= index:
         return None
     logits, used = outputs[0][index], graph_of(hidden)

@@ -354,8 +354,8 @@ class Skeleton:
         return not self._by_masks and self.why_together(device) is None
 
     def why_together(self, device: torch.device) -> str | None:
-        """Why kernels on `device` do not keep packed documents apart; None: they do, where they are
-        told of them. "": there are none. Tried once."""
+        """The reason for which kernels on `device` do not keep packed documents apart; None: they
+        do, where they are told of them. "": there are none. Tried once."""
         found, attention = self.behaviour, self.config._attn_implementation
         if found is None or found.between is None or found.separates or not self.has_kernels:
             return ""

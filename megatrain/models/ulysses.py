@@ -27,7 +27,7 @@ SINKS = ("s_aux", "sinks")  # what attention takes of each head: as an option, o
 
 
 class Trade(Protocol):
-    """What ranks that share sequences do with each other, differentiably. `rank` of `ranks`."""
+    """Differentiable exchanges among ranks that share sequences. `rank` of `ranks`."""
 
     rank: int
     ranks: int
@@ -55,7 +55,7 @@ def implementation_of(config: Any) -> str:
 
 @dataclass(frozen=True)
 class Around:
-    """What a layer runs in that gets a piece of each sequence.
+    """The context in which a layer runs on a piece of each sequence.
 
     Attributes:
         attention: the implementation in use, as transformers names it.

@@ -25,7 +25,7 @@ OF_TEXT = ("input_ids", "labels", "attention_mask", "position_ids")
 # why: decision 0068
 @dataclass(frozen=True)
 class UnusedWeights:
-    """What of a model is carried along.
+    """The weights of a model that are copied unchanged.
 
     Attributes:
         names: of parameters and of buffers that belong to the weights.

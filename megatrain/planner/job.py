@@ -1,4 +1,4 @@
-"""What the planner is asked, what it may use, and what it chooses."""
+"""The planner's question (Job), limits (Budget) and answer (Choices)."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ class Asked:
 
 @dataclass(frozen=True)
 class Job(Asked):
-    """What decides memory and time of a run besides the model and the machine.
+    """Everything that decides memory and time of a run besides the model and the machine.
 
     Attributes:
         precision: "bfloat16" (split fp32 master), "fp8" (the same, with fp8 matmuls in the

@@ -56,7 +56,7 @@ HEAD_COPIES, CONSTANTS = "the libraries' forms of the head", "constants"
 
 @dataclass(frozen=True)
 class Layout:
-    """What a run holds on every tier under given choices. Tables map arrays to bytes.
+    """The memory of a run on every tier under given choices. Tables map arrays to bytes.
 
     A table is computed when it is first asked for. The activations' part does not depend on where
     blocks are, so layouts that differ only in that share it (`moved`); the `choices` of that part
@@ -93,7 +93,7 @@ class Layout:
 
     @property
     def device(self) -> dict[str, int]:
-        """What is where the model computes: the GPU, or host RAM when training on the CPU."""
+        """Arrays where the model computes: the GPU, or host RAM when training on the CPU."""
         return self._blocks | self.activations.device
 
     @cached_property
@@ -164,7 +164,7 @@ class Layout:
 
     @property
     def _exchange(self) -> dict[str, int]:
-        """What ranks exchange shares through."""
+        """Buffers through which ranks exchange shares."""
         largest = max(self.padded)
         received = largest * SUM_BYTES + largest // BLOCK_ALIGNMENT * SUM_BYTES  # and norms of rows
         gathered = (n for block, n in enumerate(self.padded) if block not in self.read_blocks)
@@ -211,7 +211,7 @@ class Layout:
 
     @cached_property
     def host(self) -> dict[str, int]:
-        """What is in host RAM: every array of the streamed blocks, and the process itself."""
+        """Arrays in host RAM: those of the streamed blocks, and the process itself."""
         choices, whole, activations = self.choices, self.job.whole_update, self.activations
         streamed = self.owned[choices.resident :]
         elements = self._elements(range(choices.resident, len(self.shape.block_numel)), sum)
@@ -293,7 +293,7 @@ class Layout:
 
     @cached_property
     def nvme(self) -> dict[str, int]:
-        """What is on NVMe."""
+        """Arrays on NVMe."""
         return {name: int(size) for name, size in self.far_arrays(self.far_blocks, sum).items()}
 
     @cached_property
@@ -328,7 +328,7 @@ def state_bytes_per_parameter(job: Job) -> float:
 
 
 def frozen_bytes(job: Job, shape: ModelShape) -> int:
-    """Of frozen tensors in a run's folder: as its source has them, or as they were drawn."""
+    """Bytes of frozen tensors in a run's folder: as its source has them, or as they were drawn."""
     if shape.frozen is None:
         return 0
     drawn = shape.frozen.parameters * WEIGHT_BYTES[job.precision]

@@ -42,7 +42,7 @@ MUCH_HELD = 4 * GIB  # of RAM by others, beyond what a system always takes
 
 @dataclass(frozen=True)
 class OnGpus:
-    """What a number of GPUs of each host gives; of what does not fit, only that."""
+    """The prediction for a number of GPUs per host; of what does not fit, only that."""
 
     gpus: int
     fits: bool
@@ -54,7 +54,8 @@ class OnGpus:
 
 @dataclass(frozen=True)
 class Plan:
-    """What the run will hold, and what it may. Tables map arrays to bytes."""
+    """The memory that a run will hold and may use, and its predicted time. Tables map arrays to
+    bytes."""
 
     choices: Choices
     reasons: tuple[Reason, ...]  # of the choices, for the reader
@@ -122,7 +123,7 @@ class Plan:
 
     @property
     def lack(self) -> str:
-        """What a plan that does not fit needs, and what there is of it."""
+        """The need of a plan that does not fit, beside what is available."""
         lacks = [
             f"{need / GIB:.2f} GiB of {TIER_WORDS[name]}, where {have / GIB:.2f} GiB can be had"
             for name, need, have in self.tiers
@@ -132,7 +133,7 @@ class Plan:
 
     @property
     def _ranks(self) -> dict[str, Any]:
-        """Who shares the work, and bytes of one rank: `totals` are a host's."""
+        """The ranks that share the work, and bytes of one of them: `totals` are a host's."""
         job = self.job
         return {
             "gpus": job.ranks,
@@ -249,7 +250,7 @@ def host_budget(hardware: Hardware, host_limit: int | None) -> int:
 
 
 def why_short(plan: Plan, hardware: Hardware, host_limit: int | None) -> str:
-    """Where host RAM is short for a reason that may be removed: that, in brackets."""
+    """The removable reason for a lack of host RAM, in brackets; empty if there is none."""
     available = hardware.host_available_bytes
     if "host" in plan.short and hardware.address_space and plan.budget.host == available:
         return f" ({hardware.address_space})"
@@ -284,7 +285,7 @@ def lay_out(layout: Layout, machine: MachineProfile, budget: Budget) -> Plan:
 
 
 def _frozen(layout: Layout) -> dict[str, Any]:
-    """What a plan says of frozen tensors."""
+    """The plan's figures on frozen tensors."""
     shape, job, weight = layout.shape, layout.job, layout.activations.weight
     if shape.frozen is None:
         return {}
@@ -315,7 +316,7 @@ def render(plan: Plan, console: Console) -> None:
 
 
 def verdict(plan: Plan) -> str:
-    """Whether the run fits: in which time and memory, or what it lacks."""
+    """The verdict: time and memory of a run that fits, or what it lacks."""
     if not plan.fits:
         return f"does not fit: {plan.lack}"
     speed = f"{plan.timing.seconds:.3g} s a step, {plan.timing.tokens_per_s:,.0f} tokens/s"
@@ -332,20 +333,20 @@ def _tier(plan: Plan, name: str) -> str:
 
 
 def _ranks(plan: Plan, number: int = 2) -> str:
-    """What ranks compute on, as a noun for so many."""
+    """The noun for what ranks compute on, in the right number."""
     one, several = ("GPU", "GPUs") if plan.budget.gpu is not None else ("process", "processes")
     return one if number == 1 else several
 
 
 def _on(plan: Plan) -> str:
-    """Where it runs, if not on one GPU of one host."""
+    """The GPUs and hosts, unless it is one GPU of one host."""
     job = plan.job
     hosts = "" if job.hosts == 1 else f" of each of {job.hosts} hosts"
     return "" if job.size == 1 else f" on {job.ranks} {_ranks(plan, job.ranks)}{hosts}"
 
 
 def changes(plan: Plan) -> Iterable[str]:
-    """What to change, and what a user should know, as `what: why`."""
+    """Lines on what to change and what a user should know, as `what: why`."""
     if not plan.fits:
         yield f"to change: {plan.fix}"
     if plan.bound_by_update:
@@ -465,7 +466,7 @@ def _tiers(plan: Plan) -> Table:
 
 
 def _numbers(plan: Plan) -> Table:
-    """What numbers of GPUs would give."""
+    """A table of predictions for other numbers of GPUs."""
     priced = any(row.cost_per_million is not None for row in plan.on_gpus)
     hosts = f" of each of {plan.job.hosts} hosts" if plan.job.hosts > 1 else ""
     title = f"numbers of {_ranks(plan)}{hosts}" + (", priced in proportion" if priced else "")

@@ -1,4 +1,4 @@
-"""How the planner chooses: the fastest combination of options that fits. Arithmetic only."""
+"""The planner's search: the fastest combination of options that fits. Arithmetic only."""
 
 from __future__ import annotations
 

@@ -64,7 +64,8 @@ def at_least(blocks: Sequence[BlockTasks], options: StepOptions) -> float:
 
 # why: decision 0011
 class StepSimulator:
-    """When each lane and buffer is free next; a step goes on from where the one before ended."""
+    """Times at which each lane and buffer is free next; a step goes on from where the one before
+    ended."""
 
     def __init__(self, blocks: Sequence[BlockTasks], options: StepOptions) -> None:
         self.blocks, self.options = blocks, options
@@ -237,8 +238,8 @@ class StepSimulator:
             free[self.turn] = self.sum_landed[block] = self.download
 
     def _exchange_sums(self, block: int, ready: float) -> float:
-        """When ranks have exchanged a block's sums, and this one has added its share to that of
-        the groups before. ready: when the sums are there."""
+        """The time by which ranks have exchanged a block's sums, and this one has added its share
+        to that of the groups before. ready: when the sums are there."""
         in_turn, shares_free = block >= self.options.sums_on_device, self.travelling_shares_free
         if in_turn:
             ready = max(ready, shares_free[self.turn])

@@ -316,7 +316,7 @@ def _shorter_wait(before: Timing, after: Timing) -> str:
 
 
 def _less_work(search: Search, was: Choices, changed: Search, now: Choices) -> str:
-    """What the device computes less of, or faster."""
+    """The work that the device saves."""
     before, after = (
         max(0, search.shape.layers_back - choices.retained - choices.retained_on_host)
         for choices in (was, now)

@@ -1,4 +1,4 @@
-"""What a step consists of: the seconds of each block's tasks, what decides their order, and where
+"""The tasks of a step: the seconds of each block's tasks, what decides their order, and where
 its time goes. Where all share the same cores, a step is their sum.
 """
 
@@ -81,7 +81,7 @@ class BlockTasks:
 
 @dataclass(frozen=True, kw_only=True)
 class StepOptions(Chosen):
-    """What decides the order of work: the choices, and what the job adds to them."""
+    """The options that decide the order of work: the choices, and what the job adds."""
 
     micro_batches: float  # of a group, on average
     stored: bool  # gradients wait for their norm; else each is applied as soon as it is there
@@ -107,7 +107,8 @@ class StepTimeline:
         return sum(self.phases.values())
 
     def bound_by(self, phase: str) -> str:
-        """Where most of a phase's time goes: compute, or one of the waits."""
+        """The bound of a phase, on which most of its time is spent: compute, or one of the
+        waits."""
         waits = self.waits[phase]
         worst = max(waits, key=lambda name: waits[name])
         return worst if waits[worst] > WORTH_NAMING * self.phases[phase] else "compute"

@@ -1,4 +1,4 @@
-"""How fast a model trains on this machine: whole optimizer steps over random tokens from random
+"""The speed of a model on this machine: whole optimizer steps over random tokens from random
 weights, on the path that `train` takes, with as many ranks."""
 
 from __future__ import annotations

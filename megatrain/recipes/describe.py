@@ -139,7 +139,7 @@ def launch() -> str:
 
 
 def started_again(run_dir: Path) -> bool:
-    """Whether the launcher of this process has begun the run in this folder."""
+    """True if the launcher of this process has begun the run in this folder."""
     try:
         return launch() != "" and environment(run_dir).get("launch") == launch()
     except (OSError, ValueError):
@@ -147,7 +147,7 @@ def started_again(run_dir: Path) -> bool:
 
 
 def environment(run_dir: Path) -> dict[str, Any]:
-    """What `describe_run` has written of it. Raises OSError and ValueError."""
+    """Read the file that `describe_run` has written. Raises OSError and ValueError."""
     return dict(json.loads((run_dir / ENVIRONMENT_FILE).read_text()))
 
 

@@ -118,7 +118,7 @@ def due(every: int | None, step: int) -> bool:
 
 
 def still_to_come(config: Config, evaluates: bool, total: int, step: int) -> dict[str, int]:
-    """How many evaluations and saves follow step `step` of `total`, the last step's included.
+    """Count the evaluations and saves that follow step `step` of `total`, the last step's included.
 
     Not foreseen: saves of better evaluations, and an end by patience.
 

@@ -192,7 +192,7 @@ def _keep(path: Path, body: bytes) -> None:
 
 
 def refers(ready: Ready) -> bool:
-    """Whether the run's method has a reference."""
+    """True if the run's method has a reference model."""
     loss = ready.loss
     return isinstance(loss, SequenceLoss) and loss.reference
 

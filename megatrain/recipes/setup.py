@@ -53,7 +53,7 @@ KEY_OF = {**KEYS, **SAME, **SIZES, "packing": "data.packing"}
 
 
 def request_of(config: Config, model: Model, kept: Mapping[str, Any] | None = None) -> Request:
-    """What a config asks for. Raises ConfigError.
+    """Make the request of a config. Raises ConfigError.
 
     kept: options by field that the config leaves open and a resumed run keeps.
     """

@@ -33,7 +33,7 @@ NOT_OF_THE_FAMILY = ("_name_or_path", "dtype", "use_cache")
 
 @dataclass(frozen=True)
 class Checked:
-    """What `megatrain verify` found."""
+    """The verdict of `megatrain verify`."""
 
     model: str
     family: str
@@ -103,7 +103,7 @@ def check_once(skeleton: Skeleton, trust_remote_code: bool) -> None:
 
 
 def file_of(skeleton: Skeleton) -> Path:
-    """Where the verdict of a configuration is kept, for these versions."""
+    """Path of the cached verdict on a configuration, for these versions."""
     config = skeleton.config
     stated = {k: v for k, v in config.to_dict().items() if k not in NOT_OF_THE_FAMILY}
     versions = [installed_version(package) for package in PACKAGES]

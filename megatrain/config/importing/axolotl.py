@@ -222,7 +222,7 @@ def _sources(sheet: Sheet, at: str, given: dict[str, Any], method: str) -> list[
 
 
 def _about(sheet: Sheet, at: str, kind: str) -> None:
-    """What a type says about templates and prompts."""
+    """Set the template and the prompts that a type implies."""
     family = kind.partition(".")[0]
     if kind == "alpaca":
         sheet.put("data.prompts", "alpaca", at + "type")

@@ -28,7 +28,7 @@ WIDTH = 100
 
 @dataclass(frozen=True)
 class Imported:
-    """What became of a file.
+    """The result of importing a file.
 
     Attributes:
         config: our keys, nested; `text` is the same as a file with comments.
@@ -50,7 +50,7 @@ class Imported:
 
     @property
     def faithful(self) -> bool:
-        """Whether nothing that changes the result is lost."""
+        """True if nothing that changes the result is lost."""
         return not (self.refused or self.unknown)
 
     def to_dict(self) -> dict[str, Any]:

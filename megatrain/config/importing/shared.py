@@ -1,4 +1,4 @@
-"""What configs of several trainers have in common: the arguments of transformers' Trainer."""
+"""Rules that several trainers share: the arguments of transformers' Trainer."""
 
 from __future__ import annotations
 

@@ -108,7 +108,7 @@ class Sheet:
                 self._settle(self.dropped, name, (NOT_SET if empty else why,))
 
     def refuse(self, name: str, why: str) -> None:
-        """What their key asks for cannot be had, and the result would be another."""
+        """Record that their key cannot be honoured, and that the result would differ without it."""
         self.mapped.pop(name, None)
         self._settle(self.refused, name, (why,))
 

@@ -103,7 +103,7 @@ def rows_in(path: Path) -> int | None:
 
 
 def read_json(path: Path) -> object:
-    """What a file holds. Raises ConfigError for one that is broken."""
+    """Read a JSON file. Raises ConfigError for one that is broken."""
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:

@@ -116,7 +116,7 @@ def uninitialised(x: Tensor) -> Tensor:
 
 
 def chunks_of(module: nn.Module) -> Chunks | None:
-    """What `chunk` put into the module."""
+    """The replacement that `chunk` has put into the module."""
     found = vars(module).get("forward")
     return found if isinstance(found, Chunks) else None
 

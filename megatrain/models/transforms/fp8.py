@@ -41,7 +41,7 @@ Quantized = tuple[Tensor, Tensor]  # e4m3 [n, k] and fp32 scales [n, 1]
 # why: decision 0012
 @dataclass(frozen=True)
 class Fp8Policy:
-    """Which matmuls of which linear layers take fp8 operands.
+    """The policy of matmuls with fp8 operands, by linear layer.
 
     `fp8_fast` accumulates in the tensor cores' shorter registers; `fp8` moves partial sums to fp32
     ones every few additions. On the CPU both are the same. `none` computes nothing.

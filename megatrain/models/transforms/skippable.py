@@ -51,7 +51,8 @@ def skippable_in(
 
 
 def _makeup(layer: nn.Module, call: LayerCall, index: int) -> tuple[Any, ...]:
-    """What tells layers apart beyond their shapes: modules, settings, and options of the call."""
+    """Everything that tells layers apart beyond their shapes: modules, settings, and options of the
+    call."""
     modules = [(path, type(m), bool(chunks_of(m))) for path, m in layer.named_modules()]
     given = [
         leaf for leaf in pytree.tree_leaves((call.args, call.kwargs)) if isinstance(leaf, PLAIN)

@@ -1,4 +1,4 @@
-"""What a family does with tokens that it should not see, tried on a small model of random values.
+"""Trials of tokens that a family should not see, on a small model of random values.
 
 Masks and shapes do not tell: a layer that attends to later tokens gets no mask, and the state of a
 recurrent layer crosses from one packed document into the next beside a mask that separates them.
@@ -27,7 +27,7 @@ ROUNDINGS = 4  # of the largest logit, where kernels compute in few bits
 
 @dataclass(frozen=True)
 class Behaviour:
-    """How far logits move that should not, as a share of the largest.
+    """The movement of logits that should not move, as a share of the largest.
 
     Attributes:
         again: when the same is computed once more.
@@ -64,7 +64,7 @@ _KNOWN: dict[tuple[type, str], Behaviour | None] = {}
 def behaviour_of(
     model: Any, stack: nn.ModuleList, trust_remote_code: bool = False
 ) -> Behaviour | None:
-    """How a family behaves, found once in a process; None if its small model does not tell.
+    """The behaviour of a family, tried once in a process; None if its small model does not show it.
 
     Args: as `shrink`.
     """
@@ -83,7 +83,7 @@ def behaviour_of(
 
 # why: decision 0065
 def observe(config: Any, attention: str, trust_remote_code: bool = False) -> Behaviour:
-    """What the model of a small configuration does.
+    """Try the model of a small configuration.
 
     Raises ModelError if it does not run, or not in numbers.
     """
@@ -114,8 +114,8 @@ def why_together(
     dtype: torch.dtype,
     trust_remote_code: bool = False,
 ) -> str | None:
-    """Why documents in one sequence see each other though the family's kernels are told where they
-    begin; None: they do not.
+    """The reason for which documents in one sequence see each other though the family's kernels are
+    told where they begin; None: they do not.
 
     Args:
         small: a small configuration of the family.

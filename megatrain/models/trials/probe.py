@@ -40,7 +40,7 @@ PLAIN = (bool, int, float, str)  # values that settings have
 
 @dataclass
 class Findings:
-    """How a model is put together, by names of parameters and persistent buffers. Those outside
+    """The composition of a model, by names of parameters and persistent buffers. Those outside
     the layers are in order of use, those inside begin with the layer's index."""
 
     # Number of values that layers return beside the hidden states, in a tuple; None: no tuple.
@@ -54,7 +54,7 @@ class Findings:
 
 
 def probe_model(model: nn.Module, layers: nn.ModuleList) -> Findings:
-    """How `model`, whose decoder stack is `layers`, is put together.
+    """Find the composition of `model`, whose decoder stack is `layers`.
 
     Raises ModelError if it cannot be streamed exactly; it names the family and the reason.
     """

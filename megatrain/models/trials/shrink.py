@@ -139,7 +139,7 @@ class Sizes:
         return max(8, -(-round(value * self.of_width) // 8) * 8)
 
     def smaller(self, own: Any, value: Any) -> Any:
-        """What a key of the configuration becomes."""
+        """The shrunk value of a key of the configuration."""
         key = str(self.standard.get(own, own))
         if isinstance(value, dict):
             return {name: self.smaller(name, inner) for name, inner in value.items()}
@@ -187,8 +187,8 @@ def _each(change: Callable[[Any], Any], value: Any) -> Any:
 
 
 def kinds_of(text: Any, stack: Iterable[nn.Module]) -> list[Any]:
-    """What each layer has in common with others of its kind, whatever their sizes: its class, its
-    tensors (a number in a name is an expert's) and what the configuration says of it."""
+    """The signature of each layer, equal among layers of its kind whatever their sizes: its class,
+    its tensors (a number in a name is an expert's) and what the configuration says of it."""
     layers, kinds = list(stack), []
     by_layer = [
         value
@@ -229,7 +229,7 @@ def _are_indices(key: str, value: Any) -> bool:
 
 
 def _first_layers(key: str, value: Any, count: int, depth: int) -> Any:
-    """What a key says of the first `depth` of `count` layers."""
+    """The value of a key for the first `depth` of `count` layers."""
     if key == "per_layer_config" and value:
         return {index: given for index, given in value.items() if int(index) < depth}
     if key == "attention_types":  # GPT-Neo's: patterns, and how often

@@ -1,4 +1,4 @@
-"""Whether a family's layers can be given pieces of sequences (models/ulysses.py), tried on a small
+"""A trial of a family's layers with pieces of sequences (models/ulysses.py), tried on a small
 model: what they compute beside attention must follow from single tokens, and attention must go
 through transformers' interface.
 """
@@ -68,7 +68,7 @@ class _Tried(StandIn):
     def _without_attention(
         self, hidden: Tensor, call: LayerCall, own: slice
     ) -> tuple[list[Tensor], list[Tensor]]:
-        """What there is of each token of a piece, the layer's output first, and of all tokens."""
+        """The outputs for each token of a piece, the layer's output first, and of all tokens."""
         notes = _Notes()
         around = Around(notes, self.attention, run=notes.run)
         cut = call_of_piece(call, hidden.shape, own, around)
@@ -87,7 +87,7 @@ def _equal(expected: list[Tensor], found: list[Tensor]) -> bool:
 
 @torch.no_grad()
 def why_not_in_pieces(skeleton: Skeleton) -> str | None:
-    """Why a model's layers cannot be given pieces of sequences; None: they can."""
+    """The reason for which a model's layers cannot take pieces of sequences; None if they can."""
     if skeleton.behaviour is None:
         return "no small model of its family can be tried"
     small, attention = skeleton.behaviour.small, implementation_of(skeleton.config)

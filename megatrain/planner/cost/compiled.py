@@ -1,4 +1,4 @@
-"""What torch.compile would make of a layer: saved activations, memory traffic, live bytes.
+"""Predictions of torch.compile's effect on a layer: saved activations, memory traffic, live bytes.
 
 It can be made to keep less (decision 0013). Nothing is compiled to know the figures: the layer is
 traced on the meta device, forward and backward at once, and cut in two by the same code of torch
@@ -61,7 +61,7 @@ class CompiledLayer:
     again: Alive  # where it is recomputed for its gradients alone
 
     def bytes_at(self, rows: int, *, cheap: bool = False) -> LayerBytes:
-        """What it needs for a micro-batch of `rows` sequences."""
+        """The needs of a micro-batch of `rows` sequences."""
         graphs = self.cheap if cheap else self.full
         saved = rows * graphs.saved_bytes // graphs.rows
         beyond = graphs.alive.peak(rows) - rows * (graphs.saved_bytes // graphs.rows)
@@ -79,7 +79,7 @@ def predict_compiled(
     skipped: Sequence[str] = (),
     frozen: Collection[str] = (),
 ) -> CompiledLayer | None:
-    """What torch.compile would make of a decoder layer.
+    """Predict what torch.compile would make of a decoder layer.
 
     Args:
         layer: parameters on any device; only shapes are read.

@@ -49,7 +49,7 @@ MASK = "attention_mask"
 
 @dataclass(frozen=True)
 class MicroBatchBytes:
-    """What one micro-batch needs. Layers that cannot be traced count as eager everywhere."""
+    """The needs of one micro-batch. Layers that cannot be traced count as eager everywhere."""
 
     embed: int  # working set of the embedding
     calls: int  # the layers' other arguments
@@ -70,7 +70,7 @@ class MicroBatchBytes:
 
     @property
     def holes(self) -> int:
-        """What an allocator needs beyond that, as `Alive.holes`."""
+        """Bytes that an allocator needs beyond that, as `Alive.holes`."""
         largest = max(layer.recomputed for layer in self.compiled)
         return max(layer.recomputed + layer.holes for layer in self.compiled) - largest
 
@@ -107,7 +107,7 @@ class DryRun:
     # -- bytes -------------------------------------------------------------------------------------
 
     def bytes_of(self, rows: int) -> MicroBatchBytes:
-        """What a micro-batch of `rows` full sequences needs."""
+        """The needs of a micro-batch of `rows` full sequences."""
         calls = self._calls(rows)
         hidden = rows * self.seq_len * self.skeleton.anatomy.hidden_size
         output = hidden * self.skeleton.dtype.itemsize
@@ -350,8 +350,8 @@ def primes() -> Iterator[int]:
 def _padded(
     skeleton: Skeleton, calls: Iterable[LayerCall], rows: int, seq_len: int
 ) -> list[LayerCall]:
-    """What layers receive for packed sequences: a mask for each, where an unpacked batch has none
-    or one for all, unless it is their kernels that keep documents apart.
+    """The arguments of layers for packed sequences: a mask for each, where an unpacked batch has
+    none or one for all, unless it is their kernels that keep documents apart.
 
     Layers that share a mask go on sharing it. A mask made anew is boolean, the form in which
     transformers hands a padded batch to scaled-dot-product attention.
@@ -380,7 +380,8 @@ def _padded(
 
 
 def _place_of_mask(layer: nn.Module) -> int:
-    """Where the mask stands among a layer's arguments after the hidden states, or their number."""
+    """The position of the mask among a layer's arguments after the hidden states, or their
+    number."""
     names = [*inspect.signature(layer.forward).parameters][1:]
     return names.index(MASK) if MASK in names else len(names)
 

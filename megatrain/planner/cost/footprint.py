@@ -40,7 +40,7 @@ class Footprint:
 
 @dataclass(frozen=True)
 class LayerBytes:
-    """What one decoder layer needs for one micro-batch, beyond parameters, input and output."""
+    """The memory of one decoder layer for one micro-batch, beyond parameters, input and output."""
 
     saved: int  # between forward and backward, if it is retained
     recomputed: int  # working set, if it is recomputed; includes the output

@@ -337,7 +337,7 @@ def _is_fusible(node: fx.Node) -> bool:
 
 
 def _outputs(graph: fx.Graph) -> list[fx.Node]:
-    """What a graph returns; a forward graph the layer's output, then what is kept."""
+    """The outputs of a graph; a forward graph the layer's output, then what is kept."""
     (returned,) = (node.args[0] for node in graph.nodes if node.op == "output")
     return [node for node in returned if isinstance(node, fx.Node)]
 

@@ -1,4 +1,4 @@
-"""When the memory of a computation is taken and given back: what is alive, and what is lost in
+"""Lifetimes of a computation's memory: what is alive, and what is lost in
 holes. Arithmetic only."""
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 
 class Lifetime(NamedTuple):
-    """Of one piece of memory.
+    """The lifetime of one piece of memory.
 
     Attributes:
         begin: the step in which it is taken.
@@ -34,7 +34,7 @@ class Alive:
 
     @cached_property
     def moments(self) -> tuple[frozenset[tuple[int, int]], ...]:
-        """Of every order, what is alive in a step: bytes of each sequence, and besides."""
+        """The bytes alive in a step, for every order: those of each sequence, and besides."""
         return tuple(frozenset(_moments(order)) for order in self.orders)
 
     def peak(self, rows: int) -> int:

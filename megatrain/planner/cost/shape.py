@@ -1,4 +1,4 @@
-"""What the planner knows of a model: the parameters of its blocks, their bytes and their work."""
+"""The planner's view of a model: the parameters of its blocks, their bytes and their work."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ class CompiledSets:
 
 @dataclass(frozen=True)
 class Frozen:
-    """What frozen tensors change of a model.
+    """The changes that frozen tensors make to a model's figures.
 
     Attributes:
         parameters: number of frozen ones.
@@ -103,7 +103,7 @@ class Frozen:
 
 @dataclass(frozen=True)
 class ModelShape:
-    """What the planner knows of a model.
+    """The planner's view of a model.
 
     Working sets are bytes beyond parameters, inputs and incoming gradients, by tokens of a
     micro-batch unless noted.
@@ -156,7 +156,7 @@ class ModelShape:
 
     @property
     def counted_parameters(self) -> int:
-        """What "6 x parameters" means of a mixture, or where tensors are frozen."""
+        """The parameters that "6 x parameters" counts in a mixture, or where tensors are frozen."""
         return self.frozen.counted_parameters if self.frozen else self.active_parameters
 
     @property
@@ -176,7 +176,7 @@ class ModelShape:
 
     @property
     def trains_edges(self) -> tuple[bool, bool]:
-        """Whether the matrices of embedding and head are trained."""
+        """Two flags: the matrices of embedding and head are trained."""
         return self.frozen.edges if self.frozen else (True, True)
 
     def layer_bytes(self, micro_batch_tokens: int, chunk_tokens: int | None = None) -> int:

@@ -44,7 +44,7 @@ def beside_others(config: Config, plan: Plan) -> Plan:
 
 
 def on_gpus(config: Config, plan: Plan) -> Iterator[OnGpus]:
-    """What numbers of GPUs would give, as far as a step has rows for them.
+    """Plan for other numbers of GPUs, as far as a step has rows for them.
 
     The config's price is that of the plan's machine; others are taken in proportion.
     """
