@@ -10,30 +10,12 @@ from torch import Tensor, nn
 
 from megatrain.errors import ModelError
 from megatrain.memory.layout import FlatLayout
-from megatrain.models.constants import kept_tensors, refuse_large, trains
+from megatrain.models.constants import Block, kept_tensors, refuse_large, trains
 from megatrain.models.names import Published
 from megatrain.models.unused_weights import NOBODY, UnusedWeights
 
 # Of a parameter, in lower case: by these the Trainer of transformers knows norms and biases.
 NORM_OR_BIAS = re.compile(r"bias|layernorm|rmsnorm|(?:\.|_|^)norm(?:\.|$)")
-
-
-NOTHING = FlatLayout.pack(())
-
-
-@dataclass(frozen=True)
-class Block:
-    """One streaming unit. Its layouts name tensors as the model's state dict does."""
-
-    index: int  # execution order: 0 is embed, then the decoder layers, then the head
-    name: str
-    layout: FlatLayout  # of what is streamed: trained, or frozen by the user
-    constants: FlatLayout = NOTHING  # of what is not trained either, and is not streamed
-
-    @property
-    def trains(self) -> bool:
-        """True if a step updates the block."""
-        return self.layout.trainable > 0
 
 
 @dataclass(frozen=True)

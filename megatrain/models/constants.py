@@ -9,23 +9,58 @@ them, and are written as the folder that they were read from has them, to the bi
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from megatrain.errors import ModelError
-
-if TYPE_CHECKING:
-    from megatrain.memory.layout import FlatLayout
-    from megatrain.models.anatomy import Block
-    from megatrain.models.names import Place
+from megatrain.memory.layout import FlatLayout, TensorRange
 
 # What a block may have of them. One buffer: a share of its trained bytes, or a size that never
 # matters; larger ones are tables for some sequence length, or a state. Parameters: a share of those
 # that it trains. Indexers have 0.1 to 3%, a cross-attention that nothing attends with a third.
 BUFFER_SHARE, SMALL_BUFFER_BYTES, PARAMETER_SHARE = 0.01, 1 << 16, 0.25
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+
+NOTHING = FlatLayout.pack(())
+
+
+@dataclass(frozen=True)
+class Block:
+    """One streaming unit. Its layouts name tensors as the model's state dict does."""
+
+    index: int  # execution order: 0 is embed, then the decoder layers, then the head
+    name: str
+    layout: FlatLayout  # of what is streamed: trained, or frozen by the user
+    constants: FlatLayout = NOTHING  # of what is not trained either, and is not streamed
+
+    @property
+    def trains(self) -> bool:
+        """True if a step updates the block."""
+        return self.layout.trainable > 0
+
+
+@dataclass(frozen=True)
+class Place:
+    """The place of a model folder's tensor.
+
+    Attributes:
+        own: the model's own name of the tensor that it is, or is a part of.
+        whole: it is a tensor of the model's own that is published otherwise: in parts, say.
+        alias: it repeats a tied tensor, which it may replace.
+        constant: it lies in no array; its range is one of `Block.constants`.
+        passenger: it is carried along, and lies in no block.
+    """
+
+    block: int
+    tensor: TensorRange
+    own: str
+    whole: bool = False
+    alias: bool = False
+    constant: bool = False
+    passenger: bool = False
 
 
 def kept_tensors(model: nn.Module) -> dict[str, Tensor]:

@@ -16,7 +16,7 @@ from fnmatch import fnmatchcase
 from megatrain.errors import ConfigError
 from megatrain.memory.layout import TensorSpec
 from megatrain.models.anatomy import Anatomy
-from megatrain.models.names import Place
+from megatrain.models.constants import Place
 
 PRODUCTS = 3  # of a trained weight in a step
 

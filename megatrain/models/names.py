@@ -14,7 +14,7 @@ from bisect import bisect_right
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -22,36 +22,12 @@ from torch.overrides import TorchFunctionMode
 
 from megatrain.errors import ModelError
 from megatrain.memory.layout import FlatLayout, TensorRange
-from megatrain.models.constants import kept_tensors
+from megatrain.models.constants import Block, Place, kept_tensors
 from megatrain.models.meta import storage_of
-
-if TYPE_CHECKING:
-    from megatrain.models.anatomy import Block
 
 PASSENGER = -1  # in place of a block
 # By block, the tensors of a model folder.
 Tensors = tuple[tuple[TensorRange, ...], ...]
-
-
-@dataclass(frozen=True)
-class Place:
-    """The place of a model folder's tensor.
-
-    Attributes:
-        own: the model's own name of the tensor that it is, or is a part of.
-        whole: it is a tensor of the model's own that is published otherwise: in parts, say.
-        alias: it repeats a tied tensor, which it may replace.
-        constant: it lies in no array; its range is one of `Block.constants`.
-        passenger: it is carried along, and lies in no block.
-    """
-
-    block: int
-    tensor: TensorRange
-    own: str
-    whole: bool = False
-    alias: bool = False
-    constant: bool = False
-    passenger: bool = False
 
 
 @dataclass(frozen=True)

@@ -15,9 +15,9 @@ import torch
 from torch import nn
 
 from megatrain.errors import ConfigError, ModelError
-from megatrain.models.anatomy import Anatomy, Block, divide, find_layers
+from megatrain.models.anatomy import Anatomy, divide, find_layers
 from megatrain.models.classifiers import is_classifier, unwarned
-from megatrain.models.constants import Constants
+from megatrain.models.constants import Block, Constants
 from megatrain.models.documents import (
     BEGINNINGS,
     documents_known,

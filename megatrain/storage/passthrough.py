@@ -19,7 +19,7 @@ import torch
 
 from megatrain.errors import ModelError, StorageError
 from megatrain.memory.store import Store
-from megatrain.models.names import Place
+from megatrain.models.constants import Place
 from megatrain.models.quantised import KEY
 from megatrain.models.unused_weights import NO_IMAGES, UnusedWeights, are, listed, without_source
 from megatrain.storage.dequantise import Dequantised

@@ -23,8 +23,8 @@ from typing import Any
 from megatrain.errors import ConfigError, DamagedError, ModelError, StorageError
 from megatrain.memory.layout import TensorRange
 from megatrain.models.anatomy import Anatomy
-from megatrain.models.constants import FLOATS
-from megatrain.models.names import Place, Tensors, in_blocks
+from megatrain.models.constants import FLOATS, Place
+from megatrain.models.names import Tensors, in_blocks
 from megatrain.optim.split import as_weight
 from megatrain.storage.checkpoint import (
     Checkpointable,

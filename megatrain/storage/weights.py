@@ -19,9 +19,9 @@ from megatrain.heartbeat import WEIGHTS_READ, beat, may_end_here
 from megatrain.memory.layout import Span, TensorRange
 from megatrain.memory.store import Store
 from megatrain.models.anatomy import Anatomy
-from megatrain.models.constants import FLOATS, Constants
+from megatrain.models.constants import FLOATS, Constants, Place
 from megatrain.models.initialize import NewHead
-from megatrain.models.names import Place, Tensors
+from megatrain.models.names import Tensors
 from megatrain.models.pretrained import UNUSABLE, ModelSource, read_model_config
 from megatrain.models.quantised import quantisation_in
 from megatrain.optim.split import as_weight, split_master

@@ -14,7 +14,8 @@ from megatrain.engine.streamer import Slot, StoredWeights, Streamer
 from megatrain.engine.streams import Compute, Lane
 from megatrain.memory.layout import ArraySpec, FlatLayout
 from megatrain.memory.store import Store
-from megatrain.models.anatomy import Anatomy, Block
+from megatrain.models.anatomy import Anatomy
+from megatrain.models.constants import Block
 from megatrain.schedule import slot_sizes, slots_of_blocks
 from tests.delays import NoUpdates, failing
 from tests.support import NO_NAMES

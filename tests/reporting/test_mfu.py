@@ -17,7 +17,8 @@ from transformers import (
 )
 
 from megatrain.memory.layout import FlatLayout
-from megatrain.models.anatomy import Anatomy, Block
+from megatrain.models.anatomy import Anatomy
+from megatrain.models.constants import Block
 from megatrain.models.skeleton import Skeleton
 from megatrain.planner.cost.shape import shape_of
 from megatrain.reporting.mfu import Attention, ModelFlops
