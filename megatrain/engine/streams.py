@@ -31,7 +31,7 @@ from megatrain.heartbeat import beat
 # update runs one block after another on a pool of threads, once the block's gradient has landed.
 #   Updates of whole matrices wait there for a stream of their own, which orthogonalises them.
 #
-# What several GPUs add is in ranks/exchange.py. Each wait stands beside its use as a `# wait:`
+# Lanes of several GPUs are described at `Exchange`. Each wait stands beside its use as a `# wait:`
 # line; tests/engine/test_races.py takes waits away one by one and shows that the result changes.
 
 

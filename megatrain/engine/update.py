@@ -79,7 +79,7 @@ class Update:
     done: Event = field(default_factory=Event)
 
     def arrays(self) -> dict[str, torch.Tensor]:
-        """Everything that the update reads and writes, by name. Waits for what is on a drive."""
+        """The arrays that the update reads and writes, by name. Waits for a slower tier."""
         arrays = {"grad": self.gradient.values, **self.lease.wait()}
         # without frozen tensors, which follow
         arrays["weight"] = arrays["weight"][: len(arrays["grad"])]
@@ -140,7 +140,7 @@ class Updater:
         check_finite: refuse a gradient whose sum of squares is not finite, for updates that start
             before the norm is known. A resident block's is not known that early: `give_up` then.
         """
-        # leased now: what is on a drive is read as early as staging buffers allow
+        # leased now: arrays on a slower tier are read as early as staging buffers allow
         names = [name for name in self.store.arrays if name not in ("grad", "grad_sum")]
         lease = self.store.lease(gradient.block, names, changes=True)
         update = Update(gradient, options, lease)
