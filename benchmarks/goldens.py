@@ -52,7 +52,11 @@ REMOVED: set[str] = {
     "nvme_arrays",
     "plans: qwen2.5-7b, NVMe",  # had gradients on NVMe
 }
-RENAMED: dict[str, str] = {}  # before -> now
+RENAMED: dict[str, str] = {
+    "the process so far": "process at start",
+    "libraries at work": "CUDA and compiler libraries",
+    "boundary activations": "activation checkpoints",
+}  # before -> now
 # Words for readers, which may be rewritten: what they are about is compared, they are not.
 WORDS = {"reasons", "why", "cost"}
 # (end of a place, before, now)

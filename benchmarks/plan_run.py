@@ -209,7 +209,7 @@ def measure(case: Case, device: str, steps: int) -> dict[str, Any]:
         return result
     peak, seconds = train(case, plan, where, steps)
     cuda = where.type == "cuda"
-    libraries = plan.host["libraries at work"]
+    libraries = plan.host["CUDA and compiler libraries"]
     libraries += plan.host.get("the libraries' forms of the head", 0)
     return result | {
         "predicted": {

@@ -73,7 +73,7 @@ def as_command(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str,
 
 def comparable(plan: dict[str, Any]) -> dict[str, Any]:
     """Without what the process holds, which is measured at each call."""
-    host = {name: size for name, size in plan["host"].items() if name != "the process so far"}
+    host = {name: size for name, size in plan["host"].items() if name != "process at start"}
     kept = ("choices", "device", "nvme", "disk", "job", "timing", "steps")
     return {name: plan[name] for name in kept} | {"host": host}
 

@@ -174,7 +174,7 @@ class Activations:
         rows += self.choices.retained_on_host * self.sent_row_bytes
         offloads = self.choices.offload_activations
         return {
-            "boundary activations": self.group_tokens * rows if offloads else 0,
+            "activation checkpoints": self.group_tokens * rows if offloads else 0,
             "retained activations": self._of_group(sum(self.saved_on_host)),
         }
 
@@ -187,7 +187,7 @@ class Activations:
         calls, inputs = calls * self.job.pieces, inputs * self.job.pieces  # whole on every rank
         each = INPUT_BYTES + (BALANCED_BYTES if self.job.balances_routers else 0)
         return {
-            "boundary activations": self._checkpoints,
+            "activation checkpoints": self._checkpoints,
             "retained activations": self._retained,
             "token ids and targets": each * inputs,
             "rotary tables and masks": calls,

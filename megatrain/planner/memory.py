@@ -249,7 +249,7 @@ class Layout:
 
     @property
     def _process(self) -> dict[str, int]:
-        """The process before the run, its libraries at work, and what these keep of the device."""
+        """The process at its start, libraries, and what these keep of the device."""
         job, shape, hardware = self.job, self.shape, self.hardware
         libraries = hardware.library_bytes + (
             COMPILER_BYTES if job.compiled or job.fused_loss else 0
@@ -260,7 +260,10 @@ class Layout:
             libraries += int(GPU_RECORDS_SHARE * self.device_bytes)
             libraries += len(job.communicators) * COMMUNICATOR_HOST_BYTES
             libraries += PACKAGES_BYTES if shape.package_kernels else 0
-        table = {"the process so far": hardware.resident_bytes, "libraries at work": libraries}
+        table = {
+            "process at start": hardware.resident_bytes,
+            "CUDA and compiler libraries": libraries,
+        }
         if self.read_blocks:  # each rank maps what it shares, and has room for tables of its part
             of_others = sum(self.shape.block_numel[block] for block in self.read_blocks)
             of_others -= of_others // job.ranks

@@ -1,4 +1,4 @@
-"""Codecs of boundary activations: how near they come back, that every size works, and that what
+"""Codecs of activation checkpoints: how near they come back, that every size works, and that what
 is not finite stays so."""
 
 from __future__ import annotations

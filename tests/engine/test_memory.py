@@ -1,5 +1,5 @@
 """Device memory does not grow with depth: what the engine keeps there, and what a step needs at its
-peak beside its boundary activations."""
+peak beside its activation checkpoints."""
 
 from __future__ import annotations
 

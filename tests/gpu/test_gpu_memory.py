@@ -1,4 +1,4 @@
-"""On CUDA: the same device memory at any depth, boundary activations apart; pinned host memory,
+"""On CUDA: the same device memory at any depth, activation checkpoints apart; pinned host memory,
 given back in the end."""
 
 from __future__ import annotations

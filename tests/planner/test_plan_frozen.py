@@ -57,7 +57,7 @@ def test_arrays_hold_what_is_trained_and_weights_all():
     resident = replace(ALL_STREAMED, resident=3)
     assert layout(resident, HALF).device["resident state"] == 6000 * 2 + 1500 * (2 + 8 + 2)
     # one layer's input, and the head's
-    assert device["boundary activations"] == 64 * 10 * 2 * 2
+    assert device["activation checkpoints"] == 64 * 10 * 2 * 2
 
 
 def test_checkpoints_hold_what_is_trained_and_the_rest_once():

@@ -196,7 +196,7 @@ def test_more_ranks_hold_less_of_the_state_each():
     seconds = [plan.timing.seconds for plan in plans]
     assert seconds == sorted(seconds, reverse=True)
     # each has a process of its own, and NCCL's part of it
-    alone, ours = (plan.host["libraries at work"] for plan in plans[:2])
+    alone, ours = (plan.host["CUDA and compiler libraries"] for plan in plans[:2])
     assert ours - COMMUNICATOR_HOST_BYTES == pytest.approx(alone, rel=0.05)
     (tier,) = (row for row in plans[1].tiers if row[0] == "host")
     assert tier[1] == 2 * plans[1].host_bytes

@@ -30,9 +30,9 @@ VARIED = replace(TINY_JOB, lengths_vary=True)
 
 
 def boundaries(choices: Choices, shape: ModelShape = TINY, job: Job = TINY_JOB) -> tuple[int, int]:
-    """Bytes of boundary activations on the device and in host RAM."""
+    """Bytes of activation checkpoints on the device and in host RAM."""
     found = layout(choices, shape, job)
-    return found.device["boundary activations"], found.host.get("boundary activations", 0)
+    return found.device["activation checkpoints"], found.host.get("activation checkpoints", 0)
 
 
 def test_boundaries_wait_on_the_device_or_in_host_RAM():
@@ -151,7 +151,7 @@ def test_ever_new_shapes_leave_holes_between_them():
     for hidden, share in ((10, 0.1), (MIB * 5 // 4, 0.25 / 40)):
         shape = replace(TINY, hidden_size=hidden)
         table, full = (layout(keeping, shape, job, H200).device for job in (VARIED, TINY_JOB))
-        passing = table["boundary activations"] + table["working set"]
+        passing = table["activation checkpoints"] + table["working set"]
         holes = int(0.1 * passing + share * table["retained activations"])
         assert table["allocator slack"] - full["allocator slack"] == holes
 

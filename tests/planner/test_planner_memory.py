@@ -47,7 +47,7 @@ def test_device_arrays_of_a_small_model():
         "gradient sums": 4000 * 4,
         "gradient staging": 4000 * 2,
         # tokens x hidden x bf16 x (two layers' inputs and the head's)
-        "boundary activations": 64 * 10 * 2 * 3,
+        "activation checkpoints": 64 * 10 * 2 * 3,
         "retained activations": 0,
         "token ids and targets": 64 * 24,
         "rotary tables and masks": 4 * 128,  # four micro-batches of 16 tokens
@@ -144,11 +144,11 @@ def test_the_host_keeps_records_of_the_gpu_s_memory():
     for retained in (0, 2):
         found = layout(replace(ALL_STREAMED, retained=retained), hardware=H200)
         records = int(0.4 / 1024 * sum(found.device.values()))
-        assert found.host["libraries at work"] == H200.library_bytes + records
+        assert found.host["CUDA and compiler libraries"] == H200.library_bytes + records
 
 
 def test_host_arrays_are_of_streamed_blocks():
-    process = {"the process so far": 70, "libraries at work": 30, HEAD_COPIES: 4600}
+    process = {"process at start": 70, "CUDA and compiler libraries": 30, HEAD_COPIES: 4600}
     assert layout(shape=LARGER).host == process | {
         "weight": 2 * HUGE,  # 2 x 2,008,000 bytes: 1.9 huge pages
         "remainder": 2 * HUGE,
@@ -226,8 +226,8 @@ def test_device_bytes_less_boundaries_do_not_grow_with_depth(hardware):
     choices, rest = replace(ALL_STREAMED, micro_batch_tokens=4096), set()
     for layers in (4, 16, 64):
         table = layout(choices, with_depth(QWEN_7B, layers), JOB_7B, hardware).device
-        assert table["boundary activations"] == 65_536 * 3584 * 2 * (layers + 1)
-        rest.add(sum(table.values()) - table["boundary activations"])
+        assert table["activation checkpoints"] == 65_536 * 3584 * 2 * (layers + 1)
+        rest.add(sum(table.values()) - table["activation checkpoints"])
     assert len(rest) == 1
 
 

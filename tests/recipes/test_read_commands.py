@@ -36,7 +36,7 @@ def test_plan_and_data_need_no_weights_and_write_nothing(megatrain, project):
 def test_plan_says_what_goes_where(megatrain):
     done = megatrain("plan cfg.yaml")
     assert "37,792 parameters" in done.out
-    for words in ("boundary activations", "resident state", "checkpoint 1", "predicted", "fits"):
+    for words in ("activation checkpoints", "resident state", "checkpoint 1", "predicted", "fits"):
         assert words in done.out
 
 
