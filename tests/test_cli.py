@@ -80,6 +80,7 @@ def recipes(monkeypatch, tmp_path):
         target = export if name == "export" else recorder
         setattr(target, name, lambda *arguments, name=name: recorder.call(name, *arguments))
     package = ModuleType("megatrain.recipes")
+    package.__path__ = [str(Path(cli.__file__).parents[1] / "recipes")]  # others are real
     package.run = package.inspect = recorder  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "megatrain.recipes", package)
     monkeypatch.setitem(sys.modules, "megatrain.recipes.run", recorder)
