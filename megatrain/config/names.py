@@ -325,8 +325,9 @@ _TASKS = Refusal(
     "runs have no tasks any more; evaluate a run or a checkpoint with `megatrain eval RUN --tasks`",
     (False, None, [], "end"),
 )
-STATE_ALONE = ("auto", "state")  # values of memory.nvme_arrays that ask for what is done anyway
-_NVME_ARRAYS = Refusal("went: the drive holds optimizer state alone; remove the key", STATE_ALONE)
+_NVME_ARRAYS = Refusal(
+    "went: the drive holds optimizer state alone; remove the key", ("auto", "state", None)
+)
 # Keys of earlier versions. Run folders still hold them.
 REMOVED: dict[Key, Refusal] = {
     **{

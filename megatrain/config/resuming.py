@@ -11,7 +11,7 @@ from typing import Any
 from megatrain.config.document import COMMAND_LINE, IN_PYTHON
 from megatrain.config.fields import Config
 from megatrain.config.load import load_config
-from megatrain.config.names import STATE_ALONE
+from megatrain.config.names import REMOVED
 from megatrain.config.sections import SECTIONS
 from megatrain.errors import ConfigError
 from megatrain.settings import EXCLUSIONS, KEYS, OPTIONS
@@ -164,11 +164,11 @@ def former_keys(saved: Mapping[str, Any]) -> list[str]:
 
     saved: as `resumed_configs`.
     """
-    asked = flatten(saved["config"]).get("memory.nvme_arrays", "auto")
-    if asked in STATE_ALONE:
-        return []
+    asked = flatten(saved["config"])
     return [
-        f"memory.nvme_arrays: {asked} went: the run goes on with optimizer state alone on the drive"
+        f"{name}: {asked[name]} is ignored: {refusal.reason}"
+        for key, refusal in REMOVED.items()
+        if (name := ".".join(key)) in asked and asked[name] not in refusal.harmless
     ]
 
 

@@ -317,8 +317,14 @@ def test_a_run_that_had_arrays_on_nvme_goes_on_with_state_alone_and_says_so(arra
     saved = {"config": {**kept, "memory": {"nvme_arrays": arrays}}, "chosen": {}}
     _, now = resumed_configs(tmp_path, load_config(kept), saved)
     assert now.memory == load_config(kept).memory
-    words = ["goes on with optimizer state alone" in warning for warning in former_keys(saved)]
+    words = ["the drive holds optimizer state alone" in warning for warning in former_keys(saved)]
     assert words == ([] if arrays == "state" else [True])
+
+
+def test_tasks_of_an_earlier_run_are_ignored_aloud():
+    saved = {"config": {"eval": {"tasks": ["arc_easy"], "tasks_at": "end", "limit": None}}}
+    (warning,) = former_keys(saved)
+    assert warning.startswith("eval.tasks: ['arc_easy'] is ignored") and "megatrain eval" in warning
 
 
 def test_no_name_is_both_taken_and_refused():
