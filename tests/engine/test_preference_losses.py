@@ -11,6 +11,7 @@ from torch import Tensor
 
 from megatrain.engine.objective import StepResult
 from megatrain.engine.verify import gradients_of
+from megatrain.errors import ConfigError
 from megatrain.losses import Cpo, Dpo, Kto, Orpo, Reward, SequenceLoss
 from megatrain.losses.preference import CPO_TYPES, LOSS_TYPES
 from tests.support import engine_of, tiny_config
@@ -76,7 +77,6 @@ def compare(
         assert value == pytest.approx(theirs.metrics[metric], rel=1e-5, abs=1e-6), metric
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_loss_gradients_and_metrics_are_those_of_trl(verdict, name):
     theirs, (method, _, loss) = verdict(name), CASES[name]
@@ -129,3 +129,10 @@ def test_frozen_tensors_leave_the_others_gradients_as_they_are(verdict, name):
     assert len(frozen) > 1
     assert result.loss == pytest.approx(theirs.loss, rel=1e-6)
     compare(theirs, result, ours, frozen)
+
+
+def test_a_share_of_wrong_preferences_of_a_half_or_more_is_refused():
+    for kind in (Dpo, Cpo):
+        for share in (-0.1, 0.5):
+            with pytest.raises(ConfigError, match="label_smoothing"):
+                kind(label_smoothing=share)
