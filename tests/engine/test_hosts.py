@@ -181,10 +181,13 @@ def sent_for_a_sum(world: World, wire: str) -> tuple[int, int]:
         total = torch.ones(there.padded(0))
         there.summed(total)  # connects
         world.all_gather(None)  # the other has got all of it: nothing is left to be sent
-        before = bytes_sent(world.rank)
-        there.summed(total)
-        world.all_gather(None)
-        return bytes_sent(world.rank) - before, WIRES[wire] * len(total) // 2
+        crossed = []
+        for _ in range(3):  # a busy machine sends some packets twice
+            before = bytes_sent(world.rank)
+            there.summed(total)
+            world.all_gather(None)
+            crossed.append(bytes_sent(world.rank) - before)
+        return min(crossed), WIRES[wire] * len(total) // 2
 
 
 def bytes_sent(rank: int) -> int:
