@@ -20,7 +20,6 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import date
-from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -207,12 +206,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
     import_module("megatrain.engine.verify")  # once, before the forks
     quiet_libraries()
-    pool = partial(ThreadPoolExecutor, args.jobs)
-    if args.only:
-        with pool() as threads:
+    with ThreadPoolExecutor(args.jobs) as threads:
+        if args.only:
             list(threads.map(in_a_process, args.only))
-        return
-    with pool() as threads:
+            return
         found = {
             heading: list(threads.map(in_a_process, names)) for heading, names in families().items()
         }

@@ -7,7 +7,6 @@ import hashlib
 import os
 import tempfile
 from collections.abc import Iterator, Mapping
-from dataclasses import fields
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,10 +18,8 @@ SIZES = {
     "num_attention_heads": 4, "num_key_value_heads": 2,
     "max_position_embeddings": 64, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
 }  # fmt: skip
-FALCON = {
-    key: SIZES[key]
-    for key in ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads")
-}
+FALCON_KEYS = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads")
+FALCON = {key: SIZES[key] for key in FALCON_KEYS}
 GPT2 = {"vocab_size": 97, "n_embd": 32, "n_layer": 4, "n_head": 4, "n_positions": 64}
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {**SIZES, "tie_word_embeddings": False}),
@@ -41,12 +38,6 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt2": ("gpt2", GPT2),
     "gemma2": ("gemma2", {**SIZES, "head_dim": 8, "sliding_window": 5}),
     "mixtral": ("mixtral", {**SIZES, "num_local_experts": 4, "num_experts_per_tok": 2}),
-}
-# Engine settings by today's names, for checkouts that still have the former ones.
-FORMER_SETTINGS = {
-    "offload_activations": "offload",
-    "head_chunk_tokens": "head_chunk",
-    "layer_chunk_tokens": "layer_chunk",
 }
 ALL = 1 << 30
 MODES: dict[str, dict[str, Any]] = {
@@ -133,10 +124,6 @@ def engine_of(
 
     import megatrain as mt
 
-    known = {field.name for field in fields(mt.Settings)}
-    settings = {
-        name if name in known else FORMER_SETTINGS[name]: value for name, value in settings.items()
-    }
     if "nvme_blocks" in settings:
         settings["nvme_folders"] = (Path(tempfile.mkdtemp(dir=os.environ["GOLDENS_SCRATCH"])),)
     kind, arguments = FAMILIES[family]

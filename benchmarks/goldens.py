@@ -40,9 +40,8 @@ ROOT = Path(__file__).resolve().parent.parent
 CACHE = ROOT / ".cache" / "goldens"
 BASE = "85c2c678"
 PARTS = ("engines", "runs", "plans", "schema")
-PROCESS_BYTES = (
-    450 << 20
-)  # what a process is taken to hold when it plans: the true figure is never the same twice
+# what a process is taken to hold when it plans: the true figure is never the same twice
+PROCESS_BYTES = 450 << 20
 
 # What a later commit removed or renamed on purpose; everything else has to be equal. Fields of
 # plans and of the config.
@@ -150,15 +149,17 @@ def command(*arguments: str) -> tuple[int, str]:
     return code, out.getvalue()
 
 
+STEPS = {"max_steps": 4, "eval_every": 2, "deterministic": True}
+KEPT = ("loss", "grad_norm", "eval_loss", "lr", "tokens", "target_tokens")
+
+
 def record_runs(device: str) -> Iterator[tuple[str, Any]]:
     folder = Path(tempfile.mkdtemp(dir=os.environ["GOLDENS_SCRATCH"]))
     write_model(folder / "model")
+    asked = [f"what is {n} and {n * 7 % 13}" for n in range(40)]
     rows = [
-        {
-            "prompt": f"what is {n} and {n * 7 % 13}",
-            "completion": "it is " + "many more " * (n % 5 + 1),
-        }
-        for n in range(40)
+        {"prompt": prompt, "completion": "it is " + "many more " * (n % 5 + 1)}
+        for n, prompt in enumerate(asked)
     ]
     (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     for number, (name, overrides) in enumerate(RUNS.items()):
@@ -166,13 +167,7 @@ def record_runs(device: str) -> Iterator[tuple[str, Any]]:
         config = {
             "model": str(folder / "model"),
             "data": {"train": str(folder / "rows.jsonl"), "eval": 0.2},
-            "train": {
-                "tokens_per_step": 128,
-                "seq_len": 64,
-                "max_steps": 4,
-                "eval_every": 2,
-                "deterministic": True,
-            },
+            "train": {"tokens_per_step": 128, "seq_len": 64, **STEPS},
             "checkpoint": {"every": 2},
             "device": device,
             "precision": "bfloat16",
@@ -184,11 +179,7 @@ def record_runs(device: str) -> Iterator[tuple[str, Any]]:
         found: dict[str, Any] = {"exit code": code}
         for line in (output / "metrics.jsonl").read_text().splitlines():
             values = json.loads(line)
-            kept = {
-                key: values[key]
-                for key in ("loss", "grad_norm", "eval_loss", "lr", "tokens", "target_tokens")
-                if key in values
-            }
+            kept = {key: values[key] for key in KEPT if key in values}
             found[f"step {values['step']}, {'eval' if 'eval_loss' in values else 'train'}"] = (
                 kept | {"keys": sorted(values)}
             )
@@ -206,19 +197,8 @@ def write_model(folder: Path) -> None:
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
-    words = [
-        "<pad>",
-        "<s>",
-        "</s>",
-        "<unk>",
-        "what",
-        "is",
-        "and",
-        "it",
-        "many",
-        "more",
-        *map(str, range(60)),
-    ]
+    plain = ["<pad>", "<s>", "</s>", "<unk>", "what", "is", "and", "it", "many", "more"]
+    words = [*plain, *map(str, range(60))]
     tokenizer = Tokenizer(
         models.WordLevel({word: number for number, word in enumerate(words)}, unk_token="<unk>")
     )
@@ -301,16 +281,8 @@ def recording(
             "TQDM_DISABLE": "1",
             "HF_HUB_OFFLINE": "1",
         }
-        arguments = [
-            sys.executable,
-            __file__,
-            "--record",
-            str(out),
-            "--device",
-            device,
-            "--parts",
-            *parts,
-        ]
+        arguments = [sys.executable, __file__, "--record", str(out), "--device", device]
+        arguments += ["--parts", *parts]
         subprocess.run(arguments, env=environment, cwd=scratch, check=True)
         text = out.read_text()
     if kept_as is not None:

@@ -18,9 +18,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from benchmarks.cases import INT8, LION_INT8, SAME_BATCH, Case
+from benchmarks.cases import INT8, LION_INT8, SAME_BATCH, Case, Run, our_run, peer_run
 from benchmarks.records import Record, execute, new_folder
-from benchmarks.systems import Run, our_run, peer_run
 from megatrain.machine.hardware import GIB, visible_gpus
 
 

@@ -31,15 +31,12 @@ class Case:
     precision: str = "bfloat16"
     moments: str = "float32"
     family: str = "qwen2"
-    varied: bool = (
-        False  # rows of many lengths, padded: fine-tuning; else full rows, as in pre-training
-    )
+    varied: bool = False  # rows of many lengths, padded; else full rows, as in pre-training
     head_chunk: int | None = None
     gpu_cap: float | None = None  # GiB
     host_cap: float | None = None  # GiB
-    edge: tuple[str, float] | None = (
-        None  # a tier, and its limit as a share of the least that the planner could make do with
-    )
+    # a tier, and its limit as a share of the least that the planner could make do with
+    edge: tuple[str, float] | None = None
 
     def config(self) -> Any:
         from transformers import AutoConfig

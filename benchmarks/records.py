@@ -22,7 +22,7 @@ from typing import Any
 
 import psutil
 
-from benchmarks.systems import OURS, Run
+from benchmarks.cases import OURS, Run
 from megatrain.machine.hardware import GIB, opened_nvml, read_hardware
 
 ROOT = Path(__file__).parent.parent
@@ -73,17 +73,8 @@ def execute(run: Run, limit_s: float, folder: Path) -> Record:
     if error is None:
         log.unlink()
     words = ("python", *run.arguments)
-    record = Record(
-        run.case.name,
-        run.system,
-        run.variant,
-        date.today().isoformat(),
-        machine(),
-        words,
-        wall_s,
-        error,
-        result,
-    )
+    what = (run.case.name, run.system, run.variant, date.today().isoformat(), machine())
+    record = Record(*what, words, wall_s, error, result)
     (folder / f"{run.name}.json").write_text(json.dumps(asdict(record), indent=1) + "\n")
     return record
 

@@ -22,15 +22,8 @@ from megatrain.recipes.planned_machine import planned_machine
 from megatrain.recipes.setup import plan_run, quiet_libraries, request_of, resolve_run
 
 PAGE = Path(__file__).parent.parent / "docs" / "what-fits.md"
-MODELS = (
-    "qwen2.5-0.5b",
-    "qwen2.5-1.5b",
-    "qwen2.5-7b",
-    "llama-3-8b",
-    "qwen2.5-14b",
-    "qwen2.5-32b",
-    "llama-3-70b",
-)
+MODELS: tuple[str, ...] = ("qwen2.5-0.5b", "qwen2.5-1.5b", "qwen2.5-7b", "llama-3-8b")
+MODELS += ("qwen2.5-14b", "qwen2.5-32b", "llama-3-70b")
 RAM = ("32GiB", "64GiB", "128GiB", "256GiB", "512GiB", "1024GiB")
 GPUS = ("RTX 3060", "RTX 4060 Ti 16GB", "RTX 4090", "H100", "H200")
 MOMENTS = {"float32": "", "bfloat16": " *with bf16*", "int8": " *with int8*"}

@@ -17,11 +17,15 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from datetime import date
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from benchmarks.campaign.trials import Trial
 
 # Before anything imports torch or a Hugging Face library: one thread, for children are forked, and
 # no network.
@@ -46,13 +50,13 @@ def main() -> int:
     os.environ.update(ENVIRONMENT)
     with tempfile.TemporaryDirectory(prefix="megatrain-campaign-", dir=args.folder) as folder:
         os.environ["HF_HOME"] = os.environ["MEGATRAIN_CACHE"] = f"{folder}/home"
-        from benchmarks.campaign.parts import PARTS
         from benchmarks.campaign.project import warm
 
-        names = args.only or [*PARTS]
-        unknown = [name for name in names if name not in PARTS]
+        known = parts()
+        names = args.only or [*known]
+        unknown = [name for name in names if name not in known]
         if unknown:
-            sys.exit(f"error: unknown part {unknown[0]!r}; known are {', '.join(PARTS)}")
+            sys.exit(f"error: unknown part {unknown[0]!r}; known are {', '.join(known)}")
         warm(Path(folder) / "warm")
         if args.case:
             return try_one(names[0], args.case, Path(folder))
@@ -64,12 +68,33 @@ def main() -> int:
     return 1 if any(outcome["lost"] for outcome in found) else 0
 
 
+def parts() -> dict[str, tuple[Callable[[Path], Trial], float]]:
+    """Parts by name: what each tries, and its share of the time. What can be tried whole comes
+    first, and leaves the rest of its time to the others."""
+    from benchmarks.campaign.damage import DamagedCheckpoints, DamagedFiles
+    from benchmarks.campaign.failures import FailingRuns, FailingSaves
+    from benchmarks.campaign.fuzz import Configs, Models, Rows
+    from benchmarks.campaign.kills import CONFIGURATIONS, KilledRanks, KillPoints, RandomKills
+
+    return {
+        "kills before every system call": (KillPoints, 2),
+        "system calls that fail": (FailingSaves, 2),
+        "damaged checkpoints": (DamagedCheckpoints, 2),
+        "damaged files": (DamagedFiles, 3),
+        "runs whose system calls fail": (FailingRuns, 3),
+        "odd rows": (Rows, 3),
+        "odd configs": (Configs, 3),
+        "odd models": (Models, 3),
+        **{f"kills of {name}": (partial(RandomKills, name), 4) for name in CONFIGURATIONS},
+        "kills of one of two ranks": (KilledRanks, 2),
+    }
+
+
 def try_one(name: str, case: str, folder: Path) -> int:
     """One case, and what it says."""
-    from benchmarks.campaign.parts import PARTS
     from benchmarks.campaign.trials import run_case
 
-    ended = run_case(PARTS[name][0](folder / "part"), case)
+    ended = run_case(parts()[name][0](folder / "part"), case)
     print(ended.words, end="")
     return 0 if ended.code == 0 else 1
 
@@ -78,15 +103,15 @@ def outcomes(
     names: Sequence[str], args: argparse.Namespace, folder: Path
 ) -> Iterator[dict[str, Any]]:
     """What became of each part; each gets its share of the time that is left."""
-    from benchmarks.campaign.parts import PARTS
     from benchmarks.campaign.trials import tally
 
-    end, shares = time.monotonic() + 3600 * args.hours, [PARTS[name][1] for name in names]
+    known = parts()
+    end, shares = time.monotonic() + 3600 * args.hours, [known[name][1] for name in names]
     for number, name in enumerate(names):
         began, place = time.monotonic(), folder / str(number)
         seconds = (end - began) * shares[number] / sum(shares[number:])
         place.mkdir()
-        trial = PARTS[name][0](place)  # takes some of the time
+        trial = known[name][0](place)  # takes some of the time
         outcome = tally(name, trial, args.seed, seconds - (time.monotonic() - began))
         yield {**asdict(outcome), "survived": outcome.survived}
 
