@@ -29,8 +29,8 @@ from megatrain.config.sections import (
 )
 from megatrain.config.sources import HeldOut, Sources
 from megatrain.config.values import Options, Places, key, option, refuse
-from megatrain.data.conversations import read_prompts
 from megatrain.data.files import check_source
+from megatrain.data.samples import read_prompts
 from megatrain.errors import DataError
 from megatrain.methods import METHODS, RATE
 from megatrain.settings import OPTIONS, contradiction

@@ -29,8 +29,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from megatrain.data import truncation
-from megatrain.data.rows import Counts, IndexArray, Joined, TokenRows
+from megatrain.data.rows import Counts, IndexArray, Joined, TokenRows, measure_lengths
 from megatrain.data.samples import JUDGED, KINDS, PLAIN
 from megatrain.durable import sync_folder
 from megatrain.errors import StorageError
@@ -282,7 +281,7 @@ def load_shard(folder: Path, number: int, begins: int, kind: str, check: bool) -
     if shard is None or shard.begins != begins:
         return None
     try:
-        truncation.measure_lengths(shard.counts, shard.uncut)
+        measure_lengths(shard.counts, shard.uncut)
         return _rows_in([shard.folder], shard.counts, kind)
     except UNREADABLE:
         return None

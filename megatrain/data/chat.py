@@ -23,9 +23,7 @@ from datetime import date
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from megatrain.data.conversations import Message, schema_texts
-from megatrain.data.fields import RowError
-from megatrain.data.samples import Chat
+from megatrain.data.samples import Chat, Message, RowError, schema_texts
 from megatrain.data.template import (
     ANSWERED,
     CALLING,

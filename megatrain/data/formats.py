@@ -10,17 +10,29 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from megatrain.data.conversations import Message, ReadTurns, openai_turns, sharegpt_turns, tools_of
-from megatrain.data.fields import (
+from megatrain.data.samples import (
+    JUDGED,
+    KINDS,
     NO_IMAGES,
+    PAIRS,
+    PLAIN,
+    Chat,
+    Document,
+    Judged,
+    Message,
+    Pair,
+    ReadTurns,
     Row,
     RowError,
+    Sample,
     filled_list,
     is_given,
+    openai_turns,
+    sharegpt_turns,
     text_of,
+    tools_of,
     type_name,
 )
-from megatrain.data.samples import JUDGED, KINDS, PAIRS, PLAIN, Chat, Document, Judged, Pair, Sample
 
 # Without a chat template: the prompt of the Stanford Alpaca release, as base models know it.
 ALPACA = (

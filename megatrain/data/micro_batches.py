@@ -18,8 +18,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from megatrain.data.packing import best_fit
-from megatrain.data.rows import IndexArray, Rows
+from megatrain.data.rows import IndexArray, Rows, best_fit
 from megatrain.data.samples import JUDGED, PAIRS, PLAIN
 from megatrain.errors import DataError
 from megatrain.losses import IGNORE

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Iterable, Sequence
+from bisect import bisect_left, insort
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import zip_longest
@@ -304,3 +305,196 @@ def permutation(size: int, seed: int, epoch: int, window: int = 0) -> npt.NDArra
     if window:
         keys = mix64(keys, window)
     return np.argsort(keys, kind="stable").astype(np.int64)
+
+
+@dataclass(frozen=True, eq=False)
+class PackedRows(PlainRows):
+    """Blocks of `seq_len` tokens over concatenated documents.
+
+    The last block holds the rest, if that is two tokens or more. Every token but a block's first is
+    a target, document starts included. Attention is not cut at document borders; each document ends
+    with the end-of-sequence token, and so does a piece of one whose next piece is not there: it was
+    held out. Blocks are gathered when asked for; nothing is copied ahead.
+    """
+
+    documents: TokenRows
+    seq_len: int
+    eos: int
+
+    @property
+    def counts(self) -> Counts:
+        return self.documents.counts
+
+    @cached_property
+    def _ends(self) -> IndexArray:
+        return np.cumsum(self.documents.lengths + self._broken)
+
+    @cached_property
+    def _broken(self) -> MaskArray:
+        """Pieces that the next row does not go on with, bool [documents]."""
+        chosen = self.documents.chosen
+        followed = np.append(chosen[1:] == chosen[:-1] + 1, False)
+        broken: MaskArray = self.documents.joined[chosen] & ~followed
+        return broken
+
+    @property
+    def _tokens(self) -> int:
+        return int(self._ends[-1]) if len(self._ends) else 0
+
+    @property
+    def remainder(self) -> int:
+        """Tokens after the last whole block."""
+        return self._tokens % self.seq_len
+
+    def __len__(self) -> int:
+        return self._tokens // self.seq_len + (self.remainder >= 2)
+
+    @cached_property
+    def lengths(self) -> IndexArray:
+        lengths = np.full(len(self), self.seq_len, np.int64)
+        if self.remainder >= 2:
+            lengths[-1] = self.remainder
+        return lengths
+
+    @property
+    def target_counts(self) -> IndexArray:
+        return self.lengths - 1
+
+    @cached_property
+    def digest(self) -> str:
+        breaks = np.flatnonzero(self._broken).tolist()
+        made_of = f"{self.documents.digest} {self.seq_len} {breaks}"
+        return hashlib.blake2b(made_of.encode(), digest_size=8).hexdigest()
+
+    def row(self, index: int) -> tuple[IdArray, MaskArray]:
+        start = index * self.seq_len
+        stop = start + int(self.lengths[index])
+        first = int(np.searchsorted(self._ends, start, side="right"))
+        pieces, place = [], start
+        while place < stop:
+            ids, _ = self.documents.row(first)
+            if self._broken[first]:
+                ids = np.append(ids, np.int32(self.eos))
+            begin = int(self._ends[first]) - len(ids)
+            pieces.append(ids[place - begin : stop - begin])
+            place, first = place + len(pieces[-1]), first + 1
+        mask = np.ones(stop - start, np.bool_)
+        mask[0] = False
+        return np.concatenate(pieces), mask
+
+
+def pack(documents: TokenRows, seq_len: int, eos: int) -> PackedRows:
+    """Blocks of `seq_len` tokens. Raises DataError if the documents hold fewer than two tokens."""
+    assert seq_len >= 2, "a block of one token has nothing to predict"
+    packed = PackedRows(documents, seq_len, eos)
+    if not len(packed):
+        raise DataError("the documents hold fewer than two tokens; there is nothing to train on")
+    return packed
+
+
+def best_fit(lengths: Sequence[int], capacity: int) -> list[list[int]]:
+    """Numbers of the rows packed into each sequence of `capacity` tokens; none may be longer.
+
+    Each row goes where it leaves the least room, which works best with the longest rows first.
+    """
+    sequences: list[list[int]] = []
+    room: list[tuple[int, int]] = []  # (tokens left, number of the sequence), ascending
+    for number, length in enumerate(lengths):
+        assert length <= capacity, (length, capacity)
+        place = bisect_left(room, (length, -1))
+        if place == len(room):
+            sequences.append([])
+            left, sequence = capacity, len(sequences) - 1
+        else:
+            left, sequence = room.pop(place)
+        sequences[sequence].append(number)
+        insort(room, (left - length, sequence))
+    return sequences
+
+
+CUT_SHARE = 0.1  # of all tokens; more of them cut off is worth a warning
+_ENOUGH = 0.99  # of all tokens, which the advised seq_len keeps
+KEEP_START, KEEP_END, DROP = TRUNCATION_MODES = ("keep_start", "keep_end", "drop")
+Tokens = tuple[IdArray, MaskArray]
+
+
+def split(ids: IdArray, mask: MaskArray, seq_len: int | None, counts: Counts) -> Iterator[Tokens]:
+    """Split a text into rows of at most `seq_len` tokens.
+
+    Each begins with the last token of the one before, since its first is no target: together they
+    have the text's targets.
+    """
+    if seq_len is None or len(ids) <= seq_len:
+        yield ids, mask
+        return
+    counts.split_texts += 1
+    for start in range(0, len(ids) - 1, seq_len - 1):
+        flags = mask[start : start + seq_len].copy()
+        flags[0] = False
+        yield ids[start : start + seq_len], flags
+
+
+def cut_sides(
+    sides: Sequence[Tokens], seq_len: int | None, counts: Counts, mode: str = KEEP_START
+) -> tuple[Tokens, ...] | None:
+    """The sides of a row, each cut to `seq_len` tokens; None where the row is to be dropped.
+
+    mode: one of TRUNCATION_MODES.
+    """
+    over = 0 if seq_len is None else sum(max(0, len(ids) - seq_len) for ids, _ in sides)
+    if not over:
+        return tuple(sides)
+    if mode == DROP:
+        counts.too_long += 1
+        return None
+    kept = tuple(shortened(ids, mask, seq_len, mode) for ids, mask in sides)
+    counts.truncated += 1
+    counts.truncated_tokens += over
+    lost = sum(int(mask.sum()) for _, mask in sides) - sum(int(mask.sum()) for _, mask in kept)
+    counts.cut_answers += lost > 0
+    return kept
+
+
+def shortened(ids: IdArray, mask: MaskArray, seq_len: int | None, mode: str) -> Tokens:
+    """The first `seq_len` tokens, or the last of them, whose first is no target."""
+    if seq_len is None or len(ids) <= seq_len:
+        return ids, mask
+    if mode != KEEP_END:
+        return ids[:seq_len], mask[:seq_len]
+    kept = mask[-seq_len:].copy()
+    kept[0] = False
+    return ids[-seq_len:], kept
+
+
+def measure_lengths(counts: Counts, lengths: IndexArray) -> None:
+    """Note all tokens, the longest row, and the seq_len that keeps _ENOUGH of the tokens.
+
+    lengths: of the rows before they were cut, int64 [rows].
+    """
+    if not len(lengths):
+        return
+    ascending = np.sort(lengths)
+    counts.tokens, counts.longest = int(ascending.sum()), int(ascending[-1])
+    # what a seq_len of ascending[i] keeps: all of the rows up to i, and as much of each after it
+    after = np.arange(len(ascending) - 1, -1, -1)
+    kept = np.cumsum(ascending) + ascending * after
+    place = int(np.searchsorted(kept, _ENOUGH * counts.tokens))
+    # between two lengths each token of seq_len keeps one of every row that is longer
+    longer = int(after[place]) + 1
+    too_much = int((kept[place] - _ENOUGH * counts.tokens) // longer)
+    counts.enough = int(ascending[place]) - too_much
+
+
+def cut_warnings(counts: Counts, seq_len: int | None, mode: str = KEEP_START) -> list[str]:
+    """A warning where the cuts take more than CUT_SHARE of the tokens, or a part of an answer."""
+    share = counts.truncated_tokens / max(1, counts.tokens)
+    if seq_len is None or not (counts.cut_answers or share > CUT_SHARE):
+        return []
+    advice, part = f"{counts.longest:,} keeps all", "beginning" if mode == KEEP_END else "end"
+    if counts.enough > seq_len:
+        advice = f"{counts.enough:,} keeps {_ENOUGH:.0%} of the tokens, {advice}"
+    return [
+        f"{counts.truncated:,} rows are longer than train.seq_len {seq_len:,}: {share:.1%} of all "
+        f"tokens are cut off, and the {part} of an answer in {counts.cut_answers:,} rows; a "
+        f"seq_len of {advice}"
+    ]

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from megatrain.data import truncation
 from megatrain.data.cache import Making, RowWriter, listed_shards
 from megatrain.data.encoding import (
     Encoded,
@@ -25,16 +24,23 @@ from megatrain.data.encoding import (
     about_row,
     encode_batch,
 )
-from megatrain.data.rows import Counts, IdArray, MaskArray
+from megatrain.data.rows import (
+    Counts,
+    IdArray,
+    MaskArray,
+    Tokens,
+    cut_sides,
+    measure_lengths,
+    shortened,
+    split,
+)
 from megatrain.data.samples import JUDGED, PLAIN
-from megatrain.data.truncation import Tokens
 from megatrain.data.workers import Team
 from megatrain.heartbeat import may_end_here
 
 if TYPE_CHECKING:
-    from megatrain.data.options import RowOptions
+    from megatrain.data.encoding import Encoder, RowOptions
     from megatrain.data.sources import Source
-    from megatrain.data.tokenize import Encoder
 
 SHARD_ROWS = 50_000  # read from the source
 SHARD_LIMIT_BYTES = 128 << 20  # of tokens and masks
@@ -69,7 +75,7 @@ def make_shards(
     counts.add(work.refused)
     if work.number:
         uncut = [making.shards[number].uncut for number in range(work.number)]
-        truncation.measure_lengths(counts, np.concatenate(uncut))
+        measure_lengths(counts, np.concatenate(uncut))
     return counts, work.number
 
 
@@ -201,9 +207,9 @@ class Cutter:
         seq_len, mode = self._options.seq_len, self._options.truncation_mode
         for one in batch.rows:
             if one.text:
-                rows = truncation.split(*one.sides[0], seq_len, counts)
+                rows = split(*one.sides[0], seq_len, counts)
             else:
-                rows = iter(truncation.cut_sides(one.sides, seq_len, counts, mode) or ())
+                rows = iter(cut_sides(one.sides, seq_len, counts, mode) or ())
             for ids, mask in rows:
                 if mask.any():
                     writer.add(ids, mask, joined=one.joined)
@@ -214,7 +220,7 @@ class Cutter:
     def _kept(self, batch: EncodedBatch, counts: Counts) -> Iterator[_Kept]:
         """The rows of which each sequence has a target left, beside their cut sequences."""
         for one in batch.rows:
-            sides = truncation.cut_sides(
+            sides = cut_sides(
                 one.sides, self._options.seq_len, counts, self._options.truncation_mode
             )
             if sides is None:
@@ -243,5 +249,5 @@ class Cutter:
         prompt = one.prompt
         ids = np.concatenate([prompt, answer.ids])
         mask = np.concatenate([np.zeros(len(prompt), np.bool_), answer.mask])
-        cut = truncation.shortened(ids, mask, self._options.seq_len, self._options.truncation_mode)
+        cut = shortened(ids, mask, self._options.seq_len, self._options.truncation_mode)
         return one, (*sides, cut)

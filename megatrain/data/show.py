@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from megatrain.data.packing import PackedRows
-from megatrain.data.rows import IdArray, MaskArray, Rows
+from megatrain.data.rows import IdArray, MaskArray, PackedRows, Rows
 from megatrain.data.samples import JUDGED, PAIRS, PLAIN
 from megatrain.errors import printable
 

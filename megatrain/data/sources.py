@@ -14,9 +14,16 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from megatrain.data.fields import without_nulls
-from megatrain.data.files import Named, files_in, is_saved, resolve_name
-from megatrain.data.readers import RawRow, numbered, read_file
+from megatrain.data.files import (
+    Named,
+    RawRow,
+    files_in,
+    is_saved,
+    numbered,
+    read_file,
+    resolve_name,
+)
+from megatrain.data.samples import without_nulls
 from megatrain.errors import DataError
 
 if TYPE_CHECKING:

@@ -30,16 +30,14 @@ from megatrain.data.build import (
     AskedSet,
     Expected,
     held_out_beside,
+    hold_out,
     ready,
     reason_to_refuse,
     source_reader,
 )
+from megatrain.data.encoding import Encoder, RowOptions
 from megatrain.data.loader import Position
-from megatrain.data.options import RowOptions
-from megatrain.data.packing import PackedRows, pack
-from megatrain.data.rows import Rows, TokenRows
-from megatrain.data.selection import hold_out
-from megatrain.data.tokenize import Encoder
+from megatrain.data.rows import PackedRows, Rows, TokenRows, pack
 from megatrain.data.workers import ended, forked
 from megatrain.errors import MegaTrainError
 from megatrain.heartbeat import may_end_here

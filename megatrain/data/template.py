@@ -12,15 +12,14 @@ from os.path import expanduser  # leaves `~nobody` as it is, where Path's raises
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatrain.data.fields import RowError
+from megatrain.data.samples import RowError
 from megatrain.data.workers import fenced
 from megatrain.errors import DataError, if_forbidden
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from megatrain.data.conversations import Message, Tool
-    from megatrain.data.samples import Chat
+    from megatrain.data.samples import Chat, Message, Tool
 
 GENERATION = re.compile(r"\{%-?\s*(end)?generation\s*-?%\}")  # transformers' own tag
 LARGEST_CHARACTERS = 64 << 20  # of a conversation as text

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from megatrain.data.fields import NO_IMAGES as NO_IMAGES
+from megatrain.data.samples import NO_IMAGES as NO_IMAGES
 from megatrain.models.constants import kept_tensors
 
 # What a micro-batch of text may hold.

@@ -11,8 +11,8 @@ from typing import Any, TypeVar
 from megatrain.config import Config
 from megatrain.config.sources import SourceOptions
 from megatrain.data.build import Expected, load_data
+from megatrain.data.encoding import RowOptions
 from megatrain.data.loader import Loader
-from megatrain.data.options import RowOptions
 from megatrain.data.rows import Rows
 from megatrain.data.show import describe, warnings
 from megatrain.data.sources import Part

@@ -13,8 +13,8 @@ import torch
 
 from megatrain.config import Config
 from megatrain.config.fields import check_prompts
-from megatrain.data.conversations import Turns, read_prompts
 from megatrain.data.rows import Rows
+from megatrain.data.samples import Turns, read_prompts
 from megatrain.data.workers import fenced
 from megatrain.engine.engine import Engine
 from megatrain.errors import ConfigError, DataError, ModelError

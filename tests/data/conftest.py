@@ -11,7 +11,7 @@ import pytest
 
 from megatrain.data import encoding, shards
 from megatrain.data.build import encode_source
-from megatrain.data.options import RowOptions
+from megatrain.data.encoding import RowOptions
 from megatrain.data.rows import TokenRows
 from tests.commands import CHATML, SPECIAL
 from tests.commands import write_jsonl as save_jsonl

@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 
-from megatrain.data.fields import RowError
+from megatrain.data.encoding import Encoder
 from megatrain.data.formats import convert_row, detect_format
+from megatrain.data.samples import RowError
 from megatrain.data.template import Scene, Template
-from megatrain.data.tokenize import Encoder
 from megatrain.models.stops import ends_of_turns
 from tests.commands import CHATML
 

@@ -6,10 +6,8 @@ from typing import Any
 
 import pytest
 
-from megatrain.data.conversations import Message
-from megatrain.data.fields import RowError
-from megatrain.data.samples import Chat
-from megatrain.data.tokenize import Encoder
+from megatrain.data.encoding import Encoder
+from megatrain.data.samples import Chat, Message, RowError
 from tests.commands import CHATML
 
 # A turn of each role as it is, but for one that is left out or changed.

@@ -12,7 +12,7 @@ import pytest
 from datasets import Dataset
 
 from megatrain.data.build import encode_source, load_data
-from megatrain.data.options import RowOptions
+from megatrain.data.encoding import RowOptions
 from megatrain.data.rows import TokenRows, mix64, permutation
 from megatrain.errors import DataError, StorageError
 from tests.mutated import SEEDS, mutated_line

@@ -20,7 +20,7 @@ import pytest
 
 from megatrain.data.build import encode_source
 from megatrain.data.cache import load_cached_set
-from megatrain.data.options import RowOptions
+from megatrain.data.encoding import RowOptions
 from megatrain.data.rows import TokenRows, default_cache
 from megatrain.errors import ConfigError
 from tests.commands import environment

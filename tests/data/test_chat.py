@@ -8,11 +8,9 @@ from typing import Any
 
 import pytest
 
-from megatrain.data.conversations import Message
-from megatrain.data.fields import RowError
-from megatrain.data.samples import Chat
+from megatrain.data.encoding import Encoder
+from megatrain.data.samples import Chat, Message, RowError
 from megatrain.data.template import Scene, Template
-from megatrain.data.tokenize import Encoder
 
 TURN = "{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>\n' }}"
 PROMPT = "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"

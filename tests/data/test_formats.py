@@ -6,8 +6,6 @@ from typing import Any
 
 import pytest
 
-from megatrain.data.conversations import Message
-from megatrain.data.fields import RowError
 from megatrain.data.formats import (
     MATTERS,
     ROW_FORMATS,
@@ -17,7 +15,7 @@ from megatrain.data.formats import (
     unknown_format,
     unread_columns,
 )
-from megatrain.data.samples import PLAIN, Chat, Document
+from megatrain.data.samples import PLAIN, Chat, Document, Message, RowError
 
 
 def said(content: Any, role: str = "user", **more: Any) -> dict[str, Any]:

@@ -7,10 +7,9 @@ from typing import Any
 
 import pytest
 
-from megatrain.data.build import load_data
-from megatrain.data.options import RowOptions
+from megatrain.data.build import hold_out, load_data
+from megatrain.data.encoding import RowOptions
 from megatrain.data.rows import TokenRows
-from megatrain.data.selection import hold_out
 from megatrain.data.show import describe, warnings
 from megatrain.errors import DataError
 

@@ -7,10 +7,9 @@ from fractions import Fraction
 import numpy as np
 import pytest
 
-from megatrain.data.build import load_data
-from megatrain.data.options import RowOptions
+from megatrain.data.build import load_data, shares_of_sources
+from megatrain.data.encoding import RowOptions
 from megatrain.data.rows import TokenRows
-from megatrain.data.selection import shares_of_sources
 from megatrain.data.sources import Part
 from megatrain.errors import DataError
 

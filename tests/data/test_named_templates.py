@@ -7,12 +7,9 @@ from typing import Any
 import pytest
 
 from megatrain.data.build import encode_source
-from megatrain.data.conversations import Message
-from megatrain.data.fields import RowError
-from megatrain.data.options import RowOptions
-from megatrain.data.samples import Chat
+from megatrain.data.encoding import Encoder, RowOptions
+from megatrain.data.samples import Chat, Message, RowError
 from megatrain.data.template import NAMED_TEMPLATES, use_template
-from megatrain.data.tokenize import Encoder
 from megatrain.errors import DataError
 from tests.commands import conversation
 

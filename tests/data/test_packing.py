@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from megatrain.data.build import load_data
-from megatrain.data.options import RowOptions
-from megatrain.data.packing import best_fit, pack
+from megatrain.data.encoding import RowOptions
+from megatrain.data.rows import best_fit, pack
 from megatrain.errors import DataError
 
 WHOLE = RowOptions(seq_len=None, train_on="all")

@@ -11,11 +11,10 @@ from typing import Any
 import pytest
 
 from megatrain.data.build import encode_source
-from megatrain.data.fields import RowError
+from megatrain.data.encoding import RowOptions
 from megatrain.data.formats import MATTERS, ROW_FORMATS, convert_row, detect_format, formats_of
 from megatrain.data.formats import unknown_format as refusal
-from megatrain.data.options import RowOptions
-from megatrain.data.samples import JUDGED, KINDS, PAIRS, PLAIN, Chat, Judged, Pair
+from megatrain.data.samples import JUDGED, KINDS, PAIRS, PLAIN, Chat, Judged, Pair, RowError
 from megatrain.errors import DataError
 from tests.mutated import mutated_line
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from megatrain.data.build import encode_source
-from megatrain.data.options import RowOptions
+from megatrain.data.encoding import RowOptions
 from megatrain.data.rows import TokenRows
 from megatrain.data.samples import JUDGED, PAIRS
 from tests.commands import CHATML

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from megatrain.data.conversations import MANY, read_prompts
+from megatrain.data.samples import MANY, read_prompts
 from megatrain.errors import DataError
 
 

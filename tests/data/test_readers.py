@@ -13,7 +13,7 @@ import pyarrow as arrow
 import pytest
 from pyarrow import ipc, parquet
 
-from megatrain.data.readers import TABLE_ROWS, TEXT_PIECE_BYTES
+from megatrain.data.files import TABLE_ROWS, TEXT_PIECE_BYTES
 from megatrain.data.sources import open_source
 from megatrain.errors import DataError
 

@@ -19,8 +19,8 @@ from megatrain.data.formats import (
     detect_format,
     formats_of,
 )
+from megatrain.data.rows import TRUNCATION_MODES
 from megatrain.data.samples import JUDGED, KINDS, PAIRS, PLAIN, texts_of
-from megatrain.data.truncation import TRUNCATION_MODES
 from megatrain.methods import METHODS
 
 PAGE = Path(__file__).parents[2] / "docs" / "rows.md"

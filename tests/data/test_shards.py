@@ -24,11 +24,10 @@ from megatrain.data import encoding, shards, workers
 from megatrain.data.build import encode_source
 from megatrain.data.cache import RowWriter
 from megatrain.data.chat import Marked
-from megatrain.data.options import RowOptions
+from megatrain.data.encoding import Encoder, RowOptions
 from megatrain.data.rows import TokenRows
 from megatrain.data.samples import JUDGED, PAIRS, PLAIN
 from megatrain.data.sources import Part
-from megatrain.data.tokenize import Encoder
 from megatrain.errors import DataError, StorageError
 from tests.data.test_cache_damage import contents
 from tests.files import as_an_ordinary_user, flip, largest_file

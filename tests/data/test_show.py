@@ -13,7 +13,7 @@ import pytest
 from rich.console import Console
 
 from megatrain.data.build import load_data
-from megatrain.data.options import RowOptions
+from megatrain.data.encoding import RowOptions
 from megatrain.data.samples import JUDGED, PAIRS
 from megatrain.data.show import describe, show_rows, summary, warnings
 

@@ -11,12 +11,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megatrain.data.build import Expected, encode_source, load_data
+from megatrain.data.build import Expected, encode_source, hold_out, load_data
+from megatrain.data.encoding import RowOptions
 from megatrain.data.loader import Loader
-from megatrain.data.options import RowOptions
 from megatrain.data.rows import TokenRows
 from megatrain.data.samples import JUDGED, PAIRS
-from megatrain.data.selection import hold_out
 from megatrain.data.show import describe, warnings
 from megatrain.errors import DataError
 from tests.commands import chat_rows, tiny_tokenizer

@@ -19,8 +19,8 @@ import pytest
 
 from megatrain.data import encoding, shards, streaming
 from megatrain.data.build import encode_source
+from megatrain.data.encoding import RowOptions
 from megatrain.data.loader import Loader
-from megatrain.data.options import RowOptions
 from megatrain.data.rows import Rows, permutation
 from megatrain.data.samples import PAIRS
 from megatrain.data.streaming import Stream, load_stream

@@ -12,8 +12,8 @@ import pytest
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
 from megatrain.data.build import load_data
-from megatrain.data.options import RowOptions
-from megatrain.data.readers import TEXT_PIECE_BYTES
+from megatrain.data.encoding import RowOptions
+from megatrain.data.files import TEXT_PIECE_BYTES
 from megatrain.data.rows import Rows
 
 SEQ_LEN = 64

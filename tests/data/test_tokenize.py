@@ -7,11 +7,9 @@ from typing import Any
 
 import pytest
 
-from megatrain.data.conversations import Message
-from megatrain.data.fields import RowError
+from megatrain.data.encoding import Encoder, target_mask
 from megatrain.data.formats import ROW_FORMATS, convert_row
-from megatrain.data.samples import Chat, Document
-from megatrain.data.tokenize import Encoder, target_mask
+from megatrain.data.samples import Chat, Document, Message, RowError
 from megatrain.errors import DataError
 from tests.commands import CHATML
 

@@ -12,12 +12,9 @@ import pytest
 from datasets import Dataset
 
 from megatrain.data.build import encode_source
-from megatrain.data.conversations import parsed_calls
-from megatrain.data.fields import RowError
+from megatrain.data.encoding import Encoder, RowOptions
 from megatrain.data.formats import convert_row, detect_format
-from megatrain.data.options import RowOptions
-from megatrain.data.samples import Chat
-from megatrain.data.tokenize import Encoder
+from megatrain.data.samples import Chat, RowError, parsed_calls
 from megatrain.models.stops import ends_of_turns
 from tests.mutated import mutated
 

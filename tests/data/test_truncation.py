@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megatrain.data import truncation
-from megatrain.data.options import RowOptions
+from megatrain.data import rows
+from megatrain.data.encoding import RowOptions
 from megatrain.data.rows import Counts
 from megatrain.data.show import describe, warnings
 from tests.commands import conversation
@@ -72,8 +72,8 @@ def test_the_share_is_a_tenth(share):
     counts = Counts(
         tokens=10_000, truncated=1, truncated_tokens=round(share * 10_000), longest=2000
     )
-    assert bool(truncation.cut_warnings(counts, 64)) == (share > 0.1)
-    assert truncation.cut_warnings(counts, None) == []
+    assert bool(rows.cut_warnings(counts, 64)) == (share > 0.1)
+    assert rows.cut_warnings(counts, None) == []
 
 
 def test_the_end_of_one_answer_is_worth_a_warning(encode):
@@ -92,6 +92,6 @@ def test_the_advised_length_is_the_smallest_that_keeps_enough():
     for seed in range(20):
         lengths = np.random.default_rng(seed).integers(1, 2000, 60)
         counts = Counts()
-        truncation.measure_lengths(counts, lengths)
+        rows.measure_lengths(counts, lengths)
         kept = [np.minimum(lengths, size).sum() / lengths.sum() for size in range(1, 2001)]
         assert counts.enough == next(size for size, share in enumerate(kept, 1) if share >= 0.99)

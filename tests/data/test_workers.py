@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from megatrain.data import encoding, workers
-from megatrain.data.fields import RowError
-from megatrain.data.options import RowOptions
+from megatrain.data.encoding import RowOptions
+from megatrain.data.samples import RowError
 from megatrain.data.template import Scene, Template
 from megatrain.data.workers import Team, TooMuch, fenced
 from megatrain.errors import DataError, MegaTrainError
@@ -114,7 +114,7 @@ def test_a_row_that_takes_too_much_memory_is_named(encode, make_tokenizer, monke
 
 def test_a_tokenizer_that_computes_without_end_is_stopped(encode, make_tokenizer, monkeypatch):
     monkeypatch.setattr(workers, "ROW_LIMIT_S", 0.3)
-    monkeypatch.setattr("megatrain.data.tokenize.Encoder.encode", lambda *_: sum(count()))
+    monkeypatch.setattr("megatrain.data.encoding.Encoder.encode", lambda *_: sum(count()))
     with pytest.raises(DataError, match=r"rows.jsonl:1 and the 1 rows behind it: the tokenizer"):
         encode([{"text": "a"}, {"text": "b"}], RowOptions(64), make_tokenizer(None))
 

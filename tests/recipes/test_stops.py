@@ -17,7 +17,7 @@ from unittest.mock import Mock
 import pytest
 
 import megatrain as mt
-from megatrain.data import build, cache, encoding, tokenize
+from megatrain.data import build, cache, encoding
 from megatrain.engine.engine import Engine
 from megatrain.recipes import describe, loop, run
 from megatrain.recipes.signals import STOPS
@@ -135,7 +135,7 @@ def test_a_handler_of_the_program_and_an_ignored_signal_stay(megatrain, project,
 # What is under way when a signal comes before the first step, and what must not be begun after it.
 EARLY = {
     "the machine is looked at": (run, "resolve_run", build, "encode_source"),
-    "rows are read": (tokenize.Encoder, "encode", cache.RowWriter, "finish"),
+    "rows are read": (encoding.Encoder, "encode", cache.RowWriter, "finish"),
     "the run is described": (describe, "write_text", Engine, "load_weights"),
     "weights are loaded": (weights, "copy_tensor", Engine, "weights_changed"),
 }

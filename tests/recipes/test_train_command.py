@@ -15,7 +15,7 @@ import torch
 import megatrain as mt
 from megatrain.config import load_config
 from megatrain.config.resuming import with_absolute_paths
-from megatrain.data.readers import read_text
+from megatrain.data.files import read_text
 from megatrain.engine.objective import EvalResult
 from megatrain.recipes import loop
 from megatrain.recipes.model import read_model

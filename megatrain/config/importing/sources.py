@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from megatrain.config.importing.sheet import Sheet
-from megatrain.data.conversations import ROLES, SHAREGPT_ROLES
+from megatrain.data.samples import ROLES, SHAREGPT_ROLES
 from megatrain.errors import ConfigError
 
 LARGE = 2**28  # bytes of a file whose rows are not counted
