@@ -186,15 +186,6 @@ def few_steps_are_looked_at() -> Iterator[None]:
 
 
 @contextmanager
-def nobody_is_named() -> Iterator[None]:
-    """Where other processes take the cores a run looks through all of them, twice; others do here,
-    and no test of a run is about whom its advice names."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("megatrain.reporting.meters.LoadMeter._look_up", lambda *_: ())
-        yield
-
-
-@contextmanager
 def no_power_is_lost() -> Iterator[None]:
     """No file is waited for until it is on the disk: a kill loses none. Tests of what must be there
     count the calls."""
@@ -239,7 +230,6 @@ def runs_are_quick() -> Iterator[None]:
         auto_precision_is_float32(),
         no_power_is_lost(),
         few_steps_are_looked_at(),
-        nobody_is_named(),
         rows_are_encoded_here(),
     ):
         yield

@@ -13,7 +13,7 @@ import typer
 from megatrain.cli.app import print_json, type_out
 from megatrain.errors import ConfigError, ModelError
 from megatrain.reporting.streams import Lasting, console_on, result_stream
-from megatrain.reporting.words import human_seconds
+from megatrain.reporting.summary import human_seconds
 
 NEW, EXIT = "/new", "/exit"
 PROMPT = "> "

@@ -32,7 +32,7 @@ from megatrain.planner.tasks import Timing
 from megatrain.planner.timing import StepCosts
 from megatrain.reporting.energy import Economy, described, human_hours
 from megatrain.reporting.streams import as_printed
-from megatrain.reporting.words import human_bytes, human_parameters, three_digits
+from megatrain.reporting.summary import human_bytes, human_parameters, three_digits
 
 if TYPE_CHECKING:
     from megatrain.planner.cost.shape import ModelShape

@@ -8,7 +8,7 @@ from megatrain.errors import TooManyRanks
 from megatrain.machine.hardware import GIB
 from megatrain.planner.job import Choices, Job
 from megatrain.planner.memory import Layout
-from megatrain.reporting.words import human_bytes
+from megatrain.reporting.summary import human_bytes
 from megatrain.schedule import UNCHANGED
 from megatrain.settings import OPTIONS
 

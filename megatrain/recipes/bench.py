@@ -33,20 +33,22 @@ from megatrain.recipes.ranks.context_parallel import micro_batch_of, sharing
 from megatrain.recipes.ranks.device import bind
 from megatrain.recipes.ranks.rendezvous import as_rank
 from megatrain.recipes.setup import memory_errors, plan_run, quiet_libraries, resolve_run
-from megatrain.reporting.advice import advise
 from megatrain.reporting.meters import GpuMeter, allocator_retries, peak_host_bytes
 from megatrain.reporting.metrics import StepTime
 from megatrain.reporting.progress import logging_on
 from megatrain.reporting.streams import console_on
-from megatrain.reporting.summary import Predicted, print_rows, step_seconds
-from megatrain.reporting.tracing import claim, computing_seconds, record_timeline
-from megatrain.reporting.words import (
+from megatrain.reporting.summary import (
+    Predicted,
+    advise,
     bound_in_words,
     human_bytes,
     human_parameters,
     human_seconds,
+    print_rows,
+    step_seconds,
     time_in_words,
 )
+from megatrain.reporting.tracing import claim, computing_seconds, record_timeline
 from megatrain.world import ALONE, World
 
 LONGEST_TRACED_S = 60.0  # of a step that is run once more to see when kernels run

@@ -29,13 +29,11 @@ from megatrain.recipes.sample import sample
 from megatrain.recipes.setup import decided_of_optimizer, prices_of
 from megatrain.recipes.signals import StopRequest
 from megatrain.recipes.state import Ready, Run
-from megatrain.reporting.advice import Facts
 from megatrain.reporting.energy import Economy
 from megatrain.reporting.meters import peak_host_bytes
 from megatrain.reporting.metrics import held_out_losses
 from megatrain.reporting.mfu import ModelFlops
-from megatrain.reporting.summary import Predicted, RunSummary
-from megatrain.reporting.words import human_parameters
+from megatrain.reporting.summary import Facts, Predicted, RunSummary, human_parameters
 from megatrain.schedule import UNCHANGED
 from megatrain.settings import KEYS, OPTIONS
 from megatrain.storage.run_folder import write_text
@@ -265,7 +263,6 @@ def spent_economy(run: Run) -> Economy:
     host = "processors measured" if spent.host_j is not None else "the host's power is not counted"
     counted = ["the host as given" if given.host_power_w is not None else host]
     if spent.gpu_j is not None:
-        measured = given.gpu_power_w is None and run.energy.measures_gpu
-        counted.insert(0, "GPU measured" if measured else "GPU as given")
+        counted.insert(0, "GPU measured" if given.gpu_power_w is None else "GPU as given")
     tokens = run.tokens - run.first_tokens
     return Economy(tokens, run.spent_s, spent.total_j, prices_of(run.config), "; ".join(counted))

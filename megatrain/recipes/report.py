@@ -14,11 +14,16 @@ from megatrain.config.document import plain, read_yaml
 from megatrain.config.resuming import RESOLVED_FILE
 from megatrain.errors import ConfigError, printable
 from megatrain.reporting.energy import Economy, Prices, described
-from megatrain.reporting.history import BUCKETS, History, Row, read_history
-from megatrain.reporting.metrics import SAMPLES_FILE
+from megatrain.reporting.metrics import SAMPLES_FILE, History, Row, read_history
 from megatrain.reporting.page import REPORT_FILE, Block, Curve, chart, page, table, text, write_page
-from megatrain.reporting.summary import Predicted, step_seconds
-from megatrain.reporting.words import BOUND_WORDS, human_bytes, human_seconds, time_in_words
+from megatrain.reporting.summary import (
+    BOUND_WORDS,
+    Predicted,
+    human_bytes,
+    human_seconds,
+    step_seconds,
+    time_in_words,
+)
 
 logger = logging.getLogger("megatrain")
 
@@ -26,7 +31,6 @@ ENVIRONMENT_FILE, PLAN_FILE = "env.json", "plan.json"
 # While a run goes on, the page is written again after PACE times the seconds that writing it took,
 # and after EVERY_S at the earliest.
 PACE, EVERY_S = 100, 5.0
-FINE = 4  # runs in a page that are drawn as finely as one
 ANSWERS = 3  # to a prompt: the first and the newest
 PROMPTS = 20
 LONGEST = 4000  # characters of a sample
@@ -110,13 +114,9 @@ def write_report(folders: Sequence[Path], output: Path | None = None) -> Path:
     if output is None and len(folders) > 1:
         raise ConfigError("command line: name the page of several runs: --output FILE")
     path = output or folders[0] / REPORT_FILE
-    buckets = BUCKETS * FINE // max(FINE, len(folders))
     names = [str(run) if len(folders) > 1 else "" for run in folders]  # some have the same last one
-    runs = [
-        Reported.of(run, read_history(run, buckets), name)
-        for run, name in zip(folders, names, strict=True)
-    ]
-    write_page(path, report_of(runs))
+    found = zip(folders, names, strict=True)
+    write_page(path, report_of([Reported.of(run, read_history(run), name) for run, name in found]))
     return path
 
 
@@ -255,12 +255,12 @@ def charts(runs: Sequence[Reported]) -> Iterator[Block]:
         ]
         if curves:
             yield chart(title, curves, unit)
-    points = runs[0].history.shares.points()
-    used = [name for name in BOUND_WORDS if any(point[2].get(name) for point in points)]
-    if len(runs) == 1 and used:
+    lines = {name: line for name, line in runs[0].history.shares.items() if any(line.values)}
+    if len(runs) == 1 and lines:
         shares = [
-            Curve(BOUND_WORDS[name], [(point[0], point[2].get(name, 0.0)) for point in points])
-            for name in used
+            Curve(words, lines[name].sampled())
+            for name, words in BOUND_WORDS.items()
+            if name in lines
         ]
         yield chart("where the time of a step goes", shares, "share", stacked=True)
 

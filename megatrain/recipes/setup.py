@@ -24,7 +24,7 @@ from megatrain.planner.plan import Plan
 from megatrain.recipes.model import Model
 from megatrain.recipes.ranks.context_parallel import check_divides, check_shared
 from megatrain.reporting.energy import Economy, Prices, planned_economy, planned_power
-from megatrain.reporting.words import human_bytes
+from megatrain.reporting.summary import human_bytes
 from megatrain.settings import KEYS
 
 logger = logging.getLogger("megatrain")

@@ -20,12 +20,12 @@ from megatrain.planner.plan import Plan
 from megatrain.recipes.model import Model
 from megatrain.recipes.report import LiveReport
 from megatrain.recipes.sample import EvalPrompt
-from megatrain.reporting.advice import Facts
 from megatrain.reporting.energy import Energy, EnergyMeter
 from megatrain.reporting.meters import GpuMeter, LoadMeter
 from megatrain.reporting.metrics import MetricsWriter, Spikes, SteadyTime
 from megatrain.reporting.mfu import ModelFlops
 from megatrain.reporting.progress import Progress
+from megatrain.reporting.summary import Facts
 from megatrain.storage.run_folder import RunLock
 
 # The position of a new run; every checkpoint keeps its own.

@@ -8,10 +8,10 @@ from megatrain.data.loader import StepBatch
 from megatrain.engine.objective import StepResult
 from megatrain.recipes.divergence import look_for_spikes
 from megatrain.recipes.state import Run
-from megatrain.reporting.advice import advise
 from megatrain.reporting.energy import Energy, known_sum
 from megatrain.reporting.meters import peak_host_bytes
 from megatrain.reporting.metrics import StepMetrics, StepTime
+from megatrain.reporting.summary import advise
 from megatrain.world import World
 
 

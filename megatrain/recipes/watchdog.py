@@ -13,7 +13,7 @@ from pathlib import Path
 from megatrain.errors import UNEXPECTED
 from megatrain.heartbeat import total
 from megatrain.recipes.signals import STDERR
-from megatrain.reporting.words import human_seconds
+from megatrain.reporting.summary import human_seconds
 
 WAKES = 20  # in the time allowed
 PLANNED_STEPS = 3  # without a sign of life are no hang yet

@@ -7,8 +7,6 @@ power, and is called assumed.
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -204,40 +202,19 @@ class Energy:
 
 
 class EnergyMeter:
-    """Energy of one GPU and of the host's processors and their memory.
+    """Energy of one GPU (Volta or later) and of the host's processors and their memory.
 
-    A GPU that counts no energy (before Volta) is asked for its power at every reading, as if drawn
-    since the reading before. RAPL's files are root's on most systems: then the host's is unknown.
+    RAPL's files are root's on most systems: then the host's is unknown.
     """
 
-    def __init__(
-        self, gpu: GpuMeter, powercap: Path = POWERCAP, clock: Callable[[], float] = time.monotonic
-    ) -> None:
-        self._gpu, self._clock = gpu, clock
-        self._at = clock()
-        self._counter_j = gpu.energy_j()
-        self._gpu_j = 0.0
+    def __init__(self, gpu: GpuMeter, powercap: Path = POWERCAP) -> None:
+        self._gpu, self._before_j = gpu, gpu.energy_j()
         self._domains = _domains(powercap)
-
-    @property
-    def measures_gpu(self) -> bool:
-        return self._counter_j is not None or self._gpu.power_w() is not None
 
     def read(self) -> Energy:
         """Joules so far."""
         host = sum(domain.read() for domain in self._domains) if self._domains else None
-        return Energy(self._read_gpu(), host)
-
-    def _read_gpu(self) -> float | None:
-        now = self._clock()
-        passed, self._at = now - self._at, now
-        if self._counter_j is not None:
-            return _plus(self._gpu.energy_j(), self._counter_j, -1)
-        watts = self._gpu.power_w()
-        if watts is None:
-            return None
-        self._gpu_j += watts * passed
-        return self._gpu_j
+        return Energy(_plus(self._gpu.energy_j(), self._before_j, -1), host)
 
 
 class _Domain:

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 import psutil
 
 from megatrain.machine.hardware import opened_nvml
-from megatrain.machine.launcher import started_by
 
 if TYPE_CHECKING:
     import torch
@@ -22,10 +21,6 @@ if TYPE_CHECKING:
 RECENT_READINGS = 20
 CONTENDED = 0.9  # share of all cores that are busy from which one process slows another
 WORTH_NAMING = 0.1  # share of all cores that others take
-NAMED = 3  # of the other processes, those that use most
-LOOKED_UP_EVERY_S = 30.0  # who they are: it takes milliseconds
-
-Processes = dict[tuple[int, str], float]  # processor seconds by id and name
 
 
 def peak_host_bytes(ranks: int = 1) -> int:
@@ -179,7 +174,6 @@ class Load:
     cores: int
     busy: float = 0.0
     others: float = 0.0
-    names: tuple[str, ...] = ()  # of the others, those that use most first; empty: not known
 
     @property
     def shared(self) -> bool:
@@ -193,8 +187,7 @@ class Load:
 
     @property
     def words(self) -> str:
-        who = f" ({', '.join(self.names)})" if self.names else ""
-        return f"other processes use {self.others:.1f} of {self.cores} cores{who}"
+        return f"other processes use {self.others:.1f} of {self.cores} cores"
 
 
 def cores() -> list[int]:
@@ -213,31 +206,13 @@ def read_processors() -> Reading:
     return Reading(time.monotonic(), busy, spent)
 
 
-def read_processes() -> Processes:
-    """Processor seconds of every process but this one, its children, and other ranks of its
-    launcher."""
-    own = psutil.Process()
-    launched = started_by(os.environ)[1] > 1
-    first = (own.parent() if launched else None) or own
-    ours = {own.pid, first.pid, *(child.pid for child in first.children(recursive=True))}
-    found: Processes = {}
-    for process in psutil.process_iter(["name", "cpu_times"]):
-        spent = process.info["cpu_times"]
-        if process.pid not in ours and spent is not None:
-            found[process.pid, process.info["name"] or "?"] = spent.user + spent.system
-    return found
-
-
 @dataclass
 class LoadMeter:
     """The load while the latest steps ran. One reading a step."""
 
     processors: Callable[[], Reading] = read_processors
-    processes: Callable[[], Processes] = read_processes
     count: int = field(default_factory=lambda: len(cores()))
     _readings: deque[Reading] = field(default_factory=lambda: deque(maxlen=RECENT_READINGS))
-    _seen: tuple[float, Processes] | None = None  # when, and the seconds of each process until then
-    _names: tuple[str, ...] = ()
 
     def read(self) -> Load:
         """Load since the oldest of the latest readings; none at the first."""
@@ -248,27 +223,4 @@ class LoadMeter:
         if wall <= 0:
             return Load(self.count)
         busy = (now.busy - then.busy) / wall
-        others = max(0.0, busy - (now.own - then.own) / wall)
-        load = Load(self.count, busy, others)
-        if not load.contended:
-            self._seen, self._names = None, ()
-            return load
-        return Load(self.count, busy, others, self._look_up(now.wall))
-
-    def _look_up(self, now: float) -> tuple[str, ...]:
-        """Names of the processes that used most since the last look; none at the first."""
-        if self._seen is not None and now - self._seen[0] < LOOKED_UP_EVERY_S and self._names:
-            return self._names
-        found = self.processes()
-        if self._seen is not None:
-            since, before = self._seen
-            used = {key: spent - before.get(key, 0.0) for key, spent in found.items()}
-            busiest = sorted(used, key=lambda key: -used[key])[:NAMED]
-            least = WORTH_NAMING * (now - since)
-            self._names = tuple(
-                f"{name} {used[number, name] / (now - since):.1f}"
-                for number, name in busiest
-                if used[number, name] >= least
-            )
-        self._seen = now, found
-        return self._names
+        return Load(self.count, busy, max(0.0, busy - (now.own - then.own) / wall))

@@ -9,11 +9,14 @@ import logging
 import math
 import os
 import statistics
-from collections import deque
+from array import array
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields
+from itertools import pairwise
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from megatrain.errors import StorageError
@@ -396,3 +399,112 @@ def cut_samples(folder: Path, step: int) -> None:
         path.write_bytes(b"".join(kept))
     except OSError as error:
         raise StorageError(f"{path}: cannot be cut back ({error.strerror}); remove it") from error
+
+
+# -- figures over steps, for the report ------------------------------------------------------------
+
+BUCKETS = 350  # of a line: a chart is some hundred pixels wide
+MEANS = 60  # of a trend, at least
+NAMED = 12  # skipped steps
+# Fields that are no figure of a step's own, or are summed up.
+NOT_DRAWN = {"step", "tokens", "target_tokens", "epoch", "step_s", "energy_j"}
+NOT_DRAWN |= {"eval_target_tokens", "eval_s", "skipped", "spike"}
+SUMMED = ("tokens", "step_s", "energy_j")
+
+Row = dict[str, Any]
+Point = tuple[int, float]
+
+
+class Line:
+    """Values over steps, 16 bytes each; thinned when they are drawn."""
+
+    def __init__(self) -> None:
+        self.steps, self.values = array("q"), array("d")
+
+    def add(self, step: int, value: float) -> None:
+        self.steps.append(step)
+        self.values.append(value)
+
+    def points(self) -> list[Point]:
+        """All points while they are few, else the ends and the extremes of neighbours."""
+        count, value = len(self.steps), self.values.__getitem__
+        kept: Iterable[int] = range(count)
+        if count > 2 * BUCKETS:
+            bounds = [at * count // BUCKETS for at in range(BUCKETS + 1)]
+            parts = [range(*pair) for pair in pairwise(bounds)]
+            extremes = {found(part, key=value) for part in parts for found in (min, max)}
+            kept = sorted({0, count - 1} | extremes)
+        return [(self.steps[at], self.values[at]) for at in kept]
+
+    def sampled(self) -> list[Point]:
+        """Points at steps that other lines of the same steps are sampled at, too."""
+        every = -(-len(self.steps) // (2 * BUCKETS)) or 1
+        return [*zip(self.steps[::every], self.values[::every], strict=True)]
+
+    def trend(self) -> tuple[int, list[Point]]:
+        """(points of each mean, the means at their middle steps); none of a short line."""
+        count = len(self.steps)
+        each = count // MEANS
+        if count <= 2 * BUCKETS:
+            return 0, []
+        starts = range(count % each, count, each)
+        means = [(self.steps[at + each // 2], fmean(self.values[at : at + each])) for at in starts]
+        return each, means
+
+
+class History:
+    """The figures of a run, row by row."""
+
+    def __init__(self, rows: Iterable[Row] = ()) -> None:
+        self.lines: dict[str, Line] = defaultdict(Line)
+        self.shares: dict[str, Line] = defaultdict(Line)  # of a step's time, all at the same steps
+        self.totals: dict[str, Any] = defaultdict(int)
+        self.time: dict[str, float] = defaultdict(float)  # seconds by name, as in StepTime
+        self.recent_s: deque[float] = deque(maxlen=RECENT_STEPS)
+        self.step = 0
+        self.skipped: list[int] = []  # the first ones
+        self.newest: Row = {}  # step's row
+        for row in rows:
+            self.add(row)
+
+    def add(self, row: Row) -> None:
+        """Take in a line of metrics.jsonl; steps come in order."""
+        step = self.step = row["step"]
+        for name, value in row.items():
+            if name not in NOT_DRAWN and isinstance(value, float | int):
+                self.lines[name].add(step, value)
+        if "step_s" not in row:
+            return
+        self.newest = row
+        self.recent_s.append(row["step_s"])
+        for name in SUMMED:
+            if row.get(name) is not None:  # energy of which nothing is known is not 0
+                self.totals[name] += row[name]
+        for name, seconds in (row.get("time") or {}).items():
+            self.time[name] += seconds
+        if shares := row.get("shares"):
+            for name in vars(StepTime()):
+                self.shares[name].add(step, shares.get(name, 0.0))
+        if row.get("skipped"):
+            self.totals["skipped"] += 1
+            self.skipped = [*self.skipped, step][:NAMED]
+        if row.get("spike") and row.get("loss") is not None:
+            self.lines["spike"].add(step, row["loss"])
+
+    @property
+    def median_s(self) -> float | None:
+        """Median time of the latest steps."""
+        return statistics.median(self.recent_s) if self.recent_s else None
+
+    @property
+    def step_time(self) -> StepTime:
+        """Time of all steps together."""
+        return StepTime(**{name: self.time.get(name, 0.0) for name in vars(StepTime())})
+
+    def values(self, name: str) -> Sequence[float]:
+        return self.lines[name].values if name in self.lines else ()
+
+
+def read_history(run_dir: Path) -> History:
+    """Read the history of a run folder. Raises StorageError."""
+    return History(each_metric(run_dir))

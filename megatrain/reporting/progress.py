@@ -31,7 +31,7 @@ from megatrain.reporting.metrics import (
     StepTime,
     cannot_be_written,
 )
-from megatrain.reporting.words import bound_in_words, human_bytes, human_seconds
+from megatrain.reporting.summary import bound_in_words, human_bytes, human_seconds
 
 LOG_FILE = "train.log"
 ON_PANEL = "on_panel"  # marks log records that a terminal shows as the panel

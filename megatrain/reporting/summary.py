@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -13,9 +14,73 @@ from rich.table import Table
 from rich.text import Text
 
 from megatrain.reporting.energy import Economy, compared
+from megatrain.reporting.meters import Load
 from megatrain.reporting.metrics import StepTime, json_able
 from megatrain.reporting.streams import as_printed
-from megatrain.reporting.words import human_bytes, human_seconds, time_in_words
+
+# -- words ---------------------------------------------------------------------------------------
+
+# What a share of a step's time is called.
+BOUND_WORDS = {
+    "compute": "computing",
+    "wait_upload": "waiting for weights",
+    "wait_update": "waiting for the update",
+    "wait_download": "waiting for gradients to leave",
+    "wait_nvme": "waiting for NVMe",
+    "wait_exchange": "waiting for other GPUs",
+    "wait_network": "waiting for other hosts",
+    "data": "waiting for data",
+}
+
+
+def human_bytes(count: float | None, digits: int = 1) -> str:
+    """Bytes in the largest binary unit that keeps the value at 1 or more; `-` if unknown.
+
+    digits: after the point of GiB and TiB; smaller units have one.
+    """
+    if count is None:
+        return "-"
+    value = float(count)
+    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
+        if abs(value) < 1024 or unit == "TiB":
+            break
+        value /= 1024
+    places = {"B": 0, "KiB": 1, "MiB": 1}.get(unit, digits)
+    return f"{value:.{places}f} {unit}"
+
+
+def three_digits(value: float) -> str:
+    """`12,345`, `123`, `1.23`."""
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+
+
+def human_parameters(count: int, active: int) -> str:
+    """`7,000 parameters`, and of a mixture how many act on a token."""
+    return f"{count:,} parameters" + (f", {active:,} of them active" if active != count else "")
+
+
+def human_seconds(seconds: float) -> str:
+    """Seconds as `8.4s`, `3m12s`, `2h05m` or `1d03h`."""
+    if seconds < 60:
+        return f"{seconds:.1f}s"
+    minutes, hours, days = seconds / 60, seconds / 3600, seconds / 86400
+    if minutes < 60:
+        return f"{int(minutes)}m{int(seconds % 60):02d}s"
+    if hours < 24:
+        return f"{int(hours)}h{int(minutes % 60):02d}m"
+    return f"{int(days)}d{int(hours % 24):02d}h"
+
+
+def bound_in_words(time: StepTime) -> str:
+    """The largest share of a step: `waiting for the update 32%`."""
+    name, share = time.bound()
+    return f"{BOUND_WORDS[name]} {share:.0%}"
+
+
+def time_in_words(time: StepTime) -> str:
+    """Every share of at least 1 percent, largest first."""
+    shares = sorted(time.shares().items(), key=lambda item: item[1], reverse=True)
+    return ", ".join(f"{BOUND_WORDS[name]} {share:.0%}" for name, share in shares if share >= 0.01)
 
 
 @dataclass(frozen=True)
@@ -149,3 +214,92 @@ class RunSummary:
         if self.final_dir is not None:
             rows.append(("model", str(self.final_dir)))
         return rows
+
+
+# -- advice --------------------------------------------------------------------------------------
+
+WORTH_NAMING = 0.05  # share of a step below which no wait is named
+# Layers below this share of the GPU's peak wait for kernel launches, or for memory between kernels.
+LAUNCH_BOUND_MFU = 0.25
+FORWARD_SHARE = 0.3  # of a step's computation: the host's update hides behind the forward pass
+TOKENS_ROUNDED_TO = 1024
+
+
+@dataclass(frozen=True)
+class Facts:
+    """Facts about a run, besides its times, that the advice uses."""
+
+    cuda: bool
+    compiled: bool
+    tokens_per_step: int
+    groups: int
+    layers: int
+    recomputed: int  # of the layers
+    streams: bool  # some block's weights are on the host
+    update_threads: int
+    idle_threads: int  # cores that the update could have, and has not
+    second_backward: bool = False  # gradients are computed twice
+    asked: frozenset[str] = frozenset()  # config keys the user set where the planner would choose
+
+
+def advise(time: StepTime, facts: Facts, mfu: float | None = None, load: Load | None = None) -> str:
+    """One sentence: the setting most worth changing and why, or that there is none.
+
+    Args:
+        time: of one step or of several; of steady ones, for the first of a process compiles.
+        mfu: model FLOP utilisation of those steps, 0 to 1; None where the peak is unknown.
+        load: of the processors meanwhile; None if nobody looked.
+    """
+    waits = {name: share for name, share in time.shares().items() if name != "compute"}
+    wait = max(waits, key=lambda name: waits[name])
+    held_up = waits[wait] >= WORTH_NAMING
+    if load is not None and load.contended and (held_up or not facts.cuda):
+        return f"{load.words}: stop them, or expect longer steps than planned"
+    if held_up:
+        return _against_waiting(wait, time, facts)
+    return _against_computing(time, facts, mfu)
+
+
+# In both functions what costs the user nothing comes first.
+
+
+def _against_waiting(wait: str, time: StepTime, facts: Facts) -> str:
+    if wait == "data":
+        return "put the rows on a local disk: they are read more slowly than they are used"
+    if wait == "wait_update" and facts.idle_threads > 0:
+        threads = facts.update_threads
+        return f"raise threads from {threads} to {threads + facts.idle_threads}: cores are idle"
+    resident = "blocks that stay on the GPU need no upload and no update by the host"
+    if facts.cuda and facts.streams and wait in ("wait_update", "wait_upload"):
+        if "memory.resident" in facts.asked:
+            return f"set memory.resident: auto: {resident}"
+        if "memory.gpu" in facts.asked:
+            return f"raise memory.gpu: {resident}"
+    if wait == "wait_upload" and facts.groups > 1 and "train.groups" in facts.asked:
+        why = "every group sends the weights over the bus again"
+        return f"lower train.groups from {facts.groups}: {why}"
+    # The update and its traffic with NVMe hide behind the first group's forward pass alone.
+    behind = FORWARD_SHARE / facts.groups if wait in ("wait_update", "wait_nvme") else 1.0
+    shares = time.shares()
+    tokens = facts.tokens_per_step * (1 + shares[wait] / max(shares["compute"] * behind, 0.01))
+    tokens = math.ceil(tokens / TOKENS_ROUNDED_TO) * TOKENS_ROUNDED_TO
+    why = "so that there is enough to compute meanwhile"
+    more = f"raise train.tokens_per_step to about {tokens:,}, {why}"
+    return f"name folders on more drives in memory.nvme, or {more}" if wait == "wait_nvme" else more
+
+
+def _against_computing(time: StepTime, facts: Facts, mfu: float | None) -> str:
+    if facts.second_backward and "memory.second_backward" in facts.asked:
+        return "set memory.second_backward: auto: all gradients are computed twice"
+    if facts.second_backward and "memory.host" in facts.asked:
+        return "raise memory.host: for lack of it all gradients are computed twice"
+    if facts.cuda and not facts.compiled and mfu is not None and mfu < LAUNCH_BOUND_MFU:
+        why = f"with kernels so small the GPU reaches {mfu:.0%} of its peak"
+        return f"set compile: true, or raise train.micro_batch_tokens: {why}"
+    twice = f"{facts.recomputed} of {facts.layers} layers are computed twice"
+    if facts.recomputed > 0 and "train.retained" in facts.asked:
+        return f"set train.retained: auto: {twice}"
+    if facts.cuda and facts.recomputed > 0 and "memory.gpu" in facts.asked:
+        return f"raise memory.gpu: for lack of it {twice}"
+    device, busy = "GPU" if facts.cuda else "CPU", time.shares()["compute"]
+    return f"nothing is worth changing: the {device} computes {busy:.0%} of the time"

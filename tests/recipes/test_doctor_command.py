@@ -56,7 +56,7 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
 def meter(busy: float) -> LoadMeter:
     """Of a machine with 8 cores, of which other processes keep so many busy."""
     readings = (Reading(second, second * busy, 0) for second in count())
-    return LoadMeter(lambda: next(readings), dict, 8)
+    return LoadMeter(lambda: next(readings), 8)
 
 
 @pytest.mark.parametrize("device", [GPU, CPU])

@@ -15,7 +15,7 @@ from huggingface_hub import ModelCard
 
 from megatrain.config import Config
 from megatrain.recipes.card import metadata_of, printable, public_name
-from megatrain.reporting.words import human_seconds
+from megatrain.reporting.summary import human_seconds
 from megatrain.storage.manifest import read_manifest, verify_checkpoint
 from tests.commands import evaluations_of, steps_of
 from tests.files import names

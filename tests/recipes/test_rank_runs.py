@@ -21,7 +21,7 @@ from megatrain.heartbeat import may_end_here
 from megatrain.recipes import loop
 from megatrain.recipes.ranks import liveness
 from megatrain.recipes.ranks.launch import FEWER
-from megatrain.reporting.words import human_bytes
+from megatrain.reporting.summary import human_bytes
 from megatrain.storage.restore import read_about
 from tests.commands import (
     chat_rows,

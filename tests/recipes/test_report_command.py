@@ -14,7 +14,7 @@ from megatrain.errors import StorageError
 from megatrain.recipes import loop, report
 from megatrain.recipes.report import Reported
 from megatrain.recipes.report import report_of as page_of
-from megatrain.reporting.history import History
+from megatrain.reporting.metrics import History
 from tests.commands import evaluations_of, steps_of, write_jsonl
 from tests.pages import block, browser, curve, data_of, looked_at
 from tests.reporting.one_step import STEP

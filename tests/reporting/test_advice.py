@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from megatrain.reporting.advice import Facts, advise
 from megatrain.reporting.metrics import StepTime
+from megatrain.reporting.summary import Facts, advise
 
 H200 = Facts(
     cuda=True,

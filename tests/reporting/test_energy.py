@@ -23,21 +23,17 @@ HOUR = 3600.0
 
 
 class Gpu:
-    """As much of a GpuMeter as energy asks: a counter, or a power."""
+    """As much of a GpuMeter as energy asks: a counter."""
 
-    def __init__(self, joules: list[float] | None = None, watts: float | None = None) -> None:
-        self.joules, self.watts = joules, watts
+    def __init__(self, joules: list[float] | None = None) -> None:
+        self.joules = joules
 
     def energy_j(self) -> float | None:
         return self.joules.pop(0) if self.joules else None
 
-    def power_w(self) -> float | None:
-        return self.watts
 
-
-def meter(gpu: Gpu, folder: Path, times: list[float] | None = None) -> EnergyMeter:
-    clock = iter(times or [0.0] * 9)
-    return EnergyMeter(gpu, folder, lambda: next(clock))  # type: ignore[arg-type]
+def meter(gpu: Gpu, folder: Path) -> EnergyMeter:
+    return EnergyMeter(gpu, folder)  # type: ignore[arg-type]
 
 
 def rapl(folder: Path, number: str, name: str, energy_uj: str) -> Path:
@@ -89,13 +85,6 @@ def test_a_counter_of_energy_is_read(tmp_path):
     before = counted.read()
     assert before == Energy(20.0, None)
     assert counted.read().since(before) == Energy(50.0, None)
-
-
-def test_without_a_counter_power_is_summed_over_time(tmp_path):
-    sampled = meter(Gpu(watts=300.0), tmp_path, [0.0, 2.0, 5.0])
-    before = sampled.read()
-    assert before.gpu_j == 600.0
-    assert sampled.read().since(before).gpu_j == 900.0
 
 
 def test_processors_count_packages_and_memory_once_and_begin_anew(tmp_path):

@@ -10,8 +10,7 @@ from pathlib import Path
 from rich.console import Console
 
 from megatrain.reporting.metrics import StepTime
-from megatrain.reporting.summary import Predicted, RunSummary, step_seconds
-from megatrain.reporting.words import human_bytes
+from megatrain.reporting.summary import Predicted, RunSummary, human_bytes, step_seconds
 
 DONE = RunSummary(
     run_dir=Path("runs/a"),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from megatrain.reporting.metrics import StepTime
-from megatrain.reporting.words import bound_in_words, human_bytes, human_seconds, time_in_words
+from megatrain.reporting.summary import bound_in_words, human_bytes, human_seconds, time_in_words
 
 
 def test_the_bound_is_said_in_words():
