@@ -60,7 +60,6 @@ ENVIRONMENT = {
     "PYTORCH_CUDA_ALLOC_CONF": "Ours is `expandable_segments:True`, unless it is set.",
     "CUDA_DEVICE_ORDER": "Ours is `PCI_BUS_ID`, as the driver counts, unless it is set.",
     "CUBLAS_WORKSPACE_CONFIG": "Ours is `:4096:8` in deterministic runs, unless it is set.",
-    "ARROW_DEFAULT_MEMORY_POOL": "Ours is `system` under `ulimit -v`, unless it is set.",
     "OMP_NUM_THREADS": "Threads of PyTorch on the CPU; ours is a container's share of processors "
     "(`--cpus`) where it is below what the machine has, unless it is set.",
     "TQDM_DISABLE": "Ours is 1 where stderr is no terminal, unless it is set.",

@@ -18,7 +18,6 @@ import typer
 
 from megatrain.cli.app import GIVEN, app
 from megatrain.errors import StorageError, exit_code_of, printable
-from megatrain.machine.address_space import address_space_errors, keep_address_space_small
 from megatrain.machine.cgroups import keep_to_quota
 from megatrain.reporting.streams import lasting_streams, results_alone, unwritable
 
@@ -60,10 +59,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _code_of(words: list[str], debug: bool) -> int:
     """The exit code of a command, which is run; its error is printed."""
     try:
-        with address_space_errors():
-            keep_address_space_small()
-            keep_to_quota()
-            done = app(args=words, prog_name="megatrain", standalone_mode=False)
+        keep_to_quota()
+        done = app(args=words, prog_name="megatrain", standalone_mode=False)
     except SystemExit as left:
         return left.code if isinstance(left.code, int) else 0
     except UsageError as error:

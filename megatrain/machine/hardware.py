@@ -22,14 +22,8 @@ from typing import Any
 import psutil
 
 from megatrain.errors import ConfigError
-from megatrain.machine.address_space import (
-    AddressSpace,
-    keep_address_space_small,
-    read_address_space,
-)
-from megatrain.machine.cgroups import cgroup_cpus, cgroup_memory
+from megatrain.machine.cgroups import cgroup_cpus, cgroup_memory, mount_of
 from megatrain.machine.datasheets import FIRST_BFLOAT16
-from megatrain.machine.mounts import mount_of
 
 MIB = 2**20
 GIB = 2**30
@@ -110,7 +104,6 @@ class Hardware:
     workspace_bytes: int  # of the GPU, taken by libraries through PyTorch
     resident_bytes: int  # of the host, held already: Python, its imports, a tokenizer
     library_bytes: int  # of the host, taken by libraries once they compute
-    address_space: AddressSpace | None = None  # a limit that leaves less than the machine has
 
 
 def read_hardware(output_folder: str | Path, device: str = "auto") -> Hardware:
@@ -136,23 +129,17 @@ def read_hardware(output_folder: str | Path, device: str = "auto") -> Hardware:
         most = min(most, own.rss + left)
     if limit is not None:  # code that other containers run, too, is in `rss` and may not be charged
         most = min(most, limit)
-    cores, space = physical_cores(), read_address_space()
-    if space is not None and (by_space := own.rss + space.left_bytes(cores)) < most:
-        most = by_space
-    else:
-        space = None
     return Hardware(
         gpu=gpu,
         host_total_bytes=memory.total if limit is None else min(memory.total, limit),
         host_available_bytes=without_tables(max(0, most), pinned=gpu is not None),
-        physical_cores=cores,
+        physical_cores=physical_cores(),
         disk_free_bytes=disk_free(Path(output_folder)),
         memlock_bytes=None if memlock == resource.RLIM_INFINITY else memlock,
         context_bytes=CUDA_CONTEXT_BYTES if gpu else 0,
         workspace_bytes=CUBLAS_WORKSPACE_BYTES if gpu else 0,
         resident_bytes=own.rss,
         library_bytes=CUDA_LIBRARY_BYTES if gpu else CPU_LIBRARY_BYTES,
-        address_space=space,
     )
 
 
@@ -270,8 +257,7 @@ def _existing(folder: Path) -> Path:
 
 
 def keep_caches_small() -> None:
-    """Keep libraries from hoarding memory and address space. Call it before they compute."""
-    keep_address_space_small()
+    """Keep libraries from hoarding memory. Call it before they compute."""
     for name, value in LIBRARY_CACHES.items():
         os.environ.setdefault(name, value)
 

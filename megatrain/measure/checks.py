@@ -11,9 +11,8 @@ from pathlib import Path
 import psutil
 import torch
 
-from megatrain.machine.cgroups import cgroup_cpus, cgroup_memory
+from megatrain.machine.cgroups import IN_RAM, OVERLAY, cgroup_cpus, cgroup_memory, mount_of
 from megatrain.machine.hardware import GIB, Hardware, opened_nvml
-from megatrain.machine.mounts import IN_RAM, OVERLAY, mount_of
 from megatrain.machine.profile import MachineProfile
 from megatrain.measure.transfers import PIECE_BYTES
 

@@ -24,10 +24,9 @@ from megatrain.machine.profile import (
     thread_counts,
     typical,
 )
-from megatrain.measure import disk, update
-from megatrain.measure.clock import Clock
+from megatrain.measure import compute, disk
 from megatrain.measure.compute import Device
-from megatrain.measure.transfers import LinkTest
+from megatrain.measure.transfers import Clock, LinkTest
 
 QUICK_S = 12.0  # no measurement is begun after this where a run waits for it
 
@@ -133,7 +132,7 @@ def _links_and_update(subject: Subject) -> Figures:
     cores, host_clock = subject.hardware.physical_cores, subject.clock(torch.device("cpu"))
     chosen = update_threads(cores)
     with ExitStack() as stack, ThreadPoolExecutor(1) as aside:
-        preparing = aside.submit(update.HostUpdate, update.parameters_for(cores), cores)
+        preparing = aside.submit(compute.HostUpdate, compute.parameters_for(cores), cores)
         link = None
         if subject.device.type == "cuda":  # meanwhile: pinning takes as long
             link = stack.enter_context(LinkTest(subject.device))
@@ -152,7 +151,7 @@ def _links_and_update(subject: Subject) -> Figures:
 def _arithmetic(subject: Subject) -> Figures:
     """Compiling takes seconds the first time."""
     threads = update_threads(subject.hardware.physical_cores)
-    return {"arithmetic": update.arithmetic(threads, subject.clock(torch.device("cpu")))}
+    return {"arithmetic": compute.arithmetic(threads, subject.clock(torch.device("cpu")))}
 
 
 def _matmuls(subject: Subject) -> Figures:
@@ -184,7 +183,7 @@ def _memory(subject: Subject) -> Figures:
         return {"memory": memory, "fresh": device.fresh(nbytes), "launch": launch}
     rate = None
     if not subject.quick:  # which compiles no kernel for a difference of 2%
-        rate = update.device_rate(subject.clock(subject.device), update.PARAMETERS)
+        rate = compute.device_rate(subject.clock(subject.device), compute.PARAMETERS)
     rate = rate or memory / UPDATE_BYTES
     return {"memory": memory, "fresh": memory, "launch": launch, "device_update": rate}
 

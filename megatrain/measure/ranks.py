@@ -14,9 +14,8 @@ from megatrain.engine.streams import Compute
 from megatrain.errors import OutOfMemory
 from megatrain.machine.hardware import update_threads
 from megatrain.machine.profile import interpolate, thread_counts
-from megatrain.measure import update
-from megatrain.measure.clock import Work
-from megatrain.measure.transfers import LinkTest
+from megatrain.measure import compute
+from megatrain.measure.transfers import LinkTest, Work
 from megatrain.memory.layout import FlatLayout
 from megatrain.world import World
 
@@ -27,7 +26,7 @@ SAMPLE_S = 0.02
 PRODUCT, PRODUCTS = 8192, 20  # matmuls beside collectives: their width, and how many
 BESIDE = 0.8  # of the matmuls' time, which collectives fill
 
-Figures = dict[str, Any]  # of megatrain.machine.together.TOGETHER
+Figures = dict[str, Any]  # of megatrain.machine.profile.TOGETHER
 
 
 class Together:
@@ -85,7 +84,7 @@ def _links_and_update(clock: Together, cores: int) -> Figures:
         link = None
         if clock.device.type == "cuda":
             link = stack.enter_context(LinkTest(clock.device))
-        work = stack.enter_context(update.HostUpdate(update.parameters_for(cores), cores))
+        work = stack.enter_context(compute.HostUpdate(compute.parameters_for(cores), cores))
         rates = tuple((threads, work.rate(threads, clock)) for threads in thread_counts(cores))
         if link is None:
             none = dict.fromkeys(("upload", "download", "both", "both_busy"), 0.0)

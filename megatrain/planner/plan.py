@@ -190,7 +190,7 @@ def make_plan(
 
     Args:
         hardware, machine: of several ranks, what each of them has of its host
-            (machine/together.py), and its rates with all of them at work.
+            (machine/profile.py), and its rates with all of them at work.
         gpu_limit, host_limit: the user's budgets in bytes (memory.gpu, memory.host), of each GPU
             and of a host; None takes what the machine has. A host budget above what the machine
             shows is taken at its word: some virtual machines show more RAM only as it is used.
@@ -211,7 +211,7 @@ def make_plan(
     free = None if hardware.gpu is None else hardware.gpu.free_bytes
     budget = Budget(
         gpu=free if free is None else min(gpu_limit or free, free),
-        host=host_budget(hardware, host_limit),
+        host=hardware.host_available_bytes if host_limit is None else host_limit,
         disk=hardware.disk_free_bytes,
         nvme=nvme_limit,
     )
@@ -241,21 +241,11 @@ def check_ranks(job: Job) -> None:
         raise too_many_ranks(found, rows, job.size, f"raise train.{key} to {least:,}")
 
 
-def host_budget(hardware: Hardware, host_limit: int | None) -> int:
-    """Bytes of host RAM: the user's figure, unless a limit on address space is below it."""
-    available = hardware.host_available_bytes
-    if host_limit is None:
-        return available
-    return host_limit if hardware.address_space is None else min(host_limit, available)
-
-
 def why_short(plan: Plan, hardware: Hardware, host_limit: int | None) -> str:
     """The removable reason for a lack of host RAM, in brackets; empty if there is none."""
     available = hardware.host_available_bytes
-    if "host" in plan.short and hardware.address_space and plan.budget.host == available:
-        return f" ({hardware.address_space})"
     held = plan.job.ranks * (hardware.host_total_bytes - available)
-    if hardware.address_space or host_limit is not None or held <= MUCH_HELD:
+    if host_limit is not None or held <= MUCH_HELD:
         return ""
     if plan.job.ranks * plan.host_bytes > plan.job.ranks * available + held:
         return ""

@@ -54,7 +54,7 @@ class StepCosts:
     """Seconds that a layout's blocks take on one machine, and a step of them."""
 
     def __init__(self, layout: Layout, machine: MachineProfile) -> None:
-        assert machine.ranks == layout.job.ranks, "rates of as many ranks: machine/together.py"
+        assert machine.ranks == layout.job.ranks, "rates of as many ranks: machine/profile.py"
         self.layout, self.machine = layout, machine
         self.choices, self.job, self.shape = layout.choices, layout.job, layout.shape
         self.weight = layout.activations.weight

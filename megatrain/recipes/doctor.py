@@ -15,8 +15,16 @@ from megatrain.engine.request import choose_device
 from megatrain.errors import ConfigError, StorageError
 from megatrain.machine import profile as profiles
 from megatrain.machine.hardware import Hardware, drive_name, one_of_each_drive, read_hardware
-from megatrain.machine.profile import DriveRates, MachineProfile, Rates
-from megatrain.machine.together import TOGETHER, assumed, joined, known, part_of
+from megatrain.machine.profile import (
+    TOGETHER,
+    DriveRates,
+    MachineProfile,
+    Rates,
+    assumed,
+    joined,
+    known,
+    part_of,
+)
 from megatrain.measure.checks import Finding, check, places
 from megatrain.measure.disk import drive_rates
 from megatrain.measure.profile import measure_machine

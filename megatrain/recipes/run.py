@@ -21,7 +21,6 @@ from megatrain.engine.resolved import Resolved, piece_tokens
 from megatrain.errors import ConfigError, TooManyRanks
 from megatrain.heartbeat import may_end_here
 from megatrain.losses import SequenceLoss
-from megatrain.machine.address_space import address_space_errors
 from megatrain.models.rotary import regimes_of
 from megatrain.models.unused_weights import without_source
 from megatrain.planner.plan import Plan
@@ -324,7 +323,7 @@ def finish_run(
     session.watch.expect(plan.timing.seconds)
     bind(session.world, ready.machine.device)
     exact = deterministic(train.deterministic)
-    with memory_errors(plan), address_space_errors(), ExitStack() as stack, exact:
+    with memory_errors(plan), ExitStack() as stack, exact:
         if (windows := ready.loader.windows) is not None:
             stack.callback(windows.close)
         progress = stack.enter_context(Progress(session.console, log_every=train.log_every))

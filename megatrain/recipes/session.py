@@ -22,7 +22,6 @@ from megatrain.config.resuming import check_changes, for_state, resumed_configs
 from megatrain.engine.engine import Engine
 from megatrain.errors import ConfigError, MegaTrainError
 from megatrain.heartbeat import BYTES_READ, WEIGHTS_READ, may_end_here
-from megatrain.machine.address_space import address_space_errors
 from megatrain.planner.plan import Plan
 from megatrain.recipes.describe import (
     DESCRIPTION,
@@ -106,7 +105,7 @@ def run_session(path: Path, hang_timeout: int | None, world: World) -> Iterator[
         try:
             seen_by_all(path, world)
             watched = watchdog(hang_timeout, path / LOG_FILE)
-            with logging_to(path, console, who), address_space_errors(), watched as watch:
+            with logging_to(path, console, who), watched as watch:
                 world.all_gather(
                     None
                 )  # all have opened their log, before one may remove the folder

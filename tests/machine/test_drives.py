@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
+from megatrain.machine.cgroups import mount_of
 from megatrain.machine.hardware import drive_name, one_of_each_drive
-from megatrain.machine.mounts import mount_of
 
 
 def test_a_drive_is_known_by_its_device_and_mount_point(tmp_path):

@@ -1,7 +1,6 @@
 """Limits are read from the machine, and the tightest one counts."""
 
 import os
-import resource
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
@@ -342,22 +341,3 @@ def test_gpus_reach_each_other_unless_the_driver_says_no(pairs, expected, monkey
     assert hardware.reach_each_other(["a", "b", "c"]) == expected
     monkeypatch.setenv("NCCL_P2P_DISABLE", "1")
     assert not hardware.reach_each_other(["a", "b", "c"])
-
-
-def test_a_limit_on_address_space_bounds_what_is_available(tmp_path):
-    own = psutil.Process().memory_info()
-    before = resource.getrlimit(resource.RLIMIT_AS)
-    limit = own.vms + 3 * GIB
-    resource.setrlimit(resource.RLIMIT_AS, (limit, before[1]))
-    try:
-        limited = read_hardware(tmp_path, "cpu")
-    finally:
-        resource.setrlimit(resource.RLIMIT_AS, before)
-    spare = 0.5 * GIB + 16 * MIB * limited.physical_cores
-    assert limited.host_available_bytes - own.rss == pytest.approx(3 * GIB - spare, rel=0.05)
-    assert limited.address_space is not None
-    assert limited.address_space.limit_bytes == limit
-    assert limited.address_space.taken_bytes == pytest.approx(own.vms, rel=0.05)
-    free = read_hardware(tmp_path, "cpu")
-    assert free.host_available_bytes > limited.host_available_bytes
-    assert free.address_space is None

@@ -8,8 +8,18 @@ from pathlib import Path
 import pytest
 
 from megatrain.machine.hardware import GIB, Gpu, Hardware
-from megatrain.machine.profile import UPDATE_BYTES, fingerprint, interpolate, load, save, typical
-from megatrain.machine.together import assumed, joined, known, part_of
+from megatrain.machine.profile import (
+    UPDATE_BYTES,
+    assumed,
+    fingerprint,
+    interpolate,
+    joined,
+    known,
+    load,
+    part_of,
+    save,
+    typical,
+)
 from tests.planned import H200, LAPTOP
 
 HOST = replace(H200, physical_cores=32, host_available_bytes=250 * GIB)

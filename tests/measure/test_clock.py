@@ -5,8 +5,8 @@ import time
 import pytest
 import torch
 
-from megatrain.measure import clock
-from megatrain.measure.clock import Clock
+from megatrain.measure import transfers
+from megatrain.measure.transfers import Clock
 
 CPU = torch.device("cpu")
 
@@ -36,13 +36,13 @@ def test_a_slow_and_a_fast_sample_do_not_count(monkeypatch):
 def test_long_work_is_done_no_more_often_than_a_median_needs(monkeypatch):
     work = Work(monkeypatch, 5.0)
     assert Clock(CPU).seconds(work) == 5.0
-    assert work.calls == 1 + clock.FEWEST_SAMPLES
+    assert work.calls == 1 + transfers.FEWEST_SAMPLES
 
 
 def test_short_work_is_repeated_within_a_sample(monkeypatch):
     work = Work(monkeypatch, 1e-4)
     assert Clock(CPU, sample_s=0.02).seconds(work) == pytest.approx(1e-4)
-    assert work.calls == 2 + clock.MOST_SAMPLES * 200
+    assert work.calls == 2 + transfers.MOST_SAMPLES * 200
 
 
 def test_work_that_cannot_be_done_takes_no_time():

@@ -8,10 +8,10 @@ import torch
 
 from megatrain.machine.hardware import Gpu, read_hardware
 from megatrain.machine.profile import MachineProfile, Rates, typical, usual_grouped
-from megatrain.measure import compute, disk, profile, update
-from megatrain.measure.clock import Clock
+from megatrain.measure import compute, disk, profile
 from megatrain.measure.compute import Device
 from megatrain.measure.profile import Sizes, measure_machine
+from megatrain.measure.transfers import Clock
 from megatrain.optim import AdamW
 from megatrain.reporting.mfu import Attention, ModelFlops
 
@@ -22,7 +22,7 @@ OF_RANKS = {"ranks", "gather", "reduce", "gather_loss", "reduce_loss", "network"
 
 @pytest.fixture(autouse=True)
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(update, "PARAMETERS", 1 << 16)
+    monkeypatch.setattr(compute, "PARAMETERS", 1 << 16)
     monkeypatch.setattr(disk, "PIECE_BYTES", 1 << 16)
     monkeypatch.setattr(disk.disk_rates, "__defaults__", (2 << 16,))
     monkeypatch.setattr(compute, "WIDTH", 64)
@@ -137,15 +137,15 @@ def test_arithmetic_is_counted_as_in_a_steps_figures(monkeypatch):
     assert device.fp8() == 0.0
 
 
-@pytest.mark.parametrize(("threads", "passes"), [(1, 1), (3, 3), (9, update.PASSES)])
+@pytest.mark.parametrize(("threads", "passes"), [(1, 1), (3, 3), (9, compute.PASSES)])
 def test_each_pass_of_the_update_covers_every_parameter_once(monkeypatch, threads, passes):
     monkeypatch.setattr(Clock, "seconds", a_second)
-    monkeypatch.setattr(update, "MOST_OF_A_PIECE", 100)
+    monkeypatch.setattr(compute, "MOST_OF_A_PIECE", 100)
     pieces: list[tuple[int, int]] = []
     monkeypatch.setattr(
         AdamW, "updating", lambda *_, **__: lambda start, stop: pieces.append((start, stop))
     )
-    with update.HostUpdate(1001, threads=2) as work:
+    with compute.HostUpdate(1001, threads=2) as work:
         assert work.rate(threads, Clock(CPU)) == passes * 1001
     times = torch.zeros(1001)
     for start, stop in pieces:
@@ -156,16 +156,17 @@ def test_each_pass_of_the_update_covers_every_parameter_once(monkeypatch, thread
 
 @pytest.mark.slow
 def test_every_page_of_the_update_is_written_to_first(monkeypatch):
-    monkeypatch.setattr(update, "TOUCH_BYTES", 1 << 10)
-    with update.HostUpdate(1 << 20, threads=3) as work:
+    monkeypatch.setattr(compute, "TOUCH_BYTES", 1 << 10)
+    with compute.HostUpdate(1 << 20, threads=3) as work:
         assert all(
-            (array.view(torch.uint8) == update.TOUCH_VALUE).all() for array in work._arrays.values()
+            (array.view(torch.uint8) == compute.TOUCH_VALUE).all()
+            for array in work._arrays.values()
         )
 
 
 def test_repeated_updates_keep_ordinary_numbers():
     """Infinite and denormal ones would take another time."""
-    with update.HostUpdate(1 << 10, threads=1) as work:
+    with compute.HostUpdate(1 << 10, threads=1) as work:
         for _ in range(1000):
             work._update(0, 1 << 10)
         numbers = torch.cat(

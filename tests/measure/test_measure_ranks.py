@@ -8,9 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from megatrain.machine.profile import typical
-from megatrain.machine.together import TOGETHER, joined
-from megatrain.measure import ranks, update
+from megatrain.machine.profile import TOGETHER, joined, typical
+from megatrain.measure import compute, ranks
 from megatrain.measure.ranks import Together, measure_together
 from megatrain.recipes.ranks.liveness import OtherFailed
 from megatrain.recipes.ranks.measuring import measure_processes
@@ -22,7 +21,7 @@ CPU = torch.device("cpu")
 
 
 def small(world: World) -> dict[str, Any]:
-    update.PARAMETERS, ranks.SAMPLE_S = 1 << 14, 0.0
+    compute.PARAMETERS, ranks.SAMPLE_S = 1 << 14, 0.0
     ranks.ELEMENTS["cpu"] = 1 << 12
     return measure_together(world, CPU, cores=2)
 

@@ -20,8 +20,7 @@ from megatrain.engine.request import Request
 from megatrain.engine.resolved import scores_on_meta
 from megatrain.losses import Reward, next_token
 from megatrain.machine.hardware import read_hardware
-from megatrain.machine.profile import typical
-from megatrain.machine.together import assumed
+from megatrain.machine.profile import assumed, typical
 from megatrain.models.classifiers import as_classifier
 from megatrain.models.skeleton import Skeleton
 from megatrain.planner.cost.footprint import LiveBytes

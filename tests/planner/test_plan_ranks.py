@@ -14,8 +14,14 @@ from megatrain.engine.parts import open_store
 from megatrain.engine.resolved import state_bytes
 from megatrain.errors import ConfigError, PlanError
 from megatrain.machine.hardware import COMMUNICATOR_HOST_BYTES, GIB, MIB, communicator_bytes
-from megatrain.machine.profile import UPDATE_BYTES, MachineProfile, interpolate, typical
-from megatrain.machine.together import assumed, part_of
+from megatrain.machine.profile import (
+    UPDATE_BYTES,
+    MachineProfile,
+    assumed,
+    interpolate,
+    part_of,
+    typical,
+)
 from megatrain.models.anatomy import layouts_of
 from megatrain.models.skeleton import Skeleton
 from megatrain.optim import AdamW

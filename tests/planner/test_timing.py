@@ -9,8 +9,13 @@ from typing import Any
 
 import pytest
 
-from megatrain.machine.profile import UPDATE_BYTES, MachineProfile, interpolate, typical
-from megatrain.machine.together import LOST_TO_LINKS
+from megatrain.machine.profile import (
+    LOST_TO_LINKS,
+    UPDATE_BYTES,
+    MachineProfile,
+    interpolate,
+    typical,
+)
 from megatrain.planner.cost.shape import ModelShape
 from megatrain.planner.job import Choices, Job, StepTokens
 from megatrain.planner.memory import Layout

@@ -17,8 +17,7 @@ from megatrain import cli
 from megatrain.errors import StorageError
 from megatrain.machine import profile as profiles
 from megatrain.machine.hardware import Gpu, Hardware, drive_name, read_hardware
-from megatrain.machine.profile import DriveRates, fingerprint, typical
-from megatrain.machine.together import known
+from megatrain.machine.profile import DriveRates, fingerprint, known, typical
 from megatrain.recipes import doctor
 from megatrain.recipes.doctor import measured_or_typical, measured_together
 from megatrain.reporting.meters import LoadMeter, Reading

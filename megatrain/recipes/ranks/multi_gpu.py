@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from megatrain.config import Config
 from megatrain.engine.resolved import Machine, Resolved
-from megatrain.machine import together
+from megatrain.machine import profile
 from megatrain.planner.plan import OnGpus, Plan
 from megatrain.recipes.setup import plan_run, prices_of
 from megatrain.reporting.energy import Economy
@@ -23,15 +23,15 @@ def several(machine: Machine, ranks: int, hosts: int = 1) -> Machine:
     """
     if ranks == 1:
         return replace(machine, hosts=hosts, alone=machine)
-    known = together.known(machine.profile, machine.hardware, ranks) if machine.here else None
+    known = profile.known(machine.profile, machine.hardware, ranks) if machine.here else None
     return replace(
         machine,
-        hardware=together.part_of(machine.hardware, ranks),
-        profile=known or together.assumed(machine.profile, machine.hardware, ranks),
+        hardware=profile.part_of(machine.hardware, ranks),
+        profile=known or profile.assumed(machine.profile, machine.hardware, ranks),
         ranks=ranks,
         hosts=hosts,
         together_assumed=known is None,
-        peers=together.peers(machine.hardware),
+        peers=profile.peers(machine.hardware),
         alone=machine,
     )
 
