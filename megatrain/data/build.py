@@ -9,14 +9,14 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from fractions import Fraction
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from megatrain.data import cache as cached_sets
 from megatrain.data import show
+from megatrain.data.cache import cached_set, making_set, sets_asked, unreadable
 from megatrain.data.encoding import Encoder, RowOptions
 from megatrain.data.files import resolve_name
 from megatrain.data.rows import (
@@ -40,15 +40,14 @@ from megatrain.errors import DataError
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from megatrain.data.sources import Given, Source
+    from megatrain.data.sources import Given
 
 CACHE_VERSION = 7  # raise it when the same input gives other tokens
 CACHED_BY = (
     *("seq_len", "train_on", "format", "on_bad_row", "text_field", "columns", "prompts"),
     *("kind", "truncation_mode"),
 )
-_Wanted = Callable[[TokenRows], bool]
-ReadSource = Callable[["Given", "RowOptions", "_Wanted | None"], TokenRows]
+OnProgress = Callable[[int], None]
 
 
 @dataclass(frozen=True)
@@ -68,7 +67,7 @@ def load_data(
     seed: int,
     pack_to: int | None = None,
     cache: Path | None = None,
-    on_progress: Callable[[int], None] | None = None,
+    on_progress: OnProgress | None = None,
     expected: Expected | None = None,
 ) -> tuple[Rows, Rows | None]:
     """Training and held-out rows.
@@ -87,6 +86,7 @@ def load_data(
     """
     if pack_to is not None:
         options = replace(options, seq_len=None, train_on="all")
+    before = None if expected is None else expected.train
 
     def chosen(rows: TokenRows) -> tuple[TokenRows, TokenRows | None]:
         held = None
@@ -99,80 +99,47 @@ def load_data(
     def whole(rows: TokenRows) -> Rows:
         return rows if pack_to is None else pack(rows, pack_to, Encoder(tokenizer).eos)
 
-    read = source_reader(tokenizer, cache, on_progress)
-    before = None if expected is None else expected.train
-
     def trained_before(rows: TokenRows) -> bool:
         return whole(chosen(rows)[0]).digest == before
 
-    rows, held = chosen(read(train, options, trained_before if before else None))
+    wanted = trained_before if before else None
+    rows, held = chosen(encode_source(train, tokenizer, options, cache, on_progress, wanted))
     if before is not None:
         check_digest(whole(rows).digest, before)
     if not isinstance(held_out, int | float | None):
-        known = None if expected is None else expected.held_out
-        held = held_out_beside(rows, held_out, options, read, whole, known)
+        asked = AskedSet(held_out, tokenizer, options, cache, on_progress)
+        held = held_out_beside(rows, asked, whole, expected)
     return whole(rows), None if held is None else whole(held)
-
-
-def source_reader(
-    tokenizer: PreTrainedTokenizerBase,
-    cache: Path | None,
-    on_progress: Callable[[int], None] | None,
-) -> ReadSource:
-    """A callable for the tokenised rows of sources; from the cache, if rows are wanted that are
-    there while the source has changed."""
-
-    def read(given: Given, options: RowOptions, wanted: _Wanted | None) -> TokenRows:
-        source = (given, tokenizer, options, cache)
-        before = None if wanted is None else _of_a_changed_source(*source, wanted)
-        return before or encode_source(*source, on_progress)
-
-    return read
 
 
 def held_out_beside(
     rows: TokenRows,
-    given: Given,
-    options: RowOptions,
-    read: ReadSource,
+    asked: AskedSet,
     whole: Callable[[TokenRows], Rows],
-    expected: str | None,
+    expected: Expected | None,
 ) -> TokenRows:
-    """The rows of a source that is held out beside these, whose counts get the warnings about them.
+    """The rows of a source that is held out beside these, whose counts get the warnings about them;
+    those that are expected, if they are there.
 
-    options: of `rows`. expected: as `_held_out_set`. Raises DataError.
+    asked: the source, with the options of `rows`. Raises DataError.
     """
-    options = replace(options, split=None, streaming=False)
-    held = _held_out_set(given, options, read, whole, expected)
-    look_for_copies(rows, held)
-    rows.counts.choices.extend(f"held-out rows: {line}" for line in held.counts.choices)
-    rows.counts.warned.extend(f"held-out rows: {line}" for line in show.warnings(held))
-    return held
-
-
-def _held_out_set(
-    given: Given,
-    options: RowOptions,
-    read: ReadSource,
-    whole: Callable[[TokenRows], Rows],
-    expected: str | None,
-) -> TokenRows:
-    """The rows of a source that is held out; those with the digest `expected`, if they are there.
-
-    Raises DataError.
-    """
-    if expected is None:
-        return read(given, options, None)
+    before = None if expected is None else expected.held_out
+    asked = replace(asked, options=replace(asked.options, split=None, streaming=False))
     try:
-        held = read(given, options, lambda rows: whole(rows).digest == expected)
+        held = asked.rows(None if before is None else lambda rows: whole(rows).digest == before)
     except DataError as error:
+        if before is None:
+            raise
         way_on = "to go on without them, or with others, set data.eval"
         raise DataError(f"held-out rows: {error}; {way_on}") from error
-    if whole(held).digest != expected:
+    if before is not None and whole(held).digest != before:
         held.counts.warned.append(
             "they are not those that the run began with, which are gone from the cache, too; their "
             "losses do not compare"
         )
+    look_for_copies(rows, held)
+    rows.counts.choices.extend(f"held-out rows: {line}" for line in held.counts.choices)
+    rows.counts.warned.extend(f"held-out rows: {line}" for line in show.warnings(held))
     return held
 
 
@@ -181,107 +148,140 @@ def encode_source(
     tokenizer: PreTrainedTokenizerBase,
     options: RowOptions,
     cache: Path | None = None,
-    on_progress: Callable[[int], None] | None = None,
+    on_progress: OnProgress | None = None,
+    wanted: Callable[[TokenRows], bool] | None = None,
 ) -> TokenRows:
     """Tokenised rows of a source, from the cache if the same were tokenised before.
+
+    wanted: of cached rows of the source as it was before, true for those to take in place of what
+    it now holds.
 
     Raises:
         DataError: the source cannot be read, holds no row or no target token, has bad rows (under
             `refuse`; names the first), or token ids outside `options.vocab_size`.
         StorageError: the cache cannot be written, or not be read back.
     """
-    asked = AskedSet.of(given, tokenizer, options, cache)
-    rows = cached_sets.cached_set(asked.cache, asked.key)
-    if rows is None:
-        asked.make(on_progress or (lambda _: None))
-        rows = cached_sets.load_cached_set(asked.cache, asked.key, check=False)
-        if rows is None:
-            raise cached_sets.unreadable(asked.folder)
-    return ready(rows, asked.source.notes, tokenizer, options)
+    return AskedSet(given, tokenizer, options, cache, on_progress).rows(wanted)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class AskedSet:
-    """Rows of a source as they are to be tokenised: a set in the cache, or one to be made there.
+    """Rows of a source as they are to be tokenised: a set in the cache, or one to be made there."""
 
-    asked: a name of what was asked for, whatever the source holds. key: of what it holds, too.
-    """
-
-    source: Source
+    given: Given
     tokenizer: PreTrainedTokenizerBase
     options: RowOptions
-    cache: Path
-    asked: str
-    key: str
+    cache: Path | None = None
+    on_progress: OnProgress | None = None
 
-    @classmethod
-    def of(
-        cls,
-        given: Given,
-        tokenizer: PreTrainedTokenizerBase,
-        options: RowOptions,
-        cache: Path | None,
-    ) -> AskedSet:
-        source = open_source(given, options.split, options.streaming)
-        asked = _asked(given, tokenizer, options)
-        folder = cache or default_cache()
-        return cls(source, tokenizer, options, folder, asked, _key(asked, source))
+    def rows(self, wanted: Callable[[TokenRows], bool] | None = None) -> TokenRows:
+        """As `encode_source`."""
+        if wanted is not None and (rows := self._of_a_changed_source(wanted)) is not None:
+            return rows
+        source = self.source
+        if (rows := cached_set(self.folder.parent, self.folder.name)) is None:
+            self.make(self.on_progress or (lambda _: None))
+            if (rows := cached_set(self.folder.parent, self.folder.name)) is None:
+                raise unreadable(self.folder)
+        return self.ready(rows, source.notes)
 
-    @property
+    @cached_property
+    def source(self) -> Source:
+        return open_source(self.given, self.options.split, self.options.streaming)
+
+    @cached_property
     def folder(self) -> Path:
-        return self.cache / self.key
+        """The set's folder, named by what is asked for and what the source holds."""
+        return self._home / _hash(self._asked + self.source.identity)
 
-    def make(self, on_progress: Callable[[int], None]) -> None:
+    @cached_property
+    def _home(self) -> Path:
+        return self.cache or default_cache()
+
+    @cached_property
+    def _asked(self) -> str:
+        """A name of everything that tokenised rows follow from, but for what the source holds."""
+        template = self.tokenizer.chat_template
+        special = self.tokenizer.special_tokens_map.items()
+        state = {
+            "version": CACHE_VERSION,
+            "source": _spelt(self.given),
+            "split": self.options.split,
+            "template": template,
+            "day": str(self.options.day) if CLOCK in str(template) else None,
+            "special": {name: str(token) for name, token in special},
+            "options": [getattr(self.options, name) for name in CACHED_BY],
+        }
+        text = json.dumps(state, sort_keys=True) + self.tokenizer.backend_tokenizer.to_str()
+        return _hash(text)
+
+    def make(self, on_progress: OnProgress) -> None:
         """Make what of the set is not there. Raises as `encode_source`."""
-        options = self.options
+        options, folder = self.options, self.folder
         encoder = Encoder(self.tokenizer, options.train_on, options.prompts, options.day)
         waits = partial(on_progress, 0)
-        with cached_sets.making_set(self.cache, self.key, options.kind, waits) as making:
-            counts, shards = make_shards(making, self.source, encoder, options, on_progress)
-            if (reason := reason_to_refuse(self.source, counts, options)) is not None:
+        with making_set(folder.parent, folder.name, options.kind, waits) as making:
+            if making.waited and cached_set(folder.parent, folder.name) is not None:
+                return
+            counts = make_shards(making, self.source, encoder, options, on_progress)
+            if (reason := self.reason_to_refuse(counts)) is not None:
                 if not options.streaming:  # else rows before the bad one may be in use
-                    making.remove()
+                    making.clear()
                 raise reason
-            making.finish(counts, self.asked, shards)
+            making.finish(counts, self._asked)
 
-
-def _of_a_changed_source(
-    given: Given,
-    tokenizer: PreTrainedTokenizerBase,
-    options: RowOptions,
-    cache: Path | None,
-    wanted: _Wanted,
-) -> TokenRows | None:
-    """Cached rows that are `wanted` and were asked for in the same way, if the source's are not."""
-    folder, asked, current = cache or default_cache(), _asked(given, tokenizer, options), ""
-    with suppress(DataError):
-        current = _key(asked, open_source(given, options.split))
-    for key in sorted(cached_sets.sets_asked(folder, asked), key=lambda key: key != current):
-        rows = cached_sets.load_cached_set(folder, key, check=False)
+    def _of_a_changed_source(self, wanted: Callable[[TokenRows], bool]) -> TokenRows | None:
+        """Cached rows that are `wanted` and were asked for in the same way, if the source's are
+        not."""
+        current = ""
         with suppress(DataError):
-            if rows is None or not wanted(rows):
-                continue
-            if key == current:
-                return None
-            if (rows := cached_sets.cached_set(folder, key)) is not None:
-                note = "the data has changed or is gone since the run began; its rows come from"
-                return ready(rows, [f"{note} the cache {folder / key}"], tokenizer, options)
-    return None
+            current = self.folder.name
+        for key in sorted(sets_asked(self._home, self._asked), key=lambda key: key != current):
+            rows = cached_set(self._home, key)
+            with suppress(DataError):
+                if rows is not None and wanted(rows):
+                    note = "the data has changed or is gone since the run began; its rows come from"
+                    notes = [f"{note} the cache {self._home / key}"]
+                    return None if key == current else self.ready(rows, notes)
+        return None
 
+    def ready(self, rows: TokenRows, notes: Sequence[str]) -> TokenRows:
+        """Rows from the cache with notes and warnings about them. Raises DataError."""
+        counts, options = rows.counts, self.options
+        if options.vocab_size is not None and counts.max_token_id >= options.vocab_size:
+            token = self.tokenizer.convert_ids_to_tokens(counts.max_token_id)
+            raise DataError(
+                f"{counts.max_token_where}: token {token!r} has id {counts.max_token_id}, but the "
+                f"model knows {options.vocab_size} tokens; use the tokenizer that belongs to the "
+                "model"
+            )
+        warned = cut_warnings(counts, options.seq_len, options.truncation_mode)
+        return replace(rows, counts=replace(counts, choices=list(notes), warned=warned))
 
-def _asked(given: Given, tokenizer: PreTrainedTokenizerBase, options: RowOptions) -> str:
-    """A name of everything that tokenised rows follow from, but for what the source holds."""
-    template = tokenizer.chat_template
-    state = {
-        "version": CACHE_VERSION,
-        "source": _spelt(given),
-        "split": options.split,
-        "template": template,
-        "day": str(options.day) if CLOCK in str(template) else None,
-        "special": {name: str(token) for name, token in tokenizer.special_tokens_map.items()},
-        "options": [getattr(options, name) for name in CACHED_BY],
-    }
-    return _hash(json.dumps(state, sort_keys=True) + tokenizer.backend_tokenizer.to_str())
+    def reason_to_refuse(self, counts: Counts) -> DataError | None:
+        """The reason for refusing the rows of the source, or None."""
+        name, read, bad = self.source.name, counts.read, counts.bad
+        if not read:
+            return DataError(f"{name}: holds no rows")
+        if bad == read and not self.options.streaming:
+            return DataError(f"{counts.first_bad[0]} (all {read} rows are bad)")
+        if bad and self.options.on_bad_row == "refuse":
+            many = "it is the only bad row" if bad == 1 else f"{bad} rows are bad"
+            many = "" if self.options.streaming else f"{many} of {read}; "
+            return DataError(
+                f"{counts.first_bad[0]} ({many}mend them, or set data.on_bad_row: skip)"
+            )
+        if sum(counts.parts):
+            return None
+        if counts.kept:
+            return DataError(
+                f"{name}: holds one row; method: {KINDS[self.options.kind].methods} also takes "
+                "each prompt with another row's answer, so give it two rows or more"
+            )
+        return DataError(
+            f"{name}: no token to train on is left in {read - bad} rows, of which train.seq_len "
+            f"{self.options.seq_len} cuts {counts.truncated} and drops {counts.too_long}"
+        )
 
 
 def _spelt(given: Given) -> object:
@@ -298,69 +298,8 @@ def _spelt(given: Given) -> object:
     return type(given).__name__
 
 
-def _key(asked: str, source: Source) -> str:
-    return _hash(asked + source.identity)
-
-
 def _hash(text: str) -> str:
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
-
-
-def ready(
-    rows: TokenRows,
-    notes: Sequence[str],
-    tokenizer: PreTrainedTokenizerBase,
-    options: RowOptions,
-) -> TokenRows:
-    """Rows from the cache with notes and warnings about them. Raises DataError."""
-    _check_vocabulary(rows.counts, tokenizer, options.vocab_size)
-    warned = cut_warnings(rows.counts, options.seq_len, options.truncation_mode)
-    return replace(rows, counts=replace(rows.counts, choices=list(notes), warned=warned))
-
-
-def reason_to_refuse(source: Source, counts: Counts, options: RowOptions) -> DataError | None:
-    """The reason for refusing the rows of a source, or None."""
-    written = sum(counts.parts)
-    if not counts.read:
-        return DataError(f"{source.name}: holds no rows")
-    if counts.bad and options.streaming and options.on_bad_row == "refuse":
-        return DataError(f"{counts.first_bad[0]} (mend it, or set data.on_bad_row: skip)")
-    if counts.bad == counts.read:
-        return DataError(f"{counts.first_bad[0]} (all {counts.read} rows are bad)")
-    if counts.bad and options.on_bad_row == "refuse":
-        rest = "it is the only bad row" if counts.bad == 1 else f"{counts.bad} rows are bad"
-        return DataError(
-            f"{counts.first_bad[0]} ({rest} of {counts.read}; mend them, or set data.on_bad_row: "
-            "skip)"
-        )
-    if not written and counts.kept:
-        return DataError(
-            f"{source.name}: holds one row; method: {KINDS[options.kind].methods} also takes each "
-            "prompt with another row's answer, so give it two rows or more"
-        )
-    if not written and counts.too_long:
-        return DataError(
-            f"{source.name}: {counts.too_long} of {counts.read} rows are longer than train.seq_len "
-            f"{options.seq_len} and no other has an answer; set a larger one"
-        )
-    if not written:
-        cut = f", {counts.truncated} of them cut to train.seq_len {options.seq_len}"
-        return DataError(
-            f"{source.name}: no token to train on in {counts.read - counts.bad} rows"
-            f"{cut if counts.truncated else ''}; no row has an answer left"
-        )
-    return None
-
-
-def _check_vocabulary(
-    counts: Counts, tokenizer: PreTrainedTokenizerBase, vocab_size: int | None
-) -> None:
-    if vocab_size is not None and counts.max_token_id >= vocab_size:
-        token = tokenizer.convert_ids_to_tokens(counts.max_token_id)
-        raise DataError(
-            f"{counts.max_token_where}: token {token!r} has id {counts.max_token_id}, but the "
-            f"model knows {vocab_size} tokens; use the tokenizer that belongs to the model"
-        )
 
 
 def hold_out(rows: TokenRows, share: float | int, seed: int) -> tuple[TokenRows, TokenRows]:
@@ -447,12 +386,11 @@ def weighted(rows: TokenRows, parts: Sequence[Part], seed: int) -> TokenRows:
         raise DataError(f"{empty[0]}: no row of it is left to train on, so it can have no weight")
     sizes = shares_of_sources([len(found) for found in places], weights)
     if sum(sizes) > LONGEST_EPOCH * len(rows):
-        which = max(range(len(parts)), key=lambda number: sizes[number] / len(places[number]))
-        least = min(range(len(parts)), key=lambda number: sizes[number] / len(places[number]))
+        repeats = [size // len(found) for size, found in zip(sizes, places, strict=True)]
+        most = max(repeats)
         raise DataError(
-            f"{parts[which].path}: by its weight {float(weights[which]):g} an epoch of all rows of "
-            f"{parts[least].path}, whose weight is {float(weights[least]):g}, has each of its rows "
-            f"{sizes[which] // len(places[which]):,} times; give weights nearer to each other"
+            f"{parts[repeats.index(most)].path}: by its weight each of its rows is {most:,} times "
+            "in an epoch of all rows; give weights nearer to each other"
         )
     chosen = [repeated(found, size, seed) for found, size in zip(places, sizes, strict=True)]
     notes = [

@@ -1,9 +1,9 @@
 """The cache of tokenised rows: a folder for each set, with a folder in it for each of its shards.
 
 A shard appears whole or not at all, and so does the set's own file, which is written last and names
-the shards. Whatever a process leaves when it is killed is therefore a set that lacks shards, or
-only its own file; and a damaged file costs the shard that it is in. All files have their hash in
-the one that is written after them.
+the shards. Whatever a process leaves when it is killed is therefore a set that lacks its last
+shards, or only its own file. All files have their hash in the one that is written after them; a
+damaged set is made again from its first damaged shard on.
 """
 
 from __future__ import annotations
@@ -20,11 +20,9 @@ import uuid
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing, contextmanager, suppress
+from contextlib import closing, contextmanager
 from dataclasses import asdict, dataclass, replace
-from functools import partial
 from pathlib import Path
-from tokenize import TokenError
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -38,20 +36,15 @@ if TYPE_CHECKING:
     from megatrain.data.rows import IdArray, MaskArray
 
 ABOUT_SET = "set.json"  # what was asked for, counts of all rows, and each shard's hash
+ABOUT = "shard.json"  # what is known of the shard, with the hash of every other file; written last
 TEMPORARY = ".tmp-"
+INDEX = ("offsets.npy", "targets.npy", "hashes.npy", "contexts.npy", "joined.npy")
+OF_SIDES = ("values.npy", "mismatches.npy")  # further files of rows that have two
+UNCUT = "uncut.npy"  # tokens of each sequence that was read, before any was cut
+ANOTHER_FOLDER = "set MEGATRAIN_CACHE to another folder"
 _LOOKED_EVERY_S = 0.2  # whether another process is done with the set
-# what is left of a damaged file may be anything
-UNREADABLE = (
-    OSError,
-    ValueError,
-    TypeError,
-    KeyError,
-    AttributeError,
-    EOFError,
-    RecursionError,
-    SyntaxError,  # numpy parses headers of arrays as Python
-    TokenError,
-)
+# what is left of a damaged description may be anything
+_UNREADABLE = (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError)
 
 logger = logging.getLogger("megatrain")
 
@@ -64,7 +57,7 @@ class Shard:
     Attributes:
         begins: rows of the source before it.
         counts: of its rows.
-        tail: what its last row gives to the next shard; see `writing.Answer`.
+        tail: what its last row gives to the next shard; see `shards.Cutter`.
         own: the hash of what is known about it, which names all its files' hashes.
     """
 
@@ -82,43 +75,50 @@ class Shard:
 
 
 class Making:
-    """A set's folder while its shards are made."""
+    """A set's folder while its shards are made; `shards` are the first ones that are there.
 
-    def __init__(self, folder: Path, kind: str) -> None:
-        self.folder, self._kind = folder, kind
-        self.shards = dict(_shards_in(folder))
+    waited: another process made the set until now.
+    """
+
+    def __init__(self, folder: Path, kind: str, waited: bool) -> None:
+        self.folder, self.waited, self._kind = folder, waited, kind
+        places = sorted(path for path in folder.iterdir() if path.name.isdecimal())
+        self.shards: list[Shard] = []
+        for shard in _read_shards(places):
+            if shard is None or shard.begins != self.rows:
+                break
+            self.shards.append(shard)
+
+    @property
+    def rows(self) -> int:
+        """The number of rows of the source that the shards hold."""
+        return sum(shard.counts.read for shard in self.shards)
 
     @contextmanager
-    def new_shard(self, number: int) -> Iterator[RowWriter]:
-        """Write a shard, which is in its place once the block ends without an error."""
-        place = self.folder / name_of(number)
+    def new_shard(self) -> Iterator[RowWriter]:
+        """Write the next shard, which is in its place once the block ends without an error."""
+        place = self.folder / name_of(len(self.shards))
         folder = place.with_name(f"{place.name}{TEMPORARY}{uuid.uuid4().hex[:8]}")
         try:
             folder.mkdir(mode=0o700)
             with closing(RowWriter(folder, self._kind)) as writer:
                 yield writer
-            shard = read_shard(folder, check=False)
+            shard = read_shard(folder)
             if shard is None:
                 raise unreadable(place)
-            there = read_shard(place)
-            if there is None or there.own != shard.own:  # else another process was quicker
-                shutil.rmtree(place, ignore_errors=True)
-                folder.rename(place)
-                sync_folder(self.folder)
+            shutil.rmtree(place, ignore_errors=True)
+            folder.rename(place)
+            sync_folder(self.folder)
         finally:
             shutil.rmtree(folder, ignore_errors=True)
-        self.shards[number] = replace(shard, folder=place)
+        self.shards.append(replace(shard, folder=place))
 
-    def finish(self, counts: Counts, asked: str, number: int) -> None:
-        """Write the set's own file: it has `number` shards.
-
-        asked: a name of what was asked for, whatever the source then held: see `sets_asked`.
-        """
-        for more in [one for one in self.shards if one >= number]:
-            shutil.rmtree(self.shards.pop(more).folder)
+    def finish(self, counts: Counts, asked: str) -> None:
+        """Write the set's own file. asked: a name of what was asked for, whatever the source then
+        held: see `sets_asked`."""
         new = self.folder / f"{ABOUT_SET}{TEMPORARY}{uuid.uuid4().hex[:8]}"
         try:
-            owns = [self.shards[one].own for one in range(number)]
+            owns = [shard.own for shard in self.shards]
             about = {"asked": asked, "kind": self._kind, "counts": asdict(counts), "shards": owns}
             write_about(new, about)
             new.rename(self.folder / ABOUT_SET)
@@ -127,9 +127,10 @@ class Making:
         sync_folder(self.folder)
         sync_folder(self.folder.parent)
 
-    def remove(self) -> None:
-        """Remove the set: nothing of it will be used."""
-        shutil.rmtree(self.folder, ignore_errors=True)
+    def clear(self) -> None:
+        """Remove the shards: nothing of the set will be used."""
+        for path in self.folder.iterdir():
+            (shutil.rmtree if path.is_dir() else os.unlink)(path)
 
 
 @contextmanager
@@ -138,64 +139,43 @@ def making_set(
 ) -> Iterator[Making]:
     """The set under `cache/key`, of which shards may be there already, to be made or completed.
 
-    One process makes it at a time; others wait, and call `on_wait` meanwhile. Where the file system
-    has no locks, several write the same shards, and the first of each stays.
-
-    Raises StorageError where it cannot be written, as on a full disk.
+    One process makes it at a time; others wait, and call `on_wait` meanwhile. Raises StorageError
+    where it cannot be written, as on a full disk.
     """
     folder = cache / key
     try:
         cache.mkdir(parents=True, exist_ok=True)
-        with _only_one(folder, on_wait) as alone:
-            if alone:  # so what has a temporary name is of a process that was killed
-                for left in folder.glob(f"*{TEMPORARY}*"):
-                    (shutil.rmtree if left.is_dir() else os.unlink)(left)
-            try:
-                yield Making(folder, kind)
-            finally:
-                with suppress(OSError):
-                    folder.rmdir()  # unless there is something in it
+        folder.mkdir(mode=0o700, exist_ok=True)
+        with _lock_of(folder, on_wait) as waited:
+            for left in folder.glob(f"*{TEMPORARY}*"):  # of a process that was killed
+                (shutil.rmtree if left.is_dir() else os.unlink)(left)
+            yield Making(folder, kind, waited)
     except OSError as error:
         reason = error.strerror or str(error)
         raise StorageError(
-            f"{cache}: cannot keep the tokenised data here ({reason}); "
-            "set MEGATRAIN_CACHE to another folder"
+            f"{cache}: cannot keep the tokenised data here ({reason}); {ANOTHER_FOLDER}"
         ) from error
 
 
 @contextmanager
-def _only_one(folder: Path, on_wait: Callable[[], None]) -> Iterator[bool]:
-    """Make the folder and hold its lock; False where the file system has none."""
-    logged = False
-    while True:
-        folder.mkdir(mode=0o700, exist_ok=True)
-        fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        try:
-            alone = True
+def _lock_of(folder: Path, on_wait: Callable[[], None]) -> Iterator[bool]:
+    """Hold a folder's lock; True if another process held it before."""
+    waited = False
+    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        while True:
             try:
                 fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
             except BlockingIOError:
-                if not logged:
+                if not waited:
                     logger.info(f"{folder}: another process makes these rows; waiting for it")
-                logged = True
+                waited = True
                 time.sleep(_LOOKED_EVERY_S)
                 on_wait()
-                continue
-            except OSError:
-                alone = False
-            if not _is(folder, fd):
-                continue  # who made it has removed it
-            yield alone
-            return
-        finally:
-            os.close(fd)
-
-
-def _is(folder: Path, fd: int) -> bool:
-    try:
-        return os.path.samestat(folder.stat(), os.fstat(fd))
-    except FileNotFoundError:
-        return False
+        yield waited
+    finally:
+        os.close(fd)
 
 
 def name_of(shard: int) -> str:
@@ -207,15 +187,14 @@ def listed_shards(folder: Path) -> list[str]:
     """The shards' hashes as a set's own file names them; none where it is not there."""
     try:
         return list(_read_about(folder / ABOUT_SET)["shards"])
-    except UNREADABLE:
+    except _UNREADABLE:
         return []
 
 
 def unreadable(folder: Path) -> StorageError:
     """The error where what was written just now cannot be read."""
     return StorageError(
-        f"{folder}: cannot be read back after it was written; check the disk, or set "
-        "MEGATRAIN_CACHE to another folder"
+        f"{folder}: cannot be read back after it was written; check the disk, or {ANOTHER_FOLDER}"
     )
 
 
@@ -223,73 +202,46 @@ def sets_asked(cache: Path, asked: str) -> Iterator[str]:
     """The keys of all sets that were finished as `asked`."""
     for path in sorted(cache.glob(f"*/{ABOUT_SET}")):
         try:
-            found = json.loads(path.read_bytes()).get("asked")
-        except UNREADABLE:
+            if _read_about(path)["asked"] == asked:
+                yield path.parent.name
+        except _UNREADABLE:
             continue
-        if found == asked:
-            yield path.parent.name
 
 
 def cached_set(cache: Path, key: str) -> TokenRows | None:
-    """`load_cached_set`, with a warning of each piece for which it gives None."""
-    rows, folder = load_cached_set(cache, key), cache / key
-    if rows is None and os.path.exists(folder):
-        for path in _damaged(folder):
-            logger.warning(f"{path}: the tokenised rows are damaged; they are made again")
-    return rows
-
-
-def _damaged(folder: Path) -> list[Path]:
-    """The shards that are not as they were written, and the set's own file if it is not."""
-    good = {shard.folder.name: shard.own for _, shard in _shards_in(folder)}
-    there = {path.name for path in folder.glob("[0-9]*") if TEMPORARY not in path.name}
-    try:
-        owns = dict(enumerate(_read_about(folder / ABOUT_SET)["shards"]))
-        listed = {name_of(number): own for number, own in owns.items()}
-        bad = {name for name, own in listed.items() if good.get(name) != own}
-    except FileNotFoundError:
-        bad = there - good.keys()
-    except UNREADABLE:
-        bad = (there - good.keys()) | {ABOUT_SET}
-    return [folder / name for name in sorted(bad)]
-
-
-def load_cached_set(cache: Path, key: str, check: bool = True) -> TokenRows | None:
-    """The set under `cache/key`, mapped from disk; None if it is missing or not as it was written.
-
-    With `check` every byte is read, at about 1 GB/s and core.
-    """
+    """The set under `cache/key`, mapped from disk; None if it is missing or, with a warning, not as
+    it was written. Every byte is read, at about 1 GB/s and core."""
     folder = cache / key
     try:
         about = _read_about(folder / ABOUT_SET)
         places = [folder / name_of(number) for number in range(len(about["shards"]))]
-        shards = list(_read_shards(places, check))
-        if [shard and shard.own for shard in shards] != about["shards"]:
-            return None
-        return _rows_in(places, Counts(**about["counts"]), about["kind"])
-    except UNREADABLE:
+        owns = [shard and shard.own for shard in _read_shards(places)]
+        if owns == about["shards"]:
+            return _rows_in(places, Counts(**about["counts"]), about["kind"])
+    except FileNotFoundError:
         return None
+    except _UNREADABLE:
+        pass
+    logger.warning(f"{folder}: the tokenised rows are damaged; they are made again")
+    return None
 
 
-def load_shard(folder: Path, number: int, begins: int, kind: str, check: bool) -> TokenRows | None:
+def load_shard(folder: Path, number: int, begins: int, kind: str) -> TokenRows | None:
     """The rows of one shard of a set, mapped from disk; None if it is missing, not as it was
-    written, or does not begin with row `begins` of the source.
-
-    check: as `load_cached_set`.
-    """
-    shard = read_shard(folder / name_of(number), check)
+    written, or does not begin with row `begins` of the source."""
+    shard = read_shard(folder / name_of(number))
     if shard is None or shard.begins != begins:
         return None
     try:
         measure_lengths(shard.counts, shard.uncut)
         return _rows_in([shard.folder], shard.counts, kind)
-    except UNREADABLE:
+    except FileNotFoundError:  # it is just being made again
         return None
 
 
 def _rows_in(places: list[Path], counts: Counts, kind: str) -> TokenRows:
-    """All rows of these shards. May raise any of UNREADABLE."""
-    offsets, targets, hashes, contexts, joined = _index(places, _INDEX)
+    """All rows of these shards."""
+    offsets, targets, hashes, contexts, joined = _index(places, INDEX)
     values, mismatches = (None, None) if kind == PLAIN else _index(places, OF_SIDES)
     ids, mask = _mapped(places, "ids.bin", np.int32), _mapped(places, "mask.bin", np.bool_)
     chosen = np.arange(len(targets))
@@ -303,7 +255,7 @@ def _index(places: list[Path], names: Iterable[str]) -> Iterator[Any]:
     """The arrays of these names, each of all shards; offsets count on."""
     for name in names:
         found = [np.load(place / name) for place in places]
-        if name == _INDEX[0]:
+        if name == INDEX[0]:
             lengths = np.concatenate(list(map(np.diff, found)))
             yield np.concatenate([[0], np.cumsum(lengths)])
         else:
@@ -320,32 +272,24 @@ def _mapped(places: list[Path], name: str, dtype: type[np.generic]) -> Any:
     return found[0] if len(found) == 1 else Joined(found)
 
 
-def read_shard(folder: Path, check: bool = True) -> Shard | None:
-    """Read a shard's description; None if it is missing or not as it was written."""
+def read_shard(folder: Path) -> Shard | None:
+    """Read a shard's description; None if it is missing or any file is not as it was written."""
     try:
         about = _read_about(folder / ABOUT)
-        written: dict[str, str] = about["blake2b"]
-        if check and any(_hash_of(folder / name) != written[name] for name in written):
-            return None
+        for name, written in about["blake2b"].items():
+            with (folder / name).open("rb") as file:
+                if hashlib.file_digest(file, _hasher).hexdigest() != written:
+                    return None
         counts = Counts(**about["counts"])
         return Shard(folder, about["begins"], counts, about["tail"], about["own"])
-    except UNREADABLE:
+    except _UNREADABLE:
         return None
 
 
-def _shards_in(folder: Path) -> Iterator[tuple[int, Shard]]:
-    """(number, shard) of each that is as it was written."""
-    numbers = sorted(int(path.name) for path in folder.iterdir() if path.name.isdecimal())
-    found = _read_shards([folder / name_of(number) for number in numbers], check=True)
-    for number, shard in zip(numbers, found, strict=True):
-        if shard is not None:
-            yield number, shard
-
-
-def _read_shards(places: list[Path], check: bool) -> Iterator[Shard | None]:
+def _read_shards(places: list[Path]) -> Iterator[Shard | None]:
     """Each shard as `read_shard` gives it, several at a time."""
     with ThreadPoolExecutor() as threads:
-        yield from threads.map(partial(read_shard, check=check), places)
+        yield from threads.map(read_shard, places)
 
 
 def _read_about(path: Path) -> dict[str, Any]:
@@ -355,17 +299,6 @@ def _read_about(path: Path) -> dict[str, Any]:
     if own != hash_of(about):
         raise ValueError(f"{path}: is damaged")
     return {**about, "own": own}
-
-
-def _hash_of(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
-
-
-_INDEX = ("offsets.npy", "targets.npy", "hashes.npy", "contexts.npy", "joined.npy")
-OF_SIDES = ("values.npy", "mismatches.npy")  # further files of rows that have two
-UNCUT = "uncut.npy"  # tokens of each sequence that was read, before any was cut
-ABOUT = "shard.json"  # what is known of the shard, with the hash of every other file; written last
 
 
 class RowWriter:
@@ -390,11 +323,8 @@ class RowWriter:
 
         joined: the next row goes on with its text.
         """
-        self._hashes.append(self._append(ids, mask))
-        self._targets.append(int(mask.sum()))
-        self._joined.append(joined)
         first = int(mask.argmax())  # a row's first token is never a target
-        self._contexts.append(hash64(ids[:first].tobytes()) if first > 1 else self._hashes[-1])
+        self._add_row(self._append(ids, mask), ids[:first], int(mask.sum()), joined)
 
     def add_sides(
         self, sides: Sequence[tuple[IdArray, MaskArray]], prompt: IdArray, value: float
@@ -405,15 +335,18 @@ class RowWriter:
         """
         trained = KINDS[self._kind].trained
         hashes = [self._append(ids, mask) for ids, mask in sides]
-        self._targets.append(sum(int(mask.sum()) for _, mask in sides[:trained]))
         number = np.float32(math.nan if math.isnan(value) else value)  # one nan of the many
         self._values.append(float(number))
-        of_row = np.array(hashes[:trained], np.uint64).tobytes() + number.tobytes()
-        self._hashes.append(hash64(of_row))
-        self._contexts.append(hash64(prompt.tobytes()) if len(prompt) > 1 else self._hashes[-1])
-        self._joined.append(False)
+        of_row = hash64(np.array(hashes[:trained], np.uint64).tobytes() + number.tobytes())
+        self._add_row(of_row, prompt, sum(int(mask.sum()) for _, mask in sides[:trained]))
         if self._kind == JUDGED:
             self._mismatches.append(hashes[1])
+
+    def _add_row(self, row: int, context: IdArray, targets: int, joined: bool = False) -> None:
+        self._hashes.append(row)
+        self._contexts.append(hash64(context.tobytes()) if len(context) > 1 else row)
+        self._targets.append(targets)
+        self._joined.append(joined)
 
     def _append(self, ids: IdArray, mask: MaskArray) -> int:
         """Write a sequence; its hash."""
@@ -428,17 +361,15 @@ class RowWriter:
     def finish(self, about: Mapping[str, object]) -> None:
         """Write the index and, last, what is known about the shard and every file's hash."""
         offsets = np.concatenate([[0], np.cumsum(self._lengths)])
-        of_rows = (self._targets, self._hashes, self._contexts, self._joined)
-        index = dict(zip(_INDEX, (offsets, *map(np.asarray, of_rows)), strict=True))
+        of_rows = (offsets, self._targets, self._hashes, self._contexts, self._joined)
+        index = dict(zip(INDEX, of_rows, strict=True))
         if self._kind != PLAIN:
-            of_sides = map(np.asarray, (self._values, self._mismatches))
-            index |= dict(zip(OF_SIDES, of_sides, strict=True))
-        index[UNCUT] = np.asarray(self.uncut)
+            index |= dict(zip(OF_SIDES, (self._values, self._mismatches), strict=True))
+        index[UNCUT] = self.uncut
         files = {"ids.bin": self._ids, "mask.bin": self._mask}
         for name, values in index.items():
-            files[name] = _HashedFile(self._folder / name)
-            with closing(files[name]) as file:
-                np.save(file, values)
+            with closing(_HashedFile(self._folder / name)) as files[name]:
+                np.save(files[name], np.asarray(values))
         self.close()
         hashes = {name: file.hash.hexdigest() for name, file in files.items()}
         write_about(self._folder / ABOUT, {**about, "kind": self._kind, "blake2b": hashes})
@@ -456,7 +387,7 @@ class _HashedFile:
     def __init__(self, path: Path) -> None:
         fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         self._file = os.fdopen(fd, "wb")
-        self.hash = hashlib.blake2b(digest_size=16)
+        self.hash = _hasher()
 
     def write(self, data: bytes) -> int:
         self.hash.update(data)
@@ -469,6 +400,10 @@ class _HashedFile:
                 os.fsync(self._file.fileno())
             finally:
                 self._file.close()
+
+
+def _hasher() -> hashlib.blake2b:
+    return hashlib.blake2b(digest_size=16)
 
 
 def hash64(data: bytes) -> int:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -15,10 +14,8 @@ import numpy as np
 from megatrain.data import formats
 from megatrain.data.chat import ChatTemplate, Marked
 from megatrain.data.files import RawRow
-from megatrain.data.formats import ROW_FORMATS
-from megatrain.data.rows import KEEP_START, TRUNCATION_MODES, Counts, IdArray, MaskArray, Tokens
+from megatrain.data.rows import KEEP_START, Counts, IdArray, MaskArray, Tokens
 from megatrain.data.samples import (
-    KINDS,
     PLAIN,
     Chat,
     Document,
@@ -37,8 +34,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from megatrain.data.sources import Source
-
-ON_BAD_ROW = ("refuse", "skip")
 
 
 @dataclass(frozen=True)
@@ -73,25 +68,7 @@ class RowOptions:
     processes: int = 1
     streaming: bool = False
 
-    def __post_init__(self) -> None:
-        known = {
-            "format": ("auto", *ROW_FORMATS),
-            "on_bad_row": ON_BAD_ROW,
-            "truncation_mode": TRUNCATION_MODES,
-        }
-        for key, values in known.items():
-            value = getattr(self, key)
-            if value not in values:
-                raise DataError(f"data.{key}: {value!r} is unknown; use one of {', '.join(values)}")
-        if self.kind != PLAIN and self.train_on == "all":
-            raise DataError(
-                "data.train_on: all trains prompts, too, but "
-                f"method: {KINDS[self.kind].methods} compares answers; leave it at assistant"
-            )
 
-
-TRAIN_ON = ("assistant", "all")
-_PROMPTS = ("text", "chat", "alpaca")
 AS_THEY_ARE = "as they are: prompt, completion, end of sequence (data.prompts: chat makes turns)"
 STANFORD = "by the Stanford Alpaca prompt, as there is no chat template"
 ASKED = "by the Stanford Alpaca prompt (data.prompts: alpaca)"
@@ -118,10 +95,6 @@ class Encoder:
         prompts: str = "text",
         day: date | None = None,
     ) -> None:
-        if train_on not in TRAIN_ON:
-            raise DataError(f"data.train_on: {train_on!r} is unknown; use {' or '.join(TRAIN_ON)}")
-        if prompts not in _PROMPTS:
-            raise DataError(f"data.prompts: {prompts!r} is unknown; use {' or '.join(_PROMPTS)}")
         if not tokenizer.is_fast:
             raise DataError(
                 f"{tokenizer.name_or_path}: the tokenizer gives no character offsets; use one with "
@@ -262,19 +235,18 @@ def tokens_in(offsets: Sequence[CharSpan], piece: CharSpan) -> MaskArray:
 BATCH_ROWS = 256  # that a worker encodes at a time
 TOKENISING = -1  # a batch's rows, in one call of the tokenizer; else the number of the row
 SLOWEST_CHARACTERS_PER_S = 50_000  # of a tokenizer, which usually reads a million
-Formats = dict[tuple[int, str], str]  # the format's name by source and file
 
 
 @dataclass(frozen=True)
 class RawBatch:
     """Raw rows that follow one another.
 
-    formats: of their files, where rows before them have settled it.
+    formats: the names of formats by source and file, where a row has settled it.
     only_counted: their rows are not used, only bad ones are counted.
     """
 
     rows: Sequence[RawRow]
-    formats: Formats
+    formats: Mapping[tuple[int, str], str]
     only_counted: bool = False
 
 
@@ -307,78 +279,64 @@ class Encoded:
 
 @dataclass(frozen=True)
 class EncodedBatch:
-    """An encoded batch. uncut: tokens of each sequence, int64."""
+    """The good rows of a batch, and counts of all."""
 
     rows: list[Encoded]
     counts: Counts
-    uncut: array[int]
 
 
 class RowReader:
-    """Reads a source once, in batches. `rows` were read so far.
+    """Reads a source once, in batches.
 
-    on_progress: called with their number.
+    on_progress: called with the number of rows that were read so far.
     """
 
     def __init__(
         self, source: Source, options: RowOptions, on_progress: Callable[[int], None]
     ) -> None:
         self._source, self._options, self._on_progress = source.read(), options, on_progress
-        self._formats: Formats = {}
-        self._next: RawRow | None = None
-        self.rows, self.only_count = 0, False
+        self._formats: dict[tuple[int, str], str] = {}
+        self._read, self.only_count = 0, False
 
-    def has_more(self) -> bool:
-        """True if there is another row."""
-        if self._next is None:
-            self._next = next(self._source, None)
-        return self._next is not None
-
-    def batches(self, stop: int | None = None) -> Iterator[RawBatch]:
-        """The rows up to number `stop`, or all that are left."""
-        while self.has_more() and (stop is None or self.rows < stop):
-            left = BATCH_ROWS if stop is None else min(BATCH_ROWS, stop - self.rows)
-            settled, rows = dict(self._formats), list(self._read(left))
-            self._on_progress(self.rows)
-            of_files = {(row.part, row.file) for row in rows}
-            known = {file: name for file, name in settled.items() if file in of_files}
-            yield RawBatch(rows, known, self.only_count)
+    def batches(self, most: int | None = None) -> Iterator[RawBatch]:
+        """All rows that are left, or the next ones."""
+        left = itertools.islice(self._source, most)
+        while rows := list(itertools.islice(left, BATCH_ROWS)):
+            self._read += len(rows)
+            self._on_progress(self._read)
+            for row in rows:
+                self._settle(row)
+            files = {(row.part, row.file) for row in rows} & self._formats.keys()
+            yield RawBatch(rows, {file: self._formats[file] for file in files}, self.only_count)
 
     def skip(self, rows: int) -> None:
         """Read rows that need not be tokenised."""
-        for _ in self.batches(self.rows + rows):
+        for _ in self.batches(rows):
             pass
 
-    def _read(self, rows: int) -> Iterator[RawRow]:
-        while rows and self.has_more():
-            assert self._next is not None
-            row, self._next = self._next, None
-            self.rows, rows = self.rows + 1, rows - 1
-            if (row.part, row.file) not in self._formats:
-                with suppress(RowError):
-                    self._settle(row)
-            yield row
-
     def _settle(self, row: RawRow) -> None:
-        if row.problem is None:
-            value = formats.renamed(row.value, self._options.columns or {})
-            format_of(row, value, self._formats, self._options)
+        """A file keeps the format of its first row that has one: the error of another row names
+        what it lacks."""
+        if row.problem is None and (row.part, row.file) not in self._formats:
+            with suppress(RowError):
+                value = formats.renamed(row.value, self._options.columns or {})
+                self._formats[row.part, row.file] = format_of(row, value, self._options)
 
 
 def encode_batch(batch: RawBatch, encoder: Encoder, options: RowOptions) -> EncodedBatch:
     """Count rows and tokenise the good ones, in a worker; none where a bad row is refused."""
-    counts, uncut, settled = Counts(), array("q"), dict(batch.formats)
+    counts = Counts()
     marked: list[tuple[RawRow, Sample, tuple[Marked, ...]]] = []
     for number, raw in enumerate(batch.rows):
         begin_row(number)
         counts.read += 1
         try:
-            sample = _sample(raw, settled, options, counts)
+            sample = _sample(raw, batch.formats.get((raw.part, raw.file)), options, counts)
             marked.append((raw, sample, encoder.marks(sample)))
         except RowError as error:
             counts.add_bad(f"{raw.where}: {error}")
     if batch.only_counted or (counts.bad and options.on_bad_row == "refuse"):
-        return EncodedBatch([], counts, uncut)
+        return EncodedBatch([], counts)
     flat = [text for *_, texts in marked for text in texts]
     begin_row(TOKENISING, sum(len(text.text) for text in flat) / SLOWEST_CHARACTERS_PER_S)
     encoded, rows = iter(encoder.encode(flat)), []
@@ -386,12 +344,11 @@ def encode_batch(batch: RawBatch, encoder: Encoder, options: RowOptions) -> Enco
         sides = tuple(itertools.islice(encoded, len(texts)))
         for ids, _ in sides:
             counts.saw(int(ids.max()) if len(ids) else -1, raw.where)
-            uncut.append(len(ids))
         _count(texts, counts)
         sides = sides if len(sides) == 1 else _begun_alike(sides)
         is_text = isinstance(sample, Document)
         rows.append(Encoded(raw.part, is_text, not raw.ends, value_of(sample), sides))
-    return EncodedBatch(rows, counts, uncut)
+    return EncodedBatch(rows, counts)
 
 
 def about_row(batch: RawBatch, number: int) -> tuple[str, str]:
@@ -431,19 +388,16 @@ def _begun_alike(sides: tuple[Tokens, ...]) -> tuple[Tokens, ...]:
     return sides
 
 
-def format_of(raw: RawRow, value: object, settled: Formats, options: RowOptions) -> str:
-    """The name of the row's format. Raises RowError where there is none.
+def format_of(raw: RawRow, value: object, options: RowOptions) -> str:
+    """The name of the format of a row by itself. Raises RowError where there is none.
 
-    value: of the row, renamed. settled: gets the format of the row's file: a file keeps that of its
-    first row that has one, and the error of a later row names what it lacks.
+    value: of the row, renamed.
     """
-    file, column = (raw.part, raw.file), text_column(raw, options)
-    name = "text" if column else options.format if raw.format == "auto" else raw.format
+    name = "text" if text_column(raw, options) else options.format
+    name = name if raw.format == "auto" else raw.format
     if name == "auto":
-        name = settled.get(file) or formats.detected_name(value, options.kind)
-    else:
-        formats.named_format(name, options.kind)
-    settled[file] = name
+        return formats.detected_name(value, options.kind)
+    formats.named_format(name, options.kind)
     return name
 
 
@@ -452,15 +406,16 @@ def text_column(raw: RawRow, options: RowOptions) -> str | None:
     return options.text_field if raw.format in ("auto", "text") else None
 
 
-def _sample(raw: RawRow, settled: Formats, options: RowOptions, counts: Counts) -> Sample:
-    """Convert a raw row to a sample. Raises RowError."""
+def _sample(raw: RawRow, settled: str | None, options: RowOptions, counts: Counts) -> Sample:
+    """Convert a raw row to a sample. settled: the format of its file. Raises RowError."""
     if raw.problem is not None:
         raise RowError(raw.problem)
     value = formats.renamed(raw.value, options.columns or {})
-    form = formats.ROW_FORMATS[format_of(raw, value, settled, options)]
+    form = formats.ROW_FORMATS[settled or format_of(raw, value, options)]
     column = text_column(raw, options)
-    read = (column,) if column else form.reads(options.kind)
-    counts.add_unread(formats.unread_columns(value, read))
+    counts.add_unread(
+        formats.unread_columns(value, (column,) if column else form.reads(options.kind))
+    )
     if column and isinstance(value, Mapping):
         if column not in value:
             raise RowError(f"field {column!r} is missing")

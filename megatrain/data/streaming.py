@@ -16,7 +16,7 @@ import traceback
 import weakref
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
@@ -25,16 +25,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from megatrain.data import cache as cached_sets
-from megatrain.data.build import (
-    AskedSet,
-    Expected,
-    held_out_beside,
-    hold_out,
-    ready,
-    reason_to_refuse,
-    source_reader,
-)
+from megatrain.data.build import AskedSet, Expected, OnProgress, held_out_beside, hold_out
+from megatrain.data.cache import cached_set, listed_shards, load_shard, name_of, unreadable
 from megatrain.data.encoding import Encoder, RowOptions
 from megatrain.data.loader import Position
 from megatrain.data.rows import PackedRows, Rows, TokenRows, pack
@@ -50,9 +42,6 @@ if TYPE_CHECKING:
 LOOKED_EVERY_S = 0.1
 NICENESS = 10  # of the writer: what trains goes first
 _STATE = "qq"  # of the writer: how often it gave a sign of life, and the rows that it has read
-OPEN = 2  # windows that are kept: a step goes from one to the next
-
-OnProgress = Callable[[int], None]
 
 logger = logging.getLogger("megatrain")
 
@@ -82,66 +71,66 @@ def load_stream(
     """
     if pack_to is not None:
         options = replace(options, seq_len=None, train_on="all")
-    asked = AskedSet.of(train, tokenizer, replace(options, streaming=True), cache)
+    options = replace(options, streaming=True)
     eos = Encoder(tokenizer).eos if pack_to is not None else 0
 
     def whole(rows: TokenRows) -> Rows:
         return rows if pack_to is None else PackedRows(rows, pack_to, eos)
 
-    shards, held = Shards(asked, on_progress or (lambda _: None), at_once), None
-    rows = shards.read(0)
-    assert rows is not None, "a set without rows is refused by its writer"
-    if (reason := reason_to_refuse(asked.source, rows.counts, asked.options)) is not None:
-        raise reason
-    rows = ready(rows, _notes(asked, rows), tokenizer, asked.options)
-    if isinstance(held_out, int) and held_out:
-        rows, held = hold_out(rows, held_out, seed)
-    stream = Stream(shards, rows, held, whole)
+    asked = AskedSet(train, tokenizer, options, cache, on_progress)
+    held_rows = held_out if isinstance(held_out, int) else 0
+    stream = Stream(asked, whole, held_rows, seed, at_once)
+    rows, held = stream.rows, stream.held
     if not isinstance(held_out, int | None):
-        read = source_reader(tokenizer, cache, on_progress)
-        known = None if expected is None else expected.held_out
-        held = held_out_beside(rows, held_out, options, read, whole, known)
+        held = held_out_beside(rows, replace(asked, given=held_out), whole, expected)
     if pack_to is not None:
         pack(rows, pack_to, eos)  # raises for a first window without a block
     return stream.first, None if held is None else whole(held), stream
 
 
-def _notes(asked: AskedSet, rows: TokenRows) -> list[str]:
-    note = "what is said of rows, and the lengths that the plan goes by, are those of the first"
-    return [*asked.source.notes, f"data.streaming: {note} {rows.counts.read:,} rows of the source"]
-
-
 # why: decision 0091
-@dataclass(frozen=True)
-class Opened:
-    """A window that was read once: the number of its rows, and their digest."""
-
-    rows: int
-    digest: str
-
-
 class Stream:
     """The windows of a set, as the loader takes them: window n is shard n.
 
-    first: the rows of the first. held: rows that were held out of it.
+    Attributes:
+        rows: of the first window, without those that are held out of it.
+        held: rows that were.
+        first: `rows`, packed if they are to be.
+        total: the number of windows, once it is known.
     """
 
     def __init__(
         self,
-        shards: Shards,
-        first: TokenRows,
-        held: TokenRows | None,
+        asked: AskedSet,
         whole: Callable[[TokenRows], Rows],
+        held_rows: int,
+        seed: int,
+        at_once: bool,
     ) -> None:
-        self._shards, self._whole, self.first = shards, whole, whole(first)
-        self._open = dict[int, Rows]()
-        self._opened = [Opened(len(self.first), self.first.digest)]
+        self._asked, self._whole = asked, whole
+        self.total: int | None = None
+        self._ends: list[int] = []  # of each shard that was read: rows of the source up to there
+        self._open = dict[int, Rows]()  # the last two: a step goes from one to the next
+        self._writer = Writer(asked)
+        self.close = self._writer.close  # what the writer has finished stays
+        if at_once:
+            self._writer.begin()
+        rows = self._read(0)
+        assert rows is not None, "a set without rows is refused by its writer"
+        if (reason := asked.reason_to_refuse(rows.counts)) is not None:
+            raise reason
+        note = "what is said of rows, and the lengths that the plan goes by, are those of the first"
+        note = f"data.streaming: {note} {rows.counts.read:,} rows of the source"
+        self.rows, self.held = asked.ready(rows, [*asked.source.notes, note]), None
         self._hashes = self._contexts = np.zeros(0, np.uint64)  # that later windows may not have
-        if held is not None:
-            self._hashes = held.hashes[held.chosen]
+        if held_rows:
+            self.rows, self.held = hold_out(self.rows, held_rows, seed)
+            self._hashes = self.held.hashes[self.held.chosen]
             # a prompt with rows on both sides in the first window has them later, too
-            asked = first.contexts[first.chosen]
-            self._contexts = np.setdiff1d(held.contexts[held.chosen], asked)
+            trained = self.rows.contexts[self.rows.chosen]
+            self._contexts = np.setdiff1d(self.held.contexts[self.held.chosen], trained)
+        self.first = whole(self.rows)
+        self._known = [(len(self.first), self.first.digest)]  # of each window that was read
 
     def window(self, number: int) -> Rows | None:
         """The rows of a window, once they are there; None behind the last one.
@@ -149,71 +138,40 @@ class Stream:
         Windows are opened in order the first time. Raises what the writer raised, if it was about
         this window or one before, and StorageError for a damaged one that nobody mends.
         """
-        if number == 0:
-            return self.first
-        if number in self._open:
-            return self._open[number]
-        found = self._shards.read(number)
+        if number == 0 or number in self._open:
+            return self._open[number] if number else self.first
+        found = self._read(number)
         if found is None:
             return None
         held = np.isin(found.hashes, self._hashes) | np.isin(found.contexts, self._contexts)
         rows = self._whole(found.choose(np.flatnonzero(~held)))
-        if number == len(self._opened):
-            self._opened.append(Opened(len(rows), rows.digest))
-        for old in list(self._open)[: 1 - OPEN]:
-            del self._open[old]
-        self._open[number] = rows
+        if number == len(self._known):
+            self._known.append((len(rows), rows.digest))
+        self._open = {**dict(list(self._open.items())[-1:]), number: rows}
         return rows
 
     def digest(self, windows: int | None) -> str:
         """A hash of the rows of the first windows, or of all. Waits for what is not there."""
-        while windows is None or len(self._opened) < windows:
-            if self.window(len(self._opened)) is None:
+        while windows is None or len(self._known) < windows:
+            if self.window(len(self._known)) is None:
                 break
-        digests = " ".join(one.digest for one in self._opened[:windows])
+        digests = " ".join(digest for _, digest in self._known[:windows])
         return hashlib.blake2b(digests.encode(), digest_size=8).hexdigest()
 
     def used(self, position: Position) -> str:
         """The share of the set that was trained on up to there, in words."""
-        sizes = [one.rows for one in self._opened]
+        sizes = [rows for rows, _ in self._known]
         windows = position.window + (position.index > 0)
         rows = sum(sizes[: position.window]) + position.index
         last = f"{_counted(rows, 'row')} of {_counted(windows, 'window')}"
         if position.epoch:
-            epochs, all_windows = _counted(position.epoch, "epoch"), _counted(len(sizes), "window")
-            words = f"{epochs} of all {sum(sizes):,} rows of {all_windows}"
-            return f"{words}, and {last}" if rows else words
-        if (total := self._shards.total) is None:
+            of_all = f"all {sum(sizes):,} rows of {_counted(len(sizes), 'window')}"
+            return f"{_counted(position.epoch, 'epoch')} of {of_all}, and {last}"
+        if self.total is None:
             return f"{last}; the set was not read to its end"
-        return f"{last}, of {total:,} that the set has"
+        return f"{last}, of {self.total:,} that the set has"
 
-    def close(self) -> None:
-        """End the writer: what it has finished stays."""
-        self._shards.close()
-
-
-def _counted(number: int, what: str) -> str:
-    return f"{number:,} {what}{'' if number == 1 else 's'}"
-
-
-class Shards:
-    """The shards of a set in the cache, where a process makes those that are not there.
-
-    on_progress: called with the rows that were read so far, while a shard is waited for.
-    at_once: as in `load_stream`.
-    total: the number of shards, once it is known.
-    """
-
-    def __init__(self, asked: AskedSet, on_progress: OnProgress, at_once: bool) -> None:
-        self._asked, self._on_progress = asked, on_progress
-        self._ends: list[int] = []  # of each shard that was read: rows of the source up to there
-        self.total: int | None = None
-        self._writer = Writer(asked)
-        self.close = self._writer.close
-        if at_once:
-            self._writer.begin()
-
-    def read(self, number: int) -> TokenRows | None:
+    def _read(self, number: int) -> TokenRows | None:
         """The rows of a shard, once it is there; None behind the last one. Raises as `window`."""
         over = False
         while not self._is_behind(number):
@@ -221,35 +179,37 @@ class Shards:
                 return rows
             if over:
                 self._writer.check()
-                raise cached_sets.unreadable(self._asked.folder / cached_sets.name_of(number))
+                raise unreadable(self._asked.folder / name_of(number))
             self._writer.begin()
             over = self._writer.is_over(LOOKED_EVERY_S)  # then all that it wrote is there
             may_end_here()
-            if (read := self._writer.news()) is not None:
-                self._on_progress(read)
+            read = self._writer.news()
+            if read is not None and self._asked.on_progress is not None:
+                self._asked.on_progress(read)
         return None
 
     def _is_behind(self, number: int) -> bool:
         if self.total is None:
-            self.total = len(cached_sets.listed_shards(self._asked.folder)) or None
+            self.total = len(listed_shards(self._asked.folder)) or None
         return self.total is not None and number >= self.total
 
     def _find(self, number: int) -> TokenRows | None:
-        """The shard, whose bytes are compared with their hashes the first time."""
-        asked, new = self._asked, number == len(self._ends)
         begins = self._ends[number - 1] if number else 0
-        rows = cached_sets.load_shard(asked.folder, number, begins, asked.options.kind, check=new)
+        rows = load_shard(self._asked.folder, number, begins, self._asked.options.kind)
         if rows is None:
             return None
-        rows = ready(rows, (), asked.tokenizer, asked.options)
-        if new:
+        rows = self._asked.ready(rows, ())
+        if number == len(self._ends):
             self._ends.append(begins + rows.counts.read)
-            if number and (
-                bad := rows.counts.first_bad
-            ):  # the first shard's are reported with the rest
+            bad = rows.counts.first_bad
+            if number and bad:  # the first shard's are reported with the rest
                 words = f"{rows.counts.bad:,} of the next {rows.counts.read:,} rows of the source"
                 logger.warning(f"{words} are bad and skipped; the first: {bad[0]}")
         return rows
+
+
+def _counted(number: int, what: str) -> str:
+    return f"{number:,} {what}{'' if number == 1 else 's'}"
 
 
 class Writer:
@@ -313,7 +273,7 @@ class Writer:
         connection.recv()
         found = None
         try:
-            if cached_sets.cached_set(asked.cache, asked.key) is None:
+            if cached_set(asked.folder.parent, asked.folder.name) is None:
                 asked.make(self._note)
         except Exception as error:  # noqa: BLE001  the parent raises it
             if not isinstance(error, MegaTrainError):

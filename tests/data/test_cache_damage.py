@@ -19,7 +19,6 @@ import numpy as np
 import pytest
 
 from megatrain.data.build import encode_source
-from megatrain.data.cache import load_cached_set
 from megatrain.data.encoding import RowOptions
 from megatrain.data.rows import TokenRows, default_cache
 from megatrain.errors import ConfigError
@@ -100,12 +99,11 @@ def every_damage_is_mended(start: Start, cache: Path, caplog: Any, rounds: int) 
         files += [folder / "set.json"] if number % 2 else []
         changed = [file for file in files if corrupt(file, draw)]
         # a set without its own file is one whose making was interrupted
-        damaged = {file.relative_to(folder).parts[0] for file in changed}
-        damaged -= set() if (folder / "set.json").exists() else {"set.json"}
+        there = bool(changed) and (folder / "set.json").exists()
         caplog.clear()
         assert contents(start()) == expected
-        said = "the tokenised rows are damaged; they are made again"
-        assert set(caplog.messages) == {f"{folder / name}: {said}" for name in damaged}
+        said = f"{folder}: the tokenised rows are damaged; they are made again"
+        assert caplog.messages == [said] * there
         assert list(cache.iterdir()) == [folder]
         damages += len(changed)
     assert damages > 0.8 * 20 * rounds  # the others changed nothing: a 5 that was not there
@@ -116,15 +114,6 @@ def test_every_corruption_is_mended_or_changes_nothing(write_jsonl, make_tokeniz
     file, tokenizer = write_jsonl([row(n) for n in range(25)]), make_tokenizer()
     start = partial(encode_source, file, tokenizer, OPTIONS, cache)
     every_damage_is_mended(start, cache, caplog, ROUNDS)
-
-
-@pytest.mark.parametrize("header", [b"({\n", b"{'descr': 1 1}\n", b"\x00\n"])
-def test_a_header_that_is_no_python_is_damage_also_before_hashes_are_compared(start, cache, header):
-    start()
-    (folder,) = cache.iterdir()
-    start_of_file = b"\x93NUMPY\x01\x00" + len(header).to_bytes(2, "little")
-    (folder / "00000" / "joined.npy").write_bytes(start_of_file + header)
-    assert load_cached_set(cache, folder.name, check=False) is None
 
 
 def test_an_intact_cache_is_used_without_a_word(start, cache, caplog):

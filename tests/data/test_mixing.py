@@ -69,8 +69,7 @@ def test_a_source_of_which_nothing_is_left_is_refused(load):
 
 @pytest.mark.parametrize("weight", [1e-9, 1e-6, 1e-3])
 def test_weights_that_repeat_rows_beyond_reason_are_refused(load, weight):
-    words = r"b\.jsonl: by its weight 1 an epoch of all rows of \S+a\.jsonl, whose weight is "
-    with pytest.raises(DataError, match=words + rf"{weight:g}, has each of its rows [0-9,]+ times"):
+    with pytest.raises(DataError, match=r"b\.jsonl: by its weight each of its rows is [0-9,]+ tim"):
         load(weight, 1)
 
 

@@ -275,15 +275,6 @@ def test_a_format_that_is_named_fits_the_method(encode, kind, form, words):
         encode([PAIR], RowOptions(64, kind=kind, format=form))
 
 
-def test_options_that_do_not_fit_pairs_are_refused(encode):
-    with pytest.raises(DataError, match=r"data\.train_on: all trains prompts, too, but method: dp"):
-        RowOptions(64, kind=PAIRS, train_on="all")
-    with pytest.raises(DataError, match=r"data\.truncation_mode: 'middle' is unknown; use one of"):
-        RowOptions(64, truncation_mode="middle")
-    with pytest.raises(DataError, match="format 'text' is not for method: dpo"):
-        encode([PAIR], RowOptions(64, kind=PAIRS, text_field="prompt"))
-
-
 OPTIONS = RowOptions(seq_len=200, on_bad_row="skip")
 SEEDS: list[tuple[str, dict[str, Any]]] = [
     *((PAIRS, {**row, "margin": 1.5}) for row in (*GOOD_PAIRS.values(), *OTHER_PAIRS.values())),

@@ -225,7 +225,7 @@ def test_a_bad_row_ends_the_run_where_its_window_is_needed(open_in, write_jsonl,
     rows[52] = {"prompt": "and?"}
     batches = iter(loader_of(open_in("cache", given=write_jsonl(rows, "bad.jsonl"))))
     assert len(list(islice(batches, 5))) == 5, "of two windows"
-    with pytest.raises(DataError, match=r"bad\.jsonl:53: .*\(mend it, or set data.on_bad"):
+    with pytest.raises(DataError, match=r"bad\.jsonl:53: .*\(mend them, or set data.on_bad"):
         next(batches)
     assert len(shard_folders(tmp_path / "cache")) == 2
 
@@ -244,15 +244,15 @@ def test_bad_rows_of_later_windows_are_skipped_and_told_of(open_in, options, wri
 
 @pytest.mark.slow
 def test_a_writer_that_is_killed_is_told_of(open_in, monkeypatch, tmp_path):
-    write = shards._Work._write_shard
+    write = shards._write_shard
 
-    def killed(work: Any, *rest: Any) -> int:
-        if work.number == 1:
+    def killed(making: Any, *rest: Any) -> None:
+        if len(making.shards) == 1:
             os.kill(os.getpid(), signal.SIGKILL)
-        return write(work, *rest)
+        write(making, *rest)
 
     with monkeypatch.context() as patch:
-        patch.setattr(shards._Work, "_write_shard", killed)
+        patch.setattr(shards, "_write_shard", killed)
         loader = loader_of(open_in("cache"))
         with pytest.raises(MegaTrainError, match="process that tokenises rows was ended from outs"):
             list(loader)
@@ -263,15 +263,12 @@ def test_a_writer_that_is_killed_is_told_of(open_in, monkeypatch, tmp_path):
 def test_a_rank_that_misses_a_shard_makes_it(open_in, monkeypatch, tmp_path):
     """As long as there is none to miss it makes nothing."""
 
-    def never(work: Any, *rest: Any) -> int:
+    def never(*_: Any) -> None:
         time.sleep(60)
-        return 0
 
-    write = shards._Work._write_shard
+    write = shards._write_shard
     with monkeypatch.context() as patch:
-        patch.setattr(
-            shards._Work, "_write_shard", lambda *at: (never if at[0].number else write)(*at)
-        )
+        patch.setattr(shards, "_write_shard", lambda *at: (never if at[0].shards else write)(*at))
         first = open_in("cache")
     second = open_in("cache", at_once=False)
     first[2].close()
@@ -280,13 +277,13 @@ def test_a_rank_that_misses_a_shard_makes_it(open_in, monkeypatch, tmp_path):
 
 
 def test_who_leaves_does_not_wait_for_a_window(open_in, monkeypatch):
-    write = shards._Work._write_shard
+    write = shards._write_shard
 
-    def slow(work: Any, *rest: Any) -> int:
-        time.sleep(10 if work.number else 0)
-        return write(work, *rest)
+    def slow(making: Any, *rest: Any) -> None:
+        time.sleep(10 if making.shards else 0)
+        write(making, *rest)
 
-    monkeypatch.setattr(shards._Work, "_write_shard", slow)
+    monkeypatch.setattr(shards, "_write_shard", slow)
     batches, began = loader_of(open_in("cache")).batches(), time.monotonic()
     assert len([*islice(batches, 2)]) == 2, "and the next goes on in the second window"
     batches.close()  # type: ignore[attr-defined]
@@ -354,7 +351,7 @@ def test_a_set_without_rows_is_refused(open_in, write_jsonl):
     with pytest.raises(DataError, match="holds no rows"):
         open_in("cache", given=write_jsonl([], "none.jsonl"))
     silent = [{"messages": row(number)["messages"][:1]} for number in range(ROWS)]
-    with pytest.raises(DataError, match="no token to train on in 20 rows"):
+    with pytest.raises(DataError, match="no token to train on is left in 20 rows"):
         open_in("cache", given=write_jsonl(silent, "no.jsonl"))
 
 

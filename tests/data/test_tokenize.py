@@ -123,13 +123,6 @@ def test_a_text_needs_an_eos(make_tokenizer):
         encoded(make_tokenizer(None, eos=None), Document("a"))
 
 
-def test_unknown_options(make_tokenizer):
-    with pytest.raises(DataError, match=r"data\.prompts: 'turns' is unknown"):
-        Encoder(make_tokenizer(), prompts="turns")
-    with pytest.raises(DataError, match=r"data\.train_on: 'answers' is unknown"):
-        Encoder(make_tokenizer(), "answers")
-
-
 def test_target_mask_of_trimmed_and_straddling_tokens():
     # "abc", "\n" trimmed to nothing, "de", " fg" trimmed, "\n", appended eos
     offsets = [(0, 3), (4, 4), (4, 6), (7, 9), (10, 10), (0, 0)]

@@ -265,17 +265,17 @@ SEVENS = "train.rows_per_step=7", "checkpoint.every=100", "train.eval_every=100"
 @pytest.fixture
 def windows(project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """60 rows in three windows, of which the third waits for a file; an empty cache."""
-    write = shards._Work._write_shard
+    write = shards._write_shard
 
-    def slow(work: Any, *rest: Any) -> int:
-        while work.number >= 2 and not (project / "go").exists():
+    def slow(making: Any, *rest: Any) -> None:
+        while len(making.shards) >= 2 and not (project / "go").exists():
             time.sleep(0.01)
-        return write(work, *rest)
+        write(making, *rest)
 
     monkeypatch.setattr(encoding, "BATCH_ROWS", 5)
     monkeypatch.setattr(shards, "SHARD_ROWS", 20)
     monkeypatch.setattr(streaming, "LOOKED_EVERY_S", 0.01)
-    monkeypatch.setattr(shards._Work, "_write_shard", slow)
+    monkeypatch.setattr(shards, "_write_shard", slow)
     monkeypatch.setenv("MEGATRAIN_CACHE", str(tmp_path / "cache"))
     config = (project / "cfg.yaml").read_text().replace("tokens_per_step: 256, ", "")
     config = config.replace("eval: 8}", "eval: 4, streaming: true, processes: 1}")

@@ -31,12 +31,12 @@ import time
 from pathlib import Path
 from megatrain.data import encoding, shards, streaming
 encoding.BATCH_ROWS, shards.SHARD_ROWS, streaming.LOOKED_EVERY_S = 5, 20, 0.01
-write = shards._Work._write_shard
-def slow(work, *rest):
-    while work.number >= 2 and not Path("go").exists():
+write = shards._write_shard
+def slow(making, *rest):
+    while len(making.shards) >= 2 and not Path("go").exists():
         time.sleep(0.01)
-    return write(work, *rest)
-shards._Work._write_shard = slow
+    return write(making, *rest)
+shards._write_shard = slow
 """
 
 
@@ -120,7 +120,7 @@ def test_a_writer_that_fails_ends_the_run_after_saving(megatrain, project):
     write_jsonl(project / "rows.jsonl", [*rows[:45], {"prompt": "and?"}, *rows[46:]])
     failed = megatrain("train cfg.yaml train.eval_every=100 checkpoint.every=100", code=3)
     assert "error: rows.jsonl:46: field 'messages' is missing" in failed.err
-    assert "(mend it, or set data.on_bad_row: skip)" in failed.err
+    assert "(mend them, or set data.on_bad_row: skip)" in failed.err
     assert "Traceback" not in failed.err
     assert len(steps_of(project / "run")) == 5
     assert (project / "run" / "checkpoint-5").is_dir()
@@ -133,7 +133,7 @@ def test_a_writer_that_fails_ends_the_run_after_saving(megatrain, project):
 
 def test_an_error_of_the_first_window_leaves_no_run(megatrain, project):
     write_jsonl(project / "rows.jsonl", [{"prompt": "and?"}, *chat_rows()])
-    assert "rows.jsonl:1: no known row format" in megatrain("train cfg.yaml", code=3).err
+    assert "rows.jsonl:1: field 'messages' is missing" in megatrain("train cfg.yaml", code=3).err
     assert not (project / "run").exists()
 
 
