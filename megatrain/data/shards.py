@@ -108,7 +108,7 @@ class Cutter:
         return self._first is None
 
     def tail(self) -> dict[str, Any] | None:
-        """Of a shard, what `go_on_from` takes for the next one; JSON-able."""
+        """The state that `go_on_from` takes for the next shard; JSON-able."""
         if self._before is None:
             return None
         ids, mask = self._before
