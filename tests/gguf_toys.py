@@ -9,7 +9,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalize
 from tokenizers.trainers import BpeTrainer
 from transformers import PreTrainedTokenizerFast
 
-from megatrain.models.gguf_vocabulary import SPLITS
+from megatrain.storage.gguf_file import SPLITS
 
 ROWS = 320  # of the embedding: more than there are tokens
 SIZES: Any = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
@@ -23,8 +23,6 @@ SCALED: dict[str, Any] = {
     "low_freq_factor": 1.0,
 }
 SCALED |= {"high_freq_factor": 4.0, "original_max_position_embeddings": 64}
-FEW: Any = {"hidden_size": 64, "num_attention_heads": 4, "vocab_size": ROWS}
-FEW |= {"num_hidden_layers": 2, "initializer_range": 0.2}
 MIXED: Any = {"num_experts": 4, "num_experts_per_tok": 2}
 GEMMA: Any = SIZES | {"hidden_size": 32, "pad_token_id": 0, "sliding_window": 8}
 # Where the reader of transformers does not read a size, it is the family's usual one.
@@ -34,24 +32,11 @@ CONFIGS: dict[str, Any] = {
     "mixtral": lambda **more: transformers.MixtralConfig(**SIZES, num_local_experts=4, **more),
     "qwen2": lambda **more: transformers.Qwen2Config(**SIZES, **more),
     "qwen3": lambda **more: transformers.Qwen3Config(**SIZES, **{"head_dim": 128, **more}),
-    "qwen2_moe": lambda **more: transformers.Qwen2MoeConfig(**SIZES, **MIXED, **more),
     "qwen3_moe": lambda **more: transformers.Qwen3MoeConfig(
         **SIZES, **MIXED, **{"head_dim": 32, "norm_topk_prob": True, **more}
     ),
-    "gemma2": lambda **more: transformers.Gemma2Config(**{**GEMMA, **more}),
     "gemma3_text": lambda **more: transformers.Gemma3TextConfig(
         **{**GEMMA, "num_hidden_layers": 7, **more}
-    ),
-    "phi3": lambda **more: transformers.Phi3Config(**SIZES, pad_token_id=0, **more),
-    "stablelm": lambda **more: transformers.StableLmConfig(**SIZES, **more),
-    "falcon": lambda **more: transformers.FalconConfig(**FEW, **more),
-    "gpt2": lambda **more: transformers.GPT2Config(**FEW, **more),
-    "bloom": lambda **more: transformers.BloomConfig(**FEW, **more),
-    "starcoder2": lambda **more: transformers.Starcoder2Config(**SIZES, **more),
-    "nemotron": lambda **more: transformers.NemotronConfig(**SIZES, **more),
-    "mamba": lambda **more: transformers.MambaConfig(**FEW, **more),
-    "lfm2": lambda **more: transformers.Lfm2Config(
-        **SIZES, layer_types=["conv", "full_attention"], **more
     ),
 }
 CHAT = "{% for m in messages %}<|im_start|>{{ m['content'] }}<|im_end|>{% endfor %}"

@@ -22,12 +22,11 @@ from megatrain.models import pretrained
 from megatrain.models.anatomy import Anatomy
 from megatrain.models.classifiers import is_classifier
 from megatrain.models.constants import Constants
-from megatrain.models.gguf_families import family_of
 from megatrain.models.names import Tensors
 from megatrain.models.stops import about_added, with_stops
 from megatrain.optim.split import join_master
 from megatrain.storage.gguf_file import DTYPES as GGUF_DTYPES
-from megatrain.storage.gguf_file import FILE, write_gguf
+from megatrain.storage.gguf_file import FILE, family_of, write_gguf
 from megatrain.storage.hashed_file import sync_tree, write_bytes
 from megatrain.storage.manifest import MANIFEST, Manifest, stray_files, verify_checkpoint
 from megatrain.storage.passthrough import (

@@ -15,23 +15,19 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenize
 
 from megatrain.engine.engine import Engine
 from megatrain.errors import ConfigError, ModelError, StorageError
-from megatrain.models.gguf_vocabulary import SPLITS, add_tokenizer
 from megatrain.storage.checkpoint import save_checkpoint, write_final
 from megatrain.storage.export import export
+from megatrain.storage.gguf_file import SPLITS, add_tokenizer
 from tests.files import flip, largest_file, names
-from tests.gguf_toys import CONFIGS, ROPE, ROWS, SCALED, SIZES, byte_level, of_sentencepiece
+from tests.gguf_toys import CONFIGS, ROWS, SCALED, SIZES, byte_level, of_sentencepiece
 
 IDS = torch.arange(60).view(2, 30) * 5
 # Of a family, what else its files say: read by transformers, and told by the tensors.
 VARIANTS: Any = {
     "llama": {"tie_word_embeddings": True},
-    "gpt2": {"tie_word_embeddings": False},
-    "stablelm": {"use_parallel_residual": True, "use_qkv_bias": True},
-    "starcoder2": {"tie_word_embeddings": False},
-    "lfm2": {"block_auto_adjust_ff_dim": False, "rope_parameters": ROPE},
 }
 TEXTS = ("Hello world, it's  me!", " two\n\nlines\t", "naïve café: 漢字 😀", "<think>x</think>", "")
-UNREAD_SPLITS = ("smollm", "bloom")  # by transformers
+UNREAD_SPLITS = ("smollm",)  # by transformers
 
 Export = Callable[..., Path]
 
@@ -65,9 +61,7 @@ def same_from_the_file(path: Path, theirs: Any) -> None:
     found, expected = ours.state_dict(), theirs.state_dict()
     assert found.keys() == expected.keys()
     unequal = [name for name in expected if not torch.equal(found[name], expected[name])]
-    for name in unequal:  # of which the file has the exponential
-        assert name.endswith("A_log"), name
-        torch.testing.assert_close(found[name], expected[name], rtol=1e-6, atol=1e-6)
+    assert unequal == []
     with torch.no_grad():
         logits, wanted = ours(IDS).logits, theirs(IDS).logits
     assert wanted.std() > 0.3
@@ -87,9 +81,8 @@ def test_transformers_computes_the_same_from_the_file(exported, tmp_path, family
     same_from_the_file(path, in_float32(export(tmp_path / "run", tmp_path / "hf")))
 
 
-@pytest.mark.parametrize("family", ["gpt2", "bloom"])
-def test_models_saved_without_their_head_have_shorter_names(tmp_path, family):
-    base = transformers.AutoModel.from_config(CONFIGS[family]())
+def test_models_saved_without_their_head_have_shorter_names(tmp_path):
+    base = transformers.AutoModel.from_config(CONFIGS["llama"](tie_word_embeddings=True))
     base.save_pretrained(tmp_path / "base")
     byte_level().save_pretrained(tmp_path / "base")
     with Engine.from_pretrained(tmp_path / "base", device="cpu") as engine:
@@ -185,7 +178,7 @@ def test_the_tokenizer_comes_back(exported, tmp_path, split):
     assert len(said["tokenizer.ggml.tokens"]) == ROWS
 
 
-@pytest.mark.parametrize(("family", "begins"), [("mistral", "▁"), ("phi3", "▁"), ("gemma2", "")])
+@pytest.mark.parametrize(("family", "begins"), [("mistral", "▁"), ("gemma3_text", "")])
 def test_sentencepiece_comes_back(exported, family, begins):
     tokenizer = of_sentencepiece(begins)
     path = exported(CONFIGS[family](), tokenizer)
