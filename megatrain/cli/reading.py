@@ -285,8 +285,8 @@ def generate(
 ) -> None:
     """Answer a prompt with a model, or converse with it; on a terminal word by word.
 
-    With --chat, Ctrl-C ends an answer, Ctrl-D or /exit the chat; /new forgets all turns. The oldest
-    are forgotten, which is said, where the model's positions do not suffice.
+    With --chat, Ctrl-D ends the chat. The oldest turns are forgotten, which is said, where the
+    model's positions do not suffice.
     """
     one_process()
     sampling = {"temperature": temperature, "top_p": top_p, "seed": seed}

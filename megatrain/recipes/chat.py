@@ -12,13 +12,13 @@ from typing import Any
 
 import torch
 
+from megatrain.data.samples import Turns
 from megatrain.engine.engine import Engine
 from megatrain.engine.inference import Choose, generated
 from megatrain.errors import ModelError
 from megatrain.recipes.inspect import checkpoint_of, reader, run_folder_of
 from megatrain.recipes.model import Model, check_writes, describe_model
 from megatrain.recipes.sample import (
-    Enough,
     Sampling,
     ids_of,
     is_cut,
@@ -42,7 +42,7 @@ logger = logging.getLogger("megatrain")
 class Reply:
     """An answer: its tokens, the end included, and the seconds from the question to the last.
 
-    ended: "end" by itself, "length" at the longest that it may be, "stop" where it was asked to.
+    ended: "end" by itself, "length" at the longest that it may be.
     """
 
     text: str
@@ -59,20 +59,15 @@ class Chat:
     """
 
     def __init__(
-        self,
-        engine: Engine,
-        model: Model,
-        max_new_tokens: int,
-        sampling: Sampling,
-        system: list[dict[str, str]],
+        self, engine: Engine, model: Model, max_new_tokens: int, choose: Choose, system: Turns
     ) -> None:
-        self.turns: list[dict[str, str]] = []  # but for the system prompt
+        self._turns: list[dict[str, str]] = []  # but for the system prompt
         self._engine, self._model, self._system = engine, model, system
-        self._max_new_tokens, self._sampling = max_new_tokens, sampling
-        self._choose = sampling.chooser()
+        self._max_new_tokens, self._choose = max_new_tokens, choose
+        self._positions = positions_of(model)
         self._held = ExitStack()
         # for whose keys and values there is room beside the weights
-        self._tokens = min(HELD_TOKENS, positions_of(model) or HELD_TOKENS)
+        self._tokens = min(HELD_TOKENS, self._positions or HELD_TOKENS)
         self._whole: Any = self._held.enter_context(engine.whole(self._tokens))
         if self._whole is None:
             logger.warning(
@@ -80,53 +75,35 @@ class Chat:
                 "token streams all of them once"
             )
 
-    def answer(
-        self,
-        prompt: str,
-        show: Callable[[str], None] = unseen,
-        stopped: Callable[[], bool] = lambda: False,
-    ) -> Reply:
+    def answer(self, prompt: str, show: Callable[[str], None] = unseen) -> Reply:
         """Answer a prompt; both become turns of the conversation.
 
-        show: gets the text in pieces of whole words as it grows. stopped: asked before each token;
-        true ends the answer, of which the part that is written counts, unless it is empty.
+        show: gets the text in pieces of whole words as it grows.
 
         Raises ConfigError and ModelError for a prompt that cannot be asked; it is no turn then.
         """
         began = time.perf_counter()
-        turns, ids = self._fitting([*self.turns, user(prompt)])
-        longest, room = positions_of(self._model), self._max_new_tokens
-        if longest is not None:
-            room = min(room, longest - len(ids))
-        was_stopped = False
-
-        def choose(logits: torch.Tensor) -> int:
-            nonlocal was_stopped
-            if was_stopped := stopped():
-                raise Enough
-            return self._choose(logits)
-
-        tokens = written(self._generate, self._model, ids, room, choose, show)
-        seconds, text = time.perf_counter() - began, text_of(self._model, tokens)
-        if tokens or not was_stopped:
-            self.turns = [*turns, {"role": "assistant", "content": text}]
+        turns, ids = self._fitting([*self._turns, user(prompt)])
+        room = self._max_new_tokens
+        if self._positions is not None:
+            room = min(room, self._positions - len(ids))
+        tokens = written(self._generate, self._model, ids, room, self._choose, show)
+        text = text_of(self._model, tokens)
+        self._turns = [*turns, {"role": "assistant", "content": text}]
         ended = "length" if is_cut(self._model, tokens, room) else "end"
-        return Reply(text, len(tokens), seconds, "stop" if was_stopped else ended)
+        return Reply(text, len(tokens), time.perf_counter() - began, ended)
 
     def _fitting(self, turns: list[dict[str, str]]) -> tuple[list[dict[str, str]], list[int]]:
         """(the newest turns that leave room for an answer, their token ids with the system's)."""
-        longest, forgotten = positions_of(self._model), 0
+        longest, asked = self._positions, len(turns)
         while longest is not None and len(turns) > 1:
             kept = min(self._max_new_tokens, longest // LEAST_SHARE)
             if len(rendered_ids(self._model, [*self._system, *turns])) + kept <= longest:
                 break
-            turns, forgotten = turns[2:], forgotten + 1  # a question and its answer
-        if forgotten:
-            which = "turn is" if forgotten == 1 else f"{forgotten} turns are"
-            logger.warning(
-                f"the model reads {longest:,} tokens, an answer included: the oldest {which} "
-                "forgotten"
-            )
+            turns = turns[2:]  # a question and its answer
+        if len(turns) < asked:
+            words = f"the model reads {longest:,} tokens, an answer included: the oldest"
+            logger.warning(f"{words} {(asked - len(turns)) // 2} questions are forgotten")
         return turns, ids_of(self._model, [*self._system, *turns])
 
     def _generate(self, input_ids: torch.Tensor, room: int, ends: list[int], choose: Choose) -> Any:
@@ -135,10 +112,6 @@ class Chat:
             return generated(self._whole, input_ids.to(self._engine.device), room, ends, choose)
         self.close()  # what is free is known only without them
         return self._engine.generate(input_ids, room, ends, choose)
-
-    def forget(self) -> None:
-        """Forget all turns, and begin again with the first random number."""
-        self.turns, self._choose = [], self._sampling.chooser()
 
     def close(self) -> None:
         self._whole = None
@@ -170,7 +143,7 @@ def open_chat(
         )
     turns = system_turns(model, system)
     with reader(checkpoint, run_folder_of(Path(named)), trust_remote_code) as engine:
-        chat = Chat(engine, model, max_new_tokens, drawn, turns)
+        chat = Chat(engine, model, max_new_tokens, drawn.chooser(), turns)
         try:
             yield chat
         finally:

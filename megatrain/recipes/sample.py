@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -252,7 +251,7 @@ def written(
     choose: Callable[[torch.Tensor], int],
     show: Callable[[str], None],
 ) -> list[int]:
-    """The tokens that follow `ids`, `room` at most; those so far if `choose` raises Enough.
+    """The tokens that follow `ids`, `room` at most.
 
     generate: as `Engine.generate`. show: as in `answer`.
     """
@@ -265,14 +264,9 @@ def written(
         words.put(torch.tensor([token]))
         return token
 
-    with suppress(Enough):
-        generate(torch.tensor([ids]), room, end_tokens(model), chosen)
+    generate(torch.tensor([ids]), room, end_tokens(model), chosen)
     words.end()
     return tokens
-
-
-class Enough(Exception):
-    """Ends an answer before its next token."""
 
 
 def is_cut(model: Model, tokens: list[int], room: int) -> bool:
