@@ -11,8 +11,8 @@ import transformers
 from torch import nn
 from transformers import AutoTokenizer
 
-from megatrain.models.stops import with_stops
-from megatrain.models.trials.plain import plain_model
+from megatrain.models.pretrained import with_stops
+from megatrain.models.trials.small import plain_model
 from tests.commands import tiny_tokenizer
 from tests.support import SIZES, SLIDING
 

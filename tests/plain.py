@@ -12,7 +12,7 @@ from megatrain.engine.engine import Engine
 from megatrain.engine.step import mix
 from megatrain.engine.verify import gradients_of
 from megatrain.models.anatomy import decaying
-from megatrain.models.trials.plain import count_targets, plain_gradients
+from megatrain.models.trials.small import count_targets, plain_gradients
 from tests.runs import Steps, Trace, masters_of
 from tests.support import Batch, micro_batches
 

@@ -17,7 +17,7 @@ from megatrain.engine.request import Request
 from megatrain.engine.verify import copy_weights
 from megatrain.losses import NextToken, Targets
 from megatrain.models.names import Published
-from megatrain.models.trials import plain
+from megatrain.models.trials import small
 from megatrain.optim import AdamW
 from megatrain.settings import Settings
 from megatrain.world import ALONE, World
@@ -246,7 +246,7 @@ def plain_model(
     device: str = "cpu",
 ) -> nn.Module:
     """The family's own model of random values, in training mode."""
-    model = plain.plain_model(config, seed=seed, attention=attention)
+    model = small.plain_model(config, seed=seed, attention=attention)
     return model.to(device=device, dtype=dtype).train()
 
 

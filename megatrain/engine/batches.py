@@ -24,9 +24,8 @@ from megatrain.losses import (
     find_targets,
 )
 from megatrain.models.anatomy import Anatomy
-from megatrain.models.documents import boundaries_of
-from megatrain.models.recorder import LayerCall
-from megatrain.models.unused_weights import NO_IMAGES, OF_TEXT
+from megatrain.models.constants import NO_IMAGES, OF_TEXT
+from megatrain.models.recorder import LayerCall, boundaries_of
 
 Batch = Mapping[str, torch.Tensor]
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from megatrain.errors import ConfigError
-from megatrain.models.rotary import regimes_of
+from megatrain.models.family import regimes_of
 from megatrain.models.skeleton import Skeleton
-from megatrain.models.trials.ulysses_trial import why_not_in_pieces
+from megatrain.models.ulysses import why_not_in_pieces
 from megatrain.settings import Settings, contradiction
 from megatrain.world import World
 

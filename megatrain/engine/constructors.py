@@ -37,7 +37,7 @@ from megatrain.machine.hardware import (
 from megatrain.machine.launcher import started_by
 from megatrain.machine.profile import fingerprint
 from megatrain.memory.store import Store
-from megatrain.models.classifiers import is_classifier
+from megatrain.models.family import is_classifier
 from megatrain.models.initialize import initialize, new_head
 from megatrain.models.pretrained import ModelSource, read_model_config, resolve_source
 from megatrain.models.skeleton import Skeleton

@@ -29,7 +29,7 @@ from megatrain.machine.hardware import (
 from megatrain.machine.profile import MachineProfile, known_or_typical, with_drives
 from megatrain.memory.layout import FlatLayout
 from megatrain.models.anatomy import layouts_of
-from megatrain.models.experts import holds_experts
+from megatrain.models.implementations import holds_experts
 from megatrain.models.skeleton import Skeleton
 from megatrain.models.transforms.fp8 import Fp8Policy
 from megatrain.optim import AdamW, Lion, Muon, Optimizer

@@ -23,10 +23,9 @@ from megatrain.engine.parts import store_master
 from megatrain.errors import ModelError
 from megatrain.losses import IGNORE
 from megatrain.models.constants import kept_tensors
+from megatrain.models.meta import torch_paths
 from megatrain.models.skeleton import Skeleton
-from megatrain.models.trials.kernel_packages import torch_paths
-from megatrain.models.trials.plain import plain_gradients, plain_model, small_scale
-from megatrain.models.trials.shrink import shrink
+from megatrain.models.trials.small import plain_gradients, plain_model, shrink, small_scale
 from megatrain.optim import AdamW
 from megatrain.settings import Settings
 from megatrain.storage.export import save_pretrained

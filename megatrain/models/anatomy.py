@@ -10,9 +10,15 @@ from torch import Tensor, nn
 
 from megatrain.errors import ModelError
 from megatrain.memory.layout import FlatLayout
-from megatrain.models.constants import Block, kept_tensors, refuse_large, trains
+from megatrain.models.constants import (
+    NOBODY,
+    Block,
+    UnusedWeights,
+    kept_tensors,
+    refuse_large,
+    trains,
+)
 from megatrain.models.names import Published
-from megatrain.models.unused_weights import NOBODY, UnusedWeights
 
 # Of a parameter, in lower case: by these the Trainer of transformers knows norms and biases.
 NORM_OR_BIAS = re.compile(r"bias|layernorm|rmsnorm|(?:\.|_|^)norm(?:\.|$)")

@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Collection, Iterator, Mapping
+import logging
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
+from megatrain.data.micro_batches import Regime, Regimes
 from megatrain.errors import ModelError
-from megatrain.models.attention_sinks import NAME as FUSED_SINKS
-from megatrain.models.attention_sinks import use_fused_sinks
-from megatrain.models.classifiers import is_classifier
-from megatrain.models.experts import use_grouped_rows
+from megatrain.models.constants import is_below, parts_of
+from megatrain.models.implementations import NAME as FUSED_SINKS
+from megatrain.models.implementations import use_fused_sinks, use_grouped_rows
 from megatrain.models.meta import meta_parameters
-from megatrain.models.unused_weights import is_below, parts_of
 
 # How transformers' reason begins for a configuration that it has no class for.
 UNKNOWN = "Unrecognized configuration class"
@@ -231,3 +232,132 @@ def draws_random_numbers(model: Any, but: Collection[str] = ()) -> bool:
         for key, value in model.config.get_text_config().to_dict().items()
         if not key.startswith(UNUSED)
     )
+
+
+# -- reward models ---------------------------------------------------------------------------------
+
+# Transformers' classes for sequence classification, with one label: the head gives a score instead
+# of logits. The score of a sequence is that of its last token that is no padding; what follows the
+# last layer mixes no tokens, so every token has one.
+ENDING = "ForSequenceClassification"
+
+
+def is_classifier(config: Any) -> bool:
+    """True if a configuration names a class for sequence classification."""
+    return bool(config.architectures) and str(config.architectures[0]).endswith(ENDING)
+
+
+def as_classifier(config: Any, pad_id: int) -> Any:
+    """The configuration of a language model's reward model, or of the same one.
+
+    pad_id: of the tokenizer; transformers takes the last token that is another.
+
+    Raises ModelError where transformers has no such class, or if it has several labels.
+    """
+    from transformers.models.auto.modeling_auto import (
+        MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES as CLASSES,
+    )
+
+    found = copy.deepcopy(config)
+    if not is_classifier(config):
+        if config.model_type not in CLASSES:
+            raise ModelError(
+                f"model type {config.model_type!r} has no class for sequence classification in "
+                "transformers, so there is no reward model of it; choose another model"
+            )
+        found.architectures, found.num_labels = [CLASSES[config.model_type]], 1
+    if found.num_labels != 1:
+        raise ModelError(
+            f"{found.architectures[0]} has {found.num_labels} labels; a reward model has one"
+        )
+    found.get_text_config().pad_token_id = pad_id
+    return found
+
+
+def as_language_model(config: Any) -> Any:
+    """The configuration of the language model that a reward model is made of; others as they are.
+
+    The layers are the same.
+    """
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as CAUSAL
+
+    if not is_classifier(config):
+        return config
+    found = copy.deepcopy(config)
+    name = CAUSAL.get(config.model_type)
+    found.architectures = [name] if name else None
+    return found
+
+
+@contextmanager
+def unwarned() -> Iterator[None]:
+    """For the first run of a head: transformers warns once of padding in embeddings, but single
+    positions have none."""
+    logger = logging.getLogger("transformers")
+    before = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(before)
+
+
+# -- rotary embeddings whose factors follow the longest sequence -----------------------------------
+
+
+def regimes_of(config: Any) -> Regimes:
+    """At which lengths the factors of a model change; none where they never do."""
+    text = config.get_text_config()
+    found = set()
+    for rope in rope_kinds(text):
+        if rope.get("rope_type") == "longrope":
+            found.add(Regime(rope["original_max_position_embeddings"]))
+        elif "dynamic" in rope.get("rope_type", ""):
+            found.add(Regime(text.max_position_embeddings, exact=True))
+    return tuple(sorted(found, key=lambda regime: (regime.limit, regime.exact)))
+
+
+def rope_kinds(text: Any) -> list[dict[str, Any]]:
+    """The rotary parameters of a model, or of each type of its layers; empty without any."""
+    given = getattr(text, "rope_parameters", None) or {}
+    return [given] if "rope_type" in given else [one for one in given.values() if one]
+
+
+def longest_sequence(text: Any) -> int | None:
+    """Positions that a model can read; None where its configuration names no limit.
+
+    Where factors are stretched (YaRN, linear, dynamic NTK), these are as many times the positions
+    that it was trained on; longrope and Llama 3 state the stretched number themselves.
+    """
+    stated: int | None = getattr(text, "max_position_embeddings", None)
+    if stated is None:
+        return None
+    stretched = [stated]
+    for rope in rope_kinds(text):
+        if rope.get("rope_type") in ("yarn", "linear", "dynamic"):
+            trained = rope.get("original_max_position_embeddings") or stated
+            stretched.append(int(rope.get("factor", 1.0) * trained))
+    return max(stretched)
+
+
+def growing(modules: Iterable[nn.Module]) -> list[tuple[nn.Module, str]]:
+    """(module, layer type) of factors that grow with the longest sequence so far: dynamic NTK.
+
+    The layer type is a prefix of the buffers' names; empty where all layers share factors.
+    """
+    found = []
+    for module in modules:
+        kinds = getattr(module, "rope_type", None)
+        if isinstance(kinds, str):
+            kinds = {"": kinds}
+        for layer, kind in (kinds or {}).items():
+            if "dynamic" in kind:
+                found.append((module, f"{layer}_" if layer else ""))
+    return found
+
+
+def forget_lengths(growing: Iterable[tuple[Any, str]]) -> None:
+    """Let the factors follow from the next sequences alone, not from longer ones before them."""
+    for module, layer in growing:
+        module._buffers[f"{layer}inv_freq"] = module._buffers[f"{layer}original_inv_freq"]
+        setattr(module, f"{layer}max_seq_len_cached", module.original_max_seq_len)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 import difflib
 import hashlib
 import json
 import os
 import re
 import struct
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
@@ -17,11 +18,12 @@ from os.path import expanduser  # leaves `~nobody` as it is, where Path's raises
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from megatrain.data.chat import ChatTemplate
 from megatrain.data.template import use_template
-from megatrain.errors import ModelError, if_forbidden
+from megatrain.data.workers import fenced
+from megatrain.errors import DataError, ModelError, if_forbidden
+from megatrain.models.family import is_classifier
 from megatrain.models.hub import download
-from megatrain.models.quantised import forget_quantisation, quantisation_in, quantisation_of
-from megatrain.models.stops import end_of_turn
 
 if TYPE_CHECKING:
     from transformers import GenerationConfig, PretrainedConfig, PreTrainedTokenizerBase
@@ -360,3 +362,146 @@ def load_config_and_tokenizer(
         config.update(known)
         generation = GenerationConfig(**known)  # type: ignore[no-untyped-call]
     return config, tokenizer, generation
+
+
+# -- quantisation that is undone while weights are read --------------------------------------------
+
+METHODS = ("mxfp4", "fp8")  # `storage/dequantise.py` reads them
+KEY = "quantization_config"
+TILE = (128, 128)  # where config.json has none
+
+
+@dataclass(frozen=True)
+class Quantisation:
+    """One of METHODS. tile: the rows and columns that share an fp8 scale; None: all of a tensor."""
+
+    method: str
+    tile: tuple[int, int] | None
+
+
+def quantisation_of(stated: Mapping[str, Any], file: Path) -> Quantisation | None:
+    """The quantisation that a configuration, or a part of it, declares. None: they are not
+    quantised.
+
+    Raises ModelError for another method than METHODS; `file` is named.
+    """
+    found = None
+    for part in (stated, *(value for value in stated.values() if isinstance(value, dict))):
+        for key in filter(part.get, (KEY, "compression_config")):
+            settings = part[key]
+            if not isinstance(settings, dict):
+                settings = {"quant_method": settings}
+            method = settings.get("quant_method", "an unknown method")
+            if key != KEY or method not in METHODS:
+                raise ModelError(
+                    f"{file}: the weights are quantised ({method}), which cannot be undone here; "
+                    "name the unquantised model in bf16, fp16 or fp32 that they were made from"
+                )
+            one = Quantisation(method, _tile(settings, file) if method == "fp8" else None)
+            if found not in (None, one):
+                raise ModelError(f"{file}: states two quantisations; remove the one that is wrong")
+            found = one
+    return found
+
+
+def _tile(settings: Mapping[str, Any], file: Path) -> tuple[int, int] | None:
+    stated = settings.get("weight_block_size", TILE)
+    if stated is None:
+        return None
+    right = isinstance(stated, (list, tuple)) and len(stated) == 2
+    if not right or not all(type(size) is int and size > 0 for size in stated):
+        raise ModelError(
+            f"{file}: weight_block_size is {stated!r}; it must be two whole numbers above 0, or "
+            "null for one scale per tensor"
+        )
+    return stated[0], stated[1]
+
+
+def quantisation_in(folder: Path) -> Quantisation | None:
+    """As `quantisation_of`, of a folder's config.json. Raises ModelError."""
+    file = folder / "config.json"
+    try:
+        stated = json.loads(file.read_text())
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, RecursionError) as error:
+        raise ModelError(f"{file}: cannot be read ({error}); download it again") from error
+    return quantisation_of(stated, file) if isinstance(stated, dict) else None
+
+
+def forget_quantisation(config: Any) -> None:
+    """Remove it from a transformers configuration, whose model is trained without."""
+    from transformers import PretrainedConfig
+
+    for part in (config, *vars(config).values()):
+        if isinstance(part, PretrainedConfig):
+            vars(part).pop(KEY, None)
+        elif isinstance(part, dict):  # of a configuration that has no class for it
+            part.pop(KEY, None)
+
+
+# -- tokens that end answers, in training and in generation ----------------------------------------
+
+# What templates were found to end turns with: each is asked in a process of its own.
+_known: dict[str, tuple[str, ...]] = {}
+
+
+def ends_of_turns(tokenizer: PreTrainedTokenizerBase) -> tuple[str, ...]:
+    """The tokens that end an assistant's turns in the chat template, the usual one first.
+
+    Raises TooMuch for a template that takes too long, or too much memory, to tell.
+    """
+    if not tokenizer.chat_template:
+        return ()
+    special = sorted(map(str, tokenizer.added_tokens_decoder.values()))
+    asked = str((tokenizer.chat_template, tokenizer.special_tokens_map, special))
+    if asked not in _known:
+        try:
+            template = ChatTemplate(tokenizer)
+        except DataError:  # none of several is the default
+            return ()
+        _known[asked] = fenced(lambda: template.stops)
+    return _known[asked]
+
+
+def end_of_turn(tokenizer: PreTrainedTokenizerBase) -> str | None:
+    """The token that ends an assistant's turn in the chat template, if there is one."""
+    return next(iter(ends_of_turns(tokenizer)), None)
+
+
+def stop_ids(settings: GenerationConfig | PretrainedConfig | None) -> list[int]:
+    """The end-of-sequence ids of generation settings, or of a configuration where these lack."""
+    ids: Any = getattr(settings, "eos_token_id", None)
+    return [token for token in (ids if isinstance(ids, list) else [ids]) if token is not None]
+
+
+def with_stops(
+    config: PretrainedConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    generation: GenerationConfig | None,
+) -> tuple[GenerationConfig | None, list[str]]:
+    """(generation settings that stop at what ends an answer, the tokens that they lacked).
+
+    generation: None for a model that has none, for which transformers takes the configuration's. A
+        reward model generates nothing, and has none.
+    """
+    from transformers import GenerationConfig
+
+    if is_classifier(config):
+        return None, []
+    known = stop_ids(generation or config)
+    tokens = dict.fromkeys(filter(None, (tokenizer.eos_token, *ends_of_turns(tokenizer))))
+    ids = {token: tokenizer.convert_tokens_to_ids(token) for token in tokens}
+    lacking = [token for token, number in ids.items() if number not in (None, *known)]
+    if not lacking:
+        return generation, []
+    settings: Any = copy.deepcopy(generation) or GenerationConfig.from_model_config(config)
+    all_ids = [*known, *(ids[token] for token in lacking)]
+    settings.eos_token_id = all_ids if len(all_ids) > 1 else all_ids[0]
+    return settings, lacking
+
+
+def about_added(tokens: list[str]) -> str:
+    """The sentence about tokens that generation settings lacked; empty for none."""
+    named = " and ".join(tokens)
+    return named and f"{named} ends answers here: generation_config.json, which lacked it, gets it"

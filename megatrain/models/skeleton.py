@@ -16,35 +16,47 @@ from torch import nn
 
 from megatrain.errors import ConfigError, ModelError
 from megatrain.models.anatomy import Anatomy, divide, find_layers
-from megatrain.models.classifiers import is_classifier, unwarned
-from megatrain.models.constants import Block, Constants
-from megatrain.models.documents import (
-    BEGINNINGS,
-    documents_known,
-    documents_of,
-    none_found,
-    separates,
-    told,
-)
+from megatrain.models.constants import Block, Constants, dtype_of, find_unused_weights, poison
 from megatrain.models.family import (
     build_model,
     draws_random_numbers,
+    forget_lengths,
+    growing,
+    is_classifier,
     layers_in,
+    longest_sequence,
     refuse_what_is_not_built,
+    unwarned,
 )
 from megatrain.models.freezing import freeze
 from megatrain.models.meta import to_meta, zeros_outside
 from megatrain.models.names import published
-from megatrain.models.recorder import LayerCall, ReachedEnd, Recorder, Tape, tensors_in
-from megatrain.models.rotary import forget_lengths, growing, longest_sequence
+from megatrain.models.recorder import (
+    BEGINNINGS,
+    LayerCall,
+    ReachedEnd,
+    Recorder,
+    Tape,
+    documents_known,
+    documents_of,
+    none_found,
+    separates,
+    tensors_in,
+    told,
+)
 from megatrain.models.transforms.chunked import chunk, unchunk
 from megatrain.models.transforms.compiled import compile_when_run
 from megatrain.models.transforms.fp8 import Fp8Policy, apply_fp8
-from megatrain.models.transforms.skippable import skippable_in, skipping
-from megatrain.models.transforms.token_wise import ROWS, TOKENS, Modules, token_wise_modules
+from megatrain.models.transforms.skippable import (
+    ROWS,
+    TOKENS,
+    Modules,
+    skippable_in,
+    skipping,
+    token_wise_modules,
+)
 from megatrain.models.trials.behaviour import behaviour_of, refuse_misbehaving, why_together
 from megatrain.models.trials.probe import probe_model, replace_all
-from megatrain.models.unused_weights import dtype_of, find_unused_weights, poison
 
 # What a family's code raises on arguments that it does not support.
 UNSUPPORTED = (RuntimeError, ValueError, TypeError, IndexError, AttributeError)

@@ -4,7 +4,7 @@ rank (Ulysses; Jacobs et al., arXiv 2309.14509).
 Before a layer's attention ranks trade tokens for heads, and behind it heads for tokens. So each
 head is computed whole, by the kernel in use, over the keys and the mask that one rank would have.
 Everything else in a layer is computed a token at a time
-(`models/trials/ulysses_trial.py` makes sure of it).
+(`why_not_in_pieces` makes sure of it).
 """
 
 from __future__ import annotations
@@ -21,7 +21,20 @@ from torch.nn.functional import pad
 from torch.utils import _pytree as pytree
 
 from megatrain.errors import ModelError
-from megatrain.models.recorder import LayerCall
+from megatrain.models.anatomy import find_layers
+from megatrain.models.family import layers_in
+from megatrain.models.meta import torch_paths
+from megatrain.models.recorder import (
+    LayerCall,
+    StandIn,
+    documents_known,
+    none_found,
+    split_hidden,
+    tensors_in,
+)
+from megatrain.models.skeleton import Skeleton
+from megatrain.models.trials.behaviour import NOISE, moved
+from megatrain.models.trials.small import plain_model, small_scale
 
 SINKS = ("s_aux", "sinks")  # what attention takes of each head: as an option, on its module
 
@@ -195,3 +208,99 @@ class _OfSomeHeads:
         if name == "num_key_value_groups" and self._alone:
             return 1
         return self._of_heads(value) if name in SINKS else value
+
+
+ROWS, TOKENS, PIECES = 3, 10, 2
+# -- a trial on a small model ----------------------------------------------------------------------
+
+# What layers compute beside attention must follow from single tokens, and attention must go through
+# transformers' interface.
+
+OUTSIDE = "its layers mix tokens outside of attention, or it lets nobody take its attention's place"
+
+
+@dataclass
+class _Notes:
+    """Takes the place of ranks that trade; notes what attention is given, and computes none."""
+
+    rank: int = 0
+    ranks: int = 1
+    of_tokens: list[Tensor] = field(default_factory=list)  # [batch, tokens, ...]
+    of_all: list[Tensor] = field(default_factory=list)
+
+    def to_heads(self, *states: Tensor) -> tuple[Tensor, ...]:
+        self.of_tokens += [state.transpose(1, 2) for state in states]
+        return states
+
+    def to_tokens(self, states: Tensor) -> Tensor:
+        return states
+
+    def run(
+        self, _: Any, query: Tensor, __: Tensor, value: Tensor, mask: Any, **options: Any
+    ) -> tuple[Tensor, None]:
+        """Each token's own values."""
+        self.of_all += tensors_in((mask, options))
+        return spread(value, query.shape[1]).transpose(1, 2), None
+
+
+class _Tried(StandIn):
+    """Runs a layer on whole sequences without its attention, and on pieces, and compares."""
+
+    attention = ""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        hidden, call = split_hidden(args, kwargs)
+        whole, of_all = self._without_attention(hidden, call, slice(0, TOKENS))
+        for rank in range(PIECES):
+            own = piece_of(TOKENS, rank, PIECES)
+            found, same = self._without_attention(hidden, call, own)
+            if not _equal([tensor[:, own] for tensor in whole], found) or not _equal(of_all, same):
+                raise ModelError(OUTSIDE)
+        return self.layer(*args, **kwargs)
+
+    def _without_attention(
+        self, hidden: Tensor, call: LayerCall, own: slice
+    ) -> tuple[list[Tensor], list[Tensor]]:
+        """The outputs for each token of a piece, the layer's output first, and of all tokens."""
+        notes = _Notes()
+        around = Around(notes, self.attention, run=notes.run)
+        cut = call_of_piece(call, hidden.shape, own, around)
+        with cut.around():
+            output = self.layer(hidden[:, own].clone(), *cut.args, **cut.kwargs)
+        output = output[0] if isinstance(output, tuple) else output
+        return [output, *notes.of_tokens], notes.of_all
+
+
+def _equal(expected: list[Tensor], found: list[Tensor]) -> bool:
+    return len(expected) == len(found) and all(
+        a.shape == b.shape and moved(a.float(), b.float()) <= NOISE
+        for a, b in zip(expected, found, strict=True)
+    )
+
+
+@torch.no_grad()
+def why_not_in_pieces(skeleton: Skeleton) -> str | None:
+    """The reason for which a model's layers cannot take pieces of sequences; None if they can."""
+    if skeleton.behaviour is None:
+        return "no small model of its family can be tried"
+    small, attention = skeleton.behaviour.small, implementation_of(skeleton.config)
+    generator = torch.Generator().manual_seed(0)
+    vocabulary = small.get_text_config().vocab_size
+    trust = skeleton.trust_remote_code
+    ids = torch.randint(vocabulary, (ROWS, TOKENS), generator=generator)
+    hides = torch.ones_like(ids)
+    hides[0, 0] = hides[1, -3:] = 0  # so that there are masks
+    try:
+        with small_scale(), torch_paths():
+            model: Any = plain_model(small, attention=attention, trust_remote_code=trust)
+            _, stack = find_layers(model, layers_in(small.get_text_config()))
+            for index, layer in enumerate(stack):
+                tried = _Tried(layer, index)
+                tried.attention = implementation_of(model.config)
+                stack[index] = tried
+            for mask in ({}, {"attention_mask": hides}):
+                with documents_known(none_found):
+                    model.eval()(input_ids=ids, use_cache=False, **mask)
+    except Exception as error:  # noqa: BLE001  whatever a family's code raises on pieces
+        return str(error).splitlines()[0] if isinstance(error, ModelError) else OUTSIDE
+    return None

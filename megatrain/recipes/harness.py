@@ -31,7 +31,7 @@ from megatrain.data.micro_batches import alike, cuts
 from megatrain.engine.engine import Engine
 from megatrain.engine.inference import free_bytes, starting_from
 from megatrain.errors import ConfigError
-from megatrain.models.rotary import regimes_of
+from megatrain.models.family import regimes_of
 from megatrain.planner.search import AUTO_MICRO_BATCH_TOKENS
 from megatrain.recipes.model import Model
 from megatrain.recipes.sample import Sampling

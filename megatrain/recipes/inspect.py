@@ -19,7 +19,7 @@ from megatrain.engine.engine import Engine
 from megatrain.engine.request import choose_device, least_tokens
 from megatrain.errors import ConfigError
 from megatrain.losses import SequenceLoss
-from megatrain.models.rotary import regimes_of
+from megatrain.models.family import regimes_of
 from megatrain.optim import Frozen
 from megatrain.planner.search import AUTO_MICRO_BATCH_TOKENS
 from megatrain.recipes.evaluating import longest_row, rows_to_evaluate

@@ -14,16 +14,17 @@ from megatrain.config import Config, load_config, names_config
 from megatrain.data.template import find_template
 from megatrain.errors import ConfigError, DataError, ModelError
 from megatrain.methods import METHODS
-from megatrain.models.classifiers import as_classifier, is_classifier
+from megatrain.models.family import as_classifier, is_classifier
 from megatrain.models.pretrained import (
+    about_added,
     code_of,
     digests_of,
     load_config_and_tokenizer,
     read_model_config,
     resolve_source,
+    with_stops,
 )
 from megatrain.models.shapes import SHAPES, set_depth
-from megatrain.models.stops import about_added, with_stops
 from megatrain.storage.manifest import check_description
 from megatrain.storage.safetensors import check_shards
 from megatrain.storage.weights import check_headers

@@ -21,8 +21,8 @@ from megatrain.engine.resolved import Resolved, piece_tokens
 from megatrain.errors import ConfigError, TooManyRanks
 from megatrain.heartbeat import may_end_here
 from megatrain.losses import SequenceLoss
-from megatrain.models.rotary import regimes_of
-from megatrain.models.unused_weights import without_source
+from megatrain.models.constants import without_source
+from megatrain.models.family import regimes_of
 from megatrain.planner.plan import Plan
 from megatrain.recipes.describe import (
     SUMS,

@@ -17,8 +17,8 @@ from megatrain.data.samples import Turns, read_prompts
 from megatrain.data.workers import fenced
 from megatrain.engine.engine import Engine
 from megatrain.errors import ConfigError, DataError, ModelError
-from megatrain.models.rotary import longest_sequence
-from megatrain.models.stops import stop_ids, with_stops
+from megatrain.models.family import longest_sequence
+from megatrain.models.pretrained import stop_ids, with_stops
 from megatrain.recipes.model import Model
 from megatrain.recipes.signals import StopRequest
 

@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 
 from megatrain.errors import ModelError
-from megatrain.models.quantised import Quantisation
+from megatrain.models.pretrained import Quantisation
 from megatrain.storage.safetensors import CHUNK_ELEMENTS, StoredTensor, read_chunks
 
 Chunks = Iterator[tuple[int, torch.Tensor]]

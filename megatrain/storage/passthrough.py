@@ -1,6 +1,6 @@
 """Tensors and files that go unchanged from a model's source folder into saved folders.
 
-Unused weights (`models/unused_weights.py`), tensors that transformers drops on loading, config.json
+Unused weights (`models/constants.py`), tensors that transformers drops on loading, config.json
 as it came and the files of the processor; and frozen tensors (`models/freezing.py`), which are
 computed with. A run keeps the tensors once, in a folder of its own: hard links of that are in every
 checkpoint, so the run outlives the folder that it began with.
@@ -19,9 +19,8 @@ import torch
 
 from megatrain.errors import ModelError, StorageError
 from megatrain.memory.store import Store
-from megatrain.models.constants import Place
-from megatrain.models.quantised import KEY
-from megatrain.models.unused_weights import NO_IMAGES, UnusedWeights, are, listed, without_source
+from megatrain.models.constants import NO_IMAGES, Place, UnusedWeights, are, listed, without_source
+from megatrain.models.pretrained import KEY
 from megatrain.storage.dequantise import Dequantised
 from megatrain.storage.hashed_file import WrittenFile, write_bytes
 from megatrain.storage.manifest import EVERY_STEP, MANIFEST, Manifest, read_bytes, read_manifest

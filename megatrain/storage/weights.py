@@ -22,8 +22,7 @@ from megatrain.models.anatomy import Anatomy
 from megatrain.models.constants import FLOATS, Constants, Place
 from megatrain.models.initialize import NewHead
 from megatrain.models.names import Tensors
-from megatrain.models.pretrained import UNUSABLE, ModelSource, read_model_config
-from megatrain.models.quantised import quantisation_in
+from megatrain.models.pretrained import UNUSABLE, ModelSource, quantisation_in, read_model_config
 from megatrain.optim.split import as_weight, split_master
 from megatrain.storage.dequantise import Dequantised, dequantised
 from megatrain.storage.hashed_file import WrittenFile

@@ -15,7 +15,7 @@ from megatrain.data.build import encode_source
 from megatrain.data.encoding import Encoder, RowOptions
 from megatrain.data.formats import convert_row, detect_format
 from megatrain.data.samples import Chat, RowError, parsed_calls
-from megatrain.models.stops import ends_of_turns
+from megatrain.models.pretrained import ends_of_turns
 from tests.mutated import mutated
 
 PARAMETERS = {"type": "object", "properties": {"city": {"type": "string"}}}

@@ -18,7 +18,7 @@ from megatrain.data.samples import RowError
 from megatrain.data.template import Scene, Template
 from megatrain.data.workers import Team, TooMuch, fenced
 from megatrain.errors import DataError, MegaTrainError
-from megatrain.models.stops import ends_of_turns
+from megatrain.models.pretrained import ends_of_turns
 from tests.commands import CHATML, children_of, conversation
 
 TURNS = Scene(({"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}))

@@ -14,7 +14,7 @@ from megatrain.engine.gradient_sinks import AppliedGradients
 from megatrain.engine.verify import gradients_of
 from megatrain.errors import MegaTrainError
 from megatrain.losses import NextToken, Targets
-from megatrain.models.trials.plain import count_targets
+from megatrain.models.trials.small import count_targets
 from megatrain.optim import AdamW
 from megatrain.settings import ALL, Settings
 from tests.compare import apart, differing

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from megatrain.engine.verify import gradients_of, weights_of
-from megatrain.models.trials.plain import plain_gradients
+from megatrain.models.trials.small import plain_gradients
 from megatrain.optim import AdamW, Lion, Muon
 from megatrain.settings import ALL, Settings
 from tests.compare import apart, distance

@@ -13,8 +13,8 @@ from megatrain.data.loader import Loader, StepBatch
 from megatrain.data.micro_batches import Regime, collate, held_out_batches
 from megatrain.data.rows import IdArray, MaskArray
 from megatrain.engine.verify import gradients_of
-from megatrain.models.rotary import regimes_of
-from megatrain.models.trials.plain import count_targets, plain_loss
+from megatrain.models.family import regimes_of
+from megatrain.models.trials.small import count_targets, plain_loss
 from tests.compare import apart
 from tests.data.test_loader import FakeRows, documents, row_numbers
 from tests.support import VOCABULARY, Batch, engine_of, plain_model, tiny_config

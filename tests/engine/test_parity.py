@@ -13,7 +13,7 @@ import torch
 
 from megatrain.engine.context import fastest_attention
 from megatrain.engine.verify import gradients_of
-from megatrain.models.trials.plain import count_targets, plain_gradients, plain_loss
+from megatrain.models.trials.small import count_targets, plain_gradients, plain_loss
 from megatrain.optim import AdamW
 from megatrain.settings import ALL, Settings
 from tests.compare import apart, differing, distance

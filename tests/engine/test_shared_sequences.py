@@ -10,7 +10,7 @@ import torch
 
 from megatrain.data.micro_batches import collate
 from megatrain.engine.verify import gradients_of
-from megatrain.models.documents import documents_of
+from megatrain.models.recorder import documents_of
 from megatrain.models.skeleton import Skeleton
 from megatrain.settings import Settings
 from tests.compare import apart

@@ -16,7 +16,7 @@ import transformers
 from megatrain.engine.resolved import Machine, compiles, packs
 from megatrain.machine.hardware import read_hardware
 from megatrain.machine.profile import known_or_typical
-from megatrain.models.documents import boundaries_of
+from megatrain.models.recorder import boundaries_of
 from megatrain.models.skeleton import Skeleton
 from megatrain.planner.cost.shape import shape_of
 from megatrain.settings import Settings

@@ -15,7 +15,7 @@ from megatrain.engine.engine import Engine
 from megatrain.engine.verify import Verdict, gradients_of, verify
 from megatrain.errors import ModelError
 from megatrain.models.skeleton import Skeleton
-from megatrain.models.trials.plain import plain_gradients
+from megatrain.models.trials.small import plain_gradients
 from megatrain.settings import Settings
 from megatrain.storage.checkpoint import save_checkpoint
 from megatrain.storage.export import export

@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssForCausalLM
 
-from megatrain.models.attention_sinks import NAME, use_fused_sinks
+from megatrain.models.implementations import NAME, use_fused_sinks
 from tests.support import tiny_config
 
 WINDOW = 4

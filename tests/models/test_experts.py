@@ -13,7 +13,7 @@ from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 from transformers.models.nemotron_h.modeling_nemotron_h import NemotronHExperts
 
-from megatrain.models.experts import use_grouped_rows
+from megatrain.models.implementations import use_grouped_rows
 
 TOKENS, HIDDEN, EXPERTS, EACH = 24, 32, 6, 3
 SIZES = {

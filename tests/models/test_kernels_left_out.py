@@ -16,7 +16,7 @@ import torch
 import transformers
 from torch import Tensor
 
-from megatrain.models.trials.kernel_packages import kernels_left_out
+from megatrain.models.meta import kernels_left_out
 from megatrain.planner.cost.footprint import Footprint, call_peak_bytes
 from megatrain.planner.cost.work import Traffic, tally
 from tests.kernel_packages import install

@@ -18,12 +18,12 @@ from tokenizers.models import WordLevel
 from megatrain.errors import ModelError
 from megatrain.models.pretrained import (
     ModelSource,
+    end_of_turn,
     load_config_and_tokenizer,
     load_tokenizer,
     read_model_config,
     resolve_source,
 )
-from megatrain.models.stops import end_of_turn
 
 SIZES: dict[str, Any] = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1}
 SIZES |= {"num_attention_heads": 2, "vocab_size": 8, "max_position_embeddings": 16}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from megatrain.models.rotary import longest_sequence
+from megatrain.models.family import longest_sequence
 from tests.support import tiny_config
 
 

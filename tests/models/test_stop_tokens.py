@@ -9,7 +9,7 @@ import transformers
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
-from megatrain.models.stops import about_added, end_of_turn, stop_ids, with_stops
+from megatrain.models.pretrained import about_added, end_of_turn, stop_ids, with_stops
 from tests.commands import CHATML
 
 CONFIG = transformers.LlamaConfig(

@@ -14,11 +14,11 @@ from megatrain.engine.verify import Verdict, verify
 from megatrain.errors import ModelError
 from megatrain.models import skeleton as skeleton_module
 from megatrain.models.anatomy import find_layers
+from megatrain.models.constants import NOBODY
 from megatrain.models.family import build_model
 from megatrain.models.skeleton import Skeleton
-from megatrain.models.trials.plain import plain_model
 from megatrain.models.trials.probe import probe_model
-from megatrain.models.unused_weights import NOBODY
+from megatrain.models.trials.small import plain_model
 from tests.multimodal import VISION, multimodal_config, skip_unless_it_reads_text
 from tests.support import SIZES, tiny_config
 

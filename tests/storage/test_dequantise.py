@@ -18,7 +18,7 @@ from torch import Tensor
 from megatrain.engine.engine import Engine
 from megatrain.engine.verify import tensors_of, weights_of
 from megatrain.errors import ModelError
-from megatrain.models.quantised import quantisation_in
+from megatrain.models.pretrained import quantisation_in
 from megatrain.storage.checkpoint import save_checkpoint
 from megatrain.storage.dequantise import dequantised
 from megatrain.storage.export import export

@@ -15,10 +15,9 @@ import torch
 from torch import Tensor, nn
 
 from megatrain.errors import ModelError
-from megatrain.models.documents import boundaries_of, documents_known, documents_of, none_found
-from megatrain.models.trials.kernel_packages import torch_paths
-from megatrain.models.trials.plain import plain_model, small_scale
-from megatrain.models.trials.shrink import shrink
+from megatrain.models.meta import torch_paths
+from megatrain.models.recorder import boundaries_of, documents_known, documents_of, none_found
+from megatrain.models.trials.small import plain_model, shrink, small_scale
 
 TOKENS = 8
 NOISE = 1e-4  # of the largest logit: rounding moves one less

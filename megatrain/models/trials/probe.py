@@ -19,7 +19,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from megatrain.errors import ModelError
-from megatrain.models.constants import kept_tensors, persistent_buffers, trains
+from megatrain.models.constants import kept_tensors, persistent_buffers, poison, trains
 from megatrain.models.meta import is_open_container, on_meta, to_meta, zeros_outside
 from megatrain.models.recorder import (
     Discarding,
@@ -32,7 +32,6 @@ from megatrain.models.recorder import (
     split_hidden,
     tensors_in,
 )
-from megatrain.models.unused_weights import poison
 
 PROBE_TOKENS = 4
 PLAIN = (bool, int, float, str)  # values that settings have

@@ -28,10 +28,10 @@ import torch
 from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
+from megatrain.models.meta import torch_paths
 from megatrain.models.recorder import LayerCall
 from megatrain.models.transforms.compiled import cheap_retention
 from megatrain.models.transforms.skippable import skipping
-from megatrain.models.trials.kernel_packages import torch_paths
 from megatrain.planner.cost.footprint import Attention, FusedAttention, LayerBytes
 from megatrain.planner.cost.fx_graph import alive, keeps_input, saved_bytes, traffic
 from megatrain.planner.cost.lifetimes import Alive

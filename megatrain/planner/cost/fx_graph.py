@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-import megatrain.models.transforms.fp8_kernels  # noqa: F401  registers the kernels
+import megatrain.models.transforms.fp8  # noqa: F401  registers the kernels
 from megatrain.models.recorder import tensors_in
 from megatrain.planner.cost.lifetimes import Alive, Lifetime
 from megatrain.planner.cost.work import MATMULS, Traffic

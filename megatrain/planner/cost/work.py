@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from megatrain.models.experts import MATRICES_GRADIENT
+from megatrain.models.implementations import MATRICES_GRADIENT
 from megatrain.models.meta import Watch, storage_of, without_data
 from megatrain.planner.cost.footprint import Attention, FusedAttention, fused_attention
 

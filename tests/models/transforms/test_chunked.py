@@ -10,8 +10,12 @@ from megatrain.models.meta import blank_call
 from megatrain.models.skeleton import Skeleton
 from megatrain.models.transforms import chunked as module_under_test
 from megatrain.models.transforms.chunked import chunks_of
-from megatrain.models.transforms.skippable import skippable, skipping
-from megatrain.models.transforms.token_wise import token_wise, treats_tokens_alike
+from megatrain.models.transforms.skippable import (
+    skippable,
+    skipping,
+    token_wise,
+    treats_tokens_alike,
+)
 from megatrain.planner.cost.footprint import Footprint, call_peak_bytes
 from tests.models.transforms.test_skippable import HIDDEN, ROWS, TOKENS, gradients, layer_of
 from tests.support import tiny_config

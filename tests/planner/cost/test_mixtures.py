@@ -12,7 +12,7 @@ from megatrain.engine.routing import balanced_on_meta
 from megatrain.engine.verify import gradients_of
 from megatrain.models.meta import blank_call
 from megatrain.models.skeleton import Skeleton
-from megatrain.models.trials.plain import plain_gradients
+from megatrain.models.trials.small import plain_gradients
 from megatrain.planner.activations import BALANCED_BYTES
 from megatrain.planner.cost.footprint import LiveBytes, call_peak_bytes
 from megatrain.planner.cost.shape import ModelShape, shape_of

@@ -12,7 +12,7 @@ from megatrain.errors import ModelError
 from megatrain.models.anatomy import find_layers
 from megatrain.models.family import build_model
 from megatrain.models.shapes import SHAPES
-from megatrain.models.trials.shrink import MOST_PARAMETERS, shrink
+from megatrain.models.trials.small import MOST_PARAMETERS, shrink
 from tests.support import tiny_config
 
 SPLIT: dict[str, Any] = {"mrope_section": [16, 24, 24], "rope_type": "default", "rope_theta": 1e4}
