@@ -37,9 +37,13 @@ from megatrain.machine.hardware import (
 from megatrain.machine.launcher import started_by
 from megatrain.machine.profile import fingerprint
 from megatrain.memory.store import Store
-from megatrain.models.family import is_classifier
 from megatrain.models.initialize import initialize, new_head
-from megatrain.models.pretrained import ModelSource, read_model_config, resolve_source
+from megatrain.models.pretrained import (
+    ModelSource,
+    is_classifier,
+    read_model_config,
+    resolve_source,
+)
 from megatrain.models.skeleton import Skeleton
 from megatrain.planner.plan import Plan
 from megatrain.settings import Settings

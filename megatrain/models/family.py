@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import copy
-import logging
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -18,6 +16,7 @@ from megatrain.models.constants import is_below, parts_of
 from megatrain.models.implementations import NAME as FUSED_SINKS
 from megatrain.models.implementations import use_fused_sinks, use_grouped_rows
 from megatrain.models.meta import meta_parameters
+from megatrain.models.pretrained import is_classifier
 
 # How transformers' reason begins for a configuration that it has no class for.
 UNKNOWN = "Unrecognized configuration class"
@@ -232,74 +231,6 @@ def draws_random_numbers(model: Any, but: Collection[str] = ()) -> bool:
         for key, value in model.config.get_text_config().to_dict().items()
         if not key.startswith(UNUSED)
     )
-
-
-# -- reward models ---------------------------------------------------------------------------------
-
-# Transformers' classes for sequence classification, with one label: the head gives a score instead
-# of logits. The score of a sequence is that of its last token that is no padding; what follows the
-# last layer mixes no tokens, so every token has one.
-ENDING = "ForSequenceClassification"
-
-
-def is_classifier(config: Any) -> bool:
-    """True if a configuration names a class for sequence classification."""
-    return bool(config.architectures) and str(config.architectures[0]).endswith(ENDING)
-
-
-def as_classifier(config: Any, pad_id: int) -> Any:
-    """The configuration of a language model's reward model, or of the same one.
-
-    pad_id: of the tokenizer; transformers takes the last token that is another.
-
-    Raises ModelError where transformers has no such class, or if it has several labels.
-    """
-    from transformers.models.auto.modeling_auto import (
-        MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES as CLASSES,
-    )
-
-    found = copy.deepcopy(config)
-    if not is_classifier(config):
-        if config.model_type not in CLASSES:
-            raise ModelError(
-                f"model type {config.model_type!r} has no class for sequence classification in "
-                "transformers, so there is no reward model of it; choose another model"
-            )
-        found.architectures, found.num_labels = [CLASSES[config.model_type]], 1
-    if found.num_labels != 1:
-        raise ModelError(
-            f"{found.architectures[0]} has {found.num_labels} labels; a reward model has one"
-        )
-    found.get_text_config().pad_token_id = pad_id
-    return found
-
-
-def as_language_model(config: Any) -> Any:
-    """The configuration of the language model that a reward model is made of; others as they are.
-
-    The layers are the same.
-    """
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as CAUSAL
-
-    if not is_classifier(config):
-        return config
-    found = copy.deepcopy(config)
-    name = CAUSAL.get(config.model_type)
-    found.architectures = [name] if name else None
-    return found
-
-
-@contextmanager
-def unwarned() -> Iterator[None]:
-    """For the first run of a head: transformers warns once of padding in embeddings, but single
-    positions have none."""
-    logger = logging.getLogger("transformers")
-    before = logger.level
-    logger.setLevel(logging.ERROR)
-    try:
-        yield
-    finally:
-        logger.setLevel(before)
 
 
 # -- rotary embeddings whose factors follow the longest sequence -----------------------------------

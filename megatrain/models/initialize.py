@@ -10,9 +10,10 @@ from torch import nn
 
 from megatrain.heartbeat import may_end_here
 from megatrain.models.constants import Block
-from megatrain.models.family import as_language_model, build_model
+from megatrain.models.family import build_model
 from megatrain.models.meta import lent
 from megatrain.models.names import reverted
+from megatrain.models.pretrained import as_language_model
 from megatrain.models.skeleton import Skeleton
 
 Write = Callable[[int, torch.Tensor], None]  # (block index, flat fp32 master on the device) -> None

@@ -22,15 +22,14 @@ from megatrain.models.family import (
     draws_random_numbers,
     forget_lengths,
     growing,
-    is_classifier,
     layers_in,
     longest_sequence,
     refuse_what_is_not_built,
-    unwarned,
 )
 from megatrain.models.freezing import freeze
 from megatrain.models.meta import to_meta, zeros_outside
 from megatrain.models.names import published
+from megatrain.models.pretrained import is_classifier
 from megatrain.models.recorder import (
     BEGINNINGS,
     LayerCall,
@@ -126,7 +125,7 @@ class Skeleton:
         replace_all(stack, self.recorders)
         self.stack = stack
         self._skippable: list[tuple[str, ...]] = [()] * len(self.layers)
-        self._retaining: Sequence[Callable[..., Any]] = self.layers
+        self._retaining: Sequence[Callable[..., Any]] = self.layers  # run where graphs are kept
         self._training: bool | None = None  # not known yet
         self._again = False  # a layer is being recomputed: its graph is used at once
         self.trust_remote_code = trust_remote_code
@@ -137,10 +136,7 @@ class Skeleton:
     # -- binding -----------------------------------------------------------------------------------
 
     def freeze(self, patterns: Sequence[str], name: str = "freeze") -> None:
-        """Before anything is bound: train none of the tensors whose names match these patterns.
-
-        Raises ConfigError as `models.freezing.freeze`.
-        """
+        """Before anything is bound: as `models.freezing.freeze`, which raises ConfigError."""
         if not patterns:
             return
         self.anatomy, self.freezes = freeze(self.anatomy, patterns, name), tuple(patterns)
@@ -190,10 +186,7 @@ class Skeleton:
         return module, leaf
 
     def move_buffers(self, device: torch.device) -> None:
-        """Move the model's buffers and other constants to where it computes.
-
-        What stands in for unused weights, too: some models ask their first parameter where that is.
-        """
+        """Move buffers, constants and what stands in for unused weights to where it computes."""
         self.constants.move(device)
         poison(self.model, self.anatomy.unused_weights.names, device)
         for root in (self.model, *self.layers):
@@ -207,7 +200,6 @@ class Skeleton:
         forget_lengths(self._growing)
 
     def set_training(self, training: bool) -> None:
-        """Training mode (dropout active) or evaluation mode, for the model with its layers."""
         if training == self._training:  # walking through all modules takes milliseconds
             return
         self._training = None  # if this is interrupted
@@ -218,10 +210,7 @@ class Skeleton:
     # -- transforms of the layers, in this order: fp8, chunks, skippable, compilation --------------
 
     def use_fp8(self, policy: Fp8Policy) -> None:
-        """Give the linear modules of decoder layers fp8 matmuls, where `policy` wants them.
-
-        Raises ConfigError if it takes none of this model's modules.
-        """
+        """Give the linear modules of decoder layers fp8 matmuls, where `policy` wants them."""
         count = len(self.layers)
         policies = [policy.of_layer(index, count) for index in range(count)]
         if not sum(map(apply_fp8, self.layers, policies)):
@@ -233,9 +222,9 @@ class Skeleton:
     def chunk_layers(self, tokens: int, compiled: bool = False) -> None:
         """Have layers compute token-wise modules, such as MLPs, `tokens` at a time.
 
-        compiled: the layers are compiled, and break there; the chunks have graphs of their own.
+        compiled: layers break there, and chunks have graphs of their own.
         """
-        chunk(self._token_wise, tokens, compiled)
+        chunk(self.token_wise, tokens, compiled)
 
     @contextmanager
     def chunked(self, tokens: int) -> Iterator[None]:
@@ -244,38 +233,27 @@ class Skeleton:
         try:
             yield
         finally:
-            unchunk(self._token_wise)
-
-    def find_token_wise(self) -> None:
-        """Find the token-wise modules now: with matmuls in bf16 it takes less time than in fp8."""
-        _ = self._token_wise
+            unchunk(self.token_wise)
 
     @cached_property
-    def _token_wise(self) -> Modules:
-        with torch.random.fork_rng(devices=[]):
-            hidden, calls = self.dry_call(ROWS, TOKENS)
+    def token_wise(self) -> Modules:
+        """Modules of layers that can be computed in chunks; sooner found in bf16 than in fp8."""
+        hidden, calls = self.dry_call(ROWS, TOKENS)
         return token_wise_modules(self.layers, self.dtype, hidden.shape[-1], calls)
 
     def find_skippable(self) -> None:
         """Find what `layer_again` may leave out; before compilation, whose graphs it disturbs."""
-        with torch.random.fork_rng(devices=[]):
-            hidden, calls = self.dry_call(1, 2)
-        shape = (1, 2, hidden.shape[-1])
-        self._skippable = skippable_in(self.layers, shape, self.dtype, calls)
+        hidden, calls = self.dry_call(1, 2)
+        self._skippable = skippable_in(self.layers, hidden.shape, self.dtype, calls)
 
     def compile_layers(self, cheap: bool = False, *, lengths_vary: bool = False) -> None:
         """Have torch.compile fuse what lies between the matmuls of each layer, when it first runs.
 
-        Args:
-            cheap: graphs of `layer`, not of `layer_again`, keep only what matmuls and attention
-                need; backward recomputes the rest.
-            lengths_vary: what `fastest_attention` is told while layers run.
-
-        Raises:
-            ModelError: the model uses dropout. Compiled with and without gradients a layer draws
-                different masks, so recomputation would differ from the forward.
+        cheap: graphs of `layer`, not of `layer_again`, keep only what matmuls and attention need;
+            backward recomputes the rest.
+        lengths_vary: what `fastest_attention` is told while layers run.
         """
-        if self.has_dropout:
+        if self.has_dropout:  # with and without gradients, a compiled layer draws different masks
             raise ModelError(
                 f"{type(self.model).__name__}: compile: true cannot replay this model's dropout; "
                 "set compile: false"
@@ -287,8 +265,8 @@ class Skeleton:
     def embed(self, inputs: dict[str, torch.Tensor]) -> tuple[torch.Tensor, list[LayerCall]]:
         """The input of layer 0, [batch, tokens, hidden], and every layer's other arguments.
 
-        `inputs`: input_ids [batch, tokens] and whatever else the model's forward takes. With what
-            `boundaries_of` finds, layers that get no mask have kernels that are told of documents.
+        inputs: of the model's forward, such as input_ids [batch, tokens]. With what `boundaries_of`
+            finds, layers that get no mask have kernels that are told of documents.
         """
         tape = Tape()
         try:
@@ -348,21 +326,19 @@ class Skeleton:
 
     def dry_call(self, rows: int, tokens: int) -> tuple[torch.Tensor, list[LayerCall]]:
         """`embed` for `rows` sequences of `tokens`, as meta tensors: nothing large is allocated."""
-        with self._zeros(), torch.no_grad():
-            hidden, calls = self.embed({"input_ids": torch.zeros(rows, tokens, dtype=torch.long)})
+        ids = torch.zeros(rows, tokens, dtype=torch.long)
+        with self._zeros(), torch.no_grad(), torch.random.fork_rng(devices=[]):
+            hidden, calls = self.embed({"input_ids": ids})
         return to_meta(hidden), [LayerCall(to_meta(c.args), to_meta(c.kwargs)) for c in calls]
 
     def separates_documents(self, device: torch.device) -> bool:
-        """True if documents packed into one sequence cannot see each other in any layer.
-
-        The masks that layers receive for positions that begin anew must say so, and a small model
-        of the family do so. Where it does not, kernels on `device` must, told of documents.
+        """True if documents packed into one sequence cannot see each other in any layer: by the
+        masks for positions that begin anew, or by kernels on `device` that are told of documents.
         """
         return self._by_masks or self.told_documents(device)
 
     def told_documents(self, device: torch.device) -> bool:
-        """True if layers keep packed documents apart on `device` when, and only when, `embed` is
-        given what `boundaries_of` finds."""
+        """True if only kernels, told what `boundaries_of` finds, keep documents apart on `device`."""
         return not self._by_masks and self.why_together(device) is None
 
     def why_together(self, device: torch.device) -> str | None:
@@ -381,8 +357,7 @@ class Skeleton:
         return bool(self.behaviour and self.behaviour.separates and all(self.masked))
 
     def _masked_layers(self) -> list[bool]:
-        """For each layer, whether the mask that it receives for positions that begin anew keeps
-        documents apart."""
+        """For each layer, whether its mask for positions that begin anew keeps documents apart."""
         none = [False] * len(self.layers)
         if self.behaviour is None or self.behaviour.between is None:
             return none
@@ -396,11 +371,11 @@ class Skeleton:
         return [any(map(separates, tensors)) for tensors in inputs]
 
     def _try_head(self) -> None:
-        """Raise ModelError unless `head` runs on single positions. On zeros that take no memory."""
+        """Raise ModelError unless `head` runs on single positions."""
         family = type(self.model).__name__
         hidden = torch.zeros(2, self.anatomy.hidden_size, dtype=self.dtype)
         try:
-            with self._zeros(), unwarned(), torch.no_grad():
+            with self._zeros(), torch.no_grad():
                 shape = tuple(self.head(hidden).shape)
         except UNSUPPORTED as error:
             raise ModelError(

@@ -18,7 +18,7 @@ from megatrain.config.resuming import (
 from megatrain.data.build import Expected
 from megatrain.data.rows import Rows
 from megatrain.errors import ConfigError, DataError
-from megatrain.models.family import is_classifier
+from megatrain.models.pretrained import is_classifier
 from megatrain.recipes.model import Model
 from megatrain.recipes.rows import day_of, read_rows
 from megatrain.storage.restore import read_about

@@ -14,11 +14,12 @@ from megatrain.config import Config, load_config, names_config
 from megatrain.data.template import find_template
 from megatrain.errors import ConfigError, DataError, ModelError
 from megatrain.methods import METHODS
-from megatrain.models.family import as_classifier, is_classifier
 from megatrain.models.pretrained import (
     about_added,
+    as_classifier,
     code_of,
     digests_of,
+    is_classifier,
     load_config_and_tokenizer,
     read_model_config,
     resolve_source,

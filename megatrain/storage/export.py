@@ -21,9 +21,8 @@ from megatrain.memory.store import Store
 from megatrain.models import pretrained
 from megatrain.models.anatomy import Anatomy
 from megatrain.models.constants import Constants
-from megatrain.models.family import is_classifier
 from megatrain.models.names import Tensors
-from megatrain.models.pretrained import about_added, with_stops
+from megatrain.models.pretrained import about_added, is_classifier, with_stops
 from megatrain.optim.split import join_master
 from megatrain.storage.gguf_file import DTYPES as GGUF_DTYPES
 from megatrain.storage.gguf_file import FILE, family_of, write_gguf

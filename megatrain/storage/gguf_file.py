@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from megatrain.errors import ModelError
-from megatrain.models.stops import end_of_turn
+from megatrain.models.pretrained import end_of_turn
 from megatrain.storage.hashed_file import system_errors
 from megatrain.storage.safetensors import TensorSource
 

@@ -13,7 +13,7 @@ from megatrain.engine.verify import gradients_of, weights_of
 from megatrain.errors import ConfigError, DataError
 from megatrain.losses import IGNORE, Cpo, Dpo, Kto, Orpo, Reward, SequenceLoss
 from megatrain.losses.sequences import REFERENCE
-from megatrain.models.family import as_classifier
+from megatrain.models.pretrained import as_classifier
 from megatrain.settings import Settings
 from tests.support import PAD, VOCABULARY, engine_of, tiny_config
 

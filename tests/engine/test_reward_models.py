@@ -17,7 +17,7 @@ from megatrain.engine.engine import Engine
 from megatrain.engine.verify import weights_of
 from megatrain.errors import ConfigError, DataError, ModelError
 from megatrain.losses import Dpo, Reward, find_ends
-from megatrain.models.family import as_classifier, is_classifier
+from megatrain.models.pretrained import as_classifier, is_classifier
 from megatrain.optim import AdamW
 from megatrain.settings import Settings
 from tests.multimodal import save_multimodal

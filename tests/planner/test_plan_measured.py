@@ -21,7 +21,7 @@ from megatrain.engine.resolved import scores_on_meta
 from megatrain.losses import Reward, next_token
 from megatrain.machine.hardware import read_hardware
 from megatrain.machine.profile import assumed, typical
-from megatrain.models.family import as_classifier
+from megatrain.models.pretrained import as_classifier
 from megatrain.models.skeleton import Skeleton
 from megatrain.planner.cost.footprint import LiveBytes
 from megatrain.planner.cost.shape import ModelShape, shape_of

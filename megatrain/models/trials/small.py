@@ -26,12 +26,12 @@ from megatrain.models.constants import kept_tensors, parts_of
 from megatrain.models.family import (
     CHOSEN,
     EXPERTS,
-    as_language_model,
     build_model,
     causal_lm,
     draws_random_numbers,
     is_foreign,
 )
+from megatrain.models.pretrained import as_language_model
 
 HEADS, HEAD_DIM, VOCABULARY = 4, 16, 128
 WINDOW = 5  # fewer tokens than a small batch has, so that windows and sparse attention matter

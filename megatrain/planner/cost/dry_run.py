@@ -153,7 +153,7 @@ class DryRun:
     def layer_in_chunks(self, rows: int, chunk_tokens: int) -> int:
         """Working set of the largest layer whose token-wise modules run in chunks of tokens."""
         calls = self._calls(rows)
-        self.skeleton.find_token_wise()
+        _ = self.skeleton.token_wise
         with self._run_matmuls(), self.skeleton.chunked(chunk_tokens):
             return max(self._layer(kind, rows, calls[kind]).peak_bytes for kind in set(self.kinds))
 
