@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable
 from functools import partial
 from typing import Any
 
@@ -12,7 +12,7 @@ from torch import nn
 
 from megatrain.data.micro_batches import Regime, Regimes
 from megatrain.errors import ModelError
-from megatrain.models.constants import is_below, parts_of
+from megatrain.models.constants import is_below
 from megatrain.models.implementations import NAME as FUSED_SINKS
 from megatrain.models.implementations import use_fused_sinks, use_grouped_rows
 from megatrain.models.meta import meta_parameters
@@ -22,29 +22,6 @@ from megatrain.models.pretrained import is_classifier
 UNKNOWN = "Unrecognized configuration class"
 # Prefixes of settings for other heads than the language model's, or for an encoder.
 UNUSED = ("classifier", "summary", "encoder")
-# Far beyond any model. A file that says more would have us build modules for hours, or ask for
-# memory before the plan.
-LARGEST = {
-    "num_hidden_layers": 1 << 12,
-    "depth": 1 << 12,
-    "hidden_size": 1 << 20,
-    "intermediate_size": 1 << 22,
-    "vocab_size": 1 << 24,
-    "num_attention_heads": 1 << 14,
-    "num_key_value_heads": 1 << 14,
-    "head_dim": 1 << 16,
-    "num_experts": 1 << 14,
-    "num_local_experts": 1 << 14,
-    "n_routed_experts": 1 << 14,
-    "max_position_embeddings": 1 << 32,
-}
-
-# Keys, as transformers' families name them: how many experts a layer has, and a token is given to.
-EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
-CHOSEN = (
-    *("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_top_k", "moe_k"),
-    "top_k_experts",
-)
 OURS = ("transformers", "torch", "megatrain")  # packages whose versions say what their code is
 
 
@@ -71,10 +48,8 @@ def build_model(
 
     Raises:
         ModelError: transformers has no model that decodes text for this configuration, or refuses
-            the attention implementation or a size.
+            its attention or a size.
     """
-    refuse_sizes(config)
-    refuse_numbers_of_experts(config)
     config = copy.deepcopy(config)
     config.use_cache = False
     use_grouped_rows(config)
@@ -139,40 +114,6 @@ def architecture(config: Any) -> Any:
         return None
     named = getattr(transformers, config.architectures[0], None)  # else of the folder's own code
     return named if named is not None and named.can_generate() else None
-
-
-def refuse_sizes(config: Any) -> None:
-    """Raise ModelError for sizes that no model has."""
-    for part in (config, *parts_of(config).values()):
-        settings = list(_settings_in(part.to_dict()))
-        for name, largest in LARGEST.items():
-            keys = (name, part.attribute_map.get(name))
-            for size in (size for key, size in settings if key in keys):
-                if isinstance(size, int | float) and not size <= largest:  # NaN, too
-                    raise ModelError(
-                        f"{name} of {size:.6g} in config.json is more than any model has"
-                    )
-
-
-def refuse_numbers_of_experts(config: Any) -> None:
-    """Raise ModelError if a token is to have more experts than there are, or none."""
-    for part in (config, *parts_of(config).values()):
-        given = part.to_dict()
-        counts = [given[key] for key in EXPERTS if type(given.get(key)) is int]
-        for key in CHOSEN:
-            chosen = given.get(key)
-            if type(chosen) is int and any(counts) and not 0 < chosen <= max(counts):
-                raise ModelError(
-                    f"{key} of {chosen} in config.json cannot be: the model has {max(counts)} "
-                    "experts; a token is given to one of them at least, and to all at most"
-                )
-
-
-def _settings_in(settings: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """(key, value) of a configuration, and of what it says of single layers."""
-    yield from settings.items()
-    for of_layer in (settings.get("per_layer_config") or {}).values():
-        yield from of_layer.items()
 
 
 def layers_in(text: Any) -> int:

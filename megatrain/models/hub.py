@@ -35,11 +35,9 @@ OTHERWISE = "the hub did not deliver it ({said}); see {page}; if it asks for a l
 def download(
     name: str, revision: str | None, files: list[str], hint: str = "", *, but: list[str]
 ) -> Path:
-    """The folder in the hub's cache that holds these files of a model, downloaded if need be.
+    """Download files of a model, but for those patterns, into the hub's cache; returns the folder.
 
-    hint: at a local folder that may have been meant. but: patterns of files that are left there.
-
-    Raises ModelError.
+    hint: at a local folder that may have been meant.
     """
     import huggingface_hub
     from huggingface_hub import constants
@@ -82,8 +80,7 @@ def _bar() -> Any:
 
 
 def reachable(endpoint: str) -> bool:
-    """True if the hub accepts a connection in time. Its library waits much longer for one, and a
-    look-up of its address has no limit at all."""
+    """True if the hub accepts a connection in time; its library waits much longer for one."""
     if urllib.request.getproxies():
         return True  # that is for the proxy to find out
     url = urllib.parse.urlsplit(endpoint)
@@ -102,8 +99,7 @@ def reachable(endpoint: str) -> bool:
 
 
 def why_not(error: Exception, page: str) -> str:
-    """The reason for the hub's failure, with its own sentence, and what to do. `page`: the
-    model's."""
+    """The reason for the hub's failure, with its own sentence, and what to do."""
     lines = [line for line in str(error).splitlines() if line.strip() and "Request ID" not in line]
     said = getattr(error, "server_message", None) or (lines or [type(error).__name__])[0]
     kinds = [kind.__name__ for kind in type(error).__mro__]

@@ -6,14 +6,10 @@ import copy
 import difflib
 import hashlib
 import json
-import os
 import re
 import struct
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from functools import cache
-from importlib import import_module
 from os.path import expanduser  # leaves `~nobody` as it is, where Path's raises
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -34,33 +30,18 @@ HUB_WEIGHTS = ["*.safetensors"]
 # The same weights once more, in other programs' layouts. A pattern's * takes folders, too.
 HUB_COPIES = ["*/*.safetensors", "consolidated*.safetensors"]
 MAX_CONFIG_BYTES = 16 << 20
-# What transformers raises on files that it cannot use.
+# What transformers raises on files that it cannot use; struct.error: a GGUF file that ends early.
 UNUSABLE = (
-    OSError,
-    ValueError,
-    TypeError,
-    LookupError,
-    AttributeError,
-    ImportError,
-    ArithmeticError,
-    RuntimeError,  # and its RecursionError
-    struct.error,  # a GGUF file that ends too early
+    *(OSError, ValueError, TypeError, LookupError, AttributeError, ImportError, ArithmeticError),
+    *(RuntimeError, struct.error),
 )
-
 
 # What the files of a model folder describe, besides the weights.
 DESCRIBED_IN = {
     "configuration": ("config.json",),
     "tokenizer": (
-        "tokenizer.json",
-        "tokenizer.model",
-        "tokenizer_config.json",
-        "special_tokens_map.json",
-        "added_tokens.json",
-        "vocab.json",
-        "vocab.txt",
-        "merges.txt",
-        "*.tiktoken",
+        *("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "*.tiktoken"),
+        *("special_tokens_map.json", "added_tokens.json", "vocab.json", "vocab.txt", "merges.txt"),
     ),
     "chat template": ("chat_template.jinja", "chat_template.json", "additional_chat_templates/*"),
     "generation settings": ("generation_config.json",),
@@ -84,54 +65,7 @@ class ModelSource:
     def load(self, auto: Any, trust_remote_code: bool) -> Any:
         """Read the object of transformers' class `auto` from the model's files."""
         gguf = {"gguf_file": self.gguf_file} if self.gguf_file else {}
-        with nothing_overlooked(self.path):
-            return auto.from_pretrained(self.path, trust_remote_code=trust_remote_code, **gguf)
-
-
-@contextmanager
-def nothing_overlooked(folder: Path) -> Iterator[None]:
-    """Raises the OSError with which a file below the folder could not be looked at.
-
-    `os.path.isfile` says then that it is not there, and transformers makes another tokenizer
-    without it.
-    """
-    look, failed = os.stat, []
-
-    def watched(path: Any, *args: Any, **kwargs: Any) -> os.stat_result:
-        try:
-            return look(path, *args, **kwargs)
-        except (FileNotFoundError, NotADirectoryError):
-            raise
-        except OSError as error:
-            if str(path).startswith(f"{folder}/"):
-                failed.append(error)
-            raise
-
-    os.stat = watched
-    try:
-        yield
-    finally:
-        os.stat = look
-        if failed:
-            raise failed[0]
-
-
-@contextmanager
-def parsed_once(source: ModelSource) -> Iterator[None]:
-    """Inside, what is asked of a GGUF file again is not parsed again: seconds for a vocabulary.
-
-    transformers parses it for the configuration, and for the tokenizer.
-    """
-    if source.kind != "gguf":
-        yield
-        return
-    gguf: Any = import_module("gguf")
-    reader = gguf.GGUFReader
-    gguf.GGUFReader = cache(reader)
-    try:
-        yield
-    finally:
-        gguf.GGUFReader = reader
+        return auto.from_pretrained(self.path, trust_remote_code=trust_remote_code, **gguf)
 
 
 def digests_of(source: ModelSource) -> dict[str, str]:
@@ -301,9 +235,6 @@ def load_tokenizer(
 
     chat_template: a name or file of one to use instead of its own.
 
-    A GGUF file's end-of-sequence token may be wrong: the one that ends a turn in its chat template
-    goes before it.
-
     Raises ModelError if it cannot be used, or needs code from the folder, and DataError for a chat
     template that cannot.
     """
@@ -322,7 +253,7 @@ def load_tokenizer(
     if chat_template is not None:
         use_template(tokenizer, chat_template)
     turn = end_of_turn(tokenizer)
-    if source.kind == "gguf" and turn is not None:
+    if source.kind == "gguf" and turn is not None:  # whose own may be wrong
         tokenizer.eos_token = turn
     if tokenizer.pad_token is None and tokenizer.eos_token is not None:
         tokenizer.pad_token = tokenizer.eos_token
@@ -350,9 +281,8 @@ def load_config_and_tokenizer(
     """
     from transformers import GenerationConfig
 
-    with parsed_once(source):
-        config = read_model_config(source, trust_remote_code)
-        tokenizer = load_tokenizer(source, trust_remote_code, chat_template)
+    config = read_model_config(source, trust_remote_code)
+    tokenizer = load_tokenizer(source, trust_remote_code, chat_template)
     generation = load_generation_config(source)
     if source.kind == "gguf":
         ids = tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id

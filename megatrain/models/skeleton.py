@@ -338,7 +338,7 @@ class Skeleton:
         return self._by_masks or self.told_documents(device)
 
     def told_documents(self, device: torch.device) -> bool:
-        """True if only kernels, told what `boundaries_of` finds, keep documents apart on `device`."""
+        """True if kernels on `device`, told by `boundaries_of`, keep documents apart, no masks."""
         return not self._by_masks and self.why_together(device) is None
 
     def why_together(self, device: torch.device) -> str | None:

@@ -3,13 +3,10 @@ obeyed."""
 
 from __future__ import annotations
 
-import errno
 import json
-import os
 from pathlib import Path
 from typing import Any
 
-import gguf
 import pytest
 import transformers
 from tokenizers import Tokenizer
@@ -224,26 +221,6 @@ def test_a_tokenizer_that_cannot_be_parsed_is_named(folder: Path, change: dict[s
         load_tokenizer(resolve_source(folder))
 
 
-@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json"])
-def test_a_tokenizer_file_that_cannot_be_looked_at_is_not_taken_for_missing(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, name: str
-) -> None:
-    make_tokenizer(eos_token="</s>").save_pretrained(folder)
-    look = os.stat
-    failures: list[object] = []
-
-    def once(path: Any, *args: Any, **kwargs: Any) -> os.stat_result:
-        if str(path) == str(folder / name) and not failures:
-            failures.append(path)
-            raise OSError(errno.EIO, os.strerror(errno.EIO), str(path))
-        return look(path, *args, **kwargs)
-
-    monkeypatch.setattr(os, "stat", once)
-    with pytest.raises(ModelError, match="Input/output error"):
-        load_tokenizer(ModelSource("folder", folder))
-    assert load_tokenizer(ModelSource("folder", folder)).is_fast
-
-
 def test_a_length_that_is_no_number_is_named(folder: Path) -> None:
     make_tokenizer(eos_token="</s>").save_pretrained(folder)
     edit(folder, "tokenizer_config.json", model_max_length="long")
@@ -306,17 +283,7 @@ def test_a_gguf_file_that_ends_at_once_is_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_gguf_file_is_parsed_once_and_has_the_end_of_turn_as_its_eos(
-    smollm2_gguf: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    parsed: list[Path] = []
-    reader = gguf.GGUFReader
-
-    def noted(path: Path) -> Any:
-        parsed.append(path)
-        return reader(path)
-
-    monkeypatch.setattr(gguf, "GGUFReader", noted)
+def test_a_gguf_file_has_the_end_of_turn_as_its_eos(smollm2_gguf: Path) -> None:
     source = resolve_source(smollm2_gguf)
     config, tokenizer, generation = load_config_and_tokenizer(source, chat_template="alpaca")
     answer: Any = [{"role": "assistant", "content": "1 2 3"}]
@@ -326,4 +293,3 @@ def test_a_gguf_file_is_parsed_once_and_has_the_end_of_turn_as_its_eos(
     assert (config.eos_token_id, config.pad_token_id) == (2, 2)
     assert generation is not None
     assert generation.eos_token_id == 2
-    assert len(parsed) == 1

@@ -109,14 +109,6 @@ def test_a_family_that_cannot_be_right_is_refused_by_name_with_the_reason(family
     assert family in str(refusal.value).lower()
 
 
-@pytest.mark.parametrize("chosen", [0, 9])
-def test_a_token_has_some_of_the_experts(chosen):
-    sizes: dict[str, Any] = LAYERS | {"num_key_value_heads": 2, "num_local_experts": 6}
-    config = transformers.MixtralConfig(vocab_size=VOCABULARY, num_experts_per_tok=chosen, **sizes)
-    with pytest.raises(ModelError, match=rf"num_experts_per_tok of {chosen} .* has 6 experts"):
-        Skeleton(config)
-
-
 def test_layers_that_hand_on_their_routers_states_are_refused():
     """ZAYA's take None for "first layer", so with None in their place it would train, wrongly."""
     sizes: dict[str, Any] = {**LAYERS, **ZAYA, "vocab_size": VOCABULARY, "num_experts_per_tok": 1}

@@ -30,7 +30,6 @@ from megatrain.models.recorder import (
     form_output,
     kind_of,
     split_hidden,
-    tensors_in,
 )
 
 PROBE_TOKENS = 4
@@ -48,12 +47,11 @@ class Findings:
     after: list[str] = field(default_factory=list)  # used after the last layer
     idle: list[str] = field(default_factory=list)  # in layers, without part in what these return
     unused: list[str] = field(default_factory=list)  # used nowhere
-    is_nan: bool = False  # what the model computes outside its layers
     kernels: bool = False  # layers compute with those of a package beside transformers
 
 
 def probe_model(model: nn.Module, layers: nn.ModuleList) -> Findings:
-    """Find the composition of `model`, whose decoder stack is `layers`.
+    """Find the composition of `model`, whose decoder stack is `layers`; poison what it leaves out.
 
     Raises ModelError if it cannot be streamed exactly; it names the family and the reason.
     """
@@ -62,30 +60,10 @@ def probe_model(model: nn.Module, layers: nn.ModuleList) -> Findings:
     try:
         with zeros_outside(model, list(layers)):
             findings = Probe(model, layers).run()
-        if findings.unused:
-            confirm_unused(model, layers, findings)
+        poison(model, findings.unused)
         return findings
     finally:
         model.train(was_training)
-
-
-def confirm_unused(model: nn.Module, layers: nn.ModuleList, findings: Findings) -> None:
-    """Run the model again, NaN in the place of what it does not use. So it is trained, too.
-
-    Raises ModelError.
-    """
-    poison(model, findings.unused)
-    used = "it computes with weights that no gradient reaches"
-    try:
-        with zeros_outside(model, list(layers), but=findings.unused):
-            again = Probe(model, layers).run()
-    except ModelError as error:
-        raise ModelError(
-            f"{type(model).__name__} cannot be streamed exactly: {used}, {findings.unused[0]} or "
-            f"others ({error})"
-        ) from error
-    if again != findings:
-        raise ModelError(f"{type(model).__name__} cannot be streamed exactly: {used}")
 
 
 class Spy(StandIn):
@@ -149,15 +127,12 @@ class Probe:
         into, out_of = graph_of(self.entered), graph_of(output)
         if not all(map(is_leaf, into & out_of)):  # a tied parameter may be used at both ends
             raise self.refuse("what follows its last layer uses more than that layer's output")
-        computed = tensors_in((self.entered, output))
-        self.findings.is_nan = any(bool(tensor.isnan().any()) for tensor in computed)
         self.sort_out({id(node.variable) for node in into | out_of if is_leaf(node)}, kept)
         return self.findings
 
     def sort_out(self, reached: set[int], kept: dict[str, torch.Tensor]) -> None:
-        """Find what no gradient reaches, of parameters, and no forward, of buffers.
+        """Find the tensors of `kept` that no gradient reaches, but for those of `reached` (by id).
 
-        reached: identities of parameters. kept: parameters and buffers that belong to the weights.
         Of those that are not trained, a forward of their module is all that shows.
         """
         found, seen = self.findings, (*self.findings.before, *self.findings.after)
@@ -211,10 +186,9 @@ class Probe:
         return form_output(self.passed_on, self.findings.extras)
 
     def check_arguments(self, index: int, call: LayerCall) -> tuple[dict[str, Any], list[str]]:
-        """Refuse gradients and caches.
+        """Refuse gradients and caches; returns open containers, and names of layers' by-products.
 
-        Returns the open containers by name, and the names of what earlier layers returned: a layer
-        may be given these, as long as it does not touch them.
+        A layer may be given what earlier layers returned, as long as it does not touch that.
         """
         containers, unusable = {}, []
         received = (call.args, call.kwargs)

@@ -24,8 +24,6 @@ from megatrain.losses import IGNORE
 from megatrain.models.anatomy import find_layers
 from megatrain.models.constants import kept_tensors, parts_of
 from megatrain.models.family import (
-    CHOSEN,
-    EXPERTS,
     build_model,
     causal_lm,
     draws_random_numbers,
@@ -61,9 +59,11 @@ TABLE: dict[str, str] = {
 }
 AT_MOST: dict[int, str] = {
     1: "topk_group",
-    2: f"""{" ".join(CHOSEN)} n_group num_expert_group n_groups mamba_n_groups mamba_ngroups
-        n_shared_experts num_shared_experts moe_num_shared_experts depth""",
-    4: f"{' '.join(EXPERTS)} zero_expert_num time_step_rank mamba_dt_rank",
+    2: """num_experts_per_tok num_experts_per_token moe_topk moe_top_k moe_k top_k_experts n_group
+        num_expert_group n_groups mamba_n_groups mamba_ngroups n_shared_experts num_shared_experts
+        moe_num_shared_experts depth""",
+    4: """num_experts num_local_experts n_routed_experts moe_num_experts zero_expert_num
+        time_step_rank mamba_dt_rank""",
     WINDOW: """sliding_window sliding_window_size attention_window_size window_size local_attention
         attention_chunk_size index_topk keep_window_size""",
     8: "chunk_size mamba_chunk_size block_size",
