@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from megatrain.engine.constructors import arguments_of
 from megatrain.engine.engine import Engine
+from megatrain.engine.parts import store_master
 from megatrain.engine.request import Request
-from megatrain.engine.verify import copy_weights
 from megatrain.losses import NextToken, Targets
 from megatrain.models.names import Published
 from megatrain.models.trials import small
@@ -283,6 +283,20 @@ def engine_of(
         weights = drawn(Drawn(f"{type(config).__name__} {config.to_dict()}", config))
     copy_weights(weights, engine)
     return engine
+
+
+def copy_weights(model: nn.Module, engine: Engine) -> None:
+    """Copy a plain model's weights into the engine's store, under the model's own names."""
+    weights = model.state_dict()
+    for block in engine.anatomy.blocks:
+        master = torch.zeros(block.layout.numel)
+        for name, view in block.layout.views(master).items():
+            view.copy_(weights[name])
+        store_master(engine.store, block.index, master)
+    for name in engine.constants:
+        engine.constants[name].copy_(weights[name])
+    engine.constants.drawn()
+    engine.weights_changed()
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,6 @@ import torch
 from torch import Tensor, nn
 
 from megatrain.engine.engine import Engine
-from megatrain.engine.parts import store_master
 from megatrain.errors import ModelError
 from megatrain.losses import IGNORE
 from megatrain.models.constants import kept_tensors
@@ -47,18 +46,11 @@ BY_ROUNDING = 10
 
 @dataclass(frozen=True)
 class Verdict:
-    """The result of a self-check.
+    """The result of a self-check."""
 
-    Attributes:
-        state: "passed", "failed" or "not checked".
-        stage: where it failed: loading, saving, running, loss, gradients or steps; empty if it did
-            not.
-        reason: what differs first, or why there was nothing to check.
-    """
-
-    state: str
-    stage: str = ""
-    reason: str = ""
+    state: str  # "passed", "failed" or "not checked"
+    stage: str = ""  # that failed: loading, saving, running, loss, gradients or steps
+    reason: str = ""  # what differs first, or why there was nothing to check
 
     @property
     def computes_wrongly(self) -> bool:
@@ -119,32 +111,25 @@ def verify(skeleton: Skeleton, trust_remote_code: bool = False) -> Verdict:
 
 
 def compare(model: Any, attention: str, trust_remote_code: bool, folder: Path) -> None:
-    """Compare a plain model with its like in an engine. `folder`: an empty one.
+    """Raise DiffersError if a plain model and its like in an engine, by way of `folder`, differ.
 
-    Raises:
-        DiffersError: they differ.
-        ModelError: the family refuses the small model, or plain PyTorch cannot run it.
+    Raises ModelError if the family refuses the small model, or plain PyTorch cannot run it.
     """
-    given, written, unloaded = folder / "given", folder / "written", ""
+    given, written = folder / "given", folder / "written"
     with plain_pytorch():
         model.save_pretrained(given)
     options: dict[str, Any] = {"attention": attention, "trust_remote_code": trust_remote_code}
     options |= {"optimizer": OPTIMIZER, "max_grad_norm": MAX_NORM, "settings": SETTINGS}
-    options |= {"router_aux_loss_coef": 0.0}
-    options |= {"precision": "float32", "device": "cpu"}
+    options |= {"router_aux_loss_coef": 0.0, "precision": "float32", "device": "cpu"}
     try:
         with stage("loading"):
             engine = Engine.from_pretrained(given, **options)
-    except (DiffersError, ModelError) as error:
-        unloaded = str(error.args[-1]).replace(f"{given}/", "").replace(f"{given}", "its folder")
-        with stage("loading"):
-            engine = Engine.from_config(model.config, **options)
-            copy_weights(model, engine)
+    except ModelError as error:
+        raise DiffersError("loading", str(error).replace(f"{given}", "its folder")) from error
     with engine:
-        if not unloaded:
-            with stage("saving"):
-                save_pretrained(engine, written)
-                same_bits(tensors_of(given), tensors_of(written))
+        with stage("saving"):
+            save_pretrained(engine, written)
+            same_bits(tensors_of(given), tensors_of(written))
         vocabulary = engine.anatomy.vocab_size
         steps = [micro_batches(seed, vocabulary) for seed in range(STEPS)]
         untrained = copy.deepcopy(model)
@@ -157,8 +142,6 @@ def compare(model: Any, attention: str, trust_remote_code: bool, folder: Path) -
         same_steps(found, expected, expected)
     except DiffersError:
         same_steps(found, expected, plain_trace(rounded_once(untrained), steps))
-    if unloaded:
-        raise DiffersError("loading", unloaded)
 
 
 # -- the two sides ---------------------------------------------------------------------------------
@@ -231,20 +214,6 @@ def weights_of(engine: Engine) -> dict[str, Tensor]:
     return named
 
 
-def copy_weights(model: nn.Module, engine: Engine) -> None:
-    """Copy a plain model's weights into the engine's store, under the model's own names."""
-    weights = model.state_dict()
-    for block in engine.anatomy.blocks:
-        master = torch.zeros(block.layout.numel)
-        for name, view in block.layout.views(master).items():
-            view.copy_(weights[name])
-        store_master(engine.store, block.index, master)
-    for name in engine.constants:
-        engine.constants[name].copy_(weights[name])
-    engine.constants.drawn()
-    engine.weights_changed()
-
-
 def leave_out_unused(trace: Trace, names: Sequence[str]) -> None:
     """Drop tensors that do not train. Raises DiffersError if in plain PyTorch they do."""
     for name in names:
@@ -279,7 +248,7 @@ def same_bits(given: Mapping[str, Tensor], written: Mapping[str, Tensor]) -> Non
 
 
 def refuse_changed(constants: Iterable[str], plain: Trace) -> None:
-    """Take constants out of what has gradients and changes. Raises DiffersError if one has them."""
+    """Take constants out of a trace. Raises DiffersError if one has a gradient or changes."""
     for name in constants:
         if plain.gradients.pop(name, torch.zeros(())).any():
             raise DiffersError("gradients", f"{name} has a gradient, and is taken for a constant")
@@ -318,10 +287,7 @@ def close(
     rounded: Mapping[str, Tensor],
     times: int = 1,
 ) -> None:
-    """Raise DiffersError for the first tensor that is off by more than rounding.
-
-    name: of the stage. times: how much more is allowed.
-    """
+    """Raise DiffersError at stage `name` for the first tensor that is off by more than rounding."""
     largest = max(float(tensor.norm()) for tensor in expected.values())
     for tensor, values in expected.items():
         if tensor not in found:

@@ -1,5 +1,4 @@
-"""Frozen tensors: which of a model's the user's patterns take, and its blocks when they do not
-train.
+"""Frozen tensors: those that the user's patterns take, and a model's blocks when they do not train.
 
 A frozen tensor is streamed and computed with as any other, and keeps its weight alone: it is the
 tail of its block's weight array, which is longer than the block's other arrays.
@@ -33,9 +32,6 @@ def freeze(anatomy: Anatomy, patterns: Sequence[str], name: str = "freeze") -> A
     Raises ConfigError for a pattern that takes nothing, or a part of a tensor that is trained as
     one, and if nothing is left to train.
     """
-    for pattern in patterns:
-        if not isinstance(pattern, str):
-            raise ConfigError(f"{name}: {pattern!r} is no name of a tensor; write it as text")
     owners = _owners(anatomy, patterns, name)
     streamed = {spec.name for block in anatomy.blocks for spec in block.layout.tensors}
     _refuse_parts(anatomy, patterns, owners & streamed, name)

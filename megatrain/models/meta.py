@@ -21,7 +21,7 @@ from collections.abc import (
     MutableSequence,
     Sequence,
 )
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -36,11 +36,7 @@ LARGE = 1 << 24  # elements: far more than a table that layers compute with has
 
 
 class MetaKernels(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Grouped matmuls on the meta device in any dtype: mixtures of experts compute with them.
-
-    Torch's own meta kernel knows bf16 alone, real ones more. Their gradients are grouped matmuls,
-    too.
-    """
+    """Grouped matmuls of experts on the meta device in any dtype; torch's own knows bf16 alone."""
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
@@ -52,10 +48,7 @@ class MetaKernels(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 class AssumeYes(MetaKernels):  # type: ignore[no-untyped-call]
-    """Answers yes to every yes-or-no question about values of meta tensors.
-
-    Models ask only whether nothing is padded or packed, to leave out the attention mask.
-    """
+    """Answers yes to questions about meta tensors: models ask if nothing is padded or packed."""
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
@@ -75,8 +68,10 @@ def on_meta() -> Iterator[list[None]]:
 
 @contextmanager
 def without_data(runs_on: str = "cpu") -> Iterator[None]:
-    """For runs on the meta device: as `on_meta`, but under `AssumeYes`, and the random state stays
-    as it was. runs_on: "cuda" for the kernels of packages that it has, else transformers' path."""
+    """As `on_meta`, but under `AssumeYes`, and the random state stays as it was.
+
+    runs_on: "cuda" for the kernels of packages that it has, else transformers' path.
+    """
     paths = kernels_left_out() if runs_on == "cuda" else torch_paths()
     with torch.random.fork_rng(devices=[]), paths, AssumeYes():  # type: ignore[no-untyped-call]
         yield
@@ -268,7 +263,7 @@ _LIBRARY.impl(  # type: ignore[no-untyped-call]
 def torch_paths() -> Iterator[list[None]]:
     """Have transformers compute in plain torch, though a package of kernels is installed.
 
-    Yields a list that grows whenever it asks, which it does only in place of such a kernel.
+    Yields a list that grows whenever it takes torch in place of such a kernel.
     """
     asked: list[None] = []
 
@@ -292,11 +287,7 @@ def kernels_left_out() -> Iterator[None]:
 
     def in_torch() -> bool:
         asks = sys._getframe(1).f_locals  # of transformers, which is about to call the kernel
-        try:
-            _try_out(*(asks.get(name) for name in ("implementation", "args", "kwargs")))
-        except _CannotRun:
-            return True
-        return False
+        return not _runs(*(asks.get(name) for name in ("implementation", "args", "kwargs")))
 
     with _answering(in_torch), _without_launches():
         yield
@@ -306,8 +297,7 @@ def kernels_left_out() -> Iterator[None]:
 def _answering(in_torch: Callable[[], bool]) -> Iterator[None]:
     """Inside, `in_torch` decides where transformers computes in torch rather than by a kernel.
 
-    It does so while it takes a model to be exported. Only its choice of kernels is told that: its
-    own torch code, which avoids some operators then, stays as it is.
+    Only its choice of kernels takes the model to be exported, not its own torch code.
     """
     from transformers.integrations import hub_kernels
 
@@ -319,15 +309,8 @@ def _answering(in_torch: Callable[[], bool]) -> Iterator[None]:
         hub_kernels.is_torchdynamo_exporting = before
 
 
-class _CannotRun(Exception):
-    """A function of a package, or its gradient, does not run on tensors without data."""
-
-
-def _try_out(kernel: Any, args: Any, kwargs: Any) -> None:
-    """Run a function and its gradient on such tensors, unseen by dispatch modes.
-
-    Raises _CannotRun.
-    """
+def _runs(kernel: Any, args: Any, kwargs: Any) -> bool:
+    """True if a function and its gradient run on tensors without data, unseen by dispatch modes."""
 
     def blank(tensor: Tensor) -> Tensor:
         return torch.empty_like(tensor, requires_grad=tensor.requires_grad)
@@ -338,8 +321,9 @@ def _try_out(kernel: Any, args: Any, kwargs: Any) -> None:
             out = [tensor for tensor in tensors_in(kernel(*args, **kwargs)) if tensor.requires_grad]
             leaves = [tensor for tensor in tensors_in((args, kwargs)) if tensor.requires_grad]
             torch.autograd.grad(out, leaves, [torch.empty_like(t) for t in out], allow_unused=True)
-    except Exception as error:  # whatever a package raises
-        raise _CannotRun from error
+    except Exception:  # noqa: BLE001  whatever a package raises
+        return False
+    return True
 
 
 @contextmanager
@@ -349,53 +333,34 @@ def _without_launches() -> Iterator[None]:
     Packages that use one of the two have imported it.
     """
     triton, tilelang = sys.modules.get("triton.runtime.jit"), sys.modules.get("tilelang.jit")
-    replaced: list[tuple[Any, str, Any]] = []
-    if triton is not None:
-        replaced.append((triton.KernelInterface, "__getitem__", _triton_launch))
-    if tilelang is not None:
-        replaced.append((tilelang.JITImpl, "__call__", _tilelang_launch))
-    before = [(owner, name, getattr(owner, name)) for owner, name, _ in replaced]
-    for owner, name, launch in replaced:
-        setattr(owner, name, launch(getattr(owner, name)))
+    with ExitStack() as replaced:
+        if triton is not None:  # `kernel[grid]` is a launcher
+            replaced.enter_context(_not_on_meta(triton.KernelInterface, "__getitem__"))
+        if tilelang is not None:  # `kernel(*sizes)` is one
+            replaced.enter_context(_not_on_meta(tilelang.JITImpl, "__call__"))
+        yield
+
+
+@contextmanager
+def _not_on_meta(kernels: Any, name: str) -> Iterator[None]:
+    """Inside, what makes launchers of a class of kernels is called for tensors with data only."""
+    make = getattr(kernels, name)
+
+    def launcher(kernel: Any, *sizes: Any, **options: Any) -> Callable[..., None]:
+        def launch(*args: Any, **kwargs: Any) -> None:
+            if getattr(kernel, "out_idx", None) is not None:
+                raise RuntimeError("the kernel allocates its results itself")
+            blank = [tensor for tensor in tensors_in((args, kwargs)) if tensor.is_meta]
+            if not blank:
+                make(kernel, *sizes, **options)(*args, **kwargs)
+                return
+            with torch.no_grad():  # seen by dispatch modes
+                torch.ops.megatrain.launch(blank)
+
+        return launch
+
+    setattr(kernels, name, launcher)
     try:
         yield
     finally:
-        for owner, name, method in before:
-            setattr(owner, name, method)
-
-
-def _triton_launch(getitem: Callable[..., Any]) -> Callable[..., Any]:
-    """In place of `KernelInterface.__getitem__`, which makes a launcher of a kernel and a grid."""
-
-    def launcher(kernel: Any, grid: Any) -> Callable[..., None]:
-        def launch(*args: Any, **kwargs: Any) -> None:
-            if not _noted(args, kwargs):
-                getitem(kernel, grid)(*args, **kwargs)
-
-        return launch
-
-    return launcher
-
-
-def _tilelang_launch(call: Callable[..., Any]) -> Callable[..., Any]:
-    """In place of `JITImpl.__call__`, which compiles a kernel for given sizes."""
-
-    def compiled(kernel: Any, *sizes: Any, **options: Any) -> Callable[..., None]:
-        def launch(*args: Any, **kwargs: Any) -> None:
-            if kernel.out_idx is not None:
-                raise RuntimeError("the kernel allocates its results itself")
-            if not _noted(args, kwargs):
-                call(kernel, *sizes, **options)(*args, **kwargs)
-
-        return launch
-
-    return compiled
-
-
-def _noted(args: Any, kwargs: Any) -> bool:
-    """True if a kernel was given meta tensors, which dispatch modes see then."""
-    tensors = [tensor for tensor in tensors_in((args, kwargs)) if tensor.is_meta]
-    if tensors:
-        with torch.no_grad():
-            torch.ops.megatrain.launch(tensors)
-    return bool(tensors)
+        setattr(kernels, name, make)

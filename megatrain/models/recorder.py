@@ -50,8 +50,7 @@ class UnusedOutputUsed(ModelError):
 class UnusedOutput:
     """Stands in for what a layer returns beside its hidden states, such as attention weights.
 
-    A model may drop it or hand it out. Whatever else it does with it would be computed from nothing
-    here, so that raises: nothing that takes None for "there is none" may be fooled.
+    A model may drop it or hand it out; whatever else it does with it raises.
     """
 
     @classmethod
@@ -70,8 +69,7 @@ class UnusedOutput:
 class Discarding(UserDict[Any, Any]):
     """Stands in for the empty dict `of` that a model hands to its layers, one after the other.
 
-    What a layer puts there is dropped: kept, it would outlive the layer's graph. A layer that asks
-    for anything would get nothing here, so that raises. The model may hand the dict out.
+    What a layer puts there is dropped, as it would outlive the layer's graph; asking for it raises.
     """
 
     def __init__(self, of: MutableMapping[Any, Any]) -> None:
@@ -193,8 +191,7 @@ def documents_of(positions: torch.Tensor) -> torch.Tensor:
 
 
 def boundaries_of(positions: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Offsets at which the documents of sequences [batch, tokens] begin, as kernels take it, in
-    int32.
+    """int32 offsets at which documents of sequences [batch, tokens] begin, as kernels take them.
 
     cu_seq_lens_q [documents + 1] has their beginnings where all sequences lie end to end, and the
     number of tokens; seq_idx [batch, tokens] the number of each token's document among all.
@@ -208,15 +205,11 @@ def boundaries_of(positions: torch.Tensor) -> dict[str, torch.Tensor]:
 
 
 def told(calls: list[LayerCall], masked: Sequence[bool], shape: torch.Size) -> list[LayerCall]:
-    """Calls of layers as they keep documents apart: by the mask that they get, or by kernels.
+    """Calls of layers as they keep documents apart: where `masked` by their mask, else by kernels.
 
-    Args:
-        calls: with what `boundaries_of` found.
-        masked: for each layer, whether its mask separates documents.
-        shape: [batch, tokens].
-
-    Kernels take the beginnings of documents in one sequence only. So sequences are laid end to end
-    where there is no mask. (Masks of such a sequence would grow with its square.)
+    Kernels take the beginnings of documents, which `boundaries_of` found, in one sequence only. So
+    sequences of `shape`, [batch, tokens], are laid end to end where there is no mask. (Masks of
+    such a sequence would grow with its square.)
     """
     known: dict[int, torch.Tensor] = {}  # layers go on sharing what they share
 
@@ -236,7 +229,7 @@ def told(calls: list[LayerCall], masked: Sequence[bool], shape: torch.Size) -> l
 
 
 def none_found(positions: torch.Tensor) -> None:
-    """The answer for positions that the model itself counted: nothing is packed."""
+    """Nothing is packed, as the model counted positions itself."""
 
 
 @contextmanager
