@@ -46,28 +46,19 @@ class Block:
 
 @dataclass(frozen=True)
 class Place:
-    """The place of a model folder's tensor.
-
-    Attributes:
-        own: the model's own name of the tensor that it is, or is a part of.
-        whole: it is a tensor of the model's own that is published otherwise: in parts, say.
-        alias: it repeats a tied tensor, which it may replace.
-        constant: it lies in no array; its range is one of `Block.constants`.
-        passenger: it is carried along, and lies in no block.
-    """
+    """The place of a model folder's tensor."""
 
     block: int
     tensor: TensorRange
-    own: str
-    whole: bool = False
-    alias: bool = False
-    constant: bool = False
-    passenger: bool = False
+    own: str  # the model's own name of the tensor that it is, or is a part of
+    whole: bool = False  # a tensor of the model's own that is published otherwise: in parts, say
+    alias: bool = False  # it repeats a tied tensor, which it may replace
+    constant: bool = False  # it lies in no array; its range is one of `Block.constants`
+    passenger: bool = False  # it is carried along, and lies in no block
 
 
 def kept_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """The tensors of a model's folder: parameters and persistent buffers, tied ones under every
-    name."""
+    """A model folder's tensors: parameters and persistent buffers, tied ones under every name."""
     kept: dict[str, Tensor] = model.state_dict(keep_vars=True)
     return kept
 
@@ -124,8 +115,7 @@ class Constants:
         self.places = places
         self._owner = owner
         self._offsets = {spec.name: spec.offset for b in blocks for spec in b.constants.tensors}
-        self._read: dict[Place, tuple[str, torch.dtype]] = {}  # as a folder has them
-        self._exact: dict[Place, Tensor] = {}  # what is wider there than the device has it
+        self._read: dict[Place, tuple[str, Tensor]] = {}  # (name, values) as a folder has them
         wide = _kept_in_float32(model) if self._offsets else set()
         for name in self._offsets:
             tensor = self[name].detach()
@@ -183,23 +173,19 @@ class Constants:
         return FLOATS if own in FLOATS else (own,)
 
     def expect(self, read: Mapping[Place, tuple[str, torch.dtype]]) -> None:
-        """`write` will be called for these (name, dtype) of a folder's tensors, by place.
-
-        Others among them are none of ours.
-        """
-        self._read = {place: told for place, told in read.items() if place.constant}
-        self._exact = {
-            place: torch.empty(place.tensor.numel, dtype=dtype)
-            for place, (_, dtype) in self._read.items()
-            if torch.promote_types(dtype, self[place.own].dtype) != self[place.own].dtype
+        """`write` will be called for those of a folder's tensors, (name, dtype) by place, that are
+        constants."""
+        self._read = {
+            place: (name, torch.empty(place.tensor.shape, dtype=dtype))
+            for place, (name, dtype) in read.items()
+            if place.constant
         }
 
     def write(self, place: Place, begin: int, values: Tensor) -> None:
         """A part of a tensor, flat, from its element `begin`. Called from several threads."""
         with torch.no_grad():
-            self._flat(place).narrow(0, begin, values.numel()).copy_(values)
-        if place in self._exact:
-            self._exact[place].narrow(0, begin, values.numel()).copy_(values)
+            for flat in (self._flat(place), self._read[place][1].view(-1)):
+                flat.narrow(0, begin, values.numel()).copy_(values)
 
     def _flat(self, place: Place) -> Tensor:
         flat = self[place.own].detach().view(-1)
@@ -207,14 +193,10 @@ class Constants:
 
     def of_block(self, block: int) -> list[tuple[str, Tensor]]:
         """(name, values) of a model folder's tensors, on the CPU."""
-        found = [(place, *told) for place, told in self._read.items() if place.block == block]
-        if not self._read:
-            found = [(p, p.tensor.name, self[p.own].dtype) for p in self.places[block]]
-        return [(name, self._values(place, dtype)) for place, name, dtype in found]
-
-    def _values(self, place: Place, dtype: torch.dtype) -> Tensor:
-        flat = self._exact[place] if place in self._exact else self._flat(place)
-        return flat.to("cpu", dtype).view(place.tensor.shape)
+        if self._read:
+            return [read for place, read in self._read.items() if place.block == block]
+        places = self.places[block]
+        return [(p.tensor.name, self._flat(p).cpu().view(p.tensor.shape)) for p in places]
 
 
 def names_in(constants: Constants) -> tuple[str, ...]:
@@ -247,19 +229,12 @@ OF_TEXT = ("input_ids", "labels", "attention_mask", "position_ids")
 # why: decision 0068
 @dataclass(frozen=True)
 class UnusedWeights:
-    """The weights of a model that are copied unchanged.
+    """The weights of a model that are copied unchanged."""
 
-    Attributes:
-        names: of parameters and of buffers that belong to the weights.
-        modules: paths of the largest modules that hold nothing else.
-        nbytes: of all of them, in the dtype that the configuration states.
-        multimodal: the configuration describes more than a language model.
-    """
-
-    names: tuple[str, ...]
-    modules: tuple[str, ...]
-    nbytes: int
-    multimodal: bool = False
+    names: tuple[str, ...]  # of parameters, and of buffers that belong to the weights
+    modules: tuple[str, ...]  # paths of the largest modules that hold nothing else
+    nbytes: int  # of all of them, in the dtype that the configuration states
+    multimodal: bool = False  # the configuration describes more than a language model
 
 
 NOBODY = UnusedWeights((), (), 0)
@@ -292,8 +267,7 @@ def find_unused_weights(model: nn.Module, names: Collection[str], config: Any) -
 
 
 def _modules(model: nn.Module, names: Collection[str]) -> tuple[str, ...]:
-    """The largest modules whose weights are all among these; a single one where its module's
-    others are not."""
+    """The largest modules, or else single tensors, whose weights are all among these."""
     others = [name for name in kept_tensors(model) if name not in names]
     found: dict[str, None] = {}
     for name in names:
