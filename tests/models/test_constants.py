@@ -70,23 +70,17 @@ class CountsAnew(Toy):
     layer = ReplacingLayer
 
 
-@pytest.mark.parametrize("used", [(), (1,)])
-def test_parameters_without_part_in_what_layers_return_are_found_in_each_kind_of_layer(used):
-    toy = DropsAllOfAParameter()
-    for index in used:
-        toy.layers[index].adds_its_gate = True
-    idle = [index for index in range(3) if index not in used]
+def test_parameters_without_part_in_what_layers_return_are_found_in_each_kind_of_layer():
+    toy: Any = DropsAllOfAParameter()
+    toy.layers[1].adds_its_gate = True
     found = probe_model(toy, toy.layers)
-    assert found.idle == [f"{i}.gate.{leaf}" for i in idle for leaf in ("weight", "bias")]
+    assert found.idle == [f"{i}.gate.{leaf}" for i in (0, 2) for leaf in ("weight", "bias")]
 
 
-@pytest.mark.parametrize("model", [Counts, CountsAnew])
-def test_a_buffer_that_training_writes_is_no_constant(model):
-    toy = model()
-    with pytest.raises(
-        ModelError, match=r"seen of its layer .* is changed by every forward in tra"
-    ):
-        probe_model(toy, toy.layers)
+def test_a_buffer_that_training_writes_is_no_constant():
+    for toy in (Counts(), CountsAnew()):
+        with pytest.raises(ModelError, match=r"seen of its layer .* is changed by every"):
+            probe_model(toy, toy.layers)
 
 
 @pytest.mark.slow
@@ -149,10 +143,6 @@ def test_building_leaves_the_random_state():
     assert torch.equal(torch.get_rng_state(), before)
 
 
-def with_one_wider_layer(**sizes: int) -> Any:
-    return tiny_config("llama", per_layer_config={1: sizes})
-
-
 HETEROGENEOUS = pytest.mark.skipif(
     not hasattr(transformers.PretrainedConfig, "per_layer_config"),
     reason="this release of transformers has none",
@@ -161,10 +151,8 @@ HETEROGENEOUS = pytest.mark.skipif(
 
 @HETEROGENEOUS
 def test_settings_may_differ_by_layer():
-    config = with_one_wider_layer(intermediate_size=96)
+    config = tiny_config("llama", per_layer_config={1: {"intermediate_size": 96}})
     assert [of_layer.intermediate_size for of_layer in layer_configs(config, 3)] == [64, 96, 64]
-    with pytest.raises(ModelError, match=r"intermediate_size of 1e\+08 in config.json is more"):
-        build_model(with_one_wider_layer(intermediate_size=10**8), "auto", torch.float32)
 
 
 @HETEROGENEOUS

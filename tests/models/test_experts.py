@@ -58,11 +58,15 @@ def computed(kind: Any, dtype: torch.dtype, ours: bool, chosen: torch.Tensor) ->
     return [out, *torch.autograd.grad(out, leaves, drawn(TOKENS, HIDDEN).detach())]
 
 
+def chosen_of(most: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(1)
+    return torch.stack([torch.randperm(most, generator=generator)[:EACH] for _ in range(TOKENS)])
+
+
 @pytest.mark.parametrize("kind", CLASSES)
 @pytest.mark.parametrize("most", [EXPERTS, EACH])  # the latter leaves experts without a row
 def test_outputs_and_gradients_are_those_of_a_loop(kind, most):
-    generator = torch.Generator().manual_seed(1)
-    chosen = torch.stack([torch.randperm(most, generator=generator)[:EACH] for _ in range(TOKENS)])
+    chosen = chosen_of(most)
     found, expected = (computed(kind, torch.float32, ours, chosen) for ours in (True, False))
     for one, other in zip(found, expected, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
@@ -70,10 +74,7 @@ def test_outputs_and_gradients_are_those_of_a_loop(kind, most):
 
 @pytest.mark.parametrize("kind", CLASSES)
 def test_bfloat16_is_as_near_to_float32_as_transformers(kind):
-    generator = torch.Generator().manual_seed(1)
-    chosen = torch.stack(
-        [torch.randperm(EXPERTS, generator=generator)[:EACH] for _ in range(TOKENS)]
-    )
+    chosen = chosen_of(EXPERTS)
     exact = computed(kind, torch.float32, False, chosen)
     ours, theirs = (computed(kind, torch.bfloat16, which, chosen) for which in (True, False))
     for true, one, other in zip(exact, ours, theirs, strict=True):

@@ -49,71 +49,47 @@ def edit(folder: Path, file: str, **entries: Any) -> None:
     path.write_text(json.dumps(json.loads(path.read_text()) | entries))
 
 
-def test_a_folder_is_a_folder(folder: Path) -> None:
+def test_a_source_is_a_folder_or_a_gguf_file(folder: Path, tmp_path: Path) -> None:
     assert resolve_source(str(folder)) == ModelSource("folder", folder)
-
-
-def test_a_gguf_file_is_found_by_itself_or_by_its_folder(tmp_path: Path) -> None:
     (tmp_path / "x.gguf").touch()
     expected = ModelSource("gguf", tmp_path, "x.gguf")
     assert resolve_source(tmp_path / "x.gguf") == expected == resolve_source(tmp_path)
     assert expected.file == tmp_path / "x.gguf"
 
 
-def test_a_typo_in_a_path_is_answered_with_the_nearest_name(folder: Path) -> None:
-    with pytest.raises(
-        ModelError, match=r"modle: no such file or folder \(did you mean .*/model\?\)"
+def test_what_is_no_model_says_what_it_is(folder: Path, tmp_path: Path) -> None:
+    for number, (files, message) in enumerate(
+        (
+            ([], "has no config.json"),
+            (["a.gguf", "b.gguf"], "holds 2 GGUF files"),
+            (["last"], "is a run folder; name one of its checkpoints"),
+            (["adapter_config.json"], "is an adapter"),
+        )
     ):
-        resolve_source(folder.with_name("modle"))
+        other = tmp_path / str(number)
+        other.mkdir()
+        for file in files:
+            (other / file).touch()
+        with pytest.raises(ModelError, match=message):
+            resolve_source(other)
+    for path, message in (
+        (folder.with_name("modle"), r"modle: no such file or folder \(did you mean .*/model\?\)"),
+        (tmp_path / "gone" / "model", r"nor is there a folder .*/gone"),
+        (folder / "config.json", "is a file; name the folder"),
+    ):
+        with pytest.raises(ModelError, match=message):
+            resolve_source(path)
 
 
-def test_a_missing_parent_is_named(tmp_path: Path) -> None:
-    with pytest.raises(ModelError, match=r"nor is there a folder .*/gone"):
-        resolve_source(tmp_path / "gone" / "model")
-
-
-@pytest.mark.parametrize(
-    ("files", "message"),
-    [
-        ([], "has no config.json"),
-        (["a.gguf", "b.gguf"], "holds 2 GGUF files"),
-        (["last"], "is a run folder; name one of its checkpoints"),
-        (["adapter_config.json"], "is an adapter"),
-    ],
-)
-def test_a_folder_that_is_no_model_says_what_it_is(
-    tmp_path: Path, files: list[str], message: str
-) -> None:
-    for file in files:
-        (tmp_path / file).touch()
-    with pytest.raises(ModelError, match=message):
-        resolve_source(tmp_path)
-
-
-def test_another_kind_of_file_is_refused(folder: Path) -> None:
-    with pytest.raises(ModelError, match="is a file; name the folder"):
-        resolve_source(folder / "config.json")
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        "",
-        "[]",
-        "{}",
-        "nope",
-        '{"model_type": "no-such"}',
-        '{"model_type": "llama", "hidden_size": "wide"}',
-        '{"model_type": 7}',
-        "1" * 6000,
-    ],
-)
-def test_a_malformed_config_is_one_sentence(folder: Path, text: str) -> None:
-    (folder / "config.json").write_text(text)
+def test_a_malformed_config_is_one_sentence(folder: Path) -> None:
     message = r"config\.json: (cannot be used|needs Python code)"
-    with pytest.raises(ModelError, match=message) as caught:
-        read_model_config(resolve_source(folder))
-    assert "\n" not in str(caught.value)
+    wide = '{"model_type": "llama", "hidden_size": "wide"}'
+    odd = ("", "[]", "{}", '{"model_type": "no-such"}', wide, '{"model_type": 7}', "1" * 6000)
+    for text in odd:
+        (folder / "config.json").write_text(text)
+        with pytest.raises(ModelError, match=message) as caught:
+            read_model_config(resolve_source(folder))
+        assert "\n" not in str(caught.value)
 
 
 def test_a_huge_config_is_not_read(folder: Path) -> None:
@@ -123,20 +99,17 @@ def test_a_huge_config_is_not_read(folder: Path) -> None:
         read_model_config(resolve_source(folder))
 
 
-@pytest.mark.parametrize("key", ["quantization_config", "compression_config"])
-@pytest.mark.parametrize(
-    "method", ["bitsandbytes", "gptq", "awq", "compressed-tensors", "fbgemm_fp8"]
-)
-def test_other_quantised_weights_are_refused_by_method(folder: Path, key: str, method: str) -> None:
-    edit(folder, "config.json", **{key: {"quant_method": method}})
-    with pytest.raises(ModelError, match=rf"quantised \({method}\).*name the unquantised model"):
-        read_model_config(resolve_source(folder))
-
-
-def test_a_method_without_settings_is_refused_by_its_name(folder: Path) -> None:
-    edit(folder, "config.json", quantization_config="gptq")
-    with pytest.raises(ModelError, match=r"quantised \(gptq\).*name the unquantised model"):
-        read_model_config(resolve_source(folder))
+def test_other_quantised_weights_are_refused_by_method(folder: Path) -> None:
+    text = (folder / "config.json").read_text()
+    for key, stated in (
+        ("quantization_config", {"quant_method": "gptq"}),
+        ("quantization_config", "gptq"),
+        ("compression_config", {"quant_method": "gptq"}),
+    ):
+        (folder / "config.json").write_text(text)
+        edit(folder, "config.json", **{key: stated})
+        with pytest.raises(ModelError, match=r"quantised \(gptq\).*name the unquantised model"):
+            read_model_config(resolve_source(folder))
 
 
 @pytest.mark.parametrize("method", ["mxfp4", "fp8"])
@@ -212,32 +185,24 @@ def test_a_tokenizers_code_is_not_run(folder: Path, trap: Path) -> None:
     assert not trap.exists()
 
 
-@pytest.mark.parametrize("change", [{"truncation": 0}, {"version": "9"}, {"post_processor": "x"}])
-def test_a_tokenizer_that_cannot_be_parsed_is_named(folder: Path, change: dict[str, Any]) -> None:
-    make_tokenizer(eos_token="</s>").save_pretrained(folder)
-    file = folder / "tokenizer.json"
-    file.write_text(json.dumps(json.loads(file.read_text()) | change))
-    with pytest.raises(ModelError, match="model: the tokenizer cannot be used"):
-        load_tokenizer(resolve_source(folder))
-
-
-def test_a_length_that_is_no_number_is_named(folder: Path) -> None:
-    make_tokenizer(eos_token="</s>").save_pretrained(folder)
-    edit(folder, "tokenizer_config.json", model_max_length="long")
-    with pytest.raises(ModelError, match="model: the tokenizer's model_max_length is 'long'"):
-        load_tokenizer(resolve_source(folder))
-
-
-@pytest.mark.parametrize("odd", [5, "LlamaForCausalLM", [None]])
-def test_architectures_that_are_no_names_are_named(folder: Path, odd: object) -> None:
-    edit(folder, "config.json", architectures=odd)
-    with pytest.raises(ModelError, match=r"architectures is .*; a list of names of classes"):
-        read_model_config(resolve_source(folder))
-
-
-def test_a_missing_tokenizer_is_named(folder: Path) -> None:
+def test_files_that_cannot_be_used_are_named(folder: Path) -> None:
     with pytest.raises(ModelError, match=r"model: the tokenizer cannot be used"):
         load_tokenizer(resolve_source(folder))
+    make_tokenizer(eos_token="</s>").save_pretrained(folder)
+    for file, change, message in (
+        ("tokenizer.json", {"truncation": 0}, "model: the tokenizer cannot be used"),
+        ("tokenizer.json", {"version": "9"}, "model: the tokenizer cannot be used"),
+        ("tokenizer_config.json", {"model_max_length": "long"}, "model_max_length is 'long'"),
+    ):
+        text = (folder / file).read_text()
+        edit(folder, file, **change)
+        with pytest.raises(ModelError, match=message):
+            load_tokenizer(resolve_source(folder))
+        (folder / file).write_text(text)
+    for odd in (5, "LlamaForCausalLM", [None]):
+        edit(folder, "config.json", architectures=odd)
+        with pytest.raises(ModelError, match=r"architectures is .*; a list of names of classes"):
+            read_model_config(resolve_source(folder))
 
 
 def test_a_folder_keeps_its_eos_and_gets_a_pad(folder: Path) -> None:
@@ -250,9 +215,6 @@ def test_a_folder_keeps_its_eos_and_gets_a_pad(folder: Path) -> None:
     assert config.model_type == "llama"
     assert generation is not None
     assert generation.eos_token_id == [2, 3]
-
-
-def test_a_folder_keeps_its_own_pad(folder: Path) -> None:
     make_tokenizer(eos_token="</s>", pad_token="<unk>").save_pretrained(folder)
     assert load_tokenizer(resolve_source(folder)).pad_token == "<unk>"
 

@@ -6,10 +6,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import nn
 
-from megatrain.models.anatomy import layouts_of
-from megatrain.models.family import build_model, choose_attention
+from megatrain.models.family import build_model, choose_attention, longest_sequence
 from megatrain.models.skeleton import Skeleton
 from tests.delays import failing
 from tests.support import (
@@ -78,21 +76,6 @@ def test_a_block_has_one_segment_of_each_kind(family):
         assert decays == sorted(set(decays), reverse=True)
 
 
-def test_learned_positions_belong_to_embed_and_the_final_norm_to_the_head():
-    shape = skeleton_of("gpt2").anatomy
-    ends = [[spec.name for spec in end.layout.tensors] for end in (shape.embed, shape.head)]
-    assert ends == [
-        ["transformer.wte.weight", "transformer.wpe.weight"],
-        ["transformer.ln_f.weight", "transformer.ln_f.bias"],
-    ]
-
-
-def test_only_matrices_decay():
-    layouts = layouts_of(skeleton_of("falcon-rw").anatomy)
-    for spec in (spec for layout in layouts for spec in layout.tensors):
-        assert spec.decay == (len(spec.shape) == 2 and not spec.name.endswith("bias")), spec.name
-
-
 def test_parameters_have_no_memory_and_buffers_do():
     model = build_model(tiny_config("llama"), "auto", torch.bfloat16)
     assert all(p.is_meta and p.dtype == torch.bfloat16 for p in model.parameters())
@@ -110,13 +93,6 @@ def test_building_takes_no_memory_for_a_large_vocabulary():
         return int(status.partition("VmHWM:")[2].split()[0])  # KiB
 
     assert peak(1 << 19) - peak(100) < 64 << 10
-
-
-def test_building_leaves_torch_as_it_was():
-    register = nn.Module.register_parameter
-    build_model(tiny_config("llama"), "auto", torch.float32)
-    assert nn.Module.register_parameter is register
-    assert not nn.Linear(2, 2).weight.is_meta
 
 
 def test_bound_parameters_are_the_flat_memory():
@@ -150,29 +126,31 @@ def test_attention_that_cannot_cap_logits_is_not_chosen():
     assert skeleton_of("gemma2").config._attn_implementation == "eager"
 
 
-@pytest.mark.parametrize(
-    ("family", "changes", "draws"),
-    [
-        ("gpt-neox", {}, False),
-        ("gpt-neox", {"hidden_dropout": 0.1}, True),
-        ("gpt-neox", {"attention_dropout": 0.1}, True),
-        ("mixtral", {}, False),
-        ("mixtral", {"router_jitter_noise": 0.1}, True),
-    ],
-)
-def test_it_knows_whether_training_draws_random_numbers(family, changes, draws):
-    assert skeleton_of(family, **changes).has_dropout is draws
-
-
-def test_a_dry_call_has_shapes_and_no_data():
-    skeleton = Skeleton(tiny_config("llama"), dtype=torch.bfloat16)
-    hidden, calls = skeleton.dry_call(2, 40)
-    assert (tuple(hidden.shape), hidden.dtype) == ((2, 40, 32), torch.bfloat16)
-    assert hidden.is_meta
-    assert len(calls) == 3
+def test_it_knows_whether_training_draws_random_numbers():
+    for family, changes in (
+        ("gpt-neox", {"hidden_dropout": 0.1}),
+        ("gpt-neox", {"attention_dropout": 0.1}),
+        ("mixtral", {"router_jitter_noise": 0.1}),
+    ):
+        assert skeleton_of(family, **changes).has_dropout
+        assert not skeleton_of(family).has_dropout
 
 
 def test_whether_documents_are_separated_is_known_of_bound_models_too():
     skeleton = skeleton_of("llama")
     skeleton.move_buffers(torch.device("meta"))  # as an engine does, to where the zeros are not
     assert skeleton.separates_documents(torch.device("cpu"))
+
+
+def test_stretched_positions_of_rotary_embeddings_count():
+    yarn = {"rope_type": "yarn", "factor": 4.0}
+    for rope, positions in (
+        ({"rope_type": "default"}, 64),
+        (yarn | {"original_max_position_embeddings": 64}, 256),
+        (yarn | {"original_max_position_embeddings": 16}, 64),
+        ({"rope_type": "linear", "factor": 2.0}, 128),
+        ({"rope_type": "dynamic", "factor": 3.0}, 192),
+    ):
+        changes = {"max_position_embeddings": 64, "rope_parameters": {"rope_theta": 1e4, **rope}}
+        assert longest_sequence(tiny_config("llama", **changes)) == positions
+    assert longest_sequence(tiny_config("gpt2", n_positions=48)) == 48  # it has none

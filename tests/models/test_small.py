@@ -124,9 +124,3 @@ def test_there_is_none_that_lacks_a_kind_of_layer(monkeypatch):
     monkeypatch.setattr(type(config), "from_dict", all_sliding)
     with pytest.raises(ModelError, match="layers have not all kinds"):
         small_of(config)
-
-
-def test_junk_in_a_configuration_is_no_reason_to_fail():
-    junk = {"per_layer_config_of": {"a": 1}, "attention_types": 7, "mrope_section": [0]}
-    with pytest.raises(ModelError, match="it refuses other sizes"):
-        small_of(tiny_config("llama", **junk))
