@@ -32,8 +32,7 @@ from megatrain.cli.app import (
 )
 from megatrain.errors import ConfigError, PlanError
 from megatrain.models.shapes import SHAPES
-from megatrain.recipes.signals import stop_requests
-from megatrain.recipes.watchdog import watchdog
+from megatrain.recipes.signals import stop_requests, watchdog
 from megatrain.reporting.streams import console_on
 
 if TYPE_CHECKING:

@@ -28,11 +28,15 @@ from megatrain.planner.plan import Plan
 from megatrain.recipes.describe import choices_in_words, environment_of, facts_of, work_of
 from megatrain.recipes.model import shape_model, suited
 from megatrain.recipes.planned_machine import find_machine
-from megatrain.recipes.ranks.barrier import check_ranks
-from megatrain.recipes.ranks.context_parallel import micro_batch_of, sharing
-from megatrain.recipes.ranks.device import bind
-from megatrain.recipes.ranks.rendezvous import as_rank
-from megatrain.recipes.setup import memory_errors, plan_run, quiet_libraries, resolve_run
+from megatrain.recipes.ranks.rendezvous import as_rank, bind, check_ranks
+from megatrain.recipes.setup import (
+    memory_errors,
+    micro_batch_of,
+    plan_run,
+    quiet_libraries,
+    resolve_run,
+    sharing,
+)
 from megatrain.reporting.meters import GpuMeter, allocator_retries, peak_host_bytes
 from megatrain.reporting.metrics import StepTime
 from megatrain.reporting.progress import logging_on

@@ -23,10 +23,9 @@ from megatrain.engine.resolved import Machine, Resolved
 from megatrain.machine.hardware import update_threads
 from megatrain.machine.profile import installed_version
 from megatrain.planner.plan import Plan
-from megatrain.recipes.ranks.context_parallel import micro_batch_of
 from megatrain.recipes.report import ENVIRONMENT_FILE, PLAN_FILE
 from megatrain.recipes.sample import sample
-from megatrain.recipes.setup import decided_of_optimizer, prices_of
+from megatrain.recipes.setup import decided_of_optimizer, micro_batch_of, prices_of
 from megatrain.recipes.signals import StopRequest
 from megatrain.recipes.state import Ready, Run
 from megatrain.reporting.energy import Economy

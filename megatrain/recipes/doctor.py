@@ -29,7 +29,7 @@ from megatrain.measure.checks import Finding, check, places
 from megatrain.measure.disk import drive_rates
 from megatrain.measure.profile import measure_machine
 from megatrain.measure.ranks import measure_together, network_rate
-from megatrain.recipes.ranks.measuring import measure_processes
+from megatrain.recipes.ranks.rendezvous import measure_processes
 from megatrain.reporting.meters import LoadMeter
 from megatrain.reporting.summary import three_digits
 from megatrain.storage.export import left_overs

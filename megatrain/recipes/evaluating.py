@@ -20,7 +20,7 @@ from megatrain.data.rows import Rows
 from megatrain.errors import ConfigError, DataError
 from megatrain.models.pretrained import is_classifier
 from megatrain.recipes.model import Model
-from megatrain.recipes.rows import day_of, read_rows
+from megatrain.recipes.setup import day_of, read_rows
 from megatrain.storage.restore import read_about
 from megatrain.storage.saves import STATE, with_state
 

@@ -33,9 +33,9 @@ from megatrain.engine.inference import free_bytes, starting_from
 from megatrain.errors import ConfigError
 from megatrain.models.family import regimes_of
 from megatrain.planner.search import AUTO_MICRO_BATCH_TOKENS
+from megatrain.recipes.loop import SWEEP_MICRO_BATCHES
 from megatrain.recipes.model import Model
 from megatrain.recipes.sample import Sampling
-from megatrain.recipes.sweeps import SWEEP_MICRO_BATCHES
 
 # Micro-batches of one sweep, at most, and the share of a GPU's free memory that their hidden
 # states, old and new, may take.

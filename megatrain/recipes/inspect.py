@@ -23,13 +23,12 @@ from megatrain.models.family import regimes_of
 from megatrain.optim import Frozen
 from megatrain.planner.search import AUTO_MICRO_BATCH_TOKENS
 from megatrain.recipes.evaluating import longest_row, rows_to_evaluate
+from megatrain.recipes.loop import SWEEP_MICRO_BATCHES, evaluated, sweeps
 from megatrain.recipes.model import check_weights, check_writes, describe_model, read_model
 from megatrain.recipes.reference import Batches, Wanted, fingerprint, references_of
-from megatrain.recipes.rows import read_rows, say_rows
 from megatrain.recipes.sample import Sampling, answer, system_turns, unseen
-from megatrain.recipes.setup import make_loss, quiet_libraries
+from megatrain.recipes.setup import make_loss, quiet_libraries, read_rows, say_rows
 from megatrain.recipes.signals import StopRequest
-from megatrain.recipes.sweeps import SWEEP_MICRO_BATCHES, evaluated, sweeps
 from megatrain.recipes.tasks import TaskOptions, TaskResults, load_tasks, run_tasks
 from megatrain.reporting.streams import console_on
 from megatrain.settings import Settings

@@ -1,41 +1,47 @@
-"""The training loop, and the run that it drives. Methods differ in rows and losses only."""
+"""The training loop: steps, evaluations and saves. Methods differ in rows and losses only."""
 
 from __future__ import annotations
 
 import logging
 import math
+import shlex
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from functools import partial
+from typing import Any
+
+from safetensors.torch import save as to_safetensors
 
 from megatrain.config import Config
-from megatrain.data.loader import StepBatch
-from megatrain.errors import DivergedError, MegaTrainError, StorageError
+from megatrain.config.sections import EVAL_LOSS
+from megatrain.data.loader import MicroBatch, StepBatch
+from megatrain.engine.engine import Engine
+from megatrain.engine.objective import AnyLoss, EvalResult, StepResult, joined
+from megatrain.errors import ConfigError, DivergedError, MegaTrainError, StorageError
 from megatrain.heartbeat import BYTES_WRITTEN
 from megatrain.recipes.card import model_card
-from megatrain.recipes.describe import describe_run
-from megatrain.recipes.divergence import stop_if_lost, way_back
-from megatrain.recipes.early_stopping import (
-    Figures,
-    check_metric,
-    is_better,
-    out_of_patience,
-)
-from megatrain.recipes.ranks.barrier import awaiting
+from megatrain.recipes.ranks.rendezvous import awaiting
 from megatrain.recipes.sample import answers_to
 from megatrain.recipes.signals import Stopped, StopRequest
 from megatrain.recipes.state import BEGINNING, Run
-from megatrain.recipes.step_metrics import measure, metrics_of
-from megatrain.recipes.sweeps import evaluated
-from megatrain.reporting.metrics import StepTime, write_samples
+from megatrain.reporting.energy import Energy, known_sum
+from megatrain.reporting.meters import peak_host_bytes
+from megatrain.reporting.metrics import StepMetrics, StepTime, write_samples
+from megatrain.reporting.summary import advise
 from megatrain.reporting.tracing import record_timeline
 from megatrain.storage.checkpoint import save_checkpoint, write_final
+from megatrain.storage.hashed_file import write_bytes
 from megatrain.storage.run_folder import checkpoint_name
+from megatrain.storage.saves import prove
+
+Figures = dict[str, float]  # of an evaluation, as metrics.jsonl names them
+TRACED_STEP = 3  # of a process: the first compiles, the second is the first to wait for an update
+SWEEP_MICRO_BATCHES = 4  # at least, where weights are streamed for an evaluation
+NON_FINITE_IN_A_ROW = 5  # one bad batch is skipped; this many mean that the weights are lost
+SPIKES_KEPT = 10  # batches of a process
+LOWER = 10  # the divisor of the learning rate that is proposed
 
 logger = logging.getLogger("megatrain")
-
-TRACED_STEP = 3  # of a process: the first compiles, the second is the first to wait for an update
 
 
 def fit(run: Run, stop: StopRequest) -> bool:
@@ -52,7 +58,7 @@ def fit(run: Run, stop: StopRequest) -> bool:
             save(run, None)
             return stop.says(f"after step {run.step}; the run is saved")
         check_metric(config, found)
-    for batch, data_s in () if out_of_patience(config, run.waited) else timed(run, stop):
+    for batch, data_s in () if out_of_patience(run) else timed(run, stop):
         if batch is None:
             return stop.says(f"while step {run.step + 1} waited for rows; the run is saved")
         train_step(run, batch, data_s)
@@ -64,29 +70,20 @@ def fit(run: Run, stop: StopRequest) -> bool:
         # each checkpoint has its held-out loss; a run that is asked to stop saves at once
         found = evaluate(run, request) if saving or due(config.train.eval_every, run.step) else None
         run.report.write()
-        saving = saving or better(run, found)
+        saving = saving or is_better(config, found, run.best)
         enough = count_patience(run, found)
-        if last or enough or request.came():
-            save(run, found)
-        elif not saving or not try_to_save(run, found):
+        must = last or enough or request.came()
+        if not (must or saving) or not save(run, found, must=must):
             continue
         if enough:
             break
         if request.came():  # perhaps while the checkpoint was written
             return stop.says(f"after step {run.step}; the run is saved")
-    finish(run)
+    if (final := config.checkpoint.final) != "none":
+        run.engine.world.on_rank0(
+            lambda: write_final(config.output, full=final == "full", card=model_card(run))
+        )
     return True
-
-
-def finish(run: Run) -> None:
-    """Write `final/` as the config asks for it. Raises StorageError."""
-    if run.config.checkpoint.final != "none":
-        run.engine.world.on_rank0(partial(write_final_of, run))
-
-
-def write_final_of(run: Run) -> None:
-    full = run.config.checkpoint.final == "full"
-    write_final(run.config.output, full=full, card=model_card(run))
 
 
 def timed(run: Run, stop: StopRequest) -> Iterator[tuple[StepBatch | None, float]]:
@@ -95,18 +92,25 @@ def timed(run: Run, stop: StopRequest) -> Iterator[tuple[StepBatch | None, float
     A run that is asked to stop while it waits for rows is saved, and the batch is None; so is one
     whose rows cannot be had, which raises why.
     """
-    how = () if run.loader.windows is None else (awaiting(run.engine.world, stop, run.next_step),)
+
+    def save_unless_saved() -> None:
+        saved = (run.config.output / checkpoint_name(run.step)).is_dir()
+        if run.step > run.first_step and not run.engine.world.broadcast(saved):
+            save(run, None)
+
+    streamed = run.loader.windows is not None
+    how = (awaiting(run.engine.world, stop, lambda: run.step + 1),) if streamed else ()
     batches = run.loader.batches(*how)
     while True:
         waiting_since = time.perf_counter()
         try:
             batch = next(batches, None)
         except Stopped:
-            save_unless_saved(run)
+            save_unless_saved()
             yield None, 0.0
             return
         except MegaTrainError:
-            save_unless_saved(run)
+            save_unless_saved()
             raise
         if batch is None:
             return
@@ -121,8 +125,6 @@ def still_to_come(config: Config, evaluates: bool, total: int, step: int) -> dic
     """Count the evaluations and saves that follow step `step` of `total`, the last step's included.
 
     Not foreseen: saves of better evaluations, and an end by patience.
-
-    evaluates: something is held out.
     """
 
     def multiples(*every: int | None) -> int:
@@ -150,14 +152,12 @@ def train_step(run: Run, batch: StepBatch, data_s: float) -> None:
         except DivergedError as error:
             raise DivergedError(f"step {run.step + 1}: {error}; {way_back(run)}") from error
         seconds = time.perf_counter() - started + data_s
-        measured = run.energy.read().since(before)
+        drawn = run.energy.read().since(before)
     spent = StepTime.of(seconds, {**result.stalls_s, "data": data_s})
-    took = measure(run, seconds, spent, measured)
     run.step += 1
     run.tokens += batch.tokens
-    run.spent_s, run.spent = run.spent_s + took.seconds, run.spent + took.drawn
     run.steady.add(spent)
-    metrics = metrics_of(run, batch, result, rate, took)
+    metrics = measure(run, batch, result, rate, spent, drawn, seconds)
     run.writer.write_step(metrics)
     run.progress.step(metrics)
     stop_if_lost(run, batch, result)
@@ -175,6 +175,133 @@ def traced(run: Run) -> Iterator[None]:
     run.progress.traced(run.step + 1, run.trace, trace.table)
 
 
+def measure(
+    run: Run,
+    batch: StepBatch,
+    result: StepResult,
+    rate: float,
+    spent: StepTime,
+    drawn: Energy,
+    seconds: float,
+) -> StepMetrics:
+    """The line of metrics.jsonl for the step that was just taken: seconds and memory of the rank
+    that has most, energy and host RAM of all. All ranks call it."""
+    economy, world = run.config.economy, run.engine.world
+    gpu_w = economy.gpu_power_w if run.gpu_name else None
+    drawn = drawn.or_given(seconds, gpu_w, economy.host_power_w)
+    host_j = None if world.local_rank else drawn.host_j  # another one counts the host
+    gpu_bytes, host_bytes = run.meter.peak_bytes(), peak_host_bytes(world.local_size)
+    mine = seconds, spent.compute, drawn.gpu_j, host_j, gpu_bytes, host_bytes
+    took, computed, gpu_j, hosts_j, gpus, hosts = zip(*world.all_gather(mine), strict=True)
+    seconds, drawn = max(took), Energy(known_sum(*gpu_j), known_sum(*hosts_j))
+    run.spent_s, run.spent = run.spent_s + seconds, run.spent + drawn
+    mfu = run.work.mfu(batch.lengths, seconds, run.gpu_name)
+    mfu = None if mfu is None else mfu / world.size
+    run.advice = advise(run.steady.total, run.facts, mfu, run.load.read())
+    return StepMetrics(
+        step=run.step,
+        loss=result.loss,
+        metrics=result.metrics,
+        aux_loss=result.aux_loss,
+        expert_load_max=result.expert_load_max,
+        grad_norm=result.grad_norm,
+        lr=rate,
+        tokens=batch.tokens,
+        target_tokens=result.target_tokens,
+        epoch=batch.epoch,
+        step_s=seconds,
+        tokens_per_s=batch.tokens / seconds,
+        tflops=run.work.tflops(batch.tokens, seconds) / world.size,
+        mfu=mfu,
+        gpu_peak_bytes=max((size for size in gpus if size is not None), default=None),
+        host_bytes=sum(hosts) // world.hosts,
+        skipped=result.skipped,
+        spike=look_for_spikes(run, batch, result),
+        energy_j=drawn.total_j,
+        slowest_rank=None if world.is_alone else computed.index(max(computed)),
+        time=spent,
+        advice=run.advice,
+    )
+
+
+# -- steps that went wrong -------------------------------------------------------------------------
+
+
+def look_for_spikes(run: Run, batch: StepBatch, result: StepResult) -> bool:
+    """Warn of a loss or norm far above the recent ones, and keep the batch."""
+    if result.target_tokens == 0:
+        return False
+    found = run.recent.look(result.loss, result.grad_norm)
+    if found:
+        run.spikes += 1
+        kept = "" if run.spikes > SPIKES_KEPT else keep_batch(run, batch, f"spike-{run.step}")
+        logger.warning(f"step {run.step}: {'; '.join(found)}{kept}")
+    return bool(found)
+
+
+def keep_batch(run: Run, batch: StepBatch, name: str) -> str:
+    """Write the step's micro-batches into the run folder; says so, or that it could not."""
+    numbered = enumerate(batch.micro_batches)
+    tensors = {f"{key}.{i}": value for i, mb in numbered for key, value in mb.items()}
+    world = run.engine.world
+    of_rank = "" if world.is_alone else f"-rank-{world.rank}"  # each has some of the rows
+    path = run.config.output / f"{name}{of_rank}.safetensors"
+    try:
+        write_bytes(path, to_safetensors(tensors))
+    except StorageError as error:
+        return f" (the batch is not kept: {error})"
+    return f" (the batch is in {path})"
+
+
+# why: decision 0051
+def stop_if_lost(run: Run, batch: StepBatch, result: StepResult) -> None:
+    """Raise DivergedError, and keep the batch, after too many non-finite steps in a row.
+
+    A finite step proves the checkpoint before it: the link `proven` points to the newest.
+    """
+    if result.target_tokens == 0 or not result.skipped:
+        run.non_finite = 0
+    if result.target_tokens == 0:
+        return
+    if not result.skipped:
+        if run.unproven is not None and math.isfinite(result.loss):
+            try:
+                if run.engine.world.is_first:
+                    prove(run.config.output, run.unproven, run.config.checkpoint.keep)
+            except StorageError as error:  # the next save meets it, too
+                logger.warning(str(error))
+            run.unproven = None
+        return
+    run.non_finite += 1
+    logger.warning(
+        f"step {run.step}: the loss or the gradient is not finite; skipped, the weights are "
+        "unchanged"
+    )
+    if run.non_finite >= NON_FINITE_IN_A_ROW:
+        kept = keep_batch(run, batch, f"bad-batch-{run.step}")
+        lost = f"{run.non_finite} steps in a row were not finite{kept}"
+        raise DivergedError(f"{lost}; {way_back(run)}")
+
+
+def way_back(run: Run) -> str:
+    """The command to type after a divergence."""
+    folder = run.config.output
+    rate = f"train.learning_rate={run.config.train.learning_rate / LOWER:g}"
+    proven, quoted = folder / "proven", shlex.quote(str(folder))
+    if proven.exists():
+        name = proven.resolve().name
+        return (
+            f"go back to {name}, the newest that a finite step followed, with a lower rate: "
+            f"megatrain resume {quoted} --checkpoint {name} {rate}"
+        )
+    anew = shlex.quote(str(folder.with_name(f"{folder.name}-2")))
+    config = shlex.quote(str(folder / "config.yaml"))
+    return (
+        "no checkpoint was followed by a finite step: start again with a lower rate: "
+        f"megatrain train {config} output={anew} {rate}"
+    )
+
+
 # -- evaluation ------------------------------------------------------------------------------------
 
 
@@ -185,7 +312,7 @@ def evaluate(run: Run, stop: StopRequest) -> Figures | None:
     """
     if run.held_out is None and not run.prompts:
         return None
-    started, found, figures = time.perf_counter(), None, Figures()
+    started, loss, targets, figures = time.perf_counter(), None, 0, Figures()
     with run.progress.doing("evaluating"):
         if run.held_out is not None:
             limit = run.config.train.eval_rows
@@ -193,6 +320,7 @@ def evaluate(run: Run, stop: StopRequest) -> Figures | None:
             found = evaluated(run.engine, batches, run.loss, run.sweep_tokens, stop)
             if found is None:
                 return None
+            loss, targets = found.loss, found.target_tokens
             figures = {f"eval_{name}": value for name, value in found.metrics.items()}
         new = run.config.eval.max_new_tokens
         answers = answers_to(run.prompts, run.engine, run.model, new, stop)
@@ -201,23 +329,72 @@ def evaluate(run: Run, stop: StopRequest) -> Figures | None:
         if run.engine.world.is_first:
             write_samples(run.config.output, run.step, answers)
     seconds = time.perf_counter() - started
-    loss, targets = (None, 0) if found is None else (found.loss, found.target_tokens)
     run.writer.write_eval(run.step, loss, targets, seconds, figures)
     run.progress.evaluated(run.step, loss, seconds)
     return figures if loss is None else {"eval_loss": loss, **figures}
 
 
-def better(run: Run, found: Figures | None) -> bool:
-    """True for the best evaluation so far, whose step is saved and becomes `best`."""
-    return is_better(run.config, found, run.best)
+def evaluated(
+    engine: Engine,
+    batches: Iterable[MicroBatch],
+    loss: AnyLoss,
+    sweep_tokens: int,
+    stop: StopRequest,
+) -> EvalResult | None:
+    """The loss over micro-batches; None if asked to stop.
+
+    sweep_tokens: padded tokens that a rank computes in one sweep of the weights.
+    """
+    found, world = [], engine.world
+    for part in sweeps(batches, sweep_tokens * world.size):
+        if stop.came():
+            return None
+        found.append(engine.evaluate(part[world.dp_rank :: world.dp_size], loss))
+    return joined(found, loss)
+
+
+def sweeps(batches: Iterable[MicroBatch], tokens: int) -> Iterator[list[MicroBatch]]:
+    """Consecutive micro-batches together, up to `tokens` padded tokens each."""
+    part: list[MicroBatch] = []
+    for batch in batches:
+        if part and sum(b["input_ids"].numel() for b in [*part, batch]) > tokens:
+            yield part
+            part = []
+        part.append(batch)
+    if part:
+        yield part
+
+
+def check_metric(config: Config, found: Figures | None) -> None:
+    """Raise ConfigError if the first evaluation lacks the figure by which the best is chosen."""
+    metric = config.checkpoint.metric
+    if metric != EVAL_LOSS and metric not in (found or {}):
+        known = ", ".join(found or ["none"])
+        raise ConfigError(
+            f"{config.where('checkpoint.metric')}: evaluations of this run have no {metric}; "
+            f"they have {known}"
+        )
+
+
+def is_better(config: Config, found: Figures | None, best: Mapping[str, Any]) -> bool:
+    """True for an evaluation that beats `best`: the metric's value by its name, empty at first.
+    Its step is saved and becomes `best`."""
+    checkpoint = config.checkpoint
+    value, before = (found or {}).get(checkpoint.metric), best.get(checkpoint.metric)
+    if value is None or not math.isfinite(value) or before is None:
+        return value is not None and math.isfinite(value)
+    greater = checkpoint.greater_is_better
+    if greater == "auto":
+        greater = not checkpoint.metric.endswith("loss")
+    return bool(value > before if greater else value < before)
 
 
 def count_patience(run: Run, found: Figures | None) -> bool:
     """Count evaluations in a row that were not better; True if they are as many as may be."""
     if run.config.checkpoint.metric not in (found or {}):
         return False
-    run.waited = 0 if better(run, found) else run.waited + 1
-    if not out_of_patience(run.config, run.waited):
+    run.waited = 0 if is_better(run.config, found, run.best) else run.waited + 1
+    if not out_of_patience(run):
         return False
     logger.info(
         f"step {run.step}: the last {run.waited} evaluations were not better than step "
@@ -226,22 +403,27 @@ def count_patience(run: Run, found: Figures | None) -> bool:
     return True
 
 
+def out_of_patience(run: Run) -> bool:
+    patience = run.config.checkpoint.patience
+    return patience is not None and run.waited >= patience
+
+
 # -- saving ----------------------------------------------------------------------------------------
 
 
-def save(run: Run, found: Figures | None) -> None:
+def save(run: Run, found: Figures | None, *, must: bool = True) -> bool:
     """Write a checkpoint of this step while its update still finishes. Raises StorageError.
 
     found: by the evaluation of this step, if there was one.
+    must: otherwise a failure is logged and False, and training goes on: its weights are nowhere
+        else.
     """
-    model, before, started = run.model, run.best, time.perf_counter()
-    gone = run.lock is not None and not run.lock.in_place()
-    if any(run.engine.world.all_gather(gone)):
-        write_folder_anew(run)
-    if found and better(run, found):
+    model, best, started = run.model, run.best, time.perf_counter()
+    run.engine.world.on_rank0(lambda: check_in_place(run))
+    if found and is_better(run.config, found, best):
         metric = run.config.checkpoint.metric
-        run.best = {"step": run.step, metric: found[metric]}
-    state = {name: getattr(run, name) for name in BEGINNING}
+        best = {"step": run.step, metric: found[metric]}
+    state = {name: getattr(run, name) for name in BEGINNING} | {"best": best}
     about = {"position": run.loader.position(), "metrics": run.writer.state()}
     try:
         with run.progress.doing("saving", counted=BYTES_WRITTEN):
@@ -255,47 +437,23 @@ def save(run: Run, found: Figures | None) -> None:
                 model.generation,
                 source=model.digests,
                 code=model.code,
-                best=run.best.get("step"),
+                best=best.get("step"),
                 abandoned=run.abandoned,
             )
-    except StorageError:
-        run.best = before
-        raise
-    run.unproven, run.abandoned = path, ()
-    run.progress.saved(path, time.perf_counter() - started)
-
-
-def save_unless_saved(run: Run) -> None:
-    """Save where a run ends between two saves."""
-    saved = (run.config.output / checkpoint_name(run.step)).is_dir()
-    if run.step > run.first_step and not run.engine.world.broadcast(saved):
-        save(run, None)
-
-
-def write_folder_anew(run: Run) -> None:
-    """After somebody has removed or replaced the run folder. Raises StorageError."""
-    folder = run.config.output
-
-    def has_best() -> bool:
-        assert run.lock is not None
-        said = "was removed or replaced while the run goes on; it is written anew"
-        logger.warning(f"{folder}: {said}")
-        run.lock.retake()
-        describe_run(run)
-        run.writer.reopen()
-        return (folder / checkpoint_name(run.best.get("step", -1))).is_dir()
-
-    if not run.engine.world.on_rank0(has_best):
-        run.best = {}
-    run.unproven, run.abandoned = None, ()
-
-
-def try_to_save(run: Run, found: Figures | None) -> bool:
-    """`save` in the middle of a run, which goes on if that fails: its weights are nowhere else."""
-    try:
-        save(run, found)
     except StorageError as error:
+        if must:
+            raise
         if run.engine.world.is_first:  # all have the same
             logger.error(f"step {run.step} is not saved, training goes on: {error}")
         return False
+    run.best, run.unproven, run.abandoned = best, path, ()
+    run.progress.saved(path, time.perf_counter() - started)
     return True
+
+
+def check_in_place(run: Run) -> None:
+    if run.lock is not None and not run.lock.in_place():
+        raise StorageError(
+            f"{run.config.output}: was removed or replaced while the run goes on; nothing is saved "
+            "there: bring it back and resume, or start again"
+        )

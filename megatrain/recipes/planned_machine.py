@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -15,8 +16,9 @@ import torch
 from megatrain.config import Config
 from megatrain.engine.ranks.exchange import peers
 from megatrain.engine.request import choose_device, choose_precision
-from megatrain.engine.resolved import Machine
+from megatrain.engine.resolved import Machine, Resolved
 from megatrain.errors import ConfigError, StorageError
+from megatrain.machine import profile as rates
 from megatrain.machine.cgroups import IN_RAM, mount_of
 from megatrain.machine.datasheets import FIRST_BFLOAT16, FIRST_FP8, parse_size
 from megatrain.machine.hardware import GIB, Hardware, drive_name, read_hardware, shared_out
@@ -30,9 +32,11 @@ from megatrain.machine.profile import (
     with_drives,
 )
 from megatrain.measure.disk import drive_rates
+from megatrain.planner.plan import OnGpus, Plan
 from megatrain.recipes.doctor import measured_or_typical, measured_together
-from megatrain.recipes.ranks.device import cores_of_host
-from megatrain.recipes.ranks.multi_gpu import several
+from megatrain.recipes.ranks.rendezvous import cores_of_host
+from megatrain.recipes.setup import plan_run, prices_of
+from megatrain.reporting.energy import Economy
 from megatrain.storage.run_folder import bytes_of_checkpoints
 from megatrain.world import ALONE, World
 
@@ -211,3 +215,69 @@ def rates_with_drives(
         return rates
 
     return with_drives(profile, config.memory.nvme or (), hardware, measure)
+
+
+# -- several GPUs ----------------------------------------------------------------------------------
+
+COUNTS = (1, 2, 4, 8)  # of GPUs that are compared
+
+
+def several(machine: Machine, ranks: int, hosts: int = 1) -> Machine:
+    """The machine with `ranks` GPUs at work, each with its part of the host.
+
+    machine: with one, which has all of it.
+    hosts: machines like it.
+    """
+    if ranks == 1:
+        return replace(machine, hosts=hosts, alone=machine)
+    known = rates.known(machine.profile, machine.hardware, ranks) if machine.here else None
+    return replace(
+        machine,
+        hardware=rates.part_of(machine.hardware, ranks),
+        profile=known or rates.assumed(machine.profile, machine.hardware, ranks),
+        ranks=ranks,
+        hosts=hosts,
+        together_assumed=known is None,
+        peers=rates.peers(machine.hardware),
+        alone=machine,
+    )
+
+
+def beside_others(config: Config, plan: Plan) -> Plan:
+    """The plan with what 1, 2, 4 and 8 GPUs of each host would give, if a number was asked for."""
+    if plan.made_of.machine.alone is None:
+        return plan
+    return replace(plan, on_gpus=tuple(on_gpus(config, plan)))
+
+
+def on_gpus(config: Config, plan: Plan) -> Iterator[OnGpus]:
+    """Plan for other numbers of GPUs, as far as a step has rows for them.
+
+    The config's price is that of the plan's machine; others are taken in proportion.
+    """
+    resolved: Resolved = plan.made_of
+    machine, job = resolved.machine, plan.job
+    assert machine.alone is not None
+    for gpus in sorted({*COUNTS, job.ranks}):
+        if gpus % job.pieces:
+            continue
+        if job.most_ranks is not None and gpus * job.hosts > max(job.most_ranks, job.size):
+            return
+        found = plan
+        if gpus != job.ranks:
+            others = several(machine.alone, gpus, job.hosts)
+            found = plan_run(config, replace(resolved, machine=others))
+        if not found.fits:
+            yield OnGpus(gpus, fits=False)
+            continue
+        timing, times = found.timing, gpus / job.ranks * job.hosts
+        prices = prices_of(config).times(times)
+        spent = Economy(round(timing.tokens_per_s * 3600), 3600, None, prices, "")
+        yield OnGpus(
+            gpus,
+            fits=True,
+            seconds=timing.seconds,
+            tokens_per_s=timing.tokens_per_s,
+            tflops=timing.tflops,
+            cost_per_million=spent.cost_per_million,
+        )

@@ -32,8 +32,8 @@ from megatrain.errors import StorageError
 from megatrain.heartbeat import may_end_here
 from megatrain.losses import SequenceLoss
 from megatrain.machine.profile import installed_version
+from megatrain.recipes.loop import sweeps
 from megatrain.recipes.state import Ready
-from megatrain.recipes.sweeps import sweeps
 from megatrain.reporting.progress import Progress
 from megatrain.storage.restore import Resumable, read_about
 from megatrain.version import VERSION

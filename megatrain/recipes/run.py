@@ -4,27 +4,43 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from megatrain.config import Config
-from megatrain.config.resuming import asked_again, is_open
+from megatrain.config.resuming import (
+    asked_again,
+    check_changes,
+    former_keys,
+    is_open,
+    resumed_configs,
+)
 from megatrain.data.build import Expected
 from megatrain.data.loader import Loader, Windows
 from megatrain.data.rows import Rows
 from megatrain.engine.context import deterministic
 from megatrain.engine.resolved import Resolved, piece_tokens
-from megatrain.errors import ConfigError, TooManyRanks
+from megatrain.errors import (
+    ConfigError,
+    DataError,
+    ModelError,
+    StorageError,
+    TooManyRanks,
+    if_forbidden,
+)
 from megatrain.heartbeat import may_end_here
 from megatrain.losses import SequenceLoss
 from megatrain.models.constants import without_source
 from megatrain.models.family import regimes_of
+from megatrain.models.pretrained import cached_source, digests_of, resolve_source
+from megatrain.planner.job import StepTokens
 from megatrain.planner.plan import Plan
 from megatrain.recipes.describe import (
+    RANKS,
     SUMS,
     other_circumstances,
     started_again,
@@ -32,39 +48,58 @@ from megatrain.recipes.describe import (
 )
 from megatrain.recipes.loop import fit
 from megatrain.recipes.model import (
+    TEMPLATE,
     Model,
     check_tensors,
     check_weights,
+    describe_model,
+    digest_of_template,
     read_model,
     shape_model,
     suited,
 )
-from megatrain.recipes.output_checks import check_links, check_output
-from megatrain.recipes.planned_machine import find_machine, planned_machine
-from megatrain.recipes.ranks.barrier import check_alike, check_ranks, check_rows_of_a_step
-from megatrain.recipes.ranks.context_parallel import micro_batch_of, sharing, step_tokens
-from megatrain.recipes.ranks.device import bind
+from megatrain.recipes.planned_machine import beside_others, find_machine, planned_machine
 from megatrain.recipes.ranks.launch import ranks_for
-from megatrain.recipes.ranks.multi_gpu import beside_others
-from megatrain.recipes.ranks.rendezvous import as_rank
-from megatrain.recipes.resume import final_is_whole, resume_point
-from megatrain.recipes.rows import day_of, open_rows, say_rows, say_steps
+from megatrain.recipes.ranks.rendezvous import (
+    as_rank,
+    bind,
+    check_alike,
+    check_ranks,
+    check_rows_of_a_step,
+)
 from megatrain.recipes.sample import check_sample_prompt, eval_prompts
-from megatrain.recipes.session import Session, open_run, run_session
-from megatrain.recipes.setup import memory_errors, plan_run, quiet_libraries, resolve_run
+from megatrain.recipes.session import Session, check_links, check_output, open_run, run_session
+from megatrain.recipes.setup import (
+    day_of,
+    memory_errors,
+    micro_batch_of,
+    open_rows,
+    plan_run,
+    quiet_libraries,
+    resolve_run,
+    say_rows,
+    say_steps,
+    sharing,
+)
 from megatrain.recipes.signals import Stopped
 from megatrain.recipes.state import Ready
 from megatrain.recipes.verify import check_once
-from megatrain.reporting.metrics import (
-    held_out_losses,
-)
+from megatrain.reporting.metrics import held_out_losses
 from megatrain.reporting.progress import Progress
 from megatrain.reporting.summary import RunSummary
 from megatrain.reporting.tracing import claim
 from megatrain.reporting.trackers import check_installed
 from megatrain.settings import KEYS
-from megatrain.storage.restore import Resumable
-from megatrain.storage.run_folder import checkpoints
+from megatrain.storage.manifest import check_files, read_manifest
+from megatrain.storage.restore import (
+    Resumable,
+    find_resumable,
+    named_checkpoint,
+    nothing_to_resume,
+    read_about,
+)
+from megatrain.storage.run_folder import CARD, FINAL, checkpoints
+from megatrain.storage.saves import sequence_of
 from megatrain.world import ALONE, World
 
 logger = logging.getLogger("megatrain")
@@ -116,30 +151,26 @@ def train(config: Config, profile: Path | None = None) -> RunSummary:
 
     profile: file for the timeline of one steady step, which Perfetto opens.
     """
-    return as_rank(config.device, partial(_train, config, profile))
 
+    def work(session: Session) -> RunSummary:
+        world = session.world
+        begun = bool(checkpoints(config.output)) or (config.output / FINAL).exists()
+        if not world.broadcast(begun):
+            return finish_run(get_ready(config, world=world), session, profile=profile)
+        if world.broadcast(started_again(config.output)):
+            return _resume_in(session, asked_again(config.output, ()), None)
+        raise ConfigError(
+            f"{config.where('output')}: {config.output} holds a run already; continue it with "
+            f"`megatrain resume {config.output}`, or choose another folder"
+        )
 
-def _train(config: Config, profile: Path | None, world: World) -> RunSummary:
-    if profile is not None and world.is_first:
-        claim(profile)
-    check_installed(config.track, config.where("track"))
-    check_output(config)
-    check_ranks(config, world)
-    world = sharing(config, world)
-    with run_session(config.output, config.hang_timeout, world) as session:
-        try:
-            session.stop.stop_if_early()  # a signal may have come while libraries were imported
-            begun = bool(checkpoints(config.output)) or (config.output / "final").exists()
-            if not world.broadcast(begun):
-                return finish_run(get_ready(config, world=world), session, profile=profile)
-            if world.broadcast(started_again(config.output)):
-                return _resume_in(session, asked_again(config.output, ()), None)
-            raise ConfigError(
-                f"{config.where('output')}: {config.output} holds a run already; continue it with "
-                f"`megatrain resume {config.output}`, or choose another folder"
-            )
-        except Stopped:
-            return session.stopped()
+    def as_one(world: World) -> RunSummary:
+        if profile is not None and world.is_first:
+            claim(profile)
+        check_output(config)
+        return _in_session(config.output, config, work, world)
+
+    return as_rank(config.device, as_one)
 
 
 def resume(
@@ -154,17 +185,19 @@ def resume(
     """
     run_dir = Path(run_dir)
     asked = asked_again(run_dir, overrides)
-    return as_rank(asked.device, partial(_resume, run_dir, asked, checkpoint))
+    work = partial(_resume_in, asked=asked, checkpoint=checkpoint)
+    return as_rank(asked.device, partial(_in_session, run_dir, asked, work))
 
 
-def _resume(run_dir: Path, asked: Config, checkpoint: str | None, world: World) -> RunSummary:
-    check_installed(asked.track, asked.where("track"))
-    check_ranks(asked, world)
-    world = sharing(asked, world)
-    with run_session(run_dir, asked.hang_timeout, world) as session:
+def _in_session(
+    path: Path, config: Config, work: Callable[[Session], RunSummary], world: World
+) -> RunSummary:
+    check_installed(config.track, config.where("track"))
+    check_ranks(config, world)
+    with run_session(path, config.hang_timeout, sharing(config, world)) as session:
         try:
             session.stop.stop_if_early()  # a signal may have come while libraries were imported
-            return _resume_in(session, asked, checkpoint)
+            return work(session)
         except Stopped:
             return session.stopped()
 
@@ -173,30 +206,22 @@ def _resume_in(session: Session, asked: Config, checkpoint: str | None) -> RunSu
     run_dir, world = session.path, session.world
     check_links(run_dir)
     point = resume_point(run_dir, asked, checkpoint)
-    if point.is_the_end(run_dir):
-        # every byte is checked here, or when it is loaded
-        point = resume_point(run_dir, asked, deep=True)
-        over = point.is_the_end(run_dir) and not point.found.warnings
-        if over and final_is_whole(run_dir):
-            return nothing_left(run_dir)
+    if point.is_the_end(run_dir) and final_is_whole(run_dir):
+        logger.info(
+            f"{run_dir} is finished, nothing is left to train; to go on, set a higher "
+            "train.epochs or train.max_steps"
+        )
+        losses = held_out_losses(run_dir)
+        return RunSummary(run_dir, 0, 0, 0.0, final_dir=run_dir / FINAL, **losses)
     if "output" in asked.model_fields_set and asked.output.absolute() != run_dir.absolute():
         logger.info(f"resuming in {run_dir} (the run was started in {asked.output})")
     for warning in (*point.warnings, *other_circumstances(run_dir, world)):
         logger.warning(warning)
-    kept = {}
-    if point.sums is not None and point.ranks == world.size:
-        kept = {SUMS: point.sums} if is_open(asked, KEYS[SUMS]) else {}
+    sums, kept = point.state.get(SUMS), {}
+    if sums is not None and point.state.get(RANKS) == world.size and is_open(asked, KEYS[SUMS]):
+        kept = {SUMS: sums}  # on the device, as planned for as many ranks
     ready = get_ready(point.config, point.model(), point.rows, world, kept)
     return finish_run(ready, session, point.found)
-
-
-def nothing_left(run_dir: Path) -> RunSummary:
-    """The summary of a resume of a finished run; the log says how to train it longer."""
-    logger.info(
-        f"{run_dir} is finished, nothing is left to train; to go on, set a higher train.epochs or "
-        "train.max_steps"
-    )
-    return RunSummary(run_dir, 0, 0, 0.0, final_dir=run_dir / "final", **held_out_losses(run_dir))
 
 
 def get_ready(
@@ -211,7 +236,6 @@ def get_ready(
     Args:
         model: another than the config's.
         expected: the rows of a resumed run.
-        world: the ranks that train.
         kept: as in `request_of`.
     """
     new = model is None and config.model.init == "pretrained"
@@ -246,7 +270,14 @@ def get_ready(
         logger.info(f"{len(held_out):,} rows are held out for evaluation")
     plan, loader = plan_and_loader(config, model, resolved, rows, windows)
     plan.check()
-    ready = Ready(
+    settings = vars(plan.choices.settings(plan.job, resolved.request.nvme_folders))
+    settings = {"precision": machine.precision, "packed": resolved.packed_to} | settings
+    # windows of a stream are compared as they come
+    whole = [some for some in (rows if windows is None else None, held_out) if some is not None]
+    check_alike(world, settings, [some.digest for some in whole])
+    if world.is_first:
+        say_steps(config, loader)
+    return Ready(
         config=config,
         model=model,
         plan=plan,
@@ -255,23 +286,6 @@ def get_ready(
         prompts=prompts,
         day=day,
     )
-    check_alike(world, settings_by_field(ready), digests_of(rows, held_out, windows))
-    if world.is_first:
-        say_steps(config, loader)
-    return ready
-
-
-def settings_by_field(ready: Ready) -> dict[str, object]:
-    """Settings that follow from the config and the machine, by field."""
-    plan, resolved = ready.plan, ready.resolved
-    settings = vars(plan.choices.settings(plan.job, resolved.request.nvme_folders))
-    return {"precision": ready.machine.precision, "packed": resolved.packed_to} | settings
-
-
-def digests_of(rows: Rows, held_out: Rows | None, windows: Windows | None) -> list[str]:
-    """Digests of rows that are there. Windows of a stream are compared as they come."""
-    whole = rows if windows is None else None
-    return [some.digest for some in (whole, held_out) if some is not None]
 
 
 def plan_and_loader(
@@ -303,16 +317,22 @@ def plan_and_loader(
 
 
 def padding_of(resolved: Resolved, loader: Loader) -> dict[str, Any]:
-    """The padding of the loader's rows as `plan_of` takes it; nothing if all fill sequences."""
+    """The padding of the loader's rows as `plan_of` takes it; nothing if all fill sequences.
+
+    A plan counts a rank's tokens, of sequences as long as its piece; the loader whole sequences.
+    """
     if loader.pack_to is None and not resolved.lengths_vary:
         return {}
-    request, rows = resolved.request, loader.rows
+    request, rows, pieces = resolved.request, loader.rows, loader.world.cp_size
     size = request.asked.get("micro_batch_tokens") or request.least_tokens
-    size = piece_tokens(size, request.context_parallel)
-    return {
-        "step_tokens": step_tokens(loader, sorted({*resolved.shape.layer.sizes, size})),
-        "trained_share": float(rows.lengths.sum() / rows.side_lengths.sum()),
-    }
+    sizes = {*resolved.shape.layer.sizes, piece_tokens(size, request.context_parallel)}
+    found = loader.step_tokens(size * pieces for size in sorted(sizes))
+    step_tokens = tuple(
+        StepTokens(size // pieces, -(-most // pieces), mean / pieces, most_parts, parts)
+        for size, most, mean, most_parts, parts in found
+    )
+    share = float(rows.lengths.sum() / rows.side_lengths.sum())
+    return {"step_tokens": step_tokens, "trained_share": share}
 
 
 def finish_run(
@@ -333,3 +353,109 @@ def finish_run(
         stop = session.stop.of_all(session.world)
         done = fit(run, stop)
         return summarize(run, time.perf_counter() - started, None if done else stop)
+
+
+# -- the checkpoint that a run is resumed from -----------------------------------------------------
+
+
+@dataclass(frozen=True)
+class ResumePoint:
+    """A checkpoint to resume from, and the config that it was saved under.
+
+    Attributes:
+        state: as it was saved.
+        digests: of the model's files, when the run began.
+        warnings: of checkpoints passed over, and of what has changed.
+    """
+
+    found: Resumable
+    state: Mapping[str, Any]
+    digests: Mapping[str, str]
+    before: Config
+    config: Config
+    warnings: tuple[str, ...]
+
+    @property
+    def rows(self) -> Expected:
+        same = self.before.data.eval == self.config.data.eval
+        held_out = self.state.get("held_out") if same else None
+        return Expected(self.state["position"]["data"], held_out)
+
+    def is_the_end(self, run_dir: Path) -> bool:
+        """True if the run was finished, and nothing else is asked of it now."""
+        if self.found.path is None or self.found.named or self.config != self.before:
+            return False
+        return sequence_of(run_dir / FINAL, -1) >= sequence_of(self.found.path)
+
+    def model(self) -> Model:
+        """The model as the checkpoint describes it, with warnings of changes in its source.
+
+        A model whose own code is trusted is read from its source: no checkpoint's code is run.
+        """
+        assert self.found.path is not None
+        for change in changed_source(self.before, self.digests):
+            logger.warning(change)
+        if self.config.model.trust_remote_code:
+            return read_model(self.config)
+        return replace(describe_model(str(self.found.path)), digests=self.digests)
+
+
+# why: decision 0050
+def resume_point(run_dir: Path, asked: Config, name: str | None = None) -> ResumePoint:
+    """Find the checkpoint and compare configs. Raises StorageError and ConfigError."""
+    found = named_checkpoint(run_dir, name) if name else find_resumable(run_dir, deep=False)
+    if found.path is None:
+        for warning in found.warnings:
+            logger.warning(warning)
+        raise nothing_to_resume(run_dir)
+    about = read_about(found.path)
+    state, digests = about["state"], about["made_of"].get("source", {})
+    before, config = resumed_configs(run_dir, asked, state)
+    changes = [*former_keys(state), *check_changes(before, config)]
+    return ResumePoint(found, state, digests, before, config, (*found.warnings, *changes))
+
+
+def final_is_whole(run_dir: Path) -> bool:
+    """True if every file of `final/` but its card, which is made to be edited, is as it was saved;
+    a warning names the first that is not."""
+    final = run_dir / FINAL
+    try:
+        manifest = read_manifest(final)
+        check_files(final, manifest, [name for name in manifest.files if name != CARD])
+    except StorageError as error:
+        logger.warning(f"{error}; {final} is written again")
+        return False
+    return True
+
+
+def changed_source(config: Config, then: Mapping[str, str]) -> list[str]:
+    """Describe changes in the files that the run's model and chat template came from.
+
+    A hub's model is looked up in this machine's cache only. then: digests when the run began.
+    """
+    found, path, now = [], Path(config.model.source), dict[str, str]()
+    used = "the checkpoint's is used"
+    if config.model.trust_remote_code:
+        used = "it is used as it is now, as its code is not read from a checkpoint"
+    template = config.data.chat_template
+    try:
+        if digest_of_template(template).get(TEMPLATE) != then.get(TEMPLATE):
+            found.append(f"{template}: has changed since this run began; the checkpoint's is used")
+    except DataError as error:
+        found.append(f"{error}; the checkpoint's is used")
+    try:
+        with if_forbidden(ModelError, path):
+            there = path.exists()
+        if path.is_absolute() and not there:
+            raise ModelError(f"{path}: is no longer there")
+        local = resolve_source(path, weights=False) if there else None
+        if source := local or cached_source(config.model.source, config.model.revision):
+            now = digests_of(source)
+    except ModelError as error:
+        found.append(f"{error}; the checkpoint describes the model")
+    changed = [what for what in now if what in then and now[what] != then[what]]
+    return found + [
+        f"{path}: its {what} {'have' if what.endswith('s') else 'has'} changed since this run "
+        f"began; {used}"
+        for what in changed
+    ]

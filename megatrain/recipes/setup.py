@@ -4,30 +4,47 @@ from __future__ import annotations
 
 import logging
 import os
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import fields, replace
+from datetime import date, datetime
 from operator import attrgetter
 from typing import Any
 
 from megatrain.config import Config
+from megatrain.data.build import Expected, load_data
+from megatrain.data.encoding import RowOptions
+from megatrain.data.loader import Loader
+from megatrain.data.rows import Rows
+from megatrain.data.show import describe, warnings
+from megatrain.data.sources import Part
+from megatrain.data.streaming import Stream, load_stream
+from megatrain.engine.checks import check_context_parallel
 from megatrain.engine.objective import AnyLoss
 from megatrain.engine.request import Request
 from megatrain.engine.resolved import Machine, Resolved, plan_of, resolve
 from megatrain.errors import ConfigError, OutOfMemory
+from megatrain.heartbeat import beat, may_end_here
 from megatrain.losses import LOSSES, SequenceLoss
 from megatrain.machine.datasheets import FIRST_BFLOAT16, board_power_w
-from megatrain.machine.hardware import keep_caches_small
+from megatrain.machine.hardware import keep_caches_small, physical_cores
 from megatrain.methods import METHODS
 from megatrain.optim import OPTIMIZERS, Optimizer
+from megatrain.optim.schedules import warmup_steps
 from megatrain.planner.plan import Plan
 from megatrain.recipes.model import Model
-from megatrain.recipes.ranks.context_parallel import check_divides, check_shared
-from megatrain.reporting.energy import Economy, Prices, planned_economy, planned_power
+from megatrain.reporting.energy import Prices, planned_economy, planned_power
 from megatrain.reporting.summary import human_bytes
 from megatrain.settings import KEYS
+from megatrain.world import World
 
 logger = logging.getLogger("megatrain")
+
+ROWS_LOGGED_EVERY_S = 10.0
+MOST_PROCESSES = 16  # more wait for the one that reads the rows and writes the tokens
+# of the config's data section: options of the rows, too
+ROW_KEYS = ("train_on", "format", "on_bad_row", "split", "text_field", "columns", "prompts")
 
 # fields of `Request` that are keys of the config; `auto` stays what it is
 SAME = {
@@ -77,14 +94,11 @@ def request_of(config: Config, model: Model, kept: Mapping[str, Any] | None = No
 def resolve_run(
     config: Config, model: Model, machine: Machine, kept: Mapping[str, Any] | None = None
 ) -> Resolved:
-    """Resolve what a config asks for on a machine; the notices of both are logged.
-
-    kept: as in `request_of`. Raises ModelError and ConfigError.
-    """
+    """Resolve what a config asks for on a machine; the notices of both are logged. kept: as in
+    `request_of`. Raises ModelError and ConfigError."""
     keep_caches_small()
     check_divides(config, machine.ranks)
     notice_no_bfloat16(machine)
-    notice_no_effect(config, machine)
     resolved = resolve(request_of(config, model, kept), machine)
     notice_other_balance(config, resolved)
     check_shared(config, resolved)
@@ -92,23 +106,21 @@ def resolve_run(
 
 
 def plan_run(config: Config, resolved: Resolved, steps: int | None = None, **known: Any) -> Plan:
-    """The plan of a run with its economy.
+    """The plan of a run with the economy of its steps, or of one if their number is not known.
 
-    steps: of the whole run, if known. known: as `plan_of` takes it, which raises the same errors.
+    known: as `plan_of` takes it, which raises the same errors.
     """
     plan = plan_of(resolved, **known)
-    return replace(plan, economy=planned(config, plan, steps) if plan.fits else None, steps=steps)
-
-
-def planned(config: Config, plan: Plan, steps: int | None) -> Economy:
-    """Time, energy and cost of the run's steps, or of one if their number is not known."""
+    if not plan.fits:
+        return replace(plan, steps=steps)
     options, timing, gpu = config.economy, plan.timing, plan.made_of.machine.hardware.gpu
     of_gpu = (board_power_w(gpu.name), options.gpu_power_w) if gpu else (None, None)
     power = planned_power(timing.busy, *of_gpu, options.host_power_w)
     power = power.of_all(plan.job.size, plan.job.hosts)
     seconds = (steps or 1) * timing.seconds
-    tokens = round(seconds * timing.tokens_per_s)
-    return planned_economy(tokens, seconds, power, prices_of(config).times(plan.job.hosts))
+    prices = prices_of(config).times(plan.job.hosts)
+    economy = planned_economy(round(seconds * timing.tokens_per_s), seconds, power, prices)
+    return replace(plan, economy=economy, steps=steps)
 
 
 def prices_of(config: Config) -> Prices:
@@ -137,10 +149,8 @@ def make_loss(config: Config) -> AnyLoss:
 
 
 def make_optimizer(config: Config) -> Optimizer:
-    """The config's optimizer, with its own defaults for `auto`.
-
-    Raises ConfigError for a key that it does not have.
-    """
+    """The config's optimizer, with its own defaults for `auto`. Raises ConfigError for a key that
+    it does not have."""
     made: type[Any] = OPTIMIZERS[config.optimizer.name]
     known = {field.name for field in fields(made)}
     chosen = {key: value for key, value in config.optimizer if key != "name" and value != "auto"}
@@ -172,21 +182,7 @@ def notice_no_bfloat16(machine: Machine) -> None:
         logger.warning(f"{gpu.name} has no bf16 units: {instead}")
 
 
-def notice_no_effect(config: Config, machine: Machine) -> None:
-    """Log keys for several GPUs or hosts that have no effect where one trains."""
-    several = machine.ranks * machine.hosts
-    for key, value, without, others, trains in (
-        ("memory.transport", config.memory.transport, ("auto",), machine.ranks, "GPU of a host"),
-        ("memory.replicated", config.memory.replicated, ("auto", 0), several, "GPU"),
-        ("train.wire", config.train.wire, ("float32",), machine.hosts, "host"),
-    ):
-        if others == 1 and value not in without:
-            logger.info(f"{config.where(key)}: {value} has no effect where one {trains} trains")
-
-
 def notice_other_balance(config: Config, resolved: Resolved) -> None:
-    """Log a weight of the routers' balancing loss that differs from the model's config.json, which
-    holds in transformers only with output_router_logits."""
     own = getattr(resolved.request.config.get_text_config(), "router_aux_loss_coef", None)
     weight, asked = resolved.router_aux_loss_coef, config.train.router_aux_loss_coef
     if weight and asked == "auto" and own not in (None, weight):
@@ -230,3 +226,144 @@ def quiet_libraries() -> None:
     huggingface_hub.logging.set_verbosity_error()  # type: ignore[no-untyped-call]
     transformers.logging.set_verbosity_error()  # type: ignore[no-untyped-call]
     transformers.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+
+
+# -- sequences shared by ranks ---------------------------------------------------------------------
+
+
+def sharing(config: Config, world: World) -> World:
+    """The world with `train.context_parallel` ranks to a sequence. Raises ConfigError."""
+    check_divides(config, world.local_size)
+    return world.sharing_sequences(config.train.context_parallel)
+
+
+def check_divides(config: Config, ranks: int) -> None:
+    """Raise ConfigError unless ranks of a host can share sequences evenly."""
+    pieces = config.train.context_parallel
+    if ranks % pieces:
+        where, there = config.where("train.context_parallel"), f"{ranks} train{'s' * (ranks == 1)}"
+        raise ConfigError(
+            f"{where}: {pieces} GPUs of a host cannot share sequences where {there}; set a number "
+            "that divides it"
+        )
+
+
+def check_shared(config: Config, resolved: Resolved) -> None:
+    """Raise ConfigError for what sequences cannot be shared with; warn of what plans leave out."""
+    pieces, where = config.train.context_parallel, config.where("train.context_parallel")
+    if pieces == 1:
+        return
+    if isinstance(resolved.request.loss, SequenceLoss):
+        raise ConfigError(
+            f"{where}: {pieces} does not work with method: {config.method}, whose loss is over "
+            "whole sequences; set 1"
+        )
+    balances, compiled = resolved.router_aux_loss_coef > 0, resolved.compile is True
+    check_context_parallel(pieces, resolved.skeleton, compiled, balances, where)
+    if resolved.packed_to is not None or resolved.request.attention == "eager":
+        what = "masks of packed sequences" if resolved.packed_to else "scores of eager attention"
+        logger.warning(f"{where}: the plan counts too little memory for {what}")
+
+
+def micro_batch_of(config: Config, plan: Plan) -> int:
+    """Tokens of a micro-batch's whole sequences, padding included."""
+    asked, pieces = config.train.micro_batch_tokens, config.train.context_parallel
+    return plan.choices.micro_batch_tokens * pieces if asked == "auto" or pieces == 1 else asked
+
+
+# -- rows ------------------------------------------------------------------------------------------
+
+
+def read_rows(
+    config: Config, model: Model, day: date | None = None, expected: Expected | None = None
+) -> tuple[Rows, Rows | None]:
+    """As `open_rows`; with data.streaming the rows of the first window."""
+    return open_rows(config, model, day, expected)[:2]
+
+
+def open_rows(
+    config: Config,
+    model: Model,
+    day: date | None = None,
+    expected: Expected | None = None,
+    at_once: bool = True,
+) -> tuple[Rows, Rows | None, Stream | None]:
+    """Tokenised training and held-out rows, and with data.streaming all windows of the former.
+    Raises DataError.
+
+    For `pretrain` documents are packed into rows of seq_len tokens.
+
+    Args:
+        day: told to chat templates; None: the config's.
+        expected: the rows of a run that goes on.
+        at_once: as in `load_stream`.
+    """
+    data, seq_len = config.data, config.train.seq_len
+    method, logged = METHODS[config.method], time.monotonic()
+    most = min(physical_cores(), MOST_PROCESSES)
+    options = RowOptions(
+        seq_len,
+        processes=data.processes if isinstance(data.processes, int) else most,
+        vocab_size=model.vocab_size,
+        day=day or day_of(config),
+        kind=method.kind,
+        **data.model_dump(include={*ROW_KEYS, "truncation_mode"}),
+    )
+
+    def note(rows: int) -> None:
+        """Log the number of rows now and then; reading may end here."""
+        nonlocal logged
+        may_end_here()
+        beat()
+        if time.monotonic() - logged >= ROWS_LOGGED_EVERY_S:
+            logged = time.monotonic()
+            logger.info(f"reading and tokenising rows: {rows:,} so far")
+
+    more: dict[str, Any] = {
+        "seed": config.train.seed,
+        "pack_to": seq_len if method.whole_documents else None,
+        "on_progress": note,
+        "expected": expected,
+    }
+
+    def parts(given: Any) -> Any:
+        """The sources that the config names, as `load_data` takes them; anything else as it is."""
+        if not isinstance(given, tuple):
+            return given
+        return [Part(**dict(one), rows=config.rows.get(one.path)) for one in given]
+
+    train, held_out = parts(data.train), parts(data.eval)
+    if data.streaming:
+        return load_stream(train, held_out, model.tokenizer, options, at_once=at_once, **more)
+    return (*load_data(train, held_out, model.tokenizer, options, **more), None)
+
+
+def say_rows(rows: Rows, held_out: Rows | None = None) -> None:
+    """Log how many rows and tokens there are, and what was lost or looks wrong."""
+    for line in describe(rows):
+        logger.info(line)
+    for line in warnings(rows, held_out):
+        logger.warning(line)
+
+
+def say_steps(config: Config, loader: Loader) -> None:
+    """Warn of steps that cannot be of the size that was asked for, and of a rate never reached."""
+    train, rows, steps = config.train, loader.rows, loader.steps_total()
+    if train.tokens_per_step and (longer := int((rows.lengths > train.tokens_per_step).sum())):
+        logger.warning(
+            f"{longer:,} of {len(rows):,} rows are longer than train.tokens_per_step "
+            f"{train.tokens_per_step:,}, the longest {int(rows.lengths.max()):,} tokens: a step "
+            "takes one row at least, so it is larger there"
+        )
+    if steps <= (warming := warmup_steps(train.warmup, steps)):
+        logger.warning(
+            f"train.learning_rate {train.learning_rate:g} is never reached: the warm-up takes "
+            f"{warming:,} steps and the run {steps:,}, of which the first has rate 0; the highest "
+            f"rate is {train.learning_rate * (steps - 1) / warming:.3g}; set a lower train.warmup"
+        )
+
+
+def day_of(config: Config) -> date:
+    """The date that chat templates get: the config's, else today in this machine's time zone."""
+    given = config.data.date
+    return datetime.now().astimezone().date() if given == "auto" else date.fromisoformat(given)

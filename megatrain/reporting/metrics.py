@@ -183,22 +183,6 @@ class MetricsWriter:
             logger.error(f"{self.path}: lacks its last {missing} lines, for want of space")
         self._file.close()
 
-    def reopen(self) -> None:
-        """Write the file again, with its lines, if it was removed. Raises StorageError."""
-        held = os.fstat(self._file.fileno())
-        with cannot_be_written(self.path):
-            fd = os.open(self.path, APPENDED, 0o600)
-            there = os.fstat(fd)
-        if (there.st_dev, there.st_ino) == (held.st_dev, held.st_ino):
-            os.close(fd)
-            return
-        before = os.pread(self._file.fileno(), held.st_size, 0)  # a removed file lives on
-        self._file.close()
-        self._file = os.fdopen(fd, "ab", buffering=0)
-        os.ftruncate(fd, 0)
-        self._waiting = before + self._waiting
-        self._write_waiting()
-
     def write_step(self, metrics: StepMetrics) -> None:
         self._write(metrics.to_dict())
 
@@ -282,9 +266,6 @@ class NoMetrics(MetricsWriter):
 
     def state(self) -> dict[str, Any]:
         return {}
-
-    def reopen(self) -> None:
-        pass
 
 
 def read_metrics(run_dir: str | Path) -> list[dict[str, Any]]:

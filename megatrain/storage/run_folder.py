@@ -18,7 +18,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from megatrain.durable import sync_folder
-from megatrain.errors import ConfigError, StorageError
+from megatrain.errors import ConfigError
 from megatrain.storage.hashed_file import storage_error, system_errors, write_bytes
 
 CHECKPOINT = re.compile(r"checkpoint-(\d+)")
@@ -96,18 +96,11 @@ class RunLock:
         """False if the folder was removed or replaced since it was locked."""
         try:
             there, held = (self.run_dir / LOCK).stat(), os.fstat(self._fd)
-        except OSError:
+        except FileNotFoundError:
             return False
+        except OSError:  # which the save itself meets
+            return True
         return (there.st_dev, there.st_ino) == (held.st_dev, held.st_ino)
-
-    def retake(self) -> None:
-        """Make and lock the folder again. Raises StorageError, also if another run holds it."""
-        try:
-            fd = self._take()
-        except ConfigError as error:
-            raise StorageError(str(error)) from error
-        self.close()
-        self._fd = fd
 
     def close(self) -> None:
         if self._fd in _locks:  # not in a fork

@@ -16,8 +16,8 @@ from megatrain.engine.engine import Engine
 from megatrain.engine.objective import StepResult
 from megatrain.losses.sequences import REFERENCE
 from megatrain.optim import AdamW, Lion
+from megatrain.recipes.loop import evaluated
 from megatrain.recipes.signals import StopRequest
-from megatrain.recipes.sweeps import evaluated
 from megatrain.settings import ALL, Settings
 from megatrain.world import World
 from tests.compare import differing, distance

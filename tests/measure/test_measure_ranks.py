@@ -12,7 +12,7 @@ from megatrain.machine.profile import TOGETHER, joined, typical
 from megatrain.measure import compute, ranks
 from megatrain.measure.ranks import Together, measure_together
 from megatrain.recipes.ranks.liveness import OtherFailed
-from megatrain.recipes.ranks.measuring import measure_processes
+from megatrain.recipes.ranks.rendezvous import measure_processes
 from megatrain.world import World
 from tests.planned import LAPTOP
 from tests.ranks import run_ranks

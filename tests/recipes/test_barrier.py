@@ -13,7 +13,7 @@ import pytest
 from megatrain.data.loader import Position, StepBatch
 from megatrain.errors import DataError
 from megatrain.heartbeat import beat, total
-from megatrain.recipes.ranks.barrier import awaiting
+from megatrain.recipes.ranks.rendezvous import awaiting
 from megatrain.recipes.signals import Stopped, StopRequest
 from megatrain.world import World
 from tests.ranks import run_ranks

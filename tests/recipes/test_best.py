@@ -14,7 +14,7 @@ import pytest
 
 from megatrain.config import load_config
 from megatrain.recipes import loop
-from megatrain.recipes.early_stopping import greater_is_better
+from megatrain.recipes.loop import is_better
 from megatrain.recipes.state import Run
 from megatrain.storage.manifest import read_manifest
 from tests.commands import steps_of
@@ -58,7 +58,7 @@ def test_which_way_is_better():
     ):
         keys = {"metric": metric, "greater_is_better": given}
         config = load_config({"model": "m", "data": {"train": "d"}, "checkpoint": keys})
-        assert greater_is_better(config) == greater
+        assert is_better(config, {metric: 2.0}, {metric: 1.0}) == greater
 
 
 def test_a_better_evaluation_saves(megatrain, project, scripted):

@@ -277,7 +277,7 @@ def test_a_checkpoint_that_does_not_name_its_held_out_rows(megatrain, stopped, m
         about["state"].pop("held_out")
         return about
 
-    monkeypatch.setattr("megatrain.recipes.resume.read_about", read_about)
+    monkeypatch.setattr("megatrain.recipes.run.read_about", read_about)
     megatrain("resume run")
 
 

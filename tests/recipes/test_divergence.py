@@ -63,8 +63,7 @@ def test_where_no_checkpoint_is_good_the_way_back_is_the_beginning(megatrain, pr
     lost = megatrain(
         "train cfg.yaml", LAST, *rates, f"checkpoint.every={every}", "data.eval=2", code=6
     )
-    none = "was written yet" if every == "null" else "was followed by a finite step"
-    assert f"no checkpoint {none}: start again with a lower rate: megatrain train" in lost.err
+    assert "no checkpoint was followed by a finite step: start again with a lower" in lost.err
     *command, rate = shlex.split(printed_command(lost.err))
     assert rate == "train.learning_rate=1e+19"
     again = megatrain(

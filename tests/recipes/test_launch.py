@@ -22,7 +22,6 @@ from megatrain.errors import ConfigError
 from megatrain.machine.launcher import Place, share_of_cores
 from megatrain.recipes.planned_machine import find_machine
 from megatrain.recipes.ranks import launch
-from megatrain.recipes.ranks.device import bind, own_device
 from megatrain.recipes.ranks.launch import (
     FEWER,
     be_quiet_as_rank,
@@ -31,7 +30,7 @@ from megatrain.recipes.ranks.launch import (
     ranks_for,
     run_ranks,
 )
-from megatrain.recipes.ranks.rendezvous import as_rank
+from megatrain.recipes.ranks.rendezvous import as_rank, bind, own_device
 from megatrain.world import World
 from tests.commands import wait_for
 from tests.ranks import Started

@@ -14,7 +14,7 @@ import transformers
 from megatrain.config import load_config
 from megatrain.data.rows import Rows
 from megatrain.recipes.model import read_model
-from megatrain.recipes.rows import read_rows
+from megatrain.recipes.setup import read_rows
 from tests.commands import evaluations_of, write_jsonl
 from tests.recipes.test_preference_runs import pairs
 

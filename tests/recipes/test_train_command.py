@@ -20,9 +20,8 @@ from megatrain.engine.objective import EvalResult
 from megatrain.recipes import loop
 from megatrain.recipes.model import read_model
 from megatrain.recipes.planned_machine import find_machine
-from megatrain.recipes.rows import read_rows
 from megatrain.recipes.run import plan_and_loader
-from megatrain.recipes.setup import resolve_run
+from megatrain.recipes.setup import read_rows, resolve_run
 from megatrain.storage.run_folder import checkpoints
 from tests.commands import (
     chat_rows,

@@ -14,7 +14,7 @@ from tests.commands import metrics_of, wait_for
 # The time allowed is short where something hangs, and nowhere else: on a busy machine a process may
 # get no time for longer.
 QUICKLY = """
-from megatrain.recipes.watchdog import Watch
+from megatrain.recipes.signals import Watch
 original_watch, watches = Watch.__init__, []
 def known_watch(watch, seconds, log):
     original_watch(watch, seconds, log)

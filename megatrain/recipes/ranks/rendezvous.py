@@ -12,15 +12,20 @@ all ranks once all have come.
 from __future__ import annotations
 
 import json
+import logging
 import os
 import socket
+import sys
+import threading
 import time
-from collections.abc import Callable
-from concurrent.futures import wait
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, wait
 from contextlib import ExitStack
 from dataclasses import astuple
 from datetime import timedelta
 from pathlib import Path
+from tempfile import TemporaryDirectory
+from types import SimpleNamespace
 from typing import Any, NoReturn, Protocol, TypeVar
 from uuid import uuid4
 
@@ -30,14 +35,20 @@ from torch import distributed
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from torch.distributed.distributed_c10d import PrefixStore
 
-from megatrain.errors import ConfigError, MegaTrainError, TooManyRanks
-from megatrain.heartbeat import beat, may_end_here
-from megatrain.machine.launcher import MEETING, NAMES, Place, first_host, place_of
-from megatrain.recipes.ranks.device import own_device
-from megatrain.recipes.ranks.launch import FEWER
-from megatrain.recipes.ranks.liveness import Liveness, end_of, sign_of_life, started
-from megatrain.recipes.signals import Stopped, early_request
-from megatrain.world import ALONE, World
+from megatrain.config import Config
+from megatrain.data.loader import Loader, StepBatch
+from megatrain.engine.request import choose_device
+from megatrain.errors import ConfigError, DataError, MegaTrainError, TooManyRanks, exit_code_of
+from megatrain.heartbeat import beat, ending, may_end_here, total
+from megatrain.machine.hardware import built_for_cuda, physical_cores, visible_gpus
+from megatrain.machine.launcher import MEETING, NAMES, Place, first_host, place_of, share_of_cores
+from megatrain.measure.ranks import measure_together
+from megatrain.planner.reasons import counted, too_many_ranks
+from megatrain.recipes.ranks.launch import FEWER, run_ranks
+from megatrain.recipes.ranks.liveness import Liveness, OtherFailed, end_of, sign_of_life, started
+from megatrain.recipes.signals import Stopped, StopRequest, early_request
+from megatrain.settings import KEYS
+from megatrain.world import ALONE, LOOKS_EVERY_S, World
 
 ALL_COME_WITHIN = timedelta(minutes=10)
 PORT = "29400"  # under Slurm, where nobody names one
@@ -235,3 +246,201 @@ def fresh_part(
 
 def _read(store: Any, key: str) -> str | None:
     return store.get(key).decode() if store.check([key]) else None
+
+
+# -- the GPU and the cores of a rank ---------------------------------------------------------------
+
+
+def own_device(place: Place, device: str) -> torch.device:
+    """The GPU of a rank, the only one that it sees from now on, or the CPU. Raises ConfigError.
+
+    CUDA is not asked which there are: it would see all of them ever after.
+    """
+    gpus = visible_gpus() if device != "cpu" and built_for_cuda() else []
+    if not gpus:
+        if device == "cuda":
+            raise ConfigError(f"device: {device} was asked for, but PyTorch sees no CUDA device")
+        return torch.device("cpu")
+    # a launcher may show each rank its own already
+    index = 0 if len(gpus) == 1 and place.local_size > 1 else place.local_rank
+    if index >= len(gpus):
+        raise ConfigError(
+            f"{place.local_size} ranks on {socket.gethostname()}, which has {len(gpus)} GPUs; "
+            "start as many"
+        )
+    os.environ["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"  # in which they were counted
+    os.environ["CUDA_VISIBLE_DEVICES"] = gpus[index]
+    return torch.device("cuda", 0)
+
+
+def bind(world: World, device: torch.device) -> None:
+    """Keep this rank to its share of the host's cores: threads that begin from now on, and memory
+    that they touch first. All ranks call it.
+
+    On a CPU PyTorch computes with as many threads, since more would wait for each other.
+    """
+    if world.is_alone:
+        return
+    number, of = on_the_same_cores(world)
+    cores = max(1, physical_cores() // of)
+    os.sched_setaffinity(0, share_of_cores(number, of))
+    if device.type == "cpu":
+        torch.set_num_threads(min(cores, torch.get_num_threads()))
+
+
+def cores_of_host(world: World) -> int:
+    """Physical cores of all ranks of this host. All ranks call it."""
+    _, sharing = on_the_same_cores(world)
+    return physical_cores() * world.local_size // sharing
+
+
+def on_the_same_cores(world: World) -> tuple[int, int]:
+    """(number of this rank, count) among this host's ranks that may use the same cores.
+
+    Launchers, such as Slurm's, may have bound each rank to its own. All ranks call it.
+    """
+    masks = world.all_gather(os.sched_getaffinity(0))
+    first = world.rank - world.local_rank
+    here = masks[first : first + world.local_size]
+    same = [number for number, mask in enumerate(here) if mask == here[world.local_rank]]
+    return same.index(world.local_rank), len(same)
+
+
+# -- points that all ranks pass --------------------------------------------------------------------
+
+ROWS_DIFFER = (
+    "the source, or the token cache (MEGATRAIN_CACHE), is not the same on their hosts; make it the "
+    "same"
+)
+Await = Callable[[Future[StepBatch]], StepBatch]
+
+logger = logging.getLogger("megatrain")
+
+
+def check_ranks(config: Config, world: World) -> None:
+    """Raise ConfigError for another number of ranks than the config's."""
+    if config.gpus not in ("auto", world.local_size):
+        raise ConfigError(
+            f"{config.where('gpus')}: {config.gpus}, but {world.local_size} process(es) of this "
+            "host take part; `megatrain train` and torchrun start several; or remove it"
+        )
+
+
+# why: decision 0112
+def check_alike(world: World, how: Mapping[str, object], rows: Sequence[str]) -> None:
+    """Raise ConfigError or DataError if ranks would train in different ways, or on other rows: each
+    decides by itself, from what it finds on its host. All call it at the same place.
+
+    how: settings and the like, by field. rows: digests.
+    """
+    (_, first, ours), *others = world.all_gather((socket.gethostname(), how, rows))
+    for rank, (host, theirs, digests) in enumerate(others, 1):
+        for name in how:
+            if theirs[name] != first[name]:
+                raise ConfigError(
+                    f"ranks 0 and {rank}, on {host}, would train with {KEYS.get(name, name)} "
+                    f"{first[name]} and {theirs[name]}; set it in the config, or take hosts that "
+                    "are alike"
+                )
+        if digests != ours:
+            raise DataError(f"ranks 0 and {rank}, on {host}, have different rows: {ROWS_DIFFER}")
+
+
+def check_rows_of_a_step(loader: Loader) -> None:
+    """Raise TooManyRanks if half of the steps have fewer rows than there are ranks."""
+    world = loader.world
+    if world.size == 1 or (rows := loader.rows_of_a_step()) >= world.dp_size:
+        return
+    found = f"half of the steps have at most {counted(rows, 'row')}"
+    way_on = "raise train.tokens_per_step"
+    if loader.windows is None and (there := len(loader.rows)) < world.dp_size:  # no step has more
+        rows, found, way_on = there, f"the set has {counted(there, 'row')}", "add rows"
+    raise too_many_ranks(f"{found},", rows * world.cp_size, world.size, way_on)
+
+
+def awaiting(world: World, stop: StopRequest, step: Callable[[], int]) -> Await:
+    """A function that waits for the next batch of rows that are still tokenised, on all ranks.
+
+    No rank waits in a collective for longer than LOOKS_EVERY_S: they tell each other again and
+    again how far they are, so a request to stop is heeded, and a dead rank is noticed as ever. A
+    rank that has its rows gives signs of life as long as those that lack theirs do.
+
+    stop: agreed on by all ranks. step: the number of the next step.
+
+    Raises Stopped if any rank was asked to, DataError if ranks have different rows, and what the
+    loader raises on any of them.
+    """
+
+    def arrived(pending: Future[StepBatch]) -> StepBatch:
+        signs_before, shown = list[int](), False
+        with ExitStack() as stack:
+            lacks = threading.Event()  # a window is not there
+            stack.enter_context(ending(lacks.set))
+            while True:
+                wait((pending,), LOOKS_EVERY_S)
+                there, failure = pending.done(), None
+                if there and (found := pending.exception()) is not None:
+                    if not isinstance(found, Exception):
+                        raise found
+                    failure = found
+                rows = None
+                if there and failure is None:  # where they end, and all their lengths
+                    rows = pending.result().after, hash(pending.result().lengths)
+                states = world.all_gather((rows, world.as_told(failure), total(), lacks.is_set()))
+                world.raise_first([error for _, error, _, _ in states], failure)
+                signs = [count for theirs, _, count, _ in states if theirs is None]
+                if not signs:
+                    for rank, (theirs, *_) in enumerate(states):
+                        if theirs != states[0][0]:
+                            ranks = f"ranks 0 and {rank} have different rows for the next step"
+                            raise DataError(f"{ranks}: {ROWS_DIFFER}")
+                    return pending.result()
+                if there and signs != signs_before:
+                    beat()
+                signs_before = signs
+                if stop.came():
+                    raise Stopped
+                if any(lack for *_, lack in states) and not shown:
+                    logger.info(f"step {step()} waits for rows, which are still being tokenised")
+                    shown = True
+
+    return arrived
+
+
+# -- rates measured together -----------------------------------------------------------------------
+
+
+def measure_processes(ranks: int, device: str) -> dict[str, Any]:
+    """`measure_together` in new processes, each with a GPU, or on the CPU. Raises OtherFailed."""
+    with TemporaryDirectory(prefix="megatrain-") as folder:
+        file = Path(folder) / "found.json"
+        command = [sys.executable, "-m", __name__, str(file), device]
+        if code := run_ranks([], ranks, command=command):
+            raise OtherFailed("the processes could not measure together, as they say above", code)
+        found: dict[str, Any] = json.loads(file.read_text())
+    found["update"] = tuple((threads, rate) for threads, rate in found["update"])
+    return found
+
+
+def measure_into(file: Path, device: str) -> None:
+    """Measure as one of the ranks, of which the first writes the file."""
+
+    def work(world: World) -> SimpleNamespace:
+        own = choose_device(device)
+        cores = max(1, cores_of_host(world) // world.size)
+        bind(world, own)
+        found = measure_together(world, own, cores)
+        if world.is_first:
+            file.write_text(json.dumps(found))
+        return SimpleNamespace(exit_code=0)
+
+    as_rank(device, work)
+
+
+if __name__ == "__main__":
+    try:
+        measure_into(Path(sys.argv[1]), sys.argv[2])
+    except MegaTrainError as error:
+        code, sentence = exit_code_of(error)
+        typer.echo(f"error: {sentence}", err=True)
+        sys.exit(code)
