@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import hashlib
 import logging
-import os
 import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -23,7 +22,6 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from megatrain.data.loader import Loader
 from megatrain.data.micro_batches import MicroBatch, ReferenceArray
 from megatrain.data.rows import IndexArray, Rows, default_cache
 from megatrain.durable import sync_folder
@@ -35,6 +33,7 @@ from megatrain.machine.profile import installed_version
 from megatrain.recipes.loop import sweeps
 from megatrain.recipes.state import Ready
 from megatrain.reporting.progress import Progress
+from megatrain.storage.hashed_file import write_bytes
 from megatrain.storage.restore import Resumable, read_about
 from megatrain.version import VERSION
 
@@ -171,20 +170,14 @@ def _keep(path: Path, body: bytes) -> None:
     passing = path.with_name(f"{path.name}.tmp-{uuid.uuid4().hex[:8]}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        try:
-            flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
-            with os.fdopen(os.open(passing, flags, 0o600), "wb") as file:
-                file.write(_digest(body) + body)
-                file.flush()
-                os.fsync(file.fileno())
-            passing.rename(path)
-        finally:
-            passing.unlink(missing_ok=True)
+        write_bytes(passing, _digest(body) + body)
+        passing.rename(path)
         sync_folder(path.parent)
-    except OSError as error:
+    except (OSError, StorageError) as error:
+        passing.unlink(missing_ok=True)
         raise StorageError(
-            f"{path.parent}: cannot keep the reference's log-probabilities here "
-            f"({error.strerror}); set MEGATRAIN_CACHE to another folder"
+            f"{path.parent}: cannot keep the reference's log-probabilities here ({error}); set "
+            "MEGATRAIN_CACHE to another folder"
         ) from error
 
 
@@ -259,14 +252,3 @@ def compare_with_reference(
         train, *others = [references_of(engine, here, some, batches) for some in wanted]
     loader.references = train
     return References(here, train, others[0] if others else None)
-
-
-def check_references(loader: Loader, source: Path) -> None:
-    """Raise StorageError unless all rows to come have the log-probabilities that a method with a
-    reference needs: where a checkpoint turns out damaged, a run goes on from another."""
-    known = loader.references
-    if known is not None and len(Wanted(loader.rows, loader.rows_to_come()).missing(known)):
-        raise StorageError(
-            f"{source}: leads over rows for which the reference's log-probabilities were not "
-            f"computed; resume from it by name: --checkpoint {source.name}"
-        )

@@ -36,8 +36,8 @@ from megatrain.recipes.describe import (
 from megatrain.recipes.loop import still_to_come
 from megatrain.recipes.reference import (
     References,
+    Wanted,
     are_kept,
-    check_references,
     compare_with_reference,
     known_reference,
     refers,
@@ -85,6 +85,13 @@ from megatrain.storage.run_folder import (
 from megatrain.storage.saves import newer_than
 from megatrain.world import LOOKS_EVERY_S, World
 
+# All names that a run writes, but for its lock.
+FILES = (*DESCRIPTION, METRICS_FILE, SAMPLES_FILE, LOG_FILE, ID_FILE, REPORT_FILE)
+FOLDERS = (*LINKS, FINAL, PASSENGERS, "tensorboard", "wandb")
+BATCHES = r"(bad-batch|spike)-\d+(-rank-\d+)?\.safetensors"
+NAMES = rf"({'|'.join(map(re.escape, FILES))})(\.tmp)?", *FOLDERS, CHECKPOINT.pattern, BATCHES
+WRITTEN = re.compile("|".join((*NAMES, UNFINISHED.pattern)))
+MODEL = "config.json"  # a folder that has it is taken for a model, not for a run
 SEEN_WITHIN_S = 90.0  # by other hosts, whose view of a folder may be a minute old (nfs(5))
 
 logger = logging.getLogger("megatrain")
@@ -92,8 +99,7 @@ logger = logging.getLogger("megatrain")
 
 @dataclass(frozen=True)
 class Session:
-    """A command's work in a run folder: its lock, console (stderr, copied to the log), signals and
-    watchdog."""
+    """A command's work in a run folder."""
 
     path: Path
     lock: RunLock | None  # None: another rank has it
@@ -124,9 +130,8 @@ def run_session(path: Path, hang_timeout: int | None, world: World) -> Iterator[
             seen_by_all(path, world)
             watched = watchdog(hang_timeout, path / LOG_FILE)
             with logging_to(path, console, who), watched as watch:
-                world.all_gather(
-                    None
-                )  # all have opened their log, before one may remove the folder
+                # all have opened their log, before one may remove the folder
+                world.all_gather(None)
                 if lock is not None and lock.warning:
                     logger.warning(lock.warning)
                 if not verifies() and world.is_first:
@@ -186,8 +191,8 @@ def open_run(
         source, state = load_checkpoint(ready, engine, resuming, progress)
         describe_run(ready)
     named = resuming is not None and resuming.named
-    digest, kept = ready.held_out.digest if ready.held_out else None, decided_for_ranks(plan)
-    kept |= {"held_out": digest} | ({"reference": references.of_model} if references else {})
+    kept = decided_for_ranks(plan) | ({"reference": references.of_model} if references else {})
+    kept["held_out"] = ready.held_out.digest if ready.held_out else None
     evaluates = ready.held_out is not None or bool(ready.prompts)
     total, gpu, step = loader.steps_total(), machine.hardware.gpu, state["step"]
     progress.begin(total, step, partial(still_to_come, config, evaluates, total))
@@ -227,9 +232,8 @@ def open_engine(
     of_model = known_reference(ready, resuming)
     wanted = wanted_by(ready, resuming) if refers(ready) else ()
     here = of_model is None or are_kept(of_model, wanted)
-    first = resuming is None or not ready.machine.world.broadcast(
-        here
-    )  # the first rank's cache counts
+    # the first rank's cache counts
+    first = resuming is None or not ready.machine.world.broadcast(here)
     with progress.doing("preparing the weights", total=weights, counted=WEIGHTS_READ):
         engine = stack.enter_context(Engine.open_plan(plan, weights=first))
     return engine, compare_with_reference(ready, engine, of_model, wanted, first, progress)
@@ -252,7 +256,15 @@ def load_checkpoint(
         for change in check_changes(before, config):
             logger.warning(change)
     ready.loader.restore(state.pop("position"))
-    check_references(ready.loader, source)
+    references, rows = (
+        ready.loader.references,
+        Wanted(ready.loader.rows, ready.loader.rows_to_come()),
+    )
+    if references is not None and len(rows.missing(references)):
+        raise StorageError(
+            f"{source}: leads over rows for which the reference's log-probabilities were not "
+            f"computed; resume from it by name: --checkpoint {source.name}"
+        )
     # only now: before this nothing in the folder has changed
     engine.world.on_rank0(partial(reopen, config.output, source))
     if "loss" in state["best"]:  # of a release that knew no other figure
@@ -287,51 +299,38 @@ def open_metrics(
 
 # -- the folder ------------------------------------------------------------------------------------
 
-FILES = (*DESCRIPTION, METRICS_FILE, SAMPLES_FILE, LOG_FILE, ID_FILE, REPORT_FILE)
-FOLDERS = (*LINKS, FINAL, PASSENGERS, "tensorboard", "wandb")
-BATCHES = r"(bad-batch|spike)-\d+(-rank-\d+)?\.safetensors"
-# All names that a run writes, but for its lock.
-WRITTEN = re.compile(
-    "|".join(
-        [
-            rf"({'|'.join(map(re.escape, FILES))})(\.tmp)?",
-            "|".join(FOLDERS),
-            *(CHECKPOINT.pattern, BATCHES, UNFINISHED.pattern),
-        ]
-    )
-)
-MODEL = "config.json"  # a folder that has it is taken for a model, not for a run
-
 
 def check_output(config: Config) -> None:
     """Check that a run may be written into `output`, before anything is loaded or written.
 
     A folder with a resolved config or a checkpoint is a run's. Any other may hold anything but
-    names that a run writes.
-
-    Raises ConfigError, and StorageError where no folder can be made or written in.
+    names that a run writes. Raises ConfigError, and StorageError where no folder can be made.
     """
-    folder = config.output
-    _check_writable(folder)
-    if not os.path.lexists(folder):
+    folder, whole = config.output, config.output.absolute()
+    nearest = next(path for path in (whole, *whole.parents) if os.path.lexists(path))
+    if not nearest.is_dir() or not os.access(nearest, os.W_OK | os.X_OK, effective_ids=True):
+        number = errno.EACCES if nearest.is_dir() else errno.ENOTDIR
+        error = OSError(number, os.strerror(number))
+        raise storage_error(folder, error, "make the run folder", ANOTHER_OUTPUT)
+    if nearest != whole:
         return
     with system_errors(folder, "look into it"):
         there = sorted(path.name for path in folder.iterdir())
-        if _is_run(folder, there):
+        saved = (name for name in there if name == FINAL or CHECKPOINT.fullmatch(name))
+        if RESOLVED_FILE in there or any((folder / name / MANIFEST).is_file() for name in saved):
             check_links(folder)
             return
         # of a start that failed before it had written more
         ours = {LOG_FILE} if (folder / LOCK).is_file() else set()
     taken = [name for name in there if WRITTEN.fullmatch(name) and name not in ours]
-    problem = ""
     if taken:
         more = f" and {len(taken) - 1} more" if len(taken) > 1 else ""
         problem = f"{taken[0]}{more}, which a run would write, and is no run's folder"
     elif MODEL in there:
         problem = f"{MODEL}, so it would be taken for a model, not for a run"
-    if problem:
-        where = config.where("output")
-        raise ConfigError(f"{where}: {folder} holds {problem}; choose another folder")
+    else:
+        return
+    raise ConfigError(f"{config.where('output')}: {folder} holds {problem}; choose another folder")
 
 
 def check_links(run_dir: Path) -> None:
@@ -339,22 +338,3 @@ def check_links(run_dir: Path) -> None:
     for path in (run_dir / name for name in LINKS):
         if path.exists() and not path.is_symlink():
             raise StorageError(f"{path}: is no link, and a save puts one there; move it away")
-
-
-def _is_run(folder: Path, names: list[str]) -> bool:
-    saved = (name for name in names if name == FINAL or CHECKPOINT.fullmatch(name))
-    return RESOLVED_FILE in names or any((folder / name / MANIFEST).is_file() for name in saved)
-
-
-def _check_writable(folder: Path) -> None:
-    """Raise the error of a start that cannot make the folder, or write in it."""
-    whole = folder.absolute()
-    nearest = next(path for path in (whole, *whole.parents) if os.path.lexists(path))
-    if not nearest.is_dir():
-        number = errno.EEXIST if nearest == whole else errno.ENOTDIR
-    elif not os.access(nearest, os.W_OK | os.X_OK, effective_ids=True):
-        number = errno.EACCES
-    else:
-        return
-    error = OSError(number, os.strerror(number))
-    raise storage_error(folder, error, "make the run folder", ANOTHER_OUTPUT)

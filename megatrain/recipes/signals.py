@@ -1,4 +1,6 @@
-"""Signals ask a run to stop, which it does where nothing is lost: a handler sets a flag.
+"""Signals that ask a run to stop, and the watchdog that ends one which hangs.
+
+A signal stops a run where nothing is lost: a handler sets a flag.
 
 Before the first step there is nothing to save: `Stopped` is raised where work may end next
 (heartbeat.py), and a second signal of any kind means what it meant before. Then the loop looks at
@@ -110,9 +112,8 @@ def all_stop() -> bool:
 def stop_requests() -> Iterator[StopRequest]:
     """Turn the first of STOPS into a request. Inside another such block: that block's request.
 
-    A signal that was ignored before, as SIGHUP under nohup, stays so, and so do handlers of
-    SIGUSR2 and SIGALRM that the program has for something else. Outside the main thread,
-    where Python allows no handlers, signals keep their meaning and the request is never set.
+    A signal that was ignored before, as SIGHUP under nohup, stays so, and so do a program's own
+    handlers of SIGUSR2 and SIGALRM. Outside the main thread Python allows no handlers.
     """
     if threading.current_thread() is not threading.main_thread():
         yield StopRequest()
@@ -199,12 +200,9 @@ class Watch:
 
     def _end(self) -> None:
         """Write what hangs and leave: nothing is saved, as whatever hangs may hold a save up."""
-        when, where, way_on = "", "", "nothing is lost"
-        if self.log is not None:
-            where = f" and is in {self.log}"
-        if self.preparing:
-            when = " before the first step"
-        elif self.log is not None:
+        when, way_on = " before the first step" if self.preparing else "", "nothing is lost"
+        where = "" if self.log is None else f" and is in {self.log}"
+        if self.log is not None and not self.preparing:
             resumed = f"`megatrain resume {self.log.parent}`"
             way_on = f"go on from the last checkpoint with {resumed}"
         sentence = (

@@ -111,10 +111,6 @@ class Run(Ready):
     spent_s: float = 0.0  # in the steps of this process
     spent: Energy = field(default_factory=lambda: Energy(0.0, 0.0))
 
-    def next_step(self) -> int:
-        """Its number."""
-        return self.step + 1
-
     @property
     def learning_rate(self) -> float:
         """The rate of the next step."""

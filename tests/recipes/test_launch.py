@@ -348,30 +348,6 @@ def test_a_plan_is_for_as_many_gpus_as_have_work(project, megatrain, monkeypatch
     assert "not for 3: take at most 2" in megatrain(f"{line} gpus=3", code=4).err
 
 
-def test_what_takes_several_gpus_or_hosts_is_said_of_one(project, megatrain):
-    keys = "memory.transport=read memory.replicated=3 train.wire=bfloat16"
-    said = megatrain(f"plan cfg.yaml {keys}").err
-    assert "train.wire: bfloat16 has no effect where one host trains" in said
-    assert "memory.transport: read has no effect where one GPU of a host trains" in said
-    assert "memory.replicated: 3 has no effect where one GPU trains" in said
-    assert "no effect" not in megatrain("plan cfg.yaml memory.replicated=0").err
-
-
-@pytest.mark.parametrize(
-    ("handed_out", "first", "behind"),
-    [("20000\t60999\n", 10_000, 20_000), ("1024\t65535\n", 1024, 1 << 16), (None, 1024, 1 << 16)],
-)
-def test_ranks_meet_where_nobody_who_connects_is_put(
-    monkeypatch, tmp_path, handed_out, first, behind
-):
-    monkeypatch.setattr(launch, "HANDED_OUT", str(tmp_path / "range"))
-    if handed_out is not None:
-        (tmp_path / "range").write_text(handed_out)
-    found = [free_port() for _ in range(9)]
-    assert all(first <= port < behind for port in found)
-    assert len(set(found)) > 1
-
-
 def test_ranks_are_begun_by_the_run_alone(monkeypatch):
     for name, value in environment_of(1, 2, 1).items():
         monkeypatch.setenv(name, value)

@@ -6,20 +6,16 @@ import re
 import shutil
 from itertools import count
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 from safetensors.torch import load_file
 
 from megatrain.config.sections import SECTIONS
 from megatrain.data.rows import default_cache
 from megatrain.engine.engine import Engine
-from megatrain.errors import StorageError
 from megatrain.losses import LOSSES
 from megatrain.methods import METHODS
-from megatrain.recipes.reference import check_references
 from tests.commands import (
     Answer,
     Command,
@@ -208,16 +204,6 @@ def test_what_is_known_outlives_a_kill(megatrain, of_method, monkeypatch):
     first = forwards(megatrain("train cfg.yaml", *options, code=130).err)
     second = forwards(megatrain("train cfg.yaml", *options).err)
     assert 0 < second[0] < first[0] and len(second) == 2
-
-
-def test_a_run_that_goes_on_elsewhere_needs_the_references_of_its_rows():
-    known = np.array([[np.nan] * 2, [0.0, 1.0], [2.0, 3.0]])
-    loader: Any = SimpleNamespace(rows=None, rows_to_come=lambda: np.array([1, 2]))
-    loader.references, source = known, Path("run/checkpoint-5")
-    check_references(loader, source)
-    loader.references = known[::-1]
-    with pytest.raises(StorageError, match="resume from it by name: --checkpoint checkpoint-5"):
-        check_references(loader, source)
 
 
 @pytest.mark.slow

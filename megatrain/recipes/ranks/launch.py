@@ -9,14 +9,12 @@ from __future__ import annotations
 import json
 import math
 import os
-import random
 import signal
 import socket
 import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import FrameType
@@ -35,8 +33,6 @@ FEWER = "MEGATRAIN_FEWER"  # a file, in which the first of too many ranks says h
 QUIET = {"TORCH_CPP_LOG_LEVEL": "FATAL"}
 COMMAND = (sys.executable, "-m", "megatrain")
 LOOKS_EVERY_S = 0.1
-HANDED_OUT = "/proc/sys/net/ipv4/ip_local_port_range"  # the first port, and the last
-FIRST_PORT, TRIED = 10_000, 20  # below it are many that have a use
 ENDS_WITHIN_S = 20.0  # of each other, once one has failed
 
 
@@ -71,17 +67,10 @@ def ranks_for(config: Config) -> int:
 
 
 def free_port() -> int:
-    """A free port of this host, outside the range from which the system gives ports to connections:
-    one might be taken in the seconds before the ranks meet."""
-    handed_out = (
-        Path(HANDED_OUT).read_text().split() if os.path.exists(HANDED_OUT) else [FIRST_PORT]
-    )
-    others = range(FIRST_PORT, int(handed_out[0]))
-    for port in (*random.SystemRandom().sample(others, min(TRIED, len(others))), 0):
-        with socket.socket() as found, suppress(OSError):
-            found.bind((HERE, port))
-            return int(found.getsockname()[1])
-    raise ConfigError(f"no port of {HERE} is free, at which ranks could meet")
+    """A free port of this host."""
+    with socket.socket() as found:
+        found.bind((HERE, 0))
+        return int(found.getsockname()[1])
 
 
 def environment_of(rank: int, size: int, port: int) -> dict[str, str]:
@@ -99,11 +88,11 @@ def run_ranks(
     or_fewer: bool = False,
     command: Sequence[str] | None = None,
 ) -> int | None:
-    """Run `megatrain` with these arguments as `size` ranks; the exit code, or None if the work is
-    left to this process.
+    """Run `megatrain` with these arguments as `size` ranks; the exit code of the first rank to
+    fail, or of the first one. None: the work is left to this process.
 
-    The code is that of the first rank to fail, or of the first rank. Signals are passed on once, to
-    all. When one fails the others end by themselves (recipes/ranks/liveness.py), or are killed.
+    Signals are passed on once, to all. When one fails the others end by themselves
+    (recipes/ranks/liveness.py), or are killed.
 
     or_fewer: where steps have work for fewer ranks, as many are started again, which is shown. One
         alone would start several again: its work is left to this process.
@@ -128,7 +117,21 @@ def run_ranks(
 def _run(command: Sequence[str], size: int, more: Mapping[str, str]) -> int:
     """As `run_ranks`. more: of the environment."""
     port = free_port()
-    ranks = [_start(command, {**environment_of(rank, size, port), **more}) for rank in range(size)]
+    ranks = [
+        subprocess.Popen(
+            command,
+            env={
+                **QUIET,
+                **os.environ,
+                **environment_of(rank, size, port),
+                **more,
+                LAUNCHER: str(os.getpid()),
+            },
+            stdin=subprocess.DEVNULL,
+            start_new_session=True,  # a terminal's Ctrl-C would reach them beside the one passed on
+        )
+        for rank in range(size)
+    ]
 
     def pass_on(number: int, _frame: FrameType | None) -> None:
         for rank in ranks:
@@ -143,16 +146,6 @@ def _run(command: Sequence[str], size: int, more: Mapping[str, str]) -> int:
             signal.signal(number, handler)
         for rank in ranks:
             rank.kill()
-
-
-def _start(command: Sequence[str], own: Mapping[str, str]) -> subprocess.Popen[bytes]:
-    # sessions of their own: a terminal's Ctrl-C would reach them beside the one passed on
-    return subprocess.Popen(
-        command,
-        env={**QUIET, **os.environ, **own, LAUNCHER: str(os.getpid())},
-        stdin=subprocess.DEVNULL,
-        start_new_session=True,
-    )
 
 
 def _wait(ranks: Sequence[subprocess.Popen[bytes]]) -> int:

@@ -20,8 +20,6 @@ from dataclasses import astuple, dataclass
 from datetime import timedelta
 from typing import TypeVar
 
-import psutil
-
 from megatrain.errors import UNEXPECTED, MegaTrainError, exit_code_of, printable
 from megatrain.recipes.ranks.launch import LAUNCHER
 from megatrain.recipes.signals import STDERR, all_stop, early_request
@@ -74,18 +72,16 @@ def started(work: Callable[[], T], name: str) -> Future[T]:
 
 
 def sign_of_life(rank: int, host: str) -> tuple[str, str]:
-    """(key, value) in the store: when, where, and which process."""
-    return f"beat/{rank}", f"{time.monotonic()} {host} {os.getpid()}"
+    """(key, value) in the store: when, and where."""
+    return f"beat/{rank}", f"{time.monotonic()} {host}"
 
 
 class Liveness:
-    """Signs of life of all ranks. `ended`: nobody is looked after any more."""
+    """Signs of life of all ranks, each of which has left one in the world's store. `ended`: nobody
+    is looked after any more."""
 
     def __init__(self, world: World, host: str) -> None:
-        """All ranks call it once each has left a sign of life in the world's store.
-
-        Raises RuntimeError if the store is gone already.
-        """
+        """Raises RuntimeError if the store is gone already."""
         self.world, self.host, self._store = world, host, world.store.clone()
         self._store.set_timeout(STORE_TIMEOUT)
         self._first_host = self._store.get("beat/0").decode().split()[1]
@@ -115,7 +111,7 @@ class Liveness:
                 until = time.monotonic() + SILENT_S + LEAVES_WITHIN_S
                 while not self._store.check(names) and time.monotonic() < until:
                     if self._store.check(["failed"]):
-                        self.let_read()
+                        time.sleep(2 * BEATS_EVERY_S)
                         return
                     time.sleep(BEATS_EVERY_S / 20)
 
@@ -140,11 +136,6 @@ class Liveness:
         """True on the rank that shows the failure of another: the first, but for its own death."""
         return self.world.rank == (0 if found.rank else found.by) and found.rank != self.world.rank
 
-    def let_read(self) -> None:
-        """The store goes with the first rank: let the others read the reason before."""
-        if self.world.is_first:
-            time.sleep(2 * BEATS_EVERY_S)
-
     def _answer(self, ask: Callable[[], T]) -> T:
         """Answer of the store. Raises RuntimeError without one: a network that is cut says nothing,
         and the library would wait for ever."""
@@ -168,21 +159,13 @@ class Liveness:
             before, since = self._seen.get(rank, ("", now))
             since = since if sign == before else now
             self._seen[rank] = sign, since
-            _, host, process = sign.split()
-            silent = now - since > SILENT_S
-            # hosts may have the same name
-            here = (host, rank // world.local_size) == (self.host, world.rank // world.local_size)
+            _, host = sign.split()
             if self._store.check([f"left/{rank}"]):
                 # it was asked to stop, and this one was not, or waits for it where nobody can end
                 code, over = int(self._store.get(f"left/{rank}")), now - since > LEAVES_WITHIN_S
                 if code and over and not all_stop():
                     return LastWords(rank, host, "was stopped", world.rank, code)
-            elif here and not _lives(int(process)):
-                return LastWords(rank, host, f"(process {process}) has died", world.rank)
-            elif silent:
-                if here:  # a launcher would wait for it
-                    with suppress(OSError):
-                        os.kill(int(process), signal.SIGKILL)
+            elif now - since > SILENT_S:
                 sentence = f"has said nothing for {SILENT_S:.0f} s"
                 return LastWords(rank, host, sentence, world.rank)
         return None
@@ -213,7 +196,8 @@ class Liveness:
             with suppress(OSError):
                 os.write(STDERR, f"error: {printable(str(found))}\n".encode())
         logger.error(str(found), extra={IN_FILE: True})
-        self.let_read()
+        if self.world.is_first:
+            time.sleep(2 * BEATS_EVERY_S)
         os._exit(found.exit_code)
 
 
@@ -235,15 +219,7 @@ def end_of(error: BaseException, alive: Liveness) -> BaseException:
         found = seen or found
     found = alive.say(found)
     if isinstance(error, RuntimeError) and found.rank != world.rank:
-        code = found.exit_code
-        alive.let_read()
-        return OtherFailed(str(found), code) if alive.speaks(found) else SystemExit(code)
-    time.sleep(2 * BEATS_EVERY_S)  # the others read it before a launcher stops them
-    return error if world.is_first else SystemExit(code)
-
-
-def _lives(process: int) -> bool:
-    try:
-        return psutil.Process(process).status() not in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
-    except psutil.NoSuchProcess:
-        return False
+        code, error = found.exit_code, OtherFailed(str(found), found.exit_code)
+    time.sleep(2 * BEATS_EVERY_S)  # before a launcher stops the others
+    shown = alive.speaks(found) if found.rank != world.rank else world.is_first
+    return error if shown else SystemExit(code)

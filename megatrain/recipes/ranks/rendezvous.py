@@ -25,8 +25,7 @@ from dataclasses import astuple
 from datetime import timedelta
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from types import SimpleNamespace
-from typing import Any, NoReturn, Protocol, TypeVar
+from typing import Any, NoReturn, TypeVar
 from uuid import uuid4
 
 import torch
@@ -56,22 +55,19 @@ POLL_S = 0.05
 SAYS_AFTER_S = 10.0
 FIRST = "the first rank"
 OF_TORCHRUN = "TORCHELASTIC_USE_AGENT_STORE"
-
-
-class Ended(Protocol):
-    """The result of a command, and the exit code of its process."""
-
-    @property
-    def exit_code(self) -> int: ...
-
-
-T = TypeVar("T", bound=Ended)
+T = TypeVar("T")
+ROWS_DIFFER = (
+    "the source, or the token cache (MEGATRAIN_CACHE), is not the same on their hosts; make it the "
+    "same"
+)
+Await = Callable[[Future[StepBatch]], StepBatch]
 
 
 def as_rank(device: str, work: Callable[[World], T]) -> T:
     """Run `work` alone, or beside the other ranks that a launcher has started.
 
-    A rank gets a GPU of its own. If one fails, all end, and one of them says why.
+    A rank gets a GPU of its own. If one fails, all end, and one of them says why. A result may have
+    the `exit_code` of its process.
 
     device: as in the config.
 
@@ -102,7 +98,7 @@ def as_rank(device: str, work: Callable[[World], T]) -> T:
             if isinstance(error, TooManyRanks) and (file := os.environ.get(FEWER)):
                 leave_to_fewer(error, Path(file), alive.world)
             raise end_of(error, alive) from error
-        alive.leave(summary.exit_code)
+        alive.leave(getattr(summary, "exit_code", 0))
         return summary
 
 
@@ -308,12 +304,6 @@ def on_the_same_cores(world: World) -> tuple[int, int]:
 
 # -- points that all ranks pass --------------------------------------------------------------------
 
-ROWS_DIFFER = (
-    "the source, or the token cache (MEGATRAIN_CACHE), is not the same on their hosts; make it the "
-    "same"
-)
-Await = Callable[[Future[StepBatch]], StepBatch]
-
 logger = logging.getLogger("megatrain")
 
 
@@ -349,21 +339,17 @@ def check_alike(world: World, how: Mapping[str, object], rows: Sequence[str]) ->
 def check_rows_of_a_step(loader: Loader) -> None:
     """Raise TooManyRanks if half of the steps have fewer rows than there are ranks."""
     world = loader.world
-    if world.size == 1 or (rows := loader.rows_of_a_step()) >= world.dp_size:
-        return
-    found = f"half of the steps have at most {counted(rows, 'row')}"
-    way_on = "raise train.tokens_per_step"
-    if loader.windows is None and (there := len(loader.rows)) < world.dp_size:  # no step has more
-        rows, found, way_on = there, f"the set has {counted(there, 'row')}", "add rows"
-    raise too_many_ranks(f"{found},", rows * world.cp_size, world.size, way_on)
+    if world.size > 1 and (rows := loader.rows_of_a_step()) < world.dp_size:
+        found = f"half of the steps have at most {counted(rows, 'row')},"
+        way_on = "raise train.tokens_per_step, or add rows"
+        raise too_many_ranks(found, rows * world.cp_size, world.size, way_on)
 
 
 def awaiting(world: World, stop: StopRequest, step: Callable[[], int]) -> Await:
     """A function that waits for the next batch of rows that are still tokenised, on all ranks.
 
-    No rank waits in a collective for longer than LOOKS_EVERY_S: they tell each other again and
-    again how far they are, so a request to stop is heeded, and a dead rank is noticed as ever. A
-    rank that has its rows gives signs of life as long as those that lack theirs do.
+    They tell each other every LOOKS_EVERY_S how far they are, so a request to stop is heeded, and a
+    dead rank is noticed. A rank that has its rows gives signs of life as long as the others do.
 
     stop: agreed on by all ranks. step: the number of the next step.
 
@@ -425,14 +411,13 @@ def measure_processes(ranks: int, device: str) -> dict[str, Any]:
 def measure_into(file: Path, device: str) -> None:
     """Measure as one of the ranks, of which the first writes the file."""
 
-    def work(world: World) -> SimpleNamespace:
+    def work(world: World) -> None:
         own = choose_device(device)
         cores = max(1, cores_of_host(world) // world.size)
         bind(world, own)
         found = measure_together(world, own, cores)
         if world.is_first:
             file.write_text(json.dumps(found))
-        return SimpleNamespace(exit_code=0)
 
     as_rank(device, work)
 
