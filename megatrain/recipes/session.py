@@ -256,11 +256,9 @@ def load_checkpoint(
         for change in check_changes(before, config):
             logger.warning(change)
     ready.loader.restore(state.pop("position"))
-    references, rows = (
-        ready.loader.references,
-        Wanted(ready.loader.rows, ready.loader.rows_to_come()),
-    )
-    if references is not None and len(rows.missing(references)):
+    loader = ready.loader
+    wanted, known = Wanted(loader.rows, loader.rows_to_come()), loader.references
+    if known is not None and len(wanted.missing(known)):
         raise StorageError(
             f"{source}: leads over rows for which the reference's log-probabilities were not "
             f"computed; resume from it by name: --checkpoint {source.name}"

@@ -105,13 +105,6 @@ def test_where_patience_ended_a_run_it_stays_ended_without_its_final(megatrain, 
     assert read_manifest(project / "run" / "final").step == 6
 
 
-def test_more_patience_lets_it_go_on(megatrain, project, scripted):
-    scripted()
-    megatrain("train cfg.yaml", *CONFIG, "checkpoint.patience=2")
-    megatrain("resume run checkpoint.patience=9")
-    assert steps_of(project / "run")[-1]["step"] == 10
-
-
 def test_another_figure_begins_anew(megatrain, project, scripted):
     """The best so far was so by another figure, which cannot be compared."""
     scripted(stop=5)

@@ -325,22 +325,4 @@ def test_a_new_commit_on_the_hub_is_said_and_not_taken(
     same_run(project / "run", finished_project / "run")
 
 
-def test_a_finished_run_goes_on_when_its_file_asks_for_more(megatrain, copied):
-    asked("max_steps: 10", "max_steps: 12")(copied.parent)
-    done = megatrain("resume run")
-    assert "train.max_steps changed from 10 to 12" in done.err
-    assert steps_of(copied)[-1]["step"] == 12
-
-
 NAMES = ["*.jsonl", "{path: rows.jsonl, weight: 1}", "rows:train"]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("named", NAMES)
-def test_however_the_data_was_named_its_rows_are_found_in_the_cache(megatrain, project, named):
-    (project / "rows").mkdir()
-    shutil.copy(project / "rows.jsonl", project / "rows" / "train.jsonl")
-    megatrain("train cfg.yaml train.max_steps=1", f"data.train={named}")
-    for file in ("rows.jsonl", "rows/train.jsonl"):
-        write_jsonl(project / file, chat_rows(61))
-    assert FROM_CACHE in megatrain("resume run train.max_steps=2").err

@@ -226,12 +226,6 @@ def test_without_clipping_a_gradient_that_is_not_finite_ends_the_run_unsaved(meg
     assert steps and max(steps) <= 4
 
 
-def test_without_a_checkpoint_the_way_back_is_the_beginning(megatrain, project):
-    config = ("train.learning_rate=1e30", "train.warmup=0", "checkpoint.every=null")
-    done = megatrain("train cfg.yaml", *config, code=6)
-    assert "no checkpoint was written yet: start again with a lower rate: mega" in sentence(done)
-
-
 def test_one_bad_batch_is_skipped_and_forgotten(megatrain, project, monkeypatch):
     original, norms = Gradients.norm, iter(range(1, 99))
     monkeypatch.setattr(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
@@ -12,12 +13,14 @@ from typing import Any
 import pytest
 import torch
 from huggingface_hub import ModelCard
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from megatrain.config import Config
 from megatrain.recipes.card import metadata_of, printable, public_name
 from megatrain.reporting.summary import human_seconds
+from megatrain.storage.export import export
 from megatrain.storage.manifest import read_manifest, verify_checkpoint
-from tests.commands import evaluations_of, steps_of
+from tests.commands import conversation, evaluations_of, steps_of, write_jsonl
 from tests.files import names
 
 FILES = {"model.safetensors", "config.json", "generation_config.json", "README.md"}
@@ -185,3 +188,41 @@ def test_the_page_of_the_run_folder_names_all_that_a_run_leaves(finished):
     told = set(re.findall(r"`([\w.-]+)/?`", page))
     found = {re.sub(r"checkpoint-\d+", "checkpoint-N", path.name) for path in finished.iterdir()}
     assert found - told == {".lock"}
+
+
+# -- saved models stop -----------------------------------------------------------------------------
+
+QUESTION = "Say A."
+TOKENS = 16
+SHORT = "data.eval=null train.max_steps=30 train.seq_len=32 train.tokens_per_step=64"
+
+
+def generated(folder: Path) -> list[int]:
+    """What transformers generates with the folder's own settings, greedily."""
+    tokenizer: Any = AutoTokenizer.from_pretrained(folder)
+    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    turns = [{"role": "user", "content": QUESTION}]
+    given = tokenizer.apply_chat_template(turns, add_generation_prompt=True, return_tensors="pt")
+    made = model.generate(**given, do_sample=False, max_new_tokens=TOKENS)
+    return [int(token) for token in made[0, given["input_ids"].shape[1] :]]
+
+
+def test_a_base_model_stops_at_the_end_of_a_turn(megatrain, project, model_dir, tmp_path):
+    """Its end of sequence is <|endoftext|>, and its template ends turns with <|im_end|>."""
+    write_jsonl(project / "rows.jsonl", [conversation(QUESTION, "A")] * 4)
+    model = tmp_path / "base"
+    model.mkdir()
+    for path in model_dir.iterdir():
+        (model / path.name).symlink_to(path)
+    (model / "generation_config.json").unlink()
+    known = {"eos_token_id": 0, "bos_token_id": 0}
+    (model / "generation_config.json").write_text(json.dumps(known))
+    run = f"train cfg.yaml model={model} {SHORT} precision=float32"
+    done = megatrain(f"{run} sample_prompt='{QUESTION}' checkpoint.every=null")
+    assert "<|im_end|> ends answers here: generation_config.json" in done.err
+    final = project / "run" / "final"
+    tokenizer = AutoTokenizer.from_pretrained(final)
+    made = generated(final)
+    assert tokenizer.decode(made) == "A<|im_end|>"
+    assert "answer  A\n" in done.out
+    assert generated(export(project / "run", tmp_path / "out")) == made

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
 import sys
 import threading
 from functools import partial
@@ -24,7 +23,6 @@ from megatrain.recipes.planned_machine import find_machine
 from megatrain.recipes.ranks import launch
 from megatrain.recipes.ranks.launch import (
     FEWER,
-    be_quiet_as_rank,
     environment_of,
     free_port,
     ranks_for,
@@ -91,25 +89,6 @@ def test_gpus_that_cannot_be_used_are_refused(gpus):
         ranks_for(config(gpus=8))
     with pytest.raises(ConfigError, match="gpus: 2, but device: cpu"):
         ranks_for(config(gpus=2, device="cpu"))
-
-
-def test_a_launcher_does_not_import_torch():
-    code = (
-        "import sys; from megatrain.machine.hardware import built_for_cuda as b; "
-        "import megatrain.recipes.ranks.launch; print(b(), 'torch' in sys.modules)"
-    )
-    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert said.stdout.split() == [str(torch.version.cuda is not None), "False"]
-
-
-def test_what_keeps_it_to_one_gpu_is_said(gpus, capsys, monkeypatch):
-    gpus(2)
-    torch_of(monkeypatch, None)
-    assert ranks_for(config()) == 1
-    said = "PyTorch without CUDA is not built for several GPUs: one of 2 is used\n"
-    assert capsys.readouterr().err == said
-    with pytest.raises(ConfigError, match="PyTorch without CUDA is not built for several GPUs"):
-        ranks_for(config(gpus=2))
 
 
 RANK = """
@@ -207,23 +186,6 @@ def test_a_signal_reaches_every_rank_once(program, capfd, number, code):
     thread.start()
     assert run_ranks([], 2) == code
     thread.join()
-
-
-def test_ranks_are_spared_the_stacks_of_cpp_unless_asked_for(monkeypatch, capfd):
-    code = "import os; os.write(1, os.environ['TORCH_CPP_LOG_LEVEL'].encode() + b'\\n')"
-    monkeypatch.setattr(launch, "COMMAND", (sys.executable, "-c", code))
-    monkeypatch.delenv("TORCH_CPP_LOG_LEVEL", raising=False)
-    for heard in ("FATAL", "INFO"):
-        assert run_ranks([], 2) == 0
-        assert capfd.readouterr().out.split() == [heard, heard]
-        monkeypatch.setenv("TORCH_CPP_LOG_LEVEL", "INFO")
-    monkeypatch.delenv("TORCH_CPP_LOG_LEVEL")
-    be_quiet_as_rank()
-    assert "TORCH_CPP_LOG_LEVEL" not in os.environ, "a process by itself"
-    for name, value in SLURM.items():
-        monkeypatch.setenv(name, value)
-    be_quiet_as_rank()
-    assert os.environ.pop("TORCH_CPP_LOG_LEVEL") == "FATAL"
 
 
 def test_cores_are_shared_out_whole(monkeypatch, tmp_path):

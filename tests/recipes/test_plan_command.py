@@ -13,11 +13,15 @@ import pytest
 import torch
 
 from megatrain.config import Config
+from megatrain.engine.resolved import state_bytes, whole_update
 from megatrain.machine.datasheets import GPUS
 from megatrain.machine.hypothetical import DRIVER_BYTES
+from megatrain.optim import AdamW, Muon
 from megatrain.recipes import planned_machine as planned_machine_module
 from megatrain.recipes.planned_machine import planned_machine
+from megatrain.settings import Settings
 from tests.quantised import TILES, Tensors, config_in, in_tiles, rewrite, state
+from tests.support import engine_of, tiny_config
 
 CARD = ("--gpu-memory", "12GiB", "--gpu-tflops", "60", "--pcie", "25", "--ram", "64GiB")
 SHORT = ("train.seq_len=512", "train.tokens_per_step=8192")
@@ -46,12 +50,6 @@ def test_a_config_may_be_planned_for_it_too(megatrain):
         "plan cfg.yaml compile=false --gpu 'RTX 3090' --ram 64GiB --cores 4 --json"
     ).json
     assert plan["budget"]["gpu"] < 24 * 2**30 < plan["budget"]["host"] < 64 * 2**30
-
-
-def test_a_config_may_have_any_name(megatrain, project):
-    (project / "mine.conf").write_text((project / "cfg.yaml").read_text())
-    named, usual = (megatrain("plan --json", name).json for name in ("mine.conf", "cfg.yaml"))
-    assert named["job"] == usual["job"]
 
 
 @pytest.mark.slow
@@ -250,12 +248,6 @@ def test_it_says_what_is_of_a_rank_and_what_is_assumed(megatrain):
     assert re.search("ranks +. 2 x 2 ", text)
 
 
-def test_processes_of_this_machine_s_cpu(megatrain):
-    done = megatrain("plan tiny --gpus 2 device=cpu", *TINY)
-    assert done.out.startswith("fits on 2 processes: ")
-    assert "processes at work together" in done.out
-
-
 NOT_SO_MANY = {
     "--gpus 5": "a step of 4 rows has work for at most 4 GPUs, not for 5: take at most 4",
     "--gpus 2 --hosts 2": "--hosts needs --network, too",
@@ -280,3 +272,42 @@ def test_more_gpus_than_there_are_need_a_description(megatrain, monkeypatch):
     monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
     told = megatrain("plan tiny --gpus 2", *TINY, code=2).err
     assert "--gpus: 2, but this machine shows 1; describe another one with --gpu and --ram" in told
+
+
+# -- plan whole tensors ----------------------------------------------------------------------------
+
+SHORT_KEYS = ("train.seq_len=512", "train.tokens_per_step=8192")
+
+
+def test_the_plan_s_bytes_are_the_store_s():
+    optimizer = Muon()
+    with engine_of(tiny_config("qwen2-tied"), optimizer=optimizer, settings=Settings()) as engine:
+        blocks, whole = engine.anatomy.blocks, whole_update(engine.optimizer, engine.skeleton)
+        assert whole is not None
+        for name, sizes in whole.state_bytes:
+            stored = tuple(engine.store.array(name, block.index).nbytes for block in blocks)
+            assert sizes == stored
+        assert {*dict(whole.state_bytes)} == {array.name for array in optimizer.state_arrays}
+        assert whole.host_scratch == optimizer.scratch([block.layout for block in blocks]).host
+        assert state_bytes(optimizer, engine.skeleton) == ()
+        assert whole_update(AdamW(), engine.skeleton) is None
+        assert [flops > 0 for flops in whole.product_flops] == [0 < b < 4 for b in range(5)]
+
+
+@pytest.mark.slow
+def test_what_each_optimizer_holds_and_takes(megatrain):
+    asked = ("plan qwen2.5-0.5b --gpu H200 --ram 200GiB --json memory.resident=0", *SHORT_KEYS)
+    adamw, muon = (megatrain(*asked, f"optimizer.name={name}").json for name in ("adamw", "muon"))
+    assert muon["host"]["exp_avg"] == pytest.approx(4 * adamw["parameters"], rel=0.01)
+    # the embedding, which is the head
+    assert muon["host"]["exp_avg_sq"] == pytest.approx(4 * 151936 * 896, rel=0.01)
+    for tier in ("host", "device"):
+        assert "update's scratch" in muon[tier] and "update's scratch" not in adamw[tier]
+    assert muon["timing"]["seconds"] > adamw["timing"]["seconds"]
+
+
+def test_several_gpus_refuse_an_optimizer_of_whole_matrices(megatrain):
+    line = "plan qwen2.5-0.5b --gpu H200 --ram 200GiB --gpus 2"
+    refused = megatrain(line, "optimizer.name=muon", *SHORT_KEYS, code=2).err
+    assert "optimizer.name: muon needs whole matrices" in refused
+    assert "use adamw or lion, or one GPU" in refused

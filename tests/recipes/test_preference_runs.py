@@ -251,9 +251,3 @@ def test_what_cannot_be_is_refused_in_a_sentence(megatrain, project):
         assert "Traceback" not in refused
         if code == 2:
             assert reason in refused
-
-
-def test_a_plan_says_what_the_reference_takes(megatrain, project, of_method):
-    said = megatrain("plan cfg.yaml", *of_method("dpo")).out
-    assert "first step: log-probabilities of the rows that the run takes under the model" in said
-    assert "log-probabilities" not in megatrain("plan cfg.yaml", *of_method("orpo")).out

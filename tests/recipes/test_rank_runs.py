@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import signal
 import socket
 import time
@@ -304,32 +303,6 @@ def test_rows_of_a_stream_are_waited_for_by_all(windows, megatrain, monkeypatch)
     monkeypatch.setenv("MEGATRAIN_CACHE", str(windows / "other"))
     megatrain(train("output=alone", *SEVENS))
     assert_steps_agree(Path("run"), Path("alone"), "loss", "grad_norm", "tokens", "epoch")
-
-
-@pytest.mark.slow
-def test_a_bad_row_of_a_stream_ends_all_after_saving(windows):
-    (windows / "go").touch()
-    rows = chat_rows()
-    write_jsonl(windows / "rows.jsonl", [*rows[:45], {"prompt": "and?"}, *rows[46:]])
-    started = Started(2, train(*SEVENS))
-    assert started.wait(SOON_S) == [3, 3]
-    (said,) = [line for text in started.said() for line in text.splitlines() if "error" in line]
-    assert "rows.jsonl:46: field 'messages' is missing" in said
-    assert (windows / "run" / "checkpoint-5").is_dir()
-
-
-@pytest.mark.slow
-def test_steps_are_timed_on_two_as_on_one(project, megatrain):
-    line = (
-        "bench model device=cpu --tokens-per-step 128 --seq-len 16 --steps 2 --warmup 1 --layers 2"
-    )
-    started = Started(2, line)
-    assert started.wait() == [0, 0]
-    first, second = started.said()
-    assert " of 2 GPUs, " in first and second == ""
-    losses = re.compile(r"loss (\d\.\d{4}), ")  # and what most of the step went to
-    assert len(found := losses.findall(first)) == 3
-    assert found == losses.findall(megatrain(line).err)
 
 
 @pytest.mark.slow

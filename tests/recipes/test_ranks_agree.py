@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import signal
 import time
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -18,16 +16,13 @@ import pytest
 from torch import distributed
 
 from megatrain.data import rows
-from megatrain.engine import resolved
 from megatrain.engine.engine import Engine
 from megatrain.heartbeat import total
 from megatrain.recipes import loop, planned_machine, run
-from megatrain.recipes.ranks import liveness, rendezvous
-from megatrain.storage.run_folder import run_lock
+from megatrain.recipes.ranks import rendezvous
 from megatrain.world import World
-from tests.commands import chat_rows, evaluations_of, write_jsonl
+from tests.commands import chat_rows, write_jsonl
 from tests.ranks import Started, run_ranks
-from tests.recipes.test_preference_runs import pairs
 from tests.recipes.test_rank_runs import SOON_S, looked_after_often, silent_soon, train
 
 __all__ = ["looked_after_often", "silent_soon"]  # fixtures
@@ -47,37 +42,6 @@ def errors(started: Started) -> list[list[str]]:
     """Lines of each rank."""
     said = [text.splitlines() for text in started.said()]
     return [[line for line in lines if "error" in line] for lines in said]
-
-
-@pytest.mark.slow
-def test_a_rank_may_have_no_part_in_the_reference(project):
-    """One row is held out, and weights are gathered at every sweep."""
-    write_jsonl(project / "rows.jsonl", pairs(20))
-    keys = "method=dpo", "data.eval=1", "train.max_steps=2", "memory.replicated=0"
-    started = Started(2, train(*keys))
-    assert started.wait() == [0, 0], "".join(started.said())
-    assert len(evaluations_of(Path("run"))) == 2
-
-
-@pytest.mark.slow
-def test_a_folder_that_another_run_has_taken_is_left_to_it_by_all(project):
-    taken = ExitStack()
-
-    def first(rank: int) -> None:
-        made = loop.train_step
-
-        def train_step(run: Any, *given: Any) -> None:
-            made(run, *given)
-            if rank == 0 and run.step == 3:
-                shutil.rmtree("run")
-                taken.enter_context(run_lock(Path("run")))
-
-        patch(loop, "train_step", train_step)
-
-    started = Started(2, train(), first=first)
-    assert started.wait(SOON_S) == [7, 7], "".join(started.said())
-    said = "error: step 5 is not saved, training goes on: run: in use by another"
-    assert errors(started)[0][0].startswith(said)
 
 
 @pytest.mark.slow
@@ -121,7 +85,7 @@ def differently(rank: int, what: str) -> None:
         chosen = "float32" if rank else "bfloat16"
         patch(planned_machine, "choose_precision", lambda *_: chosen)
     if what == "compile" and rank == 1:
-        compared = run.check_alike
+        compared = rendezvous.check_alike
         patch(run, "check_alike", lambda w, how, r: compared(w, {**how, "compile": True}, r))
 
 
@@ -146,21 +110,6 @@ def test_the_precision_is_one_that_all_have(project):
     started = Started(2, line, first=lambda rank: differently(rank, "precision"))
     assert started.wait(SOON_S) == [0, 0], "".join(started.said())
     assert "float32 on cpu" in Path("run/train.log").read_text()
-
-
-@pytest.mark.slow
-def test_hosts_may_have_the_same_name(project):
-    """A process of another host is not looked for on this one."""
-
-    def first(rank: int) -> None:
-        os.environ |= {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
-        there = 4_000_000 + rank  # no such process is here
-        sign = lambda rank, host: (f"beat/{rank}", f"{time.monotonic()} {host} {there}")  # noqa: E731
-        patch(liveness, "sign_of_life", sign)
-        patch(rendezvous, "sign_of_life", sign)
-
-    started = Started(2, train("train.max_steps=3"), first=first)
-    assert started.wait(SOON_S) == [0, 0], "".join(started.said())
 
 
 def test_hosts_wait_for_each_other_before_their_other_ranks_work():
@@ -199,18 +148,6 @@ def test_those_of_a_host_work_one_by_one_and_show_that_they_live(tmp_path):
     ((_, ended), lived), ((began, _), lived_too) = run_ranks(2, job, tmp_path)
     assert began >= ended
     assert min(lived, lived_too) > 4
-
-
-@pytest.mark.slow
-def test_the_fullest_drive_is_planned_for(project):
-    def first(rank: int) -> None:
-        patch(resolved, "room_for_nvme", lambda *_: (2 << 40, 1 << 40)[rank])
-
-    keys = "memory.nvme=swap", "memory.nvme_blocks=2", "train.max_steps=2"
-    started = Started(2, train(*keys), first=first)
-    assert started.wait(SOON_S) == [0, 0], started.said()
-    planned = json.loads(Path("run/plan.json").read_text())["totals"]["nvme"]
-    assert planned["have"] == 1 << 40
 
 
 @pytest.mark.slow

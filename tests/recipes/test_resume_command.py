@@ -4,22 +4,25 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Callable
+from datetime import date
 from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
 
 from megatrain.config import Config, load_config
-from megatrain.config.resuming import FLAGGED, REFUSED, check_changes, flatten
+from megatrain.config.resuming import FLAGGED, REFUSED, flatten
 from megatrain.errors import MegaTrainError
 from megatrain.machine import hardware
 from megatrain.planner.search import AUTO_MICRO_BATCH_TOKENS
+from megatrain.recipes import rows as clock
 from megatrain.storage.manifest import read_manifest
 from megatrain.storage.restore import find_resumable
 from megatrain.storage.run_folder import run_lock
 from megatrain.storage.saves import find_checkpoint
 from tests.commands import chat_rows, evaluations_of, files_of, steps_of, write_jsonl
-from tests.files import flip, forge
+from tests.files import flip
 from tests.recipes.conftest import cut_back
 from tests.recipes.same_run import same_run
 
@@ -118,11 +121,6 @@ def test_a_finished_run_goes_on_when_it_is_given_more_steps(megatrain, copied):
     assert read_manifest(copied / "final").step == 12
 
 
-def test_given_fewer_steps_than_it_has_it_ends_where_it_is(megatrain, copied):
-    megatrain("resume run train.max_steps=7")
-    assert [row["step"] for row in steps_of(copied)] == list(range(1, 11))
-
-
 @pytest.mark.parametrize("finished", [True, False])
 def test_a_damaged_checkpoint_is_named_and_the_one_before_taken(
     megatrain, finished_project, copied, finished
@@ -138,15 +136,6 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_taken(
     assert "resuming from run/checkpoint-5" in done.err
     assert "checkpoint-10/model.safetensors" in (copied / "train.log").read_text()
     same_run(copied, finished_project / "run")
-
-
-def test_a_longer_run_goes_on_from_the_checkpoint_before_a_damaged_one(megatrain, copied):
-    for folder in ("checkpoint-10", "final"):
-        flip(copied / folder / "model.safetensors")
-    done = megatrain("resume run train.max_steps=12")
-    assert "resuming from run/checkpoint-5" in done.err
-    assert [row["step"] for row in steps_of(copied)] == list(range(1, 13))
-    assert read_manifest(copied / "final").step == 12
 
 
 def test_without_an_intact_checkpoint_the_way_out_is_named(megatrain, copied):
@@ -264,19 +253,6 @@ def test_a_loss_that_is_compiled_alone_stays_so(megatrain, project, monkeypatch)
     assert not compiled.called
 
 
-def test_graphs_that_the_planner_sent_to_host_RAM_stay_where_nothing_is_to_be_sent(
-    megatrain, finished_project, killed
-):
-    path = killed / "checkpoint-5" / "state.json"
-    about = json.loads(path.read_text())
-    assert about["state"]["chosen"]["memory.retained_on_host"] == 0
-    about["state"]["chosen"]["memory.retained_on_host"] = 1
-    path.write_text(json.dumps(about))
-    forge(path.parent)
-    megatrain("resume run memory.offload_activations=false")
-    same_run(killed, finished_project / "run")
-
-
 def test_gradients_may_be_computed_twice_from_a_break_on_and_groups_and_graphs_give_way(
     megatrain, finished_project, killed
 ):
@@ -329,5 +305,54 @@ def test_every_key_is_refused_flagged_or_free():
     assert {key for key in KEYS if not listed(key)} == FREE
 
 
-def test_places_are_no_changes():
-    assert check_changes(CONFIG, CONFIG.with_places({"model": "x.yaml:1: model"})) == []
+# -- a day later -----------------------------------------------------------------------------------
+
+FIRST, SECOND = date(2026, 11, 23), date(2026, 11, 24)
+AtDay = Callable[[date], None]
+
+
+@pytest.fixture
+def at_day(project: Path, monkeypatch: pytest.MonkeyPatch) -> AtDay:
+    """at_day(day): it is another day, and nothing is cached. The model's template says the date."""
+    model = project / "model"
+    source = model.resolve()
+    model.unlink()
+    shutil.copytree(source, model)
+    template = model / "chat_template.jinja"
+    template.write_text("{{ strftime_now('%d %b %Y, %H:%M') }}\n" + template.read_text())
+
+    def go(day: date) -> None:
+        monkeypatch.setattr(clock, "today", lambda: day)
+        monkeypatch.setenv("MEGATRAIN_CACHE", str(project / f"cache-{day}"))
+
+    return go
+
+
+@pytest.mark.slow
+def test_a_run_that_goes_on_a_day_later_has_equal_bits(megatrain, project, at_day):
+    at_day(FIRST)
+    megatrain("train cfg.yaml output=whole")
+    cut_back(Path(shutil.copytree(project / "whole", project / "halves", symlinks=True)))
+    at_day(SECOND)
+    megatrain("resume halves")
+    same_run(project / "whole", project / "halves")
+    assert load_config("whole/config.yaml").data.date == "auto", "as it was asked for"
+    for run in ("whole", "halves"):
+        assert load_config(f"{run}/config.resolved.yaml").data.date == "2026-11-23"
+    at_day(date(2026, 11, 25))
+    loss = evaluations_of(project / "halves")[-1]["eval_loss"]
+    assert megatrain("eval halves --json").json["eval_loss"] == pytest.approx(loss, rel=1e-6)
+
+
+def test_a_new_run_is_told_its_own_day_or_the_one_that_is_set(megatrain, at_day, monkeypatch):
+    at_day(FIRST)
+    assert "23 Nov 2026, 00:00" in megatrain("data cfg.yaml --rows 1").out
+    monkeypatch.setattr(clock, "today", lambda: SECOND)  # the rows of the day before are cached
+    assert "24 Nov 2026, 00:00" in megatrain("data cfg.yaml --rows 1").out
+    assert "26 Jul 2024, 00:00" in megatrain("data cfg.yaml --rows 1 data.date=2024-07-26").out
+
+
+@pytest.mark.parametrize("day", ["2026-02-30", "20261123", "today", "5"])
+def test_other_texts_are_no_dates(megatrain, day):
+    words = "data.date: must be a date such as 2026-11-23, or auto, not "
+    assert words in megatrain("data cfg.yaml", f"data.date={day}", code=2).err

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -67,15 +66,6 @@ def test_what_is_saved_scores_in_transformers_as_in_the_run(megatrain, trained):
         assert not (folder / "generation_config.json").exists()
 
 
-def test_the_card_and_the_summary_are_of_a_reward_model(megatrain, of_pairs):
-    said = megatrain("train cfg.yaml", *OPTIONS, "train.max_steps=2").err
-    assert "score.weight, which is drawn at random" in said
-    assert "ends answers here" not in said
-    card = (of_pairs / "run/final/README.md").read_text()
-    assert "pipeline_tag: text-classification" in card
-    assert "Trained as a reward model from" in card
-
-
 def test_defaults_are_those_of_trl(of_pairs):
     text = (of_pairs / "cfg.yaml").read_text().replace("learning_rate: 0.01, ", "")
     (of_pairs / "cfg.yaml").write_text(text)
@@ -120,18 +110,6 @@ def test_what_needs_a_language_model_is_refused(megatrain, trained):
     ):
         refused = megatrain(line, code=2).err
         assert reason in refused and "Traceback" not in refused
-
-
-def test_families_without_a_class_are_refused_before_rows_are_read(megatrain, project):
-    stated = json.loads((project / "model/config.json").read_text())
-    model = (project / "model").resolve()
-    (project / "other").mkdir()
-    for file in model.iterdir():
-        (project / "other" / file.name).write_bytes(file.read_bytes())
-    cohere = {**stated, "model_type": "cohere", "architectures": ["CohereForCausalLM"]}
-    (project / "other/config.json").write_text(json.dumps(cohere))
-    refused = megatrain("train cfg.yaml", *OPTIONS, "model=other", code=2).err
-    assert "model type 'cohere' has no class for sequence classification" in refused
 
 
 @pytest.mark.slow

@@ -16,15 +16,14 @@ from unittest.mock import Mock
 
 import pytest
 
-import megatrain as mt
 from megatrain.data import build, cache, encoding
 from megatrain.engine.engine import Engine
 from megatrain.recipes import describe, loop, run
 from megatrain.recipes.signals import STOPS
 from megatrain.recipes.state import Run
-from megatrain.storage import restore, weights
+from megatrain.storage import weights
 from megatrain.storage.run_folder import checkpoints
-from tests.commands import evaluations_of, files_of, steps_of, wait_for
+from tests.commands import evaluations_of, steps_of, wait_for
 from tests.recipes.same_run import same_run
 
 SCHEDULERS = tuple(number for number in STOPS if number != signal.SIGINT)
@@ -165,20 +164,6 @@ def test_a_signal_before_the_first_step_leaves_nothing(
     assert [signal.getsignal(each) for each, _ in SIGNALS] == handlers
 
 
-def test_a_resume_that_is_stopped_while_it_loads_is_resumed(
-    megatrain, project, interrupt, killed, finished_project
-):
-    before = files_of(killed)
-    interrupt(restore, "_restore", at=1)
-    done = megatrain("resume run", code=75)
-    assert "before the first step: nothing was trained and nothing is lost" in done.err
-    assert "to go on: megatrain resume run" in done.out
-    assert files_of(project / "run") == before
-    assert "stopped by SIGTERM" in (project / "run" / "train.log").read_text()
-    megatrain("resume run")
-    same_run(killed, finished_project / "run")
-
-
 @pytest.mark.slow
 def test_a_second_signal_before_the_first_step_stops_at_once(forker, project):
     twice = "import os; from megatrain.recipes import run; f = run.resolve_run\n"
@@ -197,14 +182,6 @@ def test_a_signal_while_libraries_are_imported_is_heeded(megatrain, project, mon
     done = megatrain("train cfg.yaml", code=75)
     assert "stopped by SIGTERM before the first step" in done.err
     assert not (project / "run").exists()
-
-
-def test_a_run_in_a_thread_leaves_signals_alone(project):
-    done: list[Any] = []
-    thread = threading.Thread(target=lambda: done.append(mt.train("cfg.yaml", max_steps=2)))
-    thread.start()
-    thread.join()
-    assert done[0].exit_code == 0
 
 
 # -- kill -9 -------------------------------------------------------------------------------------

@@ -5,14 +5,13 @@ from __future__ import annotations
 import os
 import shutil
 import stat
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
-from unittest.mock import Mock
 
 import pytest
 
-from megatrain.errors import ConfigError
-from megatrain.storage import run_folder
+from tests.files import as_an_ordinary_user
 
 FILES = [".lock", "config.yaml.tmp", "metrics.jsonl", "train.log"]
 
@@ -75,26 +74,11 @@ def test_where_modes_mean_nothing_a_run_begins_and_goes_on_and_that_is_said(
     assert {path.name for path in (project / "run").iterdir()} <= OF_A_RUN
 
 
-def test_a_folder_of_another_user_where_none_of_ours_can_be_made_is_refused(project, monkeypatch):
-    (project / "run").mkdir(0o755)
-    os.chown(project / "run", 4242, 4242)
-    monkeypatch.setattr("tempfile.mkstemp", Mock(side_effect=PermissionError))
-    with pytest.raises(ConfigError, match="run: belongs to another user"):
-        run_folder.make_run_dir(Path("run"))
-
-
 def test_a_folder_of_another_user_is_refused(megatrain, project, monkeypatch):
     (project / "run").mkdir(0o700)
     os.chown(project / "run", 4242, 4242)
     done = megatrain("train cfg.yaml", code=2)
     assert "run: belongs to another user; choose another `output` folder" in done.err
-
-
-def test_a_link_to_a_folder_of_ones_own_is_fine(tmp_path):
-    (tmp_path / "large-disk").mkdir(0o755)
-    (tmp_path / "run").symlink_to("large-disk")
-    with run_folder.run_lock(tmp_path / "run"):
-        assert Path(tmp_path / "large-disk" / ".lock").is_file()
 
 
 def test_a_users_own_config_is_not_written_over(megatrain, project):
@@ -174,3 +158,78 @@ def test_a_folder_where_a_save_puts_a_link_is_noticed_before_training(megatrain,
     for command in ("resume run train.max_steps=12", "train cfg.yaml", "plan cfg.yaml"):
         done = megatrain(command, code=7)
         assert f"run/{name}: is no link, and a save puts one there; move it away" in done.err
+
+
+# -- permissions -----------------------------------------------------------------------------------
+
+# (what has mode 0, command): exit code
+FORBIDDEN = {
+    ("model", "train cfg.yaml output=new"): 2,
+    ("model", "plan cfg.yaml"): 2,
+    ("model", "data cfg.yaml"): 2,
+    ("model", "eval model --data rows.jsonl"): 2,
+    ("model", "generate model hi"): 2,
+    ("model", "verify model"): 2,
+    ("cache", "train cfg.yaml output=new"): 7,
+    ("cache", "data cfg.yaml"): 7,
+    ("cache", "eval run"): 7,
+    ("cache", "resume run train.max_steps=12"): 7,
+    ("rows", "train cfg.yaml output=new data.train=rows"): 3,
+    ("rows", "data cfg.yaml data.train=rows"): 3,
+    ("rows", "data cfg.yaml data.train=rows:train"): 3,
+    ("rows", "data cfg.yaml data.eval=rows"): 3,
+    ("rows", "data cfg.yaml data.train=rows/more"): 3,
+    ("rows/more", "data cfg.yaml data.train=rows"): 3,
+    ("locked", "train cfg.yaml output=locked/new"): 7,
+    ("locked", "plan cfg.yaml output=locked/new"): 7,
+    ("locked", "export run locked/out"): 7,
+    ("locked", "export locked/run out"): 7,
+    ("locked", "resume locked/run"): 7,
+    ("locked", "eval locked/run"): 2,
+    ("locked", "generate locked/run hi"): 2,
+    ("locked", "data cfg.yaml data.chat_template=locked/mine.jinja"): 2,
+    ("run", "eval run"): 2,
+    ("run", "plan cfg.yaml"): 7,
+}
+
+
+@pytest.fixture
+def folders(copied: Path, model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A project with all the folders of FORBIDDEN, which are readable again behind the test."""
+    project = copied.parent
+    (project / "model").unlink()
+    shutil.copytree(model_dir, project / "model")
+    for name in ("rows", "rows/more", "cache", "locked"):
+        (project / name).mkdir()
+    shutil.copy("rows.jsonl", "rows/train.jsonl")
+    shutil.copy("rows.jsonl", "rows/more/train.jsonl")
+    shutil.copytree(copied, "locked/run", symlinks=True)
+    (project / "locked" / "mine.jinja").write_text("x")
+    yield project
+    for path in ("model", "rows", "cache", "locked", "run"):
+        (project / path).chmod(0o700)
+    (project / "rows/more").chmod(0o700)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("what", "command"), FORBIDDEN)
+def test_a_folder_that_may_not_be_read_is_named(megatrain, folders, monkeypatch, what, command):
+    if what == "cache":
+        monkeypatch.setenv("MEGATRAIN_CACHE", str(folders / "cache"))
+    (folders / what).chmod(0)
+    with as_an_ordinary_user():
+        done = megatrain(command, code=FORBIDDEN[what, command])
+    (error,) = (line for line in done.err.splitlines() if line.startswith("error: "))
+    assert "Permission denied" in error
+    assert what in error
+    assert "unexpected" not in error
+
+
+@pytest.mark.slow
+def test_a_resume_needs_no_model_folder_that_may_be_read(megatrain, folders):
+    megatrain("train cfg.yaml output=mine train.max_steps=1")
+    (folders / "model").chmod(0)
+    with as_an_ordinary_user():
+        done = megatrain("resume mine train.max_steps=2")
+    assert "model: Permission denied" in done.err
+    assert "; the checkpoint describes the model" in done.err

@@ -131,12 +131,6 @@ def test_a_writer_that_fails_ends_the_run_after_saving(megatrain, project):
     assert len(steps_of(project / "run")) == 10
 
 
-def test_an_error_of_the_first_window_leaves_no_run(megatrain, project):
-    write_jsonl(project / "rows.jsonl", [{"prompt": "and?"}, *chat_rows()])
-    assert "rows.jsonl:1: field 'messages' is missing" in megatrain("train cfg.yaml", code=3).err
-    assert not (project / "run").exists()
-
-
 @pytest.mark.parametrize(
     ("keys", "words"),
     [
@@ -176,14 +170,3 @@ def test_held_out_rows_are_evaluated_and_other_rows_too(megatrain, project):
     assert held["eval_loss"] == pytest.approx(metrics_of(project / "run")[-1]["eval_loss"])
     every = megatrain("eval run --data rows.jsonl --json").json
     assert every["eval_target_tokens"] > 10 * held["eval_target_tokens"], "all, not one window"
-
-
-@pytest.mark.slow
-def test_rows_of_one_sequence_and_of_whole_documents_are_packed(megatrain, project):
-    text = [{"text": f"{n}: " + "one two three " * (n % 9)} for n in range(60)]
-    write_jsonl(project / "text.jsonl", text)
-    keys = "method=pretrain data.train=text.jsonl train.seq_len=32 data.eval=3"
-    megatrain(f"train cfg.yaml {keys}")
-    megatrain("train cfg.yaml data.packing=true output=packed")
-    for run in ("run", "packed"):
-        assert len(steps_of(project / run)) == 10

@@ -8,7 +8,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import datasets
 import pytest
 import torch
 
@@ -16,7 +15,6 @@ import megatrain as mt
 from megatrain.config import load_config
 from megatrain.config.resuming import with_absolute_paths
 from megatrain.data.files import read_text
-from megatrain.engine.objective import EvalResult
 from megatrain.recipes import loop
 from megatrain.recipes.model import read_model
 from megatrain.recipes.planned_machine import find_machine
@@ -85,17 +83,6 @@ def test_a_step_is_real_tokens_and_an_epoch_counts_rows(finished):
     epochs = [row["epoch"] for row in rows]
     assert epochs == sorted(epochs)
     assert 1.0 in epochs, "an epoch's last step is as small as what is left"
-
-
-def test_rates_are_those_of_transformers(finished):
-    from transformers import get_cosine_schedule_with_warmup
-
-    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1e-2)
-    schedule = get_cosine_schedule_with_warmup(optimizer, 2, 10)
-    for row in steps_of(finished):
-        assert row["lr"] == pytest.approx(schedule.get_last_lr()[0], abs=1e-12), row["step"]
-        optimizer.step()
-        schedule.step()
 
 
 @pytest.mark.parametrize("folder", ["checkpoint-5", "checkpoint-10", "last", "best", "final"])
@@ -176,14 +163,6 @@ def test_how_a_step_is_cut_changes_rounding_only(megatrain, project):
 
 
 @pytest.mark.slow
-def test_without_clipping_the_first_steps_are_the_same(megatrain, project):
-    common = ("precision=float32", "train.max_steps=3", "data.eval=null")
-    megatrain("train cfg.yaml", *common, "train.max_grad_norm=1e9", "output=clipped")
-    megatrain("train cfg.yaml", *common, "train.max_grad_norm=null", "output=free")
-    assert losses(project / "free") == pytest.approx(losses(project / "clipped"), rel=1e-6)
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("overrides", "steps", "epoch"),
     [
@@ -201,50 +180,11 @@ def test_a_run_ends_with_its_epochs_or_its_steps(megatrain, project, overrides, 
     assert (project / "run" / f"checkpoint-{steps}").is_dir()
 
 
-def test_rows_without_an_answer_left_are_counted_and_dropped(megatrain, project):
-    rows = [conversation("word " * 60 + str(n), "yes") for n in range(7)]
-    write_jsonl(project / "rows.jsonl", [*chat_rows(30), *rows])
-    done = megatrain("train cfg.yaml train.max_steps=2")
-    assert "7 rows dropped, because no token to train on is left in them" in done.err
-    assert all(row["loss"] > 0 for row in steps_of(project / "run"))
-
-
-def test_held_out_rows_may_be_a_file_of_their_own(megatrain, project):
-    write_jsonl(project / "held.jsonl", chat_rows(65)[60:])
-    done = megatrain("train cfg.yaml data.eval=held.jsonl train.max_steps=1")
-    assert "60 rows, " in done.err
-    assert "5 rows are held out" in done.err
-    assert len(evaluations_of(project / "run")) == 2
-
-
-def test_rows_may_be_a_saved_data_set(megatrain, project):
-    splits = {"train": chat_rows(60), "held": chat_rows(65)[60:]}
-    saved = {split: datasets.Dataset.from_list(rows) for split, rows in splits.items()}
-    datasets.DatasetDict(saved).save_to_disk(project / "saved")
-    named = ("data.train=saved", "data.eval=saved:held", "train.max_steps=1")
-    done = megatrain("train cfg.yaml", *named)
-    assert "60 rows, " in done.err
-    assert "5 rows are held out" in done.err
-    missing = megatrain("train cfg.yaml", *named, "data.split=test", "output=other", code=3)
-    assert "saved: split 'test': Unknown split" in missing.err
-
-
 def test_without_held_out_rows_nothing_is_evaluated(megatrain, project):
     done = megatrain("train cfg.yaml data.eval=null train.max_steps=1 --json")
     assert evaluations_of(project / "run") == []
     assert not (project / "run" / "best").exists()
     assert (done.json["eval_loss_before"], done.json["prompt"]) == (None, None)
-
-
-def test_best_is_the_lowest_held_out_loss(megatrain, project, monkeypatch):
-    told = iter([6.0, 5.0, 3.0, 4.0, float("nan"), 3.5])
-    monkeypatch.setattr(loop, "evaluated", lambda *_: EvalResult(next(told), 10))
-    done = megatrain("train cfg.yaml train.max_steps=5 'checkpoint={every: 1, keep: 1}' --json")
-    assert done.json["best_step"] == 2
-    assert os.readlink(project / "run" / "best") == "checkpoint-2"
-    kept = {path.name for path in checkpoints(project / "run")}
-    assert kept == {"checkpoint-2", "checkpoint-4", "checkpoint-5"}, "best, proven and last"
-    assert evaluations_of(project / "run")[4]["eval_loss"] is None, "JSON has no NaN"
 
 
 def test_a_folder_that_holds_a_run_is_refused(megatrain, copied):
