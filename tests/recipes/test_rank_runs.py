@@ -341,7 +341,11 @@ def test_what_is_not_built_is_refused_and_said_once(project, keys, code, words):
     ("keys", "why", "most"),
     [
         ("train.rows_per_step=2", "a step of 2 rows has work for at most 2 GPUs", 2),
-        ("data.train=one.jsonl data.eval=null", "the set has 1 row, work for at most 1 GPU", 1),
+        (
+            "data.train=one.jsonl data.eval=null",
+            "half of the steps have at most 1 row, work for at most 1 GPU",
+            1,
+        ),
     ],
 )
 def test_where_a_launcher_may_take_fewer_too_many_begin_again(project, keys, why, most):
