@@ -87,11 +87,9 @@ def fit(run: Run, stop: StopRequest) -> bool:
 
 
 def timed(run: Run, stop: StopRequest) -> Iterator[tuple[StepBatch | None, float]]:
-    """(batch, seconds that the loop stood still for it).
-
-    A run that is asked to stop while it waits for rows is saved, and the batch is None; so is one
-    whose rows cannot be had, which raises why.
-    """
+    """(batch, seconds that the loop stood still for it). A run that is asked to stop while it waits
+    for rows is saved, and the batch is None; so is one whose rows cannot be had, which raises
+    why."""
 
     def save_unless_saved() -> None:
         saved = (run.config.output / checkpoint_name(run.step)).is_dir()
@@ -123,9 +121,7 @@ def due(every: int | None, step: int) -> bool:
 
 def still_to_come(config: Config, evaluates: bool, total: int, step: int) -> dict[str, int]:
     """Count the evaluations and saves that follow step `step` of `total`, the last step's included.
-
-    Not foreseen: saves of better evaluations, and an end by patience.
-    """
+    Not foreseen: saves of better evaluations, and an end by patience."""
 
     def multiples(*every: int | None) -> int:
         return 0 if None in every else total // math.lcm(*every) - step // math.lcm(*every)  # type: ignore[arg-type]
@@ -255,10 +251,8 @@ def keep_batch(run: Run, batch: StepBatch, name: str) -> str:
 
 # why: decision 0051
 def stop_if_lost(run: Run, batch: StepBatch, result: StepResult) -> None:
-    """Raise DivergedError, and keep the batch, after too many non-finite steps in a row.
-
-    A finite step proves the checkpoint before it: the link `proven` points to the newest.
-    """
+    """Raise DivergedError, and keep the batch, after too many non-finite steps in a row. A finite
+    step proves the checkpoint before it: the link `proven` points to the newest."""
     if result.target_tokens == 0 or not result.skipped:
         run.non_finite = 0
     if result.target_tokens == 0:
@@ -307,9 +301,7 @@ def way_back(run: Run) -> str:
 
 def evaluate(run: Run, stop: StopRequest) -> Figures | None:
     """Compute, write and show the figures of the held-out rows, by name, and answer the prompts.
-
-    None if there is nothing to evaluate, or the run was asked to stop before the end.
-    """
+    None if there is nothing to evaluate, or the run was asked to stop before the end."""
     if run.held_out is None and not run.prompts:
         return None
     started, loss, targets, figures = time.perf_counter(), None, 0, Figures()
@@ -341,10 +333,8 @@ def evaluated(
     sweep_tokens: int,
     stop: StopRequest,
 ) -> EvalResult | None:
-    """The loss over micro-batches; None if asked to stop.
-
-    sweep_tokens: padded tokens that a rank computes in one sweep of the weights.
-    """
+    """The loss over micro-batches; None if asked to stop. sweep_tokens: padded tokens that a rank
+    computes in one sweep of the weights."""
     found, world = [], engine.world
     for part in sweeps(batches, sweep_tokens * world.size):
         if stop.came():

@@ -42,11 +42,9 @@ NO_TOKENIZER: Any = SimpleNamespace(pad_token_id=None, eos_token_id=None)
 
 @dataclass(frozen=True)
 class Model:
-    """A model as its files describe it: everything but the weights.
-
-    `digests`: of those files (models/pretrained.py), where a run began. `code`: its own Python
-    files, where they are trusted; every save has them, too.
-    """
+    """A model as its files describe it: everything but the weights. `digests`: of those files
+    (models/pretrained.py), where a run began. `code`: its own Python files, where they are trusted;
+    every save has them, too."""
 
     config: PretrainedConfig
     tokenizer: PreTrainedTokenizerBase
@@ -71,10 +69,8 @@ class Model:
 
 
 def read_model(config: Config) -> Model:
-    """Configuration and tokenizer of the config's model.
-
-    Raises ModelError, ConfigError, and DataError for a template of the model's own.
-    """
+    """Configuration and tokenizer of the config's model. Raises ModelError, ConfigError, and
+    DataError for a template of the model's own."""
     model, template = config.model, config.data.chat_template
     try:
         return describe_model(model.source, model.revision, model.trust_remote_code, template)
@@ -85,10 +81,8 @@ def read_model(config: Config) -> Model:
 
 
 def suited(model: Model, config: Config) -> Model:
-    """The model with the head that the config's method trains.
-
-    Raises ModelError where there is none, and for a reward model under another method.
-    """
+    """The model with the head that the config's method trains. Raises ModelError where there is
+    none, and for a reward model under another method."""
     if METHODS[config.method].scores:
         return replace(model, config=as_classifier(model.config, model.pad_id), generation=None)
     check_writes(model, config.model.source, f"set method: reward instead of {config.method}, or ")
@@ -111,11 +105,8 @@ def describe_model(
     chat_template: str | None = None,
 ) -> Model:
     """Configuration and tokenizer of a folder, a GGUF file or a hub id, without the weights.
-
-    chat_template: as in `load_tokenizer`.
-
-    Raises ModelError, StorageError, and DataError for the template.
-    """
+    chat_template: as in `load_tokenizer`. Raises ModelError, StorageError, and DataError for the
+    template."""
     found = resolve_source(source, revision, weights=False)
     check_description(found.path, trust_remote_code)
     read = load_config_and_tokenizer(found, trust_remote_code, chat_template)
@@ -131,9 +122,7 @@ def digest_of_template(name: str | None) -> dict[str, str]:
 
 def check_weights(source: str, *, needed: bool = True) -> None:
     """Check that a local folder holds the weights that its index names, before anything takes long.
-
-    needed: false allows a folder without any. Raises ModelError and StorageError.
-    """
+    needed: false allows a folder without any. Raises ModelError and StorageError."""
     folder = Path(expanduser(source))
     if not folder.is_dir() or resolve_source(folder).kind == "gguf":
         return
@@ -142,10 +131,8 @@ def check_weights(source: str, *, needed: bool = True) -> None:
 
 
 def check_tensors(skeleton: Skeleton, source: str) -> None:
-    """Check that the weights of a local folder are the model's, before anything takes long.
-
-    Raises ModelError and StorageError.
-    """
+    """Check that the weights of a local folder are the model's, before anything takes long. Raises
+    ModelError and StorageError."""
     folder = Path(expanduser(source))
     headless = skeleton.anatomy.labels is not None  # its head may be drawn
     if headless or not folder.is_dir() or not any(folder.glob("*.safetensors")):
@@ -157,12 +144,9 @@ def check_tensors(skeleton: Skeleton, source: str) -> None:
 
 
 def bench_config(target: str, overrides: Sequence[str] | Mapping[str, Any] = ()) -> Config:
-    """The config of a benchmark, whose weights start at random whatever a file says.
-
-    target: a config file, or a model folder, hub id or named shape, for which defaults are taken.
-
-    Raises ConfigError.
-    """
+    """The config of a benchmark, whose weights start at random whatever a file says. target: a
+    config file, or a model folder, hub id or named shape, for which defaults are taken. Raises
+    ConfigError."""
     full_rows = {  # pre-training of the model on rows of full length
         "model": {"config": target, "init": "random"},
         "method": "pretrain",
@@ -181,12 +165,8 @@ def shape_model(config: Config, layers: int | None = None) -> Model:
 
 
 def shape_config(config: Config, layers: int | None = None) -> PretrainedConfig:
-    """transformers' configuration of the config's model. A folder of a shape's name wins.
-
-    layers: another depth than the model's own.
-
-    Raises ModelError.
-    """
+    """transformers' configuration of the config's model. A folder of a shape's name wins. layers:
+    another depth than the model's own. Raises ModelError."""
     from transformers import AutoConfig
 
     model = config.model

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -54,32 +53,23 @@ def planned_machine(
     **other: Any,
 ) -> Machine:
     """This machine, or one that is `described`, with `gpus` of each of `hosts` like it at work.
-
-    network: Gbit/s of each host to the others.
-
-    Raises ConfigError, naming the command's flags.
-    """
+    network: Gbit/s of each host to the others. Raises ConfigError, naming the command's flags."""
     if (hosts or 1) > 1 and network is None:
         raise ConfigError("--hosts needs --network, too: Gbit/s of each host, such as 400")
     if network is not None and not (network > 0 and (hosts or 1) > 1):
         raise ConfigError("--network: Gbit/s of each host, more than 0, for two --hosts or more")
-    machine = described(config, gpus=gpus or 1, **other) if other else this_machine(config, gpus)
+    machine = described(config, gpus=gpus or 1, **other) if other else find_machine(config)
+    if not other and machine.device.type == "cuda":  # ranks on a CPU share its cores
+        there = torch.cuda.device_count()
+        if there < (gpus or 1):
+            raise ConfigError(
+                f"--gpus: {gpus}, but this machine shows {there}; describe another one with --gpu "
+                "and --ram"
+            )
     if gpus is None and hosts is None:
         return machine
     profile = replace(machine.profile, network=(network or 0.0) * BYTES_OF_GBIT)
     return several(replace(machine, profile=profile), gpus or 1, hosts or 1)
-
-
-def this_machine(config: Config, gpus: int | None) -> Machine:
-    """This one. Raises ConfigError if it has fewer GPUs; ranks on a CPU share its cores."""
-    machine, wanted = find_machine(config), gpus or 1
-    there = torch.cuda.device_count() if machine.device.type == "cuda" else wanted
-    if there < wanted:
-        raise ConfigError(
-            f"--gpus: {wanted}, but this machine shows {there}; describe another one with --gpu "
-            "and --ram"
-        )
-    return machine
 
 
 def described(
@@ -223,11 +213,8 @@ COUNTS = (1, 2, 4, 8)  # of GPUs that are compared
 
 
 def several(machine: Machine, ranks: int, hosts: int = 1) -> Machine:
-    """The machine with `ranks` GPUs at work, each with its part of the host.
-
-    machine: with one, which has all of it.
-    hosts: machines like it.
-    """
+    """The machine with `ranks` GPUs at work, each with its part of the host. machine: with one,
+    which has all of it. hosts: machines like it."""
     if ranks == 1:
         return replace(machine, hosts=hosts, alone=machine)
     known = rates.known(machine.profile, machine.hardware, ranks) if machine.here else None
@@ -244,40 +231,33 @@ def several(machine: Machine, ranks: int, hosts: int = 1) -> Machine:
 
 
 def beside_others(config: Config, plan: Plan) -> Plan:
-    """The plan with what 1, 2, 4 and 8 GPUs of each host would give, if a number was asked for."""
-    if plan.made_of.machine.alone is None:
-        return plan
-    return replace(plan, on_gpus=tuple(on_gpus(config, plan)))
-
-
-def on_gpus(config: Config, plan: Plan) -> Iterator[OnGpus]:
-    """Plan for other numbers of GPUs, as far as a step has rows for them.
-
-    The config's price is that of the plan's machine; others are taken in proportion.
-    """
+    """The plan with what 1, 2, 4 and 8 GPUs of each host would give, as far as a step has rows for
+    them, if a number was asked for. The config's price is that of the plan's machine; others are
+    taken in proportion."""
     resolved: Resolved = plan.made_of
-    machine, job = resolved.machine, plan.job
-    assert machine.alone is not None
-    for gpus in sorted({*COUNTS, job.ranks}):
-        if gpus % job.pieces:
+    alone, job, rows = resolved.machine.alone, plan.job, list[OnGpus]()
+    most = job.size if job.most_ranks is None else max(job.most_ranks, job.size)
+    for gpus in sorted({*COUNTS, job.ranks}) if alone else ():
+        if gpus % job.pieces or (job.most_ranks is not None and gpus * job.hosts > most):
             continue
-        if job.most_ranks is not None and gpus * job.hosts > max(job.most_ranks, job.size):
-            return
         found = plan
-        if gpus != job.ranks:
-            others = several(machine.alone, gpus, job.hosts)
+        if alone and gpus != job.ranks:
+            others = several(alone, gpus, job.hosts)
             found = plan_run(config, replace(resolved, machine=others))
         if not found.fits:
-            yield OnGpus(gpus, fits=False)
+            rows.append(OnGpus(gpus, fits=False))
             continue
-        timing, times = found.timing, gpus / job.ranks * job.hosts
-        prices = prices_of(config).times(times)
+        timing = found.timing
+        prices = prices_of(config).times(gpus / job.ranks * job.hosts)
         spent = Economy(round(timing.tokens_per_s * 3600), 3600, None, prices, "")
-        yield OnGpus(
-            gpus,
-            fits=True,
-            seconds=timing.seconds,
-            tokens_per_s=timing.tokens_per_s,
-            tflops=timing.tflops,
-            cost_per_million=spent.cost_per_million,
+        rows.append(
+            OnGpus(
+                gpus,
+                fits=True,
+                seconds=timing.seconds,
+                tokens_per_s=timing.tokens_per_s,
+                tflops=timing.tflops,
+                cost_per_million=spent.cost_per_million,
+            )
         )
+    return replace(plan, on_gpus=tuple(rows))

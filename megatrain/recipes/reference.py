@@ -84,10 +84,7 @@ def _hashed(named: tuple[str, torch.Tensor]) -> tuple[str, bytes]:
 @dataclass(frozen=True)
 class References:
     """Log-probabilities under the model that a run began with, float64 [rows, sides]; NaN for rows
-    that the run does not need.
-
-    of_model: its `fingerprint`.
-    """
+    that the run does not need. of_model: its `fingerprint`."""
 
     of_model: str
     train: ReferenceArray
@@ -101,9 +98,7 @@ def are_kept(of_model: str, wanted: Iterable[Wanted]) -> bool:
 
 def kept(of_model: str, rows: Rows) -> ReferenceArray:
     """Log-probabilities of these rows, float64 [rows, sides]: NaN where the cache has none.
-
-    of_model: its `fingerprint`. Damaged ones are not there, with a warning.
-    """
+    of_model: its `fingerprint`. Damaged ones are not there, with a warning."""
     path, shape = _path(of_model, rows), (len(rows), rows.sides)
     try:
         data = path.read_bytes()
@@ -120,10 +115,8 @@ def references_of(
     engine: Engine, of_model: str, wanted: Wanted, batches: Batches
 ) -> ReferenceArray:
     """Log-probabilities of these rows at least: those in the cache, and the others computed with
-    the engine's weights, which are the model's, and kept from now on.
-
-    Raises StorageError if they cannot be kept.
-    """
+    the engine's weights, which are the model's, and kept from now on. Raises StorageError if they
+    cannot be kept."""
     world, rows = engine.world, wanted.rows
     known = world.on_rank0(partial(kept, of_model, rows))
     missing = Wanted(rows, wanted.missing(known))
@@ -200,10 +193,8 @@ def known_reference(ready: Ready, resuming: Resumable | None) -> str | None:
 
 
 def wanted_by(ready: Ready, resuming: Resumable | None) -> tuple[Wanted, ...]:
-    """The rows that a run trains on, and those that it evaluates if it holds some out.
-
-    A run that goes on may take other rows than from its start, if its steps have another size now.
-    """
+    """The rows that a run trains on, and those that it evaluates if it holds some out. A run that
+    goes on may take other rows than from its start, if its steps have another size now."""
     loader, (train, held_out) = ready.loader, ready.rows
     chosen = loader.rows_to_come(from_start=True)
     if resuming is not None:

@@ -148,9 +148,7 @@ def _planned(config: Config, shape_alone: bool, other: Mapping[str, Any]) -> Pla
 
 def train(config: Config, profile: Path | None = None) -> RunSummary:
     """Run a config from its first step. Raises MegaTrainError; what was saved before it stays.
-
-    profile: file for the timeline of one steady step, which Perfetto opens.
-    """
+    profile: file for the timeline of one steady step, which Perfetto opens."""
 
     def work(session: Session) -> RunSummary:
         world = session.world
@@ -179,10 +177,8 @@ def resume(
     checkpoint: str | None = None,
 ) -> RunSummary:
     """Continue a run from its newest intact checkpoint, bit for bit. Raises MegaTrainError.
-
-    overrides: keys that may change (config/resuming.py).
-    checkpoint: another one, by name; those of later saves stay until the next save.
-    """
+    overrides: keys that may change (config/resuming.py). checkpoint: another one, by name; those of
+    later saves stay until the next save."""
     run_dir = Path(run_dir)
     asked = asked_again(run_dir, overrides)
     work = partial(_resume_in, asked=asked, checkpoint=checkpoint)
@@ -317,10 +313,8 @@ def plan_and_loader(
 
 
 def padding_of(resolved: Resolved, loader: Loader) -> dict[str, Any]:
-    """The padding of the loader's rows as `plan_of` takes it; nothing if all fill sequences.
-
-    A plan counts a rank's tokens, of sequences as long as its piece; the loader whole sequences.
-    """
+    """The padding of the loader's rows as `plan_of` takes it; nothing if all fill sequences. A plan
+    counts a rank's tokens, of sequences as long as its piece; the loader whole sequences."""
     if loader.pack_to is None and not resolved.lengths_vary:
         return {}
     request, rows, pieces = resolved.request, loader.rows, loader.world.cp_size
@@ -388,10 +382,8 @@ class ResumePoint:
         return sequence_of(run_dir / FINAL, -1) >= sequence_of(self.found.path)
 
     def model(self) -> Model:
-        """The model as the checkpoint describes it, with warnings of changes in its source.
-
-        A model whose own code is trusted is read from its source: no checkpoint's code is run.
-        """
+        """The model as the checkpoint describes it, with warnings of changes in its source. A model
+        whose own code is trusted is read from its source: no checkpoint's code is run."""
         assert self.found.path is not None
         for change in changed_source(self.before, self.digests):
             logger.warning(change)
@@ -429,10 +421,8 @@ def final_is_whole(run_dir: Path) -> bool:
 
 
 def changed_source(config: Config, then: Mapping[str, str]) -> list[str]:
-    """Describe changes in the files that the run's model and chat template came from.
-
-    A hub's model is looked up in this machine's cache only. then: digests when the run began.
-    """
+    """Describe changes in the files that the run's model and chat template came from. A hub's model
+    is looked up in this machine's cache only. then: digests when the run began."""
     found, path, now = [], Path(config.model.source), dict[str, str]()
     used = "the checkpoint's is used"
     if config.model.trust_remote_code:

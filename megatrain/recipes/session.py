@@ -149,10 +149,8 @@ def run_session(path: Path, hang_timeout: int | None, world: World) -> Iterator[
 
 
 def seen_by_all(path: Path, world: World) -> None:
-    """Wait until all ranks see the run folder, which the first one has.
-
-    Raises ConfigError if a rank of another host does not: checkpoints would lack its files.
-    """
+    """Wait until all ranks see the run folder, which the first one has. Raises ConfigError if a
+    rank of another host does not: checkpoints would lack its files."""
     mark = path / world.broadcast(f".seen-{uuid4().hex}")  # now there is a folder
     if world.hosts == 1:
         return
@@ -177,10 +175,8 @@ def seen_by_all(path: Path, world: World) -> None:
 def open_run(
     ready: Ready, session: Session, progress: Progress, stack: ExitStack, resuming: Resumable | None
 ) -> Run:
-    """Load the model, or a checkpoint, and open what the loop writes to; `stack` closes it all.
-
-    The run is described in its folder; on resuming not before it is known that the run can go on.
-    """
+    """Load the model, or a checkpoint, and open what the loop writes to; `stack` closes it all. The
+    run is described in its folder; on resuming not before it is known that the run can go on."""
     plan, loader, config, machine = ready.plan, ready.loader, ready.config, ready.machine
     if resuming is None:
         describe_run(ready)
@@ -242,10 +238,8 @@ def open_engine(
 def load_checkpoint(
     ready: Ready, engine: Engine, resuming: Resumable, progress: Progress
 ) -> tuple[Path, dict[str, Any]]:
-    """Load the checkpoint to resume from; returns its folder and its state.
-
-    Raises StorageError, and DataError if the rows are others.
-    """
+    """Load the checkpoint to resume from; returns its folder and its state. Raises StorageError,
+    and DataError if the rows are others."""
     config = ready.config
     size = folder_bytes(resuming.path) if resuming.path else None
     with progress.doing("reading the checkpoint", total=size, counted=BYTES_READ):
@@ -299,11 +293,9 @@ def open_metrics(
 
 
 def check_output(config: Config) -> None:
-    """Check that a run may be written into `output`, before anything is loaded or written.
-
-    A folder with a resolved config or a checkpoint is a run's. Any other may hold anything but
-    names that a run writes. Raises ConfigError, and StorageError where no folder can be made.
-    """
+    """Check that a run may be written into `output`, before anything is loaded or written. A folder
+    with a resolved config or a checkpoint is a run's. Any other may hold anything but names that a
+    run writes. Raises ConfigError, and StorageError where no folder can be made."""
     folder, whole = config.output, config.output.absolute()
     nearest = next(path for path in (whole, *whole.parents) if os.path.lexists(path))
     if not nearest.is_dir() or not os.access(nearest, os.W_OK | os.X_OK, effective_ids=True):

@@ -70,10 +70,8 @@ KEY_OF = {**KEYS, **SAME, **SIZES, "packing": "data.packing"}
 
 
 def request_of(config: Config, model: Model, kept: Mapping[str, Any] | None = None) -> Request:
-    """Make the request of a config. Raises ConfigError.
-
-    kept: options by field that the config leaves open and a resumed run keeps.
-    """
+    """Make the request of a config. Raises ConfigError. kept: options by field that the config
+    leaves open and a resumed run keeps."""
     value = {name: attrgetter(key)(config) for name, key in {**SAME, **SIZES}.items()}
     sizes = {name: None if value[name] == "auto" else int(value[name]) for name in SIZES}
     drawn = config.model.init == "random"
@@ -107,9 +105,7 @@ def resolve_run(
 
 def plan_run(config: Config, resolved: Resolved, steps: int | None = None, **known: Any) -> Plan:
     """The plan of a run with the economy of its steps, or of one if their number is not known.
-
-    known: as `plan_of` takes it, which raises the same errors.
-    """
+    known: as `plan_of` takes it, which raises the same errors."""
     plan = plan_of(resolved, **known)
     if not plan.fits:
         return replace(plan, steps=steps)
@@ -197,10 +193,8 @@ def notice_other_balance(config: Config, resolved: Resolved) -> None:
 
 @contextmanager
 def memory_errors(plan: Plan) -> Iterator[None]:
-    """Raise OutOfMemory, with the plan's figure and a remedy, when host RAM does not suffice.
-
-    The engine does so for the GPU.
-    """
+    """Raise OutOfMemory, with the plan's figure and a remedy, when host RAM does not suffice. The
+    engine does so for the GPU."""
     try:
         yield
     except (MemoryError, RuntimeError) as error:

@@ -110,11 +110,9 @@ def all_stop() -> bool:
 
 @contextmanager
 def stop_requests() -> Iterator[StopRequest]:
-    """Turn the first of STOPS into a request. Inside another such block: that block's request.
-
-    A signal that was ignored before, as SIGHUP under nohup, stays so, and so do a program's own
-    handlers of SIGUSR2 and SIGALRM. Outside the main thread Python allows no handlers.
-    """
+    """Turn the first of STOPS into a request. Inside another such block: that block's request. A
+    signal that was ignored before, as SIGHUP under nohup, stays so, and so do a program's own
+    handlers of SIGUSR2 and SIGALRM. Outside the main thread Python allows no handlers."""
     if threading.current_thread() is not threading.main_thread():
         yield StopRequest()
         return
@@ -167,10 +165,8 @@ COUNTED = Path("/proc/self/io")
 
 # why: decision 0056
 class Watch:
-    """Ends the process after some seconds without a sign of life.
-
-    Counts its own wake-ups, not the clock: a process that was stopped and goes on has not hung.
-    """
+    """Ends the process after some seconds without a sign of life. Counts its own wake-ups, not the
+    clock: a process that was stopped and goes on has not hung."""
 
     def __init__(self, timeout_s: float, log: Path | None) -> None:
         """log: file to which every thread's stack is appended, as to stderr."""

@@ -202,11 +202,8 @@ class Liveness:
 
 
 def end_of(error: BaseException, alive: Liveness) -> BaseException:
-    """Leave last words; returns the exception that ends this rank.
-
-    A collective fails at once when another rank has died: then that is the reason. One rank alone
-    shows it.
-    """
+    """Leave last words; returns the exception that ends this rank. A collective fails at once when
+    another rank has died: then that is the reason. One rank alone shows it."""
     alive.ended.set()  # nobody else may end it in the middle of this
     if isinstance(error, SystemExit) or not isinstance(error, Exception):
         return error

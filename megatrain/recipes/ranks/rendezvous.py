@@ -165,9 +165,7 @@ class Wait:
 
     def goes_on(self, who: str, *, aloud: bool = True) -> None:
         """Called again and again while somebody is missing, which is shown once if it takes long.
-
-        Raises RuntimeError when it has taken too long.
-        """
+        Raises RuntimeError when it has taken too long."""
         beat()
         may_end_here()
         waited = time.monotonic() - self._began
@@ -179,10 +177,8 @@ class Wait:
 
 
 def open_store(host: str, port: int, rank: int, size: int, patience: Wait) -> TCPStore:
-    """The store at this address, which the first rank opens unless torchrun has.
-
-    Raises RuntimeError if it cannot be opened, or nobody opens it in time.
-    """
+    """The store at this address, which the first rank opens unless torchrun has. Raises
+    RuntimeError if it cannot be opened, or nobody opens it in time."""
     opens = rank == 0 and os.environ.get(OF_TORCHRUN) != "True"
 
     def connect() -> TCPStore:
@@ -206,12 +202,9 @@ def open_store(host: str, port: int, rank: int, size: int, patience: Wait) -> TC
 def fresh_part(
     store: Any, rank: int, size: int, patience: Wait, sign: tuple[str, str]
 ) -> PrefixStore:
-    """A part of the store that only the ranks of this start write, once all have come.
-
-    sign: key and value that this rank leaves there; every rank finds those of all.
-
-    Raises RuntimeError if not all come in time.
-    """
+    """A part of the store that only the ranks of this start write, once all have come. sign: key
+    and value that this rank leaves there; every rank finds those of all. Raises RuntimeError if not
+    all come in time."""
     if rank == 0:
         name, missing = uuid4().hex, list(range(1, size))
         while missing:
@@ -249,9 +242,7 @@ def _read(store: Any, key: str) -> str | None:
 
 def own_device(place: Place, device: str) -> torch.device:
     """The GPU of a rank, the only one that it sees from now on, or the CPU. Raises ConfigError.
-
-    CUDA is not asked which there are: it would see all of them ever after.
-    """
+    CUDA is not asked which there are: it would see all of them ever after."""
     gpus = visible_gpus() if device != "cpu" and built_for_cuda() else []
     if not gpus:
         if device == "cuda":
@@ -271,10 +262,8 @@ def own_device(place: Place, device: str) -> torch.device:
 
 def bind(world: World, device: torch.device) -> None:
     """Keep this rank to its share of the host's cores: threads that begin from now on, and memory
-    that they touch first. All ranks call it.
-
-    On a CPU PyTorch computes with as many threads, since more would wait for each other.
-    """
+    that they touch first. All ranks call it. On a CPU PyTorch computes with as many threads, since
+    more would wait for each other."""
     if world.is_alone:
         return
     number, of = on_the_same_cores(world)
@@ -291,10 +280,8 @@ def cores_of_host(world: World) -> int:
 
 
 def on_the_same_cores(world: World) -> tuple[int, int]:
-    """(number of this rank, count) among this host's ranks that may use the same cores.
-
-    Launchers, such as Slurm's, may have bound each rank to its own. All ranks call it.
-    """
+    """(number of this rank, count) among this host's ranks that may use the same cores. Launchers,
+    such as Slurm's, may have bound each rank to its own. All ranks call it."""
     masks = world.all_gather(os.sched_getaffinity(0))
     first = world.rank - world.local_rank
     here = masks[first : first + world.local_size]
@@ -319,10 +306,8 @@ def check_ranks(config: Config, world: World) -> None:
 # why: decision 0112
 def check_alike(world: World, how: Mapping[str, object], rows: Sequence[str]) -> None:
     """Raise ConfigError or DataError if ranks would train in different ways, or on other rows: each
-    decides by itself, from what it finds on its host. All call it at the same place.
-
-    how: settings and the like, by field. rows: digests.
-    """
+    decides by itself, from what it finds on its host. All call it at the same place. how: settings
+    and the like, by field. rows: digests."""
     (_, first, ours), *others = world.all_gather((socket.gethostname(), how, rows))
     for rank, (host, theirs, digests) in enumerate(others, 1):
         for name in how:
