@@ -81,16 +81,6 @@ def _hashed(named: tuple[str, torch.Tensor]) -> tuple[str, bytes]:
     return name, hashlib.blake2b(raw.data, digest_size=DIGEST_BYTES).digest()
 
 
-@dataclass(frozen=True)
-class References:
-    """Log-probabilities under the model that a run began with, float64 [rows, sides]; NaN for rows
-    that the run does not need. of_model: its `fingerprint`."""
-
-    of_model: str
-    train: ReferenceArray
-    held_out: ReferenceArray | None
-
-
 def are_kept(of_model: str, wanted: Iterable[Wanted]) -> bool:
     """True if the cache has the log-probabilities of all these rows."""
     return not any(len(some.missing(kept(of_model, some.rows))) for some in wanted)
@@ -177,34 +167,26 @@ def _keep(path: Path, body: bytes) -> None:
 # -- of a run -----------------------------------------------------------------------------------
 
 
-def refers(ready: Ready) -> bool:
-    """True if the run's method has a reference model."""
-    loss = ready.loss
-    return isinstance(loss, SequenceLoss) and loss.reference
+def wanted_by(ready: Ready, resuming: Resumable | None) -> tuple[str | None, tuple[Wanted, ...]]:
+    """(fingerprint of the model that a resumed run began with, the rows that a run trains on and
+    those that it evaluates if it holds some out); none for methods without a reference.
 
-
-def known_reference(ready: Ready, resuming: Resumable | None) -> str | None:
-    """The fingerprint of the model that a run began with, if its method has a reference and it goes
-    on."""
-    if not refers(ready) or resuming is None:
-        return None
-    assert resuming.path is not None
-    return str(read_about(resuming.path)["state"].get("reference"))
-
-
-def wanted_by(ready: Ready, resuming: Resumable | None) -> tuple[Wanted, ...]:
-    """The rows that a run trains on, and those that it evaluates if it holds some out. A run that
-    goes on may take other rows than from its start, if its steps have another size now."""
-    loader, (train, held_out) = ready.loader, ready.rows
+    A run that goes on may take other rows than from its start, if its steps have another size now.
+    """
+    loader, loss, of_model = ready.loader, ready.loss, None
+    if not (isinstance(loss, SequenceLoss) and loss.reference):
+        return None, ()
     chosen = loader.rows_to_come(from_start=True)
     if resuming is not None:
         assert resuming.path is not None
-        loader.restore(read_about(resuming.path)["state"]["position"])
+        state = read_about(resuming.path)["state"]
+        of_model = str(state.get("reference"))
+        loader.restore(state["position"])
         chosen = np.union1d(chosen, loader.rows_to_come())
-    if held_out is None:
-        return (Wanted(train, chosen),)
-    evaluated = np.arange(len(held_out))[: ready.config.train.eval_rows]
-    return Wanted(train, chosen), Wanted(held_out, evaluated)
+    if ready.held_out is None:
+        return of_model, (Wanted(loader.rows, chosen),)
+    evaluated = np.arange(len(ready.held_out))[: ready.config.train.eval_rows]
+    return of_model, (Wanted(loader.rows, chosen), Wanted(ready.held_out, evaluated))
 
 
 def compare_with_reference(
@@ -214,18 +196,17 @@ def compare_with_reference(
     wanted: Sequence[Wanted],
     anew: bool,
     progress: Progress,
-) -> References | None:
-    """The reference's log-probabilities, which the loader gives out from now on; None for methods
-    without.
+) -> tuple[str | None, ReferenceArray | None]:
+    """(fingerprint of the reference, log-probabilities of held-out rows, if there are any); None
+    for methods without. The loader gives out those of training rows from now on.
 
-    of_model: of the run that goes on. wanted: of training, and of evaluations if there are any.
-    anew: the engine's weights are those that it began with.
+    of_model: of the run that goes on. anew: the engine's weights are those that it began with.
 
     Raises StorageError if they are gone, and the model is another.
     """
     loader, config = ready.loader, ready.config
     if not wanted:
-        return None
+        return None, None
 
     def batches(wanted: Wanted, references: ReferenceArray) -> Iterator[list[MicroBatch]]:
         given = loader.batches_of(wanted.rows, references=references, chosen=wanted.chosen)
@@ -242,4 +223,4 @@ def compare_with_reference(
         assert here is not None
         train, *others = [references_of(engine, here, some, batches) for some in wanted]
     loader.references = train
-    return References(here, train, others[0] if others else None)
+    return here, others[0] if others else None

@@ -21,6 +21,7 @@ from rich.console import Console
 
 from megatrain.config import Config
 from megatrain.config.resuming import RESOLVED_FILE, check_changes, for_state, resumed_configs
+from megatrain.data.micro_batches import ReferenceArray
 from megatrain.engine.engine import Engine
 from megatrain.errors import ConfigError, MegaTrainError, StorageError
 from megatrain.heartbeat import BYTES_READ, WEIGHTS_READ, may_end_here
@@ -34,15 +35,7 @@ from megatrain.recipes.describe import (
     work_of,
 )
 from megatrain.recipes.loop import still_to_come
-from megatrain.recipes.reference import (
-    References,
-    Wanted,
-    are_kept,
-    compare_with_reference,
-    known_reference,
-    refers,
-    wanted_by,
-)
+from megatrain.recipes.reference import Wanted, are_kept, compare_with_reference, wanted_by
 from megatrain.recipes.report import LiveReport
 from megatrain.recipes.setup import quiet_libraries
 from megatrain.recipes.signals import StopRequest, Watch, stop_requests, watchdog
@@ -181,13 +174,13 @@ def open_run(
     if resuming is None:
         describe_run(ready)
     may_end_here()
-    engine, references = open_engine(ready, progress, stack, resuming)
+    engine, reference, held_out_references = open_engine(ready, progress, stack, resuming)
     state, source = dict(BEGINNING), None
     if resuming is not None:
         source, state = load_checkpoint(ready, engine, resuming, progress)
         describe_run(ready)
     named = resuming is not None and resuming.named
-    kept = decided_for_ranks(plan) | ({"reference": references.of_model} if references else {})
+    kept = decided_for_ranks(plan) | ({"reference": reference} if reference else {})
     kept["held_out"] = ready.held_out.digest if ready.held_out else None
     evaluates = ready.held_out is not None or bool(ready.prompts)
     total, gpu, step = loader.steps_total(), machine.hardware.gpu, state["step"]
@@ -197,7 +190,7 @@ def open_run(
     return Run(
         **vars(ready),
         engine=engine,
-        held_out_references=references.held_out if references else None,
+        held_out_references=held_out_references,
         writer=writer,
         report=report,
         progress=progress,
@@ -220,19 +213,18 @@ def open_run(
 
 def open_engine(
     ready: Ready, progress: Progress, stack: ExitStack, resuming: Resumable | None
-) -> tuple[Engine, References | None]:
-    """The engine with its first weights, or zeros where a checkpoint follows; and the references of
-    a method that has some."""
+) -> tuple[Engine, str | None, ReferenceArray | None]:
+    """The engine with its first weights, or zeros where a checkpoint follows; and the reference of
+    a method that has one, as `compare_with_reference`."""
     plan, read = ready.plan, ready.resolved.request.source is not None and resuming is None
     weights = plan.parameters + plan.frozen_parameters if read else None
-    of_model = known_reference(ready, resuming)
-    wanted = wanted_by(ready, resuming) if refers(ready) else ()
+    of_model, wanted = wanted_by(ready, resuming)
     here = of_model is None or are_kept(of_model, wanted)
     # the first rank's cache counts
     first = resuming is None or not ready.machine.world.broadcast(here)
     with progress.doing("preparing the weights", total=weights, counted=WEIGHTS_READ):
         engine = stack.enter_context(Engine.open_plan(plan, weights=first))
-    return engine, compare_with_reference(ready, engine, of_model, wanted, first, progress)
+    return engine, *compare_with_reference(ready, engine, of_model, wanted, first, progress)
 
 
 def load_checkpoint(
@@ -249,8 +241,8 @@ def load_checkpoint(
         before, _ = resumed_configs(config.output, config, state)
         for change in check_changes(before, config):
             logger.warning(change)
-    ready.loader.restore(state.pop("position"))
     loader = ready.loader
+    loader.restore(state.pop("position"))
     wanted, known = Wanted(loader.rows, loader.rows_to_come()), loader.references
     if known is not None and len(wanted.missing(known)):
         raise StorageError(

@@ -64,11 +64,6 @@ class Ready:
         return self.resolved.request.loss
 
     @property
-    def rows(self) -> tuple[Rows, Rows | None]:
-        """Rows to train on, and held-out rows."""
-        return self.loader.rows, self.held_out
-
-    @property
     def sweep_tokens(self) -> int:
         """Padded tokens of a rank in one sweep of the weights without training: as many as in one
         sweep of a step."""
