@@ -243,8 +243,8 @@ def load_checkpoint(
             logger.warning(change)
     loader = ready.loader
     loader.restore(state.pop("position"))
-    wanted, known = Wanted(loader.rows, loader.rows_to_come()), loader.references
-    if known is not None and len(wanted.missing(known)):
+    known = loader.references
+    if known is not None and len(Wanted(loader.rows, loader.rows_to_come()).missing(known)):
         raise StorageError(
             f"{source}: leads over rows for which the reference's log-probabilities were not "
             f"computed; resume from it by name: --checkpoint {source.name}"

@@ -17,7 +17,6 @@ from megatrain.engine.gradients import Gradients
 from megatrain.machine import hardware
 from megatrain.recipes import loop
 from megatrain.recipes.state import Run
-from megatrain.storage.run_folder import checkpoints
 from tests.commands import (
     POSITIONS,
     Answer,
@@ -217,15 +216,6 @@ def test_divergence_is_6_and_good_checkpoints_stay(megatrain, project):
     assert all(row["grad_norm"] is None for row in skipped), "JSON has no NaN"
 
 
-@pytest.mark.usefixtures("absurd_from_step_4")
-def test_without_clipping_a_gradient_that_is_not_finite_ends_the_run_unsaved(megatrain, project):
-    config = ("train.max_steps=20", "checkpoint.every=2", "train.max_grad_norm=null")
-    done = megatrain("train cfg.yaml", *config, code=6)
-    assert "go back to checkpoint-2, the newest that a finite step followed" in sentence(done)
-    steps = [int(path.name.partition("-")[2]) for path in checkpoints(project / "run")]
-    assert steps and max(steps) <= 4
-
-
 def test_one_bad_batch_is_skipped_and_forgotten(megatrain, project, monkeypatch):
     original, norms = Gradients.norm, iter(range(1, 99))
     monkeypatch.setattr(
@@ -239,7 +229,7 @@ def test_one_bad_batch_is_skipped_and_forgotten(megatrain, project, monkeypatch)
 
 def test_an_unwritable_folder_is_7(megatrain, project):
     done = megatrain("train cfg.yaml output=cfg.yaml", code=7)
-    assert sentence(done).startswith("cfg.yaml: cannot make the run folder: File exists")
+    assert sentence(done).startswith("cfg.yaml: cannot make the run folder: Not a directory")
 
 
 def test_what_nobody_foresaw_is_1_and_its_traceback_is_in_the_log(megatrain, project, monkeypatch):

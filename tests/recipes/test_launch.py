@@ -83,12 +83,16 @@ def test_so_many_gpus_are_used(gpus, monkeypatch, there, visible, keys, ranks):
     assert ranks_for(config(**keys)) == ranks
 
 
-def test_gpus_that_cannot_be_used_are_refused(gpus):
+def test_gpus_that_cannot_be_used_are_refused(gpus, monkeypatch):
     gpus(4)
     with pytest.raises(ConfigError, match="gpus: 8, but 4 are visible here"):
         ranks_for(config(gpus=8))
     with pytest.raises(ConfigError, match="gpus: 2, but device: cpu"):
         ranks_for(config(gpus=2, device="cpu"))
+    torch_of(monkeypatch, None)
+    assert ranks_for(config()) == 1
+    with pytest.raises(ConfigError, match="gpus: 2, but 0 are visible here"):
+        ranks_for(config(gpus=2))
 
 
 RANK = """

@@ -51,19 +51,12 @@ def ranks_for(config: Config) -> int:
             where, device = config.where("gpus"), config.device
             raise ConfigError(f"{where}: {config.gpus}, but device: {device}; remove one of them")
         return 1
-    there = len(visible_gpus())
-    wanted = there if config.gpus == "auto" else config.gpus
-    if wanted > there:
-        raise ConfigError(f"{config.where('gpus')}: {wanted}, but {there} are visible here")
-    if wanted < 2:
-        return 1
-    if built_for_cuda():
-        return wanted
-    said = "PyTorch without CUDA is not built for several GPUs"
-    if config.gpus != "auto":
-        raise ConfigError(f"{said}; set gpus: 1")
-    typer.echo(f"{said}: one of {there} is used", err=True)
-    return 1
+    there = len(visible_gpus()) if built_for_cuda() else 0
+    if config.gpus == "auto":
+        return max(1, there)
+    if config.gpus > max(1, there):
+        raise ConfigError(f"{config.where('gpus')}: {config.gpus}, but {there} are visible here")
+    return config.gpus
 
 
 def free_port() -> int:
