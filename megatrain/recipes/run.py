@@ -229,10 +229,7 @@ def get_ready(
 ) -> Ready:
     """Read the rows and plan. Raises PlanError for what does not fit, before weights are read.
 
-    Args:
-        model: another than the config's.
-        expected: the rows of a resumed run.
-        kept: as in `request_of`.
+    model: another than the config's. expected: the rows of a resumed run. kept: as in `request_of`.
     """
     new = model is None and config.model.init == "pretrained"
     if new:
