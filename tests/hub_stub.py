@@ -47,7 +47,6 @@ class Hub:
     put: list[str] = field(default_factory=list)
     break_put: Callable[[int], bool] = lambda nbytes: False
     refuse: dict[str, tuple[int, str]] = field(default_factory=dict)
-    ignored: tuple[str, ...] = ()  # by its .gitignore
 
 
 class Refused(Exception):
@@ -149,8 +148,7 @@ class Handler(BaseHTTPRequestHandler):
     def upload(self, repo: Repository, file: dict[str, Any]) -> Any:
         name = file["path"]
         mode = "lfs" if name.endswith(".safetensors") else "regular"
-        ignored = name in self.hub.ignored
-        return {"path": name, "uploadMode": mode, "shouldIgnore": ignored, "oid": None}
+        return {"path": name, "uploadMode": mode, "shouldIgnore": False, "oid": None}
 
     def lfs_object(self, file: dict[str, Any]) -> Any:
         if file["oid"] in self.hub.large:

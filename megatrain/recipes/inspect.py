@@ -2,37 +2,49 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable, Iterator, Mapping
-from os.path import expanduser, isfile  # whose pathlib counterparts raise for some paths
+from os.path import (
+    expanduser,  # whose pathlib counterparts raise for some paths
+    isfile,  # whose pathlib counterpart raises for some paths
+)
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from megatrain.config import Config, load_config
-from megatrain.config.resuming import CONFIG_FILE, RESOLVED_FILE
+from megatrain.config.fields import TrainOptions
+from megatrain.config.resuming import (
+    CONFIG_FILE,
+    RESOLVED_FILE,
+    asked_again,
+    resumed_configs,
+)
+from megatrain.data.build import Expected
 from megatrain.data.micro_batches import MicroBatch, ReferenceArray, held_out_batches
 from megatrain.data.rows import IndexArray, Rows
 from megatrain.data.show import show_rows, summary
 from megatrain.engine.engine import Engine
 from megatrain.engine.request import choose_device, least_tokens
-from megatrain.errors import ConfigError
+from megatrain.errors import ConfigError, DataError
 from megatrain.losses import SequenceLoss
 from megatrain.models.family import regimes_of
+from megatrain.models.pretrained import is_classifier
 from megatrain.optim import Frozen
 from megatrain.planner.search import AUTO_MICRO_BATCH_TOKENS
-from megatrain.recipes.evaluating import longest_row, rows_to_evaluate
 from megatrain.recipes.loop import SWEEP_MICRO_BATCHES, evaluated, sweeps
-from megatrain.recipes.model import check_weights, check_writes, describe_model, read_model
+from megatrain.recipes.model import Model, check_weights, check_writes, describe_model, read_model
 from megatrain.recipes.reference import Batches, Wanted, fingerprint, references_of
 from megatrain.recipes.sample import Sampling, answer, system_turns, unseen
-from megatrain.recipes.setup import make_loss, quiet_libraries, read_rows, say_rows
+from megatrain.recipes.setup import day_of, make_loss, quiet_libraries, read_rows, say_rows
 from megatrain.recipes.signals import StopRequest
 from megatrain.recipes.tasks import TaskOptions, TaskResults, load_tasks, run_tasks
 from megatrain.reporting.streams import console_on
 from megatrain.settings import Settings
-from megatrain.storage.saves import find_checkpoint
+from megatrain.storage.restore import read_about
+from megatrain.storage.saves import STATE, find_checkpoint, with_state
 
 
 def show_data(
@@ -222,3 +234,82 @@ def run_folder_of(folder: Path) -> Path | None:
         if all(isfile(place / name) for name in (CONFIG_FILE, RESOLVED_FILE)):
             return place
     return None
+
+
+# -- rows to evaluate on --------------------------------------------------------------------------
+
+logger = logging.getLogger("megatrain")
+
+OF_TRAIN = ("seed", "seq_len", "eval_rows")  # keys that say which rows are held out
+ALL_ROWS = {"data.eval": None, "data.streaming": False}  # of a source are evaluated
+MAY_MOVE = ("train", "processes")  # of the data section: the same rows may lie elsewhere
+
+
+def rows_to_evaluate(
+    run_dir: Path | None, checkpoint: Path, model: Model, data: object
+) -> tuple[Config, Rows]:
+    """(the config that says how, the rows).
+
+    data: rows of this source, all of them; None: those that the run held out.
+
+    Raises ConfigError and DataError.
+    """
+    if run_dir is None:
+        whole: dict[str, Any] = {"model": str(checkpoint), "train": {"seq_len": longest_row(model)}}
+        whole |= {"method": "reward"} if is_classifier(model.config) else {}
+        config = load_config(whole, {"data.train": data, **ALL_ROWS})
+        return config, read_rows(config, model)[0]
+    day = day_of(load_config(run_dir / RESOLVED_FILE, of_run=True))
+    if data is not None:
+        config = load_config(run_dir / CONFIG_FILE, {"data.train": data, **ALL_ROWS}, of_run=True)
+        return config, read_rows(config, model, day)[0]
+    config, expected = held_out_by(run_dir, checkpoint)
+    try:
+        _, rows = read_rows(config, model, day, expected)
+    except DataError as error:
+        raise DataError(f"{error}; or name rows to evaluate on with --data") from error
+    if rows is None:
+        raise ConfigError(f"{run_dir}: holds no rows out (data.eval: null); name some with --data")
+    return config, rows
+
+
+def held_out_by(run_dir: Path, checkpoint: Path) -> tuple[Config, Expected | None]:
+    """The run's config with what decided which rows are held out when the checkpoint was saved, and
+    digests of these rows. Says what was edited since, and where nothing is known."""
+    asked, source = asked_again(run_dir, ()), with_state(checkpoint)
+    state: dict[str, Any] = read_about(source)["state"] if isfile(source / STATE) else {}
+    if "config" not in state:
+        logger.warning(
+            f"{checkpoint}: no checkpoint is left that says which rows were held out; those that "
+            f"{run_dir / CONFIG_FILE} holds out now are evaluated"
+        )
+        return asked, None
+    then, _ = resumed_configs(run_dir, asked, state)
+    before, now = about_rows(then), about_rows(asked)
+    for key, value in before.items():
+        if now.get(key) not in (value, "auto"):
+            logger.warning(
+                f"{run_dir / CONFIG_FILE}: {key} was changed from {value!r} to {now.get(key)!r}; "
+                "rows are evaluated as they were held out"
+            )
+    # where the held-out rows have a source of their own, others may be trained on by now
+    of_source = not isinstance(then.data.eval, int | float | None)
+    train = None if of_source else state["position"]["data"]
+    expected = Expected(train, state.get("held_out"))
+    return asked.with_values(before), expected
+
+
+def about_rows(config: Config) -> dict[str, Any]:
+    """The keys that decide which rows are held out and what their loss is."""
+    given = config.model_dump(mode="json")
+    data = {f"data.{name}": value for name, value in given["data"].items() if name not in MAY_MOVE}
+    train = {f"train.{name}": given["train"][name] for name in OF_TRAIN}
+    method = {f"{config.method}.{name}": value for name, value in config.of_method.items()}
+    return {"method": config.method, **data, **train, **method}
+
+
+def longest_row(model: Model) -> int:
+    """Tokens of the longest row that a model which no run wrote is evaluated on."""
+    positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    default: int = TrainOptions().seq_len
+    return min(default, positions or default)

@@ -20,9 +20,6 @@ from megatrain.errors import ConfigError, DataError, MegaTrainError
 from megatrain.recipes.model import Model
 from megatrain.reporting.metrics import json_able
 
-# (task, metric, filter) -> value; filter "none" is the usual one
-Values = dict[tuple[str, str, str], float]
-
 
 @dataclass(frozen=True)
 class TaskOptions:
@@ -55,44 +52,33 @@ class Tasks:
 
 @dataclass(frozen=True)
 class TaskResults:
-    """Results of tasks.
+    """lm-eval's own results."""
 
-    Attributes:
-        values, errors: of each metric, and its standard error, where there is one.
-        documents, fewshot: how many, by task.
-        higher: whether more is better, where a task says it.
-    """
-
-    values: Values
-    errors: Values
-    documents: dict[str, int]
-    fewshot: dict[str, int]
-    higher: dict[tuple[str, str], bool]
+    found: Mapping[str, Any]
 
     def to_dict(self) -> dict[str, Any]:
-        """Values and errors by task, as lm-eval's own results have them."""
-        found: dict[str, dict[str, Any]] = {}
-        for (task, metric, filtered), value in self.values.items():
-            row = found.setdefault(task, {})
-            row[f"{metric},{filtered}"] = value
-            if (error := self.errors.get((task, metric, filtered))) is not None:
-                row[f"{metric}_stderr,{filtered}"] = error
-        for task, row in found.items():
-            row |= {"n-shot": self.fewshot.get(task), "n-samples": self.documents.get(task)}
-        return json_able(found)  # type: ignore[no-any-return]
+        """Values and errors by task, with numbers of examples and documents."""
+        return {
+            task: json_able({k: v for k, v in row.items() if "," in k and not isinstance(v, str)})
+            | {"n-shot": self._count("n-shot", task), "n-samples": self._count("n-samples", task)}
+            for task, row in self.found["results"].items()
+        }
+
+    def _count(self, what: str, task: str) -> int | None:
+        count: Any = self.found.get(what, {}).get(task)
+        return int(count["effective"]) if isinstance(count, Mapping) else count
 
     def render(self, console: Console) -> None:
         table = Table(box=None, pad_edge=False)
-        for name in ("task", "n-shot", "documents", "filter", "metric"):
+        for name in ("task", "n-shot", "documents", "metric", "value", "stderr"):
             table.add_column(name)
-        for name in ("value", "stderr"):
-            table.add_column(name, justify="right")
-        for (task, metric, filtered), value in self.values.items():
-            error = self.errors.get((task, metric, filtered))
-            counts = (str(known.get(task, "")) for known in (self.fewshot, self.documents))
-            arrow = {True: " ↑", False: " ↓", None: ""}[self.higher.get((task, metric))]
-            shown = "" if error is None else f"{error:.4f}"
-            table.add_row(task, *counts, filtered, f"{metric}{arrow}", f"{value:.4f}", shown)
+        for task, row in self.to_dict().items():
+            counts = str(row.pop("n-shot") or 0), str(row.pop("n-samples") or "")
+            for name in (name for name in row if "_stderr," not in name):
+                error = row.get(name.replace(",", "_stderr,"))
+                shown = "" if error is None else f"{error:.4f}"
+                metric = name.removesuffix(",none")
+                table.add_row(task, *counts, metric, f"{row[name]:.4f}", shown)
         console.print(table)
 
 
@@ -170,26 +156,4 @@ def run_tasks(tasks: Tasks, engine: Engine, model: Model, longest: int) -> TaskR
             fewshot_as_multiturn=options.apply_chat_template,  # as its command does
             log_samples=False,
         )
-    return results_of(found)
-
-
-def results_of(found: Mapping[str, Any]) -> TaskResults:
-    """lm-eval's results, flat."""
-    values, errors = Values(), Values()
-    for task, row in found["results"].items():
-        for name, value in row.items():
-            metric, comma, filtered = name.partition(",")
-            if not comma or isinstance(value, str):
-                continue
-            of_error = metric.endswith("_stderr")
-            kind = errors if of_error else values
-            kind[task, metric.removesuffix("_stderr"), filtered] = float(value)
-    counts = {task: count["effective"] for task, count in found.get("n-samples", {}).items()}
-    higher = {
-        (task, metric): bool(better)
-        for task, row in found.get("higher_is_better", {}).items()
-        for metric, better in row.items()
-        if better is not None
-    }
-    fewshot = {task: int(n) for task, n in found.get("n-shot", {}).items()}
-    return TaskResults(values, errors, counts, fewshot, higher)
+    return TaskResults(found)

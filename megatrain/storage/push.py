@@ -6,7 +6,7 @@ import json
 import logging
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -19,7 +19,6 @@ from megatrain.storage.manifest import (
     check_model_files,
     describe_files,
     manifest_of_model,
-    read_bytes,
     stray_files,
     would_be_read,
 )
@@ -29,14 +28,12 @@ from megatrain.storage.saves import RUN_ONLY, model_files
 from megatrain.version import VERSION
 
 AGAIN = "run the command again: what has arrived is not sent again"
-CHANGED = f"the repository was changed meanwhile ({{said}}); {AGAIN}"
-REASONS = {
+REASONS = {  # by status
     401: f"the hub does not know the token ({{said}}); {LOG_IN}",
     403: "the token may not write there ({said}); choose a repository of your own, or a token with "
     f"write access from {{endpoint}}/settings/tokens, then {LOG_IN}",
     404: f"the hub shows no such repository to this token ({{said}}); check the name, or {LOG_IN}",
-    409: CHANGED,
-    412: CHANGED,
+    **dict.fromkeys((409, 412), f"the repository was changed meanwhile ({{said}}); {AGAIN}"),
 }
 REFUSED = "the hub refuses it ({said}); see {endpoint}/{repo_id}"
 PASSING = (408, 425, 429)  # of those below 500, what may go away
@@ -57,9 +54,8 @@ class Pushed:
     removed: tuple[str, ...] = ()  # names of files that would have been read with the model
 
     def to_dict(self) -> dict[str, Any]:
-        whole = {"url": self.url, "commit": self.commit, "private": self.private}
-        lists = {"files": list(self.files), "removed": list(self.removed)}
-        return {**whole, "bytes": self.nbytes, **lists}
+        found = asdict(self)
+        return {**found, "bytes": found.pop("nbytes")}
 
 
 def push(run_dir: Path | str, repo_id: str, private: bool = False) -> Pushed:
@@ -94,25 +90,20 @@ def push(run_dir: Path | str, repo_id: str, private: bool = False) -> Pushed:
                 f"{made}: is there and public, and --private makes only a new repository private; "
                 f"change it at {made}/settings, or choose another name"
             )
-        removed = [name for name in _names_in(there) if _is_stale(name, names)]
+        present = [file.rfilename for file in there.siblings or ()]
+        removed = [name for name in present if _is_stale(name, names)]
         operations: list[Any] = [
             *(huggingface_hub.CommitOperationDelete(name, is_folder=False) for name in removed),
             *(huggingface_hub.CommitOperationAdd(name, folder / name) for name in names),
         ]
         message = f"Upload a model trained by MegaTrain {VERSION}"
         commit = str(api.create_commit(made.repo_id, operations, commit_message=message).oid)
-        arrived = api.model_info(made.repo_id, revision=commit)
-        if lost := sorted({*names} - {*_names_in(arrived)}):
-            raise StorageError(
-                f"{arrived.id}: the hub left out {', '.join(lost)}; see whether the .gitignore of "
-                "the repository names them"
-            )
     except _errors() as error:
         raise _explained(error, repo_id) from error
     for name in removed:
         logger.warning(f"{name}: was removed from {made}, as it would be read with this model")
-    files = tuple(names)
-    return Pushed(str(made), commit, files, nbytes, bool(there.private), tuple(removed))
+    private = bool(there.private)
+    return Pushed(str(made), commit, tuple(names), nbytes, private, tuple(removed))
 
 
 def _check_start(repo_id: str) -> None:
@@ -171,21 +162,12 @@ def published_files(folder: Path) -> list[str]:
         names.append(CARD)
         if manifest.files.get(CARD) != describe_files(folder, [CARD])[0]:
             logger.info(f"{card}: was edited; it is uploaded as it is")
-        try:
-            read_bytes(card).decode()
-        except UnicodeDecodeError as error:
-            reason = f"is no UTF-8 text ({error.reason}); save it as such"
-            raise ConfigError(f"{card}: {reason}") from error
     elif CARD in manifest.files:
         logger.warning(f"{card}: is gone; the model is uploaded without a card")
     tops = ((name, name.split("/")[0]) for name in there if name not in names)
     for name in dict.fromkeys(top if top in RUN_ONLY else name for name, top in tops):
         logger.info(f"{folder / name}: is no part of the model; it is not uploaded")
     return sorted(names)
-
-
-def _names_in(info: Any) -> list[str]:
-    return [file.rfilename for file in info.siblings or ()]
 
 
 def _is_stale(name: str, names: Sequence[str]) -> bool:
@@ -206,8 +188,8 @@ def _errors() -> tuple[type[Exception], ...]:
 
 
 def _explained(error: Exception, repo_id: str) -> MegaTrainError:
-    """The error of ours for one of the hub's library."""
-    from huggingface_hub import constants
+    """The error of ours for one of the hub's library, without the token or a signature."""
+    from huggingface_hub import constants, get_token
     from huggingface_hub.errors import HfHubHTTPError
 
     cause: BaseException | None = error
@@ -216,22 +198,13 @@ def _explained(error: Exception, repo_id: str) -> MegaTrainError:
     status = cause.response.status_code if isinstance(cause, HfHubHTTPError) else 0
     # of its checks, such as of the card's head
     checks = isinstance(error, ValueError) and not isinstance(error, json.JSONDecodeError)
-    said = _said(error if checks else cause or error.__cause__ or error, whole=checks)
-    if checks:
-        reason = REFUSED
-    elif status in REASONS or (400 <= status < 500 and status not in PASSING):
-        reason = REASONS.get(status, REFUSED)
-    else:
+    told = error if checks else cause or error.__cause__ or error
+    lines = [line for line in str(told).splitlines() if line.strip() and "Request ID" not in line]
+    first = getattr(told, "server_message", None) or (lines or [type(told).__name__])[0]
+    said = " ".join((" ".join(lines) if checks else str(first)).split()).rstrip(".:")
+    said = QUERY.sub("", said).replace(get_token() or "\0", "(the token)")
+    if not (checks or status in REASONS or (400 <= status < 500 and status not in PASSING)):
         return StorageError(f"{repo_id}: the upload failed ({said}); {AGAIN}")
-    words = reason.format(said=said, endpoint=constants.ENDPOINT, repo_id=repo_id)
-    return ConfigError(f"{repo_id}: {words}")
-
-
-def _said(error: BaseException, whole: bool = False) -> str:
-    """The first line of an error, or all of it, without the token or a signature."""
-    from huggingface_hub import get_token
-
-    lines = [line for line in str(error).splitlines() if line.strip() and "Request ID" not in line]
-    first = getattr(error, "server_message", None) or (lines or [type(error).__name__])[0]
-    said = " ".join((" ".join(lines) if whole else str(first)).split()).rstrip(".:")
-    return QUERY.sub("", said).replace(get_token() or "\0", "(the token)")
+    reason = REFUSED if checks else REASONS.get(status, REFUSED)
+    where = {"endpoint": constants.ENDPOINT, "repo_id": repo_id}
+    return ConfigError(f"{repo_id}: {reason.format(said=said, **where)}")

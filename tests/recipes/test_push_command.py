@@ -83,12 +83,8 @@ def test_pushed_again_only_what_changed_is_sent(megatrain, copied, hub):
     assert len(hub.put) == 1
 
 
-def test_a_card_may_be_gone_but_not_unreadable(megatrain, copied, hub):
-    card = copied / "final" / "README.md"
-    card.write_bytes(b"\xff")
-    assert "README.md: is no UTF-8 text" in megatrain("push run me/model", code=2).err
-    assert hub.asked == []
-    card.unlink()
+def test_a_card_may_be_gone(megatrain, copied, hub):
+    (copied / "final" / "README.md").unlink()
     said = megatrain("push run me/model").err
     assert "README.md: is gone; the model is uploaded without a card" in said
     assert hub.repositories["me/model"].files == contents(copied / "final")
@@ -122,9 +118,8 @@ def test_optimizer_state_is_never_uploaded(megatrain, project, trained_once, hub
     assert "final: has no MANIFEST.json" in said and "`megatrain resume run` writes it" in said
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["model.safetensors", "tokenizer.json", "config.json"])
-def test_a_changed_file_stops_it_before_anything_is_sent(megatrain, copied, hub, name):
+def test_a_changed_file_stops_it_before_anything_is_sent(megatrain, copied, hub):
+    name = "tokenizer.json"
     flip(copied / "final" / name)
     said = megatrain("push run me/model", code=7).err
     assert f"final/{name}: does not match its checksum" in said
@@ -133,10 +128,12 @@ def test_a_changed_file_stops_it_before_anything_is_sent(megatrain, copied, hub,
     assert hub.repositories["me/model"].files == contents(copied / "final")
 
 
-@pytest.mark.parametrize("name", ["model-00009-of-00009.safetensors", "tokenizer.model", "code.py"])
-def test_a_file_that_would_be_read_and_does_not_belong_stops_it(megatrain, copied, hub, name):
-    (copied / "final" / name).write_text("x")
-    assert f"{name}: does not belong" in megatrain("push run me/model", code=7).err
+def test_a_file_that_would_be_read_and_does_not_belong_stops_it(megatrain, copied, hub):
+    for name in ("model-00009-of-00009.safetensors", "tokenizer.model", "code.py"):
+        path = copied / "final" / name
+        path.write_text("x")
+        assert f"{name}: does not belong" in megatrain("push run me/model", code=7).err
+        path.unlink()
     assert hub.asked == []
 
 
@@ -202,8 +199,7 @@ def test_what_the_hub_refuses_is_one_sentence(megatrain, finished, hub, part):
     status, words, code, expected = REFUSALS[part]
     hub.refuse[part] = status, words
     said = megatrain("push run me/model", code=code).err
-    assert said.startswith("error: me/model: ")
-    assert said.count("\n") == 1
+    assert said.startswith("error: me/model: ") and said.count("\n") == 1
     assert [one for one in expected if one not in said] == []
     assert words.rstrip(".") in said or part == "validate-yaml"
     assert hub.repositories.get("me/model") is None or not hub.repositories["me/model"].files
@@ -218,11 +214,11 @@ def test_a_repository_of_somebody_else_is_refused(megatrain, finished, hub):
         assert "a repository of your own" in said
 
 
-@pytest.mark.parametrize("token", ["", f"{TOKEN}\x01", f"{TOKEN} x", f"{TOKEN}é"])
-def test_a_token_that_can_be_none_is_not_sent(megatrain, finished, hub, monkeypatch, token):
-    monkeypatch.setenv("HF_TOKEN", token)
+def test_a_token_that_can_be_none_is_not_sent(megatrain, finished, hub, monkeypatch):
     monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(Path.cwd() / "none"))
-    assert LOG_IN in megatrain("push run me/model --debug", code=2).err
+    for token in ("", f"{TOKEN}\x01", f"{TOKEN} x", f"{TOKEN}é"):
+        monkeypatch.setenv("HF_TOKEN", token)
+        assert LOG_IN in megatrain("push run me/model --debug", code=2).err
     assert hub.asked == []
 
 
@@ -247,12 +243,6 @@ def test_a_hub_that_cannot_be_reached(megatrain, finished, hub):
         assert "http://127.0.0.1:9 cannot be reached; check the network" in said
         patch.setattr(constants, "HF_HUB_OFFLINE", True)
         assert "HF_HUB_OFFLINE" in megatrain("push run me/model", code=2).err
-
-
-def test_what_the_repository_ignores_is_not_said_to_be_there(megatrain, finished, hub):
-    hub.ignored = ("model.safetensors",)
-    said = megatrain("push run me/model", code=7).err
-    assert "the hub left out model.safetensors" in said and ".gitignore" in said
 
 
 def test_in_python(finished, hub):

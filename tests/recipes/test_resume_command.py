@@ -16,7 +16,7 @@ from megatrain.config.resuming import FLAGGED, REFUSED, flatten
 from megatrain.errors import MegaTrainError
 from megatrain.machine import hardware
 from megatrain.planner.search import AUTO_MICRO_BATCH_TOKENS
-from megatrain.recipes import rows as clock
+from megatrain.recipes import setup as clock
 from megatrain.storage.manifest import read_manifest
 from megatrain.storage.restore import find_resumable
 from megatrain.storage.run_folder import run_lock
