@@ -303,8 +303,6 @@ def generate(
     if prompt is not None and not prompt.strip():
         raise ConfigError("command line: PROMPT is empty; write something to answer")
     find_model(model)
-    from megatrain.cli.chatting import answer_once, converse
-
     longest = max_new_tokens or (CHAT_TOKENS if chat else ANSWER_TOKENS)
     with reading(no_verify):
         if chat:
