@@ -358,6 +358,10 @@ def say_steps(config: Config, loader: Loader) -> None:
 
 
 def day_of(config: Config) -> date:
-    """The date that chat templates get: the config's, else today in this machine's time zone."""
-    given = config.data.date
-    return datetime.now().astimezone().date() if given == "auto" else date.fromisoformat(given)
+    """The date that chat templates get: the config's, else today."""
+    return today() if config.data.date == "auto" else date.fromisoformat(config.data.date)
+
+
+def today() -> date:
+    """The date in the time zone of this machine."""
+    return datetime.now().astimezone().date()
