@@ -49,7 +49,7 @@ def plan_case(case: Case, device: str) -> Plan:
     is allocated."""
     import torch
 
-    from megatrain.engine.parts import PRECISIONS
+    from megatrain.engine.components import PRECISIONS
     from megatrain.machine.hardware import GIB, bound_heap, keep_caches_small, read_hardware
     from megatrain.models.skeleton import Skeleton
     from megatrain.planner.job import Budget

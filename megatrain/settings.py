@@ -179,7 +179,7 @@ class Settings(Chosen):
         group_size: with several groups, the most micro-batches of one; a step with more than
             `groups` times this many has more groups.
         activations: codec of the activation checkpoints of recomputed layers, which makes their
-            gradients approximate (engine/codecs/__init__.py), or "none".
+            gradients approximate (engine/codecs.py), or "none".
         compile: fuse the element-wise parts of every layer with torch.compile. Pays where
             micro-batches have few different shapes.
         fused_loss: compute the loss' passes over the logits as one kernel each, whatever layers do.

@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
+from megatrain.engine.components import AppliedGradients
 from megatrain.engine.engine import Engine
-from megatrain.engine.gradient_sinks import AppliedGradients
 
 LANES = ("upload", "download", "fetch", "update")
 CYCLES_PER_SECOND = 2e9  # of a GPU's clock, about

@@ -11,9 +11,9 @@ import torch
 import transformers
 from torch import Tensor, nn
 
+from megatrain.engine.components import store_master
 from megatrain.engine.constructors import arguments_of
 from megatrain.engine.engine import Engine
-from megatrain.engine.parts import store_master
 from megatrain.engine.request import Request
 from megatrain.losses import NextToken, Targets
 from megatrain.models.names import Published

@@ -240,7 +240,7 @@ WRONG_BATCHES: dict[str, tuple[Any, str]] = {
     "a dict": (BATCH, "micro_batches must be a list of dicts of tensors, not dict"),
     "a tensor": (BATCH["input_ids"], "not Tensor"),
     "nothing": (None, "not NoneType"),
-    "a list of tensors": ([BATCH["input_ids"]], "micro-batch 0 is Tensor"),
+    "a list of tensors": ([BATCH["input_ids"]], "micro-batch 0 has no input_ids"),
     "lists for tensors": ([LISTS], "input_ids of micro-batch 0 are list"),
     "a missing key": ([{"input_ids": BATCH["input_ids"]}], "micro-batch 0 has no labels"),
 }

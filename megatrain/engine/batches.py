@@ -8,10 +8,11 @@ from itertools import pairwise
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from megatrain.engine.activations import Kept
 from megatrain.engine.graphs import Graph
-from megatrain.engine.objective import Objective, counted, of_scores
+from megatrain.engine.objective import Objective, Peers, counted, of_scores
 from megatrain.engine.ranks.context_parallel import ContextParallel
 from megatrain.errors import ConfigError, DataError
 from megatrain.losses import (
@@ -23,11 +24,13 @@ from megatrain.losses import (
     find_examples,
     find_targets,
 )
+from megatrain.losses.targets import Answers
 from megatrain.models.anatomy import Anatomy
 from megatrain.models.constants import NO_IMAGES, OF_TEXT
 from megatrain.models.recorder import LayerCall, boundaries_of
+from megatrain.models.skeleton import Skeleton
 
-Batch = Mapping[str, torch.Tensor]
+Batch = Mapping[str, Tensor]
 
 
 @dataclass
@@ -48,17 +51,17 @@ class MicroBatch:
     """
 
     number: int
-    inputs: dict[str, torch.Tensor]
+    inputs: dict[str, Tensor]
     targets: Targets
     calls: list[LayerCall] = field(default_factory=list)
-    hidden: torch.Tensor | None = None
+    hidden: Tensor | None = None
     kept: dict[int, Kept] = field(default_factory=dict)
     graphs: dict[int, Graph] = field(default_factory=dict)
-    grad: torch.Tensor | None = None
+    grad: Tensor | None = None
     trains: bool = True
     parallel: ContextParallel | None = None
     learns: bool = True
-    real: torch.Tensor | None = None
+    real: Tensor | None = None
     real_tokens: int = 0
 
     @property
@@ -72,25 +75,15 @@ def objective_of(batches: Sequence[Batch], loss: Any, anatomy: Anatomy) -> Objec
 
     Raises:
         DataError: a tensor is missing, misshapen or out of range, of which a GPU would die.
-        ConfigError: `loss` is neither a `losses.Loss` nor a `losses.SequenceLoss`, but a plain
-            function, say; or it needs another head than the model's.
+        ConfigError: `loss` is a plain function, say, or needs another head than the model's.
     """
     if not isinstance(batches, (list, tuple)):
-        raise DataError(
-            f"micro_batches must be a list of dicts of tensors, not {type(batches).__name__}"
-        )
+        found = type(batches).__name__
+        raise DataError(f"micro_batches must be a list of dicts of tensors, not {found}")
     for number, batch in enumerate(batches):
         _check(batch, number, anatomy)
         if isinstance(loss, SequenceLoss):
             _check_examples(batch, number, loss)
-        length, longest = batch["input_ids"].shape[1], anatomy.max_positions
-        if "position_ids" in batch and batch["position_ids"].numel():
-            length = int(batch["position_ids"].max()) + 1
-        if longest is not None and length > longest:
-            raise DataError(
-                f"micro-batch {number} has a sequence of {length} tokens, but the model reads "
-                f"{longest}; cut it"
-            )
     if not isinstance(loss, SequenceLoss) and not (callable(loss) and hasattr(loss, "denominator")):
         raise ConfigError(
             f"loss: {loss!r} has no denominator; give a loss of mt.losses, or an object like them"
@@ -106,12 +99,13 @@ def objective_of(batches: Sequence[Batch], loss: Any, anatomy: Anatomy) -> Objec
     return counted(loss, batches)
 
 
-def _check(batch: object, number: int, anatomy: Anatomy) -> None:
-    if not isinstance(batch, Mapping):
-        raise DataError(
-            f"micro-batch {number} is {type(batch).__name__}; give a dict of tensors with "
-            "input_ids and labels"
-        )
+def _check(batch: Any, number: int, anatomy: Anatomy) -> None:
+    for name in ("input_ids", "labels"):
+        if not isinstance(batch, Mapping) or name not in batch:
+            raise DataError(
+                f"micro-batch {number} has no {name}; give a dict of tensors with input_ids and "
+                "labels"
+            )
     for name, values in batch.items():
         if not isinstance(values, torch.Tensor):
             found = type(values).__name__
@@ -119,8 +113,6 @@ def _check(batch: object, number: int, anatomy: Anatomy) -> None:
         if anatomy.unused_weights.multimodal and name not in OF_TEXT and not for_loss(name):
             raise DataError(f"micro-batch {number} has {name}: {NO_IMAGES}; leave it out")
     for name in ("input_ids", "labels"):
-        if name not in batch:
-            raise DataError(f"micro-batch {number} has no {name}; it needs input_ids and labels")
         values, wanted = batch[name], list(batch["input_ids"].shape)
         if values.dtype != torch.int64 or values.ndim != 2 or list(values.shape) != wanted:
             found = f"{list(values.shape)} {str(values.dtype).removeprefix('torch.')}"
@@ -135,43 +127,47 @@ def _check(batch: object, number: int, anatomy: Anatomy) -> None:
                 f"{name} of micro-batch {number} hold {int(strange[0])}, but the model's "
                 f"vocabulary has {anatomy.vocab_size} tokens; use the tokenizer of this model"
             )
+    length, longest = batch["input_ids"].shape[1], anatomy.max_positions
+    if "position_ids" in batch and batch["position_ids"].numel():
+        length = int(batch["position_ids"].max()) + 1
+    if longest is not None and length > longest:
+        raise DataError(
+            f"micro-batch {number} has a sequence of {length} tokens, but the model reads "
+            f"{longest}; cut it"
+        )
 
 
 def _check_examples(batch: Batch, number: int, loss: SequenceLoss) -> None:
     """Raise DataError if a micro-batch lacks what the loss needs to know of its examples."""
-    shape = batch["labels"].shape
-    for name in (name for name in ("row_of", "token_answer") if name in batch):
-        if batch[name].shape != shape:
-            found = list(batch[name].shape)
+    shape, rows, name = batch["labels"].shape, batch.get("row_of"), type(loss).__name__
+    count = shape[0]
+    for key in ("row_of", "token_answer"):
+        if batch.get(key, batch["labels"]).shape != shape or (rows is not None and rows.min() < 0):
             raise DataError(
-                f"{name} of micro-batch {number} has the shape {found}; it must have that of "
-                f"input_ids, {list(shape)}"
+                f"{key} of micro-batch {number} must have the shape of input_ids, {list(shape)}; "
+                "row_of counts from 0"
             )
-    rows = batch.get("row_of")
-    if rows is not None and rows.numel() and int(rows.min()) < 0:
-        raise DataError(f"row_of of micro-batch {number} holds {int(rows.min())}; count from 0")
-    count = shape[0] if rows is None else int(rows.max()) + 1
-    if rows is not None and loss.of_scores and not rows.reshape(-1).bincount().all():
-        raise DataError(
-            f"row_of of micro-batch {number} leaves out a number below {count - 1}; each example "
-            "has a token"
-        )
-    for name in loss.needs:
-        if name not in batch:
+    if rows is not None:
+        numbers = rows.reshape(-1)
+        count = int(numbers.max()) + 1
+        if loss.of_scores and not numbers.bincount().all():
             raise DataError(
-                f"micro-batch {number} has no {name}, which {type(loss).__name__} needs: a tensor "
-                f"with one value for each of its {count} examples"
+                f"row_of of micro-batch {number} leaves out a number below {count - 1}; each "
+                "example has a token"
             )
-    for name, values in batch.items():
-        if name.startswith("row_") and name != "row_of" and list(values.shape) != [count]:
+    given = {key: values for key, values in batch.items() if key.startswith("row_")} | {
+        key: batch.get(key, torch.empty(0)) for key in loss.needs
+    }
+    for key, values in given.items():
+        if key != "row_of" and list(values.shape) != [count]:
             raise DataError(
-                f"{name} of micro-batch {number} has the shape {list(values.shape)}; it must have "
-                f"one value for each of its {count} examples"
+                f"{key} of micro-batch {number}, which {name} needs, must be a tensor with one "
+                f"value for each of its {count} examples"
             )
     if loss.of_pairs and count % 2:
         raise DataError(
-            f"micro-batch {number} has {count} examples; {type(loss).__name__} needs pairs: "
-            "chosen, rejected, chosen, rejected ..."
+            f"micro-batch {number} has {count} examples; {name} needs pairs: chosen, rejected, "
+            "chosen, rejected ..."
         )
 
 
@@ -180,70 +176,88 @@ def for_loss(name: str) -> bool:
     return name == "labels" or name.startswith(FOR_LOSS)
 
 
-def only_trailing_padding(mask: torch.Tensor) -> bool:
-    """True if a [batch, tokens] mask hides nothing but the ends of rows.
-
-    The real tokens of a causal model never see those anyway.
-    """
+def only_trailing_padding(mask: Tensor) -> bool:
+    """True if a [batch, tokens] mask hides nothing but the ends of rows."""
     falls = mask.ndim == 2 and bool((mask[:, 1:] <= mask[:, :-1]).all())
     return falls and bool((mask[:, 0] != 0).all())
 
 
 def prepare(
-    batch: Batch,
-    number: int,
+    batches: Sequence[Batch],
+    skeleton: Skeleton,
+    peers: Peers,
     device: torch.device,
     *,
     loss: SequenceLoss | None = None,
-    pad_id: int | None = None,
     marks_real: bool = False,
-    tells_documents: bool = False,
-    parallel: ContextParallel | None = None,
-    longest: int | None = None,
-) -> MicroBatch:
-    """Move a micro-batch to the device, without a mask that only hides trailing padding.
-
-    Such a mask changes no real token and costs speed. With positions it stays: without a mask
-    transformers takes a jump in them for the start of another document.
+    whole: bool = False,
+) -> list[MicroBatch]:
+    """Move micro-batches to the device.
 
     Args:
         loss: of whole sequences, for which examples are found.
-        pad_id: for a loss of scores, the padding.
-        marks_real: say which tokens are no padding, too.
-        tells_documents: say where documents begin, as the positions show it, too.
-        parallel: shares sequences with other ranks. Inputs stay whole.
-        longest: sequence that the model reads.
+        marks_real: mark the tokens that are no padding.
+        whole: do not cut targets of sequences that several ranks share.
     """
-    if parallel:
-        batch = parallel.lengthened(batch, longest)
+    packed = any("position_ids" in batch for batch in batches)
+    tells_documents = packed and skeleton.told_documents(device)
+    parallel, found = None if whole else peers.context_parallel, []
+    for local, batch in enumerate(batches):
+        if parallel:
+            batch = parallel.lengthened(batch, skeleton.anatomy.max_positions)
+        inputs = _inputs(batch, tells_documents)
+        moved = {name: value.to(device, non_blocking=True) for name, value in inputs.items()}
+        targets, trains = _targets(batch, loss, skeleton), loss is None or loss.trains(batch)
+        learns = len(targets) > 0
+        if parallel:
+            targets = parallel.own(targets, batch["labels"].shape[1])
+        mb = MicroBatch(peers.number(local), moved, targets.to(device), parallel=parallel)
+        mb.trains, mb.learns = trains, learns
+        if marks_real:
+            ids, mask = batch["input_ids"], batch.get("attention_mask")
+            plain = mask is not None and mask.shape == ids.shape  # models take others, too
+            real = (mask != 0 if plain else torch.ones_like(ids)).float()  # type: ignore[union-attr]
+            real *= trains  # else its choices of experts do not count
+            mb.real_tokens, mb.real = int(real.sum()), real.to(device, non_blocking=True)
+        found.append(mb)
+    return found
+
+
+def _inputs(batch: Batch, tells_documents: bool) -> dict[str, Tensor]:
+    """The arguments of the model's forward. tells_documents: also where they begin."""
     inputs = {name: value for name, value in batch.items() if not for_loss(name)}
     mask = inputs.get("attention_mask")
+    # A mask that hides the ends of rows alone changes no real token, which are causal, and costs
+    # speed. With positions it stays: without one transformers takes a jump in them for the start of
+    # another document.
     if mask is not None and "position_ids" not in inputs and only_trailing_padding(mask):
         del inputs["attention_mask"]
     if tells_documents and "position_ids" in inputs:
         inputs |= boundaries_of(inputs["position_ids"])
-    moved = {name: value.to(device, non_blocking=True) for name, value in inputs.items()}
-    # found on the CPU: the host would have to wait for a GPU to learn how many there are
-    targets, trains = find_targets(batch["labels"]), loss is None or loss.trains(batch)
+    return inputs
+
+
+def _targets(batch: Batch, loss: SequenceLoss | None, skeleton: Skeleton) -> Targets:
+    # on the CPU: the host would have to wait for a GPU to learn how many there are
     if loss is not None and loss.of_scores:
+        pad_id = skeleton.config.get_text_config().pad_token_id
         assert pad_id is not None, "a classifier's head does not run without"
-        targets = find_ends(batch, pad_id)
-    elif loss is not None:
-        targets = replace(targets, examples=find_examples(batch, targets))
-    learns = len(targets) > 0
-    if parallel:
-        targets = parallel.own(targets, batch["labels"].shape[1])
-    prepared = MicroBatch(
-        number, moved, targets.to(device), trains=trains, parallel=parallel, learns=learns
-    )
-    if marks_real:
-        ids = batch["input_ids"]
-        plain = mask is not None and mask.shape == ids.shape  # models take others, too
-        real = (mask != 0 if plain else torch.ones_like(ids)).float()  # type: ignore[union-attr]
-        real *= trains  # else its choices of experts do not count
-        prepared.real_tokens = int(real.sum())
-        prepared.real = real.to(device, non_blocking=True)
-    return prepared
+        return find_ends(batch, pad_id)
+    targets = find_targets(batch["labels"])
+    return targets if loss is None else replace(targets, examples=find_examples(batch, targets))
+
+
+def answers_of(
+    part: Sequence[MicroBatch], values: Sequence[Tensor], peers: Peers, device: torch.device
+) -> Answers:
+    """The examples of all processes, in the order of micro-batches, from the `values` of this one's
+    targets, which keep their graphs."""
+    own = {
+        mb.number: Answers.of(of_targets, examples)
+        for mb, of_targets in zip(part, values, strict=True)
+        if (examples := mb.targets.examples) is not None
+    }
+    return peers.answers(own, device)
 
 
 def cut(items: Sequence[MicroBatch], groups: int) -> list[Sequence[MicroBatch]]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-from abc import ABC, abstractmethod
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -13,7 +12,7 @@ from typing import Any, Self, Unpack
 import torch
 from torch import distributed
 
-from megatrain.engine.parts import store_master
+from megatrain.engine.components import store_master
 from megatrain.engine.request import (
     EngineKeywords,
     Request,
@@ -50,31 +49,25 @@ from megatrain.settings import Settings
 from megatrain.storage.passthrough import NOTHING, Passthrough
 from megatrain.storage.safetensors import check_shards
 from megatrain.storage.weights import load_weights
-from megatrain.world import World
 
 logger = logging.getLogger("megatrain")
 
 ROOM_FOR_HOLES = 2  # of a plan: its budget then takes what malloc leaves unused
 
 
-class Constructors(ABC):
+class Constructors:
     """The constructors of `Engine`, all of which lead to `open_plan` or to explicit settings."""
 
     skeleton: Skeleton
     store: Store
-    world: World
     device: torch.device
     seed: int
+    weights_changed: Callable[[], None]
+    close: Callable[[], None]
     source: ModelSource | None = None  # of the weights; None if they were drawn
     trust_remote_code = False
     passthrough: Passthrough = NOTHING  # with the weights
     plan: Plan | None = None  # None: made without one
-
-    @abstractmethod
-    def weights_changed(self) -> None: ...
-
-    @abstractmethod
-    def close(self) -> None: ...
 
     @classmethod
     @spelled_out
@@ -146,14 +139,11 @@ class Constructors(ABC):
         """The engine that keywords ask for: planned, or with the settings that they name."""
         refuse_ranks()
         if request.settings == "auto" and request.seq_len is not None:
-            resolved = resolve(request, Machine.of(request))
-            plan = plan_of(resolved, checkpoints_written=0)
+            plan = plan_of(resolve(request, Machine.of(request)), checkpoints_written=0)
             plan.check()
             return cls.open_plan(plan)
         source = source_of(request)
-        engine = cls(**arguments_of(request))
-        engine.fill(source, request.trust_remote_code)
-        return engine
+        return cls(**arguments_of(request)).filled(source, request.trust_remote_code)
 
     @classmethod
     def open_plan(
@@ -185,11 +175,9 @@ class Constructors(ABC):
             world=machine.world,
         )
         engine.plan = plan
-        if weights:
-            engine.fill(source, request.trust_remote_code)
-        return engine
+        return engine.filled(source, request.trust_remote_code) if weights else engine
 
-    def fill(self, source: ModelSource | None, trust_remote_code: bool) -> None:
+    def filled(self, source: ModelSource | None, trust_remote_code: bool) -> Self:
         """Read all weights, or draw them without a source; a failure closes the engine."""
         anatomy, constants = self.skeleton.anatomy, list(self.skeleton.constants)
         numel = anatomy.parameters + anatomy.frozen_parameters
@@ -210,35 +198,30 @@ class Constructors(ABC):
             raise
         if self.device.type == "cuda":
             torch.cuda.empty_cache()  # what that took on the GPU
+        return self
 
     def load_weights(self, source: ModelSource, trust_remote_code: bool = False) -> None:
-        """Read all weights; a classifier's head is drawn where the source is a language model.
+        """Read all weights; a classifier's head is drawn where the source is a language model."""
+        skeleton, world = self.skeleton, self.store.world
 
-        Raises ConfigError, ModelError and StorageError.
-        """
-        read = partial(self._read_weights, source, trust_remote_code)
+        def read() -> None:
+            head = None
+            scores = skeleton.anatomy.labels is not None
+            if scores and not is_classifier(read_model_config(source, trust_remote_code)):
+                head = new_head(skeleton, self.seed)
+            given = skeleton.anatomy, self.store, source, skeleton.constants, head
+            self.published, self.passthrough = load_weights(*given)
+
         if source.kind == "gguf":  # all of it is in RAM meanwhile
-            self.store.world.one_by_one(read)
+            world.one_by_one(read)
         else:
-            with self.store.world.together():
+            with world.together():
                 read()
         self.source, self.trust_remote_code = source, trust_remote_code
         self.weights_changed()
 
-    def _read_weights(self, source: ModelSource, trust_remote_code: bool) -> None:
-        lacks_head = self.skeleton.anatomy.labels is not None and not is_classifier(
-            read_model_config(source, trust_remote_code)
-        )
-        head = new_head(self.skeleton, self.seed) if lacks_head else None
-        self.published, self.passthrough = load_weights(
-            self.skeleton.anatomy, self.store, source, self.skeleton.constants, head
-        )
-
     def draw_weights(self) -> None:
-        """Draw all weights at random by the family's own rule, from the engine's seed.
-
-        Unused weights are not drawn: such an engine trains, but cannot be saved.
-        """
+        """Draw all weights by the family's own rule; unused ones are not, so it cannot be saved."""
         initialize(self.skeleton, self.seed, self.device, partial(store_master, self.store))
         self.skeleton.constants.drawn()
         self.weights_changed()
@@ -291,8 +274,7 @@ def check_made_here(machine: Machine) -> None:
 
 
 def refuse_ranks() -> None:
-    """Raise ConfigError in one of several processes of a launcher that have not joined: each would
-    train a model of its own."""
+    """Raise ConfigError in one of several processes of a launcher that have not joined."""
     name, size = started_by(os.environ)
     if size > 1 and not distributed.is_initialized():
         raise ConfigError(

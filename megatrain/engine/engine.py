@@ -1,31 +1,27 @@
-"""The engine: a model that trains by streaming through the device, its parameters and optimizer
-state in host RAM.
-"""
+"""The engine: a model that trains by streaming through the device, its state in host RAM."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, TypeVar, overload
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from megatrain.engine import inference
 from megatrain.engine.batches import Batch, objective_of
-from megatrain.engine.checks import check_settings, check_world
+from megatrain.engine.components import AppliedGradients, computing, open_parts
 from megatrain.engine.constructors import Constructors
-from megatrain.engine.context import computing
-from megatrain.engine.gradient_sinks import AppliedGradients
 from megatrain.engine.inference import Choose
 from megatrain.engine.objective import AnyLoss, EvalResult, StepResult
-from megatrain.engine.parts import open_parts
+from megatrain.engine.request import check_context_parallel, check_settings
 from megatrain.engine.routing import balancer_of
-from megatrain.engine.step import NotFiniteLoss
+from megatrain.engine.step import NotFiniteLoss, Passes
 from megatrain.engine.update import diverged
 from megatrain.errors import ConfigError, MegaTrainError
 from megatrain.losses import IGNORE, Targets, next_token
@@ -47,14 +43,11 @@ class Engine(Constructors):
     compute at a time.
 
     Args:
-        skeleton: the model without weights.
-        optimizer: hyper-parameters and update rule.
         precision: "bfloat16" (exact fp32 master weights), "fp8" (fp8 matmuls, too) or "float32".
         max_grad_norm: clip the global gradient norm to this. None: no clipping, no model-sized
             gradient buffer, and `train_step` only. `Settings.second_backward` clips without such a
             buffer.
         device: where to compute. On the CPU the same schedule runs with threads for streams.
-        settings: what the planner chooses, or the caller.
         router_aux_loss_coef: weight of the routers' balancing loss (engine/routing.py); 0: none.
         seed: of dropout and of random initialisation.
         world: the ranks that train together. Each gives `train_step` micro-batches of its own, or
@@ -87,9 +80,11 @@ class Engine(Constructors):
         self.max_grad_norm, self.device = max_grad_norm, device
         self.settings, self.seed, self.world = settings, seed, world
         self.updates = self.skipped = self._targets = 0
-        check_settings(settings, max_grad_norm)
+        check_settings(settings, max_grad_norm, world)
         balancer = balancer_of(skeleton, router_aux_loss_coef, settings.groups)
-        check_world(world, skeleton, settings, balancer is not None)
+        if world.cp_size > 1:
+            balances = balancer is not None
+            check_context_parallel(world.cp_size, skeleton, settings.compile, balances)
         check_ranks(optimizer, world.size)
         self._computed = self._closed = False  # computed: `step` may follow
         if precision == "fp8":
@@ -167,13 +162,14 @@ class Engine(Constructors):
             self._computed = True
             return StepResult(0.0, 0)
         parts.passes.step = self.updates + self.skipped  # a skipped step's dropout is not repeated
-        with self._computing("a step's activations"):
+        varies = self.settings.lengths_vary
+        with computing(self.device, "a step's activations", lengths_vary=varies):
             found = parts.passes.forward_backward(micro_batches, objective, check_loss=check_loss)
         result = StepResult(
             objective.mean_loss(found),  # waits for the GPU
             self._targets,
             metrics=objective.metrics(found),
-            **(vars(parts.balancer.read()) if parts.balancer else {}),
+            **(parts.balancer.read() if parts.balancer else {}),
         )
         self._computed = True  # last: an interrupted forward_backward has made no step
         return result
@@ -208,7 +204,8 @@ class Engine(Constructors):
         assert self.max_grad_norm is not None
         rate, scale = self._rate(lr), min(1.0, self.max_grad_norm / (norm + 1e-6))
         if parts.passes.waiting:
-            with self._computing("a second backward's activations"):
+            what, varies = "a second backward's activations", self.settings.lengths_vary
+            with computing(self.device, what, lengths_vary=varies):
                 self._update_at_once(rate, scale, parts.passes.backward_again)
             return norm
         with parts.updater.all_or_nothing():
@@ -232,12 +229,13 @@ class Engine(Constructors):
             DivergedError: without clipping, a gradient is not finite after other blocks were
                 updated. (A step whose loss is not finite is skipped.)
         """
-        if self.max_grad_norm is None:
-            return self._train_unclipped(micro_batches, loss, self._rate(lr))
         skipped = self.skipped
-        result = self._forward_backward(micro_batches, loss)
-        norm = self.step(lr)
-        result = replace(result, grad_norm=norm, skipped=self.skipped > skipped)
+        if self.max_grad_norm is None:
+            result = self._train_unclipped(micro_batches, loss, self._rate(lr))
+        else:
+            result = self._forward_backward(micro_batches, loss)
+            result = replace(result, grad_norm=self.step(lr))
+        result = replace(result, skipped=self.skipped > skipped)
         return self._with_stalls(result)  # last: hundreds of events are asked, and the GPU has work
 
     def _train_unclipped(
@@ -249,24 +247,18 @@ class Engine(Constructors):
             )
         except NotFiniteLoss:
             self.skipped += 1
-            return self._with_stalls(StepResult(math.nan, self._targets, math.nan, True))
+            return StepResult(math.nan, self._targets, math.nan)
         finally:
             self._computed = False  # the update was part of it: no `step` may follow
-        if norm is None:
-            self.skipped += 1
-            return StepResult(0.0, 0, 0.0, True)
-        return self._with_stalls(replace(result, grad_norm=norm))
+        self.skipped += norm is None
+        return replace(result, grad_norm=norm or 0.0)
 
     def _update_at_once(
         self, lr: float, grad_scale: float, backward: Callable[[], T]
     ) -> tuple[T, float | None]:
-        """Update each block as soon as `backward` has its gradient.
+        """Update each block as soon as `backward` has its gradient. Raises DivergedError.
 
-        Returns:
-            What `backward` returns, and the global norm; None if there was no gradient.
-
-        Raises:
-            DivergedError: the norm is not finite.
+        Returns what `backward` does, and the global norm; None if there was no gradient.
         """
         parts, sink = self.parts, self.parts.sink
         assert isinstance(sink, AppliedGradients)
@@ -294,11 +286,18 @@ class Engine(Constructors):
             raise ConfigError(f"lr: {lr!r} is not a number; give a learning rate such as 1e-5")
         return lr
 
-    def _computing(self, what: str) -> AbstractContextManager[None]:
-        """While layers run. `what`: computed there, for the error if it does not fit."""
-        return computing(self.device, what, lengths_vary=self.settings.lengths_vary)
-
     # -- using the model --------------------------------------------------------------------------
+
+    @contextmanager
+    def _reading(self, what: str, lengths_vary: bool | None = None) -> Iterator[Passes]:
+        """Sweep without gradients inside; all is computed at its end. what: for errors."""
+        self._check_usable()
+        varies = self.settings.lengths_vary if lengths_vary is None else lengths_vary
+        with computing(self.device, what, lengths_vary=varies), torch.no_grad():
+            yield self.parts.passes
+        # wait: uploads read the store, which a step would update
+        self.parts.compute.synchronize()
+        self.parts.compute.take_stalls()
 
     def evaluate(self, micro_batches: Sequence[Batch], loss: AnyLoss = next_token) -> EvalResult:
         """Mean loss in evaluation mode. Raises DataError as `forward_backward`."""
@@ -310,41 +309,23 @@ class Engine(Constructors):
             empty = not any(self._peers.all_gather(len(micro_batches)))
         if empty:
             return EvalResult(0.0, 0)
-        with self._computing("an evaluation's activations"), torch.no_grad():
-            result = inference.evaluate(self.parts.passes, micro_batches, objective)
-        self.parts.compute.take_stalls()
-        return result
+        with self._reading("an evaluation's activations") as passes:
+            return inference.evaluate(passes, micro_batches, objective)
 
-    @overload
-    def logprobs(
-        self, micro_batches: Sequence[Batch], *, greedy: Literal[False] = False
-    ) -> list[Tensor]: ...
-
-    @overload
-    def logprobs(
-        self, micro_batches: Sequence[Batch], *, greedy: Literal[True]
-    ) -> tuple[list[Tensor], list[Tensor]]: ...
-
-    def logprobs(
-        self, micro_batches: Sequence[Batch], *, greedy: bool = False
-    ) -> list[Tensor] | tuple[list[Tensor], list[Tensor]]:
+    def logprobs(self, micro_batches: Sequence[Batch]) -> list[Tensor]:
         """Log-probabilities of all targets, in evaluation mode: one sweep over the weights.
 
         Args:
             micro_batches: as `forward_backward` takes them.
-            greedy: say of each target, too, whether it is the likeliest token.
 
         Returns:
             For each micro-batch float32 [batch, tokens] on the CPU: at each place with a label the
             log-probability of that label after the tokens before it; 0 elsewhere, and for the first
-            token of a row, which nothing predicts. With `greedy` also a list of bool tensors of the
-            same shapes, false where there is no target.
+            token of a row, which nothing predicts.
 
         Raises DataError as `forward_backward`.
         """
-        found = self._logprobs(micro_batches, greedy)
-        placed, chosen = inference.placed(micro_batches, found)
-        return (placed, chosen) if greedy else placed
+        return inference.placed(micro_batches, self._logprobs(micro_batches))
 
     def score(
         self, inputs: Sequence[Batch], targets: Sequence[tuple[Tensor, Tensor]]
@@ -357,45 +338,35 @@ class Engine(Constructors):
                 [batch x tokens], and the tokens that might follow them.
 
         Returns:
-            For each (float32 [n], bool [n]) on the CPU: log-probabilities, and whether the token is
-            the likeliest one.
+            For each (float32 [n], bool [n]) on the CPU: log-probabilities, and True for a token
+            that is the likeliest one.
         """
         blank = [{**one, "labels": torch.full_like(one["input_ids"], IGNORE)} for one in inputs]
         wanted = [Targets(index, tokens) for index, tokens in targets]
-        found = self._logprobs(blank, True, wanted)
+        found = self._logprobs(blank, wanted)
         return [(values.cpu(), likeliest.cpu()) for _, values, likeliest in found]
 
     def _logprobs(
-        self, micro_batches: Sequence[Batch], greedy: bool, targets: list[Targets] | None = None
+        self, micro_batches: Sequence[Batch], targets: list[Targets] | None = None
     ) -> list[tuple[Targets, Tensor, Tensor]]:
         self._check_usable()
         objective_of(micro_batches, next_token, self.anatomy)
         if not (micro_batches or self._peers.several):
             return []  # one of several sweeps all the same: others need what it has of weights
-        with self._computing("an evaluation's activations"), torch.no_grad():
-            found = inference.logprobs(self.parts.passes, micro_batches, greedy, targets)
-            self.parts.compute.synchronize()
-        self.parts.compute.take_stalls()
-        return found
+        with self._reading("an evaluation's activations") as passes:
+            return inference.logprobs(passes, micro_batches, targets)
 
     def logits(self, input_ids: Tensor, positions: slice = slice(None)) -> Tensor:
         """Logits [batch, positions, vocab], or a classifier's scores [batch, positions, labels], on
-        the device, whole: for checks, not for training.
-
-        Returns when they are computed.
-        """
-        self._check_usable()
+        the device, whole, computed: for checks, not for training."""
         # in `generate` rows grow token by token; compiled layers keep the kernel they saw first
         varies = self.settings.lengths_vary or not self.settings.compile
-        with computing(self.device, "these logits", lengths_vary=varies), torch.no_grad():
-            found = inference.logits(self.parts.passes, input_ids, positions)
-        self.parts.compute.synchronize()  # wait: uploads read the store, which a step would update
-        self.parts.compute.take_stalls()
-        return found
+        with self._reading("these logits", varies) as passes:
+            return inference.logits(passes, input_ids, positions)
 
     @contextmanager
     def whole(self, tokens: int) -> Iterator[Any | None]:
-        """Inside, transformers' own model, its weights on the device, to be read and never changed.
+        """Put transformers' own model, its weights on the device, inside: to be read, not changed.
 
         None where they have no room there beside what is there already, or the model cannot
         generate. The engine computes nothing else meanwhile, and goes on as before, to the bit.
@@ -446,9 +417,8 @@ class Engine(Constructors):
         return tokens
 
     def iter_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """(name, weight) of every tensor on the CPU: constants as read, others as computed with.
+        """(name, weight) of every tensor on the CPU, as `save_pretrained` writes them.
 
-        Tensors and names are those that `save_pretrained` writes: a mixture's experts one by one.
         Valid until the next step: those in host RAM are views of the store.
         """
         for block, tensors in enumerate(self.published):
@@ -476,7 +446,7 @@ class Engine(Constructors):
         self.parts.updater.wait_ready(block)
 
     def _check_usable(self) -> None:
-        """Raise MegaTrainError if the engine is closed, or whatever stopped an update half-way."""
+        """Raise MegaTrainError if the engine is closed, or what stopped an update half-way."""
         if self._closed:
             raise MegaTrainError("the engine is closed; make a new one")
         self.parts.updater.check()
@@ -494,12 +464,9 @@ class Engine(Constructors):
         self.weights_changed()
 
     def weights_changed(self) -> None:
-        """Tell the engine that the store was written from outside: uploaded blocks are stale.
-
-        Ranks that read each other's weights all call it, and go on once all have written theirs.
-        """
+        """Tell the engine that the store was written from outside: uploaded blocks are stale."""
         self._check_usable()
-        if self.store.shared is not None:
+        if self.store.shared is not None:  # wait: ranks read each other's weights
             self._peers.all_gather(None)
         self.parts.streamer.invalidate()
 

@@ -6,9 +6,10 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 
 import torch
+from torch import Tensor
 
 from megatrain.engine.products import Sum, add_gradients
 from megatrain.engine.streams import Compute, Event, Lane
@@ -20,7 +21,7 @@ from megatrain.schedule import sum_buffers
 class Buffer:
     """A flat device buffer and the event after which it may be overwritten."""
 
-    flat: torch.Tensor
+    flat: Tensor
     free: Event | None = None
 
 
@@ -38,20 +39,14 @@ class OpenSum:
 
 @dataclass(frozen=True)
 class Gradient:
-    """One block's finished gradient.
-
-    Attributes:
-        block: number of the block in execution order.
-        values: [numel] in the gradient's dtype on the host. Of a resident block on the device,
-            perhaps still the fp32 accumulator, which the optimizer rounds.
-        landed: completes when `values` and `square_sum` are there.
-        square_sum: sum of squares, one fp32 element on the host.
-    """
+    """One block's finished gradient."""
 
     block: int
-    values: torch.Tensor
-    landed: Event
-    square_sum: torch.Tensor
+    # [numel] in the gradient's dtype on the host; of a resident block on the device, perhaps still
+    # the fp32 accumulator, which the optimizer rounds
+    values: Tensor
+    landed: Event  # when `values` and `square_sum` are there
+    square_sum: Tensor  # one fp32 element on the host
 
 
 class GradientSink(ABC):
@@ -61,22 +56,19 @@ class GradientSink(ABC):
         self.finished: list[Gradient] = []  # in the order in which backward finished them
 
     def begin_step(self) -> None:
-        """Forget the gradients of the previous step."""
         self.finished.clear()
 
     @abstractmethod
-    def place(self, block: int) -> torch.Tensor | None:
-        """The memory where a block's finished gradient lands: [numel] in its dtype.
+    def place(self, block: int) -> Tensor | None:
+        """The memory [numel] where a block's gradient lands: on the host, or the device for a
+        resident block. None leaves that in its fp32 accumulator."""
 
-        On the host, or on the device for a resident block; None leaves a resident block's in its
-        fp32 accumulator.
-        """
-
-    @abstractmethod
     def take(self, gradient: Gradient) -> None:
         """Receive a gradient that is computed, and whose download is queued."""
+        self.finished.append(gradient)
 
 
+@dataclass(eq=False)
 class Gradients:
     """Sums each block's gradient over the micro-batches of a step, in fp32, in their order.
 
@@ -84,81 +76,64 @@ class Gradients:
     With several GPUs a subclass takes its place, which exchanges sums.
 
     Args:
-        layouts: of all blocks, in execution order. One of no elements is frozen: it has no sums.
+        layouts: of all blocks. One of no elements is frozen: it has no sums.
         dtype: of the finished gradient: bf16 (rounded once, from the fp32 sum) or fp32.
         resident: number of first blocks that live on the device; their gradients do not leave it.
         own: blocks with an accumulator of their own for the whole step (`schedule.own_sums`); the
             others take turns in a ring.
-        sink: receives the finished gradients.
-        host_sums: returns a block's fp32 array on the host, if accumulators wait there between
-            groups.
+        host_sums: a block's fp32 array on the host, if accumulators wait there between groups.
+        numels, largest: elements of accumulators and the largest gradient, if not the layouts'.
     """
 
-    leaves_by: str = "download"  # how a sum leaves its buffer: the cause of waits for that
+    leaves_by = "download"  # how a sum leaves its buffer: the cause of waits for that
+    travels = False  # one sum is added to while another is on its way
 
-    def __init__(
-        self,
-        layouts: Sequence[FlatLayout],
-        dtype: torch.dtype,
-        *,
-        resident: int,
-        own: Collection[int],
-        compute: Compute,
-        upload: Lane,
-        download: Lane,
-        sink: GradientSink,
-        host_sums: Callable[[int], torch.Tensor] | None = None,
-    ) -> None:
-        self.layouts, self.resident, self.own = layouts, resident, own
-        self.compute, self.upload, self.download = compute, upload, download
-        self.sink, self.host_sums = sink, host_sums
-        device, pinned = compute.device, compute.is_cuda
-        numels = self._numels()
-        self._own = {b: Buffer(torch.zeros(numels[b], device=device)) for b in own}
+    layouts: Sequence[FlatLayout]
+    dtype: torch.dtype
+    _: KW_ONLY
+    resident: int
+    own: Collection[int]
+    compute: Compute
+    upload: Lane
+    download: Lane
+    sink: GradientSink
+    host_sums: Callable[[int], Tensor] | None = None
+    numels: Sequence[int] = ()
+    largest: int = 0
+
+    def __post_init__(self) -> None:
+        count, device, pinned = len(self.layouts), self.compute.device, self.compute.is_cuda
+        numels = self.numels or [layout.numel for layout in self.layouts]
+        self._own = {b: Buffer(torch.zeros(numels[b], device=device)) for b in self.own}
         self._ring = self._in_turn(numels)
         # one: a gradient leaves while the next block's is computed
-        self._staging = Buffer(torch.zeros(self._largest(), dtype=dtype, device=device))
-        self._square_sums = torch.zeros(len(layouts), device=device)
-        self._square_sums_host = torch.zeros(len(layouts), pin_memory=pinned)
+        largest = self.largest or max(numels)
+        self._staging = Buffer(torch.zeros(largest, dtype=self.dtype, device=device))
+        self._square_sums = torch.zeros(count, device=device)
+        self._square_sums_host = torch.zeros(count, pin_memory=pinned)
         # these land with their gradients, for updates that start before the norm is known
-        self._landed_square_sums = torch.zeros(len(layouts), pin_memory=pinned)
+        self._landed_square_sums = torch.zeros(count, pin_memory=pinned)
         self._turn = 0  # counts the buffers taken from the ring
         self._open: dict[int, OpenSum] = {}
         self._sums_landed: dict[int, Event] = {}  # of accumulators that wait on the host
         self._started: set[int] = set()  # blocks that an earlier group, or this one, added to
         self._only_measured = False
 
-    def _numels(self) -> Sequence[int]:
-        """Elements of every block's accumulator."""
-        return [layout.numel for layout in self.layouts]
-
-    def _largest(self) -> int:
-        """Elements of the largest finished gradient."""
-        return max(layout.numel for layout in self.layouts)
-
-    def _travel(self) -> bool:
-        """True if one sum is added to while another is on its way, to the host and back."""
-        return self.host_sums is not None
-
     def _in_turn(self, numels: Sequence[int]) -> list[Buffer]:
         """Buffers that blocks without one of their own pass through."""
         passing = [numel for block, numel in enumerate(numels) if block not in self.own]
-        device, sizes = self.compute.device, sum_buffers(passing, self._travel())
-        return [Buffer(torch.zeros(size, device=device)) for size in sizes]
+        sizes = sum_buffers(passing, self.travels or self.host_sums is not None)
+        return [Buffer(torch.zeros(size, device=self.compute.device)) for size in sizes]
 
     def begin_step(self, *, only_measured: bool = False) -> None:
-        """Forget the sums of the previous step, or of its first backward.
-
-        only_measured: finished gradients count in the norm and are dropped; the sink gets none.
-        """
+        """Forget earlier sums. only_measured: gradients count in the norm; the sink gets none."""
         self._only_measured = only_measured
         self._started.clear()
         self._sums_landed.clear()
         self._open.clear()  # of a step that was abandoned
 
     def open(self, block: int) -> None:
-        """Make the block's sum ready to be added to: empty in the step's first group, else what the
-        groups before have left."""
+        """Make a block's sum ready: empty in the step's first group, else as earlier ones left."""
         if block in self._open or not self.layouts[block].numel:
             return  # a tied embedding is opened by the head and closed by embed
         buffer = self._own.get(block)
@@ -170,7 +145,7 @@ class Gradients:
         self._started.add(block)
 
     def _begin(self, block: int, buffer: Buffer, in_turn: bool, later: bool) -> OpenSum:
-        """A block's open sum. later: an earlier group has added to it."""
+        """A block's open sum. in_turn: in a buffer of the ring. later: a group has added to it."""
         opened = self._sums_in(block, buffer, empty=not later)
         if later and in_turn:
             opened.arriving = self._fetch_sum(block, buffer)
@@ -190,17 +165,14 @@ class Gradients:
     def _fetch_sum(self, block: int, buffer: Buffer) -> Event:
         """Queue the way back of an accumulator that waits on the host."""
         assert self.host_sums is not None
-        source, free, written = self.host_sums(block), buffer.free, self._sums_landed[block]
-
-        def job(_: Event) -> None:
-            self.upload.wait(free)  # wait: another block's sum still leaves this buffer
-            self.upload.wait(written)  # wait: this sum may still be on its way down
-            buffer.flat[: len(source)].copy_(source, non_blocking=True)
-
-        buffer.free = self.upload.submit(job)
+        source = self.host_sums(block)
+        target = buffer.flat[: len(source)]
+        # wait: another block's sum still leaves this buffer; this one may be on its way down
+        before = buffer.free, self._sums_landed[block]
+        buffer.free = self.upload.after(before, lambda: target.copy_(source, non_blocking=True))
         return buffer.free
 
-    def add(self, block: int, gradients: dict[str, torch.Tensor | None]) -> None:
+    def add(self, block: int, gradients: dict[str, Tensor | None]) -> None:
         """Add one micro-batch's gradients by tensor name to the block's open sum; None is zero."""
         sums = self.sums(block)
         add_gradients([sums[name] for name in gradients], gradients.values())
@@ -215,10 +187,7 @@ class Gradients:
         return opened.sums
 
     def close(self, block: int, *, last_group: bool) -> None:
-        """The block's backward of this group is complete.
-
-        In the last group, round, measure and download its gradient, and hand it to the sink.
-        """
+        """End a block's backward of a group; of the last one, hand its gradient to the sink."""
         if not self.layouts[block].numel:
             return
         for open_sum in self.sums(block).values():
@@ -257,30 +226,24 @@ class Gradients:
         self._staging.free = landed
         self.sink.take(Gradient(block, target, landed, scalar))
 
-    def _rounded(self, total: torch.Tensor) -> torch.Tensor:
+    def _rounded(self, total: Tensor) -> Tensor:
         """`total` in the gradients' dtype, in the staging buffer."""
         # wait: an earlier gradient still leaves it
         self.compute.wait(self._staging.free, "download")
         return self._staging.flat[: total.numel()].copy_(total)
 
-    def _send(
-        self, *copies: tuple[torch.Tensor, torch.Tensor], after: Event | None = None
-    ) -> Event:
+    def _send(self, *copies: tuple[Tensor, Tensor], after: Event | None = None) -> Event:
         """Download what was computed so far, or is there after an event, each (source, target)."""
-        ready = after or self.compute.record()
 
-        def job(_: Event) -> None:
-            self.download.wait(ready)  # wait: the gradient must have been computed
+        def copy() -> None:
             for source, target in copies:
                 target.copy_(source, non_blocking=True)
 
-        return self.download.submit(job)
+        # wait: the gradient must have been computed
+        return self.download.after([after or self.compute.record()], copy)
 
     def norm(self, finished: Sequence[Gradient]) -> float:
-        """Global L2 norm of the finished gradients as they will be applied.
-
-        Waits for the computation only, not for downloads.
-        """
+        """Global L2 norm of finished gradients as they will be applied. Waits for no download."""
         for gradient in finished:
             gradient.landed.wait_host()  # raises what a download failed with, before any update
         self._square_sums_host.copy_(self._square_sums, non_blocking=True)
@@ -288,21 +251,18 @@ class Gradients:
         return float(self._square_sums_host.double().sum().sqrt())
 
 
-def square_sum(flat: torch.Tensor) -> torch.Tensor:
-    """Sum of squares of a flat array of any dtype, an fp32 scalar.
-
-    Rows first, so that no long chain of additions loses digits.
-    """
+def square_sum(flat: Tensor) -> Tensor:
+    """Sum of squares of a flat array of any dtype, an fp32 scalar."""
     return sum_of_squares(row_norms(flat))
 
 
-def row_norms(flat: torch.Tensor) -> torch.Tensor:
-    """The fp32 norm of every BLOCK_ALIGNMENT elements."""
+def row_norms(flat: Tensor) -> Tensor:
+    """The fp32 norm of every BLOCK_ALIGNMENT elements: no long chain of additions loses digits."""
     rows = flat.view(-1, BLOCK_ALIGNMENT)
-    norms: torch.Tensor = torch.linalg.vector_norm(rows, dim=1, dtype=torch.float32)
+    norms: Tensor = torch.linalg.vector_norm(rows, dim=1, dtype=torch.float32)
     return norms
 
 
-def sum_of_squares(norms: torch.Tensor) -> torch.Tensor:
+def sum_of_squares(norms: Tensor) -> Tensor:
     """The sum of squares of all rows, from their norms."""
     return norms.double().square().sum().float()

@@ -4,7 +4,7 @@ offloaded to host RAM meanwhile.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_hooks
+from torch.utils import _pytree as pytree
 
 from megatrain.engine.activations import HostCopy, Offload
 from megatrain.errors import ModelError
@@ -112,20 +113,23 @@ class SavedTensors:
     """The tensors that one graph saved for backward: sent to host RAM when the graph is complete,
     and fetched back for its gradients.
 
-    Memory travels whole and once, however many views of it were saved.
-
-    Args:
-        stays: addresses of memory that is not the graph's own: weights, masks, rotary tables.
+    Memory travels whole and once, however many views of it were saved. What is not the graph's own
+    stays: weights, the layer's arguments (masks, rotary tables) and constants.
     """
 
-    def __init__(self, keeper: Offload, stays: Collection[int]) -> None:
-        self._keeper, self._stays = keeper, stays
+    def __init__(
+        self, keeper: Offload, weights: Tensor, call: LayerCall, constants: Sequence[Tensor]
+    ) -> None:
+        own = pytree.tree_leaves((weights, call.args, call.kwargs, constants))
+        tensors = (leaf for leaf in own if isinstance(leaf, Tensor))
+        self._stays = {tensor.untyped_storage().data_ptr() for tensor in tensors}
+        self._keeper = keeper
         self._memory: list[Tensor] = []  # flat, uint8
         self._numbers: dict[int, int] = {}
         self.sent: HostCopy | None = None
 
     def caught(self) -> AbstractContextManager[Any]:
-        """While the graph is made: take what it saves."""
+        """Take what a graph saves that is made inside."""
         return saved_tensors_hooks(self._pack, self._unpack)
 
     def leave(self, tokens: int) -> None:
@@ -153,7 +157,7 @@ class SavedTensors:
         return memory.as_strided(packed.shape, packed.stride, offset)
 
     def __enter__(self) -> None:
-        """While gradients are computed: what the graph saved is on the device."""
+        """Bring what the graph saved to the device, for its gradients."""
         assert self.sent is not None
         self._memory = self._keeper.restore_graph(self.sent)
 

@@ -8,7 +8,7 @@ runs in fp32: fused without an fp32 copy of the logits, else on a few rows at a 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from megatrain.engine.products import Sum, SummingInto, add_gradients
-from megatrain.losses import Loss, Targets
+from megatrain.losses import Loss, Tally, Targets
+from megatrain.losses.tally import TARGETS
 
 # The fp32 copy of the rows that an unfused softmax takes at a time: an L2 cache's worth.
 FP32_TEMPORARY_BYTES = 32 << 20
@@ -33,10 +34,7 @@ Values = Callable[[Tensor, Tensor, bool], Tensor]  # logits, labels [n], fused -
 
 
 class TokenLogprobs(torch.autograd.Function):
-    """log softmax(logits)[label] in fp32 from logits of any dtype.
-
-    The gradient, one-hot minus softmax, is rounded once, to the logits' dtype.
-    """
+    """log softmax(logits)[label] in fp32; its gradient is rounded once, to the logits' dtype."""
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, labels: Tensor, consumed: bool, fused: bool) -> Tensor:
@@ -79,11 +77,9 @@ def scaled_softmax_(logits: Tensor, top: Tensor, factor: Tensor) -> None:
 
 @cache
 def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    """`function` as one kernel, compiled at its first call and once more for other numbers of rows.
-
-    Variants are not timed against each other: to time one that writes over the logits, torch would
-    save these in pinned host RAM, up to 4 GiB that are never given back.
-    """
+    """`function` as one kernel, compiled at its first call, and for other numbers of rows."""
+    # Variants are not timed against each other: to time one that writes over the logits, torch
+    # would save these in pinned host RAM, up to 4 GiB that are never given back.
     return torch.compile(function, options={"triton.autotune_pointwise": False})
 
 
@@ -104,10 +100,7 @@ def token_logprobs(logits: Tensor, labels: Tensor, fused: bool = False) -> Tenso
 
 
 def first_scores(scores: Tensor, labels: Tensor, fused: bool = False) -> Tensor:
-    """The first of a classifier's scores [n, labels]: fp32 [n], differentiable.
-
-    Takes the place of `token_logprobs`, whose other arguments do not matter here.
-    """
+    """The first of a classifier's scores [n, labels]: fp32 [n], in place of `token_logprobs`."""
     return scores[:, 0].float()
 
 
@@ -123,96 +116,86 @@ def not_needed(logits: Tensor) -> bool:
 # -- the loss --------------------------------------------------------------------------------------
 
 
-@dataclass
-class LossSum:
-    """Sums over targets, scalars on the device: of the loss, and of each metric that it names."""
-
-    loss: Tensor
-    metrics: dict[str, Tensor] = field(default_factory=dict)
-
-    @classmethod
-    def zero(cls, device: torch.device) -> LossSum:
-        return cls(torch.zeros((), device=device))
-
-    def add(self, loss: Tensor, metrics: Mapping[str, Tensor]) -> None:
-        self.loss += loss.detach()
-        for name, value in metrics.items():
-            self.metrics[name] = self.metrics.get(name, 0) + value.detach()
+def tallied(loss: Tensor, metrics: Mapping[str, Tensor]) -> Tally[Tensor]:
+    """The sums of a token-wise loss over targets."""
+    return Tally({TARGETS: loss}, {name: (TARGETS, value) for name, value in metrics.items()})
 
 
-def loss_sum(
-    project: Project, hidden: Tensor, targets: Targets, loss: Loss, chunk: int, fused: bool = False
-) -> LossSum:
-    """The loss over a micro-batch's targets without gradients. Args: as `loss_and_gradients`."""
-    total = LossSum.zero(hidden.device)
-    with torch.no_grad():
-        for part in targets.chunks(chunk):
-            logits = project(hidden.index_select(0, part.index))
-            total.add(*loss(token_logprobs(logits, part.labels, fused), part))
-            del logits  # or they would live until the next chunk's are there
-    return total
+@dataclass(frozen=True)
+class Head:
+    """The final norm and head, on a few targets at a time. Hidden states: [tokens, hidden].
 
-
-def target_values(
-    project: Project,
-    hidden: Tensor,
-    targets: Targets,
-    chunk: int,
-    fused: bool = False,
-    values: Values = token_logprobs,
-    greedy: bool = False,
-) -> tuple[Tensor, Tensor]:
-    """Log-probabilities of a micro-batch's targets (or other `values`), fp32 [n], and, with
-    `greedy`, whether each is the likeliest token, bool [n]. Args: as `loss_and_gradients`."""
-    found = hidden.new_zeros(len(targets), dtype=torch.float32)
-    likeliest = hidden.new_zeros(len(targets), dtype=torch.bool)
-    start = 0
-    with torch.no_grad():
-        for part in targets.chunks(chunk):
-            logits = project(hidden.index_select(0, part.index))
-            place = slice(start, start := start + len(part))
-            if greedy:
-                likeliest[place] = logits.argmax(1) == part.labels
-            found[place] = values(logits, part.labels, fused)
-            del logits  # or they would live until the next chunk's are there
-    return found, likeliest
-
-
-def loss_and_gradients(
-    project: Project,
-    hidden: Tensor,
-    targets: Targets,
-    loss: Loss,
-    scale: float,
-    chunk: int,
-    parameters: Sequence[Tensor],
-    sums: Sequence[Sum],
-    fused: bool = False,
-    values: Values = token_logprobs,
-) -> tuple[LossSum, Tensor]:
-    """The loss over a micro-batch's targets, and the gradient of `scale` times it at `hidden`.
-
-    Args:
-        hidden: output of the last layer, [tokens, hidden].
+    Attributes:
         chunk: number of targets whose logits exist at a time.
-        parameters: of the head, a tied embedding's included.
-        sums: accumulators of the parameters' gradients; linear layers add their weights' to them
-            directly.
         fused: compile the passes over the logits.
-        values: what the loss is computed from.
     """
-    total = LossSum.zero(hidden.device)
-    grad_hidden = torch.zeros_like(hidden)
-    for part in targets.chunks(chunk):
-        rows = hidden.index_select(0, part.index).requires_grad_()
-        with torch.enable_grad():
-            with SummingInto(parameters, sums):
-                logits = project(rows)
-            value, metrics = loss(values(logits, part.labels, fused), part)
-            del logits  # or they would live until the next chunk's are there
-            grads = torch.autograd.grad(value * scale, [rows, *parameters], allow_unused=True)
-        total.add(value, metrics)
-        grad_hidden.index_copy_(0, part.index, grads[0])
-        add_gradients(sums, grads[1:])
-        del grads  # as large as the weights, if they were not summed directly
-    return total, grad_hidden
+
+    project: Project
+    chunk: int
+    fused: bool = False
+
+    def loss_sum(self, hidden: Tensor, targets: Targets, loss: Loss) -> Tally[Tensor]:
+        """The loss over a micro-batch's targets without gradients."""
+        total = tallied(torch.zeros((), device=hidden.device), {})
+        with torch.no_grad():
+            for part in targets.chunks(self.chunk):
+                logits = self.project(hidden.index_select(0, part.index))
+                total.add(tallied(*loss(token_logprobs(logits, part.labels, self.fused), part)))
+                del logits  # or they would live until the next chunk's are there
+        return total
+
+    def target_values(
+        self,
+        hidden: Tensor,
+        targets: Targets,
+        values: Values = token_logprobs,
+        *,
+        greedy: bool = False,
+    ) -> tuple[Tensor, Tensor]:
+        """Log-probabilities of targets (or other `values`), fp32 [n], and, with `greedy`, True for
+        each that is the likeliest token, bool [n]."""
+        found = hidden.new_zeros(len(targets), dtype=torch.float32)
+        likeliest = hidden.new_zeros(len(targets), dtype=torch.bool)
+        start = 0
+        with torch.no_grad():
+            for part in targets.chunks(self.chunk):
+                logits = self.project(hidden.index_select(0, part.index))
+                place = slice(start, start := start + len(part))
+                if greedy:
+                    likeliest[place] = logits.argmax(1) == part.labels
+                found[place] = values(logits, part.labels, self.fused)
+                del logits  # or they would live until the next chunk's are there
+        return found, likeliest
+
+    def loss_and_gradients(
+        self,
+        hidden: Tensor,
+        targets: Targets,
+        loss: Loss,
+        scale: float,
+        parameters: Sequence[Tensor],
+        sums: Sequence[Sum],
+        values: Values = token_logprobs,
+    ) -> tuple[Tally[Tensor], Tensor]:
+        """The loss over a micro-batch's targets, and the gradient of `scale` times it at `hidden`.
+
+        Args:
+            parameters: of the head, a tied embedding's included.
+            sums: accumulators of their gradients; linear layers add their weights' directly.
+            values: what the loss is computed from.
+        """
+        total = tallied(torch.zeros((), device=hidden.device), {})
+        grad_hidden = torch.zeros_like(hidden)
+        for part in targets.chunks(self.chunk):
+            rows = hidden.index_select(0, part.index).requires_grad_()
+            with torch.enable_grad():
+                with SummingInto(parameters, sums):
+                    logits = self.project(rows)
+                value, metrics = loss(values(logits, part.labels, self.fused), part)
+                del logits  # or they would live until the next chunk's are there
+                grads = torch.autograd.grad(value * scale, [rows, *parameters], allow_unused=True)
+            total.add(tallied(value, metrics).detached())
+            grad_hidden.index_copy_(0, part.index, grads[0])
+            add_gradients(sums, grads[1:])
+            del grads  # as large as the weights, if they were not summed directly
+        return total, grad_hidden

@@ -13,11 +13,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from megatrain.engine.batches import Batch
-from megatrain.engine.context import computing, naming_the_gpu
-from megatrain.engine.head import loss_sum, target_values
+from megatrain.engine.batches import Batch, answers_of
+from megatrain.engine.components import EngineParts, computing, naming_the_gpu
 from megatrain.engine.objective import EvalResult, Objective
-from megatrain.engine.parts import EngineParts
 from megatrain.engine.step import Passes
 from megatrain.heartbeat import beat
 from megatrain.losses import IGNORE, Tally, Targets
@@ -27,6 +25,7 @@ from megatrain.models.trials.probe import replace_all
 if TYPE_CHECKING:
     from transformers import GenerationConfig, LogitsProcessor
 
+CPU = torch.device("cpu")
 Choose = Callable[[Tensor], int]  # logits [vocab] -> token
 
 # What generation takes on a GPU beside weights and keys and values, in hidden states a token and in
@@ -38,60 +37,52 @@ HIDDEN_STATES, RESERVE_BYTES = 32, 1 << 30
 
 
 def evaluate(passes: Passes, batches: Sequence[Batch], objective: Objective) -> EvalResult:
-    """The mean of an objective in evaluation mode, over all processes' micro-batches, in one
+    """The mean of an objective over all processes' micro-batches, in evaluation mode, in one
     sweep."""
-    passes.skeleton.set_training(False)
-    prepared = passes.prepare(batches, objective.of_sequences)
+    prepared = passes.prepare(batches, loss=objective.of_sequences)
     total, values = Tally[Tensor](), []
     for mb, hidden in passes.through_layers(prepared):
+        rows = hidden.flatten(0, 1), mb.targets
         if objective.of_sequences:
-            values.append(passes.target_values(mb, hidden, objective.values))
-            continue
-        given = hidden.flatten(0, 1), mb.targets, objective.of_tokens[0], *passes.chunks
-        total.add(objective.tally(*vars(loss_sum(passes.skeleton.head, *given)).values()))
+            values.append(passes.outputs.target_values(*rows, objective.values)[0])
+        else:
+            total.add(passes.outputs.loss_sum(*rows, objective.of_tokens[0]))
     if objective.whole_step:
-        answers = passes.answers(prepared, values).to(torch.device("cpu"))
-        return objective.result(objective.judge(answers.sums, answers.examples), answers)
+        answers = answers_of(prepared, values, passes.peers, passes.device)
+        return objective.result_of_answers(answers.to(CPU))
     for mb, of_targets in zip(prepared, values, strict=False):
         total.add(objective.judge(of_targets, mb.targets.examples).detached())
-    return objective.result(passes.peers.total(objective, total))
+    return objective.result(passes.peers.total(objective, total).numbers())
 
 
 def logprobs(
-    passes: Passes, batches: Sequence[Batch], greedy: bool, targets: Sequence[Targets] | None = None
+    passes: Passes, batches: Sequence[Batch], targets: Sequence[Targets] | None
 ) -> list[tuple[Targets, Tensor, Tensor]]:
-    """Each micro-batch's targets and their `head.target_values`, in one sweep.
+    """Each micro-batch's targets and their `Head.target_values`, in one sweep.
 
     targets: in place of those that the labels show; a position may have several.
     """
-    passes.skeleton.set_training(False)
     prepared, found = passes.prepare(batches, whole=True), []
     for mb, given in zip(prepared, targets or (), strict=targets is not None):
         mb.targets = given.to(passes.device)
     for mb, hidden in passes.through_layers(prepared):
-        given_head = passes.skeleton.head, hidden.flatten(0, 1), mb.targets, *passes.chunks
-        found.append((mb.targets, *target_values(*given_head, greedy=greedy)))
+        rows = hidden.flatten(0, 1), mb.targets
+        found.append((mb.targets, *passes.outputs.target_values(*rows, greedy=targets is not None)))
     return found
 
 
 def placed(
     batches: Sequence[Batch], found: Sequence[tuple[Targets, Tensor, Tensor]]
-) -> tuple[list[Tensor], list[Tensor]]:
-    """Log-probabilities, and whether each target is the likeliest token, at the targets' places in
-    tensors [batch, tokens] on the CPU."""
-    shapes = [batch["input_ids"].shape for batch in batches]
-    values = [torch.zeros(shape) for shape in shapes]
-    chosen = [torch.zeros(shape, dtype=torch.bool) for shape in shapes]
-    for value, choice, (targets, of_targets, best) in zip(values, chosen, found, strict=True):
-        place = targets.index.cpu() + 1  # a row's last position predicts nothing
-        value.view(-1)[place], choice.view(-1)[place] = of_targets.cpu(), best.cpu()
-    return values, chosen
+) -> list[Tensor]:
+    """Log-probabilities at the targets' places in tensors [batch, tokens] on the CPU."""
+    values = [torch.zeros(batch["input_ids"].shape) for batch in batches]
+    for value, (targets, of_targets, _) in zip(values, found, strict=True):
+        value.view(-1)[targets.index.cpu() + 1] = of_targets.cpu()  # a last one predicts nothing
+    return values
 
 
-@torch.no_grad()
-def logits(passes: Passes, input_ids: Tensor, positions: slice = slice(None)) -> Tensor:
-    """Logits [batch, positions, vocab], in evaluation mode, whole: not for training."""
-    passes.skeleton.set_training(False)
+def logits(passes: Passes, input_ids: Tensor, positions: slice) -> Tensor:
+    """Logits [batch, positions, vocab], in evaluation mode, whole."""
     batch = {"input_ids": input_ids, "labels": torch.full_like(input_ids, IGNORE)}
     (found,) = [
         passes.skeleton.head(rows.flatten(0, 1)).view(*rows.shape[:2], -1)
@@ -106,7 +97,7 @@ def logits(passes: Passes, input_ids: Tensor, positions: slice = slice(None)) ->
 
 @contextmanager
 def whole_model(skeleton: Skeleton, parts: EngineParts, tokens: int) -> Iterator[Any | None]:
-    """Inside, transformers' own model with its weights on the device, or None without room for it
+    """Put transformers' own model with its weights on the device inside; None without room for it
     and a cache of `tokens` tokens, or if it cannot generate."""
     family: Any = skeleton.model
     here = not parts.passes.peers.several and has_room(skeleton, parts, tokens)
@@ -129,10 +120,7 @@ def whole_model(skeleton: Skeleton, parts: EngineParts, tokens: int) -> Iterator
 
 @contextmanager
 def family_model(skeleton: Skeleton, flats: Sequence[torch.Tensor]) -> Iterator[Any]:
-    """The family's own model, its layers in their places, in evaluation mode, inside the context.
-
-    flats: its weights, by block, on the device. Afterwards the blocks get their parameters back.
-    """
+    """Bind the family's own model to `flats`, its weights by block on the device, inside."""
     skeleton.set_training(False)
     skeleton.forget_lengths()
     blocks, bound = skeleton.anatomy.blocks, []
@@ -144,7 +132,7 @@ def family_model(skeleton: Skeleton, flats: Sequence[torch.Tensor]) -> Iterator[
             skeleton.bind(block, flat)
         replace_all(skeleton.stack, skeleton.layers)
         yield skeleton.model
-    finally:
+    finally:  # the blocks get their parameters back
         replace_all(skeleton.stack, skeleton.recorders)
         for block, parameters in zip(blocks, bound, strict=True):
             skeleton.place(block, parameters)
@@ -155,14 +143,12 @@ def likeliest(logits: Tensor) -> int:
 
 
 def has_room(skeleton: Skeleton, parts: EngineParts, tokens: int) -> bool:
-    """True if all weights are on the device, or fit there beside the keys and values of `tokens`
-    tokens. On a CPU they are there."""
+    """True if all weights, and keys and values of `tokens` tokens, fit on the device."""
     store, device = parts.store, parts.compute.device
-    blocks = range(store.resident, len(store.layouts))
     if device.type == "cpu":
         return True
     itemsize = store.arrays["weight"].dtype.itemsize
-    weights = sum(store.layouts[block].numel for block in blocks) * itemsize
+    weights = sum(layout.numel for layout in store.layouts[store.resident :]) * itemsize
     states = tokens * skeleton.anatomy.hidden_size * itemsize
     kept = states * (2 * len(skeleton.layers) + HIDDEN_STATES)
     return weights + kept + RESERVE_BYTES <= free_bytes(device)
@@ -177,10 +163,7 @@ def free_bytes(device: torch.device) -> int:
 
 
 def weights_on_device(parts: EngineParts) -> list[Tensor]:
-    """Every block's weights, flat, on the device, once their updates are done; none may write them.
-
-    Copies, but for those of resident blocks and, on a CPU, those in RAM.
-    """
+    """Every block's weights, flat, on the device, to be read only: perhaps the store's own."""
     store, device, found = parts.store, parts.compute.device, []
     for block in range(len(store.layouts)):
         parts.updater.wait_ready(block)
@@ -205,7 +188,7 @@ def generated(
     model: Any, input_ids: Tensor, max_new_tokens: int, ends: Sequence[int], choose: Choose
 ) -> list[int]:
     """The tokens that transformers' `generate` appends to input_ids [1, tokens], each picked by
-    `choose`. The model's own generation settings are ignored."""
+    `choose`; the model's own generation settings are ignored."""
     from transformers import GenerationConfig, LogitsProcessorList
 
     nothing: Any = GenerationConfig()  # type: ignore[no-untyped-call]

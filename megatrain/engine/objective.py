@@ -1,20 +1,23 @@
-"""The objective of a step: a loss and its denominators, so that micro-batches add up."""
+"""The objective of a step: a loss and its denominators, over the micro-batches of all processes."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
 import torch
 from torch import Tensor
 
 from megatrain.engine.head import Values, first_scores, token_logprobs
+from megatrain.engine.ranks.context_parallel import ContextParallel
+from megatrain.errors import ConfigError, DataError
 from megatrain.losses import IGNORE, Examples, Loss, SequenceLoss, Tally
 from megatrain.losses.tally import TARGETS
 from megatrain.losses.targets import Answers, rows_of
 from megatrain.losses.tokens import weighted
+from megatrain.world import ALONE, World
 
 AnyLoss = Loss | SequenceLoss
 T = TypeVar("T")
@@ -31,8 +34,10 @@ class StepResult:
         stalls_s: seconds that the computation waited, by cause (wait_upload, wait_update,
             wait_download, wait_nvme, and of several ranks wait_exchange, of hosts wait_network).
         metrics: the loss's further metrics, means over the step.
-        aux_loss, expert_load_max: as `engine.routing.Balance` has them; None where routers are not
-            balanced.
+        aux_loss: of routers that are balanced: E * sum of f_e * P_e (engine/routing.py), without
+            the coefficient. If all experts are chosen alike it is the number chosen for a token.
+        expert_load_max: choices of the layer's most chosen expert over their mean, in the layer
+            where that is largest: 1 if all are chosen alike.
     """
 
     loss: float
@@ -88,14 +93,14 @@ class Objective:
         return self.loss if isinstance(self.loss, SequenceLoss) else None
 
     @property
+    def whole_step(self) -> bool:
+        """True if the loss needs all micro-batches at once: a step is one group then."""
+        return self.of_sequences is not None and self.of_sequences.whole_step
+
+    @property
     def values(self) -> Values:
         """The function of the head's output and the targets from which the loss is computed."""
         return first_scores if of_scores(self.loss) else token_logprobs
-
-    @property
-    def whole_step(self) -> bool:
-        """The loss needs all micro-batches of a step at once: a step is one group then."""
-        return isinstance(self.loss, SequenceLoss) and self.loss.whole_step
 
     @property
     def of_tokens(self) -> tuple[Loss, float]:
@@ -104,33 +109,16 @@ class Objective:
             return weighted, 1.0
         return self.loss, 1.0 / self.counts[TARGETS]
 
-    def parts(self, micro_batches: Sequence[T]) -> list[Sequence[T]]:
-        """The micro-batches that the loss takes at a time: one, or all."""
-        return [micro_batches] if self.whole_step else [[one] for one in micro_batches]
-
-    def tally(self, total: Tensor, metrics: Mapping[str, Tensor]) -> Tally[Tensor]:
-        """The sums of a token-wise loss as a Tally."""
-        found = {name: (TARGETS, value) for name, value in metrics.items()}
-        return Tally({TARGETS: total}, found).detached()
-
     def judge(self, values: Tensor, examples: Examples | None) -> Tally[Tensor]:
         """The sums of a loss over sequences, from `values` [n] of the targets of these examples."""
         assert self.of_sequences is not None and examples is not None
         return self.of_sequences(values, examples)
 
-    def weigh(
-        self, values: Sequence[Tensor], judge: Callable[[], Tally[Tensor]]
-    ) -> tuple[Tally[Tensor], list[Tensor]]:
-        """The sums that `judge` makes of these values, and the derivative of the step's loss at
-        each of them."""
-        leaves = [of_targets.requires_grad_() for of_targets in values]
-        with torch.enable_grad():
-            found = judge()
-            shares = [s / self.counts[unit] for unit, s in found.loss.items() if self.counts[unit]]
-            total = torch.stack(shares).sum()
-            # a rank without micro-batches has none
-            weights = torch.autograd.grad(total, leaves) if leaves else ()
-        return found.detached(), list(weights)
+    def derivatives(self, found: Tally[Tensor], leaves: Sequence[Tensor]) -> Sequence[Tensor]:
+        """The derivative of the step's loss at each of the values that it was computed from."""
+        shares = [s / self.counts[unit] for unit, s in found.loss.items() if self.counts[unit]]
+        # a rank without micro-batches has none
+        return torch.autograd.grad(torch.stack(shares).sum(), leaves) if leaves else ()
 
     def mean_loss(self, found: Tally[Tensor] | Tally[float]) -> float:
         """The loss over all micro-batches. Waits for the device."""
@@ -141,11 +129,14 @@ class Objective:
         means = found.means(self.counts)
         return self.of_sequences.finish(means) if self.of_sequences else means
 
-    def result(self, found: Tally[Tensor], answers: Answers | None = None) -> EvalResult:
-        """The result of an evaluation. Waits for the device."""
-        sums = found.numbers()
+    def result(self, sums: Tally[float], answers: Answers | None = None) -> EvalResult:
+        """The result of an evaluation."""
         mean, metrics = self.mean_loss(sums), self.metrics(sums)
         return EvalResult(mean, self.target_tokens, metrics, sums, self.counts, answers)
+
+    def result_of_answers(self, answers: Answers) -> EvalResult:
+        """The result of a loss over a whole step, from all answers, on the CPU."""
+        return self.result(self.judge(answers.sums, answers.examples).numbers(), answers)
 
 
 def joined(results: Sequence[EvalResult], loss: AnyLoss) -> EvalResult:
@@ -155,11 +146,8 @@ def joined(results: Sequence[EvalResult], loss: AnyLoss) -> EvalResult:
         sums.add(result.sums)
         counts.update(result.counts)
     whole = Objective(loss, dict(counts), sum(result.target_tokens for result in results))
-    if of_sweeps := [result.answers for result in results if result.answers is not None]:
-        answers = Answers.joined(of_sweeps)
-        return whole.result(whole.judge(answers.sums, answers.examples), answers)
-    mean, metrics = whole.mean_loss(sums), whole.metrics(sums)
-    return EvalResult(mean, whole.target_tokens, metrics, sums, whole.counts)
+    of_sweeps = [result.answers for result in results if result.answers is not None]
+    return whole.result_of_answers(Answers.joined(of_sweeps)) if of_sweeps else whole.result(sums)
 
 
 def of_scores(loss: AnyLoss) -> bool:
@@ -181,3 +169,72 @@ def counted(loss: AnyLoss, batches: Sequence[Mapping[str, Tensor]]) -> Objective
         elif loss.trains(batch):
             tokens += int((batch["labels"][:, 1:] != IGNORE).sum())
     return Objective(loss, dict(counts), tokens)
+
+
+# -- the processes that compute a step together ----------------------------------------------------
+
+
+class Peers:
+    """The ranks of a world, which all call these methods at the same place; one alone by default.
+
+    Attributes:
+        several: there are others.
+        number: number among all ranks' of this one's micro-batch.
+        context_parallel: shares sequences with other ranks.
+    """
+
+    def __init__(self, world: World = ALONE, parallel: ContextParallel | None = None) -> None:
+        self.world, self.context_parallel, self.several = world, parallel, not world.is_alone
+        self.number, self.all_gather, self.broadcast = (
+            world.number,
+            world.all_gather,
+            world.broadcast,
+        )
+
+    def agreed(self, objective: Objective, batches: Sequence[Mapping[str, Tensor]]) -> Objective:
+        """The objective over all ranks' micro-batches, of which `batches` are this one's.
+
+        Raises ConfigError for a loss over sequences that ranks share, and DataError if ranks that
+        share them got different ones.
+        """
+        counts, tokens, size = Counter[str](), 0, self.world.cp_size
+        if size > 1 and objective.of_sequences is not None:
+            raise ConfigError(
+                f"context_parallel: {size} does not work with {type(objective.loss).__name__}, a "
+                "loss over whole sequences; set 1"
+            )
+        outline = [(b["input_ids"].shape, int(b["input_ids"].sum())) for b in batches if size > 1]
+        every = self.all_gather((dict(objective.counts), objective.target_tokens, outline))
+        if any(one[2] != every[rank - rank % size][2] for rank, one in enumerate(every)):
+            raise DataError(
+                "ranks that share sequences got different micro-batches; give the same to "
+                "all ranks of one dp_rank"
+            )
+        for of_group, targets, _ in every[::size]:
+            counts.update(of_group)
+            tokens += targets
+        return replace(objective, counts=dict(counts), target_tokens=tokens)
+
+    def total(self, objective: Objective, found: Tally[Tensor]) -> Tally[Tensor]:
+        """The sums of all ranks. Waits for the device, unless one is alone."""
+        if not self.several:
+            return found
+        # on the CPU, in the order of ranks: every rank gets the same bits
+        total = Tally[Tensor]()
+        loss = {unit: value.cpu() for unit, value in found.loss.items()}
+        metrics = {name: (unit, value.cpu()) for name, (unit, value) in found.metrics.items()}
+        every = self.all_gather(Tally(loss, metrics))
+        for each in every[:1] if objective.whole_step else every:  # of a whole step each has all
+            total.add(each)
+        return total
+
+    def answers(self, own: Mapping[int, Answers], device: torch.device) -> Answers:
+        """All ranks' examples in the order of micro-batches. own: this one's, by number."""
+        if not self.several:
+            return Answers.joined([*own.values()])
+        cpu, found = torch.device("cpu"), dict[int, Answers]()
+        for of_rank in self.all_gather({number: one.to(cpu) for number, one in own.items()}):
+            found |= of_rank
+        return Answers.joined(
+            [own.get(number) or found[number].to(device) for number in sorted(found)]
+        )

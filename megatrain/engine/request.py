@@ -14,19 +14,22 @@ from typing import Any, Literal, Self, TypedDict, TypeVar, Unpack, get_type_hint
 
 import torch
 
+from megatrain.engine.components import PRECISIONS
 from megatrain.engine.objective import AnyLoss
-from megatrain.engine.parts import PRECISIONS
 from megatrain.errors import ConfigError
 from megatrain.losses import SequenceLoss, next_token
 from megatrain.machine.datasheets import parse_size
 from megatrain.machine.hardware import bf16_is_fast
+from megatrain.models.family import regimes_of
 from megatrain.models.pretrained import ModelSource, read_model_config, resolve_source
 from megatrain.models.skeleton import Skeleton
 from megatrain.models.transforms.fp8 import fp8_supported
+from megatrain.models.ulysses import why_not_in_pieces
 from megatrain.optim import AdamW, Optimizer
 from megatrain.schedule import UNCHANGED
-from megatrain.settings import Settings
+from megatrain.settings import Settings, contradiction
 from megatrain.storage.manifest import check_description
+from megatrain.world import World
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -124,23 +127,23 @@ class Request:
     ) -> Self:
         """The request that keywords in Python make. Raises ConfigError for one out of range."""
         values: dict[str, Any] = {**keywords}
-        gpu, host, folders = _memory(memory := values.pop("memory", None))
-        freeze = values.pop("freeze", ())
+        memory, freeze = values.pop("memory", None), values.pop("freeze", ())
         request = cls(
             config=config,
             source=None if source is None else str(source),
             revision=revision,
             optimizer=values.pop("optimizer", None) or AdamW(),
             freeze=[freeze] if isinstance(freeze, str) else freeze,
-            gpu_limit=gpu,
-            host_limit=host,
-            nvme_folders=folders,
+            **_memory(memory),
             **values,
         )
         _check_types(request)
         sizes = {name: getattr(request, name) for name in ("tokens_per_step", "seq_len")}
         if request.settings == "auto" and None not in sizes.values():
-            _check_sizes(**sizes)
+            for name, value in sizes.items():
+                if type(value) is not int or value < 1:
+                    wanted = "give a whole number of at least 1"
+                    raise ConfigError(f"{name}: {value!r} is out of range; {wanted}")
         elif memory or any(sizes.values()) or request.loss is not next_token:
             raise ConfigError(
                 "settings='auto': a plan needs both tokens_per_step and seq_len"
@@ -175,10 +178,7 @@ def spelled_out(constructor: F) -> F:
 
 
 def choose_device(device: str) -> torch.device:
-    """The device of a name; `auto` is the first GPU, or the CPU where there is none.
-
-    Raises ConfigError for a device that is unknown or not there.
-    """
+    """The device of a name; `auto` is the first GPU, or the CPU where there is none."""
     # Segments of memory grow, so that torch holds little more than it uses. Read at the first
     # allocation.
     os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
@@ -201,10 +201,7 @@ def choose_device(device: str) -> torch.device:
 
 
 def choose_precision(precision: str, device: torch.device) -> str:
-    """`auto` is bfloat16 with fp32 master weights where the hardware is fast at it, else float32.
-
-    Raises ConfigError for one that is unknown or that the device lacks.
-    """
+    """The precision of a name; `auto` is bfloat16 where the hardware is fast at it."""
     if precision == "auto":
         return "bfloat16" if bf16_is_fast(device.type) else "float32"
     if precision not in PRECISIONS:
@@ -220,10 +217,7 @@ def choose_precision(precision: str, device: torch.device) -> str:
 
 
 def read_config(config: Any, trust_remote_code: bool) -> Any:
-    """A transformers configuration: the argument, or that of a folder or hub id.
-
-    Raises ModelError and ConfigError.
-    """
+    """A transformers configuration: the argument, or that of a folder or hub id."""
     if isinstance(config, (str, Path)):
         return config_of_source(resolve_source(config, None, weights=False), trust_remote_code)
     if not hasattr(config, "model_type"):
@@ -252,51 +246,84 @@ def skeleton_of(request: Request, precision: str) -> Skeleton:
     return skeleton
 
 
-def _memory(memory: Mapping[str, Any] | None) -> tuple[int | None, int | None, tuple[Path, ...]]:
-    """(gpu, host, nvme) of the keyword `memory`: bytes to use of both, None for auto, and folders.
-
-    Raises ConfigError for an unknown key or a bad size.
-    """
+def _memory(memory: Mapping[str, Any] | None) -> dict[str, Any]:
+    """The fields that the keyword `memory` sets. Raises ConfigError."""
     values = dict(memory or {})
     folders = values.pop("nvme", None) or ()
     folders = [folders] if isinstance(folders, (str, Path)) else folders
-    sizes: dict[str, int | None] = {"gpu": None, "host": None}
+    fields: dict[str, Any] = {"nvme_folders": tuple(Path(expanduser(each)) for each in folders)}
     for name, value in values.items():
         size = None if value == "auto" else parse_size(value)
-        if name not in sizes:
+        if name not in ("gpu", "host"):
             raise ConfigError(f"memory: {name!r} is unknown; choose from gpu, host and nvme")
         if size is not None and (type(size) is not int or size <= 0):
             raise ConfigError(f"memory: {name} must be a size such as '80GiB', not {value!r}")
-        sizes[name] = size
-    return sizes["gpu"], sizes["host"], tuple(Path(expanduser(folder)) for folder in folders)
-
-
-def _check_sizes(**sizes: object) -> None:
-    for name, value in sizes.items():
-        if type(value) is not int or value < 1:
-            wanted = "give a whole number of at least 1"
-            raise ConfigError(f"{name}: {value!r} is out of range; {wanted}")
+        fields[f"{name}_limit"] = size
+    return fields
 
 
 def _check_types(request: Request) -> None:
     """Raise ConfigError for values of wrong types, which no type checker may have seen."""
-    optimizer: object = request.optimizer
-    loss: object = request.loss
-    clip = request.max_grad_norm
-    if not isinstance(optimizer, Optimizer) or isinstance(optimizer, type):
+    given: Any = request
+    number = type(given.max_grad_norm) in (int, float) and 0 < given.max_grad_norm <= math.inf
+    checks = {
+        "optimizer": (
+            isinstance(given.optimizer, Optimizer) and not isinstance(given.optimizer, type),
+            "is none; give one such as mt.AdamW(lr=1e-5), or None for AdamW",
+        ),
+        "loss": (
+            callable(given.loss) and not isinstance(given.loss, type),
+            "is none; give one such as mt.losses.Dpo()",
+        ),
+        "settings": (
+            isinstance(given.settings, Settings) or given.settings == "auto",
+            "is neither 'auto' nor an mt.Settings",
+        ),
+        "seed": (type(given.seed) is int, "is not a whole number"),
+        "max_grad_norm": (
+            given.max_grad_norm is None or number,
+            "is out of range; give a number above 0, or None for no clipping",
+        ),
+    }
+    for name, (fits, words) in checks.items():
+        if not fits:
+            raise ConfigError(f"{name}: {getattr(given, name)!r} {words}")
+
+
+def check_positions(skeleton: Skeleton, seq_len: int, name: str) -> None:
+    """Raise ConfigError if sequences are longer than the model can read. `name`: of the option."""
+    longest = skeleton.anatomy.max_positions
+    if longest is not None and seq_len > longest:
         raise ConfigError(
-            f"optimizer: {optimizer!r} is none; give one such as mt.AdamW(lr=1e-5), or None for "
-            "AdamW"
+            f"{name}: {seq_len} exceeds the {longest} positions of this model; set "
+            f"{name.rpartition(' ')[2]}: {longest}"
         )
-    if not callable(loss) or isinstance(loss, type):
-        raise ConfigError(f"loss: {loss!r} is none; give one such as mt.losses.Dpo()")
-    if not isinstance(request.settings, Settings) and request.settings != "auto":
-        raise ConfigError(f"settings: {request.settings!r} is neither 'auto' nor an mt.Settings")
-    if type(request.seed) is not int:
-        raise ConfigError(f"seed: {request.seed!r} is not a whole number")
-    number = isinstance(clip, (int, float)) and not isinstance(clip, bool)
-    if clip is not None and not (number and 0 < clip <= math.inf):
+
+
+def check_settings(settings: Settings, max_grad_norm: float | None, world: World) -> None:
+    """Raise ConfigError if settings exclude each other, or lack a norm to clip to."""
+    values = {**vars(settings), "max_grad_norm": max_grad_norm or 0}
+    if found := contradiction(values, in_config=False):
+        raise ConfigError(": ".join(found))
+    if settings.transport == "read" and world.hosts > 1:
         raise ConfigError(
-            f"max_grad_norm: {clip!r} is out of range; give a number above 0, or None for no "
-            "clipping"
+            f"{world.size} ranks: the ranks of several hosts cannot read weights from one copy; "
+            "set transport: gather"
         )
+
+
+def check_context_parallel(
+    cp_size: int, skeleton: Skeleton, compiled: bool, balances: bool, name: str = "context_parallel"
+) -> None:
+    """Raise ConfigError for what does not compute parts of sequences as it does whole ones."""
+    refused = {
+        "compiled layers (set compile: loss)": compiled,
+        "a balancing loss of routers (set router_aux_loss_coef: 0)": balances,
+        "dropout": skeleton.has_dropout,
+        "rotary factors that follow the length of sequences": bool(regimes_of(skeleton.config)),
+    }
+    if found := [what for what, there in refused.items() if there]:
+        raise ConfigError(f"{name}: {cp_size} does not work with {found[0]}; set 1")
+    if why := why_not_in_pieces(skeleton):
+        family = skeleton.anatomy.family
+        raise ConfigError(f"{name}: {cp_size} does not work with a {family} model ({why}); set 1")

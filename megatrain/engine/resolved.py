@@ -5,17 +5,23 @@ from __future__ import annotations
 import logging
 import shutil
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal, cast
 
 import torch
+from torch import Tensor
 
-from megatrain.engine.checks import check_positions
 from megatrain.engine.head import token_logprobs
-from megatrain.engine.request import Request, choose_device, choose_precision, skeleton_of
+from megatrain.engine.request import (
+    Request,
+    check_positions,
+    choose_device,
+    choose_precision,
+    skeleton_of,
+)
 from megatrain.engine.routing import balanced_on_meta, check_groups, coefficient_of
 from megatrain.errors import ConfigError
 from megatrain.losses import SequenceLoss
@@ -36,7 +42,7 @@ from megatrain.optim import AdamW, Lion, Muon, Optimizer
 from megatrain.optim.elementwise import MOMENTS
 from megatrain.optim.muon import check_ranks
 from megatrain.planner.cost.shape import ModelShape, layer_chunks, shape_of
-from megatrain.planner.job import Job, StepTokens, WholeUpdate
+from megatrain.planner.job import Job, WholeUpdate
 from megatrain.planner.memory import disk_bytes
 from megatrain.planner.plan import Plan, make_plan
 from megatrain.planner.search import most_micro_batch_tokens
@@ -58,7 +64,6 @@ class Machine:
         compiles: a C compiler and Triton are at hand; None: look for them here.
         drives_assumed: folders for NVMe on drives that were not measured.
         here: False for a machine that is only described.
-        world: the ranks that compute, this one with the device.
         ranks, hosts: GPUs of a host that train together, and hosts. `hardware` and `profile` are
             then what each has, and reaches while all work.
         together_assumed: nobody measured that.
@@ -145,8 +150,8 @@ def resolve(request: Request, machine: Machine) -> Resolved:
     lengths_vary = request.packing is not None and not packed
     # what depends on micro-batches is found for pieces of sequences
     compiled = compiles(skeleton, machine, request.compile, lengths_vary or pieces > 1)
-    least, mixture = piece_tokens(request.least_tokens, pieces), holds_experts(skeleton.layers)
-    sizes = micro_batch_sizes(least, device.type, asked, mixture, pieces)
+    least = piece_tokens(request.least_tokens, pieces)
+    sizes = [piece_tokens(asked, pieces)] if asked else dry_run_sizes(least, device.type, skeleton)
     with balanced_on_meta(skeleton, coefficient):
         shape = shape_of(
             skeleton,
@@ -165,20 +170,12 @@ def resolve(request: Request, machine: Machine) -> Resolved:
     )
 
 
-def plan_of(
-    resolved: Resolved,
-    *,
-    checkpoints_written: int | None = None,
-    step_tokens: tuple[StepTokens, ...] = (),
-    trained_share: float = 1.0,
-    suggest: bool = False,
-) -> Plan:
+def plan_of(resolved: Resolved, *, suggest: bool = False, **known: Any) -> Plan:
     """The plan of a resolved request. Never raises for lack of memory: `Plan.check` does.
 
     Args:
-        checkpoints_written: by the run, if known.
-        step_tokens, trained_share: as in `planner.job.Job`, once the rows were read.
         suggest: find out what would make it faster, too.
+        known: fields of `planner.job.Job` about rows and checkpoints.
 
     Raises ConfigError for options that exclude each other.
     """
@@ -187,12 +184,7 @@ def plan_of(
     # only now is `compile: auto` settled
     if request.asked and (found := contradiction(fixed, in_config=True)):
         raise ConfigError(f"{request.where(found[0])}: {found[1]}")
-    job = make_job(
-        resolved,
-        step_tokens=step_tokens,
-        trained_share=trained_share,
-        checkpoints_written=checkpoints_written,
-    )
+    job = make_job(resolved, **known)
     room = room_for_nvme(request, machine.hardware, sum(disk_bytes(job, resolved.shape).values()))
     rooms = [room for room in machine.world.all_gather(room) if room is not None]
     plan = make_plan(
@@ -219,7 +211,7 @@ def piece_tokens(tokens: int, pieces: int) -> int:
 
 
 def make_job(resolved: Resolved, **known: Any) -> Job:
-    """The planner's question. known: fields of `planner.job.Job` about rows and checkpoints."""
+    """The planner's question. known: as in `plan_of`."""
     request, machine, skeleton = resolved.request, resolved.machine, resolved.skeleton
     optimizer, pieces, rows = request.optimizer, request.context_parallel, request.rows_per_step
     asked, seq_len, loss = {**request.asked}, request.seq_len, request.loss
@@ -227,6 +219,9 @@ def make_job(resolved: Resolved, **known: Any) -> Job:
     if asked.get("micro_batch_tokens") is not None:
         asked["micro_batch_tokens"] = piece_tokens(asked["micro_batch_tokens"], pieces)
     tokens_per_step = request.tokens_per_step or (rows or 1) * seq_len
+    transport = request.transport
+    if transport == "auto":  # why: decision 0103
+        transport = "gather" if machine.peers or machine.hosts > 1 else "read"
     return Job(
         precision=machine.precision,
         tokens_per_step=max(tokens_per_step, request.least_tokens),  # a row at least
@@ -256,7 +251,7 @@ def make_job(resolved: Resolved, **known: Any) -> Job:
         ranks=machine.ranks,
         hosts=machine.hosts,
         peers=machine.peers,
-        transport=transport_of(request, machine),
+        transport=transport,
         wire=request.wire,
         checkpoints_kept=request.checkpoints_kept,
         keeps_best=request.keeps_best,
@@ -265,42 +260,19 @@ def make_job(resolved: Resolved, **known: Any) -> Job:
     )
 
 
-# why: decision 0103
-def transport_of(request: Request, machine: Machine) -> str:
-    """The transport of weights to a host's GPUs: the user's choice, or what they can do."""
-    if request.transport != "auto":
-        return request.transport
-    return "gather" if machine.peers or machine.hosts > 1 else "read"
-
-
 def room_for_nvme(request: Request, hardware: Hardware, checkpoint_bytes: int) -> int | None:
     """Bytes that fit into the folders on NVMe, which hold equal shares; None without folders.
 
     checkpoint_bytes: these take room on the drive of the run's own folder.
     """
-    own = drive_of(request.output)
-    beside = hardware.disk_free_bytes - checkpoint_bytes
-
-    def free(folder: Path) -> int:
-        return beside if drive_of(folder) == own else disk_free(folder)
-
-    return room_on_drives(request.nvme_folders, free, request.nvme_limit)
-
-
-def room_on_drives(
-    folders: Sequence[Path], free: Callable[[Path], int], limit: int | None
-) -> int | None:
-    """Bytes that fit into folders which hold an equal share each; None without folders.
-
-    Args:
-        free: bytes free on a folder's drive, which folders on the same drive share.
-        limit: the user's own, for all folders together.
-    """
+    folders, limit, own = request.nvme_folders, request.nvme_limit, drive_of(request.output)
     if not folders:
         return None
-    on_drive = Counter(drive_of(folder) for folder in folders)
+    free = {drive_of(folder): disk_free(folder) for folder in folders}
+    free |= {own: hardware.disk_free_bytes - checkpoint_bytes}
     # shares are equal: the fullest drive decides
-    room = len(folders) * min(free(folder) // on_drive[drive_of(folder)] for folder in folders)
+    on_drive = Counter(drive_of(folder) for folder in folders)
+    room = len(folders) * min(free[drive] // count for drive, count in on_drive.items())
     return max(0, room if limit is None else min(room, limit))
 
 
@@ -312,8 +284,7 @@ def packs(
     device: torch.device,
     pieces: int = 1,
 ) -> bool:
-    """True if examples are packed into sequences; "auto": on a GPU, if sequences are short, and
-    whole."""
+    """True if examples are packed; "auto": on a GPU, if sequences are short, and whole."""
     pays = device.type == "cuda" and seq_len <= AUTO_PACKED_TOKENS and pieces == 1
     if not (packing is True or (packing == "auto" and pays)):
         return False
@@ -338,7 +309,11 @@ def compiles(
     """
     if wanted != "auto":
         return wanted
-    if not can_compile(machine):
+    found = machine.compiles
+    if found is None:
+        compilers = any(shutil.which(name) for name in ("cc", "gcc", "clang"))
+        found = compilers and find_spec("triton") is not None
+    if machine.device.type != "cuda" or not found:
         return False
     # compiled, dropout's masks would not come back; kernels of other packages leave the compiler's
     # graphs, and plans would count others
@@ -346,34 +321,19 @@ def compiles(
     return whole or "loss"
 
 
-def can_compile(machine: Machine) -> bool:
-    """True if that machine has a GPU, and torch.compile can work there."""
-    if machine.device.type != "cuda":
-        return False
-    if machine.compiles is not None:
-        return machine.compiles
-    compilers = any(shutil.which(name) for name in ("cc", "gcc", "clang"))
-    return compilers and find_spec("triton") is not None
+def dry_run_sizes(least: int, device_type: str, skeleton: Skeleton) -> list[int]:
+    """Tokens of micro-batches of one row, and their doublings up to the largest that pays."""
+    largest = most_micro_batch_tokens(device_type, holds_experts(skeleton.layers))
+    return [least << i for i in range((max(least, largest) // least).bit_length())]
 
 
-def micro_batch_sizes(
-    least: int, device_type: str, wanted: int | None, mixture: bool, pieces: int = 1
-) -> list[int]:
-    """Micro-batch sizes in tokens that are dry-run for the planner: the one asked for, which has
-    whole sequences, or that of one row and its doublings up to the largest that pays."""
-    if wanted is not None:
-        return [piece_tokens(wanted, pieces)]
-    largest = max(least, most_micro_batch_tokens(device_type, mixture))
-    return [least << i for i in range((largest // least).bit_length())]
-
-
-def next_token_on_meta(logits: torch.Tensor) -> torch.Tensor:
+def next_token_on_meta(logits: Tensor) -> Tensor:
     """The next-token loss of logits [n, vocab] without data, for the planner's dry run."""
     labels = torch.zeros(len(logits), dtype=torch.long, device=logits.device)
     return -token_logprobs(logits, labels).sum()
 
 
-def scores_on_meta(scores: torch.Tensor) -> torch.Tensor:
+def scores_on_meta(scores: Tensor) -> Tensor:
     """The same for a reward model's scores [n, labels]."""
     return scores[:, 0].float().sum()
 
@@ -393,14 +353,9 @@ def state_bytes(optimizer: Optimizer, skeleton: Skeleton) -> tuple[tuple[str, fl
     """Bytes per parameter of each array; empty where blocks differ, as `whole_update` tells."""
     if optimizer.whole_tensors:
         return ()
-    layouts = trained_layouts(skeleton)
+    layouts = [layout.trained for layout in layouts_of(skeleton.anatomy)]
     numel = sum(layout.numel for layout in layouts)
     return tuple((name, sum(sizes) / numel) for name, sizes in _bytes_of(optimizer, layouts))
-
-
-def trained_layouts(skeleton: Skeleton) -> list[FlatLayout]:
-    """Bytes that an update reads and writes."""
-    return [layout.trained for layout in layouts_of(skeleton.anatomy)]
 
 
 def _bytes_of(

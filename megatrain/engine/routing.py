@@ -3,9 +3,8 @@
 coefficient * E * sum over experts e of f_e * P_e, where f_e is the number of choices that fell on e
 and P_e the sum of e's probabilities, each over the number of rows: a row is a token in a layer, and
 all layers and all tokens of the step are pooled (Fedus et al., JMLR 2022, equations 4 to 6). f has
-no gradient. So the forward sweep counts, and no logits are kept for it: where a layer runs with
-gradients, its router's logits receive that of coefficient * E * sum of f_e * P_e, which is known
-once the forward sweep has ended. It belongs to the mean loss: 1/targets does not scale it.
+no gradient. So the forward sweep counts, and logits receive their gradient in backward. It belongs
+to the mean loss: 1/targets does not scale it.
 """
 
 from __future__ import annotations
@@ -13,14 +12,13 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
 from megatrain.engine.batches import MicroBatch
-from megatrain.engine.peers import Peers
+from megatrain.engine.objective import Peers
 from megatrain.errors import ConfigError
 from megatrain.models.routers import Routers, find_routers, tensors_of
 from megatrain.models.skeleton import Skeleton
@@ -34,9 +32,7 @@ MOST_ROWS = 1 << 40  # more than a router on the meta device ever sees
 def coefficient_of(skeleton: Skeleton, asked: Any, name: str = KEY) -> float:
     """The coefficient that holds: as asked; "auto": the usual one if the model has such routers.
 
-    asked: a number of at least 0, or "auto".
-    name: of the option, for the error. Raises ConfigError: it is out of range, or nothing is there
-    to balance.
+    Raises ConfigError, which calls the option `name`.
     """
     if asked == "auto":
         return 0.0 if find_routers(skeleton) is None else ROUTER_AUX_LOSS_COEF
@@ -49,10 +45,7 @@ def coefficient_of(skeleton: Skeleton, asked: Any, name: str = KEY) -> float:
 
 
 def balancer_of(skeleton: Skeleton, coefficient: float, groups: int) -> Balancer | None:
-    """None if the coefficient is 0. Before layers are compiled: they run on the meta device.
-
-    Raises ConfigError as `coefficient_of` and `check_groups`.
-    """
+    """None if the coefficient is 0. Before layers are compiled: they run on the meta device."""
     if not coefficient:
         return None
     check_groups(coefficient, groups)
@@ -61,13 +54,12 @@ def balancer_of(skeleton: Skeleton, coefficient: float, groups: int) -> Balancer
 
 @contextmanager
 def balanced_on_meta(skeleton: Skeleton, coefficient: float) -> Iterator[None]:
-    """Layers that run inside, on the meta device, save and compute what balancing has them save and
-    compute in a graph; with a coefficient of 0 nothing."""
+    """Let layers that run inside, on the meta device, save and compute what balancing adds."""
     if not coefficient:
         yield
         return
     balancer, meta = Balancer(_routers_of(skeleton, KEY), coefficient), torch.device("meta")
-    every = torch.zeros(1, device=meta).expand(MOST_ROWS)  # one number in memory
+    every = torch.zeros(1, device=meta).expand(MOST_ROWS)
 
     def see_all(module: nn.Module, args: Any, output: Any) -> None:
         # a part of what is there already: micro-batches have their own, and layers share it
@@ -90,10 +82,7 @@ def _routers_of(skeleton: Skeleton, name: str) -> Routers:
 
 
 def check_groups(coefficient: float, groups: int | None, prefix: str = "", where: str = "") -> None:
-    """Raise ConfigError for several groups: their layers run before all choices are counted.
-
-    prefix: of the options' names. where: before the message, in place of the name.
-    """
+    """Raise ConfigError for several groups: their layers run before all choices are counted."""
     if coefficient and groups is not None and groups > 1:
         name = where or f"{prefix}groups"
         raise ConfigError(
@@ -102,26 +91,9 @@ def check_groups(coefficient: float, groups: int | None, prefix: str = "", where
         )
 
 
-@dataclass(frozen=True)
-class Balance:
-    """Metrics of a step's routers.
-
-    Attributes:
-        aux_loss: E * sum of f_e * P_e as above, without the coefficient: the number of experts
-            chosen for a token if all are chosen alike, and mostly more if not.
-        expert_load_max: choices of the layer's most chosen expert over their mean, in the layer
-            where that is largest: 1 if all are chosen alike, experts / chosen if always the same.
-    """
-
-    aux_loss: float
-    expert_load_max: float
-
-
 # why: decision 0069
 class Balancer:
     """Counts the choices of a step's forward sweep, and gives the routers' logits their gradient.
-
-    Outside a step its hooks do nothing.
 
     Attributes:
         sweep: the sweep of a step that runs now, if any.
@@ -162,7 +134,7 @@ class Balancer:
 
     @contextmanager
     def balancing(self) -> Iterator[None]:
-        """Layers that run inside belong to a step: to its backward until `begin` says otherwise."""
+        """Count layers that run inside as a step's: of its backward until `begin`."""
         self.sweep = "backward"
         try:
             yield
@@ -178,21 +150,18 @@ class Balancer:
         self.sweep = "forward"
 
     def look_at(self, mb: MicroBatch) -> None:
-        """Layers run on this micro-batch from now on."""
+        """Let layers run on this micro-batch from now on."""
         assert mb.real is not None
         self._micro_batch = mb.real
         self._enter(None)
 
     def end_layer(self) -> None:
-        """All micro-batches went forward through a layer."""
+        """Count a layer, through which all micro-batches went forward."""
         self._of_layers.append(self.in_layer.clone())
         self.in_layer.zero_()
 
     def turn(self, peers: Peers) -> None:
-        """The forward sweep has ended: all choices are counted, of all ranks, and backward begins.
-
-        Waits for the device, unless a rank is alone.
-        """
+        """End the forward sweep: count all ranks' choices. Waits for the device, unless alone."""
         self.sweep = "backward"
         of_layers = torch.stack(self._of_layers)
         if peers.several:
@@ -207,10 +176,10 @@ class Balancer:
         worth = self._counts * (self.coefficient * self.routers.experts / self._square)
         self.worth.data.copy_(worth)  # not in place: graphs of retained layers have saved it
 
-    def read(self) -> Balance:
-        """The last step's metrics. Waits for the device."""
+    def read(self) -> dict[str, Any]:
+        """The last step's metrics, as in `StepResult`. Waits for the device."""
         pooled = (self._counts * self.probabilities).sum() * (self.routers.experts / self._square)
-        return Balance(float(pooled), float(self._largest))
+        return {"aux_loss": float(pooled), "expert_load_max": float(self._largest)}
 
     @property
     def _square(self) -> float:
@@ -219,7 +188,7 @@ class Balancer:
     # -- inside a layer, perhaps compiled ----------------------------------------------------------
 
     def _enter(self, part: slice | None) -> None:
-        """The router that runs next sees these of each sequence's tokens; None: all."""
+        """Let the router that runs next see these of each sequence's tokens; None: all."""
         real = self._micro_batch
         self.real = (real if part is None else real[:, part]).reshape(-1)
 

@@ -1,30 +1,26 @@
-"""One step's passes over the model: sweeps of forward and backward around autograd, in which each
-layer keeps an activation checkpoint or its saved activations.
-"""
+"""One step's passes over the model: sweeps of forward and backward around autograd."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager, nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
-from torch import nn
-from torch.utils import _pytree as pytree
+from torch import Tensor, nn
 
 from megatrain.engine.activations import Checkpoints, Offload
-from megatrain.engine.batches import Batch, MicroBatch, cut, prepare
+from megatrain.engine.batches import Batch, MicroBatch, answers_of, cut, prepare
 from megatrain.engine.gradients import Gradients
 from megatrain.engine.graphs import Graph, SavedTensors, run_for_graph
-from megatrain.engine.head import Values, loss_and_gradients, target_values
-from megatrain.engine.objective import Objective
-from megatrain.engine.peers import Peers
+from megatrain.engine.head import Head
+from megatrain.engine.objective import Objective, Peers
 from megatrain.engine.products import Sum, SummingInto
 from megatrain.engine.routing import Balancer
 from megatrain.engine.streamer import Streamer
-from megatrain.losses import SequenceLoss, Tally
-from megatrain.losses.targets import Answers
+from megatrain.losses import Tally
 from megatrain.models.recorder import LayerCall
 from megatrain.models.skeleton import Skeleton
 from megatrain.schedule import block_order, graphs_of_layers
@@ -35,45 +31,31 @@ class NotFiniteLoss(Exception):
     """The loss is not finite, and nothing was updated yet."""
 
 
+@dataclass(eq=False)
 class Passes:
-    """Runs sweeps over the skeleton's modules, whose parameters it binds to the streamer's slots.
+    """Sweeps over the skeleton's modules, whose parameters are bound to the streamer's slots."""
 
-    Args:
-        checkpoints: keeps activation checkpoints between forward and backward.
-        seed: of dropout.
-        balancer: of a mixture whose routers are balanced. A step is one group then.
-        peers: the processes that compute the same step.
+    skeleton: Skeleton
+    streamer: Streamer
+    gradients: Gradients
+    checkpoints: Checkpoints
+    settings: Settings
+    seed: int  # of dropout
+    balancer: Balancer | None  # of a mixture whose routers are balanced: a step is one group then
+    peers: Peers
 
-    Attributes:
-        step: counts steps, for dropout seeds.
-        first: the first block that is trained, where backward ends.
-        parameters, names: of every block, those that are trained.
-        waiting: for the second pass of two-pass clipping: micro-batches and objective of the
-            first. None: there is none to come.
-    """
-
-    def __init__(
-        self,
-        skeleton: Skeleton,
-        streamer: Streamer,
-        gradients: Gradients,
-        checkpoints: Checkpoints,
-        settings: Settings,
-        seed: int,
-        balancer: Balancer | None,
-        peers: Peers,
-    ) -> None:
-        self.skeleton, self.streamer, self.gradients = skeleton, streamer, gradients
-        self.checkpoints, self.settings, self.seed = checkpoints, settings, seed
-        self.balancer, self.peers = balancer, peers
-        self.device, self.step = streamer.compute.device, 0
+    def __post_init__(self) -> None:
+        skeleton, streamer, settings = self.skeleton, self.streamer, self.settings
+        self.device = streamer.compute.device
+        self.step = 0  # counts steps, for dropout seeds
         layers, blocks = len(skeleton.layers), skeleton.anatomy.blocks
-        self.first = skeleton.anatomy.first_trained
-        on_host = settings.retained_on_host
-        self.graphs_of = graphs_of_layers(layers, settings.retained, on_host, self.first)
+        self.first = skeleton.anatomy.first_trained  # the block where backward ends
+        retained = settings.retained, settings.retained_on_host
+        self.graphs_of = graphs_of_layers(layers, *retained, self.first)
         self.embed, self.head = 0, layers + 1
         self.parameters = [skeleton.bind(b, streamer.flat(b.index)) for b in blocks]
         self.names = [[t.name for t in block.layout.trained.tensors] for block in blocks]
+        # for the second pass of two-pass clipping, if it is to come
         self.waiting: tuple[Sequence[MicroBatch], Objective] | None = None
         self._repeats = False  # this backward runs twice, from the same activation checkpoints
 
@@ -81,33 +63,23 @@ class Passes:
 
     def forward_backward(
         self, batches: Sequence[Batch], objective: Objective, *, check_loss: bool
-    ) -> Tally[torch.Tensor]:
+    ) -> Tally[Tensor]:
         """Gradients of the objective, whose sums are returned.
 
         The gradients' sink receives each block's as its download is queued. With two-pass clipping
-        they are only measured, and what the second pass needs stays in `waiting`.
-
-        Raises:
-            NotFiniteLoss: with `check_loss`, before any gradient is complete.
+        they are only measured, and what the second pass needs stays in `waiting`. With `check_loss`
+        NotFiniteLoss is raised before any gradient is complete.
         """
         self._set_training(objective)
         self._repeats = self.settings.second_backward
         self.gradients.begin_step(only_measured=self._repeats)
         balancer = self.balancer
-        prepared = self.prepare(batches, objective.of_sequences, balancer is not None)
+        options = {"loss": objective.of_sequences, "marks_real": balancer is not None}
+        prepared = self.prepare(batches, **options)
         # the others would add nothing to the loss
         wanted = [mb for mb in prepared if mb.learns or balancer]
-        most = max(self.peers.all_gather(len(wanted)))
-        groups = 1 if objective.whole_step else self.settings.groups
-        if groups > 1 and self.settings.group_size is not None:
-            # more micro-batches than planned, as padding can cause, make more groups and not larger
-            # ones, for which no memory was planned
-            groups = max(groups, -(-most // self.settings.group_size))
-        grouped = cut(wanted, groups)
-        # as many groups as the process with most, or collectives would not meet: one that lacks
-        # micro-batches takes part
-        grouped += [[]] * (min(groups, most) - len(grouped))
-        total = Tally[torch.Tensor]()
+        grouped = self._groups(wanted, 1 if objective.whole_step else self.settings.groups)
+        total = Tally[Tensor]()
         # one sweep over all groups: the next one's first uploads run beside this one's backward
         route = block_order(self.head + 1, self.first) * len(grouped)
         with self._in_step(), closing(self.streamer.sweep(route)) as visits:
@@ -135,9 +107,19 @@ class Passes:
             self.waiting = wanted, objective
         return self.peers.total(objective, total)
 
+    def _groups(self, wanted: Sequence[MicroBatch], groups: int) -> list[Sequence[MicroBatch]]:
+        most = max(self.peers.all_gather(len(wanted)))
+        if groups > 1 and self.settings.group_size is not None:
+            # more micro-batches than planned, as padding can cause, make more groups and not larger
+            # ones, for which no memory was planned
+            groups = max(groups, -(-most // self.settings.group_size))
+        grouped = cut(wanted, groups)
+        # as many groups as the process with most, or collectives would not meet: one that lacks
+        # micro-batches takes part
+        return [*grouped, *[[]] * (min(groups, most) - len(grouped))]
+
     def backward_again(self) -> None:
-        """The second backward: head, layers and embed as in the first, from the activation
-        checkpoints it left. The gradients' sink receives each block's.
+        """The second backward, from the activation checkpoints that the first has left.
 
         A block may be updated as soon as the sink has its gradient: its weights do not travel
         again, and a tied embedding, which the head reads, comes last.
@@ -160,23 +142,21 @@ class Passes:
     # -- parts of a step --------------------------------------------------------------------------
 
     def _set_training(self, objective: Objective) -> None:
-        """Training mode, but for losses over sequences: a reference without dropout is no match for
-        a model with it, so there is none (as in TRL)."""
+        # a reference without dropout is no match for a model with it: there is none (as in TRL)
         self.skeleton.set_training(objective.of_sequences is None)
 
     def _turn(
         self, group: Sequence[MicroBatch], objective: Objective, visits: Iterator[int]
-    ) -> Tally[torch.Tensor]:
-        """The head, forward and backward at once; leaves each micro-batch's gradient at the last
-        layer's output."""
+    ) -> Tally[Tensor]:
+        """Run the head forward and backward; leaves each micro-batch's gradient at its input."""
         assert next(visits) == self.head
         layers = reversed(range(len(self.graphs_of)))
         # what backward needs first starts on its way back while the head computes
         self.checkpoints.prefetch(mb.kept[i] for i in layers for mb in group if i in mb.kept)
         parameters, sums = self._of_head()
-        total = Tally[torch.Tensor]()
-        (loss, scale), (chunk, fused) = objective.of_tokens, self.chunks
-        for part in objective.parts(group):
+        total, (loss, scale) = Tally[Tensor](), objective.of_tokens
+        # a loss takes one micro-batch at a time, or all
+        for part in [group] if objective.whole_step else [[mb] for mb in group]:
             if objective.of_sequences:
                 total.add(self._weigh(part, objective))
             for mb in (mb for mb in part if mb.trains):
@@ -185,37 +165,36 @@ class Passes:
                 assert hidden is not None
                 if not self._repeats:  # else the second backward starts from it again
                     mb.hidden = None
-                rows = hidden.flatten(0, 1), mb.targets
-                given = self.skeleton.head, *rows, loss, scale, chunk, parameters, sums, fused
-                found, grad = loss_and_gradients(*given, objective.values)
+                given = hidden.flatten(0, 1), mb.targets, loss, scale, parameters, sums
+                found, grad = self.outputs.loss_and_gradients(*given, objective.values)
                 mb.grad = grad.view_as(hidden)
                 if not objective.of_sequences:
-                    total.add(objective.tally(found.loss, found.metrics))
+                    total.add(found)
         return total
 
-    def _weigh(self, part: Sequence[MicroBatch], objective: Objective) -> Tally[torch.Tensor]:
+    def _weigh(self, part: Sequence[MicroBatch], objective: Objective) -> Tally[Tensor]:
         """Give targets the weights that make a token-wise loss of one over sequences."""
-        values = []
+        leaves = []
         for mb in part:
             assert mb.hidden is not None
-            values.append(self.target_values(mb, mb.hidden, objective.values))
+            rows = mb.hidden.flatten(0, 1)
+            values, _ = self.outputs.target_values(rows, mb.targets, objective.values)
+            leaves.append(values.requires_grad_())
             if not mb.trains and not self._repeats:
                 mb.hidden = None
-
-        def judge() -> Tally[torch.Tensor]:
-            if not objective.whole_step:
-                return objective.judge(values[0], part[0].targets.examples)
-            answers = self.answers(part, values)
-            return objective.judge(answers.sums, answers.examples)
-
-        found, weights = objective.weigh(values, judge)
+        with torch.enable_grad():
+            if objective.whole_step:
+                answers = answers_of(part, leaves, self.peers, self.device)
+                found = objective.judge(answers.sums, answers.examples)
+            else:
+                found = objective.judge(leaves[0], part[0].targets.examples)
+            weights = objective.derivatives(found, leaves)
         for mb, of_targets in zip(part, weights, strict=True):
             mb.targets = replace(mb.targets, weights=of_targets)
-        return found
+        return found.detached()
 
     def _of_head(self) -> tuple[list[nn.Parameter], list[Sum]]:
-        """The parameters that the head computes with, a tied embedding's included, and their open
-        sums."""
+        """The head's parameters, a tied embedding's included, and their open sums."""
         tied = {owner for _, owner in self.skeleton.anatomy.tied}
         parameters, sums = [], []
         for block in (self.head, self.embed) if tied else (self.head,):
@@ -228,10 +207,7 @@ class Passes:
         return parameters, sums
 
     def _backward(self, group: Sequence[MicroBatch], visits: Iterator[int], last: bool) -> None:
-        """Sweep the layers in reverse to the first that is trained, then embed if that is.
-
-        A layer whose activations were not saved is recomputed from its activation checkpoint.
-        """
+        """Sweep the layers in reverse to the first that is trained, then embed if that is."""
         group = [mb for mb in group if mb.trains]
         for index in reversed(range(max(self.first - 1, 0), len(self.skeleton.layers))):
             block = next(visits)
@@ -250,9 +226,8 @@ class Passes:
             self._seed_dropout(self.embed, mb)
             with torch.enable_grad(), SummingInto(self.parameters[self.embed], list(sums.values())):
                 hidden, _ = self._embed(mb)
-            grads = torch.autograd.grad(
-                hidden, self.parameters[self.embed], mb.grad, allow_unused=True
-            )
+            wanted = self.parameters[self.embed]
+            grads = torch.autograd.grad(hidden, wanted, mb.grad, allow_unused=True)
             self.gradients.add(self.embed, dict(zip(self.names[self.embed], grads, strict=True)))
             mb.grad = None
         self.gradients.close(self.embed, last_group=last)
@@ -263,6 +238,7 @@ class Passes:
             mb.kept.pop(index, None)  # its graph takes and releases what it saved
             self._differentiate(block, mb, mb.graphs.pop(index))
             return
+        # it is recomputed from its activation checkpoint
         kept = mb.kept[index] if self._repeats else mb.kept.pop(index)
         graph = run_for_graph(
             self.skeleton.layer_again, index, self.checkpoints.restore(kept), mb.calls[index]
@@ -279,7 +255,7 @@ class Passes:
 
     @contextmanager
     def _in_step(self) -> Iterator[None]:
-        """Leaves the caller's random state as it was, and routers uncounted outside."""
+        """Leave the caller's random state as it was, and routers uncounted outside."""
         devices = [self.device] if self.device.type == "cuda" else []
         balancing = self.balancer.balancing() if self.balancer else nullcontext()
         with torch.random.fork_rng(devices=devices), balancing:
@@ -287,43 +263,21 @@ class Passes:
 
     # -- parts of a sweep -------------------------------------------------------------------------
 
-    def prepare(
-        self,
-        batches: Sequence[Batch],
-        loss: SequenceLoss | None = None,
-        marks_real: bool = False,
-        whole: bool = False,
-    ) -> list[MicroBatch]:
-        """Micro-batches on the device.
+    def prepare(self, batches: Sequence[Batch], **options: Any) -> list[MicroBatch]:
+        """`batches.prepare` for this model."""
+        return prepare(batches, self.skeleton, self.peers, self.device, **options)
 
-        marks_real: find which tokens are no padding. whole: do not cut sequences that
-            several share.
-        """
-        text = self.skeleton.config.get_text_config()
-        pad_id = text.pad_token_id if loss is not None and loss.of_scores else None
-        packed = any("position_ids" in batch for batch in batches)
-        tells = packed and self.skeleton.told_documents(self.device)
-        return [
-            prepare(
-                batch,
-                self.peers.number(number),
-                self.device,
-                loss=loss,
-                pad_id=pad_id,
-                marks_real=marks_real,
-                tells_documents=tells,
-                longest=self.skeleton.anatomy.max_positions,
-                parallel=None if whole else self.peers.context_parallel,
-            )
-            for number, batch in enumerate(batches)
-        ]
+    @property
+    def outputs(self) -> Head:
+        """The end of the model."""
+        fused = self.settings.compile or self.settings.fused_loss
+        return Head(self.skeleton.head, self.settings.head_chunk_tokens, bool(fused))
 
     @torch.no_grad()
     def _forward(
         self, group: Sequence[MicroBatch], visits: Iterator[int], keep: bool = True
     ) -> None:
-        """Sweep embed and layers; `keep` each layer's input, or the graph of a retained one, of the
-        micro-batches that train."""
+        """Sweep embed and layers. keep: inputs or graphs of layers, for backward."""
         assert next(visits) == self.embed
         for mb in group:
             self._seed_dropout(self.embed, mb)
@@ -346,22 +300,17 @@ class Passes:
             if keep and self.balancer:
                 self.balancer.end_layer()
 
-    def _embed(self, mb: MicroBatch) -> tuple[torch.Tensor, list[LayerCall]]:
+    def _embed(self, mb: MicroBatch) -> tuple[Tensor, list[LayerCall]]:
         hidden, calls = self.skeleton.embed(mb.inputs)
         return mb.parallel.around_layers(hidden, calls) if mb.parallel else (hidden, calls)
 
-    def _retain(self, index: int, block: int, mb: MicroBatch, hidden: torch.Tensor) -> torch.Tensor:
-        """Run a layer whose graph stays until backward, on the device or in host RAM; returns its
-        output."""
+    def _retain(self, index: int, block: int, mb: MicroBatch, hidden: Tensor) -> Tensor:
+        """The output of a layer whose graph stays until backward, on the device or in RAM."""
         call, saved = mb.calls[index], None
         if self.graphs_of[index] == "host":
             assert isinstance(self.checkpoints, Offload)
             constants = self.balancer.constants if self.balancer else ()
-            own = (self.streamer.flat(block), call.args, call.kwargs, constants)
-            given = pytree.tree_leaves(own)
-            tensors = (leaf for leaf in given if isinstance(leaf, torch.Tensor))
-            stays = {tensor.untyped_storage().data_ptr() for tensor in tensors}
-            saved = SavedTensors(self.checkpoints, stays)
+            saved = SavedTensors(self.checkpoints, self.streamer.flat(block), call, constants)
         mb.graphs[index], output = run_for_graph(self.skeleton.layer, index, hidden, call, saved)
         if saved:
             mb.kept[index] = saved.sent
@@ -376,12 +325,8 @@ class Passes:
             self.balancer.look_at(mb)
 
     def _seed_dropout(self, block: int, mb: MicroBatch) -> None:
-        """Seed the generators: equally for a layer's forward and its recomputation, otherwise by
-        the run's seed, step, layer and micro-batch.
-
-        Also without dropout, since it costs microseconds: what else a family draws (a router's
-        jitter, say) is replayed too.
-        """
+        """Seed the generators by run, step, layer and micro-batch: equally for recomputation."""
+        # also without dropout, for what else a family draws: a router's jitter, say
         if not self.skeleton.model.training:
             return  # evaluation draws nothing, and must leave the caller's random state alone
         seed = mix(self.seed, self.step, block, mb.number)
@@ -392,9 +337,10 @@ class Passes:
 
     def through_layers(
         self, micro_batches: list[MicroBatch]
-    ) -> Iterator[tuple[MicroBatch, torch.Tensor]]:
-        """Run all layers, keeping nothing for a backward; then yield each micro-batch with its last
-        hidden states, while the head's weights are in place."""
+    ) -> Iterator[tuple[MicroBatch, Tensor]]:
+        """Run all layers to evaluate; then yield each micro-batch with its last hidden
+        states, while the head's weights are in place."""
+        self.skeleton.set_training(False)
         with closing(self.streamer.sweep(range(self.head + 1))) as visits:
             self._forward(micro_batches, visits, keep=False)
             assert next(visits) == self.head
@@ -402,31 +348,9 @@ class Passes:
                 assert mb.hidden is not None
                 yield mb, mb.hidden
 
-    def target_values(self, mb: MicroBatch, hidden: torch.Tensor, values: Values) -> torch.Tensor:
-        """The values that a loss over sequences reads, one for each target: fp32 [n]."""
-        given = self.skeleton.head, hidden.flatten(0, 1), mb.targets, *self.chunks
-        return target_values(*given, values)[0]
-
-    def answers(self, part: Sequence[MicroBatch], values: Sequence[torch.Tensor]) -> Answers:
-        """The examples of all processes, in the order of micro-batches, from the `values` of this
-        one's: with their graphs, and with those of the others as numbers."""
-        own = {
-            mb.number: Answers.of(of_targets, examples)
-            for mb, of_targets in zip(part, values, strict=True)
-            if (examples := mb.targets.examples) is not None
-        }
-        return self.peers.answers(own, self.device)
-
-    @property
-    def chunks(self) -> tuple[int, bool]:
-        """Targets that the head takes at a time, and true for compiled passes over their logits."""
-        fused = self.settings.compile or self.settings.fused_loss
-        return self.settings.head_chunk_tokens, fused
-
 
 def mix(*numbers: int) -> int:
-    """A 63-bit seed from several integers: splitmix64's finaliser over their running sum (Steele
-    et al., OOPSLA 2014)."""
+    """A 63-bit seed: splitmix64's finaliser over a running sum (Steele et al., OOPSLA 2014)."""
     state = 0
     for number in numbers:
         state = (state + (number & 0xFFFFFFFFFFFFFFFF) + 0x9E3779B97F4A7C15) & 0xFFFFFFFFFFFFFFFF

@@ -1,5 +1,5 @@
-"""The double-buffered sweep: blocks of weights pass through a few fixed buffers on the device, just
-ahead of the computation.
+"""The double-buffered sweep: blocks of weights pass through a few buffers on the device, just ahead
+of the computation.
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from collections.abc import Generator, Sequence
 from typing import Protocol, final
 
 import torch
+from torch import Tensor
 
 from megatrain.engine.streams import Compute, Event, Lane
 from megatrain.heartbeat import beat
@@ -24,23 +25,17 @@ class Updates(Protocol):
 
 
 class Slot:
-    """A flat buffer on the device, whose parameters are views of `flat`.
+    """A flat buffer on the device, whose parameters are views of `flat`."""
 
-    Uploads write through `target`, the same memory under a version counter of its own. So graphs
-    that are kept while the slot is filled again, with the same weights, stay valid.
-
-    Attributes:
-        holds: the block whose current weights are here or on their way.
-        arrivals: what the computation waits for before it reads the slot, by the cause under which
-            that counts; the last one completes with the weights.
-        free: completes when the computation has last read, or first zeroed, the slot.
-    """
-
-    def __init__(self, flat: torch.Tensor, holds: int | None = None) -> None:
+    def __init__(self, flat: Tensor, holds: int | None = None) -> None:
+        # Uploads write through `target`, under a version counter of its own: graphs that are kept
+        # while the slot is filled again, with the same weights, stay valid.
         self.flat, self.target = flat, flat.data
-        self.holds = holds
+        self.holds = holds  # the block whose current weights are here or on their way
+        # what the computation waits for, by the cause under which that counts; the last one
+        # completes with the weights
         self.arrivals: tuple[tuple[str, Event], ...] = ()
-        self.free: Event | None = None
+        self.free: Event | None = None  # when the computation has last read, or zeroed, the slot
 
     @property
     def landed(self) -> Event | None:
@@ -49,21 +44,11 @@ class Slot:
 
 
 class WeightSource(Protocol):
-    """Brings the weights of blocks into slots.
+    """Brings the weights of blocks into slots."""
 
-    Attributes:
-        numels: elements that each block takes in a slot.
-        resident: number of blocks, the first ones, that are read where they live.
-        own: number of blocks, the first ones, that have slots of their own if they are not
-            resident, and so stay until weights change.
-    """
-
-    @property
-    def numels(self) -> Sequence[int]: ...
-    @property
-    def resident(self) -> int: ...
-    @property
-    def own(self) -> int: ...
+    numels: Sequence[int]  # elements that each block takes in a slot
+    resident: int  # number of blocks, the first ones, that are read where they live
+    own: int  # of the first ones that have slots of their own, where they stay until weights change
 
     def fetch(self, block: int, slot: Slot) -> None:
         """Queue what brings a block into `slot.target`, and set `slot.arrivals`.
@@ -72,7 +57,7 @@ class WeightSource(Protocol):
         """
 
     def forget(self) -> None:
-        """The weights in the store have changed or are about to."""
+        """Prepare for other weights in the store."""
 
 
 @final
@@ -83,7 +68,7 @@ class StoredWeights:
 
     def __init__(self, store: Store, upload: Lane, updates: Updates) -> None:
         self.store, self.lane, self.updates = store, upload, updates
-        self.numels = [layout.numel for layout in store.layouts]
+        self.numels: Sequence[int] = [layout.numel for layout in store.layouts]
         self.resident = store.resident
 
     def fetch(self, block: int, slot: Slot) -> None:
@@ -93,9 +78,9 @@ class StoredWeights:
     def copy(
         self,
         block: int,
-        target: torch.Tensor,
+        target: Tensor,
         free: Event | None,
-        whole: torch.Tensor | None = None,
+        whole: Tensor | None = None,
     ) -> Event:
         """Queue the upload of the store's array, or of `whole`, to the front of `target`."""
 
@@ -112,8 +97,7 @@ class StoredWeights:
 
 
 class Streamer:
-    """Brings blocks to the device in a known order, each into its slot, as early as the slot and
-    the block's update allow."""
+    """Brings blocks to the device in a known order, as early as slots and updates allow."""
 
     def __init__(
         self,
@@ -140,16 +124,13 @@ class Streamer:
         ]
         self._also_reads = {anatomy.head.index: self.slot_of[0]} if tied else {}
 
-    def flat(self, block: int) -> torch.Tensor:
+    def flat(self, block: int) -> Tensor:
         """The device memory, in parameters' dtype, where this block's weights land."""
         return self.slot_of[block].flat[: self.store.layouts[block].numel]
 
     def sweep(self, visits: Sequence[int]) -> Generator[int, None, None]:
-        """Yield the blocks of `visits` in order, each with its weights in its slot, while the
-        following ones are on their way.
-
-        The caller enqueues all computation on a block before it asks for the next.
-        """
+        """Yield the blocks of `visits` in order, each with its weights in its slot, while following
+        ones are on their way. The caller enqueues all computation on one before the next."""
         asked = uploads(tuple(visits), self._slot_numbers, self.source.own)
         for block, coming in zip(visits, asked, strict=True):
             # first: what follows travels while this block computes
@@ -176,7 +157,7 @@ class Streamer:
         slot.holds = block
 
     def invalidate(self) -> None:
-        """Forget what was uploaded: the weights in the store have changed or are about to."""
+        """Forget what was uploaded: the weights in the store change."""
         for slot in self.slots:
             slot.holds = None
         self.source.forget()

@@ -11,7 +11,7 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -40,20 +40,13 @@ def _cuda_event(timed: bool = False) -> Any:
 
 
 class Event:
-    """Marks the completion of a piece of work.
-
-    Attributes:
-        host: set once the work is done (CPU) or enqueued (CUDA).
-        cuda: a torch.cuda.Event that completes with the work; None on the CPU.
-        error: what stopped the work.
-        waited: parts of the work's duration in which its lane waited, in seconds by cause; for the
-            attribution of stalls.
-    """
+    """Marks the completion of a piece of work."""
 
     def __init__(self) -> None:
-        self.host = threading.Event()
-        self.cuda: Any = None
-        self.error: BaseException | None = None
+        self.host = threading.Event()  # set once the work is done (CPU) or enqueued (CUDA)
+        self.cuda: Any = None  # a torch.cuda.Event that completes with the work
+        self.error: BaseException | None = None  # what stopped the work
+        # seconds that its lane waited meanwhile, by cause, for the attribution of stalls
         self.waited: dict[str, float] = {}
 
     def wait_host(self) -> None:
@@ -78,16 +71,10 @@ Job = Callable[[Event], object]
 
 
 class Lane:
-    """Runs jobs in order on one worker thread, and on CUDA on one stream.
+    """Runs jobs in order on one worker thread, and on a CUDA device on one stream.
 
     After a job has failed every later one fails with the same error: nothing may compute with what
     did not arrive.
-
-    Args:
-        device: a CUDA device gives the lane a stream; None or CPU gives it none.
-
-    Attributes:
-        delay: tests inject sleeps here: before every job, in its thread and on its stream.
     """
 
     def __init__(self, name: str, device: torch.device | None = None) -> None:
@@ -95,6 +82,7 @@ class Lane:
         self.stream: Any = None
         if device is not None and device.type == "cuda":
             self.stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        # tests inject sleeps here: before every job, in its thread and on its stream
         self.delay: Callable[[], None] | None = None
         self._queue: queue.SimpleQueue[tuple[Job, Event] | None] = queue.SimpleQueue()
         self._error: BaseException | None = None
@@ -107,8 +95,18 @@ class Lane:
         self._queue.put((job, event))
         return event
 
+    def after(self, events: Iterable[Event | None], work: Callable[[], object]) -> Event:
+        """Queue `work`, to run once these events are complete."""
+
+        def job(_: Event) -> None:
+            for event in events:
+                self.wait(event)
+            work()
+
+        return self.submit(job)
+
     def wait(self, event: Event | None) -> None:
-        """Inside a job: what follows in this lane runs after `event`."""
+        """Let what follows in this lane run after `event`; for jobs."""
         if event is None:
             return
         event.wait_host()
@@ -119,10 +117,7 @@ class Lane:
                 event.cuda.synchronize()
 
     def close(self) -> None:
-        """Finish what is queued, on the GPU too, then stop the thread.
-
-        The memory that jobs read and write may be freed afterwards.
-        """
+        """Finish what is queued, on the GPU too, and stop the thread. Memory may be freed then."""
         self._queue.put(None)
         self._thread.join()
         if self.stream is not None:
@@ -154,10 +149,7 @@ class Lane:
 
 
 class Compute:
-    """The stream that computes: CUDA's current stream, or simply the calling thread.
-
-    Accounts for the time that it waits, by cause.
-    """
+    """The stream that computes: CUDA's current one, or the calling thread. Accounts for waits."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -166,10 +158,7 @@ class Compute:
         self._timed: list[tuple[str, Event, Any, Any]] = []
 
     def wait(self, event: Event | None, cause: str) -> None:
-        """Let what is computed next run after `event`.
-
-        cause: upload, update, download or exchange, say, for the metrics.
-        """
+        """Let what is computed next run after `event`. cause: upload, update ..., for metrics."""
         if event is None:
             return
         with self.blocked(cause, event):
@@ -179,8 +168,7 @@ class Compute:
 
     @contextmanager
     def blocked(self, cause: str, event: Event) -> Iterator[None]:
-        """While this thread waits: account for it under `cause`, but for what `event` has waited
-        for itself."""
+        """Account for waits inside under `cause`, but for what `event` has waited for itself."""
         if not self.is_cuda:
             started = time.perf_counter()
             yield

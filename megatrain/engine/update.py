@@ -1,9 +1,8 @@
 """The deferred update: the host updates blocks in forward order while the device already runs the
 next forward on those that are done.
 
-Resident blocks are updated on the device itself, between two steps' computation. Every reader of a
-block calls `wait_ready`, so no stale weight is ever seen and the result equals the serial order bit
-for bit.
+Every reader of a block calls `wait_ready`, so no stale weight is ever seen and the result equals
+the serial order bit for bit.
 """
 
 from __future__ import annotations
@@ -40,20 +39,19 @@ def chunks(layout: FlatLayout, threads: int, span: Span) -> list[Segment]:
     even = round_up(-(-span.numel // (CHUNKS_PER_THREAD * threads)), 1024)
     size = min(CHUNK_ELEMENTS, max(CHUNK_MINIMUM, even))
     return [
-        Segment(start, min(start + size, segment.stop), segment.decay)
-        for segment in segments_of(layout, span)
-        for start in range(segment.start, segment.stop, size)
+        Segment(start, min(start + size, stop), decay)
+        for first, stop, decay in segments_of(layout, span)
+        for start in range(first, stop, size)
     ]
 
 
 def segments_of(layout: FlatLayout, span: Span) -> list[Segment]:
     """The parts of a block's segments in a span, counted from its start."""
-    found = []
-    for segment in layout.segments():
-        start, stop = max(segment.start, span.start), min(segment.stop, span.stop)
-        if start < stop:
-            found.append(Segment(start - span.start, stop - span.start, segment.decay))
-    return found
+    return [
+        Segment(max(start, span.start) - span.start, min(stop, span.stop) - span.start, decay)
+        for start, stop, decay in layout.segments()
+        if max(start, span.start) < min(stop, span.stop)
+    ]
 
 
 def diverged(what: str) -> DivergedError:
@@ -66,17 +64,12 @@ def diverged(what: str) -> DivergedError:
 
 @dataclass(frozen=True)
 class Update:
-    """One block's update.
-
-    Attributes:
-        lease: of everything that the update uses but the gradient.
-        done: completes when the block is updated, or with what stopped that.
-    """
+    """One block's update."""
 
     gradient: Gradient
     options: StepOptions
-    lease: Lease
-    done: Event = field(default_factory=Event)
+    lease: Lease  # of everything that the update uses but the gradient
+    done: Event = field(default_factory=Event)  # when it is updated, or with what stopped that
 
     def arrays(self) -> dict[str, torch.Tensor]:
         """The arrays that the update reads and writes, by name. Waits for a slower tier."""
@@ -88,16 +81,11 @@ class Update:
 
 # why: decision 0006
 class Updater:
-    """Applies finished gradients, one block after another.
+    """Applies finished gradients to the store's arrays, one block after another.
 
-    Resident blocks are updated on the device at once. Of the others each is spread over a pool of
+    Resident blocks are updated on `compute` at once. Of the others each is spread over a pool of
     threads. A thread that finds nothing left of a block goes on with the next; where whole tensors
     are updated in stages, a block is complete before the next begins.
-
-    Args:
-        store: its arrays are updated in place.
-        threads: of the pool.
-        compute: the stream on which resident blocks are updated.
     """
 
     def __init__(self, store: Store, optimizer: Optimizer, threads: int, compute: Compute) -> None:
@@ -115,9 +103,10 @@ class Updater:
         self.delay: Callable[[int], None] | None = None
         self._threads = threads
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="megatrain-update")
-        self._spans = spans = [*map(store.trained_span, range(len(self.layouts)))]
-        of_blocks = [*zip(self.layouts, spans, strict=True)]
-        self._chunks = [chunks(layout, threads, span) for layout, span in of_blocks]
+        self._spans = spans = [store.trained_span(block) for block in range(len(self.layouts))]
+        self._chunks = [
+            chunks(of, threads, span) for of, span in zip(self.layouts, spans, strict=True)
+        ]
         # number in the model of the first element that is updated here, of each block
         begins = [0, *accumulate(layout.numel for layout in self.layouts)]
         self._first = [begin + span.start for begin, span in zip(begins, spans, strict=False)]
@@ -127,7 +116,7 @@ class Updater:
         self._given_up: BaseException | None = None
 
     def take_libraries(self) -> None:
-        """Before the first update: the lane's thread takes what matmuls keep of GPU memory."""
+        """Let the lane's thread take what matmuls keep of GPU memory, before the first update."""
         workspace = self._workspace
         if workspace is not None:
             self.lane.submit(lambda _: workspace.take_libraries()).wait_host()
@@ -137,8 +126,8 @@ class Updater:
     ) -> None:
         """Queue the update of one block; a resident one's behind what the device has to compute.
 
-        check_finite: refuse a gradient whose sum of squares is not finite, for updates that start
-            before the norm is known. A resident block's is not known that early: `give_up` then.
+        check_finite: refuse a gradient that is not finite, for updates that start before the norm
+            is known. A resident block's is not known that early: `give_up` then.
         """
         # leased now: arrays on a slower tier are read as early as staging buffers allow
         names = [name for name in self.store.arrays if name not in ("grad", "grad_sum")]
@@ -148,40 +137,44 @@ class Updater:
             self._update_on_device(update)
             self._done[gradient.block] = self.compute.record()
             return
-
-        def job(_: Event) -> None:
-            try:
-                gradient.landed.synchronize()  # wait: it may still be on its way down
-                if self._failure is not None:
-                    raise self._failure
-                if check_finite and not torch.isfinite(gradient.square_sum).item():
-                    raise diverged(f"the gradient of block {gradient.block}")
-                if self.delay is not None:
-                    self.delay(gradient.block)
-                self._update_on_host(update)
-            except BaseException as error:  # noqa: BLE001  carried to the thread that waits
-                self._fail(error)
-                update.done.finish(error)
-
-        self.lane.submit(job)
+        self.lane.submit(lambda _: self._begin(update, check_finite))
         self._done[gradient.block] = update.done
         self._begun[gradient.block] += 1
+
+    def _begin(self, update: Update, check_finite: bool) -> None:
+        """Start an update in the lane's thread."""
+        gradient = update.gradient
+        try:
+            gradient.landed.synchronize()  # wait: it may still be on its way down
+            if self._failure is not None:
+                raise self._failure
+            if check_finite and not torch.isfinite(gradient.square_sum).item():
+                raise diverged(f"the gradient of block {gradient.block}")
+            if self.delay is not None:
+                self.delay(gradient.block)
+            if self._whole is not None:
+                self._update_whole(update, self._whole)
+            else:
+                self._hand_out(update)
+        except BaseException as error:  # noqa: BLE001  carried to the thread that waits
+            self._fail(error)
+            update.done.finish(error)
 
     def _fail(self, error: BaseException) -> None:
         self._failure = self._failure or error
         self.store.stop(error)  # or readers would wait for leases of updates that never begin
 
-    def _update_on_host(self, update: Update) -> None:
-        """In the lane's thread: hand the block out to the pool, behind what it still has to do."""
-        if self._whole is not None:
-            assert self._workspace is not None
-            self._workspace.reset()
-            tensors = self._tensors(update)
-            for stage in self._whole.stages(tensors, self._workspace, **update.options):
-                for piece in [self._pool.submit(piece) for piece in stage]:
-                    piece.result()  # wait: a stage reads what the one before has written
-            self._finish(update)
-            return
+    def _update_whole(self, update: Update, optimizer: Muon) -> None:
+        """Update whole tensors stage by stage in the pool, and wait for each."""
+        assert self._workspace is not None
+        self._workspace.reset()
+        for stage in optimizer.stages(self._tensors(update), self._workspace, **update.options):
+            for piece in [self._pool.submit(piece) for piece in stage]:
+                piece.result()  # wait: a stage reads what the one before has written
+        self._finish(update)
+
+    def _hand_out(self, update: Update) -> None:
+        """Hand the block out to the pool, behind what that still has to do."""
         optimizer, block, arrays = self._by_range, update.gradient.block, update.arrays()
         rules = {
             decay: optimizer.updating(
@@ -212,7 +205,7 @@ class Updater:
             self._pool.submit(work)
 
     def _finish(self, update: Update, *errors: BaseException) -> None:
-        """Release the block's arrays and complete `done`, with the first of the errors if any."""
+        """Release the block's arrays and complete `done`, with the first error if any."""
         try:
             update.lease.release()
             if not errors:
@@ -249,22 +242,17 @@ class Updater:
 
     def _tensors(self, update: Update) -> list[TensorState]:
         """The tensors of a block, each with its part of every array that has it."""
-        block, flats = update.gradient.block, {}
-        trained = self.layouts[block]
+        block, trained = update.gradient.block, self.layouts[update.gradient.block]
+        found: dict[str, dict[str, torch.Tensor]] = {spec.name: {} for spec in trained.tensors}
         for name, array in update.arrays().items():
             of_state = name not in ("grad", "weight")
             layout = self.store.layout(name, block) if of_state else trained
-            flats[name] = layout.flats(array)
-        return [
-            TensorState(
-                spec, {name: of[spec.name] for name, of in flats.items() if spec.name in of}
-            )
-            for spec in trained.tensors
-        ]
+            for tensor, flat in layout.flats(array).items():
+                found[tensor][name] = flat
+        return [TensorState(spec, found[spec.name]) for spec in trained.tensors]
 
     def wait_ready(self, block: int) -> None:
-        """Return once the last queued update of `block` is done, and those of others whose weights
-        are read here. Raises what stopped it."""
+        """Return once all updates of the weights of `block` are done. Raises what stopped them."""
         if block in self._done:
             self._done[block].synchronize()
             self.store.wait_for_others(block, self._begun[block])
@@ -272,13 +260,12 @@ class Updater:
             self.check()
 
     def give_up(self, error: BaseException) -> None:
-        """From now on every wait and check raises `error`, or what stopped the updates before it:
-        the weights are of two steps."""
+        """Let every wait and check raise `error`, or an earlier one: weights are of two steps."""
         self._given_up = error
 
     @contextmanager
     def all_or_nothing(self, begun: Sequence[Gradient] | None = None) -> Iterator[None]:
-        """If an exception leaves this, some blocks may be updated and others not: give up.
+        """Give up if an exception leaves this: some blocks may be updated and others not.
 
         begun: the gradients whose update was queued so far; while there is none, nothing is lost.
         """

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from megatrain.engine.context import fastest_attention
+from megatrain.engine.components import fastest_attention
 from megatrain.machine.profile import Rates
 from megatrain.measure.transfers import Clock, Times
 from megatrain.memory.layout import GROUP

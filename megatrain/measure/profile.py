@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from megatrain.engine.context import take_workspaces
+from megatrain.engine.components import take_workspaces
 from megatrain.errors import OutOfMemory
 from megatrain.machine.hardware import Hardware, bf16_is_fast, update_threads
 from megatrain.machine.profile import (

@@ -110,7 +110,7 @@ class HostWorkspace:
         """Let cuBLAS take its workspace for this stream and the calling thread now.
 
         To be called in the thread that will call `replace`. Taken in the first step it would lie
-        amid the activations (engine/context.py: take_workspaces).
+        amid the activations (engine/components.py: take_workspaces).
         """
         if self._stream is not None:
             with torch.cuda.stream(self._stream):

@@ -17,7 +17,7 @@ import torch
 from rich.console import Console
 
 from megatrain.config import Config
-from megatrain.engine.context import deterministic
+from megatrain.engine.components import deterministic
 from megatrain.engine.engine import Engine
 from megatrain.engine.objective import StepResult
 from megatrain.engine.resolved import Resolved

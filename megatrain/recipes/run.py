@@ -22,7 +22,7 @@ from megatrain.config.resuming import (
 from megatrain.data.build import Expected
 from megatrain.data.loader import Loader, Windows
 from megatrain.data.rows import Rows
-from megatrain.engine.context import deterministic
+from megatrain.engine.components import deterministic
 from megatrain.engine.resolved import Resolved, piece_tokens
 from megatrain.errors import (
     ConfigError,

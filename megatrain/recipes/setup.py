@@ -20,9 +20,8 @@ from megatrain.data.rows import Rows
 from megatrain.data.show import describe, warnings
 from megatrain.data.sources import Part
 from megatrain.data.streaming import Stream, load_stream
-from megatrain.engine.checks import check_context_parallel
 from megatrain.engine.objective import AnyLoss
-from megatrain.engine.request import Request
+from megatrain.engine.request import Request, check_context_parallel
 from megatrain.engine.resolved import Machine, Resolved, plan_of, resolve
 from megatrain.errors import ConfigError, OutOfMemory
 from megatrain.heartbeat import beat, may_end_here

@@ -15,9 +15,8 @@ from megatrain.models.trials.small import plain_gradients
 from megatrain.optim import AdamW, Lion, Muon
 from megatrain.settings import ALL, Settings
 from tests.compare import apart, distance
-from tests.delays import LANES, delay
 from tests.plain import train_plain
-from tests.runs import Steps, Trace, assert_same, cosine, run, train_engine
+from tests.runs import Steps, Trace, cosine, train_engine
 from tests.support import (
     engine_of,
     full_batches,
@@ -139,12 +138,6 @@ def test_in_every_mode(mode, what, device):
     assert_trains_as("llama", FROZEN[what], settings=MODES[mode], device=device)
 
 
-@pytest.mark.parametrize("blocks", [3, 5])
-def test_on_nvme(blocks, tmp_path):
-    settings = Settings(nvme_blocks=blocks, nvme_folders=(tmp_path,))
-    assert_trains_as("llama", FROZEN["parts of layers"], settings=settings)
-
-
 @pytest.mark.parametrize("what", ["parts of layers", "a layer in the middle", "the head"])
 def test_without_clipping(what):
     plain = plain_trace("llama", FROZEN[what], max_norm=float("inf"))
@@ -158,34 +151,6 @@ def test_either_name_of_a_tied_tensor_freezes_it(name):
     with engine_of("llama-tied", freeze=(name,)) as engine:
         engine.forward_backward(STEPS[0])
         assert "model.embed_tokens.weight" not in gradients_of(engine)
-
-
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore")  # of torch.compile's own
-@pytest.mark.usefixtures("no_code_is_generated")
-def test_compiled():
-    """Layers that keep little, and layers that are computed again; of one length: each has graphs
-    of its own."""
-    settings = Settings(compile=True, retained=1, cheap_retention=True)
-    what, steps = FROZEN["parts of layers"], tuple(full_batches(seed) for seed in range(2))
-    plain = train_plain(frozen_model("llama", what), steps, RATES)
-    assert_trains_as("llama", what, plain=plain, steps=steps, settings=settings)
-
-
-def test_balanced_routers_pull_at_what_is_trained_though_they_are_frozen():
-    batch = full_batches(0, [(2, 9)])[0]
-    model: Any = plain_model(tiny_config("mixtral"))
-    model.router_aux_loss_coef = 0.1
-    frozen = ("*.gate.weight", "*embed*")
-    with engine_of("mixtral", freeze=frozen, router_aux_loss_coef=0.1) as engine:
-        for name, parameter in model.named_parameters():
-            parameter.requires_grad_(name not in engine.anatomy.frozen)
-        model(**batch, output_router_logits=True, use_cache=False).loss.backward()
-        engine.forward_backward([batch])
-        ours = gradients_of(engine)
-    plain = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-    assert ours.keys() == plain.keys()
-    assert all(distance(ours[name], grad) < 1e-5 for name, grad in plain.items())
 
 
 # -- what is left out ------------------------------------------------------------------------------
@@ -239,31 +204,3 @@ def test_they_have_a_weight_and_nothing_else(precision, optimizer):
                 assert store.array(name, block).numel() <= layout.trainable
         # embedding and first layer
         assert [layout.trainable for layout in store.layouts[:2]] == [0, 0]
-
-
-@pytest.mark.slow
-def test_random_delays_change_no_bit():
-    def trained(slow: bool) -> Trace:
-        config = tiny_config("qwen2-tied", num_hidden_layers=4)
-        frozen = ("*.layers.0.*", "*.layers.2.*", "*.layers.1.*mlp*", EMBEDDING)
-        settings = Settings(groups=2, offload_activations=True)
-        engine = engine_of(config, freeze=frozen, settings=settings, precision="bfloat16")
-        return run(delay(engine, (*LANES, "compute"), 0.002) if slow else engine, STEPS)
-
-    assert_same(trained(True), trained(False))
-
-
-def test_without_patterns_nothing_is_frozen():
-    with engine_of("llama") as engine, engine_of("llama", freeze=()) as same_engine:
-        assert engine.anatomy.blocks == same_engine.anatomy.blocks
-        assert not engine.anatomy.frozen
-        assert all(layout.trained is layout for layout in engine.store.layouts)
-
-
-def test_evaluation_and_logits_know_no_difference():
-    with engine_of("llama") as engine, engine_of("llama", freeze=FROZEN["the head"]) as frozen:
-        batches = micro_batches(1)
-        assert engine.evaluate(batches).loss == frozen.evaluate(batches).loss
-        assert torch.equal(
-            engine.logits(batches[0]["input_ids"]), frozen.logits(batches[0]["input_ids"])
-        )

@@ -11,16 +11,14 @@ import torch
 import transformers
 from torch import Tensor
 
-import megatrain as mt
 from megatrain.engine.engine import Engine
 from megatrain.engine.verify import tensors_of
 from megatrain.errors import ConfigError
 from megatrain.optim import AdamW, Lion, Muon
 from megatrain.settings import Settings
-from megatrain.storage.checkpoint import checkpoint_bytes, save_checkpoint, write_final
-from megatrain.storage.export import export, unchanged
+from megatrain.storage.checkpoint import save_checkpoint, write_final
+from megatrain.storage.export import export
 from megatrain.storage.restore import load_checkpoint
-from megatrain.storage.run_folder import PASSENGERS
 from tests.compare import differing
 from tests.engine.test_freezing import EMBEDDING, FROZEN, OF_MIXTURES, STEPS
 from tests.runs import assert_same, run, train_with_a_break
@@ -103,26 +101,6 @@ def test_a_folder_s_frozen_tensors_come_out_as_they_went_in(family, precision, d
 
 
 @pytest.mark.slow
-def test_checkpoints_share_one_copy_and_take_what_they_say(tmp_path):
-    source = folder_of("llama", torch.float32, tmp_path / "source")
-    with open_engine(source, FROZEN["parts of layers"]) as engine:
-        for step in (1, 2):
-            engine.train_step(STEPS[0])
-            save_checkpoint(tmp_path / "run", step, engine, None, {})
-        once = sum(tensor.nbytes for tensor in unchanged(engine))
-        assert once == 4 * engine.anatomy.frozen_parameters
-        assert checkpoint_bytes(engine) == 12 * engine.anatomy.parameters
-    checkpoints = [tmp_path / "run" / f"checkpoint-{step}" for step in (1, 2)]
-    linked = {path.name: path.stat() for path in (tmp_path / "run" / PASSENGERS).glob("*.safe*")}
-    assert linked
-    for checkpoint in checkpoints:
-        files = {str(p.relative_to(checkpoint)): p.stat() for p in checkpoint.rglob("*.safe*")}
-        assert all(files[name].st_ino == there.st_ino for name, there in linked.items())
-        own = sum(s.st_size for name, s in files.items() if name not in linked)
-        assert 0 <= own - 12 * engine.anatomy.parameters <= 16_000  # headers
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("dtype", "optimizer"),
     [
@@ -162,33 +140,3 @@ def test_a_checkpoint_of_other_frozen_tensors_is_refused(now, tmp_path):
     reason = "was saved with|other tensors"
     with engine_of("llama", freeze=now) as engine, pytest.raises(ConfigError, match=reason):
         load_checkpoint(path, engine)
-
-
-def test_drawn_weights_are_frozen_as_they_are_computed_with(tmp_path):
-    config, settings = tiny_config("llama"), Settings(head_chunk_tokens=7)
-    with Engine.from_config(
-        config, freeze=EMBEDDING, precision="bfloat16", device="cpu", settings=settings
-    ) as engine:
-        drawn = dict(engine.iter_weights())["model.embed_tokens.weight"].clone()
-        engine.train_step(STEPS[0])
-        engine.save_pretrained(tmp_path / "saved")
-    saved = tensors_of(tmp_path / "saved")["model.embed_tokens.weight"]
-    assert saved.dtype == torch.bfloat16
-    assert torch.equal(saved, drawn)
-
-
-@pytest.mark.slow
-def test_a_plan_of_a_frozen_model_opens_its_engine(tmp_path):
-    source = folder_of("llama", torch.float32, tmp_path / "model")
-    options: dict[str, Any] = {"precision": "bfloat16", "device": "cpu"}
-    plan = mt.plan(
-        str(source), tokens_per_step=64, seq_len=16, train={"freeze": [EMBEDDING]}, **options
-    )
-    planned = Engine.from_pretrained(
-        source, tokens_per_step=64, seq_len=16, freeze=[EMBEDDING], **options
-    )
-    with planned, Engine.from_plan(plan) as engine:
-        assert planned.plan is not None
-        frozen = engine.anatomy.frozen_parameters
-        assert planned.plan.frozen_parameters == plan.frozen_parameters == frozen > 0
-        assert engine.anatomy.frozen == planned.anatomy.frozen == ("model.embed_tokens.weight",)

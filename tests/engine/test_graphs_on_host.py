@@ -3,7 +3,6 @@ bit, and that they leave the device."""
 
 from __future__ import annotations
 
-from contextlib import closing
 from dataclasses import replace
 from functools import cache
 from typing import Any
@@ -13,18 +12,14 @@ import torch
 
 from megatrain.engine.activations import Offload
 from megatrain.engine.graphs import SavedTensors, run_for_graph
-from megatrain.engine.streams import Compute, Lane
 from megatrain.errors import ModelError, OutOfMemory
 from megatrain.models.recorder import LayerCall
-from megatrain.models.skeleton import Skeleton
-from megatrain.planner.cost.shape import shape_of
 from megatrain.schedule import graphs_of_layers
 from megatrain.settings import ALL, Settings
 from tests.delays import failing
 from tests.runs import Steps, Trace, assert_same, run, train_engine
-from tests.support import Scaled, engine_of, full_batches, micro_batches, tiny_config
+from tests.support import engine_of, full_batches, tiny_config
 
-CPU = torch.device("cpu")
 NO_CALL = LayerCall((), {})
 STEPS = [full_batches(seed, [(2, 16), (1, 12)]) for seed in range(3)]
 HALF = Settings(offload_activations=True, retained=1, retained_on_host=1, head_chunk_tokens=7)
@@ -94,22 +89,6 @@ def test_nor_on_cuda(changes: dict[str, Any], precision: str) -> None:
     check_equal(config, settings, steps, precision=precision, device="cuda")
 
 
-def test_padded_rows_and_steps_of_other_sizes_find_room() -> None:
-    shapes = [[(2, 16)] * 3, [(3, 20)], [(1, 4)]]
-    steps = [micro_batches(0), *(full_batches(seed, each) for seed, each in enumerate(shapes))]
-    check_equal("llama", replace(HALF, retained=0, retained_on_host=2), steps)
-
-
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore")  # of torch.compile's own
-@pytest.mark.usefixtures("no_code_is_generated")
-def test_compiled_graphs_travel_too() -> None:
-    """With the lengths that graphs of several keep."""
-    settings = replace(EVERY_GRAPH, compile=True, cheap_retention=True, head_chunk_tokens=64)
-    steps = [full_batches(seed, [(2, 16), (2, 12)]) for seed in range(2)]
-    check_equal(tiny_config("llama", num_hidden_layers=2), settings, steps)
-
-
 @pytest.mark.parametrize("family", ["llama", "gpt-neox", "mixtral", "gpt2"])
 def test_nothing_of_a_graph_but_weights_and_masks_stays_on_the_device_and_nothing_leaves_twice(
     family: str, monkeypatch: pytest.MonkeyPatch
@@ -140,24 +119,6 @@ def test_nothing_of_a_graph_but_weights_and_masks_stays_on_the_device_and_nothin
         assert staying.isdisjoint(addresses)
 
 
-def test_no_more_leaves_than_the_plan_says() -> None:
-    """Eager graphs; the layer's input is a boundary, and not all graphs save it."""
-    shape = shape_of(Skeleton(tiny_config("llama"), dtype=torch.float32), 16, [32])
-    with engine_of("llama", settings=EVERY_GRAPH) as engine:
-        keeper, sizes = engine.parts.checkpoints, list[int]()
-        assert isinstance(keeper, Offload)
-        save_graph = keeper.save_graph
-
-        def note(tensors: Any, tokens: int) -> Any:
-            sizes.append(sum(tensor.nbytes for tensor in tensors))
-            return save_graph(tensors, tokens)
-
-        keeper.save_graph = note  # type: ignore[method-assign]
-        train_engine(engine, [full_batches(0, [(2, 16)])])
-    planned = shape.retained_bytes(32, 1) + 32 * 32 * 4
-    assert all(0.85 * planned < size <= 1.001 * planned for size in sizes), (sizes, planned)
-
-
 def test_a_layer_that_writes_over_its_input_is_refused() -> None:
     def layer(index: int, hidden: torch.Tensor, call: LayerCall) -> torch.Tensor:
         return hidden.mul_(2.0) + 1.0
@@ -184,7 +145,7 @@ def test_a_graph_lets_go_of_its_input() -> None:
 
     keeper: Any = Keeper()
     weight, hidden = torch.full((3,), 2.0, requires_grad=True), torch.arange(6.0).view(1, 2, 3)
-    saved = SavedTensors(keeper, {weight.untyped_storage().data_ptr()})
+    saved = SavedTensors(keeper, weight, NO_CALL, ())
     graph, output = run_for_graph(
         lambda index, given, call: (given * weight) ** 2, 0, hidden, NO_CALL, saved
     )
@@ -197,25 +158,6 @@ def test_a_graph_lets_go_of_its_input() -> None:
         grad_weight, (expected / 2 * expected / 8).sum((0, 1))
     )
     assert keeper.tensors == []
-
-
-def test_a_layer_s_graphs_come_up_together_wherever_checkpoints_lie_between() -> None:
-    """Or the computation would wait for the second as long as it takes to come."""
-    with closing(Lane("download")) as down, closing(Lane("fetch")) as up:
-        keeper = Offload(64, Compute(CPU), down, up)
-        keeper.begin_group([1, 1], layers=2, graphs=2)
-        graph, checkpoint = torch.arange(200.0), torch.arange(16.0)
-        parked = [keeper.save_graph([graph], 1) for _ in range(2)]
-        parked += [keeper.save(checkpoint) for _ in range(4)]
-        parked += [keeper.save_graph([graph], 1) for _ in range(2)]
-        keeper.prefetch(parked)
-        for number, piece in enumerate(parked):
-            if number in (0, 6):
-                assert parked[number + 1].arrived is not None
-            (found,) = keeper.restore_graph(piece)
-            assert torch.equal(found, graph if number in (0, 1, 6, 7) else checkpoint)
-            keeper.free(piece)
-        keeper.close()
 
 
 @pytest.mark.slow
@@ -273,13 +215,3 @@ def test_a_ring_that_found_no_memory_is_made_anew_for_less(monkeypatch: pytest.M
         with pytest.raises(OutOfMemory):
             engine.train_step(STEPS[0])
         assert not engine.train_step(small).skipped
-
-
-@either
-def test_an_unclipped_step_without_a_finite_loss_is_skipped_and_the_next_goes_on(
-    settings: Settings,
-) -> None:
-    options: Any = {"precision": "bfloat16", "max_grad_norm": None}
-    with engine_of("llama", settings=settings, **options) as engine:
-        assert engine.train_step(STEPS[0], Scaled()).skipped
-        assert not engine.train_step(STEPS[1]).skipped

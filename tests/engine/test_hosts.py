@@ -4,10 +4,8 @@ that cross between hosts once a step."""
 from __future__ import annotations
 
 import time
-from contextlib import closing
 from dataclasses import replace
 from functools import partial, reduce
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,19 +14,13 @@ import torch
 from megatrain.engine.engine import Engine
 from megatrain.engine.ranks.exchange import Exchange
 from megatrain.engine.ranks.weights import GatheredWeights
-from megatrain.engine.streams import Compute
-from megatrain.errors import ConfigError
-from megatrain.memory.layout import FlatLayout
 from megatrain.settings import ALL, WIRES, Settings
-from megatrain.world import World, check_numbers
+from megatrain.world import World
 from tests.compare import distance
 from tests.engine.test_races import never_wait
 from tests.engine.test_ranks import CHUNK, HOW, SEVERAL, STEPS, assert_near, joined, read, train
-from tests.namespaces import two_hosts
-from tests.ranks import run_ranks
 from tests.support import engine_of, micro_batches, tiny_config
 
-CPU = torch.device("cpu")
 FOUR = [micro_batches(seed, [(2, 9), (1, 6), (2, 7), (1, 9)]) for seed in range(2)]
 TWINS: dict[str, dict[str, Any]] = {
     "bfloat16": {},
@@ -174,36 +166,6 @@ def test_weights_cross_once_a_step(ranks, groups, replicated, on_ranks):
             assert stalls["wait_exchange"] < 0.1 * stalls["wait_network"]
 
 
-def sent_for_a_sum(world: World, wire: str) -> tuple[int, int]:
-    """Bytes that cross the cable for a sum, and of this rank's part of it as it travels."""
-    layout = FlatLayout((), 1 << 20)
-    with closing(Exchange(world, [layout], Compute(CPU), getattr(torch, wire))) as there:
-        total = torch.ones(there.padded(0))
-        there.summed(total)  # connects
-        world.all_gather(None)  # the other has got all of it: nothing is left to be sent
-        crossed = []
-        for _ in range(3):  # a busy machine sends some packets twice
-            before = bytes_sent(world.rank)
-            there.summed(total)
-            world.all_gather(None)
-            crossed.append(bytes_sent(world.rank) - before)
-        return min(crossed), WIRES[wire] * len(total) // 2
-
-
-def bytes_sent(rank: int) -> int:
-    lines = Path("/proc/net/dev").read_text().splitlines()
-    (cable,) = (line.split() for line in lines if f"cable{rank}:" in line)
-    return int(cable[9])
-
-
-@pytest.mark.parametrize("wire", WIRES)
-def test_a_sum_of_two_hosts_crosses_once(wire, tmp_path):
-    job = partial(sent_for_a_sum, wire=wire)
-    with two_hosts() as hosts:
-        for sent, part in run_ranks(2, job, tmp_path, hosts=2, first=hosts.enter):
-            assert part <= sent < 1.2 * part  # with headers
-
-
 def slow_last_sum(world: World) -> float:
     """Seconds that a step is said to wait for the network, whose last job takes 1 s longer."""
     jobs: list[float] = []
@@ -238,32 +200,6 @@ def test_every_rank_of_every_host_reads_the_whole_model(on_ranks):
         assert their_answer == answer
 
 
-@pytest.mark.parametrize("hosts", [1, 2, 3, 4, 6, 12])
-def test_what_hosts_own_gathers_without_reordering(hosts):
-    each = 12 // hosts
-    worlds = [World(rank, 12, rank % each, each) for rank in range(12)]
-    assert sorted(world.place() for world in worlds) == [*range(12)]
-    assert [worlds[rank].place() for rank in worlds[0].owners] == [*range(12)]
-    for world in worlds:
-        stands_in = [other.place() for other in worlds if other.local_rank == world.local_rank]
-        first = world.local_rank * hosts
-        assert stands_in == [*range(first, first + hosts)]
-
-
-@pytest.mark.parametrize(
-    ("local", "words"),
-    [
-        ([(0, 2), (0, 2), (1, 2), (1, 2)], "rank 1 is number 0 of 2 on its host, not 1 of 2"),
-        ([(0, 2), (1, 2), (0, 1)], "rank 2 is number 0 of 1 on its host, not 0 of 2"),
-        ([(0, 2), (1, 2), (0, 2)], "3 ranks are on hosts of 2: .*--distribution=block"),
-    ],
-)
-def test_ranks_that_are_not_numbered_host_by_host_are_refused(local, words):
-    check_numbers([(0, 2), (1, 2), (0, 2), (1, 2)])
-    with pytest.raises(ConfigError, match=words):
-        check_numbers(local)
-
-
 def norms(
     world: World, fault: tuple[str, str] | None = None, wire: str = "float32"
 ) -> list[float | None]:
@@ -282,12 +218,3 @@ def test_without_its_waits_a_delay_changes_the_result(fault, on_ranks):
     """Weights that crossed are copied down once they are there, and come up once they are down."""
     expected = on_ranks(2, norms, hosts=2)
     assert on_ranks(2, partial(norms, fault=fault), hosts=2) != expected
-
-
-@pytest.mark.slow
-def test_a_step_takes_sums_as_they_came(on_ranks):
-    """Rounded, to 1/256 at most of each element; clipping knows."""
-    whole, rounded = (on_ranks(2, partial(norms, wire=wire), hosts=2) for wire in WIRES)
-    assert rounded == on_ranks(2, partial(norms, wire="bfloat16"), hosts=2)
-    assert rounded[0] == rounded[1] != whole[0]
-    assert rounded[0] == pytest.approx(whole[0], rel=1e-3)

@@ -13,7 +13,6 @@ from torch._dynamo.backends.debugging import aot_eager
 
 from megatrain.engine.activations import GRAPH
 from megatrain.engine.verify import gradients_of
-from megatrain.models.transforms.chunked import Chunks
 from megatrain.settings import ALL, Settings
 from tests.compare import distance
 from tests.plain import train_plain
@@ -72,23 +71,6 @@ def test_a_graph_from_host_ram_is_not_changed_by_what_arrives_beside_it() -> Non
             layer.mlp.down_proj.register_forward_hook(transfer)  # type: ignore[union-attr]
         train_engine(engine, [full_batches(0, [(1, 16)])])
     assert len(transfers) > 2 * 3
-
-
-def test_no_chunk_is_longer_than_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[int] = []
-
-    def note(chunks: Chunks, x: torch.Tensor) -> list[slice]:
-        parts = slices(chunks, x)
-        seen.extend(x.shape[0] * (part.stop - part.start) for part in parts)
-        covered = [i for part in parts for i in range(part.start, part.stop)]
-        assert covered == list(range(x.shape[1]))
-        return parts
-
-    slices = Chunks.slices
-    monkeypatch.setattr(Chunks, "slices", note)
-    trained()
-    assert max(seen) <= CHUNK
-    assert len(seen) > 3 * 3 * 6
 
 
 @pytest.mark.slow

@@ -3,9 +3,7 @@ half-done is ever used."""
 
 from __future__ import annotations
 
-import gc
 import threading
-import weakref
 from collections.abc import Callable
 from functools import cache
 from typing import Any
@@ -20,9 +18,7 @@ from megatrain.engine.streamer import Slot
 from megatrain.errors import MegaTrainError, ModelError, OutOfMemory
 from megatrain.memory import slab
 from megatrain.memory import store as stores
-from megatrain.planner.cost.footprint import LiveBytes
 from megatrain.settings import Settings
-from tests.commands import wait_for
 from tests.compare import differing
 from tests.delays import delay, failing, interrupt
 from tests.runs import Trace, assert_same, run, state_of
@@ -103,20 +99,6 @@ def test_closing_ends_all_threads_and_twice_is_once(max_grad_norm, open_slabs):
     assert (lanes(), open_slabs) == (before, set())
 
 
-@pytest.mark.parametrize("family", ["llama", "llama-tied"])
-def test_a_closed_engine_keeps_no_device_memory(family):
-    with engine_of(family) as engine:
-        engine.train_step(STEPS[0])
-        buffers = [weakref.ref(slot.flat.untyped_storage()) for slot in engine.parts.streamer.slots]
-        buffers += [
-            weakref.ref(buffer.flat.untyped_storage())
-            for buffer in (*engine.parts.gradients._ring, engine.parts.gradients._staging)
-        ]
-        assert all(buffer() is not None for buffer in buffers)
-    assert all(buffer() is None for buffer in buffers)
-    assert engine.anatomy.layers == 3  # still there to be asked
-
-
 USES: dict[str, Callable[[Engine], Any]] = {
     "train_step": lambda engine: engine.train_step(STEPS[0]),
     "step": lambda engine: engine.step(),
@@ -137,15 +119,6 @@ def test_a_closed_engine_says_so():
     for use in USES.values():
         with pytest.raises(MegaTrainError, match="the engine is closed; make a new one"):
             use(engine)
-
-
-def test_an_engine_can_be_closed_while_a_sweep_was_abandoned_and_updates_run():
-    with engine_of(tiny_config("llama", num_hidden_layers=6)) as engine:
-        delay(engine, ["update", "upload"], longest_s=0.01, shortest_s=0.01)
-        engine.train_step(STEPS[0])
-        interrupt(engine, "layer", 3)
-        with pytest.raises(KeyboardInterrupt):
-            engine.train_step(STEPS[1])
 
 
 # -- interrupted steps -----------------------------------------------------------------------------
@@ -195,19 +168,6 @@ def test_nor_does_one_that_was_interrupted_while_the_device_computed(mode, monke
         with pytest.raises(KeyboardInterrupt):
             engine.train_step(micro_batches(77))
         assert_same(run(engine, STEPS), undisturbed(mode))
-
-
-def test_a_step_that_failed_keeps_none_of_its_activations():
-    batches = full_batches(0, [(4, 32)] * 2)
-    with engine_of("llama") as engine:
-        engine.train_step(batches)
-        with LiveBytes() as live:
-            interrupt(engine, "layer", 10)
-            try:
-                engine.train_step(batches)
-            except KeyboardInterrupt:
-                pass
-        assert live.live == 0
 
 
 def after_interruption(engine: Engine) -> None:
@@ -272,14 +232,6 @@ def test_what_a_micro_batch_s_layers_received_goes_with_its_backward():
     assert kept == [0, 0, 0]
 
 
-def test_generating_does_not_count_as_a_stall_of_the_next_step():
-    with engine_of("llama") as engine:
-        delay(engine, ["upload"], longest_s=0.005, shortest_s=0.005).generate(
-            torch.tensor([[4, 5]]), 2
-        )
-        assert engine.parts.compute.take_stalls() == {}
-
-
 # -- batches that cannot be right ------------------------------------------------------------------
 
 
@@ -314,26 +266,3 @@ def test_a_batch_that_cannot_be_right_is_refused_before_anything_runs():
                 with pytest.raises(MegaTrainError, match=message):
                     use([changed(), batch])
         assert engine.train_step([changed()]).target_tokens == 14
-
-
-# -- engines that nobody closes --------------------------------------------------------------------
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("max_grad_norm", [1.0, None])
-def test_an_engine_that_is_forgotten_does_not_keep_its_host_memory(max_grad_norm):
-    """As in a notebook whose cell is run again. Idle threads stay, but hold on to nothing."""
-    engine = engine_of("llama", max_grad_norm=max_grad_norm)
-    engine.train_step(STEPS[0])
-    state_of(engine)  # waits
-    store = weakref.ref(engine.store)
-    idle = [engine.parts.lanes["upload"], engine.parts.lanes["download"], engine.parts.updater.lane]
-    del engine
-
-    def is_gone() -> bool:
-        gc.collect()
-        return store() is None
-
-    wait_for(is_gone)  # a thread that has told of its last job lets go of it a moment later
-    for lane in idle:
-        lane.close()

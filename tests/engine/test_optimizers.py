@@ -17,8 +17,6 @@ from megatrain.settings import Settings
 from megatrain.storage.checkpoint import save_checkpoint
 from megatrain.storage.restore import load_checkpoint
 from tests.compare import apart
-from tests.delays import LANES, delay
-from tests.engine.test_fp8_engine import SIZES
 from tests.optim.test_lion import PlainLion
 from tests.plain import plain_optimizer, train_plain
 from tests.runs import Trace, assert_same, cosine, run, train_engine, train_serially
@@ -66,16 +64,6 @@ def test_deferred_updates_residency_and_the_cut_into_pieces_change_no_bit(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("optimizer", [OPTIMIZERS[1], OPTIMIZERS[3]], ids=["adamw", "lion"])
-def test_groups_and_a_late_update_follow_the_same_course(optimizer: Any) -> None:
-    """Groups sum gradients in fp32, which rounds them otherwise: their losses are near."""
-    expected = straight(optimizer)
-    assert_same(run(delay(make(optimizer), LANES, longest_s=0.003), STEPS), expected)
-    grouped = run(make(optimizer, settings=Settings(groups=2, head_chunk_tokens=7)), STEPS)
-    assert grouped.losses == pytest.approx(expected.losses, rel=2e-2)
-
-
-@pytest.mark.slow
 @every_optimizer
 def test_four_steps_equal_two_and_two_after_a_resume(optimizer: Any, tmp_path: Path) -> None:
     assert_same(with_a_break(lambda: make(optimizer), STEPS, tmp_path), straight(optimizer))
@@ -90,35 +78,6 @@ def test_a_checkpoint_is_of_its_optimizer_and_moments(tmp_path: Path) -> None:
         for other in refused:
             with make(other) as engine, pytest.raises(ConfigError, match="was saved with"):
                 load_checkpoint(path, engine)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("kind", "lr", "moments", "bytes_per_parameter"),
-    [
-        (AdamW, 3e-3, "bfloat16", 10),
-        (Lion, 1e-3, "int8", 7 + 1 / GROUP),
-    ],
-)
-def test_an_engine_learns_as_with_fp32_moments_in_less_memory(
-    kind: Any, lr: float, moments: str, bytes_per_parameter: float
-) -> None:
-    _, expected = learnt(kind(lr=lr))
-    per_parameter, losses = learnt(kind(lr=lr, moments=moments))
-    assert per_parameter == bytes_per_parameter
-    assert losses == pytest.approx(expected, rel=0.1, abs=0.03)
-    assert losses != expected
-    assert losses[-1] < 0.2 * losses[0]
-
-
-@cache
-def learnt(optimizer: Optimizer) -> tuple[float, list[float]]:
-    """(bytes per parameter, losses of 25 steps over the same rows)."""
-    options: Any = {"precision": "bfloat16", "optimizer": optimizer}
-    with engine_of(tiny_config("llama", **SIZES), **options) as engine:
-        nbytes = sum(engine.store.array(name, 0).nbytes for name in engine.store.arrays)
-        trace = train_engine(engine, [full_batches(0, [(2, 8)])] * 25)
-        return nbytes / engine.store.layouts[0].numel, trace.losses
 
 
 @pytest.mark.slow

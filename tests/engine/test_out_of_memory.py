@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megatrain.engine.streamer import Slot
 from megatrain.errors import OutOfMemory
 from megatrain.planner.cost.footprint import LiveBytes
 from tests.support import engine_of, full_batches
@@ -26,13 +25,6 @@ def test_a_step_that_does_not_fit_names_what_and_how_to_shrink_it(part, monkeypa
             engine.train_step(full_batches(0))
         with pytest.raises(OutOfMemory, match="an evaluation's activations"):
             engine.evaluate(full_batches(0))
-
-
-def test_slots_that_do_not_fit_are_named(monkeypatch):
-    monkeypatch.setattr(Slot, "__init__", fail)
-    with pytest.raises(OutOfMemory, match="the weights' slots and the gradients' accumulators"):
-        engine_of("llama")
-    assert OutOfMemory.exit_code == 5
 
 
 def test_a_smaller_batch_may_be_tried_while_the_error_is_still_at_hand(monkeypatch):

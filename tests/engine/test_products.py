@@ -7,7 +7,6 @@ from collections.abc import Sequence
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
 from megatrain.engine.products import Sum, SummingInto
 from megatrain.models.skeleton import Skeleton
@@ -61,26 +60,6 @@ def test_an_embedding_adds_the_rows_that_were_looked_up(padding):
     assert torch.equal(output, layer(ids))
 
 
-def test_rows_are_added_in_the_same_order_by_several_threads():
-    """PyTorch's own addition of repeated rows on a CPU is atomic: another sum every time."""
-    draws = torch.Generator().manual_seed(0)
-    index = torch.randint(3, (16_384,), generator=draws)
-    rows = torch.randn(16_384, 64, generator=draws).bfloat16()
-    threads = torch.get_num_threads()
-    torch.set_num_threads(2)
-    try:
-        sums = [Sum(torch.empty(8, 64), empty=True) for _ in range(6)]
-        for total in sums:
-            total.add_rows(index, rows)
-            total.add_rows(index[:5], rows[:5])
-    finally:
-        torch.set_num_threads(threads)
-    assert all(torch.equal(total.total, sums[0].total) for total in sums)
-    expected = torch.zeros(8, 64, dtype=torch.float64)
-    expected.index_add_(0, index, rows.double()).index_add_(0, index[:5], rows[:5].double())
-    torch.testing.assert_close(sums[0].total, expected.float(), rtol=1e-5, atol=1e-3)
-
-
 @pytest.mark.parametrize("options", [{"scale_grad_by_freq": True}, {"max_norm": 0.5}])
 def test_an_embedding_with_a_rule_of_its_own_is_left_to_autograd(options):
     torch.manual_seed(0)
@@ -90,18 +69,6 @@ def test_an_embedding_with_a_rule_of_its_own_is_left_to_autograd(options):
         output = layer(torch.tensor([1, 2, 2]))
     assert gradients(output, [layer.weight], torch.ones(3, 4)) != [None]
     assert into.empty
-
-
-def test_what_is_not_named_and_what_is_no_layer_is_left_to_autograd():
-    torch.manual_seed(0)
-    named, other = nn.Linear(4, 4), nn.Linear(4, 4)
-    into = Sum(torch.zeros(4, 4), empty=True)
-    with SummingInto([named.weight], [into]):
-        output = other(named(torch.randn(3, 4))) + functional.relu(named.weight).sum()
-    grads = gradients(output, [named.weight, other.weight], torch.ones(3, 4))
-    assert grads[0] is not None  # of the use outside the layer
-    assert grads[1] is not None
-    assert not into.empty
 
 
 @pytest.mark.parametrize("family", KINDS)

@@ -70,33 +70,6 @@ def test_delays_change_no_bit(mode, clip, slow, device):
     assert_same(delayed, undelayed(mode, clip, device))
 
 
-@pytest.mark.parametrize(
-    ("family", "precision"),
-    [("llama", "bfloat16"), ("falcon-7b", "float32")],
-)
-def test_delays_change_no_bit_in_other_families(family, precision):
-    prompt, late = (
-        make("two groups, sums travel", family=family, precision=precision) for _ in range(2)
-    )
-    found = run(delay(late, LANES, longest_s=0.003, seed=1), STEPS["cpu"])
-    assert_same(found, run(prompt, STEPS["cpu"]))
-
-
-def test_evaluation_and_saving_right_after_a_step_see_its_update():
-    first, second = STEPS["cpu"]
-    with make() as prompt, make() as late:
-        late.train_step(first)
-        state_of(late)  # waits
-        expected = late.evaluate(second).loss
-        delay(prompt, ["update"], longest_s=0.02).train_step(first)
-        assert prompt.evaluate(second).loss == expected
-        prompt.train_step(second)
-        late.train_step(second)
-        state_of(late)
-        weights = {name: weight.clone() for name, weight in prompt.iter_weights()}
-        assert differing(weights, dict(late.iter_weights())) == []
-
-
 # -- the tests above can fail ----------------------------------------------------------------------
 
 

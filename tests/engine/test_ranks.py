@@ -154,37 +154,10 @@ def test_routers_are_balanced_over_all_ranks(on_ranks):
     assert without[0][-1][0] != pytest.approx(expected[0][-1][0], rel=1e-5)
 
 
-def test_a_rank_without_micro_batches_takes_part(on_ranks):
-    given: dict[str, Any] = {"steps": [step[:1] for step in STEPS], "precision": "float32"}
-    expected = train(World(), **given)
-    assert_near(on_ranks(3, partial(train, **given)), expected)
-
-
-def log_probabilities(world: World) -> list[torch.Tensor]:
-    with engine_of("llama", world=world, settings=Settings(**CHUNK)) as engine:
-        return engine.logprobs(STEPS[0][:1][world.rank :: world.size])
-
-
-def test_nor_does_one_keep_others_from_log_probabilities(on_ranks):
-    (expected,) = log_probabilities(World())
-    (found,), none = on_ranks(2, log_probabilities)
-    assert none == [] and distance(found, expected) < 1e-5
-
-
 def test_a_step_without_targets_is_skipped_by_all(on_ranks):
     nothing = [{**STEPS[0][0], "labels": torch.full_like(STEPS[0][0]["labels"], -100)}]
     for told, _, _ in on_ranks(2, partial(train, steps=[nothing])):
         assert told == [(0.0, 0.0, 0, True)]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("lane", ["upload", "download", "exchange", "update"])
-def test_a_slow_lane_of_one_rank_changes_no_bit(lane, on_ranks):
-    slow = partial(train, steps=STEPS[:2], slow=(1, lane))
-    _, _, arrays = train(World(), STEPS[:2])
-    found = on_ranks(2, slow)
-    ours = joined([arrays for *_, arrays in found])
-    assert [name for name in arrays if not torch.equal(ours[name], arrays[name])] == []
 
 
 def read(world: World, step: Sequence[Batch] = STEPS[0]) -> Any:

@@ -3,12 +3,10 @@ every bit."""
 
 from __future__ import annotations
 
-import hashlib
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,10 +16,8 @@ from megatrain.engine.engine import Engine
 from megatrain.engine.ranks.exchange import shares_weights
 from megatrain.errors import ConfigError, MegaTrainError
 from megatrain.settings import Settings
-from megatrain.storage.checkpoint import save_checkpoint
-from megatrain.storage.restore import load_checkpoint
 from megatrain.world import World
-from tests.delays import before_layers, delay
+from tests.delays import before_layers
 from tests.engine.test_ranks import CHUNK, HOW, arrays_of
 from tests.support import engine_of, micro_batches
 
@@ -141,51 +137,6 @@ def test_a_slow_lane_of_one_rank_changes_no_bit(how, on_ranks):
     assert on_ranks(2, partial(slowly, how=AT_ONCE[how])) == [[], []]
 
 
-def without_waiting(world: World) -> list[str]:
-    results = []
-    for waits in (True, False):
-        with opened(world, "read", {}) as engine:
-            if not waits:
-                engine.store.wait_for_others = lambda *_: None  # type: ignore[method-assign]
-            if world.rank == 0:
-                delay(engine, ["update"], 0.05, 0.05)
-            results.append(trained(engine, STEPS[:2]))
-    return differences(*results)
-
-
-@pytest.mark.slow
-def test_the_wait_for_other_ranks_is_needed(on_ranks):
-    _, found = on_ranks(2, without_waiting)
-    assert "results" in found
-
-
-def saved(world: World, folder: Path) -> Any:
-    """A checkpoint of both, what each is when loaded by the other, and a step after it."""
-    digests, results = [], []
-    for transport in ("gather", "read"):
-        with opened(world, transport, {}) as engine:
-            trained(engine, STEPS[:2])
-            path = save_checkpoint(folder / transport, 2, engine, None, {"step": 2})
-        digests.append([*hashes(path)])
-    for transport, source in (("read", "gather"), ("gather", "read")):
-        with opened(world, transport, {}) as engine:
-            load_checkpoint(folder / source / "last", engine)
-            results.append(trained(engine, STEPS[2:]))
-    return digests, differences(*results)
-
-
-def hashes(folder: Path) -> Iterator[tuple[str, str]]:
-    for path in sorted(folder.rglob("*.safetensors")):
-        yield str(path.relative_to(folder)), hashlib.sha256(path.read_bytes()).hexdigest()
-
-
-@pytest.mark.slow
-def test_checkpoints_are_the_same_files_and_go_on_either_way(tmp_path, on_ranks):
-    for (ours, theirs), found in on_ranks(2, partial(saved, folder=tmp_path)):
-        assert ours and ours == theirs
-        assert found == []
-
-
 def ended(world: World) -> str:
     """A lane waits for an update that no other rank will do."""
     with opened(world, "read", {}) as engine:
@@ -222,11 +173,3 @@ def test_who_reads(transport, world, reach, expected, monkeypatch):
     monkeypatch.setattr("megatrain.engine.ranks.exchange.peers", lambda *_: reach)
     settings = Settings(transport=transport)
     assert shares_weights(settings, world, torch.device("cpu")) == expected
-
-
-@pytest.mark.parametrize(
-    ("name", "value", "known"), [("transport", "nvlink", "auto"), ("wire", "int8", "float32")]
-)
-def test_an_unknown_choice_is_refused(name, value, known):
-    with pytest.raises(ConfigError, match=f"{name}: '{value}' is unknown; choose one of {known}"):
-        Settings(**{name: value})

@@ -3,11 +3,8 @@ every bit, and fetch them once for each version of the weights."""
 
 from __future__ import annotations
 
-import time
 from collections import Counter
 from collections.abc import Sequence
-from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,8 +12,6 @@ import pytest
 from megatrain.engine.engine import Engine
 from megatrain.engine.streamer import Slot
 from megatrain.settings import ALL, Settings
-from megatrain.storage.checkpoint import save_checkpoint
-from megatrain.storage.restore import load_checkpoint
 from megatrain.world import World
 from tests.engine.test_ranks import CHUNK, HOW, arrays_of
 from tests.ranks import run_ranks
@@ -35,8 +30,6 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any], Sequence[int]]] = {
     "read, frozen": ("llama", {"transport": "read"}, {"freeze": HOW["frozen"]["freeze"]}, (2,)),
     "read, unclipped": ("llama-tied", {"transport": "read"}, UNCLIPPED, (ALL,)),
 }
-SLOW = ("upload", "download", "exchange", "update")
-MANY = [micro_batches(seed, [(1, 6), (1, 5)]) for seed in range(len(SLOW))]
 
 
 def opened(world: World, case: str, replicated: int, **more: Any) -> Engine:
@@ -101,61 +94,3 @@ def test_no_bit_changes_and_weights_come_once_until_they_change(tmp_path):
         for name, (equal, without, replicated) in found.items():
             assert equal, name
             assert without > 1 == replicated, name
-
-
-def slowed(engine: Engine) -> list[Any]:
-    """Many steps, in each of which a lane of one rank is slow."""
-    slow, world = "", engine.world
-
-    def sleep_if(name: str) -> None:
-        if name == slow:
-            time.sleep(0.004)
-
-    for name, lane in engine.parts.lanes.items():
-        lane.delay = partial(sleep_if, name)
-    told: list[Any] = []
-    for number, step in enumerate(MANY):
-        slow = SLOW[number] if world.rank == number % 2 else ""
-        told.append(engine.train_step(step[world.rank :: world.size]).grad_norm)
-    return [told, {name: array.tolist() for name, array in arrays_of(engine).items()}]
-
-
-def saved(world: World, folder: Path) -> list[Any]:
-    """The step after a checkpoint: of the engine that goes on, of the same once it is loaded again,
-    and of one in which another number of blocks is replicated."""
-    *before, after = [step[world.rank :: world.size] for step in STEPS]
-    told = []
-    with opened(world, "two backward passes", ALL) as engine:
-        for step in before:
-            engine.train_step(step)
-        save_checkpoint(folder, 1, engine, None, {"step": 1})
-        told.append(engine.train_step(after).grad_norm)
-        engine.evaluate(after)
-        load_checkpoint(folder / "last", engine)
-        told.append(engine.train_step(after).grad_norm)
-    with opened(world, "two backward passes", 1) as engine:
-        load_checkpoint(folder / "last", engine)
-        told.append(engine.train_step(after).grad_norm)
-    return told
-
-
-def others(world: World, drive: Path, folder: Path) -> dict[str, Any]:
-    far: dict[str, Any] = {"nvme_blocks": 4, "nvme_folders": (drive,)}
-    found: dict[str, Any] = {"resumed": saved(world, folder)}
-    for case, more in (("tied, in groups", {}), ("read, unclipped", far)):
-        both = []
-        for number in (0, ALL):
-            with opened(world, case, number, **more) as engine:
-                both.append(slowed(engine))
-        found[case] = both
-    return found
-
-
-@pytest.mark.slow
-def test_slow_lanes_drives_and_resumes_change_no_bit_either(tmp_path):
-    folders = [tmp_path / name for name in ("drive", "run")]
-    for folder in folders:
-        folder.mkdir()
-    for found in run_ranks(2, partial(others, drive=folders[0], folder=folders[1]), tmp_path):
-        for name, (expected, *results) in found.items():
-            assert results and all(each == expected for each in results), name

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 from torch import Tensor, nn
@@ -13,9 +11,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from megatrain.models.skeleton import Skeleton
 from megatrain.models.transforms.compiled import compile_when_run
 from megatrain.planner.cost.shape import shape_of
-from megatrain.settings import Settings
-from tests.runs import Steps, Trace, assert_same, run
-from tests.support import engine_of, full_batches, tiny_config
+from tests.support import tiny_config
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore"),  # of torch.compile's own
@@ -23,18 +19,6 @@ pytestmark = [
 ]
 ROWS, TOKENS = 2, 16
 DYNAMO_S_OWN_LIMIT = 8  # graphs
-
-
-def trained(family: str, steps: Steps, **dials: Any) -> Trace:
-    settings = Settings(head_chunk_tokens=7, compile=True, **dials)
-    return run(engine_of(family, precision="bfloat16", settings=settings), steps)
-
-
-@pytest.mark.slow
-def test_cheap_retention_changes_no_bit() -> None:
-    steps, dials = [full_batches(seed) for seed in range(2)], {"retained": 2, "resident": 2}
-    cheap = trained("mixtral", steps, cheap_retention=True, **dials)
-    assert_same(cheap, trained("mixtral", steps, **dials))
 
 
 def kept(skeleton: Skeleton, again: bool) -> int:

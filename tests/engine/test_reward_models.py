@@ -3,7 +3,6 @@ transformers makes of what is saved."""
 
 from __future__ import annotations
 
-import json
 import logging
 from pathlib import Path
 from typing import Any
@@ -17,10 +16,9 @@ from megatrain.engine.engine import Engine
 from megatrain.engine.verify import weights_of
 from megatrain.errors import ConfigError, DataError, ModelError
 from megatrain.losses import Dpo, Reward, find_ends
-from megatrain.models.pretrained import as_classifier, is_classifier
+from megatrain.models.pretrained import as_classifier
 from megatrain.optim import AdamW
 from megatrain.settings import Settings
-from tests.multimodal import save_multimodal
 from tests.support import PAD, VOCABULARY, Batch, engine_of, plain_model, tiny_config
 
 # with a head of their own to leave out or none, with short names, of experts, without a final norm
@@ -66,11 +64,6 @@ def rows(*ids: list[int]) -> Tensor:
 def test_the_last_token_that_is_no_padding_has_the_score():
     assert ends({"input_ids": rows([5, 6, 0, 0], [7, 8, 9, 4])}) == [1, 7]
     assert ends({"input_ids": rows([0, 0, 5, 6], [7, 8, 9, 4])}) == [3, 7], "padded on the left"
-
-
-def test_padding_is_what_the_mask_says_too():
-    mask = rows([1, 1, 0, 0], [1, 1, 1, 0])
-    assert ends({"input_ids": rows([5, 6, 7, 7], [7, 8, 9, 4]), "attention_mask": mask}) == [1, 6]
 
 
 def test_as_in_transformers_tokens_of_the_padding_do_not_end_an_answer():
@@ -138,24 +131,6 @@ def test_all_but_the_head_is_the_language_model_s(folder, caplog):
     assert all(torch.equal(value, theirs[name]) for name, value in ours.items())
 
 
-def test_what_is_not_used_of_it_is_said(tmp_path, caplog):
-    with caplog.at_level(logging.INFO, "megatrain"):
-        opened(saved("gpt-neox", tmp_path / "untied")).close()
-        assert "embed_out.weight is not used: a reward model has another head" in caplog.text
-        caplog.clear()
-        opened(saved("llama-tied", tmp_path / "tied")).close()
-        assert "is not used" not in caplog.text
-
-
-def test_the_head_follows_from_the_seed(tmp_path):
-    heads, folder = [], saved("llama", tmp_path / "model")
-    for seed in (1, 1, 2):
-        with opened(folder, seed) as engine:
-            heads.append(weights_of(engine)["score.weight"])
-    assert torch.equal(heads[0], heads[1])
-    assert not torch.equal(heads[0], heads[2])
-
-
 @pytest.mark.slow
 def test_what_is_saved_is_loaded_by_transformers_with_the_same_scores(folder, tmp_path):
     batch, out = padded(), tmp_path / "out"
@@ -174,31 +149,6 @@ def test_what_is_saved_is_loaded_by_transformers_with_the_same_scores(folder, tm
     assert theirs.shape[1] == 1
 
 
-def test_a_vision_tower_is_carried_along_and_the_configuration_is_not(tmp_path):
-    """config.json stays as it came beside passengers, but here it is another model's."""
-    folder, out = tmp_path / "model", tmp_path / "out"
-    save_multimodal(folder, "gemma3")
-    with opened(folder) as engine:
-        assert engine.anatomy.unused_weights.multimodal
-        engine.train_step([padded()], Reward())
-        engine.save_pretrained(out)
-    loading: Any = transformers.AutoModelForSequenceClassification
-    model, about = loading.from_pretrained(out, output_loading_info=True)
-    assert type(model).__name__ == "Gemma3ForSequenceClassification"
-    assert not any(about[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
-
-
-def test_and_by_an_engine(tmp_path):
-    out = tmp_path / "out"
-    with opened(saved("qwen2", tmp_path / "model")) as engine:
-        engine.train_step([padded()], Reward())
-        engine.save_pretrained(out)
-        ours = weights_of(engine)
-    with Engine.from_pretrained(out, precision="float32", device="cpu", settings=SETTINGS) as again:
-        assert is_classifier(again.hf_config)
-        assert all(torch.equal(value, ours[name]) for name, value in weights_of(again).items())
-
-
 def test_a_reward_model_s_folder_without_its_head_is_not_completed(tmp_path):
     from safetensors.torch import load_file, save_file
 
@@ -210,24 +160,6 @@ def test_a_reward_model_s_folder_without_its_head_is_not_completed(tmp_path):
               folder / "model.safetensors", {"format": "pt"})  # fmt: skip
     with pytest.raises(ModelError, match=r"lacks score\.weight"):
         Engine.from_pretrained(folder, precision="float32", device="cpu", settings=SETTINGS)
-
-
-def test_names_without_a_prefix_are_understood(tmp_path):
-    """GPT-2's own folder has them; what is saved has them, too."""
-    from safetensors.torch import load_file, save_file
-
-    folder, out, batch = saved("gpt2", tmp_path / "model"), tmp_path / "out", padded()
-    weights = load_file(folder / "model.safetensors")
-    short = {name.removeprefix("transformer."): tensor for name, tensor in weights.items()}
-    save_file(short, folder / "model.safetensors", {"format": "pt"})
-    with opened(folder) as engine:
-        engine.save_pretrained(out)
-        ours = scores_of(engine, batch)
-    loading: Any = transformers.AutoModelForSequenceClassification
-    model, about = loading.from_pretrained(out, output_loading_info=True)
-    assert not any(about[kind] for kind in ("missing_keys", "unexpected_keys"))
-    inputs = {name: batch[name] for name in ("input_ids", "attention_mask")}
-    torch.testing.assert_close(ours, model.eval()(**inputs).logits[:, 0].detach())
 
 
 # -- what is refused -------------------------------------------------------------------------------
@@ -259,22 +191,3 @@ def test_examples_without_tokens_are_refused():
     batch = padded() | {"row_of": torch.tensor([0, 1, 2, 5])[:, None].expand(4, max(LENGTHS))}
     with engine_of(reward_config("llama")) as engine, pytest.raises(DataError, match="leaves out"):
         engine.forward_backward([batch], Reward())
-
-
-def test_families_without_such_a_class_and_several_labels_are_refused():
-    with pytest.raises(ModelError, match="'cohere' has no class for sequence classification"):
-        as_classifier(tiny_config("cohere"), PAD)
-    config = reward_config("llama")
-    config.num_labels = 3
-    with pytest.raises(ModelError, match="has 3 labels; a reward model has one"):
-        as_classifier(config, PAD)
-
-
-def test_the_saved_configuration_says_what_it_is(tmp_path):
-    with opened(saved("llama", tmp_path / "model")) as engine:
-        engine.save_pretrained(tmp_path / "out")
-    stated = json.loads((tmp_path / "out/config.json").read_text())
-    assert stated["architectures"] == ["LlamaForSequenceClassification"]
-    assert stated["pad_token_id"] == PAD
-    assert list(stated["id2label"].values()) == ["LABEL_0"]
-    assert not (tmp_path / "out/generation_config.json").exists()

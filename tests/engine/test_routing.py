@@ -9,8 +9,6 @@ import pytest
 import torch
 
 import megatrain as mt
-from megatrain.engine.request import Request
-from megatrain.engine.resolved import Machine, plan_of, resolve
 from megatrain.engine.routing import coefficient_of
 from megatrain.engine.verify import gradients_of, weights_of
 from megatrain.errors import ConfigError
@@ -24,7 +22,6 @@ from tests.support import (
     micro_batches,
     plain_model,
     tiny_config,
-    without_targets,
 )
 
 COEFFICIENT = 0.1  # large, so that a wrong gradient shows
@@ -97,14 +94,6 @@ def test_loss_and_gradients_are_those_of_transformers(family, padding, device):
         assert worst(gradients, model) < 2e-5
 
 
-def test_without_the_loss_gradients_differ():
-    (batch,) = full_batches(3, [(3, 11)])
-    model, _, _ = of_transformers("qwen3-moe", batch)
-    result, gradients = computed("qwen3-moe", [batch], router_aux_loss_coef=0.0)
-    assert result.aux_loss is result.expert_load_max is None
-    assert worst(gradients, model) > 0.1
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "mode"), [*(("qwen3-moe", mode) for mode in MODES), ("gpt-oss", "in chunks")]
@@ -157,32 +146,6 @@ def test_the_load_is_that_of_the_busiest_expert_of_any_layer():
     assert max(loads) > min(loads)
 
 
-def test_bfloat16_is_balanced_within_its_rounding():
-    """The part that the loss adds to a gradient, along its value in float32, and rounding."""
-    (batch,) = full_batches(3, [(3, 11)])
-    pulled, _, aux_loss = of_transformers("olmoe", batch)
-    free, _, _ = of_transformers("olmoe", batch, coefficient=0.0)
-    result, gradients = computed("olmoe", [batch], precision="bfloat16")
-    assert result.aux_loss == pytest.approx(aux_loss, rel=0.03)
-    _, without = computed("olmoe", [batch], precision="bfloat16", router_aux_loss_coef=0.0)
-    others = dict(free.named_parameters())
-    for name, parameter in pulled.named_parameters():
-        if "gate.weight" in name:
-            expected = parameter.grad - others[name].grad
-            pull = gradients[name] - without[name]
-            along = float((pull * expected).sum() / expected.square().sum())
-            assert along == pytest.approx(1, abs=0.5), "missing at 0, twice at 2"
-
-
-def test_rows_without_targets_are_balanced_too():
-    with_targets, others = full_batches(3, [(2, 8)]), without_targets(full_batches(4, [(2, 8)]))
-    joined = {name: torch.cat([with_targets[0][name], others[0][name]]) for name in with_targets[0]}
-    model, _, aux_loss = of_transformers("mixtral", joined)
-    result, gradients = computed("mixtral", [*with_targets, *others])
-    assert result.aux_loss == pytest.approx(aux_loss, rel=1e-6)
-    assert worst(gradients, model) < 2e-5
-
-
 def test_evaluation_counts_nothing_and_a_step_begins_anew():
     batches, others = full_batches(1), full_batches(2)
     with engine_of("mixtral", router_aux_loss_coef=COEFFICIENT) as engine:
@@ -191,8 +154,8 @@ def test_evaluation_counts_nothing_and_a_step_begins_anew():
         assert balancer is not None
         engine.evaluate(others)
         engine.logits(others[0]["input_ids"])
-        again = balancer.read()
-        assert (first.aux_loss, first.expert_load_max) == (again.aux_loss, again.expert_load_max)
+        again = {"aux_loss": first.aux_loss, "expert_load_max": first.expert_load_max}
+        assert balancer.read() == again
         assert not balancer.sweep
 
 
@@ -215,11 +178,6 @@ def test_what_does_not_reach_the_layers_output_is_no_carrier():
     for _, module in routers.modules:
         module.register_forward_hook(lambda m, args, out: tuple(x.detach() for x in out))
     assert find_routers(skeleton) is None
-
-
-def test_a_dense_model_has_nothing_to_balance():
-    with pytest.raises(ConfigError, match="router_aux_loss_coef: transformers has no balancing"):
-        engine_of("llama", router_aux_loss_coef=0.01)
 
 
 def test_a_coefficient_that_is_none_is_refused():
@@ -258,32 +216,3 @@ def test_a_plan_of_a_mixture_is_one_group_that_balances(tmp_path):
 def test_what_cannot_be_balanced_names_the_key(family, train, problem, tmp_path):
     with pytest.raises(ConfigError, match=problem):
         planned(tmp_path, family, **train)
-
-
-@pytest.mark.slow
-def test_another_weight_in_config_json_is_said(tmp_path, caplog):
-    with caplog.at_level("INFO", "megatrain"):
-        planned(tmp_path, "olmoe")
-    assert "balancing loss weighs 0.001, not 0.01 as in config.json" in caplog.text
-
-
-@pytest.mark.slow
-def test_a_plan_counts_what_balanced_layers_keep(tmp_path, monkeypatch):
-    monkeypatch.setenv("MEGATRAIN_CACHE", str(tmp_path))
-
-    def shape_and_inputs(coefficient: float) -> tuple[Any, int]:
-        request = Request.of_keywords(
-            tiny_config("mixtral"),
-            precision="float32",
-            device="cpu",
-            router_aux_loss_coef=coefficient,
-            tokens_per_step=64,
-            seq_len=16,
-        )
-        plan = plan_of(resolve(request, Machine.of(request)), checkpoints_written=0)
-        return plan.made_of.shape, plan.device["token ids and targets"]
-
-    (without, inputs), (balanced, more) = map(shape_and_inputs, (0.0, COEFFICIENT))
-    logits = 16 * 4 * 4 * without.layers  # of 4 experts, in float32
-    assert balanced.retained[-1].at(16) - without.retained[-1].at(16) == logits
-    assert more - inputs == 4 * 64

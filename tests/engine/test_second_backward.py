@@ -8,17 +8,14 @@ from functools import cache
 from typing import Any
 
 import pytest
-import torch
 
-from megatrain.engine.activations import Kept
 from megatrain.engine.engine import Engine
-from megatrain.errors import ConfigError, DivergedError, MegaTrainError
+from megatrain.errors import DivergedError, MegaTrainError
 from megatrain.losses import NextToken
-from megatrain.planner.cost.footprint import LiveBytes
 from megatrain.settings import ALL, Settings
 from tests.compare import differing
-from tests.delays import LANES, delay, failing, poison, take_staging_at_once
-from tests.runs import Steps, Trace, assert_same, run, state_of, train_with_a_break
+from tests.delays import LANES, delay, failing, poison
+from tests.runs import Steps, Trace, assert_same, run, state_of
 from tests.support import (
     Scaled,
     engine_of,
@@ -86,12 +83,6 @@ def test_nor_on_cuda_with_fp8_products_and_compiled_layers(family, precision, co
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", ["gemma2", "falcon-7b", "mixtral", "opt-projected"])
-def test_nor_in_other_families(family):
-    check_equal(family, replace(TWICE, offload_activations=True), STEPS[:2])
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("offload", [False, True])
 def test_nor_where_units_drop_out(offload):
     config = tiny_config("gpt-neox", hidden_dropout=0.2, attention_dropout=0.2)
@@ -111,13 +102,6 @@ def test_nor_where_layers_are_compiled():
     steps = [full_batches(seed, [(2, 16)] * 2) for seed in range(2)]
     config = tiny_config("llama", num_hidden_layers=2)
     check_equal(config, replace(TWICE, compile=True), steps, precision="float32")
-
-
-@pytest.mark.slow
-def test_a_run_with_a_break_may_go_on_with_stored_gradients(tmp_path):
-    engines = iter([make(), make(settings=ONCE)])
-    again = train_with_a_break(lambda: next(engines), STEPS, tmp_path)
-    assert_same(again, run(make(settings=ONCE), STEPS))
 
 
 @pytest.mark.slow
@@ -147,56 +131,6 @@ def test_evaluation_and_forgotten_slots_between_the_two_change_nothing():
         stored = run(make("qwen2-tied", ONCE), STEPS[:2])
         assert differing(state_of(engine), stored.state) == []
         engine.forward_backward(STEPS[2])  # closed between the two, it gives all back
-
-
-# -- the tests above can fail ----------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("broken", ["dropout", "boundary"])
-def test_another_seed_or_boundary_in_the_second_one_would_show(broken, monkeypatch):
-    config = tiny_config("gpt-neox", hidden_dropout=0.2)
-    with make(config) as engine:
-        engine.forward_backward(STEPS[0])
-        if broken == "dropout":
-            engine.parts.passes.step += 1
-        else:
-            restored = engine.parts.checkpoints.restore
-
-            def another(kept: Kept) -> torch.Tensor:
-                return restored(kept) * 1.5
-
-            monkeypatch.setattr(engine.parts.checkpoints, "restore", another)
-        engine.step()
-        assert differing(state_of(engine), run(make(config, ONCE), STEPS[:1]).state)
-
-
-@pytest.mark.slow
-def test_staging_that_is_taken_before_its_update_is_done_would_show():
-    """On a busy machine an update may have to be held up for longer until others overtake it."""
-    expected = run(make(settings=ONCE), STEPS[:1])
-
-    def shows(late_s: float) -> bool:
-        with delay(make(), ["update"], late_s, late_s) as engine:
-            take_staging_at_once(engine)
-            engine.train_step(STEPS[0])
-            return bool(differing(state_of(engine), expected.state))
-
-    assert any(shows(late_s) for late_s in (0.03, 0.2))
-
-
-# -- memory ----------------------------------------------------------------------------------------
-
-
-@pytest.mark.slow
-def test_what_the_second_one_needs_is_given_back_after_it():
-    with make() as engine:
-        engine.train_step(STEPS[0])
-        with LiveBytes() as live:
-            for batches in STEPS[:2]:
-                engine.train_step(batches)
-            assert live.live == 0
-            engine.train_step(STEPS[0], Scaled())
-            assert live.live == 0
 
 
 # -- steps that must not change the model ----------------------------------------------------------
@@ -234,24 +168,6 @@ def test_a_step_that_cannot_be_taken_leaves_the_state_as_it_was(what, settings, 
     assert differing(after, expected.state) == [], "the skipped step left a trace"
 
 
-class ByRows(NextToken):
-    """The mean over rows, whether or not they have targets."""
-
-    def denominator(self, batch: Any) -> float:
-        return float(len(batch["labels"]))
-
-
-@pytest.mark.parametrize("settings", [TWICE, ONCE], ids=["twice", "once"])
-def test_a_step_without_targets_is_skipped_whatever_its_loss_is_divided_by(settings):
-    with make("llama-tied", settings) as engine:
-        engine.train_step(STEPS[0], ByRows())
-        before = state_of(engine)
-        result = engine.train_step(without_targets(STEPS[2]), ByRows())
-        assert (result.skipped, result.loss, result.grad_norm) == (True, 0.0, 0.0)
-        assert differing(state_of(engine), before) == []
-        assert (engine.updates, engine.skipped) == (1, 1)
-
-
 @pytest.mark.parametrize(("resident", "layer"), [(0, 0), (0, 2), (ALL, 0)])
 def test_a_second_gradient_that_alone_is_not_finite_ends_the_run(resident, layer):
     with make(settings=replace(TWICE, resident=resident)) as engine:
@@ -279,21 +195,6 @@ def test_an_interrupt_before_the_first_update_loses_the_step_alone(monkeypatch):
         assert differing(state_of(engine), expected.state) == []
 
 
-def test_an_interrupt_before_the_norm_is_known_leaves_no_second_backward(monkeypatch):
-    with make() as engine:
-        engine.train_step(STEPS[0])
-        before = state_of(engine)
-        engine.forward_backward(STEPS[1])
-        with monkeypatch.context() as patch:
-            norm = failing(engine.parts.gradients.norm, 1, KeyboardInterrupt())
-            patch.setattr(engine.parts.gradients, "norm", norm)
-            with pytest.raises(KeyboardInterrupt):
-                engine.step()
-        assert engine.train_step(without_targets(STEPS[0])).skipped
-        assert (engine.updates, engine.skipped) == (1, 1)
-        assert differing(state_of(engine), before) == []
-
-
 def test_an_interrupt_between_updates_ends_the_run(monkeypatch):
     with make() as engine:
         engine.forward_backward(STEPS[0])
@@ -303,13 +204,3 @@ def test_an_interrupt_between_updates_ends_the_run(monkeypatch):
             engine.step()
         with pytest.raises(MegaTrainError, match="in the middle of an update"):
             engine.evaluate(STEPS[0])
-
-
-# -- what it cannot do -----------------------------------------------------------------------------
-
-
-def test_without_clipping_it_is_refused():
-    with pytest.raises(
-        ConfigError, match="second_backward: without clipping no norm is waited for"
-    ):
-        make(max_grad_norm=None)

@@ -41,14 +41,6 @@ def test_jobs_run_in_order_on_one_thread_that_is_not_the_caller_s(lane):
     assert done[0][1] != threading.get_ident()
 
 
-def test_submit_does_not_wait_for_the_job(lane):
-    release = threading.Event()
-    event = lane.submit(lambda _: release.wait())
-    assert not event.host.is_set()
-    release.set()
-    event.wait_host()
-
-
 def test_a_job_can_wait_for_an_event_of_another_lane(lane):
     seen: list[str] = []
     other, release = Lane("other"), threading.Event()
@@ -66,11 +58,6 @@ def test_a_job_can_wait_for_an_event_of_another_lane(lane):
     second.wait_host()
     other.close()
     assert seen == ["first", "second"]
-
-
-def test_waiting_for_nothing_returns_at_once(lane):
-    lane.submit(lambda _: lane.wait(None)).wait_host()
-    Compute(CPU).wait(None, "upload")
 
 
 @pytest.mark.parametrize("wait", [Event.wait_host, Event.synchronize])
@@ -99,15 +86,6 @@ def test_an_error_travels_through_a_lane_that_waits_for_it(lane):
     with pytest.raises(Broken):
         Compute(CPU).wait(dependent, "upload")
     other.close()
-
-
-def test_a_delay_runs_before_every_job_on_the_lane_s_thread(lane):
-    threads: list[int] = []
-    lane.delay = lambda: threads.append(threading.get_ident())
-    for _ in range(3):
-        lane.submit(lambda _: None).wait_host()
-    assert len(threads) == 3
-    assert set(threads) == {lane._thread.ident}
 
 
 def test_close_finishes_what_is_queued():
@@ -169,19 +147,6 @@ class Mark:
 
     def elapsed_time(self, later: Mark) -> float:
         return (later.at - self.at) * 1000
-
-
-def test_on_cuda_the_wait_for_an_upload_to_be_queued_is_a_stall_too(monkeypatch):
-    """While the host waits for a block's update before it queues the upload, the GPU runs dry."""
-    clock = [0.0]
-    stream = SimpleNamespace(wait_event=lambda event: None)
-    monkeypatch.setattr("megatrain.engine.streams._cuda_event", lambda timed=False: Mark(clock))
-    monkeypatch.setattr("torch.cuda.current_stream", lambda device: stream)
-    compute = Compute(torch.device("cuda", 0))
-    event = SlowEvent(clock, 5.0, update_s=3.0)
-    event.cuda = object()
-    compute.wait(event, "upload")
-    assert compute.take_stalls() == {"wait_nvme": 0.0, "wait_update": 3.0, "wait_upload": 2.0}
 
 
 def test_a_stall_on_cuda_that_is_not_over_is_told_the_next_time(monkeypatch):

@@ -6,8 +6,6 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -16,8 +14,6 @@ from torch import Tensor
 from megatrain.engine.ranks.exchange import Exchange
 from megatrain.engine.ranks.sums import SharedGradients
 from megatrain.engine.streams import Compute, Lane
-from megatrain.optim import AdamW
-from megatrain.settings import Settings
 from megatrain.world import World
 from tests.compare import differing
 from tests.engine.test_gradients import (
@@ -28,10 +24,7 @@ from tests.engine.test_gradients import (
     landed,
     random_micro_batches,
 )
-from tests.engine.test_races import never_wait
-from tests.engine.test_ranks import CHUNK, HOW, joined, train
 from tests.ranks import run_ranks
-from tests.support import micro_batches
 
 COUNTS = [[2, 1, 1], [1, 2, 0], [1, 0, 0]]  # micro-batches of each group and rank
 OWN: dict[str, tuple[int, ...]] = {"none": (), "tied": (0,), "some": (0, 1)}
@@ -51,6 +44,7 @@ class Rig:
         sums = [torch.full((span.numel,), 9.0) for span in spans]
         self.sink = Landed({**host})
         self.gradients = SharedGradients(
+            self.exchange,
             LAYOUTS,
             dtype,
             resident=0,
@@ -60,7 +54,6 @@ class Rig:
             download=self.lanes["download"],
             sink=self.sink,
             host_sums=sums.__getitem__,
-            exchange=self.exchange,
         )
         self.lanes["exchange"] = self.exchange.lane
 
@@ -163,66 +156,3 @@ def test_sums_are_by_group_and_rank_and_micro_batch_unless_they_stay(tmp_path):
             assert len({*norms}) == 1
             squares = sum(float(of.double().square().sum()) for of in plain.values())
             assert norms[0] == pytest.approx(squares**0.5, rel=1e-6)
-
-
-def test_the_order_shows_in_the_bits():
-    """Or the test above would prove nothing."""
-    by_group, by_rank = (expected(0, 3, own, torch.float32) for own in ((), range(len(LAYOUTS))))
-    assert len(differing(by_group, by_rank)) == len(LAYOUTS)
-
-
-FAULTS = [("exchange", "upload"), ("download", "exchange"), ("upload", "download")]
-
-
-def without_waits(world: World) -> list[dict[int, Tensor]]:
-    found = []
-    for waits_not, slow in FAULTS:
-        with rig(world, ()) as made:
-            made.lanes[waits_not].wait = never_wait  # type: ignore[method-assign,assignment]
-            made.lanes[slow].delay = partial(time.sleep, 0.02)
-            found.append(made.step(0)[0])
-    return found
-
-
-@pytest.mark.slow
-def test_without_its_waits_a_delay_changes_the_sums(tmp_path):
-    plain = expected(0, 2, (), torch.float32)
-    for fault, *shares in zip(FAULTS, *run_ranks(2, without_waits, tmp_path), strict=True):
-        whole = {block: torch.cat([of[block] for of in shares]) for block in plain}
-        assert differing(whole, plain) != [], fault
-
-
-# two groups, in the second of which only the first rank has one
-THREE = [micro_batches(seed, [(2, 9), (1, 6), (2, 7)]) for seed in range(2)]
-
-
-def engines(folder: Path) -> dict[str, dict[str, Any]]:
-    far: dict[str, Any] = {"nvme_blocks": 3, "nvme_folders": (folder,)}
-    return {
-        "tied, int8 moments": {"family": "llama-tied", "optimizer": AdamW(moments="int8")},
-        "unclipped, read": {"max_grad_norm": None, "settings": {"transport": "read"}},
-        "frozen, offloaded": {**HOW["frozen"], "settings": {"offload_activations": True}},
-        "on NVMe": {"settings": far},
-    }
-
-
-def trained(world: World, folder: Path) -> dict[str, Any]:
-    found = {}
-    for name, how in engines(folder).items():
-        settings = {**CHUNK, "groups": 2, "group_size": 1, **how.get("settings", {})}
-        found[name] = train(world, THREE, **how | {"settings": Settings(**settings)})
-    return found
-
-
-@pytest.mark.slow
-def test_engines_of_two_ranks_in_groups_are_one_of_one(tmp_path):
-    """(first + second) + third, in every bit."""
-    folder = tmp_path / "drive"
-    folder.mkdir()
-    job = partial(trained, folder=folder)
-    of_ranks, alone = run_ranks(2, job, tmp_path), job(World())
-    for name, (told, _, arrays) in alone.items():
-        for theirs, *_ in (of[name] for of in of_ranks):
-            assert [each[1:] for each in theirs] == [each[1:] for each in told], name
-        ours = joined([of[name][2] for of in of_ranks])
-        assert differing(ours, arrays) == [], name

@@ -18,7 +18,6 @@ from megatrain.machine.hardware import read_hardware
 from megatrain.machine.profile import known_or_typical
 from megatrain.models.recorder import boundaries_of
 from megatrain.models.skeleton import Skeleton
-from megatrain.planner.cost.shape import shape_of
 from megatrain.settings import Settings
 from tests.engine.test_shared_sequences import check
 from tests.kernel_packages import deaf, install, separating
@@ -28,7 +27,6 @@ CPU = torch.device("cpu")
 LAYERS: Any = {"num_hidden_layers": 4, "layer_types": ["linear_attention", "full_attention"] * 2}
 ROPE: Any = {"rope_type": "default", "mrope_section": [2, 1, 1], "partial_rotary_factor": 1.0}
 TEXT: Any = SIZES | LINEAR | LAYERS | {"head_dim": 8, "rope_parameters": ROPE}
-TOWER: Any = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2}
 CONFIGS: dict[str, Any] = {
     "qwen3_next": tiny_config("qwen3-next", num_hidden_layers=4),
     "qwen3_5": transformers.Qwen3_5TextConfig(**TEXT),
@@ -59,15 +57,6 @@ def test_rows_in_one_sequence_have_the_gradients_of_rows_apart(family, monkeypat
     check(CONFIGS[family], [7, 5, 4, 3, 2], 13, SHARE, settings=settings)
 
 
-@pytest.mark.slow
-def test_so_have_those_of_a_model_that_sees_images(monkeypatch):
-    install(monkeypatch, "qwen3_5", separating)
-    config = transformers.Qwen3_5Config(text_config=TEXT, vision_config=TOWER)
-    config.architectures = ["Qwen3_5ForConditionalGeneration"]
-    assert Skeleton(config).separates_documents(CPU)
-    check(config, [7, 5, 4, 3, 2], 13, SHARE)
-
-
 def absent(name: str, plain: Callable[..., Any]) -> None:
     """No package is there."""
 
@@ -92,26 +81,6 @@ def test_kernels_that_do_not_hear_it_are_noticed(family, monkeypatch, kernels, w
     assert re.search(why, str(skeleton.why_together(CPU)))
     with pytest.raises(AssertionError):  # documents leak
         check(CONFIGS[family], [7, 5, 4, 3, 2], 13, SHARE)
-
-
-def test_nothing_is_told_where_masks_keep_documents_apart():
-    skeleton = Skeleton(tiny_config("llama"))
-    assert skeleton.separates_documents(CPU)
-    assert not skeleton.told_documents(CPU)
-
-
-@pytest.mark.slow
-def test_dry_runs_are_told_nothing_and_count_masks_where_there_are_any(family, monkeypatch):
-    install(monkeypatch, family, separating)
-    skeleton = Skeleton(CONFIGS[family], dtype=torch.float32)
-    _, calls = skeleton.dry_call(2, 8)
-    names = {name for call in calls for name in call.kwargs}
-    assert names.isdisjoint({"cu_seq_lens_q", "seq_idx"})
-    packed, rows = (
-        [layer.forward for layer in shape_of(skeleton, 8, [16], padded=padded).cost.layers]
-        for padded in (True, False)
-    )
-    assert [a != b for a, b in zip(packed, rows, strict=True)] == skeleton.masked
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="would be tried there")
@@ -162,17 +131,3 @@ def test_with_the_kernels_themselves(family, monkeypatch, precision, share, comp
     settings = Settings(head_chunk_tokens=64, compile=compiled, retained=1)
     options = {"precision": precision, "settings": settings, "device": "cuda"}
     check(config, [70, 50, 40, 30, 20], 128, share, **options)
-
-
-@pytest.mark.cuda
-@pytest.mark.skipif(find_spec("fla") is None, reason="needs fla")
-@pytest.mark.filterwarnings("ignore")  # of what fla finds not installed
-def test_a_convolution_that_does_not_hear_it_is_noticed_beside_them(family, monkeypatch):
-    def half(name: str, plain: Callable[..., Any]) -> Callable[..., Any] | None:
-        return (deaf if name.startswith("causal") else real)(name, plain)
-
-    install(monkeypatch, family, half)
-    config = type(CONFIGS[family])(**CONFIGS[family].to_dict() | WIDE)
-    skeleton = Skeleton(config)
-    assert not skeleton.separates_documents(torch.device("cuda"))
-    assert "logits move" in str(skeleton.why_together(torch.device("cuda")))

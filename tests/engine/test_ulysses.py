@@ -1,5 +1,4 @@
-"""Ranks that share sequences compute what one rank computes, up to the order of sums; attention is
-that of one rank in every bit."""
+"""Ranks that share sequences compute what one rank computes, up to the order of sums."""
 
 from __future__ import annotations
 
@@ -9,20 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.models.llama.modeling_llama import eager_attention_forward
 
-from megatrain.engine.objective import Objective
-from megatrain.engine.ranks.context_parallel import AllToAll, ContextParallel
-from megatrain.engine.ranks.sums import RankPeers
+from megatrain.engine.ranks.context_parallel import ContextParallel
 from megatrain.engine.streams import Compute, Lane
 from megatrain.errors import ConfigError, DataError
-from megatrain.losses import Dpo, find_targets
-from megatrain.models.ulysses import Around, attend, piece_of
 from megatrain.settings import Settings
 from megatrain.world import World
-from tests.compare import distance
 from tests.engine.test_ranks import arrays_of, assert_near, joined
 from tests.ranks import run_ranks
 from tests.support import engine_of, micro_batches, tiny_config
@@ -100,7 +91,7 @@ def all_of(world: World) -> Any:
     world = world.sharing_sequences(2)
     found = {how: train(world, **HOW[how]) for how in HOW}
     found["late"] = train(world, late="exchange", **HOW["three heads to a group"])
-    return found | {"attention": attention(world), "read": read(world), "refused": mixed_up(world)}
+    return found | {"refused": mixed_up(world)}
 
 
 @pytest.fixture(scope="module")
@@ -141,101 +132,7 @@ def test_teams_have_micro_batches_of_their_own(tmp_path):
     assert_near(run_ranks(4, teams, tmp_path), expected)
 
 
-# -- attention -------------------------------------------------------------------------------------
-
-TOKENS = 12
-SHAPES = {"even": (6, 2), "one group": (4, 1), "uneven heads": (3, 3), "uneven groups": (6, 3)}
-KERNELS: dict[str, Any] = {"sdpa": sdpa_attention_forward, "eager": eager_attention_forward}
-OPTIONS = {"scaling": 8**-0.5, "dropout": 0.0}
-SEEN = torch.ones(TOKENS, TOKENS, dtype=torch.bool).tril()
-MASKS: dict[str, Any] = {
-    "causal": SEEN,
-    "windows": SEEN & ~SEEN.tril(-5),
-    "packed": torch.block_diag(SEEN[:5, :5], SEEN[:7, :7]),
-}
-
-
-class Attention(nn.Module):
-    """The attributes of a module that implementations read."""
-
-    is_causal = True
-
-    def __init__(self, heads: int, groups: int) -> None:
-        super().__init__()
-        self.num_key_value_groups = heads // groups
-
-
-def states(shape: str) -> list[torch.Tensor]:
-    """Queries, keys and values of whole sequences."""
-    generator = torch.Generator().manual_seed(0)
-    heads, groups = SHAPES[shape]
-    widths = {heads: 8, groups: 8}
-    return [
-        torch.randn(2, count, TOKENS, widths[count], generator=generator)
-        for count in (heads, groups, groups)
-    ]
-
-
-def mask_for(kernel: str, mask: str) -> torch.Tensor | None:
-    seen = MASKS[mask][None, None]
-    if kernel == "eager":
-        return torch.zeros(seen.shape).masked_fill(~seen, torch.finfo(torch.float32).min)
-    return None if mask == "causal" else seen
-
-
-def attention(world: World) -> dict[tuple[str, str, str], list[Any]]:
-    """This rank's piece of the outputs, and of the gradients of queries, keys and values."""
-    lane, found = Lane("exchange"), dict[tuple[str, str, str], list[Any]]()
-    trade = AllToAll(world, Compute(torch.device("cpu")), lane)
-    for shape in SHAPES:
-        for kernel, run in KERNELS.items():
-            for mask in MASKS:
-                own = piece_of(TOKENS, world.cp_rank, world.cp_size)
-                given = [state[:, :, own].clone().requires_grad_() for state in states(shape)]
-                module, seen = Attention(*SHAPES[shape]), mask_for(kernel, mask)
-                query, key, value = given
-                around = Around(trade, kernel)
-                out = attend(around, run, module, query, key, value, seen, OPTIONS)
-                out.square().sum().backward()
-                found[shape, kernel, mask] = [out.detach(), *(state.grad for state in given)]
-    lane.close()
-    return found
-
-
-@pytest.mark.slow
-def test_every_head_is_that_of_one_rank_in_every_bit(of_ranks):
-    for shape in SHAPES:
-        for kernel in KERNELS:
-            for mask in MASKS:
-                given = [state.requires_grad_() for state in states(shape)]
-                module, seen = Attention(*SHAPES[shape]), mask_for(kernel, mask)
-                out = KERNELS[kernel](module, *given, seen, **OPTIONS)[0]
-                out.square().sum().backward()
-                pieces = zip(
-                    *(found["attention"][shape, kernel, mask] for found in of_ranks), strict=True
-                )
-                ours, *grads = pieces
-                assert torch.equal(torch.cat(ours, 1), out)
-                for grad, state in zip(grads, given, strict=True):
-                    assert state.grad is not None
-                    assert distance(torch.cat(grad, 2), state.grad) < 1e-6
-
-
 # -- what is not in pieces -------------------------------------------------------------------------
-
-
-def read(world: World) -> Any:
-    with engine_of("llama", world=world) as engine:
-        ids = STEPS[0][0]["input_ids"]
-        return engine.logits(ids), engine.generate(ids[:1], max_new_tokens=3)
-
-
-@pytest.mark.slow
-def test_every_rank_reads_whole_sequences(of_ranks):
-    logits, answer = read(World())
-    for found in of_ranks:
-        assert torch.equal(found["read"][0], logits)
-        assert found["read"][1] == answer
 
 
 def mixed_up(world: World) -> str:
@@ -252,21 +149,6 @@ def test_ranks_that_share_sequences_cannot_be_given_others(of_ranks):
 def sharing(size: int) -> ContextParallel:
     world, lane = World(0, size, 0, size, cp_size=size), Lane("exchange")
     return ContextParallel(world, tiny_config("llama"), Compute(torch.device("cpu")), lane)
-
-
-@pytest.mark.parametrize("pieces", [2, 3, 5])
-def test_every_target_is_in_one_piece(pieces):
-    batch = sharing(pieces).lengthened(micro_batches(0, [(3, 13)])[0])
-    tokens = batch["input_ids"].shape[1]
-    assert tokens % pieces == 0 and tokens - 13 < pieces
-    whole = find_targets(batch["labels"])
-    hidden = torch.arange(3 * tokens).view(3, tokens)  # each place's number
-    found = list[tuple[int, int]]()
-    for piece in range(pieces):
-        part = whole.of_piece(tokens, piece, pieces)
-        own = hidden[:, piece_of(tokens, piece, pieces)].flatten()
-        found += zip(own[part.index].tolist(), part.labels.tolist(), strict=True)
-    assert sorted(found) == [*zip(whole.index.tolist(), whole.labels.tolist(), strict=True)]
 
 
 def test_padding_that_the_model_cannot_read_is_refused():
@@ -299,14 +181,3 @@ def test_what_is_not_computed_in_pieces_is_refused(what):
     options, words = NOT_IN_PIECES[what]
     with pytest.raises(ConfigError, match=f"context_parallel: 2 does not work with .*{words}"):
         engine_of(**{"model": "llama", "world": SHARED, **options})
-
-
-def test_losses_over_sequences_are_refused():
-    with pytest.raises(ConfigError, match=r"context_parallel: 2 .* Dpo, a loss over whole seq"):
-        RankPeers(SHARED).agreed(Objective(Dpo(), {}, 0), [])
-
-
-def test_as_many_as_divide_the_ranks_of_a_host_share():
-    with pytest.raises(ConfigError, match="3 ranks cannot share sequences where a host has 4"):
-        World(0, 4, 0, 4).sharing_sequences(3)
-    assert World(0, 4, 0, 4).sharing_sequences(1).cp_size == 1

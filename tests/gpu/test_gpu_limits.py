@@ -16,7 +16,7 @@ from megatrain.memory import slab
 from megatrain.recipes.model import bench_config
 from megatrain.recipes.planned_machine import find_machine
 from megatrain.reporting.energy import EnergyMeter
-from megatrain.reporting.meters import GpuMeter, allocator_retries
+from megatrain.reporting.meters import GpuMeter
 from megatrain.settings import Settings
 from tests.compare import differing
 from tests.runs import run
@@ -49,16 +49,6 @@ def test_memory_that_may_not_be_pinned_gives_the_same_bits(
     assert differing(pinned, pageable) == []
 
 
-def test_a_refusal_to_pin_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
-    """CUDA's own, of memory that is registered already, must not come back at the next launch."""
-    held = slab.Slab("first", 1 << 21, pinned=True, threads=1)
-    code = int(slab._cudart().cudaHostRegister(held.bytes.data_ptr(), held.nbytes, 0))
-    assert code != 0
-    slab._forget_error()
-    assert float(torch.ones(8, device="cuda").sum()) == 8
-    held.close()
-
-
 @pytest.fixture
 def unlimited() -> Iterator[None]:
     """Whatever a test limits, later ones have the whole GPU."""
@@ -74,25 +64,6 @@ def test_memory_gpu_is_a_limit_that_pytorch_keeps() -> None:
     torch.empty(1 << 30, dtype=torch.uint8, device="cuda")
     with pytest.raises(torch.cuda.OutOfMemoryError):
         torch.empty(3 << 30, dtype=torch.uint8, device="cuda")
-
-
-@pytest.mark.usefixtures("unlimited")
-def test_giving_back_what_is_kept_is_counted() -> None:
-    torch.cuda.empty_cache()
-    mib, (_, total) = 1 << 20, torch.cuda.mem_get_info()
-
-    def take(n: int) -> torch.Tensor:
-        return torch.empty(n * mib, dtype=torch.uint8, device="cuda")
-
-    held = torch.cuda.memory_reserved()
-    torch.cuda.set_per_process_memory_fraction((held + 320 * mib) / total)
-    before = take(160)
-    behind = take(64)  # so that the hole before it cannot grow
-    counted = allocator_retries()
-    del before
-    larger = take(200)  # beside the hole there is no room for it
-    assert allocator_retries() == counted + 1
-    del behind, larger
 
 
 def test_a_busy_gpu_takes_energy() -> None:

@@ -6,13 +6,12 @@ import pytest
 import torch
 
 from megatrain.machine.datasheets import peak_tflops
-from megatrain.machine.hardware import CUBLAS_WORKSPACE_BYTES, MIB, bf16_is_fast, read_hardware
+from megatrain.machine.hardware import bf16_is_fast, read_hardware
 from megatrain.machine.profile import MachineProfile, interpolate
-from megatrain.measure.checks import check, pcie_link
+from megatrain.measure.checks import check
 from megatrain.measure.profile import measure_machine
 
 GPU = torch.device("cuda", 0)
-CUBLAS_LT_WORKSPACE_BYTES = 1 * MIB  # which fp8 products ask for
 HELD_BEFORE = [0, 0]  # by other tests: allocated, reserved
 
 
@@ -60,13 +59,6 @@ def test_both_ways_carry_more_than_one_and_less_than_two(profile: MachineProfile
     )
 
 
-def test_pcie_is_within_its_link(profile: MachineProfile) -> None:
-    link = pcie_link()
-    if link is None:
-        pytest.skip("the driver does not name the link")
-    assert profile.upload < link.rate
-
-
 def test_products_are_below_the_peak(profile: MachineProfile) -> None:
     rates = [rate for _, rate in (*profile.matmul, *profile.matmul_fp32, *profile.attention)]
     peak = peak_tflops(torch.cuda.get_device_name(GPU))
@@ -80,18 +72,6 @@ def test_products_are_below_the_peak(profile: MachineProfile) -> None:
 
 def test_the_devices_update_is_bound_by_its_memory(profile: MachineProfile) -> None:
     assert 0.5 * profile.memory / 26 < profile.device_update < 1.2 * profile.memory / 26
-
-
-def test_a_busy_link_and_the_update_do_not_speed_each_other_up(profile: MachineProfile) -> None:
-    assert 0 < profile.update_busy < 1.5 * max(rate for _, rate in profile.update)
-    assert 0 < profile.both_busy < 1.1 * profile.both
-
-
-def test_memory_is_given_back(profile: MachineProfile) -> None:
-    allocated, reserved = HELD_BEFORE
-    workspaces = CUBLAS_WORKSPACE_BYTES + CUBLAS_LT_WORKSPACE_BYTES
-    assert torch.cuda.memory_allocated() <= allocated + workspaces
-    assert torch.cuda.memory_reserved() <= reserved + workspaces + 64 * MIB
 
 
 def test_the_machine_is_checked(profile: MachineProfile, tmp_path: Path) -> None:

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 
+from megatrain.engine.components import AppliedGradients
 from megatrain.engine.engine import Engine
-from megatrain.engine.gradient_sinks import AppliedGradients
 from megatrain.settings import Settings
 from tests.runs import train_engine
 from tests.support import engine_of, full_batches, tiny_config
@@ -97,17 +97,6 @@ def test_gradients_that_are_computed_twice_take_no_host_memory_but_their_staging
     assert more <= 2 * BOUNDARY
 
 
-def test_a_closed_engine_gives_the_device_memory_back():
-    def use() -> None:
-        with make(4) as engine:
-            engine.train_step(full_batches(0, SHAPES))
-
-    use()  # leaves cuBLAS's workspaces
-    before = allocated()
-    use()
-    assert allocated() == before
-
-
 @pytest.mark.parametrize("clip", [0.5, None], ids=["clipped", "unclipped"])
 def test_what_is_transferred_is_pinned_and_the_rest_is_not(clip):
     with make(4, max_grad_norm=clip) as engine:
@@ -115,12 +104,6 @@ def test_what_is_transferred_is_pinned_and_the_rest_is_not(clip):
             assert engine.store.array(name, 1).is_pinned() == spec.transferred, name
         if isinstance(engine.parts.sink, AppliedGradients):
             assert all(buffer.is_pinned() for buffer in engine.parts.sink.ring.buffers)
-
-
-def test_pinned_memory_can_be_taken_and_given_back_many_times():
-    for _ in range(10):
-        with make(2, max_grad_norm=None) as engine:
-            engine.train_step(full_batches(0, SHAPES))
 
 
 def peak(settings: Settings) -> int:

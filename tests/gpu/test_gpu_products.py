@@ -23,13 +23,6 @@ def test_a_gradient_added_as_vectors_has_the_bits_of_a_plain_addition(shape):
     assert torch.equal(total, expected)
 
 
-def test_what_does_not_suit_vectors_is_added_plainly():
-    total, gradient = random(7, 9, dtype=torch.float32), random(9, 7, seed=1).t()
-    expected = total + gradient
-    Sum(total, empty=False).add(gradient)
-    assert torch.equal(total, expected)
-
-
 @pytest.mark.parametrize("empty", [True, False])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_a_product_is_added_in_float32(dtype, empty):

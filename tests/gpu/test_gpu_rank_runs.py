@@ -86,12 +86,3 @@ def test_a_killed_run_goes_on_to_the_bit_and_a_finished_one_with_fewer_gpus(proj
         steps, gpus = steps + 4, gpus // 2
         done("resume", "run", f"train.max_steps={steps}", f"gpus={gpus}")
         assert max(losses("run")) == steps
-
-
-def test_no_more_gpus_are_used_than_a_step_has_rows_for(project):
-    keys = ("device=cuda", "compile=false", "train.tokens_per_step=null", "train.rows_per_step=1")
-    command = started("train", "cfg.yaml", *keys, "train.max_steps=2")
-    _, said = command.communicate(timeout=STARTED_S)
-    assert command.returncode == 0, said
-    assert f"a step of 1 row has work for at most 1 GPU: 1 of {GPUS} are used" in said
-    assert len(losses("run")) == 2

@@ -11,10 +11,10 @@ import pytest
 import torch
 from transformers import LlamaConfig
 
+from megatrain.engine.components import PRECISIONS
 from megatrain.engine.constructors import arguments_of
 from megatrain.engine.engine import Engine
 from megatrain.engine.head import token_logprobs
-from megatrain.engine.parts import PRECISIONS
 from megatrain.engine.ranks.weights import GatheredWeights
 from megatrain.engine.request import Request
 from megatrain.engine.resolved import scores_on_meta

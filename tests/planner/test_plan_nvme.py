@@ -12,7 +12,7 @@ import pytest
 import torch
 from rich.console import Console
 
-from megatrain.engine.parts import open_store
+from megatrain.engine.components import open_store
 from megatrain.errors import PlanError
 from megatrain.machine.hardware import GIB, Hardware
 from megatrain.machine.profile import typical

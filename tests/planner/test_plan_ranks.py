@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatrain.engine.parts import open_store
+from megatrain.engine.components import open_store
 from megatrain.engine.resolved import state_bytes
 from megatrain.errors import ConfigError, PlanError
 from megatrain.machine.hardware import COMMUNICATOR_HOST_BYTES, GIB, MIB, communicator_bytes

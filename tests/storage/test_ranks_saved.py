@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import torch
 
+from megatrain.engine.components import open_store
 from megatrain.engine.engine import Engine
-from megatrain.engine.parts import open_store
 from megatrain.errors import ConfigError, DamagedError, MegaTrainError, ModelError, StorageError
 from megatrain.models.anatomy import layouts_of
 from megatrain.models.pretrained import ModelSource, read_model_config, resolve_source

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from megatrain.engine.streams import Compute, Event, Lane
+from megatrain.engine.streams import Compute, Lane
 from megatrain.errors import DataError
 from megatrain.losses import IGNORE, Targets
 from megatrain.models.recorder import LayerCall
@@ -28,11 +28,7 @@ HEADS, TOKENS = 1, 2  # dimensions of attention's inputs; its output has them th
 
 # why: decision 0102
 class ContextParallel:
-    """One rank's part of the sequences that a group of ranks share.
-
-    Attributes:
-        rank, size: in that group; of `size` equal parts of a sequence this rank has part `rank`.
-    """
+    """Part `rank` of `size` equal parts of the sequences that a group of ranks share."""
 
     def __init__(self, world: World, config: Any, compute: Compute, lane: Lane) -> None:
         self.rank, self.size = world.cp_rank, world.cp_size
@@ -41,8 +37,7 @@ class ContextParallel:
     def around_layers(
         self, hidden: Tensor, calls: Sequence[LayerCall]
     ) -> tuple[Tensor, list[LayerCall]]:
-        """This rank's part of hidden states [batch, tokens, hidden], and the layers' calls on it,
-        in which attention sees all ranks' tokens."""
+        """This rank's part of hidden [batch, tokens, hidden], and the layers' calls on it."""
         own, around = piece_of(hidden.shape[1], self.rank, self.size), self._around
         return hidden[:, own], [call_of_piece(call, hidden.shape, own, around) for call in calls]
 
@@ -53,11 +48,9 @@ class ContextParallel:
     def lengthened(
         self, batch: Mapping[str, Tensor], longest: int | None = None
     ) -> Mapping[str, Tensor]:
-        """A micro-batch with sequences of a multiple of `size` tokens: padding, in documents of its
-        own, behind.
+        """A micro-batch padded to a multiple of `size` tokens; the padding is documents of its own.
 
-        Raises DataError if that makes them longer than the `longest` that the model reads, or for
-        an attention_mask that is not one of tokens.
+        Raises DataError if that is longer than the model reads, or a mask is not one of tokens.
         """
         shape = batch["input_ids"].shape
         missing = -shape[1] % self.size
@@ -110,17 +103,16 @@ class AllToAll:
         return found  # type: ignore[no-any-return]
 
     def swapped(self, states: Sequence[Tensor], split: int, join: int) -> list[Tensor]:
-        """Each cut along `split` into a part for every rank; what came from them, joined along
-        `join`."""
+        """Send every rank its part along `split`; what came from them, joined along `join`."""
         sent = [torch.stack(state.chunk(self.ranks, split)) for state in states]
         received = [torch.empty_like(parts) for parts in sent]
-        computed = self._compute.record()
 
-        def job(_: Event) -> None:
-            self._lane.wait(computed)  # wait: what is sent may still be computed
+        def swap() -> None:
             for theirs, ours in zip(received, sent, strict=True):
                 trade_parts(theirs, ours, self._group)
 
+        # wait: what is sent may still be computed
+        swapped = self._lane.after([self._compute.record()], swap)
         # wait: nothing that is sent or received may be read, or its memory used again, before
-        self._compute.wait(self._lane.submit(job), "exchange")
+        self._compute.wait(swapped, "exchange")
         return [torch.cat(parts.unbind(0), join) for parts in received]

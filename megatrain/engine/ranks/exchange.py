@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from megatrain.engine.streams import Compute, Lane
 from megatrain.machine.hardware import reach_each_other
@@ -26,15 +27,14 @@ from megatrain.world import World, gather_whole, scatter_sum, trade_parts
 class Exchange:
     """Collectives of a world of several ranks, for jobs of `lane`.
 
-    Of several hosts each is one of ranks that stand in for each other on their hosts, over the
-    network, and one of the ranks of a host. Sums go the other way.
+    With several hosts each is two: among ranks in the same place on their hosts, over the network,
+    and among the ranks of a host. Sums go the other way.
 
     Args:
-        layouts: of all blocks.
-        wire: of sums between hosts: fp32, or bf16, to which each host's is rounded once.
+        wire: dtype of sums between hosts: fp32, or bf16, to which each host's is rounded once.
 
     Attributes:
-        slowest: what a wait for sums is a wait for: exchange, or network.
+        slowest: cause of waits for sums: exchange, or network.
     """
 
     def __init__(
@@ -64,32 +64,32 @@ class Exchange:
         """This rank's share of a block's trained tensors, which are the first ones."""
         return self._trained[block]
 
-    def gather(self, whole: torch.Tensor, share: torch.Tensor) -> None:
-        """Fill `whole` with every rank's `share`, in the order of `World.place`, of any dtype."""
-        # across hosts first: each rank's part of the block, once over the network; then on the host
+    def gather(self, whole: Tensor, share: Tensor) -> None:
+        """Fill `whole` with every rank's `share`, in the order of `World.place`."""
+        # across hosts first: each rank's part crosses the network once
         if self.world.across is not None:
             share = self.gather_across(whole, share)
         if self.world.local is not None:
             self.gather_here(whole, share)
 
-    def part(self, whole: torch.Tensor) -> torch.Tensor:
+    def part(self, whole: Tensor) -> Tensor:
         """The part of `whole` that this rank and those in its place on other hosts own together."""
-        part: torch.Tensor = whole.view(self.world.local_size, -1)[self.world.local_rank]
+        part: Tensor = whole.view(self.world.local_size, -1)[self.world.local_rank]
         return part
 
-    def gather_across(self, whole: torch.Tensor, share: torch.Tensor) -> torch.Tensor:
+    def gather_across(self, whole: Tensor, share: Tensor) -> Tensor:
         """Fill this rank's `part` of `whole`, which is returned, over the network."""
         part = self.part(whole)
         gather_whole(part, share, self.world.across)
         return part
 
-    def gather_here(self, whole: torch.Tensor, part: torch.Tensor) -> None:
-        """Fill `whole` with the parts of this host's ranks. part: may be where it belongs."""
+    def gather_here(self, whole: Tensor, part: Tensor) -> None:
+        """Fill `whole` with the parts of this host's ranks, of which this one's may be there."""
         gather_whole(whole, part, self.world.local)
 
-    def summed(self, total: torch.Tensor) -> torch.Tensor:
-        """This rank's share of the sum of all ranks' `total` [ranks x share], in fp32, added in the
-        order of ranks: of each host, and then over hosts. Valid until the next call."""
+    def summed(self, total: Tensor) -> Tensor:
+        """This rank's share of the fp32 sum of all ranks' `total` [ranks x share], in the order of
+        ranks: of each host, then over hosts. Valid until the next call."""
         received = self._received[: len(total)]
         # on the host first: 1 / local_size of the bytes then crosses the network
         if self.world.local is not None:
@@ -98,15 +98,12 @@ class Exchange:
             total = self.summed_across(total, received[: len(total)])
         return total
 
-    def summed_across(self, total: torch.Tensor, received: torch.Tensor) -> torch.Tensor:
-        """This rank's share of the sum of all hosts' `total`, over the network.
-
-        received: of the size of `total`, and other memory, in which the result may be.
-        """
+    def summed_across(self, total: Tensor, received: Tensor) -> Tensor:
+        """This rank's share of the sum of all hosts' `total`, perhaps in `received`."""
         given = total, received, self.world.hosts, self.world.across
         return _added_up(*given)[0] if self.wire == total.dtype else _rounded(*given, self.wire)
 
-    def all_norms(self, mine: torch.Tensor, block: int) -> torch.Tensor:
+    def all_norms(self, mine: Tensor, block: int) -> Tensor:
         """The norms of all rows of a block, from those of this rank's share."""
         rows = self.shares[block] // BLOCK_ALIGNMENT
         # the last ranks own less, or nothing; collectives want equal parts
@@ -119,13 +116,8 @@ class Exchange:
         self.lane.close()
 
 
-def _added_up(
-    total: torch.Tensor, received: torch.Tensor, ranks: int, group: Any
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """One of `ranks` parts of the sum over a group, and what of `received` is free again.
-
-    received: of the size of `total`, and other memory.
-    """
+def _added_up(total: Tensor, received: Tensor, ranks: int, group: Any) -> tuple[Tensor, Tensor]:
+    """One of `ranks` parts of the sum over a group, and what of `received` is free again."""
     if ranks == 2 and total.is_cuda:  # a sum of two has one order, so the library may add
         part = received[: len(total) // 2]
         scatter_sum(part, total, group=group)
@@ -136,11 +128,9 @@ def _added_up(
     return _sum(first, others), received[len(first) :]
 
 
-def _rounded(
-    total: torch.Tensor, received: torch.Tensor, ranks: int, group: Any, wire: torch.dtype
-) -> torch.Tensor:
-    """As `_added_up`, of what is rounded to the 16 bits of `wire` before it is sent, or added here:
-    so nobody's part counts for more."""
+def _rounded(total: Tensor, received: Tensor, ranks: int, group: Any, wire: torch.dtype) -> Tensor:
+    """As `_added_up`, in the 16 bits of `wire`."""
+    # this rank's own part, too: nobody's counts for more
     sent, found = received.view(wire).view(2, -1)
     sent.copy_(total)
     trade_parts(found, sent, group)
@@ -148,7 +138,7 @@ def _rounded(
     return _sum(received[: len(first)].copy_(first), others)  # over what was sent
 
 
-def _sum(total: torch.Tensor, others: Sequence[torch.Tensor]) -> torch.Tensor:
+def _sum(total: Tensor, others: Sequence[Tensor]) -> Tensor:
     """Add to `total` in place, in fp32 and in their order."""
     for other in others:
         total += other

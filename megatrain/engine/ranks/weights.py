@@ -8,15 +8,18 @@ weights cross the network once a step. Later sweeps upload that, and gather on t
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import final
+from typing import Any, final
 
 import torch
+from torch import Tensor
 
 from megatrain.engine.ranks.exchange import Exchange
 from megatrain.engine.streamer import Slot, StoredWeights
 from megatrain.engine.streams import Event, Lane
 from megatrain.memory.sizes import SHARE_BUFFERS
 from megatrain.memory.slab import Slab, slabs_of
+from megatrain.memory.store import Store
+from megatrain.settings import Settings
 
 
 # why: decision 0101
@@ -24,8 +27,8 @@ from megatrain.memory.slab import Slab, slabs_of
 class GatheredWeights:
     """The weight source of a rank. No block is read where it lives: there each rank has its share.
 
-    Args:
-        replicated: number of blocks, the first ones, that stay whole until weights change.
+    Attributes:
+        own: number of blocks, the first ones, that stay whole until weights change.
         kept: with several hosts, what this one keeps of weights.
     """
 
@@ -40,12 +43,9 @@ class GatheredWeights:
         kept: HostWeights | None = None,
     ) -> None:
         self._copies, self.exchange, self.own, self.kept = copies, exchange, replicated, kept
-        self.numels = [exchange.padded(block) for block in range(len(exchange.shares))]
-        shares = [
-            share
-            for block, share in enumerate(exchange.shares)
-            if copies.store.whole_in_ram(block) is None
-        ]
+        self.numels: Sequence[int] = [*map(exchange.padded, range(len(exchange.shares)))]
+        alone = copies.store.whole_in_ram
+        shares = [share for n, share in enumerate(exchange.shares) if alone(n) is None]
         size, device = max(shares, default=0), exchange.device
         # on their way into slots, in turn
         self._shares = [
@@ -79,64 +79,41 @@ class GatheredWeights:
         if self.kept is not None:
             self.kept.forget()
 
-    def _gather(
-        self, slot: Slot, whole: torch.Tensor, mine: torch.Tensor, uploaded: Event
-    ) -> Event:
+    def _gather(self, slot: Slot, whole: Tensor, mine: Tensor, uploaded: Event) -> Event:
         """Queue the exchange of all ranks' shares of a block, into its slot."""
-        exchange, free = self.exchange, slot.free
-
-        def job(_: Event) -> None:
-            exchange.lane.wait(uploaded)  # wait: this rank's share is on its way up
-            exchange.lane.wait(free)  # wait: the computation may still read what is in this slot
-            exchange.gather(whole, mine)
-
-        return exchange.lane.submit(job)
+        # wait: this rank's share is on its way up; the computation may still read the slot
+        before = uploaded, slot.free
+        return self.exchange.lane.after(before, lambda: self.exchange.gather(whole, mine))
 
     # -- of several hosts --------------------------------------------------------------------------
 
-    def _cross(
-        self, block: int, slot: Slot, whole: torch.Tensor, mine: torch.Tensor, uploaded: Event
-    ) -> Event:
+    def _cross(self, block: int, slot: Slot, whole: Tensor, mine: Tensor, uploaded: Event) -> Event:
         """Queue what crosses the network, which this host keeps if the slot does not."""
-        exchange, kept, before = self.exchange, self.kept, self._busy(slot)
+        exchange, kept = self.exchange, self.kept
         assert kept is not None
-
-        def job(_: Event) -> None:
-            exchange.lane.wait(uploaded)  # wait: this rank's share is on its way up
-            for event in before:
-                exchange.lane.wait(event)  # wait: what is in this slot may still be used
-            exchange.gather_across(whole, mine)
-
-        crossed = exchange.lane.submit(job)
+        # wait: this rank's share is on its way up; what is in this slot may still be used
+        before = uploaded, *self._busy(slot)
+        crossed = exchange.lane.after(before, lambda: exchange.gather_across(whole, mine))
         if block >= kept.first:
             self._kept[slot] = kept.keep(block, exchange.part(whole), crossed)
         return crossed
 
-    def _bring(self, slot: Slot, whole: torch.Tensor, source: torch.Tensor, there: Event) -> None:
+    def _bring(self, slot: Slot, whole: Tensor, source: Tensor, there: Event) -> None:
         """Queue the upload of what this host has kept of a block, and the exchange on it."""
-        lane, part, before = self._copies.lane, self.exchange.part(whole), self._busy(slot)
-
-        def job(_: Event) -> None:
-            lane.wait(there)  # wait: it may still be on its way down
-            for event in before:
-                lane.wait(event)  # wait: what is in this slot may still be used
-            part.copy_(source, non_blocking=True)
-
-        uploaded = lane.submit(job)
+        part = self.exchange.part(whole)
+        # wait: it may still be on its way down; what is in this slot may still be used
+        before = there, *self._busy(slot)
+        uploaded = self._copies.lane.after(before, lambda: part.copy_(source, non_blocking=True))
         slot.arrivals = ("upload", uploaded), ("exchange", self._gather_here(whole, uploaded))
 
-    def _gather_here(self, whole: torch.Tensor, ready: Event) -> Event:
-        """Queue the exchange of this host's parts of a block, in its slot. ready: with this
-        rank's."""
+    def _gather_here(self, whole: Tensor, ready: Event) -> Event:
+        """Queue the exchange of this host's parts of a block, after this rank's is `ready`."""
         exchange = self.exchange
         if exchange.world.local is None:
             return ready
-
-        def job(_: Event) -> None:
-            exchange.lane.wait(ready)  # wait: this rank's part may be on its way up
-            exchange.gather_here(whole, exchange.part(whole))
-
-        return exchange.lane.submit(job)
+        # wait: this rank's part may be on its way up
+        gather = exchange.gather_here
+        return exchange.lane.after([ready], lambda: gather(whole, exchange.part(whole)))
 
     def _busy(self, slot: Slot) -> tuple[Event | None, ...]:
         """Events before which no other lane may write to a slot: it may be read, copied, or written
@@ -145,34 +122,21 @@ class GatheredWeights:
 
 
 class HostWeights:
-    """Parts of blocks in host RAM, each with the event after which it is there.
-
-    Args:
-        numels: elements of every block's part, from block `first` on.
-        pinned: for a GPU.
-        threads: for the first touch of the memory.
-
-    Attributes:
-        first: blocks before it are not kept.
-    """
+    """This rank's parts of streamed weights in host RAM, each with the event after which it is
+    there. Blocks before `first` are not kept."""
 
     def __init__(
-        self,
-        numels: Sequence[int],
-        dtype: torch.dtype,
-        download: Lane,
-        *,
-        pinned: bool,
-        threads: int,
-        first: int = 0,
+        self, store: Store, settings: Settings, dtype: torch.dtype, download: Lane
     ) -> None:
-        self.first, self._download = first, download
+        self.first, self._download, world = settings.replicated, download, store.world
         self._slabs: list[Slab] = []
-        self._parts: list[torch.Tensor] = []
+        self._parts: list[Tensor] = []
         self._there: dict[int, Event] = {}
-        sizes, how = [numel * dtype.itemsize for numel in numels], {"pinned": pinned}
+        numels = [world.hosts * of.share(world.size) for of in store.layouts[self.first :]]
+        sizes, pinned = [numel * dtype.itemsize for numel in numels], download.stream is not None
+        how: dict[str, Any] = {"pinned": pinned, "touched": pinned}
         try:
-            for slab, pieces in slabs_of("weights", sizes, **how, threads=threads, touched=pinned):
+            for slab, pieces in slabs_of("weights", sizes, **how, threads=settings.update_threads):
                 self._slabs.append(slab)
                 self._parts += [piece.view(dtype) for piece in pieces]
         except BaseException:
@@ -183,24 +147,20 @@ class HostWeights:
     def nbytes(self) -> int:
         return sum(slab.nbytes for slab in self._slabs)
 
-    def keep(self, block: int, part: torch.Tensor, ready: Event) -> Event:
+    def keep(self, block: int, part: Tensor, ready: Event) -> Event:
         """Copy a block's part, which is on the device after `ready`, down."""
         target = self._parts[block - self.first]
-
-        def job(_: Event) -> None:
-            self._download.wait(ready)  # wait: it may still be on its way from other hosts
-            target.copy_(part, non_blocking=True)
-
-        self._there[block] = landed = self._download.submit(job)
+        # wait: it may still be on its way from other hosts
+        landed = self._download.after([ready], lambda: target.copy_(part, non_blocking=True))
+        self._there[block] = landed
         return landed
 
-    def of(self, block: int) -> tuple[torch.Tensor, Event] | None:
+    def of(self, block: int) -> tuple[Tensor, Event] | None:
         """A block's part and when it is there; None where it must come from the other hosts."""
         there = self._there.get(block)
         return None if there is None else (self._parts[block - self.first], there)
 
     def forget(self) -> None:
-        """The weights have changed, or are about to."""
         self._there.clear()
 
     def close(self) -> None:
