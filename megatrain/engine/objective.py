@@ -175,21 +175,12 @@ def counted(loss: AnyLoss, batches: Sequence[Mapping[str, Tensor]]) -> Objective
 
 
 class Peers:
-    """The ranks of a world, which all call these methods at the same place; one alone by default.
-
-    Attributes:
-        several: there are others.
-        number: number among all ranks' of this one's micro-batch.
-        context_parallel: shares sequences with other ranks.
-    """
+    """The ranks of a world, which all call these methods at one place; alone by default."""
 
     def __init__(self, world: World = ALONE, parallel: ContextParallel | None = None) -> None:
         self.world, self.context_parallel, self.several = world, parallel, not world.is_alone
-        self.number, self.all_gather, self.broadcast = (
-            world.number,
-            world.all_gather,
-            world.broadcast,
-        )
+        self.number, self.broadcast = world.number, world.broadcast
+        self.all_gather = world.all_gather
 
     def agreed(self, objective: Objective, batches: Sequence[Mapping[str, Tensor]]) -> Objective:
         """The objective over all ranks' micro-batches, of which `batches` are this one's.

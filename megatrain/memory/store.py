@@ -28,16 +28,11 @@ class Store:
         layouts: one per block, in execution order.
         arrays: the arrays of the blocks in host RAM.
         first: by array name: the first block that has the array in host RAM; default `resident`.
-        resident: number of blocks on the device, the first ones.
-        resident_arrays: the arrays of the blocks on the device.
+        resident: number of blocks on the device, the first ones, which have `resident_arrays`.
         on_nvme: by array name: the blocks that have the array on NVMe instead of in host RAM.
-        nvme_folders: for these, on one or several drives.
         threads: number of threads for the first touch of host memory.
         world: of whose ranks this one owns its share of every array, and no more.
         shares_weights: weights in host RAM are one copy, which the host's ranks have in common.
-
-    Attributes:
-        spans: of every block, what this rank owns.
     """
 
     def __init__(
@@ -56,6 +51,7 @@ class Store:
         shares_weights: bool = False,
     ) -> None:
         self.layouts, self.world = tuple(layouts), world
+        # of every block, what this rank owns
         self.spans = [layout.span(world.place(), world.size) for layout in self.layouts]
         self.arrays = {spec.name: spec for spec in arrays}
         self.resident = resident
@@ -88,18 +84,15 @@ class Store:
             self._opened = opened.pop_all()  # until here a failure closes what is open
 
     def _place(self, spec: ArraySpec, blocks: Sequence[int], pinned: bool, threads: int) -> None:
-        """Cut the array of these blocks from slabs in host RAM, of whole blocks each.
-
-        pinned: pin it for CUDA if it is transferred, and take all memory at once: no later step
-            then pays for the first touch, or finds that memory is missing.
-        """
+        """Cut the array of these blocks from slabs in host RAM, of whole blocks each."""
         numels = [self.numel(spec, block) for block in blocks]
         if not sum(numels):  # all of them are frozen
             nothing = torch.empty(0, dtype=spec.dtype)
             self._arrays |= {(spec.name, block): nothing for block in blocks}
             return
         sizes, placed = [numel * spec.dtype.itemsize for numel in numels], iter(blocks)
-        # touched: beside a GPU all host memory is taken now, not only what is pinned
+        # touched: beside a GPU all host memory is taken now, not only what is pinned, so that no
+        # later step pays for the first touch, or finds that memory is missing
         how: dict[str, bool] = {"pinned": pinned and spec.transferred, "touched": pinned}
         for slab, pieces in slabs_of(spec.name, sizes, **how, threads=threads):
             self._slabs.append(slab)
@@ -154,11 +147,8 @@ class Store:
         return self.layouts[block].of(self.arrays[name])
 
     def array(self, name: str, block: int) -> torch.Tensor:
-        """The flat array `name` of a block that is not on NVMe.
-
-        1-D, `layout(name, block).numel` elements or this rank's share, a view of the store's
-        memory.
-        """
+        """The flat array of a block that is not on NVMe: `layout(name, block).numel` elements or
+        this rank's share, a view of the store's memory."""
         return self._arrays[name, block]
 
     def whole_in_ram(self, block: int) -> torch.Tensor | None:
@@ -166,20 +156,11 @@ class Store:
         return None if self.shared is None else self.shared.whole.get(block)
 
     def lease(
-        self,
-        block: int,
-        names: Sequence[str],
-        *,
-        changes: bool = False,
-        soon: bool = True,
+        self, block: int, names: Sequence[str], *, changes: bool = False, soon: bool = True
     ) -> Lease:
         """Access to flat arrays of a block, on whichever tier, until the lease is released.
 
-        Reads from NVMe begin now.
-
-        Args:
-            changes: the holder writes to the arrays.
-            soon: changes go to the drive at once, not only when another array needs the buffer.
+        Reads from NVMe begin now. changes, soon: as in `Lease`.
         """
         far = [name for name in names if self.is_on_nvme(name, block)]
         in_memory = {name: self.array(name, block) for name in names if name not in far}
@@ -189,8 +170,7 @@ class Store:
         return Lease(in_memory, on_nvme, changes=changes, soon=soon)
 
     def pieces(self, name: str, block: int, start: int, numel: int) -> Iterator[torch.Tensor]:
-        """The elements of an array from `start` to `start + numel` that this rank owns, piece by
-        piece.
+        """The elements from `start` to `start + numel` that this rank owns, piece by piece.
 
         On the device are views of at most READ_BYTES; else they are on the CPU. A piece is valid
         until the next is asked for; of several ranks, for as long as it is held. Nobody may change
@@ -269,8 +249,7 @@ class Store:
             self.shared.say_updated(block)
 
     def wait_for_others(self, block: int, updates: int) -> None:
-        """Return once a block's weights have that many updates on all ranks, where they are
-        read from one copy."""
+        """Return once a block's weights have that many updates on all ranks, if in one copy."""
         if self.shared is not None:
             self.shared.wait_for_others(block, updates)
 
@@ -281,8 +260,7 @@ class Store:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of host memory, staging buffers of NVMe included; of what ranks have in common an
-        equal part."""
+        """Bytes of host memory, staging buffers included, and an equal part of shared weights."""
         staging = 0 if self.nvme is None else self.nvme.nbytes
         shared = 0 if self.shared is None else self.shared.nbytes
         return staging + shared + sum(slab.nbytes for slab in self._slabs)
@@ -301,8 +279,6 @@ class Lease:
     """Arrays of a block by name, valid until `release`. As a context manager: waits, then releases.
 
     Args:
-        in_memory: arrays on the device or in host RAM.
-        on_nvme: the lease of the others, if there are any.
         changes: the holder writes to the arrays.
         soon: changes go to the drive at once, not only when another array needs the buffer.
     """
@@ -325,7 +301,7 @@ class Lease:
     def release(self, *, changed: bool | None = None) -> None:
         """Give the arrays back, even before they arrived; a second call does nothing.
 
-        `changed`: the arrays were written to, and the new values are kept; default: `changes`.
+        changed: keep the new values; default: `changes`.
         """
         on_nvme, self._on_nvme, self._in_memory = self._on_nvme, None, {}
         if on_nvme is not None:
