@@ -34,10 +34,9 @@ def slots_of_blocks(
 ) -> tuple[int | None, ...]:
     """The slot that each block's weights are streamed into, counted from 0; None: it is resident.
 
-    Layers alternate between LAYER_SLOTS slots. Embedding and head are needed one after the other
-    and share a slot, unless they are tied: then the embedding stays in its slot from the first
-    layer to the head, and the head's own tensors have another one. The first `replicated` blocks,
-    unless they are resident, have slots of their own.
+    Layers alternate between LAYER_SLOTS slots. Embedding and head share a slot, unless they are
+    tied: then the embedding stays in its slot until the head, whose own tensors have another one.
+    The first `replicated` blocks, unless they are resident, have slots of their own.
     """
     here = min(resident, blocks)
     alone = max(here, min(replicated, blocks))
@@ -75,17 +74,14 @@ def uploads(
     visits: tuple[int, ...], slots: tuple[int | None, ...], replicated: int = 0
 ) -> tuple[tuple[int, ...], ...]:
     """Blocks whose upload is asked for before each visit: as many of the next ones as find their
-    slot free, that is not needed by another block which is visited first. Replicated ones, whose
-    slots are always free, come no earlier than others would: what is exchanged for a layer that
-    computes would have to wait for the weights, and these for their updates.
-
-    slots: of `slots_of_blocks`.
-    """
+    slot free, that is not needed by another block which is visited first."""
     asked, position = [], 0
     for visit in range(len(visits)):
         first = position
         while position < len(visits):
             wanted = visits[position]
+            # their slots are always free, but they come no earlier than others would: what is
+            # exchanged for a layer that computes would have to wait for them
             if wanted < replicated and position > visit + LAYER_SLOTS:
                 break
             before = visits[visit:position]
@@ -106,10 +102,8 @@ def summed_blocks(blocks: int, groups: int, resident: int, sums_on_device: int) 
 
 
 def own_sums(summed: int, tied: bool) -> int:
-    """Number of blocks, the first ones, that each have an fp32 accumulator for the whole step.
-
-    summed: of `summed_blocks`. A tied embedding's begins at the head and ends at the embedding.
-    """
+    """Number of blocks, the first ones, that each have an fp32 accumulator for the whole step: a
+    tied embedding's begins at the head and ends at the embedding."""
     return max(summed, 1) if tied else summed
 
 
@@ -134,8 +128,8 @@ Where = Literal["device", "host", "nowhere", "unneeded"]
 
 
 def leaving(micro_batches: float, layers_on_host: int) -> int:
-    """Pieces of a group that may be on their way to the host, whose layers `layers_on_host` send
-    saved activations. A lone checkpoint leaves while a whole layer computes."""
+    """Pieces of a group that may be on their way to the host."""
+    # a lone checkpoint leaves while a whole layer computes
     return 1 if micro_batches <= 1 and not layers_on_host else LEAVING
 
 

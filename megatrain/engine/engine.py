@@ -219,11 +219,7 @@ class Engine(Constructors):
     def train_step(
         self, micro_batches: Sequence[Batch], loss: AnyLoss = next_token, lr: float | None = None
     ) -> StepResult:
-        """`forward_backward` and `step` in one.
-
-        Without gradient clipping, blocks are updated while backward still runs.
-
-        Args: as `forward_backward` and `step`.
+        """`forward_backward` and `step` in one; unclipped, updates begin during backward.
 
         Raises:
             DivergedError: without clipping, a gradient is not finite after other blocks were
@@ -315,9 +311,6 @@ class Engine(Constructors):
     def logprobs(self, micro_batches: Sequence[Batch]) -> list[Tensor]:
         """Log-probabilities of all targets, in evaluation mode: one sweep over the weights.
 
-        Args:
-            micro_batches: as `forward_backward` takes them.
-
         Returns:
             For each micro-batch float32 [batch, tokens] on the CPU: at each place with a label the
             log-probability of that label after the tokens before it; 0 elsewhere, and for the first
@@ -368,8 +361,8 @@ class Engine(Constructors):
     def whole(self, tokens: int) -> Iterator[Any | None]:
         """Put transformers' own model, its weights on the device, inside: to be read, not changed.
 
-        None where they have no room there beside what is there already, or the model cannot
-        generate. The engine computes nothing else meanwhile, and goes on as before, to the bit.
+        None where they have no room there, or the model cannot generate. The engine computes
+        nothing else meanwhile, and goes on as before, to the bit.
 
         tokens: of all rows together, that a cache of keys and values will hold.
         """
@@ -387,9 +380,7 @@ class Engine(Constructors):
         """Continuation of input_ids [1, tokens]; greedy unless `choose` picks from logits [vocab].
 
         Where all weights fit on the device, transformers' own `generate` writes it. Elsewhere every
-        token streams the whole model once: for a look, not for serving.
-
-        Raises ConfigError for a reward model.
+        token streams the whole model once. Raises ConfigError for a reward model.
         """
         if self.anatomy.labels is not None:
             raise ConfigError(
@@ -428,11 +419,10 @@ class Engine(Constructors):
             yield from self.constants.of_block(block)
 
     def save_pretrained(self, folder: str | Path) -> None:
-        """Write a Hugging Face folder, which transformers and vLLM load.
+        """Write a Hugging Face folder, which transformers and vLLM load, with the tokenizer, chat
+        template and generation settings of `from_pretrained`'s source.
 
-        With the tokenizer, chat template and generation settings of `from_pretrained`'s source; an
-        engine from a configuration has none. Raises ConfigError if the folder is not empty, and
-        StorageError.
+        Raises ConfigError if the folder is not empty, and StorageError.
         """
         from megatrain.storage.export import describe_source, save_pretrained
 
