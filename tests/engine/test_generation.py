@@ -69,21 +69,6 @@ def test_the_engine_trains_on_as_if_nothing_had_been(family, settings, device):
         assert differing(undisturbed.state, state_of(engine)) == []
 
 
-def test_and_after_an_error_in_the_middle_of_an_answer():
-    steps = [micro_batches(seed) for seed in range(2)]
-    undisturbed = run(engine_of("llama-tied"), steps)
-
-    def fails(logits: torch.Tensor) -> int:
-        raise KeyboardInterrupt
-
-    with engine_of("llama-tied") as engine:
-        first = engine.train_step(steps[0]).loss
-        with pytest.raises(KeyboardInterrupt):
-            engine.generate(PROMPT, 3, choose=fails)
-        assert [first, engine.train_step(steps[1]).loss] == undisturbed.losses
-        assert differing(undisturbed.state, state_of(engine)) == []
-
-
 def test_weights_without_room_are_streamed(monkeypatch):
     with engine_of("llama") as engine:
         expected = engine.generate(PROMPT, 4)

@@ -12,7 +12,7 @@ import torch
 
 from megatrain.engine.activations import Offload
 from megatrain.engine.graphs import SavedTensors, run_for_graph
-from megatrain.errors import ModelError, OutOfMemory
+from megatrain.errors import ModelError
 from megatrain.models.recorder import LayerCall
 from megatrain.schedule import graphs_of_layers
 from megatrain.settings import ALL, Settings
@@ -192,26 +192,3 @@ def test_an_interrupt_just_before_or_after_something_is_sent_leaves_the_engine_u
         with pytest.raises(KeyboardInterrupt):
             engine.forward_backward(STEPS[2])
         assert_same(run(engine, STEPS[:2]), expected)
-
-
-def test_a_ring_that_found_no_memory_is_made_anew_for_less(monkeypatch: pytest.MonkeyPatch) -> None:
-    small, zeros = full_batches(0, [(1, 4)]), torch.zeros
-    rings = [0]  # bytes of those that small batches need
-
-    def record(*args: Any, **options: Any) -> torch.Tensor:
-        if options.get("dtype") == torch.uint8:
-            rings.append(args[0])
-        return zeros(*args, **options)
-
-    def fail(*args: Any, **options: Any) -> torch.Tensor:
-        if options.get("dtype") == torch.uint8 and args[0] > max(rings):
-            raise torch.OutOfMemoryError("CUDA out of memory.")
-        return zeros(*args, **options)
-
-    with engine_of("llama", precision="bfloat16", settings=HALF) as engine:
-        monkeypatch.setattr(torch, "zeros", record)
-        engine.train_step(small)
-        monkeypatch.setattr(torch, "zeros", fail)
-        with pytest.raises(OutOfMemory):
-            engine.train_step(STEPS[0])
-        assert not engine.train_step(small).skipped

@@ -17,7 +17,6 @@ from megatrain.engine.ranks.weights import GatheredWeights
 from megatrain.settings import ALL, WIRES, Settings
 from megatrain.world import World
 from tests.compare import distance
-from tests.engine.test_races import never_wait
 from tests.engine.test_ranks import CHUNK, HOW, SEVERAL, STEPS, assert_near, joined, read, train
 from tests.support import engine_of, micro_batches, tiny_config
 
@@ -198,23 +197,3 @@ def test_every_rank_of_every_host_reads_the_whole_model(on_ranks):
         assert all(distance(theirs[name], weights[name]) < 1e-4 for name in weights)
         assert distance(their_logits, logits) < 1e-4
         assert their_answer == answer
-
-
-def norms(
-    world: World, fault: tuple[str, str] | None = None, wire: str = "float32"
-) -> list[float | None]:
-    """fault: a lane that waits for nobody, and one that is slow."""
-    with engine_of("llama", world=world, settings=Settings(**CHUNK, wire=wire)) as engine:
-        if fault is not None:
-            lanes = engine.parts.lanes
-            lanes[fault[0]].wait = never_wait  # type: ignore[method-assign,assignment]
-            lanes[fault[1]].delay = partial(time.sleep, 0.01)
-        return [engine.train_step(step[world.rank : world.rank + 1]).grad_norm for step in STEPS]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("fault", [("download", "exchange"), ("upload", "download")])
-def test_without_its_waits_a_delay_changes_the_result(fault, on_ranks):
-    """Weights that crossed are copied down once they are there, and come up once they are down."""
-    expected = on_ranks(2, norms, hosts=2)
-    assert on_ranks(2, partial(norms, fault=fault), hosts=2) != expected

@@ -212,26 +212,6 @@ def test_an_update_that_was_interrupted_while_it_was_handed_out_ends_the_engine(
         after_interruption(engine)
 
 
-# -- what a step leaves lying about ----------------------------------------------------------------
-
-
-def test_what_a_micro_batch_s_layers_received_goes_with_its_backward():
-    """Masks are tokens x tokens: those of one group must not wait for the last."""
-    kept: list[int] = []
-    with engine_of("llama", settings=Settings(groups=3)) as engine:
-        turn = engine.parts.passes._turn
-        seen: list[Any] = []
-
-        def noting(group: Any, *args: Any) -> Any:
-            kept.append(sum(len(mb.calls) for mb in seen))
-            seen.extend(group)
-            return turn(group, *args)
-
-        engine.parts.passes._turn = noting  # type: ignore[method-assign,assignment]
-        engine.train_step(STEPS[0])
-    assert kept == [0, 0, 0]
-
-
 # -- batches that cannot be right ------------------------------------------------------------------
 
 

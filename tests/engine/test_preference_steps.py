@@ -29,7 +29,6 @@ PAIRS = 5
 # (tokens of the answer to each example, of its prompt)
 SIZES = [(3, 4), (5, 4), (7, 2), (2, 2), (4, 6), (6, 6), (3, 3), (3, 3), (8, 2), (1, 2)]
 CHUNK: dict[str, Any] = {"head_chunk_tokens": 7}
-FROZEN: dict[str, Any] = {"freeze": ("*.embed_tokens.*", "*.layers.1.*proj*")}
 HOW = {
     "cut": (1, Settings(**CHUNK)),
     "in two": (2, Settings(**CHUNK)),
@@ -166,18 +165,6 @@ def test_a_step_is_the_same_however_it_is_computed(name, how, device):
     rows = examples(loss, 0)
     batches = [joined(part) for part in cut(loss, rows, size)]
     assert_same_step(at_once(name, device), step(loss, batches, device, settings=settings))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("how", ["in two", "graphs on the host", "two backward passes"])
-@pytest.mark.parametrize("name", ["dpo", "kto"])
-def test_so_is_one_with_frozen_tensors(name, how, device):
-    loss, (size, settings) = LOSSES[name], HOW[how]
-    whole, found = (
-        step(loss, [joined(p) for p in cut(loss, examples(loss, 0), n)], device, **FROZEN | given)
-        for n, given in ((PAIRS, {"settings": Settings(**CHUNK)}), (size, {"settings": settings}))
-    )
-    assert_same_step(whole, found)
 
 
 @pytest.mark.slow

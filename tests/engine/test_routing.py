@@ -186,12 +186,6 @@ def test_a_coefficient_that_is_none_is_refused():
             engine_of("mixtral", router_aux_loss_coef=bad)
 
 
-def test_several_groups_are_refused_while_routers_are_balanced():
-    with pytest.raises(ConfigError, match="groups: the routers' balancing loss is over a whole"):
-        engine_of("mixtral", settings=Settings(groups=2), router_aux_loss_coef=0.01)
-    engine_of("mixtral", settings=Settings(groups=2)).close()
-
-
 def planned(folder: Path, family: str, **train: Any) -> Any:
     tiny_config(family).save_pretrained(folder)
     return mt.plan(folder, tokens_per_step=64, seq_len=16, device="cpu", train=train)

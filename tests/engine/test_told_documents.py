@@ -5,8 +5,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from importlib import import_module
-from importlib.util import find_spec
 from typing import Any
 
 import pytest
@@ -101,33 +99,3 @@ def test_auto_compiles_layers_without_kernels(family, monkeypatch, kernels, whol
     )
     assert compiles(skeleton, machine, "auto", lengths_vary=False) == (whole or "loss")
     assert compiles(skeleton, machine, True, lengths_vary=False) is True
-
-
-# -- on the kernels themselves ---------------------------------------------------------------------
-
-
-def real(name: str, plain: Callable[..., Any]) -> Callable[..., Any] | None:
-    """fla's kernels, and causal-conv1d's, or, as few machines have that, its stand-in."""
-    if name == "chunk_gated_delta_rule":
-        return getattr(import_module("fla.ops.gated_delta_rule"), name)  # type: ignore[no-any-return]
-    if name == "causal_conv1d_fn" and find_spec("causal_conv1d"):
-        return getattr(import_module("causal_conv1d"), name)  # type: ignore[no-any-return]
-    return separating(name, plain)
-
-
-WIDE: Any = {name: 32 for name in LINEAR if name.endswith("dim")} | {"max_position_embeddings": 128}
-
-
-@pytest.mark.cuda
-@pytest.mark.skipif(find_spec("fla") is None, reason="needs fla")
-@pytest.mark.filterwarnings("ignore")  # of what fla finds not installed
-@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
-@pytest.mark.parametrize(("precision", "share"), [("float32", 1e-2), ("bfloat16", 0.1)])
-def test_with_the_kernels_themselves(family, monkeypatch, precision, share, compiled):
-    install(monkeypatch, family, real)
-    config = type(CONFIGS[family])(**CONFIGS[family].to_dict() | WIDE)
-    skeleton = Skeleton(config, dtype=getattr(torch, precision))
-    assert skeleton.why_together(torch.device("cuda")) is None
-    settings = Settings(head_chunk_tokens=64, compile=compiled, retained=1)
-    options = {"precision": precision, "settings": settings, "device": "cuda"}
-    check(config, [70, 50, 40, 30, 20], 128, share, **options)
