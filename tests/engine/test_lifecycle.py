@@ -15,14 +15,21 @@ from megatrain.engine import constructors
 from megatrain.engine.engine import Engine
 from megatrain.engine.objective import Objective
 from megatrain.engine.streamer import Slot
-from megatrain.errors import MegaTrainError, ModelError, OutOfMemory
+from megatrain.errors import DivergedError, MegaTrainError, ModelError, OutOfMemory
 from megatrain.memory import slab
 from megatrain.memory import store as stores
 from megatrain.settings import Settings
 from tests.compare import differing
-from tests.delays import delay, failing, interrupt
-from tests.runs import Trace, assert_same, run, state_of
-from tests.support import engine_of, full_batches, micro_batches, tiny_config
+from tests.delays import delay, failing, interrupt, poison
+from tests.runs import Trace, assert_same, run, state_of, train_engine
+from tests.support import (
+    Scaled,
+    engine_of,
+    full_batches,
+    micro_batches,
+    tiny_config,
+    without_targets,
+)
 
 STEPS = [micro_batches(seed) for seed in range(2)]
 MODES = {
@@ -54,7 +61,7 @@ def lanes() -> int:
     return sum(thread.name.startswith("megatrain-") for thread in threading.enumerate())
 
 
-# -- making one that fails -------------------------------------------------------------------------
+# -- making one that fails -----------------------------------------------------------------------
 
 
 def no_room(*_: object) -> None:
@@ -87,7 +94,7 @@ def test_what_cannot_be_compiled_is_refused_before_any_memory_is_taken(monkeypat
         engine_of(tiny_config("gpt-neox", hidden_dropout=0.1), settings=Settings(compile=True))
 
 
-# -- closing ---------------------------------------------------------------------------------------
+# -- closing -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("max_grad_norm", [1.0, None])
@@ -121,7 +128,7 @@ def test_a_closed_engine_says_so():
             use(engine)
 
 
-# -- interrupted steps -----------------------------------------------------------------------------
+# -- interrupted steps ---------------------------------------------------------------------------
 
 
 WHERE = [
@@ -212,7 +219,7 @@ def test_an_update_that_was_interrupted_while_it_was_handed_out_ends_the_engine(
         after_interruption(engine)
 
 
-# -- batches that cannot be right ------------------------------------------------------------------
+# -- batches that cannot be right ----------------------------------------------------------------
 
 
 def changed(**changes: Any) -> dict[str, Any]:
@@ -246,3 +253,66 @@ def test_a_batch_that_cannot_be_right_is_refused_before_anything_runs():
                 with pytest.raises(MegaTrainError, match=message):
                     use([changed(), batch])
         assert engine.train_step([changed()]).target_tokens == 14
+
+
+FULL = [full_batches(seed, [(2, 8), (1, 8), (2, 8)]) for seed in range(2)]
+
+
+# -- steps that must not change the model ----------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("factor", "precision"), [(float("nan"), "bfloat16"), (float("inf"), "float32")]
+)
+@pytest.mark.parametrize("clip", [1.0, None])
+def test_a_loss_that_is_not_finite_leaves_the_state_as_it_was(clip, precision, factor):
+    with engine_of("llama-tied", precision=precision, max_grad_norm=clip) as engine:
+        engine.train_step(STEPS[0])
+        before = state_of(engine)
+        assert engine.train_step(STEPS[1], Scaled(factor)).skipped
+        assert differing(before, state_of(engine)) == []
+        assert (engine.updates, engine.skipped) == (1, 1)
+        engine.train_step(STEPS[1])
+        after = state_of(engine)
+    expected = run(engine_of("llama-tied", precision=precision, max_grad_norm=clip), STEPS)
+    assert differing(after, expected.state) == [], "the skipped step left a trace"
+
+
+@pytest.mark.usefixtures("deterministic")
+@pytest.mark.parametrize("layer", [0, 2])  # the last and the first whose gradient arrives
+@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+def test_a_gradient_that_is_not_finite_leaves_the_state_as_it_was(precision, layer, device):
+    with engine_of("llama-tied", precision=precision, device=device) as engine:
+        engine.train_step(FULL[0])
+        before = state_of(engine)
+        poison(engine, layer)
+        assert engine.train_step(FULL[1]).skipped
+        assert differing(before, state_of(engine)) == []
+        assert (engine.updates, engine.skipped) == (1, 1)
+
+
+def test_without_clipping_it_ends_the_run_and_is_never_saved(device):
+    with engine_of("llama", max_grad_norm=None, device=device) as engine:
+        engine.train_step(FULL[0])
+        poison(engine, 1)
+        with pytest.raises(DivergedError, match="not finite"):
+            engine.train_step(FULL[1])
+        with pytest.raises(DivergedError):
+            list(engine.iter_weights())
+        with pytest.raises(DivergedError):
+            engine.train_step(FULL[0])
+
+
+@pytest.mark.parametrize("clip", [1.0, None])
+def test_a_step_without_targets_is_counted_and_skipped(clip):
+    empty = without_targets(STEPS[0])
+    with engine_of("llama", max_grad_norm=clip) as engine:
+        train_engine(engine, STEPS[1:])
+        before = state_of(engine)
+        result = engine.train_step(empty)
+        assert (result.loss, result.target_tokens, result.grad_norm) == (0.0, 0, 0.0)
+        assert result.skipped
+        assert differing(before, state_of(engine)) == []
+        assert (engine.updates, engine.skipped) == (1, 1)
+        assert engine.evaluate(empty).target_tokens == 0

@@ -5,10 +5,14 @@ from __future__ import annotations
 
 from functools import cache
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
+import torch
 
+import megatrain as mt
 from megatrain.engine.engine import Engine
+from megatrain.errors import OutOfMemory
 from megatrain.planner.cost.footprint import LiveBytes
 from megatrain.schedule import own_sums, slot_sizes, sum_buffers, summed_blocks
 from megatrain.settings import Settings
@@ -116,3 +120,59 @@ def test_host_bytes_are_those_of_the_table_in_the_design():
                 for block in engine.anatomy.blocks
             )
             assert arrays == per_parameter * numel
+
+
+# -- the heap of malloc ----------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("room", "bound"), [(4.0, False), (1.5, True)])
+def test_malloc_is_bound_where_memory_is_short(monkeypatch, room, bound):
+    bound_heap = Mock()
+    monkeypatch.setattr("megatrain.engine.constructors.bound_heap", bound_heap)
+    sizes: dict[str, Any] = {"tokens_per_step": 32, "seq_len": 16, "device": "cpu"}
+    with mt.Engine.from_config(tiny_config("llama"), **sizes) as engine:
+        assert engine.plan is not None
+        planned = engine.plan.host_bytes
+    bound_heap.reset_mock()
+    memory = {"host": int(planned * room)}
+    mt.Engine.from_config(tiny_config("llama"), memory=memory, **sizes).close()
+    assert bound_heap.called == bound
+
+
+def fail(*_: object) -> None:
+    raise torch.OutOfMemoryError(
+        "CUDA out of memory. Tried to allocate 2.00 GiB.\nGPU 0 has 79 GiB"
+    )
+
+
+# -- too little of it ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("part", ["layer", "embed", "head"])
+def test_a_step_that_does_not_fit_names_what_and_how_to_shrink_it(part, monkeypatch):
+    with engine_of("llama") as engine:
+        monkeypatch.setattr(engine.skeleton, part, fail)
+        remedy = r"a step's activations; .*train\.micro_batch_tokens.*Tried to allocate 2\.00 GiB"
+        with pytest.raises(OutOfMemory, match=remedy):
+            engine.train_step(full_batches(0))
+        with pytest.raises(OutOfMemory, match="an evaluation's activations"):
+            engine.evaluate(full_batches(0))
+
+
+def test_a_smaller_batch_may_be_tried_while_the_error_is_still_at_hand(monkeypatch):
+    """Its traceback leads to every activation of the step that failed."""
+    calls, large = iter(range(100)), full_batches(0, [(4, 32)] * 2)
+    with engine_of("llama") as engine, LiveBytes() as live:
+        layer = engine.skeleton.layer
+        monkeypatch.setattr(
+            engine.skeleton, "layer", lambda *args: layer(*args) if next(calls) < 8 else fail()
+        )
+        try:
+            engine.train_step(large)
+        except OutOfMemory:
+            assert live.live == 0
+            monkeypatch.setattr(engine.skeleton, "layer", layer)
+            assert not engine.train_step(full_batches(0, [(1, 4)])).skipped
+        else:
+            pytest.fail("it fits")
