@@ -390,16 +390,6 @@ class Engine(Constructors):
             if model is not None:
                 ids = input_ids.to(self.device)
                 return inference.generated(model, ids, max_new_tokens, eos_token_ids, choose)
-        return self.generate_streamed(input_ids, max_new_tokens, eos_token_ids, choose)
-
-    def generate_streamed(
-        self,
-        input_ids: Tensor,
-        max_new_tokens: int,
-        eos_token_ids: Sequence[int] = (),
-        choose: Choose = inference.likeliest,
-    ) -> list[int]:
-        """`generate` where weights do not fit: one sweep over them for every token."""
         tokens: list[int] = []
         while len(tokens) < max_new_tokens and not (tokens and tokens[-1] in eos_token_ids):
             context = torch.cat([input_ids, torch.tensor([tokens], dtype=torch.long)], dim=1)
