@@ -237,10 +237,8 @@ class Offload:
 
     def _drop_rings(self) -> None:
         self._down, checkpoints, graphs = (Ring(0, self.compute.device) for _ in range(3))
-        self._up, self._largest = (
-            {CHECKPOINT: checkpoints, GRAPH: graphs},
-            {CHECKPOINT: 0, GRAPH: 0},
-        )
+        self._up = {CHECKPOINT: checkpoints, GRAPH: graphs}
+        self._largest = {CHECKPOINT: 0, GRAPH: 0}
 
     def _make_room(self, kind: Kind, nbytes: int) -> None:
         """Host RAM for all pieces of a kind, in one piece if there was less."""
