@@ -35,32 +35,21 @@ Batch = Mapping[str, Tensor]
 
 @dataclass
 class MicroBatch:
-    """A micro-batch in flight.
+    """A micro-batch in flight."""
 
-    Attributes:
-        number: its place in the step, however that is grouped: dropout seeds depend on it.
-        hidden: the hidden states that forward has reached, [batch, tokens, hidden].
-        kept: by layer: its activation checkpoint, or what its graph saved and is offloaded.
-        graphs: by layer: the graph of a retained one.
-        grad: gradient of the loss at the layer output that backward has reached.
-        trains: False: only its log-probabilities are wanted.
-        parallel: shares sequences with other ranks: targets and hidden states are of one part.
-        learns: the micro-batch has targets, in whichever part.
-        real: float32 [batch, tokens], 1 where a token is none that attention_mask hides, else 0,
-            and the number of such tokens; only where somebody asked for it.
-    """
-
-    number: int
+    number: int  # its place in the step, however that is grouped: dropout seeds depend on it
     inputs: dict[str, Tensor]
     targets: Targets
     calls: list[LayerCall] = field(default_factory=list)
-    hidden: Tensor | None = None
+    hidden: Tensor | None = None  # that forward has reached, [batch, tokens, hidden]
+    # by layer: its checkpoint, or what its graph saved and is offloaded
     kept: dict[int, Kept] = field(default_factory=dict)
-    graphs: dict[int, Graph] = field(default_factory=dict)
-    grad: Tensor | None = None
-    trains: bool = True
-    parallel: ContextParallel | None = None
-    learns: bool = True
+    graphs: dict[int, Graph] = field(default_factory=dict)  # by layer: the graph of a retained one
+    grad: Tensor | None = None  # of the loss at the layer output that backward has reached
+    trains: bool = True  # False: only its log-probabilities are wanted
+    parallel: ContextParallel | None = None  # targets and hidden states are then of one part
+    learns: bool = True  # it has targets, in whichever part
+    # fp32 [batch, tokens], 0 where attention_mask hides a token; if asked for
     real: Tensor | None = None
     real_tokens: int = 0
 

@@ -36,20 +36,13 @@ class Beginning(torch.autograd.Function):
 
 @dataclass
 class Graph:
-    """The ends of a layer's graph.
+    """The ends of a layer's graph."""
 
-    Attributes:
-        given: where its input begins.
-        root: where its output ends.
-        hidden: its input, if that stays on the device. Not every graph saves it, but the planner
-            counts it for all.
-        saved: what it saved, if that is offloaded.
-    """
-
-    given: GradientEdge
-    root: GradientEdge
+    given: GradientEdge  # where its input begins
+    root: GradientEdge  # where its output ends
+    # its input on the device: not every graph saves it, but the planner counts it
     hidden: Tensor | None
-    saved: SavedTensors | None
+    saved: SavedTensors | None  # what it saved, if that is offloaded
 
     def gradients(
         self, parameters: Collection[Tensor], grad: Tensor | None, *, ends_here: bool = False

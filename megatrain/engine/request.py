@@ -55,31 +55,10 @@ class EngineKeywords(TypedDict, total=False):
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """A job as a user asks for it; nothing of it depends on the machine.
+    """A job as a user asks for it; nothing of it depends on the machine."""
 
-    Attributes:
-        config: a transformers configuration.
-        source: folder, GGUF file or hub id of the weights; None draws them at random.
-        optimizer: hyper-parameters and update rule.
-        seq_len, tokens_per_step, rows_per_step: tokens of the longest row; of a step, or its rows.
-            None of the first two: no plan can be made.
-        loss: what is minimised.
-        freeze: names or globs of tensors that do not train.
-        settings: taken as they are; "auto": the planner's.
-        asked: options of `settings.OPTIONS` that the user fixes, by field; None leaves one open.
-        packing: of examples into sequences of `seq_len`; None: all rows are full.
-        compile: fuse the element-wise parts of layers and loss, or of the "loss" alone.
-        activations, transport, wire: as in `settings.Settings`.
-        context_parallel: ranks that share every sequence.
-        gpu_limit, host_limit, nvme_limit: bytes to use; None: what is free.
-        nvme_folders: for what host RAM has no room for.
-        output: folder of the checkpoints.
-        checkpoints_kept, keeps_best: as in `planner.job.Job`.
-        where: names a field in errors, as its user knows it.
-    """
-
-    config: Any
-    source: str | None = None
+    config: Any  # a transformers configuration
+    source: str | None = None  # folder, GGUF file or hub id; None draws weights
     revision: str | None = None
     trust_remote_code: bool = False
     optimizer: Optimizer = field(default_factory=AdamW)
@@ -89,27 +68,29 @@ class Request:
     router_aux_loss_coef: float | Literal["auto"] = "auto"
     device: str = "auto"
     seed: int = 0
-    tokens_per_step: int | None = None
-    rows_per_step: int | None = None
-    seq_len: int | None = None
+    tokens_per_step: int | None = None  # None of this or of `seq_len`: no plan can be made
+    rows_per_step: int | None = None  # in place of tokens
+    seq_len: int | None = None  # tokens of the longest row
     loss: AnyLoss = next_token
-    settings: Settings | Literal["auto"] = "auto"
-    freeze: Sequence[str] = ()
-    asked: Mapping[str, Any] = field(default_factory=dict)
+    settings: Settings | Literal["auto"] = "auto"  # taken as they are; "auto": the planner's
+    freeze: Sequence[str] = ()  # names or globs of tensors that do not train
+    asked: Mapping[str, Any] = field(default_factory=dict)  # fixed options of `settings.OPTIONS`
+    # into sequences of `seq_len`; None: all rows are full
     packing: bool | Literal["auto"] | None = None
+    # element-wise parts of layers and loss, or of the "loss"
     compile: bool | Literal["auto", "loss"] = "auto"
-    activations: str = UNCHANGED
+    activations: str = UNCHANGED  # this and the next two: as in `settings.Settings`
     transport: str = "auto"
     wire: str = "float32"
-    context_parallel: int = 1
-    gpu_limit: int | None = None
+    context_parallel: int = 1  # ranks that share every sequence
+    gpu_limit: int | None = None  # bytes to use; None: what is free
     host_limit: int | None = None
     nvme_limit: int | None = None
-    nvme_folders: tuple[Path, ...] = ()
-    output: Path = Path()
-    checkpoints_kept: int = 2
+    nvme_folders: tuple[Path, ...] = ()  # for what host RAM has no room for
+    output: Path = Path()  # folder of the checkpoints
+    checkpoints_kept: int = 2  # this and the next: as in `planner.job.Job`
     keeps_best: bool = True
-    where: Callable[[str], str] = str
+    where: Callable[[str], str] = str  # names a field in errors, as its user knows it
 
     @property
     def least_tokens(self) -> int:

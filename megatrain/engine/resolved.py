@@ -58,32 +58,21 @@ AUTO_PACKED_TOKENS = 4096
 
 @dataclass(frozen=True)
 class Machine:
-    """The machine of a job: device, precision and rates.
-
-    Attributes:
-        compiles: a C compiler and Triton are at hand; None: look for them here.
-        drives_assumed: folders for NVMe on drives that were not measured.
-        here: False for a machine that is only described.
-        ranks, hosts: GPUs of a host that train together, and hosts. `hardware` and `profile` are
-            then what each has, and reaches while all work.
-        together_assumed: nobody measured that.
-        peers: the GPUs of a host reach each other's memory.
-        alone: the same machine with one GPU at work.
-    """
+    """The machine of a job: device, precision and rates."""
 
     device: torch.device
     precision: str
     hardware: Hardware
     profile: MachineProfile
-    compiles: bool | None = None
-    drives_assumed: tuple[Path, ...] = ()
-    here: bool = True
+    compiles: bool | None = None  # a C compiler and Triton are at hand; None: look here
+    drives_assumed: tuple[Path, ...] = ()  # folders on drives that were not measured
+    here: bool = True  # False for a machine that is only described
     world: World = ALONE
-    ranks: int = 1
+    ranks: int = 1  # GPUs of a host; `hardware` and `profile` are what each has, while all work
     hosts: int = 1
-    together_assumed: bool = False
-    peers: bool = True
-    alone: Machine | None = None
+    together_assumed: bool = False  # nobody measured that
+    peers: bool = True  # the GPUs of a host reach each other's memory
+    alone: Machine | None = None  # the same machine with one GPU at work
 
     @classmethod
     def of(cls, request: Request) -> Machine:
@@ -99,24 +88,16 @@ class Machine:
 
 @dataclass(frozen=True)
 class Resolved:
-    """A request on one machine, with everything decided but what the planner decides.
-
-    Attributes:
-        router_aux_loss_coef: weight of the routers' balancing loss; 0: none.
-        compile: fuse the element-wise parts of layers and loss, or of the "loss" alone.
-        packed_to: tokens of the sequences into which examples are packed; None: one example each.
-        lengths_vary: sequences are of variable length, so that micro-batches are padded and seldom
-            have the same shape twice.
-    """
+    """A request on one machine, with everything decided but what the planner decides."""
 
     request: Request
     machine: Machine
     skeleton: Skeleton
     shape: ModelShape
-    router_aux_loss_coef: float
-    compile: bool | Literal["loss"]
-    packed_to: int | None
-    lengths_vary: bool
+    router_aux_loss_coef: float  # weight of the routers' balancing loss; 0: none
+    compile: bool | Literal["loss"]  # element-wise parts of layers and loss, or of the "loss"
+    packed_to: int | None  # tokens of the sequences into which examples are packed
+    lengths_vary: bool  # micro-batches are padded, and seldom have the same shape twice
 
 
 def resolve(request: Request, machine: Machine) -> Resolved:
