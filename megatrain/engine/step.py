@@ -70,7 +70,8 @@ class Passes:
         they are only measured, and what the second pass needs stays in `waiting`. With `check_loss`
         NotFiniteLoss is raised before any gradient is complete.
         """
-        self._set_training(objective)
+        # a reference without dropout is no match for a model with it: there is none (as in TRL)
+        self.skeleton.set_training(objective.of_sequences is None)
         self._repeats = self.settings.second_backward
         self.gradients.begin_step(only_measured=self._repeats)
         balancer = self.balancer
@@ -126,7 +127,7 @@ class Passes:
         """
         assert self.waiting is not None
         (group, objective), self.waiting = self.waiting, None
-        self._set_training(objective)
+        self.skeleton.set_training(objective.of_sequences is None)
         self._repeats = False
         self.gradients.begin_step()
         route = block_order(self.head + 1, self.first)[self.head :]
@@ -140,10 +141,6 @@ class Passes:
             self._backward(group, visits, True)
 
     # -- parts of a step --------------------------------------------------------------------------
-
-    def _set_training(self, objective: Objective) -> None:
-        # a reference without dropout is no match for a model with it: there is none (as in TRL)
-        self.skeleton.set_training(objective.of_sequences is None)
 
     def _turn(
         self, group: Sequence[MicroBatch], objective: Objective, visits: Iterator[int]
