@@ -96,6 +96,7 @@ def resolve_run(
     keep_caches_small()
     check_divides(config, machine.ranks)
     notice_no_bfloat16(machine)
+    notice_no_effect(config, machine)
     resolved = resolve(request_of(config, model, kept), machine)
     notice_other_balance(config, resolved)
     check_shared(config, resolved)
@@ -175,6 +176,18 @@ def notice_no_bfloat16(machine: Machine) -> None:
         if machine.precision != "float32":
             instead = "it emulates them slowly; set precision: float32"
         logger.warning(f"{gpu.name} has no bf16 units: {instead}")
+
+
+def notice_no_effect(config: Config, machine: Machine) -> None:
+    """Log keys for several GPUs or hosts that have no effect where one trains."""
+    several = machine.ranks * machine.hosts
+    for key, value, without, others, trains in (
+        ("memory.transport", config.memory.transport, ("auto",), machine.ranks, "GPU of a host"),
+        ("memory.replicated", config.memory.replicated, ("auto", 0), several, "GPU"),
+        ("train.wire", config.train.wire, ("float32",), machine.hosts, "host"),
+    ):
+        if others == 1 and value not in without:
+            logger.info(f"{config.where(key)}: {value} has no effect where one {trains} trains")
 
 
 def notice_other_balance(config: Config, resolved: Resolved) -> None:

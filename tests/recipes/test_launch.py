@@ -314,6 +314,15 @@ def test_a_plan_is_for_as_many_gpus_as_have_work(project, megatrain, monkeypatch
     assert "not for 3: take at most 2" in megatrain(f"{line} gpus=3", code=4).err
 
 
+def test_what_takes_several_gpus_or_hosts_is_said_of_one(project, megatrain):
+    keys = "memory.transport=read memory.replicated=3 train.wire=bfloat16"
+    said = megatrain(f"plan cfg.yaml {keys}").err
+    assert "train.wire: bfloat16 has no effect where one host trains" in said
+    assert "memory.transport: read has no effect where one GPU of a host trains" in said
+    assert "memory.replicated: 3 has no effect where one GPU trains" in said
+    assert "no effect" not in megatrain("plan cfg.yaml memory.replicated=0").err
+
+
 def test_ranks_are_begun_by_the_run_alone(monkeypatch):
     for name, value in environment_of(1, 2, 1).items():
         monkeypatch.setenv(name, value)
