@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from megatrain.errors import ConfigError, TooManyRanks
 from megatrain.machine.hardware import MIB, communicators
 from megatrain.schedule import UNCHANGED
 from megatrain.settings import Chosen, Settings
@@ -276,3 +277,34 @@ class Budget:
         sizes = {"host": self.host} | ({} if self.gpu is None else {"gpu": self.gpu})
         spared = {tier: int(n * (1 - SPARE_SHARE)) - SPARE_BYTES for tier, n in sizes.items()}
         return replace(self, **spared)
+
+
+def check_ranks(job: Job) -> None:
+    """Raise TooManyRanks or ConfigError for what several ranks cannot do together."""
+    if job.size == 1:
+        return
+    if job.hosts > 1 and job.reads:
+        raise ConfigError(
+            "weights that several hosts read are not built yet: set memory.transport: gather"
+        )
+    rows = job.most_ranks
+    if rows is not None and rows < job.size:
+        key, least = "tokens_per_step", job.size * max(job.seq_len, job.least_tokens)
+        if job.rows_per_step is not None:
+            key, least = "rows_per_step", job.size // job.pieces
+        found = f"a step of {number_of(rows // job.pieces, 'row')} has"
+        raise too_many_ranks(found, rows, job.size, f"raise train.{key} to {least:,}")
+
+
+def too_many_ranks(why: str, most: int, ranks: int, way_on: str) -> TooManyRanks:
+    """The error of a step that has work for `most` of so many.
+
+    way_on: what would give all of them work.
+    """
+    why = f"{why} work for at most {number_of(most, 'GPU')}"
+    return TooManyRanks(f"{why}, not for {ranks}: take at most {most}, or {way_on}", why, most)
+
+
+def number_of(number: int, noun: str) -> str:
+    """A number with its noun: "1 block", "2 blocks"."""
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"

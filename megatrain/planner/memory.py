@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -58,15 +58,12 @@ HEAD_COPIES, CONSTANTS = "the libraries' forms of the head", "constants"
 class Layout:
     """The memory of a run on every tier under given choices. Tables map arrays to bytes.
 
-    A table is computed when it is first asked for. The activations' part does not depend on where
-    blocks are, so layouts that differ only in that share it (`moved`); the `choices` of that part
-    may therefore place blocks elsewhere. What blocks take on the device is the same in many layouts
-    of one job, which share that too (`known`).
+    The activations' part does not depend on where blocks are, so layouts that differ only in that
+    share it (`moved`); the `choices` of that part may therefore place blocks elsewhere.
     """
 
     choices: Choices
     activations: Activations
-    known: dict[tuple[int, ...], int] = field(default_factory=dict, repr=False, compare=False)
 
     @classmethod
     def of(cls, choices: Choices, job: Job, shape: ModelShape, hardware: Hardware) -> Layout:
@@ -74,8 +71,7 @@ class Layout:
 
     def moved(self, **places: Any) -> Layout:
         """The layout with other choices of where blocks, accumulators and NVMe arrays are."""
-        # not `replace`, which takes twice as long: a search does this most of all
-        return Layout(Choices(**vars(self.choices) | places), self.activations, self.known)
+        return replace(self, choices=replace(self.choices, **places))
 
     @property
     def job(self) -> Job:
@@ -98,13 +94,7 @@ class Layout:
 
     @cached_property
     def device_bytes(self) -> int:
-        choices = self.choices
-        stored = choices.stores_gradients(self.job)
-        blocks_here = choices.resident, choices.replicated, choices.sums_on_device
-        places = *blocks_here, choices.groups, stored
-        if places not in self.known:  # a search asks a million times, in a few hundred places
-            self.known[places] = sum(self._blocks.values())
-        return self.known[places] + self.activations.device_bytes
+        return sum(self._blocks.values()) + self.activations.device_bytes
 
     @cached_property
     def _blocks(self) -> dict[str, int]:

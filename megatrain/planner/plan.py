@@ -14,10 +14,10 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from megatrain.errors import ConfigError, PlanError
+from megatrain.errors import PlanError
 from megatrain.machine.hardware import GIB, Hardware
 from megatrain.machine.profile import MachineProfile
-from megatrain.planner.job import Budget, Choices, Job
+from megatrain.planner.job import Budget, Choices, Job, check_ranks
 from megatrain.planner.memory import (
     CONSTANTS,
     NOT_ALLOCATED,
@@ -25,10 +25,10 @@ from megatrain.planner.memory import (
     disk_bytes,
     state_bytes_per_parameter,
 )
-from megatrain.planner.reasons import Reason, counted, reasons, too_many_ranks
+from megatrain.planner.reasons import Reason, reasons
 from megatrain.planner.search import Search
+from megatrain.planner.simulation import Timing
 from megatrain.planner.suggest import TIER_WORDS, Suggestion, bound_by_update, cheapest_fix, faster
-from megatrain.planner.tasks import Timing
 from megatrain.planner.timing import StepCosts
 from megatrain.reporting.energy import Economy, described, human_hours
 from megatrain.reporting.streams import as_printed
@@ -222,23 +222,6 @@ def make_plan(
         return replace(plan, fix=cheapest_fix(plan.short, search) + why)
     found = faster(plan.choices, plan.timing, search) if suggest else ()
     return replace(plan, faster=found)
-
-
-def check_ranks(job: Job) -> None:
-    """Raise TooManyRanks or ConfigError for what several ranks cannot do together."""
-    if job.size == 1:
-        return
-    if job.hosts > 1 and job.reads:
-        raise ConfigError(
-            "weights that several hosts read are not built yet: set memory.transport: gather"
-        )
-    rows = job.most_ranks
-    if rows is not None and rows < job.size:
-        key, least = "tokens_per_step", job.size * max(job.seq_len, job.least_tokens)
-        if job.rows_per_step is not None:
-            key, least = "rows_per_step", job.size // job.pieces
-        found = f"a step of {counted(rows // job.pieces, 'row')} has"
-        raise too_many_ranks(found, rows, job.size, f"raise train.{key} to {least:,}")
 
 
 def why_short(plan: Plan, hardware: Hardware, host_limit: int | None) -> str:

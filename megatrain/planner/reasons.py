@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from megatrain.errors import TooManyRanks
 from megatrain.machine.hardware import GIB
-from megatrain.planner.job import Choices, Job
+from megatrain.planner.job import Choices, Job, number_of
 from megatrain.planner.memory import Layout
 from megatrain.reporting.summary import human_bytes
 from megatrain.schedule import UNCHANGED
@@ -57,15 +56,15 @@ def reasons(layout: Layout) -> tuple[Reason, ...]:
             if chunk
             else "a layer computes a whole micro-batch at once",
         ),
-        "resident": (counted(choices.resident, "block"), _resident(choices, job, blocks, on_gpu)),
-        "replicated": (counted(choices.replicated, "block"), _replicated(choices, blocks)),
+        "resident": (number_of(choices.resident, "block"), _resident(choices, job, blocks, on_gpu)),
+        "replicated": (number_of(choices.replicated, "block"), _replicated(choices, blocks)),
         "retained": _retained(choices, layout.shape.layers_back, blocks - 2),
         "offload_activations": (
             kept if codec == UNCHANGED else f"{kept}, {codec}",
             _checkpoints(choices.offload_activations, codec),
         ),
         "second_backward": _gradients(choices, job),
-        "sums_on_device": (counted(sums, "block"), _sums(choices, job, blocks)),
+        "sums_on_device": (number_of(sums, "block"), _sums(choices, job, blocks)),
         "nvme_blocks": _nvme(choices, job, layout.nvme_traffic),
         "update_threads": (
             str(choices.update_threads),
@@ -96,11 +95,6 @@ def _ranks(job: Job) -> Reason:
     if job.pieces > 1:
         why += f", a piece of every sequence that {job.pieces} share"
     return Reason("ranks", value, why)
-
-
-def counted(number: int, noun: str) -> str:
-    """A number with its noun: "1 block", "2 blocks"."""
-    return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 
 def _part(where: str, number: int, total: int, noun: str) -> str:
@@ -135,7 +129,7 @@ def _replicated(choices: Choices, blocks: int) -> str:
 def _retained(choices: Choices, layers: int, every: int) -> tuple[str, str]:
     """layers: those that backward visits."""
     retained, on_host = choices.retained, choices.retained_on_host
-    value = counted(retained, "layer") + (f", {on_host} more in host RAM" if on_host else "")
+    value = number_of(retained, "layer") + (f", {on_host} more in host RAM" if on_host else "")
     kinds = ["recomputed"] if retained + on_host < layers else []
     others = " or ".join(kinds + (["offloaded to host RAM"] if on_host else []))
     why = f"all {layers} layers are {others}"
@@ -179,7 +173,7 @@ def _nvme(choices: Choices, job: Job, traffic: tuple[int, int]) -> tuple[str, st
     asked = job.nvme_blocks is not None
     if not choices.nvme_blocks:
         return "nothing", "nothing" if asked else "host RAM has room for everything"
-    value = f"state of {counted(choices.nvme_blocks, 'block')}"
+    value = f"state of {number_of(choices.nvme_blocks, 'block')}"
     why = "" if asked else "what host RAM has no room for; "
     read, written = traffic
     steps = int(WORN_OUT_BYTES * job.nvme_drives / max(1, written))
@@ -188,12 +182,3 @@ def _nvme(choices: Choices, job: Job, traffic: tuple[int, int]) -> tuple[str, st
         f"{why}a step reads {read / GIB:,.2f} GiB and writes {written / GIB:,.2f} GiB: {steps:,} "
         f"steps wear out {drives} of 600 TB endurance, typical of 1 TB consumer drives"
     )
-
-
-def too_many_ranks(why: str, most: int, ranks: int, way_on: str) -> TooManyRanks:
-    """The error of a step that has work for `most` of so many.
-
-    way_on: what would give all of them work.
-    """
-    why = f"{why} work for at most {counted(most, 'GPU')}"
-    return TooManyRanks(f"{why}, not for {ranks}: take at most {most}, or {way_on}", why, most)

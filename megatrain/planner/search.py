@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from itertools import product
 from operator import itemgetter
 from typing import TYPE_CHECKING
@@ -79,13 +79,9 @@ class Search:
     hardware: Hardware
     machine: MachineProfile
     budget: Budget
-    known: dict[tuple[int, ...], int] = field(  # of its layouts
-        default_factory=dict, init=False, repr=False, compare=False
-    )
 
     def layout(self, choices: Choices) -> Layout:
-        found = Layout.of(choices, self.job, self.shape, self.hardware)
-        return replace(found, known=self.known)
+        return Layout.of(choices, self.job, self.shape, self.hardware)
 
     # -- choosing ----------------------------------------------------------------------------------
 

@@ -12,11 +12,10 @@ from itertools import islice, product
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from megatrain.machine.hardware import GIB
-from megatrain.planner.job import Choices, Job
+from megatrain.planner.job import Choices, Job, number_of
 from megatrain.planner.memory import disk_bytes
-from megatrain.planner.reasons import counted
 from megatrain.planner.search import Search
-from megatrain.planner.tasks import Timing
+from megatrain.planner.simulation import Timing
 from megatrain.planner.timing import StepCosts
 from megatrain.schedule import UNCHANGED
 from megatrain.settings import OPTIONS
@@ -322,7 +321,7 @@ def _less_work(search: Search, was: Choices, changed: Search, now: Choices) -> s
         for choices in (was, now)
     )
     if after < before:
-        return f"{counted(after, 'recomputed layer')} instead of {before}"
+        return f"{number_of(after, 'recomputed layer')} instead of {before}"
     if changed.job.precision != search.job.precision:
         return f"faster matmuls in {changed.job.precision}"
     if was.second_backward and not now.second_backward:

@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING
 from megatrain.machine.profile import UPDATE_BYTES, MachineProfile, interpolate, interpolate_log
 from megatrain.planner import simulation
 from megatrain.planner.activations import SUM_BYTES
-from megatrain.planner.collectives import common_memory, cross_network, exchanged, traded
+from megatrain.planner.job import Job
 from megatrain.planner.memory import Layout, state_bytes_per_parameter
-from megatrain.planner.tasks import WAITS, BlockTasks, StepOptions, Timing, serial
+from megatrain.planner.simulation import WAITS, BlockTasks, StepOptions, Timing, serial
 from megatrain.schedule import UNCHANGED, Where, graphs_of_layers
 
 if TYPE_CHECKING:
@@ -95,7 +95,10 @@ class StepCosts:
         """Simulate one steady step. Deterministic arithmetic: no device is asked."""
         timeline = (simulation.overlapped if self.on_gpu else serial)(self.blocks, self.options)
         if self.job.hosts > 1:
-            cross_network(timeline, self.job, self.machine, *self.layout.crossing)
+            others = (self.job.hosts - 1) / self.job.hosts / self.machine.network
+            weights, sums = self.layout.crossing  # beside the forward, and beside the backward
+            timeline.at_least_in("forward", others * weights)
+            timeline.at_least_in("backward", others * sums)
         trained = self.job.trained_tokens(self.choices.micro_batch_tokens)
         tokens_per_s = trained / timeline.seconds
         return Timing(
@@ -394,3 +397,34 @@ class StepCosts:
             updating = min(1.0, streamed / self.host_update_rate / seconds)
             slower += (1 - self.beside_update) * updating
         return alone * (1 - slower)
+
+
+# -- between ranks ---------------------------------------------------------------------------------
+
+
+def exchanged(
+    numel: int, job: Job, machine: MachineProfile, weight_bytes: int
+) -> tuple[float, float]:
+    """Seconds in which a host's ranks gather a block's weight, and exchange its sums.
+
+    numel: with whole shares for all ranks. All but its own share comes to a rank over its link.
+    """
+    if job.ranks == 1:
+        return 0.0, 0.0
+    others = (job.ranks - 1) / job.ranks
+    gathered = others * (numel * weight_bytes) / machine.gather
+    return gathered, others * numel * SUM_BYTES / machine.reduce
+
+
+def common_memory(machine: MachineProfile) -> float:
+    """Bytes/s of a host's memory for each of its ranks while all use it: what updates reach."""
+    return UPDATE_BYTES * max(rate for _, rate in machine.update)
+
+
+def traded(tokens: float, row_bytes: int, job: Job, machine: MachineProfile) -> float:
+    """Seconds in which ranks that share sequences trade tokens for heads and back, one way through
+    a layer: queries, keys, values and output, of at most a hidden state's width each."""
+    if job.pieces == 1:
+        return 0.0
+    others = (job.pieces - 1) / job.pieces
+    return 4 * tokens * row_bytes * others / machine.gather

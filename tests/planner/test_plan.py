@@ -21,7 +21,7 @@ from megatrain.planner.job import Choices, Job
 from megatrain.planner.memory import GPU_RECORDS_SHARE, Layout
 from megatrain.planner.plan import Plan, make_plan, render
 from megatrain.planner.search import most
-from megatrain.planner.tasks import Timing
+from megatrain.planner.simulation import Timing
 from megatrain.planner.timing import StepCosts
 from tests.planned import (
     H200,

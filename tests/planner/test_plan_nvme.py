@@ -23,7 +23,7 @@ from megatrain.optim import AdamW
 from megatrain.planner.job import Choices, Job
 from megatrain.planner.memory import Layout
 from megatrain.planner.plan import Plan, lay_out, make_plan, render
-from megatrain.planner.tasks import Timing
+from megatrain.planner.simulation import Timing
 from megatrain.planner.timing import StepCosts
 from megatrain.settings import Settings
 from tests.planned import H200, JOB_7B, LAPTOP, QWEN_7B, TINY, TINY_JOB, h200

@@ -25,13 +25,11 @@ from megatrain.machine.profile import (
 from megatrain.models.anatomy import layouts_of
 from megatrain.models.skeleton import Skeleton
 from megatrain.optim import AdamW
-from megatrain.planner.collectives import Collectives
 from megatrain.planner.cost.shape import shape_of
 from megatrain.planner.job import Job
 from megatrain.planner.memory import HEAD_COPIES, OTHERS_TABLES, Layout
 from megatrain.planner.plan import Plan, make_plan
-from megatrain.planner.simulation import overlapped
-from megatrain.planner.tasks import BlockTasks, serial
+from megatrain.planner.simulation import BlockTasks, Collectives, overlapped, serial
 from megatrain.planner.timing import ATTENTION_FORWARD_SHARE, StepCosts
 from megatrain.settings import Settings
 from megatrain.world import World

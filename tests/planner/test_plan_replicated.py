@@ -7,8 +7,7 @@ from dataclasses import replace
 import pytest
 
 from megatrain.machine.hardware import GIB
-from megatrain.planner.simulation import overlapped
-from megatrain.planner.tasks import serial
+from megatrain.planner.simulation import overlapped, serial
 from tests.planned import QWEN_7B
 from tests.planner.test_plan_ranks import LONG, TWO, planned
 from tests.planner.test_simulation import COMPUTING, LAYERS, ONE_GROUP, with_tasks

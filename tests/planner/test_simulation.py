@@ -8,8 +8,14 @@ from typing import Any
 
 import pytest
 
-from megatrain.planner.simulation import at_least, overlapped
-from megatrain.planner.tasks import BlockTasks, StepOptions, StepTimeline, serial
+from megatrain.planner.simulation import (
+    BlockTasks,
+    StepOptions,
+    StepTimeline,
+    at_least,
+    overlapped,
+    serial,
+)
 
 NOTHING = BlockTasks(**{field.name: 0.0 for field in fields(BlockTasks)})  # type: ignore[arg-type]
 OF_FROZEN = ("forward", "backward", "upload", "boundary_down", "boundary_up", "nvme_weight")

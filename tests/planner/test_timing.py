@@ -19,7 +19,7 @@ from megatrain.machine.profile import (
 from megatrain.planner.cost.shape import ModelShape
 from megatrain.planner.job import Choices, Job, StepTokens
 from megatrain.planner.memory import Layout
-from megatrain.planner.tasks import BlockTasks, Timing
+from megatrain.planner.simulation import BlockTasks, Timing
 from megatrain.planner.timing import StepCosts
 from tests.planned import (
     ALL_STREAMED,

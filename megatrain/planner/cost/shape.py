@@ -41,11 +41,6 @@ class WorkingSet:
         lies above it. Below the first point that point's bytes are the bound; beyond the last, the
         line through the last two points.
         """
-        if tokens not in self._found:  # a search asks for the same few sizes again and again
-            self._found[tokens] = self._at(tokens)
-        return self._found[tokens]
-
-    def _at(self, tokens: int) -> int:
         sizes = self.sizes
         right = bisect_left(sizes, tokens)
         if right < len(sizes) and (sizes[right] == tokens or right == 0):
@@ -60,10 +55,6 @@ class WorkingSet:
     def sizes(self) -> tuple[int, ...]:
         """The token counts that were measured."""
         return tuple(size for size, _ in self.points)
-
-    @cached_property
-    def _found(self) -> dict[int, int]:
-        return {}
 
 
 @dataclass(frozen=True)

@@ -42,7 +42,7 @@ from megatrain.heartbeat import beat, ending, may_end_here, total
 from megatrain.machine.hardware import built_for_cuda, physical_cores, visible_gpus
 from megatrain.machine.launcher import MEETING, NAMES, Place, first_host, place_of, share_of_cores
 from megatrain.measure.ranks import measure_together
-from megatrain.planner.reasons import counted, too_many_ranks
+from megatrain.planner.job import number_of, too_many_ranks
 from megatrain.recipes.ranks.launch import FEWER, run_ranks
 from megatrain.recipes.ranks.liveness import Liveness, OtherFailed, end_of, sign_of_life, started
 from megatrain.recipes.signals import Stopped, StopRequest, early_request
@@ -325,7 +325,7 @@ def check_rows_of_a_step(loader: Loader) -> None:
     """Raise TooManyRanks if half of the steps have fewer rows than there are ranks."""
     world = loader.world
     if world.size > 1 and (rows := loader.rows_of_a_step()) < world.dp_size:
-        found = f"half of the steps have at most {counted(rows, 'row')},"
+        found = f"half of the steps have at most {number_of(rows, 'row')},"
         way_on = "raise train.tokens_per_step, or add rows"
         raise too_many_ranks(found, rows * world.cp_size, world.size, way_on)
 

@@ -200,16 +200,11 @@ def test_cheap_retention_by_hand():
 def test_what_lives_by_hand():
     rows = 3
     layer = predicted(Mlp(WIDTH), (rows, TOKENS, HIDDEN))
-    # relu's input, its output and what it let through; with down's gradient, its input's gradient,
-    # that of relu's input and what it let through; in the end two weights' gradients, the gradient
-    # of up's output, and what becomes of it
-    again = {(2 * WIDE + MASK, 0), (2 * WIDE + MASK, WEIGHT), (WIDE + NARROW, 2 * WEIGHT)}
-    assert again <= layer.again.moments[0]
+    # relu's input, its output and what it let through; with that the first weight's gradient
     assert layer.again.peak(rows) == rows * (2 * WIDE + MASK) + WEIGHT
     assert layer.again.peak(10 * rows) == 10 * rows * (2 * WIDE + MASK) + WEIGHT
     assert layer.bytes_at(rows).beyond == rows * WIDE + WEIGHT
     # cheaply retained, relu's input serves again, in one kernel: for down's input and the gradient
-    assert (4 * WIDE, 0) in layer.cheap.alive.moments[0]
     assert layer.bytes_at(10 * rows, cheap=True).beyond == 10 * rows * 3 * WIDE
 
 
@@ -340,5 +335,4 @@ def test_torch_s_private_api_has_one_door():
     folder = Path(compiled.__file__).parent
     texts = {path.name: path.read_text() for path in folder.glob("*.py")}
     touching = {name for name, text in texts.items() if re.search(r"torch(\.utils)?\._", text)}
-    reading = {name for name, text in texts.items() if "planner.cost.fx_graph" in text}
-    assert (touching, reading) == ({"compiled.py", "fx_graph.py"}, {"compiled.py"})
+    assert touching == {"compiled.py"}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from megatrain.planner.cost.lifetimes import Alive, Lifetime, extent
+from megatrain.planner.cost.compiled import Alive, Lifetime, extent
 
 FOUR, TWO = Lifetime(0, 1, 1, 2), Lifetime(0, 3, 0, 2)  # bytes with two sequences: 4, 2
 
