@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from megatrain.machine.hardware import GIB, MIB, Gpu, Hardware
 from megatrain.planner.cost.shape import ModelShape, WorkingSet
-from megatrain.planner.cost.work import BlockCost, ModelCost, PassCost
+from megatrain.planner.cost.work import BlockCost, ModelCost, PassCost, Traffic
 from megatrain.planner.job import Choices, Job
 from megatrain.planner.memory import Layout
 
@@ -66,19 +66,22 @@ QWEN_7B = ModelShape(
     retained_compiled=retained(151_672, 28),
     retained_cheap=retained(99_448, 28),
     cost=ModelCost(
-        embed=BlockCost(PassCost(0, 0, 14_394, 14_394, 21, 21), PassCost(0, 0, 7_176, 7_176, 1, 1)),
+        embed=BlockCost(
+            PassCost(0, 0, Traffic(14_394, 21), Traffic(14_394, 21)),
+            PassCost(0, 0, Traffic(7_176, 1), Traffic(7_176, 1)),
+        ),
         layers=(
             BlockCost(
-                PassCost(466_092_032, 7_347_200, 572_464, 195_606, 38, 14),
-                PassCost(932_184_064, 14_694_400, 1_248_336, 351_285, 76, 23),
+                PassCost(466_092_032, 7_347_200, Traffic(572_464, 38), Traffic(195_606, 14)),
+                PassCost(932_184_064, 14_694_400, Traffic(1_248_336, 76), Traffic(351_285, 23)),
                 skippable_flops=135_790_592,
                 cheap_bytes=142_358,
             ),
         )
         * 28,
         head=BlockCost(
-            PassCost(1_089_994_752, 0, 3_184_870, 608_256, 65, 8),
-            PassCost(2_179_989_504, 0, 4_283_512, 608_256, 36, 8),
+            PassCost(1_089_994_752, 0, Traffic(3_184_870, 65), Traffic(608_256, 8)),
+            PassCost(2_179_989_504, 0, Traffic(4_283_512, 36), Traffic(608_256, 8)),
         ),
     ),
 )
@@ -124,24 +127,28 @@ QWEN_1B8 = ModelShape(
     retained_compiled=retained(70_200, 28),
     retained_cheap=retained(46_136, 28),
     cost=ModelCost(
-        embed=BlockCost(PassCost(0, 0, 6_202, 6_202, 21, 21), PassCost(0, 0, 3_080, 3_080, 1, 1)),
+        embed=BlockCost(
+            PassCost(0, 0, Traffic(6_202, 21), Traffic(6_202, 21)),
+            PassCost(0, 0, Traffic(3_080, 1), Traffic(3_080, 1)),
+        ),
         layers=(
             BlockCost(
-                PassCost(93_585_408, 3_148_800, 254_512, 89_614, 38, 14),
-                PassCost(187_170_816, 6_297_600, 551_504, 159_776, 76, 23),
+                PassCost(93_585_408, 3_148_800, Traffic(254_512, 38), Traffic(89_614, 14)),
+                PassCost(187_170_816, 6_297_600, Traffic(551_504, 76), Traffic(159_776, 23)),
                 skippable_flops=27_525_120,
                 cheap_bytes=66_062,
             ),
         )
         * 28,
         head=BlockCost(
-            PassCost(466_747_392, 0, 3_100_390, 3_100_390, 65, 65),
-            PassCost(933_494_784, 0, 4_091_768, 4_091_768, 36, 36),
+            PassCost(466_747_392, 0, Traffic(3_100_390, 65), Traffic(3_100_390, 65)),
+            PassCost(933_494_784, 0, Traffic(4_091_768, 36), Traffic(4_091_768, 36)),
         ),
     ),
 )
 TINY_LAYER = BlockCost(
-    PassCost(5000, 100, 400, 200, 30, 10), PassCost(10_000, 200, 800, 400, 60, 20)
+    PassCost(5000, 100, Traffic(400, 30), Traffic(200, 10)),
+    PassCost(10_000, 200, Traffic(800, 60), Traffic(400, 20)),
 )
 TINY = ModelShape(
     parameters=9_900,
@@ -262,8 +269,7 @@ def as_at_first(shape: ModelShape) -> ModelShape:
     cost = shape.cost
     layers = tuple(replace(layer, skippable_flops=0) for layer in cost.layers)
     forward, backward = (
-        replace(way, compiled_bytes=way.eager_bytes, compiled_kernels=way.eager_kernels)
-        for way in (cost.head.forward, cost.head.backward)
+        replace(way, compiled=way.eager) for way in (cost.head.forward, cost.head.backward)
     )
     head = replace(cost.head, forward=forward, backward=backward)
     return replace(shape, cost=replace(cost, layers=layers, head=head))

@@ -1,3 +1,3 @@
 """The planner. Public: `plan.make_plan`, `plan.lay_out`, `plan.Plan`, `job.Job`, `job.Choices` and
-`explain.render`.
+`plan.render`.
 """

@@ -22,23 +22,14 @@ State = tuple[tuple[str, float], ...]  # an optimizer's arrays: name, bytes per 
 
 @dataclass(frozen=True)
 class WholeUpdate:
-    """Memory and work of an optimizer of whole tensors, which differ from block to block.
+    """Memory and work of an optimizer of whole tensors, which differ from block to block."""
 
-    Attributes:
-        state_bytes: the optimizer's arrays: name, bytes of every block.
-        product_flops: FLOPs of the matmuls in the update of every block.
-        bytes_per_parameter: the arrays' mean over all blocks.
-        passes_bytes: memory traffic per parameter beyond one pass over its state and gradient.
-        host_scratch: bytes beside the state while a block in host RAM is updated.
-        device_scratch: bytes where matmuls are computed, or a resident block is updated.
-    """
-
-    state_bytes: tuple[tuple[str, tuple[int, ...]], ...]
-    product_flops: tuple[float, ...]
-    bytes_per_parameter: float
-    passes_bytes: float
-    host_scratch: int
-    device_scratch: int
+    state_bytes: tuple[tuple[str, tuple[int, ...]], ...]  # its arrays: name, bytes of every block
+    product_flops: tuple[float, ...]  # of the matmuls in the update of every block
+    bytes_per_parameter: float  # of the arrays, on average over all blocks
+    passes_bytes: float  # traffic per parameter beyond one pass over its state and gradient
+    host_scratch: int  # beside the state while a block in host RAM is updated
+    device_scratch: int  # where matmuls are computed, or a resident block is updated
 
     def of_blocks(self, first: int, stop: int | None = None) -> dict[str, int]:
         """Bytes of each array in the blocks from `first` to before `stop`."""
@@ -79,75 +70,44 @@ class Asked:
 class Job(Asked):
     """Everything that decides memory and time of a run besides the model and the machine.
 
-    Attributes:
-        precision: "bfloat16" (split fp32 master), "fp8" (the same, with fp8 matmuls in the
-            layers) or "float32".
-        clipping: to the exact global norm: every gradient is kept until it is known, or is
-            computed twice.
-        balances_routers: their loss is over a whole step, which is therefore one group.
-        whole_step: so is the loss itself.
-        head_twice: the loss needs the log-probabilities of whole answers before any gradient.
-        refers: the loss needs the rows' log-probabilities under the model as it begins.
-        trained_share: of a step's tokens with their padding, those that have gradients.
-        least_tokens: of a micro-batch; 0: one row.
-        state_bytes: the optimizer's arrays, but for those of `whole_update`.
-        update_arithmetic: compute-bound rate of the update, parameters/s of one host thread;
-            None: bound by memory alone.
-        lighter_moments: values of optimizer.moments that need less memory, each with its
-            `state_bytes` and `update_arithmetic`.
-        fp8_share: share of the layers' matmul FLOPs that precision fp8 computes in fp8.
-        compiled: torch.compile fuses the layers' element-wise parts.
-        fused_loss: the loss' passes over the logits are compiled, whatever layers are.
-        activations: codec of recomputed layers' checkpoints.
-        nvme_drives: number of drives that hold what host RAM has no room for.
-        draws_weights: weights start at random and are drawn on the device.
-        lengths_vary: sequences differ in length, so micro-batches have padding and new shapes.
-        step_tokens: measured steps, ascending by micro-batch; empty before the examples are known.
-        keeps_best: the best checkpoint is kept beside the `checkpoints_kept` newest.
-        checkpoints_written: in the whole run, if known.
-        rows_per_step: `tokens_per_step` in rows of `seq_len`, where the user counts in rows.
-        ranks: GPUs of a host that train together. Each owns 1/`size` of every block, and computes
-            its part of a step's rows; `step_tokens` are then those of the fullest rank.
-        hosts: with so many GPUs each.
-        transport: of weights in host RAM: ranks "gather" each other's shares, or each "read"s all
-            of the host's one copy.
-        wire: dtype in which sums cross between hosts.
-        peers: a host's GPUs reach each other's memory.
-        pieces: ranks that share every sequence. Rows are then pieces, which `seq_len` and all other
-            numbers of tokens are of; only attention is over `pieces` times as many.
+    Of several `ranks` each owns 1/`size` of every block, and computes its part of a step's rows;
+    `step_tokens` are then those of the fullest rank. Where `pieces` of them share every sequence,
+    rows are pieces, which `seq_len` and all other numbers of tokens are of; only attention is over
+    `pieces` times as many.
     """
 
-    precision: str
+    precision: str  # "bfloat16" (split fp32 master), "fp8" (with fp8 matmuls), or "float32"
     tokens_per_step: int
     seq_len: int
-    clipping: bool = True
-    balances_routers: bool = False
-    whole_step: bool = False
-    head_twice: bool = False
-    refers: bool = False
-    trained_share: float = 1.0
-    least_tokens: int = 0
-    state_bytes: State = (("exp_avg", 4), ("exp_avg_sq", 4))
-    update_arithmetic: float | None = None
+    clipping: bool = True  # to the exact global norm, for which gradients are kept or repeated
+    balances_routers: bool = False  # their loss is over a whole step, which is therefore one group
+    whole_step: bool = False  # so is the loss itself
+    head_twice: bool = False  # the loss needs whole answers' log-probabilities before any gradient
+    refers: bool = False  # it needs those of the model as it begins
+    trained_share: float = 1.0  # of a step's tokens with their padding, those that have gradients
+    least_tokens: int = 0  # of a micro-batch; 0: one row
+    state_bytes: State = (("exp_avg", 4), ("exp_avg_sq", 4))  # but for those of `whole_update`
+    update_arithmetic: float | None = None  # parameters/s of a thread; None: bound by memory alone
+    # values of optimizer.moments that need less, with their `state_bytes`, `update_arithmetic`
     lighter_moments: tuple[tuple[str, State, float | None], ...] = ()
     whole_update: WholeUpdate | None = None
-    fp8_share: float = 1.0
-    compiled: bool = False
-    fused_loss: bool = False
-    activations: str = UNCHANGED
-    nvme_drives: int = 0
-    draws_weights: bool = False
-    lengths_vary: bool = False
-    step_tokens: tuple[StepTokens, ...] = ()
+    fp8_share: float = 1.0  # of the layers' matmul FLOPs, what precision fp8 computes in fp8
+    compiled: bool = False  # torch.compile fuses the layers' element-wise parts
+    fused_loss: bool = False  # and passes over the logits, whatever layers are
+    activations: str = UNCHANGED  # codec of recomputed layers' checkpoints
+    nvme_drives: int = 0  # that hold what host RAM has no room for
+    draws_weights: bool = False  # they start at random, drawn on the device
+    lengths_vary: bool = False  # so micro-batches have padding and new shapes
+    step_tokens: tuple[StepTokens, ...] = ()  # measured, by size; empty until rows are known
     checkpoints_kept: int = 2
-    keeps_best: bool = True
-    checkpoints_written: int | None = None
-    rows_per_step: int | None = None
-    ranks: int = 1
-    hosts: int = 1
-    transport: str = "gather"
-    wire: str = "float32"
-    peers: bool = True
+    keeps_best: bool = True  # the best checkpoint beside the newest
+    checkpoints_written: int | None = None  # in the whole run, if known
+    rows_per_step: int | None = None  # `tokens_per_step` in rows, where the user counts in rows
+    ranks: int = 1  # GPUs of a host that train together
+    hosts: int = 1  # with so many GPUs each
+    transport: str = "gather"  # of weights in host RAM: shares, or each "read"s the one copy
+    wire: str = "float32"  # dtype in which sums cross between hosts
+    peers: bool = True  # a host's GPUs reach each other's memory
     pieces: int = 1
 
     @property

@@ -8,16 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 from megatrain.errors import PlanError
 from megatrain.machine.hardware import GIB, Hardware
 from megatrain.machine.profile import MachineProfile
-from megatrain.planner.job import Budget, Choices, Job, check_ranks
+from megatrain.planner.job import Budget, Choices, Job, check_ranks, number_of
 from megatrain.planner.memory import (
     CONSTANTS,
     NOT_ALLOCATED,
@@ -25,7 +25,6 @@ from megatrain.planner.memory import (
     disk_bytes,
     state_bytes_per_parameter,
 )
-from megatrain.planner.reasons import Reason, reasons
 from megatrain.planner.search import Search
 from megatrain.planner.simulation import Timing
 from megatrain.planner.suggest import TIER_WORDS, Suggestion, bound_by_update, cheapest_fix, faster
@@ -33,6 +32,8 @@ from megatrain.planner.timing import StepCosts
 from megatrain.reporting.energy import Economy, described, human_hours
 from megatrain.reporting.streams import as_printed
 from megatrain.reporting.summary import human_bytes, human_parameters, three_digits
+from megatrain.schedule import UNCHANGED
+from megatrain.settings import OPTIONS
 
 if TYPE_CHECKING:
     from megatrain.planner.cost.shape import ModelShape
@@ -226,55 +227,46 @@ def make_plan(
 
 def why_short(plan: Plan, hardware: Hardware, host_limit: int | None) -> str:
     """The removable reason for a lack of host RAM, in brackets; empty if there is none."""
-    available = hardware.host_available_bytes
-    held = plan.job.ranks * (hardware.host_total_bytes - available)
-    if host_limit is not None or held <= MUCH_HELD:
-        return ""
-    if plan.job.ranks * plan.host_bytes > plan.job.ranks * available + held:
+    held = plan.job.ranks * (hardware.host_total_bytes - hardware.host_available_bytes)
+    never = plan.host_bytes > hardware.host_total_bytes
+    if host_limit is not None or held <= MUCH_HELD or never:
         return ""
     return f" (other programs hold {held / GIB:.1f} GiB of RAM now: this may pass)"
 
 
 def lay_out(layout: Layout, machine: MachineProfile, budget: Budget) -> Plan:
     """The plan of a layout, whether it fits or not."""
-    timing = StepCosts(layout, machine).predict()
+    timing, shape, job = StepCosts(layout, machine).predict(), layout.shape, layout.job
+    frozen: dict[str, Any] = {}
+    if shape.frozen is not None:
+        weight = layout.activations.weight
+        each = state_bytes_per_parameter(job) - weight
+        each += weight if layout.choices.stores_gradients(job) else 0
+        frozen = {
+            "frozen_parameters": shape.frozen.parameters,
+            "frozen_saves": int(shape.frozen.parameters * each),
+            "layers_back": shape.layers_back if shape.layers_back < shape.layers else None,
+        }
     return Plan(
         choices=layout.choices,
         reasons=reasons(layout),
         device=layout.device,
         host=layout.host,
         nvme=layout.nvme,
-        disk=disk_bytes(layout.job, layout.shape),
+        disk=disk_bytes(job, shape),
         working_sets=layout.activations.working_sets,
         budget=budget,
-        job=layout.job,
-        parameters=layout.shape.parameters,
-        active_parameters=layout.shape.active_parameters,
+        job=job,
+        parameters=shape.parameters,
+        active_parameters=shape.active_parameters,
         timing=timing,
-        bound_by_update=bound_by_update(timing, layout.shape),
+        bound_by_update=bound_by_update(timing, shape),
         fix=None,
-        **_frozen(layout),
+        **frozen,
     )
 
 
-def _frozen(layout: Layout) -> dict[str, Any]:
-    """The plan's figures on frozen tensors."""
-    shape, job, weight = layout.shape, layout.job, layout.activations.weight
-    if shape.frozen is None:
-        return {}
-    each = state_bytes_per_parameter(job) - weight
-    each += weight if layout.choices.stores_gradients(job) else 0
-    return {
-        "frozen_parameters": shape.frozen.parameters,
-        "frozen_saves": int(shape.frozen.parameters * each),
-        "layers_back": shape.layers_back if shape.layers_back < shape.layers else None,
-    }
-
-
 # -- printed ---------------------------------------------------------------------------------------
-
-# Headings of right-aligned columns.
-NUMBERS = {"seconds", "share", "size", "B/parameter", "needs", "has", "used"}
 
 
 def render(plan: Plan, console: Console) -> None:
@@ -283,22 +275,23 @@ def render(plan: Plan, console: Console) -> None:
     console.print(Text(verdict(plan), style=style), soft_wrap=True)
     for line in (*changes(plan), *(f"{name}: {words}" for name, words in economy(plan))):
         console.print(Text(line), soft_wrap=True)
-    numbers = [_numbers(plan)] if plan.on_gpus else []
-    for table in (*numbers, _choices(plan), _step(plan), _arrays(plan), _tiers(plan)):
+    for table in _tables(plan):
         console.print(table)
 
 
 def verdict(plan: Plan) -> str:
     """The verdict: time and memory of a run that fits, or what it lacks."""
+    job = plan.job
     if not plan.fits:
         return f"does not fit: {plan.lack}"
-    speed = f"{plan.timing.seconds:.3g} s a step, {plan.timing.tokens_per_s:,.0f} tokens/s"
+    where = "" if job.size == 1 else f" on {job.ranks} {_ranks(plan, job.ranks)}{_hosts(plan)}"
     used = [
         f"{human_bytes(need)} of {human_bytes(have)} of {_tier(plan, name)}"
         for name, need, have in plan.tiers
         if name != "disk"
     ]
-    return f"fits{_on(plan)}: {speed}; {', '.join(used)}"
+    speed = f"{plan.timing.seconds:.3g} s a step, {plan.timing.tokens_per_s:,.0f} tokens/s"
+    return f"fits{where}: {speed}; {', '.join(used)}"
 
 
 def _tier(plan: Plan, name: str) -> str:
@@ -311,11 +304,8 @@ def _ranks(plan: Plan, number: int = 2) -> str:
     return one if number == 1 else several
 
 
-def _on(plan: Plan) -> str:
-    """The GPUs and hosts, unless it is one GPU of one host."""
-    job = plan.job
-    hosts = "" if job.hosts == 1 else f" of each of {job.hosts} hosts"
-    return "" if job.size == 1 else f" on {job.ranks} {_ranks(plan, job.ranks)}{hosts}"
+def _hosts(plan: Plan) -> str:
+    return "" if plan.job.hosts == 1 else f" of each of {plan.job.hosts} hosts"
 
 
 def changes(plan: Plan) -> Iterable[str]:
@@ -334,10 +324,10 @@ def changes(plan: Plan) -> Iterable[str]:
             "what layers return; they stay as they are, and are saved so"
         )
     if plan.frozen_parameters:
-        every = plan.parameters + plan.frozen_parameters
-        where = (
-            "" if plan.layers_back is None else f", and backward visits {_back(plan.layers_back)}"
-        )
+        every, back, where = plan.parameters + plan.frozen_parameters, plan.layers_back, ""
+        if back is not None:
+            few = ("no layer", "the last layer alone")
+            where = f", and backward visits {few[back] if back < 2 else f'the last {back} layers'}"
         yield (
             f"frozen: {plan.frozen_parameters:,} of {every:,} parameters, which saves "
             f"{human_bytes(plan.frozen_saves)} of state and gradients{where}"
@@ -367,42 +357,6 @@ def changes(plan: Plan) -> Iterable[str]:
         yield f"NVMe: the drive's speed is assumed, not measured; `{doctor}` measures it"
 
 
-def _back(layers: int) -> str:
-    return (
-        ("no layer", "the last layer alone")[layers] if layers < 2 else f"the last {layers} layers"
-    )
-
-
-def _table(title: str, *headings: str) -> Table:
-    table = Table(title=title)
-    for heading in headings:
-        table.add_column(heading, justify="right" if heading in NUMBERS else "left")
-    return table
-
-
-def _choices(plan: Plan) -> Table:
-    tokens = f"{plan.job.tokens_per_step:,} tokens per step"
-    parameters = human_parameters(plan.parameters, plan.active_parameters)
-    title = f"{parameters}, {plan.job.precision}, {tokens}"
-    table = _table(title, "choice", "value", "why")
-    for row in plan.reasons:
-        table.add_row(*row)
-    return table
-
-
-def _step(plan: Plan) -> Table:
-    timing = plan.timing
-    each = " each" if plan.job.size > 1 else ""
-    speed = f"{timing.tokens_per_s:,.0f} tokens/s, {timing.tflops:,.3g} TFLOP/s{each}"
-    title = f"a step, predicted: {timing.seconds:.3g} s, {speed}"
-    table = _table(title, "phase", "seconds", "share", "bound by")
-    for phase, seconds in timing.phases.items():
-        if seconds:
-            share = f"{seconds / timing.seconds:.0%}"
-            table.add_row(phase, f"{seconds:.3g}", share, timing.bound_by[phase])
-    return table
-
-
 def economy(plan: Plan) -> Iterable[tuple[str, str]]:
     """Time and cost of the whole run, if its number of steps is known, and of a million tokens."""
     if plan.economy is None:
@@ -413,43 +367,227 @@ def economy(plan: Plan) -> Iterable[tuple[str, str]]:
     yield from described(plan.economy, whole=plan.steps is not None)
 
 
-def _arrays(plan: Plan) -> Table:
+def _tables(plan: Plan) -> Iterable[Table]:
+    job, timing = plan.job, plan.timing
+    if plan.on_gpus:
+        yield _numbers(plan)
+    parameters = human_parameters(plan.parameters, plan.active_parameters)
+    title = f"{parameters}, {job.precision}, {job.tokens_per_step:,} tokens per step"
+    table = Table("choice", "value", "why", title=title)
+    for row in plan.reasons:
+        table.add_row(*row)
+    yield table
+    each, of_rank = (" each", " of a rank") if job.size > 1 else ("", "")
+    speed = f"{timing.tokens_per_s:,.0f} tokens/s, {timing.tflops:,.3g} TFLOP/s{each}"
+    title = f"a step, predicted: {timing.seconds:.3g} s, {speed}"
+    table = Table("phase", *_figures("seconds", "share"), "bound by", title=title)
+    for phase, seconds in timing.phases.items():
+        if seconds:
+            share = f"{seconds / timing.seconds:.0%}"
+            table.add_row(phase, f"{seconds:.3g}", share, timing.bound_by[phase])
+    yield table
+    title = f"bytes by tier and array{of_rank}"
+    table = Table("tier", "array", *_figures("size", "B/parameter"), title=title)
     where = "GPU" if plan.budget.gpu is not None else "host, computing"
-    of_rank = " of a rank" if plan.job.size > 1 else ""
-    table = _table(f"bytes by tier and array{of_rank}", "tier", "array", "size", "B/parameter")
     tiers = {where: plan.device, "host": plan.host, "NVMe": plan.nvme, "disk": plan.disk}
     for tier, arrays in tiers.items():
         for name, nbytes in arrays.items():
             if nbytes:
                 table.add_row(tier, name, human_bytes(nbytes, 2), f"{nbytes / plan.parameters:.2f}")
         table.add_section()
-    return table
-
-
-def _tiers(plan: Plan) -> Table:
-    ranks = plan.job.ranks
-    title = "totals" if ranks == 1 else f"totals of a host, with {ranks} ranks"
-    table = _table(title, "tier", "needs", "has", "used")
+    yield table
+    title = "totals" if job.ranks == 1 else f"totals of a host, with {job.ranks} ranks"
+    table = Table("tier", *_figures("needs", "has", "used"), title=title)
     for name, need, have in plan.tiers:
-        style = "red" if name in plan.short else None
-        used = f"{need / max(have, 1):.0%}"
-        bytes_of = human_bytes(need, 2), human_bytes(have, 2)
-        table.add_row(_tier(plan, name), *bytes_of, used, style=style)
-    return table
+        cells = human_bytes(need, 2), human_bytes(have, 2), f"{need / max(have, 1):.0%}"
+        table.add_row(_tier(plan, name), *cells, style="red" if name in plan.short else None)
+    yield table
+
+
+def _figures(*headings: str) -> Iterable[Column]:
+    return (Column(heading, justify="right") for heading in headings)
 
 
 def _numbers(plan: Plan) -> Table:
-    """A table of predictions for other numbers of GPUs."""
+    """Predictions for other numbers of GPUs."""
     priced = any(row.cost_per_million is not None for row in plan.on_gpus)
-    hosts = f" of each of {plan.job.hosts} hosts" if plan.job.hosts > 1 else ""
-    title = f"numbers of {_ranks(plan)}{hosts}" + (", priced in proportion" if priced else "")
+    title = f"numbers of {_ranks(plan)}{_hosts(plan)}{', priced in proportion' if priced else ''}"
     costs = [f"{plan.economy.prices.currency}/million tokens"] if priced and plan.economy else []
-    table = Table(title=title)
-    for heading in (_ranks(plan), "seconds", "tokens/s", "TFLOP/s each", *costs):
-        table.add_column(heading, justify="right")
+    headings = _ranks(plan), "seconds", "tokens/s", "TFLOP/s each", *costs
+    table = Table(*_figures(*headings), title=title)
     for row in plan.on_gpus:
         figures = row.seconds, row.tokens_per_s, row.tflops, row.cost_per_million
         cells = [three_digits(value) for value in figures if value is not None]
         style = "bold" if row.gpus == plan.job.ranks else None
         table.add_row(str(row.gpus), *(cells or ["does not fit"]), style=style)
     return table
+
+
+# -- choices in words -----------------------------------------------------------------------------
+
+# Bytes written that wear out a drive, as makers state for 1 TB consumer drives; drives for data
+# centres stand several times this.
+WORN_OUT_BYTES = 600e12
+
+
+class Reason(NamedTuple):
+    """A row of the plan's table."""
+
+    what: str
+    value: str
+    why: str
+
+
+def reasons(layout: Layout) -> tuple[Reason, ...]:
+    """A row for each option that has a heading, and one for the working set."""
+    choices, job = layout.choices, layout.job
+    blocks, on_gpu = len(layout.shape.block_numel), layout.hardware.gpu is not None
+    chunk, codec = choices.layer_chunk_tokens, job.activations
+    kept = "offloaded" if choices.offload_activations else "kept"
+    sums = 1 if choices.groups == 1 else choices.sums_on_device
+    words = {
+        "micro_batch_tokens": (
+            f"{choices.micro_batch_tokens:,} tokens",
+            "with the other choices, the shortest step",
+        ),
+        "groups": (
+            str(choices.groups),
+            "the routers' balancing loss is over a whole step"
+            if job.balances_routers
+            else "the loss is over a whole step"
+            if job.whole_step
+            else "every weight is streamed once forward and once backward"
+            if choices.groups == 1
+            else "smaller groups need less memory; weights are streamed once per group",
+        ),
+        "head_chunk_tokens": (
+            f"{choices.head_chunk_tokens:,} tokens",
+            "the largest whose logits need no more memory than the layers, or are worth it",
+        ),
+        "layer_chunk_tokens": (
+            f"{chunk:,} tokens" if chunk else "none",
+            "MLPs and norms take this many tokens at a time, so that wide intermediates stay small"
+            if chunk
+            else "a layer computes a whole micro-batch at once",
+        ),
+        "resident": (number_of(choices.resident, "block"), _resident(choices, job, blocks, on_gpu)),
+        "replicated": (number_of(choices.replicated, "block"), _replicated(choices, blocks)),
+        "retained": _retained(choices, layout.shape.layers_back, blocks - 2),
+        "offload_activations": (
+            kept if codec == UNCHANGED else f"{kept}, {codec}",
+            _checkpoints(choices.offload_activations, codec),
+        ),
+        "second_backward": _gradients(choices, job),
+        "sums_on_device": (number_of(sums, "block"), _sums(choices, job, blocks)),
+        "nvme_blocks": _nvme(choices, job, layout.nvme_traffic),
+        "update_threads": (
+            str(choices.update_threads),
+            "physical cores minus 1/8 (at least two are left free)",
+        ),
+    }
+    rows = [_of_ranks(job)] if job.size > 1 else []
+    absent = {"nvme_blocks": not job.nvme_drives, "replicated": job.size == 1}
+    for option in OPTIONS:
+        if option.heading and not absent.get(option.field):
+            value, why = words[option.field]
+            asked = option.key and getattr(job, option.field) is not None
+            if option.field == "sums_on_device":  # one group has none, and residents' always stay
+                asked = choices.groups > 1 and choices.sums_on_device == job.sums_on_device
+            rows.append(Reason(option.heading, value, f"as asked: {why}" if asked else why))
+    sets = layout.activations.working_sets
+    largest = max(sets, key=lambda name: sets[name])
+    return *rows, Reason("working set", human_bytes(sets[largest], 2), f"the largest: {largest}")
+
+
+def _of_ranks(job: Job) -> Reason:
+    value = f"{job.size}" if job.hosts == 1 else f"{job.hosts} x {job.ranks}"
+    why = (
+        f"each owns 1/{job.size} of every block, and computes {job.rank_tokens:,} tokens of a step"
+    )
+    if job.reads:
+        why += "; weights in host RAM are one copy, which each uploads whole"
+    if job.pieces > 1:
+        why += f", a piece of every sequence that {job.pieces} share"
+    return Reason("ranks", value, why)
+
+
+def _part(where: str, number: int, total: int, noun: str) -> str:
+    """A part of `total` things: "the first 3 of 30 blocks", "the last layer of 28", or all."""
+    if number >= total:
+        return f"all {total} {noun}s"
+    which = f"{number} of {total} {noun}s" if number > 1 else f"{noun} of {total}"
+    return f"the {where} {which}"
+
+
+def _resident(choices: Choices, job: Job, blocks: int, on_gpu: bool) -> str:
+    if choices.resident == 0:
+        return f"all {blocks} blocks are streamed"
+    which = _part("first", choices.resident, blocks, "block")
+    if choices.resident >= blocks and job.size > 1:
+        return f"the shares of {which} are updated where they are; weights are gathered from there"
+    if choices.resident >= blocks:
+        return f"{which} are updated {'on the GPU' if on_gpu else 'in place'}: nothing is streamed"
+    return f"{which}; {'more do not fit' if job.resident is None else 'the others are streamed'}"
+
+
+def _replicated(choices: Choices, blocks: int) -> str:
+    if choices.replicated == 0:
+        return "weights come from all ranks at each visit: forward, backward, and in each group"
+    which = _part("first", choices.replicated, blocks, "block")
+    return f"weights of {which} come from all ranks once a step, and stay on each"
+
+
+def _retained(choices: Choices, layers: int, every: int) -> tuple[str, str]:
+    """layers: those that backward visits."""
+    retained, on_host = choices.retained, choices.retained_on_host
+    value = number_of(retained, "layer") + (f", {on_host} more in host RAM" if on_host else "")
+    kinds = ["recomputed"] if retained + on_host < layers else []
+    others = " or ".join(kinds + (["offloaded to host RAM"] if on_host else []))
+    why = f"all {layers} layers are {others}"
+    if retained:
+        which = _part("last", retained, layers, "layer")
+        saved = "what matmuls and attention need" if choices.cheap_retention else "activations"
+        why = f"{saved} of {which} are saved" + (f"; the others are {others}" if others else "")
+    if layers < every:
+        first = "layer needs" if every - layers == 1 else f"{every - layers} need"
+        why = f"{why}; the first {first} no backward" if layers else "no layer needs a backward"
+    return value + (", selectively" if choices.cheap_retention else ""), why
+
+
+def _checkpoints(offloaded: bool, codec: str) -> str:
+    where = "are in host RAM, which leaves room on the GPU" if offloaded else "stay in place"
+    rounded = "" if codec == UNCHANGED else f", rounded to {codec}: gradients are near, not exact"
+    return f"activation checkpoints {where}{rounded}"
+
+
+def _gradients(choices: Choices, job: Job) -> tuple[str, str]:
+    if choices.second_backward:
+        return "computed twice", "once for the global norm, once to be applied: none is kept"
+    kept = "kept until the global norm is known"
+    return "computed once", kept if job.clipping else "applied at once, since nothing is clipped"
+
+
+def _sums(choices: Choices, job: Job, blocks: int) -> str:
+    if choices.groups == 1:
+        return "one block's at a time: it ends all micro-batches before the next block begins"
+    exchanged = ", and exchanged at the end of each" if job.size > 1 else ""
+    if choices.sums_on_device == 0:
+        return f"in host RAM between groups{exchanged}"
+    here = f"those of {_part('first', choices.sums_on_device, blocks, 'block')} stay on the device"
+    others = f"; the others' are in host RAM{exchanged}"
+    return f"{here} between groups{others if choices.sums_on_device < blocks else ''}"
+
+
+def _nvme(choices: Choices, job: Job, traffic: tuple[int, int]) -> tuple[str, str]:
+    asked = job.nvme_blocks is not None
+    if not choices.nvme_blocks:
+        return "nothing", "nothing" if asked else "host RAM has room for everything"
+    value = f"state of {number_of(choices.nvme_blocks, 'block')}"
+    why = "" if asked else "what host RAM has no room for; "
+    read, written = traffic
+    steps = int(WORN_OUT_BYTES * job.nvme_drives / max(1, written))
+    drives = "a drive" if job.nvme_drives == 1 else "drives"
+    return value, (
+        f"{why}a step reads {read / GIB:,.2f} GiB and writes {written / GIB:,.2f} GiB: {steps:,} "
+        f"steps wear out {drives} of 600 TB endurance, typical of 1 TB consumer drives"
+    )

@@ -98,8 +98,9 @@ class Search:
             found = min(filter(None, candidates), key=self.cost, default=None)
         if found is not None:
             return found
-        lean = (each if self.on_device(each) else self.spilled(each) for each in self.lean())
-        return min(lean, key=self.shortage)
+        lean = self.combined(lean=True)
+        spilled = (each if self.on_device(each) else self.spilled(each) for each in lean)
+        return min(spilled, key=self.shortage)
 
     def strains(self, choices: Choices) -> int:
         """Number of expensive memory savers in use that the user did not ask for."""
@@ -113,7 +114,7 @@ class Search:
         return self.strains(layout.choices), seconds
 
     def fastest_that_fits(self) -> Layout | None:
-        found = self.fastest_of(self.coarse())
+        found = self.fastest_of(self.combined())
         for nearby in (self.nearby_retained, self.nearby_on_host, self.larger_head_chunks):
             if found is not None:
                 found = self.fastest_of([found, *nearby(found)]) or found
@@ -126,7 +127,7 @@ class Search:
 
     def fits_somehow(self) -> bool:
         """True if any combination fits: then the one with the least memory does."""
-        return any(self.fits(layout) for layout in self.lean())
+        return any(self.fits(layout) for layout in self.combined(lean=True))
 
     def fastest_of(self, candidates: Iterable[Layout]) -> Layout | None:
         """The fastest of those that fit; of equal ones the simplest."""
@@ -145,18 +146,14 @@ class Search:
 
     # -- candidates --------------------------------------------------------------------------------
 
-    def coarse(self) -> Iterator[Layout]:
-        """Combinations over the range of every open option, with blocks resident as they fit."""
-        return self.combined(self.retained_counts())
+    def combined(self, *, lean: bool = False) -> Iterator[Layout]:
+        """Combinations over the range of every open option, with blocks resident as they fit.
 
-    def lean(self) -> Iterator[Layout]:
-        """The combinations that need the least memory: as few layers retained as possible."""
-        return self.combined(self.retained_counts()[:1])
-
-    def combined(self, retained_counts: Sequence[int]) -> Iterator[Layout]:
-        """Every size of micro-batch and number of groups, with these numbers of retained layers."""
+        lean: only those that need the least memory, with as few layers retained as possible.
+        """
         for tokens in self.micro_batch_sizes():
             chunk = self.job.head_chunk_tokens or self.head_chunk(tokens)
+            retained_counts = self.retained_counts()[: 1 if lean else None]
             for groups, retained in product(self.group_counts(tokens), retained_counts):
                 yield from self.placed(tokens, groups, retained, chunk)
 
@@ -171,7 +168,7 @@ class Search:
             yield from self.placed(tokens, groups, retained, chunk)
 
     def nearby_retained(self, layout: Layout) -> Iterator[Layout]:
-        """Numbers of retained layers that `coarse` left out next to the one found."""
+        """Numbers of retained layers that `combined` left out next to the one found."""
         found = layout.choices
         tokens, groups, chunk = found.micro_batch_tokens, found.groups, found.head_chunk_tokens
         if self.job.retained is None and not found.second_backward:
@@ -277,9 +274,8 @@ class Search:
         job, blocks = self.job, len(self.shape.block_numel)
         threads = job.update_threads or update_threads(self.hardware.physical_cores)
         for cheap, offload in product(self.cheap_retentions(), self.offloads()):
-            for sent, in_chunks in product(
-                self.on_host(groups, retained, cheap, offload), self.layer_chunks(tokens)
-            ):
+            on_host = self.on_host(groups, retained, cheap, offload)
+            for sent, in_chunks in product(on_host, self.layer_chunks(tokens)):
                 unasked = (retained and job.retained is None) or (
                     sent and job.retained_on_host is None
                 )
@@ -287,26 +283,23 @@ class Search:
                     continue  # layers that need chunks leave no room for saved activations
                 if cheap and not retained and not sent and job.cheap_retention is None:
                     continue  # there is nothing to save less of
-                for sums, again in product(
-                    self.summed(groups, blocks),
-                    self.second_backwards(groups, retained, sent),
-                ):
-                    yield self.filled(
-                        Choices(
-                            micro_batch_tokens=tokens,
-                            groups=groups,
-                            sums_on_device=sums,
-                            replicated=min(job.replicated or 0, blocks),
-                            retained=retained,
-                            cheap_retention=cheap,
-                            offload_activations=offload,
-                            head_chunk_tokens=chunk,
-                            update_threads=threads,
-                            retained_on_host=sent,
-                            second_backward=again,
-                            layer_chunk_tokens=in_chunks,
-                        )
+                again = self.second_backwards(groups, retained, sent)
+                for sums, twice in product(self.summed(groups, blocks), again):
+                    choices = Choices(
+                        micro_batch_tokens=tokens,
+                        groups=groups,
+                        sums_on_device=sums,
+                        replicated=min(job.replicated or 0, blocks),
+                        retained=retained,
+                        cheap_retention=cheap,
+                        offload_activations=offload,
+                        head_chunk_tokens=chunk,
+                        update_threads=threads,
+                        retained_on_host=sent,
+                        second_backward=twice,
+                        layer_chunk_tokens=in_chunks,
                     )
+                    yield self.filled(choices)
 
     def summed(self, groups: int, blocks: int) -> Sequence[int]:
         """Numbers of blocks whose accumulators stay on the device between groups."""

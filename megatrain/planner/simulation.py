@@ -32,25 +32,17 @@ WORTH_NAMING = 0.05  # share of a phase's time: it is bound by what it waits for
 
 @dataclass(frozen=True)
 class Timing:
-    """A steady step, predicted. Seconds unless said otherwise.
-
-    Attributes:
-        phases: update (resident blocks, on the device), forward, head, backward, second backward;
-            they add up to the step.
-        waits: of the computation: upload, update, download, nvme, exchange or network.
-        bound_by: of each phase, where most of its time goes: compute, or one of the waits.
-        tokens_per_s: of the data, without padding, on all ranks together.
-        tflops: 6 x counted parameters (planner/cost/shape.py) x these, in TFLOP/s of each rank.
-        reference_s: of a forward alone over as many tokens, which all rows that the run takes have
-            before the first step where a loss refers to the model as it begins; 0: none does.
-    """
+    """A steady step, predicted. Seconds unless said otherwise."""
 
     seconds: float
-    phases: dict[str, float]
-    waits: dict[str, float]
-    bound_by: dict[str, str]
-    tokens_per_s: float
+    phases: dict[str, float]  # they add up to the step
+    waits: dict[str, float]  # of the computation
+    bound_by: dict[str, str]  # of each phase, where most of its time goes: compute, or a wait
+    tokens_per_s: float  # of the data, without padding, on all ranks together
+    # 6 x counted parameters (planner/cost/shape.py) x these, in TFLOP/s of each rank
     tflops: float
+    # of a forward alone over as many tokens, which all rows that the run takes have before the
+    # first step where a loss refers to the model as it begins; 0: none does
     reference_s: float = 0.0
 
     def waits_most_for(self, wait: str) -> bool:
@@ -151,13 +143,11 @@ def total(task: str, blocks: Sequence[BlockTasks]) -> float:
 def serial(blocks: Sequence[BlockTasks], options: StepOptions) -> StepTimeline:
     """A step on a machine where everything shares the same cores: the sum of all tasks."""
     *others, head = blocks
-    groups, streamed = options.groups, blocks[options.resident :]
+    groups, again = options.groups, options.groups - 1
     first, once = options.first_trained, options.replicated  # weights of these come once a step
-    in_turn, back_in_turn = (blocks[max(n, once) :] for n in (options.resident, first))
+    resident = options.resident
     travelling = blocks[options.sums_on_device :] if groups > 1 else ()
     forward = groups * total("forward", others)
-    weights = groups * total("upload", in_turn) + total("upload", blocks[options.resident : once])
-    weights_back = groups * total("upload", blocks[max(options.resident, first, once) :])
     drive = sum(block.nvme_read + block.nvme_write for block in blocks)
     computed = {
         "update": sum(block.host_update + block.device_update for block in blocks),
@@ -167,28 +157,25 @@ def serial(blocks: Sequence[BlockTasks], options: StepOptions) -> StepTimeline:
         "second backward": 0.0,
     }
     timeline = StepTimeline()
-    gathers = total("gather", back_in_turn)
     timeline.waits["forward"] |= {
         "exchange": groups * total("gather", others[once:]) + total("gather", blocks[:once]),
-        "upload": weights,
+        "upload": groups * total("upload", blocks[max(resident, once) :])
+        + total("upload", blocks[resident:once]),
         "download": groups * total("boundary_down", others),
         "nvme": max(0.0, drive - forward),  # drives need no cores
     }
+    gathers, reduced = total("gather", blocks[max(first, once) :]), total("reduce", blocks)
     backward = timeline.waits["backward"]
-    backward["upload"] = (
-        weights_back
+    backward |= {
+        "upload": groups * total("upload", blocks[max(resident, first, once) :])
         + groups * total("boundary_up", others)
-        + (groups - 1) * total("sum_up", travelling)
-    )
-    backward["download"] = total("download", streamed)
-    backward["download"] += (groups - 1) * total("sum_down", travelling)
-    backward["exchange"] = groups * gathers + total("reduce", blocks)
-    backward["exchange"] += (groups - 1) * total("reduce", travelling)
+        + again * total("sum_up", travelling),
+        "download": total("download", blocks[resident:]) + again * total("sum_down", travelling),
+        "exchange": groups * gathers + reduced + again * total("reduce", travelling),
+    }
     if options.second_backward:  # moves the same as the first, whose gradients stay
         computed["second backward"] = sum(block.backward + block.finish for block in blocks)
-        timeline.waits["second backward"] |= backward | {
-            "exchange": gathers + total("reduce", blocks)
-        }
+        timeline.waits["second backward"] |= backward | {"exchange": gathers + reduced}
         backward["download"] = 0.0
     timeline.phases = {
         phase: seconds + sum(timeline.waits[phase].values()) for phase, seconds in computed.items()
@@ -287,31 +274,26 @@ class StepSimulator:
         self.asked: Iterator[tuple[int, ...]] = iter(())  # uploads before each visit of the step
         self.compute = self.upload = self.fetch = self.download = self.host = self.drive = 0.0
         self.collectives = Collectives()
-        self.shares_free = deque([0.0] * SHARE_BUFFERS)
-        self.uploaded = [0.0] * len(blocks)
-        self.to_write: list[int] = []  # blocks that were updated and are not on NVMe yet
+        self.uploaded, self.updated, self.gradient_landed, self.weights_landed, self.sum_landed = (
+            [0.0] * len(blocks) for _ in range(5)
+        )
+        self.to_write: deque[int] = deque()  # blocks that were updated and are not on NVMe yet
         # blocks whose gradients are in the buffers of those that are applied at once
         self.applying: deque[int] = deque(maxlen=LANDING_BUFFERS)
         self.host_late = False  # the host's update is behind because it waited for NVMe
         self.late = [False] * len(blocks)  # the same, when each block was updated
-        self.updated = [0.0] * len(blocks)
-        self.gradient_landed = [0.0] * len(blocks)
-        self.weights_landed = [0.0] * len(blocks)
-        self.sum_landed = [0.0] * len(blocks)
         self.slot_free: dict[int | None, float] = {}
         self.slot_holds: dict[int | None, int] = {}
         self.staging_free = 0.0
-        self.travelling_free = [0.0] * TRAVELLING_SUMS
-        self.travelling_shares_free = [0.0] * TRAVELLING_SUMS
+        self.shares_free = deque([0.0] * SHARE_BUFFERS)
+        self.travelling_free, self.travelling_shares_free = (
+            [0.0] * TRAVELLING_SUMS for _ in range(2)
+        )
         self.turn = 0
         self.parts = max(1.0, options.micro_batches)
         # the ring's size as seconds of the transfers that fill it
         pieces = leaving(options.micro_batches, options.retained_on_host)
         self.leaving = pieces * max(block.boundary_down for block in blocks) / self.parts
-
-    @property
-    def exchange(self) -> float:
-        return self.collectives.free
 
     def step(self) -> StepTimeline:
         """Simulate a step: from the time the norm of the one before is known to its own."""
@@ -327,20 +309,20 @@ class StepSimulator:
             self.timeline = StepTimeline()
             first, last = group == 0, group == simulated - 1
             for block in self.order[: self.head]:
-                self._visit("forward", block, first, last)
+                self._visit("forward", block)
             for block in back:
                 self._visit("head" if block == self.head else "backward", block, first, last)
             times = options.groups - simulated + 1 if group == SIMULATED_GROUPS - 2 else 1
             whole.add(self.timeline, times)
         self.timeline = whole
         for block in back if options.second_backward else ():
-            self._visit("second backward", block, first=True, last=True)
+            self._visit("second backward", block)
         if self.several:  # wait: the norm needs all ranks' shares
             phase = "second backward" if options.second_backward else "backward"
             self._wait(phase, self.collectives.free, "exchange")
         return whole
 
-    def _visit(self, phase: str, block: int, first: bool, last: bool) -> None:
+    def _visit(self, phase: str, block: int, first: bool = True, last: bool = True) -> None:
         """first, last: of the groups whose gradients are added up."""
         self._arrive(phase, block)
         if phase == "forward":
@@ -380,7 +362,7 @@ class StepSimulator:
             self.to_write.append(block)
 
     def _write_back(self) -> None:
-        block = self.to_write.pop(0)
+        block = self.to_write.popleft()
         self.drive = max(self.drive, self.updated[block]) + self.blocks[block].nvme_write
 
     # -- computation -------------------------------------------------------------------------------
@@ -533,10 +515,9 @@ class StepSimulator:
         if self.slot_holds.get(slot) == block:
             return
         self.slot_holds[slot] = block
-        there = self.updated[block]
-        slot_free = self.slot_free.get(slot, 0.0)
-        gathered = self.several and not tasks.read
-        begin = max(self.upload, there, self.shares_free[0] if gathered else slot_free)
+        slot_free, gathered = self.slot_free.get(slot, 0.0), self.several and not tasks.read
+        free = self.shares_free[0] if gathered else slot_free
+        begin = max(self.upload, self.updated[block], free)
         self.upload = begin + self._beside_update(begin, tasks.upload)
         self.uploaded[block] = self.weights_landed[block] = self.upload
         if gathered:

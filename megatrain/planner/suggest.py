@@ -260,7 +260,7 @@ def faster(choices: Choices, before: Timing, search: Search) -> tuple[Suggestion
     found: dict[str, list[Suggestion]] = {}
     for change, changed in _alternatives(search):
         # what is given back to the planner may lie far from what was asked for
-        candidates = changed.coarse() if change.cost == EXACT else changed.about(choices)
+        candidates = changed.combined() if change.cost == EXACT else changed.about(choices)
         best = changed.replicated(changed.fastest_of(candidates))
         if best is None:
             continue

@@ -241,9 +241,7 @@ class StepCosts:
             traffic *= EAGER_TRAFFIC if self.on_gpu else CPU_TRAFFIC
 
         def seconds(one_way: PassCost, attention: float, products: float) -> float:
-            moved, kernels = one_way.eager_bytes, one_way.eager_kernels
-            if kind == "compiled":
-                moved, kernels = one_way.compiled_bytes, one_way.compiled_kernels
+            moved, kernels = one_way.compiled if kind == "compiled" else one_way.eager
             of_experts = products * work.expert_flops
             matmuls = (one_way.matmul_flops - of_experts) * tokens / rate
             # with few tokens for each expert, moving their matrices takes longer than computing

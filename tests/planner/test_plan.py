@@ -17,12 +17,10 @@ from megatrain.errors import PlanError
 from megatrain.machine.hardware import COMPILER_BYTES, GIB, Hardware
 from megatrain.machine.profile import typical
 from megatrain.planner.cost.shape import ModelShape
-from megatrain.planner.job import Choices, Job
-from megatrain.planner.memory import GPU_RECORDS_SHARE, Layout
+from megatrain.planner.job import Job
+from megatrain.planner.memory import GPU_RECORDS_SHARE
 from megatrain.planner.plan import Plan, make_plan, render
 from megatrain.planner.search import most
-from megatrain.planner.simulation import Timing
-from megatrain.planner.timing import StepCosts
 from tests.planned import (
     H200,
     H200_LARGE_HOST,
@@ -69,25 +67,6 @@ def test_a_large_one_shares_the_gpu_among_states_sums_and_graphs():
     assert plan.timing.tflops > 1.1 * plan_of(replace(JOB_7B, **ALL_STREAMED)).timing.tflops
 
 
-def test_a_small_step_waits_for_no_update_that_the_gpu_could_make():
-    plan, streamed = plan_of(SMALL_STEP), plan_of(replace(SMALL_STEP, resident=0))
-    assert plan.timing.waits["update"] < 0.05 * plan.timing.seconds
-    assert streamed.timing.waits["update"] > 0.2 * streamed.timing.seconds
-
-
-def test_a_cap_of_gpu_memory_is_heeded():
-    plan = plan_of(SMALL_STEP, QWEN_1B8, gpu_limit=12 * GIB)
-    plan.check()
-    assert plan.gpu_bytes < 12 * GIB
-    assert plan.choices.resident > 0
-    assert plan.timing.seconds > plan_of(SMALL_STEP, QWEN_1B8).timing.seconds
-
-
-def test_host_memory_that_lacks_for_all_blocks_is_made_up_by_the_gpu():
-    plan_of(ONE_SIZE, hardware=h200(host=60)).check()
-    assert not plan_of(replace(ONE_SIZE, resident=0), hardware=h200(host=60)).fits
-
-
 def test_no_other_choice_is_predicted_to_be_faster():
     """Against a plain walk over every combination of a small model."""
     hardware = with_gpu(replace(H200, context_bytes=0, workspace_bytes=0), 40_000_000 + 3000 * 60)
@@ -120,10 +99,6 @@ def test_what_is_set_by_hand_stays(asked):
     plan = plan_of(replace(SMALL_STEP, **{"micro_batch_tokens": 4096, **asked}))
     for name, value in asked.items():
         assert getattr(plan.choices, name) == value
-
-
-def test_whole_layers_can_be_asked_for():
-    assert plan_of(replace(JOB_7B, layer_chunk_tokens=0)).choices.layer_chunk_tokens is None
 
 
 def test_numbers_beyond_the_model_mean_all_of_it():
@@ -195,27 +170,6 @@ def test_a_micro_batch_holds_a_row_and_no_more_than_a_step():
     long_rows = replace(JOB_7B, seq_len=65_536)
     assert plan_of(long_rows).choices.micro_batch_tokens == 65_536
     assert plan_of(replace(JOB_7B, tokens_per_step=5000)).choices.micro_batch_tokens <= 4096
-
-
-def test_few_steps_are_played_to_find_the_shortest(monkeypatch):
-    """What takes the time: 80 layers, 64 micro-batches, some hundred candidates."""
-    played: list[Choices] = []
-    play = StepCosts.predict
-
-    def predict(costs: StepCosts) -> Timing:
-        played.append(costs.choices)
-        return play(costs)
-
-    monkeypatch.setattr(StepCosts, "predict", predict)
-    plan_of(replace(JOB_7B, tokens_per_step=2**20), with_depth(QWEN_7B, 80), H200_LARGE_HOST)
-    # what was found is played again beside its neighbours, and for the plan
-    assert len(set(played)) + 3 <= len(played) <= len(set(played)) + 4 < 120
-
-
-def test_the_prediction_in_the_plan_is_of_its_choices():
-    plan = plan_of(JOB_7B)
-    layout = Layout.of(plan.choices, JOB_7B, QWEN_7B, H200)
-    assert plan.timing == StepCosts(layout, typical(H200)).predict()
 
 
 @pytest.mark.parametrize("limit", range(12))
@@ -364,19 +318,6 @@ def test_reasons_name_what_was_asked_and_what_was_found():
     assert reasons["retained"].startswith("as asked: activations of the last 2 of 28 layers are sa")
     assert re.fullmatch("the first [0-9]+ of 30 blocks; more do not fit", reasons["resident"])
     assert reasons["gradients"] == "kept until the global norm is known"
-
-
-@pytest.mark.parametrize(
-    ("resident", "value", "why"),
-    [
-        (0, "0 blocks", "all 30 blocks are streamed"),
-        (1, "1 block", "the first block of 30; the others are streamed"),
-        (99, "30 blocks", "all 30 blocks are updated on the GPU: nothing is streamed"),
-    ],
-)
-def test_numbers_and_nouns_agree(resident, value, why):
-    rows = plan_of(replace(JOB_7B, resident=resident)).reasons
-    assert ("resident", value, f"as asked: {why}") in rows
 
 
 @pytest.mark.parametrize(("total", "says"), [(128, True), (100, False)])

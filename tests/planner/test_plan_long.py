@@ -54,19 +54,7 @@ def test_it_fits_into_an_h200_only_in_chunks(shape):
     assert not plan_of(shape, layer_chunk_tokens=0).fits
 
 
-def test_whole_layers_where_they_fit(shape):
-    roomy = replace(shape, layer=shape.layer_chunked[0][1])
-    assert plan_of(roomy).choices.layer_chunk_tokens is None
-
-
 def test_a_chunk_is_shorter_than_a_micro_batch(shape):
     chunked = ((LONG, WorkingSet(((LONG, 1),))), *shape.layer_chunked)
     chosen = plan_of(replace(shape, layer_chunked=chunked)).choices.layer_chunk_tokens
     assert chosen is not None and chosen < LONG
-
-
-@pytest.mark.slow
-def test_memory_beside_the_boundaries_grows_with_hidden_states_alone(shape):
-    half = shape_at(LONG // 2)
-    grown = shape.layer_bytes(LONG, CHUNK) - half.layer_bytes(LONG // 2, CHUNK)
-    assert grown < 5.4 * HIDDEN_STATES

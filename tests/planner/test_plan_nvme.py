@@ -26,7 +26,7 @@ from megatrain.planner.plan import Plan, lay_out, make_plan, render
 from megatrain.planner.simulation import Timing
 from megatrain.planner.timing import StepCosts
 from megatrain.settings import Settings
-from tests.planned import H200, JOB_7B, LAPTOP, QWEN_7B, TINY, TINY_JOB, h200
+from tests.planned import JOB_7B, LAPTOP, QWEN_7B, TINY, TINY_JOB, h200
 
 SMALL = h200(24, 60)
 # quickly planned, where the choices are not the question
@@ -49,13 +49,6 @@ def layout_of(choices: Choices, job: Job) -> Layout:
 def with_choices(plan: Plan, **changes: Any) -> Plan:
     choices = replace(plan.choices, **changes)
     return lay_out(layout_of(choices, plan.job), typical(SMALL), plan.budget)
-
-
-@pytest.mark.slow
-def test_what_host_ram_has_room_for_stays_there():
-    plan = plan_of(ON_DRIVE, H200)
-    assert (plan.choices.nvme_blocks, plan.nvme) == (0, {})
-    assert plan.choices == make_plan(JOB_7B, QWEN_7B, H200, typical(H200)).choices
 
 
 @pytest.mark.parametrize(("again", "drives"), [(True, 1), (None, 1), (None, 2)])
@@ -150,25 +143,6 @@ def test_the_plan_says_what_is_there_and_what_wears_the_drive():
     assert "NVMe space" in text
     total = {"need": sum(plan.nvme.values()), "have": 1000 * GIB, "fits": True}
     assert plan.to_dict()["totals"]["nvme"] == total
-
-
-CHOSEN = "what host RAM has no room for; a step reads"
-NOTHING = "host RAM has room for everything"
-
-
-@pytest.mark.parametrize(
-    ("host", "asked", "words"),
-    [
-        (60, {}, CHOSEN),
-        (125, {}, NOTHING),
-        (125, {"nvme_blocks": 2}, "as asked: a step reads"),
-        (125, {"nvme_blocks": 0}, "as asked: nothing"),
-    ],
-    ids=str,
-)
-def test_the_plan_tells_what_was_asked_from_what_it_chose(host, asked, words):
-    reasons = plan_of(replace(FEW_DIALS, **asked), h200(24, host)).to_dict()["reasons"]
-    assert reasons["NVMe"].startswith(words)
 
 
 @pytest.mark.parametrize("count", [1, 3, 6])

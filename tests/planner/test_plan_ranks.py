@@ -8,10 +8,7 @@ from functools import partial
 from typing import Any
 
 import pytest
-import torch
 
-from megatrain.engine.components import open_store
-from megatrain.engine.resolved import state_bytes
 from megatrain.errors import ConfigError, PlanError
 from megatrain.machine.hardware import COMMUNICATOR_HOST_BYTES, GIB, MIB, communicator_bytes
 from megatrain.machine.profile import (
@@ -22,22 +19,16 @@ from megatrain.machine.profile import (
     part_of,
     typical,
 )
-from megatrain.models.anatomy import layouts_of
-from megatrain.models.skeleton import Skeleton
-from megatrain.optim import AdamW
-from megatrain.planner.cost.shape import shape_of
 from megatrain.planner.job import Job
 from megatrain.planner.memory import HEAD_COPIES, OTHERS_TABLES, Layout
 from megatrain.planner.plan import Plan, make_plan
 from megatrain.planner.simulation import BlockTasks, Collectives, overlapped, serial
 from megatrain.planner.timing import ATTENTION_FORWARD_SHARE, StepCosts
-from megatrain.settings import Settings
 from megatrain.world import World
 from tests.once import engines_are_built_fast
-from tests.planned import ALL_STREAMED, H200_LARGE_HOST, JOB_7B, LAPTOP, QWEN_7B, TINY_JOB
+from tests.planned import ALL_STREAMED, H200_LARGE_HOST, JOB_7B, QWEN_7B
 from tests.planner.test_plan_measured import EMBEDDING, Case
 from tests.planner.test_simulation import COMPUTING, LAYERS, ONE_GROUP, with_tasks
-from tests.support import tiny_config
 
 CASES = {
     "tied, three": (3, 1, Case(tied=True, tokens=1536, replicated=1)),
@@ -89,7 +80,7 @@ def test_ranks_take_the_bytes_that_are_planned(name, tmp_path, on_ranks):
         assert stored == pytest.approx(host_bytes, rel=0.02)
 
 
-# -- time ------------------------------------------------------------------------------------------
+# -- time ----------------------------------------------------------------------------------------
 
 TWO = replace(ONE_GROUP, ranks=2)
 
@@ -116,12 +107,6 @@ def test_a_lane_of_collectives_that_is_slower_than_the_computation_is_waited_for
     reducing = overlapped(with_tasks(reduce=9.0), TWO)
     # from the head's gradient to the embedding's, of which the norm is the last to wait
     assert reducing.seconds == pytest.approx(0.5 + LAYERS + 2.0 + 9.0 * (LAYERS + 2))
-
-
-def test_a_share_is_gathered_once_it_is_up():
-    both = overlapped(with_tasks(upload=0.4, gather=0.5), TWO)
-    assert both.waits["forward"]["upload"] == pytest.approx(0.4)
-    assert both.waits["forward"]["exchange"] == pytest.approx(0.5)
 
 
 def test_what_is_read_is_uploaded_whole_and_not_gathered():
@@ -151,7 +136,7 @@ def test_computing_beside_collectives(begin, seconds, taken):
     assert lane.beside(begin, seconds) == pytest.approx(taken)
 
 
-# -- plans -----------------------------------------------------------------------------------------
+# -- plans ---------------------------------------------------------------------------------------
 
 HOST = replace(H200_LARGE_HOST, physical_cores=32)
 QUICK: dict[str, Any] = {"groups": 1, "retained": 0, "micro_batch_tokens": 16_384}  # to search
@@ -162,32 +147,6 @@ def planned(ranks: int, job: Job = LONG, hosts: int = 1, **more: Any) -> Plan:
     machine = replace(assumed(typical(HOST), HOST, ranks), network=50e9)
     job = replace(job, ranks=ranks, hosts=hosts)
     return make_plan(job, QWEN_7B, part_of(HOST, ranks), machine, **more)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("ranks", "tied"), [(1, False), (3, True)])
-def test_a_rank_s_store_holds_the_shares_that_are_planned(ranks, tied):
-    """The first one's are the largest."""
-    config = tiny_config("llama-tied" if tied else "llama", vocab_size=1031)
-    skeleton = Skeleton(config, dtype=torch.bfloat16)
-    skeleton.freeze(["*.layers.1.mlp.*"])
-    layouts, shape = layouts_of(skeleton.anatomy), shape_of(skeleton, 16, [16])
-    optimizer = AdamW(moments="int8")
-    job = replace(TINY_JOB, ranks=ranks, state_bytes=state_bytes(optimizer, skeleton))
-    table = Layout.of(replace(ALL_STREAMED, resident=2), job, shape, LAPTOP)
-    settings, device = Settings(resident=2), torch.device("cpu")
-    given = layouts, optimizer, "bfloat16", settings
-    held = []
-    for rank in range(ranks):
-        world = World(rank, ranks)
-        with open_store(*given, gradients=True, device=device, world=world) as store:
-            arrays = store._arrays.items()
-            on_device = sum(array.nbytes for (_, block), array in arrays if block < 2)
-            held.append((on_device, sum(array.nbytes for _, array in arrays) - on_device))
-    elements = table._elements(range(2, len(layouts)), sum)
-    in_ram = sum(elements(name) * each for name, each in table.array_bytes.items())
-    assert held[0] == pytest.approx((table.device["resident state"], in_ram), rel=1e-3)
-    assert max(held) == held[0]
 
 
 def test_more_ranks_hold_less_of_the_state_each():
@@ -383,6 +342,56 @@ def test_what_ranks_cannot_do_is_refused(job, words):
         planned(4, replace(JOB_7B, **job))
 
 
-def test_rows_of_many_lengths_are_not_counted():
-    job = replace(JOB_7B, lengths_vary=True, compiled=False, tokens_per_step=3 * 1024)
-    assert planned(4, job).fits
+# -- whole weights of blocks: once a step they come, where there is room ---------------------------
+
+
+def test_what_is_replicated_is_gathered_once_a_step():
+    """However many groups there are, and as soon as it is up."""
+    slow, options = with_tasks(upload=0.1, gather=5.0), replace(TWO, groups=3)
+    every = replace(options, replicated=LAYERS + 2)
+    once, forward = overlapped(slow, every).seconds, 0.5 + LAYERS
+    computing = 3 * overlapped(COMPUTING, ONE_GROUP).seconds
+    # the first forward is as long as all gathers are, of which the head's is the last
+    assert once == pytest.approx(0.1 + 5.0 * (LAYERS + 2) + computing - forward)
+    some = overlapped(slow, replace(options, replicated=2)).seconds
+    assert once < some < overlapped(slow, options).seconds
+    read = [replace(task, read=True) for task in with_tasks(upload=5.0)]
+    assert overlapped(read, every).seconds == pytest.approx(once - 0.1)
+    together = [serial(slow, each) for each in (options, replace(options, replicated=2), every)]
+    ups, gathers = 2 * (LAYERS + 2), 2 * LAYERS + 3
+    alone = serial(COMPUTING, replace(ONE_GROUP, groups=3)).seconds
+    assert [each.seconds - alone for each in together] == pytest.approx(
+        [
+            3 * (0.1 * ups + 5.0 * gathers),
+            3 * (0.1 * (ups - 4) + 5.0 * (gathers - 4)) + 2 * 5.1,
+            5.1 * (LAYERS + 2),
+        ]
+    )
+
+
+def test_whole_weights_stay_where_there_is_room_and_time_to_be_gained():
+    blocks, asked = len(QWEN_7B.block_numel), replace(LONG, groups=4)
+    for ranks in (2, 8):
+        chosen = planned(ranks, asked)
+        without = planned(ranks, replace(asked, replicated=0))
+        assert 0 < chosen.choices.replicated <= blocks
+        assert chosen.timing.seconds < 0.995 * without.timing.seconds
+        assert chosen.fits and without.choices.replicated == 0
+        whole = 2 * sum(QWEN_7B.block_numel[: chosen.choices.replicated])
+        assert chosen.device["replicated weights"] == pytest.approx(whole, rel=1e-3)
+        assert "replicated weights" not in without.device
+        (row,) = (row for row in chosen.reasons if row.what == "replicated")
+        assert row.value == f"{chosen.choices.replicated} blocks"
+        assert "come from all ranks once a step" in row.why
+    short = planned(2, asked, gpu_limit=24 * GIB)
+    assert short.fits and short.choices.replicated == 0
+    every = planned(2, replace(asked, replicated=99, resident=0))
+    assert every.choices.replicated == blocks and every.device["layer slots"] == 0
+    assert [row.why[:9] for row in every.reasons if row.what == "replicated"] == ["as asked:"]
+
+
+def test_of_one_gpu_nothing_is_replicated():
+    plan = planned(1, replace(LONG, replicated=3))
+    assert plan.choices.replicated == 0 and plan.job.replicated is None
+    assert "replicated" not in {row.what for row in plan.reasons}
+    assert plan.device == planned(1).device

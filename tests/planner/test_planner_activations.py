@@ -69,16 +69,6 @@ def test_retained_layers_keep_their_graphs_and_their_inputs():
     assert boundaries(one)[0] == 32 * STATE * 2 + 5 * 16 * STATE
 
 
-def test_graphs_in_a_cpu_s_memory_leave_holes_between_them():
-    """In malloc's heap, where the tensors of small micro-batches are; those of large ones are
-    mapped."""
-    for hidden, share in ((10, 0.2), (HUGE, 0.05)):
-        shape = replace(TINY, hidden_size=hidden)
-        table = layout(replace(ALL_STREAMED, retained=2), shape).device
-        assert table["allocator slack"] == int(share * table["retained activations"])
-    assert "allocator slack" not in layout().device
-
-
 def test_graphs_in_host_RAM_take_their_inputs_along():
     sent = replace(OFFLOADED, retained=1, retained_on_host=1)
     graph = TINY.retained_bytes(16, 2) // 2
@@ -181,11 +171,6 @@ def test_a_step_of_a_number_of_rows_trains_the_tokens_that_are_computed_at_most(
     short = replace(VARIED, rows_per_step=8, step_tokens=(known,))
     assert (short.tokens_per_step, short.trained_tokens(16)) == (64, 28.0)
     assert replace(short, step_tokens=()).trained_tokens(16) == TINY_JOB.trained_tokens(16) == 64
-
-
-def test_padding_is_part_of_the_boundaries():
-    # 64 tokens and their padding
-    assert boundaries(ALL_STREAMED, job=VARIED)[0] == 88 * STATE * 3
 
 
 def test_a_second_backward_stores_no_gradient_and_keeps_the_inputs_of_the_head():

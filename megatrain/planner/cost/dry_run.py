@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import count
 from typing import Any
 
@@ -31,8 +31,7 @@ from megatrain.planner.cost.footprint import (
 from megatrain.planner.cost.work import (
     BlockCost,
     ModelCost,
-    PassCost,
-    Tally,
+    Operations,
     Traffic,
     cost_per_token,
     tally,
@@ -83,25 +82,15 @@ class MicroBatchBytes:
 
 @dataclass(frozen=True, eq=False)
 class DryRun:
-    """Runs parts of a skeleton whose parameters are on the meta device.
-
-    Attributes:
-        seq_len: tokens of a sequence.
-        padded: layers that masks tell documents by receive a boolean one for every sequence.
-        loss: logits [n, vocab] -> scalar.
-        runs_on: "cpu" or "cuda", where the model will compute.
-        compiles: predict compiled layers too; otherwise all are taken to be eager.
-        fp8: the layers' matmuls take fp8 operands, which take memory besides. Their work is counted
-            in bf16.
-    """
+    """Runs parts of a skeleton whose parameters are on the meta device."""
 
     skeleton: Skeleton
     seq_len: int
-    padded: bool
-    loss: Callable[[Tensor], Tensor]
-    runs_on: str
-    compiles: bool
-    fp8: bool
+    padded: bool  # layers that masks tell documents by receive a boolean one for every sequence
+    loss: Callable[[Tensor], Tensor]  # logits [n, vocab] -> scalar
+    runs_on: str  # "cpu" or "cuda", where the model will compute
+    compiles: bool  # predict compiled layers too
+    fp8: bool  # the layers' matmuls take fp8 operands; their work is counted in bf16
     _known_calls: dict[int, list[LayerCall]] = field(default_factory=dict)
 
     # -- bytes -------------------------------------------------------------------------------------
@@ -114,7 +103,7 @@ class DryRun:
         eager = {}
         with self._run_matmuls():
             for kind in set(self.kinds):
-                found = self._layer(kind, rows, calls[kind])
+                found = self._layer(kind, rows)
                 saved, peak = found.saved_bytes - output, found.peak_bytes
                 eager[kind] = LayerBytes(saved, peak, peak - saved)
         known = self.compiled.items()
@@ -138,13 +127,7 @@ class DryRun:
 
         (eager, compiled, compiled with cheap retention)
         """
-        layers, calls, dtype = self.skeleton.layers, self._calls(1), self.skeleton.dtype
-        eager = {
-            kind: graph_keeps_input(
-                layers[kind], self._shape(1), dtype, calls[kind], self.skeleton.frozen_in(kind)
-            )
-            for kind in set(self.kinds)
-        }
+        eager = {kind: graph_keeps_input(*self._blank(kind, 1)) for kind in set(self.kinds)}
         known = self.compiled.items()
         compiled = eager | {kind: layer.full.keeps_input for kind, layer in known}
         cheap = eager | {kind: layer.cheap.keeps_input for kind, layer in known}
@@ -152,70 +135,63 @@ class DryRun:
 
     def layer_in_chunks(self, rows: int, chunk_tokens: int) -> int:
         """Working set of the largest layer whose token-wise modules run in chunks of tokens."""
-        calls = self._calls(rows)
-        _ = self.skeleton.token_wise
+        _ = self.skeleton.token_wise  # found before modules run in chunks
         with self._run_matmuls(), self.skeleton.chunked(chunk_tokens):
-            return max(self._layer(kind, rows, calls[kind]).peak_bytes for kind in set(self.kinds))
+            return max(self._layer(kind, rows).peak_bytes for kind in set(self.kinds))
 
     def head(self, chunk_tokens: int) -> Footprint:
         """Footprint of the head and the loss for one chunk."""
         hidden = self._hidden(chunk_tokens, self.skeleton.anatomy.hidden_size)
         leaves = [hidden, *self._parameters(HEAD)]
-        return call_peak_bytes(
-            lambda: self.loss(self.skeleton.head(hidden)), leaves, what="the LM head"
-        )
+        return call_peak_bytes(partial(self._head_loss, hidden), leaves, what="the LM head")
 
-    def _layer(self, index: int, rows: int, call: LayerCall) -> Footprint:
-        layer = self.skeleton.layers[index]
-        frozen = self.skeleton.frozen_in(index)
+    def _head_loss(self, hidden: Tensor) -> Tensor:
+        return self.loss(self.skeleton.head(hidden))
+
+    def _layer(self, index: int, rows: int) -> Footprint:
         return call_peak_bytes(
-            *blank_call(layer, self._shape(rows), self.skeleton.dtype, call, frozen=frozen),
+            *self._blank(index, rows),
             fused_attention=self.fused,
             runs_on=self.runs_on,
-            what=type(layer).__name__,
+            what=type(self.skeleton.layers[index]).__name__,
             output_stays=False,  # the next layer has read it, or nobody does
         )
+
+    def _blank(self, index: int, rows: int) -> tuple[Callable[[], Tensor], list[Tensor]]:
+        """A layer's forward on the meta device, and its hidden states and weights."""
+        given = self._shape(rows), self.skeleton.dtype, self._calls(rows)[index]
+        frozen = self.skeleton.frozen_in(index)
+        return blank_call(self.skeleton.layers[index], *given, frozen=frozen)
 
     # -- work --------------------------------------------------------------------------------------
 
     def cost(self, head_tokens: int) -> ModelCost:
         """The work of every block. head_tokens: of a chunk to try the head with."""
         of_kind = {kind: self._layer_cost(kind) for kind in set(self.kinds)}
-        width = self.skeleton.anatomy.hidden_size
-
-        def embed(rows: int) -> Tally:
-            return self._tally(EMBED, lambda: self._embed(rows)[0])
-
-        def head(chunks: int) -> Tally:
-            hidden = self._hidden(chunks * head_tokens, width)
-            return self._tally(HEAD, lambda: self.loss(self.skeleton.head(hidden)), hidden)
-
-        return ModelCost(
-            embed=cost_per_token(embed, self.seq_len),
-            layers=tuple(of_kind[kind] for kind in self.kinds),
-            head=self._with_compiled_loss(cost_per_token(head, head_tokens)),
-        )
-
-    def _with_compiled_loss(self, head: BlockCost) -> BlockCost:
-        """The head's cost where the passes over the logits are one kernel each."""
         anatomy = self.skeleton.anatomy
-        if anatomy.labels is not None:  # scores, which are few
-            return head
-        moved = LOSS_PASSES * anatomy.vocab_size * self.skeleton.dtype.itemsize
-        forward, backward = (
-            replace(way, compiled_bytes=moved, compiled_kernels=LOSS_KERNELS)
-            for way in (head.forward, head.backward)
-        )
-        return replace(head, forward=forward, backward=backward)
+        count = partial(tally, fused=self.fused, runs_on=self.runs_on)
+
+        def embed(rows: int) -> tuple[Operations, Operations]:
+            return count(lambda: self._embed(rows)[0], [], self._parameters(EMBED))
+
+        def head(chunks: int) -> tuple[Operations, Operations]:
+            hidden = self._hidden(chunks * head_tokens, anatomy.hidden_size)
+            return count(partial(self._head_loss, hidden), [hidden], self._parameters(HEAD))
+
+        of_head = cost_per_token(head, head_tokens)
+        if anatomy.labels is None:  # passes over the logits are one kernel each; scores are few
+            logits = anatomy.vocab_size * self.skeleton.dtype.itemsize
+            fused = Traffic(LOSS_PASSES * logits, LOSS_KERNELS)
+            of_head = _with_compiled(of_head, fused, fused)
+        layers = tuple(of_kind[kind] for kind in self.kinds)
+        return ModelCost(cost_per_token(embed, self.seq_len), layers, of_head)
 
     def _layer_cost(self, index: int) -> BlockCost:
         layer = self.skeleton.layers[index]
         weights = [layer.get_parameter(f"{name}.weight") for name in self._skippable(index)]
 
-        def run(rows: int) -> Tally:
-            given = self._shape(rows), self.skeleton.dtype, self._calls(rows)[index]
-            frozen = self.skeleton.frozen_in(index)
-            forward, (hidden, *own) = blank_call(layer, *given, frozen=frozen)
+        def run(rows: int) -> tuple[Operations, Operations]:
+            forward, (hidden, *own) = self._blank(index, rows)
             return tally(forward, [hidden], own, fused=self.fused, runs_on=self.runs_on)
 
         cost = cost_per_token(run, self.seq_len)
@@ -223,23 +199,10 @@ class DryRun:
         compiled = self.compiled_bf16.get(index)
         if compiled is None:
             return cost
-        full, cheap = compiled.full, compiled.cheap
-        tokens = full.rows * self.seq_len
-
-        def with_compiled(eager: PassCost, traffic: Traffic) -> PassCost:
-            moved = traffic.bytes // tokens
-            return replace(eager, compiled_bytes=moved, compiled_kernels=traffic.kernels)
-
-        return replace(
-            cost,
-            forward=with_compiled(cost.forward, full.forward),
-            backward=with_compiled(cost.backward, full.backward),
-            cheap_bytes=(cheap.backward.bytes - full.backward.bytes) // tokens,
-        )
-
-    def _tally(self, block: int, forward: Callable[[], Tensor], *inputs: Tensor) -> Tally:
-        weights = self._parameters(block)
-        return tally(forward, inputs, weights, fused=self.fused, runs_on=self.runs_on)
+        full, cheap, tokens = compiled.full, compiled.cheap, compiled.full.rows * self.seq_len
+        ways = (way._replace(bytes=way.bytes // tokens) for way in (full.forward, full.backward))
+        cheap_bytes = (cheap.backward.bytes - full.backward.bytes) // tokens
+        return replace(_with_compiled(cost, *ways), cheap_bytes=cheap_bytes)
 
     # -- compiled layers ---------------------------------------------------------------------------
 
@@ -340,6 +303,14 @@ class DryRun:
         if block == HEAD:
             names += [owner for _, owner in anatomy.tied]
         return [module.get_parameter(leaf) for module, leaf in map(self.skeleton.owner, names)]
+
+
+def _with_compiled(cost: BlockCost, forward: Traffic, backward: Traffic) -> BlockCost:
+    return replace(
+        cost,
+        forward=replace(cost.forward, compiled=forward),
+        backward=replace(cost.backward, compiled=backward),
+    )
 
 
 def primes() -> Iterator[int]:

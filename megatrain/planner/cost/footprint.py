@@ -9,21 +9,21 @@ allocator would see it.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from megatrain.errors import ModelError
-from megatrain.models.meta import Watch, blank_call, storage_of, without_data
-from megatrain.models.recorder import LayerCall, tensors_in
+from megatrain.models.meta import Watch, storage_of, without_data
+from megatrain.models.recorder import tensors_in
 
 
 @dataclass(frozen=True)
@@ -180,18 +180,9 @@ def fused_attention(call: Attention, runs_on: str = "cpu") -> Tensor:
     return _FusedAttentionFunction.apply(*given)  # type: ignore[no-untyped-call, no-any-return]
 
 
-def graph_keeps_input(
-    layer: nn.Module,
-    hidden_shape: tuple[int, int, int],
-    dtype: torch.dtype,
-    call: LayerCall,
-    frozen: Collection[str] = (),
-) -> bool:
-    """True if the graph of a decoder layer saves its input hidden states.
-
-    Arguments as for `blank_call`.
-    """
-    forward, (hidden, *_) = blank_call(layer, hidden_shape, dtype, call, frozen=frozen)
+def graph_keeps_input(forward: Callable[[], Tensor], inputs: Sequence[Tensor]) -> bool:
+    """True if the graph of `forward()`, a decoder layer's, saves its hidden states, the first of
+    `inputs`."""
     seen = set()
 
     def pack(tensor: Tensor) -> Tensor:
@@ -201,7 +192,7 @@ def graph_keeps_input(
     watching = saved_tensors_hooks(pack, lambda tensor: tensor)
     with without_data(), torch.enable_grad(), FusedAttention("cpu"), watching:
         forward()
-    return storage_of(hidden) in seen
+    return storage_of(inputs[0]) in seen
 
 
 def call_peak_bytes(

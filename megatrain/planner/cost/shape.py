@@ -71,25 +71,15 @@ class CompiledSets:
 
 @dataclass(frozen=True)
 class Frozen:
-    """The changes that frozen tensors make to a model's figures.
+    """The changes that frozen tensors make to a model's figures."""
 
-    Attributes:
-        parameters: number of frozen ones.
-        saved_bytes: of them in a run's folder, once, in the dtype that the configuration states.
-        trained_numel: elements of every block's arrays but the weight.
-        first_trained: number of the first block that is trained.
-        counted_parameters: as many trained ones would take a step's matmuls.
-        idle_parameters: of experts that are not a token's own.
-        edges: whether the embedding's and the head's matrices are trained.
-    """
-
-    parameters: int
-    saved_bytes: int
-    trained_numel: tuple[int, ...]
-    first_trained: int
-    counted_parameters: int
-    idle_parameters: int
-    edges: tuple[bool, bool]
+    parameters: int  # frozen ones
+    saved_bytes: int  # of them in a run's folder, once, in the configuration's dtype
+    trained_numel: tuple[int, ...]  # elements of every block's arrays but the weight
+    first_trained: int  # the first block that is trained
+    counted_parameters: int  # as many trained ones would take a step's matmuls
+    idle_parameters: int  # of experts that are not a token's own
+    edges: tuple[bool, bool]  # the embedding's and the head's matrices are trained
 
 
 @dataclass(frozen=True)

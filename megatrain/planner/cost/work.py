@@ -32,21 +32,23 @@ TILE_COLUMNS = 64  # of the heads of fused attention on CUDA
 BACKWARD_FLOPS = 2  # a matmul's gradients are two matmuls
 
 
+class Traffic(NamedTuple):
+    """Bytes that are read or written by everything but matmuls and fused attention, and kernels,
+    those included."""
+
+    bytes: int
+    kernels: int
+
+
 @dataclass(frozen=True)
 class PassCost:
     """The forward or backward pass of one block: FLOPs and bytes per token, kernels per
-    micro-batch.
-
-    Bytes are read or written by everything but matmuls and fused attention. "Compiled" is an
-    estimate of what torch.compile makes of the same computation.
-    """
+    micro-batch."""
 
     matmul_flops: int  # with parameters; in a mixture only with a token's own experts
     attention_flops: int  # at the shape's sequence length; causal attention counts half
-    eager_bytes: int
-    compiled_bytes: int
-    eager_kernels: int
-    compiled_kernels: int
+    eager: Traffic
+    compiled: Traffic  # an estimate of what torch.compile makes of the same computation
 
 
 @dataclass(frozen=True)
@@ -86,28 +88,6 @@ class ModelCost:
     head: BlockCost
 
 
-class Traffic(NamedTuple):
-    """One run of one pass: bytes as in `PassCost`, and kernels, matmuls and attention included."""
-
-    bytes: int
-    kernels: int
-
-
-@dataclass(frozen=True)
-class Tally:
-    """The work of one run of some computation; FLOPs are the forward's."""
-
-    matmul_flops: int
-    attention_flops: int
-    forward: Traffic
-    backward: Traffic
-    expert_flops: int  # of matmul_flops, those whose rows are divided among experts
-    expert_parameters: int  # of all experts together
-    frozen_flops: int = 0  # of matmul_flops, those with parameters that are frozen
-    frozen_expert_flops: int = 0  # of these, the experts'
-    keys: int = 0  # of the fused attention's largest call
-
-
 def tally(
     forward: Callable[[], Tensor],
     inputs: Sequence[Tensor],
@@ -115,76 +95,64 @@ def tally(
     *,
     fused: bool,
     runs_on: str,
-) -> Tally:
-    """Count the operations of `forward()` and of its gradients by `inputs` and `parameters`.
+) -> tuple[Operations, Operations]:
+    """Count the operations of `forward()`, and of its gradients by `inputs` and `parameters`.
 
     All on the meta device. Matmuls without any of `parameters` are attention's. Those of them that
-    require no gradient are frozen.
-    fused: False for eager attention. runs_on: "cpu" or "cuda".
+    require no gradient are frozen. fused: False for eager attention.
     """
-    frozen = [parameter for parameter in parameters if not parameter.requires_grad]
     wanted = [leaf for leaf in (*inputs, *parameters) if leaf.requires_grad]
-    ahead, back = Operations(parameters, frozen), Operations(())
-    attention = AttentionCalls(runs_on)
+    ahead, back = Operations(runs_on, parameters), Operations(runs_on)
     with without_data(runs_on), torch.enable_grad():
-        with FusedAttention(runs_on, attention) if fused else nullcontext(), ahead:
+        with FusedAttention(runs_on, ahead.attend) if fused else nullcontext(), ahead:
             out = forward()
         if wanted:
             with back:
                 torch.autograd.grad(out, wanted, torch.empty_like(out), allow_unused=True)
-    return Tally(
-        ahead.matmul_flops,
-        ahead.attention_flops + attention.flops,
-        Traffic(ahead.bytes, ahead.kernels + attention.count),
-        Traffic(back.bytes, back.kernels + FUSED_BACKWARD_KERNELS * attention.count),
-        ahead.expert_flops,
-        sum(ahead.experts.values()),
-        ahead.frozen_flops,
-        ahead.frozen_expert_flops,
-        attention.keys,
-    )
+    back.kernels += FUSED_BACKWARD_KERNELS * ahead.attentions
+    return ahead, back
 
 
-def cost_per_token(run: Callable[[int], Tally], tokens: int) -> BlockCost:
+def cost_per_token(run: Callable[[int], tuple[Operations, Operations]], tokens: int) -> BlockCost:
     """The cost of a block, from `run(1)` over `tokens` and `run(2)` over twice as many.
 
     What does not grow between the two belongs to no token.
     """
-    once, twice = run(1), run(2)
+    (once, back), (twice, back_of_twice) = run(1), run(2)
 
-    def grown(small: int, large: int) -> int:
-        return (large - small) // tokens
+    def grown(field: str) -> int:
+        found: int = (getattr(twice, field) - getattr(once, field)) // tokens
+        return found
 
-    matmul = grown(once.matmul_flops, twice.matmul_flops)
-    attention = grown(once.attention_flops, twice.attention_flops)
+    def one_way(times: int, products: int, small: Operations, large: Operations) -> PassCost:
+        traffic = Traffic((large.bytes - small.bytes) // tokens, small.kernels)
+        return PassCost(products, times * grown("attention_flops"), traffic, traffic)
 
-    frozen = grown(once.frozen_flops, twice.frozen_flops)
-
-    def one_way(times: int, products: int, small: Traffic, large: Traffic) -> PassCost:
-        moved, kernels = grown(small.bytes, large.bytes), small.kernels
-        return PassCost(products, times * attention, moved, moved, kernels, kernels)
-
+    matmul, frozen = grown("matmul_flops"), grown("frozen_flops")
     return BlockCost(
-        one_way(1, matmul, once.forward, twice.forward),
+        one_way(1, matmul, once, twice),
         # a frozen matrix has no gradient of its own
-        one_way(BACKWARD_FLOPS, BACKWARD_FLOPS * matmul - frozen, once.backward, twice.backward),
-        expert_parameters=once.expert_parameters,
-        expert_flops=grown(once.expert_flops, twice.expert_flops),
-        frozen_expert_flops=grown(once.frozen_expert_flops, twice.frozen_expert_flops),
+        one_way(BACKWARD_FLOPS, BACKWARD_FLOPS * matmul - frozen, back, back_of_twice),
+        expert_parameters=sum(once.experts.values()),
+        expert_flops=grown("expert_flops"),
+        frozen_expert_flops=grown("frozen_expert_flops"),
         keys=once.keys,
     )
 
 
 class Operations(Watch):  # type: ignore[no-untyped-call]
-    """Counts what runs under it. frozen: some of the parameters."""
+    """Counts what runs under it."""
 
-    def __init__(self, parameters: Sequence[Tensor], frozen: Sequence[Tensor] = ()) -> None:
+    def __init__(self, runs_on: str, parameters: Sequence[Tensor] = ()) -> None:
         super().__init__()
+        self._columns = TILE_COLUMNS if runs_on == "cuda" else 1
         self._parameters = set(map(storage_of, parameters))
-        self._frozen = set(map(storage_of, frozen))
-        self.matmul_flops = self.attention_flops = self.bytes = self.kernels = 0
-        self.expert_flops = self.frozen_flops = self.frozen_expert_flops = 0
+        self._frozen = {storage_of(p) for p in parameters if not p.requires_grad}
+        self.bytes = self.kernels = 0
+        self.matmul_flops = self.attention_flops = self.frozen_flops = 0
+        self.expert_flops = self.frozen_expert_flops = 0  # of matmuls divided among experts
         self.experts: dict[int, int] = {}  # elements of experts' matrices, by their storage
+        self.attentions = self.keys = 0  # calls of fused attention, and keys of the largest
 
     def saw(self, func: Any, read: list[Tensor], written: list[Tensor]) -> None:
         packet = func.overloadpacket
@@ -193,40 +161,35 @@ class Operations(Watch):  # type: ignore[no-untyped-call]
         if packet in MATMULS or grouped:
             self.kernels += 1
             a, b = read[1 if packet in (aten.addmm, aten.baddbmm) else 0 :][:2]
-            flops = flops_of_matmul(tuple(a.shape), tuple(b.shape))
-            if self._parameters.isdisjoint(map(storage_of, read)):
+            flops, storages = flops_of_matmul(tuple(a.shape), tuple(b.shape)), map(storage_of, read)
+            own = self._parameters.intersection(storages)
+            if not own:
                 self.attention_flops += flops
-            else:
-                self.matmul_flops += flops
-                frozen = not self._frozen.isdisjoint(map(storage_of, read))
-                self.frozen_flops += frozen * flops
-                self.frozen_expert_flops += frozen * grouped * flops
-                if grouped:
-                    self.expert_flops += flops
-                    self.experts[storage_of(b)] = b.numel()
+                return
+            frozen = not own.isdisjoint(self._frozen)
+            self.matmul_flops += flops
+            self.frozen_flops += frozen * flops
+            self.frozen_expert_flops += frozen * grouped * flops
+            if grouped:
+                self.expert_flops += flops
+                self.experts[storage_of(b)] = b.numel()
         elif packet not in FREE and (func._schema.is_mutable or not is_view):
             self.kernels += 1
             if packet in LOOKUPS:
                 read = [*read[1:], *written]
             self.bytes += _nbytes(read) + _nbytes(written)
 
-
-class AttentionCalls:
-    """Stands in for fused attention, and counts its calls and the FLOPs of their forwards: on CUDA
-    those of whole tiles, since kernels compute a head of 72 columns as one of 128."""
-
-    def __init__(self, runs_on: str) -> None:
-        self.count = self.flops = self.keys = 0
-        self._columns = TILE_COLUMNS if runs_on == "cuda" else 1
-
-    def __call__(self, call: Attention) -> Tensor:
+    def attend(self, call: Attention) -> Tensor:
+        """Stands in for fused attention; on CUDA, where kernels compute a head of 72 columns as one
+        of 128, FLOPs are those of whole tiles."""
         rows, heads, queries, width = call.query.shape
         # a mask is read, not skipped
         pairs = queries * (queries + 1) // 2 if call.is_causal else queries * call.key.shape[2]
-        self.count += 1
+        self.attentions += 1
+        self.kernels += 1
         self.keys = max(self.keys, call.key.shape[2])
         columns = sum(-(-n // self._columns) for n in (width, call.value.shape[-1])) * self._columns
-        self.flops += 2 * rows * heads * pairs * columns
+        self.attention_flops += 2 * rows * heads * pairs * columns
         return fused_attention(call)
 
 

@@ -127,7 +127,7 @@ def test_balancing_moves_no_more_memory_than_a_routers_logits():
         for coefficient in (0.0, 0.1)
     )
     probabilities = 4 * 4 * TOKENS  # of 4 experts, in float32
-    more = balanced.compiled_bytes - without.compiled_bytes
+    more = balanced.compiled.bytes - without.compiled.bytes
     assert 0 < more < 20 * probabilities
 
 

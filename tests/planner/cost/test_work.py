@@ -75,7 +75,7 @@ def test_parameters_of_idle_experts_are_not_active():
 
 def test_the_embedding_moves_rows_and_not_its_table(llama):
     # a row, its position and rotary tables
-    assert 2 * 64 <= llama.cost.embed.forward.eager_bytes < 96 * 64
+    assert 2 * 64 <= llama.cost.embed.forward.eager.bytes < 96 * 64
 
 
 def test_layers_of_one_kind_are_one_object(llama):
@@ -86,24 +86,24 @@ def test_layers_of_one_kind_are_one_object(llama):
 def test_nothing_is_said_of_compilation_unless_asked(llama, compiled):
     for eager, fused in zip(llama.cost.layers, compiled.cost.layers, strict=True):
         one_way, back = eager.forward, eager.backward
-        assert one_way.compiled_bytes == one_way.eager_bytes == fused.forward.eager_bytes
-        assert one_way.compiled_kernels == one_way.eager_kernels
-        assert one_way.eager_bytes > 2 * fused.forward.compiled_bytes
-        assert back.eager_kernels == fused.backward.eager_kernels
-        assert back.eager_kernels > 2 * fused.backward.compiled_kernels
+        assert one_way.compiled.bytes == one_way.eager.bytes == fused.forward.eager.bytes
+        assert one_way.compiled.kernels == one_way.eager.kernels
+        assert one_way.eager.bytes > 2 * fused.forward.compiled.bytes
+        assert back.eager.kernels == fused.backward.eager.kernels
+        assert back.eager.kernels > 2 * fused.backward.compiled.kernels
     assert compiled.cost.head == llama.cost.head
 
 
 def test_a_compiled_loss_moves_the_logits_twice_each_way(llama):
     head, logits = llama.cost.head, 2 * SIZES["vocab_size"]
-    assert head.forward.compiled_bytes == head.backward.compiled_bytes == 2 * logits
-    assert head.forward.eager_bytes > 3 * head.forward.compiled_bytes
+    assert head.forward.compiled.bytes == head.backward.compiled.bytes == 2 * logits
+    assert head.forward.eager.bytes > 3 * head.forward.compiled.bytes
 
 
 def test_cheap_retention_adds_traffic_and_no_products(llama, compiled):
     layer, eager = compiled.cost.layers[0], llama.cost.layers[0]
     # what was left out is written again, at least
-    assert 2 * (2 * 64 + 176) < layer.cheap_bytes < layer.backward.compiled_bytes
+    assert 2 * (2 * 64 + 176) < layer.cheap_bytes < layer.backward.compiled.bytes
     assert eager.cheap_bytes == 0
 
 
@@ -115,7 +115,7 @@ def test_every_family_has_its_work(family):
     work = found.cost
     for block in (work.embed, *work.layers, work.head):
         for one_way in (block.forward, block.backward):
-            assert min(one_way.eager_bytes, one_way.eager_kernels) > 0
+            assert min(one_way.eager.bytes, one_way.eager.kernels) > 0
     for block in (*work.layers, work.head):
         assert 0 <= block.skippable_flops < block.forward.matmul_flops
     assert all(layer.forward.attention_flops > 0 for layer in work.layers)
@@ -128,13 +128,12 @@ def test_operations_by_hand():
     def forward() -> torch.Tensor:
         return (x @ weight).t().relu() + bias
 
-    found = tally(forward, [x], [weight, bias], fused=False, runs_on="cpu")
+    ahead, back = tally(forward, [x], [weight, bias], fused=False, runs_on="cpu")
     matrix = 8 * 8 * 4
-    assert found.matmul_flops == 2 * 8**3
-    assert found.attention_flops == 0
-    assert found.forward == (2 * matrix + (2 * matrix + 8 * 4), 3)  # relu; add
+    assert (ahead.matmul_flops, ahead.attention_flops) == (2 * 8**3, 0)
+    assert (ahead.bytes, ahead.kernels) == (2 * matrix + (2 * matrix + 8 * 4), 3)  # relu; add
     # sum for the bias; relu's; two products
-    assert found.backward == ((matrix + 8 * 4) + 3 * matrix, 4)
+    assert (back.bytes, back.kernels) == ((matrix + 8 * 4) + 3 * matrix, 4)
 
 
 @pytest.mark.parametrize(("runs_on", "columns"), [("cpu", 4), ("cuda", 64)])
@@ -146,9 +145,10 @@ def test_fused_attention_is_no_traffic_and_counts_whole_tiles_on_cuda(runs_on, c
     def forward() -> torch.Tensor:
         return torch.nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True)
 
-    found = tally(forward, [query, key, value], [], fused=True, runs_on=runs_on)
-    assert found.attention_flops == 4 * 2 * columns * (8 * 9 // 2)
-    assert (found.forward, found.backward) == ((0, 1), (0, FUSED_BACKWARD_KERNELS))
+    ahead, back = tally(forward, [query, key, value], [], fused=True, runs_on=runs_on)
+    assert ahead.attention_flops == 4 * 2 * columns * (8 * 9 // 2)
+    assert (ahead.bytes, ahead.kernels) == (0, 1)
+    assert (back.bytes, back.kernels) == (0, FUSED_BACKWARD_KERNELS)
 
 
 @pytest.mark.parametrize(
@@ -180,7 +180,7 @@ def seconds_per_token(work: BlockCost, kind: str, seq_len: int) -> tuple[float, 
     forward, backward = (
         one_way.matmul_flops / PRODUCTS
         + one_way.attention_flops / ATTENTION[seq_len]
-        + getattr(one_way, f"{kind}_bytes") / MEMORY
+        + getattr(one_way, kind).bytes / MEMORY
         for one_way in (work.forward, work.backward)
     )
     return forward, backward
