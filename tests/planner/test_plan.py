@@ -117,12 +117,6 @@ def test_cheap_retention_where_whole_graphs_would_leave_layers_to_recompute():
     assert not plan_of(SMALL_STEP, QWEN_1B8).choices.cheap_retention
 
 
-def test_graphs_in_host_RAM_as_asked_on_a_CPU_and_where_none_is_left_to_send():
-    asked = replace(TINY_JOB, retained_on_host=1)
-    assert plan_of(replace(asked, retained=0), TINY, LAPTOP).choices.retained_on_host == 1
-    assert plan_of(replace(asked, retained=2), TINY, LAPTOP).choices.retained_on_host == 0
-
-
 def test_graphs_wait_in_host_RAM_where_the_device_has_no_room_for_them():
     """A model twice as deep as 7B's: the bus idles in forward, and what it carries need not be
     computed again."""
@@ -164,12 +158,6 @@ def test_on_the_cpu_nothing_is_copied_and_nothing_computed_twice_where_memory_al
     plan = plan_of(JOB_7B, hardware=replace(LAPTOP, host_available_bytes=500 * GIB))
     assert plan.choices.micro_batch_tokens <= 2048
     assert plan.choices.resident == 30
-
-
-def test_a_micro_batch_holds_a_row_and_no_more_than_a_step():
-    long_rows = replace(JOB_7B, seq_len=65_536)
-    assert plan_of(long_rows).choices.micro_batch_tokens == 65_536
-    assert plan_of(replace(JOB_7B, tokens_per_step=5000)).choices.micro_batch_tokens <= 4096
 
 
 @pytest.mark.parametrize("limit", range(12))

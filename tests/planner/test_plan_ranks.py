@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from megatrain.errors import ConfigError, PlanError
-from megatrain.machine.hardware import COMMUNICATOR_HOST_BYTES, GIB, MIB, communicator_bytes
+from megatrain.machine.hardware import COMMUNICATOR_HOST_BYTES, GIB, communicator_bytes
 from megatrain.machine.profile import (
     UPDATE_BYTES,
     MachineProfile,
@@ -98,15 +98,6 @@ def test_collectives_hide_behind_the_computation_but_for_what_it_loses():
     # gathers of all blocks but the first in forward, and of all but the last three in backward
     hidden = 0.3 * 0.5 * (LAYERS + 1 + LAYERS - 1) + 0.6 * 0.5 * (LAYERS + 1)
     assert dear.seconds == pytest.approx(free.seconds + hidden, rel=0.02)
-
-
-def test_a_lane_of_collectives_that_is_slower_than_the_computation_is_waited_for():
-    slow = overlapped(with_tasks(gather=5.0), TWO)
-    assert slow.phases["forward"] == pytest.approx(5.0 * (LAYERS + 1) + 1.0)
-    assert slow.waits["forward"]["upload"] == 0.0
-    reducing = overlapped(with_tasks(reduce=9.0), TWO)
-    # from the head's gradient to the embedding's, of which the norm is the last to wait
-    assert reducing.seconds == pytest.approx(0.5 + LAYERS + 2.0 + 9.0 * (LAYERS + 2))
 
 
 def test_what_is_read_is_uploaded_whole_and_not_gathered():
@@ -319,15 +310,6 @@ def test_pieces_of_a_long_row_fit_where_it_does_not():
     assert all(some.device[name] == 4 * one.device[name] for name in inputs)
     groups = (some, [8, 4]), (one, [8])
     assert all(of.device["communicators"] == communicator_bytes(n, True) for of, n in groups)
-
-
-def test_nccl_takes_more_of_gpus_that_reach_each_other():
-    """Measured (docs/log/2026-11.md): two and four GPUs, and two that do not."""
-    found = [communicator_bytes(*of) for of in (([2], True), ([4], True), ([2], False))]
-    assert found == pytest.approx([773 * MIB, 1984 * MIB, 320 * MIB], rel=0.01)
-    plan = planned(2)
-    apart = Layout.of(plan.choices, replace(plan.job, peers=False), QWEN_7B, part_of(HOST, 2))
-    assert apart.device["communicators"] == communicator_bytes([2], False)
 
 
 @pytest.mark.parametrize(

@@ -56,28 +56,16 @@ def test_device_arrays_of_a_small_model():
 
 
 @pytest.mark.parametrize("hardware", [H200, LAPTOP])
-@pytest.mark.parametrize(
-    "job",
-    [
-        TINY_JOB,
-        replace(
-            TINY_JOB,
-            lengths_vary=True,
-            whole_update=WholeUpdate((), (0.0, 1.0, 1.0, 0.0), 0.0, 0.0, 5, 7),
-        ),
-    ],
-)
-def test_a_layout_with_blocks_and_sums_elsewhere_is_that_of_its_choices(job, hardware):
+def test_a_layout_with_blocks_and_sums_elsewhere_is_that_of_its_choices(hardware):
     """A search moves them often, and reckons what computing takes but once."""
+    whole = WholeUpdate((), (0.0, 1.0, 1.0, 0.0), 0.0, 0.0, 5, 7)
+    job, totals = replace(TINY_JOB, lengths_vary=True, whole_update=whole), set()
     streamed = Layout.of(TWO_GROUPS, job, TINY, hardware)
-    totals = set()
     for resident, sums, nvme in product(range(5), range(5), range(3)):
         places: dict[str, Any] = {"resident": resident, "sums_on_device": sums, "nvme_blocks": nvme}
         moved = streamed.moved(**places)
         made = Layout.of(replace(TWO_GROUPS, **places), job, TINY, hardware)
         assert (moved.device, moved.host, moved.nvme) == (made.device, made.host, made.nvme)
-        assert moved.device_bytes == sum(moved.device.values())
-        assert moved.host_bytes == sum(moved.host.values())
         totals.add((moved.device_bytes, moved.host_bytes))
     assert len(totals) > 15
 
@@ -148,12 +136,6 @@ def test_host_arrays_are_of_streamed_blocks():
     rest = layout(replace(ALL_STREAMED, resident=2), LARGER).host
     assert rest["weight"] == rest["exp_avg"] == HUGE  # 7,000 elements
     assert layout(replace(ALL_STREAMED, resident=4), LARGER).host == process
-
-
-def test_sums_that_travel_wait_in_host_RAM():
-    for on_device, pages in ((0, 4), (2, 1), (4, 0)):
-        host = layout(replace(TWO_GROUPS, sums_on_device=on_device), LARGER).host
-        assert host.get("gradient sums", 0) == pages * HUGE
 
 
 @pytest.mark.parametrize(
