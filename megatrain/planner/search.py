@@ -6,7 +6,6 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
-from operator import itemgetter
 from typing import TYPE_CHECKING
 
 from megatrain.machine.hardware import Hardware, update_threads
@@ -133,11 +132,9 @@ class Search:
         """The fastest of those that fit; of equal ones the simplest."""
         fitting = {layout.choices: layout for layout in candidates if self.fits(layout)}
         costed = [StepCosts(layout, self.machine) for layout in fitting.values()]
-        bounds = [(costs.at_least(), costs) for costs in costed]
-        timed: list[tuple[float, Layout]] = []
-        best = float("inf")
-        for bound, costs in sorted(bounds, key=itemgetter(0)):
-            if bound > best * (1 + TIE):
+        timed, best = list[tuple[float, Layout]](), float("inf")
+        for costs in sorted(costed, key=StepCosts.at_least):
+            if costs.at_least() > best * (1 + TIE):
                 break  # nor can those that follow be as fast: a simulation takes long
             timed.append((costs.predict().seconds, costs.layout))
             best = min(best, timed[-1][0])

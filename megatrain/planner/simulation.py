@@ -194,32 +194,6 @@ def overlapped(blocks: Sequence[BlockTasks], options: StepOptions) -> StepTimeli
     return simulator.step()
 
 
-def at_least(blocks: Sequence[BlockTasks], options: StepOptions) -> float:
-    """Lower bound in seconds of `overlapped`: computation, busiest lane or update alone."""
-    groups = options.groups
-    travelling = blocks[options.sums_on_device :] if groups > 1 else ()
-    forward, backward, finish, on_device = (
-        total(task, blocks) for task in ("forward", "backward", "finish", "device_update")
-    )
-    computing = groups * (forward + backward) + finish + on_device
-    computing += backward + finish if options.second_backward else 0.0
-    once = options.replicated
-    uploading = groups * total("upload", blocks[once:]) + total("upload", blocks[:once])
-    uploading += (groups - 1) * total("sum_up", travelling)
-    downloading = groups * total("boundary_down", blocks) + total("download", blocks)
-    downloading += (groups - 1) * total("sum_down", travelling)
-    updating = max(total("host_update", blocks), total("nvme_read", blocks))
-    # The head is updated last: where gradients are stored, only the first forward and the device's
-    # own updates happen meanwhile.
-    behind = computing - forward - on_device if options.stored else 0.0
-    # at least once: where there are few layers, each stays in a slot of its own
-    exchanging = 0.0
-    if options.ranks > 1:
-        exchanging = sum(total(task, blocks) for task in ("gather", "reduce"))
-    exchanging += (groups - 1) * total("reduce", travelling)
-    return max(computing, uploading, downloading, exchanging, updating + behind)
-
-
 class Collectives:
     """The lane on which ranks exchange shares of blocks, and what that takes from computing.
 

@@ -247,7 +247,7 @@ class Suggestion:
 
     words: str  # the settings that ask for it
     cost: str  # in exactness, in a word or two
-    speedup: float  # factor of tokens per second: at least, since not every choice is tried anew
+    speedup: float  # factor of tokens per second: at least, since not every choice is tried
     tokens_per_s: float
     why: str  # what changes in the step
 
@@ -274,14 +274,13 @@ def faster(choices: Choices, before: Timing, search: Search) -> tuple[Suggestion
     for of_a_kind in found.values():  # the mildest that gains nearly as much as the best
         enough = 1 + NEARLY * (max(one.speedup for one in of_a_kind) - 1)
         suggestions.append(next(one for one in of_a_kind if one.speedup >= enough))
-    suggestions.sort(key=lambda suggestion: -suggestion.speedup)
+    suggestions.sort(key=lambda one: -one.speedup)
+    order = [*found]  # the mildest first
     if bound_by_update(before, search.shape):
-        order = (EXACT, *AGAINST_UPDATE)
-        suggestions.sort(key=lambda one: order.index(one.cost) if one.cost in order else len(order))
+        order = [EXACT, *AGAINST_UPDATE, *order]
+        suggestions.sort(key=lambda one: min(order.index(one.cost), 1 + len(AGAINST_UPDATE)))
         return tuple(suggestions[:MOST_SUGGESTIONS])
-    costs = list(found)  # the mildest first
-    best_ones = suggestions[:MOST_SUGGESTIONS]
-    return tuple(sorted(best_ones, key=lambda suggestion: costs.index(suggestion.cost)))
+    return tuple(sorted(suggestions[:MOST_SUGGESTIONS], key=lambda one: order.index(one.cost)))
 
 
 def bound_by_update(timing: Timing, shape: ModelShape) -> bool:
@@ -304,22 +303,20 @@ def _alternatives(search: Search) -> Iterator[tuple[Change, Search]]:
 
 def _shorter_wait(before: Timing, after: Timing) -> str:
     """The wait that shrinks most; empty if none shrinks by what is worth saying."""
-    was, now = (
-        {wait: seconds / step.seconds for wait, seconds in step.waits.items()}
-        for step in (before, after)
-    )
-    wait = max(was, key=lambda name: was[name] - now[name])
-    if was[wait] - now[wait] < 1 - 1 / WORTH_SAYING:
+    shares = {
+        wait: (seconds / before.seconds, after.waits[wait] / after.seconds)
+        for wait, seconds in before.waits.items()
+    }
+    wait, (was, now) = max(shares.items(), key=lambda item: item[1][0] - item[1][1])
+    if was - now < 1 - 1 / WORTH_SAYING:
         return ""
-    return f"waits for the {wait} fall from {was[wait]:.0%} to {now[wait]:.0%} of a step"
+    return f"waits for the {wait} fall from {was:.0%} to {now:.0%} of a step"
 
 
 def _less_work(search: Search, was: Choices, changed: Search, now: Choices) -> str:
     """The work that the device saves."""
-    before, after = (
-        max(0, search.shape.layers_back - choices.retained - choices.retained_on_host)
-        for choices in (was, now)
-    )
+    layers = search.shape.layers_back
+    before, after = (max(0, layers - c.retained - c.retained_on_host) for c in (was, now))
     if after < before:
         return f"{number_of(after, 'recomputed layer')} instead of {before}"
     if changed.job.precision != search.job.precision:

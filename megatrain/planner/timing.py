@@ -12,11 +12,10 @@ from functools import cached_property
 from typing import TYPE_CHECKING
 
 from megatrain.machine.profile import UPDATE_BYTES, MachineProfile, interpolate, interpolate_log
-from megatrain.planner import simulation
 from megatrain.planner.activations import SUM_BYTES
 from megatrain.planner.job import Job
 from megatrain.planner.memory import Layout, state_bytes_per_parameter
-from megatrain.planner.simulation import WAITS, BlockTasks, StepOptions, Timing, serial
+from megatrain.planner.simulation import WAITS, BlockTasks, StepOptions, Timing, overlapped, serial
 from megatrain.schedule import UNCHANGED, Where, graphs_of_layers
 
 if TYPE_CHECKING:
@@ -93,7 +92,7 @@ class StepCosts:
 
     def predict(self) -> Timing:
         """Simulate one steady step. Deterministic arithmetic: no device is asked."""
-        timeline = (simulation.overlapped if self.on_gpu else serial)(self.blocks, self.options)
+        timeline = (overlapped if self.on_gpu else serial)(self.blocks, self.options)
         if self.job.hosts > 1:
             others = (self.job.hosts - 1) / self.job.hosts / self.machine.network
             weights, sums = self.layout.crossing  # beside the forward, and beside the backward
@@ -112,10 +111,8 @@ class StepCosts:
         )
 
     def at_least(self) -> float:
-        """Seconds that `predict` cannot fall below, found in a fraction of its time."""
-        if self.on_gpu:
-            return simulation.at_least(self.blocks, self.options)
-        return serial(self.blocks, self.options).seconds
+        """Seconds of computation alone, which `predict` does not fall below."""
+        return self.options.groups * sum(block.forward + block.backward for block in self.blocks)
 
     @cached_property
     def options(self) -> StepOptions:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from dataclasses import fields, replace
 from typing import Any
 
@@ -12,13 +11,11 @@ from megatrain.planner.simulation import (
     BlockTasks,
     StepOptions,
     StepTimeline,
-    at_least,
     overlapped,
     serial,
 )
 
 NOTHING = BlockTasks(**{field.name: 0.0 for field in fields(BlockTasks)})  # type: ignore[arg-type]
-OF_FROZEN = ("forward", "backward", "upload", "boundary_down", "boundary_up", "nvme_weight")
 LAYERS = 6
 ONE_GROUP = StepOptions(
     groups=1, micro_batches=4.0, resident=0, sums_on_device=0, stored=True, tied=False
@@ -51,7 +48,6 @@ def test_a_step_that_only_computes_is_its_computation():
     backward = 3.0 * LAYERS + 2.0
     computed = {"forward": 0.5 + LAYERS, "head": 2.0, "backward": backward}
     assert timeline.phases == {"update": 0.0, "second backward": 0.0, **computed}
-    assert timeline.seconds == at_least(COMPUTING, ONE_GROUP)
     assert timeline.seconds == serial(COMPUTING, ONE_GROUP).seconds
 
 
@@ -148,7 +144,6 @@ def test_a_second_backward_repeats_the_head_and_all_layers():
     once, twice = (overlapped(blocks, options) for options in (ONE_GROUP, TWICE))
     again = 2.0 + 3.0 * LAYERS + 2.0 + 0.125 * (LAYERS + 2)
     assert twice.phases == once.phases | {"second backward": pytest.approx(again)}
-    assert twice.seconds == pytest.approx(at_least(blocks, TWICE))
 
 
 def test_gradients_come_down_and_are_applied_in_the_second_backward_alone():
@@ -177,50 +172,3 @@ def test_where_everything_shares_the_cores_it_adds_up():
     assert once.phases["update"] == pytest.approx(2.0 * (LAYERS + 2))
     again = 2.0 + 3.0 * LAYERS + 2.0 + (LAYERS + 2) * (0.125 + 0.25) + boundaries
     assert twice.seconds == pytest.approx(once.seconds + again)
-
-
-def drawn(seed: int, ranks: int = 1) -> tuple[list[BlockTasks], StepOptions]:
-    """A step of anything, at random."""
-    draw = random.Random(seed)
-    resident = draw.randrange(LAYERS + 3)
-    frozen = {number for number in range(LAYERS + 1) if seed % 2 and draw.random() < 0.4}
-    first = min(set(range(LAYERS + 2)) - frozen)
-
-    def block(number: int) -> BlockTasks:
-        left_out = ("frozen", "finish") if ranks > 1 else ("frozen", "gather", "reduce")
-        names = [field.name for field in fields(BlockTasks) if field.name not in left_out]
-        tasks: dict[str, Any] = {
-            name: draw.choice((0.0, 0.5, 2.0)) * draw.random() for name in names
-        } | ({} if ranks == 1 else {"finish": 0.0})
-        if number in frozen:
-            tasks |= {name: tasks[name] * (name in OF_FROZEN) for name in names}
-            tasks["frozen"] = True
-            tasks["backward"] *= number >= first
-        on_host = ("upload", "download", "host_update", *(n for n in names if "nvme" in n))
-        here = on_host if number < resident else ("device_update",)
-        edge = ("boundary_down", "boundary_up") if number in (0, LAYERS + 1) else ()
-        head = ("forward",) if number == LAYERS + 1 else ()
-        return BlockTasks(**tasks | dict.fromkeys((*here, *edge, *head), 0.0))
-
-    blocks = [block(number) for number in range(LAYERS + 2)]
-    options = StepOptions(
-        groups=draw.choice((1, 2, 3, 5)),
-        micro_batches=draw.choice((0.25, 1.0, 3.0)),
-        resident=resident,
-        sums_on_device=draw.randrange(resident, LAYERS + 3),
-        stored=draw.random() < 0.7,
-        tied=draw.random() < 0.5,
-        first_trained=first,
-        ranks=ranks,
-        gather_loss=0.3,
-        reduce_loss=0.7,
-        replicated=draw.randrange(LAYERS + 3) if ranks > 1 else 0,
-    )
-    return blocks, options
-
-
-@pytest.mark.parametrize("ranks", [1, 2])
-@pytest.mark.parametrize("seed", range(40))
-def test_no_step_beats_its_bound(seed, ranks):
-    blocks, options = drawn(seed, ranks)
-    assert at_least(blocks, options) <= overlapped(blocks, options).seconds * (1 + 1e-9)

@@ -139,14 +139,17 @@ class DryRun:
         with self._run_matmuls(), self.skeleton.chunked(chunk_tokens):
             return max(self._layer(kind, rows).peak_bytes for kind in set(self.kinds))
 
-    def head(self, chunk_tokens: int) -> Footprint:
-        """Footprint of the head and the loss for one chunk."""
-        hidden = self._hidden(chunk_tokens, self.skeleton.anatomy.hidden_size)
+    def head(self, chunk_tokens: int) -> int:
+        """Working set of the head and the loss for one chunk."""
+        forward, hidden = self._head(chunk_tokens)
         leaves = [hidden, *self._parameters(HEAD)]
-        return call_peak_bytes(partial(self._head_loss, hidden), leaves, what="the LM head")
+        return call_peak_bytes(forward, leaves, what="the LM head").peak_bytes
 
-    def _head_loss(self, hidden: Tensor) -> Tensor:
-        return self.loss(self.skeleton.head(hidden))
+    def _head(self, tokens: int) -> tuple[Callable[[], Tensor], Tensor]:
+        """The forward of head and loss, and its hidden states."""
+        size, dtype = (tokens, self.skeleton.anatomy.hidden_size), self.skeleton.dtype
+        hidden = torch.empty(size, dtype=dtype, device="meta", requires_grad=True)
+        return lambda: self.loss(self.skeleton.head(hidden)), hidden
 
     def _layer(self, index: int, rows: int) -> Footprint:
         return call_peak_bytes(
@@ -175,8 +178,8 @@ class DryRun:
             return count(lambda: self._embed(rows)[0], [], self._parameters(EMBED))
 
         def head(chunks: int) -> tuple[Operations, Operations]:
-            hidden = self._hidden(chunks * head_tokens, anatomy.hidden_size)
-            return count(partial(self._head_loss, hidden), [hidden], self._parameters(HEAD))
+            forward, hidden = self._head(chunks * head_tokens)
+            return count(forward, [hidden], self._parameters(HEAD))
 
         of_head = cost_per_token(head, head_tokens)
         if anatomy.labels is None:  # passes over the logits are one kernel each; scores are few
@@ -249,8 +252,8 @@ class DryRun:
         )
 
     def _skippable(self, index: int) -> tuple[str, ...]:
-        layer, call = self.skeleton.layers[index], self._calls(1)[index]
-        return skippable(layer, self._shape(1), self.skeleton.dtype, call)
+        given = self._shape(1), self.skeleton.dtype, self._calls(1)[index]
+        return skippable(self.skeleton.layers[index], *given)
 
     def _run_matmuls(self) -> AbstractContextManager[None]:
         """The run's matmuls, with all outputs in fp8: some layers leave them out, and need less."""
@@ -285,16 +288,12 @@ class DryRun:
         if rows not in self._known_calls:
             with torch.no_grad(), without_data():
                 _, calls = self._embed(rows)
-            if self.padded:
-                calls = _padded(self.skeleton, calls, rows, self.seq_len)
-            self._known_calls[rows] = calls
+            masked = _padded(self.skeleton, calls, rows, self.seq_len) if self.padded else calls
+            self._known_calls[rows] = masked
         return self._known_calls[rows]
 
     def _shape(self, rows: int) -> tuple[int, int, int]:
         return rows, self.seq_len, self.skeleton.anatomy.hidden_size
-
-    def _hidden(self, *shape: int) -> Tensor:
-        return torch.empty(shape, dtype=self.skeleton.dtype, device="meta", requires_grad=True)
 
     def _parameters(self, block: int) -> list[nn.Parameter]:
         """The meta parameters that a block computes with, tied ones included."""
@@ -324,8 +323,8 @@ def _padded(
     """The arguments of layers for packed sequences: a mask for each, where an unpacked batch has
     none or one for all, unless it is their kernels that keep documents apart.
 
-    Layers that share a mask go on sharing it. A mask made anew is boolean, the form in which
-    transformers hands a padded batch to scaled-dot-product attention.
+    Layers that share a mask go on sharing it. A new one is boolean, the form in which transformers
+    hands a padded batch to scaled-dot-product attention.
     """
     masks: dict[int | None, Tensor] = {}
     padded = []
@@ -333,7 +332,9 @@ def _padded(
         if not masked:
             padded.append(call)
             continue
-        args, kwargs, place = list(call.args), dict(call.kwargs), _place_of_mask(layer)
+        names = [*inspect.signature(layer.forward).parameters][1:]  # after the hidden states
+        args, kwargs = list(call.args), dict(call.kwargs)
+        place = names.index(MASK) if MASK in names else len(names)
         by_place = place < len(args)
         mask = args[place] if by_place else kwargs.get(MASK)
         key = None if mask is None else id(mask)
@@ -348,13 +349,6 @@ def _padded(
             kwargs[MASK] = masks[key]
         padded.append(LayerCall(tuple(args), kwargs))
     return padded
-
-
-def _place_of_mask(layer: nn.Module) -> int:
-    """The position of the mask among a layer's arguments after the hidden states, or their
-    number."""
-    names = [*inspect.signature(layer.forward).parameters][1:]
-    return names.index(MASK) if MASK in names else len(names)
 
 
 def cross_entropy(logits: Tensor) -> Tensor:

@@ -41,13 +41,12 @@ class WorkingSet:
         lies above it. Below the first point that point's bytes are the bound; beyond the last, the
         line through the last two points.
         """
-        sizes = self.sizes
-        right = bisect_left(sizes, tokens)
-        if right < len(sizes) and (sizes[right] == tokens or right == 0):
-            return self.points[right][1]
-        if len(sizes) == 1:
-            return -(-self.points[0][1] * tokens // sizes[0])
-        right = min(right, len(sizes) - 1)
+        first, nbytes = self.points[0]
+        if tokens <= first:
+            return nbytes
+        if len(self.points) == 1:
+            return -(-nbytes * tokens // first)
+        right = min(bisect_left(self.sizes, tokens), len(self.points) - 1)
         (x0, y0), (x1, y1) = self.points[right - 1 : right + 1]
         return y0 + -(-(y1 - y0) * (tokens - x0) // (x1 - x0))
 
@@ -231,7 +230,7 @@ def _assembled(
     dry: DryRun, runs: Mapping[int, MicroBatchBytes], chunked: tuple[tuple[int, WorkingSet], ...]
 ) -> ModelShape:
     """The shape, from the bytes of micro-batches by their tokens."""
-    anatomy = dry.skeleton.anatomy
+    anatomy, cost = dry.skeleton.anatomy, dry.cost(HEAD_CHUNK_TOKENS[0])
 
     def by_tokens(of: Callable[[MicroBatchBytes], int]) -> WorkingSet:
         return WorkingSet(tuple((tokens, of(run)) for tokens, run in runs.items()))
@@ -246,7 +245,16 @@ def _assembled(
             sums.append([(tokens, total) for total in totals])
         return tuple(WorkingSet(points) for points in zip(*sums, strict=True))
 
-    cost = dry.cost(HEAD_CHUNK_TOKENS[0])
+    compiled = None
+    if dry.compiles:
+        compiled = CompiledSets(
+            recomputed=by_tokens(lambda run: run.layer_compiled),
+            last=by_tokens(lambda run: run.last_compiled),
+            beyond_graph=by_tokens(lambda run: max(n.beyond for n in run.compiled)),
+            beyond_cheap_graph=by_tokens(lambda run: max(n.beyond for n in run.cheap)),
+            fp8=dry.fp8,
+            holes=by_tokens(lambda run: run.holes),
+        )
     return ModelShape(
         parameters=anatomy.parameters,
         carried_bytes=anatomy.unused_weights.nbytes,
@@ -257,23 +265,14 @@ def _assembled(
         scores=anatomy.labels,
         layer=by_tokens(lambda run: run.layer),
         embed=by_tokens(lambda run: run.embed),
-        head=WorkingSet(tuple((n, dry.head(n).peak_bytes) for n in HEAD_CHUNK_TOKENS)),
+        head=WorkingSet(tuple((n, dry.head(n)) for n in HEAD_CHUNK_TOKENS)),
         calls=by_tokens(lambda run: run.calls),
         retained=of_last(lambda run: run.eager),
         retained_compiled=of_last(lambda run: run.compiled),
         retained_cheap=of_last(lambda run: run.cheap),
         cost=cost,
         layer_chunked=chunked,
-        compiled=CompiledSets(
-            recomputed=by_tokens(lambda run: run.layer_compiled),
-            last=by_tokens(lambda run: run.last_compiled),
-            beyond_graph=by_tokens(lambda run: max(n.beyond for n in run.compiled)),
-            beyond_cheap_graph=by_tokens(lambda run: max(n.beyond for n in run.cheap)),
-            fp8=dry.fp8,
-            holes=by_tokens(lambda run: run.holes),
-        )
-        if dry.compiles
-        else None,
+        compiled=compiled,
         graphs_keep_inputs=dry.graphs_keep_inputs(),
         constant_bytes=dry.skeleton.constants.nbytes,
         frozen=_frozen(dry.skeleton, cost) if anatomy.frozen_parameters else None,
