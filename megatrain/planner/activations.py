@@ -149,10 +149,8 @@ class Activations:
     def _checkpoints(self) -> int:
         """Bytes of a group's activation checkpoints on the device, those on their way included.
 
-        Inputs of retained layers and of the head are whole whatever the codec. The gradient that
-        goes back through the layers takes the place of the head's input, unless a second backward
-        needs it.
-        """
+        Inputs of retained layers and of the head are whole. The gradient that goes back takes the
+        place of the head's input, unless a second backward needs it."""
         choices, tokens = self.choices, self.choices.micro_batch_tokens
         here = self.group_tokens * self.checkpoint_row_bytes * self.recomputed
         if choices.offload_activations:
@@ -166,10 +164,8 @@ class Activations:
 
     @property
     def host(self) -> dict[str, int]:
-        """The rows of the host's table: a group's offloaded activations.
-
-        Checkpoints are those of recomputed layers, and the inputs that saved activations hold.
-        """
+        """The rows of the host's table: a group's offloaded activations. Checkpoints are those of
+        recomputed layers, and the inputs that saved activations hold."""
         rows = self.recomputed * self.checkpoint_row_bytes
         rows += self.choices.retained_on_host * self.sent_row_bytes
         offloads = self.choices.offload_activations
@@ -212,12 +208,9 @@ class Activations:
 
     @property
     def _layer(self) -> int:
-        """Working set of a recomputed layer, or what a retained layer needs beyond its saved
-        tensors; includes the decoded input.
-
-        Without `_compiled`, the eager working set less one layer's saved activations is the bound
-        for both kinds.
-        """
+        """Working set of a recomputed layer, with its decoded input, or what a retained layer needs
+        beyond its saved tensors. Without `_compiled`, the eager one less one layer's saved
+        activations is the bound for both."""
         choices, sets = self.choices, self._compiled
         tokens, chunk = choices.micro_batch_tokens, choices.layer_chunk_tokens
         decodes = self.job.activations != UNCHANGED and self.recomputed

@@ -160,10 +160,8 @@ def faster_jobs(job: Job, *, on_gpu: bool) -> Iterator[Change]:
 
 
 def cheapest_fix(short: Collection[str], search: Search) -> str:
-    """The first change, from harmless to costly, that makes the job fit; else what would.
-
-    short: the tiers that are too small; what helps memory and what helps the disk are independent.
-    """
+    """The first change, from harmless to costly, that makes the job fit; else what would. What helps
+    memory and what helps the disk are independent."""
     fixes = []
     if memory := sorted({*short} - {"disk"}):
         found = [*islice(_that_fit(search, smaller_jobs(search.job)), 1)]
@@ -191,10 +189,8 @@ def _that_fit(search: Search, changes: Iterable[Change]) -> Iterator[Change]:
 
 
 def missing(search: Search) -> tuple[tuple[str, int], ...]:
-    """(tier, bytes): the least that must be added for the job to fit as it is.
-
-    Each tier that suffices by itself; where none does, all of them together.
-    """
+    """(tier, bytes): the least that must be added for the job to fit as it is, to each tier that
+    suffices by itself; where none does, to all of them together."""
 
     def enough(**gib: float) -> bool:
         more = {tier: (getattr(search.budget, tier) or 0) + int(n * GIB) for tier, n in gib.items()}
@@ -253,10 +249,8 @@ class Suggestion:
 
 
 def faster(choices: Choices, before: Timing, search: Search) -> tuple[Suggestion, ...]:
-    """Changes with the largest gain over a plan that fits, the cheapest in exactness first.
-
-    Each is tried with `choices` and their neighbours, which is quick: a whole search may find more.
-    """
+    """Changes with the largest gain over a plan that fits, the cheapest in exactness first. Each is
+    tried with `choices` and their neighbours: a whole search may find more."""
     found: dict[str, list[Suggestion]] = {}
     for change, changed in _alternatives(search):
         # what is given back to the planner may lie far from what was asked for

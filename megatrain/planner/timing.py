@@ -277,11 +277,8 @@ class StepCosts:
     def _block(
         self, number: int, forward: float, backward: float, offloaded: float = 0.0
     ) -> BlockTasks:
-        """A block's tasks for a group of micro-batches.
-
-        forward, backward: seconds of one micro-batch. offloaded: bytes that it sends to host RAM
-        in forward and gets back in backward.
-        """
+        """A block's tasks for a group of micro-batches. forward, backward: seconds of one. offloaded:
+        bytes that it sends to host RAM in forward and gets back in backward."""
         numel, resident = self.shape.trained_numel[number], number < self.choices.resident
         # of several ranks, this one's share alone goes up and down and is updated
         mine = self.layout.owned[number]
@@ -400,10 +397,8 @@ class StepCosts:
 def exchanged(
     numel: int, job: Job, machine: MachineProfile, weight_bytes: int
 ) -> tuple[float, float]:
-    """Seconds in which a host's ranks gather a block's weight, and exchange its sums.
-
-    numel: with whole shares for all ranks. All but its own share comes to a rank over its link.
-    """
+    """Seconds in which a host's ranks gather a block's weight of `numel` elements, whole shares for
+    all, and exchange its sums: all but its own share comes to a rank over its link."""
     if job.ranks == 1:
         return 0.0, 0.0
     others = (job.ranks - 1) / job.ranks

@@ -26,8 +26,8 @@ import torch
 from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
-from megatrain.models.meta import torch_paths
 import megatrain.models.transforms.fp8  # noqa: F401  registers the kernels
+from megatrain.models.meta import torch_paths
 from megatrain.models.recorder import LayerCall, tensors_in
 from megatrain.models.transforms.compiled import cheap_retention
 from megatrain.models.transforms.skippable import skipping
@@ -190,10 +190,7 @@ def _trace_and_cut(
 
 
 def _traced_attention(call: Attention) -> Tensor:
-    """Stands in for scaled_dot_product_attention as the cuDNN operator, which takes any mask here.
-
-    Every fused kernel keeps the same tensors.
-    """
+    """Attention as the cuDNN operator, which takes any mask here: fused kernels keep the same."""
     out: Tensor = torch.ops.aten._scaled_dot_product_cudnn_attention(
         call.query, call.key, call.value, call.bias, True, call.dropout_p, call.is_causal
     )[0]
@@ -292,10 +289,8 @@ def keeps_input(forward: fx.Graph) -> bool:
 
 
 def traffic(graph: fx.Graph) -> Traffic:
-    """Bytes that fused kernels read and write, and the number of all kernels; an estimate.
-
-    Bytes of kernels that pick rows or columns out count SCATTERED times.
-    """
+    """Bytes that fused kernels read and write, those of kernels that pick rows or columns out
+    SCATTERED times, and the number of all kernels; an estimate."""
     kernels = _fused(graph, _sources(graph))
     reads = [_reads(kernel) - kernel.keys() for kernel in kernels]
     written, picking = set[fx.Node]().union(*reads), _picking(graph)
@@ -331,13 +326,11 @@ def _has_a_step(node: fx.Node) -> bool:
 
 
 def alive(forward: fx.Graph, backward: fx.Graph, rows: int, runs_on: str) -> Alive:
-    """Through forward and backward, beyond inputs, weights and the incoming gradient.
+    """Memory of forward and backward, beyond inputs, weights and the incoming gradient.
 
     The output is freed before backward begins, and what was saved as soon as it was last read.
     Kernels run in the graph's order, or in it but for those of the weights' gradients, which come
-    last, and none writes over what it reads; inductor may do otherwise where that needs no more.
-    rows: as in `predict_compiled`.
-    """
+    last, and none writes over what it reads; inductor may do otherwise where that needs no more."""
     output, *saved = _outputs(forward)
     # Backward receives some saved memory under several names, as views of it.
     names = {node.name: _base(node) for node in saved if _base(node).op != "placeholder"}
@@ -376,9 +369,7 @@ def _spans(
 ) -> dict[fx.Node, tuple[int, int]]:
     """The first and last step in which each node's memory is used.
 
-    kept: nodes that outlive the graph. given: inputs, each with the node that stands for its
-    memory. begun: number of the first step.
-    """
+    kept: nodes that outlive the graph. given: the node that stands for each input's memory."""
 
     def memory(node: fx.Node) -> fx.Node:
         base = _base(node)
@@ -394,10 +385,8 @@ def _spans(
 
 
 def _scratch(kernel: Iterable[fx.Node]) -> list[fx.Node]:
-    """Temporary memory of attention's backward on CUDA (footprint.py), as nodes of that size.
-
-    Twice the query's gradient, and the gradients of shared keys and values once per head.
-    """
+    """Temporary memory of attention's backward on CUDA (footprint.py), as nodes of that size: twice
+    the query's gradient, and the gradients of shared keys and values once per head."""
     heads = {
         node: _values(node)[0].shape[1]
         for node in kernel
@@ -476,11 +465,8 @@ def _leads(start: Kernel, end: Kernel, kernels: Iterable[Kernel]) -> bool:
 
 
 def _fused(graph: fx.Graph, sources: Mapping[fx.Node, set[fx.Node]]) -> list[Kernel]:
-    """The fused kernels, of the nodes that are written to memory.
-
-    Two nodes of one depth share a kernel if one is made from the other, or if both have one size
-    and a source in common.
-    """
+    """The fused kernels, of the nodes that are written to memory: two of one depth share a kernel if
+    one is made from the other, or if both have one size and a source in common."""
     kernel: dict[fx.Node, set[fx.Node]] = {}
     alike: dict[Any, fx.Node] = {}
     depth, written = _depths(graph), filter(_is_written, filter(_is_fusible, graph.nodes))

@@ -123,10 +123,8 @@ class DryRun:
         )
 
     def graphs_keep_inputs(self) -> tuple[bool, bool, bool]:
-        """True where some layer's graph holds its input besides what `bytes_of` counts.
-
-        (eager, compiled, compiled with cheap retention)
-        """
+        """True where some layer's graph holds its input besides what `bytes_of` counts: eager,
+        compiled, compiled with cheap retention."""
         eager = {kind: graph_keeps_input(*self._blank(kind, 1)) for kind in set(self.kinds)}
         known = self.compiled.items()
         compiled = eager | {kind: layer.full.keeps_input for kind, layer in known}

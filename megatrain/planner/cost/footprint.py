@@ -28,14 +28,10 @@ from megatrain.models.recorder import tensors_in
 
 @dataclass(frozen=True)
 class Footprint:
-    """Bytes beyond parameters and inputs.
+    """Bytes beyond parameters and inputs."""
 
-    `saved_bytes` are alive between forward and backward, the output included. `peak_bytes` are
-    alive at the worst moment, all gradients that backward returns included.
-    """
-
-    saved_bytes: int
-    peak_bytes: int
+    saved_bytes: int  # between forward and backward, the output included
+    peak_bytes: int  # at the worst moment, all gradients that backward returns included
 
 
 @dataclass(frozen=True)
@@ -99,12 +95,8 @@ class Attention:
         return mask.to(self.query.dtype) if mask is not None and mask.dtype == torch.bool else mask
 
     def has_kernel(self, device_type: str) -> bool:
-        """True if torch has a kernel for it beside matmuls.
-
-        Heads that merely broadcast (Falcon's multi-query form) get none. Nor do grouped heads in
-        float32 on CUDA: flash and cuDNN know half precision alone, and the memory-efficient kernel
-        no groups.
-        """
+        """True if torch has a kernel for it beside matmuls: not for heads that merely broadcast
+        (Falcon's multi-query form), nor, on CUDA, for grouped heads in float32."""
         if self.query.shape[1] == self.key.shape[1]:
             return True
         float32_on_cuda = device_type == "cuda" and self.query.dtype == torch.float32
@@ -115,12 +107,7 @@ class FusedAttention(TorchFunctionMode):
     """Replaces scaled_dot_product_attention by a stand-in that allocates what fused kernels do.
 
     On the meta device torch decomposes attention into matmuls, whose [tokens, tokens] matrices no
-    fused kernel allocates.
-
-    Args:
-        device_type: where it will run, "cpu" or "cuda"; not every kernel exists on both.
-        stand_in: called with the function's own arguments; by default `fused_attention`.
-    """
+    fused kernel allocates. device_type: where it will run; not every kernel exists on both."""
 
     def __init__(
         self, device_type: str, stand_in: Callable[[Attention], Tensor] | None = None
@@ -204,21 +191,17 @@ def call_peak_bytes(
     what: str = "this computation",
     output_stays: bool = True,
 ) -> Footprint:
-    """Footprint of `forward()` and of the gradient of its output by all `inputs` at once.
-
-    Neither the inputs nor the incoming gradient are counted.
+    """Footprint of `forward()` and of the gradient of its output by all `inputs` at once, leaf tensors
+    made before the call. Neither they nor the incoming gradient are counted.
 
     Args:
-        inputs: leaf tensors, made before the call; without one that requires a gradient there is no
-            backward.
         fused_attention: False for eager attention.
         runs_on: "cpu" or "cuda", the device whose kernels count.
         what: names the computation in errors.
         output_stays: the output is still held while gradients are computed.
 
     Raises:
-        ModelError: the computation cannot run without data, because shapes depend on values.
-    """
+        ModelError: the computation cannot run without data, because shapes depend on values."""
     wanted = [tensor for tensor in inputs if tensor.requires_grad]
     live = LiveBytes()
     try:

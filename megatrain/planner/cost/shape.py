@@ -160,19 +160,13 @@ class ModelShape:
         return self.frozen.edges if self.frozen else (True, True)
 
     def layer_bytes(self, micro_batch_tokens: int, chunk_tokens: int | None = None) -> int:
-        """Working set of the largest layer.
-
-        chunk_tokens: one of `layer_chunked`; None, or a size that was not tried, means no chunks.
-        """
+        """Working set of the largest layer, in chunks of a size in `layer_chunked`, or whole."""
         return dict(self.layer_chunked).get(chunk_tokens or 0, self.layer).at(micro_batch_tokens)
 
     def retained_bytes(
         self, micro_batch_tokens: int, layers: int, *, compiled: bool = False, cheap: bool = False
     ) -> int:
-        """Saved activations of the last `layers` layers for one micro-batch, less their outputs.
-
-        cheap: with cheap retention, which only compiled layers have.
-        """
+        """Saved activations of the last `layers` layers for one micro-batch, less their outputs."""
         of_compiled = self.retained_cheap if cheap else self.retained_compiled
         return (of_compiled if compiled else self.retained)[layers].at(micro_batch_tokens)
 
@@ -303,11 +297,8 @@ def _frozen(skeleton: Skeleton, cost: ModelCost) -> Frozen:
 
 
 def layer_chunks(wanted: int | str | None, largest: int) -> list[int]:
-    """Chunks of layers whose memory the planner should know, in tokens.
-
-    The number wanted, or some that are shorter than the largest micro-batch. These also if none is
-    wanted: where that does not fit, the plan says what would.
-    """
+    """Chunks of layers, in tokens, whose memory the planner should know: the number wanted, or some
+    shorter than the largest micro-batch. These also if none is wanted, for what would fit."""
     if isinstance(wanted, int):
         return [wanted]
     return [

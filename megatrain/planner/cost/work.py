@@ -54,10 +54,7 @@ class PassCost:
 @dataclass(frozen=True)
 class BlockCost:
     """A decoder layer, the embedding, or the head with its loss; backward without recomputation.
-
-    The embedding is never compiled, the head but for its loss. Where nothing is known of compiling,
-    compiled figures are the eager ones.
-    """
+    Where nothing is known of compiling, compiled figures are the eager ones."""
 
     forward: PassCost
     backward: PassCost
@@ -114,10 +111,8 @@ def tally(
 
 
 def cost_per_token(run: Callable[[int], tuple[Operations, Operations]], tokens: int) -> BlockCost:
-    """The cost of a block, from `run(1)` over `tokens` and `run(2)` over twice as many.
-
-    What does not grow between the two belongs to no token.
-    """
+    """The cost of a block, from `run(1)` over `tokens` and `run(2)` over twice as many: what does not
+    grow between the two belongs to no token."""
     (once, back), (twice, back_of_twice) = run(1), run(2)
 
     def grown(field: str) -> int:
