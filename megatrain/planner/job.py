@@ -257,7 +257,7 @@ def check_ranks(job: Job) -> None:
 
 
 def too_many_ranks(why: str, most: int, ranks: int, way_on: str) -> TooManyRanks:
-    """The error of a step that has work for `most` ranks. way_on: what would give all of them work."""
+    """The error of a step with work for `most` ranks. way_on: what gives all of them work."""
     why = f"{why} work for at most {number_of(most, 'GPU')}"
     return TooManyRanks(f"{why}, not for {ranks}: take at most {most}, or {way_on}", why, most)
 

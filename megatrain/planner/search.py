@@ -240,7 +240,7 @@ class Search:
     # why: decision 0017
     def on_host(self, groups: int, retained: int, cheap: bool, offload: bool) -> list[int]:
         """Numbers of layers with saved activations in host RAM: with several groups there is more
-        room on the device, and less time to send them. If left open, only the smaller form is sent."""
+        room on the device, and less time to send them. Unasked, only the smaller form is sent."""
         others = self.shape.layers_back - retained
         if self.job.retained_on_host is not None:
             asked = min(self.job.retained_on_host, others)
@@ -318,8 +318,8 @@ class Search:
     # -- placing blocks ----------------------------------------------------------------------------
 
     def filled(self, choices: Choices) -> Layout:
-        """With blocks, then accumulators on the device as they fit, and the excess on NVMe; where the
-        device has no room, no drive helps, and none is used."""
+        """With blocks, then accumulators on the device as they fit, and the excess on NVMe; where
+        the device has no room, no drive helps, and none is used."""
         layout = self.placed_on_device(self.layout(choices))
         return self.spilled(layout) if self.on_device(layout) else layout
 

@@ -62,8 +62,8 @@ WAITS = ("upload", "update", "download", "nvme", "exchange", "network")
 
 @dataclass(frozen=True)
 class BlockTasks:
-    """Seconds of each lane that a block takes; computation is of a group's micro-batches. Of several
-    ranks: what this one does with its share, and with the others."""
+    """Seconds of each lane that a block takes; computation is of a group's micro-batches. Of ranks:
+    what this one does with its share, and with the others."""
 
     forward: float
     backward: float  # recomputation and adding up gradients included; of the head everything

@@ -160,8 +160,8 @@ def faster_jobs(job: Job, *, on_gpu: bool) -> Iterator[Change]:
 
 
 def cheapest_fix(short: Collection[str], search: Search) -> str:
-    """The first change, from harmless to costly, that makes the job fit; else what would. What helps
-    memory and what helps the disk are independent."""
+    """The first change, from harmless to costly, that makes the job fit; else what would. Fixes of
+    memory and of the disk are independent."""
     fixes = []
     if memory := sorted({*short} - {"disk"}):
         found = [*islice(_that_fit(search, smaller_jobs(search.job)), 1)]

@@ -277,8 +277,8 @@ class StepCosts:
     def _block(
         self, number: int, forward: float, backward: float, offloaded: float = 0.0
     ) -> BlockTasks:
-        """A block's tasks for a group of micro-batches. forward, backward: seconds of one. offloaded:
-        bytes that it sends to host RAM in forward and gets back in backward."""
+        """A block's tasks for a group of micro-batches. forward, backward: seconds of one.
+        offloaded: bytes that it sends to host RAM in forward and gets back in backward."""
         numel, resident = self.shape.trained_numel[number], number < self.choices.resident
         # of several ranks, this one's share alone goes up and down and is updated
         mine = self.layout.owned[number]

@@ -465,8 +465,8 @@ def _leads(start: Kernel, end: Kernel, kernels: Iterable[Kernel]) -> bool:
 
 
 def _fused(graph: fx.Graph, sources: Mapping[fx.Node, set[fx.Node]]) -> list[Kernel]:
-    """The fused kernels, of the nodes that are written to memory: two of one depth share a kernel if
-    one is made from the other, or if both have one size and a source in common."""
+    """The fused kernels, of the nodes that are written to memory: two of one depth share a kernel
+    if one is made from the other, or if both have one size and a source in common."""
     kernel: dict[fx.Node, set[fx.Node]] = {}
     alike: dict[Any, fx.Node] = {}
     depth, written = _depths(graph), filter(_is_written, filter(_is_fusible, graph.nodes))

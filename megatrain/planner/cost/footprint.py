@@ -191,7 +191,7 @@ def call_peak_bytes(
     what: str = "this computation",
     output_stays: bool = True,
 ) -> Footprint:
-    """Footprint of `forward()` and of the gradient of its output by all `inputs` at once, leaf tensors
+    """Footprint of `forward()` and of the gradient of its output by all `inputs` at once, leaves
     made before the call. Neither they nor the incoming gradient are counted.
 
     Args:

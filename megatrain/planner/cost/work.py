@@ -111,8 +111,8 @@ def tally(
 
 
 def cost_per_token(run: Callable[[int], tuple[Operations, Operations]], tokens: int) -> BlockCost:
-    """The cost of a block, from `run(1)` over `tokens` and `run(2)` over twice as many: what does not
-    grow between the two belongs to no token."""
+    """The cost of a block, from `run(1)` over `tokens` and `run(2)` over twice as many: what does
+    not grow between the two belongs to no token."""
     (once, back), (twice, back_of_twice) = run(1), run(2)
 
     def grown(field: str) -> int:
