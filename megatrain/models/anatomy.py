@@ -53,7 +53,6 @@ class Anatomy:
 
     @property
     def frozen(self) -> tuple[str, ...]:
-        """The model's own names of frozen tensors."""
         return tuple(t.name for block in self.blocks for t in block.layout.tensors if t.frozen)
 
     @property
@@ -68,7 +67,6 @@ class Anatomy:
 
     @property
     def layers(self) -> int:
-        """Number of decoder layers."""
         return len(self.blocks) - 2
 
     @property
@@ -93,13 +91,11 @@ def layouts_of(anatomy: Anatomy) -> tuple[FlatLayout, ...]:
 def find_layers(model: nn.Module, count: int) -> tuple[str, nn.ModuleList]:
     """(path, decoder stack) of `model`: its one ModuleList of `count` entries with parameters.
 
-    What transformers takes for the decoder is asked first: a vision tower may have as many layers.
-
     Raises ModelError if there is none, or more than one (an encoder beside the decoder, say).
     """
     decoder = model.get_decoder()  # type: ignore[operator]
     found = [path for path, m in model.named_modules() if m is decoder and path]
-    if found and len(of_it := _stacks(decoder, count)) == 1:
+    if found and len(of_it := _stacks(decoder, count)) == 1:  # a vision tower may have as many
         ((path, stack),) = of_it.items()
         return f"{found[0]}.{path}", stack
     lists = _stacks(model, count)
@@ -133,9 +129,6 @@ def divide(
         stack: path of the decoder stack.
         before, after: names of the tensors used before its first and after its last layer.
         unused_weights: names of those that are used nowhere.
-
-    Raises ModelError if a parameter is shared otherwise than by tied embeddings, or used where no
-    module's forward is seen, or if too much is not trained.
     """
     family = type(model).__name__
     by_name = kept_tensors(model)

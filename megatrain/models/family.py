@@ -27,17 +27,13 @@ OURS = ("transformers", "torch", "megatrain")  # packages whose versions say wha
 
 # why: decision 0033
 def choose_attention(config: Any, attention: str) -> str:
-    """The attention implementation to ask transformers for.
-
-    "auto" is PyTorch's scaled-dot-product attention, except where the family caps attention logits,
-    which that function cannot do.
-    """
+    """The attention implementation to ask transformers for; "auto" is scaled-dot-product attention,
+    except where the family caps attention logits, which PyTorch's function cannot do."""
     if attention == FUSED_SINKS:  # ours; transformers' own is eager
         return "eager"
     if attention != "auto":
         return attention
-    text = config.get_text_config()
-    capped = getattr(text, "attn_logit_softcapping", None) is not None  # few families define it
+    capped = getattr(config.get_text_config(), "attn_logit_softcapping", None) is not None
     return "eager" if capped else "sdpa"
 
 
@@ -46,9 +42,7 @@ def build_model(
 ) -> nn.Module:
     """A causal LM or classifier of `config`, in training mode, with meta parameters of `dtype`.
 
-    Raises:
-        ModelError: transformers has no model that decodes text for this configuration, or refuses
-            its attention or a size.
+    Raises ModelError if transformers has none that decodes text, or refuses its attention or sizes.
     """
     config = copy.deepcopy(config)
     config.use_cache = False
@@ -79,8 +73,6 @@ def causal_lm(
 ) -> Any:
     """transformers' causal LM of `config`, in which it notes the attention, or its classifier.
 
-    attention: as `choose_attention`; "auto" falls back to eager.
-
     Raises whatever the family's code does.
     """
     from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
@@ -102,10 +94,7 @@ def causal_lm(
 
 
 def architecture(config: Any) -> Any:
-    """The class that a configuration names of a model that is more than a language model.
-
-    It holds all that the folder does. None: transformers' causal LM of the model type.
-    """
+    """The class that a configuration names, of a model that is more than text; None for others."""
     import transformers
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as CAUSAL
 
@@ -134,10 +123,7 @@ def layer_configs(text: Any, layers: int) -> list[Any]:
 
 
 def refuse_what_is_not_built(model: nn.Module, text: Any) -> None:
-    """Raise ModelError for settings that would be ignored without a word.
-
-    text: the language model's part of the configuration.
-    """
+    """Raise ModelError for settings, of a language model, that would be ignored without a word."""
     family = type(model).__name__
     settings = text.to_dict()
     reason = ""
@@ -160,10 +146,7 @@ def is_foreign(module: nn.Module) -> bool:
 
 
 def draws_random_numbers(model: Any, but: Collection[str] = ()) -> bool:
-    """True if any part of a transformers model draws random numbers in training mode.
-
-    but: paths of modules that do not run.
-    """
+    """True if a transformers model draws random numbers in training, `but` for unused modules."""
     for path, module in model.named_modules():
         if isinstance(module, nn.Dropout) and module.p > 0 and not is_below(path, but):
             return True
@@ -198,8 +181,7 @@ def rope_kinds(text: Any) -> list[dict[str, Any]]:
 def longest_sequence(text: Any) -> int | None:
     """Positions that a model can read; None where its configuration names no limit.
 
-    Where factors are stretched (YaRN, linear, dynamic NTK), these are as many times the positions
-    that it was trained on; longrope and Llama 3 state the stretched number themselves.
+    Longrope and Llama 3 state the stretched number themselves.
     """
     stated: int | None = getattr(text, "max_position_embeddings", None)
     if stated is None:
@@ -213,10 +195,7 @@ def longest_sequence(text: Any) -> int | None:
 
 
 def growing(modules: Iterable[nn.Module]) -> list[tuple[nn.Module, str]]:
-    """(module, layer type) of factors that grow with the longest sequence so far: dynamic NTK.
-
-    The layer type is a prefix of the buffers' names; empty where all layers share factors.
-    """
+    """(module, layer type or "") of factors that grow with the longest sequence so far."""
     found = []
     for module in modules:
         kinds = getattr(module, "rope_type", None)

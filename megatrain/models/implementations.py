@@ -48,11 +48,7 @@ def holds_experts(layers: Iterable[nn.Module]) -> bool:
 def forward(experts: Any, hidden: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
     """Compute the weighted output of the chosen experts for every token: [tokens, hidden].
 
-    Args:
-        experts: transformers' module, which holds matrices of all experts, and maybe biases.
-        hidden: [tokens, hidden].
-        chosen: [tokens, experts of a token], integers.
-        weights: [tokens, experts of a token], of any float dtype.
+    experts: transformers' module. chosen, weights: [tokens, experts of a token].
     """
     tokens, each = chosen.shape
     of_row, order = torch.sort(chosen.reshape(-1), stable=True)
@@ -101,10 +97,7 @@ def _product(rows: Tensor, matrices: Tensor, ends: Tensor, transposed: bool) -> 
 
 def _moved(states: Tensor, order: Tensor, inverse: Tensor, each: int, there: bool) -> Tensor:
     """[tokens x each, hidden] of [tokens, hidden], in the order of experts, if `there`; else back,
-    each token's rows added up in float32.
-
-    Row by row, which the compiler makes one kernel of; none reads rows as a reduction does.
-    """
+    each token's rows added up in float32, one by one: the compiler makes one kernel of that."""
     if there:
         return states.index_select(0, order // each)
     of_token = inverse.view(-1, each)
@@ -198,9 +191,7 @@ COLUMNS = 8  # of a head: fused kernels take only multiples
 
 def use_fused_sinks(model: Any) -> None:
     """Have a model whose attention is eager because of sinks use `attend`, if it lets one choose.
-
-    Whether its sinks reach `attend` is not known here: engine/verify.py tries it.
-    """
+    (engine/verify.py tries if its sinks reach it.)"""
     from transformers import AttentionInterface, AttentionMaskInterface
 
     sinks = any(name.endswith("sinks") for name, _ in model.named_parameters())
@@ -213,8 +204,7 @@ def use_fused_sinks(model: Any) -> None:
 
 
 def mask_of(*args: Any, **options: Any) -> Tensor | None:
-    """transformers' mask for scaled-dot-product attention, but None also where nothing besides a
-    window hides earlier tokens: `attend` knows the window."""
+    """transformers' mask, but None also where only a window, which `attend` knows, hides tokens."""
     from transformers.masking_utils import sdpa_mask
 
     return sdpa_mask(*args, **options | {"local_size": None})
@@ -288,8 +278,7 @@ def _in_blocks(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Blocks of `window` queries, with the keys and values of their own block and the one before.
 
-    Returns [batch x blocks, heads, window, width], twice [batch x blocks, heads, 2 x window,
-    width], and what sees what, [batch x blocks, 1, window, 2 x window].
+    Queries are [batch x blocks, heads, window, width]; keys, values and mask have 2 x window.
     """
     batch, _, tokens, _ = query.shape
     blocks = -(-tokens // window)

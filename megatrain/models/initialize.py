@@ -22,7 +22,7 @@ Write = Callable[[int, torch.Tensor], None]  # (block index, flat fp32 master on
 def initialize(skeleton: Skeleton, seed: int, device: torch.device, write: Write) -> None:
     """Draw every block's fp32 weights on `device` by the model's `_init_weights`; `write` each.
 
-    One seed gives the same weights on one device type. The caller's random state stays as it was.
+    One seed gives the same weights on one device type.
     """
     devices = [device] if device.type == "cuda" else []
     for block in skeleton.anatomy.blocks:
@@ -36,10 +36,7 @@ def initialize(skeleton: Skeleton, seed: int, device: torch.device, write: Write
 
 
 def draw(skeleton: Skeleton, block: Block, flat: torch.Tensor) -> None:
-    """Fill `flat` [numel], which its parameters view meanwhile, with the block's weights.
-
-    Its constants are filled where they are.
-    """
+    """Fill `flat` [numel] with the block's weights, and its constants where they are."""
     views = block.layout.views(flat)
     with lent([skeleton.owner(name) for name in views], list(map(nn.Parameter, views.values()))):
         for path in modules_of(skeleton, block):
@@ -72,15 +69,10 @@ def _seed_of(block: Block, seed: int) -> int:
 
 @dataclass(frozen=True)
 class NewHead:
-    """The tensors that a classifier has beside its language model.
+    """The tensors that a classifier has beside its language model."""
 
-    Attributes:
-        drawn: fp32 values of the tensors that a folder of the language model lacks, by name.
-        unused: names in it of tensors that the classifier has no use for.
-    """
-
-    drawn: Mapping[str, torch.Tensor]
-    unused: frozenset[str]
+    drawn: Mapping[str, torch.Tensor]  # fp32, by name: those that the language model's folder lacks
+    unused: frozenset[str]  # names in it that the classifier has no use for
 
 
 def new_head(skeleton: Skeleton, seed: int) -> NewHead:

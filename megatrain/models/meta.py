@@ -146,9 +146,7 @@ def blank_call(
     Args:
         layer: on any device; only the shapes of parameters are read.
         hidden_shape: [batch, tokens, hidden].
-        dtype: of parameters and hidden states.
         call: what the layer receives besides the hidden states.
-        device: where the forward computes.
         frozen: names of weights that need no gradient.
 
     Constants keep their dtypes, and are no leaves.
@@ -228,13 +226,8 @@ def lent(places: Sequence[tuple[nn.Module, str]], parameters: Sequence[Any]) -> 
 def zeros_outside(
     model: nn.Module, layers: Sequence[nn.Module], but: Collection[str] = ()
 ) -> Iterator[None]:
-    """Give the parameters outside the layers all-zero CPU memory, which nobody may write to.
-
-    but: names of parameters that stay without data.
-
-    They share a mapping that the operating system backs by its one page of zeros. torch.zeros would
-    write gigabytes for a large vocabulary.
-    """
+    """Give the parameters outside the layers, `but` for these, all-zero CPU memory, which nobody
+    may write to: a mapping that the operating system backs by its one page of zeros."""
     inside = {id(p) for layer in layers for p in layer.parameters()}
     inside |= {id(p) for name, p in model.named_parameters() if name in but}
     places = ((m, leaf, p) for m in model.modules() for leaf, p in m._parameters.items())

@@ -32,29 +32,20 @@ Tensors = tuple[tuple[TensorRange, ...], ...]
 
 @dataclass(frozen=True)
 class Published:
-    """The tensors of a model's folder as transformers saves it.
+    """The tensors of a model's folder as transformers saves it."""
 
-    Attributes:
-        places: of each tensor, by block and in the order of its array; tied tensors once.
-        constants: those that are in no array, alike.
-        known: the place of every name that is understood: published ones, the model's own, and
-            those of whole tensors.
-        whole_names: a name for each of the model's own tensors, by its own name. Fused ones are
-            not published, but arrays with less than an element per parameter have only them.
-        prefix: of the base model, which a folder's names may lack.
-        renamings: transformers' own on loading, for names of other releases and other classes.
-        unused_weights: the tensors that are carried along.
-        unread: patterns of further names in folders of the family, which transformers drops.
-    """
-
+    # of each tensor, by block and in the order of its array, tied ones once; and those in no array
     places: tuple[tuple[Place, ...], ...]
     constants: tuple[tuple[Place, ...], ...]
+    # by every name that is understood: published ones, the model's own, those of whole tensors
     known: Mapping[str, Place]
+    # for each of the model's own tensors. Fused ones are not published, but arrays with less than
+    # an element per parameter have only them.
     whole_names: Mapping[str, str]
-    prefix: str
-    renamings: tuple[Any, ...]
+    prefix: str  # of the base model, which a folder's names may lack
+    renamings: tuple[Any, ...]  # transformers' own on loading: other releases' and classes' names
     unused_weights: tuple[Place, ...] = ()
-    unread: tuple[str, ...] = ()
+    unread: tuple[str, ...] = ()  # patterns of further names in folders, which transformers drops
 
     @property
     def tensors(self) -> Tensors:
@@ -124,13 +115,7 @@ def published(
     tied: Iterable[tuple[str, str]],
     unused_weights: Iterable[str] = (),
 ) -> Published:
-    """Map the blocks' tensors to those that transformers saves. Allocates nothing.
-
-    Args:
-        model: built from a configuration, with its own layers in it.
-        family: the configuration's model_type.
-        tied: as `Anatomy` has it.
-        unused_weights: their own names.
+    """Map the blocks' tensors to those that transformers saves; `family` is the model_type.
 
     Raises ModelError if a published tensor is no range of a block's array.
     """
@@ -246,7 +231,7 @@ def _known(
 
 
 def _whole_names(family: str, own: Iterable[str]) -> dict[str, str]:
-    """The names of whole tensors, tied aliases included, that transformers' renamings alone make.
+    """Names of whole tensors, tied aliases included, by transformers' renamings alone.
 
     Checkpoints of format 1 have no others.
     """

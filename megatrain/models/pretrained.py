@@ -175,8 +175,8 @@ def _nearest(path: Path) -> str:
 def read_model_config(source: ModelSource, trust_remote_code: bool = False) -> PretrainedConfig:
     """The model's configuration, without its choices of implementations and its quantisation.
 
-    Raises ModelError if it cannot be used, needs code from the folder, or its weights are quantised
-    by a method that cannot be undone.
+    Raises ModelError if it cannot be used, or needs code from the folder, or the quantisation
+    cannot be undone.
     """
     from huggingface_hub.errors import StrictDataclassError
     from transformers import AutoConfig
@@ -309,8 +309,7 @@ class Quantisation:
 
 
 def quantisation_of(stated: Mapping[str, Any], file: Path) -> Quantisation | None:
-    """The quantisation that a configuration, or a part of it, declares. None: they are not
-    quantised.
+    """The quantisation that a configuration, or a part of it, declares, if any.
 
     Raises ModelError for another method than METHODS; `file` is named.
     """
@@ -411,8 +410,7 @@ def with_stops(
 ) -> tuple[GenerationConfig | None, list[str]]:
     """(generation settings that stop at what ends an answer, the tokens that they lacked).
 
-    generation: None for a model that has none, for which transformers takes the configuration's. A
-        reward model generates nothing, and has none.
+    generation: None for a model that has none, for which transformers takes the configuration's.
     """
     from transformers import GenerationConfig
 
@@ -477,10 +475,7 @@ def as_classifier(config: Any, pad_id: int) -> Any:
 
 
 def as_language_model(config: Any) -> Any:
-    """The configuration of the language model that a reward model is made of; others as they are.
-
-    The layers are the same.
-    """
+    """A reward model's configuration as its language model's; others as they are."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as CAUSAL
 
     if not is_classifier(config):

@@ -32,25 +32,18 @@ class Place(NamedTuple):
 
 @dataclass(frozen=True)
 class Routers:
-    """All routers of a model.
+    """All routers of a model."""
 
-    Attributes:
-        modules: one or none in each decoder layer, in order, each with its layer's index.
-        experts: that a router chooses from, all of one number.
-        chosen: experts for each token.
-    """
-
-    modules: tuple[tuple[int, nn.Module], ...]
-    experts: int
-    chosen: int
+    modules: tuple[tuple[int, nn.Module], ...]  # at most one a layer, with the layer's index
+    experts: int  # that a router chooses from, all of one number
+    chosen: int  # experts for each token
     place: Place
 
 
 def find_routers(skeleton: Skeleton) -> Routers | None:
     """The routers of a model, before it is bound to a device.
 
-    None if transformers computes no balancing loss for it: it has no routers, or is a family that
-    transformers balances otherwise, or their logits cannot be had in this way.
+    None if transformers computes no balancing loss for it, or their logits cannot be had so.
     """
     recorded, model = _recorded(skeleton.model), skeleton.model
     if recorded is None or LOSS not in vars(sys.modules[type(model).__module__]):

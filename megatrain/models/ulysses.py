@@ -68,18 +68,13 @@ def implementation_of(config: Any) -> str:
 
 @dataclass(frozen=True)
 class Around:
-    """The context in which a layer runs on a piece of each sequence.
-
-    Attributes:
-        attention: the implementation in use, as transformers names it.
-        whole: by name, what attention takes of whole sequences where the layer has a piece.
-        run: takes the place of that implementation.
-    """
+    """The context in which a layer runs on a piece of each sequence."""
 
     trade: Trade
-    attention: str
+    attention: str  # the implementation in use, as transformers names it
+    # by name, what attention takes of whole sequences where the layer has a piece
     whole: Mapping[str, Tensor] = field(default_factory=dict)
-    run: Callable[..., Any] | None = None
+    run: Callable[..., Any] | None = None  # in place of that implementation
 
     @contextmanager
     def __call__(self) -> Iterator[None]:
@@ -193,10 +188,8 @@ def _whole(name: str, option: Any, around: Around, of_heads: Callable[[Tensor], 
 
 
 class _OfSomeHeads:
-    """A module of attention as implementations see it that compute some of its heads.
-
-    alone: no two of them share keys and values.
-    """
+    """A module of attention as implementations see it that compute some of its heads; `alone` if
+    no two of them share keys and values."""
 
     def __init__(
         self, module: nn.Module, of_heads: Callable[[Tensor], Tensor], *, alone: bool

@@ -18,17 +18,11 @@ from megatrain.models.meta import lent
 
 # why: decision 0025
 class Chunks:
-    """Takes the place of a module's forward, x [batch, tokens, ...] -> the same shape and dtype.
+    """Takes the place of a token-wise module's forward, x [batch, tokens, ...] -> the same shape.
 
     Args:
-        module: its output for a token depends on no other token and on no random number.
         tokens: of a chunk, over all sequences of the batch.
         for_gradients: a context in which the module leaves out what its own gradients do not need.
-
-    Attributes:
-        run: the module's own forward, for one chunk.
-        absent: the output is not computed because nobody reads it; gradients still are.
-        entered: called with the tokens of each sequence that run next; None: all, again.
     """
 
     def __init__(
@@ -38,8 +32,9 @@ class Chunks:
         for_gradients: Callable[[], AbstractContextManager[None]],
     ) -> None:
         self.module, self.tokens, self.for_gradients = module, tokens, for_gradients
-        self.run: Callable[[Tensor], Tensor] = module.forward
-        self.absent = False
+        self.run: Callable[[Tensor], Tensor] = module.forward  # for one chunk
+        self.absent = False  # True: the output is not computed, as nobody reads it; gradients are
+        # called with the tokens of each sequence that run next; None: all, again
         self.entered: Callable[[slice | None], object] = lambda part: None
         names = [name.rpartition(".") for name, _ in module.named_parameters()]
         self._owners = [(module.get_submodule(path), leaf) for path, _, leaf in names]
@@ -126,10 +121,7 @@ def chunk(
     tokens: int,
     compiled: bool = False,
 ) -> None:
-    """Have modules, each with its `for_gradients`, compute `tokens` at a time.
-
-    compiled: torch.compile makes a chunk's graph.
-    """
+    """Have modules, each with its `for_gradients`, compute `tokens` at a time."""
     for module, for_gradients in modules.items():
         chunks = Chunks(module, tokens, for_gradients)
         if compiled:

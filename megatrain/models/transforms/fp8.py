@@ -93,10 +93,7 @@ def fp8_supported(device: torch.device) -> bool:
 
 
 def apply_fp8(layer: nn.Module, policy: Fp8Policy) -> int:
-    """Replace the linear modules of a bf16 decoder layer that `policy` takes; returns their number.
-
-    Parameters and their names stay the same.
-    """
+    """Replace the linear modules of a bf16 layer that `policy` takes; returns their number."""
     taken = 0
     for name, module in list(layer.named_modules()):
         if isinstance(module, nn.Linear) and (own := policy.of_module(name, module)):
@@ -107,7 +104,7 @@ def apply_fp8(layer: nn.Module, policy: Fp8Policy) -> int:
 
 @contextmanager
 def fp8_matmuls(layers: Sequence[nn.Module], policy: Fp8Policy) -> Iterator[None]:
-    """`apply_fp8` inside the context, to bf16 decoder layers."""
+    """`apply_fp8` inside the context."""
     modules = [(layer, *named) for layer in layers for named in layer.named_modules()]
     before = [entry for entry in modules if type(entry[2]) is nn.Linear]
     try:

@@ -51,8 +51,7 @@ def skippable_in(
 
 
 def _makeup(layer: nn.Module, call: LayerCall, index: int) -> tuple[Any, ...]:
-    """Everything that tells layers apart beyond their shapes: modules, settings, and options of the
-    call."""
+    """All that tells layers apart beyond shapes: modules, settings, and options of the call."""
     modules = [(path, type(m), bool(chunks_of(m))) for path, m in layer.named_modules()]
     given = [
         leaf for leaf in pytree.tree_leaves((call.args, call.kwargs)) if isinstance(leaf, PLAIN)
@@ -65,9 +64,8 @@ def skippable(
 ) -> tuple[str, ...]:
     """Names of the modules that recomputing the layer may leave out, such as ("mlp.down_proj",).
 
-    Only modules that are a single matmul count (MATMULS), and whole ones that are computed
-    in chunks. None if the layer cannot run without data: it is recomputed whole. Arguments as for
-    `blank_call`; the layer is in training mode, since dropout needs a matmul's output.
+    Only single matmuls count, and whole modules that are computed in chunks. None if the layer
+    cannot run without data. It is in training mode, since dropout needs a matmul's output.
     """
     forward, _ = blank_call(layer, hidden_shape, dtype, call)
     matmuls = dict(_matmuls(layer))
@@ -88,8 +86,7 @@ def skippable(
 def skipping(layer: nn.Module, names: Sequence[str]) -> Iterator[None]:
     """Inside, the named modules (from `skippable`) return uninitialised memory.
 
-    Gradients through them keep their bits. A compiled layer runs another of its graphs, without
-    these matmuls; the compiler may fuse and so round the rest of it differently.
+    Gradients keep their bits, but for compiled layers, whose other graph may round differently.
     """
     modules = [layer.get_submodule(name) for name in names]
     try:
@@ -163,8 +160,7 @@ class Trail(Watch):  # type: ignore[no-untyped-call]
 class _MatmulGradients(torch.autograd.Function):
     """The gradients of x W^T + b, or of x W + b if `input_first`; the output is not computed.
 
-    x [rows, in]; W [out, in], or [in, out] if `input_first`. The same matmuls as PyTorch's own
-    backward, for the same bits.
+    The same matmuls as PyTorch's own backward, for the same bits.
     """
 
     @staticmethod
@@ -234,11 +230,7 @@ def token_wise_modules(
 def token_wise(
     layer: nn.Module, dtype: torch.dtype, hidden: int, call: LayerCall
 ) -> dict[str, tuple[str, ...]]:
-    """The layer's outermost token-wise modules, each with its `skippable`, by name.
-
-    Arguments as for `blank_call`; the layer is in training mode, with hidden states
-    [ROWS, TOKENS, hidden].
-    """
+    """The layer's outermost token-wise modules, each with its `skippable`, by name."""
     found: dict[str, tuple[str, ...]] = {}
     for name, shape in _candidates(layer, dtype, hidden, call).items():
         inside = any(name.startswith(f"{outer}.") for outer in found)
@@ -311,9 +303,6 @@ def treats_tokens_alike(module: nn.Module, shape: tuple[int, ...], dtype: torch.
 
 
 def _arbitrary(shape: torch.Size, dtype: torch.dtype, generator: torch.Generator) -> Tensor:
-    """Weights w[i, j, ...] = r[i + j + ...], which take little time to draw.
-
-    Contiguous: as views, matmuls in bf16 on a CPU would take fifty times as long.
-    """
+    """Weights w[i, j, ...] = r[i + j + ...], quickly drawn; contiguous for fast matmuls."""
     values = torch.randn(sum(shape) + 1, generator=generator) * 0.1
     return values.to(dtype).as_strided(shape, [1] * len(shape)).contiguous()

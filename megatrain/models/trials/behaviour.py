@@ -26,25 +26,12 @@ ROUNDINGS = 4  # of the largest logit, where kernels compute in few bits
 
 @dataclass(frozen=True)
 class Behaviour:
-    """The movement of logits that should not move, as a share of the largest.
+    """The movement of logits that should not move, as a share of the largest."""
 
-    Attributes:
-        again: when the same is computed once more.
-        ahead: when only the last token changes, before it.
-        between: of a document, when others are packed before it; None: the family takes no
-            positions.
-        small: the configuration of the model that was tried.
-    """
-
-    again: float
-    ahead: float
-    between: float | None
-    small: Any = None
-
-    @property
-    def repeats(self) -> bool:
-        """The same tokens have the same logits."""
-        return self.again <= NOISE
+    again: float  # when the same is computed once more
+    ahead: float  # before the last token, when only that changes
+    between: float | None  # of a document, behind others; None: the family takes no positions
+    small: Any = None  # the configuration of the model that was tried
 
     @property
     def causal(self) -> bool:
@@ -63,10 +50,7 @@ _KNOWN: dict[tuple[type, str], Behaviour | None] = {}
 def behaviour_of(
     model: Any, stack: nn.ModuleList, trust_remote_code: bool = False
 ) -> Behaviour | None:
-    """The behaviour of a family, tried once in a process; None if its small model does not show it.
-
-    Args: as `shrink`.
-    """
+    """A family's behaviour, tried once in a process; None if no small model shows it."""
     config = model.config
     attention = config._attn_implementation
     key = type(model), json.dumps([attention, config.to_dict()], default=str)
@@ -113,14 +97,8 @@ def why_together(
     dtype: torch.dtype,
     trust_remote_code: bool = False,
 ) -> str | None:
-    """The reason for which documents in one sequence see each other though the family's kernels are
-    told where they begin; None: they do not.
-
-    Args:
-        small: a small configuration of the family.
-        device: where its kernels run.
-        dtype: in which they compute.
-    """
+    """The reason for which documents in one sequence see each other though the family's kernels on
+    `device` are told where they begin; None: they do not. `small`: its small configuration."""
     options: dict[str, Any] = {"attention": attention, "trust_remote_code": trust_remote_code}
     try:
         with small_scale():
@@ -133,10 +111,8 @@ def why_together(
 
 
 def between_told(model: Any) -> float:
-    """`Behaviour.between` of a model whose kernels are told where documents begin, on its device.
-
-    Raises ModelError if it does not run.
-    """
+    """`Behaviour.between` of a model whose kernels are told where documents begin. May raise
+    ModelError."""
     vocabulary, half = model.config.get_text_config().vocab_size, TOKENS // 2
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(vocabulary, (1, half), generator=generator)
@@ -175,11 +151,10 @@ def moved(a: Tensor, b: Tensor) -> float:
 
 
 def refuse_misbehaving(model: Any, behaviour: Behaviour | None) -> None:
-    """Raise ModelError if tokens see later ones, which they are to predict, or if the same tokens
-    have other logits each time."""
+    """Raise ModelError if tokens see later ones, or have other logits each time."""
     if behaviour is None:
         return
-    if not behaviour.repeats:
+    if behaviour.again > NOISE:
         raise ModelError(
             f"{type(model).__name__} computes other logits each time: they move by "
             f"{behaviour.again:.2g} of the largest, without dropout; it draws random numbers, "

@@ -85,10 +85,7 @@ def shrink(
 ) -> Any:
     """A configuration with few layers of every kind and small sizes, or else only with few layers.
 
-    Args:
-        config: a transformers configuration; of a classifier its language model is made.
-        stack: its model's decoder layers, on meta, whose kinds the small model must have, too.
-        attention: its implementation, as transformers names it.
+    config: of a classifier its language model is made. stack: its decoder layers, on meta.
 
     Raises ModelError if the family's code takes neither, or the model is too large with either.
     """
@@ -192,8 +189,7 @@ def _each(change: Callable[[Any], Any], value: Any) -> Any:
 
 
 def kinds_of(text: Any, stack: Iterable[nn.Module]) -> list[Any]:
-    """The signature of each layer, equal among layers of its kind whatever their sizes: its class,
-    its tensors (a number in a name is an expert's) and what the configuration says of it."""
+    """Each layer's class, tensors (numbers in names are experts') and configuration."""
     layers, kinds = list(stack), []
     by_layer = [
         value
@@ -208,10 +204,8 @@ def kinds_of(text: Any, stack: Iterable[nn.Module]) -> list[Any]:
 
 
 def depths_of(kinds: Sequence[Any]) -> list[int]:
-    """So many layers from the front that each kind is there twice, if it ever is.
-
-    A kind of its own at the end may be there because it is the last: then fewer do.
-    """
+    """Numbers of layers from the front that have each kind twice, if it ever is: with a kind that
+    stands only at the end, and without."""
     count, places = len(kinds), defaultdict(list)
     for index, kind in enumerate(kinds):
         places[kind].append(index)
@@ -253,8 +247,8 @@ def read_changed(
     smaller: Callable[[str, Any], Any],
     small_towers: bool = False,
 ) -> Any:
-    """The configuration with `depth` of its `count` layers, no dropout, and sizes as `smaller`
-    says; small_towers: what it has beside the language model is small, too. Raises ModelError."""
+    """The configuration with `depth` of its `count` layers, no dropout, and `smaller` sizes, also
+    of what it has beside the language model if `small_towers`. Raises ModelError."""
     text, found = config.get_text_config(), {}
     try:
         for key, value in text.to_dict().items():
@@ -295,8 +289,7 @@ Batch = Mapping[str, Tensor]
 
 @contextmanager
 def small_scale() -> Iterator[None]:
-    """For work on small models: in one thread, as others would only wait for each other; the random
-    state stays as it was."""
+    """For work on small models: in one thread; the random state stays as it was."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -312,9 +305,7 @@ def plain_model(
     """The family's own model in float32 on the CPU, in training mode.
 
     Every parameter and persistent buffer is random: zero biases and unit norms would hide a
-    mix-up. But zeros beside other values stay, which may be a mask.
-
-    Raises ModelError if transformers cannot build it.
+    mix-up. But zeros beside other values stay, which may be a mask. Raises ModelError.
     """
     with small_scale():
         torch.default_generator.manual_seed(seed)  # not CUDA's
