@@ -12,7 +12,7 @@ from megatrain.errors import ModelError
 from megatrain.models.anatomy import find_layers
 from megatrain.models.family import build_model
 from megatrain.models.shapes import SHAPES
-from megatrain.models.trials.small import MOST_PARAMETERS, shrink
+from megatrain.models.trials.small import shrink
 from tests.support import tiny_config
 
 SPLIT: dict[str, Any] = {"mrope_section": [16, 24, 24], "rope_type": "default", "rope_theta": 1e4}
@@ -81,35 +81,6 @@ def test_a_real_configuration_becomes_a_small_one_of_its_family(name):
 def test_known_shapes_become_small(name):
     small = small_of(transformers.AutoConfig.for_model(**SHAPES[name]))
     assert (small.num_hidden_layers, small.num_key_value_heads, small.vocab_size) == (2, 2, 128)
-
-
-def refuse(config: Any, monkeypatch: pytest.MonkeyPatch, when: Any) -> None:
-    """Have the configuration's class refuse what `when` is true of."""
-    read = type(config).from_dict
-
-    def from_dict(given: dict[str, Any], **more: Any) -> Any:
-        if when(given):
-            raise ValueError("these numbers do not fit each other")
-        return read(given, **more)
-
-    monkeypatch.setattr(type(config), "from_dict", from_dict)
-
-
-def test_a_family_that_refuses_small_sizes_keeps_its_own_and_has_fewer_layers(monkeypatch):
-    config = tiny_config("llama", num_hidden_layers=6)
-    refuse(config, monkeypatch, lambda given: given["hidden_size"] != 32)
-    small = small_of(config)
-    assert (small.hidden_size, small.vocab_size, small.num_hidden_layers) == (32, 97, 2)
-
-
-def test_there_is_none_where_layers_alone_are_too_large(monkeypatch):
-    wide = {"hidden_size": 1024, "intermediate_size": 4096, "num_attention_heads": 16}
-    config = tiny_config("llama", **wide)
-    refuse(config, monkeypatch, lambda given: given["hidden_size"] != 1024)
-    model = build_model(config, "auto", torch.float32)
-    assert sum(p.numel() for p in model.parameters()) > MOST_PARAMETERS
-    with pytest.raises(ModelError, match="LlamaConfig has no small model: it is too large with 2"):
-        small_of(config)
 
 
 def test_there_is_none_that_lacks_a_kind_of_layer(monkeypatch):

@@ -12,7 +12,6 @@ import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from itertools import product
 from typing import Any
 
 import torch
@@ -78,44 +77,43 @@ SHARED_BY = {
 }
 LAYERS = re.compile("layer|types$|pattern$|idxs$|indices$")
 RANDOM = re.compile("drop|jitter")
+DEPTH = "num_hidden_layers"
+Batch = Mapping[str, Tensor]
 
 
 def shrink(
     config: Any, stack: Iterable[nn.Module], attention: str, trust_remote_code: bool = False
 ) -> Any:
-    """A configuration with few layers of every kind and small sizes, or else only with few layers.
+    """A configuration of small sizes with few layers, of every kind.
 
     config: of a classifier its language model is made. stack: its decoder layers, on meta.
 
-    Raises ModelError if the family's code takes neither, or the model is too large with either.
+    Raises ModelError if the family's code takes none, or the model is too large.
     """
     config = as_language_model(config)
-    text = config.get_text_config()
     layers = list(stack)
-    kinds, sizes = kinds_of(text, layers), Sizes(text)
+    kinds = kinds_of(config.get_text_config(), layers)
     depths = depths_of(kinds)
     if any(is_foreign(layer) for layer in layers):  # what a layer does may depend on its number
         depths = [min(len(kinds), MOST_LAYERS), *depths]
-    changes: list[Callable[[str, Any], Any]] = [sizes.smaller, lambda key, value: value]
-    towers = [True, False] if text is not config else [False]  # small ones first
-    reasons = []
-    for smaller, depth, small_towers in product(changes, depths, towers):
+    reason = ""
+    for depth in depths:
         try:
-            small = read_changed(config, len(kinds), depth, smaller, small_towers)
+            small = read_changed(config, len(kinds), depth)
             built = build_model(small, attention, torch.float32, trust_remote_code)
             small_stack = find_layers(built, small.get_text_config().num_hidden_layers)[1]
         except ModelError as error:
-            reasons.append(str(error))
+            reason = str(error)
             continue
         if sum(p.numel() for p in built.parameters()) > MOST_PARAMETERS:
-            reasons.append(f"it is too large with {depth} layers")
+            reason = f"it is too large with {depth} layers"
         elif set(kinds_of(small.get_text_config(), small_stack)) != set(kinds):
-            reasons.append(f"{depth} layers have not all kinds")
+            reason = f"{depth} layers have not all kinds"
         elif draws_random_numbers(built):
-            reasons.append("it draws random numbers")
+            reason = "it draws random numbers"
         else:
             return small
-    raise ModelError(f"{type(config).__name__} has no small model: {reasons[-1]}")
+    raise ModelError(f"{type(config).__name__} has no small model: {reason}")
 
 
 class Sizes:
@@ -240,48 +238,35 @@ def _first_layers(key: str, value: Any, count: int, depth: int) -> Any:
     return value[:depth] if _is_by_layer(key, value, count) else value
 
 
-def read_changed(
-    config: Any,
-    count: int,
-    depth: int,
-    smaller: Callable[[str, Any], Any],
-    small_towers: bool = False,
-) -> Any:
-    """The configuration with `depth` of its `count` layers, no dropout, and `smaller` sizes, also
-    of what it has beside the language model if `small_towers`. Raises ModelError."""
-    text, found = config.get_text_config(), {}
+def read_changed(config: Any, count: int, depth: int) -> Any:
+    """The configuration with `depth` of its `count` layers, small sizes and no dropout, and small
+    towers beside the language model. Raises ModelError."""
+    text = config.get_text_config()
     try:
-        for key, value in text.to_dict().items():
-            cut = _first_layers(key, value, count, depth)
-            random = isinstance(value, float) and RANDOM.search(key)
-            found[key] = 0.0 if random else smaller(key, cut)
-        found[text.attribute_map.get("num_hidden_layers", "num_hidden_layers")] = depth
+        cut = {k: _first_layers(k, v, count, depth) for k, v in text.to_dict().items()}
+        found = small_values(Sizes(text), cut)
+        found[text.attribute_map.get(DEPTH, DEPTH)] = depth
         if text is not config:
             whole: dict[str, Any] = config.to_dict()
-            parts = parts_of(config)
-            if small_towers:
-                whole |= {key: smaller_tower(part) for key, part in parts.items() if key in whole}
-            found = {key: found if parts.get(key) is text else whole[key] for key in whole}
+            for key, part in parts_of(config).items():
+                if part is text:
+                    whole[key] = found
+                elif key in whole:
+                    tower = small_values(Sizes(part), part.to_dict())
+                    whole[key] = tower | {k: min(v, 2) for k, v in tower.items() if k == DEPTH}
+            found = whole
         return type(config).from_dict(found)
     except Exception as error:  # whatever a family's code raises on numbers that do not fit
         reason = " ".join(str(error).split()) or type(error).__name__
         raise ModelError(f"it refuses other sizes ({reason})") from error
 
 
-def smaller_tower(part: Any) -> dict[str, Any]:
-    """A vision tower's configuration, say, with small sizes, 2 layers and no dropout."""
-    sizes = Sizes(part)
+def small_values(sizes: Sizes, given: Mapping[str, Any]) -> dict[str, Any]:
+    """The values of a configuration with small sizes and no dropout."""
     return {
-        key: 0.0
-        if isinstance(value, float) and RANDOM.search(key)
-        else min(value, 2)
-        if key == "num_hidden_layers"
-        else sizes.smaller(key, value)
-        for key, value in part.to_dict().items()
+        key: 0.0 if isinstance(value, float) and RANDOM.search(key) else sizes.smaller(key, value)
+        for key, value in given.items()
     }
-
-
-Batch = Mapping[str, Tensor]
 
 
 # -- plain transformers and autograd on random values ----------------------------------------------
