@@ -70,10 +70,10 @@ HEADERS: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("header", HEADERS.values(), ids=HEADERS.keys())
-def test_numbers_of_a_weight_file_are_checked_before_they_are_used(tmp_path, header):
-    text = json.dumps(header).encode()
+def test_numbers_of_a_weight_file_are_checked_before_they_are_used(tmp_path):
     file = tmp_path / "model.safetensors"
-    file.write_bytes(len(text).to_bytes(8, "little") + text + bytes(4))
-    with pytest.raises(StorageError, match="malformed safetensors header"):
-        read_header(file)
+    for header in HEADERS.values():
+        text = json.dumps(header).encode()
+        file.write_bytes(len(text).to_bytes(8, "little") + text + bytes(4))
+        with pytest.raises(StorageError, match="malformed safetensors header"):
+            read_header(file)

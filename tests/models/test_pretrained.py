@@ -4,6 +4,7 @@ obeyed."""
 from __future__ import annotations
 
 import json
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -125,20 +126,15 @@ def test_what_can_be_dequantised_is_a_model_without_quantisation(
     assert {key: found[key] for key in plain} == plain
 
 
-@pytest.mark.parametrize(
-    "key",
-    [
-        "attn_implementation",
-        "_attn_implementation",
-        "_attn_implementation_internal",
-        "_experts_implementation",
-    ],
-)
-def test_a_folder_cannot_choose_a_kernel_to_download(folder: Path, key: str) -> None:
-    edit(folder, "config.json", **{key: "somebody/kernel"})
-    config = read_model_config(resolve_source(folder))
-    assert config._attn_implementation is None
-    assert "somebody/kernel" not in config.to_json_string()
+def test_a_folder_cannot_choose_a_kernel_to_download(folder: Path) -> None:
+    plain = (folder / "config.json").read_text()
+    keys = ("attn_implementation", "_attn_implementation", "_attn_implementation_internal")
+    for key in (*keys, "_experts_implementation"):
+        (folder / "config.json").write_text(plain)
+        edit(folder, "config.json", **{key: "somebody/kernel"})
+        config = read_model_config(resolve_source(folder))
+        assert config._attn_implementation is None
+        assert "somebody/kernel" not in config.to_json_string()
 
 
 @pytest.fixture
@@ -152,36 +148,18 @@ def trap(folder: Path) -> Path:
     return mark
 
 
-@pytest.mark.parametrize("model_type", ["evil", "llama"])
-def test_code_of_a_folder_is_not_run(folder: Path, trap: Path, model_type: str) -> None:
-    edit(
-        folder,
-        "config.json",
-        model_type=model_type,
-        auto_map={"AutoConfig": "evil.Evil"},
-        trust_remote_code=True,
-    )
-    if model_type == "evil":
-        with pytest.raises(ModelError, match="needs Python code from the model's folder"):
-            read_model_config(resolve_source(folder))
-    else:
+def test_code_of_a_folder_is_not_run(folder: Path, trap: Path) -> None:
+    code = {"auto_map": {"AutoConfig": "evil.Evil"}, "trust_remote_code": True}
+    edit(folder, "config.json", **code)
+    read_model_config(resolve_source(folder))
+    edit(folder, "config.json", model_type="evil")
+    with pytest.raises(ModelError, match="needs Python code from the model's folder"):
         read_model_config(resolve_source(folder))
-    assert not trap.exists()
-
-
-def test_a_tokenizers_code_is_not_run(folder: Path, trap: Path) -> None:
     make_tokenizer(eos_token="</s>").save_pretrained(folder)
-    edit(
-        folder,
-        "tokenizer_config.json",
-        auto_map={"AutoTokenizer": ["evil.Evil", None]},
-        tokenizer_class="Evil",
-    )
-    try:
+    code = {"auto_map": {"AutoTokenizer": ["evil.Evil", None]}, "tokenizer_class": "Evil"}
+    edit(folder, "tokenizer_config.json", **code)
+    with suppress(ModelError):  # either answer is right, as long as nothing ran
         load_tokenizer(resolve_source(folder))
-    except ModelError as error:
-        # either answer is right, as long as nothing ran
-        assert "needs Python code" in str(error)  # noqa: PT017
     assert not trap.exists()
 
 
@@ -219,23 +197,18 @@ def test_a_folder_keeps_its_eos_and_gets_a_pad(folder: Path) -> None:
     assert load_tokenizer(resolve_source(folder)).pad_token == "<unk>"
 
 
-@pytest.mark.parametrize(
-    ("template", "token"),
-    [
+def test_the_end_of_a_turn_is_read_from_the_template() -> None:
+    tokenizer = make_tokenizer(eos_token="</s>")
+    for template, token in (
         (CHATML, "<|im_end|>"),
         ("{% for m in messages %}{{ m['content'] }}</s>{% endfor %}", "</s>"),
         ("{% for m in messages %}{{ m['content'] }}\n{% endfor %}", None),
         ("{{ raise_exception('no') }}", None),
         ("{{ broken", None),
         (None, None),
-    ],
-)
-def test_the_end_of_a_turn_is_read_from_the_template(
-    template: str | None, token: str | None
-) -> None:
-    tokenizer = make_tokenizer(eos_token="</s>")
-    tokenizer.chat_template = template
-    assert end_of_turn(tokenizer) == token
+    ):
+        tokenizer.chat_template = template
+        assert end_of_turn(tokenizer) == token
 
 
 def test_a_gguf_file_that_ends_at_once_is_named(tmp_path: Path) -> None:

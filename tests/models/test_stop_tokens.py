@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
 import transformers
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
-from megatrain.models.pretrained import about_added, end_of_turn, stop_ids, with_stops
+from megatrain.models.pretrained import about_added, stop_ids, with_stops
 from tests.commands import CHATML
 
 CONFIG = transformers.LlamaConfig(
@@ -29,9 +28,8 @@ def tokenizer(template: Any, eos: str = "</s>") -> Any:
     return made
 
 
-@pytest.mark.parametrize(
-    ("template", "known", "expected", "added"),
-    [
+def test_what_ends_answers_is_added():
+    for template, known, expected, added in (
         (CHATML, [1], [1, 2], ["<|im_end|>"]),
         (CHATML, 1, [1, 2], ["<|im_end|>"]),
         (CHATML, [2], [2, 1], ["</s>"]),
@@ -39,15 +37,13 @@ def tokenizer(template: Any, eos: str = "</s>") -> Any:
         (HEADS, 1, [1, 4], ["<|user|>"]),
         (None, [5], [5, 1], ["</s>"]),
         ({"tool_use": CHATML}, 1, [1], []),  # none of several is the default
-    ],
-)
-def test_what_ends_answers_is_added(template, known, expected, added):
-    given = transformers.GenerationConfig(eos_token_id=known, top_p=0.8)
-    settings, lacking = with_stops(CONFIG, tokenizer(template), given)
-    assert (stop_ids(settings), lacking) == (expected, added)
-    assert settings is not None
-    assert settings.top_p == 0.8
-    assert given.eos_token_id == known  # not changed in place
+    ):
+        given = transformers.GenerationConfig(eos_token_id=known, top_p=0.8)
+        settings, lacking = with_stops(CONFIG, tokenizer(template), given)
+        assert (stop_ids(settings), lacking) == (expected, added)
+        assert settings is not None
+        assert settings.top_p == 0.8
+        assert given.eos_token_id == known  # not changed in place
 
 
 def test_settings_are_made_where_there_are_none_and_something_is_lacking():
@@ -57,8 +53,3 @@ def test_settings_are_made_where_there_are_none_and_something_is_lacking():
     assert "<|im_end|> ends answers" in about_added(lacking)
     assert with_stops(CONFIG, tokenizer(None), None) == (None, [])
     assert about_added([]) == ""
-
-
-def test_the_end_of_a_turn_is_the_next_one_s_beginning_where_it_has_none():
-    assert end_of_turn(tokenizer(HEADS)) == "<|user|>"
-    assert end_of_turn(tokenizer({"tool_use": CHATML})) is None
