@@ -32,16 +32,47 @@ def freeze(anatomy: Anatomy, patterns: Sequence[str], name: str = "freeze") -> A
     Raises ConfigError for a pattern that takes nothing, or a part of a tensor that is trained as
     one, and if nothing is left to train.
     """
-    owners = _owners(anatomy, patterns, name)
+    known, taken = anatomy.published.known, set[str]()  # names that some pattern takes
+    for pattern in patterns:
+        found = [known_as for known_as in known if _takes(anatomy, pattern, known_as)]
+        if not found:
+            names = [p.tensor.name for places in anatomy.published.places for p in places]
+            near = difflib.get_close_matches(pattern, names, n=1, cutoff=0.0)
+            hint = f"; did you mean {near[0]}?" if near else ""
+            raise ConfigError(f"{name}: {pattern!r} is the name of no tensor of this model{hint}")
+        taken.update(found)
     streamed = {spec.name for block in anatomy.blocks for spec in block.layout.tensors}
-    _refuse_parts(anatomy, patterns, owners & streamed, name)
-    frozen = frozenset(owners & streamed)
+    frozen = frozenset(known[known_as].own for known_as in taken) & streamed
+    _refuse_parts(anatomy, taken, frozen, name)
     if frozen == streamed:
         raise ConfigError(
             f"{name}: takes every tensor of the model, which leaves nothing to train; leave out a "
             f"pattern, such as {patterns[-1]!r}"
         )
     return with_frozen(anatomy, frozen)
+
+
+def _takes(anatomy: Anatomy, pattern: str, name: str) -> bool:
+    prefix = f"{anatomy.published.prefix}."
+    return fnmatchcase(name, pattern) or fnmatchcase(name.removeprefix(prefix), pattern)
+
+
+def _refuse_parts(
+    anatomy: Anatomy, taken: Collection[str], owners: Collection[str], name: str
+) -> None:
+    """Raise ConfigError if of a tensor that is published in parts some are not taken."""
+    parts = defaultdict(list)
+    for place in (place for places in anatomy.published.places for place in places):
+        parts[place.own].append(place.tensor.name)
+    places = (anatomy.published.known[known_as] for known_as in taken)
+    whole = {place.own for place in places if place.whole}
+    for own in sorted(set(owners) - whole):
+        left = [part for part in parts[own] if len(parts[own]) > 1 and part not in taken]
+        if left:
+            raise ConfigError(
+                f"{name}: takes a part of {own}, which is trained as one tensor, and leaves out "
+                f"{left[0]}; freeze all of it, as {own!r}, or none"
+            )
 
 
 def with_frozen(anatomy: Anatomy, frozen: Collection[str]) -> Anatomy:
@@ -107,52 +138,3 @@ def share_of_experts_trained(anatomy: Anatomy) -> float:
 def is_of_experts(tensor: TensorSpec) -> bool:
     """True for the matrices of a layer's experts."""
     return tensor.hidden and len(tensor.shape) == 3
-
-
-# -- which ones a pattern takes --------------------------------------------------------------------
-
-
-def _owners(anatomy: Anatomy, patterns: Sequence[str], name: str) -> set[str]:
-    """The model's own tensors of which some pattern takes at least a part."""
-    known, found = anatomy.published.known, set()
-    for pattern in patterns:
-        taken = [
-            place.own for known_as, place in known.items() if _takes(anatomy, pattern, known_as)
-        ]
-        if not taken:
-            raise ConfigError(
-                f"{name}: {pattern!r} is the name of no tensor{_nearest(anatomy, pattern)}"
-            )
-        found.update(taken)
-    return found
-
-
-def _takes(anatomy: Anatomy, pattern: str, name: str) -> bool:
-    prefix = f"{anatomy.published.prefix}."
-    return fnmatchcase(name, pattern) or fnmatchcase(name.removeprefix(prefix), pattern)
-
-
-def _refuse_parts(anatomy: Anatomy, patterns: Sequence[str], owners: set[str], name: str) -> None:
-    """Raise ConfigError if of a tensor that is published in parts some are not taken."""
-
-    def taken(known_as: str) -> bool:
-        return any(_takes(anatomy, pattern, known_as) for pattern in patterns)
-
-    known, parts = anatomy.published.known, defaultdict(list)
-    whole = {place.own for known_as, place in known.items() if place.whole and taken(known_as)}
-    for place in (place for places in anatomy.published.places for place in places):
-        parts[place.own].append(place.tensor.name)
-    for own in sorted(owners - whole):
-        left = [part for part in parts[own] if len(parts[own]) > 1 and not taken(part)]
-        if left:
-            raise ConfigError(
-                f"{name}: takes a part of {own}, which is trained as one tensor, and leaves out "
-                f"{left[0]}; freeze all of it, as {own!r}, or none"
-            )
-
-
-def _nearest(anatomy: Anatomy, pattern: str) -> str:
-    """The end of a refusal: the published name that is most like the pattern."""
-    names = [place.tensor.name for places in anatomy.published.places for place in places]
-    near = difflib.get_close_matches(pattern, names, n=1, cutoff=0.0)
-    return f" of this model; did you mean {near[0]}?" if near else " of this model"

@@ -6,9 +6,11 @@ import copy
 import difflib
 import hashlib
 import json
+import os
 import re
 import struct
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from os.path import expanduser  # leaves `~nobody` as it is, where Path's raises
 from pathlib import Path
@@ -29,7 +31,6 @@ HUB_DESCRIPTION = ["*.json", "*.model", "*.txt", "*.jinja", "*.tiktoken", "READM
 HUB_WEIGHTS = ["*.safetensors"]
 # The same weights once more, in other programs' layouts. A pattern's * takes folders, too.
 HUB_COPIES = ["*/*.safetensors", "consolidated*.safetensors"]
-MAX_CONFIG_BYTES = 16 << 20
 # What transformers raises on files that it cannot use; struct.error: a GGUF file that ends early.
 UNUSABLE = (
     *(OSError, ValueError, TypeError, LookupError, AttributeError, ImportError, ArithmeticError),
@@ -65,7 +66,34 @@ class ModelSource:
     def load(self, auto: Any, trust_remote_code: bool) -> Any:
         """Read the object of transformers' class `auto` from the model's files."""
         gguf = {"gguf_file": self.gguf_file} if self.gguf_file else {}
-        return auto.from_pretrained(self.path, trust_remote_code=trust_remote_code, **gguf)
+        with nothing_overlooked(self.path):
+            return auto.from_pretrained(self.path, trust_remote_code=trust_remote_code, **gguf)
+
+
+@contextmanager
+def nothing_overlooked(folder: Path) -> Iterator[None]:
+    """Raise the OSError with which a file below the folder could not be looked at.
+
+    To `os.path.isfile` it is not there, and transformers makes another tokenizer without it.
+    """
+    look, failed = os.stat, []
+
+    def watched(path: Any, *args: Any, **kwargs: Any) -> os.stat_result:
+        try:
+            return look(path, *args, **kwargs)
+        except OSError as error:
+            missing = isinstance(error, FileNotFoundError | NotADirectoryError)
+            if not missing and str(path).startswith(f"{folder}/"):
+                failed.append(error)
+            raise
+
+    os.stat = watched
+    try:
+        yield
+    finally:
+        os.stat = look
+        if failed:
+            raise failed[0]
 
 
 def digests_of(source: ModelSource) -> dict[str, str]:
@@ -182,40 +210,23 @@ def read_model_config(source: ModelSource, trust_remote_code: bool = False) -> P
     from transformers import AutoConfig
 
     file = source.file if source.kind == "gguf" else source.path / "config.json"
-    if source.kind == "folder" and file.stat().st_size > MAX_CONFIG_BYTES:
-        raise ModelError(
-            f"{file}: is larger than {MAX_CONFIG_BYTES >> 20} MiB; "
-            "this is not a model's configuration"
-        )
     try:
         config: PretrainedConfig = source.load(AutoConfig, trust_remote_code)
     except (*UNUSABLE, StrictDataclassError) as error:
-        if source.kind == "folder" and _is_json(file):
+        if source.kind == "folder":
             quantisation_in(source.path)  # it may be why
         raise ModelError(f"{file}: {_explain(error)}") from error
-    if not _names(config.architectures):
-        named = f"architectures is {config.architectures!r}"
-        raise ModelError(f"{file}: {named}; a list of names of classes is wanted")
+    named: Any = config.architectures  # transformers takes whatever is there
+    if not isinstance(named, list | None) or not all(isinstance(n, str) for n in named or ()):
+        raise ModelError(
+            f"{file}: architectures is {named!r}; a list of names of classes is wanted"
+        )
     quantisation_of(config.to_dict(), file)  # refuses what cannot be dequantised
     forget_quantisation(config)
     # A configuration may name a kernel repository to download and run; that is the user's to choose
     config._attn_implementation = None
     config._experts_implementation = None
     return config
-
-
-def _is_json(file: Path) -> bool:
-    try:
-        json.loads(file.read_text())
-    except (OSError, ValueError, RecursionError):
-        return False
-    return True
-
-
-def _names(architectures: Any) -> bool:
-    """True for a list of names, or none: transformers takes whatever is there."""
-    listed = isinstance(architectures, list) and all(isinstance(n, str) for n in architectures)
-    return listed or architectures is None
 
 
 def _explain(error: Exception) -> str:
@@ -325,10 +336,7 @@ def quantisation_of(stated: Mapping[str, Any], file: Path) -> Quantisation | Non
                     f"{file}: the weights are quantised ({method}), which cannot be undone here; "
                     "name the unquantised model in bf16, fp16 or fp32 that they were made from"
                 )
-            one = Quantisation(method, _tile(settings, file) if method == "fp8" else None)
-            if found not in (None, one):
-                raise ModelError(f"{file}: states two quantisations; remove the one that is wrong")
-            found = one
+            found = Quantisation(method, _tile(settings, file) if method == "fp8" else None)
     return found
 
 
@@ -336,13 +344,10 @@ def _tile(settings: Mapping[str, Any], file: Path) -> tuple[int, int] | None:
     stated = settings.get("weight_block_size", TILE)
     if stated is None:
         return None
-    right = isinstance(stated, (list, tuple)) and len(stated) == 2
-    if not right or not all(type(size) is int and size > 0 for size in stated):
-        raise ModelError(
-            f"{file}: weight_block_size is {stated!r}; it must be two whole numbers above 0, or "
-            "null for one scale per tensor"
-        )
-    return stated[0], stated[1]
+    match stated:
+        case [int(rows), int(columns)] if min(rows, columns) > 0:
+            return rows, columns
+    raise ModelError(f"{file}: weight_block_size is {stated!r}; it must be two numbers, or null")
 
 
 def quantisation_in(folder: Path) -> Quantisation | None:

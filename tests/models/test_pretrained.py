@@ -3,7 +3,9 @@ obeyed."""
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -83,7 +85,7 @@ def test_what_is_no_model_says_what_it_is(folder: Path, tmp_path: Path) -> None:
 
 
 def test_a_malformed_config_is_one_sentence(folder: Path) -> None:
-    message = r"config\.json: (cannot be used|needs Python code)"
+    message = r"config\.json: (cannot be used|cannot be read|needs Python code)"
     wide = '{"model_type": "llama", "hidden_size": "wide"}'
     odd = ("", "[]", "{}", '{"model_type": "no-such"}', wide, '{"model_type": 7}', "1" * 6000)
     for text in odd:
@@ -91,13 +93,6 @@ def test_a_malformed_config_is_one_sentence(folder: Path) -> None:
         with pytest.raises(ModelError, match=message) as caught:
             read_model_config(resolve_source(folder))
         assert "\n" not in str(caught.value)
-
-
-def test_a_huge_config_is_not_read(folder: Path) -> None:
-    with (folder / "config.json").open("ab") as file:
-        file.truncate(1 << 30)
-    with pytest.raises(ModelError, match="larger than 16 MiB"):
-        read_model_config(resolve_source(folder))
 
 
 def test_other_quantised_weights_are_refused_by_method(folder: Path) -> None:
@@ -171,16 +166,30 @@ def test_files_that_cannot_be_used_are_named(folder: Path) -> None:
         ("tokenizer.json", {"truncation": 0}, "model: the tokenizer cannot be used"),
         ("tokenizer.json", {"version": "9"}, "model: the tokenizer cannot be used"),
         ("tokenizer_config.json", {"model_max_length": "long"}, "model_max_length is 'long'"),
+        ("config.json", {"architectures": 5}, "architectures is 5; a list of names of classes"),
     ):
         text = (folder / file).read_text()
         edit(folder, file, **change)
         with pytest.raises(ModelError, match=message):
-            load_tokenizer(resolve_source(folder))
+            load_config_and_tokenizer(resolve_source(folder))
         (folder / file).write_text(text)
-    for odd in (5, "LlamaForCausalLM", [None]):
-        edit(folder, "config.json", architectures=odd)
-        with pytest.raises(ModelError, match=r"architectures is .*; a list of names of classes"):
-            read_model_config(resolve_source(folder))
+
+
+def test_a_tokenizer_file_that_cannot_be_looked_at_is_not_taken_for_missing(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_tokenizer(eos_token="</s>").save_pretrained(folder)
+    look, failures = os.stat, ["tokenizer.json"]
+
+    def once(path: Any, *args: Any, **kwargs: Any) -> os.stat_result:
+        if failures and str(path) == str(folder / failures[0]):
+            raise OSError(errno.EIO, os.strerror(errno.EIO), str(folder / failures.pop()))
+        return look(path, *args, **kwargs)
+
+    monkeypatch.setattr(os, "stat", once)
+    with pytest.raises(ModelError, match="Input/output error"):
+        load_tokenizer(ModelSource("folder", folder))
+    assert load_tokenizer(ModelSource("folder", folder)).is_fast
 
 
 def test_a_folder_keeps_its_eos_and_gets_a_pad(folder: Path) -> None:
