@@ -60,6 +60,9 @@ class UnusedOutput:
     def __bool__(self) -> bool:
         return self.__torch_function__()  # type: ignore[no-any-return]
 
+    def __getitem__(self, _: Any) -> Any:
+        return self.__torch_function__()
+
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):  # what Python itself looks for
             raise AttributeError(name)

@@ -25,7 +25,6 @@ from megatrain.models.recorder import (
     Discarding,
     LayerCall,
     StandIn,
-    UnusedOutput,
     UnusedOutputUsed,
     form_output,
     kind_of,
@@ -156,18 +155,10 @@ class Probe:
         if index > 0 and hidden is not self.passed_on:
             between = f"between layers {index - 1} and {index}"
             raise self.refuse(f"the model changes the hidden states {between}")
-        containers, unusable = self.check_arguments(index, call)
+        containers = self.check_arguments(index, call)
         kind = (kind_of(layer, call), plain_attributes(layer, index))
         if kind not in self.idle_in or containers:
-            try:
-                extras, self.idle_in[kind] = self.try_out(layer, hidden, call)
-            except ModelError as error:
-                if not unusable:
-                    raise
-                raise self.refuse(
-                    f"layer {index} receives {unusable[0]}, which an earlier layer returned beside "
-                    "its hidden states"
-                ) from error
+            extras, self.idle_in[kind] = self.try_out(layer, hidden, call)
             if index == 0:
                 self.findings.extras = extras
         self.findings.idle += [f"{index}.{name}" for name in self.idle_in[kind]]
@@ -185,17 +176,12 @@ class Probe:
             self.passed_on = self.passed_on.detach().requires_grad_()
         return form_output(self.passed_on, self.findings.extras)
 
-    def check_arguments(self, index: int, call: LayerCall) -> tuple[dict[str, Any], list[str]]:
-        """Refuse gradients and caches; returns open containers, and names of layers' by-products.
-
-        A layer may be given what earlier layers returned, as long as it does not touch that.
-        """
-        containers, unusable = {}, []
+    def check_arguments(self, index: int, call: LayerCall) -> dict[str, Any]:
+        """Refuse gradients and caches; returns open containers by name."""
+        containers = {}
         received = (call.args, call.kwargs)
         for path, value in pytree.tree_flatten_with_path(received, is_leaf=is_open_container)[0]:
             name = pytree.keystr(path[1:])
-            if isinstance(value, UnusedOutput):
-                unusable.append(name)
             if isinstance(value, torch.Tensor) and value.requires_grad:
                 raise self.refuse(
                     f"layer {index} receives {name}, which needs a gradient besides the "
@@ -207,7 +193,7 @@ class Probe:
                 )
             if is_open_container(value) and not isinstance(value, Discarding):
                 containers[name] = value
-        return containers, unusable
+        return containers
 
     def try_out(
         self, layer: nn.Module, hidden: torch.Tensor, call: LayerCall
