@@ -19,6 +19,8 @@ from torch.utils import _pytree as pytree
 
 from megatrain.errors import ModelError
 
+PLAIN = (bool, int, float, str)  # values that settings have
+
 
 @dataclass(frozen=True)
 class LayerCall:
@@ -165,16 +167,29 @@ def split_hidden(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[torch.T
     return rest.pop("hidden_states"), LayerCall((), rest)
 
 
-def kind_of(layer: nn.Module, call: LayerCall) -> Any:
-    """A key that layers of one class with equal parameter shapes and equal inputs share."""
+def kind_of(layer: nn.Module, call: LayerCall, index: int) -> Any:
+    """A key that layers share whose modules, settings, parameters' shapes and inputs are equal.
+
+    A setting of layer `index` that may be its own index, such as layer_idx, does not count.
+    """
 
     def describe(value: Any) -> Any:
-        return (tuple(value.shape), value.dtype) if isinstance(value, torch.Tensor) else type(value)
+        if isinstance(value, torch.Tensor):
+            return tuple(value.shape), value.dtype
+        return value if isinstance(value, PLAIN) else type(value)
 
+    modules = list(layer.named_modules())
+    settings = (
+        (path, name, value)
+        for path, module in modules
+        for name, value in vars(module).items()
+        if isinstance(value, PLAIN) and not (value == index and ("layer" in name or "idx" in name))
+    )
     own = layer.named_parameters()
-    shapes = tuple((name, tuple(p.shape), p.requires_grad) for name, p in own)
-    inputs = pytree.tree_leaves((call.args, call.kwargs))
-    return type(layer), shapes, tuple(describe(leaf) for leaf in inputs)
+    shapes = ((name, tuple(p.shape), p.requires_grad) for name, p in own)
+    inputs = map(describe, pytree.tree_leaves((call.args, call.kwargs)))
+    types = ((path, type(module)) for path, module in modules)
+    return tuple(types), tuple(settings), tuple(shapes), tuple(inputs)
 
 
 # Names that transformers gives to what kernels of recurrences take.

@@ -89,7 +89,7 @@ def _tried_out(
     kinds = set()
     for number, module in routers.items():
         layer, call = skeleton.layers[number], calls[number]
-        if (kind := kind_of(layer, call)) in kinds:
+        if (kind := kind_of(layer, call, number)) in kinds:
             continue
         kinds.add(kind)
         outputs: list[tuple[Any, ...]] = []

@@ -16,13 +16,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
-from torch.utils import _pytree as pytree
 
 from megatrain.models.meta import Watch, blank_call, storage_of, without_data
 from megatrain.models.recorder import LayerCall, kind_of
 from megatrain.models.transforms.chunked import chunks_of
 from megatrain.models.transforms.fp8 import Fp8Linear
-from megatrain.models.trials.probe import PLAIN, plain_attributes
 
 MATMULS = {  # modules that are nothing else
     "megatrain.models.transforms.fp8.Fp8Linear",
@@ -39,24 +37,14 @@ def skippable_in(
     calls: Sequence[LayerCall],
 ) -> list[tuple[str, ...]]:
     """`skippable` of each layer; a layer of each kind is run, so that depth takes no time."""
-    found: dict[Any, tuple[str, ...]] = {}
-    kinds = [
-        (kind_of(*pair), _makeup(*pair, i))
-        for i, pair in enumerate(zip(layers, calls, strict=True))
-    ]
-    for kind, layer, call in zip(kinds, layers, calls, strict=True):
-        if kind not in found:
-            found[kind] = skippable(layer, hidden_shape, dtype, call)
-    return [found[kind] for kind in kinds]
-
-
-def _makeup(layer: nn.Module, call: LayerCall, index: int) -> tuple[Any, ...]:
-    """All that tells layers apart beyond shapes: modules, settings, and options of the call."""
-    modules = [(path, type(m), bool(chunks_of(m))) for path, m in layer.named_modules()]
-    given = [
-        leaf for leaf in pytree.tree_leaves((call.args, call.kwargs)) if isinstance(leaf, PLAIN)
-    ]
-    return *modules, *plain_attributes(layer, index), *given
+    known: dict[Any, tuple[str, ...]] = {}
+    found = []
+    for index, (layer, call) in enumerate(zip(layers, calls, strict=True)):
+        kind = kind_of(layer, call, index)
+        if kind not in known:
+            known[kind] = skippable(layer, hidden_shape, dtype, call)
+        found.append(known[kind])
+    return found
 
 
 def skippable(
@@ -217,8 +205,8 @@ def token_wise_modules(
     """The token-wise modules of all layers, each with the context for its gradients alone."""
     known: dict[Any, dict[str, tuple[str, ...]]] = {}
     modules: Modules = {}
-    for layer, call in zip(layers, calls, strict=True):
-        kind = kind_of(layer, call)
+    for index, (layer, call) in enumerate(zip(layers, calls, strict=True)):
+        kind = kind_of(layer, call, index)
         if kind not in known:
             known[kind] = token_wise(layer, dtype, hidden, call)
         for name, unread in known[kind].items():

@@ -32,7 +32,6 @@ from megatrain.models.recorder import (
 )
 
 PROBE_TOKENS = 4
-PLAIN = (bool, int, float, str)  # values that settings have
 
 
 @dataclass
@@ -156,7 +155,7 @@ class Probe:
             between = f"between layers {index - 1} and {index}"
             raise self.refuse(f"the model changes the hidden states {between}")
         containers = self.check_arguments(index, call)
-        kind = (kind_of(layer, call), plain_attributes(layer, index))
+        kind = kind_of(layer, call, index)
         if kind not in self.idle_in or containers:
             extras, self.idle_in[kind] = self.try_out(layer, hidden, call)
             if index == 0:
@@ -248,21 +247,6 @@ def buffers_of(layer: nn.Module) -> dict[str, tuple[int, int]]:
         for path, module in layer.named_modules()
         for leaf, buffer in persistent_buffers(module).items()
     }
-
-
-def plain_attributes(layer: nn.Module, index: int) -> tuple[Any, ...]:
-    """Settings that the modules of a layer hold, but for the layer's own index by such a name."""
-    return tuple(
-        (path, name, value)
-        for path, module in layer.named_modules()
-        for name, value in vars(module).items()
-        if isinstance(value, PLAIN) and not (is_index(name) and value == index)
-    )
-
-
-def is_index(name: str) -> bool:
-    """True of an attribute that may say which layer a module is in, such as layer_idx."""
-    return "layer" in name or "idx" in name
 
 
 def graph_of(tree: Any) -> set[Any]:

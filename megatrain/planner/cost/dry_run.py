@@ -19,7 +19,6 @@ from megatrain.models.recorder import LayerCall, kind_of
 from megatrain.models.skeleton import Skeleton
 from megatrain.models.transforms.fp8 import Fp8Policy, fp8_matmuls
 from megatrain.models.transforms.skippable import skippable
-from megatrain.models.trials.probe import plain_attributes
 from megatrain.planner.cost.compiled import CompiledLayer, predict_compiled
 from megatrain.planner.cost.footprint import (
     Footprint,
@@ -272,7 +271,7 @@ class DryRun:
         return [
             first.setdefault(
                 # a window may be an attribute, and no mask
-                (kind_of(layer, call), plain_attributes(layer, at), self.skeleton.frozen_in(at)),
+                (kind_of(layer, call, at), self.skeleton.frozen_in(at)),
                 at,
             )
             for at, (layer, call) in enumerate(pairs)
