@@ -18,19 +18,6 @@ ANSWERS_IN_S = 2.0  # unless HF_HUB_ETAG_TIMEOUT says otherwise
 ELSEWHERE = "download the model where the hub can be reached and name its folder"
 LOG_IN = "run `hf auth login`, or set HF_TOKEN"
 
-# By the hub library's own classes, the special before the general.
-REASONS = {
-    "GatedRepoError": "it is gated on the hub: {said}; ask for access on {page}, then {LOG_IN}",
-    "RepositoryNotFoundError": "the hub shows no model of that name ({said}); check the name on "
-    "{page}, and if it is private, ask its owner for access, then {LOG_IN}",
-    "RevisionNotFoundError": "the hub has no such revision of it ({said}); choose one of "
-    "{page}/tree/main",
-    "DisabledRepoError": "the hub has disabled it ({said}); see {page}",
-    "HFValidationError": "it cannot be a name on the hub: {said}; write owner/model",
-    "LocalEntryNotFoundError": "the hub did not answer ({said}); try again, or {ELSEWHERE}",
-}
-OTHERWISE = "the hub did not deliver it ({said}); see {page}; if it asks for a login, {LOG_IN}"
-
 
 def download(
     name: str, revision: str | None, files: list[str], hint: str = "", *, but: list[str]
@@ -99,10 +86,11 @@ def reachable(endpoint: str) -> bool:
 
 
 def why_not(error: Exception, page: str) -> str:
-    """The reason for the hub's failure, with its own sentence, and what to do."""
+    """The reason for the hub's failure, in its own sentence, and what to do."""
     lines = [line for line in str(error).splitlines() if line.strip() and "Request ID" not in line]
     said = getattr(error, "server_message", None) or (lines or [type(error).__name__])[0]
-    kinds = [kind.__name__ for kind in type(error).__mro__]
-    reason = next((REASONS[kind] for kind in REASONS if kind in kinds), OTHERWISE)
     said = " ".join(str(said).split()).rstrip(".")
-    return reason.format(said=said, page=page, LOG_IN=LOG_IN, ELSEWHERE=ELSEWHERE)
+    return (
+        f"the hub did not deliver it ({said}); check name and revision on {page}; if it is gated "
+        f"or private, ask for access there, then {LOG_IN}; if the hub is down, {ELSEWHERE}"
+    )
