@@ -74,11 +74,3 @@ def test_a_window_is_computed_in_blocks():
             )
         flops.append(counter.get_total_flops())
     assert flops[1] == pytest.approx(2 * flops[0], rel=0.05), "linear in the tokens"
-
-
-def test_a_model_without_sinks_keeps_its_attention():
-    from transformers import AutoModelForCausalLM
-
-    model = AutoModelForCausalLM.from_config(tiny_config("llama"), attn_implementation="eager")
-    use_fused_sinks(model)
-    assert model.config._attn_implementation == "eager"

@@ -17,7 +17,6 @@ from megatrain.models.transforms.fp8 import (
     Fp8Linear,
     Fp8Policy,
     apply_fp8,
-    fp8_supported,
     multiply,
     quantize,
 )
@@ -93,20 +92,13 @@ def test_zeros_stay_zeros():
     assert not values.float().any() and scales.isfinite().all() and (scales > 0).all()
 
 
-@pytest.mark.parametrize("bad", [float("inf"), float("-inf"), float("nan")])
-def test_what_is_not_finite_shows_in_the_product(bad):
+def test_what_is_not_finite_shows_in_the_product():
     a, b = random(4, 32), random(16, 32)
-    a[2, 5] = bad
-    product = multiply(a, b, "fp8")
-    assert not product[2].isfinite().any()
-    assert product[[0, 1, 3]].isfinite().all()
-
-
-def test_transposed_operands_come_out_contiguous():
-    values, scales = quantize(random(32, 48).t())
-    assert values.is_contiguous()
-    straight, same = quantize(random(32, 48).t().contiguous())
-    assert torch.equal(values.float(), straight.float()) and torch.equal(scales, same)
+    for bad in (float("inf"), float("-inf"), float("nan")):
+        a[2, 5] = bad
+        product = multiply(a, b, "fp8")
+        assert not product[2].isfinite().any()
+        assert product[[0, 1, 3]].isfinite().all()
 
 
 # -- products --------------------------------------------------------------------------------------
@@ -168,9 +160,8 @@ def test_the_ends_outputs_stay_bf16():
     assert Fp8Policy().of_layer(0, 4).grad_weight == "fp8"
 
 
-@pytest.mark.parametrize(
-    ("name", "module", "output"),
-    [
+def test_who_takes_part():
+    for name, module, output in (
         ("self_attn.q_proj", nn.Linear(32, 16), "bfloat16"),
         ("attention.dense", nn.Linear(32, 16), "bfloat16"),
         ("mlp.gate_proj", nn.Linear(32, 16), "fp8_fast"),
@@ -181,12 +172,10 @@ def test_the_ends_outputs_stay_bf16():
         ("mlp.up_proj", nn.Linear(16, 24), None),
         ("norm", nn.LayerNorm(16), None),
         ("proj", type("Scaled", (nn.Linear,), {})(32, 16), None),
-    ],
-)
-def test_who_takes_part(name, module, output):
-    own = Fp8Policy().of_module(name, module)
-    assert (own.output if own else None) == output
-    assert own is None or (own.grad_input, own.grad_weight) == ("fp8", "fp8")
+    ):
+        own = Fp8Policy().of_module(name, module)
+        assert (own.output if own else None) == output
+        assert own is None or (own.grad_input, own.grad_weight) == ("fp8", "fp8")
 
 
 def test_its_share_of_a_models_products():
@@ -207,16 +196,6 @@ def test_parameters_keep_their_names_and_stay_the_same(family, count):
         assert sum(isinstance(module, Fp8Linear) for module in layer.modules()) == count
         after = dict(layer.named_parameters())
         assert list(before) == list(after) and all(before[name] is after[name] for name in before)
-
-
-def test_the_planner_sees_its_shapes_without_data():
-    layer = linear(Fp8Policy()).to("meta")
-    output = layer(torch.empty(2, 9, 64, dtype=torch.bfloat16, device="meta"))
-    assert output.shape == (2, 9, 48) and output.dtype == torch.bfloat16
-
-
-def test_the_cpu_has_no_units_for_it():
-    assert not fp8_supported(torch.device("cpu"))
 
 
 # -- whole models ----------------------------------------------------------------------------------
