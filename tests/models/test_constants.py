@@ -16,7 +16,7 @@ from megatrain.models.family import build_model, layer_configs
 from megatrain.models.skeleton import Skeleton
 from megatrain.models.transforms.fp8 import Fp8Policy
 from megatrain.models.trials.probe import probe_model
-from tests.models.toys import DropsMore, Layer, Toy
+from tests.models.toys import Layer, Toy
 from tests.support import CONSTANT, known, tiny_config
 
 # -- what is taken for a constant ------------------------------------------------------------------
@@ -33,10 +33,6 @@ class IdleLayer(Layer):
     def forward(self, hidden_states: Tensor, **_: Any) -> Any:
         gate = self.gate(hidden_states)
         return self.linear(hidden_states) + (gate if self.adds_its_gate else 0), gate
-
-
-class DropsAllOfAParameter(DropsMore):
-    layer = IdleLayer
 
 
 class CountingLayer(Layer):
@@ -57,28 +53,20 @@ class CountingLayer(Layer):
         self.seen += 1
 
 
-class Counts(Toy):
-    layer = CountingLayer
-
-
 class ReplacingLayer(CountingLayer):
     def count(self) -> None:
         self.seen = self.seen + 1
 
 
-class CountsAnew(Toy):
-    layer = ReplacingLayer
-
-
 def test_parameters_without_part_in_what_layers_return_are_found_in_each_kind_of_layer():
-    toy: Any = DropsAllOfAParameter()
+    toy: Any = Toy(IdleLayer)
     toy.layers[1].adds_its_gate = True
     found = probe_model(toy, toy.layers)
     assert found.idle == [f"{i}.gate.{leaf}" for i in (0, 2) for leaf in ("weight", "bias")]
 
 
 def test_a_buffer_that_training_writes_is_no_constant():
-    for toy in (Counts(), CountsAnew()):
+    for toy in (Toy(CountingLayer), Toy(ReplacingLayer)):
         with pytest.raises(ModelError, match=r"seen of its layer .* is changed by every"):
             probe_model(toy, toy.layers)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import UserDict
 from typing import Any
 
 import pytest
@@ -14,31 +15,8 @@ from megatrain.models import skeleton as skeleton_module
 from megatrain.models.family import build_model
 from megatrain.models.skeleton import Skeleton
 from megatrain.models.trials.probe import probe_model
-from tests.models.toys import (
-    AddsItsInputAtTheEnd,
-    AddsMoreAtTheEnd,
-    AsksForMore,
-    AsksItsDict,
-    ChangesBetween,
-    DropsMore,
-    HandsMoreOn,
-    HandsMoreOnUntouched,
-    HiddenStatesSecond,
-    IgnoresItsBox,
-    Layer,
-    LooksAtValues,
-    LooksIntoItsDict,
-    PassesBox,
-    PassesCache,
-    PassesDict,
-    PassesGradient,
-    PassesUserDict,
-    RunsTwice,
-    SkipsOne,
-    Toy,
-    UsesItsDictAtTheEnd,
-    UsesItsValues,
-)
+from tests.models import toys
+from tests.models.toys import Layer, Toy
 from tests.support import VOCABULARY, tiny_config
 
 # -- refusals of real families ---------------------------------------------------------------------
@@ -121,36 +99,67 @@ def test_an_unknown_attention_is_refused():
 # -- refusals of made-up models --------------------------------------------------------------------
 
 
+def of_embedding(toy: Any) -> dict[str, Any]:
+    return {"embedding": {"of": toy.embed.weight.sum()}}
+
+
+def handed_on(toy: Any) -> dict[str, Any]:
+    return {"from_before": toy.seen[-1:]}
+
+
+IN_DICT = "its layers look for what earlier layers have put into a dict"
+BESIDE = "it computes with what its layers return beside hidden states"
+
+
 def test_a_model_whose_layers_exchange_more_than_hidden_states_is_refused():
-    for model, reason in (
-        (ChangesBetween, "changes the hidden states between layers"),
-        (PassesGradient, r"layer 0 receives .*embedding.*, which needs a gradient"),
-        (PassesCache, r"receives a key-value cache \(.*past.*\)"),
-        (PassesBox, r"layer 0 puts something into \['box'\], where other layers could find it"),
-        (LooksIntoItsDict, "its layers look for what earlier layers have put into a dict"),
-        (AsksItsDict, "its layers look for what earlier layers have put into a dict"),
-        (UsesItsDictAtTheEnd, "it computes with what its layers return beside hidden states"),
-        (AddsItsInputAtTheEnd, "what follows its last layer uses more than that layer's output"),
-        (RunsTwice, "do not run once each in order"),
-        (SkipsOne, "only 2 of its 3 layers ran"),
-        (HandsMoreOn, "it computes with what its layers return beside hidden states"),
-        (AddsMoreAtTheEnd, "it computes with what its layers return beside hidden states"),
-        (UsesItsValues, "it computes with what its layers return beside hidden states"),
-        (AsksForMore, "it computes with what its layers return beside hidden states"),
-        (HiddenStatesSecond, "return neither hidden states nor a tuple that begins with them"),
-        (LooksAtValues, "cannot run without data"),
+    for toy, reason in (
+        (Toy(between=lambda hidden: hidden * 1.0), "changes the hidden states between layers"),
+        (Toy(extras=of_embedding), r"layer 0 receives .*embedding.*, which needs a gradient"),
+        (
+            Toy(extras=lambda toy: {"past": toys.DynamicCache()}),
+            r"receives a key-value cache \(.*past.*\)",
+        ),
+        (
+            Toy(toys.filling, box=list),
+            r"layer 0 puts something into \['box'\], where other layers could find it",
+        ),
+        (Toy(toys.looking, box=dict), IN_DICT),
+        (Toy(toys.asking, box=dict), IN_DICT),
+        (Toy(toys.keeping, box=dict, end=lambda toy, h, _: h + toy.box["states"]), BESIDE),
+        (
+            Toy(end=lambda toy, hidden, embedding: hidden + embedding),
+            "what follows its last layer uses more than that layer's output",
+        ),
+        (Toy(order=(0, 1, 2, 0)), "do not run once each in order"),
+        (Toy(order=(0, 1)), "only 2 of its 3 layers ran"),
+        (Toy(toys.touching, extras=handed_on), BESIDE),
+        (Toy(toys.leaky, end=lambda toy, hidden, _: hidden + toy.seen[0]), BESIDE),
+        # no gradient shows this
+        (Toy(toys.leaky, end=lambda toy, h, _: h * float(toy.seen[0].detach())), BESIDE),
+        (Toy(toys.leaky, end=lambda toy, hidden, _: hidden * 2 if toy.seen[0] else hidden), BESIDE),
+        (
+            Toy(lambda linear, hidden, **_: (hidden.mean(), linear(hidden))),
+            "return neither hidden states nor a tuple that begins with them",
+        ),
+        (
+            Toy(lambda linear, hidden, **_: linear(hidden) if hidden.sum() > 0 else hidden),
+            "cannot run without data",
+        ),
     ):
-        toy = model()
-        with pytest.raises(ModelError, match=reason) as refusal:
+        with pytest.raises(ModelError, match=f"^Toy cannot be streamed exactly.*{reason}"):
             probe_model(toy, toy.layers)
-        assert str(refusal.value).startswith(f"{model.__name__} cannot be streamed exactly")
         assert all(isinstance(layer, Layer) for layer in toy.layers), "the spies must be gone"
 
 
 def test_a_model_that_keeps_to_the_rules_is_accepted():
-    kinds = (Toy, IgnoresItsBox, PassesDict, PassesUserDict, DropsMore, HandsMoreOnUntouched)
-    for model in kinds:
-        toy, extras = model(), 1 if issubclass(model, DropsMore) else None
+    for toy, extras in (
+        (Toy(), None),
+        (Toy(box=list), None),
+        (Toy(toys.keeping, box=dict), None),
+        (Toy(toys.keeping, box=UserDict), None),
+        (Toy(toys.leaky), 1),
+        (Toy(toys.leaky, extras=handed_on), 1),
+    ):
         found = probe_model(toy, toy.layers)
         assert (found.extras, found.before, found.after) == (extras, ["embed.weight"], [])
         assert found.idle == []
