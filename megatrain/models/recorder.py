@@ -267,9 +267,11 @@ def documents_known(find: Callable[[torch.Tensor], torch.Tensor | None]) -> Iter
         setattr(masking_utils, search, found)
 
 
-def separates(mask: Any) -> bool:
-    """True for a mask [.., 4, 4] in which the last two tokens see themselves, not the first two."""
-    if not isinstance(mask, torch.Tensor) or mask.ndim < 2 or mask.shape[-2:] != (4, 4):
-        return False
-    seen = mask if mask.dtype == torch.bool else mask == 0
-    return bool(seen.diagonal(dim1=-2, dim2=-1).all()) and not bool(seen[..., 2:, :2].any())
+def separates(call: LayerCall) -> bool:
+    """True if a mask [.., 4, 4] has the last two tokens see themselves, and not the first two."""
+    for mask in tensors_in((call.args, call.kwargs)):
+        if mask.ndim > 1 and mask.shape[-2:] == (4, 4):
+            seen = mask if mask.dtype == torch.bool else mask == 0
+            if seen.diagonal(dim1=-2, dim2=-1).all() and not seen[..., 2:, :2].any():
+                return True
+    return False

@@ -40,15 +40,12 @@ from megatrain.models.recorder import (
     documents_of,
     none_found,
     separates,
-    tensors_in,
     told,
 )
 from megatrain.models.transforms.chunked import chunk, unchunk
 from megatrain.models.transforms.compiled import compile_when_run
 from megatrain.models.transforms.fp8 import Fp8Policy, apply_fp8
 from megatrain.models.transforms.skippable import (
-    ROWS,
-    TOKENS,
     Modules,
     skippable_in,
     skipping,
@@ -238,8 +235,7 @@ class Skeleton:
     @cached_property
     def token_wise(self) -> Modules:
         """Modules of layers that can be computed in chunks; sooner found in bf16 than in fp8."""
-        hidden, calls = self.dry_call(ROWS, TOKENS)
-        return token_wise_modules(self.layers, self.dtype, hidden.shape[-1], calls)
+        return token_wise_modules(self.layers, self.dtype, self.dry_call)
 
     def find_skippable(self) -> None:
         """Find what `layer_again` may leave out; before compilation, whose graphs it disturbs."""
@@ -367,8 +363,7 @@ class Skeleton:
                 _, calls = self.embed({"input_ids": ids, "position_ids": positions})
         except UNSUPPORTED:  # a family that takes no positions
             return none
-        inputs = [tensors_in((call.args, call.kwargs)) for call in calls]
-        return [any(map(separates, tensors)) for tensors in inputs]
+        return [separates(call) for call in calls]
 
     def _try_head(self) -> None:
         """Raise ModelError unless `head` runs on single positions."""

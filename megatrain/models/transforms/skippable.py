@@ -200,15 +200,18 @@ Modules = dict[nn.Module, Callable[[], AbstractContextManager[None]]]
 
 
 def token_wise_modules(
-    layers: Sequence[nn.Module], dtype: torch.dtype, hidden: int, calls: Sequence[LayerCall]
+    layers: Sequence[nn.Module],
+    dtype: torch.dtype,
+    dry_call: Callable[[int, int], tuple[Tensor, list[LayerCall]]],
 ) -> Modules:
     """The token-wise modules of all layers, each with the context for its gradients alone."""
+    hidden, calls = dry_call(ROWS, TOKENS)
     known: dict[Any, dict[str, tuple[str, ...]]] = {}
     modules: Modules = {}
     for index, (layer, call) in enumerate(zip(layers, calls, strict=True)):
         kind = kind_of(layer, call, index)
         if kind not in known:
-            known[kind] = token_wise(layer, dtype, hidden, call)
+            known[kind] = token_wise(layer, dtype, hidden.shape[-1], call)
         for name, unread in known[kind].items():
             module = layer.get_submodule(name)
             modules[module] = partial(skipping, module, unread)

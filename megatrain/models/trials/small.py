@@ -22,12 +22,7 @@ from megatrain.errors import ModelError
 from megatrain.losses import IGNORE
 from megatrain.models.anatomy import find_layers
 from megatrain.models.constants import kept_tensors, parts_of
-from megatrain.models.family import (
-    build_model,
-    causal_lm,
-    draws_random_numbers,
-    is_foreign,
-)
+from megatrain.models.family import build_model, causal_lm, draws_random_numbers, is_foreign
 from megatrain.models.pretrained import as_language_model
 
 HEADS, HEAD_DIM, VOCABULARY = 4, 16, 128
