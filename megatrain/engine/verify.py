@@ -268,10 +268,7 @@ def rounded_once(model: Any) -> Any:
 
 
 def same_steps(found: Trace, expected: Trace, rounded: Trace) -> None:
-    """Raise DiffersError for what is off by more than rounding.
-
-    rounded: as `expected`, of weights that are rounded once more; or itself.
-    """
+    """Raise DiffersError for what is off by more than rounding, that of weights included."""
     for ours, theirs, moved in zip(found.losses, expected.losses, rounded.losses, strict=True):
         allowed = SHARE * abs(theirs) + BY_ROUNDING * abs(moved - theirs)
         if not abs(ours - theirs) <= allowed:  # NaN, too

@@ -89,10 +89,7 @@ def layouts_of(anatomy: Anatomy) -> tuple[FlatLayout, ...]:
 
 
 def find_layers(model: nn.Module, count: int) -> tuple[str, nn.ModuleList]:
-    """(path, decoder stack) of `model`: its one ModuleList of `count` entries with parameters.
-
-    Raises ModelError if there is none, or more than one (an encoder beside the decoder, say).
-    """
+    """(path, stack): the one ModuleList of `count` entries with parameters, or ModelError."""
     decoder = model.get_decoder()  # type: ignore[operator]
     found = [path for path, m in model.named_modules() if m is decoder and path]
     if found and len(of_it := _stacks(decoder, count)) == 1:  # a vision tower may have as many

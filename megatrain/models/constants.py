@@ -98,11 +98,8 @@ def refuse_large(family: str, block: str, trained: FlatLayout, found: Mapping[st
 class Constants:
     """The constants of a model without weights, whose modules hold them.
 
-    Args:
-        model: a transformers model.
-        blocks: their `constants` name the tensors.
-        places: of the tensors of a model folder that are constants, by block.
-        owner: (module, attribute) that holds a tensor, by its name.
+    blocks: their `constants` name the tensors. places: of a model folder's constants, by block.
+    owner: (module, attribute) that holds a tensor, by its name.
     """
 
     def __init__(

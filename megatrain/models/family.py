@@ -40,10 +40,7 @@ def choose_attention(config: Any, attention: str) -> str:
 def build_model(
     config: Any, attention: str, dtype: torch.dtype, trust_remote_code: bool = False
 ) -> nn.Module:
-    """A causal LM or classifier of `config`, in training mode, with meta parameters of `dtype`.
-
-    Raises ModelError if transformers has none that decodes text, or refuses its attention or sizes.
-    """
+    """A causal LM or classifier in training mode, its parameters on meta, or ModelError."""
     config = copy.deepcopy(config)
     config.use_cache = False
     use_grouped_rows(config)
@@ -71,10 +68,7 @@ def build_model(
 def causal_lm(
     config: Any, attention: str, dtype: torch.dtype, trust_remote_code: bool = False
 ) -> Any:
-    """transformers' causal LM of `config`, in which it notes the attention, or its classifier.
-
-    Raises whatever the family's code does.
-    """
+    """transformers' causal LM of `config`, or its classifier; or what the family's code raises."""
     from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
     auto = AutoModelForSequenceClassification if is_classifier(config) else AutoModelForCausalLM
@@ -179,10 +173,7 @@ def rope_kinds(text: Any) -> list[dict[str, Any]]:
 
 
 def longest_sequence(text: Any) -> int | None:
-    """Positions that a model can read; None where its configuration names no limit.
-
-    Longrope and Llama 3 state the stretched number themselves.
-    """
+    """Positions that a model can read, by stretched factors, too; None: no limit is named."""
     stated: int | None = getattr(text, "max_position_embeddings", None)
     if stated is None:
         return None

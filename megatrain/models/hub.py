@@ -22,10 +22,7 @@ LOG_IN = "run `hf auth login`, or set HF_TOKEN"
 def download(
     name: str, revision: str | None, files: list[str], hint: str = "", *, but: list[str]
 ) -> Path:
-    """Download files of a model, but for those patterns, into the hub's cache; returns the folder.
-
-    hint: at a local folder that may have been meant.
-    """
+    """The folder in the hub's cache with these files of a model, `but` for those patterns."""
     import huggingface_hub
     from huggingface_hub import constants
 

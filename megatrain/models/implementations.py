@@ -80,10 +80,7 @@ def forward(experts: Any, hidden: Tensor, chosen: Tensor, weights: Tensor) -> Te
 
 
 def _product(rows: Tensor, matrices: Tensor, ends: Tensor, transposed: bool) -> Tensor:
-    """[rows, out] of [rows, in] x [experts, out, in], or [experts, in, out] if `transposed`.
-
-    ends: int32 [experts], where the rows of each end.
-    """
+    """[rows, out] of [rows, in] x [experts, out, in], or [experts, in, out] if `transposed`."""
     from transformers.integrations.moe import _can_use_grouped_mm
 
     rows = rows.to(matrices.dtype)

@@ -20,10 +20,7 @@ Write = Callable[[int, torch.Tensor], None]  # (block index, flat fp32 master on
 
 
 def initialize(skeleton: Skeleton, seed: int, device: torch.device, write: Write) -> None:
-    """Draw every block's fp32 weights on `device` by the model's `_init_weights`; `write` each.
-
-    One seed gives the same weights on one device type.
-    """
+    """Draw every block's fp32 weights by the model's `_init_weights`; `write` each."""
     devices = [device] if device.type == "cuda" else []
     for block in skeleton.anatomy.blocks:
         with torch.random.fork_rng(devices=devices), torch.no_grad():

@@ -254,10 +254,7 @@ _LIBRARY.impl(  # type: ignore[no-untyped-call]
 
 @contextmanager
 def torch_paths() -> Iterator[list[None]]:
-    """Have transformers compute in plain torch, though a package of kernels is installed.
-
-    Yields a list that grows whenever it takes torch in place of such a kernel.
-    """
+    """Have transformers compute in plain torch; the list grows where a kernel would have run."""
     asked: list[None] = []
 
     def in_torch() -> bool:
@@ -288,10 +285,7 @@ def kernels_left_out() -> Iterator[None]:
 
 @contextmanager
 def _answering(in_torch: Callable[[], bool]) -> Iterator[None]:
-    """Inside, `in_torch` decides where transformers computes in torch rather than by a kernel.
-
-    Only its choice of kernels takes the model to be exported, not its own torch code.
-    """
+    """Inside, `in_torch` decides where transformers computes in torch rather than by a kernel."""
     from transformers.integrations import hub_kernels
 
     before = hub_kernels.is_torchdynamo_exporting
@@ -321,10 +315,7 @@ def _runs(kernel: Any, args: Any, kwargs: Any) -> bool:
 
 @contextmanager
 def _without_launches() -> Iterator[None]:
-    """Inside, kernels of Triton and TileLang that are given meta tensors are not run.
-
-    Packages that use one of the two have imported it.
-    """
+    """Inside, kernels of Triton and TileLang that are given meta tensors are not run."""
     triton, tilelang = sys.modules.get("triton.runtime.jit"), sys.modules.get("tilelang.jit")
     with ExitStack() as replaced:
         if triton is not None:  # `kernel[grid]` is a launcher

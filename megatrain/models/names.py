@@ -231,10 +231,7 @@ def _known(
 
 
 def _whole_names(family: str, own: Iterable[str]) -> dict[str, str]:
-    """Names of whole tensors, tied aliases included, by transformers' renamings alone.
-
-    Checkpoints of format 1 have no others.
-    """
+    """Names of whole tensors and aliases by transformers' renamings alone, as in format 1."""
     renamings = _renamings_on_save(family)
     result = {name: _rename(name, renamings) for name in own}
     assert len(set(result.values())) == len(result), "two tensors would have one name"

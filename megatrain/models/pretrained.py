@@ -97,10 +97,7 @@ def nothing_overlooked(folder: Path) -> Iterator[None]:
 
 
 def digests_of(source: ModelSource) -> dict[str, str]:
-    """SHA-256 of the files behind each of `DESCRIBED_IN`, and the hub's commit, as far as known.
-
-    Raises ModelError if a file cannot be read.
-    """
+    """SHA-256 of the files behind each of `DESCRIBED_IN`, and the hub's commit, if known."""
     files = {what: _matching(source.path, names) for what, names in DESCRIBED_IN.items()}
     if source.kind == "gguf":
         files = {"description": [source.file]}
@@ -286,10 +283,7 @@ def load_generation_config(source: ModelSource) -> GenerationConfig | None:
 def load_config_and_tokenizer(
     source: ModelSource, trust_remote_code: bool = False, chat_template: str | None = None
 ) -> tuple[PretrainedConfig, PreTrainedTokenizerBase, GenerationConfig | None]:
-    """Configuration, tokenizer and generation settings, which agree on special tokens.
-
-    `trust_remote_code` must come from the user, never from a file. Raises as `load_tokenizer`.
-    """
+    """Configuration, tokenizer and generation settings, which agree on special tokens."""
     from transformers import GenerationConfig
 
     config = read_model_config(source, trust_remote_code)
@@ -380,10 +374,7 @@ _known: dict[str, tuple[str, ...]] = {}
 
 
 def ends_of_turns(tokenizer: PreTrainedTokenizerBase) -> tuple[str, ...]:
-    """The tokens that end an assistant's turns in the chat template, the usual one first.
-
-    Raises TooMuch for a template that takes too long, or too much memory, to tell.
-    """
+    """The tokens that end an assistant's turns in the chat template, the usual one first."""
     if not tokenizer.chat_template:
         return ()
     special = sorted(map(str, tokenizer.added_tokens_decoder.values()))

@@ -50,10 +50,7 @@ class UnusedOutputUsed(ModelError):
 
 
 class UnusedOutput:
-    """Stands in for what a layer returns beside its hidden states, such as attention weights.
-
-    A model may drop it or hand it out; whatever else it does with it raises.
-    """
+    """A layer's output beside hidden states: a model may hand it out; using it raises."""
 
     @classmethod
     def __torch_function__(cls, *_: Any) -> Any:
@@ -200,10 +197,7 @@ BEGINNINGS, NUMBERS = "cu_seq_lens_q", "seq_idx"
 
 
 def documents_of(positions: torch.Tensor) -> torch.Tensor:
-    """[batch, tokens]: the number of each token's document in its sequence.
-
-    A document begins where positions do not go on by one.
-    """
+    """[batch, tokens]: each token's document. One begins where positions do not go on by one."""
     steps = torch.diff(positions, prepend=positions[:, :1] - 1, dim=-1)
     return (steps != 1).cumsum(-1)
 

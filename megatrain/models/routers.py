@@ -41,10 +41,7 @@ class Routers:
 
 
 def find_routers(skeleton: Skeleton) -> Routers | None:
-    """The routers of a model, before it is bound to a device.
-
-    None if transformers computes no balancing loss for it, or their logits cannot be had so.
-    """
+    """A model's routers, before it is bound; None: transformers balances none, or not by logits."""
     recorded, model = _recorded(skeleton.model), skeleton.model
     if recorded is None or LOSS not in vars(sys.modules[type(model).__module__]):
         return None

@@ -108,15 +108,12 @@ def _matmuls(module: nn.Module, name: str = "") -> Iterator[tuple[str, nn.Module
 
 
 class Trail(Watch):  # type: ignore[no-untyped-call]
-    """Follows values: whatever has an input derived from a matmul's output derives from it too.
-
-    `needed`: matmuls of which something is kept for backward, or decides what is computed.
-    """
+    """Follows values that derive from matmuls' outputs, and notes which matmuls are `needed`."""
 
     def __init__(self) -> None:
         super().__init__()
         self.begun: set[str] = set()
-        self.needed: set[str] = set()
+        self.needed: set[str] = set()  # something of them is kept for backward, or decides
         self._sources: dict[int, set[str]] = {}
         self._alive: list[Any] = []  # storages seen: the address of a freed one could come again
 

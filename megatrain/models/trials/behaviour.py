@@ -66,10 +66,7 @@ def behaviour_of(
 
 # why: decision 0065
 def observe(config: Any, attention: str, trust_remote_code: bool = False) -> Behaviour:
-    """Try the model of a small configuration.
-
-    Raises ModelError if it does not run, or not in numbers.
-    """
+    """Try the model of a small configuration. Raises ModelError if it does not run."""
     model = plain_model(config, attention=attention, trust_remote_code=trust_remote_code)
     vocabulary, half = config.get_text_config().vocab_size, TOKENS // 2
     ids = torch.randint(vocabulary, (1, TOKENS), generator=torch.Generator().manual_seed(0))

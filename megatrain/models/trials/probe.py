@@ -49,10 +49,7 @@ class Findings:
 
 
 def probe_model(model: nn.Module, layers: nn.ModuleList) -> Findings:
-    """Find the composition of `model`, whose decoder stack is `layers`; poison what it leaves out.
-
-    Raises ModelError if it cannot be streamed exactly; it names the family and the reason.
-    """
+    """Find the composition of `model`, or raise ModelError; poison what it leaves out."""
     was_training = model.training
     model.eval()
     try:
@@ -129,10 +126,7 @@ class Probe:
         return self.findings
 
     def sort_out(self, reached: set[int], kept: dict[str, torch.Tensor]) -> None:
-        """Find the tensors of `kept` that no gradient reaches, but for those of `reached` (by id).
-
-        Of those that are not trained, a forward of their module is all that shows.
-        """
+        """Find what neither gradients (`reached`, by id) nor, untrained, a forward has touched."""
         found, seen = self.findings, (*self.findings.before, *self.findings.after)
         used = reached | {id(kept[name]) for name in seen if not trains(kept[name])}
         inside = {id(t) for layer in self.originals for t in kept_tensors(layer).values()}
@@ -197,10 +191,7 @@ class Probe:
     def try_out(
         self, layer: nn.Module, hidden: torch.Tensor, call: LayerCall
     ) -> tuple[int | None, list[str]]:
-        """Run the real layer in training, on the meta device.
-
-        Returns `extras`, as in `Findings`, and the names of its idle parameters.
-        """
+        """(`extras`, names of idle parameters) of the real layer, run on meta in training."""
         twin = copy.deepcopy(layer).to("meta").train()
         hidden, args, kwargs = to_meta((hidden, call.args, call.kwargs))
         family, before = type(layer).__name__, buffers_of(twin)
