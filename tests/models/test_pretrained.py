@@ -18,12 +18,16 @@ from tokenizers.models import WordLevel
 from megatrain.errors import ModelError
 from megatrain.models.pretrained import (
     ModelSource,
+    about_added,
     end_of_turn,
     load_config_and_tokenizer,
     load_tokenizer,
     read_model_config,
     resolve_source,
+    stop_ids,
+    with_stops,
 )
+from tests.commands import CHATML as TURNS
 
 SIZES: dict[str, Any] = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1}
 SIZES |= {"num_attention_heads": 2, "vocab_size": 8, "max_position_embeddings": 16}
@@ -237,3 +241,49 @@ def test_a_gguf_file_has_the_end_of_turn_as_its_eos(smollm2_gguf: Path) -> None:
     assert (config.eos_token_id, config.pad_token_id) == (2, 2)
     assert generation is not None
     assert generation.eos_token_id == 2
+
+
+# -- tokens that end answers -----------------------------------------------------------------------
+
+CONFIG = transformers.LlamaConfig(
+    hidden_size=8, num_attention_heads=2, bos_token_id=0, eos_token_id=1, pad_token_id=None
+)
+HEADS = "{% for m in messages %}<|{{ m['role'] }}|>{{ m['content'] }}{% endfor %}"
+
+
+def with_template(template: Any) -> Any:
+    words = ["<s>", "</s>", "<|im_end|>", "<|im_start|>", "<|user|>", "<|assistant|>"]
+    made = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer(WordLevel({w: n for n, w in enumerate(words)}, unk_token="<s>")),
+        eos_token="</s>",
+        extra_special_tokens=words[2:],
+    )
+    made.chat_template = template
+    return made
+
+
+def test_what_ends_answers_is_added():
+    for template, known, expected, added in (
+        (TURNS, [1], [1, 2], ["<|im_end|>"]),
+        (TURNS, 1, [1, 2], ["<|im_end|>"]),
+        (TURNS, [2], [2, 1], ["</s>"]),
+        (TURNS, [1, 2, 7], [1, 2, 7], []),
+        (HEADS, 1, [1, 4], ["<|user|>"]),
+        (None, [5], [5, 1], ["</s>"]),
+        ({"tool_use": TURNS}, 1, [1], []),  # none of several is the default
+    ):
+        given = transformers.GenerationConfig(eos_token_id=known, top_p=0.8)
+        settings, lacking = with_stops(CONFIG, with_template(template), given)
+        assert (stop_ids(settings), lacking) == (expected, added)
+        assert settings is not None
+        assert settings.top_p == 0.8
+        assert given.eos_token_id == known  # not changed in place
+
+
+def test_settings_are_made_where_there_are_none_and_something_is_lacking():
+    made, lacking = with_stops(CONFIG, with_template(TURNS), None)
+    assert made is not None
+    assert (made.eos_token_id, made.bos_token_id, lacking) == ([1, 2], 0, ["<|im_end|>"])
+    assert "<|im_end|> ends answers" in about_added(lacking)
+    assert with_stops(CONFIG, with_template(None), None) == (None, [])
+    assert about_added([]) == ""
