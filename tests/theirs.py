@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from megatrain.config.document import write_yaml
-from megatrain.config.importing import Imported, import_config
+from megatrain.config.importing import import_config
+from megatrain.config.importing.sheet import Sheet
 
 Given = dict[str, Any]
 AXOLOTL: Given = {
@@ -74,17 +75,15 @@ def make_sets() -> None:
     Path("sets/texts.jsonl").write_text('{"body": "a"}\n')
 
 
-def imported(
-    trainer: str, /, processes: int = 1, method: str | None = None, **keys: Any
-) -> Imported:
+def imported(trainer: str, /, processes: int = 1, method: str | None = None, **keys: Any) -> Sheet:
     """Of the trainer's base with `keys` over it, of which None takes one away."""
     given = {name: value for name, value in (BASES[trainer] | keys).items() if value is not None}
     Path("theirs.yaml").write_text(write_yaml(given))
     return import_config("theirs.yaml", trainer, processes, method)
 
 
-def value(found: Imported, dotted: str) -> Any:
-    node: Any = found.config
+def value(found: Sheet, dotted: str) -> Any:
+    node: Any = found.tree()
     for name in dotted.split("."):
         node = node[name]
     return node

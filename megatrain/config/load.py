@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -383,30 +383,26 @@ def unknown(section: str, name: str, value: object) -> str:
         homes, name = [ALIASES[name].key[0]], ALIASES[name].key[-1]
     if homes:
         return f"did you mean {homes[0] + '.' if homes[0] else ''}{name}?"
-    here = {key: (key, (section, key), _as_it_is) for key in SECTIONS[section]}
-    aliases = {alias: (alias, means.key, means.convert) for alias, means in ALIASES.items()}
+    here = {key: (key, Alias((section, key))) for key in SECTIONS[section]}
+    aliases = {alias: (alias, means) for alias, means in ALIASES.items()}
     pairs = ((other, key) for other, keys in SECTIONS.items() if other for key in keys)
-    inside = {key: (f"{other}.{key}", (other, key), _as_it_is) for other, key in pairs}
+    inside = {key: (f"{other}.{key}", Alias((other, key))) for other, key in pairs}
     for names in (here, aliases if section in ALIAS_SECTIONS else {}, inside):
         near = nearest(name, names, MISSPELT)
-        if near is not None and takes(*names[near][1:], value):
+        if near is not None and takes(names[near][1], value):
             return f"did you mean {names[near][0]}?"
     return f"unknown key; known here are {', '.join(SECTIONS[section])}"
 
 
-def _as_it_is(value: object) -> object:
-    return value
-
-
-def takes(key: Key, convert: Callable[[object], object], value: object) -> bool:
-    """True if a key accepts the value that `convert` makes of this one."""
-    section, name = key if len(key) == 2 else (TOP, key[0])
+def takes(alias: Alias, value: object) -> bool:
+    """True if the key of an alias accepts this value."""
+    section, name = alias.key if len(alias.key) == 2 else (TOP, alias.key[0])
     field = _MODELS[section].model_fields.get(name)
     if field is None:  # half of a key, such as beta1
         return True
     kind: Any = Annotated[field.annotation, field]
     try:
-        TypeAdapter(kind).validate_python(convert(value), strict=True)
+        TypeAdapter(kind).validate_python(alias.convert(value), strict=True)
     except ValueError:  # which pydantic's error is, too
         return False
     return True

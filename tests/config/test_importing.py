@@ -10,9 +10,8 @@ import pytest
 
 from megatrain.config import load_config
 from megatrain.config.document import write_yaml
-from megatrain.config.importing import import_config
+from megatrain.config.importing import TRAINERS, import_config
 from megatrain.config.importing.axolotl import ENTRY
-from megatrain.config.importing.convert import TRAINERS
 from megatrain.errors import ConfigError
 from tests.theirs import AXOLOTL, BASES, Given, imported, make_sets, value
 
@@ -30,7 +29,7 @@ def test_a_plain_config_is_whole_and_loads(trainer):
     Path("ours.yaml").write_text(found.text)
     config = load_config("ours.yaml")
     assert (config.model.source, config.method, str(config.output)) == ("org/base", "sft", "out")
-    assert config == load_config(dict(found.config))
+    assert config == load_config(dict(found.tree()))
 
 
 @pytest.mark.parametrize("trainer", BASES)
@@ -132,7 +131,7 @@ def test_a_key_means_ours(trainer, keys, key, ours):
     given = {"path": "sets/ours.json", "format": "alpaca"}
     expected = given if ours is None and "data" in key and trainer == "llama-factory" else ours
     assert value(found, key) == expected, found.report()
-    load_config(dict(found.config))
+    load_config(dict(found.tree()))
 
 
 def test_processes_multiply_a_step_and_one_is_assumed_aloud():
@@ -153,11 +152,10 @@ def test_a_cosine_that_ends_above_nothing():
     keys: Given = {"lr_scheduler_kwargs": {"min_lr": 1e-6}, "learning_rate": 1e-5}
     found = imported("trl", lr_scheduler_type="cosine_with_min_lr", **keys)
     assert value(found, "train.min_lr_ratio") == pytest.approx(0.1)
-    assert [line.name for line in imported("trl", lr_scheduler_kwargs=LAST).refused] == [
-        "lr_scheduler_kwargs"
-    ]
+    assert [*imported("trl", lr_scheduler_kwargs=LAST).refused] == ["lr_scheduler_kwargs"]
 
 
+CHAT = {"path": "a", "type": "chat_template"}
 # trainer, keys, the key that is refused, words of the reason
 REFUSED: list[tuple[str, Given, str, str]] = [
     ("axolotl", {"adapter": "qlora"}, "adapter", "no adapters"),
@@ -176,7 +174,7 @@ REFUSED: list[tuple[str, Given, str, str]] = [
         "axolotl",
         {"datasets": [{"path": "a", "type": "alpaca", "train_on_eos": "last"}]},
         "datasets[0].train_on_eos",
-        "with its end",
+        "with their end",
     ),
     (
         "axolotl",
@@ -190,6 +188,19 @@ REFUSED: list[tuple[str, Given, str, str]] = [
         "datasets[0].split",
         "a file has no splits",
     ),
+    (
+        "axolotl",
+        {"datasets": [{"path": "a", "type": "alpaca", "message_field_training": "learn"}]},
+        "datasets[0].message_field_training",
+        "weight, train, training, loss",
+    ),
+    (
+        "axolotl",
+        {"datasets": [{**CHAT, "message_property_mappings": {"weight": "learn"}}]},
+        "datasets[0].message_property_mappings",
+        "role and content",
+    ),
+    ("trl", {"train_sampling_strategy": "sequential"}, "train_sampling_strategy", "shuffled"),
     ("axolotl", {"neftune_noise_alpha": 5}, "neftune_noise_alpha", "not built"),
     ("axolotl", {"micro_batch_size": "auto"}, "micro_batch_size", "whole number"),
     ("llama-factory", {"finetuning_type": None}, "finetuning_type", "lora: adapters"),
@@ -230,11 +241,10 @@ REFUSED: list[tuple[str, Given, str, str]] = [
 @pytest.mark.parametrize(("trainer", "keys", "name", "words"), REFUSED)
 def test_what_would_give_another_result_is_refused(trainer, keys, name, words):
     found = imported(trainer, **keys)
-    refused = {line.name: line for line in found.refused}
-    assert not found.faithful and name in refused, found.report()
-    assert words in refused[name].said[0]
+    assert not found.faithful and name in found.refused, found.report()
+    assert words in found.refused[name][0]
     assert f"# NOT HONOURED: {name}: " in found.text
-    assert "  theirs.yaml:" in found.report() or refused[name].value is None
+    assert "  theirs.yaml:" in found.report() or found.get(name) is None
 
 
 # What asks for nothing that is lost, for all trainers.
@@ -268,8 +278,8 @@ def test_what_has_no_effect_is_said(trainer):
     Path("theirs.yaml").write_text(write_yaml(given))
     found = import_config("theirs.yaml", trainer)
     assert found.faithful, found.report()
-    assert HARMLESS.keys() <= {line.name for line in found.dropped}
-    assert all(line.said[0] for line in found.dropped)
+    assert HARMLESS.keys() <= found.dropped.keys()
+    assert all(said for (said,) in found.dropped.values())
 
 
 @pytest.mark.slow
@@ -279,10 +289,10 @@ def test_every_key_is_in_one_list(trainer):
     for keys in [*cases, HARMLESS, {"some_new_key": 5, "another": None}]:
         found = imported(trainer, **keys)
         lines = [*found.mapped, *found.dropped, *found.refused, *found.unknown]
-        names = Counter(line.name.partition("[")[0] for line in lines)
+        names = {name.partition("[")[0] for name in lines}
         given = {k: v for k, v in (BASES[trainer] | keys).items() if v is not None}
-        assert given.keys() <= names.keys()
-        assert max(Counter(line.name for line in lines).values()) == 1
+        assert given.keys() <= names
+        assert max(Counter(lines).values()) == 1
 
 
 def test_tokens_that_a_config_restates_are_assumed_to_be_the_tokenizers_own():
@@ -303,7 +313,7 @@ def test_text_alone_of_a_vision_model_is_what_trains_anyway():
 
 def test_an_unknown_key_is_named_and_keeps_the_file_from_being_written():
     found = imported("trl", lerning_rate=5)
-    assert [(line.name, line.value) for line in found.unknown] == [("lerning_rate", 5)]
+    assert [*found.unknown] == ["lerning_rate"]
     assert not found.faithful
     assert "unknown (1)\n  theirs.yaml:" in found.report()
 
@@ -327,9 +337,9 @@ def test_a_dump_without_model_and_data_takes_them_from_the_command_line():
     ours = ["model=m", "data.train=[a.jsonl, b.jsonl]", "train.tokens_per_step=64"]
     found = import_config("theirs.yaml", "trl", overrides=ours)
     assert not found.missing
-    assert found.config["model"] == "m"
+    assert found.tree()["model"] == "m"
     assert "tokens_per_step: 64  # command line" in found.text
-    assert "rows_per_step" not in found.config["train"]
+    assert "rows_per_step" not in found.tree()["train"]
 
 
 def test_words_of_yaml_1_1_are_flags():
@@ -338,7 +348,7 @@ def test_words_of_yaml_1_1_are_flags():
 
 
 def test_marks_are_of_one_trainer_for_the_most_part():
-    marks = {trainer: {*words.split()} for trainer, (words, _) in TRAINERS.items()}
+    marks = {trainer: {*module.MARKS.split()} for trainer, module in TRAINERS.items()}
     assert all(
         len(one & other) < 3 for a, one in marks.items() for b, other in marks.items() if a != b
     )
@@ -350,12 +360,12 @@ ODD = [5, "x", [1, {}], {"a": {"b": [1]}}, True]
 @pytest.mark.slow
 @pytest.mark.parametrize("trainer", BASES)
 def test_values_of_any_type_end_in_a_list(trainer):
-    for name in {*TRAINERS[trainer][0].split(), *BASES[trainer], "plugins", "interleave_probs"}:
+    for name in {*TRAINERS[trainer].MARKS.split(), *BASES[trainer], "plugins", "interleave_probs"}:
         for odd in ODD:
             keys: Given = {name: odd}
             found = imported(trainer, **keys)
             lines = [*found.mapped, *found.dropped, *found.refused, *found.unknown]
-            assert name in {line.name.partition("[")[0] for line in lines}, (name, odd)
+            assert name in {name.partition("[")[0] for name in lines}, (name, odd)
             assert found.report() and found.text
 
 
@@ -367,7 +377,7 @@ def test_values_of_any_type_in_an_entry_end_in_a_list(key):
             rl = keys.pop("rl", None)
             found = imported("axolotl", rl=rl, datasets=[{"path": "o/r", **keys, key: odd}])
             lines = [*found.mapped, *found.dropped, *found.refused, *found.unknown]
-            assert f"datasets[0].{key}" in {line.name for line in lines}, (key, odd)
+            assert f"datasets[0].{key}" in lines, (key, odd)
 
 
 def test_what_a_file_holds_stays_inside_comments():

@@ -45,12 +45,12 @@ def test_a_dump_of_a_configuration(method, tmp_path, monkeypatch):
     # of these keys alone, dpo and kto have the same ones
     found = import_config("dump.json", method="orpo" if method == "orpo" else None)
     assert (found.trainer, found.faithful, found.missing) == ("trl", True, ""), found.report()
-    config = load_config(dict(found.config))
+    config = load_config(dict(found.tree()))
     assert config.method == method
     rate = {"sft": 2e-5, "reward": 1e-4}.get(method, 1e-6)
     train = config.train
     assert (train.learning_rate, train.rows_per_step, train.seq_len) == (rate, 8, 1024)
     assert (train.epochs, train.schedule, train.warmup) == (3.0, "linear", 0.0)
     assert (config.data.eval, config.optimizer.name, config.device) == (None, "adamw", "cpu")
-    given = found.config.get(method, {})
+    given = found.tree().get(method, {})
     assert given.items() >= section.items()

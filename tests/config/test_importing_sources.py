@@ -69,7 +69,7 @@ def test_pairs_and_judged_rows_of_axolotl():
         {"prompt": "question"},
     )
     simpo = imported("axolotl", rl="simpo", datasets=[{"path": "o/r", "type": "chatml.ultra"}])
-    assert "cpo_alpha" in simpo.refused[0].said[0]
+    assert "cpo_alpha" in simpo.refused["rl"][0]
     entry = {"path": "o/r", "type": "bradley_terry.chat_template"}
     assert value(imported("axolotl", reward_model=True, datasets=[entry]), "method") == "reward"
 
@@ -78,7 +78,7 @@ def test_pretraining_of_axolotl_streams():
     entry = {"path": "o/r", "name": "en", "type": "pretrain", "split": "train"}
     found = imported("axolotl", datasets=None, pretraining_dataset=[entry], max_steps=9)
     assert found.faithful and not found.missing, found.report()
-    config = load_config(dict(found.config))
+    config = load_config(dict(found.tree()))
     assert (config.method, config.data.streaming, config.train.max_steps) == ("pretrain", True, 9)
     assert config.train.tokens_per_step == 2 * 4 * 2048
 
@@ -90,9 +90,8 @@ def test_sets_of_llama_factory():
         {"path": "org/more", "format": "messages"},
     ]
     assert value(found, "data.train") == files
-    probabilities: Given = {"mix_strategy": "interleave_under", "interleave_probs": "0.7,0.3"}
-    mixed = value(imported("llama-factory", dataset="ours,more", **probabilities), "data.train")
-    assert [one["weight"] for one in mixed] == [0.7, 0.3]
+    mixed = imported("llama-factory", dataset="ours,more", mix_strategy="interleave_under")
+    assert "give each of data.train a weight" in mixed.refused["mix_strategy"][0]
     pairs = imported("llama-factory", stage="dpo", dataset="pairs", pref_loss="ipo", pref_beta=0.3)
     assert value(pairs, "data.train") == {"path": "org/pairs:en:train", "format": "ranking"}
     assert (value(pairs, "dpo.loss_type"), value(pairs, "dpo.beta")) == ("ipo", 0.3)

@@ -3,6 +3,95 @@
 What becomes of each of their keys is said: mapped, without effect here, impossible or unknown.
 """
 
-from megatrain.config.importing.convert import Imported, import_config
+from __future__ import annotations
 
-__all__ = ["Imported", "import_config"]
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from megatrain.config.document import COMMAND_LINE, Located, plain, read_text, read_yaml
+from megatrain.config.importing import axolotl, llama_factory, trl
+from megatrain.config.importing.sheet import Sheet
+from megatrain.config.load import load_config, parse_override
+from megatrain.config.names import RIVALS
+from megatrain.errors import ConfigError
+
+TRAINERS = {"axolotl": axolotl, "llama-factory": llama_factory, "trl": trl}
+YAML_1_1 = {"yes": True, "on": True, "off": False, "no": False}  # as their reader has these words
+
+
+def import_config(
+    source: str | Path,
+    trainer: str | None = None,
+    processes: int | None = None,
+    method: str | None = None,
+    overrides: Sequence[str] = (),
+    output: Path | None = None,
+) -> Sheet:
+    """Read a YAML or JSON file of another trainer.
+
+    trainer: axolotl, llama-factory or trl; None finds it out by the keys.
+    processes: on which it was trained; None: one is assumed, and said.
+    method: of the run, where the file does not say it.
+    overrides: `key=value` of ours, as after a command.
+    output: the file that the config will be; a chat template that is written out lies beside it.
+
+    Raises ConfigError for a file that cannot be read, or is no config of theirs.
+    """
+    name = str(source)
+    document = read_yaml(read_text(Path(source)), name).value
+    if not isinstance(document, dict):
+        raise ConfigError(f"{name}: is no mapping of keys")
+    given = {key: Located(_as_theirs(plain(one)), one.place) for key, one in document.items()}
+    trainer = trainer or _trainer_of(given, name)
+    if trainer not in TRAINERS:
+        raise ConfigError(f"--from: {trainer} is none of {', '.join(TRAINERS)}")
+    sheet = Sheet(name, trainer, given)
+    if processes is None:
+        sheet.assume("one process trained it; for N GPUs: --processes N, which multiplies the step")
+    TRAINERS[trainer].read(sheet, processes or 1, method)
+    if method is not None:
+        sheet.origins["method"] = "--method"
+    stem = Path("imported") if output is None else output.with_suffix("")
+    sheet.files = {f"{stem}.{file}": text for file, text in sheet.files.items()}
+    if sheet.files:
+        sheet.config["data.chat_template"] = next(iter(sheet.files))
+    for override in overrides:
+        _override(sheet, override)
+    try:
+        load_config(sheet.tree())
+    except ConfigError as error:
+        sheet.missing = str(error).replace("keywords: ", "")
+    return sheet
+
+
+def _as_theirs(value: Any) -> Any:
+    return YAML_1_1.get(value, value) if isinstance(value, str) else value
+
+
+def _trainer_of(given: Mapping[str, Any], name: str) -> str:
+    """The trainer of which the file has most keys."""
+    counts = {
+        trainer: sum(key in given for key in module.MARKS.split())
+        for trainer, module in TRAINERS.items()
+    }
+    best = max(counts.values())
+    found = [trainer for trainer, count in counts.items() if count == best]
+    if best == 0 or len(found) > 1:
+        known = ", ".join(TRAINERS)
+        raise ConfigError(f"{name}: cannot tell whose config it is; say --from, one of {known}")
+    return found[0]
+
+
+def _override(sheet: Sheet, override: str) -> None:
+    """Set one of our keys, in the place of those that exclude it."""
+    key, tree = override.partition("=")[0], parse_override(override)
+    entry = Located(tree, COMMAND_LINE)
+    for name in key.split("."):
+        entry = entry.value[name]
+    ways = [[".".join(one) for keys in rivals for one in keys] for rivals in RIVALS]
+    others = [one for keys in ways if key in keys for one in keys]
+    for other in [*others, *(one for one in sheet.config if one.startswith(f"{key}."))]:
+        sheet.config.pop(other, None)
+    sheet.config[key] = plain(entry)
+    sheet.origins[key] = COMMAND_LINE

@@ -1,7 +1,7 @@
-"""A config of another trainer on its way into ours: what became of each of its keys.
+"""A config of another trainer on its way into ours, and what becomes of each of its keys.
 
-Every key ends in one list: mapped, without effect here, impossible, or unknown. A rule is one row
-of a trainer's table; names that a config of ours takes or refuses too (`names.ALIASES`,
+Every key ends in one list: mapped, without effect here, impossible, or unknown. Rows of a trainer's
+table decide of most; names that a config of ours takes or refuses too (`names.ALIASES`,
 `names.REFUSED`) need none.
 """
 
@@ -9,91 +9,82 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, TypeAlias
 
 from megatrain.config import names as n
-from megatrain.config.document import Located, plain
+from megatrain.config.document import Located, write_yaml
+from megatrain.config.fields import Config
 from megatrain.config.load import takes
 from megatrain.config.values import shown
+from megatrain.errors import printable
 
 NOT_SET = "not set"
 NOTHING_ASKED = "asks for nothing that is not done anyway"
 EMPTY: tuple[object, ...] = (None, "", [], {})
-KINDS: dict[type, str] = {str: "a text", list: "a list", dict: "a mapping"}
-T = TypeVar("T")
 OFF: tuple[object, ...] = (*EMPTY, False, 0, "no", "none")
 
+Rule: TypeAlias = "n.Alias | n.Refusal | Callable[[Sheet, str, Any], None]"
+Table: TypeAlias = Mapping[str, Rule]  # `liger_*` is of names that begin so, `[].type` of entries
 
-@dataclass(frozen=True)
-class Line:
-    """One of their keys, and what became of it: our keys, or the reason why there are none."""
 
-    name: str
-    value: object
-    place: str
-    said: tuple[str, ...]
+def ignored(names_of: Mapping[str, str]) -> dict[str, Rule]:
+    """Rows of names that change nothing that is learnt, whatever their values; by the reason."""
+    return {name: n.Refusal(why, ()) for why, names in names_of.items() for name in names.split()}
+
+
+def refused(names_of: Mapping[str, str]) -> dict[str, Rule]:
+    """Rows of names that cannot be honoured unless they are off; by the reason."""
+    return {name: never(why) for why, names in names_of.items() for name in names.split()}
+
+
+def never(why: str, *harmless: object) -> n.Refusal:
+    return n.Refusal(why, harmless, teaches=True)
 
 
 class Sheet:
-    """The keys of one file.
+    """The keys of one file, and what became of them: the result of an import.
 
     Attributes:
         config: our values by dotted key; `origins` says where each came from.
-        mapped, dropped, refused, unknown: a line for each of their keys, in one of these.
+        mapped, dropped, refused, unknown: sentences about each of their keys, in one of these.
         assumed: sentences about what the file does not say.
-        files: texts that the config names, to be written beside it.
+        files: texts that the config names, to be written beside it, by name.
+        missing: what keeps it from being a whole config, as `load_config` says it.
     """
 
-    def __init__(self, given: Mapping[str, Located], folder: Path, trainer: str) -> None:
-        self.given = {name: Located(plain(entry), entry.place) for name, entry in given.items()}
-        self.folder, self.trainer = folder, trainer
-        self.left = set(self.given)
-        self.config: dict[str, object] = {}
+    def __init__(self, source: str, trainer: str, given: dict[str, Located]) -> None:
+        self.source, self.trainer, self.given = source, trainer, given
+        self.folder = Path(source).parent
+        self.config: dict[str, Any] = {}
         self.origins: dict[str, str] = {}
-        self.mapped: dict[str, Line] = {}
-        self.dropped: dict[str, Line] = {}
-        self.refused: dict[str, Line] = {}
-        self.unknown: dict[str, Line] = {}
+        self.mapped: dict[str, tuple[str, ...]] = {}
+        self.dropped: dict[str, tuple[str, ...]] = {}
+        self.refused: dict[str, tuple[str, ...]] = {}
+        self.unknown: dict[str, tuple[str, ...]] = {}
         self.assumed: list[str] = []
         self.files: dict[str, str] = {}
+        self.missing = ""
 
     def get(self, name: str, default: Any = None) -> Any:
         """Their value; `default` where there is none, or null."""
         entry = self.given.get(name)
         return default if entry is None or entry.value is None else entry.value
 
-    def typed(self, name: str, kind: type[T], default: T) -> T:
-        """Their value if it is of this type; another is refused, and `default` is taken."""
-        value = self.get(name, default)
-        if isinstance(value, kind):
-            return value
-        self.refuse(name, f"must be {KINDS[kind]}, not {shown(value)}")
-        return default
-
-    def count(self, name: str, default: int) -> int:
-        """Their whole number of at least 1, else `default`; another value is refused."""
-        value = self.get(name, default)
-        if isinstance(value, int) and not isinstance(value, bool) and value >= 1:
-            return value
-        self.refuse(name, f"must be a whole number of at least 1, not {shown(value)}")
-        return default
-
     def put(self, key: str, value: object, *names: str, note: str = "") -> None:
         """Set our key as their keys `names` say, or, without any in the file, as it is there."""
-        given = [name for name in names if name in self.given and name not in self.refused]
-        path = tuple(key.split("."))
-        wrong = "" if takes(path, lambda x: x, value) else f"{key} does not take {shown(value)}"
+        ours = n.Alias(tuple(key.split(".")))
+        wrong = "" if takes(ours, value) else f"{key} does not take {shown(value)}"
         if key in self.config and self.config[key] != value:
             wrong = f"{key} is {shown(self.config[key])} already ({self.origins[key]})"
+        given = [name for name in names if name in self.given and name not in self.refused]
         for name in given:
+            said = f"{key}: {shown(value)}{f' ({note})' * bool(note)}"
             if wrong:
                 self.refuse(name, wrong)
-                continue
-            before = self.mapped[name].said if name in self.mapped else ()
-            said = f"{key}: {shown(value)}{f' ({note})' * bool(note)}"
-            self._settle(self.mapped, name, (*before, said))
+            else:
+                self.dropped.pop(name, None)
+                self.mapped[name] = (*self.mapped.get(name, ()), said)
         if not wrong:
             # `datasets[0]` for all keys of that entry
             briefly = dict.fromkeys(re.sub(r"(\]).*", r"\1", name) for name in given)
@@ -103,14 +94,14 @@ class Sheet:
     def drop(self, why: str, *names: str) -> None:
         """Their keys have no effect here, unless they had one already."""
         for name in names:
-            if name in self.left:
-                empty = any(self.given[name].value == one for one in EMPTY)
-                self._settle(self.dropped, name, (NOT_SET if empty else why,))
+            if name in self.given and not self._settled(name):
+                self.dropped[name] = (NOT_SET if self.given[name].value in EMPTY else why,)
 
     def refuse(self, name: str, why: str) -> None:
         """Record that their key cannot be honoured, and that the result would differ without it."""
         self.mapped.pop(name, None)
-        self._settle(self.refused, name, (why,))
+        self.dropped.pop(name, None)
+        self.refused[name] = (why,)
 
     def assume(self, sentence: str) -> None:
         if sentence not in self.assumed:
@@ -124,94 +115,131 @@ class Sheet:
         if not isinstance(entries, list) or not all(isinstance(one, dict) for one in entries):
             self.refuse(name, "must be a list of mappings")
             return []
-        opened = [(f"{name}[{number}].", dict(one)) for number, one in enumerate(entries)]
+        opened = [(f"{name}[{number}].", one) for number, one in enumerate(entries)]
         if opened:
             place = self.given.pop(name).place
-            self.left.discard(name)
-            keys = {at + key: value for at, one in opened for key, value in one.items()}
-            self.given |= {key: Located(value, place) for key, value in keys.items()}
-            self.left |= set(keys)
+            for at, one in opened:
+                self.given |= {at + key: Located(value, place) for key, value in one.items()}
         return opened
 
-    def finish(self, table: Rules) -> None:
+    def finish(self, table: Table) -> None:
         """Decide of all keys that are left, by the table of their trainer."""
-        for name in [name for name in self.given if name in self.left]:
-            entry = self.given[name]
-            rule = _rule(name, table)
-            if any(entry.value == empty for empty in EMPTY):
+        prefixes = [name[:-1] for name in table if name.endswith("*")]
+        for name, entry in self.given.items():
+            if self._settled(name):
+                continue
+            inner = name.rpartition("].")[2]  # of `datasets[0].type`
+            if entry.value in EMPTY:
                 self.drop(NOT_SET, name)
-            elif rule is not None:
-                rule(self, name, entry.value)
+            elif inner != name:
+                self.follow(name, entry.value, table.get(f"[].{inner}"))
             else:
-                self._settle(self.unknown, name, ())
+                begun = next((table[f"{one}*"] for one in prefixes if name.startswith(one)), None)
+                ours = n.ALIASES.get(name) or n.refusal_of(name)
+                self.follow(name, entry.value, table.get(name) or begun or ours)
+        for lines in (self.mapped, self.dropped, self.refused, self.unknown):
+            for name in [name for name in self.given if name in lines]:
+                lines[name] = lines.pop(name)  # in the file's order
 
-    def _settle(self, lines: dict[str, Line], name: str, said: tuple[str, ...]) -> None:
-        self.left.discard(name)
-        entry = self.given.get(name, Located(None, f"{self.trainer}'s default"))
-        lines[name] = Line(name, entry.value, entry.place, said)
+    def follow(self, name: str, value: Any, rule: Rule | None) -> None:
+        """Decide of one key by a row."""
+        match rule:
+            case None:
+                self.unknown[name] = ()
+            case n.Alias(key, convert):
+                try:
+                    ours = convert(value)
+                except ValueError as error:
+                    self.refuse(name, str(error))
+                    return
+                if ours is n.NOTHING:
+                    self.drop(NOTHING_ASKED, name)
+                else:
+                    self.put(".".join(key), ours, name)
+            case n.Refusal(reason, _, teaches):
+                if n.is_harmless(rule, value) or (teaches and value in OFF):
+                    self.drop(NOTHING_ASKED, name)
+                elif teaches:
+                    self.refuse(name, reason.removesuffix("; remove it"))
+                else:
+                    self.drop(reason.removesuffix("; remove it"), name)
+            case _:
+                rule(self, name, value)
+
+    def _settled(self, name: str) -> bool:
+        lists = (self.mapped, self.dropped, self.refused, self.unknown)
+        return any(name in one for one in lists)
+
+    @property
+    def faithful(self) -> bool:
+        """True if nothing that changes the result is lost."""
+        return not (self.refused or self.unknown)
+
+    def tree(self) -> dict[str, Any]:
+        """The config, nested, in the order of our sections."""
+        tree: dict[str, Any] = {}
+        order = list(Config.model_fields)
+        for key in sorted(self.config, key=lambda key: order.index(key.partition(".")[0])):
+            section, _, name = key.rpartition(".")
+            target = tree.setdefault(section, {}) if section else tree
+            target[name] = self.config[key]
+        return tree
+
+    def to_dict(self) -> dict[str, Any]:
+        about = {"trainer": self.trainer, "config": self.tree(), "missing": self.missing}
+        names = ("mapped", "dropped", "refused", "unknown", "assumed")
+        return about | {name: getattr(self, name) for name in names}
+
+    def report(self) -> str:
+        """The lists, for people."""
+        parts = {
+            "mapped": [f"{', '.join(v)} -> {', '.join(k)}" for k, v in self._grouped(self.mapped)],
+            "assumed": self.assumed,
+            "without effect here": [
+                f"{', '.join(name.partition(': ')[0] for name in names)}: {why[0]}"
+                for why, names in self._grouped(self.dropped)
+            ],
+            "impossible": [f"{self._place(k)}: {k}: {why[0]}" for k, why in self.refused.items()],
+            "unknown": [f"{self._place(k)}: {k}: {shown(self.get(k))}" for k in self.unknown],
+            "missing or contradictory": self.missing.splitlines(),
+        }
+        said = [f"{self.source}: a config of {self.trainer}"]
+        for title, lines in parts.items():
+            said += [f"{title} ({len(lines)})", *(f"  {line}" for line in lines)] if lines else []
+        return printable("\n".join(said))
+
+    def _place(self, name: str) -> str:
+        return self.given[name].place if name in self.given else f"{self.trainer}'s default"
+
+    def _grouped(self, lines: Mapping[str, tuple[str, ...]]) -> list[tuple[tuple[str, ...], Any]]:
+        """(sentences, keys with their values) of keys of which the same is said."""
+        groups: dict[tuple[str, ...], list[str]] = {}
+        for name, said in lines.items():
+            groups.setdefault(said, []).append(f"{name}: {shown(self.get(name))}")
+        return list(groups.items())
+
+    @property
+    def text(self) -> str:
+        """The config with a comment on where each value came from."""
+        name = Path(self.source).name
+        lines = [_comment(f"Imported from {self.trainer}'s {name} by `megatrain import`.")]
+        lost = [*self.refused, *self.unknown]
+        lines += [_comment(f"NOT HONOURED: {name}: {shown(self.get(name))}") for name in lost]
+        lines += [_comment(f"assumed: {sentence}") for sentence in self.assumed]
+        for section, value in self.tree().items():
+            inside = section not in self.config
+            lines += ["", f"{section}:"] if inside else [""]
+            for key, one in value.items() if inside else [(section, value)]:
+                origin = _comment(self.origins[f"{section}.{key}" if inside else key])
+                written = write_yaml({key: one}).rstrip("\n").split("\n")
+                if len(written) == 1:
+                    written = [f"{written[0]}  {origin}"]
+                else:
+                    written.insert(0, origin)
+                lines += [f"{'  ' * inside}{line}" for line in written]
+        return "\n".join(lines) + "\n"
 
 
-Rule: TypeAlias = Callable[[Sheet, str, Any], None]
-Rules: TypeAlias = Mapping[str, Rule]  # by name; `liger_*` is of all names that begin so
-
-
-def to(key: str, convert: Callable[[Any], object] = lambda value: value) -> Rule:
-    """The rule of a name that means our key. `convert` raises ValueError for other values."""
-
-    def rule(sheet: Sheet, name: str, value: Any) -> None:
-        try:
-            ours = convert(value)
-        except ValueError as error:
-            sheet.refuse(name, str(error))
-            return
-        if ours is n.NOTHING:
-            sheet.drop(NOTHING_ASKED, name)
-        else:
-            sheet.put(key, ours, name)
-
-    return rule
-
-
-def nothing(why: str) -> Rule:
-    """The rule of a name that changes nothing that is learnt, whatever its value."""
-    return lambda sheet, name, _: sheet.drop(why, name)
-
-
-def never(why: str, *harmless: object) -> Rule:
-    """The rule of a name that cannot be honoured, unless it is off or one of `harmless`."""
-
-    def rule(sheet: Sheet, name: str, value: Any) -> None:
-        if any(value == one for one in (*OFF, *harmless)):
-            sheet.drop(NOTHING_ASKED, name)
-        else:
-            sheet.refuse(name, why)
-
-    return rule
-
-
-def _rule(name: str, table: Rules) -> Rule | None:
-    last = name.rpartition("].")[2]  # of `datasets[0].type`
-    prefixes = [rule for key, rule in table.items() if key[-1] == "*" and last.startswith(key[:-1])]
-    if last != name:
-        return table.get(f"[].{last}")
-    if found := table.get(name) or next(iter(prefixes), None):
-        return found
-    if alias := n.ALIASES.get(name):
-        return to(".".join(alias.key), alias.convert)
-    refusal = n.refusal_of(name)
-    return None if refusal is None else _refused(refusal)
-
-
-def _refused(refusal: n.Refusal) -> Rule:
-    """The rule of a name that a config of ours refuses."""
-    reason = refusal.reason.removesuffix("; remove it")
-
-    def rule(sheet: Sheet, name: str, value: Any) -> None:
-        if n.is_harmless(refusal, value):
-            sheet.drop(NOTHING_ASKED, name)
-        elif refusal.teaches:
-            sheet.refuse(name, reason)
-        else:
-            sheet.drop(reason, name)
-
-    return rule
+def _comment(text: str) -> str:
+    """A comment of one line, whatever the text of another's file holds."""
+    return f"# {printable(' '.join(text.split()))}"

@@ -6,28 +6,27 @@ from typing import Any
 
 from megatrain.config import names as n
 from megatrain.config.importing import shared
-from megatrain.config.importing.sheet import NOTHING_ASKED, Rules, Sheet, never, nothing
-from megatrain.config.importing.sources import Found, paths_of, put_sources
+from megatrain.config.importing.shared import Source, paths_of, put_sources
+from megatrain.config.importing.sheet import NOTHING_ASKED, Sheet, Table, ignored, never, refused
 
-MARKS = (
-    "dataset_name dataset_train_split dataset_test_split dataset_config dataset_mixture "
-    "per_device_train_batch_size max_length max_seq_length assistant_only_loss "
-    "completion_only_loss num_train_epochs use_peft gradient_checkpointing_kwargs "
-    "dataset_text_field "
-    "attn_implementation desirable_weight center_rewards_coefficient cpo_alpha optim "
-    "lr_scheduler_type max_prompt_length"
-)
+MARKS = """
+    dataset_name dataset_train_split dataset_test_split dataset_config dataset_mixture
+    per_device_train_batch_size max_length max_seq_length assistant_only_loss completion_only_loss
+    num_train_epochs use_peft gradient_checkpointing_kwargs dataset_text_field attn_implementation
+    desirable_weight center_rewards_coefficient cpo_alpha optim lr_scheduler_type
+    max_prompt_length"""
 # Keys that only one method's configuration has.
 OF_METHOD = {
     "kto": "desirable_weight undesirable_weight",
     "reward": "center_rewards_coefficient",
     "cpo": "cpo_alpha simpo_gamma",
-    "dpo": "f_divergence_type discopop_tau loss_weights use_weighting label_smoothing ld_alpha "
-    "rpo_alpha precompute_ref_log_probs ref_model_mixup_alpha",
+    "dpo": """f_divergence_type discopop_tau loss_weights use_weighting label_smoothing ld_alpha
+        rpo_alpha precompute_ref_log_probs ref_model_mixup_alpha""",
     "sft": "assistant_only_loss completion_only_loss dataset_text_field packing",
 }
 RATES = {"sft": 2e-5, "reward": 1e-4}  # of the methods that have others than 1e-6
-OF_LOSS = {"apo_zero": "dpo", "ipo": "", "sigmoid": "", "hinge": ""}  # "": of several methods
+OF_SECTIONS = """beta loss_type loss_weights label_smoothing discopop_tau simpo_gamma cpo_alpha
+    desirable_weight undesirable_weight center_rewards_coefficient"""
 ENTRY = ("path", "id", "name", "config", "split", "data_files", "weight")
 
 
@@ -41,38 +40,34 @@ def read(sheet: Sheet, gpus: int, method: str | None) -> None:
     length = "max_seq_length" if sheet.get("max_seq_length") else "max_length"
     if length in sheet.given and sheet.get(length) is None:
         sheet.refuse(length, "rows of any length: name the longest in tokens")
-    packed = ["packing"] if sheet.get("packing") else []
-    rows = ("per_device_train_batch_size", 8)
-    shared.size_of_steps(sheet, rows, (length, 1024), packed, gpus)
+    shared.arguments(
+        sheet,
+        gpus,
+        ["packing"] if sheet.get("packing") else [],
+        rows=("per_device_train_batch_size", 8),
+        length=(length, 1024),
+        epochs=("num_train_epochs", 3.0),
+        rate=RATES.get(method, 1e-6),
+        schedule=("lr_scheduler_type", "linear"),
+        often={"save": 500, "logging": 10},
+    )
     if method == "sft" and sheet.get("packing") is not None:
         sheet.put("data.packing", sheet.get("packing"), "packing")
-    shared.length_of_run(sheet, "num_train_epochs", 3.0)
-    shared.learning_rate(sheet, RATES.get(method, 1e-6))
-    shared.schedule(sheet, "lr_scheduler_type", "linear")
-    shared.optimizer(sheet, "optim")
-    shared.precision(sheet)
-    shared.trackers(sheet)
-    sheet.put("train.seed", sheet.get("seed", 42), "seed")
     _data(sheet, method)
-    shared.how_often(sheet, "eval", ("eval_strategy", "evaluation_strategy"), None)
-    shared.how_often(sheet, "save", ("save_strategy",), 500)
-    shared.how_often(sheet, "logging", ("logging_strategy",), 10)
-    names = "beta loss_type loss_weights label_smoothing discopop_tau simpo_gamma cpo_alpha"
-    names += " desirable_weight undesirable_weight center_rewards_coefficient"
+    if method == "kto":  # whose rows come in the file's order unless that is changed
+        sheet.drop("rows are shuffled, by train.seed", "train_sampling_strategy")
     if sheet.get("loss_type") in ("nll", "kto"):
         sheet.drop("the loss of the method", "loss_type")
-    if sheet.get("simpo_gamma") is not None and method == "cpo":
+    if method == "cpo":
         sheet.drop("of loss_type: simpo alone", "simpo_gamma")
-    if method == "simpo" and sheet.get("beta") is None:
-        sheet.put("simpo.beta", 0.1)
-    shared.section(sheet, method, {name: name for name in names.split()})
+    shared.of_method(sheet, {name: name for name in OF_SECTIONS.split()})
     sheet.finish(TABLE)
 
 
 def _method(sheet: Sheet) -> str:
-    found = [m for m, keys in OF_METHOD.items() if any(key in sheet.given for key in keys.split())]
-    if found:
-        return found[0]
+    for method, keys in OF_METHOD.items():
+        if any(key in sheet.given for key in keys.split()):
+            return method
     losses = sheet.get("loss_type", [])
     if isinstance(losses, str | list) and losses:
         return "dpo"
@@ -84,10 +79,9 @@ def _method(sheet: Sheet) -> str:
 
 def _data(sheet: Sheet, method: str) -> None:
     answers, completions = sheet.get("assistant_only_loss"), sheet.get("completion_only_loss")
-    names = ("assistant_only_loss", "completion_only_loss")
     if method == "sft":
-        only = bool(answers or completions)
-        sheet.put("data.train_on", "assistant" if only else "all", *names)
+        only = "assistant" if answers or completions else "all"
+        sheet.put("data.train_on", only, "assistant_only_loss", "completion_only_loss")
         if completions is None and not answers:
             sheet.assume(
                 "rows are conversations or texts, of which TRL trains every token; for rows of "
@@ -98,27 +92,21 @@ def _data(sheet: Sheet, method: str) -> None:
     for name in ("chat_template", "chat_template_path"):
         if (value := sheet.get(name)) is not None:
             shared.template(sheet, name, value, {}, own=False)
-    strategy = sheet.get("eval_strategy", sheet.get("evaluation_strategy", "no"))
-    off = strategy in ("no", False)
-    path, config = sheet.get("dataset_name"), sheet.get("dataset_config")
-    if path is not None:
-        given = {"path": path, "name": config}
-        for key, name, split in (
-            ("data.train", "dataset_train_split", "train"),
-            ("data.eval", "dataset_test_split", "test"),
-        ):
-            if key == "data.train" or not off:
-                given["split"] = sheet.get(name, split)
-                found = paths_of(sheet, name.removesuffix("split"), given)
-                put_sources(sheet, key, found, "dataset_name", "dataset_config", name)
-    mixture = sheet.get("dataset_mixture")
+    strategies = [sheet.get(name) for name in n.STRATEGIES]
+    off = next((one for one in strategies if one is not None), "no") in ("no", False)
+    path, mixture = sheet.get("dataset_name"), sheet.get("dataset_mixture")
+    splits = {"data.train": ("dataset_train_split", "train")}
+    splits |= {} if off else {"data.eval": ("dataset_test_split", "test")}
+    for key, (name, split) in splits.items() if path is not None else ():
+        given = {"path": path, "name": sheet.get("dataset_config"), "split": sheet.get(name, split)}
+        found = paths_of(sheet, name.removesuffix("split"), given)
+        put_sources(sheet, key, found, "dataset_name", "dataset_config", name)
+    size = sheet.get("test_split_size")
     if isinstance(mixture, dict):
-        entries = mixture.get("datasets")
-        entries = [one for one in entries if isinstance(one, dict)] if entries else []
+        entries = [one for one in mixture.get("datasets") or () if isinstance(one, dict)]
         found = [one for entry in entries for one in _entry(sheet, entry)]
         put_sources(sheet, "data.train", found, "dataset_mixture")
         size = mixture.get("test_split_size")
-        sheet.put("data.eval", None if off else size, "dataset_mixture")
     elif "datasets" in sheet.given:
         found, settled = [], []
         for at, entry in sheet.open("datasets"):
@@ -126,12 +114,11 @@ def _data(sheet: Sheet, method: str) -> None:
             settled += [at + key for key in entry if key in ENTRY]
         put_sources(sheet, "data.train", found, *settled)
     if off or "data.eval" not in sheet.config:
-        size = None if off else sheet.get("test_split_size")
-        sheet.put("data.eval", size, "eval_strategy", "evaluation_strategy", "test_split_size")
-    sheet.drop("nothing is evaluated", "dataset_test_split", "test_split_size")
+        names = ["dataset_mixture" if isinstance(mixture, dict) else "test_split_size"]
+        sheet.put("data.eval", None if off else size, *names, *(n.STRATEGIES if off else ()))
 
 
-def _entry(sheet: Sheet, entry: dict[str, Any]) -> list[Found]:
+def _entry(sheet: Sheet, entry: dict[str, Any]) -> list[Source]:
     """A set of a `dataset_mixture`, whose weight is the share of its rows that is drawn."""
     if entry.get("weight", 1.0) != 1.0:
         sheet.refuse("dataset_mixture", f"{entry.get('id')}: a share of its rows; name a slice")
@@ -150,29 +137,34 @@ def _eos_token(sheet: Sheet, name: str, value: Any) -> None:
     )
 
 
-TABLE: Rules = {
+TABLE: Table = {
     **shared.TABLE,
+    **ignored(
+        {
+            "rows are cut as wholes (data.truncation_mode)": """
+                max_prompt_length max_completion_length""",
+            "belongs to another f_divergence_type": "f_alpha_divergence_coef",
+            "sets are cached; data.streaming reads them over the network": """
+                dataset_streaming streaming""",
+            "buffers are as the model has them": "ignore_bias_buffers",
+            "belongs to adapters": "use_rslora use_dora bnb_* lora_*",
+            "columns that are not read are named when rows are read": "[].columns",
+            "nothing is evaluated": "dataset_test_split test_split_size",
+        }
+    ),
+    **refused(
+        {
+            "of a method that is not built (grpo, rloo, ppo, distillation)": """
+                num_generations reward_funcs reward_weights use_vllm vllm_* reward_model_path
+                teacher_model_name_or_path sft_model_path num_ppo_epochs kl_coef""",
+            "name what it says in the model's folder": "model_init_kwargs",
+            "this loss is not built for the method": "loss_type",
+            "changes the loss, and is not built": """
+                use_weighting ld_alpha rpo_alpha alpha reference_free""",
+            "name the folder or the files": "[].data_dir",
+        }
+    ),
     "eos_token": _eos_token,
-    **n.of_each(
-        "num_generations reward_funcs reward_weights use_vllm vllm_* teacher_model_name_or_path "
-        "reward_model_path sft_model_path num_ppo_epochs kl_coef",
-        never("of a method that is not built (grpo, rloo, ppo, distillation)"),
-    ),
     "packing_strategy": never("rows are packed as wholes", "bfd", "ffd"),
-    "model_init_kwargs": never("name what it says in the model's folder"),
-    "max_prompt_length": nothing("rows are cut as wholes (data.truncation_mode)"),
-    "max_completion_length": nothing("rows are cut as wholes (data.truncation_mode)"),
     "f_divergence_type": never("only the reverse KL divergence is built", "reverse_kl"),
-    "f_alpha_divergence_coef": nothing("belongs to another f_divergence_type"),
-    "dataset_streaming": nothing("sets are cached; data.streaming reads them over the network"),
-    "streaming": nothing("sets are cached; data.streaming reads them over the network"),
-    "ignore_bias_buffers": nothing("buffers are as the model has them"),
-    "loss_type": never("this loss is not built for the method"),
-    **n.of_each(
-        "use_weighting ld_alpha rpo_alpha alpha reference_free",
-        never("changes the loss, and is not built"),
-    ),
-    **n.of_each("use_rslora use_dora bnb_* lora_*", nothing("belongs to adapters")),
-    "[].columns": nothing("columns that are not read are named when rows are read"),
-    "[].data_dir": never("name the folder or the files"),
 }
