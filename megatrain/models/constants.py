@@ -20,10 +20,9 @@ from megatrain.data.samples import NO_IMAGES as NO_IMAGES
 from megatrain.errors import ModelError
 from megatrain.memory.layout import FlatLayout, TensorRange
 
-# What a block may have of them. One buffer: a share of its trained bytes, or a size that never
-# matters; larger ones are tables for some sequence length, or a state. Parameters: a share of those
-# that it trains. Indexers have 0.1 to 3%, a cross-attention that nothing attends with a third.
-BUFFER_SHARE, SMALL_BUFFER_BYTES, PARAMETER_SHARE = 0.01, 1 << 16, 0.25
+# Of a block's trained parameters, as many as are constants at most. Indexers have 0.1 to 3%, a
+# cross-attention that nothing attends with a third.
+MOST = 0.25
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 NOTHING = FlatLayout.pack(())
@@ -77,21 +76,13 @@ def trains(tensor: Tensor) -> bool:
 
 def refuse_large(family: str, block: str, trained: FlatLayout, found: Mapping[str, Tensor]) -> None:
     """Raise ModelError for constants, by name, that are too large to be what we take them for."""
-    of_parameters = 0
-    for name, tensor in found.items():
-        share = tensor.nbytes / max(1, trained.parameters * tensor.itemsize)
-        if isinstance(tensor, nn.Parameter):
-            of_parameters += tensor.numel()
-            if of_parameters > PARAMETER_SHARE * trained.parameters:
-                raise ModelError(
-                    f"{family}: {name} and others of {block} are frozen or take no part in what it "
-                    f"returns, more than {PARAMETER_SHARE:.0%} of what is trained; it cannot be "
-                    "streamed yet"
-                )
-        elif tensor.nbytes > SMALL_BUFFER_BYTES and share > BUFFER_SHARE:
+    total = 0
+    for name, parameter in found.items():
+        total += parameter.numel() if isinstance(parameter, nn.Parameter) else 0
+        if total > MOST * trained.parameters:
             raise ModelError(
-                f"{family}: {name} is a buffer of {tensor.nbytes / 2**20:.3g} MiB, more than "
-                f"{BUFFER_SHARE:.0%} of {block}; it cannot be streamed yet"
+                f"{family}: {name} and others of {block} are frozen or take no part in what it "
+                f"returns, more than {MOST:.0%} of what is trained; it cannot be streamed yet"
             )
 
 

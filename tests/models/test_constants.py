@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from typing import Any
 
 import pytest
@@ -12,7 +11,7 @@ from torch import Tensor, nn
 
 from megatrain.errors import ModelError
 from megatrain.models.constants import kept_tensors
-from megatrain.models.family import build_model, layer_configs
+from megatrain.models.family import build_model
 from megatrain.models.skeleton import Skeleton
 from megatrain.models.transforms.fp8 import Fp8Policy
 from megatrain.models.trials.probe import probe_model
@@ -129,22 +128,3 @@ def test_building_leaves_the_random_state():
     before = torch.get_rng_state()
     build_model(tiny_config("ernie4-5-moe"), "auto", torch.float32)
     assert torch.equal(torch.get_rng_state(), before)
-
-
-HETEROGENEOUS = pytest.mark.skipif(
-    not hasattr(transformers.PretrainedConfig, "per_layer_config"),
-    reason="this release of transformers has none",
-)
-
-
-@HETEROGENEOUS
-def test_settings_may_differ_by_layer():
-    config = tiny_config("llama", per_layer_config={1: {"intermediate_size": 96}})
-    assert [of_layer.intermediate_size for of_layer in layer_configs(config, 3)] == [64, 96, 64]
-
-
-@HETEROGENEOUS
-def test_gemma_4_s_default_configuration_says_why_it_is_refused():
-    config = transformers.Gemma4TextConfig()
-    with pytest.raises(ModelError, match=re.escape("layer 0 receives [0], which needs a gradient")):
-        Skeleton(config, dtype=torch.bfloat16)

@@ -39,11 +39,6 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
         DECODER | {"encoder_layers": 2, "decoder_layers": 2},
         r"embed_positions\.weight and others of embed are frozen or take no part in what",
     ),
-    "minimax": (
-        "MiniMaxConfig",
-        LAYERS | {"num_key_value_heads": 2, "num_local_experts": 4, "block_size": 128},
-        r"diagonal_decay is a buffer of 0\.25 MiB, more than 1% of layers\.1",
-    ),
     "bart": (
         "BartConfig",
         DECODER | {"encoder_layers": 2, "decoder_layers": 2},
