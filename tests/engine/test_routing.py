@@ -9,10 +9,9 @@ import pytest
 import torch
 
 import megatrain as mt
-from megatrain.engine.routing import coefficient_of
+from megatrain.engine.routing import coefficient_of, find_routers
 from megatrain.engine.verify import gradients_of, weights_of
 from megatrain.errors import ConfigError
-from megatrain.models.routers import find_routers
 from megatrain.models.skeleton import Skeleton
 from megatrain.settings import ROUTER_AUX_LOSS_COEF, Settings
 from tests.support import (
