@@ -118,11 +118,8 @@ def held_out_beside(
     whole: Callable[[TokenRows], Rows],
     expected: Expected | None,
 ) -> TokenRows:
-    """The rows of a source that is held out beside these, whose counts get the warnings about them;
-    those that are expected, if they are there.
-
-    asked: the source, with the options of `rows`. Raises DataError.
-    """
+    """The rows of a source held out beside these, whose counts get the warnings; the expected ones,
+    if they are there. asked: with the options of `rows`. Raises DataError."""
     before = None if expected is None else expected.held_out
     asked = replace(asked, options=replace(asked.options, split=None, streaming=False))
     try:
@@ -279,8 +276,9 @@ class AskedSet:
                 "each prompt with another row's answer, so give it two rows or more"
             )
         return DataError(
-            f"{name}: no token to train on is left in {read - bad} rows, of which train.seq_len "
-            f"{self.options.seq_len} cuts {counts.truncated} and drops {counts.too_long}"
+            f"{name}: no token to train on is left in {read - bad} rows: none has an answer, or "
+            f"train.seq_len {self.options.seq_len} cuts it off (rows cut: {counts.truncated}, "
+            f"dropped: {counts.too_long})"
         )
 
 
@@ -346,8 +344,8 @@ def hold_out(rows: TokenRows, share: float | int, seed: int) -> tuple[TokenRows,
 
 
 def look_for_copies(rows: TokenRows, held: TokenRows) -> None:
-    """Warn of held-out rows that are trained on, too, and of those whose prompt is, with other
-    answers. Raises DataError if all rows are."""
+    """Warn of held-out rows that are trained on, or whose prompt is. Raises DataError if all rows
+    are."""
     copied = np.isin(held.hashes[held.chosen], rows.hashes[rows.chosen])
     asked = np.isin(held.contexts[held.chosen], rows.contexts[rows.chosen]) & ~copied
     if copied.all():
@@ -403,10 +401,8 @@ def weighted(rows: TokenRows, parts: Sequence[Part], seed: int) -> TokenRows:
 
 
 def shares_of_sources(sizes: Sequence[int], weights: Sequence[Fraction]) -> list[int]:
-    """Rows of each source in the smallest total in which none has fewer than it holds.
-
-    Each is within one row of its weight's share of the total.
-    """
+    """Rows of each source, within one of its weight's share, in the smallest total in which none
+    has fewer than it holds."""
     parts = [weight / sum(weights) for weight in weights]
     total = -(-max(size / part for size, part in zip(sizes, parts, strict=True)) // 1)
     exact = [total * part for part in parts]

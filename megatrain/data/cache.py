@@ -52,20 +52,13 @@ logger = logging.getLogger("megatrain")
 # why: decision 0113
 @dataclass(frozen=True)
 class Shard:
-    """One of a set's shards.
-
-    Attributes:
-        begins: rows of the source before it.
-        counts: of its rows.
-        tail: what its last row gives to the next shard; see `shards.Cutter`.
-        own: the hash of what is known about it, which names all its files' hashes.
-    """
+    """One of a set's shards."""
 
     folder: Path
-    begins: int
+    begins: int  # rows of the source before it
     counts: Counts
-    tail: dict[str, Any] | None
-    own: str
+    tail: dict[str, Any] | None  # what its last row gives to the next shard: `Cutter.tail`
+    own: str  # the hash of what is known about it, which names all its files' hashes
 
     @property
     def uncut(self) -> IndexArray:
@@ -75,10 +68,8 @@ class Shard:
 
 
 class Making:
-    """A set's folder while its shards are made; `shards` are the first ones that are there.
-
-    waited: another process made the set until now.
-    """
+    """A set's folder while its shards are made; `waited`: another process made the set until
+    now."""
 
     def __init__(self, folder: Path, kind: str, waited: bool) -> None:
         self.folder, self.waited, self._kind = folder, waited, kind
@@ -137,11 +128,8 @@ class Making:
 def making_set(
     cache: Path, key: str, kind: str = PLAIN, on_wait: Callable[[], None] = lambda: None
 ) -> Iterator[Making]:
-    """The set under `cache/key`, of which shards may be there already, to be made or completed.
-
-    One process makes it at a time; others wait, and call `on_wait` meanwhile. Raises StorageError
-    where it cannot be written, as on a full disk.
-    """
+    """The set under `cache/key`, to be made or completed by one process at a time; others wait, and
+    call `on_wait` meanwhile. Raises StorageError where it cannot be written, as on a full disk."""
     folder = cache / key
     try:
         cache.mkdir(parents=True, exist_ok=True)
@@ -302,12 +290,8 @@ def _read_about(path: Path) -> dict[str, Any]:
 
 
 class RowWriter:
-    """Appends rows to the files of a shard, which only their owner may read.
-
-    Attributes:
-        size: bytes of tokens and masks so far.
-        uncut: tokens of each sequence that was read.
-    """
+    """Appends rows to the files of a shard, which only their owner may read. size: bytes of tokens
+    and masks so far. uncut: tokens of each sequence that was read."""
 
     def __init__(self, folder: Path, kind: str = PLAIN) -> None:
         self._folder, self._kind = folder, kind
@@ -319,20 +303,15 @@ class RowWriter:
         self.size, self.uncut = 0, array("q")
 
     def add(self, ids: IdArray, mask: MaskArray, joined: bool = False) -> None:
-        """Append a plain row: ids int32 [tokens], mask bool [tokens].
-
-        joined: the next row goes on with its text.
-        """
+        """Append a plain row: ids int32, mask bool [tokens]. joined: the next row goes on with its
+        text."""
         first = int(mask.argmax())  # a row's first token is never a target
         self._add_row(self._append(ids, mask), ids[:first], int(mask.sum()), joined)
 
     def add_sides(
         self, sides: Sequence[tuple[IdArray, MaskArray]], prompt: IdArray, value: float
     ) -> None:
-        """Append a row of another kind, by its sequences.
-
-        prompt: as it was before the sequences were cut. value: see `Rows.values`.
-        """
+        """Append a row of another kind. prompt: as it was uncut. value: see `TokenRows.values`."""
         trained = KINDS[self._kind].trained
         hashes = [self._append(ids, mask) for ids, mask in sides]
         number = np.float32(math.nan if math.isnan(value) else value)  # one nan of the many

@@ -46,35 +46,22 @@ _TEMPLATE = "by the chat template"
 
 @dataclass(frozen=True)
 class Marked:
-    """A text ready for the tokenizer.
-
-    Attributes:
-        spans: the characters to train on; None for all.
-        add_special: let the tokenizer add its special tokens, which a chat template has written
-            into the text itself.
-        eos: append the end-of-sequence token, as a target.
-        keep: the characters whose tokens are the row's; None for all.
-        rewritten: number of answers that the template renders otherwise once others follow.
-        notes: words behind a count in a message.
-        wrapping: how a conversation became this text; empty for other texts.
-    """
+    """A text ready for the tokenizer."""
 
     text: str
-    spans: tuple[CharSpan, ...] | None
+    spans: tuple[CharSpan, ...] | None  # the characters to train on; None for all
+    # let the tokenizer add its special tokens, which a chat template has written into the text
     add_special: bool = False
-    eos: bool = False
-    rewritten: int = 0
-    notes: tuple[str, ...] = ()
-    wrapping: str = ""
-    keep: CharSpan | None = None
+    eos: bool = False  # append the end-of-sequence token, as a target
+    rewritten: int = 0  # answers that the template renders otherwise once others follow
+    notes: tuple[str, ...] = ()  # words behind a count in a message
+    wrapping: str = ""  # how a conversation became this text
+    keep: CharSpan | None = None  # the characters whose tokens are the row's; None for all
 
 
 @dataclass(frozen=True)
 class _Answer:
-    """Characters [start, stop) of a text that the assistant wrote.
-
-    rewritten: the template renders them otherwise once other turns follow.
-    """
+    """Characters [start, stop) that the assistant wrote; `rewritten` once other turns follow."""
 
     start: int
     stop: int
@@ -83,11 +70,8 @@ class _Answer:
 
 def shared_length(one: str, other: str) -> int:
     """Number of characters with which both texts begin."""
-    low, high = 0, min(len(one), len(other))
-    while low < high:
-        middle = (low + high + 1) // 2
-        low, high = (middle, high) if one[:middle] == other[:middle] else (low, middle - 1)
-    return low
+    pairs = enumerate(zip(one, other, strict=False))
+    return next((place for place, (a, b) in pairs if a != b), min(len(one), len(other)))
 
 
 class ChatTemplate:
@@ -221,10 +205,7 @@ class ChatTemplate:
         return heads[1][shared_length(*heads) :]
 
     def _tail(self, scene: Scene, index: int, rest: str) -> int:
-        """Number of characters behind an answer's texts that belong to it.
-
-        rest: the text behind them.
-        """
+        """Number of characters in `rest`, the text behind an answer's texts, that belong to it."""
         last = with_stand_ins(scene.turns[index])
         ended = self._template.render(scene.beginning(index + 1).with_turn(index, last))
         tail = ended.rpartition(STAND_IN)[2]
@@ -257,8 +238,8 @@ class ChatTemplate:
         )
 
     def _endless(self, text: str, spans: Iterable[CharSpan]) -> tuple[str, ...]:
-        """Notes of answers in mid-conversation that the template ends with another token than the
-        last one, such as gpt-oss's."""
+        """Notes of answers in mid-conversation that end in another token than the last, as gpt-
+        oss's."""
         lasts = [self._template.last_token(text[start:stop]) for start, stop in spans]
         return tuple(
             f"answers end in {last}, where the chat template ends the last one in {self.stops[0]}"
@@ -367,10 +348,8 @@ def squeezed(text: str) -> str:
 
 
 def _arrives(said: str, text: str, start: int = 0) -> bool:
-    """True if a squeezed text holds these words, and not all of them before `start`.
-
-    A template may have written it as JSON.
-    """
+    """True if a squeezed text holds these words, maybe as JSON, and not all of them before
+    `start`."""
     if not said.strip() or said in text[start:]:
         return True
     forms = (said, json.dumps(said, ensure_ascii=False)[1:-1], json.dumps(said)[1:-1])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -20,7 +21,6 @@ from megatrain.data.samples import (
     Chat,
     Document,
     Judged,
-    Pair,
     RowError,
     Sample,
     Text,
@@ -38,35 +38,22 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class RowOptions:
-    """Options of how rows are read and cut.
+    """Options of how rows are read and cut."""
 
-    Attributes:
-        seq_len: longest row in tokens; None keeps whole documents, for packing.
-        text_field: the column of plain text; None finds it.
-        columns: columns that go by another name, ours first.
-        prompts: as in `Encoder`.
-        kind: of rows, as the method trains them: one of KINDS. Rows of another kind are bad.
-        truncation_mode: which tokens of a longer row stay, the first or the last; `drop`: none.
-        vocab_size: token ids from here on are refused; None allows all.
-        day: the date that chat templates get as the time; None: today's.
-        processes: that tokenise a set of more than a thousand rows.
-        streaming: the set is too large to be read before it is used: see `streaming.py`.
-    """
-
-    seq_len: int | None
+    seq_len: int | None  # longest row in tokens; None keeps whole documents, for packing
     train_on: str = "assistant"
     format: str = "auto"
     on_bad_row: str = "refuse"
-    text_field: str | None = None
-    columns: Mapping[str, str] | None = None
-    prompts: str = "text"
-    kind: str = PLAIN
+    text_field: str | None = None  # the column of plain text; None finds it
+    columns: Mapping[str, str] | None = None  # that go by another name, ours first
+    prompts: str = "text"  # as in `Encoder`
+    kind: str = PLAIN  # as the method trains them; rows of another kind are bad
     truncation_mode: str = KEEP_START
     split: str | None = None
-    vocab_size: int | None = None
-    day: date | None = None
-    processes: int = 1
-    streaming: bool = False
+    vocab_size: int | None = None  # token ids from here on are refused
+    day: date | None = None  # that chat templates get as the time; None: today
+    processes: int = 1  # that tokenise a set of more than a thousand rows
+    streaming: bool = False  # the set is used before all of it is read: see `streaming.py`
 
 
 AS_THEY_ARE = "as they are: prompt, completion, end of sequence (data.prompts: chat makes turns)"
@@ -222,11 +209,8 @@ def target_mask(offsets: Sequence[CharSpan], spans: Sequence[CharSpan]) -> MaskA
 
 
 def tokens_in(offsets: Sequence[CharSpan], piece: CharSpan) -> MaskArray:
-    """Tokens of a text that belong to a piece of it, as bool [tokens].
-
-    A token belongs where it begins, which is where the one before it ended: so each token belongs
-    to one piece, white space and the spaces that a tokenizer puts in front included.
-    """
+    """Tokens of a text that begin in a piece of it, as bool [tokens]. Each begins where the one
+    before ended: so it belongs to one piece, white space in front of it included."""
     stops = np.asarray(offsets, np.int64).reshape(-1, 2)[:, 1]
     begins = np.maximum.accumulate(np.concatenate([[0], stops]))[:-1]
     return (begins >= piece[0]) & (begins < piece[1])
@@ -239,9 +223,8 @@ SLOWEST_CHARACTERS_PER_S = 50_000  # of a tokenizer, which usually reads a milli
 
 @dataclass(frozen=True)
 class RawBatch:
-    """Raw rows that follow one another.
+    """Raw rows that follow one another, and the formats that are settled by source and file.
 
-    formats: the names of formats by source and file, where a row has settled it.
     only_counted: their rows are not used, only bad ones are counted.
     """
 
@@ -252,19 +235,12 @@ class RawBatch:
 
 @dataclass(frozen=True)
 class Encoded:
-    """A good row's sequences, uncut.
+    """A good row's sequences, uncut."""
 
-    Attributes:
-        part: number of its source.
-        text: it is plain text.
-        joined: the next row goes on with its text.
-        value: see `Rows.values`.
-    """
-
-    part: int
-    text: bool
-    joined: bool
-    value: float
+    part: int  # number of its source
+    text: bool  # it is plain text
+    joined: bool  # the next row goes on with its text
+    value: float  # see `TokenRows.values`
     sides: tuple[Tokens, ...]
 
     @property
@@ -277,19 +253,8 @@ class Encoded:
         return self.sides[0][0][: self.begins]
 
 
-@dataclass(frozen=True)
-class EncodedBatch:
-    """The good rows of a batch, and counts of all."""
-
-    rows: list[Encoded]
-    counts: Counts
-
-
 class RowReader:
-    """Reads a source once, in batches.
-
-    on_progress: called with the number of rows that were read so far.
-    """
+    """Reads a source once, in batches; `on_progress` is called with the number of rows so far."""
 
     def __init__(
         self, source: Source, options: RowOptions, on_progress: Callable[[int], None]
@@ -323,7 +288,9 @@ class RowReader:
                 self._formats[row.part, row.file] = format_of(row, value, self._options)
 
 
-def encode_batch(batch: RawBatch, encoder: Encoder, options: RowOptions) -> EncodedBatch:
+def encode_batch(
+    batch: RawBatch, encoder: Encoder, options: RowOptions
+) -> tuple[list[Encoded], Counts]:
     """Count rows and tokenise the good ones, in a worker; none where a bad row is refused."""
     counts = Counts()
     marked: list[tuple[RawRow, Sample, tuple[Marked, ...]]] = []
@@ -336,7 +303,7 @@ def encode_batch(batch: RawBatch, encoder: Encoder, options: RowOptions) -> Enco
         except RowError as error:
             counts.add_bad(f"{raw.where}: {error}")
     if batch.only_counted or (counts.bad and options.on_bad_row == "refuse"):
-        return EncodedBatch([], counts)
+        return [], counts
     flat = [text for *_, texts in marked for text in texts]
     begin_row(TOKENISING, sum(len(text.text) for text in flat) / SLOWEST_CHARACTERS_PER_S)
     encoded, rows = iter(encoder.encode(flat)), []
@@ -346,9 +313,11 @@ def encode_batch(batch: RawBatch, encoder: Encoder, options: RowOptions) -> Enco
             counts.saw(int(ids.max()) if len(ids) else -1, raw.where)
         _count(texts, counts)
         sides = sides if len(sides) == 1 else _begun_alike(sides)
+        value = sample.wanted if isinstance(sample, Judged) else getattr(sample, "margin", None)
+        value = math.nan if value is None else float(value)
         is_text = isinstance(sample, Document)
-        rows.append(Encoded(raw.part, is_text, not raw.ends, value_of(sample), sides))
-    return EncodedBatch(rows, counts)
+        rows.append(Encoded(raw.part, is_text, not raw.ends, value, sides))
+    return rows, counts
 
 
 def about_row(batch: RawBatch, number: int) -> tuple[str, str]:
@@ -358,14 +327,6 @@ def about_row(batch: RawBatch, number: int) -> tuple[str, str]:
         return f"{where}: the tokenizer", "for them; use another, or take out the row"
     before, after = ABOUT_TEMPLATE
     return f"{batch.rows[number].where}: {before}", after
-
-
-def value_of(sample: Sample) -> float:
-    """The entry of a sample in `Rows.values`; nan for a plain one."""
-    if isinstance(sample, Judged):
-        return float(sample.wanted)
-    margin = sample.margin if isinstance(sample, Pair) else None
-    return np.nan if margin is None else margin
 
 
 def _count(texts: Sequence[Marked], counts: Counts) -> None:
@@ -389,14 +350,13 @@ def _begun_alike(sides: tuple[Tokens, ...]) -> tuple[Tokens, ...]:
 
 
 def format_of(raw: RawRow, value: object, options: RowOptions) -> str:
-    """The name of the format of a row by itself. Raises RowError where there is none.
-
-    value: of the row, renamed.
-    """
+    """The name of the format of a row (renamed: `value`) by itself. Raises RowError."""
     name = "text" if text_column(raw, options) else options.format
     name = name if raw.format == "auto" else raw.format
     if name == "auto":
-        return formats.detected_name(value, options.kind)
+        if (found := formats.detect_format(value, options.kind)) is None:
+            raise formats.unknown_format(value, options.kind)
+        return found
     formats.named_format(name, options.kind)
     return name
 
@@ -411,17 +371,15 @@ def _sample(raw: RawRow, settled: str | None, options: RowOptions, counts: Count
     if raw.problem is not None:
         raise RowError(raw.problem)
     value = formats.renamed(raw.value, options.columns or {})
-    form = formats.ROW_FORMATS[settled or format_of(raw, value, options)]
-    column = text_column(raw, options)
-    counts.add_unread(
-        formats.unread_columns(value, (column,) if column else form.reads(options.kind))
-    )
+    name, column = settled or format_of(raw, value, options), text_column(raw, options)
+    read = (column,) if column else formats.ROW_FORMATS[name].reads(options.kind)
+    counts.add_unread(formats.unread_columns(value, read))
     if column and isinstance(value, Mapping):
         if column not in value:
             raise RowError(f"field {column!r} is missing")
         value = {"text": value[column]}
     pretrain = options.seq_len is None
-    sample = formats.convert_row(form, value, kind=options.kind, pretrain=pretrain)
+    sample = formats.convert_row(name, value, kind=options.kind, pretrain=pretrain)
     if isinstance(sample, Document):
         around = {name: getattr(raw, name) for name in ("begins", "ends", "before", "after")}
         return replace(sample, **around)

@@ -120,14 +120,10 @@ def _read_json(path: Path) -> Iterator[RawRow]:
             line = f":{error.lineno}"
         raise DataError(f"{path}{line}: {_problem_of(error)}") from error
     if isinstance(value, dict):
-        inner = value.get("data")
         lists = [name for name, of in value.items() if isinstance(of, list) and is_given(of)]
-        if isinstance(inner, list) and (others := [name for name in lists if name != "data"]):
-            raise DataError(
-                f"{path}: of its lists 'data' and {others[0]!r} only the first would be read; put "
-                "each into a file of its own"
-            )
-        value = inner if isinstance(inner, list) else [value]
+        if "data" in lists and len(lists) > 1:
+            raise DataError(f"{path}: has several lists ({', '.join(lists)}); give each its file")
+        value = value["data"] if isinstance(value.get("data"), list) else [value]
     if not isinstance(value, list):
         raise DataError(f"{path}: expected a list of rows or an object with a list under 'data'")
     yield from numbered(value, str(path))
@@ -167,9 +163,9 @@ def read_csv(path: Path) -> Iterator[RawRow]:
     try:
         with _open(path) as file, TextIOWrapper(file, "utf-8-sig", newline="") as lines:
             reader = csv.DictReader(lines, strict=True, delimiter=delimiter)
-            for name in reader.fieldnames or ():
-                if name and list(reader.fieldnames or ()).count(name) > 1:
-                    raise DataError(f"{path}:1: the header has the column {name!r} twice; keep one")
+            named = list(filter(None, reader.fieldnames or ()))
+            if twice := [name for name in named if named.count(name) > 1]:
+                raise DataError(f"{path}:1: the header has the column {twice[0]!r} twice; keep one")
             for row in reader:
                 problem = "more fields than the header has" if None in row else None
                 # CSV cannot tell an empty text from none
@@ -238,7 +234,7 @@ READERS: dict[str, Callable[[Path], Iterator[RawRow]]] = {
 
 
 HUB_TIMEOUT_S = 4.0
-_IN_PYTHON = re.compile(r"[\d,]+ rows given in Python, digest [0-9a-f]{32}")  # see given.py
+_IN_PYTHON = re.compile(r"[\d,]+ rows given in Python, digest [0-9a-f]{32}")  # see `sources.named`
 SAVED = ({"dataset_dict.json"}, {"dataset_info.json", "state.json"})  # a DatasetDict, a Dataset
 # A folder's README and notes are about the data; named, or in a glob, such a file is data.
 NOT_IN_FOLDERS = {".md"}
@@ -318,19 +314,16 @@ def is_saved(folder: Path) -> bool:
 
 def files_in(folder: Path) -> tuple[list[Path], list[Path]]:
     """(data files, other files) of a folder and those below it, in order, but for hidden ones.
-
-    Raises DataError if no file has data, and for devices, pipes, links that lead out of it and
-    folders that may not be read.
-    """
+    Raises DataError if no file has data, and for what cannot be read."""
     files, others = list[Path](), list[Path]()
     with if_forbidden(DataError, folder):
         found = sorted(_below(folder))
     for path in found:
-        is_data = type_of(path) in READERS.keys() - NOT_IN_FOLDERS and path.name not in ABOUT_DATA
-        if path.is_symlink() and (is_data or path.is_dir()):
-            _refuse_link_out(folder, path)
         if path.is_dir():
+            if path.is_symlink():
+                raise DataError(f"{path}: is a link to a folder; name that in data.train by itself")
             continue
+        is_data = type_of(path) in READERS.keys() - NOT_IN_FOLDERS and path.name not in ABOUT_DATA
         if is_data:
             _refuse_special(path)
         (files if is_data else others).append(path)
@@ -359,19 +352,8 @@ def _path(text: str) -> Path:
     except (FileNotFoundError, NotADirectoryError):
         pass
     except (OSError, ValueError, RuntimeError) as error:  # too long, half a character, no such user
-        shown = text.encode(errors="backslashreplace").decode()
-        reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
-        raise DataError(f"{shown}: cannot be read: {reason}") from None
+        raise DataError(f"{text!r}: cannot be read: {error}") from None
     return path
-
-
-def _refuse_link_out(folder: Path, link: Path) -> None:
-    """A folder's files are its own. The hub's cache is one, too: links into the blobs beside it."""
-    base, target = folder.resolve(), link.resolve()
-    blobs = (place.parent / "blobs" for place in (base, *base.parents) if place.name == "snapshots")
-    if not any(target.is_relative_to(home) for home in (base, *blobs)):
-        ways = "put a copy there, or name it in data.train by itself"
-        raise DataError(f"{link}: is a link out of the folder, to {target}; {ways}")
 
 
 def _refuse_special(path: Path) -> None:
@@ -405,32 +387,23 @@ def _nearest(path: Path) -> str:
 
 
 def _ask_hub(named: Named) -> None:
-    """Raise DataError for a name that the hub does not know, or that it does not answer for.
-
-    What is in the caches of `datasets` is left to that, which takes it without the hub.
-    """
+    """Raise DataError for a name that the hub does not know, or does not answer for, unless
+    `datasets` has it in its caches, which takes it from there."""
     from huggingface_hub import HfApi
-    from huggingface_hub.errors import (
-        HFValidationError,
-        OfflineModeIsEnabled,
-        RepositoryNotFoundError,
-    )
+    from huggingface_hub.errors import HFValidationError, RepositoryNotFoundError
 
-    near, name = _nearest(Path(named.name)), named.spec
     try:
         hub = HfApi(endpoint=os.environ.get("HF_ENDPOINT"))
         hub.dataset_info(named.name, timeout=HUB_TIMEOUT_S)
         return
     except (HFValidationError, RepositoryNotFoundError):
-        neither = "is neither a file or folder here nor a data set of the hub"
-        raise DataError(f"{name}: {neither}{near}") from None
-    except OfflineModeIsEnabled:
-        why = "the hub is not asked (HF_HUB_OFFLINE)"
+        why = "no data set of the hub (owner/name)"
     except Exception as error:  # noqa: BLE001  whatever the network's library raises
+        if _is_cached(named.name):
+            return
         why = f"the hub does not answer ({type(error).__name__})"
-    if not _is_cached(named.name):
-        form = "" if "/" in named.name else "; write an id as owner/name"
-        raise DataError(f"{name}: no such file or folder{near}; and {why}{form}")
+    near = _nearest(Path(named.name))
+    raise DataError(f"{named.spec}: no such file or folder{near}; and {why}")
 
 
 def _is_cached(name: str) -> bool:
@@ -441,10 +414,5 @@ def _is_cached(name: str) -> bool:
         return re.sub(r"[\W_]", "", text).lower()
 
     made = Path(os.environ.get("HF_DATASETS_CACHE") or Path(constants.HF_HOME, "datasets"))
-    known = ((made, name), (Path(constants.HF_HUB_CACHE), f"datasets{name}"))
-    return any(
-        bare(found.name) == bare(wanted)
-        for folder, wanted in known
-        if folder.is_dir()
-        for found in folder.iterdir()
-    )
+    known = [*made.glob("*"), *Path(constants.HF_HUB_CACHE).glob("datasets--*")]
+    return any(bare(found.name.removeprefix("datasets--")) == bare(name) for found in known)

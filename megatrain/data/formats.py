@@ -94,7 +94,7 @@ def from_prompt_completion(row: Row) -> Chat:
     plain = None
     if isinstance(row.get("prompt"), str) and isinstance(row.get("completion"), str):
         plain = (text_of(row, "prompt"), text_of(row, "completion"))
-    asked, answer = _side(row, "prompt", "user"), _side(row, "completion", "assistant")
+    asked, answer = _turns(row, "prompt", "user"), _turns(row, "completion", "assistant")
     return exchange(row, asked, answer, plain)
 
 
@@ -133,12 +133,6 @@ def _history(row: Row) -> list[Message]:
     return turns
 
 
-def _side(row: Row, name: str, role: str) -> ReadTurns:
-    if isinstance(row.get(name), list):
-        return openai_turns(filled_list(row, name), name)
-    return ReadTurns((Message(role, text_of(row, name)),))
-
-
 _ANSWERS = ("chosen", "rejected")
 LABELS = ("label", "kto_tag")
 # 1 and 0 are equal to the first two
@@ -149,10 +143,8 @@ PROMPT_NAMES = ("question", "query", "input", "instruction")
 
 
 def from_preference(row: Row) -> Pair:
-    """A prompt and two answers, each a text or a list of messages. Raises RowError, as all here.
-
-    A text beside two whole conversations is in both of these already.
-    """
+    """A prompt and two answers, each a text or a list of messages. A text beside two whole
+    conversations is in both of these already."""
     if isinstance(row.get("prompt"), str) and all(map(_is_whole, map(row.get, _ANSWERS))):
         return _of_conversations(row)
     return _of_prompt(row, "prompt")
@@ -165,8 +157,7 @@ def from_ranking(row: Row) -> Pair:
 
 
 def from_alpaca_ranking(row: Row) -> Pair:
-    chosen, rejected = (_last_alone(from_alpaca(row, name)) for name in _ANSWERS)
-    return _pair(row, chosen, rejected)
+    return _with_margin(row, *(_last_alone(from_alpaca(row, name)) for name in _ANSWERS))
 
 
 def from_implicit(row: Row) -> Pair:
@@ -185,10 +176,8 @@ def from_implicit(row: Row) -> Pair:
 
 
 def judged(row: Row, chat: Chat, several: bool) -> Judged:
-    """The conversation with the row's label. Raises RowError.
-
-    several: the answer may be of several turns; else all but the last turn is context.
-    """
+    """The conversation with the row's label. several: the answer may be of several turns; else all
+    but the last turn is context. Raises RowError."""
     given = [name for name in LABELS if row.get(name) is not None]
     if not given:
         raise RowError(
@@ -197,12 +186,10 @@ def judged(row: Row, chat: Chat, several: bool) -> Judged:
         )
     if len(given) > 1:
         raise RowError("field 'kto_tag': 'label' says the same; keep one")
-    label = value = row[given[0]]
-    if isinstance(value, str):
-        label = value.strip().lower()
+    value = row[given[0]]
+    label = value.strip().lower() if isinstance(value, str) else value
     if not isinstance(label, str | int | float) or label not in WANTED:
-        shown = repr(value)[:40] if isinstance(value, str | int | float) else type_name(value)
-        raise RowError(f"field {given[0]!r}: expected true or false, found {shown}")
+        raise RowError(f"field {given[0]!r}: expected true or false, found {repr(value)[:40]}")
     if chat.messages[-1].role != "assistant":
         raise RowError("the last turn is not the assistant's, so there is no answer to judge")
     return Judged(chat if several else _last_alone(chat), WANTED[label])
@@ -210,15 +197,7 @@ def judged(row: Row, chat: Chat, several: bool) -> Judged:
 
 def _of_prompt(row: Row, name: str) -> Pair:
     asked = _turns(row, name, "user")
-    plain = isinstance(row.get(name), str)
-    chats = []
-    for answer in _ANSWERS:
-        turns = _turns(row, answer, "assistant")
-        _check(asked.messages, turns.messages, answer)
-        texts = plain and isinstance(row.get(answer), str)
-        literal = (text_of(row, name), text_of(row, answer)) if texts else None
-        chats.append(exchange(row, asked, turns, literal))
-    return _pair(row, *chats)
+    return _pair(row, [(asked, _turns(row, answer, "assistant")) for answer in _ANSWERS], name)
 
 
 def _of_texts(row: Row) -> Pair:
@@ -233,42 +212,49 @@ def _of_texts(row: Row) -> Pair:
             "fields 'chosen' and 'rejected' do not begin alike, so there is no prompt in them; "
             "give it in a column 'prompt'"
         )
-    chats = []
     for name, text in zip(_ANSWERS, texts, strict=True):
-        if not (answer := text[start:]).strip():
+        if not text[start:].strip():
             raise RowError(f"field {name!r}: holds no answer behind the prompt")
-        asked, turns = Message("user", prompt), Message("assistant", answer)
-        chats.append(exchange(row, ReadTurns((asked,)), ReadTurns((turns,)), (prompt, answer)))
-    return _pair(row, *chats)
+    asked = ReadTurns((Message("user", prompt),))
+    answers = [ReadTurns((Message("assistant", text[start:]),)) for text in texts]
+    return _pair(row, [(asked, answer) for answer in answers], _ANSWERS[0])
 
 
 def _of_conversations(row: Row) -> Pair:
-    sides = [_turns(row, name, "assistant") for name in _ANSWERS]
-    chosen, rejected = (turns.messages for turns in sides)
+    turns = [_turns(row, name, "assistant") for name in _ANSWERS]
+    chosen, rejected = (side.messages for side in turns)
     _refuse_equal(chosen, rejected)
-    start = _shared(chosen, rejected)
-    if not start:
+    if not (start := _shared(chosen, rejected)):
         raise RowError(
             "fields 'chosen' and 'rejected' have no turn in common to begin with, so there is no "
             "prompt in them; give it in a column 'prompt'"
         )
+    sides = [
+        (ReadTurns(side.messages[:start], side.unread), ReadTurns(side.messages[start:]))
+        for side in turns
+    ]
+    return _pair(row, sides, _ANSWERS[0])
+
+
+def _pair(row: Row, sides: Sequence[tuple[ReadTurns, ReadTurns]], prompt: str) -> Pair:
+    """The pair of two (turns before it, answer). prompt: the column that has the turns before."""
     chats = []
-    for name, turns in zip(_ANSWERS, sides, strict=True):
-        asked, answer = turns.messages[:start], turns.messages[start:]
-        _check(asked, answer, name)
-        chats.append(exchange(row, ReadTurns(asked, turns.unread), ReadTurns(answer)))
-    return _pair(row, *chats)
+    for name, (asked, answer) in zip(_ANSWERS, sides, strict=True):
+        _check(asked.messages, answer.messages, name)
+        texts = isinstance(row[prompt], str) and isinstance(row[name], str)
+        literal = (asked.messages[0].content, answer.messages[0].content) if texts else None
+        chats.append(exchange(row, asked, answer, literal))
+    return _with_margin(row, *chats)
 
 
-def _pair(row: Row, chosen: Chat, rejected: Chat) -> Pair:
+def _with_margin(row: Row, chosen: Chat, rejected: Chat) -> Pair:
     _refuse_equal(chosen, rejected)
     margin = row.get("margin")
     if margin is None:
         return Pair(chosen, rejected)
     if type(margin) is not bool and isinstance(margin, int | float) and abs(margin) <= _LARGEST:
         return Pair(chosen, rejected, float(margin))
-    found = repr(margin) if isinstance(margin, float) else type_name(margin)
-    raise RowError(f"field 'margin': expected a finite number, found {found}")
+    raise RowError(f"field 'margin': expected a finite number, found {repr(margin)[:40]}")
 
 
 def _refuse_equal(chosen: object, rejected: object) -> None:
@@ -342,13 +328,8 @@ OF_KIND = {PLAIN: (), PAIRS: (*_ANSWERS, "margin"), JUDGED: LABELS}
 
 @dataclass(frozen=True)
 class RowFormat:
-    """A row format: found by its `columns`, read by `convert`, which raises RowError.
-
-    Attributes:
-        also: further columns that it reads.
-        kinds: of rows that it makes.
-        several: what it trains on may be several turns, where only an answer may be.
-    """
+    """A row format: found by its `columns`, read by `convert`; `also` are further columns that it
+    reads. several: what it trains on may be several turns, where only an answer may be."""
 
     columns: tuple[str, ...]
     convert: Callable[[Row], Sample]
@@ -394,36 +375,22 @@ def named_format(name: str, kind: str) -> RowFormat:
     return known[name]
 
 
-def detect_format(row: object, kind: str = PLAIN) -> RowFormat | None:
-    """The first format whose columns the row has (a null counts as absent), or None."""
+def detect_format(row: object, kind: str = PLAIN) -> str | None:
+    """The name of the first format whose columns the row has (a null counts as absent), or None."""
     if not isinstance(row, Mapping):
         return None
     present = {key for key, value in row.items() if value is not None}
-    forms = formats_of(kind).values()
-    return next((form for form in forms if present.issuperset(form.columns)), None)
+    forms = formats_of(kind).items()
+    return next((name for name, form in forms if present.issuperset(form.columns)), None)
 
 
-def detected_name(row: object, kind: str = PLAIN) -> str:
-    """The name of `detect_format`'s. Raises RowError where no format fits."""
-    form = detect_format(row, kind)
-    if form is None:
-        raise unknown_format(row, kind)
-    return next(name for name, known in ROW_FORMATS.items() if known is form)
-
-
-def convert_row(
-    form: RowFormat, row: object, *, kind: str = PLAIN, pretrain: bool = False
-) -> Sample:
-    """A checked sample.
-
-    pretrain: documents are trained on whatever their labels and scores.
-
-    Raises RowError for what is missing, empty, of the wrong type or not supported, and for a column
-    of MATTERS that the format does not read.
-    """
+def convert_row(name: str, row: object, *, kind: str = PLAIN, pretrain: bool = False) -> Sample:
+    """A checked sample of a row of this format. pretrain: documents are trained on whatever their
+    labels and scores. Raises RowError, also for a column of MATTERS that the format does not
+    read."""
     if not isinstance(row, Mapping):
         raise RowError(f"expected an object, found {type_name(row)}")
-    about = ABOUT_DOCUMENTS if pretrain and form is ROW_FORMATS["text"] else ()
+    form, about = ROW_FORMATS[name], ABOUT_DOCUMENTS if pretrain and name == "text" else ()
     _refuse_unread(row, (*form.reads(kind), *about))
     sample = form.convert(row)
     if kind == JUDGED:
@@ -433,10 +400,7 @@ def convert_row(
 
 
 def renamed(row: object, columns: Mapping[str, str]) -> object:
-    """The row with columns of other names under ours. Raises RowError where one is missing.
-
-    columns: the row's name by our name.
-    """
+    """The row with columns of other names (values of `columns`) under ours. Raises RowError."""
     if not columns or not isinstance(row, Mapping):
         return row
     kept = {key: value for key, value in row.items() if key not in columns.values()}
@@ -471,13 +435,14 @@ def unknown_format(row: object, kind: str = PLAIN) -> RowError:
             f"{KINDS[PLAIN].what} are for method: {KINDS[PLAIN].methods}"
         )
     label = (LABELS[0],) if kind == JUDGED else ()
-    forms = {name: " + ".join(form.columns + label) for name, form in formats_of(kind).items()}
-    wanted = "; ".join(f"{name}: {columns}" for name, columns in forms.items())
-    names = [str(key) for key in list(row)[:12]] or ["none"]
-    found = ", ".join(names)
-    other = f"columns of other names are given as data.columns: {{prompt: {names[0]}}}"
-    known = f"known formats are {wanted}; {other}"
-    return RowError(f"no known row format has the columns found ({found}); {known}")
+    wanted = "; ".join(
+        f"{name}: {' + '.join(form.columns + label)}" for name, form in formats_of(kind).items()
+    )
+    found = ", ".join(map(str, list(row)[:12])) or "none"
+    return RowError(
+        f"no known row format has the columns found ({found}); known formats are {wanted}; columns "
+        "of other names are given as data.columns: {prompt: question}"
+    )
 
 
 def _refuse_unread(row: Row, read: Sequence[str]) -> None:

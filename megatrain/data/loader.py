@@ -15,7 +15,6 @@ from dataclasses import KW_ONLY, asdict, dataclass, replace
 from functools import lru_cache
 from itertools import islice, pairwise
 from statistics import median_high
-from typing import Protocol
 
 import numpy as np
 
@@ -31,45 +30,14 @@ from megatrain.data.micro_batches import (
     micro_batches,
     runs_of,
 )
-from megatrain.data.rows import IndexArray, Rows, check_digest, permutation
+from megatrain.data.rows import IndexArray, Position, Rows, check_digest, permutation
 from megatrain.data.samples import KINDS
+from megatrain.data.streaming import Stream
 from megatrain.errors import DataError
 from megatrain.heartbeat import ending
 from megatrain.world import ALONE, World
 
 STEPS_LOOKED_AT = 256  # to see how full sequences get
-
-
-@dataclass(frozen=True)
-class Position:
-    """The position of a loader: the next row is number `index` of the shuffle of window `window` in
-    epoch `epoch`, and `step` steps were handed out."""
-
-    step: int = 0
-    epoch: int = 0
-    index: int = 0
-    window: int = 0
-
-    @property
-    def opened(self) -> int | None:
-        """Windows of which rows were handed out; None: all that there are."""
-        return None if self.epoch else self.window + (self.index > 0)
-
-
-class Windows(Protocol):
-    """A set whose rows come in pieces, window after window."""
-
-    def window(self, number: int) -> Rows | None:
-        """The rows of a window, which may be waited for; None behind the last one."""
-
-    def digest(self, windows: int | None) -> str:
-        """`Rows.digest` of the first windows, or of all."""
-
-    def used(self, position: Position) -> str:
-        """The share of the set that was trained on up to there, in words."""
-
-    def close(self) -> None:
-        """End what makes further windows."""
 
 
 @dataclass(frozen=True)
@@ -123,7 +91,7 @@ class Loader:
 
     rows: Rows
     _: KW_ONLY
-    windows: Windows | None = None
+    windows: Stream | None = None
     micro_batch_tokens: int
     pad_id: int
     seed: int
@@ -145,6 +113,7 @@ class Loader:
         check_longest(self.rows, self.micro_batch_tokens, self.pack_to)
         self._position = Position()
         self._order = lru_cache(maxsize=1)(self._order_of)
+        self._size = self.rows_per_step or self.tokens_per_step or 0
 
     def __iter__(self) -> Iterator[StepBatch]:
         return self.batches()
@@ -154,8 +123,7 @@ class Loader:
     ) -> Iterator[StepBatch]:
         """Batches from the position on; a thread prepares the next while the caller uses this.
 
-        result: waits for a batch. What it raises ends all, as closing the iterator does; a window
-        that the thread waits for is not waited for then.
+        result: waits for a batch; what it raises ends all, as closing the iterator does.
         """
         left = threading.Event()
 
@@ -190,19 +158,15 @@ class Loader:
         return self.windows.digest(position.opened)
 
     def restore(self, position: Mapping[str, object]) -> None:
-        """Continue from a saved position; the size of a step may differ from then.
-
-        Raises DataError if it is of other data or another seed, or broken.
-        """
-        found = {name: position.get(name) for name in ("step", "epoch", "index")}
-        found["window"] = position.get("window", 0)  # of a release that knew none
-        numbers = [number for number in found.values() if isinstance(number, int)]
-        if len(numbers) < len(found):
-            raise DataError(f"the checkpoint's data position is broken: {dict(position)}")
-        place, words = Position(*numbers), "the checkpoint's data position lies outside the data"
-        outside = DataError(f"{words}: {dict(position)}")
-        if min(numbers) < 0:
+        """Continue from a saved position; the size of a step may differ from then. Raises DataError
+        if it is of other data or another seed, or broken."""
+        known = {"window": 0, **position}  # of a release that knew none
+        numbers = [known.get(name) for name in ("step", "epoch", "index", "window")]
+        words = f"lies outside the data, or is broken: {dict(position)}"
+        outside = DataError(f"the checkpoint's data position {words}")
+        if not all(type(number) is int and number >= 0 for number in numbers):
             raise outside
+        place = Position(*numbers)  # type: ignore[arg-type]
         check_digest(self._digest(place), position.get("data"))
         if (seed := position.get("seed")) != self.seed:
             shuffled = f"were shuffled with train.seed {seed}, not {self.seed}"
@@ -229,8 +193,8 @@ class Loader:
         return median_high(stop - start for start, stop in pairwise(ends))
 
     def rows_to_come(self, *, from_start: bool = False) -> IndexArray:
-        """Numbers of the rows that the run trains on from its position, or its start, to its end,
-        ascending."""
+        """Ascending numbers of the rows trained on from the position, or the start, to the run's
+        end."""
         found = [np.arange(0)]
         for begins, stop, _ in self._stretches(Position() if from_start else self._position):
             found.append(self._order(begins.epoch)[0][begins.index : stop])
@@ -239,8 +203,8 @@ class Loader:
         return np.unique(np.concatenate(found))
 
     def _stretches(self, position: Position) -> Iterator[tuple[Position, int, Position]]:
-        """(where it begins, one past its last row, the position after it) of what is trained on of
-        each epoch from `position` on."""
+        """(beginning, one past the last row, position after) of what is trained on of each epoch to
+        come."""
         while not self._ended(position):
             left = None if self.max_steps is None else self.max_steps - position.step
             stops = list(islice(self._step_ends(position), left))
@@ -268,10 +232,8 @@ class Loader:
         return [counted(steps, full, size) for size in sizes]
 
     def _first_steps(self) -> tuple[list[list[list[Run]]], list[bool]]:
-        """The rows of each, by ranks, and whether it is full, not an epoch's last.
-
-        They begin with the run, whatever the position.
-        """
+        """The rows of each by ranks, and whether it is full; from the start, whatever the
+        position."""
         steps, full, epoch = list[list[list[Run]]](), list[bool](), 0
         ranks = self.world.dp_size
         while self._epoch_rows(epoch) and len(steps) < STEPS_LOOKED_AT:
@@ -321,7 +283,7 @@ class Loader:
             stop = self._step_end(ends, at.index, left, at_least=0 if parts else 1)
             if stop > at.index:
                 parts.append((rows, order[at.index : stop]))
-                left -= self._size_of(ends, at.index, stop)
+                left -= _up_to(ends, stop) - _up_to(ends, at.index)
             if stop < len(rows):
                 at = replace(at, index=stop)
                 break
@@ -333,23 +295,10 @@ class Loader:
             return self.windows.window(number)
         return None if number else self.rows
 
-    @property
-    def _size(self) -> int:
-        """The size of a step, in rows or tokens."""
-        return self.rows_per_step or self.tokens_per_step or 0
-
     def _step_end(self, ends: IndexArray, index: int, size: int, at_least: int = 1) -> int:
         """One past the last row of a step that begins with row `index` and has room for `size`."""
-        if self.rows_per_step is not None:
-            return min(index + size, len(ends))
-        limit = (int(ends[index - 1]) if index else 0) + size
-        stop = max(index + at_least, int(np.searchsorted(ends, limit, side="right")))
-        return min(stop, len(ends))
-
-    def _size_of(self, ends: IndexArray, start: int, stop: int) -> int:
-        if self.rows_per_step is not None:
-            return stop - start
-        return int(ends[stop - 1]) - (int(ends[start - 1]) if start else 0)
+        stop = int(np.searchsorted(ends, _up_to(ends, index) + size, side="right"))
+        return min(max(index + at_least, stop), len(ends))
 
     def _step_ends(self, position: Position) -> Iterator[int]:
         """One past the last row of each step from `position` to the end of its epoch."""
@@ -360,12 +309,13 @@ class Loader:
             yield index
 
     def _order_of(self, epoch: int, window: int = 0) -> tuple[IndexArray, IndexArray]:
-        """The epoch's rows in order, or the window's in it, and the running count of tokens along
-        it; int64 [rows]."""
+        """The epoch's rows in order, or the window's in it, and the running count along it of what
+        steps are sized in, tokens or rows; int64 [rows]."""
         rows = self._window(window) if window else self.rows
         assert rows is not None
         order = permutation(len(rows), self.seed, epoch, window)
-        return order, np.cumsum(rows.lengths[order])
+        sizes = np.ones_like(order) if self.rows_per_step else rows.lengths[order]
+        return order, np.cumsum(sizes)
 
     def _epoch_rows(self, epoch: int) -> int:
         """Rows of this epoch that are trained on: all, or a share in a fraction of an epoch."""
@@ -373,10 +323,8 @@ class Loader:
         return max(0, min(len(self.rows), math.ceil(share * len(self.rows) - 1e-9)))
 
     def _after(self, position: Position, steps: int, index: int) -> Position:
-        """The position `steps` further on, at row `index` or, at an epoch's end, in the next epoch.
-
-        The end of a fraction of one stays: the rest of its rows come if the run is made longer.
-        """
+        """The position `steps` further on, at row `index`. The end of a fraction of an epoch stays:
+        the rest of its rows come if the run is made longer."""
         epochs, index = divmod(index, len(self.rows))
         return Position(position.step + steps, position.epoch + epochs, index)
 
@@ -384,3 +332,8 @@ class Loader:
         if self.max_steps is not None and position.step >= self.max_steps:
             return True
         return self.windows is None and position.index >= self._epoch_rows(position.epoch)
+
+
+def _up_to(counts: IndexArray, index: int) -> int:
+    """The running count before row `index`."""
+    return int(counts[index - 1]) if index else 0

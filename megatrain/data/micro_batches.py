@@ -29,13 +29,9 @@ ReferenceArray = npt.NDArray[np.float64]
 
 @dataclass(frozen=True)
 class Run:
-    """Sequences that may share a micro-batch, the longest first.
-
-    Attributes:
-        lengths: tokens of each with its padding, if it is the first of its micro-batch.
-        examples: in each, by number.
-        twos: the number of first sequences that come in twos, which are never apart.
-    """
+    """Sequences that may share a micro-batch, the longest first: tokens of each with its padding,
+    if it is the first of its micro-batch, and its examples. The first `twos` come in twos, never
+    apart."""
 
     lengths: list[int]
     examples: list[list[int]]
@@ -48,12 +44,8 @@ class Run:
 def runs_of(
     side_lengths: IndexArray, kind: str, pack_to: int | None = None, regimes: Regimes = ()
 ) -> list[Run]:
-    """Rows as they enter micro-batches, of whatever size.
-
-    side_lengths: int64 [rows, sides].
-
-    Pairs are alike by their longer side: the other is beside it.
-    """
+    """Rows (lengths int64 [rows, sides]) as they enter micro-batches of whatever size. Pairs are
+    alike by their longer side: the other is beside it."""
     if kind == PAIRS:
         return list(_runs_of_pairs(side_lengths, pack_to, regimes))
     sides = side_lengths.shape[1]
@@ -132,10 +124,7 @@ def micro_batches(
     references: ReferenceArray | None = None,
     prompts_too: bool = False,
 ) -> Iterator[MicroBatch]:
-    """The chosen rows, longest first, in micro-batches of at most `micro_batch_tokens`.
-
-    references, prompts_too: as in `Loader`.
-    """
+    """The chosen rows, longest first, in micro-batches of at most `micro_batch_tokens`."""
     shortest_limit = min((regime.limit for regime in regimes), default=None)
     numbers = (chosen[:, None] * rows.sides + np.arange(rows.sides)).reshape(-1).tolist()
     for run in runs_of(rows.side_lengths[chosen], rows.kind, pack_to, regimes):
@@ -160,12 +149,9 @@ def held_out_batches(
     prompts_too: bool = False,
     chosen: IndexArray | None = None,
 ) -> Iterator[MicroBatch]:
-    """Micro-batches over all rows once, or over the first `limit`, always in the same order.
-
-    references, prompts_too: as in `Loader`. chosen: numbers of the rows, in place of `limit`.
-
-    Raises DataError for a row that fits none.
-    """
+    """Micro-batches over all rows once, the first `limit` or the `chosen` numbers, always in the
+    same order. references, prompts_too: as in `Loader`. Raises DataError for a row that fits
+    none."""
     check_longest(rows, micro_batch_tokens, pack_to)
     if chosen is None:
         chosen = np.arange(len(rows))[:limit]
@@ -178,10 +164,8 @@ def held_out_batches(
 def cuts(
     lengths: Sequence[int], micro_batch_tokens: int, twos: int = 0
 ) -> Iterator[tuple[int, int]]:
-    """[start, stop) of the micro-batches into which sequences, longest first, are cut.
-
-    twos: the number of first ones that come in twos, which are never apart.
-    """
+    """[start, stop) of the micro-batches into which sequences, longest first, are cut; the first
+    `twos` come in twos, which are never apart."""
     start = 0
     while start < len(lengths):
         stop = min(start + max(1, micro_batch_tokens // lengths[start]), len(lengths))
@@ -194,10 +178,8 @@ def cuts(
 def dealt(side_lengths: IndexArray, rank: int, ranks: int) -> IndexArray:
     """The rows of a step that one of several ranks computes, ascending, int64.
 
-    side_lengths: int64 [rows, sides].
-
-    Rows are dealt by length, longest first, to and fro, so that ranks differ by a row at most and
-    have about as many tokens each.
+    Rows (lengths int64 [rows, sides]) are dealt by length to and fro, so that ranks differ by a row
+    at most and have about as many tokens each.
     """
     order = np.argsort(-side_lengths.max(1), kind="stable")
     rounds, place = np.divmod(np.arange(len(order)), ranks)
@@ -208,9 +190,8 @@ def dealt(side_lengths: IndexArray, rank: int, ranks: int) -> IndexArray:
 def counted(
     steps: Iterable[Sequence[Sequence[Run]]], full: Iterable[bool], micro_batch_tokens: int
 ) -> tuple[int, int, float, int, float]:
-    """Padded tokens and micro-batches of steps, on the rank that has most.
-
-    steps: the rows of each, by ranks.
+    """Padded tokens and micro-batches of steps (the rows of each, by ranks) on the rank that has
+    most.
 
     Returns micro_batch_tokens; a step's padded tokens, at most and on average over the full steps;
     and its number of micro-batches, at most and on average.
@@ -287,7 +268,7 @@ def _about_examples(
     Returns:
         row_of: of each token, the example's number; of padding, the last one's before it;
             int64 [sequences, tokens].
-        row_value: `Rows.values` of each, float32 [examples].
+        row_value: `TokenRows.values` of each, float32 [examples].
         row_reference: of `references`, if given, float64 [examples].
         row_mismatched: of judged rows, whether it is a mismatch; bool [examples].
         labels, token_answer: where `prompts_too`, labels of chosen answers have the prompt as well,

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import zip_longest
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
+from typing import Any, ClassVar
 
 import numpy as np
 import numpy.typing as npt
@@ -29,8 +29,6 @@ _SUMMED = (
     *("read", "bad", "truncated", "truncated_tokens", "too_long", "without_target"),
     *("rewritten_turns", "split_texts", "cut_answers"),
 )  # of Counts
-
-Number = TypeVar("Number", bound=np.generic)
 
 
 @dataclass
@@ -104,75 +102,20 @@ class Counts:
             self.first_bad.append(message)
 
 
-class Rows(Protocol):
-    """A data set as loader, packing and display see it.
+@dataclass(frozen=True)
+class Position:
+    """The position of a loader: the next row is number `index` of the shuffle of window `window` in
+    epoch `epoch`, and `step` steps were handed out."""
 
-    A row is one sequence, or two: the answers of a pair, the chosen one first, or a judged answer
-    and its mismatch, which is the same prompt with the answer of another row.
-    """
-
-    @property
-    def counts(self) -> Counts:
-        """Counts of the source's rows, those held out included."""
-
-    def __len__(self) -> int: ...
+    step: int = 0
+    epoch: int = 0
+    index: int = 0
+    window: int = 0
 
     @property
-    def kind(self) -> str:
-        """One of KINDS."""
-
-    @property
-    def sides(self) -> int:
-        """Sequences of each row."""
-
-    @property
-    def lengths(self) -> IndexArray:
-        """Tokens of each row that are trained on, prompts included, int64 [rows]."""
-
-    @property
-    def side_lengths(self) -> IndexArray:
-        """Tokens of each sequence, int64 [rows, sides]."""
-
-    @property
-    def target_counts(self) -> IndexArray:
-        """Target tokens of each row, int64 [rows]."""
-
-    @property
-    def values(self) -> ValueArray | None:
-        """float32 [rows], of judged rows 1 where the answer is wanted, else 0; of pairs the margin,
-        nan where there is none. None: of plain rows."""
-
-    @property
-    def digest(self) -> str:
-        """A short hash of the rows and their order: the same digest, the same data."""
-
-    def row(self, index: int) -> tuple[IdArray, MaskArray]:
-        """Ids int32 [tokens] and target mask bool [tokens] of a row's first sequence."""
-
-    def side(self, index: int, side: int) -> tuple[IdArray, MaskArray]:
-        """The same of any of its sequences."""
-
-
-class PlainRows:
-    """The common part of rows of one sequence."""
-
-    kind = PLAIN
-    sides = 1
-    values = None
-
-    if TYPE_CHECKING:  # which they have themselves; a property would be the default of a field
-
-        @property
-        def lengths(self) -> IndexArray: ...
-
-        def row(self, index: int) -> tuple[IdArray, MaskArray]: ...
-
-    @property
-    def side_lengths(self) -> IndexArray:
-        return self.lengths[:, None]
-
-    def side(self, index: int, side: int) -> tuple[IdArray, MaskArray]:
-        return self.row(index)
+    def opened(self) -> int | None:
+        """Windows of which rows were handed out; None: all that there are."""
+        return None if self.epoch else self.window + (self.index > 0)
 
 
 def check_digest(found: str, expected: object) -> None:
@@ -184,31 +127,33 @@ def check_digest(found: str, expected: object) -> None:
         )
 
 
-class Joined(Generic[Number]):
+class Joined:
     """Arrays one behind the other, of which a slice lies within one."""
 
-    def __init__(self, pieces: Sequence[npt.NDArray[Number]]) -> None:
+    def __init__(self, pieces: Sequence[npt.NDArray[Any]]) -> None:
         self.pieces = pieces
         self._begins = np.cumsum([0, *map(len, pieces)])[:-1]
 
-    def __getitem__(self, span: slice) -> npt.NDArray[Number]:
+    def __getitem__(self, span: slice) -> npt.NDArray[Any]:
         number = int(np.searchsorted(self._begins, span.start, side="right")) - 1
         begin = int(self._begins[number])
         return self.pieces[number][span.start - begin : span.stop - begin]
 
-    def __array__(self, *given: Any, **named: Any) -> npt.NDArray[Number]:
+    def __array__(self, *given: Any, **named: Any) -> npt.NDArray[Any]:
         return np.concatenate(self.pieces)
 
 
 @dataclass(frozen=True, eq=False)
 class TokenRows:
-    """Rows `chosen` of flat arrays, in which sequence i is [offsets[i], offsets[i + 1]).
+    """Rows `chosen` of flat arrays: sequence i is [offsets[i], offsets[i + 1]), and those from i *
+    sides on are row i's.
 
-    Sequences i * sides and on are those of row i.
+    A row is one sequence, or two: the answers of a pair, the chosen one first, or a judged answer
+    and its mismatch, which is the same prompt with the answer of another row.
     """
 
-    ids: IdArray | Joined[np.int32]
-    mask: MaskArray | Joined[np.bool_]
+    ids: IdArray | Joined
+    mask: MaskArray | Joined
     offsets: IndexArray
     targets: IndexArray
     hashes: HashArray  # of what of each row is trained on, ids and mask; equal rows have equal ones
@@ -217,7 +162,7 @@ class TokenRows:
     chosen: IndexArray
     counts: Counts
     kind: str = PLAIN
-    of_rows: ValueArray | None = None  # see `Rows.values`
+    of_rows: ValueArray | None = None  # see `values`
     mismatches: HashArray | None = None  # of the mismatches of judged rows
 
     def __len__(self) -> int:
@@ -229,13 +174,13 @@ class TokenRows:
 
     @cached_property
     def side_lengths(self) -> IndexArray:
+        """Tokens of each sequence, int64 [rows, sides]."""
         lengths: IndexArray = np.diff(self.offsets).reshape(-1, self.sides)
         return lengths[self.chosen]
 
     @cached_property
     def lengths(self) -> IndexArray:
-        if self.sides == 1:
-            return self.side_lengths[:, 0]
+        """Tokens of each row that are trained on, prompts included, int64 [rows]."""
         lengths: IndexArray = self.side_lengths[:, : KINDS[self.kind].trained].sum(1)
         return lengths
 
@@ -245,10 +190,13 @@ class TokenRows:
 
     @cached_property
     def values(self) -> ValueArray | None:
+        """float32 [rows], of judged rows 1 where the answer is wanted, else 0; of pairs the margin,
+        nan where there is none. None: of plain rows."""
         return None if self.of_rows is None else self.of_rows[self.chosen]
 
     @cached_property
     def digest(self) -> str:
+        """A short hash of the rows and their order."""
         found = self.hashes[self.chosen].tobytes()
         if self.mismatches is not None:
             found += self.mismatches[self.chosen].tobytes()
@@ -258,6 +206,7 @@ class TokenRows:
         return self.side(index, 0)
 
     def side(self, index: int, side: int) -> tuple[IdArray, MaskArray]:
+        """Ids int32 [tokens] and target mask bool [tokens] of a row's sequence."""
         place = int(self.chosen[index]) * self.sides + side
         start, stop = int(self.offsets[place]), int(self.offsets[place + 1])
         return self.ids[start:stop], self.mask[start:stop]
@@ -268,10 +217,7 @@ class TokenRows:
 
 
 def default_cache() -> Path:
-    """The folder of tokenised data: $MEGATRAIN_CACHE, else one in the user's cache folder.
-
-    Raises ConfigError where there is neither.
-    """
+    """The folder of tokenised data: $MEGATRAIN_CACHE, else one in the user's cache folder."""
     if "MEGATRAIN_CACHE" in os.environ:
         return Path(os.environ["MEGATRAIN_CACHE"])
     try:
@@ -297,10 +243,8 @@ def mix64(values: npt.NDArray[np.uint64], seed: int) -> npt.NDArray[np.uint64]:
 
 
 def permutation(size: int, seed: int, epoch: int, window: int = 0) -> npt.NDArray[np.int64]:
-    """A shuffle of range(size), int64 [size], that follows from seed, epoch and window alone.
-
-    The first window is shuffled as a whole set is.
-    """
+    """A shuffle of range(size), int64, that follows from seed, epoch and window alone; the first
+    window's is that of a whole set."""
     keys = mix64(mix64(np.arange(size, dtype=np.uint64), seed), epoch)
     if window:
         keys = mix64(keys, window)
@@ -308,7 +252,7 @@ def permutation(size: int, seed: int, epoch: int, window: int = 0) -> npt.NDArra
 
 
 @dataclass(frozen=True, eq=False)
-class PackedRows(PlainRows):
+class PackedRows:
     """Blocks of `seq_len` tokens over concatenated documents.
 
     The last block holds the rest, if that is two tokens or more. Every token but a block's first is
@@ -320,6 +264,9 @@ class PackedRows(PlainRows):
     documents: TokenRows
     seq_len: int
     eos: int
+    kind: ClassVar[str] = PLAIN
+    sides: ClassVar[int] = 1
+    values: ClassVar[None] = None
 
     @property
     def counts(self) -> Counts:
@@ -357,8 +304,15 @@ class PackedRows(PlainRows):
         return lengths
 
     @property
+    def side_lengths(self) -> IndexArray:
+        return self.lengths[:, None]
+
+    @property
     def target_counts(self) -> IndexArray:
         return self.lengths - 1
+
+    def side(self, index: int, side: int) -> tuple[IdArray, MaskArray]:
+        return self.row(index)
 
     @cached_property
     def digest(self) -> str:
@@ -383,6 +337,9 @@ class PackedRows(PlainRows):
         return np.concatenate(pieces), mask
 
 
+Rows = TokenRows | PackedRows  # as loader and display see them
+
+
 def pack(documents: TokenRows, seq_len: int, eos: int) -> PackedRows:
     """Blocks of `seq_len` tokens. Raises DataError if the documents hold fewer than two tokens."""
     assert seq_len >= 2, "a block of one token has nothing to predict"
@@ -393,10 +350,8 @@ def pack(documents: TokenRows, seq_len: int, eos: int) -> PackedRows:
 
 
 def best_fit(lengths: Sequence[int], capacity: int) -> list[list[int]]:
-    """Numbers of the rows packed into each sequence of `capacity` tokens; none may be longer.
-
-    Each row goes where it leaves the least room, which works best with the longest rows first.
-    """
+    """Numbers of the rows packed into each sequence of `capacity` tokens, where they leave the
+    least room: this works best with the longest rows first."""
     sequences: list[list[int]] = []
     room: list[tuple[int, int]] = []  # (tokens left, number of the sequence), ascending
     for number, length in enumerate(lengths):
@@ -419,11 +374,8 @@ Tokens = tuple[IdArray, MaskArray]
 
 
 def split(ids: IdArray, mask: MaskArray, seq_len: int | None, counts: Counts) -> Iterator[Tokens]:
-    """Split a text into rows of at most `seq_len` tokens.
-
-    Each begins with the last token of the one before, since its first is no target: together they
-    have the text's targets.
-    """
+    """Rows of at most `seq_len` tokens of a text. Each begins with the last token of the one
+    before, as its first is no target: together they have the text's targets."""
     if seq_len is None or len(ids) <= seq_len:
         yield ids, mask
         return
@@ -437,10 +389,7 @@ def split(ids: IdArray, mask: MaskArray, seq_len: int | None, counts: Counts) ->
 def cut_sides(
     sides: Sequence[Tokens], seq_len: int | None, counts: Counts, mode: str = KEEP_START
 ) -> tuple[Tokens, ...] | None:
-    """The sides of a row, each cut to `seq_len` tokens; None where the row is to be dropped.
-
-    mode: one of TRUNCATION_MODES.
-    """
+    """The sides of a row, each cut to `seq_len` tokens; None where the row is to be dropped."""
     over = 0 if seq_len is None else sum(max(0, len(ids) - seq_len) for ids, _ in sides)
     if not over:
         return tuple(sides)
@@ -467,10 +416,8 @@ def shortened(ids: IdArray, mask: MaskArray, seq_len: int | None, mode: str) -> 
 
 
 def measure_lengths(counts: Counts, lengths: IndexArray) -> None:
-    """Note all tokens, the longest row, and the seq_len that keeps _ENOUGH of the tokens.
-
-    lengths: of the rows before they were cut, int64 [rows].
-    """
+    """Note all tokens, the longest row and the seq_len that keeps _ENOUGH of the tokens; lengths,
+    int64, are of rows before they were cut."""
     if not len(lengths):
         return
     ascending = np.sort(lengths)

@@ -13,280 +13,6 @@ from typing import Any
 from megatrain.errors import DataError
 from megatrain.methods import METHODS
 
-ROLES = {role: role for role in ("system", "developer", "user", "assistant", "tool")}
-ROLES |= {"function": "tool"}  # its former name
-SHAREGPT_ROLES = {"human": "user", "gpt": "assistant", "function_call": "assistant"}
-SHAREGPT_ROLES |= dict.fromkeys(("observation", "function_response"), "tool")
-SHAREGPT_ROLES |= {role: role for role in ("user", "assistant", "system", "tool")}
-# An empty system prompt is a choice, an empty question or answer a mistake.
-MAY_BE_EMPTY = ("system", "developer", "tool")
-CALLS = ("tool_calls", "function_call")
-# What trainers call the flag that makes a turn context only: OpenAI's, axolotl's two, ms-swift's.
-FLAGS = ("weight", "train", "training", "loss")
-# Fields of a turn that would change what is learnt, and are not read.
-_PARTS = "parts of a turn cannot be trained on alone; remove it"
-_REFUSED = {"train_detail": _PARTS}
-
-
-@dataclass(frozen=True)
-class Message:
-    """One turn.
-
-    Attributes:
-        trained: False for an assistant's turn that is context only.
-        extra: what goes to the chat template beside role and content.
-    """
-
-    role: str
-    content: str
-    trained: bool = True
-    extra: Mapping[str, Any] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
-class ReadTurns:
-    """The messages of a list, and its fields that nobody reads, as `messages[].id`."""
-
-    messages: tuple[Message, ...]
-    unread: frozenset[str] = frozenset()
-
-
-def openai_turns(turns: list[object], name: str) -> ReadTurns:
-    """ReadTurns of role and content. Raises RowError."""
-    messages, unread = [], set()
-    for place, turn in numbered(turns, name):
-        _refuse(turn, place)
-        role = ROLES[one_of(ROLES, turn, "role", place)]
-        calls = calls_of(turn, place)
-        if calls and role != "assistant":
-            raise RowError(f"{place}.tool_calls: only the assistant's turns have calls")
-        content = _content(turn, place, role in MAY_BE_EMPTY, calls != [])
-        others = {key: turn[key] for key in turn if key not in ("role", "content", *FLAGS, *CALLS)}
-        # texts such as `name` or `reasoning_content` are for the template; the rest is metadata
-        extra: dict[str, Any] = {
-            key: text_of(turn, key, place, may_be_empty=True)
-            for key, value in others.items()
-            if isinstance(value, str)
-        }
-        unread |= {f"{name}[].{key}" for key in others if key not in extra and is_given(turn[key])}
-        unread |= _unread_of_parts(turn, f"{name}[].content[]")
-        extra |= {"tool_calls": calls} if calls else {}
-        messages.append(Message(role, content, _trained(turn, role, place), extra))
-    return ReadTurns(tuple(messages), frozenset(unread))
-
-
-def sharegpt_turns(turns: list[object], name: str) -> ReadTurns:
-    """ReadTurns of from and value. Raises RowError."""
-    messages, unread = [], set()
-    for place, turn in numbered(turns, name):
-        _refuse(turn, place)
-        theirs = one_of(SHAREGPT_ROLES, turn, "from", place)
-        role = SHAREGPT_ROLES[theirs]
-        content = text_of(turn, "value", place, may_be_empty=role in MAY_BE_EMPTY)
-        extra: dict[str, Any] = {}
-        if theirs == "function_call":
-            content, extra = "", {"tool_calls": parsed_calls(content, f"{place}.value")}
-        others = (key for key in turn if key not in ("from", "value", *FLAGS))
-        unread |= {f"{name}[].{key}" for key in others if is_given(turn[key])}
-        messages.append(Message(role, content, _trained(turn, role, place), extra))
-    return ReadTurns(tuple(messages), frozenset(unread))
-
-
-def _refuse(turn: Row, place: str) -> None:
-    for name, reason in _REFUSED.items():
-        if is_given(turn.get(name)):
-            raise RowError(f"{place}.{name}: {reason}")
-
-
-def _content(turn: Row, place: str, may_be_empty: bool, calls: bool) -> str:
-    """A string, or OpenAI's list of text parts; empty where a turn has calls and no content."""
-    parts = turn.get("content")
-    if calls and not is_given(parts):
-        return ""
-    if not isinstance(parts, list):
-        return text_of(turn, "content", place, may_be_empty)
-    texts = []
-    for part_place, part in numbered(parts, f"{place}.content"):
-        if (kind := part.get("type")) != "text":
-            why = NO_IMAGES if "image" in str(kind) else "only text parts can be trained on"
-            raise RowError(f"{part_place}.type: {why}, found {kind!r}")
-        for flag in (name for name in FLAGS if is_given(part.get(name))):
-            raise RowError(f"{part_place}.{flag}: {_PARTS}")
-        texts.append(text_of(part, "text", part_place, may_be_empty))
-    return text_of({"content": "".join(texts)}, "content", place, may_be_empty)
-
-
-def _unread_of_parts(turn: Row, name: str) -> set[str]:
-    """Fields of a content's text parts that nobody reads."""
-    content = turn.get("content")
-    parts = content if isinstance(content, list) else []
-    return {
-        f"{name}.{key}"
-        for part in parts
-        for key, value in part.items()
-        if key not in ("type", "text") and is_given(value)
-    }
-
-
-def _trained(turn: Row, role: str, place: str) -> bool:
-    """False where a flag makes the turn context only."""
-    given = {name: turn[name] for name in FLAGS if turn.get(name) is not None}
-    for name, value in given.items():
-        if value not in (0, 1):  # true and false are equal to these
-            raise RowError(f"{place}.{name}: only 0 and 1 are supported, found {value!r}")
-        if value and role != "assistant" and name != "weight":  # OpenAI's is 1 unless set
-            raise RowError(f"{place}.{name}: only the assistant's turns are trained on; remove it")
-    return all(given.values())
-
-
-Tool = Mapping[str, Any]
-
-
-def tools_of(row: Row, bare: bool = False) -> tuple[Tool, ...]:
-    """The row's tools: a list of objects or JSON text of one. Raises RowError.
-
-    bare: wrap functions that are given without `type`, as those of the former field `functions`.
-    """
-    given = [name for name in ("tools", "functions") if is_given(row.get(name))]
-    if not given:
-        return ()
-    if len(given) > 1:
-        raise RowError("field 'functions': 'tools' says the same; keep one")
-    (name,) = given
-    tools = _objects(row[name], f"field {name!r}")
-    if bare or name == "functions":
-        tools = [tool if "function" in tool else _function(tool) for tool in tools]
-    for number, tool in enumerate(tools):
-        function = tool.get("function", tool)
-        if not isinstance(function, Mapping):
-            raise RowError(f"{name}[{number}].function: expected an object")
-        text_of(function, "name", f"{name}[{number}]")
-    return tuple(tools)
-
-
-def calls_of(turn: Row, place: str) -> list[dict[str, Any]]:
-    """The calls of an assistant's turn, their arguments as objects. Raises RowError."""
-    old = turn.get("function_call")
-    if is_given(old):
-        return parsed_calls(old, label("function_call", place))
-    if is_given(turn.get("tool_calls")):
-        return parsed_calls(turn["tool_calls"], label("tool_calls", place))
-    return []
-
-
-def parsed_calls(value: object, place: str) -> list[dict[str, Any]]:
-    """Calls, or one call, as objects or JSON text, with or without a `function` around name and
-    arguments. Raises RowError."""
-    calls = []
-    for number, call in enumerate(_objects(value, place)):
-        where = f"{place}[{number}]"
-        wrapped = call if "function" in call else _function(call)
-        function = wrapped["function"]
-        if not isinstance(function, Mapping):
-            raise RowError(f"{where}.function: expected an object, found {type_name(function)}")
-        name = text_of(function, "name", where)
-        arguments = _arguments(function.get("arguments"), f"{where}.arguments")
-        kind = wrapped.get("type") or "function"
-        function = {**function, "name": name, "arguments": arguments}
-        calls.append({**wrapped, "type": kind, "function": function})
-    return calls
-
-
-def schema_texts(value: object) -> Iterator[str]:
-    """Every text in nested objects and lists, keys left out."""
-    if isinstance(value, str):
-        yield value
-    elif isinstance(value, Mapping):
-        for entry in value.values():
-            yield from schema_texts(entry)
-    elif isinstance(value, list | tuple):
-        for entry in value:
-            yield from schema_texts(entry)
-
-
-def _function(function: Mapping[str, Any]) -> dict[str, Any]:
-    return {"type": "function", "function": dict(function)}
-
-
-def _arguments(value: object, place: str) -> dict[str, Any]:
-    if not is_given(value) or (isinstance(value, str) and not value.strip()):
-        return {}
-    found = _parsed(value, place) if isinstance(value, str) else value
-    if not isinstance(found, Mapping):
-        raise RowError(f"{place}: expected an object or JSON text of one, found {type_name(found)}")
-    return dict(found)
-
-
-def _objects(value: object, place: str) -> list[Mapping[str, Any]]:
-    found = _parsed(value, place) if isinstance(value, str) else value
-    entries = [found] if isinstance(found, Mapping) else found
-    if not isinstance(entries, list | tuple):
-        raise RowError(f"{place}: expected a list of objects, found {type_name(found)}")
-    for entry in entries:
-        if not isinstance(entry, Mapping):
-            raise RowError(f"{place}: expected a list of objects, found {type_name(entry)} in it")
-    return list(entries)
-
-
-def _parsed(text: str, place: str) -> object:
-    try:
-        found = json_value(text)
-    except (ValueError, RecursionError) as error:
-        raise RowError(f"{place}: not JSON: {error}") from None
-    return found
-
-
-Turns = Sequence[dict[str, str]]
-MANY = 1_000  # each is answered token by token
-
-
-def read_prompts(name: str) -> list[Turns]:
-    """The turns of each prompt of a file, of which the last is the user's.
-
-    Of a .jsonl file each line holds `prompt`, a text, or `messages`; of any other file each line
-    that is not blank is a prompt. Raises DataError.
-    """
-    path = Path(name)
-    try:
-        if not path.is_file():
-            raise DataError(f"{path}: no such file; it holds one prompt a line")
-        lines = path.read_text("utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        reason = getattr(error, "strerror", None) or "it is not UTF-8"
-        raise DataError(f"{path}: cannot be read ({reason})") from None
-    of_json = path.suffix in (".jsonl", ".json")
-    found = [
-        _turns(line, f"{path}:{number}") if of_json else [{"role": "user", "content": line}]
-        for number, line in enumerate(lines, 1)
-        if line.strip()
-    ]
-    if not found:
-        raise DataError(f"{path}: holds no prompt; write one a line")
-    if len(found) > MANY:
-        raise DataError(f"{path}: holds {len(found):,} prompts; at most {MANY:,} are answered")
-    return found
-
-
-def _turns(line: str, where: str) -> Turns:
-    try:
-        row: Any = json.loads(line)
-    except ValueError:
-        raise DataError(f"{where}: is no JSON; write an object a line") from None
-    given = row if isinstance(row, dict) else {}
-    prompt, messages = given.get("prompt"), given.get("messages")
-    turns = [{"role": "user", "content": prompt}] if messages is None else messages
-    if not isinstance(turns, list) or not turns or not all(map(_is_turn, turns)):
-        raise DataError(f"{where}: needs prompt, a text, or messages with role and content")
-    if turns[-1]["role"] == "assistant":
-        raise DataError(f"{where}: ends with an answer; the last turn is the one to answer")
-    return turns
-
-
-def _is_turn(turn: Any) -> bool:
-    texts = [turn.get(name) for name in ("role", "content")] if isinstance(turn, dict) else [None]
-    return all(isinstance(text, str) and text.strip() for text in texts)
-
-
 Row = Mapping[str, object]
 NO_IMAGES = "images in the data are not supported yet"
 
@@ -384,19 +110,253 @@ def type_name(value: object) -> str:
     return _KINDS.get(type(value), type(value).__name__)
 
 
+ROLES = {role: role for role in ("system", "developer", "user", "assistant", "tool")}
+ROLES |= {"function": "tool"}  # its former name
+SHAREGPT_ROLES = {"human": "user", "gpt": "assistant", "function_call": "assistant"}
+SHAREGPT_ROLES |= dict.fromkeys(("observation", "function_response"), "tool")
+SHAREGPT_ROLES |= {role: role for role in ("user", "assistant", "system", "tool")}
+# An empty system prompt is a choice, an empty question or answer a mistake.
+MAY_BE_EMPTY = ("system", "developer", "tool")
+CALLS = ("tool_calls", "function_call")
+# What trainers call the flag that makes a turn context only: OpenAI's, axolotl's two, ms-swift's.
+FLAGS = ("weight", "train", "training", "loss")
+_PARTS = "parts of a turn cannot be trained on alone; remove it"
+
+
+@dataclass(frozen=True)
+class Message:
+    """One turn."""
+
+    role: str
+    content: str
+    trained: bool = True  # False for an assistant's turn that is context only
+    extra: Mapping[str, Any] = field(default_factory=dict)  # for the template, too
+
+
+@dataclass(frozen=True)
+class ReadTurns:
+    """The messages of a list, and its fields that nobody reads, as `messages[].id`."""
+
+    messages: tuple[Message, ...]
+    unread: frozenset[str] = frozenset()
+
+
+def openai_turns(turns: list[object], name: str) -> ReadTurns:
+    """ReadTurns of role and content. Raises RowError."""
+    messages, unread = [], set()
+    for place, turn in numbered(turns, name):
+        role = ROLES[one_of(ROLES, turn, "role", place)]
+        calls = calls_of(turn, place)
+        if calls and role != "assistant":
+            raise RowError(f"{place}.tool_calls: only the assistant's turns have calls")
+        content = _content(turn, place, role in MAY_BE_EMPTY, calls != [])
+        others = {key: turn[key] for key in turn if key not in ("role", "content", *FLAGS, *CALLS)}
+        # texts such as `name` or `reasoning_content` are for the template; the rest is metadata
+        extra: dict[str, Any] = {
+            key: text_of(turn, key, place, may_be_empty=True)
+            for key, value in others.items()
+            if isinstance(value, str)
+        }
+        unread |= {f"{name}[].{key}" for key in others if key not in extra and is_given(turn[key])}
+        unread |= _unread_of_parts(turn, f"{name}[].content[]")
+        extra |= {"tool_calls": calls} if calls else {}
+        messages.append(Message(role, content, _trained(turn, role, place), extra))
+    return ReadTurns(tuple(messages), frozenset(unread))
+
+
+def sharegpt_turns(turns: list[object], name: str) -> ReadTurns:
+    """ReadTurns of from and value. Raises RowError."""
+    messages, unread = [], set()
+    for place, turn in numbered(turns, name):
+        theirs = one_of(SHAREGPT_ROLES, turn, "from", place)
+        role = SHAREGPT_ROLES[theirs]
+        content = text_of(turn, "value", place, may_be_empty=role in MAY_BE_EMPTY)
+        extra: dict[str, Any] = {}
+        if theirs == "function_call":
+            content, extra = "", {"tool_calls": parsed_calls(content, f"{place}.value")}
+        others = (key for key in turn if key not in ("from", "value", *FLAGS))
+        unread |= {f"{name}[].{key}" for key in others if is_given(turn[key])}
+        messages.append(Message(role, content, _trained(turn, role, place), extra))
+    return ReadTurns(tuple(messages), frozenset(unread))
+
+
+def _content(turn: Row, place: str, may_be_empty: bool, calls: bool) -> str:
+    """A string, or OpenAI's list of text parts; empty where a turn has calls and no content."""
+    parts = turn.get("content")
+    if calls and not is_given(parts):
+        return ""
+    if not isinstance(parts, list):
+        return text_of(turn, "content", place, may_be_empty)
+    texts = []
+    for part_place, part in numbered(parts, f"{place}.content"):
+        if (kind := part.get("type")) != "text":
+            why = NO_IMAGES if "image" in str(kind) else "only text parts can be trained on"
+            raise RowError(f"{part_place}.type: {why}, found {kind!r}")
+        for flag in (name for name in FLAGS if is_given(part.get(name))):
+            raise RowError(f"{part_place}.{flag}: {_PARTS}")
+        texts.append(text_of(part, "text", part_place, may_be_empty))
+    return text_of({"content": "".join(texts)}, "content", place, may_be_empty)
+
+
+def _unread_of_parts(turn: Row, name: str) -> set[str]:
+    """Fields of a content's text parts that nobody reads."""
+    content = turn.get("content")
+    parts = content if isinstance(content, list) else []
+    return {
+        f"{name}.{key}"
+        for part in parts
+        for key, value in part.items()
+        if key not in ("type", "text") and is_given(value)
+    }
+
+
+def _trained(turn: Row, role: str, place: str) -> bool:
+    """False where a flag makes the turn context only."""
+    if is_given(turn.get("train_detail")):
+        raise RowError(f"{place}.train_detail: {_PARTS}")
+    given = {name: turn[name] for name in FLAGS if turn.get(name) is not None}
+    for name, value in given.items():
+        if value not in (0, 1):  # true and false are equal to these
+            raise RowError(f"{place}.{name}: only 0 and 1 are supported, found {value!r}")
+        if value and role != "assistant" and name != "weight":  # OpenAI's is 1 unless set
+            raise RowError(f"{place}.{name}: only the assistant's turns are trained on; remove it")
+    return all(given.values())
+
+
+Tool = Mapping[str, Any]
+
+
+def tools_of(row: Row, bare: bool = False) -> tuple[Tool, ...]:
+    """The row's tools: a list of objects or JSON text of one. bare: wrap functions that are given
+    without `type`, as those of the former field `functions`. Raises RowError."""
+    given = [name for name in ("tools", "functions") if is_given(row.get(name))]
+    if not given:
+        return ()
+    if len(given) > 1:
+        raise RowError("field 'functions': 'tools' says the same; keep one")
+    (name,) = given
+    tools = _objects(row[name], f"field {name!r}")
+    if bare or name == "functions":
+        tools = [tool if "function" in tool else _function(tool) for tool in tools]
+    for number, tool in enumerate(tools):
+        function = tool.get("function", tool)
+        if not isinstance(function, Mapping):
+            raise RowError(f"{name}[{number}].function: expected an object")
+        text_of(function, "name", f"{name}[{number}]")
+    return tuple(tools)
+
+
+def calls_of(turn: Row, place: str) -> list[dict[str, Any]]:
+    """The calls of an assistant's turn, their arguments as objects. Raises RowError."""
+    given = next((name for name in reversed(CALLS) if is_given(turn.get(name))), None)
+    return [] if given is None else parsed_calls(turn[given], label(given, place))
+
+
+def parsed_calls(value: object, place: str) -> list[dict[str, Any]]:
+    """Calls, or one call, as objects or JSON text, with or without a `function` around name and
+    arguments. Raises RowError."""
+    calls = []
+    for number, call in enumerate(_objects(value, place)):
+        where = f"{place}[{number}]"
+        wrapped = call if "function" in call else _function(call)
+        function = wrapped["function"]
+        if not isinstance(function, Mapping):
+            raise RowError(f"{where}.function: expected an object, found {type_name(function)}")
+        name = text_of(function, "name", where)
+        arguments = _arguments(function.get("arguments"), f"{where}.arguments")
+        kind = wrapped.get("type") or "function"
+        function = {**function, "name": name, "arguments": arguments}
+        calls.append({**wrapped, "type": kind, "function": function})
+    return calls
+
+
+def schema_texts(value: object) -> Iterator[str]:
+    """Every text in nested objects and lists, keys left out."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping):
+        for entry in value.values():
+            yield from schema_texts(entry)
+    elif isinstance(value, list | tuple):
+        for entry in value:
+            yield from schema_texts(entry)
+
+
+def _function(function: Mapping[str, Any]) -> dict[str, Any]:
+    return {"type": "function", "function": dict(function)}
+
+
+def _arguments(value: object, place: str) -> dict[str, Any]:
+    if not is_given(value) or (isinstance(value, str) and not value.strip()):
+        return {}
+    found = _parsed(value, place)
+    if not isinstance(found, Mapping):
+        raise RowError(f"{place}: expected an object or JSON text of one, found {type_name(found)}")
+    return dict(found)
+
+
+def _objects(value: object, place: str) -> list[Mapping[str, Any]]:
+    found = _parsed(value, place)
+    entries: list[Any] = [*found] if isinstance(found, list | tuple) else [found]
+    for entry in entries:
+        if not isinstance(entry, Mapping):
+            raise RowError(f"{place}: expected a list of objects, found {type_name(entry)}")
+    return entries
+
+
+def _parsed(value: object, place: str) -> object:
+    """The value that JSON text means; any other as it is."""
+    try:
+        return json_value(value) if isinstance(value, str) else value
+    except (ValueError, RecursionError) as error:
+        raise RowError(f"{place}: not JSON: {error}") from None
+
+
+Turns = Sequence[dict[str, Any]]
+MANY = 1_000  # each is answered token by token
+
+
+def read_prompts(name: str) -> list[Turns]:
+    """The turns of each prompt of a file, of which the last is the user's: `prompt` or `messages`
+    of each line of a .jsonl file, else the line itself. Raises DataError."""
+    path, found = Path(name), list[Turns]()
+    try:
+        lines = path.read_text("utf-8").splitlines()
+    except FileNotFoundError:
+        raise DataError(f"{path}: no such file; it holds one prompt a line") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise DataError(f"{path}: cannot be read as text: {error}") from None
+    for number, line in enumerate(lines, 1):
+        try:
+            if line.strip():
+                of_json = path.suffix in (".jsonl", ".json")
+                found.append(_asked(json_value(line) if of_json else {"prompt": line}))
+        except (ValueError, RowError) as error:
+            raise DataError(f"{path}:{number}: {error}") from None
+    if not 0 < len(found) <= MANY:
+        raise DataError(f"{path}: holds {len(found):,} prompts; write one a line, {MANY:,} at most")
+    return found
+
+
+def _asked(row: object) -> Turns:
+    """The turns of a prompt. Raises RowError."""
+    if not isinstance(row, Mapping):
+        raise RowError(f"expected an object, found {type_name(row)}")
+    if row.get("messages") is None:
+        return [{"role": "user", "content": text_of(row, "prompt")}]
+    turns = openai_turns(filled_list(row, "messages"), "messages").messages
+    if turns[-1].role == "assistant":
+        raise RowError("ends with an answer; the last turn is the one to answer")
+    return [{**turn.extra, "role": turn.role, "content": turn.content} for turn in turns]
+
+
 PLAIN, PAIRS, JUDGED = "plain", "pairs", "judged"
 
 
 @dataclass(frozen=True)
 class _Kind:
-    """A kind of row.
-
-    Attributes:
-        sides: sequences that a row holds.
-        trained: how many of them are trained on: the first ones.
-        methods: that take it, as messages name them.
-        what: its rows, as messages name them.
-    """
+    """A kind of row: its number of sequences, of which the first are trained on; the methods that
+    take it, and its rows, as messages name them."""
 
     sides: int
     trained: int
@@ -422,22 +382,14 @@ KINDS = {
 
 @dataclass(frozen=True)
 class Chat:
-    """A conversation.
-
-    Attributes:
-        plain: (prompt, completion) for tokenizers without a chat template.
-        literal: the row has two texts, which mean themselves rather than two turns.
-        variables: what the row sets of its chat template, such as enable_thinking.
-        tools: that the model may call.
-        unread: fields of turns that nobody reads.
-    """
+    """A conversation."""
 
     messages: tuple[Message, ...]
-    plain: tuple[str, str] | None = None
-    variables: Mapping[str, Any] = field(default_factory=dict)
-    tools: tuple[Tool, ...] = ()
-    unread: frozenset[str] = frozenset()
-    literal: bool = False
+    plain: tuple[str, str] | None = None  # (prompt, completion) for want of a chat template
+    variables: Mapping[str, Any] = field(default_factory=dict)  # of the template, by the row
+    tools: tuple[Tool, ...] = ()  # that the model may call
+    unread: frozenset[str] = frozenset()  # fields of turns that nobody reads
+    literal: bool = False  # the row has two texts, which mean themselves rather than two turns
 
 
 @dataclass(frozen=True)
@@ -454,10 +406,8 @@ class Document:
 
 @dataclass(frozen=True)
 class Pair:
-    """A prompt with two answers, each as a conversation of which only the answer is trained on.
-
-    margin: by how much the chosen one is better, None where nobody says.
-    """
+    """A prompt with two answers, each a conversation of which only the answer is trained on.
+    margin: by how much the chosen one is better, None where nobody says."""
 
     chosen: Chat
     rejected: Chat

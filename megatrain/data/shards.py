@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from megatrain.data.cache import Making, RowWriter
-from megatrain.data.encoding import Encoded, EncodedBatch, RowReader, about_row, encode_batch
+from megatrain.data.encoding import Encoded, RowReader, about_row, encode_batch
 from megatrain.data.rows import Counts, Tokens, cut_sides, measure_lengths, shortened, split
 from megatrain.data.samples import JUDGED, PLAIN
 from megatrain.data.workers import Team
@@ -59,8 +59,8 @@ def make_shards(
                 _write_shard(making, chain([batch], encoded), cutter, refused)
         except _BadRow:
             reader.only_count = True
-            for batch in () if options.streaming else encoded:
-                refused.add(batch.counts)
+            for _, counts in () if options.streaming else encoded:
+                refused.add(counts)
     counts = Counts(parts=[0] * max(1, len(source.parts)))
     for found in (*(shard.counts for shard in making.shards), refused):
         counts.add(found)
@@ -70,18 +70,18 @@ def make_shards(
 
 
 def _write_shard(
-    making: Making, encoded: Iterator[EncodedBatch], cutter: Cutter, refused: Counts
+    making: Making, encoded: Iterator[tuple[list[Encoded], Counts]], cutter: Cutter, refused: Counts
 ) -> None:
     """Write one shard. Raises _BadRow, where `refused` gets the counts of what is not written."""
     counts, begins = Counts(), making.rows
     with making.new_shard() as writer:
-        for batch in encoded:
+        for rows, of_batch in encoded:
             may_end_here()
-            if batch.counts.bad and cutter.options.on_bad_row == "refuse":
+            counts.add(of_batch)
+            if of_batch.bad and cutter.options.on_bad_row == "refuse":
                 refused.add(counts)
-                refused.add(batch.counts)
                 raise _BadRow
-            cutter.write(batch, writer, counts)
+            cutter.write(rows, writer, counts)
             full = counts.read >= SHARD_ROWS or writer.size >= SHARD_LIMIT_BYTES
             if full and cutter.is_between_rows:
                 break
@@ -118,26 +118,25 @@ class Cutter:
         if tail is not None:
             self._before = np.array(tail["ids"], np.int32), np.array(tail["mask"], np.bool_)
 
-    def write(self, batch: EncodedBatch, writer: RowWriter, counts: Counts) -> None:
-        """Write what of the batch is left, and count it in."""
-        counts.add(batch.counts)
-        writer.uncut.extend(len(ids) for row in batch.rows for ids, _ in row.sides)
+    def write(self, rows: list[Encoded], writer: RowWriter, counts: Counts) -> None:
+        """Write what is left of the rows of a batch."""
+        writer.uncut.extend(len(ids) for row in rows for ids, _ in row.sides)
         if self.options.kind == PLAIN:
-            self._write_plain(batch, writer, counts)
+            self._write_plain(rows, writer, counts)
             return
-        rows = self._kept(batch, counts)
-        for one, sides in self._with_mismatches(rows) if self.options.kind == JUDGED else rows:
+        kept = self._kept(rows, counts)
+        for one, sides in self._with_mismatches(kept) if self.options.kind == JUDGED else kept:
             writer.add_sides(sides, one.prompt, one.value)
             counts.keep(one.part)
 
-    def _write_plain(self, batch: EncodedBatch, writer: RowWriter, counts: Counts) -> None:
+    def _write_plain(self, rows: list[Encoded], writer: RowWriter, counts: Counts) -> None:
         """Write rows of one sequence; a long text is several."""
-        for one in batch.rows:
+        for one in rows:
             if one.text:
-                rows = split(*one.sides[0], self.options.seq_len, counts)
+                cut = split(*one.sides[0], self.options.seq_len, counts)
             else:
-                rows = iter(self._cut(one, counts) or ())
-            for ids, mask in rows:
+                cut = iter(self._cut(one, counts) or ())
+            for ids, mask in cut:
                 if mask.any():
                     writer.add(ids, mask, joined=one.joined)
                     counts.keep(one.part)
@@ -147,9 +146,9 @@ class Cutter:
     def _cut(self, row: Encoded, counts: Counts) -> tuple[Tokens, ...] | None:
         return cut_sides(row.sides, self.options.seq_len, counts, self.options.truncation_mode)
 
-    def _kept(self, batch: EncodedBatch, counts: Counts) -> Iterator[_Kept]:
+    def _kept(self, rows: list[Encoded], counts: Counts) -> Iterator[_Kept]:
         """The rows of which each sequence has a target left, beside their cut sequences."""
-        for one in batch.rows:
+        for one in rows:
             sides = self._cut(one, counts)
             if sides is None:
                 continue

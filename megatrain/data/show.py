@@ -123,10 +123,8 @@ def show_rows(
     held_out: Rows | None = None,
     full: bool = True,
 ) -> None:
-    """Print the first `count` rows, targets in green (in brackets without colour), then counts.
-
-    full: false cuts what does not fit a screen out of the middle of a row, and says so.
-    """
+    """Print the first rows, targets in green (in brackets without colour), then counts; with `full`
+    all of a row, else what fits a screen."""
     colour = console.color_system is not None
     for index in range(min(count, len(rows))):
         for title, ids, mask in _pieces(rows, index):

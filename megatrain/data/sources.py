@@ -33,12 +33,10 @@ if TYPE_CHECKING:
     Rows: TypeAlias = Sequence[Mapping[str, object]]
     Given: TypeAlias = str | Path | Rows | DataSet | Sequence["Part"]
 
-# Words in the names of files that make a folder one with splits, as `datasets` reads them.
+# Words in the names of files and folders that make a folder one with splits, as for `datasets`.
 _SPLITS = dict.fromkeys(("train", "training"), "train")
 _SPLITS |= dict.fromkeys(("test", "testing", "eval", "evaluation"), "test")
 _SPLITS |= dict.fromkeys(("validation", "valid", "val", "dev"), "validation")
-# Words that begin or end so look like a split's and are none, as in mytest.jsonl: a note says so.
-LIKE_SPLITS = ("test", "eval", "valid", "dev")
 _CARD = "README.md"  # may say in its head which files are which split
 
 
@@ -47,7 +45,7 @@ class Part:
     """One of several sources: with all of them, a share of an epoch's rows that is proportional to
     its `weight`; without, its rows as it has them.
 
-    rows: of Python, for which `path` is the name (given.py); None: they are where `path` says."""
+    rows: of Python, whose name `path` is (see `named`); None: they are where `path` says."""
 
     path: str
     weight: float | None = None
@@ -64,10 +62,9 @@ class Part:
 
 @dataclass(frozen=True)
 class Source:
-    """Rows that can be read again and again. `identity` changes when the rows may have changed.
-
-    `notes` say what was chosen of what the name stands for. `parts` are the names of its sources.
-    """
+    """Rows that can be read again and again. `identity` changes when the rows may have changed;
+    `notes` say what was chosen of what the name stands for; `parts` are the names of its
+    sources."""
 
     name: str
     identity: str
@@ -204,29 +201,18 @@ def _folder(name: str, named: Named, split: str | None) -> Source:
         files = chosen
     elif split not in (None, "train"):
         raise DataError(f"{folder}: has no splits, so no {split!r}; remove data.split")
-    elif alike := [file for file in files if _looks_like_a_split(_inside(folder, file))]:
-        some = ", ".join(_inside(folder, file) for file in alike[:3])
-        notes.append(
-            f"{name}: all {len(files)} files are read, {some} too: only names with a word such as "
-            "test by itself are of a split, as my-test.jsonl is"
-        )
     return replace(_files(name, files), notes=tuple(notes))
 
 
 def _splits_of(folder: Path, files: Sequence[Path], config: str | None) -> dict[str, set[str]]:
-    """The splits that the folder's README declares or its files name; none if they do not.
-
-    `datasets` finds which files they are; the files are read here, which keeps their lines' places.
-    """
-    words = {word for file in files for word in _words(_inside(folder, file))}
-    declares = (folder / _CARD).is_file() and b"data_files" in (folder / _CARD).read_bytes()
-    named = {word for word in words if word.lower() in _SPLITS}
-    if config is None and not declares and any(word not in _SPLITS for word in named):
-        return _splits_named(folder, files)  # `datasets` reads names in small letters alone
-    if config is None and not declares and not named:
-        return {}
+    """The splits that the folder's README declares, or else the words in the names of its folders
+    or files; none if there are none."""
+    card = folder / _CARD
+    if config is None and not (card.is_file() and b"data_files" in card.read_bytes()):
+        return _splits_named([_inside(folder, file) for file in files])
     import datasets
 
+    # which files they are; the files are read here, which keeps their lines' places
     problem = f"{folder}: its splits cannot be found"
     with _in_one_sentence(problem), tempfile.TemporaryDirectory() as scratch:
         builder = datasets.load_dataset_builder(str(folder), config, cache_dir=scratch)
@@ -235,23 +221,17 @@ def _splits_of(folder: Path, files: Sequence[Path], config: str | None) -> dict[
     return {str(split): {_inside(base, Path(file)) for file in found[split]} for split in found}
 
 
-def _splits_named(folder: Path, files: Sequence[Path]) -> dict[str, set[str]]:
-    """The splits that words of the files' names say, in whatever letters."""
-    found: dict[str, set[str]] = {split: set() for split in dict.fromkeys(_SPLITS.values())}
-    for name in (_inside(folder, file) for file in files):
-        for word in _words(name):
-            if split := _SPLITS.get(word.lower()):
-                found[split].add(name)
-    return {split: names for split, names in found.items() if names}
-
-
-def _looks_like_a_split(name: str) -> bool:
-    words = [word.lower() for word in _words(name)]
-    return any(word.startswith(LIKE_SPLITS) or word.endswith(LIKE_SPLITS) for word in words)
-
-
-def _words(name: str) -> list[str]:
-    return re.split(r"[-._ /0-9]+", name)
+def _splits_named(names: Sequence[str]) -> dict[str, set[str]]:
+    folders = [name.rpartition("/")[0] for name in names]
+    for places in (folders, names):
+        found: dict[str, set[str]] = {split: set() for split in _SPLITS.values()}
+        for name, place in zip(names, places, strict=True):
+            for word in re.split(r"[-._ /0-9]+", place.lower()):
+                if split := _SPLITS.get(word):
+                    found[split].add(name)
+        if splits := {split: members for split, members in found.items() if members}:
+            return splits
+    return {}
 
 
 def _inside(folder: Path, file: Path) -> str:
@@ -309,11 +289,8 @@ InMemory = Any  # a datasets.Dataset or a list of mappings
 
 
 def named(value: object) -> tuple[object, dict[str, InMemory]]:
-    """A config's source or sources with names in the place of rows; and the rows, by name.
-
-    Rows are a `datasets.Dataset`, a list of mappings or a mapping of columns. All are read once,
-    for the digest in their name. Raises DataError for what cannot be read so.
-    """
+    """A config's source or sources with names in the place of rows; and the rows, by name. All are
+    read once, for the digest in their name. Raises DataError for what cannot be read so."""
     if (rows := _rows_in(value)) is not None:
         name = name_of_rows(rows)
         return name, {name: rows}
@@ -347,21 +324,16 @@ def _rows_in(value: object) -> InMemory | None:
             splits = ", ".join(map(str, value))
             raise DataError(f"a DatasetDict has several splits ({splits}); give one of them")
         if all(isinstance(column, list | tuple) for column in value.values()):
-            return _of_columns(value)
+            sizes = [len(column) for column in value.values()]
+            if len({*sizes}) > 1:
+                raise DataError(f"columns must have as many values each, not {sizes}")
+            return [dict(zip(value, row, strict=True)) for row in zip(*value.values(), strict=True)]
     if kind == "DataFrame":
         raise DataError("a DataFrame is not read; give datasets.Dataset.from_pandas(frame)")
     if isinstance(value, list | tuple) and value:
         rows = all(isinstance(row, Mapping) and "path" not in row for row in value)
         return [*value] if rows else None
     return None
-
-
-def _of_columns(columns: Mapping[Any, Sequence[object]]) -> InMemory:
-    sizes = {name: len(column) for name, column in columns.items()}
-    if len({*sizes.values()}) > 1:
-        sized = ", ".join(f"{name} {size:,}" for name, size in sizes.items())
-        raise DataError(f"columns must have as many values each, not {sized}")
-    return [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
 
 
 def name_of_rows(rows: InMemory) -> str:

@@ -11,7 +11,6 @@ import hashlib
 import logging
 import mmap
 import os
-import struct
 import traceback
 import weakref
 from collections.abc import Callable
@@ -28,8 +27,7 @@ import numpy as np
 from megatrain.data.build import AskedSet, Expected, OnProgress, held_out_beside, hold_out
 from megatrain.data.cache import cached_set, listed_shards, load_shard, name_of, unreadable
 from megatrain.data.encoding import Encoder, RowOptions
-from megatrain.data.loader import Position
-from megatrain.data.rows import PackedRows, Rows, TokenRows, pack
+from megatrain.data.rows import PackedRows, Position, Rows, TokenRows, pack
 from megatrain.data.workers import ended, forked
 from megatrain.errors import MegaTrainError
 from megatrain.heartbeat import may_end_here
@@ -41,7 +39,6 @@ if TYPE_CHECKING:
 
 LOOKED_EVERY_S = 0.1
 NICENESS = 10  # of the writer: what trains goes first
-_STATE = "qq"  # of the writer: how often it gave a sign of life, and the rows that it has read
 
 logger = logging.getLogger("megatrain")
 
@@ -133,11 +130,8 @@ class Stream:
         self._known = [(len(self.first), self.first.digest)]  # of each window that was read
 
     def window(self, number: int) -> Rows | None:
-        """The rows of a window, once they are there; None behind the last one.
-
-        Windows are opened in order the first time. Raises what the writer raised, if it was about
-        this window or one before, and StorageError for a damaged one that nobody mends.
-        """
+        """The rows of a window, once they are there; None behind the last one. They are opened in
+        order the first time. Raises what the writer raised up to this window, and StorageError."""
         if number == 0 or number in self._open:
             return self._open[number] if number else self.first
         found = self._read(number)
@@ -219,7 +213,8 @@ class Writer:
     """
 
     def __init__(self, asked: AskedSet) -> None:
-        self._state = mmap.mmap(-1, mmap.PAGESIZE)  # shared
+        # shared: how often it gave a sign of life, and the rows that it has read
+        self._state = memoryview(mmap.mmap(-1, mmap.PAGESIZE)).cast("q")
         self._seen, self._begun, self._over = 0, False, False
         self._error: Exception | None = None
         self._ours, theirs = Pipe()
@@ -260,11 +255,8 @@ class Writer:
 
     def news(self) -> int | None:
         """The rows that it has read, if it gave a sign of life since the last call."""
-        signs, rows = struct.unpack_from(_STATE, self._state)
-        if signs == self._seen:
-            return None
-        self._seen = signs
-        return int(rows)
+        before, self._seen = self._seen, self._state[0]
+        return None if before == self._seen else self._state[1]
 
     def _serve(self, asked: AskedSet, connection: Connection) -> None:
         """The child: make what is not there, or not as it was written."""
@@ -282,8 +274,8 @@ class Writer:
         connection.send(found)
 
     def _note(self, rows: int) -> None:
-        signs, _ = struct.unpack_from(_STATE, self._state)
-        struct.pack_into(_STATE, self._state, 0, signs + 1, rows)
+        self._state[0] += 1
+        self._state[1] = rows
 
 
 def _end(child: int, parent: int) -> None:

@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from megatrain.data.samples import Chat, Message, Tool
 
 GENERATION = re.compile(r"\{%-?\s*(end)?generation\s*-?%\}")  # transformers' own tag
-LARGEST_CHARACTERS = 64 << 20  # of a conversation as text
 CharSpan = tuple[int, int]  # characters [start, stop)
 STAND_IN = "Zq7vXstandinXv7qZ"  # in no text, and unchanged by trimming
 LONGEST_REASON = 400  # characters of an error of a template
@@ -102,12 +101,9 @@ def with_stand_ins(turn: dict[str, Any]) -> dict[str, Any]:
 
 
 class Template:
-    """A tokenizer's chat template, and what its text shows of how it writes turns.
-
-    Rendering takes what the template's code takes, without an end: see `workers.fenced`.
-
-    day: the date that it gets when it asks for the time.
-    """
+    """A tokenizer's chat template, and what its text shows of how it writes turns. `day` is the
+    date that it gets when it asks for the time. Rendering may take without an end: see
+    `workers.fenced`."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, day: date | None = None) -> None:
         try:
@@ -235,7 +231,6 @@ class Template:
     ) -> tuple[str, list[CharSpan]]:
         from transformers.utils.chat_template_utils import render_jinja_template
 
-        refuses = "the chat template refuses this conversation"
         source = self._with_tools if scene.tools else self._source
         try:
             found: Any = render_jinja_template(  # declared as str, returns (texts, spans)
@@ -250,11 +245,8 @@ class Template:
             raise
         except Exception as error:  # whatever the code of a template does
             reason = " ".join(str(error).split())[:LONGEST_REASON] or type(error).__name__
-            raise RowError(f"{refuses}: {reason}") from error
+            raise RowError(f"the chat template refuses this conversation: {reason}") from error
         texts, spans = found
-        if len(texts[0]) > LARGEST_CHARACTERS:
-            most = f"{LARGEST_CHARACTERS >> 20} million characters"
-            raise RowError(f"{refuses}: it makes more than {most} of it")
         try:
             texts[0].encode()
         except UnicodeEncodeError as error:  # as JSON can spell it, in tools and variables, too
@@ -296,11 +288,8 @@ def find_template(name: str) -> str:
 
 
 def use_template(tokenizer: PreTrainedTokenizerBase, name: str) -> None:
-    """Give a tokenizer the chat template of this name or file.
-
-    Raises DataError where that does not exist, renders no conversation, or writes tokens that the
-    tokenizer does not have.
-    """
+    """Give a tokenizer the chat template of this name or file. Raises DataError where there is
+    none, it renders no conversation, or writes tokens that the tokenizer does not have."""
     tokenizer.chat_template = find_template(name)
     template = Template(tokenizer)
 

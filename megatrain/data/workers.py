@@ -16,7 +16,6 @@ import os
 import pickle
 import resource
 import signal
-import struct
 import sys
 import traceback
 import warnings
@@ -53,7 +52,7 @@ Item = TypeVar("Item")
 Result = TypeVar("Result")
 About = tuple[str, str]  # an error's words before and after what the code does wrong
 
-_row: mmap.mmap | None = None  # number of the row in progress, shared with the parent of a worker
+_row: memoryview | None = None  # number of the row in progress, shared with the parent of a worker
 
 
 class TooMuch(DataError):
@@ -63,7 +62,7 @@ class TooMuch(DataError):
 def begin_row(number: int, more_s: float = 0.0) -> None:
     """In a worker, start the timer of a row (ROW_LIMIT_S + `more_s`); elsewhere do nothing."""
     if _row is not None:
-        struct.pack_into("q", _row, 0, number)
+        _row[0] = number
         signal.setitimer(signal.ITIMER_PROF, ROW_LIMIT_S + more_s)
 
 
@@ -79,7 +78,7 @@ def fenced(render: Callable[[], Result]) -> Result:
 class _Worker:
     pid: int  # 0: has ended
     connection: Connection
-    row: mmap.mmap
+    row: memoryview
 
 
 class Team(Generic[Item, Result]):
@@ -158,11 +157,11 @@ class Team(Generic[Item, Result]):
         return self._too_much(worker, item, words if late else f"ends its process ({code})")
 
     def _too_much(self, worker: _Worker, item: Item, words: str) -> TooMuch:
-        before, after = self._about(item, *struct.unpack_from("q", worker.row))
+        before, after = self._about(item, worker.row[0])
         return TooMuch(f"{before} {words} {after}")
 
     def _start(self) -> None:
-        row, (ours, theirs) = mmap.mmap(-1, mmap.PAGESIZE), Pipe()
+        row, (ours, theirs) = memoryview(mmap.mmap(-1, mmap.PAGESIZE)).cast("q"), Pipe()
         try:
             pid = forked(partial(self._serve, theirs, row))
         except OSError as error:
@@ -175,7 +174,7 @@ class Team(Generic[Item, Result]):
         self._workers.append(_Worker(pid, ours, row))
         self._idle.put(self._workers[-1])
 
-    def _serve(self, connection: Connection, row: mmap.mmap) -> NoReturn:
+    def _serve(self, connection: Connection, row: memoryview) -> NoReturn:
         """In a worker: work until it is killed."""
         global _row
         _row = row

@@ -20,8 +20,9 @@ from megatrain.config.resuming import (
     resumed_configs,
 )
 from megatrain.data.build import Expected
-from megatrain.data.loader import Loader, Windows
+from megatrain.data.loader import Loader
 from megatrain.data.rows import Rows
+from megatrain.data.streaming import Stream
 from megatrain.engine.components import deterministic
 from megatrain.engine.resolved import Resolved, piece_tokens
 from megatrain.errors import (
@@ -282,7 +283,7 @@ def get_ready(
 
 
 def plan_and_loader(
-    config: Config, model: Model, resolved: Resolved, rows: Rows, windows: Windows | None = None
+    config: Config, model: Model, resolved: Resolved, rows: Rows, windows: Stream | None = None
 ) -> tuple[Plan, Loader]:
     """The plan, which now counts checkpoints and padding, and the loader of its micro-batches."""
     train, every, request = config.train, config.checkpoint.every, resolved.request

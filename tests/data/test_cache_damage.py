@@ -8,8 +8,6 @@ import logging
 import os
 import pwd
 import random
-import subprocess
-import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -22,7 +20,6 @@ from megatrain.data.build import encode_source
 from megatrain.data.encoding import RowOptions
 from megatrain.data.rows import TokenRows, default_cache
 from megatrain.errors import ConfigError
-from tests.commands import environment
 
 OPTIONS = RowOptions(seq_len=64)
 SHARD = {"ids.bin", "mask.bin", "shard.json"}
@@ -162,25 +159,6 @@ def test_every_file_is_on_the_disk_before_the_set_has_its_name(start, cache, mon
     assert shard.startswith("00000.tmp-") and own.startswith("set.json.tmp-")
     assert (renamed, of_set, renamed_own, again) == ("renamed", folder.name) * 2
     assert of_cache == "cache"
-
-
-BUS_ERROR = """
-import mmap, os, sys
-from megatrain.reporting.streams import lasting_streams
-with lasting_streams(), open(sys.argv[1], "r+b") as file:
-    mapped = mmap.mmap(file.fileno(), 0)
-    os.truncate(sys.argv[1], 0)
-    mapped[0]
-"""
-
-
-def test_a_file_that_is_cut_short_while_it_is_read_leaves_a_stack(tmp_path):
-    (tmp_path / "ids.bin").write_bytes(bytes(8192))
-    script = [sys.executable, "-c", BUS_ERROR, str(tmp_path / "ids.bin")]
-    done = subprocess.run(script, capture_output=True, text=True, env=environment(), check=False)
-    assert done.returncode < 0
-    assert "Fatal Python error: Bus error" in done.stderr
-    assert 'File "<string>", line 7' in done.stderr
 
 
 def test_without_a_home_the_cache_needs_a_name(monkeypatch):

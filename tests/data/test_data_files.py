@@ -34,8 +34,7 @@ def special(tmp_path: Path) -> Path:
 
 SPECIAL_FILES = {
     "fifo": (os.mkfifo, "is no regular file but a pipe"),
-    "device": (lambda path: path.symlink_to("/dev/zero"), "is a link out of the folder, to /dev/z"),
-    "link": (lambda path: path.symlink_to("../secret.txt"), "is a link out of the folder, to /.*t"),
+    "device": (lambda path: path.symlink_to("/dev/zero"), "is no regular file"),
     "broken": (lambda path: path.symlink_to("gone.txt"), "cannot be read: No such file"),
 }
 
@@ -48,9 +47,9 @@ def test_only_regular_files_of_the_folder_are_read(special, make, words):
             look(special)
 
 
-def test_a_link_to_a_folder_elsewhere_is_refused(special):
+def test_a_link_to_a_folder_is_refused(special):
     (special / "more").symlink_to(special.parent)
-    with pytest.raises(DataError, match="more: is a link out of the folder"):
+    with pytest.raises(DataError, match="more: is a link to a folder"):
         open_source(special)
 
 
@@ -120,5 +119,5 @@ def test_a_bare_name_does_not_wait_for_the_hub(tmp_path, monkeypatch, hub):
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
     files.check_source("owner/Name:test")
     files.check_source("owner/other-name")
-    with pytest.raises(DataError, match="is neither a file or folder here nor a data set"):
+    with pytest.raises(DataError, match=r"no such: no such file .* no data set of the hub"):
         files.check_source("no such")

@@ -85,14 +85,6 @@ def test_the_answers_to_one_question_stay_together(load, seed):
     assert sorted(rows_of(other)) == sorted(rows_of(held)), "whatever the order"
 
 
-def test_rows_that_begin_with_a_target_are_told_apart_as_a_whole(load):
-    texts = [{"text": f"{n % 10} is a number"} for n in range(20)]
-    train, held = load(texts, 6)
-    assert (len(train), len(held)) == (14, 6)
-    assert not {str(row) for row in rows_of(train)} & {str(row) for row in rows_of(held)}
-    assert train.counts.choices == []
-
-
 def test_a_question_of_too_many_rows_is_told_apart_by_its_answers(load):
     rows = [pair(1, n) for n in range(50)] + [pair(2 + n) for n in range(10)]
     train, held = load(rows, 6)

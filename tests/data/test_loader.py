@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import json
-from dataclasses import dataclass, field
 from statistics import fmean, median_high
 from typing import Any
 
@@ -12,39 +11,34 @@ import numpy as np
 import pytest
 import torch
 
-from megatrain.data.loader import Loader, Position, StepBatch
+from megatrain.data.loader import Loader, StepBatch
 from megatrain.data.micro_batches import held_out_batches
-from megatrain.data.rows import Counts, IdArray, IndexArray, MaskArray, PlainRows
+from megatrain.data.rows import Counts, IdArray, MaskArray, Position, TokenRows
+from megatrain.data.samples import KINDS, PLAIN
 from megatrain.errors import DataError
 from megatrain.losses import IGNORE as IGNORED
 
 PAD = 0
 
 
-@dataclass
-class FakeRows(PlainRows):
-    """Row i is its own number, 1-based, `lengths[i]` times; the second half of it is target."""
-
-    lengths: IndexArray
-    counts: Counts = field(default_factory=Counts)
-    digest: str = "fake"
-
-    def __len__(self) -> int:
-        return len(self.lengths)
-
-    @property
-    def target_counts(self) -> IndexArray:
-        return self.lengths - self.lengths // 2
-
-    def row(self, index: int) -> tuple[IdArray, MaskArray]:
-        length = int(self.lengths[index])
-        return np.full(length, index + 1, np.int32), np.arange(length) >= length // 2
+def fake_rows(lengths: Any, kind: str = PLAIN, make: type[TokenRows] = TokenRows) -> TokenRows:
+    """Sequence i is the number i + 1 as often as `lengths` (of rows, or rows and sides) says; the
+    second half of it is target."""
+    rows, flat = len(lengths), np.asarray(lengths).reshape(-1)
+    offsets = np.concatenate([[0], np.cumsum(flat)])
+    ids = np.repeat(np.arange(1, len(flat) + 1, dtype=np.int32), flat)
+    mask = np.arange(len(ids)) >= np.repeat(offsets[:-1] + flat // 2, flat)
+    targets = (flat - flat // 2).reshape(rows, -1)[:, : KINDS[kind].trained].sum(1)
+    hashes, joined = np.arange(rows, dtype=np.uint64), np.zeros(rows, np.bool_)
+    values = None if kind == PLAIN else np.arange(rows, dtype=np.float32)
+    of_rows = (hashes, joined, hashes, np.arange(rows), Counts(), kind, values)
+    return make(ids, mask, offsets, targets, *of_rows)
 
 
-ROWS = FakeRows(np.random.default_rng(0).integers(2, 33, 101))
+ROWS = fake_rows(np.random.default_rng(0).integers(2, 33, 101))
 
 
-def loader(rows: FakeRows = ROWS, **changes: Any) -> Loader:
+def loader(rows: TokenRows = ROWS, **changes: Any) -> Loader:
     asked: dict[str, Any] = {"micro_batch_tokens": 64, "pad_id": PAD, "seed": 0} | changes
     if "rows_per_step" not in asked:
         asked.setdefault("tokens_per_step", 100)
@@ -157,12 +151,12 @@ def test_resuming_reads_none_of_the_consumed_rows():
         next(iterator)
     read: list[int] = []
 
-    class Watched(FakeRows):
-        def row(self, index: int) -> tuple[IdArray, MaskArray]:
+    class Watched(TokenRows):
+        def side(self, index: int, side: int) -> tuple[IdArray, MaskArray]:
             read.append(index)
-            return super().row(index)
+            return super().side(index, side)
 
-    resumed = loader(Watched(ROWS.lengths))
+    resumed = loader(fake_rows(ROWS.lengths, make=Watched))
     resumed.restore(interrupted.position())
     batch = next(iter(resumed))
     assert read[: len(batch.lengths)] == row_numbers(batch)
@@ -253,21 +247,14 @@ def test_rows_to_come_are_those_that_are_handed_out():
         assert others.rows_to_come().tolist() == []
 
 
-def test_held_out_batches_hold_every_row_once():
-    batches = held_out_batches(ROWS, 64, PAD)
-    found = [int(number) - 1 for micro in batches for number in micro["input_ids"][:, 0]]
-    assert sorted(found) == list(range(101))
-    some = held_out_batches(ROWS, 64, PAD, chosen=np.array([3, 50]))
-    assert {int(number) - 1 for micro in some for number in micro["input_ids"][:, 0]} == {3, 50}
+class Broken(TokenRows):
+    def side(self, index: int, side: int) -> tuple[IdArray, MaskArray]:
+        raise OSError("the disk is gone")
 
 
 def test_an_error_while_preparing_reaches_the_loop():
-    class Broken(FakeRows):
-        def row(self, index: int) -> tuple[IdArray, MaskArray]:
-            raise OSError("the disk is gone")
-
     with pytest.raises(OSError, match="the disk is gone"):
-        next(iter(loader(Broken(ROWS.lengths))))
+        next(iter(loader(fake_rows(ROWS.lengths, make=Broken))))
 
 
 # -- sequence packing ----------------------------------------------------------------------------
@@ -314,8 +301,8 @@ def test_packed_sequences_are_nearly_full():
 @pytest.mark.parametrize("pack_to", [None, 32], ids=["padded", "packed"])
 @pytest.mark.parametrize("settings", [BY_TOKENS, BY_ROWS, AT_ONCE])
 def test_how_much_is_padded_is_known_before_any_row_is_read(settings, pack_to):
-    unread, asked = FakeRows(ROWS.lengths), {"pack_to": pack_to, "epochs": 3, **settings}
-    unread.row = lambda index: pytest.fail("a row was read")  # type: ignore[method-assign]
+    asked = {"pack_to": pack_to, "epochs": 3, **settings}
+    unread = fake_rows(ROWS.lengths, make=Broken)
     known = loader(unread, **asked).step_tokens((32, 48, 64, 1024))
     for size, most, mean, most_parts, mean_parts in known:
         run = list(loader(**{**asked, "micro_batch_tokens": size}))

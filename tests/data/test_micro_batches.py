@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -13,50 +13,14 @@ import torch
 
 from megatrain.data.loader import Loader, MicroBatch, StepBatch
 from megatrain.data.micro_batches import Regime, cuts, held_out_batches, least_micro_batch, runs_of
-from megatrain.data.rows import Counts, IdArray, IndexArray, MaskArray, ValueArray
-from megatrain.data.samples import JUDGED, KINDS, PAIRS
+from megatrain.data.samples import JUDGED, PAIRS
 from megatrain.errors import DataError
 from megatrain.losses import IGNORE
+from tests.data.test_loader import fake_rows
 
 PAD, WIDTH, ROWS = 0, 40, 57
 LENGTHS = np.random.default_rng(0).integers(4, WIDTH + 1, (ROWS, 2))
 REFERENCES = -np.random.default_rng(1).random((ROWS, 2)) * 100
-
-
-@dataclass
-class FakeSides:
-    """Example i is the number i + 1 as often as it is long; the second half of it is target."""
-
-    kind: str
-    side_lengths: IndexArray = field(default_factory=lambda: LENGTHS)
-    counts: Counts = field(default_factory=Counts)
-    digest: str = "fake"
-    sides: int = 2
-
-    def __len__(self) -> int:
-        return len(self.side_lengths)
-
-    @property
-    def lengths(self) -> IndexArray:
-        lengths: IndexArray = self.side_lengths[:, : KINDS[self.kind].trained].sum(1)
-        return lengths
-
-    @property
-    def target_counts(self) -> IndexArray:
-        targets = self.side_lengths - self.side_lengths // 2
-        found: IndexArray = targets[:, : KINDS[self.kind].trained].sum(1)
-        return found
-
-    @property
-    def values(self) -> ValueArray | None:
-        return np.linspace(0, len(self) - 1, len(self), dtype=np.float32)
-
-    def row(self, index: int) -> tuple[IdArray, MaskArray]:
-        return self.side(index, 0)
-
-    def side(self, index: int, side: int) -> tuple[IdArray, MaskArray]:
-        length = int(self.side_lengths[index, side])
-        return np.full(length, 2 * index + side + 1, np.int32), np.arange(length) >= length // 2
 
 
 @dataclass(frozen=True)
@@ -109,7 +73,7 @@ def loader(kind: str, **changes: Any) -> Loader:
     asked.setdefault("references", REFERENCES)
     if "rows_per_step" not in asked:
         asked.setdefault("tokens_per_step", 400)
-    return Loader(asked.pop("rows", FakeSides(kind)), **asked)
+    return Loader(asked.pop("rows", fake_rows(LENGTHS, kind)), **asked)
 
 
 def of_step(batch: StepBatch) -> list[Example]:
@@ -165,7 +129,11 @@ def test_a_step_has_the_same_rows_however_it_is_cut(kind, pack_to):
 
 @pytest.mark.parametrize("kind", [PAIRS, JUDGED])
 def test_a_step_is_filled_with_what_is_trained_on(kind):
-    rows, batches, trained = FakeSides(kind), list(loader(kind)), {PAIRS: 2, JUDGED: 1}[kind]
+    rows, batches, trained = (
+        fake_rows(LENGTHS, kind),
+        list(loader(kind)),
+        {PAIRS: 2, JUDGED: 1}[kind],
+    )
     numbers = [[one.number for one in of_step(batch)] for batch in batches]
     for batch, mine in zip(batches, numbers, strict=True):
         of_rows = sorted({number // 2 for number in mine})
@@ -203,19 +171,6 @@ def test_prompts_of_chosen_answers_may_be_targets_too():
         padding = micro["input_ids"] == PAD
         assert not micro["token_answer"][padding].any()
         assert bool((micro["labels"][padding] == IGNORE).all())
-
-
-def test_padded_pairs_are_cut_by_their_longer_answer():
-    for batch in loader(PAIRS):
-        widths = []
-        for micro in batch.micro_batches:
-            found = examples(micro)
-            pairs = list(zip(found[::2], found[1::2], strict=True))
-            longer = [max(len(one.ids), len(other.ids)) for one, other in pairs]
-            assert longer == sorted(longer, reverse=True)
-            assert micro["input_ids"].shape == (len(found), longer[0])
-            widths.append(longer[0])
-        assert widths == sorted(widths, reverse=True)
 
 
 def test_packed_pairs_share_sequences_and_long_ones_get_two():
@@ -258,7 +213,7 @@ def test_how_much_is_padded_is_known_before_any_row_is_read(kind, pack_to, step)
 @PACKED
 @pytest.mark.parametrize("kind", [PAIRS, JUDGED])
 def test_held_out_rows_come_once_each_and_in_one_order(kind, pack_to):
-    rows = FakeSides(kind)
+    rows = fake_rows(LENGTHS, kind)
     more = {"references": REFERENCES, "prompts_too": kind == PAIRS}
     batches = list(held_out_batches(rows, 128, PAD, limit=20, pack_to=pack_to, **more))
     found = [one for batch in batches for one in examples(batch)]
@@ -279,7 +234,7 @@ def test_held_out_rows_come_once_each_and_in_one_order(kind, pack_to):
     ],
 )
 def test_what_fits_no_micro_batch_is_refused(kind, pack_to, least, words):
-    rows = FakeSides(kind)
+    rows = fake_rows(LENGTHS, kind)
     assert LENGTHS.max() == WIDTH
     assert least_micro_batch(rows, pack_to) == least
     words = rf"{words}.* fit a micro-batch of {least - 1}; set train\.micro_batch_tokens to {least}"

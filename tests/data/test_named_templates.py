@@ -6,12 +6,10 @@ from typing import Any
 
 import pytest
 
-from megatrain.data.build import encode_source
-from megatrain.data.encoding import Encoder, RowOptions
+from megatrain.data.encoding import Encoder
 from megatrain.data.samples import Chat, Message, RowError
 from megatrain.data.template import NAMED_TEMPLATES, use_template
 from megatrain.errors import DataError
-from tests.commands import conversation
 
 TOKENS = {
     "chatml": ["<|im_start|>", "<|im_end|>"],
@@ -89,14 +87,3 @@ def test_a_turn_without_a_place_is_refused(make_tokenizer):
     turns = (Message("user", "a"), Message("tool", "b"), Message("assistant", "c"))
     with pytest.raises(RowError, match="no place for a turn of role tool"):
         Encoder(tokenizer).mark(Chat(turns))
-
-
-def test_the_cache_keeps_templates_apart(make_tokenizer, write_jsonl, cache):
-    file, options = write_jsonl([conversation("a", "b")]), RowOptions(seq_len=64)
-    lengths = []
-    for name in ("chatml", "mistral"):
-        tokenizer = make_tokenizer(None)
-        use_template(tokenizer, name)
-        lengths.append(int(encode_source(file, tokenizer, options, cache).lengths[0]))
-    assert lengths[0] != lengths[1]
-    assert len(list(cache.iterdir())) == 2

@@ -236,14 +236,6 @@ def test_judged_rows_and_their_mismatches(tokenizers, ours, name, cut):
     assert whole[0][1][1] == [False] * begins + other_mask[other_begins:]
 
 
-def test_judged_texts(make_tokenizer, ours):
-    tokenizer = make_tokenizer(trim_offsets=False, bos=True)
-    texts = list(TEXTS.values())
-    rows = [{"prompt": one[0], "completion": one[1], "label": True} for one in texts]
-    theirs = judged_of_trl(rows, tokenizer)
-    assert_texts_are_the_same(ours(rows, tokenizer, JUDGED)[1:], theirs[1:])
-
-
 def test_rows_that_are_too_long_for_a_score_are_dropped_as_by_the_reward_trainer(tokenizers, ours):
     tokenizer = tokenizers["llama3"]
     seq_len = seq_len_of(tokenizer) + 20

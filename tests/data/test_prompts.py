@@ -28,15 +28,14 @@ def test_a_jsonl_file_has_texts_or_turns(tmp_path):
 
 
 REFUSED = {
-    "{": "asked.jsonl:1: is no JSON",
-    '"Hi"': "asked.jsonl:1: needs prompt, a text, or messages with role and content",
-    '\n{"prompt": ""}': "asked.jsonl:2: needs prompt",
-    '{"prompt": 5}': "asked.jsonl:1: needs prompt",
-    '{"messages": []}': "asked.jsonl:1: needs prompt",
-    '{"messages": [{"role": "user"}]}': "asked.jsonl:1: needs prompt",
+    "{": "asked.jsonl:1: Expecting property name",
+    '"Hi"': "asked.jsonl:1: expected an object, found text",
+    '\n{"prompt": ""}': "asked.jsonl:2: field 'prompt' is empty",
+    '{"messages": []}': "asked.jsonl:1: field 'messages' is empty",
+    '{"messages": [{"role": "user"}]}': "asked.jsonl:1: messages[0].content is missing",
     '{"messages": [{"role": "assistant", "content": "Hi"}]}': "asked.jsonl:1: ends with an answer",
-    "\n \n": "asked.jsonl: holds no prompt",
-    '{"prompt": "Hi"}\n' * (MANY + 1): "asked.jsonl: holds 1,001 prompts; at most 1,000",
+    "\n \n": "asked.jsonl: holds 0 prompts; write one a line",
+    '{"prompt": "Hi"}\n' * (MANY + 1): "asked.jsonl: holds 1,001 prompts",
 }
 
 
@@ -51,7 +50,7 @@ def test_what_is_no_prompt_is_refused_with_its_line(tmp_path, monkeypatch):
 
 def test_a_file_that_cannot_be_read_is_refused(tmp_path):
     (tmp_path / "asked.txt").write_bytes(b"\xff\xfe\x00")
-    with pytest.raises(DataError, match="it is not UTF-8"):
+    with pytest.raises(DataError, match="cannot be read as text"):
         read_prompts(str(tmp_path / "asked.txt"))
     with pytest.raises(DataError, match="no such file"):
         read_prompts(str(tmp_path / "none.txt"))

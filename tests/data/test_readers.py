@@ -80,7 +80,7 @@ def test_a_list_beside_the_rows_is_not_dropped(tmp_path):
     file.write_text('{"version": 1, "data": [{"a": 1}], "test": []}')
     assert values(file) == [{"a": 1}]
     file.write_text('{"data": [{"a": 1}], "test": [{"a": 2}]}')
-    with pytest.raises(DataError, match=r"of its lists 'data' and 'test' only the first would be"):
+    with pytest.raises(DataError, match=r"has several lists \(data, test\)"):
         values(file)
 
 

@@ -28,7 +28,7 @@ from megatrain.data.samples import JUDGED, PAIRS, PLAIN
 from megatrain.data.sources import Part
 from megatrain.errors import DataError, StorageError
 from tests.data.test_cache_damage import contents
-from tests.files import as_an_ordinary_user, flip, largest_file
+from tests.files import as_an_ordinary_user, flip
 from tests.once import rows_are_encoded_in_workers
 
 ROWS, BATCH, OF_SHARD = 100, 5, 20
@@ -279,11 +279,6 @@ def test_a_full_disk_costs_the_shard_at_hand(encode_into, monkeypatch, tmp_path,
     assert not list((tmp_path / "full").rglob("*.tmp-*"))
     encode_into("full", processes=processes)
     assert bytes_in(tmp_path / "full") == bytes_in(tmp_path / "whole")
-
-
-def test_files_may_not_grow_on_a_full_disk(encode_into, tmp_path):
-    with largest_file(200), pytest.raises(StorageError, match="File too large"):
-        encode_into("full")
 
 
 def test_a_read_only_cache_is_read_and_not_completed(encode_into, tmp_path):

@@ -91,14 +91,6 @@ def test_what_a_template_leaves_out_is_a_warning(encode, make_tokenizer):
     assert out.getvalue().endswith(f"warning: {words}\n")
 
 
-def test_how_rows_became_text_is_said(encode):
-    rows: list[Any] = [{"prompt": "a", "completion": "b"}]
-    rows.append({"prompt": [{"role": "user", "content": "a"}], "completion": "b"})
-    data = encode(rows, RowOptions(seq_len=64))
-    words = "1 as they are: prompt, completion, end of sequence (data.prompts: chat makes turns); "
-    assert f"rows became text: {words}1 by the chat template" in describe(data)
-
-
 TURNS = [{"role": "user", "content": "two plus two?"}]
 PAIR = {"prompt": TURNS, "chosen": "it is four", "rejected": "it is \x1b[31mfive", "margin": 0.5}
 OF_PAIRS, OF_JUDGED = (replace(OPTIONS, kind=kind, prompts="text") for kind in (PAIRS, JUDGED))

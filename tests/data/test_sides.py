@@ -4,22 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from megatrain.data.build import Expected, encode_source, hold_out, load_data
+from megatrain.data.build import Expected, hold_out, load_data
 from megatrain.data.encoding import RowOptions
-from megatrain.data.loader import Loader
 from megatrain.data.rows import TokenRows
 from megatrain.data.samples import JUDGED, PAIRS
-from megatrain.data.show import describe, warnings
+from megatrain.data.show import describe
 from megatrain.errors import DataError
 from tests.commands import chat_rows, tiny_tokenizer
-from tests.data.test_cache_damage import every_damage_is_mended
 
 OPTIONS = {kind: RowOptions(seq_len=64, kind=kind) for kind in (PAIRS, JUDGED)}
 SKIP = {kind: replace(options, on_bad_row="skip") for kind, options in OPTIONS.items()}
@@ -65,17 +62,6 @@ def test_a_pair_is_one_row_of_two_sequences(encode, make_tokenizer):
     assert np.isnan(data.values[300])
 
 
-@pytest.mark.parametrize(("kind", "sides"), [(PAIRS, 2), (JUDGED, 1)])
-def test_a_step_says_the_length_of_each_sequence_that_is_trained_on(encode, kind, sides):
-    """Tokens see those of their own sequence, which the utilisation of a GPU is counted by."""
-    data = encode([MAKE[kind](n) for n in range(8)], OPTIONS[kind])
-    loader = Loader(data, micro_batch_tokens=128, pad_id=0, seed=0, rows_per_step=8)
-    (step,) = loader
-    assert sorted(step.lengths) == sorted(data.side_lengths[:, :sides].ravel().tolist())
-    assert all(type(length) is int for length in step.lengths)
-    assert step.tokens == data.lengths.sum()
-
-
 def test_a_judged_row_has_a_mismatch_that_is_not_trained_on(encode, make_tokenizer):
     tokenizer = make_tokenizer()
     data = encode([judged(n, label=n != 1) for n in range(3)], OPTIONS[JUDGED], tokenizer)
@@ -111,7 +97,7 @@ def test_a_pair_without_a_target_on_one_side_is_dropped_whole(encode, make_token
     assert "1 rows dropped, because no token to train on is left in one of their answers" in (
         describe(data)
     )
-    with pytest.raises(DataError, match=r"of which train\.seq_len 64 cuts 1 and drops 0"):
+    with pytest.raises(DataError, match=r"seq_len 64 cuts it off \(rows cut: 1, "):
         encode(rows[1:2], OPTIONS[PAIRS])
 
 
@@ -133,7 +119,7 @@ def test_a_longer_row_may_be_dropped(encode, make_tokenizer):
     data = encode(rows, options, make_tokenizer(None))
     assert (len(data), data.counts.too_long, data.counts.truncated) == (2, 1, 0)
     assert "1 rows dropped, because they are longer than seq_len" in describe(data)
-    with pytest.raises(DataError, match=r"of which train\.seq_len 64 cuts 0 and drops 1"):
+    with pytest.raises(DataError, match=r"rows cut: 0, dropped: 1"):
         encode(rows[1:2], options)
 
 
@@ -154,17 +140,6 @@ def test_bad_rows_are_skipped_and_counted(encode, kind):
 
 
 # -- cache and digests ---------------------------------------------------------------------------
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("a_shard_for_each_row")
-@pytest.mark.parametrize("kind", MAKE)
-def test_the_cache_knows_the_kind_and_is_mended(kind, write_jsonl, make_tokenizer, cache, caplog):
-    file, tokenizer = write_jsonl([MAKE[kind](n) for n in range(25)]), make_tokenizer()
-    start = partial(encode_source, file, tokenizer, OPTIONS[kind], cache)
-    assert start().kind == kind
-    assert {"values.npy", "mismatches.npy"} < {path.name for path in cache.rglob("00003/*")}
-    every_damage_is_mended(start, cache, caplog, rounds=2)
 
 
 def test_digests_of_plain_rows_are_those_of_earlier_releases(cache: Path):
@@ -232,14 +207,6 @@ def test_prompts_that_were_cut_apart_stay_together(encode, make_tokenizer):
     assert data.counts.truncated > 10
     train, held = hold_out(data, 8, seed=0)
     assert {n % 5 for n in train.chosen.tolist()}.isdisjoint(n % 5 for n in held.chosen.tolist())
-
-
-def test_a_held_out_row_that_is_trained_on_is_found(write_jsonl, make_tokenizer, cache):
-    train, held = [judged(n) for n in range(9)], [judged(n) for n in (8, 20, 3)]
-    files = write_jsonl(train), write_jsonl(held, "held.jsonl")
-    rows, _ = load_data(*files, make_tokenizer(), OPTIONS[JUDGED], seed=0, cache=cache)
-    (line,) = warnings(rows)
-    assert line.startswith("2 of 3 held-out rows are trained on as well")
 
 
 @pytest.mark.parametrize("kind", MAKE)

@@ -12,7 +12,6 @@ import datasets
 import numpy as np
 import pytest
 
-from megatrain.data.files import parse_hub_spec
 from megatrain.data.sources import Part, open_source
 from megatrain.errors import DataError
 
@@ -58,16 +57,6 @@ def test_identity_follows_the_file(tmp_path):
     assert open_source(file).identity == before
     file.write_text("{}\n{}\n")
     assert open_source(file).identity != before
-
-
-def test_hub_specs():
-    for spec, parsed in [
-        ("org/name", ("org/name", None, None)),
-        ("org/name:test", ("org/name", None, "test")),
-        ("org/name:main:train[:1%]", ("org/name", "main", "train[:1%]")),
-        ("org/name:train[10:20]", ("org/name", None, "train[10:20]")),
-    ]:
-        assert parse_hub_spec(spec) == parsed
 
 
 def test_hub_rows_and_failures(monkeypatch):
@@ -205,14 +194,13 @@ def test_names_of_splits_are_read_in_whatever_letters(tmp_path):
     assert texts(tmp_path, "validation") == "dev"
 
 
-def test_names_that_only_look_like_splits_are_all_read_and_that_is_said(tmp_path):
-    for name in ("mytrain", "mytest"):
-        (tmp_path / f"{name}.txt").write_text(name)
-    assert texts(tmp_path) == "mytestmytrain"
-    (line,) = notes(tmp_path)
-    assert line.startswith(f"{tmp_path}: all 2 files are read, mytest.txt too: only names with a")
-    (tmp_path / "mytest.txt").unlink()
-    assert notes(tmp_path) == []
+def test_names_of_folders_go_before_those_of_files(tmp_path):
+    for name in ("Train/about-tests.txt", "dev/train.txt"):
+        (tmp_path / name).parent.mkdir()
+        (tmp_path / name).write_text(name)
+    (tmp_path / "mytest.txt").write_text("no split's")
+    assert texts(tmp_path) == "Train/about-tests.txt"
+    assert texts(tmp_path, "validation") == "dev/train.txt"
 
 
 def test_files_that_name_no_split_are_train(tmp_path):

@@ -22,7 +22,6 @@ from megatrain.data.build import encode_source
 from megatrain.data.encoding import RowOptions
 from megatrain.data.loader import Loader
 from megatrain.data.rows import Rows, permutation
-from megatrain.data.samples import PAIRS
 from megatrain.data.streaming import Stream, load_stream
 from megatrain.data.workers import forked
 from megatrain.errors import DataError, MegaTrainError
@@ -211,13 +210,6 @@ def test_each_window_is_packed_by_itself(open_in, file, tokenizer, tmp_path, wri
             break
     windows = ROWS // OF_SHARD
     assert 0 <= int(whole.lengths.sum()) - tokens <= windows, "one token is no block"
-
-
-def test_pairs_are_streamed(open_in, write_jsonl):
-    pairs = [{"prompt": f"{n}?", "chosen": f"{n}", "rejected": "no"} for n in range(50)]
-    options = RowOptions(seq_len=60, kind=PAIRS)
-    loader = loader_of(open_in("cache", given=write_jsonl(pairs), options=options), max_steps=8)
-    assert sum(len(step.lengths) for step in loader) == 100
 
 
 def test_a_bad_row_ends_the_run_where_its_window_is_needed(open_in, write_jsonl, tmp_path):

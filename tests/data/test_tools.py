@@ -142,15 +142,6 @@ def test_what_ends_a_call_is_a_stop_too(make_tokenizer):
     assert Encoder(tokenizer).mark(PLAIN).notes == ()
 
 
-def test_without_a_generation_prompt(make_tokenizer):
-    found = spans(make_tokenizer(LIKE_MISTRAL), replace(PLAIN, tools=()))
-    call_of = json.dumps({"name": "get_weather", "arguments": ARGUMENTS}, ensure_ascii=False)
-    assert [one.strip() for one in found] == [
-        f"[CALLS] {call_of}<|endoftext|>",
-        "It is sunny.<|endoftext|>",
-    ]
-
-
 def test_the_template_decides_on_the_form_of_arguments(make_tokenizer):
     found = spans(make_tokenizer(LIKE_DEEPSEEK), PLAIN)
     assert found[0].endswith(f"get_weather\n{JSON}<|endoftext|>")
@@ -162,19 +153,6 @@ def test_reasoning_and_content_beside_calls_are_targets(make_tokenizer):
     (first, _) = spans(make_tokenizer(LIKE_QWEN), read({"messages": said, "tools": TOOLS}))
     assert first.startswith("<think>hm</think>Let me look.<tool_call>")
     assert first.endswith('"arguments": {}}</tool_call><|im_end|>')
-
-
-@pytest.mark.parametrize("template", [LIKE_QWEN, LIKE_MISTRAL])
-def test_the_text_is_that_of_transformers(make_tokenizer, template):
-    tokenizer = make_tokenizer(template)
-    messages = [ASK] if template is LIKE_MISTRAL else turns(call(), content="")
-    chat = read({"messages": [*messages, TELL], "tools": TOOLS})
-    theirs = tokenizer.apply_chat_template([*messages, TELL], tools=TOOLS, tokenize=False)
-    if template is LIKE_MISTRAL:  # which shows tools only before the last question
-        with pytest.raises(RowError, match="field 'tools': the chat template leaves them out"):
-            Encoder(tokenizer).mark(chat)
-    else:
-        assert Encoder(tokenizer).mark(chat).text == theirs
 
 
 def test_masks_are_those_of_generation_blocks(make_tokenizer):

@@ -18,7 +18,6 @@ from megatrain.data.samples import RowError
 from megatrain.data.template import Scene, Template
 from megatrain.data.workers import Team, TooMuch, fenced
 from megatrain.errors import DataError, MegaTrainError
-from megatrain.models.pretrained import ends_of_turns
 from tests.commands import CHATML, children_of, conversation
 
 TURNS = Scene(({"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}))
@@ -29,7 +28,6 @@ REFUSED = (
     ("{{ 1 / 0 }}", "division by zero"),
     ("{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}", "recursion"),
     ("{% if true %}" * 3000 + "{% endif %}" * 3000, "."),
-    ("{{ messages[0].content * 70000000 }}", "more than 64 million characters"),
     ("{% for %}", "Expected"),
     ("{{ ''.__class__.__mro__ }}", "unsafe"),
 )
@@ -81,11 +79,6 @@ def test_a_hostile_template_is_stopped(make_tokenizer, source, reason, soon, mon
     assert ended.children_user + ended.children_system < longest_s + 3 + (
         started.children_user + started.children_system
     )
-
-
-def test_so_it_is_where_a_model_s_stop_tokens_are_asked_for(make_tokenizer, soon):
-    with pytest.raises(TooMuch, match=LATE):
-        ends_of_turns(make_tokenizer(LOOP))
 
 
 @pytest.mark.slow

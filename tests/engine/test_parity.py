@@ -14,7 +14,7 @@ import torch
 
 from megatrain.data.loader import Loader, StepBatch
 from megatrain.data.micro_batches import Regime, collate, held_out_batches
-from megatrain.data.rows import IdArray, MaskArray
+from megatrain.data.rows import IdArray, MaskArray, TokenRows
 from megatrain.engine.components import fastest_attention
 from megatrain.engine.verify import gradients_of
 from megatrain.models.family import regimes_of
@@ -22,7 +22,7 @@ from megatrain.models.trials.small import count_targets, plain_gradients, plain_
 from megatrain.optim import AdamW
 from megatrain.settings import ALL, Settings
 from tests.compare import apart, differing, distance
-from tests.data.test_loader import FakeRows, documents, row_numbers
+from tests.data.test_loader import documents, fake_rows, row_numbers
 from tests.plain import (
     DECAY,
     MAX_NORM,
@@ -229,16 +229,16 @@ MODELS = {
 }
 
 
-class RandomRows(FakeRows):
+class RandomRows(TokenRows):
     """If a row's tokens are alike, positions make no difference."""
 
-    def row(self, index: int) -> tuple[IdArray, MaskArray]:
-        ids, mask = super().row(index)
+    def side(self, index: int, side: int) -> tuple[IdArray, MaskArray]:
+        ids, mask = super().side(index, side)
         return np.random.default_rng(index).integers(3, VOCABULARY, len(ids)).astype(np.int32), mask
 
 
 LENGTHS = np.array([5, 40, 16, 17, 30, 16, 30, 9, 3, 24])
-NUMBERED, ROWS = FakeRows(LENGTHS), RandomRows(LENGTHS)
+NUMBERED, ROWS = fake_rows(LENGTHS), fake_rows(LENGTHS, make=RandomRows)
 WAYS: dict[str, dict[str, Any]] = {
     "apart": {"micro_batch_tokens": SEQ_LEN},
     "together": {"micro_batch_tokens": ALL_AT_ONCE},
@@ -261,7 +261,7 @@ def test_the_lengths_at_which_factors_change_are_known(kind):
     assert regimes_of(tiny_config("llama")) == ()
 
 
-def step_of(kind: str, rows: FakeRows = ROWS, **way: Any) -> StepBatch:
+def step_of(kind: str, rows: TokenRows = ROWS, **way: Any) -> StepBatch:
     regimes = regimes_of(config_of(kind))
     loader = Loader(rows, pad_id=0, seed=0, rows_per_step=len(rows), regimes=regimes, **way)
     (batch,) = loader

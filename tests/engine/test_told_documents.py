@@ -20,7 +20,7 @@ from megatrain.models.recorder import boundaries_of, documents_of
 from megatrain.models.skeleton import Skeleton
 from megatrain.settings import Settings
 from tests.compare import apart
-from tests.data.test_loader import FakeRows
+from tests.data.test_loader import fake_rows
 from tests.kernel_packages import deaf, install, separating
 from tests.support import KINDS, LINEAR, RECURRENT, SIZES, engine_of, tiny_config
 
@@ -32,7 +32,7 @@ TOGETHER |= {"bloom", *RECURRENT}  # these have masks that say otherwise
 
 def check(model: Any, lengths: list[int], seq_len: int, share: float, **options: Any) -> None:
     """That loss and gradients are those of rows apart; two of them share one sequence."""
-    rows, found = FakeRows(torch.tensor(lengths).numpy()), []
+    rows, found = fake_rows(torch.tensor(lengths).numpy()), []
     separate = collate(rows, [[row] for row in range(5)], pad_id=0)
     together = collate(rows, SEQUENCES, pad_id=0, pack_to=seq_len)
     for batch in (separate, together):

@@ -15,7 +15,8 @@ from typing import Any
 import pytest
 from torch import distributed
 
-from megatrain.data.loader import Position, StepBatch
+from megatrain.data.loader import StepBatch
+from megatrain.data.rows import Position
 from megatrain.errors import DataError
 from megatrain.heartbeat import beat, total
 from megatrain.recipes.ranks import liveness, rendezvous

@@ -202,7 +202,7 @@ SPLITS = datasets.DatasetDict(train=datasets.Dataset.from_list(TEXTS[:1]))
     ("given", "words"),
     [
         ([], "not an empty list"),
-        (lists(prompt=[1, 2], completion=[1]), "as many values each, not prompt 2, completion 1"),
+        (lists(prompt=[1, 2], completion=[1]), r"as many values each, not \[2, 1\]"),
         (SPLITS, r"a DatasetDict has several splits \(train\); give one of them"),
         (SPLITS["train"].to_iterable_dataset(), "an IterableDataset has no rows that could be"),
         (SPLITS["train"].to_pandas(), r"give datasets\.Dataset\.from_pandas"),
