@@ -38,8 +38,10 @@ if TYPE_CHECKING:
 ABOUT_SET = "set.json"  # what was asked for, counts of all rows, and each shard's hash
 ABOUT = "shard.json"  # what is known of the shard, with the hash of every other file; written last
 TEMPORARY = ".tmp-"
-INDEX = ("offsets.npy", "targets.npy", "hashes.npy", "contexts.npy", "joined.npy")
-OF_SIDES = ("values.npy", "mismatches.npy")  # further files of rows that have two
+OFFSETS = "offsets.npy"
+# Files of an entry a row, with the type code of `array`: 8 bytes, where a list of ints takes 40.
+OF_ROWS = {"targets.npy": "q", "hashes.npy": "Q", "contexts.npy": "Q", "joined.npy": "b"}
+OF_SIDES = {"values.npy": "f", "mismatches.npy": "Q"}  # further files of rows that have two
 UNCUT = "uncut.npy"  # tokens of each sequence that was read, before any was cut
 ANOTHER_FOLDER = "set MEGATRAIN_CACHE to another folder"
 _LOOKED_EVERY_S = 0.2  # whether another process is done with the set
@@ -229,7 +231,7 @@ def load_shard(folder: Path, number: int, begins: int, kind: str) -> TokenRows |
 
 def _rows_in(places: list[Path], counts: Counts, kind: str) -> TokenRows:
     """All rows of these shards."""
-    offsets, targets, hashes, contexts, joined = _index(places, INDEX)
+    offsets, targets, hashes, contexts, joined = _index(places, [OFFSETS, *OF_ROWS])
     values, mismatches = (None, None) if kind == PLAIN else _index(places, OF_SIDES)
     ids, mask = _mapped(places, "ids.bin", np.int32), _mapped(places, "mask.bin", np.bool_)
     chosen = np.arange(len(targets))
@@ -243,7 +245,7 @@ def _index(places: list[Path], names: Iterable[str]) -> Iterator[Any]:
     """The arrays of these names, each of all shards; offsets count on."""
     for name in names:
         found = [np.load(place / name) for place in places]
-        if name == INDEX[0]:
+        if name == OFFSETS:
             lengths = np.concatenate(list(map(np.diff, found)))
             yield np.concatenate([[0], np.cumsum(lengths)])
         else:
@@ -296,17 +298,15 @@ class RowWriter:
     def __init__(self, folder: Path, kind: str = PLAIN) -> None:
         self._folder, self._kind = folder, kind
         self._ids, self._mask = (_HashedFile(folder / name) for name in ("ids.bin", "mask.bin"))
-        # 8 bytes a row each, where a list of ints takes 40
-        self._lengths, self._targets = array("q"), array("q")
-        self._hashes, self._contexts, self._joined = array("Q"), array("Q"), array("b")
-        self._values, self._mismatches = array("f"), array("Q")
-        self.size, self.uncut = 0, array("q")
+        codes = OF_ROWS if kind == PLAIN else OF_ROWS | OF_SIDES
+        self._columns = {name: array(code) for name, code in codes.items()}
+        self._lengths, self.size, self.uncut = array("q"), 0, array("q")
 
     def add(self, ids: IdArray, mask: MaskArray, joined: bool = False) -> None:
         """Append a plain row: ids int32, mask bool [tokens]. joined: the next row goes on with its
         text."""
         first = int(mask.argmax())  # a row's first token is never a target
-        self._add_row(self._append(ids, mask), ids[:first], int(mask.sum()), joined)
+        self._add_row(int(mask.sum()), self._append(ids, mask), ids[:first], joined)
 
     def add_sides(
         self, sides: Sequence[tuple[IdArray, MaskArray]], prompt: IdArray, value: float
@@ -315,17 +315,17 @@ class RowWriter:
         trained = KINDS[self._kind].trained
         hashes = [self._append(ids, mask) for ids, mask in sides]
         number = np.float32(math.nan if math.isnan(value) else value)  # one nan of the many
-        self._values.append(float(number))
-        of_row = hash64(np.array(hashes[:trained], np.uint64).tobytes() + number.tobytes())
-        self._add_row(of_row, prompt, sum(int(mask.sum()) for _, mask in sides[:trained]))
-        if self._kind == JUDGED:
-            self._mismatches.append(hashes[1])
+        row = hash64(np.array(hashes[:trained], np.uint64).tobytes() + number.tobytes())
+        targets = sum(int(mask.sum()) for _, mask in sides[:trained])
+        self._add_row(targets, row, prompt, False, float(number), *hashes[trained:])
 
-    def _add_row(self, row: int, context: IdArray, targets: int, joined: bool = False) -> None:
-        self._hashes.append(row)
-        self._contexts.append(hash64(context.tobytes()) if len(context) > 1 else row)
-        self._targets.append(targets)
-        self._joined.append(joined)
+    def _add_row(self, targets: int, row: int, before: IdArray, *more: Any) -> None:
+        """Note a row of this hash. before: the tokens before its first target."""
+        context = hash64(before.tobytes()) if len(before) > 1 else row
+        # pairs have no mismatches
+        entries = zip(self._columns.values(), (targets, row, context, *more), strict=False)
+        for column, value in entries:
+            column.append(value)
 
     def _append(self, ids: IdArray, mask: MaskArray) -> int:
         """Write a sequence; its hash."""
@@ -335,16 +335,12 @@ class RowWriter:
         return hash64(data + flags)
 
     def __len__(self) -> int:
-        return len(self._targets)
+        return len(self._columns["targets.npy"])
 
     def finish(self, about: Mapping[str, object]) -> None:
         """Write the index and, last, what is known about the shard and every file's hash."""
         offsets = np.concatenate([[0], np.cumsum(self._lengths)])
-        of_rows = (offsets, self._targets, self._hashes, self._contexts, self._joined)
-        index = dict(zip(INDEX, of_rows, strict=True))
-        if self._kind != PLAIN:
-            index |= dict(zip(OF_SIDES, (self._values, self._mismatches), strict=True))
-        index[UNCUT] = self.uncut
+        index = {OFFSETS: offsets, **self._columns, UNCUT: self.uncut}
         files = {"ids.bin": self._ids, "mask.bin": self._mask}
         for name, values in index.items():
             with closing(_HashedFile(self._folder / name)) as files[name]:

@@ -262,11 +262,14 @@ def check_arrival(
     Raises RowError where text to be trained on or a system prompt is missing.
     """
     whole, behind = squeezed(text), 0
-    _check_tools(chat, template, whole)
+    names = [str(tool.get("function", tool)["name"]) for tool in chat.tools]
+    if names and not (template.shows_tools and all(_arrives(name, whole) for name in names)):
+        raise RowError(f"field 'tools': the chat template leaves them out; {REMEDY}")
     unknown = (name for name in chat.variables if not template.names(name))
     notes = [f"chat_template_kwargs set {name!r}, which the template has not" for name in unknown]
     for index, (message, span) in enumerate(zip(chat.messages, spans, strict=True)):
-        notes += map(_spelt_note, sorted(template.spelt(message.content)))
+        spelt = sorted(template.spelt(message.content))
+        notes += [f"messages spell {one}, which becomes the special token itself" for one in spelt]
         if span is None:
             notes += _of_context(message, index, whole)
             continue
@@ -303,12 +306,6 @@ def _of_context(message: Message, index: int, whole: str) -> list[str]:
     return notes
 
 
-def _check_tools(chat: Chat, template: Template, whole: str) -> None:
-    names = [str(tool.get("function", tool)["name"]) for tool in chat.tools]
-    if names and not (template.shows_tools and all(_arrives(name, whole) for name in names)):
-        raise RowError(f"field 'tools': the chat template leaves them out; {REMEDY}")
-
-
 def _words(message: Message) -> Iterator[tuple[str, str]]:
     """(name, text) of all that the model says in a turn."""
     yield "text", message.content
@@ -324,10 +321,6 @@ def _left_out(message: Message, whole: str) -> list[str]:
     others = {name: said for name, said in message.extra.items() if name not in own}
     missing = (name for name, said in others.items() if not _arrives(said, whole))
     return [*map(_field_note, missing)]
-
-
-def _spelt_note(token: str) -> str:
-    return f"messages spell {token}, which becomes the special token itself"
 
 
 def _field_note(name: str) -> str:

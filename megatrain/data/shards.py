@@ -88,12 +88,6 @@ def _write_shard(
         writer.finish({"begins": begins, "counts": asdict(counts), "tail": cutter.tail()})
 
 
-def _answer_of(row: Encoded) -> Tokens:
-    """The tokens of a judged row behind the prompt, which the next row's mismatch takes."""
-    ids, mask = row.sides[0]
-    return ids[row.begins :], mask[row.begins :]
-
-
 class Cutter:
     """Cuts rows and hands them to the writers of shards, in the source's order."""
 
@@ -161,7 +155,8 @@ class Cutter:
         """Each row with one more sequence, its own prompt before the answer of the row before it;
         the first takes that of the second. Nothing comes of a single row."""
         for row in rows:
-            answer = _answer_of(row[0])
+            (ids, mask), begins = row[0].sides[0], row[0].begins
+            answer = ids[begins:], mask[begins:]
             if self._first is not None:
                 yield self._mismatched(self._first, answer)
                 self._first = None

@@ -32,10 +32,11 @@ TARGET_BRACKETS = ("⟦", "⟧")  # on a terminal without colour
 def summary(rows: Rows) -> dict[str, Any]:
     """Counts of the rows to train on, and of what was cut, dropped or refused; JSON-able."""
     lengths, counts = rows.lengths, rows.counts
+    wanted = 0 if rows.values is None else int(np.nansum(rows.values))
     return {
         "rows": len(rows),
         "kind": rows.kind,
-        "wanted_rows": _wanted(rows),
+        "wanted_rows": wanted if rows.kind == JUDGED else None,
         "tokens": int(lengths.sum()),
         "target_tokens": int(rows.target_counts.sum()),
         "longest": int(lengths.max()),
@@ -59,10 +60,6 @@ def summary(rows: Rows) -> dict[str, Any]:
         "unread_columns": list(counts.unread),
         "warnings": warnings(rows),
     }
-
-
-def _wanted(rows: Rows) -> int | None:
-    return None if rows.kind != JUDGED or rows.values is None else int(rows.values.sum())
 
 
 def describe(rows: Rows) -> list[str]:

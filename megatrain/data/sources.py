@@ -259,19 +259,18 @@ def _data_set(name: str, found: DataSet, split: str | None = None) -> Source:
     chosen = [splits[part.splitname].select(range(part.from_, part.to)) for part in parts]
 
     def read() -> Iterator[RawRow]:
+        # Python values, not tensors or arrays; a transform of the user's own stays
+        forms = (
+            rows if rows.format["type"] == "custom" else rows.with_format(None) for rows in chosen
+        )
         with _in_one_sentence(f"{name}: broken data set"):
-            rows = itertools.chain.from_iterable(map(_as_python, chosen))
+            rows = itertools.chain.from_iterable(forms)
             yield from numbered(map(without_nulls, rows), name)
 
     # the only name that `datasets` has for "these very rows"
     identity = json.dumps([name, *(rows._fingerprint for rows in chosen)])
     notes = () if named or len(splits) == 1 else (f"{name}: split {split!r} of {known}",)
     return Source(name, identity, read, notes)
-
-
-def _as_python(rows: datasets.Dataset) -> datasets.Dataset:
-    """Rows of Python values, not of tensors or arrays; a transform of the user's own stays."""
-    return rows if rows.format["type"] == "custom" else rows.with_format(None)
 
 
 @contextmanager

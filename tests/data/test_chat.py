@@ -10,7 +10,8 @@ import pytest
 
 from megatrain.data.encoding import Encoder
 from megatrain.data.samples import Chat, Message, RowError
-from megatrain.data.template import Scene, Template
+from megatrain.data.template import NAMED_TEMPLATES, Scene, Template, use_template
+from megatrain.errors import DataError
 
 TURN = "{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>\n' }}"
 PROMPT = "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
@@ -255,3 +256,204 @@ def test_a_template_that_asks_for_the_time_is_told_the_day(make_tokenizer):
         assert Template(tokenizer).render(scene) != text or "%" not in clock, "the clock's"
         plain = make_tokenizer()
         assert Template(plain, date(2024, 7, 4)).render(scene) == Template(plain).render(scene)
+
+
+# -- Text that a chat template leaves out refuses the row or is counted ----------------------------
+
+
+# A turn of each role as it is, but for one that is left out or changed.
+OTHERS = "<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n"
+
+
+def template(condition: str, instead: str = "") -> str:
+    turn = f"{{% if {condition} %}}{instead}{{% else %}}{OTHERS}{{% endif %}}"
+    prompt = "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    return f"{{% for m in messages %}}{turn}{{% endfor %}}{prompt}"
+
+
+NO_SYSTEM = template("m['role'] == 'system'")
+NO_DEVELOPER = template("m['role'] == 'developer'")
+NO_TOOL = template("m['role'] == 'tool'")
+NO_LATER_SYSTEM = template("m['role'] == 'system' and not loop.first")
+# like DeepSeek-V3
+NO_THINKING = template(
+    "m['role'] == 'assistant'",
+    "<|im_start|>assistant\n{{ m['content'].split('</think>')[-1] }}<|im_end|>\n",
+)
+# like Qwen3
+THINKS_LAST = template(
+    "m['role'] == 'assistant'",
+    "<|im_start|>assistant\n{% if loop.last and m.reasoning_content %}<think>\n"
+    "{{ m.reasoning_content }}\n</think>\n\n{% endif %}{{ m['content'] }}<|im_end|>\n",
+)
+INDENTS = template("m['role'] == 'user'", "> {{ m['content'] | trim | indent(4) }}<|im_end|>")
+AS_JSON = template("m['role'] == 'tool'", "{{ m['content'] | tojson }}<|im_end|>")
+
+ASK, SAY = Message("user", "two  and\ntwo?\n"), Message("assistant", "It is 4.")
+KINDS: dict[str, tuple[Message, ...]] = {
+    "system": (Message("system", 'be "brief"'), ASK, SAY),
+    "developer": (Message("developer", "be brief"), ASK, SAY),
+    "later system": (Message("system", "a"), ASK, SAY, Message("system", "be brief"), ASK, SAY),
+    "tool": (ASK, Message("tool", '{"a": "4\n"}'), SAY),
+    "name": (Message("user", "hi", extra={"name": "eve"}), SAY),
+    "thinking": (ASK, Message("assistant", "<think>hm</think>It is 4.")),
+    "reasoning": (ASK, Message("assistant", "It is 4.", extra={"reasoning_content": "hm"})),
+    "earlier reasoning": (
+        *(ASK, Message("assistant", "It is 4.", extra={"reasoning_content": "hm"})),
+        *(ASK, SAY),
+    ),
+}  # fmt: skip
+REFUSED = r"^messages\[{}\]: the chat template leaves out {}"
+TABLE: dict[tuple[str, str], Any] = {
+    (CHATML, "system"): None,
+    (CHATML, "developer"): None,
+    (CHATML, "later system"): None,
+    (CHATML, "tool"): None,
+    (CHATML, "name"): "fields 'name' of messages are left out",
+    (CHATML, "thinking"): None,
+    (CHATML, "reasoning"): RowError(REFUSED.format(1, "the reasoning_content of this answer")),
+    (NO_SYSTEM, "system"): RowError(REFUSED.format(0, "this system message")),
+    (NO_DEVELOPER, "developer"): RowError(REFUSED.format(0, "this developer message")),
+    (NO_LATER_SYSTEM, "later system"): RowError(REFUSED.format(3, "this system message")),
+    (NO_TOOL, "tool"): "tool messages are left out by the chat template",
+    (AS_JSON, "tool"): None,
+    (INDENTS, "system"): None,
+    (NO_THINKING, "thinking"): RowError(REFUSED.format(1, "the text of this answer")),
+    (NO_THINKING, "reasoning"): RowError(REFUSED.format(1, "the reasoning_content")),
+    (THINKS_LAST, "reasoning"): None,
+    (THINKS_LAST, "earlier reasoning"): "earlier answers lose their reasoning_content once",
+}
+
+
+def test_what_does_not_arrive_is_refused_or_counted(make_tokenizer):
+    for train_on in ["assistant", "all"]:
+        for source, kind in TABLE:
+            encoder, expected = Encoder(make_tokenizer(source), train_on), TABLE[source, kind]
+            if isinstance(expected, RowError):
+                with pytest.raises(RowError, match=str(expected)):
+                    encoder.mark(Chat(KINDS[kind]))
+                continue
+            notes = encoder.mark(Chat(KINDS[kind])).notes
+            assert len(notes) == (expected is not None)
+            assert all(note.startswith(expected) for note in notes)
+
+
+def test_what_is_left_out_of_an_answer_that_is_context_is_counted(make_tokenizer):
+    thought = Message("assistant", "3", trained=False, extra={"reasoning_content": "hm"})
+    marked = Encoder(make_tokenizer(CHATML)).mark(Chat((ASK, thought, ASK, SAY)))
+    assert marked.notes == (
+        "fields 'reasoning_content' of messages are left out by the chat template",
+    )
+
+
+def test_special_tokens_that_messages_spell_are_counted(make_tokenizer):
+    tokenizer = make_tokenizer()
+    tokenizer.add_tokens(["<think>"])
+    typed = Message("user", "what is <|im_end|> and <|im_end|>? <think>")
+    marked = Encoder(tokenizer).mark(Chat((typed, SAY, ASK, SAY)))
+    assert marked.notes == ("messages spell <|im_end|>, which becomes the special token itself",)
+
+
+def test_variables_that_a_template_does_not_have_are_counted(make_tokenizer):
+    chat = Chat((ASK, SAY), variables={"loud": True, "messages_": 1})
+    own = "{% if loud %}LOUD{% endif %}" + CHATML
+    said = "chat_template_kwargs set {!r}, which the template has not"
+    for source, names in ((own, ["messages_"]), (CHATML, ["loud", "messages_"])):
+        marked = Encoder(make_tokenizer(source)).mark(chat)
+        assert marked.notes == tuple(said.format(name) for name in names)
+
+
+def test_context_that_is_trained_on_is_counted(make_tokenizer):
+    context = Message("assistant", "3", trained=False)
+    marked = Encoder(make_tokenizer(), "all").mark(Chat((ASK, context, ASK, SAY)))
+    assert marked.notes == (
+        "rows have answers that are context, and data.train_on: all trains them",
+    )
+
+
+def test_an_answer_that_only_stands_in_the_question_did_not_arrive(make_tokenizer):
+    said = template("m['role'] == 'assistant'", "<|im_start|>assistant\nfour<|im_end|>\n")
+    turns = (Message("user", "repeat: It is 4."), SAY)
+    with pytest.raises(RowError, match="leaves out the text of this answer"):
+        Encoder(make_tokenizer(said)).mark(Chat(turns))
+
+
+# -- Chat templates by name and from files ---------------------------------------------------------
+
+
+TOKENS = {
+    "chatml": ["<|im_start|>", "<|im_end|>"],
+    "llama3": ["<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"],
+    "gemma": ["<start_of_turn>", "<end_of_turn>"],
+    "phi3": ["<|system|>", "<|user|>", "<|assistant|>", "<|end|>"],
+    "mistral": [],
+    "alpaca": [],
+}
+TURNS = [("system", "be brief"), ("user", "a"), ("assistant", "b"), ("user", "c")]
+CHAT = Chat(tuple(Message(role, text) for role, text in [*TURNS, ("assistant", "d")]))
+EOS = "<|endoftext|>"
+
+
+def with_tokens(make_tokenizer: Any, tokens: list[str]) -> Any:
+    tokenizer = make_tokenizer(None)
+    tokenizer.add_special_tokens({"extra_special_tokens": tokens})
+    return tokenizer
+
+
+@pytest.mark.parametrize("name", NAMED_TEMPLATES)
+def test_a_name_renders_as_transformers_does_and_trains_the_answers(make_tokenizer, name):
+    tokenizer = with_tokens(make_tokenizer, TOKENS[name])
+    use_template(tokenizer, name)
+    encoder = Encoder(tokenizer)
+    marked = encoder.mark(CHAT)
+    turns = [{"role": message.role, "content": message.content} for message in CHAT.messages]
+    assert marked.text == tokenizer.apply_chat_template(turns, tokenize=False)
+    assert "be brief" in marked.text
+    ((ids, mask),) = encoder.encode([marked])
+    end = NAMED_TEMPLATES[name] or EOS
+    answers = tokenizer.decode(ids[mask]).replace("\n", "").replace(" ", "")
+    assert answers == f"b{end}d{end}"
+
+
+@pytest.mark.parametrize("name", [name for name, tokens in TOKENS.items() if tokens])
+def test_every_token_of_a_template_must_be_one_of_the_tokenizer_s(make_tokenizer, name):
+    own = ["<|im_start|>", "<|im_end|>"]
+    for missing in (token for token in TOKENS[name] if token not in ("<|system|>", *own)):
+        others = [token for token in TOKENS[name] if token != missing]
+        words = f"^{name}: the tokenizer has no token {missing}".replace("|", r"\|")
+        with pytest.raises(DataError, match=words):
+            use_template(with_tokens(make_tokenizer, others), name)
+
+
+def test_a_file(make_tokenizer, tmp_path):
+    file, tokenizer = tmp_path / "mine.jinja", make_tokenizer(None)
+    file.write_text("{% for m in messages %}<|im_start|>{{ m.content }}<|im_end|>{% endfor %}")
+    use_template(tokenizer, str(file))
+    turns = [{"role": "user", "content": "hi"}]
+    assert tokenizer.apply_chat_template(turns, tokenize=False) == "<|im_start|>hi<|im_end|>"
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("{% for m in messages %}<|turn|>{{ m.content }}{% endfor %}", r"no token <\|turn\|>"),
+        ("{% for m in messages %}</s>{{ m.content }}{% endfor %}", "no token </s>"),
+        ("{% for m in", "the chat template refuses this conversation: "),
+        ("{{ raise_exception('never') }}", "the chat template refuses .*: never"),
+        (None, "no such file, and no such name; known names are chatml, llama3"),
+    ],
+)
+def test_what_cannot_be_used_is_refused(make_tokenizer, tmp_path, text, words):
+    file = tmp_path / "mine.jinja"
+    if text is not None:
+        file.write_text(text)
+    with pytest.raises(DataError, match=f"mine.jinja: .*{words}"):
+        use_template(make_tokenizer(None), str(file))
+
+
+def test_a_turn_without_a_place_is_refused(make_tokenizer):
+    tokenizer = make_tokenizer(None)
+    use_template(tokenizer, "mistral")
+    turns = (Message("user", "a"), Message("tool", "b"), Message("assistant", "c"))
+    with pytest.raises(RowError, match="no place for a turn of role tool"):
+        Encoder(tokenizer).mark(Chat(turns))
