@@ -176,9 +176,9 @@ class AskedSet:
         if wanted is not None and (rows := self._of_a_changed_source(wanted)) is not None:
             return rows
         source = self.source
-        if (rows := cached_set(self.folder.parent, self.folder.name)) is None:
+        if (rows := cached_set(self.folder)) is None:
             self.make(self.on_progress or (lambda _: None))
-            if (rows := cached_set(self.folder.parent, self.folder.name)) is None:
+            if (rows := cached_set(self.folder)) is None:
                 raise unreadable(self.folder)
         return self.ready(rows, source.notes)
 
@@ -214,11 +214,11 @@ class AskedSet:
 
     def make(self, on_progress: OnProgress) -> None:
         """Make what of the set is not there. Raises as `encode_source`."""
-        options, folder = self.options, self.folder
+        options = self.options
         encoder = Encoder(self.tokenizer, options.train_on, options.prompts, options.day)
         waits = partial(on_progress, 0)
-        with making_set(folder.parent, folder.name, options.kind, waits) as making:
-            if making.waited and cached_set(folder.parent, folder.name) is not None:
+        with making_set(self.folder, options.kind, waits) as making:
+            if making.waited and cached_set(self.folder) is not None:
                 return
             counts = make_shards(making, self.source, encoder, options, on_progress)
             if (reason := self.reason_to_refuse(counts)) is not None:
@@ -230,16 +230,16 @@ class AskedSet:
     def _of_a_changed_source(self, wanted: Callable[[TokenRows], bool]) -> TokenRows | None:
         """Cached rows that are `wanted` and were asked for in the same way, if the source's are
         not."""
-        current = ""
+        current = None
         with suppress(DataError):
-            current = self.folder.name
-        for key in sorted(sets_asked(self._home, self._asked), key=lambda key: key != current):
-            rows = cached_set(self._home, key)
+            current = self.folder
+        for folder in sorted(sets_asked(self._home, self._asked), key=lambda one: one != current):
+            rows = cached_set(folder)
             with suppress(DataError):
                 if rows is not None and wanted(rows):
                     note = "the data has changed or is gone since the run began; its rows come from"
-                    notes = [f"{note} the cache {self._home / key}"]
-                    return None if key == current else self.ready(rows, notes)
+                    notes = [f"{note} the cache {folder}"]
+                    return None if folder == current else self.ready(rows, notes)
         return None
 
     def ready(self, rows: TokenRows, notes: Sequence[str]) -> TokenRows:

@@ -128,13 +128,12 @@ class Making:
 
 @contextmanager
 def making_set(
-    cache: Path, key: str, kind: str = PLAIN, on_wait: Callable[[], None] = lambda: None
+    folder: Path, kind: str = PLAIN, on_wait: Callable[[], None] = lambda: None
 ) -> Iterator[Making]:
-    """The set under `cache/key`, to be made or completed by one process at a time; others wait, and
+    """The set of a folder, to be made or completed by one process at a time; others wait, and
     call `on_wait` meanwhile. Raises StorageError where it cannot be written, as on a full disk."""
-    folder = cache / key
     try:
-        cache.mkdir(parents=True, exist_ok=True)
+        folder.parent.mkdir(parents=True, exist_ok=True)
         folder.mkdir(mode=0o700, exist_ok=True)
         with _lock_of(folder, on_wait) as waited:
             for left in folder.glob(f"*{TEMPORARY}*"):  # of a process that was killed
@@ -143,7 +142,7 @@ def making_set(
     except OSError as error:
         reason = error.strerror or str(error)
         raise StorageError(
-            f"{cache}: cannot keep the tokenised data here ({reason}); {ANOTHER_FOLDER}"
+            f"{folder.parent}: cannot keep the tokenised data here ({reason}); {ANOTHER_FOLDER}"
         ) from error
 
 
@@ -188,20 +187,19 @@ def unreadable(folder: Path) -> StorageError:
     )
 
 
-def sets_asked(cache: Path, asked: str) -> Iterator[str]:
-    """The keys of all sets that were finished as `asked`."""
+def sets_asked(cache: Path, asked: str) -> Iterator[Path]:
+    """The folders of all sets that were finished as `asked`."""
     for path in sorted(cache.glob(f"*/{ABOUT_SET}")):
         try:
             if _read_about(path)["asked"] == asked:
-                yield path.parent.name
+                yield path.parent
         except _UNREADABLE:
             continue
 
 
-def cached_set(cache: Path, key: str) -> TokenRows | None:
-    """The set under `cache/key`, mapped from disk; None if it is missing or, with a warning, not as
+def cached_set(folder: Path) -> TokenRows | None:
+    """The set of a folder, mapped from disk; None if it is missing or, with a warning, not as
     it was written. Every byte is read, at about 1 GB/s and core."""
-    folder = cache / key
     try:
         about = _read_about(folder / ABOUT_SET)
         places = [folder / name_of(number) for number in range(len(about["shards"]))]

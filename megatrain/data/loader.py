@@ -72,7 +72,7 @@ class Loader:
     sequences of `pack_to` tokens. Rows that are not alike by `regimes` are never together. Pairs
     count as two sequences, which are always together, and go by the longer one.
 
-    Of rows that are not plain, micro-batches say more: see `about_examples`. `references` are
+    Of rows that are not plain, micro-batches say more: see `collate`. `references` are
     log-probabilities of each sequence, float64 [rows, sides]; `prompts_too` makes the prompts of
     chosen answers targets as well.
 

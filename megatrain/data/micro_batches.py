@@ -19,7 +19,7 @@ import numpy.typing as npt
 import torch
 
 from megatrain.data.rows import IndexArray, Rows, best_fit
-from megatrain.data.samples import JUDGED, PAIRS, PLAIN
+from megatrain.data.samples import JUDGED, PAIRS
 from megatrain.errors import DataError
 from megatrain.losses import IGNORE
 
@@ -131,10 +131,8 @@ def micro_batches(
         for start, stop in run.cuts(micro_batch_tokens):
             members = run.examples[start:stop]
             sequences = [[numbers[example] for example in examples] for examples in members]
-            batch = collate(rows, sequences, pad_id, pack_to, shortest_limit)
-            if rows.kind != PLAIN:
-                batch |= _about_examples(rows, sequences, batch, references, prompts_too)
-            yield batch
+            about = pad_id, pack_to, shortest_limit, references, prompts_too
+            yield collate(rows, sequences, *about)
 
 
 def held_out_batches(
@@ -219,6 +217,8 @@ def collate(
     pad_id: int,
     pack_to: int | None = None,
     limit: int | None = None,
+    references: ReferenceArray | None = None,
+    prompts_too: bool = False,
 ) -> MicroBatch:
     """input_ids and labels (not shifted, -100: no target), int64 [sequences, tokens] on the CPU.
 
@@ -229,75 +229,50 @@ def collate(
     it before they reach `limit`: models tell the rows of a sequence apart by it. Without it each
     sequence is one row, whose tokens models count themselves, and there is an attention_mask where
     there is padding.
+
+    Of rows that are not plain, a loss over examples also gets (examples have numbers from 0 here,
+    in order: of pair k, 2k is the chosen answer and 2k + 1 the rejected one):
+        row_of: of each token, the example's number; of padding, the last one's before it;
+            int64 [sequences, tokens].
+        row_value: `TokenRows.values` of each, float32 [examples].
+        row_reference: of `references`, if given, float64 [examples].
+        row_mismatched: of judged rows, whether it is a mismatch; bool [examples].
+        token_answer: where `prompts_too`, for which labels of chosen answers have the prompt as
+            well, true for the tokens of answers; bool [sequences, tokens].
     """
     lengths = rows.side_lengths.reshape(-1)
     filled = np.array([sum(int(lengths[number]) for number in members) for members in sequences])
     width = pack_to or int(filled.max())
     shape = (len(sequences), width)
     input_ids, labels = np.full(shape, pad_id, np.int64), np.full(shape, IGNORE, np.int64)
-    positions = np.zeros(shape, np.int64)
+    positions, row_of, answers = (np.zeros(shape, kind) for kind in (np.int64, np.int64, np.bool_))
+    numbers = [number for members in sequences for number in members]
+    row, side = np.divmod(np.array(numbers), rows.sides)
+    example = 0
     for sequence, members in enumerate(sequences):
         start = 0
-        for number in members:
-            ids, mask = rows.side(*divmod(number, rows.sides))
+        for _ in members:
+            ids, mask = rows.side(int(row[example]), int(side[example]))
             stop = start + len(ids)
+            targets = mask | (prompts_too and side[example] == 0)
             input_ids[sequence, start:stop] = ids
-            labels[sequence, start:stop] = np.where(mask, ids, IGNORE)
+            labels[sequence, start:stop] = np.where(targets, ids, IGNORE)
             labels[sequence, start] = IGNORE  # the row before would predict it
+            answers[sequence, start + 1 : stop] = mask[1:]
             positions[sequence, start:stop] = np.arange(len(ids))
-            start = stop
+            row_of[sequence, start:] = example
+            start, example = stop, example + 1
         positions[sequence, start:] = np.arange(width - start) % (limit or width)
-    arrays = {"input_ids": input_ids, "labels": labels}
+    arrays: dict[str, npt.NDArray[Any]] = {"input_ids": input_ids, "labels": labels}
     if pack_to is not None:
         arrays["position_ids"] = positions
     elif int(filled.min()) < width:
         arrays["attention_mask"] = (np.arange(width) < filled[:, None]).astype(np.int64)
-    return {name: torch.from_numpy(array) for name, array in arrays.items()}
-
-
-def _about_examples(
-    rows: Rows,
-    sequences: Sequence[Sequence[int]],
-    batch: MicroBatch,
-    references: ReferenceArray | None,
-    prompts_too: bool,
-) -> MicroBatch:
-    """Tensors that a loss over examples needs beside a micro-batch's tokens. Examples have numbers
-    from 0 in it, in order: of pair k, 2k is the chosen answer and 2k + 1 the rejected one.
-
-    Returns:
-        row_of: of each token, the example's number; of padding, the last one's before it;
-            int64 [sequences, tokens].
-        row_value: `TokenRows.values` of each, float32 [examples].
-        row_reference: of `references`, if given, float64 [examples].
-        row_mismatched: of judged rows, whether it is a mismatch; bool [examples].
-        labels, token_answer: where `prompts_too`, labels of chosen answers have the prompt as well,
-            and bool [sequences, tokens] tells the tokens of answers.
-    """
-    assert rows.values is not None
-    numbers = [number for members in sequences for number in members]
-    row, side = np.divmod(np.array(numbers), rows.sides)
-    arrays: dict[str, npt.NDArray[Any]] = {"row_value": rows.values[row]}
-    if references is not None:
-        arrays["row_reference"] = references[row, side]
-    if rows.kind == JUDGED:
-        arrays["row_mismatched"] = side == 1
-    ids, labels = batch["input_ids"].numpy(), batch["labels"].numpy()
-    row_of, lengths = np.zeros(ids.shape, np.int64), rows.side_lengths.reshape(-1)
-    if prompts_too:
-        assert rows.kind == PAIRS, "only pairs have a chosen answer"
-        arrays["token_answer"] = labels != IGNORE
-        arrays["labels"] = labels = labels.copy()
-    example = 0
-    for sequence, members in enumerate(sequences):
-        start = 0
-        for number in members:
-            stop = start + int(lengths[number])
-            row_of[sequence, start:] = example
-            if prompts_too and number % rows.sides == 0:
-                labels[sequence, start + 1 : stop] = ids[sequence, start + 1 : stop]
-            start, example = stop, example + 1
-    arrays["row_of"] = row_of
+    if rows.values is not None:
+        arrays |= {"row_of": row_of, "row_value": rows.values[row]}
+        arrays |= {} if references is None else {"row_reference": references[row, side]}
+        arrays |= {"row_mismatched": side == 1} if rows.kind == JUDGED else {}
+        arrays |= {"token_answer": answers} if prompts_too else {}
     return {name: torch.from_numpy(array) for name, array in arrays.items()}
 
 

@@ -112,27 +112,23 @@ def open_source(
 
 
 def _several(parts: Sequence[Part], split: str | None, streaming: bool) -> Source:
-    opened = [_opened(part, part.split or split, streaming) for part in parts]
+    opened = [
+        open_source(part.path, part.split or split, streaming)
+        if part.rows is None
+        else open_source(part.rows, part.split or split, identity=part.path)
+        for part in parts
+    ]
 
     def read() -> Iterator[RawRow]:
         for number, (part, source) in enumerate(zip(parts, opened, strict=True)):
             for row in source.read():
                 yield replace(row, part=number, format=part.format)
 
-    if len(parts) == 1:
-        name = opened[0].name
-    else:
-        name = f"{opened[0].name} and {len(parts) - 1} more"
+    name = opened[0].name + (f" and {len(parts) - 1} more" if len(parts) > 1 else "")
     formats = [part.format for part in parts]
     identity = json.dumps([[source.identity for source in opened], formats])
     notes = tuple(itertools.chain.from_iterable(source.notes for source in opened))
     return Source(name, identity, read, notes, tuple(source.name for source in opened))
-
-
-def _opened(part: Part, split: str | None, streaming: bool) -> Source:
-    if part.rows is None:
-        return open_source(part.path, split, streaming)
-    return open_source(part.rows, split, identity=part.path)
 
 
 def _named(named: Named, split: str | None, streaming: bool) -> Source:

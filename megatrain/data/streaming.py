@@ -265,7 +265,7 @@ class Writer:
         connection.recv()
         found = None
         try:
-            if cached_set(asked.folder.parent, asked.folder.name) is None:
+            if cached_set(asked.folder) is None:
                 asked.make(self._note)
         except Exception as error:  # noqa: BLE001  the parent raises it
             if not isinstance(error, MegaTrainError):

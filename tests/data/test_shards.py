@@ -318,10 +318,10 @@ def test_who_waits_may_be_stopped(encode_into, write_jsonl, make_tokenizer, tmp_
     encode_into("cache")
     (folder,) = (tmp_path / "cache").iterdir()
     with (
-        cached_sets.making_set(tmp_path / "cache", folder.name),
+        cached_sets.making_set(folder),
         caplog.at_level(logging.INFO),
         pytest.raises(KeyboardInterrupt),
-        cached_sets.making_set(tmp_path / "cache", folder.name, on_wait=interrupted),
+        cached_sets.making_set(folder, on_wait=interrupted),
     ):
         raise AssertionError("it is made twice at once")
     assert caplog.text.count("another process makes these rows; waiting for it") == 1
