@@ -220,20 +220,17 @@ def collate(
     references: ReferenceArray | None = None,
     prompts_too: bool = False,
 ) -> MicroBatch:
-    """input_ids and labels (not shifted, -100: no target), int64 [sequences, tokens] on the CPU.
-
-    sequences: the numbers of the examples in each.
+    """input_ids and labels (not shifted, -100: no target), int64 [sequences, tokens] on the CPU, of
+    sequences given as the numbers of their examples.
 
     Sequences are padded on the right, to `pack_to` tokens or else the longest. With `pack_to` there
     are position_ids, which restart with every row, with the padding behind the last one, and in
     it before they reach `limit`: models tell the rows of a sequence apart by it. Without it each
-    sequence is one row, whose tokens models count themselves, and there is an attention_mask where
-    there is padding.
+    sequence is one row, and there is an attention_mask where there is padding.
 
     Of rows that are not plain, a loss over examples also gets (examples have numbers from 0 here,
     in order: of pair k, 2k is the chosen answer and 2k + 1 the rejected one):
-        row_of: of each token, the example's number; of padding, the last one's before it;
-            int64 [sequences, tokens].
+        row_of: of each token the example's number, of padding the last one's; int64, as input_ids.
         row_value: `TokenRows.values` of each, float32 [examples].
         row_reference: of `references`, if given, float64 [examples].
         row_mismatched: of judged rows, whether it is a mismatch; bool [examples].
@@ -246,8 +243,7 @@ def collate(
     shape = (len(sequences), width)
     input_ids, labels = np.full(shape, pad_id, np.int64), np.full(shape, IGNORE, np.int64)
     positions, row_of, answers = (np.zeros(shape, kind) for kind in (np.int64, np.int64, np.bool_))
-    numbers = [number for members in sequences for number in members]
-    row, side = np.divmod(np.array(numbers), rows.sides)
+    row, side = np.divmod(np.concatenate(sequences), rows.sides)
     example = 0
     for sequence, members in enumerate(sequences):
         start = 0
