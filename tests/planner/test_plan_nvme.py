@@ -18,7 +18,6 @@ from megatrain.machine.hardware import GIB, Hardware
 from megatrain.machine.profile import typical
 from megatrain.memory import sizes
 from megatrain.memory.layout import FlatLayout
-from megatrain.memory.sizes import blocks_on_nvme
 from megatrain.optim import AdamW
 from megatrain.planner.job import Choices, Job
 from megatrain.planner.memory import Layout
@@ -86,15 +85,6 @@ def test_every_array_is_counted_once(clipping):
         assert both == pytest.approx(here.host[name], abs=4 << 20)
     assert there.host["NVMe staging"] > 0
     assert "NVMe staging" not in here.host
-
-
-def test_a_step_s_traffic_is_that_of_the_arrays():
-    """Remainder and two moments: 10 bytes per parameter, whatever the number of groups."""
-    plan = plan_of()
-    blocks = blocks_on_nvme(len(QWEN_7B.block_numel), plan.choices.resident, 4)
-    far = sum(QWEN_7B.block_numel[block] for block in blocks)
-    choices = replace(plan.choices, nvme_blocks=4, groups=3)
-    assert layout_of(choices, plan.job).nvme_traffic == (10 * far, 10 * far)
 
 
 def test_without_a_folder_the_fix_names_one_and_a_drive_that_is_too_small_is_named():

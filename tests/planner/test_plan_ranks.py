@@ -100,15 +100,6 @@ def test_collectives_hide_behind_the_computation_but_for_what_it_loses():
     assert dear.seconds == pytest.approx(free.seconds + hidden, rel=0.02)
 
 
-def test_what_is_read_is_uploaded_whole_and_not_gathered():
-    """As on one rank, but for what is left to exchange."""
-    tasks = with_tasks(upload=2.5, reduce=0.1)
-    read = overlapped([replace(task, read=True) for task in tasks], TWO)
-    alone = overlapped(with_tasks(upload=2.5), ONE_GROUP)
-    assert read.seconds == pytest.approx(alone.seconds + 0.1)
-    assert read.waits["forward"] == pytest.approx(alone.waits["forward"])
-
-
 @pytest.mark.parametrize(
     ("begin", "seconds", "taken"),
     [
@@ -210,16 +201,6 @@ def test_sums_that_wait_are_exchanged_in_every_group():
     both = [serial(blocks, replace(GROUPS, sums_on_device=stay)) for stay in (LAYERS + 2, 0)]
     travelling = (0.5 + 0.25 + 0.125) * (LAYERS + 2)
     assert both[1].seconds - both[0].seconds == pytest.approx(travelling)
-
-
-def test_a_network_carries_sums_that_wait_once_a_group():
-    choices = replace(ALL_STREAMED, micro_batch_tokens=16_384, groups=4)
-    job, hardware = replace(LONG, ranks=2, hosts=2), part_of(HOST, 2)
-    waiting, staying = (
-        Layout.of(replace(choices, sums_on_device=stay), job, QWEN_7B, hardware).crossing
-        for stay in (0, len(QWEN_7B.block_numel))
-    )
-    assert waiting == (staying[0], 4 * staying[1])
 
 
 @pytest.mark.slow

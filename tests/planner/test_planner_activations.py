@@ -166,13 +166,6 @@ def test_micro_batches_hold_whole_rows():
     assert known.step(20).most_micro_batches == 7
 
 
-def test_a_step_of_a_number_of_rows_trains_the_tokens_that_are_computed_at_most():
-    known = StepTokens(16, 30, 28.0, 3, 2.5)
-    short = replace(VARIED, rows_per_step=8, step_tokens=(known,))
-    assert (short.tokens_per_step, short.trained_tokens(16)) == (64, 28.0)
-    assert replace(short, step_tokens=()).trained_tokens(16) == TINY_JOB.trained_tokens(16) == 64
-
-
 def test_a_second_backward_stores_no_gradient_and_keeps_the_inputs_of_the_head():
     twice = replace(ALL_STREAMED, second_backward=True)
     # two layers' inputs, the head's, and what backward carries

@@ -118,12 +118,6 @@ def test_gradient_sums(choices, shape, elements):
     assert layout(choices, shape).device["gradient sums"] == elements * 4
 
 
-def test_a_tied_embedding_stays_for_the_head():
-    for resident, elements in ((0, 4000 + 10), (1, 10)):
-        table = layout(replace(ALL_STREAMED, resident=resident), TIED).device
-        assert table["embedding and head slot"] == elements * 2
-
-
 def test_host_arrays_are_of_streamed_blocks():
     process = {"process at start": 70, "CUDA and compiler libraries": 30, HEAD_COPIES: 4600}
     assert layout(shape=LARGER).host == process | {

@@ -53,15 +53,6 @@ def test_mixtures_are_planned_and_train_in_float32(family):
 
 
 @pytest.mark.slow
-def test_compiled_layers_hold_all_experts_gradient_too():
-    skeleton = Skeleton(tiny_config("mixtral", num_local_experts=16))
-    experts = 16 * 3 * 32 * 64 * 2  # bytes in bf16
-    sets = shape_of(skeleton, TOKENS, [TOKENS], runs_on="cuda", compiled=True).compiled
-    assert sets is not None
-    assert sets.recomputed.at(TOKENS) > experts
-
-
-@pytest.mark.slow
 def test_rows_that_no_grouped_kernel_takes_are_planned_and_train():
     """Those that do not begin at multiples of 16 bytes go through a loop over experts."""
     config = tiny_config("mixtral", intermediate_size=30)
@@ -107,28 +98,6 @@ def test_retained_layers_keep_the_logits_of_balanced_routers_as_planned(family):
     marks = BALANCED_BYTES * tokens  # whether a token is real
     # beside them some numbers of a layer, for each expert, in no plan
     assert peak(0.1) - peak(0.0) == pytest.approx(len(batches) * (logits + marks), abs=100)
-
-
-@pytest.mark.slow
-def test_compiled_layers_keep_logits_for_other_gradients_anyway():
-    given = {"runs_on": "cuda", "compiled": True}
-    without, kept = (
-        balanced_shape("mixtral", coefficient, TOKENS, **given) for coefficient in (0.0, 0.1)
-    )
-    assert kept.retained[-1].at(TOKENS) - without.retained[-1].at(TOKENS) == 3 * 4 * 2 * TOKENS
-    assert kept.retained_compiled == without.retained_compiled
-
-
-def test_balancing_moves_no_more_memory_than_a_routers_logits():
-    """Compiled kernels read which tokens are real, and nothing of the same size for all models."""
-    given = {"runs_on": "cuda", "compiled": True}
-    without, balanced = (
-        balanced_shape("mixtral", coefficient, TOKENS, **given).cost.layers[0].backward
-        for coefficient in (0.0, 0.1)
-    )
-    probabilities = 4 * 4 * TOKENS  # of 4 experts, in float32
-    more = balanced.compiled.bytes - without.compiled.bytes
-    assert 0 < more < 20 * probabilities
 
 
 @pytest.mark.slow

@@ -6,12 +6,10 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import LlamaConfig, MistralConfig, Qwen2Config, Qwen2MoeConfig
+from transformers import LlamaConfig, Qwen2Config, Qwen2MoeConfig
 
-from megatrain.models.meta import blank_call
 from megatrain.models.skeleton import Skeleton
 from megatrain.models.transforms.fp8 import Fp8Linear
-from megatrain.planner.cost.footprint import call_peak_bytes
 from megatrain.planner.cost.shape import ModelShape, WorkingSet, shape_of
 from tests.planned import QWEN_SIZES, sizes
 from tests.support import RECURRENT, tiny_config
@@ -67,27 +65,12 @@ def test_padded_rows_bring_masks():
     assert padded.layer.at(128) > plain.layer.at(128)
 
 
-def test_layers_share_a_sliding_mask_when_padded():
-    config = MistralConfig(**SIZES, num_hidden_layers=4, sliding_window=16)
-    padded = shape_of(Skeleton(config), 32, [64], padded=True)
-    # less than a mask for each layer
-    assert padded.calls.at(64) < 4 * 2 * 32 * 32 + 2 * 32 * 16 * 4
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("padded", [False, True])
 @pytest.mark.parametrize("family", RECURRENT)
 def test_layers_with_buffers_and_with_masks_by_place_are_counted(family, padded):
     found = shape_of(Skeleton(tiny_config(family)), 8, [16], padded=padded)
     assert all(layer.forward.matmul_flops > 0 for layer in found.cost.layers)
-
-
-def test_a_bound_skeleton_is_refused():
-    skeleton = Skeleton(LlamaConfig(**SIZES, num_hidden_layers=1))
-    block = skeleton.anatomy.blocks[1]
-    skeleton.bind(block, torch.zeros(block.layout.numel, dtype=torch.bfloat16))
-    with pytest.raises(AssertionError, match="not bound"):
-        shape_of(skeleton, 32, [32])
 
 
 @pytest.mark.slow
@@ -110,15 +93,6 @@ def test_retained_bytes_add_up_layer_by_layer():
     assert last == before != first
     # experts count their tokens
     assert kept[3] == pytest.approx(2 * mixed.retained_bytes(32, 3), rel=1e-4)
-
-
-def test_retained_bytes_are_the_graphs_less_their_outputs():
-    tokens, hidden = 64, 64
-    skeleton = Skeleton(LlamaConfig(**SIZES, num_hidden_layers=2))
-    _, calls = skeleton.dry_call(2, 32)
-    given = blank_call(skeleton.layers[0], (2, 32, hidden), torch.bfloat16, calls[0])
-    footprint = call_peak_bytes(*given)
-    assert shape().retained_bytes(tokens, 1) == footprint.saved_bytes - tokens * hidden * 2
 
 
 @pytest.mark.slow
@@ -161,7 +135,3 @@ def test_products_in_fp8_need_what_was_measured_on_a_gpu():
     assert in_fp8.cost == in_bf16.cost
     modules = (module for layer in skeleton.layers for module in layer.modules())
     assert not any(isinstance(module, Fp8Linear) for module in modules)
-
-
-def test_products_in_fp8_need_nothing_more_on_a_cpu():
-    assert shape(fp8=True) == shape()
