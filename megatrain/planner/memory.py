@@ -306,12 +306,6 @@ class Layout:
                 arrays[name] = combined(sizes[block] for block in blocks)
         return {name: size for name, size in arrays.items() if name not in IN_MEMORY}
 
-    @property
-    def nvme_traffic(self) -> tuple[int, int]:
-        """Bytes that a step (reads, writes): each array once."""
-        once = sum(self.nvme.values())
-        return once, once
-
 
 def state_bytes_per_parameter(job: Job) -> float:
     """Weight, remainder and the optimizer's arrays."""
@@ -320,24 +314,17 @@ def state_bytes_per_parameter(job: Job) -> float:
     return kept + sum(size for _, size in job.state_bytes) + of_tensors
 
 
-def frozen_bytes(job: Job, shape: ModelShape) -> int:
-    """Bytes of frozen tensors in a run's folder: as its source has them, or as they were drawn."""
-    if shape.frozen is None:
-        return 0
-    drawn = shape.frozen.parameters * WEIGHT_BYTES[job.precision]
-    return drawn if job.draws_weights else shape.frozen.saved_bytes
-
-
 def disk_bytes(job: Job, shape: ModelShape) -> dict[str, int]:
     """Checkpoints at the peak: those kept, an older `best`, and the one being written."""
     copies = job.checkpoints_kept + int(job.keeps_best) + 1
     if job.checkpoints_written is not None:
         copies = min(copies, job.checkpoints_written)
     tensors = int(shape.parameters * state_bytes_per_parameter(job)) + shape.constant_bytes
-    once = {
-        "weights carried along": shape.carried_bytes,
-        "frozen weights": frozen_bytes(job, shape),
-    }
+    frozen = 0  # as their source has them, or as they were drawn
+    if shape.frozen is not None:
+        drawn = shape.frozen.parameters * WEIGHT_BYTES[job.precision]
+        frozen = drawn if job.draws_weights else shape.frozen.saved_bytes
+    once = {"weights carried along": shape.carried_bytes, "frozen weights": frozen}
     return (
         {f"checkpoint {i + 1}": tensors for i in range(copies)}
         | {name: nbytes for name, nbytes in once.items() if nbytes * copies}

@@ -479,7 +479,7 @@ def reasons(layout: Layout) -> tuple[Reason, ...]:
         ),
         "second_backward": _gradients(choices, job),
         "sums_on_device": (number_of(sums, "block"), _sums(choices, job, blocks)),
-        "nvme_blocks": _nvme(choices, job, layout.nvme_traffic),
+        "nvme_blocks": _nvme(choices, job, sum(layout.nvme.values())),
         "update_threads": (
             str(choices.update_threads),
             "physical cores minus 1/8 (at least two are left free)",
@@ -578,16 +578,16 @@ def _sums(choices: Choices, job: Job, blocks: int) -> str:
     return f"{here} between groups{others if choices.sums_on_device < blocks else ''}"
 
 
-def _nvme(choices: Choices, job: Job, traffic: tuple[int, int]) -> tuple[str, str]:
+def _nvme(choices: Choices, job: Job, once: int) -> tuple[str, str]:
+    """once: bytes of its arrays, of which a step reads and writes each."""
     asked = job.nvme_blocks is not None
     if not choices.nvme_blocks:
         return "nothing", "nothing" if asked else "host RAM has room for everything"
     value = f"state of {number_of(choices.nvme_blocks, 'block')}"
     why = "" if asked else "what host RAM has no room for; "
-    read, written = traffic
-    steps = int(WORN_OUT_BYTES * job.nvme_drives / max(1, written))
+    steps = int(WORN_OUT_BYTES * job.nvme_drives / max(1, once))
     drives = "a drive" if job.nvme_drives == 1 else "drives"
     return value, (
-        f"{why}a step reads {read / GIB:,.2f} GiB and writes {written / GIB:,.2f} GiB: {steps:,} "
+        f"{why}a step reads {once / GIB:,.2f} GiB and writes {once / GIB:,.2f} GiB: {steps:,} "
         f"steps wear out {drives} of 600 TB endurance, typical of 1 TB consumer drives"
     )

@@ -286,7 +286,9 @@ class StepCosts:
         uploaded = 0 if resident else self.layout.owned_weights[number]
         up, read = self.up, number in self.layout.read_blocks
         if read:  # the whole block
-            uploaded, up = self.shape.block_numel[number], min(up, common_memory(self.machine))
+            # what updates reach is a rank's part of a host's memory while all use it
+            memory = UPDATE_BYTES * max(rate for _, rate in self.machine.update)
+            uploaded, up = self.shape.block_numel[number], min(up, memory)
         offloaded *= self.micro_batches
         on_host = on_device = 0.0
         if not resident:
@@ -404,11 +406,6 @@ def exchanged(
     others = (job.ranks - 1) / job.ranks
     gathered = others * (numel * weight_bytes) / machine.gather
     return gathered, others * numel * SUM_BYTES / machine.reduce
-
-
-def common_memory(machine: MachineProfile) -> float:
-    """Bytes/s of a host's memory for each of its ranks while all use it: what updates reach."""
-    return UPDATE_BYTES * max(rate for _, rate in machine.update)
 
 
 def traded(tokens: float, row_bytes: int, job: Job, machine: MachineProfile) -> float:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
@@ -236,7 +236,8 @@ class DryRun:
     def _predict(self, index: int) -> CompiledLayer | None:
         layers = self.skeleton.layers
         sizes = {size for layer in layers for p in layer.parameters() for size in p.shape}
-        rows = next(p for p in primes() if all(size % p for size in (self.seq_len, *sizes)))
+        primes = (n for n in count(11, 2) if all(n % divisor for divisor in range(3, n, 2)))
+        rows = next(n for n in primes if all(size % n for size in (self.seq_len, *sizes)))
         return predict_compiled(
             layers[index],
             self._shape(rows),
@@ -307,11 +308,6 @@ def _with_compiled(cost: BlockCost, forward: Traffic, backward: Traffic) -> Bloc
         forward=replace(cost.forward, compiled=forward),
         backward=replace(cost.backward, compiled=backward),
     )
-
-
-def primes() -> Iterator[int]:
-    """Primes from 11 on."""
-    return (n for n in count(11, 2) if all(n % divisor for divisor in range(3, n, 2)))
 
 
 def _padded(
