@@ -144,7 +144,8 @@ class Activations:
         """Bytes of a group's activation checkpoints on the device, those on their way included.
 
         Inputs of retained layers and of the head are whole. The gradient that goes back takes the
-        place of the head's input, unless a second backward needs it."""
+        place of the head's input, unless a second backward needs it.
+        """
         choices, tokens = self.choices, self.choices.micro_batch_tokens
         here = self.group_tokens * self.checkpoint_row_bytes * self.recomputed
         if choices.offload_activations:

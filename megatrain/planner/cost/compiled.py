@@ -322,7 +322,8 @@ def alive(forward: fx.Graph, backward: fx.Graph, rows: int, runs_on: str) -> Ali
 
     The output is freed before backward begins, and what was saved as soon as it was last read.
     Kernels run in the graph's order, or in it but for those of the weights' gradients, which come
-    last, and none writes over what it reads; inductor may do otherwise where that needs no more."""
+    last, and none writes over what it reads; inductor may do otherwise where that needs no more.
+    """
     output, *saved = _outputs(forward)
     # Backward receives some saved memory under several names, as views of it.
     names = {node.name: _base(node) for node in saved if _base(node).op != "placeholder"}
@@ -361,7 +362,8 @@ def _spans(
 ) -> dict[fx.Node, tuple[int, int]]:
     """The first and last step in which each node's memory is used.
 
-    kept: nodes that outlive the graph. given: the node that stands for each input's memory."""
+    kept: nodes that outlive the graph. given: the node that stands for each input's memory.
+    """
 
     def memory(node: fx.Node) -> fx.Node:
         base = _base(node)

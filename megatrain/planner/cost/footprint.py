@@ -107,7 +107,8 @@ class FusedAttention(TorchFunctionMode):
     """Replaces scaled_dot_product_attention by a stand-in that allocates what fused kernels do.
 
     On the meta device torch decomposes attention into matmuls, whose [tokens, tokens] matrices no
-    fused kernel allocates. device_type: where it will run; not every kernel exists on both."""
+    fused kernel allocates. device_type: where it will run; not every kernel exists on both.
+    """
 
     def __init__(
         self, device_type: str, stand_in: Callable[[Attention], Tensor] | None = None
@@ -186,7 +187,8 @@ def call_peak_bytes(
         output_stays: the output is still held while gradients are computed.
 
     Raises:
-        ModelError: the computation cannot run without data, because shapes depend on values."""
+        ModelError: the computation cannot run without data, because shapes depend on values.
+    """
     wanted = [tensor for tensor in inputs if tensor.requires_grad]
     live = LiveBytes()
     try:
