@@ -79,6 +79,10 @@ class Search:
     machine: MachineProfile
     budget: Budget
 
+    @property
+    def blocks(self) -> int:
+        return len(self.shape.block_numel)
+
     def layout(self, choices: Choices) -> Layout:
         return Layout.of(choices, self.job, self.shape, self.hardware)
 
@@ -188,13 +192,13 @@ class Search:
 
     def more_replicated(self, layout: Layout) -> Iterator[Layout]:
         """In what is left of the GPU, or in place of resident blocks and accumulators."""
-        found, blocks = layout.choices, len(self.shape.block_numel)
+        found, blocks = layout.choices, self.blocks
         if self.job.size == 1 or self.job.replicated is not None:
             return
         yield layout.moved(
             replicated=most(blocks, lambda count: self.fits(layout.moved(replicated=count)))
         )
-        for sums in sorted({found.sums_on_device, *self.summed(found.groups, blocks)}):
+        for sums in sorted({found.sums_on_device, *self.summed(found.groups)}):
             for part in range(1, REPLICATED_PARTS + 1):
                 count = -(-blocks * part // REPLICATED_PARTS)
                 yield self.filled(replace(found, replicated=count, sums_on_device=sums))
@@ -265,7 +269,7 @@ class Search:
 
     def placed(self, tokens: int, groups: int, retained: int, chunk: int) -> Iterator[Layout]:
         """Combinations of where blocks, accumulators and activations may be. chunk: the head's."""
-        job, blocks = self.job, len(self.shape.block_numel)
+        job = self.job
         threads = job.update_threads or update_threads(self.hardware.physical_cores)
         for cheap, offload in product(self.cheap_retentions(), self.offloads()):
             on_host = self.on_host(groups, retained, cheap, offload)
@@ -278,12 +282,12 @@ class Search:
                 if cheap and not retained and not sent and job.cheap_retention is None:
                     continue  # there is nothing to save less of
                 again = self.second_backwards(groups, retained, sent)
-                for sums, twice in product(self.summed(groups, blocks), again):
+                for sums, twice in product(self.summed(groups), again):
                     choices = Choices(
                         micro_batch_tokens=tokens,
                         groups=groups,
                         sums_on_device=sums,
-                        replicated=min(job.replicated or 0, blocks),
+                        replicated=min(job.replicated or 0, self.blocks),
                         retained=retained,
                         cheap_retention=cheap,
                         offload_activations=offload,
@@ -295,13 +299,13 @@ class Search:
                     )
                     yield self.filled(choices)
 
-    def summed(self, groups: int, blocks: int) -> Sequence[int]:
+    def summed(self, groups: int) -> Sequence[int]:
         """Numbers of blocks whose accumulators stay on the device between groups."""
         if groups == 1:
             return (0,)
         if self.job.sums_on_device is not None:
-            return (min(self.job.sums_on_device, blocks),)
-        return (0, blocks // 2, blocks)
+            return (min(self.job.sums_on_device, self.blocks),)
+        return (0, self.blocks // 2, self.blocks)
 
     def head_chunk(self, micro_batch_tokens: int) -> int:
         """The largest chunk whose working set is no larger than what the layers need anyway."""
@@ -326,7 +330,7 @@ class Search:
     # why: decision 0014
     def placed_on_device(self, layout: Layout) -> Layout:
         """With as many blocks resident as fit, then as many accumulators."""
-        choices, blocks = layout.choices, len(self.shape.block_numel)
+        choices, blocks = layout.choices, self.blocks
         asked = self.job.sums_on_device is not None and choices.groups > 1
 
         def placed(resident: int, sums: int = 0) -> Layout:
@@ -359,7 +363,7 @@ class Search:
         def enough(found: Layout) -> bool:
             return self.host_share(found) <= 1
 
-        streamed = len(self.shape.block_numel) - layout.choices.resident
+        streamed = self.blocks - layout.choices.resident
         if self.job.nvme_blocks is not None:
             return on_nvme(min(self.job.nvme_blocks, streamed))
         if enough(layout):

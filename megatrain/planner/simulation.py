@@ -45,11 +45,6 @@ class Timing:
     # first step where a loss refers to the model as it begins; 0: none does
     reference_s: float = 0.0
 
-    def waits_most_for(self, wait: str) -> bool:
-        """True if no other wait takes longer than this one, which is worth naming."""
-        seconds = self.waits[wait]
-        return seconds == max(self.waits.values()) and seconds > WORTH_NAMING * self.seconds
-
     @property
     def busy(self) -> float:
         """Share of the step in which the device computes."""

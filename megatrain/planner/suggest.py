@@ -15,7 +15,7 @@ from megatrain.machine.hardware import GIB
 from megatrain.planner.job import Choices, Job, number_of
 from megatrain.planner.memory import disk_bytes
 from megatrain.planner.search import Search
-from megatrain.planner.simulation import Timing
+from megatrain.planner.simulation import WORTH_NAMING, Timing
 from megatrain.planner.timing import StepCosts
 from megatrain.schedule import UNCHANGED
 from megatrain.settings import OPTIONS
@@ -280,7 +280,9 @@ def faster(choices: Choices, before: Timing, search: Search) -> tuple[Suggestion
 def bound_by_update(timing: Timing, shape: ModelShape) -> bool:
     """True for a mixture whose step waits for the host's update more than for anything else: all
     experts are updated for the work that a few do."""
-    return shape.idle_parameters > 0 and timing.waits_most_for("update")
+    seconds = timing.waits["update"]
+    most = seconds == max(timing.waits.values()) and seconds > WORTH_NAMING * timing.seconds
+    return shape.idle_parameters > 0 and most
 
 
 def _alternatives(search: Search) -> Iterator[tuple[Change, Search]]:

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING
 
 from megatrain.machine.profile import UPDATE_BYTES, MachineProfile, interpolate, interpolate_log
 from megatrain.planner.activations import SUM_BYTES
-from megatrain.planner.job import Job
 from megatrain.planner.memory import Layout, state_bytes_per_parameter
 from megatrain.planner.simulation import WAITS, BlockTasks, StepOptions, Timing, overlapped, serial
 from megatrain.schedule import UNCHANGED, Where, graphs_of_layers
@@ -154,7 +153,10 @@ class StepCosts:
             rate = 1 / (share / self.machine.fp8 + (1 - share) / rate)
         traffic = 1 + share * (FP8_TRAFFIC - 1)
         quantizing = share * numel * FP8_WEIGHT_BYTES / 2 / memory
-        trading = traded(tokens, self.layout.activations.row_bytes, self.job, self.machine)
+        trading, pieces = 0.0, self.job.pieces
+        if pieces > 1:  # tokens for heads and back: queries, keys, values and output
+            nbytes = 4 * tokens * self.layout.activations.row_bytes
+            trading = nbytes * ((pieces - 1) / pieces) / self.machine.gather
         chunks = math.ceil(tokens / chunk - ROUNDING)
         forward, backward = (
             seconds + quantizing + trading
@@ -300,8 +302,11 @@ class StepCosts:
         all_far = sum(far.values()) if numel else 0.0
         # read the sum, write the gradient and measure it: of several ranks, in their lane
         finish = mine * (SUM_BYTES + 2 * self.weight) / self.machine.memory
-        padded, given = self.layout.padded[number], (self.job, self.machine, self.weight)
-        gather, reduce = exchanged(padded, *given)
+        gather, reduce, ranks = 0.0, 0.0, self.job.ranks
+        if ranks > 1:  # all but its own share comes to a rank over its link
+            others, padded = (ranks - 1) / ranks, self.layout.padded[number]
+            gather = others * (padded * self.weight) / self.machine.gather
+            reduce = others * padded * SUM_BYTES / self.machine.reduce
         return BlockTasks(
             forward=self.micro_batches * forward,
             backward=self.job.trained_share * self.micro_batches * (backward + self._adding(numel)),
@@ -391,27 +396,3 @@ class StepCosts:
             updating = min(1.0, streamed / self.host_update_rate / seconds)
             slower += (1 - self.beside_update) * updating
         return alone * (1 - slower)
-
-
-# -- between ranks ---------------------------------------------------------------------------------
-
-
-def exchanged(
-    numel: int, job: Job, machine: MachineProfile, weight_bytes: int
-) -> tuple[float, float]:
-    """Seconds in which a host's ranks gather a block's weight of `numel` elements, whole shares for
-    all, and exchange its sums: all but its own share comes to a rank over its link."""
-    if job.ranks == 1:
-        return 0.0, 0.0
-    others = (job.ranks - 1) / job.ranks
-    gathered = others * (numel * weight_bytes) / machine.gather
-    return gathered, others * numel * SUM_BYTES / machine.reduce
-
-
-def traded(tokens: float, row_bytes: int, job: Job, machine: MachineProfile) -> float:
-    """Seconds in which ranks that share sequences trade tokens for heads and back, one way through
-    a layer: queries, keys, values and output, of at most a hidden state's width each."""
-    if job.pieces == 1:
-        return 0.0
-    others = (job.pieces - 1) / job.pieces
-    return 4 * tokens * row_bytes * others / machine.gather
