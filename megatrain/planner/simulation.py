@@ -237,7 +237,7 @@ class StepSimulator:
         # of several ranks, none has the whole of a resident block
         whole, self.own = (0, options.replicated) if self.several else (options.resident, 0)
         self.slots = slots_of_blocks(len(blocks), whole, options.tied, self.own)
-        self.timeline = StepTimeline()
+        self.timeline, self.phase = StepTimeline(), PHASES[0]
         self.asked: Iterator[tuple[int, ...]] = iter(())  # uploads before each visit of the step
         self.compute = self.upload = self.fetch = self.download = self.host = self.drive = 0.0
         self.collectives = Collectives()
@@ -285,17 +285,18 @@ class StepSimulator:
         for block in back if options.second_backward else ():
             self._visit("second backward", block)
         if self.several:  # wait: the norm needs all ranks' shares
-            phase = "second backward" if options.second_backward else "backward"
-            self._wait(phase, self.collectives.free, "exchange")
+            self.phase = "second backward" if options.second_backward else "backward"
+            self._wait(self.collectives.free, "exchange")
         return whole
 
     def _visit(self, phase: str, block: int, first: bool = True, last: bool = True) -> None:
         """first, last: of the groups whose gradients are added up."""
-        self._arrive(phase, block)
+        self.phase = phase
+        self._arrive(block)
         if phase == "forward":
             self._forward(block)
         else:
-            self._backward(phase, block, first, last)
+            self._backward(block, first, last)
         self.slot_free[self.slots[block]] = self.compute
 
     # -- updates -----------------------------------------------------------------------------------
@@ -308,7 +309,8 @@ class StepSimulator:
             self._host_update(block)
         while self.to_write:
             self._write_back()
-        self._compute("update", sum(block.device_update for block in self.blocks))
+        self.phase = "update"
+        self._compute(sum(block.device_update for block in self.blocks))
         self.updated[:here] = [self.compute] * here
 
     def _host_update(self, block: int) -> None:
@@ -334,30 +336,30 @@ class StepSimulator:
 
     # -- computation -------------------------------------------------------------------------------
 
-    def _compute(self, phase: str, seconds: float) -> None:
-        self._pass(phase, self.collectives.beside(self.compute, seconds))
+    def _compute(self, seconds: float) -> None:
+        self._pass(self.collectives.beside(self.compute, seconds))
 
-    def _pass(self, phase: str, seconds: float) -> None:
+    def _pass(self, seconds: float) -> None:
         self.compute += seconds
-        self.timeline.phases[phase] += seconds
+        self.timeline.phases[self.phase] += seconds
 
-    def _wait(self, phase: str, until: float, cause: str) -> None:
+    def _wait(self, until: float, cause: str) -> None:
         gap = until - self.compute
         if gap > 0:
-            self.timeline.waits[phase][cause] += gap
-            self._pass(phase, gap)
+            self.timeline.waits[self.phase][cause] += gap
+            self._pass(gap)
 
     def _forward(self, block: int) -> None:
         """Activations that leave for the host need room in the ring."""
         tasks, begin = self.blocks[block], self.compute
-        self._compute("forward", tasks.forward)
+        self._compute(tasks.forward)
         if tasks.boundary_down:
             ready = begin + tasks.forward / self.options.micro_batches
             self.download = max(self.download, ready) + tasks.boundary_down
             # wait: what is on its way to the host must leave room in the ring
-            self._wait("forward", self.download - self.leaving, "download")
+            self._wait(self.download - self.leaving, "download")
 
-    def _backward(self, phase: str, block: int, first: bool, last: bool) -> None:
+    def _backward(self, block: int, first: bool, last: bool) -> None:
         """Back-propagate a group's micro-batches through a block. The first needs no sum yet."""
         tasks = self.blocks[block]
         sums_here = block < self.options.sums_on_device or tasks.frozen
@@ -369,10 +371,10 @@ class StepSimulator:
             self.turn = (self.turn + 1) % TRAVELLING_SUMS
         arriving, free = 0.0, self.travelling_free
         if exchanged:  # only shares travel
-            self._wait(phase, free[self.turn], "exchange")
+            self._wait(free[self.turn], "exchange")
             free = self.travelling_shares_free
         elif travels and first:
-            self._wait(phase, free[self.turn], "download")
+            self._wait(free[self.turn], "download")
         if travels and not first:
             # the sum of earlier groups comes into a buffer that another block's may be leaving
             begin = max(self.upload, free[self.turn], self.sum_landed[block])
@@ -382,13 +384,13 @@ class StepSimulator:
             ahead = COMING * tasks.boundary_up / self.parts
             self.fetch = max(self.fetch, self.compute - ahead) + tasks.boundary_up
             back = self.fetch + each
-        self._compute(phase, each)
+        self._compute(each)
         if not exchanged:
-            self._wait(phase, arriving, "upload")  # wait: the next gradient is added to the sum
-        self._compute(phase, tasks.backward - each)
-        self._wait(phase, back, "upload")  # wait: the last micro-batch needs its activations
+            self._wait(arriving, "upload")  # wait: the next gradient is added to the sum
+        self._compute(tasks.backward - each)
+        self._wait(back, "upload")  # wait: the last micro-batch needs its activations
         if last and not tasks.frozen:
-            self._finish(phase, block)
+            self._finish(block)
         elif travels:
             ready = self._exchange_sums(block, self.compute) if exchanged else self.compute
             self.download = max(self.download, ready) + tasks.sum_down
@@ -405,55 +407,55 @@ class StepSimulator:
             self.travelling_free[self.turn] = shares_free[self.turn] = done
         return done
 
-    def _finish(self, phase: str, block: int) -> None:
+    def _finish(self, block: int) -> None:
         """Round, measure and download a gradient; if it is not stored, apply it."""
         tasks, streamed = self.blocks[block], block >= self.options.resident
         if self.several:
-            self._share_out(phase, block)
+            self._share_out(block)
             return
         if streamed:  # wait: the gradient before still leaves the staging buffer
-            self._wait(phase, self.staging_free, "download")
-        if self.options.second_backward and phase != "second backward":
-            self._compute(phase, tasks.finish)
+            self._wait(self.staging_free, "download")
+        if self.options.second_backward and self.phase != "second backward":
+            self._compute(tasks.finish)
             return
         if streamed:
-            self._take_landing_buffer(phase, block)
-        self._compute(phase, tasks.finish)
+            self._take_landing_buffer(block)
+        self._compute(tasks.finish)
         if streamed:
-            self._send(phase, block, self.compute)
+            self._send(block, self.compute)
         if not self.options.stored:
-            self._compute(phase, tasks.device_update)
+            self._compute(tasks.device_update)
             if streamed:
                 self._host_update(block)
 
-    def _share_out(self, phase: str, block: int) -> None:
+    def _share_out(self, block: int) -> None:
         """`_finish` of several ranks: each gets its share, which it rounds and sends away."""
         tasks, stored = self.blocks[block], self.options.stored
         shared = self._exchange_sums(block, max(self.compute, self.staging_free))
         self.staging_free = shared
-        if self.options.second_backward and phase != "second backward":
+        if self.options.second_backward and self.phase != "second backward":
             return
         if block >= self.options.resident:
-            self._take_landing_buffer(phase, block)
-            self._send(phase, block, shared)
+            self._take_landing_buffer(block)
+            self._send(block, shared)
             if not stored:
                 self._host_update(block)
         elif not stored:
-            self._wait(phase, shared, "exchange")
-            self._compute(phase, tasks.device_update)
+            self._wait(shared, "exchange")
+            self._compute(tasks.device_update)
             self.updated[block] = self.compute
 
-    def _take_landing_buffer(self, phase: str, block: int) -> None:
+    def _take_landing_buffer(self, block: int) -> None:
         """In host RAM, for a gradient that is not stored."""
         if self.options.stored:
             return
         # wait: landing buffers are taken in turn, and an update still reads the next one
         if len(self.applying) == LANDING_BUFFERS:
             user = self.applying[0]
-            self._wait(phase, self.updated[user], "nvme" if self.late[user] else "update")
+            self._wait(self.updated[user], "nvme" if self.late[user] else "update")
         self.applying.append(block)
 
-    def _send(self, phase: str, block: int, ready: float) -> None:
+    def _send(self, block: int, ready: float) -> None:
         """Download a finished gradient."""
         begin = max(self.download, ready)
         self.download = begin + self._beside_update(begin, self.blocks[block].download)
@@ -461,15 +463,15 @@ class StepSimulator:
 
     # -- weights -----------------------------------------------------------------------------------
 
-    def _arrive(self, phase: str, block: int) -> None:
+    def _arrive(self, block: int) -> None:
         """Ask for the weights whose slots are free, and wait for the block's own."""
         for wanted in next(self.asked):
             self._upload(wanted)
         if self.slots[block] is not None:
             up, late = self.uploaded[block], "nvme" if self.late[block] else "update"
-            self._wait(phase, min(self.updated[block], up), late)
-            self._wait(phase, up, "upload")
-            self._wait(phase, self.weights_landed[block], "exchange")
+            self._wait(min(self.updated[block], up), late)
+            self._wait(up, "upload")
+            self._wait(self.weights_landed[block], "exchange")
 
     def _beside_update(self, begin: float, seconds: float) -> float:
         """Seconds of a transfer, which is slower while the host updates in the same memory."""
