@@ -10,7 +10,6 @@ from typing import Any, Self
 
 from pydantic import Field, PrivateAttr, model_validator
 
-from megatrain.config import choices as c
 from megatrain.config import values as v
 from megatrain.config.document import write_yaml
 from megatrain.config.sections import (
@@ -50,9 +49,9 @@ class DataOptions(Options):
     eval: HeldOut = key(
         0.02, "Share of the rows, number of rows, or sources of its own; null holds nothing out."
     )
-    format: c.Format = key("auto", "Row format; auto finds it from the columns.")
-    train_on: c.TrainOn = key("assistant", "Loss on the assistant's turns, or on everything.")
-    prompts: c.Prompts = key(
+    format: v.Format = key("auto", "Row format; auto finds it from the columns.")
+    train_on: v.TrainOn = key("assistant", "Loss on the assistant's turns, or on everything.")
+    prompts: v.Prompts = key(
         "text",
         "Rows of two texts, prompt and completion: text trains them as they are, chat makes a "
         "question and an answer of them; alpaca is text, and has rows of instruction and output in "
@@ -63,12 +62,12 @@ class DataOptions(Options):
         "sft: pack examples into sequences of seq_len tokens, with attention masked between them; "
         "auto: on CUDA, up to 4,096 tokens, if the model allows it.",
     )
-    truncation_mode: c.Truncation = key(
+    truncation_mode: v.Truncation = key(
         "keep_start",
         "Rows longer than seq_len: keep_start and keep_end cut them, drop leaves them out; texts "
         "are split. reward has drop unless it is set.",
     )
-    on_bad_row: c.BadRow = key("refuse", "Stop at a broken row, or skip and count it.")
+    on_bad_row: v.BadRow = key("refuse", "Stop at a broken row, or skip and count it.")
     split: v.TextOrNull = key(
         None,
         "Split of data.train, if it is a data set or a folder that has splits; null: train, or the "
@@ -121,7 +120,7 @@ class TrainOptions(Options):
         RATE,
         "Peak learning rate; methods of preferences have 1e-6 unless it is set, and reward 1e-4.",
     )
-    schedule: c.Schedule = key("cosine", "Shape of the learning rate's decay after warm-up.")
+    schedule: v.Schedule = key("cosine", "Shape of the learning rate's decay after warm-up.")
     warmup: v.NotNegative = key(0.03, "Below 1 a share of all steps, else steps.")
     min_lr_ratio: v.Fraction = key(0.0, "Final learning rate divided by the peak.")
     decay: v.FractionOrNull = key(
@@ -140,7 +139,7 @@ class TrainOptions(Options):
         "GPUs of a host that share every sequence, a piece each, for long rows; divides their "
         "number. sft and pretrain, of models whose tokens meet in attention alone.",
     )
-    wire: c.Wire = key(
+    wire: v.Wire = key(
         "float32",
         "Of several hosts: dtype in which sums of gradients cross the network. bfloat16 halves "
         "their bytes: each host's sum is rounded once, and they are added in float32.",
@@ -192,8 +191,8 @@ class TrainOptions(Options):
 class OptimizerOptions(Options):
     """The optimizer and its hyper-parameters."""
 
-    name: c.OptimizerName = key("adamw", "Optimizer.")
-    moments: c.Moments = key(
+    name: v.OptimizerName = key("adamw", "Optimizer.")
+    moments: v.Moments = key(
         "auto",
         "adamw, lion: type of the moments, which take 4, 2 or 1 bytes each per parameter; bfloat16 "
         "and int8 use stochastic rounding; auto: float32.",
@@ -209,7 +208,7 @@ class OptimizerOptions(Options):
     momentum: v.BetaOrAuto = key("auto", "muon: decay rate of the momentum; auto: 0.95.")
     nesterov: v.FlagOrAuto = key("auto", "muon: Nesterov's momentum; auto: true.")
     ns_steps: v.CountOrAuto = key("auto", "muon: Newton-Schulz iterations; auto: 5.")
-    adjust_lr_fn: c.AdjustLr = key(
+    adjust_lr_fn: v.AdjustLr = key(
         "auto",
         "muon: how a matrix's shape scales its learning rate; auto: match_rms_adamw, for which "
         "AdamW's rates are right.",
@@ -227,7 +226,7 @@ class Config(Options):
     model: ModelOptions = Field(
         description="Hub id or local folder; or {config: folder, init: random} for pre-training."
     )
-    method: c.Method = key(
+    method: v.Method = key(
         "sft",
         "sft: conversations; pretrain: texts; dpo, orpo, simpo, cpo: pairs of answers; kto: "
         "answers that are wanted or not; reward: pairs of answers, for a model that scores them.",
@@ -245,12 +244,12 @@ class Config(Options):
     cpo: CpoOptions = CpoOptions()
     kto: KtoOptions = KtoOptions()
     reward: RewardOptions = RewardOptions()
-    precision: c.Precision = key(
+    precision: v.Precision = key(
         "auto",
         "bfloat16 computes in bf16 over an exact fp32 master; fp8 also computes the layers' "
         "matmuls in fp8; float32 in fp32; auto: by the hardware, never fp8.",
     )
-    attention: c.Attention = key("auto", "auto: the fastest that is correct for the model family.")
+    attention: v.Attention = key("auto", "auto: the fastest that is correct for the model family.")
     compile: v.Compile = key(
         "auto",
         "torch.compile layers and loss (needs a C compiler), or the loss alone; auto, on CUDA: "
@@ -258,13 +257,13 @@ class Config(Options):
         "packages (fla, mamba-ssm), else the loss.",
     )
     threads: v.CountOrAuto = option("update_threads")
-    device: c.Device = key("auto", "auto: CUDA where there is a GPU.")
+    device: v.Device = key("auto", "auto: CUDA where there is a GPU.")
     gpus: v.CountOrAuto = key(
         "auto",
         "GPUs of this host that train together; auto: all that are visible, but no more than a "
         "step has rows for. Launchers such as torchrun say it themselves.",
     )
-    track: c.Trackers = key(
+    track: v.Trackers = key(
         (), "Experiment trackers that get every line of metrics.jsonl, the config and the plan."
     )
     hang_timeout: v.CountOrNull = key(

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeVar
 
-from megatrain.config.values import did_you_mean, shown
+from megatrain.config.values import INSTEAD_OF_ADAFACTOR, did_you_mean, shown
 
 T = TypeVar("T")
 Key = tuple[str, ...]  # ("train", "seq_len"), or ("output",) at the top level
@@ -22,10 +22,6 @@ ACCUMULATION: Key = ("train", "gradient_accumulation_steps")
 BETA1: Key = ("optimizer", "betas.0")
 BETA2: Key = ("optimizer", "betas.1")
 ADAM_BETAS = (0.9, 0.999)  # Hugging Face's defaults of the two
-
-INSTEAD_OF_ADAFACTOR = (
-    "use Lion (optimizer.name: lion), or AdamW with int8 moments (optimizer.moments: int8)"
-)
 
 
 @dataclass(frozen=True)
@@ -66,6 +62,11 @@ def _one_of(*pairs: tuple[object, object], **texts: str) -> Callable[[object], o
         raise ValueError(f"{shown(value)} cannot be honoured; known are {names}{hint}")
 
     return convert
+
+
+def _but(theirs: object, ours: object) -> Callable[[object], object]:
+    """`theirs` means `ours`; other values are the same."""
+    return lambda value: ours if _same(theirs, value) else value
 
 
 NOTHING = object()  # what an alias's value asks for is done anyway
@@ -122,71 +123,67 @@ def _figure(value: object) -> object:
     return value if begun or not isinstance(value, str) else f"eval_{value}"
 
 
-def _template(value: object) -> object:
-    return None if value == "tokenizer_default" else value
-
-
 def of_each(names: str, meaning: T) -> dict[str, T]:
     """Rows of a table for several names that mean the same."""
     return dict.fromkeys(names.split(), meaning)
 
 
-_on_cpu = Alias(("device",), _one_of((True, "cpu"), (False, "auto")))
-_only_answers = Alias(("data", "train_on"), _one_of((True, "assistant"), (False, "all")))
+# Names that mean a key of ours, whose values are the same.
+_SAME = {
+    "model.path": "model_name_or_path base_model",
+    "model.revision": "model_revision revision",
+    "model.trust_remote_code": "trust_remote_code",
+    "train.epochs": "num_train_epochs num_epochs",
+    "train.seq_len": "max_length max_seq_length max_seq_len sequence_len cutoff_len block_size",
+    "train.learning_rate": "learning_rate lr",
+    "train.warmup": "warmup_steps",
+    "train.max_grad_norm": "max_grad_norm",
+    "train.router_aux_loss_coef": "router_aux_loss_coef moe_aux_loss_coef",
+    "train.freeze": "freeze",
+    "train.seed": "seed",
+    "train.deterministic": "full_determinism",
+    "train.log_every": "logging_steps",
+    "train.eval_every": "eval_steps",
+    "train.eval_rows": "max_eval_samples",
+    "checkpoint.every": "save_steps",
+    "checkpoint.keep": "save_total_limit",
+    "checkpoint.patience": "early_stopping_patience",
+    "output": "output_dir",
+    "optimizer.weight_decay": "weight_decay",
+    "optimizer.eps": "adam_epsilon",
+    "attention": "attn_implementation",
+    "data.train": "train_file dataset_name dataset",
+    "data.eval": "validation_file eval_file val_set_size",
+    "data.split": "dataset_train_split",
+    "data.text_field": "dataset_text_field",
+    "compile": "torch_compile",
+    "data.packing": "packing sample_packing",
+}
 _PROCESSES = "dataset_num_proc dataset_processes preprocessing_num_workers"
-_SEQ_LEN = "max_length max_seq_length max_seq_len sequence_len cutoff_len block_size"
-
+_TEMPLATE = "chat_template chat_template_path"
+_ANSWERS = "assistant_only_loss completion_only_loss"
 ALIASES: dict[str, Alias] = {
-    **of_each("model_name_or_path base_model", Alias(("model", "path"))),
-    **of_each("model_revision revision", Alias(("model", "revision"))),
-    "trust_remote_code": Alias(("model", "trust_remote_code")),
-    **of_each("per_device_train_batch_size micro_batch_size", Alias(ROWS_PER_DEVICE, _count)),
-    "gradient_accumulation_steps": Alias(ACCUMULATION, _count),
-    **of_each("num_train_epochs num_epochs", Alias(("train", "epochs"))),
-    "max_steps": Alias(("train", "max_steps"), lambda value: None if _same(value, -1) else value),
-    **of_each(_SEQ_LEN, Alias(("train", "seq_len"))),
-    **of_each("learning_rate lr", Alias(("train", "learning_rate"))),
-    **of_each("lr_scheduler_type lr_scheduler", Alias(("train", "schedule"), _schedule)),
-    "warmup_ratio": Alias(("train", "warmup"), _share),
-    "warmup_steps": Alias(("train", "warmup")),
-    "max_grad_norm": Alias(("train", "max_grad_norm")),
-    **of_each("router_aux_loss_coef moe_aux_loss_coef", Alias(("train", "router_aux_loss_coef"))),
-    "freeze": Alias(("train", "freeze")),
-    "seed": Alias(("train", "seed")),
-    "full_determinism": Alias(("train", "deterministic")),
-    "logging_steps": Alias(("train", "log_every")),
-    "eval_steps": Alias(("train", "eval_every")),
-    "max_eval_samples": Alias(("train", "eval_rows")),
-    "save_steps": Alias(("checkpoint", "every")),
-    "save_total_limit": Alias(("checkpoint", "keep")),
-    "early_stopping_patience": Alias(("checkpoint", "patience")),
-    "metric_for_best_model": Alias(("checkpoint", "metric"), _figure),
-    "greater_is_better": Alias(
-        ("checkpoint", "greater_is_better"), lambda value: "auto" if value is None else value
-    ),
-    "output_dir": Alias(("output",)),
-    "optim": Alias(("optimizer", "name"), _optimizer),
-    "weight_decay": Alias(("optimizer", "weight_decay")),
+    **{name: Alias((*key.split("."),)) for key, names in _SAME.items() for name in names.split()},
     "adam_beta1": Alias(BETA1),
     "adam_beta2": Alias(BETA2),
-    "adam_epsilon": Alias(("optimizer", "eps")),
+    **of_each("per_device_train_batch_size micro_batch_size", Alias(ROWS_PER_DEVICE, _count)),
+    "gradient_accumulation_steps": Alias(ACCUMULATION, _count),
+    "max_steps": Alias(("train", "max_steps"), _but(-1, None)),
+    **of_each("lr_scheduler_type lr_scheduler", Alias(("train", "schedule"), _schedule)),
+    "warmup_ratio": Alias(("train", "warmup"), _share),
+    "metric_for_best_model": Alias(("checkpoint", "metric"), _figure),
+    "greater_is_better": Alias(("checkpoint", "greater_is_better"), _but(None, "auto")),
+    "optim": Alias(("optimizer", "name"), _optimizer),
     "bf16": Alias(("precision",), _one_of((True, "bfloat16"), (False, "float32"), auto="auto")),
     "fp8": Alias(("precision",), _one_of((True, "fp8"), (False, "auto"))),
     **of_each("dtype torch_dtype", Alias(("precision",), _dtype)),
-    "attn_implementation": Alias(("attention",)),
-    **of_each("train_file dataset_name dataset", Alias(("data", "train"))),
-    **of_each("validation_file eval_file val_set_size", Alias(("data", "eval"))),
-    "dataset_train_split": Alias(("data", "split")),
-    "dataset_text_field": Alias(("data", "text_field")),
-    **of_each(_PROCESSES, Alias(("data", "processes"), lambda n: "auto" if n is None else n)),
-    **of_each("assistant_only_loss completion_only_loss", _only_answers),
+    **of_each(_PROCESSES, Alias(("data", "processes"), _but(None, "auto"))),
+    **of_each(_ANSWERS, Alias(("data", "train_on"), _one_of((True, "assistant"), (False, "all")))),
+    "train_on_inputs": Alias(("data", "train_on"), _one_of((True, "all"), (False, "assistant"))),
     **dict.fromkeys(STRATEGIES, Alias(("data", "eval"), _evaluation)),
     "stage": Alias(("method",), _one_of(sft="sft", pt="pretrain")),
-    "train_on_inputs": Alias(("data", "train_on"), _one_of((True, "all"), (False, "assistant"))),
-    **of_each("chat_template chat_template_path", Alias(("data", "chat_template"), _template)),
-    "torch_compile": Alias(("compile",)),
-    **of_each("packing sample_packing", Alias(("data", "packing"))),
-    **of_each("use_cpu no_cuda", _on_cpu),
+    **of_each(_TEMPLATE, Alias(("data", "chat_template"), _but("tokenizer_default", None))),
+    **of_each("use_cpu no_cuda", Alias(("device",), _one_of((True, "cpu"), (False, "auto")))),
     "report_to": Alias(("track",), lambda value: [] if value in ("none", ["none"]) else value),
 }
 
@@ -329,20 +326,9 @@ _NVME_ARRAYS = Refusal(
     "went: the drive holds optimizer state alone; remove the key", ("auto", "state", None)
 )
 # Keys of earlier versions. Run folders still hold them.
-REMOVED: dict[Key, Refusal] = {
-    **{
-        ("eval", name): _TASKS
-        for name in [
-            "tasks",
-            "tasks_at",
-            "limit",
-            "num_fewshot",
-            "include_path",
-            "apply_chat_template",
-        ]
-    },
-    ("memory", "nvme_arrays"): _NVME_ARRAYS,
-}
+_GONE = of_each("tasks tasks_at limit num_fewshot include_path apply_chat_template", _TASKS)
+REMOVED: dict[Key, Refusal] = {("eval", name): refusal for name, refusal in _GONE.items()}
+REMOVED[("memory", "nvme_arrays")] = _NVME_ARRAYS
 
 
 def refusal_of(name: str) -> Refusal | None:

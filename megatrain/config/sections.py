@@ -11,7 +11,6 @@ from typing import Annotated, Any, Self
 
 from pydantic import ConfigDict, Field, model_validator
 
-from megatrain.config import choices as c
 from megatrain.config import values as v
 from megatrain.config.values import Options, key, option, refuse, wanted
 from megatrain.errors import ConfigError
@@ -33,7 +32,7 @@ class ModelOptions(Options):
     config: v.SourceOrNull = key(
         None, "Folder with the shape (config.json) and the tokenizer; the weights are random."
     )
-    init: c.Init = key("pretrained", "pretrained reads weights; random draws them from the seed.")
+    init: v.Init = key("pretrained", "pretrained reads weights; random draws them from the seed.")
     revision: v.TextOrNull = key(None, "Branch, tag or commit on the hub.")
     trust_remote_code: v.Flag = key(
         False, "Run code that comes with the weights; no file of the model can ask for it."
@@ -79,7 +78,7 @@ class DpoOptions(Options):
     """Direct preference optimisation and its kin: pairs of answers, and a reference model."""
 
     beta: v.Positive = key(0.1, NEARER)
-    loss_type: c.DpoLosses = key(
+    loss_type: v.DpoLosses = key(
         ("sigmoid",),
         "Loss, or a list of losses that are added: sigmoid, hinge, ipo, exo_pair, nca_pair, "
         "robust, bco_pair, sppo_hard, aot, aot_unpaired, apo_zero, apo_down, discopop, sft, "
@@ -112,7 +111,7 @@ class CpoOptions(Options):
 
     beta: v.Positive = key(0.1, "Scale of the difference of log-probabilities.")
     cpo_alpha: v.NotNegative = key(1.0, "Weight of the chosen answers' likelihood.")
-    loss_type: c.CpoLoss = key("sigmoid", "sigmoid, hinge or ipo; simpo is a method of its own.")
+    loss_type: v.CpoLoss = key("sigmoid", "sigmoid, hinge or ipo; simpo is a method of its own.")
     label_smoothing: _Smoothing = key(0.0, "Share of preferences that are wrong.")
 
 
@@ -155,7 +154,7 @@ class MemoryOptions(Options):
     retained_on_host: v.NumberOrAuto = option("retained_on_host")
     second_backward: v.FlagOrAuto = option("second_backward")
     sums_on_device: v.NumberOrAuto = option("sums_on_device")
-    activations: c.Activations = key(
+    activations: v.Activations = key(
         "none",
         "Codec of recomputed layers' activation checkpoints: int8 takes 52% of bf16's bytes, int6 "
         "39%, int4 28%. The loss stays exact, gradients are near; with none they are exact.",
@@ -168,7 +167,7 @@ class MemoryOptions(Options):
         "auto", "NVMe space to use, such as 800GiB; auto: all that is free."
     )
     nvme_blocks: v.NumberOrAuto = option("nvme_blocks")
-    transport: c.Transport = key(
+    transport: v.Transport = key(
         "auto",
         "How weights in host RAM come to several GPUs: each uploads its share and they gather the "
         "rest, or all read the host's one copy; the result is the same. auto: read where GPUs do "
@@ -218,7 +217,7 @@ class CheckpointOptions(Options):
     greater_is_better: v.FlagOrAuto = key(
         "auto", "Of that figure; auto: unless its name ends with loss."
     )
-    final: c.Final = key(
+    final: v.Final = key(
         "model",
         "final/ at the end: model, ready to upload; full, with the state to train on; or none.",
     )

@@ -13,7 +13,6 @@ from pydantic import (
     model_serializer,
 )
 
-from megatrain.config import choices as c
 from megatrain.config import values as v
 from megatrain.config.values import Options, did_you_mean, key, shown, wrong
 
@@ -28,7 +27,7 @@ class SourceOptions(Options):
     path: v.Source
     weight: v.PositiveOrNull = key(None, "Share of an epoch's rows, relative to other weights.")
     split: v.TextOrNull = key(None, "Split of this source; null: data.split.")
-    format: c.Format = key("auto", "Row format of this source; auto: data.format.")
+    format: v.Format = key("auto", "Row format of this source; auto: data.format.")
 
     @model_serializer
     def _short(self) -> str | dict[str, Any]:

@@ -32,15 +32,8 @@ def refusal(load):
     return refused
 
 
-COUNTS = ["train.seq_len", "train.log_every", "train.seed", "threads", "checkpoint.keep"]
-
-
-@pytest.mark.parametrize(
-    "bad", ["true", "yes please", "1.5", "'3'", ".nan", "-.inf", "null", "1e400"]
-)
-@pytest.mark.parametrize("key", COUNTS)
-def test_counts_are_whole_numbers(refusal, key, bad):
-    assert refusal(f"{key}={bad}").startswith(f"command line: {key}: must be a whole number")
+COUNTS = ("train.seq_len", "train.log_every", "train.seed", "threads", "checkpoint.keep")
+NO_COUNTS = ["true", "yes please", "1.5", "'3'", ".nan", "-.inf", "null", "1e400"]
 
 
 OUT_OF_RANGE = {
@@ -64,25 +57,10 @@ OUT_OF_RANGE = {
 }
 
 
-@pytest.mark.parametrize(
-    ("key", "bad"), [(key, bad) for key, every in OUT_OF_RANGE.items() for bad in every]
-)
-def test_values_out_of_range_are_refused(refusal, key, bad):
-    assert refusal(f"{key}={bad}").startswith(f"command line: {key}: must be ")
-
-
-@pytest.mark.parametrize(
-    ("key", "value"),
-    [*[("method", name) for name in ("grpo", "ppo")], ("optimizer.name", "sgd")],
-)
-def test_what_is_not_built_is_refused_by_name(refusal, key, value):
-    text = refusal(f"{key}={value}")
-    assert text.startswith(f"command line: {key}: ")
-    assert "not built yet" in text
-
-
-def test_fp8_goes_by_one_name(load):
-    assert load(["precision=fp8"]).precision == "fp8"
+def test_values_out_of_range_are_refused(refusal):
+    for key, every in {**OUT_OF_RANGE, **dict.fromkeys(COUNTS, NO_COUNTS)}.items():
+        for bad in every:
+            assert refusal(f"{key}={bad}").startswith(f"command line: {key}: must be "), (key, bad)
 
 
 INT8_INSTEAD = "fp8 is no longer offered: use int8, which takes the same bytes at half the gradient"
@@ -92,6 +70,8 @@ CHOICES = "must be one of constant, linear, cosine, wsd, not 'cosin'; did you me
 @pytest.mark.parametrize(
     ("override", "words"),
     [
+        ("method=grpo", "method: grpo is not built yet; choose from sft, "),
+        ("optimizer.name=sgd", "optimizer.name: sgd is not built yet; choose from adamw, "),
         ("precision=float8", "precision: float8 is called fp8 here; choose from auto, "),
         ("memory.activations=fp8", f"memory.activations: {INT8_INSTEAD}"),
         ("train.schedule=cosin", f"train.schedule: {CHOICES}"),
@@ -115,12 +95,6 @@ def test_a_choice_names_the_one_to_use(refusal, override, words):
 )
 def test_human_sizes(load, written, size):
     assert load([f"memory.host={written}"]).memory.host == size
-
-
-@pytest.mark.parametrize("written", ["1e-5", "1E-5", "0.00001", "1.0e-05", "+1e-5", ".1e-4"])
-def test_numbers_are_numbers(load, written):
-    found = load([f"train.learning_rate={written}"]).train.learning_rate
-    assert found == pytest.approx(1e-5, rel=1e-12)
 
 
 def test_whole_floats_count(load):

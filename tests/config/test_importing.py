@@ -55,7 +55,6 @@ MEANINGS: list[tuple[str, Given, str, object]] = [
     ("axolotl", {"sample_packing": True}, "train.tokens_per_step", 2 * 4 * 2048),
     ("axolotl", {"sample_packing": True}, "data.packing", True),
     ("axolotl", {}, "train.warmup", 0.03),
-    ("axolotl", {"warmup_ratio": 0.1}, "train.warmup", 0.1),
     ("axolotl", {"warmup_ratio": 0.1, "warmup_steps": 9}, "train.warmup", 9),
     ("axolotl", {"warmup_steps": 0}, "train.warmup", 0),
     ("axolotl", {}, "train.schedule", "cosine"),
@@ -64,42 +63,34 @@ MEANINGS: list[tuple[str, Given, str, object]] = [
     ("axolotl", {"optimizer": "adamw_bnb_8bit"}, "optimizer.moments", "int8"),
     ("axolotl", {"optimizer": "paged_adamw_32bit"}, "optimizer.name", "adamw"),
     ("axolotl", {"optimizer": "lion_32bit"}, "optimizer.betas", [0.9, 0.999]),
-    ("axolotl", {"adam_beta2": 0.95}, "optimizer.betas", [0.9, 0.95]),
     ("axolotl", {}, "data.eval", None),
-    ("axolotl", {"val_set_size": 0.05}, "data.eval", 0.05),
     ("axolotl", {"val_set_size": 100.0}, "data.eval", 100),
     ("axolotl", {}, "data.train_on", "assistant"),
-    ("axolotl", {"train_on_inputs": True}, "data.train_on", "all"),
     ("axolotl", {}, "data.truncation_mode", "drop"),
     ("axolotl", {"excess_length_strategy": "truncate"}, "data.truncation_mode", "keep_start"),
     ("axolotl", {"wandb_project": "p"}, "track", ["wandb"]),
     ("axolotl", {"chat_template": "llama3"}, "data.chat_template", "llama3"),
     ("axolotl", {"reinit_weights": True}, "model.config", "org/base"),
-    ("axolotl", {"optimizer": "adamw_torch_4bit"}, "optimizer.moments", "int8"),
     ("axolotl", {"chat_template": "phi_3"}, "data.chat_template", None),
     ("axolotl", {"bf16": "auto"}, "precision", "auto"),
+    ("axolotl", {"unfrozen_parameters": ["model.language_model.*"]}, "method", "sft"),
     ("axolotl", {"rl": "ipo"}, "dpo.loss_type", ["ipo"]),
     ("axolotl", {"save_strategy": "no"}, "checkpoint.every", None),
     ("axolotl", {"evals_per_epoch": 0}, "train.eval_every", None),
     ("llama-factory", {}, "train.rows_per_step", 8),
     ("llama-factory", {}, "train.learning_rate", 5e-5),
-    ("llama-factory", {}, "train.epochs", 3.0),
-    ("llama-factory", {}, "train.schedule", "linear"),
     ("llama-factory", {"packing": True}, "train.tokens_per_step", 8 * 512),
     ("llama-factory", {"neat_packing": True}, "data.packing", True),
     ("llama-factory", {"train_on_prompt": True}, "data.train_on", "all"),
-    ("llama-factory", {"val_size": 0.1}, "data.eval", 0.1),
     ("llama-factory", {"eval_dataset": "ours"}, "data.eval", None),
     ("llama-factory", {"stage": "pt", "dataset": "texts"}, "data.text_field", "body"),
     ("llama-factory", {"stage": "pt", "dataset": "texts"}, "train.tokens_per_step", 8 * 512),
-    ("llama-factory", {"stage": "rm", "dataset": "pairs"}, "method", "reward"),
     ("llama-factory", {"max_samples": 3}, "data.train", None),
     ("llama-factory", {"train_from_scratch": True}, "model.init", "random"),
     ("llama-factory", {"pure_bf16": True, "bf16": False}, "precision", "bfloat16"),
     ("llama-factory", {}, "precision", "float32"),
     ("llama-factory", {"stage": "rm", "dataset": "pairs"}, "data.truncation_mode", "keep_start"),
     ("trl", {"max_grad_norm": 0}, "train.max_grad_norm", None),
-    ("trl", {"model_revision": "v1"}, "model.revision", "v1"),
     ("trl", {"cpo_alpha": 0.0, "loss_type": "simpo"}, "simpo.beta", 0.1),
     ("llama-factory", {"fp8": True, "bf16": True}, "precision", "fp8"),
     ("llama-factory", {"report_to": ["wandb", "mlflow"]}, "track", ["wandb"]),
@@ -108,17 +99,14 @@ MEANINGS: list[tuple[str, Given, str, object]] = [
     ("trl", {"packing": True}, "train.tokens_per_step", 2 * 512),
     ("trl", {}, "data.train_on", "all"),
     ("trl", {"assistant_only_loss": True}, "data.train_on", "assistant"),
-    ("trl", {"completion_only_loss": True}, "data.train_on", "assistant"),
     ("trl", {"eval_strategy": "steps"}, "data.eval", {"path": "org/rows", "split": "test"}),
     ("trl", {"dataset_config": "en"}, "data.train", "org/rows:en:train"),
     ("trl", {"dataset_train_split": "s[:9]"}, "data.train", {"path": "org/rows", "split": "s[:9]"}),
     ("trl", {"lr_scheduler_type": "constant", "warmup_steps": 9}, "train.warmup", 0.0),
     ("trl", {"warmup_steps": 0.1}, "train.warmup", 0.1),
-    ("trl", {"desirable_weight": 2.0}, "kto.desirable_weight", 2.0),
     ("trl", {"loss_type": "apo_zero", "beta": 0.2}, "dpo.beta", 0.2),
     ("trl", {"cpo_alpha": 0.0, "loss_type": "simpo", "beta": 2.0}, "method", "simpo"),
     ("trl", {"cpo_alpha": 0.5}, "cpo.cpo_alpha", 0.5),
-    ("trl", {"center_rewards_coefficient": 0.01}, "method", "reward"),
     ("trl", {"save_steps": 0.5, "logging_steps": 3}, "train.log_every", 3),
 ]
 
@@ -159,16 +147,13 @@ CHAT = {"path": "a", "type": "chat_template"}
 # trainer, keys, the key that is refused, words of the reason
 REFUSED: list[tuple[str, Given, str, str]] = [
     ("axolotl", {"adapter": "qlora"}, "adapter", "no adapters"),
-    ("axolotl", {"load_in_4bit": True}, "load_in_4bit", "unquantised"),
     ("axolotl", {"rl": "grpo"}, "rl", "grpo is not built"),
     ("axolotl", {"optimizer": "muon"}, "optimizer", "rates otherwise"),
     ("axolotl", {"optimizer": "adafactor"}, "optimizer", "adafactor is not offered"),
     ("axolotl", {"lr_scheduler": "polynomial"}, "lr_scheduler", "cannot be honoured"),
     ("axolotl", {"unfrozen_parameters": ["lm_head"]}, "unfrozen_parameters", "train.freeze"),
-    ("axolotl", {"qat": {"weight_dtype": "int4"}}, "qat", "changes what is learnt"),
     ("axolotl", {"plugins": ["x.DiffusionPlugin"]}, "plugins", "DiffusionPlugin"),
     ("axolotl", {"special_tokens": {"additional": ["<a>"]}}, "special_tokens", "stay as they are"),
-    ("axolotl", {"tokens": ["<a>"]}, "tokens", "stay as they are"),
     ("axolotl", {"datasets": [{"path": "a", "type": "jeopardy"}]}, "datasets[0].type", "own"),
     (
         "axolotl",
@@ -201,10 +186,8 @@ REFUSED: list[tuple[str, Given, str, str]] = [
         "role and content",
     ),
     ("trl", {"train_sampling_strategy": "sequential"}, "train_sampling_strategy", "shuffled"),
-    ("axolotl", {"neftune_noise_alpha": 5}, "neftune_noise_alpha", "not built"),
     ("axolotl", {"micro_batch_size": "auto"}, "micro_batch_size", "whole number"),
     ("llama-factory", {"finetuning_type": None}, "finetuning_type", "lora: adapters"),
-    ("llama-factory", {"finetuning_type": "freeze"}, "finetuning_type", "freeze: parts"),
     ("llama-factory", {"max_samples": 2}, "max_samples", "rows of ours are 3"),
     ("llama-factory", {"dataset": "more", "max_samples": 2}, "max_samples", "are not known"),
     ("llama-factory", {"dataset": "none"}, "dataset", "none is not in dataset_info.json"),
@@ -213,14 +196,6 @@ REFUSED: list[tuple[str, Given, str, str]] = [
     ("llama-factory", {"dataset": "script"}, "dataset", "script"),
     ("llama-factory", {"template": "default"}, "template", "of no model"),
     ("llama-factory", {"stage": "ppo"}, "stage", "ppo is not built"),
-    ("llama-factory", {"use_galore": True}, "use_galore", "not built"),
-    ("llama-factory", {"mask_history": True}, "mask_history", "weight 0"),
-    (
-        "llama-factory",
-        {"freeze_language_model": True},
-        "freeze_language_model",
-        "is what is trained",
-    ),
     ("trl", {"chat_template_path": "org/other"}, "chat_template_path", "save it as a file"),
     ("trl", {"packing": True, "packing_strategy": "wrapped"}, "packing_strategy", "as wholes"),
     (
@@ -230,10 +205,8 @@ REFUSED: list[tuple[str, Given, str, str]] = [
         "a file has no splits",
     ),
     ("trl", {"num_generations": 8}, "num_generations", "grpo"),
-    ("trl", {"use_peft": True}, "use_peft", "no adapters"),
     ("trl", {"max_length": None, "beta": 0.1}, "beta", "say which, --method dpo"),
     ("trl", {"loss_type": "dft", "packing": False}, "loss_type", "not built"),
-    ("trl", {"label_smoothing_factor": 0.1}, "label_smoothing_factor", "not built"),
     ("trl", {"resume_from_checkpoint": "x"}, "resume_from_checkpoint", "megatrain resume"),
 ]
 
@@ -303,12 +276,6 @@ def test_tokens_that_a_config_restates_are_assumed_to_be_the_tokenizers_own():
     ]
     assert imported("axolotl", special_tokens={"pad_token": "</s>"}).assumed == []
     assert imported("trl", eos_token="</s>").assumed[-1].startswith("eos_token: </s>: rows are")
-
-
-def test_text_alone_of_a_vision_model_is_what_trains_anyway():
-    text = ["model.language_model.*", "lm_head"]
-    assert imported("axolotl", unfrozen_parameters=text).faithful
-    assert not imported("axolotl", unfrozen_parameters=["lm_head"]).faithful
 
 
 def test_an_unknown_key_is_named_and_keeps_the_file_from_being_written():

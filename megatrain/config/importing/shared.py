@@ -8,10 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from megatrain.config import names as n
-from megatrain.config.choices import TRACKERS
 from megatrain.config.importing.sheet import NOTHING_ASKED, Sheet, Table, ignored, never, refused
 from megatrain.config.sections import SECTIONS
-from megatrain.config.values import shown
+from megatrain.config.values import TRACKERS, shown
 from megatrain.data.samples import ROLES, SHAREGPT_ROLES
 from megatrain.errors import ConfigError
 
