@@ -55,31 +55,11 @@ def test_a_bomb_is_refused_soon(write: Write, within_seconds, text, reason):
         load_config(write(MINIMAL + text))
 
 
-HOSTILE = [
-    "~nosuchuser/x",
-    "n" * 300,
-    "a/" + "n" * 300 + "/b",
-    '"\\ud800"',
-    '"nul\\0"',
-    "9" * 400,
-    "-" + "9" * 400,
-    "9" * 5000,
-    "1e400",
-    "9" * 400 + "GiB",
-    "!!python/object/apply:os.system [true]",
-    "!!binary x",
-    "!!int x",
-    "[" * 9,
-    "{}",
-    "[]",
-    "%x",
-    "&a",
-    "*a",
-    "\t",
-    "`",
-    "? x",
-    "!!timestamp 2001-01-01",
-]
+ONE_WORD = """~nosuchuser/x "\\ud800" "nul\\0" 1e400 {} [] %x &a *a ` !!binary|x !!int|x ?|x
+    !!python/object/apply:os.system|[true] !!timestamp|2001-01-01"""
+HOSTILE = [text.replace("|", " ") for text in ONE_WORD.split()]
+HOSTILE += ["n" * 300, "a/" + "n" * 300 + "/b", "9" * 400, "-" + "9" * 400, "9" * 5000]
+HOSTILE += ["9" * 400 + "GiB", "[" * 9, "\t"]
 KEYS = [f"{section}.{name}".lstrip(".") for section, keys in SECTIONS.items() for name in keys]
 TABLE = [(key, value) for key in KEYS for value in HOSTILE]
 
@@ -96,21 +76,18 @@ def test_a_hostile_value_of_any_key_is_taken_or_refused_in_a_sentence(write: Wri
     assert refused > 0.8 * len(TABLE[::2]), "free texts take what they like"
 
 
-@pytest.mark.parametrize("key", ["model.path", "data.train", "output", "memory.nvme"])
-@pytest.mark.parametrize(
-    ("value", "reason"),
-    [
-        ("~nosuchuser/x", "there is no user of the name nosuchuser"),
-        ("n" * 300, "cannot be the name of a file"),
-        ('"\\ud800"', "cannot be written as UTF-8"),
-    ],
-)
-def test_a_path_that_cannot_be_is_refused(write: Write, key, value, reason):
-    with pytest.raises(ConfigError, match=f"command line: {key}: .*{reason}"):
-        load_config(write(MINIMAL), [f"{key}={value}"])
+NO_PATHS = {
+    "~nosuchuser/x": "there is no user of the name nosuchuser",
+    "n" * 300: "cannot be the name of a file",
+    '"\\ud800"': "cannot be written as UTF-8",
+}
 
 
-@pytest.mark.parametrize("key", ["threads", "train.tokens_per_step", "checkpoint.every"])
-def test_a_number_beyond_arithmetic_is_refused(write: Write, key):
-    with pytest.raises(ConfigError, match="is too large a number"):
-        load_config(write(MINIMAL), [f"{key}={'9' * 400}"])
+def test_a_path_that_cannot_be_and_a_number_beyond_arithmetic_are_refused(write: Write):
+    paths = ("model.path", "data.train", "output", "memory.nvme")
+    cases = [(key, value, reason) for key in paths for value, reason in NO_PATHS.items()]
+    numbers = ("threads", "train.tokens_per_step", "checkpoint.every")
+    cases += [(key, "9" * 400, "is too large a number") for key in numbers]
+    for key, value, reason in cases:
+        with pytest.raises(ConfigError, match=f"command line: {key}: .*{reason}"):
+            load_config(write(MINIMAL), [f"{key}={value}"])

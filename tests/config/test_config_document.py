@@ -10,52 +10,44 @@ import pytest
 from megatrain.config.document import plain, read_text, read_yaml, write_yaml
 from megatrain.errors import ConfigError
 
+TEXTS = [
+    "1:30",
+    "no",
+    "on",
+    "2024-01-01",
+    "1.2.3",
+    "e5",
+    "7B",
+    "0b11",
+    "0o17",
+    "-0x10",
+    "1__0",
+    "<<",
+    "=",
+]
+NUMBERS = ["1e-5", "1E+3", ".5", "3.", "-.inf", ".5e3", "1_000.5", "65_536", "-7", "0x10", "010"]
+VALUES = [1e-5, 1000.0, 0.5, 3.0, -math.inf, 500.0, 1000.5, 65536, -7, 16, 10]
+OTHER_PLAIN = {
+    "True": True,
+    "false": False,
+    "~": None,
+    "": None,
+    "null": None,
+    "'1e-5'": "1e-5",
+    "!!str 5": "5",
+    "%YAML 1.1\n--- 010": 10,
+    "%YAML 1.1\n--- yes": "yes",
+    "[1,\t2]": [1, 2],
+    "{a: &x 1, b: &x 2, c: *x}": {"a": 1, "b": 2, "c": 2},
+    "[1, a, {b: null}]": [1, "a", {"b": None}],
+}
 
-@pytest.mark.parametrize(
-    ("text", "value"),
-    [
-        ("1e-5", 1e-5),
-        ("1E+3", 1000.0),
-        (".5", 0.5),
-        ("3.", 3.0),
-        ("65_536", 65536),
-        ("-7", -7),
-        ("0x10", 16),
-        ("010", 10),
-        ("1:30", "1:30"),
-        ("no", "no"),
-        ("on", "on"),
-        ("True", True),
-        ("false", False),
-        ("~", None),
-        ("", None),
-        ("null", None),
-        ("2024-01-01", "2024-01-01"),
-        ("'1e-5'", "1e-5"),
-        ("!!str 5", "5"),
-        ("-.inf", -math.inf),
-        ("1.2.3", "1.2.3"),
-        ("e5", "e5"),
-        ("7B", "7B"),
-        (".5e3", 500.0),
-        ("0b11", "0b11"),
-        ("0o17", "0o17"),
-        ("-0x10", "-0x10"),
-        ("1__0", "1__0"),
-        ("1_000.5", 1000.5),
-        ("<<", "<<"),
-        ("=", "="),
-        ("%YAML 1.1\n--- 010", 10),
-        ("%YAML 1.1\n--- yes", "yes"),
-        ("[1,\t2]", [1, 2]),
-        ("{a: &x 1, b: &x 2, c: *x}", {"a": 1, "b": 2, "c": 2}),
-        ("[1, a, {b: null}]", [1, "a", {"b": None}]),
-    ],
-)
-def test_plain_values(text, value):
-    found = plain(read_yaml(text, "x"))
-    assert found == value
-    assert type(found) is type(value)
+
+def test_plain_values():
+    numbers = dict(zip(NUMBERS, VALUES, strict=True))
+    for text, value in (dict(zip(TEXTS, TEXTS, strict=True)) | numbers | OTHER_PLAIN).items():
+        found = plain(read_yaml(text, "x"))
+        assert found == value and type(found) is type(value), text
 
 
 LIKE_OTHERS = ("1e5", "12e34", "no", "null", "1:30", "", "0x1", "~", "true", ".5e3", "a: b")

@@ -272,7 +272,7 @@ TABLE: Table = {
                 flex_attention flex_attn_compile_kwargs eager_attention sage_attention device
                 chunked_cross_entropy chunked_cross_entropy_num_chunks cut_cross_entropy
                 tiled_mlp tiled_mlp_* use_scattermoe use_sonicmoe fused_attn_kernel sdpa_varlen
-                use_ray large_head_attention lora_*_kernel experimental_skip_move_to_device
+                use_ray large_head_attention experimental_skip_move_to_device
                 fp32_norms embeddings_skip_upcast fsdp_final_state_dict_type
                 selective_checkpointing layer_offloading torchdistx_path ple_cpu_offload
                 gemma4_hybrid_attn_impl fp32_norm_classes llama4_linearized_experts
