@@ -10,22 +10,9 @@ from typing import Any, Self
 
 from pydantic import Field, PrivateAttr, model_validator
 
+from megatrain.config import sections as s
 from megatrain.config import values as v
 from megatrain.config.document import write_yaml
-from megatrain.config.sections import (
-    SECTIONS,
-    CheckpointOptions,
-    CpoOptions,
-    DpoOptions,
-    EconomyOptions,
-    EvalOptions,
-    KtoOptions,
-    MemoryOptions,
-    ModelOptions,
-    OrpoOptions,
-    RewardOptions,
-    SimpoOptions,
-)
 from megatrain.config.sources import HeldOut, Sources
 from megatrain.config.values import Options, Places, key, option, refuse
 from megatrain.data.files import check_source
@@ -223,7 +210,7 @@ class OptimizerOptions(Options):
 class Config(Options):
     """A whole run. Frozen; `with_values` gives a changed copy."""
 
-    model: ModelOptions = Field(
+    model: s.ModelOptions = Field(
         description="Hub id or local folder; or {config: folder, init: random} for pre-training."
     )
     method: v.Method = key(
@@ -233,17 +220,17 @@ class Config(Options):
     )
     data: DataOptions
     train: TrainOptions = TrainOptions()
-    checkpoint: CheckpointOptions = CheckpointOptions()
-    eval: EvalOptions = EvalOptions()
+    checkpoint: s.CheckpointOptions = s.CheckpointOptions()
+    eval: s.EvalOptions = s.EvalOptions()
     optimizer: OptimizerOptions = OptimizerOptions()
-    memory: MemoryOptions = MemoryOptions()
-    economy: EconomyOptions = EconomyOptions()
-    dpo: DpoOptions = DpoOptions()
-    orpo: OrpoOptions = OrpoOptions()
-    simpo: SimpoOptions = SimpoOptions()
-    cpo: CpoOptions = CpoOptions()
-    kto: KtoOptions = KtoOptions()
-    reward: RewardOptions = RewardOptions()
+    memory: s.MemoryOptions = s.MemoryOptions()
+    economy: s.EconomyOptions = s.EconomyOptions()
+    dpo: s.DpoOptions = s.DpoOptions()
+    orpo: s.OrpoOptions = s.OrpoOptions()
+    simpo: s.SimpoOptions = s.SimpoOptions()
+    cpo: s.CpoOptions = s.CpoOptions()
+    kto: s.KtoOptions = s.KtoOptions()
+    reward: s.RewardOptions = s.RewardOptions()
     precision: v.Precision = key(
         "auto",
         "bfloat16 computes in bf16 over an exact fp32 master; fp8 also computes the layers' "
@@ -369,13 +356,13 @@ class Config(Options):
 def fault_of_sections(config: Config) -> tuple[str, str] | None:
     """The first key that the config's method cannot honour, and why; None if there is none."""
     method = config.method
-    for name, section in SECTIONS.items():
+    for name, section in s.SECTIONS.items():
         for field, value in getattr(config, name):
             if name != method and value != section.model_fields[field].default:
                 return f"{name}.{field}", f"belongs to method: {name}, not to {method}"
     if method == "simpo" and config.simpo.beta is None:
         return "simpo.beta", "method: simpo has no default of it; set 2.0, say"
-    if method in SECTIONS and config.data.train_on != "assistant":
+    if method in s.SECTIONS and config.data.train_on != "assistant":
         return "data.train_on", f"method: {method} trains on answers; remove it"
     of_text = {
         "sample_prompt": config.sample_prompt,

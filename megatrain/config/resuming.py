@@ -109,7 +109,7 @@ def _refuse_what_cannot_change(
 ) -> None:
     """Say of a key that cannot change that it cannot, not what else of the config would have to
     change with it, as `error` does."""
-    old = flatten(before.model_dump(mode="json"))
+    old = _flat(before)
     place, given = IN_PYTHON, overrides
     if not isinstance(given, Mapping):
         place, given = COMMAND_LINE, dict(one.partition("=")[::2] for one in given)
@@ -122,7 +122,7 @@ def _refuse_what_cannot_change(
 def for_state(config: Config, decided: Mapping[str, Any]) -> dict[str, Any]:
     """The part of the config that a checkpoint keeps: as asked for, and what was chosen for it."""
     asked = with_absolute_paths(config).model_dump(mode="json", exclude={"output"})
-    chosen = flatten(config.with_values(decided).model_dump(mode="json"))
+    chosen = _flat(config.with_values(decided))
     return {"config": asked, "chosen": {key: chosen[key] for key in KEPT_CHOICES}}
 
 
@@ -146,7 +146,7 @@ def resumed_configs(
         )
     then = load_config(saved["config"], of_run=True)
     kept = {"output": str(run_dir), **saved["chosen"]}  # the folder may have been moved
-    now, before = (flatten(config.model_dump(mode="json")) for config in (asked, then))
+    now, before = (_flat(config) for config in (asked, then))
     for rule in EXCLUSIONS:  # an option that is set now gives up a choice that it excludes
         key, other = KEYS[rule.field], KEYS[rule.other]
         if now[key] not in ("auto", 0, False) and other in kept:
@@ -176,12 +176,12 @@ def is_open(asked: Config, key: str) -> bool:
     """True if a key is auto, and was not set so on the command line or in Python, which asks for
     another choice than the run's. asked: as `asked_again`."""
     typed = asked.where(key).startswith((COMMAND_LINE, IN_PYTHON))
-    return not typed and flatten(asked.model_dump(mode="json"))[key] == "auto"
+    return not typed and _flat(asked)[key] == "auto"
 
 
 def with_absolute_paths(config: Config, but: Collection[str] = ()) -> Config:
     """The same with what names files here told from the root: a resume may be started elsewhere."""
-    given = flatten(config.model_dump(mode="json"))
+    given = _flat(config)
     keys = [key for key in PATHS if key not in but]
     always = {"memory.nvme", "output"}
     return config.with_values({key: _absolute(given[key], key in always) for key in keys})
@@ -202,7 +202,7 @@ def _absolute(value: Any, always: bool) -> Any:
 
 def check_changes(before: Config, after: Config) -> list[str]:
     """Warnings for changes that alter the run. Raises ConfigError for a key that cannot change."""
-    old, new = flatten(before.model_dump(mode="json")), flatten(after.model_dump(mode="json"))
+    old, new = _flat(before), _flat(after)
     warnings = []
     for key in (key for key in {**old, **new} if old.get(key) != new.get(key)):
         change = f"from {old.get(key)!r} to {new.get(key)!r}"
@@ -218,6 +218,10 @@ def _reason(key: str, table: Mapping[str, str]) -> str | None:
     """The first row of the key or of its section."""
     rows = (row for row in table if f"{key}.".startswith(f"{row}."))
     return table.get(next(rows, ""))
+
+
+def _flat(config: Config) -> dict[str, Any]:
+    return flatten(config.model_dump(mode="json"))
 
 
 def flatten(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:

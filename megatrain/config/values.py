@@ -261,44 +261,18 @@ Method = Annotated[
     Literal["sft", "pretrain", "dpo", "orpo", "simpo", "cpo", "kto", "reward"],
     Choice(_OTHER_METHODS),
 ]
-_DpoLoss = Literal[
-    "sigmoid",
-    "hinge",
-    "ipo",
-    "exo_pair",
-    "nca_pair",
-    "robust",
-    "bco_pair",
-    "sppo_hard",
-    "aot",
-    "aot_unpaired",
-    "apo_zero",
-    "apo_down",
-    "discopop",
-    "sft",
-    "sigmoid_norm",
-]
+_PairLoss = Literal["sigmoid", "hinge", "ipo", "exo_pair", "nca_pair", "robust", "bco_pair"]
+_OtherLoss = Literal["sppo_hard", "aot", "aot_unpaired", "apo_zero", "apo_down", "discopop"]
+_DpoLoss = Literal[_PairLoss, _OtherLoss, "sft", "sigmoid_norm"]
 DpoLosses = Annotated[
     tuple[_DpoLoss, ...],
     wanted(f"one of {', '.join(get_args(_DpoLoss))}, or a list of them", as_texts),
 ]
 CpoLoss = Annotated[Literal["sigmoid", "hinge", "ipo"], Choice({"simpo": "a method of its own"})]
 Init = Annotated[Literal["pretrained", "random"], Choice()]
-Format = Annotated[
-    Literal[
-        "auto",
-        "messages",
-        "prompt_completion",
-        "alpaca",
-        "sharegpt",
-        "text",
-        "preference",
-        "ranking",
-        "alpaca_ranking",
-        "implicit_prompt",
-    ],
-    Choice(),
-]
+_PlainRow = Literal["messages", "prompt_completion", "alpaca", "sharegpt", "text"]
+_PairRow = Literal["preference", "ranking", "alpaca_ranking", "implicit_prompt"]
+Format = Annotated[Literal["auto", _PlainRow, _PairRow], Choice()]
 Prompts = Annotated[Literal["text", "chat", "alpaca"], Choice()]
 TrainOn = Annotated[Literal["assistant", "all"], Choice()]
 BadRow = Annotated[Literal["refuse", "skip"], Choice()]
