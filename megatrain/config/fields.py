@@ -13,7 +13,7 @@ from pydantic import Field, PrivateAttr, model_validator
 from megatrain.config import sections as s
 from megatrain.config import values as v
 from megatrain.config.document import write_yaml
-from megatrain.config.sources import HeldOut, Sources
+from megatrain.config.sections import HeldOut, Sources
 from megatrain.config.values import Options, Places, key, option, refuse
 from megatrain.data.files import check_source
 from megatrain.data.samples import read_prompts

@@ -10,7 +10,7 @@ from typing import Any
 
 from megatrain.config import Config
 from megatrain.config.document import plain, read_yaml
-from megatrain.config.sources import SourceOptions
+from megatrain.config.sections import SourceOptions
 from megatrain.data.files import resolve_name
 from megatrain.data.show import describe
 from megatrain.errors import ConfigError, DataError

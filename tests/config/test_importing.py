@@ -143,7 +143,16 @@ def test_a_cosine_that_ends_above_nothing():
     assert [*imported("trl", lr_scheduler_kwargs=LAST).refused] == ["lr_scheduler_kwargs"]
 
 
-CHAT = {"path": "a", "type": "chat_template"}
+# key of a set, value, words of the reason
+OF_A_SET: list[tuple[str, object, str]] = [
+    ("type", "jeopardy", "own"),
+    ("train_on_eos", "last", "with their end"),
+    ("field_thinking", "thoughts", "another name"),
+    ("message_field_training", "learn", "weight, train, training, loss"),
+    ("message_property_mappings", {"weight": "learn"}, "role and content"),
+    ("split", "train[:2]", "a file has no splits"),
+]
+SET: Given = {"path": "sets/ours.json", "type": "chat_template"}
 # trainer, keys, the key that is refused, words of the reason
 REFUSED: list[tuple[str, Given, str, str]] = [
     ("axolotl", {"adapter": "qlora"}, "adapter", "no adapters"),
@@ -154,36 +163,9 @@ REFUSED: list[tuple[str, Given, str, str]] = [
     ("axolotl", {"unfrozen_parameters": ["lm_head"]}, "unfrozen_parameters", "train.freeze"),
     ("axolotl", {"plugins": ["x.DiffusionPlugin"]}, "plugins", "DiffusionPlugin"),
     ("axolotl", {"special_tokens": {"additional": ["<a>"]}}, "special_tokens", "stay as they are"),
-    ("axolotl", {"datasets": [{"path": "a", "type": "jeopardy"}]}, "datasets[0].type", "own"),
-    (
-        "axolotl",
-        {"datasets": [{"path": "a", "type": "alpaca", "train_on_eos": "last"}]},
-        "datasets[0].train_on_eos",
-        "with their end",
-    ),
-    (
-        "axolotl",
-        {"datasets": [{"path": "a", "type": "chat_template", "field_thinking": "thoughts"}]},
-        "datasets[0].field_thinking",
-        "another name",
-    ),
-    (
-        "axolotl",
-        {"datasets": [{"path": "sets/ours.json", "type": "alpaca", "split": "train[:2]"}]},
-        "datasets[0].split",
-        "a file has no splits",
-    ),
-    (
-        "axolotl",
-        {"datasets": [{"path": "a", "type": "alpaca", "message_field_training": "learn"}]},
-        "datasets[0].message_field_training",
-        "weight, train, training, loss",
-    ),
-    (
-        "axolotl",
-        {"datasets": [{**CHAT, "message_property_mappings": {"weight": "learn"}}]},
-        "datasets[0].message_property_mappings",
-        "role and content",
+    *(
+        ("axolotl", {"datasets": [SET | {key: value}]}, f"datasets[0].{key}", words)
+        for key, value, words in OF_A_SET
     ),
     ("trl", {"train_sampling_strategy": "sequential"}, "train_sampling_strategy", "shuffled"),
     ("axolotl", {"micro_batch_size": "auto"}, "micro_batch_size", "whole number"),
