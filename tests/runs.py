@@ -13,8 +13,7 @@ from torch import Tensor
 from megatrain.engine.engine import Engine
 from megatrain.engine.verify import weights_of
 from megatrain.optim.split import join_master
-from megatrain.storage.checkpoint import save_checkpoint
-from megatrain.storage.restore import load_checkpoint
+from megatrain.storage.checkpoint import load_checkpoint, save_checkpoint
 from tests.compare import differing
 from tests.support import Batch
 

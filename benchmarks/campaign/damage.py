@@ -11,7 +11,7 @@ from pathlib import Path
 from benchmarks.campaign.children import command
 from benchmarks.campaign.project import new_project, put_back, stopped_run
 from benchmarks.campaign.trials import Trial, check_same, warned
-from megatrain.storage.restore import find_resumable, load_resumable
+from megatrain.storage.checkpoint import find_resumable, load_resumable
 from tests.still import save_steps, still_engine
 
 A_CASE = 20  # corruptions of checkpoints: more than the process costs

@@ -18,8 +18,8 @@ from benchmarks.campaign.project import new_project, whole_run
 from benchmarks.campaign.saves import all_stages
 from benchmarks.campaign.trials import COMMAND_S, Trial
 from megatrain.recipes.ranks.launch import environment_of, free_port
+from megatrain.storage.checkpoint import find_resumable
 from megatrain.storage.manifest import read_manifest
-from megatrain.storage.restore import find_resumable
 from megatrain.storage.run_folder import checkpoints
 from tests.recipes.same_run import same_run
 

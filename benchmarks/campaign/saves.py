@@ -10,9 +10,14 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from megatrain.storage.checkpoint import reopen, write_final
+from megatrain.storage.checkpoint import (
+    find_resumable,
+    load_checkpoint,
+    nothing_to_resume,
+    reopen,
+    write_final,
+)
 from megatrain.storage.export import export
-from megatrain.storage.restore import find_resumable, load_checkpoint, nothing_to_resume
 from tests.still import StillEngine, save_steps, still_engine
 
 Action = Callable[[Path, StillEngine], object]

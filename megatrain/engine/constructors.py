@@ -47,7 +47,7 @@ from megatrain.models.skeleton import Skeleton
 from megatrain.planner.plan import Plan
 from megatrain.settings import Settings
 from megatrain.storage.passthrough import NOTHING, Passthrough
-from megatrain.storage.safetensors import check_shards
+from megatrain.storage.safetensors import open_shards
 from megatrain.storage.weights import load_weights
 
 logger = logging.getLogger("megatrain")
@@ -256,7 +256,7 @@ def source_of(request: Request) -> ModelSource | None:
         return None
     found = resolve_source(request.source, request.revision)
     if found.kind == "folder":
-        check_shards(found.path)
+        open_shards(found.path)
     return found
 
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from megatrain.engine.products import Sum, SummingInto, add_gradients
 from megatrain.losses import Loss, Tally, Targets
-from megatrain.losses.tally import TARGETS
+from megatrain.losses.sequences import TARGETS
 
 # The fp32 copy of the rows that an unfused softmax takes at a time: an L2 cache's worth.
 FP32_TEMPORARY_BYTES = 32 << 20

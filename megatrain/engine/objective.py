@@ -14,9 +14,8 @@ from megatrain.engine.head import Values, first_scores, token_logprobs
 from megatrain.engine.ranks.context_parallel import ContextParallel
 from megatrain.errors import ConfigError, DataError
 from megatrain.losses import IGNORE, Examples, Loss, SequenceLoss, Tally
-from megatrain.losses.tally import TARGETS
-from megatrain.losses.targets import Answers, rows_of
-from megatrain.losses.tokens import weighted
+from megatrain.losses.sequences import TARGETS
+from megatrain.losses.targets import Answers, rows_of, weighted
 from megatrain.world import ALONE, World
 
 AnyLoss = Loss | SequenceLoss

@@ -39,8 +39,8 @@ from megatrain.models.implementations import holds_experts
 from megatrain.models.skeleton import Skeleton
 from megatrain.models.transforms.fp8 import Fp8Policy
 from megatrain.optim import AdamW, Lion, Muon, Optimizer
-from megatrain.optim.elementwise import MOMENTS
 from megatrain.optim.muon import check_ranks
+from megatrain.optim.optimizer import MOMENTS
 from megatrain.planner.cost.shape import ModelShape, layer_chunks, shape_of
 from megatrain.planner.job import Job, WholeUpdate
 from megatrain.planner.memory import disk_bytes

@@ -23,7 +23,7 @@ from megatrain.memory.layout import FlatLayout, Segment, Span, part, round_up
 from megatrain.memory.store import Lease, Store
 from megatrain.optim import Muon, Optimizer
 from megatrain.optim.muon import HostWorkspace, InPlace, TensorState
-from megatrain.optim.optimizer import RangeOptimizer, StepOptions
+from megatrain.optim.optimizer import Elementwise, StepOptions
 
 # Few and large: each takes Python's lock, for which dozens of threads and the one that launches
 # kernels queue. A thread that finds no more goes on with the next block. Elements, at most some 20
@@ -91,7 +91,7 @@ class Updater:
     def __init__(self, store: Store, optimizer: Optimizer, threads: int, compute: Compute) -> None:
         self.store, self.optimizer, self.compute = store, optimizer, compute
         self.layouts = [layout.trained for layout in store.layouts]
-        self._by_range = cast(RangeOptimizer, optimizer)
+        self._by_range = cast(Elementwise, optimizer)
         self._whole = cast(Muon, optimizer) if optimizer.whole_tensors else None
         self._workspace: HostWorkspace | None = None
         if self._whole is not None:  # before threads are started: there may be no memory for it

@@ -15,13 +15,12 @@ from megatrain.losses.sequences import (
     REFERENCE,
     SequenceLoss,
     Sides,
+    Tally,
     of_chosen,
-    pair_counts,
     pair_metrics,
     sides_of,
 )
-from megatrain.losses.tally import Tally
-from megatrain.losses.targets import Examples
+from megatrain.losses.targets import Examples, Targets, about_examples, rows_of
 
 # -- DPO -------------------------------------------------------------------------------------------
 
@@ -72,9 +71,6 @@ class Dpo(SequenceLoss):
     def whole_step(self) -> bool:
         return any(name in OF_A_STEP for name in self.loss_types)
 
-    def counts(self, batch: Mapping[str, Tensor]) -> dict[str, float]:
-        return pair_counts(batch)
-
     def __call__(self, logprobs: Tensor, examples: Examples) -> Tally[Tensor]:
         sides = sides_of(logprobs, examples)
         found = Tally(metrics=pair_metrics(sides, sides.over_reference, self.beta))
@@ -86,19 +82,6 @@ class Dpo(SequenceLoss):
                 unit, value = "pairs", LOSS_TYPES[name](self, sides).sum()
             found.loss[unit] = found.loss.get(unit, torch.zeros_like(value)) + weight * value
         return found
-
-
-def _sigmoid(of: Dpo, sides: Sides) -> Tensor:
-    return -logsigmoid(of.beta * _delta(sides.over_reference))
-
-
-def _hinge(of: Dpo, sides: Sides) -> Tensor:
-    return relu(1 - of.beta * _delta(sides.over_reference))
-
-
-def _ipo(of: Dpo, sides: Sides) -> Tensor:
-    """Azar et al., 2023, over means of tokens, as its authors confirmed to TRL."""
-    return (_delta(sides.over_reference.means) - 1 / (2 * of.beta)) ** 2
 
 
 def _robust(of: Dpo, sides: Sides) -> Tensor:
@@ -115,46 +98,11 @@ def _exo_pair(of: Dpo, sides: Sides) -> Tensor:
     return win + torch.sigmoid(-logits) * (logsigmoid(-logits) - torch.log(smooth))
 
 
-def _nca_pair(of: Dpo, sides: Sides) -> Tensor:
-    """Chen et al., 2024: each answer against noise."""
-    chosen, rejected = _scaled(of, sides)
-    return -logsigmoid(chosen) - 0.5 * logsigmoid(-chosen) - 0.5 * logsigmoid(-rejected)
-
-
-def _bco_pair(of: Dpo, sides: Sides) -> Tensor:
-    """Jung et al., 2024: two binary classifications."""
-    chosen, rejected = _scaled(of, sides)
-    return -logsigmoid(chosen) - logsigmoid(-rejected)
-
-
-def _sppo_hard(of: Dpo, sides: Sides) -> Tensor:
-    """Wu et al., 2024, with the winner's probability at 1."""
-    ratios, wanted = sides.over_reference, 0.5 / of.beta
-    return (ratios.chosen - wanted) ** 2 + (ratios.rejected + wanted) ** 2
-
-
-def _apo_zero(of: Dpo, sides: Sides) -> Tensor:
-    """D'Oosterlinck et al., 2024: where chosen answers are better than the model's own."""
-    chosen, rejected = _scaled(of, sides)
-    return 1 - torch.sigmoid(chosen) + torch.sigmoid(rejected)
-
-
-def _apo_down(of: Dpo, sides: Sides) -> Tensor:
-    """The same where the model's own answers are better."""
-    chosen, rejected = _scaled(of, sides)
-    return torch.sigmoid(chosen) + 1 - torch.sigmoid(chosen - rejected)
-
-
 def _discopop(of: Dpo, sides: Sides) -> Tensor:
     """Lu et al., 2024: a mixture of a logistic and an exponential loss, found by search."""
     logits = of.beta * _delta(sides.over_reference)
     exponential = torch.sigmoid(logits / of.discopop_tau)
     return -logsigmoid(logits) * (1 - exponential) + torch.exp(-logits) * exponential
-
-
-def _sigmoid_norm(of: Dpo, sides: Sides) -> Tensor:
-    """Sigmoid over means of tokens."""
-    return -logsigmoid(of.beta * _delta(sides.over_reference.means))
 
 
 def _aot(of: Dpo, sides: Sides) -> Tensor:
@@ -172,9 +120,12 @@ def _delta(sides: Sides) -> Tensor:
     return sides.chosen - sides.rejected
 
 
-def _scaled(of: Dpo, sides: Sides) -> tuple[Tensor, Tensor]:
-    ratios = sides.over_reference
-    return of.beta * ratios.chosen, of.beta * ratios.rejected
+def _chosen(of: Dpo, sides: Sides) -> Tensor:
+    return of.beta * sides.over_reference.chosen
+
+
+def _rejected(of: Dpo, sides: Sides) -> Tensor:
+    return of.beta * sides.over_reference.rejected
 
 
 def _smoothed(of: Dpo | Cpo, delta: Tensor) -> Tensor:
@@ -185,21 +136,42 @@ def _smoothed(of: Dpo | Cpo, delta: Tensor) -> Tensor:
 
 SFT = "sft"  # of chosen answers' tokens, not of pairs
 LOSS_TYPES: dict[str, Callable[[Dpo, Sides], Tensor]] = {
-    "sigmoid": _sigmoid,
-    "hinge": _hinge,
-    "ipo": _ipo,
+    "sigmoid": lambda of, sides: -logsigmoid(of.beta * _delta(sides.over_reference)),
+    "hinge": lambda of, sides: relu(1 - of.beta * _delta(sides.over_reference)),
+    # Azar et al., 2023, over means of tokens, as its authors confirmed to TRL
+    "ipo": lambda of, sides: (_delta(sides.over_reference.means) - 1 / (2 * of.beta)) ** 2,
     "exo_pair": _exo_pair,
-    "nca_pair": _nca_pair,
+    # Chen et al., 2024: each answer against noise
+    "nca_pair": lambda of, sides: (
+        -logsigmoid(_chosen(of, sides))
+        - 0.5 * logsigmoid(-_chosen(of, sides))
+        - 0.5 * logsigmoid(-_rejected(of, sides))
+    ),
     "robust": _robust,
-    "bco_pair": _bco_pair,
-    "sppo_hard": _sppo_hard,
+    # Jung et al., 2024: two binary classifications
+    "bco_pair": lambda of, sides: (
+        -logsigmoid(_chosen(of, sides)) - logsigmoid(-_rejected(of, sides))
+    ),
+    # Wu et al., 2024, with the winner's probability at 1
+    "sppo_hard": lambda of, sides: (
+        (sides.over_reference.chosen - 0.5 / of.beta) ** 2
+        + (sides.over_reference.rejected + 0.5 / of.beta) ** 2
+    ),
     "aot": _aot,
     "aot_unpaired": _aot_unpaired,
-    "apo_zero": _apo_zero,
-    "apo_down": _apo_down,
+    # D'Oosterlinck et al., 2024: where chosen answers are better than the model's own, or worse
+    "apo_zero": lambda of, sides: (
+        1 - torch.sigmoid(_chosen(of, sides)) + torch.sigmoid(_rejected(of, sides))
+    ),
+    "apo_down": lambda of, sides: (
+        torch.sigmoid(_chosen(of, sides))
+        + 1
+        - torch.sigmoid(_chosen(of, sides) - _rejected(of, sides))
+    ),
     "discopop": _discopop,
     SFT: lambda of, sides: torch.zeros_like(sides.chosen),
-    "sigmoid_norm": _sigmoid_norm,
+    # over means of tokens
+    "sigmoid_norm": lambda of, sides: -logsigmoid(of.beta * _delta(sides.over_reference.means)),
 }
 OF_A_STEP = ("aot", "aot_unpaired")
 
@@ -235,9 +207,6 @@ class Cpo(SequenceLoss):
             raise ConfigError(f"loss_type: {self.loss_type!r} is unknown; use one of {known}")
         check_smoothing(self.label_smoothing)
 
-    def counts(self, batch: Mapping[str, Tensor]) -> dict[str, float]:
-        return pair_counts(batch)
-
     def __call__(self, logprobs: Tensor, examples: Examples) -> Tally[Tensor]:
         sides = sides_of(logprobs, examples)
         if self.loss_type in ("ipo", "simpo"):
@@ -269,9 +238,6 @@ class Orpo(SequenceLoss):
     beta: float = 0.1
 
     prompts: ClassVar[bool] = True
-
-    def counts(self, batch: Mapping[str, Tensor]) -> dict[str, float]:
-        return pair_counts(batch)
 
     def __call__(self, logprobs: Tensor, examples: Examples) -> Tally[Tensor]:
         sides = sides_of(logprobs, examples).means
@@ -354,3 +320,71 @@ class Kto(SequenceLoss):
         if not means.keys() >= {*sides}:
             return means
         return means | {"rewards/margins": means[sides[0]] - means[sides[1]]}
+
+
+MARGIN = "row_value"
+
+
+@dataclass(frozen=True)
+class Reward(SequenceLoss):
+    """The Bradley-Terry model of preferences (Ouyang et al., 2022): a chosen answer scores higher
+    than the rejected one.
+
+    Micro-batches may say by how much (`row_value`, the same for both sides of a pair; NaN: not
+    known), which is taken off the difference (Touvron et al., 2023).
+
+    Args:
+        center_rewards_coefficient: weight of the squared sum of a pair's scores, which keeps their
+            mean near 0 (Eisenstein et al., 2023); None: none.
+    """
+
+    center_rewards_coefficient: float | None = None
+
+    of_scores: ClassVar[bool] = True
+
+    def counts(self, batch: Mapping[str, Tensor]) -> dict[str, float]:
+        return {"pairs": super().counts(batch)["pairs"]}
+
+    def __call__(self, scores: Tensor, examples: Examples) -> Tally[Tensor]:
+        chosen, rejected = scores[0::2], scores[1::2]
+        difference = wanted = chosen - rejected
+        if MARGIN in examples.given:
+            wanted = difference - examples.given[MARGIN][0::2].to(scores.dtype).nan_to_num(0.0)
+        loss = -logsigmoid(wanted)
+        if self.center_rewards_coefficient is not None:
+            loss = loss + self.center_rewards_coefficient * (chosen + rejected) ** 2
+        metrics = {
+            "accuracy": (chosen > rejected).float(),
+            "margin": difference,
+            "mean_reward": (chosen + rejected) / 2,
+        }
+        found = {name: ("pairs", value.sum()) for name, value in metrics.items()}
+        return Tally({"pairs": loss.sum()}, found)
+
+
+def find_ends(batch: Mapping[str, Tensor], pad_id: int) -> Targets:
+    """The last token of each example of a micro-batch on the CPU, which has the example's score: as
+    one target each, whose labels mean nothing, with the examples.
+
+    As in transformers, tokens of `pad_id` do not count, even where they end an answer. Nor do those
+    that attention_mask [batch, tokens] hides, or documents behind an example's own in its sequence,
+    whose position_ids begin anew. Of an example that has no others it is the first.
+    """
+    ids = batch["input_ids"]
+    rows, places, real = rows_of(batch).reshape(-1), torch.arange(ids.numel()), ids != pad_id
+    mask = batch.get("attention_mask")
+    if mask is not None and mask.shape == ids.shape:
+        real = real & (mask != 0)
+    counted = real.reshape(-1)
+    count = int(rows.max()) + 1
+    first = torch.full((count,), ids.numel()).scatter_reduce(0, rows, places, "amin")
+    if "row_of" in batch and "position_ids" in batch:
+        positions = batch["position_ids"].reshape(-1)
+        counted = counted & (positions - positions[first][rows] == places - first[rows])
+    last = torch.full((count,), -1)
+    last = last.scatter_reduce(0, rows, torch.where(counted, places, -1), "amax")
+    one_each = torch.arange(count)
+    examples = Examples(
+        one_each, one_each[:, None], torch.ones_like(one_each), about_examples(batch)
+    )
+    return Targets(torch.where(last < 0, first, last), one_each, examples=examples)

@@ -3,16 +3,70 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from functools import cached_property
-from typing import ClassVar
+from typing import Any, ClassVar, Generic, TypeVar
 
 import torch
 from torch import Tensor
 
-from megatrain.losses.tally import Tally
 from megatrain.losses.targets import IGNORE, Examples, rows_of
+
+TARGETS = "targets"  # what a token-wise loss is averaged over
+
+
+Scalar = TypeVar("Scalar", Tensor, float)
+
+
+@dataclass
+class Tally(Generic[Scalar]):
+    """Sums over micro-batches, scalars on the device or numbers; what they are divided by is known
+    apart.
+
+    Attributes:
+        loss: by unit (pairs, targets, ...): the loss of a step is the sum of these, each over the
+            number of its unit in the step.
+        metrics: by name: (unit, sum).
+    """
+
+    loss: dict[str, Scalar] = field(default_factory=dict)
+    metrics: dict[str, tuple[str, Scalar]] = field(default_factory=dict)
+
+    def add(self, other: Tally[Scalar]) -> None:
+        """Add the sums of another micro-batch or sweep."""
+        for unit, value in other.loss.items():
+            self.loss[unit] = self.loss[unit] + value if unit in self.loss else value
+        for name, (unit, value) in other.metrics.items():
+            before = self.metrics.get(name)
+            self.metrics[name] = unit, value if before is None else before[1] + value
+
+    def numbers(self) -> Tally[float]:
+        """The same as numbers. Waits for the device."""
+        return self._each(float)
+
+    def detached(self: Tally[Tensor]) -> Tally[Tensor]:
+        """The same without graphs."""
+        return self._each(Tensor.detach)
+
+    def _each(self, change: Callable[[Any], Any]) -> Tally[Any]:
+        loss = {unit: change(value) for unit, value in self.loss.items()}
+        metrics = {name: (unit, change(value)) for name, (unit, value) in self.metrics.items()}
+        return Tally(loss, metrics)
+
+    def mean_loss(self, counts: Mapping[str, float]) -> float:
+        """The loss over so many of each unit. Waits for the device."""
+        sums = ((unit, float(value)) for unit, value in self.loss.items())
+        return sum(value / counts[unit] for unit, value in sums if counts.get(unit))
+
+    def means(self, counts: Mapping[str, float]) -> dict[str, float]:
+        """Each metric over the number of its unit; none where there is none of that unit."""
+        return {
+            name: float(value) / counts[unit]
+            for name, (unit, value) in self.metrics.items()
+            if counts.get(unit)
+        }
+
 
 REFERENCE = "row_reference"  # log-probability of each example under the reference model
 
@@ -41,10 +95,15 @@ class SequenceLoss(ABC):
         """False for a micro-batch that only has its log-probabilities computed."""
         return True
 
-    @abstractmethod
     def counts(self, batch: Mapping[str, Tensor]) -> dict[str, float]:
-        """Count the units of a micro-batch, such as {"pairs": 4}. Sums are divided by the
-        counts of the whole step."""
+        """Count the units of a micro-batch: by default its pairs, and targets of its chosen
+        examples. Sums are divided by the counts of the whole step."""
+        rows, targets = rows_of(batch), batch["labels"][:, 1:] != IGNORE
+        of_chosen = targets & (rows[:, 1:] % 2 == 0)
+        return {
+            "pairs": float((int(rows.max()) + 1) // 2),
+            "chosen_targets": float(of_chosen.sum()),
+        }
 
     @abstractmethod
     def __call__(self, logprobs: Tensor, examples: Examples) -> Tally[Tensor]:
@@ -58,10 +117,8 @@ class SequenceLoss(ABC):
 
 @dataclass(frozen=True)
 class Sides:
-    """The answers of pairs, example 2k chosen over example 2k + 1.
-
-    sums: fp32 [examples]: log-probability of each answer.
-    """
+    """The answers of pairs, example 2k chosen over example 2k + 1. sums: fp32 [examples]:
+    log-probability of each answer."""
 
     sums: Tensor
     examples: Examples
@@ -97,13 +154,6 @@ def sides_of(logprobs: Tensor, examples: Examples) -> Sides:
 def of_chosen(logprobs: Tensor, examples: Examples) -> Tensor:
     """Sum of the log-probabilities of all targets of chosen examples."""
     return torch.where(examples.of_target % 2 == 0, logprobs, 0.0).sum()
-
-
-def pair_counts(batch: Mapping[str, Tensor]) -> dict[str, float]:
-    """Pairs of a micro-batch, and targets of its chosen examples."""
-    rows, targets = rows_of(batch), batch["labels"][:, 1:] != IGNORE
-    of_chosen = targets & (rows[:, 1:] % 2 == 0)
-    return {"pairs": float((int(rows.max()) + 1) // 2), "chosen_targets": float(of_chosen.sum())}
 
 
 def pair_metrics(sides: Sides, scores: Sides, beta: float) -> dict[str, tuple[str, Tensor]]:

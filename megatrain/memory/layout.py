@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal, NamedTuple
@@ -39,11 +39,7 @@ def part(per: Per, start: int, stop: int) -> slice:
 
 @dataclass(frozen=True)
 class TensorRange:
-    """A tensor as a contiguous range of its block's flat arrays.
-
-    Attributes:
-        offset: of its first element, in elements.
-    """
+    """A tensor as a contiguous range of its block's flat arrays, from element `offset` on."""
 
     name: str
     shape: tuple[int, ...]
@@ -53,18 +49,10 @@ class TensorRange:
     def numel(self) -> int:
         return math.prod(self.shape)
 
-    def flat(self, array: torch.Tensor) -> torch.Tensor:
-        """Its elements in a flat array of its block, as a 1-D view."""
-        return array.narrow(0, self.offset, self.numel)
-
     def within(self, span: Span) -> Span:
         """Its elements, counted from its first, that lie in `span` of the block's array."""
         start, stop = (min(max(end - self.offset, 0), self.numel) for end in span)
         return Span(start, stop)
-
-    def owned(self, spans: Mapping[int, Span]) -> dict[int, int]:
-        """Number of its elements that each rank owns, by the spans that ranks own."""
-        return {rank: self.within(span).numel for rank, span in spans.items()}
 
     def flat_within(self, array: torch.Tensor, span: Span) -> torch.Tensor:
         """Those elements in `array`, which holds `span` alone, as a 1-D view."""
@@ -74,19 +62,14 @@ class TensorRange:
 
     def view(self, array: torch.Tensor) -> torch.Tensor:
         """The tensor as a view into a flat array of its block."""
-        return self.flat(array).view(self.shape)
+        return array.narrow(0, self.offset, self.numel).view(self.shape)
 
 
 @dataclass(frozen=True)
 class TensorSpec(TensorRange):
-    """One tensor of a block, under the model's own parameter name, as in its state dict.
-
-    Attributes:
-        decay: whether weight decay applies.
-        hidden: a matrix inside a decoder layer, or one for each expert; not an embedding, an LM
-            head, a norm or a bias.
-        frozen: it is computed with and never updated.
-    """
+    """One tensor of a block, under the model's own parameter name. decay: weight decay applies.
+    hidden: a matrix inside a decoder layer, or one for each expert; no embedding, LM head, norm or
+    bias. frozen: it is never updated."""
 
     decay: bool
     hidden: bool = False
@@ -164,10 +147,7 @@ class FlatLayout:
 
     @cached_property
     def trained(self) -> FlatLayout:
-        """The layout without frozen tensors: of gradient, remainder and the optimizer's arrays.
-
-        Without an element where all tensors are frozen.
-        """
+        """The layout without frozen tensors: of gradient, remainder and the optimizer's arrays."""
         ends = [spec.offset for spec in self.tensors if spec.frozen]
         if not ends:
             return self
@@ -218,18 +198,17 @@ class FlatLayout:
 
     def gaps(self) -> list[tuple[int, int]]:
         """(start, stop) of the padding behind each tensor that has some."""
-        spans = [(t.offset + t.numel, end) for t, end in self._ends()] or [(0, self.numel)]
-        return [(start, stop) for start, stop in spans if start < stop]
+        stops = [t.offset + t.numel for t in self.tensors] or [0]
+        return [(stop, end) for stop, end in zip(stops, self._ends(), strict=True) if stop < end]
 
-    def _ends(self) -> Iterator[tuple[TensorSpec, int]]:
-        """(tensor, where the padding behind it ends); nothing for a block without tensors."""
-        ends = [*(t.offset for t in self.tensors[1:]), self.numel]
-        return zip(self.tensors, ends, strict=False)
+    def _ends(self) -> list[int]:
+        """The end of the padding behind each tensor."""
+        return [*(t.offset for t in self.tensors[1:]), self.numel]
 
     def segments(self) -> list[Segment]:
         """The block cut into runs of equal hyper-parameters; padding joins the tensor before it."""
         segments: list[Segment] = []
-        for tensor, end in self._ends():
+        for tensor, end in zip(self.tensors, self._ends(), strict=False):
             if segments and segments[-1].decay == tensor.decay:  # one run: fewer kernel calls
                 segments[-1] = segments[-1]._replace(stop=end)
             else:
@@ -239,13 +218,8 @@ class FlatLayout:
 
 @dataclass(frozen=True)
 class ArraySpec:
-    """One array that every block has.
-
-    Attributes:
-        transferred: copied to or from the device; pinned when the store serves a GPU.
-        per: its granularity.
-        whole: it has frozen tensors, too.
-    """
+    """One array that every block has. transferred: to or from the device; pinned beside a GPU. per:
+    its granularity. whole: it has frozen tensors, too."""
 
     name: str
     dtype: torch.dtype

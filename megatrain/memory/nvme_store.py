@@ -22,6 +22,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
@@ -60,11 +61,8 @@ class NvmeLease:
     released: bool = False
 
     def wait(self) -> dict[str, torch.Tensor]:
-        """The arrays by name, once they were read from the drive; {} if the lease was released.
-
-        One with `changes` also waits until an earlier change of the arrays is on the drive.
-        Raises StorageError.
-        """
+        """The arrays by name, once they were read, and with `changes` once an earlier change is on
+        the drive; {} if the lease was released. Raises StorageError."""
         return self.store.wait(self)
 
     def release(self, *, changed: bool, soon: bool) -> None:
@@ -187,7 +185,12 @@ class NvmeStore:
             self.check()
             if lease.released:
                 return {}
-            return {key[0]: self._array(key, lease.buffers[key]) for key in lease.keys}
+            arrays = {}
+            for key in lease.keys:
+                dtype = self._specs[key[0]].dtype
+                memory = lease.buffers[key].memory[: self._numel[key] * dtype.itemsize]
+                arrays[key[0]] = memory.view(dtype)
+            return arrays
 
     def _wait_until_ready(self, lease: NvmeLease) -> None:
         timed = lease.changes and not self._is_ready(lease)
@@ -216,10 +219,6 @@ class NvmeStore:
         """Raise what stopped the transfers, if anything did so far."""
         if self._error is not None:
             raise self._error
-
-    def _array(self, key: Key, buffer: _Buffer) -> torch.Tensor:
-        dtype = self._specs[key[0]].dtype
-        return buffer.memory[: self._numel[key] * dtype.itemsize].view(dtype)
 
     def release(self, lease: NvmeLease, changed: bool, soon: bool) -> None:
         with self._changed:
@@ -251,29 +250,24 @@ class NvmeStore:
         if buffer is None:  # the next release or end of a transfer serves the queue again
             return False
         if buffer.key != key:
-            self._assign(buffer, key)
+            if buffer.key is not None:  # that array is on the drive: the buffer is clean
+                del self._where[buffer.key]
+            buffer.key, self._where[key] = key, buffer
+            buffer.reading = True
+            self._move(self._files.read, buffer, key)
         self._turn += 1
         buffer.users, buffer.turn = buffer.users + 1, self._turn
         lease.buffers[key] = buffer
         return True
 
     def _take(self, name: str) -> _Buffer | None:
-        """The buffer unused for longest, or None."""
+        """The buffer unused for longest, of clean ones if there are any; None: none is free yet."""
         idle = [b for b in self._buffers[name] if not (b.users or b.reading or b.writing)]
-        clean = [b for b in idle if not b.dirty]
-        if clean:
-            return min(clean, key=lambda b: b.turn)
-        dirty = [b for b in idle if b.dirty]
-        if dirty:
-            self._write(min(dirty, key=lambda b: b.turn))  # its end serves the queue again
-        return None
-
-    def _assign(self, buffer: _Buffer, key: Key) -> None:
-        if buffer.key is not None:  # that array is on the drive: the buffer is clean
-            del self._where[buffer.key]
-        buffer.key, self._where[key] = key, buffer
-        buffer.reading = True
-        self._move(self._files.read, buffer, key)
+        found = min(idle, key=lambda b: (b.dirty, b.turn), default=None)
+        if found is not None and found.dirty:
+            self._write(found)  # its end serves the queue again
+            return None
+        return found
 
     def _write(self, buffer: _Buffer) -> None:
         assert buffer.key is not None and not buffer.writing
@@ -290,11 +284,7 @@ class NvmeStore:
             transfer(offset, memory, partial(self._arrived, buffer))
         except BaseException as error:
             # how much of it began is not known: nobody may use the buffer, or wait for it
-            interrupted = StorageError(
-                "a transfer to or from NVMe was interrupted as it began; "
-                "resume from the last checkpoint"
-            )
-            self.stop(error if isinstance(error, Exception) else interrupted)
+            self.stop(StorageError(f"a transfer to or from NVMe did not begin: {error!r}"))
             raise
 
     def _arrived(self, buffer: _Buffer, error: StorageError | None) -> None:
@@ -311,42 +301,45 @@ class NvmeStore:
     # -- reading past the buffers -----------------------------------------------------------------
 
     def pieces(self, name: str, block: int, start: int, numel: int) -> Iterator[torch.Tensor]:
-        """`numel` elements from element `start`, piece by piece, of an array that is read once.
+        """`numel` elements from element `start`, piece by piece, each in memory of its own.
 
-        Takes no buffer. Nobody may change the array meanwhile. Raises StorageError.
+        Nobody may change the array meanwhile. No buffer is held from one piece to the next: an
+        update that is waited for in between may need it. Raises StorageError.
         """
-        key = name, block
-        with self._changed:
-            self.check()
-            # an array in a buffer may not be on the drive yet
-            shared = self.lease(block, [name], changes=False) if key in self._where else None
-        if shared is not None:
+        step = READ_BYTES // self._specs[name].dtype.itemsize
+        for begin in range(start, start + numel, step):
+            count = min(step, start + numel - begin)
+            with self._changed:
+                self.check()
+                # an array in a buffer may not be on the drive yet
+                in_buffer = (name, block) in self._where
+                lease = self.lease(block, [name], changes=False) if in_buffer else None
+            if lease is None:
+                yield self._read(name, block, begin, count)
+                continue
             try:
-                yield shared.wait()[name].narrow(0, start, numel)
+                piece = lease.wait()[name][begin : begin + count].clone()
             finally:
-                shared.release(changed=False, soon=True)
-            return
-        dtype, (offset, _) = self._specs[name].dtype, self._places[key]
-        most = min(READ_BYTES, round_up(numel * dtype.itemsize, PAGE)) + 2 * PAGE
-        staging = Slab(f"reading {name}", most, pinned=False, threads=1).bytes
-        for begin in range(start, start + numel, READ_BYTES // dtype.itemsize):
-            count = min(READ_BYTES // dtype.itemsize, start + numel - begin)
-            # whole pages, of which the piece may begin and end inside
-            page, inside = divmod(begin * dtype.itemsize, PAGE)
-            nbytes = inside + count * dtype.itemsize
-            read: Future[StorageError | None] = Future()
-            memory = staging[: round_up(nbytes, PAGE)].numpy().data
-            self._files.read(offset + page * PAGE, memory, read.set_result)
-            error = read.result()  # wait: threads of the files fill the memory
-            if error is not None:
-                raise error
-            # its reader is done with it when it asks for the next, which takes the same memory
-            yield staging[inside:nbytes].view(dtype)
+                lease.release(changed=False, soon=True)
+            yield piece
+
+    def _read(self, name: str, block: int, begin: int, count: int) -> torch.Tensor:
+        """Elements of an array, past the buffers."""
+        dtype, (offset, _) = self._specs[name].dtype, self._places[name, block]
+        # whole pages, of which the piece may begin and end inside
+        page, inside = divmod(begin * dtype.itemsize, PAGE)
+        nbytes = inside + count * dtype.itemsize
+        memory = Slab(f"reading {name}", nbytes, pinned=False, threads=1).bytes
+        read: Future[StorageError | None] = Future()
+        view = memory[: round_up(nbytes, PAGE)].numpy().data
+        self._files.read(offset + page * PAGE, view, read.set_result)
+        if error := read.result():  # wait: threads of the files fill the memory
+            raise error
+        return memory[inside:nbytes].view(dtype)
 
 
 PIECE_BYTES = 8 << 20  # of a transfer: consecutive ones lie in different folders
 QUEUE_DEPTH = 16  # pieces on their way at a time, in each folder
-NO_PROGRESS = 8  # consecutive answers of less than a page after which a drive counts as broken
 NOT_OFFERED = (errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS)
 
 logger = logging.getLogger("megatrain")
@@ -355,30 +348,21 @@ Done = Callable[[StorageError | None], None]
 Move = Callable[[int, list[memoryview], int], int]
 
 
-@dataclass(frozen=True)
-class _File:
-    number: int  # descriptor
+class _File(NamedTuple):
+    descriptor: int
     folder: Path
 
 
 def _failed(folder: Path, doing: str, error: OSError) -> StorageError:
     full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-    advice = (
-        "free space there, or name other folders in memory.nvme"
-        if full
-        else "check the drive, or name another folder in memory.nvme"
-    )
+    advice = f"{'free space there' if full else 'check the drive'}, or change memory.nvme"
     reason = f"{error.strerror} (errno {error.errno})"
     return StorageError(f"{folder}: cannot {doing} the run's files there: {reason}; {advice}")
 
 
 class SwapFiles:
     """`nbytes` of addresses, striped over a file per folder. Zero at first; owned until `close`.
-
-    Raises:
-        StorageError: a folder cannot be written, or lacks the space, which is reserved at once. A
-            transfer that fails passes it to its `done`.
-    """
+    Raises StorageError where space is lacking, which is reserved at once."""
 
     def __init__(self, folders: Sequence[Path], nbytes: int) -> None:
         share = round_up(-(-round_up(nbytes, PIECE_BYTES) // len(folders)), PIECE_BYTES)
@@ -391,10 +375,8 @@ class SwapFiles:
             self._opened = opened.pop_all()
 
     def read(self, offset: int, memory: memoryview, done: Done) -> None:
-        """Fill `memory` from `offset` on, both in whole pages.
-
-        Another thread calls `done` with None or the error.
-        """
+        """Fill `memory` from `offset` on, both in whole pages. Another thread calls `done` with
+        None or the error."""
         self._transfer("read", os.preadv, offset, memory, done)
 
     def write(self, offset: int, memory: memoryview, done: Done) -> None:
@@ -434,20 +416,17 @@ class SwapFiles:
 
 def _whole(doing: str, move: Move, file: _File, view: memoryview, at: int) -> StorageError | None:
     """Move all of `view`. A short transfer is continued from a whole page, as O_DIRECT demands."""
-    moved, stuck = 0, 0
+    moved = 0
     while moved < len(view):
         try:
-            count = move(file.number, [view[moved:]], at + moved)
+            count = move(file.descriptor, [view[moved:]], at + moved)
         except OSError as error:  # not for EINTR: Python itself tries again
             return _failed(file.folder, doing, error)
         progress = count if moved + count == len(view) else count - count % PAGE
-        moved, stuck = moved + progress, 0 if progress else stuck + 1
-        if stuck == NO_PROGRESS:
-            short = f"only {count} of {len(view) - moved} bytes were moved at byte {at + moved}"
-            return StorageError(
-                f"{file.folder}: cannot {doing} the run's files there: {short}, again and again; "
-                "check the drive"
-            )
+        if not progress:
+            words = f"only {count} of {len(view) - moved} bytes were moved"
+            return _failed(file.folder, doing, OSError(errno.EIO, words))
+        moved += progress
     return None
 
 

@@ -15,7 +15,7 @@ import torch
 from megatrain.errors import MegaTrainError
 from megatrain.memory.layout import FlatLayout, round_up
 from megatrain.memory.sizes import PAGE, shared_bytes, slab_bytes
-from megatrain.memory.slab import PORTABLE, SharedSlab
+from megatrain.memory.slab import PORTABLE, Slab
 from megatrain.world import World
 
 LOOKS_EVERY_S = 50e-6  # for another rank's update
@@ -102,7 +102,7 @@ class SharedWeights:
         self._slab.close()
 
 
-def _opened(world: World, nbytes: int) -> SharedSlab:
+def _opened(world: World, nbytes: int) -> Slab:
     """Map a file that the first rank makes and the others find among its open files."""
     made, name = -1, "the weights of all ranks"
     try:
@@ -119,7 +119,7 @@ def _opened(world: World, nbytes: int) -> SharedSlab:
             os.close(made)
 
 
-def _mapped(name: str, nbytes: int, path: str, file: int) -> SharedSlab:
+def _mapped(name: str, nbytes: int, path: str, file: int) -> Slab:
     """Map an open file of the first rank. file: its inode number."""
     remedy = "set memory.transport: gather"
     try:
@@ -129,6 +129,6 @@ def _mapped(name: str, nbytes: int, path: str, file: int) -> SharedSlab:
     try:
         if os.fstat(descriptor).st_ino != file:  # of a process in another container
             raise MegaTrainError(f"ranks do not see each other's processes ({path}); {remedy}")
-        return SharedSlab(name, nbytes, descriptor)
+        return Slab(name, nbytes, descriptor=descriptor)
     finally:
         os.close(descriptor)

@@ -41,25 +41,28 @@ class Slab:
         threads: number of threads that touch the memory first; the kernel zeroes a page on the core
             that touches it.
         touched: take all of the memory now, as pinning does, not when it is first written to.
+        descriptor: of a file of whole huge pages, whose memory all that map it have in common.
 
     Raises:
         OutOfMemory: the mapping was refused, or its registration for another reason than a limit.
     """
 
     def __init__(
-        self, name: str, nbytes: int, *, pinned: bool, threads: int, touched: bool = False
+        self,
+        name: str,
+        nbytes: int,
+        *,
+        pinned: bool = False,
+        threads: int = 1,
+        touched: bool = False,
+        descriptor: int | None = None,
     ) -> None:
-        self._take(name, nbytes, -1, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        if pinned or touched:  # several threads are faster than pinning alone
-            self.touch([self.bytes], threads)
-        if pinned:
-            self.pin()
-
-    def _take(self, name: str, nbytes: int, descriptor: int, flags: int) -> None:
         self.name = name
         self.nbytes = slab_bytes(nbytes)
         self.pinned = False
         self._unpin: weakref.finalize[..., Slab] | None = None
+        alone = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+        flags, descriptor = (alone, -1) if descriptor is None else (mmap.MAP_SHARED, descriptor)
         try:
             self._map = mmap.mmap(descriptor, self.nbytes, flags=flags)
         except OSError as error:
@@ -68,6 +71,10 @@ class Slab:
             with suppress(OSError):  # a kernel without transparent huge pages: slower, not wrong
                 self._map.madvise(mmap.MADV_HUGEPAGE)
         self.bytes = torch.frombuffer(self._map, dtype=torch.uint8)
+        if pinned or touched:  # several threads are faster than pinning alone
+            self.touch([self.bytes], threads)
+        if pinned:
+            self.pin()
 
     @property
     def _size(self) -> str:
@@ -102,6 +109,10 @@ class Slab:
         self._unpin = weakref.finalize(self, unregister, self.bytes.data_ptr())
         self._unpin.atexit = False
 
+    def numbers(self, start: int, count: int) -> memoryview:
+        """int64 from byte `start`. One that is written is seen by others whole, old or new."""
+        return memoryview(self._map)[start : start + 8 * count].cast("q")
+
     def close(self) -> None:
         """Unpin and drop the memory; a second call does nothing. Views keep the mapping alive."""
         if self._unpin is not None:
@@ -126,16 +137,12 @@ def slabs_of(
         start = stop
 
 
-class StagingBuffers:
-    """Brings tensors from a GPU to the CPU, one at a time, through pinned buffers that it reuses.
+class StagingBuffer:
+    """Brings tensors of at most `nbytes` from a GPU to the CPU, one at a time, through a pinned
+    buffer that it reuses: each is valid until the next."""
 
-    Args:
-        nbytes: of the largest tensor.
-        count: a tensor stays valid until that many more have arrived.
-    """
-
-    def __init__(self, nbytes: int, count: int = 1) -> None:
-        self._nbytes, self._count, self._brought = nbytes, count, 0
+    def __init__(self, nbytes: int) -> None:
+        self._nbytes = nbytes
         self._slab: Slab | None = None  # from the first tensor on that is on a GPU
         self._device: torch.device | None = None
 
@@ -144,34 +151,16 @@ class StagingBuffers:
         if tensor.is_cpu:
             return tensor
         if self._slab is None:
-            nbytes, self._device = self._count * self._nbytes, tensor.device
+            self._device = tensor.device
             with torch.cuda.device(self._device):  # a thread's own is the first GPU
-                self._slab = Slab("staging buffers", nbytes, pinned=True, threads=1)
-        begin = self._brought % self._count * self._nbytes
-        self._brought += 1
-        buffer = self._slab.bytes[begin : begin + tensor.nbytes]
+                self._slab = Slab("staging buffers", self._nbytes, pinned=True)
+        buffer = self._slab.bytes[: tensor.nbytes]
         return buffer.view(tensor.dtype).view(tensor.shape).copy_(tensor)
 
     def close(self) -> None:
         if self._slab is not None:
             with torch.cuda.device(self._device):
                 self._slab.close()
-
-
-class SharedSlab(Slab):
-    """`nbytes` of memory that every process has in common which maps the same file.
-
-    Neither touched nor pinned yet: that is for when all have mapped it.
-
-    descriptor: of that file, which has as many bytes, in whole huge pages.
-    """
-
-    def __init__(self, name: str, nbytes: int, descriptor: int) -> None:
-        self._take(name, nbytes, descriptor, mmap.MAP_SHARED)
-
-    def numbers(self, start: int, count: int) -> memoryview:
-        """int64 from byte `start`. One that is written is seen by others whole, old or new."""
-        return memoryview(self._map)[start : start + 8 * count].cast("q")
 
 
 def _forget_error() -> None:

@@ -58,17 +58,17 @@ class Store:
         pinned, far = device.type == "cuda", on_nvme or {}
         # gradient accumulators may begin later: more of them than of the blocks are on the device
         starts = dict.fromkeys(self.arrays, resident) | dict(first or {})
+        self.nvme: NvmeStore | None = None
+        self.shared: SharedWeights | None = None
+        self._arrays: dict[tuple[str, int], torch.Tensor] = {}  # on the device and in host RAM
+        self._slabs: list[Slab] = []
         with ExitStack() as opened:
-            self.nvme: NvmeStore | None = None
             # first: a folder that lacks the space is found before host RAM is taken
             if any(far.values()):
                 self.nvme = NvmeStore(
                     self.numel, arrays, far, nvme_folders, pinned=pinned, threads=threads
                 )
                 opened.callback(self.nvme.close)
-            self._arrays: dict[tuple[str, int], torch.Tensor] = {}  # on the device and in host RAM
-            self._slabs: list[Slab] = []
-            self.shared: SharedWeights | None = None
             opened.callback(self._free)
             for name, spec in self.arrays.items():
                 blocks = range(starts[name], len(self.layouts))
@@ -78,8 +78,7 @@ class Store:
                 else:
                     self._place(spec, in_ram, pinned, threads)
             for block, spec in product(range(resident), resident_arrays):
-                numel = self.numel(spec, block)
-                zeros = torch.zeros(numel, dtype=spec.dtype, device=device)
+                zeros = torch.zeros(self.numel(spec, block), dtype=spec.dtype, device=device)
                 self._arrays[spec.name, block] = zeros
             self._opened = opened.pop_all()  # until here a failure closes what is open
 
@@ -101,8 +100,8 @@ class Store:
 
     def _share(self, spec: ArraySpec, blocks: Sequence[int], pinned: bool, threads: int) -> None:
         """Place the weights of these blocks in memory of all ranks, of which each owns its span."""
-        layouts, world = {block: self.layouts[block] for block in blocks}, self.world
-        self.shared = SharedWeights(layouts, spec.dtype, world, pinned=pinned, threads=threads)
+        layouts = {block: self.layouts[block] for block in blocks}
+        self.shared = SharedWeights(layouts, spec.dtype, self.world, pinned=pinned, threads=threads)
         for block, layout in layouts.items():
             self._arrays[spec.name, block] = self.shared.share(block, layout)
 
@@ -112,6 +111,8 @@ class Store:
             self.shared.close()
         while self._slabs:
             self._slabs.pop().close()
+
+    # -- what there is, and where ------------------------------------------------------------------
 
     def numel(self, spec: ArraySpec, block: int) -> int:
         """Elements of an array of a block here."""
@@ -146,9 +147,18 @@ class Store:
         """The tensors of a block in its array `name`."""
         return self.layouts[block].of(self.arrays[name])
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of host memory, staging buffers of NVMe included; of what ranks have in common an
+        equal part."""
+        others = (tier.nbytes for tier in (self.nvme, self.shared) if tier is not None)
+        return sum(others) + sum(slab.nbytes for slab in self._slabs)
+
+    # -- access ------------------------------------------------------------------------------------
+
     def array(self, name: str, block: int) -> torch.Tensor:
-        """The flat array of a block that is not on NVMe: `layout(name, block).numel` elements or
-        this rank's share, a view of the store's memory."""
+        """The flat array `name` of a block that is not on NVMe: a view of the store's memory, 1-D,
+        of `layout(name, block).numel` elements or this rank's share."""
         return self._arrays[name, block]
 
     def whole_in_ram(self, block: int) -> torch.Tensor | None:
@@ -164,46 +174,28 @@ class Store:
         """
         far = [name for name in names if self.is_on_nvme(name, block)]
         in_memory = {name: self.array(name, block) for name in names if name not in far}
-        if self.nvme is None or not far:
-            return Lease(in_memory)
-        on_nvme = self.nvme.lease(block, far, changes=changes)
-        return Lease(in_memory, on_nvme, changes=changes, soon=soon)
+        on_nvme = self.nvme.lease(block, far, changes=changes) if self.nvme and far else None
+        return Lease(in_memory, on_nvme, changes, soon)
 
     def pieces(self, name: str, block: int, start: int, numel: int) -> Iterator[torch.Tensor]:
         """The elements from `start` to `start + numel` that this rank owns, piece by piece.
 
-        On the device are views of at most READ_BYTES; else they are on the CPU. A piece is valid
-        until the next is asked for; of several ranks, for as long as it is held. Nobody may change
+        On the device are views of at most READ_BYTES; else they are on the CPU. Nobody may change
         the array meanwhile. All but the last are whole multiples of READ_BYTES.
         """
         span = self.span(name, block)
-        stop = min(start + numel, span.stop)
-        start = max(start, span.start)
+        stop = min(start + numel, span.stop) - span.start
+        start = max(start, span.start) - span.start
         if start >= stop:
             return
-        start, numel = start - span.start, stop - start
         if self.nvme is not None and self.nvme.holds(name, block):
-            yield from self._pieces_on_nvme(self.nvme, name, block, start, numel)
+            yield from self.nvme.pieces(name, block, start, stop - start)
             return
-        found = self.array(name, block).narrow(0, start, numel)
+        found = self.array(name, block)[start:stop]
         if found.is_cpu:
             yield found  # a view, without a copy
         else:
             yield from torch.split(found, READ_BYTES // found.itemsize)
-
-    def _pieces_on_nvme(
-        self, nvme: NvmeStore, name: str, block: int, start: int, numel: int
-    ) -> Iterator[torch.Tensor]:
-        if self.world.is_alone:
-            yield from nvme.pieces(name, block, start, numel)
-            return
-        # Ranks send pieces of several arrays in turn. No buffer is held from one to the next: an
-        # update that is waited for in between may need it.
-        step = READ_BYTES // self.arrays[name].dtype.itemsize
-        for begin in range(start, start + numel, step):
-            count = min(step, start + numel - begin)
-            (piece,) = [found.clone() for found in nvme.pieces(name, block, begin, count)]
-            yield piece
 
     def whole(self, name: str, block: int) -> torch.Tensor:
         """An array of all ranks' shares, a copy on each. All call it at the same place."""
@@ -220,17 +212,14 @@ class Store:
         with self.lease(block, [name]) as arrays:
             return arrays[name].clone()  # its buffer goes to another array after the lease
 
+    # -- updates -----------------------------------------------------------------------------------
+
     def timed(self, wait: Callable[[], None]) -> dict[str, float]:
         """Call `wait`, for an update: its seconds by cause, those of the drive apart."""
-        started, before = time.perf_counter(), self._nvme_waited_s
+        started, before = time.perf_counter(), self.nvme.waited_s if self.nvme else 0.0
         wait()
-        seconds, nvme = time.perf_counter() - started, self._nvme_waited_s - before
-        return {"nvme": nvme, "update": seconds - nvme}
-
-    @property
-    def _nvme_waited_s(self) -> float:
-        """Seconds so far in which an update waited for arrays on NVMe."""
-        return 0.0 if self.nvme is None else self.nvme.waited_s
+        seconds, on_nvme = time.perf_counter() - started, self.nvme.waited_s if self.nvme else 0.0
+        return {"nvme": on_nvme - before, "update": seconds - (on_nvme - before)}
 
     def stop(self, error: BaseException) -> None:
         """Make every wait for arrays on NVMe raise `error`, now or later: an update failed."""
@@ -258,13 +247,6 @@ class Store:
         if self.nvme is not None:
             self.nvme.check()
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of host memory, staging buffers included, and an equal part of shared weights."""
-        staging = 0 if self.nvme is None else self.nvme.nbytes
-        shared = 0 if self.shared is None else self.shared.nbytes
-        return staging + shared + sum(slab.nbytes for slab in self._slabs)
-
     def close(self) -> None:
         self._opened.close()
 
@@ -286,10 +268,9 @@ class Lease:
     def __init__(
         self,
         in_memory: Mapping[str, torch.Tensor],
-        on_nvme: NvmeLease | None = None,
-        *,
-        changes: bool = False,
-        soon: bool = True,
+        on_nvme: NvmeLease | None,
+        changes: bool,
+        soon: bool,
     ) -> None:
         self._in_memory, self._on_nvme = in_memory, on_nvme
         self._changes, self._soon = changes, soon

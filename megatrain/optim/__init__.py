@@ -1,9 +1,9 @@
 """Optimizers, the exact split of the master weight in two halves, and learning-rate schedules.
 
-To add an optimizer: one file with a frozen dataclass of its hyper-parameters that implements
-`optimizer.RangeOptimizer`, and one row here. Store, planner, checkpoint and the parity test read
-the rest from it. Where an element's update depends on that element alone, `elementwise.Elementwise`
-has all but hyper-parameters, scalars and kernels. One that updates whole matrices does as Muon.
+To add an optimizer: one file with a frozen dataclass of its hyper-parameters, and one row here.
+Store, planner, checkpoint and the parity test read the rest from it. Where an element's update
+depends on that element alone, `optimizer.Elementwise` has all but hyper-parameters, scalars and
+kernels. One that updates whole matrices does as Muon.
 """
 
 from megatrain.optim.adamw import AdamW

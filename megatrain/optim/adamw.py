@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import numpy as np
 
-from megatrain.optim.elementwise import Elementwise, check_moments, check_range, checked_betas
+from megatrain.optim.optimizer import Elementwise, check_moments, check_range, checked_betas
 
 # A smaller eps may round to zero in float32, and zero moments would give 0 / 0.
 SMALLEST_EPS = float(np.finfo(np.float32).tiny)
@@ -19,7 +19,7 @@ class AdamW(Elementwise):
     """Hyper-parameters of AdamW, with torch's meanings and defaults, but no weight decay.
 
     `lr` is the base rate; a schedule gives each update its own. `moments`: "float32", or "bfloat16"
-    or "int8", rounded stochastically (kernels.py, int8_kernels.py). Raises ConfigError for a value
+    or "int8", rounded stochastically (kernels.py). Raises ConfigError for a value
     out of range.
     """
 
@@ -39,13 +39,6 @@ class AdamW(Elementwise):
         check_range("eps", self.eps, SMALLEST_EPS, math.inf)
         check_range("weight_decay", self.weight_decay, 0.0, math.inf)
         check_moments(self.moments)
-
-    def kernel(self, split: bool) -> Any:
-        from megatrain.optim import int8_kernels, kernels
-
-        if self.moments == "int8":
-            return int8_kernels.int8_adamw_kernel(split)
-        return kernels.adamw_kernel(split, bf16_moments=self.moments == "bfloat16")
 
     def scalars(
         self, lr: float, weight_decay: float, step: int, grad_scale: float

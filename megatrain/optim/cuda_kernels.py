@@ -139,7 +139,7 @@ __device__ unsigned int largest_of_group(unsigned int value) {
     return value;
 }
 
-// The format of int8_kernels.py: 64 elements share a scale; with a sign the largest has 15 binades
+// The format of kernels.py: 64 elements share a scale; with a sign the largest has 15 binades
 // above it, without 31, and a value above zero then has no code of zero.
 template <bool SIGNED> struct InBytes {
     Byte4* moments;
@@ -251,13 +251,9 @@ KERNELS_INT8(float32_int8, Float4, Whole{weight}, Float4* weight)
 def launch(
     name: str, arrays: Sequence[Tensor], first: int, seed: int, scalars: Sequence[Any]
 ) -> None:
-    """Enqueue kernel `name` over CUDA `arrays` on the current stream.
-
-    The arrays are the host kernels', without the remainder of float32 weights; all are equally long
-    but scales, which have one element a GROUP. With "_of_sums" behind the name the gradient is fp32
-    and rounded to bfloat16 first. `first`: number of the first element in the model. `seed`: of
-    stochastic rounding. `scalars`: the float32 constants.
-    """
+    """Enqueue kernel `name` over CUDA `arrays`, those of the host's kernels, on the current stream.
+    With "_of_sums" behind the name the gradient is fp32 and rounded to bfloat16 first. first:
+    number of the first element in the model."""
     numel = arrays[0].numel()
     if not numel:  # a rank's share of a small block
         return

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import numpy as np
 
-from megatrain.optim.elementwise import Elementwise, check_moments, check_range, checked_betas
+from megatrain.optim.optimizer import Elementwise, check_moments, check_range, checked_betas
 
 
 @dataclass(frozen=True)
@@ -34,13 +34,6 @@ class Lion(Elementwise):
         check_range("lr", self.lr, 0.0, math.inf)
         check_range("weight_decay", self.weight_decay, 0.0, math.inf)
         check_moments(self.moments)
-
-    def kernel(self, split: bool) -> Any:
-        from megatrain.optim import int8_kernels, kernels
-
-        if self.moments == "int8":
-            return int8_kernels.int8_lion_kernel(split)
-        return kernels.lion_kernel(split, bf16_moments=self.moments == "bfloat16")
 
     def scalars(
         self, lr: float, weight_decay: float, step: int, grad_scale: float

@@ -18,7 +18,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, ClassVar, Unpack
+from typing import Any, ClassVar, NamedTuple, Unpack
 
 import numpy as np
 import torch
@@ -28,8 +28,14 @@ from megatrain.errors import ConfigError
 from megatrain.memory.layout import FlatLayout, TensorSpec
 from megatrain.memory.slab import Slab
 from megatrain.optim.adamw import AdamW
-from megatrain.optim.elementwise import check_range, numpy_of
-from megatrain.optim.optimizer import Optimizer, StateArray, StepOptions, UpdateOptions
+from megatrain.optim.optimizer import (
+    Optimizer,
+    StateArray,
+    StepOptions,
+    UpdateOptions,
+    check_range,
+    numpy_of,
+)
 from megatrain.optim.split import join_master, split_master
 
 HOST_PIECE = 1 << 20  # elements: some milliseconds of one core
@@ -49,21 +55,12 @@ Piece = Callable[[], None]
 Stage = Sequence[Piece]
 
 
-@dataclass(frozen=True)
-class TensorState:
-    """A tensor of a block, with everything that its update reads and writes.
-
-    `flats`: "weight", "remainder" (bfloat16 precision only), "grad", and those of the optimizer's
-    arrays that have this tensor; 1-D, each with its padding.
-    """
+class TensorState(NamedTuple):
+    """A tensor of a block, with all that its update reads and writes. flats: "weight", "remainder"
+    (bfloat16 precision only), "grad" and its state; 1-D, with padding."""
 
     spec: TensorSpec
     flats: dict[str, Tensor]
-
-    @property
-    def split(self) -> bool:
-        """True if the master weight is stored in two halves."""
-        return "remainder" in self.flats
 
 
 class InPlace:
@@ -80,7 +77,7 @@ class InPlace:
             tensor.copy_(function(tensor))
 
 
-class HostWorkspace:
+class HostWorkspace(InPlace):
     """For blocks in host RAM, one after another.
 
     Orthogonalising takes some hundred operations an element, which no host can spare. So where
@@ -94,24 +91,20 @@ class HostWorkspace:
     """
 
     def __init__(self, nbytes: int, device: torch.device, threads: int) -> None:
-        self._device = device
+        super().__init__(device)
         self._stream: Any = None
         if device.type == "cuda" and nbytes:
             self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         # tests inject sleeps here: on the stream, before every tensor
         self.delay: Callable[[], None] | None = None
-        self._slab: Slab | None = None
-        if nbytes:
-            pinned = self._stream is not None
-            self._slab = Slab("directions of the update", nbytes, pinned=pinned, threads=threads)
+        pinned = self._stream is not None
+        self._slab = Slab("directions of the update", nbytes, pinned=pinned, threads=threads)
         self._taken = 0  # bytes
 
     def take_libraries(self) -> None:
-        """Let cuBLAS take its workspace for this stream and the calling thread now.
-
-        To be called in the thread that will call `replace`. Taken in the first step it would lie
-        amid the activations (engine/components.py: take_workspaces).
-        """
+        """Let cuBLAS take its workspace for this stream and the calling thread, which will call
+        `replace`, now: later it would lie amid the activations (engine/components.py:
+        take_workspaces)."""
         if self._stream is not None:
             with torch.cuda.stream(self._stream):
                 ones = torch.ones(1, 64, 64, dtype=torch.bfloat16, device=self._device)
@@ -122,15 +115,13 @@ class HostWorkspace:
         self._taken = 0
 
     def directions(self, tensor: TensorState) -> Tensor:
-        assert self._slab is not None
         start, self._taken = self._taken, self._taken + DIRECTION_BYTES * tensor.spec.numel
         return self._slab.bytes[start : self._taken].view(torch.bfloat16)
 
     def replace(self, function: Callable[[Tensor], Tensor], tensors: Sequence[Tensor]) -> None:
         """Returns when they are computed and, with a GPU, have come down."""
         if self._stream is None:
-            for tensor in tensors:
-                tensor.copy_(function(tensor))
+            super().replace(function, tensors)
             return
         with torch.cuda.stream(self._stream):
             for tensor in tensors:
@@ -142,19 +133,12 @@ class HostWorkspace:
         self._stream.synchronize()  # wait: the host reads next what comes down
 
     def close(self) -> None:
-        if self._slab is not None:
-            self._slab.close()
+        self._slab.close()
 
 
-Workspace = InPlace | HostWorkspace
-
-
-@dataclass(frozen=True)
-class Scratch:
-    """The most bytes that an update needs beside the state.
-
-    `host`: in host RAM, for a block's directions. `device`: where matmuls are fast.
-    """
+class Scratch(NamedTuple):
+    """The most bytes that an update needs beside the state: `host` for a block's directions,
+    `device` where matmuls are fast."""
 
     host: int
     device: int
@@ -263,7 +247,7 @@ class Muon:
     def stages(
         self,
         tensors: Sequence[TensorState],
-        workspace: Workspace,
+        workspace: InPlace,
         **options: Unpack[StepOptions],
     ) -> Iterator[Stage]:
         """Stages which, once all their pieces were run, have updated these tensors in place.
@@ -301,10 +285,8 @@ class Muon:
         return [partial(update, start, min(start + HOST_PIECE, numel)) for start in starts]
 
     def orthogonal(self, matrices: Tensor) -> Tensor:
-        """Nearly the closest orthogonal matrices to bfloat16 `matrices` [count, rows, columns].
-
-        Their singular values end between 0.7 and 1.2.
-        """
+        """Nearly the closest orthogonal matrices to bfloat16 `matrices` [count, rows, columns];
+        their singular values end between 0.7 and 1.2."""
         upright = matrices.shape[1] > matrices.shape[2]
         x = matrices.mT if upright else matrices
         x = x / torch.linalg.vector_norm(x, dim=(1, 2), keepdim=True).clamp(min=LEAST_NORM)
@@ -343,30 +325,27 @@ class _Update:
         self,
         optimizer: Muon,
         tensor: TensorState,
-        workspace: Workspace,
+        workspace: InPlace,
         lr: float,
         grad_scale: float,
     ) -> None:
         self.optimizer, self.spec, self.grad_scale = optimizer, tensor.spec, grad_scale
         self.decay = 1 - lr * optimizer.weight_decay if tensor.spec.decay else 1.0
         self.minus_step_size = -lr * RATES[optimizer.adjust_lr_fn](*tensor.spec.shape[-2:])
-        self.split, self.numel = tensor.split, tensor.spec.numel
-        self.weight, self.grad, self.exp_avg = (
-            tensor.flats[name][: self.numel] for name in ("weight", "grad", "exp_avg")
-        )
-        self.remainder = tensor.flats["remainder"][: self.numel] if self.split else None
+        numel = tensor.spec.numel
+        flats = {name: flat[:numel] for name, flat in tensor.flats.items()}
+        self.weight, self.grad, self.exp_avg = (flats[n] for n in ("weight", "grad", "exp_avg"))
+        self.remainder = flats.get("remainder")
         self.direction = workspace.directions(tensor)
         self.on_host = self.weight.is_cpu
         if self.on_host:
             # rounds the fp32 accumulators of a resident block, else changes nothing
             self.grad = self.grad.to(self.weight.dtype)
         size = HOST_PIECE if self.on_host else DEVICE_PIECE
-        self.pieces = [
-            slice(start, min(start + size, self.numel)) for start in range(0, self.numel, size)
-        ]
+        self.pieces = [slice(at, min(at + size, numel)) for at in range(0, numel, size)]
 
     def direct(self) -> list[Piece]:
-        return [lambda part=part: self._direct(part) for part in self.pieces]  # type: ignore[misc]
+        return [partial(self._direct, part) for part in self.pieces]
 
     def _direct(self, part: slice) -> None:
         momentum = self.optimizer.momentum
@@ -375,11 +354,12 @@ class _Update:
             from megatrain.optim import kernels
 
             nesterov = 1 - momentum if self.optimizer.nesterov else 0.0
-            scalars = self.grad_scale, 1 - momentum, nesterov
-            arrays = map(numpy_of, (exp_avg, grad, direction))
-            kernels.muon_direction_kernel(self.split)(*arrays, *(np.float32(x) for x in scalars))
+            scalars = map(np.float32, (self.grad_scale, 1 - momentum, nesterov))
+            kernel = kernels.muon_direction_kernel(self.remainder is not None)
+            kernel(*map(numpy_of, (exp_avg, grad, direction)), *scalars)
             return
-        gradient = gradient_of(grad, self.weight, self.grad_scale)
+        # as it is applied: rounded to the weight's type, then scaled
+        gradient = grad.to(self.weight.dtype).float() * self.grad_scale
         exp_avg.lerp_(gradient, 1 - momentum)
         direction.copy_(gradient.lerp_(exp_avg, momentum) if self.optimizer.nesterov else exp_avg)
 
@@ -389,22 +369,23 @@ class _Update:
         return list(torch.split(matrices, _experts_at_once(self.spec.shape)))
 
     def apply(self) -> list[Piece]:
-        return [lambda part=part: self._apply(part) for part in self.pieces]  # type: ignore[misc]
+        return [partial(self._apply, part) for part in self.pieces]
 
     def _apply(self, part: slice) -> None:
-        weight = self.weight[part]
+        weight, direction = self.weight[part], self.direction[part]
         remainder = self.remainder[part] if self.remainder is not None else None
         if self.on_host:
             from megatrain.optim import kernels
 
             low = None if remainder is None else numpy_of(remainder)
-            arrays = numpy_of(weight), low, numpy_of(self.direction[part])
             scalars = np.float32(self.decay), np.float32(self.minus_step_size)
-            kernels.muon_update_kernel(self.split)(*arrays, *scalars)
+            kernel = kernels.muon_update_kernel(remainder is not None)
+            kernel(numpy_of(weight), low, numpy_of(direction), *scalars)
             return
-        master = read_master(weight, remainder).mul_(self.decay)
-        master.add_(self.direction[part].float(), alpha=self.minus_step_size)
-        write_master(master, weight, remainder)
+        master = weight if remainder is None else join_master(weight, remainder)
+        master.mul_(self.decay).add_(direction.float(), alpha=self.minus_step_size)
+        if remainder is not None:
+            split_master(master, (weight, remainder))
 
 
 def check_ranks(optimizer: Optimizer, ranks: int) -> None:
@@ -414,24 +395,3 @@ def check_ranks(optimizer: Optimizer, ranks: int) -> None:
             f"optimizer.name: {optimizer.name} needs whole matrices, of which each of {ranks} GPUs "
             "has a part; use adamw or lion, or one GPU"
         )
-
-
-# -- pieces that torch computes --------------------------------------------------------------------
-
-
-def gradient_of(grad: Tensor, weight: Tensor, grad_scale: float) -> Tensor:
-    """The fp32 gradient as it is applied: rounded to the weight's type, then scaled."""
-    return grad.to(weight.dtype).float() * grad_scale
-
-
-def read_master(weight: Tensor, remainder: Tensor | None) -> Tensor:
-    """The master weight, a new fp32 tensor."""
-    return weight.float().clone() if remainder is None else join_master(weight, remainder)
-
-
-def write_master(master: Tensor, weight: Tensor, remainder: Tensor | None) -> None:
-    """Write the fp32 `master` to its halves, or to `weight` alone; contiguous, of one shape."""
-    if remainder is None:
-        weight.copy_(master)
-    else:
-        split_master(master, (weight, remainder))

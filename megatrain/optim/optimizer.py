@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
+import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import ClassVar, Protocol, TypedDict, Unpack, runtime_checkable
+from typing import Any, ClassVar, Protocol, TypedDict, Unpack, runtime_checkable
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from megatrain.memory.layout import Per
+from megatrain.errors import ConfigError
+from megatrain.memory.layout import GROUP, Per
 
 
 @dataclass(frozen=True)
 class StateArray:
-    """One array of optimizer state, zero before the first update.
-
-    `per`: granularity of the array (memory/layout.py).
-    """
+    """One array of optimizer state, zero before the first update. per: its granularity."""
 
     name: str
     dtype: torch.dtype
@@ -28,11 +29,8 @@ UpdateRange = Callable[[int, int], None]  # (start, stop) of the arrays it was m
 
 
 class StepOptions(TypedDict):
-    """Options of an update that hold for all blocks.
-
-    step: number of the update, from 1.
-    grad_scale: multiplies the gradient first (the clip factor).
-    """
+    """Options of an update that hold for all blocks. step: its number, from 1. grad_scale:
+    multiplies the gradient first (the clip factor)."""
 
     lr: float
     step: int
@@ -47,12 +45,8 @@ class UpdateOptions(StepOptions):
 
 @runtime_checkable
 class Optimizer(Protocol):
-    """The declarations that all share. Store, planner and checkpoint read `state_arrays`.
-
-    Attributes:
-        whole_tensors: True for one that updates whole tensors in stages (Muon), False for one that
-            updates any range of elements (RangeOptimizer).
-    """
+    """The declarations that all share. whole_tensors: it updates whole tensors in stages (Muon),
+    not any range of elements (Elementwise)."""
 
     name: ClassVar[str]
     whole_tensors: ClassVar[bool]
@@ -74,33 +68,6 @@ class Optimizer(Protocol):
         """Compile kernels, which would otherwise delay the first update by seconds."""
 
 
-class RangeOptimizer(Optimizer, Protocol):
-    """Updates any range of a block, element by element."""
-
-    def update(
-        self, views: dict[str, Tensor], *, first: int = 0, **options: Unpack[UpdateOptions]
-    ) -> None:
-        """Update one flat range in place.
-
-        An element's result depends on that element and its number alone, so any cut into ranges
-        gives the same bits; a range of zeros stays zero.
-
-        Args:
-            views: equally long, contiguous 1-D slices of "weight", "remainder" (bfloat16 precision
-                only), "grad" and every array of `state_arrays`.
-            first: number of the range's first element in the whole model.
-        """
-
-    def updating(
-        self, arrays: dict[str, Tensor], *, first: int = 0, **options: Unpack[UpdateOptions]
-    ) -> UpdateRange:
-        """`update` of any range of CPU `arrays`, to be called from many threads at once.
-
-        What ranges have in common is prepared here. A call takes microseconds of Python, in which
-        it keeps the GIL from the thread that drives the device, and then releases it.
-        """
-
-
 @dataclass(frozen=True)
 class Frozen:
     """No optimizer: an engine that only evaluates or generates keeps no optimizer state."""
@@ -116,7 +83,176 @@ class Frozen:
     def compile(self) -> None:
         pass
 
+
+@dataclass(frozen=True)
+class Format:
+    """A storage format of moments.
+
+    `codec_s`: seconds in which one thread of the host widens and narrows a number, with data in its
+    caches, on an EPYC with AVX-512; None: memory always takes longer.
+    """
+
+    dtype: torch.dtype
+    suffix: str = ""  # of the names of GPU kernels
+    scaled: bool = False  # each GROUP has a scale
+    codec_s: float | None = None
+
+
+MOMENTS = {  # from the widest to the narrowest
+    "float32": Format(torch.float32),
+    "bfloat16": Format(torch.bfloat16, "_bf16", codec_s=0.13e-9),
+    "int8": Format(torch.uint8, "_int8", scaled=True, codec_s=0.4e-9),
+}
+
+
+class Elementwise(ABC):
+    """An optimizer that updates every element by itself, or with int8 moments every GROUP.
+
+    Its kernels are compiled by Numba for the host and by NVRTC for GPUs. Both take "weight",
+    "remainder" (of bfloat16 weights), the state's arrays, "grad", the number of the first element,
+    the step's seed and the scalars. The name of a GPU kernel is made of `name`, "split" (bfloat16
+    weights with a remainder) or "float32", and the format's suffix.
+    """
+
+    name: ClassVar[str]
+    whole_tensors: ClassVar[bool] = False
+    plain_s: ClassVar[float]  # seconds of one thread a parameter, with fp32 moments; as `codec_s`
+    moment_names: ClassVar[tuple[str, ...]]
+    moments: str
+    weight_decay: float
+
+    @property
+    def arithmetic(self) -> float | None:
+        """As `Optimizer.arithmetic`."""
+        codec_s = self._format.codec_s
+        return None if codec_s is None else 1 / (self.plain_s + len(self.moment_names) * codec_s)
+
+    @property
+    def state_arrays(self) -> tuple[StateArray, ...]:
+        """Every moment, with its scales behind it."""
+        arrays = []
+        for name in self.moment_names:
+            arrays.append(StateArray(name, self._format.dtype))
+            if self._format.scaled:
+                arrays.append(StateArray(f"{name}_scale", torch.uint8, per="group"))
+        return tuple(arrays)
+
+    @property
+    def _format(self) -> Format:
+        return MOMENTS[self.moments]
+
+    @abstractmethod
+    def scalars(
+        self, lr: float, weight_decay: float, step: int, grad_scale: float
+    ) -> tuple[np.float32, ...]:
+        """The kernels' constants, computed in double: float32's 1 - beta2 would be off by 1e-5."""
+
+    def compile(self) -> None:
+        """Load the kernels from Numba's cache or compile them, which takes seconds."""
+        from megatrain.optim import kernels  # late: planning need not wait for Numba
+
+        for split in (True, False):
+            kernels.range_kernel(self.name, split, self.moments)
+
     def update(
         self, views: dict[str, Tensor], *, first: int = 0, **options: Unpack[UpdateOptions]
     ) -> None:
-        raise AssertionError("an engine made for reading was asked to train")
+        """Update one flat range in place.
+
+        An element's result depends on that element and its number alone, so any cut into ranges
+        gives the same bits; a range of zeros stays zero.
+
+        Args:
+            views: equally long, contiguous 1-D slices: "weight" and "grad" bfloat16 with
+                "remainder" int16, or both float32 without it; every array of `state_arrays`. A
+                float32 "grad" beside bfloat16 weights is rounded to bfloat16 first.
+            first: number of the range's first element in the whole model.
+        """
+        if not views["weight"].is_cuda:
+            self.updating(views, first=first, **options)(0, views["weight"].numel())
+            return
+        from megatrain.optim import cuda_kernels, kernels
+
+        split = "remainder" in views
+        of_sums = "_of_sums" if split and views["grad"].dtype == torch.float32 else ""
+        name = f"{self.name}_{'split' if split else 'float32'}{self._format.suffix}{of_sums}"
+        arrays = [views[array.name] for array in self._arguments(split)]
+        seed = int(kernels.seed_of(options["step"]))
+        cuda_kernels.launch(name, arrays, first, seed, self.scalars(**options))
+
+    def _arguments(self, split: bool) -> list[StateArray]:
+        """The arrays that kernels take, in their order."""
+        weight = torch.bfloat16 if split else torch.float32
+        remainder = (StateArray("remainder", torch.int16),) if split else ()
+        weights = (StateArray("weight", weight), *remainder)
+        return [*weights, *self.state_arrays, StateArray("grad", weight)]
+
+    def updating(
+        self, arrays: dict[str, Tensor], *, first: int = 0, **options: Unpack[UpdateOptions]
+    ) -> UpdateRange:
+        """`update` of any range of CPU `arrays`, to be called from many threads at once.
+
+        What ranges have in common is prepared here. A call takes microseconds of Python, in which
+        it keeps the GIL from the thread that drives the device, and then releases it.
+        """
+        from megatrain.optim import kernels
+
+        split, scaled = "remainder" in arrays, self._format.scaled
+        given, wanted = dict(arrays), self._arguments(split)
+        given["grad"] = arrays["grad"].to(arrays["weight"].dtype)
+        dtypes = [given[array.name].dtype for array in wanted]
+        assert dtypes == [array.dtype for array in wanted], dtypes
+        weight, *others = (
+            numpy_of(given[array.name], rows=scaled and array.per == "element") for array in wanted
+        )
+        assert {len(array) for array in others} == {len(weight)}, "slices of unequal length"
+        ordered = [weight, *others] if split else [weight, None, *others]  # None: no remainder
+        kernel = kernels.range_kernel(self.name, split, self.moments)
+        unit = GROUP if scaled else 1
+        seed, scalars = kernels.seed_of(options["step"]), self.scalars(**options)
+
+        def update(start: int, stop: int) -> None:
+            assert start % unit == stop % unit == 0, (start, stop)
+            part = slice(start // unit, stop // unit)
+            # numpy's slices: torch's would hand the GIL over at each
+            parts = [None if array is None else array[part] for array in ordered]
+            kernel(*parts, first + start, seed, scalars)
+
+        return update
+
+
+def checked_betas(betas: Any) -> tuple[float, float]:
+    """`betas` as a tuple, also where it comes as a list from YAML. Raises ConfigError."""
+    if not isinstance(betas, (tuple, list)) or len(betas) != 2:
+        raise ConfigError(
+            f"optimizer.betas: expected two numbers such as (0.9, 0.999), not {betas!r}"
+        )
+    for index, beta in enumerate(betas):
+        check_range(f"betas[{index}]", beta, 0.0, 1.0)
+    return betas[0], betas[1]
+
+
+def check_range(key: str, value: Any, low: float, high: float) -> None:
+    """Raise ConfigError unless `value` is a finite number with low <= value < high."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise ConfigError(f"optimizer.{key}: expected a number, not {value!r}")
+    if not low <= value < high:  # false for NaN too
+        upper = "" if high == math.inf else f" and below {high:g}"
+        raise ConfigError(
+            f"optimizer.{key}: {value!r} is out of range; "
+            f"it must be finite, at least {low:g}{upper}"
+        )
+
+
+def check_moments(moments: str) -> None:
+    """Raise ConfigError unless `moments` is a key of MOMENTS."""
+    if moments not in MOMENTS:
+        raise ConfigError(f"optimizer.moments: {moments!r} is none of {', '.join(MOMENTS)}")
+
+
+def numpy_of(tensor: Tensor, *, rows: bool = False) -> np.ndarray[Any, Any]:
+    """A 1-D CPU tensor as a numpy view; bfloat16, which numpy lacks, as int16. rows: [groups,
+    GROUP]."""
+    assert tensor.is_contiguous(), tensor.stride()
+    array = tensor.view(torch.int16) if tensor.dtype == torch.bfloat16 else tensor
+    return array.numpy().reshape(-1, GROUP) if rows else array.numpy()

@@ -11,12 +11,8 @@ from megatrain.errors import ConfigError
 
 @dataclass(frozen=True)
 class Schedule:
-    """Linear warm-up to a peak rate, which is held or decays.
-
-    decay: maps the progress of the decay (0 to 1) to the factor that is left (1 to 0); None holds
-        the peak.
-    at_end: decays in a last share of the steps, not from the end of the warm-up.
-    """
+    """Linear warm-up to a peak rate, which is held or decays. decay: maps its progress (0 to 1) to
+    the factor that is left (1 to 0); None: held. at_end: decays in a last share of the steps."""
 
     decay: Callable[[float], float] | None
     at_end: bool = False
@@ -69,12 +65,8 @@ SCHEDULES = {
 
 
 def warmup_steps(warmup: float, total_steps: int) -> int:
-    """Number of warm-up steps; more than `total_steps` are allowed, then the peak is not reached.
-
-    warmup: below 1 a share of `total_steps`, rounded up as in transformers, else a number of steps.
-
-    Raises ConfigError if it is negative, or neither a share nor whole.
-    """
+    """Number of warm-up steps, which may be more than all. warmup: below 1 a share of
+    `total_steps`, rounded up as in transformers, else a number of steps. Raises ConfigError."""
     if not 0 <= warmup < math.inf:
         raise ConfigError(
             f"train.warmup: {warmup!r} is out of range; give a share below 1 or a number of steps"

@@ -22,10 +22,8 @@ CHUNK = 1 << 23  # elements: temporaries stay at 32 MiB however large the tensor
 
 
 def split_master(master: Tensor, out: tuple[Tensor, Tensor] | None = None) -> tuple[Tensor, Tensor]:
-    """(weight, remainder), bfloat16 and int16, of an fp32 tensor of any shape on any device.
-
-    out: the two contiguous tensors of `master.numel()` elements to write and return.
-    """
+    """(weight, remainder), bfloat16 and int16, of an fp32 tensor on any device. out: two contiguous
+    tensors to write and return."""
     assert master.dtype == torch.float32, master.dtype
     if out is None:
         weight = torch.empty(master.shape, dtype=torch.bfloat16, device=master.device)

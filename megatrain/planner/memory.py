@@ -33,7 +33,7 @@ from megatrain.planner.activations import SUM_BYTES, WEIGHT_BYTES, Activations
 from megatrain.planner.job import Choices, Job
 from megatrain.schedule import LANDING_BUFFERS, own_sums, slot_sizes, sum_buffers, summed_blocks
 from megatrain.settings import WIRES
-from megatrain.storage.run_folder import SMALL_FILES_BYTES
+from megatrain.storage.hashed_file import SMALL_FILES_BYTES
 
 if TYPE_CHECKING:
     from megatrain.planner.cost.shape import ModelShape

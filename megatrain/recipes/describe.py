@@ -35,8 +35,7 @@ from megatrain.reporting.mfu import ModelFlops
 from megatrain.reporting.summary import Facts, Predicted, RunSummary, human_parameters
 from megatrain.schedule import UNCHANGED
 from megatrain.settings import KEYS, OPTIONS
-from megatrain.storage.run_folder import write_text
-from megatrain.storage.saves import find_checkpoint
+from megatrain.storage.run_folder import find_checkpoint, write_text
 from megatrain.world import World
 
 logger = logging.getLogger("megatrain")

@@ -43,8 +43,8 @@ from megatrain.recipes.signals import StopRequest
 from megatrain.recipes.tasks import TaskOptions, TaskResults, load_tasks, run_tasks
 from megatrain.reporting.streams import console_on
 from megatrain.settings import Settings
-from megatrain.storage.restore import read_about
-from megatrain.storage.saves import STATE, find_checkpoint, with_state
+from megatrain.storage.checkpoint import read_about
+from megatrain.storage.run_folder import STATE, find_checkpoint, with_state
 
 
 def show_data(

@@ -31,8 +31,7 @@ from megatrain.reporting.summary import advise
 from megatrain.reporting.tracing import record_timeline
 from megatrain.storage.checkpoint import save_checkpoint, write_final
 from megatrain.storage.hashed_file import write_bytes
-from megatrain.storage.run_folder import checkpoint_name
-from megatrain.storage.saves import prove
+from megatrain.storage.run_folder import checkpoint_name, prove
 
 Figures = dict[str, float]  # of an evaluation, as metrics.jsonl names them
 TRACED_STEP = 3  # of a process: the first compiles, the second is the first to wait for an update

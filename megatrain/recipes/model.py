@@ -27,7 +27,7 @@ from megatrain.models.pretrained import (
 )
 from megatrain.models.shapes import SHAPES, set_depth
 from megatrain.storage.manifest import check_description
-from megatrain.storage.safetensors import check_shards
+from megatrain.storage.safetensors import open_shards
 from megatrain.storage.weights import check_headers
 
 if TYPE_CHECKING:
@@ -127,7 +127,7 @@ def check_weights(source: str, *, needed: bool = True) -> None:
     if not folder.is_dir() or resolve_source(folder).kind == "gguf":
         return
     if needed or any(folder.glob("*.safetensors")) or any(folder.glob("pytorch_model*.bin")):
-        check_shards(folder)
+        open_shards(folder)
 
 
 def check_tensors(skeleton: Skeleton, source: str) -> None:

@@ -33,8 +33,8 @@ from megatrain.machine.profile import installed_version
 from megatrain.recipes.loop import sweeps
 from megatrain.recipes.state import Ready
 from megatrain.reporting.progress import Progress
+from megatrain.storage.checkpoint import Resumable, read_about
 from megatrain.storage.hashed_file import write_bytes
-from megatrain.storage.restore import Resumable, read_about
 from megatrain.version import VERSION
 
 logger = logging.getLogger("megatrain")

@@ -91,16 +91,15 @@ from megatrain.reporting.summary import RunSummary
 from megatrain.reporting.tracing import claim
 from megatrain.reporting.trackers import check_installed
 from megatrain.settings import KEYS
-from megatrain.storage.manifest import check_files, read_manifest
-from megatrain.storage.restore import (
+from megatrain.storage.checkpoint import (
     Resumable,
     find_resumable,
     named_checkpoint,
     nothing_to_resume,
     read_about,
 )
-from megatrain.storage.run_folder import CARD, FINAL, checkpoints
-from megatrain.storage.saves import sequence_of
+from megatrain.storage.manifest import check_files, read_manifest
+from megatrain.storage.run_folder import CARD, FINAL, checkpoints, sequence_of
 from megatrain.world import ALONE, World
 
 logger = logging.getLogger("megatrain")

@@ -56,10 +56,9 @@ from megatrain.reporting.progress import LOG_FILE, Progress, logging_to
 from megatrain.reporting.streams import console_on
 from megatrain.reporting.summary import RunSummary
 from megatrain.reporting.trackers import ID_FILE, tracking
-from megatrain.storage.checkpoint import reopen
+from megatrain.storage.checkpoint import Resumable, load_resumable, reopen
 from megatrain.storage.hashed_file import storage_error, system_errors
 from megatrain.storage.manifest import MANIFEST, UNVERIFIED, verifies
-from megatrain.storage.restore import Resumable, load_resumable
 from megatrain.storage.run_folder import (
     ANOTHER_OUTPUT,
     CHECKPOINT,
@@ -71,11 +70,11 @@ from megatrain.storage.run_folder import (
     RunLock,
     checkpoint_name,
     checkpoints,
-    folder_bytes,
+    disk_bytes,
     forget_unused,
+    newer_than,
     run_lock,
 )
-from megatrain.storage.saves import newer_than
 from megatrain.world import LOOKS_EVERY_S, World
 
 # All names that a run writes, but for its lock.
@@ -233,7 +232,7 @@ def load_checkpoint(
     """Load the checkpoint to resume from; returns its folder and its state. Raises StorageError,
     and DataError if the rows are others."""
     config = ready.config
-    size = folder_bytes(resuming.path) if resuming.path else None
+    size = disk_bytes([resuming.path]) if resuming.path else None
     with progress.doing("reading the checkpoint", total=size, counted=BYTES_READ):
         source, state = load_resumable(config.output, engine, resuming)
     may_end_here()

@@ -3,27 +3,38 @@
 A checkpoint is a Hugging Face model folder plus `optimizer/` (remainder and moments, one file per
 block), `state.json` (where the run is) and `MANIFEST.json` (sizes and hashes, written last). It is
 written beside the checkpoint before, made real by one rename, and checked before it is trusted.
-Every tensor file carries its step: files of two steps are never read as one. `restore.py` reads it.
+Every tensor file carries its step: files of two steps are never read as one.
+
+Restored, every tensor is read once, and checked on the way: one thread reads a file from beginning
+to end, into the arrays; after the last byte its SHA-256 is known. An older checkpoint is loaded
+over one that turns out damaged.
 """
 
 from __future__ import annotations
 
 import json
+import logging
 import math
 import shutil
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections import defaultdict
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import groupby
+from operator import itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
-from megatrain.errors import StorageError
+from megatrain.errors import ConfigError, DamagedError, ModelError, StorageError
 from megatrain.memory.layout import TensorRange
-from megatrain.models.constants import names_in
-from megatrain.models.names import Tensors
+from megatrain.models.constants import FLOATS, Place, names_in
+from megatrain.models.names import Tensors, in_blocks
 from megatrain.optim import Optimizer
-from megatrain.storage import run_folder, saves
+from megatrain.optim.split import as_weight
+from megatrain.storage import run_folder
 from megatrain.storage.export import (
     Exportable,
     array_sources,
@@ -32,11 +43,54 @@ from megatrain.storage.export import (
     weight_plan,
     write_description,
 )
-from megatrain.storage.hashed_file import WrittenFile, sync_tree, system_errors, write_bytes
-from megatrain.storage.manifest import MANIFEST, Manifest, describe_files, read_manifest
-from megatrain.storage.passthrough import Passthrough, at_home, is_kept, keep_once, put_into
-from megatrain.storage.safetensors import TensorSource
-from megatrain.storage.sharded_write import led, write_model
+from megatrain.storage.hashed_file import (
+    SMALL_FILES_BYTES,
+    WrittenFile,
+    sync_tree,
+    system_errors,
+    write_bytes,
+)
+from megatrain.storage.manifest import (
+    MANIFEST,
+    USE_ANOTHER,
+    Manifest,
+    check_files,
+    damaged,
+    describe_files,
+    read_bytes,
+    read_manifest,
+    stray_files,
+    verifies,
+    verify_checkpoint,
+)
+from megatrain.storage.passthrough import (
+    Passthrough,
+    at_home,
+    is_kept,
+    keep_once,
+    passthrough_of,
+    put_into,
+    with_frozen,
+)
+from megatrain.storage.run_folder import (
+    FINAL,
+    STATE,
+    find_checkpoint,
+    holds_state,
+    manifest_of,
+    newest_first,
+)
+from megatrain.storage.safetensors import (
+    HashedReader,
+    StoredTensor,
+    TensorSource,
+    dtype_name,
+    in_parallel,
+    open_shards,
+    read_header,
+)
+from megatrain.storage.sharded_write import Reading, led, readings, write_model
+from megatrain.storage.weights import find_tensors
 
 if TYPE_CHECKING:
     from transformers import GenerationConfig, PreTrainedTokenizerBase
@@ -93,19 +147,19 @@ def save_checkpoint(
     run_dir = Path(run_dir)
     made_of = {**identity(engine), "source": dict(source or {})}
     about = {"step": step, "made_of": made_of, "engine": engine.state(), "state": state}
-    files = {saves.STATE: json.dumps(about, indent=1).encode() + b"\n", **(code or {})}
+    files = {run_folder.STATE: json.dumps(about, indent=1).encode() + b"\n", **(code or {})}
 
     def lead() -> Passthrough:
         run_folder.make_run_dir(run_dir)
         target = run_dir / run_folder.checkpoint_name(step)
         with system_errors(target, "save it"):
-            saves.tidy(run_dir)
+            run_folder.tidy(run_dir)
             _check_space(run_dir, engine)
             _write(target, step, engine, tokenizer, generation_config, files)
             run_folder.point(run_dir, "last", target)
             if best is not None and (run_dir / run_folder.checkpoint_name(best)).is_dir():
                 run_folder.point(run_dir, "best", run_dir / run_folder.checkpoint_name(best))
-            saves.prune(run_dir, keep, [path for path in abandoned if path != target])
+            run_folder.prune(run_dir, keep, [path for path in abandoned if path != target])
             return at_home(run_dir, engine.passthrough)
 
     engine.passthrough = led(
@@ -134,9 +188,17 @@ def _write(
         files = write_model(folder, plan, metadata, states, there=passthrough, world=world)
         write_description(folder, engine, tokenizer, generation_config)
         files += [write_bytes(folder / name, text) for name, text in small.items()]
-        sequence, constants = saves.next_sequence(run_dir), names_in(engine.constants)
-        manifest = Manifest(step, sequence, {}, constants=constants)
-        _write_manifest(folder, manifest, files, kept)
+        hashed = {file.name: file for file in (*files, *kept)}
+        names = sorted(
+            str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()
+        )
+        # on the disk already; those that are kept may be copies
+        sync_tree(folder, but={file.name for file in files})
+        by_libraries = describe_files(folder, [name for name in names if name not in hashed])
+        listed = hashed | {file.name: file for file in by_libraries}
+        sequence, constants = run_folder.next_sequence(run_dir), names_in(engine.constants)
+        manifest = Manifest(step, sequence, listed, constants=constants)
+        write_bytes(folder / MANIFEST, manifest.encode())
 
 
 def saved_arrays(engine: Checkpointable) -> dict[str, torch.dtype]:
@@ -155,7 +217,7 @@ def checkpoint_bytes(engine: Checkpointable) -> int:
 
 
 def _check_space(run_dir: Path, engine: Checkpointable) -> None:
-    need = checkpoint_bytes(engine) + run_folder.SMALL_FILES_BYTES
+    need = checkpoint_bytes(engine) + SMALL_FILES_BYTES
     if not is_kept(run_dir):
         need += sum(source.nbytes for source in unchanged(engine))
     free = shutil.disk_usage(run_dir).free
@@ -164,24 +226,6 @@ def _check_space(run_dir: Path, engine: Checkpointable) -> None:
             f"{run_dir}: a checkpoint needs {need / 2**30:.2f} GiB and {free / 2**30:.2f} GiB are "
             "free; free space there, or lower checkpoint.keep"
         )
-
-
-def _write_manifest(
-    folder: Path,
-    manifest: Manifest,
-    files: Sequence[WrittenFile],
-    linked: Sequence[WrittenFile],
-) -> None:
-    """Write MANIFEST.json once everything it is to list is on the disk.
-
-    files: hashed already, and on the disk. linked: hashed already; may be copies.
-    """
-    hashed = {file.name for file in (*files, *linked)}
-    names = sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
-    others = [name for name in names if name not in hashed]  # written by a library
-    sync_tree(folder, but={file.name for file in files})
-    listed = {file.name: file for file in (*files, *linked, *describe_files(folder, others))}
-    write_bytes(folder / MANIFEST, replace(manifest, files=listed).encode())
 
 
 def _optimizer_plan(engine: Checkpointable) -> dict[str, list[TensorSource]]:
@@ -202,11 +246,8 @@ def _optimizer_plan(engine: Checkpointable) -> dict[str, list[TensorSource]]:
 def saved_tensors(
     engine: Checkpointable, array: str, block: int, weights: Tensors
 ) -> Sequence[TensorRange]:
-    """The tensors of an array of a block in a checkpoint whose weights are these.
-
-    Arrays with an element for each parameter are cut alike, others into the model's own tensors.
-    Only the weight has frozen ones.
-    """
+    """The tensors of an array of a block beside these weights: cut alike where it has an element
+    for each parameter, else into the model's own tensors."""
     spec, trainable = engine.store.arrays[array], engine.store.layouts[block].trainable
     if spec.per == "element":
         return [t for t in weights[block] if spec.whole or t.offset < trainable]
@@ -228,7 +269,7 @@ def identity(engine: Checkpointable) -> dict[str, Any]:
         **({"frozen parameters": frozen} if (frozen := engine.anatomy.frozen_parameters) else {}),
         "precision": engine.precision,
         "optimizer": engine.optimizer.name,
-        "arrays": {name: str(dtype).removeprefix("torch.") for name, dtype in arrays},
+        "arrays": {name: dtype_name(dtype) for name, dtype in arrays},
     }
 
 
@@ -239,23 +280,13 @@ def write_final(
     full: bool = False,
     card: str | None = None,
 ) -> Path:
-    """Make `final/` of a checkpoint (by default the last): its model, as hard links.
-
-    They cost no space while that checkpoint is kept.
-
-    Args:
-        full: with the optimizer's state, so that a run may go on from it.
-        card: its text.
-
-    Raises:
-        ConfigError: there is no such checkpoint.
-        StorageError: the disk fails, or the checkpoint has no intact manifest.
-    """
+    """Make `final/` of a checkpoint (by default the last): its model, as hard links. full: with the
+    state to go on from; card: its text. Raises ConfigError and StorageError."""
     run_dir = Path(run_dir)
     which = "last" if checkpoint is None else Path(checkpoint).name
-    source = saves.find_checkpoint(run_dir, which)
+    source = run_folder.find_checkpoint(run_dir, which)
     manifest, target = read_manifest(source), run_dir / run_folder.FINAL
-    names = manifest.files if full else saves.model_files(manifest)
+    names = manifest.files if full else run_folder.model_files(manifest)
     with run_folder.new_folder(target, run_dir / "final.tmp") as folder:
         for name in names:
             (folder / name).parent.mkdir(exist_ok=True)
@@ -269,18 +300,247 @@ def write_final(
 
 
 def reopen(run_dir: Path, source: Path) -> None:
-    """Remove a full `final/` of a run that goes on from `source`, unless it is of a later save.
-
-    If `source` is `final/` itself, as its checkpoint was lost, it becomes a checkpoint again. One
-    that holds the model alone stays until the next takes its place. Raises StorageError.
-    """
-    final, saved = run_dir / run_folder.FINAL, saves.sequence_of(source)
+    """Remove a full `final/` of a run that goes on from `source`, unless it is of a later save. As
+    `source` itself it becomes a checkpoint again, whose own was lost."""
+    final, saved = run_dir / run_folder.FINAL, run_folder.sequence_of(source)
     with system_errors(final, "move it"):
-        saves.tidy(run_dir)
+        run_folder.tidy(run_dir)
         if not final.is_dir():
             return
         if source.resolve() == final.resolve():
             name = run_folder.checkpoint_name(read_manifest(final).step)
             run_folder.put_in_place(final, run_dir / name)
-        elif saves.holds_state(final) and saves.sequence_of(final, math.inf) <= saved:
+        elif run_folder.holds_state(final) and run_folder.sequence_of(final, math.inf) <= saved:
             run_folder.discard(final)
+
+
+# -- restoring ------------------------------------------------------------------------------------
+
+# A tensor in a file, and the array, block and range of the array that it is read into; a constant
+# has a place, and no array.
+_Transfer = tuple[StoredTensor, str, int, TensorRange | Place]
+
+logger = logging.getLogger("megatrain")
+
+
+@dataclass(frozen=True)
+class Resumable:
+    """The newest intact checkpoint, if any, and a warning for each newer one that is not intact."""
+
+    path: Path | None
+    warnings: tuple[str, ...]
+    named: bool = False  # by the user: then no other will do
+
+
+def find_resumable(
+    run_dir: Path | str, deep: bool = True, besides: Collection[Path] = ()
+) -> Resumable:
+    """Find the checkpoint to resume from, newest save first, but not in `besides`. deep: check
+    every byte."""
+    # unreadable ones first: each may have been the newest, so each gets its warning
+    candidates = newest_first(Path(run_dir), unreadable=math.inf)
+    warnings = []
+    for path in (path for path in candidates if path not in besides):
+        try:
+            verify_checkpoint(path, deep)
+        except StorageError as error:
+            warnings.append(str(error))
+        else:
+            return Resumable(path, tuple(warnings))
+    return Resumable(None, tuple(warnings))
+
+
+def named_checkpoint(run_dir: Path, name: str) -> Resumable:
+    """Find the checkpoint of this name, to resume from. Raises ConfigError and StorageError."""
+    path = run_dir / find_checkpoint(run_dir, name).name
+    if not holds_state(path):
+        raise ConfigError(f"{path}: holds the model alone; name a checkpoint to go on from")
+    verify_checkpoint(path, deep=False)
+    return Resumable(path, (), named=True)
+
+
+def load_resumable(
+    run_dir: Path | str, engine: Checkpointable, found: Resumable
+) -> tuple[Path, dict[str, Any]]:
+    """Load the checkpoint found, or the newest that does not turn out damaged, warning of others.
+    Returns its folder and state. Raises StorageError, and as `load_checkpoint`."""
+    said, tried, world = set(found.warnings), [], engine.store.world
+    while found.path is not None:
+        logger.info(f"resuming from {found.path}")
+        try:
+            return found.path, load_checkpoint(found.path, engine)
+        except DamagedError as error:
+            if found.named:
+                raise
+            logger.warning(str(error))
+        tried.append(found.path)
+        found = world.on_rank0(partial(find_resumable, run_dir, deep=False, besides=tried))
+        for warning in (warning for warning in found.warnings if warning not in said):
+            logger.warning(warning)
+        said.update(found.warnings)
+    raise nothing_to_resume(run_dir)
+
+
+def nothing_to_resume(run_dir: Path | str) -> StorageError:
+    run_dir = Path(run_dir)
+    config, final, anew = (run_dir / "config.yaml", run_dir / FINAL, f"output={run_dir}-2")
+    model = f", or from the trained model, with model={final}" if manifest_of(final) else ""
+    return StorageError(
+        f"{run_dir}: has no intact checkpoint to go on from; "
+        f"start again: megatrain train {config} {anew}{model}"
+    )
+
+
+def load_checkpoint(path: Path | str, engine: Checkpointable) -> dict[str, Any]:
+    """Restore every array of the engine bit for bit, and its counters.
+
+    Of several ranks, however many have saved it, each reads its own shares; each file is read to
+    its end and checked by one of them. All call it at the same place.
+
+    After a failure the arrays may be of two origins: the engine must not be used, but another
+    checkpoint may be loaded, which replaces all.
+
+    Returns:
+        The `state` that was saved.
+
+    Raises:
+        DamagedError: the checkpoint is damaged or mixed, or cannot be read; names the file.
+        StorageError: a drive of the engine's own fails.
+        ConfigError: it is of another model, precision or optimizer.
+    """
+    with engine.store.world.together():
+        about = _load(Path(path), engine)
+    engine.load_state(about["engine"])  # ranks may wait for each other
+    state: dict[str, Any] = about["state"]
+    return state
+
+
+def _load(path: Path, engine: Checkpointable) -> dict[str, Any]:
+    """Restore all but the engine's counters; returns what `read_about` does."""
+    with _damage():
+        manifest = verify_checkpoint(path, deep=False)
+        tensor_files = {n: file for n, file in manifest.files.items() if n.endswith(".safetensors")}
+        about = read_about(path)
+        if about["step"] != manifest.step:
+            raise StorageError(
+                f"{path / STATE}: is of step {about['step']} in a checkpoint of step "
+                f"{manifest.step}; {USE_ANOTHER}"
+            )
+        _refuse_other(path, about["made_of"], identity(engine))
+        try:
+            weights = open_shards(path)
+            found = find_tensors(engine.anatomy, weights, str(path))
+            places = found.names
+            tensors = in_blocks(places, len(engine.anatomy.blocks))
+            transfers = _transfers(path, engine, weights, tensors)
+            engine.constants.expect({p: (n, weights[n].dtype) for p, n in places.items()})
+            for place, name in places.items():
+                if place.constant:
+                    file = str(weights[name].path.relative_to(path))
+                    transfers[file].append((weights[name], "", place.block, place))
+        except (ConfigError, ModelError, StorageError) as error:
+            check_files(path, manifest, manifest.files)  # a wrong name may be a damaged one
+            if isinstance(error, ModelError):
+                raise ConfigError(f"{error}; it is of another model") from error
+            raise
+        for name in stray_files(path, manifest):
+            logger.warning(f"{path / name}: does not belong to this checkpoint and is not read")
+    for block in engine.anatomy.blocks:
+        engine.wait_ready(block.index)  # wait: a pending update still writes the arrays
+    sizes = {name: file.nbytes for name, file in tensor_files.items()}
+    in_parallel(
+        [
+            partial(_restore, engine, path, tensor_files[name], transfers.get(name, ()), how)
+            for name, how in readings(sizes, engine.store.world, verifies()).items()
+        ]
+    )
+    engine.published = engine.anatomy.published.named_as(places)
+    passthrough = passthrough_of(path, {name: weights[name] for name in found.passthrough})
+    held = {place: weights[name] for place, name in places.items()}
+    engine.passthrough = with_frozen(passthrough, held, engine.store)
+    return about
+
+
+def read_about(checkpoint: Path) -> dict[str, Any]:
+    """state.json of a checkpoint that `find_resumable` found. Raises StorageError."""
+    about: dict[str, Any] = json.loads(read_bytes(checkpoint / STATE))
+    return about
+
+
+@contextmanager
+def _damage() -> Iterator[None]:
+    """Turn a StorageError into DamagedError: the checkpoint failed, not the engine's own drive."""
+    try:
+        yield
+    except StorageError as error:
+        raise DamagedError(str(error)) from error
+
+
+def _refuse_other(path: Path, saved: Mapping[str, Any], running: Mapping[str, Any]) -> None:
+    # without frozen tensors neither side has the key
+    for key in (*running, *(key for key in saved if key == "frozen parameters")):
+        then, now = (made_of.get(key, 0) for made_of in (saved, running))
+        if then != now:
+            raise ConfigError(
+                f"{path}: was saved with {key} {then!r} and this run has {now!r}; "
+                "resume with the run's own config"
+            )
+
+
+def _transfers(
+    path: Path, engine: Checkpointable, weights: Mapping[str, StoredTensor], tensors: Tensors
+) -> dict[str, list[_Transfer]]:
+    """All transfers by file, names, shapes and dtypes checked. tensors: as the model folder names
+    them."""
+    found: dict[str, list[_Transfer]] = defaultdict(list)
+    for block in engine.anatomy.blocks:
+        states = read_header(path / optimizer_file(block.index)).tensors
+        for array, dtype in saved_arrays(engine).items():
+            for tensor in saved_tensors(engine, array, block.index, tensors):
+                name = tensor.name
+                stored = weights.get(name) if array == "weight" else states.get(f"{array}/{name}")
+                frozen = tensor.offset >= engine.store.layouts[block.index].trainable
+                dtypes = FLOATS if frozen and array == "weight" else (dtype,)
+                if stored is None or stored.shape != tensor.shape or stored.dtype not in dtypes:
+                    raise ConfigError(
+                        f"{path}: has no {array} of {name} with shape {list(tensor.shape)}; "
+                        "it is of another model, or of a run that froze other tensors"
+                    )
+                file = str(stored.path.relative_to(path))
+                found[file].append((stored, array, block.index, tensor))
+    return found
+
+
+def _restore(
+    engine: Checkpointable,
+    checkpoint: Path,
+    written: WrittenFile,
+    transfers: Sequence[_Transfer],
+    how: Reading,
+) -> None:
+    """Read one file from beginning to end; a rank that does not hash it reads only its share."""
+    in_order = sorted(transfers, key=lambda transfer: transfer[0].offset)
+    with ExitStack() as stack:
+        with _damage():
+            file = stack.enter_context(HashedReader(checkpoint / written.name, *how))
+        for (array, block), group in groupby(in_order, key=itemgetter(1, 2)):
+            # not soon: more tensors of the array may follow
+            lease = partial(engine.store.lease, block, [array], changes=True, soon=False)
+            with lease() if array else nullcontext({}) as arrays, _damage():
+                for stored, _, _, target in group:
+                    if isinstance(target, Place):
+                        for begin, values in file.chunks(stored):
+                            engine.constants.write(target, begin, values)
+                        continue
+                    span = engine.store.span(array, block)
+                    flat, mine = target.flat_within(arrays[array], span), target.within(span)
+                    if not mine.numel:
+                        continue
+                    for begin, values in file.chunks(stored, *mine):
+                        part = flat.narrow(0, begin - mine.start, values.numel())
+                        # frozen ones are of their source's dtype
+                        part.copy_(as_weight(values, flat.dtype))
+        with _damage():
+            file.skip_to(written.nbytes)
+        if how.hashes and file.sha256 != written.sha256:
+            raise damaged(checkpoint / written.name)

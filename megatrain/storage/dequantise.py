@@ -18,7 +18,7 @@ import torch
 
 from megatrain.errors import ModelError
 from megatrain.models.pretrained import Quantisation
-from megatrain.storage.safetensors import CHUNK_ELEMENTS, StoredTensor, read_chunks
+from megatrain.storage.safetensors import CHUNK_ELEMENTS, StoredTensor, dtype_name, read_chunks
 
 Chunks = Iterator[tuple[int, torch.Tensor]]
 
@@ -36,11 +36,8 @@ SERVED = "activation_scale"  # of fp8 activations, which training does not have
 
 @dataclass(frozen=True)
 class Dequantised:
-    """A bf16 tensor that a folder holds as values and scales.
-
-    `chunks(start, stop)`: as `read_chunks`, but may begin earlier and end later: where a row does,
-    or an expert.
-    """
+    """A bf16 tensor that a folder holds as values and scales. Its chunks begin and end where a row
+    does, or an expert."""
 
     name: str
     values: StoredTensor
@@ -52,15 +49,16 @@ class Dequantised:
     def path(self) -> Path:
         return self.values.path
 
+    @property
+    def where(self) -> str:
+        return self.values.where
+
 
 def dequantised(
     stored: Mapping[str, StoredTensor], how: Quantisation
 ) -> tuple[dict[str, Dequantised], dict[str, StoredTensor]]:
-    """(quantised tensors of a folder, those that are read as they are), by the model's names.
-
-    The tensors decide, not `modules_to_not_convert`. Raises ModelError if values or scales are
-    missing, or do not fit each other.
-    """
+    """(quantised tensors of a folder, those that are read as they are), by the model's names. The
+    tensors decide, not `modules_to_not_convert`. Raises ModelError."""
     of_values, of_scales, dtype = NAMED[how.method]
     scales = {n.removesuffix(of_scales): t for n, t in stored.items() if n.endswith(of_scales)}
     values = {
@@ -71,7 +69,7 @@ def dequantised(
     for name in scales.keys() - values.keys():
         raise ModelError(
             f"{scales[name].where} belongs to {name}{of_values}, which is not there or not "
-            f"{_named(dtype)}; download the folder again"
+            f"{dtype_name(dtype)}; download the folder again"
         )
     for name in values.keys() - scales.keys():
         raise ModelError(
@@ -104,34 +102,25 @@ def _mxfp4(name: str, blocks: StoredTensor, scales: StoredTensor) -> Dequantised
 def _read_mxfp4(
     blocks: StoredTensor, scales: StoredTensor, start: int = 0, stop: int | None = None
 ) -> Chunks:
-    """Packed values are read an expert at a time, as its first column comes from all its rows."""
+    """Whole experts, as the first column of one comes from all its rows."""
     count, rows, groups, width = blocks.shape
     signed = torch.tensor([*E2M1, *(-value for value in E2M1)], dtype=torch.bfloat16)
     low, high = signed.repeat(16), signed.repeat_interleave(16)
     of_byte = torch.stack([low, high], 1).view(torch.int32)  # a pair of values, as one element
-    step = max(1, CHUNK_ELEMENTS // (rows * GROUP))
     each = rows * groups  # scales of an expert
-    first_expert = start // (each * GROUP)
+    first = start // (each * GROUP)
     last = count if stop is None else math.ceil(stop / (each * GROUP))
     read = [
-        read_chunks(stored, first_expert * size, last * size, chunk=size)
+        read_chunks(stored, first * size, last * size, chunk=size)
         for stored, size in ((blocks, each * width), (scales, each))
     ]
-    begin = first_expert * each * GROUP
-    for (_, packed), (_, biased) in zip(*read, strict=True):
+    for expert, ((_, packed), (_, biased)) in enumerate(zip(*read, strict=True), first):
         if int(biased.max()) == NAN_SCALE:
             raise ModelError(f"{scales.where} holds NaN; the file is damaged")
-        ones = torch.ones(biased.shape)
-        powers = torch.ldexp(ones, biased.int() - BIAS).bfloat16().view(rows, groups, 1)
-        packed = packed.view(rows, groups, width)
-        for first in range(0, groups, step):
-            part = packed[:, first : first + step]
-            pairs = of_byte.index_select(0, part.reshape(-1).int())
-            values = pairs.view(torch.bfloat16).view(rows, -1, GROUP)
-            values *= powers[:, first : first + step]  # exact: bf16 has these powers' range
-            turned = values.view(rows, -1).t().reshape(-1)
-            yield begin, turned
-            begin += turned.numel()
+        powers = torch.ldexp(torch.ones(biased.shape), biased.int() - BIAS).bfloat16()
+        values = of_byte.index_select(0, packed.int()).view(torch.bfloat16).view(each, GROUP)
+        values *= powers[:, None]  # exact: bf16 has these powers' range
+        yield expert * each * GROUP, values.view(rows, -1).t().reshape(-1)
 
 
 def _fp8(
@@ -178,10 +167,6 @@ def _check_scales(
 ) -> None:
     if not fits or scales.dtype not in dtypes:
         raise ModelError(
-            f"{scales.where} has shape {list(scales.shape)} and is {_named(scales.dtype)}; its "
-            f"tensor needs {list(shape)} in {' or '.join(map(_named, dtypes))}"
+            f"{scales.where} has shape {list(scales.shape)} and is {dtype_name(scales.dtype)}; its "
+            f"tensor needs {list(shape)} in {' or '.join(map(dtype_name, dtypes))}"
         )
-
-
-def _named(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

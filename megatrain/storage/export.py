@@ -8,7 +8,7 @@ import os
 import re
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
@@ -20,7 +20,7 @@ from megatrain.memory.layout import TensorRange
 from megatrain.memory.store import Store
 from megatrain.models import pretrained
 from megatrain.models.anatomy import Anatomy
-from megatrain.models.constants import Constants
+from megatrain.models.constants import Constants, without_source
 from megatrain.models.names import Tensors
 from megatrain.models.pretrained import about_added, is_classifier, with_stops
 from megatrain.optim.split import join_master
@@ -32,11 +32,16 @@ from megatrain.storage.passthrough import (
     CONFIG,
     Passthrough,
     as_stored,
-    check_passthrough,
     is_passthrough,
     with_dtype,
 )
-from megatrain.storage.run_folder import copy_file, held_by_a_process, hold, new_folder
+from megatrain.storage.run_folder import (
+    find_checkpoint,
+    model_files,
+    new_folder,
+    sequence_of,
+    with_state,
+)
 from megatrain.storage.safetensors import (
     StoredTensor,
     TensorSource,
@@ -45,7 +50,6 @@ from megatrain.storage.safetensors import (
     read_chunks,
     read_header,
 )
-from megatrain.storage.saves import find_checkpoint, model_files, sequence_of, with_state
 from megatrain.storage.sharded_write import led, write_model
 
 if TYPE_CHECKING:
@@ -83,8 +87,6 @@ def _joined(weight: StoredTensor, remainder: StoredTensor) -> Iterator[torch.Ten
         yield join_master(high, low)
 
 
-UNFINISHED = re.compile(r"(.+)\.\d+\.tmp")  # with the number of the process that writes it
-TRIES = 20  # of an export beside a run that removes checkpoints
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 FOLDER, GGUF = "safetensors", "gguf"
 FORMATS = {FOLDER: DTYPES, GGUF: GGUF_DTYPES}  # and the dtypes that each may have
@@ -122,20 +124,19 @@ def array_sources(
         engine.wait_ready(block)  # wait: when its turn to be written comes, not before
         yield from store.pieces(array, block, tensor.offset, tensor.numel)
 
-    ranks = [] if store.world.is_alone else store.world.owners
-    spans = {rank: store.span(array, block, rank) for rank in ranks}
-    return [
-        TensorSource(t.name, dtype, t.shape, partial(pieces, t), t.owned(spans)) for t in tensors
-    ]
+    def owned(tensor: TensorRange) -> dict[int, int]:
+        ranks = [] if store.world.is_alone else store.world.owners
+        return {rank: tensor.within(store.span(array, block, rank)).numel for rank in ranks}
+
+    return [TensorSource(t.name, dtype, t.shape, partial(pieces, t), owned(t)) for t in tensors]
 
 
 def weight_plan(engine: Exportable) -> dict[str, list[TensorSource]]:
-    """The weight files of a model folder: tied tensors once, in the dtype the store has, and
-    constants in their own.
-
-    What no step changes has files of its own. Raises ModelError if something of it is nowhere.
-    """
-    check_passthrough(engine.passthrough, engine.anatomy.unused_weights)
+    """The weight files of a model folder: tied tensors once, constants in their own dtype; what no
+    step changes in files of its own. Raises ModelError."""
+    unused = engine.anatomy.unused_weights
+    if unused.names and not engine.passthrough.tensors:
+        raise ModelError(without_source(unused))
     own = []
     for block, tensors in enumerate(engine.published):
         trainable = engine.store.layouts[block].trainable
@@ -201,11 +202,8 @@ def save_pretrained(
 def describe_source(
     source: pretrained.ModelSource | None, trust_remote_code: bool
 ) -> tuple[PreTrainedTokenizerBase | None, GenerationConfig | None]:
-    """Tokenizer and generation settings of an engine's source, for `save_pretrained`.
-
-    None for one that the source lacks or that cannot be read: a warning says so, as trained weights
-    must not be lost for it.
-    """
+    """Tokenizer and generation settings of an engine's source, for `save_pretrained`. None, and a
+    warning, for one that cannot be read: trained weights must not be lost for it."""
     if source is None:
         return None, None
     if source.kind == "gguf":
@@ -231,22 +229,21 @@ def _model_folder(out: Path) -> Iterator[Path]:
         raise ConfigError(
             f"{out}: exists and is not an empty folder; choose another name or remove it"
         )
-    for left in left_overs(out.parent):
-        if UNFINISHED.fullmatch(left.name)[1] == out.name:  # type: ignore[index]
-            logger.warning(f"{left}: was left by a process that died; it is removed")
-            shutil.rmtree(left, ignore_errors=True)
-    partial_folder = out.with_name(f"{out.name}.{os.getpid()}.tmp")
-    with ExitStack() as until_renamed, new_folder(out, partial_folder) as folder:
-        with suppress(OSError):  # a file system without locks
-            until_renamed.callback(os.close, hold(folder))
+    for left in left_overs(out.parent, re.escape(out.name)):
+        logger.warning(f"{left}: was left by a process that died; it is removed")
+        shutil.rmtree(left, ignore_errors=True)
+    with new_folder(out, out.with_name(f"{out.name}.{os.getpid()}.tmp")) as folder:
         yield folder
         sync_tree(folder)
 
 
-def left_overs(folder: Path) -> list[Path]:
-    """Model folders below `folder` that processes which died left unfinished."""
-    found = (path for path in folder.glob("*.tmp") if UNFINISHED.fullmatch(path.name))
-    return [path for path in found if path.is_dir() and not held_by_a_process(path)]
+def left_overs(folder: Path, name: str = ".+") -> list[Path]:
+    """Model folders below `folder` that processes which died left unfinished, of names like
+    `name`."""
+    unfinished = re.compile(rf"{name}\.(\d+)\.tmp")  # with the number of the process
+    found = ((path, unfinished.fullmatch(path.name)) for path in folder.glob("*.tmp"))
+    dead = (path for path, match in found if match and not Path("/proc", match[1]).exists())
+    return [path for path in dead if path.is_dir()]
 
 
 def write_description(
@@ -255,10 +252,8 @@ def write_description(
     tokenizer: PreTrainedTokenizerBase | None,
     generation: GenerationConfig | None,
 ) -> list[str]:
-    """Write everything of a model folder but its weights. May raise OSError.
-
-    Returns the tokens that end answers and that the generation settings lacked.
-    """
+    """Write all of a model folder but its weights. Returns the tokens that end answers and that the
+    generation settings lacked. May raise OSError."""
     dtype, as_they_came = engine.store.arrays["weight"].dtype, dict(engine.passthrough.files)
     came = as_they_came.pop(CONFIG, None)
     config = with_dtype(came, dtype) if came else encode_config(engine.hf_config, dtype)
@@ -270,14 +265,10 @@ def write_description(
         generation, added = with_stops(engine.hf_config, tokenizer, generation)
         _save_tokenizer(folder, tokenizer)
     if generation is not None and not is_classifier(engine.hf_config):
-        _write_generation(folder, generation)
+        # not its save_pretrained, which refuses settings that many published models ship with
+        settings: str = generation.to_json_string()
+        write_bytes(folder / "generation_config.json", settings.encode())
     return added
-
-
-def _write_generation(folder: Path, generation: GenerationConfig) -> None:
-    # not its save_pretrained, which refuses settings that many published models ship with
-    text: str = generation.to_json_string()
-    write_bytes(folder / "generation_config.json", text.encode())
 
 
 def _save_tokenizer(folder: Path, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -339,34 +330,23 @@ def export(
     out, run_dir = Path(out), Path(run_dir)
     if format == GGUF and out.suffix == f".{GGUF}":
         raise ConfigError(f"{out}: is to be a folder, which will hold {FILE}; name it {out.stem}")
-    for _ in range(TRIES):
-        source = find_checkpoint(run_dir, checkpoint)
-        if dtype in ("float32", "float16"):
-            source = with_state(source)  # which has the other half of the master weights
-        save = sequence_of(source)
+    source = find_checkpoint(run_dir, checkpoint)
+    if dtype in ("float32", "float16"):
+        source = with_state(source)  # which has the other half of the master weights
+    save = sequence_of(source)
+    with _model_folder(out) as folder:
         try:
-            with _model_folder(out) as folder:
-                if format == GGUF:
-                    _fill_gguf(folder, source, dtype, out.resolve().name)
-                else:
-                    _fill(folder, source, dtype)
-                if _is_still(source, save):
-                    return out
-                raise StorageError(f"{source}: was replaced while it was read")
-        except (StorageError, ModelError):
-            if _is_still(source, save):
-                raise
-            logger.info(f"{source}: was removed by its run while it was read; trying the next")
-    raise StorageError(
-        f"{run_dir}: its checkpoints are removed faster than one is copied; raise checkpoint.keep, "
-        "or export the run when it has ended"
-    )
-
-
-def _is_still(source: Path, save: float) -> bool:
-    """True if a checkpoint that was found is there and of this save: its number may have been read
-    only when its run had removed it."""
-    return sequence_of(source) == save and os.path.isfile(source / MANIFEST)
+            if format == GGUF:
+                _fill_gguf(folder, source, dtype, out.resolve().name)
+            else:
+                _fill(folder, source, dtype)
+        finally:
+            if sequence_of(source) != save or not os.path.isfile(source / MANIFEST):
+                raise StorageError(
+                    f"{source}: was removed by its run while it was read; export the next one, or "
+                    "raise checkpoint.keep"
+                )
+    return out
 
 
 def _opened(source: Path) -> tuple[Manifest, dict[str, StoredTensor]]:
@@ -411,22 +391,8 @@ def _fill(folder: Path, source: Path, dtype: str | None) -> None:
         if name == CONFIG:
             write_bytes(target, with_dtype(path.read_bytes(), wanted))
         else:
-            copy_file(path, target)
+            shutil.copyfile(path, target)
     if wanted != held:
         changed = {t.name: t for t in converted(source, weights, wanted)}
         sources = [changed.get(name) or as_stored(t) for name, t in own.items()]
         write_model(folder, plan_shards(sources, passthrough.sources()), {"format": "pt"})
-    _complete_stops(source, folder)
-
-
-def _complete_stops(checkpoint: Path, folder: Path) -> None:
-    """Add to generation settings what they lack; checkpoints of earlier versions may."""
-    source = pretrained.ModelSource("folder", checkpoint)
-    try:
-        config, tokenizer, generation = pretrained.load_config_and_tokenizer(source)
-    except ModelError:  # no tokenizer, or one of its own code: nothing can be told
-        return
-    generation, added = with_stops(config, tokenizer, generation)
-    if added and generation is not None:
-        logger.info(about_added(added))
-        _write_generation(folder, generation)

@@ -15,6 +15,7 @@ from megatrain.durable import sync_folder
 from megatrain.errors import StorageError
 from megatrain.heartbeat import BYTES_WRITTEN, beat
 
+SMALL_FILES_BYTES = 64 << 20  # allowance for a checkpoint's tokenizer, configuration and headers
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
@@ -68,9 +69,7 @@ class WrittenFile:
 
 class HashedFile:
     """A new file, hashed (SHA-256) while it is written, and removed again if its block fails.
-
-    Raises StorageError if a system call fails, most likely as the disk is full.
-    """
+    Raises StorageError."""
 
     def __init__(self, path: Path) -> None:
         self.path = path

@@ -17,7 +17,6 @@ from typing import Any
 from megatrain.errors import DamagedError, StorageError
 from megatrain.models.pretrained import DESCRIBED_IN
 from megatrain.storage.hashed_file import WrittenFile, system_errors
-from megatrain.storage.run_folder import CHECKPOINT, REPLACED
 from megatrain.storage.safetensors import (
     HashedReader,
     in_parallel,
@@ -86,10 +85,7 @@ class Manifest:
 
 
 def read_manifest(checkpoint: Path) -> Manifest:
-    """Read and check MANIFEST.json; not the files that it lists.
-
-    Raises StorageError if it is missing (the save was cut off), damaged, or of a newer format.
-    """
+    """Read and check MANIFEST.json, not the files that it lists. Raises StorageError."""
     path = checkpoint / MANIFEST
     with system_errors(path, "read it"):
         if not path.exists():
@@ -116,9 +112,6 @@ def read_manifest(checkpoint: Path) -> Manifest:
         raise StorageError(f"{path}: is damaged ({error}); {USE_ANOTHER}") from error
     if not intact:
         raise StorageError(f"{path}: does not match its own checksum; {USE_ANOTHER}")
-    named = CHECKPOINT.fullmatch(checkpoint.name.removesuffix(REPLACED))
-    if named is not None and int(named[1]) != manifest.step:
-        raise StorageError(f"{path}: is of step {manifest.step}, not of this folder; {USE_ANOTHER}")
     for name in files:
         if PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts:
             raise StorageError(
@@ -145,15 +138,9 @@ def describe_files(folder: Path, names: Iterable[str]) -> list[WrittenFile]:
 
 
 def verify_checkpoint(checkpoint: Path | str, deep: bool = True) -> Manifest:
-    """Check that a checkpoint is complete and of one step.
-
-    With `deep`, also that every byte is as saved, which reads all of it; else only that the small
-    files are. Other files that do not belong to it are for the caller to name: `stray_files`.
-
-    Raises:
-        StorageError: a file is missing, truncated, changed, of another step, or not a part of it
-            though it would be read as one; names it.
-    """
+    """Check that a checkpoint is complete, of one step, and has no files that would be read as its
+    own. deep: that every byte is as saved; else only small files are hashed. Raises StorageError
+    naming the file."""
     checkpoint = Path(checkpoint)
     manifest = read_manifest(checkpoint)
     with system_errors(checkpoint, "read it"):
@@ -196,10 +183,8 @@ def stray_files(checkpoint: Path, manifest: Manifest) -> list[str]:
 
 
 def refuse_strays(folder: Path, manifest: Manifest, code: bool = False) -> None:
-    """Raise DamagedError for a file that the manifest does not list and that would be read.
-
-    code: the folder's own Python files are, too.
-    """
+    """Raise DamagedError for a file that the manifest does not list and that would be read. code:
+    Python files are, too."""
     with system_errors(folder, "read it"):
         strays = stray_files(folder, manifest)
     for name in strays:
@@ -241,20 +226,14 @@ def damaged(path: Path) -> DamagedError:
 
 
 def manifest_of_model(folder: Path) -> Manifest | None:
-    """The manifest of a folder from which a model is read.
-
-    None if it has none: nothing can be checked. Raises StorageError if the manifest is damaged.
-    """
+    """The manifest of a folder from which a model is read; None: nothing can be checked. Raises
+    StorageError if it is damaged."""
     return read_manifest(folder) if (folder / MANIFEST).is_file() else None
 
 
 def check_description(folder: Path, code: bool = False) -> None:
-    """Check the small files of a model's folder, if it has a manifest, before they are read.
-
-    code: its own Python files are read, too.
-
-    Raises DamagedError naming one that is missing, not as saved, or not listed.
-    """
+    """Check the small files of a model's folder against its manifest before they are read. code:
+    Python files are, too. Raises DamagedError."""
     if manifest := manifest_of_model(folder):
         small = [name for name in manifest.files if not _is_tensors(name)]
         check_model_files(folder, manifest, small, code)

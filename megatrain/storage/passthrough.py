@@ -9,7 +9,6 @@ checkpoint, so the run outlives the folder that it began with.
 from __future__ import annotations
 
 import json
-import logging
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -17,22 +16,21 @@ from pathlib import Path
 
 import torch
 
-from megatrain.errors import ModelError, StorageError
+from megatrain.errors import StorageError
 from megatrain.memory.store import Store
-from megatrain.models.constants import NO_IMAGES, Place, UnusedWeights, are, listed, without_source
+from megatrain.models.constants import NO_IMAGES, Place, UnusedWeights, are, listed
 from megatrain.models.pretrained import KEY
 from megatrain.storage.dequantise import Dequantised
 from megatrain.storage.hashed_file import WrittenFile, write_bytes
 from megatrain.storage.manifest import EVERY_STEP, MANIFEST, Manifest, read_bytes, read_manifest
 from megatrain.storage.run_folder import FINAL, PASSENGERS, checkpoints, link_or_copy, new_folder
-from megatrain.storage.safetensors import StoredTensor, TensorSource, read_chunks, read_header
+from megatrain.storage.safetensors import StoredTensor, TensorSource, dtype_name, read_header
 from megatrain.storage.sharded_write import write_files
 from megatrain.world import World
 
 CONFIG = "config.json"
 # Files beside the weights that neither the tokenizer nor transformers' configurations write.
 OF_PROCESSOR = ("*processor_config.json", "chat_template.json")
-logger = logging.getLogger("megatrain")
 
 
 @dataclass(frozen=True)
@@ -64,8 +62,7 @@ def as_stored(stored: StoredTensor | Dequantised) -> TensorSource:
     """A source that reads a tensor from its file, dequantised if it is quantised."""
 
     def pieces() -> Iterator[torch.Tensor]:
-        chunks = stored.chunks() if isinstance(stored, Dequantised) else read_chunks(stored)
-        yield from (values for _, values in chunks)
+        yield from (values for _, values in stored.chunks())
 
     return TensorSource(stored.name, stored.dtype, stored.shape, pieces)
 
@@ -80,39 +77,24 @@ def passthrough_of(folder: Path, tensors: Mapping[str, StoredTensor | Dequantise
 
 def with_frozen(
     passthrough: Passthrough,
-    found: Mapping[Place, StoredTensor | None],
+    found: Mapping[Place, StoredTensor | Dequantised],
     store: Store,
-    where: Path | None,
 ) -> Passthrough:
-    """Add the frozen tensors of a folder, by place, that the store holds in other dtypes.
-
-    where: the folder, to log their size; None logs nothing.
-    """
+    """Add the frozen tensors of a folder, by place, that the store holds in other dtypes."""
     frozen: dict[str, tuple[StoredTensor, ...]] = defaultdict(tuple)
     held = store.arrays["weight"].dtype
     for place, stored in found.items():
-        if place.constant or stored is None or stored.dtype == held:
+        if place.constant or not isinstance(stored, StoredTensor) or stored.dtype == held:
             continue
         if place.tensor.offset >= store.layouts[place.block].trainable:
             frozen[place.own] += (stored,)
-    if frozen and where:
-        parts = [tensor for of_own in frozen.values() for tensor in of_own]
-        names = listed(sorted({str(part.dtype)[len("torch.") :] for part in parts}))
-        nbytes = sum(part.nbytes for part in parts)
-        logger.info(
-            f"{where}: frozen tensors are {names}; they are computed with in "
-            f"{str(held)[len('torch.') :]} and saved as they came, once: {nbytes / 1e9:.3g} GB"
-        )
     return replace(passthrough, frozen=dict(frozen))
 
 
 def describe_passthrough(
     where: Path, passthrough: Passthrough, dropped: Collection[str], who: UnusedWeights
 ) -> str:
-    """A sentence about unused and dropped weights; empty if there are none.
-
-    dropped: names of tensors that are no unused weights of the model.
-    """
+    """A sentence about unused weights, and others that transformers dropped; empty without any."""
     said = []
     if len(passthrough.tensors) > len(dropped):
         said.append(f"{listed(who.modules)} {are(who.modules)} carried along unchanged")
@@ -127,19 +109,13 @@ def describe_passthrough(
     return f"{where}: {'; '.join(said)}" if said else ""
 
 
-def check_passthrough(passthrough: Passthrough, who: UnusedWeights) -> None:
-    """Raise ModelError for an engine without weights for its model's unused parts."""
-    if who.names and not passthrough.tensors:
-        raise ModelError(without_source(who))
-
-
 # -- config.json -----------------------------------------------------------------------------------
 
 
 def with_dtype(config: bytes, dtype: torch.dtype) -> bytes:
     """config.json for weights of `dtype`; the same bytes if it says so already."""
     stated = json.loads(config)
-    before, name = stated.get("dtype", stated.get("torch_dtype")), str(dtype)[len("torch.") :]
+    before, name = stated.get("dtype", stated.get("torch_dtype")), dtype_name(dtype)
     if before == name and KEY not in stated:
         return config
     for part in (stated, *(value for value in stated.values() if isinstance(value, dict))):
@@ -161,12 +137,8 @@ def is_passthrough(path: Path) -> bool:
 def keep_once(
     run_dir: Path, plan: Mapping[str, list[TensorSource]], world: World
 ) -> list[WrittenFile]:
-    """Write the unchanged tensors into the run's own folder, unless they are there.
-
-    Those of a folder without any checkpoint may be another model's.
-
-    Raises StorageError if they cannot be written, such as if their source is gone.
-    """
+    """Write the unchanged tensors into the run's own folder, unless they are there. Those of a
+    folder without any checkpoint may be another model's. Raises StorageError."""
     if not plan:
         return []
     folder = run_dir / PASSENGERS

@@ -13,13 +13,16 @@ import re
 import shutil
 import stat
 import tempfile
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
+from dataclasses import dataclass
+from os.path import isfile  # false where Path's raises: in an unreadable folder
+from pathlib import Path, PurePath
 
 from megatrain.durable import sync_folder
-from megatrain.errors import ConfigError
+from megatrain.errors import ConfigError, StorageError
 from megatrain.storage.hashed_file import storage_error, system_errors, write_bytes
+from megatrain.storage.manifest import MANIFEST, Manifest, read_manifest
 
 CHECKPOINT = re.compile(r"checkpoint-(\d+)")
 LINKS = ("last", "best", "proven")
@@ -33,8 +36,6 @@ UNFINISHED = re.compile(
     rf"(checkpoint-\d+|{FINAL}|{PASSENGERS})({REPLACED}|({REPLACED})?(\.deleted)?\.tmp)"
     rf"|({'|'.join(LINKS)})\.link\.tmp"
 )
-SMALL_FILES_BYTES = 64 << 20  # allowance for a checkpoint's tokenizer, configuration and headers
-FICLONE = 0x40049409  # of linux/fs.h
 WRITABLE_BY_OTHERS = stat.S_IWGRP | stat.S_IWOTH
 LOCK = ".lock"
 LOCK_FILE = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
@@ -56,77 +57,63 @@ def _without_locks() -> None:
 os.register_at_fork(after_in_child=_without_locks)
 
 
+@dataclass(frozen=True)
 class RunLock:
-    """Keeps other runs out of a run's folder until it is closed, or until the process dies."""
+    """The lock of a run's folder. warning: of a folder that may not be ours alone."""
 
-    def __init__(self, run_dir: Path) -> None:
-        """Makes the folder if needed, readable by its owner only.
-
-        Raises:
-            ConfigError: another process holds it, or others may write in it.
-            StorageError: the folder cannot be made.
-        """
-        self.run_dir = run_dir
-        self.warning = ""  # of a folder that may not be ours alone
-        self._fd = self._take()
-
-    def _take(self) -> int:
-        path = self.run_dir / LOCK
-        if not make_run_dir(self.run_dir):
-            self.warning = f"{self.run_dir}: {WITHOUT_MODES}"
-        try:
-            fd = os.open(path, LOCK_FILE, 0o600)
-        except OSError as error:
-            raise storage_error(path, error, "write it", ANOTHER_OUTPUT) from error
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            holder = os.pread(fd, 32, 0).decode(errors="replace").strip() or "unknown"
-            os.close(fd)
-            raise ConfigError(
-                f"{self.run_dir}: in use by another run (process {holder}); "
-                f"wait for it, or {ANOTHER_OUTPUT} folder"
-            ) from error
-        os.ftruncate(fd, 0)
-        os.pwrite(fd, str(os.getpid()).encode(), 0)
-        _locks.add(fd)
-        return fd
+    run_dir: Path
+    descriptor: int
+    warning: str
 
     def in_place(self) -> bool:
         """False if the folder was removed or replaced since it was locked."""
         try:
-            there, held = (self.run_dir / LOCK).stat(), os.fstat(self._fd)
+            there, held = (self.run_dir / LOCK).stat(), os.fstat(self.descriptor)
         except FileNotFoundError:
             return False
         except OSError:  # which the save itself meets
             return True
         return (there.st_dev, there.st_ino) == (held.st_dev, held.st_ino)
 
-    def close(self) -> None:
-        if self._fd in _locks:  # not in a fork
-            _locks.remove(self._fd)
-            os.close(self._fd)  # releases the lock
-
 
 @contextmanager
 def run_lock(run_dir: Path) -> Iterator[RunLock]:
-    """A run folder's lock while the block lasts. Raises as `RunLock`."""
-    lock = RunLock(run_dir)
+    """Keep other runs out of a run's folder while the block lasts, or until the process dies.
+
+    Makes the folder if needed, readable by its owner only.
+
+    Raises:
+        ConfigError: another process holds it, or others may write in it.
+        StorageError: the folder cannot be made.
+    """
+    warning = "" if make_run_dir(run_dir) else f"{run_dir}: {WITHOUT_MODES}"
     try:
-        yield lock
+        fd = os.open(run_dir / LOCK, LOCK_FILE, 0o600)
+    except OSError as error:
+        raise storage_error(run_dir / LOCK, error, "write it", ANOTHER_OUTPUT) from error
+    _locks.add(fd)
+    try:
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            holder = os.pread(fd, 32, 0).decode(errors="replace").strip() or "unknown"
+            raise ConfigError(
+                f"{run_dir}: in use by another run (process {holder}); "
+                f"wait for it, or {ANOTHER_OUTPUT} folder"
+            ) from error
+        os.ftruncate(fd, 0)
+        os.pwrite(fd, str(os.getpid()).encode(), 0)
+        yield RunLock(run_dir, fd, warning)
     finally:
-        lock.close()
+        if fd in _locks:  # not in a fork
+            _locks.remove(fd)
+            os.close(fd)  # releases the lock
 
 
 def make_run_dir(run_dir: Path) -> bool:
-    """Create the folder with mode 0700, if it is not there.
-
-    False: its file system has no owners and modes, so that they say nothing of who may write in it.
-
-    Raises:
-        ConfigError: it is there, and others may write in it.
-        StorageError: it cannot be made.
-    """
+    """Create the folder with mode 0700, if it is not there. False: its file system has no modes,
+    which would say who may write in it. Raises ConfigError if others may write in it, and
+    StorageError."""
     try:
         made = [path for path in (run_dir, *run_dir.parents) if not path.exists()]
         run_dir.parent.mkdir(parents=True, exist_ok=True)
@@ -136,39 +123,21 @@ def make_run_dir(run_dir: Path) -> bool:
         found = run_dir.stat()
         if found.st_uid == os.geteuid() and not found.st_mode & WRITABLE_BY_OTHERS:
             return True
-        ours = _a_file_of_ours(run_dir)
+        with tempfile.TemporaryFile(dir=run_dir) as file:  # which is made for its owner alone
+            ours = os.fstat(file.fileno())
     except OSError as error:
         raise storage_error(run_dir, error, "make the run folder", ANOTHER_OUTPUT) from error
-    owner = os.geteuid() if ours is None else ours.st_uid
-    if found.st_uid != owner:
+    if found.st_uid != ours.st_uid:
         raise ConfigError(f"{run_dir}: belongs to another user; {ANOTHER_OUTPUT} folder")
-    if owner != os.geteuid() or (ours and ours.st_mode & WRITABLE_BY_OTHERS):
+    if ours.st_uid != os.geteuid() or ours.st_mode & WRITABLE_BY_OTHERS:
         return False
     safe = f"make it yours alone (chmod go-w {run_dir})"
     raise ConfigError(f"{run_dir}: others may write in it; {safe}, or {ANOTHER_OUTPUT} folder")
 
 
-def _a_file_of_ours(folder: Path) -> os.stat_result | None:
-    """The stat of a new file, made for its owner alone; None if none may be made there.
-
-    Asked of the open file: nobody can put another in its place. May raise OSError.
-    """
-    try:
-        fd, path = tempfile.mkstemp(dir=folder, prefix=".modes-")
-    except PermissionError:
-        return None
-    try:
-        return os.fstat(fd)
-    finally:
-        os.close(fd)
-        os.unlink(path)
-
-
 def forget_unused(run_dir: Path, also: Collection[str] = ()) -> None:
-    """Remove the folder of a run that ended before it wrote more than its lock and log, and `also`.
-
-    What cannot be removed stays.
-    """
+    """Remove the folder of a run that ended before it wrote more than its lock and log, and `also`,
+    if that can be removed."""
     with contextlib.suppress(OSError):
         if {path.name for path in run_dir.iterdir()} <= {LOCK, "train.log", *also}:
             shutil.rmtree(run_dir)
@@ -179,10 +148,8 @@ def checkpoint_name(step: int) -> str:
 
 
 def checkpoints(run_dir: Path) -> list[Path]:
-    """The checkpoint folders, by step, with one that was being replaced when the process died.
-
-    Raises StorageError.
-    """
+    """The checkpoint folders, by step, with one whose replacement was cut off. Raises
+    StorageError."""
     with system_errors(run_dir, LOOK):
         if not run_dir.is_dir():
             return []
@@ -191,22 +158,18 @@ def checkpoints(run_dir: Path) -> list[Path]:
     return sorted(folders, key=lambda p: (int(re.findall(r"\d+", p.name)[0]), p.name))
 
 
-def folder_bytes(folder: Path) -> int:
-    """Bytes of all files in a folder; 0 if one cannot be read."""
-    try:
-        return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
-    except OSError:
-        return 0
-
-
-def bytes_of_checkpoints(run_dir: Path) -> int:
-    """Disk space that the run's checkpoints take; a file with several names counts once."""
-    folders = [*checkpoints(run_dir), *(path for path in [run_dir / FINAL] if path.is_dir())]
+def disk_bytes(folders: Iterable[Path]) -> int:
+    """Disk space of folders, a file with several names once; 0 if a file cannot be read."""
     try:
         stats = [path.stat() for folder in folders for path in folder.rglob("*") if path.is_file()]
     except OSError:  # removed by another process, or unreadable: not ours to count on
         return 0
     return sum({(stat.st_dev, stat.st_ino): stat.st_size for stat in stats}.values())
+
+
+def bytes_of_checkpoints(run_dir: Path) -> int:
+    """Disk space that the run's checkpoints take."""
+    return disk_bytes([*checkpoints(run_dir), run_dir / FINAL])
 
 
 def write_text(path: Path, text: str) -> None:
@@ -220,10 +183,8 @@ def write_text(path: Path, text: str) -> None:
 
 @contextmanager
 def new_folder(target: Path, partial: Path) -> Iterator[Path]:
-    """Give the empty folder `partial` to fill, and rename it to `target` at the end.
-
-    A failure removes it; an OSError becomes a StorageError.
-    """
+    """Give the empty folder `partial` to fill, and rename it to `target` at the end. A failure
+    removes it; an OSError becomes a StorageError."""
     with system_errors(target, "write it"):
         shutil.rmtree(partial, ignore_errors=True)
         try:
@@ -236,7 +197,7 @@ def new_folder(target: Path, partial: Path) -> Iterator[Path]:
 
 
 def tidy(run_dir: Path) -> None:
-    """Remove what a killed process left half done, and finish or undo a replacement it was in."""
+    """Remove or finish what a killed process left half done, and mend links that lead nowhere."""
     left = [path for path in run_dir.iterdir() if UNFINISHED.fullmatch(path.name)]
     for path in left:
         if not path.name.endswith(REPLACED):
@@ -247,6 +208,7 @@ def tidy(run_dir: Path) -> None:
             discard(path)
         else:
             path.rename(original)
+    mend_links(run_dir)
 
 
 def discard(folder: Path) -> None:
@@ -259,12 +221,7 @@ def discard(folder: Path) -> None:
 
 def _remove(path: Path) -> None:
     if path.is_dir() and not path.is_symlink():
-        path.chmod(0o700)  # what was made unreadable is ours all the same
-        for folder, inner, _ in os.walk(path):
-            for name in inner:
-                if not (inside := Path(folder, name)).is_symlink():
-                    inside.chmod(0o700)
-        shutil.rmtree(path)
+        shutil.rmtree(path, ignore_errors=True)  # what stays is never read
     else:
         path.unlink(missing_ok=True)
 
@@ -294,35 +251,114 @@ def link_or_copy(source: Path, target: Path) -> None:
     try:
         os.link(source, target)
     except OSError:
-        copy_file(source, target)
+        shutil.copyfile(source, target)
 
 
-def copy_file(source: Path, target: Path) -> None:
-    """Copy a file; where the file system can, as a reflink, which takes no space until a change."""
-    with source.open("rb") as old, target.open("xb") as new:
-        try:
-            fcntl.ioctl(new.fileno(), FICLONE, old.fileno())
-            return
-        except OSError:
-            pass
-    shutil.copyfile(source, target)
+# -- saves ----------------------------------------------------------------------------------------
+
+STATE = "state.json"  # where the run is; a folder without it holds a model, and no run to resume
+RUN_ONLY = (STATE, "optimizer")  # of a checkpoint, what is no part of a model folder
 
 
-def held_by_a_process(folder: Path) -> bool:
-    """True if a living process holds the folder by `hold`, or that cannot be known."""
+def manifest_of(folder: Path) -> Manifest | None:
+    """The folder's manifest; None if it has none that is intact."""
     try:
-        os.close(hold(folder))
-    except OSError:
-        return True
-    return False
+        return read_manifest(folder)
+    except StorageError:
+        return None
 
 
-def hold(folder: Path) -> int:
-    """Lock a folder until the descriptor is closed, or the process dies. Raises OSError."""
-    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | os.O_NOFOLLOW)
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        os.close(fd)
-        raise
-    return fd
+def sequence_of(folder: Path, unreadable: float = 0) -> float:
+    """The save number of a folder; `unreadable` if its manifest is missing or damaged."""
+    manifest = manifest_of(folder)
+    return unreadable if manifest is None else manifest.sequence
+
+
+def next_sequence(run_dir: Path) -> int:
+    """The number of the next save: above all that are there, `final/` of a lost one included."""
+    return int(max(map(sequence_of, (*checkpoints(run_dir), run_dir / FINAL)))) + 1
+
+
+def holds_state(folder: Path) -> bool:
+    """True unless the folder is intact and holds no more than a model."""
+    manifest = manifest_of(folder)
+    return manifest is None or STATE in manifest.files
+
+
+def model_files(manifest: Manifest) -> list[str]:
+    """The names of the files that are the model's, and not the run's."""
+    return [name for name in sorted(manifest.files) if PurePath(name).parts[0] not in RUN_ONLY]
+
+
+def newest_first(run_dir: Path, unreadable: float = 0) -> list[Path]:
+    """Checkpoints, and `final/` where it is one, too; it comes behind the one of the same save."""
+    found, final = checkpoints(run_dir), run_dir / FINAL
+    if final.is_dir() and holds_state(final):
+        found.append(final)
+    return sorted(found, key=lambda path: sequence_of(path, unreadable), reverse=True)
+
+
+def find_checkpoint(run_dir: Path, which: str | None = None) -> Path:
+    """The folder of the checkpoint "last", "best", "final", "checkpoint-200" or "200"; by default
+    the newer of final and last, or `run_dir` if that is a checkpoint itself. Raises ConfigError and
+    StorageError."""
+    names = [FINAL, "last"] if which is None else [which, f"checkpoint-{which}"]
+    inside = [run_dir / name for name in names if Path(name).name == name]
+    with system_errors(run_dir, LOOK):
+        if which is None and (run_dir / MANIFEST).is_file():
+            return run_dir
+        if found := [path for path in inside if isfile(path / MANIFEST)]:
+            return max(found, key=sequence_of).resolve()  # of equals the first
+        there = [path.name for path in checkpoints(run_dir)]
+        there += [name for name in (*LINKS, FINAL) if (run_dir / name).exists()]
+    raise ConfigError(
+        f"{run_dir}: has no checkpoint {which or 'to use'}; "
+        f"there is {', '.join(there) or 'none at all'}"
+    )
+
+
+def with_state(folder: Path) -> Path:
+    """The checkpoint that `final/` was made of, if it is still there; else the folder itself."""
+    if holds_state(folder):
+        return folder
+    of_the_same = (p for p in checkpoints(folder.parent) if sequence_of(p) == sequence_of(folder))
+    return next(of_the_same, folder)
+
+
+def newer_than(run_dir: Path, checkpoint: Path) -> list[Path]:
+    """The checkpoints of later saves."""
+    saved = sequence_of(checkpoint)
+    return [path for path in checkpoints(run_dir) if sequence_of(path) > saved]
+
+
+def mend_links(run_dir: Path) -> None:
+    """Let `last` point to the newest where it leads nowhere; remove others that do."""
+    for link in (run_dir / name for name in LINKS):
+        if not link.is_symlink() or link.exists():
+            continue
+        left = sorted(checkpoints(run_dir), key=sequence_of) if link.name == "last" else []
+        if left:
+            point(run_dir, link.name, left[-1])
+        else:
+            link.unlink()
+
+
+def prove(run_dir: Path, checkpoint: Path, keep: int) -> None:
+    """Note that a finite step followed the checkpoint: it is kept until another is proven."""
+    with system_errors(run_dir, "write in it"):
+        point(run_dir, "proven", checkpoint)
+        prune(run_dir, keep)
+
+
+def prune(run_dir: Path, keep: int, abandoned: Collection[Path] = ()) -> None:
+    """Remove all checkpoints but the newest `keep` and targets of links, and those of
+    `abandoned`."""
+    for path in abandoned:
+        discard(path)
+    if abandoned:
+        mend_links(run_dir)
+    by_age = sorted(checkpoints(run_dir), key=sequence_of, reverse=True)
+    pointed = {(run_dir / name).resolve() for name in LINKS}
+    for path in by_age[keep:]:
+        if path.resolve() not in pointed:
+            discard(path)  # `final` has files of its own: links

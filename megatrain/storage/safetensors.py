@@ -26,7 +26,7 @@ import torch
 from megatrain.errors import ModelError, StorageError
 from megatrain.heartbeat import BYTES_READ, beat, may_end_here
 from megatrain.memory.nvme_store import READ_BYTES
-from megatrain.memory.slab import StagingBuffers
+from megatrain.memory.slab import StagingBuffer
 from megatrain.storage.hashed_file import HashedFile, WrittenFile, system_errors
 
 DTYPES: dict[str, torch.dtype] = {
@@ -54,6 +54,11 @@ IO_THREADS = 8  # a disk with a queue wants several requests at once
 T = TypeVar("T")
 
 
+def dtype_name(dtype: torch.dtype) -> str:
+    """As config.json has it, such as bfloat16."""
+    return str(dtype).removeprefix("torch.")
+
+
 @dataclass(frozen=True)
 class StoredTensor:
     """One tensor in a file, `offset` bytes from the start of the file."""
@@ -77,6 +82,9 @@ class StoredTensor:
     def nbytes(self) -> int:
         return self.numel * self.dtype.itemsize
 
+    def chunks(self, start: int = 0, stop: int | None = None) -> Iterator[tuple[int, torch.Tensor]]:
+        return read_chunks(self, start, stop)
+
 
 @dataclass(frozen=True)
 class Header:
@@ -87,10 +95,8 @@ class Header:
 
 
 def in_parallel(jobs: Sequence[Callable[[], T]]) -> list[T]:
-    """The results of all jobs, run on a few threads, in order.
-
-    An error cancels the jobs that have not begun; of several, that of the first job is raised.
-    """
+    """The results of all jobs, run on a few threads, in order. An error cancels those that have not
+    begun; of several, that of the first job is raised."""
     # more threads than cores wait for Python's lock: 18,867 small tensors took 8.4 s with eight on
     # two cores, and 5.4 with two
     threads = min(IO_THREADS, max(2, len(os.sched_getaffinity(0))))
@@ -104,30 +110,14 @@ def in_parallel(jobs: Sequence[Callable[[], T]]) -> list[T]:
 
 
 def open_regular(path: Path) -> int:
-    """A read-only descriptor of a regular file: reading a pipe or a device might wait for ever.
-
-    Raises StorageError if the file is missing, unreadable or not a regular file.
-    """
+    """A read-only descriptor of a regular file: a pipe or a device might wait for ever. Raises
+    StorageError."""
     with system_errors(path, "open it for reading"):
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     if not stat.S_ISREG(os.fstat(fd).st_mode):
         os.close(fd)
         raise StorageError(f"{path}: is not a regular file; do not trust this folder")
     return fd
-
-
-def _read_exactly(fd: int, view: memoryview, offset: int, path: Path) -> None:
-    """Fill `view` from `offset`; a short read is continued, the end of the file is an error."""
-    done = 0
-    while done < len(view):
-        with system_errors(path, "read it"):
-            got = os.preadv(fd, [view[done : done + (1 << 30)]], offset + done)
-        if got == 0:
-            raise StorageError(
-                f"{path}: ends at byte {offset + done}, {len(view) - done} bytes too early; "
-                "copy or download it again"
-            )
-        done += got
 
 
 def bytes_of(tensor: torch.Tensor) -> memoryview:
@@ -145,31 +135,16 @@ def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 def read_header(path: Path) -> Header:
     """Parse and check the header of a safetensors file, its sizes before anything is allocated.
-
-    Raises:
-        StorageError: the file is missing, truncated or malformed, or its tensors overlap, leave
-            gaps or reach past its end.
-    """
-    fd = open_regular(path)
-    try:
-        size = os.fstat(fd).st_size
-        if size < 8:
-            raise StorageError(
-                f"{path}: {size} bytes are too few for a safetensors file; "
-                "copy or download it again"
-            )
-        prefix = bytearray(8)
-        _read_exactly(fd, memoryview(prefix), 0, path)
-        (length,) = struct.unpack("<Q", prefix)
+    Raises StorageError."""
+    with os.fdopen(open_regular(path), "rb") as file, system_errors(path, "read it"):
+        size = os.fstat(file.fileno()).st_size
+        length = int.from_bytes(file.read(8), "little")
         if length > MAX_HEADER_BYTES or length > size - 8:
             raise StorageError(
-                f"{path}: claims a header of {length} bytes in a file of {size}; "
-                "it is truncated or not a safetensors file"
+                f"{path}: claims a header of {length} bytes in a file of {size}; it is truncated "
+                "or not a safetensors file: copy or download it again"
             )
-        text = bytearray(length)
-        _read_exactly(fd, memoryview(text), 8, path)
-    finally:
-        os.close(fd)
+        text = file.read(length)
     try:
         entries = json.loads(text.decode(), object_pairs_hook=_no_duplicates)
         return _parse_header(path, entries, 8 + length, size)
@@ -180,10 +155,8 @@ def read_header(path: Path) -> Header:
 
 
 def _parse_header(path: Path, entries: Any, start: int, size: int) -> Header:
-    """Check a decoded header against the file's `size`; the data begin at byte `start`.
-
-    Raises ValueError, TypeError or KeyError.
-    """
+    """Check a decoded header of a file of `size` bytes, whose data begin at byte `start`. Raises
+    ValueError, TypeError or KeyError."""
     if not isinstance(entries, dict):
         raise ValueError("not a JSON object")
     metadata = entries.pop("__metadata__", {})
@@ -220,54 +193,34 @@ def _parse_header(path: Path, entries: Any, start: int, size: int) -> Header:
 
 
 def open_shards(folder: Path) -> dict[str, StoredTensor]:
-    """All tensors of a Hugging Face model folder by name, from model.safetensors or its shards.
-
-    Raises:
-        ModelError: there are no safetensors weights.
-        StorageError: a shard or the index is missing or malformed, or the index points outside the
-            folder.
-    """
+    """All tensors of a Hugging Face model folder by name. Raises ModelError if there are none, or a
+    shard is missing, and StorageError."""
     single, index = folder / "model.safetensors", folder / INDEX
     if single.exists():
         return read_header(single).tensors
     if not index.exists():
         raise _no_weights(folder)
     files = _read_index(index)
-    tensors: dict[str, StoredTensor] = {}
-    for file in sorted(set(files.values())):
-        stored = read_header(folder / file).tensors
-        misplaced = [name for name in stored if files.get(name) != file]
-        if misplaced:
+    shards = sorted(set(files.values()))
+    if missing := [file for file in shards if not (folder / file).exists()]:
+        are = "is" if len(missing) == 1 else "are"
+        raise ModelError(
+            f"{index}: names {len(shards)} shards, {len(missing)} {are} missing ({missing[0]}); "
+            "download it again"
+        )
+    tensors = {
+        name: stored
+        for file in shards
+        for name, stored in read_header(folder / file).tensors.items()
+    }
+    held = {name: stored.path.name for name, stored in tensors.items()}
+    for name in sorted(files.keys() | held.keys()):
+        if files.get(name) != held.get(name):
             raise StorageError(
-                f"{folder / file}: holds {misplaced[0]}, which {index.name} does not place there; "
+                f"{index}: places {name} in {files.get(name)}, and it is in {held.get(name)}; "
                 "download the folder again"
             )
-        tensors.update(stored)
-    lost = [name for name in files if name not in tensors]
-    if lost:
-        raise StorageError(
-            f"{folder / files[lost[0]]}: lacks {lost[0]}, which {index.name} places there; "
-            "download the folder again"
-        )
     return tensors
-
-
-def check_shards(folder: Path) -> None:
-    """Read the headers of a folder to begin with, and no weights.
-
-    Raises ModelError if a file that the index names is not there, and as `open_shards`.
-    """
-    index = folder / INDEX
-    if not (folder / "model.safetensors").exists() and index.exists():
-        files = set(_read_index(index).values())
-        missing = sorted(file for file in files if not (folder / file).exists())
-        if missing:
-            are = "is" if len(missing) == 1 else "are"
-            raise ModelError(
-                f"{index}: names {len(files)} shards, {len(missing)} {are} missing ({missing[0]}); "
-                "download it again"
-            )
-    open_shards(folder)
 
 
 def _read_index(index: Path) -> dict[str, str]:
@@ -303,22 +256,11 @@ def _no_weights(folder: Path) -> ModelError:
 
 
 def read_chunks(
-    stored: StoredTensor, start: int = 0, stop: int | None = None, *, chunk: int = CHUNK_ELEMENTS
+    stored: StoredTensor, start: int = 0, stop: int | None = None, *, chunk: int = 0
 ) -> Iterator[tuple[int, torch.Tensor]]:
-    """Yield (first element, values) of consecutive flat pieces, each in memory of its own.
-
-    A piece has at most `chunk` elements. start, stop: the elements that are read; default: all.
-    """
-    stop = stored.numel if stop is None else stop
-    fd = open_regular(stored.path)
-    try:
-        for begin in range(start, stop, chunk):
-            piece = torch.empty(min(chunk, stop - begin), dtype=stored.dtype)
-            offset = stored.offset + begin * stored.dtype.itemsize
-            _read_exactly(fd, bytes_of(piece), offset, stored.path)
-            yield begin, piece
-    finally:
-        os.close(fd)
+    """`HashedReader.chunks` of a tensor alone, without a hash."""
+    with HashedReader(stored.path, hashes=False, kept=True) as file:
+        yield from file.chunks(stored, start, stop, chunk=chunk)
 
 
 class HashedReader:
@@ -330,7 +272,7 @@ class HashedReader:
     The disk reads on while a piece is hashed. Unless it is `kept`, the page cache holds almost
     nothing of the file: the RAM is the run's.
 
-    Raises StorageError if the file is missing, unreadable or not a regular file.
+    Raises StorageError if the file is missing, unreadable, too short or not a regular file.
     """
 
     def __init__(self, path: Path, hashes: bool = True, kept: bool = False) -> None:
@@ -347,32 +289,25 @@ class HashedReader:
     def __exit__(self, *_: object) -> None:
         os.close(self._fd)
 
-    def read_into(self, out: torch.Tensor) -> None:
-        """Read the next bytes into a contiguous tensor on any device.
-
-        Raises StorageError if they cannot be read or the file ends too early.
-        """
-        flat = out.view(-1).view(torch.uint8)
-        for begin in range(0, flat.numel(), PIECE_BYTES):
-            part = flat[begin : begin + PIECE_BYTES]
-            piece = part if part.is_cpu else torch.empty_like(part, device="cpu")
-            self._read(bytes_of(piece))
-            if piece is not part:
-                part.copy_(piece)
-
     def chunks(
-        self, stored: StoredTensor, start: int = 0, stop: int | None = None
+        self, stored: StoredTensor, start: int = 0, stop: int | None = None, *, chunk: int = 0
     ) -> Iterator[tuple[int, torch.Tensor]]:
-        """As `read_chunks`, of a tensor behind all that was read before."""
-        stop = stored.numel if stop is None else stop
+        """Yield (first element, values) of consecutive flat pieces, each in memory of its own.
+
+        A piece has at most `chunk` elements, by default CHUNK_ELEMENTS. start, stop: the elements
+        that are read; default: all. They lie behind all that was read before.
+        """
+        stop, chunk = stored.numel if stop is None else stop, chunk or CHUNK_ELEMENTS
         self.skip_to(stored.offset + start * stored.dtype.itemsize)
-        for begin in range(start, stop, CHUNK_ELEMENTS):
-            piece = torch.empty(min(CHUNK_ELEMENTS, stop - begin), dtype=stored.dtype)
-            self.read_into(piece)
-            yield begin, piece
+        for begin in range(start, stop, chunk):
+            values = torch.empty(min(chunk, stop - begin), dtype=stored.dtype)
+            view = bytes_of(values)
+            for first in range(0, len(view), PIECE_BYTES):
+                self._read(view[first : first + PIECE_BYTES])
+            yield begin, values
 
     def skip_to(self, offset: int) -> None:
-        """Hash the bytes up to `offset`, no more. Raises StorageError as `read_into`."""
+        """Hash the bytes up to `offset`, no more."""
         assert offset >= self._done, (self.path, offset)
         if not self._hashes:
             self._done = offset
@@ -383,13 +318,20 @@ class HashedReader:
     def _read(self, view: memoryview) -> None:
         begin, stop = self._done, self._done + len(view)
         os.posix_fadvise(self._fd, stop, PIECE_BYTES, os.POSIX_FADV_WILLNEED)
-        _read_exactly(self._fd, view, begin, self.path)
+        while self._done < stop:  # a short read is continued
+            with system_errors(self.path, "read it"):
+                got = os.preadv(self._fd, [view[self._done - begin :]], self._done)
+            if got == 0:
+                raise StorageError(
+                    f"{self.path}: ends at byte {self._done}, {stop - self._done} bytes too early; "
+                    "copy or download it again"
+                )
+            self._done += got
         if self._hashes:
             self._hash.update(view)
         beat(BYTES_READ, len(view))
         if not self._kept:
             os.posix_fadvise(self._fd, begin, len(view), os.POSIX_FADV_DONTNEED)
-        self._done = stop
         may_end_here()
 
     @property
@@ -446,12 +388,10 @@ def in_order(sources: Iterable[TensorSource]) -> list[TensorSource]:
 def write_safetensors(
     path: Path, sources: Iterable[TensorSource], metadata: Mapping[str, str]
 ) -> WrittenFile:
-    """Write one file, tensor by tensor, and wait until it is on the disk.
-
-    Raises StorageError if the disk is full or fails; the file is removed.
-    """
+    """Write one file, and wait until it is on the disk. Raises StorageError; the file is
+    removed."""
     ordered = in_order(sources)
-    with HashedFile(path) as file, closing(StagingBuffers(READ_BYTES)) as staging:
+    with HashedFile(path) as file, closing(StagingBuffer(READ_BYTES)) as staging:
         file.write(encode_header(ordered, metadata))
         for source in ordered:
             before = file.nbytes
@@ -467,10 +407,8 @@ def plan_shards(
     passthrough: Sequence[TensorSource] = (),
     shard_bytes: int = SHARD_BYTES,
 ) -> dict[str, list[TensorSource]]:
-    """Cut tensors, in order, into files of at most `shard_bytes`, named as Hugging Face does.
-
-    A larger tensor gets a file of its own. passthrough: tensors that share no file with the others.
-    """
+    """Cut tensors, in order, into files of at most `shard_bytes`, or one tensor, named as Hugging
+    Face does. passthrough: tensors that share no file with the others."""
     shards = [*_cut(sources, shard_bytes), *_cut(passthrough, shard_bytes)]
     if len(shards) == 1:
         return {"model.safetensors": shards[0]}

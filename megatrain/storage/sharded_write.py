@@ -10,10 +10,9 @@ that is not sends on without values, and reads what it is sent.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import cycle, zip_longest
+from itertools import chain, zip_longest
 from pathlib import Path
 from queue import Queue
 from threading import Thread
@@ -24,7 +23,6 @@ from torch import distributed
 
 from megatrain.errors import MegaTrainError
 from megatrain.memory.nvme_store import READ_BYTES
-from megatrain.memory.slab import StagingBuffers
 from megatrain.storage.hashed_file import WrittenFile, write_bytes
 from megatrain.storage.safetensors import (
     INDEX,
@@ -48,10 +46,8 @@ class Reading(NamedTuple):
 
 
 def readings(sizes: Mapping[File, int], world: World, verified: bool = True) -> dict[File, Reading]:
-    """The way in which this rank reads each file, the largest first; all ranks read all files.
-
-    verified: one rank hashes a file; else none does.
-    """
+    """The way in which this rank reads each file, the largest first. verified: one rank hashes
+    it."""
     found = {}
     for file, rank in assign_files(sizes, world.size).items():
         hashes = verified and rank == world.rank
@@ -63,20 +59,14 @@ def readings(sizes: Mapping[File, int], world: World, verified: bool = True) -> 
 def assign_files(sizes: Mapping[File, int], writers: int) -> dict[File, int]:
     """Assign each file, the largest first, to the writer with the fewest bytes so far."""
     held, assigned = [0] * writers, {}
-    for file in largest_first(sizes):
+    for file in sorted(sizes, key=lambda file: -sizes[file]):
         assigned[file] = held.index(min(held))
         held[assigned[file]] += sizes[file]
     return assigned
 
 
-def largest_first(sizes: Mapping[File, int]) -> list[File]:
-    """Sort files by size: a large file that came last would be written alone in the end."""
-    return sorted(sizes, key=lambda file: -sizes[file])
-
-
 MESSAGE_BYTES = READ_BYTES
 ROUNDS = 16  # from one look at whether all ranks are well to the next
-ROOMS = 3  # of a file: for a message that comes, one that waits and one that is written
 
 Plan = Mapping[str, Sequence[TensorSource]]
 T = TypeVar("T")
@@ -86,21 +76,17 @@ T = TypeVar("T")
 def write_files(
     folder: Path, plan: Plan, metadata: Mapping[str, str], world: World = ALONE
 ) -> list[WrittenFile]:
-    """Write several safetensors files (paths relative to `folder`), a few at a time.
-
-    The first failure cancels the rest. Raises as `write_safetensors`.
-
-    world: the first rank's, in `led`.
-    """
+    """Write several safetensors files (paths relative to `folder`), a few at a time; the first
+    failure cancels the rest. world: the first rank's, in `led`. Raises as `write_safetensors`."""
     if world.is_alone:
         write = partial(_write_file, folder, metadata=metadata)
-        names = largest_first(_sizes(plan))
+        names = assign_files(_sizes(plan), 1)
         files = in_parallel([partial(write, name, plan[name]) for name in names])
     else:
         order = world.broadcast(_Order(folder.absolute(), tuple(plan), dict(metadata)))
-        outcomes = _write(order, plan, world)
-        world.raise_first([outcome.failure for outcome in outcomes])
-        files = [file for outcome in outcomes for file in outcome.files]
+        failures, of_ranks = zip(*_write(order, plan, world), strict=True)
+        world.raise_first(failures)
+        files = list(chain(*of_ranks))
     written = {file.name: file for file in files}
     return [written[name] for name in plan]
 
@@ -119,10 +105,8 @@ def write_model(
     there: Collection[str] = (),
     world: World = ALONE,
 ) -> list[WrittenFile]:
-    """Write weight files and, for several, their index; and `others`, which it does not list.
-
-    there: names of weight files that somebody else writes. world: as `write_files`.
-    """
+    """Write weight files and their index, but for those that are `there`, and `others`, which it
+    does not list. world: as `write_files`."""
     wanted = {name: shard for name, shard in weights.items() if name not in there}
     files = write_files(folder, {**wanted, **(others or {})}, metadata, world)
     if len(weights) > 1:
@@ -146,15 +130,11 @@ class _Order(NamedTuple):
     metadata: dict[str, str]
 
 
-class _Outcome(NamedTuple):
-    """Outcome of a write on one rank."""
-
-    failure: MegaTrainError | None
-    files: list[WrittenFile]
+# Of a write on one rank: the exception that it raises, and the files that it wrote.
+_Outcome = tuple[MegaTrainError | None, list[WrittenFile]]
 
 
-@dataclass(frozen=True)
-class _End:
+class _End(NamedTuple):
     """Message of the first rank at the end: its result, or the exception that it raised."""
 
     result: object = None
@@ -201,22 +181,22 @@ def _write(order: _Order, plan: Plan, world: World) -> list[_Outcome]:
         for number, track in enumerate(tracks)
         if track.writer == world.rank
     }
-    sending = _Sending(tracks, world.rank)
+    sender = _Sender(tracks, world.rank)
+
+    def failure() -> Exception | None:
+        failures = (sender.failure, *(writer.failure for writer in writers.values()))
+        return next(filter(None, failures), None)
+
     try:
         for number, turn in enumerate(zip_longest(*(track.turns() for track in tracks))):
-            if number % ROUNDS == 0:
-                failures = [sending.failure, *(writer.failure for writer in writers.values())]
-                if any(world.all_gather(any(failures))):
-                    break
-            _take_turn(turn, tracks, writers, sending, world)
+            if number % ROUNDS == 0 and any(world.all_gather(failure() is not None)):
+                break
+            _take_turn(turn, tracks, writers, sender, world)
     finally:
-        sending.end()
         for writer in writers.values():
             writer.end()
-    failures = [sending.failure, *(writer.failure for writer in writers.values())]
-    first = next(filter(None, failures), None)
     files = [file for writer in writers.values() for file in writer.written]
-    return world.all_gather(_Outcome(world.as_told(first), files))
+    return world.all_gather((world.as_told(failure()), files))
 
 
 def _tracks(plan: Plan, world: World) -> list[_Track]:
@@ -228,40 +208,39 @@ def _tracks(plan: Plan, world: World) -> list[_Track]:
     return [_Track(number % world.size, files) for number, files in sorted(of_track.items())]
 
 
-class _Turn(NamedTuple):
-    """A message of a file."""
-
-    sender: int
-    nbytes: int
+_Turn = tuple[int, int]  # a message of a file: its sender, its bytes
 
 
 def _take_turn(
     turn: Sequence[_Turn | None],
     tracks: Sequence[_Track],
     writers: Mapping[int, _Writer],
-    sending: _Sending,
+    sender: _Sender,
     world: World,
 ) -> None:
     """Send and receive one round. turn: a message of every track, None at its end."""
-    on_their_way, received = [], []
+    on_their_way: list[distributed.Work | None] = []
+    received = []
     for number, (message, track) in enumerate(zip(turn, tracks, strict=True)):
         if message is None:
             continue
-        room = writers[number].room(message.nbytes) if number in writers else None
-        if room is not None:
-            received.append((writers[number], room))
-        if message.sender == world.rank:
-            mine = sending.next_of(number, message.nbytes)
-            if room is not None:
-                room.copy_(mine)
-            else:
-                on_their_way.append(_isend(mine, track.writer, number, world))
-        elif room is not None:
-            on_their_way.append(_irecv(room, message.sender, number, world))
-    for work in on_their_way:
+        rank, nbytes = message
+        if world.rank not in (rank, track.writer):
+            continue
+        if rank == world.rank:
+            values = sender.next_of(number, nbytes)
+        else:
+            values = torch.empty(nbytes, dtype=torch.uint8)
+            on_their_way.append(distributed.irecv(values, rank, world.messages, tag=number))
+        if number in writers:
+            received.append((writers[number], values))
+        else:
+            sent = distributed.isend(values, track.writer, world.messages, tag=number)
+            on_their_way.append(sent)
+    for work in filter(None, on_their_way):
         work.wait()
-    for writer, room in received:
-        writer.give(room)
+    for writer, values in received:
+        writer.give(values)
 
 
 @dataclass(frozen=True)
@@ -277,7 +256,7 @@ class _Track:
             for sender, numel in source.owned.items():
                 nbytes = numel * source.dtype.itemsize
                 for begin in range(0, nbytes, MESSAGE_BYTES):
-                    yield _Turn(sender, min(MESSAGE_BYTES, nbytes - begin))
+                    yield sender, min(MESSAGE_BYTES, nbytes - begin)
 
     def own(self, rank: int) -> Iterator[torch.Tensor]:
         """The pieces that a rank sends, as bytes, on the CPU or the GPU."""
@@ -291,42 +270,22 @@ class _Track:
             yield from (source for source in in_order(sources) if source.owned)
 
 
-class _Sending:
-    """Messages that a rank sends: one of each track is prepared ahead, in a thread.
-
-    failure: the error after which it sends zeros.
-    """
+class _Sender:
+    """This rank's messages. failure: the error after which they are zeros."""
 
     def __init__(self, tracks: Sequence[_Track], rank: int) -> None:
         self.failure: Exception | None = None
-        self._pool = ThreadPoolExecutor(max(1, len(tracks)), thread_name_prefix="storage")
         self._own = [track.own(rank) for track in tracks]
-        # one message is sent while the next is made ready
-        self._staging = [StagingBuffers(MESSAGE_BYTES, count=2) for _ in tracks]
-        self._next = [self._make(track) for track in range(len(tracks))]
-
-    def _make(self, track: int) -> Future[torch.Tensor | None]:
-        return self._pool.submit(self._ready, track)
-
-    def _ready(self, track: int) -> torch.Tensor | None:
-        message = next(self._own[track], None)
-        return None if message is None else self._staging[track].on_cpu(message)
 
     def next_of(self, track: int, nbytes: int) -> torch.Tensor:
         if self.failure is None:
             try:
-                message = self._next[track].result()
-                assert message is not None and len(message) == nbytes, nbytes
-                self._next[track] = self._make(track)
+                message = next(self._own[track]).cpu()
+                assert len(message) == nbytes, nbytes
                 return message
             except Exception as error:  # noqa: BLE001  all ranks raise it
                 self.failure = error
         return torch.zeros(nbytes, dtype=torch.uint8)
-
-    def end(self) -> None:
-        self._pool.shutdown(cancel_futures=True)
-        for staging in self._staging:
-            staging.close()
 
 
 class _Abandoned(Exception):
@@ -334,12 +293,8 @@ class _Abandoned(Exception):
 
 
 class _Writer:
-    """A thread that writes files from the messages it receives.
-
-    Attributes:
-        failure: the exception that ended it; later messages are dropped.
-        written: files that are complete.
-    """
+    """A thread that writes files from the messages it receives. failure: the exception that ended
+    it; later messages are dropped. written: files that are complete."""
 
     def __init__(
         self, write: Callable[[str, Sequence[TensorSource]], WrittenFile], files: Plan
@@ -347,16 +302,10 @@ class _Writer:
         self.failure: Exception | None = None
         self.written: list[WrittenFile] = []
         self._write, self._files, self._ended = write, files, False
-        self._rooms = cycle(torch.empty(ROOMS, MESSAGE_BYTES, dtype=torch.uint8))
-        # one waits while another is written: the third room is free
-        self._given: Queue[torch.Tensor | None] = Queue(ROOMS - 2)
+        # one waits while another is written, and a third arrives
+        self._given: Queue[torch.Tensor | None] = Queue(1)
         self._thread = Thread(target=self._run, name="storage")
         self._thread.start()
-
-    def room(self, nbytes: int) -> torch.Tensor:
-        """Bytes to fill and then to `give`."""
-        room: torch.Tensor = next(self._rooms)
-        return room[:nbytes]
 
     def give(self, message: torch.Tensor) -> None:
         """The next message of its files. Waits until it has written most of those before."""
@@ -394,15 +343,3 @@ class _Writer:
         message = self._given.get()
         self._ended = message is None
         return message
-
-
-def _isend(message: torch.Tensor, to: int, tag: int, world: World) -> distributed.Work:
-    work = distributed.isend(message, to, group=world.messages, tag=tag)
-    assert work is not None  # this rank is of the group
-    return work
-
-
-def _irecv(room: torch.Tensor, sender: int, tag: int, world: World) -> distributed.Work:
-    work = distributed.irecv(room, sender, group=world.messages, tag=tag)
-    assert work is not None
-    return work

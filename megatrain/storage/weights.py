@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import re
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -16,7 +16,7 @@ import torch
 
 from megatrain.errors import ModelError, StorageError
 from megatrain.heartbeat import WEIGHTS_READ, beat, may_end_here
-from megatrain.memory.layout import Span, TensorRange
+from megatrain.memory.layout import Span
 from megatrain.memory.store import Store
 from megatrain.models.anatomy import Anatomy
 from megatrain.models.constants import FLOATS, Constants, Place
@@ -44,15 +44,39 @@ from megatrain.storage.passthrough import (
 from megatrain.storage.safetensors import (
     HashedReader,
     StoredTensor,
+    dtype_name,
     in_parallel,
     open_shards,
-    read_chunks,
 )
 from megatrain.storage.sharded_write import Reading, readings
 
-Copied = tuple[Place, StoredTensor]  # a tensor of a block, and its source
 SUFFIX = ".safetensors"
 logger = logging.getLogger("megatrain")
+
+
+@dataclass(frozen=True)
+class InMemory:
+    """A tensor of a model that no safetensors file has, as `StoredTensor` gives one."""
+
+    where: str
+    values: torch.Tensor
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.values.dtype
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(self.values.shape)
+
+    def chunks(self, *_: int) -> Iterator[tuple[int, torch.Tensor]]:
+        yield 0, self.values.reshape(-1)
+
+
+# `chunks(start, stop)` yields (first element, flat values) in order: of all of the tensor by
+# default, else at least of those elements.
+Candidate = StoredTensor | Dequantised | InMemory
+Chunks = Callable[..., Iterator[tuple[int, torch.Tensor]]]
 
 
 def load_weights(
@@ -81,50 +105,33 @@ def load_weights(
         StorageError: a file is missing, truncated, malformed, or fails its checksum.
     """
     if source.kind == "gguf":
-        found_there = with_head(read_gguf(source), head, source)
-        copy_in(anatomy, store, found_there, str(source.file), constants)
+        candidates = with_head(read_gguf(source), head, source)
+        copy_in(anatomy, store, candidates, str(source.file), constants)
         return anatomy.published.tensors, NOTHING  # its names are transformers' own
+    if how := quantisation_in(source.path):
+        logger.info(f"{source.path}: its {how.method} weights are dequantised when they are read")
     manifest = manifest_of_model(source.path)
     hashed = manifest.files if manifest and verifies() else {}
     sums = {source.path / name: file for name, file in hashed.items()}
     with damage_first(source.path, manifest):
         candidates = with_head(open_folder(source), head, source)
-        say_dequantised(candidates, store.arrays["weight"].dtype, source)
-        found, passthrough = copy_in(anatomy, store, candidates, str(source.file), constants, sums)
-    unchanged = (
-        (name, candidates[name].stored or candidates[name].quantised) for name in passthrough
-    )
-    kept = passthrough_of(source.path, {name: tensor for name, tensor in unchanged if tensor})
+        found = copy_in(anatomy, store, candidates, str(source.file), constants, sums)
+    stored = {name: c for name, c in candidates.items() if not isinstance(c, InMemory)}
+    kept = passthrough_of(source.path, {name: stored[name] for name in found.passthrough})
     if head is not None:  # its config.json describes another model
         kept = replace(kept, files={n: text for n, text in kept.files.items() if n != CONFIG})
-    dropped = [name for name, place in passthrough.items() if place is None]
+    dropped = [name for name, place in found.passthrough.items() if place is None]
     if said := describe_passthrough(source.file, kept, dropped, anatomy.unused_weights):
         logger.info(said)
-    trained = {name: candidates[name].dtype for place, name in found.items() if not place.constant}
-    if store.arrays["weight"].dtype == torch.bfloat16 and (said := about_float32(trained)):
-        logger.info(f"{source.file}: {said}")
-    held = {place: candidates[name].stored for place, name in found.items()}
-    return anatomy.published.named_as(found), with_frozen(kept, held, store, source.file)
+    held = {place: stored[name] for place, name in found.names.items() if name in stored}
+    return anatomy.published.named_as(found.names), with_frozen(kept, held, store)
 
 
 def check_headers(anatomy: Anatomy, constants: Constants, source: ModelSource) -> None:
-    """Look whether a folder's tensors are those of the model, by the headers of its files.
-
-    Raises ModelError and StorageError as `load_weights`, but for what values tell.
-    """
+    """Compare the names, shapes and dtypes of a folder's tensors with the model's. Raises
+    ModelError and StorageError."""
     with damage_first(source.path, manifest_of_model(source.path)):
         match(anatomy, open_folder(source), str(source.file), constants)
-
-
-def about_float32(dtypes: Mapping[str, torch.dtype]) -> str:
-    """A sentence about float32 tensors in a folder of other dtypes; empty if there are none."""
-    wide = sorted(name for name, dtype in dtypes.items() if dtype == torch.float32)
-    if not wide or len(wide) == len(dtypes):
-        return ""
-    return (
-        f"has {listed(wide)} in float32, unlike the rest; masters are exact, but layers compute "
-        "with bfloat16, and so it is saved (`megatrain export --dtype float32` has the masters)"
-    )
 
 
 @contextmanager
@@ -147,61 +154,47 @@ def copy_in(
     where: str,
     constants: Constants,
     sums: Mapping[Path, WrittenFile] | None = None,
-) -> tuple[dict[Place, str], dict[str, Place | None]]:
-    """Check every candidate against the anatomy, then copy them with a few threads.
+) -> Found:
+    """Check every candidate against the anatomy, then copy them with a few threads. sums: of files
+    that are to be checked: each is read once, from beginning to end. Raises as `load_weights`."""
+    found, sums = match(anatomy, candidates, where, constants), sums or {}
+    constants.expect({p: (name, candidates[name].dtype) for p, name in found.names.items()})
 
-    sums: of files that are to be checked: each is read by one thread, from beginning to end.
-
-    Returns the names of those that were copied, by place, and the others as `Found` has them.
-
-    Raises ModelError as `load_weights`, and DamagedError.
-    """
-    matched = match(anatomy, candidates, where, constants)
-    found, twins, passthrough = matched.names, matched.twins, matched.passthrough
-    constants.expect({p: (name, candidates[name].dtype) for p, name in found.items()})
-    writers = {True: partial(copy_constant, constants), False: partial(copy_tensor, store)}
-    by_file: dict[Path, list[Copied]] = {path: [] for path in sums or () if path.suffix == SUFFIX}
-    copies: list[Callable[[], None]] = []
-    for place, name in sorted(found.items(), key=lambda item: candidates[item[1]].where):
-        stored = candidates[name].stored
-        if stored is not None and stored.path in by_file:
-            by_file[stored.path].append((place, stored))
+    def copy(place: Place, candidate: Candidate, chunks: Chunks) -> None:
+        if place.constant:
+            copy_constant(constants, place, candidate.where, chunks)
         else:
-            copies.append(partial(writers[place.constant], place, candidates[name]))
-    others = {stored.path for name in passthrough if (stored := candidates[name].stored)}
-    to_read = [path for path, copied in by_file.items() if copied or path in others]
-    if sums is not None:
-        sizes = {path: sums[path].nbytes for path in to_read}
-        copies += [
-            partial(_copy_checked, writers, path, sums[path], by_file[path], how)
-            for path, how in readings(sizes, store.world).items()
-        ]
+            copy_tensor(store, place, candidate, chunks)
+
+    def copy_checked(path: Path, how: Reading) -> None:
+        """Copy a file's tensors in one reading of all its bytes, or of this rank's share where
+        another one hashes it."""
+        with HashedReader(path, *how) as file:
+            for place, stored in sorted(by_file[path], key=lambda copied: copied[1].offset):
+                copy(place, stored, partial(file.chunks, stored))
+            file.skip_to(file.nbytes)
+            written = sums[path]
+            if file.nbytes != written.nbytes or (how.hashes and file.sha256 != written.sha256):
+                raise damaged(path)
+
+    by_file: dict[Path, list[tuple[Place, StoredTensor]]] = {
+        path: [] for path in sums if path.suffix == SUFFIX
+    }
+    copies: list[Callable[[], None]] = []
+    for place, name in sorted(found.names.items(), key=lambda item: candidates[item[1]].where):
+        candidate = candidates[name]
+        if isinstance(candidate, StoredTensor) and candidate.path in by_file:
+            by_file[candidate.path].append((place, candidate))
+        else:
+            copies.append(partial(copy, place, candidate, candidate.chunks))
+    carried = (candidates[name] for name in found.passthrough)
+    others = {candidate.path for candidate in carried if isinstance(candidate, StoredTensor)}
+    sizes = {path: sums[path].nbytes for path in by_file if by_file[path] or path in others}
+    copies += [partial(copy_checked, *item) for item in readings(sizes, store.world).items()]
     if store.world.is_first:
-        copies += [partial(_check_twins, candidates[a], candidates[o]) for a, o in twins]
+        copies += [partial(_check_twins, candidates[a], candidates[o]) for a, o in found.twins]
     in_parallel(copies)
-    return found, passthrough
-
-
-def _copy_checked(
-    writers: Mapping[bool, Callable[[Place, Candidate], None]],
-    path: Path,
-    written: WrittenFile,
-    tensors: Iterable[Copied],
-    how: Reading,
-) -> None:
-    """Copy a file's tensors in one reading of all its bytes, or of this rank's share where another
-    one hashes it. Raises DamagedError.
-
-    writers: of constants (True), and of all else.
-    """
-    with HashedReader(path, *how) as file:
-        for place, stored in sorted(tensors, key=lambda copied: copied[1].offset):
-            chunks = partial(file.chunks, stored)
-            candidate = Candidate(stored.where, stored.dtype, stored.shape, chunks)
-            writers[place.constant](place, candidate)
-        file.skip_to(file.nbytes)
-        if file.nbytes != written.nbytes or (how.hashes and file.sha256 != written.sha256):
-            raise damaged(path)
+    return found
 
 
 def _check_twins(alias: Candidate, owner: Candidate) -> None:
@@ -215,15 +208,9 @@ def _check_twins(alias: Candidate, owner: Candidate) -> None:
         )
 
 
-def copy_tensor(store: Store, place: Place, candidate: Candidate) -> None:
-    """Copy one tensor as an exact fp32 master: fp32, or bf16 weight and int16 remainder.
-
-    A frozen one has no remainder.
-
-    A rank reads and keeps its share.
-
-    Raises ModelError if a value is NaN, infinite, or too large for bf16.
-    """
+def copy_tensor(store: Store, place: Place, candidate: Candidate, chunks: Chunks) -> None:
+    """Copy this rank's share of a tensor as an exact fp32 master: fp32, or bf16 weight and int16
+    remainder, which a frozen one lacks. Raises ModelError for a value that is none of bf16's."""
     span = store.span("weight", place.block)
     mine = place.tensor.within(span)
     if not mine.numel:
@@ -234,7 +221,7 @@ def copy_tensor(store: Store, place: Place, candidate: Candidate) -> None:
     # not soon: the block's other tensors follow
     with store.lease(place.block, names, changes=True, soon=False) as arrays:
         weight, *remainders = (place.tensor.flat_within(arrays[name], span) for name in names)
-        for first, read in candidate.chunks(*mine):
+        for first, read in chunks(*mine):
             begin, values = _within(mine, first, read)
             if not values.numel():
                 continue
@@ -242,17 +229,15 @@ def copy_tensor(store: Store, place: Place, candidate: Candidate) -> None:
             beat(WEIGHTS_READ, values.numel())
             may_end_here()
             part = weight.narrow(0, begin, values.numel())
-            if not remainders:
+            if not split:
                 part.copy_(as_weight(values, weight.dtype))
-                if frozen:
-                    _check_finite(part, candidate.where)  # rounding up may have overflowed
-                continue
-            low = remainders[0].narrow(0, begin, values.numel())
-            if values.dtype == torch.bfloat16:
+            elif values.dtype == torch.bfloat16:
                 part.copy_(values)
-                low.zero_()
+                remainders[0].narrow(0, begin, values.numel()).zero_()
             else:
+                low = remainders[0].narrow(0, begin, values.numel())
                 split_master(values.float(), out=(part, low))
+            if values.dtype != part.dtype:
                 _check_finite(part, candidate.where)  # rounding up may have overflowed
 
 
@@ -262,10 +247,10 @@ def _within(mine: Span, first: int, read: torch.Tensor) -> tuple[int, torch.Tens
     return start - mine.start, read[start - first : max(start, stop) - first]
 
 
-def copy_constant(constants: Constants, place: Place, candidate: Candidate) -> None:
+def copy_constant(constants: Constants, place: Place, where: str, chunks: Chunks) -> None:
     """Copy one constant as it is. Raises ModelError if a value is NaN or infinite."""
-    for begin, values in candidate.chunks():
-        _check_finite(values, candidate.where)
+    for begin, values in chunks():
+        _check_finite(values, where)
         may_end_here()
         constants.write(place, begin, values)
 
@@ -308,20 +293,26 @@ def match(
 ) -> Found:
     """Match a folder's tensors to the model's and check shapes and dtypes. Raises ModelError."""
     matched = find_tensors(anatomy, candidates, where)
-    for place, name in matched.names.items():
+    carried = {place: name for name, place in matched.passthrough.items() if place is not None}
+    for place, name in (matched.names | carried).items():
+        candidate, wanted = candidates[name], place.tensor.shape
+        if candidate.shape != wanted:
+            raise ModelError(
+                f"{candidate.where} has shape {list(candidate.shape)}, but config.json asks for "
+                f"{list(wanted)}"
+            )
         dtypes = constants.may_be(place) if place.constant else FLOATS
-        _check_kind(candidates[name], place.tensor, dtypes)
-    for name, passenger in matched.passthrough.items():
-        if passenger is not None:
-            _check_shape(candidates[name], passenger.tensor)
+        if place not in carried and candidate.dtype not in dtypes:
+            raise ModelError(
+                f"{candidate.where} is {dtype_name(candidate.dtype)}; "
+                "training needs the unquantised model in bf16, fp16 or fp32"
+            )
     return matched
 
 
 def find_tensors(anatomy: Anatomy, names: Iterable[str], where: str) -> Found:
-    """Match names to the model's tensors. Any name that transformers knows will do.
-
-    Raises ModelError if a name is unknown to this model, two are of one tensor, or one is missing.
-    """
+    """Match names, any that transformers knows, to the model's tensors. Raises ModelError if one is
+    unknown, missing or there twice."""
     found, dropped = _match_names(anatomy, names, where)
     twins = _take_aliases(found)
     missing = anatomy.published.missing(found.keys())
@@ -365,10 +356,8 @@ def _match_names(
 
 
 def _take_aliases(found: dict[Place, str]) -> list[tuple[str, str]]:
-    """Remove tied tensors from `found`; one replaces its owner if that is missing.
-
-    Returns the names of (alias, owner) where both are present.
-    """
+    """Remove tied tensors from `found`; one replaces its owner if that is missing. Returns the
+    names of (alias, owner) where both are present."""
     twins = []
     for alias in [place for place in found if place.alias]:
         owner, stand_in = replace(alias, alias=False), found.pop(alias)
@@ -379,78 +368,22 @@ def _take_aliases(found: dict[Place, str]) -> list[tuple[str, str]]:
     return twins
 
 
-def _check_shape(candidate: Candidate, tensor: TensorRange) -> None:
-    if candidate.shape != tensor.shape:
-        raise ModelError(
-            f"{candidate.where} has shape {list(candidate.shape)}, but config.json asks for "
-            f"{list(tensor.shape)}"
-        )
-
-
-def _check_kind(candidate: Candidate, tensor: TensorRange, dtypes: Collection[torch.dtype]) -> None:
-    _check_shape(candidate, tensor)
-    if candidate.dtype not in dtypes:
-        name = str(candidate.dtype).removeprefix("torch.")
-        raise ModelError(
-            f"{candidate.where} is {name}; "
-            "training needs the unquantised model in bf16, fp16 or fp32"
-        )
-
-
 # -- a folder's tensors --
 
 
-@dataclass(frozen=True)
-class Candidate:
-    """A tensor of the source. `chunks(start, stop)` yields (first element, flat values) in order:
-    of all of it by default, else at least of those elements.
-
-    stored: where it lies in a safetensors file; None for other sources and quantised tensors.
-    quantised: how those are read.
-    """
-
-    where: str  # file and name, for error messages
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    chunks: Callable[..., Iterable[tuple[int, torch.Tensor]]]
-    stored: StoredTensor | None = None
-    quantised: Dequantised | None = None
-
-
 def open_folder(source: ModelSource) -> dict[str, Candidate]:
-    """The tensors of a model folder, by the headers of its files.
-
-    Raises ModelError and StorageError, as `open_shards` and `dequantised`.
-    """
+    """The tensors of a model folder, by the headers of its files. Raises ModelError and
+    StorageError."""
     stored, how = open_shards(source.path), quantisation_in(source.path)
-    found = {}
-    if how is not None:
-        quantised, stored = dequantised(stored, how)
-        for name, q in quantised.items():
-            found[name] = Candidate(q.values.where, q.dtype, q.shape, q.chunks, quantised=q)
-    for name, t in stored.items():
-        found[name] = Candidate(t.where, t.dtype, t.shape, partial(read_chunks, t), t)
-    return found
-
-
-def say_dequantised(
-    candidates: Mapping[str, Candidate], dtype: torch.dtype, source: ModelSource
-) -> None:
-    """Log that quantised weights are dequantised, and the size that all take in `dtype`."""
-    how = quantisation_in(source.path)
-    if how is not None and any(c.quantised is not None for c in candidates.values()):
-        nbytes = sum(math.prod(c.shape) for c in candidates.values()) * dtype.itemsize
-        logger.info(
-            f"{source.path}: its {how.method} weights are dequantised when they are read; all are "
-            f"{str(dtype).removeprefix('torch.')} from then on, {nbytes / 1e9:.3g} GB"
-        )
+    if how is None:
+        return {**stored}
+    quantised, others = dequantised(stored, how)
+    return {**quantised, **others}
 
 
 def read_gguf(source: ModelSource) -> dict[str, Candidate]:
-    """The tensors of a GGUF file, all of them in RAM, de-quantised to fp32 by transformers.
-
-    Its `from_pretrained` would do the same, but wants the accelerate package only to read a file.
-    """
+    """The tensors of a GGUF file, in RAM, de-quantised to fp32 by transformers, whose
+    `from_pretrained` wants the accelerate package for that."""
     from transformers import AutoModelForCausalLM
 
     config, file = read_model_config(source), source.file
@@ -466,14 +399,7 @@ def read_gguf(source: ModelSource) -> dict[str, Candidate]:
             f"{file}: this GGUF file cannot be read ({error}); "
             "name the Hugging Face folder of the model instead"
         ) from error
-    return {
-        name: Candidate(f"{file}: {name}", t.dtype, tuple(t.shape), partial(_whole, t))
-        for name, t in tensors.items()
-    }
-
-
-def _whole(tensor: torch.Tensor, *_: int) -> list[tuple[int, torch.Tensor]]:
-    return [(0, tensor.reshape(-1))]
+    return {name: InMemory(f"{file}: {name}", tensor) for name, tensor in tensors.items()}
 
 
 def with_head(
@@ -485,9 +411,7 @@ def with_head(
         return dict(candidates)
     found = {name: c for name, c in candidates.items() if name not in head.unused}
     drawn = {name: values for name, values in head.drawn.items() if name not in found}
-    for name, values in drawn.items():
-        whole = partial(_whole, values)
-        found[name] = Candidate(name, values.dtype, tuple(values.shape), whole)
+    found |= {name: InMemory(name, values) for name, values in drawn.items()}
     if drawn:
         logger.info(f"{source.file}: has no {listed(sorted(drawn))}, which is drawn at random")
     if unused := sorted(candidates.keys() & head.unused):

@@ -19,9 +19,8 @@ from megatrain.errors import ConfigError
 from megatrain.models.trials.small import plain_gradients
 from megatrain.optim import AdamW, Lion, Muon
 from megatrain.settings import ALL, Settings
-from megatrain.storage.checkpoint import save_checkpoint, write_final
+from megatrain.storage.checkpoint import load_checkpoint, save_checkpoint, write_final
 from megatrain.storage.export import export
-from megatrain.storage.restore import load_checkpoint
 from tests.compare import apart, differing, distance
 from tests.plain import train_plain
 from tests.runs import Steps, Trace, assert_same, cosine, run, train_engine, train_with_a_break

@@ -16,7 +16,7 @@ from megatrain.engine import head
 from megatrain.engine.head import Head, token_logprobs
 from megatrain.engine.products import Sum, add_gradients
 from megatrain.losses import Targets, find_targets, next_token
-from megatrain.losses.tally import TARGETS
+from megatrain.losses.sequences import TARGETS
 from megatrain.planner.cost.footprint import LiveBytes
 from megatrain.settings import Settings
 from tests.compare import distance

@@ -14,8 +14,7 @@ from megatrain.errors import ConfigError
 from megatrain.memory.layout import GROUP
 from megatrain.optim import AdamW, Lion, Muon, Optimizer
 from megatrain.settings import Settings
-from megatrain.storage.checkpoint import save_checkpoint
-from megatrain.storage.restore import load_checkpoint
+from megatrain.storage.checkpoint import load_checkpoint, save_checkpoint
 from tests.compare import apart
 from tests.optim.test_lion import PlainLion
 from tests.plain import plain_optimizer, train_plain

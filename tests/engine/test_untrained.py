@@ -15,9 +15,8 @@ from megatrain.engine.verify import Verdict, verify
 from megatrain.errors import ModelError
 from megatrain.models.skeleton import Skeleton
 from megatrain.settings import Settings
-from megatrain.storage.checkpoint import save_checkpoint
+from megatrain.storage.checkpoint import load_checkpoint, save_checkpoint
 from megatrain.storage.export import export
-from megatrain.storage.restore import load_checkpoint
 from tests.compare import differing
 from tests.support import CONSTANT, engine_of, known, micro_batches, plain_model, tiny_config
 

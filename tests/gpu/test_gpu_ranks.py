@@ -14,8 +14,7 @@ import torch
 from megatrain.models.pretrained import resolve_source
 from megatrain.optim import AdamW
 from megatrain.settings import ALL, WIRES, Settings
-from megatrain.storage.checkpoint import save_checkpoint
-from megatrain.storage.restore import load_checkpoint
+from megatrain.storage.checkpoint import load_checkpoint, save_checkpoint
 from megatrain.world import World
 from tests.engine.test_hosts import summed, summed_in_order
 from tests.engine.test_ranks import CHUNK, SEVERAL, assert_near, train

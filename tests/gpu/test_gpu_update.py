@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from megatrain.optim import AdamW, Lion
-from megatrain.optim.elementwise import MOMENTS
+from megatrain.optim.optimizer import MOMENTS
 from tests.compare import differing
 from tests.optim.arrays import Views, new_views, random_grad
 

@@ -6,7 +6,6 @@ import errno
 import fcntl
 import os
 import threading
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -145,14 +144,6 @@ def test_a_stopped_store_wakes_those_who_wait(store):
         waiting.wait()
 
 
-def test_the_files_have_no_names_and_only_their_owner_may_look_into_the_folder(tmp_path):
-    folder = tmp_path / "swap"
-    made = NvmeStore(numel, ARRAYS, BLOCKS, [folder], threads=1)
-    assert list(folder.iterdir()) == []  # nothing is left, however the process ends
-    assert folder.stat().st_mode & 0o777 == 0o700
-    made.close()
-
-
 def test_many_threads_see_each_other_s_changes(store):
     """Every thread adds one to every array, in an order of its own."""
 
@@ -227,7 +218,7 @@ def test_short_transfers_are_continued(store, monkeypatch, most):
 @pytest.mark.parametrize("call", ["preadv", "pwritev"])
 def test_a_drive_that_moves_nothing_is_given_up(store, monkeypatch, call):
     monkeypatch.setattr(os, call, lambda *_: 0)
-    with pytest.raises(StorageError, match="again and again"):
+    with pytest.raises(StorageError, match=r"only 0 of .*check the drive"):
         write_and_read_all(store, times=2)
 
 
@@ -248,18 +239,14 @@ def test_a_file_system_without_direct_access_or_reservation_is_said_aloud(
 
     monkeypatch.setattr(os, "posix_fallocate", refuse)
     monkeypatch.setattr(fcntl, "fcntl", refuse)
-    made = NvmeStore(numel, ARRAYS, BLOCKS, [tmp_path], threads=1)
+    made = NvmeStore(numel, ARRAYS, BLOCKS, [tmp_path / "swap"], threads=1)
+    assert list((tmp_path / "swap").iterdir()) == []  # nothing is left, however the process ends
+    assert (tmp_path / "swap").stat().st_mode & 0o777 == 0o700
     write(made, "remainder", 1, 3)
     assert torch.all(read(made, "remainder", 1) == 3)
     made.close()
     assert "cannot reserve space" in caplog.text
     assert "O_DIRECT" in caplog.text
-
-
-def test_a_folder_that_cannot_be_made_is_named(tmp_path):
-    (tmp_path / "file").touch()
-    with pytest.raises(StorageError, match=r"file/swap: cannot reserve"):
-        NvmeStore(numel, ARRAYS, BLOCKS, [tmp_path / "file" / "swap"], threads=1)
 
 
 # -- over the tiers -------------------------------------------------------------------------------
@@ -291,22 +278,6 @@ def test_a_lease_is_over_all_tiers(tmp_path):
             store.array("exp_avg", 2)
 
 
-def test_waits_of_several_count_once(store):
-    held = [store.lease(block, ["exp_avg"], changes=True) for block in (1, 3)]
-    for lease in held:
-        lease.wait()
-    before, started = store.waited_s, time.perf_counter()
-    waits = [store.lease(4, ["exp_avg"], changes=True).wait for _ in range(2)]
-    threads = [threading.Thread(target=wait) for wait in waits]
-    for thread in threads:
-        thread.start()
-    time.sleep(0.05)
-    held[0].release(changed=False, soon=True)
-    for thread in threads:
-        thread.join()
-    assert 0.04 < store.waited_s - before <= time.perf_counter() - started
-
-
 @pytest.mark.parametrize(
     "failed",
     [KeyboardInterrupt(), RuntimeError("can't start new thread")],
@@ -316,20 +287,6 @@ def test_nobody_waits_for_a_transfer_that_did_not_begin(store, monkeypatch, fail
     monkeypatch.setattr(store._files, "read", failing(store._files.read, 1, failed))
     with pytest.raises(type(failed)):
         store.lease(1, ["exp_avg"], changes=True)
-    message = r"interrupted as it began; resume from|start new thread"
-    with pytest.raises((StorageError, RuntimeError), match=message):
+    message = "a transfer to or from NVMe did not begin"
+    with pytest.raises(StorageError, match=message):
         store.lease(1, ["exp_avg"], changes=True).wait()
-
-
-def test_a_wait_that_was_interrupted_ends_there(store, monkeypatch):
-    held = [store.lease(block, ["exp_avg"], changes=True) for block in (1, 3)]
-    lease = store.lease(4, ["exp_avg"], changes=True)
-    once = failing(store._changed.wait_for, 1, KeyboardInterrupt())
-    monkeypatch.setattr(store._changed, "wait_for", once)
-    with pytest.raises(KeyboardInterrupt):
-        lease.wait()
-    waited = store.waited_s
-    time.sleep(0.002)
-    assert store.waited_s == waited
-    for other in (lease, *held):
-        other.release(changed=False, soon=True)

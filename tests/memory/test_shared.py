@@ -2,27 +2,20 @@
 
 from __future__ import annotations
 
-import json
 import os
-import signal
 import threading
-from collections.abc import Iterator
-from contextlib import suppress
 from functools import partial
-from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 from megatrain.errors import MegaTrainError
-from megatrain.memory import shared, slab
+from megatrain.memory import shared
 from megatrain.memory.layout import FlatLayout
 from megatrain.memory.shared import SharedWeights
 from megatrain.memory.sizes import slab_bytes
 from megatrain.world import World
-from tests.memory.test_slab import Cuda
 from tests.ranks import run_ranks
 
 LAYOUTS = {
@@ -85,91 +78,6 @@ def test_waiting_ends_with_the_update_or_with_the_memory():
         assert ends[-1] == expected
     with pytest.raises(MegaTrainError, match="closed"):
         weights.wait_for_others(4, 9)
-
-
-def pinned_by_all(world: World, folder: Path) -> list[str]:
-    """The order in which two ranks touch and register, in a file that both append to."""
-    log, cuda = folder / "log", Cuda()
-    patch = pytest.MonkeyPatch()
-
-    def note(what: str) -> None:
-        with log.open("a") as file:
-            file.write(what + "\n")
-
-    touch = slab.SharedSlab.touch
-
-    def touched(self: slab.SharedSlab, parts: Any, threads: int) -> None:
-        touch(self, parts, threads)
-        note(f"touched {sum(map(len, parts))}")
-
-    def register(pointer: int, nbytes: int, flags: int) -> int:
-        note(f"registered {flags}")
-        return cuda.register(pointer, nbytes, flags)
-
-    runtime = SimpleNamespace(cudaHostRegister=register, cudaHostUnregister=cuda.unregister)
-    patch.setattr(slab.SharedSlab, "touch", touched)
-    patch.setattr(slab, "_cudart", lambda: runtime)
-    weights = opened(world, pinned=True)
-    assert [*cuda.registered.values()] == [2 * weights.nbytes]
-    weights.close()
-    assert not cuda.registered
-    world.all_gather(None)
-    return log.read_text().split("\n")[:-1]
-
-
-def test_all_touch_their_own_share_and_then_register_the_whole(tmp_path):
-    spans = [[layout.span(rank, 2).numel for layout in LAYOUTS.values()] for rank in range(2)]
-    for lines in run_ranks(2, partial(pinned_by_all, folder=tmp_path), tmp_path):
-        assert sorted(lines[:2]) == sorted(f"touched {2 * sum(mine)}" for mine in spans)
-        assert lines[2:] == [f"registered {slab.PORTABLE}"] * 2
-
-
-def number_of(file: Path) -> int:
-    with suppress(OSError):  # it was closed
-        return file.stat().st_ino
-    return 0
-
-
-def who_maps(inode: int) -> Iterator[int]:
-    """Processes that map a memory file, or have it open."""
-    for folder in Path("/proc").iterdir():
-        if not folder.name.isdigit():
-            continue
-        try:
-            maps = (folder / "maps").read_text()
-            files = [*map(number_of, (folder / "fd").iterdir())]
-        except OSError:  # it has ended, or is another user's
-            continue
-        if inode in files or f" {inode} " in maps.replace("\t", " "):
-            yield int(folder.name)
-
-
-def mapped() -> set[int]:
-    """Such files that this process maps."""
-    lines = Path("/proc/self/maps").read_text().splitlines()
-    return {int(line.split()[4]) for line in lines if "memfd:megatrain-weights" in line}
-
-
-def killed(world: World, found: Path) -> None:
-    before, weights = mapped(), opened(world)
-    (inode,) = mapped() - before
-    assert world.all_gather(inode) == [inode] * 2
-    if world.is_first:
-        found.write_text(json.dumps([inode, sorted(who_maps(inode))]))
-    pids = world.all_gather(os.getpid())
-    assert not world.is_first or json.loads(found.read_text())[1] == sorted(pids)
-    world.all_gather(None)
-    weights.share(1, LAYOUTS[1]).fill_(1)
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
-def test_nothing_is_left_of_it_when_all_were_killed(tmp_path):
-    found = tmp_path / "found"
-    with pytest.raises(AssertionError, match="rank 0 died"):
-        run_ranks(2, partial(killed, found=found), tmp_path)
-    inode, pids = json.loads(found.read_text())
-    assert len(pids) == 2
-    assert [*who_maps(inode)] == []
 
 
 def refused(world: World, how: str) -> str:

@@ -10,10 +10,8 @@ import torch
 
 from megatrain.errors import OutOfMemory
 from megatrain.memory import slab
-from megatrain.memory.layout import ArraySpec, FlatLayout
 from megatrain.memory.sizes import HUGE_PAGE
 from megatrain.memory.slab import Slab
-from megatrain.memory.store import Store
 
 
 class Cuda:
@@ -102,25 +100,4 @@ def test_memory_that_cannot_be_pinned_for_another_reason_is_refused(cuda):
         OutOfMemory, match=r"could not pin 0\.0 GiB of host memory for test \(error 1\)"
     ):
         Slab("test", 100, pinned=True, threads=1)
-    assert cuda.registered == {}
-
-
-def test_where_the_memlock_limit_binds_what_is_within_it_is_pinned(cuda, caplog):
-    soft, hard = resource.getrlimit(resource.RLIMIT_MEMLOCK)
-    limit = 3 * HUGE_PAGE if hard == resource.RLIM_INFINITY else min(3 * HUGE_PAGE, hard)
-    resource.setrlimit(resource.RLIMIT_MEMLOCK, (limit, hard))
-    cuda.heeds_memlock = True
-    try:
-        arrays = [ArraySpec("weight", torch.uint8, transferred=True)]
-        layouts = [FlatLayout.pack([("w", (HUGE_PAGE,), True)])] * 2
-        slabs = [Slab(f"{number}", HUGE_PAGE, pinned=True, threads=1) for number in range(5)]
-        with Store(layouts, arrays, device=torch.device("cuda")) as store:
-            store.array("weight", 1).fill_(7)
-            assert int(store.array("weight", 1)[-1]) == 7
-    finally:
-        resource.setrlimit(resource.RLIMIT_MEMLOCK, (soft, hard))
-    assert [made.pinned for made in slabs] == [n < limit // HUGE_PAGE for n in range(5)]
-    assert len(caplog.records) == 5 - limit // HUGE_PAGE + 1
-    for made in slabs:
-        made.close()
     assert cuda.registered == {}

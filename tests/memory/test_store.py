@@ -9,7 +9,6 @@ from megatrain.errors import OutOfMemory
 from megatrain.memory import slab
 from megatrain.memory.layout import ArraySpec, FlatLayout
 from megatrain.memory.sizes import HUGE_PAGE
-from megatrain.memory.slab import Slab
 from megatrain.memory.store import Store
 
 LAYOUTS = [
@@ -66,14 +65,6 @@ def test_an_array_may_begin_at_a_later_block():
         assert store.array("weight", 0).numel() == LAYOUTS[0].numel
 
 
-def test_a_closed_store_gives_nothing_back(store):
-    store.close()
-    assert store.nbytes == 0
-    with pytest.raises(KeyError):
-        store.array("weight", 0)
-    store.close()  # twice is harmless
-
-
 def test_a_view_that_is_still_held_outlives_the_store():
     store = Store(LAYOUTS, ARRAYS, device=torch.device("cpu"), threads=1)
     held = store.array("weight", 1)
@@ -89,12 +80,3 @@ def test_memory_that_cannot_be_had_is_named(monkeypatch):
     monkeypatch.setattr("mmap.mmap", refuse)
     with pytest.raises(OutOfMemory, match="host memory for weight"):
         Store(LAYOUTS, ARRAYS, device=torch.device("cpu"))
-
-
-def test_touching_reaches_every_byte(monkeypatch):
-    monkeypatch.setattr(slab, "TOUCH_BYTES", HUGE_PAGE)
-    made = Slab("test", 3 * HUGE_PAGE, pinned=False, threads=2)
-    made.bytes.fill_(1)
-    made.touch([made.bytes], 2)
-    assert not made.bytes.any()
-    made.close()

@@ -4,34 +4,33 @@ from __future__ import annotations
 
 import platform
 import re
+from itertools import product
 from typing import Any
 
 import numba
 import numpy as np
 import pytest
 
-from megatrain.optim import int8_kernels, kernels
+from megatrain.optim import kernels
+from megatrain.optim.optimizer import MOMENTS
 
-WITH_BF16_MOMENTS = {"adamw": kernels.adamw_kernel, "lion": kernels.lion_kernel}
-OTHERS = {
-    "adamw, int8": int8_kernels.int8_adamw_kernel,
-    "lion, int8": int8_kernels.int8_lion_kernel,
+OF_MUON = {
     "muon's direction": kernels.muon_direction_kernel,
     "muon's update": kernels.muon_update_kernel,
 }
-KERNELS: dict[str, tuple[Any, tuple[bool, ...]]] = {
-    f"{name}{', bf16' if bf16 else ''}, {'split' if split else 'float32'}": (factory, (split, bf16))
-    for name, factory in WITH_BF16_MOMENTS.items()
-    for bf16 in (False, True)
-    for split in (True, False)
+SPLITS = {"split": True, "float32": False}
+KERNELS: dict[str, tuple[Any, tuple[Any, ...]]] = {
+    f"{name}, {moments}, {kind}": (kernels.range_kernel, (name, split, moments))
+    for name, moments in product(kernels.BODIES, MOMENTS)
+    for kind, split in SPLITS.items()
 } | {
-    f"{name}, {'split' if split else 'float32'}": (factory, (split,))
-    for name, factory in OTHERS.items()
-    for split in (True, False)
+    f"{name}, {kind}": (factory, (split,))
+    for name, factory in OF_MUON.items()
+    for kind, split in SPLITS.items()
 }
 
 # The loop over float32 weights is that over split ones without the two ends: one stands for all.
-COMPILED = [name for name in KERNELS if name.endswith("split") or name == "adamw, float32"]
+COMPILED = [name for name in KERNELS if name.endswith("split") or name == "adamw, float32, float32"]
 
 
 def njit_whose_cache_raises(error: Exception) -> Any:
@@ -57,10 +56,9 @@ def test_the_loop_is_vectorised(name, monkeypatch):
         assert re.search(packed, assembly), operation
 
 
-@pytest.mark.parametrize("name", KERNELS)
-def test_the_gil_is_released(name):
-    factory, arguments = KERNELS[name]
-    assert factory(*arguments).targetoptions["nogil"]
+def test_the_gil_is_released():
+    for name, (factory, arguments) in KERNELS.items():
+        assert factory(*arguments).targetoptions["nogil"], name
 
 
 @pytest.mark.parametrize(
@@ -73,7 +71,7 @@ def test_the_gil_is_released(name):
 )
 def test_a_run_goes_on_without_the_cache(monkeypatch, caplog, error):
     monkeypatch.setattr(kernels, "njit", njit_whose_cache_raises(error))
-    kernel = kernels.adamw_kernel.__wrapped__(split=False, bf16_moments=False)
+    kernel = kernels.range_kernel.__wrapped__("adamw", False, "float32")
     weight, exp_avg, exp_avg_sq, grad = (
         np.full(5, value, np.float32) for value in (1.0, 0.0, 0.0, 2.0)
     )

@@ -13,7 +13,7 @@ import pytest
 from huggingface_hub.constants import HF_HUB_CACHE
 
 from megatrain import cli
-from megatrain.storage import restore
+from megatrain.storage.checkpoint import read_about
 from tests.commands import chat_rows, conversation, make_project, steps_of, write_jsonl
 from tests.files import flip
 from tests.once import runs_are_quick
@@ -272,12 +272,12 @@ def test_without_the_cache_held_out_rows_that_are_gone_are_refused_with_the_way_
 
 
 def test_a_checkpoint_that_does_not_name_its_held_out_rows(megatrain, stopped, monkeypatch):
-    def read_about(checkpoint: Path) -> dict[str, Any]:
-        about = restore.read_about(checkpoint)
+    def without_rows(checkpoint: Path) -> dict[str, Any]:
+        about = read_about(checkpoint)
         about["state"].pop("held_out")
         return about
 
-    monkeypatch.setattr("megatrain.recipes.run.read_about", read_about)
+    monkeypatch.setattr("megatrain.recipes.run.read_about", without_rows)
     megatrain("resume run")
 
 

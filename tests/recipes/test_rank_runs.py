@@ -21,7 +21,7 @@ from megatrain.recipes import loop
 from megatrain.recipes.ranks import liveness
 from megatrain.recipes.ranks.launch import FEWER
 from megatrain.reporting.summary import human_bytes
-from megatrain.storage.restore import read_about
+from megatrain.storage.checkpoint import read_about
 from tests.commands import (
     chat_rows,
     evaluations_of,

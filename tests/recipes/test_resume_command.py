@@ -17,10 +17,9 @@ from megatrain.errors import MegaTrainError
 from megatrain.machine import hardware
 from megatrain.planner.search import AUTO_MICRO_BATCH_TOKENS
 from megatrain.recipes import setup as clock
+from megatrain.storage.checkpoint import find_resumable
 from megatrain.storage.manifest import read_manifest
-from megatrain.storage.restore import find_resumable
-from megatrain.storage.run_folder import run_lock
-from megatrain.storage.saves import find_checkpoint
+from megatrain.storage.run_folder import find_checkpoint, run_lock
 from tests.commands import chat_rows, evaluations_of, files_of, steps_of, write_jsonl
 from tests.files import flip
 from tests.recipes.conftest import cut_back

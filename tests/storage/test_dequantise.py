@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import shutil
 from collections.abc import Callable
 from functools import partial
@@ -25,7 +24,7 @@ from megatrain.storage.export import export
 from megatrain.storage.safetensors import open_shards
 from tests.compare import differing
 from tests.quantised import TILES, Tensors, config_in, in_tiles, rewrite, spread, state
-from tests.support import SIZES, micro_batches, plain_model
+from tests.support import SIZES, plain_model
 
 BOTH: dict[str, Any] = {**SIZES, "num_hidden_layers": 1, "tie_word_embeddings": False}
 WIDE = BOTH | {"hidden_size": 256, "intermediate_size": 128}
@@ -152,57 +151,20 @@ def test_weights_are_those_of_transformers(quantised, monkeypatch, case, chunk):
     assert differing(ours, theirs) == []
 
 
-def test_tiles_are_cut_off_at_the_edges(quantised):
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float8_e8m0fnu])
+def test_tiles_are_cut_off_at_the_edges(quantised, dtype):
     """transformers takes all of a tensor's tiles to be of one size, or refuses it."""
     config = transformers.LlamaConfig(**WIDE | {"intermediate_size": 200})
     folder = quantised("fp8", config)
+    rewrite(folder, lambda t: {n: s.to(dtype) if "_scale_inv" in n else s for n, s in t.items()})
     stored, ours = load_file(folder / "model.safetensors"), loaded(folder)
     names = [name for name in stored if f"{name}_scale_inv" in stored]
     assert {stored[name].shape[0] % 128 for name in names} > {0}
     expected = {}
     for name in names:
-        scales = spread(stored[f"{name}_scale_inv"], stored[name].shape, 128, 128)
+        scales = spread(stored[f"{name}_scale_inv"].float(), stored[name].shape, 128, 128)
         expected[name] = (stored[name].float() * scales).bfloat16()
     assert differing({name: ours[name] for name in names}, expected) == []
-
-
-def test_scales_may_be_powers_of_two_in_a_byte(quantised):
-    folder = quantised("fp8")
-    powers = torch.float8_e8m0fnu
-
-    def in_bytes(tensors: Tensors) -> Tensors:
-        return {n: t.to(powers) if n.endswith("_scale_inv") else t for n, t in tensors.items()}
-
-    rewrite(folder, in_bytes)
-    stored = load_file(folder / "model.safetensors")
-    name = next(name for name in stored if f"{name}_scale_inv" in stored)
-    scales = stored[f"{name}_scale_inv"]
-    assert scales.dtype == powers
-    expected = stored[name].float() * spread(scales.float(), stored[name].shape, 128, 128)
-    assert torch.equal(loaded(folder)[name], expected.bfloat16())
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("case", ["fp8-experts", "mxfp4"])
-def test_what_is_written_is_bf16_and_trains_alike(quantised, tmp_path, case):
-    with open_engine(quantised(case)) as engine:
-        engine.save_pretrained(tmp_path / "out")
-        expected = weights_of(engine)
-        assert not engine.train_step(micro_batches(0)).skipped
-        trained = weights_of(engine)
-        save_checkpoint(tmp_path / "run", 1, engine, None, {})
-    export(tmp_path / "run", tmp_path / "exported")
-    for written in ("out", "exported"):
-        tensors = load_file(tmp_path / written / "model.safetensors")
-        assert {tensor.dtype for tensor in tensors.values()} == {torch.bfloat16}
-        assert "quantization_config" not in config_in(tmp_path / written)
-        assert config_in(tmp_path / written)["dtype"] == "bfloat16"
-    assert differing(as_transformers(tmp_path / "out", None), expected) == []
-    with open_engine(tmp_path / "out") as engine:
-        engine.train_step(micro_batches(0))
-        assert differing(weights_of(engine), trained) == []
-    assert differing(loaded(tmp_path / "exported"), trained) == []
-    assert differing(trained, expected) != []
 
 
 def test_layers_that_transformers_drops_are_carried_along_dequantised(quantised, tmp_path):
@@ -224,27 +186,8 @@ def test_layers_that_transformers_drops_are_carried_along_dequantised(quantised,
         tensors = tensors_of(tmp_path / written)
         assert torch.equal(tensors[name], expected)
         assert not any(n.endswith("_scale_inv") for n in tensors)
-
-
-def test_it_is_said_once_with_the_size_of_the_export(quantised, caplog):
-    folder = quantised("fp8")
-    with caplog.at_level(logging.INFO, "megatrain"), open_engine(folder) as engine:
-        size = 2 * engine.anatomy.parameters
-    (line,) = [line for line in caplog.messages if "dequantised" in line]
-    assert f"{size / 1e9:.3g} GB" in line
-    assert "fp8" in line and str(folder) in line
-
-
-@pytest.mark.parametrize("case", ["fp8", "mxfp4"])
-def test_no_piece_is_larger_than_a_chunk(quantised, monkeypatch, case):
-    monkeypatch.setattr("megatrain.storage.dequantise.CHUNK_ELEMENTS", 5000)
-    folder = quantised(case)
-    how = quantisation_in(folder)
-    assert how is not None
-    tensors, _ = dequantised(open_shards(folder), how)
-    sizes = [[piece.numel() for _, piece in t.chunks()] for t in tensors.values()]
-    assert max(map(len, sizes)) > 1
-    assert max(map(max, sizes)) <= 5000
+        assert "quantization_config" not in config_in(tmp_path / written)
+        assert config_in(tmp_path / written)["dtype"] == "bfloat16"
 
 
 @pytest.mark.parametrize("case", ["fp8-experts", "mxfp4"])
@@ -264,15 +207,6 @@ def test_a_part_is_read_for_itself(quantised, monkeypatch, case):
             assert begin % grain == len(found) % grain == 0
             assert len(found) <= stop - start + 2 * grain - 2
             assert torch.equal(found, whole[begin : begin + len(found)])
-
-
-def test_a_quantised_head_that_is_tied_is_refused(quantised, monkeypatch):
-    monkeypatch.setattr("megatrain.storage.dequantise.CHUNK_ELEMENTS", 5000)
-    folder = quantised("fp8", transformers.LlamaConfig(**WIDE | {"tie_word_embeddings": True}))
-    head = {"lm_head.weight": torch.ones(97, 256).to(torch.float8_e4m3fn)}
-    rewrite(folder, lambda t: t | head | {"lm_head.weight_scale_inv": torch.ones(1, 2)})
-    with pytest.raises(ModelError, match=r"lm_head\.weight differs from the embedding"):
-        loaded(folder)
 
 
 # -- damage ----------------------------------------------------------------------------------------
@@ -297,13 +231,9 @@ DAMAGED: list[tuple[str, Change, str]] = [
     ("fp8", lambda t: t.pop(SCALE), r"lacks .*up_proj\.weight_scale_inv, .*cannot be dequantised"),
     ("fp8", lambda t: t.pop(UP), r"up_proj\.weight_scale_inv belongs to .*up_proj\.weight, which"),
     ("fp8", set_to(UP, Tensor.bfloat16), r"belongs to .*up_proj\.weight, which .*float8_e4m3fn"),
-    ("fp8", set_to(UP, lambda w: w.to(torch.float8_e5m2)), r"belongs to .*up_proj\.weight, which"),
     ("fp8", set_to(SCALE, Tensor.t), r"weight_scale_inv has shape \[2, 1\].*needs \[1, 2\].*float"),
-    ("fp8", set_to(SCALE, lambda s: s.repeat(2, 2)), r"has shape \[2, 4\].*needs \[1, 2\]"),
     ("fp8", set_to(SCALE, lambda s: s.to(torch.uint8)), r"weight_scale_inv .*uint8.*float"),
-    ("fp8", set_to(SCALE, filled(float("nan"))), r"weight_scale_inv holds NaN or infinity"),
     ("fp8", set_to(SCALE, filled(float("inf"))), r"weight_scale_inv holds NaN or infinity"),
-    ("fp8", set_to(UP, lambda w: w[:, :128].contiguous()), r"weight_scale_inv has shape \[1, 2\]"),
     ("fp8", set_to(UP, lambda w: w[0]), r"up_proj\.weight has shape \[256\].*not a matrix"),
     ("fp8-per-tensor", set_to(SCALE, lambda s: s.repeat(2)), r"weight_scale_inv has shape \[2\]"),
     ("mxfp4", lambda t: t.pop(f"{GATE_UP}_scales"), r"lacks .*gate_up_proj_scales, .*dequantised"),

@@ -14,10 +14,9 @@ import pytest
 from benchmarks.campaign import calls
 from benchmarks.campaign.saves import SCENARIOS, Stage
 from megatrain.errors import ConfigError, StorageError
-from megatrain.storage.checkpoint import reopen, write_final
+from megatrain.storage.checkpoint import load_checkpoint, reopen, write_final
 from megatrain.storage.manifest import read_manifest
-from megatrain.storage.restore import load_checkpoint
-from megatrain.storage.saves import find_checkpoint
+from megatrain.storage.run_folder import find_checkpoint
 from tests.still import still_engine
 
 EVERY = 17  # kill point; `make campaign` tries them all

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import itertools
-import json
 import os
+import subprocess
 from collections.abc import Iterator
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,17 +14,15 @@ import transformers
 from safetensors.torch import load_file
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
-from transformers import AutoTokenizer, GenerationConfig
+from transformers import AutoTokenizer
 
 from megatrain.engine.engine import Engine
 from megatrain.errors import ConfigError, StorageError
 from megatrain.optim.split import join_master
-from megatrain.storage import run_folder
+from megatrain.storage import export as export_module
 from megatrain.storage.checkpoint import save_checkpoint, write_final
 from megatrain.storage.export import export, left_overs, save_pretrained
-from megatrain.storage.run_folder import hold
 from megatrain.storage.safetensors import plan_shards, read_header
-from megatrain.storage.saves import find_checkpoint
 from tests.files import flip, largest_file, logits_of, names
 
 IDS = torch.arange(24).view(2, 12)
@@ -80,29 +76,6 @@ def test_a_saved_engine_gives_its_own_logits_in_transformers(tmp_path, engine):
     assert torch.equal(logits_of(tmp_path / "out", IDS), expected)
 
 
-@pytest.mark.parametrize("family", CONFIGS)
-def test_files_carry_the_published_names(tmp_path, family):
-    theirs, ours = tmp_path / "theirs", tmp_path / "ours"
-    transformers.AutoModelForCausalLM.from_config(CONFIGS[family]).save_pretrained(theirs)
-    with trained(CONFIGS[family], "float32") as engine:
-        save_pretrained(engine, ours)
-        saved, expected = (load_file(path / "model.safetensors") for path in (ours, theirs))
-        assert saved.keys() == expected.keys()
-        assert torch.allclose(logits_of(ours, IDS), engine.logits(IDS), atol=1e-5)
-
-
-def test_the_folder_is_complete(tmp_path, bf16_engine):
-    # sampling off, as published models have it
-    generation, out = GenerationConfig(eos_token_id=[1, 2], temperature=0.7), tmp_path / "out"
-    save_pretrained(bf16_engine, out, tokenizer(), generation)
-    config = json.loads((out / "config.json").read_text())
-    assert (config["dtype"], config["use_cache"]) == ("bfloat16", True)
-    assert config["architectures"] == ["LlamaForCausalLM"]
-    assert GenerationConfig.from_pretrained(out).eos_token_id == [1, 2]
-    loaded, said = AutoTokenizer.from_pretrained(out), [{"role": "user", "content": "hello"}]
-    assert loaded.apply_chat_template(said, tokenize=False) == "hello</s>"
-
-
 def test_large_models_are_cut_into_shards(tmp_path, bf16_engine, monkeypatch):
     small_shards = partial(plan_shards, shard_bytes=2000)
     monkeypatch.setattr("megatrain.storage.export.plan_shards", small_shards)
@@ -117,20 +90,15 @@ def test_large_models_are_cut_into_shards(tmp_path, bf16_engine, monkeypatch):
 
 def test_an_export_is_a_copy_of_the_checkpoints_model(tmp_path, engine):
     expected = engine.logits(IDS).float()
-    folder = save_checkpoint(tmp_path / "run", 1, engine, tokenizer(), {})
+    several = tokenizer()
+    several.chat_template = {"default": "{{ messages }}", "tools": "{{ tools }}"}
+    folder = save_checkpoint(tmp_path / "run", 1, engine, several, {})
     out = export(tmp_path / "run", tmp_path / "out")
     assert torch.equal(logits_of(out, IDS), expected)
+    assert AutoTokenizer.from_pretrained(out).chat_template == several.chat_template
     # an edit of the export must not reach the checkpoint
     assert not any((out / name).samefile(folder / name) for name in names(out))
     assert names(out) == names(folder) - {"optimizer", "state.json", "MANIFEST.json"}
-
-
-def test_several_chat_templates_go_along(tmp_path, engine):
-    several = tokenizer()
-    several.chat_template = {"default": "{{ messages }}", "tools": "{{ tools }}"}
-    save_checkpoint(tmp_path / "run", 1, engine, several, {})
-    out = export(tmp_path / "run", tmp_path / "out")
-    assert AutoTokenizer.from_pretrained(out).chat_template == several.chat_template
 
 
 def test_float32_is_the_exact_master(tmp_path, bf16_engine):
@@ -157,15 +125,11 @@ def test_best_last_and_final_are_found(tmp_path, bf16_engine):
     for step in (1, 2, 3):
         save_checkpoint(run, step, bf16_engine, None, {}, best=1)
     write_final(run, "checkpoint-2")
+    assert (export(run / "checkpoint-1", tmp_path / "out") / "model.safetensors").exists()
     which = {"best": 1, "last": 3, "final": 2, "checkpoint-3": 3, None: 3}
     for name, step in which.items():
         out = export(run, tmp_path / f"out-{name}", checkpoint=name)
         assert read_header(out / "model.safetensors").metadata["step"] == str(step), name
-
-
-def test_one_checkpoint_can_be_named_by_its_folder(tmp_path, bf16_engine):
-    folder = save_checkpoint(tmp_path / "run", 1, bf16_engine, None, {})
-    assert (export(folder, tmp_path / "out") / "model.safetensors").exists()
 
 
 def test_an_occupied_folder_is_refused(tmp_path, bf16_engine):
@@ -218,61 +182,36 @@ def test_a_killed_export_is_removed_by_the_next_and_a_living_one_is_not(
     tmp_path, bf16_engine, caplog
 ):
     save_checkpoint(tmp_path / "run", 1, bf16_engine, None, {})
-    dead, alive, other = (tmp_path / name for name in ("out.1.tmp", "out.2.tmp", "x.1.tmp"))
+    ended = subprocess.Popen(["true"])
+    ended.wait()
+    dead, other = (tmp_path / f"{name}.{ended.pid}.tmp" for name in ("out", "x"))
+    alive = tmp_path / f"out.{os.getppid()}.tmp"
     for folder in (dead, alive, other):
         folder.mkdir()
     (dead / "model.safetensors").write_text("half")
-    fd = hold(alive)
     assert set(left_overs(tmp_path)) == {dead, other}
     export(tmp_path / "run", tmp_path / "out")
-    assert names(tmp_path) == {"run", "out", "out.2.tmp", "x.1.tmp"}
+    assert names(tmp_path) == {"run", "out", alive.name, other.name}
     assert f"{dead}: was left by a process that died" in caplog.text
-    os.close(fd)
-    assert set(left_overs(tmp_path)) == {alive, other}
 
 
-def test_an_export_is_held_while_it_is_written(tmp_path, bf16_engine, monkeypatch):
-    save_checkpoint(tmp_path / "run", 1, bf16_engine, None, {})
-    seen: list[list[Path]] = []
-    original = run_folder.copy_file
-
-    def noted(*paths: Path) -> None:
-        seen.append([*left_overs(tmp_path), *tmp_path.glob("out.*.tmp")])
-        original(*paths)
-
-    monkeypatch.setattr("megatrain.storage.export.copy_file", noted)
-    export(tmp_path / "run", tmp_path / "out")
-    assert {len(paths) for paths in seen} == {1}
-
-
-def test_a_checkpoint_that_is_gone_once_it_is_found_gives_way_to_the_next(
-    tmp_path, new_engine, monkeypatch
+@pytest.mark.parametrize("where", ["find_checkpoint", "open_shards"])
+def test_a_checkpoint_that_its_run_removes_meanwhile_is_named(
+    tmp_path, new_engine, monkeypatch, where
 ):
     run, engine, later = tmp_path / "run", new_engine(layers=1), iter([2])
+    original = getattr(export_module, where)
 
-    def found(*asked: Any) -> Path:
-        path = find_checkpoint(*asked)
+    def pruned(*asked: Any) -> Any:
         for step in later:
+            found = original(*asked)
             save_checkpoint(run, step, engine, None, {}, keep=1)
-            assert not path.exists()
-        return path
+            return found
+        return original(*asked)
 
     save_checkpoint(run, 1, engine, None, {}, keep=1)
-    monkeypatch.setattr("megatrain.storage.export.find_checkpoint", found)
-    assert names(export(run, tmp_path / "out")) == {"config.json", "model.safetensors"}
-
-
-@pytest.mark.slow
-def test_an_export_that_is_never_quick_enough_says_so(tmp_path, new_engine, monkeypatch):
-    run, engine = tmp_path / "run", new_engine(layers=1)
-    steps = itertools.count(1)
-
-    def pruned(_source: Path, target: Path) -> None:
-        save_checkpoint(run, next(steps), engine, None, {}, keep=1)
-        raise FileNotFoundError(2, "No such file or directory", str(target))
-
-    save_checkpoint(run, next(steps), engine, None, {}, keep=1)
-    monkeypatch.setattr("megatrain.storage.export.copy_file", pruned)
-    with pytest.raises(StorageError, match="removed faster than one is copied; raise checkpoint"):
+    monkeypatch.setattr(export_module, where, pruned)
+    with pytest.raises(StorageError, match="was removed by its run while it was read"):
         export(run, tmp_path / "out")
-    assert not (tmp_path / "out").exists()
+    assert names(tmp_path) == {"run"}
+    export(run, tmp_path / "out")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,16 +19,20 @@ from megatrain.engine.verify import tensors_of
 from megatrain.errors import DamagedError, DataError, ModelError, StorageError
 from megatrain.optim import AdamW
 from megatrain.settings import Settings
-from megatrain.storage.checkpoint import save_checkpoint, write_final
+from megatrain.storage.checkpoint import (
+    find_resumable,
+    load_checkpoint,
+    save_checkpoint,
+    write_final,
+)
 from megatrain.storage.export import export
 from megatrain.storage.manifest import read_manifest, verify_checkpoint
-from megatrain.storage.restore import find_resumable, load_checkpoint
 from megatrain.storage.run_folder import PASSENGERS, bytes_of_checkpoints
 from tests.compare import differing, distance
 from tests.files import flip, names
 from tests.multimodal import save_multimodal, skip_unless_it_reads_text
 from tests.plain import plain_optimizer, train_plain
-from tests.runs import assert_same, run, train_engine
+from tests.runs import train_engine
 from tests.support import VOCABULARY, micro_batches
 
 STEPS = [micro_batches(seed) for seed in range(3)]
@@ -107,15 +110,6 @@ def with_more(folder: Path, tensors: dict[str, Tensor], but: str = "") -> None:
 def passengers_of(folder: Path) -> dict[str, Tensor]:
     prefixes = ("mtp.", "model.visual.")
     return {name: t for name, t in tensors_of(folder).items() if name.startswith(prefixes)}
-
-
-@pytest.mark.slow
-def test_text_is_trained_on_the_device_beside_passengers(given, device):
-    losses = []
-    for where in ("cpu", device):
-        with open_engine(given, device=where) as engine:
-            losses.append([engine.train_step(batches).loss for batches in STEPS])
-    assert losses[1] == pytest.approx(losses[0], rel=1e-5)
 
 
 # -- folders ---------------------------------------------------------------------------------------
@@ -268,33 +262,6 @@ def test_a_run_keeps_passengers_once_and_outlives_its_source(tmp_path, source, e
 
 
 @pytest.mark.slow
-def test_a_run_goes_on_from_a_checkpoint_bit_for_bit(tmp_path, source):
-    runs = tmp_path / "run"
-    with open_engine(source, "bfloat16") as engine:
-        expected = run(engine, STEPS)
-    with open_engine(source, "bfloat16") as engine:
-        train_engine(engine, STEPS[:1])
-        save_checkpoint(runs, 1, engine, None, {"position": 1})
-    kept, before = passengers_of(source), config_in(source)
-    shutil.rmtree(source)
-    found = find_resumable(runs).path
-    assert found is not None
-    with open_engine(found, "bfloat16") as engine:
-        assert load_checkpoint(found, engine) == {"position": 1}
-        trace = train_engine(engine, STEPS[1:])
-        again = save_checkpoint(runs, 3, engine, None, {}, keep=1)
-        engine.save_pretrained(tmp_path / "out")
-        rest = run(engine, [])
-    assert trace.losses == expected.losses[1:]
-    rest.losses, rest.norms = expected.losses, expected.norms
-    assert_same(rest, expected)
-    for folder in (again, tmp_path / "out"):
-        assert differing(passengers_of(folder), kept) == []
-        assert config_in(folder).keys() == before.keys()
-        assert names(folder) >= PROCESSOR
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [None, "bfloat16", "float32"])
 def test_export_leaves_passengers_as_they_are(tmp_path, source, engine, dtype):
     save(tmp_path / "run", engine, 1)
@@ -305,17 +272,6 @@ def test_export_leaves_passengers_as_they_are(tmp_path, source, engine, dtype):
     assert names(tmp_path / "out") >= {*SHARDS, *PROCESSOR}
     assert not names(tmp_path / "out") & {"optimizer", "state.json"}
     assert logits_of(tmp_path / "out")[1].shape == (2, 11, VOCABULARY)
-
-
-def test_where_files_cannot_have_two_names_they_are_copied(tmp_path, source, engine, monkeypatch):
-    def link(*_: object) -> None:
-        raise OSError("not supported")
-
-    monkeypatch.setattr(os, "link", link)
-    saved = save(tmp_path / "run", engine, 1)
-    assert not (saved / SHARDS[1]).samefile(tmp_path / "run" / PASSENGERS / SHARDS[1])
-    verify_checkpoint(saved)
-    assert differing(passengers_of(saved), passengers_of(source)) == []
 
 
 def test_passengers_that_are_damaged_are_noticed(tmp_path, engine):

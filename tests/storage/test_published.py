@@ -14,17 +14,16 @@ import transformers
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import conversion_mapping
-from transformers.core_model_loading import Interleave, Transpose, WeightConverter, WeightRenaming
+from transformers.core_model_loading import Transpose, WeightConverter, WeightRenaming
 
 from megatrain.engine.engine import Engine
 from megatrain.engine.verify import weights_of
-from megatrain.errors import ConfigError, ModelError
+from megatrain.errors import ModelError
 from megatrain.models.skeleton import Skeleton
 from megatrain.optim import AdamW, Muon
-from megatrain.settings import ALL, Settings
-from megatrain.storage.checkpoint import save_checkpoint
+from megatrain.settings import Settings
+from megatrain.storage.checkpoint import load_checkpoint, save_checkpoint
 from megatrain.storage.export import export
-from megatrain.storage.restore import load_checkpoint
 from tests.compare import differing, distance
 from tests.files import logits_of
 from tests.plain import train_plain
@@ -177,20 +176,6 @@ def test_a_checkpoint_has_the_folder_s_tensors_and_goes_on(saved, tmp_path, prec
     assert tensors_of(out).keys() == tensors_of(folder).keys()
 
 
-def test_ranges_on_nvme_are_read_and_written(saved, tmp_path):
-    _, folder = saved("qwen3_moe")
-    settings = Settings(nvme_folders=(tmp_path / "swap",), nvme_blocks=ALL)
-    options: dict[str, Any] = {"precision": "bfloat16", "device": "cpu", "settings": settings}
-    with Engine.from_pretrained(folder, **options) as engine:
-        engine.train_step(STEPS[0])
-        expected = state_of(engine)
-        checkpoint = save_checkpoint(tmp_path / "run", 1, engine, None, {})
-        assert tensors_of(checkpoint).keys() == tensors_of(folder).keys()
-        engine.train_step(STEPS[1])
-        load_checkpoint(checkpoint, engine)
-        assert differing(state_of(engine), expected) == []
-
-
 # -- folders with other names ----------------------------------------------------------------------
 
 Tensors = dict[str, Tensor]
@@ -319,29 +304,12 @@ def test_a_checkpoint_with_fused_experts_is_resumed(tmp_path):
             assert differing(state_of(other), state_of(engine)) == []
 
 
-def test_a_checkpoint_of_another_model_is_refused():
-    """One with as many parameters."""
-    config = transformers.MixtralConfig.from_pretrained(FORMAT_1)
-    config.num_attention_heads, config.num_key_value_heads, config.head_dim = 1, 1, 6
-    options: dict[str, Any] = {"optimizer": INT8, "precision": "bfloat16", "device": "cpu"}
-    words = r"has no weight of .*q_proj\.weight with shape \[6, 8\]; it is of another model"
-    with (
-        Engine.from_config(config, **options) as engine,
-        pytest.raises(ConfigError, match=words),
-    ):
-        load_checkpoint(FORMAT_1, engine)
-
-
 # -- what is no range of an array ------------------------------------------------------------------
 
 Q, K = "self_attn.q_proj.weight", "self_attn.k_proj.weight"
 REARRANGED: dict[str, tuple[list[Any], str]] = {
     "strided": (
         [WeightConverter(Q, Q, operations=[Transpose()])],
-        r"layers\.0\.self_attn\.q_proj\.weight is rearranged when transformers loads it",
-    ),
-    "copied": (
-        [WeightConverter(Q, Q, operations=[Interleave()])],
         r"layers\.0\.self_attn\.q_proj\.weight is rearranged when transformers loads it",
     ),
     "two of one name": (

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Mapping
 from functools import partial
@@ -16,19 +15,21 @@ from megatrain.engine.components import open_store
 from megatrain.engine.engine import Engine
 from megatrain.errors import ConfigError, DamagedError, MegaTrainError, ModelError, StorageError
 from megatrain.models.anatomy import layouts_of
-from megatrain.models.pretrained import ModelSource, read_model_config, resolve_source
+from megatrain.models.pretrained import read_model_config, resolve_source
 from megatrain.models.skeleton import Skeleton
 from megatrain.optim import AdamW
 from megatrain.settings import ALL, Settings
-from megatrain.storage import sharded_write, weights
-from megatrain.storage.checkpoint import save_checkpoint
+from megatrain.storage import sharded_write
+from megatrain.storage.checkpoint import (
+    find_resumable,
+    load_checkpoint,
+    load_resumable,
+    save_checkpoint,
+)
 from megatrain.storage.export import export
-from megatrain.storage.restore import find_resumable, load_checkpoint, load_resumable
 from megatrain.storage.safetensors import plan_shards
-from megatrain.storage.sharded_write import assign_files
-from megatrain.storage.weights import load_weights, read_gguf
+from megatrain.storage.weights import load_weights
 from megatrain.world import World
-from tests.compare import distance
 from tests.files import flip, largest_file, names
 from tests.gguf_toys import CONFIGS, byte_level
 from tests.quantised import TILES, in_tiles, rewrite, state
@@ -84,15 +85,11 @@ def begun(world: World, folder: Path, how: dict[str, Any]) -> Arrays:
         return arrays_of(engine)
 
 
-def gone_on(
-    world: World, source: Path, folder: Path, how: dict[str, Any], trains: bool = False
-) -> Arrays:
-    """Load and save, and train another step if so."""
+def gone_on(world: World, source: Path, folder: Path, how: dict[str, Any]) -> Arrays:
+    """Load and save."""
     with open_engine(world, folder, **how) as engine:
         assert load_checkpoint(source / "last", engine) == {"step": 2}
         save(engine, folder, 2)
-        if trains:
-            train(engine, 2)
         return arrays_of(engine)
 
 
@@ -121,10 +118,6 @@ def files_in(folder: Path) -> dict[str, bytes]:
     return {str(path.relative_to(folder)): path.read_bytes() for path in paths}
 
 
-def test_a_large_file_is_not_left_for_the_end():
-    assert assign_files({"a": 1, "b": 1, "large": 3}, writers=2) == {"large": 0, "a": 1, "b": 1}
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("how", HOW)
 def test_the_number_of_ranks_is_in_no_file(how, tmp_path, on_ranks):
@@ -144,19 +137,6 @@ def test_the_number_of_ranks_is_in_no_file(how, tmp_path, on_ranks):
         load_checkpoint(of_one / "last", engine)
         engine.save_pretrained(tmp_path / "one-model")
     assert differing(files_in(tmp_path / "two-model"), files_in(tmp_path / "one-model")) == []
-
-
-@pytest.mark.slow
-def test_a_run_of_one_rank_goes_on_with_more_and_fewer(tmp_path, on_ranks):
-    """With two to the bit, as they add up in its order; with three up to that."""
-    begun(World(), tmp_path / "one", {})
-    goes_on = partial(gone_on, source=tmp_path / "one", how={}, trains=True)
-    expected = goes_on(World(), folder=tmp_path / "expected")
-    two = joined(on_ranks(2, partial(goes_on, folder=tmp_path / "two")))
-    assert differing(two, expected) == []
-    three = joined(on_ranks(3, partial(goes_on, folder=tmp_path / "three")))
-    weights = [name for name in expected if name.startswith("weight")]
-    assert all(distance(three[name], expected[name]) < 1e-3 for name in weights)
 
 
 @pytest.mark.slow
@@ -299,54 +279,24 @@ def gguf_engine(world: World, **options: Any) -> Engine:
     return engine_of(CONFIGS["llama"](), world=world, precision="bfloat16", **options)
 
 
-def of_gguf(world: World, file: Path, log: Path) -> Arrays:
-    """What a rank holds of a GGUF file's weights. log: gets a line as it begins and as it ends."""
-    copy_in = weights.copy_in
-
-    def told(source: ModelSource) -> Any:
-        tensors = read_gguf(source)
-        with log.open("a") as lines:
-            lines.write(f"{world.rank} has all\n")
-        return tensors
-
-    def copied(*given: Any, **options: Any) -> Any:
-        found = copy_in(*given, **options)
-        with log.open("a") as lines:
-            lines.write(f"{world.rank} is done\n")
-        return found
-
-    with pytest.MonkeyPatch.context() as patch, gguf_engine(world) as engine:
-        patch.setattr(weights, "read_gguf", told)
-        patch.setattr(weights, "copy_in", copied)
-        engine.load_weights(resolve_source(file))
-        return arrays_of(engine)
-
-
 def gguf_file(folder: Path) -> Path:
     with gguf_engine(World()) as engine:
         save_checkpoint(folder / "run", 1, engine, byte_level(), {})
     return export(folder / "run", folder / "out", format="gguf") / "model.gguf"
 
 
-@pytest.mark.slow
-def test_ranks_read_a_gguf_file_one_after_another(tmp_path, on_ranks):
-    """Each has all of it in RAM for a while."""
-    file = gguf_file(tmp_path)
-    alone = of_gguf(World(), file, tmp_path / "alone")
-    found = joined(on_ranks(3, partial(of_gguf, file=file, log=tmp_path / "log")))
-    assert differing(found, alone) == []
-    said = (tmp_path / "log").read_text().splitlines()
-    assert said == [f"{rank} {what}" for rank in range(3) for what in ("has all", "is done")]
-
-
-def test_what_one_rank_of_a_gguf_file_raises_all_do(tmp_path, on_ranks):
-    file = gguf_file(tmp_path)
-    os.truncate(file, file.stat().st_size // 2)
-    for said in on_ranks(2, partial(refused, file=file)):
-        assert re.search(r"model\.gguf: .*cannot be", said)
-
-
-def refused(world: World, file: Path) -> str:
-    with gguf_engine(world) as engine, pytest.raises(ModelError) as told:
+def of_gguf(world: World, file: Path, cut: Path) -> tuple[Arrays, str]:
+    with gguf_engine(world) as engine:
+        with pytest.raises(ModelError) as told:
+            engine.load_weights(resolve_source(cut))
         engine.load_weights(resolve_source(file))
-    return str(told.value)
+        return arrays_of(engine), str(told.value)
+
+
+def test_ranks_read_a_gguf_file_or_all_raise_what_one_does(tmp_path, on_ranks):
+    file, cut = gguf_file(tmp_path), tmp_path / "cut.gguf"
+    cut.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
+    alone, _ = of_gguf(World(), file, cut)
+    found, said = zip(*on_ranks(2, partial(of_gguf, file=file, cut=cut)), strict=True)
+    assert differing(joined(list(found)), alone) == []
+    assert all(re.search(r"cut\.gguf: .*cannot be", words) for words in said)

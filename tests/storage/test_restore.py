@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import logging
-import re
-import time
 from dataclasses import replace
 from pathlib import Path
 from unittest.mock import Mock
@@ -12,11 +10,16 @@ from unittest.mock import Mock
 import pytest
 
 from megatrain.errors import ConfigError, StorageError
-from megatrain.storage.checkpoint import save_checkpoint
+from megatrain.storage.checkpoint import (
+    Resumable,
+    find_resumable,
+    load_checkpoint,
+    load_resumable,
+    save_checkpoint,
+)
 from megatrain.storage.hashed_file import WrittenFile
 from megatrain.storage.manifest import read_manifest
-from megatrain.storage.restore import Resumable, find_resumable, load_checkpoint, load_resumable
-from megatrain.storage.safetensors import HashedReader, write_safetensors
+from megatrain.storage.safetensors import write_safetensors
 from tests.files import flip
 
 CHECKSUM = "does not match its checksum"
@@ -76,20 +79,6 @@ def test_a_damaged_name_of_a_tensor_is_damage_and_no_other_model(run_dir, engine
         load_checkpoint(folder, new_engine(layers=3))
 
 
-def test_every_checkpoint_that_is_passed_over_is_named_once(run_dir, engine, save, caplog):
-    newest = save(1, 2, 3, 4)
-    (newest / "MANIFEST.json").unlink()
-    flip(run_dir / "checkpoint-3" / "model.safetensors")
-    (run_dir / "checkpoint-2" / "state.json").unlink()
-    found = find_resumable(run_dir, deep=False)
-    with caplog.at_level(logging.WARNING, logger="megatrain"):
-        path, _ = load_resumable(run_dir, engine, found)
-    assert path == run_dir / "checkpoint-1"
-    warnings = " ".join((*found.warnings, *caplog.messages))
-    named = re.findall(r"checkpoint-\d", warnings)
-    assert named == ["checkpoint-4", "checkpoint-3", "checkpoint-2"]
-
-
 def test_a_drive_that_fails_is_not_taken_for_a_damaged_checkpoint(
     run_dir, engine, save, monkeypatch, caplog
 ):
@@ -102,27 +91,6 @@ def test_a_drive_that_fails_is_not_taken_for_a_damaged_checkpoint(
     ):
         load_resumable(run_dir, engine, find_resumable(run_dir, deep=False))
     assert caplog.messages == []
-
-
-def test_damage_ends_the_reading(run_dir, new_engine, monkeypatch):
-    engine = new_engine(layers=20)
-    folder = save_checkpoint(run_dir, 1, engine, None, {})
-    flip(folder / "model.safetensors")  # which comes first
-    begun: list[Path] = []
-
-    class Noted(HashedReader):
-        def __init__(self, path: Path, *given: bool) -> None:
-            if begun:
-                # files this small would all be read before the waiting thread wakes up
-                time.sleep(0.2)
-            begun.append(path)
-            super().__init__(path, *given)
-
-    monkeypatch.setattr("megatrain.storage.restore.HashedReader", Noted)
-    monkeypatch.setattr("megatrain.storage.safetensors.IO_THREADS", 1)
-    with pytest.raises(StorageError, match=r"model\.safetensors: does not match its checksum"):
-        load_checkpoint(folder, engine)
-    assert len(begun) < 5
 
 
 def test_a_file_without_tensors_is_checked_too(run_dir, engine, save):

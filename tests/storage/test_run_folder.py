@@ -11,11 +11,14 @@ import pytest
 import megatrain as mt
 from megatrain.data.workers import ended, forked
 from megatrain.errors import ConfigError, StorageError
-from megatrain.storage.checkpoint import save_checkpoint, write_final
+from megatrain.storage.checkpoint import (
+    find_resumable,
+    load_checkpoint,
+    save_checkpoint,
+    write_final,
+)
 from megatrain.storage.manifest import verify_checkpoint
-from megatrain.storage.restore import find_resumable, load_checkpoint
-from megatrain.storage.run_folder import run_lock
-from megatrain.storage.saves import find_checkpoint
+from megatrain.storage.run_folder import find_checkpoint, run_lock
 from tests.files import as_an_ordinary_user, names
 
 

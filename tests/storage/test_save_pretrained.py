@@ -14,7 +14,7 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
 from megatrain.engine.engine import Engine
-from tests.files import add_tensors, gguf_writer, logits_of, names
+from tests.files import logits_of, names
 
 IDS = torch.arange(16).view(1, 16)
 WORDS = ["<unk>", "<|im_start|>", "<|im_end|>", "h", "e", "l", "o", "he", "ll", "hell", "hello"]
@@ -46,21 +46,6 @@ def folder(tmp_path: Path) -> Path:
     # sampling off, as published models have it; GenerationConfig.save_pretrained refuses that
     (folder / "generation_config.json").write_text(json.dumps(GENERATION))
     return folder
-
-
-def as_gguf(folder: Path) -> Path:
-    """The model of `folder` in a GGUF file, whose end-of-sequence token is not the template's."""
-    path = folder.with_name("model.gguf")
-    tensors = dict(transformers.AutoModelForCausalLM.from_pretrained(folder).named_parameters())
-    with gguf_writer(path, CONFIG) as writer:
-        writer.add_tokenizer_model("gpt2")
-        writer.add_token_list(WORDS)
-        writer.add_token_types([3] * 3 + [1] * (len(WORDS) - 3))
-        writer.add_token_merges(["h e", "l l", "he ll", "hell o"])
-        writer.add_eos_token_id(0)
-        writer.add_chat_template(TEMPLATE)
-        add_tensors(writer, tensors, layers=2)
-    return path
 
 
 def train_and_save(engine: Engine, out: Path) -> torch.Tensor:
@@ -106,17 +91,6 @@ def test_a_folder_has_its_source_s_tokenizer_template_and_settings(folder, sourc
     found = transformers.GenerationConfig.from_pretrained(out)
     assert found == transformers.GenerationConfig.from_pretrained(folder)
     assert {key: getattr(found, key) for key in GENERATION} == GENERATION
-
-
-def test_a_gguf_file_s_tokenizer_is_saved_with_the_end_of_its_template_s_turns(folder, tmp_path):
-    out = tmp_path / "out"
-    logits = train_and_save(Engine.from_pretrained(as_gguf(folder), device="cpu"), out)
-    assert torch.equal(logits_of(out, IDS), logits)
-    tokenizer = tokenizer_of(out)
-    assert tokenizer("hello").input_ids == [WORDS.index("hello")]
-    assert tokenizer.chat_template == TEMPLATE
-    assert tokenizer.eos_token == "<|im_end|>"
-    assert transformers.GenerationConfig.from_pretrained(out).eos_token_id == 2
 
 
 def test_an_engine_from_a_configuration_saves_weights_and_configuration(folder, tmp_path):
