@@ -29,7 +29,7 @@ BALANCED_BYTES = 4  # and where routers are balanced, whether it is no padding, 
 # head take turns in one memory with blocks of other sizes, which costs 10 to 41%, mostly 20, of the
 # smaller one's need in nine runs, and 60 MiB in the first step. Offloaded activations come back
 # among other tensors: 21 to 79 MiB more, in four runs. Holes of a compiled layer come on
-# top: gradients of experts lie behind all activations (cost/lifetimes.py). 10.6 GiB were held for
+# top: gradients of experts lie behind all activations (cost/compiled.py). 10.6 GiB were held for
 # 7.1 in GPT-OSS-120B with micro-batches of 16,384 tokens on an H100, where 10.8 are counted.
 ALLOCATOR_SLACK_BYTES, ALLOCATOR_SLACK_SHARE = 32 * MIB, 0.05
 COMPILED_SLACK_BYTES, COMPILED_SLACK_SHARE = 64 * MIB, 0.2

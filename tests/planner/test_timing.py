@@ -94,7 +94,7 @@ THAT_DAY = replace(
     both=100e9,
     update=((1, 0.798e9), (4, 2.65e9), (8, 3.78e9), (14, 5.08e9), (16, 5.3e9)),
     update_busy=3.24e9,
-    # not measured that day: what the update lost, by together.LOST_TO_LINKS
+    # not measured that day: what the update lost, by profile.LOST_TO_LINKS
     both_busy=(5.08e9 - 3.24e9) * UPDATE_BYTES / LOST_TO_LINKS,
     device_update=160e9,
     matmul=tuple(
