@@ -20,12 +20,7 @@ from megatrain.config.document import (
     read_yaml,
 )
 from megatrain.config.fields import Config, check_prompts, check_sources
-from megatrain.config.names import (
-    ALIASES,
-    RIVALS,
-    Alias,
-    Key,
-)
+from megatrain.config.names import ALIASES, RIVALS, Alias, Key
 from megatrain.config.values import nearest, shown
 from megatrain.data.sources import named
 from megatrain.errors import ConfigError, DataError
@@ -201,7 +196,7 @@ class _Collector:
         if isinstance(entry.value, dict):
             self.mapping(entry.value, name)
         elif name == "model" and isinstance(entry.value, str):
-            self._add(Leaf(("model", "path"), entry.value, leaf.place, leaf.typed))
+            self._add(replace(leaf, key=("model", "path")))
         elif entry.value is not None:
             own = "a hub id, a folder or a mapping" if name == "model" else "a mapping"
             example = f"{name}: {{{SECTIONS[name][0]}: ...}}"
@@ -215,7 +210,7 @@ class _Collector:
             self.problems.append(leaf.problem(str(error)))
             return
         if value is not n.NOTHING:
-            self._add(Leaf(alias.key, value, leaf.place, leaf.typed))
+            self._add(replace(leaf, key=alias.key, value=value))
 
     def _add(self, leaf: Leaf) -> None:
         if leaf.key in OF_ROWS and leaf.place == IN_PYTHON:
@@ -228,7 +223,7 @@ class _Collector:
         pair = isinstance(leaf.value, list) and len(leaf.value) == 2
         if leaf.key == BETAS and pair:
             for key, beta in zip((n.BETA1, n.BETA2), leaf.value, strict=True):
-                self._add(Leaf(key, beta, leaf.place, leaf.typed))
+                self._add(replace(leaf, key=key, value=beta))
             return
         first = self.leaves.get(leaf.key)
         if first is not None:
@@ -281,14 +276,14 @@ def _combine_halves(leaves: Leaves, problems: list[str]) -> Leaves:
             problems.append(times.problem(reason))
     if rows is not None:
         key = ("train", "rows_per_step")
-        whole[key] = Leaf(key, rows.value * (times.value if times else 1), rows.place, rows.typed)
+        whole[key] = replace(rows, key=key, value=rows.value * (times.value if times else 1))
     betas = [leaves.get(n.BETA1), leaves.get(n.BETA2)]
     given = next((beta for beta in betas if beta), None)
     # a whole `betas` that is no pair is refused as it stands
     if given is not None and BETAS not in whole:
         pairs = zip(betas, n.ADAM_BETAS, strict=True)
         values = [beta.value if beta else default for beta, default in pairs]
-        whole[BETAS] = Leaf(BETAS, values, given.place, given.typed)
+        whole[BETAS] = replace(given, key=BETAS, value=values)
     return whole
 
 
