@@ -25,10 +25,9 @@ from megatrain.reporting.streams import lasting_streams, results_alone, unwritab
 # isort: off
 from megatrain.cli import training
 from megatrain.cli import reading
-from megatrain.cli import machine
 # isort: on
 
-__all__ = ["app", "machine", "main", "reading", "training"]
+__all__ = ["app", "main", "reading", "training"]
 
 INTERRUPTED = 130
 UsageError: Any = typer.BadParameter.__base__  # of click, which some versions of typer contain

@@ -62,25 +62,6 @@ NoVerify = Annotated[
 Checkpoint = Annotated[str | None, typer.Option(help="last, best, proven or checkpoint-N.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
 
-# A machine that is planned for.
-GpuMemory = Annotated[
-    str | None, typer.Option(help="Memory of a GPU that is not known by name, such as 12GiB.")
-]
-GpuTflops = Annotated[
-    float | None, typer.Option(help="Its dense bf16 matmul rate in TFLOP/s, such as 60.")
-]
-Pcie = Annotated[
-    float | None, typer.Option(help="GB/s each way between it and host RAM, such as 25.")
-]
-Gpus = Annotated[
-    int | None,
-    typer.Option(min=1, help="GPUs of each host that train together; compares 1, 2, 4 and 8."),
-]
-Hosts = Annotated[int | None, typer.Option(min=1, help="Hosts like it; needs --network.")]
-Network = Annotated[
-    float | None, typer.Option(help="Gbit/s of each host to the others, such as 400.")
-]
-
 
 def _show_version(wanted: bool) -> None:
     if wanted:

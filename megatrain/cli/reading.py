@@ -1,11 +1,11 @@
-"""Commands that look at rows and models: data, eval, export, push, generate."""
+"""Commands that look at rows, models and the machine, or write configs."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -30,6 +30,9 @@ from megatrain.cli.app import (
 from megatrain.errors import ConfigError, DataError, ModelError, VerificationError
 from megatrain.reporting.streams import Lasting, console_on, result_stream
 from megatrain.reporting.summary import human_seconds
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 ANSWER_TOKENS, CHAT_TOKENS = 128, 1024  # longest answers by default
 
@@ -304,33 +307,17 @@ def generate(
         raise ConfigError("command line: PROMPT is empty; write something to answer")
     find_model(model)
     longest = max_new_tokens or (CHAT_TOKENS if chat else ANSWER_TOKENS)
-    with reading(no_verify):
-        if chat:
-            converse(model, prompt, longest, sampling, system, as_json, trust_remote_code)
-        elif prompt is not None:
-            answer_once(model, prompt, longest, sampling, system, as_json, trust_remote_code)
-
-
-# -- generate -------------------------------------------------------------------------------------
-
-
-def answer_once(
-    model: str,
-    prompt: str,
-    max_new_tokens: int,
-    sampling: Mapping[str, Any],
-    system: str | None,
-    as_json: bool,
-    trust_remote_code: bool,
-) -> None:
-    """Print the answer to a prompt."""
-    from megatrain.recipes import inspect
+    given = (model, longest, sampling, system, trust_remote_code)
     from megatrain.reporting.progress import logging_on
 
-    live = sys.stdout.isatty() and not as_json
-    given = (max_new_tokens, sampling, type_out if live else None, trust_remote_code, system)
-    with logging_on(console_on(stderr=True)):
-        answer = inspect.generate(model, prompt, *given)
+    console, live = console_on(stderr=True), sys.stdout.isatty() and not as_json
+    with reading(no_verify), logging_on(console):
+        if chat:
+            converse(given, prompt, live, as_json, console)
+            return
+        from megatrain.recipes import inspect
+
+        answer = inspect.generate(str(prompt), *given, show=type_out if live else None)
     if as_json:
         print_json({"prompt": prompt, "answer": answer})
     else:
@@ -338,31 +325,22 @@ def answer_once(
 
 
 def converse(
-    model: str,
-    first: str | None,
-    max_new_tokens: int,
-    sampling: Mapping[str, Any],
-    system: str | None,
-    as_json: bool,
-    trust_remote_code: bool,
+    given: tuple[Any, ...], first: str | None, live: bool, as_json: bool, console: Console
 ) -> None:
-    """Answer lines of stdin until it ends, or a line says so. first: a turn before them.
+    """Answer lines of stdin until it ends. given: arguments of `open_chat`.
 
     On a terminal a turn that cannot be asked is passed over with its error; elsewhere it ends the
     chat, as later lines may build on it. Answers go to stdout, all else to stderr.
     """
     from megatrain.recipes.chat import open_chat
     from megatrain.recipes.sample import unseen
-    from megatrain.reporting.progress import logging_on
 
-    asks, console = sys.stdin.isatty(), console_on(stderr=True)
-    live = sys.stdout.isatty() and not as_json
+    asks = sys.stdin.isatty()
 
     def note(words: str) -> None:
         console.print(words, style="dim", highlight=False, markup=False)
 
-    given = (max_new_tokens, sampling, system, trust_remote_code)
-    with logging_on(console), open_chat(model, *given) as chat:
+    with open_chat(*given) as chat:
         if asks:
             note("Ctrl-D ends the chat")
         for line in _lines(first, asks):
@@ -405,3 +383,120 @@ def _typed() -> str | None:
     except EOFError:
         typer.echo("")
         return None
+
+
+@app.command()
+def doctor(
+    quick: Annotated[
+        bool, typer.Option("--quick", help="Only the measurements that the planner needs.")
+    ] = False,
+    output: Annotated[
+        Path, typer.Option(metavar="FOLDER", help="Folder whose disk is measured.")
+    ] = Path(),
+    nvme: Annotated[
+        list[Path] | None,
+        typer.Option(metavar="FOLDER", help="Folder for memory.nvme, to measure its drive, too."),
+    ] = None,
+    gpus: Annotated[
+        int, typer.Option(min=1, help="GPUs that are also measured with all at work together.")
+    ] = 1,
+    as_json: AsJson = False,
+) -> None:
+    """Measure this machine, once, for the plans of all runs, and say what keeps it slow."""
+    from megatrain.recipes import doctor as recipe
+
+    one_process()
+
+    def note(what: str) -> None:
+        typer.echo(f"measuring {what}", err=True)
+
+    found = recipe.examine(output, quick, note, nvme or (), gpus)
+    show(found, as_json)
+
+
+@app.command()
+def init(
+    path: Annotated[
+        Path | None, typer.Argument(metavar="FILE", help="File to write; default: stdout.")
+    ] = None,
+    force: Annotated[bool, typer.Option("--force", help="Replace the file if it exists.")] = False,
+) -> None:
+    """Write a commented config to start from."""
+    from megatrain.config import example_config
+
+    if path is None:
+        typer.echo(example_config(), nl=False)
+        return
+    _write(path, example_config(), "or add --force", "w" if force else "x")
+    then = f"name your model and data in it, then `megatrain plan {path}`"
+    typer.echo(f"wrote {path}; {then}; `megatrain schema` lists every key", err=True)
+
+
+@app.command("import")
+def import_config(
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="YAML or JSON of another trainer.")],
+    overrides: Overrides = None,
+    output: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="File to write; default: stdout.")
+    ] = None,
+    trainer: Annotated[
+        str | None,
+        typer.Option("--from", help="axolotl, llama-factory or trl; default: by its keys."),
+    ] = None,
+    method: Annotated[
+        str | None, typer.Option(help="Method, where the file does not say it, as TRL's.")
+    ] = None,
+    processes: Annotated[
+        int | None,
+        typer.Option(min=1, help="GPUs that it was made for, which multiply a step; default: 1."),
+    ] = None,
+    force: Annotated[
+        bool, typer.Option("--force", help="Write it without what is impossible or unknown.")
+    ] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Make a config of one of axolotl, LLaMA-Factory or TRL, and say what became of each key.
+
+    Writes nothing and exits 2 where a key is unknown, or asks for what would give another result.
+    """
+    from megatrain.config.importing import import_config as convert
+
+    found = convert(file, trainer, processes, method, overrides or (), output)
+    wanted = not found.missing and (force or found.faithful)
+    if wanted and output is not None:
+        _write(output, found.text, "or remove it")
+    for path, text in found.files.items() if wanted else ():
+        _write(Path(path), text, "or remove it")
+    if as_json:
+        print_json(found.to_dict())
+    else:
+        typer.echo(found.report(), err=wanted and output is None)
+    if wanted and output is None and not as_json:
+        typer.echo(found.text, nl=False)
+    if not wanted:
+        lost = len(found.refused) + len(found.unknown)
+        ways = f"{lost} keys would be lost; --force writes a config without them"
+        raise ConfigError(
+            "nothing is written: " + ("what is missing is listed" if found.missing else ways)
+        )
+    if output is not None:
+        typer.echo(f"wrote {output}; `megatrain plan {output}` says whether it fits", err=True)
+
+
+def _write(path: Path, text: str, otherwise: str, mode: str = "x") -> None:
+    """Write a new file. Raises ConfigError."""
+    try:
+        with path.open(mode, encoding="utf-8") as file:
+            file.write(text)
+    except FileExistsError:
+        raise ConfigError(f"{path}: exists already; choose another name {otherwise}") from None
+    except (FileNotFoundError, IsADirectoryError, NotADirectoryError, PermissionError) as error:
+        raise ConfigError(f"{path}: cannot be written: {error.strerror}") from None
+
+
+@app.command()
+def schema() -> None:
+    """Print the JSON schema of the config, for editors."""
+    from megatrain.config import config_schema
+
+    print_json(config_schema())

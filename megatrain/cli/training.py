@@ -13,14 +13,8 @@ from megatrain.cli.app import (
     Checkpoint,
     ConfigFile,
     ConfigOrModel,
-    GpuMemory,
-    Gpus,
-    GpuTflops,
-    Hosts,
-    Network,
     NoVerify,
     Overrides,
-    Pcie,
     RunDir,
     Timeline,
     app,
@@ -37,6 +31,25 @@ from megatrain.reporting.streams import console_on
 
 if TYPE_CHECKING:
     from megatrain.config import Config
+
+# A machine that is planned for.
+GpuMemory = Annotated[
+    str | None, typer.Option(help="Memory of a GPU that is not known by name, such as 12GiB.")
+]
+GpuTflops = Annotated[
+    float | None, typer.Option(help="Its dense bf16 matmul rate in TFLOP/s, such as 60.")
+]
+Pcie = Annotated[
+    float | None, typer.Option(help="GB/s each way between it and host RAM, such as 25.")
+]
+Gpus = Annotated[
+    int | None,
+    typer.Option(min=1, help="GPUs of each host that train together; compares 1, 2, 4 and 8."),
+]
+Hosts = Annotated[int | None, typer.Option(min=1, help="Hosts like it; needs --network.")]
+Network = Annotated[
+    float | None, typer.Option(help="Gbit/s of each host to the others, such as 400.")
+]
 
 
 @app.command()

@@ -16,10 +16,9 @@ from megatrain.data.samples import Turns
 from megatrain.engine.engine import Engine
 from megatrain.engine.inference import Choose, generated
 from megatrain.errors import ModelError
-from megatrain.recipes.inspect import checkpoint_of, reader, run_folder_of
-from megatrain.recipes.model import Model, check_writes, describe_model
+from megatrain.recipes.inspect import reader, run_folder_of, writer_of
+from megatrain.recipes.model import Model
 from megatrain.recipes.sample import (
-    Sampling,
     ids_of,
     is_cut,
     positions_of,
@@ -30,7 +29,6 @@ from megatrain.recipes.sample import (
     user,
     written,
 )
-from megatrain.recipes.setup import quiet_libraries
 
 HELD_TOKENS = 8192  # of a conversation whose weights stay on the device
 LEAST_SHARE = 4  # an answer may have this part of the model's positions, at least
@@ -131,11 +129,7 @@ def open_chat(
     Raises ModelError for a model without a chat template, or whose template takes no system prompt,
     before weights are read.
     """
-    drawn = Sampling(**sampling)
-    quiet_libraries()
-    checkpoint = checkpoint_of(Path(named))
-    model = describe_model(str(checkpoint), trust_remote_code=trust_remote_code)
-    check_writes(model, str(named))
+    drawn, checkpoint, model = writer_of(named, sampling, trust_remote_code)
     if model.tokenizer.chat_template is None:
         raise ModelError(
             f"{named}: has no chat template, which says how turns are written; leave --chat out to "

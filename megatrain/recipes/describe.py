@@ -42,7 +42,7 @@ logger = logging.getLogger("megatrain")
 SUMS, RANKS = "sums_on_device", "ranks"
 LAUNCH, UNNAMED = "TORCHELASTIC_RUN_ID", "none"  # torchrun's
 DESCRIPTION = (CONFIG_FILE, RESOLVED_FILE, PLAN_FILE, ENVIRONMENT_FILE)
-PACKAGES = (
+PACKAGES = [
     "megatrain",
     "torch",
     "transformers",
@@ -51,7 +51,7 @@ PACKAGES = (
     "numba",
     "numpy",
     "datasets",
-)
+]
 
 
 def decided(ready: Ready) -> dict[str, Any]:

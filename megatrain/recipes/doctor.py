@@ -19,7 +19,6 @@ from megatrain.machine.profile import (
     TOGETHER,
     DriveRates,
     MachineProfile,
-    Rates,
     assumed,
     joined,
     known,
@@ -62,10 +61,9 @@ class Diagnosis:
 
         title = f"this machine ({self.profile.fingerprint})"
         table = Table("what", "figure", "verdict", title=title)
-        rows = [of_drive(name, rates) for name, rates in self.drives.items()]
-        if self.together is not None:
-            rows = [*at_work(self.together), *rows]
-        for found in (*figures(self.profile, self.guessed), *rows, *self.findings):
+        drives = (of_drive(name, rates) for name, rates in self.drives.items())
+        together = figures(self.together, ()) if self.together else ()
+        for found in (*figures(self.profile, self.guessed), *together, *drives, *self.findings):
             style = "yellow" if found.advice else None
             table.add_row(found.what, found.figure, found.advice or "", style=style)
         console.print(table)
@@ -88,10 +86,7 @@ def examine(
         nvme: folders whose drives are measured, too, as those of memory.nvme.
         gpus: that are also measured at work together; processes, on a machine without GPUs.
 
-    Raises:
-        ConfigError: there are fewer GPUs.
-        OutOfMemory: the GPU has no room for 2 GiB, or memory could not be pinned.
-        StorageError: `output`, one of `nvme` or the cache cannot be written to.
+    Raises ConfigError, OutOfMemory (2 GiB on the GPU, pinned memory), StorageError.
     """
     load = os.getloadavg()[0]
     device = choose_device("auto")
@@ -140,12 +135,7 @@ def measured_together(
 ) -> tuple[MachineProfile, bool]:
     """(The profile of one with what this host's ranks reach together, whether that is assumed).
 
-    All ranks call it, before anything is allocated.
-
-    Args:
-        base: the rates of one.
-        hardware: of the host, as a rank sees it.
-        may_measure: what is not cached, for some seconds, on GPUs.
+    All ranks call it, before anything is allocated. may_measure: what is not cached, on GPUs.
     """
     if world.hosts > 1:  # each time: it is of these hosts together, and takes a moment
         base = replace(base, network=network_rate(world, device))
@@ -230,29 +220,19 @@ SAME_ON_GPU = ("fresh",)  # as the device's memory
 
 
 def figures(profile: MachineProfile, guessed: Container[str]) -> Iterator[Finding]:
-    """The profile's figures in units that people compare. What the machine lacks is left out."""
-    for field, what, unit, name in ROWS:
+    """The profile's figures in units that people compare; of ranks, with all at work."""
+    for field, what, unit, name in ROWS if profile.ranks == 1 else AT_WORK:
         value = getattr(profile, field)
         if not value or field in (SAME_ON_GPU if profile.upload else SAME_ON_CPU):
             continue
-        text = three_digits(value / unit) if isinstance(value, float) else listed(value, unit)
-        yield Finding(what, f"{text} {name}", "a guess, not measured" if field in guessed else None)
-
-
-def at_work(profile: MachineProfile) -> Iterator[Finding]:
-    """The same of each of several ranks, with all at work."""
-    for field, what, unit, name in AT_WORK:
-        value = getattr(profile, field)
-        if value and not (field in SAME_ON_CPU and not profile.upload):
-            text = three_digits(value / unit) if isinstance(value, float) else listed(value, unit)
-            yield Finding(f"{what}, each of {profile.ranks}", f"{text} {name}")
+        sizes = () if isinstance(value, float) else value
+        listed = ", ".join(f"{size:,}: {three_digits(rate / unit)}" for size, rate in sizes)
+        text = listed or three_digits(value / unit)
+        each = "" if profile.ranks == 1 else f", each of {profile.ranks}"
+        guess = "a guess, not measured" if field in guessed else None
+        yield Finding(f"{what}{each}", f"{text} {name}", guess)
 
 
 def of_drive(name: str, rates: DriveRates) -> Finding:
     write, read = (three_digits(rate / 1e9) for rate in (rates.write, rates.read))
     return Finding(f"drive {name}", f"writes {write}, reads {read} GB/s, on {rates.measured_on}")
-
-
-def listed(rates: Rates, unit: float) -> str:
-    """Each size with its rate."""
-    return ", ".join(f"{size:,}: {three_digits(rate / unit)}" for size, rate in rates)

@@ -5,10 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Iterator, Mapping
-from os.path import (
-    expanduser,  # whose pathlib counterparts raise for some paths
-    isfile,  # whose pathlib counterpart raises for some paths
-)
+from os.path import expanduser, isfile  # whose pathlib counterparts raise for some paths
 from pathlib import Path
 from typing import Any
 
@@ -71,11 +68,8 @@ def show_data(
 def evaluate(named: str | Path, data: object, trust_remote_code: bool = False) -> dict[str, Any]:
     """Held-out loss of a run folder's model, of one checkpoint or of any other model.
 
-    Args:
-        named: a run folder, a checkpoint, a model folder, a GGUF file or a hub id.
-        data: rows to evaluate on, all of them; None: those that the run holds out.
-        trust_remote_code: run code that comes with the model. No file says so, the run's config
-            included: it may be anyone's.
+    data: rows to evaluate on, all of them; None: those that the run holds out. trust_remote_code:
+    run code that comes with the model; no file says so, as a run's config may be anyone's.
     """
     quiet_libraries()
     run_dir, checkpoint = run_folder_of(Path(named)), checkpoint_of(Path(named))
@@ -129,10 +123,7 @@ def evaluate(named: str | Path, data: object, trust_remote_code: bool = False) -
 def reference_of_run(
     config: Config, run_dir: Path | None, wanted: Wanted, batches: Batches, trust_remote_code: bool
 ) -> ReferenceArray:
-    """Log-probabilities of rows under the model that a run began with, which is read for it.
-
-    batches: as `references_of` takes them. Raises ConfigError.
-    """
+    """Log-probabilities of rows under the model that a run began with, which is read for it."""
     source = config.model
     if source.init == "random":
         raise ConfigError(
@@ -149,11 +140,8 @@ def evaluate_tasks(
 ) -> tuple[str, TaskResults]:
     """(the model that was asked, what tasks of lm-eval found) of any model.
 
-    Args:
-        named, trust_remote_code: as for `evaluate`.
-        where: what names the tasks, for errors.
-
-    Raises ConfigError for tasks that are not known, DataError for those that fail.
+    where: what names the tasks, for errors. Raises ConfigError for unknown tasks, DataError for
+    those that fail.
     """
     quiet_libraries()
     checkpoint = checkpoint_of(Path(named))
@@ -174,32 +162,37 @@ def perplexity(loss: float) -> float:
 
 
 def generate(
-    named: str | Path,
     prompt: str,
+    named: str | Path,
     max_new_tokens: int,
-    sampling: Mapping[str, Any] | None = None,
-    show: Callable[[str], None] | None = None,
-    trust_remote_code: bool = False,
+    sampling: Mapping[str, Any],
     system: str | None = None,
+    trust_remote_code: bool = False,
+    *,
+    show: Callable[[str], None] | None = None,
 ) -> str:
     """The model's answer to a prompt.
 
-    Args:
-        named, trust_remote_code: as for `evaluate`.
-        sampling: fields of `Sampling`; by default greedy.
-        show: gets the text as it grows.
-        system: a system prompt.
+    sampling: fields of `Sampling`. show: gets the text as it grows. system: a system prompt.
 
     Raises ModelError for a reward model, and one whose chat template takes no system prompt.
     """
-    drawn = Sampling(**(sampling or {}))
+    drawn, checkpoint, model = writer_of(named, sampling, trust_remote_code)
+    turns = system_turns(model, system)
+    with reader(checkpoint, run_folder_of(Path(named)), trust_remote_code) as engine:
+        return answer(engine, model, prompt, max_new_tokens, drawn, show or unseen, turns)
+
+
+def writer_of(
+    named: str | Path, sampling: Mapping[str, Any], trust_remote_code: bool
+) -> tuple[Sampling, Path, Model]:
+    """(sampling, checkpoint, model) of one that is to write. Raises ModelError if it cannot."""
+    drawn = Sampling(**sampling)
     quiet_libraries()
     checkpoint = checkpoint_of(Path(named))
     model = describe_model(str(checkpoint), trust_remote_code=trust_remote_code)
     check_writes(model, str(named))
-    turns = system_turns(model, system)
-    with reader(checkpoint, run_folder_of(Path(named)), trust_remote_code) as engine:
-        return answer(engine, model, prompt, max_new_tokens, drawn, show or unseen, turns)
+    return drawn, checkpoint, model
 
 
 def reader(checkpoint: str | Path, run_dir: Path | None, trust_remote_code: bool = False) -> Engine:
@@ -248,12 +241,7 @@ MAY_MOVE = ("train", "processes")  # of the data section: the same rows may lie 
 def rows_to_evaluate(
     run_dir: Path | None, checkpoint: Path, model: Model, data: object
 ) -> tuple[Config, Rows]:
-    """(the config that says how, the rows).
-
-    data: rows of this source, all of them; None: those that the run held out.
-
-    Raises ConfigError and DataError.
-    """
+    """(the config that says how, the rows); arguments as for `evaluate`."""
     if run_dir is None:
         whole: dict[str, Any] = {"model": str(checkpoint), "train": {"seq_len": longest_row(model)}}
         whole |= {"method": "reward"} if is_classifier(model.config) else {}

@@ -105,10 +105,7 @@ def user(prompt: str) -> dict[str, str]:
 
 
 def system_turns(model: Model, text: str | None) -> list[dict[str, str]]:
-    """The turn of a system prompt; none without one.
-
-    Raises ModelError where the chat template refuses it, or leaves it out.
-    """
+    """The turn of a system prompt, if any. Raises ModelError where the template has none."""
     if text is None:
         return []
     tokenizer, turns = model.tokenizer, [{"role": "system", "content": text}]
@@ -124,11 +121,7 @@ def system_turns(model: Model, text: str | None) -> list[dict[str, str]]:
 
 
 def ids_of(model: Model, turns: Turns, what: str = "the prompt") -> list[int]:
-    """Token ids of a prompt in the model's chat format; without one, of its only turn.
-
-    Raises ModelError for turns that cannot be rendered, and ConfigError for more than the model can
-    read and answer. what: they are, for errors.
-    """
+    """`rendered_ids`; raises ConfigError for more than the model can read and answer."""
     ids = rendered_ids(model, turns, what)
     if (longest := positions_of(model)) is not None and len(ids) >= longest:
         raise ConfigError(
@@ -139,7 +132,10 @@ def ids_of(model: Model, turns: Turns, what: str = "the prompt") -> list[int]:
 
 
 def rendered_ids(model: Model, turns: Turns, what: str = "the prompt") -> list[int]:
-    """`ids_of`, however many."""
+    """Token ids of a prompt in the model's chat format; without one, of its only turn.
+
+    Raises ModelError for turns that cannot be rendered.
+    """
     tokenizer, text = model.tokenizer, turns[0]["content"]
     if chats := tokenizer.chat_template is not None:
         text = rendered(tokenizer, turns)
@@ -205,20 +201,17 @@ def positions_of(model: Model) -> int | None:
 
 
 def rendered(tokenizer: PreTrainedTokenizerBase, turns: Turns) -> str:
-    """The prompt in the chat's format. Raises ModelError where the template refuses it, and
-    TooMuch."""
+    """The prompt in the chat's format. Raises ModelError where the template refuses it."""
 
     def render() -> str:
+        how: Any = {"tokenize": False, "add_generation_prompt": True}
         try:
-            made = tokenizer.apply_chat_template(
-                [*turns], tokenize=False, add_generation_prompt=True
-            )
+            return str(tokenizer.apply_chat_template([*turns], **how))
         except MemoryError:  # the limit of a worker
             raise
         except Exception as error:  # noqa: BLE001  whatever the code of a template does
             reason = " ".join(str(error).split()) or type(error).__name__
             raise ModelError(f"the chat template refuses this prompt: {reason}") from None
-        return str(made)
 
     return fenced(render)
 
@@ -251,11 +244,14 @@ def written(
     choose: Callable[[torch.Tensor], int],
     show: Callable[[str], None],
 ) -> list[int]:
-    """The tokens that follow `ids`, `room` at most.
+    """The tokens that follow `ids`, `room` at most. generate: as `Engine.generate`."""
+    from transformers import TextStreamer
 
-    generate: as `Engine.generate`. show: as in `answer`.
-    """
-    words = _words(model, show)
+    class Words(TextStreamer):
+        def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
+            show(text)
+
+    words: Any = Words(model.tokenizer, skip_special_tokens=True)
     tokens: list[int] = []
 
     def chosen(logits: torch.Tensor) -> int:
@@ -276,17 +272,6 @@ def is_cut(model: Model, tokens: list[int], room: int) -> bool:
 
 def text_of(model: Model, tokens: list[int]) -> str:
     return str(model.tokenizer.decode(tokens, skip_special_tokens=True)).strip()
-
-
-def _words(model: Model, show: Callable[[str], None]) -> Any:
-    """Takes tokens, and shows their text as soon as words are whole."""
-    from transformers import TextStreamer
-
-    class Words(TextStreamer):
-        def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
-            show(text)
-
-    return Words(model.tokenizer, skip_special_tokens=True)
 
 
 def end_tokens(model: Model) -> list[int]:

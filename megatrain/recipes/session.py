@@ -36,7 +36,7 @@ from megatrain.recipes.describe import (
 )
 from megatrain.recipes.loop import still_to_come
 from megatrain.recipes.reference import Wanted, are_kept, compare_with_reference, wanted_by
-from megatrain.recipes.report import LiveReport
+from megatrain.recipes.report import REPORT_FILE, LiveReport
 from megatrain.recipes.setup import quiet_libraries
 from megatrain.recipes.signals import StopRequest, Watch, stop_requests, watchdog
 from megatrain.recipes.state import BEGINNING, Ready, Run
@@ -51,7 +51,6 @@ from megatrain.reporting.metrics import (
     cut_samples,
     read_metrics,
 )
-from megatrain.reporting.page import REPORT_FILE
 from megatrain.reporting.progress import LOG_FILE, Progress, logging_to
 from megatrain.reporting.streams import console_on
 from megatrain.reporting.summary import RunSummary

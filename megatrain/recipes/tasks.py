@@ -23,21 +23,13 @@ from megatrain.reporting.metrics import json_able
 
 @dataclass(frozen=True)
 class TaskOptions:
-    """Options of tasks, named as by lm-eval's own command.
+    """Options of tasks, named as by lm-eval's own command."""
 
-    Attributes:
-        names: of tasks, groups and tags, or YAML files.
-        limit: of each task's documents: a number, or below 1 a share; None: all.
-        num_fewshot: examples before each question; None: as the task says.
-        include_path: folder of further tasks.
-        apply_chat_template: ask in the model's chat format.
-    """
-
-    names: tuple[str, ...]
-    limit: float | None = None
-    num_fewshot: int | None = None
-    include_path: Path | None = None
-    apply_chat_template: bool = False
+    names: tuple[str, ...]  # of tasks, groups and tags, or YAML files
+    limit: float | None = None  # of each task's documents: a number, or below 1 a share
+    num_fewshot: int | None = None  # examples before each question; None: as the task says
+    include_path: Path | None = None  # folder of further tasks
+    apply_chat_template: bool = False  # ask in the model's chat format
 
 
 @dataclass(frozen=True)

@@ -127,8 +127,7 @@ def planned_power(
 ) -> Power:
     """The power of a step in which the GPU computes for `busy` of the time, 0 to 1.
 
-    board_w: of the GPU's data sheet; None if unknown, or without a GPU. gpu_w, host_w: from the
-    config.
+    board_w: of the GPU's data sheet, if there is one. gpu_w, host_w: from the config.
     """
     if gpu_w is not None or board_w is None:
         return Power(gpu_w, host_w)
@@ -165,11 +164,8 @@ def compared(measured: Economy | None, planned: Economy | None) -> list[tuple[st
         return []
     rows = dict(described(measured, whole=True))
     if planned is not None:
-        pairs = {
-            "cost": (measured.cost_per_million, planned.cost_per_million),
-            "energy": (measured.kwh_per_million, planned.kwh_per_million),
-        }
-        for name, (found, plan) in pairs.items():
+        for name, each in (("cost", "cost_per_million"), ("energy", "kwh_per_million")):
+            found, plan = getattr(measured, each), getattr(planned, each)
             if found is not None and plan:
                 rows[name] += f"; planned {plan:.3g} ({found / plan - 1:+.1%})"
     return list(rows.items())
@@ -236,8 +232,7 @@ class _Domain:
 
 
 def _domains(powercap: Path) -> list[_Domain]:
-    """Counters of processors and of their memory, as far as they can be read; not those of parts
-    of a processor."""
+    """Counters of whole processors and of their memory, as far as they can be read."""
     found = []
     for folder in sorted(powercap.glob("intel-rapl:*")):
         with suppress(OSError, ValueError):

@@ -26,38 +26,18 @@ WORTH_NAMING = 0.1  # share of all cores that others take
 def peak_host_bytes(ranks: int = 1) -> int:
     """Peak resident bytes of this process (Linux's VmHWM), and its children's resident ones now.
 
-    A page that several processes map is divided among them. Forked children, such as a compiler's,
-    have most of theirs from their parent, and would each be counted for all of it (Linux says how
-    much is whose: PSS).
+    A page that several processes map is divided among them (PSS): a forked child has most of its
+    pages from its parent.
 
-    ranks: of this host, which have shared memory in common (RssShmem): one copy of the weights, and
-        what NCCL sends through.
+    ranks: of this host, which have shared memory in common (RssShmem).
     """
-    own = os.getpid()
-    return _peak_bytes(own, ranks) + sum(_own_bytes(child) for child in _descendants(own))
+    children = psutil.Process().children(recursive=True)
+    return _peak_bytes(os.getpid(), ranks) + sum(map(_own_bytes, children))
 
 
-def _descendants(pid: int) -> list[int]:
-    """The processes that a process has started, and those that these have started.
-
-    Read after every step, when psutil would look at every process of the machine.
-    """
-    try:  # Linux lists them by the thread that started them
-        lists = [path.read_bytes() for path in Path(f"/proc/{pid}/task").glob("*/children")]
-    except OSError:  # a thread has ended
-        lists = []
-    if lists:
-        children = [int(word) for text in lists for word in text.split()]
-        return children + [each for child in children for each in _descendants(child)]
+def _own_bytes(process: psutil.Process) -> int:
     try:
-        return [child.pid for child in psutil.Process(pid).children(recursive=True)]
-    except psutil.NoSuchProcess:
-        return []
-
-
-def _own_bytes(pid: int) -> int:
-    try:
-        memory = psutil.Process(pid).memory_full_info()
+        memory = process.memory_full_info()
     except (psutil.NoSuchProcess, psutil.AccessDenied):  # gone, or another user's
         return 0
     return int(getattr(memory, "pss", memory.rss))
@@ -78,8 +58,7 @@ def _peak_bytes(pid: int, ranks: int) -> int:
 
 
 def allocator_retries() -> int:
-    """Times that PyTorch found the GPU full, and freed its cache to try again. The GPU stands still
-    meanwhile."""
+    """Times that PyTorch found the GPU full, and freed its cache to try again."""
     import torch
 
     if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
@@ -90,9 +69,8 @@ def allocator_retries() -> int:
 class GpuMeter:
     """Peak bytes of one GPU as its driver counts them (NVML): torch's, the context's, libraries'.
 
-    NVML keeps no peak, so the largest reading counts. torch's allocator hands no memory back
-    between steps, which makes one reading a step enough. Where the driver does not say which
-    process holds how much (in a container, often), the device's whole use counts.
+    NVML keeps no peak: the largest of one reading a step counts. Where the driver does not say
+    which process holds how much (in a container, often), the device's whole use counts.
     """
 
     def __init__(self, device: torch.device) -> None:

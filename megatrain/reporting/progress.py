@@ -53,10 +53,8 @@ def logging_to(run_dir: str | Path, console: Console, who: str = "") -> Iterator
     """Send the package's log to `train.log` of the run folder and to the console, stderr's.
 
     An error that ends the block is written to `train.log`, with its traceback unless it is ours.
-    Raises StorageError.
-
-    who: in front of every line, of one that speaks beside others: its errors alone reach the
-        console, and its warnings `train.log`.
+    who: in front of every line of a rank that is not the first: its errors alone reach the console,
+    and its warnings `train.log`. Raises StorageError.
     """
     path = Path(run_dir) / LOG_FILE
     with cannot_be_written(path):
@@ -99,10 +97,7 @@ class _Printable(logging.Formatter):
 
 
 class _LogFile(WatchedFileHandler):
-    """On a full disk lines wait for room until the file is closed, and the run goes on.
-
-    A removed file is written again once its folder is there.
-    """
+    """On a full disk lines wait for room until the file is closed; a removed file is made again."""
 
     def emit(self, record: logging.LogRecord) -> None:
         with suppress(OSError):
@@ -150,18 +145,7 @@ class Activity:
 
 
 class Progress:
-    """Follows a run on `console`: a panel on a terminal, else a line every `log_every` steps.
-
-    ```python
-    with logging_to(run_dir, console), Progress(console) as progress:
-        with progress.doing("reading the weights"):
-            ...
-        progress.begin(total_steps=120)
-        progress.step(metrics)
-        progress.evaluated(step, loss, seconds)
-        progress.saved(path, seconds)
-    ```
-    """
+    """Follows a run on `console`: a panel on a terminal, else a line every `log_every` steps."""
 
     def __init__(self, console: Console, *, log_every: int = 10) -> None:
         self._log_every = log_every
@@ -191,10 +175,8 @@ class Progress:
     ) -> None:
         """Say what is to come, before the first step.
 
-        Args:
-            total_steps: None if unknown.
-            first_step: steps done before, in a resumed run.
-            ahead: how often, after a step, something of `outside_s` is still to come, by its name.
+        total_steps: None if unknown. ahead: how often, after a step, something of `outside_s` is
+        still to come, by its name.
         """
         self._total_steps, self._first_step, self._ahead = total_steps, first_step, ahead
         if self._panel is not None:
@@ -206,11 +188,8 @@ class Progress:
     ) -> Iterator[None]:
         """Show that this is being done, while the block runs.
 
-        Args:
-            kind: what is done again takes about as many beats as the last time.
-            words: for the user; by default `kind`.
-            total: how much of `counted` it takes, if that is known.
-            counted: what heartbeat.py counts.
+        kind: of which the next takes about as many beats. words: for the user; by default `kind`.
+        total: how much it takes of what heartbeat.py counts as `counted`, if that is known.
         """
         before = beats(counted)
         activity = Activity(
@@ -294,10 +273,7 @@ class Progress:
         return sum(step.tokens for step in self.recent) / seconds if seconds > 0 else 0.0
 
     def seconds_left(self) -> float | None:
-        """To the end of the run, evaluations and saves included; None if that is not known.
-
-        What has not happened yet is taken to cost nothing.
-        """
+        """To the end of the run, with what is known of evaluations and saves; None if unknown."""
         if self._total_steps is None:
             return None
         step = self.recent[-1].step
@@ -329,10 +305,7 @@ class _Shown:
 
 
 class _LivePanel(rich_progress.Progress):
-    """The newest step's figures under two bars: the run's, and that of what is being done now.
-
-    rich's own thread redraws it until `stop`.
-    """
+    """The newest step's figures under two bars: the run's, and that of what is being done now."""
 
     def __init__(self, console: Console) -> None:
         self._since = time.monotonic()

@@ -5,11 +5,9 @@ from __future__ import annotations
 import gzip
 import json
 import threading
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -17,11 +15,7 @@ from megatrain.errors import StorageError
 
 TOP_KERNELS = 25
 NAME_WIDTH = 70  # of the table's first column
-# Names of GPU streams by the start of what they mostly do; any other stream computes.
-COPIES = {"Memcpy HtoD": "upload", "Memcpy DtoH": "download"}
-GPU_WORK = ("kernel", "gpu_memcpy", "gpu_memset")
-
-Row = tuple[Any, Any]  # (process, thread or stream)
+COPIES = ("Memcpy HtoD", "Memcpy DtoH")  # of the GPU's work, what is not computed
 
 
 class Timeline:
@@ -56,7 +50,7 @@ def record_timeline(path: Path, device: torch.device) -> Iterator[Timeline]:
     )
     try:
         profiler.export_chrome_trace(str(path))
-        rename_rows(path, {thread.native_id: thread.name for thread in threading.enumerate()})
+        _name_threads(path)
     except OSError as error:
         raise _unwritable(path, error) from error
 
@@ -72,7 +66,7 @@ def computing_seconds(work: Callable[[], object], device: torch.device) -> float
     kernels = (
         event
         for event in profiler.events() or ()
-        if event.device_type.name == "CUDA" and not event.name.startswith(tuple(COPIES))
+        if event.device_type.name == "CUDA" and not event.name.startswith(COPIES)
     )
     return covered((event.time_range.start, event.time_range.end) for event in kernels) / 1e6
 
@@ -100,33 +94,14 @@ def _unwritable(path: Path, error: OSError) -> StorageError:
     return StorageError(f"{reason}; choose another file for --profile")
 
 
-def rename_rows(path: Path, threads: dict[int | None, str]) -> None:
-    """Name the timeline's rows: threads as in `threads` (by native id), streams by their work."""
+def _name_threads(path: Path) -> None:
+    """Name the timeline's rows of this process's threads as these are named."""
     opened = gzip.open if path.suffix == ".gz" else open
     with opened(path, "rt") as file:
         trace = json.load(file)
-    events = trace["traceEvents"]
-    rows = {(event["pid"], event["tid"]) for event in events if event["ph"] == "X"}
-    names = {row: threads[row[1]] for row in rows if row[1] in threads} | _stream_names(events)
-    kept = [
-        event
-        for event in events
-        if event["name"] != "thread_name" or (event["pid"], event["tid"]) not in names
-    ]
-    given = [
-        {"ph": "M", "name": "thread_name", "pid": pid, "tid": tid, "args": {"name": name}}
-        for (pid, tid), name in names.items()
-    ]
+    threads = {thread.native_id: thread.name for thread in threading.enumerate()}
+    for event in trace["traceEvents"]:
+        if event["name"] == "thread_name" and event["tid"] in threads:
+            event["args"]["name"] = threads[event["tid"]]
     with opened(path, "wt") as file:
-        json.dump({**trace, "traceEvents": [*given, *kept]}, file)
-
-
-def _stream_names(events: list[dict[str, Any]]) -> dict[Row, str]:
-    """Every GPU stream's name, from what takes most of its time."""
-    time: dict[Row, dict[str, float]] = defaultdict(lambda: defaultdict(float))
-    for event in events:
-        if event.get("cat") in GPU_WORK:
-            copies = (kind for start, kind in COPIES.items() if event["name"].startswith(start))
-            time[event["pid"], event["tid"]][next(copies, "compute")] += event["dur"]
-    most = {row: max(kinds, key=lambda kind: kinds[kind]) for row, kinds in time.items()}
-    return {row: f"stream {row[1]}: {kind}" for row, kind in most.items()}
+        json.dump(trace, file)

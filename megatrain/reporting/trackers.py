@@ -140,13 +140,7 @@ def check_installed(names: Sequence[str], where: str) -> None:
 def tracking(
     names: Sequence[str], run_dir: Path, first_step: int, about: Mapping[str, Any]
 ) -> Iterator[Callable[[Row], None]]:
-    """Yields what takes every line of metrics.jsonl.
-
-    Args:
-        names: of TRACKERS.
-        first_step: steps finished before this process.
-        about: config and plan, JSON-able.
-    """
+    """Yields what takes every line of metrics.jsonl; names are of TRACKERS."""
     if not names:
         yield lambda row: None
         return

@@ -60,18 +60,11 @@ class Pushed:
 def push(run_dir: Path | str, repo_id: str, private: bool = False) -> Pushed:
     """Upload `final/` of a run to a repository of the hub, which is made if it is not there.
 
-    All of it is one commit, so that nobody loads halves of two models. What has arrived before an
-    interruption is not sent again. The token is the hub library's to find: HF_TOKEN, or the store
-    of `hf auth login`.
+    All of it is one commit, so that nobody loads halves of two models. The token is HF_TOKEN, or
+    that of `hf auth login`. repo_id: owner/name; without an owner the token's.
 
-    Args:
-        repo_id: owner/name; without an owner the token's.
-        private: make it private; refused if it is there and public.
-
-    Raises:
-        ConfigError: the name, the token or the run cannot be used.
-        DamagedError: a file of `final/` is not as it was saved; nothing was sent.
-        StorageError: the hub cannot be reached, or did not take it.
+    Raises ConfigError for a name, token or run that cannot be used, DamagedError for a file that is
+    not as it was saved, StorageError where the hub cannot be reached, or does not take it.
     """
     import huggingface_hub
 

@@ -7,7 +7,7 @@ import os
 import pytest
 
 from megatrain.errors import StorageError
-from megatrain.reporting.page import ASSETS, Curve, chart, page, table, text, write_page
+from megatrain.recipes.report import ASSETS, Curve, chart, page, table, text, write_page
 from tests.pages import block, data_of
 
 NASTY = "</script><script>alert(1)</script><!-- <b>&amp; \u2028 \ud800 \u202e \x1b[31m"

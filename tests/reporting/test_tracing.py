@@ -13,7 +13,7 @@ import torch
 
 from megatrain.engine.streams import Lane
 from megatrain.errors import StorageError
-from megatrain.reporting.tracing import claim, covered, record_timeline, rename_rows
+from megatrain.reporting.tracing import claim, covered, record_timeline
 
 CPU = torch.device("cpu")
 
@@ -53,31 +53,6 @@ def test_what_lanes_do_is_on_the_timeline_under_their_names(tmp_path, name):
     assert done["aten::cumsum"] == "megatrain-upload"
     assert done["aten::mm"] == threading.current_thread().name
     assert "aten::mm" in trace.table
-
-
-def test_streams_are_named_after_what_they_mostly_do(tmp_path):
-    def work(row: int, cat: str, name: str, dur: float) -> dict[str, Any]:
-        return {"ph": "X", "pid": 0, "tid": row, "cat": cat, "name": name, "dur": dur}
-
-    rows = [
-        {"ph": "M", "pid": 0, "tid": row, "name": "thread_name", "args": {"name": f"stream {row} "}}
-        for row in (7, 13, 17)
-    ]
-    events = [
-        work(7, "kernel", "gemm", 50.0),
-        work(7, "gpu_memcpy", "Memcpy HtoD (Pinned -> Device)", 1.0),
-        work(13, "gpu_memcpy", "Memcpy HtoD (Pinned -> Device)", 9.0),
-        work(17, "kernel", "add", 2.0),
-        work(17, "gpu_memcpy", "Memcpy DtoH (Device -> Pinned)", 9.0),
-    ]
-    path = tmp_path / "trace.json"
-    path.write_text(json.dumps({"traceEvents": [*rows, *events]}))
-    rename_rows(path, {})
-    assert row_names(read(path)) == {
-        7: "stream 7: compute",
-        13: "stream 13: upload",
-        17: "stream 17: download",
-    }
 
 
 def test_a_file_that_cannot_be_written_is_refused(tmp_path):
