@@ -78,7 +78,7 @@ def recipes(monkeypatch, tmp_path):
     export = ModuleType("megatrain.storage.export")
     for name in recorder.answers:
         target = export if name == "export" else recorder
-        setattr(target, name, lambda *arguments, name=name: recorder.call(name, *arguments))
+        setattr(target, name, lambda *given, name=name, **_: recorder.call(name, *given))
     package = ModuleType("megatrain.recipes")
     package.__path__ = [str(Path(cli.__file__).parents[1] / "recipes")]  # others are real
     package.run = package.inspect = recorder  # type: ignore[attr-defined]
@@ -187,9 +187,7 @@ def test_generate_prints_the_answer(recipes, capsys):
     assert cli.main(["generate", "run", "Capital of France?", "--max-new-tokens", "7"]) == 0
     assert capsys.readouterr().out == "Paris.\n"
     greedy = {"temperature": 0.0, "top_p": None, "seed": None}
-    assert recipes.calls == [
-        ("generate", "run", "Capital of France?", 7, greedy, None, False, None)
-    ]
+    assert recipes.calls == [("generate", "Capital of France?", "run", 7, greedy, None, False)]
 
 
 @pytest.mark.parametrize(
@@ -206,7 +204,7 @@ def test_generate_reads_a_pipe_but_not_a_terminal(recipes, monkeypatch, piped, t
     monkeypatch.setattr(sys, "stdin", Stdin())
     assert cli.main(["generate", "run", "--json"]) == code
     assert [call[:4] for call in recipes.calls] == (
-        [("generate", "run", "Hi?", 128)] if code == 0 else []
+        [("generate", "Hi?", "run", 128)] if code == 0 else []
     )
 
 

@@ -41,17 +41,9 @@ from megatrain.world import World
 logger = logging.getLogger("megatrain")
 SUMS, RANKS = "sums_on_device", "ranks"
 LAUNCH, UNNAMED = "TORCHELASTIC_RUN_ID", "none"  # torchrun's
+PACKAGES = ["megatrain", "torch", "transformers", "tokenizers"]
+PACKAGES += ["safetensors", "numba", "numpy", "datasets"]
 DESCRIPTION = (CONFIG_FILE, RESOLVED_FILE, PLAN_FILE, ENVIRONMENT_FILE)
-PACKAGES = [
-    "megatrain",
-    "torch",
-    "transformers",
-    "tokenizers",
-    "safetensors",
-    "numba",
-    "numpy",
-    "datasets",
-]
 
 
 def decided(ready: Ready) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -12,7 +13,7 @@ import pytest
 
 from megatrain.errors import StorageError
 from megatrain.recipes import loop, report
-from megatrain.recipes.report import Reported
+from megatrain.recipes.report import ASSETS, Curve, Reported, chart, page, table, text, write_page
 from megatrain.recipes.report import report_of as page_of
 from megatrain.reporting.metrics import History
 from tests.commands import evaluations_of, steps_of, write_jsonl
@@ -235,3 +236,52 @@ def test_a_browser_says_what_the_policy_refuses(run_dir, tmp_path):
     (tmp_path / "page.html").write_text(html.replace("<main>", f"{foreign}<main>"))
     _, console = looked_at(tmp_path / "page.html", tmp_path)
     assert sum("Content Security Policy" in line for line in console) == 2
+
+
+# -- a page ----------------------------------------------------------------------------------------
+
+
+NASTY = "</script><script>alert(1)</script><!-- <b>&amp; \u2028 \ud800 \u202e \x1b[31m"
+
+
+def test_texts_stay_texts():
+    blocks = [text(NASTY, NASTY), table("t", ["", NASTY], [[NASTY, "b"]])]
+    html = page(NASTY, [NASTY], blocks)
+    # the data, uPlot and page.js
+    assert html.count("<script") == html.count("</script>") == 3
+    assert "<b>" not in html and "alert(1)</" not in html
+    data = data_of(html)
+    assert block(data, "t")["rows"] == [[NASTY, "b"]]
+    assert "\\u202e" in data["title"] and "\\x1b" in data["blocks"][0]["text"]
+
+
+def test_nothing_is_loaded_and_only_its_own_scripts_run():
+    html = page("run", ["run"], [])
+    assert "default-src 'none'" in html and html.count("'sha256-") == 2
+    for name in ("src=", "@import", "fetch(", "XMLHttpRequest", "url("):
+        assert name not in html, name
+    links = {part.split()[0] for part in html.split("https://")[1:]}
+    assert links == {"github.com/leeoniya/uPlot"}, "the comment that uPlot begins with"
+    assert "The MIT License" in (ASSETS / "uPlot.LICENSE").read_text()
+
+
+def test_figures_have_six_digits():
+    made = chart("loss", [Curve("loss", [(1, 2.3456789), (2, 1e-7 / 3)])])
+    assert made["lines"][0]["x"] == [1, 2]
+    assert made["lines"][0]["y"] == [2.34568, 3.33333e-8]
+
+
+def test_a_page_is_replaced_as_a_whole(tmp_path):
+    path = tmp_path / "report.html"
+    (tmp_path / "elsewhere").write_text("kept")
+    path.with_name("report.html.tmp").symlink_to(tmp_path / "elsewhere")
+    path.symlink_to(tmp_path / "elsewhere")
+    write_page(path, "new")
+    assert path.read_text() == "new" and not path.is_symlink()
+    assert (tmp_path / "elsewhere").read_text() == "kept"
+    assert sorted(os.listdir(tmp_path)) == ["elsewhere", "report.html"]
+
+
+def test_a_page_that_cannot_be_written_is_a_storage_error(tmp_path):
+    with pytest.raises(StorageError, match="cannot be written"):
+        write_page(tmp_path / "none" / "report.html", "")
