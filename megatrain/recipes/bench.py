@@ -57,7 +57,6 @@ from megatrain.world import ALONE, World
 
 LONGEST_TRACED_S = 60.0  # of a step that is run once more to see when kernels run
 
-Batches = list[dict[str, torch.Tensor]]
 Step = Callable[[], StepResult]
 
 
@@ -140,12 +139,10 @@ class BenchResult:
             ("host memory", self.host.words(human_bytes)),
         ]
         if self.gpu.measured is not None:
-            rows.append(("GPU memory", self.gpu.words(human_bytes) + self._retries()))
+            retries = sum(step.retries for step in self.steps)
+            full = f"; {retries} times it was full, and cached memory was given back"
+            rows.append(("GPU memory", self.gpu.words(human_bytes) + full * bool(retries)))
         return [*rows, ("start-up", human_seconds(self.setup_s)), ("advice", self.advice)]
-
-    def _retries(self) -> str:
-        retries = sum(step.retries for step in self.steps)
-        return f"; {retries} times it was full, and cached memory was given back" if retries else ""
 
 
 def phases_in_words(timing: dict[str, Any]) -> str:
@@ -209,7 +206,7 @@ def _bench(
         setup_s = time.perf_counter() - started
         draw = partial(drawn_step, engine, config, plan)
         measured = measure(draw, warmup, steps, same_batch, console)
-        memory = of_all(engine.world, memory_of(engine, meter))  # before the profiler's own
+        memory = memory_of(engine, meter)  # before the profiler's own
         computing_s = None
         steady_s = statistics.median(step.seconds for step in measured[warmup:])
         if engine.device.type == "cuda" and engine.world.broadcast(steady_s) < LONGEST_TRACED_S:
@@ -248,20 +245,15 @@ def resolve_shape(config: Config, layers: int | None, world: World = ALONE) -> R
 
 
 def drawn_step(engine: Engine, config: Config, plan: Plan, seed: int) -> Step:
-    """A step whose tokens are drawn already, to be made by calling it."""
-    batches = random_batches(config, plan, engine, seed)
-    return lambda: engine.train_step(batches, next_token, config.train.learning_rate)
-
-
-def random_batches(config: Config, plan: Plan, engine: Engine, seed: int) -> Batches:
-    """This rank's micro-batches of a step: full rows of tokens drawn from `seed`, all targets."""
+    """A step of full rows of tokens drawn from `seed`, all targets, to be made by calling it."""
     seq_len, world = config.train.seq_len, engine.world
     generator = torch.Generator().manual_seed(seed)
     shape = rows_of(config, plan), seq_len
     ids = torch.randint(0, engine.anatomy.vocab_size, shape, generator=generator)
     rows = max(1, micro_batch_of(config, plan) // seq_len)
     parts = torch.split(ids[world.dp_rank :: world.dp_size], rows)
-    return [{"input_ids": part, "labels": part} for part in parts]
+    batches = [{"input_ids": part, "labels": part} for part in parts]
+    return lambda: engine.train_step(batches, next_token, config.train.learning_rate)
 
 
 def rows_of(config: Config, plan: Plan) -> int:
@@ -292,28 +284,19 @@ def measure(
 
 
 def memory_of(engine: Engine, meter: GpuMeter) -> dict[str, int | None]:
-    """Peaks so far, in bytes."""
-    device = engine.device
-    allocated = reserved = peak = None
+    """Peaks so far, in bytes: of a whole host's RAM, and of that GPU of which most is taken."""
+    device, world = engine.device, engine.world
+    allocated = reserved = peak = 0
     if device.type == "cuda":
         allocated = torch.cuda.max_memory_allocated(device)
         reserved = torch.cuda.max_memory_reserved(device)
         # between two readings of the driver PyTorch may have given back what one step took
         peak = max(meter.peak_bytes() or 0, reserved)
-    return {
-        "host_bytes": peak_host_bytes(engine.world.local_size),
-        "gpu_peak_bytes": peak,
-        "gpu_peak_allocated_bytes": allocated,
-        "gpu_peak_reserved_bytes": reserved,
-    }
-
-
-def of_all(world: World, mine: dict[str, int | None]) -> dict[str, int | None]:
-    """The memory of a host's ranks together, and the most that is taken of a GPU."""
-    every = world.all_gather(mine)
-    found = {name: max((one[name] or 0 for one in every), default=0) for name in mine}
-    host = sum(one["host_bytes"] or 0 for one in every) // world.hosts
-    return {name: found[name] or None for name in mine} | {"host_bytes": host}
+    gpu = {"gpu_peak_bytes": peak, "gpu_peak_allocated_bytes": allocated}
+    gpu |= {"gpu_peak_reserved_bytes": reserved}
+    hosts, gpus = zip(*world.all_gather((peak_host_bytes(world.local_size), gpu)), strict=True)
+    most = {name: max(one[name] for one in gpus) or None for name in gpu}
+    return {"host_bytes": sum(hosts) // world.hosts, **most}
 
 
 def result_of(

@@ -204,7 +204,8 @@ class EngineLM(TemplateLM):
             longest = min(room, len(self.tok_encode(same[0][0]))) + new
             rows = max(1, self.micro_batch_tokens // longest)
             with self.engine.whole(rows * longest) as model:
-                for batch in pieces(same, rows if model is not None else 1):
+                size = rows if model is not None else 1
+                for batch in (same[at : at + size] for at in range(0, len(same), size)):
                     texts = [context for context, *_ in batch]
                     if model is None:
                         answers = [self._streamed(texts[0], room, how, until, new)]
@@ -297,7 +298,3 @@ def targets_of(
             index += range(end - len(continuation), end)
             tokens += continuation
     return torch.tensor(index), torch.tensor(tokens)
-
-
-def pieces(items: list[Any], size: int) -> Iterator[list[Any]]:
-    return (items[start : start + size] for start in range(0, len(items), size))

@@ -22,7 +22,7 @@ from megatrain.config.document import plain, read_yaml
 from megatrain.config.resuming import RESOLVED_FILE
 from megatrain.errors import ConfigError, StorageError, printable
 from megatrain.reporting.energy import Economy, Prices, described
-from megatrain.reporting.metrics import SAMPLES_FILE, History, Row, read_history
+from megatrain.reporting.metrics import SAMPLES_FILE, History, Point, Row, read_history
 from megatrain.reporting.summary import (
     BOUND_WORDS,
     Predicted,
@@ -41,37 +41,19 @@ NEW_FILE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
 Block = dict[str, Any]
 
 
-@dataclass(frozen=True)
-class Curve:
+def drawn(label: str, points: Sequence[Point], run: int = 0, style: str = "line") -> Block:
     """A line of a chart.
 
     run: number of the run that it is of. style: line, faint, trend (the mean of a faint one),
     marked (with its points), points alone, or limit.
     """
-
-    label: str
-    points: Sequence[tuple[Any, ...]]  # (step, value)
-    run: int = 0
-    style: str = "line"
+    values = [float(f"{value:.{DIGITS}g}") for _, value in points]
+    return {"label": label, "run": run, "style": style, "x": [at for at, _ in points], "y": values}
 
 
-def chart(title: str, curves: Sequence[Curve], unit: str = "", stacked: bool = False) -> Block:
+def chart(title: str, lines: Sequence[Block], unit: str = "", stacked: bool = False) -> Block:
     """Lines over steps. unit: bytes, share, or none. stacked: they have the same steps."""
-    lines = [
-        {
-            "label": curve.label,
-            "run": curve.run,
-            "style": curve.style,
-            "x": [point[0] for point in curve.points],
-            "y": [float(f"{point[1]:.{DIGITS}g}") for point in curve.points],
-        }
-        for curve in curves
-    ]
-    return {"kind": "chart", "title": title, "unit": unit, "stacked": stacked, "lines": lines}
-
-
-def table(title: str, head: Sequence[str], rows: Sequence[Sequence[str]]) -> Block:
-    return {"kind": "table", "title": title, "head": [*head], "rows": [[*row] for row in rows]}
+    return {"kind": "chart", "title": title, "unit": unit, "stacked": stacked, "lines": [*lines]}
 
 
 def text(title: str, content: str) -> Block:
@@ -366,7 +348,7 @@ def charts(runs: Sequence[Reported]) -> Iterator[Block]:
     lines = {name: line for name, line in runs[0].history.shares.items() if any(line.values)}
     if len(runs) == 1 and lines:
         shares = [
-            Curve(words, lines[name].sampled())
+            drawn(words, lines[name].sampled())
             for name, words in BOUND_WORDS.items()
             if name in lines
         ]
@@ -382,18 +364,18 @@ def _group_of(name: str) -> tuple[str, str]:
     return group, (label or group) + (" (held out)" if held_out else "")
 
 
-def _curves(run: Reported, number: int, names: Mapping[str, str], tier: str) -> Iterator[Curve]:
+def _curves(run: Reported, number: int, names: Mapping[str, str], tier: str) -> Iterator[Block]:
     for name in (name for name in names if name in run.history.lines):
         line, label = run.history.lines[name], names[name]
         style = "points" if name == "spike" else "marked" if name.startswith("eval_") else "line"
         points = line.points()
         each, means = ([], []) if name in SMOOTH or style != "line" else line.trend()
-        yield Curve(label, points, number, "faint" if means else style)
+        yield drawn(label, points, number, "faint" if means else style)
         if means:
-            yield Curve(f"{label}, mean of {each:,}", means, number, "trend")
+            yield drawn(f"{label}, mean of {each:,}", means, number, "trend")
         if need := run.planned(tier):
             ends = sorted({points[0][0], points[-1][0]})
-            yield Curve("planned", [(step, need) for step in ends], number, "limit")
+            yield drawn("planned", [(step, need) for step in ends], number, "limit")
 
 
 def samples(runs: Sequence[Reported]) -> Iterator[Block]:
@@ -435,7 +417,8 @@ def differences(runs: Sequence[Reported]) -> Iterator[Block]:
     rows = [[key, *(one.get(key, "") for one in flat)] for key in keys]
     rows = [row for row in rows if len(set(row[1:])) > 1]
     if rows:
-        yield table("what differs in the configs", ["", *(run.name for run in runs)], rows)
+        head = ["", *(run.name for run in runs)]
+        yield {"kind": "table", "title": "what differs in the configs", "head": head, "rows": rows}
 
 
 def _flat(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:

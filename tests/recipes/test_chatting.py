@@ -104,15 +104,6 @@ def test_what_ends_an_answer_of_a_trained_model_ends_it_here(chat, finished):
     assert "\x1b" not in plain.out + plain.err
 
 
-def test_drawn_answers_are_those_of_a_seed(chat):
-    drawn = (*GREEDY, "--temperature", "0.9", "--seed")
-    first, again, other = (
-        [one["answer"] for one in answers(chat("model", *QUESTIONS, options=(*drawn, seed)))]
-        for seed in "776"
-    )
-    assert first == again != other
-
-
 def test_the_oldest_turns_are_forgotten_where_the_model_has_no_room(chat):
     """It reads 128 tokens, of which an answer may have 32 at least."""
     options = ("--json", "--max-new-tokens", "40", "--system", "Be brief.")

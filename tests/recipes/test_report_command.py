@@ -13,7 +13,7 @@ import pytest
 
 from megatrain.errors import StorageError
 from megatrain.recipes import loop, report
-from megatrain.recipes.report import ASSETS, Curve, Reported, chart, page, table, text, write_page
+from megatrain.recipes.report import ASSETS, Reported, drawn, page, text, write_page
 from megatrain.recipes.report import report_of as page_of
 from megatrain.reporting.metrics import History
 from tests.commands import evaluations_of, steps_of, write_jsonl
@@ -245,7 +245,8 @@ NASTY = "</script><script>alert(1)</script><!-- <b>&amp; \u2028 \ud800 \u202e \x
 
 
 def test_texts_stay_texts():
-    blocks = [text(NASTY, NASTY), table("t", ["", NASTY], [[NASTY, "b"]])]
+    table = {"kind": "table", "title": "t", "head": ["", NASTY], "rows": [[NASTY, "b"]]}
+    blocks = [text(NASTY, NASTY), table]
     html = page(NASTY, [NASTY], blocks)
     # the data, uPlot and page.js
     assert html.count("<script") == html.count("</script>") == 3
@@ -266,9 +267,8 @@ def test_nothing_is_loaded_and_only_its_own_scripts_run():
 
 
 def test_figures_have_six_digits():
-    made = chart("loss", [Curve("loss", [(1, 2.3456789), (2, 1e-7 / 3)])])
-    assert made["lines"][0]["x"] == [1, 2]
-    assert made["lines"][0]["y"] == [2.34568, 3.33333e-8]
+    made = drawn("loss", [(1, 2.3456789), (2, 1e-7 / 3)])
+    assert (made["x"], made["y"]) == ([1, 2], [2.34568, 3.33333e-8])
 
 
 def test_a_page_is_replaced_as_a_whole(tmp_path):

@@ -169,15 +169,6 @@ def shown_lines(screen: str) -> list[str]:
     return [line.rstrip() for line in lines if line.strip()]
 
 
-def test_the_panel_is_redrawn_while_a_step_goes_on(tmp_path, terminal, redrawn):
-    with logging_to(tmp_path, terminal), Progress(terminal) as progress:
-        progress.begin(7)
-        until(lambda: len(figures_after("step 0 of 7,", terminal)) > 1)
-        progress.step(replace(STEP, step=3))
-        drawn = screen_of(terminal).count("step 3 of 7")
-        until(lambda: screen_of(terminal).count("step 3 of 7") > drawn + 3)
-
-
 def test_the_panel_moves_while_a_slow_step_an_evaluation_or_a_save_goes_on(
     tmp_path, terminal, redrawn
 ):
@@ -259,14 +250,6 @@ def test_the_thread_ends_with_the_block_also_by_ctrl_c(tmp_path, terminal, redra
     time.sleep(0.05)
     assert len(screen_of(terminal)) == size
     assert screen_of(terminal).rfind("\x1b[?25h") > screen_of(terminal).rfind("\x1b[?25l")
-
-
-def test_no_thread_off_a_terminal(tmp_path, pipe):
-    before = threading.active_count()
-    with logging_to(tmp_path, pipe), Progress(pipe) as progress:
-        progress.begin(7)
-        progress.step(STEP)
-        assert threading.active_count() == before
 
 
 def test_a_terminal_that_cannot_move_its_cursor_gets_lines(tmp_path):

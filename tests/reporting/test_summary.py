@@ -22,6 +22,7 @@ from megatrain.reporting.summary import (
     human_bytes,
     human_seconds,
     step_seconds,
+    three_digits,
     time_in_words,
 )
 
@@ -131,6 +132,11 @@ def test_human_bytes():
         (2**50, 1, "1024.0 TiB"),
     ]:
         assert human_bytes(count, digits) == text
+
+
+def test_three_digits():
+    for value, text in [(55.512, "55.5"), (4080.4, "4,080"), (0.4923, "0.492")]:
+        assert three_digits(value) == text
 
 
 def test_human_seconds():
