@@ -8,6 +8,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -100,8 +101,14 @@ def _name_threads(path: Path) -> None:
     with opened(path, "rt") as file:
         trace = json.load(file)
     threads = {thread.native_id: thread.name for thread in threading.enumerate()}
-    for event in trace["traceEvents"]:
-        if event["name"] == "thread_name" and event["tid"] in threads:
-            event["args"]["name"] = threads[event["tid"]]
+    events = trace["traceEvents"]
+    rows = {
+        (one["pid"], one["tid"]) for one in events if one["ph"] == "X" and one["tid"] in threads
+    }
+    named: list[Any] = [
+        {"ph": "M", "name": "thread_name", "pid": pid, "tid": tid, "args": {"name": threads[tid]}}
+        for pid, tid in rows
+    ]
+    named += [one for one in events if one["name"] != "thread_name" or one["tid"] not in threads]
     with opened(path, "wt") as file:
-        json.dump(trace, file)
+        json.dump({**trace, "traceEvents": named}, file)
