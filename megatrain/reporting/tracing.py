@@ -106,8 +106,8 @@ def _name_threads(path: Path) -> None:
         (one["pid"], one["tid"]) for one in events if one["ph"] == "X" and one["tid"] in threads
     }
     named: list[Any] = [
-        {"ph": "M", "name": "thread_name", "pid": pid, "tid": tid, "args": {"name": threads[tid]}}
-        for pid, tid in rows
+        {"ph": "M", "name": "thread_name", "pid": pid, "tid": at, "args": {"name": threads[at]}}
+        for pid, at in rows
     ]
     named += [one for one in events if one["name"] != "thread_name" or one["tid"] not in threads]
     with opened(path, "wt") as file:
