@@ -8,10 +8,10 @@ import json
 import os
 import pty
 import select
+import shutil
 import sys
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -135,39 +135,32 @@ def test_text_does_not_steer_a_terminal(capsys):
     assert capsys.readouterr().out == "\\x1b[2Jhello\\r\n"
 
 
-def with_template(project: Path, template: str | None) -> None:
-    import shutil
-
-    folder = (project / "model").resolve()
-    (project / "model").unlink()
-    shutil.copytree(folder, project / "model")
-    (project / "model" / "chat_template.jinja").unlink()
-    if template is not None:
-        (project / "model" / "chat_template.jinja").write_text(template)
-
-
 NO_SYSTEM = CHATML.replace("in messages", "in messages if m['role'] != 'system'")
 REFUSES = "{% if messages[0]['role'] == 'system' %}{{ raise_exception('none') }}{% endif %}"
 
 
-@pytest.mark.parametrize(
-    ("template", "options", "words"),
-    [
-        (None, (), "has no chat template, which says how turns are written; leave --chat out"),
-        (None, ("--system", "x"), "has no chat template"),
-        (NO_SYSTEM, ("--system", "x"), "--system: the chat template leaves it out"),
-        (REFUSES + CHATML, ("--system", "x"), "--system: the chat template refuses this prompt"),
-        (CHATML, ("--system", " "), "--system: is empty"),
-        (CHATML, (" ",), "PROMPT is empty"),
-        (CHATML, ("--top-p", "0.5"), "--top-p: has no effect at temperature 0"),
-    ],
-)
-def test_what_would_have_no_effect_is_refused_before_weights_are_read(
-    chat, project, template, options, words
-):
-    with_template(project, template)
+NO_EFFECT: list[tuple[str | None, tuple[str, ...], str]] = [
+    (None, (), "has no chat template, which says how turns are written; leave --chat out"),
+    (None, ("--system", "x"), "has no chat template"),
+    (NO_SYSTEM, ("--system", "x"), "--system: the chat template leaves it out"),
+    (REFUSES + CHATML, ("--system", "x"), "--system: the chat template refuses this prompt"),
+    (CHATML, ("--system", " "), "--system: is empty"),
+    (CHATML, (" ",), "PROMPT is empty"),
+    (CHATML, ("--top-p", "0.5"), "--top-p: has no effect at temperature 0"),
+]
+
+
+def test_what_would_have_no_effect_is_refused_before_weights_are_read(chat, project):
+    folder = (project / "model").resolve()
+    (project / "model").unlink()
+    shutil.copytree(folder, project / "model")
     (project / "model" / "model.safetensors").write_bytes(b"")
-    assert words in chat("model", "hello", options=options, code=2).err
+    file = project / "model" / "chat_template.jinja"
+    for template, options, words in NO_EFFECT:
+        file.unlink(missing_ok=True)
+        if template is not None:
+            file.write_text(template)
+        assert words in chat("model", "hello", options=options, code=2).err
 
 
 # -- on a terminal -------------------------------------------------------------------------------

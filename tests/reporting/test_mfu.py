@@ -85,14 +85,17 @@ def test_of_a_mixture_a_token_s_own_experts_count():
         assert work.tflops(14, 2.0) == 6 * shape.active_parameters * tokens_per_s / 1e12
 
 
+def attention_of(config: Any) -> tuple[Attention, ...]:
+    layouts = [FlatLayout.pack([("w", (1, 1), True)])] * (config.num_hidden_layers + 2)
+    blocks = tuple(Block(i, str(i), layout) for i, layout in enumerate(layouts))
+    anatomy = Anatomy(blocks, (), "any", 8, 8, None, NO_NAMES)
+    return ModelFlops.of(anatomy, config, idle=0).attention
+
+
 def test_layers_without_attention_s_matrices_pay_for_none():
     layers: Any = {"num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"]}
-    for config in (Qwen3NextConfig(**layers), Mamba2Config(num_hidden_layers=2)):
-        layouts = [FlatLayout.pack([(f"w{i}", (1, 1), True)]) for i in range(4)]
-        blocks = tuple(Block(i, str(i), layout) for i, layout in enumerate(layouts))
-        work = ModelFlops.of(Anatomy(blocks, (), "any", 8, 8, None, NO_NAMES), config, idle=0)
-        heads = 16 * 256 if isinstance(config, Qwen3NextConfig) else 0
-        assert [layer.width for layer in work.attention] == [0, heads]
+    assert [layer.width for layer in attention_of(Qwen3NextConfig(**layers))] == [0, 16 * 256]
+    assert [layer.width for layer in attention_of(Mamba2Config(num_hidden_layers=2))] == [0, 0]
 
 
 def test_7b_by_hand():
@@ -125,7 +128,4 @@ def test_windows_are_read_off_the_configuration():
         (LlamaConfig(num_hidden_layers=2), [None, None]),
     ]
     for config, windows in cases:
-        layouts = [FlatLayout.pack([(f"w{i}", (1, 1), True)]) for i in range(len(windows) + 2)]
-        blocks = tuple(Block(i, str(i), layout) for i, layout in enumerate(layouts))
-        work = ModelFlops.of(Anatomy(blocks, (), "any", 8, 8, None, NO_NAMES), config, idle=0)
-        assert [layer.window for layer in work.attention] == windows
+        assert [layer.window for layer in attention_of(config)] == windows
