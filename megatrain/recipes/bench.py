@@ -162,8 +162,7 @@ def bench(
 ) -> BenchResult:
     """Time `steps` steps of a run as `config` describes it, after `warmup` untimed ones.
 
-    Each step's time goes to stderr. Of several ranks that a launcher has started all call it, and
-    have the same result.
+    All ranks that a launcher has started call it.
 
     Args:
         layers: another depth than the model's own.
@@ -229,10 +228,7 @@ def traced(step: Step, profile: Path | None, device: torch.device, console: Cons
 
 
 def resolve_shape(config: Config, layers: int | None, world: World = ALONE) -> Resolved:
-    """Resolve the config's run for a model that has a configuration, but no files.
-
-    Raises ConfigError.
-    """
+    """Resolve the config's run for a model without files. Raises ConfigError."""
     if METHODS[config.method].scores:
         raise ConfigError(
             f"{config.where('method')}: bench times steps of a language model; set method: sft, of "
@@ -265,10 +261,7 @@ def rows_of(config: Config, plan: Plan) -> int:
 def measure(
     draw: Callable[[int], Step], warmup: int, steps: int, same_batch: bool, console: Console
 ) -> list[BenchStep]:
-    """All steps, the untimed ones first.
-
-    A step's time holds its part of the update of the step before, as in a long run.
-    """
+    """All steps, the untimed ones first. A step's time holds the update of the one before."""
     measured = []
     for number in range(warmup + steps):
         step = draw(0 if same_batch else number)

@@ -38,23 +38,16 @@ logger = logging.getLogger("megatrain")
 
 @dataclass(frozen=True)
 class Reply:
-    """An answer: its tokens, the end included, and the seconds from the question to the last.
-
-    ended: "end" by itself, "length" at the longest that it may be.
-    """
+    """An answer."""
 
     text: str
-    tokens: int
-    seconds: float
-    ended: str
+    tokens: int  # the end included
+    seconds: float  # from the question to the last
+    ended: str  # "end" by itself, "length" at the longest that it may be
 
 
 class Chat:
-    """Turns of a user and answers to them. Weights stay on the device where they have room.
-
-    Turns that the model cannot read beside an answer are forgotten, the oldest first, which is
-    logged; the system prompt stays.
-    """
+    """Turns of a user and answers to them. Weights stay on the device where they have room."""
 
     def __init__(
         self, engine: Engine, model: Model, max_new_tokens: int, choose: Choose, system: Turns
@@ -74,12 +67,7 @@ class Chat:
             )
 
     def answer(self, prompt: str, show: Callable[[str], None] = unseen) -> Reply:
-        """Answer a prompt; both become turns of the conversation.
-
-        show: gets the text in pieces of whole words as it grows.
-
-        Raises ConfigError and ModelError for a prompt that cannot be asked; it is no turn then.
-        """
+        """Answer a prompt; both become turns. Raises ConfigError and ModelError if it cannot be."""
         began = time.perf_counter()
         turns, ids = self._fitting([*self._turns, user(prompt)])
         room = self._max_new_tokens
@@ -126,8 +114,7 @@ def open_chat(
 ) -> Iterator[Chat]:
     """A conversation with a model; arguments as `inspect.generate` has them.
 
-    Raises ModelError for a model without a chat template, or whose template takes no system prompt,
-    before weights are read.
+    Raises ModelError for a template that is missing, or takes no system prompt.
     """
     drawn, checkpoint, model = writer_of(named, sampling, trust_remote_code)
     if model.tokenizer.chat_template is None:

@@ -84,8 +84,7 @@ def describe_run(ready: Ready) -> None:
 
 
 def other_circumstances(run_dir: Path, world: World) -> list[str]:
-    """Warnings if libraries are of other versions than those that the run has used, or ranks of
-    another number."""
+    """Warnings if libraries are of other versions than before, or ranks of another number."""
     path = run_dir / ENVIRONMENT_FILE
     try:
         found = environment(run_dir)
@@ -93,11 +92,8 @@ def other_circumstances(run_dir: Path, world: World) -> list[str]:
     except (OSError, ValueError, TypeError, KeyError):
         return [f"{path}: cannot be read, so other versions of libraries would not be noticed"]
     now = {name: installed_version(name) for name in PACKAGES}
-    changed = [
-        f"{name} {then.get(name)} -> {version}"
-        for name, version in now.items()
-        if then.get(name) != version
-    ]
+    pairs = ((name, then.get(name), version) for name, version in now.items())
+    changed = [f"{name} {old} -> {new}" for name, old, new in pairs if old != new]
     said = []
     if ranks != world.size:
         said.append(f"{ranks} rank(s) before and {world.size} now: {NEW_ORDER}")
@@ -200,8 +196,7 @@ def facts_of(config: Config, plan: Plan, resumed: bool = False) -> Facts:
 
 
 def summarize(run: Run, seconds: float, stop: StopRequest | None) -> RunSummary:
-    """The summary of this start, which took `seconds`, with a sampled answer of the model; the
-    first rank's on all.
+    """The first rank's summary of this start, which took `seconds`, with an answer of the model.
 
     stop: the request that ended the run early; None if it came to its end.
     """

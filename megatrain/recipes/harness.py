@@ -138,7 +138,7 @@ class EngineLM(TemplateLM):
     def _loglikelihood_tokens(self, requests: list[Asked], **_: Any) -> list[tuple[float, bool]]:
         """(log-probability, whether it is the greedy choice) of each continuation.
 
-        Rows that differ in their last token alone, as choices of one letter do, are computed once.
+        Rows that differ in their last token alone are computed once.
         """
         longest, rows = self.max_length, dict[tuple[int, ...], list[tuple[int, list[int]]]]()
         for number, (_texts, context, continuation) in enumerate(requests):

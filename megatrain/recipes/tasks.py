@@ -75,10 +75,7 @@ class TaskResults:
 
 
 def load_tasks(options: TaskOptions, where: str) -> Tasks:
-    """Find the tasks and read their documents, from the hub if need be.
-
-    Raises ConfigError for unknown names, DataError for documents that cannot be read.
-    """
+    """Find the tasks and read their documents. Raises ConfigError and DataError."""
     check_lm_eval(where)
     if options.limit is not None and not options.limit > 0:
         raise ConfigError(f"{where}: limit must be above 0, not {options.limit}")
@@ -124,10 +121,7 @@ def naming(what: str) -> Iterator[None]:
 
 
 def run_tasks(tasks: Tasks, engine: Engine, model: Model, longest: int) -> TaskResults:
-    """Run the tasks. longest: tokens of a row, at most.
-
-    Raises DataError for a task that fails, and ConfigError.
-    """
+    """Run the tasks. longest: tokens of a row. Raises DataError for one that fails."""
     from lm_eval.evaluator import simple_evaluate
 
     from megatrain.recipes.harness import EngineLM

@@ -59,9 +59,7 @@ class Checked:
 def verify(source: str, trust_remote_code: bool = False) -> Checked:
     """Check the family of a folder, hub id or named shape, and keep the verdict.
 
-    In a folder that has a manifest every file is compared with it before.
-
-    Raises ModelError and ConfigError, and StorageError for files that are not as they were saved.
+    In a folder that has a manifest every file is compared with it before (StorageError).
     """
     quiet_libraries()
     folder = Path(expanduser(source))
@@ -76,10 +74,7 @@ def verify(source: str, trust_remote_code: bool = False) -> Checked:
 
 
 def check_once(skeleton: Skeleton, trust_remote_code: bool) -> None:
-    """Check a model's family unless that was done for this configuration and these versions.
-
-    A warning says where it cannot be checked. Raises VerificationError if it computes wrongly.
-    """
+    """Check a model's family, once for a configuration and versions. Raises VerificationError."""
     verdict = known(skeleton)
     if verdict is None:
         family = skeleton.anatomy.family

@@ -151,19 +151,15 @@ def cannot_be_written(path: Path) -> Iterator[None]:
 
 
 class MetricsWriter:
-    """Appends to `metrics.jsonl` of a run folder.
+    """Appends to `metrics.jsonl` of a run folder; on a full disk lines wait for the next one.
 
-    Every line reaches the operating system before the call returns: a killed process loses none. On
-    a full disk lines wait for the next one: a run has more to lose than its metrics.
+    Every line reaches the operating system before the call returns: a killed process loses none.
     """
 
     def __init__(
         self, run_dir: str | Path, also: Sequence[Callable[[dict[str, Any]], object]] = ()
     ) -> None:
-        """Open, keeping what is there. Raises StorageError when the file cannot be written.
-
-        also: functions that get every line, too.
-        """
+        """Open, keeping what is there. also: functions that get every line. Raises StorageError."""
         self._also = also
         self.path = Path(run_dir) / METRICS_FILE
         with cannot_be_written(self.path):
@@ -194,10 +190,7 @@ class MetricsWriter:
         eval_s: float,
         figures: Mapping[str, float] = NO_FIGURES,
     ) -> None:
-        """An evaluation after `step` updates, of `eval_s` seconds; 0 is before the first step.
-
-        eval_loss: None if nothing is held out. figures: what else it found, by name.
-        """
+        """An evaluation after `step` updates. eval_loss: None if nothing is held out."""
         loss = {"eval_loss": eval_loss, "eval_target_tokens": eval_target_tokens}
         found = {**({} if eval_loss is None else loss), **figures, "eval_s": eval_s}
         self._write(json_able({"step": step, **found}))
@@ -209,8 +202,7 @@ class MetricsWriter:
     def truncate_to(self, step: int, before: dict[str, Any] | None = None) -> None:
         """Drop everything after `step`, and a torn last line: a resumed run writes it again.
 
-        The cut is behind the last line of `step` or before. Damaged lines further up stay, and
-        lines that are gone are gone, with a warning. before: the `state` of then, if it is known.
+        Damaged lines further up stay, with a warning. before: the `state` of then, if known.
         """
         kept, damaged, lost = 0, [], []
         found, known = hashlib.sha256(), before is None
@@ -333,10 +325,7 @@ class Spikes:
                 self.look(row["loss"], row["grad_norm"])
 
     def look(self, loss: float | None, grad_norm: float | None) -> list[str]:
-        """Name what is far above the recent median; the step then counts among the recent.
-
-        None, NaN and infinities are no spikes: such a step is skipped.
-        """
+        """Name what is far above the recent median, but for what is None or not finite."""
         found = []
         for name, value in (("loss", loss), ("grad_norm", grad_norm)):
             if value is None or not math.isfinite(value):

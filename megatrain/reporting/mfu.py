@@ -94,8 +94,7 @@ class ModelFlops:
 
 
 def _attention(config: PretrainedConfig, layers: int) -> Iterator[Attention]:
-    """Each layer's; `layer_types` names those that slide, where not all do, and recurrent ones,
-    which have none."""
+    """Each layer's; `layer_types` names those that slide, and recurrent ones, which have none."""
     kinds = getattr(config, "layer_types", None) or ["sliding_attention"] * layers
     for kind, of_layer in zip(kinds, layer_configs(config, len(kinds)), strict=True):
         heads = int(getattr(of_layer, "num_attention_heads", None) or 0)
