@@ -314,10 +314,15 @@ def generate(
     with reading(no_verify), logging_on(console):
         if chat:
             converse(given, prompt, live, as_json, console)
-            return
-        from megatrain.recipes import inspect
+        else:
+            answer_once(given, str(prompt), live, as_json)
 
-        answer = inspect.generate(str(prompt), *given, show=type_out if live else None)
+
+def answer_once(given: tuple[Any, ...], prompt: str, live: bool, as_json: bool) -> None:
+    """Print the answer to a prompt. given: arguments of `inspect.generate`."""
+    from megatrain.recipes import inspect
+
+    answer = inspect.generate(prompt, *given, show=type_out if live else None)
     if as_json:
         print_json({"prompt": prompt, "answer": answer})
     else:
