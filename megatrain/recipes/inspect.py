@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from os.path import expanduser, isfile  # whose pathlib counterparts raise for some paths
 from pathlib import Path
 from typing import Any
@@ -88,30 +89,21 @@ def evaluate(named: str | Path, data: object, trust_remote_code: bool = False) -
     size = max(AUTO_MICRO_BATCH_TOKENS[device], least_tokens(loss, config.train.seq_len))
     sweep = SWEEP_MICRO_BATCHES * size
 
-    def batches(
-        rows: Rows,
-        references: ReferenceArray | None,
-        limit: int | None = None,
-        chosen: IndexArray | None = None,
-    ) -> Iterator[MicroBatch]:
-        return held_out_batches(
-            *(rows, size, model.pad_id, limit),
-            regimes=regimes_of(model.config),
-            references=references,
-            prompts_too=bool(of_sequences and of_sequences.prompts),
-            chosen=chosen,
-        )
+    how = {"regimes": regimes_of(model.config)}
+    how |= {"prompts_too": bool(of_sequences and of_sequences.prompts)}
+    batches = partial(held_out_batches, micro_batch_tokens=size, pad_id=model.pad_id, **how)
 
     references = None
     if of_sequences and of_sequences.reference:
 
         def by_sweeps(wanted: Wanted, numbers: ReferenceArray) -> Iterator[list[MicroBatch]]:
-            return sweeps(batches(wanted.rows, numbers, chosen=wanted.chosen), sweep)
+            given = batches(wanted.rows, references=numbers, chosen=wanted.chosen)
+            return sweeps(given, sweep)
 
         wanted = Wanted(rows, np.arange(len(rows))[:limit])
         references = reference_of_run(config, run_dir, wanted, by_sweeps, trust_remote_code)
     with reader(checkpoint, run_dir, trust_remote_code) as engine:
-        given = batches(rows, references, limit)
+        given = batches(rows, references=references, limit=limit)
         found = evaluated(engine, given, loss, sweep, StopRequest())
     assert found is not None, "nobody asked it to stop"
     about = {"checkpoint": str(checkpoint), "eval_loss": found.loss}
