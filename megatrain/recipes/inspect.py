@@ -22,7 +22,7 @@ from megatrain.config.resuming import (
 )
 from megatrain.data.build import Expected
 from megatrain.data.micro_batches import MicroBatch, ReferenceArray, held_out_batches
-from megatrain.data.rows import IndexArray, Rows
+from megatrain.data.rows import Rows
 from megatrain.data.show import show_rows, summary
 from megatrain.engine.engine import Engine
 from megatrain.engine.request import choose_device, least_tokens
