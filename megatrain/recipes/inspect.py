@@ -89,9 +89,13 @@ def evaluate(named: str | Path, data: object, trust_remote_code: bool = False) -
     size = max(AUTO_MICRO_BATCH_TOKENS[device], least_tokens(loss, config.train.seq_len))
     sweep = SWEEP_MICRO_BATCHES * size
 
-    how: dict[str, Any] = {"regimes": regimes_of(model.config)}
-    how |= {"prompts_too": bool(of_sequences and of_sequences.prompts)}
-    batches = partial(held_out_batches, micro_batch_tokens=size, pad_id=model.pad_id, **how)
+    batches = partial(
+        held_out_batches,
+        micro_batch_tokens=size,
+        pad_id=model.pad_id,
+        regimes=regimes_of(model.config),
+        prompts_too=bool(of_sequences and of_sequences.prompts),
+    )
 
     references = None
     if of_sequences and of_sequences.reference:
