@@ -43,7 +43,7 @@ os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 # so that a failed assertion of theirs shows its values
-pytest.register_assert_rewrite("tests.compare", "tests.runs")
+pytest.register_assert_rewrite("tests.helpers.compare", "tests.helpers.runs")
 
 # torch.compile gives these, once in a process, in whichever test on CUDA is the first.
 COMPILER_WARNINGS = (
@@ -110,7 +110,7 @@ def pytest_collection_finish() -> None:
 def ranks_end_with_their_test() -> Iterator[None]:
     """Those of a test that fails would hold pipes of the tests' open, which then wait for them."""
     yield
-    if ranks := sys.modules.get("tests.ranks"):
+    if ranks := sys.modules.get("tests.helpers.ranks"):
         ranks.Started.end_all()
 
 
@@ -144,7 +144,7 @@ def deterministic(request: pytest.FixtureRequest) -> Iterator[None]:
 def on_ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., list[Any]]]:
     """on_ranks(2, job, hosts=1): what `job` returns on each of two ranks, which stay for the next
     job of the module's tests."""
-    from tests.ranks import staying_ranks
+    from tests.helpers.ranks import staying_ranks
 
     with staying_ranks(tmp_path_factory.mktemp("ranks")) as run:
         yield run

@@ -18,8 +18,8 @@ import megatrain as mt
 from megatrain.cli import main
 from megatrain.engine.engine import Engine
 from megatrain.recipes.api import config_of
-from tests.once import commands_dry_run_models_once, engines_are_built_fast
-from tests.support import engine_of, full_batches, micro_batches, plain_model, tiny_config
+from tests.helpers.once import commands_dry_run_models_once, engines_are_built_fast
+from tests.helpers.support import engine_of, full_batches, micro_batches, plain_model, tiny_config
 
 BATCHES = full_batches(0, [(2, 16), (2, 16)])
 PLANNED: dict[str, Any] = {"tokens_per_step": 64, "seq_len": 16}

@@ -19,7 +19,7 @@ from torch.nn import functional
 from benchmarks import cases, gpus, measure, records, what_fits, write_page
 from benchmarks.cases import CASES, LEARNT, OURS, PEERS, Run
 from benchmarks.peers import deepspeed_offload, job, model, resident
-from tests.forked import Forked
+from tests.helpers.forked import Forked
 
 TINY = CASES["tiny"]
 FIGURES = {"step_s": 2.0, "tokens_per_s": 10.0, "tflops": 500.0}

@@ -10,8 +10,8 @@ import nbclient
 import nbformat
 import pytest
 
-from tests.commands import environment, save_tiny_model, tiny_tokenizer
-from tests.forked import Forked
+from tests.helpers.commands import environment, save_tiny_model, tiny_tokenizer
+from tests.helpers.forked import Forked
 
 ROOT = Path(__file__).parent.parent
 FOLDER = ROOT / "examples" / "notebooks"
@@ -26,7 +26,7 @@ GIVEN = {
 # One kernel imports torch once for all.
 ANEW = """
 %reset -s -f
-from tests import once
+from tests.helpers import once
 if not hasattr(once, "kept"):
     once.kept = [once.commands_are_short(), once.runs_are_quick()]
     [one.__enter__() for one in once.kept]

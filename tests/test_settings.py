@@ -14,7 +14,7 @@ from megatrain.machine.profile import typical
 from megatrain.planner.job import Asked, Budget, Choices, Job
 from megatrain.planner.search import Search
 from megatrain.settings import EXCLUSIONS, KEYS, OPTIONS, Settings, contradiction
-from tests.planned import H200, JOB_7B, QWEN_7B
+from tests.helpers.planned import H200, JOB_7B, QWEN_7B
 
 MINIMAL: dict[str, Any] = {"model": "m", "data": {"train": "rows.jsonl"}}
 BREAKS: dict[str, Any] = {"nvme_folders": None, "compile": False, "offload_activations": False}

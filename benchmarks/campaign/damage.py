@@ -12,7 +12,7 @@ from benchmarks.campaign.children import command
 from benchmarks.campaign.project import new_project, put_back, stopped_run
 from benchmarks.campaign.trials import Trial, check_same, warned
 from megatrain.storage.checkpoint import find_resumable, load_resumable
-from tests.still import save_steps, still_engine
+from tests.helpers.still import save_steps, still_engine
 
 A_CASE = 20  # corruptions of checkpoints: more than the process costs
 BLOCK = 512

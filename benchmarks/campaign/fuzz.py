@@ -20,7 +20,7 @@ from benchmarks.campaign.trials import Trial, check_told
 from benchmarks.config_reference import OUTSIDE_SECTIONS, sections
 from megatrain.config import config_schema
 from megatrain.config.names import ALIASES
-from tests.mutated import JUNK, SEEDS, mutated, mutated_line
+from tests.helpers.mutated import JUNK, SEEDS, mutated, mutated_line
 
 A_FILE = 30  # rows
 LARGE = 10**12

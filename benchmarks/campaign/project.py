@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks.campaign.children import Ended, command, in_child
-from tests.commands import make_project, save_tiny_model, tiny_tokenizer
+from tests.helpers.commands import make_project, save_tiny_model, tiny_tokenizer
 
 
 def new_project(folder: Path) -> Path:

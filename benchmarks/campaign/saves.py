@@ -18,7 +18,7 @@ from megatrain.storage.checkpoint import (
     write_final,
 )
 from megatrain.storage.export import export
-from tests.still import StillEngine, save_steps, still_engine
+from tests.helpers.still import StillEngine, save_steps, still_engine
 
 Action = Callable[[Path, StillEngine], object]
 

@@ -13,7 +13,7 @@ from megatrain.config.document import write_yaml
 from megatrain.config.importing import TRAINERS, import_config
 from megatrain.config.importing.axolotl import ENTRY
 from megatrain.errors import ConfigError
-from tests.theirs import AXOLOTL, BASES, Given, imported, make_sets, value
+from tests.helpers.theirs import AXOLOTL, BASES, Given, imported, make_sets, value
 
 
 @pytest.fixture(autouse=True)

@@ -9,7 +9,7 @@ import pytest
 from megatrain.config import load_config
 from megatrain.config.document import write_yaml
 from megatrain.config.importing import import_config
-from tests.theirs import FACTORY, Given, imported, make_sets, value
+from tests.helpers.theirs import FACTORY, Given, imported, make_sets, value
 
 
 @pytest.fixture(autouse=True)

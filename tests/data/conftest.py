@@ -13,9 +13,9 @@ from megatrain.data import encoding, shards
 from megatrain.data.build import encode_source
 from megatrain.data.encoding import RowOptions
 from megatrain.data.rows import TokenRows
-from tests.commands import CHATML, SPECIAL
-from tests.commands import write_jsonl as save_jsonl
-from tests.once import no_power_is_lost, rows_are_encoded_here
+from tests.helpers.commands import CHATML, SPECIAL
+from tests.helpers.commands import write_jsonl as save_jsonl
+from tests.helpers.once import no_power_is_lost, rows_are_encoded_here
 
 CORPUS = (
     "What is two plus two? It is four.\n\n"

@@ -17,7 +17,7 @@ from megatrain.data.formats import convert_row, detect_format
 from megatrain.data.samples import RowError
 from megatrain.data.template import Scene, Template
 from megatrain.models.pretrained import ends_of_turns
-from tests.commands import CHATML
+from tests.helpers.commands import CHATML
 
 trl = pytest.importorskip("trl", reason="trl is not installed (pip install --no-deps trl)")
 

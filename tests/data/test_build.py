@@ -15,7 +15,7 @@ from megatrain.data.build import encode_source, load_data
 from megatrain.data.encoding import RowOptions
 from megatrain.data.rows import TokenRows, mix64, permutation
 from megatrain.errors import DataError, StorageError
-from tests.mutated import SEEDS, mutated_line
+from tests.helpers.mutated import SEEDS, mutated_line
 
 OPTIONS = RowOptions(seq_len=64)
 SKIP = replace(OPTIONS, on_bad_row="skip")

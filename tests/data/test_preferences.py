@@ -16,7 +16,7 @@ from megatrain.data.formats import MATTERS, ROW_FORMATS, convert_row, detect_for
 from megatrain.data.formats import unknown_format as refusal
 from megatrain.data.samples import JUDGED, KINDS, PAIRS, PLAIN, Chat, Judged, Pair, RowError
 from megatrain.errors import DataError
-from tests.mutated import mutated_line
+from tests.helpers.mutated import mutated_line
 
 
 def user(text: str) -> dict[str, Any]:

@@ -13,8 +13,8 @@ from megatrain.data.build import encode_source
 from megatrain.data.encoding import RowOptions
 from megatrain.data.rows import TokenRows
 from megatrain.data.samples import JUDGED, PAIRS
-from tests.commands import CHATML
 from tests.data.test_against_trl import CALL, RESULT, WEATHER, of_model, says, user
+from tests.helpers.commands import CHATML
 
 trl = pytest.importorskip("trl", reason="trl is not installed (pip install --no-deps trl)")
 

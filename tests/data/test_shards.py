@@ -28,8 +28,8 @@ from megatrain.data.samples import JUDGED, PAIRS, PLAIN
 from megatrain.data.sources import Part
 from megatrain.errors import DataError, StorageError
 from tests.data.test_cache_damage import contents
-from tests.files import as_an_ordinary_user, flip
-from tests.once import rows_are_encoded_in_workers
+from tests.helpers.files import as_an_ordinary_user, flip
+from tests.helpers.once import rows_are_encoded_in_workers
 
 ROWS, BATCH, OF_SHARD = 100, 5, 20
 KILLS = 6

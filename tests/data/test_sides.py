@@ -16,7 +16,7 @@ from megatrain.data.rows import TokenRows
 from megatrain.data.samples import JUDGED, PAIRS
 from megatrain.data.show import describe
 from megatrain.errors import DataError
-from tests.commands import chat_rows, tiny_tokenizer
+from tests.helpers.commands import chat_rows, tiny_tokenizer
 
 OPTIONS = {kind: RowOptions(seq_len=64, kind=kind) for kind in (PAIRS, JUDGED)}
 SKIP = {kind: replace(options, on_bad_row="skip") for kind, options in OPTIONS.items()}

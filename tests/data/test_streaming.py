@@ -26,9 +26,9 @@ from megatrain.data.streaming import Stream, load_stream
 from megatrain.data.workers import forked
 from megatrain.errors import DataError, MegaTrainError
 from megatrain.world import World
-from tests.commands import conversation, wait_for
 from tests.data.test_shards import bytes_in, shard_folders
-from tests.files import flip
+from tests.helpers.commands import conversation, wait_for
+from tests.helpers.files import flip
 
 ROWS, OF_SHARD, SEED = 100, 20, 3
 Opened = tuple[Rows, "Rows | None", Stream]

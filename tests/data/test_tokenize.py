@@ -17,7 +17,7 @@ from megatrain.data.rows import Counts
 from megatrain.data.samples import Chat, Document, Message, RowError
 from megatrain.data.show import describe, warnings
 from megatrain.errors import DataError
-from tests.commands import CHATML, conversation
+from tests.helpers.commands import CHATML, conversation
 
 ROW = {"prompt": "What is it?\n", "completion": "four\nhello"}
 PAIR = convert_row("prompt_completion", ROW)

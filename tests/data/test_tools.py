@@ -16,7 +16,7 @@ from megatrain.data.encoding import Encoder, RowOptions
 from megatrain.data.formats import convert_row, detect_format
 from megatrain.data.samples import Chat, RowError, parsed_calls
 from megatrain.models.pretrained import ends_of_turns
-from tests.mutated import mutated
+from tests.helpers.mutated import mutated
 
 PARAMETERS = {"type": "object", "properties": {"city": {"type": "string"}}}
 WEATHER = {"name": "get_weather", "description": "Look outside.", "parameters": PARAMETERS}

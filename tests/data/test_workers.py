@@ -18,7 +18,7 @@ from megatrain.data.samples import RowError
 from megatrain.data.template import Scene, Template
 from megatrain.data.workers import Team, TooMuch, fenced
 from megatrain.errors import DataError, MegaTrainError
-from tests.commands import CHATML, children_of, conversation
+from tests.helpers.commands import CHATML, children_of, conversation
 
 TURNS = Scene(({"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}))
 LOOP = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, fx
 
-from tests.once import engines_are_built_fast
+from tests.helpers.once import engines_are_built_fast
 
 
 @pytest.fixture(scope="session", autouse=True)

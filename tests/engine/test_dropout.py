@@ -13,9 +13,9 @@ import torch
 from megatrain.engine.step import mix
 from megatrain.engine.verify import gradients_of
 from megatrain.settings import Settings
-from tests.compare import apart, differing
-from tests.plain import gradients_without_recompute, named_gradients
-from tests.support import engine_of, full_batches, plain_model, tiny_config, without_targets
+from tests.helpers.compare import apart, differing
+from tests.helpers.plain import gradients_without_recompute, named_gradients
+from tests.helpers.support import engine_of, full_batches, plain_model, tiny_config, without_targets
 
 DROPOUTS = {
     "gpt-neox": {"hidden_dropout": 0.3, "attention_dropout": 0.3},

@@ -8,9 +8,9 @@ import pytest
 
 from megatrain.engine.engine import Engine
 from megatrain.errors import ConfigError
-from tests.compare import differing
-from tests.runs import state_of
-from tests.support import full_batches, tiny_config
+from tests.helpers.compare import differing
+from tests.helpers.runs import state_of
+from tests.helpers.support import full_batches, tiny_config
 
 BAD: list[tuple[dict[str, Any], str]] = [
     ({"device": "gpu"}, "device: 'gpu' is unknown; choose auto, cpu, cuda or cuda:N"),

@@ -14,9 +14,9 @@ from megatrain.errors import MegaTrainError
 from megatrain.models.trials.small import count_targets
 from megatrain.optim import AdamW
 from megatrain.settings import ALL, Settings
-from tests.compare import apart, differing
-from tests.runs import Trace, assert_same, run, state_of, train_serially
-from tests.support import (
+from tests.helpers.compare import apart, differing
+from tests.helpers.runs import Trace, assert_same, run, state_of, train_serially
+from tests.helpers.support import (
     Batch,
     engine_of,
     full_batches,

@@ -9,8 +9,8 @@ from megatrain.engine.engine import Engine
 from megatrain.errors import ConfigError
 from megatrain.models.transforms.fp8 import Fp8Linear
 from megatrain.settings import Settings
-from tests.runs import run
-from tests.support import engine_of, full_batches, tiny_config
+from tests.helpers.runs import run
+from tests.helpers.support import engine_of, full_batches, tiny_config
 
 STEPS = [full_batches(seed, [(2, 16), (2, 16)]) for seed in range(4)]
 SIZES = {"num_hidden_layers": 4, "hidden_size": 64, "intermediate_size": 128}

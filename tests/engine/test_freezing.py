@@ -21,10 +21,18 @@ from megatrain.optim import AdamW, Lion, Muon
 from megatrain.settings import ALL, Settings
 from megatrain.storage.checkpoint import load_checkpoint, save_checkpoint, write_final
 from megatrain.storage.export import export
-from tests.compare import apart, differing, distance
-from tests.plain import train_plain
-from tests.runs import Steps, Trace, assert_same, cosine, run, train_engine, train_with_a_break
-from tests.support import (
+from tests.helpers.compare import apart, differing, distance
+from tests.helpers.plain import train_plain
+from tests.helpers.runs import (
+    Steps,
+    Trace,
+    assert_same,
+    cosine,
+    run,
+    train_engine,
+    train_with_a_break,
+)
+from tests.helpers.support import (
     engine_of,
     full_batches,
     micro_batches,

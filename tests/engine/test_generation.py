@@ -13,9 +13,16 @@ from torch import Tensor
 from megatrain.engine import inference
 from megatrain.errors import DataError
 from megatrain.settings import ALL, Settings
-from tests.compare import differing
-from tests.runs import run, state_of
-from tests.support import Batch, engine_of, full_batches, micro_batches, plain_model, tiny_config
+from tests.helpers.compare import differing
+from tests.helpers.runs import run, state_of
+from tests.helpers.support import (
+    Batch,
+    engine_of,
+    full_batches,
+    micro_batches,
+    plain_model,
+    tiny_config,
+)
 
 (PROMPT,) = (batch["input_ids"] for batch in full_batches(3, [(1, 9)]))
 NEW = 12

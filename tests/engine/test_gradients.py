@@ -14,7 +14,7 @@ from torch import Tensor
 from megatrain.engine.gradients import Gradient, Gradients, GradientSink, square_sum
 from megatrain.engine.streams import Compute, Lane
 from megatrain.memory.layout import FlatLayout
-from tests.compare import differing
+from tests.helpers.compare import differing
 
 CPU = torch.device("cpu")
 LAYOUTS = [

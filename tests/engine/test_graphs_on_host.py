@@ -16,9 +16,9 @@ from megatrain.errors import ModelError
 from megatrain.models.recorder import LayerCall
 from megatrain.schedule import graphs_of_layers
 from megatrain.settings import ALL, Settings
-from tests.delays import failing
-from tests.runs import Steps, Trace, assert_same, run, train_engine
-from tests.support import engine_of, full_batches, tiny_config
+from tests.helpers.delays import failing
+from tests.helpers.runs import Steps, Trace, assert_same, run, train_engine
+from tests.helpers.support import engine_of, full_batches, tiny_config
 
 NO_CALL = LayerCall((), {})
 STEPS = [full_batches(seed, [(2, 16), (1, 12)]) for seed in range(3)]

@@ -19,8 +19,8 @@ from megatrain.losses import Targets, find_targets, next_token
 from megatrain.losses.sequences import TARGETS
 from megatrain.planner.cost.footprint import LiveBytes
 from megatrain.settings import Settings
-from tests.compare import distance
-from tests.support import engine_of, full_batches
+from tests.helpers.compare import distance
+from tests.helpers.support import engine_of, full_batches
 
 VOCABULARY, HIDDEN = 31, 8
 

@@ -16,9 +16,9 @@ from megatrain.engine.ranks.exchange import Exchange
 from megatrain.engine.ranks.weights import GatheredWeights
 from megatrain.settings import ALL, WIRES, Settings
 from megatrain.world import World
-from tests.compare import distance
 from tests.engine.test_ranks import CHUNK, HOW, SEVERAL, STEPS, assert_near, joined, read, train
-from tests.support import engine_of, micro_batches, tiny_config
+from tests.helpers.compare import distance
+from tests.helpers.support import engine_of, micro_batches, tiny_config
 
 FOUR = [micro_batches(seed, [(2, 9), (1, 6), (2, 7), (1, 9)]) for seed in range(2)]
 TWINS: dict[str, dict[str, Any]] = {

@@ -13,9 +13,9 @@ from megatrain.engine.codecs import CODECS
 from megatrain.engine.engine import Engine
 from megatrain.engine.verify import gradients_of
 from megatrain.settings import ALL, Settings
-from tests.compare import differing, distance
-from tests.runs import assert_same, run
-from tests.support import engine_of, full_batches
+from tests.helpers.compare import differing, distance
+from tests.helpers.runs import assert_same, run
+from tests.helpers.support import engine_of, full_batches
 
 STEPS = [full_batches(seed, [(2, 16), (1, 12)]) for seed in range(2)]
 FAR = {"int8": 0.1, "int6": 0.3, "int4": 1.0}  # of a tiny model's gradient, by its norm

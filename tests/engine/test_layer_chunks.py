@@ -14,9 +14,9 @@ from torch._dynamo.backends.debugging import aot_eager
 from megatrain.engine.activations import GRAPH
 from megatrain.engine.verify import gradients_of
 from megatrain.settings import ALL, Settings
-from tests.plain import train_plain
-from tests.runs import Trace, assert_same, run, train_engine
-from tests.support import engine_of, full_batches, micro_batches, plain_model, tiny_config
+from tests.helpers.plain import train_plain
+from tests.helpers.runs import Trace, assert_same, run, train_engine
+from tests.helpers.support import engine_of, full_batches, micro_batches, plain_model, tiny_config
 
 CHUNK = 8  # of micro-batches of 18, 39 and 6 tokens
 IN_CHUNKS = Settings(head_chunk_tokens=7, layer_chunk_tokens=CHUNK)

@@ -19,10 +19,10 @@ from megatrain.errors import DivergedError, MegaTrainError, ModelError, OutOfMem
 from megatrain.memory import slab
 from megatrain.memory import store as stores
 from megatrain.settings import Settings
-from tests.compare import differing
-from tests.delays import delay, failing, interrupt, poison
-from tests.runs import Trace, assert_same, run, state_of, train_engine
-from tests.support import (
+from tests.helpers.compare import differing
+from tests.helpers.delays import delay, failing, interrupt, poison
+from tests.helpers.runs import Trace, assert_same, run, state_of, train_engine
+from tests.helpers.support import (
     Scaled,
     engine_of,
     full_batches,

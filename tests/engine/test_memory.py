@@ -16,7 +16,7 @@ from megatrain.errors import OutOfMemory
 from megatrain.planner.cost.footprint import LiveBytes
 from megatrain.schedule import own_sums, slot_sizes, sum_buffers, summed_blocks
 from megatrain.settings import Settings
-from tests.support import Batch, engine_of, full_batches, micro_batches, tiny_config
+from tests.helpers.support import Batch, engine_of, full_batches, micro_batches, tiny_config
 
 DEPTHS = (4, 12)
 BATCHES = full_batches(0, [(2, 16), (1, 16)])

@@ -18,16 +18,16 @@ from megatrain.errors import MegaTrainError, StorageError
 from megatrain.memory import nvme_store
 from megatrain.memory.sizes import blocks_on_nvme
 from megatrain.settings import ALL, Settings
-from tests.delays import failing
-from tests.drives import few_buffers, quick_drive, slow_drive
-from tests.runs import (
+from tests.helpers.delays import failing
+from tests.helpers.drives import few_buffers, quick_drive, slow_drive
+from tests.helpers.runs import (
     Trace,
     assert_same,
     run,
     train_engine,
     train_with_a_break,
 )
-from tests.support import engine_of, full_batches, tiny_config
+from tests.helpers.support import engine_of, full_batches, tiny_config
 
 MORE_STEPS = [full_batches(seed, [(1, 6)] * 3) for seed in range(3)]
 STEPS = MORE_STEPS[:2]  # the second reads what the first one has written

@@ -15,12 +15,12 @@ from megatrain.memory.layout import GROUP
 from megatrain.optim import AdamW, Lion, Muon, Optimizer
 from megatrain.settings import Settings
 from megatrain.storage.checkpoint import load_checkpoint, save_checkpoint
-from tests.compare import apart
+from tests.helpers.compare import apart
+from tests.helpers.plain import plain_optimizer, train_plain
+from tests.helpers.runs import Trace, assert_same, cosine, run, train_engine, train_serially
+from tests.helpers.runs import train_with_a_break as with_a_break
+from tests.helpers.support import engine_of, full_batches, micro_batches, plain_model, tiny_config
 from tests.optim.test_lion import PlainLion
-from tests.plain import plain_optimizer, train_plain
-from tests.runs import Trace, assert_same, cosine, run, train_engine, train_serially
-from tests.runs import train_with_a_break as with_a_break
-from tests.support import engine_of, full_batches, micro_batches, plain_model, tiny_config
 
 OPTIMIZERS: list[Optimizer] = [
     AdamW(lr=1e-3, weight_decay=0.1, moments="bfloat16"),

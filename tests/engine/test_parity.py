@@ -21,17 +21,17 @@ from megatrain.models.family import regimes_of
 from megatrain.models.trials.small import count_targets, plain_gradients, plain_loss
 from megatrain.optim import AdamW
 from megatrain.settings import ALL, Settings
-from tests.compare import apart, differing, distance
 from tests.data.test_loader import documents, fake_rows, row_numbers
-from tests.plain import (
+from tests.helpers.compare import apart, differing, distance
+from tests.helpers.plain import (
     DECAY,
     MAX_NORM,
     follow_in_fp32,
     named_gradients,
     train_plain,
 )
-from tests.runs import cosine, masters_of, train_engine
-from tests.support import (
+from tests.helpers.runs import cosine, masters_of, train_engine
+from tests.helpers.support import (
     KINDS,
     RECURRENT,
     VOCABULARY,

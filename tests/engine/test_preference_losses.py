@@ -14,8 +14,8 @@ from megatrain.engine.verify import gradients_of
 from megatrain.errors import ConfigError
 from megatrain.losses import Cpo, Dpo, Kto, Orpo, Reward, SequenceLoss
 from megatrain.losses.preference import CPO_TYPES, LOSS_TYPES
-from tests.support import engine_of, tiny_config
-from tests.trl_oracle import Verdict, judge_by_trl, trainers
+from tests.helpers.support import engine_of, tiny_config
+from tests.helpers.trl_oracle import Verdict, judge_by_trl, trainers
 
 pytest.importorskip("trl")
 

@@ -15,7 +15,7 @@ from megatrain.losses import IGNORE, Cpo, Dpo, Kto, Orpo, Reward, SequenceLoss
 from megatrain.losses.sequences import REFERENCE
 from megatrain.models.pretrained import as_classifier
 from megatrain.settings import Settings
-from tests.support import PAD, VOCABULARY, engine_of, tiny_config
+from tests.helpers.support import PAD, VOCABULARY, engine_of, tiny_config
 
 LOSSES: dict[str, SequenceLoss] = {
     "dpo": Dpo(loss_type=("sigmoid", "ipo", "sft")),

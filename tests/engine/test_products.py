@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from megatrain.engine.products import Sum, SummingInto
 from megatrain.models.skeleton import Skeleton
-from tests.compare import distance
-from tests.support import KINDS, VOCABULARY, tiny_config
+from tests.helpers.compare import distance
+from tests.helpers.support import KINDS, VOCABULARY, tiny_config
 
 
 def empty_sum(*shape: int) -> Sum:

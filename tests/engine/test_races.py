@@ -15,10 +15,10 @@ from megatrain.engine.engine import Engine
 from megatrain.engine.streamer import StoredWeights
 from megatrain.engine.streams import Event
 from megatrain.settings import ALL, Settings
-from tests.compare import differing
-from tests.delays import LANES, NoUpdates, delay, take_staging_at_once
-from tests.runs import Trace, assert_same, run, state_of, train_engine
-from tests.support import engine_of, full_batches, tiny_config
+from tests.helpers.compare import differing
+from tests.helpers.delays import LANES, NoUpdates, delay, take_staging_at_once
+from tests.helpers.runs import Trace, assert_same, run, state_of, train_engine
+from tests.helpers.support import engine_of, full_batches, tiny_config
 
 STEPS = {
     device: [full_batches(seed, [shape] * 3) for seed in range(steps)]

@@ -20,10 +20,10 @@ from megatrain.recipes.loop import evaluated
 from megatrain.recipes.signals import StopRequest
 from megatrain.settings import ALL, Settings
 from megatrain.world import World
-from tests.compare import differing, distance
 from tests.engine.test_preference_steps import LOSSES, cut, examples, model_for
 from tests.engine.test_preference_steps import joined as joined_rows
-from tests.support import engine_of, micro_batches, tiny_config
+from tests.helpers.compare import differing, distance
+from tests.helpers.support import engine_of, micro_batches, tiny_config
 
 CHUNK: dict[str, Any] = {"head_chunk_tokens": 4096}
 SEVERAL = [micro_batches(seed, [(2, 9), (1, 6), (2, 7), (1, 9), (3, 5)]) for seed in range(2)]

@@ -17,9 +17,9 @@ from megatrain.engine.ranks.exchange import shares_weights
 from megatrain.errors import ConfigError, MegaTrainError
 from megatrain.settings import Settings
 from megatrain.world import World
-from tests.delays import before_layers
 from tests.engine.test_ranks import CHUNK, HOW, arrays_of
-from tests.support import engine_of, micro_batches
+from tests.helpers.delays import before_layers
+from tests.helpers.support import engine_of, micro_batches
 
 STEPS = [micro_batches(seed, [(2, 9), (1, 6), (1, 5), (2, 7)]) for seed in range(3)]
 OFFLOADED = Settings(**CHUNK, offload_activations=True, resident=1, retained=1)

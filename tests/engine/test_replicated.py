@@ -14,8 +14,8 @@ from megatrain.engine.streamer import Slot
 from megatrain.settings import ALL, Settings
 from megatrain.world import World
 from tests.engine.test_ranks import CHUNK, HOW, arrays_of
-from tests.ranks import run_ranks
-from tests.support import engine_of, micro_batches, tiny_config
+from tests.helpers.ranks import run_ranks
+from tests.helpers.support import engine_of, micro_batches, tiny_config
 
 STEPS = [micro_batches(seed, [(2, 9), (1, 6), (1, 5)]) for seed in range(2)]
 LAYERS = 3  # of which the first and the last take turns in a slot

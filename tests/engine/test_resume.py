@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from megatrain.settings import ALL, Settings
-from tests.runs import assert_same, run, train_with_a_break
-from tests.support import engine_of, full_batches, tiny_config
+from tests.helpers.runs import assert_same, run, train_with_a_break
+from tests.helpers.support import engine_of, full_batches, tiny_config
 
 STEPS = [full_batches(seed, [(1, 8), (2, 5)]) for seed in range(4)]
 pytestmark = pytest.mark.usefixtures("deterministic")

@@ -11,7 +11,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from megatrain.models.skeleton import Skeleton
 from megatrain.models.transforms.compiled import compile_when_run
 from megatrain.planner.cost.shape import shape_of
-from tests.support import tiny_config
+from tests.helpers.support import tiny_config
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore"),  # of torch.compile's own

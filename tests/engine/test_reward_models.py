@@ -19,7 +19,7 @@ from megatrain.losses import Dpo, Reward, find_ends
 from megatrain.models.pretrained import as_classifier
 from megatrain.optim import AdamW
 from megatrain.settings import Settings
-from tests.support import PAD, VOCABULARY, Batch, engine_of, plain_model, tiny_config
+from tests.helpers.support import PAD, VOCABULARY, Batch, engine_of, plain_model, tiny_config
 
 # with a head of their own to leave out or none, with short names, of experts, without a final norm
 FAMILIES = ["llama-tied", "gpt-neox", "gpt2", "mixtral", "opt-projected"]

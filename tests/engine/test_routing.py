@@ -14,7 +14,7 @@ from megatrain.engine.verify import gradients_of, weights_of
 from megatrain.errors import ConfigError
 from megatrain.models.skeleton import Skeleton
 from megatrain.settings import ROUTER_AUX_LOSS_COEF, Settings
-from tests.support import (
+from tests.helpers.support import (
     Batch,
     engine_of,
     full_batches,

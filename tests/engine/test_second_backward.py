@@ -13,10 +13,10 @@ from megatrain.engine.engine import Engine
 from megatrain.errors import DivergedError, MegaTrainError
 from megatrain.losses import NextToken
 from megatrain.settings import ALL, Settings
-from tests.compare import differing
-from tests.delays import LANES, delay, failing, poison
-from tests.runs import Steps, Trace, assert_same, run, state_of
-from tests.support import (
+from tests.helpers.compare import differing
+from tests.helpers.delays import LANES, delay, failing, poison
+from tests.helpers.runs import Steps, Trace, assert_same, run, state_of
+from tests.helpers.support import (
     Scaled,
     engine_of,
     full_batches,

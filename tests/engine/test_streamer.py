@@ -17,8 +17,8 @@ from megatrain.memory.store import Store
 from megatrain.models.anatomy import Anatomy
 from megatrain.models.constants import Block
 from megatrain.schedule import slot_sizes, slots_of_blocks
-from tests.delays import NoUpdates, failing
-from tests.support import NO_NAMES
+from tests.helpers.delays import NoUpdates, failing
+from tests.helpers.support import NO_NAMES
 
 CPU = torch.device("cpu")
 EMBED, LAYER, HEAD = 3000, 1500, 500  # elements of the blocks, before padding

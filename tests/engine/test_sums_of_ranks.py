@@ -15,7 +15,6 @@ from megatrain.engine.ranks.exchange import Exchange
 from megatrain.engine.ranks.sums import SharedGradients
 from megatrain.engine.streams import Compute, Lane
 from megatrain.world import World
-from tests.compare import differing
 from tests.engine.test_gradients import (
     CPU,
     LAYOUTS,
@@ -24,7 +23,8 @@ from tests.engine.test_gradients import (
     landed,
     random_micro_batches,
 )
-from tests.ranks import run_ranks
+from tests.helpers.compare import differing
+from tests.helpers.ranks import run_ranks
 
 COUNTS = [[2, 1, 1], [1, 2, 0], [1, 0, 0]]  # micro-batches of each group and rank
 OWN: dict[str, tuple[int, ...]] = {"none": (), "tied": (0,), "some": (0, 1)}

@@ -19,10 +19,10 @@ from megatrain.machine.profile import known_or_typical
 from megatrain.models.recorder import boundaries_of, documents_of
 from megatrain.models.skeleton import Skeleton
 from megatrain.settings import Settings
-from tests.compare import apart
 from tests.data.test_loader import fake_rows
-from tests.kernel_packages import deaf, install, separating
-from tests.support import KINDS, LINEAR, RECURRENT, SIZES, engine_of, tiny_config
+from tests.helpers.compare import apart
+from tests.helpers.kernel_packages import deaf, install, separating
+from tests.helpers.support import KINDS, LINEAR, RECURRENT, SIZES, engine_of, tiny_config
 
 SEQUENCES = [[0, 1], [2, 3, 4]]
 # These count positions otherwise, or make masks of their own: their rows would see each other.

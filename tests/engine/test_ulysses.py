@@ -15,8 +15,8 @@ from megatrain.errors import ConfigError, DataError
 from megatrain.settings import Settings
 from megatrain.world import World
 from tests.engine.test_ranks import arrays_of, assert_near, joined
-from tests.ranks import run_ranks
-from tests.support import engine_of, micro_batches, tiny_config
+from tests.helpers.ranks import run_ranks
+from tests.helpers.support import engine_of, micro_batches, tiny_config
 
 CHUNK: dict[str, Any] = {"head_chunk_tokens": 5}
 STEPS = [micro_batches(seed, [(2, 10), (1, 7)]) for seed in range(3)]

@@ -17,8 +17,15 @@ from megatrain.models.skeleton import Skeleton
 from megatrain.settings import Settings
 from megatrain.storage.checkpoint import load_checkpoint, save_checkpoint
 from megatrain.storage.export import export
-from tests.compare import differing
-from tests.support import CONSTANT, engine_of, known, micro_batches, plain_model, tiny_config
+from tests.helpers.compare import differing
+from tests.helpers.support import (
+    CONSTANT,
+    engine_of,
+    known,
+    micro_batches,
+    plain_model,
+    tiny_config,
+)
 
 # biases of routers, alone, beside an indexer's matrices and beside a recurrence, and by
 # another name; parameters of an activation; scales of layers; tables that the family computes

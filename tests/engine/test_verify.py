@@ -16,7 +16,7 @@ from megatrain.engine.verify import Verdict, verify
 from megatrain.errors import ModelError
 from megatrain.models.skeleton import Skeleton
 from megatrain.storage.export import save_pretrained
-from tests.support import tiny_config
+from tests.helpers.support import tiny_config
 
 # Of no other test: what is found about a model is found once in a process.
 OWN = {"vocab_size": 89}

@@ -17,11 +17,11 @@ from megatrain.models.anatomy import decaying
 from megatrain.optim import Muon
 from megatrain.optim.muon import HostWorkspace
 from megatrain.settings import ALL, Settings
-from tests.compare import distance
-from tests.delays import LANES, delay
-from tests.plain import DECAY, MAX_NORM, train_plain
-from tests.runs import Trace, assert_same, cosine, run, train_engine, train_with_a_break
-from tests.support import engine_of, micro_batches, plain_model, tiny_config
+from tests.helpers.compare import distance
+from tests.helpers.delays import LANES, delay
+from tests.helpers.plain import DECAY, MAX_NORM, train_plain
+from tests.helpers.runs import Trace, assert_same, cosine, run, train_engine, train_with_a_break
+from tests.helpers.support import engine_of, micro_batches, plain_model, tiny_config
 
 MUON = Muon(lr=2e-3, weight_decay=DECAY, adamw_lr=1e-3)
 STEPS = [micro_batches(seed) for seed in range(6)]

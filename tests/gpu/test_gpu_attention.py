@@ -10,7 +10,7 @@ import torch
 
 from megatrain.engine.engine import Engine
 from megatrain.settings import Settings
-from tests.support import engine_of, full_batches, tiny_config
+from tests.helpers.support import engine_of, full_batches, tiny_config
 
 CUDNN, FLASH = "cudnn", "flash"
 

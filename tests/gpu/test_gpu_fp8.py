@@ -18,8 +18,8 @@ from megatrain.models.transforms.fp8 import (
     quantize_both_ways,
     quantized_columns,
 )
-from tests.compare import bits, distance
-from tests.support import plain_model, tiny_config
+from tests.helpers.compare import bits, distance
+from tests.helpers.support import plain_model, tiny_config
 
 pytestmark = pytest.mark.skipif(
     not fp8_supported(torch.device("cuda")), reason="this GPU has no fp8 units"

@@ -20,7 +20,7 @@ from megatrain.models.transforms.compiled import Inductor
 from megatrain.models.transforms.skippable import skipping
 from megatrain.planner.cost.footprint import call_peak_bytes
 from megatrain.planner.cost.shape import shape_of
-from tests.compare import differing
+from tests.helpers.compare import differing
 
 SIZES: dict[str, Any] = {"hidden_size": 1024, "intermediate_size": 4864, "vocab_size": 96}
 SIZES |= {"num_attention_heads": 8, "num_key_value_heads": 2, "num_hidden_layers": 1}

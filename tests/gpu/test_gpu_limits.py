@@ -18,9 +18,9 @@ from megatrain.recipes.planned_machine import find_machine
 from megatrain.reporting.energy import EnergyMeter
 from megatrain.reporting.meters import GpuMeter
 from megatrain.settings import Settings
-from tests.compare import differing
-from tests.runs import run
-from tests.support import engine_of, full_batches, tiny_config
+from tests.helpers.compare import differing
+from tests.helpers.runs import run
+from tests.helpers.support import engine_of, full_batches, tiny_config
 
 MODES: dict[str, dict[str, Any]] = {
     "clipped": {"max_grad_norm": 0.5},

@@ -14,8 +14,8 @@ import torch
 from megatrain.engine.components import AppliedGradients
 from megatrain.engine.engine import Engine
 from megatrain.settings import Settings
-from tests.runs import train_engine
-from tests.support import engine_of, full_batches, tiny_config
+from tests.helpers.runs import train_engine
+from tests.helpers.support import engine_of, full_batches, tiny_config
 
 HIDDEN = 128
 SHAPES = [(2, 128), (2, 128)]

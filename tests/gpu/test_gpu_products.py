@@ -8,7 +8,7 @@ from torch.nn import functional
 
 from megatrain.engine.head import token_logprobs
 from megatrain.engine.products import Sum, added_as_vectors
-from tests.compare import distance
+from tests.helpers.compare import distance
 
 
 def random(*shape: int, seed: int = 0, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:

@@ -11,8 +11,8 @@ import torch
 
 from megatrain.engine.engine import Engine
 from megatrain.settings import Settings
-from tests.delays import before_layers
-from tests.support import engine_of, full_batches, tiny_config
+from tests.helpers.delays import before_layers
+from tests.helpers.support import engine_of, full_batches, tiny_config
 
 STEPS = [full_batches(seed, [(2, 8)] * 3) for seed in range(2)]
 pytestmark = pytest.mark.usefixtures("deterministic")

@@ -12,7 +12,7 @@ import psutil
 import pytest
 import torch
 
-from tests.commands import (
+from tests.helpers.commands import (
     environment,
     make_project,
     save_tiny_model,
@@ -20,7 +20,7 @@ from tests.commands import (
     tiny_tokenizer,
     wait_for,
 )
-from tests.compare import differing
+from tests.helpers.compare import differing
 from tests.recipes.same_run import everything
 
 GPUS = torch.cuda.device_count()

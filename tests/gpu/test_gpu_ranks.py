@@ -18,7 +18,8 @@ from megatrain.storage.checkpoint import load_checkpoint, save_checkpoint
 from megatrain.world import World
 from tests.engine.test_hosts import summed, summed_in_order
 from tests.engine.test_ranks import CHUNK, SEVERAL, assert_near, train
-from tests.ranks import RunRanks, staying_ranks
+from tests.helpers.ranks import RunRanks, staying_ranks
+from tests.helpers.support import engine_of, micro_batches
 from tests.storage.test_ranks_saved import (
     arrays_of,
     differing,
@@ -27,7 +28,6 @@ from tests.storage.test_ranks_saved import (
     gguf_file,
     joined,
 )
-from tests.support import engine_of, micro_batches
 
 GPUS = min(4, torch.cuda.device_count())
 pytestmark = [pytest.mark.cuda, pytest.mark.skipif(GPUS < 2, reason="needs two GPUs")]

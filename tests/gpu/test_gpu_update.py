@@ -6,7 +6,7 @@ import pytest
 
 from megatrain.optim import AdamW, Lion
 from megatrain.optim.optimizer import MOMENTS
-from tests.compare import differing
+from tests.helpers.compare import differing
 from tests.optim.arrays import Views, new_views, random_grad
 
 NUMEL = 3 * 4096 + 64

@@ -12,9 +12,9 @@ from megatrain.engine.engine import Engine
 from megatrain.optim import Muon
 from megatrain.optim.muon import _product_bytes
 from megatrain.settings import ALL, Settings
-from tests.compare import distance
-from tests.runs import assert_same, masters_of, run, train_engine
-from tests.support import engine_of, micro_batches
+from tests.helpers.compare import distance
+from tests.helpers.runs import assert_same, masters_of, run, train_engine
+from tests.helpers.support import engine_of, micro_batches
 
 MUON = Muon(lr=2e-3, weight_decay=0.1)
 STEPS = [micro_batches(seed) for seed in range(4)]

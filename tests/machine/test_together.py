@@ -20,7 +20,7 @@ from megatrain.machine.profile import (
     save,
     typical,
 )
-from tests.planned import H200, LAPTOP
+from tests.helpers.planned import H200, LAPTOP
 
 HOST = replace(H200, physical_cores=32, host_available_bytes=250 * GIB)
 ALONE = typical(HOST)

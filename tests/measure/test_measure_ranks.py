@@ -14,8 +14,8 @@ from megatrain.measure.ranks import Together, measure_together
 from megatrain.recipes.ranks.liveness import OtherFailed
 from megatrain.recipes.ranks.rendezvous import measure_processes
 from megatrain.world import World
-from tests.planned import LAPTOP
-from tests.ranks import run_ranks
+from tests.helpers.planned import LAPTOP
+from tests.helpers.ranks import run_ranks
 
 CPU = torch.device("cpu")
 

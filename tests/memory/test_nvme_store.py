@@ -17,7 +17,7 @@ from megatrain.memory import nvme_store, sizes
 from megatrain.memory.layout import ArraySpec, FlatLayout
 from megatrain.memory.nvme_store import NvmeStore
 from megatrain.memory.store import Store
-from tests.delays import failing
+from tests.helpers.delays import failing
 
 LAYOUTS = [
     FlatLayout.pack([("w", (n,), True), ("n", (33,), False)])

@@ -16,7 +16,7 @@ from megatrain.memory.layout import FlatLayout
 from megatrain.memory.shared import SharedWeights
 from megatrain.memory.sizes import slab_bytes
 from megatrain.world import World
-from tests.ranks import run_ranks
+from tests.helpers.ranks import run_ranks
 
 LAYOUTS = {
     1: FlatLayout.pack([("a", (3, 700), True)]),

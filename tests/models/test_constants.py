@@ -15,8 +15,8 @@ from megatrain.models.family import build_model
 from megatrain.models.skeleton import Skeleton
 from megatrain.models.transforms.fp8 import Fp8Policy
 from megatrain.models.trials.probe import probe_model
+from tests.helpers.support import CONSTANT, known, tiny_config
 from tests.models.toys import Layer, Toy
-from tests.support import CONSTANT, known, tiny_config
 
 # -- what is taken for a constant ------------------------------------------------------------------
 

@@ -14,10 +14,10 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from megatrain.models.anatomy import decaying
 from megatrain.models.skeleton import Skeleton
 from megatrain.optim import AdamW
-from tests.compare import apart
-from tests.plain import DECAY, optimizer_of, train_plain
-from tests.runs import train_engine
-from tests.support import engine_of, full_batches, plain_model, tiny_config
+from tests.helpers.compare import apart
+from tests.helpers.plain import DECAY, optimizer_of, train_plain
+from tests.helpers.runs import train_engine
+from tests.helpers.support import engine_of, full_batches, plain_model, tiny_config
 
 STEPS = [full_batches(seed) for seed in range(2)]
 FAMILIES = 165  # that can be built in two layers of default sizes, of transformers 5.23's 189

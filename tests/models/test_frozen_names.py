@@ -8,7 +8,7 @@ import torch
 from megatrain.errors import ConfigError
 from megatrain.models.freezing import counted_parameters
 from megatrain.models.skeleton import Skeleton
-from tests.support import CONSTANT, known, tiny_config
+from tests.helpers.support import CONSTANT, known, tiny_config
 
 
 def frozen(family: str, *patterns: str) -> set[str]:

@@ -8,7 +8,7 @@ import pytest
 
 from megatrain.errors import ModelError
 from megatrain.storage.gguf_file import FAMILIES, family_of, keys_of
-from tests.gguf_toys import CONFIGS, SCALED
+from tests.helpers.gguf_toys import CONFIGS, SCALED
 
 
 def test_all_families_are_compared():

@@ -16,7 +16,7 @@ from megatrain.errors import ModelError, StorageError
 from megatrain.models.pretrained import read_model_config, resolve_source
 from megatrain.models.skeleton import Skeleton
 from megatrain.storage.safetensors import read_header
-from tests.support import tiny_config
+from tests.helpers.support import tiny_config
 
 CPU_SECONDS, MORE_BYTES = 5, 2 << 30
 

@@ -14,7 +14,7 @@ from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 from transformers.models.nemotron_h.modeling_nemotron_h import NemotronHExperts
 
 from megatrain.models.implementations import NAME, use_fused_sinks, use_grouped_rows
-from tests.support import tiny_config
+from tests.helpers.support import tiny_config
 
 TOKENS, HIDDEN, EXPERTS, EACH = 24, 32, 6, 3
 SIZES = {

@@ -10,8 +10,8 @@ from torch import Tensor
 from megatrain.engine.engine import Engine
 from megatrain.engine.verify import weights_of
 from megatrain.optim.split import join_master
-from tests.compare import differing
-from tests.support import FAMILIES, tiny_config
+from tests.helpers.compare import differing
+from tests.helpers.support import FAMILIES, tiny_config
 
 BIG = {"hidden_size": 128, "num_hidden_layers": 2}
 

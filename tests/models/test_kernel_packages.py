@@ -17,8 +17,8 @@ from megatrain.models.trials.behaviour import observe
 from megatrain.planner.cost.compiled import predict_compiled
 from megatrain.planner.cost.footprint import Footprint, call_peak_bytes
 from megatrain.planner.cost.shape import shape_of
-from tests.kernel_packages import install
-from tests.support import LINEAR, MAMBA, SIZES, tiny_config
+from tests.helpers.kernel_packages import install
+from tests.helpers.support import LINEAR, MAMBA, SIZES, tiny_config
 
 DEVICES = ("cpu", "cuda")
 LAYERS: Any = {"num_hidden_layers": 2}

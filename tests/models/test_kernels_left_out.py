@@ -19,7 +19,7 @@ from torch import Tensor
 from megatrain.models.meta import kernels_left_out
 from megatrain.planner.cost.footprint import Footprint, call_peak_bytes
 from megatrain.planner.cost.work import tally
-from tests.kernel_packages import install
+from tests.helpers.kernel_packages import install
 
 ROWS, TOKENS, HEADS, COLUMNS = 2, 128, 4, 16
 ELEMENTS = ROWS * TOKENS * HEADS * COLUMNS

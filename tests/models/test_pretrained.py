@@ -27,7 +27,7 @@ from megatrain.models.pretrained import (
     stop_ids,
     with_stops,
 )
-from tests.commands import CHATML as TURNS
+from tests.helpers.commands import CHATML as TURNS
 
 SIZES: dict[str, Any] = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1}
 SIZES |= {"num_attention_heads": 2, "vocab_size": 8, "max_position_embeddings": 16}

@@ -15,9 +15,9 @@ from megatrain.models import skeleton as skeleton_module
 from megatrain.models.family import build_model
 from megatrain.models.skeleton import Skeleton
 from megatrain.models.trials.probe import probe_model
+from tests.helpers.support import VOCABULARY, tiny_config
 from tests.models import toys
 from tests.models.toys import Layer, Toy
-from tests.support import VOCABULARY, tiny_config
 
 # -- refusals of real families ---------------------------------------------------------------------
 

@@ -9,8 +9,8 @@ import torch
 
 from megatrain.models.family import build_model, choose_attention, longest_sequence
 from megatrain.models.skeleton import Skeleton
-from tests.delays import failing
-from tests.support import KINDS, VOCABULARY, engine_of, plain_model, tiny_config
+from tests.helpers.delays import failing
+from tests.helpers.support import KINDS, VOCABULARY, engine_of, plain_model, tiny_config
 
 ALL = [*KINDS, "falcon-7b-untied", "mpt", "bamba"]
 TIED = {"qwen2-tied", "falcon-7b", "falcon-rw", "falcon-40b", "gpt2", "gemma2", "gemma3", "ctrl"}

@@ -13,7 +13,7 @@ from megatrain.models.anatomy import find_layers
 from megatrain.models.family import build_model
 from megatrain.models.shapes import SHAPES
 from megatrain.models.trials.small import shrink
-from tests.support import tiny_config
+from tests.helpers.support import tiny_config
 
 SPLIT: dict[str, Any] = {"mrope_section": [16, 24, 24], "rope_type": "default", "rope_theta": 1e4}
 LONG: dict[str, Any] = {

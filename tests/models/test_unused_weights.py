@@ -18,8 +18,8 @@ from megatrain.models.family import build_model
 from megatrain.models.skeleton import Skeleton
 from megatrain.models.trials.probe import probe_model
 from megatrain.models.trials.small import plain_model
-from tests.multimodal import VISION, multimodal_config, skip_unless_it_reads_text
-from tests.support import SIZES, tiny_config
+from tests.helpers.multimodal import VISION, multimodal_config, skip_unless_it_reads_text
+from tests.helpers.support import SIZES, tiny_config
 
 
 def skeleton_of(family: str, **changes: Any) -> Skeleton:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from megatrain.optim import AdamW
 from megatrain.optim.split import split_master
-from tests.compare import differing, distance
+from tests.helpers.compare import differing, distance
 from tests.optim.arrays import (
     PRECISIONS,
     Views,

@@ -13,7 +13,7 @@ from megatrain.errors import ConfigError
 from megatrain.memory.layout import GROUP
 from megatrain.optim import OPTIMIZERS, AdamW, Lion, Muon
 from megatrain.optim.optimizer import MOMENTS
-from tests.compare import differing
+from tests.helpers.compare import differing
 from tests.optim.arrays import PLAIN, PRECISIONS, clone, new_views, per, random_grad
 
 KINDS: list[Any] = [kind for kind in OPTIMIZERS.values() if not kind.whole_tensors]

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from megatrain.optim import Lion
-from tests.compare import differing, distance
+from tests.helpers.compare import differing, distance
 from tests.optim.arrays import (
     PRECISIONS,
     Views,

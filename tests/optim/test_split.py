@@ -9,7 +9,7 @@ from torch import Tensor
 
 from megatrain.optim import AdamW, split
 from megatrain.optim.split import join_master, split_master
-from tests.compare import bits
+from tests.helpers.compare import bits
 
 # exact, just above, below, at and above a tie, just below the next
 LOW_HALVES = (0x0000, 0x0001, 0x7FFF, 0x8000, 0x8001, 0xFFFF)

@@ -16,7 +16,7 @@ from megatrain.memory.layout import FlatLayout
 from megatrain.optim import Muon, muon
 from megatrain.optim.muon import HostWorkspace, InPlace, TensorState
 from megatrain.optim.split import split_master
-from tests.compare import differing
+from tests.helpers.compare import differing
 from tests.optim.arrays import master_of
 
 SHAPES: dict[str, tuple[int, ...]] = {"w": (24, 40), "tall": (70, 9), "experts": (3, 8, 12)}

@@ -21,7 +21,7 @@ from megatrain.planner.job import Job
 from megatrain.planner.memory import GPU_RECORDS_SHARE
 from megatrain.planner.plan import Plan, make_plan, render
 from megatrain.planner.search import most
-from tests.planned import (
+from tests.helpers.planned import (
     H200,
     H200_LARGE_HOST,
     JOB_7B,

@@ -22,8 +22,8 @@ from megatrain.planner.plan import make_plan, render
 from megatrain.planner.timing import StepCosts
 from megatrain.schedule import block_order, graphs_of_layers, layers_back
 from megatrain.settings import Settings
-from tests.planned import ALL_STREAMED, H200, JOB_7B, QWEN_7B, TINY, TINY_JOB, layout
-from tests.support import tiny_config
+from tests.helpers.planned import ALL_STREAMED, H200, JOB_7B, QWEN_7B, TINY, TINY_JOB, layout
+from tests.helpers.support import tiny_config
 
 # of TINY's four blocks the embedding, the first layer and half of the second do not train
 HALF = replace(

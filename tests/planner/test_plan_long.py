@@ -13,7 +13,7 @@ from megatrain.machine.profile import typical
 from megatrain.models.skeleton import Skeleton
 from megatrain.planner.cost.shape import ModelShape, WorkingSet, shape_of
 from megatrain.planner.plan import Plan, make_plan
-from tests.planned import H200_LARGE_HOST, JOB_7B, QWEN_SIZES
+from tests.helpers.planned import H200_LARGE_HOST, JOB_7B, QWEN_SIZES
 
 LONG, CHUNK = 524_288, 16_384
 HIDDEN_STATES = LONG * 3584 * 2

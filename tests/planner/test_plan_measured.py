@@ -29,7 +29,7 @@ from megatrain.planner.job import Job
 from megatrain.planner.memory import HEAD_COPIES, Layout
 from megatrain.planner.plan import Plan, lay_out, make_plan
 from megatrain.world import ALONE, World
-from tests.once import engines_are_built_fast
+from tests.helpers.once import engines_are_built_fast
 
 ROW = 64
 

@@ -25,7 +25,7 @@ from megatrain.planner.plan import Plan, lay_out, make_plan, render
 from megatrain.planner.simulation import Timing
 from megatrain.planner.timing import StepCosts
 from megatrain.settings import Settings
-from tests.planned import JOB_7B, LAPTOP, QWEN_7B, TINY, TINY_JOB, h200
+from tests.helpers.planned import JOB_7B, LAPTOP, QWEN_7B, TINY, TINY_JOB, h200
 
 SMALL = h200(24, 60)
 # quickly planned, where the choices are not the question

@@ -25,8 +25,8 @@ from megatrain.planner.plan import Plan, make_plan
 from megatrain.planner.simulation import BlockTasks, Collectives, overlapped, serial
 from megatrain.planner.timing import ATTENTION_FORWARD_SHARE, StepCosts
 from megatrain.world import World
-from tests.once import engines_are_built_fast
-from tests.planned import ALL_STREAMED, H200_LARGE_HOST, JOB_7B, QWEN_7B
+from tests.helpers.once import engines_are_built_fast
+from tests.helpers.planned import ALL_STREAMED, H200_LARGE_HOST, JOB_7B, QWEN_7B
 from tests.planner.test_plan_measured import EMBEDDING, Case
 from tests.planner.test_simulation import COMPUTING, LAYERS, ONE_GROUP, with_tasks
 

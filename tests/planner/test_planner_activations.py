@@ -10,7 +10,7 @@ from megatrain.machine.hardware import MIB
 from megatrain.planner.activations import Activations, head_bytes
 from megatrain.planner.cost.shape import CompiledSets, ModelShape, WorkingSet
 from megatrain.planner.job import Choices, Job, StepTokens
-from tests.planned import (
+from tests.helpers.planned import (
     ALL_STREAMED,
     H200,
     HUGE,

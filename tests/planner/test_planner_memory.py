@@ -17,7 +17,7 @@ from megatrain.machine.hardware import (
 from megatrain.planner.job import WholeUpdate
 from megatrain.planner.memory import HEAD_COPIES, NOT_ALLOCATED, Layout, disk_bytes
 from megatrain.storage.hashed_file import SMALL_FILES_BYTES
-from tests.planned import (
+from tests.helpers.planned import (
     ALL_STREAMED,
     H200,
     HUGE,

@@ -23,7 +23,7 @@ from megatrain.planner.suggest import (
     missing,
     smaller_jobs,
 )
-from tests.planned import (
+from tests.helpers.planned import (
     H200,
     JOB_7B,
     LAPTOP,

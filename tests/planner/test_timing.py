@@ -24,7 +24,7 @@ from megatrain.planner.memory import Layout
 from megatrain.planner.plan import Plan, make_plan
 from megatrain.planner.simulation import BlockTasks, Timing
 from megatrain.planner.timing import StepCosts
-from tests.planned import (
+from tests.helpers.planned import (
     ALL_STREAMED,
     EXPERTS,
     H200,

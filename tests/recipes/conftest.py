@@ -16,7 +16,7 @@ import pytest
 
 from megatrain import cli
 from megatrain.recipes.signals import STOPS
-from tests.commands import (
+from tests.helpers.commands import (
     Answer,
     Command,
     Forker,
@@ -24,7 +24,7 @@ from tests.commands import (
     save_tiny_model,
     tiny_tokenizer,
 )
-from tests.once import commands_are_short, runs_are_quick
+from tests.helpers.once import commands_are_short, runs_are_quick
 
 
 @pytest.fixture(scope="session", autouse=True)

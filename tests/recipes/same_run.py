@@ -8,8 +8,8 @@ from typing import Any
 
 from safetensors.torch import load_file
 
-from tests.commands import Row, metrics_of
-from tests.compare import differing
+from tests.helpers.commands import Row, metrics_of
+from tests.helpers.compare import differing
 
 # What may differ between two runs of the same steps.
 CLOCK = (

@@ -13,8 +13,8 @@ import pytest
 
 from megatrain.models.shapes import SHAPES
 from megatrain.recipes.model import bench_config, shape_config
-from tests.commands import steps_of
-from tests.support import plain_model, tiny_config
+from tests.helpers.commands import steps_of
+from tests.helpers.support import plain_model, tiny_config
 
 QUICK = ("--steps", "2", "--warmup", "1", "device=cpu", "threads=1")
 TINY_RUN = ("train.seq_len=64", "train.tokens_per_step=256")

@@ -21,8 +21,8 @@ from megatrain.recipes import loop
 from megatrain.recipes.loop import is_better
 from megatrain.recipes.state import Run
 from megatrain.storage.manifest import read_manifest
-from tests.commands import evaluations_of, steps_of
-from tests.files import flip
+from tests.helpers.commands import evaluations_of, steps_of
+from tests.helpers.files import flip
 from tests.recipes.same_run import same_run
 
 LOSSES = [6.0, 5.0, 4.0, 4.5, 3.0, 3.5, 3.2, 3.1, 3.3, 3.4, 3.6]  # after steps 0, 1, 2, ...

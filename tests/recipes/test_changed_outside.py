@@ -14,9 +14,9 @@ from huggingface_hub.constants import HF_HUB_CACHE
 
 from megatrain import cli
 from megatrain.storage.checkpoint import read_about
-from tests.commands import chat_rows, conversation, make_project, steps_of, write_jsonl
-from tests.files import flip
-from tests.once import runs_are_quick
+from tests.helpers.commands import chat_rows, conversation, make_project, steps_of, write_jsonl
+from tests.helpers.files import flip
+from tests.helpers.once import runs_are_quick
 from tests.recipes.same_run import same_run
 
 Change = Callable[[Path], object]

@@ -11,7 +11,7 @@ from transformers import AutoTokenizer
 
 from megatrain.data import workers
 from megatrain.data.template import find_template
-from tests.once import rows_are_encoded_in_workers
+from tests.helpers.once import rows_are_encoded_in_workers
 
 TURNS = [{"role": "user", "content": "Count to 3."}, {"role": "assistant", "content": "1 2 3"}]
 TWO_STEPS = "train.max_steps=2 train.tokens_per_step=64 data.eval=null"

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from megatrain.cli.app import type_out
-from tests.commands import CHATML, Answer
+from tests.helpers.commands import CHATML, Answer
 
 Chat = Callable[..., Answer]
 ENDS = ("<|endoftext|>", "<|im_end|>")

@@ -11,8 +11,8 @@ from safetensors.torch import load_file, save_file
 
 import megatrain as mt
 from megatrain.errors import DamagedError, StorageError
-from tests.commands import files_of, metrics_of, steps_of
-from tests.files import flip
+from tests.helpers.commands import files_of, metrics_of, steps_of
+from tests.helpers.files import flip
 from tests.recipes.same_run import same_run
 
 COMMANDS = {

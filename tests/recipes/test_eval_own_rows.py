@@ -8,8 +8,14 @@ from pathlib import Path
 import pytest
 
 from megatrain import cli
-from tests.commands import chat_rows, conversation, evaluations_of, make_project, write_jsonl
-from tests.once import runs_are_quick
+from tests.helpers.commands import (
+    chat_rows,
+    conversation,
+    evaluations_of,
+    make_project,
+    write_jsonl,
+)
+from tests.helpers.once import runs_are_quick
 
 HELD = [conversation(f"Count to {end}.", f"{end} (held)") for end in range(1, 5)]
 

@@ -17,7 +17,7 @@ from megatrain.engine.gradients import Gradients
 from megatrain.machine import hardware
 from megatrain.recipes import loop
 from megatrain.recipes.state import Run
-from tests.commands import (
+from tests.helpers.commands import (
     POSITIONS,
     Answer,
     chat_rows,

@@ -20,8 +20,8 @@ from megatrain.recipes.card import metadata_of, printable, public_name
 from megatrain.reporting.summary import human_seconds
 from megatrain.storage.export import export
 from megatrain.storage.manifest import read_manifest, verify_checkpoint
-from tests.commands import conversation, evaluations_of, steps_of, write_jsonl
-from tests.files import names
+from tests.helpers.commands import conversation, evaluations_of, steps_of, write_jsonl
+from tests.helpers.files import names
 
 FILES = {"model.safetensors", "config.json", "generation_config.json", "README.md"}
 FILES |= {"tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "MANIFEST.json"}

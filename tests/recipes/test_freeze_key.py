@@ -18,9 +18,9 @@ from megatrain.errors import ConfigError
 from megatrain.models.skeleton import Skeleton
 from megatrain.optim import AdamW, Lion
 from megatrain.recipes.setup import decided_of_optimizer, make_optimizer
-from tests.commands import steps_of
-from tests.compare import differing
-from tests.support import RECURRENT, tiny_config
+from tests.helpers.commands import steps_of
+from tests.helpers.compare import differing
+from tests.helpers.support import RECURRENT, tiny_config
 
 KEY = "train.freeze=[model.embed_tokens.*, 'model.layers.0.*']"
 

@@ -17,9 +17,9 @@ from megatrain.recipes import session
 from megatrain.recipes.ranks import liveness
 from megatrain.recipes.session import seen_by_all
 from megatrain.world import World
-from tests.commands import wait_for
-from tests.namespaces import TwoHosts, two_hosts
-from tests.ranks import Started, run_ranks
+from tests.helpers.commands import wait_for
+from tests.helpers.namespaces import TwoHosts, two_hosts
+from tests.helpers.ranks import Started, run_ranks
 from tests.recipes.test_rank_runs import (
     SOON_S,
     assert_steps_agree,

@@ -30,8 +30,8 @@ from megatrain.recipes.ranks.launch import (
 )
 from megatrain.recipes.ranks.rendezvous import as_rank, bind, own_device
 from megatrain.world import World
-from tests.commands import wait_for
-from tests.ranks import Started
+from tests.helpers.commands import wait_for
+from tests.helpers.ranks import Started
 from tests.recipes.test_rank_runs import train
 
 SLURM = {"SLURM_PROCID": "1", "SLURM_NTASKS": "2", "SLURM_LOCALID": "1"}

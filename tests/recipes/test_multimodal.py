@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from megatrain.storage.run_folder import PASSENGERS
-from tests.commands import conversation, write_jsonl
-from tests.compare import differing
-from tests.files import names
-from tests.multimodal import save_multimodal
+from tests.helpers.commands import conversation, write_jsonl
+from tests.helpers.compare import differing
+from tests.helpers.files import names
+from tests.helpers.multimodal import save_multimodal
 from tests.storage.test_passthrough import other_files, passengers_of
 
 POSITIONS = {"vocab_size": 310, "max_position_embeddings": 128}

@@ -20,8 +20,8 @@ from megatrain.optim import AdamW, Muon
 from megatrain.recipes import planned_machine as planned_machine_module
 from megatrain.recipes.planned_machine import planned_machine
 from megatrain.settings import Settings
-from tests.quantised import TILES, Tensors, config_in, in_tiles, rewrite, state
-from tests.support import engine_of, tiny_config
+from tests.helpers.quantised import TILES, Tensors, config_in, in_tiles, rewrite, state
+from tests.helpers.support import engine_of, tiny_config
 
 CARD = ("--gpu-memory", "12GiB", "--gpu-tflops", "60", "--pcie", "25", "--ram", "64GiB")
 SHORT = ("train.seq_len=512", "train.tokens_per_step=8192")

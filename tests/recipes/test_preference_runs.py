@@ -16,7 +16,7 @@ from megatrain.data.rows import default_cache
 from megatrain.engine.engine import Engine
 from megatrain.losses import LOSSES
 from megatrain.methods import METHODS
-from tests.commands import (
+from tests.helpers.commands import (
     Answer,
     Command,
     Row,
@@ -25,8 +25,8 @@ from tests.commands import (
     steps_of,
     write_jsonl,
 )
-from tests.compare import differing
-from tests.files import flip
+from tests.helpers.compare import differing
+from tests.helpers.files import flip
 from tests.recipes.conftest import cut_back
 from tests.recipes.same_run import same_run
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from megatrain.recipes import loop
-from tests.commands import write_jsonl
+from tests.helpers.commands import write_jsonl
 
 ASK = ("eval.prompts=asked.jsonl", "eval.max_new_tokens=4", "precision=float32")
 

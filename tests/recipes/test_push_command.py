@@ -16,8 +16,8 @@ from megatrain.storage.manifest import Manifest, describe_files, read_manifest
 from megatrain.storage.passthrough import as_stored
 from megatrain.storage.safetensors import open_shards, plan_shards
 from megatrain.storage.sharded_write import write_model
-from tests.files import flip
-from tests.hub_stub import TOKEN, Hub, local_hub
+from tests.helpers.files import flip
+from tests.helpers.hub_stub import TOKEN, Hub, local_hub
 
 pytestmark = pytest.mark.filterwarnings("ignore:Use 'content=<...>'")  # of the hub's library
 LOG_IN = "run `hf auth login`, or set HF_TOKEN"

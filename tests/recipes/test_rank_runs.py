@@ -22,7 +22,7 @@ from megatrain.recipes.ranks import liveness
 from megatrain.recipes.ranks.launch import FEWER
 from megatrain.reporting.summary import human_bytes
 from megatrain.storage.checkpoint import read_about
-from tests.commands import (
+from tests.helpers.commands import (
     chat_rows,
     evaluations_of,
     make_project,
@@ -30,8 +30,8 @@ from tests.commands import (
     wait_for,
     write_jsonl,
 )
-from tests.once import runs_are_quick
-from tests.ranks import Started
+from tests.helpers.once import runs_are_quick
+from tests.helpers.ranks import Started
 from tests.recipes.same_run import CLOCK, same_run
 from tests.recipes.test_preference_runs import judged, pairs
 

@@ -21,8 +21,8 @@ from megatrain.heartbeat import total
 from megatrain.recipes import loop, planned_machine, run
 from megatrain.recipes.ranks import rendezvous
 from megatrain.world import World
-from tests.commands import chat_rows, write_jsonl
-from tests.ranks import Started, run_ranks
+from tests.helpers.commands import chat_rows, write_jsonl
+from tests.helpers.ranks import Started, run_ranks
 from tests.recipes.test_rank_runs import SOON_S, looked_after_often, silent_soon, train
 
 __all__ = ["looked_after_often", "silent_soon"]  # fixtures

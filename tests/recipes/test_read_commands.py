@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from transformers import AutoTokenizer
 
 import megatrain as mt
-from tests.commands import (
+from tests.helpers.commands import (
     POSITIONS,
     chat_rows,
     conversation,

@@ -23,8 +23,8 @@ from megatrain.recipes.ranks import liveness, rendezvous
 from megatrain.recipes.ranks.rendezvous import Wait, awaiting, fresh_part, open_store
 from megatrain.recipes.signals import Stopped, StopRequest
 from megatrain.world import World
-from tests.commands import wait_for
-from tests.ranks import Started, run_ranks
+from tests.helpers.commands import wait_for
+from tests.helpers.ranks import Started, run_ranks
 
 SOON_S = 20.0
 

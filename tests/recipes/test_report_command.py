@@ -16,8 +16,8 @@ from megatrain.recipes import loop, report
 from megatrain.recipes.report import ASSETS, Reported, drawn, page, text, write_page
 from megatrain.recipes.report import report_of as page_of
 from megatrain.reporting.metrics import History
-from tests.commands import evaluations_of, steps_of, write_jsonl
-from tests.pages import block, browser, curve, data_of, looked_at
+from tests.helpers.commands import evaluations_of, steps_of, write_jsonl
+from tests.helpers.pages import block, browser, curve, data_of, looked_at
 from tests.reporting.one_step import STEP
 
 NEEDS_BROWSER = pytest.mark.skipif(browser() is None, reason="no Chromium or Chrome on PATH")

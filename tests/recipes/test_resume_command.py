@@ -20,8 +20,8 @@ from megatrain.recipes import setup as clock
 from megatrain.storage.checkpoint import find_resumable
 from megatrain.storage.manifest import read_manifest
 from megatrain.storage.run_folder import find_checkpoint, run_lock
-from tests.commands import chat_rows, evaluations_of, files_of, steps_of, write_jsonl
-from tests.files import flip
+from tests.helpers.commands import chat_rows, evaluations_of, files_of, steps_of, write_jsonl
+from tests.helpers.files import flip
 from tests.recipes.conftest import cut_back
 from tests.recipes.same_run import same_run
 

@@ -14,7 +14,7 @@ from megatrain.config import load_config
 from megatrain.data.rows import Rows
 from megatrain.recipes.model import read_model
 from megatrain.recipes.setup import read_rows
-from tests.commands import evaluations_of, write_jsonl
+from tests.helpers.commands import evaluations_of, write_jsonl
 from tests.recipes.test_preference_runs import pairs
 
 OPTIONS = ["method=reward", "train.learning_rate=1e-3"]

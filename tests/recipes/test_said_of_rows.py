@@ -11,7 +11,7 @@ import pytest
 
 import megatrain as mt
 from megatrain.data.sources import name_of_rows
-from tests.commands import chat_rows, conversation, steps_of, write_jsonl
+from tests.helpers.commands import chat_rows, conversation, steps_of, write_jsonl
 
 LEFT_OUT = "fields 'name' of messages are left out by the chat template"
 

@@ -11,7 +11,7 @@ import torch
 
 from megatrain.recipes import sample
 from megatrain.recipes.sample import Sampling
-from tests.commands import conversation, write_jsonl
+from tests.helpers.commands import conversation, write_jsonl
 
 ASK = ("generate", "model", "Count to 3.", "--max-new-tokens")
 

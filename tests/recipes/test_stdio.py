@@ -8,7 +8,7 @@ import signal
 import pytest
 
 from megatrain.storage.run_folder import checkpoints
-from tests.commands import metrics_of, steps_of, wait_for
+from tests.helpers.commands import metrics_of, steps_of, wait_for
 
 STREAMS = {
     "nobody reads stdout": {"stdout": "broken"},

@@ -25,7 +25,7 @@ from megatrain.recipes.signals import STOPS
 from megatrain.recipes.state import Run
 from megatrain.storage import weights
 from megatrain.storage.run_folder import checkpoints
-from tests.commands import evaluations_of, steps_of, wait_for
+from tests.helpers.commands import evaluations_of, steps_of, wait_for
 from tests.recipes.same_run import same_run
 
 SCHEDULERS = tuple(number for number in STOPS if number != signal.SIGINT)

@@ -17,8 +17,8 @@ from megatrain.heartbeat import may_end_here
 from megatrain.recipes import loop
 from megatrain.recipes.state import Run
 from megatrain.reporting.progress import logging_to
-from tests.files import as_an_ordinary_user
-from tests.ranks import Started
+from tests.helpers.files import as_an_ordinary_user
+from tests.helpers.ranks import Started
 from tests.recipes.same_run import same_run
 from tests.recipes.test_rank_runs import SOON_S, looked_after_often, train
 

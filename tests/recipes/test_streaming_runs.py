@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from megatrain.data import encoding, shards, streaming
-from tests.commands import chat_rows, metrics_of, steps_of, wait_for, write_jsonl
 from tests.data.test_shards import bytes_in
+from tests.helpers.commands import chat_rows, metrics_of, steps_of, wait_for, write_jsonl
 from tests.recipes.same_run import same_run
 
 CONFIG = """

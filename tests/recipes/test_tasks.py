@@ -12,8 +12,8 @@ import pytest
 import megatrain as mt
 from megatrain.recipes.tasks import TaskOptions, load_tasks
 from megatrain.storage.manifest import read_manifest
-from tests.commands import steps_of
-from tests.tasks import TASKS, write_tasks
+from tests.helpers.commands import steps_of
+from tests.helpers.tasks import TASKS, write_tasks
 
 pytest.importorskip("lm_eval")
 

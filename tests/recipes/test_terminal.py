@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.commands import conversation, write_jsonl
+from tests.helpers.commands import conversation, write_jsonl
 
 HOSTILE = "\x1b]0;owned\x07\x1b[2J\x9b2J\u202e"
 CONTROLS = {"\x1b", "\x07", "\x9b", "\u202e"}

@@ -20,7 +20,7 @@ from megatrain.recipes.planned_machine import find_machine
 from megatrain.recipes.run import plan_and_loader
 from megatrain.recipes.setup import read_rows, resolve_run
 from megatrain.storage.run_folder import checkpoints
-from tests.commands import (
+from tests.helpers.commands import (
     chat_rows,
     conversation,
     evaluations_of,

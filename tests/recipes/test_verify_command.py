@@ -9,7 +9,7 @@ import pytest
 
 from megatrain.engine.verify import Verdict
 from megatrain.recipes import verify as recipe
-from tests.support import tiny_config
+from tests.helpers.support import tiny_config
 
 WRONG = Verdict("failed", "gradients", "model.norm.weight is off by 0.5 of its norm")
 UNKNOWN = Verdict("not checked", reason="it is too large")

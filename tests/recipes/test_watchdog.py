@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.commands import metrics_of, wait_for
+from tests.helpers.commands import metrics_of, wait_for
 
 # The time allowed is short where something hangs, and nowhere else: on a busy machine a process may
 # get no time for longer.

@@ -30,7 +30,7 @@ from megatrain.reporting.metrics import (
     read_history,
     read_metrics,
 )
-from tests.files import largest_file
+from tests.helpers.files import largest_file
 from tests.reporting.one_step import STEP
 
 

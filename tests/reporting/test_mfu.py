@@ -22,8 +22,8 @@ from megatrain.models.constants import Block
 from megatrain.models.skeleton import Skeleton
 from megatrain.planner.cost.shape import shape_of
 from megatrain.reporting.mfu import Attention, ModelFlops
-from tests.planned import sizes
-from tests.support import NO_NAMES, plain_model, tiny_config
+from tests.helpers.planned import sizes
+from tests.helpers.support import NO_NAMES, plain_model, tiny_config
 
 aten = torch.ops.aten
 

@@ -19,7 +19,7 @@ from megatrain.heartbeat import beat
 from megatrain.reporting import progress as panel
 from megatrain.reporting.metrics import StepTime
 from megatrain.reporting.progress import LOG_FILE, Progress, logger, logging_to
-from tests.files import largest_file
+from tests.helpers.files import largest_file
 from tests.reporting.one_step import STEP
 
 

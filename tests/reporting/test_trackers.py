@@ -15,7 +15,7 @@ from megatrain.errors import ConfigError
 from megatrain.reporting import trackers
 from megatrain.reporting.metrics import MetricsWriter, read_metrics
 from megatrain.reporting.trackers import check_installed, tracking
-from tests.commands import wait_for
+from tests.helpers.commands import wait_for
 from tests.reporting.one_step import STEP
 
 ABOUT = {"config": {"model": "m", "train": {"seq_len": 16}}, "plan": {"fits": True}}

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.once import engines_are_built_fast, no_power_is_lost
-from tests.still import StillEngine, save_steps, still_engine
+from tests.helpers.once import engines_are_built_fast, no_power_is_lost
+from tests.helpers.still import StillEngine, save_steps, still_engine
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -22,9 +22,9 @@ from megatrain.storage.checkpoint import save_checkpoint
 from megatrain.storage.dequantise import dequantised
 from megatrain.storage.export import export
 from megatrain.storage.safetensors import open_shards
-from tests.compare import differing
-from tests.quantised import TILES, Tensors, config_in, in_tiles, rewrite, spread, state
-from tests.support import SIZES, plain_model
+from tests.helpers.compare import differing
+from tests.helpers.quantised import TILES, Tensors, config_in, in_tiles, rewrite, spread, state
+from tests.helpers.support import SIZES, plain_model
 
 BOTH: dict[str, Any] = {**SIZES, "num_hidden_layers": 1, "tie_word_embeddings": False}
 WIDE = BOTH | {"hidden_size": 256, "intermediate_size": 128}

@@ -17,7 +17,7 @@ from megatrain.errors import ConfigError, StorageError
 from megatrain.storage.checkpoint import load_checkpoint, reopen, write_final
 from megatrain.storage.manifest import read_manifest
 from megatrain.storage.run_folder import find_checkpoint
-from tests.still import still_engine
+from tests.helpers.still import still_engine
 
 EVERY = 17  # kill point; `make campaign` tries them all
 EVERY_FAILURE = 59

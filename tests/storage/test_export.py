@@ -23,7 +23,7 @@ from megatrain.storage import export as export_module
 from megatrain.storage.checkpoint import save_checkpoint, write_final
 from megatrain.storage.export import export, left_overs, save_pretrained
 from megatrain.storage.safetensors import plan_shards, read_header
-from tests.files import flip, largest_file, logits_of, names
+from tests.helpers.files import flip, largest_file, logits_of, names
 
 IDS = torch.arange(24).view(2, 12)
 SMALL: Any = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}

@@ -18,8 +18,8 @@ from megatrain.errors import ConfigError, ModelError, StorageError
 from megatrain.storage.checkpoint import save_checkpoint, write_final
 from megatrain.storage.export import export
 from megatrain.storage.gguf_file import SPLITS, add_tokenizer
-from tests.files import flip, largest_file, names
-from tests.gguf_toys import CONFIGS, ROWS, SCALED, SIZES, byte_level, of_sentencepiece
+from tests.helpers.files import flip, largest_file, names
+from tests.helpers.gguf_toys import CONFIGS, ROWS, SCALED, SIZES, byte_level, of_sentencepiece
 
 IDS = torch.arange(60).view(2, 30) * 5
 # Of a family, what else its files say: read by transformers, and told by the tensors.

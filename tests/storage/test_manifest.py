@@ -18,7 +18,7 @@ from megatrain.storage.export import export
 from megatrain.storage.hashed_file import WrittenFile
 from megatrain.storage.manifest import verify_checkpoint
 from megatrain.storage.run_folder import checkpoints
-from tests.files import as_an_ordinary_user, flip, forge, names
+from tests.helpers.files import as_an_ordinary_user, flip, forge, names
 
 
 def damaged(draw: random.Random, files: dict[str, bytes]) -> tuple[str, str, bytes | None]:

@@ -28,12 +28,12 @@ from megatrain.storage.checkpoint import (
 from megatrain.storage.export import export
 from megatrain.storage.manifest import read_manifest, verify_checkpoint
 from megatrain.storage.run_folder import PASSENGERS, bytes_of_checkpoints
-from tests.compare import differing, distance
-from tests.files import flip, names
-from tests.multimodal import save_multimodal, skip_unless_it_reads_text
-from tests.plain import plain_optimizer, train_plain
-from tests.runs import train_engine
-from tests.support import VOCABULARY, micro_batches
+from tests.helpers.compare import differing, distance
+from tests.helpers.files import flip, names
+from tests.helpers.multimodal import save_multimodal, skip_unless_it_reads_text
+from tests.helpers.plain import plain_optimizer, train_plain
+from tests.helpers.runs import train_engine
+from tests.helpers.support import VOCABULARY, micro_batches
 
 STEPS = [micro_batches(seed) for seed in range(3)]
 RATES = [1e-3, 8e-4, 5e-4]

@@ -24,11 +24,11 @@ from megatrain.optim import AdamW, Muon
 from megatrain.settings import Settings
 from megatrain.storage.checkpoint import load_checkpoint, save_checkpoint
 from megatrain.storage.export import export
-from tests.compare import differing, distance
-from tests.files import logits_of
-from tests.plain import train_plain
-from tests.runs import state_of, train_engine
-from tests.support import (
+from tests.helpers.compare import differing, distance
+from tests.helpers.files import logits_of
+from tests.helpers.plain import train_plain
+from tests.helpers.runs import state_of, train_engine
+from tests.helpers.support import (
     CONSTANT,
     FALCON,
     SIZES,

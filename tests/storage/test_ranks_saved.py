@@ -30,10 +30,10 @@ from megatrain.storage.export import export
 from megatrain.storage.safetensors import plan_shards
 from megatrain.storage.weights import load_weights
 from megatrain.world import World
-from tests.files import flip, largest_file, names
-from tests.gguf_toys import CONFIGS, byte_level
-from tests.quantised import TILES, in_tiles, rewrite, state
-from tests.support import engine_of, micro_batches, plain_model, tiny_config
+from tests.helpers.files import flip, largest_file, names
+from tests.helpers.gguf_toys import CONFIGS, byte_level
+from tests.helpers.quantised import TILES, in_tiles, rewrite, state
+from tests.helpers.support import engine_of, micro_batches, plain_model, tiny_config
 
 STEPS = [micro_batches(seed, [(2, 9), (1, 6)]) for seed in range(3)]
 CHUNK: dict[str, Any] = {"head_chunk_tokens": 4096}

@@ -20,7 +20,7 @@ from megatrain.storage.checkpoint import (
 from megatrain.storage.hashed_file import WrittenFile
 from megatrain.storage.manifest import read_manifest
 from megatrain.storage.safetensors import write_safetensors
-from tests.files import flip
+from tests.helpers.files import flip
 
 CHECKSUM = "does not match its checksum"
 

@@ -19,7 +19,7 @@ from megatrain.storage.checkpoint import (
 )
 from megatrain.storage.manifest import verify_checkpoint
 from megatrain.storage.run_folder import find_checkpoint, run_lock
-from tests.files import as_an_ordinary_user, names
+from tests.helpers.files import as_an_ordinary_user, names
 
 
 def test_the_newest_are_kept_and_last_points_to_the_newest(run_dir, engine, save):

@@ -29,7 +29,7 @@ from megatrain.storage.safetensors import (
     write_safetensors,
 )
 from megatrain.storage.sharded_write import write_files
-from tests.files import largest_file
+from tests.helpers.files import largest_file
 
 FLOAT = torch.float32
 

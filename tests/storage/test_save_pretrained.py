@@ -14,7 +14,7 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
 from megatrain.engine.engine import Engine
-from tests.files import logits_of, names
+from tests.helpers.files import logits_of, names
 
 IDS = torch.arange(16).view(1, 16)
 WORDS = ["<unk>", "<|im_start|>", "<|im_end|>", "h", "e", "l", "o", "he", "ll", "hell", "hello"]

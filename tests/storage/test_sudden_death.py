@@ -8,7 +8,7 @@ import pytest
 
 from megatrain.errors import StorageError
 from megatrain.storage.checkpoint import find_resumable, load_checkpoint, save_checkpoint
-from tests.files import largest_file, names
+from tests.helpers.files import largest_file, names
 
 
 @pytest.mark.parametrize("limit", [0, 100, 700, 4096, 9000])

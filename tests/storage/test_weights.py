@@ -21,7 +21,7 @@ from megatrain.models.skeleton import Skeleton
 from megatrain.optim.split import join_master
 from megatrain.storage.safetensors import read_chunks
 from megatrain.storage.weights import load_weights
-from tests.files import add_tensors, gguf_writer
+from tests.helpers.files import add_tensors, gguf_writer
 
 Tensors = dict[str, torch.Tensor]
 Change = Callable[[Tensors], Tensors]

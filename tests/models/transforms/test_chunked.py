@@ -19,8 +19,8 @@ from megatrain.models.transforms.skippable import (
     treats_tokens_alike,
 )
 from megatrain.planner.cost.footprint import Footprint, call_peak_bytes
+from tests.helpers.support import tiny_config
 from tests.models.transforms.test_skippable import HIDDEN, ROWS, TOKENS, gradients, layer_of
-from tests.support import tiny_config
 
 SEVERAL = ["qwen3", "gemma2", "falcon-rw", "gpt2", "ctrl", "mixtral"]
 NORMS = ("input_layernorm", "post_attention_layernorm")

@@ -21,9 +21,9 @@ from megatrain.models.transforms.fp8 import (
     quantize,
 )
 from megatrain.optim import AdamW
-from tests.compare import bits, distance
-from tests.runs import train_engine
-from tests.support import engine_of, full_batches, plain_model, tiny_config
+from tests.helpers.compare import bits, distance
+from tests.helpers.runs import train_engine
+from tests.helpers.support import engine_of, full_batches, plain_model, tiny_config
 
 ALL_BF16 = Fp8Policy(output="bfloat16", grad_input="bfloat16", grad_weight="bfloat16")
 ALL_FP8 = Fp8Policy(keep_output=(), ends=0)

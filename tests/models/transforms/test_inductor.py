@@ -15,7 +15,7 @@ from torch.profiler import ProfilerActivity, profile
 from megatrain.errors import ConfigError
 from megatrain.models.transforms.compiled import Inductor, compile_when_run
 from megatrain.settings import Settings
-from tests.support import engine_of, full_batches, tiny_config
+from tests.helpers.support import engine_of, full_batches, tiny_config
 
 ROWS, TOKENS, HIDDEN, WIDTH = 2, 16, 32, 64
 

@@ -13,8 +13,8 @@ from megatrain.models.recorder import LayerCall
 from megatrain.models.skeleton import Skeleton
 from megatrain.models.transforms import skippable as module_under_test
 from megatrain.models.transforms.skippable import skippable, skippable_in, skipping
-from tests.compare import differing
-from tests.support import KINDS, tiny_config
+from tests.helpers.compare import differing
+from tests.helpers.support import KINDS, tiny_config
 
 ROWS, TOKENS, HIDDEN = 2, 11, 32
 

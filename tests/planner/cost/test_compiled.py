@@ -27,8 +27,8 @@ from megatrain.planner.cost import compiled
 from megatrain.planner.cost.compiled import Alive, CompiledLayer, Lifetime, extent, predict_compiled
 from megatrain.planner.cost.footprint import LayerBytes
 from megatrain.planner.cost.shape import ModelShape, shape_of
-from tests.planned import QWEN_SIZES, sizes
-from tests.support import tiny_config
+from tests.helpers.planned import QWEN_SIZES, sizes
+from tests.helpers.support import tiny_config
 
 ROWS, TOKENS, HIDDEN = 2, 16, 32
 QWEN_7B: Any = {**QWEN_SIZES["7B"], "vocab_size": 8, "num_hidden_layers": 1}

@@ -25,7 +25,7 @@ from megatrain.planner.cost.footprint import (
     LiveBytes,
     call_peak_bytes,
 )
-from tests.planned import QWEN_SIZES
+from tests.helpers.planned import QWEN_SIZES
 
 ROWS, TOKENS, HIDDEN = 2, 128, 64
 COMMON: Any = {"hidden_size": HIDDEN, "num_hidden_layers": 2, "num_attention_heads": 4}

@@ -17,9 +17,9 @@ from megatrain.planner.activations import BALANCED_BYTES
 from megatrain.planner.cost.footprint import LiveBytes, call_peak_bytes
 from megatrain.planner.cost.shape import ModelShape, shape_of
 from megatrain.settings import Settings
-from tests.compare import apart
-from tests.plain import named_gradients
-from tests.support import MIXTURES, engine_of, full_batches, plain_model, tiny_config
+from tests.helpers.compare import apart
+from tests.helpers.plain import named_gradients
+from tests.helpers.support import MIXTURES, engine_of, full_batches, plain_model, tiny_config
 
 ROWS, TOKENS = 2, 16
 

@@ -11,8 +11,8 @@ from transformers import LlamaConfig, Qwen2Config, Qwen2MoeConfig
 from megatrain.models.skeleton import Skeleton
 from megatrain.models.transforms.fp8 import Fp8Linear
 from megatrain.planner.cost.shape import ModelShape, WorkingSet, shape_of
-from tests.planned import QWEN_SIZES, sizes
-from tests.support import RECURRENT, tiny_config
+from tests.helpers.planned import QWEN_SIZES, sizes
+from tests.helpers.support import RECURRENT, tiny_config
 
 SIZES: Any = {**sizes(64, 176, 4, 2), "vocab_size": 96}
 

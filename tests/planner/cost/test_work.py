@@ -11,8 +11,8 @@ from transformers import GptOssConfig, LlamaConfig, Qwen2Config
 from megatrain.models.skeleton import Skeleton
 from megatrain.planner.cost.shape import ModelShape, shape_of
 from megatrain.planner.cost.work import FUSED_BACKWARD_KERNELS, BlockCost, tally
-from tests.planned import QWEN_SIZES, sizes
-from tests.support import KINDS, tiny_config
+from tests.helpers.planned import QWEN_SIZES, sizes
+from tests.helpers.support import KINDS, tiny_config
 
 TOKENS = 32
 SIZES: Any = {**sizes(64, 176, 4, 2), "vocab_size": 96}

@@ -13,8 +13,8 @@ from megatrain.engine.step import mix
 from megatrain.engine.verify import gradients_of
 from megatrain.models.anatomy import decaying
 from megatrain.models.trials.small import count_targets, plain_gradients
-from tests.runs import Steps, Trace, masters_of
-from tests.support import Batch, micro_batches
+from tests.helpers.runs import Steps, Trace, masters_of
+from tests.helpers.support import Batch, micro_batches
 
 MAX_NORM, DECAY = 0.5, 0.1  # as `engine_of` has them
 

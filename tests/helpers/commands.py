@@ -160,7 +160,7 @@ import datasets, ruamel.yaml
 from megatrain import cli
 from megatrain.optim import AdamW
 from megatrain.recipes import inspect, run
-from tests.once import commands_are_short, runs_are_quick
+from tests.helpers.once import commands_are_short, runs_are_quick
 from transformers import AutoTokenizer, LlamaForCausalLM, PreTrainedTokenizerFast
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 get_checkpoint_conversion_mapping("llama")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tests.commands import write_jsonl
+from tests.helpers.commands import write_jsonl
 
 COUNTS = [
     {

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from megatrain.engine.batches import Batch
 from megatrain.losses import IGNORE
 from megatrain.models.pretrained import as_classifier
-from tests.support import PAD, plain_model, tiny_config
+from tests.helpers.support import PAD, plain_model, tiny_config
 
 ROWS = 6
 WORDS = [

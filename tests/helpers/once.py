@@ -25,7 +25,7 @@ from megatrain.models.skeleton import Skeleton
 from megatrain.models.transforms.chunked import chunks_of
 from megatrain.models.trials.probe import Findings, probe_model
 from megatrain.planner.cost.shape import ModelShape, shape_of
-from tests.kernel_packages import kernels_there
+from tests.helpers.kernel_packages import kernels_there
 
 MAP = Team.map
 SAMPLE_TOKENS = 2  # of the answer that ends every run: each takes a forward of its own

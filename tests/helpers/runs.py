@@ -14,8 +14,8 @@ from megatrain.engine.engine import Engine
 from megatrain.engine.verify import weights_of
 from megatrain.optim.split import join_master
 from megatrain.storage.checkpoint import load_checkpoint, save_checkpoint
-from tests.compare import differing
-from tests.support import Batch
+from tests.helpers.compare import differing
+from tests.helpers.support import Batch
 
 Steps = Sequence[Sequence[Batch]]
 State = dict[tuple[str, int], Tensor]  # by array and block

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from megatrain.memory import sizes
-from tests.delays import sleeper
+from tests.helpers.delays import sleeper
 
 
 def few_buffers(monkeypatch: pytest.MonkeyPatch, count: int) -> None:

@@ -13,8 +13,8 @@ from transformers import AutoTokenizer
 
 from megatrain.models.pretrained import with_stops
 from megatrain.models.trials.small import plain_model
-from tests.commands import tiny_tokenizer
-from tests.support import SIZES, SLIDING
+from tests.helpers.commands import tiny_tokenizer
+from tests.helpers.support import SIZES, SLIDING
 
 TEXT = SIZES | {"head_dim": 8}
 VISION: dict[str, Any] = {
