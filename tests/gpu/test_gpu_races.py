@@ -54,4 +54,4 @@ def test_a_step_waits_for_the_gpu_only_when_all_is_computed():
             finally:
                 torch.cuda.set_sync_debug_mode("default")
     waits = [Path(w.filename).name for w in seen if "called a synchronizing" in str(w.message)]
-    assert waits == ["tally.py", "streams.py"]  # the loss is read, then the norm
+    assert waits == ["sequences.py", "streams.py"]  # the loss is read, then the norm

@@ -11,7 +11,7 @@ from megatrain.engine.streams import Lane
 from megatrain.reporting.tracing import computing_seconds, record_timeline
 
 
-def test_streams_have_names(tmp_path):
+def test_threads_have_names(tmp_path):
     device = torch.device("cuda", 0)
     host = torch.ones(1 << 20).pin_memory()
     there, a = torch.empty(1 << 20, device=device), torch.ones(256, 256, device=device)
@@ -27,7 +27,6 @@ def test_streams_have_names(tmp_path):
         download.close()
     events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
     names = {event["args"]["name"] for event in events if event["name"] == "thread_name"}
-    assert {"upload", "download", "compute"} <= {name.rpartition(": ")[2] for name in names}
     assert {"megatrain-upload", "megatrain-download"} <= names
     assert "CUDA" in trace.table
 
