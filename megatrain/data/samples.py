@@ -84,7 +84,7 @@ def filled_list(row: Row, name: str) -> list[object]:
     return value
 
 
-def numbered(entries: Iterable[object], name: str) -> Iterable[tuple[str, Row]]:
+def _numbered(entries: Iterable[object], name: str) -> Iterable[tuple[str, Row]]:
     """(place, entry) of a list of objects. Raises RowError for an entry of another type."""
     for number, entry in enumerate(entries):
         place = f"{name}[{number}]"
@@ -144,7 +144,7 @@ class ReadTurns:
 def openai_turns(turns: list[object], name: str) -> ReadTurns:
     """ReadTurns of role and content. Raises RowError."""
     messages, unread = [], set()
-    for place, turn in numbered(turns, name):
+    for place, turn in _numbered(turns, name):
         role = ROLES[one_of(ROLES, turn, "role", place)]
         calls = calls_of(turn, place)
         if calls and role != "assistant":
@@ -167,7 +167,7 @@ def openai_turns(turns: list[object], name: str) -> ReadTurns:
 def sharegpt_turns(turns: list[object], name: str) -> ReadTurns:
     """ReadTurns of from and value. Raises RowError."""
     messages, unread = [], set()
-    for place, turn in numbered(turns, name):
+    for place, turn in _numbered(turns, name):
         theirs = one_of(SHAREGPT_ROLES, turn, "from", place)
         role = SHAREGPT_ROLES[theirs]
         content = text_of(turn, "value", place, may_be_empty=role in MAY_BE_EMPTY)
@@ -188,7 +188,7 @@ def _content(turn: Row, place: str, may_be_empty: bool, calls: bool) -> str:
     if not isinstance(parts, list):
         return text_of(turn, "content", place, may_be_empty)
     texts = []
-    for part_place, part in numbered(parts, f"{place}.content"):
+    for part_place, part in _numbered(parts, f"{place}.content"):
         if (kind := part.get("type")) != "text":
             why = NO_IMAGES if "image" in str(kind) else "only text parts can be trained on"
             raise RowError(f"{part_place}.type: {why}, found {kind!r}")

@@ -75,7 +75,7 @@ def find_routers(skeleton: Skeleton) -> Routers | None:
     return Routers(modules, experts, chosen, place) if chosen <= experts else None
 
 
-def tensors_of(output: Any) -> tuple[Any, ...]:
+def _tensors_of(output: Any) -> tuple[Any, ...]:
     """A module's output as a tuple."""
     return output if isinstance(output, tuple) else (output,)
 
@@ -106,7 +106,7 @@ def _tried_out(
         kinds.add(kind)
         outputs: list[tuple[Any, ...]] = []
         forward, _ = blank_call(layer, (ROWS, TOKENS, hidden.shape[-1]), skeleton.dtype, call)
-        noted = module.register_forward_hook(lambda *seen: outputs.append(tensors_of(seen[2])))  # noqa: B023
+        noted = module.register_forward_hook(lambda *seen: outputs.append(_tensors_of(seen[2])))  # noqa: B023
         try:
             with noted, without_data(), torch.enable_grad():
                 yield _found(forward(), outputs, index)
@@ -173,7 +173,7 @@ def balanced_on_meta(skeleton: Skeleton, coefficient: float) -> Iterator[None]:
 
     def see_all(module: nn.Module, args: Any, output: Any) -> None:
         # a part of what is there already: micro-batches have their own, and layers share it
-        balancer.real = every[: len(tensors_of(output)[balancer.place.logits])]
+        balancer.real = every[: len(_tensors_of(output)[balancer.place.logits])]
 
     with ExitStack() as resources, balancer.balancing():
         for _, module in balancer.routers.modules:
@@ -306,7 +306,7 @@ class Balancer:
         """A hook on every router, after its forward."""
         if not self.sweep:
             return None
-        parts = tensors_of(output)
+        parts = _tensors_of(output)
         logits = parts[self.place.logits]
         if self.sweep == "forward":
             self._count(logits.detach())

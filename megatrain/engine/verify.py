@@ -131,7 +131,7 @@ def compare(model: Any, attention: str, trust_remote_code: bool, folder: Path) -
             save_pretrained(engine, written)
             same_bits(tensors_of(given), tensors_of(written))
         vocabulary = engine.anatomy.vocab_size
-        steps = [micro_batches(seed, vocabulary) for seed in range(STEPS)]
+        steps = [_micro_batches(seed, vocabulary) for seed in range(STEPS)]
         untrained = copy.deepcopy(model)
         expected = plain_trace(model, steps)
         leave_out_unused(expected, engine.anatomy.unused_weights.names)
@@ -147,7 +147,7 @@ def compare(model: Any, attention: str, trust_remote_code: bool, folder: Path) -
 # -- the two sides ---------------------------------------------------------------------------------
 
 
-def micro_batches(seed: int, vocabulary: int) -> list[dict[str, Tensor]]:
+def _micro_batches(seed: int, vocabulary: int) -> list[dict[str, Tensor]]:
     """Random tokens; the first micro-batch has a row that is padded at its end."""
     generator = torch.Generator().manual_seed(seed)
     ids = [torch.randint(vocabulary, shape, generator=generator) for shape in SHAPES]

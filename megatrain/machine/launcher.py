@@ -32,12 +32,12 @@ class Place:
 
 def started_by(environ: Mapping[str, str]) -> tuple[str, int]:
     """(the launcher's name for it, how many processes it has started); 1: there is none."""
-    name = names_in(environ)[1]
+    name = _names_in(environ)[1]
     size = environ.get(name, "")
     return name, int(size) if size.isdecimal() else 1
 
 
-def names_in(environ: Mapping[str, str]) -> tuple[str, str, str, str]:
+def _names_in(environ: Mapping[str, str]) -> tuple[str, str, str, str]:
     """The names under which a launcher has described this process: NAMES, or OF_SLURM in a task of
     srun. The script of a Slurm job has those as well, but no step: it is one process."""
     script = "SLURM_JOB_ID" in environ and "SLURM_STEP_ID" not in environ
@@ -47,7 +47,7 @@ def names_in(environ: Mapping[str, str]) -> tuple[str, str, str, str]:
 
 def place_of(environ: Mapping[str, str]) -> Place | None:
     """Read the place from the environment; None for a process by itself. Raises ConfigError."""
-    names = names_in(environ)
+    names = _names_in(environ)
     _, size = started_by(environ)
     if size < 2:
         return None

@@ -49,7 +49,7 @@ def freeze(anatomy: Anatomy, patterns: Sequence[str], name: str = "freeze") -> A
             f"{name}: takes every tensor of the model, which leaves nothing to train; leave out a "
             f"pattern, such as {patterns[-1]!r}"
         )
-    return with_frozen(anatomy, frozen)
+    return _with_frozen(anatomy, frozen)
 
 
 def _takes(anatomy: Anatomy, pattern: str, name: str) -> bool:
@@ -75,7 +75,7 @@ def _refuse_parts(
             )
 
 
-def with_frozen(anatomy: Anatomy, frozen: Collection[str]) -> Anatomy:
+def _with_frozen(anatomy: Anatomy, frozen: Collection[str]) -> Anatomy:
     """The anatomy with these tensors, by the model's own names, at the ends of their blocks."""
     blocks = tuple(replace(b, layout=b.layout.freeze(frozen)) for b in anatomy.blocks)
     moved: dict[str, int] = {}  # from the old first element of a tensor to the new one

@@ -87,7 +87,7 @@ class Around:
             module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, **options: Any
         ) -> tuple[Tensor, None]:
             run = inner or sys.modules[type(module).__module__].eager_attention_forward
-            return attend(self, run, module, query, key, value, mask, options), None
+            return _attend(self, run, module, query, key, value, mask, options), None
 
         FUNCTIONS[self.attention] = attention  # of this instance, which models share
         try:
@@ -124,7 +124,7 @@ def call_of_piece(call: LayerCall, shape: torch.Size, own: slice, around: Around
 # -- attention -------------------------------------------------------------------------------------
 
 
-def attend(
+def _attend(
     around: Around,
     run: Callable[..., Any],
     module: nn.Module,

@@ -239,7 +239,7 @@ def scale_of(largest: Any, binades: Any) -> Any:
 
 
 @inlined
-def code_of(magnitude: Any, scale: Any, noise: Any) -> Any:
+def _code_of(magnitude: Any, scale: Any, noise: Any) -> Any:
     """The code of a magnitude, rounded stochastically by 16 bits of `noise`."""
     above = np.int32(bits_of_float(magnitude + float_of_bits(scale)) - scale)
     return np.int32(above + np.int32((noise << uint32(4)) | uint32(8))) >> 20
@@ -247,13 +247,13 @@ def code_of(magnitude: Any, scale: Any, noise: Any) -> Any:
 
 @inlined
 def signed_code(value: Any, scale: Any, noise: Any) -> Any:
-    return np.uint8(code_of(abs(value), scale, noise) | ((bits_of_float(value) >> 24) & 0x80))
+    return np.uint8(_code_of(abs(value), scale, noise) | ((bits_of_float(value) >> 24) & 0x80))
 
 
 @inlined
 def positive_code(value: Any, scale: Any, noise: Any) -> Any:
     """A second moment's: not zero unless the value is."""
-    return np.uint8(max(code_of(value, scale, noise), np.int32(value > 0)))
+    return np.uint8(max(_code_of(value, scale, noise), np.int32(value > 0)))
 
 
 def _adamw_int8(
@@ -357,7 +357,7 @@ def range_kernel(name: str, split: bool, moments: str) -> Kernel:
     moment = CODES if scaled else (HALF if moments == "bfloat16" else FULL,)
     constants = int64, uint32, types.UniTuple(float32, scalars)  # type: ignore[no-untyped-call]
     body = of_codes if scaled else plain
-    return compiled(body, void(weight, remainder, *moment * count, weight, *constants))
+    return _compiled(body, void(weight, remainder, *moment * count, weight, *constants))
 
 
 @cache
@@ -369,7 +369,7 @@ def muon_direction_kernel(split: bool) -> Kernel:
     gradient, in which the gradient has `share`, rounded to the nearest bfloat16.
     """
     grad = HALF if split else FULL
-    return compiled(_direct, void(FULL, grad, HALF, float32, float32, float32))
+    return _compiled(_direct, void(FULL, grad, HALF, float32, float32, float32))
 
 
 @cache
@@ -380,10 +380,10 @@ def muon_update_kernel(split: bool) -> Kernel:
     and as float32 1 - lr * weight_decay and -lr times the rate of the matrix's shape.
     """
     weight, remainder = (HALF, HALF) if split else (FULL, types.none)
-    return compiled(_apply, void(weight, remainder, HALF, float32, float32))
+    return _compiled(_apply, void(weight, remainder, HALF, float32, float32))
 
 
-def compiled(function: Kernel, signature: Any) -> Kernel:
+def _compiled(function: Kernel, signature: Any) -> Kernel:
     """`function` as machine code that runs without the GIL.
 
     It is kept on disk between runs: Numba looks for a folder next to this file, then in the user's

@@ -128,7 +128,7 @@ class StepTimeline:
                 self.waits[phase][wait] += times * other.waits[phase][wait]
 
 
-def total(task: str, blocks: Sequence[BlockTasks]) -> float:
+def _total(task: str, blocks: Sequence[BlockTasks]) -> float:
     seconds: float = sum(map(attrgetter(task), blocks))
     return seconds
 
@@ -140,7 +140,7 @@ def serial(blocks: Sequence[BlockTasks], options: StepOptions) -> StepTimeline:
     first, once = options.first_trained, options.replicated  # weights of these come once a step
     resident = options.resident
     travelling = blocks[options.sums_on_device :] if groups > 1 else ()
-    forward = groups * total("forward", others)
+    forward = groups * _total("forward", others)
     drive = sum(block.nvme_read + block.nvme_write for block in blocks)
     computed = {
         "update": sum(block.host_update + block.device_update for block in blocks),
@@ -151,20 +151,20 @@ def serial(blocks: Sequence[BlockTasks], options: StepOptions) -> StepTimeline:
     }
     timeline = StepTimeline()
     timeline.waits["forward"] |= {
-        "exchange": groups * total("gather", others[once:]) + total("gather", blocks[:once]),
-        "upload": groups * total("upload", blocks[max(resident, once) :])
-        + total("upload", blocks[resident:once]),
-        "download": groups * total("boundary_down", others),
+        "exchange": groups * _total("gather", others[once:]) + _total("gather", blocks[:once]),
+        "upload": groups * _total("upload", blocks[max(resident, once) :])
+        + _total("upload", blocks[resident:once]),
+        "download": groups * _total("boundary_down", others),
         "nvme": max(0.0, drive - forward),  # drives need no cores
     }
-    gathers, reduced = total("gather", blocks[max(first, once) :]), total("reduce", blocks)
+    gathers, reduced = _total("gather", blocks[max(first, once) :]), _total("reduce", blocks)
     backward = timeline.waits["backward"]
     backward |= {
-        "upload": groups * total("upload", blocks[max(resident, first, once) :])
-        + groups * total("boundary_up", others)
-        + again * total("sum_up", travelling),
-        "download": total("download", blocks[resident:]) + again * total("sum_down", travelling),
-        "exchange": groups * gathers + reduced + again * total("reduce", travelling),
+        "upload": groups * _total("upload", blocks[max(resident, first, once) :])
+        + groups * _total("boundary_up", others)
+        + again * _total("sum_up", travelling),
+        "download": _total("download", blocks[resident:]) + again * _total("sum_down", travelling),
+        "exchange": groups * gathers + reduced + again * _total("reduce", travelling),
     }
     if options.second_backward:  # moves the same as the first, whose gradients stay
         computed["second backward"] = sum(block.backward + block.finish for block in blocks)

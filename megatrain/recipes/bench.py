@@ -204,18 +204,18 @@ def _bench(
         meter = stack.enter_context(GpuMeter(engine.device))
         setup_s = time.perf_counter() - started
         draw = partial(drawn_step, engine, config, plan)
-        measured = measure(draw, warmup, steps, same_batch, console)
+        measured = _measure(draw, warmup, steps, same_batch, console)
         memory = memory_of(engine, meter)  # before the profiler's own
         computing_s = None
         steady_s = statistics.median(step.seconds for step in measured[warmup:])
         if engine.device.type == "cuda" and engine.world.broadcast(steady_s) < LONGEST_TRACED_S:
             computing_s = computing_seconds(draw(0), engine.device)
         if engine.world.broadcast(profile is not None):
-            traced(draw(0), profile, engine.device, console)
+            _traced(draw(0), profile, engine.device, console)
     return result_of(config, plan, measured, warmup, setup_s, memory, computing_s)
 
 
-def traced(step: Step, profile: Path | None, device: torch.device, console: Console) -> None:
+def _traced(step: Step, profile: Path | None, device: torch.device, console: Console) -> None:
     """Make one more step, and write its timeline. None: another rank's is written."""
     if profile is None:
         step()
@@ -244,7 +244,7 @@ def drawn_step(engine: Engine, config: Config, plan: Plan, seed: int) -> Step:
     """A step of full rows of tokens drawn from `seed`, all targets, to be made by calling it."""
     seq_len, world = config.train.seq_len, engine.world
     generator = torch.Generator().manual_seed(seed)
-    shape = rows_of(config, plan), seq_len
+    shape = _rows_of(config, plan), seq_len
     ids = torch.randint(0, engine.anatomy.vocab_size, shape, generator=generator)
     rows = max(1, micro_batch_of(config, plan) // seq_len)
     parts = torch.split(ids[world.dp_rank :: world.dp_size], rows)
@@ -252,13 +252,13 @@ def drawn_step(engine: Engine, config: Config, plan: Plan, seed: int) -> Step:
     return lambda: engine.train_step(batches, next_token, config.train.learning_rate)
 
 
-def rows_of(config: Config, plan: Plan) -> int:
+def _rows_of(config: Config, plan: Plan) -> int:
     """Rows of a step, of all ranks."""
     train = config.train
     return train.rows_per_step or max(1, plan.job.tokens_per_step // train.seq_len)
 
 
-def measure(
+def _measure(
     draw: Callable[[int], Step], warmup: int, steps: int, same_batch: bool, console: Console
 ) -> list[BenchStep]:
     """All steps, the untimed ones first. A step's time holds the update of the one before."""
@@ -306,7 +306,7 @@ def result_of(
     machine, anatomy = resolved.machine, resolved.skeleton.anatomy
     steps, gpu, seq_len = measured[warmup:], machine.hardware.gpu, config.train.seq_len
     step_s = statistics.median(step.seconds for step in steps)
-    rows, ranks = rows_of(config, plan), plan.job.size
+    rows, ranks = _rows_of(config, plan), plan.job.size
     tokens, shape = rows * seq_len, resolved.shape
     work = work_of(plan)
     mfu = work.mfu([seq_len] * rows, step_s * ranks, gpu.name if gpu else None)

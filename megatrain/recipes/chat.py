@@ -46,7 +46,7 @@ class Reply:
     ended: str  # "end" by itself, "length" at the longest that it may be
 
 
-class Chat:
+class Conversation:
     """Turns of a user and answers to them. Weights stay on the device where they have room."""
 
     def __init__(
@@ -111,7 +111,7 @@ def open_chat(
     sampling: Mapping[str, Any],
     system: str | None,
     trust_remote_code: bool,
-) -> Iterator[Chat]:
+) -> Iterator[Conversation]:
     """A conversation with a model; arguments as `inspect.generate` has them.
 
     Raises ModelError for a template that is missing, or takes no system prompt.
@@ -124,7 +124,7 @@ def open_chat(
         )
     turns = system_turns(model, system)
     with reader(checkpoint, run_folder_of(Path(named)), trust_remote_code) as engine:
-        chat = Chat(engine, model, max_new_tokens, drawn.chooser(), turns)
+        chat = Conversation(engine, model, max_new_tokens, drawn.chooser(), turns)
         try:
             yield chat
         finally:

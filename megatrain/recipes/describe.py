@@ -111,12 +111,12 @@ def environment_of(machine: Machine) -> dict[str, Any]:
         "packages": {name: installed_version(name) for name in PACKAGES},
         "hardware": asdict(machine.hardware),
         "rates": asdict(machine.profile),
-        "launch": launch(),
+        "launch": _launch(),
         "ranks": machine.world.size,
     }
 
 
-def launch() -> str:
+def _launch() -> str:
     """Names the launcher that starts ranks again when one has died; empty: there is none."""
     name = os.environ.get(LAUNCH, "")
     return f"{socket.gethostname()} {os.getppid()}" if name == UNNAMED else name
@@ -125,7 +125,7 @@ def launch() -> str:
 def started_again(run_dir: Path) -> bool:
     """True if the launcher of this process has begun the run in this folder."""
     try:
-        return launch() != "" and environment(run_dir).get("launch") == launch()
+        return _launch() != "" and environment(run_dir).get("launch") == _launch()
     except (OSError, ValueError):
         return False
 

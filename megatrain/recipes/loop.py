@@ -139,7 +139,7 @@ def still_to_come(config: Config, evaluates: bool, total: int, step: int) -> dic
 def train_step(run: Run, batch: StepBatch, data_s: float) -> None:
     """One optimizer step, its metrics written and shown."""
     rate = run.learning_rate
-    with traced(run):
+    with _traced(run):
         started, before = time.perf_counter(), run.energy.read()
         try:
             with run.progress.doing("step", f"step {run.step + 1}"):
@@ -152,14 +152,14 @@ def train_step(run: Run, batch: StepBatch, data_s: float) -> None:
     run.step += 1
     run.tokens += batch.tokens
     run.steady.add(spent)
-    metrics = measure(run, batch, result, rate, spent, drawn, seconds)
+    metrics = _measure(run, batch, result, rate, spent, drawn, seconds)
     run.writer.write_step(metrics)
     run.progress.step(metrics)
     stop_if_lost(run, batch, result)
 
 
 @contextmanager
-def traced(run: Run) -> Iterator[None]:
+def _traced(run: Run) -> Iterator[None]:
     """Write and show the timeline of the next step, if it is the one. Raises StorageError."""
     steady = min(run.first_step + TRACED_STEP, run.total_steps)
     if run.trace is None or run.step + 1 != steady or not run.engine.world.is_first:
@@ -170,7 +170,7 @@ def traced(run: Run) -> Iterator[None]:
     run.progress.traced(run.step + 1, run.trace, trace.table)
 
 
-def measure(
+def _measure(
     run: Run,
     batch: StepBatch,
     result: StepResult,

@@ -58,7 +58,7 @@ def planned_machine(
         raise ConfigError("--hosts needs --network, too: Gbit/s of each host, such as 400")
     if network is not None and not (network > 0 and (hosts or 1) > 1):
         raise ConfigError("--network: Gbit/s of each host, more than 0, for two --hosts or more")
-    machine = described(config, gpus=gpus or 1, **other) if other else find_machine(config)
+    machine = _described(config, gpus=gpus or 1, **other) if other else find_machine(config)
     if not other and machine.device.type == "cuda":  # ranks on a CPU share its cores
         there = torch.cuda.device_count()
         if there < (gpus or 1):
@@ -72,7 +72,7 @@ def planned_machine(
     return several(replace(machine, profile=profile), gpus or 1, hosts or 1)
 
 
-def described(
+def _described(
     config: Config,
     gpu: str | None = None,
     ram: str | None = None,

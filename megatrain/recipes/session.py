@@ -175,7 +175,7 @@ def open_run(
     engine, reference, held_out_references = open_engine(ready, progress, stack, resuming)
     state, source = dict(BEGINNING), None
     if resuming is not None:
-        source, state = load_checkpoint(ready, engine, resuming, progress)
+        source, state = _load_checkpoint(ready, engine, resuming, progress)
         describe_run(ready)
     named = resuming is not None and resuming.named
     kept = decided_for_ranks(plan) | ({"reference": reference} if reference else {})
@@ -225,7 +225,7 @@ def open_engine(
     return engine, *compare_with_reference(ready, engine, of_model, wanted, first, progress)
 
 
-def load_checkpoint(
+def _load_checkpoint(
     ready: Ready, engine: Engine, resuming: Resumable, progress: Progress
 ) -> tuple[Path, dict[str, Any]]:
     """Load the checkpoint to resume from; returns its folder and its state. Raises StorageError,

@@ -75,7 +75,7 @@ def verify(source: str, trust_remote_code: bool = False) -> Checked:
 
 def check_once(skeleton: Skeleton, trust_remote_code: bool) -> None:
     """Check a model's family, once for a configuration and versions. Raises VerificationError."""
-    verdict = known(skeleton)
+    verdict = _known(skeleton)
     if verdict is None:
         family = skeleton.anatomy.family
         logger.info(f"comparing a small {family} model with plain PyTorch, once")
@@ -121,7 +121,7 @@ def code_digests(skeleton: Skeleton) -> list[str]:
     return sorted(hashlib.sha256(text).hexdigest() for text in texts)
 
 
-def known(skeleton: Skeleton) -> Verdict | None:
+def _known(skeleton: Skeleton) -> Verdict | None:
     """The verdict that was kept; None without a readable one."""
     try:
         return Verdict(**json.loads(file_of(skeleton).read_text()))

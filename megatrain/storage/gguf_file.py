@@ -189,13 +189,13 @@ def family_of(config: PretrainedConfig) -> Family:
     for name, wanted in family.must.items():
         value = wanted(config) if callable(wanted) else wanted
         if (found := getattr(config, name, value)) != value:
-            raise refused(config, f"{name}: {found}")
+            raise _beyond_gguf(config, f"{name}: {found}")
     if problem := rope_problem(config, family.rope):
-        raise refused(config, problem)
+        raise _beyond_gguf(config, problem)
     return family
 
 
-def refused(config: PretrainedConfig, what: str) -> ModelError:
+def _beyond_gguf(config: PretrainedConfig, what: str) -> ModelError:
     return ModelError(
         f"a {config.model_type} model with {what} cannot be written as a GGUF file; export a "
         "Hugging Face folder"
@@ -213,7 +213,7 @@ def keys_of(family: Family, config: PretrainedConfig) -> dict[str, Any]:
     }
     for key, value in said.items():
         if value is None:
-            raise refused(config, f"no {key.rpartition('.')[2]}")
+            raise _beyond_gguf(config, f"no {key.rpartition('.')[2]}")
     return said | rope_keys(config)
 
 
@@ -383,7 +383,7 @@ def _named(
         known = next(filter(None, called), None)
         number = int(expert[1]) if expert else 0
         if known is None or number in found.get(known, {}):
-            raise refused(config, f"a tensor {source.name}")
+            raise _beyond_gguf(config, f"a tensor {source.name}")
         found.setdefault(known, {})[number] = source
     return {name: [parts[at] for at in sorted(parts)] for name, parts in found.items()}
 

@@ -318,7 +318,7 @@ def find_tensors(anatomy: Anatomy, names: Iterable[str], where: str) -> Found:
     missing = anatomy.published.missing(found.keys())
     if missing:
         raise ModelError(
-            f"{where}: lacks {listed(missing)}, which a {anatomy.family} model of this "
+            f"{where}: lacks {_listed(missing)}, which a {anatomy.family} model of this "
             "configuration needs"
         )
     passthrough: dict[str, Place | None] = dict.fromkeys(dropped)
@@ -345,7 +345,7 @@ def _match_names(
             found[place] = name
     if unexpected:
         raise ModelError(
-            f"{where}: holds {listed(unexpected)}, unknown to a {anatomy.family} model of this "
+            f"{where}: holds {_listed(unexpected)}, unknown to a {anatomy.family} model of this "
             "config.json"
         )
     whole = {place.own for place in found if place.whole}
@@ -413,12 +413,14 @@ def with_head(
     drawn = {name: values for name, values in head.drawn.items() if name not in found}
     found |= {name: InMemory(name, values) for name, values in drawn.items()}
     if drawn:
-        logger.info(f"{source.file}: has no {listed(sorted(drawn))}, which is drawn at random")
+        logger.info(f"{source.file}: has no {_listed(sorted(drawn))}, which is drawn at random")
     if unused := sorted(candidates.keys() & head.unused):
-        logger.info(f"{source.file}: {listed(unused)} is not used: a reward model has another head")
+        logger.info(
+            f"{source.file}: {_listed(unused)} is not used: a reward model has another head"
+        )
     return found
 
 
-def listed(names: list[str]) -> str:
+def _listed(names: list[str]) -> str:
     shown = ", ".join(names[:3])
     return shown if len(names) <= 3 else f"{shown} and {len(names) - 3} more tensors"

@@ -61,7 +61,7 @@ class Chunks:
 
     def whole(self, x: Tensor) -> Tensor:
         """The output for all of x, without a graph."""
-        output = uninitialised(x)
+        output = _uninitialised(x)
         for part in self.parts(x):
             output[:, part] = self.run(x[:, part].contiguous())
         return output
@@ -72,7 +72,7 @@ class Chunks:
         """Gradients of x and, in fp32, of each of `weights`; None where not `needed`."""
         trained = [weight for weight, needs in zip(weights, needed[1:], strict=True) if needs]
         sums = [torch.zeros(w.shape, dtype=torch.float32, device=w.device) for w in trained]
-        dx = uninitialised(x) if needed[0] else None
+        dx = _uninitialised(x) if needed[0] else None
         # with the weights of the forward, which torch.func.functional_call may only have lent
         with lent(self._owners, weights), self.for_gradients(), torch.enable_grad():
             for part in self.parts(x):
@@ -97,7 +97,7 @@ class Chunked(torch.autograd.Function):
     def forward(ctx: Any, chunks: Chunks, x: Tensor, *weights: Tensor) -> Tensor:
         ctx.save_for_backward(x, *weights)
         ctx.chunks = chunks
-        return uninitialised(x) if chunks.absent else chunks.whole(x)
+        return _uninitialised(x) if chunks.absent else chunks.whole(x)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
@@ -105,7 +105,7 @@ class Chunked(torch.autograd.Function):
         return None, *ctx.chunks.gradients(x, weights, grads[0], ctx.needs_input_grad[1:])
 
 
-def uninitialised(x: Tensor) -> Tensor:
+def _uninitialised(x: Tensor) -> Tensor:
     """Contiguous memory of x's shape and dtype."""
     return x.new_empty(x.shape)
 

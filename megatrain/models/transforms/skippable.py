@@ -154,7 +154,7 @@ class _MatmulGradients(torch.autograd.Function):
     ) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.input_first = input_first
-        return uninitialised(x, weight.shape[1 if input_first else 0])
+        return _uninitialised(x, weight.shape[1 if input_first else 0])
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
@@ -179,7 +179,7 @@ def is_matmul(module: nn.Module) -> bool:
     return f"{type(module).__module__}.{type(module).__qualname__}" in MATMULS
 
 
-def uninitialised(x: Tensor, width: int) -> Tensor:
+def _uninitialised(x: Tensor, width: int) -> Tensor:
     """[rows, width] of whatever the memory holds; nothing may depend on it."""
     return x.new_empty(len(x), width)
 

@@ -111,7 +111,7 @@ def shrink(
     raise ModelError(f"{type(config).__name__} has no small model: {reason}")
 
 
-class Sizes:
+class _Sizes:
     """The sizes of a language model, and what they become."""
 
     def __init__(self, text: Any) -> None:
@@ -239,7 +239,7 @@ def read_changed(config: Any, count: int, depth: int) -> Any:
     text = config.get_text_config()
     try:
         cut = {k: _first_layers(k, v, count, depth) for k, v in text.to_dict().items()}
-        found = small_values(Sizes(text), cut)
+        found = small_values(_Sizes(text), cut)
         found[text.attribute_map.get(DEPTH, DEPTH)] = depth
         if text is not config:
             whole: dict[str, Any] = config.to_dict()
@@ -247,7 +247,7 @@ def read_changed(config: Any, count: int, depth: int) -> Any:
                 if part is text:
                     whole[key] = found
                 elif key in whole:
-                    tower = small_values(Sizes(part), part.to_dict())
+                    tower = small_values(_Sizes(part), part.to_dict())
                     whole[key] = tower | {k: min(v, 2) for k, v in tower.items() if k == DEPTH}
             found = whole
         return type(config).from_dict(found)
@@ -256,7 +256,7 @@ def read_changed(config: Any, count: int, depth: int) -> Any:
         raise ModelError(f"it refuses other sizes ({reason})") from error
 
 
-def small_values(sizes: Sizes, given: Mapping[str, Any]) -> dict[str, Any]:
+def small_values(sizes: _Sizes, given: Mapping[str, Any]) -> dict[str, Any]:
     """The values of a configuration with small sizes and no dropout."""
     return {
         key: 0.0 if isinstance(value, float) and RANDOM.search(key) else sizes.smaller(key, value)
