@@ -156,12 +156,14 @@ def row_lengths(case: Case, number: int) -> list[int]:
 
 def step_tokens(case: Case, sizes: Iterable[int]) -> tuple[StepTokens, ...]:
     """What a run learns from the lengths of its rows, here of the first STEPS_LOOKED_AT steps."""
-    from megatrain.data.micro_batches import Run, counted
+    from megatrain.data.micro_batches import RowRun, counted_tokens
     from megatrain.planner.job import StepTokens
 
     numbers = range(STEPS_LOOKED_AT)
-    steps = [[[Run(row_lengths(case, number), [])]] for number in numbers]  # of one rank
-    return tuple(StepTokens(*counted(steps, [True] * STEPS_LOOKED_AT, size)) for size in sizes)
+    steps = [[[RowRun(row_lengths(case, number), [])]] for number in numbers]  # of one rank
+    return tuple(
+        StepTokens(*counted_tokens(steps, [True] * STEPS_LOOKED_AT, size)) for size in sizes
+    )
 
 
 def batches(case: Case, micro_batch_tokens: int, number: int) -> list[dict[str, torch.Tensor]]:

@@ -43,14 +43,14 @@ FLOORS: tuple[tuple[str, ...], ...] = (
 # Code tokens that rooms may have: comments and docstrings do not count. Ceilings only fall; behind
 # each stands what it is to come to.
 BUDGETS: tuple[tuple[int, tuple[str, ...]], ...] = (
-    (61_500, ("engine", "memory", "optim", "schedule")),  # 60_000
-    (37_700, ("models",)),  # 31_500
-    (41_500, ("data",)),  # 34_000
-    (35_800, ("planner", "planner/cost")),  # 32_000
-    (44_900, ("recipes",)),  # 32_000
-    (28_600, ("storage",)),  # 24_500, GGUF files among it
-    (27_500, ("config",)),  # 20_000
-    (44_200, ("cli", "losses", "machine", "measure", "reporting")),  # 31_000
+    (58_800, ("engine", "memory", "optim", "schedule")),  # 60_000
+    (34_400, ("models",)),  # 31_500
+    (38_000, ("data",)),  # 34_000
+    (33_600, ("planner", "planner/cost")),  # 32_000
+    (42_400, ("recipes",)),  # 32_000
+    (26_300, ("storage",)),  # 24_500, GGUF files among it
+    (25_200, ("config",)),  # 20_000
+    (40_900, ("cli", "losses", "machine", "measure", "reporting")),  # 31_000
 )
 # One GPU's step. These files know nothing of several GPUs, of hosts or of drives.
 CORE = (
@@ -60,12 +60,12 @@ CORE = (
 # fmt: on
 FLOOR_OF = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
 OUTSIDE_THE_CORE = re.compile(r"(?i)(?<![a-z])(ranks?|hosts|nvme|drives?|world)(?![a-z])")
-CORE_LINES, CORE_TOKENS = 3_310, 22_500  # 2_800, 20_000
+CORE_LINES, CORE_TOKENS = 2_990, 19_900  # 2_800, 20_000
 # 42_000, 215, 32_000
-PACKAGE_LINES, PACKAGE_FILES, TEST_LINES = 51_700, 263, 49_020
+PACKAGE_LINES, PACKAGE_FILES, TEST_LINES = 46_400, 195, 43_270
 FILE_LINES, FUNCTION_LINES = 600, 60
-NAMES_IN_TWO_MODULES = 59  # functions and classes; 10
-UNNAMED_SINGLE_IMPORTERS = 24  # 0
+NAMES_IN_TWO_MODULES = 10  # functions and classes: mostly a command and its recipe
+UNNAMED_SINGLE_IMPORTERS = 0
 UNCLEAR = {"What", "Whether", "Which", "How", "Of", "Where", "Who", "Whose"}
 
 # Beyond the floors.

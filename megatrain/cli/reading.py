@@ -43,7 +43,7 @@ RunOrModel = Annotated[
 
 
 @app.command("data")
-def show_data(
+def data_command(
     config: ConfigFile,
     overrides: Overrides = None,
     rows: Annotated[int, typer.Option(min=0, help="Rows to show.")] = 3,
@@ -438,7 +438,7 @@ def init(
 
 
 @app.command("import")
-def import_config(
+def import_command(
     file: Annotated[Path, typer.Argument(metavar="FILE", help="YAML or JSON of another trainer.")],
     overrides: Overrides = None,
     output: Annotated[

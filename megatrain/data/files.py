@@ -129,7 +129,7 @@ def _read_json(path: Path) -> Iterator[RawRow]:
     yield from numbered(value, str(path))
 
 
-def read_text(path: Path) -> Iterator[RawRow]:
+def decoded(path: Path) -> Iterator[RawRow]:
     """A text file is one document in pieces cut at line ends; each says if it begins or ends it."""
     piece: list[str] = []
     size, first, file, before = 0, 1, str(path), ""
@@ -224,8 +224,8 @@ READERS: dict[str, Callable[[Path], Iterator[RawRow]]] = {
     ".jsonl": read_jsonl,
     ".ndjson": read_jsonl,
     ".json": _read_json,
-    ".txt": read_text,
-    ".md": read_text,
+    ".txt": decoded,
+    ".md": decoded,
     ".csv": read_csv,
     ".tsv": read_csv,
     ".parquet": read_table,

@@ -29,7 +29,7 @@ from megatrain.data.samples import (
     is_given,
     openai_turns,
     sharegpt_turns,
-    text_of,
+    text_value,
     tools_of,
     type_name,
 )
@@ -55,7 +55,7 @@ _OURS = (
 def chat_of(row: Row, turns: ReadTurns, plain: tuple[str, str] | None = None) -> Chat:
     """The conversation with what the row's columns say about it. Raises RowError."""
     prompts = [name for name in SYSTEM if is_given(row.get(name))]
-    system = tuple(Message("system", text_of(row, name)) for name in prompts)
+    system = tuple(Message("system", text_value(row, name)) for name in prompts)
     of_turns = ["a system turn"] if any(m.role == "system" for m in turns.messages) else []
     if len(said := [*prompts, *of_turns]) > 1 and prompts:
         raise RowError(f"field {said[0]!r}: {said[1]} says the same; keep one system prompt")
@@ -93,7 +93,7 @@ def from_prompt_completion(row: Row) -> Chat:
     """Two texts, or two lists of messages."""
     plain = None
     if isinstance(row.get("prompt"), str) and isinstance(row.get("completion"), str):
-        plain = (text_of(row, "prompt"), text_of(row, "completion"))
+        plain = (text_value(row, "prompt"), text_value(row, "completion"))
     asked, answer = _turns(row, "prompt", "user"), _turns(row, "completion", "assistant")
     return exchange(row, asked, answer, plain)
 
@@ -109,8 +109,8 @@ def exchange(
 
 def from_alpaca(row: Row, answer: str = "output") -> Chat:
     """answer: the column that holds it."""
-    instruction, output = text_of(row, "instruction"), text_of(row, answer)
-    given = text_of(row, "input") if is_given(row.get("input")) else ""
+    instruction, output = text_value(row, "instruction"), text_value(row, answer)
+    given = text_value(row, "input") if is_given(row.get("input")) else ""
     parts = {"paired": ALPACA_PAIRED, "input": f"### Input:\n{given}\n\n"} if given else {}
     prompt = ALPACA.format_map({"paired": "", "input": "", "instruction": instruction, **parts})
     asked = Message("user", f"{instruction}\n\n{given}" if given else instruction)
@@ -128,8 +128,8 @@ def _history(row: Row) -> list[Message]:
         if not isinstance(pair, list | tuple) or len(pair) != 2:
             raise RowError(f"{place}: expected a list of two texts, question and answer")
         sides = {"0": pair[0], "1": pair[1]}
-        turns.append(Message("user", text_of(sides, "0", place)))
-        turns.append(Message("assistant", text_of(sides, "1", place)))
+        turns.append(Message("user", text_value(sides, "0", place)))
+        turns.append(Message("assistant", text_value(sides, "1", place)))
     return turns
 
 
@@ -201,7 +201,7 @@ def _of_prompt(row: Row, name: str) -> Pair:
 
 
 def _of_texts(row: Row) -> Pair:
-    texts = [text_of(row, name) for name in _ANSWERS]
+    texts = [text_value(row, name) for name in _ANSWERS]
     _refuse_equal(*texts)
     start = _shared(*texts)
     if texts[0][start] != texts[1][start] and texts[0][:start].endswith(" "):
@@ -291,7 +291,7 @@ def _turns(row: Row, name: str, role: str) -> ReadTurns:
         return turns_of([value], name)
     if isinstance(value, list):
         return turns_of(filled_list(row, name), name)
-    return ReadTurns((Message(role, text_of(row, name)),))
+    return ReadTurns((Message(role, text_value(row, name)),))
 
 
 def _is_whole(value: object) -> bool:
@@ -348,7 +348,7 @@ ROW_FORMATS = {
     "prompt_completion": RowFormat(("prompt", "completion"), from_prompt_completion, several=True),
     "alpaca": RowFormat(("instruction", "output"), from_alpaca, ABOUT_ALPACA),
     "text": RowFormat(
-        ("text",), lambda row: Document(text_of(row, "text")), also=(), kinds=(PLAIN,)
+        ("text",), lambda row: Document(text_value(row, "text")), also=(), kinds=(PLAIN,)
     ),
     "preference": RowFormat(("prompt", *_ANSWERS), from_preference, kinds=(PAIRS,)),
     "ranking": RowFormat(("conversations", *_ANSWERS), from_ranking, kinds=(PAIRS,)),

@@ -22,9 +22,9 @@ from megatrain.data.micro_batches import MicroBatch as MicroBatch
 from megatrain.data.micro_batches import (
     ReferenceArray,
     Regimes,
-    Run,
+    RowRun,
     check_longest,
-    counted,
+    counted_tokens,
     dealt,
     held_out_batches,
     micro_batches,
@@ -229,12 +229,12 @@ class Loader:
     def step_tokens(self, sizes: Iterable[int]) -> list[tuple[int, int, float, int, float]]:
         """`counted` for micro-batches of every size, over the run's first STEPS_LOOKED_AT steps."""
         steps, full = self._first_steps()
-        return [counted(steps, full, size) for size in sizes]
+        return [counted_tokens(steps, full, size) for size in sizes]
 
-    def _first_steps(self) -> tuple[list[list[list[Run]]], list[bool]]:
+    def _first_steps(self) -> tuple[list[list[list[RowRun]]], list[bool]]:
         """The rows of each by ranks, and whether it is full; from the start, whatever the
         position."""
-        steps, full, epoch = list[list[list[Run]]](), list[bool](), 0
+        steps, full, epoch = list[list[list[RowRun]]](), list[bool](), 0
         ranks = self.world.dp_size
         while self._epoch_rows(epoch) and len(steps) < STEPS_LOOKED_AT:
             order, stops = self._order(epoch)[0], self._step_ends(Position(epoch=epoch))

@@ -28,7 +28,7 @@ ReferenceArray = npt.NDArray[np.float64]
 
 
 @dataclass(frozen=True)
-class Run:
+class RowRun:
     """Sequences that may share a micro-batch, the longest first: tokens of each with its padding,
     if it is the first of its micro-batch, and its examples. The first `twos` come in twos, never
     apart."""
@@ -43,7 +43,7 @@ class Run:
 
 def runs_of(
     side_lengths: IndexArray, kind: str, pack_to: int | None = None, regimes: Regimes = ()
-) -> list[Run]:
+) -> list[RowRun]:
     """Rows (lengths int64 [rows, sides]) as they enter micro-batches of whatever size. Pairs are
     alike by their longer side: the other is beside it."""
     if kind == PAIRS:
@@ -58,20 +58,20 @@ def runs_of(
 
 def _runs_of_one(
     lengths: IndexArray, sides: int, side: int, pack_to: int | None, regimes: Regimes
-) -> Iterator[Run]:
+) -> Iterator[RowRun]:
     """Runs of one side of all rows."""
     order = np.argsort(-lengths, kind="stable")
     for run in alike(lengths[order].tolist(), regimes):
         members = order[run]
         numbers, tokens = members * sides + side, lengths[members].tolist()
         if pack_to is None:
-            yield Run(tokens, numbers[:, None].tolist())
+            yield RowRun(tokens, numbers[:, None].tolist())
         else:
             packed = [numbers[places].tolist() for places in best_fit(tokens, pack_to)]
-            yield Run([pack_to] * len(packed), packed)
+            yield RowRun([pack_to] * len(packed), packed)
 
 
-def _runs_of_pairs(lengths: IndexArray, pack_to: int | None, regimes: Regimes) -> Iterator[Run]:
+def _runs_of_pairs(lengths: IndexArray, pack_to: int | None, regimes: Regimes) -> Iterator[RowRun]:
     longer = lengths.max(1)
     order = np.argsort(-longer, kind="stable")
     for run in alike(longer[order].tolist(), regimes):
@@ -80,7 +80,7 @@ def _runs_of_pairs(lengths: IndexArray, pack_to: int | None, regimes: Regimes) -
         sequences = [[2 * pair + side] for pair in apart.tolist() for side in (0, 1)]
         if pack_to is None:
             widths = np.repeat(longer[members], 2).tolist()
-            yield Run(widths, sequences, twos=len(sequences))
+            yield RowRun(widths, sequences, twos=len(sequences))
             continue
         twos = len(sequences)
         both = lengths.sum(1)
@@ -89,7 +89,7 @@ def _runs_of_pairs(lengths: IndexArray, pack_to: int | None, regimes: Regimes) -
         for places in best_fit(both[together].tolist(), pack_to):
             pairs = together[places].tolist()
             sequences.append([2 * pair + side for pair in pairs for side in (0, 1)])
-        yield Run([pack_to] * len(sequences), sequences, twos)
+        yield RowRun([pack_to] * len(sequences), sequences, twos)
 
 
 def least_micro_batch(rows: Rows, pack_to: int | None = None) -> int:
@@ -185,8 +185,8 @@ def dealt(side_lengths: IndexArray, rank: int, ranks: int) -> IndexArray:
     return np.sort(order[owner == rank])
 
 
-def counted(
-    steps: Iterable[Sequence[Sequence[Run]]], full: Iterable[bool], micro_batch_tokens: int
+def counted_tokens(
+    steps: Iterable[Sequence[Sequence[RowRun]]], full: Iterable[bool], micro_batch_tokens: int
 ) -> tuple[int, int, float, int, float]:
     """Padded tokens and micro-batches of steps (the rows of each, by ranks) on the rank that has
     most.

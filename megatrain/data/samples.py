@@ -56,7 +56,7 @@ def label(name: str, place: str) -> str:
     return f"{place}.{name}" if place else f"field {name!r}"
 
 
-def text_of(row: Row, name: str, place: str = "", may_be_empty: bool = False) -> str:
+def text_value(row: Row, name: str, place: str = "", may_be_empty: bool = False) -> str:
     """The field's text. Raises RowError."""
     where, value = label(name, place), row.get(name)
     if value is None:
@@ -95,7 +95,7 @@ def _numbered(entries: Iterable[object], name: str) -> Iterable[tuple[str, Row]]
 
 def one_of(known: Collection[str], row: Row, name: str, place: str) -> str:
     """The field's text, which must be one of these. Raises RowError."""
-    found = text_of(row, name, place)
+    found = text_value(row, name, place)
     if found not in known:
         raise RowError(f"{place}.{name}: unknown role {found!r}; known are {', '.join(known)}")
     return found
@@ -153,7 +153,7 @@ def openai_turns(turns: list[object], name: str) -> ReadTurns:
         others = {key: turn[key] for key in turn if key not in ("role", "content", *FLAGS, *CALLS)}
         # texts such as `name` or `reasoning_content` are for the template; the rest is metadata
         extra: dict[str, Any] = {
-            key: text_of(turn, key, place, may_be_empty=True)
+            key: text_value(turn, key, place, may_be_empty=True)
             for key, value in others.items()
             if isinstance(value, str)
         }
@@ -170,7 +170,7 @@ def sharegpt_turns(turns: list[object], name: str) -> ReadTurns:
     for place, turn in _numbered(turns, name):
         theirs = one_of(SHAREGPT_ROLES, turn, "from", place)
         role = SHAREGPT_ROLES[theirs]
-        content = text_of(turn, "value", place, may_be_empty=role in MAY_BE_EMPTY)
+        content = text_value(turn, "value", place, may_be_empty=role in MAY_BE_EMPTY)
         extra: dict[str, Any] = {}
         if theirs == "function_call":
             content, extra = "", {"tool_calls": parsed_calls(content, f"{place}.value")}
@@ -186,7 +186,7 @@ def _content(turn: Row, place: str, may_be_empty: bool, calls: bool) -> str:
     if calls and not is_given(parts):
         return ""
     if not isinstance(parts, list):
-        return text_of(turn, "content", place, may_be_empty)
+        return text_value(turn, "content", place, may_be_empty)
     texts = []
     for part_place, part in _numbered(parts, f"{place}.content"):
         if (kind := part.get("type")) != "text":
@@ -194,8 +194,8 @@ def _content(turn: Row, place: str, may_be_empty: bool, calls: bool) -> str:
             raise RowError(f"{part_place}.type: {why}, found {kind!r}")
         for flag in (name for name in FLAGS if is_given(part.get(name))):
             raise RowError(f"{part_place}.{flag}: {_PARTS}")
-        texts.append(text_of(part, "text", part_place, may_be_empty))
-    return text_of({"content": "".join(texts)}, "content", place, may_be_empty)
+        texts.append(text_value(part, "text", part_place, may_be_empty))
+    return text_value({"content": "".join(texts)}, "content", place, may_be_empty)
 
 
 def _unread_of_parts(turn: Row, name: str) -> set[str]:
@@ -242,7 +242,7 @@ def tools_of(row: Row, bare: bool = False) -> tuple[Tool, ...]:
         function = tool.get("function", tool)
         if not isinstance(function, Mapping):
             raise RowError(f"{name}[{number}].function: expected an object")
-        text_of(function, "name", f"{name}[{number}]")
+        text_value(function, "name", f"{name}[{number}]")
     return tuple(tools)
 
 
@@ -262,7 +262,7 @@ def parsed_calls(value: object, place: str) -> list[dict[str, Any]]:
         function = wrapped["function"]
         if not isinstance(function, Mapping):
             raise RowError(f"{where}.function: expected an object, found {type_name(function)}")
-        name = text_of(function, "name", where)
+        name = text_value(function, "name", where)
         arguments = _arguments(function.get("arguments"), f"{where}.arguments")
         kind = wrapped.get("type") or "function"
         function = {**function, "name": name, "arguments": arguments}
@@ -343,7 +343,7 @@ def _asked(row: object) -> Turns:
     if not isinstance(row, Mapping):
         raise RowError(f"expected an object, found {type_name(row)}")
     if row.get("messages") is None:
-        return [{"role": "user", "content": text_of(row, "prompt")}]
+        return [{"role": "user", "content": text_value(row, "prompt")}]
     turns = openai_turns(filled_list(row, "messages"), "messages").messages
     if turns[-1].role == "assistant":
         raise RowError("ends with an answer; the last turn is the one to answer")

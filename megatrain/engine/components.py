@@ -376,7 +376,7 @@ def open_store(
     )
 
 
-def store_master(store: Store, block: int, master: Tensor) -> None:
+def open_master(store: Store, block: int, master: Tensor) -> None:
     """Set a block's weights from flat fp32 values [numel] on any device, of which a rank keeps its
     share; frozen ones have no remainder."""
     master = master[slice(*store.spans[block])]

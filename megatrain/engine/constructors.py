@@ -12,7 +12,7 @@ from typing import Any, Self, Unpack
 import torch
 from torch import distributed
 
-from megatrain.engine.components import store_master
+from megatrain.engine.components import open_master
 from megatrain.engine.request import (
     EngineKeywords,
     Request,
@@ -222,7 +222,7 @@ class Constructors:
 
     def draw_weights(self) -> None:
         """Draw all weights by the family's own rule; unused ones are not, so it cannot be saved."""
-        initialize(self.skeleton, self.seed, self.device, partial(store_master, self.store))
+        initialize(self.skeleton, self.seed, self.device, partial(open_master, self.store))
         self.skeleton.constants.drawn()
         self.weights_changed()
 

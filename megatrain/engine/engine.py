@@ -28,7 +28,7 @@ from megatrain.losses import IGNORE, Targets, next_token
 from megatrain.models.skeleton import Skeleton
 from megatrain.models.transforms.fp8 import Fp8Policy
 from megatrain.optim import Optimizer
-from megatrain.optim.muon import check_ranks
+from megatrain.optim.muon import check_one_rank
 from megatrain.settings import Settings
 from megatrain.world import ALONE, World
 
@@ -85,7 +85,7 @@ class Engine(Constructors):
         if world.cp_size > 1:
             balances = balancer is not None
             check_context_parallel(world.cp_size, skeleton, settings.compile, balances)
-        check_ranks(optimizer, world.size)
+        check_one_rank(optimizer, world.size)
         self._computed = self._closed = False  # computed: `step` may follow
         if precision == "fp8":
             skeleton.use_fp8(Fp8Policy())

@@ -138,7 +138,7 @@ class Objective:
         return self.result(self.judge(answers.sums, answers.examples).numbers(), answers)
 
 
-def joined(results: Sequence[EvalResult], loss: AnyLoss) -> EvalResult:
+def joined_losses(results: Sequence[EvalResult], loss: AnyLoss) -> EvalResult:
     """Several sweeps' results as one, equal to that of a single sweep."""
     sums, counts = Tally[float](), Counter[str]()
     for result in results:

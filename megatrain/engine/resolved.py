@@ -39,7 +39,7 @@ from megatrain.models.implementations import holds_experts
 from megatrain.models.skeleton import Skeleton
 from megatrain.models.transforms.fp8 import Fp8Policy
 from megatrain.optim import AdamW, Lion, Muon, Optimizer
-from megatrain.optim.muon import check_ranks
+from megatrain.optim.muon import check_one_rank
 from megatrain.optim.optimizer import MOMENTS
 from megatrain.planner.cost.shape import ModelShape, layer_chunks, shape_of
 from megatrain.planner.job import Job, WholeUpdate
@@ -107,7 +107,7 @@ def resolve(request: Request, machine: Machine) -> Resolved:
     """
     where, seq_len, pieces = request.where, request.seq_len, request.context_parallel
     assert seq_len is not None, "only a step of known size is planned"
-    check_ranks(request.optimizer, machine.ranks * machine.hosts)
+    check_one_rank(request.optimizer, machine.ranks * machine.hosts)
     skeleton, device = skeleton_of(request, machine.precision), machine.device
     check_positions(skeleton, seq_len, where("seq_len"))
     if request.packing is True and not skeleton.separates_documents(device):

@@ -195,7 +195,7 @@ def known_or_typical(hardware: Hardware) -> MachineProfile:
     return typical(hardware)
 
 
-def save(profile: MachineProfile) -> Path:
+def save_profile(profile: MachineProfile) -> Path:
     """Cache a profile and return its file. Raises StorageError if it cannot be written."""
     return write_json(cache_file(profile.fingerprint), asdict(profile))
 
@@ -399,7 +399,7 @@ OF_TWO = Shares(0.97, 0.97, 0.69, 0.53, 0.58, 0.31, 0.28)
 OF_FOUR = Shares(0.80, 0.67, 0.43, 0.69, 0.60, 0.26, 0.64)
 
 
-def peers(hardware: Hardware) -> bool:
+def gpus_reach_each_other(hardware: Hardware) -> bool:
     """True if GPUs like this one reach each other's memory: GeForce cards do not (but for a bridge
     between two 3090), others do."""
     return hardware.gpu is None or GEFORCE.search(hardware.gpu.name) is None

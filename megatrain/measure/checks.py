@@ -54,7 +54,7 @@ def check(hardware: Hardware, profile: MachineProfile, load: float) -> list[Find
     """All findings. `load`: runnable processes before anything was measured (`os.getloadavg`)."""
     present = psutil.cpu_count(logical=False) or hardware.physical_cores
     findings = [
-        cores(hardware),
+        usable_cores(hardware),
         other_programs(load, present),  # of the whole machine, as the load is in a container, too
         host_memory(hardware),
         huge_pages(),
@@ -65,7 +65,7 @@ def check(hardware: Hardware, profile: MachineProfile, load: float) -> list[Find
     return [*findings, free_disk(hardware)]
 
 
-def cores(hardware: Hardware) -> Finding:
+def usable_cores(hardware: Hardware) -> Finding:
     """Physical cores that are withheld: by a container's quota, or by the affinity mask."""
     allowed, quota = hardware.physical_cores, cgroup_cpus()
     present = psutil.cpu_count(logical=False) or allowed

@@ -35,7 +35,7 @@ Note = Callable[[str], object]  # is told what is measured next
 
 
 @dataclass(frozen=True)
-class Sizes:
+class MeasuredSizes:
     """The sizes of what is computed: enough for steady rates, little enough for seconds in all."""
 
     tokens: tuple[int, ...]  # of matmuls
@@ -47,12 +47,12 @@ class Sizes:
 
 EXPERT_ROWS = (128, 512, 2048)
 SIZES = {
-    ("cuda", False): Sizes(
+    ("cuda", False): MeasuredSizes(
         (512, 1024, 2048, 4096, 8192, 16384), (256, 1024, 4096, 16384), 16384, 1 << 30, EXPERT_ROWS
     ),
-    ("cuda", True): Sizes((2048, 8192), (256, 1024, 4096), 16384, 1 << 30, EXPERT_ROWS),
-    ("cpu", False): Sizes((64, 256, 1024), (256, 512), 512, 1 << 28),
-    ("cpu", True): Sizes((64,), (512,), 512, 1 << 28),
+    ("cuda", True): MeasuredSizes((2048, 8192), (256, 1024, 4096), 16384, 1 << 30, EXPERT_ROWS),
+    ("cpu", False): MeasuredSizes((64, 256, 1024), (256, 512), 512, 1 << 28),
+    ("cpu", True): MeasuredSizes((64,), (512,), 512, 1 << 28),
 }
 
 
@@ -66,7 +66,7 @@ class Subject:
     quick: bool
 
     @property
-    def sizes(self) -> Sizes:
+    def sizes(self) -> MeasuredSizes:
         return SIZES[self.device.type, self.quick]
 
     def clock(self, device: torch.device) -> Clock:

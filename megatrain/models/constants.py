@@ -44,7 +44,7 @@ class Block:
 
 
 @dataclass(frozen=True)
-class Place:
+class ParameterPlace:
     """The place of a model folder's tensor."""
 
     block: int
@@ -97,13 +97,15 @@ class Constants:
         self,
         model: Any,
         blocks: Iterable[Block],
-        places: Sequence[Sequence[Place]],
+        places: Sequence[Sequence[ParameterPlace]],
         owner: Callable[[str], tuple[nn.Module, str]],
     ) -> None:
         self.places = places
         self._owner = owner
         self._offsets = {spec.name: spec.offset for b in blocks for spec in b.constants.tensors}
-        self._read: dict[Place, tuple[str, Tensor]] = {}  # (name, values) as a folder has them
+        self._read: dict[
+            ParameterPlace, tuple[str, Tensor]
+        ] = {}  # (name, values) as a folder has them
         wide = _kept_in_float32(model) if self._offsets else set()
         for name in self._offsets:
             tensor = self[name].detach()
@@ -155,12 +157,12 @@ class Constants:
         """The modules have been given values: none of a folder's count any longer."""
         self.expect({})
 
-    def may_be(self, place: Place) -> tuple[torch.dtype, ...]:
+    def may_be(self, place: ParameterPlace) -> tuple[torch.dtype, ...]:
         """The dtypes that a folder may have it in."""
         own = self[place.own].dtype
         return FLOATS if own in FLOATS else (own,)
 
-    def expect(self, read: Mapping[Place, tuple[str, torch.dtype]]) -> None:
+    def expect(self, read: Mapping[ParameterPlace, tuple[str, torch.dtype]]) -> None:
         """`write` will be called for those of a folder's tensors, (name, dtype) by place, that are
         constants."""
         self._read = {
@@ -169,13 +171,13 @@ class Constants:
             if place.constant
         }
 
-    def write(self, place: Place, begin: int, values: Tensor) -> None:
+    def write(self, place: ParameterPlace, begin: int, values: Tensor) -> None:
         """A part of a tensor, flat, from its element `begin`. Called from several threads."""
         with torch.no_grad():
             for flat in (self._flat(place), self._read[place][1].view(-1)):
                 flat.narrow(0, begin, values.numel()).copy_(values)
 
-    def _flat(self, place: Place) -> Tensor:
+    def _flat(self, place: ParameterPlace) -> Tensor:
         flat = self[place.own].detach().view(-1)
         return flat.narrow(0, place.tensor.offset - self._offsets[place.own], place.tensor.numel)
 
@@ -231,13 +233,13 @@ NOBODY = UnusedWeights((), (), 0)
 def without_source(who: UnusedWeights) -> str:
     """The sentence that refuses a model whose unused weights are nowhere."""
     return (
-        f"{listed(who.modules)} {are(who.modules)} carried along from a folder with weights, and "
-        "there is none: train this model from its weights, or a language model from its own "
+        f"{name_list(who.modules)} {are(who.modules)} carried along from a folder with weights, "
+        "and there is none: train this model from its weights, or a language model from its own "
         "configuration"
     )
 
 
-def listed(names: Collection[str]) -> str:
+def name_list(names: Collection[str]) -> str:
     *first, last = names
     return f"{', '.join(first)} and {last}" if first else last
 

@@ -15,7 +15,7 @@ from fnmatch import fnmatchcase
 from megatrain.errors import ConfigError
 from megatrain.memory.layout import TensorSpec
 from megatrain.models.anatomy import Anatomy
-from megatrain.models.constants import Place
+from megatrain.models.constants import ParameterPlace
 
 PRODUCTS = 3  # of a trained weight in a step
 
@@ -83,13 +83,13 @@ def _with_frozen(anatomy: Anatomy, frozen: Collection[str]) -> Anatomy:
         offsets = {spec.name: spec.offset for spec in new.layout.tensors}
         moved |= {spec.name: offsets[spec.name] - spec.offset for spec in old.layout.tensors}
 
-    def at(place: Place) -> Place:
+    def at(place: ParameterPlace) -> ParameterPlace:
         if place.constant or place.passenger or not moved[place.own]:
             return place
         offset = place.tensor.offset + moved[place.own]
         return replace(place, tensor=replace(place.tensor, offset=offset))
 
-    def in_order(places: Sequence[Place]) -> tuple[Place, ...]:
+    def in_order(places: Sequence[ParameterPlace]) -> tuple[ParameterPlace, ...]:
         return tuple(sorted(map(at, places), key=lambda place: place.tensor.offset))
 
     published = replace(

@@ -22,7 +22,7 @@ from torch.overrides import TorchFunctionMode
 
 from megatrain.errors import ModelError
 from megatrain.memory.layout import FlatLayout, TensorRange
-from megatrain.models.constants import Block, Place, kept_tensors
+from megatrain.models.constants import Block, ParameterPlace, kept_tensors
 from megatrain.models.meta import storage_of
 
 PASSENGER = -1  # in place of a block
@@ -35,23 +35,23 @@ class Published:
     """The tensors of a model's folder as transformers saves it."""
 
     # of each tensor, by block and in the order of its array, tied ones once; and those in no array
-    places: tuple[tuple[Place, ...], ...]
-    constants: tuple[tuple[Place, ...], ...]
+    places: tuple[tuple[ParameterPlace, ...], ...]
+    constants: tuple[tuple[ParameterPlace, ...], ...]
     # by every name that is understood: published ones, the model's own, those of whole tensors
-    known: Mapping[str, Place]
+    known: Mapping[str, ParameterPlace]
     # for each of the model's own tensors. Fused ones are not published, but arrays with less than
     # an element per parameter have only them.
     whole_names: Mapping[str, str]
     prefix: str  # of the base model, which a folder's names may lack
     renamings: tuple[Any, ...]  # transformers' own on loading: other releases' and classes' names
-    unused_weights: tuple[Place, ...] = ()
+    unused_weights: tuple[ParameterPlace, ...] = ()
     unread: tuple[str, ...] = ()  # patterns of further names in folders, which transformers drops
 
     @property
     def tensors(self) -> Tensors:
         return tuple(tuple(place.tensor for place in places) for places in self.places)
 
-    def places_of(self, names: Iterable[str]) -> dict[str, Place | None]:
+    def places_of(self, names: Iterable[str]) -> dict[str, ParameterPlace | None]:
         """The places of a folder's tensors, by name. None: unknown, also under a new name."""
         found = {name: self._look_up(self.known, name) for name in names}
         others = [name for name, place in found.items() if place is None]
@@ -59,14 +59,14 @@ class Published:
             found[name] = self._look_up(self._by_new_name, renamed)
         return found
 
-    def missing(self, found: Collection[Place]) -> list[str]:
+    def missing(self, found: Collection[ParameterPlace]) -> list[str]:
         """Names of the published tensors that are in none of these places."""
         whole = {place.own for place in found if place.whole}
         every = (*self.places, *self.constants, self.unused_weights)
         wanted = (place for places in every for place in places)
         return [p.tensor.name for p in wanted if p not in found and p.own not in whole]
 
-    def named_as(self, found: Mapping[Place, str]) -> Tensors:
+    def named_as(self, found: Mapping[ParameterPlace, str]) -> Tensors:
         """`tensors` under the names that a folder has for them, where it has them as they are."""
         return tuple(
             tuple(replace(p.tensor, name=found.get(p, p.tensor.name)) for p in places)
@@ -77,11 +77,11 @@ class Published:
         """True if transformers reads past a tensor of this name, of a folder of this family."""
         return any(re.search(pattern, name) for pattern in self.unread)
 
-    def _look_up(self, table: Mapping[str, Place], name: str) -> Place | None:
+    def _look_up(self, table: Mapping[str, ParameterPlace], name: str) -> ParameterPlace | None:
         return table.get(name) or table.get(f"{self.prefix}.{name}")
 
     @cached_property
-    def _by_new_name(self) -> dict[str, Place]:
+    def _by_new_name(self) -> dict[str, ParameterPlace]:
         return dict(zip(self._renamed(self.known), self.known.values(), strict=True))
 
     def _renamed(self, names: Iterable[str]) -> list[str]:
@@ -90,7 +90,7 @@ class Published:
         return [_rename(name, steps) for name in names]
 
 
-def in_blocks(names: Mapping[Place, str], blocks: int) -> Tensors:
+def in_blocks(names: Mapping[ParameterPlace, str], blocks: int) -> Tensors:
     """A folder's tensors by block, under these names, but for constants."""
     found: list[list[TensorRange]] = [[] for _ in range(blocks)]
     for place, name in names.items():
@@ -124,7 +124,7 @@ def published(
     own = [layout.views(flat) for layout, flat in zip(ranges, flats, strict=True)]
     views = {name: view for of_layout in own for name, view in of_layout.items()}
     number_of = {storage_of(flat): number for number, flat in enumerate(flats)}
-    places: list[list[Place]] = [[] for _ in ranges]
+    places: list[list[ParameterPlace]] = [[] for _ in ranges]
     for name, view in reverted(model, views).items():
         number = number_of.get(storage_of(view))
         if number is None or not view.is_contiguous():
@@ -135,7 +135,7 @@ def published(
         tensor = TensorRange(name, tuple(view.shape), int(view.storage_offset()))
         constant, index = divmod(number, len(blocks))
         owner = _owner(ranges[number], tensor.offset)
-        places[number].append(Place(index, tensor, owner, constant=bool(constant)))
+        places[number].append(ParameterPlace(index, tensor, owner, constant=bool(constant)))
     for number, (layout, of_layout) in enumerate(zip(ranges, places, strict=True)):
         of_layout.sort(key=lambda place: place.tensor.offset)
         _check_whole(type(model).__name__, blocks[number % len(blocks)].name, layout, of_layout)
@@ -158,7 +158,7 @@ def published(
     )
 
 
-def _places_of_unused(model: nn.Module, names: Iterable[str]) -> dict[str, Place]:
+def _places_of_unused(model: nn.Module, names: Iterable[str]) -> dict[str, ParameterPlace]:
     """The places of unused weights by every name that they may have in a folder."""
     weights, blanks = kept_tensors(model), {}
     owners: dict[int, str] = {}  # of those that share a tensor, a folder has one
@@ -172,10 +172,12 @@ def _places_of_unused(model: nn.Module, names: Iterable[str]) -> dict[str, Place
         own = own_of.get(storage_of(part), name)
         owner = owners.setdefault(id(weights.get(own, part)), own)
         tensor = TensorRange(name, tuple(part.shape), 0)
-        known[name] = Place(PASSENGER, tensor, owner, whole=owner != own, passenger=True)
+        known[name] = ParameterPlace(PASSENGER, tensor, owner, whole=owner != own, passenger=True)
     for own, blank in blanks.items():
         tensor = TensorRange(own, tuple(blank.shape), 0)
-        whole = Place(PASSENGER, tensor, owners.get(id(weights[own]), own), True, passenger=True)
+        whole = ParameterPlace(
+            PASSENGER, tensor, owners.get(id(weights[own]), own), True, passenger=True
+        )
         under = [known[name] for name, part in parts.items() if part is blank]
         known.setdefault(own, under[0] if under else whole)
     return known
@@ -196,7 +198,9 @@ def _owner(layout: FlatLayout, offset: int) -> str:
     return layout.tensors[bisect_right(starts, offset) - 1].name
 
 
-def _check_whole(family: str, block: str, layout: FlatLayout, places: Sequence[Place]) -> None:
+def _check_whole(
+    family: str, block: str, layout: FlatLayout, places: Sequence[ParameterPlace]
+) -> None:
     """Raise ModelError unless the places, in order, are all of the layout's elements, each once."""
     ends = [place.tensor.offset + place.tensor.numel for place in places]
     apart = all(end <= place.tensor.offset for end, place in zip(ends, places[1:], strict=False))
@@ -209,12 +213,12 @@ def _check_whole(family: str, block: str, layout: FlatLayout, places: Sequence[P
 
 def _known(
     layouts: Sequence[FlatLayout],
-    places: Sequence[Sequence[Place]],
+    places: Sequence[Sequence[ParameterPlace]],
     aliases: Mapping[str, str],
     whole: Mapping[str, str],
-) -> dict[str, Place]:
+) -> dict[str, ParameterPlace]:
     known = {place.tensor.name: place for of_layout in places for place in of_layout}
-    own: dict[str, Place] = {}
+    own: dict[str, ParameterPlace] = {}
     for layout, of_layout in zip(layouts, places, strict=True):
         parts = {place.tensor.offset: place for place in of_layout}
         for spec in layout.tensors:

@@ -248,7 +248,7 @@ KERNELS_INT8(float32_int8, Float4, Whole{weight}, Float4* weight)
 """
 
 
-def launch(
+def launch_update(
     name: str, arrays: Sequence[Tensor], first: int, seed: int, scalars: Sequence[Any]
 ) -> None:
     """Enqueue kernel `name` over CUDA `arrays`, those of the host's kernels, on the current stream.

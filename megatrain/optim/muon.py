@@ -388,7 +388,7 @@ class _Update:
             split_master(master, (weight, remainder))
 
 
-def check_ranks(optimizer: Optimizer, ranks: int) -> None:
+def check_one_rank(optimizer: Optimizer, ranks: int) -> None:
     """Raise ConfigError for an optimizer of whole tensors on several ranks."""
     if optimizer.whole_tensors and ranks > 1:
         raise ConfigError(

@@ -178,7 +178,7 @@ class Elementwise(ABC):
         name = f"{self.name}_{'split' if split else 'float32'}{self._format.suffix}{of_sums}"
         arrays = [views[array.name] for array in self._arguments(split)]
         seed = int(kernels.seed_of(options["step"]))
-        cuda_kernels.launch(name, arrays, first, seed, self.scalars(**options))
+        cuda_kernels.launch_update(name, arrays, first, seed, self.scalars(**options))
 
     def _arguments(self, split: bool) -> list[StateArray]:
         """The arrays that kernels take, in their order."""

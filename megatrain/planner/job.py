@@ -239,7 +239,7 @@ class Budget:
         return replace(self, **spared)
 
 
-def check_ranks(job: Job) -> None:
+def check_job_ranks(job: Job) -> None:
     """Raise TooManyRanks or ConfigError for what several ranks cannot do together."""
     if job.size == 1:
         return

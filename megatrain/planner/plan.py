@@ -17,7 +17,7 @@ from rich.text import Text
 from megatrain.errors import PlanError
 from megatrain.machine.hardware import GIB, Hardware
 from megatrain.machine.profile import MachineProfile
-from megatrain.planner.job import Budget, Choices, Job, check_ranks, number_of
+from megatrain.planner.job import Budget, Choices, Job, check_job_ranks, number_of
 from megatrain.planner.memory import (
     CONSTANTS,
     NOT_ALLOCATED,
@@ -202,7 +202,7 @@ def make_plan(
         PlanError: a step has fewer rows than there are ranks.
         ConfigError: the job has what several ranks cannot do.
     """
-    check_ranks(job)
+    check_job_ranks(job)
     if job.size == 1:
         job = replace(job, replicated=None)
     if host_limit is not None:

@@ -82,7 +82,7 @@ class BlockTasks:
 
 
 @dataclass(frozen=True, kw_only=True)
-class StepOptions(Chosen):
+class ScheduleOptions(Chosen):
     """The options that decide the order of work: the choices, and what the job adds."""
 
     micro_batches: float  # of a group, on average
@@ -133,7 +133,7 @@ def _total(task: str, blocks: Sequence[BlockTasks]) -> float:
     return seconds
 
 
-def serial(blocks: Sequence[BlockTasks], options: StepOptions) -> StepTimeline:
+def serial(blocks: Sequence[BlockTasks], options: ScheduleOptions) -> StepTimeline:
     """A step on a machine where everything shares the same cores: the sum of all tasks."""
     *others, head = blocks
     groups, again = options.groups, options.groups - 1
@@ -180,7 +180,7 @@ def serial(blocks: Sequence[BlockTasks], options: StepOptions) -> StepTimeline:
 SIMULATED_GROUPS = 4
 
 
-def overlapped(blocks: Sequence[BlockTasks], options: StepOptions) -> StepTimeline:
+def overlapped(blocks: Sequence[BlockTasks], options: ScheduleOptions) -> StepTimeline:
     """A step on a machine with a GPU: lanes run at once."""
     simulator = StepSimulator(blocks, options)
     simulator.step()  # the first one finds all lanes idle
@@ -229,7 +229,7 @@ class StepSimulator:
     """Times at which each lane and buffer is free next; a step goes on from where the one before
     ended."""
 
-    def __init__(self, blocks: Sequence[BlockTasks], options: StepOptions) -> None:
+    def __init__(self, blocks: Sequence[BlockTasks], options: ScheduleOptions) -> None:
         self.blocks, self.options = blocks, options
         self.head = len(blocks) - 1
         self.order = block_order(len(blocks), options.first_trained)

@@ -14,7 +14,14 @@ from typing import TYPE_CHECKING
 from megatrain.machine.profile import UPDATE_BYTES, MachineProfile, interpolate, interpolate_log
 from megatrain.planner.activations import SUM_BYTES
 from megatrain.planner.memory import Layout, state_bytes_per_parameter
-from megatrain.planner.simulation import WAITS, BlockTasks, StepOptions, Timing, overlapped, serial
+from megatrain.planner.simulation import (
+    WAITS,
+    BlockTasks,
+    ScheduleOptions,
+    Timing,
+    overlapped,
+    serial,
+)
 from megatrain.schedule import UNCHANGED, Where, graphs_of_layers
 
 if TYPE_CHECKING:
@@ -114,8 +121,8 @@ class StepCosts:
         return self.options.groups * sum(block.forward + block.backward for block in self.blocks)
 
     @cached_property
-    def options(self) -> StepOptions:
-        return StepOptions(
+    def options(self) -> ScheduleOptions:
+        return ScheduleOptions(
             **self.choices.chosen,
             micro_batches=self.micro_batches,
             stored=self.choices.stores_gradients(self.job),

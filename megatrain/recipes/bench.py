@@ -25,7 +25,7 @@ from megatrain.errors import ConfigError
 from megatrain.losses import next_token
 from megatrain.methods import METHODS
 from megatrain.planner.plan import Plan
-from megatrain.recipes.describe import choices_in_words, environment_of, facts_of, work_of
+from megatrain.recipes.describe import choices_in_words, described_environment, facts_of, work_of
 from megatrain.recipes.model import shape_model, suited
 from megatrain.recipes.planned_machine import find_machine
 from megatrain.recipes.ranks.rendezvous import as_rank, bind, check_ranks
@@ -335,5 +335,5 @@ def result_of(
         steps=tuple(steps),
         plan=plan.to_dict(),
         config=config.model_dump(mode="json"),
-        environment={"date": date.today().isoformat(), **used, **environment_of(machine)},
+        environment={"date": date.today().isoformat(), **used, **described_environment(machine)},
     )

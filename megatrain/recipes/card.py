@@ -43,7 +43,7 @@ def model_card(run: Run) -> str:
     settings = {"method": config.method, "parameters": f"{every:,}"}
     text = [
         *("---", metadata_of(config), "---", ""),
-        *(f"# {printable(config.output.resolve().name)}", "", words),
+        *(f"# {in_a_cell(config.output.resolve().name)}", "", words),
         *_table("Data", data_of(run)),
         *_held_out(config.output),
         *_table("Settings", settings | settings_of(config, run.engine.precision)),
@@ -105,7 +105,7 @@ def _held_out(folder: Path) -> list[str]:
         for name, value in row.items():
             if name not in NOT_DRAWN and isinstance(value, float):
                 found.setdefault(name, []).append(value)
-    lines = [f"| {printable(name)} | {v[0]:.4f} | {v[-1]:.4f} |" for name, v in found.items()]
+    lines = [f"| {in_a_cell(name)} | {v[0]:.4f} | {v[-1]:.4f} |" for name, v in found.items()]
     return ["", "## Evaluation", "", "| | first | last |", "|---|---|---|", *lines] * bool(found)
 
 
@@ -142,7 +142,7 @@ def training_of(run: Run) -> dict[str, object]:
 
 
 def _table(title: str, rows: Mapping[str, object]) -> list[str]:
-    lines = (f"| {name} | `{printable(str(value))}` |" for name, value in rows.items())
+    lines = (f"| {name} | `{in_a_cell(str(value))}` |" for name, value in rows.items())
     return ["", f"## {title}", "", "| | |", "|---|---|", *lines]
 
 
@@ -153,7 +153,7 @@ def public_name(source: object) -> str:
     if isinstance(source, list | tuple):
         return ", ".join(map(public_name, source))
     text = str(source)
-    return printable(text if hub_name(text) else Path(text).name)
+    return in_a_cell(text if hub_name(text) else Path(text).name)
 
 
 def hub_name(source: str) -> str | None:
@@ -165,6 +165,6 @@ def hub_name(source: str) -> str | None:
     return named.name if not named.paths and HUB_ID.fullmatch(named.name) else None
 
 
-def printable(text: str) -> str:
+def in_a_cell(text: str) -> str:
     """Replace what would end the line, or the code, that a name stands in."""
     return "".join("?" if not c.isprintable() or c in "`|" else c for c in text)

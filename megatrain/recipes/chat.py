@@ -19,12 +19,12 @@ from megatrain.errors import ModelError
 from megatrain.recipes.inspect import reader, run_folder_of, writer_of
 from megatrain.recipes.model import Model
 from megatrain.recipes.sample import (
+    answer_text,
     ids_of,
     is_cut,
     positions_of,
     rendered_ids,
     system_turns,
-    text_of,
     unseen,
     user,
     written,
@@ -74,7 +74,7 @@ class Conversation:
         if self._positions is not None:
             room = min(room, self._positions - len(ids))
         tokens = written(self._generate, self._model, ids, room, self._choose, show)
-        text = text_of(self._model, tokens)
+        text = answer_text(self._model, tokens)
         self._turns = [*turns, {"role": "assistant", "content": text}]
         ended = "length" if is_cut(self._model, tokens, room) else "end"
         return Reply(text, len(tokens), time.perf_counter() - began, ended)

@@ -73,7 +73,7 @@ def describe_run(ready: Ready) -> None:
     if not ready.machine.world.is_first:
         return
     plan, folder, config = ready.plan, ready.config.output, with_absolute_paths(ready.config)
-    environment = environment_of(ready.machine)
+    environment = described_environment(ready.machine)
     # first: by it a folder is known as a run's
     write_text(folder / RESOLVED_FILE, config.with_values(decided(ready)).to_yaml())
     write_text(folder / CONFIG_FILE, config.to_yaml())
@@ -103,7 +103,7 @@ def other_circumstances(run_dir: Path, world: World) -> list[str]:
     return said
 
 
-def environment_of(machine: Machine) -> dict[str, Any]:
+def described_environment(machine: Machine) -> dict[str, Any]:
     """Versions, hardware, and the rates that the plan was made from, as JSON-able values."""
     return {
         "python": platform.python_version(),

@@ -100,7 +100,7 @@ def examine(
         guess = replace(guess, grouped=profiles.usual_grouped(profile.matmul))
     pairs = ((field, getattr(profile, field), getattr(guess, field)) for field, *_ in ROWS)
     guessed = [field for field, found, typical in pairs if found and found == typical]
-    findings, saved = check(hardware, profile, load), profiles.save(profile)
+    findings, saved = check(hardware, profile, load), profiles.save_profile(profile)
     findings += [Finding(str(path), "an unfinished export", DEAD) for path in left_overs(output)]
     findings += places(dict.fromkeys([output, *nvme]))
     for folder in one_of_each_drive(nvme):
@@ -121,7 +121,7 @@ def keep_together(
     """The profile of one with what ranks found together, which is cached. Raises StorageError."""
     name = profiles.fingerprint(hardware, found["ranks"])
     profile = replace(joined(base, replace(base, **found)), fingerprint=name)
-    profiles.save(profile)
+    profiles.save_profile(profile)
     return profile
 
 
@@ -182,7 +182,7 @@ def measured_or_typical(
         )
         return profile
     try:
-        profiles.save(profile)
+        profiles.save_profile(profile)
     except StorageError as error:
         logger.warning(str(error))
     return profile

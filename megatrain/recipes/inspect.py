@@ -34,7 +34,7 @@ from megatrain.optim import Frozen
 from megatrain.planner.search import AUTO_MICRO_BATCH_TOKENS
 from megatrain.recipes.loop import SWEEP_MICRO_BATCHES, evaluated, sweeps
 from megatrain.recipes.model import Model, check_weights, check_writes, describe_model, read_model
-from megatrain.recipes.reference import Batches, Wanted, fingerprint, references_of
+from megatrain.recipes.reference import Batches, Wanted, reference_key, references_of
 from megatrain.recipes.sample import Sampling, answer, system_turns, unseen
 from megatrain.recipes.setup import day_of, make_loss, quiet_libraries, read_rows, say_rows
 from megatrain.recipes.signals import StopRequest
@@ -128,7 +128,7 @@ def reference_of_run(
         )
     place = Path(expanduser(source.source))
     with reader(place if place.exists() else source.source, run_dir, trust_remote_code) as engine:
-        return references_of(engine, fingerprint(engine), wanted, batches)
+        return references_of(engine, reference_key(engine), wanted, batches)
 
 
 def evaluate_tasks(

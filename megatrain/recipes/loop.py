@@ -16,7 +16,7 @@ from megatrain.config import Config
 from megatrain.config.sections import EVAL_LOSS
 from megatrain.data.loader import MicroBatch, StepBatch
 from megatrain.engine.engine import Engine
-from megatrain.engine.objective import AnyLoss, EvalResult, StepResult, joined
+from megatrain.engine.objective import AnyLoss, EvalResult, StepResult, joined_losses
 from megatrain.errors import ConfigError, DivergedError, MegaTrainError, StorageError
 from megatrain.heartbeat import BYTES_WRITTEN
 from megatrain.recipes.card import model_card
@@ -339,7 +339,7 @@ def evaluated(
         if stop.came():
             return None
         found.append(engine.evaluate(part[world.dp_rank :: world.dp_size], loss))
-    return joined(found, loss)
+    return joined_losses(found, loss)
 
 
 def sweeps(batches: Iterable[MicroBatch], tokens: int) -> Iterator[list[MicroBatch]]:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from megatrain.config import Config
-from megatrain.engine.ranks.exchange import peers
+from megatrain.engine.ranks.exchange import peer_devices
 from megatrain.engine.request import choose_device, choose_precision
 from megatrain.engine.resolved import Machine, Resolved
 from megatrain.errors import ConfigError, StorageError
@@ -164,7 +164,7 @@ def find_machine(config: Config, *, may_measure: bool = False, world: World = AL
         ranks=world.local_size,
         hosts=world.hosts,
         together_assumed=assumed_together,
-        peers=world.hosts > 1 or peers(world, device),
+        peers=world.hosts > 1 or peer_devices(world, device),
         world=world,
     )
 
@@ -225,7 +225,7 @@ def several(machine: Machine, ranks: int, hosts: int = 1) -> Machine:
         ranks=ranks,
         hosts=hosts,
         together_assumed=known is None,
-        peers=rates.peers(machine.hardware),
+        peers=rates.gpus_reach_each_other(machine.hardware),
         alone=machine,
     )
 

@@ -61,7 +61,7 @@ class Wanted:
 Batches = Callable[[Wanted, ReferenceArray], Iterable[list[MicroBatch]]]
 
 
-def fingerprint(engine: Engine) -> str:
+def reference_key(engine: Engine) -> str:
     """A hash of everything but the rows that log-probabilities follow from."""
     attention = engine.hf_config._attn_implementation
     about = [engine.precision, attention, engine.device.type, VERSION]
@@ -213,7 +213,7 @@ def compare_with_reference(
         return sweeps(given, ready.sweep_tokens * engine.world.size)
 
     with progress.doing("the reference's log-probabilities"):
-        here = fingerprint(engine) if anew else of_model
+        here = reference_key(engine) if anew else of_model
         if of_model not in (None, here):
             raise StorageError(
                 f"{config.model.source}: is not the model that this run began with, whose "

@@ -233,7 +233,7 @@ def continuation(
             f"the answer is cut after {room} tokens: with its prompt it has the {longest} "
             "positions of this model"
         )
-    return text_of(model, tokens)
+    return answer_text(model, tokens)
 
 
 def written(
@@ -270,7 +270,7 @@ def is_cut(model: Model, tokens: list[int], room: int) -> bool:
     return len(tokens) == room and tokens[-1:] not in [[end] for end in end_tokens(model)]
 
 
-def text_of(model: Model, tokens: list[int]) -> str:
+def answer_text(model: Model, tokens: list[int]) -> str:
     return str(model.tokenizer.decode(tokens, skip_special_tokens=True)).strip()
 
 

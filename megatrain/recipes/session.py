@@ -38,7 +38,7 @@ from megatrain.recipes.loop import still_to_come
 from megatrain.recipes.reference import Wanted, are_kept, compare_with_reference, wanted_by
 from megatrain.recipes.report import REPORT_FILE, LiveReport
 from megatrain.recipes.setup import quiet_libraries
-from megatrain.recipes.signals import StopRequest, Watch, stop_requests, watchdog
+from megatrain.recipes.signals import HangWatch, StopRequest, stop_requests, watchdog
 from megatrain.recipes.state import BEGINNING, Ready, Run
 from megatrain.reporting.energy import EnergyMeter
 from megatrain.reporting.meters import GpuMeter
@@ -67,9 +67,9 @@ from megatrain.storage.run_folder import (
     PASSENGERS,
     UNFINISHED,
     RunLock,
+    bytes_needed,
     checkpoint_name,
     checkpoints,
-    disk_bytes,
     forget_unused,
     newer_than,
     run_lock,
@@ -96,7 +96,7 @@ class Session:
     lock: RunLock | None  # None: another rank has it
     console: Console
     stop: StopRequest
-    watch: Watch
+    watch: HangWatch
     world: World
 
     def stopped(self) -> RunSummary:
@@ -231,7 +231,7 @@ def _load_checkpoint(
     """Load the checkpoint to resume from; returns its folder and its state. Raises StorageError,
     and DataError if the rows are others."""
     config = ready.config
-    size = disk_bytes([resuming.path]) if resuming.path else None
+    size = bytes_needed([resuming.path]) if resuming.path else None
     with progress.doing("reading the checkpoint", total=size, counted=BYTES_READ):
         source, state = load_resumable(config.output, engine, resuming)
     may_end_here()

@@ -164,7 +164,7 @@ COUNTED = Path("/proc/self/io")
 
 
 # why: decision 0056
-class Watch:
+class HangWatch:
     """Ends the process after some seconds without a sign of life. Counts its own wake-ups, not the
     clock: a process that was stopped and goes on has not hung."""
 
@@ -215,9 +215,9 @@ class Watch:
 
 
 @contextmanager
-def watchdog(timeout_s: float | None, log: Path | None = None) -> Iterator[Watch]:
+def watchdog(timeout_s: float | None, log: Path | None = None) -> Iterator[HangWatch]:
     """Inside, end the process after `timeout_s` without a sign of life; None: never."""
-    watch = Watch(timeout_s or 0.0, log)
+    watch = HangWatch(timeout_s or 0.0, log)
     if timeout_s is None:
         yield watch
         return

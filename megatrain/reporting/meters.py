@@ -137,7 +137,7 @@ class GpuMeter:
 
 
 @dataclass(frozen=True)
-class Reading:
+class ProcessorTimes:
     """Seconds since some beginning: wall time, busy cores in all, and those of this run."""
 
     wall: float
@@ -175,22 +175,22 @@ def cores() -> list[int]:
     return list(range(psutil.cpu_count() or 1))
 
 
-def read_processors() -> Reading:
+def read_processors() -> ProcessorTimes:
     """Read the processors that this process may use."""
     every, own = psutil.cpu_times(percpu=True), psutil.Process().cpu_times()
     mine = [every[number] for number in cores() if number < len(every)]
     busy = sum(each.user + each.system + getattr(each, "nice", 0.0) for each in mine)
     spent = own.user + own.system + own.children_user + own.children_system
-    return Reading(time.monotonic(), busy, spent)
+    return ProcessorTimes(time.monotonic(), busy, spent)
 
 
 @dataclass
 class LoadMeter:
     """The load while the latest steps ran. One reading a step."""
 
-    processors: Callable[[], Reading] = read_processors
+    processors: Callable[[], ProcessorTimes] = read_processors
     count: int = field(default_factory=lambda: len(cores()))
-    _readings: deque[Reading] = field(default_factory=lambda: deque(maxlen=RECENT_READINGS))
+    _readings: deque[ProcessorTimes] = field(default_factory=lambda: deque(maxlen=RECENT_READINGS))
 
     def read(self) -> Load:
         """Load since the oldest of the latest readings; none at the first."""

@@ -27,7 +27,7 @@ ATTENTION = ("full_attention", "sliding_attention", "chunked_attention")  # not 
 
 
 @dataclass(frozen=True)
-class Attention:
+class CausalAttention:
     """The attention of one decoder layer."""
 
     width: int  # heads x head size
@@ -47,7 +47,7 @@ class ModelFlops:
     # all trained ones but those of idle experts, and frozen ones by the matmuls that they take
     active_parameters: int
     matrix_parameters: int  # of these, the ones that a token is multiplied with
-    attention: tuple[Attention, ...]  # one per decoder layer
+    attention: tuple[CausalAttention, ...]  # one per decoder layer
     first_trained: int = 0  # block: attention has no backward in layers before it
 
     @classmethod
@@ -93,7 +93,7 @@ class ModelFlops:
         return None if peak is None else self.flops(lengths) / seconds / (peak * 1e12)
 
 
-def _attention(config: PretrainedConfig, layers: int) -> Iterator[Attention]:
+def _attention(config: PretrainedConfig, layers: int) -> Iterator[CausalAttention]:
     """Each layer's; `layer_types` names those that slide, and recurrent ones, which have none."""
     kinds = getattr(config, "layer_types", None) or ["sliding_attention"] * layers
     for kind, of_layer in zip(kinds, layer_configs(config, len(kinds)), strict=True):
@@ -101,4 +101,6 @@ def _attention(config: PretrainedConfig, layers: int) -> Iterator[Attention]:
         width = int(getattr(of_layer, "head_dim", 0) or (heads and config.hidden_size // heads))
         width, window = heads * width, getattr(of_layer, "sliding_window", None)
         attends = kind == "attention" or kind.endswith(ATTENTION)
-        yield Attention(width if attends else 0, window if kind == "sliding_attention" else None)
+        yield CausalAttention(
+            width if attends else 0, window if kind == "sliding_attention" else None
+        )

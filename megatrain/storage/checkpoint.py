@@ -30,7 +30,7 @@ import torch
 
 from megatrain.errors import ConfigError, DamagedError, ModelError, StorageError
 from megatrain.memory.layout import TensorRange
-from megatrain.models.constants import FLOATS, Place, names_in
+from megatrain.models.constants import FLOATS, ParameterPlace, names_in
 from megatrain.models.names import Tensors, in_blocks
 from megatrain.optim import Optimizer
 from megatrain.optim.split import as_weight
@@ -89,7 +89,7 @@ from megatrain.storage.safetensors import (
     open_shards,
     read_header,
 )
-from megatrain.storage.sharded_write import Reading, led, readings, write_model
+from megatrain.storage.sharded_write import ShardReader, led, readings, write_model
 from megatrain.storage.weights import find_tensors
 
 if TYPE_CHECKING:
@@ -318,7 +318,7 @@ def reopen(run_dir: Path, source: Path) -> None:
 
 # A tensor in a file, and the array, block and range of the array that it is read into; a constant
 # has a place, and no array.
-_Transfer = tuple[StoredTensor, str, int, TensorRange | Place]
+_Transfer = tuple[StoredTensor, str, int, TensorRange | ParameterPlace]
 
 logger = logging.getLogger("megatrain")
 
@@ -516,7 +516,7 @@ def _restore(
     checkpoint: Path,
     written: WrittenFile,
     transfers: Sequence[_Transfer],
-    how: Reading,
+    how: ShardReader,
 ) -> None:
     """Read one file from beginning to end; a rank that does not hash it reads only its share."""
     in_order = sorted(transfers, key=lambda transfer: transfer[0].offset)
@@ -528,7 +528,7 @@ def _restore(
             lease = partial(engine.store.lease, block, [array], changes=True, soon=False)
             with lease() if array else nullcontext({}) as arrays, _damage():
                 for stored, _, _, target in group:
-                    if isinstance(target, Place):
+                    if isinstance(target, ParameterPlace):
                         for begin, values in file.chunks(stored):
                             engine.constants.write(target, begin, values)
                         continue

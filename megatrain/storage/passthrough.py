@@ -18,7 +18,7 @@ import torch
 
 from megatrain.errors import StorageError
 from megatrain.memory.store import Store
-from megatrain.models.constants import NO_IMAGES, Place, UnusedWeights, are, listed
+from megatrain.models.constants import NO_IMAGES, ParameterPlace, UnusedWeights, are, name_list
 from megatrain.models.pretrained import KEY
 from megatrain.storage.dequantise import Dequantised
 from megatrain.storage.hashed_file import WrittenFile, write_bytes
@@ -77,7 +77,7 @@ def passthrough_of(folder: Path, tensors: Mapping[str, StoredTensor | Dequantise
 
 def with_frozen(
     passthrough: Passthrough,
-    found: Mapping[Place, StoredTensor | Dequantised],
+    found: Mapping[ParameterPlace, StoredTensor | Dequantised],
     store: Store,
 ) -> Passthrough:
     """Add the frozen tensors of a folder, by place, that the store holds in other dtypes."""
@@ -97,7 +97,7 @@ def describe_passthrough(
     """A sentence about unused weights, and others that transformers dropped; empty without any."""
     said = []
     if len(passthrough.tensors) > len(dropped):
-        said.append(f"{listed(who.modules)} {are(who.modules)} carried along unchanged")
+        said.append(f"{name_list(who.modules)} {are(who.modules)} carried along unchanged")
         said += [NO_IMAGES] * who.multimodal
     if dropped:
         first, others = min(dropped), len(dropped) - 1

@@ -158,7 +158,7 @@ def checkpoints(run_dir: Path) -> list[Path]:
     return sorted(folders, key=lambda p: (int(re.findall(r"\d+", p.name)[0]), p.name))
 
 
-def disk_bytes(folders: Iterable[Path]) -> int:
+def bytes_needed(folders: Iterable[Path]) -> int:
     """Disk space of folders, a file with several names once; 0 if a file cannot be read."""
     try:
         stats = [path.stat() for folder in folders for path in folder.rglob("*") if path.is_file()]
@@ -169,7 +169,7 @@ def disk_bytes(folders: Iterable[Path]) -> int:
 
 def bytes_of_checkpoints(run_dir: Path) -> int:
     """Disk space that the run's checkpoints take."""
-    return disk_bytes([*checkpoints(run_dir), run_dir / FINAL])
+    return bytes_needed([*checkpoints(run_dir), run_dir / FINAL])
 
 
 def write_text(path: Path, text: str) -> None:

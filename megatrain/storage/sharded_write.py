@@ -38,21 +38,23 @@ from megatrain.world import ALONE, World
 File = TypeVar("File", str, Path)
 
 
-class Reading(NamedTuple):
+class ShardReader(NamedTuple):
     """Arguments of a rank's `HashedReader` for one file."""
 
     hashes: bool
     kept: bool
 
 
-def readings(sizes: Mapping[File, int], world: World, verified: bool = True) -> dict[File, Reading]:
+def readings(
+    sizes: Mapping[File, int], world: World, verified: bool = True
+) -> dict[File, ShardReader]:
     """The way in which this rank reads each file, the largest first. verified: one rank hashes
     it."""
     found = {}
     for file, rank in assign_files(sizes, world.size).items():
         hashes = verified and rank == world.rank
         # who hashes is slower, and finds in RAM what the others of its host have read
-        found[file] = Reading(hashes, kept=verified and not hashes and world.hosts == 1)
+        found[file] = ShardReader(hashes, kept=verified and not hashes and world.hosts == 1)
     return found
 
 

@@ -19,7 +19,7 @@ from megatrain.heartbeat import WEIGHTS_READ, beat, may_end_here
 from megatrain.memory.layout import Span
 from megatrain.memory.store import Store
 from megatrain.models.anatomy import Anatomy
-from megatrain.models.constants import FLOATS, Constants, Place
+from megatrain.models.constants import FLOATS, Constants, ParameterPlace
 from megatrain.models.initialize import NewHead
 from megatrain.models.names import Tensors
 from megatrain.models.pretrained import UNUSABLE, ModelSource, quantisation_in, read_model_config
@@ -48,7 +48,7 @@ from megatrain.storage.safetensors import (
     in_parallel,
     open_shards,
 )
-from megatrain.storage.sharded_write import Reading, readings
+from megatrain.storage.sharded_write import ShardReader, readings
 
 SUFFIX = ".safetensors"
 logger = logging.getLogger("megatrain")
@@ -160,13 +160,13 @@ def copy_in(
     found, sums = match(anatomy, candidates, where, constants), sums or {}
     constants.expect({p: (name, candidates[name].dtype) for p, name in found.names.items()})
 
-    def copy(place: Place, candidate: Candidate, chunks: Chunks) -> None:
+    def copy(place: ParameterPlace, candidate: Candidate, chunks: Chunks) -> None:
         if place.constant:
             copy_constant(constants, place, candidate.where, chunks)
         else:
             copy_tensor(store, place, candidate, chunks)
 
-    def copy_checked(path: Path, how: Reading) -> None:
+    def copy_checked(path: Path, how: ShardReader) -> None:
         """Copy a file's tensors in one reading of all its bytes, or of this rank's share where
         another one hashes it."""
         with HashedReader(path, *how) as file:
@@ -177,7 +177,7 @@ def copy_in(
             if file.nbytes != written.nbytes or (how.hashes and file.sha256 != written.sha256):
                 raise damaged(path)
 
-    by_file: dict[Path, list[tuple[Place, StoredTensor]]] = {
+    by_file: dict[Path, list[tuple[ParameterPlace, StoredTensor]]] = {
         path: [] for path in sums if path.suffix == SUFFIX
     }
     copies: list[Callable[[], None]] = []
@@ -208,7 +208,7 @@ def _check_twins(alias: Candidate, owner: Candidate) -> None:
         )
 
 
-def copy_tensor(store: Store, place: Place, candidate: Candidate, chunks: Chunks) -> None:
+def copy_tensor(store: Store, place: ParameterPlace, candidate: Candidate, chunks: Chunks) -> None:
     """Copy this rank's share of a tensor as an exact fp32 master: fp32, or bf16 weight and int16
     remainder, which a frozen one lacks. Raises ModelError for a value that is none of bf16's."""
     span = store.span("weight", place.block)
@@ -247,7 +247,7 @@ def _within(mine: Span, first: int, read: torch.Tensor) -> tuple[int, torch.Tens
     return start - mine.start, read[start - first : max(start, stop) - first]
 
 
-def copy_constant(constants: Constants, place: Place, where: str, chunks: Chunks) -> None:
+def copy_constant(constants: Constants, place: ParameterPlace, where: str, chunks: Chunks) -> None:
     """Copy one constant as it is. Raises ModelError if a value is NaN or infinite."""
     for begin, values in chunks():
         _check_finite(values, where)
@@ -283,9 +283,9 @@ class Found:
         passthrough: the places of those that are carried along; None for what transformers drops.
     """
 
-    names: dict[Place, str]
+    names: dict[ParameterPlace, str]
     twins: list[tuple[str, str]]
-    passthrough: dict[str, Place | None]
+    passthrough: dict[str, ParameterPlace | None]
 
 
 def match(
@@ -321,7 +321,7 @@ def find_tensors(anatomy: Anatomy, names: Iterable[str], where: str) -> Found:
             f"{where}: lacks {_listed(missing)}, which a {anatomy.family} model of this "
             "configuration needs"
         )
-    passthrough: dict[str, Place | None] = dict.fromkeys(dropped)
+    passthrough: dict[str, ParameterPlace | None] = dict.fromkeys(dropped)
     for place in [place for place in found if place.passenger]:
         passthrough[found.pop(place)] = place
     return Found(found, twins, passthrough)
@@ -329,9 +329,9 @@ def find_tensors(anatomy: Anatomy, names: Iterable[str], where: str) -> Found:
 
 def _match_names(
     anatomy: Anatomy, names: Iterable[str], where: str
-) -> tuple[dict[Place, str], list[str]]:
+) -> tuple[dict[ParameterPlace, str], list[str]]:
     """(names by place, names of what transformers drops)."""
-    found: dict[Place, str] = {}
+    found: dict[ParameterPlace, str] = {}
     unexpected, dropped = [], []
     for name, place in anatomy.published.places_of(names).items():
         if place is None:
@@ -355,7 +355,7 @@ def _match_names(
     return found, dropped
 
 
-def _take_aliases(found: dict[Place, str]) -> list[tuple[str, str]]:
+def _take_aliases(found: dict[ParameterPlace, str]) -> list[tuple[str, str]]:
     """Remove tied tensors from `found`; one replaces its owner if that is missing. Returns the
     names of (alias, owner) where both are present."""
     twins = []

@@ -170,6 +170,6 @@ def test_several_hosts_do_not_read_one_copy():
     ],
 )
 def test_who_reads(transport, world, reach, expected, monkeypatch):
-    monkeypatch.setattr("megatrain.engine.ranks.exchange.peers", lambda *_: reach)
+    monkeypatch.setattr("megatrain.engine.ranks.exchange.peer_devices", lambda *_: reach)
     settings = Settings(transport=transport)
     assert shares_weights(settings, world, torch.device("cpu")) == expected

@@ -11,7 +11,7 @@ import torch
 import transformers
 from torch import Tensor, nn
 
-from megatrain.engine.components import store_master
+from megatrain.engine.components import open_master
 from megatrain.engine.constructors import arguments_of
 from megatrain.engine.engine import Engine
 from megatrain.engine.request import Request
@@ -292,7 +292,7 @@ def copy_weights(model: nn.Module, engine: Engine) -> None:
         master = torch.zeros(block.layout.numel)
         for name, view in block.layout.views(master).items():
             view.copy_(weights[name])
-        store_master(engine.store, block.index, master)
+        open_master(engine.store, block.index, master)
     for name in engine.constants:
         engine.constants[name].copy_(weights[name])
     engine.constants.drawn()

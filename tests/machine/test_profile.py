@@ -24,8 +24,8 @@ from megatrain.machine.profile import (
     load,
     load_drives,
     processor,
-    save,
     save_drive,
+    save_profile,
     typical,
     usual_grouped,
 )
@@ -50,7 +50,7 @@ PROFILE = replace(typical(CPU), fingerprint="this-one", measured_on="2026-11-21"
 
 
 def test_a_profile_survives_the_cache():
-    path = save(PROFILE)
+    path = save_profile(PROFILE)
     assert load("this-one") == PROFILE
     assert sorted(path.parent.iterdir()) == [path]
 
@@ -131,18 +131,18 @@ def test_a_folder_that_cannot_be_written_is_named(tmp_path, monkeypatch):
     monkeypatch.setenv("MEGATRAIN_CACHE", str(tmp_path / "file"))
     words = r"cannot be written: .*; name another folder in MEGATRAIN_CACHE"
     with pytest.raises(StorageError, match=words):
-        save(PROFILE)
+        save_profile(PROFILE)
 
 
 FAST, SLOW = DriveRates(3e9, 5e9, "2026-11-22"), DriveRates(1e9, 2e9, "2026-11-23")
 
 
 def test_drives_are_kept_beside_the_profile():
-    save(PROFILE)
+    save_profile(PROFILE)
     save_drive("this-one", "259:1 /a", FAST)
     save_drive("this-one", "259:2 /b", FAST)
     save_drive("this-one", "259:2 /b", SLOW)
-    save(PROFILE)
+    save_profile(PROFILE)
     assert load_drives("this-one") == {"259:1 /a": FAST, "259:2 /b": SLOW}
     assert load_drives("another") == {}
     assert load("this-one") == PROFILE
@@ -153,7 +153,7 @@ NO_WRITE = '{"d": {"write": 0, "read": 1, "measured_on": ""}}'
 
 @pytest.mark.parametrize("text", ["", "{", "[]", "null", '{"d": 1}', '{"d": {}}', NO_WRITE, "\x00"])
 def test_drives_that_cannot_be_read_are_measured_anew(text):
-    save(PROFILE)
+    save_profile(PROFILE)
     drives_file("this-one").write_text(text)
     assert load_drives("this-one") == {}
     assert load("this-one") == PROFILE

@@ -17,7 +17,7 @@ from megatrain.machine.profile import (
     known,
     load,
     part_of,
-    save,
+    save_profile,
     typical,
 )
 from tests.helpers.planned import H200, LAPTOP
@@ -97,7 +97,7 @@ def test_what_was_measured_together_holds_for_what_nccl_was_told(monkeypatch):
 def test_what_was_measured_together_is_kept_for_as_many():
     assert known(ALONE, HOST, 2) is None
     found = replace(assumed(ALONE, HOST, 2), gather=1e9, matmul=((1, 1.0),))
-    save(replace(found, fingerprint=fingerprint(HOST, 2)))
+    save_profile(replace(found, fingerprint=fingerprint(HOST, 2)))
     here = known(ALONE, HOST, 2)
     assert here is not None and here.gather == 1e9
     assert here.matmul == ALONE.matmul, "one's by itself is not measured together"

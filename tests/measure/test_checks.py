@@ -80,7 +80,7 @@ def test_cores_that_are_withheld_are_blamed_on_the_tighter_limit(tmp_path, monke
         monkeypatch.setattr(machine_hardware, "TOPOLOGY", tmp_path)
         monkeypatch.setattr(psutil, "cpu_count", lambda logical: 16)
         monkeypatch.setattr(os, "sched_getaffinity", lambda _, mask=mask: set(range(mask)))
-        found = checks.cores(read_hardware(tmp_path, "cpu"))
+        found = checks.usable_cores(read_hardware(tmp_path, "cpu"))
         assert found.figure == figure
         assert found.advice is None if advice is None else advice in str(found.advice)
 

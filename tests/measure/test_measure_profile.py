@@ -10,10 +10,10 @@ from megatrain.machine.hardware import Gpu, read_hardware
 from megatrain.machine.profile import MachineProfile, Rates, typical, usual_grouped
 from megatrain.measure import compute, disk, profile
 from megatrain.measure.compute import Device
-from megatrain.measure.profile import Sizes, measure_machine
+from megatrain.measure.profile import MeasuredSizes, measure_machine
 from megatrain.measure.transfers import Clock
 from megatrain.optim import AdamW
-from megatrain.reporting.mfu import Attention, ModelFlops
+from megatrain.reporting.mfu import CausalAttention, ModelFlops
 
 CPU = torch.device("cpu")
 OF_GPUS = {"upload", "download", "both", "both_busy", "fp8", "grouped"}
@@ -31,7 +31,9 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compute, "INNER", 16)
     monkeypatch.setattr(compute, "MOST_ROWS", 128)
     for quick in (False, True):
-        monkeypatch.setitem(profile.SIZES, ("cpu", quick), Sizes((2, 4), (8, 16), 16, 1 << 16))
+        monkeypatch.setitem(
+            profile.SIZES, ("cpu", quick), MeasuredSizes((2, 4), (8, 16), 16, 1 << 16)
+        )
     monkeypatch.setattr(Clock, "sample_s", 0.0)
     monkeypatch.setattr(Clock.__init__, "__defaults__", (0.0, 0.0))
 
@@ -95,7 +97,7 @@ def test_a_quick_one_begins_nothing_when_its_time_is_up(tmp_path, monkeypatch):
 
 
 def test_a_gpu_without_grouped_matmuls_reaches_their_usual_share(tmp_path, monkeypatch):
-    sizes = Sizes((2, 4), (8, 16), 16, 1 << 16, rows=(1, 4))
+    sizes = MeasuredSizes((2, 4), (8, 16), 16, 1 << 16, rows=(1, 4))
     monkeypatch.setitem(profile.SIZES, ("cpu", False), sizes)
     with_gpu = replace(read_hardware(tmp_path, "cpu"), gpu=Gpu("NVIDIA H200", 1, 1, (9, 0)))
 
@@ -126,7 +128,9 @@ def test_arithmetic_is_counted_as_in_a_steps_figures(monkeypatch):
     device = compute.Device(Clock(CPU))
     assert device.matmul([5], torch.float32) == ((5, 2 * 5 * 64 * 128),)
     step = ModelFlops(
-        active_parameters=0, matrix_parameters=0, attention=(Attention(3 * compute.HEAD_SIZE),)
+        active_parameters=0,
+        matrix_parameters=0,
+        attention=(CausalAttention(3 * compute.HEAD_SIZE),),
     )
     assert device.attention([4, 8], 16, torch.float32) == (
         (4, step.flops([4] * 4)),

@@ -15,7 +15,7 @@ from megatrain.engine.engine import Engine
 from megatrain.machine.profile import typical
 from megatrain.memory.sizes import PAGE
 from megatrain.models.skeleton import Skeleton
-from megatrain.planner.cost.shape import Frozen, ModelShape, shape_of
+from megatrain.planner.cost.shape import FrozenParts, ModelShape, shape_of
 from megatrain.planner.job import Job
 from megatrain.planner.memory import disk_bytes
 from megatrain.planner.plan import make_plan, render
@@ -29,7 +29,7 @@ from tests.helpers.support import tiny_config
 HALF = replace(
     TINY,
     parameters=5500,
-    frozen=Frozen(
+    frozen=FrozenParts(
         parameters=4500,
         saved_bytes=9000,
         trained_numel=(0, 0, 1500, 4000),
@@ -85,7 +85,7 @@ def freeze_first(shape: ModelShape, blocks: int) -> ModelShape:
     sizes = shape.block_numel
     trained = (*[0] * blocks, *sizes[blocks:])
     of_frozen = sum(sizes[:blocks])
-    frozen = Frozen(of_frozen, 2 * of_frozen, trained, blocks, sum(trained), 0, (False, True))
+    frozen = FrozenParts(of_frozen, 2 * of_frozen, trained, blocks, sum(trained), 0, (False, True))
     return replace(shape, parameters=sum(trained), frozen=frozen)
 
 

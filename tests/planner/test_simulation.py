@@ -9,7 +9,7 @@ import pytest
 
 from megatrain.planner.simulation import (
     BlockTasks,
-    StepOptions,
+    ScheduleOptions,
     StepTimeline,
     overlapped,
     serial,
@@ -17,7 +17,7 @@ from megatrain.planner.simulation import (
 
 NOTHING = BlockTasks(**{field.name: 0.0 for field in fields(BlockTasks)})  # type: ignore[arg-type]
 LAYERS = 6
-ONE_GROUP = StepOptions(
+ONE_GROUP = ScheduleOptions(
     groups=1, micro_batches=4.0, resident=0, sums_on_device=0, stored=True, tied=False
 )
 

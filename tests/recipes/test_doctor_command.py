@@ -20,7 +20,7 @@ from megatrain.machine.hardware import Gpu, Hardware, drive_name, read_hardware
 from megatrain.machine.profile import DriveRates, fingerprint, known, typical
 from megatrain.recipes import doctor
 from megatrain.recipes.doctor import measured_or_typical, measured_together
-from megatrain.reporting.meters import LoadMeter, Reading
+from megatrain.reporting.meters import LoadMeter, ProcessorTimes
 from megatrain.world import World
 
 CPU = torch.device("cpu")
@@ -54,7 +54,7 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
 
 def meter(busy: float) -> LoadMeter:
     """Of a machine with 8 cores, of which other processes keep so many busy."""
-    readings = (Reading(second, second * busy, 0) for second in count())
+    readings = (ProcessorTimes(second, second * busy, 0) for second in count())
     return LoadMeter(lambda: next(readings), 8)
 
 
@@ -99,7 +99,7 @@ def test_a_run_goes_on_without_a_cache(hardware, measured, monkeypatch, caplog):
     def refuse(profile):
         raise StorageError("nowhere to write")
 
-    monkeypatch.setattr(profiles, "save", refuse)
+    monkeypatch.setattr(profiles, "save_profile", refuse)
     with caplog.at_level(logging.WARNING, "megatrain"):
         assert measured_or_typical(hardware, GPU, may_measure=True).launch == 1.5
     assert "nowhere to write" in caplog.text

@@ -16,7 +16,7 @@ from huggingface_hub import ModelCard
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from megatrain.config import Config
-from megatrain.recipes.card import metadata_of, printable, public_name
+from megatrain.recipes.card import in_a_cell, metadata_of, public_name
 from megatrain.reporting.summary import human_seconds
 from megatrain.storage.export import export
 from megatrain.storage.manifest import read_manifest, verify_checkpoint
@@ -180,7 +180,7 @@ def test_of_local_files_only_the_name_is_told():
 
 
 def test_a_name_cannot_break_out_of_its_place():
-    assert printable("a`\n# b|\x1b[2J") == "a??# b??[2J"
+    assert in_a_cell("a`\n# b|\x1b[2J") == "a??# b??[2J"
 
 
 def test_the_page_of_the_run_folder_names_all_that_a_run_leaves(finished):

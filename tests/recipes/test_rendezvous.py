@@ -20,7 +20,7 @@ from megatrain.data.rows import Position
 from megatrain.errors import DataError
 from megatrain.heartbeat import beat, total
 from megatrain.recipes.ranks import liveness, rendezvous
-from megatrain.recipes.ranks.rendezvous import Wait, awaiting, fresh_part, open_store
+from megatrain.recipes.ranks.rendezvous import Wait, awaiting, fresh_part, meeting_store
 from megatrain.recipes.signals import Stopped, StopRequest
 from megatrain.world import World
 from tests.helpers.commands import wait_for
@@ -66,7 +66,7 @@ def test_a_stranger_at_the_address_is_not_waited_for_longer(capfd):
         host, port = stranger.getsockname()
         wait = Wait(timedelta(seconds=0.2), "here:1")
         with pytest.raises(RuntimeError, match="the first rank did not come to here:1"):
-            open_store(host, port, 1, 2, wait)
+            meeting_store(host, port, 1, 2, wait)
     wait_for(lambda: all(each.name != "megatrain-rendezvous" for each in threading.enumerate()))
 
 

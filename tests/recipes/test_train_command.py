@@ -13,7 +13,7 @@ import torch
 import megatrain as mt
 from megatrain.config import load_config
 from megatrain.config.resuming import with_absolute_paths
-from megatrain.data.files import read_text
+from megatrain.data.files import decoded
 from megatrain.recipes import loop
 from megatrain.recipes.model import read_model
 from megatrain.recipes.planned_machine import find_machine
@@ -115,7 +115,7 @@ def test_json_is_all_there_is_on_stdout(megatrain):
 def test_pretraining_from_a_shape_alone(megatrain, project):
     text = "\n".join(turn["content"] for row in chat_rows() for turn in row["messages"]) * 12
     (project / "book.txt").write_text(text)
-    assert len(list(read_text(project / "book.txt"))) > 1, "several pieces of 8 KiB"
+    assert len(list(decoded(project / "book.txt"))) > 1, "several pieces of 8 KiB"
     data = "data={train: book.txt, eval: 1}"
     megatrain("train cfg.yaml method=pretrain 'model={config: model}' train.max_steps=4", data)
     tokens = [row["tokens"] for row in steps_of(project / "run")]

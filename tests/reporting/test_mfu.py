@@ -21,7 +21,7 @@ from megatrain.models.anatomy import Anatomy
 from megatrain.models.constants import Block
 from megatrain.models.skeleton import Skeleton
 from megatrain.planner.cost.shape import shape_of
-from megatrain.reporting.mfu import Attention, ModelFlops
+from megatrain.reporting.mfu import CausalAttention, ModelFlops
 from tests.helpers.planned import sizes
 from tests.helpers.support import NO_NAMES, plain_model, tiny_config
 
@@ -85,7 +85,7 @@ def test_of_a_mixture_a_token_s_own_experts_count():
         assert work.tflops(14, 2.0) == 6 * shape.active_parameters * tokens_per_s / 1e12
 
 
-def attention_of(config: Any) -> tuple[Attention, ...]:
+def attention_of(config: Any) -> tuple[CausalAttention, ...]:
     layouts = [FlatLayout.pack([("w", (1, 1), True)])] * (config.num_hidden_layers + 2)
     blocks = tuple(Block(i, str(i), layout) for i, layout in enumerate(layouts))
     anatomy = Anatomy(blocks, (), "any", 8, 8, None, NO_NAMES)
@@ -100,7 +100,7 @@ def test_layers_without_attention_s_matrices_pay_for_none():
 
 def test_7b_by_hand():
     layer = 2 * 3584 * 3584 + 2 * 3584 * 512 + 3 * 3584 * 18944
-    matrices, layers = 28 * layer + 152064 * 3584, (Attention(28 * 128),) * 28
+    matrices, layers = 28 * layer + 152064 * 3584, (CausalAttention(28 * 128),) * 28
     work = ModelFlops(active_parameters=7_615_616_512, matrix_parameters=matrices, attention=layers)
     attention = 12 * 28 * 3584 * 64 * (1024 * 1025 // 2)
     flops = 6 * matrices * 65536 + attention
@@ -113,8 +113,8 @@ def test_7b_by_hand():
 
 def test_a_sliding_window_is_not_paid_for_outside():
     looks = [[1 if 0 <= query - key < 3 else 0 for key in range(8)] for query in range(8)]
-    assert Attention(1, window=3).pairs(8) == sum(map(sum, looks))
-    assert Attention(1, window=8).pairs(8) == Attention(1).pairs(8) == 36
+    assert CausalAttention(1, window=3).pairs(8) == sum(map(sum, looks))
+    assert CausalAttention(1, window=8).pairs(8) == CausalAttention(1).pairs(8) == 36
 
 
 SLIDES: Any = {"use_sliding_window": True, "max_window_layers": 2, "sliding_window": 128}

@@ -11,7 +11,7 @@ from typing import Any
 
 from rich.console import Console
 
-from megatrain.reporting.meters import Load, LoadMeter, Reading, read_processors
+from megatrain.reporting.meters import Load, LoadMeter, ProcessorTimes, read_processors
 from megatrain.reporting.metrics import StepTime
 from megatrain.reporting.summary import (
     Facts,
@@ -236,7 +236,9 @@ def test_a_small_wait_is_not_worth_a_word():
 
 def load_of(own: float, others: float, count: int) -> Load:
     """On a machine where this run and others use this many of `count` cores, after 40 s."""
-    readings = iter([Reading(0.0, 0.0, 0.0), Reading(40.0, 40.0 * (own + others), 40.0 * own)])
+    readings = iter(
+        [ProcessorTimes(0.0, 0.0, 0.0), ProcessorTimes(40.0, 40.0 * (own + others), 40.0 * own)]
+    )
     found = LoadMeter(lambda: next(readings), count)
     assert not found.read().contended
     return found.read()

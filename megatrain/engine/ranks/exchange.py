@@ -145,7 +145,7 @@ def _sum(total: Tensor, others: Sequence[Tensor]) -> Tensor:
     return total
 
 
-def peers(world: World, device: torch.device) -> bool:
+def peer_devices(world: World, device: torch.device) -> bool:
     """True if the GPUs of one host's ranks reach each other's memory. All ranks call it."""
     if world.is_alone or device.type != "cuda":
         return True
@@ -157,4 +157,4 @@ def shares_weights(settings: Settings, world: World, device: torch.device) -> bo
     """True if the ranks of a host have one copy of its weights in common. All ranks call it."""
     if world.is_alone or world.hosts > 1 or settings.transport == "gather":
         return False
-    return settings.transport == "read" or not peers(world, device)
+    return settings.transport == "read" or not peer_devices(world, device)

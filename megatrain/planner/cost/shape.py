@@ -69,7 +69,7 @@ class CompiledSets:
 
 
 @dataclass(frozen=True)
-class Frozen:
+class FrozenParts:
     """The changes that frozen tensors make to a model's figures."""
 
     parameters: int  # frozen ones
@@ -109,7 +109,7 @@ class ModelShape:
     compiled: CompiledSets | None = None  # None where they are not known
     constant_bytes: int = 0  # of tensors that are not trained, which stay on the device
     scores: int | None = None  # a reward model's head has so many outputs, and no vocabulary
-    frozen: Frozen | None = None  # what the user does not train
+    frozen: FrozenParts | None = None  # what the user does not train
     package_kernels: bool = False  # layers compute with kernels of fla, mamba-ssm, ...
 
     @property
@@ -271,7 +271,7 @@ def _assembled(
     )
 
 
-def _frozen(skeleton: Skeleton, cost: ModelCost) -> Frozen:
+def _frozen(skeleton: Skeleton, cost: ModelCost) -> FrozenParts:
     anatomy = skeleton.anatomy
     idle = sum(layer.idle_parameters for layer in cost.layers)
     idle_frozen = round(idle * (1 - share_of_experts_trained(anatomy)))
@@ -282,7 +282,7 @@ def _frozen(skeleton: Skeleton, cost: ModelCost) -> Frozen:
     )
     if owners:
         head = not owners & set(anatomy.frozen)
-    return Frozen(
+    return FrozenParts(
         parameters=anatomy.frozen_parameters,
         saved_bytes=anatomy.frozen_parameters * skeleton.source_dtype.itemsize,
         trained_numel=tuple(block.layout.trainable for block in anatomy.blocks),

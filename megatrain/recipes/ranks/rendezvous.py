@@ -108,7 +108,7 @@ def _meet(place: Place, stack: ExitStack) -> Liveness:
     host, port = (os.environ[name] for name in MEETING)
     patience = Wait(ALL_COME_WITHIN, f"{host}:{port}")
     try:
-        opened = open_store(host, int(port), rank, size, patience)
+        opened = meeting_store(host, int(port), rank, size, patience)
         store = fresh_part(opened, rank, size, patience, sign_of_life(rank, here))
         stack.callback(_disconnect)  # when nobody is looked after any more
         world = World(rank, size, place.local_rank, place.local_size, store=store)
@@ -176,7 +176,7 @@ class Wait:
             typer.echo(f"waiting for {who} at {self.where}", err=True)
 
 
-def open_store(host: str, port: int, rank: int, size: int, patience: Wait) -> TCPStore:
+def meeting_store(host: str, port: int, rank: int, size: int, patience: Wait) -> TCPStore:
     """The store at this address, which the first rank opens unless torchrun has. Raises
     RuntimeError if it cannot be opened, or nobody opens it in time."""
     opens = rank == 0 and os.environ.get(OF_TORCHRUN) != "True"
