@@ -52,8 +52,7 @@ class Activations:
     """Bytes that depend on how a step is cut and on what is kept from forward to backward.
 
     "Saved activations" are a layer's saved tensors beyond its input and output; its input is its
-    activation checkpoint. They are taken to hold it, which is an upper bound: some eager norms keep
-    a copy instead. A group is the largest accumulation group.
+    activation checkpoint. A group is the largest accumulation group.
     """
 
     choices: Choices
@@ -103,6 +102,13 @@ class Activations:
         """Bytes of a token's activation checkpoint of a recomputed layer, after the codec."""
         return kept_row_bytes(self.job.activations, self.shape.hidden_size, self.weight)
 
+    @cached_property
+    def sent_row_bytes(self) -> int:
+        """Bytes of a token's input, if a layer's saved activations hold it; else 0."""
+        eager, compiled, cheap = self.shape.graphs_keep_inputs
+        kept = (cheap if self.choices.cheap_retention else compiled) if self.job.compiled else eager
+        return self.row_bytes if kept else 0
+
     # -- saved activations and checkpoints ---------------------------------------------------------
 
     def _saved_by_last(self, layers: int) -> int:
@@ -151,7 +157,7 @@ class Activations:
         if choices.offload_activations:
             graph = 0
             if self.saved_on_host:
-                graph = max(self.saved_on_host) + tokens * self.row_bytes
+                graph = max(self.saved_on_host) + tokens * self.sent_row_bytes
             of_group = choices.micro_batches(self.job), choices.retained_on_host
             here = sum(rings(*of_group, tokens * self.checkpoint_row_bytes, graph))
         whole = choices.retained + 1 + choices.second_backward
@@ -162,7 +168,7 @@ class Activations:
         """The rows of the host's table: a group's offloaded activations. Checkpoints are those of
         recomputed layers, and the inputs that saved activations hold."""
         rows = self.recomputed * self.checkpoint_row_bytes
-        rows += self.choices.retained_on_host * self.row_bytes
+        rows += self.choices.retained_on_host * self.sent_row_bytes
         offloads = self.choices.offload_activations
         return {
             "activation checkpoints": self.group_tokens * rows if offloads else 0,

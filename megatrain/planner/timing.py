@@ -350,7 +350,7 @@ class StepCosts:
     def sent_bytes(self) -> list[float]:
         """Bytes of a micro-batch that each layer may send: its checkpoint, or what it saved."""
         kept, tokens = self.layout.activations, self.tokens
-        whole, coded = tokens * kept.row_bytes, tokens * kept.checkpoint_row_bytes
+        whole, coded = tokens * kept.sent_row_bytes, tokens * kept.checkpoint_row_bytes
         full = tokens / self.choices.micro_batch_tokens
         saved = iter(kept.saved_on_host)
         return [

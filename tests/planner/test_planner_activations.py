@@ -81,6 +81,24 @@ def test_graphs_in_host_RAM_take_their_inputs_along():
     assert "retained activations" not in layout(shape=large).host
 
 
+@pytest.mark.parametrize(
+    ("compiled", "cheap", "kept"),
+    [
+        (False, False, (False, True, True)),
+        (True, False, (True, False, True)),
+        (True, True, (True, True, False)),
+    ],
+)
+def test_graphs_that_do_not_hold_their_inputs_leave_them(compiled, cheap, kept):
+    sent = replace(OFFLOADED, retained_on_host=1, cheap_retention=cheap)
+    job = replace(TINY_JOB, compiled=compiled, tokens_per_step=HUGE)
+    held = replace(TINY, retained_cheap=TINY.retained)
+    here, on_host = boundaries(sent, held, job)
+    # five are on their way
+    left = (here - 5 * 16 * STATE, on_host - HUGE * STATE)
+    assert boundaries(sent, replace(held, graphs_keep_inputs=kept), job) == left
+
+
 def test_a_codec_keeps_inputs_of_recomputed_layers_in_fewer_bytes():
     """A hidden state of 10 elements is one group of int8: 64 codes and a scale. One micro-batch is
     whole while it is computed again."""

@@ -43,6 +43,7 @@ class CompiledGraphs:
 
     rows: int
     saved_bytes: int  # between forward and backward, beyond inputs, weights and output
+    keeps_input: bool
     forward: Traffic
     backward: Traffic
     alive: Alive
@@ -103,6 +104,7 @@ def predict_compiled(
         return CompiledGraphs(
             rows,
             saved_bytes(forward),
+            keeps_input(forward),
             traffic(forward),
             traffic(backward),
             alive(forward, backward, rows, runs_on),
@@ -278,6 +280,12 @@ def saved_bytes(forward: fx.Graph) -> int:
     output, *saved = _outputs(forward)
     kept = {_base(node) for node in saved} - {_base(output)}
     return sum(_nbytes(node) for node in kept if node.op != "placeholder")
+
+
+def keeps_input(forward: fx.Graph) -> bool:
+    """True if the layer's first input, its hidden states, is kept for backward."""
+    hidden = next(node for node in forward.nodes if node.op == "placeholder")
+    return any(_base(node) is hidden for node in _outputs(forward)[1:])
 
 
 def traffic(graph: fx.Graph) -> Traffic:

@@ -24,6 +24,7 @@ from megatrain.planner.cost.footprint import (
     Footprint,
     LayerBytes,
     call_peak_bytes,
+    graph_keeps_input,
     tensor_bytes,
 )
 from megatrain.planner.cost.work import (
@@ -120,6 +121,15 @@ class DryRun:
             last=None if last is None else last.bytes_at(rows),
         )
 
+    def graphs_keep_inputs(self) -> tuple[bool, bool, bool]:
+        """True where some layer's graph holds its input besides what `bytes_of` counts: eager,
+        compiled, compiled with cheap retention."""
+        eager = {kind: graph_keeps_input(*self._blank(kind, 1)) for kind in set(self.kinds)}
+        known = self.compiled.items()
+        compiled = eager | {kind: layer.full.keeps_input for kind, layer in known}
+        cheap = eager | {kind: layer.cheap.keeps_input for kind, layer in known}
+        return any(eager.values()), any(compiled.values()), any(cheap.values())
+
     def layer_in_chunks(self, rows: int, chunk_tokens: int) -> int:
         """Working set of the largest layer whose token-wise modules run in chunks of tokens."""
         _ = self.skeleton.token_wise  # found before modules run in chunks
@@ -159,14 +169,14 @@ class DryRun:
         """The work of every block. head_tokens: of a chunk to try the head with."""
         of_kind = {kind: self._layer_cost(kind) for kind in set(self.kinds)}
         anatomy = self.skeleton.anatomy
-        counted = partial(tally, fused=self.fused, runs_on=self.runs_on)
+        count = partial(tally, fused=self.fused, runs_on=self.runs_on)
 
         def embed(rows: int) -> tuple[Operations, Operations]:
-            return counted(lambda: self._embed(rows)[0], [], self._parameters(EMBED))
+            return count(lambda: self._embed(rows)[0], [], self._parameters(EMBED))
 
         def head(chunks: int) -> tuple[Operations, Operations]:
             forward, hidden = self._head(chunks * head_tokens)
-            return counted(forward, [hidden], self._parameters(HEAD))
+            return count(forward, [hidden], self._parameters(HEAD))
 
         of_head = cost_per_token(head, head_tokens)
         if anatomy.labels is None:  # passes over the logits are one kernel each; scores are few

@@ -9,7 +9,7 @@ allocator would see it.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import get_gradient_edge
+from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
@@ -166,6 +166,21 @@ def fused_attention(call: Attention, runs_on: str = "cpu") -> Tensor:
     """Allocates what a fused kernel does, forward and backward."""
     given = call.query, call.key, call.value, call.bias, runs_on
     return _FusedAttentionFunction.apply(*given)  # type: ignore[no-untyped-call, no-any-return]
+
+
+def graph_keeps_input(forward: Callable[[], Tensor], inputs: Sequence[Tensor]) -> bool:
+    """True if the graph of `forward()`, a decoder layer's, saves its hidden states, the first of
+    `inputs`."""
+    seen = set()
+
+    def pack(tensor: Tensor) -> Tensor:
+        seen.add(storage_of(tensor))
+        return tensor.detach()
+
+    watching = saved_tensors_hooks(pack, lambda tensor: tensor)
+    with without_data(), torch.enable_grad(), FusedAttention("cpu"), watching:
+        forward()
+    return storage_of(inputs[0]) in seen
 
 
 def call_peak_bytes(

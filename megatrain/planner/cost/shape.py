@@ -107,6 +107,8 @@ class ModelShape:
     # (chunk tokens, `layer` with token-wise modules computed in chunks)
     layer_chunked: tuple[tuple[int, WorkingSet], ...] = ()
     compiled: CompiledSets | None = None  # None where they are not known
+    # layers' graphs hold their inputs: eager, compiled, compiled with cheap retention
+    graphs_keep_inputs: tuple[bool, bool, bool] = (True, True, True)
     constant_bytes: int = 0  # of tensors that are not trained, which stay on the device
     scores: int | None = None  # a reward model's head has so many outputs, and no vocabulary
     frozen: FrozenParts | None = None  # what the user does not train
@@ -265,6 +267,7 @@ def _assembled(
         cost=cost,
         layer_chunked=chunked,
         compiled=compiled,
+        graphs_keep_inputs=dry.graphs_keep_inputs(),
         constant_bytes=dry.skeleton.constants.nbytes,
         frozen=_frozen(dry.skeleton, cost) if anatomy.frozen_parameters else None,
         package_kernels=dry.skeleton.has_kernels and dry.runs_on == "cuda",

@@ -73,6 +73,16 @@ def test_layers_with_buffers_and_with_masks_by_place_are_counted(family, padded)
     assert all(layer.forward.matmul_flops > 0 for layer in found.cost.layers)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(("dtype", "eager"), [(torch.bfloat16, False), (torch.float32, True)])
+def test_whether_graphs_hold_their_inputs(dtype, eager):
+    """An eager norm computes with its input in float32: a copy, or the input itself. Compiled, the
+    copy is recomputed."""
+    skeleton = Skeleton(LlamaConfig(**SIZES, num_hidden_layers=2), dtype=dtype)
+    found = shape_of(skeleton, 32, [32], compiled=True).graphs_keep_inputs
+    assert found == (eager, True, True)
+
+
 def test_retained_bytes_add_up_layer_by_layer():
     experts: Any = {"num_experts": 4, "moe_intermediate_size": 32, "mlp_only_layers": [0]}
     config = Qwen2MoeConfig(**SIZES, **experts, num_hidden_layers=3)
