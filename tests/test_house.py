@@ -46,7 +46,7 @@ BUDGETS: tuple[tuple[int, tuple[str, ...]], ...] = (
     (58_800, ("engine", "memory", "optim", "schedule")),  # 60_000
     (34_400, ("models",)),  # 31_500
     (38_000, ("data",)),  # 34_000
-    (33_600, ("planner", "planner/cost")),  # 32_000
+    (34_000, ("planner", "planner/cost")),  # 32_000
     (42_400, ("recipes",)),  # 32_000
     (26_300, ("storage",)),  # 24_500, GGUF files among it
     (25_200, ("config",)),  # 20_000
@@ -62,7 +62,7 @@ FLOOR_OF = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
 OUTSIDE_THE_CORE = re.compile(r"(?i)(?<![a-z])(ranks?|hosts|nvme|drives?|world)(?![a-z])")
 CORE_LINES, CORE_TOKENS = 2_990, 19_900  # 2_800, 20_000
 # 42_000, 215, 32_000
-PACKAGE_LINES, PACKAGE_FILES, TEST_LINES = 46_400, 195, 43_270
+PACKAGE_LINES, PACKAGE_FILES, TEST_LINES = 46_450, 195, 43_300
 FILE_LINES, FUNCTION_LINES = 600, 60
 NAMES_IN_TWO_MODULES = 10  # functions and classes: mostly a command and its recipe
 UNNAMED_SINGLE_IMPORTERS = 0
