@@ -147,7 +147,7 @@ def test_a_tower_that_a_text_computes_with_fails_the_self_check(trains, monkeypa
 
     def forward(model: Any, **inputs: Any) -> Any:
         output, bias = plain(model, **inputs), model.model.multi_modal_projector.linear_1.bias
-        if model.training or not trains:
+        if not bias.is_meta and (model.training or not trains):
             output.logits = output.logits + (bias if trains else bias.detach()).mean()
         return output
 

@@ -79,7 +79,7 @@ def garbage(monkeypatch: pytest.MonkeyPatch) -> None:
     """What was not computed is NaN."""
     monkeypatch.setattr(
         module_under_test,
-        "uninitialised",
+        "_uninitialised",
         lambda x, width: x.new_full((len(x), width), float("nan")),
     )
 
