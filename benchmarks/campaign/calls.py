@@ -16,20 +16,8 @@ from benchmarks.campaign.children import Ended, in_child
 
 # `os` functions that change files: between two of them nothing changes
 CHANGES = (
-    "open",
-    "write",
-    "pwrite",
-    "ftruncate",
-    "fsync",
-    "mkdir",
-    "rename",
-    "replace",
-    "unlink",
-    "rmdir",
-    "symlink",
-    "link",
-    "chmod",
-    "sendfile",
+    *("open", "write", "pwrite", "ftruncate", "fsync", "mkdir", "rename", "replace"),
+    *("unlink", "rmdir", "symlink", "link", "chmod", "sendfile"),
 )
 # and those that may fail without changing anything
 READS = ("read", "pread", "preadv", "scandir", "listdir", "stat", "lstat", "readlink")
