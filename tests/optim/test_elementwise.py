@@ -80,6 +80,7 @@ REFUSED: list[tuple[Any, dict[str, Any], str]] = [
     (Lion, {"betas": (0.9, 1.0)}, r"optimizer.betas\[1\]: 1.0 .* below 1"),
     (Lion, {"weight_decay": -0.1}, "optimizer.weight_decay"),
     (Lion, {"moments": "int4"}, "moments: 'int4' is none of float32, bfloat16, int8"),
+    (AdamW, {"moments": "int4"}, "moments: 'int4' is none of float32, bfloat16, int8"),
     (Muon, {"lr": -1.0}, "optimizer.lr"),
     (Muon, {"adamw_lr": -1.0}, "optimizer.adamw_lr"),
     (Muon, {"momentum": 1.0}, "optimizer.momentum"),
