@@ -14,12 +14,12 @@ from tests.helpers.commands import metrics_of, wait_for
 # The time allowed is short where something hangs, and nowhere else: on a busy machine a process may
 # get no time for longer.
 QUICKLY = """
-from megatrain.recipes.signals import Watch
-original_watch, watches = Watch.__init__, []
+from megatrain.recipes.signals import HangWatch
+original_watch, watches = HangWatch.__init__, []
 def known_watch(watch, seconds, log):
     original_watch(watch, seconds, log)
     watches.append(watch)
-Watch.__init__ = known_watch
+HangWatch.__init__ = known_watch
 def allow(seconds):
     for watch in watches:
         watch.allowed_s = seconds
