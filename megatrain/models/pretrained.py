@@ -330,7 +330,10 @@ def quantisation_of(stated: Mapping[str, Any], file: Path) -> Quantisation | Non
                     f"{file}: the weights are quantised ({method}), which cannot be undone here; "
                     "name the unquantised model in bf16, fp16 or fp32 that they were made from"
                 )
-            found = Quantisation(method, _tile(settings, file) if method == "fp8" else None)
+            one = Quantisation(method, _tile(settings, file) if method == "fp8" else None)
+            if found not in (None, one):
+                raise ModelError(f"{file}: states two quantisations; remove the one that is wrong")
+            found = one
     return found
 
 

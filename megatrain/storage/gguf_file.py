@@ -12,7 +12,7 @@ import logging
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -43,7 +43,7 @@ class Family:
     # by GGUF's key: a field of the configuration, or a function of the configuration
     keys: Mapping[str, Any]
     # values of the configuration that readers take for granted, or functions that give them
-    must: Mapping[str, Any] = field(default_factory=dict)
+    must: Mapping[str, Any]
     # patterns of GGUF's names of tensors, and how readers want such tensors
     changes: tuple[tuple[str, Change], ...] = ()
     # types of rotary embeddings that files can express
@@ -63,11 +63,6 @@ class Family:
 def head_dim(config: Any) -> int:
     size: int | None = getattr(config, "head_dim", None)
     return size or int(config.hidden_size // config.num_attention_heads)
-
-
-def _real(name: str) -> Callable[[Any], float | None]:
-    """A float field, which a configuration may hold as an integer."""
-    return lambda config: None if (value := getattr(config, name)) is None else float(value)
 
 
 def _within_window(config: Any) -> int:
@@ -92,7 +87,7 @@ RMS: dict[str, Any] = {
     "attention.head_count_kv": "num_key_value_heads",
     "attention.key_length": head_dim,
     "attention.value_length": head_dim,
-    "attention.layer_norm_rms_epsilon": _real("rms_norm_eps"),
+    "attention.layer_norm_rms_epsilon": lambda config: float(config.rms_norm_eps),
 }
 WINDOWED = {"context_length": _within_window}
 MIXED = {
@@ -172,7 +167,6 @@ FAMILIES = {
         RMS | {"attention.sliding_window": "sliding_window"},
         GEMMA,
         NORMS_PLUS_ONE,
-        rope=("default", "linear"),
     ),
 }
 
@@ -228,7 +222,7 @@ ALWAYS = {"rope_type", "type", "rope_theta", "partial_rotary_factor"}
 
 def rope_problem(config: PretrainedConfig, types: tuple[str, ...]) -> str | None:
     """The part of a model's rotary embeddings that no file can express; None if there is none."""
-    rope, of_windows = _rope(config), _rope_of_windows(config)
+    rope, of_windows = _ropes(config)
     kind = rope.get("rope_type", "default")
     if kind not in types or of_windows.get("rope_type", "default") != "default":
         return f"rotary embeddings of type {kind}"
@@ -239,10 +233,10 @@ def rope_problem(config: PretrainedConfig, types: tuple[str, ...]) -> str | None
 
 
 def rope_keys(config: PretrainedConfig) -> dict[str, Any]:
-    rope = _rope(config)
-    keys: dict[str, Any] = {"rope.dimension_count": head_dim(config)}
-    keys["rope.freq_base"] = float(rope["rope_theta"])
-    if local := _rope_of_windows(config):
+    rope, local = _ropes(config)
+    base = float(rope["rope_theta"])
+    keys: dict[str, Any] = {"rope.dimension_count": head_dim(config), "rope.freq_base": base}
+    if local:
         keys["rope.freq_base_swa"] = float(local["rope_theta"])
     if rope.get("rope_type") == "linear":
         keys |= {"rope.scaling.type": "linear", "rope.scaling.factor": float(rope["factor"])}
@@ -253,7 +247,7 @@ def rope_tensors(config: PretrainedConfig) -> dict[str, torch.Tensor]:
     """By how much scaling slows each frequency, float32 [rotated / 2], by the tensors' names."""
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-    rope = _rope(config)
+    rope, _ = _ropes(config)
     if rope.get("rope_type") != "llama3":
         return {}
     scaled = ROPE_INIT_FUNCTIONS["llama3"](config, "cpu")[0]
@@ -261,15 +255,10 @@ def rope_tensors(config: PretrainedConfig) -> dict[str, torch.Tensor]:
     return {"rope_freqs.weight": 1 / (rope["rope_theta"] ** steps) / scaled}
 
 
-def _rope(config: Any) -> dict[str, Any]:
-    """Parameters of layers without a sliding window, if those with one have their own."""
-    found: dict[str, Any] = config.rope_parameters.get("full_attention", config.rope_parameters)
-    return found
-
-
-def _rope_of_windows(config: Any) -> dict[str, Any]:
-    found: dict[str, Any] = config.rope_parameters.get("sliding_attention", {})
-    return found
+def _ropes(config: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Parameters of layers without a sliding window, and of those with one if they differ."""
+    given = config.rope_parameters
+    return given.get("full_attention", given), given.get("sliding_attention", {})
 
 
 # -- files -----------------------------------------------------------------------------------------
@@ -283,8 +272,6 @@ NAMES = {
     torch.float32: ("F32", "ALL_F32"),
 }
 EXPERT = re.compile(r"\.experts\.(\d+)\.")
-# Readers want these in float32, besides vectors.
-EXACT = re.compile("ffn_gate_inp")
 
 
 class Tensor(NamedTuple):
@@ -358,7 +345,7 @@ def _tensors(
         experts = (len(parts),) if EXPERT.search(parts[0].name) else ()
         whole = torch.empty((*experts, *parts[0].shape), device="meta")
         shape = tuple(family.changed(name, whole, config).shape)
-        exact = len(shape) < 2 or EXACT.search(name)
+        exact = len(shape) < 2 or "ffn_gate_inp" in name  # which readers want in float32
         found.append(Tensor(name, parts, experts, shape, torch.float32 if exact else dtype))
     return found
 

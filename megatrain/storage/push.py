@@ -54,7 +54,8 @@ class Pushed:
 
     def to_dict(self) -> dict[str, Any]:
         found = asdict(self)
-        return {**found, "bytes": found.pop("nbytes")}
+        nbytes = found.pop("nbytes")
+        return {**found, "bytes": nbytes}
 
 
 def push(run_dir: Path | str, repo_id: str, private: bool = False) -> Pushed:
@@ -90,6 +91,12 @@ def push(run_dir: Path | str, repo_id: str, private: bool = False) -> Pushed:
         ]
         message = f"Upload a model trained by MegaTrain {VERSION}"
         commit = str(api.create_commit(made.repo_id, operations, commit_message=message).oid)
+        arrived = api.model_info(made.repo_id, revision=commit)
+        if lost := sorted({*names} - {file.rfilename for file in arrived.siblings or ()}):
+            raise StorageError(
+                f"{arrived.id}: the hub left out {', '.join(lost)}; see whether the .gitignore of "
+                "the repository names them"
+            )
     except _errors() as error:
         raise _explained(error, repo_id) from error
     for name in removed:

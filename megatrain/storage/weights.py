@@ -123,6 +123,14 @@ def load_weights(
     dropped = [name for name, place in found.passthrough.items() if place is None]
     if said := describe_passthrough(source.file, kept, dropped, anatomy.unused_weights):
         logger.info(said)
+    trained = sorted(name for place, name in found.names.items() if not place.constant)
+    wide = [name for name in trained if candidates[name].dtype == torch.float32]
+    if store.arrays["weight"].dtype == torch.bfloat16 and 0 < len(wide) < len(trained):
+        logger.info(
+            f"{source.file}: has {_listed(wide)} in float32, unlike the rest; masters are exact, "
+            "but layers compute with bfloat16, and so it is saved (`megatrain export --dtype "
+            "float32` has the masters)"
+        )
     held = {place: stored[name] for place, name in found.names.items() if name in stored}
     return anatomy.published.named_as(found.names), with_frozen(kept, held, store)
 

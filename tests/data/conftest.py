@@ -13,7 +13,7 @@ from megatrain.data import encoding, shards
 from megatrain.data.build import encode_source
 from megatrain.data.encoding import RowOptions
 from megatrain.data.rows import TokenRows
-from tests.helpers.commands import CHATML, SPECIAL
+from tests.helpers.commands import CHATML, byte_level_bpe
 from tests.helpers.commands import write_jsonl as save_jsonl
 from tests.helpers.once import no_power_is_lost, rows_are_encoded_here
 
@@ -53,20 +53,10 @@ def smollm2() -> Any:
 @pytest.fixture(scope="session")
 def make_tokenizer() -> MakeTokenizer:
     """make_tokenizer(template, trim_offsets=True, bos=False): byte-level BPE as GPT-2's."""
-    from tokenizers import Tokenizer, models, pre_tokenizers, processors, trainers
-    from tokenizers import decoders as token_decoders
+    from tokenizers import Tokenizer, processors
     from transformers import PreTrainedTokenizerFast
 
-    base = Tokenizer(models.BPE())
-    base.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    base.decoder = token_decoders.ByteLevel()
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(
-        vocab_size=400, special_tokens=SPECIAL, initial_alphabet=alphabet, show_progress=False
-    )
-    base.train_from_iterator([CORPUS] * 4, trainer)
-    trained = base.to_str()
-
+    trained = byte_level_bpe([CORPUS] * 4, 400).to_str()
     begin = processors.TemplateProcessing(
         single="<|im_start|> $A", special_tokens=[("<|im_start|>", 1)]
     )

@@ -58,21 +58,29 @@ def chat_rows(count: int = ROWS) -> list[Row]:
     return rows
 
 
-def tiny_tokenizer() -> Any:
-    """BPE of all bytes and 41 merges, with a chat template."""
+def byte_level_bpe(texts: list[str], vocab_size: int) -> Any:
+    """BPE as GPT-2's, trained on a few texts."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-    from transformers import PreTrainedTokenizerFast
 
     base = Tokenizer(models.BPE())
     base.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     base.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     trainer = trainers.BpeTrainer(
-        vocab_size=300, special_tokens=SPECIAL, initial_alphabet=alphabet, show_progress=False
+        vocab_size=vocab_size,
+        special_tokens=SPECIAL,
+        initial_alphabet=alphabet,
+        show_progress=False,
     )
-    base.train_from_iterator(
-        [turn["content"] for row in chat_rows() for turn in row["messages"]], trainer
-    )
+    base.train_from_iterator(texts, trainer)
+    return base
+
+
+def tiny_tokenizer() -> Any:
+    """BPE of all bytes and 41 merges, with a chat template."""
+    from transformers import PreTrainedTokenizerFast
+
+    base = byte_level_bpe([turn["content"] for row in chat_rows() for turn in row["messages"]], 300)
     return PreTrainedTokenizerFast(
         tokenizer_object=base, eos_token=SPECIAL[0], pad_token=SPECIAL[0], chat_template=CHATML
     )

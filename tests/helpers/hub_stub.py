@@ -46,6 +46,7 @@ class Hub:
     asked: list[tuple[str, str]] = field(default_factory=list)
     put: list[str] = field(default_factory=list)
     break_put: Callable[[int], bool] = lambda nbytes: False
+    ignored: tuple[str, ...] = ()  # by its .gitignore
     refuse: dict[str, tuple[int, str]] = field(default_factory=dict)
 
 
@@ -148,7 +149,8 @@ class Handler(BaseHTTPRequestHandler):
     def upload(self, repo: Repository, file: dict[str, Any]) -> Any:
         name = file["path"]
         mode = "lfs" if name.endswith(".safetensors") else "regular"
-        return {"path": name, "uploadMode": mode, "shouldIgnore": False, "oid": None}
+        ignored = name in self.hub.ignored
+        return {"path": name, "uploadMode": mode, "shouldIgnore": ignored, "oid": None}
 
     def lfs_object(self, file: dict[str, Any]) -> Any:
         if file["oid"] in self.hub.large:

@@ -17,6 +17,10 @@ def line(per_token: int, fixed: int = 0) -> WorkingSet:
     return WorkingSet(tuple((tokens, fixed + per_token * tokens) for tokens in TOKENS))
 
 
+def of_head(*nbytes: int) -> WorkingSet:
+    return WorkingSet(tuple(zip((256, *TOKENS[:4]), nbytes, strict=True)))
+
+
 def retained(bytes_per_token: int, layers: int) -> tuple[WorkingSet, ...]:
     """Graphs of equal layers, by their number."""
     return tuple(line(count * bytes_per_token) for count in range(layers + 1))
@@ -33,7 +37,6 @@ QWEN_SIZES = {
     "7B": sizes(3584, 18944, 28, 4),
     "14B": sizes(5120, 13824, 40, 8),
 }
-
 
 # Qwen2.5's layers, sequence 1024, bf16, on CUDA.
 QWEN_7B = ModelShape(
@@ -52,15 +55,7 @@ QWEN_7B = ModelShape(
         )
     ),
     embed=WorkingSet(((1024, 1_097_875_456), (16_384, 1_208_098_816))),
-    head=WorkingSet(
-        (
-            (256, 1_177_027_588),
-            (1024, 1_456_949_252),
-            (2048, 2_109_175_812),
-            (4096, 3_413_628_932),
-            (8192, 6_022_535_172),
-        )
-    ),
+    head=of_head(1_177_027_588, 1_456_949_252, 2_109_175_812, 3_413_628_932, 6_022_535_172),
     calls=WorkingSet(((1024, 532_480), (16_384, 532_480))),  # rows share the rotary tables
     retained=retained(225_400, 28),
     retained_compiled=retained(151_672, 28),
@@ -113,15 +108,7 @@ QWEN_1B8 = ModelShape(
     vocab_size=151_936,
     layer=line(142_392, 27_525_120),
     embed=line(3_080, 466_747_392),
-    head=WorkingSet(
-        (
-            (256, 548_471_812),
-            (1024, 793_645_060),
-            (2048, 1_120_542_724),
-            (4096, 1_774_338_052),
-            (8192, 3_081_928_708),
-        )
-    ),
+    head=of_head(548_471_812, 793_645_060, 1_120_542_724, 1_774_338_052, 3_081_928_708),
     calls=WorkingSet(((1024, 532_480), (16_384, 532_480))),
     retained=retained(103_480, 28),
     retained_compiled=retained(70_200, 28),

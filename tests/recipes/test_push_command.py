@@ -62,6 +62,7 @@ def test_private_arrives_with_the_repository(megatrain, finished, hub):
         assert done["url"] == f"{hub.url}/{name}"
         assert done["private"] is True
         assert sorted(done["files"]) == sorted(hub.repositories[name].files)
+        assert done.keys() == {"url", "commit", "files", "bytes", "private", "removed"}
         assert done["bytes"] == sum(map(len, hub.repositories[name].files.values()))
 
 
@@ -231,6 +232,12 @@ def test_a_hub_that_cannot_be_reached(megatrain, finished, hub):
         assert "http://127.0.0.1:9 cannot be reached; check the network" in said
         patch.setattr(constants, "HF_HUB_OFFLINE", True)
         assert "HF_HUB_OFFLINE" in megatrain("push run me/model", code=2).err
+
+
+def test_what_the_repository_ignores_is_not_said_to_be_there(megatrain, finished, hub):
+    hub.ignored = ("model.safetensors",)
+    said = megatrain("push run me/model", code=7).err
+    assert "the hub left out model.safetensors" in said and ".gitignore" in said
 
 
 def test_in_python(finished, hub):

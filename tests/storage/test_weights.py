@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -12,6 +13,7 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
+from megatrain.engine.engine import Engine
 from megatrain.errors import ModelError
 from megatrain.memory.layout import ArraySpec
 from megatrain.memory.store import Store
@@ -22,6 +24,7 @@ from megatrain.optim.split import join_master
 from megatrain.storage.safetensors import read_chunks
 from megatrain.storage.weights import load_weights
 from tests.helpers.files import add_tensors, gguf_writer
+from tests.helpers.support import plain_model, tiny_config
 
 Tensors = dict[str, torch.Tensor]
 Change = Callable[[Tensors], Tensors]
@@ -83,6 +86,19 @@ def rewrite(folder: Path, change: Change) -> None:
 
 def same(a: Tensors, b: Tensors) -> bool:
     return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+def test_what_is_float32_among_others_is_told(tmp_path, caplog):
+    """transformers keeps routers of some mixtures so."""
+    model: Any = plain_model(tiny_config("llama"), dtype=torch.bfloat16)
+    model.save_pretrained(tmp_path)
+    name = "model.norm.weight"
+    rewrite(tmp_path, lambda tensors: tensors | {name: tensors[name].float()})
+    for precision, told in (("bfloat16", 1), ("float32", 0)):
+        caplog.clear()
+        with caplog.at_level(logging.INFO, "megatrain"):
+            Engine.from_pretrained(tmp_path, precision=precision, device="cpu").close()
+        assert caplog.text.count(f"has {name} in float32, unlike the rest") == told
 
 
 def test_every_float_is_kept_exactly(tmp_path):
