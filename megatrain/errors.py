@@ -53,19 +53,6 @@ class PlanError(MegaTrainError):
     exit_code = 4
 
 
-class TooManyRanks(PlanError):
-    """A step has work for fewer ranks than there are.
-
-    Attributes:
-        why: the first words of the message.
-        most: how many have work.
-    """
-
-    def __init__(self, sentence: str, why: str = "", most: int = 0) -> None:
-        super().__init__(sentence)
-        self.why, self.most = why, most
-
-
 class OutOfMemory(MegaTrainError):
     """An allocation failed although the plan said that it fits; the message names the array."""
 

@@ -240,7 +240,6 @@ ERRORS = [
     (errors.ModelError, 2),
     (errors.DataError, 3),
     (errors.PlanError, 4),
-    (errors.TooManyRanks, 4),
     (errors.OutOfMemory, 5),
     (errors.DivergedError, 6),
     (errors.StorageError, 7),

@@ -196,15 +196,13 @@ def bench(
 
 
 def on_several(settings: Config) -> None:
-    """Start this command once for each GPU that the config takes, if it takes several and they have
-    work, and leave with their exit code."""
+    """Start this command once for each GPU that the config takes, if it takes several, and leave
+    with their exit code."""
     from megatrain.recipes.ranks.launch import be_quiet_as_rank, ranks_for, run_ranks
 
     be_quiet_as_rank()
     if (size := ranks_for(settings)) > 1:
-        code = run_ranks(GIVEN, size, or_fewer=settings.gpus == "auto")
-        if code is not None:
-            raise typer.Exit(code)
+        raise typer.Exit(run_ranks(GIVEN, size))
 
 
 def _target_of(arguments: list[str] | None, command: str) -> tuple[str, list[str]]:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from megatrain.errors import ConfigError, TooManyRanks
+from megatrain.errors import ConfigError, PlanError
 from megatrain.machine.hardware import MIB, communicators
 from megatrain.schedule import UNCHANGED
 from megatrain.settings import Chosen, Settings
@@ -240,7 +240,7 @@ class Budget:
 
 
 def check_job_ranks(job: Job) -> None:
-    """Raise TooManyRanks or ConfigError for what several ranks cannot do together."""
+    """Raise PlanError or ConfigError for what several ranks cannot do together."""
     if job.size == 1:
         return
     if job.hosts > 1 and job.reads:
@@ -256,10 +256,12 @@ def check_job_ranks(job: Job) -> None:
         raise too_many_ranks(found, rows, job.size, f"raise train.{key} to {least:,}")
 
 
-def too_many_ranks(why: str, most: int, ranks: int, way_on: str) -> TooManyRanks:
+def too_many_ranks(why: str, most: int, ranks: int, way_on: str) -> PlanError:
     """The error of a step with work for `most` ranks. way_on: what gives all of them work."""
-    why = f"{why} work for at most {number_of(most, 'GPU')}"
-    return TooManyRanks(f"{why}, not for {ranks}: take at most {most}, or {way_on}", why, most)
+    return PlanError(
+        f"{why} work for at most {number_of(most, 'GPU')}, not for {ranks}: take at most {most} "
+        f"(on one host gpus: {most}), or {way_on}"
+    )
 
 
 def number_of(number: int, noun: str) -> str:

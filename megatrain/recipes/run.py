@@ -30,7 +30,6 @@ from megatrain.errors import (
     DataError,
     ModelError,
     StorageError,
-    TooManyRanks,
     if_forbidden,
 )
 from megatrain.heartbeat import may_end_here
@@ -120,13 +119,7 @@ def plan(
         other["gpus"] = config.gpus
     if other or shape_alone or (gpus := ranks_for(config)) == 1:
         return _planned(config, shape_alone, other)
-    try:
-        return _planned(config, shape_alone, {"gpus": gpus})
-    except TooManyRanks as error:
-        if config.gpus != "auto":
-            raise
-        logger.info(f"{error.why}: {error.most} of {gpus} are used")
-        return _planned(config, shape_alone, {"gpus": error.most} if error.most > 1 else {})
+    return _planned(config, shape_alone, {"gpus": gpus})
 
 
 def _planned(config: Config, shape_alone: bool, other: Mapping[str, Any]) -> Plan:

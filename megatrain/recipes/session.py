@@ -23,7 +23,7 @@ from megatrain.config import Config
 from megatrain.config.resuming import RESOLVED_FILE, check_changes, for_state, resumed_configs
 from megatrain.data.micro_batches import ReferenceArray
 from megatrain.engine.engine import Engine
-from megatrain.errors import ConfigError, MegaTrainError, StorageError
+from megatrain.errors import ConfigError, StorageError
 from megatrain.heartbeat import BYTES_READ, WEIGHTS_READ, may_end_here
 from megatrain.planner.plan import Plan
 from megatrain.recipes.describe import (
@@ -70,7 +70,6 @@ from megatrain.storage.run_folder import (
     bytes_needed,
     checkpoint_name,
     checkpoints,
-    forget_unused,
     newer_than,
     run_lock,
 )
@@ -109,34 +108,21 @@ class Session:
 @contextmanager
 def run_session(path: Path, hang_timeout: int | None, world: World) -> Iterator[Session]:
     """Lock the folder, write its log, and heed signals; a watchdog ends the process after
-    `hang_timeout` seconds without a sign of life.
-
-    A folder that was made for a run which failed or was stopped before its first step is removed.
-    Of several ranks the first one has the folder and the terminal.
-    """
-    console, made = console_on(stderr=True), world.is_first and not os.path.exists(path)
+    `hang_timeout` seconds without a sign of life. Of several ranks the first one has the folder and
+    the terminal."""
+    console = console_on(stderr=True)
     who = "" if world.is_first else f"[rank {world.rank} {socket.gethostname()}] "
     with stop_requests() as stop, run_lock(path) if world.is_first else nullcontext() as lock:
-        try:
-            seen_by_all(path, world)
-            watched = watchdog(hang_timeout, path / LOG_FILE)
-            with logging_to(path, console, who), watched as watch:
-                # all have opened their log, before one may remove the folder
-                world.all_gather(None)
-                if lock is not None and lock.warning:
-                    logger.warning(lock.warning)
-                if not verifies() and world.is_first:
-                    logger.warning(UNVERIFIED)
-                quiet_libraries()
-                shown = console if world.is_first else Console(quiet=True)
-                yield Session(path, lock, shown, stop, watch, world)
-        except MegaTrainError:  # of any other the log has the traceback
-            if made:
-                forget_unused(path)
-            raise
-        finally:
-            if made and stop.came() and stop.early:
-                forget_unused(path, DESCRIPTION)
+        seen_by_all(path, world)
+        watched = watchdog(hang_timeout, path / LOG_FILE)
+        with logging_to(path, console, who), watched as watch:
+            if lock is not None and lock.warning:
+                logger.warning(lock.warning)
+            if not verifies() and world.is_first:
+                logger.warning(UNVERIFIED)
+            quiet_libraries()
+            shown = console if world.is_first else Console(quiet=True)
+            yield Session(path, lock, shown, stop, watch, world)
 
 
 def seen_by_all(path: Path, world: World) -> None:

@@ -6,7 +6,6 @@ that end in `.tmp` are work in progress and never read; the next save removes th
 
 from __future__ import annotations
 
-import contextlib
 import fcntl
 import os
 import re
@@ -133,14 +132,6 @@ def make_run_dir(run_dir: Path) -> bool:
         return False
     safe = f"make it yours alone (chmod go-w {run_dir})"
     raise ConfigError(f"{run_dir}: others may write in it; {safe}, or {ANOTHER_OUTPUT} folder")
-
-
-def forget_unused(run_dir: Path, also: Collection[str] = ()) -> None:
-    """Remove the folder of a run that ended before it wrote more than its lock and log, and `also`,
-    if that can be removed."""
-    with contextlib.suppress(OSError):
-        if {path.name for path in run_dir.iterdir()} <= {LOCK, "train.log", *also}:
-            shutil.rmtree(run_dir)
 
 
 def checkpoint_name(step: int) -> str:

@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 import megatrain
 
 CHATML = (
@@ -139,6 +141,24 @@ def steps_of(run_dir: Path) -> list[Row]:
 
 def evaluations_of(run_dir: Path) -> list[Row]:
     return [row for row in metrics_of(run_dir) if "eval_loss" in row]
+
+
+def small_windows(patch: pytest.MonkeyPatch, *, waits: bool = False) -> None:
+    """Rows that are trained on while they are tokenised come in windows of 20. waits: the third one
+    waits for a file `go` in the current folder."""
+    from megatrain.data import encoding, shards, streaming
+
+    write = shards._write_shard
+
+    def slow(making: Any, *rest: Any) -> None:
+        while waits and len(making.shards) >= 2 and not Path("go").exists():
+            time.sleep(0.01)
+        write(making, *rest)
+
+    patch.setattr(encoding, "BATCH_ROWS", 5)
+    patch.setattr(shards, "SHARD_ROWS", 20)
+    patch.setattr(streaming, "LOOKED_EVERY_S", 0.01)
+    patch.setattr(shards, "_write_shard", slow)
 
 
 def wait_for(condition: Callable[[], bool], seconds: float = 30) -> None:

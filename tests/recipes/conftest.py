@@ -15,7 +15,9 @@ from typing import Any
 import pytest
 
 from megatrain import cli
+from megatrain.recipes import loop
 from megatrain.recipes.signals import STOPS
+from megatrain.recipes.state import Run
 from tests.helpers.commands import (
     Answer,
     Command,
@@ -25,6 +27,8 @@ from tests.helpers.commands import (
     tiny_tokenizer,
 )
 from tests.helpers.once import commands_are_short, runs_are_quick
+
+BeforeStep = Callable[[int, Callable[[], object]], None]
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -161,17 +165,30 @@ def killed(copied: Path) -> Path:
 
 
 @pytest.fixture
-def stop_after(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
-    """stop_after(5): SIGTERM arrives during step 5."""
-    from megatrain.recipes import loop
-
+def before_step(monkeypatch: pytest.MonkeyPatch) -> BeforeStep:
+    """before_step(3, action): calls it when step 3 begins."""
     original = loop.train_step
-    at: list[int] = []
+    actions: dict[int, Callable[[], object]] = {}
 
-    def train_step(run: Any, *rest: Any, **named: Any) -> None:
-        original(run, *rest, **named)
-        if at and run.step == at[0]:
-            os.kill(os.getpid(), signal.SIGTERM)
+    def train_step(run: Run, *rest: Any) -> None:
+        actions.get(run.step + 1, lambda: None)()
+        original(run, *rest)
 
     monkeypatch.setattr(loop, "train_step", train_step)
-    return lambda step: at.__setitem__(slice(None), [step])
+    return actions.__setitem__
+
+
+@pytest.fixture
+def stop_after(before_step: BeforeStep) -> Callable[[int], None]:
+    """stop_after(5): SIGTERM arrives during step 5."""
+    return lambda step: before_step(step, lambda: os.kill(os.getpid(), signal.SIGTERM))
+
+
+@pytest.fixture
+def absurd_from_step_4() -> Iterator[pytest.MonkeyPatch]:
+    """The learning rate, until it is undone."""
+    sane = Run.learning_rate.fget  # type: ignore[attr-defined]
+    with pytest.MonkeyPatch.context() as patch:
+        absurd = property(lambda run: 1e30 if run.step >= 3 else sane(run))
+        patch.setattr(Run, "learning_rate", absurd)
+        yield patch

@@ -8,7 +8,7 @@ import re
 import shlex
 import shutil
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -131,16 +131,6 @@ def test_patience_without_held_out_rows_is_refused(megatrain, project):
 
 LAST = "train.max_steps=9"
 COMMAND = re.compile(r"megatrain (.*)$", re.MULTILINE)
-
-
-@pytest.fixture
-def absurd_from_step_4() -> Iterator[pytest.MonkeyPatch]:
-    """The learning rate, until it is undone."""
-    sane = Run.learning_rate.fget  # type: ignore[attr-defined]
-    with pytest.MonkeyPatch.context() as patch:
-        absurd = property(lambda run: 1e30 if run.step >= 3 else sane(run))
-        patch.setattr(Run, "learning_rate", absurd)
-        yield patch
 
 
 def printed_command(said: str) -> str:

@@ -114,10 +114,6 @@ NO_EFFECT: dict[str, tuple[list[Change], list[str]]] = {
         [edit("model/config.json", '"model_type":', "")],
         [f"configuration {HAS_CHANGED}"],
     ),
-    "no model": (
-        [remove("model")],
-        ["model: is no longer there; the checkpoint describes the model"],
-    ),
     "no config.json": ([remove("model/config.json")], ["model: has no config.json"]),
     "the run's files": (
         [
@@ -176,13 +172,7 @@ TAKEN: dict[str, tuple[list[Change], list[str], int]] = {
 # what is refused
 REFUSED: dict[str, tuple[Change, int, str]] = {
     "seed": (asked("seed: 0", "seed: 1"), 2, "train.seed: cannot change from 0 to 1 in a resumed"),
-    "precision": (
-        asked("precision: auto", "precision: bfloat16"),
-        2,
-        "precision: cannot change from 'float32' to 'bfloat16' in a resumed run",
-    ),
     "method": (asked("method: sft", "method: pretrain"), 2, "data.train_on: method: pretrain"),
-    "a typo": (asked("seed: 0", "seeed: 0"), 2, "train.seeed: did you mean seed?"),
     "broken YAML": (asked("method: sft", "method: [sft"), 2, "run/config.yaml:"),
     "no config": (remove("run/config.yaml"), 2, "run: is not a run folder (no config.yaml)"),
     "state": (

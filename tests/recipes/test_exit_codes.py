@@ -16,7 +16,6 @@ import pytest
 from megatrain.engine.gradients import Gradients
 from megatrain.machine import hardware
 from megatrain.recipes import loop
-from megatrain.recipes.state import Run
 from tests.helpers.commands import (
     POSITIONS,
     Answer,
@@ -26,16 +25,6 @@ from tests.helpers.commands import (
     steps_of,
     write_jsonl,
 )
-
-
-def test_a_start_that_fails_leaves_no_folder(megatrain, project):
-    """One that was there stays, with what is in it."""
-    write_jsonl(project / "rows.jsonl", [{"nothing": 1}])
-    megatrain("train cfg.yaml output=new/run", code=3)
-    assert not (project / "new" / "run").exists()
-    (project / "mine").mkdir(mode=0o700)
-    megatrain("train cfg.yaml output=mine", code=3)
-    assert (project / "mine" / "train.log").exists()
 
 
 def sentence(done: Answer) -> str:
@@ -192,14 +181,6 @@ def test_an_allocation_that_fails_is_5(megatrain, project, monkeypatch, error):
     words = sentence(megatrain("train cfg.yaml", code=5))
     assert words.startswith("out of host memory, although only ")
     assert "close other programs, or set train.micro_batch_tokens: 128" in words
-
-
-@pytest.fixture
-def absurd_from_step_4(monkeypatch: pytest.MonkeyPatch) -> None:
-    sane = Run.learning_rate.fget  # type: ignore[attr-defined]
-    monkeypatch.setattr(
-        Run, "learning_rate", property(lambda run: 1e30 if run.step >= 3 else sane(run))
-    )
 
 
 @pytest.mark.usefixtures("absurd_from_step_4")

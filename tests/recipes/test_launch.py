@@ -7,7 +7,6 @@ import signal
 import sys
 import threading
 from functools import partial
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock, patch
@@ -21,13 +20,7 @@ from megatrain.errors import ConfigError
 from megatrain.machine.launcher import Place, share_of_cores
 from megatrain.recipes.planned_machine import find_machine
 from megatrain.recipes.ranks import launch
-from megatrain.recipes.ranks.launch import (
-    FEWER,
-    environment_of,
-    free_port,
-    ranks_for,
-    run_ranks,
-)
+from megatrain.recipes.ranks.launch import environment_of, free_port, ranks_for, run_ranks
 from megatrain.recipes.ranks.rendezvous import as_rank, bind, own_device
 from megatrain.world import World
 from tests.helpers.commands import wait_for
@@ -72,15 +65,21 @@ def gpus(monkeypatch):
         (4, "1,-1,3", {}, 1),
         (4, "", {}, 1),
         (4, None, {"gpus": 2}, 2),
+        (4, None, {"train": {"rows_per_step": 3}}, 3),
+        (4, None, {"train": {"rows_per_step": 3}, "gpus": 4}, 4),
+        (4, None, {"train": {"rows_per_step": 1, "context_parallel": 2}}, 2),
         (4, None, {"device": "cpu"}, 1),
         (0, None, {}, 1),
     ],
 )
-def test_so_many_gpus_are_used(gpus, monkeypatch, there, visible, keys, ranks):
+def test_so_many_gpus_are_used(gpus, monkeypatch, capsys, there, visible, keys, ranks):
     gpus(there)
     if visible is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     assert ranks_for(config(**keys)) == ranks
+    fewer = "train" in keys and ranks < there
+    said = f"a step has work for {ranks} of {there} GPUs (train.rows_per_step)\n"
+    assert capsys.readouterr().err == (said if fewer else "")
 
 
 def test_gpus_that_cannot_be_used_are_refused(gpus, monkeypatch):
@@ -133,44 +132,6 @@ def test_all_end_with_one_and_its_code_is_the_command_s(program, capfd, codes, e
     assert sorted(said.out.splitlines()) == [f"rank {n} of {len(codes)}" for n in range(len(codes))]
     killed = "error: rank 0 was killed by SIGKILL, so all have ended\n"
     assert said.err == (killed if "kill" in codes else "")
-
-
-TOO_MANY = f"""
-import json, os, pathlib, sys
-size, most, told = int(os.environ["WORLD_SIZE"]), int(sys.argv[1]), os.environ.get("{FEWER}")
-if size > most and told:
-    if os.environ["RANK"] == "0":
-        pathlib.Path(told).write_text(json.dumps(["a step has few rows", size - 1]))
-    sys.exit(4)
-os.write(1, f"rank of {{size}}\\n".encode())
-sys.exit(5)
-"""
-
-
-@pytest.mark.parametrize(
-    ("most", "or_fewer", "ended", "said"),
-    [
-        (2, True, ["rank of 2"] * 2, "a step has few rows: 2 of 3 are used\n"),
-        (1, True, [], "".join(f"a step has few rows: {n} of 3 are used\n" for n in (2, 1))),
-        (2, False, ["rank of 3"] * 3, ""),
-    ],
-)
-def test_as_many_begin_again_as_have_work(monkeypatch, capfd, most, or_fewer, ended, said):
-    monkeypatch.setattr(launch, "COMMAND", (sys.executable, "-c", TOO_MANY, str(most)))
-    code = run_ranks([], 3, or_fewer=or_fewer)
-    assert code == (5 if ended else None)
-    found = capfd.readouterr()
-    assert found.out.splitlines() == ended
-    assert found.err == said
-
-
-@pytest.mark.slow
-def test_one_that_has_work_is_the_process_itself(megatrain, monkeypatch):
-    monkeypatch.setattr(launch, "COMMAND", (sys.executable, "-c", TOO_MANY, "1"))
-    monkeypatch.setattr(launch, "visible_gpus", lambda: ["0", "1", "2"])
-    monkeypatch.setattr(launch, "built_for_cuda", lambda: True)
-    assert "1 of 3 are used" in megatrain("train cfg.yaml device=auto train.max_steps=1").err
-    assert Path("run/final").exists()
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 75), (signal.SIGINT, 130)])
@@ -305,13 +266,10 @@ def test_the_plan_of_another_machine_has_the_config_s_gpus(project, megatrain):
     assert megatrain(f"plan cfg.yaml {there} --gpus 1").json["ranks"]["gpus"] == 1
 
 
-def test_a_plan_is_for_as_many_gpus_as_have_work(project, megatrain, monkeypatch):
+def test_a_plan_for_more_gpus_than_have_work_is_refused(megatrain, monkeypatch):
     monkeypatch.setattr("megatrain.recipes.run.ranks_for", lambda _: 3)
-    line = "plan cfg.yaml train.rows_per_step=2 train.tokens_per_step=null --json"
-    done = megatrain(line)
-    assert "a step of 2 rows has work for at most 2 GPUs: 2 of 3 are used" in done.err
-    assert done.json["ranks"]["gpus"] == 2
-    assert "not for 3: take at most 2" in megatrain(f"{line} gpus=3", code=4).err
+    said = megatrain("plan cfg.yaml train.rows_per_step=2 train.tokens_per_step=null", code=4).err
+    assert "a step of 2 rows has work for at most 2 GPUs, not for 3: take at most 2" in said
 
 
 def test_what_takes_several_gpus_or_hosts_is_said_of_one(project, megatrain):

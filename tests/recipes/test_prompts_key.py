@@ -79,7 +79,7 @@ def test_what_cannot_be_answered_is_refused(megatrain, project):
     for keys in REFUSED:
         code, words = REFUSED[keys]
         assert words in megatrain(f"train cfg.yaml {keys}", code=code).err
-        assert not (project / "run").exists()
+        assert not (project / "run" / "config.yaml").exists()
 
 
 def test_a_wrong_file_is_refused_before_torch_is_imported(megatrain, project, monkeypatch):

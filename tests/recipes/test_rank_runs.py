@@ -15,17 +15,15 @@ from typing import Any
 import pytest
 
 from megatrain.config import load_config
-from megatrain.data import encoding, shards, streaming
 from megatrain.heartbeat import may_end_here
 from megatrain.recipes import loop
 from megatrain.recipes.ranks import liveness
-from megatrain.recipes.ranks.launch import FEWER
 from megatrain.reporting.summary import human_bytes
 from megatrain.storage.checkpoint import read_about
 from tests.helpers.commands import (
-    chat_rows,
     evaluations_of,
     make_project,
+    small_windows,
     steps_of,
     wait_for,
     write_jsonl,
@@ -263,17 +261,7 @@ SEVENS = "train.rows_per_step=7", "checkpoint.every=100", "train.eval_every=100"
 @pytest.fixture
 def windows(project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """60 rows in three windows, of which the third waits for a file; an empty cache."""
-    write = shards._write_shard
-
-    def slow(making: Any, *rest: Any) -> None:
-        while len(making.shards) >= 2 and not (project / "go").exists():
-            time.sleep(0.01)
-        write(making, *rest)
-
-    monkeypatch.setattr(encoding, "BATCH_ROWS", 5)
-    monkeypatch.setattr(shards, "SHARD_ROWS", 20)
-    monkeypatch.setattr(streaming, "LOOKED_EVERY_S", 0.01)
-    monkeypatch.setattr(shards, "_write_shard", slow)
+    small_windows(monkeypatch, waits=True)
     monkeypatch.setenv("MEGATRAIN_CACHE", str(tmp_path / "cache"))
     config = (project / "cfg.yaml").read_text().replace("tokens_per_step: 256, ", "")
     config = config.replace("eval: 8}", "eval: 4, streaming: true, processes: 1}")
@@ -334,30 +322,3 @@ def test_what_is_not_built_is_refused_and_said_once(project, keys, code, words):
     assert started.wait(SOON_S) == [code, code]
     (said,) = [line for text in started.said() for line in text.splitlines() if "error" in line]
     assert words in said
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("keys", "why", "most"),
-    [
-        ("train.rows_per_step=2", "a step of 2 rows has work for at most 2 GPUs", 2),
-        (
-            "data.train=one.jsonl data.eval=null",
-            "half of the steps have at most 1 row, work for at most 1 GPU",
-            1,
-        ),
-    ],
-)
-def test_where_a_launcher_may_take_fewer_too_many_begin_again(project, keys, why, most):
-    """It is told how many have work. The folder is as free as before."""
-    write_jsonl(project / "one.jsonl", chat_rows(1))
-    line = train(*keys.split(), "train.max_steps=2")
-
-    def first(_: int) -> None:
-        os.environ[FEWER] = str(project / "fewer")
-
-    started = Started(3, line, first=first)
-    assert started.wait(SOON_S) == [4, 4, 4], started.said()
-    assert "error" not in "".join(started.said())
-    assert json.loads((project / "fewer").read_text()) == [why, most]
-    assert Started(most, line).wait() == [0] * most

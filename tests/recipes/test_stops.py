@@ -22,7 +22,6 @@ from megatrain.data import build, cache, encoding
 from megatrain.engine.engine import Engine
 from megatrain.recipes import describe, loop, run
 from megatrain.recipes.signals import STOPS
-from megatrain.recipes.state import Run
 from megatrain.storage import weights
 from megatrain.storage.run_folder import checkpoints
 from tests.helpers.commands import evaluations_of, steps_of, wait_for
@@ -146,7 +145,7 @@ EARLY = {
 @pytest.mark.parametrize(
     ("when", "number", "code"), [(w, *s) for w, s in zip(EARLY, SIGNALS[::-1], strict=False)]
 )
-def test_a_signal_before_the_first_step_leaves_nothing(
+def test_a_signal_before_the_first_step_ends_the_work(
     megatrain, project, interrupt, monkeypatch, when, number, code
 ):
     monkeypatch.setenv("MEGATRAIN_CACHE", str(project / "cache"))
@@ -160,7 +159,7 @@ def test_a_signal_before_the_first_step_leaves_nothing(
     said = f"stopped by {signal.Signals(number).name} before the first step: nothing was trained"
     assert done.err.count(said) == 1
     assert "megatrain resume" not in done.out
-    assert not (project / "run").exists()
+    assert not checkpoints(project / "run")
     assert not list((project / "cache").glob("*.tmp*"))
     assert not after.called
     assert [signal.getsignal(each) for each, _ in SIGNALS] == handlers
@@ -183,7 +182,7 @@ def test_a_signal_while_libraries_are_imported_is_heeded(megatrain, project, mon
     monkeypatch.setattr("megatrain.cli.training.find_model", find_model)
     done = megatrain("train cfg.yaml", code=75)
     assert "stopped by SIGTERM before the first step" in done.err
-    assert not (project / "run").exists()
+    assert {path.name for path in (project / "run").iterdir()} == {".lock", "train.log"}
 
 
 # -- kill -9 -------------------------------------------------------------------------------------
@@ -230,20 +229,10 @@ def file_limit() -> Iterator[Callable[[int], None]]:
     resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
-def at_step(monkeypatch: pytest.MonkeyPatch, actions: dict[int, Callable[[], None]]) -> None:
-    original = loop.train_step
-
-    def train_step(run: Run, *rest: Any, **named: Any) -> None:
-        actions.get(run.step + 1, lambda: None)()
-        original(run, *rest, **named)
-
-    monkeypatch.setattr(loop, "train_step", train_step)
-
-
 def test_a_disk_full_at_the_end_leaves_the_checkpoint_before(
-    megatrain, project, monkeypatch, file_limit, finished_project
+    megatrain, project, before_step, file_limit, finished_project
 ):
-    at_step(monkeypatch, {7: lambda: file_limit(60_000)})
+    before_step(7, lambda: file_limit(60_000))
     done = megatrain("train cfg.yaml", code=7)
     file_limit(-1)
     assert "checkpoint-10.tmp/model.safetensors: cannot" in done.err
@@ -252,16 +241,16 @@ def test_a_disk_full_at_the_end_leaves_the_checkpoint_before(
     folders = {path.name for path in (project / "run").iterdir() if path.is_dir()}
     assert folders == {"checkpoint-5", "last", "best", "proven"}
     assert "cannot" in (project / "run" / "train.log").read_text(), "the reason is in the log, too"
-    monkeypatch.undo()
-    monkeypatch.chdir(project)
+    before_step(7, lambda: None)
     megatrain("resume run")
     same_run(project / "run", finished_project / "run")
 
 
 def test_a_disk_full_in_the_middle_does_not_end_the_run(
-    megatrain, project, monkeypatch, file_limit
+    megatrain, project, before_step, file_limit
 ):
-    at_step(monkeypatch, {2: lambda: file_limit(60_000), 3: lambda: file_limit(-1)})
+    before_step(2, lambda: file_limit(60_000))
+    before_step(3, lambda: file_limit(-1))
     done = megatrain("train cfg.yaml train.max_steps=4 checkpoint.every=2")
     assert "error: step 2 is not saved, training goes on: " in done.err
     assert saved_steps(project / "run") == [4]

@@ -10,9 +10,15 @@ from pathlib import Path
 
 import pytest
 
-from megatrain.data import encoding, shards, streaming
 from tests.data.test_shards import bytes_in
-from tests.helpers.commands import chat_rows, metrics_of, steps_of, wait_for, write_jsonl
+from tests.helpers.commands import (
+    chat_rows,
+    metrics_of,
+    small_windows,
+    steps_of,
+    wait_for,
+    write_jsonl,
+)
 from tests.recipes.same_run import same_run
 
 CONFIG = """
@@ -25,27 +31,18 @@ device: cpu
 output: run
 """
 SAID = "step 6 waits for rows, which are still being tokenised"
-# in a process of its own: shards of 20 rows, of which the third waits for a file
+# in a process of its own
 FIRST = """
-import time
-from pathlib import Path
-from megatrain.data import encoding, shards, streaming
-encoding.BATCH_ROWS, shards.SHARD_ROWS, streaming.LOOKED_EVERY_S = 5, 20, 0.01
-write = shards._write_shard
-def slow(making, *rest):
-    while len(making.shards) >= 2 and not Path("go").exists():
-        time.sleep(0.01)
-    return write(making, *rest)
-shards._write_shard = slow
+import pytest
+from tests.helpers.commands import small_windows
+small_windows(pytest.MonkeyPatch(), waits=True)
 """
 
 
 @pytest.fixture(autouse=True)
 def small(project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """60 rows in three windows, a config that streams them, and an empty cache."""
-    monkeypatch.setattr(encoding, "BATCH_ROWS", 5)
-    monkeypatch.setattr(shards, "SHARD_ROWS", 20)
-    monkeypatch.setattr(streaming, "LOOKED_EVERY_S", 0.01)
+    small_windows(monkeypatch)
     monkeypatch.setenv("MEGATRAIN_CACHE", str(tmp_path / "cache"))
     (project / "cfg.yaml").write_text(CONFIG)
     yield
@@ -146,7 +143,7 @@ def test_what_cannot_go_with_streaming_is_refused(megatrain, project, keys, word
     failed = megatrain(f"train cfg.yaml {keys}", code=3 if "=20" in keys else 2)
     assert words in failed.err
     assert failed.err.count("error: ") == 1
-    assert not (project / "run").exists()
+    assert not (project / "run" / "config.yaml").exists()
 
 
 def test_a_run_cannot_change_it(megatrain, project):

@@ -6,7 +6,6 @@ which a save may outlast (torch 2.11), and reports a failure that the rank has s
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import signal
@@ -14,9 +13,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
-from pathlib import Path
-from tempfile import TemporaryDirectory
+from collections.abc import Sequence
 from types import FrameType
 
 import typer
@@ -28,7 +25,6 @@ from megatrain.machine.launcher import HERE, MEETING, NAMES, place_of, started_b
 from megatrain.recipes.signals import INTERRUPTED, STOPPED, STOPS
 
 LAUNCHER = "MEGATRAIN_LAUNCHER"  # our own process number, for the ranks
-FEWER = "MEGATRAIN_FEWER"  # a file, in which the first of too many ranks says how many have work
 # C++ adds dozens of lines to what ends all; it reads this when torch is loaded
 QUIET = {"TORCH_CPP_LOG_LEVEL": "FATAL"}
 COMMAND = (sys.executable, "-m", "megatrain")
@@ -53,7 +49,12 @@ def ranks_for(config: Config) -> int:
         return 1
     there = len(visible_gpus()) if built_for_cuda() else 0
     if config.gpus == "auto":
-        return max(1, there)
+        busy = (config.train.rows_per_step or there) * config.train.context_parallel
+        if 0 < busy < there:
+            typer.echo(
+                f"a step has work for {busy} of {there} GPUs (train.rows_per_step)", err=True
+            )
+        return max(1, min(there, busy))
     if config.gpus > max(1, there):
         raise ConfigError(f"{config.where('gpus')}: {config.gpus}, but {there} are visible here")
     return config.gpus
@@ -74,52 +75,20 @@ def environment_of(rank: int, size: int, port: int) -> dict[str, str]:
 
 
 # why: decision 0100
-def run_ranks(
-    arguments: Sequence[str],
-    size: int,
-    *,
-    or_fewer: bool = False,
-    command: Sequence[str] | None = None,
-) -> int | None:
+def run_ranks(arguments: Sequence[str], size: int, command: Sequence[str] | None = None) -> int:
     """Run `megatrain` with these arguments as `size` ranks; the exit code of the first rank to
-    fail, or of the first one. None: the work is left to this process.
+    fail, or of the first one.
 
     Signals are passed on once, to all. When one fails the others end by themselves
     (recipes/ranks/liveness.py), or are killed.
 
-    or_fewer: where steps have work for fewer ranks, as many are started again, which is shown. One
-        alone would start several again: its work is left to this process.
     command: in place of `megatrain`.
     """
-    whole = [*(command or COMMAND), *arguments]
-    if not or_fewer:
-        return _run(whole, size, {})
-    ranks = size
-    with TemporaryDirectory(prefix="megatrain-") as folder:
-        file = Path(folder) / "fewer"
-        while ranks > 1:
-            code = _run(whole, ranks, {FEWER: str(file)})
-            if not file.exists():
-                return code
-            why, ranks = json.loads(file.read_text())
-            file.unlink()
-            typer.echo(f"{why}: {ranks} of {size} are used", err=True)
-    return None
-
-
-def _run(command: Sequence[str], size: int, more: Mapping[str, str]) -> int:
-    """As `run_ranks`. more: of the environment."""
-    port = free_port()
+    port, own = free_port(), {LAUNCHER: str(os.getpid())}
     ranks = [
         subprocess.Popen(
-            command,
-            env={
-                **QUIET,
-                **os.environ,
-                **environment_of(rank, size, port),
-                **more,
-                LAUNCHER: str(os.getpid()),
-            },
+            [*(command or COMMAND), *arguments],
+            env={**QUIET, **os.environ, **environment_of(rank, size, port), **own},
             stdin=subprocess.DEVNULL,
             start_new_session=True,  # a terminal's Ctrl-C would reach them beside the one passed on
         )

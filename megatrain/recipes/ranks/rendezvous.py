@@ -25,7 +25,7 @@ from dataclasses import astuple
 from datetime import timedelta
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, NoReturn, TypeVar
+from typing import Any, TypeVar
 from uuid import uuid4
 
 import torch
@@ -37,13 +37,13 @@ from torch.distributed.distributed_c10d import PrefixStore
 from megatrain.config import Config
 from megatrain.data.loader import Loader, StepBatch
 from megatrain.engine.request import choose_device
-from megatrain.errors import ConfigError, DataError, MegaTrainError, TooManyRanks, exit_code_of
+from megatrain.errors import ConfigError, DataError, MegaTrainError, exit_code_of
 from megatrain.heartbeat import beat, ending, may_end_here, total
 from megatrain.machine.hardware import built_for_cuda, physical_cores, visible_gpus
 from megatrain.machine.launcher import MEETING, NAMES, Place, first_host, place_of, share_of_cores
 from megatrain.measure.ranks import measure_together
 from megatrain.planner.job import number_of, too_many_ranks
-from megatrain.recipes.ranks.launch import FEWER, run_ranks
+from megatrain.recipes.ranks.launch import run_ranks
 from megatrain.recipes.ranks.liveness import Liveness, OtherFailed, end_of, sign_of_life, started
 from megatrain.recipes.signals import Stopped, StopRequest, early_request
 from megatrain.settings import KEYS
@@ -95,8 +95,6 @@ def as_rank(device: str, work: Callable[[World], T]) -> T:
             alive.world = _connected(own, place, alive.world)
             summary = work(alive.world)
         except BaseException as error:
-            if isinstance(error, TooManyRanks) and (file := os.environ.get(FEWER)):
-                leave_to_fewer(error, Path(file), alive.world)
             raise end_of(error, alive) from error
         alive.leave(getattr(summary, "exit_code", 0))
         return summary
@@ -143,14 +141,6 @@ def _as_asked() -> SystemExit | None:
 
 def _not_all(size: int, error: BaseException) -> str:
     return f"not all {size} ranks have met: {' '.join(str(error).split())}"
-
-
-def leave_to_fewer(error: TooManyRanks, file: Path, world: World) -> NoReturn:
-    """End all ranks together, so that the launcher, which looks into `file`, starts fewer."""
-    if world.is_first:
-        file.write_text(json.dumps([error.why, error.most]))
-    world.all_gather(None)  # all leave at once: none is missed by another
-    raise SystemExit(error.exit_code) from error
 
 
 # -- the store -------------------------------------------------------------------------------------
@@ -322,7 +312,7 @@ def check_alike(world: World, how: Mapping[str, object], rows: Sequence[str]) ->
 
 
 def check_rows_of_a_step(loader: Loader) -> None:
-    """Raise TooManyRanks if half of the steps have fewer rows than there are ranks."""
+    """Raise PlanError if half of the steps have fewer rows than there are ranks."""
     world = loader.world
     if world.size > 1 and (rows := loader.rows_of_a_step()) < world.dp_size:
         found = f"half of the steps have at most {number_of(rows, 'row')},"
