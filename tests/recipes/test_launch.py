@@ -82,7 +82,7 @@ def test_so_many_gpus_are_used(gpus, monkeypatch, capsys, there, visible, keys, 
     assert capsys.readouterr().err == (said if fewer else "")
 
 
-def test_gpus_that_cannot_be_used_are_refused(gpus, monkeypatch):
+def test_gpus_that_cannot_be_used_are_refused(gpus, monkeypatch, capsys):
     gpus(4)
     with pytest.raises(ConfigError, match="gpus: 8, but 4 are visible here"):
         ranks_for(config(gpus=8))
@@ -90,6 +90,7 @@ def test_gpus_that_cannot_be_used_are_refused(gpus, monkeypatch):
         ranks_for(config(gpus=2, device="cpu"))
     torch_of(monkeypatch, None)
     assert ranks_for(config()) == 1
+    assert capsys.readouterr().err == "PyTorch without CUDA cannot use the 4 GPUs here\n"
     with pytest.raises(ConfigError, match="gpus: 2, but 0 are visible here"):
         ranks_for(config(gpus=2))
 

@@ -47,7 +47,10 @@ def ranks_for(config: Config) -> int:
             where, device = config.where("gpus"), config.device
             raise ConfigError(f"{where}: {config.gpus}, but device: {device}; remove one of them")
         return 1
-    there = len(visible_gpus()) if built_for_cuda() else 0
+    seen = len(visible_gpus())
+    there = seen if built_for_cuda() else 0
+    if seen > there:
+        typer.echo(f"PyTorch without CUDA cannot use the {seen} GPUs here", err=True)
     if config.gpus == "auto":
         busy = (config.train.rows_per_step or there) * config.train.context_parallel
         if 0 < busy < there:
