@@ -17,6 +17,7 @@ import torch
 import megatrain as mt
 from megatrain.cli import main
 from megatrain.engine.engine import Engine
+from megatrain.engine.request import Request
 from megatrain.recipes.api import config_of
 from tests.helpers.once import commands_dry_run_models_once, engines_are_built_fast
 from tests.helpers.support import engine_of, full_batches, micro_batches, plain_model, tiny_config
@@ -157,6 +158,12 @@ def test_settings_are_taken_at_their_word(caplog):
     with Engine.from_config(tiny_config("llama"), settings=settings) as engine:
         assert engine.settings == settings
     assert caplog.text == ""
+
+
+def test_a_folder_on_nvme_may_be_named_alone():
+    for nvme in ("swap", ["swap"], Path("swap")):
+        request = Request.of_keywords(None, **PLANNED, memory={"nvme": nvme})
+        assert request.nvme_folders == (Path("swap"),)
 
 
 @pytest.mark.slow

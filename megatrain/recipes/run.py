@@ -70,7 +70,6 @@ from megatrain.recipes.ranks.rendezvous import (
 from megatrain.recipes.sample import check_sample_prompt, eval_prompts
 from megatrain.recipes.session import Session, check_links, check_output, open_run, run_session
 from megatrain.recipes.setup import (
-    check_divides,
     day_of,
     memory_errors,
     micro_batch_of,
@@ -80,6 +79,7 @@ from megatrain.recipes.setup import (
     resolve_run,
     say_rows,
     say_steps,
+    sharing,
 )
 from megatrain.recipes.signals import Stopped
 from megatrain.recipes.state import Ready
@@ -183,9 +183,7 @@ def _in_session(
 ) -> RunSummary:
     check_installed(config.track, config.where("track"))
     check_ranks(config, world)
-    check_divides(config, world.local_size)
-    world = world.sharing_sequences(config.train.context_parallel)
-    with run_session(path, config.hang_timeout, world) as session:
+    with run_session(path, config.hang_timeout, sharing(config, world)) as session:
         try:
             session.stop.stop_if_early()  # a signal may have come while libraries were imported
             return work(session)

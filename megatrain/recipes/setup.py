@@ -36,6 +36,7 @@ from megatrain.recipes.model import Model
 from megatrain.reporting.energy import Prices, planned_economy, planned_power
 from megatrain.reporting.summary import human_bytes
 from megatrain.settings import KEYS
+from megatrain.world import World
 
 logger = logging.getLogger("megatrain")
 
@@ -234,6 +235,12 @@ def quiet_libraries() -> None:
 
 
 # -- sequences shared by ranks ---------------------------------------------------------------------
+
+
+def sharing(config: Config, world: World) -> World:
+    """The world with `train.context_parallel` ranks to a sequence. Raises ConfigError."""
+    check_divides(config, world.local_size)
+    return world.sharing_sequences(config.train.context_parallel)
 
 
 def check_divides(config: Config, ranks: int) -> None:

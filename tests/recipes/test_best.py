@@ -122,6 +122,15 @@ def test_another_figure_begins_anew(megatrain, project, scripted):
     assert (done.json["best_metric"], done.json["best_value"]) == ("eval_quiz_acc", 0.5)
 
 
+def test_where_the_best_checkpoint_is_gone_another_is_the_best(megatrain, project, scripted):
+    scripted(stop=5)
+    megatrain("train cfg.yaml", *CONFIG, code=75)
+    shutil.rmtree(project / "run" / "checkpoint-4")
+    scripted()
+    megatrain("resume run train.max_steps=7")
+    assert best_of(project / "run") == ("checkpoint-7", {"step": 7, "eval_loss": 3.1})
+
+
 def test_patience_without_held_out_rows_is_refused(megatrain, project):
     done = megatrain("train cfg.yaml data.eval=null checkpoint.patience=2", code=2)
     assert "checkpoint.patience: counts evaluations of held-out rows; set data.eval" in done.err
@@ -222,9 +231,11 @@ def test_a_run_goes_on_from_the_checkpoint_that_is_named(
 
 
 def test_what_was_abandoned_goes_with_the_next_save(megatrain, copied):
-    megatrain("resume run --checkpoint 5 checkpoint.every=2 checkpoint.keep=9")
+    """Once: the new save of that step stays."""
+    line = "resume run --checkpoint 5 checkpoint.every=2 checkpoint.keep=9 train.max_steps=12"
+    megatrain(line)
     steps = {path.name for path in copied.glob("checkpoint-*")}
-    assert steps == {"checkpoint-5", "checkpoint-6", "checkpoint-8", "checkpoint-10"}
+    assert steps == {f"checkpoint-{step}" for step in (5, 6, 8, 10, 12)}
 
 
 def test_a_name_without_a_checkpoint_is_refused(megatrain, copied):

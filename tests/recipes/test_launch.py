@@ -218,6 +218,7 @@ def test_a_rank_sees_its_gpu_before_cuda_has_seen_any(gpus, monkeypatch, visible
             monkeypatch.delenv(name)
     assert own_device(place, "auto") == torch.device("cuda", 0)
     assert os.environ["CUDA_VISIBLE_DEVICES"] == gpu
+    assert os.environ["CUDA_DEVICE_ORDER"] == "PCI_BUS_ID", "the driver's, in which it was counted"
 
 
 def test_more_ranks_than_gpus_are_refused(gpus):

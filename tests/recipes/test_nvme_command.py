@@ -12,6 +12,7 @@ from unittest.mock import Mock
 
 import pytest
 
+from megatrain.engine import resolved
 from megatrain.errors import StorageError
 from megatrain.machine import hardware, profile
 from megatrain.machine.cgroups import Mount
@@ -59,6 +60,15 @@ def test_arrays_of_an_optimizer_of_whole_tensors_may_be_there(megatrain, project
     assert set(moved) == {"remainder", "exp_avg", "exp_avg_sq"}
     # slabs are whole huge pages
     assert moved == {key: pytest.approx(here["host"][key], abs=4 << 20) for key in moved}
+
+
+def test_folders_have_equal_shares_of_which_the_fullest_drive_decides(megatrain, monkeypatch):
+    """The run's own folder is on one of them, where checkpoints take room."""
+    free = {"small": 1 << 30, "large": 1 << 40}
+    monkeypatch.setattr(resolved, "drive_of", lambda folder: folder.name.replace("run", "large"))
+    monkeypatch.setattr(resolved, "disk_free", lambda folder: free[folder.name])
+    plan = megatrain("plan cfg.yaml 'memory.nvme=[small, large, small]' --json").json
+    assert plan["totals"]["nvme"]["have"] == 3 * (1 << 29)
 
 
 def test_a_drive_that_fails_ends_the_run_with_a_sentence(megatrain, project, monkeypatch):

@@ -259,7 +259,7 @@ NOT_SO_MANY = {
 def test_rows_of_a_step_are_raised_by_the_key_that_is_set(megatrain):
     rows = ("train.rows_per_step=2", "train.tokens_per_step=null", *TINY[::2])
     error = megatrain("plan tiny --gpu H100 --ram 64GiB --gpus 3", *rows, code=4).err
-    assert "take at most 2, or raise train.rows_per_step to 3" in error
+    assert "take at most 2 (on one host gpus: 2), or raise train.rows_per_step to 3" in error
 
 
 @pytest.mark.parametrize(("flags", "words"), NOT_SO_MANY.items())

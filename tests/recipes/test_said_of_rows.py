@@ -180,7 +180,7 @@ def test_weights_and_streaming_and_columns_hold_for_them_too(project):
     mt.train(config(renamed, "streamed", streaming=True, columns=names))
     with pytest.raises(mt.errors.DataError, match="list row 1: "):
         mt.train(config(renamed, "wrong"))
-    assert not Path("wrong").exists()
+    assert not Path("wrong/config.yaml").exists()
 
 
 def test_a_config_keeps_its_rows_through_changes(project):
