@@ -33,7 +33,7 @@ def freeze(anatomy: Anatomy, patterns: Sequence[str], name: str = "freeze") -> A
     one, and if nothing is left to train.
     """
     known, taken = anatomy.published.known, set[str]()  # names that some pattern takes
-    for pattern in patterns:
+    for pattern in map(str, patterns):
         found = [known_as for known_as in known if _takes(anatomy, pattern, known_as)]
         if not found:
             names = [p.tensor.name for places in anatomy.published.places for p in places]

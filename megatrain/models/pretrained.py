@@ -6,11 +6,10 @@ import copy
 import difflib
 import hashlib
 import json
-import os
 import re
 import struct
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from os.path import expanduser  # leaves `~nobody` as it is, where Path's raises
 from pathlib import Path
@@ -66,34 +65,12 @@ class ModelSource:
     def load(self, auto: Any, trust_remote_code: bool) -> Any:
         """Read the object of transformers' class `auto` from the model's files."""
         gguf = {"gguf_file": self.gguf_file} if self.gguf_file else {}
-        with nothing_overlooked(self.path):
-            return auto.from_pretrained(self.path, trust_remote_code=trust_remote_code, **gguf)
-
-
-@contextmanager
-def nothing_overlooked(folder: Path) -> Iterator[None]:
-    """Raise the OSError with which a file below the folder could not be looked at.
-
-    To `os.path.isfile` it is not there, and transformers makes another tokenizer without it.
-    """
-    look, failed = os.stat, []
-
-    def watched(path: Any, *args: Any, **kwargs: Any) -> os.stat_result:
-        try:
-            return look(path, *args, **kwargs)
-        except OSError as error:
-            missing = isinstance(error, FileNotFoundError | NotADirectoryError)
-            if not missing and str(path).startswith(f"{folder}/"):
-                failed.append(error)
-            raise
-
-    os.stat = watched
-    try:
-        yield
-    finally:
-        os.stat = look
-        if failed:
-            raise failed[0]
+        for name in (name for names in DESCRIBED_IN.values() for name in names):
+            # to `os.path.isfile` a file that cannot be looked at is not there, and transformers
+            # makes another tokenizer without it
+            with suppress(FileNotFoundError, NotADirectoryError):
+                (self.path / name).stat()
+        return auto.from_pretrained(self.path, trust_remote_code=trust_remote_code, **gguf)
 
 
 def digests_of(source: ModelSource) -> dict[str, str]:

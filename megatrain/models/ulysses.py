@@ -203,12 +203,12 @@ class _OfSomeHeads:
         return self._of_heads(value) if name in SINKS else value
 
 
-ROWS, TOKENS, PIECES = 3, 10, 2
 # -- a trial on a small model ----------------------------------------------------------------------
 
 # What layers compute beside attention must follow from single tokens, and attention must go through
 # transformers' interface.
 
+ROWS, TOKENS, PIECES = 3, 10, 2
 OUTSIDE = "its layers mix tokens outside of attention, or it lets nobody take its attention's place"
 
 

@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, ClassVar, Protocol, TypedDict, Unpack, runtime_checkable
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from megatrain import cuda
 from megatrain.errors import ConfigError
 from megatrain.memory.layout import GROUP, Per
+
+UPDATES = Path(__file__).with_name("elementwise.cu").read_text()
+VECTOR = 4  # elements a thread; every range is a multiple of it (memory/layout.py aligns to 64)
 
 
 @dataclass(frozen=True)
@@ -171,14 +176,14 @@ class Elementwise(ABC):
         if not views["weight"].is_cuda:
             self.updating(views, first=first, **options)(0, views["weight"].numel())
             return
-        from megatrain.optim import cuda_kernels, kernels
+        from megatrain.optim import kernels
 
         split = "remainder" in views
         of_sums = "_of_sums" if split and views["grad"].dtype == torch.float32 else ""
         name = f"{self.name}_{'split' if split else 'float32'}{self._format.suffix}{of_sums}"
         arrays = [views[array.name] for array in self._arguments(split)]
         seed = int(kernels.seed_of(options["step"]))
-        cuda_kernels.launch_update(name, arrays, first, seed, self.scalars(**options))
+        launch_update(name, arrays, first, seed, self.scalars(**options))
 
     def _arguments(self, split: bool) -> list[StateArray]:
         """The arrays that kernels take, in their order."""
@@ -219,6 +224,24 @@ class Elementwise(ABC):
             kernel(*parts, first + start, seed, scalars)
 
         return update
+
+
+def launch_update(
+    name: str, arrays: Sequence[Tensor], first: int, seed: int, scalars: Sequence[Any]
+) -> None:
+    """Enqueue kernel `name` of elementwise.cu over CUDA `arrays`, those of the host's kernels, on
+    the current stream. With "_of_sums" behind the name the gradient is fp32 and rounded to bfloat16
+    first. first: number of the first element in the model."""
+    numel = arrays[0].numel()
+    if not numel:  # a rank's share of a small block
+        return
+    of_elements = [array for array in arrays if array.numel() * GROUP != numel]
+    count = cuda.vectors(of_elements, VECTOR)
+    assert count is not None, [(tuple(array.shape), array.dtype) for array in arrays]
+    # threads of an incomplete group would lack partners
+    assert len(of_elements) == len(arrays) or numel % GROUP == 0, numel
+    numbers = [count, *map(cuda.signed, (first, seed)), *map(cuda.float_bits, scalars)]
+    cuda.launch(UPDATES, name, count, arrays, numbers)
 
 
 def checked_betas(betas: Any) -> tuple[float, float]:

@@ -1,23 +1,9 @@
-"""AdamW and Lion on the GPU, for blocks whose state lives there: the bits of the host's kernels.
+// AdamW and Lion on the GPU, for blocks whose state lives there: the bits of the host's kernels.
+//
+// The formulas are the host's (kernels.py), operation by operation, and every intrinsic names its
+// rounding, so no contraction can change a bit. A thread takes four elements, loaded and stored as
+// vectors; arrays are read and written once. optimizer.py launches the kernels.
 
-The formulas are the host's, operation by operation, and every intrinsic names its rounding, so no
-contraction can change a bit. A thread takes four elements, loaded and stored as vectors; arrays are
-read and written once.
-"""
-
-from __future__ import annotations
-
-from collections.abc import Sequence
-from typing import Any
-
-from torch import Tensor
-
-from megatrain import cuda
-from megatrain.memory.layout import GROUP
-
-VECTOR = 4  # elements a thread; every range is a multiple of it (memory/layout.py aligns to 64)
-
-SOURCE = r"""
 struct __align__(4) Byte4 { unsigned char x[4]; };
 struct __align__(8) Half4 { unsigned short x[4]; };
 struct __align__(16) Float4 { float x[4]; };
@@ -245,22 +231,3 @@ KERNELS(float32_bf16, Half4, InBfloat16, Float4, Whole{weight}, Float4* weight)
 KERNELS_INT8(split_int8, Half4, OF_SPLIT, SPLIT)
 KERNELS_INT8(split_int8_of_sums, Float4, OF_SPLIT, SPLIT)
 KERNELS_INT8(float32_int8, Float4, Whole{weight}, Float4* weight)
-"""
-
-
-def launch_update(
-    name: str, arrays: Sequence[Tensor], first: int, seed: int, scalars: Sequence[Any]
-) -> None:
-    """Enqueue kernel `name` over CUDA `arrays`, those of the host's kernels, on the current stream.
-    With "_of_sums" behind the name the gradient is fp32 and rounded to bfloat16 first. first:
-    number of the first element in the model."""
-    numel = arrays[0].numel()
-    if not numel:  # a rank's share of a small block
-        return
-    of_elements = [array for array in arrays if array.numel() * GROUP != numel]
-    count = cuda.vectors(of_elements, VECTOR)
-    assert count is not None, [(tuple(array.shape), array.dtype) for array in arrays]
-    # threads of an incomplete group would lack partners
-    assert len(of_elements) == len(arrays) or numel % GROUP == 0, numel
-    numbers = [count, *map(cuda.signed, (first, seed)), *map(cuda.float_bits, scalars)]
-    cuda.launch(SOURCE, name, count, arrays, numbers)
