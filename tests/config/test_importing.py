@@ -12,6 +12,7 @@ from megatrain.config import load_config
 from megatrain.config.document import write_yaml
 from megatrain.config.importing import TRAINERS, import_config
 from megatrain.config.importing.axolotl import ENTRY
+from megatrain.config.importing.sheet import tables_of
 from megatrain.errors import ConfigError
 from tests.helpers.theirs import AXOLOTL, BASES, Given, imported, make_sets, value
 
@@ -51,7 +52,6 @@ def test_what_is_no_ones_config_says_so():
 # trainer, keys over its base, our key, our value
 MEANINGS: list[tuple[str, Given, str, object]] = [
     ("axolotl", {}, "train.rows_per_step", 8),
-    ("axolotl", {"batch_size": 6, "gradient_accumulation_steps": None}, "train.rows_per_step", 6),
     ("axolotl", {"sample_packing": True}, "train.tokens_per_step", 2 * 4 * 2048),
     ("axolotl", {"sample_packing": True}, "data.packing", True),
     ("axolotl", {}, "train.warmup", 0.03),
@@ -73,7 +73,6 @@ MEANINGS: list[tuple[str, Given, str, object]] = [
     ("axolotl", {"reinit_weights": True}, "model.config", "org/base"),
     ("axolotl", {"chat_template": "phi_3"}, "data.chat_template", None),
     ("axolotl", {"bf16": "auto"}, "precision", "auto"),
-    ("axolotl", {"unfrozen_parameters": ["model.language_model.*"]}, "method", "sft"),
     ("axolotl", {"rl": "ipo"}, "dpo.loss_type", ["ipo"]),
     ("axolotl", {"save_strategy": "no"}, "checkpoint.every", None),
     ("axolotl", {"evals_per_epoch": 0}, "train.eval_every", None),
@@ -151,12 +150,15 @@ OF_A_SET: list[tuple[str, object, str]] = [
     ("message_field_training", "learn", "weight, train, training, loss"),
     ("message_property_mappings", {"weight": "learn"}, "role and content"),
     ("split", "train[:2]", "a file has no splits"),
+    ("roles", {"user": ["human"]}, "rename them in the rows"),
+    ("chat_template", "llama3", "beside them"),
 ]
 SET: Given = {"path": "sets/ours.json", "type": "chat_template"}
 # trainer, keys, the key that is refused, words of the reason
 REFUSED: list[tuple[str, Given, str, str]] = [
     ("axolotl", {"adapter": "qlora"}, "adapter", "no adapters"),
     ("axolotl", {"rl": "grpo"}, "rl", "grpo is not built"),
+    ("axolotl", {"batch_size": 6}, "batch_size", "gradient_accumulation_steps instead"),
     ("axolotl", {"optimizer": "muon"}, "optimizer", "rates otherwise"),
     ("axolotl", {"optimizer": "adafactor"}, "optimizer", "adafactor is not offered"),
     ("axolotl", {"lr_scheduler": "polynomial"}, "lr_scheduler", "cannot be honoured"),
@@ -297,7 +299,7 @@ def test_words_of_yaml_1_1_are_flags():
 
 
 def test_marks_are_of_one_trainer_for_the_most_part():
-    marks = {trainer: {*module.MARKS.split()} for trainer, module in TRAINERS.items()}
+    marks = {trainer: {*tables_of(trainer)["marks"].split()} for trainer in TRAINERS}
     assert all(
         len(one & other) < 3 for a, one in marks.items() for b, other in marks.items() if a != b
     )
@@ -309,7 +311,8 @@ ODD = [5, "x", [1, {}], {"a": {"b": [1]}}, True]
 @pytest.mark.slow
 @pytest.mark.parametrize("trainer", BASES)
 def test_values_of_any_type_end_in_a_list(trainer):
-    for name in {*TRAINERS[trainer].MARKS.split(), *BASES[trainer], "plugins", "interleave_probs"}:
+    marks = tables_of(trainer)["marks"].split()
+    for name in {*marks, *BASES[trainer], "plugins", "interleave_probs", "special_tokens"}:
         for odd in ODD:
             keys: Given = {name: odd}
             found = imported(trainer, **keys)

@@ -11,7 +11,7 @@ from typing import Any
 
 from megatrain.config.document import COMMAND_LINE, Located, plain, read_text, read_yaml
 from megatrain.config.importing import axolotl, llama_factory, trl
-from megatrain.config.importing.sheet import Sheet
+from megatrain.config.importing.sheet import Sheet, tables_of
 from megatrain.config.load import load_config, parse_override
 from megatrain.config.names import RIVALS
 from megatrain.errors import ConfigError
@@ -72,8 +72,8 @@ def _as_theirs(value: Any) -> Any:
 def _trainer_of(given: Mapping[str, Any], name: str) -> str:
     """The trainer of which the file has most keys."""
     counts = {
-        trainer: sum(key in given for key in module.MARKS.split())
-        for trainer, module in TRAINERS.items()
+        trainer: sum(key in given for key in tables_of(trainer)["marks"].split())
+        for trainer in TRAINERS
     }
     best = max(counts.values())
     found = [trainer for trainer, count in counts.items() if count == best]

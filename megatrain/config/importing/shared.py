@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from megatrain.config import names as n
-from megatrain.config.importing.sheet import NOTHING_ASKED, Sheet, Table, ignored, never, refused
+from megatrain.config.importing.sheet import NOTHING_ASKED, Sheet, Table
 from megatrain.config.sections import SECTIONS
 from megatrain.config.values import TRACKERS, shown
 from megatrain.data.samples import ROLES, SHAREGPT_ROLES
@@ -32,45 +32,33 @@ ONE_METHOD = "belongs to another method"
 Source = dict[str, Any]  # path, split, format, weight; columns and text_field hold for all of a run
 
 
-def arguments(
-    sheet: Sheet,
-    gpus: int,
-    packed: Sequence[str] = (),
-    *,
-    rows: tuple[str, int],
-    length: tuple[str, int],
-    epochs: tuple[str, float],
-    rate: float,
-    schedule: tuple[str, str],
-    optimizer: str = "optim",
-    warmup: float = 0.0,
-    precision: str | None = None,
-    often: Mapping[str, int] = {},
-) -> None:
+def arguments(sheet: Sheet, gpus: int, packed: Sequence[str], **other: Any) -> None:
     """Read the training arguments.
 
     Args:
         packed: names of the keys by which rows are full sequences, if they are.
-        rows, length, epochs, schedule: their names, each with its default: rows a device, the
-            longest row, epochs and the schedule.
-        rate, warmup, precision: where none is set; precision None is auto.
-        often: steps between evaluations, saves and lines of the log, where none are set.
+        other: what differs from `training` in the trainer's tables: `rows` (of a device), `length`
+            (of the longest row), `epochs` and `schedule`, each their name and its default; and
+            defaults: `rate`, `warmup`, `precision` (none: auto), `save_steps`, `logging_steps`.
     """
-    _size_of_steps(sheet, rows, length, packed, gpus)
-    steps = sheet.get("max_steps", -1)
+    said = sheet.said["training"] | other
+    _size_of_steps(sheet, said["rows"], said["length"], packed, gpus)
+    steps, epochs = sheet.get("max_steps", -1), said["epochs"]
     if isinstance(steps, int) and steps > 0:
         sheet.put("train.max_steps", steps, "max_steps")
         sheet.drop("max_steps ends the run", epochs[0])
     else:
         sheet.put("train.epochs", sheet.get(*epochs), epochs[0])
         sheet.drop("epochs end the run", "max_steps")
-    sheet.put("train.learning_rate", sheet.get("learning_rate", rate), "learning_rate")
-    _schedule(sheet, schedule[0], sheet.get(*schedule), warmup)
-    _optimizer(sheet, optimizer)
-    _precision(sheet, precision)
+    rate = sheet.get("learning_rate", said["rate"])
+    sheet.put("train.learning_rate", rate, "learning_rate")
+    schedule = said["schedule"]
+    _schedule(sheet, schedule[0], sheet.get(*schedule), said.get("warmup", 0.0))
+    _optimizer(sheet, said.get("optimizer", "optim"))
+    _precision(sheet, said.get("precision"))
     sheet.put("train.seed", sheet.get("seed", 42), "seed")
     for what in OFTEN:
-        _how_often(sheet, what, often.get(what))
+        _how_often(sheet, what, said.get(f"{what}_steps"))
     reports = sheet.get("report_to", [])
     reports = [str(name) for name in (reports if isinstance(reports, list) else [reports])]
     if known := [name for name in dict.fromkeys(reports) if name in TRACKERS]:
@@ -79,8 +67,16 @@ def arguments(
     sheet.drop(nothing, "report_to")
 
 
+def method_of(sheet: Sheet, name: str, otherwise: str) -> str:
+    """The method by the value of their key, which is refused if it is another."""
+    methods, asked = sheet.said["methods"], str(sheet.get(name, otherwise))
+    if asked not in methods and asked != otherwise:
+        sheet.refuse(name, f"{asked} is not built; known are {', '.join(methods)}")
+    return str(methods.get(asked, otherwise))
+
+
 def _size_of_steps(
-    sheet: Sheet, rows: tuple[str, int], length: tuple[str, int], packed: Sequence[str], gpus: int
+    sheet: Sheet, rows: list[Any], length: list[Any], packed: Sequence[str], gpus: int
 ) -> None:
     """Rows or tokens of a step: rows a device x accumulated batches x processes."""
     counts = []
@@ -182,9 +178,10 @@ def _how_often(sheet: Sheet, what: str, default: int | None) -> None:
     sheet.drop(f"only counting steps is offered: {key} ({ours} unless set)", *strategies, name)
 
 
-def of_method(sheet: Sheet, names: Mapping[str, str]) -> None:
-    """Keys of the method's own section. names: theirs by ours, of all methods."""
-    method = sheet.config["method"]
+def of_method(sheet: Sheet, **other: str) -> None:
+    """Keys of the method's own section. other: names of theirs that differ from `section` in the
+    trainer's tables, by ours."""
+    method, names = sheet.config["method"], sheet.said["section"] | other
     own = SECTIONS[method].model_fields if method in SECTIONS else {}
     if method == "simpo" and sheet.get(names["beta"]) is None:
         sheet.put("simpo.beta", 0.1)
@@ -196,13 +193,20 @@ def of_method(sheet: Sheet, names: Mapping[str, str]) -> None:
             sheet.drop(ONE_METHOD, theirs)
 
 
-def template(
-    sheet: Sheet, name: str, value: Any, known: Mapping[str, str | None], own: bool = True
-) -> None:
+def held_out(sheet: Sheet, name: str) -> None:
+    """Set data.eval by their share or number of rows."""
+    size = sheet.get(name, 0)
+    share = int(size) if isinstance(size, float) and size >= 1 else size
+    sheet.put("data.eval", share or None, name)
+
+
+def template(sheet: Sheet, name: str) -> None:
     """A chat template by their name, as text or of a file.
 
-    known: ours by theirs, None for the model's own, which other names are taken for if `own`.
+    By `templates` in the trainer's tables they are ours of the same names, and others are taken for
+    the model's own; without these, names are refused.
     """
+    value, known = sheet.get(name), sheet.said.get("templates", "").split()
     if not isinstance(value, str):
         sheet.refuse(name, "must be a template's name, its text or a file")
         return
@@ -212,15 +216,17 @@ def template(
         sheet.files["chat_template.jinja"] = value
         sheet.put("data.chat_template", "chat_template.jinja", name)
     elif value in known or found:
-        sheet.put("data.chat_template", known.get(value, found), name)
-    elif own:
-        sheet.put("data.chat_template", None, name)
-        sheet.assume(
-            f"{name}: {value}: the model's own chat template is used, which may differ from "
-            f"{sheet.trainer}'s in its system prompt or in white space; `megatrain data` shows it"
-        )
-    else:
+        sheet.put("data.chat_template", value if value in known else found, name)
+    elif not known:
         sheet.refuse(name, "another model's; save it as a file and name that")
+    else:
+        sheet.put("data.chat_template", None, name)
+        if value != "tokenizer_default":
+            sheet.assume(
+                f"{name}: {value}: the model's own chat template is used, which may differ from "
+                f"{sheet.trainer}'s in its system prompt or in white space; "
+                "`megatrain data` shows it"
+            )
 
 
 def put_sources(sheet: Sheet, key: str, found: Sequence[Source], *names: str) -> None:
@@ -283,63 +289,14 @@ def read_json(path: Path) -> Any:
         raise ConfigError(f"{path}: cannot be read as JSON: {error}") from None
 
 
-# Names of transformers' TrainingArguments and of TRL's own.
-TABLE: Table = {
-    **ignored(
-        {
-            "logs and metrics do not change what is learnt": """
-                log_level log_level_replica log_on_each_node logging_dir logging_first_step
-                run_name logging_nan_inf_filter disable_tqdm include_num_input_tokens_seen
-                include_for_metrics include_tkps project include_tokens_per_second
-                trackio_space_id trackio_bucket_id trackio_static_space_id skip_memory_metrics
-                debug plot_loss""",
-            "evaluations have the held-out loss, at the start and at the end, too": """
-                eval_delay batch_eval_metrics prediction_loss_only eval_on_start
-                eval_do_concat_batches eval_use_gather_object generate_during_eval
-                bf16_full_eval fp16_full_eval""",
-            "how the other trainer keeps files, columns and processes": """
-                torch_empty_cache_steps save_safetensors save_on_each_node save_first_step
-                local_rank enable_jit_checkpoint restore_callback_states_from_checkpoint
-                ignore_data_skip world_size jit_mode_eval past_index tpu_* use_mps_device env
-                label_names length_column_name remove_unused_columns use_cache ray_* profiler_*
-                hf_use_auth_token""",
-            "MegaTrain streams the model itself": """
-                accelerator_config parallelism_config fsdp_version activation_checkpointing
-                activation_checkpointing_kwargs max_memory activation_offloading device_map
-                low_cpu_mem_usage ddp_* tp_size eval_batch_size context_parallel_size
-                tensor_parallel_size dp_shard_size dp_replicate_size sequence_parallel_degree
-                heads_k_stride ring_attn_func expert_parallel_size deepcompile gpu_memory_limit
-                auto_find_batch_size""",
-            "the same result by other kernels": """
-                use_liger_kernel liger_kernel_config liger_* attn_implementation use_kernels
-                torch_compile torch_compile_* experts_implementation""",
-            "batches are prepared ahead by MegaTrain itself": """
-                dataloader_* dataset_kwargs dataset_batch_size pad_to_multiple_of padding_free
-                pad_token padding_value eval_packing average_tokens_across_devices""",
-            "seeds and order of rows are train.seed's": "data_seed shuffle_dataset",
-            "the reference is always computed before the first step": "precompute_ref_log_probs",
-            "the planner sizes micro-batches": "precompute_ref_batch_size",
-            "off in methods of preferences, in others the model's own": "disable_dropout",
-            ONE_METHOD: "ref_model_mixup_alpha ref_model_sync_steps",
-        }
-    ),
-    **refused(
-        {
-            "the optimizer is one for all tensors": "optim_target_modules",
-            "only decoders are trained": "is_encoder_decoder",
-            "the reference stays as it began": "sync_ref_model",
-        }
-    ),
-    "train_sampling_strategy": never(
-        "rows are shuffled, by train.seed", "random", "group_by_length", "batch_rebalance"
-    ),
+def _only(key: str, nothing: object) -> n.Alias:
+    """A name of our key, one value of which asks for nothing."""
+    return n.Alias(tuple(key.split(".")), lambda value: n.NOTHING if value == nothing else value)
+
+
+RULES: Table = {
     "max_grad_norm": n.Alias(("train", "max_grad_norm"), lambda norm: None if norm == 0 else norm),
-    "save_total_limit": n.Alias(("checkpoint", "keep"), lambda kept: kept or n.NOTHING),
-    "dataset_text_field": n.Alias(
-        ("data", "text_field"), lambda name: n.NOTHING if name == "text" else name
-    ),
-    **n.of_each(
-        "model_revision revision",
-        n.Alias(("model", "revision"), lambda name: n.NOTHING if name == "main" else name),
-    ),
+    "save_total_limit": _only("checkpoint.keep", 0),
+    "dataset_text_field": _only("data.text_field", "text"),
+    **n.of_each("model_revision revision", _only("model.revision", "main")),
 }

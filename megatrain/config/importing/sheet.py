@@ -1,13 +1,14 @@
 """A config of another trainer on its way into ours, and what becomes of each of its keys.
 
 Every key ends in one list: mapped, without effect here, impossible, or unknown. Rows of a trainer's
-table decide of most; names that a config of ours takes or refuses too (`names.ALIASES`,
+TOML file decide of most; names that a config of ours takes or refuses too (`names.ALIASES`,
 `names.REFUSED`) need none.
 """
 
 from __future__ import annotations
 
 import re
+import tomllib
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -28,14 +29,24 @@ Rule: TypeAlias = "n.Alias | n.Refusal | Callable[[Sheet, str, Any], None]"
 Table: TypeAlias = Mapping[str, Rule]  # `liger_*` is of names that begin so, `[].type` of entries
 
 
-def ignored(names_of: Mapping[str, str]) -> dict[str, Rule]:
-    """Rows of names that change nothing that is learnt, whatever their values; by the reason."""
-    return {name: n.Refusal(why, ()) for why, names in names_of.items() for name in names.split()}
+def tables_of(trainer: str) -> dict[str, Any]:
+    """Read what is said of a trainer's names."""
+    return tomllib.loads(Path(__file__).with_name(f"{trainer}.toml").read_text(encoding="utf-8"))
 
 
-def refused(names_of: Mapping[str, str]) -> dict[str, Rule]:
-    """Rows of names that cannot be honoured unless they are off; by the reason."""
-    return {name: never(why) for why, names in names_of.items() for name in names.split()}
+def table_of(said: Mapping[str, Any]) -> dict[str, Rule]:
+    """Rows of names: what changes nothing that is learnt whatever its value, what cannot be
+    honoured unless it is off or has one of some values, and what is called otherwise here."""
+    table: dict[str, Rule] = {}
+    for why, names in said.get("ignored", {}).items():
+        table |= n.of_each(names, n.Refusal(why, ()))
+    for why, names in said.get("refused", {}).items():
+        table |= n.of_each(names, never(why))
+    for names, (why, *harmless) in said.get("unless", {}).items():
+        table |= n.of_each(names, never(why, *harmless))
+    for key, names in said.get("means", {}).items():
+        table |= n.of_each(names, n.Alias(tuple(key.split("."))))
+    return table
 
 
 def never(why: str, *harmless: object) -> n.Refusal:
@@ -49,12 +60,14 @@ class Sheet:
         config: our values by dotted key; `origins` says where each came from.
         mapped, dropped, refused, unknown: sentences about each of their keys, in one of these.
         assumed: sentences about what the file does not say.
+        said: the trainer's TOML file.
         files: texts that the config names, to be written beside it, by name.
         missing: what keeps it from being a whole config, as `load_config` says it.
     """
 
     def __init__(self, source: str, trainer: str, given: dict[str, Located]) -> None:
         self.source, self.trainer, self.given = source, trainer, given
+        self.said = tables_of(trainer)
         self.folder = Path(source).parent
         self.config: dict[str, Any] = {}
         self.origins: dict[str, str] = {}
@@ -122,8 +135,9 @@ class Sheet:
                 self.given |= {at + key: Located(value, place) for key, value in one.items()}
         return opened
 
-    def finish(self, table: Table) -> None:
-        """Decide of all keys that are left, by the table of their trainer."""
+    def finish(self, rules: Table) -> None:
+        """Decide of all keys that are left, by `rules` and the tables of their trainer."""
+        table = {**table_of(tables_of("shared")), **table_of(self.said), **rules}
         prefixes = [name[:-1] for name in table if name.endswith("*")]
         for name, entry in self.given.items():
             if self._settled(name):
