@@ -7,7 +7,10 @@ from __future__ import annotations
 
 import math
 import re
+import tomllib
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 FIRST_BFLOAT16 = (8, 0)  # compute capability with bf16 units: Ampere
 FIRST_FP8 = (8, 9)  # and with fp8 units: Ada, before Hopper (9.0) and Blackwell
@@ -24,7 +27,6 @@ class HostLink:
 PCIE_3 = HostLink(12.5e9, 22e9)  # half of PCIE_4, as are 8 lanes of it
 PCIE_4 = HostLink(25e9, 44e9)  # 16 lanes, as PCIE_5, which was measured beside an H200
 PCIE_5 = HostLink(55.5e9, 101e9)
-PCIE_4X8, PCIE_5X8 = PCIE_3, HostLink(27.75e9, 50.5e9)
 # Assumed: 5/6 of 450 GB/s each way; together no more than the processor's memory sustains.
 NVLINK_C2C = HostLink(375e9, 410e9)
 
@@ -63,60 +65,26 @@ class DataSheet:
     nvlink: float = 0.0  # GB/s each way to the other GPUs of a host; 0: none, or a bridge at most
 
 
-# From NVIDIA's public data sheets and architecture papers, not rounded further. The first row
-# whose words all occur in a device's name counts, so variants stand before the plain name.
-GPUS: tuple[tuple[str, DataSheet], ...] = (
-    ("B200", DataSheet(2250, 75, 4500, 8000, PCIE_5, SERVER, 183_359, (10, 0), 1000, 900)),
-    ("H200 NVL", DataSheet(835.5, 60, 1671, 4800, PCIE_5, SERVER, 143_771, (9, 0), 600, 450)),
-    ("H200", DataSheet(989.4, 67, 1979, 4800, PCIE_5, SERVER, 143_771, (9, 0), 700, 450)),
-    ("H100 PCIe", DataSheet(756.4, 51, 1513, 2000, PCIE_5, SERVER, 81_559, (9, 0), 350)),
-    ("H100 NVL", DataSheet(835.5, 60, 1671, 3938, PCIE_5, SERVER, 95_830, (9, 0), 400, 300)),
-    ("H100", DataSheet(989.4, 67, 1979, 3350, PCIE_5, SERVER, 81_559, (9, 0), 700, 450)),
-    ("GH200", DataSheet(989.4, 67, 1979, 4000, NVLINK_C2C, SERVER, 97_871, (9, 0), 1000, 450)),
-    ("A100 PCIe 40GB", DataSheet(312, 19.5, 0, 1555, PCIE_4, SERVER, 40_960, (8, 0), 250)),
-    ("A100 40GB", DataSheet(312, 19.5, 0, 1555, PCIE_4, SERVER, 40_960, (8, 0), 400, 300)),
-    ("A100 PCIe", DataSheet(312, 19.5, 0, 1935, PCIE_4, SERVER, 81_920, (8, 0), 300)),
-    ("A100", DataSheet(312, 19.5, 0, 2039, PCIE_4, SERVER, 81_920, (8, 0), 400, 300)),
-    ("L40S", DataSheet(362.1, 91.6, 733, 864, PCIE_4, SERVER, 46_068, (8, 9), 350)),
-    ("L4", DataSheet(121, 30.3, 242.5, 300, PCIE_4, SERVER, 23_034, (8, 9), 72)),
-    ("A10", DataSheet(125, 31.2, 0, 600, PCIE_4, SERVER, 23_028, (8, 6), 150)),
-    ("A40", DataSheet(149.7, 37.4, 0, 696, PCIE_4, SERVER, 46_068, (8, 6), 300)),
-    ("V100 32GB", DataSheet(15.7, 15.7, 0, 900, PCIE_3, SERVER, 32_768, (7, 0), 300)),
-    ("V100", DataSheet(15.7, 15.7, 0, 900, PCIE_3, SERVER, 16_384, (7, 0), 300)),
-    ("T4", DataSheet(8.1, 8.1, 0, 320, PCIE_3, SERVER, 15_360, (7, 5), 70)),
-    ("RTX PRO 6000", DataSheet(503.8, 126, 1007.6, 1792, PCIE_5, DESKTOP, 97_887, (12, 0), 600)),
-    ("RTX 6000 Ada", DataSheet(364.2, 91.1, 728.5, 960, PCIE_4, DESKTOP, 49_140, (8, 9), 300)),
-    ("RTX A6000", DataSheet(154.8, 38.7, 0, 768, PCIE_4, DESKTOP, 49_140, (8, 6), 300)),
-    ("RTX 5090", DataSheet(209.5, 104.8, 419, 1792, PCIE_5, DESKTOP, 32_607, (12, 0), 575)),
-    ("RTX 5080", DataSheet(112.6, 56.3, 225.1, 960, PCIE_5, DESKTOP, 16_303, (12, 0), 360)),
-    ("RTX 5070 Ti", DataSheet(87.9, 43.9, 175.8, 896, PCIE_5, DESKTOP, 16_303, (12, 0), 300)),
-    ("RTX 5070", DataSheet(61.7, 30.9, 123.5, 672, PCIE_5, DESKTOP, 12_227, (12, 0), 250)),
-    (
-        "RTX 5060 Ti 16GB",
-        DataSheet(47.4, 23.7, 94.8, 448, PCIE_5X8, DESKTOP, 16_311, (12, 0), 180),
-    ),
-    ("RTX 5060 Ti", DataSheet(47.4, 23.7, 94.8, 448, PCIE_5X8, DESKTOP, 8_151, (12, 0), 180)),
-    ("RTX 5060", DataSheet(38.4, 19.2, 76.7, 448, PCIE_5X8, DESKTOP, 8_151, (12, 0), 145)),
-    ("RTX 4090", DataSheet(165.2, 82.6, 330, 1008, PCIE_4, DESKTOP, 24_564, (8, 9), 450)),
-    ("RTX 4080 SUPER", DataSheet(104.4, 52.2, 208.9, 736, PCIE_4, DESKTOP, 16_376, (8, 9), 320)),
-    ("RTX 4080", DataSheet(97.5, 48.7, 194.9, 717, PCIE_4, DESKTOP, 16_376, (8, 9), 320)),
-    ("RTX 4070 Ti SUPER", DataSheet(88.2, 44.1, 176.4, 672, PCIE_4, DESKTOP, 16_376, (8, 9), 285)),
-    ("RTX 4070 Ti", DataSheet(80.2, 40.1, 160.4, 504, PCIE_4, DESKTOP, 12_282, (8, 9), 285)),
-    ("RTX 4070 SUPER", DataSheet(71, 35.5, 141.9, 504, PCIE_4, DESKTOP, 12_282, (8, 9), 220)),
-    ("RTX 4070", DataSheet(58.3, 29.1, 116.6, 504, PCIE_4, DESKTOP, 12_282, (8, 9), 200)),
-    ("RTX 4060 Ti 16GB", DataSheet(44.1, 22.1, 88.2, 288, PCIE_4X8, DESKTOP, 16_380, (8, 9), 165)),
-    ("RTX 4060 Ti", DataSheet(44.1, 22.1, 88.2, 288, PCIE_4X8, DESKTOP, 8_188, (8, 9), 160)),
-    ("RTX 4060", DataSheet(30.2, 15.1, 60.4, 272, PCIE_4X8, DESKTOP, 8_188, (8, 9), 115)),
-    ("RTX 3090 Ti", DataSheet(80, 40, 0, 1008, PCIE_4, DESKTOP, 24_564, (8, 6), 450)),
-    ("RTX 3090", DataSheet(71, 35.6, 0, 936, PCIE_4, DESKTOP, 24_576, (8, 6), 350)),
-    ("RTX 3080 Ti", DataSheet(68.2, 34.1, 0, 912, PCIE_4, DESKTOP, 12_288, (8, 6), 350)),
-    ("RTX 3080", DataSheet(59.5, 29.8, 0, 760, PCIE_4, DESKTOP, 10_240, (8, 6), 320)),
-    ("RTX 3070 Ti", DataSheet(43.5, 21.7, 0, 608, PCIE_4, DESKTOP, 8_192, (8, 6), 290)),
-    ("RTX 3070", DataSheet(40.6, 20.3, 0, 448, PCIE_4, DESKTOP, 8_192, (8, 6), 220)),
-    ("RTX 3060 Ti", DataSheet(32.4, 16.2, 0, 448, PCIE_4, DESKTOP, 8_192, (8, 6), 200)),
-    ("RTX 3060", DataSheet(25.5, 12.7, 0, 360, PCIE_4, DESKTOP, 12_288, (8, 6), 170)),
-    ("RTX 2080 Ti", DataSheet(13.4, 13.4, 0, 616, PCIE_3, DESKTOP, 11_264, (7, 5), 250)),
-)
+LINKS = {
+    "PCIE_3": PCIE_3,
+    "PCIE_4": PCIE_4,
+    "PCIE_5": PCIE_5,
+    "PCIE_4X8": PCIE_3,
+    "PCIE_5X8": HostLink(PCIE_5.one_way / 2, PCIE_5.both / 2),
+    "NVLINK_C2C": NVLINK_C2C,
+}
+HOSTS = {"SERVER": SERVER, "DESKTOP": DESKTOP}
+
+
+def _sheet(row: list[Any]) -> DataSheet:
+    """The data sheet of a row of gpus.toml."""
+    *rates, link, host, mebibytes, capability, watts, nvlink = row
+    place = LINKS[link], HOSTS[host], mebibytes, tuple(capability)
+    return DataSheet(*rates, *place, watts, nvlink)
+
+
+_ROWS = tomllib.loads(Path(__file__).with_name("gpus.toml").read_text(encoding="utf-8"))
+GPUS = {name: _sheet(row) for name, row in _ROWS.items()}
 # Words in the names of slower cards that share a desktop card's name; none of these is listed.
 SLOWER = {"LAPTOP", "MAX", "D"}  # Max-Q; the 4090 D and 5090 D
 # For a card that is not listed, where it was neither measured nor described by hand.
@@ -128,7 +96,7 @@ def data_sheet(gpu_name: str | None) -> DataSheet | None:
     words = set((gpu_name or "").upper().replace("-", " ").split())
     if words & SLOWER:
         return None
-    return next((sheet for name, sheet in GPUS if words >= set(name.upper().split())), None)
+    return next((sheet for name, sheet in GPUS.items() if words >= set(name.upper().split())), None)
 
 
 def peak_tflops(gpu_name: str | None) -> float | None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
 from dataclasses import replace
 
 import psutil
@@ -33,14 +32,13 @@ def find_gpu(
 
     Raises ConfigError for a card that is neither listed nor described.
     """
-    sheets = dict(GPUS)
-    name = next((row for row in sheets if gpu and _words(gpu) == _words(row)), None)
+    name = next((row for row in GPUS if gpu and _words(gpu) == _words(row)), None)
     described = {"--gpu-memory": memory_bytes, "--gpu-tflops": tflops, "--pcie": pcie}
     missing = [flag for flag, value in described.items() if value is None]
     if name is not None:
-        sheet = sheets[name]
+        sheet = GPUS[name]
     elif gpu and len(missing) == len(described):
-        nearest = _nearest(gpu, sheets)
+        nearest = _nearest(gpu)
         raise ConfigError(f"--gpu: {gpu!r} is not known; {nearest} Or describe it: {EXAMPLE}")
     elif missing or tflops is None:
         raise ConfigError(f"a GPU that is not listed needs {' and '.join(missing)}, too: {EXAMPLE}")
@@ -83,10 +81,9 @@ def _words(name: str) -> set[str]:
     return set(name.upper().replace("-", " ").split()) - {"NVIDIA", "GEFORCE", "SXM", "80GB"}
 
 
-def _nearest(gpu: str, rows: Iterable[str]) -> str:
+def _nearest(gpu: str) -> str:
     """The rows that share a word with `gpu`, else those spelled like it, else all."""
-    rows = list(rows)
-    sharing = [name for name in rows if _words(name) & _words(gpu) - {"RTX"}]
-    spelled = difflib.get_close_matches(gpu.upper(), [name.upper() for name in rows], n=3)
-    near = sharing or [name for name in rows if name.upper() in spelled]
-    return f"did you mean {' or '.join(near)}?" if near else f"choose one of {', '.join(rows)}."
+    sharing = [name for name in GPUS if _words(name) & _words(gpu) - {"RTX"}]
+    spelled = difflib.get_close_matches(gpu.upper(), [name.upper() for name in GPUS], n=3)
+    near = sharing or [name for name in GPUS if name.upper() in spelled]
+    return f"did you mean {' or '.join(near)}?" if near else f"choose one of {', '.join(GPUS)}."

@@ -41,30 +41,29 @@ DEVICE_NAMES = {  # as drivers give them: the row's name, or None
     "NVIDIA A10G": None,
     "Some future thing": None,
 }
-ALL_NAMES = [*DEVICE_NAMES, *(f"NVIDIA {name}" for name, _ in GPUS)]
+ALL_NAMES = [*DEVICE_NAMES, *(f"NVIDIA {name}" for name in GPUS)]
 
 
-@pytest.mark.parametrize(("device", "row"), DEVICE_NAMES.items())
-def test_a_device_is_found_by_whole_words(device, row):
-    assert data_sheet(device) is (None if row is None else dict(GPUS)[row])
+def test_a_device_is_found_by_whole_words():
+    for device, row in DEVICE_NAMES.items():
+        assert data_sheet(device) is (None if row is None else GPUS[row]), device
 
 
-@pytest.mark.parametrize("name", [name for name, _ in GPUS])
-def test_every_row_is_found_by_its_own_name_and_has_every_use(name):
-    sheet = data_sheet(f"NVIDIA {name.replace(' ', '-')} 80GB")
-    assert sheet is dict(GPUS)[name]
-    assert find_gpu(name) == (name, sheet, True)
-    assert sheet.watts and sheet.watts == board_power_w(name)
-    guess = typical(hypothetical(name, sheet, 64 * GIB))
-    planned = guess.matmul[-1][1] / MATMUL_SHARE[-1][1]
-    assert planned == pytest.approx(1e12 * sheet.bfloat16, rel=0.005)
+def test_every_row_is_found_by_its_own_name_and_has_every_use():
+    for name, row in GPUS.items():
+        sheet = data_sheet(f"NVIDIA {name.replace(' ', '-')} 80GB")
+        assert sheet is row and find_gpu(name) == (name, sheet, True)
+        assert sheet.watts and sheet.watts == board_power_w(name)
+        guess = typical(hypothetical(name, sheet, 64 * GIB))
+        planned = guess.matmul[-1][1] / MATMUL_SHARE[-1][1]
+        assert planned == pytest.approx(1e12 * sheet.bfloat16, rel=0.005)
 
 
-@pytest.mark.parametrize("name", [*ALL_NAMES, None])
-def test_plans_and_mfu_agree(name):
-    sheet = data_sheet(name)
-    assert peak_tflops(name) == (None if sheet is None else sheet.bfloat16)
-    assert (board_power_w(name) is None) == (sheet is None)
+def test_plans_and_mfu_agree():
+    for name in [*ALL_NAMES, None]:
+        sheet = data_sheet(name)
+        assert peak_tflops(name) == (None if sheet is None else sheet.bfloat16)
+        assert (board_power_w(name) is None) == (sheet is None)
 
 
 def test_figures_are_not_rounded():
@@ -94,7 +93,7 @@ def test_a_card_without_a_name_is_described_too():
 def test_a_description_replaces_figures_of_a_row():
     name, sheet, listed = find_gpu("rtx-4090", pcie=12.5)
     assert (name, listed, sheet.link.one_way) == ("RTX 4090", True, 12.5e9)
-    assert replace(sheet, link=dict(GPUS)[name].link) == dict(GPUS)[name]
+    assert replace(sheet, link=GPUS[name].link) == GPUS[name]
 
 
 @pytest.mark.parametrize(

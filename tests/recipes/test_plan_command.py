@@ -35,7 +35,7 @@ def test_a_machine_that_one_does_not_have(megatrain):
     def planned(gpu: str) -> Any:
         options = ("--gpu", gpu, "--ram", "128GiB", "--json")
         plan = megatrain("plan qwen2.5-0.5b", *options, *SHORT).json
-        assert plan["totals"]["gpu"]["have"] > 0.9 * dict(GPUS)[gpu.upper()].mebibytes * 2**20
+        assert plan["totals"]["gpu"]["have"] > 0.9 * GPUS[gpu.upper()].mebibytes * 2**20
         return plan
 
     small, large = planned("RTX 4090"), planned("h200")
@@ -121,12 +121,12 @@ def test_a_gpu_that_is_not_listed_is_described(megatrain):
     assert "assumed are" not in listed.err
 
 
-@pytest.mark.parametrize("name", [GPUS[0][0], GPUS[-1][0]])
+@pytest.mark.parametrize("name", ["B200", "RTX 2080 Ti"])
 def test_a_gpu_of_the_table_can_be_planned_for(megatrain, name):
     megatrain("plan tiny --ram 32GiB --gpu", name, *TINY)
 
 
-@pytest.mark.parametrize("name", [name for name, _ in GPUS])
+@pytest.mark.parametrize("name", GPUS)
 def test_every_gpu_of_the_table_makes_a_machine(name):
     config = Config.model_validate({"model": "m", "data": {"train": "rows.jsonl"}})
     machine = planned_machine(config, gpu=name, ram="64GiB")
