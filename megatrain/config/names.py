@@ -1,14 +1,16 @@
 """Names from other trainers and earlier versions: those that mean one of our keys, and those that
-cannot be honoured.
+cannot be honoured. Those that need no arithmetic stand in names.toml.
 
 Aliases are accepted at the top level and inside `train`, where a list of training arguments stands.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import TypeVar
+import tomllib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, TypeVar
 
 from megatrain.config.values import INSTEAD_OF_ADAFACTOR, did_you_mean, shown
 
@@ -123,47 +125,31 @@ def _figure(value: object) -> object:
     return value if begun or not isinstance(value, str) else f"eval_{value}"
 
 
+def read_names(path: Path) -> dict[str, Any]:
+    """Read a file of names and what is said of them."""
+    return tomllib.loads(path.read_text(encoding="utf-8"))
+
+
+def same_as(said: Mapping[str, str]) -> dict[str, Alias]:
+    """Aliases whose values are our key's. said: names by key."""
+    return {
+        name: Alias(tuple(key.split("."))) for key, names in said.items() for name in names.split()
+    }
+
+
+_SAID = read_names(Path(__file__).with_name("names.toml"))
+
+
 def of_each(names: str, meaning: T) -> dict[str, T]:
     """Rows of a table for several names that mean the same."""
     return dict.fromkeys(names.split(), meaning)
 
 
-# Names that mean a key of ours, whose values are the same.
-_SAME = {
-    "model.path": "model_name_or_path base_model",
-    "model.revision": "model_revision revision",
-    "model.trust_remote_code": "trust_remote_code",
-    "train.epochs": "num_train_epochs num_epochs",
-    "train.seq_len": "max_length max_seq_length max_seq_len sequence_len cutoff_len block_size",
-    "train.learning_rate": "learning_rate lr",
-    "train.warmup": "warmup_steps",
-    "train.max_grad_norm": "max_grad_norm",
-    "train.router_aux_loss_coef": "router_aux_loss_coef moe_aux_loss_coef",
-    "train.freeze": "freeze",
-    "train.seed": "seed",
-    "train.deterministic": "full_determinism",
-    "train.log_every": "logging_steps",
-    "train.eval_every": "eval_steps",
-    "train.eval_rows": "max_eval_samples",
-    "checkpoint.every": "save_steps",
-    "checkpoint.keep": "save_total_limit",
-    "checkpoint.patience": "early_stopping_patience",
-    "output": "output_dir",
-    "optimizer.weight_decay": "weight_decay",
-    "optimizer.eps": "adam_epsilon",
-    "attention": "attn_implementation",
-    "data.train": "train_file dataset_name dataset",
-    "data.eval": "validation_file eval_file val_set_size",
-    "data.split": "dataset_train_split",
-    "data.text_field": "dataset_text_field",
-    "compile": "torch_compile",
-    "data.packing": "packing sample_packing",
-}
 _PROCESSES = "dataset_num_proc dataset_processes preprocessing_num_workers"
 _TEMPLATE = "chat_template chat_template_path"
 _ANSWERS = "assistant_only_loss completion_only_loss"
 ALIASES: dict[str, Alias] = {
-    **{name: Alias((*key.split("."),)) for key, names in _SAME.items() for name in names.split()},
+    **same_as(_SAID["means"]),
     "adam_beta1": Alias(BETA1),
     "adam_beta2": Alias(BETA2),
     **of_each("per_device_train_batch_size micro_batch_size", Alias(ROWS_PER_DEVICE, _count)),
@@ -195,128 +181,16 @@ RIVALS: tuple[tuple[tuple[Key, ...], ...], ...] = (
 )
 
 
-def _drop(what: str, *harmless: object, teaches: bool = False) -> Refusal:
-    """The refusal of a key that can only be removed."""
-    return Refusal(f"{what}; remove it", harmless or (False, None), teaches)
+def _refused() -> dict[str, Refusal]:
+    table: dict[str, Refusal] = {}
+    for reason, names in _SAID["refused"].items():
+        table |= of_each(names, Refusal(reason))
+    for names, (reason, *harmless) in _SAID["unless"].items():
+        table |= of_each(names, Refusal(reason, (None, *harmless)))
+    return table | {name: replace(table[name], teaches=True) for name in _SAID["teaches"].split()}
 
 
-_OFF = (False, None)
-_NO_ADAPTERS = "MegaTrain trains every parameter and has no adapters"
-_ADAPTER = _drop(_NO_ADAPTERS, *_OFF, "", teaches=True)
-_OF_ADAPTERS = _drop(_NO_ADAPTERS, *_OFF, "")  # alone it asks for none
-_ADAPTERS = "use_peft peft peft_config adapter lora qlora"
-_UNQUANTISED = "full-parameter training starts from unquantised weights"
-_QUANTISED = _drop(_UNQUANTISED, teaches=True)
-_QUANTISATION = "load_in_4bit load_in_8bit quantization_config"
-_SHARDING = _drop("MegaTrain streams the model itself and takes no sharding library", *_OFF, "", [])
-_MIXTURE = Refusal(
-    "training in float16 needs loss scaling and is not offered; use precision: bfloat16 or float32"
-)
-_PLANNED = "the planner decides what is saved and what is recomputed; set memory.gpu to bound it"
-_BY_STEPS = "only counting steps is offered"
-_TRACKER = Refusal("not offered; `track` takes wandb, tensorboard and trackio", (None, False))
-_WANDB = Refusal("set in the environment, as WANDB_PROJECT; `track: wandb` turns it on", (None,))
-_HUB = Refusal("nothing is uploaded; use `megatrain export` and upload the folder")
-_COMPILE = _drop("`compile: true` compiles the layers, and nothing of how is left to choose")
-# Every earlier run folder has these keys, whatever its optimizer, so `auto` is harmless.
-_ADAFACTOR_KEY = Refusal(
-    f"was a key of adafactor, which is no longer offered; remove it and {INSTEAD_OF_ADAFACTOR}",
-    ("auto",),
-)
-_PACKING = _drop("`data.packing` packs examples, and steps are cut by real tokens")
-
-REFUSED: dict[str, Refusal] = {
-    **of_each("fp16 half", _MIXTURE),
-    "tf32": _drop("precision: float32 computes in true fp32"),
-    **of_each(_ADAPTERS, _ADAPTER),
-    "finetuning_type": _drop(
-        "MegaTrain trains every parameter but train.freeze's", "full", teaches=True
-    ),
-    "unfrozen_parameters": _drop(
-        "name what is not trained instead (train.freeze)", None, teaches=True
-    ),
-    **of_each(_QUANTISATION, _QUANTISED),
-    "use_bnb_nested_quant": _drop(_UNQUANTISED),
-    **of_each("deepspeed fsdp", _SHARDING),
-    "gradient_checkpointing": Refusal(_PLANNED, (True, None)),
-    "gradient_checkpointing_kwargs": Refusal(_PLANNED, (None,)),
-    "auto_find_batch_size": _drop(
-        "the planner sizes micro-batches (train.micro_batch_tokens: auto)"
-    ),
-    "per_device_eval_batch_size": _drop(
-        "evaluation is cut as training is (train.micro_batch_tokens)", None
-    ),
-    "eval_accumulation_steps": _drop("evaluation keeps no outputs", None),
-    "label_smoothing_factor": _drop("label smoothing is not built yet", 0, 0.0, None, teaches=True),
-    "neftune_noise_alpha": _drop(
-        "noise on embeddings is not built yet", 0, 0.0, None, teaches=True
-    ),
-    "group_by_length": _drop("rows are already sorted by length inside a step"),
-    **of_each("padding_free pad_to_sequence_len", _PACKING),
-    "save_strategy": Refusal(
-        f"{_BY_STEPS} (checkpoint.every: 200, or null for the end alone)", ("steps", None)
-    ),
-    "logging_strategy": Refusal(f"{_BY_STEPS} (train.log_every)", ("steps", None)),
-    "save_only_model": Refusal(
-        "a checkpoint holds what an exact resume needs; `megatrain export` writes the model alone"
-    ),
-    "load_best_model_at_end": Refusal(
-        "`best` in the run folder points at the best checkpoint; export it with --checkpoint best"
-    ),
-    "lr_scheduler_kwargs": Refusal(
-        "use train.min_lr_ratio, train.decay, train.warmup", (None, {}), teaches=True
-    ),
-    "optim_args": Refusal("use the keys of the optimizer section", (None, ""), teaches=True),
-    **of_each("beta2_decay clip_threshold", _ADAFACTOR_KEY),
-    "push_to_hub": _HUB,
-    "use_liger_kernel": _drop("other kernels are not taken in; logits never exist whole anyway"),
-    "resume_from_checkpoint": Refusal(
-        "continue a run with `megatrain resume RUN_DIR`", teaches=True
-    ),
-    "overwrite_output_dir": Refusal("a run folder is never overwritten; choose another `output`"),
-    "strict": _drop("unknown keys are always refused", True, False, None),
-    "do_train": Refusal("`megatrain train` trains; `megatrain eval` evaluates", (True, None)),
-    "do_eval": Refusal("set data.eval: null for no evaluation", (True, None)),
-    "do_predict": Refusal("`megatrain generate` answers prompts, `megatrain eval` evaluates"),
-    "predict_with_generate": Refusal("`eval.prompts` has evaluations answer"),
-    "overwrite_cache": _drop("the rows' cache is made anew where rows change", True, False, None),
-    "plot_loss": _drop("no plot is drawn; metrics.jsonl has the losses, `track` shows them"),
-    "max_samples": Refusal(
-        "all rows of data.train are used; name a smaller file, or set train.max_steps",
-        (None,),
-        teaches=True,
-    ),
-    "evals_per_epoch": Refusal(f"{_BY_STEPS}: set train.eval_every", (None,)),
-    "saves_per_epoch": Refusal(f"{_BY_STEPS}: set checkpoint.every", (None,)),
-    "tokenizer_type": _drop("the model's own tokenizer is used", "AutoTokenizer", None),
-    "model_type": _drop(
-        "config.json of the model says its type", "AutoModelForCausalLM", "LlamaForCausalLM", None
-    ),
-    "trackio": Refusal("write `track: trackio`"),
-    "data_seed": _drop("train.seed covers shuffling too", None),
-    "nproc_per_node": Refusal("one GPU is used; more are not built yet", (None, 1)),
-    # Configs of older runs spell out this former key: `auto` and 0 ask for nothing that is gone.
-    "nvme_activations": Refusal(
-        "activation checkpoints no longer go to NVMe; remove it, and if host RAM has no room for "
-        "them, keep them there in fewer bits (memory.offload_activations: true, "
-        "memory.activations: int8 or int4), or add RAM",
-        ("auto", 0),
-    ),
-}
-
-# Whole families of names, by how they begin.
-REFUSED_PREFIXES: dict[str, Refusal] = {
-    **of_each("lora_ qlora_ peft_", _OF_ADAPTERS),
-    "bnb_": _drop(_UNQUANTISED),
-    **of_each("deepspeed_ fsdp_", _SHARDING),
-    "wandb_": _WANDB,
-    **of_each("mlflow_ comet_", _TRACKER),
-    "hub_": _HUB,
-    "torch_compile_": _COMPILE,
-    "ddp_": _drop("one GPU is used; data-parallel training is not built yet"),
-    "dataloader_": _drop("batches are prepared ahead by MegaTrain itself"),
-    "fp16_": _MIXTURE,
-}
+REFUSED = _refused()
 
 _TASKS = Refusal(
     "runs have no tasks any more; evaluate a run or a checkpoint with `megatrain eval RUN --tasks`",
@@ -333,8 +207,8 @@ REMOVED[("memory", "nvme_arrays")] = _NVME_ARRAYS
 
 def refusal_of(name: str) -> Refusal | None:
     """The refusal for a name of another trainer, or None for an unknown name."""
-    by_prefix = [refusal for prefix, refusal in REFUSED_PREFIXES.items() if name.startswith(prefix)]
-    return REFUSED.get(name) or (by_prefix[0] if by_prefix else None)
+    begun = (one for one in REFUSED if one.endswith("*") and name.startswith(one[:-1]))
+    return REFUSED.get(name) or REFUSED.get(next(begun, ""))
 
 
 def is_harmless(refusal: Refusal, value: object) -> bool:

@@ -78,9 +78,9 @@ HOSTS = {"SERVER": SERVER, "DESKTOP": DESKTOP}
 
 def _sheet(row: list[Any]) -> DataSheet:
     """The data sheet of a row of gpus.toml."""
-    *rates, link, host, mebibytes, capability, watts, nvlink = row
-    place = LINKS[link], HOSTS[host], mebibytes, tuple(capability)
-    return DataSheet(*rates, *place, watts, nvlink)
+    bfloat16, float32, fp8, memory, link, host, mebibytes, (major, minor), watts, nvlink = row
+    around = LINKS[link], HOSTS[host], mebibytes, (major, minor)
+    return DataSheet(bfloat16, float32, fp8, memory, *around, watts, nvlink)
 
 
 _ROWS = tomllib.loads(Path(__file__).with_name("gpus.toml").read_text(encoding="utf-8"))

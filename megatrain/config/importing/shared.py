@@ -63,7 +63,7 @@ def arguments(sheet: Sheet, gpus: int, packed: Sequence[str], **other: Any) -> N
     reports = [str(name) for name in (reports if isinstance(reports, list) else [reports])]
     if known := [name for name in dict.fromkeys(reports) if name in TRACKERS]:
         sheet.put("track", known, "report_to")
-    nothing = NOTHING_ASKED if reports in ([], ["none"]) else n.REFUSED_PREFIXES["mlflow_"].reason
+    nothing = NOTHING_ASKED if reports in ([], ["none"]) else n.REFUSED["mlflow_*"].reason
     sheet.drop(nothing, "report_to")
 
 

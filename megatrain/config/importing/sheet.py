@@ -8,7 +8,6 @@ TOML file decide of most; names that a config of ours takes or refuses too (`nam
 from __future__ import annotations
 
 import re
-import tomllib
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -31,7 +30,7 @@ Table: TypeAlias = Mapping[str, Rule]  # `liger_*` is of names that begin so, `[
 
 def tables_of(trainer: str) -> dict[str, Any]:
     """Read what is said of a trainer's names."""
-    return tomllib.loads(Path(__file__).with_name(f"{trainer}.toml").read_text(encoding="utf-8"))
+    return n.read_names(Path(__file__).with_name(f"{trainer}.toml"))
 
 
 def table_of(said: Mapping[str, Any]) -> dict[str, Rule]:
@@ -44,9 +43,7 @@ def table_of(said: Mapping[str, Any]) -> dict[str, Rule]:
         table |= n.of_each(names, never(why))
     for names, (why, *harmless) in said.get("unless", {}).items():
         table |= n.of_each(names, never(why, *harmless))
-    for key, names in said.get("means", {}).items():
-        table |= n.of_each(names, n.Alias(tuple(key.split("."))))
-    return table
+    return table | n.same_as(said.get("means", {}))
 
 
 def never(why: str, *harmless: object) -> n.Refusal:
