@@ -11,7 +11,11 @@ from torch import Tensor
 
 from megatrain.engine import codecs
 from megatrain.engine.codecs import CODECS, SMALLEST_SCALE, GroupScaled
+from megatrain.engine.verify import gradients_of
 from megatrain.schedule import FORMS, kept_row_bytes
+from megatrain.settings import Settings
+from tests.helpers.compare import distance
+from tests.helpers.support import engine_of, full_batches
 
 SHAPES = [(2, 4, 576), (3, 5, 100), (1, 1, 1), (1, 7, 64)]
 DTYPES = [torch.bfloat16, torch.float32]
@@ -120,3 +124,20 @@ def test_more_elements_than_kernels_count_are_taken_in_pieces(
     assert sum(taken) == hidden.numel()
     assert torch.equal(pieces, whole)
     assert torch.equal(codec.decode(whole, hidden.shape, hidden.dtype), back)
+
+
+FAR = {"int8": 0.1, "int6": 0.3, "int4": 1.0}  # of a tiny model's gradient, by its norm
+
+
+def gradients(**dials: str) -> tuple[float, Tensor]:
+    with engine_of("llama", settings=Settings(**dials)) as engine:
+        loss = engine.forward_backward(full_batches(0, [(2, 16), (1, 12)])).loss
+        return loss, torch.cat([gradient.flatten() for gradient in gradients_of(engine).values()])
+
+
+def test_a_step_s_loss_is_exact_and_gradients_are_near() -> None:
+    loss, exact = gradients()
+    for name in CODECS:
+        with_codec, near = gradients(activations=name)
+        assert with_codec == loss
+        assert 0 < distance(near, exact) < FAR[name]

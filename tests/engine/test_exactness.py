@@ -1,8 +1,7 @@
-"""Results do not depend on when updates run, where state lives and how a batch is cut."""
+"""The memory that state takes, and how a batch may be cut."""
 
 from __future__ import annotations
 
-from functools import cache
 from typing import Any
 
 import pytest
@@ -15,7 +14,7 @@ from megatrain.models.trials.small import count_targets
 from megatrain.optim import AdamW
 from megatrain.settings import ALL, Settings
 from tests.helpers.compare import apart, differing
-from tests.helpers.runs import Trace, assert_same, run, state_of, train_serially
+from tests.helpers.runs import run, state_of
 from tests.helpers.support import (
     Batch,
     engine_of,
@@ -25,76 +24,8 @@ from tests.helpers.support import (
     without_targets,
 )
 
-STEPS = {
-    "cpu": [micro_batches(seed) for seed in range(2)],
-    "cuda": [full_batches(seed, [(2, 8), (1, 8), (2, 8)]) for seed in range(3)],
-}
-UNTIED = {"cpu": "mistral-sliding", "cuda": "llama"}
-DROPOUT = {"hidden_dropout": 0.2, "attention_dropout": 0.2}
+STEPS = micro_batches(0)
 FULL = full_batches(0, [(2, 9), (1, 7)])
-PLACEMENTS = [
-    Settings(resident=1, head_chunk_tokens=7),
-    Settings(resident=3, retained=1, head_chunk_tokens=7),
-    Settings(retained=ALL, head_chunk_tokens=7),
-    Settings(resident=ALL, retained=ALL, head_chunk_tokens=7),
-    Settings(groups=2, head_chunk_tokens=7),
-    Settings(groups=8, sums_on_device=ALL, head_chunk_tokens=7),
-    Settings(groups=2, resident=2, retained=2, head_chunk_tokens=7),
-    Settings(groups=3, resident=1, sums_on_device=3, head_chunk_tokens=7),
-    Settings(groups=8, resident=ALL, retained=ALL, head_chunk_tokens=7),
-    Settings(offload_activations=True, head_chunk_tokens=7),
-    Settings(groups=2, resident=2, retained=1, offload_activations=True, head_chunk_tokens=7),
-]
-PRECISIONS = pytest.mark.parametrize("precision", ["float32", "bfloat16"])
-# every placement; several of each kind with each precision and each clip
-PLACED = [
-    (settings, ("float32", "bfloat16")[place % 2], 0.5 if place // 2 % 2 else None)
-    for place, settings in enumerate(PLACEMENTS)
-]
-pytestmark = pytest.mark.usefixtures("deterministic")
-
-
-@cache
-def streamed(
-    family: str, precision: str = "float32", clip: float | None = 0.5, device: str = "cpu"
-) -> Trace:
-    """The run that others are compared with: everything streamed and recomputed, in one group."""
-    engine = engine_of(family, precision=precision, max_grad_norm=clip, device=device)
-    return run(engine, STEPS[device])
-
-
-# -- when and where --------------------------------------------------------------------------------
-
-
-@PRECISIONS
-@pytest.mark.parametrize("family", ["llama", "qwen2-tied"])
-def test_the_deferred_update_equals_the_serial_one_bit_for_bit(family, precision, device):
-    with engine_of(family, precision=precision, device=device) as engine:
-        serial = train_serially(engine, STEPS[device])
-    assert_same(serial, streamed(family, precision, device=device))
-
-
-@pytest.mark.parametrize(("settings", "precision", "clip"), PLACED, ids=str)
-def test_groups_and_where_state_lives_change_no_bit(settings, precision, clip, device):
-    options = {"precision": precision, "max_grad_norm": clip, "device": device}
-    placed = run(engine_of(UNTIED[device], settings=settings, **options), STEPS[device])
-    assert_same(placed, streamed(UNTIED[device], precision, clip, device), losses=1e-6)
-
-
-@pytest.mark.parametrize("settings", [PLACEMENTS[0], PLACEMENTS[3]], ids=str)
-@pytest.mark.parametrize(("family", "changes"), [("qwen2-tied", {}), ("gpt-neox", DROPOUT)])
-def test_nor_where_embeddings_are_tied_and_units_drop_out(family, changes, settings):
-    config = tiny_config(family, **changes)
-    placed = run(engine_of(config, settings=settings), STEPS["cpu"])
-    assert_same(placed, run(engine_of(config), STEPS["cpu"]))
-
-
-@PRECISIONS
-@pytest.mark.parametrize("settings", [Settings(), Settings(groups=2)], ids=str)
-def test_updates_during_backward_equal_a_clip_that_never_acts(settings, precision, device):
-    options: Any = {"settings": settings, "precision": precision, "device": device}
-    clipped, free = (engine_of("qwen2-tied", max_grad_norm=clip, **options) for clip in (1e9, None))
-    assert_same(run(free, STEPS[device]), run(clipped, STEPS[device]))
 
 
 # -- memory ----------------------------------------------------------------------------------------
@@ -115,15 +46,15 @@ def test_resident_blocks_take_no_host_memory():
 
 
 def test_a_step_of_more_micro_batches_than_planned_has_more_groups_not_larger_ones(monkeypatch):
-    steps, settings = STEPS["cpu"][:1], Settings(groups=2, group_size=1, head_chunk_tokens=7)
+    settings = Settings(groups=2, group_size=1, head_chunk_tokens=7)
     with engine_of("llama", settings=settings) as engine:
         begun: list[int] = []
         monkeypatch.setattr(
             engine.parts.checkpoints, "begin_group", lambda tokens, *_: begun.append(len(tokens))
         )
-        engine.train_step(steps[0])
+        engine.train_step(STEPS)
         assert begun == [1, 1, 1]
-        assert differing(run(engine_of("llama"), steps).state, state_of(engine)) == []
+        assert differing(run(engine_of("llama"), [STEPS]).state, state_of(engine)) == []
 
 
 @pytest.mark.parametrize(("precision", "kept"), [("bfloat16", 2), ("float32", 4)])
@@ -171,8 +102,8 @@ def test_the_size_of_micro_batches_changes_only_summation_order(sizes):
 def test_a_micro_batch_without_targets_adds_nothing(groups):
     settings = Settings(groups=groups, head_chunk_tokens=7)
     empty = without_targets(micro_batches(1)[:1])
-    loss, expected = backward(STEPS["cpu"][0], settings=settings)
-    found, ours = backward([*STEPS["cpu"][0], *empty], settings=settings)
+    loss, expected = backward(STEPS, settings=settings)
+    found, ours = backward([*STEPS, *empty], settings=settings)
     assert found == loss
     assert differing(ours, expected) == []
 

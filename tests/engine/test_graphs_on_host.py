@@ -1,5 +1,5 @@
-"""Saved activations of retained layers that wait in host RAM: what they are, that they change no
-bit, and that they leave the device."""
+"""Saved activations of retained layers that wait in host RAM: what they are, that they take no
+memory, and that they leave the device."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from typing import Any
 import pytest
 import torch
 
-from megatrain.engine.activations import Offload
+from megatrain.engine.activations import GRAPH, Offload
 from megatrain.engine.graphs import SavedTensors, run_for_graph
 from megatrain.errors import ModelError
 from megatrain.models.recorder import LayerCall
 from megatrain.schedule import graphs_of_layers
 from megatrain.settings import ALL, Settings
 from tests.helpers.delays import failing
-from tests.helpers.runs import Steps, Trace, assert_same, run, train_engine
-from tests.helpers.support import engine_of, full_batches, tiny_config
+from tests.helpers.runs import Trace, assert_same, run, train_engine
+from tests.helpers.support import engine_of, full_batches
 
 NO_CALL = LayerCall((), {})
 STEPS = [full_batches(seed, [(2, 16), (1, 12)]) for seed in range(3)]
@@ -28,14 +28,6 @@ either = pytest.mark.parametrize(
     "settings", [HALF, replace(HALF, retained_on_host=0)], ids=["graphs", "boundaries"]
 )
 pytestmark = pytest.mark.usefixtures("deterministic")
-
-
-def check_equal(model: Any, settings: Settings, steps: Steps = STEPS[:2], **options: Any) -> None:
-    """That a run under `settings` ends where one does that retains every layer on the device."""
-    kept = replace(settings, retained=ALL, retained_on_host=0)
-    options = {"precision": "bfloat16", **options}
-    expected = run(engine_of(model, settings=kept, **options), steps)
-    assert_same(run(engine_of(model, settings=settings, **options), steps), expected)
 
 
 @cache
@@ -56,37 +48,6 @@ def test_they_are_spread_over_the_layers_that_the_device_does_not_keep() -> None
         letters = {"device": "d", "host": "h", "nowhere": "."}
         found = graphs_of_layers(layers, retained, on_host)
         assert "".join(letters[where] for where in found) == expected
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("family", "precision", "settings"),
-    [
-        ("llama", "bfloat16", HALF),
-        ("llama", "float32", EVERY_GRAPH),
-        ("gemma2", "float32", replace(HALF, groups=2)),
-        ("gpt2", "bfloat16", replace(HALF, resident=2)),
-        ("gpt-neox", "bfloat16", HALF),
-        ("mixtral", "bfloat16", replace(HALF, retained_on_host=2)),
-    ],
-)
-def test_they_change_no_bit(family: str, precision: str, settings: Settings) -> None:
-    check_equal(family, settings, precision=precision)
-
-
-@pytest.mark.cuda
-@pytest.mark.filterwarnings("ignore")  # of torch.compile's own
-@pytest.mark.parametrize("precision", ["bfloat16", "fp8"])
-@pytest.mark.parametrize(
-    "changes",
-    [{}, {"compile": True}, {"compile": True, "cheap_retention": True}],
-    ids=["eager", "whole", "cheap"],
-)
-def test_nor_on_cuda(changes: dict[str, Any], precision: str) -> None:
-    config = tiny_config("llama", num_hidden_layers=4, hidden_size=64, intermediate_size=128)
-    settings = replace(HALF, retained_on_host=2, **changes)
-    steps = [full_batches(seed, [(2, 16)] * 3) for seed in range(3)]
-    check_equal(config, settings, steps, precision=precision, device="cuda")
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt-neox", "mixtral", "gpt2"])
@@ -158,6 +119,22 @@ def test_a_graph_lets_go_of_its_input() -> None:
         grad_weight, (expected / 2 * expected / 8).sum((0, 1))
     )
     assert keeper.tensors == []
+
+
+def test_a_graph_from_host_ram_is_not_changed_by_what_arrives_beside_it() -> None:
+    """Autograd refuses what was written over since it was saved; the ring's next stretches are
+    written while a chunk is differentiated."""
+    settings = replace(EVERY_GRAPH, layer_chunk_tokens=8)
+    with engine_of("llama", settings=settings) as engine:
+        transfers = []
+
+        def transfer(*_: Any) -> None:
+            transfers.append(engine.parts.checkpoints._up[GRAPH].flat[-1:].add_(0))  # type: ignore[union-attr]
+
+        for layer in engine.skeleton.layers:
+            layer.mlp.down_proj.register_forward_hook(transfer)  # type: ignore[union-attr]
+        train_engine(engine, [full_batches(0, [(1, 16)])])
+    assert len(transfers) > 2 * 3
 
 
 @pytest.mark.slow

@@ -17,6 +17,7 @@ from megatrain.engine.engine import Engine
 from megatrain.errors import MegaTrainError, StorageError
 from megatrain.memory import nvme_store
 from megatrain.memory.sizes import blocks_on_nvme
+from megatrain.optim import Muon
 from megatrain.settings import ALL, Settings
 from tests.helpers.delays import failing
 from tests.helpers.drives import few_buffers, quick_drive, slow_drive
@@ -51,38 +52,40 @@ def make(
     blocks: int = ALL,
     clip: float | None = 0.5,
     mode: str = "one group",
-    device: str = "cpu",
+    **more: Any,
 ) -> Engine:
     """With the state of these blocks in a folder on NVMe, or all of it in RAM."""
     settings = Settings(**MODES[mode])
     if folder is not None:
         settings = Settings(**MODES[mode], nvme_folders=(folder,), nvme_blocks=blocks)
-    options: Any = {"max_grad_norm": clip, "precision": "bfloat16", "device": device}
+    options: Any = {"max_grad_norm": clip, "precision": "bfloat16", **more}
     return engine_of(tiny_config("llama", num_hidden_layers=4), settings=settings, **options)
 
 
 @cache
-def in_ram(mode: str = "one group", clip: float | None = 0.5, device: str = "cpu") -> Trace:
-    return run(make(None, clip=clip, mode=mode, device=device), STEPS)
+def in_ram(mode: str = "one group", clip: float | None = 0.5, **more: Any) -> Trace:
+    return run(make(None, clip=clip, mode=mode, **more), STEPS)
+
+
+WITH_ADAMW = [
+    (0.5, "one group", 3),
+    (None, "one group", 1),
+    (0.5, "two groups, sums travel", 1),
+    (None, "front resident, end retained", 3),
+    (0.5, "second backward", 2),
+]
+CASES: list[Any] = [(*case, {}) for case in WITH_ADAMW]
+CASES += [(clip, "one group", 1, {"optimizer": Muon()}) for clip in (0.5, None)]
+CASES += [pytest.param(*case, {"device": "cuda"}, marks=pytest.mark.cuda) for case in WITH_ADAMW]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("clip", "mode", "buffers"),
-    [
-        (0.5, "one group", 3),
-        (None, "one group", 1),
-        (0.5, "two groups, sums travel", 1),
-        (None, "front resident, end retained", 3),
-        (0.5, "second backward", 2),
-    ],
-)
-def test_training_from_nvme_is_training_from_ram(
-    tmp_path, monkeypatch, clip, mode, buffers, device
-):
+@pytest.mark.parametrize(("clip", "mode", "buffers", "more"), CASES)
+def test_training_from_nvme_is_training_from_ram(tmp_path, monkeypatch, clip, mode, buffers, more):
     few_buffers(monkeypatch, buffers)
-    found = run(make(tmp_path, ALL, clip, mode, device), STEPS)
-    assert_same(found, in_ram(mode, clip, device))
+    engine = make(tmp_path, ALL, clip, mode, **more)
+    assert engine.store.is_on_nvme("remainder", 3)
+    assert_same(run(engine, STEPS), in_ram(mode, clip, **more))
 
 
 @pytest.mark.parametrize("blocks", [1, 3])

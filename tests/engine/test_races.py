@@ -33,8 +33,11 @@ MODES = {
     "boundaries offloaded by a codec": Settings(offload_activations=True, activations="int4"),
     "graphs on the host": Settings(offload_activations=True, retained=1, retained_on_host=2),
     "two groups, front resident": Settings(groups=2, resident=2, sums_on_device=3, retained=ALL),
+    "gradients twice": Settings(second_backward=True, offload_activations=True),
+    "gradients twice, resident": Settings(second_backward=True, resident=3),
 }
-WITH_ONE_SLOW = ("two groups, sums travel", "graphs on the host")  # they use all lanes
+# they use all lanes
+WITH_ONE_SLOW = ("two groups, sums travel", "graphs on the host", "gradients twice")
 WHO = (*LANES, "compute")
 pytestmark = pytest.mark.usefixtures("deterministic")
 
@@ -56,12 +59,14 @@ def undelayed(mode: str, clip: float | None, device: str) -> Trace:
     return run(make(mode, clip, device), STEPS[device])
 
 
-def delayed_runs() -> Iterator[tuple[str, float | None, tuple[str, ...]]]:
+def delayed_runs() -> Iterator[Any]:
     """Every mode with all slow, and some with each alone; half of either are clipped."""
     for number, mode in enumerate(MODES):
-        yield mode, None if number % 2 else 0.5, WHO
-        for other, slow in enumerate(WHO if mode in WITH_ONE_SLOW else ()):
-            yield mode, None if (number + other) % 2 else 0.5, (slow,)
+        twice = MODES[mode].second_backward
+        alone = [(slow,) for slow in WHO] if mode in WITH_ONE_SLOW else []
+        for other, slow in enumerate([WHO, *alone]):
+            clip = 0.5 if twice or (number + max(other - 1, 0)) % 2 == 0 else None
+            yield pytest.param(mode, clip, slow, marks=[pytest.mark.slow] * twice)
 
 
 @pytest.mark.parametrize(("mode", "clip", "slow"), [*delayed_runs()])

@@ -8,10 +8,13 @@ from torch import Tensor, nn
 from torch._dynamo.utils import counters
 from torch.autograd.graph import saved_tensors_hooks
 
+from megatrain.engine.verify import gradients_of
 from megatrain.models.skeleton import Skeleton
 from megatrain.models.transforms.compiled import compile_when_run
 from megatrain.planner.cost.shape import shape_of
-from tests.helpers.support import tiny_config
+from megatrain.settings import Settings
+from tests.helpers.compare import apart
+from tests.helpers.support import engine_of, full_batches, tiny_config
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore"),  # of torch.compile's own
@@ -83,3 +86,16 @@ def test_no_layer_falls_back_to_eager_in_silence(monkeypatch: pytest.MonkeyPatch
         for tokens in range(1, 2 * DYNAMO_S_OWN_LIMIT):
             layer(torch.ones(1, tokens, 4))
     assert counters["stats"]["unique_graphs"] > DYNAMO_S_OWN_LIMIT
+
+
+@pytest.mark.slow
+def test_compiled_layers_break_at_their_chunks_and_agree() -> None:
+    found = []
+    for more in ({}, {"compile": True, "layer_chunk_tokens": 8}):
+        settings = Settings(head_chunk_tokens=7, **more)
+        with engine_of(tiny_config("llama", num_hidden_layers=1), settings=settings) as engine:
+            result = engine.forward_backward(full_batches(0, [(1, 13)]))
+            found.append((result.loss, gradients_of(engine)))
+    (loss, expected), (other, gradients) = found
+    assert other == pytest.approx(loss, rel=1e-6)
+    assert apart(gradients, expected, 1e-5) == []

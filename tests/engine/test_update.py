@@ -19,8 +19,10 @@ from megatrain.engine.update import CHUNK_ELEMENTS, Updater, chunks
 from megatrain.errors import DivergedError
 from megatrain.memory.layout import ArraySpec, FlatLayout
 from megatrain.memory.store import Store
-from megatrain.optim import AdamW
+from megatrain.optim import AdamW, Muon
+from megatrain.optim.muon import HostWorkspace
 from megatrain.schedule import LANDING_BUFFERS
+from tests.helpers.support import engine_of, full_batches
 
 NORM = ("norm", (70,), False)
 LAYOUTS = [
@@ -32,6 +34,7 @@ LARGE = FlatLayout.pack([("w", (3, CHUNK_ELEMENTS), True), ("n", (5,), False)])
 ARRAYS = ("weight", "exp_avg", "exp_avg_sq", "grad")
 SPECS = [ArraySpec(name, torch.float32) for name in ARRAYS]
 CPU = torch.device("cpu")
+STEP = full_batches(0, [(1, 8)])
 PLAIN: dict[str, Any] = {"lr": 0.1, "step": 1, "grad_scale": 1.0}
 
 
@@ -194,3 +197,37 @@ def test_a_staging_buffer_is_taken_again_only_after_the_update_that_read_it():
         assert waited == [0, 1]
         del buffers, again
     ring.close()
+
+
+# -- of whole tensors ------------------------------------------------------------------------------
+
+
+def test_what_stops_a_piece_reaches_whoever_waits(monkeypatch):
+    def broken() -> None:
+        raise ZeroDivisionError("in a thread of the pool")
+
+    with engine_of("llama", optimizer=Muon()) as engine:
+        monkeypatch.setattr(Muon, "stages", lambda *_, **__: iter([[broken]]))
+        engine.forward_backward(STEP)
+        engine.step()
+        with pytest.raises(ZeroDivisionError, match="thread of the pool"):
+            engine.wait_ready(0)
+
+
+def test_the_thread_of_products_takes_what_their_library_keeps_before_the_first_step(monkeypatch):
+    calls: list[tuple[str, threading.Thread]] = []
+    for name in ("take_libraries", "replace"):
+        real = getattr(HostWorkspace, name)
+
+        def noted(*arguments: Any, name: str = name, real: Any = real) -> None:
+            calls.append((name, threading.current_thread()))
+            real(*arguments)
+
+        monkeypatch.setattr(HostWorkspace, name, noted)
+    with engine_of("llama", optimizer=Muon()) as engine:
+        before = list(calls)
+        engine.train_step(STEP)
+        engine.wait_ready(1)
+        assert [name for name, _ in before] == ["take_libraries"]
+        assert {name for name, _ in calls[len(before) :]} == {"replace"}
+        assert {thread for _, thread in calls} == {engine.parts.updater.lane._thread}
