@@ -4,7 +4,6 @@ memory, and that they leave the device."""
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import cache
 from typing import Any
 
 import pytest
@@ -16,23 +15,14 @@ from megatrain.errors import ModelError
 from megatrain.models.recorder import LayerCall
 from megatrain.schedule import graphs_of_layers
 from megatrain.settings import ALL, Settings
-from tests.helpers.delays import failing
-from tests.helpers.runs import Trace, assert_same, run, train_engine
+from tests.helpers.runs import train_engine
 from tests.helpers.support import engine_of, full_batches
 
 NO_CALL = LayerCall((), {})
 STEPS = [full_batches(seed, [(2, 16), (1, 12)]) for seed in range(3)]
 HALF = Settings(offload_activations=True, retained=1, retained_on_host=1, head_chunk_tokens=7)
 EVERY_GRAPH = replace(HALF, retained=0, retained_on_host=ALL)
-either = pytest.mark.parametrize(
-    "settings", [HALF, replace(HALF, retained_on_host=0)], ids=["graphs", "boundaries"]
-)
 pytestmark = pytest.mark.usefixtures("deterministic")
-
-
-@cache
-def undisturbed(settings: Settings) -> Trace:
-    return run(engine_of("llama", precision="bfloat16", settings=settings), STEPS[:2])
 
 
 def test_they_are_spread_over_the_layers_that_the_device_does_not_keep() -> None:
@@ -135,37 +125,3 @@ def test_a_graph_from_host_ram_is_not_changed_by_what_arrives_beside_it() -> Non
             layer.mlp.down_proj.register_forward_hook(transfer)  # type: ignore[union-attr]
         train_engine(engine, [full_batches(0, [(1, 16)])])
     assert len(transfers) > 2 * 3
-
-
-@pytest.mark.slow
-@either
-@pytest.mark.parametrize("when", [1, 3, 5])
-def test_a_step_that_was_abandoned_leaves_room_for_the_next(
-    when: int, settings: Settings, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Wherever backward stopped: what had been asked for is nobody's any more."""
-    expected = undisturbed(settings)
-    with engine_of("llama", precision="bfloat16", settings=settings) as engine:
-        gradients = engine.parts.gradients
-        once = failing(gradients.add, when, RuntimeError("abandoned"))
-        monkeypatch.setattr(gradients, "add", once)
-        with pytest.raises(RuntimeError, match="abandoned"):
-            engine.train_step(STEPS[2])
-        assert_same(run(engine, STEPS[:2]), expected)
-
-
-@pytest.mark.timeout(60)
-@either
-@pytest.mark.parametrize("sent", [False, True], ids=["before", "after"])
-def test_an_interrupt_just_before_or_after_something_is_sent_leaves_the_engine_usable(
-    sent: bool, settings: Settings, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Between the ring's stretch and the note of what frees it."""
-    expected = undisturbed(settings)
-    with engine_of("llama", precision="bfloat16", settings=settings) as engine:
-        download = engine.parts.lanes["download"]
-        once = failing(download.submit, 5, KeyboardInterrupt(), after=sent)  # 1 begins the group
-        monkeypatch.setattr(download, "submit", once)
-        with pytest.raises(KeyboardInterrupt):
-            engine.forward_backward(STEPS[2])
-        assert_same(run(engine, STEPS[:2]), expected)

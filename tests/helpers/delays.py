@@ -99,12 +99,6 @@ def failing(
     return once
 
 
-def interrupt(engine: Engine, part: str, at: int) -> None:
-    """Raise once, as Ctrl-C would, in the `at`-th call of a part of the model."""
-    original = getattr(engine.skeleton, part)
-    setattr(engine.skeleton, part, failing(original, at, KeyboardInterrupt()))
-
-
 def poison(engine: Engine, layer: int, backwards: range = range(10**9)) -> None:
     """Make a layer's gradients infinite in these of its recomputations, as an overflow would."""
     again, seen = engine.skeleton.layer_again, iter(range(10**9))
