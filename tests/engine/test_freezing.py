@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from torch import Tensor, nn
+from torch import Tensor
 
 from megatrain.engine.engine import Engine
 from megatrain.engine.verify import gradients_of, tensors_of, weights_of
@@ -22,16 +22,8 @@ from megatrain.settings import ALL, Settings
 from megatrain.storage.checkpoint import load_checkpoint, save_checkpoint, write_final
 from megatrain.storage.export import export
 from tests.helpers.compare import apart, differing, distance
-from tests.helpers.plain import train_plain
-from tests.helpers.runs import (
-    Steps,
-    Trace,
-    assert_same,
-    cosine,
-    run,
-    train_engine,
-    train_with_a_break,
-)
+from tests.helpers.plain import MAX_NORM, train_plain
+from tests.helpers.runs import Trace, assert_same, cosine, run, train_engine, train_with_a_break
 from tests.helpers.support import (
     engine_of,
     full_batches,
@@ -75,50 +67,52 @@ MODES = {
 
 # whose sums, or second gradients, go around a layer that has none
 AROUND = ["two groups", "sums on the device", "computed twice", "graphs on the host"]
+PARTS, MIDDLE = FROZEN["parts of layers"], FROZEN["a layer in the middle"]
+FREE: dict[str, Any] = {"max_grad_norm": None}
+Case = tuple[str, tuple[str, ...], dict[str, Any]]
+EVERYWHERE: list[Case] = [
+    *(("llama", patterns, {}) for patterns in FROZEN.values()),
+    *(("llama", PARTS, {"settings": settings}) for settings in MODES.values()),
+    *(("llama", MIDDLE, {"settings": MODES[mode]}) for mode in AROUND),
+]
+MIXTURES: list[Case] = [("mixtral", patterns, {}) for patterns in OF_MIXTURES.values()]
+QUICK: list[Case] = [
+    *MIXTURES,
+    *(("llama", patterns, FREE) for patterns in (PARTS, MIDDLE, FROZEN["the head"])),
+    # either name of a tied tensor, as in plain PyTorch, where both are one parameter
+    ("llama-tied", ("lm_head.weight",), {}),
+    ("llama-tied", ("model.embed_tokens.weight",), {}),
+]
+CASES: list[Any] = [("cpu", *case) for case in QUICK]
+CASES += [pytest.param("cpu", *case, marks=pytest.mark.slow) for case in EVERYWHERE]
+CASES += [pytest.param("cuda", *case, marks=pytest.mark.cuda) for case in (*EVERYWHERE, *MIXTURES)]
 
 
-def frozen_model(family: str, patterns: tuple[str, ...], device: str = "cpu") -> nn.Module:
+@cache
+def plain_trace(family: str, patterns: tuple[str, ...], device: str, clips: bool) -> Trace:
+    """The same steps in plain PyTorch."""
     with engine_of(family, freeze=patterns) as engine:
         frozen = engine.anatomy.frozen
     model = plain_model(tiny_config(family), device=device)
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(name not in frozen)
-    return model
+    return train_plain(model, STEPS, RATES, max_norm=MAX_NORM if clips else float("inf"))
 
 
-@cache
-def plain_trace(
-    family: str, patterns: tuple[str, ...], device: str = "cpu", **options: Any
-) -> Trace:
-    """The same steps in plain PyTorch."""
-    return train_plain(frozen_model(family, patterns, device), STEPS, RATES, **options)
-
-
-def assert_trains_as(
-    family: str,
-    patterns: tuple[str, ...],
-    *,
-    plain: Trace | None = None,
-    steps: Steps = STEPS,
-    **options: Any,
-) -> None:
-    expected = plain or plain_trace(family, patterns, options.get("device", "cpu"))
-    near = 1e-6 if options.get("device", "cpu") == "cpu" else 1e-4
-    with engine_of(family, freeze=patterns, **options) as engine:
+@pytest.mark.parametrize(("device", "family", "patterns", "options"), CASES)
+def test_training_is_that_of_plain_pytorch(device, family, patterns, options):
+    expected = plain_trace(family, patterns, device, clips=options != FREE)
+    near = 1e-6 if device == "cpu" else 1e-4
+    with engine_of(family, freeze=patterns, device=device, **options) as engine:
         frozen, before = engine.anatomy.frozen, weights_of(engine)
-        ours = train_engine(engine, steps, RATES)
+        ours = train_engine(engine, STEPS, RATES)
+        assert not set(gradients_of(engine)) & set(frozen)
     assert frozen
     assert ours.losses == pytest.approx(expected.losses, rel=near)
     assert ours.norms == pytest.approx(expected.norms, rel=10 * near)
     for name, weight in expected.weights.items():
         assert distance(ours.weights[name], weight) <= 1e-5, name
         assert torch.equal(ours.weights[name], before[name]) == (name in frozen), name
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("what", FROZEN)
-def test_training_is_that_of_plain_pytorch(what, device):
-    assert_trains_as("llama", FROZEN[what], device=device)
 
 
 @pytest.mark.slow
@@ -136,36 +130,6 @@ def test_gradients_are_those_of_plain_pytorch_in_every_kind_of_family(family):
         ours = gradients_of(engine)
     plain = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
     assert apart(ours, plain, of_largest=1e-6) == []
-
-
-@pytest.mark.parametrize("what", OF_MIXTURES)
-def test_mixtures_too(what, device):
-    assert_trains_as("mixtral", OF_MIXTURES[what], device=device)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("mode", "what"),
-    [(mode, "parts of layers") for mode in MODES]
-    + [(mode, "a layer in the middle") for mode in AROUND],
-)
-def test_in_every_mode(mode, what, device):
-    assert_trains_as("llama", FROZEN[what], settings=MODES[mode], device=device)
-
-
-@pytest.mark.parametrize("what", ["parts of layers", "a layer in the middle", "the head"])
-def test_without_clipping(what):
-    plain = plain_trace("llama", FROZEN[what], max_norm=float("inf"))
-    assert_trains_as("llama", FROZEN[what], plain=plain, max_grad_norm=None)
-
-
-@pytest.mark.parametrize("name", ["lm_head.weight", "model.embed_tokens.weight"])
-def test_either_name_of_a_tied_tensor_freezes_it(name):
-    """As in plain PyTorch, where both are one parameter."""
-    assert_trains_as("llama-tied", (name,))
-    with engine_of("llama-tied", freeze=(name,)) as engine:
-        engine.forward_backward(STEPS[0])
-        assert "model.embed_tokens.weight" not in gradients_of(engine)
 
 
 # -- what is left out ----------------------------------------------------------------------------
@@ -206,8 +170,7 @@ def test_backward_ends_at_the_first_block_that_is_trained(what, retained, monkey
     ids=str,
 )
 def test_they_have_a_weight_and_nothing_else(precision, optimizer):
-    what = FROZEN["parts of layers"]
-    with engine_of("llama", freeze=what, optimizer=optimizer, precision=precision) as engine:
+    with engine_of("llama", freeze=PARTS, optimizer=optimizer, precision=precision) as engine:
         store = engine.store
         for block, layout in enumerate(store.layouts):
             frozen = sum(spec.numel for spec in layout.tensors if spec.frozen)
@@ -269,7 +232,7 @@ def same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
     ids=str,
 )
 def test_a_folder_s_frozen_tensors_come_out_as_they_went_in(family, precision, dtype, tmp_path):
-    what = FROZEN["parts of layers"] if family == "llama" else ("*embed*", *OF_MIXTURES["experts"])
+    what = PARTS if family == "llama" else ("*embed*", *OF_MIXTURES["experts"])
     source = folder_of(family, dtype, tmp_path / "source")
     given = tensors_of(source)
     with open_engine(source, what, precision=precision) as engine:
@@ -307,7 +270,7 @@ def test_a_folder_s_frozen_tensors_come_out_as_they_went_in(family, precision, d
 def test_two_halves_are_one_run_though_the_source_is_gone(optimizer, dtype, tmp_path):
     source = folder_of("llama", dtype, tmp_path / "source")
     given = tensors_of(source)
-    what, steps = FROZEN["parts of layers"], [micro_batches(seed, [(2, 9)]) for seed in range(4)]
+    what, steps = PARTS, [micro_batches(seed, [(2, 9)]) for seed in range(4)]
     whole = run(open_engine(source, what, optimizer=optimizer), steps)
     with open_engine(source, what, optimizer=optimizer) as engine:
         frozen = frozen_in(engine, given)

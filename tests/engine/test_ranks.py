@@ -22,7 +22,7 @@ from megatrain.settings import ALL, Settings
 from megatrain.world import World
 from tests.engine.test_preference_steps import LOSSES, cut, examples, model_for
 from tests.engine.test_preference_steps import joined as joined_rows
-from tests.helpers.compare import differing, distance
+from tests.helpers.compare import apart, differing, distance
 from tests.helpers.support import engine_of, micro_batches, tiny_config
 
 CHUNK: dict[str, Any] = {"head_chunk_tokens": 4096}
@@ -57,14 +57,18 @@ def train(
     steps: Sequence[Sequence[Batch]],
     family: Any = "llama",
     slow: tuple[int, str] | None = None,
+    sharing: int = 1,
     **options: Any,
 ) -> Any:
-    """Losses, norms, and this rank's share of every array. slow: a rank, and a lane of its."""
+    """Losses, norms, and this rank's share of every array. slow: a rank, and a lane of its.
+    sharing: so many ranks share sequences, unless one is alone."""
+    if sharing > 1 and not world.is_alone:
+        world = world.sharing_sequences(sharing)
     given = {"precision": "bfloat16", "settings": Settings(**CHUNK), **options}
     with engine_of(family, world=world, **given) as engine:
         if slow and slow[0] == world.rank:
             engine.parts.lanes[slow[1]].delay = partial(time.sleep, 0.01)
-        mine = [step[world.rank :: world.size] for step in steps]
+        mine = [step[world.dp_rank :: world.dp_size] for step in steps]
         found = [engine.train_step(each) for each in mine]
         held_out = engine.evaluate(mine[0]).loss
         told = [(one.loss, one.grad_norm, one.target_tokens, one.skipped) for one in found]
@@ -97,67 +101,82 @@ def joined(of_ranks: Sequence[dict[str, torch.Tensor]]) -> dict[str, torch.Tenso
     return {name: torch.cat([of[name] for of in of_ranks]) for name in of_ranks[0]}
 
 
-QUICK = ("float32", "bfloat16", "resident, unclipped")
+def in_order(ranks: int, hosts: int, found: list[Any]) -> list[Any]:
+    """Results of ranks, in the order of the shares that they own."""
+    return [found[rank] for rank in World(0, ranks, 0, ranks // hosts).owners]
+
+
+def assert_one(on_ranks: Any, ranks: int, hosts: int = 1, exact: bool = True, **given: Any) -> Any:
+    """Ranks compute what one does: to the bit, or up to the order of sums. Returns their results,
+    and that one's."""
+    told, held_out, arrays = expected = train(World(), **given)
+    found = in_order(ranks, hosts, on_ranks(ranks, partial(train, **given), hosts=hosts))
+    if not exact:
+        assert_near(found, expected)
+        return found, expected
+    assert [each[:2] for each in found] == [(told, held_out)] * ranks
+    assert differing(joined([arrays for *_, arrays in found]), arrays) == []
+    return found, expected
+
+
+NOTHING = [{**STEPS[0][0], "labels": torch.full_like(STEPS[0][0]["labels"], -100)}]
+FP32: dict[str, Any] = {"precision": "float32"}
+NEAR: dict[str, Any] = {"exact": False, "steps": SEVERAL, **FP32}
+
+
+def in_groups(resident: int, sums: int) -> dict[str, Any]:
+    """Five micro-batches: one rank has three, in three groups, the other two."""
+    more: Any = {"groups": 2, "group_size": 1, "sums_on_device": sums, "resident": resident}
+    return {"settings": Settings(**CHUNK, **more)}
+
+
+QUICK: dict[str, dict[str, Any]] = {
+    **{how: {"ranks": 2, **HOW[how]} for how in ("float32", "bfloat16", "resident, unclipped")},
+    "groups": {"ranks": 2, **NEAR, **in_groups(0, 0)},
+    "groups, sums stay": {"ranks": 2, **NEAR, **in_groups(0, ALL)},
+    "groups, resident": {"ranks": 2, **NEAR, **in_groups(2, 3)},
+    "balanced routers": {"ranks": 3, **NEAR, "family": "mixtral", "router_aux_loss_coef": 0.1},
+    "a skipped step": {"ranks": 2, "steps": [NOTHING]},
+}
+SLOW: dict[str, dict[str, Any]] = {
+    **{how: {"ranks": 2, **HOW[how]} for how in HOW if how not in QUICK},
+    "two hosts": {"ranks": 2, "hosts": 2},
+    "two hosts, two backward passes": {
+        "ranks": 2,
+        "hosts": 2,
+        "settings": Settings(**CHUNK, second_backward=True),
+    },
+    "two hosts, unclipped": {"ranks": 2, "hosts": 2, "max_grad_norm": None},
+    "two hosts, frozen": {"ranks": 2, "hosts": 2, **HOW["half a layer frozen, resident"]},
+    "tied": {"ranks": 2, **NEAR, "family": "llama-tied"},
+    "three": {"ranks": 3, **NEAR, "family": "gemma2"},
+    "four": {"ranks": 4, **NEAR, "family": "mixtral"},
+    "one without micro-batches": {
+        "ranks": 3,
+        "exact": False,
+        "steps": STEPS[:2],
+        "settings": Settings(**CHUNK, offload_activations=True, retained_on_host=1),
+        **FP32,
+    },
+}
 
 
 @pytest.mark.parametrize(
-    "how", [how if how in QUICK else pytest.param(how, marks=pytest.mark.slow) for how in HOW]
+    "how", [*QUICK, *(pytest.param(how, marks=pytest.mark.slow) for how in SLOW)]
 )
-def test_two_ranks_of_one_micro_batch_are_one_rank_of_two(how, on_ranks):
-    told, held_out, arrays = train(World(), STEPS, **HOW[how])
-    found = on_ranks(2, partial(train, steps=STEPS, **HOW[how]))
-    for theirs, theirs_held_out, _ in found:
-        assert theirs == told
-        assert theirs_held_out == held_out
-    ours = joined([arrays for *_, arrays in found])
-    assert ours.keys() == arrays.keys()
-    assert [name for name in arrays if not torch.equal(ours[name], arrays[name])] == []
+def test_ranks_are_one(how, on_ranks):
+    given = {"steps": STEPS, **(QUICK | SLOW)[how]}
+    _, (told, *_) = assert_one(on_ranks, **given)
+    assert [skipped for *_, skipped in told] == [how == "a skipped step"] * len(told)
 
 
 @pytest.mark.slow
 def test_shares_may_be_on_nvme(tmp_path, on_ranks):
     """Each rank has files of its own in the same folder."""
-    folder = tmp_path / "drive"
-    folder.mkdir()
-    far: dict[str, Any] = {"nvme_blocks": 3, "nvme_folders": (folder,)}
-    settings = Settings(**CHUNK, **far)
-    told, _, arrays = train(World(), STEPS)
-    found = on_ranks(2, partial(train, steps=STEPS, settings=settings))
-    assert [theirs for theirs, *_ in found] == [told, told]
-    ours = joined([arrays for *_, arrays in found])
-    assert [name for name in arrays if not torch.equal(ours[name], arrays[name])] == []
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("ranks", "family"), [(2, "llama-tied"), (3, "gemma2"), (4, "mixtral")])
-def test_more_ranks_are_one_up_to_the_order_of_sums(ranks, family, on_ranks):
-    given: dict[str, Any] = {"steps": SEVERAL, "family": family, "precision": "float32"}
-    expected = train(World(), **given)
-    assert_near(on_ranks(ranks, partial(train, **given)), expected)
-
-
-@pytest.mark.parametrize(("resident", "sums"), [(0, 0), (0, ALL), (2, 3)])
-def test_groups_are_agreed_on(resident, sums, on_ranks):
-    """Five micro-batches: one rank has three, in three groups, the other two."""
-    settings = Settings(**CHUNK, groups=2, group_size=1, sums_on_device=sums, resident=resident)
-    given: dict[str, Any] = {"steps": SEVERAL, "precision": "float32", "settings": settings}
-    expected = train(World(), **given)
-    assert_near(on_ranks(2, partial(train, **given)), expected)
-
-
-def test_routers_are_balanced_over_all_ranks(on_ranks):
-    given: dict[str, Any] = {"steps": SEVERAL, "family": "mixtral", "precision": "float32"}
-    given["router_aux_loss_coef"] = 0.1
-    expected = train(World(), **given)
-    assert_near(on_ranks(3, partial(train, **given)), expected)
-    without = train(World(), **given | {"router_aux_loss_coef": 0.0})
-    assert without[0][-1][0] != pytest.approx(expected[0][-1][0], rel=1e-5)
-
-
-def test_a_step_without_targets_is_skipped_by_all(on_ranks):
-    nothing = [{**STEPS[0][0], "labels": torch.full_like(STEPS[0][0]["labels"], -100)}]
-    for told, _, _ in on_ranks(2, partial(train, steps=[nothing])):
-        assert told == [(0.0, 0.0, 0, True)]
+    far: dict[str, Any] = {"nvme_blocks": 3, "nvme_folders": (tmp_path,)}
+    found, _ = assert_one(on_ranks, 2, steps=STEPS, settings=Settings(**CHUNK, **far))
+    *_, arrays = train(World(), STEPS)
+    assert differing(joined([arrays for *_, arrays in found]), arrays) == []
 
 
 def read(world: World, step: Sequence[Batch] = STEPS[0]) -> Any:
@@ -169,12 +188,13 @@ def read(world: World, step: Sequence[Batch] = STEPS[0]) -> Any:
 
 
 @pytest.mark.slow
-def test_every_rank_reads_the_whole_model(on_ranks):
-    weights, logits, answer = read(World())
-    for theirs, their_logits, their_answer in on_ranks(2, read):
-        assert theirs.keys() == weights.keys()
-        assert all(distance(theirs[name], weights[name]) < 1e-5 for name in weights)
-        assert distance(their_logits, logits) < 1e-5
+@pytest.mark.parametrize(("ranks", "hosts"), [(2, 1), (4, 2)])
+def test_every_rank_reads_the_whole_model(ranks, hosts, on_ranks):
+    first = partial(read, step=SEVERAL[0][:ranks])
+    weights, logits, answer = first(World())
+    for theirs, their_logits, their_answer in on_ranks(ranks, first, hosts=hosts):
+        assert apart(theirs, weights, 1e-4) == []
+        assert distance(their_logits, logits) < 1e-4
         assert their_answer == answer
 
 
@@ -224,11 +244,3 @@ def test_a_loss_over_a_whole_step_sees_the_rows_of_all_ranks(name, ranks, twice,
             assert (found.loss, found.metrics) == (expected.loss, expected.metrics)
         assert differing(their_weights, weights) == []
     assert results[0].metrics.get("kl", 1) > 0
-
-
-@pytest.mark.slow
-def test_a_rank_without_micro_batches_offloads_nothing(on_ranks):
-    settings = Settings(**CHUNK, offload_activations=True, retained_on_host=1)
-    given: dict[str, Any] = {"steps": STEPS[:2], "precision": "float32", "settings": settings}
-    expected = train(World(), **given)
-    assert_near(on_ranks(3, partial(train, **given)), expected)

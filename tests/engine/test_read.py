@@ -1,11 +1,12 @@
-"""Ranks that read their host's one copy of the weights compute what ranks that gather shares do, in
-every bit."""
+"""Ranks that read their host's one copy of the weights, or keep whole weights of blocks, compute
+what ranks do that gather shares at every visit, in every bit."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
-from dataclasses import replace
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -14,94 +15,142 @@ import torch
 
 from megatrain.engine.engine import Engine
 from megatrain.engine.ranks.exchange import shares_weights
+from megatrain.engine.streamer import Slot
 from megatrain.errors import ConfigError, MegaTrainError
-from megatrain.settings import Settings
+from megatrain.settings import ALL, Settings
 from megatrain.world import World
 from tests.engine.test_ranks import CHUNK, HOW, arrays_of
 from tests.helpers.delays import before_layers
 from tests.helpers.support import engine_of, micro_batches
 
-STEPS = [micro_batches(seed, [(2, 9), (1, 6), (1, 5), (2, 7)]) for seed in range(3)]
-OFFLOADED = Settings(**CHUNK, offload_activations=True, resident=1, retained=1)
-IN_GROUPS: dict[str, Any] = {
-    "model": "llama-tied",
-    "settings": Settings(**CHUNK, groups=2, group_size=1, sums_on_device=2),
-}
-TIED = {"model": "llama-tied", "max_grad_norm": None}
-EXPERTS = {"model": "mixtral", "router_aux_loss_coef": 0.1}
-READ = ["float32", "int8 moments", "half a layer frozen, resident"]
+STEPS = [micro_batches(seed, [(2, 9), (1, 6), (1, 5), (2, 7)]) for seed in range(2)]
+GROUPS: dict[str, Any] = {"groups": 2, "group_size": 1, "sums_on_device": 2}
+UNCLIPPED: dict[str, Any] = {"max_grad_norm": None}
+READ: dict[str, Any] = {"transport": "read"}
+
+
+@dataclass(frozen=True)
+class Case:
+    """Ranks that read one copy, or keep whole blocks, beside ranks that gather shares."""
+
+    ranks: int
+    model: str
+    changes: dict[str, Any]
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+
+INT8, HALF = (HOW[how] for how in ("int8 moments", "half a layer frozen, resident"))
+OFFLOADED: dict[str, Any] = {"offload_activations": True, "resident": 1, "retained": 1}
 CASES = {
-    2: {name: HOW[name] for name in READ} | {"experts": EXPERTS, "tied, unclipped": TIED},
-    3: {"tied, in groups": IN_GROUPS, "offloaded, one resident": {"settings": OFFLOADED}},
+    "float32": Case(2, "llama", READ, {}, {"precision": "float32"}),
+    "int8 moments": Case(2, "llama", READ, {}, INT8),
+    "half frozen": Case(2, "llama", READ, {"resident": 3}, {"freeze": HALF["freeze"]}),
+    "experts": Case(2, "mixtral", READ, {}, {"router_aux_loss_coef": 0.1}),
+    "tied, unclipped": Case(2, "llama-tied", READ, {}, UNCLIPPED),
+    "tied, in groups": Case(3, "llama-tied", READ, GROUPS),
+    "offloaded, one resident": Case(3, "llama", READ, OFFLOADED),
 }
-Result = tuple[Any, dict[str, torch.Tensor]]
+KEPT = {
+    "tied, in groups": Case(2, "qwen2-tied", {"replicated": 1}, GROUPS),
+    "resident, in groups": Case(2, "llama", {"replicated": 4}, {"resident": 3, **GROUPS}),
+    "all resident": Case(2, "llama", {"replicated": ALL}, {"resident": ALL}, UNCLIPPED),
+    "twice": Case(2, "llama", {"replicated": 2}, {"second_backward": True}),
+    "read": Case(2, "llama", {"replicated": 2}, READ, {"freeze": HOW["frozen"]["freeze"]}),
+    "read, unclipped": Case(2, "llama-tied", {"replicated": ALL}, READ, UNCLIPPED),
+}
 
 
 @pytest.fixture(scope="module", autouse=True)
 def warm() -> None:
     """Compile and import once, before ranks are forked."""
-    for how in (HOW["float32"], HOW["int8 moments"], EXPERTS, TIED):
-        with opened(World(), "gather", how) as engine:
-            trained(engine, STEPS[:1])
+    for case in CASES.values():
+        with opened(World(), case, {}) as engine:
+            engine.train_step(STEPS[0])
 
 
-def opened(world: World, transport: str, how: dict[str, Any]) -> Engine:
-    given = {"model": "llama", "precision": "bfloat16", "settings": Settings(**CHUNK), **how}
-    if "family" in given:
-        given["model"] = given.pop("family")
-    given["settings"] = replace(given["settings"], transport=transport)
-    engine = engine_of(given.pop("model"), world=world, **given)
-    assert (engine.store.shared is None) == (transport == "gather" or all_are_resident(engine))
+def opened(world: World, case: Case, changes: dict[str, Any]) -> Engine:
+    settings = Settings(**CHUNK, **{"transport": "gather", **case.settings, **changes})
+    options = {"precision": "bfloat16", **case.options}
+    engine = engine_of(case.model, world=world, settings=settings, **options)
+    reads = settings.transport == "read" and not world.is_alone
+    assert (engine.store.shared is not None) == reads
     return engine
 
 
-def all_are_resident(engine: Engine) -> bool:
-    return engine.store.resident >= len(engine.anatomy.blocks)
+def used(engine: Engine) -> tuple[dict[str, Any], list[Counter[int]]]:
+    """Results of steps and of reading between them, and the fetches of each block's weights
+    meanwhile: from a change of the weights to the next."""
+    fetched: list[Counter[int]] = [Counter()]
+    source, rank = engine.parts.streamer.source, engine.world.rank
+    fetch = source.fetch
+
+    def counted(block: int, slot: Slot) -> None:
+        fetched[-1][block] += 1
+        fetch(block, slot)
+
+    source.fetch = counted  # type: ignore[method-assign]
+    prompt, told = STEPS[0][0]["input_ids"], []
+    for step in STEPS:
+        mine = step[rank :: engine.world.size]
+        found = engine.train_step(mine)
+        fetched.append(Counter())
+        told.append((found.loss, found.grad_norm, engine.evaluate(mine[:1]).loss))
+    told += [engine.logits(prompt).tolist(), engine.generate(prompt[:1], max_new_tokens=1)]
+    source.fetch = fetch  # type: ignore[method-assign]
+    weights = {name: tensor.float().tolist() for name, tensor in engine.iter_weights()}
+    arrays = {name: array.tolist() for name, array in arrays_of(engine).items()}
+    return {"told": told, **weights, **arrays}, fetched
 
 
-def trained(engine: Engine, steps: Sequence[Any] = STEPS[:2]) -> Result:
-    world = engine.world
-    mine = [step[world.rank :: world.size] for step in steps]
-    found = [engine.train_step(each) for each in mine]
-    told = [(one.loss, one.grad_norm) for one in found]
-    logits = engine.logits(STEPS[0][0]["input_ids"])
-    return (told, engine.evaluate(mine[0]).loss, logits), arrays_of(engine)
-
-
-def differences(ours: Result, theirs: Result) -> list[str]:
-    (told, held_out, logits), arrays = ours
-    (their_told, their_held_out, their_logits), their_arrays = theirs
-    names = ["results"] * ((told, held_out) != (their_told, their_held_out))
-    names += ["logits"] * (not torch.equal(logits, their_logits))
-    return names + [name for name in arrays if not torch.equal(arrays[name], their_arrays[name])]
-
-
-def both_ways(world: World, cases: dict[str, dict[str, Any]]) -> dict[str, list[str]]:
+def both_ways(
+    world: World, cases: dict[str, Case], use: Callable[[Engine], Any]
+) -> dict[str, tuple[list[str], Any, Any]]:
+    """For every case: what differs, and what else `use` returns of either."""
     found = {}
-    for name, how in cases.items():
-        results = []
-        for transport in ("gather", "read"):
-            with opened(world, transport, how) as engine:
-                results.append(trained(engine))
-        found[name] = differences(*results)
+    for name, case in cases.items():
+        with opened(world, case, {}) as engine:
+            expected, of_gathering = use(engine)
+        with opened(world, case, case.changes) as engine:
+            results, of_other = use(engine)
+        differ = [key for key in expected if results[key] != expected[key]]
+        found[name] = differ, of_gathering, of_other
     return found
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
-def test_reading_changes_no_bit(ranks, on_ranks):
-    for found in on_ranks(ranks, partial(both_ways, cases=CASES[ranks])):
-        assert found == {name: [] for name in CASES[ranks]}
+def test_reading_one_copy_changes_no_bit(ranks, on_ranks):
+    cases = {name: case for name, case in CASES.items() if case.ranks == ranks}
+    for found in on_ranks(ranks, partial(both_ways, cases=cases, use=used)):
+        assert [name for name, (differ, *_) in found.items() if differ] == []
+        assert found.keys() == cases.keys()
+
+
+def most(fetched: Sequence[Counter[int]], blocks: int) -> int:
+    """Fetches of any of the first blocks while weights stayed the same."""
+    return max(n for of in fetched for block, n in of.items() if block < blocks)
+
+
+@pytest.mark.slow
+def test_nor_does_keeping_whole_blocks_and_they_come_once_until_they_change(on_ranks):
+    for found in on_ranks(2, partial(both_ways, cases=KEPT, use=used)):
+        for name, (differ, gathered, kept) in found.items():
+            assert differ == [], name
+            replicated = KEPT[name].changes["replicated"]
+            assert most(gathered, ALL) > 1 == most(kept, replicated), name
 
 
 SLOW = ("upload", "download", "exchange", "update", "compute")
 MANY = [micro_batches(seed, [(1, 6), (1, 5)]) for seed in range(2 * len(SLOW))]
-AT_ONCE: dict[str, dict[str, Any]] = {
-    "unclipped": {"max_grad_norm": None},
-    "two backward passes": {"settings": Settings(**CHUNK, second_backward=True)},
+# if gradients are applied before all are there, a slow rank could still have to read what others
+# write
+AT_ONCE = {
+    "unclipped": Case(2, "llama", READ, {}, UNCLIPPED),
+    "two backward passes": Case(2, "llama", READ, {"second_backward": True}),
 }
 
 
-def slowed(engine: Engine) -> Result:
+def slowed(engine: Engine) -> tuple[dict[str, Any], None]:
     """Many steps, in each of which a lane of one rank is slow, or its computation."""
     slow, rank = "", engine.world.rank
 
@@ -118,28 +167,19 @@ def slowed(engine: Engine) -> Result:
         late, lane_of = divmod(number, len(SLOW))
         slow = SLOW[lane_of] if rank == late else ""
         told.append(engine.train_step(step[rank :: engine.world.size]).grad_norm)
-    return (told, 0.0, torch.zeros(0)), arrays_of(engine)
-
-
-def slowly(world: World, how: dict[str, Any]) -> list[str]:
-    """If gradients are applied before all are there, a slow rank could still have to read what
-    others write."""
-    results = []
-    for transport in ("gather", "read"):
-        with opened(world, transport, how) as engine:
-            results.append(slowed(engine))
-    return differences(*results)
+    arrays = {name: array.tolist() for name, array in arrays_of(engine).items()}
+    return {"told": told, **arrays}, None
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("how", AT_ONCE)
-def test_a_slow_lane_of_one_rank_changes_no_bit(how, on_ranks):
-    assert on_ranks(2, partial(slowly, how=AT_ONCE[how])) == [[], []]
+def test_a_slow_lane_of_one_rank_changes_no_bit(on_ranks):
+    for found in on_ranks(2, partial(both_ways, cases=AT_ONCE, use=slowed)):
+        assert found == dict.fromkeys(AT_ONCE, ([], None, None))
 
 
 def ended(world: World) -> str:
     """A lane waits for an update that no other rank will do."""
-    with opened(world, "read", {}) as engine:
+    with opened(world, CASES["float32"], READ) as engine:
         waiting = engine.parts.lanes["upload"].submit(lambda _: engine.store.wait_for_others(0, 9))
     with pytest.raises(MegaTrainError) as told:
         waiting.wait_host()

@@ -4,7 +4,6 @@ transformers makes of what is saved."""
 from __future__ import annotations
 
 import logging
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,7 +15,7 @@ from megatrain.engine.engine import Engine
 from megatrain.engine.verify import weights_of
 from megatrain.errors import ConfigError, DataError, ModelError
 from megatrain.losses import Dpo, Reward, find_ends
-from megatrain.models.pretrained import as_classifier
+from megatrain.models.pretrained import as_classifier, read_model_config, resolve_source
 from megatrain.optim import AdamW
 from megatrain.settings import Settings
 from tests.helpers.support import PAD, VOCABULARY, Batch, engine_of, plain_model, tiny_config
@@ -53,30 +52,24 @@ def scores_of(engine: Engine, batch: Batch) -> Tensor:
 # -- the token that has the score ------------------------------------------------------------------
 
 
-def ends(batch: Batch, pad: int = PAD) -> list[int]:
-    return find_ends({"labels": batch["input_ids"], **batch}, pad).index.tolist()
-
-
-def rows(*ids: list[int]) -> Tensor:
-    return torch.tensor(ids)
+POSITIONS = [0, 1, 0, 1, 2, 0, 1, 2]
+PACKED = {"row_of": [0, 0, 1, 1, 1, 1, 1, 1], "position_ids": POSITIONS}
 
 
 def test_the_last_token_that_is_no_padding_has_the_score():
-    assert ends({"input_ids": rows([5, 6, 0, 0], [7, 8, 9, 4])}) == [1, 7]
-    assert ends({"input_ids": rows([0, 0, 5, 6], [7, 8, 9, 4])}) == [3, 7], "padded on the left"
-
-
-def test_as_in_transformers_tokens_of_the_padding_do_not_end_an_answer():
-    assert ends({"input_ids": rows([5, 6, 2, 2])}, pad=2) == [1]
-    assert ends({"input_ids": rows([2, 2, 2, 2])}, pad=2) == [0]
-
-
-def test_packed_examples_have_their_own_ends():
-    ids, row_of = rows([5, 6, 7, 8, 9, 0, 0, 0]), rows([0, 0, 1, 1, 1, 1, 1, 1])
-    positions = rows([0, 1, 0, 1, 2, 0, 1, 2])
-    batch = {"input_ids": ids, "row_of": row_of, "position_ids": positions}
-    assert ends(batch) == [1, 4]
-    assert ends(batch, pad=3) == [1, 4], "positions that begin anew tell the padding"
+    for ids, pad, more, expected in [
+        ([[5, 6, 0, 0], [7, 8, 9, 4]], PAD, {}, [1, 7]),
+        ([[0, 0, 5, 6], [7, 8, 9, 4]], PAD, {}, [3, 7]),  # padded on the left
+        ([[5, 6, 2, 2]], 2, {}, [1]),  # as in transformers: tokens of the padding end no answer
+        ([[2, 2, 2, 2]], 2, {}, [0]),
+        ([[5, 6, 7, 8, 9, 0, 0, 0]], PAD, PACKED, [1, 4]),
+        ([[5, 6, 7, 8, 9, 0, 0, 0]], 3, PACKED, [1, 4]),  # positions that begin anew tell it
+    ]:
+        rows = torch.tensor(ids)
+        batch = {name: torch.tensor([values]) for name, values in more.items()}
+        assert (
+            find_ends({"input_ids": rows, "labels": rows, **batch}, pad).index.tolist() == expected
+        )
 
 
 @pytest.mark.slow
@@ -95,58 +88,41 @@ def test_scores_are_those_of_transformers_on_a_padded_batch(family):
 # -- the head of a new reward model ----------------------------------------------------------------
 
 
-@pytest.fixture(params=FAMILIES)
-def folder(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
-    """A language model's."""
-    return saved(request.param, tmp_path / "language model")
-
-
-def saved(family: str, folder: Path) -> Path:
-    model: Any = plain_model(tiny_config(family))
-    model.save_pretrained(folder)
-    return folder
-
-
-def opened(folder: Path, seed: int = 0, config: Any = None) -> Engine:
-    """The reward model of a language model's folder, as a run opens it."""
-    from megatrain.models.pretrained import read_model_config, resolve_source
-
-    source = resolve_source(folder)
-    config = config or as_classifier(read_model_config(source), PAD)
-    options: dict[str, Any] = {"precision": "float32", "device": "cpu", "settings": SETTINGS}
-    engine = Engine.from_config(config, optimizer=AdamW(lr=1e-2), seed=seed, **options)
-    engine.load_weights(source)
-    return engine
-
-
 @pytest.mark.slow
-def test_all_but_the_head_is_the_language_model_s(folder, caplog):
-    theirs = transformers.AutoModelForCausalLM.from_pretrained(folder).state_dict()
-    with caplog.at_level(logging.INFO, "megatrain"), opened(folder) as engine:
+@pytest.mark.parametrize("family", FAMILIES)
+def test_all_but_the_head_is_the_language_model_s_and_transformers_loads_what_is_saved(
+    family, tmp_path, caplog
+):
+    given, out, batch = tmp_path / "language model", tmp_path / "out", padded()
+    language_model: Any = plain_model(tiny_config(family))
+    language_model.save_pretrained(given)
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(given).state_dict()
+    source = resolve_source(given)
+    config = as_classifier(read_model_config(source), PAD)
+    options: dict[str, Any] = {"precision": "float32", "device": "cpu", "settings": SETTINGS}
+    with (
+        caplog.at_level(logging.INFO, "megatrain"),
+        Engine.from_config(config, optimizer=AdamW(lr=1e-2), **options) as engine,
+    ):
+        engine.load_weights(source)
         ours = weights_of(engine)
+        for _ in range(2):
+            engine.train_step([batch], Reward())
+        engine.save_pretrained(out)
+        scores = scores_of(engine, batch)
     (head,) = (name for name in ours if name not in theirs)
     assert f"has no {head}, which is drawn at random" in caplog.text
     assert head.rpartition(".")[0] in ("score", "classifier")
     assert float(ours.pop(head).std()) == pytest.approx(0.02, rel=0.4), "initializer_range"
     assert all(torch.equal(value, theirs[name]) for name, value in ours.items())
-
-
-@pytest.mark.slow
-def test_what_is_saved_is_loaded_by_transformers_with_the_same_scores(folder, tmp_path):
-    batch, out = padded(), tmp_path / "out"
-    with opened(folder) as engine:
-        for _ in range(2):
-            engine.train_step([batch], Reward())
-        engine.save_pretrained(out)
-        ours = scores_of(engine, batch)
     loading: Any = transformers.AutoModelForSequenceClassification
     model, about = loading.from_pretrained(out, output_loading_info=True)
     assert not any(about[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
     inputs = {name: batch[name] for name in ("input_ids", "attention_mask")}
     with torch.no_grad():
-        theirs = model.eval()(**inputs).logits
-    torch.testing.assert_close(ours, theirs[:, 0], rtol=1e-5, atol=1e-6)
-    assert theirs.shape[1] == 1
+        of_transformers = model.eval()(**inputs).logits
+    assert of_transformers.shape[1] == 1
+    torch.testing.assert_close(scores, of_transformers[:, 0], rtol=1e-5, atol=1e-6)
 
 
 def test_a_reward_model_s_folder_without_its_head_is_not_completed(tmp_path):

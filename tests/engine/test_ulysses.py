@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import time
-from functools import partial
 from typing import Any
 
 import pytest
@@ -14,8 +12,8 @@ from megatrain.engine.streams import Compute, Lane
 from megatrain.errors import ConfigError, DataError
 from megatrain.settings import Settings
 from megatrain.world import World
-from tests.engine.test_ranks import arrays_of, assert_near, joined
-from tests.helpers.ranks import run_ranks
+from tests.engine.test_ranks import assert_one, joined
+from tests.helpers.compare import differing
 from tests.helpers.support import engine_of, micro_batches, tiny_config
 
 CHUNK: dict[str, Any] = {"head_chunk_tokens": 5}
@@ -71,79 +69,47 @@ HOW: dict[str, dict[str, Any]] = {
 }
 
 
-def train(world: World, late: str | None = None, **given: Any) -> Any:
-    """As `test_ranks.train`, of ranks that share sequences or one alone. late: a lane that is slow
-    on the last rank."""
-    steps, family = given.pop("steps", STEPS), given.pop("family", "llama")
-    options = {"settings": Settings(**CHUNK), **given}
-    with engine_of(family, world=world, **options) as engine:
-        if late and world.rank == world.size - 1:
-            engine.parts.lanes[late].delay = partial(time.sleep, 0.005)
-        mine = [step[world.dp_rank :: world.dp_size] for step in steps]
-        found = [engine.train_step(each) for each in mine]
-        held_out = engine.evaluate(mine[0]).loss
-        told = [(one.loss, one.grad_norm, one.target_tokens, one.skipped) for one in found]
-        return told, held_out, arrays_of(engine)
+SEVERAL = [micro_batches(seed, [(2, 10), (1, 7), (1, 6)]) for seed in range(2)]
 
 
-def all_of(world: World) -> Any:
-    """Two ranks' results, in one go: they are slow to start."""
-    world = world.sharing_sequences(2)
-    found = {how: train(world, **HOW[how]) for how in HOW}
-    found["late"] = train(world, late="exchange", **HOW["three heads to a group"])
-    return found | {"refused": mixed_up(world)}
-
-
-@pytest.fixture(scope="module")
-def of_one() -> dict[str, Any]:
-    return {how: train(World(), **HOW[how]) for how in HOW}
-
-
-@pytest.fixture(scope="module")
-def of_ranks(tmp_path_factory: pytest.TempPathFactory, of_one: dict[str, Any]) -> list[Any]:
-    """After `of_one`: what was imported and found out of the models then is there for both."""
-    return run_ranks(2, all_of, tmp_path_factory.mktemp("ranks"))
+def given_for(how: str) -> dict[str, Any]:
+    plain = {"steps": STEPS, "settings": Settings(**CHUNK), "precision": "float32"}
+    return {**plain, **HOW[how], "exact": False, "sharing": 2}
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("how", HOW)
-def test_two_ranks_that_share_sequences_are_one(how, of_ranks, of_one):
-    assert_near([found[how] for found in of_ranks], of_one[how])
+def test_two_ranks_that_share_sequences_are_one(how, on_ranks):
+    assert_one(on_ranks, 2, **given_for(how))
 
 
 @pytest.mark.slow
-def test_a_slow_lane_of_one_rank_changes_no_bit(of_ranks):
-    of_both = ("late", "three heads to a group")
-    found, expected = (joined([found[how][2] for found in of_ranks]) for how in of_both)
-    assert [name for name in expected if not torch.equal(found[name], expected[name])] == []
-
-
-SEVERAL = [micro_batches(seed, [(2, 10), (1, 7), (1, 6)]) for seed in range(2)]
-
-
-def teams(world: World) -> Any:
-    return train(world.sharing_sequences(2), steps=[*SEVERAL, SEVERAL[0][:1]])
+def test_a_slow_lane_of_one_rank_changes_no_bit(on_ranks):
+    given = given_for("three heads to a group")
+    found, _ = assert_one(on_ranks, 2, **given)
+    late, _ = assert_one(on_ranks, 2, **given, slow=(1, "exchange"))
+    assert differing(*(joined([each[2] for each in of]) for of in (late, found))) == []
 
 
 @pytest.mark.slow
-def test_teams_have_micro_batches_of_their_own(tmp_path):
+def test_teams_have_micro_batches_of_their_own(on_ranks):
     """Three micro-batches are two and one; of one, the other group has none."""
-    expected = train(World(), steps=[*SEVERAL, SEVERAL[0][:1]])
-    assert_near(run_ranks(4, teams, tmp_path), expected)
+    steps = [*SEVERAL, SEVERAL[0][:1]]
+    assert_one(on_ranks, 4, exact=False, steps=steps, sharing=2, precision="float32")
 
 
 # -- what is not in pieces -------------------------------------------------------------------------
 
 
 def mixed_up(world: World) -> str:
-    with engine_of("llama", world=world) as engine, pytest.raises(DataError) as told:
+    sharing = world.sharing_sequences(2)
+    with engine_of("llama", world=sharing) as engine, pytest.raises(DataError) as told:
         engine.train_step(STEPS[world.rank])
     return str(told.value)
 
 
-@pytest.mark.slow
-def test_ranks_that_share_sequences_cannot_be_given_others(of_ranks):
-    assert all("got different micro-batches" in found["refused"] for found in of_ranks)
+def test_ranks_that_share_sequences_cannot_be_given_others(on_ranks):
+    assert all("got different micro-batches" in told for told in on_ranks(2, mixed_up))
 
 
 def sharing(size: int) -> ContextParallel:

@@ -39,94 +39,75 @@ def test_the_caller_s_random_state_and_threads_stay():
     assert torch.get_num_threads() == threads
 
 
-def test_layers_that_hand_something_on_behind_the_model_s_back_fail(monkeypatch):
-    """As ZAYA's hand on their routers' states; these do so where no probe looks."""
-    plain = LlamaDecoderLayer.forward
+PLAIN_LAYER, PLAIN_HEAD = LlamaDecoderLayer.forward, Skeleton.head
+
+
+def sideways() -> Any:
+    """Layers that hand something on behind the model's back, as ZAYA's hand on their routers'
+    states; these do so where no probe looks."""
     handed_on: dict[torch.Size, Tensor] = {}
 
-    def sideways(layer: Any, hidden: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        if hidden.is_meta:  # only its shape is wanted
-            shaped: Tensor = plain(layer, hidden, *args, **kwargs)
-            return shaped
-        if layer.self_attn.layer_idx:
+    def forward(layer: Any, hidden: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        real = not hidden.is_meta  # else only its shape is wanted
+        if real and layer.self_attn.layer_idx:
             hidden = hidden + 0.1 * handed_on[hidden.shape]
-        output: Tensor = plain(layer, hidden, *args, **kwargs)
-        handed_on[hidden.shape] = output.flip(-1)
+        output: Tensor = PLAIN_LAYER(layer, hidden, *args, **kwargs)
+        if real:
+            handed_on[hidden.shape] = output.flip(-1)
         return output
 
-    monkeypatch.setattr(LlamaDecoderLayer, "forward", sideways)
-    found = checked()
-    assert (found.state, found.stage) == ("failed", "gradients")
-    assert found.reason.startswith("model.embed_tokens.weight is off by ")
-    assert found.computes_wrongly
+    return forward
 
 
-def test_what_runs_in_plain_pytorch_alone_fails(monkeypatch):
-    def fail(*_: Any) -> Any:
-        raise RuntimeError("sizes do not match")
-
-    monkeypatch.setattr(Skeleton, "layer_again", fail)
-    assert checked() == Verdict("failed", "running", "RuntimeError: sizes do not match")
-
-
-@pytest.mark.parametrize("factor", [1.01, float("nan")])
-def test_other_logits_fail(monkeypatch, factor):
-    head = Skeleton.head
-    monkeypatch.setattr(Skeleton, "head", lambda *given: head(*given) * factor)
-    found = checked()
-    assert (found.state, found.stage) == ("failed", "loss")
-
-
-def test_another_update_fails(monkeypatch):
-    monkeypatch.setattr(Engine, "_rate", lambda engine, _: 1.1 * engine.optimizer.lr)
-    found = checked()
-    assert (found.state, found.stage) == ("failed", "steps")
-    assert "model.embed_tokens.weight is off by " in found.reason
-
-
-def test_a_folder_that_is_written_otherwise_fails(monkeypatch):
-    def save_changed(engine: Engine, folder: Any) -> None:
-        with engine.store.lease(2, ["weight"], changes=True) as arrays:
-            arrays["weight"][0] += 1e-6
-        save_pretrained(engine, folder)
-
-    monkeypatch.setattr(checking, "save_pretrained", save_changed)
-    found = checked()
-    assert (found.state, found.stage) == ("failed", "saving")
-    assert found.reason.startswith("model.layers.1.")
-
-
-@pytest.mark.parametrize("error", [ModelError("nothing known"), TypeError("no such thing")])
-def test_a_folder_that_is_not_loaded_is_left_to_loading(monkeypatch, error):
-    def refuse(*_: Any) -> None:
+def raising(error: Exception) -> Any:
+    def fail(*_: Any, **__: Any) -> Any:
         raise error
 
-    monkeypatch.setattr(constructors, "load_weights", refuse)
+    return fail
+
+
+def save_changed(engine: Engine, folder: Any) -> None:
+    with engine.store.lease(2, ["weight"], changes=True) as arrays:
+        arrays["weight"][0] += 1e-6
+    save_pretrained(engine, folder)
+
+
+EMBEDDING = "model.embed_tokens.weight is off by "
+NOTHING, STRANGE = ModelError("nothing known"), TypeError("no such thing")
+# what is replaced, by what, the stage that fails then, and the reason
+FAULTS: dict[str, tuple[Any, str, Any, str, str]] = {
+    "a path aside": (LlamaDecoderLayer, "forward", sideways(), "gradients", EMBEDDING),
+    "runs in plain PyTorch alone": (
+        Skeleton, "layer_again", raising(RuntimeError("sizes do not match")),
+        "running", "RuntimeError: sizes do not match",
+    ),
+    "logits": (Skeleton, "head", lambda *given: PLAIN_HEAD(*given) * 1.01, "loss", ""),
+    "no logits": (Skeleton, "head", lambda *given: PLAIN_HEAD(*given) * torch.nan, "loss", "nan"),
+    "an update": (Engine, "_rate", lambda made, _: 1.1 * made.optimizer.lr, "steps", EMBEDDING),
+    "a folder": (checking, "save_pretrained", save_changed, "saving", "model.layers.1."),
+    "unknown": (constructors, "load_weights", raising(NOTHING), "loading", "nothing known"),
+    "not read": (constructors, "load_weights", raising(STRANGE), "loading", "TypeError: no such"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", FAULTS)
+def test_what_is_wrong_is_found_at_its_stage(monkeypatch, what):
+    owner, name, wrong, stage, reason = FAULTS[what]
+    monkeypatch.setattr(owner, name, wrong)
     found = checked()
-    assert (found.state, found.stage) == ("failed", "loading")
-    assert str(error) in found.reason
-    assert not found.computes_wrongly
+    assert (found.state, found.stage) == ("failed", stage)
+    assert found.reason.startswith(reason)
+    assert found.computes_wrongly == (stage != "loading")  # which says so itself
 
 
-def test_what_cannot_be_shrunk_is_not_checked(monkeypatch):
+def test_what_cannot_be_shrunk_or_run_in_plain_pytorch_is_not_checked(monkeypatch):
     skeleton = Skeleton(tiny_config("llama", **OWN))
-
-    def refuse(*_: Any, **__: Any) -> Any:
-        raise ValueError("these numbers do not fit each other")
-
-    monkeypatch.setattr(type(skeleton.config), "from_dict", refuse)
-    found = verify(skeleton)
-    assert found.state == "not checked"
-    assert "these numbers do not fit each other" in found.reason
-
-
-def test_what_plain_pytorch_cannot_run_is_not_checked(monkeypatch):
-    skeleton = Skeleton(tiny_config("llama", **OWN))
-
-    def fail(*_: Any, **__: Any) -> Any:
-        raise RuntimeError("no kernel for this")
-
-    monkeypatch.setattr(checking, "plain_gradients", fail)
-    found = verify(skeleton)
-    assert found.state == "not checked"
-    assert "no kernel for this" in found.reason
+    for owner, name, reason in (
+        (checking, "plain_gradients", "no kernel for this"),
+        (type(skeleton.config), "from_dict", "these numbers do not fit each other"),
+    ):
+        with monkeypatch.context() as patch:
+            patch.setattr(owner, name, raising(ValueError(reason)))
+            found = verify(skeleton)
+        assert found.state == "not checked"
+        assert reason in found.reason
