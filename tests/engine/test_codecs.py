@@ -4,6 +4,7 @@ is not finite stays so."""
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -129,7 +130,7 @@ def test_more_elements_than_kernels_count_are_taken_in_pieces(
 FAR = {"int8": 0.1, "int6": 0.3, "int4": 1.0}  # of a tiny model's gradient, by its norm
 
 
-def gradients(**dials: str) -> tuple[float, Tensor]:
+def gradients(**dials: Any) -> tuple[float, Tensor]:
     with engine_of("llama", settings=Settings(**dials)) as engine:
         loss = engine.forward_backward(full_batches(0, [(2, 16), (1, 12)])).loss
         return loss, torch.cat([gradient.flatten() for gradient in gradients_of(engine).values()])

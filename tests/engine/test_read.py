@@ -90,7 +90,7 @@ def used(engine: Engine) -> tuple[dict[str, Any], list[Counter[int]]]:
         fetch(block, slot)
 
     source.fetch = counted  # type: ignore[method-assign]
-    prompt, told = STEPS[0][0]["input_ids"], []
+    prompt, told = STEPS[0][0]["input_ids"], list[Any]()
     for step in STEPS:
         mine = step[rank :: engine.world.size]
         found = engine.train_step(mine)

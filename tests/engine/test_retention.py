@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -91,8 +93,8 @@ def test_no_layer_falls_back_to_eager_in_silence(monkeypatch: pytest.MonkeyPatch
 @pytest.mark.slow
 def test_compiled_layers_break_at_their_chunks_and_agree() -> None:
     found = []
-    for more in ({}, {"compile": True, "layer_chunk_tokens": 8}):
-        settings = Settings(head_chunk_tokens=7, **more)
+    plain = Settings(head_chunk_tokens=7)
+    for settings in (plain, replace(plain, compile=True, layer_chunk_tokens=8)):
         with engine_of(tiny_config("llama", num_hidden_layers=1), settings=settings) as engine:
             result = engine.forward_backward(full_batches(0, [(1, 13)]))
             found.append((result.loss, gradients_of(engine)))

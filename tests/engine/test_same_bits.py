@@ -144,7 +144,7 @@ QUICK = [
         steps="padded left, some without targets",
     ),
 ]
-KEPT = {"retained": ALL, "retained_on_host": 0}
+KEPT: dict[str, Any] = {"retained": ALL, "retained_on_host": 0}
 ON_HOST = [
     Row(model, settings, replace(settings, **KEPT), precision)
     for model, precision, settings in (
@@ -199,7 +199,8 @@ SLOW = [
     ),
     *(Row("qwen2-tied", dials(resident=2), PLAIN, BF16 | {"optimizer": o}) for o in OPTIMIZERS),
 ]
-COMPILED = {"compile": True}, {"compile": True, "cheap_retention": True}
+MOST = replace(GRAPHS, retained_on_host=2)
+CHEAPLY = replace(MOST, compile=True, cheap_retention=True)
 ON_CUDA = [
     *(replace(row, model="llama") for row in PLACED),
     *UNCLIPPED,
@@ -208,8 +209,7 @@ ON_CUDA = [
     *(
         Row("wide", settings, replace(settings, **KEPT), precision, steps="even")
         for precision in (BF16, FP8)
-        for more in ({}, *COMPILED)
-        for settings in [replace(GRAPHS, retained_on_host=2, **more)]
+        for settings in (MOST, replace(MOST, compile=True), CHEAPLY)
     ),
     Row("wide", TWICE, PLAIN, FP8),
     Row("wide", replace(TWICE, compile=True), dials(compile=True)),
@@ -219,6 +219,7 @@ ON_CUDA = [
 
 def rows() -> list[Any]:
     of_compilers = pytest.mark.filterwarnings("ignore")
+    marked: list[tuple[Row, str, list[Any]]]
     marked = [(row, "cpu", []) for row in (*PLACED, *UNCLIPPED, *QUICK)]
     marked += [(row, "cpu", [pytest.mark.slow]) for row in SLOW]
     marked += [(row, "cuda", [pytest.mark.cuda]) for row in ON_CUDA]
