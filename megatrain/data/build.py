@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 from collections.abc import Callable, Sequence
@@ -27,6 +26,7 @@ from megatrain.data.rows import (
     check_digest,
     cut_warnings,
     default_cache,
+    digest_of,
     mix64,
     pack,
     permutation,
@@ -189,7 +189,7 @@ class AskedSet:
     @cached_property
     def folder(self) -> Path:
         """The set's folder, named by what is asked for and what the source holds."""
-        return self._home / _hash(self._asked + self.source.identity)
+        return self._home / digest_of(self._asked + self.source.identity)
 
     @cached_property
     def _home(self) -> Path:
@@ -210,7 +210,7 @@ class AskedSet:
             "options": [getattr(self.options, name) for name in CACHED_BY],
         }
         text = json.dumps(state, sort_keys=True) + self.tokenizer.backend_tokenizer.to_str()
-        return _hash(text)
+        return digest_of(text)
 
     def make(self, on_progress: OnProgress) -> None:
         """Make what of the set is not there. Raises as `encode_source`."""
@@ -218,7 +218,7 @@ class AskedSet:
         encoder = Encoder(self.tokenizer, options.train_on, options.prompts, options.day)
         waits = partial(on_progress, 0)
         with making_set(self.folder, options.kind, waits) as making:
-            if making.waited and cached_set(self.folder) is not None:
+            if making.is_whole:  # by another process, until now
                 return
             counts = make_shards(making, self.source, encoder, options, on_progress)
             if (reason := self.reason_to_refuse(counts)) is not None:
@@ -294,10 +294,6 @@ def _spelt(given: Given) -> object:
         parts = [part.said for part in given if isinstance(part, Part)]
         return [{**part, "path": _spelt(part["path"])} for part in parts]
     return type(given).__name__
-
-
-def _hash(text: str) -> str:
-    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
 
 def hold_out(rows: TokenRows, share: float | int, seed: int) -> tuple[TokenRows, TokenRows]:

@@ -1,9 +1,9 @@
 """The cache of tokenised rows: a folder for each set, with a folder in it for each of its shards.
 
-A shard appears whole or not at all, and so does the set's own file, which is written last and names
-the shards. Whatever a process leaves when it is killed is therefore a set that lacks its last
-shards, or only its own file. All files have their hash in the one that is written after them; a
-damaged set is made again from its first damaged shard on.
+A shard is there once its description is, which is written last; so is a set once its own file is,
+which names the shards. Whatever a process leaves when it is killed is therefore a set that lacks
+its last shards, or only its own file. All files have their hash in the one that is written after
+them; a damaged set is made again from its first damaged shard on.
 """
 
 from __future__ import annotations
@@ -16,18 +16,24 @@ import math
 import os
 import shutil
 import time
-import uuid
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from megatrain.data.rows import Counts, IndexArray, Joined, TokenRows, measure_lengths
+from megatrain.data.rows import (
+    Counts,
+    IndexArray,
+    Joined,
+    TokenRows,
+    digest_of,
+    measure_lengths,
+)
 from megatrain.data.samples import JUDGED, KINDS, PLAIN
 from megatrain.durable import sync_folder
 from megatrain.errors import StorageError
@@ -37,7 +43,6 @@ if TYPE_CHECKING:
 
 ABOUT_SET = "set.json"  # what was asked for, counts of all rows, and each shard's hash
 ABOUT = "shard.json"  # what is known of the shard, with the hash of every other file; written last
-TEMPORARY = ".tmp-"
 OFFSETS = "offsets.npy"
 # Files of an entry a row, with the type code of `array`: 8 bytes, where a list of ints takes 40.
 OF_ROWS = {"targets.npy": "q", "hashes.npy": "Q", "contexts.npy": "Q", "joined.npy": "b"}
@@ -70,11 +75,10 @@ class Shard:
 
 
 class Making:
-    """A set's folder while its shards are made; `waited`: another process made the set until
-    now."""
+    """A set's folder while its shards are made."""
 
-    def __init__(self, folder: Path, kind: str, waited: bool) -> None:
-        self.folder, self.waited, self._kind = folder, waited, kind
+    def __init__(self, folder: Path, kind: str) -> None:
+        self.folder, self._kind = folder, kind
         places = sorted(path for path in folder.iterdir() if path.name.isdecimal())
         self.shards: list[Shard] = []
         for shard in _read_shards(places):
@@ -87,36 +91,38 @@ class Making:
         """The number of rows of the source that the shards hold."""
         return sum(shard.counts.read for shard in self.shards)
 
+    @property
+    def is_whole(self) -> bool:
+        """True if the set's own file is there, and names these shards."""
+        owns = [shard.own for shard in self.shards]
+        return bool(owns) and listed_shards(self.folder) == owns
+
     @contextmanager
     def new_shard(self) -> Iterator[RowWriter]:
-        """Write the next shard, which is in its place once the block ends without an error."""
-        place = self.folder / name_of(len(self.shards))
-        folder = place.with_name(f"{place.name}{TEMPORARY}{uuid.uuid4().hex[:8]}")
+        """Write the next shard, in place of what is left of one."""
+        folder = self.folder / name_of(len(self.shards))
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir(mode=0o700)
         try:
-            folder.mkdir(mode=0o700)
             with closing(RowWriter(folder, self._kind)) as writer:
                 yield writer
-            shard = read_shard(folder)
-            if shard is None:
-                raise unreadable(place)
-            shutil.rmtree(place, ignore_errors=True)
-            folder.rename(place)
             sync_folder(self.folder)
-        finally:
+            if (shard := read_shard(folder)) is None:
+                raise unreadable(folder)
+        except BaseException:
             shutil.rmtree(folder, ignore_errors=True)
-        self.shards.append(replace(shard, folder=place))
+            raise
+        self.shards.append(shard)
 
     def finish(self, counts: Counts, asked: str) -> None:
         """Write the set's own file. asked: a name of what was asked for, whatever the source then
         held: see `sets_asked`."""
-        new = self.folder / f"{ABOUT_SET}{TEMPORARY}{uuid.uuid4().hex[:8]}"
-        try:
-            owns = [shard.own for shard in self.shards]
-            about = {"asked": asked, "kind": self._kind, "counts": asdict(counts), "shards": owns}
-            write_about(new, about)
-            new.rename(self.folder / ABOUT_SET)
-        finally:
-            new.unlink(missing_ok=True)
+        owns = [shard.own for shard in self.shards]
+        about = {"asked": asked, "kind": self._kind, "counts": asdict(counts), "shards": owns}
+        new = self.folder / f"{ABOUT_SET}.new"
+        new.unlink(missing_ok=True)  # of a process that was killed
+        write_about(new, about)
+        new.rename(self.folder / ABOUT_SET)
         sync_folder(self.folder)
         sync_folder(self.folder.parent)
 
@@ -135,10 +141,8 @@ def making_set(
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         folder.mkdir(mode=0o700, exist_ok=True)
-        with _lock_of(folder, on_wait) as waited:
-            for left in folder.glob(f"*{TEMPORARY}*"):  # of a process that was killed
-                (shutil.rmtree if left.is_dir() else os.unlink)(left)
-            yield Making(folder, kind, waited)
+        with _lock_of(folder, on_wait):
+            yield Making(folder, kind)
     except OSError as error:
         reason = error.strerror or str(error)
         raise StorageError(
@@ -147,8 +151,8 @@ def making_set(
 
 
 @contextmanager
-def _lock_of(folder: Path, on_wait: Callable[[], None]) -> Iterator[bool]:
-    """Hold a folder's lock; True if another process held it before."""
+def _lock_of(folder: Path, on_wait: Callable[[], None]) -> Iterator[None]:
+    """Hold a folder's lock."""
     waited = False
     fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
@@ -162,7 +166,7 @@ def _lock_of(folder: Path, on_wait: Callable[[], None]) -> Iterator[bool]:
                 waited = True
                 time.sleep(_LOOKED_EVERY_S)
                 on_wait()
-        yield waited
+        yield
     finally:
         os.close(fd)
 
@@ -386,8 +390,7 @@ def hash64(data: bytes) -> int:
 
 def hash_of(about: Mapping[str, object]) -> str:
     """The hash of what a file says about a shard or a set."""
-    text = json.dumps(about, sort_keys=True)
-    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+    return digest_of(json.dumps(about, sort_keys=True))
 
 
 def write_about(path: Path, about: Mapping[str, object]) -> None:

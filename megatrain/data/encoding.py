@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -15,16 +14,16 @@ import numpy as np
 from megatrain.data import formats
 from megatrain.data.chat import ChatTemplate, Marked
 from megatrain.data.files import RawRow
-from megatrain.data.rows import KEEP_START, Counts, IdArray, MaskArray, Tokens
+from megatrain.data.rows import KEEP_START, Counts, IdArray, MaskArray, Tokens, tally
 from megatrain.data.samples import (
     PLAIN,
     Chat,
     Document,
-    Judged,
     RowError,
     Sample,
     Text,
     texts_of,
+    value_of,
 )
 from megatrain.data.template import CharSpan
 from megatrain.data.workers import ABOUT_TEMPLATE, begin_row
@@ -313,10 +312,8 @@ def encode_batch(
             counts.saw(int(ids.max()) if len(ids) else -1, raw.where)
         _count(texts, counts)
         sides = sides if len(sides) == 1 else _begun_alike(sides)
-        value = sample.wanted if isinstance(sample, Judged) else getattr(sample, "margin", None)
-        value = math.nan if value is None else float(value)
         is_text = isinstance(sample, Document)
-        rows.append(Encoded(raw.part, is_text, not raw.ends, value, sides))
+        rows.append(Encoded(raw.part, is_text, not raw.ends, value_of(sample), sides))
     return rows, counts
 
 
@@ -333,9 +330,9 @@ def _count(texts: Sequence[Marked], counts: Counts) -> None:
     """Count notes about a row, each once where it holds for both sides."""
     for text in texts:
         counts.rewritten_turns += text.rewritten
-    counts.add_notes(dict.fromkeys(note for text in texts for note in text.notes))
+    tally(counts.notes, dict.fromkeys((note for text in texts for note in text.notes), 1))
     if wrapping := texts[0].wrapping:
-        counts.wrapped[wrapping] = counts.wrapped.get(wrapping, 0) + 1
+        tally(counts.wrapped, {wrapping: 1})
 
 
 def _begun_alike(sides: tuple[Tokens, ...]) -> tuple[Tokens, ...]:

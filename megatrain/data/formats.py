@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 from megatrain.data.samples import (
     JUDGED,
@@ -27,10 +28,9 @@ from megatrain.data.samples import (
     Sample,
     filled_list,
     is_given,
-    openai_turns,
-    sharegpt_turns,
     text_value,
     tools_of,
+    turns_of,
     type_name,
 )
 
@@ -73,20 +73,9 @@ def chat_of(row: Row, turns: ReadTurns, plain: tuple[str, str] | None = None) ->
     return Chat(messages, plain, given, tools, turns.unread)
 
 
-def from_messages(row: Row) -> Chat:
-    """Raises RowError, as all of these."""
-    return chat_of(row, openai_turns(filled_list(row, "messages"), "messages"))
-
-
-def from_sharegpt(row: Row) -> Chat:
-    """A list of turns, which many sets name so and still write as role and content."""
-    return chat_of(row, turns_of(filled_list(row, "conversations"), "conversations"))
-
-
-def turns_of(turns: list[object], name: str) -> ReadTurns:
-    """The turns of a list: of role and content if the first is, else of from and value."""
-    openai = isinstance(turns[0], Mapping) and "role" in turns[0]
-    return (openai_turns if openai else sharegpt_turns)(turns, name)
+def from_turns(row: Row, name: str) -> Chat:
+    """A list of turns. Raises RowError, as all of these."""
+    return chat_of(row, turns_of(filled_list(row, name), name))
 
 
 def from_prompt_completion(row: Row) -> Chat:
@@ -343,8 +332,8 @@ class RowFormat:
 
 
 ROW_FORMATS = {
-    "messages": RowFormat(("messages",), from_messages),
-    "sharegpt": RowFormat(("conversations",), from_sharegpt),
+    "messages": RowFormat(("messages",), partial(from_turns, name="messages")),
+    "sharegpt": RowFormat(("conversations",), partial(from_turns, name="conversations")),
     "prompt_completion": RowFormat(("prompt", "completion"), from_prompt_completion, several=True),
     "alpaca": RowFormat(("instruction", "output"), from_alpaca, ABOUT_ALPACA),
     "text": RowFormat(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 from bisect import bisect_left, insort
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import zip_longest
@@ -65,9 +65,8 @@ class Counts:
         self.first_bad += later.first_bad[: BAD_ROWS_KEPT - len(self.first_bad)]
         self.saw(later.max_token_id, later.max_token_where)
         self.parts = [sum(rows) for rows in zip_longest(self.parts, later.parts, fillvalue=0)]
-        for counted, more in ((self.notes, later.notes), (self.wrapped, later.wrapped)):
-            for what, count in more.items():
-                counted[what] = counted.get(what, 0) + count
+        tally(self.notes, later.notes)
+        tally(self.wrapped, later.wrapped)
         self.add_unread(later.unread)
 
     def keep(self, part: int) -> None:
@@ -85,11 +84,6 @@ class Counts:
         """Rows that were not refused or dropped, before long texts are split."""
         return self.read - self.bad - self.without_target - self.too_long
 
-    def add_notes(self, notes: Iterable[str]) -> None:
-        """Count what happened to a row."""
-        for note in notes:
-            self.notes[note] = self.notes.get(note, 0) + 1
-
     def add_unread(self, names: Iterable[str]) -> None:
         """Note columns that are not read, each once, and not all where there is no end of them."""
         new = [name for name in names if name not in self.unread]
@@ -100,6 +94,12 @@ class Counts:
         self.bad += 1
         if len(self.first_bad) < BAD_ROWS_KEPT:
             self.first_bad.append(message)
+
+
+def tally(counted: dict[str, int], more: Mapping[str, int]) -> None:
+    """Add counts by name."""
+    for what, count in more.items():
+        counted[what] = counted.get(what, 0) + count
 
 
 @dataclass(frozen=True)
@@ -200,7 +200,7 @@ class TokenRows:
         found = self.hashes[self.chosen].tobytes()
         if self.mismatches is not None:
             found += self.mismatches[self.chosen].tobytes()
-        return hashlib.blake2b(found, digest_size=8).hexdigest()
+        return digest_of(found, 8)
 
     def row(self, index: int) -> tuple[IdArray, MaskArray]:
         return self.side(index, 0)
@@ -227,6 +227,12 @@ def default_cache() -> Path:
             "no home folder is known to keep tokenised rows in: set MEGATRAIN_CACHE to a folder"
         ) from error
     return folder / "megatrain" / "tokens"
+
+
+def digest_of(data: bytes | str, size: int = 16) -> str:
+    """A hash of `size` bytes, in hexadecimal."""
+    data = data.encode() if isinstance(data, str) else data
+    return hashlib.blake2b(data, digest_size=size).hexdigest()
 
 
 def mix64(values: npt.NDArray[np.uint64], seed: int) -> npt.NDArray[np.uint64]:
@@ -317,8 +323,7 @@ class PackedRows:
     @cached_property
     def digest(self) -> str:
         breaks = np.flatnonzero(self._broken).tolist()
-        made_of = f"{self.documents.digest} {self.seq_len} {breaks}"
-        return hashlib.blake2b(made_of.encode(), digest_size=8).hexdigest()
+        return digest_of(f"{self.documents.digest} {self.seq_len} {breaks}", 8)
 
     def row(self, index: int) -> tuple[IdArray, MaskArray]:
         start = index * self.seq_len

@@ -5,6 +5,7 @@ Each method trains one kind of row."""
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -141,43 +142,47 @@ class ReadTurns:
     unread: frozenset[str] = frozenset()
 
 
-def openai_turns(turns: list[object], name: str) -> ReadTurns:
-    """ReadTurns of role and content. Raises RowError."""
-    messages, unread = [], set()
+def turns_of(turns: list[object], name: str) -> ReadTurns:
+    """The turns of a list: of from and value where the first has a `from` and no role, else of role
+    and content. Raises RowError."""
+    messages, unread = [], set[str]()
+    first = turns[0] if isinstance(turns[0], Mapping) else {}
+    read = _sharegpt_turn if "from" in first and "role" not in first else _openai_turn
     for place, turn in _numbered(turns, name):
-        role = ROLES[one_of(ROLES, turn, "role", place)]
-        calls = calls_of(turn, place)
-        if calls and role != "assistant":
-            raise RowError(f"{place}.tool_calls: only the assistant's turns have calls")
-        content = _content(turn, place, role in MAY_BE_EMPTY, calls != [])
-        others = {key: turn[key] for key in turn if key not in ("role", "content", *FLAGS, *CALLS)}
-        # texts such as `name` or `reasoning_content` are for the template; the rest is metadata
-        extra: dict[str, Any] = {
-            key: text_value(turn, key, place, may_be_empty=True)
-            for key, value in others.items()
-            if isinstance(value, str)
-        }
-        unread |= {f"{name}[].{key}" for key in others if key not in extra and is_given(turn[key])}
-        unread |= _unread_of_parts(turn, f"{name}[].content[]")
-        extra |= {"tool_calls": calls} if calls else {}
-        messages.append(Message(role, content, _trained(turn, role, place), extra))
+        message, others = read(turn, place)
+        messages.append(message)
+        unread |= {f"{name}[].{key}" for key in others}
     return ReadTurns(tuple(messages), frozenset(unread))
 
 
-def sharegpt_turns(turns: list[object], name: str) -> ReadTurns:
-    """ReadTurns of from and value. Raises RowError."""
-    messages, unread = [], set()
-    for place, turn in _numbered(turns, name):
-        theirs = one_of(SHAREGPT_ROLES, turn, "from", place)
-        role = SHAREGPT_ROLES[theirs]
-        content = text_value(turn, "value", place, may_be_empty=role in MAY_BE_EMPTY)
-        extra: dict[str, Any] = {}
-        if theirs == "function_call":
-            content, extra = "", {"tool_calls": parsed_calls(content, f"{place}.value")}
-        others = (key for key in turn if key not in ("from", "value", *FLAGS))
-        unread |= {f"{name}[].{key}" for key in others if is_given(turn[key])}
-        messages.append(Message(role, content, _trained(turn, role, place), extra))
-    return ReadTurns(tuple(messages), frozenset(unread))
+def _openai_turn(turn: Row, place: str) -> tuple[Message, list[str]]:
+    """The message of a turn, and the names of its fields that nobody reads. Raises RowError."""
+    role = ROLES[one_of(ROLES, turn, "role", place)]
+    calls = calls_of(turn, place)
+    if calls and role != "assistant":
+        raise RowError(f"{place}.tool_calls: only the assistant's turns have calls")
+    content = _content(turn, place, role in MAY_BE_EMPTY, calls != [])
+    others = [key for key in turn if key not in ("role", "content", *FLAGS, *CALLS)]
+    # texts such as `name` or `reasoning_content` are for the template; the rest is metadata
+    texts = [key for key in others if isinstance(turn[key], str)]
+    extra: dict[str, Any] = {key: text_value(turn, key, place, may_be_empty=True) for key in texts}
+    unread = [key for key in others if key not in extra and is_given(turn[key])]
+    extra |= {"tool_calls": calls} if calls else {}
+    message = Message(role, content, _trained(turn, role, place), extra)
+    return message, [*unread, *_unread_of_parts(turn)]
+
+
+def _sharegpt_turn(turn: Row, place: str) -> tuple[Message, list[str]]:
+    """As `_openai_turn`."""
+    theirs = one_of(SHAREGPT_ROLES, turn, "from", place)
+    role = SHAREGPT_ROLES[theirs]
+    content = text_value(turn, "value", place, may_be_empty=role in MAY_BE_EMPTY)
+    extra: dict[str, Any] = {}
+    if theirs == "function_call":
+        content, extra = "", {"tool_calls": parsed_calls(content, f"{place}.value")}
+    message = Message(role, content, _trained(turn, role, place), extra)
+    read = ("from", "value", *FLAGS)
+    return message, [key for key in turn if key not in read and is_given(turn[key])]
 
 
 def _content(turn: Row, place: str, may_be_empty: bool, calls: bool) -> str:
@@ -198,16 +203,15 @@ def _content(turn: Row, place: str, may_be_empty: bool, calls: bool) -> str:
     return text_value({"content": "".join(texts)}, "content", place, may_be_empty)
 
 
-def _unread_of_parts(turn: Row, name: str) -> set[str]:
+def _unread_of_parts(turn: Row) -> list[str]:
     """Fields of a content's text parts that nobody reads."""
     content = turn.get("content")
-    parts = content if isinstance(content, list) else []
-    return {
-        f"{name}.{key}"
-        for part in parts
+    return [
+        f"content[].{key}"
+        for part in (content if isinstance(content, list) else [])
         for key, value in part.items()
         if key not in ("type", "text") and is_given(value)
-    }
+    ]
 
 
 def _trained(turn: Row, role: str, place: str) -> bool:
@@ -344,7 +348,7 @@ def _asked(row: object) -> Turns:
         raise RowError(f"expected an object, found {type_name(row)}")
     if row.get("messages") is None:
         return [{"role": "user", "content": text_value(row, "prompt")}]
-    turns = openai_turns(filled_list(row, "messages"), "messages").messages
+    turns = turns_of(filled_list(row, "messages"), "messages").messages
     if turns[-1].role == "assistant":
         raise RowError("ends with an answer; the last turn is the one to answer")
     return [{**turn.extra, "role": turn.role, "content": turn.content} for turn in turns]
@@ -431,3 +435,9 @@ def texts_of(sample: Sample) -> tuple[Text, ...]:
     if isinstance(sample, Pair):
         return sample.chosen, sample.rejected
     return (sample.chat if isinstance(sample, Judged) else sample,)
+
+
+def value_of(sample: Sample) -> float:
+    """The number that a loss takes beside a sample's tokens; nan where there is none."""
+    value = sample.wanted if isinstance(sample, Judged) else getattr(sample, "margin", None)
+    return math.nan if value is None else float(value)

@@ -23,6 +23,7 @@ from megatrain.data.files import (
     read_file,
     resolve_name,
 )
+from megatrain.data.rows import digest_of
 from megatrain.data.samples import without_nulls
 from megatrain.errors import DataError
 
@@ -100,7 +101,7 @@ def open_source(
         if split not in (None, "train"):
             raise DataError(f"a list of rows has no splits; remove data.split: {split}")
         if identity is None:
-            identity = hashlib.blake2b(repr(given).encode(), digest_size=16).hexdigest()
+            identity = digest_of(repr(given))
         return Source("list", identity, lambda: numbered(given, "list"))
     import datasets
 

@@ -7,17 +7,13 @@ alone: who needs a shard that is not there waits for it.
 
 from __future__ import annotations
 
-import hashlib
 import logging
-import mmap
 import os
-import traceback
 import weakref
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
-from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -25,10 +21,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from megatrain.data.build import AskedSet, Expected, OnProgress, held_out_beside, hold_out
-from megatrain.data.cache import cached_set, listed_shards, load_shard, name_of, unreadable
+from megatrain.data.cache import listed_shards, load_shard, name_of, unreadable
 from megatrain.data.encoding import Encoder, RowOptions
-from megatrain.data.rows import PackedRows, Position, Rows, TokenRows, pack
-from megatrain.data.workers import ended, forked
+from megatrain.data.rows import PackedRows, Position, Rows, TokenRows, digest_of, pack
+from megatrain.data.workers import ended, outcome, shared_numbers, started
 from megatrain.errors import MegaTrainError
 from megatrain.heartbeat import may_end_here
 
@@ -150,7 +146,7 @@ class Stream:
             if self.window(len(self._known)) is None:
                 break
         digests = " ".join(digest for _, digest in self._known[:windows])
-        return hashlib.blake2b(digests.encode(), digest_size=8).hexdigest()
+        return digest_of(digests, 8)
 
     def used(self, position: Position) -> str:
         """The share of the set that was trained on up to there, in words."""
@@ -213,20 +209,10 @@ class Writer:
     """
 
     def __init__(self, asked: AskedSet) -> None:
-        # shared: how often it gave a sign of life, and the rows that it has read
-        self._state = memoryview(mmap.mmap(-1, mmap.PAGESIZE)).cast("q")
+        self._state = shared_numbers()  # how often it gave a sign of life, and the rows it has read
         self._seen, self._begun, self._over = 0, False, False
         self._error: Exception | None = None
-        self._ours, theirs = Pipe()
-        try:
-            child = forked(partial(self._serve, asked, theirs))
-        except OSError as error:
-            raise MegaTrainError(
-                f"no process can be started to tokenise rows ({error.strerror}); allow more of "
-                "them (ulimit -u), or remove data.streaming"
-            ) from error
-        finally:
-            theirs.close()
+        child, self._ours = started(partial(self._serve, asked), "remove data.streaming")
         self.close = weakref.finalize(self, _end, child, os.getpid())
 
     def begin(self) -> None:
@@ -263,15 +249,7 @@ class Writer:
         os.nice(NICENESS)
         logging.disable()  # the log and the terminal are the parent's
         connection.recv()
-        found = None
-        try:
-            if cached_set(asked.folder) is None:
-                asked.make(self._note)
-        except Exception as error:  # noqa: BLE001  the parent raises it
-            if not isinstance(error, MegaTrainError):
-                error.add_note("".join(traceback.format_exception(error)))
-            found = error
-        connection.send(found)
+        connection.send(outcome(partial(asked.make, self._note))[1])
 
     def _note(self, rows: int) -> None:
         self._state[0] += 1

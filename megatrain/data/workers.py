@@ -161,20 +161,12 @@ class Team(Generic[Item, Result]):
         return TooMuch(f"{before} {words} {after}")
 
     def _start(self) -> None:
-        row, (ours, theirs) = memoryview(mmap.mmap(-1, mmap.PAGESIZE)).cast("q"), Pipe()
-        try:
-            pid = forked(partial(self._serve, theirs, row))
-        except OSError as error:
-            raise MegaTrainError(
-                f"no process can be started to encode rows ({error.strerror}); allow more "
-                "processes or memory (ulimit -u, ulimit -v), or set data.processes: 1"
-            ) from error
-        finally:
-            theirs.close()
+        row = shared_numbers()
+        pid, ours = started(partial(self._serve, row), "set data.processes: 1")
         self._workers.append(_Worker(pid, ours, row))
         self._idle.put(self._workers[-1])
 
-    def _serve(self, connection: Connection, row: memoryview) -> NoReturn:
+    def _serve(self, row: memoryview, connection: Connection) -> NoReturn:
         """In a worker: work until it is killed."""
         global _row
         _row = row
@@ -187,19 +179,21 @@ class Team(Generic[Item, Result]):
             message = kept.recv_bytes()
             _limit_memory(LARGEST_BYTES + BYTES_PER_BYTE * len(message), *limits)
             begin_row(0)
-            answer = self._done(message)
+            answer = outcome(lambda: self._work(pickle.loads(message)))  # noqa: B023
             signal.setitimer(signal.ITIMER_PROF, 0)
             kept.send(answer)
 
-    def _done(self, message: bytes) -> tuple[Result | None, Exception | None]:
-        try:
-            return self._work(pickle.loads(message)), None
-        except MemoryError:
-            return None, MemoryError()  # without the frames that hold the memory
-        except Exception as error:  # noqa: BLE001  the parent raises it
-            if not isinstance(error, MegaTrainError):
-                error.add_note("".join(traceback.format_exception(error)))
-            return None, error
+
+def outcome(work: Callable[[], Result]) -> tuple[Result | None, Exception | None]:
+    """In a child: the result of `work`, or the error that the parent is to raise."""
+    try:
+        return work(), None
+    except MemoryError:
+        return None, MemoryError()  # without the frames that hold the memory
+    except Exception as error:  # noqa: BLE001
+        if not isinstance(error, MegaTrainError):
+            error.add_note("".join(traceback.format_exception(error)))
+        return None, error
 
 
 def _limit_memory(more_bytes: int, soft: int, hard: int) -> None:
@@ -220,6 +214,28 @@ def _close_all_but(number: int) -> None:
         if file > 2 and file != number:
             with suppress(OSError):
                 os.close(file)
+
+
+def shared_numbers() -> memoryview:
+    """Zeros, int64, in memory that processes forked from now on share."""
+    return memoryview(mmap.mmap(-1, mmap.PAGESIZE)).cast("q")
+
+
+def started(serve: Callable[[Connection], object], otherwise: str) -> tuple[int, Connection]:
+    """Start a process that calls `serve` with one end of a pipe; its pid and the other end.
+
+    otherwise: the remedy, apart from larger limits, that the MegaTrainError names if none can be.
+    """
+    ours, theirs = Pipe()
+    try:
+        return forked(partial(serve, theirs)), ours
+    except OSError as error:
+        raise MegaTrainError(
+            f"no process can be started to encode rows ({error.strerror}); allow more processes or "
+            f"memory (ulimit -u, ulimit -v), or {otherwise}"
+        ) from error
+    finally:
+        theirs.close()
 
 
 def forked(serve: Callable[[], object]) -> int:

@@ -154,11 +154,10 @@ def test_every_file_is_on_the_disk_before_the_set_has_its_name(start, cache, mon
     monkeypatch.setattr(os, "rename", noting_rename)
     start()
     (folder,) = cache.iterdir()
-    *files, shard, renamed, of_set, own, renamed_own, again, of_cache = synced
-    assert set(files) == SHARD
-    assert shard.startswith("00000.tmp-") and own.startswith("set.json.tmp-")
-    assert (renamed, of_set, renamed_own, again) == ("renamed", folder.name) * 2
-    assert of_cache == "cache"
+    *files, description, shard, of_set, own, renamed, again, of_cache = synced
+    assert {*files, description} == SHARD and description == "shard.json"
+    assert (shard, of_set, own, renamed) == ("00000", folder.name, "set.json.new", "renamed")
+    assert (again, of_cache) == (folder.name, "cache")
 
 
 def test_without_a_home_the_cache_needs_a_name(monkeypatch):

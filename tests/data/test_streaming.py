@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from megatrain.data import encoding, shards, streaming
+from megatrain.data import encoding, shards, streaming, workers
 from megatrain.data.build import encode_source
 from megatrain.data.encoding import RowOptions
 from megatrain.data.loader import Loader
@@ -319,7 +319,7 @@ def test_the_writer_ends_with_its_stream(open_in, monkeypatch):
         children.append(forked(work))
         return children[-1]
 
-    monkeypatch.setattr(streaming, "forked", noted)
+    monkeypatch.setattr(workers, "forked", noted)
     opened = open_in("cache")
     opened[2].close()
     with pytest.raises(ProcessLookupError):

@@ -203,7 +203,9 @@ def rows_are_encoded_here() -> Iterator[None]:
         coming = iter(items)
         alone = islice(coming, workers.ALONE_ITEMS) if team.processes > 1 else coming
         for item in alone:
-            result, error = pickle.loads(pickle.dumps(team._done(pickle.dumps(item))))
+            sent = pickle.dumps(item)
+            done = workers.outcome(lambda: team._work(pickle.loads(sent)))  # noqa: B023
+            result, error = pickle.loads(pickle.dumps(done))
             if error is not None:
                 raise error
             yield result
