@@ -14,7 +14,7 @@ import numpy as np
 from megatrain.data import formats
 from megatrain.data.chat import ChatTemplate, Marked
 from megatrain.data.files import RawRow
-from megatrain.data.rows import KEEP_START, Counts, IdArray, MaskArray, Tokens, tally
+from megatrain.data.rows import KEEP_START, Counts, IdArray, MaskArray, Tokens, count_up
 from megatrain.data.samples import (
     PLAIN,
     Chat,
@@ -330,9 +330,9 @@ def _count(texts: Sequence[Marked], counts: Counts) -> None:
     """Count notes about a row, each once where it holds for both sides."""
     for text in texts:
         counts.rewritten_turns += text.rewritten
-    tally(counts.notes, dict.fromkeys((note for text in texts for note in text.notes), 1))
+    count_up(counts.notes, dict.fromkeys((note for text in texts for note in text.notes), 1))
     if wrapping := texts[0].wrapping:
-        tally(counts.wrapped, {wrapping: 1})
+        count_up(counts.wrapped, {wrapping: 1})
 
 
 def _begun_alike(sides: tuple[Tokens, ...]) -> tuple[Tokens, ...]:

@@ -65,8 +65,8 @@ class Counts:
         self.first_bad += later.first_bad[: BAD_ROWS_KEPT - len(self.first_bad)]
         self.saw(later.max_token_id, later.max_token_where)
         self.parts = [sum(rows) for rows in zip_longest(self.parts, later.parts, fillvalue=0)]
-        tally(self.notes, later.notes)
-        tally(self.wrapped, later.wrapped)
+        count_up(self.notes, later.notes)
+        count_up(self.wrapped, later.wrapped)
         self.add_unread(later.unread)
 
     def keep(self, part: int) -> None:
@@ -96,7 +96,7 @@ class Counts:
             self.first_bad.append(message)
 
 
-def tally(counted: dict[str, int], more: Mapping[str, int]) -> None:
+def count_up(counted: dict[str, int], more: Mapping[str, int]) -> None:
     """Add counts by name."""
     for what, count in more.items():
         counted[what] = counted.get(what, 0) + count

@@ -24,7 +24,7 @@ from megatrain.data.build import AskedSet, Expected, OnProgress, held_out_beside
 from megatrain.data.cache import listed_shards, load_shard, name_of, unreadable
 from megatrain.data.encoding import Encoder, RowOptions
 from megatrain.data.rows import PackedRows, Position, Rows, TokenRows, digest_of, pack
-from megatrain.data.workers import ended, outcome, shared_numbers, started
+from megatrain.data.workers import ended, outcome, shared_numbers, start_child
 from megatrain.errors import MegaTrainError
 from megatrain.heartbeat import may_end_here
 
@@ -212,7 +212,7 @@ class Writer:
         self._state = shared_numbers()  # how often it gave a sign of life, and the rows it has read
         self._seen, self._begun, self._over = 0, False, False
         self._error: Exception | None = None
-        child, self._ours = started(partial(self._serve, asked), "remove data.streaming")
+        child, self._ours = start_child(partial(self._serve, asked), "remove data.streaming")
         self.close = weakref.finalize(self, _end, child, os.getpid())
 
     def begin(self) -> None:

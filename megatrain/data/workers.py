@@ -162,7 +162,7 @@ class Team(Generic[Item, Result]):
 
     def _start(self) -> None:
         row = shared_numbers()
-        pid, ours = started(partial(self._serve, row), "set data.processes: 1")
+        pid, ours = start_child(partial(self._serve, row), "set data.processes: 1")
         self._workers.append(_Worker(pid, ours, row))
         self._idle.put(self._workers[-1])
 
@@ -221,7 +221,7 @@ def shared_numbers() -> memoryview:
     return memoryview(mmap.mmap(-1, mmap.PAGESIZE)).cast("q")
 
 
-def started(serve: Callable[[Connection], object], otherwise: str) -> tuple[int, Connection]:
+def start_child(serve: Callable[[Connection], object], otherwise: str) -> tuple[int, Connection]:
     """Start a process that calls `serve` with one end of a pipe; its pid and the other end.
 
     otherwise: the remedy, apart from larger limits, that the MegaTrainError names if none can be.
