@@ -110,19 +110,12 @@ class GpuMeter:
         return self._peak_bytes
 
     def energy_j(self) -> float | None:
-        """Joules of the device since its driver was loaded, by any process; None if not counted."""
-        return self._reading("nvmlDeviceGetTotalEnergyConsumption")
-
-    def power_w(self) -> float | None:
-        """Watts that the device draws now; None if it does not say."""
-        return self._reading("nvmlDeviceGetPowerUsage")
-
-    def _reading(self, function: str) -> float | None:
-        """A figure in thousandths; None where the device or its virtualisation lacks it."""
+        """Joules of the device since its driver was loaded, by any process; None where the device
+        or its virtualisation does not count them."""
         if self._nvml is None:
             return None
         try:
-            return float(getattr(self._nvml, function)(self._handle)) / 1000
+            return float(self._nvml.nvmlDeviceGetTotalEnergyConsumption(self._handle)) / 1000
         except self._nvml.NVMLError:
             return None
 

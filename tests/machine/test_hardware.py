@@ -63,34 +63,25 @@ def test_version_1(tmp_path):
 CACHE_V2 = "anon 1\nfile 500\nshmem 150\ninactive_file 200\nactive_file 150\nfile_mapped {mapped}"
 
 
-@pytest.mark.parametrize(("mapped", "reclaimable"), [(0, 350), (30, 320), (170, 200), (9999, 200)])
-def test_cache_in_use_lately_is_room_too_but_not_code_that_runs_or_shared_memory(
-    tmp_path, mapped, reclaimable
-):
+def test_cache_in_use_lately_is_room_too_but_not_code_that_runs_or_shared_memory(tmp_path):
     """What was read twice, such as weights that were verified and loaded, is `active`."""
-    stat = CACHE_V2.format(mapped=mapped)
-    mount = group(tmp_path / "cgroup", max=1000, current=900, stat=stat)
-    assert cgroup_memory(mount, membership(tmp_path, "0::/\n")) == (1000, 100 + reclaimable)
+    own = membership(tmp_path, "0::/\n")
+    for mapped, reclaimable in [(0, 350), (30, 320), (170, 200), (9999, 200)]:
+        stat = CACHE_V2.format(mapped=mapped)
+        mount = group(tmp_path / "cgroup", max=1000, current=900, stat=stat)
+        assert cgroup_memory(mount, own) == (1000, 100 + reclaimable)
+    # the cache of a checkpoint just written takes nothing away
+    for current, inactive, active in [(300, 0, 0), (990, 590, 100)]:
+        stat = f"inactive_file {inactive}\nactive_file {active}"
+        mount = group(tmp_path / "cgroup", max=1000, current=current, stat=stat)
+        assert cgroup_memory(mount, own) == (1000, 700)
 
 
-@pytest.mark.parametrize(("current", "inactive", "active"), [(300, 0, 0), (990, 590, 100)])
-def test_the_cache_of_a_checkpoint_just_written_takes_nothing_away(
-    tmp_path, current, inactive, active
-):
-    stat = f"inactive_file {inactive}\nactive_file {active}"
-    mount = group(tmp_path / "cgroup", max=1000, current=current, stat=stat)
-    assert cgroup_memory(mount, membership(tmp_path, "0::/\n")) == (1000, 700)
-
-
-def test_a_group_is_not_filled_beyond_where_it_is_slowed_down(tmp_path):
-    mount = group(tmp_path / "cgroup", max=1000, high=600, current=100)
+def test_a_group_is_not_filled_beyond_where_it_is_slowed_down_and_swap_is_no_memory(tmp_path):
+    swap = {"swap__max": "max", "swap__current": 0}
+    mount = group(tmp_path / "cgroup", max=1000, high=600, current=100, **swap)
     group(mount / "job", max="max", high="max", current=100)
     assert cgroup_memory(mount, membership(tmp_path, "0::/job\n")) == (600, 500)
-
-
-def test_swap_is_no_memory(tmp_path):
-    mount = group(tmp_path / "cgroup", max=500, current=100, swap__max="max", swap__current=0)
-    assert cgroup_memory(mount, membership(tmp_path, "0::/\n")) == (500, 400)
 
 
 def test_version_1_knows_limits_of_parents_that_a_container_does_not_see(tmp_path):
@@ -102,39 +93,29 @@ def test_version_1_knows_limits_of_parents_that_a_container_does_not_see(tmp_pat
     assert cgroup_memory(mount, membership(tmp_path, "3:memory:/docker/abc\n")) == (800, 525)
 
 
-@pytest.mark.parametrize(
-    ("files", "own", "cpus"),
-    [
-        ({"": "max 100000"}, "0::/\n", None),
-        ({"": "150000 100000"}, "0::/\n", 1.5),
-        ({"": "800000 100000", "a": "400000 100000", "a/b": "max 100000"}, "0::/a/b\n", 4.0),
-        ({"": "50000 100000"}, "0::/../elsewhere\n", 0.5),
-    ],
-)
-def test_processors_of_a_container(tmp_path, files, own, cpus):
-    for folder, quota in files.items():
-        (tmp_path / "cgroup" / folder).mkdir(parents=True, exist_ok=True)
-        (tmp_path / "cgroup" / folder / "cpu.max").write_text(f"{quota}\n")
-    assert cgroup_cpus(tmp_path / "cgroup", membership(tmp_path, own)) == cpus
+LEVELS = {"": "800000 100000", "a": "400000 100000", "a/b": "max 100000"}
+QUOTAS: list[tuple[dict[str, str], str, float | None]] = [
+    ({"cpu.max": "max 100000"}, "0::/", None),
+    ({"cpu.max": "150000 100000"}, "0::/", 1.5),
+    ({f"{folder}/cpu.max": quota for folder, quota in LEVELS.items()}, "0::/a/b", 4.0),
+    ({"cpu.max": "50000 100000"}, "0::/../elsewhere", 0.5),
+    # version 1, and controllers that are mounted together, without links of their own
+    ({"cpu/job/cpu.cfs_quota_us": "-1"}, "5:cpu,cpuacct:/job\n4:memory:/job", None),
+    ({"cpu/job/cpu.cfs_quota_us": "250000"}, "5:cpu,cpuacct:/job\n4:memory:/job", 2.5),
+    ({"cpu,cpuacct/cpu.cfs_quota_us": "50000"}, "5:cpu,cpuacct:/docker/abc", 0.5),
+    ({"cpuacct,cpu/cpu.cfs_quota_us": "50000"}, "5:cpuacct,cpu:/docker/abc", 0.5),
+]
 
 
-@pytest.mark.parametrize(("quota", "cpus"), [("-1", None), ("250000", 2.5)])
-def test_processors_of_a_container_in_version_1(tmp_path, quota, cpus):
-    job = tmp_path / "cgroup/cpu/job"
-    job.mkdir(parents=True)
-    (job / "cpu.cfs_quota_us").write_text(f"{quota}\n")
-    (job / "cpu.cfs_period_us").write_text("100000\n")
-    own = membership(tmp_path, "5:cpu,cpuacct:/job\n4:memory:/job\n")
-    assert cgroup_cpus(tmp_path / "cgroup", own) == cpus
-
-
-@pytest.mark.parametrize("name", ["cpu,cpuacct", "cpuacct,cpu"])
-def test_controllers_mounted_together_need_no_link_of_their_own(tmp_path, name):
-    (tmp_path / "cgroup" / name).mkdir(parents=True)
-    (tmp_path / "cgroup" / name / "cpu.cfs_quota_us").write_text("50000\n")
-    (tmp_path / "cgroup" / name / "cpu.cfs_period_us").write_text("100000\n")
-    own = membership(tmp_path, f"5:{name}:/docker/abc\n")
-    assert cgroup_cpus(tmp_path / "cgroup", own) == 0.5
+def test_processors_of_a_container(tmp_path):
+    for number, (files, own, cpus) in enumerate(QUOTAS):
+        mount = tmp_path / str(number)
+        for name, quota in files.items():
+            file = mount / name.lstrip("/")
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_text(f"{quota}\n")
+            file.with_name("cpu.cfs_period_us").write_text("100000\n")
+        assert cgroup_cpus(mount, membership(tmp_path, f"{own}\n")) == cpus, own
 
 
 def test_files_that_say_something_else_are_no_limit(tmp_path):
@@ -145,26 +126,21 @@ def test_files_that_say_something_else_are_no_limit(tmp_path):
     assert cgroup_cpus(mount, own) is None
 
 
-@pytest.mark.parametrize(
-    ("quota", "given", "threads"),
-    [(None, None, None), (2.5, None, "2"), (0.5, None, "1"), (8.0, None, None), (2.5, "6", "6")],
-)
-def test_pytorch_gets_as_many_threads_as_the_quota_has_processors(
-    monkeypatch, quota, given, threads
-):
-    monkeypatch.setattr(cgroups, "cgroup_cpus", lambda: quota)
+THREADS = [(None, None, None), (2.5, None, "2"), (0.5, None, "1"), (8.0, None, None)]
+
+
+def test_pytorch_gets_as_many_threads_as_the_quota_has_processors(monkeypatch):
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)))
-    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    if given is not None:
-        monkeypatch.setenv("OMP_NUM_THREADS", given)
-    cgroups.keep_to_quota()
-    assert os.environ.get("OMP_NUM_THREADS") == threads
+    for quota, given, threads in [*THREADS, (2.5, "6", "6")]:
+        monkeypatch.setattr(cgroups, "cgroup_cpus", lambda quota=quota: quota)
+        monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+        if given is not None:
+            monkeypatch.setenv("OMP_NUM_THREADS", given)
+        cgroups.keep_to_quota()
+        assert os.environ.get("OMP_NUM_THREADS") == threads
 
 
-@pytest.mark.parametrize(
-    ("mask", "cores"), [({0, 1, 2, 3}, 2), ({0, 4}, 2), ({4, 5}, 1), (set(range(8)), 4), ({9}, 1)]
-)
-def test_both_halves_of_a_core_are_one_core(tmp_path, monkeypatch, mask, cores):
+def test_both_halves_of_a_core_are_one_core(tmp_path, monkeypatch):
     """As of `docker run --cpuset-cpus` on four cores of two threads each."""
     for number in range(8):
         folder = tmp_path / f"cpu{number}/topology"
@@ -173,18 +149,20 @@ def test_both_halves_of_a_core_are_one_core(tmp_path, monkeypatch, mask, cores):
         (folder / "thread_siblings_list").write_text(f"{first}-{first + 1}\n")
     monkeypatch.setattr(hardware, "TOPOLOGY", tmp_path)
     monkeypatch.setattr(hardware, "cgroup_cpus", lambda: None)
-    monkeypatch.setattr(os, "sched_getaffinity", lambda _: mask)
     monkeypatch.setattr(psutil, "cpu_count", lambda logical: 4)
-    assert hardware.physical_cores() == cores
+    masks = [({0, 1, 2, 3}, 2), ({0, 4}, 2), ({4, 5}, 1), (set(range(8)), 4), ({9}, 1)]
+    for mask, cores in masks:
+        monkeypatch.setattr(os, "sched_getaffinity", lambda _, mask=mask: mask)
+        assert hardware.physical_cores() == cores
 
 
-@pytest.mark.parametrize(("quota", "cores"), [(None, 8), (3.5, 3), (0.5, 1), (64.0, 8)])
-def test_threads_follow_the_containers_share_of_time(tmp_path, monkeypatch, quota, cores):
+def test_threads_follow_the_containers_share_of_time(tmp_path, monkeypatch):
     monkeypatch.setattr(hardware, "TOPOLOGY", tmp_path)
-    monkeypatch.setattr(hardware, "cgroup_cpus", lambda: quota)
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(16)))
     monkeypatch.setattr(psutil, "cpu_count", lambda logical: 8)
-    assert hardware.physical_cores() == cores
+    for quota, cores in [(None, 8), (3.5, 3), (0.5, 1), (64.0, 8)]:
+        monkeypatch.setattr(hardware, "cgroup_cpus", lambda quota=quota: quota)
+        assert hardware.physical_cores() == cores
 
 
 def test_no_limit(tmp_path):
@@ -215,27 +193,21 @@ def pretend(
     monkeypatch.setattr(hardware, "cgroup_memory", lambda: (None, None))
 
 
-@pytest.mark.parametrize(
-    ("gpu", "page"),
-    [(None, 4096 + 8), (Gpu("NVIDIA H200", 139 * GIB, 139 * GIB, (9, 0)), 4096 + 8 + 16)],
-)
-def test_what_is_available_is_counted_once_and_the_kernel_gets_its_part(
-    tmp_path, monkeypatch, gpu, page
-):
+def test_what_is_available_is_counted_once_and_the_kernel_gets_its_part(tmp_path, monkeypatch):
     """The process holds 3 GiB; 1 of them is code in the page cache, one of 64 GiB available."""
     pretend(monkeypatch, 128 * GIB, 64 * GIB, 3 * GIB, GIB)
-    monkeypatch.setattr(hardware, "visible_gpu", lambda: gpu)
-    found = read_hardware(tmp_path)
-    assert found.host_available_bytes == ((2 + 64) * GIB - 512 * MIB) * 4096 // page
-    assert found.resident_bytes == 3 * GIB
+    h200 = Gpu("NVIDIA H200", 139 * GIB, 139 * GIB, (9, 0))
+    for gpu, page in [(None, 4096 + 8), (h200, 4096 + 8 + 16)]:
+        monkeypatch.setattr(hardware, "visible_gpu", lambda gpu=gpu: gpu)
+        found = read_hardware(tmp_path)
+        assert found.host_available_bytes == ((2 + 64) * GIB - 512 * MIB) * 4096 // page
+        assert found.resident_bytes == 3 * GIB
 
 
-@pytest.mark.parametrize(("available", "most"), [(GIB, GIB - 64 * MIB), (0, 0)])
-def test_a_small_machine_is_spared_a_share_and_nothing_is_less_than_nothing(
-    tmp_path, monkeypatch, available, most
-):
-    pretend(monkeypatch, 2 * GIB, available, 16 * MIB, 16 * MIB)
-    assert read_hardware(tmp_path, "cpu").host_available_bytes == most * 4096 // (4096 + 8)
+def test_a_small_machine_is_spared_a_share_and_nothing_is_less_than_nothing(tmp_path, monkeypatch):
+    for available, most in [(GIB, GIB - 64 * MIB), (0, 0)]:
+        pretend(monkeypatch, 2 * GIB, available, 16 * MIB, 16 * MIB)
+        assert read_hardware(tmp_path, "cpu").host_available_bytes == most * 4096 // (4096 + 8)
 
 
 def test_probe_of_this_machine(tmp_path):
@@ -255,25 +227,16 @@ def test_cuda_without_a_gpu_is_refused(tmp_path, monkeypatch):
     assert read_hardware(tmp_path, "auto").gpu is None
 
 
-@pytest.mark.parametrize(("cores", "threads"), [(1, 1), (2, 1), (3, 1), (16, 14), (64, 56)])
-def test_update_threads_leave_some_cores(cores, threads):
-    assert update_threads(cores) == threads
+def test_update_threads_leave_some_cores():
+    assert [update_threads(cores) for cores in (1, 2, 3, 16, 64)] == [1, 1, 1, 14, 56]
 
 
-@pytest.mark.parametrize(
-    ("flags", "fast"),
-    [
-        ("flags\t: fpu avx2 avx512_bf16", True),
-        ("flags : amx_bf16", True),
-        ("Features : asimd bf16", True),
-        ("flags : avx2", False),
-        ("", False),
-    ],
-)
-def test_bf16_on_cpus(tmp_path, flags, fast):
+def test_bf16_on_cpus(tmp_path):
     cpuinfo = tmp_path / "cpuinfo"
-    cpuinfo.write_text("processor : 0\n" + flags + "\n")
-    assert bf16_is_fast("cpu", cpuinfo) is fast
+    fast = ["flags\t: fpu avx2 avx512_bf16", "flags : amx_bf16", "Features : asimd bf16"]
+    for flags in [*fast, "flags : avx2", ""]:
+        cpuinfo.write_text("processor : 0\n" + flags + "\n")
+        assert bf16_is_fast("cpu", cpuinfo) is (flags in fast)
 
 
 class FakeNvml:

@@ -55,44 +55,23 @@ def test_a_profile_survives_the_cache():
     assert sorted(path.parent.iterdir()) == [path]
 
 
-def test_nothing_cached_is_nothing():
+STALE: list[dict[str, Any]] = [
+    {"fingerprint": "another"},
+    *({"upload": wrong} for wrong in ("fast", -1.0, float("nan"), True)),
+    *({"update": wrong} for wrong in ([], [[1.5, 1e9]], [[1, None]], 3.0)),
+    *({"grouped": wrong} for wrong in ([[0, 1e9]], None)),
+    {"measured_on": 3},
+    {"a key of a later version": 1.0},
+]
+
+
+def test_what_is_stale_or_broken_or_no_profile_is_not_read():
     assert load("this-one") is None
-
-
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"fingerprint": "another"},
-        {"upload": "fast"},
-        {"upload": -1.0},
-        {"upload": float("nan")},
-        {"upload": True},
-        {"update": []},
-        {"update": [[1.5, 1e9]]},
-        {"update": [[1, None]]},
-        {"grouped": [[0, 1e9]]},
-        {"grouped": None},
-        {"update": 3.0},
-        {"measured_on": 3},
-        {"a key of a later version": 1.0},
-    ],
-)
-def test_what_is_stale_or_broken_is_not_read(changes):
-    cache_file("this-one").write_text(json.dumps(asdict(PROFILE) | changes))
-    assert load("this-one") is None
-
-
-@pytest.mark.parametrize("text", ["", "{", "[]", "null", "{}", "\x00"])
-def test_what_is_no_profile_is_not_read(text):
-    cache_file("this-one").write_text(text)
-    assert load("this-one") is None
-
-
-def test_an_older_version_lacks_a_figure():
-    values = asdict(PROFILE)
-    del values["launch"]
-    cache_file("this-one").write_text(json.dumps(values))
-    assert load("this-one") is None
+    older = {key: value for key, value in asdict(PROFILE).items() if key != "launch"}
+    texts = [json.dumps(one) for one in [older, *(asdict(PROFILE) | one for one in STALE)]]
+    for text in [*texts, "", "{", "[]", "null", "{}", "\x00"]:
+        cache_file("this-one").write_text(text)
+        assert load("this-one") is None, text
 
 
 def test_an_older_version_knows_no_grouped_matmuls_which_reach_their_usual_share():
@@ -106,10 +85,10 @@ def test_an_older_version_knows_no_grouped_matmuls_which_reach_their_usual_share
     assert interpolate_log(found.grouped, 2048) == pytest.approx(0.88 * 700e12)
 
 
-@pytest.mark.parametrize("name", ["NVIDIA H200", "NVIDIA A10", "Some Other GPU"])
-def test_data_sheets_say_nothing_of_grouped_matmuls(name):
-    guess = typical(with_gpu(name))
-    assert guess.grouped == usual_grouped(guess.matmul)
+def test_data_sheets_say_nothing_of_grouped_matmuls():
+    for name in ["NVIDIA H200", "NVIDIA A10", "Some Other GPU"]:
+        guess = typical(with_gpu(name))
+        assert guess.grouped == usual_grouped(guess.matmul)
     assert typical(CPU).grouped == ()
 
 
@@ -120,10 +99,10 @@ MEASURED_GROUPED += [(512, 505, 661), (512, 485, 681), (1024, 578, 697), (1024, 
 MEASURED_GROUPED += [(2048, 643, 689), (2048, 608, 733), (4096, 673, 728), (8192, 625, 706)]
 
 
-@pytest.mark.parametrize(("rows", "grouped", "lone"), MEASURED_GROUPED)
-def test_the_usual_share_of_grouped_matmuls_is_what_was_measured(rows, grouped, lone):
-    usual = usual_grouped(((512, 1.0), (8192, float(lone))))
-    assert interpolate_log(usual, rows) == pytest.approx(grouped, rel=0.07)
+def test_the_usual_share_of_grouped_matmuls_is_what_was_measured():
+    for rows, grouped, lone in MEASURED_GROUPED:
+        usual = usual_grouped(((512, 1.0), (8192, float(lone))))
+        assert interpolate_log(usual, rows) == pytest.approx(grouped, rel=0.07)
 
 
 def test_a_folder_that_cannot_be_written_is_named(tmp_path, monkeypatch):
@@ -151,23 +130,21 @@ def test_drives_are_kept_beside_the_profile():
 NO_WRITE = '{"d": {"write": 0, "read": 1, "measured_on": ""}}'
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]", "null", '{"d": 1}', '{"d": {}}', NO_WRITE, "\x00"])
-def test_drives_that_cannot_be_read_are_measured_anew(text):
+def test_drives_that_cannot_be_read_are_measured_anew():
     save_profile(PROFILE)
-    drives_file("this-one").write_text(text)
-    assert load_drives("this-one") == {}
-    assert load("this-one") == PROFILE
-    save_drive("this-one", "d", FAST)
-    assert load_drives("this-one") == {"d": FAST}
+    for text in ["", "{", "[]", "null", '{"d": 1}', '{"d": {}}', NO_WRITE, "\x00"]:
+        drives_file("this-one").write_text(text)
+        assert load_drives("this-one") == {}, text
+        assert load("this-one") == PROFILE
+        save_drive("this-one", "d", FAST)
+        assert load_drives("this-one") == {"d": FAST}
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [{"write": 0.0}, {"read": -1.0}, {"read": "fast"}, {"write": float("nan")}, {"measured_on": 3}],
-)
-def test_what_cannot_be_a_drive_s_is_refused(changes):
-    with pytest.raises(ValueError, match="DriveRates"):
-        replace(FAST, **changes)
+def test_what_cannot_be_a_drive_s_is_refused():
+    wrong = [("write", 0.0), ("read", -1.0), ("read", "fast"), ("write", float("nan"))]
+    for name, value in [*wrong, ("measured_on", 3)]:
+        with pytest.raises(ValueError, match="DriveRates"):
+            replace(FAST, **{name: value})  # type: ignore[arg-type]
 
 
 def test_where_the_cache_lies(tmp_path, monkeypatch):
@@ -231,14 +208,10 @@ MEASURED_ON_H200 = {
 }
 
 
-@pytest.mark.parametrize(("field", "rate"), MEASURED_ON_H200.items())
-def test_the_guess_for_an_h200_is_what_was_measured_on_one(field, rate):
+def test_the_guess_for_an_h200_is_what_was_measured_on_one():
     guess = typical(with_gpu("NVIDIA H200"))
-    assert getattr(guess, field) == pytest.approx(rate, rel=0.05)
-
-
-def test_the_guessed_rates_for_an_h200_are_what_was_measured_on_one():
-    guess = typical(with_gpu("NVIDIA H200"))
+    for field, rate in MEASURED_ON_H200.items():
+        assert getattr(guess, field) == pytest.approx(rate, rel=0.05), field
     assert 640e12 < interpolate(guess.matmul, 4096) < 720e12
     rates = [rate for _, rate in guess.attention]
     assert rates == pytest.approx([311e12, 505e12, 578e12], rel=0.02)
