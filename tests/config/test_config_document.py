@@ -10,21 +10,8 @@ import pytest
 from megatrain.config.document import plain, read_text, read_yaml, write_yaml
 from megatrain.errors import ConfigError
 
-TEXTS = [
-    "1:30",
-    "no",
-    "on",
-    "2024-01-01",
-    "1.2.3",
-    "e5",
-    "7B",
-    "0b11",
-    "0o17",
-    "-0x10",
-    "1__0",
-    "<<",
-    "=",
-]
+TEXTS = ["1:30", "no", "on", "2024-01-01", "1.2.3", "e5", "7B", "0b11", "0o17", "-0x10", "1__0"]
+TEXTS += ["<<", "="]
 NUMBERS = ["1e-5", "1E+3", ".5", "3.", "-.inf", ".5e3", "1_000.5", "65_536", "-7", "0x10", "010"]
 VALUES = [1e-5, 1000.0, 0.5, 3.0, -math.inf, 500.0, 1000.5, 65536, -7, 16, 10]
 OTHER_PLAIN = {
@@ -54,11 +41,11 @@ LIKE_OTHERS = ("1e5", "12e34", "no", "null", "1:30", "", "0x1", "~", "true", ".5
 OTHERS = (1e-5, -0.0, 1e22, None, True, "ü\n", "word " * 40, ["a", {"b": []}], {"z": 1, "a": {}})
 
 
-@pytest.mark.parametrize("value", [*LIKE_OTHERS, "2024-01-01", *OTHERS])
-def test_what_is_written_is_read_back(value):
-    found = plain(read_yaml(write_yaml({"key": value}), "x"))
-    assert found == {"key": value}
-    assert repr(found) == repr({"key": value})  # types and the order of keys too
+def test_what_is_written_is_read_back():
+    for value in [*LIKE_OTHERS, "2024-01-01", *OTHERS]:
+        found = plain(read_yaml(write_yaml({"key": value}), "x"))
+        assert found == {"key": value}
+        assert repr(found) == repr({"key": value})  # types and the order of keys too
 
 
 def test_what_is_written_is_easy_to_read():

@@ -110,30 +110,26 @@ def test_every_alias_is_described():
     assert set(MEANINGS) == set(ALIASES)
 
 
-@pytest.mark.parametrize("inside_train", [False, True])
-@pytest.mark.parametrize("alias", sorted(set(MEANINGS) - {"gradient_accumulation_steps"}))
-def test_an_alias_means_our_key(load, alias, inside_train):
-    if inside_train and alias in SECTIONS["train"]:
-        pytest.skip("our own key there")
-    value, key, ours = MEANINGS[alias]
-    text = f"train:\n  {alias}: {value}\n" if inside_train else f"{alias}: {value}\n"
-    assert value_of(load(text, without=section_replaced_by(key)), key) == ours
+def test_an_alias_means_our_key(load):
+    for alias in set(MEANINGS) - {"gradient_accumulation_steps"}:
+        value, key, ours = MEANINGS[alias]
+        texts = [f"{alias}: {value}\n", f"train:\n  {alias}: {value}\n"]
+        for text in texts[: 1 if alias in SECTIONS["train"] else 2]:  # our own key there
+            assert value_of(load(text, without=section_replaced_by(key)), key) == ours, text
 
 
-@pytest.mark.parametrize(
-    "alias", sorted(set(MEANINGS) - {"gradient_accumulation_steps", "adam_beta1", "adam_beta2"})
-)
-def test_an_alias_beside_our_own_key_is_refused(load, alias):
-    value, key, ours = MEANINGS[alias]
-    tree: dict[str, Any] = {"model": {"path": "a"}, "data": {"train": "x"}}
-    section, _, name = key.rpartition(".")
-    keys = tree.setdefault(section, {}) if section else tree
-    keys[name] = str(ours) if isinstance(ours, Path) else ours
-    own = write_yaml(tree)
-    with pytest.raises(ConfigError) as caught:
-        load(f"{own}{alias}: {value}", without="all")
-    assert str(caught.value).startswith(f"cfg.yaml:{own.count(chr(10)) + 1}: {alias}: ")
-    assert str(caught.value).endswith("; keep one")
+def test_an_alias_beside_our_own_key_is_refused(load):
+    for alias in set(MEANINGS) - {"gradient_accumulation_steps", "adam_beta1", "adam_beta2"}:
+        value, key, ours = MEANINGS[alias]
+        tree: dict[str, Any] = {"model": {"path": "a"}, "data": {"train": "x"}}
+        section, _, name = key.rpartition(".")
+        keys = tree.setdefault(section, {}) if section else tree
+        keys[name] = str(ours) if isinstance(ours, Path) else ours
+        own = write_yaml(tree)
+        with pytest.raises(ConfigError) as caught:
+            load(f"{own}{alias}: {value}", without="all")
+        assert str(caught.value).startswith(f"cfg.yaml:{own.count(chr(10)) + 1}: {alias}: ")
+        assert str(caught.value).endswith("; keep one")
 
 
 def test_no_evaluation_beside_rows_for_one_is_a_contradiction(load):
@@ -154,20 +150,15 @@ def test_halves_may_come_from_file_and_command_line(load):
     assert config.optimizer.betas == (0.8, 0.99)
 
 
-@pytest.mark.parametrize(
-    ("text", "words"),
-    [
-        ("gradient_accumulation_steps: 4", r"cfg\.yaml:3: .*: needs per_device_train_batch_size"),
-        (
-            "train: {tokens_per_step: 100, per_device_train_batch_size: 2}",
-            r"excludes train\.tokens_per_step",
-        ),
-        ("max_seq_length: long", r"3: max_seq_length: must be a whole number .*, not 'long'$"),
-    ],
-)
-def test_a_fault_is_told_in_the_words_of_the_user(load, text, words):
-    with pytest.raises(ConfigError, match=words):
-        load(text)
+def test_a_fault_is_told_in_the_words_of_the_user(load):
+    both = "train: {tokens_per_step: 100, per_device_train_batch_size: 2}"
+    for text, words in {
+        "gradient_accumulation_steps: 4": r"cfg\.yaml:3: .*: needs per_device_train_batch_size",
+        both: r"excludes train\.tokens_per_step",
+        "max_seq_length: long": r"3: max_seq_length: must be a whole number .*, not 'long'$",
+    }.items():
+        with pytest.raises(ConfigError, match=words):
+            load(text)
 
 
 def test_an_alias_on_the_command_line_beats_our_key_in_the_file(load):
@@ -175,24 +166,15 @@ def test_an_alias_on_the_command_line_beats_our_key_in_the_file(load):
     assert load(text, "num_train_epochs=1", "train.tokens_per_step=64").train.epochs == 1.0
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        "optim: adafactor",
-        "optim: paged_adamw_8bit",
-        "lr_scheduler_type: polynomial",
-        "bf16: 1",
-        "dtype: float16",
-        "warmup_ratio: 2",
-        "per_device_train_batch_size: 0",
-        "per_device_train_batch_size: true",
-        "gradient_accumulation_steps: auto",
-        "assistant_only_loss: perhaps",
-    ],
-)
-def test_alias_values_without_a_meaning_are_refused(load, text):
-    with pytest.raises(ConfigError, match=rf"cfg\.yaml:3: {text.split(':')[0]}: "):
-        load(text)
+WITHOUT_A_MEANING = """optim: adafactor|optim: paged_adamw_8bit|lr_scheduler_type: polynomial
+bf16: 1|dtype: float16|warmup_ratio: 2|per_device_train_batch_size: 0
+per_device_train_batch_size: true|gradient_accumulation_steps: auto|assistant_only_loss: perhaps"""
+
+
+def test_alias_values_without_a_meaning_are_refused(load):
+    for text in WITHOUT_A_MEANING.replace("\n", "|").split("|"):
+        with pytest.raises(ConfigError, match=rf"cfg\.yaml:3: {text.split(':')[0]}: "):
+            load(text)
 
 
 # What other trainers' own examples hold: the whole sentence begins so; None: it asks for nothing.
@@ -219,16 +201,16 @@ OF_OTHERS = {
 }
 
 
-@pytest.mark.parametrize(("text", "told"), OF_OTHERS.items())
-def test_a_hint_is_true_or_there_is_none(load, text, told):
-    if told is None:
-        assert load(text) == load("")
-        return
-    with pytest.raises(ConfigError) as caught:
-        load(text)
-    name = text.partition("{")[2].partition(":")[0]
-    dotted = f"train.{name}" if name else text.partition(":")[0]
-    assert str(caught.value).startswith(f"cfg.yaml:3: {dotted}: {told}")
+def test_a_hint_is_true_or_there_is_none(load):
+    for text, told in OF_OTHERS.items():
+        if told is None:
+            assert load(text) == load("")
+            continue
+        with pytest.raises(ConfigError) as caught:
+            load(text)
+        name = text.partition("{")[2].partition(":")[0]
+        dotted = f"train.{name}" if name else text.partition(":")[0]
+        assert str(caught.value).startswith(f"cfg.yaml:3: {dotted}: {told}")
 
 
 def test_a_config_of_another_trainer_is_told_of_the_import(load):
@@ -270,17 +252,14 @@ def test_keys_of_ours_that_are_gone_say_what_to_use_instead_and_stop_no_older_ru
             assert load(f"memory: {{{name}: {value}}}") == load("")
 
 
-@pytest.mark.parametrize("arrays", ["state", "all"])
-def test_a_run_that_had_arrays_on_nvme_goes_on_with_state_alone_and_says_so(arrays, tmp_path):
+def test_what_an_earlier_run_had_is_ignored_aloud(tmp_path):
     kept: dict[str, Any] = {"model": "some/folder", "data": {"train": "rows.jsonl"}}
-    saved = {"config": {**kept, "memory": {"nvme_arrays": arrays}}, "chosen": {}}
-    _, now = resumed_configs(tmp_path, load_config(kept), saved)
-    assert now.memory == load_config(kept).memory
-    words = ["the drive holds optimizer state alone" in warning for warning in former_keys(saved)]
-    assert words == ([] if arrays == "state" else [True])
-
-
-def test_tasks_of_an_earlier_run_are_ignored_aloud():
+    for arrays, told in (("state", []), ("all", [True])):
+        saved = {"config": {**kept, "memory": {"nvme_arrays": arrays}}, "chosen": {}}
+        _, now = resumed_configs(tmp_path, load_config(kept), saved)
+        assert now.memory == load_config(kept).memory
+        alone = "the drive holds optimizer state alone"
+        assert [alone in warning for warning in former_keys(saved)] == told
     saved = {"config": {"eval": {"tasks": ["arc_easy"], "tasks_at": "end", "limit": None}}}
     (warning,) = former_keys(saved)
     assert warning.startswith("eval.tasks: ['arc_easy'] is ignored") and "megatrain eval" in warning

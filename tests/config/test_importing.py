@@ -23,20 +23,17 @@ def _there(tmp_path, monkeypatch):
     make_sets()
 
 
-@pytest.mark.parametrize("trainer", BASES)
-def test_a_plain_config_is_whole_and_loads(trainer):
-    found = imported(trainer)
-    assert found.faithful and not found.missing, found.report()
-    Path("ours.yaml").write_text(found.text)
-    config = load_config("ours.yaml")
-    assert (config.model.source, config.method, str(config.output)) == ("org/base", "sft", "out")
-    assert config == load_config(dict(found.tree()))
-
-
-@pytest.mark.parametrize("trainer", BASES)
-def test_the_trainer_is_known_by_its_keys(trainer):
-    Path("theirs.yaml").write_text(json.dumps(BASES[trainer]))  # JSON is YAML
-    assert import_config("theirs.yaml").trainer == trainer
+def test_a_plain_config_is_whole_and_loads_and_its_trainer_is_known_by_the_keys():
+    for trainer, keys in BASES.items():
+        Path("theirs.yaml").write_text(json.dumps(keys))  # JSON is YAML
+        found = import_config("theirs.yaml")
+        assert found.trainer == trainer
+        assert found.faithful and not found.missing, found.report()
+        Path("ours.yaml").write_text(found.text)
+        config = load_config("ours.yaml")
+        model = (config.model.source, config.method, str(config.output))
+        assert model == ("org/base", "sft", "out")
+        assert config == load_config(dict(found.tree()))
 
 
 def test_what_is_no_ones_config_says_so():
@@ -111,14 +108,14 @@ MEANINGS: list[tuple[str, Given, str, object]] = [
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("trainer", "keys", "key", "ours"), MEANINGS)
-def test_a_key_means_ours(trainer, keys, key, ours):
-    found = imported(trainer, **keys)
-    assert found.faithful and not found.missing, found.report()
-    given = {"path": "sets/ours.json", "format": "alpaca"}
-    expected = given if ours is None and "data" in key and trainer == "llama-factory" else ours
-    assert value(found, key) == expected, found.report()
-    load_config(dict(found.tree()))
+def test_a_key_means_ours():
+    for trainer, keys, key, ours in MEANINGS:
+        found = imported(trainer, **keys)
+        assert found.faithful and not found.missing, found.report()
+        given = {"path": "sets/ours.json", "format": "alpaca"}
+        expected = given if ours is None and "data" in key and trainer == "llama-factory" else ours
+        assert value(found, key) == expected, found.report()
+        load_config(dict(found.tree()))
 
 
 def test_processes_multiply_a_step_and_one_is_assumed_aloud():
@@ -195,13 +192,13 @@ REFUSED: list[tuple[str, Given, str, str]] = [
 ]
 
 
-@pytest.mark.parametrize(("trainer", "keys", "name", "words"), REFUSED)
-def test_what_would_give_another_result_is_refused(trainer, keys, name, words):
-    found = imported(trainer, **keys)
-    assert not found.faithful and name in found.refused, found.report()
-    assert words in found.refused[name][0]
-    assert f"# NOT HONOURED: {name}: " in found.text
-    assert "  theirs.yaml:" in found.report() or found.get(name) is None
+def test_what_would_give_another_result_is_refused():
+    for trainer, keys, name, words in REFUSED:
+        found = imported(trainer, **keys)
+        assert not found.faithful and name in found.refused, found.report()
+        assert words in found.refused[name][0]
+        assert f"# NOT HONOURED: {name}: " in found.text
+        assert "  theirs.yaml:" in found.report() or found.get(name) is None
 
 
 # What asks for nothing that is lost, for all trainers.
@@ -229,14 +226,13 @@ HARMLESS: Given = {
 }
 
 
-@pytest.mark.parametrize("trainer", BASES)
-def test_what_has_no_effect_is_said(trainer):
-    given = BASES[trainer] | HARMLESS
-    Path("theirs.yaml").write_text(write_yaml(given))
-    found = import_config("theirs.yaml", trainer)
-    assert found.faithful, found.report()
-    assert HARMLESS.keys() <= found.dropped.keys()
-    assert all(said for (said,) in found.dropped.values())
+def test_what_has_no_effect_is_said():
+    for trainer, base in BASES.items():
+        Path("theirs.yaml").write_text(write_yaml(base | HARMLESS))
+        found = import_config("theirs.yaml", trainer)
+        assert found.faithful, found.report()
+        assert HARMLESS.keys() <= found.dropped.keys()
+        assert all(said for (said,) in found.dropped.values())
 
 
 @pytest.mark.slow

@@ -29,17 +29,13 @@ def test_the_peak_of_the_host_remembers_what_was_freed(monkeypatch):
     assert before - MIB <= during <= peak_host_bytes() + MIB
 
 
-@pytest.mark.parametrize(
-    "status", ["Name:\tpython\nVmRSS:\t 9 kB\n", None], ids=["no peak", "unreadable"]
-)
-def test_a_sandbox_that_tells_no_peak_tells_what_is_there_now(monkeypatch, status):
-    def read_text(*_: object) -> Any:
-        if status is None:
-            raise PermissionError(13, "Permission denied")
-        return status
+def test_a_sandbox_that_tells_no_peak_tells_what_is_there_now(monkeypatch):
+    def unreadable(*_: object) -> Any:
+        raise PermissionError(13, "Permission denied")
 
-    monkeypatch.setattr(Path, "read_text", read_text)
-    assert peak_host_bytes() > 20 * MIB
+    for read_text in (unreadable, lambda *_: "Name:\tpython\nVmRSS:\t 9 kB\n"):
+        monkeypatch.setattr(Path, "read_text", read_text)
+        assert peak_host_bytes() > 20 * MIB
 
 
 def test_children_are_counted():
@@ -90,11 +86,6 @@ print(peak(), peak(4))
     assert alone - one_of_four == pytest.approx(150 * MIB, abs=MIB)
 
 
-def test_a_cpu_has_no_gpu_memory():
-    with GpuMeter(torch.device("cpu")) as meter:
-        assert meter.peak_bytes() is None
-
-
 class FakeDriver(types.ModuleType):
     """As much of NVML as the meter asks for."""
 
@@ -121,6 +112,9 @@ class FakeDriver(types.ModuleType):
             types.SimpleNamespace(pid=self.pid, usedGpuMemory=self.readings.pop(0)),
         ]
 
+    def nvmlDeviceGetTotalEnergyConsumption(self, handle: str) -> int:
+        return 7500
+
     def nvmlDeviceGetMemoryInfo(self, handle: str) -> types.SimpleNamespace:
         return types.SimpleNamespace(used=5000)
 
@@ -136,18 +130,17 @@ def meter_on(monkeypatch):
     return build
 
 
-def test_the_largest_reading_of_our_own_process_counts(meter_on):
+def test_the_largest_reading_of_our_own_process_counts_or_in_a_container_the_device(meter_on):
     driver = FakeDriver(os.getpid(), 10, 30, 20)
     with meter_on(driver) as meter:
         assert [meter.peak_bytes() for _ in range(3)] == [10, 30, 30]
+        assert meter.energy_j() == 7.5
     assert driver.asked_for == "GPU-aa-bb"
-
-
-def test_in_a_container_the_whole_device_counts(meter_on):
     with meter_on(FakeDriver(-1, 10)) as meter:
         assert meter.peak_bytes() == 5000
 
 
-def test_a_silent_driver_is_no_reading(meter_on):
-    with meter_on(FakeDriver(-1, broken=True)) as meter:
-        assert meter.peak_bytes() is None
+def test_a_silent_driver_or_a_cpu_is_no_reading(meter_on):
+    with meter_on(FakeDriver(-1, broken=True)) as silent, GpuMeter(torch.device("cpu")) as none:
+        assert silent.peak_bytes() is none.peak_bytes() is None
+        assert silent.energy_j() is none.energy_j() is None

@@ -119,27 +119,14 @@ def test_shares_are_named_largest_first_and_small_ones_not_at_all():
     assert time_in_words(StepTime(compute=4.0, wait_upload=5.0, wait_download=1.0)) == words
 
 
-def test_human_bytes():
-    for count, digits, text in [
-        (None, 1, "-"),
-        (0, 1, "0 B"),
-        (1023, 2, "1023 B"),
-        (1536, 2, "1.5 KiB"),
-        (-1536, 1, "-1.5 KiB"),
-        (2**30 - 1, 1, "1024.0 MiB"),
-        (2.5 * 2**30, 2, "2.50 GiB"),
-        (2**40, 1, "1.0 TiB"),
-        (2**50, 1, "1024.0 TiB"),
-    ]:
-        assert human_bytes(count, digits) == text
-
-
-def test_three_digits():
+def test_figures_are_short():
+    sizes = {None: "-", 0: "0 B", -1536: "-1.5 KiB", 2**30 - 1: "1024.0 MiB", 2**40: "1.0 TiB"}
+    for count, text in {**sizes, 2**50: "1024.0 TiB"}.items():
+        assert human_bytes(count) == text
+    for size, text in [(1023, "1023 B"), (1536, "1.5 KiB"), (2.5 * 2**30, "2.50 GiB")]:
+        assert human_bytes(size, 2) == text
     for value, text in [(55.512, "55.5"), (4080.4, "4,080"), (0.4923, "0.492")]:
         assert three_digits(value) == text
-
-
-def test_human_seconds():
     for seconds, text in [(8.44, "8.4s"), (192, "3m12s"), (7500, "2h05m"), (97200, "1d03h")]:
         assert human_seconds(seconds) == text
 
@@ -209,29 +196,23 @@ OF_RATES = [  # time, facts, model FLOPs utilisation, words
 ]
 
 
-def test_the_advice_fits_the_cause():
-    for time, facts, words in CASES.values():
-        assert words in advise(time, facts, 0.4)
-
-
-def test_the_advice_fits_the_rate_of_the_matmuls():
+def test_the_advice_fits_the_cause_and_the_rate_of_the_matmuls():
+    for name, (time, facts, words) in CASES.items():
+        assert words in advise(time, facts, 0.4), name
     for time, facts, mfu, words in OF_RATES:
         assert words in advise(time, facts, mfu)
 
 
-def test_there_is_advice_whatever_the_times():
+def test_there_is_advice_whatever_the_times_and_none_for_a_small_wait():
     for time in [StepTime(), StepTime(wait_update=1.0), StepTime(compute=1e-9, data=1.0)]:
         sentence = advise(time, H200)
         assert sentence
         assert "\n" not in sentence
-
-
-def test_a_small_wait_is_not_worth_a_word():
     assert advise(StepTime(compute=96.0, wait_update=4.0), H200, 0.4).startswith("nothing")
     assert not advise(StepTime(compute=94.0, wait_update=6.0), H200, 0.4).startswith("nothing")
 
 
-# -- other processes' load on the machine, and the advice that kn ----------------------------------
+# -- other processes' load on the machine, and the advice that knows of it -------------------------
 
 
 def load_of(own: float, others: float, count: int) -> Load:
