@@ -117,13 +117,8 @@ def plan(
     other = {name: value for name, value in (described or {}).items() if value is not None}
     if other and "gpus" not in other and config.gpus != "auto":
         other["gpus"] = config.gpus
-    if other or shape_alone or (gpus := ranks_for(config)) == 1:
-        return _planned(config, shape_alone, other)
-    return _planned(config, shape_alone, {"gpus": gpus})
-
-
-def _planned(config: Config, shape_alone: bool, other: Mapping[str, Any]) -> Plan:
-    """As `plan`. other: of `described`, what is not None, and this host's GPUs if several."""
+    if not (other or shape_alone) and (gpus := ranks_for(config)) > 1:
+        other = {"gpus": gpus}
     machine = planned_machine(config, **other) if other else None
     quiet_libraries()
     if shape_alone or config.model.init == "pretrained":

@@ -230,6 +230,10 @@ class Started:
     def said(self) -> list[str]:
         return [log.read_text() if log.exists() else "" for log in self.logs]
 
+    def errors(self) -> list[list[str]]:
+        """Lines of each rank."""
+        return [[line for line in text.splitlines() if "error" in line] for text in self.said()]
+
 
 def _command(
     line: str,

@@ -70,9 +70,7 @@ def test_when_the_network_is_cut_both_ends_stop_and_say_why(hosts, project, sile
     cut = time.monotonic()
     assert started.wait(SOON_S) == [1, 1]
     assert time.monotonic() - cut < SOON_S
-    one, other = (
-        [line for line in said.splitlines() if line.startswith("error")] for said in started.said()
-    )
+    one, other = started.errors()
     assert one == ["error: rank 1 on host-1 has said nothing for 2 s"]
     gone = "has died, was stopped, or cannot be reached from host-1"
     assert other == [f"error: rank 0 on host-0 {gone}"]

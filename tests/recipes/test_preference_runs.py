@@ -188,6 +188,9 @@ def test_a_run_that_is_made_longer_asks_the_model_that_it_began_with(megatrain, 
     megatrain("train cfg.yaml", *options, "train.max_steps=4", "output=whole")
     losses = [[row["loss"] for row in steps_of(project / run)] for run in ("longer", "whole")]
     assert losses[0] == pytest.approx(losses[1], abs=1e-5) and len(losses[0]) == 4
+    # smaller steps from the start would not come as far
+    megatrain("resume longer train.max_steps=6 train.rows_per_step=2")
+    assert [row["skipped"] for row in steps_of(project / "longer")] == 6 * [False]
 
 
 def test_what_is_known_outlives_a_kill(megatrain, of_method, monkeypatch):

@@ -7,8 +7,9 @@ import os
 import signal
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from datetime import timedelta
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from megatrain.config import load_config
 from megatrain.heartbeat import may_end_here
 from megatrain.recipes import loop
 from megatrain.recipes.ranks import liveness
+from megatrain.recipes.state import Run
 from megatrain.reporting.summary import human_bytes
 from megatrain.storage.checkpoint import read_about
 from tests.helpers.commands import (
@@ -62,15 +64,20 @@ def train(*changes: str) -> str:
     return " ".join(["train cfg.yaml", *(f"{key}={value}" for key, value in keys.items())])
 
 
-def slowly(rank: int) -> None:
-    """Steps of all ranks take a while."""
+def at_steps(action: Callable[[Run], object]) -> None:
+    """In a rank's own process: called before every step."""
     made = loop.train_step
 
-    def train_step(*given: Any) -> None:
-        made(*given)
-        time.sleep(0.1)
+    def train_step(run: Run, *given: Any) -> None:
+        action(run)
+        made(run, *given)
 
     pytest.MonkeyPatch().setattr(loop, "train_step", train_step)
+
+
+def slowly(rank: int) -> None:
+    """Steps of all ranks take a while."""
+    at_steps(lambda _: time.sleep(0.1))
 
 
 def trained_to(step: int) -> bool:
@@ -215,20 +222,17 @@ def test_when_all_are_stopped_for_long_they_go_on(project, silent_soon, whole):
 @pytest.mark.slow
 def test_an_error_of_one_ends_all_with_its_sentence_and_code(project):
     def fails(rank: int) -> None:
-        made = loop.train_step
-
-        def train_step(run: Any, *given: Any) -> None:
+        def step(run: Run) -> None:
             if rank == 1 and run.step == 2:
                 raise MemoryError
-            made(run, *given)
 
-        pytest.MonkeyPatch().setattr(loop, "train_step", train_step)
+        at_steps(step)
 
     started = Started(2, train(), first=fails)
     assert started.wait(SOON_S) == [5, 5]
-    (said,) = [line for line in started.said()[0].splitlines() if line.startswith("error")]
+    (said,), nothing = started.errors()
     assert "rank 1 on " in said and "stopped: out of host memory, although only" in said
-    assert "error" not in started.said()[1]
+    assert nothing == []
 
 
 @pytest.mark.slow
@@ -320,5 +324,5 @@ def test_a_signal_to_any_stops_all_after_the_step_and_saves(project):
 def test_what_is_not_built_is_refused_and_said_once(project, keys, code, words):
     started = Started(2, train(*keys.split()))
     assert started.wait(SOON_S) == [code, code]
-    (said,) = [line for text in started.said() for line in text.splitlines() if "error" in line]
+    (said,) = chain.from_iterable(started.errors())
     assert words in said

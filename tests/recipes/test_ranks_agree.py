@@ -18,12 +18,12 @@ from torch import distributed
 from megatrain.data import rows
 from megatrain.engine.engine import Engine
 from megatrain.heartbeat import total
-from megatrain.recipes import loop, planned_machine, run
+from megatrain.recipes import planned_machine, run
 from megatrain.recipes.ranks import rendezvous
 from megatrain.world import World
 from tests.helpers.commands import chat_rows, write_jsonl
 from tests.helpers.ranks import Started, run_ranks
-from tests.recipes.test_rank_runs import SOON_S, looked_after_often, silent_soon, train
+from tests.recipes.test_rank_runs import SOON_S, at_steps, looked_after_often, silent_soon, train
 
 __all__ = ["looked_after_often", "silent_soon"]  # fixtures
 
@@ -38,12 +38,6 @@ def patch(owner: Any, name: str, value: Any) -> None:
     pytest.MonkeyPatch().setattr(owner, name, value)
 
 
-def errors(started: Started) -> list[list[str]]:
-    """Lines of each rank."""
-    said = [text.splitlines() for text in started.said()]
-    return [[line for line in lines if "error" in line] for lines in said]
-
-
 @pytest.mark.slow
 def test_prompts_are_answered_by_all_and_written_once(project):
     (project / "prompts.txt").write_text("Count to 3.\n")
@@ -56,25 +50,21 @@ def test_prompts_are_answered_by_all_and_written_once(project):
 @pytest.mark.slow
 def test_the_first_may_take_long_to_end_once_all_have_agreed_to_stop(project, silent_soon):
     def first(rank: int) -> None:
-        made, whole = loop.train_step, run.finish_run
-
-        def train_step(run: Any, *given: Any) -> None:
-            made(run, *given)
-            if rank == 1 and run.step == 2:
-                os.kill(os.getpid(), signal.SIGTERM)
+        whole = run.finish_run
 
         def slow(*given: Any, **more: Any) -> Any:
             found = whole(*given, **more)
             time.sleep(5.0)  # as a tracker on a slow network
             return found
 
-        patch(loop, "train_step", train_step)
         if rank == 0:
             patch(run, "finish_run", slow)
+        else:
+            at_steps(lambda run: run.step == 2 and os.kill(os.getpid(), signal.SIGTERM))
 
     started = Started(2, train(), first=first)
     assert started.wait(SOON_S) == [75, 75], started.said()
-    assert errors(started) == [[], []]
+    assert started.errors() == [[], []]
     assert "megatrain resume run" in started.said()[0]
 
 
@@ -100,7 +90,7 @@ def differently(rank: int, what: str) -> None:
 def test_what_hosts_decide_differently_is_refused(project, what, code, words):
     started = Started(2, train(), first=lambda rank: differently(rank, what))
     assert started.wait(SOON_S) == [code, code], "".join(started.said())
-    (said,), nothing = errors(started)
+    (said,), nothing = started.errors()
     assert words in said and nothing == []
 
 

@@ -321,10 +321,6 @@ def test_nothing_is_renamed_before_it_is_on_the_disk(megatrain, project, disk):
         engine.save_pretrained("saved")
     assert disk.lost == []
     assert disk.renamed_in == {}, "each folder is synced after a rename in it"
-
-
-def test_a_new_run_folder_is_in_its_parents_on_the_disk(megatrain, project, disk):
-    megatrain("train cfg.yaml train.max_steps=1 output=new/runs/a")
     for folder in (project, project / "new", project / "new" / "runs"):
         found = folder.stat()
         assert (found.st_dev, found.st_ino) in disk.synced, folder

@@ -189,12 +189,6 @@ def test_a_run_that_died_before_its_first_checkpoint_starts_anew(megatrain, copi
     assert [row["step"] for row in metrics_of(copied)] == [0, 1, 1]
 
 
-def test_from_python(project):
-    summary = mt.train("cfg.yaml")
-    assert (summary.steps, summary.exit_code, summary.final_dir) == (10, 0, Path("run/final"))
-    assert (Path("run") / "final" / "model.safetensors").is_file()
-
-
 def test_a_plan_from_python(project):
     assert mt.plan("cfg.yaml").fits
     assert mt.plan("cfg.yaml").fits, "again: the first call imports what it needs"
