@@ -20,6 +20,7 @@ from megatrain.engine.engine import Engine
 from megatrain.heartbeat import total
 from megatrain.recipes import planned_machine, run
 from megatrain.recipes.ranks import rendezvous
+from megatrain.recipes.state import Run
 from megatrain.world import World
 from tests.helpers.commands import chat_rows, write_jsonl
 from tests.helpers.ranks import Started, run_ranks
@@ -52,6 +53,10 @@ def test_the_first_may_take_long_to_end_once_all_have_agreed_to_stop(project, si
     def first(rank: int) -> None:
         whole = run.finish_run
 
+        def asked_at_2(run: Run) -> None:
+            if run.step == 2:
+                os.kill(os.getpid(), signal.SIGTERM)
+
         def slow(*given: Any, **more: Any) -> Any:
             found = whole(*given, **more)
             time.sleep(5.0)  # as a tracker on a slow network
@@ -60,7 +65,7 @@ def test_the_first_may_take_long_to_end_once_all_have_agreed_to_stop(project, si
         if rank == 0:
             patch(run, "finish_run", slow)
         else:
-            at_steps(lambda run: run.step == 2 and os.kill(os.getpid(), signal.SIGTERM))
+            at_steps(asked_at_2)
 
     started = Started(2, train(), first=first)
     assert started.wait(SOON_S) == [75, 75], started.said()

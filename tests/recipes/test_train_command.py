@@ -14,6 +14,7 @@ import megatrain as mt
 from megatrain.config import load_config
 from megatrain.config.resuming import with_absolute_paths
 from megatrain.data.files import decoded
+from megatrain.heartbeat import total
 from megatrain.recipes import loop
 from megatrain.recipes.model import read_model
 from megatrain.recipes.planned_machine import find_machine
@@ -202,7 +203,9 @@ def test_packed_rows_that_leave_room_are_planned_with_it(project):
     write_jsonl(project / "rows.jsonl", [conversation("say", "a word " * 50)] * 40)
     keys = ["data.packing=true", "data.eval=null", "train.max_steps=3"]
     config = load_config("cfg.yaml", keys)
+    before = total()
     rows, _ = read_rows(config, read_model(config))
+    assert total() > before, "that rows are read is a sign of life"
     length = int(rows.lengths[0])
     keys += [f"train.seq_len={2 * length - 16}", f"train.tokens_per_step={8 * length}"]
     config = load_config("cfg.yaml", keys)
