@@ -21,8 +21,8 @@ OPTIONS = RowOptions(seq_len=64)
 SKIP = replace(OPTIONS, on_bad_row="skip")
 
 
-def pair(number: int) -> dict[str, Any]:
-    return {"prompt": f"what is {number}?", "completion": f"it is {number}"}
+def pair(number: int, answer: int | str = "") -> dict[str, Any]:
+    return {"prompt": f"what is {number}?", "completion": f"it is {number}{answer}"}
 
 
 def rows_of(data: TokenRows) -> list[tuple[list[int], list[bool]]]:

@@ -11,7 +11,6 @@ import random
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -84,14 +83,17 @@ def corrupt(path: Path, draw: random.Random) -> bool:
     return data != before
 
 
-def every_damage_is_mended(start: Start, cache: Path, caplog: Any, rounds: int) -> None:
+@pytest.mark.usefixtures("a_shard_for_each_row")
+def test_every_corruption_is_mended_or_changes_nothing(write_jsonl, make_tokenizer, cache, caplog):
     """Of a set of many shards, most lose a file or have one that is damaged, and every other time
     so is the set's own: those are named, and what is read is as it was."""
+    file, tokenizer = write_jsonl([row(n) for n in range(25)]), make_tokenizer()
+    start = partial(encode_source, file, tokenizer, OPTIONS, cache)
     draw, damages = random.Random(0), 0
     expected = contents(start())
     (folder,) = cache.iterdir()
     places = sorted(path for path in folder.iterdir() if path.is_dir())
-    for number in range(rounds):
+    for number in range(ROUNDS):
         files = [draw.choice(sorted(place.iterdir())) for place in draw.sample(places, 20)]
         files += [folder / "set.json"] if number % 2 else []
         changed = [file for file in files if corrupt(file, draw)]
@@ -103,14 +105,7 @@ def every_damage_is_mended(start: Start, cache: Path, caplog: Any, rounds: int) 
         assert caplog.messages == [said] * there
         assert list(cache.iterdir()) == [folder]
         damages += len(changed)
-    assert damages > 0.8 * 20 * rounds  # the others changed nothing: a 5 that was not there
-
-
-@pytest.mark.usefixtures("a_shard_for_each_row")
-def test_every_corruption_is_mended_or_changes_nothing(write_jsonl, make_tokenizer, cache, caplog):
-    file, tokenizer = write_jsonl([row(n) for n in range(25)]), make_tokenizer()
-    start = partial(encode_source, file, tokenizer, OPTIONS, cache)
-    every_damage_is_mended(start, cache, caplog, ROUNDS)
+    assert damages > 0.8 * 20 * ROUNDS  # the others changed nothing: a 5 that was not there
 
 
 def test_an_intact_cache_is_used_without_a_word(start, cache, caplog):

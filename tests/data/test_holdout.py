@@ -12,20 +12,9 @@ from megatrain.data.encoding import RowOptions
 from megatrain.data.rows import TokenRows
 from megatrain.data.show import describe, warnings
 from megatrain.errors import DataError
+from tests.data.test_build import pair, rows_of
 
 OPTIONS = RowOptions(seq_len=64)
-
-
-def pair(number: int, answer: int = 0) -> dict[str, Any]:
-    return {"prompt": f"what is {number}?", "completion": f"it is {number} {answer}"}
-
-
-def rows_of(data: TokenRows) -> list[tuple[list[int], list[bool]]]:
-    return [(ids.tolist(), mask.tolist()) for ids, mask in map(data.row, range(len(data)))]
-
-
-def questions_of(data: TokenRows) -> set[str]:
-    return {str(ids[: mask.index(True)]) for ids, mask in rows_of(data)}
 
 
 @pytest.mark.parametrize(("share", "expected"), [(0.1, 20), (7, 7), (0.0001, 1)])
@@ -72,17 +61,6 @@ def load(write_jsonl, make_tokenizer, cache) -> Callable[..., Any]:
         )
 
     return run
-
-
-@pytest.mark.parametrize("seed", range(3))
-def test_the_answers_to_one_question_stay_together(load, seed):
-    train, held = load([pair(n % 25, n) for n in range(100)], 0.2, seed)
-    assert (len(train), len(held)) == (80, 20)
-    assert not questions_of(train) & questions_of(held)
-    assert len(questions_of(held)) == 5
-    assert train.counts.choices == []
-    other = load([pair(n % 25, n) for n in reversed(range(100))], 0.2, seed)[1]
-    assert sorted(rows_of(other)) == sorted(rows_of(held)), "whatever the order"
 
 
 def test_a_question_of_too_many_rows_is_told_apart_by_its_answers(load):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
-from statistics import fmean, median_high
+from statistics import median_high
 from typing import Any
 
 import numpy as np
@@ -12,8 +12,7 @@ import pytest
 import torch
 
 from megatrain.data.loader import Loader, StepBatch
-from megatrain.data.micro_batches import held_out_batches
-from megatrain.data.rows import Counts, IdArray, MaskArray, Position, TokenRows
+from megatrain.data.rows import Counts, IdArray, MaskArray, TokenRows
 from megatrain.data.samples import KINDS, PLAIN
 from megatrain.errors import DataError
 from megatrain.losses import IGNORE as IGNORED
@@ -218,14 +217,6 @@ def test_positions_of_other_runs_are_refused():
             loader().restore({**loader().position(), **change})
 
 
-def test_a_row_that_fits_no_micro_batch_is_refused():
-    row = f"a row of {ROWS.lengths.max()} tokens does not fit a micro-batch of 8"
-    with pytest.raises(DataError, match=rf"{row}; set train\.micro_batch_tokens"):
-        loader(micro_batch_tokens=8)
-    with pytest.raises(DataError, match="does not fit"):
-        held_out_batches(ROWS, 8, PAD)
-
-
 def test_rows_to_come_are_those_that_are_handed_out():
     settings: Any
     for settings in [
@@ -298,27 +289,6 @@ def test_packed_sequences_are_nearly_full():
     assert {len(micro["input_ids"]) for micro in batch.micro_batches[:-1]} == {4}
 
 
-@pytest.mark.parametrize("pack_to", [None, 32], ids=["padded", "packed"])
-@pytest.mark.parametrize("settings", [BY_TOKENS, BY_ROWS, AT_ONCE])
-def test_how_much_is_padded_is_known_before_any_row_is_read(settings, pack_to):
-    asked = {"pack_to": pack_to, "epochs": 3, **settings}
-    unread = fake_rows(ROWS.lengths, make=Broken)
-    known = loader(unread, **asked).step_tokens((32, 48, 64, 1024))
-    for size, most, mean, most_parts, mean_parts in known:
-        run = list(loader(**{**asked, "micro_batch_tokens": size}))
-        # an epoch's last has what is left
-        full = [batch for batch in run if batch.epoch % 1] or run
-        assert most == max(map(computed, run))
-        assert mean == pytest.approx(fmean(map(computed, full)))
-        assert most_parts == max(len(batch.micro_batches) for batch in run)
-        assert mean_parts == pytest.approx(fmean(len(batch.micro_batches) for batch in full))
-
-
 def computed(batch: StepBatch) -> int:
     """Tokens, padding included."""
     return sum(micro["input_ids"].numel() for micro in batch.micro_batches)
-
-
-def test_held_out_rows_are_packed_once_each():
-    batches = list(held_out_batches(ROWS, 64, PAD, limit=20, pack_to=32))
-    assert sorted(documents(StepBatch(batches, (), 0.0, Position()))) == list(range(20))

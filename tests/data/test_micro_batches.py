@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable
 from dataclasses import dataclass
+from statistics import fmean
 from typing import Any
 
 import numpy as np
@@ -13,10 +14,10 @@ import torch
 
 from megatrain.data.loader import Loader, MicroBatch, StepBatch
 from megatrain.data.micro_batches import Regime, cuts, held_out_batches, least_micro_batch, runs_of
-from megatrain.data.samples import JUDGED, PAIRS
+from megatrain.data.samples import JUDGED, PAIRS, PLAIN
 from megatrain.errors import DataError
 from megatrain.losses import IGNORE
-from tests.data.test_loader import fake_rows
+from tests.data.test_loader import Broken, computed, fake_rows
 
 PAD, WIDTH, ROWS = 0, 40, 57
 LENGTHS = np.random.default_rng(0).integers(4, WIDTH + 1, (ROWS, 2))
@@ -194,20 +195,22 @@ def test_packed_pairs_share_sequences_and_long_ones_get_two():
 
 
 @PACKED
-@pytest.mark.parametrize("kind", [PAIRS, JUDGED])
-@pytest.mark.parametrize("step", [{"tokens_per_step": 300}, {"rows_per_step": 9}])
+@pytest.mark.parametrize("kind", [PLAIN, PAIRS, JUDGED])
+@pytest.mark.parametrize(
+    "step", [{"tokens_per_step": 300}, {"rows_per_step": 9}, {"tokens_per_step": 10**6}]
+)
 def test_how_much_is_padded_is_known_before_any_row_is_read(kind, pack_to, step):
-    asked = {"pack_to": pack_to, "epochs": 2, **step}
-    for size, most, mean, most_parts, mean_parts in loader(kind, **asked).step_tokens((128, 200)):
+    lengths = LENGTHS[:, :1] if kind == PLAIN else LENGTHS
+    asked = {"pack_to": pack_to, "epochs": 2, "rows": fake_rows(lengths, kind), **step}
+    unread = {**asked, "rows": fake_rows(lengths, kind, Broken)}
+    sizes = (128, 200, 1024)
+    for size, most, mean, most_parts, mean_parts in loader(kind, **unread).step_tokens(sizes):
         run = list(loader(kind, **{**asked, "micro_batch_tokens": size}))
-        full = [batch for batch in run if batch.epoch % 1]
-        tokens = [sum(m["input_ids"].numel() for m in batch.micro_batches) for batch in run]
-        assert most == max(tokens)
-        of_full = [count for count, batch in zip(tokens, run, strict=True) if batch.epoch % 1]
-        assert mean == pytest.approx(sum(of_full) / len(of_full))
+        full = [batch for batch in run if batch.epoch % 1] or run  # an epoch's last has the rest
+        assert most == max(map(computed, run))
+        assert mean == pytest.approx(fmean(map(computed, full)))
         assert most_parts == max(len(batch.micro_batches) for batch in run)
-        parts = sum(len(batch.micro_batches) for batch in full) / len(full)
-        assert mean_parts == pytest.approx(parts)
+        assert mean_parts == pytest.approx(fmean(len(batch.micro_batches) for batch in full))
 
 
 @PACKED
@@ -231,18 +234,19 @@ def test_held_out_rows_come_once_each_and_in_one_order(kind, pack_to):
         (PAIRS, WIDTH, 2 * WIDTH, "the two sequences of a pair, 80 tokens with their padding, do"),
         (PAIRS, 2 * WIDTH, 2 * WIDTH, "the two sequences of a pair, 80 tokens with"),
         (JUDGED, None, WIDTH, "a row of 40 tokens does"),
+        (PLAIN, None, WIDTH, "a row of 40 tokens does"),
     ],
 )
 def test_what_fits_no_micro_batch_is_refused(kind, pack_to, least, words):
-    rows = fake_rows(LENGTHS, kind)
+    rows = fake_rows([[WIDTH], [4]] if kind == PLAIN else LENGTHS, kind)
     assert LENGTHS.max() == WIDTH
     assert least_micro_batch(rows, pack_to) == least
     words = rf"{words}.* fit a micro-batch of {least - 1}; set train\.micro_batch_tokens to {least}"
     with pytest.raises(DataError, match=words):
-        loader(kind, micro_batch_tokens=least - 1, pack_to=pack_to)
+        loader(kind, rows=rows, micro_batch_tokens=least - 1, pack_to=pack_to)
     with pytest.raises(DataError, match=words):
         held_out_batches(rows, least - 1, PAD, pack_to=pack_to)
-    assert list(loader(kind, micro_batch_tokens=least, pack_to=pack_to))
+    assert loader(kind, rows=rows, micro_batch_tokens=least, pack_to=pack_to).steps_total()
 
 
 @PACKED

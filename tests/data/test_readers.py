@@ -100,6 +100,8 @@ def test_text_pieces_join_to_the_file(tmp_path):
     assert [row.ends for row in rows] == [False] * (len(rows) - 1) + [True]
     assert len(rows) == -(-len(text) // TEXT_PIECE_BYTES)
     assert rows[1].where == f"{file}:{rows[0].value['text'].count(chr(10)) + 1}"  # type: ignore[index]
+    file.write_text("x" * TEXT_PIECE_BYTES + "\n\n\n")
+    assert len(values(file)) == 1, "no piece is blank"
 
 
 def test_csv_rows_are_texts(tmp_path):
