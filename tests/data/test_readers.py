@@ -58,36 +58,29 @@ def test_a_broken_line_is_one_bad_row(tmp_path, line, problem):
     assert rows[1].where == f"{file}:2"
 
 
-@pytest.mark.parametrize(
-    "text", ['[{"a": 1}, {"a": 2}]', '{"data": [{"a": 1}, {"a": 2}]}', '{"a": 1}\n{"a": 2}\n']
-)
-def test_json_in_its_three_shapes(tmp_path, text):
+TWO = '[{"a": 1}, {"a": 2}]'
+JSON_ROWS = {
+    TWO: [{"a": 1}, {"a": 2}],
+    f'{{"data": {TWO}}}': [{"a": 1}, {"a": 2}],
+    '{"a": 1}\n{"a": 2}\n': [{"a": 1}, {"a": 2}],
+    '{\n  "text": "x"\n}': [{"text": "x"}],
+    '{"version": 1, "data": [{"a": 1}], "test": []}': [{"a": 1}],
+}
+JSON_BROKEN = {
+    **dict.fromkeys(["[1, 2", '"x"', "", "\ud800", "[" * 100_000], r"a\.json"),
+    f'{{"data": {TWO}, "test": {TWO}}}': r"has several lists \(data, test\)",
+}
+
+
+def test_a_json_file_in_its_shapes(tmp_path):
     file = tmp_path / "a.json"
-    file.write_text(text)
-    assert values(file) == [{"a": 1}, {"a": 2}]
-
-
-def test_one_json_object_is_one_row(tmp_path):
-    file = tmp_path / "a.json"
-    file.write_text(json.dumps({"text": "x"}, indent=2))
-    assert values(file) == [{"text": "x"}]
-
-
-@pytest.mark.parametrize("text", ["[1, 2", '"x"', "", "\ud800", "[" * 100_000])
-def test_broken_json_file_is_refused(tmp_path, text):
-    file = tmp_path / "a.json"
-    file.write_text(text, errors="surrogatepass")
-    with pytest.raises(DataError, match=r"a\.json"):
-        values(file)
-
-
-def test_a_list_beside_the_rows_is_not_dropped(tmp_path):
-    file = tmp_path / "a.json"
-    file.write_text('{"version": 1, "data": [{"a": 1}], "test": []}')
-    assert values(file) == [{"a": 1}]
-    file.write_text('{"data": [{"a": 1}], "test": [{"a": 2}]}')
-    with pytest.raises(DataError, match=r"has several lists \(data, test\)"):
-        values(file)
+    for text, rows in JSON_ROWS.items():
+        file.write_text(text)
+        assert values(file) == rows
+    for text, words in JSON_BROKEN.items():
+        file.write_text(text, errors="surrogatepass")
+        with pytest.raises(DataError, match=words):
+            values(file)
 
 
 def test_text_pieces_join_to_the_file(tmp_path):
@@ -116,13 +109,10 @@ def test_csv_rows_are_texts(tmp_path):
     assert cells == ["001", "1e5", "NA", "None", "True", "2024-01-01"]
 
 
-def test_a_csv_row_with_a_field_too_many_is_one_bad_row(tmp_path):
+def test_what_a_csv_has_too_much_is_not_dropped(tmp_path):
     (tmp_path / "a.csv").write_text("a,b\n1,2,3\n4,5\n")
     problems = [row.problem for row in open_source(tmp_path / "a.csv").read()]
     assert problems == ["more fields than the header has", None]
-
-
-def test_a_csv_column_of_two_is_not_dropped(tmp_path):
     (tmp_path / "a.csv").write_text("a,b,a\n1,2,3\n")
     with pytest.raises(DataError, match=r"a\.csv:1: the header has the column 'a' twice; keep one"):
         values(tmp_path / "a.csv")

@@ -125,7 +125,9 @@ def test_a_longer_row_may_be_dropped(encode, make_tokenizer):
 
 def test_a_beginning_that_was_cut_is_warned_of(encode, make_tokenizer):
     options = replace(OPTIONS[PAIRS], truncation_mode="keep_end")
-    (line,) = encode([{**pair(1), "chosen": LONG}], options, make_tokenizer(None)).counts.warned
+    data = encode([{**pair(1), "chosen": LONG}], options, make_tokenizer(None))
+    assert data.side(0, 0)[1].tolist() == [False] + [True] * 63, "nothing predicts the first"
+    (line,) = data.counts.warned
     assert "and the beginning of an answer in 1 rows; a seq_len of" in line
 
 
