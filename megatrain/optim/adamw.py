@@ -8,7 +8,7 @@ from typing import ClassVar
 
 import numpy as np
 
-from megatrain.optim.optimizer import Elementwise, check_moments, check_range, checked_betas
+from megatrain.optim.optimizer import Elementwise, check_range
 
 # A smaller eps may round to zero in float32, and zero moments would give 0 / 0.
 SMALLEST_EPS = float(np.finfo(np.float32).tiny)
@@ -34,11 +34,8 @@ class AdamW(Elementwise):
     moment_names: ClassVar[tuple[str, ...]] = ("exp_avg", "exp_avg_sq")
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "betas", checked_betas(self.betas))
-        check_range("lr", self.lr, 0.0, math.inf)
+        super().__post_init__()
         check_range("eps", self.eps, SMALLEST_EPS, math.inf)
-        check_range("weight_decay", self.weight_decay, 0.0, math.inf)
-        check_moments(self.moments)
 
     def scalars(
         self, lr: float, weight_decay: float, step: int, grad_scale: float

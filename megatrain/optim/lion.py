@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import ClassVar
 
 import numpy as np
 
-from megatrain.optim.optimizer import Elementwise, check_moments, check_range, checked_betas
+from megatrain.optim.optimizer import Elementwise
 
 
 @dataclass(frozen=True)
@@ -28,12 +27,6 @@ class Lion(Elementwise):
     name: ClassVar[str] = "lion"
     plain_s: ClassVar[float] = 0.35e-9
     moment_names: ClassVar[tuple[str, ...]] = ("exp_avg",)
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "betas", checked_betas(self.betas))
-        check_range("lr", self.lr, 0.0, math.inf)
-        check_range("weight_decay", self.weight_decay, 0.0, math.inf)
-        check_moments(self.moments)
 
     def scalars(
         self, lr: float, weight_decay: float, step: int, grad_scale: float

@@ -123,8 +123,26 @@ class Elementwise(ABC):
     whole_tensors: ClassVar[bool] = False
     plain_s: ClassVar[float]  # seconds of one thread a parameter, with fp32 moments; as `codec_s`
     moment_names: ClassVar[tuple[str, ...]]
+    lr: float
+    betas: tuple[float, float]
     moments: str
     weight_decay: float
+
+    def __post_init__(self) -> None:
+        """Raise ConfigError for a value out of range; `betas` become a tuple, as a list of YAML."""
+        betas: Any = self.betas
+        if not isinstance(betas, (tuple, list)) or len(betas) != 2:
+            raise ConfigError(
+                f"optimizer.betas: expected two numbers such as (0.9, 0.999), not {betas!r}"
+            )
+        for index, beta in enumerate(betas):
+            check_range(f"betas[{index}]", beta, 0.0, 1.0)
+        object.__setattr__(self, "betas", tuple(betas))
+        check_range("lr", self.lr, 0.0, math.inf)
+        check_range("weight_decay", self.weight_decay, 0.0, math.inf)
+        if self.moments not in MOMENTS:
+            names = ", ".join(MOMENTS)
+            raise ConfigError(f"optimizer.moments: {self.moments!r} is none of {names}")
 
     @property
     def arithmetic(self) -> float | None:
@@ -244,17 +262,6 @@ def launch_update(
     cuda.launch(UPDATES, name, count, arrays, numbers)
 
 
-def checked_betas(betas: Any) -> tuple[float, float]:
-    """`betas` as a tuple, also where it comes as a list from YAML. Raises ConfigError."""
-    if not isinstance(betas, (tuple, list)) or len(betas) != 2:
-        raise ConfigError(
-            f"optimizer.betas: expected two numbers such as (0.9, 0.999), not {betas!r}"
-        )
-    for index, beta in enumerate(betas):
-        check_range(f"betas[{index}]", beta, 0.0, 1.0)
-    return betas[0], betas[1]
-
-
 def check_range(key: str, value: Any, low: float, high: float) -> None:
     """Raise ConfigError unless `value` is a finite number with low <= value < high."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):
@@ -265,12 +272,6 @@ def check_range(key: str, value: Any, low: float, high: float) -> None:
             f"optimizer.{key}: {value!r} is out of range; "
             f"it must be finite, at least {low:g}{upper}"
         )
-
-
-def check_moments(moments: str) -> None:
-    """Raise ConfigError unless `moments` is a key of MOMENTS."""
-    if moments not in MOMENTS:
-        raise ConfigError(f"optimizer.moments: {moments!r} is none of {', '.join(MOMENTS)}")
 
 
 def numpy_of(tensor: Tensor, *, rows: bool = False) -> np.ndarray[Any, Any]:

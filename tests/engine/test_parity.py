@@ -32,6 +32,7 @@ from tests.helpers.compare import apart, differing, distance
 from tests.helpers.plain import (
     DECAY,
     MAX_NORM,
+    PlainLion,
     follow_in_fp32,
     named_gradients,
     plain_optimizer,
@@ -49,7 +50,6 @@ from tests.helpers.support import (
     plain_model,
     tiny_config,
 )
-from tests.optim.test_lion import PlainLion
 
 STEPS = [micro_batches(seed) for seed in range(6)]
 # eager Falcon returns its attention too

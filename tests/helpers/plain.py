@@ -134,3 +134,26 @@ def follow_in_fp32(engine: Engine, rates: Sequence[float]) -> dict[str, Tensor]:
         optimizer.step()
         assert abs(engine.step(lr) - norm) <= 1e-6 * norm
     return {name: master.detach() for name, master in masters.items()}
+
+
+class PlainLion(torch.optim.Optimizer):
+    """As anybody would write it."""
+
+    def __init__(
+        self,
+        parameters: Any,
+        lr: float,
+        betas: tuple[float, float] = (0.9, 0.99),
+        weight_decay: float = 0.0,
+    ) -> None:
+        super().__init__(parameters, {"lr": lr, "betas": betas, "weight_decay": weight_decay})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            lr, (beta1, beta2) = group["lr"], group["betas"]
+            for parameter in group["params"]:
+                m: Tensor = self.state[parameter].setdefault("exp_avg", torch.zeros_like(parameter))
+                parameter.mul_(1 - lr * group["weight_decay"])
+                parameter.add_((m * beta1).add_(parameter.grad, alpha=1 - beta1).sign_(), alpha=-lr)
+                m.mul_(beta2).add_(parameter.grad, alpha=1 - beta2)

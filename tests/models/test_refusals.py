@@ -146,6 +146,13 @@ def test_a_model_whose_layers_exchange_more_than_hidden_states_is_refused():
         assert all(isinstance(layer, Layer) for layer in toy.layers), "the spies must be gone"
 
 
+def test_a_later_layer_that_fills_a_container_is_found_though_its_kind_was_tried():
+    toy: Any = Toy(box=list)
+    toy.layers[2].compute = toys.filling
+    with pytest.raises(ModelError, match=r"layer 2 puts something into \['box'\]"):
+        probe_model(toy, toy.layers)
+
+
 def test_a_model_that_keeps_to_the_rules_is_accepted():
     for toy, extras in (
         (Toy(), None),

@@ -33,7 +33,7 @@ def test_logits_are_those_of_the_model_s_own_forward(family):
 
 
 @pytest.mark.parametrize("family", ALL)
-def test_every_parameter_belongs_to_one_block_under_its_own_name(family):
+def test_every_parameter_belongs_to_one_block_under_its_own_name_and_tied_heads_to_embed(family):
     config = tiny_config(family)
     model, shape = plain_model(config), skeleton_of(family).anatomy
     specs = [spec for block in shape.blocks for spec in block.layout.tensors]
@@ -46,11 +46,9 @@ def test_every_parameter_belongs_to_one_block_under_its_own_name(family):
     names = [block.name for block in shape.blocks]
     assert names == ["embed", "layers.0", "layers.1", "layers.2", "head"]
     assert (shape.hidden_size, shape.vocab_size) == (32, VOCABULARY)
-
-
-@pytest.mark.parametrize("family", ALL)
-def test_tied_heads_live_in_embed(family):
-    shape = skeleton_of(family).anatomy
+    for block in shape.blocks:  # one segment of each kind
+        decays = [segment.decay for segment in block.layout.segments()]
+        assert decays == sorted(set(decays), reverse=True)
     embed = [spec.name for spec in shape.embed.layout.tensors]
     head = [spec.name for spec in shape.head.layout.tensors]
     assert embed[0].rsplit(".", 2)[1] in ("embed_tokens", "word_embeddings", "embed_in", "wte", "w")
@@ -60,14 +58,6 @@ def test_tied_heads_live_in_embed(family):
         assert not any(spec.endswith(("lm_head.weight", "embed_out.weight")) for spec in head)
     else:
         assert {name.split(".")[0] for name in head} & {"lm_head", "embed_out"}
-
-
-@pytest.mark.parametrize("family", ["qwen2", "gpt2", "falcon-rw"])
-def test_a_block_has_one_segment_of_each_kind(family):
-    shape = skeleton_of(family).anatomy
-    for block in shape.blocks:
-        decays = [segment.decay for segment in block.layout.segments()]
-        assert decays == sorted(set(decays), reverse=True)
 
 
 def test_parameters_have_no_memory_and_buffers_do():

@@ -1,4 +1,5 @@
-"""A range of a block as an optimizer sees it: weights, state and gradient; and exact arithmetic."""
+"""A range of a block as an optimizer sees it: weights, state and gradient; and the optimizers in
+torch, with exact arithmetic."""
 
 from __future__ import annotations
 
@@ -9,7 +10,7 @@ import torch
 from torch import Tensor
 
 from megatrain.memory.layout import GROUP
-from megatrain.optim import Optimizer
+from megatrain.optim import AdamW, Lion, Optimizer
 from megatrain.optim.split import join_master, split_master
 
 Views = dict[str, Tensor]
@@ -81,13 +82,32 @@ def fma(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
     return (a.double() * b.double() + c.double()).float()
 
 
-def neighbours(exact: Tensor) -> tuple[Tensor, Tensor]:
-    """The bfloat16 values at or below, and above, in magnitude."""
-    bits = exact.view(torch.int32)
-    below, above = (bits >> 16) << 16, ((bits >> 16) + 1) << 16
-    return below.view(torch.float32), above.view(torch.float32)
+def sqrt(x: Tensor) -> Tensor:
+    """The nearest float32, which torch's float32 sqrt (MKL's) does not always give."""
+    return x.double().sqrt().float()
 
 
-def assert_neighbours(found: Tensor, exact: Tensor) -> None:
-    below, above = neighbours(exact)
-    assert torch.all((found == below) | (found == above) & (below != exact))
+def adamw(
+    optimizer: AdamW, views: Views, *, lr: float, weight_decay: float, step: int, grad_scale: float
+) -> None:
+    """AdamW in torch, every operation on its own, in the order of torch.optim.AdamW."""
+    beta1, beta2 = optimizer.betas
+    m, v, g = views["exp_avg"], views["exp_avg_sq"], views["grad"].float() * f32(grad_scale)
+    decayed = master_of(views) * f32(1 - lr * weight_decay)
+    m.copy_(fma(g - m, f32(1 - beta1), m))
+    v.copy_(fma(f32(1 - beta2) * g, g, v * f32(beta2)))
+    denominator = sqrt(v) / f32((1 - beta2**step) ** 0.5) + f32(optimizer.eps)
+    write_master(views, decayed + (f32(-lr / (1 - beta1**step)) * m) / denominator)
+
+
+def lion(
+    optimizer: Lion, views: Views, *, lr: float, weight_decay: float, step: int, grad_scale: float
+) -> None:
+    """The paper's update in torch, every operation on its own, but multiply-adds rounded once."""
+    (b1, b2), m, g = optimizer.betas, views["exp_avg"], views["grad"].float() * f32(grad_scale)
+    direction = torch.sign(fma(f32(1 - b1), g, m * f32(b1)))
+    write_master(views, master_of(views) * f32(1 - lr * weight_decay) + f32(-lr) * direction)
+    m.copy_(fma(f32(1 - b2), g, m * f32(b2)))
+
+
+REFERENCES: dict[type, Any] = {AdamW: adamw, Lion: lion}

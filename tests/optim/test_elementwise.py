@@ -1,5 +1,5 @@
-"""Every elementwise optimizer with moments of every type: any cut into ranges gives the same bits,
-padding stays zero, and values out of range are refused."""
+"""Every elementwise optimizer is its formula, bit for bit; with moments of every type any cut into
+ranges gives the same bits, padding stays zero, and values out of range are refused."""
 
 from __future__ import annotations
 
@@ -14,7 +14,16 @@ from megatrain.memory.layout import GROUP
 from megatrain.optim import OPTIMIZERS, AdamW, Lion, Muon
 from megatrain.optim.optimizer import MOMENTS
 from tests.helpers.compare import differing
-from tests.optim.arrays import PLAIN, PRECISIONS, clone, new_views, per, random_grad
+from tests.optim.arrays import (
+    PLAIN,
+    PRECISIONS,
+    REFERENCES,
+    clone,
+    new_views,
+    per,
+    random_grad,
+    random_views,
+)
 
 KINDS: list[Any] = [kind for kind in OPTIMIZERS.values() if not kind.whole_tensors]
 every_optimizer = pytest.mark.parametrize(
@@ -23,6 +32,34 @@ every_optimizer = pytest.mark.parametrize(
     ids=lambda optimizer: f"{optimizer.name}-{optimizer.moments}",
 )
 FAR = 5_000_000_000  # beyond 32 bits
+
+
+@PRECISIONS
+@pytest.mark.parametrize(
+    ("optimizer", "weight_decay", "grad_scale"),
+    [
+        (AdamW(), 0.0, 1.0),
+        (AdamW(betas=(0.9, 0.95), eps=1e-6), 0.1, 0.37),
+        (AdamW(betas=(0.0, 0.0)), 0.01, 1e-3),
+        (AdamW(betas=(0.99, 0.9999), eps=1e-15), 0.3, 1.0),
+        (Lion(), 0.0, 1.0),
+        (Lion(betas=(0.95, 0.98)), 0.1, 0.37),
+        (Lion(betas=(0.0, 0.0)), 0.01, 1e-3),
+    ],
+)
+def test_updates_equal_the_formula_bit_for_bit(precision, optimizer, weight_decay, grad_scale):
+    n = 20_011  # not a multiple of any vector length
+    views = random_views(precision, n)
+    views = {name: view for name, view in views.items() if name != "exp_avg_sq"} | {
+        name: views[name] for name in optimizer.moment_names
+    }
+    expected = clone(views)
+    options: dict[str, Any] = {"weight_decay": weight_decay, "grad_scale": grad_scale}
+    for step in range(1, 13):
+        views["grad"] = expected["grad"] = random_grad(precision, n, seed=step)
+        optimizer.update(views, lr=1e-3 / step, step=step, **options)
+        REFERENCES[type(optimizer)](optimizer, expected, lr=1e-3 / step, step=step, **options)
+        assert differing(views, expected) == []
 
 
 @PRECISIONS

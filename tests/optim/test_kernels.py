@@ -62,12 +62,7 @@ def test_the_gil_is_released():
 
 
 @pytest.mark.parametrize(
-    "error",
-    [
-        RuntimeError("no locator available"),
-        OSError(28, "No space left"),
-        EOFError("Ran out of input"),
-    ],
+    "error", [RuntimeError("no locator"), OSError(28, "full"), EOFError("end")]
 )
 def test_a_run_goes_on_without_the_cache(monkeypatch, caplog, error):
     monkeypatch.setattr(kernels, "njit", njit_whose_cache_raises(error))

@@ -68,23 +68,24 @@ def behaviour_of(
 def observe(config: Any, attention: str, trust_remote_code: bool = False) -> Behaviour:
     """Try the model of a small configuration. Raises ModelError if it does not run."""
     model = plain_model(config, attention=attention, trust_remote_code=trust_remote_code)
-    vocabulary, half = config.get_text_config().vocab_size, TOKENS // 2
-    ids = torch.randint(vocabulary, (1, TOKENS), generator=torch.Generator().manual_seed(0))
-    others = (ids + vocabulary // 2) % vocabulary  # another token in every place
+    ids, others = ids_of(config, TOKENS)
     last_changed = torch.cat([ids, torch.cat([ids[:, :-1], others[:, -1:]], dim=1)])
-    first_changed = torch.cat([ids, torch.cat([others[:, :half], ids[:, half:]], dim=1)])
     logits = logits_of(model, last_changed)
     if not logits.isfinite().all():
         raise ModelError("its logits are not finite")
     again = moved(logits, logits_of(model, last_changed))
     ahead = moved(logits[0, :-1], logits[1, :-1])
-    (alone,) = logits_of(model, ids[:, half:])
-    positions = (torch.arange(TOKENS) % half).expand(2, -1)
     try:
-        one, another = logits_of(model, first_changed, positions)[:, half:]
+        return Behaviour(again, ahead, between(model), config)
     except ModelError:  # it takes no positions
         return Behaviour(again, ahead, None, config)
-    return Behaviour(again, ahead, max(moved(one, another), moved(one, alone)), config)
+
+
+def ids_of(config: Any, tokens: int) -> tuple[Tensor, Tensor]:
+    """Random token ids [1, tokens], and others in every place."""
+    vocabulary = config.get_text_config().vocab_size
+    ids = torch.randint(vocabulary, (1, tokens), generator=torch.Generator().manual_seed(0))
+    return ids, (ids + vocabulary // 2) % vocabulary
 
 
 def why_together(
@@ -99,25 +100,23 @@ def why_together(
     options: dict[str, Any] = {"attention": attention, "trust_remote_code": trust_remote_code}
     try:
         with small_scale():
-            between = between_told(plain_model(small, **options).to(device, dtype))
+            movement = between(plain_model(small, **options).to(device, dtype), told=True)
     except (ModelError, RuntimeError, AssertionError) as error:  # there may be no such device
         return str(error).splitlines()[0]
-    if between <= max(NOISE, ROUNDINGS * torch.finfo(dtype).eps):
+    if movement <= max(NOISE, ROUNDINGS * torch.finfo(dtype).eps):
         return None
-    return f"its kernels let logits move by {between:.2g} of the largest"
+    return f"its kernels let logits move by {movement:.2g} of the largest"
 
 
-def between_told(model: Any) -> float:
-    """`Behaviour.between` of a model whose kernels are told where documents begin. May raise
-    ModelError."""
-    vocabulary, half = model.config.get_text_config().vocab_size, TOKENS // 2
-    generator = torch.Generator().manual_seed(0)
-    ids = torch.randint(vocabulary, (1, half), generator=generator)
-    others = (ids + vocabulary // 2) % vocabulary
+def between(model: Any, told: bool = False) -> float:
+    """`Behaviour.between`, by masks, or by kernels that are `told` where documents begin. Raises
+    ModelError if the model takes no positions."""
+    half = TOKENS // 2
+    ids, others = ids_of(model.config, half)
     positions = (torch.arange(TOKENS) % half)[None]
     # a row at a time, as one kernel or other takes it
-    (twice,) = logits_of(model, torch.cat([ids, ids], dim=1), positions, told=True)
-    (after,) = logits_of(model, torch.cat([others, ids], dim=1), positions, told=True)
+    (twice,) = logits_of(model, torch.cat([ids, ids], dim=1), positions, told)
+    (after,) = logits_of(model, torch.cat([others, ids], dim=1), positions, told)
     # a document alone: other kernels might round otherwise, but the first of two is alone, too
     return max(moved(twice[half:], after[half:]), moved(twice[:half], twice[half:]))
 
