@@ -68,7 +68,7 @@ def behaviour_of(
 def observe(config: Any, attention: str, trust_remote_code: bool = False) -> Behaviour:
     """Try the model of a small configuration. Raises ModelError if it does not run."""
     model = plain_model(config, attention=attention, trust_remote_code=trust_remote_code)
-    ids, others = ids_of(config, TOKENS)
+    ids, others = random_ids(config, TOKENS)
     last_changed = torch.cat([ids, torch.cat([ids[:, :-1], others[:, -1:]], dim=1)])
     logits = logits_of(model, last_changed)
     if not logits.isfinite().all():
@@ -76,12 +76,12 @@ def observe(config: Any, attention: str, trust_remote_code: bool = False) -> Beh
     again = moved(logits, logits_of(model, last_changed))
     ahead = moved(logits[0, :-1], logits[1, :-1])
     try:
-        return Behaviour(again, ahead, between(model), config)
+        return Behaviour(again, ahead, across_documents(model), config)
     except ModelError:  # it takes no positions
         return Behaviour(again, ahead, None, config)
 
 
-def ids_of(config: Any, tokens: int) -> tuple[Tensor, Tensor]:
+def random_ids(config: Any, tokens: int) -> tuple[Tensor, Tensor]:
     """Random token ids [1, tokens], and others in every place."""
     vocabulary = config.get_text_config().vocab_size
     ids = torch.randint(vocabulary, (1, tokens), generator=torch.Generator().manual_seed(0))
@@ -100,7 +100,7 @@ def why_together(
     options: dict[str, Any] = {"attention": attention, "trust_remote_code": trust_remote_code}
     try:
         with small_scale():
-            movement = between(plain_model(small, **options).to(device, dtype), told=True)
+            movement = across_documents(plain_model(small, **options).to(device, dtype), told=True)
     except (ModelError, RuntimeError, AssertionError) as error:  # there may be no such device
         return str(error).splitlines()[0]
     if movement <= max(NOISE, ROUNDINGS * torch.finfo(dtype).eps):
@@ -108,11 +108,11 @@ def why_together(
     return f"its kernels let logits move by {movement:.2g} of the largest"
 
 
-def between(model: Any, told: bool = False) -> float:
+def across_documents(model: Any, told: bool = False) -> float:
     """`Behaviour.between`, by masks, or by kernels that are `told` where documents begin. Raises
     ModelError if the model takes no positions."""
     half = TOKENS // 2
-    ids, others = ids_of(model.config, half)
+    ids, others = random_ids(model.config, half)
     positions = (torch.arange(TOKENS) % half)[None]
     # a row at a time, as one kernel or other takes it
     (twice,) = logits_of(model, torch.cat([ids, ids], dim=1), positions, told)
