@@ -13,7 +13,7 @@ import torch
 from megatrain.engine.step import mix
 from megatrain.engine.verify import gradients_of
 from megatrain.settings import Settings
-from tests.helpers.compare import apart, differing
+from tests.helpers.compare import apart
 from tests.helpers.plain import gradients_without_recompute, named_gradients
 from tests.helpers.support import engine_of, full_batches, plain_model, tiny_config, without_targets
 
@@ -81,18 +81,6 @@ def test_a_skipped_step_draws_new_masks_next_time():
         engine.train_step(without_targets(BATCHES))
         second = engine.forward_backward(BATCHES).loss
     assert first != second
-
-
-@pytest.mark.parametrize("groups", [1, 2])
-def test_dropout_depends_on_the_micro_batch_and_not_on_its_group(groups):
-    config = tiny_config("gpt-neox", **DROPOUTS["gpt-neox"])
-    batches = full_batches(0, [(1, 6)] * 3)
-    with engine_of(config) as engine:
-        engine.forward_backward(batches)
-        expected = gradients_of(engine)
-    with engine_of(config, settings=Settings(groups=groups, head_chunk_tokens=7)) as engine:
-        engine.forward_backward(batches)
-        assert differing(gradients_of(engine), expected) == []
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.3])

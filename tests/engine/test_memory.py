@@ -11,11 +11,14 @@ import pytest
 import torch
 
 import megatrain as mt
+from megatrain.engine.components import AppliedGradients
 from megatrain.engine.engine import Engine
-from megatrain.errors import OutOfMemory
+from megatrain.errors import MegaTrainError, OutOfMemory
 from megatrain.planner.cost.footprint import LiveBytes
 from megatrain.schedule import own_sums, slot_sizes, sum_buffers, summed_blocks
-from megatrain.settings import Settings
+from megatrain.settings import ALL, Settings
+from tests.helpers.compare import differing
+from tests.helpers.runs import run, state_of
 from tests.helpers.support import Batch, engine_of, full_batches, micro_batches, tiny_config
 
 DEPTHS = (4, 12)
@@ -120,6 +123,53 @@ def test_host_bytes_are_those_of_the_table_in_the_design():
                 for block in engine.anatomy.blocks
             )
             assert arrays == per_parameter * numel
+
+
+def test_resident_blocks_take_no_host_memory():
+    with (
+        engine_of("llama") as streamed,
+        engine_of("llama", settings=Settings(resident=2)) as mixed,
+        engine_of("llama", settings=Settings(resident=ALL)) as whole,
+    ):
+        here = 16 * sum(layout.numel for layout in mixed.store.layouts[:2])  # four fp32 arrays
+        resident = [mixed.store.array(name, b) for name in mixed.store.arrays for b in range(2)]
+        assert sum(array.nbytes for array in resident) == here
+        assert streamed.store.nbytes - mixed.store.nbytes == pytest.approx(here, abs=8 << 20)
+        assert [mixed.store.is_resident(block) for block in range(5)] == [True] * 2 + [False] * 3
+        assert whole.store.nbytes == 0
+
+
+SMALL = micro_batches(0)
+
+
+def test_a_step_of_more_micro_batches_than_planned_has_more_groups_not_larger_ones(monkeypatch):
+    settings = Settings(groups=2, group_size=1, head_chunk_tokens=7)
+    with engine_of("llama", settings=settings) as engine:
+        begun: list[int] = []
+        monkeypatch.setattr(
+            engine.parts.checkpoints, "begin_group", lambda tokens, *_: begun.append(len(tokens))
+        )
+        engine.train_step(SMALL)
+        assert begun == [1, 1, 1]
+        assert differing(run(engine_of("llama"), [SMALL]).state, state_of(engine)) == []
+
+
+@pytest.mark.parametrize(("precision", "kept"), [("bfloat16", 2), ("float32", 4)])
+def test_without_clipping_no_model_sized_gradient_exists(precision, kept):
+    """12 bytes a parameter are the weights' and the optimizer's."""
+    sizes = {"num_hidden_layers": 12, "hidden_size": 256, "intermediate_size": 1024}
+    config = tiny_config("llama", **sizes, num_key_value_heads=4)
+    with engine_of(config, precision=precision, max_grad_norm=None) as engine:
+        assert "grad" not in engine.store.arrays
+        assert engine.store.nbytes == pytest.approx(12 * engine.anatomy.parameters, rel=0.1)
+        assert isinstance(engine.parts.sink, AppliedGradients)
+        staging = sum(buffer.nbytes for buffer in engine.parts.sink.ring.buffers)
+        assert staging <= 3 * kept * max(layout.numel for layout in engine.store.layouts)
+        with pytest.raises(MegaTrainError, match="use train_step"):
+            engine.forward_backward(BATCHES)
+    with engine_of(config, precision=precision) as engine:
+        expected = (12 + kept) * engine.anatomy.parameters
+        assert engine.store.nbytes == pytest.approx(expected, rel=0.1)
 
 
 # -- the heap of malloc ----------------------------------------------------------------------------

@@ -1,5 +1,5 @@
 """Dials change no bit: when updates run, where state, sums and activations live, and how often
-gradients are computed."""
+gradients are computed. How a batch is cut changes only the order of sums."""
 
 from __future__ import annotations
 
@@ -10,13 +10,18 @@ from itertools import cycle
 from typing import Any
 
 import pytest
+from torch import Tensor
 
 from megatrain.engine.codecs import CODECS
+from megatrain.engine.verify import gradients_of
 from megatrain.memory.layout import GROUP
+from megatrain.models.trials.small import count_targets
 from megatrain.optim import AdamW, Lion, Muon, Optimizer
 from megatrain.settings import ALL, Settings
+from tests.helpers.compare import apart, differing
 from tests.helpers.runs import Trace, assert_same, run, train_serially
 from tests.helpers.support import (
+    Batch,
     engine_of,
     full_batches,
     micro_batches,
@@ -128,6 +133,7 @@ QUICK = [
         for model in ("qwen2-tied", "dropout")
         for where in ({"resident": 1}, {"resident": ALL, "retained": ALL})
     ),
+    Row("dropout", dials(groups=2), losses=1e-6),
     Row("qwen2-tied", PLAIN, PLAIN, {**FREE, **BF16, **MUON}, NEVER_CLIPS),
     # layers that are not recomputed have no use for a codec
     Row("llama", dials(retained=ALL, activations="int4"), dials(retained=ALL), BF16),
@@ -266,3 +272,51 @@ def test_nor_does_the_cut_of_any_optimizer_s_update_into_pieces(optimizer, monke
             per = GROUP if engine.store.arrays[name].per == "group" else 1
             assert len(expected.state[name, block]) == engine.store.layouts[block].numel // per
         assert_same(train_serially(engine, STEPS["cpu"]), expected)
+
+
+# -- how a batch is cut ----------------------------------------------------------------------------
+
+
+ONE = STEPS["cpu"][0]
+
+
+def backward(
+    batches: list[Batch], family: str = "qwen2-tied", **options: Any
+) -> tuple[float, dict[str, Tensor]]:
+    """(loss, gradients) of one step."""
+    with engine_of(family, **options) as engine:
+        return engine.forward_backward(batches).loss, gradients_of(engine)
+
+
+@pytest.mark.parametrize("sizes", [(3, 3), (1, 5), (1,) * 6], ids=str)
+def test_the_size_of_micro_batches_changes_only_summation_order(sizes):
+    (whole,) = micro_batches(0, [(6, 11)])
+    cut: list[Batch] = [
+        dict(zip(whole, parts, strict=True))
+        for parts in zip(*(t.split(list(sizes)) for t in whole.values()), strict=True)
+    ]
+    (loss, expected), (found, ours) = backward([whole], "llama"), backward(cut, "llama")
+    assert found == pytest.approx(loss, rel=1e-6)
+    assert apart(ours, expected, of_largest=0.0) == []
+
+
+@pytest.mark.parametrize("groups", [1, 3])
+def test_a_micro_batch_without_targets_adds_nothing(groups):
+    settings = Settings(groups=groups, head_chunk_tokens=7)
+    empty = without_targets(micro_batches(1)[:1])
+    loss, expected = backward(ONE, settings=settings)
+    found, ours = backward([*ONE, *empty], settings=settings)
+    assert found == loss
+    assert differing(ours, expected) == []
+
+
+def test_the_loss_is_divided_by_all_targets_of_the_step_and_not_by_micro_batch():
+    few, many = full_batches(0, [(1, 3), (4, 12)])
+    with engine_of("llama", optimizer=AdamW(lr=0.0)) as engine:
+        losses = [engine.evaluate([batch]).loss for batch in (few, many)]
+        counts = [count_targets([batch]) for batch in (few, many)]
+        assert abs(losses[0] - losses[1]) > 0.01
+        expected = (losses[0] * counts[0] + losses[1] * counts[1]) / sum(counts)
+        result = engine.forward_backward([few, many])
+        assert result.loss == pytest.approx(expected, rel=1e-6)
+        assert result.target_tokens == sum(counts)

@@ -127,6 +127,22 @@ def test_a_buffer_is_shared_and_one_that_waits_gets_its_turn_when_it_is_free(sto
     assert store.waited_s > 0.04
 
 
+def test_a_buffer_is_written_when_its_last_user_has_changed_it(store, monkeypatch):
+    writes, write = [], store._files.write
+
+    def noted(*given: Any) -> None:
+        writes.append(given)
+        write(*given)
+
+    monkeypatch.setattr(store._files, "write", noted)
+    users = [store.lease(1, ["exp_avg"], changes=True) for _ in range(2)]
+    for number, lease in enumerate(users):
+        lease.wait()
+        assert len(writes) == 0
+        lease.release(changed=True, soon=True)
+        assert len(writes) == number
+
+
 def test_a_lease_released_before_its_turn_lets_the_next_one_pass(store):
     held = [store.lease(block, ["exp_avg"], changes=False) for block in (1, 3)]
     unwanted, last = (store.lease(4, ["exp_avg"], changes=False) for _ in range(2))
