@@ -11,9 +11,11 @@ import transformers
 from torch import Tensor
 
 from megatrain.engine import inference
+from megatrain.engine.verify import weights_of
 from megatrain.errors import DataError
 from megatrain.settings import ALL, Settings
 from tests.helpers.compare import differing
+from tests.helpers.delays import delay
 from tests.helpers.runs import run, state_of
 from tests.helpers.support import (
     Batch,
@@ -106,6 +108,14 @@ def test_what_the_model_s_own_settings_say_does_not_count():
         own.generation_config.update(repetition_penalty=50.0, do_sample=True, max_new_tokens=1)
         assert engine.generate(PROMPT, NEW) == expected
         assert own.generation_config.repetition_penalty == 50.0
+
+
+def test_the_whole_model_is_that_after_the_last_update():
+    with delay(engine_of("llama"), ["update"], 0.02, 0.02) as engine:
+        engine.train_step(full_batches(0))
+        with engine.whole(20) as model:
+            found = {name: weight.clone() for name, weight in model.named_parameters()}
+        assert differing(found, weights_of(engine)) == []
 
 
 def plain_logprobs(model: Any, batch: Batch) -> Tensor:

@@ -4,14 +4,19 @@ they live between groups."""
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
+from itertools import product
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
 from megatrain.engine.gradients import Gradient, Gradients, GradientSink, square_sum
+from megatrain.engine.ranks.exchange import Exchange
+from megatrain.engine.ranks.sums import SharedGradients
 from megatrain.engine.streams import Compute, Lane
 from megatrain.memory.layout import FlatLayout
 from tests.helpers.compare import differing
@@ -20,6 +25,7 @@ CPU = torch.device("cpu")
 LAYOUTS = [
     FlatLayout.pack([("a", (5, 7), True), ("b", (n,), False)]) for n in (30, 3000, 100, 2000)
 ]
+DTYPES = [torch.float32, torch.bfloat16]
 MicroBatchGradients = dict[int, dict[str, Tensor]]  # by block and name
 
 
@@ -35,60 +41,72 @@ class Landed(GradientSink):
 
 
 class Rig:
-    """Gradient sums on the CPU, with everything they write to."""
+    """Gradient sums on the CPU, with everything they write to: of a rank, its shares."""
 
-    def __init__(self, mode: str, dtype: torch.dtype, own: list[int], resident: int) -> None:
-        self.resident = resident
-        self.host = {
-            block: torch.full((x.numel,), 7.0, dtype=dtype) for block, x in enumerate(LAYOUTS)
-        }
-        self.sums = {block: torch.full((x.numel,), 9.0) for block, x in enumerate(LAYOUTS)}
-        self.compute, self.upload, self.download = Compute(CPU), Lane("upload"), Lane("download")
+    def __init__(
+        self,
+        mode: str,
+        dtype: torch.dtype,
+        own: Sequence[int],
+        resident: int,
+        exchange: Exchange | None,
+    ) -> None:
+        blocks = range(len(LAYOUTS))
+        numels = [
+            exchange.trained_span(block).numel if exchange else LAYOUTS[block].numel
+            for block in blocks
+        ]
+        self.host = {block: torch.full((numels[block],), 7.0, dtype=dtype) for block in blocks}
+        sums = {block: torch.full((numels[block],), 9.0) for block in blocks}
+        self.lanes = {name: Lane(name) for name in ("upload", "download")}
         stays = range(resident if mode == "device" else 0)
         self.sink = Landed(
             {block: None if block in stays else host for block, host in self.host.items()}
         )
-        self.gradients = Gradients(
+        make: Any = partial(SharedGradients, exchange) if exchange else Gradients
+        self.gradients: Gradients = make(
             LAYOUTS,
             dtype,
             resident=resident,
-            own=list(range(len(LAYOUTS))) if mode == "device" else own,
-            compute=self.compute,
-            upload=self.upload,
-            download=self.download,
+            own=list(blocks) if mode == "device" else own,
+            compute=Compute(CPU),
+            upload=self.lanes["upload"],
+            download=self.lanes["download"],
             sink=self.sink,
-            host_sums=self.sums.__getitem__ if mode == "host" else None,
+            host_sums=sums.__getitem__ if mode == "host" else None,
         )
+        if exchange:
+            self.lanes["exchange"] = exchange.lane
 
-    def step(self, groups: list[list[MicroBatchGradients]]) -> list[Gradient]:
-        """One step, visited as the engine visits blocks."""
+    def step(
+        self, groups: Sequence[Sequence[MicroBatchGradients]], stop: int | None = None
+    ) -> list[Gradient]:
+        """One step, visited as the engine visits blocks. stop: abandon it before this group."""
         self.gradients.begin_step()
         self.sink.begin_step()
-        for number, group in enumerate(groups):
+        for number, group in enumerate(groups[:stop]):
+            last = number == len(groups) - 1
             for block in reversed(range(len(LAYOUTS))):
                 self.gradients.open(block)
                 for micro_batch in group:
                     self.gradients.add(block, dict(micro_batch[block]))
-                self.gradients.close(block, last_group=number == len(groups) - 1)
-            last = number == len(groups) - 1
+                self.gradients.close(block, last_group=last)
             assert len(self.sink.finished) == (len(LAYOUTS) if last else 0)
         return list(self.sink.finished)
-
-    def close(self) -> None:
-        self.upload.close()
-        self.download.close()
 
 
 @contextmanager
 def rig(
     mode: str = "ring",
     dtype: torch.dtype = torch.float32,
-    own: tuple[int, ...] = (),
+    own: Sequence[int] = (),
     resident: int = 0,
+    exchange: Exchange | None = None,
 ) -> Iterator[Rig]:
-    made = Rig(mode, dtype, list(own), resident)
+    made = Rig(mode, dtype, own, resident, exchange)
     yield made
-    made.close()
+    for lane in made.lanes.values():
+        lane.close()
 
 
 def random_micro_batches(count: int, seed: int = 0) -> list[MicroBatchGradients]:
@@ -127,27 +145,18 @@ def cut(items: list[MicroBatchGradients], groups: int) -> list[list[MicroBatchGr
 
 
 def test_the_sum_is_fp32_in_micro_batch_order_and_rounded_once():
-    for mode, groups in [
-        ("ring", 1),
-        ("device", 1),
-        ("device", 3),
-        ("host", 1),
-        ("host", 2),
-        ("host", 6),
-    ]:
-        for own in [(), (0,)]:
-            for resident in [0, 2, 4]:
-                for dtype in [torch.float32, torch.bfloat16]:
-                    with rig(mode, dtype, own, resident) as made:
-                        for step in range(2):  # the second must not see the first
-                            micro_batches = random_micro_batches(6, step)
-                            finished = made.step(cut(micro_batches, groups))
-                            norm = made.gradients.norm(finished)
-                            expected = expected_sums(micro_batches, dtype)
-                            assert [gradient.block for gradient in finished] == [3, 2, 1, 0]
-                            assert differing(landed(finished, dtype), expected) == []
-                            whole = torch.cat([gradient.double() for gradient in expected.values()])
-                            assert norm == pytest.approx(float(whole.norm()), rel=1e-6)
+    ways = [("ring", 1), ("device", 1), ("device", 3), ("host", 1), ("host", 2), ("host", 6)]
+    for (mode, groups), own, resident, dtype in product(ways, [(), (0,)], [0, 2, 4], DTYPES):
+        with rig(mode, dtype, own, resident) as made:
+            for step in range(2):  # the second must not see the first
+                micro_batches = random_micro_batches(6, step)
+                finished = made.step(cut(micro_batches, groups))
+                norm = made.gradients.norm(finished)
+                expected = expected_sums(micro_batches, dtype)
+                assert [gradient.block for gradient in finished] == [3, 2, 1, 0]
+                assert differing(landed(finished, dtype), expected) == []
+                whole = torch.cat([gradient.double() for gradient in expected.values()])
+                assert norm == pytest.approx(float(whole.norm()), rel=1e-6)
 
 
 def test_a_tensor_without_gradient_counts_as_zero():
@@ -192,7 +201,7 @@ def test_a_sum_that_arrives_after_its_step_was_abandoned_does_no_harm():
             made.gradients.open(block)
             made.gradients.add(block, dict(micro_batch[block]))
             made.gradients.close(block, last_group=False)
-        made.upload.delay = lambda: time.sleep(0.03)
+        made.lanes["upload"].delay = lambda: time.sleep(0.03)
         made.gradients.open(3)  # the second group, which ends here
         made.gradients.begin_step()
         for block in (3, 2, 1, 0):
@@ -214,7 +223,7 @@ def test_a_failed_download_is_raised_by_the_norm():
 
 
 def test_the_sum_of_squares_keeps_its_digits():
-    for dtype in [torch.float32, torch.bfloat16]:
+    for dtype in DTYPES:
         values = (torch.randn(1 << 20, generator=torch.Generator().manual_seed(0)) * 1e-3).to(dtype)
         expected = float(values.double().square().sum())
         assert float(square_sum(values)) == pytest.approx(expected, rel=1e-6)

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Sequence
 from functools import partial
 
 import pytest
@@ -12,16 +11,15 @@ import torch
 from torch import Tensor
 
 from megatrain.engine.ranks.exchange import Exchange
-from megatrain.engine.ranks.sums import SharedGradients
-from megatrain.engine.streams import Compute, Lane
+from megatrain.engine.streams import Compute
 from megatrain.world import World
 from tests.engine.test_gradients import (
     CPU,
     LAYOUTS,
-    Landed,
     MicroBatchGradients,
     landed,
     random_micro_batches,
+    rig,
 )
 from tests.helpers.compare import differing
 from tests.helpers.ranks import run_ranks
@@ -30,59 +28,6 @@ COUNTS = [[2, 1, 1], [1, 2, 0], [1, 0, 0]]  # micro-batches of each group and ra
 OWN: dict[str, tuple[int, ...]] = {"none": (), "tied": (0,), "some": (0, 1)}
 LANES = ("upload", "download", "exchange")
 Found = tuple[dict[int, Tensor], float]
-
-
-class Rig:
-    """A rank's gradient sums on the CPU, with everything that they write to."""
-
-    def __init__(self, world: World, own: Sequence[int], dtype: torch.dtype) -> None:
-        self.world, self.dtype, compute = world, dtype, Compute(CPU)
-        self.exchange = Exchange(world, LAYOUTS, compute)
-        self.lanes = {name: Lane(name) for name in LANES[:2]}
-        spans = [self.exchange.trained_span(block) for block in range(len(LAYOUTS))]
-        host = {n: torch.full((s.numel,), 7.0, dtype=dtype) for n, s in enumerate(spans)}
-        sums = [torch.full((span.numel,), 9.0) for span in spans]
-        self.sink = Landed({**host})
-        self.gradients = SharedGradients(
-            self.exchange,
-            LAYOUTS,
-            dtype,
-            resident=0,
-            own=own,
-            compute=compute,
-            upload=self.lanes["upload"],
-            download=self.lanes["download"],
-            sink=self.sink,
-            host_sums=sums.__getitem__,
-        )
-        self.lanes["exchange"] = self.exchange.lane
-
-    def step(self, seed: int, groups: int = len(COUNTS)) -> Found:
-        """This rank's shares, and the norm. As the engine visits blocks."""
-        self.gradients.begin_step()
-        self.sink.begin_step()
-        rank = self.world.rank
-        mine = [each[rank] for each in given(seed, self.world.size)]
-        for group in mine[:groups]:
-            for block in reversed(range(len(LAYOUTS))):
-                self.gradients.open(block)
-                for micro_batch in group:
-                    self.gradients.add(block, dict(micro_batch[block]))
-                self.gradients.close(block, last_group=group is mine[-1])
-        if groups < len(mine):
-            return {}, 0.0
-        norm = self.gradients.norm(self.sink.finished)
-        shares = landed(self.sink.finished, self.dtype)
-        return {block: share.clone() for block, share in shares.items()}, norm
-
-
-@contextmanager
-def rig(world: World, own: Sequence[int], dtype: torch.dtype = torch.float32) -> Iterator[Rig]:
-    made = Rig(world, own, dtype)
-    with ExitStack() as stack:
-        for lane in made.lanes.values():
-            stack.callback(lane.close)
-        yield made
 
 
 def given(seed: int, ranks: int) -> list[list[list[MicroBatchGradients]]]:
@@ -131,15 +76,22 @@ CASES = [
 
 
 def summed(world: World) -> list[list[Found]]:
-    """Two steps of every case, the second after one that was abandoned in its second group."""
+    """Two steps of every case, the second after one that was abandoned in its last group."""
     found = []
     for own, dtype, slow in CASES:
-        with rig(world, OWN[own], dtype) as made:
+        exchange = Exchange(world, LAYOUTS, Compute(CPU))
+        with rig("host", dtype, OWN[own], exchange=exchange) as made:
             if slow and world.rank == 1:
                 made.lanes[slow].delay = partial(time.sleep, 0.001)
-            first = made.step(0)
-            made.step(2, groups=2)
-            found.append([first, made.step(1)])
+            steps = []
+            for seed, stop in ((0, None), (2, 2), (1, None)):
+                mine = [each[world.rank] for each in given(seed, world.size)]
+                finished = made.step(mine, stop)
+                if stop is None:
+                    norm = made.gradients.norm(finished)
+                    shares = landed(finished, dtype).items()
+                    steps.append(({block: share.clone() for block, share in shares}, norm))
+            found.append(steps)
     return found
 
 
