@@ -127,7 +127,6 @@ class SavedTensors:
 
     def leave(self, tokens: int) -> None:
         """The graph is complete: send what it saved. `tokens`: of its micro-batch."""
-        self._numbers.clear()  # other memory may get these addresses from now on
         self.sent = self._keeper.save_graph(self._memory, tokens)
         self._memory = []
 

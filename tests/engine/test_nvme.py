@@ -76,13 +76,20 @@ WITH_ADAMW = [
 ]
 CASES: list[Any] = [(*case, {}) for case in WITH_ADAMW]
 CASES += [(clip, "one group", 1, {"optimizer": Muon()}) for clip in (0.5, None)]
+SLOW_CALLS: list[tuple[float | None, tuple[str, ...]]]
+SLOW_CALLS = [(0.5, ("preadv",)), (None, ("pwritev",)), (0.5, ("preadv", "pwritev"))]
+CASES += [(clip, "one group", 2, {"slow": slow}) for clip, slow in SLOW_CALLS]
 CASES += [pytest.param(*case, {"device": "cuda"}, marks=pytest.mark.cuda) for case in WITH_ADAMW]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("clip", "mode", "buffers", "more"), CASES)
 def test_training_from_nvme_is_training_from_ram(tmp_path, monkeypatch, clip, mode, buffers, more):
+    more = dict(more)
     few_buffers(monkeypatch, buffers)
+    if slow := more.pop("slow", ()):
+        monkeypatch.setattr(nvme_store, "PIECE_BYTES", 1 << 20)
+        slow_drive(monkeypatch, slow, 0.004)
     engine = make(tmp_path, ALL, clip, mode, **more)
     assert engine.store.is_on_nvme("remainder", 3)
     assert_same(run(engine, STEPS), in_ram(mode, clip, **more))
@@ -103,21 +110,6 @@ def test_what_is_on_nvme_is_not_in_ram(tmp_path, monkeypatch):
         numel = [layout.numel for layout in ours.store.layouts]
         assert theirs.store.nbytes <= sum(numel) * 4 + max(numel) * 10 + 6 * 4096
         assert ours.store.nbytes >= sum(numel) * 14
-
-
-# -- slow drives -----------------------------------------------------------------------------------
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("slow", "clip"),
-    [(("preadv",), 0.5), (("pwritev",), None), (("preadv", "pwritev"), 0.5)],
-)
-def test_a_slow_drive_changes_no_bit(tmp_path, monkeypatch, clip, slow):
-    monkeypatch.setattr(nvme_store, "PIECE_BYTES", 1 << 20)
-    few_buffers(monkeypatch, 2)
-    slow_drive(monkeypatch, slow, 0.004)
-    assert_same(run(make(tmp_path, clip=clip), STEPS), in_ram(clip=clip))
 
 
 @pytest.mark.slow

@@ -77,33 +77,30 @@ def compare(
         assert value == pytest.approx(theirs.metrics[metric], rel=1e-5, abs=1e-6), metric
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_loss_gradients_and_metrics_are_those_of_trl(verdict, name):
-    theirs, (method, _, loss) = verdict(name), CASES[name]
-    with engine_of(trainers()[method].model(tiny_config("llama"))) as engine:
-        result = engine.forward_backward(theirs.micro_batches(size=2), loss)
-        ours = gradients_of(engine)
-    assert result.loss == pytest.approx(theirs.loss, rel=1e-6)
-    compare(theirs, result, ours)
+Compared = tuple[str, str, int, tuple[str, ...]]  # case, family, size of micro-batches, frozen
+COMPARED: list[Compared] = [(name, "llama", 2, ()) for name in CASES]
+COMPARED += [(name, "llama", 2, FROZEN) for name in ("dpo-several", "kto", "reward-centered")]
+OTHER_FAMILIES: list[Compared] = [
+    ("dpo-ipo", "gemma2", 3, ()),
+    ("orpo", "qwen3", 3, ()),
+    ("kto", "llama-tied", 3, ()),
+    ("reward-centered", "gemma2", 3, ()),
+]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
-    ("name", "family"),
-    [
-        ("dpo-ipo", "gemma2"),
-        ("orpo", "qwen3"),
-        ("kto", "llama-tied"),
-        ("reward-centered", "gemma2"),
-    ],
+    ("name", "family", "size", "freeze"),
+    [*COMPARED, *(pytest.param(*case, marks=pytest.mark.slow) for case in OTHER_FAMILIES)],
 )
-def test_they_are_in_other_families(verdict, name, family):
+def test_loss_gradients_and_metrics_are_those_of_trl(verdict, name, family, size, freeze):
     theirs, (method, _, loss) = verdict(name, family), CASES[name]
-    with engine_of(trainers()[method].model(tiny_config(family))) as engine:
-        result = engine.forward_backward(theirs.micro_batches(size=3), loss)
+    with engine_of(trainers()[method].model(tiny_config(family)), freeze=freeze) as engine:
+        frozen = engine.anatomy.frozen
+        result = engine.forward_backward(theirs.micro_batches(size=size), loss)
         ours = gradients_of(engine)
+    assert (len(frozen) > 1) == bool(freeze)
     assert result.loss == pytest.approx(theirs.loss, rel=1e-6)
-    compare(theirs, result, ours)
+    compare(theirs, result, ours, frozen)
 
 
 @pytest.mark.parametrize("name", ["dpo-sigmoid", "kto"])
@@ -116,19 +113,6 @@ def test_a_mixture_s_routers_are_balanced_as_by_trl(verdict, name):
     assert result.aux_loss == pytest.approx(aux, rel=1e-5)
     assert result.loss == pytest.approx(theirs.loss - 0.3 * aux, rel=1e-5)
     compare(theirs, result, ours)
-
-
-@pytest.mark.parametrize("name", ["dpo-several", "kto", "reward-centered"])
-def test_frozen_tensors_leave_the_others_gradients_as_they_are(verdict, name):
-    theirs, (method, _, loss) = verdict(name), CASES[name]
-    model = trainers()[method].model(tiny_config("llama"))
-    with engine_of(model, freeze=FROZEN) as engine:
-        frozen = engine.anatomy.frozen
-        result = engine.forward_backward(theirs.micro_batches(size=2), loss)
-        ours = gradients_of(engine)
-    assert len(frozen) > 1
-    assert result.loss == pytest.approx(theirs.loss, rel=1e-6)
-    compare(theirs, result, ours, frozen)
 
 
 def test_a_share_of_wrong_preferences_of_a_half_or_more_is_refused():

@@ -39,6 +39,7 @@ MODES = {
 # they use all lanes
 WITH_ONE_SLOW = ("two groups, sums travel", "graphs on the host", "gradients twice")
 WHO = (*LANES, "compute")
+Inject = Callable[[Engine, pytest.MonkeyPatch], None]
 pytestmark = pytest.mark.usefixtures("deterministic")
 
 
@@ -88,34 +89,20 @@ def updates_may_lag(engine: Engine, _: pytest.MonkeyPatch) -> None:
     source.updates = NoUpdates()
 
 
-def uploads_may_lag(engine: Engine, _: pytest.MonkeyPatch) -> None:
-    skip_compute_waits(engine, "upload")
+def compute_skips(cause: str) -> Inject:
+    def inject(engine: Engine, patch: pytest.MonkeyPatch) -> None:
+        wait = engine.parts.compute.wait
+        some = lambda event, why: None if why == cause else wait(event, why)  # noqa: E731
+        patch.setattr(engine.parts.compute, "wait", some)
+
+    return inject
 
 
-def downloads_may_lag(engine: Engine, _: pytest.MonkeyPatch) -> None:
-    skip_compute_waits(engine, "download")
+def lane_skips(name: str) -> Inject:
+    def inject(engine: Engine, patch: pytest.MonkeyPatch) -> None:
+        patch.setattr(engine.parts.lanes[name], "wait", never_wait)
 
-
-def skip_compute_waits(engine: Engine, skipped: str) -> None:
-    wait = engine.parts.compute.wait
-
-    def some(event: Event | None, cause: str) -> None:
-        if cause != skipped:
-            wait(event, cause)
-
-    engine.parts.compute.wait = some  # type: ignore[method-assign]
-
-
-def uploads_wait_for_nobody(engine: Engine, _: pytest.MonkeyPatch) -> None:
-    engine.parts.lanes["upload"].wait = never_wait  # type: ignore[method-assign,assignment]
-
-
-def downloads_wait_for_nobody(engine: Engine, _: pytest.MonkeyPatch) -> None:
-    engine.parts.lanes["download"].wait = never_wait  # type: ignore[method-assign,assignment]
-
-
-def fetches_wait_for_nobody(engine: Engine, _: pytest.MonkeyPatch) -> None:
-    engine.parts.lanes["fetch"].wait = never_wait  # type: ignore[method-assign,assignment]
+    return inject
 
 
 def landings_are_not_awaited(_: Engine, patch: pytest.MonkeyPatch) -> None:
@@ -130,7 +117,7 @@ def staging_is_taken_at_once(engine: Engine, _: pytest.MonkeyPatch) -> None:
 class Fault:
     """A wait that is taken away, and where that must show. On a CPU compute is never late."""
 
-    inject: Callable[[Engine, pytest.MonkeyPatch], None]
+    inject: Inject
     slow: str
     mode: str = "one group"
     clip: float | None = 0.5
@@ -140,18 +127,18 @@ class Fault:
 BOTH, CUDA = ("cpu", "cuda"), ("cuda",)
 FAULTS = [
     Fault(updates_may_lag, "update", devices=BOTH),
-    Fault(uploads_may_lag, "upload", devices=BOTH),
-    Fault(downloads_may_lag, "download", devices=BOTH),
-    Fault(uploads_wait_for_nobody, "download", "two groups, sums travel", devices=BOTH),
-    Fault(uploads_wait_for_nobody, "compute", devices=CUDA),
-    Fault(downloads_wait_for_nobody, "compute", devices=CUDA),
+    Fault(compute_skips("upload"), "upload", devices=BOTH),
+    Fault(compute_skips("download"), "download", devices=BOTH),
+    Fault(lane_skips("upload"), "download", "two groups, sums travel", devices=BOTH),
+    Fault(lane_skips("upload"), "compute", devices=CUDA),
+    Fault(lane_skips("download"), "compute", devices=CUDA),
     Fault(landings_are_not_awaited, "download", clip=None),
     Fault(landings_are_not_awaited, "download", "two groups, sums travel", clip=None),
-    Fault(fetches_wait_for_nobody, "download", "boundaries offloaded"),
-    Fault(uploads_may_lag, "fetch", "boundaries offloaded"),
-    Fault(fetches_wait_for_nobody, "download", "graphs on the host"),
-    Fault(uploads_may_lag, "fetch", "graphs on the host"),
-    Fault(downloads_may_lag, "download", "boundaries offloaded"),
+    Fault(lane_skips("fetch"), "download", "boundaries offloaded"),
+    Fault(compute_skips("upload"), "fetch", "boundaries offloaded"),
+    Fault(lane_skips("fetch"), "download", "graphs on the host"),
+    Fault(compute_skips("upload"), "fetch", "graphs on the host"),
+    Fault(compute_skips("download"), "download", "boundaries offloaded"),
     Fault(staging_is_taken_at_once, "update", clip=None),
 ]
 ON_DEVICES = [
@@ -166,7 +153,7 @@ ON_DEVICES = [
 @pytest.mark.parametrize(
     ("fault", "device"),
     ON_DEVICES,
-    ids=lambda x: f"{x.inject.__name__}-{x.mode}" if isinstance(x, Fault) else x,
+    ids=lambda x: f"{x.inject.__qualname__}-{x.slow}-{x.mode}" if isinstance(x, Fault) else x,
 )
 def test_without_its_wait_a_delay_changes_the_result(fault, device, monkeypatch):
     """On a busy machine a lane may have to be held up for longer until others overtake it."""

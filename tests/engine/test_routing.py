@@ -68,41 +68,35 @@ def computed(
         return result, gradients_of(engine)
 
 
+WHOLE, AT_END, AT_START = (
+    full_batches(3, [(3, 11)]),
+    *(micro_batches(3, [(3, 11)], pad_left=left) for left in (False, True)),
+)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("family", "padding"),
+    ("family", "batches", "mode"),
     [
-        ("qwen3-moe", "none"),
-        ("qwen3-moe", "at the end"),
-        ("mixtral", "at the beginning"),
-        ("qwen3-next", "at the end"),
-        ("gpt-oss", "at the beginning"),
-        ("olmoe", "none"),
+        ("qwen3-moe", WHOLE, None),
+        ("qwen3-moe", AT_END, None),
+        ("mixtral", AT_START, None),
+        ("qwen3-next", AT_END, None),
+        ("gpt-oss", AT_START, None),
+        ("olmoe", WHOLE, None),
+        *(("qwen3-moe", AT_END, mode) for mode in MODES),
+        ("gpt-oss", AT_END, "in chunks"),
     ],
 )
-def test_loss_and_gradients_are_those_of_transformers(family, padding, device):
-    if padding == "none":
-        (batch,) = full_batches(3, [(3, 11)])
-    else:
-        (batch,) = micro_batches(3, [(3, 11)], pad_left=padding == "at the beginning")
+def test_loss_and_gradients_are_those_of_transformers(family, batches, mode, device):
+    (batch,) = batches
     model, loss, aux_loss = of_transformers(family, batch)
-    for batches in ([batch], rows_of(batch)):
-        result, gradients = computed(family, batches, device=device)
+    for cut in ([batch], rows_of(batch)):
+        settings = None if mode is None else MODES[mode]
+        result, gradients = computed(family, cut, settings=settings, device=device)
         assert result.aux_loss == pytest.approx(aux_loss, rel=1e-6)
         assert result.loss + COEFFICIENT * result.aux_loss == pytest.approx(loss, rel=1e-6)
         assert worst(gradients, model) < 2e-5
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("family", "mode"), [*(("qwen3-moe", mode) for mode in MODES), ("gpt-oss", "in chunks")]
-)
-def test_layers_count_once_and_pull_however_they_are_computed(family, mode, device):
-    (batch,) = micro_batches(5, [(3, 11)])
-    model, _, aux_loss = of_transformers(family, batch)
-    result, gradients = computed(family, rows_of(batch), settings=MODES[mode], device=device)
-    assert result.aux_loss == pytest.approx(aux_loss, rel=1e-6)
-    assert worst(gradients, model) < 2e-5
 
 
 def test_a_second_backward_pulls_as_the_first():

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from megatrain.machine.datasheets import peak_tflops
-from megatrain.machine.hardware import bf16_is_fast, read_hardware
+from megatrain.machine.hardware import CUBLAS_WORKSPACE_BYTES, MIB, bf16_is_fast, read_hardware
 from megatrain.machine.profile import MachineProfile, interpolate
 from megatrain.measure.checks import check
 from megatrain.measure.profile import measure_machine
@@ -72,6 +72,13 @@ def test_products_are_below_the_peak(profile: MachineProfile) -> None:
 
 def test_the_devices_update_is_bound_by_its_memory(profile: MachineProfile) -> None:
     assert 0.5 * profile.memory / 26 < profile.device_update < 1.2 * profile.memory / 26
+
+
+def test_memory_is_given_back(profile: MachineProfile) -> None:
+    allocated, reserved = HELD_BEFORE
+    workspaces = CUBLAS_WORKSPACE_BYTES + MIB  # cuBLASLt's is what fp8 products ask for
+    assert torch.cuda.memory_allocated() <= allocated + workspaces
+    assert torch.cuda.memory_reserved() <= reserved + workspaces + 64 * MIB
 
 
 def test_the_machine_is_checked(profile: MachineProfile, tmp_path: Path) -> None:
