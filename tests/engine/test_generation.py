@@ -114,6 +114,7 @@ def test_the_whole_model_is_that_after_the_last_update():
     with delay(engine_of("llama"), ["update"], 0.02, 0.02) as engine:
         engine.train_step(full_batches(0))
         with engine.whole(20) as model:
+            assert model is not None
             found = {name: weight.clone() for name, weight in model.named_parameters()}
         assert differing(found, weights_of(engine)) == []
 
