@@ -18,6 +18,7 @@ import megatrain as mt
 from megatrain.cli import main
 from megatrain.engine.engine import Engine
 from megatrain.engine.request import Request
+from megatrain.models.pretrained import resolve_source
 from megatrain.recipes.api import config_of
 from tests.helpers.once import commands_dry_run_models_once, engines_are_built_fast
 from tests.helpers.support import engine_of, full_batches, micro_batches, plain_model, tiny_config
@@ -175,6 +176,19 @@ def test_from_pretrained_plans_and_reads_the_weights(tmp_path):
         weights = dict(engine.iter_weights())
         for name, parameter in model.named_parameters():
             assert torch.equal(weights[name], parameter), name
+
+
+def test_weights_that_are_read_anew_are_computed_with(tmp_path):
+    """Those of a sweep before are still on the device."""
+    how: Any = {"precision": "float32", "settings": mt.Settings()}
+    for seed in range(2):
+        model: Any = plain_model(tiny_config("llama"), seed=seed)
+        model.save_pretrained(tmp_path / f"model-{seed}")
+    one, other = (Engine.from_pretrained(tmp_path / f"model-{seed}", **how) for seed in range(2))
+    with one, other:
+        before, expected = (engine.evaluate(BATCHES).loss for engine in (one, other))
+        one.load_weights(resolve_source(tmp_path / "model-1"))
+        assert one.evaluate(BATCHES).loss == expected != before
 
 
 @pytest.mark.slow

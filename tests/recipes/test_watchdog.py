@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from megatrain.recipes.signals import HangWatch
 from tests.helpers.commands import metrics_of, wait_for
 
 # The time allowed is short where something hangs, and nowhere else: on a busy machine a process may
@@ -114,6 +115,14 @@ def slowly(*given):
     return original(*given)
 run.read_model = slowly
 """
+
+
+def test_three_planned_steps_may_take_longer_than_is_allowed():
+    watch, allowed = HangWatch(60.0, None), []
+    for step_s in (1.0, 100.0, 1.0):
+        watch.expect(step_s)
+        allowed.append(watch.allowed_s)
+    assert allowed == [60.0, 300.0, 300.0]
 
 
 @pytest.mark.slow
