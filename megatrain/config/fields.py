@@ -247,8 +247,8 @@ class Config(Options):
     device: v.Device = key("auto", "auto: CUDA where there is a GPU.")
     gpus: v.CountOrAuto = key(
         "auto",
-        "GPUs of this host that train together; auto: all that are visible, but no more than a "
-        "step has rows for. Launchers such as torchrun say it themselves.",
+        "GPUs of this host that train together; auto: all that are visible, but no more than "
+        "train.rows_per_step has rows for. Launchers such as torchrun say it themselves.",
     )
     track: v.Trackers = key(
         (), "Experiment trackers that get every line of metrics.jsonl, the config and the plan."
