@@ -14,6 +14,7 @@ from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 from transformers.models.nemotron_h.modeling_nemotron_h import NemotronHExperts
 
 from megatrain.models.implementations import NAME, use_fused_sinks, use_grouped_rows
+from megatrain.models.meta import on_meta
 from tests.helpers.support import tiny_config
 
 TOKENS, HIDDEN, EXPERTS, EACH = 24, 32, 6, 3
@@ -81,6 +82,15 @@ def test_bfloat16_is_as_near_to_float32_as_transformers(kind):
     for true, one, other in zip(exact, ours, theirs, strict=True):
         off, usual = (float((x.float() - true).detach().norm()) for x in (one, other))
         assert off <= 1.3 * usual + 1e-3 * float(true.detach().norm())
+
+
+def test_rows_that_no_grouped_kernel_takes_are_refused_without_data_too():
+    rows, matrices = (
+        torch.empty(s, dtype=torch.bfloat16, device="meta") for s in ((4, 3), (2, 3, 8))
+    )
+    ends = torch.zeros(2, dtype=torch.int32, device="meta")
+    with on_meta(), pytest.raises(RuntimeError, match="multiple of 16 bytes"):
+        torch.nn.functional.grouped_mm(rows, matrices, offs=ends)
 
 
 # -- attention with sinks -------------------------------------------------------------------------

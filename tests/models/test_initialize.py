@@ -9,6 +9,8 @@ from torch import Tensor
 
 from megatrain.engine.engine import Engine
 from megatrain.engine.verify import weights_of
+from megatrain.models.initialize import modules_of
+from megatrain.models.skeleton import Skeleton
 from megatrain.optim.split import join_master
 from tests.helpers.compare import differing
 from tests.helpers.support import FAMILIES, tiny_config
@@ -67,6 +69,14 @@ def test_bfloat16_keeps_the_fp32_draw_as_its_master():
             )
             views = block.layout.views(master)
             assert differing(views, {name: exact[name] for name in views}) == []
+
+
+def test_modules_are_drawn_from_the_inside_out():
+    skeleton = Skeleton(tiny_config("gpt2"))
+    paths = modules_of(skeleton, skeleton.anatomy.blocks[1])
+    assert "transformer.h.0" in paths
+    for place, path in enumerate(paths):
+        assert not any(later.startswith(f"{path}.") for later in paths[place:]), path
 
 
 def test_the_caller_s_random_state_is_left_alone():

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
 import transformers
+from torch import nn
 
 from megatrain.errors import ModelError
 from megatrain.models.anatomy import find_layers
 from megatrain.models.family import build_model
 from megatrain.models.shapes import SHAPES
+from megatrain.models.trials import small as module_under_test
+from megatrain.models.trials.behaviour import observe
 from megatrain.models.trials.small import shrink
 from tests.helpers.support import tiny_config
 
@@ -94,4 +98,15 @@ def test_there_is_none_that_lacks_a_kind_of_layer(monkeypatch):
 
     monkeypatch.setattr(type(config), "from_dict", all_sliding)
     with pytest.raises(ModelError, match="layers have not all kinds"):
+        small_of(config)
+
+
+def test_one_that_draws_random_numbers_or_has_no_finite_logits_tells_nothing(monkeypatch):
+    with pytest.raises(ModelError, match="its logits are not finite"):
+        observe(tiny_config("llama", rms_norm_eps=float("nan")), "sdpa")
+    config = tiny_config("llama", num_hidden_layers=2)
+    drawing = build_model(config, "auto", torch.float32)
+    drawing.extra = nn.Dropout(0.5)
+    monkeypatch.setattr(module_under_test, "build_model", Mock(return_value=drawing))
+    with pytest.raises(ModelError, match="no small model: it draws random numbers"):
         small_of(config)

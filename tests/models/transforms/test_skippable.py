@@ -144,6 +144,20 @@ def test_dropout_after_a_product_keeps_it() -> None:
     assert skippable(layer.train(), (ROWS, TOKENS, HIDDEN), torch.float32, call) == ()
 
 
+def test_a_product_that_decides_is_kept() -> None:
+    class Asks(nn.Module):
+        def __init__(self, asks: bool) -> None:
+            super().__init__()
+            self.linear, self.asks = nn.Linear(4, 4), asks
+
+        def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+            product: torch.Tensor = self.linear(hidden)
+            return hidden + product if self.asks and product.isfinite().all() else product + hidden
+
+    for asks, expected in ((False, ("linear",)), (True, ())):
+        assert skippable(Asks(asks), (1, 2, 4), torch.float32, LayerCall((), {})) == expected
+
+
 # torch.compile does that to autograd functions
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
