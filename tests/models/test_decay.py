@@ -13,13 +13,8 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from megatrain.models.anatomy import decaying
 from megatrain.models.skeleton import Skeleton
-from megatrain.optim import AdamW
-from tests.helpers.compare import apart
-from tests.helpers.plain import DECAY, optimizer_of, train_plain
-from tests.helpers.runs import train_engine
-from tests.helpers.support import engine_of, full_batches, plain_model, tiny_config
+from tests.helpers.support import tiny_config
 
-STEPS = [full_batches(seed) for seed in range(2)]
 FAMILIES = 165  # that can be built in two layers of default sizes, of transformers 5.23's 189
 
 
@@ -61,17 +56,3 @@ def test_a_layout_says_so_and_muon_s_matrices_decay(family, changes, decay, not_
     assert not (of[not_decay].decay or of[not_decay].hidden)
     assert not decay or of[decay].decay
     assert all(spec.decay for spec in specs if spec.hidden)
-
-
-@pytest.mark.parametrize("family", ["cohere", "gpt-oss", "qwen3-next"])
-def test_two_steps_are_those_of_an_optimizer_with_the_trainers_groups(family):
-    changes: dict[str, Any] = {"use_qk_norm": True} if family == "cohere" else {}
-    config = tiny_config(family, **changes)
-    plain = plain_model(config, attention="eager")
-    options: Any = {"optimizer": AdamW(lr=2e-3, weight_decay=DECAY), "attention": "eager"}
-    with engine_of(config, weights=plain, **options) as engine:
-        ours = train_engine(engine, STEPS)
-    optimizer = optimizer_of(plain.named_parameters(), of_trainer(plain), 2e-3)
-    theirs = train_plain(plain, STEPS, [2e-3] * 2, [optimizer])
-    assert ours.losses == pytest.approx(theirs.losses, rel=1e-5)
-    assert apart(ours.weights, theirs.weights, 3e-4, of_largest=1e-6) == []
