@@ -143,7 +143,13 @@ def test_loss_and_gradients_are_those_of_cross_entropy(chunk):
     hidden, weight, targets, labels = problem()
     sums = torch.zeros_like(weight)
     weight.requires_grad_()
-    head = Head(lambda x: x @ weight.T, chunk)
+    rows: list[int] = []
+
+    def project(x: Tensor) -> Tensor:
+        rows.append(len(x))
+        return x @ weight.T
+
+    head = Head(project, chunk)
     given = (hidden, targets, next_token, 0.25, [weight], [Sum(sums, empty=True)])
     total, grad_hidden = head.loss_and_gradients(*given)
     leaf = hidden.clone().requires_grad_()
@@ -154,7 +160,10 @@ def test_loss_and_gradients_are_those_of_cross_entropy(chunk):
         assert float(found.loss[TARGETS]) == pytest.approx(float(expected.detach()), rel=1e-6)
     assert distance(grad_hidden, grads[0]) < 1e-6
     assert distance(sums, grads[1]) < 1e-6
-    assert torch.all(grad_hidden[2:8] == 0)  # positions without a target
+    assert max(rows) == min(chunk, len(targets))  # logits never exist for more
+    # positions without a target are never projected
+    assert sum(rows) == 2 * len(targets) < 2 * len(hidden)
+    assert torch.all(grad_hidden[2:8] == 0)
     assert torch.all(grad_hidden[-1] == 0)
 
 
@@ -185,21 +194,3 @@ def test_a_weight_with_a_sum_gets_its_gradient_there_and_nothing_through_autogra
     )
     assert distance(scale_total.total.detach(), expected[0]) < 1e-6
     assert distance(total.total, expected[1]) < 1e-6
-
-
-def test_logits_never_exist_for_more_than_a_chunk_of_targets():
-    hidden, weight, targets, _ = problem()
-    weight.requires_grad_()
-    rows: list[int] = []
-    sums = [Sum(torch.zeros_like(weight), empty=True)]
-
-    def project(x: Tensor) -> Tensor:
-        rows.append(len(x))
-        return functional.linear(x, weight)
-
-    end = Head(project, 5)
-    end.loss_and_gradients(hidden, targets, next_token, 1.0, [weight], sums)
-    end.loss_sum(hidden, targets, next_token)
-    assert max(rows) == 5
-    # positions without a target are never projected
-    assert sum(rows) == 2 * len(targets) < 2 * len(hidden)

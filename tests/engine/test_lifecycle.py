@@ -60,22 +60,20 @@ def no_room(*_: object) -> None:
 
 
 @pytest.mark.parametrize("max_grad_norm", [1.0, None])
+@pytest.mark.parametrize(
+    ("owner", "name", "error"),
+    [
+        (Slot, "__init__", OutOfMemory),  # while parts are opened
+        (constructors, "initialize", torch.OutOfMemoryError),  # while weights are drawn
+    ],
+)
 def test_an_engine_that_cannot_be_made_gives_back_what_it_had(
-    max_grad_norm, open_slabs, monkeypatch
+    owner, name, error, max_grad_norm, open_slabs, monkeypatch
 ):
     before = lanes()
-    with monkeypatch.context() as patch:
-        patch.setattr(Slot, "__init__", no_room)
-        with pytest.raises(OutOfMemory):
-            engine_of("llama", max_grad_norm=max_grad_norm)
-    assert (lanes(), open_slabs) == (before, set())
-
-
-def test_weights_that_cannot_be_drawn_close_the_engine(open_slabs, monkeypatch):
-    monkeypatch.setattr(constructors, "initialize", no_room)
-    before = lanes()
-    with pytest.raises(torch.OutOfMemoryError):
-        Engine.from_config(tiny_config("llama"), device="cpu")
+    monkeypatch.setattr(owner, name, no_room)
+    with pytest.raises(error):
+        Engine.from_config(tiny_config("llama"), device="cpu", max_grad_norm=max_grad_norm)
     assert (lanes(), open_slabs) == (before, set())
 
 

@@ -64,11 +64,6 @@ def test_with_whichever_attention_kernel_takes_a_mask_too(family, precision, sha
     check(config, [70, 50, 40, 30, 20], 128, share, **options)
 
 
-def test_documents_are_numbered_where_positions_begin_anew():
-    positions = torch.tensor([[0, 1, 2, 0, 1, 0], [5, 6, 7, 8, 9, 10]])
-    assert documents_of(positions).tolist() == [[0, 0, 0, 1, 1, 2], [0] * 6]
-
-
 CPU = torch.device("cpu")
 LAYERS: Any = {"num_hidden_layers": 4, "layer_types": ["linear_attention", "full_attention"] * 2}
 ROPE: Any = {"rope_type": "default", "mrope_section": [2, 1, 1], "partial_rotary_factor": 1.0}
@@ -85,8 +80,9 @@ def family(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
-def test_kernels_hear_where_documents_begin():
+def test_documents_begin_where_positions_do_and_kernels_hear_it():
     positions = torch.tensor([[0, 1, 2, 0, 1, 0], [5, 6, 7, 8, 9, 10]])
+    assert documents_of(positions).tolist() == [[0, 0, 0, 1, 1, 2], [0] * 6]
     found = {name: tensor.tolist() for name, tensor in boundaries_of(positions).items()}
     numbers = [[0, 0, 0, 1, 1, 2], [3] * 6]
     assert found == {"cu_seq_lens_q": [0, 3, 5, 6, 12], "seq_idx": numbers}
