@@ -17,8 +17,8 @@ from typing import Any
 import pytest
 
 from benchmarks.campaign import calls
+from megatrain.data import build, encoding, shards, workers
 from megatrain.data import cache as cached_sets
-from megatrain.data import encoding, shards, workers
 from megatrain.data.build import encode_source
 from megatrain.data.cache import RowWriter
 from megatrain.data.chat import Marked
@@ -312,6 +312,14 @@ def test_several_processes_make_one_set(encode_into, tmp_path):
         children.append(child)
     assert [os.waitpid(child, 0)[1] for child in children] == [0, 0, 0]
     assert bytes_in(tmp_path / "shared") == bytes_in(tmp_path / "whole")
+
+
+def test_a_set_that_another_process_made_meanwhile_is_used(encode_into, monkeypatch):
+    before = contents(encode_into("cache"))
+    first, look = iter([None]), build.cached_set  # it is not there yet when it is looked for
+    monkeypatch.setattr(build, "cached_set", lambda folder: next(first, look(folder)))
+    monkeypatch.setattr(build, "make_shards", interrupted)
+    assert contents(encode_into("cache")) == before
 
 
 def test_who_waits_may_be_stopped(encode_into, write_jsonl, make_tokenizer, tmp_path, caplog):
