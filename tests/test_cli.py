@@ -4,6 +4,7 @@ import errno
 import json
 import logging
 import sys
+from itertools import product
 from pathlib import Path
 from types import ModuleType
 
@@ -103,12 +104,11 @@ def test_train_hands_the_config_over_and_prints_the_summary(recipes, capsys):
     assert recipes.calls == [("train", load_config("cfg.yaml", ["train.seed=4"]), None), timeline]
 
 
-@pytest.mark.parametrize("code", [0, 75, 130])
-@pytest.mark.parametrize("command", [["train", "cfg.yaml"], ["resume", "run"]])
-def test_a_run_ends_with_the_code_of_its_summary(recipes, capsys, command, code):
-    recipes.answers[command[0]] = Summary(code)
-    assert cli.main([*command, "--json"]) == code
-    assert json.loads(capsys.readouterr().out) == {"steps": 3, "exit_code": code}
+def test_a_run_ends_with_the_code_of_its_summary(recipes, capsys):
+    for command, code in product((["train", "cfg.yaml"], ["resume", "run"]), (0, 75, 130)):
+        recipes.answers[command[0]] = Summary(code)
+        assert cli.main([*command, "--json"]) == code
+        assert json.loads(capsys.readouterr().out) == {"steps": 3, "exit_code": code}
 
 
 def test_resume_hands_over_the_folder_and_overrides(recipes):
@@ -205,33 +205,25 @@ def test_generate_reads_a_pipe_but_not_a_terminal(recipes, monkeypatch, piped, t
     )
 
 
-@pytest.mark.parametrize("command", [["resume"], ["export", "out"]])
-def test_a_missing_folder_is_named(recipes, capsys, command):
-    assert cli.main([command[0], "nowhere", *command[1:]]) == 2
-    assert capsys.readouterr().err.startswith("error: nowhere: no such folder; ")
-    assert recipes.calls == []
+NOWHERE = {
+    "resume nowhere": "nowhere: no such folder; ",
+    "export nowhere out": "nowhere: no such folder; ",
+    "eval some/model --data rows.jsonl": "some/model: is no local folder",
+    "generate some/model hi": "some/model: is no local folder",
+    "plan some/model": "some/model: is no local folder",
+    "bench some/model": "some/model: is no local folder",
+    "train cfg.yaml model=some/model": "some/model: is no local folder",
+    "data cfg.yaml model=some/model": "some/model: is no local folder",
+    "plan qwen2.5-8b": "qwen2.5-8b: is no local folder or file; known shapes are qwen2.5-0.5b",
+    "bench mine": "mine: is no local folder or file; known shapes are qwen2.5-0.5b",
+}
 
 
-@pytest.mark.parametrize(
-    ("line", "words"),
-    [
-        ("eval some/model --data rows.jsonl", "some/model: is no local folder"),
-        ("generate some/model hi", "some/model: is no local folder"),
-        ("plan some/model", "some/model: is no local folder"),
-        ("bench some/model", "some/model: is no local folder"),
-        ("train cfg.yaml model=some/model", "some/model: is no local folder"),
-        ("data cfg.yaml model=some/model", "some/model: is no local folder"),
-        (
-            "plan qwen2.5-8b",
-            "qwen2.5-8b: is no local folder or file; known shapes are qwen2.5-0.5b",
-        ),
-        ("bench mine", "mine: is no local folder or file; known shapes are qwen2.5-0.5b"),
-    ],
-)
-def test_a_model_that_is_nowhere_is_named_first(recipes, capsys, line, words):
-    assert cli.main(line.split()) == 2
-    assert capsys.readouterr().err.startswith(f"error: {words}")
-    assert recipes.calls == []
+def test_a_folder_or_model_that_is_nowhere_is_named_first(recipes, capsys):
+    for line, words in NOWHERE.items():
+        assert cli.main(line.split()) == 2
+        assert capsys.readouterr().err.startswith(f"error: {words}")
+        assert recipes.calls == []
 
 
 ERRORS = [
@@ -254,37 +246,32 @@ def test_every_error_class_has_a_row():
     assert ours == {error for error, _ in ERRORS}
 
 
-@pytest.mark.parametrize(
-    "command", [["train", "cfg.yaml"], ["plan", "cfg.yaml"], ["resume", "run"]]
-)
-def test_errors_are_a_sentence_and_a_code(recipes, capsys, command):
-    for error, code in ERRORS:
+def test_errors_are_a_sentence_and_a_code(recipes, capsys):
+    commands = (["train", "cfg.yaml"], ["plan", "cfg.yaml"], ["resume", "run"])
+    for (error, code), command in product(ERRORS, commands):
         recipes.answers[command[0]] = error("rows.jsonl:7: not JSON; mend the line")
         assert cli.main(command) == code
         assert capsys.readouterr() == ("", "error: rows.jsonl:7: not JSON; mend the line\n")
 
 
-@pytest.mark.parametrize(
-    ("error", "code", "words"),
-    [
-        (RuntimeError("a\nb"), 1, "unexpected RuntimeError: a b; run again with --debug"),
-        (AssertionError(), 1, "unexpected AssertionError; run again with --debug"),
-        (
-            ModuleNotFoundError("No", name="fcntl"),
-            2,
-            "MegaTrain needs Linux (there is no fcntl); on",
-        ),
-        (ModuleNotFoundError("No", name="numba"), 1, "unexpected ModuleNotFoundError: No; run"),
-        (MemoryError(), 5, "out of host memory"),
-        (OSError(errno.ENOSPC, "No space", "runs/x"), 7, "runs/x: No space; free some space"),
-        (OSError(errno.ENOTDIR, "Not a directory", "runs/x"), 1, "unexpected NotADirectoryError"),
-    ],
-)
-def test_unexpected_errors_are_one_sentence(recipes, capsys, error, code, words):
-    recipes.answers["train"] = error
-    assert cli.main(["train", "cfg.yaml"]) == code
-    (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith(f"error: {words}")
+FCNTL, NUMBA = (ModuleNotFoundError("No", name=name) for name in ("fcntl", "numba"))
+UNEXPECTED: list[tuple[Exception, int, str]] = [
+    (RuntimeError("a\nb"), 1, "unexpected RuntimeError: a b; run again with --debug"),
+    (AssertionError(), 1, "unexpected AssertionError; run again with --debug"),
+    (FCNTL, 2, "MegaTrain needs Linux (there is no fcntl); on"),
+    (NUMBA, 1, "unexpected ModuleNotFoundError: No; run"),
+    (MemoryError(), 5, "out of host memory"),
+    (OSError(errno.ENOSPC, "No space", "runs/x"), 7, "runs/x: No space; free some space"),
+    (OSError(errno.ENOTDIR, "Not a directory", "runs/x"), 1, "unexpected NotADirectoryError"),
+]
+
+
+def test_unexpected_errors_are_one_sentence(recipes, capsys):
+    for error, code, words in UNEXPECTED:
+        recipes.answers["train"] = error
+        assert cli.main(["train", "cfg.yaml"]) == code
+        (line,) = capsys.readouterr().err.splitlines()
+        assert line.startswith(f"error: {words}")
 
 
 def test_ctrl_c_ends_with_130(recipes):
@@ -300,21 +287,19 @@ def test_debug_shows_the_traceback_anywhere_on_the_line(recipes, capsys):
         assert shown == ("ValueError: deep down\n" in err) == ("--debug" in line)
 
 
-@pytest.mark.parametrize("command", ["train cfg.yaml", "plan cfg.yaml", "bench tiny"])
-@pytest.mark.parametrize("option", ["--lr 1e-5", "--set train.seed=1"])
-def test_a_key_given_as_an_option_is_told_how_it_is_written(recipes, capsys, command, option):
-    assert cli.main([*command.split(), *option.split()]) == 2
-    usage, error = capsys.readouterr().err.splitlines()
-    assert usage.startswith(f"Usage: megatrain {command.split()[0]} ")
+def test_a_key_given_as_an_option_is_told_how_it_is_written(recipes, capsys):
     keys = "keys of the config are set as key=value, such as train.learning_rate=1e-5"
-    assert error.startswith(f"error: No such option: {option.split()[0]}") and keys in error
-    assert error.endswith(f"; see `megatrain {command.split()[0]} --help`")
+    commands = ("train cfg.yaml", "plan cfg.yaml", "bench tiny")
+    for command, option in product(commands, ("--lr 1e-5", "--set train.seed=1")):
+        assert cli.main([*command.split(), *option.split()]) == 2
+        usage, error = capsys.readouterr().err.splitlines()
+        assert usage.startswith(f"Usage: megatrain {command.split()[0]} ")
+        assert error.startswith(f"error: No such option: {option.split()[0]}") and keys in error
+        assert error.endswith(f"; see `megatrain {command.split()[0]} --help`")
 
 
-@pytest.mark.parametrize(
-    "line", ["trian", "train", "export run", "data cfg.yaml --rows -1", "--no"]
-)
-def test_wrong_usage_is_an_error_as_any_other(recipes, capsys, line):
-    assert (cli.main(line.split()), recipes.calls) == (2, [])
-    said = capsys.readouterr().err
-    assert "\nerror: " in said and "Error" not in said and "key=value" not in said
+def test_wrong_usage_is_an_error_as_any_other(recipes, capsys):
+    for line in ["trian", "train", "export run", "data cfg.yaml --rows -1", "--no"]:
+        assert (cli.main(line.split()), recipes.calls) == (2, [])
+        said = capsys.readouterr().err
+        assert "\nerror: " in said and "Error" not in said and "key=value" not in said

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections import Counter
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -12,7 +12,7 @@ from megatrain.config import load_config
 from megatrain.config.document import write_yaml
 from megatrain.config.importing import TRAINERS, import_config
 from megatrain.config.importing.axolotl import ENTRY
-from megatrain.config.importing.sheet import tables_of
+from megatrain.config.importing.sheet import Sheet, tables_of
 from megatrain.errors import ConfigError
 from tests.helpers.theirs import AXOLOTL, BASES, Given, imported, make_sets, value
 
@@ -68,6 +68,7 @@ MEANINGS: list[tuple[str, Given, str, object]] = [
     ("axolotl", {"wandb_project": "p"}, "track", ["wandb"]),
     ("axolotl", {"chat_template": "llama3"}, "data.chat_template", "llama3"),
     ("axolotl", {"reinit_weights": True}, "model.config", "org/base"),
+    ("axolotl", {"tokenizer_config": "org/base"}, "model.path", "org/base"),
     ("axolotl", {"chat_template": "phi_3"}, "data.chat_template", None),
     ("axolotl", {"bf16": "auto"}, "precision", "auto"),
     ("axolotl", {"rl": "ipo"}, "dpo.loss_type", ["ipo"]),
@@ -107,10 +108,19 @@ MEANINGS: list[tuple[str, Given, str, object]] = [
 ]
 
 
+def in_one_list(found: Sheet, given: Given) -> bool:
+    """True if each key is in exactly one list, or all of its entries' keys are."""
+    lines = [*found.mapped, *found.dropped, *found.refused, *found.unknown]
+    names = {name.partition("[")[0] for name in lines}
+    keys = {name for name, value in (BASES[found.trainer] | given).items() if value is not None}
+    return keys <= names and len(lines) == len({*lines})
+
+
 @pytest.mark.slow
 def test_a_key_means_ours():
     for trainer, keys, key, ours in MEANINGS:
         found = imported(trainer, **keys)
+        assert in_one_list(found, keys), keys
         assert found.faithful and not found.missing, found.report()
         given = {"path": "sets/ours.json", "format": "alpaca"}
         expected = given if ours is None and "data" in key and trainer == "llama-factory" else ours
@@ -156,6 +166,7 @@ REFUSED: list[tuple[str, Given, str, str]] = [
     ("axolotl", {"adapter": "qlora"}, "adapter", "no adapters"),
     ("axolotl", {"rl": "grpo"}, "rl", "grpo is not built"),
     ("axolotl", {"batch_size": 6}, "batch_size", "gradient_accumulation_steps instead"),
+    ("axolotl", {"tokenizer_config": "org/other"}, "tokenizer_config", "put them into one"),
     ("axolotl", {"optimizer": "muon"}, "optimizer", "rates otherwise"),
     ("axolotl", {"optimizer": "adafactor"}, "optimizer", "adafactor is not offered"),
     ("axolotl", {"lr_scheduler": "polynomial"}, "lr_scheduler", "cannot be honoured"),
@@ -196,6 +207,7 @@ def test_what_would_give_another_result_is_refused():
     for trainer, keys, name, words in REFUSED:
         found = imported(trainer, **keys)
         assert not found.faithful and name in found.refused, found.report()
+        assert in_one_list(found, keys), keys
         assert words in found.refused[name][0]
         assert f"# NOT HONOURED: {name}: " in found.text
         assert "  theirs.yaml:" in found.report() or found.get(name) is None
@@ -233,19 +245,7 @@ def test_what_has_no_effect_is_said():
         assert found.faithful, found.report()
         assert HARMLESS.keys() <= found.dropped.keys()
         assert all(said for (said,) in found.dropped.values())
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("trainer", BASES)
-def test_every_key_is_in_one_list(trainer):
-    cases = [keys for of, keys, *_ in [*MEANINGS, *REFUSED] if of == trainer]
-    for keys in [*cases, HARMLESS, {"some_new_key": 5, "another": None}]:
-        found = imported(trainer, **keys)
-        lines = [*found.mapped, *found.dropped, *found.refused, *found.unknown]
-        names = {name.partition("[")[0] for name in lines}
-        given = {k: v for k, v in (BASES[trainer] | keys).items() if v is not None}
-        assert given.keys() <= names
-        assert max(Counter(lines).values()) == 1
+        assert in_one_list(found, HARMLESS)
 
 
 def test_tokens_that_a_config_restates_are_assumed_to_be_the_tokenizers_own():
@@ -259,8 +259,8 @@ def test_tokens_that_a_config_restates_are_assumed_to_be_the_tokenizers_own():
 
 
 def test_an_unknown_key_is_named_and_keeps_the_file_from_being_written():
-    found = imported("trl", lerning_rate=5)
-    assert [*found.unknown] == ["lerning_rate"]
+    found = imported("trl", lerning_rate=5, another=None)
+    assert [*found.unknown] == ["lerning_rate"] and in_one_list(found, {"lerning_rate": 5})
     assert not found.faithful
     assert "unknown (1)\n  theirs.yaml:" in found.report()
 
@@ -312,20 +312,18 @@ def test_values_of_any_type_end_in_a_list(trainer):
         for odd in ODD:
             keys: Given = {name: odd}
             found = imported(trainer, **keys)
-            lines = [*found.mapped, *found.dropped, *found.refused, *found.unknown]
-            assert name in {name.partition("[")[0] for name in lines}, (name, odd)
+            assert in_one_list(found, keys), (name, odd)
             assert found.report() and found.text
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("key", [*ENTRY, "roles", "roles_to_train", "train_on_eos"])
-def test_values_of_any_type_in_an_entry_end_in_a_list(key):
-    for odd in ODD:
-        for keys in ({"type": "chat_template"}, {"type": "chat_template.default", "rl": "dpo"}):
-            rl = keys.pop("rl", None)
-            found = imported("axolotl", rl=rl, datasets=[{"path": "o/r", **keys, key: odd}])
-            lines = [*found.mapped, *found.dropped, *found.refused, *found.unknown]
-            assert f"datasets[0].{key}" in lines, (key, odd)
+def test_values_of_any_type_in_an_entry_end_in_a_list():
+    kinds = (("chat_template", None), ("chat_template.default", "dpo"))
+    for key, odd, (kind, rl) in product([*ENTRY, "roles", "roles_to_train"], ODD, kinds):
+        entry = {"path": "o/r", "type": kind, key: odd}
+        found = imported("axolotl", rl=rl, datasets=[entry])
+        lines = [*found.mapped, *found.dropped, *found.refused, *found.unknown]
+        assert f"datasets[0].{key}" in lines, (key, odd)
 
 
 def test_what_a_file_holds_stays_inside_comments():

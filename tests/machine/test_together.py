@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from megatrain.machine.hardware import GIB, Gpu, Hardware
+from megatrain.machine.hardware import GIB, Gpu, Hardware, shared_out
 from megatrain.machine.profile import (
     UPDATE_BYTES,
     assumed,
@@ -84,6 +84,19 @@ def test_a_rank_has_its_part_of_the_host():
     assert (part.physical_cores, part.host_available_bytes) == (8, HOST.host_available_bytes // 4)
     assert (part.disk_free_bytes, part.gpu) == (HOST.disk_free_bytes, HOST.gpu)
     assert part_of(HOST, 64).physical_cores == 1
+
+
+def test_ranks_share_what_each_of_them_found_by_its_tightest():
+    assert HOST.gpu is not None
+    full = replace(HOST, gpu=replace(HOST.gpu, free_bytes=9), resident_bytes=3, memlock_bytes=7)
+    full = replace(full, host_available_bytes=103, physical_cores=3, disk_free_bytes=5)
+    part = shared_out([HOST, full, HOST], 2)
+    assert part.gpu == full.gpu and shared_out([LAPTOP], 1).gpu is None
+    most = max(HOST.resident_bytes, 3)
+    assert (part.resident_bytes, part.host_available_bytes) == (most, most + 50)
+    assert (part.host_total_bytes, part.physical_cores) == (HOST.host_total_bytes // 2, 1)
+    assert (part.memlock_bytes, part.disk_free_bytes) == (7, 5)
+    assert shared_out([HOST], 1).memlock_bytes is None
 
 
 def test_what_was_measured_together_holds_for_what_nccl_was_told(monkeypatch):

@@ -25,6 +25,9 @@ def read(sheet: Sheet, gpus: int, method: str | None) -> None:
     sheet.put("method", method, "rl", "reward_model", "pretraining_dataset")
     if sheet.get("reinit_weights"):
         sheet.put("model.config", sheet.get("base_model"), "base_model", "reinit_weights")
+    for key in ("base_model_config", "tokenizer_config"):
+        if sheet.get(key) == sheet.get("base_model"):
+            sheet.drop("the model's own", key)
     packed = ["sample_packing"] if sheet.get("sample_packing") else []
     texts = ["pretraining_dataset"] if method == "pretrain" else []
     shared.arguments(sheet, gpus, packed or texts)
