@@ -160,6 +160,7 @@ OF_A_SET: list[tuple[str, object, str]] = [
     ("roles", {"user": ["human"]}, "rename them in the rows"),
     ("chat_template", "llama3", "beside them"),
 ]
+TWO = [{"path": "o/r", "type": f"{family}.intel"} for family in ("chatml", "llama3")]
 SET: Given = {"path": "sets/ours.json", "type": "chat_template"}
 # trainer, keys, the key that is refused, words of the reason
 REFUSED: list[tuple[str, Given, str, str]] = [
@@ -167,6 +168,7 @@ REFUSED: list[tuple[str, Given, str, str]] = [
     ("axolotl", {"rl": "grpo"}, "rl", "grpo is not built"),
     ("axolotl", {"batch_size": 6}, "batch_size", "gradient_accumulation_steps instead"),
     ("axolotl", {"tokenizer_config": "org/other"}, "tokenizer_config", "put them into one"),
+    ("axolotl", {"rl": "dpo", "datasets": TWO}, "datasets[1].type", "is 'chatml' already"),
     ("axolotl", {"optimizer": "muon"}, "optimizer", "rates otherwise"),
     ("axolotl", {"optimizer": "adafactor"}, "optimizer", "adafactor is not offered"),
     ("axolotl", {"lr_scheduler": "polynomial"}, "lr_scheduler", "cannot be honoured"),

@@ -69,6 +69,9 @@ def test_plans_and_mfu_agree():
 def test_figures_are_not_rounded():
     peaks = {"H200 NVL": 835.5, "H100 PCIe": 756.4, "H200": 989.4, "L4": 121, "RTX 4090": 165.2}
     assert {name: peak_tflops(name) for name in peaks} == peaks
+    for half, whole in [("RTX 5060", "RTX 5090"), ("RTX 4060", "RTX 4090")]:  # 8 lanes of 16
+        one, other = GPUS[half].link, GPUS[whole].link
+        assert (2 * one.one_way, 2 * one.both) == (other.one_way, other.both)
 
 
 @pytest.mark.parametrize("tflops", [30, 60, 120])

@@ -85,7 +85,8 @@ def _data(sheet: Sheet, method: str) -> None:
         settled = []
         for at, one in sheet.open(given):
             found += _sources(sheet, at, one, method)
-            settled += [at + key for key in one if key in ENTRY and at + key not in sheet.refused]
+            names = [at + key for key in one if key in ENTRY]
+            settled += [name for name in names if not sheet.is_refused(name)]
         put_sources(sheet, key, found, *settled)
     jinja, chosen = sheet.get("chat_template_jinja"), sheet.get("chat_template")
     if "data.chat_template" in sheet.config or method == "pretrain":

@@ -24,6 +24,7 @@ NOTHING_ASKED = "asks for nothing that is not done anyway"
 EMPTY: tuple[object, ...] = (None, "", [], {})
 OFF: tuple[object, ...] = (*EMPTY, False, 0, "no", "none")
 
+Sentences: TypeAlias = tuple[str, ...]
 Rule: TypeAlias = "n.Alias | n.Refusal | Callable[[Sheet, str, Any], None]"
 Table: TypeAlias = Mapping[str, Rule]  # `liger_*` is of names that begin so, `[].type` of entries
 
@@ -55,7 +56,8 @@ class Sheet:
 
     Attributes:
         config: our values by dotted key; `origins` says where each came from.
-        mapped, dropped, refused, unknown: sentences about each of their keys, in one of these.
+        fate: the list that each of their keys is in, and the sentences about it.
+        mapped, dropped, refused, unknown: the lists, once all is decided: sentences by key.
         assumed: sentences about what the file does not say.
         said: the trainer's TOML file.
         files: texts that the config names, to be written beside it, by name.
@@ -68,10 +70,11 @@ class Sheet:
         self.folder = Path(source).parent
         self.config: dict[str, Any] = {}
         self.origins: dict[str, str] = {}
-        self.mapped: dict[str, tuple[str, ...]] = {}
-        self.dropped: dict[str, tuple[str, ...]] = {}
-        self.refused: dict[str, tuple[str, ...]] = {}
-        self.unknown: dict[str, tuple[str, ...]] = {}
+        self.fate: dict[str, tuple[str, Sentences]] = {}
+        self.mapped: dict[str, Sentences] = {}
+        self.dropped: dict[str, Sentences] = {}
+        self.refused: dict[str, Sentences] = {}
+        self.unknown: dict[str, Sentences] = {}
         self.assumed: list[str] = []
         self.files: dict[str, str] = {}
         self.missing = ""
@@ -87,14 +90,14 @@ class Sheet:
         wrong = "" if takes(ours, value) else f"{key} does not take {shown(value)}"
         if key in self.config and self.config[key] != value:
             wrong = f"{key} is {shown(self.config[key])} already ({self.origins[key]})"
-        given = [name for name in names if name in self.given and name not in self.refused]
+        given = [name for name in names if name in self.given and not self.is_refused(name)]
         for name in given:
             said = f"{key}: {shown(value)}{f' ({note})' * bool(note)}"
             if wrong:
                 self.refuse(name, wrong)
             else:
-                self.dropped.pop(name, None)
-                self.mapped[name] = (*self.mapped.get(name, ()), said)
+                kind, before = self.fate.get(name, ("mapped", ()))
+                self.fate[name] = "mapped", (*(before if kind == "mapped" else ()), said)
         if not wrong:
             # `datasets[0]` for all keys of that entry
             briefly = dict.fromkeys(re.sub(r"(\]).*", r"\1", name) for name in given)
@@ -104,14 +107,16 @@ class Sheet:
     def drop(self, why: str, *names: str) -> None:
         """Their keys have no effect here, unless they had one already."""
         for name in names:
-            if name in self.given and not self._settled(name):
-                self.dropped[name] = (NOT_SET if self.given[name].value in EMPTY else why,)
+            if name in self.given and name not in self.fate:
+                said = NOT_SET if self.given[name].value in EMPTY else why
+                self.fate[name] = "dropped", (said,)
 
     def refuse(self, name: str, why: str) -> None:
         """Record that their key cannot be honoured, and that the result would differ without it."""
-        self.mapped.pop(name, None)
-        self.dropped.pop(name, None)
-        self.refused[name] = (why,)
+        self.fate[name] = "refused", (why,)
+
+    def is_refused(self, name: str) -> bool:
+        return name in self.fate and self.fate[name][0] == "refused"
 
     def assume(self, sentence: str) -> None:
         if sentence not in self.assumed:
@@ -137,7 +142,7 @@ class Sheet:
         table = {**table_of(tables_of("shared")), **table_of(self.said), **rules}
         prefixes = [name[:-1] for name in table if name.endswith("*")]
         for name, entry in self.given.items():
-            if self._settled(name):
+            if name in self.fate:
                 continue
             inner = name.rpartition("].")[2]  # of `datasets[0].type`
             if entry.value in EMPTY:
@@ -148,15 +153,17 @@ class Sheet:
                 begun = next((table[f"{one}*"] for one in prefixes if name.startswith(one)), None)
                 ours = n.ALIASES.get(name) or n.refusal_of(name)
                 self.follow(name, entry.value, table.get(name) or begun or ours)
-        for lines in (self.mapped, self.dropped, self.refused, self.unknown):
-            for name in [name for name in self.given if name in lines]:
-                lines[name] = lines.pop(name)  # in the file's order
+
+        for name in dict.fromkeys([*self.given, *self.fate]):  # in the file's order
+            if name in self.fate:
+                kind, sentences = self.fate[name]
+                getattr(self, kind)[name] = sentences
 
     def follow(self, name: str, value: Any, rule: Rule | None) -> None:
         """Decide of one key by a row."""
         match rule:
             case None:
-                self.unknown[name] = ()
+                self.fate[name] = "unknown", ()
             case n.Alias(key, convert):
                 try:
                     ours = convert(value)
@@ -176,10 +183,6 @@ class Sheet:
                     self.drop(reason.removesuffix("; remove it"), name)
             case _:
                 rule(self, name, value)
-
-    def _settled(self, name: str) -> bool:
-        lists = (self.mapped, self.dropped, self.refused, self.unknown)
-        return any(name in one for one in lists)
 
     @property
     def faithful(self) -> bool:
