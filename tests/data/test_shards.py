@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from benchmarks.campaign import calls
-from megatrain.data import build, encoding, shards, workers
+from megatrain.data import encoding, shards, workers
 from megatrain.data import cache as cached_sets
 from megatrain.data.build import encode_source
 from megatrain.data.cache import RowWriter
@@ -316,9 +316,9 @@ def test_several_processes_make_one_set(encode_into, tmp_path):
 
 def test_a_set_that_another_process_made_meanwhile_is_used(encode_into, monkeypatch):
     before = contents(encode_into("cache"))
-    first, look = iter([None]), build.cached_set  # it is not there yet when it is looked for
-    monkeypatch.setattr(build, "cached_set", lambda folder: next(first, look(folder)))
-    monkeypatch.setattr(build, "make_shards", interrupted)
+    first, look = iter([None]), cached_sets.cached_set  # it is not there yet when it is looked for
+    monkeypatch.setattr("megatrain.data.build.cached_set", lambda at: next(first, look(at)))
+    monkeypatch.setattr("megatrain.data.build.make_shards", None)  # it would be made again
     assert contents(encode_into("cache")) == before
 
 
