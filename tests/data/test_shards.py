@@ -17,8 +17,8 @@ from typing import Any
 import pytest
 
 from benchmarks.campaign import calls
-from megatrain.data import encoding, shards, workers
 from megatrain.data import cache as cached_sets
+from megatrain.data import encoding, shards, workers
 from megatrain.data.build import encode_source
 from megatrain.data.cache import RowWriter
 from megatrain.data.chat import Marked
