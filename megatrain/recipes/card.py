@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from operator import attrgetter
 from os.path import expanduser  # leaves `~nobody` as it is, where Path's raises
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,11 @@ from megatrain.storage.run_folder import CARD
 HEAD = re.compile(r"---\r?\n(.*?\n)---\s*(?:\n|$)", re.DOTALL)  # of a card: YAML
 LICENSE = ("license", "license_name", "license_link")
 VERSIONS = ("megatrain", "torch", "transformers")
+SETTINGS = (  # keys that a card tells
+    *("train.tokens_per_step", "train.rows_per_step", "train.seq_len", "train.learning_rate"),
+    *("train.schedule", "train.max_grad_norm", "train.seed"),
+    *("optimizer.name", "optimizer.weight_decay"),
+)
 
 
 def model_card(run: Run) -> str:
@@ -110,18 +116,9 @@ def _held_out(folder: Path) -> list[str]:
 
 
 def settings_of(config: Config, precision: str) -> dict[str, object]:
-    train, optimizer = config.train, config.optimizer
-    size = "tokens per step" if train.tokens_per_step else "rows per step"
-    return {
-        size: train.tokens_per_step or train.rows_per_step,
-        "longest row": f"{train.seq_len} tokens",
-        "learning rate": f"{train.learning_rate:g}, {train.schedule}",
-        "gradient norm": f"at most {train.max_grad_norm:g}" if train.max_grad_norm else "any",
-        "optimizer": f"{optimizer.name}, weight decay {optimizer.weight_decay:g}",
-        "precision": precision,
-        "seed": train.seed,
-        **{f"{config.method}.{name}": value for name, value in sorted(config.of_method.items())},
-    }
+    found = {key: attrgetter(key)(config) for key in SETTINGS} | {"precision": precision}
+    found |= {f"{config.method}.{name}": one for name, one in sorted(config.of_method.items())}
+    return {key: value for key, value in found.items() if value is not None}
 
 
 def training_of(run: Run) -> dict[str, object]:

@@ -19,9 +19,8 @@ from megatrain.errors import ModelError
 from megatrain.recipes.inspect import reader, run_folder_of, writer_of
 from megatrain.recipes.model import Model
 from megatrain.recipes.sample import (
-    answer_text,
+    Sampling,
     ids_of,
-    is_cut,
     positions_of,
     rendered_ids,
     system_turns,
@@ -70,14 +69,11 @@ class Conversation:
         """Answer a prompt; both become turns. Raises ConfigError and ModelError if it cannot be."""
         began = time.perf_counter()
         turns, ids = self._fitting([*self._turns, user(prompt)])
-        room = self._max_new_tokens
-        if self._positions is not None:
-            room = min(room, self._positions - len(ids))
-        tokens = written(self._generate, self._model, ids, room, self._choose, show)
-        text = answer_text(self._model, tokens)
-        self._turns = [*turns, {"role": "assistant", "content": text}]
-        ended = "length" if is_cut(self._model, tokens, room) else "end"
-        return Reply(text, len(tokens), time.perf_counter() - began, ended)
+        limit = self._max_new_tokens
+        made = written(self._generate, self._model, ids, limit, self._choose, show)
+        self._turns = [*turns, {"role": "assistant", "content": made.text}]
+        ended = "length" if made.is_cut else "end"
+        return Reply(made.text, len(made.tokens), time.perf_counter() - began, ended)
 
     def _fitting(self, turns: list[dict[str, str]]) -> tuple[list[dict[str, str]], list[int]]:
         """(the newest turns that leave room for an answer, their token ids with the system's)."""
@@ -116,7 +112,8 @@ def open_chat(
 
     Raises ModelError for a template that is missing, or takes no system prompt.
     """
-    drawn, checkpoint, model = writer_of(named, sampling, trust_remote_code)
+    drawn = Sampling(**sampling)
+    checkpoint, model = writer_of(named, trust_remote_code)
     if model.tokenizer.chat_template is None:
         raise ModelError(
             f"{named}: has no chat template, which says how turns are written; leave --chat out to "

@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import sys
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import groupby
+from itertools import groupby, islice
 from typing import Any
 
 import torch
@@ -25,6 +25,7 @@ from lm_eval.models.utils import (
 )
 from lm_eval.models.utils_hf import stop_sequences_criteria
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
+from torch.nn.utils.rnn import pad_sequence
 from tqdm import tqdm
 
 from megatrain.data.micro_batches import alike, cuts
@@ -33,7 +34,7 @@ from megatrain.engine.inference import free_bytes, starting_from
 from megatrain.errors import ConfigError
 from megatrain.models.family import regimes_of
 from megatrain.planner.search import AUTO_MICRO_BATCH_TOKENS
-from megatrain.recipes.loop import SWEEP_MICRO_BATCHES
+from megatrain.recipes.loop import SWEEP_MICRO_BATCHES, sweeps
 from megatrain.recipes.model import Model
 from megatrain.recipes.sample import Sampling
 
@@ -44,6 +45,7 @@ MAX_NEW_TOKENS = 256  # of an answer, where its task names no number: the hf bac
 DRAWN = {"do_sample", "temperature", "top_p"}  # what answers that are streamed can be drawn by
 
 Asked = tuple[Any, list[int], list[int]]  # (texts or None, context, continuation)
+Row = tuple[int, ...]  # token ids
 
 
 class EngineLM(TemplateLM):
@@ -140,17 +142,20 @@ class EngineLM(TemplateLM):
 
         Rows that differ in their last token alone are computed once.
         """
-        longest, rows = self.max_length, dict[tuple[int, ...], list[tuple[int, list[int]]]]()
+        longest, rows = self.max_length, dict[Row, list[tuple[int, list[int]]]]()
         for number, (_texts, context, continuation) in enumerate(requests):
             assert context and continuation and len(continuation) <= longest
             whole = (context + continuation)[-(longest + 1) :]
             rows.setdefault(tuple(whole[:-1]), []).append((number, continuation))
         found: list[tuple[float, bool]] = [(0.0, False)] * len(requests)
         bar = tqdm(total=len(requests), desc="log-likelihoods", disable=None)
-        for batches in self._sweeps(sorted(rows, key=len, reverse=True)):
-            targets = [targets_of([(row, rows[row]) for row in batch]) for batch in batches]
-            scores = self.engine.score([self._padded(batch) for batch in batches], targets)
-            for batch, (values, likeliest) in zip(batches, scores, strict=True):
+        together = [*self._micro_batches(sorted(rows, key=len, reverse=True))]
+        given = iter(together)
+        for batches in sweeps(map(self._padded, together), self.sweep_tokens):
+            parts = [*islice(given, len(batches))]
+            targets = [targets_of([(row, rows[row]) for row in part]) for part in parts]
+            scores = self.engine.score(batches, targets)
+            for batch, (values, likeliest) in zip(parts, scores, strict=True):
                 start = 0
                 for number, continuation in (one for row in batch for one in rows[row]):
                     part = slice(start, start := start + len(continuation))
@@ -159,31 +164,17 @@ class EngineLM(TemplateLM):
         bar.close()
         return found
 
-    def _sweeps(self, rows: Sequence[tuple[int, ...]]) -> Iterator[list[Sequence[tuple[int, ...]]]]:
-        """`rows`, longest first, in micro-batches, of which several share a sweep."""
-        sweep: list[Sequence[tuple[int, ...]]] = []
-        tokens = 0
+    def _micro_batches(self, rows: Sequence[Row]) -> Iterator[Sequence[Row]]:
+        """`rows`, longest first, as many together as a micro-batch takes."""
         for run in alike([len(row) for row in rows], self.regimes):
             together = rows[run]
-            size = max(self.micro_batch_tokens, len(together[0]) if together else 0)
-            for start, stop in cuts([len(row) for row in together], size):
-                batch = together[start:stop]
-                padded = len(batch) * len(batch[0])
-                if sweep and tokens + padded > self.sweep_tokens:
-                    yield sweep
-                    sweep, tokens = [], 0
-                sweep, tokens = [*sweep, batch], tokens + padded
-        if sweep:
-            yield sweep
+            for start, stop in cuts([len(row) for row in together], self.micro_batch_tokens):
+                yield together[start:stop]
 
-    def _padded(self, rows: Sequence[tuple[int, ...]]) -> dict[str, torch.Tensor]:
-        longest = max(map(len, rows))
-        ids = torch.full((len(rows), longest), self.model.pad_id)
-        mask = torch.zeros_like(ids)
-        for number, row in enumerate(rows):
-            ids[number, : len(row)] = torch.tensor(row)
-            mask[number, : len(row)] = 1
-        return {"input_ids": ids, "attention_mask": mask}
+    def _padded(self, rows: Sequence[Row]) -> dict[str, torch.Tensor]:
+        ids = pad_sequence([torch.tensor(row) for row in rows], True, self.model.pad_id)
+        lengths = torch.tensor([[len(row)] for row in rows])
+        return {"input_ids": ids, "attention_mask": (torch.arange(ids.shape[1]) < lengths).long()}
 
     # -- answers -----------------------------------------------------------------------------------
 

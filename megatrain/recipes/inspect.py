@@ -139,10 +139,7 @@ def evaluate_tasks(
     where: what names the tasks, for errors. Raises ConfigError for unknown tasks, DataError for
     those that fail.
     """
-    quiet_libraries()
-    checkpoint = checkpoint_of(Path(named))
-    model = describe_model(str(checkpoint), trust_remote_code=trust_remote_code)
-    check_writes(model, str(named))
+    checkpoint, model = writer_of(named, trust_remote_code)
     check_weights(str(checkpoint))
     tasks = load_tasks(options, where)  # before weights are read
     with reader(checkpoint, run_folder_of(Path(named)), trust_remote_code) as engine:
@@ -173,22 +170,20 @@ def generate(
 
     Raises ModelError for a reward model, and one whose chat template takes no system prompt.
     """
-    drawn, checkpoint, model = writer_of(named, sampling, trust_remote_code)
+    drawn = Sampling(**sampling)
+    checkpoint, model = writer_of(named, trust_remote_code)
     turns = system_turns(model, system)
     with reader(checkpoint, run_folder_of(Path(named)), trust_remote_code) as engine:
         return answer(engine, model, prompt, max_new_tokens, drawn, show or unseen, turns)
 
 
-def writer_of(
-    named: str | Path, sampling: Mapping[str, Any], trust_remote_code: bool
-) -> tuple[Sampling, Path, Model]:
-    """(sampling, checkpoint, model) of one that is to write. Raises ModelError if it cannot."""
-    drawn = Sampling(**sampling)
+def writer_of(named: str | Path, trust_remote_code: bool) -> tuple[Path, Model]:
+    """(checkpoint, model) of one that is to write. Raises ModelError if it cannot."""
     quiet_libraries()
     checkpoint = checkpoint_of(Path(named))
     model = describe_model(str(checkpoint), trust_remote_code=trust_remote_code)
     check_writes(model, str(named))
-    return drawn, checkpoint, model
+    return checkpoint, model
 
 
 def reader(checkpoint: str | Path, run_dir: Path | None, trust_remote_code: bool = False) -> Engine:

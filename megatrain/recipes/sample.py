@@ -225,26 +225,33 @@ def continuation(
     show: Callable[[str], None] = unseen,
 ) -> str:
     """Text after token ids, within the model's positions; `sampling` and `show` as in `answer`."""
-    longest = positions_of(model)
-    room = max_new_tokens if longest is None else min(max_new_tokens, longest - len(ids))
-    tokens = written(engine.generate, model, ids, room, sampling.chooser(), show)
-    if room < max_new_tokens and is_cut(model, tokens, room):
+    made = written(engine.generate, model, ids, max_new_tokens, sampling.chooser(), show)
+    if made.is_cut and len(made.tokens) < max_new_tokens:
         logger.warning(
-            f"the answer is cut after {room} tokens: with its prompt it has the {longest} "
-            "positions of this model"
+            f"the answer is cut after {len(made.tokens)} tokens: with its prompt it has the "
+            f"{positions_of(model)} positions of this model"
         )
-    return answer_text(model, tokens)
+    return made.text
+
+
+@dataclass(frozen=True)
+class Written:
+    """An answer. is_cut: it has all the tokens that it may have, and no end."""
+
+    tokens: list[int]
+    text: str
+    is_cut: bool
 
 
 def written(
     generate: Callable[..., list[int]],
     model: Model,
     ids: list[int],
-    room: int,
+    max_new_tokens: int,
     choose: Callable[[torch.Tensor], int],
     show: Callable[[str], None],
-) -> list[int]:
-    """The tokens that follow `ids`, `room` at most. generate: as `Engine.generate`."""
+) -> Written:
+    """The answer to `ids`, within the model's positions. generate: as `Engine.generate`."""
     from transformers import TextStreamer
 
     class Words(TextStreamer):
@@ -252,7 +259,8 @@ def written(
             show(text)
 
     words: Any = Words(model.tokenizer, skip_special_tokens=True)
-    tokens: list[int] = []
+    longest, ends, tokens = positions_of(model), end_tokens(model), list[int]()
+    room = max_new_tokens if longest is None else min(max_new_tokens, longest - len(ids))
 
     def chosen(logits: torch.Tensor) -> int:
         token = choose(logits)
@@ -260,18 +268,10 @@ def written(
         words.put(torch.tensor([token]))
         return token
 
-    generate(torch.tensor([ids]), room, end_tokens(model), chosen)
+    generate(torch.tensor([ids]), room, ends, chosen)
     words.end()
-    return tokens
-
-
-def is_cut(model: Model, tokens: list[int], room: int) -> bool:
-    """True for an answer that has all the tokens that it may have, and no end."""
-    return len(tokens) == room and tokens[-1:] not in [[end] for end in end_tokens(model)]
-
-
-def answer_text(model: Model, tokens: list[int]) -> str:
-    return str(model.tokenizer.decode(tokens, skip_special_tokens=True)).strip()
+    text = str(model.tokenizer.decode(tokens, skip_special_tokens=True)).strip()
+    return Written(tokens, text, len(tokens) == room and not {*tokens[-1:]} & {*ends})
 
 
 def end_tokens(model: Model) -> list[int]:
