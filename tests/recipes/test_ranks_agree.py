@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from torch import distributed
 
 from megatrain.data import rows
@@ -123,6 +124,15 @@ def test_hosts_wait_for_each_other_before_their_other_ranks_work():
         assert [*found] == [0, 1, 2, 3]
     assert order[:2] == [0, 2]
     assert total() - before > 4
+
+
+def test_shares_are_put_together_in_the_order_of_what_ranks_own(tmp_path):
+    """Those of two hosts with two ranks each take turns."""
+
+    def job(world: World) -> list[int]:
+        return list(world.whole(torch.tensor([world.place()]), 1).tolist())
+
+    assert run_ranks(4, job, tmp_path, hosts=2) == 4 * [[0, 1, 2, 3]]
 
 
 @pytest.mark.slow
