@@ -143,6 +143,12 @@ def test_one_that_was_interrupted_between_updates_ends_the_engine(layers, option
                 USES[use](engine)
 
 
+def test_a_step_without_targets_takes_over_nothing_of_one_that_was_interrupted():
+    with engine_of("llama", **TWICE) as engine:
+        interrupted_step(engine, QUEUED, 1)
+        assert engine.train_step(without_targets(STEPS[0])).skipped
+
+
 def test_evaluation_and_forgotten_slots_between_two_passes_change_nothing():
     with engine_of("qwen2-tied", **TWICE) as engine:
         for batches in STEPS:

@@ -155,21 +155,14 @@ def test_a_step_of_more_micro_batches_than_planned_has_more_groups_not_larger_on
 
 
 @pytest.mark.parametrize(("precision", "kept"), [("bfloat16", 2), ("float32", 4)])
-def test_without_clipping_no_model_sized_gradient_exists(precision, kept):
-    """12 bytes a parameter are the weights' and the optimizer's."""
-    sizes = {"num_hidden_layers": 12, "hidden_size": 256, "intermediate_size": 1024}
-    config = tiny_config("llama", **sizes, num_key_value_heads=4)
-    with engine_of(config, precision=precision, max_grad_norm=None) as engine:
+def test_without_clipping_gradients_are_staged_and_train_step_alone_updates(precision, kept):
+    with engine_of("llama", precision=precision, max_grad_norm=None) as engine:
         assert "grad" not in engine.store.arrays
-        assert engine.store.nbytes == pytest.approx(12 * engine.anatomy.parameters, rel=0.1)
         assert isinstance(engine.parts.sink, AppliedGradients)
         staging = sum(buffer.nbytes for buffer in engine.parts.sink.ring.buffers)
         assert staging <= 3 * kept * max(layout.numel for layout in engine.store.layouts)
         with pytest.raises(MegaTrainError, match="use train_step"):
             engine.forward_backward(BATCHES)
-    with engine_of(config, precision=precision) as engine:
-        expected = (12 + kept) * engine.anatomy.parameters
-        assert engine.store.nbytes == pytest.approx(expected, rel=0.1)
 
 
 # -- the heap of malloc ----------------------------------------------------------------------------
