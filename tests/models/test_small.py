@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
 
@@ -15,9 +16,9 @@ from megatrain.models.anatomy import find_layers
 from megatrain.models.family import build_model
 from megatrain.models.shapes import SHAPES
 from megatrain.models.trials import small as module_under_test
-from megatrain.models.trials.behaviour import observe
+from megatrain.models.trials.behaviour import across_documents, observe
 from megatrain.models.trials.small import shrink
-from tests.helpers.support import tiny_config
+from tests.helpers.support import VOCABULARY, tiny_config
 
 SPLIT: dict[str, Any] = {"mrope_section": [16, 24, 24], "rope_type": "default", "rope_theta": 1e4}
 LONG: dict[str, Any] = {
@@ -110,3 +111,12 @@ def test_one_that_draws_random_numbers_or_has_no_finite_logits_tells_nothing(mon
     monkeypatch.setattr(module_under_test, "build_model", Mock(return_value=drawing))
     with pytest.raises(ModelError, match="no small model: it draws random numbers"):
         small_of(config)
+
+
+def test_a_document_that_is_moved_by_its_place_alone_is_noticed():
+    def placed(input_ids: torch.Tensor, **_: Any) -> Any:
+        places = torch.arange(input_ids.shape[1])[:, None]  # whatever positions it is given
+        return SimpleNamespace(logits=nn.functional.one_hot(input_ids, VOCABULARY) + places)
+
+    model: Any = Mock(side_effect=placed, config=tiny_config("llama"), device="cpu")
+    assert across_documents(model) > 0.1
