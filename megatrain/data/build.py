@@ -26,12 +26,11 @@ from megatrain.data.rows import (
     check_digest,
     cut_warnings,
     default_cache,
-    digest_of,
     mix64,
     pack,
     permutation,
 )
-from megatrain.data.samples import KINDS
+from megatrain.data.samples import KINDS, digest_of
 from megatrain.data.shards import make_shards
 from megatrain.data.sources import Part, Source, open_source
 from megatrain.data.template import CLOCK

@@ -31,10 +31,9 @@ from megatrain.data.rows import (
     IndexArray,
     Joined,
     TokenRows,
-    digest_of,
     measure_lengths,
 )
-from megatrain.data.samples import JUDGED, KINDS, PLAIN
+from megatrain.data.samples import JUDGED, KINDS, PLAIN, digest_of
 from megatrain.durable import sync_folder
 from megatrain.errors import StorageError
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 from bisect import bisect_left, insort
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -15,7 +14,7 @@ from typing import Any, ClassVar
 import numpy as np
 import numpy.typing as npt
 
-from megatrain.data.samples import KINDS, PLAIN
+from megatrain.data.samples import KINDS, PLAIN, digest_of
 from megatrain.errors import ConfigError, DataError
 
 IdArray = npt.NDArray[np.int32]
@@ -227,12 +226,6 @@ def default_cache() -> Path:
             "no home folder is known to keep tokenised rows in: set MEGATRAIN_CACHE to a folder"
         ) from error
     return folder / "megatrain" / "tokens"
-
-
-def digest_of(data: bytes | str, size: int = 16) -> str:
-    """A hash of `size` bytes, in hexadecimal."""
-    data = data.encode() if isinstance(data, str) else data
-    return hashlib.blake2b(data, digest_size=size).hexdigest()
 
 
 def mix64(values: npt.NDArray[np.uint64], seed: int) -> npt.NDArray[np.uint64]:

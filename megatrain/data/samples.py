@@ -4,6 +4,7 @@ Each method trains one kind of row."""
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -35,6 +36,12 @@ def _object(pairs: list[tuple[str, object]]) -> dict[str, object]:
         twice = next(name for name in names if names.count(name) > 1)
         raise ValueError(f"the key {twice!r} is twice in one object; keep one")
     return found
+
+
+def digest_of(data: bytes | str, size: int = 16) -> str:
+    """A hash of `size` bytes, in hexadecimal."""
+    data = data.encode() if isinstance(data, str) else data
+    return hashlib.blake2b(data, digest_size=size).hexdigest()
 
 
 def is_given(value: object) -> bool:

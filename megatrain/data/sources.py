@@ -23,8 +23,7 @@ from megatrain.data.files import (
     read_file,
     resolve_name,
 )
-from megatrain.data.rows import digest_of
-from megatrain.data.samples import without_nulls
+from megatrain.data.samples import digest_of, without_nulls
 from megatrain.errors import DataError
 
 if TYPE_CHECKING:

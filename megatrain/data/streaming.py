@@ -23,7 +23,8 @@ import numpy as np
 from megatrain.data.build import AskedSet, Expected, OnProgress, held_out_beside, hold_out
 from megatrain.data.cache import listed_shards, load_shard, name_of, unreadable
 from megatrain.data.encoding import Encoder, RowOptions
-from megatrain.data.rows import PackedRows, Position, Rows, TokenRows, digest_of, pack
+from megatrain.data.rows import PackedRows, Position, Rows, TokenRows, pack
+from megatrain.data.samples import digest_of
 from megatrain.data.workers import ended, outcome, shared_numbers, start_child
 from megatrain.errors import MegaTrainError
 from megatrain.heartbeat import may_end_here
