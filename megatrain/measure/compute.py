@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
@@ -13,8 +14,9 @@ from torch import Tensor
 from torch.nn import functional
 
 from megatrain.engine.components import fastest_attention
-from megatrain.machine.profile import Rates
-from megatrain.measure.transfers import Clock, Times
+from megatrain.machine.hardware import update_threads
+from megatrain.machine.profile import Rates, interpolate
+from megatrain.measure.transfers import Clock, LinkTest, Times
 from megatrain.memory.layout import GROUP
 from megatrain.memory.slab import Slab
 from megatrain.optim import AdamW
@@ -265,6 +267,27 @@ class HostUpdate:
         self._arrays.clear()
         for slab in self._slabs.values():
             slab.close()
+
+
+def links_and_update(
+    device: torch.device, cores: int, counts: Sequence[int], on_host: Times, on_device: Times
+) -> dict[str, Any]:
+    """Measure the host's update by `counts` of threads and, with a GPU, its links alone and beside
+    the update. The clocks time work on the host and on the device."""
+    chosen = update_threads(cores)
+    with ExitStack() as stack, ThreadPoolExecutor(1) as aside:
+        preparing = aside.submit(HostUpdate, parameters_for(cores), cores)
+        link = None
+        if device.type == "cuda":  # meanwhile: pinning takes as long
+            link = stack.enter_context(LinkTest(device))
+        work = stack.enter_context(preparing.result())
+        rates = tuple((threads, work.rate(threads, on_host)) for threads in counts)
+        if link is None:
+            return {"update": rates, "update_busy": interpolate(rates, chosen)}
+        figures = link.rates(on_device)
+        with link.busy() as both_busy:
+            busy = work.rate(chosen, on_host)
+        return {**figures, "update": rates, "update_busy": busy, "both_busy": both_busy()}
 
 
 def touch(slab: Slab, pool: ThreadPoolExecutor) -> None:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import date
 from pathlib import Path
@@ -20,13 +19,12 @@ from megatrain.machine.profile import (
     UPDATE_BYTES,
     MachineProfile,
     fingerprint,
-    interpolate,
     thread_counts,
     typical,
 )
 from megatrain.measure import compute, disk
 from megatrain.measure.compute import Device
-from megatrain.measure.transfers import Clock, LinkTest
+from megatrain.measure.transfers import Clock
 
 QUICK_S = 12.0  # no measurement is begun after this where a run waits for it
 
@@ -129,23 +127,11 @@ def _using(device: torch.device) -> Iterator[None]:
 
 def _links_and_update(subject: Subject) -> Figures:
     """PCIe, the host's update, and the update while PCIe is busy."""
-    cores, host_clock = subject.hardware.physical_cores, subject.clock(torch.device("cpu"))
-    chosen = update_threads(cores)
-    with ExitStack() as stack, ThreadPoolExecutor(1) as aside:
-        preparing = aside.submit(compute.HostUpdate, compute.parameters_for(cores), cores)
-        link = None
-        if subject.device.type == "cuda":  # meanwhile: pinning takes as long
-            link = stack.enter_context(LinkTest(subject.device))
-        work = stack.enter_context(preparing.result())
-        counts = [chosen] if subject.quick else thread_counts(cores)
-        rates = tuple((threads, work.rate(threads, host_clock)) for threads in counts)
-        if link is None:
-            busy, most = interpolate(rates, chosen), rates[-1][1]
-            return {"update": rates, "update_busy": busy, "device_update": most}
-        figures = link.rates(subject.clock(subject.device))
-        with link.busy() as both_busy:
-            busy = work.rate(chosen, host_clock)
-        return {**figures, "update": rates, "update_busy": busy, "both_busy": both_busy()}
+    cores, device = subject.hardware.physical_cores, subject.device
+    counts = [update_threads(cores)] if subject.quick else thread_counts(cores)
+    clocks = subject.clock(torch.device("cpu")), subject.clock(device)
+    found = compute.links_and_update(device, cores, counts, *clocks)
+    return found if device.type == "cuda" else {**found, "device_update": found["update"][-1][1]}
 
 
 def _arithmetic(subject: Subject) -> Figures:

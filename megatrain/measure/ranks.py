@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from contextlib import ExitStack, closing
+from contextlib import closing
 from statistics import median
 from typing import Any
 
@@ -12,10 +12,9 @@ import torch
 from megatrain.engine.ranks.exchange import Exchange
 from megatrain.engine.streams import Compute
 from megatrain.errors import OutOfMemory
-from megatrain.machine.hardware import update_threads
-from megatrain.machine.profile import interpolate, thread_counts
+from megatrain.machine.profile import thread_counts
 from megatrain.measure import compute
-from megatrain.measure.transfers import LinkTest, Work
+from megatrain.measure.transfers import Work
 from megatrain.memory.layout import FlatLayout
 from megatrain.world import World
 
@@ -66,7 +65,10 @@ def measure_together(world: World, device: torch.device, cores: int) -> Figures:
     """
     clock = Together(world, device)
     try:
-        found = _links_and_update(clock, cores)
+        none = dict.fromkeys(("upload", "download", "both", "both_busy"), 0.0)
+        counts = thread_counts(cores)
+        found = none | compute.links_and_update(device, cores, counts, clock, clock)
+        found["both_busy"] = min(world.all_gather(found["both_busy"]))  # of the slowest rank
         return {"ranks": world.local_size, **found, **_exchanged(clock)}
     except torch.OutOfMemoryError as error:
         raise OutOfMemory(
@@ -75,25 +77,6 @@ def measure_together(world: World, device: torch.device, cores: int) -> Figures:
     finally:
         if device.type == "cuda":
             torch.cuda.empty_cache()
-
-
-def _links_and_update(clock: Together, cores: int) -> Figures:
-    """PCIe, the host's update, and the update while all links are busy."""
-    chosen = update_threads(cores)
-    with ExitStack() as stack:
-        link = None
-        if clock.device.type == "cuda":
-            link = stack.enter_context(LinkTest(clock.device))
-        work = stack.enter_context(compute.HostUpdate(compute.parameters_for(cores), cores))
-        rates = tuple((threads, work.rate(threads, clock)) for threads in thread_counts(cores))
-        if link is None:
-            none = dict.fromkeys(("upload", "download", "both", "both_busy"), 0.0)
-            return {**none, "update": rates, "update_busy": interpolate(rates, chosen)}
-        figures = link.rates(clock)
-        with link.busy() as both_busy:
-            busy = work.rate(chosen, clock)
-        slowest = min(clock.world.all_gather(both_busy()))
-        return {**figures, "update": rates, "update_busy": busy, "both_busy": slowest}
 
 
 def _exchanged(clock: Together) -> Figures:

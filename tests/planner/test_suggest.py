@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import fields, replace
+from dataclasses import replace
 from functools import cache
 from io import StringIO
 
@@ -17,7 +17,6 @@ from megatrain.planner.search import Search
 from megatrain.planner.suggest import (
     EXACT,
     MOST_SUGGESTIONS,
-    REMEDIES,
     WORTH_SAYING,
     faster_jobs,
     missing,
@@ -81,7 +80,8 @@ def test_more_tokens_hide_an_update_that_is_waited_for():
     plan.check()
     assert plan.timing.waits["update"] > 0.3 * plan.timing.seconds
     batch = next(better for better in plan.faster if better.cost == "changes the batch")
-    assert batch.words.startswith("train.tokens_per_step: ")
+    # twice the tokens gain much less than four times do
+    assert batch.words == "train.tokens_per_step: 32768"
     assert "waits for the update fall" in batch.why
     assert batch.speedup > 1.2
     # a whole search finds no less
@@ -156,22 +156,11 @@ JOBS = {
 }
 
 
-@pytest.mark.parametrize("remedy", REMEDIES, ids=lambda remedy: remedy.cost)
-@pytest.mark.parametrize("job", JOBS.values(), ids=JOBS)
-def test_a_setting_changes_fields_that_a_job_has(remedy, job):
-    names = {field.name for field in fields(Job)}
-    for settings in (remedy.smaller(job), remedy.faster(job)):
-        for words, changed in settings.items():
-            assert ": " in words
-            assert changed.keys() <= names
-            assert replace(job, **changed) != job
-
-
 @pytest.mark.parametrize("job", JOBS.values(), ids=JOBS)
 def test_each_change_is_another_job_named_once(job):
     for changes in (list(smaller_jobs(job)), list(faster_jobs(job, on_gpu=True))):
         assert len({change.words for change in changes}) == len(changes)
-        assert all(change.job != job for change in changes)
+        assert all(": " in change.words and change.job != job for change in changes)
 
 
 def test_what_is_known_of_a_steps_rows_is_not_of_another_steps():

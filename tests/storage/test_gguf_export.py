@@ -10,7 +10,7 @@ import pytest
 import torch
 import transformers
 from gguf import GGUFReader
-from tokenizers import Tokenizer, models, normalizers, pre_tokenizers
+from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
 from megatrain.engine.engine import Engine
@@ -22,10 +22,6 @@ from tests.helpers.files import flip, largest_file, names
 from tests.helpers.gguf_toys import CONFIGS, ROWS, SCALED, SIZES, byte_level, of_sentencepiece
 
 IDS = torch.arange(60).view(2, 30) * 5
-# Of a family, what else its files say: read by transformers, and told by the tensors.
-VARIANTS: Any = {
-    "llama": {"tie_word_embeddings": True},
-}
 TEXTS = ("Hello world, it's  me!", " two\n\nlines\t", "naïve café: 漢字 😀", "<think>x</think>", "")
 UNREAD_SPLITS = ("smollm",)  # by transformers
 
@@ -68,13 +64,11 @@ def same_from_the_file(path: Path, theirs: Any) -> None:
     torch.testing.assert_close(logits, wanted, rtol=0, atol=1e-5)
 
 
-UNREAD = {"mixtral": "transformers takes such a file for one of a Llama"}
-READ = [pytest.param(family, {}, id=family) for family in CONFIGS if family not in UNREAD]
-READ += [pytest.param(family, more, id=f"{family} varied") for family, more in VARIANTS.items()]
+READ: list[Any] = [(family, {}) for family in CONFIGS if family != "mixtral"]  # for them a Llama
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("family", "more"), READ)
+@pytest.mark.parametrize(("family", "more"), [*READ, ("llama", {"tie_word_embeddings": True})])
 def test_transformers_computes_the_same_from_the_file(exported, tmp_path, family, more):
     path = exported(CONFIGS[family](**more))
     assert names(path.parent) == {"model.gguf"}
@@ -214,10 +208,15 @@ def test_a_refusal_leaves_nothing(exported, tmp_path):
     assert names(tmp_path) == {"run"}
 
 
-def changed(change: Callable[[Any], object]) -> Any:
-    tokenizer = byte_level()
+def changed(change: Callable[[Any], object], tokenizer: Any = None) -> Any:
+    tokenizer = tokenizer or byte_level()
     change(tokenizer.backend_tokenizer)
     return tokenizer
+
+
+AROUND = processors.TemplateProcessing(
+    "a <|im_end|> $A", special_tokens=[("a", 1), ("<|im_end|>", 2)]
+)
 
 
 def test_tokenizers_that_no_file_can_say_are_refused():
@@ -228,6 +227,15 @@ def test_tokenizers_that_no_file_can_say_are_refused():
             PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.WordLevel({"a": 0}))),
             "no byte",
         ),
+        (
+            changed(
+                lambda t: setattr(t, "pre_tokenizer", pre_tokenizers.Whitespace()),
+                of_sentencepiece(),
+            ),
+            "treats spaces as no sentencepiece does",
+        ),
+        (changed(lambda t: setattr(t.model, "continuing_subword_prefix", "#")), "prefixes or suff"),
+        (changed(lambda t: setattr(t, "post_processor", AROUND)), "other tokens around texts"),
     ]
     for tokenizer, words in cases:
         with pytest.raises(ModelError, match=words):
