@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -112,6 +113,9 @@ def read_manifest(checkpoint: Path) -> Manifest:
         raise StorageError(f"{path}: is damaged ({error}); {USE_ANOTHER}") from error
     if not intact:
         raise StorageError(f"{path}: does not match its own checksum; {USE_ANOTHER}")
+    named = re.fullmatch(r"checkpoint-(\d+)(\.replaced)?", checkpoint.name)
+    if named is not None and int(named[1]) != manifest.step:
+        raise StorageError(f"{path}: is of step {manifest.step}, not of this folder; {USE_ANOTHER}")
     for name in files:
         if PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts:
             raise StorageError(

@@ -9,6 +9,7 @@ checkpoint, so the run outlives the folder that it began with.
 from __future__ import annotations
 
 import json
+import logging
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -27,6 +28,8 @@ from megatrain.storage.run_folder import FINAL, PASSENGERS, checkpoints, link_or
 from megatrain.storage.safetensors import StoredTensor, TensorSource, dtype_name, read_header
 from megatrain.storage.sharded_write import write_files
 from megatrain.world import World
+
+logger = logging.getLogger("megatrain")
 
 CONFIG = "config.json"
 # Files beside the weights that neither the tokenizer nor transformers' configurations write.
@@ -79,8 +82,10 @@ def with_frozen(
     passthrough: Passthrough,
     found: Mapping[ParameterPlace, StoredTensor | Dequantised],
     store: Store,
+    where: Path | None = None,
 ) -> Passthrough:
-    """Add the frozen tensors of a folder, by place, that the store holds in other dtypes."""
+    """Add the frozen tensors of a folder, by place, that the store holds in other dtypes. where:
+    the folder, to log their size."""
     frozen: dict[str, tuple[StoredTensor, ...]] = defaultdict(tuple)
     held = store.arrays["weight"].dtype
     for place, stored in found.items():
@@ -88,6 +93,13 @@ def with_frozen(
             continue
         if place.tensor.offset >= store.layouts[place.block].trainable:
             frozen[place.own] += (stored,)
+    if frozen and where is not None:
+        parts = [part for of_own in frozen.values() for part in of_own]
+        dtypes = name_list(sorted({dtype_name(part.dtype) for part in parts}))
+        logger.info(
+            f"{where}: frozen tensors are {dtypes}; they are computed with in {dtype_name(held)} "
+            f"and saved as they came, once: {sum(part.nbytes for part in parts) / 1e9:.3g} GB"
+        )
     return replace(passthrough, frozen=dict(frozen))
 
 

@@ -132,7 +132,7 @@ def load_weights(
             "float32` has the masters)"
         )
     held = {place: stored[name] for place, name in found.names.items() if name in stored}
-    return anatomy.published.named_as(found.names), with_frozen(kept, held, store)
+    return anatomy.published.named_as(found.names), with_frozen(kept, held, store, source.file)
 
 
 def check_headers(anatomy: Anatomy, constants: Constants, source: ModelSource) -> None:

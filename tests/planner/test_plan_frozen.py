@@ -65,6 +65,8 @@ def test_checkpoints_hold_what_is_trained_and_the_rest_once():
     disk = disk_bytes(job, HALF)
     assert [disk[f"checkpoint {n}"] for n in (1, 2, 3)] == [5500 * 12] * 3
     assert disk["frozen weights"] == 9000
+    drawn = disk_bytes(replace(job, draws_weights=True, precision="float32"), HALF)
+    assert drawn["frozen weights"] == 4500 * 4
     assert "frozen weights" not in disk_bytes(job, TINY)
 
 

@@ -72,6 +72,13 @@ def test_the_update_hides_in_the_forward_and_the_rest_is_waited_for():
     assert until_head == pytest.approx(3.0 * (LAYERS + 2))  # the head's is the last
 
 
+def test_updates_that_queue_behind_one_that_waited_for_its_drive_wait_for_the_drive():
+    first, *others = with_tasks(host_update=3.0)
+    timeline = overlapped([replace(first, nvme_read=40.0), *others], ONE_GROUP)
+    assert waits(timeline)["update"] == 0.0
+    assert timeline.waits["forward"]["nvme"] > 40.0 + 3.0
+
+
 def test_gradients_that_are_applied_at_once_wait_for_the_buffers_of_those_before():
     timeline = overlapped(with_tasks(host_update=5.0), replace(ONE_GROUP, stored=False))
     # from the head's gradient on, update follows update; the embedding's is the last, and the next

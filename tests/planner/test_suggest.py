@@ -182,6 +182,8 @@ def test_what_costs_least_comes_first():
         "and train.max_grad_norm: null"
     )
     assert words[-3:] == [least, *(f"{first} and {least}" for first in given_back)]
+    of_one_row = [change.words for change in smaller_jobs(JOBS["nothing left"])]
+    assert not any("tokens_per_step" in words for words in of_one_row), "a step has a row at least"
     costs = [change.cost for change in faster_jobs(JOBS["set by hand"], on_gpu=True)]
     assert costs[:3] == [EXACT, EXACT, "changes the batch"]
     assert costs[-1] == "does not clip"

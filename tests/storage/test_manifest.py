@@ -81,6 +81,14 @@ def test_a_manifest_cannot_name_files_outside(run_dir, engine, save):
         verify_checkpoint(folder)
 
 
+def test_a_manifest_of_another_checkpoint_is_damage(run_dir, engine, save):
+    newer = save(6, 9)
+    shutil.copyfile(run_dir / "checkpoint-6" / "MANIFEST.json", newer / "MANIFEST.json")
+    found = find_resumable(run_dir)
+    assert found.path == run_dir / "checkpoint-6"
+    assert "checkpoint-9/MANIFEST.json: is of step 6, not of this folder" in found.warnings[0]
+
+
 def test_a_later_format_is_refused_as_such(run_dir, engine, save):
     path = save(1) / "MANIFEST.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"format": 3}))

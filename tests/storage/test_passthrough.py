@@ -310,13 +310,16 @@ def test_another_run_in_the_folder_of_one_has_its_own(tmp_path, source, engine):
     assert read_manifest(saved).files[SHARDS[1]] == kept[SHARDS[1]]
 
 
-def test_frozen_tensors_go_with_them(source, tmp_path):
+def test_frozen_tensors_go_with_them(source, tmp_path, caplog):
+    caplog.set_level("INFO", logger="megatrain")
     before, freeze = tensors_of(source), "*language_model.layers.0.*"
     frozen = {n: t for n, t in before.items() if "language_model.layers.0." in n}
     assert frozen
     with open_engine(source, "bfloat16", freeze=freeze) as engine:
         engine.train_step(STEPS[0])
         first = save_checkpoint(tmp_path / "run", 1, engine, None, {})
+    words = "frozen tensors are float32; they are computed with in bfloat16 and saved as they came"
+    assert caplog.text.count(f"{source}: {words}, once: ") == 1
     with open_engine(source, "bfloat16", freeze=freeze) as engine:
         load_checkpoint(first, engine)
         shutil.rmtree(source)
