@@ -349,23 +349,25 @@ def export(
     return out
 
 
-def _opened(source: Path) -> tuple[Manifest, dict[str, StoredTensor]]:
-    """A checkpoint that is whole. Raises StorageError."""
+def _opened(
+    source: Path,
+) -> tuple[Manifest, dict[str, StoredTensor], dict[str, StoredTensor], torch.dtype]:
+    """A checkpoint that is whole: its manifest, all tensors, and its weights with their dtype.
+    Raises StorageError."""
     manifest = verify_checkpoint(source)
     for name in stray_files(source, manifest):
         logger.warning(f"{source / name}: does not belong to this checkpoint; left out")
-    return manifest, open_shards(source)
+    stored, others = open_shards(source), {*manifest.constants}
+    weights = {n: t for n, t in stored.items() if n not in others and not is_passthrough(t.path)}
+    return manifest, stored, weights, next(t.dtype for t in weights.values())
 
 
 def _fill_gguf(folder: Path, source: Path, dtype: str | None, name: str) -> None:
     """Write the model of a checkpoint as a GGUF file. Raises as `export`."""
-    manifest, stored = _opened(source)
+    _, stored, weights, held = _opened(source)
     folder_of = pretrained.ModelSource("folder", source)
     config, tokenizer, _ = pretrained.load_config_and_tokenizer(folder_of)
     family_of(config)  # refuses before anything is written
-    own = {name: t for name, t in stored.items() if not is_passthrough(t.path)}
-    weights = {name: t for name, t in own.items() if name not in manifest.constants}
-    held = next(t.dtype for t in weights.values())
     wanted = held if dtype is None else GGUF_DTYPES[dtype]
     has_masters = (source / "optimizer").is_dir()
     changed = {}
@@ -377,11 +379,7 @@ def _fill_gguf(folder: Path, source: Path, dtype: str | None, name: str) -> None
 
 def _fill(folder: Path, source: Path, dtype: str | None) -> None:
     """Copy the model of a checkpoint. Raises as `export`."""
-    manifest, stored = _opened(source)
-    passthrough = Passthrough({n: t for n, t in stored.items() if is_passthrough(t.path)}, {})
-    own = {name: t for name, t in stored.items() if name not in passthrough.tensors}
-    weights = {name: t for name, t in own.items() if name not in manifest.constants}
-    held = next(t.dtype for t in weights.values())
+    manifest, stored, weights, held = _opened(source)
     wanted = held if dtype is None else DTYPES[dtype]
     for name in model_files(manifest):
         path, target = source / name, folder / name
@@ -394,5 +392,7 @@ def _fill(folder: Path, source: Path, dtype: str | None) -> None:
             shutil.copyfile(path, target)
     if wanted != held:
         changed = {t.name: t for t in converted(source, weights, wanted)}
-        sources = [changed.get(name) or as_stored(t) for name, t in own.items()]
-        write_model(folder, plan_shards(sources, passthrough.sources()), {"format": "pt"})
+        kept = [t for t in stored.values() if is_passthrough(t.path)]
+        own = (t for t in stored.values() if not is_passthrough(t.path))
+        sources = [changed.get(t.name) or as_stored(t) for t in own]
+        write_model(folder, plan_shards(sources, list(map(as_stored, kept))), {"format": "pt"})

@@ -279,7 +279,6 @@ class Tensor(NamedTuple):
 
     name: str
     sources: list[TensorSource]
-    experts: tuple[int, ...]  # their number, or () of another tensor
     shape: tuple[int, ...]  # in the file
     dtype: torch.dtype
 
@@ -346,7 +345,7 @@ def _tensors(
         whole = torch.empty((*experts, *parts[0].shape), device="meta")
         shape = tuple(family.changed(name, whole, config).shape)
         exact = len(shape) < 2 or "ffn_gate_inp" in name  # which readers want in float32
-        found.append(Tensor(name, parts, experts, shape, torch.float32 if exact else dtype))
+        found.append(Tensor(name, parts, shape, torch.float32 if exact else dtype))
     return found
 
 
@@ -386,7 +385,7 @@ def _values(tensor: Tensor) -> torch.Tensor:
                 f"{part.name}: has values beyond those of float16; export it as bfloat16"
             )
         parts.append(values)
-    return torch.stack(parts) if tensor.experts else parts[0]
+    return torch.stack(parts) if EXPERT.search(tensor.sources[0].name) else parts[0]
 
 
 # -- tokenizers -----------------------------------------------------------------------------------
