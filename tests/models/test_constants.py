@@ -91,7 +91,7 @@ def test_all_that_a_family_publishes_is_trained_or_a_constant(family):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "family", ["afmoe", "apertus", "deepseek-v32", "ernie4-5-moe", "gemma4", "minimax-m2"]
+    "family", ["afmoe", "apertus", "deepseek-v3", "deepseek-v32", "gemma4", "minimax-m2"]
 )
 def test_they_have_the_dtypes_of_from_pretrained(family, tmp_path):
     config = tiny_config(family)
