@@ -114,6 +114,8 @@ def test_the_oldest_turns_are_forgotten_where_the_model_has_no_room(chat):
     )
     (alone,) = transformers_answers("model", ["Count to 7."], 40, system="Be brief.")
     assert alone[0] == answers(said)[-1]["answer"]
+    said = chat("model", *QUESTIONS * 3, options=GREEDY)
+    assert "oldest 1 questions" in said.err and "oldest 0" not in said.err, "with their answers"
 
 
 def test_a_line_that_cannot_be_asked_ends_a_pipe(chat):

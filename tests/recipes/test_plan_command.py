@@ -276,8 +276,6 @@ def test_more_gpus_than_there_are_need_a_description(megatrain, monkeypatch):
 
 # -- plan whole tensors ----------------------------------------------------------------------------
 
-SHORT_KEYS = ("train.seq_len=512", "train.tokens_per_step=8192")
-
 
 def test_the_plan_s_bytes_are_the_store_s():
     optimizer = Muon()
@@ -296,7 +294,7 @@ def test_the_plan_s_bytes_are_the_store_s():
 
 @pytest.mark.slow
 def test_what_each_optimizer_holds_and_takes(megatrain):
-    asked = ("plan qwen2.5-0.5b --gpu H200 --ram 200GiB --json memory.resident=0", *SHORT_KEYS)
+    asked = ("plan qwen2.5-0.5b --gpu H200 --ram 200GiB --json memory.resident=0", *SHORT)
     adamw, muon = (megatrain(*asked, f"optimizer.name={name}").json for name in ("adamw", "muon"))
     assert muon["host"]["exp_avg"] == pytest.approx(4 * adamw["parameters"], rel=0.01)
     # the embedding, which is the head
@@ -308,6 +306,6 @@ def test_what_each_optimizer_holds_and_takes(megatrain):
 
 def test_several_gpus_refuse_an_optimizer_of_whole_matrices(megatrain):
     line = "plan qwen2.5-0.5b --gpu H200 --ram 200GiB --gpus 2"
-    refused = megatrain(line, "optimizer.name=muon", *SHORT_KEYS, code=2).err
+    refused = megatrain(line, "optimizer.name=muon", *SHORT, code=2).err
     assert "optimizer.name: muon needs whole matrices" in refused
     assert "use adamw or lion, or one GPU" in refused

@@ -208,9 +208,11 @@ def test_a_long_run_has_a_small_page():
 
 def test_lines_of_a_long_run_have_their_means():
     run = reported(steps=2000)
-    lines = block(data_of(page_of([run])), "loss")["lines"]
+    data = data_of(page_of([run]))
+    lines = block(data, "loss")["lines"]
     assert [line["style"] for line in lines] == ["faint", "trend"]
     assert set(lines[1]["y"]) == {STEP.loss}
+    assert [line["style"] for line in block(data, "learning rate")["lines"]] == ["line"]
 
 
 # -- in a browser ----------------------------------------------------------------------------------
