@@ -11,7 +11,7 @@ COUNTS = [
         "end": end,
         "right": end % 3,
         "choices": [" ".join(map(str, range(1, end + more))) for more in (1, 2, 4)],
-        "text": f"Count to {end}. " + "1 2 3 4 5 6 7 8 9 " * end,
+        "text": f"Count to {end}. " + "1 2 3 4 5 6 7 8 9 " * 5 * end,
     }
     for end in (2, 3, 5, 4, 9, 7)
 ]
@@ -26,10 +26,10 @@ doc_to_target: right
 fewshot_split: test
 metric_list: [{metric: acc}, {metric: acc_norm}]
 """,
-    # of one token each, after the same context
+    # of one token each, after the same context; some are longer than the model reads
     "letters": """
 output_type: multiple_choice
-doc_to_text: "Is {{end}} even?"
+doc_to_text: "{{text}} Is {{end}} even?"
 doc_to_choice: ["y", "n"]
 doc_to_target: "{{end % 2}}"
 metric_list: [{metric: acc}]

@@ -122,6 +122,7 @@ def test_the_card_says_what_it_is(copied):
     assert f"| tokens | `{tokens:,}` |" in card.text
     assert f"| time | `{human_seconds(seconds)} in steps` |" in card.text
     assert re.search(r"\| hardware \| `.+, \d+ cores, \d+ GiB of RAM` \|", card.text)
+    assert "eval_s |" not in card.text, "figures of the model alone"
     assert str(copied.parent) not in card.content, "no path of this machine is published"
 
 

@@ -18,7 +18,10 @@ from megatrain.machine.datasheets import GPUS
 from megatrain.machine.hypothetical import DRIVER_BYTES
 from megatrain.optim import AdamW, Muon
 from megatrain.recipes import planned_machine as planned_machine_module
-from megatrain.recipes.planned_machine import planned_machine
+from megatrain.recipes.describe import facts_of
+from megatrain.recipes.model import bench_config, shape_model
+from megatrain.recipes.planned_machine import find_machine, planned_machine
+from megatrain.recipes.setup import plan_run, resolve_run
 from megatrain.settings import Settings
 from tests.helpers.quantised import TILES, Tensors, config_in, in_tiles, rewrite, state
 from tests.helpers.support import engine_of, tiny_config
@@ -234,6 +237,15 @@ def test_several_gpus_and_what_other_numbers_would_give(megatrain):
     alone = megatrain(*H100S, "--json").json
     assert alone["on_gpus"] == [] and not alone["ranks_assumed"]
     assert alone["timing"]["seconds"] == one["seconds"]
+    shared = megatrain(*H100S, "--gpus", "2", "train.context_parallel=2", "--json").json
+    assert [row["gpus"] for row in shared["on_gpus"]] == [2, 4, 8], "one shares no sequence"
+
+
+def test_choices_that_a_resumed_run_keeps_were_not_asked_for():
+    config = bench_config("tiny", [*TINY, "train.groups=2", "device=cpu"])
+    plan = plan_run(config, resolve_run(config, shape_model(config), find_machine(config)))
+    asked, resumed = (facts_of(config, plan, kept).asked for kept in (False, True))
+    assert "train.groups" in asked and "train.groups" not in resumed
 
 
 def test_it_says_what_is_of_a_rank_and_what_is_assumed(megatrain):

@@ -63,7 +63,7 @@ def of_hf_backend(options: TaskOptions, folder: str = "model") -> dict[str, dict
 HOW: dict[str, dict[str, Any]] = {
     "plain": {},
     "shots": {"num_fewshot": 2, "limit": 4},
-    "chat": {"apply_chat_template": True},
+    "chat": {"num_fewshot": 1, "apply_chat_template": True},
 }
 
 

@@ -48,6 +48,13 @@ def test_any_other_verdict_ends_with_8(megatrain, verdicts):
         assert megatrain("verify model --json", code=8).json["reason"] == verdict.reason
 
 
+def test_a_verdict_that_was_kept_goes_once_it_is_wrong(megatrain, verdicts):
+    verdicts[:] = [Verdict("passed"), WRONG, WRONG]
+    megatrain("plan cfg.yaml")
+    megatrain("verify model", code=8)
+    megatrain("plan cfg.yaml", code=8)
+
+
 def test_a_model_that_cannot_be_streamed_is_refused(megatrain, project):
     tiny_config("llama", use_bidirectional_attention=True).save_pretrained(project / "other")
     assert "shows every token the one" in megatrain("verify other", code=2).err
