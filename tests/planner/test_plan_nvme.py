@@ -19,13 +19,14 @@ from megatrain.machine.profile import typical
 from megatrain.memory import sizes
 from megatrain.memory.layout import FlatLayout
 from megatrain.optim import AdamW
-from megatrain.planner.job import Choices, Job
+from megatrain.planner.job import Budget, Choices, Job
 from megatrain.planner.memory import Layout
 from megatrain.planner.plan import Plan, lay_out, make_plan, render
+from megatrain.planner.search import Search
 from megatrain.planner.simulation import Timing
 from megatrain.planner.timing import StepCosts
 from megatrain.settings import Settings
-from tests.helpers.planned import JOB_7B, LAPTOP, QWEN_7B, TINY, TINY_JOB, h200
+from tests.helpers.planned import ALL_STREAMED, JOB_7B, LAPTOP, QWEN_7B, TINY, TINY_JOB, h200
 
 SMALL = h200(24, 60)
 # quickly planned, where the choices are not the question
@@ -73,6 +74,15 @@ def test_as_little_as_can_be_goes_to_the_drive(host):
     assert not with_choices(plan, nvme_blocks=0).host_bytes <= host * GIB
     fewer = with_choices(plan, nvme_blocks=plan.choices.nvme_blocks - 1)
     assert fewer.host_bytes > 0.97 * host * GIB - 512 * 2**20
+
+
+def test_blocks_whose_buffers_take_more_than_they_leave_stay_in_ram():
+    job, shape = ON_DRIVE, replace(TINY, block_numel=(16 << 20, *[4 << 20] * 10, 16 << 20))
+    here = Layout.of(ALL_STREAMED, job, shape, SMALL)
+    layers, every = (here.moved(nvme_blocks=count).host_bytes for count in (10, 12))
+    assert layers < every
+    search = Search(job, shape, SMALL, typical(SMALL), Budget(24 * GIB, layers))
+    assert search.spilled(here).choices.nvme_blocks == 10
 
 
 @pytest.mark.parametrize("clipping", [True, False])
