@@ -277,6 +277,8 @@ def test_export_leaves_passengers_as_they_are(tmp_path, source, engine, dtype):
     save(tmp_path / "run", engine, 1)
     export(tmp_path / "run", tmp_path / "out", dtype)
     assert differing(passengers_of(tmp_path / "out"), passengers_of(source)) == []
+    held = [name for file in SHARDS for name in load_file(tmp_path / "out" / file)]
+    assert sorted(held) == sorted(tensors_of(tmp_path / "out")), "each tensor is in one file"
     text = tensors_of(tmp_path / "out")["model.language_model.norm.weight"]
     assert str(text.dtype) == f"torch.{dtype or 'bfloat16'}"
     assert names(tmp_path / "out") >= {*SHARDS, *PROCESSOR}
