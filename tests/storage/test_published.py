@@ -19,6 +19,7 @@ from transformers.core_model_loading import Transpose, WeightConverter, WeightRe
 from megatrain.engine.engine import Engine
 from megatrain.engine.verify import weights_of
 from megatrain.errors import ModelError
+from megatrain.models.pretrained import as_classifier, resolve_source
 from megatrain.models.skeleton import Skeleton
 from megatrain.optim import AdamW, Muon
 from megatrain.settings import Settings
@@ -263,6 +264,20 @@ def test_a_folder_that_is_not_what_it_claims_is_refused(saved):
         save_file(change(tensors_of(folder)), folder / "model.safetensors", {"format": "pt"})
         with pytest.raises(ModelError, match=words):
             open_engine(folder)
+
+
+def test_a_reward_model_of_a_folder_with_further_tensors_has_its_own_config(tmp_path):
+    config = config_of("qwen3_5")
+    model: Any = plain_model(config)
+    model.save_pretrained(tmp_path / "in")
+    file = tmp_path / "in" / "model.safetensors"
+    save_file(load_file(file) | {"mtp.fc.weight": torch.ones(3)}, file, {"format": "pt"})
+    given: dict[str, Any] = {"device": "cpu", "precision": "float32"}
+    with Engine.from_config(as_classifier(config, 0), **given) as engine:
+        engine.load_weights(resolve_source(tmp_path / "in"))
+        engine.save_pretrained(tmp_path / "out")
+    (name,) = json.loads((tmp_path / "out" / "config.json").read_text())["architectures"]
+    assert name.endswith("ForSequenceClassification")
 
 
 # -- checkpoints of format 1 -----------------------------------------------------------------------
