@@ -29,7 +29,9 @@ def in_tiles(tensors: Tensors, rows: int = 128, columns: int = 128) -> Tensors:
             continue
         down, across = -(-weight.shape[0] // rows), -(-weight.shape[1] // columns)
         scales = torch.rand(down, across) * 0.01 + 1e-3
-        result[name] = (weight.float() / spread(scales, weight.shape, rows, columns)).to(FP8)
+        shrunk = weight.float() / spread(scales, weight.shape, rows, columns)
+        most = torch.finfo(FP8).max  # beyond it some releases of PyTorch write NaN
+        result[name] = shrunk.clamp(-most, most).to(FP8)
         result[f"{name}_scale_inv"] = scales
     return result
 

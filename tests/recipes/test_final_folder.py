@@ -7,6 +7,7 @@ import os
 import re
 import shutil
 from collections.abc import Callable
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -116,7 +117,7 @@ def test_the_card_says_what_it_is(copied):
         assert words in card.text
     first, last = (evaluations_of(copied)[at]["eval_loss"] for at in (0, -1))
     assert f"| eval_loss | {first:.4f} | {last:.4f} |" in card.text
-    for words in ("52 rows, ", "held-out rows | `8 rows, ", f"torch {torch.__version__}"):
+    for words in ("52 rows, ", "held-out rows | `8 rows, ", f"torch {version('torch')}"):
         assert words in card.text
     tokens, seconds = (sum(row[name] for row in steps_of(copied)) for name in ("tokens", "step_s"))
     assert f"| tokens | `{tokens:,}` |" in card.text
