@@ -137,16 +137,20 @@ SETTINGS = [Settings(head_chunk_tokens=4), Settings(resident=ALL, groups=3, head
 # -- log-probabilities -----------------------------------------------------------------------------
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "settings", "pad_left"),
     [
-        ("llama", SETTINGS[0], False),
         ("llama", SETTINGS[1], True),
-        ("gemma2", SETTINGS[0], True),
-        ("mixtral", SETTINGS[1], False),
-        ("falcon-h1", SETTINGS[0], True),
-        ("gpt2", SETTINGS[1], False),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in (
+                ("llama", SETTINGS[0], False),
+                ("gemma2", SETTINGS[0], True),
+                ("mixtral", SETTINGS[1], False),
+                ("falcon-h1", SETTINGS[0], True),
+                ("gpt2", SETTINGS[1], False),
+            )
+        ),
     ],
 )
 def test_log_probabilities_are_those_of_the_whole_logits(family, pad_left, settings, device):

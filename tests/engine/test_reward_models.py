@@ -157,6 +157,7 @@ def test_a_loss_needs_its_own_head(family, loss, reason):
 
 def test_a_reward_model_has_no_log_probabilities_and_writes_nothing():
     with engine_of(reward_config("llama")) as engine:
+        assert engine.evaluate([padded()], Reward()).target_tokens == len(LENGTHS)
         with pytest.raises(ConfigError, match="this model gives scores"):
             engine.logprobs([padded()])
         with pytest.raises(ConfigError, match="a reward model gives scores and writes no text"):

@@ -192,6 +192,7 @@ def renamed(tensors: Tensors, *changes: tuple[str, str]) -> Tensors:
 OTHERS: dict[str, tuple[str, tuple[str, str]]] = {
     "without the base model's prefix": ("qwen3_moe", ("model.", "")),
     "as transformers names its modules": ("gpt_neox", ("embed_out", "lm_head")),
+    "with tensors that are not trained": ("afmoe", ("", "")),
     "inside a model of images and text": ("qwen3_5", ("model.", "model.language_model.")),
 }
 
