@@ -46,9 +46,15 @@ def test_what_is_no_ones_config_says_so():
         import_config("theirs.yaml", "torchtune")
 
 
+SET: Given = {"path": "sets/ours.json", "type": "chat_template"}
+# asks for what is done anyway, and for a template
+SAID: Given = {"roles": {"user": ["human"]}, "chat_template": "llama3"}
+SAID |= {"field_thinking": "thinking", "template_thinking_key": "thinking"}
+OF_ENTRY = ("roles", "roles_to_train", "train_on_eos")
 # trainer, keys over its base, our key, our value
 MEANINGS: list[tuple[str, Given, str, object]] = [
     ("axolotl", {}, "train.rows_per_step", 8),
+    ("axolotl", {"batch_size": 6, "gradient_accumulation_steps": None}, "train.rows_per_step", 6),
     ("axolotl", {"sample_packing": True}, "train.tokens_per_step", 2 * 4 * 2048),
     ("axolotl", {"sample_packing": True}, "data.packing", True),
     ("axolotl", {}, "train.warmup", 0.03),
@@ -71,6 +77,8 @@ MEANINGS: list[tuple[str, Given, str, object]] = [
     ("axolotl", {"tokenizer_config": "org/base"}, "model.path", "org/base"),
     ("axolotl", {"chat_template": "phi_3"}, "data.chat_template", None),
     ("axolotl", {"bf16": "auto"}, "precision", "auto"),
+    ("axolotl", {"unfrozen_parameters": ["model.language_model.*"]}, "method", "sft"),
+    ("axolotl", {"datasets": [SET | SAID]}, "data.chat_template", "llama3"),
     ("axolotl", {"rl": "ipo"}, "dpo.loss_type", ["ipo"]),
     ("axolotl", {"save_strategy": "no"}, "checkpoint.every", None),
     ("axolotl", {"evals_per_epoch": 0}, "train.eval_every", None),
@@ -157,11 +165,9 @@ OF_A_SET: list[tuple[str, object, str]] = [
     ("message_field_training", "learn", "weight, train, training, loss"),
     ("message_property_mappings", {"weight": "learn"}, "role and content"),
     ("split", "train[:2]", "a file has no splits"),
-    ("roles", {"user": ["human"]}, "rename them in the rows"),
-    ("chat_template", "llama3", "beside them"),
+    ("roles", {"user": ["narrator"]}, "rename others in the rows"),
 ]
 TWO = [{"path": "o/r", "type": f"{family}.intel"} for family in ("chatml", "llama3")]
-SET: Given = {"path": "sets/ours.json", "type": "chat_template"}
 # trainer, keys, the key that is refused, words of the reason
 REFUSED: list[tuple[str, Given, str, str]] = [
     ("axolotl", {"adapter": "qlora"}, "adapter", "no adapters"),
@@ -321,7 +327,7 @@ def test_values_of_any_type_end_in_a_list(trainer):
 @pytest.mark.slow
 def test_values_of_any_type_in_an_entry_end_in_a_list():
     kinds = (("chat_template", None), ("chat_template.default", "dpo"))
-    for key, odd, (kind, rl) in product([*ENTRY, "roles", "roles_to_train"], ODD, kinds):
+    for key, odd, (kind, rl) in product([*ENTRY, *OF_ENTRY], ODD, kinds):
         entry = {"path": "o/r", "type": kind, key: odd}
         found = imported("axolotl", rl=rl, datasets=[entry])
         lines = [*found.mapped, *found.dropped, *found.refused, *found.unknown]

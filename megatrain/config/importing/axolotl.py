@@ -6,11 +6,13 @@ from typing import Any
 
 from megatrain.config import names as n
 from megatrain.config.importing import shared
-from megatrain.config.importing.shared import Source, paths_of, put_sources, turns
+from megatrain.config.importing.shared import KNOWN_ROLES, Source, paths_of, put_sources, turns
 from megatrain.config.importing.sheet import Sheet
 
 LONG = {"drop": "drop", "truncate": "keep_start"}
 HARMLESS_PLUGINS = ("liger", "cut_cross_entropy", "kernels", "spectrum", "expert_parallel")
+# The text's part of a vision-language model, as it is written there.
+TEXT_ALONE = {"model.language_model.*", "lm_head", "lm_head.*", "embed_tokens", "embed_tokens.*"}
 # Keys of an entry of `datasets` that path and format answer for.
 ENTRY = (
     *("path", "split", "type", "data_files", "name", "field", "text_column", "field_messages"),
@@ -30,7 +32,11 @@ def read(sheet: Sheet, gpus: int, method: str | None) -> None:
             sheet.drop("the model's own", key)
     packed = ["sample_packing"] if sheet.get("sample_packing") else []
     texts = ["pretraining_dataset"] if method == "pretrain" else []
-    shared.arguments(sheet, gpus, packed or texts)
+    rows = {}
+    if sheet.get("batch_size") is not None and sheet.get("gradient_accumulation_steps") is None:
+        rows["rows"] = ["batch_size", 1]
+        sheet.drop("batch_size is its product with the accumulated batches", "micro_batch_size")
+    shared.arguments(sheet, gpus, packed or texts, **rows)
     if method == "sft" and sheet.get("sample_packing") is not None:
         sheet.put("data.packing", sheet.get("sample_packing"), "sample_packing")
     if ratio := sheet.get("cosine_min_lr_ratio"):
@@ -46,8 +52,9 @@ def read(sheet: Sheet, gpus: int, method: str | None) -> None:
     if method == "simpo" and sheet.get("cpo_alpha", 1.0) != 0:
         sheet.refuse("rl", "simpo with the likelihood beside it (cpo_alpha, 1 unless set); set 0")
     shared.of_method(sheet, **({"beta": "orpo_alpha"} if method == "orpo" else {}))
-    tokens = n.of_each("special_tokens tokens", _tokens)
-    sheet.finish({**shared.RULES, **tokens, "plugins": _plugins})
+    rules = {"plugins": _plugins, "unfrozen_parameters": _unfrozen, "[].roles": _roles}
+    rules["[].chat_template"] = lambda sheet, name, value: shared.template(sheet, name)
+    sheet.finish({**shared.RULES, **n.of_each("special_tokens tokens", _tokens), **rules})
 
 
 def _method(sheet: Sheet) -> str:
@@ -112,6 +119,9 @@ def _sources(sheet: Sheet, at: str, given: dict[str, Any], method: str) -> list[
     role = mappings.get("role", given.get("message_field_role") or "role")
     content = mappings.get("content", given.get("message_field_content") or "content")
     column = str(given.get("field_messages") or "messages")
+    thinking = given.get("field_thinking")
+    if thinking and thinking != (given.get("template_thinking_key") or "reasoning_content"):
+        sheet.refuse(at + "field_thinking", "the template looks for it under another name")
     form: tuple[str, dict[str, str]] | None = None
     if kind == "chat_template":
         form = turns(column, role, content)
@@ -134,6 +144,24 @@ def _sources(sheet: Sheet, at: str, given: dict[str, Any], method: str) -> list[
     if form[0] == "text" and text != "text":
         shape["text_field"] = text
     return [one | shape for one in paths_of(sheet, at, given)]
+
+
+def _roles(sheet: Sheet, name: str, value: Any) -> None:
+    said = value.items() if isinstance(value, dict) else [("", value)]
+    lists = [(role, names if isinstance(names, list) else [names]) for role, names in said]
+    each = [(role, name) for role, names in lists for name in names]
+    if all(isinstance(one, str) and KNOWN_ROLES.get(one) == role for role, one in each):
+        sheet.drop("roles that are known anyway", name)
+    else:
+        sheet.refuse(name, f"known roles are {', '.join(KNOWN_ROLES)}; rename others in the rows")
+
+
+def _unfrozen(sheet: Sheet, name: str, value: Any) -> None:
+    parts = set(map(str, value)) if isinstance(value, list) else set()
+    if TEXT_ALONE >= parts >= {"model.language_model.*"}:
+        sheet.drop("towers are carried along unchanged; text alone is trained", name)
+    else:
+        sheet.follow(name, value, n.REFUSED[name])
 
 
 def _plugins(sheet: Sheet, name: str, value: Any) -> None:
