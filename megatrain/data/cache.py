@@ -26,13 +26,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from megatrain.data.rows import (
-    Counts,
-    IndexArray,
-    Joined,
-    TokenRows,
-    measure_lengths,
-)
+from megatrain.data.rows import Counts, IndexArray, Joined, TokenRows, measure_lengths
 from megatrain.data.samples import JUDGED, KINDS, PLAIN, digest_of
 from megatrain.durable import sync_folder
 from megatrain.errors import StorageError

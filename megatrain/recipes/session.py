@@ -57,10 +57,9 @@ from megatrain.reporting.summary import RunSummary
 from megatrain.reporting.trackers import ID_FILE, tracking
 from megatrain.storage.checkpoint import Resumable, load_resumable, reopen
 from megatrain.storage.hashed_file import storage_error, system_errors
-from megatrain.storage.manifest import MANIFEST, UNVERIFIED, verifies
+from megatrain.storage.manifest import CHECKPOINT, MANIFEST, UNVERIFIED, verifies
 from megatrain.storage.run_folder import (
     ANOTHER_OUTPUT,
-    CHECKPOINT,
     FINAL,
     LINKS,
     LOCK,

@@ -26,6 +26,9 @@ from megatrain.storage.safetensors import (
 )
 
 MANIFEST = "MANIFEST.json"
+CHECKPOINT = re.compile(r"checkpoint-(\d+)")
+# of a complete checkpoint that a new one of the same step is about to replace
+REPLACED = ".replaced"
 EVERY_STEP = "every"  # in place of a step, in files that are the same in all checkpoints of a run
 # Of the folder; a reader refuses what it does not know. 1: whole tensors of the model's own, where
 # transformers publishes their parts: a mixture's experts.
@@ -113,8 +116,8 @@ def read_manifest(checkpoint: Path) -> Manifest:
         raise StorageError(f"{path}: is damaged ({error}); {USE_ANOTHER}") from error
     if not intact:
         raise StorageError(f"{path}: does not match its own checksum; {USE_ANOTHER}")
-    named = re.fullmatch(r"checkpoint-(\d+)(\.replaced)?", checkpoint.name)
-    if named is not None and int(named[1]) != manifest.step:
+    named = CHECKPOINT.fullmatch(checkpoint.name.removesuffix(REPLACED))
+    if named and int(named[1]) != manifest.step:
         raise StorageError(f"{path}: is of step {manifest.step}, not of this folder; {USE_ANOTHER}")
     for name in files:
         if PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts:

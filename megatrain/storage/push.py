@@ -54,8 +54,8 @@ class Pushed:
 
     def to_dict(self) -> dict[str, Any]:
         found = asdict(self)
-        nbytes = found.pop("nbytes")
-        return {**found, "bytes": nbytes}
+        found["bytes"] = found.pop("nbytes")
+        return found
 
 
 def push(run_dir: Path | str, repo_id: str, private: bool = False) -> Pushed:

@@ -21,15 +21,12 @@ from pathlib import Path, PurePath
 from megatrain.durable import sync_folder
 from megatrain.errors import ConfigError, StorageError
 from megatrain.storage.hashed_file import storage_error, system_errors, write_bytes
-from megatrain.storage.manifest import MANIFEST, Manifest, read_manifest
+from megatrain.storage.manifest import CHECKPOINT, MANIFEST, REPLACED, Manifest, read_manifest
 
-CHECKPOINT = re.compile(r"checkpoint-(\d+)")
 LINKS = ("last", "best", "proven")
 FINAL = "final"
 CARD = "README.md"  # of `final/`
 PASSENGERS = "passengers"  # files of tensors that are the same in all checkpoints
-# a complete checkpoint that a new one of the same step is about to replace
-REPLACED = ".replaced"
 # Work in progress. Only names that are written here: others that end so are somebody else's.
 UNFINISHED = re.compile(
     rf"(checkpoint-\d+|{FINAL}|{PASSENGERS})({REPLACED}|({REPLACED})?(\.deleted)?\.tmp)"
