@@ -85,4 +85,4 @@ def test_a_template_that_computes_without_end_ends_every_command(
     with rows_are_encoded_in_workers():
         error = megatrain(command, code=3).err
     assert "the chat template takes more than 0.2 s of computing for one conversation" in error
-    assert not (project / "run").exists()
+    assert {path.name for path in project.glob("run/*")} <= {".lock", "train.log"}
