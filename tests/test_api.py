@@ -18,6 +18,7 @@ import megatrain as mt
 from megatrain.cli import main
 from megatrain.engine.engine import Engine
 from megatrain.engine.request import Request
+from megatrain.errors import ModelError
 from megatrain.models.pretrained import resolve_source
 from megatrain.recipes.api import config_of
 from tests.helpers.once import commands_dry_run_models_once, engines_are_built_fast
@@ -74,10 +75,8 @@ def as_command(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str,
 
 
 def comparable(plan: dict[str, Any]) -> dict[str, Any]:
-    """Without what the process holds, which is measured at each call."""
-    host = {name: size for name, size in plan["host"].items() if name != "process at start"}
-    kept = ("choices", "device", "nvme", "disk", "job", "timing", "steps")
-    return {name: plan[name] for name in kept} | {"host": host}
+    kept = ("choices", "device", "host", "nvme", "disk", "job", "timing", "steps")
+    return {name: plan[name] for name in kept}
 
 
 @pytest.mark.slow
@@ -94,7 +93,9 @@ def test_plan_is_the_command_s(config_folder, capsys, elsewhere: dict[str, Any])
     words = "train.tokens_per_step=64 train.seq_len=16 optimizer.moments=int8 compile=false"
     keys = words.split()
     flags = (f"--{name.replace('_', '-')}={value}" for name, value in elsewhere.items())
+    held = torch.ones(50 << 20)  # of this process, not of that machine
     theirs = as_command(capsys, str(config_folder), *flags, *keys)
+    assert held.numel()
     assert comparable(json.loads(json.dumps(ours.to_dict()))) == comparable(theirs)
 
 
@@ -165,6 +166,11 @@ def test_a_folder_on_nvme_may_be_named_alone():
     for nvme in ("swap", ["swap"], Path("swap")):
         request = Request.of_keywords(None, **PLANNED, memory={"nvme": nvme})
         assert request.nvme_folders == (Path("swap"),)
+
+
+def test_what_names_no_model_is_said():
+    with pytest.raises(ModelError, match="123: names no model; give a folder, a GGUF file"):
+        Engine.from_pretrained(123)  # type: ignore[arg-type]
 
 
 @pytest.mark.slow

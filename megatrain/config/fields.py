@@ -108,7 +108,9 @@ class TrainOptions(Options):
         "Peak learning rate; methods of preferences have 1e-6 unless it is set, and reward 1e-4.",
     )
     schedule: v.Schedule = key("cosine", "Shape of the learning rate's decay after warm-up.")
-    warmup: v.NotNegative = key(0.03, "Below 1 a share of all steps, else steps.")
+    warmup: v.NotNegative = key(
+        0.03, "Below 1 a share of all steps, else steps. Step i of w has i/w."
+    )
     min_lr_ratio: v.Fraction = key(0.0, "Final learning rate divided by the peak.")
     decay: v.FractionOrNull = key(
         None, "wsd only: share of all steps in which the rate falls; 0.2 by default."

@@ -39,9 +39,9 @@ CUDA_CONTEXT_BYTES = 756 * MIB
 CUBLAS_WORKSPACE_BYTES = 32 * MIB
 # What NCCL takes of a GPU's memory for a communicator, beside PyTorch's, and for each other GPU in
 # it, which it reaches by NVLink or only through host RAM. H100 and H200, torch 2.11, NCCL 2.28.9:
-# of two 770 to 776 MiB, of four 1984, of two without peer access 320 (docs/log/2026-11.md).
+# of two 770 to 776 MiB, of four 1984, of two without peer access 320.
 COMMUNICATOR_BYTES, PEER_BYTES, STAGED_PEER_BYTES = 169 * MIB, 605 * MIB, 151 * MIB
-# The same of the host's: what a rank of two took beyond its plan, twice (docs/log/2026-11.md).
+# The same of the host's: what a rank of two took beyond its plan, twice.
 COMMUNICATOR_HOST_BYTES = 260 * MIB
 P2P_READS = 0  # NVML_P2P_CAPS_INDEX_READ, which pynvml has as a tuple
 # Resident memory that libraries take after planning, once they compute: the update kernel's
@@ -66,7 +66,7 @@ KERNEL_SPARE_SHARE = 1 / 32  # and of a small machine's RAM no more than that
 # glibc maps large blocks and returns them when they are freed, but raises the size from which it
 # does so up to 32 MiB as it goes. Smaller activations then leave holes in heaps that are never
 # returned: 50 to 160 MiB of a 2 to 4 GiB run, another figure every time. A fixed size costs page
-# faults: at 2 MiB a tenth to a third of a CPU's step (docs/log.md), so it is for short memory.
+# faults: at 2 MiB a tenth to a third of a CPU's step, so it is for short memory.
 LARGE_BLOCK_BYTES = 2 * MIB
 _M_MMAP_THRESHOLD = -3  # malloc.h
 # oneDNN keeps generated code for 1024 shapes of bf16 matmuls, and PyTorch its own copy: with

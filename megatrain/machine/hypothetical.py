@@ -5,8 +5,6 @@ from __future__ import annotations
 import difflib
 from dataclasses import replace
 
-import psutil
-
 from megatrain.errors import ConfigError
 from megatrain.machine import hardware
 from megatrain.machine.datasheets import GPUS, PCIE_4, UNKNOWN_GPU, DataSheet, HostLink
@@ -14,6 +12,7 @@ from megatrain.machine.hardware import GIB, MIB, Gpu, Hardware, without_tables
 
 DRIVER_BYTES = 600 * MIB  # of the GPU's memory, kept by its driver
 SYSTEM_BYTES = 2 * GIB  # of RAM, used by others
+PROCESS_BYTES = 856 * MIB  # of a run before its weights, read: H200, torch 2.11 with CUDA 13
 DISK_BYTES = 16 << 40  # disks are cheap
 EXAMPLE = "--gpu-memory 12GiB --gpu-tflops 60 --pcie 25 (dense bf16; GB/s each way)"
 
@@ -72,7 +71,7 @@ def hypothetical(
         memlock_bytes=None,
         context_bytes=hardware.CUDA_CONTEXT_BYTES,
         workspace_bytes=hardware.CUBLAS_WORKSPACE_BYTES,
-        resident_bytes=psutil.Process().memory_info().rss,
+        resident_bytes=PROCESS_BYTES,
         library_bytes=hardware.CUDA_LIBRARY_BYTES,
     )
 

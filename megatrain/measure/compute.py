@@ -157,7 +157,7 @@ class Device:
 PARAMETERS = 1 << 26  # 0.9 GiB of state: more than twice the largest caches of processors
 CORES_KEPT_BUSY = 16  # by so many; hosts with more cores update more, up to four times as many
 # Each piece takes Python's lock: 56 threads with pieces of 0.3 million, 19,000 a second, reached
-# three quarters of what two processes did (docs/log/2026-11.md).
+# three quarters of what two processes did.
 MOST_OF_A_PIECE = 1 << 21
 PIECES_PER_THREAD = 2  # of each pass, so that no thread is idle for long at the end
 # Passes of many threads over the arrays in a timed call, with no wait in between: waking the

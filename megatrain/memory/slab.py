@@ -1,7 +1,7 @@
 """Large pieces of host memory: anonymous, on huge pages, touched in parallel, pinned for a GPU.
 
-`cudaHostAlloc` is four times slower than mapping, touching and registering, and rounds sizes up
-(docs/log.md).
+`cudaHostAlloc` is four times slower than mapping, touching and registering, and rounds sizes
+up.
 """
 
 from __future__ import annotations

@@ -115,6 +115,8 @@ def resolve_source(
 
     Raises ModelError if there is no such model, or the hub cannot be reached.
     """
+    if not isinstance(source, str | Path):
+        raise ModelError(f"{source!r}: names no model; give a folder, a GGUF file or a hub id")
     path, name = Path(expanduser(source)), str(source)
     with if_forbidden(ModelError, path):
         if path.is_dir():

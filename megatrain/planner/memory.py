@@ -47,7 +47,7 @@ COMMUNICATORS = "communicators"
 NOT_ALLOCATED = ("allocator slack", "CUDA context", COMMUNICATORS)
 # Bytes that a CPU's kernel libraries hold at the peak for each weight of the head, in forms of
 # their own: fitted to the host's peak of six runs of 8 and 4 layers with 4 and 25 million weights
-# in the head (docs/log.md), which it predicts to 1%.
+# in the head, which it predicts to 1%.
 CPU_HEAD_BYTES = {"bfloat16": 4.6, "fp8": 4.6, "float32": 2.6}
 Combined = Callable[[Iterable[int]], int]  # sum or max
 OTHERS_TABLES = "page tables for other ranks' weights"

@@ -361,11 +361,11 @@ def say_steps(config: Config, loader: Loader) -> None:
             f"{train.tokens_per_step:,}, the longest {int(rows.lengths.max()):,} tokens: a step "
             "takes one row at least, so it is larger there"
         )
-    if steps <= (warming := warmup_steps(train.warmup, steps)):
+    if steps < (warming := warmup_steps(train.warmup, steps)):
         logger.warning(
             f"train.learning_rate {train.learning_rate:g} is never reached: the warm-up takes "
-            f"{warming:,} steps and the run {steps:,}, of which the first has rate 0; the highest "
-            f"rate is {train.learning_rate * (steps - 1) / warming:.3g}; set a lower train.warmup"
+            f"{warming:,} steps and the run {steps:,}; the highest rate is "
+            f"{train.learning_rate * steps / warming:.3g}; set a lower train.warmup"
         )
 
 

@@ -22,6 +22,7 @@ def rates(
     warmup: int = 0,
     min_ratio: float = 0.0,
     decay_share: float = 0.25,
+    from_zero: bool = False,
 ) -> list[float]:
     rate = partial(
         SCHEDULES[name],
@@ -30,6 +31,7 @@ def rates(
         warmup_steps=warmup,
         min_ratio=min_ratio,
         decay_share=decay_share,
+        from_zero=from_zero,
     )
     return [rate(step) for step in range(total_steps + 3)]
 
@@ -47,6 +49,7 @@ def rates_of_transformers(schedule) -> list[float]:
 
 @pytest.mark.parametrize("warmup", [0, 1, 7, TOTAL, TOTAL + 10])
 def test_schedules_equal_those_of_transformers(warmup):
+    """A run begun before 0.1.0 warms up as theirs do, from rate 0, and a new one a step sooner."""
     of = partial(partial, num_warmup_steps=warmup)
     theirs = {
         "constant": of(optimization.get_constant_schedule_with_warmup),
@@ -54,9 +57,11 @@ def test_schedules_equal_those_of_transformers(warmup):
         "cosine": of(optimization.get_cosine_schedule_with_warmup, num_training_steps=TOTAL),
     }
     for name, schedule in theirs.items():
-        assert rates(name, warmup=warmup)[:TOTAL] == pytest.approx(
-            rates_of_transformers(schedule)[:TOTAL], rel=1e-12, abs=1e-18
-        ), name
+        expected = rates_of_transformers(schedule)[:TOTAL]
+        same = partial(pytest.approx, rel=1e-12, abs=1e-18)
+        assert rates(name, warmup=warmup, from_zero=True)[:TOTAL] == same(expected), name
+        ramp = [BASE * step / warmup for step in range(1, min(warmup, TOTAL) + 1)]
+        assert rates(name, warmup=warmup)[:TOTAL] == same(ramp + expected[len(ramp) :]), name
 
 
 def test_wsd_equals_that_of_transformers_with_linear_decay():
@@ -67,7 +72,9 @@ def test_wsd_equals_that_of_transformers_with_linear_decay():
         num_decay_steps=10,
         decay_type="linear",
     )
-    assert rates("wsd", warmup=5) == pytest.approx(rates_of_transformers(schedule), rel=1e-12)
+    assert rates("wsd", warmup=5, from_zero=True) == pytest.approx(
+        rates_of_transformers(schedule), rel=1e-12
+    )
 
 
 def test_a_floor_and_the_shortest_runs():

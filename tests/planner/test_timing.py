@@ -1,4 +1,4 @@
-"""The predicted step against measured ones. Figures: docs/log.md and benchmarks/results (ours); the
+"""The predicted step against measured ones. Figures: benchmarks/results (ours); the
 others were taken on the same machine with a throw-away prototype of the same schedule, which
 neither kept blocks on the GPU nor left out a product in recomputation."""
 

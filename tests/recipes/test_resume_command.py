@@ -20,7 +20,14 @@ from megatrain.recipes import setup as clock
 from megatrain.storage.checkpoint import find_resumable
 from megatrain.storage.manifest import read_manifest
 from megatrain.storage.run_folder import find_checkpoint, run_lock
-from tests.helpers.commands import chat_rows, evaluations_of, files_of, steps_of, write_jsonl
+from tests.helpers.commands import (
+    changed_state,
+    chat_rows,
+    evaluations_of,
+    files_of,
+    steps_of,
+    write_jsonl,
+)
 from tests.helpers.files import flip
 from tests.recipes.conftest import cut_back
 from tests.recipes.same_run import same_run
@@ -30,6 +37,18 @@ def test_five_steps_and_five_more_are_ten(megatrain, finished_project, killed):
     done = megatrain("resume run")
     assert "resuming from run/checkpoint-5" in done.err
     same_run(killed, finished_project / "run")
+
+
+def test_a_warm_up_goes_on_as_it_began(megatrain, killed):
+    """Step i of w has i/w of the rate; in a run begun before 0.1.0, (i - 1)/w."""
+    keys = "train.warmup=9 train.max_steps=6"
+    for begun, rate in {"now": 6 / 9, "before": 5 / 9}.items():
+        if begun == "before":
+            with changed_state(killed / "checkpoint-5") as state:
+                assert state.pop("warmup_from_zero") is False
+            shutil.rmtree(killed / "checkpoint-6")
+        megatrain(f"resume run --no-verify {keys}")
+        assert steps_of(killed)[-1]["lr"] == pytest.approx(0.01 * rate), begun
 
 
 def test_so_they_are_in_bfloat16_in_groups_and_clipped(megatrain, project, stop_after):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +10,7 @@ import pytest
 
 import megatrain as mt
 from megatrain.recipes.tasks import TaskOptions, load_tasks
-from megatrain.storage.manifest import read_manifest
-from tests.helpers.commands import steps_of
+from tests.helpers.commands import changed_state, steps_of
 from tests.helpers.tasks import TASKS, write_tasks
 
 pytest.importorskip("lm_eval")
@@ -151,14 +149,8 @@ def test_keys_of_tasks_in_a_run_are_refused_but_a_run_that_had_them_goes_on(mega
         done = megatrain(f"train cfg.yaml 'eval.{name}={json.dumps(value)}'", code=2)
         assert f"eval.{name}: runs have no tasks any more" in done.err
         assert "`megatrain eval RUN --tasks`" in done.err
-    state = killed / "checkpoint-5" / "state.json"
-    about = json.loads(state.read_text())
-    about["state"]["config"]["eval"] |= REMOVED
-    state.write_text(json.dumps(about))
-    manifest = read_manifest(state.parent)
-    size = state.stat().st_size
-    manifest.files["state.json"] = replace(manifest.files["state.json"], nbytes=size)
-    (state.parent / "MANIFEST.json").write_bytes(manifest.encode())
+    with changed_state(killed / "checkpoint-5") as state:
+        state["config"]["eval"] |= REMOVED
     lines = "".join(f"  {name}: {json.dumps(value)}\n" for name, value in REMOVED.items())
     for file in (killed / "config.yaml", killed / "config.resolved.yaml"):
         file.write_text(file.read_text().replace("\neval:\n", f"\neval:\n{lines}"))

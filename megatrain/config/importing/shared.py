@@ -113,10 +113,11 @@ def _schedule(sheet: Sheet, name: str, kind: Any, warmup: float) -> None:
     steps, share = sheet.get("warmup_steps"), sheet.get("warmup_ratio")
     if kind == "constant":
         sheet.put("train.warmup", 0.0, note="constant has no warm-up")
-    elif steps or share is None:
-        sheet.put("train.warmup", warmup if steps is None else steps, "warmup_steps")
     else:
-        sheet.put("train.warmup", share, "warmup_ratio")
+        by_steps = steps or share is None
+        value = share if not by_steps else warmup if steps is None else steps
+        note = "step i of w has i/w of the rate, where transformers begins at 0" if value else ""
+        sheet.put("train.warmup", value, "warmup_steps" if by_steps else "warmup_ratio", note=note)
     sheet.drop(sheet.origins.get("train.warmup", ""), "warmup_steps", "warmup_ratio")
 
 

@@ -265,7 +265,7 @@ BARRIERS = MATMULS | {
 PICKS = {aten.index, aten.index_select, aten.gather, aten.index_put, aten.scatter}
 STEPPED = {aten.slice: 4, aten.slice_scatter: 5}  # which argument is the step
 # In a profile of GPT-OSS-20B's shape on an H200 such kernels ran at 0.3 to 0.7 of the memory's
-# rate (docs/log/2026-11.md).
+# rate.
 SCATTERED = 2
 COPIES_NOTHING = {aten._unsafe_view, aten.detach}  # views, though their schemas do not say so
 # The nodes that a kernel writes, each with the nodes in memory that it is computed from.

@@ -151,7 +151,7 @@ class _FusedAttentionFunction(torch.autograd.Function):
     def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:
         query, key, value, *_ = ctx.saved_tensors
         scratch = []
-        if ctx.runs_on == "cuda":  # flash and cuDNN alike, at every length (docs/log.md)
+        if ctx.runs_on == "cuda":  # flash and cuDNN alike, at every length
             # where dquery is added up in fp32
             scratch.append(torch.empty_like(query, dtype=torch.float32))
             if (heads := query.shape[1]) > key.shape[1]:
