@@ -225,8 +225,9 @@ def collate(
 
     Sequences are padded on the right, to `pack_to` tokens or else the longest. With `pack_to` there
     are position_ids, which restart with every row, with the padding behind the last one, and in
-    it before they reach `limit`: models tell the rows of a sequence apart by it. Without it each
-    sequence is one row, and there is an attention_mask where there is padding.
+    it before they reach `limit`: models tell the rows of a sequence apart by it; where there is
+    padding, token_real, bool [sequences, tokens], is false there. Without `pack_to` each sequence
+    is one row, and there is an attention_mask where there is padding.
 
     Of rows that are not plain, a loss over examples also gets (examples have numbers from 0 here,
     in order: of pair k, 2k is the chosen answer and 2k + 1 the rejected one):
@@ -262,8 +263,9 @@ def collate(
     arrays: dict[str, npt.NDArray[Any]] = {"input_ids": input_ids, "labels": labels}
     if pack_to is not None:
         arrays["position_ids"] = positions
-    elif int(filled.min()) < width:
-        arrays["attention_mask"] = (np.arange(width) < filled[:, None]).astype(np.int64)
+    if int(filled.min()) < width:
+        real = np.arange(width) < filled[:, None]
+        arrays |= {"token_real": real} if pack_to else {"attention_mask": real.astype(np.int64)}
     if rows.values is not None:
         arrays |= {"row_of": row_of, "row_value": rows.values[row]}
         arrays |= {} if references is None else {"row_reference": references[row, side]}

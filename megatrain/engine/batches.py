@@ -49,7 +49,7 @@ class MicroBatch:
     trains: bool = True  # False: only its log-probabilities are wanted
     parallel: ContextParallel | None = None  # targets and hidden states are then of one part
     learns: bool = True  # it has targets, in whichever part
-    # fp32 [batch, tokens], 0 where attention_mask hides a token; if asked for
+    # fp32 [batch, tokens], 0 where token_real or attention_mask hides a token; if asked for
     real: Tensor | None = None
     real_tokens: int = 0
 
@@ -203,7 +203,8 @@ def prepare(
         mb = MicroBatch(peers.number(local), moved, targets.to(device), parallel=parallel)
         mb.trains, mb.learns = trains, learns
         if marks_real:
-            ids, mask = batch["input_ids"], batch.get("attention_mask")
+            ids = batch["input_ids"]
+            mask = batch.get("token_real", batch.get("attention_mask"))
             plain = mask is not None and mask.shape == ids.shape  # models take others, too
             real = (mask != 0 if plain else torch.ones_like(ids)).float()  # type: ignore[union-attr]
             real *= trains  # else its choices of experts do not count

@@ -256,7 +256,7 @@ def documents(batch: StepBatch) -> dict[int, int]:
     and targets of its own."""
     found: dict[int, int] = {}
     for micro in batch.micro_batches:
-        assert set(micro) == {"input_ids", "labels", "position_ids"}
+        assert {*micro} - {"token_real"} == {"input_ids", "labels", "position_ids"}
         sequences = zip(micro["input_ids"], micro["labels"], micro["position_ids"], strict=True)
         for ids, labels, positions in sequences:
             starts = [*(positions == 0).nonzero().flatten().tolist(), len(ids)]

@@ -5,15 +5,18 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 import megatrain as mt
+from megatrain.data.micro_batches import collate
 from megatrain.engine.routing import coefficient_of, find_routers
 from megatrain.engine.verify import gradients_of, weights_of
 from megatrain.errors import ConfigError
 from megatrain.models.skeleton import Skeleton
 from megatrain.settings import ROUTER_AUX_LOSS_COEF, Settings
+from tests.data.test_loader import fake_rows
 from tests.helpers.support import (
     Batch,
     engine_of,
@@ -97,6 +100,17 @@ def test_loss_and_gradients_are_those_of_transformers(family, batches, mode, dev
         assert result.aux_loss == pytest.approx(aux_loss, rel=1e-6)
         assert result.loss + COEFFICIENT * result.aux_loss == pytest.approx(loss, rel=1e-6)
         assert worst(gradients, model) < 2e-5
+
+
+def test_the_padding_of_packed_rows_counts_as_little_as_that_of_padded_ones():
+    rows = fake_rows(np.array([7, 5, 4, 3, 2]))
+    separate = collate(rows, [[row] for row in range(5)], pad_id=0)
+    packed = collate(rows, [[0, 1], [2, 3, 4]], pad_id=0, pack_to=15)
+    model, _, aux_loss = of_transformers("mixtral", separate)
+    for batch in (separate, packed):
+        result, gradients = computed("mixtral", [batch])
+        assert result.aux_loss == pytest.approx(aux_loss, rel=1e-6)
+        assert worst(gradients, model) < 1e-4
 
 
 def test_a_second_backward_pulls_as_the_first():

@@ -55,6 +55,7 @@ class ContextParallel:
         shape = batch["input_ids"].shape
         missing = -shape[1] % self.size
         fills = {"labels": IGNORE, "input_ids": 0, "attention_mask": 0, "position_ids": 0}
+        fills |= {"token_real": 0}
         if not missing:
             return batch
         if longest is not None and "position_ids" not in batch and shape[1] + missing > longest:
