@@ -51,10 +51,12 @@ OnProgress = Callable[[int], None]
 
 @dataclass(frozen=True)
 class Expected:
-    """Digests of the rows of a run that goes on; None: not known, or others are asked for."""
+    """Digests of the rows of a run that goes on; None: not known, or others are asked for. shuffle:
+    the version of its order."""
 
     train: str | None
     held_out: str | None = None
+    shuffle: int = 1
 
 
 def load_data(
@@ -412,5 +414,5 @@ def shares_of_sources(sizes: Sequence[int], weights: Sequence[Fraction]) -> list
 def repeated(places: IndexArray, size: int, seed: int) -> IndexArray:
     """`size` of the places in order, each as often as the next, or once more: int64 [size]."""
     times, more = divmod(size, len(places))
-    extra = np.sort(permutation(len(places), seed, epoch=0)[:more])
+    extra = np.sort(permutation(len(places), seed, epoch=0, version=1)[:more])
     return np.concatenate([*[places] * times, places[extra]])

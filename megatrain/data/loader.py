@@ -30,7 +30,7 @@ from megatrain.data.micro_batches import (
     micro_batches,
     runs_of,
 )
-from megatrain.data.rows import IndexArray, Position, Rows, check_digest, permutation
+from megatrain.data.rows import SHUFFLE, IndexArray, Position, Rows, check_digest, permutation
 from megatrain.data.samples import KINDS
 from megatrain.data.streaming import Stream
 from megatrain.errors import DataError
@@ -104,6 +104,7 @@ class Loader:
     references: ReferenceArray | None = None
     prompts_too: bool = False
     world: World = ALONE
+    shuffle: int = SHUFFLE
 
     def __post_init__(self) -> None:
         sizes = (self.tokens_per_step, self.rows_per_step)
@@ -146,7 +147,8 @@ class Loader:
 
     def position(self) -> dict[str, int | str]:
         """The run's position after the last batch handed out, and what identifies its order."""
-        return {**asdict(self._position), "seed": self.seed, "data": self._digest(self._position)}
+        order = {"seed": self.seed, "shuffle": self.shuffle}
+        return {**asdict(self._position), **order, "data": self._digest(self._position)}
 
     def used(self) -> str:
         """The share of the windows that was trained on, in words; empty for a whole set."""
@@ -165,6 +167,8 @@ class Loader:
         words = f"lies outside the data, or is broken: {dict(position)}"
         outside = DataError(f"the checkpoint's data position {words}")
         if not all(type(number) is int and number >= 0 for number in numbers):
+            raise outside
+        if position.get("shuffle", 1) != self.shuffle:
             raise outside
         place = Position(*numbers)  # type: ignore[arg-type]
         check_digest(self._digest(place), position.get("data"))
@@ -313,7 +317,7 @@ class Loader:
         steps are sized in, tokens or rows; int64 [rows]."""
         rows = self._window(window) if window else self.rows
         assert rows is not None
-        order = permutation(len(rows), self.seed, epoch, window)
+        order = permutation(len(rows), self.seed, epoch, window, self.shuffle)
         sizes = np.ones_like(order) if self.rows_per_step else rows.lengths[order]
         return order, np.cumsum(sizes)
 

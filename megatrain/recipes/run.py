@@ -21,7 +21,7 @@ from megatrain.config.resuming import (
 )
 from megatrain.data.build import Expected
 from megatrain.data.loader import Loader
-from megatrain.data.rows import Rows
+from megatrain.data.rows import SHUFFLE, Rows
 from megatrain.data.streaming import Stream
 from megatrain.engine.components import deterministic
 from megatrain.engine.resolved import Resolved, piece_tokens
@@ -249,7 +249,7 @@ def get_ready(
         logger.info(about_stops)
     if held_out is not None:
         logger.info(f"{len(held_out):,} rows are held out for evaluation")
-    plan, loader = plan_and_loader(config, model, resolved, rows, windows)
+    plan, loader = plan_and_loader(config, model, resolved, rows, windows, expected)
     plan.check()
     settings = vars(plan.choices.settings(plan.job, resolved.request.nvme_folders))
     settings = {"precision": machine.precision, "packed": resolved.packed_to} | settings
@@ -270,7 +270,12 @@ def get_ready(
 
 
 def plan_and_loader(
-    config: Config, model: Model, resolved: Resolved, rows: Rows, windows: Stream | None = None
+    config: Config,
+    model: Model,
+    resolved: Resolved,
+    rows: Rows,
+    windows: Stream | None = None,
+    expected: Expected | None = None,
 ) -> tuple[Plan, Loader]:
     """The plan, which now counts checkpoints and padding, and the loader of its micro-batches."""
     train, every, request = config.train, config.checkpoint.every, resolved.request
@@ -288,6 +293,7 @@ def plan_and_loader(
         prompts_too=isinstance(request.loss, SequenceLoss) and request.loss.prompts,
         windows=windows,
         world=resolved.machine.world,
+        shuffle=SHUFFLE if expected is None else expected.shuffle,
     )
     check_rows_of_a_step(loader)
     steps = loader.steps_total()
@@ -358,7 +364,8 @@ class ResumePoint:
     def rows(self) -> Expected:
         same = self.before.data.eval == self.config.data.eval
         held_out = self.state.get("held_out") if same else None
-        return Expected(self.state["position"]["data"], held_out)
+        position = self.state["position"]
+        return Expected(position["data"], held_out, position.get("shuffle", 1))
 
     def is_the_end(self, run_dir: Path) -> bool:
         """True if the run was finished, and nothing else is asked of it now."""

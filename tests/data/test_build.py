@@ -188,9 +188,14 @@ def test_a_cache_that_cannot_be_written_is_a_storage_error(write_jsonl, make_tok
 
 
 def test_shuffles_are_the_same_on_every_machine():
-    assert permutation(8, seed=0, epoch=0).tolist() == [3, 7, 1, 6, 0, 2, 5, 4]
+    assert permutation(8, seed=0, epoch=0).tolist() == [4, 5, 7, 1, 2, 3, 6, 0]
+    before = [3, 7, 1, 6, 0, 2, 5, 4]
+    assert permutation(8, seed=0, epoch=0, version=1).tolist() == before
     assert sorted(permutation(1000, 5, 2).tolist()) == list(range(1000))
     assert permutation(1000, 5, 2).tolist() != permutation(1000, 5, 3).tolist()
+    ranks = [np.argsort(permutation(9999, seed, 0)) for seed in (0, 1, 2, 7)]
+    for seed, rows in zip((1, 2, 7), ranks[1:], strict=True):  # not those of 0, some rows further
+        assert abs(np.corrcoef(ranks[0][seed:], rows[:-seed])[0, 1]) < 0.04
     assert len(np.unique(mix64(np.arange(10_000, dtype=np.uint64), 7))) == 10_000
 
 

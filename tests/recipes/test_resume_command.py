@@ -17,7 +17,7 @@ from megatrain.errors import MegaTrainError
 from megatrain.machine import hardware
 from megatrain.planner.search import AUTO_MICRO_BATCH_TOKENS
 from megatrain.recipes import setup as clock
-from megatrain.storage.checkpoint import find_resumable
+from megatrain.storage.checkpoint import find_resumable, read_about
 from megatrain.storage.manifest import read_manifest
 from megatrain.storage.run_folder import find_checkpoint, run_lock
 from tests.helpers.commands import (
@@ -39,16 +39,19 @@ def test_five_steps_and_five_more_are_ten(megatrain, finished_project, killed):
     same_run(killed, finished_project / "run")
 
 
-def test_a_warm_up_goes_on_as_it_began(megatrain, killed):
+def test_a_warm_up_and_a_shuffle_go_on_as_they_began(megatrain, killed):
     """Step i of w has i/w of the rate; in a run begun before 0.1.0, (i - 1)/w."""
     keys = "train.warmup=9 train.max_steps=6"
     for begun, rate in {"now": 6 / 9, "before": 5 / 9}.items():
         if begun == "before":
             with changed_state(killed / "checkpoint-5") as state:
                 assert state.pop("warmup_from_zero") is False
+                assert state["position"].pop("shuffle") == 2
             shutil.rmtree(killed / "checkpoint-6")
         megatrain(f"resume run --no-verify {keys}")
         assert steps_of(killed)[-1]["lr"] == pytest.approx(0.01 * rate), begun
+        position = read_about(killed / "checkpoint-6")["state"]["position"]
+        assert position["shuffle"] == {"now": 2, "before": 1}[begun]
 
 
 def test_so_they_are_in_bfloat16_in_groups_and_clipped(megatrain, project, stop_after):
