@@ -41,7 +41,8 @@ if TYPE_CHECKING:
 
     from megatrain.data.sources import Given
 
-CACHE_VERSION = 7  # raise it when the same input gives other tokens
+CACHE_VERSION = 8  # raise it when the same input gives other tokens
+READ_BEFORE = (7,)  # versions whose sets a run that began with one goes on with
 CACHED_BY = (
     *("seq_len", "train_on", "format", "on_bad_row", "text_field", "columns", "prompts"),
     *("kind", "truncation_mode"),
@@ -198,11 +199,14 @@ class AskedSet:
 
     @cached_property
     def _asked(self) -> str:
+        return self._asked_of(CACHE_VERSION)
+
+    def _asked_of(self, version: int) -> str:
         """A name of everything that tokenised rows follow from, but for what the source holds."""
         template = self.tokenizer.chat_template
         special = self.tokenizer.special_tokens_map.items()
         state = {
-            "version": CACHE_VERSION,
+            "version": version,
             "source": _spelt(self.given),
             "split": self.options.split,
             "template": template,
@@ -234,12 +238,13 @@ class AskedSet:
         current = None
         with suppress(DataError):
             current = self.folder
-        for folder in sorted(sets_asked(self._home, self._asked), key=lambda one: one != current):
+        names = [self._asked, *map(self._asked_of, READ_BEFORE)]
+        for folder in sorted(sets_asked(self._home, names), key=lambda one: one != current):
             rows = cached_set(folder)
             with suppress(DataError):
                 if rows is not None and wanted(rows):
-                    note = "the data has changed or is gone since the run began; its rows come from"
-                    notes = [f"{note} the cache {folder}"]
+                    note = "the data has changed, is read otherwise or is gone since the run began"
+                    notes = [f"{note}; its rows come from the cache {folder}"]
                     return None if folder == current else self.ready(rows, notes)
         return None
 

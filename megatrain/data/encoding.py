@@ -375,8 +375,8 @@ def _sample(raw: RawRow, settled: str | None, options: RowOptions, counts: Count
         if column not in value:
             raise RowError(f"field {column!r} is missing")
         value = {"text": value[column]}
-    pretrain = options.seq_len is None
-    sample = formats.convert_row(name, value, kind=options.kind, pretrain=pretrain)
+    pretrain, found = options.seq_len is None, options.format == raw.format == "auto"
+    sample = formats.convert_row(name, value, kind=options.kind, pretrain=pretrain, found=found)
     if isinstance(sample, Document):
         around = {name: getattr(raw, name) for name in ("begins", "ends", "before", "after")}
         return replace(sample, **around)

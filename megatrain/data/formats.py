@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from unicodedata import category, east_asian_width
 
 from megatrain.data.samples import (
     JUDGED,
@@ -128,7 +129,7 @@ LABELS = ("label", "kto_tag")
 WANTED: dict[object, bool] = {True: True, False: False, "true": True, "false": False}
 _LARGEST = 3e38  # margin, of float32
 # Columns that hold a prompt under another name, where none is under ours.
-PROMPT_NAMES = ("question", "query", "input", "instruction")
+PROMPT_NAMES = ("messages", "conversation", "context", "question", "query", "input", "instruction")
 
 
 def from_preference(row: Row) -> Pair:
@@ -151,17 +152,27 @@ def from_alpaca_ranking(row: Row) -> Pair:
 
 def from_implicit(row: Row) -> Pair:
     """Two texts or two conversations, whose common beginning is the prompt."""
-    for name in (name for name in PROMPT_NAMES if is_given(row.get(name))):
-        raise RowError(
-            f"field {name!r}: looks like the prompt, which is looked for in a column 'prompt', or "
-            f"where both answers begin alike; set data.columns: {{prompt: {name}}}"
-        )
     kinds = [isinstance(row.get(name), str) for name in _ANSWERS]
     if all(kinds):
         return _of_texts(row)
     if any(kinds):
         raise RowError("fields 'chosen' and 'rejected': expected two texts, or two lists of turns")
     return _of_conversations(row)
+
+
+def _refuse_guess(row: Row) -> None:
+    """Raise RowError where the prompt may be in a column of its own: any text or list beside two
+    texts, which often begin alike by chance, and a column of a known name beside conversations."""
+    texts = any(isinstance(row.get(name), str) for name in _ANSWERS)
+    others = unread_columns(row, ROW_FORMATS["implicit_prompt"].reads(PAIRS))
+    others = [name for name in others if isinstance(row[name], str | list)]
+    named = [name for name in PROMPT_NAMES if name in others]
+    for name in (*named, *others) if texts else named:
+        raise RowError(
+            f"field {name!r}: may hold the prompt, which is looked for in a column 'prompt'; set "
+            f"data.columns: {{prompt: {name}}}, or data.format: implicit_prompt where what both "
+            "answers begin with is the prompt"
+        )
 
 
 def judged(row: Row, chat: Chat, several: bool) -> Judged:
@@ -192,8 +203,11 @@ def _of_prompt(row: Row, name: str) -> Pair:
 def _of_texts(row: Row) -> Pair:
     texts = [text_value(row, name) for name in _ANSWERS]
     _refuse_equal(*texts)
-    start = _shared(*texts)
-    if texts[0][start] != texts[1][start] and texts[0][:start].endswith(" "):
+    found = start = _shared(*texts)
+    while start and any(_in_word(text[start - 1]) and _in_word(text[start]) for text in texts):
+        start -= 1
+    differ = start < found or texts[0][start] != texts[1][start]
+    if differ and texts[0][:start].endswith(" "):
         start -= 1  # a space belongs to the word behind it
     prompt = texts[0][:start]
     if not prompt.strip():
@@ -281,6 +295,11 @@ def _turns(row: Row, name: str, role: str) -> ReadTurns:
     if isinstance(value, list):
         return turns_of(filled_list(row, name), name)
     return ReadTurns((Message(role, text_value(row, name)),))
+
+
+def _in_word(letter: str) -> bool:
+    """True for letters, marks and digits, but for those of scripts without spaces."""
+    return category(letter)[0] in "LMN" and east_asian_width(letter) not in "WF"
 
 
 def _is_whole(value: object) -> bool:
@@ -373,14 +392,18 @@ def detect_format(row: object, kind: str = PLAIN) -> str | None:
     return next((name for name, form in forms if present.issuperset(form.columns)), None)
 
 
-def convert_row(name: str, row: object, *, kind: str = PLAIN, pretrain: bool = False) -> Sample:
+def convert_row(
+    name: str, row: object, *, kind: str = PLAIN, pretrain: bool = False, found: bool = True
+) -> Sample:
     """A checked sample of a row of this format. pretrain: documents are trained on whatever their
-    labels and scores. Raises RowError, also for a column of MATTERS that the format does not
-    read."""
+    labels and scores. found: by the row's columns; the user named it otherwise. Raises RowError,
+    also for a column of MATTERS that the format does not read."""
     if not isinstance(row, Mapping):
         raise RowError(f"expected an object, found {type_name(row)}")
     form, about = ROW_FORMATS[name], ABOUT_DOCUMENTS if pretrain and name == "text" else ()
     _refuse_unread(row, (*form.reads(kind), *about))
+    if found and name == "implicit_prompt":
+        _refuse_guess(row)
     sample = form.convert(row)
     if kind == JUDGED:
         assert isinstance(sample, Chat), "no format of judged rows makes anything else"

@@ -12,7 +12,14 @@ import pytest
 
 from megatrain.data.build import encode_source
 from megatrain.data.encoding import RowOptions
-from megatrain.data.formats import MATTERS, ROW_FORMATS, convert_row, detect_format, formats_of
+from megatrain.data.formats import (
+    MATTERS,
+    ROW_FORMATS,
+    convert_row,
+    detect_format,
+    formats_of,
+    renamed,
+)
 from megatrain.data.formats import unknown_format as refusal
 from megatrain.data.samples import JUDGED, KINDS, PAIRS, PLAIN, Chat, Judged, Pair, RowError
 from megatrain.errors import DataError
@@ -36,6 +43,7 @@ def gpt(text: str) -> dict[str, Any]:
 
 
 TURNS = [("user", "hi"), ("assistant", "yo"), ("assistant", "no")]
+TURNS_FOUR = ("assistant", "It is four.")
 GOOD_PAIRS: dict[str, dict[str, Any]] = {
     "preference": {"prompt": "hi", "chosen": "yo", "rejected": "no"},
     "ranking": {"conversations": [human("hi")], "chosen": gpt("yo"), "rejected": gpt("no")},
@@ -116,6 +124,32 @@ def test_two_texts_mean_themselves():
     for pair in (explicit, implicit):
         assert pair.chosen.literal and pair.rejected.literal
     assert implicit.chosen.plain == ("hi", " yo"), "the space belongs to the answer"
+
+
+def test_a_common_beginning_is_a_prompt_only_where_no_column_may_hold_one():
+    texts = {"chosen": "It is four.", "rejected": "It is five."}
+    others = {"messages": [user("2+2?")], "context": "2+2?", "conversation": [human("2+2?")]}
+    others |= {"my_column": "2+2?", "my_turns": [user("2+2?")]}
+    for name, value in others.items():
+        row = {**texts, "id": 7, "about": {"by": "me"}, "margin": None, name: value}
+        with pytest.raises(RowError, match=rf"^field '{name}': .*columns: {{prompt: {name}}}"):
+            read(row, PAIRS)
+        named = convert_row("implicit_prompt", row, kind=PAIRS, found=False)
+        assert isinstance(named, Pair) and named.chosen.plain == ("It is", " four.")
+        asked = convert_row("preference", renamed(row, {"prompt": name}), kind=PAIRS)
+        assert isinstance(asked, Pair) and turns(asked.chosen) == [("user", "2+2?"), TURNS_FOUR]
+
+
+def test_a_prompt_never_ends_in_mid_word():
+    for chosen, rejected, prompt in [
+        ("Say: four", "Say: five", "Say:"),
+        ("Say: it is", "Say: it isn", "Say: it"),
+        ("Say 10", "Say 12", "Say"),
+        ("A: нет", "A: нельзя", "A:"),
+        ("A: e\u0301a", "A: e\u0301o", "A:"),
+        ("请说：四月", "请说：四川", "请说：四"),  # no spaces, so no words to see
+    ]:
+        assert read({"chosen": chosen, "rejected": rejected}, PAIRS).chosen.plain[0] == prompt
 
 
 def test_earlier_answers_are_context():
@@ -207,7 +241,9 @@ BAD_PAIRS: list[tuple[Any, str]] = [
     ({"chosen": "a: yes", "rejected": [user("a")]}, "expected two texts, or two lists of turns"),
     ({"chosen": [says("a")], "rejected": [says("b")]}, "have no turn in common to begin with"),
     ({"chosen": [user("a"), says("b")], "rejected": [user("a"), user("b")]}, "begins with a user"),
-    ({"chosen": "Q: a", "rejected": "Q: a b", "question": "Q"}, "'question': looks like the prom"),
+    ({**WHOLE, "question": "Q"}, "'question': may hold the prompt, .*columns: {prompt: question}"),
+    ({"chosen": [says("a")], "rejected": [says("b")], "messages": [user("q")]}, "prompt: messages"),
+    ({"chosen": "Rot.", "rejected": "Rose."}, "do not begin alike, so there is no prompt in them"),
     ({"chosen": "Q: a\n", "rejected": "Q: a\n\n"}, "field 'chosen': holds no answer behind the p"),
     ({"chosen": {"a": 1}, "rejected": {"b": 1}}, r"chosen\[0\].role is missing"),
     ({**PAIR, "margin": "2"}, "field 'margin': expected a finite number, found '2'"),

@@ -87,7 +87,7 @@ def remove(name: str) -> Change:
 
 
 HAS_CHANGED = "has changed since this run began; the checkpoint's is used"
-FROM_CACHE = "the data has changed or is gone since the run began; its rows come from the cache"
+FROM_CACHE = "the data has changed, is read otherwise or is gone since the run began; its rows come"
 # what changes nothing but the words: the run goes on bit for bit
 NO_EFFECT: dict[str, tuple[list[Change], list[str]]] = {
     "the model's files": (
