@@ -21,7 +21,7 @@ from io import TextIOWrapper
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
-from megatrain.data.samples import is_given, json_value, without_nulls
+from megatrain.data.samples import is_given, json_value, unpadded, without_nulls
 from megatrain.errors import DataError, if_forbidden
 
 TEXT_PIECE_BYTES = 8192  # pieces of a text file: small enough to hold out a share of one file
@@ -92,7 +92,8 @@ def read_jsonl(path: Path) -> Iterator[RawRow]:
                 continue
             row = RawRow(f"{path}:{number}", str(path))
             try:
-                yield replace(row, value=json_value(line.decode()))
+                value = json_value(line.decode())
+                yield replace(row, value=unpadded(value) if b"null" in line else value)
             except UNREADABLE_JSON as error:
                 yield replace(row, problem=_problem_of(error))
 
@@ -126,7 +127,7 @@ def _read_json(path: Path) -> Iterator[RawRow]:
         value = value["data"] if isinstance(value.get("data"), list) else [value]
     if not isinstance(value, list):
         raise DataError(f"{path}: expected a list of rows or an object with a list under 'data'")
-    yield from numbered(value, str(path))
+    yield from numbered(map(unpadded, value), str(path))
 
 
 def decoded(path: Path) -> Iterator[RawRow]:
@@ -185,14 +186,26 @@ def read_table(path: Path) -> Iterator[RawRow]:
     try:
         for batch in _batches(path):
             batch.validate(full=True)  # offsets that lie outside would be read all the same
+            places = json_in(pyarrow.struct(batch.schema))
             for start in range(0, len(batch), TABLE_ROWS):
                 for row in batch.slice(start, TABLE_ROWS).to_pylist():
                     number += 1
-                    yield RawRow(f"{path} row {number}", str(path), without_nulls(row))
+                    value = without_nulls(row, places, json_value)
+                    yield RawRow(f"{path} row {number}", str(path), value)
     # flipped bytes also end in these
     except (pyarrow.ArrowException, ValueError, KeyError, MemoryError) as error:
         kind, reason = type_of(path)[1:].capitalize(), str(error).splitlines()[0]
         raise DataError(f"{path}: broken {kind} after row {number}: {reason}") from error
+
+
+def json_in(kind: Any) -> Any:
+    """The places of JSON in a type of Arrow: True for JSON and lists of it, those of an object by
+    field."""
+    if hasattr(kind, "value_type"):
+        return json_in(kind.value_type)
+    if str(kind).startswith("struct<"):
+        return {field.name: json_in(field.type) for field in kind}
+    return getattr(kind, "extension_name", "") == "arrow.json"
 
 
 def _open_table(path: Path) -> Any:

@@ -7,7 +7,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,8 @@ from megatrain.errors import DataError
 from megatrain.methods import METHODS
 
 Row = Mapping[str, object]
+ReadJson = Callable[[Any], object]
+_PROPERTIES = ("properties",)
 NO_IMAGES = "images in the data are not supported yet"
 
 
@@ -49,14 +51,36 @@ def is_given(value: object) -> bool:
     return bool(value) if isinstance(value, str | list | tuple | dict) else value is not None
 
 
-def without_nulls(value: object) -> object:
-    """The value without the fields that are null, at any depth.
+def without_nulls(value: object, places: Any = None, read: ReadJson = lambda one: one) -> object:
+    """The value without the fields that are null, at any depth, but those of JSON columns.
 
-    Arrow gives every object in a column the fields of all, which templates would render.
+    Arrow gives every object in a column the fields of all, which templates would render. places:
+    of JSON, whose nulls are data (see `files.json_in`); read: makes a value of its text.
     """
-    if isinstance(value, dict):
-        return {key: without_nulls(one) for key, one in value.items() if one is not None}
-    return [without_nulls(one) for one in value] if isinstance(value, list) else value
+    if isinstance(value, list):
+        return [without_nulls(one, places, read) for one in value]
+    if places is True or not isinstance(value, dict):
+        return read(value) if places is True and value is not None else value
+    of, given = places or {}, {key: one for key, one in value.items() if one is not None}
+    return {key: without_nulls(one, of.get(key), read) for key, one in given.items()}
+
+
+def unpadded(row: object) -> object:
+    """A row of JSON or Python, without the nulls that it has from Arrow: all objects of a list then
+    have the same fields. Other nulls are data."""
+    objects: dict[tuple[str, ...], list[dict[str, object]]] = {}
+    left: list[tuple[tuple[str, ...], object]] = [((), row)]
+    for path, value in left:  # which grows
+        if isinstance(value, dict):
+            objects.setdefault(path, []).append(value)
+            left += [((*path, key), one) for key, one in value.items()]
+        elif isinstance(value, list):
+            left += [(path, one) for one in value]
+    alike = all(list(one) == list(same[0]) for same in objects.values() for one in same)
+    # no tool has a property that is null
+    several = (same for path, same in objects.items() if len(same) > 1 or path[-1:] == _PROPERTIES)
+    padded = alike and any(None in one.values() for same in several for one in same)
+    return without_nulls(row) if padded else row
 
 
 def label(name: str, place: str) -> str:

@@ -19,11 +19,12 @@ from megatrain.data.files import (
     RawRow,
     files_in,
     is_saved,
+    json_in,
     numbered,
     read_file,
     resolve_name,
 )
-from megatrain.data.samples import digest_of, without_nulls
+from megatrain.data.samples import digest_of, unpadded, without_nulls
 from megatrain.errors import DataError
 
 if TYPE_CHECKING:
@@ -101,7 +102,7 @@ def open_source(
             raise DataError(f"a list of rows has no splits; remove data.split: {split}")
         if identity is None:
             identity = digest_of(repr(given))
-        return Source("list", identity, lambda: numbered(given, "list"))
+        return Source("list", identity, lambda: numbered(map(unpadded, given), "list"))
     import datasets
 
     if isinstance(given, datasets.Dataset | datasets.DatasetDict):
@@ -168,7 +169,7 @@ def _streamed(name: str, builder: datasets.DatasetBuilder, split: str) -> Source
 
     def read() -> Iterator[RawRow]:
         with _in_one_sentence(f"{name}: cannot be read on"):
-            yield from numbered(map(without_nulls, rows), name)
+            yield from numbered(_as_written(rows), name)
 
     # of the files: their commit on the hub, or when they were written
     files = builder.config.data_files or {}
@@ -260,13 +261,20 @@ def _data_set(name: str, found: DataSet, split: str | None = None) -> Source:
             rows if rows.format["type"] == "custom" else rows.with_format(None) for rows in chosen
         )
         with _in_one_sentence(f"{name}: broken data set"):
-            rows = itertools.chain.from_iterable(forms)
-            yield from numbered(map(without_nulls, rows), name)
+            yield from numbered(itertools.chain.from_iterable(map(_as_written, forms)), name)
 
     # the only name that `datasets` has for "these very rows"
     identity = json.dumps([name, *(rows._fingerprint for rows in chosen)])
     notes = () if named or len(splits) == 1 else (f"{name}: split {split!r} of {known}",)
     return Source(name, identity, read, notes)
+
+
+def _as_written(rows: DataSet | datasets.IterableDataset) -> Iterator[object]:
+    """Rows of the library without what Arrow fills objects with."""
+    import pyarrow
+
+    places = json_in(pyarrow.struct(rows.features.arrow_schema)) if rows.features else None
+    return (without_nulls(row, places) for row in rows)
 
 
 @contextmanager

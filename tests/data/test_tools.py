@@ -6,10 +6,12 @@ from __future__ import annotations
 import json
 import random
 from dataclasses import replace
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
-from datasets import Dataset
+from datasets import Dataset, Features, Json, List, Value
 
 from megatrain.data.build import encode_source
 from megatrain.data.encoding import Encoder, RowOptions
@@ -201,6 +203,56 @@ def test_arrow_s_nulls_are_no_fields(make_tokenizer, cache):
     first = tokenizer.decode(data.row(0)[0])
     assert '"arguments": {"city": "Rome"}' in first
     assert "null" not in first
+
+
+FIND = {"type": "object", "properties": {"q": {"type": "string"}, "limit": {"type": "integer"}}}
+FIND_TOOL = {
+    "type": "function",
+    "function": {"name": "find", "description": "?", "parameters": FIND},
+}
+FOUND = {"type": "function", "function": {"name": "find", "arguments": {"q": "a", "limit": None}}}
+WITH_NULLS = [
+    {"messages": turns(FOUND), "tools": [FIND_TOOL], "system": None},
+    {"messages": turns(call({"city": "Rome", "days": None})), "tools": TOOLS, "system": "be"},
+    {"messages": [ASK, TELL], "tools": [FIND_TOOL, *TOOLS], "system": None},
+    {"messages": [ASK, TELL], "tools": [FIND_TOOL], "system": None},
+]
+JSON_COLUMNS = Features(
+    {name: List(Json()) for name in ("messages", "tools")} | {"system": Value("string")}
+)
+
+
+def saved(rows: Dataset, name: str, folder: Path) -> str:
+    path = folder / name
+    how = {"rows.parquet": rows.to_parquet, "saved": rows.save_to_disk}
+    how |= {"rows.jsonl": rows.to_json, "rows.json": partial(rows.to_json, lines=False)}
+    how[name](str(path))
+    return str(path)
+
+
+def test_one_row_has_the_same_tokens_from_every_container(make_tokenizer, cache, tmp_path):
+    """Nulls of JSON are data; Arrow's own objects have the fields of all, filled with nulls."""
+
+    def shown(given: Any) -> list[str]:
+        data = encode_source(given, tokenizer, RowOptions(seq_len=None), cache)
+        return [tokenizer.decode(data.row(number)[0]) for number in range(len(data))]
+
+    tokenizer = make_tokenizer(LIKE_QWEN)
+    of_json, of_structs = Dataset.from_list(WITH_NULLS, JSON_COLUMNS), Dataset.from_list(WITH_NULLS)
+    expected = shown(WITH_NULLS)
+    assert '"arguments": {"q": "a", "limit": null}' in expected[0]
+    for name in ("rows.jsonl", "rows.json", "rows.parquet", "saved"):
+        assert shown(saved(of_json, name, tmp_path)) == expected, name
+    assert shown(of_json) == expected
+
+    without = shown(of_structs)
+    assert without == [
+        text.replace(', "limit": null', "").replace(', "days": null', "") for text in expected
+    ]
+    (other := tmp_path / "padded").mkdir()
+    for name in ("rows.jsonl", "rows.json", "rows.parquet", "saved"):
+        assert shown(saved(of_structs, name, other)) == without, name
+    assert shown(of_structs.to_list()) == without
 
 
 def rows_to_mutate() -> list[dict[str, Any]]:
