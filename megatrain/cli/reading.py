@@ -90,14 +90,13 @@ def evaluate(
     no_verify: NoVerify = False,
     trust_remote_code: TrustCode = False,
 ) -> None:
-    """Compute the held-out loss of a run, a checkpoint or any other model, or run tasks on it."""
+    """Compute the held-out loss of a run, a checkpoint or any other model, or run tasks on it.
+
+    It computes as the run did, in float32 for a folder in float32, and says in what.
+    """
     one_process()
-    of_tasks = {
-        "limit": limit,
-        "num_fewshot": num_fewshot,
-        "include_path": include_path,
-        "apply_chat_template": apply_chat_template or None,
-    }
+    of_tasks: dict[str, Any] = {"limit": limit, "num_fewshot": num_fewshot}
+    of_tasks |= {"include_path": include_path, "apply_chat_template": apply_chat_template or None}
     asked = {name: value for name, value in of_tasks.items() if value is not None}
     if tasks is not None:
         _run_tasks(model, data, tasks, asked, as_json, no_verify, trust_remote_code)
@@ -148,11 +147,11 @@ def _run_tasks(
 
     with reading(no_verify):
         options = TaskOptions(names, **asked)
-        checkpoint, found = inspect.evaluate_tasks(model, options, "--tasks", trust_remote_code)
+        about, found = inspect.evaluate_tasks(model, options, "--tasks", trust_remote_code)
     if as_json:
-        print_json({"checkpoint": checkpoint, "results": found.to_dict()})
+        print_json({**about, "results": found.to_dict()})
     else:
-        typer.echo(f"checkpoint: {checkpoint}")
+        typer.echo("\n".join(f"{name}: {value}" for name, value in about.items()))
         found.render(console_on())
 
 

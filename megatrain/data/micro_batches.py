@@ -224,10 +224,9 @@ def collate(
     sequences given as the numbers of their examples.
 
     Sequences are padded on the right, to `pack_to` tokens or else the longest. With `pack_to` there
-    are position_ids, which restart with every row, with the padding behind the last one, and in
-    it before they reach `limit`: models tell the rows of a sequence apart by it; where there is
-    padding, token_real, bool [sequences, tokens], is false there. Without `pack_to` each sequence
-    is one row, and there is an attention_mask where there is padding.
+    are position_ids, which restart with every row, with the padding behind the last one, and in it
+    before they reach `limit`: models tell the rows of a sequence apart by it. Where there is
+    padding, they have token_real, bool [sequences, tokens]; without `pack_to`, attention_mask.
 
     Of rows that are not plain, a loss over examples also gets (examples have numbers from 0 here,
     in order: of pair k, 2k is the chosen answer and 2k + 1 the rejected one):

@@ -113,9 +113,9 @@ def evaluate(
     verify: bool = True,
     trust_remote_code: bool = False,
 ) -> dict[str, Any]:
-    """Held-out loss of a model: checkpoint, eval_loss, perplexity, eval_target_tokens.
+    """Held-out loss of a model: checkpoint, precision, eval_loss, perplexity, eval_target_tokens.
 
-    With `tasks` what these find instead: checkpoint, and results by task.
+    With `tasks` what these find instead: checkpoint, precision, and results by task.
 
     Args:
         folder: a run or checkpoint, or any model: a folder, a GGUF file or a hub id.
@@ -139,8 +139,9 @@ def evaluate(
             raise ConfigError("data: excludes tasks, which bring their own rows; leave one out")
         own = None if include_path is None else _path_of(include_path)
         options = TaskOptions(names, limit, num_fewshot, own, apply_chat_template)
-        found = inspect.evaluate_tasks(_path_of(folder), options, "tasks", trust_remote_code)
-        return {"checkpoint": found[0], "results": found[1].to_dict()}
+        asked = _path_of(folder), options, "tasks", trust_remote_code
+        about, results = inspect.evaluate_tasks(*asked)
+        return {**about, "results": results.to_dict()}
 
 
 def export(

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
 from megatrain.config import Config, load_config
 from megatrain.config.fields import TrainOptions
@@ -25,11 +26,11 @@ from megatrain.data.micro_batches import MicroBatch, ReferenceArray, held_out_ba
 from megatrain.data.rows import Rows
 from megatrain.data.show import show_rows, summary
 from megatrain.engine.engine import Engine
-from megatrain.engine.request import choose_device, least_tokens
+from megatrain.engine.request import choose_device, config_of_source, least_tokens
 from megatrain.errors import ConfigError, DataError
 from megatrain.losses import SequenceLoss
 from megatrain.models.family import regimes_of
-from megatrain.models.pretrained import is_classifier
+from megatrain.models.pretrained import is_classifier, resolve_source
 from megatrain.optim import Frozen
 from megatrain.planner.search import AUTO_MICRO_BATCH_TOKENS
 from megatrain.recipes.loop import SWEEP_MICRO_BATCHES, evaluated, sweeps
@@ -110,7 +111,7 @@ def evaluate(named: str | Path, data: object, trust_remote_code: bool = False) -
         given = batches(rows, references=references, limit=limit)
         found = evaluated(engine, given, loss, sweep, StopRequest())
     assert found is not None, "nobody asked it to stop"
-    about = {"checkpoint": str(checkpoint), "eval_loss": found.loss}
+    about = {"checkpoint": str(checkpoint), "precision": engine.precision, "eval_loss": found.loss}
     about |= {} if of_sequences else {"perplexity": perplexity(found.loss)}
     about |= {f"eval_{name}": value for name, value in found.metrics.items()}
     return about | {"eval_target_tokens": found.target_tokens}
@@ -133,8 +134,8 @@ def reference_of_run(
 
 def evaluate_tasks(
     named: str | Path, options: TaskOptions, where: str, trust_remote_code: bool = False
-) -> tuple[str, TaskResults]:
-    """(the model that was asked, what tasks of lm-eval found) of any model.
+) -> tuple[dict[str, str], TaskResults]:
+    """(the model that was asked and how it computed, what tasks of lm-eval found) of any model.
 
     where: what names the tasks, for errors. Raises ConfigError for unknown tasks, DataError for
     those that fail.
@@ -144,7 +145,7 @@ def evaluate_tasks(
     tasks = load_tasks(options, where)  # before weights are read
     with reader(checkpoint, run_folder_of(Path(named)), trust_remote_code) as engine:
         results = run_tasks(tasks, engine, model, longest_row(model))
-    return str(checkpoint), results
+    return {"checkpoint": str(checkpoint), "precision": engine.precision}, results
 
 
 def perplexity(loss: float) -> float:
@@ -187,12 +188,17 @@ def writer_of(named: str | Path, trust_remote_code: bool) -> tuple[Path, Model]:
 
 
 def reader(checkpoint: str | Path, run_dir: Path | None, trust_remote_code: bool = False) -> Engine:
-    """An engine that reads only, with no optimizer state in RAM, computing as the run did."""
-    chosen: dict[str, Any] = {}
+    """An engine that reads only, with no optimizer state in RAM, computing as the run did, or else
+    in float32 if that is the folder's dtype."""
+    chosen: dict[str, Any] = {"precision": "auto"}
     if run_dir is not None:
         config = load_config(run_dir / CONFIG_FILE, of_run=True)
         chosen = {name: getattr(config, name) for name in ("precision", "attention", "device")}
-    return Engine.from_pretrained(
+    if chosen["precision"] == "auto":
+        described = config_of_source(resolve_source(checkpoint), trust_remote_code)
+        if described.get_text_config().dtype == torch.float32:
+            chosen["precision"] = "float32"
+    engine = Engine.from_pretrained(
         checkpoint,
         optimizer=Frozen(),
         max_grad_norm=None,
@@ -201,6 +207,8 @@ def reader(checkpoint: str | Path, run_dir: Path | None, trust_remote_code: bool
         trust_remote_code=trust_remote_code,
         **chosen,
     )
+    logger.info(f"computing in {engine.precision}")
+    return engine
 
 
 def checkpoint_of(path: Path) -> Path:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 import sys
 from typing import Any
 
@@ -117,6 +118,17 @@ def test_eval_keeps_to_the_precision_of_the_run(megatrain, project):
     result, written = megatrain("eval run --json").json, evaluations_of(project / "run")[-1]
     assert result["eval_target_tokens"] == written["eval_target_tokens"]
     assert result["eval_loss"] == pytest.approx(written["eval_loss"], rel=1e-6)
+
+
+def test_a_model_computes_in_its_own_dtype_where_bfloat16_is_fast(megatrain, project, monkeypatch):
+    monkeypatch.setattr("megatrain.engine.request.bf16_is_fast", lambda kind: True)
+    found = [megatrain("eval model --data rows.jsonl --json").json["precision"]]
+    assert "computing in float32" in megatrain("generate model hello --max-new-tokens 1").err
+    config = json.loads((project / "model" / "config.json").read_text())
+    half = shutil.copytree(project / "model", project / "half")
+    (half / "config.json").write_text(json.dumps(config | {"dtype": "bfloat16"}))
+    found.append(megatrain("eval half --data rows.jsonl --json").json["precision"])
+    assert found == ["float32", "bfloat16"]
 
 
 def test_eval_without_held_out_rows_asks_for_some(megatrain, project):

@@ -112,7 +112,8 @@ def test_answers_are_the_same_where_weights_have_no_room(megatrain, monkeypatch)
 
 def test_the_command_prints_a_table(megatrain):
     done = megatrain("eval model --tasks counting,letters --include-path tasks --limit 3")
-    head, *rows = [line.split() for line in done.out.splitlines()[1:]]
+    assert done.out.startswith("checkpoint: model\nprecision: float32\n")
+    head, *rows = [line.split() for line in done.out.splitlines()[2:]]
     assert head == ["task", "n-shot", "documents", "metric", "value", "stderr"]
     assert [row[:4] for row in rows] == [
         [task, "0", "3", metric]
