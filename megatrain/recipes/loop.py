@@ -15,9 +15,16 @@ from safetensors.torch import save as to_safetensors
 from megatrain.config import Config
 from megatrain.config.sections import EVAL_LOSS
 from megatrain.data.loader import MicroBatch, StepBatch
+from megatrain.data.rows import default_cache
 from megatrain.engine.engine import Engine
 from megatrain.engine.objective import AnyLoss, EvalResult, StepResult, joined_losses
-from megatrain.errors import ConfigError, DivergedError, MegaTrainError, StorageError
+from megatrain.errors import (
+    ConfigError,
+    DataError,
+    DivergedError,
+    MegaTrainError,
+    StorageError,
+)
 from megatrain.heartbeat import BYTES_WRITTEN
 from megatrain.recipes.card import model_card
 from megatrain.recipes.ranks.rendezvous import awaiting
@@ -146,6 +153,8 @@ def train_step(run: Run, batch: StepBatch, data_s: float) -> None:
                 result = run.engine.train_step(batch.micro_batches, run.loss, rate)
         except DivergedError as error:
             raise DivergedError(f"step {run.step + 1}: {error}; {way_back(run)}") from error
+        if run.step == 0:
+            check_first_rewards(run, result)
         seconds = time.perf_counter() - started + data_s
         drawn = run.energy.read().since(before)
     spent = StepTime.of(seconds, {**result.stalls_s, "data": data_s})
@@ -220,6 +229,25 @@ def _measure(
 
 
 # -- steps that went wrong -------------------------------------------------------------------------
+
+# Share of an answer's log-probability, and what is added to it, that rounding may take.
+ROUNDING, LEAST = 0.05, 0.1
+
+
+def check_first_rewards(run: Run, result: StepResult) -> None:
+    """Raise DataError where answers are rewarded at a run's first step, while the model still is
+    its own reference: the log-probabilities of the reference are another model's then."""
+    if not getattr(run.loss, "reference", False):
+        return
+    beta = run.config.of_method["beta"]
+    for side in ("chosen", "rejected"):
+        reward, logps = (result.metrics.get(f"{kind}/{side}", 0.0) for kind in ("rewards", "logps"))
+        if abs(reward) > beta * (ROUNDING * abs(logps) + LEAST):
+            raise DataError(
+                f"step 1: rewards/{side} is {reward:.3g} where it begins at 0: the reference's "
+                "log-probabilities are not those of the model that the run begins with; remove "
+                f"{default_cache() / 'reference'}, where they are kept, and start again"
+            )
 
 
 def look_for_spikes(run: Run, batch: StepBatch, result: StepResult) -> bool:

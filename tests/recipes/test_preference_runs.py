@@ -8,6 +8,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from safetensors.torch import load_file
 
@@ -16,6 +17,7 @@ from megatrain.data.rows import default_cache
 from megatrain.engine.engine import Engine
 from megatrain.losses import LOSSES
 from megatrain.methods import METHODS
+from megatrain.recipes import reference
 from tests.helpers.commands import (
     Answer,
     Command,
@@ -150,6 +152,20 @@ def test_the_reference_is_computed_once_unless_what_is_kept_is_damaged(
     assert [path.read_bytes() for path in references()] == whole
     changed = megatrain("train cfg.yaml", *options, "precision=bfloat16", "output=four")
     assert once in changed.err
+
+
+def test_a_reference_of_another_model_is_noticed_at_the_first_step(
+    megatrain, project, of_method, monkeypatch
+):
+    for method in REFERRED:
+        options = [*of_method(method), "train.max_steps=2", f"output={method}"]
+        with monkeypatch.context() as patch:
+            patch.setattr(
+                reference, "kept", lambda of_model, rows: np.zeros((len(rows), rows.sides))
+            )
+            error = megatrain("train cfg.yaml", *options, code=3).err
+        assert re.search(r"step 1: rewards/chosen is -\d.* where it begins at 0: the refer", error)
+        assert not (project / method / "checkpoint-2").exists()
 
 
 def forwards(said: str) -> list[int]:
