@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import os
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from operator import attrgetter
 from pathlib import Path
@@ -17,7 +18,7 @@ from megatrain.config.sections import HeldOut, Sources
 from megatrain.config.values import Options, Places, key, option, refuse
 from megatrain.data.files import check_source
 from megatrain.data.samples import read_prompts
-from megatrain.errors import DataError
+from megatrain.errors import ConfigError, DataError
 from megatrain.methods import METHODS, RATE
 from megatrain.settings import OPTIONS, contradiction
 
@@ -293,10 +294,6 @@ class Config(Options):
         given["max_grad_norm"] = self.train.max_grad_norm or 0
         if found := contradiction(given, in_config=True):
             refuse(*found)
-        if self.memory.nvme is None and self.memory.nvme_size != "auto":
-            refuse("memory.nvme_size", "limits folders on NVMe; set memory.nvme: [FOLDER] as well")
-        if self.checkpoint.patience is not None and self.data.eval is None:
-            refuse("checkpoint.patience", "counts evaluations of held-out rows; set data.eval too")
         if fault := fault_of_sections(self) or fault_of_streaming(self):
             refuse(*fault)
         if self.method == "pretrain" and self.data.train_on != "all":
@@ -353,6 +350,42 @@ class Config(Options):
     def to_yaml(self) -> str:
         """YAML with all defaults, which `load_config` reads back to an equal config."""
         return write_yaml(self.model_dump(mode="json"))
+
+
+def _held_out(config: Config) -> bool:
+    return config.data.eval is not None
+
+
+SMOOTHED = {"robust", "exo_pair", "aot", "aot_unpaired"}  # losses of dpo that read label_smoothing
+EVALUATED = "is of evaluations of held-out rows; set data.eval too"
+# (key, true for a config in which it is read, what reads it)
+READERS: tuple[tuple[str, Callable[[Config], bool], str], ...] = (
+    ("dpo.label_smoothing", lambda c: bool(SMOOTHED & {*c.dpo.loss_type}),
+     f"is read by loss_type {', '.join(sorted(SMOOTHED))}; set one of them"),
+    ("dpo.discopop_tau", lambda c: "discopop" in c.dpo.loss_type, "is read by loss_type discopop"),
+    ("cpo.label_smoothing", lambda c: c.cpo.loss_type == "sigmoid", "is read by loss_type sigmoid"),
+    ("train.eval_rows", _held_out, EVALUATED),
+    ("checkpoint.patience", _held_out, EVALUATED),
+    ("checkpoint.metric", _held_out, EVALUATED),
+    ("checkpoint.greater_is_better", _held_out, EVALUATED),
+    ("eval.max_new_tokens", lambda c: c.eval.prompts is not None,
+     "has no effect without eval.prompts; set that"),
+    ("memory.nvme_size", lambda c: c.memory.nvme is not None,
+     "limits folders on NVMe; set memory.nvme: [FOLDER] as well"),
+    ("memory.gpu", lambda c: c.device != "cpu", "limits a GPU's memory; set memory.host"),
+    ("economy.gpu_power_w", lambda c: c.device != "cpu", "is of a GPU"),
+    ("model.revision", lambda c: not os.path.exists(c.model.source),
+     "is of a model on the hub, and model.path is here"),
+)  # fmt: skip
+
+
+def check_readers(config: Config) -> None:
+    """Raise ConfigError for a key that was set and that nothing reads as the config stands."""
+    for name, is_read, reason in READERS:
+        section, field = name.split(".")
+        default = type(getattr(config, section)).model_fields[field].default
+        if attrgetter(name)(config) != default and not is_read(config):
+            raise ConfigError(f"{config.where(name)}: {reason}, or remove it")
 
 
 def fault_of_sections(config: Config) -> tuple[str, str] | None:

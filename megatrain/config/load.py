@@ -19,7 +19,7 @@ from megatrain.config.document import (
     read_text,
     read_yaml,
 )
-from megatrain.config.fields import Config, check_prompts, check_sources
+from megatrain.config.fields import Config, check_prompts, check_readers, check_sources
 from megatrain.config.names import ALIASES, RIVALS, Alias, Key
 from megatrain.config.values import nearest, shown
 from megatrain.data.sources import named
@@ -111,7 +111,10 @@ def load_config(
             collector.mapping(parse_override(override))
     leaves = _overlay(in_file, collector.taken())
     try:
-        return _validate(leaves, name, collector.problems).with_rows(collector.rows)
+        config = _validate(leaves, name, collector.problems).with_rows(collector.rows)
+        if not of_run:  # else of a run that began before the key was refused
+            check_readers(config)
+        return config
     except ConfigError as error:
         if collector.foreign < MANY_FOREIGN:
             raise

@@ -250,12 +250,6 @@ class EvalOptions(Options):
     )
     max_new_tokens: v.Count = key(MAX_NEW_TOKENS, "Longest answer to one of them in tokens.")
 
-    @model_validator(mode="after")
-    def _check(self) -> Self:
-        if self.prompts is None and self.max_new_tokens != MAX_NEW_TOKENS:
-            refuse("max_new_tokens", "has no effect without eval.prompts; set that, or remove it")
-        return self
-
 
 def check_lm_eval(where: str) -> None:
     """Raise ConfigError if lm-eval is not installed. where: the flag that needs it."""

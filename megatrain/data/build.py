@@ -16,7 +16,7 @@ import numpy as np
 
 from megatrain.data import show
 from megatrain.data.cache import cached_set, making_set, sets_asked, unreadable
-from megatrain.data.encoding import Encoder, RowOptions
+from megatrain.data.encoding import PROMPTS_READ, Encoder, RowOptions
 from megatrain.data.files import resolve_name
 from megatrain.data.rows import (
     Counts,
@@ -259,6 +259,11 @@ class AskedSet:
                 "model"
             )
         warned = cut_warnings(counts, options.seq_len, options.truncation_mode)
+        ways = PROMPTS_READ.get(options.prompts)
+        if ways and not ways & counts.wrapped.keys():
+            warned.append(
+                f"data.prompts: {options.prompts} has no effect: no row is of such a form"
+            )
         return replace(rows, counts=replace(counts, choices=list(notes), warned=warned))
 
     def reason_to_refuse(self, counts: Counts) -> DataError | None:

@@ -56,8 +56,11 @@ class RowOptions:
 
 
 AS_THEY_ARE = "as they are: prompt, completion, end of sequence (data.prompts: chat makes turns)"
+AS_TURNS = "as a question and its answer (data.prompts: chat)"
 STANFORD = "by the Stanford Alpaca prompt, as there is no chat template"
 ASKED = "by the Stanford Alpaca prompt (data.prompts: alpaca)"
+# A value of data.prompts -> how rows that it is for became text.
+PROMPTS_READ = {"chat": {AS_TURNS}, "alpaca": {ASKED, STANFORD}}
 
 
 class Encoder:
@@ -109,9 +112,9 @@ class Encoder:
             )
         if self.template is None or self._as_text(sample):
             return self._plain(sample)
-        if self.train_on == "all":
-            return self.template.whole(sample)
-        return self.template.mark(sample)
+        rendered = self.template.whole if self.train_on == "all" else self.template.mark
+        marked = rendered(sample)
+        return replace(marked, wrapping=AS_TURNS) if sample.literal else marked
 
     def _as_text(self, chat: Chat) -> bool:
         """True if a row of two texts stays such, though there is a template."""

@@ -179,7 +179,7 @@ def notice_no_bfloat16(machine: Machine) -> None:
 
 
 def notice_no_effect(config: Config, machine: Machine) -> None:
-    """Log keys for several GPUs or hosts that have no effect where one trains."""
+    """Log keys for GPUs, or several of them or of hosts, that have no effect on this machine."""
     several = machine.ranks * machine.hosts
     for key, value, without, others, trains in (
         ("memory.transport", config.memory.transport, ("auto",), machine.ranks, "GPU of a host"),
@@ -188,6 +188,8 @@ def notice_no_effect(config: Config, machine: Machine) -> None:
     ):
         if others == 1 and value not in without:
             logger.info(f"{config.where(key)}: {value} has no effect where one {trains} trains")
+    if machine.hardware.gpu is None and config.memory.gpu != "auto":
+        logger.info(f"{config.where('memory.gpu')}: has no effect on a CPU, where all is host RAM")
 
 
 def notice_other_balance(config: Config, resolved: Resolved) -> None:

@@ -131,7 +131,7 @@ threads: 2
 track: [tensorboard]
 gpus: 2
 hang_timeout: 900
-device: cpu
+device: cuda
 output: runs/full
 sample_prompt: Who are you?
 """

@@ -2,10 +2,12 @@
 
 import shlex
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from megatrain.config import load_config
+from megatrain.config.fields import READERS
 from megatrain.errors import ConfigError
 
 MINIMAL = "model: some/folder\ndata: {train: rows.jsonl}\n"
@@ -53,6 +55,39 @@ CONTRADICTIONS = {
     "compile=false train.cheap_retention=true": "only compiled layers can save selectively",
     "memory.zzz=1": UNKNOWN,
 }
+
+
+# Key -> a value, and the key and value by which something reads it.
+READ = {
+    "dpo.label_smoothing": (0.1, "dpo.loss_type", "robust"),
+    "dpo.discopop_tau": (0.5, "dpo.loss_type", ["sigmoid", "discopop"]),
+    "cpo.label_smoothing": (0.1, "cpo.loss_type", "sigmoid"),
+    "train.eval_rows": (9, "data.eval", 0.1),
+    "checkpoint.patience": (9, "data.eval", 0.1),
+    "checkpoint.metric": ("eval_margin", "data.eval", 0.1),
+    "checkpoint.greater_is_better": (True, "data.eval", 0.1),
+    "eval.max_new_tokens": (9, "eval.prompts", "file"),
+    "memory.nvme_size": ("9GiB", "memory.nvme", ["folder"]),
+    "memory.gpu": ("9GiB", "device", "cuda"),
+    "economy.gpu_power_w": (9, "device", "cuda"),
+    "model.revision": ("main", "model.path", "owner/model"),
+}
+
+
+def test_a_key_that_nothing_reads_is_refused_but_of_a_run_that_began_with_it(tmp_path):
+    assert list(READ) == [key for key, *_ in READERS]
+    for key, (value, other, read_with) in READ.items():
+        given: dict[str, Any] = {"model.path": str(tmp_path), "data.train": "rows", key: value}
+        given |= {
+            "data.eval": None,
+            "device": "cpu",
+            "method": key[:3] if key[1:3] == "po" else "sft",
+        }
+        given |= {"cpo.loss_type": "ipo"} if given["method"] == "cpo" else {}
+        with pytest.raises(ConfigError, match=f"^keywords: {key}: .*, or remove it$"):
+            load_config({}, given)
+        load_config({}, given, of_run=True)
+        load_config({}, {**given, other: read_with})
 
 
 def test_contradictions_are_refused_on_the_command_line(write):

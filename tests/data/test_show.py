@@ -86,7 +86,8 @@ def test_what_a_template_leaves_out_is_a_warning(encode, make_tokenizer):
     tokenizer, out = make_tokenizer(), io.StringIO()
     data = encode([{"messages": turns}] * 2, OPTIONS, tokenizer)
     words = "2 fields 'name' of messages are left out by the chat template"
-    assert warnings(data) == [words]
+    unread = "data.prompts: chat has no effect: no row is of such a form"
+    assert warnings(data) == [unread, words]
     show_rows(data, tokenizer, 0, Console(file=out, width=80))
     assert out.getvalue().endswith(f"warning: {words}\n")
 

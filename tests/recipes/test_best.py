@@ -133,7 +133,7 @@ def test_where_the_best_checkpoint_is_gone_another_is_the_best(megatrain, projec
 
 def test_patience_without_held_out_rows_is_refused(megatrain, project):
     done = megatrain("train cfg.yaml data.eval=null checkpoint.patience=2", code=2)
-    assert "checkpoint.patience: counts evaluations of held-out rows; set data.eval" in done.err
+    assert "checkpoint.patience: is of evaluations of held-out rows; set data.eval" in done.err
 
 
 # -- divergence ------------------------------------------------------------------------------------
