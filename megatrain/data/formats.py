@@ -432,6 +432,9 @@ def unread_columns(row: object, read: Sequence[str]) -> list[str]:
     return [str(key) for key in row if key not in read and is_given(row[key])]
 
 
+_IDS = ("input_ids", "token_ids", "prompt_input_ids", "chosen_input_ids", "tokens")
+
+
 def unknown_format(row: object, kind: str = PLAIN) -> RowError:
     """The error of a row that no format of a kind fits."""
     if not isinstance(row, Mapping):
@@ -446,6 +449,8 @@ def unknown_format(row: object, kind: str = PLAIN) -> RowError:
             f"field {absent[0]!r} is missing: a row needs two answers, 'chosen' and 'rejected'; "
             f"{KINDS[PLAIN].what} are for method: {KINDS[PLAIN].methods}"
         )
+    if (ids := next((name for name in _IDS if is_given(row.get(name))), None)) is not None:
+        return RowError(f"field {ids!r}: token ids are not read; give the texts that they are of")
     label = (LABELS[0],) if kind == JUDGED else ()
     wanted = "; ".join(
         f"{name}: {' + '.join(form.columns + label)}" for name, form in formats_of(kind).items()

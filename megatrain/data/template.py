@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from datetime import date, datetime, time
 from functools import cached_property
@@ -100,6 +101,16 @@ def with_stand_ins(turn: dict[str, Any]) -> dict[str, Any]:
     return {**turn, **said}
 
 
+def in_parts(turns: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Turns whose texts are lists of one part."""
+    return [
+        {**turn, "content": [{"type": "text", "text": turn["content"]}]}
+        if isinstance(turn.get("content"), str)
+        else {**turn}
+        for turn in turns
+    ]
+
+
 class Template:
     """A tokenizer's chat template, and what its text shows of how it writes turns. `day` is the
     date that it gets when it asks for the time. Rendering may take without an end: see
@@ -134,12 +145,12 @@ class Template:
 
     def render(self, scene: Scene, generation_prompt: bool = False) -> str:
         """The conversation as text. Raises RowError where the template refuses it."""
-        return self._run(scene, generation_prompt, marks=False)[0]
+        return self._run(scene, self.wanted(scene.turns), generation_prompt)[0]
 
     def render_marked(self, scene: Scene) -> tuple[str, list[CharSpan]]:
         """The text, and the spans of its `{% generation %}` blocks. Raises RowError."""
         marks = GENERATION.search(self._with_tools if scene.tools else self._source)
-        return self._run(scene, False, marks=marks is not None)
+        return self._run(scene, self.wanted(scene.turns), False, marks is not None)
 
     def scene(self, chat: Chat) -> Scene:
         """The conversation as this template wants it."""
@@ -153,6 +164,21 @@ class Template:
             turn["content"] = message.content or content
             turn["tool_calls"] = _with_arguments(calls, as_text)
         return turn
+
+    def wanted(self, turns: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
+        """Turns as this template wants them: texts, or lists of parts."""
+        return in_parts(turns) if self._takes_parts else [{**turn} for turn in turns]
+
+    @cached_property
+    def _takes_parts(self) -> bool:
+        """True if it writes contents that are lists of parts, and none that are texts."""
+        return not self._writes([*ANSWERED.turns]) and self._writes(in_parts(ANSWERED.turns))
+
+    def _writes(self, turns: list[dict[str, Any]]) -> bool:
+        with suppress(RowError):
+            text = self._run(ANSWERED, turns)[0]
+            return all(turn["content"] in text for turn in ANSWERED.turns)
+        return False
 
     @cached_property
     def _form_of_calls(self) -> tuple[str | None, bool]:
@@ -227,14 +253,18 @@ class Template:
             return ""
 
     def _run(
-        self, scene: Scene, generation_prompt: bool, marks: bool
+        self,
+        scene: Scene,
+        turns: list[dict[str, Any]],
+        generation_prompt: bool = False,
+        marks: bool = False,
     ) -> tuple[str, list[CharSpan]]:
         from transformers.utils.chat_template_utils import render_jinja_template
 
         source = self._with_tools if scene.tools else self._source
         try:
             found: Any = render_jinja_template(  # declared as str, returns (texts, spans)
-                conversations=[list(scene.turns)],
+                conversations=[turns],
                 tools=[dict(tool) for tool in scene.tools] or None,
                 chat_template=source,
                 return_assistant_tokens_mask=marks,

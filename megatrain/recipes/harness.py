@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import sys
 from collections.abc import Iterable, Iterator, Sequence
+from functools import cached_property
 from itertools import groupby, islice
 from typing import Any
 
@@ -29,6 +30,7 @@ from torch.nn.utils.rnn import pad_sequence
 from tqdm import tqdm
 
 from megatrain.data.micro_batches import alike, cuts
+from megatrain.data.template import Template
 from megatrain.engine.engine import Engine
 from megatrain.engine.inference import free_bytes, starting_from
 from megatrain.errors import ConfigError
@@ -97,18 +99,23 @@ class EngineLM(TemplateLM):
         how = {} if add_special_tokens is None else {"add_special_tokens": add_special_tokens}
         return list(self.tokenizer.encode(string, **how))
 
+    @cached_property
+    def _template(self) -> Template:
+        return Template(self.tokenizer)
+
     def apply_chat_template(
         self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True
     ) -> str:
+        turns = self._template.wanted(chat_history)
         how = {
             "tokenize": False,
             "add_generation_prompt": add_generation_prompt,
             "continue_final_message": not add_generation_prompt,
         }
         try:
-            made = self.tokenizer.apply_chat_template(chat_history, **how)
+            made = self.tokenizer.apply_chat_template(turns, **how)
         except TemplateError:  # which may know no system turn
-            others = [turn for turn in chat_history if turn["role"] != "system"]
+            others = [turn for turn in turns if turn["role"] != "system"]
             made = self.tokenizer.apply_chat_template(others, **how)
         return str(made)
 

@@ -14,6 +14,7 @@ from megatrain.config import Config
 from megatrain.config.fields import check_prompts
 from megatrain.data.rows import Rows
 from megatrain.data.samples import Turns, read_prompts
+from megatrain.data.template import Template
 from megatrain.data.workers import fenced
 from megatrain.engine.engine import Engine
 from megatrain.errors import ConfigError, DataError, ModelError
@@ -206,7 +207,7 @@ def rendered(tokenizer: PreTrainedTokenizerBase, turns: Turns) -> str:
     def render() -> str:
         how: Any = {"tokenize": False, "add_generation_prompt": True}
         try:
-            return str(tokenizer.apply_chat_template([*turns], **how))
+            return str(tokenizer.apply_chat_template(Template(tokenizer).wanted(turns), **how))
         except MemoryError:  # the limit of a worker
             raise
         except Exception as error:  # noqa: BLE001  whatever the code of a template does

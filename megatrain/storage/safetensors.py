@@ -213,12 +213,12 @@ def open_shards(folder: Path) -> dict[str, StoredTensor]:
         for file in shards
         for name, stored in read_header(folder / file).tensors.items()
     }
-    held = {name: stored.path.name for name, stored in tensors.items()}
-    for name in sorted(files.keys() | held.keys()):
-        if files.get(name) != held.get(name):
+    # a name that no file holds may be a tied head's; another is missed where it is looked for
+    for name, held in sorted((name, stored.path.name) for name, stored in tensors.items()):
+        if files.get(name) != held:
             raise StorageError(
-                f"{index}: places {name} in {files.get(name)}, and it is in {held.get(name)}; "
-                "download the folder again"
+                f"{index}: places {name} in {files.get(name)}, and it is in {held}; download the "
+                "folder again"
             )
     return tensors
 

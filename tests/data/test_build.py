@@ -103,6 +103,7 @@ def test_refusal_names_the_first_bad_row_and_how_many(encode, cache):
             [{"a": 1}],
             r"no known row format has the columns found \(a\); known formats are messages",
         ),
+        ([{"input_ids": [1, 2], "labels": [-100, 2]}], "field 'input_ids': token ids are not read"),
         (
             [{"messages": [{"role": "user", "content": "hi"}]}],
             "no token to train on is left in 1 rows",

@@ -12,6 +12,7 @@ from megatrain.data.encoding import Encoder
 from megatrain.data.samples import Chat, Message, RowError
 from megatrain.data.template import NAMED_TEMPLATES, Scene, Template, use_template
 from megatrain.errors import DataError
+from tests.helpers.commands import OF_PARTS
 
 TURN = "{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>\n' }}"
 PROMPT = "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
@@ -79,6 +80,15 @@ def test_every_answer_with_its_end_of_turn_is_a_target(make_tokenizer):
         for template in [CHATML, MARKED, NO_GENERATION_PROMPT]:
             tokenizer = make_tokenizer(template, trim_offsets)
             assert targets(tokenizer, chat(MULTI)) == ENDED
+
+
+def test_a_template_that_takes_parts_only_gets_them(make_tokenizer):
+    for train_on in ["assistant", "all"]:
+        of_texts, of_parts = (
+            Encoder(make_tokenizer(source), train_on) for source in (CHATML, OF_PARTS)
+        )
+        for turns in (SHORT, MULTI, [("system", "be brief"), *SHORT]):
+            assert of_parts.mark(chat(turns)) == of_texts.mark(chat(turns))
 
 
 def test_the_real_tokenizer_token_by_token(smollm2):

@@ -25,6 +25,11 @@ CHATML = (
     "{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
+# the same, of a model that sees images: contents are lists of parts
+OF_PARTS = CHATML.replace(
+    " + m['content'] + ",
+    " }}{% for part in m['content'] if part['type'] == 'text' %}{{ part['text'] }}{% endfor %}{{ ",
+)
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 ROWS = 60
 POSITIONS = 128  # of the model

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import pytest
 
 import megatrain as mt
 from megatrain.recipes.tasks import TaskOptions, load_tasks
-from tests.helpers.commands import changed_state, steps_of
+from tests.helpers.commands import OF_PARTS, changed_state, steps_of
 from tests.helpers.tasks import TASKS, write_tasks
 
 pytest.importorskip("lm_eval")
@@ -120,6 +121,21 @@ def test_the_command_prints_a_table(megatrain):
         for task, metric in (("counting", "acc"), ("counting", "acc_norm"), ("letters", "acc"))
     ]
     assert "Tokenizing" not in done.err, "no bar, where it is no terminal"
+
+
+def test_a_template_that_takes_parts_only_gets_them_here_too(megatrain, monkeypatch):
+    from megatrain.recipes.harness import EngineLM
+
+    shutil.copytree("model", "of-parts")
+    Path("of-parts/chat_template.jinja").write_text(OF_PARTS)
+    said, found = Requests(monkeypatch, EngineLM).answers, []
+    for model in ("model", "of-parts"):
+        asked = f"eval {model} --tasks letters --include-path tasks --limit 3"
+        megatrain(asked, "--apply-chat-template")
+        found.append(
+            (said.pop("loglikelihood"), megatrain(f"generate {model} hi --max-new-tokens 4").out)
+        )
+    assert found[0] == found[1]
 
 
 def test_python_has_them_too(megatrain, project):

@@ -237,7 +237,6 @@ def test_an_index_that_is_malformed_or_leaves_its_folder_is_refused(tmp_path):
 
 def test_an_index_and_its_shards_must_agree(tmp_path):
     for named, file, held, words in [
-        ("ab", "s.safetensors", "a", r"places b in s\.safetensors, and it is in None"),
         ("a", "gone.safetensors", "a", r"1 shards, 1 is missing \(gone\.safetensors\)"),
         ("a", "s.safetensors", "az", r"places z in None, and it is in s\.safetensors"),
     ]:

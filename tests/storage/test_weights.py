@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Callable
 from functools import partial
@@ -21,7 +22,7 @@ from megatrain.models.anatomy import layouts_of
 from megatrain.models.pretrained import ModelSource
 from megatrain.models.skeleton import Skeleton
 from megatrain.optim.split import join_master
-from megatrain.storage.safetensors import read_chunks
+from megatrain.storage.safetensors import INDEX, read_chunks
 from megatrain.storage.weights import load_weights
 from tests.helpers.files import add_tensors, gguf_writer
 from tests.helpers.support import plain_model, tiny_config
@@ -120,6 +121,18 @@ def test_shards_arrive(tmp_path):
     expected = save_model(tmp_path, LLAMA, max_shard_size="20KB")
     assert len(list(tmp_path.glob("*.safetensors"))) > 2
     assert same(load(tmp_path, LLAMA), expected)
+
+
+def test_a_tied_head_that_the_index_names_and_no_file_holds_is_not_missed(tmp_path):
+    expected, index = save_model(tmp_path, TIED, max_shard_size="20KB"), tmp_path / INDEX
+    known = json.loads(index.read_text())
+    known["weight_map"][HEAD] = min(known["weight_map"].values())
+    index.write_text(json.dumps(known))
+    assert same(load(tmp_path, TIED), expected)
+    untied = transformers.LlamaConfig(**SHARED, tie_word_embeddings=False)
+    untied.save_pretrained(tmp_path)
+    with pytest.raises(ModelError, match=r"lacks lm_head\.weight, which a llama model"):
+        load(tmp_path, untied)
 
 
 HEAD, EMBED = "lm_head.weight", "model.embed_tokens.weight"
