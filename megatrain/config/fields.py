@@ -52,8 +52,9 @@ class DataOptions(Options):
     )
     truncation_mode: v.Truncation = key(
         "keep_start",
-        "Rows longer than seq_len: keep_start and keep_end cut them, drop leaves them out; texts "
-        "are split. reward has drop unless it is set.",
+        "Rows longer than seq_len: keep_start and keep_end cut them, context leaves out the system "
+        "prompt, then the oldest turns, drop leaves them out; texts are split. reward has drop "
+        "unless it is set.",
     )
     on_bad_row: v.BadRow = key("refuse", "Stop at a broken row, or skip and count it.")
     split: v.TextOrNull = key(

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import itertools
+from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import date
+from functools import cache
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from megatrain.data import formats
-from megatrain.data.chat import ChatTemplate, Marked
+from megatrain.data.chat import SYSTEM_ROLES, ChatTemplate, Marked
 from megatrain.data.files import RawRow
-from megatrain.data.rows import KEEP_START, Counts, IdArray, MaskArray, Tokens, count_up
+from megatrain.data.rows import CONTEXT, KEEP_START, Counts, IdArray, MaskArray, Tokens, count_up
 from megatrain.data.samples import (
     PLAIN,
     Chat,
@@ -244,6 +246,7 @@ class Encoded:
     joined: bool  # the next row goes on with its text
     value: float  # see `TokenRows.values`
     sides: tuple[Tokens, ...]
+    shorter: tuple[Tokens, ...] = ()  # with less context, for truncation_mode context
 
     @property
     def begins(self) -> int:
@@ -295,13 +298,13 @@ def encode_batch(
 ) -> tuple[list[Encoded], Counts]:
     """Count rows and tokenise the good ones, in a worker; none where a bad row is refused."""
     counts = Counts()
-    marked: list[tuple[RawRow, Sample, tuple[Marked, ...]]] = []
+    marked: list[tuple[int, RawRow, Sample, tuple[Marked, ...]]] = []
     for number, raw in enumerate(batch.rows):
         begin_row(number)
         counts.read += 1
         try:
             sample = _sample(raw, batch.formats.get((raw.part, raw.file)), options, counts)
-            marked.append((raw, sample, encoder.marks(sample)))
+            marked.append((number, raw, sample, encoder.marks(sample)))
         except RowError as error:
             counts.add_bad(f"{raw.where}: {error}")
     if batch.only_counted or (counts.bad and options.on_bad_row == "refuse"):
@@ -309,15 +312,49 @@ def encode_batch(
     flat = [text for *_, texts in marked for text in texts]
     begin_row(TOKENISING, sum(len(text.text) for text in flat) / SLOWEST_CHARACTERS_PER_S)
     encoded, rows = iter(encoder.encode(flat)), []
-    for raw, sample, texts in marked:
+    for number, raw, sample, texts in marked:
         sides = tuple(itertools.islice(encoded, len(texts)))
         for ids, _ in sides:
             counts.saw(int(ids.max()) if len(ids) else -1, raw.where)
         _count(texts, counts)
         sides = sides if len(sides) == 1 else _begun_alike(sides)
+        begin_row(number)
+        try:
+            shorter = with_less_context(sample, sides, encoder, options)
+        except RowError as error:
+            counts.add_bad(f"{raw.where}: {error}")
+            continue
         is_text = isinstance(sample, Document)
-        rows.append(Encoded(raw.part, is_text, not raw.ends, value_of(sample), sides))
-    return rows, counts
+        rows.append(Encoded(raw.part, is_text, not raw.ends, value_of(sample), sides, shorter))
+    return ([] if counts.bad and options.on_bad_row == "refuse" else rows), counts
+
+
+def with_less_context(
+    sample: Sample, sides: tuple[Tokens, ...], encoder: Encoder, options: RowOptions
+) -> tuple[Tokens, ...]:
+    """The sequences of conversations without the system prompt, then without the oldest turns, down
+    to the last question, until they fit; both of a pair without the same turns. None where they do
+    fit, or are cut otherwise. Raises RowError where the template refuses what is left."""
+    most, texts = options.seq_len, [text for text in texts_of(sample) if isinstance(text, Chat)]
+    fits = most is None or all(len(ids) <= most for ids, _ in sides)
+    if fits or options.truncation_mode != CONTEXT or not texts:
+        return ()
+    roles = [message.role for message in texts[0].messages]
+    trained = [i for i, m in enumerate(texts[0].messages) if m.trained and m.role == "assistant"]
+    answer = (trained or [0])[0 if len(texts) > 1 else -1]
+    system = next((i for i, role in enumerate(roles) if role not in SYSTEM_ROLES), 0)
+    starts = [system, *(i for i in range(system + 1, answer) if roles[i] == "user")]
+
+    @cache
+    def left(start: int) -> tuple[Tokens, ...]:
+        chats = [replace(text, messages=text.messages[start:]) for text in texts]
+        return tuple(encoder.encode([encoder.mark(chat) for chat in chats]))
+
+    def is_enough(start: int) -> bool:
+        return all(len(ids) <= (most or 0) for ids, _ in left(start))
+
+    found = left(starts[bisect_left(starts, True, hi=len(starts) - 1, key=is_enough)])
+    return found if len(found) == 1 else _begun_alike(found)
 
 
 def about_row(batch: RawBatch, number: int) -> tuple[str, str]:

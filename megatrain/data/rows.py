@@ -83,6 +83,11 @@ class Counts:
         """Rows that were not refused or dropped, before long texts are split."""
         return self.read - self.bad - self.without_target - self.too_long
 
+    @property
+    def cut_share(self) -> float:
+        """The share of all tokens that is cut off."""
+        return self.truncated_tokens / max(1, self.tokens)
+
     def add_unread(self, names: Iterable[str]) -> None:
         """Note columns that are not read, each once, and not all where there is no end of them."""
         new = [name for name in names if name not in self.unread]
@@ -376,7 +381,9 @@ def best_fit(lengths: Sequence[int], capacity: int) -> list[list[int]]:
 
 CUT_SHARE = 0.1  # of all tokens; more of them cut off is worth a warning
 _ENOUGH = 0.99  # of all tokens, which the advised seq_len keeps
-KEEP_START, KEEP_END, DROP = TRUNCATION_MODES = ("keep_start", "keep_end", "drop")
+MOST_CUT = 0.5  # of all tokens; of more, somebody has to choose how they are cut
+KEEP_START, KEEP_END, CONTEXT, DROP = "keep_start", "keep_end", "context", "drop"
+TRUNCATION_MODES = (KEEP_START, KEEP_END, CONTEXT, DROP)
 Tokens = tuple[IdArray, MaskArray]
 
 
@@ -394,18 +401,22 @@ def split(ids: IdArray, mask: MaskArray, seq_len: int | None, counts: Counts) ->
 
 
 def cut_sides(
-    sides: Sequence[Tokens], seq_len: int | None, counts: Counts, mode: str = KEEP_START
+    sides: Sequence[Tokens],
+    seq_len: int | None,
+    counts: Counts,
+    mode: str = KEEP_START,
+    shorter: Sequence[Tokens] = (),
 ) -> tuple[Tokens, ...] | None:
-    """The sides of a row, each cut to `seq_len` tokens; None where the row is to be dropped."""
-    over = 0 if seq_len is None else sum(max(0, len(ids) - seq_len) for ids, _ in sides)
-    if not over:
+    """The sides of a row, each cut to `seq_len` tokens; None where the row is to be dropped.
+    shorter: the sides with less context, if any, which are cut instead."""
+    if seq_len is None or all(len(ids) <= seq_len for ids, _ in sides):
         return tuple(sides)
     if mode == DROP:
         counts.too_long += 1
         return None
-    kept = tuple(shortened(ids, mask, seq_len, mode) for ids, mask in sides)
+    kept = tuple(shortened(ids, mask, seq_len, mode) for ids, mask in shorter or sides)
     counts.truncated += 1
-    counts.truncated_tokens += over
+    counts.truncated_tokens += sum(len(ids) for ids, _ in sides) - sum(len(ids) for ids, _ in kept)
     lost = sum(int(mask.sum()) for _, mask in sides) - sum(int(mask.sum()) for _, mask in kept)
     counts.cut_answers += lost > 0
     return kept
@@ -415,7 +426,7 @@ def shortened(ids: IdArray, mask: MaskArray, seq_len: int | None, mode: str) -> 
     """The first `seq_len` tokens, or the last of them, whose first is no target."""
     if seq_len is None or len(ids) <= seq_len:
         return ids, mask
-    if mode != KEEP_END:
+    if mode not in (KEEP_END, CONTEXT):
         return ids[:seq_len], mask[:seq_len]
     kept = mask[-seq_len:].copy()
     kept[0] = False
@@ -441,14 +452,15 @@ def measure_lengths(counts: Counts, lengths: IndexArray) -> None:
 
 def cut_warnings(counts: Counts, seq_len: int | None, mode: str = KEEP_START) -> list[str]:
     """A warning where the cuts take more than CUT_SHARE of the tokens, or a part of an answer."""
-    share = counts.truncated_tokens / max(1, counts.tokens)
+    share = counts.cut_share
     if seq_len is None or not (counts.cut_answers or share > CUT_SHARE):
         return []
-    advice, part = f"{counts.longest:,} keeps all", "beginning" if mode == KEEP_END else "end"
+    advice = f"{counts.longest:,} keeps all"
+    part = {KEEP_END: "the beginning", CONTEXT: "all or the beginning"}.get(mode, "the end")
     if counts.enough > seq_len:
         advice = f"{counts.enough:,} keeps {_ENOUGH:.0%} of the tokens, {advice}"
     return [
         f"{counts.truncated:,} rows are longer than train.seq_len {seq_len:,}: {share:.1%} of all "
-        f"tokens are cut off, and the {part} of an answer in {counts.cut_answers:,} rows; a "
+        f"tokens are cut off, and {part} of an answer in {counts.cut_answers:,} rows; a "
         f"seq_len of {advice}"
     ]

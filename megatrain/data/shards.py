@@ -138,7 +138,8 @@ class Cutter:
                     counts.without_target += 1
 
     def _cut(self, row: Encoded, counts: Counts) -> tuple[Tokens, ...] | None:
-        return cut_sides(row.sides, self.options.seq_len, counts, self.options.truncation_mode)
+        mode = self.options.truncation_mode
+        return cut_sides(row.sides, self.options.seq_len, counts, mode, row.shorter)
 
     def _kept(self, rows: list[Encoded], counts: Counts) -> Iterator[_Kept]:
         """The rows of which each sequence has a target left, beside their cut sequences."""

@@ -70,6 +70,7 @@ from megatrain.recipes.ranks.rendezvous import (
 from megatrain.recipes.sample import check_sample_prompt, eval_prompts
 from megatrain.recipes.session import Session, check_links, check_output, open_run, run_session
 from megatrain.recipes.setup import (
+    check_cuts,
     day_of,
     memory_errors,
     micro_batch_of,
@@ -245,6 +246,7 @@ def get_ready(
     may_end_here()
     if world.is_first:  # all have the same rows
         say_rows(rows, held_out)
+    check_cuts(config, rows.counts, expected)
     if about_stops := model.about_stops:
         logger.info(about_stops)
     if held_out is not None:

@@ -16,14 +16,14 @@ from megatrain.config import Config
 from megatrain.data.build import Expected, load_data
 from megatrain.data.encoding import RowOptions
 from megatrain.data.loader import Loader
-from megatrain.data.rows import Rows
+from megatrain.data.rows import MOST_CUT, Counts, Rows, cut_warnings
 from megatrain.data.show import describe, warnings
 from megatrain.data.sources import Part
 from megatrain.data.streaming import Stream, load_stream
 from megatrain.engine.objective import AnyLoss
 from megatrain.engine.request import Request, check_context_parallel
 from megatrain.engine.resolved import Machine, Resolved, plan_of, resolve
-from megatrain.errors import ConfigError, OutOfMemory
+from megatrain.errors import ConfigError, DataError, OutOfMemory
 from megatrain.heartbeat import beat, may_end_here
 from megatrain.losses import LOSSES, SequenceLoss
 from megatrain.machine.datasheets import FIRST_BFLOAT16, board_power_w
@@ -280,6 +280,16 @@ def micro_batch_of(config: Config, plan: Plan) -> int:
 
 
 # -- rows ------------------------------------------------------------------------------------------
+
+
+def check_cuts(config: Config, counts: Counts, expected: Expected | None = None) -> None:
+    """Raise DataError where more than MOST_CUT of all tokens are cut off, and the config says
+    neither how rows are cut nor how long they may be. expected: of a run that goes on so."""
+    keys, mode = ("data.truncation_mode", "train.seq_len"), config.data.truncation_mode
+    by_hand = any(config.where(key) != key for key in keys)
+    if counts.cut_share > MOST_CUT and expected is None and not by_hand:
+        (said,) = cut_warnings(counts, config.train.seq_len, mode)
+        raise DataError(f"{said}; set {' or '.join(keys)} to say what is to be kept")
 
 
 def read_rows(

@@ -11,13 +11,13 @@ import numpy as np
 import pytest
 
 from megatrain.data import build, formats
-from megatrain.data.build import Expected, hold_out, load_data
+from megatrain.data.build import Expected, encode_source, hold_out, load_data
 from megatrain.data.encoding import RowOptions
 from megatrain.data.rows import TokenRows
 from megatrain.data.samples import JUDGED, PAIRS, PLAIN
 from megatrain.data.show import describe
 from megatrain.errors import DataError
-from tests.helpers.commands import chat_rows, tiny_tokenizer
+from tests.helpers.commands import CHATML, chat_rows, tiny_tokenizer
 
 OPTIONS = {kind: RowOptions(seq_len=64, kind=kind) for kind in (PAIRS, JUDGED)}
 SKIP = {kind: replace(options, on_bad_row="skip") for kind, options in OPTIONS.items()}
@@ -112,6 +112,60 @@ def test_the_end_of_a_row_may_be_what_stays(encode, make_tokenizer, kind):
     assert (data.counts.truncated, data.counts.without_target, data.counts.cut_answers) == (3, 0, 0)
     for mine, full in zip(sides_of(data), sides_of(whole), strict=True):
         assert mine == [(ids[-64:], mask[-64:]) for ids, mask in full]
+
+
+def answered(kind: str, messages: list[dict[str, str]]) -> dict[str, Any]:
+    """A row of this kind in which the last turn is an answer."""
+    if kind != PAIRS:
+        return {"messages": messages} | ({"label": True} if kind == JUDGED else {})
+    worse = {**messages[-1], "content": "no"}
+    return {"prompt": messages[:-1], "chosen": messages[-1:], "rejected": [worse]}
+
+
+@pytest.mark.parametrize("kind", [PLAIN, *MAKE])
+def test_context_is_cut_from_the_system_prompt_on_so_that_the_answer_stays(
+    write_jsonl, make_tokenizer, cache, kind
+):
+    """As few whole turns as are enough; then the last question's beginning."""
+
+    def encoded(turns: list[Any], mode: str, seq_len: int | None) -> TokenRows:
+        options = RowOptions(seq_len, kind=kind, truncation_mode=mode)
+        rows = write_jsonl([answered(kind, turns)] * 2)
+        return encode_source(rows, make_tokenizer(), options, cache)
+
+    system = {"role": "system", "content": "be brief " * 3}
+    names = ("user", "assistant")
+    turns = [{"role": role, "content": f"{role} {n}"} for n in range(4) for role in names]
+    called = [turns[0], {**turns[1], "content": "a"}, {"role": "tool", "content": "b"}, *turns[1:4]]
+    long = [{**turns[2], "content": "x" * 90}, turns[3]]
+    for messages, left in [
+        ([system, *turns[:4]], turns[:4]),
+        ([system, *turns], turns[4:]),
+        ([turns[1], *turns], turns[4:]),
+        ([system, *called, *turns[:4]], turns[:4]),
+        ([system, *turns[:2], *long], long),
+        ([*turns[:2], *long], long),
+    ]:
+        data, expected = encoded(messages, "context", 64), encoded(left, "keep_end", 64)
+        for side in range(2 if kind == PAIRS else 1):
+            ids, mask = data.side(0, side)
+            assert (ids.tolist(), mask.tolist()) == tuple(
+                one.tolist() for one in expected.side(0, side)
+            )
+        lost = encoded(messages, "context", None).lengths.sum() - data.lengths.sum()
+        assert (data.counts.truncated, data.counts.truncated_tokens) == (2, lost)
+
+
+def test_a_row_whose_template_refuses_what_is_left_of_it_is_named(encode, make_tokenizer):
+    needs = "{% if messages[0]['role'] != 'system' %}{{ raise_exception('no system') }}{% endif %}"
+    turns = [{"role": role, "content": "hello"} for role in ("system", "user", "assistant")]
+    long = [{**turns[0], "content": "hello " * 90}, *turns[1:]]
+    options, tokenizer = RowOptions(64, truncation_mode="context"), make_tokenizer(needs + CHATML)
+    rows = [{"messages": turns}, {"messages": long}]
+    with pytest.raises(DataError, match=r"rows.jsonl:2: the chat template refuses .* no system"):
+        encode(rows, options, tokenizer)
+    data = encode(rows, replace(options, on_bad_row="skip"), tokenizer)
+    assert (len(data), data.counts.bad, data.counts.read) == (1, 1, 2)
 
 
 def test_a_longer_row_may_be_dropped(encode, make_tokenizer):

@@ -10,7 +10,11 @@ import datasets
 import pytest
 
 import megatrain as mt
+from megatrain.config import load_config
+from megatrain.data.rows import Counts
 from megatrain.data.sources import name_of_rows
+from megatrain.errors import DataError
+from megatrain.recipes.setup import check_cuts
 from tests.helpers.commands import chat_rows, conversation, steps_of, write_jsonl
 
 LEFT_OUT = "fields 'name' of messages are left out by the chat template"
@@ -38,6 +42,21 @@ def test_warnings_and_columns_are_said_by_both_commands(megatrain, project):
     assert f"warning: 8 {LEFT_OUT}" in said
     assert f"warning: data.eval: 1 {LEFT_OUT}" in said
     assert "columns that are not read: id" in said
+
+
+def test_a_new_run_that_cuts_most_tokens_needs_the_mode_or_the_length_set():
+    def check(cut: int, **keys: Any) -> None:
+        counts = Counts(tokens=100, truncated=1, truncated_tokens=cut, longest=9000)
+        given = {"model": "m", "data.train": "rows", **keys}
+        check_cuts(load_config({}, given), counts)
+
+    with pytest.raises(DataError) as raised:
+        check(51)
+    assert "51.0% of all tokens are cut off" in str(raised.value)
+    assert "; set data.truncation_mode or train.seq_len to say" in str(raised.value)
+    check(50)
+    check(51, **{"data.truncation_mode": "keep_start"})
+    check(51, **{"train.seq_len": 4096})
 
 
 def test_rows_of_pairs_are_refused_with_their_line_and_method(megatrain, project):
