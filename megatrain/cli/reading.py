@@ -445,7 +445,10 @@ def import_command(
     ] = None,
     trainer: Annotated[
         str | None,
-        typer.Option("--from", help="axolotl, llama-factory or trl; default: by its keys."),
+        typer.Option(
+            "--from",
+            help="axolotl, llama-factory, trl or megatrain-upstream; default: by its keys.",
+        ),
     ] = None,
     method: Annotated[
         str | None, typer.Option(help="Method, where the file does not say it, as TRL's.")

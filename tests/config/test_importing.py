@@ -14,7 +14,7 @@ from megatrain.config.importing import TRAINERS, import_config
 from megatrain.config.importing.axolotl import ENTRY
 from megatrain.config.importing.sheet import Sheet, tables_of
 from megatrain.errors import ConfigError
-from tests.helpers.theirs import AXOLOTL, BASES, Given, imported, make_sets, value
+from tests.helpers.theirs import AXOLOTL, BASES, UPSTREAM, Given, imported, make_sets, value
 
 
 @pytest.fixture(autouse=True)
@@ -34,6 +34,32 @@ def test_a_plain_config_is_whole_and_loads_and_its_trainer_is_known_by_the_keys(
         model = (config.model.source, config.method, str(config.output))
         assert model == ("org/base", "sft", "out")
         assert config == load_config(dict(found.tree()))
+
+
+def test_the_public_repositorys_config_is_read_by_its_sections():
+    config = load_config(dict(of_upstream({}).tree()))
+    train = config.train
+    assert (config.model.source, train.rows_per_step, train.max_steps) == ("org/base", 12, 25)
+    assert (train.schedule, train.warmup, config.gpus) == ("constant", 0, 2)
+    assert config.optimizer.betas == (0.8, 0.999) and config.data.truncation_mode == "context"
+    assert config.data.train[0].path == "sets/ours.json"
+    rows = {"path": "rows", "query_field": "q", "train_on_prompt": True}
+    config = load_config(dict(of_upstream({"dataset": rows}).tree()))
+    assert config.data.columns == {"prompt": "q", "completion": "response"}
+    assert (config.data.prompts, config.data.train_on) == ("chat", "all")
+    lost = {"optimizer": "type", "dataset": "system_prompt", "training": "num_steps"}
+    for section, key in lost.items():
+        found = of_upstream({section: {**UPSTREAM[section], key: "else"}})
+        assert f"{section}.{key}" in found.refused
+    with pytest.raises(ConfigError, match="training: is a section of the public MegaTrain"):
+        load_config("theirs.yaml")
+
+
+def of_upstream(changes: Given) -> Sheet:
+    Path("theirs.yaml").write_text(json.dumps(UPSTREAM | changes))
+    found = import_config("theirs.yaml")
+    assert found.trainer == "megatrain-upstream" and not found.unknown, found.report()
+    return found
 
 
 def test_what_is_no_ones_config_says_so():
@@ -170,6 +196,8 @@ OF_A_SET: list[tuple[str, object, str]] = [
 TWO = [{"path": "o/r", "type": f"{family}.intel"} for family in ("chatml", "llama3")]
 # trainer, keys, the key that is refused, words of the reason
 REFUSED: list[tuple[str, Given, str, str]] = [
+    ("axolotl", {"shuffle_merged_datasets": False}, "shuffle_merged_datasets", "are shuffled"),
+    ("axolotl", {"sample_packing_sequentially": True}, "sample_packing_sequentially", "shuffled"),
     ("axolotl", {"adapter": "qlora"}, "adapter", "no adapters"),
     ("axolotl", {"rl": "grpo"}, "rl", "grpo is not built"),
     ("axolotl", {"batch_size": 6}, "batch_size", "gradient_accumulation_steps instead"),

@@ -39,6 +39,13 @@ TRL: Given = {
     "learning_rate": 1e-5,
     "output_dir": "out",
 }
+UPSTREAM: Given = {
+    "model": {"name": "org/base", "dtype": "bfloat16", "devices": [0, 1]},
+    "dataset": {"name": "ours", "dataset_dir": "sets", "max_seq_len": 512},
+    "training": {"batch_size": 6, "gradient_accumulation_steps": 2, "num_steps": 50},
+    "optimizer": {"type": "deepspeed_adam", "beta1": 0.8},
+    "memory": {"checkpoint_interval": 2, "num_grad_slabs": 8},
+}
 BASES = {"axolotl": AXOLOTL, "llama-factory": FACTORY, "trl": TRL}
 ROWS = [{"instruction": "Add 2 and 2.", "output": "4"}] * 3
 

@@ -1,4 +1,4 @@
-"""Configs of axolotl, LLaMA-Factory and TRL into ours.
+"""Configs of axolotl, LLaMA-Factory, TRL and the public MegaTrain repository into ours.
 
 What becomes of each of their keys is said: mapped, without effect here, impossible or unknown.
 """
@@ -10,13 +10,14 @@ from pathlib import Path
 from typing import Any
 
 from megatrain.config.document import COMMAND_LINE, Located, plain, read_text, read_yaml
-from megatrain.config.importing import axolotl, llama_factory, trl
+from megatrain.config.importing import axolotl, llama_factory, trl, upstream
 from megatrain.config.importing.sheet import Sheet, tables_of
 from megatrain.config.load import load_config, parse_override
 from megatrain.config.names import RIVALS
 from megatrain.errors import ConfigError
 
-TRAINERS = {"axolotl": axolotl, "llama-factory": llama_factory, "trl": trl}
+UPSTREAM = "megatrain-upstream"
+TRAINERS = {"axolotl": axolotl, "llama-factory": llama_factory, "trl": trl, UPSTREAM: upstream}
 YAML_1_1 = {"yes": True, "on": True, "off": False, "no": False}  # as their reader has these words
 
 
@@ -30,7 +31,7 @@ def import_config(
 ) -> Sheet:
     """Read a YAML or JSON file of another trainer.
 
-    trainer: axolotl, llama-factory or trl; None finds it out by the keys.
+    trainer: one of TRAINERS; None finds it out by the keys.
     processes: on which it was trained; None: one is assumed, and said.
     method: of the run, where the file does not say it.
     overrides: `key=value` of ours, as after a command.
@@ -43,11 +44,13 @@ def import_config(
     if not isinstance(document, dict):
         raise ConfigError(f"{name}: is no mapping of keys")
     given = {key: Located(_as_theirs(plain(one)), one.place) for key, one in document.items()}
-    trainer = trainer or _trainer_of(given, name)
+    trainer = trainer or _trainer_of(given | upstream.flattened(given), name)
     if trainer not in TRAINERS:
         raise ConfigError(f"--from: {trainer} is none of {', '.join(TRAINERS)}")
+    if trainer == UPSTREAM:
+        given = upstream.flattened(given)
     sheet = Sheet(name, trainer, given)
-    if processes is None:
+    if processes is None and trainer != UPSTREAM:
         sheet.assume("one process trained it; for N GPUs: --processes N, which multiplies the step")
     TRAINERS[trainer].read(sheet, processes or 1, method)
     if method is not None:

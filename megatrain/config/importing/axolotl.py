@@ -7,7 +7,7 @@ from typing import Any
 from megatrain.config import names as n
 from megatrain.config.importing import shared
 from megatrain.config.importing.shared import KNOWN_ROLES, Source, paths_of, put_sources, turns
-from megatrain.config.importing.sheet import Sheet
+from megatrain.config.importing.sheet import NOTHING_ASKED, Sheet
 
 LONG = {"drop": "drop", "truncate": "keep_start"}
 HARMLESS_PLUGINS = ("liger", "cut_cross_entropy", "kernels", "spectrum", "expert_parallel")
@@ -53,6 +53,7 @@ def read(sheet: Sheet, gpus: int, method: str | None) -> None:
         sheet.refuse("rl", "simpo with the likelihood beside it (cpo_alpha, 1 unless set); set 0")
     shared.of_method(sheet, **({"beta": "orpo_alpha"} if method == "orpo" else {}))
     rules = {"plugins": _plugins, "unfrozen_parameters": _unfrozen, "[].roles": _roles}
+    rules["shuffle_merged_datasets"] = _shuffled
     rules["[].chat_template"] = lambda sheet, name, value: shared.template(sheet, name)
     sheet.finish({**shared.RULES, **n.of_each("special_tokens tokens", _tokens), **rules})
 
@@ -162,6 +163,13 @@ def _unfrozen(sheet: Sheet, name: str, value: Any) -> None:
         sheet.drop("towers are carried along unchanged; text alone is trained", name)
     else:
         sheet.follow(name, value, n.REFUSED[name])
+
+
+def _shuffled(sheet: Sheet, name: str, value: Any) -> None:
+    if value:
+        sheet.drop(NOTHING_ASKED, name)
+    else:
+        sheet.refuse(name, "rows are shuffled, by train.seed")
 
 
 def _plugins(sheet: Sheet, name: str, value: Any) -> None:

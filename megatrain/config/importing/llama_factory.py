@@ -53,14 +53,14 @@ def _data(sheet: Sheet, method: str) -> None:
         shared.template(sheet, "template")
     if sheet.get("eval_dataset") is None:
         shared.held_out(sheet, "val_size")
-    info, folder = _info(sheet)
+    info, folder = info_of(sheet)
     for name, key in (("dataset", "data.train"), ("eval_dataset", "data.eval")):
         given = sheet.get(name, [])
         sets = given.split(",") if isinstance(given, str) else given
         if not isinstance(sets, list):
             sheet.refuse(name, "must be a text or a list")
             sets = []
-        each = [_set(sheet, name, str(one).strip(), info, folder) for one in sets]
+        each = [set_of(sheet, name, str(one).strip(), info, folder) for one in sets]
         put_sources(sheet, key, [one for one in each if one], name)
         if len(each) > 1 and name == "dataset" and sheet.get("mix_strategy", "concat") != "concat":
             reason = "sets follow each other; give each of data.train a weight"
@@ -68,9 +68,9 @@ def _data(sheet: Sheet, method: str) -> None:
     sheet.drop("sets follow each other", "mix_strategy", "interleave_probs")
 
 
-def _info(sheet: Sheet) -> tuple[dict[str, Any], Path]:
-    """dataset_info.json and its folder: dataset_dir here or above the file, or beside the file."""
-    named = Path(str(sheet.get("dataset_dir", "data")))
+def info_of(sheet: Sheet, key: str = "dataset_dir") -> tuple[dict[str, Any], Path]:
+    """dataset_info.json and its folder: the key's, here or above the file, or beside the file."""
+    named = Path(str(sheet.get(key, "data")))
     folders = [named, *(above / named for above in (sheet.folder, *sheet.folder.parents))]
     for folder in [*folders, sheet.folder]:
         if (folder / INFO).is_file():
@@ -79,7 +79,9 @@ def _info(sheet: Sheet) -> tuple[dict[str, Any], Path]:
     return {}, named
 
 
-def _set(sheet: Sheet, name: str, wanted: str, info: dict[str, Any], folder: Path) -> Source | None:
+def set_of(
+    sheet: Sheet, name: str, wanted: str, info: dict[str, Any], folder: Path
+) -> Source | None:
     """The source of a set of dataset_info.json; None, and the key refused, if there is none."""
     entry = info.get(wanted)
     if not isinstance(entry, dict):
