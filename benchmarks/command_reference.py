@@ -44,10 +44,14 @@ ENVIRONMENT = {
     "WORLD_SIZE": "Above 1, with RANK and LOCAL_RANK, as torchrun sets them: this process is a "
     "rank of `train`, `resume` or `bench` ([several GPUs](scale.md)); `eval`, `generate`, "
     "`export`, `push` and `doctor` refuse it.",
+    "MEGATRAIN_SECRET": "Text by which ranks of several hosts know each other "
+    "([trusted networks](scale.md)); ranks of one host have one by themselves.",
     "SLURM_PROCID": "With SLURM_NTASKS above 1 and SLURM_LOCALID: the same under Slurm, in a "
     "task of srun; a job's script, which has them without SLURM_STEP_ID, is one process.",
     "SLURM_STEP_TASKS_PER_NODE": "Tasks of each host; else SLURM_NTASKS_PER_NODE, or all.",
     "SLURM_NODEID": "Which of these hosts this is.",
+    "SLURM_STEP_ID": "With SLURM_JOB_ID: the port where ranks meet follows from them, unless "
+    "MASTER_PORT is set.",
     "SLURM_STEP_NODELIST": "Its first host is where ranks meet under Slurm, unless MASTER_ADDR is "
     "set.",
     "HF_TOKEN": "Token for gated and private models, and for push; `hf auth login` keeps one.",
@@ -63,6 +67,7 @@ ENVIRONMENT = {
     "OMP_NUM_THREADS": "Threads of PyTorch on the CPU; ours is a container's share of processors "
     "(`--cpus`) where it is below what the machine has, unless it is set.",
     "TQDM_DISABLE": "Ours is 1 where stderr is no terminal, unless it is set.",
+    "GLOO_SOCKET_IFNAME": "Ours is `lo` for ranks of one host, unless it is set.",
     "TORCH_CPP_LOG_LEVEL": "Ours is `FATAL` in ranks, unless it is set: stacks of C++ add nothing "
     "to what a run says of the death of one.",
     "WANDB_PROJECT": "Project of `track: wandb`; default: `megatrain`. Its other variables hold.",

@@ -20,6 +20,7 @@ from torch import distributed
 
 from megatrain.errors import ConfigError, MegaTrainError
 from megatrain.heartbeat import beat, may_end_here
+from megatrain.messages import decode, encode
 
 T = TypeVar("T")
 LOOKS_EVERY_S = 0.1
@@ -152,16 +153,26 @@ class World:
         """Every rank's value, in the order of ranks. All ranks call it at the same place."""
         if self.is_alone:
             return [mine]
-        found: list[Any] = [None] * self.size
-        distributed.all_gather_object(found, mine, group=self.messages)
-        return found
+        data = torch.tensor(bytearray(encode(mine)), dtype=torch.uint8)
+        sizes = [torch.empty(1, dtype=torch.int64) for _ in range(self.size)]
+        distributed.all_gather(sizes, torch.tensor([len(data)]), group=self.messages)
+        most = int(max(sizes))
+        found = [torch.empty(most, dtype=torch.uint8) for _ in sizes]
+        padded = torch.nn.functional.pad(data, (0, most - len(data)))
+        distributed.all_gather(found, padded, group=self.messages)
+        sent = zip(found, map(int, sizes), strict=True)
+        return [decode(part[:size].numpy().tobytes()) for part, size in sent]
 
     def broadcast(self, value: T | None = None) -> T:
         """Rank 0's value; other ranks' arguments are ignored. All ranks call it at one place."""
-        found: list[Any] = [value]
-        if not self.is_alone:
-            distributed.broadcast_object_list(found, src=0, group=self.messages)
-        return found[0]  # type: ignore[no-any-return]
+        if self.is_alone:
+            return value  # type: ignore[return-value]
+        data = torch.tensor(bytearray(encode(value) if self.is_first else b""), dtype=torch.uint8)
+        size = torch.tensor([len(data)])
+        distributed.broadcast(size, src=0, group=self.messages)
+        data = data if self.is_first else torch.empty(int(size), dtype=torch.uint8)
+        distributed.broadcast(data, src=0, group=self.messages)
+        return decode(data.numpy().tobytes())  # type: ignore[no-any-return]
 
     def on_rank0(self, make: Callable[[], T]) -> T:
         """Call `make` on rank 0 alone: its value, or what it raises, on every rank."""

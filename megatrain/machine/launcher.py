@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +19,7 @@ MEETING = ("MASTER_ADDR", "MASTER_PORT")  # the address at which ranks meet
 TASKS = re.compile(r"(\d+)(?:\(x(\d+)\))?")  # of hosts in turn: 8(x2),7
 FIRST_OF_LIST = re.compile(r"([^\[,]+)(?:\[([^],-]+))?")  # of gpu[007-008,012],login
 HERE = "127.0.0.1"  # where ranks of one host meet
+PORTS = (10_000, 20_000)  # the first, and how many, for jobs of Slurm; below those of connections
 
 
 @dataclass(frozen=True)
@@ -82,6 +84,19 @@ def first_host(environ: Mapping[str, str], place: Place) -> str:
         return HERE
     first = FIRST_OF_LIST.match(environ.get("SLURM_STEP_NODELIST", ""))
     return "".join(filter(None, first.groups())) if first else HERE
+
+
+def job_of(environ: Mapping[str, str]) -> str:
+    """The name of the step of a Slurm job that this process is a task of; "" without Slurm."""
+    if _names_in(environ) is not OF_SLURM:
+        return ""
+    return f"{environ.get('SLURM_JOB_ID', '')}.{environ.get('SLURM_STEP_ID', '')}"
+
+
+def port_of(job: str) -> int:
+    """The port at which the ranks of a job meet where nobody names one; others have others."""
+    first, count = PORTS
+    return first + zlib.crc32(job.encode()) % count
 
 
 CPUS = Path("/sys/devices/system/cpu")

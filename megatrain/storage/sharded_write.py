@@ -124,7 +124,8 @@ def _sizes(plan: Plan) -> dict[str, int]:
 # -- by several ranks ------------------------------------------------------------------------------
 
 
-class _Order(NamedTuple):
+@dataclass(frozen=True)
+class _Order:
     """Message of the first rank: the files that it is about to write."""
 
     folder: Path
@@ -136,7 +137,8 @@ class _Order(NamedTuple):
 _Outcome = tuple[MegaTrainError | None, list[WrittenFile]]
 
 
-class _End(NamedTuple):
+@dataclass(frozen=True)
+class _End:
     """Message of the first rank at the end: its result, or the exception that it raised."""
 
     result: object = None

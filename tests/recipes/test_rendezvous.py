@@ -2,25 +2,37 @@
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 import socket
 import threading
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
-from datetime import timedelta
+from datetime import date, timedelta
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 from torch import distributed
 
 from megatrain.data.loader import StepBatch
 from megatrain.data.rows import Position
-from megatrain.errors import DataError
+from megatrain.errors import DataError, MegaTrainError
 from megatrain.heartbeat import beat, total
+from megatrain.machine.launcher import job_of, port_of
+from megatrain.messages import decode, encode
 from megatrain.recipes.ranks import liveness, rendezvous
-from megatrain.recipes.ranks.rendezvous import Wait, awaiting, fresh_part, meeting_store
+from megatrain.recipes.ranks.liveness import LastWords, OtherFailed
+from megatrain.recipes.ranks.rendezvous import (
+    Sealed,
+    Wait,
+    awaiting,
+    fresh_part,
+    meeting_store,
+)
 from megatrain.recipes.signals import Stopped, StopRequest
 from megatrain.world import World
 from tests.helpers.commands import wait_for
@@ -29,9 +41,12 @@ from tests.helpers.ranks import Started, run_ranks
 SOON_S = 20.0
 
 
-def met(store: Any, rank: int, size: int, seconds: float = SOON_S) -> Any:
+def met(
+    store: Any, rank: int, size: int, seconds: float = SOON_S, secret: bytes = b"ours"
+) -> Sealed:
     wait = Wait(timedelta(seconds=seconds), "here:1")
-    return fresh_part(store, rank, size, wait, (f"of {rank}", f"said by {rank}"))
+    sign = f"of {rank}", f"said by {rank}"
+    return fresh_part(Sealed(store, secret, "job"), rank, size, wait, sign)
 
 
 def test_each_start_has_a_part_of_the_store_for_itself():
@@ -43,9 +58,68 @@ def test_each_start_has_a_part_of_the_store_for_itself():
             first, *others = (one.result() for one in found)
             assert not first.check(["failed"])
             said = [one.get(f"of {rank}") for one in (first, *others) for rank in range(size)]
-            assert said == size * [f"said by {rank}".encode() for rank in range(size)]
+            assert said == size * [f"said by {rank}" for rank in range(size)]
             first.set("failed", f"of start {start}")
-            assert [part.get("failed").decode() for part in others] == 2 * [f"of start {start}"]
+            assert [part.get("failed") for part in others] == 2 * [f"of start {start}"]
+
+
+def test_who_lacks_the_secret_is_not_there_whatever_he_writes_or_repeats():
+    store = distributed.HashStore()  # type: ignore[attr-defined]
+    with ThreadPoolExecutor(3) as ranks:
+        stranger = ranks.submit(met, store, 1, 2, 2.0, b"another's")
+        time.sleep(0.5)
+        late = ranks.submit(met, store, 1, 2)
+        first, second = met(store, 0, 2), late.result()
+        with pytest.raises(RuntimeError, match="the first rank did not come"):
+            stranger.result()
+    raw, said = first.store, "of 1"
+    raw.set("failed", '[0, "host", "finished well", 0, 0]')
+    raw.set("all", "here")
+    raw.set("repeated", raw.get(said).decode())  # a sealed word, under another name
+    raw.set(said, "garbage")
+    assert [second.get(key) for key in ("failed", "all", "repeated", said)] == [None] * 4
+    assert not second.check(["failed"])
+    assert second.first("failed", "mine") == second.get("failed") == "mine"
+    assert first.first("failed", "later") == "mine"
+    again = distributed.HashStore()  # type: ignore[attr-defined]
+    again.set(
+        "hello/1", store.get("hello/1").decode()
+    )  # the first word of a start before, said by nobody
+    with pytest.raises(RuntimeError, match=r"ranks \[1\] did not come"):
+        met(again, 0, 2, 0.3)
+    code = LastWords.read('[1, "host", "stopped", 1, 0]').exit_code
+    assert code != 0, "nobody ends well by failing"
+
+
+def test_a_job_of_slurm_has_a_port_of_its_own():
+    def task(job: str) -> dict[str, str]:
+        return {"SLURM_PROCID": "0", "SLURM_JOB_ID": job, "SLURM_STEP_ID": "0"}
+
+    ports = {port_of(job_of(task(str(job)))) for job in range(100)}
+    assert len(ports) > 95 and all(10_000 <= port < 30_000 for port in ports)
+    assert job_of({**task("7"), "WORLD_SIZE": "2"}) == "", "torchrun's"
+
+
+def test_messages_are_what_was_sent_and_run_nothing():
+    sent = [
+        *(None, True, 3, 0.1, math.nan, math.inf, "text", b"\0\xff", Path("a/b"), date(2026, 1, 2)),
+        *((1, ("a", [2])), {3, 4}, {1: "one", ("a", 2): {"dict": []}}, Position(1, 2, 3)),
+        *(np.arange(6.0).reshape(2, 3), np.float64(0.5), np.int64(7)),
+        *(torch.ones(2, 3, dtype=torch.bfloat16), torch.tensor(4.0), torch.zeros(0)),
+        OtherFailed("as it says", 7),
+    ]
+    found = decode(encode(sent))
+    for one, other in zip(sent, found, strict=True):
+        assert repr(one if not isinstance(one, np.generic) else one.item()) == repr(other)
+        assert isinstance(other, type(one)) or isinstance(one, np.generic)
+    assert (str(found[-1]), found[-1].exit_code) == ("as it says", 7)
+    strange = ["{", '{"object": ["os", "system", {}]}', '{"object": ["megatrain.world", "os", {}]}']
+    strange += ['{"kind": 1}', '{"tensor": ["load", [1], {"bytes": ""}]}', '{"tuple": 1}']
+    for said in strange:
+        with pytest.raises(MegaTrainError, match="a message of another rank is broken"):
+            decode(said.encode())
+    with pytest.raises(TypeError, match="a message cannot have a function"):
+        encode([len, met][1:])
 
 
 @pytest.mark.parametrize(

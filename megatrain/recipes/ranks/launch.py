@@ -14,6 +14,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from secrets import token_hex
 from types import FrameType
 
 import typer
@@ -25,6 +26,7 @@ from megatrain.machine.launcher import HERE, MEETING, NAMES, place_of, started_b
 from megatrain.recipes.signals import INTERRUPTED, STOPPED, STOPS
 
 LAUNCHER = "MEGATRAIN_LAUNCHER"  # our own process number, for the ranks
+SECRET = "MEGATRAIN_SECRET"  # by which ranks of one start know each other's words
 # C++ adds dozens of lines to what ends all; it reads this when torch is loaded
 QUIET = {"TORCH_CPP_LOG_LEVEL": "FATAL"}
 COMMAND = (sys.executable, "-m", "megatrain")
@@ -87,7 +89,7 @@ def run_ranks(arguments: Sequence[str], size: int, command: Sequence[str] | None
 
     command: in place of `megatrain`.
     """
-    port, own = free_port(), {LAUNCHER: str(os.getpid())}
+    port, own = free_port(), {LAUNCHER: str(os.getpid()), SECRET: token_hex()}
     ranks = [
         subprocess.Popen(
             [*(command or COMMAND), *arguments],

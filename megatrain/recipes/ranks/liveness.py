@@ -53,6 +53,12 @@ class LastWords:
     by: int
     exit_code: int = UNEXPECTED
 
+    @classmethod
+    def read(cls, said: str) -> LastWords:
+        """What `json.dumps(astuple(...))` wrote; nobody has failed with exit code 0."""
+        rank, host, sentence, by, code = json.loads(said)
+        return cls(rank, host, sentence, by, code or UNEXPECTED)
+
     def __str__(self) -> str:
         return f"rank {self.rank} on {self.host} {self.sentence}"
 
@@ -82,11 +88,10 @@ class Liveness:
 
     def __init__(self, world: World, host: str) -> None:
         """Raises RuntimeError if the store is gone already."""
-        self.world, self.host, self._store = world, host, world.store.clone()
-        self._store.set_timeout(STORE_TIMEOUT)
-        self._first_host = self._store.get("beat/0").decode().split()[1]
-        self.ended = threading.Event()
         self._seen: dict[int, tuple[str, float]] = {}
+        self.world, self.host, self._store = world, host, world.store.clone(STORE_TIMEOUT)
+        self._first_host = self._sign_of(0).split()[1]
+        self.ended = threading.Event()
         self._awake_s, self._looked = 0.0, time.monotonic()
         self._unreachable = False
 
@@ -119,8 +124,7 @@ class Liveness:
         """Write last words into the store; returns the first that anybody has written."""
         mine = json.dumps(astuple(words))
         with suppress(RuntimeError):
-            first = self._answer(lambda: self._store.compare_set("failed", "", mine))
-            return LastWords(*json.loads(first))
+            return LastWords.read(self._answer(lambda: self._store.first("failed", mine)))
         return words
 
     def failed(self) -> LastWords | None:
@@ -150,25 +154,29 @@ class Liveness:
         raise RuntimeError("the store does not answer")
 
     def _found(self) -> LastWords | None:
-        if self._store.check(["failed"]):
-            return LastWords(*json.loads(self._store.get("failed")))
+        if (said := self._store.get("failed")) is not None:
+            return LastWords.read(said)
         now, world = self._awake(), self.world
         self._store.set(*sign_of_life(world.rank, self.host))
         for rank in (rank for rank in range(world.size) if rank != world.rank):
-            sign = self._store.get(f"beat/{rank}").decode()
+            sign = self._sign_of(rank)
             before, since = self._seen.get(rank, ("", now))
             since = since if sign == before else now
             self._seen[rank] = sign, since
             _, host = sign.split()
-            if self._store.check([f"left/{rank}"]):
+            if (left := self._store.get(f"left/{rank}")) is not None:
                 # it was asked to stop, and this one was not, or waits for it where nobody can end
-                code, over = int(self._store.get(f"left/{rank}")), now - since > LEAVES_WITHIN_S
+                code, over = int(left), now - since > LEAVES_WITHIN_S
                 if code and over and not all_stop():
                     return LastWords(rank, host, "was stopped", world.rank, code)
             elif now - since > SILENT_S:
                 sentence = f"has said nothing for {SILENT_S:.0f} s"
                 return LastWords(rank, host, sentence, world.rank)
         return None
+
+    def _sign_of(self, rank: int) -> str:
+        """The last sign of life of a rank; the one before, if a stranger has written over it."""
+        return self._store.get(f"beat/{rank}") or self._seen.get(rank, ("0 unknown", 0.0))[0]
 
     def _awake(self) -> float:
         """Seconds in which this rank was not stopped: where all were, as by a scheduler, none is

@@ -11,6 +11,7 @@ all ranks once all have come.
 
 from __future__ import annotations
 
+import hmac
 import json
 import logging
 import os
@@ -20,10 +21,12 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, wait
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import astuple
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
+from secrets import token_hex
 from tempfile import TemporaryDirectory
 from typing import Any, TypeVar
 from uuid import uuid4
@@ -36,21 +39,33 @@ from torch.distributed.distributed_c10d import PrefixStore
 
 from megatrain.config import Config
 from megatrain.data.loader import Loader, StepBatch
+from megatrain.data.rows import default_cache
 from megatrain.engine.request import choose_device
 from megatrain.errors import ConfigError, DataError, MegaTrainError, exit_code_of
 from megatrain.heartbeat import beat, ending, may_end_here, total
 from megatrain.machine.hardware import built_for_cuda, physical_cores, visible_gpus
-from megatrain.machine.launcher import MEETING, NAMES, Place, first_host, place_of, share_of_cores
+from megatrain.machine.launcher import (
+    HERE,
+    MEETING,
+    NAMES,
+    Place,
+    first_host,
+    job_of,
+    place_of,
+    port_of,
+    share_of_cores,
+)
 from megatrain.measure.ranks import measure_together
 from megatrain.planner.job import number_of, too_many_ranks
-from megatrain.recipes.ranks.launch import run_ranks
+from megatrain.recipes.ranks.launch import SECRET, run_ranks
 from megatrain.recipes.ranks.liveness import Liveness, OtherFailed, end_of, sign_of_life, started
 from megatrain.recipes.signals import Stopped, StopRequest, early_request
 from megatrain.settings import KEYS
+from megatrain.storage.hashed_file import storage_error
 from megatrain.world import ALONE, LOOKS_EVERY_S, World
 
 ALL_COME_WITHIN = timedelta(minutes=10)
-PORT = "29400"  # under Slurm, where nobody names one
+LOOPBACK = (HERE, "localhost")
 POLL_S = 0.05
 SAYS_AFTER_S = 10.0
 FIRST = "the first rank"
@@ -84,13 +99,15 @@ def as_rank(device: str, work: Callable[[World], T]) -> T:
             "torch.distributed: the program has started it; leave that to the run, which ranks of "
             "a launcher begin together"
         )
-    own = own_device(place, device)
-    for name, default in zip(MEETING, (first_host(os.environ, place), PORT), strict=True):
-        os.environ.setdefault(name, default)
+    own, job = own_device(place, device), job_of(os.environ)
+    for name, default in zip(MEETING, (first_host(os.environ, place), port_of(job)), strict=True):
+        os.environ.setdefault(name, str(default))
+    if place.size == place.local_size and os.environ[MEETING[0]] in LOOPBACK:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     # all of them: from here on `place_of` finds these names, also under Slurm
     os.environ |= zip(NAMES, map(str, astuple(place)), strict=True)
     with ExitStack() as stack:
-        alive = _meet(place, stack)
+        alive = _meet(place, job, stack)
         try:
             alive.world = _connected(own, place, alive.world)
             summary = work(alive.world)
@@ -100,14 +117,16 @@ def as_rank(device: str, work: Callable[[World], T]) -> T:
         return summary
 
 
-def _meet(place: Place, stack: ExitStack) -> Liveness:
-    """Meet the other ranks; they are looked after until `stack` is closed."""
+def _meet(place: Place, job: str, stack: ExitStack) -> Liveness:
+    """Meet the other ranks of this start, and of no other job; they are looked after until `stack`
+    is closed."""
     rank, size, here = place.rank, place.size, socket.gethostname()
     host, port = (os.environ[name] for name in MEETING)
     patience = Wait(ALL_COME_WITHIN, f"{host}:{port}")
     try:
         opened = meeting_store(host, int(port), rank, size, patience)
-        store = fresh_part(opened, rank, size, patience, sign_of_life(rank, here))
+        sealed = Sealed(PrefixStore(job, opened), secret_of(place), job)
+        store = fresh_part(sealed, rank, size, patience, sign_of_life(rank, here))
         stack.callback(_disconnect)  # when nobody is looked after any more
         world = World(rank, size, place.local_rank, place.local_size, store=store)
         return stack.enter_context(Liveness(world, here).watched())
@@ -118,7 +137,7 @@ def _meet(place: Place, stack: ExitStack) -> Liveness:
 def _connected(own: torch.device, place: Place, world: World) -> World:
     """The world of ranks that have met, with their groups."""
     backend = "cpu:gloo,cuda:nccl" if own.type == "cuda" else "gloo"
-    store = PrefixStore("group", world.store)
+    store = PrefixStore("group", world.store.store)
     try:
         distributed.init_process_group(
             backend, store=store, rank=world.rank, world_size=world.size, timeout=ALL_COME_WITHIN
@@ -172,6 +191,10 @@ def meeting_store(host: str, port: int, rank: int, size: int, patience: Wait) ->
     opens = rank == 0 and os.environ.get(OF_TORCHRUN) != "True"
 
     def connect() -> TCPStore:
+        listening = None
+        if opens and host in LOOPBACK:  # the library would listen to all networks
+            with suppress(OSError):  # the port is taken, perhaps by this process itself
+                listening = socket.create_server((HERE, port)).detach()
         return TCPStore(
             host,
             port,
@@ -180,6 +203,7 @@ def meeting_store(host: str, port: int, rank: int, size: int, patience: Wait) ->
             timeout=patience.patience,
             wait_for_workers=False,  # the first rank would not learn who is missing
             multi_tenant=True,
+            master_listen_fd=listening,
         )
 
     # nobody can interrupt it: it tries again and again, or for ever if a stranger has the port
@@ -189,9 +213,74 @@ def meeting_store(host: str, port: int, rank: int, size: int, patience: Wait) ->
     return opened.result()
 
 
+def secret_of(place: Place) -> bytes:
+    """The secret that a start's ranks share: $MEGATRAIN_SECRET, which our launcher makes up; else,
+    on one host, that of the user, in a file that nobody else may read; else none: then the network
+    between hosts is trusted. Raises StorageError."""
+    if given := os.environ.get(SECRET):
+        return given.encode()
+    if place.size > place.local_size:
+        return b""
+    file = default_cache() / "secret"
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        own = file.with_name(f"secret-{uuid4().hex}")
+        with open(own, "x", opener=partial(os.open, mode=0o600)) as made:
+            made.write(token_hex())
+        with suppress(FileExistsError):
+            os.link(own, file)  # whole, and by one alone
+        own.unlink()
+        return file.read_bytes()
+    except OSError as error:
+        raise storage_error(file, error, "write it", f"set {SECRET}") from error
+
+
+class Sealed:
+    """A store whose values have a seal (HMAC-SHA256 of key and value): what somebody without the
+    secret has written is not there. store: the library's. name: of this part of it."""
+
+    def __init__(self, store: Any, secret: bytes, name: str) -> None:
+        self.store, self._secret, self._name = store, secret, name
+
+    def part(self, name: str) -> Sealed:
+        return Sealed(PrefixStore(name, self.store), self._secret, f"{self._name}/{name}")
+
+    def clone(self, timeout: timedelta) -> Sealed:
+        """The same store by a connection of its own."""
+        store = self.store.clone()
+        store.set_timeout(timeout)
+        return Sealed(store, self._secret, self._name)
+
+    def set(self, key: str, value: str) -> None:
+        self.store.set(key, self._sealed(key, value))
+
+    def get(self, key: str) -> str | None:
+        return self._opened(key, self.store.get(key)) if self.store.check([key]) else None
+
+    def check(self, keys: Sequence[str]) -> bool:
+        """True if all of these are there."""
+        return bool(self.store.check([*keys])) and None not in map(self.get, keys)
+
+    def first(self, key: str, value: str) -> str:
+        """The first value that anybody has set, which is this one where there is none."""
+        found = self._opened(key, self.store.compare_set(key, "", self._sealed(key, value)))
+        if found is None:
+            self.set(key, value)
+        return found or value
+
+    def _sealed(self, key: str, value: str) -> str:
+        words = f"{self._name}/{key}\n{value}".encode()
+        return f"{hmac.new(self._secret, words, 'sha256').hexdigest()} {value}"
+
+    def _opened(self, key: str, sealed: bytes) -> str | None:
+        value = sealed.decode(errors="replace").partition(" ")[2]
+        own = self._sealed(key, value).encode()
+        return value if hmac.compare_digest(own, sealed) else None
+
+
 def fresh_part(
-    store: Any, rank: int, size: int, patience: Wait, sign: tuple[str, str]
-) -> PrefixStore:
+    store: Sealed, rank: int, size: int, patience: Wait, sign: tuple[str, str]
+) -> Sealed:
     """A part of the store that only the ranks of this start write, once all have come. sign: key
     and value that this rank leaves there; every rank finds those of all. Raises RuntimeError if not
     all come in time."""
@@ -200,11 +289,11 @@ def fresh_part(
         while missing:
             patience.goes_on(f"ranks {missing}")
             for other in missing:
-                if (token := _read(store, f"hello/{other}")) is not None:  # perhaps of a dead one
+                if (token := store.get(f"hello/{other}")) is not None:  # perhaps of a dead one
                     store.set(f"welcome/{other}", f"{token} {name}")
-            missing = [other for other in missing if _read(store, f"here/{other}") != name]
+            missing = [other for other in missing if store.get(f"here/{other}") != name]
             time.sleep(POLL_S if missing else 0)
-        part = PrefixStore(name, store)
+        part = store.part(name)
         part.set(*sign)
         part.set("all", "here")
         return part
@@ -213,18 +302,14 @@ def fresh_part(
     while answered != mine:
         patience.goes_on(FIRST)
         time.sleep(POLL_S)
-        answered, _, name = (_read(store, f"welcome/{rank}") or "").partition(" ")
-    part = PrefixStore(name, store)
+        answered, _, name = (store.get(f"welcome/{rank}") or "").partition(" ")
+    part = store.part(name)
     part.set(*sign)
     store.set(f"here/{rank}", name)
     while not part.check(["all"]):
         patience.goes_on("other ranks", aloud=False)  # the first one says which
         time.sleep(POLL_S)
     return part
-
-
-def _read(store: Any, key: str) -> str | None:
-    return store.get(key).decode() if store.check([key]) else None
 
 
 # -- the GPU and the cores of a rank ---------------------------------------------------------------
