@@ -11,6 +11,7 @@ import struct
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from os.path import expanduser  # leaves `~nobody` as it is, where Path's raises
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -20,6 +21,7 @@ from megatrain.data.template import use_template
 from megatrain.data.workers import fenced
 from megatrain.errors import DataError, ModelError, if_forbidden
 from megatrain.models.hub import download
+from megatrain.models.tokenizer_file import as_published
 
 if TYPE_CHECKING:
     from transformers import GenerationConfig, PretrainedConfig, PreTrainedTokenizerBase
@@ -225,10 +227,13 @@ def load_tokenizer(
     Raises ModelError if it cannot be used, or needs code from the folder, and DataError for a chat
     template that cannot.
     """
-    from transformers import AutoTokenizer
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
     try:
         tokenizer: PreTrainedTokenizerBase = source.load(AutoTokenizer, trust_remote_code)
+        if source.kind == "folder":
+            without_class = partial(source.load, PreTrainedTokenizerFast, trust_remote_code)
+            tokenizer = as_published(tokenizer, source.path, without_class)
     except Exception as error:
         # of a file that it cannot parse, tokenizers raises plain Exception
         if type(error) is not Exception and not isinstance(error, UNUSABLE):

@@ -23,6 +23,7 @@ from megatrain.models.anatomy import Anatomy
 from megatrain.models.constants import Constants, without_source
 from megatrain.models.names import Tensors
 from megatrain.models.pretrained import about_added, is_classifier, with_stops
+from megatrain.models.tokenizer_file import TOKENIZER_FILE, published_file
 from megatrain.optim.split import join_master
 from megatrain.storage.gguf_file import DTYPES as GGUF_DTYPES
 from megatrain.storage.gguf_file import FILE, family_of, write_gguf
@@ -274,6 +275,8 @@ def write_description(
 def _save_tokenizer(folder: Path, tokenizer: PreTrainedTokenizerBase) -> None:
     try:
         tokenizer.save_pretrained(folder)  # its chat templates, too
+        if (data := published_file(tokenizer)) is not None:
+            (folder / TOKENIZER_FILE).write_bytes(data)
     except OSError:
         raise
     except Exception as error:

@@ -41,6 +41,27 @@ def test_it_holds_the_model_and_its_card(megatrain, finished):
     assert size(Path("exported")) == size(final) - (final / "MANIFEST.json").stat().st_size
 
 
+def test_its_tokenizer_is_the_model_s_whatever_class_transformers_has_for_it(megatrain, project):
+    """SmolLM's files, for whose class transformers has GPT-2's pipeline."""
+    shutil.copytree("model", "mine")
+    file, about = Path("mine/tokenizer.json"), Path("mine/tokenizer_config.json")
+    digits = {"type": "Digits", "individual_digits": True}
+    known = json.loads(file.read_text())
+    known["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": [digits, known["pre_tokenizer"]]}
+    file.write_text(json.dumps(known, indent=1))
+    about.write_text(
+        json.dumps(json.loads(about.read_text()) | {"tokenizer_class": "GPT2Tokenizer"})
+    )
+    err = megatrain("train cfg.yaml model=mine train.max_steps=1").err
+    assert err.count("GPT2Tokenizer (tokenizer_class) reads text otherwise than this file") == 1
+    megatrain("export run exported")
+    for folder in ("run/checkpoint-1", "run/final", "exported"):
+        assert Path(folder, "tokenizer.json").read_bytes() == file.read_bytes()
+    assert "reads text otherwise" not in megatrain("export run as-gguf --format gguf").err
+    (gguf,) = Path("as-gguf").glob("*.gguf")
+    assert b"tokenizer.ggml.pre" in (data := gguf.read_bytes()) and b"smollm" in data
+
+
 def cut(final: Path) -> None:
     """Of a copy: links would damage the checkpoint, too."""
     path = final / "model.safetensors"
