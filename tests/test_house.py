@@ -29,7 +29,7 @@ ARCHITECTURE = ROOT / "docs" / "architecture.md"
 # A room is a module or a package directly under megatrain, or planner/cost. It imports itself and
 # rooms of lower floors.
 FLOORS: tuple[tuple[str, ...], ...] = (
-    ("errors", "cuda", "durable", "heartbeat", "messages", "methods", "schedule", "version"),
+    ("errors", "cuda", "durable", "heartbeat", "methods", "schedule", "version"),
     ("losses", "machine", "settings", "world"),
     ("data", "memory"),
     ("config", "models", "optim"),

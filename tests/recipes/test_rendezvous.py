@@ -23,7 +23,6 @@ from megatrain.data.rows import Position
 from megatrain.errors import DataError, MegaTrainError
 from megatrain.heartbeat import beat, total
 from megatrain.machine.launcher import job_of, port_of
-from megatrain.messages import decode, encode
 from megatrain.recipes.ranks import liveness, rendezvous
 from megatrain.recipes.ranks.liveness import LastWords, OtherFailed
 from megatrain.recipes.ranks.rendezvous import (
@@ -34,7 +33,7 @@ from megatrain.recipes.ranks.rendezvous import (
     meeting_store,
 )
 from megatrain.recipes.signals import Stopped, StopRequest
-from megatrain.world import World
+from megatrain.world import World, decode, encode
 from tests.helpers.commands import wait_for
 from tests.helpers.ranks import Started, run_ranks
 

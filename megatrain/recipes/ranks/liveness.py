@@ -55,7 +55,7 @@ class LastWords:
 
     @classmethod
     def read(cls, said: str) -> LastWords:
-        """What `json.dumps(astuple(...))` wrote; nobody has failed with exit code 0."""
+        """Read what `say` wrote; nobody has failed with exit code 0."""
         rank, host, sentence, by, code = json.loads(said)
         return cls(rank, host, sentence, by, code or UNEXPECTED)
 
