@@ -30,7 +30,7 @@ from megatrain.data.rows import (
     pack,
     permutation,
 )
-from megatrain.data.samples import KINDS, digest_of
+from megatrain.data.samples import KINDS, digest_of, name_of
 from megatrain.data.shards import make_shards
 from megatrain.data.sources import Part, Source, open_source
 from megatrain.data.template import CLOCK
@@ -213,9 +213,12 @@ class AskedSet:
             "day": str(self.options.day) if CLOCK in str(template) else None,
             "special": {name: str(token) for name, token in special},
             "options": [getattr(self.options, name) for name in CACHED_BY],
+            "tokenizer": self.tokenizer.backend_tokenizer.to_str(),
         }
-        text = json.dumps(state, sort_keys=True) + self.tokenizer.backend_tokenizer.to_str()
-        return digest_of(text)
+        if version not in READ_BEFORE:
+            return name_of(state)
+        tokenizer = state.pop("tokenizer")
+        return digest_of(json.dumps(state, sort_keys=True) + str(tokenizer))
 
     def make(self, on_progress: OnProgress) -> None:
         """Make what of the set is not there. Raises as `encode_source`."""

@@ -46,6 +46,11 @@ def digest_of(data: bytes | str, size: int = 16) -> str:
     return hashlib.blake2b(data, digest_size=size).hexdigest()
 
 
+def name_of(parts: Mapping[str, object]) -> str:
+    """A name for a result that is kept: a hash of everything that it follows from, by name."""
+    return digest_of(json.dumps(parts, sort_keys=True, default=str))
+
+
 def is_given(value: object) -> bool:
     """False for a null and for an empty text, list or object, which say nothing."""
     return bool(value) if isinstance(value, str | list | tuple | dict) else value is not None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
+import os
 import re
 import sys
 import tempfile
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
 _SPLITS = dict.fromkeys(("train", "training"), "train")
 _SPLITS |= dict.fromkeys(("test", "testing", "eval", "evaluation"), "test")
 _SPLITS |= dict.fromkeys(("validation", "valid", "val", "dev"), "validation")
+HASHED_WHOLE, ENDS = 1 << 30, 1 << 20  # bytes of a file, and of each end of a larger one
 _CARD = "README.md"  # may say in its head which files are which split
 
 
@@ -239,9 +241,20 @@ def _files(name: str, files: list[Path]) -> Source:
     def read() -> Iterator[RawRow]:
         return itertools.chain.from_iterable(map(read_file, files))
 
-    stats = [(str(path.resolve()), path.stat()) for path in files]
-    identity = json.dumps([(place, stat.st_size, stat.st_mtime_ns) for place, stat in stats])
+    identity = json.dumps([(str(path.resolve()), *_content_of(path)) for path in files])
     return Source(name, identity, read)
+
+
+def _content_of(path: Path) -> tuple[object, ...]:
+    """A hash of a file; of a large one its clocks, too (that of the inode is not copied by any
+    tool), and a hash of both ends."""
+    with path.open("rb") as file:
+        stat = os.fstat(file.fileno())
+        if stat.st_size <= HASHED_WHOLE:
+            return (hashlib.file_digest(file, "blake2b").hexdigest(),)
+        begin = file.read(ENDS)
+        file.seek(-ENDS, os.SEEK_END)
+        return (digest_of(begin + file.read()), stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns)
 
 
 def _data_set(name: str, found: DataSet, split: str | None = None) -> Source:
@@ -344,6 +357,6 @@ def name_of_rows(rows: InMemory) -> str:
     given, so that a run which goes on knows them again."""
     digest, count = hashlib.blake2b(digest_size=16), 0
     for row in open_source(rows, identity="").read():
-        digest.update(repr(without_nulls(row.value)).encode(errors="backslashreplace") + b"\n")
+        digest.update(repr(row.value).encode(errors="backslashreplace") + b"\n")
         count += 1
     return f"{count:,} rows given in Python, digest {digest.hexdigest()}"

@@ -152,6 +152,9 @@ def processor(cpuinfo: Path = CPUINFO) -> str:
     return next(processor_facts(("model name",), cpuinfo), platform.processor())
 
 
+PACKAGES = ("megatrain", "transformers", "torch")  # on which results depend
+
+
 @cache  # a start asks for some of them several times, and each is a page of metadata to parse
 def installed_version(package: str) -> str | None:
     """A package's version, without importing it; None where it is not installed."""

@@ -49,6 +49,7 @@ DESCRIBED_IN = {
     "generation settings": ("generation_config.json",),
 }
 GGUF_HEAD_BYTES = 32 << 20  # a GGUF file's description comes before its weights
+SHARD_BYTES = 64 << 10  # that are hashed of each end of a shard
 
 
 @dataclass(frozen=True)
@@ -76,7 +77,8 @@ class ModelSource:
 
 
 def digests_of(source: ModelSource) -> dict[str, str]:
-    """SHA-256 of the files behind each of `DESCRIBED_IN`, and the hub's commit, if known."""
+    """SHA-256 of the files behind each of `DESCRIBED_IN`, and of names, sizes and both ends of the
+    shards of weights, or the hub's commit."""
     files = {what: _matching(source.path, names) for what, names in DESCRIBED_IN.items()}
     if source.kind == "gguf":
         files = {"description": [source.file]}
@@ -88,6 +90,14 @@ def digests_of(source: ModelSource) -> dict[str, str]:
                 with path.open("rb") as file:
                     digest.update(f"{path.name}\0".encode() + file.read(GGUF_HEAD_BYTES))
             found[what] = digest.hexdigest()
+        digest, shards = hashlib.sha256(), _matching(source.path, HUB_WEIGHTS)
+        for path in shards if source.path.parent.name != "snapshots" else ():
+            size = path.stat().st_size
+            with path.open("rb") as file:
+                digest.update(f"{path.name} {size}\0".encode() + file.read(SHARD_BYTES))
+                file.seek(max(0, size - SHARD_BYTES))
+                digest.update(file.read())
+            found["weights"] = digest.hexdigest()
     except OSError as error:
         raise ModelError(f"{source.file}: cannot be read: {error.strerror}") from error
     if source.path.parent.name == "snapshots":  # of the hub's cache

@@ -24,24 +24,23 @@ import torch
 
 from megatrain.data.micro_batches import MicroBatch, ReferenceArray
 from megatrain.data.rows import IndexArray, Rows, default_cache
+from megatrain.data.samples import name_of
 from megatrain.durable import sync_folder
 from megatrain.engine.engine import Engine
 from megatrain.errors import StorageError
 from megatrain.heartbeat import may_end_here
 from megatrain.losses import SequenceLoss
-from megatrain.machine.profile import installed_version
 from megatrain.recipes.loop import sweeps
 from megatrain.recipes.state import Ready
+from megatrain.recipes.verify import parts_of
 from megatrain.reporting.progress import Progress
 from megatrain.storage.checkpoint import Resumable, read_about
 from megatrain.storage.hashed_file import write_bytes
-from megatrain.version import VERSION
 
 logger = logging.getLogger("megatrain")
 
 FOLDER, DIGEST_BYTES = "reference", 16
 AT_ONCE = 16  # tensors that are hashed at a time
-PACKAGES = ("transformers", "torch")
 KEEP_EVERY_S = 60.0  # what is known by then outlives a kill
 
 
@@ -63,16 +62,14 @@ Batches = Callable[[Wanted, ReferenceArray], Iterable[list[MicroBatch]]]
 
 def reference_key(engine: Engine) -> str:
     """A hash of everything but the rows that log-probabilities follow from."""
-    attention = engine.hf_config._attn_implementation
-    about = [engine.precision, attention, engine.device.type, VERSION]
-    about += map(installed_version, PACKAGES)
-    found = hashlib.blake2b(repr(about).encode(), digest_size=DIGEST_BYTES)
+    found = hashlib.blake2b(digest_size=DIGEST_BYTES)
     weights = engine.iter_weights()
     with ThreadPoolExecutor() as threads:
         while some := list(islice(weights, AT_ONCE)):  # not all: they may be on a drive
             for name, digest in threads.map(_hashed, some):
                 found.update(name.encode() + digest)
-    return found.hexdigest()
+    computed = {"precision": engine.precision, "device": engine.device.type}
+    return name_of({**parts_of(engine.skeleton), **computed, "weights": found.hexdigest()})
 
 
 def _hashed(named: tuple[str, torch.Tensor]) -> tuple[str, bytes]:

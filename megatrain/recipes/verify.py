@@ -12,10 +12,11 @@ from os.path import expanduser  # leaves `~nobody` as it is, where Path's raises
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from megatrain.data.samples import name_of
 from megatrain.engine.verify import FORMAT, Verdict
 from megatrain.engine.verify import verify as check
 from megatrain.errors import StorageError, VerificationError
-from megatrain.machine.profile import cache_folder, installed_version, write_json
+from megatrain.machine.profile import PACKAGES, cache_folder, installed_version, write_json
 from megatrain.models.family import is_foreign
 from megatrain.models.skeleton import Skeleton
 from megatrain.recipes.model import bench_config, shape_config
@@ -26,7 +27,6 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 logger = logging.getLogger("megatrain")
-PACKAGES = ("megatrain", "transformers", "torch")
 REMOTE = "transformers_modules."  # where transformers keeps code that comes with a model
 NOT_OF_THE_FAMILY = ("_name_or_path", "dtype", "use_cache")
 
@@ -97,15 +97,26 @@ def check_once(skeleton: Skeleton, trust_remote_code: bool) -> None:
 # -- verdicts that are kept ------------------------------------------------------------------------
 
 
+def parts_of(skeleton: Skeleton) -> dict[str, object]:
+    """What a model computes follows from, but for its weights, by name."""
+    stated = skeleton.config.to_dict().items()
+    return {
+        "model class": type(skeleton.model).__name__,
+        "attention": skeleton.config._attn_implementation,
+        "configuration": {key: one for key, one in stated if key not in NOT_OF_THE_FAMILY},
+        "code": code_digests(skeleton),
+        **{package: installed_version(package) for package in PACKAGES},
+    }
+
+
+def parts_named(skeleton: Skeleton) -> dict[str, str]:
+    """A short name for each of the parts, which ranks compare."""
+    return {name: name_of({name: part}) for name, part in parts_of(skeleton).items()}
+
+
 def file_of(skeleton: Skeleton) -> Path:
     """Path of the cached verdict on a configuration, for these versions."""
-    config = skeleton.config
-    stated = {k: v for k, v in config.to_dict().items() if k not in NOT_OF_THE_FAMILY}
-    versions = [installed_version(package) for package in PACKAGES]
-    kind, attention = type(skeleton.model).__name__, config._attn_implementation
-    parts = [FORMAT, kind, attention, versions, stated, code_digests(skeleton)]
-    text = json.dumps(parts, sort_keys=True, default=str)
-    return cache_folder() / f"verified-{hashlib.sha256(text.encode()).hexdigest()[:16]}.json"
+    return cache_folder() / f"verified-{name_of({'format': FORMAT, **parts_of(skeleton)})}.json"
 
 
 def code_digests(skeleton: Skeleton) -> list[str]:

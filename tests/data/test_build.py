@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 from dataclasses import replace
 from typing import Any
@@ -11,6 +12,7 @@ import numpy as np
 import pytest
 from datasets import Dataset
 
+from megatrain.data import sources
 from megatrain.data.build import encode_source, load_data
 from megatrain.data.encoding import RowOptions
 from megatrain.data.rows import TokenRows, mix64, permutation
@@ -155,7 +157,9 @@ def test_columns_of_other_names(encode, make_tokenizer):
         encode([{**rows[0], "prompt": "x"}], options, tokenizer)
 
 
-def test_the_cache_is_used_and_follows_what_it_depends_on(write_jsonl, make_tokenizer, cache):
+def test_the_cache_is_used_and_follows_what_it_depends_on(
+    write_jsonl, make_tokenizer, cache, monkeypatch
+):
     file = write_jsonl([pair(n) for n in range(5)])
     first = encode_source(file, make_tokenizer(), OPTIONS, cache)
     written = {path: path.stat().st_mtime_ns for path in cache.rglob("*")}
@@ -168,6 +172,21 @@ def test_the_cache_is_used_and_follows_what_it_depends_on(write_jsonl, make_toke
     write_jsonl([pair(9)])
     assert len(encode_source(file, make_tokenizer(), OPTIONS, cache)) == 1
     assert len(list(cache.iterdir())) == 4
+    before = file.stat()
+    file.write_text(file.read_text().replace("9", "8"))
+    os.utime(file, ns=(before.st_atime_ns, before.st_mtime_ns))  # as git, tar and rsync set it
+    changed = encode_source(file, make_tokenizer(), OPTIONS, cache)
+    monkeypatch.setattr(sources, "HASHED_WHOLE", 0)  # of a large file both ends
+    monkeypatch.setattr(sources, "ENDS", 4)
+    assert rows_of(encode_source(file, make_tokenizer(), OPTIONS, cache)) == rows_of(changed)
+    assert rows_of(changed) != rows_of(first) and len(list(cache.iterdir())) == 6
+
+
+def test_rows_given_in_python_are_named_by_what_is_read_of_them():
+    nulls = [{"prompt": "x", "completion": "y", "limit": None}]
+    rows, table = [{"prompt": "x", "completion": "y"}], Dataset.from_list(nulls)
+    names = [sources.name_of_rows(given) for given in (nulls, rows, table)]
+    assert names[0] != names[1] == names[2]
 
 
 def test_a_cache_that_cannot_be_read_back_is_a_storage_error(

@@ -192,9 +192,9 @@ class Started:
     all: ClassVar[list[Started]] = []
 
     def __init__(
-        self, size: int, line: str, *, first: Callable[[int], object] | None = None
+        self, size: int, line: str | list[str], *, first: Callable[[int], object] | None = None
     ) -> None:
-        """first: what each process does before, told its rank."""
+        """line: of all, or of each. first: what each process does before, told its rank."""
         port = free_port()
         self.logs = [Path.cwd() / f"rank-{rank}.log" for rank in range(size)]
         context: Any = multiprocessing.get_context("fork")
@@ -204,7 +204,8 @@ class Started:
             log.write_text("")  # what an earlier start has said is not this one's
         for rank, log in enumerate(self.logs):
             environ = environment_of(rank, size, port)
-            process = context.Process(target=_command, args=(line, environ, log, first, rank))
+            own = line if isinstance(line, str) else line[rank]
+            process = context.Process(target=_command, args=(own, environ, log, first, rank))
             process.start()
             self.ranks.append(process)
 

@@ -18,6 +18,7 @@ from megatrain.engine.engine import Engine
 from megatrain.losses import LOSSES
 from megatrain.methods import METHODS
 from megatrain.recipes import reference
+from megatrain.settings import Settings
 from tests.helpers.commands import (
     Answer,
     Command,
@@ -30,7 +31,7 @@ from tests.helpers.commands import (
 )
 from tests.helpers.compare import differing
 from tests.helpers.files import flip
-from tests.helpers.support import plain_model, tiny_config
+from tests.helpers.support import engine_of, plain_model, tiny_config
 from tests.recipes.conftest import cut_back
 from tests.recipes.same_run import same_run
 
@@ -168,6 +169,26 @@ def test_a_reference_of_another_model_is_noticed_at_the_first_step(
             error = megatrain("train cfg.yaml", *options, code=3).err
         assert re.search(r"step 1: rewards/chosen is -\d.* where it begins at 0: the refer", error)
         assert not (project / method / "checkpoint-2").exists()
+
+
+def test_a_reference_has_a_name_of_all_that_it_follows_from_and_of_nothing_else(monkeypatch):
+    def name(seed: int = 0, precision: str = "float32", **changes: Any) -> str:
+        settings = changes.pop("settings", None)
+        config = tiny_config("llama", **changes)
+        weights = plain_model(config, seed=seed)
+        given: Any = {"weights": weights, "precision": precision, "settings": settings}
+        with engine_of(config, **given) as engine:
+            return reference.reference_key(engine)
+
+    rope = {"rope_type": "default", "rope_theta": 100.0}
+    names = [
+        *(name(), name(seed=1), name(precision="bfloat16")),
+        *(name(rms_norm_eps=0.1), name(rope_parameters=rope), name(max_position_embeddings=99)),
+    ]
+    assert len({*names}) == len(names)
+    assert name(settings=Settings(retained=1), name_or_path="elsewhere") == names[0]
+    monkeypatch.setattr("megatrain.recipes.verify.installed_version", lambda package: "another")
+    assert name() not in names
 
 
 def forwards(said: str) -> list[int]:

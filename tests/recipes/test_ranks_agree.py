@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import time
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
@@ -16,14 +18,18 @@ import pytest
 import torch
 from torch import distributed
 
+from megatrain.config import load_config
 from megatrain.data import rows
 from megatrain.engine.engine import Engine
+from megatrain.errors import ConfigError
 from megatrain.heartbeat import total
 from megatrain.recipes import planned_machine, run
+from megatrain.recipes.model import describe_model
 from megatrain.recipes.ranks import rendezvous
 from megatrain.recipes.state import Run
 from megatrain.world import World
 from tests.helpers.commands import chat_rows, write_jsonl
+from tests.helpers.files import flip
 from tests.helpers.ranks import Started, run_ranks
 from tests.recipes.test_rank_runs import SOON_S, at_steps, looked_after_often, silent_soon, train
 
@@ -82,7 +88,7 @@ def differently(rank: int, what: str) -> None:
         patch(planned_machine, "choose_precision", lambda *_: chosen)
     if what == "compile" and rank == 1:
         compared = rendezvous.check_alike
-        patch(run, "check_alike", lambda w, how, r: compared(w, {**how, "compile": True}, r))
+        patch(run, "check_alike", lambda w, how, r=(): compared(w, {**how, "compile": True}, r))
 
 
 @pytest.mark.slow
@@ -90,7 +96,7 @@ def differently(rank: int, what: str) -> None:
     ("what", "code", "words"),
     [
         ("rows", 3, "have different rows: the source, or the token cache (MEGATRAIN_CACHE)"),
-        ("compile", 2, "would train with compile False and True; set it in the config"),
+        ("compile", 2, "would train with compile "),
     ],
 )
 def test_what_hosts_decide_differently_is_refused(project, what, code, words):
@@ -98,6 +104,69 @@ def test_what_hosts_decide_differently_is_refused(project, what, code, words):
     assert started.wait(SOON_S) == [code, code], "".join(started.said())
     (said,), nothing = started.errors()
     assert words in said and nothing == []
+
+
+KEYS = {
+    "train.learning_rate": 1e-4,
+    "train.max_steps": 9,
+    "train.seed": 3,
+    "train.max_grad_norm": 0.01,
+    "train.tokens_per_step": 128,
+    "train.seq_len": 32,
+    "train.schedule": "constant",
+    "optimizer.weight_decay": 0.5,
+    "optimizer.name": "lion",
+    "checkpoint.every": 3,
+    "data.train_on": "all",
+    "method": "pretrain",
+    "precision": "float32",
+}
+
+
+def test_each_difference_is_named(project, monkeypatch):
+    """Of keys, versions, and parts of the model, on both ranks alike."""
+    config = load_config("cfg.yaml")
+
+    def refused(mine: Mapping[str, object], theirs: Mapping[str, object]) -> str:
+        gathered = [("a", mine, ()), ("b", theirs, ())]
+        monkeypatch.setattr(World, "all_gather", lambda *_: gathered)
+        with pytest.raises(ConfigError) as caught:
+            rendezvous.check_alike(World(1, 2), theirs)
+        return str(caught.value)
+
+    ours = rendezvous.described(config)
+    for key, value in KEYS.items():
+        more = {"data.train_on": "all"} if key == "method" else {}
+        other = rendezvous.described(load_config("cfg.yaml", {key: value, **more}))
+        assert f"would train with {key} " in refused(ours, other)
+    for version in ("torch", "transformers", "megatrain", "Python"):
+        assert f"{version} 9.9" in refused({**ours, version: "9.9"}, ours)
+    elsewhere = {"output": "other", "data.train": "others.jsonl", "model": "there", "threads": 2}
+    assert rendezvous.described(load_config("cfg.yaml", elsewhere)) == ours
+    parts = []
+    for change in ("nothing", "weights", "config.json", "tokenizer.json"):
+        folder = Path(shutil.copytree("model", change))
+        if change == "weights":
+            (file,) = folder.glob("*.safetensors")
+            flip(file, -1)
+        elif change != "nothing":
+            (folder / change).write_text((folder / change).read_text() + " ")
+        parts.append(describe_model(str(folder)).digests)
+    first, *changed = parts
+    assert first == describe_model("model").digests
+    for one, what in zip(changed, ("weights", "configuration", "tokenizer"), strict=True):
+        assert f"would train with {what} " in refused(first, one)
+
+
+@pytest.mark.slow
+def test_ranks_of_different_models_or_keys_are_refused_on_both(project):
+    shutil.copytree("model", "other")
+    (file,) = Path("other").glob("*.safetensors")
+    flip(file, -1)
+    for key, word in {"model=other": "weights", "train.max_steps=7": "train.max_steps"}.items():
+        started = Started(2, [train(), train(key)])
+        assert started.wait(SOON_S) == [2, 2], "".join(started.said())
+        assert f"would train with {word} " in "".join(started.said())
 
 
 @pytest.mark.slow

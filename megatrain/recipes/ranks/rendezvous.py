@@ -38,6 +38,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from torch.distributed.distributed_c10d import PrefixStore
 
 from megatrain.config import Config
+from megatrain.config.resuming import PATHS, flatten
 from megatrain.data.loader import Loader, StepBatch
 from megatrain.data.rows import default_cache
 from megatrain.engine.request import choose_device
@@ -55,6 +56,7 @@ from megatrain.machine.launcher import (
     port_of,
     share_of_cores,
 )
+from megatrain.machine.profile import PACKAGES, installed_version
 from megatrain.measure.ranks import measure_together
 from megatrain.planner.job import number_of, too_many_ranks
 from megatrain.recipes.ranks.launch import SECRET, run_ranks
@@ -379,21 +381,29 @@ def check_ranks(config: Config, world: World) -> None:
 
 
 # why: decision 0112
-def check_alike(world: World, how: Mapping[str, object], rows: Sequence[str]) -> None:
+def check_alike(world: World, how: Mapping[str, object], rows: Sequence[str] = ()) -> None:
     """Raise ConfigError or DataError if ranks would train in different ways, or on other rows: each
-    decides by itself, from what it finds on its host. All call it at the same place. how: settings
-    and the like, by field. rows: digests."""
+    decides by itself, from what it finds on its host. All call it at the same place. how: settings,
+    keys, digests and the like, by name. rows: digests."""
     (_, first, ours), *others = world.all_gather((socket.gethostname(), how, rows))
     for rank, (host, theirs, digests) in enumerate(others, 1):
-        for name in how:
-            if theirs[name] != first[name]:
+        for name in {**first, **theirs}:
+            if theirs.get(name) != first.get(name):
                 raise ConfigError(
                     f"ranks 0 and {rank}, on {host}, would train with {KEYS.get(name, name)} "
-                    f"{first[name]} and {theirs[name]}; set it in the config, or take hosts that "
-                    "are alike"
+                    f"{first.get(name)} and {theirs.get(name)}; make it the same on all hosts"
                 )
         if digests != ours:
             raise DataError(f"ranks 0 and {rank}, on {host}, have different rows: {ROWS_DIFFER}")
+
+
+def described(config: Config) -> dict[str, object]:
+    """What ranks compare when they meet: keys of the config, but for paths and what is each host's
+    own, and versions."""
+    flat = flatten(config.model_dump(mode="json"))
+    alike = {key: value for key, value in flat.items() if key not in (*PATHS, "threads")}
+    python = {"Python": f"{sys.version_info.major}.{sys.version_info.minor}"}
+    return alike | {name: installed_version(name) for name in PACKAGES} | python
 
 
 def check_rows_of_a_step(loader: Loader) -> None:
