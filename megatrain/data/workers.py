@@ -66,10 +66,11 @@ def begin_row(number: int, more_s: float = 0.0) -> None:
         signal.setitimer(signal.ITIMER_PROF, ROW_LIMIT_S + more_s)
 
 
-def fenced(render: Callable[[], Result]) -> Result:
-    """Call a function that renders a chat template in a worker. Raises TooMuch, or its error."""
-    work: Callable[[None], Result] = lambda _: render()  # noqa: E731
-    with Team(work) as team:
+def fenced(run: Callable[[], Result], about: About = ABOUT_TEMPLATE) -> Result:
+    """Call a function that runs a chat template, or what `about` names, in a worker. Raises
+    TooMuch, or its error."""
+    work: Callable[[None], Result] = lambda _: run()  # noqa: E731
+    with Team(work, about=lambda *_: about) as team:
         (result,) = team.map([None])
     return result
 

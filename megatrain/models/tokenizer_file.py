@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
 
+from megatrain.data.workers import fenced
 from megatrain.errors import ModelError
 
 TOKENIZER_FILE = "tokenizer.json"
@@ -28,18 +29,22 @@ _files: WeakKeyDictionary[Any, tuple[bytes, int]] = WeakKeyDictionary()
 def as_published(loaded: Any, folder: Path, without_class: Callable[[], Any]) -> Any:
     """A folder's tokenizer as it was loaded if it reads text as tokenizer.json says, else one
     without a class of its own, and a warning. Raises ModelError where that reads otherwise, too,
-    and whatever the tokenizers package raises of a broken file."""
+    TooMuch for one that never ends, and what the tokenizers package raises of a broken file."""
     from tokenizers import Tokenizer
 
     file = folder / TOKENIZER_FILE
     if not loaded.is_fast or not file.is_file():
         return loaded
-    data = file.read_bytes()
+    data, about = file.read_bytes(), (f"{file}: the tokenizer", "for a few words; use another")
     published = Tokenizer.from_buffer(data)
-    if not _is_alike(loaded.backend_tokenizer, published):
+
+    def reads_alike(made: Any) -> bool:
+        return fenced(lambda: _is_alike(made.backend_tokenizer, published), about)
+
+    if not reads_alike(loaded):
         name = f"{file}: transformers' {type(loaded).__name__} (tokenizer_class) reads text"
         loaded = without_class()
-        if not _is_alike(loaded.backend_tokenizer, published):
+        if not reads_alike(loaded):
             raise ModelError(f"{name} otherwise, and so does its general class; remove the file")
         logging.getLogger("megatrain").warning(f"{name} otherwise than this file, which is used")
     _files[loaded] = data, published.get_vocab_size()
@@ -56,7 +61,6 @@ def _is_alike(made: Any, published: Any) -> bool:
         # which changes no id
         steps = [step.replace(b'"trim_offsets":false', b'"trim_offsets":true') for step in steps]
         flags = [getattr(each.model, name, None) for name in ("ignore_merges", "byte_fallback")]
-        # one by one: many at once begin threads
         ids = [each.encode(text, add_special_tokens=False).ids for text in (*PROBES, *between)]
         found.append((steps, flags, ids))
     return found[0] == found[1]

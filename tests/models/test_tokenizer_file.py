@@ -15,6 +15,7 @@ from tokenizers import decoders as d
 from tokenizers import normalizers as n
 from tokenizers import pre_tokenizers as p
 
+from megatrain.data.workers import TooMuch
 from megatrain.models.pretrained import load_tokenizer, resolve_source
 from megatrain.models.tokenizer_file import PROBES, published_file
 
@@ -233,6 +234,15 @@ def test_another_pipeline_is_said_once_and_the_file_s_is_used(tmp_path, caplog):
     assert published_file(loaded) == (folder / "tokenizer.json").read_bytes()
     loaded.add_tokens(["<new>"])
     assert published_file(loaded) is None
+
+
+def test_one_that_makes_much_of_little_is_refused(tmp_path):
+    tokenizer = byte_level()
+    steps = [n.Replace("o", "e" * 10**6), n.Replace("e", "i" * 10**4)]
+    tokenizer.normalizer = n.Sequence(steps)
+    folder = publish(tmp_path / "model", "llama", "PreTrainedTokenizerFast", tokenizer)
+    with pytest.raises(TooMuch, match=r"tokenizer.json: the tokenizer .* for a few words; use an"):
+        load_tokenizer(resolve_source(folder))
 
 
 def test_the_class_of_the_file_s_own_pipeline_stays(tmp_path, caplog):
