@@ -19,6 +19,8 @@ from megatrain.data.cache import cached_set, making_set, sets_asked, unreadable
 from megatrain.data.encoding import PROMPTS_READ, Encoder, RowOptions
 from megatrain.data.files import resolve_name
 from megatrain.data.rows import (
+    LOSSY,
+    TOO_LOSSY,
     Counts,
     IndexArray,
     Rows,
@@ -26,6 +28,7 @@ from megatrain.data.rows import (
     check_digest,
     cut_warnings,
     default_cache,
+    lost_text,
     mix64,
     pack,
     permutation,
@@ -262,6 +265,7 @@ class AskedSet:
                 "model"
             )
         warned = cut_warnings(counts, options.seq_len, options.truncation_mode)
+        warned += lost_text(counts, LOSSY)
         ways = PROMPTS_READ.get(options.prompts)
         if ways and not ways & counts.wrapped.keys():
             warned.append(
@@ -282,6 +286,8 @@ class AskedSet:
             return DataError(
                 f"{counts.first_bad[0]} ({many}mend them, or set data.on_bad_row: skip)"
             )
+        if lost := lost_text(counts, TOO_LOSSY):
+            return DataError(f"{name}: {lost[0]}; use a model whose tokenizer does")
         if sum(counts.parts):
             return None
         if counts.kept:

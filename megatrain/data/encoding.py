@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import date
-from functools import cache
+from functools import cache, cached_property
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -16,7 +16,16 @@ import numpy as np
 from megatrain.data import formats
 from megatrain.data.chat import SYSTEM_ROLES, ChatTemplate, Marked
 from megatrain.data.files import RawRow
-from megatrain.data.rows import CONTEXT, KEEP_START, Counts, IdArray, MaskArray, Tokens, count_up
+from megatrain.data.rows import (
+    CONTEXT,
+    KEEP_START,
+    LOST,
+    Counts,
+    IdArray,
+    MaskArray,
+    Tokens,
+    count_up,
+)
 from megatrain.data.samples import (
     PLAIN,
     Chat,
@@ -146,8 +155,11 @@ class Encoder:
         add_special = not self._has_bos(text)
         return Marked(text, spans, add_special=add_special, eos=True, wrapping=wrapping)
 
-    def encode(self, batch: Sequence[Marked]) -> list[tuple[IdArray, MaskArray]]:
-        """Ids (int32 [tokens]) and target mask (bool [tokens]) of each text, in order, uncut."""
+    def encode(
+        self, batch: Sequence[Marked], lossy: set[int] | None = None
+    ) -> list[tuple[IdArray, MaskArray]]:
+        """Ids (int32 [tokens]) and target mask (bool [tokens]) of each text, in order, uncut.
+        lossy: gets the numbers of texts of which the tokenizer loses a part."""
         encoded: dict[int, tuple[IdArray, MaskArray]] = {}
         for add_special in (False, True):
             chosen = [i for i, marked in enumerate(batch) if marked.add_special == add_special]
@@ -164,6 +176,8 @@ class Encoder:
             pairs = zip(found["input_ids"], found["offset_mapping"], strict=True)
             for i, (ids, offsets) in zip(chosen, pairs, strict=True):
                 encoded[i] = self._finish(batch[i], ids, offsets)
+                if lossy is not None and self._loses(batch[i], ids, offsets):
+                    lossy.add(i)
         return [encoded[i] for i in range(len(batch))]
 
     def _finish(
@@ -182,6 +196,29 @@ class Encoder:
             mask[-1] = True  # the tokenizer appended it by itself
         mask[:1] = False
         return tokens, mask
+
+    def _loses(self, marked: Marked, ids: list[int], offsets: list[CharSpan]) -> bool:
+        """True if more than LOST of the letters and digits of a text, or of what is trained on in
+        it, are in no token but the unknown one."""
+        text, spaces = marked.text, marked.text.count(" ") + marked.text.count("\n")
+        bare = len(text) - sum(stop - start for start, stop in offsets)
+        if bare <= spaces and self.unknown not in ids:  # white space may be in no token
+            return False
+        seen = bytearray(len(text))
+        for token, (start, stop) in zip(ids, offsets, strict=True):
+            if token != self.unknown:
+                seen[start:stop] = b"\1" * (stop - start)
+        letters = [letter.isalnum() for letter in text]
+        lost = [there and not was for there, was in zip(letters, seen, strict=True)]
+        parts = [slice(0, len(text)), *(slice(*span) for span in marked.spans or ())]
+        return any(sum(lost[part]) > LOST * sum(letters[part]) for part in parts)
+
+    @cached_property
+    def unknown(self) -> int:
+        """The token of text that the tokenizer does not know; -1 where there is no such text."""
+        rare = self.tokenizer("𓀀 𒀀 ꙮ", add_special_tokens=False)["input_ids"]
+        unknown = self.tokenizer.unk_token_id
+        return unknown if isinstance(unknown, int) and unknown in rare else -1
 
     @property
     def eos(self) -> int:
@@ -311,11 +348,14 @@ def encode_batch(
         return [], counts
     flat = [text for *_, texts in marked for text in texts]
     begin_row(TOKENISING, sum(len(text.text) for text in flat) / SLOWEST_CHARACTERS_PER_S)
-    encoded, rows = iter(encoder.encode(flat)), []
+    lossy, rows, place = set[int](), list[Encoded](), 0
+    encoded = encoder.encode(flat, lossy)
     for number, raw, sample, texts in marked:
-        sides = tuple(itertools.islice(encoded, len(texts)))
+        sides, place = tuple(encoded[place : place + len(texts)]), place + len(texts)
+        counts.lossy += not lossy.isdisjoint(range(place - len(texts), place))
         for ids, _ in sides:
             counts.saw(int(ids.max()) if len(ids) else -1, raw.where)
+            counts.unknown += int((ids == encoder.unknown).sum())
         _count(texts, counts)
         sides = sides if len(sides) == 1 else _begun_alike(sides)
         begin_row(number)

@@ -26,7 +26,7 @@ BAD_ROWS_KEPT = 5  # messages of the first bad rows, to be shown
 UNREAD_KEPT = 50  # names of columns
 _SUMMED = (
     *("read", "bad", "truncated", "truncated_tokens", "too_long", "without_target"),
-    *("rewritten_turns", "split_texts", "cut_answers"),
+    *("rewritten_turns", "split_texts", "cut_answers", "unknown", "lossy"),
 )  # of Counts
 
 
@@ -52,6 +52,8 @@ class Counts:
     split_texts: int = 0  # texts that are more than one row each
     tokens: int = 0  # before anything was cut
     cut_answers: int = 0  # rows that lost target tokens, and with them an answer's end
+    unknown: int = 0  # tokens that stand for text which the tokenizer does not know
+    lossy: int = 0  # rows that lose more than LOST of their letters, or of an answer's
     longest: int = 0  # before it was cut
     enough: int = 0  # the seq_len that keeps ENOUGH of all tokens
     warned: list[str] = field(default_factory=list)
@@ -448,6 +450,19 @@ def measure_lengths(counts: Counts, lengths: IndexArray) -> None:
     longer = int(after[place]) + 1
     too_much = int((kept[place] - _ENOUGH * counts.tokens) // longer)
     counts.enough = int(ascending[place]) - too_much
+
+
+LOST, LOSSY, TOO_LOSSY = 0.1, 0.01, 1 / 3  # of a row; of a set, worth a warning or a refusal
+
+
+def lost_text(counts: Counts, above: float) -> list[str]:
+    """A sentence if the tokenizer loses text, in more than this share of all tokens or rows."""
+    found = []
+    if counts.unknown > above * counts.tokens:
+        found.append(f"{counts.unknown:,} of {counts.tokens:,} tokens are the unknown token")
+    if counts.lossy > above * (good := counts.read - counts.bad):
+        found.append(f"{counts.lossy:,} of {good:,} rows lose over {LOST:.0%} of their letters")
+    return [f"the tokenizer does not know this text: {' and '.join(found)}"] if found else []
 
 
 def cut_warnings(counts: Counts, seq_len: int | None, mode: str = KEEP_START) -> list[str]:

@@ -54,6 +54,8 @@ def summary(rows: Rows) -> dict[str, Any]:
         "rewritten_turns": counts.rewritten_turns,
         "split_texts": counts.split_texts,
         "cut_answers": counts.cut_answers,
+        "unknown_tokens": counts.unknown,
+        "lossy_rows": counts.lossy,
         "choices": list(counts.choices),
         "wrapped": dict(counts.wrapped),
         "notes": dict(counts.notes),

@@ -9,6 +9,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+import tokenizers
+from tokenizers import models, normalizers, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
 
 from megatrain.data import rows
 from megatrain.data.encoding import Encoder, RowOptions, target_mask
@@ -17,7 +20,7 @@ from megatrain.data.rows import Counts
 from megatrain.data.samples import Chat, Document, Message, RowError
 from megatrain.data.show import describe, warnings
 from megatrain.errors import DataError
-from tests.helpers.commands import CHATML, conversation
+from tests.helpers.commands import CHATML, conversation, tiny_tokenizer
 
 ROW = {"prompt": "What is it?\n", "completion": "four\nhello"}
 PAIR = convert_row("prompt_completion", ROW)
@@ -221,3 +224,71 @@ def test_the_advised_length_is_the_smallest_that_keeps_enough():
         rows.measure_lengths(counts, lengths)
         kept = [np.minimum(lengths, size).sum() / lengths.sum() for size in range(1, 2001)]
         assert counts.enough == next(size for size, share in enumerate(kept, 1) if share >= 0.99)
+
+
+# -- text that a tokenizer loses -------------------------------------------------------------------
+
+ENGLISH, RUSSIAN = conversation("Hello there, 2 boats?", "Four!"), conversation("Привет", "Мир")
+LETTERS = sorted({*"HF,?!12\n \r", *map(chr, range(97, 123))})
+
+
+def of_letters(model: Any, unk: str | None = None, **steps: Any) -> Any:
+    """A tokenizer of single letters, which knows no other script."""
+    base = tokenizers.Tokenizer(model)
+    for name, step in steps.items():
+        setattr(base, name, step)
+    base.add_special_tokens(["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<unk>"])
+    return PreTrainedTokenizerFast(
+        tokenizer_object=base, eos_token="<|im_end|>", unk_token=unk, chat_template=CHATML
+    )
+
+
+VOCABULARY = {letter: number for number, letter in enumerate(["<unk>", "▁", *LETTERS])}
+BYTES = {f"<0x{byte:02X}>": len(VOCABULARY) + byte for byte in range(256)}
+INSIDE = {f"##{letter}": len(VOCABULARY) + number for number, letter in enumerate(LETTERS)}
+PIECES = [(piece, -1.0) for piece in VOCABULARY]
+SPACE = pre_tokenizers.Metaspace()
+LOSING: dict[str, Any] = {
+    "a word is the unknown token": lambda: of_letters(
+        models.WordPiece(VOCABULARY | INSIDE, unk_token="<unk>"),
+        "<unk>",
+        pre_tokenizer=pre_tokenizers.BertPreTokenizer(),
+    ),
+    "each letter is": lambda: of_letters(models.Unigram(PIECES, 0), "<unk>", pre_tokenizer=SPACE),
+    "a letter is nothing": lambda: of_letters(models.BPE(VOCABULARY, []), pre_tokenizer=SPACE),
+}
+KEEPING: dict[str, Any] = {
+    "byte-level": tiny_tokenizer,
+    "bytes for the unknown": lambda: of_letters(
+        models.BPE(VOCABULARY | BYTES, [], unk_token="<unk>", byte_fallback=True), "<unk>",
+        normalizer=normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]),
+    ),
+    "NFKC and lower case": lambda: of_letters(
+        models.Unigram([*PIECES, *((chr(one), -1.0) for one in range(1072, 1104))], 0),
+        "<unk>",
+        normalizer=normalizers.Sequence(
+            [normalizers.NFKD(), normalizers.StripAccents(), normalizers.Lowercase()]
+        ),
+        pre_tokenizer=SPACE,
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", LOSING)
+def test_text_that_the_tokenizer_does_not_know_is_counted_and_refused(name, encode):
+    tokenizer = LOSING[name]()
+    with pytest.raises(DataError, match=r"tokenizer does not know this text: .* use a model whose"):
+        encode([ENGLISH, RUSSIAN] * 20, OPTIONS, tokenizer)
+    counts = encode([ENGLISH] * 20 + [RUSSIAN], OPTIONS, tokenizer).counts
+    assert counts.lossy == 1
+    (line,) = counts.warned
+    assert line.endswith("1 of 21 rows lose over 10% of their letters")
+    assert (counts.unknown > 0) == (tokenizer.unk_token is not None)
+    assert encode([ENGLISH] * 20, OPTIONS, tokenizer).counts.warned == []
+
+
+@pytest.mark.parametrize("name", KEEPING)
+def test_a_tokenizer_that_only_normalises_loses_nothing(name, encode):
+    rows = [ENGLISH, RUSSIAN, conversation("ﬁve cafés, ①  ГОРА", "Йод ｆｕｌｌ\u3000x")] * 9
+    counts = encode(rows, RowOptions(seq_len=512), KEEPING[name]()).counts
+    assert (counts.lossy, counts.unknown, counts.warned) == (0, 0, [])
