@@ -67,6 +67,8 @@ ENVIRONMENT = {
     "OMP_NUM_THREADS": "Threads of PyTorch on the CPU; ours is a container's share of processors "
     "(`--cpus`) where it is below what the machine has, unless it is set.",
     "TQDM_DISABLE": "Ours is 1 where stderr is no terminal, unless it is set.",
+    "TORCHINDUCTOR_CACHE_DIR": "What torch.compile keeps; ours is a folder of MEGATRAIN_CACHE for "
+    "each version, unless it is set.",
     "GLOO_SOCKET_IFNAME": "Ours is `lo` for ranks of one host, unless it is set.",
     "TORCH_CPP_LOG_LEVEL": "Ours is `FATAL` in ranks, unless it is set: stacks of C++ add nothing "
     "to what a run says of the death of one.",

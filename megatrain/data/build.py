@@ -33,7 +33,7 @@ from megatrain.data.rows import (
     pack,
     permutation,
 )
-from megatrain.data.samples import KINDS, digest_of, name_of
+from megatrain.data.samples import KINDS, digest_of, name_for
 from megatrain.data.shards import make_shards
 from megatrain.data.sources import Part, Source, open_source
 from megatrain.data.template import CLOCK
@@ -219,7 +219,7 @@ class AskedSet:
             "tokenizer": self.tokenizer.backend_tokenizer.to_str(),
         }
         if version not in READ_BEFORE:
-            return name_of(state)
+            return name_for(state)
         tokenizer = state.pop("tokenizer")
         return digest_of(json.dumps(state, sort_keys=True) + str(tokenizer))
 

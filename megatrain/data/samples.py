@@ -46,7 +46,7 @@ def digest_of(data: bytes | str, size: int = 16) -> str:
     return hashlib.blake2b(data, digest_size=size).hexdigest()
 
 
-def name_of(parts: Mapping[str, object]) -> str:
+def name_for(parts: Mapping[str, object]) -> str:
     """A name for a result that is kept: a hash of everything that it follows from, by name."""
     return digest_of(json.dumps(parts, sort_keys=True, default=str))
 

@@ -24,7 +24,7 @@ import torch
 
 from megatrain.data.micro_batches import MicroBatch, ReferenceArray
 from megatrain.data.rows import IndexArray, Rows, default_cache
-from megatrain.data.samples import name_of
+from megatrain.data.samples import name_for
 from megatrain.durable import sync_folder
 from megatrain.engine.engine import Engine
 from megatrain.errors import StorageError
@@ -32,7 +32,7 @@ from megatrain.heartbeat import may_end_here
 from megatrain.losses import SequenceLoss
 from megatrain.recipes.loop import sweeps
 from megatrain.recipes.state import Ready
-from megatrain.recipes.verify import parts_of
+from megatrain.recipes.verify import causes_of
 from megatrain.reporting.progress import Progress
 from megatrain.storage.checkpoint import Resumable, read_about
 from megatrain.storage.hashed_file import write_bytes
@@ -69,7 +69,7 @@ def reference_key(engine: Engine) -> str:
             for name, digest in threads.map(_hashed, some):
                 found.update(name.encode() + digest)
     computed = {"precision": engine.precision, "device": engine.device.type}
-    return name_of({**parts_of(engine.skeleton), **computed, "weights": found.hexdigest()})
+    return name_for({**causes_of(engine.skeleton), **computed, "weights": found.hexdigest()})
 
 
 def _hashed(named: tuple[str, torch.Tensor]) -> tuple[str, bytes]:

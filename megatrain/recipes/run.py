@@ -66,7 +66,7 @@ from megatrain.recipes.ranks.rendezvous import (
     check_alike,
     check_ranks,
     check_rows_of_a_step,
-    described,
+    told_of,
 )
 from megatrain.recipes.sample import check_sample_prompt, eval_prompts
 from megatrain.recipes.session import Session, check_links, check_output, open_run, run_session
@@ -85,7 +85,7 @@ from megatrain.recipes.setup import (
 )
 from megatrain.recipes.signals import Stopped
 from megatrain.recipes.state import Ready
-from megatrain.recipes.verify import check_once, parts_named
+from megatrain.recipes.verify import causes_named, check_once
 from megatrain.reporting.metrics import held_out_losses
 from megatrain.reporting.progress import Progress
 from megatrain.reporting.summary import RunSummary
@@ -180,7 +180,7 @@ def _in_session(
 ) -> RunSummary:
     check_installed(config.track, config.where("track"))
     check_ranks(config, world)
-    check_alike(world, described(config))
+    check_alike(world, told_of(config))
     with run_session(path, config.hang_timeout, sharing(config, world)) as session:
         try:
             session.stop.stop_if_early()  # a signal may have come while libraries were imported
@@ -231,10 +231,9 @@ def get_ready(
     skeleton, day = resolved.skeleton, world.broadcast(day_of(config))
     if new:
         world.on_rank0(partial(check_tensors, skeleton, config.model.source))
-    unused_weights = skeleton.anatomy.unused_weights
-    check_alike(world, {**parts_named(skeleton), **model.digests})
-    if config.model.init == "random" and unused_weights.names:
-        raise ConfigError(f"{config.where('model.init')}: {without_source(unused_weights)}")
+    check_alike(world, {**causes_named(skeleton), **model.digests})
+    if config.model.init == "random" and (unused := skeleton.anatomy.unused_weights).names:
+        raise ConfigError(f"{config.where('model.init')}: {without_source(unused)}")
     check_sample_prompt(config, model)
     may_end_here()
     # before rows are read, which takes long

@@ -12,7 +12,7 @@ from os.path import expanduser  # leaves `~nobody` as it is, where Path's raises
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatrain.data.samples import name_of
+from megatrain.data.samples import name_for
 from megatrain.engine.verify import FORMAT, Verdict
 from megatrain.engine.verify import verify as check
 from megatrain.errors import StorageError, VerificationError
@@ -97,8 +97,8 @@ def check_once(skeleton: Skeleton, trust_remote_code: bool) -> None:
 # -- verdicts that are kept ------------------------------------------------------------------------
 
 
-def parts_of(skeleton: Skeleton) -> dict[str, object]:
-    """What a model computes follows from, but for its weights, by name."""
+def causes_of(skeleton: Skeleton) -> dict[str, object]:
+    """All that a model's results follow from, but for its weights, by name."""
     stated = skeleton.config.to_dict().items()
     return {
         "model class": type(skeleton.model).__name__,
@@ -109,14 +109,14 @@ def parts_of(skeleton: Skeleton) -> dict[str, object]:
     }
 
 
-def parts_named(skeleton: Skeleton) -> dict[str, str]:
-    """A short name for each of the parts, which ranks compare."""
-    return {name: name_of({name: part}) for name, part in parts_of(skeleton).items()}
+def causes_named(skeleton: Skeleton) -> dict[str, str]:
+    """A short name for each of these causes, which ranks compare."""
+    return {name: name_for({name: part}) for name, part in causes_of(skeleton).items()}
 
 
 def file_of(skeleton: Skeleton) -> Path:
     """Path of the cached verdict on a configuration, for these versions."""
-    return cache_folder() / f"verified-{name_of({'format': FORMAT, **parts_of(skeleton)})}.json"
+    return cache_folder() / f"verified-{name_for({'format': FORMAT, **causes_of(skeleton)})}.json"
 
 
 def code_digests(skeleton: Skeleton) -> list[str]:

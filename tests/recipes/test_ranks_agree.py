@@ -134,15 +134,15 @@ def test_each_difference_is_named(project, monkeypatch):
             rendezvous.check_alike(World(1, 2), theirs)
         return str(caught.value)
 
-    ours = rendezvous.described(config)
+    ours = rendezvous.told_of(config)
     for key, value in KEYS.items():
         more = {"data.train_on": "all"} if key == "method" else {}
-        other = rendezvous.described(load_config("cfg.yaml", {key: value, **more}))
+        other = rendezvous.told_of(load_config("cfg.yaml", {key: value, **more}))
         assert f"would train with {key} " in refused(ours, other)
     for version in ("torch", "transformers", "megatrain", "Python"):
         assert f"{version} 9.9" in refused({**ours, version: "9.9"}, ours)
     elsewhere = {"output": "other", "data.train": "others.jsonl", "model": "there", "threads": 2}
-    assert rendezvous.described(load_config("cfg.yaml", elsewhere)) == ours
+    assert rendezvous.told_of(load_config("cfg.yaml", elsewhere)) == ours
     parts = []
     for change in ("nothing", "weights", "config.json", "tokenizer.json"):
         folder = Path(shutil.copytree("model", change))

@@ -7,6 +7,10 @@ If torch changes it, `compile: true` breaks. planner/cost/compiled.py predicts c
 
 from __future__ import annotations
 
+import logging
+import os
+import pickle
+import shutil
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -17,12 +21,18 @@ import torch
 from torch import Tensor, fx, nn
 
 from megatrain.errors import ConfigError
+from megatrain.machine.profile import cache_folder
+from megatrain.version import VERSION
+
+logger = logging.getLogger("megatrain")
 
 # Graphs for one class of layers, in all models of a process. Beyond dynamo's own limit of 8, layers
 # run eagerly without a word. A layer has four graphs (without gradients in training and evaluation,
 # retained, recomputed), each again for another sequence length, then for any length, for padded
 # batches, for single sequences and for fp8: one run needed 25.
 GRAPHS = 64
+# Errors of a file that is not whole.
+TORN = (OSError, ImportError, EOFError, pickle.UnpicklingError)
 
 # By default torch keeps whatever a matmul of backward reads. Without these bans it still keeps what
 # does not fuse, such as matmuls and attention, but of the rest only what it recomputes it from.
@@ -51,10 +61,31 @@ class Inductor:
         from torch._inductor.compile_fx import compile_fx
         from torch.compiler import config
 
-        tag = f"{config.cache_key_tag} lengths_vary={self.lengths_vary}"
-        with config.patch(cache_key_tag=tag), cheap_retention() if self.cheap else nullcontext():  # type: ignore[attr-defined]
-            compiled: Any = compile_fx(graph, inputs)
-        return compiled  # type: ignore[no-any-return]
+        def compiled() -> Any:
+            tag = f"{config.cache_key_tag} lengths_vary={self.lengths_vary}"
+            tagged = config.patch(cache_key_tag=tag)  # type: ignore[attr-defined]
+            with tagged, cheap_retention() if self.cheap else nullcontext():
+                return compile_fx(graph, inputs)
+
+        try:
+            return compiled()  # type: ignore[no-any-return]
+        except Exception as error:
+            torn = getattr(error, "inner_exception", error)  # torch's backend errors carry one
+            if not isinstance(torn, TORN):
+                raise
+            forget_compiled(torn)
+            return compiled()  # type: ignore[no-any-return]
+
+
+def forget_compiled(torn: Exception) -> None:
+    """Remove what torch.compile keeps on disk: a process that was killed has left half a file."""
+    from torch._inductor import utils
+    from torch._inductor.runtime.cache_dir_utils import cache_dir
+
+    folder = cache_dir()
+    logger.warning(f"{folder}: cannot be read ({torn}); it is removed, and all is compiled anew")
+    shutil.rmtree(folder, ignore_errors=True)
+    utils.clear_caches()
 
 
 def cheap_retention() -> AbstractContextManager[None]:
@@ -68,6 +99,8 @@ def compile_when_run(
     layers: Sequence[nn.Module], lengths_vary: bool, cheap: bool
 ) -> Sequence[Callable[..., Any]]:
     """Have each layer compiled when it first runs; returns what to call where it is retained."""
+    kept = cache_folder() / f"compiled-{torch.__version__}-{VERSION}"
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(kept))  # before torch sets its own
     from torch._dynamo import config as dynamo
     from torch._inductor import config as inductor
 
@@ -91,7 +124,7 @@ def naming_the_compiler() -> Iterator[None]:
         exceptions: Any = sys.modules.get("torch._dynamo.exc")  # there once something was compiled
         if exceptions is None or not isinstance(error, exceptions.TorchDynamoException):
             raise
-        inner = getattr(error, "inner_exception", error)  # torch's backend errors carry one
+        inner = getattr(error, "inner_exception", error)
         if isinstance(inner, torch.OutOfMemoryError):
             raise inner from error
         reason = (str(inner).strip().splitlines() or [type(inner).__name__])[0]

@@ -397,8 +397,8 @@ def check_alike(world: World, how: Mapping[str, object], rows: Sequence[str] = (
             raise DataError(f"ranks 0 and {rank}, on {host}, have different rows: {ROWS_DIFFER}")
 
 
-def described(config: Config) -> dict[str, object]:
-    """What ranks compare when they meet: keys of the config, but for paths and what is each host's
+def told_of(config: Config) -> dict[str, object]:
+    """The keys that ranks compare when they meet, which are all but paths and what is each host's
     own, and versions."""
     flat = flatten(config.model_dump(mode="json"))
     alike = {key: value for key, value in flat.items() if key not in (*PATHS, "threads")}
