@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -22,8 +24,10 @@ from megatrain.config.document import (
 from megatrain.config.fields import Config, check_prompts, check_readers, check_sources
 from megatrain.config.names import ALIASES, RIVALS, Alias, Key
 from megatrain.config.values import nearest, shown
+from megatrain.data.samples import digest_of
 from megatrain.data.sources import named
 from megatrain.errors import ConfigError, DataError
+from megatrain.machine.profile import cache_folder
 
 TOP = ""  # the section of top-level keys
 ALIAS_SECTIONS = (TOP, "train")
@@ -114,11 +118,32 @@ def load_config(
         config = _validate(leaves, name, collector.problems).with_rows(collector.rows)
         if not of_run:  # else of a run that began before the key was refused
             check_readers(config)
+        if not (of_run and isinstance(source, Mapping)):  # of a checkpoint, which nobody typed
+            check_trust(config)
         return config
     except ConfigError as error:
         if collector.foreign < MANY_FOREIGN:
             raise
         raise ConfigError(f"{error}\n{name}: {IMPORT.format(name)}") from None
+
+
+def check_trust(config: Config) -> None:
+    """Raise ConfigError where a file alone says that a model's code may run: files may be anyone's.
+    What was said on a command line or in Python is kept for the user of this machine."""
+    if not config.model.trust_remote_code:
+        return
+    place, source = config.where("model.trust_remote_code"), config.model.source
+    source = os.path.abspath(source) if os.path.exists(source) else source
+    known = cache_folder() / "trusted" / digest_of(f"{source}@{config.model.revision}")
+    if place.startswith((COMMAND_LINE, IN_PYTHON)):
+        with suppress(OSError):  # else it is to be said each time
+            known.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+            known.write_text(source)
+    elif not known.exists():
+        raise ConfigError(
+            f"{place}: true in a file does not run code; read that of {source}, and add "
+            "model.trust_remote_code=true to a command once"
+        )
 
 
 def load_run(

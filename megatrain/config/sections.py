@@ -45,7 +45,9 @@ class ModelOptions(Options):
     init: v.Init = key("pretrained", "pretrained reads weights; random draws them from the seed.")
     revision: v.TextOrNull = key(None, "Branch, tag or commit on the hub.")
     trust_remote_code: v.Flag = key(
-        False, "Run code that comes with the weights; no file of the model can ask for it."
+        False,
+        "Run code that comes with the weights; in a file it counts once a command on this machine "
+        "has said so for this model.",
     )
 
     @model_validator(mode="before")

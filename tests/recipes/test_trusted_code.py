@@ -98,6 +98,26 @@ def test_the_self_check_runs_it_only_when_the_user_says_so(megatrain, mark):
     assert mark.exists()
 
 
+def test_a_file_alone_runs_no_code_unless_a_command_has_said_so_before(
+    megatrain, project, mark, monkeypatch
+):
+    monkeypatch.setenv("MEGATRAIN_CACHE", str(project / "cache"))
+    config = (project / "cfg.yaml").read_text()
+    own = "model: {path: own, trust_remote_code: true}"
+    (project / "foreign.yaml").write_text(config.replace("model: model", own))
+    for line in ("plan foreign.yaml", "data foreign.yaml", "train foreign.yaml"):
+        assert "trust_remote_code: true in a file does not run code" in megatrain(line, code=2).err
+    assert not mark.exists()
+    megatrain("data foreign.yaml model.trust_remote_code=true")
+    assert mark.exists()
+    megatrain("data foreign.yaml")
+    shutil.copytree(project / "own", project / "another")
+    assert (
+        "add model.trust_remote_code=true"
+        in megatrain("data foreign.yaml model.path=another", code=2).err
+    )
+
+
 def handing_on(folder: Path, layer: int) -> None:
     with (folder / "modeling_own.py").open("a") as code:
         code.write(f"FROM = {layer}\n{SIDEWAYS}")
