@@ -7,6 +7,7 @@ that end in `.tmp` are work in progress and never read; the next save removes th
 from __future__ import annotations
 
 import fcntl
+import logging
 import os
 import re
 import shutil
@@ -22,6 +23,8 @@ from megatrain.durable import sync_folder
 from megatrain.errors import ConfigError, StorageError
 from megatrain.storage.hashed_file import storage_error, system_errors, write_bytes
 from megatrain.storage.manifest import CHECKPOINT, MANIFEST, REPLACED, Manifest, read_manifest
+
+logger = logging.getLogger("megatrain")
 
 LINKS = ("last", "best", "proven")
 FINAL = "final"
@@ -296,7 +299,11 @@ def find_checkpoint(run_dir: Path, which: str | None = None) -> Path:
         if which is None and (run_dir / MANIFEST).is_file():
             return run_dir
         if found := [path for path in inside if isfile(path / MANIFEST)]:
-            return max(found, key=sequence_of).resolve()  # of equals the first
+            taken = max(found, key=sequence_of)  # of equals the first
+            for path in inside:
+                if path != taken and path.is_dir() and manifest_of(path) is None:
+                    logger.warning(f"{path}: is damaged; {taken.resolve().name} is used instead")
+            return taken.resolve()
         there = [path.name for path in checkpoints(run_dir)]
         there += [name for name in (*LINKS, FINAL) if (run_dir / name).exists()]
     raise ConfigError(

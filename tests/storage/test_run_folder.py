@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
@@ -78,6 +79,17 @@ def test_checkpoints_are_found_by_name(run_dir, engine, save):
     which = {None: 2, "last": 2, "checkpoint-1": 1, "1": 1}
     for name, step in which.items():
         assert find_checkpoint(run_dir, name) == run_dir / f"checkpoint-{step}"
+
+
+def test_what_is_taken_instead_of_a_damaged_final_is_said(run_dir, engine, save, caplog):
+    save(1)
+    for harm in (lambda path: path.write_text("{"), Path.unlink):
+        write_final(run_dir)
+        assert find_checkpoint(run_dir) == run_dir / "final" and not caplog.messages
+        harm(run_dir / "final" / "MANIFEST.json")
+        assert find_checkpoint(run_dir) == run_dir / "checkpoint-1"
+        assert caplog.messages == [f"{run_dir}/final: is damaged; checkpoint-1 is used instead"]
+        caplog.clear()
 
 
 def test_a_checkpoint_that_is_not_there_is_answered_with_those_that_are(run_dir, engine, save):
