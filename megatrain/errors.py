@@ -17,16 +17,27 @@ STORAGE_ERRNOS = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS, errno.EFBI
 CONTROLS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
 
 
+SECRET = re.compile(r"(?<=://)[^/\s'\"]+@")  # user and password, or a token, of a URL
+
+
+def without_secrets(text: str) -> str:
+    """`text` with *** for who logs in, and by what password, in a URL such as HF_ENDPOINT."""
+    return SECRET.sub("***@", text)
+
+
 def printable(text: str) -> str:
     """`text` with control characters spelt out, as \\x1b: what files say must not steer a
-    terminal. Line ends and tabs stay."""
-    return CONTROLS.sub(lambda found: ascii(found.group())[1:-1], text)
+    terminal. Line ends and tabs stay; secrets of URLs do not."""
+    return CONTROLS.sub(lambda found: ascii(found.group())[1:-1], without_secrets(text))
 
 
 class MegaTrainError(Exception):
     """Base of every error that a user can cause or must act on."""
 
     exit_code = UNEXPECTED
+
+    def __str__(self) -> str:
+        return without_secrets(super().__str__())
 
 
 class ConfigError(MegaTrainError):

@@ -16,7 +16,7 @@ from huggingface_hub import constants, errors
 from huggingface_hub.utils import filter_repo_objects  # type: ignore[attr-defined]
 
 from megatrain import heartbeat
-from megatrain.errors import ModelError
+from megatrain.errors import ModelError, printable
 from megatrain.models.pretrained import resolve_source
 
 PAGE = "https://huggingface.co/some/model"
@@ -49,6 +49,15 @@ def online(monkeypatch: pytest.MonkeyPatch) -> None:
     """The hub can be reached."""
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     monkeypatch.setattr("megatrain.models.hub.reachable", lambda endpoint: True)
+
+
+def test_a_password_in_a_url_is_shown_nowhere(monkeypatch):
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(constants, "ENDPOINT", "http://me:pass@wo:rd@127.0.0.1:9")
+    with pytest.raises(ModelError) as caught:
+        resolve_source("somebody/model")
+    assert "and http://***@127.0.0.1:9 cannot be reached" in str(caught.value)
+    assert printable("see https://hf_token@hub/a@b") == "see https://***@hub/a@b"
 
 
 def test_each_error_of_the_hub_says_what_to_do(monkeypatch, online):
