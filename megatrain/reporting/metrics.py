@@ -295,7 +295,8 @@ def _lines(path: Path) -> Iterator[tuple[int, dict[str, Any] | None, bytes]]:
 
 def _parsed(line: bytes) -> dict[str, Any] | None:
     try:
-        row = json.loads(line) if line.endswith(b"\n") else None
+        # others write NaN for what is no number; we read and write it as null
+        row = json_able(json.loads(line)) if line.endswith(b"\n") else None
     except ValueError:
         return None
     return row if isinstance(row, dict) and isinstance(row.get("step"), int) else None

@@ -88,6 +88,17 @@ def test_it_is_written_anew_for_a_folder_that_lacks_some(megatrain, copied):
     assert "cannot be read" in megatrain("report run", code=7).err
 
 
+def test_a_figure_that_is_no_number_is_a_gap(megatrain, copied):
+    line = (copied / "metrics.jsonl").read_text().splitlines()[1]
+    figures = {**json.loads(line), "grad_norm": float("inf"), "lr": float("nan")}
+    with (copied / "metrics.jsonl").open("a") as file:
+        for step in (11, 12):
+            file.write(json.dumps({**figures, "step": step, "loss": step / 12 * 1e999}) + "\n")
+    megatrain("report run")
+    assert max(curve(report_of(copied), "loss", "loss")) == 10
+    assert max(curve(report_of(copied), "tokens/s", "tokens/s")) == 12
+
+
 def test_several_runs_are_side_by_side(megatrain, copied):
     other = Path(shutil.copytree(copied, copied.parent / "other", symlinks=True))
     resolved = (other / "config.resolved.yaml").read_text()
