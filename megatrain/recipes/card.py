@@ -49,7 +49,7 @@ def model_card(run: Run) -> str:
     settings = {"method": config.method, "parameters": f"{every:,}"}
     text = [
         *("---", metadata_of(config), "---", ""),
-        *(f"# {in_a_cell(config.output.resolve().name)}", "", words),
+        *(f"# `{in_a_cell(config.output.resolve().name)}`", "", words),
         *_table("Data", data_of(run)),
         *_held_out(config.output),
         *_table("Settings", settings | settings_of(config, run.engine.precision)),

@@ -134,7 +134,13 @@ def test_the_card_says_what_it_is(copied):
     assert data["library_name"] == "transformers"
     assert data["tags"] == ["megatrain", "sft"]
     assert "base_model" not in data, "a local folder is nobody else's"
-    for words in ("`model`", "`rows.jsonl`", "| train.schedule | `cosine` |", "| steps | `10` |"):
+    for words in (
+        "# `run`\n",
+        "`model`",
+        "`rows.jsonl`",
+        "| train.schedule | `cosine` |",
+        "| steps | `10` |",
+    ):
         assert words in card.text
     first, last = (evaluations_of(copied)[at]["eval_loss"] for at in (0, -1))
     assert f"| eval_loss | {first:.4f} | {last:.4f} |" in card.text
