@@ -65,7 +65,7 @@ def main() -> int:
             print(json.dumps(outcome), flush=True)
             found.append(outcome)
             write(args, of, found)  # after each part: a campaign may be cut off
-    return 1 if any(outcome["lost"] for outcome in found) else 0
+    return 1 if any(outcome["lost"] or not outcome["tried"] for outcome in found) else 0
 
 
 def parts() -> dict[str, tuple[Callable[[Path], Trial], float]]:

@@ -20,6 +20,7 @@ from typing import IO, TextIO
 
 from megatrain.errors import exit_code_of
 
+AS = resource.RLIMIT_AS
 MORE_BYTES = 8 << 30  # of address space than is taken: a case that asks for more is wrong
 
 
@@ -104,8 +105,9 @@ def start(folder: Path, *arguments: str, first: Callable[[], object] | None = No
         os.chdir(folder)
         os.environ["MEGATRAIN_CACHE"] = str(folder / "cache")
         pages = int(Path("/proc/self/statm").read_text().split()[0])
-        most = pages * resource.getpagesize() + MORE_BYTES
-        resource.setrlimit(resource.RLIMIT_AS, (most, most))
+        most, allowed = pages * resource.getpagesize() + MORE_BYTES, resource.getrlimit(AS)[1]
+        most = most if allowed == resource.RLIM_INFINITY else min(most, allowed)
+        resource.setrlimit(AS, (most, most))
         if first is not None:
             first()
         return cli.main(arguments)
