@@ -20,7 +20,7 @@ from typing import Any
 
 from megatrain.config.document import plain, read_yaml
 from megatrain.config.resuming import RESOLVED_FILE
-from megatrain.errors import ConfigError, StorageError, printable
+from megatrain.errors import ConfigError, StorageError, printable, without_secrets
 from megatrain.reporting.energy import Economy, Prices, described
 from megatrain.reporting.metrics import SAMPLES_FILE, History, Point, Row, read_history
 from megatrain.reporting.summary import (
@@ -58,7 +58,7 @@ def chart(title: str, lines: Sequence[Block], unit: str = "", stacked: bool = Fa
 
 def text(title: str, content: str) -> Block:
     """A text that is folded up until somebody opens it."""
-    return {"kind": "text", "title": title, "text": printable(content)}
+    return {"kind": "text", "title": title, "text": printable(without_secrets(content))}
 
 
 def page(
@@ -406,7 +406,7 @@ def _asked(prompt: object) -> str:
 
 
 def _shortened(words: object) -> str:
-    full = printable(str(words))
+    full = printable(without_secrets(str(words)))
     return full if len(full) <= LONGEST else f"{full[:LONGEST]} ..."
 
 

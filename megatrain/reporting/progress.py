@@ -22,7 +22,7 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from megatrain.errors import MegaTrainError, printable
+from megatrain.errors import MegaTrainError, printable, without_secrets
 from megatrain.heartbeat import beats
 from megatrain.reporting.metrics import (
     APPENDED,
@@ -93,7 +93,7 @@ class _Printable(logging.Formatter):
     """Control characters spelt out: a log is read on a terminal."""
 
     def format(self, record: logging.LogRecord) -> str:
-        return printable(super().format(record))
+        return printable(without_secrets(super().format(record)))
 
 
 class _LogFile(WatchedFileHandler):

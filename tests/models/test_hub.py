@@ -16,7 +16,7 @@ from huggingface_hub import constants, errors
 from huggingface_hub.utils import filter_repo_objects  # type: ignore[attr-defined]
 
 from megatrain import heartbeat
-from megatrain.errors import ModelError, printable
+from megatrain.errors import ModelError, without_secrets
 from megatrain.models.pretrained import resolve_source
 
 PAGE = "https://huggingface.co/some/model"
@@ -57,7 +57,7 @@ def test_a_password_in_a_url_is_shown_nowhere(monkeypatch):
     with pytest.raises(ModelError) as caught:
         resolve_source("somebody/model")
     assert "and http://***@127.0.0.1:9 cannot be reached" in str(caught.value)
-    assert printable("see https://hf_token@hub/a@b") == "see https://***@hub/a@b"
+    assert without_secrets("see https://hf_token@hub/a@b") == "see https://***@hub/a@b"
 
 
 def test_each_error_of_the_hub_says_what_to_do(monkeypatch, online):
