@@ -349,7 +349,13 @@ def encode_batch(
     flat = [text for *_, texts in marked for text in texts]
     begin_row(TOKENISING, sum(len(text.text) for text in flat) / SLOWEST_CHARACTERS_PER_S)
     lossy, rows, place = set[int](), list[Encoded](), 0
-    encoded = encoder.encode(flat, lossy)
+    try:
+        encoded = encoder.encode(flat, lossy)
+    except BaseException:  # a panic of Rust's is no Exception
+        for number, raw, _, texts in marked:
+            begin_row(number)
+            encode_alone(raw, texts, encoder)
+        raise
     for number, raw, sample, texts in marked:
         sides, place = tuple(encoded[place : place + len(texts)]), place + len(texts)
         counts.lossy += not lossy.isdisjoint(range(place - len(texts), place))
@@ -367,6 +373,15 @@ def encode_batch(
         is_text = isinstance(sample, Document)
         rows.append(Encoded(raw.part, is_text, not raw.ends, value_of(sample), sides, shorter))
     return ([] if counts.bad and options.on_bad_row == "refuse" else rows), counts
+
+
+def encode_alone(raw: RawRow, texts: Sequence[Marked], encoder: Encoder) -> None:
+    """Raise DataError if the tokenizer cannot encode this row."""
+    try:
+        encoder.encode(texts)
+    except BaseException as error:  # noqa: BLE001
+        words = f"the tokenizer fails ({str(error)[:99]}); take out the row, or use another"
+        raise DataError(f"{raw.where}: {words}") from None
 
 
 def with_less_context(

@@ -139,6 +139,8 @@ class Team(Generic[Item, Result]):
         if isinstance(error, MemoryError):
             words = f"takes more than {LARGEST_BYTES / 2**30:g} GiB of memory"
             raise self._too_much(worker, item, words)
+        if isinstance(error, SystemError):
+            raise self._too_much(worker, item, f"fails ({error})")
         if error is not None:
             raise error
         found: Result = result
@@ -191,7 +193,9 @@ def outcome(work: Callable[[], Result]) -> tuple[Result | None, Exception | None
         return work(), None
     except MemoryError:
         return None, MemoryError()  # without the frames that hold the memory
-    except Exception as error:  # noqa: BLE001
+    except BaseException as error:  # noqa: BLE001
+        if not isinstance(error, Exception):  # a panic of Rust's
+            return None, SystemError(str(error)[:99])
         if not isinstance(error, MegaTrainError):
             error.add_note("".join(traceback.format_exception(error)))
         return None, error

@@ -146,8 +146,11 @@ def rendered_ids(model: Model, turns: Turns, what: str = "the prompt") -> list[i
         text.encode()
     except UnicodeEncodeError:  # halves of characters, which stand for bytes that are none
         raise ConfigError(f"{what}: is no UTF-8 text; convert it") from None
-    # a template writes the special tokens itself
-    return list(tokenizer(text, add_special_tokens=not chats, verbose=False).input_ids)
+
+    def encoded() -> list[int]:  # a template writes the special tokens itself
+        return list(tokenizer(text, add_special_tokens=not chats, verbose=False).input_ids)
+
+    return fenced(encoded, (f"{what}: the tokenizer", "for it; write another"))
 
 
 def check_sample_prompt(config: Config, model: Model) -> None:

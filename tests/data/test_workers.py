@@ -11,6 +11,7 @@ from itertools import count
 from pathlib import Path
 
 import pytest
+from tokenizers import Regex, pre_tokenizers
 
 from megatrain.data import encoding, workers
 from megatrain.data.encoding import RowOptions
@@ -110,6 +111,17 @@ def test_a_tokenizer_that_computes_without_end_is_stopped(encode, make_tokenizer
     monkeypatch.setattr("megatrain.data.encoding.Encoder.encode", lambda *_: sum(count()))
     with pytest.raises(DataError, match=r"rows.jsonl:1 and the 1 rows behind it: the tokenizer"):
         encode([{"text": "a"}, {"text": "b"}], RowOptions(64), make_tokenizer(None))
+
+
+def test_a_row_of_which_a_tokenizer_panics_is_named(encode, make_tokenizer):
+    tokenizer = make_tokenizer(None)
+    backtracks = pre_tokenizers.Split(Regex("^(a+)+$"), "isolated")  # a panic of Rust's
+    tokenizer.backend_tokenizer.pre_tokenizer = backtracks
+    rows = [{"text": text} for text in ("b", f"{'a' * 60}b", "c")]
+    with pytest.raises(DataError, match=r"rows.jsonl:2: the tokenizer fails \(Onig: .*; take out"):
+        encode(rows, RowOptions(64), tokenizer)
+    with pytest.raises(DataError, match=r"it: the tokenizer fails \(Onig: .* for it"):
+        fenced(lambda: tokenizer(rows[1]["text"]), ("it: the tokenizer", "for it"))
 
 
 def test_a_worker_has_no_file_of_ours_and_ends_with_the_work(tmp_path):

@@ -7,6 +7,7 @@ If torch changes it, `compile: true` breaks. planner/cost/compiled.py predicts c
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import pickle
@@ -15,6 +16,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -70,22 +72,32 @@ class Inductor:
         try:
             return compiled()  # type: ignore[no-any-return]
         except Exception as error:
-            torn = getattr(error, "inner_exception", error)  # torch's backend errors carry one
-            if not isinstance(torn, TORN):
+            if not forget_if_torn(error):
                 raise
-            forget_compiled(torn)
             return compiled()  # type: ignore[no-any-return]
 
 
-def forget_compiled(torn: Exception) -> None:
-    """Remove what torch.compile keeps on disk: a process that was killed has left half a file."""
+def own_cache() -> Path:
+    """The folder of what torch.compile keeps, unless the user names one."""
+    return cache_folder() / f"compiled-{torch.__version__}-{VERSION}"
+
+
+def forget_if_torn(error: Exception) -> bool:
+    """True if a file that torch.compile keeps is not whole, since a process was killed that wrote
+    it. Our folder of them is removed then; a user's may hold other things."""
     from torch._inductor import utils
     from torch._inductor.runtime.cache_dir_utils import cache_dir
 
-    folder = cache_dir()
-    logger.warning(f"{folder}: cannot be read ({torn}); it is removed, and all is compiled anew")
-    shutil.rmtree(folder, ignore_errors=True)
+    torn = getattr(error, "inner_exception", error)  # torch's backend errors carry one
+    # a full disk, say, has a number; another rank may have removed the folder
+    if not isinstance(torn, TORN) or getattr(torn, "errno", None) not in (None, errno.ENOENT):
+        return False
+    if Path(cache_dir()) != own_cache():
+        return False
+    logger.warning(f"{own_cache()}: is torn ({torn}); it is removed, and all is compiled anew")
+    shutil.rmtree(own_cache(), ignore_errors=True)
     utils.clear_caches()
+    return True
 
 
 def cheap_retention() -> AbstractContextManager[None]:
@@ -99,8 +111,7 @@ def compile_when_run(
     layers: Sequence[nn.Module], lengths_vary: bool, cheap: bool
 ) -> Sequence[Callable[..., Any]]:
     """Have each layer compiled when it first runs; returns what to call where it is retained."""
-    kept = cache_folder() / f"compiled-{torch.__version__}-{VERSION}"
-    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(kept))  # before torch sets its own
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(own_cache()))  # before torch sets its own
     from torch._dynamo import config as dynamo
     from torch._inductor import config as inductor
 
@@ -127,6 +138,10 @@ def naming_the_compiler() -> Iterator[None]:
         inner = getattr(error, "inner_exception", error)
         if isinstance(inner, torch.OutOfMemoryError):
             raise inner from error
+        if forget_if_torn(inner):  # of a backward pass, which is compiled when it runs
+            raise ConfigError(
+                f"compile: {own_cache()} was torn and is removed; start again"
+            ) from error
         reason = (str(inner).strip().splitlines() or [type(inner).__name__])[0]
         raise ConfigError(
             "compile: torch.compile could not compile this model on this machine "

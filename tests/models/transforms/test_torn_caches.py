@@ -36,9 +36,9 @@ def test_what_cannot_be_read_is_removed_and_compiled_again(tmp_path):
         assert done.returncode == 0, done.stderr
         return done.stderr
 
-    assert "cannot be read" not in compiled()
+    assert "is torn" not in compiled()
     (folder,) = tmp_path.glob("compiled-*")
     (library,) = folder.rglob("*.main.so")
     library.write_bytes(library.read_bytes()[:100])
     said = compiled()
-    assert f"{folder}: cannot be read (" in said and said.count("compiled anew") == 1
+    assert f"{folder}: is torn (" in said and said.count("compiled anew") == 1
