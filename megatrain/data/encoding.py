@@ -37,7 +37,7 @@ from megatrain.data.samples import (
     value_of,
 )
 from megatrain.data.template import CharSpan
-from megatrain.data.workers import ABOUT_TEMPLATE, begin_row
+from megatrain.data.workers import ABOUT_TEMPLATE, begin_row, is_panic
 from megatrain.errors import DataError
 
 if TYPE_CHECKING:
@@ -351,8 +351,8 @@ def encode_batch(
     lossy, rows, place = set[int](), list[Encoded](), 0
     try:
         encoded = encoder.encode(flat, lossy)
-    except BaseException:  # a panic of Rust's is no Exception
-        for number, raw, _, texts in marked:
+    except BaseException as error:
+        for number, raw, _, texts in marked if is_panic(error) else ():
             begin_row(number)
             encode_alone(raw, texts, encoder)
         raise
