@@ -201,7 +201,8 @@ class Encoder:
         """True if more than LOST of the letters and digits of a text, or of what is trained on in
         it, are in no token but the unknown one."""
         text, spaces = marked.text, marked.text.count(" ") + marked.text.count("\n")
-        bare = len(text) - sum(stop - start for start, stop in offsets)
+        ends = [*itertools.chain.from_iterable(offsets)]
+        bare = len(text) - sum(ends[1::2]) + sum(ends[::2])
         if bare <= spaces and self.unknown not in ids:  # white space may be in no token
             return False
         seen = bytearray(len(text))
