@@ -435,9 +435,10 @@ def _value(plain: Any) -> Any:
 
 def _class(module: str, name: str) -> Any:
     """A dataclass or an error of this package. Raises ValueError for anything else."""
-    found: Any = sys.modules[module] if module.partition(".")[0] == PACKAGE else None
+    found: Any = sys.modules[module]
     for part in name.split("."):
         found = getattr(found, part)
-    if isinstance(found, type) and (is_dataclass(found) or issubclass(found, MegaTrainError)):
+    ours = isinstance(found, type) and found.__module__.partition(".")[0] == PACKAGE
+    if ours and (is_dataclass(found) or issubclass(found, MegaTrainError)):
         return found
     raise ValueError(f"{name} is no class of messages")

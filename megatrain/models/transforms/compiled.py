@@ -92,7 +92,7 @@ def forget_if_torn(error: Exception) -> bool:
     # a full disk, say, has a number; another rank may have removed the folder
     if not isinstance(torn, TORN) or getattr(torn, "errno", None) not in (None, errno.ENOENT):
         return False
-    if Path(cache_dir()) != own_cache():
+    if isinstance(torn, ModuleNotFoundError) or Path(cache_dir()) != own_cache():
         return False
     logger.warning(f"{own_cache()}: is torn ({torn}); it is removed, and all is compiled anew")
     shutil.rmtree(own_cache(), ignore_errors=True)

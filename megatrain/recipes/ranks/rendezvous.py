@@ -40,7 +40,6 @@ from torch.distributed.distributed_c10d import PrefixStore
 from megatrain.config import Config
 from megatrain.config.resuming import PATHS, flatten
 from megatrain.data.loader import Loader, StepBatch
-from megatrain.data.rows import default_cache
 from megatrain.engine.request import choose_device
 from megatrain.errors import ConfigError, DataError, MegaTrainError, exit_code_of
 from megatrain.heartbeat import beat, ending, may_end_here, total
@@ -56,7 +55,7 @@ from megatrain.machine.launcher import (
     port_of,
     share_of_cores,
 )
-from megatrain.machine.profile import PACKAGES, installed_version
+from megatrain.machine.profile import PACKAGES, cache_folder, installed_version
 from megatrain.measure.ranks import measure_together
 from megatrain.planner.job import number_of, too_many_ranks
 from megatrain.recipes.ranks.launch import SECRET, run_ranks
@@ -223,7 +222,7 @@ def secret_of(place: Place) -> bytes:
         return given.encode()
     if place.size > place.local_size:
         return b""
-    file = default_cache() / "secret"
+    file = cache_folder() / "secret"
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         own = file.with_name(f"secret-{uuid4().hex}")
