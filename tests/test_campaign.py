@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import signal
@@ -11,7 +12,8 @@ from collections.abc import Callable
 
 import pytest
 
-from benchmarks.campaign import calls, trials
+from benchmarks.campaign import __main__ as campaign
+from benchmarks.campaign import calls, project, trials
 from benchmarks.campaign.children import Ended, in_child
 from benchmarks.campaign.damage import DamagedCheckpoints, damage, files_in
 from benchmarks.campaign.fuzz import Configs, Models, Rows
@@ -55,6 +57,19 @@ def test_what_is_lost_is_counted_and_named(monkeypatch, capsys):
     assert (cases["1"], cases["3"]) == ("bits differ", "it hung")
     assert "ZeroDivisionError" in cases["4"]
     assert "a part: case 1 is lost: bits differ" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("cases", "code"), [(1, 0), (0, 1)])
+def test_a_part_that_tried_nothing_fails_a_campaign(monkeypatch, tmp_path, cases, code):
+    monkeypatch.setattr(campaign, "ENVIRONMENT", {})
+    monkeypatch.setattr(project, "warm", lambda folder: None)
+    parts = {"a part": (lambda folder: Stub(*[lambda: None] * cases), 1)}
+    monkeypatch.setattr(campaign, "parts", lambda: parts)
+    monkeypatch.setattr(sys, "argv", ["campaign", "--json", str(tmp_path / "found.json")])
+    for name in ("HF_HOME", "MEGATRAIN_CACHE"):
+        monkeypatch.setenv(name, os.environ.get(name, ""))  # put back in the end
+    assert campaign.main() == code
+    assert json.loads((tmp_path / "found.json").read_text())["parts"][0]["tried"] == 3 * cases
 
 
 def test_time_ends_a_part():

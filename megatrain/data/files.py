@@ -30,6 +30,7 @@ TABLE_ROWS = 1024  # rows in memory at a time
 # of a line, unpacked: many times any context, and text8 is a line of 95 MiB; a line that a .gz
 # of megabytes makes of one letter must not fill the memory
 LINE_BYTES = 256 << 20
+UNPACKED_BYTES = 4 << 30  # of what is read whole
 # not only broken texts: numbers of thousands of digits, thousands of nested brackets
 UNREADABLE_JSON = (ValueError, RecursionError)
 
@@ -89,6 +90,18 @@ def _lines(path: Path, file: IO[AnyStr]) -> Iterator[AnyStr]:
         yield line
 
 
+def _whole(path: Path) -> bytearray:
+    """All bytes of a file, unpacked. Raises DataError for a packed one over UNPACKED_BYTES."""
+    data, packed = bytearray(), path.suffix.lower() == PACKED
+    with _open(path) as file:
+        while piece := file.read(1 << 20):
+            data += piece
+            if packed and len(data) > UNPACKED_BYTES:
+                size = f"{UNPACKED_BYTES >> 30} GiB"
+                raise DataError(f"{path}: over {size} unpacked; unpack it first")
+    return data
+
+
 def numbered(rows: Iterable[object], name: str) -> Iterator[RawRow]:
     """Rows whose place is `name row 1` and so on."""
     for number, row in enumerate(rows, start=1):
@@ -123,8 +136,7 @@ def _problem_of(error: ValueError | RecursionError) -> str:
 def _read_json(path: Path) -> Iterator[RawRow]:
     """A list of rows, `{"data": [rows]}`, a single row, or JSON lines under another name."""
     try:
-        with _open(path) as file:
-            value = json_value(file.read().decode("utf-8-sig"))
+        value = json_value(_whole(path).decode("utf-8-sig"))
     except UNREADABLE_JSON as error:
         line = ""
         if isinstance(error, json.JSONDecodeError):
@@ -201,7 +213,10 @@ def read_table(path: Path) -> Iterator[RawRow]:
             batch.validate(full=True)  # offsets that lie outside would be read all the same
             places = json_in(pyarrow.struct(batch.schema))
             for start in range(0, len(batch), TABLE_ROWS):
-                for row in batch.slice(start, TABLE_ROWS).to_pylist():
+                part = batch.slice(start, TABLE_ROWS)
+                if part.nbytes > LINE_BYTES:
+                    _check_rows(part, f"{path} row", number)
+                for row in part.to_pylist():
                     number += 1
                     value = without_nulls(row, places, json_value)
                     yield RawRow(f"{path} row {number}", str(path), value)
@@ -209,6 +224,14 @@ def read_table(path: Path) -> Iterator[RawRow]:
     except (pyarrow.ArrowException, ValueError, KeyError, MemoryError) as error:
         kind, reason = type_of(path)[1:].capitalize(), str(error).splitlines()[0]
         raise DataError(f"{path}: broken {kind} after row {number}: {reason}") from error
+
+
+def _check_rows(part: Any, name: str, before: int) -> None:
+    """Raise DataError for a row of a table's part that holds more than LINE_BYTES."""
+    for number in range(len(part)):
+        if part.slice(number, 1).nbytes > LINE_BYTES:
+            advice = "a row's text must be shorter"
+            raise DataError(f"{name} {before + number + 1}: over {LINE_BYTES >> 20} MiB; {advice}")
 
 
 def json_in(kind: Any) -> Any:
@@ -227,8 +250,7 @@ def _open_table(path: Path) -> Any:
 
     if path.suffix.lower() != PACKED:
         return pyarrow.OSFile(str(path))
-    with _open(path) as file:
-        return pyarrow.BufferReader(file.read())
+    return pyarrow.BufferReader(_whole(path))
 
 
 def _batches(path: Path) -> Iterator[Any]:

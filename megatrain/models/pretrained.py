@@ -82,7 +82,8 @@ def digests_of(source: ModelSource) -> dict[str, str]:
     files = {what: _matching(source.path, names) for what, names in DESCRIBED_IN.items()}
     if source.kind == "gguf":
         files = {"description": [source.file]}
-    found = {}
+    of_hub = source.path.parent.name == "snapshots"  # in its cache, by commit
+    found = {"commit": source.path.name} if of_hub else {}
     try:
         for what, paths in files.items():
             digest = hashlib.sha256()
@@ -90,8 +91,8 @@ def digests_of(source: ModelSource) -> dict[str, str]:
                 with path.open("rb") as file:
                     digest.update(f"{path.name}\0".encode() + file.read(GGUF_HEAD_BYTES))
             found[what] = digest.hexdigest()
-        digest, shards = hashlib.sha256(), _matching(source.path, HUB_WEIGHTS)
-        for path in shards if source.path.parent.name != "snapshots" else ():
+        digest = hashlib.sha256()
+        for path in () if of_hub else _matching(source.path, HUB_WEIGHTS):
             size = path.stat().st_size
             with path.open("rb") as file:
                 digest.update(f"{path.name} {size}\0".encode() + file.read(SHARD_BYTES))
@@ -100,8 +101,6 @@ def digests_of(source: ModelSource) -> dict[str, str]:
             found["weights"] = digest.hexdigest()
     except OSError as error:
         raise ModelError(f"{source.file}: cannot be read: {error.strerror}") from error
-    if source.path.parent.name == "snapshots":  # of the hub's cache
-        found["commit"] = source.path.name
     return found
 
 

@@ -210,6 +210,20 @@ def test_a_line_without_end_is_refused_before_it_is_all_read(tmp_path, monkeypat
         tracemalloc.stop()
 
 
+def test_what_is_read_whole_has_a_limit(tmp_path, monkeypatch):
+    monkeypatch.setattr(files, "LINE_BYTES", 1 << 20)
+    monkeypatch.setattr(files, "UNPACKED_BYTES", 0)
+    table = arrow.table({"text": ["a", "b" * (2 << 20), "c"]})
+    parquet.write_table(table, tmp_path / "a.parquet", compression="zstd")
+    (tmp_path / "a.json.gz").write_bytes(gzip.compress(b'[{"text": "a"}]'))
+    (tmp_path / "a.json").write_text('[{"text": "a"}]')
+    with pytest.raises(DataError, match=r"a\.parquet row 2: over 1 MiB; a row's text must be"):
+        values(tmp_path / "a.parquet")
+    with pytest.raises(DataError, match=r"a\.json\.gz: over 0 GiB unpacked; unpack it first"):
+        values(tmp_path / "a.json.gz")
+    assert values(tmp_path / "a.json") == [{"text": "a"}]
+
+
 TYPES = ("jsonl", "ndjson", "json", "csv", "tsv", "parquet", "arrow", "txt", "md")
 
 

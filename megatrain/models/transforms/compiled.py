@@ -89,10 +89,14 @@ def forget_if_torn(error: Exception) -> bool:
     from torch._inductor.runtime.cache_dir_utils import cache_dir
 
     torn = getattr(error, "inner_exception", error)  # torch's backend errors carry one
-    # a full disk, say, has a number; another rank may have removed the folder
-    if not isinstance(torn, TORN) or getattr(torn, "errno", None) not in (None, errno.ENOENT):
+    if not isinstance(torn, TORN) or isinstance(torn, ModuleNotFoundError):
         return False
-    if isinstance(torn, ModuleNotFoundError) or Path(cache_dir()) != own_cache():
+    # a full disk, say, has a number; another rank may have removed the folder
+    if isinstance(torn, OSError) and torn.errno not in (None, errno.ENOENT):
+        return False
+    if isinstance(torn, OSError) and str(own_cache()) not in str(torn):
+        return False
+    if Path(cache_dir()) != own_cache():
         return False
     logger.warning(f"{own_cache()}: is torn ({torn}); it is removed, and all is compiled anew")
     shutil.rmtree(own_cache(), ignore_errors=True)
