@@ -164,11 +164,7 @@ _LEAST = {
 } | {"group_size": 1}
 TRANSPORTS = ("auto", "gather", "read")
 WIRES = {"float32": 4, "bfloat16": 2}  # bytes
-_KNOWN = {
-    "activations": (UNCHANGED, *FORMS),
-    "transport": TRANSPORTS,
-    "wire": WIRES,
-}
+_KNOWN = {"activations": (UNCHANGED, *FORMS), "transport": TRANSPORTS, "wire": WIRES}
 
 
 @dataclass(frozen=True, kw_only=True)

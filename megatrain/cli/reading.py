@@ -37,8 +37,7 @@ if TYPE_CHECKING:
 ANSWER_TOKENS, CHAT_TOKENS = 128, 1024  # longest answers by default
 
 RunOrModel = Annotated[
-    str,
-    typer.Argument(metavar="MODEL", help="Run, checkpoint, model folder, GGUF file or hub id."),
+    str, typer.Argument(metavar="MODEL", help="Run, checkpoint, model folder, GGUF file or hub id.")
 ]
 
 

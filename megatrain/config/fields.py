@@ -400,10 +400,7 @@ def fault_of_sections(config: Config) -> tuple[str, str] | None:
         return "simpo.beta", "method: simpo has no default of it; set 2.0, say"
     if method in s.SECTIONS and config.data.train_on != "assistant":
         return "data.train_on", f"method: {method} trains on answers; remove it"
-    of_text = {
-        "sample_prompt": config.sample_prompt,
-        "eval.prompts": config.eval.prompts,
-    }
+    of_text = {"sample_prompt": config.sample_prompt, "eval.prompts": config.eval.prompts}
     asked = [name for name, value in of_text.items() if value is not None]
     if METHODS[method].scores and asked:
         return asked[0], f"method: {method} trains a model that writes no text; remove it"

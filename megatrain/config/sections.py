@@ -223,8 +223,7 @@ class CheckpointOptions(Options):
         None, "Evaluations without a better figure that end the run; null: it goes on."
     )
     metric: v.Text = key(
-        EVAL_LOSS,
-        "Figure of an evaluation by which it is the best, as metrics.jsonl names it.",
+        EVAL_LOSS, "Figure of an evaluation by which it is the best, as metrics.jsonl names it."
     )
     greater_is_better: v.FlagOrAuto = key(
         "auto", "Of that figure; auto: unless its name ends with loss."

@@ -293,7 +293,6 @@ Activations = Annotated[Literal["none", "int8", "int6", "int4"], Choice({"fp8": 
 _Tracker = Literal["wandb", "tensorboard", "trackio"]
 TRACKERS = get_args(_Tracker)
 Trackers = Annotated[
-    tuple[_Tracker, ...],
-    wanted("wandb, tensorboard, trackio or a list of them", as_texts),
+    tuple[_Tracker, ...], wanted("wandb, tensorboard, trackio or a list of them", as_texts)
 ]
 Device = Annotated[Literal["auto", "cpu", "cuda"], Choice()]

@@ -118,10 +118,7 @@ def load_data(
 
 
 def held_out_beside(
-    rows: TokenRows,
-    asked: AskedSet,
-    whole: Callable[[TokenRows], Rows],
-    expected: Expected | None,
+    rows: TokenRows, asked: AskedSet, whole: Callable[[TokenRows], Rows], expected: Expected | None
 ) -> TokenRows:
     """The rows of a source held out beside these, whose counts get the warnings; the expected ones,
     if they are there. asked: with the options of `rows`. Raises DataError."""

@@ -26,16 +26,7 @@ from megatrain.data.rows import (
     Tokens,
     count_up,
 )
-from megatrain.data.samples import (
-    PLAIN,
-    Chat,
-    Document,
-    RowError,
-    Sample,
-    Text,
-    texts_of,
-    value_of,
-)
+from megatrain.data.samples import PLAIN, Chat, Document, RowError, Sample, Text, texts_of, value_of
 from megatrain.data.template import CharSpan
 from megatrain.data.workers import ABOUT_TEMPLATE, begin_row, is_panic
 from megatrain.errors import DataError

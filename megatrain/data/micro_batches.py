@@ -154,8 +154,7 @@ def held_out_batches(
     if chosen is None:
         chosen = np.arange(len(rows))[:limit]
     return micro_batches(
-        *(rows, chosen, micro_batch_tokens, pad_id, pack_to, regimes),
-        *(references, prompts_too),
+        *(rows, chosen, micro_batch_tokens, pad_id, pack_to, regimes), *(references, prompts_too)
     )
 
 

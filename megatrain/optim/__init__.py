@@ -17,12 +17,4 @@ OPTIMIZERS: dict[str, type[AdamW] | type[Lion] | type[Muon]] = {
     "muon": Muon,
 }
 
-__all__ = [
-    "OPTIMIZERS",
-    "AdamW",
-    "Frozen",
-    "Lion",
-    "Muon",
-    "Optimizer",
-    "StateArray",
-]
+__all__ = ["OPTIMIZERS", "AdamW", "Frozen", "Lion", "Muon", "Optimizer", "StateArray"]

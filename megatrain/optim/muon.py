@@ -245,10 +245,7 @@ class Muon:
             kernels.muon_update_kernel(split)
 
     def stages(
-        self,
-        tensors: Sequence[TensorState],
-        workspace: InPlace,
-        **options: Unpack[StepOptions],
+        self, tensors: Sequence[TensorState], workspace: InPlace, **options: Unpack[StepOptions]
     ) -> Iterator[Stage]:
         """Stages which, once all their pieces were run, have updated these tensors in place.
 
@@ -322,12 +319,7 @@ class _Update:
     """The update of one hidden tensor."""
 
     def __init__(
-        self,
-        optimizer: Muon,
-        tensor: TensorState,
-        workspace: InPlace,
-        lr: float,
-        grad_scale: float,
+        self, optimizer: Muon, tensor: TensorState, workspace: InPlace, lr: float, grad_scale: float
     ) -> None:
         self.optimizer, self.spec, self.grad_scale = optimizer, tensor.spec, grad_scale
         self.decay = 1 - lr * optimizer.weight_decay if tensor.spec.decay else 1.0

@@ -108,11 +108,7 @@ REMEDIES = (
         needs_gpu=True,
     ),
     Remedy("computes in bf16", _BFLOAT16, _BFLOAT16),
-    Remedy(
-        BATCH,
-        lambda job: _steps(job, 1 / 2, 1 / 4, 1 / 8),
-        lambda job: _steps(job, 2, 4),
-    ),
+    Remedy(BATCH, lambda job: _steps(job, 1 / 2, 1 / 4, 1 / 8), lambda job: _steps(job, 2, 4)),
     Remedy("rounds each host's sums to bf16 once", faster=_wire),
 )
 

@@ -15,12 +15,7 @@ import torch
 
 from megatrain.config import Config, load_config
 from megatrain.config.fields import TrainOptions
-from megatrain.config.resuming import (
-    CONFIG_FILE,
-    RESOLVED_FILE,
-    asked_again,
-    resumed_configs,
-)
+from megatrain.config.resuming import CONFIG_FILE, RESOLVED_FILE, asked_again, resumed_configs
 from megatrain.data.build import Expected
 from megatrain.data.micro_batches import MicroBatch, ReferenceArray, held_out_batches
 from megatrain.data.rows import Rows

@@ -25,13 +25,7 @@ from megatrain.data.rows import SHUFFLE, Rows
 from megatrain.data.streaming import Stream
 from megatrain.engine.components import deterministic
 from megatrain.engine.resolved import Resolved, piece_tokens
-from megatrain.errors import (
-    ConfigError,
-    DataError,
-    ModelError,
-    StorageError,
-    if_forbidden,
-)
+from megatrain.errors import ConfigError, DataError, ModelError, StorageError, if_forbidden
 from megatrain.heartbeat import may_end_here
 from megatrain.losses import SequenceLoss
 from megatrain.models.constants import without_source
@@ -39,13 +33,7 @@ from megatrain.models.family import regimes_of
 from megatrain.models.pretrained import cached_source, digests_of, resolve_source
 from megatrain.planner.job import StepTokens
 from megatrain.planner.plan import Plan
-from megatrain.recipes.describe import (
-    RANKS,
-    SUMS,
-    other_circumstances,
-    started_again,
-    summarize,
-)
+from megatrain.recipes.describe import RANKS, SUMS, other_circumstances, started_again, summarize
 from megatrain.recipes.loop import fit
 from megatrain.recipes.model import (
     TEMPLATE,

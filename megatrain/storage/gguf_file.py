@@ -163,10 +163,7 @@ FAMILIES = {
         "qwen3moe", RMS | MIXED, WITHOUT_BIAS | ALL_MIXED | {"norm_topk_prob": True}
     ),
     "gemma3_text": Family(
-        "gemma3",
-        RMS | {"attention.sliding_window": "sliding_window"},
-        GEMMA,
-        NORMS_PLUS_ONE,
+        "gemma3", RMS | {"attention.sliding_window": "sliding_window"}, GEMMA, NORMS_PLUS_ONE
     ),
 }
 

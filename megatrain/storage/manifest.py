@@ -18,12 +18,7 @@ from typing import Any
 from megatrain.errors import DamagedError, StorageError
 from megatrain.models.pretrained import DESCRIBED_IN
 from megatrain.storage.hashed_file import WrittenFile, system_errors
-from megatrain.storage.safetensors import (
-    HashedReader,
-    in_parallel,
-    open_regular,
-    read_header,
-)
+from megatrain.storage.safetensors import HashedReader, in_parallel, open_regular, read_header
 
 MANIFEST = "MANIFEST.json"
 CHECKPOINT = re.compile(r"checkpoint-(\d+)")

@@ -363,10 +363,7 @@ def alive(forward: fx.Graph, backward: fx.Graph, rows: int, runs_on: str) -> Ali
 
 
 def _spans(
-    kernels: list[Kernel],
-    kept: Iterable[fx.Node],
-    given: Mapping[fx.Node, fx.Node],
-    begun: int = 0,
+    kernels: list[Kernel], kept: Iterable[fx.Node], given: Mapping[fx.Node, fx.Node], begun: int = 0
 ) -> dict[fx.Node, tuple[int, int]]:
     """The first and last step in which each node's memory is used.
 
