@@ -306,8 +306,7 @@ def gather_whole(whole: torch.Tensor, mine: torch.Tensor, group: Any) -> None:
 
 
 def trade_parts(received: torch.Tensor, sent: torch.Tensor, group: Any) -> None:
-    """Give every rank of a group its part of what this one sends, and get one of each, in their
-    order."""
+    """Give every rank of a group its part of what this one sends, and get one of each, in order."""
     received, sent = _bytes(received), _bytes(sent)
     if received.is_cuda:
         distributed.all_to_all_single(received, sent, group=group)

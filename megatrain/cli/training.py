@@ -196,8 +196,7 @@ def bench(
 
 
 def on_several(settings: Config) -> None:
-    """Start this command once for each GPU that the config takes, if it takes several, and leave
-    with their exit code."""
+    """Start this command once a GPU, if the config takes several, and leave with their code."""
     from megatrain.recipes.ranks.launch import be_quiet_as_rank, ranks_for, run_ranks
 
     be_quiet_as_rank()

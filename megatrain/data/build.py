@@ -236,8 +236,7 @@ class AskedSet:
             making.finish(counts, self._asked)
 
     def _of_a_changed_source(self, wanted: Callable[[TokenRows], bool]) -> TokenRows | None:
-        """Cached rows that are `wanted` and were asked for in the same way, if the source's are
-        not."""
+        """Cached rows that are `wanted`, asked for in the same way, if the source's are not."""
         current = None
         with suppress(DataError):
             current = self.folder
@@ -357,8 +356,7 @@ def hold_out(rows: TokenRows, share: float | int, seed: int) -> tuple[TokenRows,
 
 
 def look_for_copies(rows: TokenRows, held: TokenRows) -> None:
-    """Warn of held-out rows that are trained on, or whose prompt is. Raises DataError if all rows
-    are."""
+    """Warn of held-out rows trained on, or whose prompts are. Raises DataError if all rows are."""
     copied = np.isin(held.hashes[held.chosen], rows.hashes[rows.chosen])
     asked = np.isin(held.contexts[held.chosen], rows.contexts[rows.chosen]) & ~copied
     if copied.all():

@@ -108,8 +108,7 @@ class Making:
         self.shards.append(shard)
 
     def finish(self, counts: Counts, asked: str) -> None:
-        """Write the set's own file. asked: a name of what was asked for, whatever the source then
-        held: see `sets_asked`."""
+        """Write the set's own file. asked: a name of what was asked for, see `sets_asked`."""
         owns = [shard.own for shard in self.shards]
         about = {"asked": asked, "kind": self._kind, "counts": asdict(counts), "shards": owns}
         new = self.folder / f"{ABOUT_SET}.new"
@@ -298,8 +297,7 @@ class RowWriter:
         self._lengths, self.size, self.uncut = array("q"), 0, array("q")
 
     def add(self, ids: IdArray, mask: MaskArray, joined: bool = False) -> None:
-        """Append a plain row: ids int32, mask bool [tokens]. joined: the next row goes on with its
-        text."""
+        """Append a plain row: ids int32, mask bool [tokens]. joined: the next goes on with it."""
         first = int(mask.argmax())  # a row's first token is never a target
         self._add_row(int(mask.sum()), self._append(ids, mask), ids[:first], joined)
 

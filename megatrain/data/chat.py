@@ -215,8 +215,7 @@ class ChatTemplate:
         return token.end() if token else 0
 
     def _through_next_token(self, text: str, answer: _Answer, index: int) -> tuple[str, _Answer]:
-        """The text, and the answer with the token behind it, which is appended to a text that ends
-        here."""
+        """The text, and the answer with the token behind it, appended to a text that ends here."""
         if following := self._template.next_token.match(text, answer.stop):
             return text, _Answer(answer.start, following.end(), answer.rewritten)
         if text[answer.stop :].strip():
@@ -238,8 +237,7 @@ class ChatTemplate:
         )
 
     def _endless(self, text: str, spans: Iterable[CharSpan]) -> tuple[str, ...]:
-        """Notes of answers in mid-conversation that end in another token than the last, as gpt-
-        oss's."""
+        """Notes of answers in mid-conversation that end otherwise than the last, as gpt-oss's."""
         lasts = [self._template.last_token(text[start:stop]) for start, stop in spans]
         return tuple(
             f"answers end in {last}, where the chat template ends the last one in {self.stops[0]}"
@@ -341,8 +339,7 @@ def squeezed(text: str) -> str:
 
 
 def _arrives(said: str, text: str, start: int = 0) -> bool:
-    """True if a squeezed text holds these words, maybe as JSON, and not all of them before
-    `start`."""
+    """True if a squeezed text holds these words, maybe as JSON, not all of them before `start`."""
     if not said.strip() or said in text[start:]:
         return True
     forms = (said, json.dumps(said, ensure_ascii=False)[1:-1], json.dumps(said)[1:-1])

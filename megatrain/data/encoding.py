@@ -314,8 +314,7 @@ class RowReader:
             pass
 
     def _settle(self, row: RawRow) -> None:
-        """A file keeps the format of its first row that has one: the error of another row names
-        what it lacks."""
+        """A file keeps the format of its first row that has one, which errors of others name."""
         if row.problem is None and (row.part, row.file) not in self._formats:
             with suppress(RowError):
                 value = formats.renamed(row.value, self._options.columns or {})

@@ -235,8 +235,7 @@ def _check_rows(part: Any, name: str, before: int) -> None:
 
 
 def json_in(kind: Any) -> Any:
-    """The places of JSON in a type of Arrow: True for JSON and lists of it, those of an object by
-    field."""
+    """Places of JSON in a type of Arrow: True for JSON and lists of it, an object's by field."""
     if hasattr(kind, "value_type"):
         return json_in(kind.value_type)
     if str(kind).startswith("struct<"):

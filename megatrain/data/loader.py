@@ -197,8 +197,7 @@ class Loader:
         return median_high(stop - start for start, stop in pairwise(ends))
 
     def rows_to_come(self, *, from_start: bool = False) -> IndexArray:
-        """Ascending numbers of the rows trained on from the position, or the start, to the run's
-        end."""
+        """Ascending numbers of the rows trained on from the position, or the start, to the end."""
         found = [np.arange(0)]
         for begins, stop, _ in self._stretches(Position() if from_start else self._position):
             found.append(self._order(begins.epoch)[0][begins.index : stop])
@@ -207,8 +206,7 @@ class Loader:
         return np.unique(np.concatenate(found))
 
     def _stretches(self, position: Position) -> Iterator[tuple[Position, int, Position]]:
-        """(beginning, one past the last row, position after) of what is trained on of each epoch to
-        come."""
+        """(beginning, one past the last row, position after) of the rows of each epoch to come."""
         while not self._ended(position):
             left = None if self.max_steps is None else self.max_steps - position.step
             stops = list(islice(self._step_ends(position), left))
@@ -236,8 +234,7 @@ class Loader:
         return [counted_tokens(steps, full, size) for size in sizes]
 
     def _first_steps(self) -> tuple[list[list[list[RowRun]]], list[bool]]:
-        """The rows of each by ranks, and whether it is full; from the start, whatever the
-        position."""
+        """The rows of each by ranks, and whether it is full; always from the start."""
         steps, full, epoch = list[list[list[RowRun]]](), list[bool](), 0
         ranks = self.world.dp_size
         while self._epoch_rows(epoch) and len(steps) < STEPS_LOOKED_AT:

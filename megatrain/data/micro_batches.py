@@ -274,8 +274,7 @@ def collate(
 
 @dataclass(frozen=True)
 class Regime:
-    """Sequences of up to `limit` tokens are alike; longer ones are, too, or each length (`exact`)
-    is by itself."""
+    """Sequences of up to `limit` tokens are alike, as are longer ones, if `exact` of one length."""
 
     limit: int
     exact: bool = False

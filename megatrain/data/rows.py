@@ -59,8 +59,7 @@ class Counts:
     warned: list[str] = field(default_factory=list)
 
     def add(self, later: Counts) -> None:
-        """Add the counts of the next rows, except messages and what `measure_lengths` finds
-        of all rows."""
+        """Add the counts of the next rows, except messages and what `measure_lengths` finds."""
         for name in _SUMMED:
             setattr(self, name, getattr(self, name) + getattr(later, name))
         self.first_bad += later.first_bad[: BAD_ROWS_KEPT - len(self.first_bad)]

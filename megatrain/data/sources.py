@@ -66,8 +66,7 @@ class Part:
 @dataclass(frozen=True)
 class Source:
     """Rows that can be read again and again. `identity` changes when the rows may have changed;
-    `notes` say what was chosen of what the name stands for; `parts` are the names of its
-    sources."""
+    `notes` say what was chosen of what the name stands for; `parts` name its sources."""
 
     name: str
     identity: str

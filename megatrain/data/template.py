@@ -113,8 +113,7 @@ def in_parts(turns: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 class Template:
     """A tokenizer's chat template, and what its text shows of how it writes turns. `day` is the
-    date that it gets when it asks for the time. Rendering may take without an end: see
-    `workers.fenced`."""
+    date that it gets when it asks for the time. Rendering may never end: see `workers.fenced`."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, day: date | None = None) -> None:
         try:

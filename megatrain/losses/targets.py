@@ -140,8 +140,7 @@ def following(of_tokens: Tensor, last: int) -> Tensor:
 
 
 def rows_of(batch: Mapping[str, Tensor]) -> Tensor:
-    """The example of each token, int64 [batch, tokens]: `row_of`, by default the number of its
-    sequence."""
+    """The example of each token, int64 [batch, tokens]: `row_of`, by default its sequence."""
     labels = batch["labels"]
     return batch.get("row_of", torch.arange(len(labels))[:, None].expand_as(labels))
 

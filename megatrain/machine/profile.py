@@ -185,8 +185,7 @@ def load(fingerprint: str) -> MachineProfile | None:
 
 
 def known_or_typical(hardware: Hardware) -> MachineProfile:
-    """The cached profile of this machine, or one from data sheets; logs a warning for a GPU that
-    has none."""
+    """The cached profile of this machine, or one from data sheets; warns of a GPU that has none."""
     found = load(fingerprint(hardware))
     if found is not None:
         return found

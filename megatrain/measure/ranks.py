@@ -80,8 +80,7 @@ def measure_together(world: World, device: torch.device, cores: int) -> Figures:
 
 
 def _exchanged(clock: Together) -> Figures:
-    """Gathers of weights and ordered sums of a host's ranks, as the engine has them, and what
-    matmuls lose."""
+    """Gathers of weights and ordered sums of a host's ranks, as the engine's; what matmuls lose."""
     world, device = clock.world.here(), clock.device
     layout = FlatLayout((), ELEMENTS[device.type])
     with closing(Exchange(world, [layout], Compute(device))) as exchange:

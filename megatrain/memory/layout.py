@@ -163,8 +163,7 @@ class FlatLayout:
         return sizes.share(self.numel, ranks)
 
     def span(self, place: int, ranks: int) -> Span:
-        """A rank's share, by its place among them (`World.place`); empty where the block is shorter
-        than that."""
+        """A rank's share, by its place among them (`World.place`); empty in a block too short."""
         share = self.share(ranks)
         return Span(min(place * share, self.numel), min((place + 1) * share, self.numel))
 

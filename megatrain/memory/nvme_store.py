@@ -375,8 +375,7 @@ class SwapFiles:
             self._opened = opened.pop_all()
 
     def read(self, offset: int, memory: memoryview, done: Done) -> None:
-        """Fill `memory` from `offset` on, both in whole pages. Another thread calls `done` with
-        None or the error."""
+        """Fill `memory` from `offset` on, in whole pages; a thread calls `done(None or error)`."""
         self._transfer("read", os.preadv, offset, memory, done)
 
     def write(self, offset: int, memory: memoryview, done: Done) -> None:

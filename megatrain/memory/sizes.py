@@ -39,8 +39,7 @@ def padded(numels: tuple[int, ...], ranks: int) -> tuple[int, ...]:
 
 @lru_cache(maxsize=64)
 def owned(numels: tuple[int, ...], before: tuple[int, ...], ranks: int) -> tuple[int, ...]:
-    """Elements that the first rank owns of every block's first `before`: none owns
-    more."""
+    """Elements that the first rank owns of every block's first `before`: none owns more."""
     if ranks == 1:
         return before
     return tuple(min(share(n, ranks), end) for n, end in zip(numels, before, strict=True))

@@ -81,8 +81,7 @@ class Slab:
         return f"{self.nbytes / 2**30:.1f} GiB of host memory for {self.name}"
 
     def touch(self, parts: Sequence[torch.Tensor], threads: int) -> None:
-        """Fault all pages of these bytes in, on several cores: the one that first writes to a page
-        zeroes it."""
+        """Fault all pages of these bytes in, on several cores: the first write to one zeroes it."""
         pieces = [piece for part in parts for piece in torch.split(part, TOUCH_BYTES)]
         with ThreadPoolExecutor(threads) as pool:
             list(pool.map(torch.Tensor.zero_, pieces))

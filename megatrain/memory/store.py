@@ -149,8 +149,7 @@ class Store:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of host memory, staging buffers of NVMe included; of what ranks have in common an
-        equal part."""
+        """Bytes of host memory with staging buffers of NVMe and a part of what ranks share."""
         others = (tier.nbytes for tier in (self.nvme, self.shared) if tier is not None)
         return sum(others) + sum(slab.nbytes for slab in self._slabs)
 

@@ -95,8 +95,7 @@ def discarding(value: Any) -> Any:
 
 
 def form_output(hidden: torch.Tensor, extras: int | None) -> Any:
-    """The stand-in for a layer's output in which `hidden` is handed on. `extras`: as `Findings` has
-    it."""
+    """The stand-in for a layer's output that hands `hidden` on. `extras`: see `Findings`."""
     return hidden if extras is None else (hidden, *(UnusedOutput() for _ in range(extras)))
 
 

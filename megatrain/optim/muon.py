@@ -102,9 +102,8 @@ class HostWorkspace(InPlace):
         self._taken = 0  # bytes
 
     def take_libraries(self) -> None:
-        """Let cuBLAS take its workspace for this stream and the calling thread, which will call
-        `replace`, now: later it would lie amid the activations (engine/components.py:
-        take_workspaces)."""
+        """Let cuBLAS take its workspace for this stream and this thread, which will call `replace`,
+        now, not amid the activations (engine/components.py: take_workspaces)."""
         if self._stream is not None:
             with torch.cuda.stream(self._stream):
                 ones = torch.ones(1, 64, 64, dtype=torch.bfloat16, device=self._device)

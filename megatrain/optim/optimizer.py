@@ -275,8 +275,7 @@ def check_range(key: str, value: Any, low: float, high: float) -> None:
 
 
 def numpy_of(tensor: Tensor, *, rows: bool = False) -> np.ndarray[Any, Any]:
-    """A 1-D CPU tensor as a numpy view; bfloat16, which numpy lacks, as int16. rows: [groups,
-    GROUP]."""
+    """A 1-D CPU tensor as a numpy view, bfloat16, which numpy lacks, as int16. rows: of GROUP."""
     assert tensor.is_contiguous(), tensor.stride()
     array = tensor.view(torch.int16) if tensor.dtype == torch.bfloat16 else tensor
     return array.numpy().reshape(-1, GROUP) if rows else array.numpy()

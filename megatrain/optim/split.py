@@ -52,8 +52,7 @@ def as_weight(values: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def join_master(weight: Tensor, remainder: Tensor) -> Tensor:
-    """The fp32 master, bit for bit, of a bfloat16 weight and its int16 remainder of the same shape,
-    a new tensor."""
+    """The fp32 master, bit for bit, of a bfloat16 weight and its int16 remainder of that shape."""
     dtypes = (weight.dtype, remainder.dtype)
     assert dtypes == (torch.bfloat16, torch.int16), dtypes
     assert weight.numel() == remainder.numel(), (weight.shape, remainder.shape)

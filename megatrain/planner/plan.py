@@ -55,8 +55,7 @@ class OnGpus:
 
 @dataclass(frozen=True)
 class Plan:
-    """The memory that a run will hold and may use, and its predicted time. Tables map arrays to
-    bytes."""
+    """The memory that a run will hold and may use, in bytes by array, and its predicted time."""
 
     choices: Choices
     reasons: tuple[Reason, ...]  # of the choices, for the reader
@@ -96,8 +95,7 @@ class Plan:
 
     @property
     def host_bytes(self) -> int:
-        """Peak resident memory of a process, one of each rank; on the CPU the device's arrays live
-        there too."""
+        """Peak resident memory of a process, one a rank; on the CPU with the device's arrays."""
         return sum(self.host.values()) + sum(self.device.values()) - self.gpu_bytes
 
     @property

@@ -109,8 +109,7 @@ class StepTimeline:
         return sum(self.phases.values())
 
     def bound_by(self, phase: str) -> str:
-        """The bound of a phase, on which most of its time is spent: compute, or one of the
-        waits."""
+        """The bound of a phase, on which most of its time is spent: compute, or a wait."""
         waits = self.waits[phase]
         worst = max(waits, key=lambda name: waits[name])
         return worst if waits[worst] > WORTH_NAMING * self.phases[phase] else "compute"
@@ -226,8 +225,7 @@ class Collectives:
 
 # why: decision 0011
 class StepSimulator:
-    """Times at which each lane and buffer is free next; a step goes on from where the one before
-    ended."""
+    """Times at which each lane and buffer is free next; a step goes on where the last one ended."""
 
     def __init__(self, blocks: Sequence[BlockTasks], options: ScheduleOptions) -> None:
         self.blocks, self.options = blocks, options

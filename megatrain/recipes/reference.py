@@ -102,8 +102,7 @@ def references_of(
     engine: Engine, of_model: str, wanted: Wanted, batches: Batches
 ) -> ReferenceArray:
     """Log-probabilities of these rows at least: those in the cache, and the others computed with
-    the engine's weights, which are the model's, and kept from now on. Raises StorageError if they
-    cannot be kept."""
+    the engine's weights, which are the model's, and kept. Raises StorageError if that fails."""
     world, rows = engine.world, wanted.rows
     known = world.on_rank0(partial(kept, of_model, rows))
     missing = Wanted(rows, wanted.missing(known))

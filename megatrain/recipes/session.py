@@ -107,8 +107,7 @@ class Session:
 @contextmanager
 def run_session(path: Path, hang_timeout: int | None, world: World) -> Iterator[Session]:
     """Lock the folder, write its log, and heed signals; a watchdog ends the process after
-    `hang_timeout` seconds without a sign of life. Of several ranks the first one has the folder and
-    the terminal."""
+    `hang_timeout` seconds without a sign of life. Folder and terminal are the first rank's."""
     console = console_on(stderr=True)
     who = "" if world.is_first else f"[rank {world.rank} {socket.gethostname()}] "
     with stop_requests() as stop, run_lock(path) if world.is_first else nullcontext() as lock:

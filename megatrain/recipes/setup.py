@@ -145,8 +145,7 @@ def make_loss(config: Config) -> AnyLoss:
 
 
 def make_optimizer(config: Config) -> Optimizer:
-    """The config's optimizer, with its own defaults for `auto`. Raises ConfigError for a key that
-    it does not have."""
+    """The config's optimizer, with its defaults for `auto`. Raises ConfigError for others' keys."""
     made: type[Any] = OPTIMIZERS[config.optimizer.name]
     known = {field.name for field in fields(made)}
     chosen = {key: value for key, value in config.optimizer if key != "name" and value != "auto"}

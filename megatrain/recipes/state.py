@@ -66,8 +66,7 @@ class Ready:
 
     @property
     def sweep_tokens(self) -> int:
-        """Padded tokens of a rank in one sweep of the weights without training: as many as in one
-        sweep of a step."""
+        """Padded tokens of a rank in a sweep of the weights without training: those of a step's."""
         return self.plan.job.rank_tokens // self.plan.choices.groups
 
 

@@ -77,8 +77,7 @@ def lasting_streams() -> Iterator[Lasting]:
 
 @contextmanager
 def results_alone() -> Iterator[None]:
-    """Inside, stdout gets nothing but what goes to `result_stream`: what libraries print in Python
-    goes to stderr."""
+    """Inside, stdout gets `result_stream` alone: what libraries print in Python goes to stderr."""
     token = _RESULTS.set(sys.stdout)
     try:
         with redirect_stdout(sys.stderr):

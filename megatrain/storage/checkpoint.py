@@ -335,8 +335,7 @@ class Resumable:
 def find_resumable(
     run_dir: Path | str, deep: bool = True, besides: Collection[Path] = ()
 ) -> Resumable:
-    """Find the checkpoint to resume from, newest save first, but not in `besides`. deep: check
-    every byte."""
+    """Find a checkpoint to resume from, newest save first, not in `besides`. deep: hash all."""
     # unreadable ones first: each may have been the newest, so each gets its warning
     candidates = newest_first(Path(run_dir), unreadable=math.inf)
     warnings = []
@@ -490,8 +489,7 @@ def _refuse_other(path: Path, saved: Mapping[str, Any], running: Mapping[str, An
 def _transfers(
     path: Path, engine: Checkpointable, weights: Mapping[str, StoredTensor], tensors: Tensors
 ) -> dict[str, list[_Transfer]]:
-    """All transfers by file, names, shapes and dtypes checked. tensors: as the model folder names
-    them."""
+    """All transfers by file, names, shapes and dtypes checked. tensors: by the folder's names."""
     found: dict[str, list[_Transfer]] = defaultdict(list)
     for block in engine.anatomy.blocks:
         states = read_header(path / optimizer_file(block.index)).tensors

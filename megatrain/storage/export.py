@@ -233,8 +233,7 @@ def _model_folder(out: Path) -> Iterator[Path]:
 
 
 def left_overs(folder: Path, name: str = ".+") -> list[Path]:
-    """Model folders below `folder` that processes which died left unfinished, of names like
-    `name`."""
+    """Model folders below `folder`, of names like `name`, that dead processes left unfinished."""
     unfinished = re.compile(rf"{name}\.(\d+)\.tmp")  # with the number of the process
     found = ((path, unfinished.fullmatch(path.name)) for path in folder.glob("*.tmp"))
     dead = (path for path, match in found if match and not Path("/proc", match[1]).exists())
@@ -349,8 +348,7 @@ def export(
 def _opened(
     source: Path,
 ) -> tuple[Manifest, dict[str, StoredTensor], dict[str, StoredTensor], torch.dtype]:
-    """A checkpoint that is whole: its manifest, all tensors, and its weights with their dtype.
-    Raises StorageError."""
+    """A whole checkpoint's manifest, all tensors, and weights with dtype. Raises StorageError."""
     manifest = verify_checkpoint(source)
     for name in stray_files(source, manifest):
         logger.warning(f"{source / name}: does not belong to this checkpoint; left out")

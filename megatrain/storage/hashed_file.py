@@ -68,8 +68,7 @@ class WrittenFile:
 
 
 class HashedFile:
-    """A new file, hashed (SHA-256) while it is written, and removed again if its block fails.
-    Raises StorageError."""
+    """A new file, hashed (SHA-256) as it is written; removed if that fails. Raises StorageError."""
 
     def __init__(self, path: Path) -> None:
         self.path = path

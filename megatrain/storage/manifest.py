@@ -185,8 +185,7 @@ def stray_files(checkpoint: Path, manifest: Manifest) -> list[str]:
 
 
 def refuse_strays(folder: Path, manifest: Manifest, code: bool = False) -> None:
-    """Raise DamagedError for a file that the manifest does not list and that would be read. code:
-    Python files are, too."""
+    """Raise DamagedError for an unlisted file that would be read. code: Python files are, too."""
     with system_errors(folder, "read it"):
         strays = stray_files(folder, manifest)
     for name in strays:
@@ -244,8 +243,7 @@ def check_description(folder: Path, code: bool = False) -> None:
 def check_model_files(
     folder: Path, manifest: Manifest, names: Iterable[str], code: bool = False
 ) -> None:
-    """Call `check_files` and `refuse_strays` for a model that is read, not resumed; a user may have
-    edited it."""
+    """Call `check_files` and `refuse_strays` for a model that is read; users may have edited it."""
     try:
         check_files(folder, manifest, names)
         refuse_strays(folder, manifest, code)

@@ -139,8 +139,7 @@ def checkpoint_name(step: int) -> str:
 
 
 def checkpoints(run_dir: Path) -> list[Path]:
-    """The checkpoint folders, by step, with one whose replacement was cut off. Raises
-    StorageError."""
+    """Checkpoint folders by step, with one whose replacement was cut off. Raises StorageError."""
     with system_errors(run_dir, LOOK):
         if not run_dir.is_dir():
             return []
@@ -346,8 +345,7 @@ def prove(run_dir: Path, checkpoint: Path, keep: int) -> None:
 
 
 def prune(run_dir: Path, keep: int, abandoned: Collection[Path] = ()) -> None:
-    """Remove all checkpoints but the newest `keep` and targets of links, and those of
-    `abandoned`."""
+    """Remove all checkpoints but the newest `keep` and targets of links, and all of `abandoned`."""
     for path in abandoned:
         discard(path)
     if abandoned:

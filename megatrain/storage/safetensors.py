@@ -110,8 +110,7 @@ def in_parallel(jobs: Sequence[Callable[[], T]]) -> list[T]:
 
 
 def open_regular(path: Path) -> int:
-    """A read-only descriptor of a regular file: a pipe or a device might wait for ever. Raises
-    StorageError."""
+    """A read-only descriptor of a regular file: others may wait for ever. Raises StorageError."""
     with system_errors(path, "open it for reading"):
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     if not stat.S_ISREG(os.fstat(fd).st_mode):
@@ -388,8 +387,7 @@ def in_order(sources: Iterable[TensorSource]) -> list[TensorSource]:
 def write_safetensors(
     path: Path, sources: Iterable[TensorSource], metadata: Mapping[str, str]
 ) -> WrittenFile:
-    """Write one file, and wait until it is on the disk. Raises StorageError; the file is
-    removed."""
+    """Write one file through to the disk. Raises StorageError; the file is removed."""
     ordered = in_order(sources)
     with HashedFile(path) as file, closing(StagingBuffer(READ_BYTES)) as staging:
         file.write(encode_header(ordered, metadata))

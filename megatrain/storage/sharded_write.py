@@ -48,8 +48,7 @@ class ShardReader(NamedTuple):
 def readings(
     sizes: Mapping[File, int], world: World, verified: bool = True
 ) -> dict[File, ShardReader]:
-    """The way in which this rank reads each file, the largest first. verified: one rank hashes
-    it."""
+    """This rank's way of reading each file, the largest first. verified: one rank hashes it."""
     found = {}
     for file, rank in assign_files(sizes, world.size).items():
         hashes = verified and rank == world.rank

@@ -380,8 +380,7 @@ def _take_aliases(found: dict[ParameterPlace, str]) -> list[tuple[str, str]]:
 
 
 def open_folder(source: ModelSource) -> dict[str, Candidate]:
-    """The tensors of a model folder, by the headers of its files. Raises ModelError and
-    StorageError."""
+    """A model folder's tensors, by the headers of its files. Raises ModelError and StorageError."""
     stored, how = open_shards(source.path), quantisation_in(source.path)
     if how is None:
         return {**stored}

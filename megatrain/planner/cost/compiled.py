@@ -157,8 +157,7 @@ def _as_function(
 def _trace_and_cut(
     function: Callable[..., Tensor], inputs: list[Tensor], *, cheap: bool = True
 ) -> list[Cut]:
-    """The graphs that torch.compile would hand to its code generator, then, if `cheap`, those of
-    cheap retention."""
+    """The graphs from which torch.compile would make code; if `cheap`, also of cheap retention."""
     from torch._functorch.aot_autograd import aot_function
     from torch._functorch.partitioners import min_cut_rematerialization_partition
     from torch._inductor.decomposition import select_decomp_table
@@ -305,8 +304,7 @@ def traffic(graph: fx.Graph) -> Traffic:
 
 
 def _picking(graph: fx.Graph) -> set[fx.Node]:
-    """The nodes that are computed, in a kernel, from rows picked by number or from every so
-    manyth column."""
+    """The nodes that a kernel computes from rows picked by number or from every nth column."""
     found: set[fx.Node] = set()
     for node in filter(_is_fusible, graph.nodes):
         picks = _packet(node) in PICKS or _has_a_step(node)

@@ -208,8 +208,7 @@ class DryRun:
 
     @cached_property
     def compiled_bf16(self) -> dict[int, CompiledLayer]:
-        """A compiled layer of each kind that can be traced, with matmuls in bf16; empty unless
-        asked for."""
+        """A compiled layer of each kind that can be traced, matmuls in bf16; empty if not asked."""
         return self._predict_kinds()
 
     @cached_property

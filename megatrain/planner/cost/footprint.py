@@ -169,8 +169,7 @@ def fused_attention(call: Attention, runs_on: str = "cpu") -> Tensor:
 
 
 def graph_keeps_input(forward: Callable[[], Tensor], inputs: Sequence[Tensor]) -> bool:
-    """True if the graph of `forward()`, a decoder layer's, saves its hidden states, the first of
-    `inputs`."""
+    """True if the graph of a layer's `forward()` saves its hidden states, the first of `inputs`."""
     seen = set()
 
     def pack(tensor: Tensor) -> Tensor:

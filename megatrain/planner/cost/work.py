@@ -33,8 +33,7 @@ BACKWARD_FLOPS = 2  # a matmul's gradients are two matmuls
 
 
 class Traffic(NamedTuple):
-    """Bytes that are read or written by everything but matmuls and fused attention, and kernels,
-    those included."""
+    """Bytes read or written by all but matmuls and fused attention, and kernels, those included."""
 
     bytes: int
     kernels: int
@@ -42,8 +41,7 @@ class Traffic(NamedTuple):
 
 @dataclass(frozen=True)
 class PassCost:
-    """The forward or backward pass of one block: FLOPs and bytes per token, kernels per
-    micro-batch."""
+    """A pass of one block, forward or backward: FLOPs and bytes a token, kernels a micro-batch."""
 
     matmul_flops: int  # with parameters; in a mixture only with a token's own experts
     attention_flops: int  # at the shape's sequence length; causal attention counts half

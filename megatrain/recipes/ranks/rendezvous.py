@@ -119,8 +119,7 @@ def as_rank(device: str, work: Callable[[World], T]) -> T:
 
 
 def _meet(place: Place, job: str, stack: ExitStack) -> Liveness:
-    """Meet the other ranks of this start, and of no other job; they are looked after until `stack`
-    is closed."""
+    """Meet the other ranks of this start and job; they are watched until `stack` is closed."""
     rank, size, here = place.rank, place.size, socket.gethostname()
     host, port = (os.environ[name] for name in MEETING)
     patience = Wait(ALL_COME_WITHIN, f"{host}:{port}")
@@ -283,8 +282,7 @@ def fresh_part(
     store: Sealed, rank: int, size: int, patience: Wait, sign: tuple[str, str]
 ) -> Sealed:
     """A part of the store that only the ranks of this start write, once all have come. sign: key
-    and value that this rank leaves there; every rank finds those of all. Raises RuntimeError if not
-    all come in time."""
+    and value that this rank leaves there for all. Raises RuntimeError if not all come in time."""
     if rank == 0:
         name, missing = uuid4().hex, list(range(1, size))
         while missing:
@@ -397,8 +395,7 @@ def check_alike(world: World, how: Mapping[str, object], rows: Sequence[str] = (
 
 
 def told_of(config: Config) -> dict[str, object]:
-    """The keys that ranks compare when they meet, which are all but paths and what is each host's
-    own, and versions."""
+    """The keys that ranks compare when they meet: all but paths and a host's own; and versions."""
     flat = flatten(config.model_dump(mode="json"))
     alike = {key: value for key, value in flat.items() if key not in (*PATHS, "threads")}
     python = {"Python": f"{sys.version_info.major}.{sys.version_info.minor}"}
