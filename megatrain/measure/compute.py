@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from functools import partial
 from typing import Any
 
@@ -225,7 +225,7 @@ def _piece(optimizer: AdamW) -> dict[str, torch.Tensor]:
     return arrays
 
 
-class HostUpdate:
+class HostUpdate(AbstractContextManager["HostUpdate"]):
     """AdamW in bfloat16 precision over `parameters` in host RAM. Use as a context manager.
 
     threads: that touch the memory first, while the caller's loads or compiles the kernel.
@@ -258,9 +258,6 @@ class HostUpdate:
         with ThreadPoolExecutor(threads) as pool:
             seconds = clock.seconds(lambda: list(pool.map(take, threads * [iter(starts)])))
         return passes * self.parameters / seconds
-
-    def __enter__(self) -> HostUpdate:
-        return self
 
     def __exit__(self, *_: object) -> None:
         del self._update  # it holds views

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
 from statistics import median
@@ -86,7 +86,7 @@ PIECES_AT_ONCE = 4  # each way, so that the slower way's last piece counts for l
 TOUCH_THREADS = 8
 
 
-class LinkTest:
+class LinkTest(AbstractContextManager["LinkTest"]):
     """A host and a device buffer of one piece for each direction. Use as a context manager."""
 
     def __init__(self, device: torch.device) -> None:
@@ -146,9 +146,6 @@ class LinkTest:
         finally:
             stop.set()
             thread.join()
-
-    def __enter__(self) -> LinkTest:
-        return self
 
     def __exit__(self, *_: object) -> None:
         torch.cuda.synchronize(self.device)  # pinned memory goes only when no copy reads it

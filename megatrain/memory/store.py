@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from itertools import product
 from pathlib import Path
 
@@ -21,7 +21,7 @@ from megatrain.memory.slab import Slab, slabs_of
 from megatrain.world import ALONE, World
 
 
-class Store:
+class Store(AbstractContextManager["Store"]):
     """Owns the arrays of all blocks. New ones are zero. Use as a context manager, or `close` it.
 
     Args:
@@ -248,9 +248,6 @@ class Store:
 
     def close(self) -> None:
         self._opened.close()
-
-    def __enter__(self) -> Store:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.close()

@@ -6,7 +6,7 @@ import os
 import time
 from collections import deque
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -66,7 +66,7 @@ def allocator_retries() -> int:
     return int(torch.cuda.memory_stats().get("num_alloc_retries", 0))
 
 
-class GpuMeter:
+class GpuMeter(AbstractContextManager["GpuMeter"]):
     """Peak bytes of one GPU as its driver counts them (NVML): torch's, the context's, libraries'.
 
     NVML keeps no peak: the largest of one reading a step counts. Where the driver does not say
@@ -94,9 +94,6 @@ class GpuMeter:
         except nvml.NVMLError:
             return
         self._nvml = nvml
-
-    def __enter__(self) -> GpuMeter:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self._nvml = None

@@ -12,7 +12,7 @@ import statistics
 from array import array
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict, dataclass, fields
 from itertools import pairwise
 from pathlib import Path
@@ -150,7 +150,7 @@ def cannot_be_written(path: Path) -> Iterator[None]:
         raise StorageError(f"{path}: cannot be written ({reason}); {advice}") from error
 
 
-class MetricsWriter:
+class MetricsWriter(AbstractContextManager["MetricsWriter"]):
     """Appends to `metrics.jsonl` of a run folder; on a full disk lines wait for the next one.
 
     Every line reaches the operating system before the call returns: a killed process loses none.
@@ -166,9 +166,6 @@ class MetricsWriter:
             self._file = os.fdopen(os.open(self.path, APPENDED, 0o600), "ab", buffering=0)
         self._waiting = b""
         self._length, self._hash = 0, hashlib.sha256()  # of all lines, also of those that wait
-
-    def __enter__(self) -> MetricsWriter:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.close()

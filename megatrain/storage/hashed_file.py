@@ -7,7 +7,7 @@ import hashlib
 import os
 from collections.abc import Collection, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -67,7 +67,7 @@ class WrittenFile:
     sha256: str
 
 
-class HashedFile:
+class HashedFile(AbstractContextManager["HashedFile"]):
     """A new file, hashed (SHA-256) as it is written; removed if that fails. Raises StorageError."""
 
     def __init__(self, path: Path) -> None:
@@ -78,9 +78,6 @@ class HashedFile:
         self._unflushed = 0
         with system_errors(path, "create it"):
             self._fd = os.open(path, NEW_FILE, 0o666)
-
-    def __enter__(self) -> HashedFile:
-        return self
 
     def __exit__(self, kind: object, error: object, trace: object) -> None:
         complete = False

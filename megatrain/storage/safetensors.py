@@ -16,7 +16,7 @@ import stat
 import struct
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing
+from contextlib import AbstractContextManager, closing
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
@@ -262,7 +262,7 @@ def read_chunks(
         yield from file.chunks(stored, start, stop, chunk=chunk)
 
 
-class HashedReader:
+class HashedReader(AbstractContextManager["HashedReader"]):
     """A file that is read once, from beginning to end, and hashed meanwhile. A context manager.
 
     hashes: false leaves out the hash, and what is skipped is not read.
@@ -281,9 +281,6 @@ class HashedReader:
         self.nbytes = os.fstat(self._fd).st_size
         self._hash = hashlib.sha256()
         self._done = 0
-
-    def __enter__(self) -> HashedReader:
-        return self
 
     def __exit__(self, *_: object) -> None:
         os.close(self._fd)
