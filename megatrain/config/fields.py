@@ -323,15 +323,12 @@ class Config(Options):
         """Rows that were given in Python, by the name that a source has for them."""
         return self._places.rows
 
-    def with_places(self, by_key: Mapping[str, str]) -> Self:
-        """The same values with a note of where they were set."""
-        return self._noting(by_key=by_key)
-
     def with_rows(self, rows: Mapping[str, Any]) -> Self:
         """The same values with these rows beside those that it has."""
-        return self._noting(rows={**self.rows, **rows})
+        return self.noting(rows={**self.rows, **rows})
 
-    def _noting(self, **notes: Any) -> Self:
+    def noting(self, **notes: Any) -> Self:
+        """The same values with other `Places`: notes by their fields."""
         copy = self.model_copy()
         copy._places = replace(self._places, **notes)
         return copy
@@ -346,7 +343,7 @@ class Config(Options):
                 target = target[section]
             assert name in target, dotted
             target[name] = value
-        return Config.model_validate(tree)._noting(**vars(self._places))
+        return Config.model_validate(tree).noting(**vars(self._places))
 
     def to_yaml(self) -> str:
         """YAML with all defaults, which `load_config` reads back to an equal config."""

@@ -192,8 +192,12 @@ class _Collector:
         self.rows: dict[str, Any] = {}  # that were given in Python, by their names
 
     def taken(self) -> Leaves:
-        """The leaves gathered so far; starts anew, but for the problems."""
-        self._refuse_rivals()
+        """The leaves gathered so far, without rivals; starts anew, but for the problems."""
+        for ways in RIVALS:
+            given = [leaf for keys in ways for leaf in [_first_set(self.leaves, keys)] if leaf]
+            for leaf in given[1:]:
+                reason = f"excludes {given[0].typed} at {given[0].place}; keep one"
+                self.problems.append(leaf.problem(reason))
         leaves, self.leaves = self.leaves, {}
         return leaves
 
@@ -257,13 +261,6 @@ class _Collector:
         if first is not None:
             self.problems.append(leaf.problem(f"{_clash(leaf, first)}; keep one"))
         self.leaves[leaf.key] = leaf
-
-    def _refuse_rivals(self) -> None:
-        for ways in RIVALS:
-            given = [leaf for keys in ways for leaf in [_first_set(self.leaves, keys)] if leaf]
-            for leaf in given[1:]:
-                reason = f"excludes {given[0].typed} at {given[0].place}; keep one"
-                self.problems.append(leaf.problem(reason))
 
 
 def _clash(leaf: Leaf, first: Leaf) -> str:
@@ -330,20 +327,19 @@ def _validate(leaves: Leaves, source: str, problems: list[str]) -> Config:
     try:
         config = Config.model_validate(tree)
     except ValidationError as error:
-        found = [fault for fault in map(dict, error.errors()) if not (misnamed and _of_many(fault))]
-        problems += [_problem(leaves, source, fault) for fault in found]
+        faults: list[dict[str, Any]] = [*map(dict, error.errors())]
+        if misnamed:
+            faults = [
+                f for f in faults if f["type"] != "missing" and not f.get("ctx", {}).get("key")
+            ]
+        problems += [_problem(leaves, source, fault) for fault in faults]
     problems = list(dict.fromkeys(problems))
     if config is None or problems:
         more = len(problems) - MOST_PROBLEMS
         rest = [f"and {more:,} more"] if more > 0 else []
         raise ConfigError("\n".join([*problems[:MOST_PROBLEMS], *rest]))
     places = {key: f"{leaf.place}: {leaf.typed}" for key, leaf in leaves.items()}
-    return config.with_places({".".join(key): place for key, place in places.items()})
-
-
-def _of_many(fault: dict[str, Any]) -> bool:
-    """True for a missing key and for keys that contradict each other."""
-    return fault["type"] == "missing" or bool(fault.get("ctx", {}).get("key"))
+    return config.noting(by_key={".".join(key): place for key, place in places.items()})
 
 
 def _problem(leaves: Leaves, source: str, fault: dict[str, Any]) -> str:
