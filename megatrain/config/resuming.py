@@ -18,11 +18,10 @@ from megatrain.settings import EXCLUSIONS, KEYS, OPTIONS
 
 # Files of a run folder: the config as asked for, and with what was decided.
 CONFIG_FILE, RESOLVED_FILE = "config.yaml", "config.resolved.yaml"
-NEW_SCHEDULE = "the schedule jumps to the new one"
-NEW_LENGTH = "the schedule is stretched to the new length"
-NEW_SIZE = "steps differ in size from here on"
 NEW_ORDER = "sums are added in another order from here on"
 NEW_KERNELS = "other kernels round otherwise from here on"
+SCHEDULE = ("train.schedule", "train.warmup", "train.min_lr_ratio", "train.decay")
+LENGTH, SIZE = ("train.epochs", "train.max_steps"), ("train.tokens_per_step", "train.rows_per_step")
 KEPT_OPTIONS = {option.key: option.resumed for option in OPTIONS if option.resumed}
 
 # Key or section -> what a change of it means for a resumed run. Keys in neither table may change
@@ -46,42 +45,26 @@ FLAGGED = {
     "data": "the rows are read anew, and must be those of the checkpoint",
     "optimizer": "the update differs from here on",
     "train.seq_len": "the rows are cut anew, and must be those of the checkpoint",
-    "train.tokens_per_step": NEW_SIZE,
-    "train.rows_per_step": NEW_SIZE,
+    **dict.fromkeys(SIZE, "steps differ in size from here on"),
     "train.learning_rate": "the schedule jumps to the new rate",
-    "train.schedule": NEW_SCHEDULE,
-    "train.warmup": NEW_SCHEDULE,
-    "train.min_lr_ratio": NEW_SCHEDULE,
-    "train.decay": NEW_SCHEDULE,
-    "train.epochs": NEW_LENGTH,
-    "train.max_steps": NEW_LENGTH,
+    **dict.fromkeys(SCHEDULE, "the schedule jumps to the new one"),
+    **dict.fromkeys(LENGTH, "the schedule is stretched to the new length"),
     "train.max_grad_norm": "gradients are clipped otherwise from here on",
     "train.router_aux_loss_coef": "routers are balanced otherwise from here on",
-    "train.deterministic": NEW_KERNELS,
-    "gpus": NEW_ORDER,
-    "train.context_parallel": NEW_ORDER,
+    **dict.fromkeys(("train.deterministic", "attention", "compile"), NEW_KERNELS),
+    **dict.fromkeys(("gpus", "train.context_parallel"), NEW_ORDER),
     "train.wire": "sums of several hosts round otherwise from here on",
     "memory.activations": "gradients round otherwise from here on",
     **dict.fromkeys(SECTIONS, "the loss is another from here on"),
-    "attention": NEW_KERNELS,
-    "compile": NEW_KERNELS,
     **KEPT_OPTIONS,
     "memory.sums_on_device": "sums of several GPUs are added in another order from here on",
 }
 # Keys whose chosen values a resumed run keeps, or sums would be rounded in another order.
 KEPT_CHOICES = (*KEPT_OPTIONS, "data.packing", "data.date", "precision", "optimizer.moments")
 KEPT_CHOICES += ("compile",)
-
-
 PATHS = (
-    "model.path",
-    "model.config",
-    "data.train",
-    "data.eval",
-    "data.chat_template",
-    "eval.prompts",
-    "memory.nvme",
-    "output",
+    *("model.path", "model.config", "data.train", "data.eval", "data.chat_template"),
+    *("eval.prompts", "memory.nvme", "output"),
 )
 
 
