@@ -248,11 +248,9 @@ def put_sources(sheet: Sheet, key: str, found: Sequence[Source], *names: str) ->
             sheet.put(f"data.{ours}", every[0], *names)
 
 
-def paths_of(sheet: Sheet, at: str, given: Mapping[str, Any], config: str = "name") -> list[Source]:
-    """Files or a set of the hub, of their path, data_files, split and configuration.
-
-    at: how the names of these keys begin. config: name of the key of the configuration.
-    """
+def paths_of(sheet: Sheet, at: str, given: Mapping[str, Any]) -> list[Source]:
+    """Files or a set of the hub, of their path, data_files, split and name, a configuration. at:
+    how the names of these keys begin."""
     path, split, files = str(given.get("path") or ""), given.get("split"), given.get("data_files")
     files = [] if files is None else files if isinstance(files, list) else [files]
     if path in LOADERS or (not path and files):
@@ -268,7 +266,7 @@ def paths_of(sheet: Sheet, at: str, given: Mapping[str, Any], config: str = "nam
         if split is not None:
             sheet.refuse(f"{at}split", "a file has no splits; name a file of these rows")
         return [{"path": one} for one in paths]
-    if (named := given.get(config)) not in (None, "default"):
+    if (named := given.get("name")) not in (None, "default"):
         return [{"path": f"{path}:{named}:{split or 'train'}"}]
     return [{"path": one, "split": split} for one in paths]
 

@@ -15,12 +15,10 @@ def flattened(given: Mapping[str, Located]) -> dict[str, Located]:
     """The keys of all sections, and those that are none."""
     flat: dict[str, Located] = {}
     for name, one in given.items():
-        inside = one.value if isinstance(one.value, dict) else None
-        flat |= (
-            {name: one}
-            if inside is None
-            else {f"{name}.{key}": Located(value, one.place) for key, value in inside.items()}
-        )
+        if isinstance(one.value, dict):
+            flat |= {f"{name}.{key}": Located(v, one.place) for key, v in one.value.items()}
+        else:
+            flat[name] = one
     return flat
 
 
