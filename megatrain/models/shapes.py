@@ -8,16 +8,9 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
 KEYS = (
-    "model_type",
-    "rms_norm_eps",
-    "rope_theta",
-    "max_position_embeddings",
-    "vocab_size",
-    "hidden_size",
-    "intermediate_size",
-    "num_hidden_layers",
-    "num_attention_heads",
-    "num_key_value_heads",
+    *("model_type", "rms_norm_eps", "rope_theta", "max_position_embeddings"),
+    *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers"),
+    *("num_attention_heads", "num_key_value_heads"),
 )
 QWEN, LLAMA = ("qwen2", 1e-6, 1e6, 32768), ("llama", 1e-5, 5e5, 8192)
 QWEN3, LLAMA32 = ("qwen3", 1e-6, 1e6, 40960), ("llama", 1e-5, 5e5, 131072)
