@@ -254,13 +254,9 @@ def extent(order: Order, rows: int) -> int:
 
 aten = torch.ops.aten
 ATTENTION_BACKWARD = aten._scaled_dot_product_cudnn_attention_backward
-BARRIERS = MATMULS | {
-    aten._scaled_dot_product_cudnn_attention,
-    ATTENTION_BACKWARD,
-    aten._scaled_mm,
-    torch.ops.megatrain.quantize_both,
-    torch.ops.megatrain.quantize_columns,
-}
+ATTENTIONS = {aten._scaled_dot_product_cudnn_attention, ATTENTION_BACKWARD}
+QUANTISING = {torch.ops.megatrain.quantize_both, torch.ops.megatrain.quantize_columns}
+BARRIERS = MATMULS | ATTENTIONS | QUANTISING | {aten._scaled_mm}
 PICKS = {aten.index, aten.index_select, aten.gather, aten.index_put, aten.scatter}
 STEPPED = {aten.slice: 4, aten.slice_scatter: 5}  # which argument is the step
 # In a profile of GPT-OSS-20B's shape on an H200 such kernels ran at 0.3 to 0.7 of the memory's
