@@ -172,17 +172,17 @@ def without_tables(nbytes: int, *, pinned: bool) -> int:
 def physical_cores() -> int:
     """Physical cores that this process may use, by its affinity mask and its container's quota."""
     # the mask, and a container's set of processors (--cpuset-cpus), may have both halves of a core
-    allowed = len({_siblings(number) for number in _processors()})
+    allowed = len({_siblings(number) for number in processors()})
     quota = cgroup_cpus()
     if quota is not None:  # with more threads than that, all are stopped in the middle
         allowed = min(allowed, int(quota))
     return max(1, min(psutil.cpu_count(logical=False) or allowed, allowed))
 
 
-def _processors() -> Iterable[int]:
-    """Logical processors that this process may use."""
+def processors() -> list[int]:
+    """Logical processors that this process may use, in order."""
     affinity = getattr(os, "sched_getaffinity", None)
-    return affinity(0) if affinity else range(os.cpu_count() or 1)
+    return sorted(affinity(0) if affinity else range(os.cpu_count() or 1))
 
 
 def _siblings(processor: int) -> str:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import psutil
 
-from megatrain.machine.hardware import opened_nvml
+from megatrain.machine.hardware import opened_nvml, processors
 
 if TYPE_CHECKING:
     import torch
@@ -158,17 +158,10 @@ class Load:
         return f"other processes use {self.others:.1f} of {self.cores} cores"
 
 
-def cores() -> list[int]:
-    """The logical processors that this process may use."""
-    if hasattr(os, "sched_getaffinity"):
-        return sorted(os.sched_getaffinity(0))
-    return list(range(psutil.cpu_count() or 1))
-
-
 def read_processors() -> ProcessorTimes:
     """Read the processors that this process may use."""
     every, own = psutil.cpu_times(percpu=True), psutil.Process().cpu_times()
-    mine = [every[number] for number in cores() if number < len(every)]
+    mine = [every[number] for number in processors() if number < len(every)]
     busy = sum(each.user + each.system + getattr(each, "nice", 0.0) for each in mine)
     spent = own.user + own.system + own.children_user + own.children_system
     return ProcessorTimes(time.monotonic(), busy, spent)
@@ -179,7 +172,7 @@ class LoadMeter:
     """The load while the latest steps ran. One reading a step."""
 
     processors: Callable[[], ProcessorTimes] = read_processors
-    count: int = field(default_factory=lambda: len(cores()))
+    count: int = field(default_factory=lambda: len(processors()))
     _readings: deque[ProcessorTimes] = field(default_factory=lambda: deque(maxlen=RECENT_READINGS))
 
     def read(self) -> Load:
