@@ -129,16 +129,11 @@ def fingerprint(hardware: Hardware, ranks: int = 1) -> str:
     gib = round(hardware.host_total_bytes / GIB)
     parts: tuple[Any, ...] = (FORMAT, gpu, driver, processor(), hardware.physical_cores, gib, torch)
     if ranks > 1:  # whichever cores each of them is bound to
-        told = _told_nccl()
+        # the environment variables that steer NCCL, except those of its log
+        told = sorted(pair for pair in os.environ.items() if NCCL_STEERED.match(pair[0]))
         parts = (FORMAT, gpu, driver, processor(), os.cpu_count(), gib, torch, ranks, told)
     digest = hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:12]
     return f"{'-'.join(gpu.lower().split())}-{digest}"
-
-
-def _told_nccl() -> list[tuple[str, str]]:
-    """The environment variables that steer NCCL, except those of its log."""
-    told = ((key, value) for key, value in os.environ.items() if key.startswith("NCCL_"))
-    return sorted((key, value) for key, value in told if not key.startswith("NCCL_DEBUG"))
 
 
 def driver_version() -> str:
@@ -152,6 +147,7 @@ def processor(cpuinfo: Path = CPUINFO) -> str:
     return next(processor_facts(("model name",), cpuinfo), platform.processor())
 
 
+NCCL_STEERED = re.compile("NCCL_(?!DEBUG)")
 PACKAGES = ("megatrain", "transformers", "torch")  # on which results depend
 
 
