@@ -105,17 +105,6 @@ def _discopop(of: Dpo, sides: Sides) -> Tensor:
     return -logsigmoid(logits) * (1 - exponential) + torch.exp(-logits) * exponential
 
 
-def _aot(of: Dpo, sides: Sides) -> Tensor:
-    """Melnyk et al., 2024: by order over the whole step, of ratios of chosen to rejected."""
-    return _smoothed(of, _delta(sides).sort()[0] - _delta(sides.reference).sort()[0])
-
-
-def _aot_unpaired(of: Dpo, sides: Sides) -> Tensor:
-    """The same of each side's ratios to the reference."""
-    ratios = sides.over_reference
-    return _smoothed(of, ratios.chosen.sort()[0] - ratios.rejected.sort()[0])
-
-
 def _delta(sides: Sides) -> Tensor:
     return sides.chosen - sides.rejected
 
@@ -157,8 +146,14 @@ LOSS_TYPES: dict[str, Callable[[Dpo, Sides], Tensor]] = {
         (sides.over_reference.chosen - 0.5 / of.beta) ** 2
         + (sides.over_reference.rejected + 0.5 / of.beta) ** 2
     ),
-    "aot": _aot,
-    "aot_unpaired": _aot_unpaired,
+    # Melnyk et al., 2024: by order over the whole step, of ratios of chosen to rejected, or of each
+    # side's ratios to the reference
+    "aot": lambda of, sides: _smoothed(
+        of, _delta(sides).sort()[0] - _delta(sides.reference).sort()[0]
+    ),
+    "aot_unpaired": lambda of, sides: _smoothed(
+        of, sides.over_reference.chosen.sort()[0] - sides.over_reference.rejected.sort()[0]
+    ),
     # D'Oosterlinck et al., 2024: where chosen answers are better than the model's own, or worse
     "apo_zero": lambda of, sides: (
         1 - torch.sigmoid(_chosen(of, sides)) + torch.sigmoid(_rejected(of, sides))
