@@ -81,13 +81,12 @@ def usable_cores(hardware: Hardware) -> Finding:
 
 
 def other_programs(load: float, physical_cores: int) -> Finding:
-    advice = None
-    if load > 1 + OTHERS_SHARE * physical_cores:  # one is ourselves, starting up
-        advice = (
-            "other programs were running, so the figures are too low; measure again when the "
-            "machine is idle"
-        )
-    return Finding("load before", f"{load:.1f}", advice)
+    advice = (
+        "other programs were running, so the figures are too low; measure again when the machine "
+        "is idle"
+    )
+    busy = load > 1 + OTHERS_SHARE * physical_cores  # one is ourselves, starting up
+    return Finding("load before", f"{load:.1f}", advice if busy else None)
 
 
 def host_memory(hardware: Hardware) -> Finding:
@@ -133,10 +132,9 @@ def shared_memory(gpus: int, folder: Path = SHARED_MEMORY) -> Finding:
     if not folder.is_dir():
         return Finding("shared memory", "unknown")
     size = shutil.disk_usage(folder).total
-    advice = None
-    if gpus > 1 and size < NCCL_BYTES:
-        advice = "several GPUs may need more (NCCL); docker run --shm-size=1g"
-    return Finding("shared memory", f"{size / GIB:.2f} GiB", advice)
+    advice = "several GPUs may need more (NCCL); docker run --shm-size=1g"
+    few = gpus > 1 and size < NCCL_BYTES
+    return Finding("shared memory", f"{size / GIB:.2f} GiB", advice if few else None)
 
 
 def pcie_link() -> PcieLink | None:
@@ -189,13 +187,13 @@ def compiler() -> Finding:
 
 def free_disk(hardware: Hardware) -> Finding:
     """Room for a checkpoint of the largest model in host memory: 14 bytes a parameter in both."""
-    advice = None
-    if hardware.disk_free_bytes < hardware.host_total_bytes:
-        advice = (
-            "a checkpoint of the largest model that fits host memory needs more; name a larger "
-            "disk in output"
-        )
-    return Finding("free disk", f"{hardware.disk_free_bytes / GIB:.0f} GiB", advice)
+    advice = (
+        "a checkpoint of the largest model that fits host memory needs more; name a larger disk in "
+        "output"
+    )
+    few = hardware.disk_free_bytes < hardware.host_total_bytes
+    figure = f"{hardware.disk_free_bytes / GIB:.0f} GiB"
+    return Finding("free disk", figure, advice if few else None)
 
 
 def places(folders: Iterable[Path]) -> Iterator[Finding]:
