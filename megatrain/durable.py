@@ -1,8 +1,10 @@
-"""Syncing of folders, so that files survive a power loss."""
+"""Files beyond the page cache: folders synced for a power loss, and direct access."""
 
 from __future__ import annotations
 
+import fcntl
 import os
+from contextlib import suppress
 from pathlib import Path
 
 
@@ -13,3 +15,12 @@ def sync_folder(folder: Path) -> None:
         os.fsync(fd)
     finally:
         os.close(fd)
+
+
+def bypass_cache(descriptor: int) -> bool:
+    """Read and write a file past the cache from now on. False: its file system cannot."""
+    with suppress(OSError):
+        flags = fcntl.fcntl(descriptor, fcntl.F_GETFL) | getattr(os, "O_DIRECT", 0)
+        fcntl.fcntl(descriptor, fcntl.F_SETFL, flags)
+        return True
+    return False

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import mmap
 import os
 import tempfile
@@ -12,6 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from datetime import date
 from pathlib import Path
 
+from megatrain.durable import bypass_cache
 from megatrain.errors import StorageError
 from megatrain.machine.profile import DriveRates
 
@@ -39,7 +39,7 @@ def disk_rates(folder: Path, file_bytes: int = FILE_BYTES) -> tuple[float, float
             mmap.mmap(-1, PIECE_BYTES) as piece,
         ):
             number = file.fileno()
-            bypass_cache(number)
+            bypass_cache(number)  # elsewhere fsync and `_forget` come close
             piece.write(os.urandom(PIECE_BYTES))  # not zeros, which some disks do not store
             written, write = _rate(
                 lambda start: os.pwrite(number, piece, start), pieces, lambda: os.fsync(number)
@@ -51,15 +51,6 @@ def disk_rates(folder: Path, file_bytes: int = FILE_BYTES) -> tuple[float, float
         reason = f"{folder}: the disk cannot be measured: {error.strerror}"
         raise StorageError(f"{reason}; name another folder") from error
     return write, read
-
-
-def bypass_cache(number: int) -> None:
-    """Write past the cache where the file system can; elsewhere fsync and `_forget` come close."""
-    try:
-        flags = fcntl.fcntl(number, fcntl.F_GETFL) | getattr(os, "O_DIRECT", 0)
-        fcntl.fcntl(number, fcntl.F_SETFL, flags)
-    except OSError:
-        return
 
 
 def _forget(number: int) -> None:

@@ -9,7 +9,6 @@ order of asking: a lease waits only for those that were asked for before, in eve
 from __future__ import annotations
 
 import errno
-import fcntl
 import logging
 import os
 import tempfile
@@ -26,6 +25,7 @@ from typing import NamedTuple
 
 import torch
 
+from megatrain.durable import bypass_cache
 from megatrain.errors import StorageError
 from megatrain.memory.layout import ArraySpec, round_up
 from megatrain.memory.sizes import PAGE, stages
@@ -446,10 +446,7 @@ def _open(folder: Path, nbytes: int, opened: ExitStack) -> _File:
             os.ftruncate(file.fileno(), nbytes)
     except OSError as error:
         raise _failed(folder, f"reserve {nbytes / 2**30:.2f} GiB for", error) from error
-    try:
-        flags = fcntl.fcntl(file.fileno(), fcntl.F_GETFL) | getattr(os, "O_DIRECT", 0)
-        fcntl.fcntl(file.fileno(), fcntl.F_SETFL, flags)
-    except OSError:
+    if not bypass_cache(file.fileno()):
         logger.warning(
             f"{folder}: this file system has no direct access (O_DIRECT); "
             "its page cache takes host RAM as well"
