@@ -16,6 +16,7 @@ import numpy.typing as npt
 
 from megatrain.data.samples import KINDS, PLAIN, digest_of
 from megatrain.errors import ConfigError, DataError
+from megatrain.machine.profile import cache_folder
 
 IdArray = npt.NDArray[np.int32]
 MaskArray = npt.NDArray[np.bool_]
@@ -223,15 +224,13 @@ class TokenRows:
 
 def default_cache() -> Path:
     """The folder of tokenised data: $MEGATRAIN_CACHE, else one in the user's cache folder."""
-    if "MEGATRAIN_CACHE" in os.environ:
-        return Path(os.environ["MEGATRAIN_CACHE"])
     try:
-        folder = Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser()
+        folder = cache_folder()
     except RuntimeError as error:
         raise ConfigError(
             "no home folder is known to keep tokenised rows in: set MEGATRAIN_CACHE to a folder"
         ) from error
-    return folder / "megatrain" / "tokens"
+    return folder if os.environ.get("MEGATRAIN_CACHE") else folder / "tokens"
 
 
 def mix64(values: npt.NDArray[np.uint64], seed: int) -> npt.NDArray[np.uint64]:

@@ -164,7 +164,7 @@ def cache_folder() -> Path:
     """MEGATRAIN_CACHE, else megatrain/ in the user's cache folder."""
     own = os.environ.get("MEGATRAIN_CACHE")
     users = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(own) if own else Path(users) / "megatrain"
+    return Path(own) if own else Path(users).expanduser() / "megatrain"
 
 
 def cache_file(fingerprint: str) -> Path:
