@@ -112,17 +112,12 @@ class Encoder:
                 eos=sample.ends,
                 keep=(start, start + len(sample.text)),
             )
-        if self.template is None or self._as_text(sample):
+        as_text = self.prompts == "alpaca" and sample.plain is not None
+        if self.template is None or (self.prompts != "chat" if sample.literal else as_text):
             return self._plain(sample)
         rendered = self.template.whole if self.train_on == "all" else self.template.mark
         marked = rendered(sample)
         return replace(marked, wrapping=AS_TURNS) if sample.literal else marked
-
-    def _as_text(self, chat: Chat) -> bool:
-        """True if a row of two texts stays such, though there is a template."""
-        if chat.literal:
-            return self.prompts != "chat"
-        return self.prompts == "alpaca" and chat.plain is not None
 
     def _has_bos(self, text: str) -> bool:
         return bool(self.bos) and text.startswith(str(self.bos))
@@ -348,13 +343,12 @@ def encode_batch(
             encode_alone(raw, texts, encoder)
         raise
     for number, raw, sample, texts in marked:
-        sides, place = tuple(encoded[place : place + len(texts)]), place + len(texts)
+        sides, place = _begun_alike(tuple(encoded[place : place + len(texts)])), place + len(texts)
         counts.lossy += not lossy.isdisjoint(range(place - len(texts), place))
         for ids, _ in sides:
             counts.saw(int(ids.max()) if len(ids) else -1, raw.where)
             counts.unknown += int((ids == encoder.unknown).sum())
         _count(texts, counts)
-        sides = sides if len(sides) == 1 else _begun_alike(sides)
         begin_row(number)
         try:
             shorter = with_less_context(sample, sides, encoder, options)
@@ -399,8 +393,7 @@ def with_less_context(
     def is_enough(start: int) -> bool:
         return all(len(ids) <= (most or 0) for ids, _ in left(start))
 
-    found = left(starts[bisect_left(starts, True, hi=len(starts) - 1, key=is_enough)])
-    return found if len(found) == 1 else _begun_alike(found)
+    return _begun_alike(left(starts[bisect_left(starts, True, hi=len(starts) - 1, key=is_enough)]))
 
 
 def about_row(batch: RawBatch, number: int) -> tuple[str, str]:
