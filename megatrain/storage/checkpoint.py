@@ -72,14 +72,6 @@ from megatrain.storage.passthrough import (
     put_into,
     with_frozen,
 )
-from megatrain.storage.run_folder import (
-    FINAL,
-    STATE,
-    find_checkpoint,
-    holds_state,
-    manifest_of,
-    newest_first,
-)
 from megatrain.storage.safetensors import (
     HashedReader,
     StoredTensor,
@@ -337,7 +329,7 @@ def find_resumable(
 ) -> Resumable:
     """Find a checkpoint to resume from, newest save first, not in `besides`. deep: hash all."""
     # unreadable ones first: each may have been the newest, so each gets its warning
-    candidates = newest_first(Path(run_dir), unreadable=math.inf)
+    candidates = run_folder.newest_first(Path(run_dir), unreadable=math.inf)
     warnings = []
     for path in (path for path in candidates if path not in besides):
         try:
@@ -351,8 +343,8 @@ def find_resumable(
 
 def named_checkpoint(run_dir: Path, name: str) -> Resumable:
     """Find the checkpoint of this name, to resume from. Raises ConfigError and StorageError."""
-    path = run_dir / find_checkpoint(run_dir, name).name
-    if not holds_state(path):
+    path = run_dir / run_folder.find_checkpoint(run_dir, name).name
+    if not run_folder.holds_state(path):
         raise ConfigError(f"{path}: holds the model alone; name a checkpoint to go on from")
     verify_checkpoint(path, deep=False)
     return Resumable(path, (), named=True)
@@ -382,8 +374,9 @@ def load_resumable(
 
 def nothing_to_resume(run_dir: Path | str) -> StorageError:
     run_dir = Path(run_dir)
-    config, final, anew = (run_dir / "config.yaml", run_dir / FINAL, f"output={run_dir}-2")
-    model = f", or from the trained model, with model={final}" if manifest_of(final) else ""
+    config, final, anew = run_dir / "config.yaml", run_dir / run_folder.FINAL, f"output={run_dir}-2"
+    left = run_folder.manifest_of(final) is not None
+    model = f", or from the trained model, with model={final}" if left else ""
     return StorageError(
         f"{run_dir}: has no intact checkpoint to go on from; "
         f"start again: megatrain train {config} {anew}{model}"
@@ -422,7 +415,7 @@ def _load(path: Path, engine: Checkpointable) -> dict[str, Any]:
         about = read_about(path)
         if about["step"] != manifest.step:
             raise StorageError(
-                f"{path / STATE}: is of step {about['step']} in a checkpoint of step "
+                f"{path / run_folder.STATE}: is of step {about['step']} in a checkpoint of step "
                 f"{manifest.step}; {USE_ANOTHER}"
             )
         _refuse_other(path, about["made_of"], identity(engine))
@@ -462,7 +455,7 @@ def _load(path: Path, engine: Checkpointable) -> dict[str, Any]:
 
 def read_about(checkpoint: Path) -> dict[str, Any]:
     """state.json of a checkpoint that `find_resumable` found. Raises StorageError."""
-    about: dict[str, Any] = json.loads(read_bytes(checkpoint / STATE))
+    about: dict[str, Any] = json.loads(read_bytes(checkpoint / run_folder.STATE))
     return about
 
 
