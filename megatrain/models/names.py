@@ -144,7 +144,10 @@ def published(
         for alias, owner in tied
         for name in (alias, *reverted(model, {alias: views[owner]}))
     }
-    whole = _whole_names(family, [*views, *(alias for alias, _ in tied)])
+    # of whole tensors and aliases, by transformers' renamings alone, as in format 1
+    renamings = _renamings_on_save(family)
+    whole = {name: _rename(name, renamings) for name in (*views, *(alias for alias, _ in tied))}
+    assert len(set(whole.values())) == len(whole), "two tensors would have one name"
     carried = _places_of_unused(model, unused_weights)
     return Published(
         tuple(map(tuple, places[: len(blocks)])),
@@ -232,14 +235,6 @@ def _known(
         known.setdefault(name, place)
         known.setdefault(whole.get(name, name), place)
     return known
-
-
-def _whole_names(family: str, own: Iterable[str]) -> dict[str, str]:
-    """Names of whole tensors and aliases by transformers' renamings alone, as in format 1."""
-    renamings = _renamings_on_save(family)
-    result = {name: _rename(name, renamings) for name in own}
-    assert len(set(result.values())) == len(result), "two tensors would have one name"
-    return result
 
 
 def _rename(name: str, renamings: Iterable[Any]) -> str:
