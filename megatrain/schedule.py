@@ -108,10 +108,8 @@ def own_sums(summed: int, tied: bool) -> int:
 
 
 def sum_buffers(numels: Sequence[int], travel: bool) -> tuple[int, ...]:
-    """Elements of the accumulators on the device that blocks of `numels` take in turn.
-
-    travel: between groups the sums wait in host RAM, or after the last one they are exchanged.
-    """
+    """Elements of the accumulators on the device that blocks of `numels` take in turn. travel:
+    between groups the sums wait in host RAM, or after the last one they are exchanged."""
     return (max(numels),) * (TRAVELLING_SUMS if travel else 1) if numels else ()
 
 
@@ -157,9 +155,7 @@ def layers_back(layers: int, first: int) -> int:
 def graphs_of_layers(layers: int, retained: int, on_host: int, first: int = 0) -> tuple[Where, ...]:
     """The place of each layer's saved activations: on the device for the last `retained` layers, in
     host RAM for `on_host` others, spread evenly so that they leave while layers between compute.
-
-    first: the first block that is trained; layers before it need none.
-    """
+    first: the first block that is trained; layers before it need none."""
     back = layers_back(layers, first)
     others = back - min(retained, back)
     sent = min(on_host, others)

@@ -118,11 +118,9 @@ EXCLUSIONS = (
 
 
 def contradiction(values: Mapping[str, object], *, in_config: bool) -> tuple[str, str] | None:
-    """(name, problem) of the first option that another one excludes, or None.
-
-    values: by field. None leaves an option open, which contradicts nothing.
-    in_config: name keys of the config and YAML values, not fields and Python values.
-    """
+    """(name, problem) of the first option that another one excludes, or None. values: by field.
+    None leaves an option open, which contradicts nothing. in_config: name keys of the config and
+    YAML values, not fields and Python values."""
     for rule in EXCLUSIONS:
         other = values.get(rule.other)
         met = bool(other) if rule.needs in ANY else other == rule.needs

@@ -215,10 +215,8 @@ class World:
         return MegaTrainError(f"rank {self.rank}: {type(error).__name__}: {error}")
 
     def whole(self, mine: torch.Tensor, share: int) -> torch.Tensor:
-        """Every rank's `mine`, flat on the CPU, in the order of what they own.
-
-        share: elements of the largest; behind those of a rank that has fewer are zeros.
-        """
+        """Every rank's `mine`, flat on the CPU, in the order of what they own. share: elements of
+        the largest; behind those of a rank that has fewer are zeros."""
         padded = torch.nn.functional.pad(mine, (0, share - len(mine)))
         whole = torch.empty(self.size * share, dtype=mine.dtype)
         gather_whole(whole, padded, self.messages)
@@ -275,10 +273,8 @@ ALONE = World()
 
 
 def check_numbers(local: Sequence[tuple[int, int]]) -> None:
-    """Raise ConfigError unless ranks of a host follow one another, as many on each.
-
-    local: of every rank, its number on its host and how many there are.
-    """
+    """Raise ConfigError unless ranks of a host follow one another, as many on each. local: of every
+    rank, its number on its host and how many there are."""
     each = local[0][1]
     for rank, (number, there) in enumerate(local):
         if (number, there) != (rank % each, each):

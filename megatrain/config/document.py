@@ -86,10 +86,8 @@ def read_text(path: Path) -> str:
 
 
 def read_yaml(text: str, name: str) -> Located:
-    """Parse one YAML document. Places are `name:line`; the command line has no lines.
-
-    Raises ConfigError naming the line.
-    """
+    """Parse one YAML document. Places are `name:line`; the command line has no lines. Raises
+    ConfigError naming the line."""
     from ruamel.yaml.composer import MaxDepthExceededError
     from ruamel.yaml.error import MarkedYAMLError
     from ruamel.yaml.reader import ReaderError

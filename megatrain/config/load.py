@@ -313,10 +313,8 @@ def _combine_halves(leaves: Leaves, problems: list[str]) -> Leaves:
 
 
 def _validate(leaves: Leaves, source: str, problems: list[str]) -> Config:
-    """The config of `leaves`. Raises ConfigError with all faults, those of names first.
-
-    problems: of the names. A key that they leave unset is not missed, nor held against another.
-    """
+    """The config of `leaves`. Raises ConfigError with all faults, those of names first. problems:
+    of the names. A key that they leave unset is not missed, nor held against another."""
     misnamed = bool(problems)
     leaves = _combine_halves(leaves, problems)
     tree: dict[str, Any] = {}

@@ -69,10 +69,8 @@ PATHS = (
 
 
 def asked_again(run_dir: Path, overrides: Sequence[str] | Mapping[str, Any]) -> Config:
-    """Read what the run's config.yaml asks for now, with keys set over it.
-
-    Raises ConfigError for a folder that holds no run, and for wrong overrides.
-    """
+    """Read what the run's config.yaml asks for now, with keys set over it. Raises ConfigError for a
+    folder that holds no run, and for wrong overrides."""
     path = run_dir / CONFIG_FILE
     if not path.is_file():
         raise ConfigError(
@@ -144,9 +142,7 @@ def resumed_configs(
 
 def former_keys(saved: Mapping[str, Any]) -> list[str]:
     """Warnings for keys of an earlier release that a checkpoint's config has and that are ignored.
-
-    saved: as `resumed_configs`.
-    """
+    saved: as `resumed_configs`."""
     asked = flatten(saved["config"])
     return [
         f"{name}: {asked[name]} is ignored: {refusal.reason}"

@@ -252,9 +252,7 @@ SLOWEST_CHARACTERS_PER_S = 50_000  # of a tokenizer, which usually reads a milli
 @dataclass(frozen=True)
 class RawBatch:
     """Raw rows that follow one another, and the formats that are settled by source and file.
-
-    only_counted: their rows are not used, only bad ones are counted.
-    """
+    only_counted: their rows are not used, only bad ones are counted."""
 
     rows: Sequence[RawRow]
     formats: Mapping[tuple[int, str], str]

@@ -123,9 +123,7 @@ class Loader:
         self, result: Callable[[Future[StepBatch]], StepBatch] = Future.result
     ) -> Iterator[StepBatch]:
         """Batches from the position on; a thread prepares the next while the caller uses this.
-
-        result: waits for a batch; what it raises ends all, as closing the iterator does.
-        """
+        result: waits for a batch; what it raises ends all, as closing the iterator does."""
         left = threading.Event()
 
         def end() -> None:

@@ -144,10 +144,8 @@ def read_hardware(output_folder: str | Path, device: str = "auto") -> Hardware:
 
 
 def shared_out(found: Sequence[Hardware], among: int) -> Hardware:
-    """The equal share of each of several processes on one machine.
-
-    found: by each. among: how many share host RAM and NVMe.
-    """
+    """The equal share of each of several processes on one machine. found: by each. among: how many
+    share host RAM and NVMe."""
     resident = max(each.resident_bytes for each in found)
     left = min(each.host_available_bytes - each.resident_bytes for each in found)
     gpus = [each.gpu for each in found if each.gpu is not None]

@@ -57,10 +57,8 @@ def find_gpu(
 def hypothetical(
     name: str, sheet: DataSheet, host_bytes: int, cores: int | None = None, gpus: int = 1
 ) -> Hardware:
-    """A machine with this GPU and `host_bytes` of RAM. cores: None takes the usual host's.
-
-    gpus: number of them that train together, each with as many cores beside it.
-    """
+    """A machine with this GPU and `host_bytes` of RAM. cores: None takes the usual host's. gpus:
+    number of them that train together, each with as many cores beside it."""
     total = sheet.mebibytes * MIB
     return Hardware(
         gpu=Gpu(f"NVIDIA {name}", total, total - DRIVER_BYTES, sheet.capability),

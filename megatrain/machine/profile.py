@@ -273,10 +273,8 @@ def with_drives(
     measure: Callable[[Path], DriveRates | None] = lambda folder: None,
 ) -> tuple[MachineProfile, tuple[Path, ...]]:
     """The profile with the rates of the slowest drive of `folders`, and a folder on each drive
-    whose rates are assumed to be the profile's own.
-
-    measure: of a folder on a drive that has not been measured yet; None where it cannot be.
-    """
+    whose rates are assumed to be the profile's own. measure: of a folder on a drive that has not
+    been measured yet; None where it cannot be."""
     if not folders:
         return profile, ()
     kept = load_drives(fingerprint(hardware))
@@ -293,10 +291,8 @@ def with_drives(
 
 
 def typical(hardware: Hardware, sheet: DataSheet | None = None) -> MachineProfile:
-    """A guess at the profile, from the GPU's data sheet and the number of cores alone.
-
-    sheet: of a GPU that was described by hand; None: found by name, else UNKNOWN_GPU's.
-    """
+    """A guess at the profile, from the GPU's data sheet and the number of cores alone. sheet: of a
+    GPU that was described by hand; None: found by name, else UNKNOWN_GPU's."""
     cores = hardware.physical_cores
     if hardware.gpu is not None and sheet is None:
         sheet = data_sheet(hardware.gpu.name) or UNKNOWN_GPU
@@ -420,9 +416,7 @@ def part_of(hardware: Hardware, ranks: int) -> Hardware:
 
 def known(base: MachineProfile, hardware: Hardware, ranks: int) -> MachineProfile | None:
     """`base` with what so many ranks of this machine were measured to reach; None: they were not.
-
-    base: the rates of one. hardware: of the host, not of a rank.
-    """
+    base: the rates of one. hardware: of the host, not of a rank."""
     found = load(fingerprint(hardware, ranks))
     return None if found is None or found.ranks != ranks else joined(base, found)
 

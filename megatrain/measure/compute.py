@@ -74,10 +74,8 @@ class Device:
                 return
 
     def attention(self, lengths: Sequence[int], tokens: int, dtype: torch.dtype) -> Rates:
-        """(sequence length, FLOP/s) of causal attention, forward and backward.
-
-        tokens: of a call, or one sequence where that is longer.
-        """
+        """(sequence length, FLOP/s) of causal attention, forward and backward. tokens: of a call,
+        or one sequence where that is longer."""
 
         def rate(length: int) -> float:
             rows = max(1, tokens // length)
@@ -226,10 +224,8 @@ def _piece(optimizer: AdamW) -> dict[str, torch.Tensor]:
 
 
 class HostUpdate(AbstractContextManager["HostUpdate"]):
-    """AdamW in bfloat16 precision over `parameters` in host RAM. Use as a context manager.
-
-    threads: that touch the memory first, while the caller's loads or compiles the kernel.
-    """
+    """AdamW in bfloat16 precision over `parameters` in host RAM. Use as a context manager. threads:
+    that touch the memory first, while the caller's loads or compiles the kernel."""
 
     def __init__(self, parameters: int, threads: int) -> None:
         self.parameters = parameters

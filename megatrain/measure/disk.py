@@ -27,10 +27,8 @@ def drive_rates(folder: Path) -> DriveRates:
 
 
 def disk_rates(folder: Path, file_bytes: int = FILE_BYTES) -> tuple[float, float]:
-    """(write, read) bytes/s of an unnamed file in `folder` or its nearest existing parent.
-
-    Raises StorageError.
-    """
+    """(write, read) bytes/s of an unnamed file in `folder` or its nearest existing parent. Raises
+    StorageError."""
     folder = next(path for path in (folder, *folder.parents) if path.exists())
     pieces = file_bytes // PIECE_BYTES
     try:

@@ -276,10 +276,8 @@ class Lease:
         return {**self._in_memory, **(self._on_nvme.wait() if self._on_nvme is not None else {})}
 
     def release(self, *, changed: bool | None = None) -> None:
-        """Give the arrays back, even before they arrived; a second call does nothing.
-
-        changed: keep the new values; default: `changes`.
-        """
+        """Give the arrays back, even before they arrived; a second call does nothing. changed: keep
+        the new values; default: `changes`."""
         on_nvme, self._on_nvme, self._in_memory = self._on_nvme, None, {}
         if on_nvme is not None:
             on_nvme.release(changed=self._changes if changed is None else changed, soon=self._soon)

@@ -87,11 +87,9 @@ def refuse_large(family: str, block: str, trained: FlatLayout, found: Mapping[st
 
 
 class Constants:
-    """The constants of a model without weights, whose modules hold them.
-
-    blocks: their `constants` name the tensors. places: of a model folder's constants, by block.
-    owner: (module, attribute) that holds a tensor, by its name.
-    """
+    """The constants of a model without weights, whose modules hold them. blocks: their `constants`
+    name the tensors. places: of a model folder's constants, by block. owner: (module, attribute)
+    that holds a tensor, by its name."""
 
     def __init__(
         self,

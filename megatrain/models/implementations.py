@@ -46,10 +46,8 @@ def holds_experts(layers: Iterable[nn.Module]) -> bool:
 
 # why: decision 0083
 def forward(experts: Any, hidden: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
-    """Compute the weighted output of the chosen experts for every token: [tokens, hidden].
-
-    experts: transformers' module. chosen, weights: [tokens, experts of a token].
-    """
+    """Compute the weighted output of the chosen experts for every token: [tokens, hidden]. experts:
+    transformers' module. chosen, weights: [tokens, experts of a token]."""
     tokens, each = chosen.shape
     of_row, order = torch.sort(chosen.reshape(-1), stable=True)
     inverse = torch.empty_like(order)

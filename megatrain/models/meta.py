@@ -68,10 +68,8 @@ def on_meta() -> Iterator[list[None]]:
 
 @contextmanager
 def without_data(runs_on: str = "cpu") -> Iterator[None]:
-    """As `on_meta`, but under `AssumeYes`, and the random state stays as it was.
-
-    runs_on: "cuda" for the kernels of packages that it has, else transformers' path.
-    """
+    """As `on_meta`, but under `AssumeYes`, and the random state stays as it was. runs_on: "cuda"
+    for the kernels of packages that it has, else transformers' path."""
     paths = kernels_left_out() if runs_on == "cuda" else torch_paths()
     with torch.random.fork_rng(devices=[]), paths, AssumeYes():  # type: ignore[no-untyped-call]
         yield
@@ -80,11 +78,9 @@ def without_data(runs_on: str = "cpu") -> Iterator[None]:
 def _grouped_matmul(
     a: Tensor, b: Tensor, offs: Tensor, bias: None = None, out_dtype: torch.dtype | None = None
 ) -> Tensor:
-    """An empty a @ b, in which `offs` [groups] divides the rows: of [rows, k] x [groups, k, n],
-    and of [m, rows] x [rows, n] -> [groups, m, n], which is the gradient of the matrices.
-
-    Raises RuntimeError, as real kernels do, if rows do not begin at multiples of 16 bytes.
-    """
+    """An empty a @ b, in which `offs` [groups] divides the rows: of [rows, k] x [groups, k, n], and
+    of [m, rows] x [rows, n] -> [groups, m, n], which is the gradient of the matrices. Raises
+    RuntimeError, as real kernels do, if rows do not begin at multiples of 16 bytes."""
     for matrix in (a, b):
         if any(step != 1 and step * matrix.itemsize % 16 for step in matrix.stride()[-2:]):
             raise RuntimeError("strides should be multiple of 16 bytes")

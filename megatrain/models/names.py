@@ -115,10 +115,8 @@ def published(
     tied: Iterable[tuple[str, str]],
     unused_weights: Iterable[str] = (),
 ) -> Published:
-    """Map the blocks' tensors to those that transformers saves; `family` is the model_type.
-
-    Raises ModelError if a published tensor is no range of a block's array.
-    """
+    """Map the blocks' tensors to those that transformers saves; `family` is the model_type. Raises
+    ModelError if a published tensor is no range of a block's array."""
     ranges = [*(b.layout for b in blocks), *(b.constants for b in blocks)]
     flats = [torch.empty(layout.numel, device="meta") for layout in ranges]
     own = [layout.views(flat) for layout, flat in zip(ranges, flats, strict=True)]

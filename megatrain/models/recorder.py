@@ -24,11 +24,9 @@ PLAIN = (bool, int, float, str)  # values that settings have
 
 @dataclass(frozen=True)
 class LayerCall:
-    """The arguments that the model passes to one layer besides the hidden states.
-
-    end_to_end: the layer takes the sequences of a batch as one, [1, batch * tokens, hidden].
-    around: makes what the layer runs in.
-    """
+    """The arguments that the model passes to one layer besides the hidden states. end_to_end: the
+    layer takes the sequences of a batch as one, [1, batch * tokens, hidden]. around: makes what the
+    layer runs in."""
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]

@@ -217,10 +217,8 @@ class Skeleton:
             )
 
     def chunk_layers(self, tokens: int, compiled: bool = False) -> None:
-        """Have layers compute token-wise modules, such as MLPs, `tokens` at a time.
-
-        compiled: layers break there, and chunks have graphs of their own.
-        """
+        """Have layers compute token-wise modules, such as MLPs, `tokens` at a time. compiled:
+        layers break there, and chunks have graphs of their own."""
         chunk(self.token_wise, tokens, compiled)
 
     @contextmanager

@@ -148,10 +148,8 @@ class Search:
     # -- candidates --------------------------------------------------------------------------------
 
     def combined(self, *, lean: bool = False) -> Iterator[Layout]:
-        """Combinations over the range of every open option, with blocks resident as they fit.
-
-        lean: only those that need the least memory, with as few layers retained as possible.
-        """
+        """Combinations over the range of every open option, with blocks resident as they fit. lean:
+        only those that need the least memory, with as few layers retained as possible."""
         for tokens in self.micro_batch_sizes():
             chunk = self.job.head_chunk_tokens or self.head_chunk(tokens)
             retained_counts = self.retained_counts()[: 1 if lean else None]

@@ -108,10 +108,8 @@ def open_chat(
     system: str | None,
     trust_remote_code: bool,
 ) -> Iterator[Conversation]:
-    """A conversation with a model; arguments as `inspect.generate` has them.
-
-    Raises ModelError for a template that is missing, or takes no system prompt.
-    """
+    """A conversation with a model; arguments as `inspect.generate` has them. Raises ModelError for
+    a template that is missing, or takes no system prompt."""
     drawn = Sampling(**sampling)
     checkpoint, model = writer_of(named, trust_remote_code)
     if model.tokenizer.chat_template is None:

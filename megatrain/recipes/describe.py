@@ -169,10 +169,8 @@ def work_of(plan: Plan) -> ModelFlops:
 
 
 def facts_of(config: Config, plan: Plan, resumed: bool = False) -> Facts:
-    """The facts of a run that the advice is based on, besides times.
-
-    resumed: the config then holds the planner's former choices, which the user did not ask for.
-    """
+    """The facts of a run that the advice is based on, besides times. resumed: the config then holds
+    the planner's former choices, which the user did not ask for."""
     choices, resolved = plan.choices, plan.made_of
     shape, hardware = resolved.shape, resolved.machine.hardware
     blocks = len(shape.block_numel)
@@ -197,9 +195,7 @@ def facts_of(config: Config, plan: Plan, resumed: bool = False) -> Facts:
 
 def summarize(run: Run, seconds: float, stop: StopRequest | None) -> RunSummary:
     """The first rank's summary of this start, which took `seconds`, with an answer of the model.
-
-    stop: the request that ended the run early; None if it came to its end.
-    """
+    stop: the request that ended the run early; None if it came to its end."""
     question, reply, plan, folder = None, None, run.plan, run.config.output
     metric = run.config.checkpoint.metric
     if stop is None:

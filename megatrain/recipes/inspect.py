@@ -44,10 +44,8 @@ from megatrain.storage.run_folder import STATE, find_checkpoint, with_state
 def show_data(
     config: Config, rows: int, as_json: bool, full: bool = False
 ) -> dict[str, Any] | None:
-    """Show rows with their loss mask, and counts, on stdout; needs no weights.
-
-    as_json: return the counts instead. full: rows as long as they are, not a screen of each.
-    """
+    """Show rows with their loss mask, and counts, on stdout; needs no weights. as_json: return the
+    counts instead. full: rows as long as they are, not a screen of each."""
     quiet_libraries()
     model = read_model(config)
     trained, held_out = read_rows(config, model)
@@ -63,11 +61,9 @@ def show_data(
 
 
 def evaluate(named: str | Path, data: object, trust_remote_code: bool = False) -> dict[str, Any]:
-    """Held-out loss of a run folder's model, of one checkpoint or of any other model.
-
-    data: rows to evaluate on, all of them; None: those that the run holds out. trust_remote_code:
-    run code that comes with the model; no file says so, as a run's config may be anyone's.
-    """
+    """Held-out loss of a run folder's model, of one checkpoint or of any other model. data: rows to
+    evaluate on, all of them; None: those that the run holds out. trust_remote_code: run code that
+    comes with the model; no file says so, as a run's config may be anyone's."""
     quiet_libraries()
     run_dir, checkpoint = run_folder_of(Path(named)), checkpoint_of(Path(named))
     if run_dir is None and data is None:
@@ -131,10 +127,8 @@ def evaluate_tasks(
     named: str | Path, options: TaskOptions, where: str, trust_remote_code: bool = False
 ) -> tuple[dict[str, str], TaskResults]:
     """(the model that was asked and how it computed, what tasks of lm-eval found) of any model.
-
     where: what names the tasks, for errors. Raises ConfigError for unknown tasks, DataError for
-    those that fail.
-    """
+    those that fail."""
     checkpoint, model = writer_of(named, trust_remote_code)
     check_weights(str(checkpoint))
     tasks = load_tasks(options, where)  # before weights are read
@@ -207,10 +201,8 @@ def reader(checkpoint: str | Path, run_dir: Path | None, trust_remote_code: bool
 
 
 def checkpoint_of(path: Path) -> Path:
-    """The model that `path` means: a run folder's final or last checkpoint, else itself.
-
-    Raises ConfigError.
-    """
+    """The model that `path` means: a run folder's final or last checkpoint, else itself. Raises
+    ConfigError."""
     is_run = isfile(path / CONFIG_FILE) and not isfile(path / "config.json")
     return find_checkpoint(path) if is_run else path
 

@@ -42,11 +42,8 @@ Block = dict[str, Any]
 
 
 def drawn(label: str, points: Sequence[Point], run: int = 0, style: str = "line") -> Block:
-    """A line of a chart.
-
-    run: number of the run that it is of. style: line, faint, trend (the mean of a faint one),
-    marked (with its points), points alone, or limit.
-    """
+    """A line of a chart. run: number of the run that it is of. style: line, faint, trend (the mean
+    of a faint one), marked (with its points), points alone, or limit."""
     values = [float(f"{value:.{DIGITS}g}") for _, value in points]
     return {"label": label, "run": run, "style": style, "x": [at for at, _ in points], "y": values}
 
@@ -217,10 +214,8 @@ def report_of(runs: Sequence[Reported]) -> str:
 
 
 class LiveReport:
-    """The page of a run that goes on. A failure to write it is logged once.
-
-    folder: None where another rank writes it.
-    """
+    """The page of a run that goes on. A failure to write it is logged once. folder: None where
+    another rank writes it."""
 
     def __init__(self, folder: Path | None) -> None:
         self._folder, self._history = folder, History()
@@ -237,10 +232,8 @@ class LiveReport:
         self._history.add(row)
 
     def write(self, last: bool = False) -> None:
-        """Write the page, unless the last time is so recent that this would slow the run.
-
-        last: write it in any case.
-        """
+        """Write the page, unless the last time is so recent that this would slow the run. last:
+        write it in any case."""
         began = time.monotonic()
         if self._folder is None or (began < self._next and not last):
             return

@@ -93,10 +93,8 @@ def answer(
     show: Callable[[str], None] = unseen,
     system: Turns = (),
 ) -> str:
-    """Answer to a user's prompt in the model's chat format; without one its continuation.
-
-    show: gets the text in pieces of whole words as it grows. system: turns before the prompt.
-    """
+    """Answer to a user's prompt in the model's chat format; without one its continuation. show:
+    gets the text in pieces of whole words as it grows. system: turns before the prompt."""
     ids = ids_of(model, [*system, user(prompt)])
     return continuation(engine, model, ids, max_new_tokens, sampling, show)
 
@@ -133,10 +131,8 @@ def ids_of(model: Model, turns: Turns, what: str = "the prompt") -> list[int]:
 
 
 def rendered_ids(model: Model, turns: Turns, what: str = "the prompt") -> list[int]:
-    """Token ids of a prompt in the model's chat format; without one, of its only turn.
-
-    Raises ModelError for turns that cannot be rendered.
-    """
+    """Token ids of a prompt in the model's chat format; without one, of its only turn. Raises
+    ModelError for turns that cannot be rendered."""
     tokenizer, text = model.tokenizer, turns[0]["content"]
     if chats := tokenizer.chat_template is not None:
         text = rendered(tokenizer, turns)
@@ -288,9 +284,7 @@ def sample(
     engine: Engine, model: Model, held_out: Rows | None, prompt: str | None
 ) -> tuple[str | None, str | None]:
     """(prompt, answer) for the summary, or (None, None) if there is nothing to ask, or nobody.
-
-    prompt: the config's; by default the context of the first held-out row.
-    """
+    prompt: the config's; by default the context of the first held-out row."""
     if prompt is not None:
         return prompt, answer(engine, model, prompt, SAMPLE_TOKENS)
     if held_out is None or engine.anatomy.labels is not None:

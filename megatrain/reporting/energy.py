@@ -125,10 +125,8 @@ def planned_economy(tokens: int, seconds: float, power: Power, prices: Prices) -
 def planned_power(
     busy: float, board_w: float | None, gpu_w: float | None, host_w: float | None
 ) -> Power:
-    """The power of a step in which the GPU computes for `busy` of the time, 0 to 1.
-
-    board_w: of the GPU's data sheet, if there is one. gpu_w, host_w: from the config.
-    """
+    """The power of a step in which the GPU computes for `busy` of the time, 0 to 1. board_w: of the
+    GPU's data sheet, if there is one. gpu_w, host_w: from the config."""
     if gpu_w is not None or board_w is None:
         return Power(gpu_w, host_w)
     share = busy * COMPUTING_SHARE + (1 - busy) * WAITING_SHARE

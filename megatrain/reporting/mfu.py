@@ -52,10 +52,8 @@ class ModelFlops:
 
     @classmethod
     def of(cls, anatomy: Anatomy, config: PretrainedConfig, idle: int) -> ModelFlops:
-        """From a model's blocks and configuration.
-
-        idle: parameters of experts that are not a token's own (planner/cost/shape.py).
-        """
+        """From a model's blocks and configuration. idle: parameters of experts that are not a
+        token's own (planner/cost/shape.py)."""
         attention = tuple(_attention(config, anatomy.layers))
         owners = {owner for _, owner in anatomy.tied}
 

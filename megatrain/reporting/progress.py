@@ -173,11 +173,8 @@ class Progress:
     def begin(
         self, total_steps: int | None, first_step: int = 0, ahead: Ahead = lambda step: {}
     ) -> None:
-        """Say what is to come, before the first step.
-
-        total_steps: None if unknown. ahead: how often, after a step, something of `outside_s` is
-        still to come, by its name.
-        """
+        """Say what is to come, before the first step. total_steps: None if unknown. ahead: how
+        often, after a step, something of `outside_s` is still to come, by its name."""
         self._total_steps, self._first_step, self._ahead = total_steps, first_step, ahead
         if self._panel is not None:
             self._panel.begin(total_steps, first_step)
@@ -186,11 +183,9 @@ class Progress:
     def doing(
         self, kind: str, words: str = "", *, total: float | None = None, counted: str = ""
     ) -> Iterator[None]:
-        """Show that this is being done, while the block runs.
-
-        kind: of which the next takes about as many beats. words: for the user; by default `kind`.
-        total: how much it takes of what heartbeat.py counts as `counted`, if that is known.
-        """
+        """Show that this is being done, while the block runs. kind: of which the next takes about
+        as many beats. words: for the user; by default `kind`. total: how much it takes of what
+        heartbeat.py counts as `counted`, if that is known."""
         before = beats(counted)
         activity = Activity(
             words or kind, total or self._took.get(kind), lambda: beats(counted) - before

@@ -34,10 +34,8 @@ BOUND_WORDS = {
 
 
 def human_bytes(count: float | None, digits: int = 1) -> str:
-    """Bytes in the largest binary unit that keeps the value at 1 or more; `-` if unknown.
-
-    digits: after the point of GiB and TiB; smaller units have one.
-    """
+    """Bytes in the largest binary unit that keeps the value at 1 or more; `-` if unknown. digits:
+    after the point of GiB and TiB; smaller units have one."""
     if count is None:
         return "-"
     value = float(count)

@@ -194,10 +194,8 @@ def _beyond_gguf(config: PretrainedConfig, what: str) -> ModelError:
 
 
 def keys_of(family: Family, config: PretrainedConfig) -> dict[str, Any]:
-    """The keys that describe a model in a file, without the architecture's prefix.
-
-    Raises ModelError for what it cannot leave out.
-    """
+    """The keys that describe a model in a file, without the architecture's prefix. Raises
+    ModelError for what it cannot leave out."""
     said = {
         key: value(config) if callable(value) else getattr(config, value)
         for key, value in family.keys.items()

@@ -359,10 +359,8 @@ def alive(forward: fx.Graph, backward: fx.Graph, rows: int, runs_on: str) -> Ali
 def _spans(
     kernels: list[Kernel], kept: Iterable[fx.Node], given: Mapping[fx.Node, fx.Node], begun: int = 0
 ) -> dict[fx.Node, tuple[int, int]]:
-    """The first and last step in which each node's memory is used.
-
-    kept: nodes that outlive the graph. given: the node that stands for each input's memory.
-    """
+    """The first and last step in which each node's memory is used. kept: nodes that outlive the
+    graph. given: the node that stands for each input's memory."""
 
     def memory(node: fx.Node) -> fx.Node:
         base = _base(node)
