@@ -1,7 +1,8 @@
 # `make goldens`: the working tree against the commit named in benchmarks/goldens.py, bit for bit.
 # `make demo`: fine-tunes a real 135M model on real rows through the streaming engine, on any machine, in minutes.
 # `make adaptation`: takes that model through pretrain, sft and dpo to the spelling of 1623, and measures each stage.
-# `make test`: lint, types and the tests that guard each promise.   `make test-all`: all others.   `make lint`.
+# `make test`: lint, types and the tests that guard each promise.   `make test-all`: all others, and some at the oldest
+# transformers that pyproject.toml allows (`make test-floor`).   `make lint`.
 # `make docs`: the pages of docs/ and the references as a site in build/docs, every link checked.
 # `make campaign HOURS=8 SEED=1`: kills, failing calls, damaged files and odd input, for hours.
 # Each builds .venv on its first call; later calls find the stamp and start at once.
@@ -10,8 +11,11 @@ PYTHON ?= $(shell for p in python3 python3.12 python3.11 python3.13; do \
 	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$p && break; done)
 # Without an NVIDIA driver the release that CI is pinned to; with one, the newest that pip finds for it.
 TORCH ?= $(shell if nvidia-smi -L >/dev/null 2>&1; then echo 'torch>=2.11'; else echo 'torch==2.13.0'; fi)
-# The release that docs/models.md was made with: a newer one may do otherwise (decision 0085).
+# The release that docs/models.md was made with: a newer one may do otherwise (decision 0001).
 TRANSFORMERS ?= transformers==5.24.0
+# The oldest that users may have.
+FLOOR := $(shell sed -n 's/.*"transformers>=\(.*\)".*/\1/p' pyproject.toml)
+FLOOR_TESTS := $(addprefix tests/,models/test_pretrained.py models/test_tokenizer_file.py data/test_against_trl.py recipes/test_train_command.py)
 PIP_FLAGS ?=
 HOURS ?= 1
 SEED ?= 0
@@ -22,7 +26,7 @@ BIN := .venv/bin
 STAMP := .venv/.installed
 DOCS_STAMP := .venv/.installed-docs
 
-.PHONY: demo adaptation test test-all lint format goldens campaign docs clean
+.PHONY: demo adaptation test test-all test-floor lint format goldens campaign docs clean
 .DEFAULT_GOAL := test
 
 $(STAMP): pyproject.toml
@@ -47,8 +51,17 @@ lint: $(STAMP)
 test: lint
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(PYTEST_FLAGS) -m "not slow"
 
-test-all: $(STAMP)
+test-all: $(STAMP) test-floor
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(PYTEST_FLAGS) -m slow
+
+# Beside .venv's own, which it goes before; 5.18 refuses huggingface_hub 2.
+.venv/floor-$(FLOOR): $(STAMP)
+	rm -rf $@
+	$(BIN)/python -m pip install --quiet $(PIP_FLAGS) --no-deps --target $@ transformers==$(FLOOR) 'huggingface_hub<2'
+
+test-floor: .venv/floor-$(FLOOR)
+	PYTHONPATH=$< $(BIN)/python -c 'import transformers; assert transformers.__version__.startswith("$(FLOOR)")'
+	OMP_NUM_THREADS=1 PYTHONPATH=$(CURDIR)/$< $(BIN)/python -m pytest $(PYTEST_FLAGS) $(FLOOR_TESTS)
 
 demo: $(STAMP)
 	$(BIN)/python examples/demo/fetch.py

@@ -120,6 +120,8 @@ def exit_code_of(error: Exception) -> tuple[int, str]:
     if isinstance(error, ImportError) and error.name in OF_UNIX:
         instead = "on Windows run it inside WSL 2, elsewhere in a Linux container"
         return ConfigError.exit_code, f"MegaTrain needs Linux (there is no {error.name}); {instead}"
+    if isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG:
+        return ConfigError.exit_code, f"{error.filename}: is too long for the name of a file"
     if isinstance(error, PermissionError) and error.filename:
         return StorageError.exit_code, forbidden(error)
     if isinstance(error, OSError) and error.errno in STORAGE_ERRNOS:

@@ -45,7 +45,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
 BUDGETS: tuple[tuple[int, tuple[str, ...]], ...] = (
     (58_700, ("engine", "memory", "optim", "schedule")),  # 60_000
     (35_030, ("models",)),  # 31_500
-    (40_400, ("data",)),  # 34_000
+    (40_520, ("data",)),  # 34_000
     (33_900, ("planner", "planner/cost")),  # 32_000
     (43_270, ("recipes",)),  # 32_000
     (26_370, ("storage",)),  # 24_500, GGUF files among it
@@ -62,7 +62,7 @@ FLOOR_OF = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
 OUTSIDE_THE_CORE = re.compile(r"(?i)(?<![a-z])(ranks?|hosts|nvme|drives?|world)(?![a-z])")
 CORE_LINES, CORE_TOKENS = 2_990, 19_900  # 2_800, 20_000
 # 42_000, 215, 32_000
-PACKAGE_LINES, PACKAGE_FILES, TEST_LINES = 45_982, 195, 43_420
+PACKAGE_LINES, PACKAGE_FILES, TEST_LINES = 46_015, 195, 43_480
 FILE_LINES, FUNCTION_LINES = 600, 60
 NAMES_IN_TWO_MODULES = 10  # functions and classes: mostly a command and its recipe
 UNNAMED_SINGLE_IMPORTERS = 0

@@ -27,7 +27,7 @@ CharSpan = tuple[int, int]  # characters [start, stop)
 STAND_IN = "Zq7vXstandinXv7qZ"  # in no text, and unchanged by trimming
 LONGEST_REASON = 400  # characters of an error of a template
 # Fields of a turn that are the model's own words besides its content, as templates name them.
-OWN_WORDS = ("reasoning_content", "reasoning", "thinking")
+OWN_WORDS = ("reasoning_content", "thinking", "reasoning")
 
 # A template asks transformers for the time, and functions cannot be handed to it: so it is given
 # one of its own, in which each directive of a format has the value of a day.
@@ -261,6 +261,10 @@ class Template:
         from transformers.utils.chat_template_utils import render_jinja_template
 
         source = self._with_tools if scene.tools else self._source
+        for turn in turns:  # by both names that templates read, as transformers 5.21 has it
+            said = next((turn[key] for key in OWN_WORDS if turn.get(key) is not None), None)
+            if said is not None:
+                turn |= {"thinking": said, **turn, "reasoning_content": said}
         try:
             found: Any = render_jinja_template(  # declared as str, returns (texts, spans)
                 conversations=[turns],

@@ -164,7 +164,7 @@ class StepCosts:
         if pieces > 1:  # tokens for heads and back: queries, keys, values and output
             nbytes = 4 * tokens * self.layout.activations.row_bytes
             trading = nbytes * ((pieces - 1) / pieces) / self.machine.gather
-        chunks = math.ceil(tokens / chunk - ROUNDING)
+        chunks = max(1, math.ceil(tokens / chunk - ROUNDING))
         forward, backward = (
             seconds + quantizing + trading
             for seconds in self._forward_and_backward(work, tokens, rate, traffic, chunks)

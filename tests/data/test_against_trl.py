@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import transformers
 
 from megatrain.data.encoding import Encoder
 from megatrain.data.formats import convert_row, detect_format
@@ -22,6 +23,11 @@ from tests.helpers.commands import CHATML
 trl = pytest.importorskip("trl", reason="trl is not installed (pip install --no-deps trl)")
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # TRL's own, and transformers' about it
+# TRL's rows have nulls that Arrow made, which transformers hands to templates before 5.23.
+nulls_left_out = pytest.mark.skipif(
+    tuple(map(int, transformers.__version__.split(".")[:2])) < (5, 23),
+    reason="TRL needs transformers 5.23 for these rows",
+)
 FOLDER = Path(trl.__file__).parent / "chat_templates"
 
 
@@ -137,6 +143,7 @@ def prompt_of(tokenizer: Any) -> str:
     return template.render(asked, generation_prompt=True).removeprefix(template.render(asked))
 
 
+@nulls_left_out
 @pytest.mark.slow
 def test_ids_and_masks_but_for_what_is_meant(tokenizers, of_trl):
     for name, kind in CASES:
@@ -159,6 +166,7 @@ def test_ids_and_masks_but_for_what_is_meant(tokenizers, of_trl):
             assert not tail.strip()
 
 
+@nulls_left_out
 @pytest.mark.slow
 def test_with_trl_s_own_template_there_is_no_difference(tokenizers, of_trl):
     """Its templates for training have `{% generation %}` blocks, which decide then."""

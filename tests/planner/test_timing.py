@@ -346,7 +346,7 @@ def test_speed_counts_the_parameters_that_act_on_a_token():
     assert found.tflops == pytest.approx(6 * active * found.tokens_per_s / 1e12)
 
 
-@pytest.mark.parametrize(("chunk", "times"), [(None, 1), (512, 4)])
+@pytest.mark.parametrize(("chunk", "times"), [(None, 1), (512, 4), (10**12, 1)])
 def test_experts_are_all_read_and_their_gradients_all_written_for_every_micro_batch(chunk, times):
     fast = replace(typical(H200), matmul=((1, 1e30),), grouped=((1, 1e30),), launch=0.0)
     choices = replace(STREAMED, micro_batch_tokens=2048, layer_chunk_tokens=chunk, retained=28)
