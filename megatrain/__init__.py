@@ -14,6 +14,7 @@ from megatrain.version import VERSION
 if TYPE_CHECKING:
     from megatrain import errors as errors
     from megatrain import losses as losses
+    from megatrain import rewards as rewards
     from megatrain.config import Config as Config
     from megatrain.config import load_config as load_config
     from megatrain.engine.engine import Engine as Engine
@@ -40,7 +41,7 @@ _NAMES = {
     "megatrain.settings": ("Settings",),
 }
 _HOMES = {name: home for home, names in _NAMES.items() for name in names}
-_MODULES = ("errors", "losses")
+_MODULES = ("errors", "losses", "rewards")
 
 __all__ = [*_HOMES, *_MODULES]
 

@@ -58,6 +58,10 @@ class DataError(MegaTrainError):
     exit_code = 3
 
 
+class RewardError(DataError):
+    """A reward function that failed, or gave no reward for each answer."""
+
+
 class PlanError(MegaTrainError):
     """The run does not fit this machine; the message says by how much, and what would fit."""
 
@@ -114,7 +118,7 @@ def exit_code_of(error: Exception) -> tuple[int, str]:
     """The exit code and the sentence for any error that ended a command."""
     if isinstance(error, MegaTrainError):
         return error.exit_code, str(error)
-    if isinstance(error, MemoryError):
+    if isinstance(error, MemoryError) or getattr(error, "errno", None) == errno.ENOMEM:
         advice = "set memory.host, or a smaller train.micro_batch_tokens"
         return OutOfMemory.exit_code, f"out of host memory; {advice}"
     if isinstance(error, ImportError) and error.name in OF_UNIX:

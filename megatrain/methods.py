@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-Kind = Literal["plain", "pairs", "judged"]
+Kind = Literal["plain", "pairs", "judged", "prompts"]
 RATE, PREFERENCE_RATE, REWARD_RATE = 1e-5, 1e-6, 1e-4  # but for the first TRL's
 
 
@@ -18,7 +18,8 @@ class Method:
 
     Attributes:
         kind: of rows: plain (a conversation or a text), pairs (two answers, of which one is
-            better), or judged (an answer that is wanted or not).
+            better), judged (an answer that is wanted or not), or prompts (the model writes the
+            answers, and functions reward them).
         learning_rate: where the config has none.
         whole_documents: texts follow each other in full sequences.
         scores: the model has a score for a sequence, and no logits.
@@ -51,4 +52,5 @@ METHODS: dict[str, Method] = {
         words="Trained as a reward model from",
         task="text-classification",
     ),
+    "grpo": Method("prompts", words="Tuned by rewards ({}) from"),
 }

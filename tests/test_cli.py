@@ -231,6 +231,7 @@ ERRORS = [
     (errors.ConfigError, 2),
     (errors.ModelError, 2),
     (errors.DataError, 3),
+    (errors.RewardError, 3),
     (errors.PlanError, 4),
     (errors.OutOfMemory, 5),
     (errors.DivergedError, 6),
@@ -262,6 +263,7 @@ UNEXPECTED: list[tuple[Exception, int, str]] = [
     (NUMBA, 1, "unexpected ModuleNotFoundError: No; run"),
     (MemoryError(), 5, "out of host memory"),
     (OSError(errno.ENOSPC, "No space", "runs/x"), 7, "runs/x: No space; free some space"),
+    (OSError(errno.ENOMEM, "Cannot allocate memory"), 5, "out of host memory"),
     (OSError(errno.ENAMETOOLONG, "File name too long", "x"), 2, "x: is too long for the name of a"),
     (OSError(errno.ENOTDIR, "Not a directory", "runs/x"), 1, "unexpected NotADirectoryError"),
 ]

@@ -14,10 +14,10 @@ from pydantic import Field, PrivateAttr, model_validator
 from megatrain.config import sections as s
 from megatrain.config import values as v
 from megatrain.config.document import write_yaml
-from megatrain.config.sections import HeldOut, Sources
+from megatrain.config.sections import EVAL_REWARD, HeldOut, Sources
 from megatrain.config.values import Options, Places, key, option, refuse
 from megatrain.data.files import check_source
-from megatrain.data.samples import read_prompts
+from megatrain.data.samples import PROMPTS, read_prompts
 from megatrain.errors import ConfigError, DataError
 from megatrain.methods import METHODS, RATE
 from megatrain.settings import OPTIONS, contradiction
@@ -220,7 +220,8 @@ class Config(Options):
     method: v.Method = key(
         "sft",
         "sft: conversations; pretrain: texts; dpo, orpo, simpo, cpo: pairs of answers; kto: "
-        "answers that are wanted or not; reward: pairs of answers, for a model that scores them.",
+        "answers that are wanted or not; reward: pairs of answers, for a model that scores them; "
+        "grpo: prompts, whose answers the model writes and functions reward.",
     )
     data: DataOptions
     train: TrainOptions = TrainOptions()
@@ -235,6 +236,9 @@ class Config(Options):
     cpo: s.CpoOptions = s.CpoOptions()
     kto: s.KtoOptions = s.KtoOptions()
     reward: s.RewardOptions = s.RewardOptions()
+    grpo: s.GrpoOptions = s.GrpoOptions()
+    rollout: s.RolloutOptions = s.RolloutOptions()
+    rewards: s.RewardsOptions = s.RewardsOptions()
     precision: v.Precision = key(
         "auto",
         "bfloat16 computes in bf16 over an exact fp32 master; fp8 also computes the layers' "
@@ -283,9 +287,14 @@ class Config(Options):
             settled["data"] = {"train_on": "all", **data}
         method = METHODS.get(name) if isinstance(name, str) else None
         if method and isinstance(train, dict):
+            if method.kind == PROMPTS and not {*train} & {"tokens_per_step", "rows_per_step"}:
+                train = {"rows_per_step": answers_of_a_step(given), **train}
             settled["train"] = {"learning_rate": method.learning_rate, **train}
         if method and isinstance(data := settled.get("data"), dict):
             settled["data"] = {"truncation_mode": method.truncation_mode, **data}
+            saved, holds_out = given.get("checkpoint", {}), data.get("eval", 1) is not None
+            if method.kind == PROMPTS and holds_out and isinstance(saved, dict):
+                settled["checkpoint"] = {"metric": EVAL_REWARD, **saved}
         return settled
 
     @model_validator(mode="after")
@@ -295,7 +304,7 @@ class Config(Options):
         given["max_grad_norm"] = self.train.max_grad_norm or 0
         if found := contradiction(given, in_config=True):
             refuse(*found)
-        if fault := fault_of_sections(self) or fault_of_streaming(self):
+        if fault := fault_of_sections(self) or fault_of_streaming(self) or fault_of_rollouts(self):
             refuse(*fault)
         if self.method == "pretrain" and self.data.train_on != "all":
             reason = "method: pretrain trains on every token; remove it or set it to all"
@@ -401,6 +410,62 @@ def fault_of_sections(config: Config) -> tuple[str, str] | None:
     asked = [name for name, value in of_text.items() if value is not None]
     if METHODS[method].scores and asked:
         return asked[0], f"method: {method} trains a model that writes no text; remove it"
+    return None
+
+
+def answers_of_a_step(given: Mapping[str, Any]) -> int | None:
+    """Rows of a step that follow from `rollout`; None where it holds no numbers of its keys."""
+    asked, fields = given.get("rollout") or {}, s.RolloutOptions.model_fields
+    keys = ("generation_batch_size", "steps_per_generation")
+    if not isinstance(asked, Mapping):
+        return None
+    size, steps = (asked.get(key, fields[key].default) for key in keys)
+    whole = all(type(number) is int and number > 0 for number in (size, steps))
+    return max(1, size // steps) if whole else None
+
+
+# (key, its value, why others are refused) of methods that write their rows themselves
+OF_ROLLOUTS: tuple[tuple[str, object, str], ...] = (
+    ("data.train_on", "assistant", "answers are trained on"),
+    ("data.streaming", False, "prompts are read whole"),
+    ("data.format", "auto", "rows hold `prompt` or `messages`, and columns of any name"),
+    ("data.text_field", None, "rows hold `prompt` or `messages`, and columns of any name"),
+    ("train.context_parallel", 1, "its loss is over whole sequences"),
+    ("grpo.beta", 0.0, "a reference model is not built yet"),
+    ("eval.prompts", None, "held-out prompts are answered; set data.eval"),
+)
+
+
+def fault_of_rollouts(config: Config) -> tuple[str, str] | None:
+    """The first key that a method of prompts cannot honour, and why; None if there is none."""
+    if METHODS[config.method].kind != PROMPTS:
+        for name in ("rollout", "rewards"):
+            section = getattr(config, name)
+            if section != type(section)():
+                return name, f"is of methods that write answers, not of {config.method}; remove it"
+        return None
+    for name, value, reason in OF_ROLLOUTS:
+        if attrgetter(name)(config) != value:
+            return name, f"method: {config.method} has only {value}: {reason}; remove it"
+    rollout, rewards, answers = config.rollout, config.rewards, config.grpo.num_generations
+    size, steps = rollout.generation_batch_size, rollout.steps_per_generation
+    if size % (answers * steps):
+        parts = f"grpo.num_generations {answers} x rollout.steps_per_generation {steps}"
+        return "rollout.generation_batch_size", f"{size} is no multiple of {parts}; set one"
+    if config.train.rows_per_step != size // steps:
+        words = "the size of a step follows from rollout.generation_batch_size; remove it"
+        asked = "rows_per_step" if config.train.rows_per_step else "tokens_per_step"
+        return f"train.{asked}", words
+    if not rewards.functions:
+        return (
+            "rewards.functions",
+            "is missing: name what rewards answers, such as rewards.py:check",
+        )
+    if rewards.reward_weights and len(rewards.reward_weights) != len(rewards.functions):
+        return "rewards.reward_weights", "needs a weight for each of rewards.functions"
+    if config.grpo.max_completion_length >= config.train.seq_len:
+        room = f"leaves no room for a prompt in train.seq_len {config.train.seq_len}; raise that"
+        return "grpo.max_completion_length", room
     return None
 
 

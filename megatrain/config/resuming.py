@@ -56,6 +56,7 @@ FLAGGED = {
     "train.wire": "sums of several hosts round otherwise from here on",
     "memory.activations": "gradients round otherwise from here on",
     **dict.fromkeys(SECTIONS, "the loss is another from here on"),
+    **dict.fromkeys(("rollout", "rewards"), "answers or rewards differ from here on"),
     **KEPT_OPTIONS,
     "memory.sums_on_device": "sums of several GPUs are added in another order from here on",
 }
@@ -64,7 +65,7 @@ KEPT_CHOICES = (*KEPT_OPTIONS, "data.packing", "data.date", "precision", "optimi
 KEPT_CHOICES += ("compile",)
 PATHS = (
     *("model.path", "model.config", "data.train", "data.eval", "data.chat_template"),
-    *("eval.prompts", "memory.nvme", "output"),
+    *("eval.prompts", "memory.nvme", "output", "rewards.functions"),
 )
 
 

@@ -143,6 +143,73 @@ class RewardOptions(Options):
     )
 
 
+class GrpoOptions(Options):
+    """Group relative policy optimisation and its kin: answers that the model writes, several to a
+    prompt, and functions that reward them."""
+
+    num_generations: Annotated[v.Count, Field(ge=2)] = key(8, "Answers to each prompt: a group.")
+    max_completion_length: v.Count = key(256, "Longest answer in tokens.")
+    num_iterations: v.Count = key(1, "Times that the answers of a rollout are trained on.")
+    loss_type: v.PolicyLoss = key("dapo", "dapo, bnpo, grpo, dr_grpo or cispo.")
+    beta: v.NotNegative = key(
+        0.0, "Weight of the divergence from a reference model. Not built yet: 0."
+    )
+    epsilon: v.Positive = key(0.2, "How far a ratio may fall below 1, or rise above it.")
+    epsilon_high: v.PositiveOrNull = key(None, "How far it may rise above 1; null: epsilon.")
+    delta: v.PositiveOrNull = key(None, "Largest ratio of answers that did badly; null: any.")
+    importance_sampling_level: v.RatioLevel = key(
+        "token", "Ratios of each token, or (GSPO) of whole answers."
+    )
+    off_policy_mask_threshold: v.PositiveOrNull = key(
+        None, "Divergence above which an answer that did badly is left out; null: none is."
+    )
+    importance_sampling_correction: v.Flag = key(
+        True, "Weigh by the ratio of the trainer's to the sampler's probabilities."
+    )
+    importance_sampling_mode: v.RatioMode = key(
+        "sequence_mask",
+        "Ratios of tokens or of whole answers; above the limit mask leaves out, truncate cuts.",
+    )
+    importance_sampling_clip_max: v.Positive = key(3.0, "That limit.")
+    scale_rewards: v.ScaleRewards = key(
+        "group", "Divide by the deviation of a group's rewards, of all rewards, or by none."
+    )
+    multi_objective_aggregation: v.Aggregation = key(
+        "sum_then_normalize", "Of several reward functions."
+    )
+    mask_truncated_completions: v.Flag = key(False, "Leave answers without an end out of the loss.")
+
+
+class RolloutOptions(Options):
+    """The writing of answers: how many, and how their tokens are drawn."""
+
+    generation_batch_size: v.Count = key(
+        64, "Answers of one rollout: prompts times grpo.num_generations."
+    )
+    steps_per_generation: v.Count = key(1, "Optimizer steps into which a rollout is cut.")
+    temperature: v.Positive = key(1.0, "Divides logits, in writing as in training.")
+    top_p: v.PositiveOrNull = key(None, "Draw among the likeliest with this probability together.")
+    top_k: v.CountOrNull = key(None, "Draw among so many of the likeliest.")
+    min_p: v.FractionOrNull = key(None, "Draw among those with this share of the likeliest's.")
+    eval_generations: v.Count = key(
+        1, "Answers to each held-out prompt: one is the likeliest, several are drawn."
+    )
+
+
+class RewardsOptions(Options):
+    """Functions that reward answers."""
+
+    functions: v.Patterns = key(
+        (), "Functions, each as FILE.py:NAME, with TRL's signature; the file beside this one."
+    )
+    reward_weights: _Weights = key(None, "Weight of each function; null: 1 each.")
+    timeout_s: v.Positive = key(60.0, "Seconds that one call may take.")
+    processes: v.CountOrAuto = key("auto", "Processes that judge; auto: cores, 8 at most.")
+    on_bad_reward: v.BadReward = key(
+        "refuse", "Stop at a function that fails, or count what it judged as None."
+    )
+
+
 SECTIONS: dict[str, type[Options]] = {
     "dpo": DpoOptions,
     "orpo": OrpoOptions,
@@ -150,6 +217,7 @@ SECTIONS: dict[str, type[Options]] = {
     "cpo": CpoOptions,
     "kto": KtoOptions,
     "reward": RewardOptions,
+    "grpo": GrpoOptions,
 }
 
 
@@ -205,7 +273,7 @@ class EconomyOptions(Options):
     )
 
 
-EVAL_LOSS = "eval_loss"
+EVAL_LOSS, EVAL_REWARD = "eval_loss", "eval_reward"
 MAX_NEW_TOKENS = 128
 
 

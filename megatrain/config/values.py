@@ -247,7 +247,7 @@ ColumnsOrNull = Annotated[
 _NOT_BUILT = "not built yet"
 _LOSS_SCALING = "not offered, since it needs loss scaling and bfloat16 does not"
 _NO_FP8 = "no longer offered: use int8, which takes the same bytes at half the gradient error"
-_METHODS = ("ppo", "grpo", "rloo", "distill", "gkd")
+_METHODS = ("ppo", "rloo", "distill", "gkd")
 _OPTIMIZERS = ("adam", "sgd", "lamb", "adagrad", "rmsprop", "sophia")
 _OTHER_METHODS = dict.fromkeys(_METHODS, _NOT_BUILT)
 _OTHER_OPTIMIZERS = dict.fromkeys(_OPTIMIZERS, _NOT_BUILT) | {
@@ -258,7 +258,7 @@ _OTHER_PRECISIONS = dict.fromkeys(("float16", "fp16"), _LOSS_SCALING) | {
 }
 
 Method = Annotated[
-    Literal["sft", "pretrain", "dpo", "orpo", "simpo", "cpo", "kto", "reward"],
+    Literal["sft", "pretrain", "dpo", "orpo", "simpo", "cpo", "kto", "reward", "grpo"],
     Choice(_OTHER_METHODS),
 ]
 _PairLoss = Literal["sigmoid", "hinge", "ipo", "exo_pair", "nca_pair", "robust", "bco_pair"]
@@ -269,6 +269,17 @@ DpoLosses = Annotated[
     wanted(f"one of {', '.join(get_args(_DpoLoss))}, or a list of them", as_texts),
 ]
 CpoLoss = Annotated[Literal["sigmoid", "hinge", "ipo"], Choice({"simpo": "a method of its own"})]
+_OTHER_POLICY_LOSSES = dict.fromkeys(("sapo", "luspo", "vespo"), _NOT_BUILT)
+PolicyLoss = Annotated[
+    Literal["dapo", "bnpo", "grpo", "dr_grpo", "cispo"], Choice(_OTHER_POLICY_LOSSES)
+]
+RatioLevel = Annotated[Literal["token", "sequence"], Choice()]
+RatioMode = Annotated[
+    Literal["token_mask", "token_truncate", "sequence_mask", "sequence_truncate"], Choice()
+]
+ScaleRewards = Annotated[Literal["group", "batch", "none"], Choice()]
+Aggregation = Annotated[Literal["sum_then_normalize", "normalize_then_sum"], Choice()]
+BadReward = Annotated[Literal["refuse", "none"], Choice()]
 Init = Annotated[Literal["pretrained", "random"], Choice()]
 _PlainRow = Literal["messages", "prompt_completion", "alpaca", "sharegpt", "text"]
 _PairRow = Literal["preference", "ranking", "alpaca_ranking", "implicit_prompt"]

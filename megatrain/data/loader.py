@@ -11,10 +11,11 @@ import math
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import KW_ONLY, asdict, dataclass, replace
+from dataclasses import KW_ONLY, asdict, dataclass, field, replace
 from functools import lru_cache
 from itertools import islice, pairwise
 from statistics import median_high
+from typing import Any
 
 import numpy as np
 
@@ -48,7 +49,9 @@ class StepBatch:
     micro_batches: list[MicroBatch]  # of this rank; the rest is of all
     lengths: tuple[int, ...]  # real tokens of each sequence that is trained on: two of a pair
     epoch: float
-    after: Position
+    after: Any
+    metrics: Mapping[str, float] = field(default_factory=dict)  # of answers that were written
+    spent_s: Mapping[str, float] = field(default_factory=dict)  # on writing and judging them
 
     @property
     def tokens(self) -> int:

@@ -370,7 +370,7 @@ def read_prompts(name: str) -> list[Turns]:
         try:
             if line.strip():
                 of_json = path.suffix in (".jsonl", ".json")
-                found.append(_asked(json_value(line) if of_json else {"prompt": line}))
+                found.append(asked_in(json_value(line) if of_json else {"prompt": line}))
         except (ValueError, RowError) as error:
             raise DataError(f"{path}:{number}: {error}") from None
     if not 0 < len(found) <= MANY:
@@ -378,8 +378,8 @@ def read_prompts(name: str) -> list[Turns]:
     return found
 
 
-def _asked(row: object) -> Turns:
-    """The turns of a prompt. Raises RowError."""
+def asked_in(row: object) -> Turns:
+    """The turns of a row that asks: of its `messages`, or one of its `prompt`. Raises RowError."""
     if not isinstance(row, Mapping):
         raise RowError(f"expected an object, found {type_name(row)}")
     if row.get("messages") is None:
@@ -390,7 +390,7 @@ def _asked(row: object) -> Turns:
     return [{**turn.extra, "role": turn.role, "content": turn.content} for turn in turns]
 
 
-PLAIN, PAIRS, JUDGED = "plain", "pairs", "judged"
+PLAIN, PAIRS, JUDGED, PROMPTS = "plain", "pairs", "judged", "prompts"
 
 
 @dataclass(frozen=True)
@@ -417,6 +417,7 @@ KINDS = {
     PLAIN: _Kind(1, 1, _methods(PLAIN), "rows of one answer"),
     PAIRS: _Kind(2, 2, _methods(PAIRS), "two answers, of which one is better,"),
     JUDGED: _Kind(2, 1, _methods(JUDGED), "answers that are marked as wanted or unwanted"),
+    PROMPTS: _Kind(1, 1, _methods(PROMPTS), "prompts"),
 }
 
 

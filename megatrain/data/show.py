@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from megatrain.data.rows import IdArray, MaskArray, PackedRows, Rows
-from megatrain.data.samples import JUDGED, PAIRS, PLAIN
+from megatrain.data.samples import JUDGED, PAIRS, PLAIN, PROMPTS
 from megatrain.errors import printable
 
 if TYPE_CHECKING:
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from rich.text import Text
     from transformers import PreTrainedTokenizerBase
 
-_WHAT = {PLAIN: "rows", PAIRS: "pairs", JUDGED: "judged rows"}
+_WHAT = {PLAIN: "rows", PAIRS: "pairs", JUDGED: "judged rows", PROMPTS: "prompts"}
 BARS = "▁▂▃▄▅▆▇█"
 BINS = 16
 # Of a row, unless it is shown in full: a screen of 80 x 24.
@@ -73,7 +73,9 @@ def describe(rows: Rows) -> list[str]:
         kind = "blocks of packed documents"
     if found["wanted_rows"] is not None:
         kind += f", {found['wanted_rows']:,} of them wanted"
-    sizes = f"{tokens:,} tokens, {targets:,} of them targets ({targets / tokens:.1%})"
+    sizes = f"{tokens:,} tokens"
+    if rows.kind != PROMPTS:  # whose targets are written later
+        sizes += f", {targets:,} of them targets ({targets / tokens:.1%})"
     which = "one of their answers" if rows.kind == PAIRS else "them"
     first, cut = next(iter(counts.first_bad), ""), counts.truncated_tokens
     lost = (

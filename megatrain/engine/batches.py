@@ -130,7 +130,7 @@ def _check_examples(batch: Batch, number: int, loss: SequenceLoss) -> None:
     """Raise DataError if a micro-batch lacks what the loss needs to know of its examples."""
     shape, rows, name = batch["labels"].shape, batch.get("row_of"), type(loss).__name__
     count = shape[0]
-    for key in ("row_of", "token_answer"):
+    for key in ("row_of", *(key for key in batch if key.startswith("token_"))):
         if batch.get(key, batch["labels"]).shape != shape or (rows is not None and rows.min() < 0):
             raise DataError(
                 f"{key} of micro-batch {number} must have the shape of input_ids, {list(shape)}; "

@@ -20,6 +20,8 @@ from megatrain.engine.constructors import Constructors
 from megatrain.engine.inference import Choose
 from megatrain.engine.objective import AnyLoss, EvalResult, StepResult
 from megatrain.engine.request import check_context_parallel, check_settings
+from megatrain.engine.rollout.decode import Answer, AnswerRequest, answers
+from megatrain.engine.rollout.draw import Draw
 from megatrain.engine.routing import balancer_of
 from megatrain.engine.step import NotFiniteLoss, Passes
 from megatrain.engine.update import diverged
@@ -308,8 +310,10 @@ class Engine(Constructors):
         with self._reading("an evaluation's activations") as passes:
             return inference.evaluate(passes, micro_batches, objective)
 
-    def logprobs(self, micro_batches: Sequence[Batch]) -> list[Tensor]:
+    def logprobs(self, micro_batches: Sequence[Batch], temperature: float = 1.0) -> list[Tensor]:
         """Log-probabilities of all targets, in evaluation mode: one sweep over the weights.
+
+        temperature: that logits are divided by.
 
         Returns:
             For each micro-batch float32 [batch, tokens] on the CPU: at each place with a label the
@@ -318,7 +322,8 @@ class Engine(Constructors):
 
         Raises DataError as `forward_backward`.
         """
-        return inference.placed(micro_batches, self._logprobs(micro_batches))
+        found = self._logprobs(micro_batches, temperature=temperature)
+        return inference.placed(micro_batches, found)
 
     def score(
         self, inputs: Sequence[Batch], targets: Sequence[tuple[Tensor, Tensor]]
@@ -337,17 +342,20 @@ class Engine(Constructors):
         blank = [{**one, "labels": torch.full_like(one["input_ids"], IGNORE)} for one in inputs]
         wanted = [Targets(index, tokens) for index, tokens in targets]
         found = self._logprobs(blank, wanted)
-        return [(values.cpu(), likeliest.cpu()) for _, values, likeliest in found]
+        return [(values.cpu(), likeliest.bool().cpu()) for _, (values, likeliest) in found]
 
     def _logprobs(
-        self, micro_batches: Sequence[Batch], targets: list[Targets] | None = None
-    ) -> list[tuple[Targets, Tensor, Tensor]]:
+        self,
+        micro_batches: Sequence[Batch],
+        targets: list[Targets] | None = None,
+        temperature: float = 1.0,
+    ) -> list[tuple[Targets, tuple[Tensor, ...]]]:
         self._check_usable()
         objective_of(micro_batches, next_token, self.anatomy)
         if not (micro_batches or self._peers.several):
             return []  # one of several sweeps all the same: others need what it has of weights
         with self._reading("an evaluation's activations") as passes:
-            return inference.logprobs(passes, micro_batches, targets)
+            return inference.logprobs(passes, micro_batches, targets, temperature)
 
     def logits(self, input_ids: Tensor, positions: slice = slice(None)) -> Tensor:
         """Logits [batch, positions, vocab], or a classifier's scores [batch, positions, labels], on
@@ -396,6 +404,26 @@ class Engine(Constructors):
             chosen = choose(self.logits(context, slice(-1, None))[0, 0])
             tokens.append(self._peers.broadcast(chosen))  # all end together
         return tokens
+
+    def rollout(
+        self,
+        requests: Sequence[AnswerRequest],
+        draw: Draw,
+        ends: Sequence[int],
+        slots: int | None = None,
+    ) -> Iterator[Answer]:
+        """Answers to requests as they end; the engine computes nothing else meanwhile, and goes on
+        as before, to the bit. slots: rows that are written at once; None: as memory has room for.
+
+        An answer follows from the weights, its prompt, the request's key, its number and
+        `draw.seed`, whatever is written beside it. Raises ConfigError without room for the weights.
+        """
+        longest = max((len(one.ids) + one.most for one in requests), default=1)
+        with self.whole(longest) as model:
+            if model is None:
+                reason = "all weights must fit on one GPU beside keys and values, and they do not"
+                raise ConfigError(f"rollout: {reason}; take a smaller model or a larger GPU")
+            yield from answers(model, requests, draw, ends, slots)
 
     def iter_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         """(name, weight) of every tensor on the CPU, as `save_pretrained` writes them.

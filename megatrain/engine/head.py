@@ -37,42 +37,56 @@ class TokenLogprobs(torch.autograd.Function):
     """log softmax(logits)[label] in fp32; its gradient is rounded once, to the logits' dtype."""
 
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, labels: Tensor, consumed: bool, fused: bool) -> Tensor:
+    def forward(
+        ctx: Any, logits: Tensor, labels: Tensor, consumed: bool, fused: bool, temperature: float
+    ) -> Tensor:
         statistics = logits.new_empty((3, len(labels), 1), dtype=torch.float32)
         measure = compiled(row_statistics) if fused else row_statistics
         for rows in pieces(logits, fused):
-            statistics[:, rows] = measure(logits[rows].detach(), labels[rows, None])
+            statistics[:, rows] = measure(logits[rows].detach(), labels[rows, None], temperature)
         ctx.save_for_backward(logits, labels, statistics)
-        ctx.consumed, ctx.fused = consumed, fused
+        ctx.consumed, ctx.fused, ctx.temperature = consumed, fused, temperature
         return statistics[2].squeeze(1)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None, None]:
         logits, labels, (top, total, logprobs) = ctx.saved_tensors
-        grad = grads[0].unsqueeze(1)
+        grad = grads[0].unsqueeze(1) / ctx.temperature
         result = logits.detach() if ctx.consumed else logits.detach().clone()
         write = compiled(scaled_softmax_) if ctx.fused else scaled_softmax_
         factor = -grad / total
         for part in pieces(logits, ctx.fused):
-            write(result[part], top[part], factor[part])
+            write(result[part], top[part], factor[part], ctx.temperature)
         of_labels = -grad * logprobs.expm1()  # 1 - p of the label itself, without the cancellation
         rows = torch.arange(len(labels), device=labels.device)
         result[rows, labels] = of_labels.squeeze(1).to(result.dtype)
-        return result, None, None, None
+        return result, None, None, None, None
 
 
 # why: decision 0086
-def row_statistics(logits: Tensor, labels: Tensor) -> Tensor:
-    """fp32 [3, n, 1]: each row's largest logit, its sum of exp(logit - largest), and the
-    log-probability of its label in `labels` [n, 1]."""
+def row_statistics(logits: Tensor, labels: Tensor, temperature: float) -> Tensor:
+    """fp32 [3, n, 1]: each row's largest logit, its sum of exp((logit - largest) / temperature),
+    and the log-probability of its label in `labels` [n, 1]."""
     top = logits.amax(dim=1, keepdim=True).float()
-    total = (logits - top).exp_().sum(dim=1, keepdim=True)
-    return torch.stack([top, total, logits.gather(1, labels) - top - total.log()])
+    total = cooled_(logits - top, temperature).exp_().sum(dim=1, keepdim=True)
+    of_labels = cooled_(logits.gather(1, labels) - top, temperature)
+    return torch.stack([top, total, of_labels - total.log()])
 
 
-def scaled_softmax_(logits: Tensor, top: Tensor, factor: Tensor) -> None:
-    """Write `factor` [n, 1] times exp(logits - top) over `logits` [n, vocab]."""
-    torch.mul((logits - top).exp_(), factor, out=logits)
+def scaled_softmax_(logits: Tensor, top: Tensor, factor: Tensor, temperature: float) -> None:
+    """Write `factor` [n, 1] times exp((logits - top) / temperature) over `logits` [n, vocab]."""
+    torch.mul(cooled_(logits - top, temperature).exp_(), factor, out=logits)
+
+
+def cooled_(differences: Tensor, temperature: float) -> Tensor:
+    """`differences` over the temperature, in place: most losses have none, and no further pass."""
+    return differences if temperature == 1.0 else differences.div_(temperature)
+
+
+def row_entropies(logits: Tensor, temperature: float) -> Tensor:
+    """fp32 [n]: the entropy of each row's distribution, in nats."""
+    probabilities = (logits.float() / temperature).softmax(dim=1)
+    return -torch.xlogy(probabilities, probabilities).sum(dim=1)
 
 
 @cache
@@ -89,14 +103,31 @@ def pieces(logits: Tensor, fused: bool = False) -> Iterator[slice]:
     return (slice(start, start + step) for start in range(0, len(logits), step))
 
 
-def token_logprobs(logits: Tensor, labels: Tensor, fused: bool = False) -> Tensor:
-    """Log-probabilities of `labels` [n] under `logits` [n, vocab]: fp32 [n], differentiable.
+def token_logprobs(
+    logits: Tensor, labels: Tensor, fused: bool = False, temperature: float = 1.0
+) -> Tensor:
+    """Log-probabilities of `labels` [n] under `logits` [n, vocab] over the temperature: fp32 [n],
+    differentiable.
 
     Logits that a matmul has just made are used up: backward writes their gradient over them.
     `fused` compiles the passes over them, which takes a C compiler.
     """
     consumed = not_needed(logits)
-    return TokenLogprobs.apply(logits, labels, consumed, fused)  # type: ignore[no-untyped-call, no-any-return]
+    given = logits, labels, consumed, fused, temperature
+    return TokenLogprobs.apply(*given)  # type: ignore[no-untyped-call, no-any-return]
+
+
+def token_entropies(
+    logits: Tensor, labels: Tensor, fused: bool = False, temperature: float = 1.0
+) -> Tensor:
+    """Entropy of the distribution that `token_logprobs` takes each label's from: fp32 [n]."""
+    measure = compiled(row_entropies) if fused else row_entropies
+    return torch.cat([measure(logits[rows], temperature) for rows in pieces(logits, fused)])
+
+
+def likeliest_tokens(logits: Tensor, labels: Tensor, fused: bool = False) -> Tensor:
+    """1 for each of `labels` that is the likeliest token, else 0."""
+    return (logits.argmax(1) == labels).float()
 
 
 def first_scores(scores: Tensor, labels: Tensor, fused: bool = False) -> Tensor:
@@ -145,27 +176,20 @@ class Head:
         return total
 
     def target_values(
-        self,
-        hidden: Tensor,
-        targets: Targets,
-        values: Values = token_logprobs,
-        *,
-        greedy: bool = False,
-    ) -> tuple[Tensor, Tensor]:
-        """Log-probabilities of targets (or other `values`), fp32 [n], and, with `greedy`, True for
-        each that is the likeliest token, bool [n]."""
-        found = hidden.new_zeros(len(targets), dtype=torch.float32)
-        likeliest = hidden.new_zeros(len(targets), dtype=torch.bool)
+        self, hidden: Tensor, targets: Targets, *values: Values
+    ) -> tuple[Tensor, ...]:
+        """Each of `values` of the targets, such as their log-probabilities: fp32 [n], without
+        gradients."""
+        found = tuple(hidden.new_zeros(len(targets), dtype=torch.float32) for _ in values)
         start = 0
         with torch.no_grad():
             for part in targets.chunks(self.chunk):
                 logits = self.project(hidden.index_select(0, part.index))
                 place = slice(start, start := start + len(part))
-                if greedy:
-                    likeliest[place] = logits.argmax(1) == part.labels
-                found[place] = values(logits, part.labels, self.fused)
+                for of_targets, value in zip(found, values, strict=True):
+                    of_targets[place] = value(logits, part.labels, self.fused)
                 del logits  # or they would live until the next chunk's are there
-        return found, likeliest
+        return found
 
     def loss_and_gradients(
         self,

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,6 +16,7 @@ from torch import Tensor
 
 from megatrain.engine.batches import Batch, answers_of
 from megatrain.engine.components import EngineParts, computing, naming_the_gpu
+from megatrain.engine.head import Values, likeliest_tokens, token_logprobs
 from megatrain.engine.objective import EvalResult, Objective
 from megatrain.engine.step import Passes
 from megatrain.heartbeat import beat
@@ -44,7 +46,8 @@ def evaluate(passes: Passes, batches: Sequence[Batch], objective: Objective) -> 
     for mb, hidden in passes.through_layers(prepared):
         rows = hidden.flatten(0, 1), mb.targets
         if objective.of_sequences:
-            values.append(passes.outputs.target_values(*rows, objective.values)[0])
+            of_targets, mb.targets = objective.first_pass(passes.outputs, *rows)
+            values.append(of_targets)
         else:
             total.add(passes.outputs.loss_sum(*rows, objective.of_tokens[0]))
     if objective.whole_step:
@@ -56,27 +59,33 @@ def evaluate(passes: Passes, batches: Sequence[Batch], objective: Objective) -> 
 
 
 def logprobs(
-    passes: Passes, batches: Sequence[Batch], targets: Sequence[Targets] | None
-) -> list[tuple[Targets, Tensor, Tensor]]:
-    """Each micro-batch's targets and their `Head.target_values`, in one sweep.
+    passes: Passes,
+    batches: Sequence[Batch],
+    targets: Sequence[Targets] | None,
+    temperature: float = 1.0,
+) -> list[tuple[Targets, tuple[Tensor, ...]]]:
+    """Each micro-batch's targets, their log-probabilities, and 1 for those that are the likeliest
+    tokens if `targets` are given, in one sweep.
 
     targets: in place of those that the labels show; a position may have several.
     """
     prepared, found = passes.prepare(batches, whole=True), []
+    cooled = partial(token_logprobs, temperature=temperature)
+    values: tuple[Values, ...] = (cooled,) if targets is None else (cooled, likeliest_tokens)
     for mb, given in zip(prepared, targets or (), strict=targets is not None):
         mb.targets = given.to(passes.device)
     for mb, hidden in passes.through_layers(prepared):
         rows = hidden.flatten(0, 1), mb.targets
-        found.append((mb.targets, *passes.outputs.target_values(*rows, greedy=targets is not None)))
+        found.append((mb.targets, passes.outputs.target_values(*rows, *values)))
     return found
 
 
 def placed(
-    batches: Sequence[Batch], found: Sequence[tuple[Targets, Tensor, Tensor]]
+    batches: Sequence[Batch], found: Sequence[tuple[Targets, tuple[Tensor, ...]]]
 ) -> list[Tensor]:
     """Log-probabilities at the targets' places in tensors [batch, tokens] on the CPU."""
     values = [torch.zeros(batch["input_ids"].shape) for batch in batches]
-    for value, (targets, of_targets, _) in zip(values, found, strict=True):
+    for value, (targets, (of_targets, *_)) in zip(values, found, strict=True):
         value.view(-1)[targets.index.cpu() + 1] = of_targets.cpu()  # a last one predicts nothing
     return values
 

@@ -5,16 +5,17 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import TypeVar
 
 import torch
 from torch import Tensor
 
-from megatrain.engine.head import Values, first_scores, token_logprobs
+from megatrain.engine.head import Head, Values, first_scores, token_entropies, token_logprobs
 from megatrain.engine.ranks.context_parallel import ContextParallel
 from megatrain.errors import ConfigError, DataError
-from megatrain.losses import IGNORE, Examples, Loss, SequenceLoss, Tally
-from megatrain.losses.sequences import TARGETS
+from megatrain.losses import IGNORE, Examples, Loss, SequenceLoss, Tally, Targets
+from megatrain.losses.sequences import ENTROPY, TARGETS
 from megatrain.losses.targets import Answers, rows_of, weighted
 from megatrain.world import ALONE, World
 
@@ -99,7 +100,10 @@ class Objective:
     @property
     def values(self) -> Values:
         """The function of the head's output and the targets from which the loss is computed."""
-        return first_scores if of_scores(self.loss) else token_logprobs
+        if of_scores(self.loss):
+            return first_scores
+        loss = self.of_sequences
+        return partial(token_logprobs, temperature=loss.temperature) if loss else token_logprobs
 
     @property
     def of_tokens(self) -> tuple[Loss, float]:
@@ -107,6 +111,17 @@ class Objective:
         if isinstance(self.loss, SequenceLoss):
             return weighted, 1.0
         return self.loss, 1.0 / self.counts[TARGETS]
+
+    def first_pass(self, head: Head, hidden: Tensor, targets: Targets) -> tuple[Tensor, Targets]:
+        """The `values` of a micro-batch's targets, fp32 [n], without gradients; and its targets,
+        with entropies if the loss asks for them."""
+        loss, examples = self.of_sequences, targets.examples
+        if loss is None or examples is None or not loss.entropies:
+            return head.target_values(hidden, targets, self.values)[0], targets
+        entropies = partial(token_entropies, temperature=loss.temperature)
+        values, found = head.target_values(hidden, targets, self.values, entropies)
+        examples = replace(examples, of_tokens={**examples.of_tokens, ENTROPY: found})
+        return values, replace(targets, examples=examples)
 
     def judge(self, values: Tensor, examples: Examples | None) -> Tally[Tensor]:
         """The sums of a loss over sequences, from `values` [n] of the targets of these examples."""
@@ -116,7 +131,8 @@ class Objective:
     def derivatives(self, found: Tally[Tensor], leaves: Sequence[Tensor]) -> Sequence[Tensor]:
         """The derivative of the step's loss at each of the values that it was computed from."""
         shares = [s / self.counts[unit] for unit, s in found.loss.items() if self.counts[unit]]
-        # a rank without micro-batches has none
+        if not shares:  # a rank without micro-batches, or a step without targets
+            return [torch.zeros_like(leaf) for leaf in leaves]
         return torch.autograd.grad(torch.stack(shares).sum(), leaves) if leaves else ()
 
     def mean_loss(self, found: Tally[Tensor] | Tally[float]) -> float:

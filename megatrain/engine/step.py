@@ -175,7 +175,7 @@ class Passes:
         for mb in part:
             assert mb.hidden is not None
             rows = mb.hidden.flatten(0, 1)
-            values, _ = self.outputs.target_values(rows, mb.targets, objective.values)
+            values, mb.targets = objective.first_pass(self.outputs, rows, mb.targets)
             leaves.append(values.requires_grad_())
             if not mb.trains and not self._repeats:
                 mb.hidden = None

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from functools import partial
 
+from megatrain.losses.policy import Policy as Policy
 from megatrain.losses.preference import Cpo as Cpo
 from megatrain.losses.preference import Dpo as Dpo
 from megatrain.losses.preference import Kto as Kto
@@ -31,4 +32,5 @@ LOSSES: dict[str, Callable[..., Loss | SequenceLoss]] = {
     "cpo": Cpo,
     "kto": Kto,
     "reward": Reward,
+    "grpo": Policy,
 }

@@ -14,6 +14,9 @@ from torch import Tensor
 from megatrain.losses.targets import IGNORE, Examples, rows_of
 
 TARGETS = "targets"  # what a token-wise loss is averaged over
+# Units of metrics that are the largest or smallest value of a step, not sums: how two values are
+# combined, tensors without waiting for their device.
+EXTREMES = {"max": (torch.maximum, max), "min": (torch.minimum, min)}
 
 
 Scalar = TypeVar("Scalar", Tensor, float)
@@ -27,7 +30,7 @@ class Tally(Generic[Scalar]):
     Attributes:
         loss: by unit (pairs, targets, ...): the loss of a step is the sum of these, each over the
             number of its unit in the step.
-        metrics: by name: (unit, sum).
+        metrics: by name: (unit, sum), or with a unit of EXTREMES (unit, value).
     """
 
     loss: dict[str, Scalar] = field(default_factory=dict)
@@ -38,8 +41,9 @@ class Tally(Generic[Scalar]):
         for unit, value in other.loss.items():
             self.loss[unit] = self.loss[unit] + value if unit in self.loss else value
         for name, (unit, value) in other.metrics.items():
-            before = self.metrics.get(name)
-            self.metrics[name] = unit, value if before is None else before[1] + value
+            if name in self.metrics:
+                value = combined(unit, self.metrics[name][1], value)
+            self.metrics[name] = unit, value
 
     def numbers(self) -> Tally[float]:
         """The same as numbers. Waits for the device."""
@@ -62,13 +66,22 @@ class Tally(Generic[Scalar]):
     def means(self, counts: Mapping[str, float]) -> dict[str, float]:
         """Each metric over the number of its unit; none where there is none of that unit."""
         return {
-            name: float(value) / counts[unit]
+            name: float(value) / (1 if unit in EXTREMES else counts[unit])
             for name, (unit, value) in self.metrics.items()
-            if counts.get(unit)
+            if unit in EXTREMES or counts.get(unit)
         }
 
 
+def combined(unit: str, one: Any, other: Any) -> Any:
+    """The values of two micro-batches as one."""
+    if unit not in EXTREMES:
+        return one + other
+    of_tensors, of_numbers = EXTREMES[unit]
+    return of_tensors(one, other) if isinstance(one, Tensor) else of_numbers(one, other)
+
+
 REFERENCE = "row_reference"  # log-probability of each example under the reference model
+ENTROPY = "token_entropy"  # of `Examples.of_tokens`, if the loss asks for it
 
 
 class SequenceLoss(ABC):
@@ -83,6 +96,8 @@ class SequenceLoss(ABC):
     of_scores: ClassVar[bool] = False  # of a reward model: one for each example, at its last token
     reference: ClassVar[bool] = False  # micro-batches have `row_reference`
     prompts: ClassVar[bool] = False  # prompts of chosen answers are targets, too
+    entropies: ClassVar[bool] = False  # the entropy of the distribution at each target is wanted
+    temperature: float = 1.0  # which logits are divided by
     needs: ClassVar[tuple[str, ...]] = ()  # what else micro-batches say of each example
 
     @property

@@ -11,7 +11,7 @@ from torch import Tensor
 
 IGNORE = -100  # a label that is no target, as in transformers
 # Tensors of a micro-batch with these beginnings are for its loss: the model never sees them.
-FOR_LOSS = ("row_", "token_")
+FOR_LOSS = ("row_", "token_", "step_")
 
 
 @dataclass(frozen=True)
@@ -24,12 +24,14 @@ class Examples:
             an answer has no more. Sums over them are the same in every run.
         sizes: int64 [examples]: tokens of each answer.
         given: by name, what the micro-batch says of its examples: tensors [examples].
+        of_tokens: by name, its numbers for each token, those of targets: floating [n].
     """
 
     of_target: Tensor
     places: Tensor
     sizes: Tensor
     given: Mapping[str, Tensor]
+    of_tokens: Mapping[str, Tensor] = field(default_factory=dict)
 
     def __len__(self) -> int:
         return len(self.sizes)
@@ -39,12 +41,17 @@ class Examples:
         zero = of_targets.new_zeros(1)
         return torch.cat([of_targets, zero])[self.places].sum(dim=1)
 
+    def means(self, of_targets: Tensor) -> Tensor:
+        """The same for the mean; 0 of an answer without tokens."""
+        return self.sums(of_targets) / self.sizes.clamp(min=1)
+
     def to(self, device: torch.device) -> Examples:
         return Examples(
             self.of_target.to(device, non_blocking=True),
             self.places.to(device, non_blocking=True),
             self.sizes.to(device, non_blocking=True),
             {name: value.to(device, non_blocking=True) for name, value in self.given.items()},
+            {name: value.to(device, non_blocking=True) for name, value in self.of_tokens.items()},
         )
 
 
@@ -154,7 +161,8 @@ def find_examples(batch: Mapping[str, Tensor], targets: Targets) -> Examples:
     """The examples of a micro-batch on the CPU, whose targets these are.
 
     batch: `row_of` as in `rows_of`; `token_answer` bool [batch, tokens] are the tokens of answers,
-        by default all that are targets; further `row_...` are tensors [examples].
+        by default all that are targets; further `row_...` are tensors [examples], and floating
+        `token_...` [batch, tokens] have a token's number at its own place, as labels do.
     """
     rows, given = rows_of(batch), about_examples(batch)
     of_target = following(rows, -1).index_select(0, targets.index)
@@ -170,7 +178,12 @@ def find_examples(batch: Mapping[str, Tensor], targets: Targets) -> Examples:
     order = torch.argsort(of_answer, stable=True)
     within = torch.arange(len(answers)) - (sizes.cumsum(0) - sizes).repeat_interleave(sizes)
     places[of_answer[order], within] = answers[order]
-    return Examples(of_target, places, sizes, given)
+    of_tokens = {
+        name: following(values, 0).index_select(0, targets.index)
+        for name, values in batch.items()
+        if name.startswith("token_") and values.is_floating_point()
+    }
+    return Examples(of_target, places, sizes, given, of_tokens)
 
 
 class Loss(Protocol):

@@ -28,6 +28,7 @@ from megatrain.errors import (
 from megatrain.heartbeat import BYTES_WRITTEN
 from megatrain.recipes.card import model_card
 from megatrain.recipes.ranks.rendezvous import awaiting
+from megatrain.recipes.rl.rollouts import Rollouts
 from megatrain.recipes.sample import answers_to
 from megatrain.recipes.signals import Stopped, StopRequest
 from megatrain.recipes.state import BEGINNING, Run
@@ -102,9 +103,13 @@ def timed(run: Run, stop: StopRequest) -> Iterator[tuple[StepBatch | None, float
         if run.step > run.first_step and not run.engine.world.broadcast(saved):
             save(run, None)
 
-    streamed = run.loader.windows is not None
-    how = (awaiting(run.engine.world, stop, lambda: run.step + 1),) if streamed else ()
-    batches = run.loader.batches(*how)
+    batches: Iterator[StepBatch]
+    if isinstance(run.loader, Rollouts):
+        batches = run.loader.batches(stop.came)
+    elif run.loader.windows is not None:
+        batches = run.loader.batches(awaiting(run.engine.world, stop, lambda: run.step + 1))
+    else:
+        batches = run.loader.batches()
     while True:
         waiting_since = time.perf_counter()
         try:
@@ -157,7 +162,8 @@ def train_step(run: Run, batch: StepBatch, data_s: float) -> None:
             check_first_rewards(run, result)
         seconds = time.perf_counter() - started + data_s
         drawn = run.energy.read().since(before)
-    spent = StepTime.of(seconds, {**result.stalls_s, "data": data_s})
+    writing = {"data": data_s - sum(batch.spent_s.values()), **batch.spent_s}
+    spent = StepTime.of(seconds, {**result.stalls_s, **writing})
     run.step += 1
     run.tokens += batch.tokens
     run.steady.add(spent)
@@ -205,7 +211,7 @@ def _measure(
     return StepMetrics(
         step=run.step,
         loss=result.loss,
-        metrics=result.metrics,
+        metrics={**batch.metrics, **result.metrics},
         aux_loss=result.aux_loss,
         expert_load_max=result.expert_load_max,
         grad_norm=result.grad_norm,
@@ -252,7 +258,8 @@ def check_first_rewards(run: Run, result: StepResult) -> None:
 
 def look_for_spikes(run: Run, batch: StepBatch, result: StepResult) -> bool:
     """Warn of a loss or norm far above the recent ones, and keep the batch."""
-    if result.target_tokens == 0:
+    # the loss of answers that were written says nothing, and their gradient is 0 now and then
+    if result.target_tokens == 0 or isinstance(run.loader, Rollouts):
         return False
     found = run.recent.look(result.loss, result.grad_norm)
     if found:
@@ -333,7 +340,12 @@ def evaluate(run: Run, stop: StopRequest) -> Figures | None:
         return None
     started, loss, targets, figures = time.perf_counter(), None, 0, Figures()
     with run.progress.doing("evaluating"):
-        if run.held_out is not None:
+        if isinstance(run.loader, Rollouts):
+            answered = run.loader.evaluate(run.config.train.eval_rows, stop.came)
+            if answered is None:
+                return None
+            figures = {f"eval_{name}": value for name, value in answered.items()}
+        elif run.held_out is not None:
             limit = run.config.train.eval_rows
             batches = run.loader.batches_of(run.held_out, limit, run.held_out_references)
             found = evaluated(run.engine, batches, run.loss, run.sweep_tokens, stop)
@@ -349,7 +361,10 @@ def evaluate(run: Run, stop: StopRequest) -> Figures | None:
             write_samples(run.config.output, run.step, answers)
     seconds = time.perf_counter() - started
     run.writer.write_eval(run.step, loss, targets, seconds, figures)
-    run.progress.evaluated(run.step, loss, seconds)
+    if "eval_reward" in figures:
+        run.progress.evaluated(run.step, figures["eval_reward"], seconds, "held-out reward")
+    else:
+        run.progress.evaluated(run.step, loss, seconds)
     return figures if loss is None else {"eval_loss": loss, **figures}
 
 

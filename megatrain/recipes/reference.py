@@ -22,6 +22,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from megatrain.data.loader import Loader
 from megatrain.data.micro_batches import MicroBatch, ReferenceArray
 from megatrain.data.rows import IndexArray, Rows, default_cache
 from megatrain.data.samples import name_for
@@ -163,6 +164,12 @@ def _keep(path: Path, body: bytes) -> None:
 # -- of a run -----------------------------------------------------------------------------------
 
 
+def lacks_references(loader: Loader) -> bool:
+    """True if rows to come have none, where the loader gives out some."""
+    known = loader.references
+    return known is not None and len(Wanted(loader.rows, loader.rows_to_come()).missing(known)) > 0
+
+
 def wanted_by(ready: Ready, resuming: Resumable | None) -> tuple[str | None, tuple[Wanted, ...]]:
     """(fingerprint of the model that a resumed run began with, the rows that a run trains on and
     those that it evaluates if it holds some out); none for methods without a reference.
@@ -172,6 +179,7 @@ def wanted_by(ready: Ready, resuming: Resumable | None) -> tuple[str | None, tup
     loader, loss, of_model = ready.loader, ready.loss, None
     if not (isinstance(loss, SequenceLoss) and loss.reference):
         return None, ()
+    assert isinstance(loader, Loader)
     chosen = loader.rows_to_come(from_start=True)
     if resuming is not None:
         assert resuming.path is not None
@@ -203,6 +211,8 @@ def compare_with_reference(
     loader, config = ready.loader, ready.config
     if not wanted:
         return None, None
+
+    assert isinstance(loader, Loader)
 
     def batches(wanted: Wanted, references: ReferenceArray) -> Iterator[list[MicroBatch]]:
         given = loader.batches_of(wanted.rows, references=references, chosen=wanted.chosen)

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from datetime import date
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,12 +23,14 @@ from megatrain.config.resuming import (
 from megatrain.data.build import Expected
 from megatrain.data.loader import Loader
 from megatrain.data.rows import SHUFFLE, Rows
+from megatrain.data.samples import PROMPTS
 from megatrain.data.streaming import Stream
 from megatrain.engine.components import deterministic
 from megatrain.engine.resolved import Resolved, piece_tokens
 from megatrain.errors import ConfigError, DataError, ModelError, StorageError, if_forbidden
 from megatrain.heartbeat import may_end_here
 from megatrain.losses import SequenceLoss
+from megatrain.methods import METHODS
 from megatrain.models.constants import without_source
 from megatrain.models.family import regimes_of
 from megatrain.models.pretrained import cached_source, digests_of, resolve_source
@@ -56,6 +59,8 @@ from megatrain.recipes.ranks.rendezvous import (
     check_rows_of_a_step,
     told_of,
 )
+from megatrain.recipes.rl.prompts import PromptRows, planned_for, read_prompt_rows
+from megatrain.recipes.rl.rollouts import Rollouts
 from megatrain.recipes.sample import check_sample_prompt, eval_prompts
 from megatrain.recipes.session import Session, check_links, check_output, open_run, run_session
 from megatrain.recipes.setup import (
@@ -214,9 +219,13 @@ def get_ready(
     if new:
         check_weights(config.model.source)
     model = suited(model or read_model(config), config)
+    day, given, asked = world.broadcast(day_of(config)), None, config
+    if METHODS[config.method].kind == PROMPTS:  # how long rows are follows from them
+        given = read_prompt_rows(config, model, day)
+        asked = planned_for(config, *given)
     machine = find_machine(config, may_measure=True, world=world)
-    resolved = resolve_run(config, model, machine, kept)
-    skeleton, day = resolved.skeleton, world.broadcast(day_of(config))
+    resolved = resolve_run(asked, model, machine, kept)
+    skeleton = resolved.skeleton
     if new:
         world.on_rank0(partial(check_tensors, skeleton, config.model.source))
     check_alike(world, {**causes_named(skeleton), **model.digests})
@@ -230,23 +239,13 @@ def get_ready(
     world.on_rank0(partial(check_once, skeleton, config.model.trust_remote_code))
     may_end_here()
     prompts = eval_prompts(config, model)
-    # of a host's ranks the first tokenises
-    reading = partial(open_rows, config, model, day, expected, world.local_rank == 0)
-    rows, held_out, windows = world.local_rank0_first(reading)
-    may_end_here()
-    if world.is_first:  # all have the same rows
-        say_rows(rows, held_out)
-    check_cuts(config, rows.counts, expected)
-    if about_stops := model.about_stops:
-        logger.info(about_stops)
-    if held_out is not None:
-        logger.info(f"{len(held_out):,} rows are held out for evaluation")
-    plan, loader = plan_and_loader(config, model, resolved, rows, windows, expected)
+    plan, loader, held_out = open_loader(config, model, resolved, day, given, expected)
     plan.check()
     settings = vars(plan.choices.settings(plan.job, resolved.request.nvme_folders))
     settings = {"precision": machine.precision, "packed": resolved.packed_to} | settings
     # windows of a stream are compared as they come
-    whole = [some for some in (rows if windows is None else None, held_out) if some is not None]
+    rows = None if loader.windows is not None else loader.rows
+    whole = [some for some in (rows, held_out) if some is not None]
     check_alike(world, settings, [some.digest for some in whole])
     if world.is_first:
         say_steps(config, loader)
@@ -259,6 +258,38 @@ def get_ready(
         prompts=prompts,
         day=day,
     )
+
+
+def open_loader(
+    config: Config,
+    model: Model,
+    resolved: Resolved,
+    day: date,
+    prompts: tuple[PromptRows, PromptRows | None] | None,
+    expected: Expected | None,
+) -> tuple[Plan, Loader | Rollouts, Rows | None]:
+    """Read the rows, or take prompts that are read, and say what they are; the plan, the loader
+    and the rows held out. Raises DataError."""
+    world, windows = resolved.machine.world, None
+    rows: Rows
+    held_out: Rows | None
+    if prompts is not None:
+        rows, held_out = prompts
+    else:
+        # of a host's ranks the first tokenises
+        reading = partial(open_rows, config, model, day, expected, world.local_rank == 0)
+        rows, held_out, windows = world.local_rank0_first(reading)
+    may_end_here()
+    if world.is_first:  # all have the same rows
+        say_rows(rows, held_out)
+    check_cuts(config, rows.counts, expected)
+    if about_stops := model.about_stops:
+        logger.info(about_stops)
+    if held_out is not None:
+        logger.info(f"{len(held_out):,} rows are held out for evaluation")
+    if prompts is not None:
+        return *plan_and_rollouts(config, model, resolved, *prompts), held_out
+    return *plan_and_loader(config, model, resolved, rows, windows, expected), held_out
 
 
 def plan_and_loader(
@@ -295,6 +326,28 @@ def plan_and_loader(
     return plan, replace(loader, micro_batch_tokens=micro_batch_of(config, plan))
 
 
+def plan_and_rollouts(
+    config: Config, model: Model, resolved: Resolved, rows: PromptRows, held_out: PromptRows | None
+) -> tuple[Plan, Rollouts]:
+    """The plan of steps whose answers are all as long as they may be, and what writes them."""
+    if resolved.machine.ranks * resolved.machine.hosts > 1:
+        raise ConfigError(
+            f"{config.where('gpus')}: method: {config.method} trains on one GPU; set gpus: 1"
+        )
+    rollouts = Rollouts(
+        rows=rows,
+        held_out=held_out,
+        config=config,
+        model=model,
+        micro_batch_tokens=resolved.request.least_tokens,
+        regimes=regimes_of(model.config),
+    )
+    steps, every = rollouts.steps_total(), config.checkpoint.every
+    written = 1 if every is None else -(-steps // every)
+    plan = plan_run(config, resolved, steps, checkpoints_written=written)
+    return plan, replace(rollouts, micro_batch_tokens=micro_batch_of(config, plan))
+
+
 def padding_of(resolved: Resolved, loader: Loader) -> dict[str, Any]:
     """The padding of the loader's rows as `plan_of` takes it; nothing if all fill sequences. A plan
     counts a rank's tokens, of sequences as long as its piece; the loader whole sequences."""
@@ -321,8 +374,8 @@ def finish_run(
     bind(session.world, ready.machine.device)
     exact = deterministic(train.deterministic)
     with memory_errors(plan), ExitStack() as stack, exact:
-        if (windows := ready.loader.windows) is not None:
-            stack.callback(windows.close)
+        if isinstance(ready.loader, Loader) and ready.loader.windows is not None:
+            stack.callback(ready.loader.windows.close)
         progress = stack.enter_context(Progress(session.console, log_every=train.log_every))
         run = open_run(ready, session, progress, stack, resuming)
         run.trace = profile

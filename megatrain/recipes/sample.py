@@ -138,15 +138,23 @@ def rendered_ids(model: Model, turns: Turns, what: str = "the prompt") -> list[i
         text = rendered(tokenizer, turns)
     elif len(turns) > 1:
         raise ModelError(f"{what}: has several turns, and the model has no chat template for them")
+    return encoded(tokenizer, text, special=not chats, what=what)
+
+
+def encoded(
+    tokenizer: PreTrainedTokenizerBase, text: str, *, special: bool, what: str = "the prompt"
+) -> list[int]:
+    """Token ids of a text. special: with those that the tokenizer puts around it, which a chat
+    template writes itself. Raises ConfigError for what is no text."""
     try:
         text.encode()
     except UnicodeEncodeError:  # halves of characters, which stand for bytes that are none
         raise ConfigError(f"{what}: is no UTF-8 text; convert it") from None
 
-    def encoded() -> list[int]:  # a template writes the special tokens itself
-        return list(tokenizer(text, add_special_tokens=not chats, verbose=False).input_ids)
+    def ids() -> list[int]:
+        return list(tokenizer(text, add_special_tokens=special, verbose=False).input_ids)
 
-    return fenced(encoded, (f"{what}: the tokenizer", "for it; write another"))
+    return fenced(ids, (f"{what}: the tokenizer", "for it; write another"))
 
 
 def check_sample_prompt(config: Config, model: Model) -> None:
@@ -291,8 +299,8 @@ def sample(
         return None, None
     row, mask = held_out.row(0)
     context = min(TEXT_PROMPT_TOKENS, len(row) // 2)
-    if not mask[0] and not mask[1]:
-        context = int(mask.argmax())
+    if not mask[:2].any():
+        context = int(mask.argmax()) if mask.any() else len(row)
     ids = row[: max(1, context)].tolist()
     question = str(model.tokenizer.decode(ids, skip_special_tokens=True)).strip()
     return question, continuation(engine, model, ids, SAMPLE_TOKENS)

@@ -21,6 +21,7 @@ from rich.console import Console
 
 from megatrain.config import Config
 from megatrain.config.resuming import RESOLVED_FILE, check_changes, for_state, resumed_configs
+from megatrain.data.loader import Loader
 from megatrain.data.micro_batches import ReferenceArray
 from megatrain.engine.engine import Engine
 from megatrain.errors import ConfigError, StorageError
@@ -35,8 +36,15 @@ from megatrain.recipes.describe import (
     work_of,
 )
 from megatrain.recipes.loop import still_to_come
-from megatrain.recipes.reference import Wanted, are_kept, compare_with_reference, wanted_by
+from megatrain.recipes.reference import (
+    are_kept,
+    compare_with_reference,
+    lacks_references,
+    wanted_by,
+)
 from megatrain.recipes.report import REPORT_FILE, LiveReport
+from megatrain.recipes.rl.journal import FOLDER as ROLLOUTS
+from megatrain.recipes.rl.rollouts import Rollouts
 from megatrain.recipes.setup import quiet_libraries
 from megatrain.recipes.signals import HangWatch, StopRequest, stop_requests, watchdog
 from megatrain.recipes.state import BEGINNING, Ready, Run
@@ -76,7 +84,7 @@ from megatrain.world import LOOKS_EVERY_S, World
 
 # All names that a run writes, but for its lock.
 FILES = (*DESCRIPTION, METRICS_FILE, SAMPLES_FILE, LOG_FILE, ID_FILE, REPORT_FILE)
-FOLDERS = (*LINKS, FINAL, PASSENGERS, "tensorboard", "wandb")
+FOLDERS = (*LINKS, FINAL, PASSENGERS, ROLLOUTS, "tensorboard", "wandb")
 BATCHES = r"(bad-batch|spike)-\d+(-rank-\d+)?\.safetensors"
 NAMES = rf"({'|'.join(map(re.escape, FILES))})(\.tmp)?", *FOLDERS, CHECKPOINT.pattern, BATCHES
 WRITTEN = re.compile("|".join((*NAMES, UNFINISHED.pattern)))
@@ -167,6 +175,8 @@ def open_run(
     evaluates = ready.held_out is not None or bool(ready.prompts)
     total, gpu, step = loader.steps_total(), machine.hardware.gpu, state["step"]
     progress.begin(total, step, partial(still_to_come, config, evaluates, total))
+    if isinstance(loader, Rollouts):
+        loader.begin(engine, stack)
     meter = stack.enter_context(GpuMeter(machine.device))
     writer, report = open_metrics(config, plan, state, stack, machine.world)
     return Run(
@@ -225,8 +235,7 @@ def _load_checkpoint(
             logger.warning(change)
     loader = ready.loader
     loader.restore(state.pop("position"))
-    known = loader.references
-    if known is not None and len(Wanted(loader.rows, loader.rows_to_come()).missing(known)):
+    if isinstance(loader, Loader) and lacks_references(loader):
         raise StorageError(
             f"{source}: leads over rows for which the reference's log-probabilities were not "
             f"computed; resume from it by name: --checkpoint {source.name}"

@@ -10,20 +10,22 @@ from contextlib import contextmanager
 from dataclasses import fields, replace
 from datetime import date, datetime
 from operator import attrgetter
-from typing import Any
+from typing import Any, Literal
 
 from megatrain.config import Config
 from megatrain.data.build import Expected, load_data
 from megatrain.data.encoding import RowOptions
 from megatrain.data.loader import Loader
 from megatrain.data.rows import MOST_CUT, Counts, Rows, cut_warnings
+from megatrain.data.samples import PROMPTS
 from megatrain.data.show import describe, warnings
 from megatrain.data.sources import Part
 from megatrain.data.streaming import Stream, load_stream
+from megatrain.engine.components import PRECISIONS
 from megatrain.engine.objective import AnyLoss
 from megatrain.engine.request import Request, check_context_parallel
 from megatrain.engine.resolved import Machine, Resolved, plan_of, resolve
-from megatrain.errors import ConfigError, DataError, OutOfMemory
+from megatrain.errors import ConfigError, DataError, OutOfMemory, PlanError
 from megatrain.heartbeat import beat, may_end_here
 from megatrain.losses import LOSSES, SequenceLoss
 from megatrain.machine.datasheets import FIRST_BFLOAT16, board_power_w
@@ -32,7 +34,9 @@ from megatrain.methods import METHODS
 from megatrain.optim import OPTIMIZERS, Optimizer
 from megatrain.optim.schedules import warmup_steps
 from megatrain.planner.plan import Plan
+from megatrain.planner.rollout import Writing, with_answers
 from megatrain.recipes.model import Model
+from megatrain.recipes.rl.rollouts import Rollouts
 from megatrain.reporting.energy import Prices, planned_economy, planned_power
 from megatrain.reporting.summary import human_bytes
 from megatrain.settings import KEYS
@@ -80,12 +84,20 @@ def request_of(config: Config, model: Model, kept: Mapping[str, Any] | None = No
         optimizer=make_optimizer(config),
         loss=make_loss(config),
         asked={**config.asked(), **(kept or {})},
-        packing=None if METHODS[config.method].whole_documents else config.data.packing,
+        packing=packing_of(config),
         nvme_folders=config.memory.nvme or (),
         keeps_best=config.data.eval is not None,
         where=lambda name: config.where(KEY_OF.get(name, name)),
         **{**value, **sizes},
     )
+
+
+def packing_of(config: Config) -> bool | Literal["auto"] | None:
+    """As `Request.packing`: answers that were written are padded rows."""
+    method = METHODS[config.method]
+    if method.kind == PROMPTS:
+        return False
+    return None if method.whole_documents else config.data.packing
 
 
 def resolve_run(
@@ -95,6 +107,9 @@ def resolve_run(
     `request_of`. Raises ModelError and ConfigError."""
     keep_caches_small()
     check_divides(config, machine.ranks)
+    writes = METHODS[config.method].kind == PROMPTS and machine.hardware.gpu is not None
+    if writes and config.memory.resident == "auto":
+        kept = {"resident": 0, **(kept or {})}  # keys and values take what would be theirs
     notice_no_bfloat16(machine)
     notice_no_effect(config, machine)
     resolved = resolve(request_of(config, model, kept), machine)
@@ -109,6 +124,8 @@ def plan_run(config: Config, resolved: Resolved, steps: int | None = None, **kno
     plan = plan_of(resolved, **known)
     if not plan.fits:
         return replace(plan, steps=steps)
+    if METHODS[config.method].kind == PROMPTS:
+        plan = with_rollouts(config, plan)
     options, timing, gpu = config.economy, plan.timing, plan.made_of.machine.hardware.gpu
     of_gpu = (board_power_w(gpu.name), options.gpu_power_w) if gpu else (None, None)
     power = planned_power(timing.busy, *of_gpu, options.host_power_w)
@@ -119,6 +136,36 @@ def plan_run(config: Config, resolved: Resolved, steps: int | None = None, **kno
     return replace(plan, economy=economy, steps=steps)
 
 
+def with_rollouts(config: Config, plan: Plan) -> Plan:
+    """The plan of steps that also write their answers, each as long as it may be. Raises PlanError
+    if not one has room beside the weights."""
+    resolved: Resolved = plan.made_of
+    machine, options, rollout = resolved.machine, config.grpo, config.rollout
+    text, budget = resolved.request.config.get_text_config(), plan.budget
+    heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
+    head = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    itemsize = PRECISIONS[machine.precision].itemsize
+    writing = Writing(
+        answers=rollout.generation_batch_size,
+        prompts=rollout.generation_batch_size // options.num_generations,
+        prompt=(resolved.request.seq_len or 0) - options.max_completion_length,
+        length=options.max_completion_length,
+        parameters=plan.active_parameters,
+        weight_bytes=itemsize * (plan.parameters + plan.frozen_parameters),
+        token_bytes=2 * itemsize * text.num_hidden_layers * heads * head,
+        vocabulary=text.vocab_size,
+        room=budget.host // 2 if budget.gpu is None else budget.gpu,
+    )
+    if not writing.rows:
+        raise PlanError(
+            f"{config.where('grpo.max_completion_length')}: one answer's keys and values take "
+            f"{human_bytes(writing.row_bytes)}, and the weights leave no room for them; set less"
+        )
+    steps = rollout.steps_per_generation * options.num_iterations
+    seconds = writing.seconds(machine.profile) / steps
+    return replace(plan, timing=with_answers(plan.timing, seconds))
+
+
 def prices_of(config: Config) -> Prices:
     options = config.economy
     return Prices(options.price_per_hour, options.price_per_kwh, options.currency)
@@ -126,8 +173,13 @@ def prices_of(config: Config) -> Prices:
 
 def make_loss(config: Config) -> AnyLoss:
     """The loss of the config's method. Raises ConfigError."""
+    given, method = config.of_method, METHODS[config.method]
+    if method.kind == PROMPTS:  # its section says how answers are rewarded, too
+        of_loss = {field.name for field in fields(LOSSES[config.method])}  # type: ignore[arg-type]
+        given = {name: value for name, value in given.items() if name in of_loss}
+        given["temperature"] = config.rollout.temperature
     try:
-        loss = LOSSES[config.method](**config.of_method)
+        loss = LOSSES[config.method](**given)
     except ConfigError as error:
         raise ConfigError(f"{config.where(config.method)}: {error}") from error
     of_step = isinstance(loss, SequenceLoss) and loss.whole_step
@@ -363,7 +415,7 @@ def say_rows(rows: Rows, held_out: Rows | None = None) -> None:
         logger.warning(line)
 
 
-def say_steps(config: Config, loader: Loader) -> None:
+def say_steps(config: Config, loader: Loader | Rollouts) -> None:
     """Warn of steps that cannot be of the size that was asked for, and of a rate never reached."""
     train, rows, steps = config.train, loader.rows, loader.steps_total()
     if train.tokens_per_step and (longer := int((rows.lengths > train.tokens_per_step).sum())):

@@ -19,6 +19,7 @@ from megatrain.optim.schedules import SCHEDULES, warmup_steps
 from megatrain.planner.plan import Plan
 from megatrain.recipes.model import Model
 from megatrain.recipes.report import LiveReport
+from megatrain.recipes.rl.rollouts import Rollouts
 from megatrain.recipes.sample import EvalPrompt
 from megatrain.reporting.energy import Energy, EnergyMeter
 from megatrain.reporting.meters import GpuMeter, LoadMeter
@@ -46,7 +47,7 @@ class Ready:
     config: Config
     model: Model
     plan: Plan
-    loader: Loader
+    loader: Loader | Rollouts
     held_out: Rows | None
     prompts: Sequence[EvalPrompt]
     day: date

@@ -43,6 +43,8 @@ class StepTime:
     wait_exchange: float = 0.0  # compute stood still for other ranks' shares of weights or sums
     wait_network: float = 0.0  # the same of other hosts': weights, and sums on both ways
     data: float = 0.0  # the loop stood still for its next rows
+    rollout: float = 0.0  # the model wrote answers
+    reward: float = 0.0  # the loop stood still for the rewards of the last of them
 
     @classmethod
     def of(cls, step_s: float, waits_s: Mapping[str, float]) -> StepTime:

@@ -153,7 +153,7 @@ class Progress:
         self._first_step = 0
         self._ahead: Ahead = lambda step: {}
         self.recent: deque[StepMetrics] = deque(maxlen=RECENT_STEPS)  # the newest last
-        self._eval: tuple[int, float] | None = None
+        self._eval: tuple[int, str, float] | None = None
         self._skipped = 0
         self._took: dict[str, float] = {}  # beats of each kind of activity, the last time
         self.time = StepTime()  # summed over all steps shown
@@ -217,12 +217,14 @@ class Progress:
         logger.info(f"saved {path} in {human_seconds(seconds)}")
         self._show()
 
-    def evaluated(self, step: int, eval_loss: float | None, seconds: float) -> None:
-        """Show an evaluation after `step` steps; eval_loss: None if nothing is held out."""
+    def evaluated(
+        self, step: int, figure: float | None, seconds: float, name: str = "held-out loss"
+    ) -> None:
+        """Show an evaluation after `step` steps, by one of its figures; None: it has none."""
         self._spent("evaluating", seconds)
-        if eval_loss is not None:
-            self._eval = (step, eval_loss)
-            logger.info(f"step {step}: held-out loss {eval_loss:.4f}")
+        if figure is not None:
+            self._eval = (step, name, figure)
+            logger.info(f"step {step}: {name} {figure:.4f}")
         self._show()
 
     def _spent(self, what: str, seconds: float) -> None:
@@ -244,8 +246,10 @@ class Progress:
 
     def _figures(self) -> list[tuple[str, str]]:
         newest = self.recent[-1]
-        figures = [
-            ("loss", f"{newest.loss:.4f}"),
+        figures = [("loss", f"{newest.loss:.4f}")]
+        if "reward" in newest.metrics:  # the loss of answers that were written is near 0
+            figures = [("reward", f"{newest.metrics['reward']:.3f}")]
+        figures += [
             ("lr", f"{newest.lr:.2e}"),
             ("gradient norm", "-" if newest.grad_norm is None else f"{newest.grad_norm:.3g}"),
             ("tokens/s", f"{self._tokens_per_s():,.0f}"),
@@ -284,7 +288,8 @@ class Progress:
             return
         figures = self._figures()
         if self._eval is not None:
-            figures.insert(1, ("held-out loss", f"{self._eval[1]:.4f} (step {self._eval[0]})"))
+            step, name, figure = self._eval
+            figures.insert(1, (name, f"{figure:.4f} (step {step})"))
         self._panel.show(self.recent[-1], figures, self.seconds_left())
 
 

@@ -30,6 +30,8 @@ BOUND_WORDS = {
     "wait_exchange": "waiting for other GPUs",
     "wait_network": "waiting for other hosts",
     "data": "waiting for data",
+    "rollout": "writing answers",
+    "reward": "waiting for rewards",
 }
 
 
@@ -264,6 +266,10 @@ def advise(time: StepTime, facts: Facts, mfu: float | None = None, load: Load | 
 def _against_waiting(wait: str, time: StepTime, facts: Facts) -> str:
     if wait == "data":
         return "put the rows on a local disk: they are read more slowly than they are used"
+    if wait == "rollout":
+        return "raise rollout.generation_batch_size: more answers are written at a time"
+    if wait == "reward":
+        return "raise rewards.processes, or make the reward functions faster"
     if wait == "wait_update" and facts.idle_threads > 0:
         threads = facts.update_threads
         return f"raise threads from {threads} to {threads + facts.idle_threads}: cores are idle"

@@ -122,6 +122,37 @@ kto:
   beta: 0.1
   desirable_weight: 1.0
   undesirable_weight: 1.0
+grpo:
+  num_generations: 8
+  max_completion_length: 256
+  num_iterations: 1
+  loss_type: "dapo"
+  beta: 0.0
+  epsilon: 0.2
+  epsilon_high: null
+  delta: null
+  importance_sampling_level: "token"
+  off_policy_mask_threshold: null
+  importance_sampling_correction: true
+  importance_sampling_mode: "sequence_mask"
+  importance_sampling_clip_max: 3.0
+  scale_rewards: "group"
+  multi_objective_aggregation: "sum_then_normalize"
+  mask_truncated_completions: false
+rollout:
+  generation_batch_size: 64
+  steps_per_generation: 1
+  temperature: 1.0
+  top_p: null
+  top_k: null
+  min_p: null
+  eval_generations: 1
+rewards:
+  functions: []
+  reward_weights: null
+  timeout_s: 60.0
+  processes: "auto"
+  on_bad_reward: "refuse"
 reward:
   center_rewards_coefficient: null
 precision: float32

@@ -68,7 +68,7 @@ CHOICES = "must be one of constant, linear, cosine, wsd, not 'cosin'; did you me
 
 
 OTHERS = {
-    "method=grpo": "grpo is not built yet; choose from sft, ",
+    "method=ppo": "ppo is not built yet; choose from sft, ",
     "optimizer.name=sgd": "sgd is not built yet; choose from adamw, ",
     "precision=float8": "float8 is called fp8 here; choose from auto, ",
     "memory.activations=fp8": INT8_INSTEAD,

@@ -20,7 +20,7 @@ from megatrain.data.formats import (
     formats_of,
 )
 from megatrain.data.rows import TRUNCATION_MODES
-from megatrain.data.samples import JUDGED, KINDS, PAIRS, PLAIN, texts_of
+from megatrain.data.samples import JUDGED, KINDS, PAIRS, PLAIN, PROMPTS, asked_in, texts_of
 from megatrain.methods import METHODS
 
 PAGE = Path(__file__).parents[2] / "docs" / "rows.md"
@@ -28,7 +28,9 @@ TEXT = PAGE.read_text()
 EXAMPLES = {
     kind: [json.loads(line) for line in block.splitlines()]
     for kind, block in zip(
-        (PLAIN, PAIRS, JUDGED), re.findall(r"```json\n(.*?)```", TEXT, re.DOTALL), strict=True
+        (PLAIN, PAIRS, JUDGED, PROMPTS),
+        re.findall(r"```json\n(.*?)```", TEXT, re.DOTALL),
+        strict=True,
     )
 }
 
@@ -52,7 +54,11 @@ def test_every_column_that_matters_is_on_the_page():
     assert set(MATTERS) <= set(re.findall("`(.*?)`", named))
 
 
-@pytest.mark.parametrize("kind", EXAMPLES)
+def test_every_prompt_is_read():
+    assert [asked_in(row)[-1]["role"] for row in EXAMPLES.pop(PROMPTS)] == ["user"] * 3
+
+
+@pytest.mark.parametrize("kind", [PLAIN, PAIRS, JUDGED])
 def test_every_example_is_read_and_every_format_has_one(kind):
     forms = []
     for row in EXAMPLES[kind]:
@@ -68,6 +74,6 @@ def test_names_of_columns_methods_and_modes_are_on_the_page():
     columns = {*LABELS, *PROMPT_NAMES, *ABOUT_ALPACA, *ABOUT_CHATS, "margin"}
     for name in (*columns, *TRUNCATION_MODES):
         assert f"`{name}`" in TEXT, name
-    headings = "".join(re.findall(r"^## (?:Pairs|Judged answers): .*$", TEXT, re.MULTILINE))
+    headings = "".join(re.findall(r"^## (?:Pairs|Judged answers|Prompts): .*$", TEXT, re.MULTILINE))
     for name, method in METHODS.items():
         assert re.search(rf"\b{name}\b", headings) or method.kind == PLAIN

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from megatrain.engine import head
-from megatrain.engine.head import Head, token_logprobs
+from megatrain.engine.head import Head, token_entropies, token_logprobs
 from megatrain.engine.products import Sum, add_gradients
 from megatrain.losses import Targets, find_targets, next_token
 from megatrain.losses.sequences import TARGETS
@@ -40,16 +40,20 @@ def expected_loss(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
     return functional.cross_entropy(logits, labels[0, 1:], reduction="sum")
 
 
+@pytest.mark.parametrize("temperature", [1.0, 0.6])
 @pytest.mark.parametrize("piece_rows", [1, 4, 1000])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_log_probabilities_are_those_of_log_softmax(dtype, piece_rows, monkeypatch):
+def test_log_probabilities_are_those_of_log_softmax(dtype, piece_rows, temperature, monkeypatch):
     monkeypatch.setattr(head, "FP32_TEMPORARY_BYTES", 4 * VOCABULARY * piece_rows)
     generator = torch.Generator().manual_seed(0)
     logits = (torch.randn(10, VOCABULARY, generator=generator) * 5).to(dtype).requires_grad_()
     labels = torch.randint(VOCABULARY, (10,), generator=generator)
     weights = torch.randn(10, generator=generator)
-    ours = token_logprobs(logits, labels)
-    plain = logits.float().log_softmax(-1).gather(1, labels[:, None]).squeeze(1)
+    ours = token_logprobs(logits, labels, temperature=temperature)
+    every = (logits.float() / temperature).log_softmax(-1)
+    plain = every.gather(1, labels[:, None]).squeeze(1)
+    entropies = token_entropies(logits.detach(), labels, temperature=temperature)
+    torch.testing.assert_close(entropies, -(every.exp() * every).sum(1).detach())
     assert ours.dtype == torch.float32
     torch.testing.assert_close(ours, plain, rtol=1e-6, atol=1e-5)
     (grad,) = torch.autograd.grad((ours * weights).sum(), logits)
@@ -109,13 +113,17 @@ def test_of_a_chunks_logits_there_is_one_array(monkeypatch):
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # inside torch.compile
 def test_fused_passes_agree_with_the_others():
     hidden, weight, targets, _ = problem(dtype=torch.bfloat16)
-    results = []
+    results: tuple[list[Tensor], list[Tensor]] = [], []
     for fused in (False, True):
         leaf = hidden[targets.index].requires_grad_()
-        logprobs = token_logprobs(functional.linear(leaf, weight), targets.labels, fused)
-        results.append((logprobs.detach(), *torch.autograd.grad(logprobs.sum(), leaf)))
-    for plain, fused in zip(*results, strict=True):
-        torch.testing.assert_close(fused, plain)
+        for temperature in (1.0, 0.7, 1.3):
+            logits = functional.linear(leaf, weight)
+            entropies = token_entropies(logits.detach(), targets.labels, fused, temperature)
+            logprobs = token_logprobs(logits, targets.labels, fused, temperature)
+            found = logprobs.detach(), entropies, *torch.autograd.grad(logprobs.sum(), leaf)
+            results[fused].extend(found)
+    for plain, compiled in zip(*results, strict=True):
+        torch.testing.assert_close(compiled, plain)
 
 
 @pytest.mark.parametrize("fused", [False, True])

@@ -11,7 +11,7 @@ import torch
 from megatrain.engine.batches import Batch
 from megatrain.engine.verify import gradients_of, weights_of
 from megatrain.errors import ConfigError, DataError
-from megatrain.losses import IGNORE, Cpo, Dpo, Kto, Orpo, Reward, SequenceLoss
+from megatrain.losses import IGNORE, Cpo, Dpo, Kto, Orpo, Policy, Reward, SequenceLoss
 from megatrain.losses.sequences import REFERENCE
 from megatrain.models.pretrained import as_classifier
 from megatrain.settings import Settings
@@ -24,6 +24,7 @@ LOSSES: dict[str, SequenceLoss] = {
     "orpo": Orpo(),
     "kto": Kto(),
     "reward": Reward(0.01),
+    "policy": Policy("grpo", beta=0.1, temperature=0.8),
 }
 PAIRS = 5
 # (tokens of the answer to each example, of its prompt)
@@ -77,6 +78,10 @@ def examples(loss: SequenceLoss, seed: int) -> list[Batch]:
             mismatched = number % 2 == 1
             row["row_value"] = torch.tensor([float(number % 4 < 2)])
             row["row_mismatched"] = torch.tensor([mismatched])
+        if isinstance(loss, Policy):
+            row["row_advantage"] = torch.randn(1, generator=generator)
+            for name in ("token_sampled", "token_old", "token_reference"):
+                row[name] = torch.randn(1, size, generator=generator) / 4 - 4.5
         rows.append(row)
     return rows
 
@@ -99,8 +104,9 @@ def joined(rows: list[Batch]) -> Batch:
 def packed(rows: list[Batch]) -> Batch:
     """One sequence of all, with positions that begin anew and the number of each one's example."""
     sizes = [row["input_ids"].shape[1] for row in rows]
-    of_tokens = ("input_ids", "labels", "token_answer")
-    found = {n: torch.cat([r[n] for r in rows], 1) for n in of_tokens if n in rows[0]}
+    of_tokens = [name for name, value in rows[0].items() if value.ndim == 2]
+    of_tokens.remove("attention_mask")
+    found = {name: torch.cat([row[name] for row in rows], 1) for name in of_tokens}
     starts = [0]
     for size in sizes[:-1]:
         starts.append(starts[-1] + size)

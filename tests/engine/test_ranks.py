@@ -214,7 +214,7 @@ def of_answers(world: World, name: str, size: int = 1, **settings: Any) -> Any:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["dpo", "orpo", "reward", "aot", "kto"])
+@pytest.mark.parametrize("name", ["dpo", "orpo", "reward", "aot", "kto", "policy"])
 def test_losses_over_answers_are_those_of_one_rank(name, on_ranks):
     results, weights = of_answers(World(), name)
     in_two, in_one = results[2:]

@@ -233,3 +233,42 @@ def trainers() -> dict[str, Trainer]:
         "reward": of_reward_model(model=reward_model),
         "reward-margins": of_reward_model(model=reward_model, rows=with_margins),
     }
+
+
+def scored_by_trl(
+    folder: Path,
+    rows: list[dict[str, Any]],
+    completions: list[Any],
+    functions: list[Callable[..., Any]],
+    *,
+    rewards: Tensor | None = None,
+    **keys: Any,
+) -> tuple[list[float], Any]:
+    """The advantages that TRL's GRPOTrainer gives completions that it is told to have written, a
+    row for each; and the trainer, with its metrics.
+
+    rewards: [answers, functions], instead of those that the functions give.
+    """
+    import datasets
+    import trl
+
+    trainer: Any = trl.GRPOTrainer
+    config: Any = trl.GRPOConfig
+    own = {"per_device_train_batch_size": len(rows), "use_cpu": True, "bf16": False, "beta": 0.0}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        made = trainer(
+            model=plain_model(tiny_config("llama")),
+            args=config(output_dir=str(folder), report_to="none", **own, **keys),
+            reward_funcs=functions,
+            train_dataset=datasets.Dataset.from_list(rows),
+            processing_class=word_tokenizer(),
+        )
+        ids = [[3, 4]] * len(rows)
+        made._generate = lambda _: (ids, ids, None, completions, None, {}, None, [])
+        if rewards is not None:
+            made._calculate_rewards = lambda *_: rewards
+            made.reward_weights = made.reward_weights.double()
+        made.model.train()
+        found = made._generate_and_score_completions(rows)
+    return found["advantages"].tolist(), made

@@ -35,7 +35,7 @@ from tests.helpers.commands import (
 STEP_KEYS = """step loss aux_loss expert_load_max grad_norm lr tokens target_tokens epoch step_s
 tokens_per_s tflops mfu gpu_peak_bytes host_bytes skipped spike energy_j time shares advice"""
 TIME_KEYS = """compute wait_upload wait_update wait_download wait_nvme wait_exchange wait_network
-data"""
+data rollout reward"""
 FILES = """config.yaml config.resolved.yaml plan.json env.json metrics.jsonl train.log report.html
 checkpoint-5 checkpoint-10 last best proven final .lock"""
 

@@ -57,7 +57,8 @@ def test_a_step_has_exactly_the_documented_keys_in_their_order(tmp_path):
         "tokens_per_s tflops mfu gpu_peak_bytes host_bytes skipped spike energy_j time "
         "shares advice"
     )
-    keys = "compute wait_upload wait_update wait_download wait_nvme wait_exchange wait_network data"
+    keys = "compute wait_upload wait_update wait_download wait_nvme wait_exchange wait_network "
+    keys += "data rollout reward"
     assert " ".join(row["time"]) == " ".join(row["shares"]) == keys
     none = dict.fromkeys(keys.split(), 0.0)
     assert row["shares"] == {**none, "compute": 0.75, "wait_update": 0.25}

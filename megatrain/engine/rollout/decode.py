@@ -1,0 +1,376 @@
+"""The loop that writes answers.
+
+Rows lie in slots of a pool of keys and values. A prompt is computed once, but for its last token,
+and its keys are copied to the slots of its answers; from then on every step takes one token of each
+row. A slot that is free takes the next answer. Tokens are looked at every few steps on a GPU, where
+a look waits for it: a row may have gone on behind its end by then, which is cut off.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import psutil
+import torch
+from torch import Tensor, nn
+
+from megatrain.engine.inference import RESERVE_BYTES, free_bytes, generated
+from megatrain.engine.rollout.draw import Draw
+from megatrain.engine.rollout.pool import Pool, attending, masks_of
+from megatrain.errors import OutOfMemory
+from megatrain.heartbeat import beat
+
+logger = logging.getLogger("megatrain")
+
+LOOKS_EVERY = 8  # steps on a GPU
+SEEN_STEP = 256  # places by which what rows see grows: each size is a graph of its own
+PREFILL_TOKENS = 16384  # of prompts that are computed together
+ROWS_STEP = 64  # rows by which a graph's number grows from there on; below by two
+
+
+@dataclass(frozen=True)
+class AnswerRequest:
+    """A prompt, and the numbers of the answers to write. key: with an answer's number, what its
+    draws follow from. most: tokens of an answer."""
+
+    key: int
+    ids: Sequence[int]
+    answers: Sequence[int]
+    most: int
+
+
+@dataclass(frozen=True)
+class Answer:
+    """Tokens with their log-probabilities under the whole distribution at the temperature, and,
+    where not all tokens can be drawn, the probability of those that can. An end is in it."""
+
+    key: int
+    number: int
+    ids: list[int]
+    logprobs: list[float]
+    kept_mass: list[float] | None
+    finish: Literal["stop", "length"]
+
+
+# why: decision 0114
+class Decoder:
+    """Rows that are written together. model: transformers' own, with its weights on a device."""
+
+    def __init__(
+        self,
+        model: Any,
+        draw: Draw,
+        ends: Sequence[int],
+        *,
+        slots: int,
+        room: int,
+        bools: bool,
+        graphs: bool = True,
+    ) -> None:
+        self.model, self.draw, self.ends, self.bools = model, draw, {*ends}, bools
+        self.device: torch.device = next(model.parameters()).device
+        self.with_graphs = graphs and self.device.type == "cuda"
+        self.looks_every = LOOKS_EVERY if self.with_graphs else 1
+        self.room, self.pool = room, Pool(slots, room)
+
+        def numbers(kind: torch.dtype = torch.int64, *more: int) -> Tensor:
+            return torch.zeros(slots, *more, dtype=kind, device=self.device)
+
+        self.token, self.place, self.key, self.number = (numbers() for _ in range(4))
+        self.drawn = numbers()  # tokens of the answer so far
+        self.written = numbers(torch.int64, self.looks_every)
+        self.logprobs = numbers(torch.float32, self.looks_every)
+        self.kept = numbers(torch.float32, self.looks_every)
+        self.graphs: dict[tuple[int, int], list[Any]] = {}
+        self.rows: list[_Row] = []  # of slots from 0 on
+
+    def write(self, requests: Iterable[AnswerRequest]) -> Iterator[Answer]:
+        """Answers as they end."""
+        waiting = deque((request, deque(request.answers)) for request in requests)
+        while waiting or self.rows:
+            self._admit(waiting)
+            steps = self.looks_every
+            for at in range(steps):
+                self._step(at)
+            beat()
+            yield from self._ended()
+
+    # -- beginnings ------------------------------------------------------------------------------
+
+    def _admit(self, waiting: deque[tuple[AnswerRequest, deque[int]]]) -> None:
+        """Fill free slots."""
+        free, found = self.pool.slots - len(self.rows), list[tuple[AnswerRequest, list[int]]]()
+        while waiting and free:
+            request, numbers = waiting[0]
+            taken = [numbers.popleft() for _ in range(min(free, len(numbers)))]
+            free -= len(taken)
+            if not numbers:
+                waiting.popleft()
+            if taken:
+                found.append((request, taken))
+        begins = list[tuple[int, AnswerRequest]]()  # first slot of each prompt
+        for request, taken in found:
+            begins.append((len(self.rows), request))
+            self.rows += [_Row(request, number, [], [], []) for number in taken]
+        self._prefill(begins)
+        for (first, request), (_, taken) in zip(begins, found, strict=True):
+            slots = torch.arange(first, first + len(taken), device=self.device)
+            if len(taken) > 1 and len(request.ids) > 1:
+                self.pool.copy(first, slots[1:], len(request.ids) - 1)
+            self.token[slots] = request.ids[-1]
+            self.place[slots] = len(request.ids) - 1
+            self.key[slots], self.drawn[slots] = request.key, 0
+            self.number[slots] = torch.tensor(taken, device=self.device)
+
+    def _prefill(self, begins: Sequence[tuple[int, AnswerRequest]]) -> None:
+        """Compute keys and values of prompts, but for their last tokens, into their slots."""
+        left = sorted((one for one in begins if len(one[1].ids) > 1), key=lambda o: -len(o[1].ids))
+        while left:
+            width = len(left[0][1].ids) - 1
+            count = max(1, PREFILL_TOKENS // width)
+            part, left = left[:count], left[count:]
+            ids = torch.zeros(len(part), width, dtype=torch.int64)
+            for row, (_, request) in enumerate(part):
+                ids[row, : len(request.ids) - 1] = torch.tensor(request.ids[:-1])
+            self.pool.prefill(torch.tensor([slot for slot, _ in part], device=self.device), width)
+            along = torch.arange(width, device=self.device)
+            near = (along[:, None] - along)[None, None].expand(len(part), -1, -1, -1)
+            self._forward(ids.to(self.device), along.expand(len(part), -1), near, base=True)
+            beat()
+
+    # -- a step ----------------------------------------------------------------------------------
+
+    def _step(self, at: int) -> None:
+        """One token of every row, into column `at`."""
+        rows, longest = len(self.rows), max(row.length for row in self.rows) + at
+        if not self.with_graphs:
+            self._compute(rows, longest, at)
+            return
+        rows = min(self.pool.slots, _bucket(rows))
+        seen = min(self.room, -(-longest // SEEN_STEP) * SEEN_STEP)
+        graphs = self.graphs.get((rows, seen))
+        if graphs is None:
+            graphs = self.graphs[rows, seen] = self._captured(rows, seen)
+        graphs[at].replay()
+
+    def _captured(self, rows: int, seen: int) -> list[Any]:
+        """A CUDA graph for each column. Trials before leave no trace: what they change is put
+        back, and keys at the places to come are written again."""
+        state = [self.token, self.place, self.drawn]
+        before = [one.clone() for one in state]
+        stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            for _ in range(2):
+                self._compute(rows, seen, 0)
+        torch.cuda.current_stream().wait_stream(stream)
+        graphs: list[Any] = []
+        for at in range(self.looks_every):
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, pool=graphs[0].pool() if graphs else None):
+                self._compute(rows, seen, at)
+            graphs.append(graph)
+        for one, value in zip(state, before, strict=True):
+            one.copy_(value)
+        return graphs
+
+    def _compute(self, rows: int, seen: int, at: int) -> None:
+        place = self.place[:rows]
+        self.pool.step(place, seen)
+        near = place[:, None, None, None] - torch.arange(seen, device=self.device)
+        logits = self._forward(self.token[:rows, None], place[:, None], near)
+        drawn = self.drawn[:rows]
+        token, logprob, kept = self.draw(logits, self.key[:rows], self.number[:rows], drawn)
+        for array, value in ((self.written, token), (self.logprobs, logprob), (self.kept, kept)):
+            array[:rows, at] = value
+        self.token[:rows] = token
+        place.add_(1).clamp_(max=self.room - 1)
+        drawn.add_(1)
+
+    def _forward(self, ids: Tensor, positions: Tensor, near: Tensor, base: bool = False) -> Tensor:
+        """Logits [rows, vocabulary] of the last tokens; of a prompt nothing but its keys."""
+        model = self.model.base_model if base else self.model
+        mask = masks_of(self.model.config, near, self.model.dtype, self.bools)
+        found = model(
+            input_ids=ids,
+            attention_mask=mask,
+            position_ids=positions,
+            use_cache=True,
+            **{cache_name(model): self.pool},
+        )
+        return found[0][:, -1]  # type: ignore[no-any-return]
+
+    # -- ends ------------------------------------------------------------------------------------
+
+    def _ended(self) -> Iterator[Answer]:
+        """Take what was written; rows that have ended leave, and the last ones take their slots."""
+        count = len(self.rows)
+        columns = (self.written, self.logprobs, self.kept)
+        tokens, logprobs, kept = (one[:count].tolist() for one in columns)
+        found = []
+        for slot, row in enumerate(self.rows):
+            row.ids += tokens[slot]
+            row.logprobs += logprobs[slot]
+            row.kept += kept[slot]
+            answer = row.ended(self.ends, self.draw.cuts)
+            if answer is not None:
+                found.append((slot, answer))
+        for slot, _ in reversed(found):
+            last = len(self.rows) - 1
+            if slot != last:
+                self.pool.copy(
+                    last, torch.tensor([slot], device=self.device), self.rows[last].length
+                )
+                for one in (self.token, self.place, self.key, self.number, self.drawn):
+                    one[slot] = one[last]
+                self.rows[slot] = self.rows[last]
+            self.rows.pop()
+        for _, answer in found:
+            yield answer
+
+
+def cache_name(model: nn.Module) -> str:
+    """The argument that a model's cache is; transformers has another name for it from 5.24 on."""
+    known = inspect.signature(model.forward).parameters
+    return "cache" if "cache" in known else "past_key_values"
+
+
+@dataclass
+class _Row:
+    request: AnswerRequest
+    number: int
+    ids: list[int]
+    logprobs: list[float]
+    kept: list[float]
+
+    @property
+    def length(self) -> int:
+        """Places that its next token sees."""
+        return len(self.request.ids) + len(self.ids)
+
+    def ended(self, ends: set[int], cuts: bool) -> Answer | None:
+        most = self.request.most
+        size = next((at + 1 for at, one in enumerate(self.ids[:most]) if one in ends), None)
+        if size is None and len(self.ids) < most:
+            return None
+        finish: Literal["stop", "length"] = "length" if size is None else "stop"
+        upto = slice(most if size is None else size)
+        kept = self.kept[upto] if cuts else None
+        found = self.ids[upto], self.logprobs[upto], kept
+        return Answer(self.request.key, self.number, *found, finish)
+
+
+def _bucket(rows: int) -> int:
+    """The number of rows of a graph for so many."""
+    if rows > ROWS_STEP:
+        return -(-rows // ROWS_STEP) * ROWS_STEP
+    return 1 << (rows - 1).bit_length()
+
+
+# -- a family's way ------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def answers(
+    model: Any,
+    requests: Sequence[AnswerRequest],
+    draw: Draw,
+    ends: Sequence[int],
+    slots: int | None,
+) -> Iterator[Answer]:
+    """Answers to requests as they end, in so many rows at most; None: as memory has room for.
+
+    A family whose cache is no list of keys and values is written by its own `generate`, one answer
+    at a time. Raises OutOfMemory where not one row has room.
+    """
+    total = sum(len(one.answers) for one in requests)
+    if not total:
+        return
+    room = max(len(one.ids) + one.most for one in requests)
+    with attending(model) as bools:
+        reason, row_bytes = tried(model, bools)
+        if reason is None:
+            slots = min(total, slots or slots_for(model, row_bytes, room))
+            yield from Decoder(model, draw, ends, slots=slots, room=room, bools=bools).write(
+                requests
+            )
+            return
+    family = model.config.model_type
+    logger.warning(f"{family}: transformers' generate writes answers, one by one, since {reason}")
+    for request in requests:
+        for number in request.answers:
+            yield by_generate(model, request, number, draw, ends)
+
+
+def tried(model: Any, bools: bool) -> tuple[str | None, int]:
+    """(the reason for which a family cannot be written by this loop, or None, bytes of a token's
+    keys and values): a few tokens, compared with one pass over them."""
+    prompts = [3, 4, 5], [6, 7]
+    vocabulary = model.config.get_text_config().vocab_size
+    requests = [
+        AnswerRequest(n, [one % vocabulary for one in ids], (0,), 3)
+        for n, ids in enumerate(prompts)
+    ]
+    greedy = Draw(temperature=0.0)
+    try:
+        decoder = Decoder(model, greedy, (), slots=2, room=6, bools=bools, graphs=False)
+        worst = 0.0
+        for found in decoder.write(requests):
+            ids = torch.tensor([[*requests[found.key].ids, *found.ids]], device=decoder.device)
+            along = torch.arange(ids.shape[1], device=decoder.device)
+            mask = masks_of(model.config, (along[:, None] - along)[None, None], model.dtype, bools)
+            about = {"attention_mask": mask, "position_ids": along[None], "use_cache": False}
+            whole = model(input_ids=ids, **about)
+            logits = whole.logits[0, -4:-1].float()
+            expected = logits.log_softmax(-1).gather(1, ids[0, -3:, None])[:, 0].tolist()
+            gaps = (abs(a - b) for a, b in zip(expected, found.logprobs, strict=True))
+            worst = max(worst, *gaps)
+    except Exception as error:  # noqa: BLE001  whatever a family's code makes of a cache
+        return f"its cache is of another kind ({type(error).__name__})", 0
+    if not worst <= (0.01 if model.dtype == torch.float32 else 0.5):
+        return f"its log-probabilities would differ by {worst:.2g}", 0
+    return None, decoder.pool.bytes_per_token()
+
+
+def slots_for(model: Any, token_bytes: int, room: int) -> int:
+    """Rows for which there is memory. Raises OutOfMemory where there is not one."""
+    # scores, probabilities and their running sums, in float32 and float64
+    row_bytes = token_bytes * room + 32 * model.config.get_text_config().vocab_size
+    free = free_for_rows(next(model.parameters()).device)
+    if free < row_bytes:
+        raise OutOfMemory(
+            f"an answer's keys and values take {row_bytes >> 20} MiB, and {max(0, free) >> 20} MiB "
+            "are free beside the weights; set a smaller grpo.max_completion_length"
+        )
+    return int(free // row_bytes)
+
+
+def free_for_rows(device: torch.device) -> int:
+    """Bytes that rows may take: half of what is free on a CPU, where others allocate, too."""
+    if device.type == "cpu":
+        return int(psutil.virtual_memory().available // 2)
+    return free_bytes(device) - RESERVE_BYTES
+
+
+def by_generate(
+    model: Any, request: AnswerRequest, number: int, draw: Draw, ends: Sequence[int]
+) -> Answer:
+    """An answer that transformers' `generate` writes, with the same draws."""
+    logprobs, kept = list[float](), list[float]()
+
+    def choose(logits: Tensor) -> int:
+        about = torch.tensor([[request.key], [number], [len(logprobs)]], device=logits.device)
+        token, logprob, mass = draw(logits[None], *about)
+        logprobs.append(float(logprob))
+        kept.append(float(mass))
+        return int(token)
+
+    prompt = torch.tensor([list(request.ids)], device=next(model.parameters()).device)
+    ids = generated(model, prompt, request.most, ends, choose)
+    finish: Literal["stop", "length"] = "stop" if ids[-1] in {*ends} else "length"
+    return Answer(request.key, number, ids, logprobs, kept if draw.cuts else None, finish)

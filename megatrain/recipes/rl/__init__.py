@@ -1,0 +1,1 @@
+"""Training on answers that the model writes itself: prompts, answers, rewards, steps."""

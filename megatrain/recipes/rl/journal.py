@@ -1,0 +1,155 @@
+"""The journal of a rollout: every finished answer and every reward, as it comes.
+
+A run that was killed writes no answer again that is on disk. It takes the checkpoint before, and
+the steps behind it get the journal's answers: with equal weights the replay is the same run.
+
+One file of JSON lines per rollout, `rollouts/STEP.jsonl`, of the step that it begins with. The
+first line says what the answers follow from; then come answers, and the rewards of whole groups.
+Every line ends with a checksum of what precedes it.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import logging
+import os
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from megatrain.engine.rollout.decode import Answer
+from megatrain.errors import StorageError
+from megatrain.storage.hashed_file import system_errors
+
+FOLDER = "rollouts"
+_CODES = {"ids": "<i4", "logprobs": "<f4", "kept_mass": "<f4"}
+
+logger = logging.getLogger("megatrain")
+
+Rewards = Sequence[Sequence[float | None]]  # [functions][answers of a group]
+
+
+@dataclass
+class Journal:
+    """A rollout's file, and what was read of it.
+
+    Attributes:
+        answers: by (key of the request, number of the answer).
+        rewards: of groups, by key, with the columns that functions logged.
+        old: of answers that several steps train on, log-probabilities under the weights that wrote
+            them.
+    """
+
+    path: Path
+    answers: dict[tuple[int, int], Answer] = field(default_factory=dict)
+    rewards: dict[int, dict[str, Any]] = field(default_factory=dict)
+    old: dict[tuple[int, int], list[float]] = field(default_factory=dict)
+    _descriptor: int | None = None
+
+    @classmethod
+    def open(cls, run_dir: Path, step: int, origin: Mapping[str, Any]) -> Journal:
+        """The file of the rollout that begins with this step, without what follows from another
+        `origin`, or is torn. Raises StorageError."""
+        journal = cls(run_dir / FOLDER / f"{step:06}.jsonl")
+        with system_errors(journal.path, "write answers"):
+            journal.path.parent.mkdir(exist_ok=True)
+            whole = journal._read(dict(origin))
+            if whole == 0:
+                journal.path.unlink(missing_ok=True)
+            flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND
+            journal._descriptor = os.open(journal.path, flags, 0o600)
+            os.ftruncate(journal._descriptor, whole)
+            if whole == 0:
+                journal._write({"origin": dict(origin)})
+        return journal
+
+    def _read(self, origin: dict[str, Any]) -> int:
+        """Read the whole lines; returns their bytes, 0 for a file of another origin."""
+        whole = 0
+        try:
+            data = self.path.read_bytes()
+        except FileNotFoundError:
+            return 0
+        for number, (line, record) in enumerate(_records(data)):
+            if number == 0 and record != {"origin": origin}:
+                logger.warning(f"{self.path}: is of other settings, or other weights: not used")
+                return 0
+            if number:
+                self._take(record)
+            whole += len(line)
+        if whole < len(data):
+            lost = f"{len(data) - whole:,} bytes that are torn or changed are cut off"
+            logger.warning(f"{self.path}: {lost}; what they held is written anew")
+        return whole
+
+    def _take(self, record: dict[str, Any]) -> None:
+        if "rewards" in record:
+            self.rewards[record["key"]] = record
+            return
+        if "old" in record:
+            self.old[record["key"], record["number"]] = _numbers(record["old"], "<f4") or []
+            return
+        arrays = {name: _numbers(record[name], code) for name, code in _CODES.items()}
+        answer = Answer(**{**record, **arrays})
+        self.answers[answer.key, answer.number] = answer
+
+    def add(self, answer: Answer) -> None:
+        """Write an answer that is finished."""
+        self.answers[answer.key, answer.number] = answer
+        arrays = {name: _text(getattr(answer, name), code) for name, code in _CODES.items()}
+        self._write({**vars(answer), **arrays})
+
+    def judge(self, key: int, rewards: Rewards, more: Mapping[str, Any]) -> None:
+        """Write the rewards of a group, and what functions logged."""
+        self.rewards[key] = {"key": key, "rewards": rewards, **more}
+        self._write(self.rewards[key])
+
+    def remember(self, answer: Answer, old: Sequence[float]) -> None:
+        """Write the log-probabilities of an answer's tokens under the weights of now."""
+        self.old[answer.key, answer.number] = list(old)
+        self._write({"key": answer.key, "number": answer.number, "old": _text(old, "<f4")})
+
+    def _write(self, record: Mapping[str, Any]) -> None:
+        text = json.dumps(record, separators=(",", ":"))
+        line = f"{text} {zlib.crc32(text.encode()):08x}\n".encode()
+        assert self._descriptor is not None
+        with system_errors(self.path, "write answers"):
+            if os.write(self._descriptor, line) != len(line):
+                raise StorageError(f"{self.path}: no space is left for answers; free some")
+
+    def close(self) -> None:
+        """Have the drive keep it."""
+        if self._descriptor is not None:
+            os.fsync(self._descriptor)
+            os.close(self._descriptor)
+            self._descriptor = None
+
+
+def _records(data: bytes) -> Iterator[tuple[bytes, dict[str, Any]]]:
+    """Lines and what they hold, up to the first that is not whole."""
+    for line in data.splitlines(keepends=True):
+        text, _, checksum = line.removesuffix(b"\n").rpartition(b" ")
+        if not line.endswith(b"\n") or f"{zlib.crc32(text):08x}".encode() != checksum:
+            return
+        yield line, json.loads(text)
+
+
+def _text(numbers: Sequence[float] | None, code: str) -> str | None:
+    return None if numbers is None else base64.b64encode(np.array(numbers, code).tobytes()).decode()
+
+
+def _numbers(text: str | None, code: str) -> list[Any] | None:
+    return None if text is None else np.frombuffer(base64.b64decode(text), code).tolist()
+
+
+def forget(run_dir: Path, before: int) -> None:
+    """Remove the files of rollouts that began before a step, but for the newest of them, which
+    reports show."""
+    files = sorted((run_dir / FOLDER).glob("*.jsonl"))
+    for path in [path for path in files if int(path.stem) < before][:-1]:
+        path.unlink(missing_ok=True)

@@ -1,0 +1,201 @@
+"""A process that runs the reward functions of users' files.
+
+Called as TRL's GRPOTrainer calls them: `f(prompts=, completions=, completion_ids=, **columns,
+trainer_state=, log_extra=, log_metric=)`, plain or async. Imports no torch.
+
+A worker is handed pickled tasks and answers in JSON, so that the parent never builds an object of
+the user's making. What functions print goes to the worker's standard output, which is the parent's
+choice.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import importlib.util
+import inspect
+import json
+import math
+import os
+import pickle
+import signal
+import sys
+import traceback
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from multiprocessing.connection import Connection
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, SupportsFloat
+
+PR_SET_PDEATHSIG = 1
+REASON = 300  # characters of an error that are told
+# A terminal and a scheduler send theirs to all processes of a job; the parent ends its workers.
+PARENTS_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+
+Function = Callable[..., Any]
+Answer = dict[str, Any]  # rewards, faults, metrics and extra of one call, or error
+
+
+def serve(file: int) -> None:
+    """Answer tasks until the parent closes the socket: names of functions, then (number of a
+    function, what it judges)."""
+    with suppress(OSError, AttributeError):
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    for number in PARENTS_SIGNALS:  # by a handler: what is ignored stays so in users' processes
+        signal.signal(number, lambda *_: None)
+    os.set_inheritable(file, False)
+    connection = Connection(file)
+    loop = asyncio.Runner()  # which stays: users keep sessions that belong to it
+    with suppress(EOFError, OSError):
+        functions = [_answered(connection, loaded, name) for name in connection.recv()]
+        while True:
+            task = connection.recv_bytes()
+            _answered(connection, _work, functions, task, loop)
+
+
+def _answered(connection: Connection, work: Callable[..., Any], *arguments: Any) -> Any:
+    """Send the answer of a piece of work, which is {} for a function; its result."""
+    try:
+        found = work(*arguments)
+    except (Exception, SystemExit) as error:  # noqa: BLE001  whatever the user's module does
+        found = {"error": reason_of(error)}
+    answer = found if isinstance(found, dict) else {}
+    connection.send_bytes(json.dumps(answer).encode())
+    return found
+
+
+def _work(functions: Sequence[Function], task: bytes, loop: asyncio.Runner) -> Answer:
+    number, call = pickle.loads(task)
+    return rewarded(functions[number], call, loop)
+
+
+def loaded(name: str) -> Function:
+    """The function of `FILE.py:NAME`."""
+    file, _, function = name.rpartition(":")
+    path = Path(file).absolute()
+    known = sys.modules.get(path.stem)
+    own = known is None or getattr(known, "__file__", None) == str(path)
+    title = path.stem if own else str(path)  # a file called json.py must not be everybody's json
+    if title not in sys.modules:
+        spec = importlib.util.spec_from_file_location(title, path)
+        if spec is None or spec.loader is None:
+            raise ImportError(f"{file} is no Python file")
+        if str(path.parent) not in sys.path:
+            sys.path.insert(0, str(path.parent))  # modules beside it
+        sys.modules[title] = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(sys.modules[title])
+    found: Function | None = getattr(sys.modules[title], function, None)
+    if not callable(found):
+        raise ImportError(f"{file} has no function {function}")
+    return found
+
+
+class Fault(Exception):
+    """A function's answer that is none, in a sentence's words."""
+
+
+class _Call:
+    """One function's call: what it gives, and what it logs meanwhile."""
+
+    def __init__(self, function: Function, call: Mapping[str, Any]) -> None:
+        self.count = len(call["completions"])
+        self.error, self.given = "", None
+        self.metrics = defaultdict[str, list[float]](list)
+        self.extra = defaultdict[str, list[Any]](list)
+        own = {name: call[name] for name in ("prompts", "completions", "completion_ids")}
+        own["trainer_state"] = SimpleNamespace(**call["state"])
+        own |= {"log_extra": self._log_extra, "log_metric": self._log_metric}
+        with self._caught():
+            self.given = function(**{**call["columns"], **own})
+
+    def _log_extra(self, column: str, values: Sequence[Any]) -> None:
+        self.extra[str(column)].extend(map(_plain, values))
+
+    def _log_metric(self, name: str, value: SupportsFloat) -> None:
+        self.metrics[str(name)].append(float(value))
+
+    @contextmanager
+    def _caught(self) -> Iterator[None]:
+        """Keep the error of a user's code, which may also ask Python to end."""
+        try:
+            yield
+        except (Exception, SystemExit) as error:  # noqa: BLE001
+            self.error = reason_of(error)
+
+    async def wait(self) -> None:
+        with self._caught():
+            self.given = await self.given  # type: ignore[misc]
+
+    def answer(self) -> Answer:
+        found: Answer = {}
+        with self._caught():
+            found = {} if self.error else self._checked()
+        return {"error": self.error} if self.error else found
+
+    def _checked(self) -> Answer:
+        rewards, faults = numbers(self.given, self.count)
+        for column, values in self.extra.items():
+            if len(values) != self.count:
+                raise Fault(f"logged {len(values)} values of {column!r} for {self.count} answers")
+        logged = {"metrics": dict(self.metrics), "extra": dict(self.extra)}
+        return {"rewards": rewards, "faults": faults, **logged}
+
+
+def rewarded(function: Function, call: Mapping[str, Any], loop: asyncio.Runner) -> Answer:
+    """The answer of a function, plain or async.
+
+    call: prompts, completions, completion_ids; columns, by name; state, of trainer_state.
+    """
+    made = _Call(function, call)
+    if inspect.isawaitable(made.given):
+        loop.run(made.wait())
+    return made.answer()
+
+
+def numbers(given: Any, count: int) -> tuple[list[float | None], list[tuple[int, str]]]:
+    """Rewards as numbers, None for one that is None or nan; and (number of the answer, reason) of
+    those that are neither. Raises Fault."""
+    if given is None:
+        raise Fault("returned None instead of a list")
+    values = [*given]
+    if len(values) != count:
+        raise Fault(f"returned {len(values)} rewards for {count} answers")
+    rewards, faults = list[float | None](), []
+    for number, value in enumerate(values):
+        try:
+            rewards.append(_reward(value))
+        except (Fault, TypeError, ValueError, OverflowError):
+            rewards.append(None)
+            faults.append((number, f"returned {value!r:.60}, which is no finite number"))
+    return rewards, faults
+
+
+def _reward(value: Any) -> float | None:
+    if value is None:
+        return None
+    if isinstance(value, str | bytes) or not isinstance(value, SupportsFloat):
+        raise Fault
+    found = float(value)
+    if math.isinf(found):
+        raise Fault
+    return None if math.isnan(found) else found  # as in TRL
+
+
+def _plain(value: Any) -> Any:
+    return value if value is None or isinstance(value, str | int | float) else str(value)
+
+
+def reason_of(error: BaseException) -> str:
+    """An error in one line, and the line of the user's file."""
+    if isinstance(error, Fault):
+        return str(error)
+    words = " ".join(f"{type(error).__name__}: {error}".split())[:REASON]
+    frames = [
+        one
+        for one in traceback.extract_tb(error.__traceback__)
+        if one.filename != __file__ and not one.filename.startswith("<frozen")
+    ]
+    lines = [one.lineno for one in frames if one.filename == frames[0].filename]
+    return f"{words}, in line {lines[-1]}" if lines else words

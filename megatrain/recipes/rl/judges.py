@@ -1,0 +1,312 @@
+"""Rewards of answers, by users' functions in processes of their own, with a time limit."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import pickle
+import signal
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
+from concurrent.futures import TimeoutError as NotYet
+from contextlib import AbstractContextManager, nullcontext, suppress
+from dataclasses import dataclass, field
+from functools import partial
+from multiprocessing import Pipe
+from pathlib import Path
+from queue import LifoQueue
+from threading import Lock
+from time import monotonic
+from typing import Any
+
+from megatrain.errors import ConfigError, RewardError
+from megatrain.heartbeat import beat
+from megatrain.machine.hardware import physical_cores
+from megatrain.recipes.rl.judge_worker import Answer
+
+MOST_PROCESSES = 8
+STARTS_WITHIN_S = 120.0  # a worker, with what the user's files import
+MOST_BYTES = 1 << 28  # of one answer, with what a function logs
+TEXT = 60  # characters of an answer that an error shows
+BOOT = (
+    "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
+    "from megatrain.recipes.rl.judge_worker import serve; serve(int(sys.argv[2]))"
+)
+
+logger = logging.getLogger("megatrain")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Group:
+    """A prompt's answers as functions are given them. prompt, completions: texts, or turns."""
+
+    key: int
+    prompt: str | list[dict[str, Any]]
+    completions: Sequence[Any]
+    completion_ids: Sequence[Sequence[int]]
+    columns: Mapping[str, Any]
+    where: str
+    step: int
+
+
+@dataclass
+class Judgement:
+    """rewards: [functions][answers], None where a function gave none. metrics, extra: by name, what
+    functions logged, extra a value for each answer."""
+
+    rewards: list[list[float | None]] = field(default_factory=list)
+    metrics: dict[str, float] = field(default_factory=dict)
+    extra: dict[str, list[Any]] = field(default_factory=dict)
+
+
+class Judges(AbstractContextManager["Judges"]):
+    """Judges groups while others are written. Workers start when they are first needed, and none
+    outlives this process.
+
+    functions: `FILE.py:NAME`.
+    on_bad_reward: "refuse" or "none".
+    log: a file to which the workers' output is added; None: it is dropped.
+    """
+
+    def __init__(
+        self,
+        functions: Sequence[str],
+        *,
+        timeout_s: float = 60.0,
+        processes: int | None = None,
+        on_bad_reward: str = "refuse",
+        log: Path | None = None,
+    ) -> None:
+        self.functions = [*functions]
+        self.names = [one.rpartition(":")[2] for one in self.functions]
+        self.timeout_s, self.on_bad_reward = timeout_s, on_bad_reward
+        self.failed = dict.fromkeys(self.functions, 0)  # calls
+        self._start = partial(Worker, self.functions, log)
+        count = processes or min(MOST_PROCESSES, physical_cores())
+        self._threads = ThreadPoolExecutor(count, thread_name_prefix="megatrain-judge")
+        self._idle: LifoQueue[Worker | None] = LifoQueue()  # the last that worked works again
+        for _ in range(count):
+            self._idle.put(None)
+        self._lock, self._closed, self._silent = Lock(), False, False
+        self._all: set[Worker] = set()
+        self._groups: dict[int, Group] = {}
+        self._parts: dict[int, Future[list[Answer]]] = {}
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End all workers, also those at work."""
+        with self._lock:  # none starts after that
+            self._closed = True
+            for worker in self._all:
+                worker.kill()
+        self._threads.shutdown(cancel_futures=True)
+        for worker in self._all:
+            worker.close()
+
+    def check(self) -> None:
+        """Import all functions, in a worker. Raises RewardError."""
+        self._threads.submit(lambda: self._give_back(self._take())).result()
+
+    def submit(self, group: Group) -> None:
+        self._groups[group.key] = group
+        self._parts[group.key] = self._threads.submit(self._ask, group)
+
+    def result(self, key: int) -> Judgement:
+        """The judgement of a group that was submitted, once it is there. Raises RewardError."""
+        group, logged = self._groups.pop(key), dict[str, list[float]]()
+        judgement = Judgement()
+        for found in _when_done(self._parts.pop(key)):
+            judgement.rewards.append(found["rewards"])
+            judgement.extra |= found.get("extra", {})
+            for name, values in found.get("metrics", {}).items():
+                logged.setdefault(name, []).extend(values)
+        judgement.metrics = {name: sum(values) / len(values) for name, values in logged.items()}
+        self._warn_if_silent(group, judgement)
+        return judgement
+
+    def _take(self) -> Worker:
+        worker = self._idle.get()
+        if worker is not None and worker.lives():
+            return worker
+        try:
+            with self._lock:
+                if self._closed:
+                    raise CancelledError
+                if worker is not None:
+                    self._drop(worker)
+                worker = self._start()
+                self._all.add(worker)
+            worker.load()
+        except BaseException:
+            self._idle.put(None)
+            raise
+        return worker
+
+    def _give_back(self, worker: Worker) -> None:
+        if worker.broken:
+            with self._lock:
+                self._drop(worker)
+        self._idle.put(None if worker.broken else worker)
+
+    def _drop(self, worker: Worker) -> None:
+        self._all.discard(worker)
+        worker.close()
+
+    def _ask(self, group: Group) -> list[Answer]:
+        """In a thread: what each function answers. Raises RewardError, or counts failures."""
+        call, answers = _call_of(group), list[Answer]()
+        for number, function in enumerate(self.functions):
+            worker = self._take()
+            try:
+                answer = worker.judge((number, call), self.timeout_s)
+            finally:
+                self._give_back(worker)
+            if self._closed:
+                raise CancelledError  # the worker was ended on purpose
+            faults = [(0, answer["error"])] if "error" in answer else answer["faults"]
+            if faults:
+                self._fail(function, group, *faults[0])
+            answers.append({"rewards": [None] * len(group.completions), **answer})
+        return answers
+
+    def _fail(self, function: str, group: Group, number: int, reason: str) -> None:
+        """Raise RewardError, or count the call and warn of the first."""
+        answer = group.completions[number]
+        text = answer if isinstance(answer, str) else " ".join(str(x["content"]) for x in answer)
+        about = f"{function}: {group.where}: {reason} (answer {number + 1}: {text[:TEXT]!r})"
+        if self.on_bad_reward == "refuse":
+            raise RewardError(f"{about}; mend it, or set rewards.on_bad_reward: none")
+        with self._lock:
+            self.failed[function] += 1
+            first = self.failed[function] == 1
+        if first:
+            logger.warning(f"{about}; its rewards are None, here and where it fails again")
+
+    def _warn_if_silent(self, group: Group, judgement: Judgement) -> None:
+        rewarded = (any(x is not None for x in of) for of in zip(*judgement.rewards, strict=True))
+        if not self._silent and not all(rewarded):
+            self._silent = True
+            words = "no function rewards one of its answers, whose advantage is 0"
+            logger.warning(f"{group.where}: {words}, here and where that comes again")
+
+
+class Worker:
+    """A process of `judge_worker.py`, in a session of its own, without a GPU."""
+
+    def __init__(self, functions: Sequence[str], log: Path | None) -> None:
+        self.functions, self.broken = functions, False
+        self._connection, theirs = Pipe()
+        file = theirs.fileno()
+        command = [sys.executable, "-c", BOOT, json.dumps([*map(str, sys.path)]), str(file)]
+        with theirs, nullcontext(subprocess.DEVNULL) if log is None else log.open("ab") as output:
+            self._process = subprocess.Popen(
+                command,
+                env={**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                pass_fds=[file],
+                start_new_session=True,  # a terminal's Ctrl-C is the parent's
+            )
+
+    def lives(self) -> bool:
+        """True unless it has ended while it had nothing to do."""
+        return not self._connection.poll()
+
+    def load(self) -> None:
+        """Import the functions. Raises RewardError."""
+        self._connection.send(list(self.functions))
+        for function in self.functions:
+            if error := self._answer(STARTS_WITHIN_S, "to be imported").get("error"):
+                self.kill()
+                raise RewardError(f"{function}: {error}")
+
+    def judge(self, task: Any, seconds: float) -> Answer:
+        """The answer of a function, or an error in its place; a worker that gives none is ended."""
+        try:
+            data = pickle.dumps(task)
+        except Exception as error:  # noqa: BLE001  whatever the row's objects raise
+            return {"error": f"its row cannot be handed to a process ({error})"}
+        with suppress(OSError):  # `_answer` tells why
+            self._connection.send_bytes(data)
+        return self._answer(seconds, "(rewards.timeout_s)")
+
+    def _answer(self, seconds: float, about: str) -> Answer:
+        deadline = monotonic() + seconds
+        try:
+            while not self._connection.poll(max(0.0, deadline - monotonic())):
+                if monotonic() >= deadline:
+                    self.kill()
+                    return {"error": f"took more than {seconds:g} seconds {about}"}
+            return dict(json.loads(self._connection.recv_bytes(MOST_BYTES)))
+        except (EOFError, ConnectionError):
+            self.broken = True
+            with suppress(subprocess.TimeoutExpired):
+                return {"error": f"ended its process with {self._process.wait(1.0)}"}
+            return {"error": "closed its process' connection"}
+        except (OSError, ValueError):
+            self.kill()
+            return {"error": f"logged more than {MOST_BYTES >> 20} MiB, or broke its connection"}
+
+    def kill(self) -> None:
+        """End the process and what it started."""
+        self.broken = True
+        if self._process.returncode is None:  # else its number may be another's
+            with suppress(ProcessLookupError, PermissionError):
+                os.killpg(self._process.pid, signal.SIGKILL)
+
+    def close(self) -> None:
+        self.kill()
+        self._process.wait()
+        self._connection.close()
+
+
+def _call_of(group: Group) -> dict[str, Any]:
+    """A group as `rewarded` wants it."""
+    count = len(group.completions)
+    return {
+        "prompts": [group.prompt] * count,
+        "completions": group.completions,
+        "completion_ids": group.completion_ids,
+        "columns": {name: [value] * count for name, value in group.columns.items()},
+        "state": {"global_step": group.step},
+    }
+
+
+def _when_done(future: Future[list[Answer]]) -> list[Answer]:
+    while True:
+        beat()
+        with suppress(NotYet):
+            return future.result(1.0)
+
+
+def judges_of(config: Any, log: Path | None = None) -> Judges:
+    """The judges that a config names, whose functions are imported once. Raises ConfigError."""
+    rewards, where = config.rewards, config.where("rewards.functions")
+    for one in rewards.functions:
+        file, colon, name = one.rpartition(":")
+        if Path(one).is_dir():
+            words = "a reward model cannot judge yet; name functions, such as rewards.py:check"
+            raise ConfigError(f"{where}: {one}: {words}")
+        if not (colon and file.endswith(".py") and name.isidentifier()):
+            raise ConfigError(f"{where}: {one!r} is no FILE.py:NAME, such as rewards.py:check")
+        if not Path(file).is_file():
+            raise ConfigError(f"{where}: {file}: no such file")
+    judges = Judges(
+        rewards.functions,
+        timeout_s=rewards.timeout_s,
+        processes=None if rewards.processes == "auto" else rewards.processes,
+        on_bad_reward=rewards.on_bad_reward,
+        log=log,
+    )
+    try:
+        judges.check()
+    except RewardError as error:
+        judges.close()
+        raise ConfigError(f"{where}: {error}") from None
+    return judges

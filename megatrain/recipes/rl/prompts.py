@@ -1,0 +1,154 @@
+"""Prompts that are answered in a run, with the columns that reward functions are given."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import date
+from typing import Any
+
+import numpy as np
+
+from megatrain.config import Config
+from megatrain.data.build import hold_out, look_for_copies, weighted
+from megatrain.data.files import RawRow
+from megatrain.data.formats import renamed
+from megatrain.data.rows import Counts, TokenRows
+from megatrain.data.samples import PROMPTS, RowError, asked_in, type_name
+from megatrain.data.sources import Part, open_source
+from megatrain.data.template import Scene, Template
+from megatrain.data.workers import fenced
+from megatrain.errors import ConfigError, DataError
+from megatrain.heartbeat import beat, may_end_here
+from megatrain.recipes.model import Model
+from megatrain.recipes.sample import encoded, positions_of
+
+
+@dataclass(frozen=True, eq=False)
+class PromptRows(TokenRows):
+    """Prompts as rows without targets. about: of each row of the flat arrays."""
+
+    about: Sequence[About] = ()
+
+    def prompt(self, index: int) -> Prompt:
+        return Prompt(self.row(index)[0].tolist(), self.about[int(self.chosen[index])])
+
+
+@dataclass(frozen=True)
+class About:
+    """A prompt as reward functions are given it: a text or turns; and its further columns."""
+
+    asked: str | list[dict[str, Any]]
+    columns: Mapping[str, Any]
+    where: str
+
+
+@dataclass(frozen=True)
+class Prompt:
+    ids: list[int]
+    about: About
+
+
+def read_prompt_rows(
+    config: Config, model: Model, day: date | None = None
+) -> tuple[PromptRows, PromptRows | None]:
+    """The prompts to train on, and those held out. Raises DataError."""
+    data, seed = config.data, config.train.seed
+    parts = _parts(config, data.train)
+    rows: Any = _read(config, model, parts, day)
+    held: Any = None
+    if isinstance(data.eval, int | float):
+        rows, held = hold_out(rows, data.eval, seed)
+    rows = weighted(rows, parts, seed)
+    if isinstance(data.eval, tuple):
+        held = _read(config, model, _parts(config, data.eval), day)
+        look_for_copies(rows, held)
+    return rows, held
+
+
+def _parts(config: Config, given: Any) -> list[Part]:
+    return [Part(**dict(one), rows=config.rows.get(one.path)) for one in given]
+
+
+def _read(config: Config, model: Model, parts: list[Part], day: date | None) -> PromptRows:
+    source, chats = open_source(parts, config.data.split), model.tokenizer.chat_template
+    template = Template(model.tokenizer, day) if chats else None
+    counts, ids, about = Counts(), list[list[int]](), list[About]()
+    counts.choices.extend(source.notes)
+    for row in source.read():
+        counts.read += 1
+        may_end_here()
+        beat()
+        try:
+            prompt = _prompt_of(row, config, model, template)
+        except (RowError, ConfigError) as error:
+            message = f"{row.where}: {error}"
+            if config.data.on_bad_row == "refuse":
+                raise DataError(f"{message}; or set data.on_bad_row: skip") from None
+            counts.add_bad(message)
+            continue
+        ids.append(prompt.ids)
+        about.append(prompt.about)
+        counts.keep(row.part)
+    if not ids:
+        bad = f"; the first: {counts.first_bad[0]}" if counts.first_bad else ""
+        raise DataError(f"{source.name}: holds no prompt{bad}")
+    flat, sizes = np.concatenate([np.asarray(one, np.int32) for one in ids]), list(map(len, ids))
+    contexts = [_hash(np.asarray(one, np.int32).tobytes()) for one in ids]
+    columns = [json.dumps(one.columns, sort_keys=True, default=repr).encode() for one in about]
+    hashes = [_hash(one.to_bytes(8) + more) for one, more in zip(contexts, columns, strict=True)]
+    return PromptRows(
+        ids=flat,
+        mask=np.zeros(len(flat), np.bool_),
+        offsets=np.cumsum([0, *sizes]),
+        targets=np.zeros(len(ids), np.int64),
+        hashes=np.array(hashes, np.uint64),
+        joined=np.zeros(len(ids), np.bool_),
+        contexts=np.array(contexts, np.uint64),
+        chosen=np.arange(len(ids)),
+        counts=counts,
+        kind=PROMPTS,
+        about=about,
+    )
+
+
+def _prompt_of(row: RawRow, config: Config, model: Model, template: Template | None) -> Prompt:
+    """The prompt of a row: a text as it is, unless `data.prompts` makes a turn of it, and turns in
+    the model's chat format. Raises RowError and ConfigError."""
+    if row.problem is not None:
+        raise RowError(row.problem)
+    value = renamed(row.value, config.data.columns or {})
+    if not isinstance(value, Mapping):
+        raise RowError(f"expected an object, found {type_name(value)}")
+    given = value.get("prompt")
+    if isinstance(given, list):
+        value = {"messages": given, **{key: value[key] for key in value if key != "prompt"}}
+    turns, answer = asked_in(value), config.grpo.max_completion_length
+    if as_text := isinstance(given, str) and config.data.prompts != "chat":
+        ids = encoded(model.tokenizer, given, special=True)
+    elif template is None:
+        raise RowError("has turns, and the model has no chat template; give a text as `prompt`")
+    else:
+        text = fenced(lambda: template.render(Scene(tuple(turns)), generation_prompt=True))
+        ids = encoded(model.tokenizer, text, special=False)
+    most = min(config.train.seq_len, positions_of(model) or config.train.seq_len)
+    if not 0 < len(ids) <= most - answer:
+        room = f"{most - answer} beside an answer of grpo.max_completion_length {answer}"
+        raise RowError(f"the prompt has {len(ids)} tokens, and there is room for 1 to {room}")
+    columns = {key: value[key] for key in value if key not in ("prompt", "messages")}
+    asked = str(given) if as_text else [*turns]
+    return Prompt(ids, About(asked, columns, row.where))
+
+
+def _hash(data: bytes) -> int:
+    return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest())
+
+
+def planned_for(config: Config, *sets: PromptRows | None) -> Config:
+    """The same config, whose rows are as long as the longest prompt and the longest answer."""
+    longest = max(int(rows.lengths.max()) for rows in sets if rows is not None)
+    longest += config.grpo.max_completion_length
+    train = config.train.model_copy(update={"seq_len": longest})
+    return config.model_copy(update={"train": train})

@@ -1,0 +1,176 @@
+"""Runs on answers that the model writes, from the command line: rewards rise, and a run that was
+killed is the run that was not."""
+
+from __future__ import annotations
+
+import itertools
+import shutil
+import signal
+from pathlib import Path
+
+import pytest
+
+from megatrain.engine.engine import Engine
+from tests.helpers.commands import metrics_of, write_jsonl
+from tests.recipes.same_run import same_run
+
+REWARDS = """
+def copies(prompts, completions, **columns):
+    pairs = zip(prompts, completions)
+    return [sum(a == b for a, b in zip(prompt, text)) / 2 for prompt, text in pairs]
+
+def short(completion_ids, log_metric, weight, **columns):
+    assert weight == [1] * len(completion_ids)
+    log_metric("tokens", sum(map(len, completion_ids)))
+    return [1.0 if len(ids) < 2 else None for ids in completion_ids]
+"""
+CONFIG = """
+model: model
+method: grpo
+data: {train: prompts.jsonl, eval: null}
+train: {max_steps: 10, learning_rate: 0.01, warmup: 0, schedule: constant}
+grpo: {num_generations: 4, max_completion_length: 2}
+rollout: {generation_batch_size: 16}
+rewards: {functions: ["rewards.py:copies"], processes: 1}
+checkpoint: {every: 2}
+threads: 1
+device: cpu
+precision: float32
+output: run
+"""
+TRL_NAMES = {
+    *("reward", "reward_std", "frac_reward_zero_std", "rewards/copies/mean", "rewards/copies/std"),
+    *("completions/mean_length", "completions/min_length", "completions/max_length"),
+    *("completions/clipped_ratio", "completions/mean_terminated_length", "entropy"),
+    *("clip_ratio/low_mean", "clip_ratio/high_mean", "clip_ratio/region_mean"),
+    *("sampling/sampling_logp_difference/mean", "sampling/sampling_logp_difference/max"),
+    "sampling/importance_sampling_ratio/mean",
+}
+
+
+@pytest.fixture
+def task(project: Path) -> Path:
+    (project / "rewards.py").write_text(REWARDS)
+    rows = [{"prompt": a + b, "weight": 1} for a, b in itertools.product("abcd", repeat=2)]
+    write_jsonl(project / "prompts.jsonl", rows)
+    (project / "rl.yaml").write_text(CONFIG)
+    return project
+
+
+def rewards_of(run: Path) -> list[float]:
+    return [line["reward"] for line in metrics_of(run) if "reward" in line]
+
+
+def test_rewards_rise_and_metrics_have_trl_s_names(megatrain, task):
+    options = ["train.max_steps=45", "rollout.generation_batch_size=64", "grpo.num_generations=8"]
+    megatrain("train rl.yaml", *options, "checkpoint.every=null")
+    rewards = rewards_of(task / "run")
+    assert len(rewards) == 45 and sum(rewards[:3]) / 3 < 0.05 and sum(rewards[-5:]) / 5 > 0.2
+    lines = metrics_of(task / "run")
+    assert lines[0].keys() >= TRL_NAMES
+    # the sampler computes what the trainer computes
+    worst = max(line["sampling/sampling_logp_difference/max"] for line in lines)
+    assert worst < 1e-4
+    shares = lines[-1]["shares"]
+    assert shares["rollout"] > 0 and sum(shares.values()) == pytest.approx(1, abs=0.01)
+
+
+MODES = {
+    "one step": [],
+    "two steps, twice": ["rollout.steps_per_generation=2", "grpo.num_iterations=2"],
+    "cut tokens, two functions": [
+        *("rollout.top_p=0.9", "rollout.top_k=50", "rollout.temperature=1.3", "data.eval=4"),
+        *("rewards.functions=[rewards.py:copies, rewards.py:short]", "grpo.loss_type=grpo"),
+        *("rewards.reward_weights=[1.0, 0.5]", "grpo.mask_truncated_completions=true"),
+        "train.eval_every=5",
+    ],
+}
+
+
+def fails() -> None:
+    raise RuntimeError("the machine is gone")
+
+
+def is_asked_to_stop() -> None:
+    signal.raise_signal(signal.SIGTERM)
+
+
+@pytest.mark.parametrize(("how", "code"), [(fails, 1), (is_asked_to_stop, 75)])
+@pytest.mark.parametrize("mode", MODES)
+def test_a_run_that_goes_on_is_the_run_that_never_stopped(
+    megatrain, task, mode, how, code, monkeypatch
+):
+    """It stops after some answers of a rollout, which are not written again."""
+    options = MODES[mode]
+    megatrain("train rl.yaml", *options, "output=whole")
+    written, whole = [], Engine.rollout
+
+    def stopped(engine, requests, *args):
+        for answer in whole(engine, requests, *args):
+            written.append((answer.key, answer.number))
+            if len(written) == 41:
+                how()
+            yield answer
+
+    monkeypatch.setattr(Engine, "rollout", stopped)
+    megatrain("train rl.yaml", *options, "output=run", code=code)
+    known = {file: file.read_bytes() for file in (task / "run/rollouts").glob("*.jsonl")}
+    megatrain("resume run")
+    same_run(task / "whole", task / "run")
+    again = [
+        file for file in known if file.exists() and not file.read_bytes().startswith(known[file])
+    ]
+    assert not again, "an answer that was on disk is written anew"
+
+
+def test_a_torn_journal_is_cut_and_another_run_s_is_not_used(megatrain, task):
+    megatrain("train rl.yaml", "output=whole")
+    megatrain("train rl.yaml", "train.max_steps=10", "checkpoint.keep=9")
+    run = task / "run"
+    newest = run / "rollouts/000008.jsonl"
+    lines = newest.read_bytes().splitlines(keepends=True)
+    assert len(lines) == 1 + 16 + 4
+    changed = lines[3].replace(b'"finish":"', b'"finish":" ')
+    newest.write_bytes(b"".join([*lines[:3], changed, *lines[4:]]))
+    shutil.rmtree(run / "final")
+    shutil.rmtree(run / "checkpoint-10")
+    assert "torn or changed are cut off" in megatrain("resume run").err
+    same_run(task / "whole", run)
+    assert newest.read_bytes().splitlines()[:3] == [line[:-1] for line in lines[:3]]
+    for path in ("final", "checkpoint-10"):
+        shutil.rmtree(run / path)
+    said = megatrain("resume run", "train.learning_rate=0.02").err
+    assert f"{newest}: is of other settings" in said.replace(f"{task}/", "") or "of other" in said
+
+
+def test_held_out_prompts_are_rewarded_and_choose_the_best(megatrain, task):
+    options = ["data.eval=4", "train.eval_every=2", "rollout.eval_generations=3"]
+    megatrain("train rl.yaml", *options)
+    found = [line for line in metrics_of(task / "run") if "eval_reward" in line]
+    assert [line["step"] for line in found] == [0, 2, 4, 6, 8, 10]
+    assert found[0].keys() >= {"eval_pass@3", "eval_completions/mean_length", "eval_reward_std"}
+    best = max(found[1:], key=lambda line: line["eval_reward"])
+    assert (task / "run/best").exists() or best["eval_reward"] == 0
+
+
+REFUSED = {
+    "train.tokens_per_step=100": "follows from rollout.generation_batch_size",
+    "rollout.generation_batch_size=10": "is no multiple of grpo.num_generations 4",
+    "grpo.beta=0.1": "a reference model is not built yet",
+    "rewards.functions=[]": "name what rewards answers",
+    "rewards.functions=[rewards.py:nothing]": "has no function nothing",
+    "rewards.functions=[nothing.py:copies]": "nothing.py: no such file",
+    "rewards.reward_weights=[1, 2]": "needs a weight for each",
+    "grpo.loss_type=sapo": "not built yet",
+    "grpo.num_generations=1": "grpo.num_generations",
+    "data.train_on=all": "trains on answers",
+    "train.seq_len=2": "leaves no room for a prompt",
+    "method=sft": "grpo",
+}
+
+
+def test_what_cannot_take_effect_is_refused(megatrain, task):
+    for words, reason in REFUSED.items():
+        assert reason in megatrain("train rl.yaml", words, code=2).err, words
+    write_jsonl(task / "prompts.jsonl", [{"prompt": "ab", "weight": 1}, {"question": "a"}])
+    assert "prompts.jsonl:2: field 'prompt'" in megatrain("train rl.yaml", code=3).err
