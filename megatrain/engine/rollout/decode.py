@@ -87,6 +87,8 @@ class Decoder:
         self.logprobs = numbers(torch.float32, self.looks_every)
         self.kept = numbers(torch.float32, self.looks_every)
         self.graphs: dict[tuple[int, int], list[Any]] = {}
+        # all replay one after the other, and leave nothing in it
+        self.memory = torch.cuda.graph_pool_handle() if self.with_graphs else None
         self.rows: list[_Row] = []  # of slots from 0 on
 
     def write(self, requests: Iterable[AnswerRequest]) -> Iterator[Answer]:
@@ -172,7 +174,7 @@ class Decoder:
         graphs: list[Any] = []
         for at in range(self.looks_every):
             graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, pool=graphs[0].pool() if graphs else None):
+            with torch.cuda.graph(graph, pool=self.memory):
                 self._compute(rows, seen, at)
             graphs.append(graph)
         for one, value in zip(state, before, strict=True):

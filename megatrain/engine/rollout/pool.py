@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn import functional as F
 from transformers import AttentionInterface
 from transformers.cache_utils import Cache
@@ -139,7 +140,10 @@ def attend_shared(
 ) -> tuple[Tensor, None]:
     """An attention function of transformers: [rows, heads, queries, head], fewer heads of keys."""
     shared = query.shape[1] != key.shape[1]
-    found = F.scaled_dot_product_attention(
-        query, key, value, attn_mask=attention_mask, scale=scaling, enable_gqa=shared
-    )
+    # with a mask and shared heads the others compute in plain matmuls; there are few shapes to plan
+    order = [SDPBackend.CUDNN_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+    with sdpa_kernel(order, set_priority=True) if query.is_cuda else nullcontext():
+        found = F.scaled_dot_product_attention(
+            query, key, value, attn_mask=attention_mask, scale=scaling, enable_gqa=shared
+        )
     return found.transpose(1, 2), None
