@@ -155,6 +155,32 @@ def plan(
         raise typer.Exit(PlanError.exit_code)
 
 
+@app.command()
+def rollout(
+    config: ConfigFile,
+    overrides: Overrides = None,
+    prompts: Annotated[int, typer.Option(min=1, help="Prompts to answer.")] = 8,
+    as_json: AsJson = False,
+) -> None:
+    """Write answers to some prompts of a grpo config and judge them, without training.
+
+    Shows the first answer to each prompt, rewards by function, lengths, and the shares of answers
+    (pass@1) and of prompts (pass@k) with a reward of 1 or more.
+    """
+    from megatrain.config import load_run
+
+    settings = load_run(config, overrides or ())
+    from megatrain.recipes.rl.tryout import print_answers, try_out
+    from megatrain.reporting.progress import logging_on
+
+    with logging_on(console_on(stderr=True)):
+        found = try_out(settings, prompts)
+    if as_json:
+        print_json(found)
+    else:
+        print_answers(found)
+
+
 @app.command(
     help="Time a model's training on this machine: random weights, random tokens, no data.\n\n"
     + fill(f"Named shapes: {', '.join(SHAPES)}.", 100)

@@ -8,9 +8,9 @@ from dataclasses import dataclass, replace
 from megatrain.machine.profile import MachineProfile, interpolate
 from megatrain.planner.simulation import Timing
 
-# Share of the bound that the loop reaches: 0.46, 0.40 and 0.42 at 64, 256 and 512 rows of 512 keys,
-# 7.6B on an H200 (decision 0114).
-REACHED = 0.42
+# A step takes this many times its products and the reading of keys, and seconds for each layer's
+# small kernels: 8.5, 14 and 27 ms of 7.6B at 64, 256 and 512 rows on an H200 (decision 0114).
+TIMES, LAYER_S = 1.1, 140e-6
 SCORES = 32  # bytes of a row's scores for each token of the vocabulary, while one is drawn
 ANSWERS = "answers"  # the phase of a step
 
@@ -33,6 +33,7 @@ class Writing:
     weight_bytes: int
     token_bytes: int
     vocabulary: int
+    layers: int
     room: int
 
     @property
@@ -48,9 +49,10 @@ class Writing:
         """Weights are uploaded once, prompts computed once, and every step reads weights and the
         keys of its rows."""
         rows, flops = max(1, self.rows), 2 * self.parameters
-        read = self.weight_bytes + rows * self.token_bytes * (self.prompt + self.length / 2)
+        keys = rows * self.token_bytes * (self.prompt + self.length / 2)
         products = flops * rows / interpolate(profile.matmul, rows)
-        step = max(products, read / profile.memory) / REACHED
+        products = max(products, self.weight_bytes / profile.memory)
+        step = TIMES * (products + keys / profile.memory) + LAYER_S * self.layers
         asked = self.prompts * self.prompt
         beginning = flops * asked / interpolate(profile.matmul, asked)
         upload = self.weight_bytes / profile.upload if profile.upload else 0.0

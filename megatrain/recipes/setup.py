@@ -154,6 +154,7 @@ def with_rollouts(config: Config, plan: Plan) -> Plan:
         weight_bytes=itemsize * (plan.parameters + plan.frozen_parameters),
         token_bytes=2 * itemsize * text.num_hidden_layers * heads * head,
         vocabulary=text.vocab_size,
+        layers=text.num_hidden_layers,
         room=budget.host // 2 if budget.gpu is None else budget.gpu,
     )
     if not writing.rows:

@@ -34,7 +34,7 @@ from megatrain.losses import IGNORE
 from megatrain.recipes.model import Model
 from megatrain.recipes.rl.advantages import Advantages, advantages
 from megatrain.recipes.rl.journal import Journal, forget
-from megatrain.recipes.rl.judges import Group, Judges, judges_of
+from megatrain.recipes.rl.judges import Group, Judgement, Judges, judges_of
 from megatrain.recipes.rl.prompts import Prompt, PromptRows
 from megatrain.recipes.sample import end_tokens
 from megatrain.recipes.signals import Stopped
@@ -270,32 +270,45 @@ class Rollouts:
         """Rewards of held-out prompts' answers, by TRL's names; None if asked to stop, or if
         nothing is held out. pass@k: the share of prompts with an answer whose reward is 1 or more.
         """
-        assert self.engine is not None and self.judges is not None
-        held, options = self.held_out, self.config.grpo
-        if held is None:
+        if self.held_out is None:
             return None
         count = self.config.rollout.eval_generations
+        found = self.answered(self.held_out, limit, count, stop)
+        return None if found is None else found[0]
+
+    def answered(
+        self, rows: PromptRows, limit: int | None, count: int, stop: Callable[[], bool]
+    ) -> tuple[dict[str, float], list[Group], list[Judgement]] | None:
+        """The figures of `count` answers to each prompt, and these with their rewards; one answer
+        is the likeliest. None if asked to stop."""
+        assert self.engine is not None and self.judges is not None
         draw = self.draw if count > 1 else replace(self.draw, **GREEDY)
-        prompts = {HELD_OUT + n: held.prompt(n) for n in range(len(held))[:limit]}
+        prompts = {HELD_OUT + n: rows.prompt(n) for n in range(len(rows))[:limit]}
+        most, groups = self.config.grpo.max_completion_length, dict[int, Group]()
         requests = [
-            AnswerRequest(key, prompt.ids, tuple(range(count)), options.max_completion_length)
+            AnswerRequest(key, prompt.ids, tuple(range(count)), most)
             for key, prompt in prompts.items()
         ]
-        groups = defaultdict[int, dict[int, Answer]](dict)
+        written = defaultdict[int, dict[int, Answer]](dict)
         for answer in self.engine.rollout(requests, draw, self.ends):
-            groups[answer.key][answer.number] = answer
-            if len(groups[answer.key]) == count:
-                ordered = [groups[answer.key][number] for number in range(count)]
-                self.judges.submit(self._group(answer.key, prompts[answer.key], ordered, 0))
+            key = answer.key
+            written[key][answer.number] = answer
+            if len(written[key]) == count:
+                ordered = [written[key][number] for number in range(count)]
+                groups[key] = self._group(key, prompts[key], ordered, 0)
+                self.judges.submit(groups[key])
             if stop():
                 return None
-        verdicts = [self.judges.result(key) for key in prompts]
-        judged = self._advantages([judgement.rewards for judgement in verdicts], count)
-        best = judged.rewards.reshape(-1, count).max(1)
-        answers = [groups[key][number] for key in prompts for number in range(count)]
-        metrics = {**judged.metrics, **lengths_of(answers)}
+        judgements = [self.judges.result(key) for key in prompts]
+        judged = self._advantages([one.rewards for one in judgements], count)
+        right = judged.rewards.reshape(-1, count) >= 1
+        metrics = {
+            **judged.metrics,
+            **lengths_of([a for k in prompts for a in written[k].values()]),
+        }
         del metrics["frac_reward_zero_std"]
-        return {**metrics, f"pass@{count}": float((best >= 1).mean())}
+        metrics |= {f"pass@{count}": float(right.any(1).mean()), "pass@1": float(right.mean())}
+        return metrics, [groups[key] for key in prompts], judgements
 
     # -- a rollout -------------------------------------------------------------------------------
 

@@ -174,3 +174,14 @@ def test_what_cannot_take_effect_is_refused(megatrain, task):
         assert reason in megatrain("train rl.yaml", words, code=2).err, words
     write_jsonl(task / "prompts.jsonl", [{"prompt": "ab", "weight": 1}, {"question": "a"}])
     assert "prompts.jsonl:2: field 'prompt'" in megatrain("train rl.yaml", code=3).err
+
+
+def test_rollout_writes_and_judges_without_training(megatrain, task):
+    found = megatrain("rollout rl.yaml --prompts 3 --json").json
+    assert len(found["answers"]) == 3 * 4 and found["names"] == ["copies"]
+    rewards = [one["rewards"][0] for one in found["answers"]]
+    assert found["reward"] == pytest.approx(sum(rewards) / 12)
+    assert found["pass@1"] == pytest.approx(sum(one >= 1 for one in rewards) / 12)
+    assert not (task / "run").exists()
+    assert "rewards/copies/mean" in megatrain("rollout rl.yaml", "rollout.temperature=0.5").out
+    assert "writes no answers" in megatrain("rollout cfg.yaml", code=2).err
