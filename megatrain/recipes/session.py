@@ -44,6 +44,7 @@ from megatrain.recipes.reference import (
 )
 from megatrain.recipes.report import REPORT_FILE, LiveReport
 from megatrain.recipes.rl.journal import FOLDER as ROLLOUTS
+from megatrain.recipes.rl.journal import REWARDS_LOG
 from megatrain.recipes.rl.rollouts import Rollouts
 from megatrain.recipes.setup import quiet_libraries
 from megatrain.recipes.signals import HangWatch, StopRequest, stop_requests, watchdog
@@ -83,7 +84,7 @@ from megatrain.storage.run_folder import (
 from megatrain.world import LOOKS_EVERY_S, World
 
 # All names that a run writes, but for its lock.
-FILES = (*DESCRIPTION, METRICS_FILE, SAMPLES_FILE, LOG_FILE, ID_FILE, REPORT_FILE)
+FILES = (*DESCRIPTION, METRICS_FILE, SAMPLES_FILE, LOG_FILE, ID_FILE, REPORT_FILE, REWARDS_LOG)
 FOLDERS = (*LINKS, FINAL, PASSENGERS, ROLLOUTS, "tensorboard", "wandb")
 BATCHES = r"(bad-batch|spike)-\d+(-rank-\d+)?\.safetensors"
 NAMES = rf"({'|'.join(map(re.escape, FILES))})(\.tmp)?", *FOLDERS, CHECKPOINT.pattern, BATCHES

@@ -24,7 +24,6 @@ class Advantages:
     Attributes:
         values: float64 [answers]; 0 for an answer that no function judged.
         rewards: float64 [answers], the weighted sum over functions; nan where none judged.
-        group_means, group_deviations: float64 [groups], of `rewards`; nan where too few have one.
         without_signal: bool [answers], true where the advantage is 0 because the group's rewards
             are equal, or because no function judged the answer.
         metrics: TRL's, of all answers.
@@ -32,8 +31,6 @@ class Advantages:
 
     values: Array
     rewards: Array
-    group_means: Array
-    group_deviations: Array
     without_signal: npt.NDArray[np.bool_]
     metrics: dict[str, float]
 
@@ -82,8 +79,6 @@ def advantages(
     return Advantages(
         values,
         rewards,
-        means,
-        deviations,
         silent,
         _metrics(of_functions, names, rewards, deviation),
     )

@@ -26,7 +26,7 @@ from megatrain.engine.rollout.decode import Answer
 from megatrain.errors import StorageError
 from megatrain.storage.hashed_file import system_errors
 
-FOLDER = "rollouts"
+FOLDER, REWARDS_LOG = "rollouts", "rewards.log"
 _CODES = {"ids": "<i4", "logprobs": "<f4", "kept_mass": "<f4"}
 
 logger = logging.getLogger("megatrain")
@@ -52,13 +52,16 @@ class Journal:
     _descriptor: int | None = None
 
     @classmethod
-    def open(cls, run_dir: Path, step: int, origin: Mapping[str, Any]) -> Journal:
-        """The file of the rollout that begins with this step, without what follows from another
-        `origin`, or is torn. Raises StorageError."""
+    def open(
+        cls, run_dir: Path, step: int, origin: Mapping[str, Any], begun: bool = False
+    ) -> Journal:
+        """The file of the rollout that begins with this step, without what is torn; emptied if it
+        follows from another `origin`, unless steps of it were taken (`begun`). Raises StorageError.
+        """
         journal = cls(run_dir / FOLDER / f"{step:06}.jsonl")
         with system_errors(journal.path, "write answers"):
             journal.path.parent.mkdir(exist_ok=True)
-            whole = journal._read(dict(origin))
+            whole = journal._read(None if begun else dict(origin))
             if whole == 0:
                 journal.path.unlink(missing_ok=True)
             flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND
@@ -68,15 +71,16 @@ class Journal:
                 journal._write({"origin": dict(origin)})
         return journal
 
-    def _read(self, origin: dict[str, Any]) -> int:
-        """Read the whole lines; returns their bytes, 0 for a file of another origin."""
+    def _read(self, origin: dict[str, Any] | None) -> int:
+        """Read the whole lines; returns their bytes, 0 for a file of another origin, if it is
+        given."""
         whole = 0
         try:
             data = self.path.read_bytes()
         except FileNotFoundError:
             return 0
         for number, (line, record) in enumerate(_records(data)):
-            if number == 0 and record != {"origin": origin}:
+            if number == 0 and origin is not None and record != {"origin": origin}:
                 logger.warning(f"{self.path}: is of other settings, or other weights: not used")
                 return 0
             if number:

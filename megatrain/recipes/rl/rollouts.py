@@ -33,7 +33,7 @@ from megatrain.errors import DataError, StorageError
 from megatrain.losses import IGNORE
 from megatrain.recipes.model import Model
 from megatrain.recipes.rl.advantages import Advantages, advantages
-from megatrain.recipes.rl.journal import Journal, forget
+from megatrain.recipes.rl.journal import REWARDS_LOG, Journal, forget
 from megatrain.recipes.rl.judges import Group, Judgement, Judges, judges_of
 from megatrain.recipes.rl.prompts import Prompt, PromptRows
 from megatrain.recipes.sample import end_tokens
@@ -192,21 +192,25 @@ class Rollouts:
             parts = [
                 list(part) for part in np.array_split(np.arange(count), steps // self.iterations)
             ]
-            for number in range(self.place.part, steps):
+            began = self.place.part
+            for number in range(began, steps):
                 if most is not None and self.place.step >= most:
                     return
                 groups = parts[number % len(parts)]
-                first = number == 0 or number == self.place.part
                 after = replace(self.place, step=self.place.step + 1, part=number + 1)
                 if number + 1 == steps:
                     after = self._next(replace(after, part=0), count)
                 epoch = self.place.epoch + (self.place.index + count) / len(self.rows)
-                batch = self._batch(rollout, groups, first, epoch, after)
+                batch = self._batch(rollout, groups, epoch, after)
+                if number == 0:
+                    batch = replace(batch, metrics=rollout.metrics)
+                if number == began:
+                    batch = replace(batch, spent_s=rollout.spent_s)
                 self.place = after
                 yield batch
 
     def _batch(
-        self, rollout: Rollout, groups: Sequence[int], first: bool, epoch: float, after: Any
+        self, rollout: Rollout, groups: Sequence[int], epoch: float, after: RolloutPosition
     ) -> StepBatch:
         """The step of some groups. Answers of groups without signal teach nothing and are left
         out; losses are means over all."""
@@ -219,14 +223,8 @@ class Rollouts:
         tokens = sum(self._trained(rollout.answers[number]) for number in left_out)
         batches[0]["step_tokens"] = torch.tensor([float(tokens)])
         batches[0]["step_rows"] = torch.tensor([float(len(left_out))])
-        return StepBatch(
-            batches,
-            tuple(rollout.length(number, self.answers) for number in taught),
-            epoch,
-            after,
-            metrics=rollout.metrics if first else {},
-            spent_s=rollout.spent_s if first else {},
-        )
+        lengths = tuple(rollout.length(number, self.answers) for number in taught)
+        return StepBatch(batches, lengths, epoch, after)
 
     def _cut(
         self, rollout: Rollout, numbers: Sequence[int]
@@ -264,7 +262,10 @@ class Rollouts:
     def begin(self, engine: Engine, stack: ExitStack) -> None:
         """Write with this engine, and judge in processes that the stack ends."""
         self.engine = engine
-        self.judges = stack.enter_context(judges_of(self.config))
+        log = self.config.output / REWARDS_LOG
+        self.judges = stack.enter_context(
+            judges_of(self.config, log if log.parent.is_dir() else None)
+        )
 
     def evaluate(self, limit: int | None, stop: Callable[[], bool]) -> dict[str, float] | None:
         """Rewards of held-out prompts' answers, by TRL's names; None if asked to stop, or if
@@ -321,7 +322,8 @@ class Rollouts:
         numbers = order[place.index : place.index + count].tolist()
         keys = [place.epoch * len(self.rows) + number for number in numbers]
         prompts = dict(zip(keys, map(self.rows.prompt, numbers), strict=True))
-        with closing(Journal.open(run_dir, begin, self.origin)) as journal:
+        # what some steps were trained on is trained on, whatever has changed since
+        with closing(Journal.open(run_dir, begin, self.origin, place.part > 0)) as journal:
             if len(journal.rewards) < count:
                 self._check_first(journal)
             answers = self._written(journal, prompts, stop, begin)
