@@ -33,7 +33,18 @@ CONFIGURATIONS = {
     "int8 moments on NVMe": (EVERY_STEP, "optimizer.moments=int8", "memory.nvme=swap"),
     "lion without clipping": (EVERY_STEP, "optimizer.name=lion", "train.max_grad_norm=null"),
     "muon with second backward": (EVERY_STEP, "optimizer.name=muon", *SECOND_BACKWARD),
+    "answers that are written": (
+        *("method=grpo", "data.train=prompts.jsonl", "data.eval=null", "checkpoint.every=3"),
+        *("train.tokens_per_step=null", "train.rows_per_step=8", "grpo.num_generations=4"),
+        *("rollout.generation_batch_size=16", "rollout.steps_per_generation=2"),
+        *("grpo.max_completion_length=6", "rewards.functions=[rewards.py:slow]"),
+    ),
 }
+REWARDS = """import time
+def slow(completions, **columns):
+    time.sleep(0.05)
+    return [float(len(text) % 3) for text in completions]
+"""
 
 
 class RandomKills(Trial):
@@ -41,6 +52,9 @@ class RandomKills(Trial):
 
     def __init__(self, name: str, folder: Path) -> None:
         self.keys, self.project = CONFIGURATIONS[name], new_project(folder)
+        prompts = "".join(f'{{"prompt": "{a}{b} is"}}\n' for a in "abcdef" for b in "abcd")
+        (self.project / "prompts.jsonl").write_text(prompts)
+        (self.project / "rewards.py").write_text(REWARDS)
         whole_run(self.project, self.keys)  # the first fills the cache
         shutil.rmtree(self.project / "whole")
         began = time.monotonic()

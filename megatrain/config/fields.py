@@ -440,9 +440,10 @@ def fault_of_rollouts(config: Config) -> tuple[str, str] | None:
     """The first key that a method of prompts cannot honour, and why; None if there is none."""
     if METHODS[config.method].kind != PROMPTS:
         for name in ("rollout", "rewards"):
-            section = getattr(config, name)
-            if section != type(section)():
-                return name, f"is of methods that write answers, not of {config.method}; remove it"
+            for field, value in getattr(config, name):
+                if value != type(getattr(config, name)).model_fields[field].default:
+                    reason = f"belongs to methods that write answers, not to {config.method}"
+                    return f"{name}.{field}", reason
         return None
     for name, value, reason in OF_ROLLOUTS:
         if attrgetter(name)(config) != value:

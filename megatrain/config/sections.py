@@ -199,7 +199,7 @@ class RolloutOptions(Options):
 class RewardsOptions(Options):
     """Functions that reward answers."""
 
-    functions: v.Patterns = key(
+    functions: v.Functions = key(
         (), "Functions, each as FILE.py:NAME, with TRL's signature; the file beside this one."
     )
     reward_weights: _Weights = key(None, "Weight of each function; null: 1 each.")

@@ -195,6 +195,10 @@ Text = Annotated[_Text, wanted("text (in quotes if it looks like a number)")]
 Patterns = Annotated[
     tuple[_Text, ...], wanted("a tensor's name with wildcards, or a list of them", as_texts)
 ]
+_Function = Annotated[str, Field(pattern=r"^.+\.py:[A-Za-z_]\w*$")]
+Functions = Annotated[
+    tuple[_Function, ...], wanted("FILE.py:NAME, such as rewards.py:check, or a list", as_texts)
+]
 Source = Annotated[_Text, wanted("a file, a folder or a hub id", _expanded)]
 SourceOrNull = Annotated[_Text | None, wanted("a file, a folder, a hub id or null", _expanded)]
 TextOrNull = Annotated[_Text | None, wanted("text (in quotes if it looks like a number), or null")]

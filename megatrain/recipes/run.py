@@ -221,13 +221,13 @@ def get_ready(
     if new:
         check_weights(config.model.source)
     model = suited(model or read_model(config), config)
-    day, given, asked = world.broadcast(day_of(config)), None, config
+    given, asked = None, config
     if METHODS[config.method].kind == PROMPTS:  # how long rows are follows from them
-        given = read_prompt_rows(config, model, day)
+        given = read_prompt_rows(config, model, day_of(config))
         asked = planned_for(config, *given)
     machine = find_machine(config, may_measure=True, world=world)
     resolved = resolve_run(asked, model, machine, kept)
-    skeleton = resolved.skeleton
+    skeleton, day = resolved.skeleton, world.broadcast(day_of(config))
     if new:
         world.on_rank0(partial(check_tensors, skeleton, config.model.source))
     check_alike(world, {**causes_named(skeleton), **model.digests})

@@ -192,15 +192,12 @@ def test_what_cannot_be_imported_is_told_at_once(file, tmp_path):
     (tmp_path / "broken.py").write_text("import os\nimport nothing_like_it")
     (tmp_path / "wrong.py").write_text("x = (")
     (tmp_path / "quits.py").write_text("raise SystemExit('no')")
-    (tmp_path / "judge").mkdir()
     for name, reason in {
         f"{file}:nowhere": "has no function nowhere",
         f"{tmp_path}/broken.py:f": "No module named 'nothing_like_it', in line 2",
         f"{tmp_path}/wrong.py:f": r"SyntaxError: '\(' was never closed \(wrong.py, line 1\)",
         f"{tmp_path}/quits.py:f": "SystemExit: no",
         f"{tmp_path}/absent.py:f": "no such file",
-        f"{tmp_path}/judge": "a reward model cannot judge yet; name functions",
-        "rewards.py": "is no FILE.py:NAME, such as rewards.py:check",
     }.items():
         options = {"functions": (name,), "timeout_s": 1.0, "processes": 1, "on_bad_reward": "none"}
         config = SimpleNamespace(

@@ -165,7 +165,8 @@ REFUSED = {
     "grpo.num_generations=1": "grpo.num_generations",
     "data.train_on=all": "trains on answers",
     "train.seq_len=2": "leaves no room for a prompt",
-    "method=sft": "grpo",
+    "method=sft": "belongs to method: grpo",
+    "rewards.functions=[reward-model]": "must be FILE.py:NAME",
 }
 
 
