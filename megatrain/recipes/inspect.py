@@ -19,6 +19,7 @@ from megatrain.config.resuming import CONFIG_FILE, RESOLVED_FILE, asked_again, r
 from megatrain.data.build import Expected
 from megatrain.data.micro_batches import MicroBatch, ReferenceArray, held_out_batches
 from megatrain.data.rows import Rows
+from megatrain.data.samples import PROMPTS
 from megatrain.data.show import show_rows, summary
 from megatrain.engine.engine import Engine
 from megatrain.engine.request import choose_device, config_of_source, least_tokens
@@ -72,6 +73,9 @@ def evaluate(named: str | Path, data: object, trust_remote_code: bool = False) -
     model = describe_model(str(checkpoint), trust_remote_code=trust_remote_code)
     check_weights(str(checkpoint))
     config, rows = rows_to_evaluate(run_dir, checkpoint, model, data)
+    if rows.kind == PROMPTS:
+        way = f"megatrain rollout {run_dir}/config.yaml model.path={checkpoint}"
+        raise ConfigError(f"{named}: its rows are prompts and have no loss; judge answers: `{way}`")
     say_rows(rows)
     loss = make_loss(config)
     of_sequences = loss if isinstance(loss, SequenceLoss) else None

@@ -36,6 +36,7 @@ from megatrain.optim.schedules import warmup_steps
 from megatrain.planner.plan import Plan
 from megatrain.planner.rollout import Writing, with_answers
 from megatrain.recipes.model import Model
+from megatrain.recipes.rl.prompts import read_prompt_rows
 from megatrain.recipes.rl.rollouts import Rollouts
 from megatrain.reporting.energy import Prices, planned_economy, planned_power
 from megatrain.reporting.summary import human_bytes
@@ -370,6 +371,8 @@ def open_rows(
     """
     data, seq_len = config.data, config.train.seq_len
     method, logged = METHODS[config.method], time.monotonic()
+    if method.kind == PROMPTS:
+        return *read_prompt_rows(config, model, day), None
     most = min(physical_cores(), MOST_PROCESSES)
     options = RowOptions(
         seq_len,

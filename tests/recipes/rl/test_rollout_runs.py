@@ -149,6 +149,7 @@ def test_held_out_prompts_are_rewarded_and_choose_the_best(megatrain, task):
     found = [line for line in metrics_of(task / "run") if "eval_reward" in line]
     assert [line["step"] for line in found] == [0, 2, 4, 6, 8, 10]
     assert found[0].keys() >= {"eval_pass@3", "eval_completions/mean_length", "eval_reward_std"}
+    assert "judge answers: `megatrain rollout" in megatrain("eval run", code=2).err
     best = max(found[1:], key=lambda line: line["eval_reward"])
     assert (task / "run/best").exists() or best["eval_reward"] == 0
 
@@ -184,5 +185,6 @@ def test_rollout_writes_and_judges_without_training(megatrain, task):
     assert found["reward"] == pytest.approx(sum(rewards) / 12)
     assert found["pass@1"] == pytest.approx(sum(one >= 1 for one in rewards) / 12)
     assert not (task / "run").exists()
+    assert megatrain("data rl.yaml --json").json["train"]["rows"] == 16
     assert "rewards/copies/mean" in megatrain("rollout rl.yaml", "rollout.temperature=0.5").out
     assert "writes no answers" in megatrain("rollout cfg.yaml", code=2).err
