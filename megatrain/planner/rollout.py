@@ -9,7 +9,7 @@ from megatrain.machine.profile import MachineProfile, interpolate
 from megatrain.planner.simulation import Timing
 
 # A step takes this many times its products and the reading of keys, and seconds for each layer's
-# small kernels: 8.5, 14 and 27 ms of 7.6B at 64, 256 and 512 rows on an H200 (decision 0114).
+# small kernels: fitted to 8.5, 13.1 and 23.7 ms at 64, 256 and 512 rows (decision 0114).
 TIMES, LAYER_S = 1.1, 140e-6
 SCORES = 32  # bytes of a row's scores for each token of the vocabulary, while one is drawn
 ANSWERS = "answers"  # the phase of a step
