@@ -9,7 +9,7 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any, Self
 
-from pydantic import Field, PrivateAttr, model_validator
+from pydantic import Field, PrivateAttr, ValidationError, model_validator
 
 from megatrain.config import sections as s
 from megatrain.config import values as v
@@ -398,10 +398,12 @@ def check_readers(config: Config) -> None:
 def fault_of_sections(config: Config) -> tuple[str, str] | None:
     """The first key that the config's method cannot honour, and why; None if there is none."""
     method = config.method
-    for name, section in s.SECTIONS.items():
-        for field, value in getattr(config, name):
-            if name != method and value != section.model_fields[field].default:
-                return f"{name}.{field}", f"belongs to method: {name}, not to {method}"
+    owners = {name: name for name in s.SECTIONS} | dict.fromkeys(("rollout", "rewards"), "grpo")
+    for name, owner in owners.items():
+        section = getattr(config, name)
+        for field, value in section:
+            if owner != method and value != type(section).model_fields[field].default:
+                return f"{name}.{field}", f"belongs to method: {owner}, not to {method}"
     if method == "simpo" and config.simpo.beta is None:
         return "simpo.beta", "method: simpo has no default of it; set 2.0, say"
     if method in s.SECTIONS and config.data.train_on != "assistant":
@@ -415,53 +417,49 @@ def fault_of_sections(config: Config) -> tuple[str, str] | None:
 
 def answers_of_a_step(given: Mapping[str, Any]) -> int | None:
     """Rows of a step that follow from `rollout`; None where it holds no numbers of its keys."""
-    asked, fields = given.get("rollout") or {}, s.RolloutOptions.model_fields
-    keys = ("generation_batch_size", "steps_per_generation")
-    if not isinstance(asked, Mapping):
+    try:
+        asked = s.RolloutOptions.model_validate(given.get("rollout") or {})
+    except ValidationError:
         return None
-    size, steps = (asked.get(key, fields[key].default) for key in keys)
-    whole = all(type(number) is int and number > 0 for number in (size, steps))
-    return max(1, size // steps) if whole else None
+    return max(1, asked.generation_batch_size // asked.steps_per_generation)
 
 
-# (key, its value, why others are refused) of methods that write their rows themselves
-OF_ROLLOUTS: tuple[tuple[str, object, str], ...] = (
-    ("data.train_on", "assistant", "answers are trained on"),
-    ("data.streaming", False, "prompts are read whole"),
-    ("data.format", "auto", "rows hold `prompt` or `messages`, and columns of any name"),
-    ("data.text_field", None, "rows hold `prompt` or `messages`, and columns of any name"),
-    ("train.context_parallel", 1, "its loss is over whole sequences"),
-    ("grpo.beta", 0.0, "a reference model is not built yet"),
-    ("eval.prompts", None, "held-out prompts are answered; set data.eval"),
+# (key, its values, why others are refused) of methods that write their rows themselves
+OF_ROLLOUTS: tuple[tuple[str, tuple[object, ...], str], ...] = (
+    ("data.packing", ("auto", False), "answers are padded rows"),
+    ("data.truncation_mode", ("keep_start",), "prompts are not cut; longer ones are bad rows"),
+    ("data.prompts", ("text", "chat"), "a prompt is a text or a turn"),
+    ("data.streaming", (False,), "prompts are read whole"),
+    ("data.format", ("auto",), "rows hold `prompt` or `messages`, and columns of any name"),
+    ("data.text_field", (None,), "rows hold `prompt` or `messages`, and columns of any name"),
+    ("train.context_parallel", (1,), "its loss is over whole sequences"),
+    ("grpo.beta", (0.0,), "a reference model is not built yet"),
+    ("eval.prompts", (None,), "held-out prompts are answered; set data.eval"),
 )
 
 
 def fault_of_rollouts(config: Config) -> tuple[str, str] | None:
     """The first key that a method of prompts cannot honour, and why; None if there is none."""
     if METHODS[config.method].kind != PROMPTS:
-        for name in ("rollout", "rewards"):
-            for field, value in getattr(config, name):
-                if value != type(getattr(config, name)).model_fields[field].default:
-                    reason = f"belongs to methods that write answers, not to {config.method}"
-                    return f"{name}.{field}", reason
         return None
-    for name, value, reason in OF_ROLLOUTS:
-        if attrgetter(name)(config) != value:
-            return name, f"method: {config.method} has only {value}: {reason}; remove it"
+    for name, values, reason in OF_ROLLOUTS:
+        if attrgetter(name)(config) not in values:
+            return name, f"method: {config.method} has only {values[0]}: {reason}; remove it"
     rollout, rewards, answers = config.rollout, config.rewards, config.grpo.num_generations
     size, steps = rollout.generation_batch_size, rollout.steps_per_generation
     if size % (answers * steps):
         parts = f"grpo.num_generations {answers} x rollout.steps_per_generation {steps}"
         return "rollout.generation_batch_size", f"{size} is no multiple of {parts}; set one"
     if config.train.rows_per_step != size // steps:
-        words = "the size of a step follows from rollout.generation_batch_size; remove it"
         asked = "rows_per_step" if config.train.rows_per_step else "tokens_per_step"
-        return f"train.{asked}", words
+        return f"train.{asked}", "follows from rollout.generation_batch_size; remove it"
     if not rewards.functions:
         return (
             "rewards.functions",
             "is missing: name what rewards answers, such as rewards.py:check",
         )
+    if len({one.rpartition(":")[2] for one in rewards.functions}) < len(rewards.functions):
+        return "rewards.functions", "two are called alike; rename one"
     if rewards.reward_weights and len(rewards.reward_weights) != len(rewards.functions):
         return "rewards.reward_weights", "needs a weight for each of rewards.functions"
     if config.grpo.max_completion_length >= config.train.seq_len:

@@ -14,6 +14,8 @@ HUGE_PAGE: Final = 2 << 20  # bytes; host memory is taken in whole ones
 BLOCK_ALIGNMENT: Final = 1024  # elements: of bf16 half a page, and whole rows for row-wise norms
 SHARE_BUFFERS: Final = 2  # on the device: one share of a block comes up while another is gathered
 
+SCORE_BYTES = 32  # of a drawn token's scores, for each token of the vocabulary
+
 
 def slab_bytes(nbytes: int) -> int:
     """Bytes of the host memory that holds `nbytes`: whole huge pages, one at least."""

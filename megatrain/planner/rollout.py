@@ -6,12 +6,12 @@ import math
 from dataclasses import dataclass, replace
 
 from megatrain.machine.profile import MachineProfile, interpolate
+from megatrain.memory.sizes import SCORE_BYTES
 from megatrain.planner.simulation import Timing
 
 # A step takes this many times its products and the reading of keys, and seconds for each layer's
 # small kernels: fitted to 8.5, 13.1 and 23.7 ms at 64, 256 and 512 rows (decision 0114).
 TIMES, LAYER_S = 1.1, 140e-6
-SCORES = 32  # bytes of a row's scores for each token of the vocabulary, while one is drawn
 ANSWERS = "answers"  # the phase of a step
 
 
@@ -38,7 +38,7 @@ class Writing:
 
     @property
     def row_bytes(self) -> int:
-        return self.token_bytes * (self.prompt + self.length) + SCORES * self.vocabulary
+        return self.token_bytes * (self.prompt + self.length) + SCORE_BYTES * self.vocabulary
 
     @property
     def rows(self) -> int:

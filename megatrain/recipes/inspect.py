@@ -191,17 +191,21 @@ def reader(checkpoint: str | Path, run_dir: Path | None, trust_remote_code: bool
         described = config_of_source(resolve_source(checkpoint), trust_remote_code)
         if described.get_text_config().dtype == torch.float32:
             chosen["precision"] = "float32"
-    engine = Engine.from_pretrained(
-        checkpoint,
+    engine = frozen_engine(checkpoint, trust_remote_code=trust_remote_code, **chosen)
+    logger.info(f"computing in {engine.precision}")
+    return engine
+
+
+def frozen_engine(source: str | Path, **keywords: Any) -> Engine:
+    """An engine that reads only, with no optimizer state in RAM."""
+    return Engine.from_pretrained(
+        source,
         optimizer=Frozen(),
         max_grad_norm=None,
         router_aux_loss_coef=0.0,
         settings=Settings(),
-        trust_remote_code=trust_remote_code,
-        **chosen,
+        **keywords,
     )
-    logger.info(f"computing in {engine.precision}")
-    return engine
 
 
 def checkpoint_of(path: Path) -> Path:

@@ -122,7 +122,7 @@ def plan(
         check_output(config)
     model = suited(shape_model(config) if shape_alone else read_model(config), config)
     if METHODS[config.method].kind == PROMPTS and not shape_alone:
-        config = planned_for(config, *read_prompt_rows(config, model))
+        config = planned_for(config, *read_prompt_rows(config, model, day_of(config)))
     resolved = resolve_run(config, model, machine or find_machine(config))
     if config.model.init == "pretrained" and not shape_alone:
         check_tensors(resolved.skeleton, config.model.source)

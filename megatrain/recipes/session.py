@@ -177,7 +177,7 @@ def open_run(
     total, gpu, step = loader.steps_total(), machine.hardware.gpu, state["step"]
     progress.begin(total, step, partial(still_to_come, config, evaluates, total))
     if isinstance(loader, Rollouts):
-        loader.begin(engine, stack)
+        loader.begin(engine, stack, config.output / REWARDS_LOG)
     meter = stack.enter_context(GpuMeter(machine.device))
     writer, report = open_metrics(config, plan, state, stack, machine.world)
     return Run(

@@ -19,7 +19,6 @@ from megatrain.data.loader import Loader
 from megatrain.data.rows import MOST_CUT, Counts, Rows, cut_warnings
 from megatrain.data.samples import PROMPTS
 from megatrain.data.show import describe, warnings
-from megatrain.data.sources import Part
 from megatrain.data.streaming import Stream, load_stream
 from megatrain.engine.components import PRECISIONS
 from megatrain.engine.objective import AnyLoss
@@ -36,7 +35,7 @@ from megatrain.optim.schedules import warmup_steps
 from megatrain.planner.plan import Plan
 from megatrain.planner.rollout import Writing, with_answers
 from megatrain.recipes.model import Model
-from megatrain.recipes.rl.prompts import read_prompt_rows
+from megatrain.recipes.rl.prompts import parts_in, read_prompt_rows
 from megatrain.recipes.rl.rollouts import Rollouts
 from megatrain.reporting.energy import Prices, planned_economy, planned_power
 from megatrain.reporting.summary import human_bytes
@@ -372,7 +371,7 @@ def open_rows(
     data, seq_len = config.data, config.train.seq_len
     method, logged = METHODS[config.method], time.monotonic()
     if method.kind == PROMPTS:
-        return *read_prompt_rows(config, model, day), None
+        return *read_prompt_rows(config, model, day or day_of(config)), None
     most = min(physical_cores(), MOST_PROCESSES)
     options = RowOptions(
         seq_len,
@@ -403,7 +402,7 @@ def open_rows(
         """The sources that the config names, as `load_data` takes them; anything else as it is."""
         if not isinstance(given, tuple):
             return given
-        return [Part(**dict(one), rows=config.rows.get(one.path)) for one in given]
+        return parts_in(config, given)
 
     train, held_out = parts(data.train), parts(data.eval)
     if data.streaming:

@@ -17,13 +17,14 @@ from typing import Any, Literal
 
 import psutil
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from megatrain.engine.inference import RESERVE_BYTES, free_bytes, generated
 from megatrain.engine.rollout.draw import Draw
 from megatrain.engine.rollout.pool import Pool, attending, masks_of
 from megatrain.errors import OutOfMemory
 from megatrain.heartbeat import beat
+from megatrain.memory.sizes import SCORE_BYTES
 
 logger = logging.getLogger("megatrain")
 
@@ -73,19 +74,21 @@ class Decoder:
         graphs: bool = True,
     ) -> None:
         self.model, self.draw, self.ends, self.bools = model, draw, {*ends}, bools
+        # transformers has another name for it from 5.24 on
+        known = inspect.signature(model.forward).parameters
+        self.cache_name = "cache" if "cache" in known else "past_key_values"
         self.device: torch.device = next(model.parameters()).device
         self.with_graphs = graphs and self.device.type == "cuda"
         self.looks_every = LOOKS_EVERY if self.with_graphs else 1
         self.room, self.pool = room, Pool(slots, room)
 
-        def numbers(kind: torch.dtype = torch.int64, *more: int) -> Tensor:
-            return torch.zeros(slots, *more, dtype=kind, device=self.device)
+        def numbers(*more: int) -> Tensor:
+            return torch.zeros(slots, *more, dtype=torch.int64, device=self.device)
 
-        self.token, self.place, self.key, self.number = (numbers() for _ in range(4))
-        self.drawn = numbers()  # tokens of the answer so far
-        self.written = numbers(torch.int64, self.looks_every)
-        self.logprobs = numbers(torch.float32, self.looks_every)
-        self.kept = numbers(torch.float32, self.looks_every)
+        # of the next token of each row; `drawn` counts those of its answer
+        self.token, self.place, self.key, self.number, self.drawn = (numbers() for _ in range(5))
+        self.written = numbers(self.looks_every)
+        self.logprobs, self.kept = (self.written.float() for _ in range(2))
         self.graphs: dict[tuple[int, int], list[Any]] = {}
         # all replay one after the other, and leave nothing in it
         self.memory = torch.cuda.graph_pool_handle() if self.with_graphs else None
@@ -96,8 +99,7 @@ class Decoder:
         waiting = deque((request, deque(request.answers)) for request in requests)
         while waiting or self.rows:
             self._admit(waiting)
-            steps = self.looks_every
-            for at in range(steps):
+            for at in range(self.looks_every):
                 self._step(at)
             beat()
             yield from self._ended()
@@ -203,7 +205,7 @@ class Decoder:
             attention_mask=mask,
             position_ids=positions,
             use_cache=True,
-            **{cache_name(model): self.pool},
+            **{self.cache_name: self.pool},
         )
         return found[0][:, -1]  # type: ignore[no-any-return]
 
@@ -216,10 +218,11 @@ class Decoder:
         tokens, logprobs, kept = (one[:count].tolist() for one in columns)
         found = []
         for slot, row in enumerate(self.rows):
+            before = len(row.ids)
             row.ids += tokens[slot]
             row.logprobs += logprobs[slot]
             row.kept += kept[slot]
-            answer = row.ended(self.ends, self.draw.cuts)
+            answer = row.ended(before, self.ends, self.draw.cuts)
             if answer is not None:
                 found.append((slot, answer))
         for slot, _ in reversed(found):
@@ -236,12 +239,6 @@ class Decoder:
             yield answer
 
 
-def cache_name(model: nn.Module) -> str:
-    """The argument that a model's cache is; transformers has another name for it from 5.24 on."""
-    known = inspect.signature(model.forward).parameters
-    return "cache" if "cache" in known else "past_key_values"
-
-
 @dataclass
 class _Row:
     request: AnswerRequest
@@ -255,9 +252,11 @@ class _Row:
         """Places that its next token sees."""
         return len(self.request.ids) + len(self.ids)
 
-    def ended(self, ends: set[int], cuts: bool) -> Answer | None:
+    def ended(self, before: int, ends: set[int], cuts: bool) -> Answer | None:
+        """The answer, if it has ended among the tokens from number `before` on."""
         most = self.request.most
-        size = next((at + 1 for at, one in enumerate(self.ids[:most]) if one in ends), None)
+        new = enumerate(self.ids[before:most], before + 1)
+        size = next((size for size, one in new if one in ends), None)
         if size is None and len(self.ids) < most:
             return None
         finish: Literal["stop", "length"] = "length" if size is None else "stop"
@@ -341,8 +340,7 @@ def tried(model: Any, bools: bool) -> tuple[str | None, int]:
 
 def slots_for(model: Any, token_bytes: int, room: int) -> int:
     """Rows for which there is memory. Raises OutOfMemory where there is not one."""
-    # scores, probabilities and their running sums, in float32 and float64
-    row_bytes = token_bytes * room + 32 * model.config.get_text_config().vocab_size
+    row_bytes = token_bytes * room + SCORE_BYTES * model.config.get_text_config().vocab_size
     free = free_for_rows(next(model.parameters()).device)
     if free < row_bytes:
         raise OutOfMemory(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -13,6 +12,7 @@ import numpy as np
 
 from megatrain.config import Config
 from megatrain.data.build import hold_out, look_for_copies, weighted
+from megatrain.data.cache import hash64
 from megatrain.data.files import RawRow
 from megatrain.data.formats import renamed
 from megatrain.data.rows import Counts, TokenRows
@@ -24,6 +24,9 @@ from megatrain.errors import ConfigError, DataError
 from megatrain.heartbeat import beat, may_end_here
 from megatrain.recipes.model import Model
 from megatrain.recipes.sample import encoded, positions_of
+
+# Arguments of reward functions, beside the columns.
+GIVEN = ("prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric")
 
 
 @dataclass(frozen=True, eq=False)
@@ -52,27 +55,28 @@ class Prompt:
 
 
 def read_prompt_rows(
-    config: Config, model: Model, day: date | None = None
+    config: Config, model: Model, day: date
 ) -> tuple[PromptRows, PromptRows | None]:
     """The prompts to train on, and those held out. Raises DataError."""
     data, seed = config.data, config.train.seed
-    parts = _parts(config, data.train)
+    parts = parts_in(config, data.train)
     rows: Any = _read(config, model, parts, day)
     held: Any = None
     if isinstance(data.eval, int | float):
         rows, held = hold_out(rows, data.eval, seed)
     rows = weighted(rows, parts, seed)
     if isinstance(data.eval, tuple):
-        held = _read(config, model, _parts(config, data.eval), day)
+        held = _read(config, model, parts_in(config, data.eval), day)
         look_for_copies(rows, held)
     return rows, held
 
 
-def _parts(config: Config, given: Any) -> list[Part]:
+def parts_in(config: Config, given: Any) -> list[Part]:
+    """A config's sources as `open_source` takes them."""
     return [Part(**dict(one), rows=config.rows.get(one.path)) for one in given]
 
 
-def _read(config: Config, model: Model, parts: list[Part], day: date | None) -> PromptRows:
+def _read(config: Config, model: Model, parts: list[Part], day: date) -> PromptRows:
     source, chats = open_source(parts, config.data.split), model.tokenizer.chat_template
     template = Template(model.tokenizer, day) if chats else None
     counts, ids, about = Counts(), list[list[int]](), list[About]()
@@ -96,9 +100,9 @@ def _read(config: Config, model: Model, parts: list[Part], day: date | None) -> 
         bad = f"; the first: {counts.first_bad[0]}" if counts.first_bad else ""
         raise DataError(f"{source.name}: holds no prompt{bad}")
     flat, sizes = np.concatenate([np.asarray(one, np.int32) for one in ids]), list(map(len, ids))
-    contexts = [_hash(np.asarray(one, np.int32).tobytes()) for one in ids]
+    contexts = [hash64(np.asarray(one, np.int32).tobytes()) for one in ids]
     columns = [json.dumps(one.columns, sort_keys=True, default=repr).encode() for one in about]
-    hashes = [_hash(one.to_bytes(8) + more) for one, more in zip(contexts, columns, strict=True)]
+    hashes = [hash64(one.to_bytes(8) + more) for one, more in zip(contexts, columns, strict=True)]
     return PromptRows(
         ids=flat,
         mask=np.zeros(len(flat), np.bool_),
@@ -122,10 +126,12 @@ def _prompt_of(row: RawRow, config: Config, model: Model, template: Template | N
     value = renamed(row.value, config.data.columns or {})
     if not isinstance(value, Mapping):
         raise RowError(f"expected an object, found {type_name(value)}")
-    given = value.get("prompt")
-    if isinstance(given, list):
-        value = {"messages": given, **{key: value[key] for key in value if key != "prompt"}}
-    turns, answer = asked_in(value), config.grpo.max_completion_length
+    if taken := [name for name in GIVEN if name in value]:
+        raise RowError(f"field {taken[0]!r}: reward functions get their own; rename the column")
+    given, name = value.get("prompt"), "messages" if value.get("prompt") is None else "prompt"
+    is_chat = isinstance(given, list)
+    turns = asked_in({"messages" if is_chat else name: value.get(name)})
+    answer = config.grpo.max_completion_length
     if as_text := isinstance(given, str) and config.data.prompts != "chat":
         ids = encoded(model.tokenizer, given, special=True)
     elif template is None:
@@ -137,13 +143,9 @@ def _prompt_of(row: RawRow, config: Config, model: Model, template: Template | N
     if not 0 < len(ids) <= most - answer:
         room = f"{most - answer} beside an answer of grpo.max_completion_length {answer}"
         raise RowError(f"the prompt has {len(ids)} tokens, and there is room for 1 to {room}")
-    columns = {key: value[key] for key in value if key not in ("prompt", "messages")}
+    columns = {key: value[key] for key in value if key != name}
     asked = str(given) if as_text else [*turns]
     return Prompt(ids, About(asked, columns, row.where))
-
-
-def _hash(data: bytes) -> int:
-    return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest())
 
 
 def planned_for(config: Config, *sets: PromptRows | None) -> Config:

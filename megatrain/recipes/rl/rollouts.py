@@ -33,7 +33,7 @@ from megatrain.errors import DataError, StorageError
 from megatrain.losses import IGNORE
 from megatrain.recipes.model import Model
 from megatrain.recipes.rl.advantages import Advantages, advantages
-from megatrain.recipes.rl.journal import REWARDS_LOG, Journal, forget
+from megatrain.recipes.rl.journal import Journal, forget
 from megatrain.recipes.rl.judges import Group, Judgement, Judges, judges_of
 from megatrain.recipes.rl.prompts import Prompt, PromptRows
 from megatrain.recipes.sample import end_tokens
@@ -46,8 +46,6 @@ OF_WEIGHTS = (
     *("seed", "learning_rate", "schedule", "warmup", "min_lr_ratio", "decay", "epochs"),
     *("max_steps", "max_grad_norm", "freeze"),
 )  # keys of train
-GREEDY: dict[str, Any] = {"temperature": 0.0, "top_p": None, "top_k": None, "min_p": None}
-NEVER: Callable[[], bool] = lambda: False  # noqa: E731
 
 
 @dataclass(frozen=True)
@@ -109,7 +107,7 @@ class Rollouts:
 
     def __post_init__(self) -> None:
         options, rollout = self.config.grpo, self.config.rollout
-        self.answers = options.num_generations
+        self.answers, self.iterations = options.num_generations, options.num_iterations
         self.prompts = rollout.generation_batch_size // self.answers
         self.draw = Draw(
             seed=self.config.train.seed,
@@ -169,10 +167,6 @@ class Rollouts:
         """Steps that a rollout of so many prompts is handed out in."""
         return min(self.config.rollout.steps_per_generation, prompts) * self.iterations
 
-    @property
-    def iterations(self) -> int:
-        return self.config.grpo.num_iterations
-
     def _next(self, place: RolloutPosition, count: int) -> RolloutPosition:
         """The place behind a rollout of `count` prompts, whose steps were handed out."""
         epochs, index = divmod(place.index + count, len(self.rows))
@@ -180,7 +174,7 @@ class Rollouts:
 
     # -- steps -----------------------------------------------------------------------------------
 
-    def batches(self, stop: Callable[[], bool] = NEVER) -> Iterator[StepBatch]:
+    def batches(self, stop: Callable[[], bool]) -> Iterator[StepBatch]:
         """Steps from the place on. stop: asked while answers are written; Stopped is raised where
         it is true, and the answers so far are in the journal."""
         most = self.config.train.max_steps
@@ -259,13 +253,11 @@ class Rollouts:
             row["token_old"] = [*[0.0] * before, *rollout.old[number]]
         return row
 
-    def begin(self, engine: Engine, stack: ExitStack) -> None:
-        """Write with this engine, and judge in processes that the stack ends."""
+    def begin(self, engine: Engine, stack: ExitStack, log: Path) -> None:
+        """Write with this engine, and judge in processes that the stack ends. log: for what reward
+        functions print."""
         self.engine = engine
-        log = self.config.output / REWARDS_LOG
-        self.judges = stack.enter_context(
-            judges_of(self.config, log if log.parent.is_dir() else None)
-        )
+        self.judges = stack.enter_context(judges_of(self.config, log))
 
     def evaluate(self, limit: int | None, stop: Callable[[], bool]) -> dict[str, float] | None:
         """Rewards of held-out prompts' answers, by TRL's names; None if asked to stop, or if
@@ -283,7 +275,7 @@ class Rollouts:
         """The figures of `count` answers to each prompt, and these with their rewards; one answer
         is the likeliest. None if asked to stop."""
         assert self.engine is not None and self.judges is not None
-        draw = self.draw if count > 1 else replace(self.draw, **GREEDY)
+        draw = self.draw if count > 1 else Draw(temperature=0.0)
         prompts = {HELD_OUT + n: rows.prompt(n) for n in range(len(rows))[:limit]}
         most, groups = self.config.grpo.max_completion_length, dict[int, Group]()
         requests = [

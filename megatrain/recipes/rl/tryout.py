@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from contextlib import ExitStack
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from rich.console import Console
@@ -11,15 +14,13 @@ from rich.table import Table
 
 from megatrain.config import Config
 from megatrain.data.rows import permutation
-from megatrain.engine.engine import Engine
 from megatrain.errors import ConfigError, printable
 from megatrain.methods import METHODS
-from megatrain.optim import Frozen
+from megatrain.recipes.inspect import frozen_engine
 from megatrain.recipes.model import read_model, suited
 from megatrain.recipes.rl.prompts import read_prompt_rows
-from megatrain.recipes.rl.rollouts import NEVER, Rollouts
-from megatrain.recipes.setup import quiet_libraries
-from megatrain.settings import Settings
+from megatrain.recipes.rl.rollouts import Rollouts
+from megatrain.recipes.setup import day_of, quiet_libraries
 
 SHOWN = 200  # characters of a prompt or an answer
 
@@ -32,27 +33,21 @@ def try_out(config: Config, prompts: int) -> dict[str, Any]:
         raise ConfigError(f"{config.where('method')}: method: {config.method} {words}")
     quiet_libraries()
     model = suited(read_model(config), config)
-    rows, _ = read_prompt_rows(config, model)
+    rows, _ = read_prompt_rows(config, model, day_of(config))
     chosen: Any = rows.choose(permutation(len(rows), config.train.seed, 0)[:prompts])
-    engine = Engine.from_pretrained(
-        config.model.source,
-        optimizer=Frozen(),
-        max_grad_norm=None,
-        router_aux_loss_coef=0.0,
-        settings=Settings(),
-        trust_remote_code=config.model.trust_remote_code,
-        precision=config.precision,
-        attention=config.attention,
-        device=config.device,
-    )
+    computing = {name: getattr(config, name) for name in ("precision", "attention", "device")}
+    told = {name: getattr(config.model, name) for name in ("revision", "trust_remote_code")}
+    engine = frozen_engine(config.model.source, **computing, **told)
     with ExitStack() as stack:
         stack.enter_context(engine)
+        log = Path(stack.enter_context(TemporaryDirectory())) / "printed"
+        stack.callback(lambda: sys.stderr.write(log.read_text(errors="replace")))
         rollouts = Rollouts(
             rows=chosen, held_out=None, config=config, model=model, micro_batch_tokens=0
         )
-        rollouts.begin(engine, stack)
+        rollouts.begin(engine, stack, log)
         began = time.perf_counter()
-        found = rollouts.answered(chosen, None, config.grpo.num_generations, NEVER)
+        found = rollouts.answered(chosen, None, config.grpo.num_generations, lambda: False)
         assert found is not None
         figures, groups, judgements = found
         answers = [
@@ -73,12 +68,11 @@ def try_out(config: Config, prompts: int) -> dict[str, Any]:
 
 def print_answers(found: dict[str, Any]) -> None:
     """Print the figures, and the first answer to each prompt with its rewards."""
-    table, seen = Table("prompt", "answer", *found["names"]), list[Any]()
-    for one in found["answers"]:
-        if one["prompt"] not in seen:
-            seen.append(one["prompt"])
-            texts = (_text(one[name]) for name in ("prompt", "answer"))
-            table.add_row(*texts, *("-" if x is None else f"{x:.3g}" for x in one["rewards"]))
+    table = Table("prompt", "answer", *found["names"])
+    firsts = {str(one["prompt"]): one for one in reversed(found["answers"])}
+    for one in firsts.values():
+        texts = (_text(one[name]) for name in ("prompt", "answer"))
+        table.add_row(*texts, *("-" if x is None else f"{x:.3g}" for x in one["rewards"]))
     console = Console()
     console.print(table)
     for name, value in found.items():
