@@ -423,7 +423,8 @@ class Engine(Constructors):
             if model is None:
                 reason = "all weights must fit on one GPU beside keys and values, and they do not"
                 raise ConfigError(f"rollout: {reason}; take a smaller model or a larger GPU")
-            yield from answers(model, requests, draw, ends, slots)
+            fuse = bool(self.settings.compile or self.settings.fused_loss)
+            yield from answers(model, requests, draw, ends, slots, fuse)
 
     def iter_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         """(name, weight) of every tensor on the CPU, as `save_pretrained` writes them.

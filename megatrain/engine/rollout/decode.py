@@ -12,6 +12,7 @@ import inspect
 import logging
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -25,10 +26,12 @@ from megatrain.engine.rollout.pool import Pool, attending, masks_of
 from megatrain.errors import OutOfMemory
 from megatrain.heartbeat import beat
 from megatrain.memory.sizes import SCORE_BYTES
+from megatrain.models.transforms.compiled import fused_parts
 
 logger = logging.getLogger("megatrain")
 
-LOOKS_EVERY = 8  # steps on a GPU
+LOOKS_EVERY = 16  # steps on a GPU, or a share of an answer
+LOOKS = 32  # of a longest answer, at least
 SEEN_STEP = 256  # places by which what rows see grows: each size is a graph of its own
 PREFILL_TOKENS = 16384  # of prompts that are computed together
 ROWS_STEP = 64  # rows by which a graph's number grows from there on; below by two
@@ -70,6 +73,7 @@ class Decoder:
         *,
         slots: int,
         room: int,
+        most: int,
         bools: bool,
         graphs: bool = True,
     ) -> None:
@@ -79,7 +83,7 @@ class Decoder:
         self.cache_name = "cache" if "cache" in known else "past_key_values"
         self.device: torch.device = next(model.parameters()).device
         self.with_graphs = graphs and self.device.type == "cuda"
-        self.looks_every = LOOKS_EVERY if self.with_graphs else 1
+        self.looks_every = max(1, min(LOOKS_EVERY, most // LOOKS)) if self.with_graphs else 1
         self.room, self.pool = room, Pool(slots, room)
 
         def numbers(*more: int) -> Tensor:
@@ -89,7 +93,8 @@ class Decoder:
         self.token, self.place, self.key, self.number, self.drawn = (numbers() for _ in range(5))
         self.written = numbers(self.looks_every)
         self.logprobs, self.kept = (self.written.float() for _ in range(2))
-        self.graphs: dict[tuple[int, int], list[Any]] = {}
+        self.column = numbers()[:1]  # that the next step writes
+        self.graphs: dict[tuple[int, int], Any] = {}
         # all replay one after the other, and leave nothing in it
         self.memory = torch.cuda.graph_pool_handle() if self.with_graphs else None
         self.rows: list[_Row] = []  # of slots from 0 on
@@ -99,8 +104,8 @@ class Decoder:
         waiting = deque((request, deque(request.answers)) for request in requests)
         while waiting or self.rows:
             self._admit(waiting)
-            for at in range(self.looks_every):
-                self._step(at)
+            for ahead in range(self.looks_every):
+                self._step(ahead)
             beat()
             yield from self._ended()
 
@@ -149,41 +154,37 @@ class Decoder:
 
     # -- a step ----------------------------------------------------------------------------------
 
-    def _step(self, at: int) -> None:
-        """One token of every row, into column `at`."""
-        rows, longest = len(self.rows), max(row.length for row in self.rows) + at
+    def _step(self, ahead: int) -> None:
+        """One token of every row, so many steps behind the last look."""
+        rows, longest = len(self.rows), max(row.length for row in self.rows) + ahead
         if not self.with_graphs:
-            self._compute(rows, longest, at)
+            self._compute(rows, longest)
             return
         rows = min(self.pool.slots, _bucket(rows))
         seen = min(self.room, -(-longest // SEEN_STEP) * SEEN_STEP)
-        graphs = self.graphs.get((rows, seen))
-        if graphs is None:
-            graphs = self.graphs[rows, seen] = self._captured(rows, seen)
-        graphs[at].replay()
+        graph = self.graphs.get((rows, seen))
+        if graph is None:
+            graph = self.graphs[rows, seen] = self._captured(rows, seen)
+        graph.replay()
 
-    def _captured(self, rows: int, seen: int) -> list[Any]:
-        """A CUDA graph for each column. Trials before leave no trace: what they change is put
-        back, and keys at the places to come are written again."""
-        state = [self.token, self.place, self.drawn]
+    def _captured(self, rows: int, seen: int) -> Any:
+        """A CUDA graph. The trial before it leaves no trace: what it changes is put back, and keys
+        at the places to come are written again."""
+        state = [self.token, self.place, self.drawn, self.column]
         before = [one.clone() for one in state]
         stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
-            for _ in range(2):
-                self._compute(rows, seen, 0)
+            self._compute(rows, seen)
         torch.cuda.current_stream().wait_stream(stream)
-        graphs: list[Any] = []
-        for at in range(self.looks_every):
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, pool=self.memory):
-                self._compute(rows, seen, at)
-            graphs.append(graph)
         for one, value in zip(state, before, strict=True):
             one.copy_(value)
-        return graphs
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self.memory):  # computes nothing
+            self._compute(rows, seen)
+        return graph
 
-    def _compute(self, rows: int, seen: int, at: int) -> None:
+    def _compute(self, rows: int, seen: int) -> None:
         place = self.place[:rows]
         self.pool.step(place, seen)
         near = place[:, None, None, None] - torch.arange(seen, device=self.device)
@@ -191,10 +192,11 @@ class Decoder:
         drawn = self.drawn[:rows]
         token, logprob, kept = self.draw(logits, self.key[:rows], self.number[:rows], drawn)
         for array, value in ((self.written, token), (self.logprobs, logprob), (self.kept, kept)):
-            array[:rows, at] = value
+            array[:rows].index_copy_(1, self.column, value[:, None])
         self.token[:rows] = token
         place.add_(1).clamp_(max=self.room - 1)
-        drawn.add_(1)
+        for counter in (drawn, self.column):
+            counter.add_(1)
 
     def _forward(self, ids: Tensor, positions: Tensor, near: Tensor, base: bool = False) -> Tensor:
         """Logits [rows, vocabulary] of the last tokens; of a prompt nothing but its keys."""
@@ -216,6 +218,7 @@ class Decoder:
         count = len(self.rows)
         columns = (self.written, self.logprobs, self.kept)
         tokens, logprobs, kept = (one[:count].tolist() for one in columns)
+        self.column.zero_()
         found = []
         for slot, row in enumerate(self.rows):
             before = len(row.ids)
@@ -283,8 +286,10 @@ def answers(
     draw: Draw,
     ends: Sequence[int],
     slots: int | None,
+    fuse: bool = False,
 ) -> Iterator[Answer]:
     """Answers to requests as they end, in so many rows at most; None: as memory has room for.
+    fuse: compile norms and MLPs, which takes a C compiler.
 
     A family whose cache is no list of keys and values is written by its own `generate`, one answer
     at a time. Raises OutOfMemory where not one row has room.
@@ -293,13 +298,13 @@ def answers(
     if not total:
         return
     room = max(len(one.ids) + one.most for one in requests)
-    with attending(model) as bools:
+    with attending(model) as bools, fused_parts(model) if fuse else nullcontext():
         reason, row_bytes = tried(model, bools)
         if reason is None:
             slots = min(total, slots or slots_for(model, row_bytes, room))
-            yield from Decoder(model, draw, ends, slots=slots, room=room, bools=bools).write(
-                requests
-            )
+            most = max(one.most for one in requests)
+            size = {"slots": slots, "room": room, "most": most}
+            yield from Decoder(model, draw, ends, **size, bools=bools).write(requests)
             return
     family = model.config.model_type
     logger.warning(f"{family}: transformers' generate writes answers, one by one, since {reason}")
@@ -319,7 +324,7 @@ def tried(model: Any, bools: bool) -> tuple[str | None, int]:
     ]
     greedy = Draw(temperature=0.0)
     try:
-        decoder = Decoder(model, greedy, (), slots=2, room=6, bools=bools, graphs=False)
+        decoder = Decoder(model, greedy, (), slots=2, room=6, most=3, bools=bools, graphs=False)
         worst = 0.0
         for found in decoder.write(requests):
             ids = torch.tensor([[*requests[found.key].ids, *found.ids]], device=decoder.device)

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 # of SplitMix64: Steele, Lea and Flood, "Fast splittable pseudorandom number generators" (2014)
 _GAMMA, _FIRST, _SECOND = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
 _DIGITS = 53  # of a float64
+BLOCK = 512  # tokens whose probabilities are summed first
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,23 +42,20 @@ class Draw:
             logits: [rows, vocabulary].
             key, number, place: int64 [rows], of the request, the answer and the token in it.
         """
-        scores = logits.float()
+        if self.temperature not in (0, 1):
+            logits = logits.float() / self.temperature
+        logprobs = logits.log_softmax(-1, dtype=torch.float32)
         if self.temperature == 0:
-            logprobs = scores.log_softmax(-1)
             token = logprobs.argmax(-1)
             return token, _of(logprobs, token), torch.ones_like(logprobs[:, 0])
-        logprobs = (scores / self.temperature).log_softmax(-1)
-        probabilities = self._kept(logprobs.exp())
-        up_to = probabilities.cumsum(-1, dtype=torch.float64)
-        kept = up_to[:, -1:]
-        # of the first token beyond the drawn share: one without probability never is
-        drawn = uniform(self.seed, key, number, place)[:, None] * kept
-        token = torch.searchsorted(up_to, drawn, right=True)[:, 0]
-        token = torch.minimum(token, (up_to < kept).sum(-1))  # where rounding meets the end
-        return token, _of(logprobs, token), kept[:, 0].float()
+        share = uniform(self.seed, key, number, place)[:, None]
+        token, kept = _beyond(share, self._kept(logprobs.exp()))
+        return token, _of(logprobs, token), kept.float()
 
     def _kept(self, probabilities: Tensor) -> Tensor:
         """The probabilities, 0 where a token is never drawn."""
+        if not self.cuts:
+            return probabilities
         least = torch.zeros_like(probabilities[:, :1])
         if self.top_k is not None:
             count = min(self.top_k, probabilities.shape[-1])
@@ -67,6 +67,26 @@ class Draw:
         if self.min_p is not None:
             least = torch.maximum(least, probabilities.amax(-1, keepdim=True) * self.min_p)
         return torch.where(probabilities >= least, probabilities, 0.0)
+
+
+def _beyond(share: Tensor, probabilities: Tensor) -> tuple[Tensor, Tensor]:
+    """The first token at which the sum of probabilities exceeds this share [rows, 1] of all, int64
+    [rows], and the sum of all, float64 [rows]. One without probability never is."""
+    blocks = probabilities.unflatten(-1, (-1, math.gcd(probabilities.shape[-1], BLOCK)))
+    up_to = blocks.sum(-1, dtype=torch.float64).cumsum(-1)
+    drawn = share * up_to[:, -1:]
+    block = _first(up_to, drawn)
+    before = functional.pad(up_to, (1, 0)).gather(1, block)
+    inside = blocks.take_along_dim(block[..., None], 1)[:, 0].cumsum(-1, dtype=torch.float64)
+    token = _first(before + inside, drawn)
+    return (block * blocks.shape[-1] + token)[:, 0], up_to[:, -1]
+
+
+def _first(up_to: Tensor, drawn: Tensor) -> Tensor:
+    """The first place [rows, 1] where a sum exceeds what was drawn, or, where rounding leaves none,
+    where it reaches its end."""
+    last = (up_to < up_to[:, -1:]).sum(-1, keepdim=True)
+    return torch.minimum(torch.searchsorted(up_to, drawn, right=True), last)
 
 
 def _of(logprobs: Tensor, token: Tensor) -> Tensor:

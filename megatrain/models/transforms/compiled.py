@@ -16,6 +16,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,7 @@ logger = logging.getLogger("megatrain")
 # retained, recomputed), each again for another sequence length, then for any length, for padded
 # batches, for single sequences and for fp8: one run needed 25.
 GRAPHS = 64
+FUSED = ("RMSNorm", "LayerNorm", "MLP")  # ends of names of classes whose kernels are many and small
 # Errors of a file that is not whole.
 TORN = (OSError, ImportError, EOFError, pickle.UnpicklingError)
 
@@ -115,6 +117,15 @@ def compile_when_run(
     layers: Sequence[nn.Module], lengths_vary: bool, cheap: bool
 ) -> Sequence[Callable[..., Any]]:
     """Have each layer compiled when it first runs; returns what to call where it is retained."""
+    _configure()
+    for layer in layers:
+        layer.compile(backend=Inductor(lengths_vary))
+    if not cheap:
+        return layers
+    return [torch.compile(layer.forward, backend=Inductor(lengths_vary, cheap)) for layer in layers]
+
+
+def _configure() -> None:
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(own_cache()))  # before torch sets its own
     from torch._dynamo import config as dynamo
     from torch._inductor import config as inductor
@@ -123,11 +134,27 @@ def compile_when_run(
     # Autotuning keeps copies of what kernels write over in pinned host RAM, for good.
     inductor.triton.autotune_pointwise = False
     dynamo.recompile_limit = max(dynamo.recompile_limit, GRAPHS)
-    for layer in layers:
-        layer.compile(backend=Inductor(lengths_vary))
-    if not cheap:
-        return layers
-    return [torch.compile(layer.forward, backend=Inductor(lengths_vary, cheap)) for layer in layers]
+
+
+@contextmanager
+def fused_parts(model: nn.Module) -> Iterator[None]:
+    """Inside, norms and MLPs of a model that runs eagerly are compiled, once for any number of
+    rows; but for those that were replaced."""
+    _configure()
+    found = [one for one in model.modules() if type(one).__name__.endswith(FUSED)]
+    parts = [one for one in found if "forward" not in vars(one)]
+
+    def run(compiled: Callable[..., Any], *given: Any) -> Any:
+        with torch.compiler.set_stance("default"):  # whatever the layers' is
+            return compiled(*given)
+
+    for part in parts:
+        part.forward = partial(run, torch.compile(part.forward, dynamic=True))
+    try:
+        yield
+    finally:
+        for part in parts:
+            del part.forward
 
 
 @contextmanager
