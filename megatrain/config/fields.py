@@ -426,7 +426,6 @@ def answers_of_a_step(given: Mapping[str, Any]) -> int | None:
 
 # (key, its values, why others are refused) of methods that write their rows themselves
 OF_ROLLOUTS: tuple[tuple[str, tuple[object, ...], str], ...] = (
-    ("data.packing", ("auto", False), "answers are padded rows"),
     ("data.truncation_mode", ("keep_start",), "prompts are not cut; longer ones are bad rows"),
     ("data.prompts", ("text", "chat"), "a prompt is a text or a turn"),
     ("data.streaming", (False,), "prompts are read whole"),

@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from megatrain.data.rows import IndexArray, Rows, best_fit
+from megatrain.data.rows import IndexArray, Rows, TokenRows, best_fit
 from megatrain.data.samples import JUDGED, PAIRS
 from megatrain.errors import DataError
 from megatrain.losses import IGNORE
@@ -235,6 +235,7 @@ def collate(
         row_mismatched: of judged rows, whether it is a mismatch; bool [examples].
         token_answer: where `prompts_too`, for which labels of chosen answers have the prompt as
             well, true for the tokens of answers; bool [sequences, tokens].
+        `TokenRows.of_tokens`, by their names, float32 [sequences, tokens].
     """
     lengths = rows.side_lengths.reshape(-1)
     filled = np.array([sum(int(lengths[number]) for number in members) for members in sequences])
@@ -243,6 +244,8 @@ def collate(
     input_ids, labels = np.full(shape, pad_id, np.int64), np.full(shape, IGNORE, np.int64)
     positions, row_of, answers = (np.zeros(shape, kind) for kind in (np.int64, np.int64, np.bool_))
     row, side = np.divmod(np.concatenate(sequences), rows.sides)
+    of_tokens = rows.of_tokens if isinstance(rows, TokenRows) else {}
+    numbers = {name: np.zeros(shape, np.float32) for name in of_tokens}
     example = 0
     for sequence, members in enumerate(sequences):
         start = 0
@@ -256,6 +259,10 @@ def collate(
             answers[sequence, start + 1 : stop] = mask[1:]
             positions[sequence, start:stop] = np.arange(len(ids))
             row_of[sequence, start:] = example
+            if isinstance(rows, TokenRows):
+                span = rows.span(int(row[example]), int(side[example]))
+                for name, values in of_tokens.items():
+                    numbers[name][sequence, start:stop] = values[span]
             start, example = stop, example + 1
         positions[sequence, start:] = np.arange(width - start) % (limit or width)
     arrays: dict[str, npt.NDArray[Any]] = {"input_ids": input_ids, "labels": labels}
@@ -269,6 +276,7 @@ def collate(
         arrays |= {} if references is None else {"row_reference": references[row, side]}
         arrays |= {"row_mismatched": side == 1} if rows.kind == JUDGED else {}
         arrays |= {"token_answer": answers} if prompts_too else {}
+        arrays |= numbers
     return {name: torch.from_numpy(array) for name, array in arrays.items()}
 
 

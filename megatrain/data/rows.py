@@ -170,6 +170,8 @@ class TokenRows:
     kind: str = PLAIN
     of_rows: ValueArray | None = None  # see `values`
     mismatches: HashArray | None = None  # of the mismatches of judged rows
+    # of each token, by the names of micro-batches' tensors
+    of_tokens: Mapping[str, ValueArray] = field(default_factory=dict)
 
     def __len__(self) -> int:
         return len(self.chosen)
@@ -213,9 +215,13 @@ class TokenRows:
 
     def side(self, index: int, side: int) -> tuple[IdArray, MaskArray]:
         """Ids int32 [tokens] and target mask bool [tokens] of a row's sequence."""
+        span = self.span(index, side)
+        return self.ids[span], self.mask[span]
+
+    def span(self, index: int, side: int) -> slice:
+        """The place of a row's sequence in the flat arrays."""
         place = int(self.chosen[index]) * self.sides + side
-        start, stop = int(self.offsets[place]), int(self.offsets[place + 1])
-        return self.ids[start:stop], self.mask[start:stop]
+        return slice(int(self.offsets[place]), int(self.offsets[place + 1]))
 
     def choose(self, rows: IndexArray) -> TokenRows:
         """The set of these rows (indices into this one), sharing the arrays."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
@@ -411,12 +411,13 @@ class Engine(Constructors):
         draw: Draw,
         ends: Sequence[int],
         slots: int | None = None,
-    ) -> Iterator[Answer]:
+    ) -> Generator[Answer, None, None]:
         """Answers to requests as they end; the engine computes nothing else meanwhile, and goes on
         as before, to the bit. slots: rows that are written at once; None: as memory has room for.
 
         An answer follows from the weights, its prompt, the request's key, its number and
         `draw.seed`, whatever is written beside it. Raises ConfigError without room for the weights.
+        Of several ranks, which all call it, each has requests of its own, or none.
         """
         longest = max((len(one.ids) + one.most for one in requests), default=1)
         with self.whole(longest) as model:

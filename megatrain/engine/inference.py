@@ -109,7 +109,7 @@ def whole_model(skeleton: Skeleton, parts: EngineParts, tokens: int) -> Iterator
     """Put transformers' own model with its weights on the device inside; None without room for it
     and a cache of `tokens` tokens, or if it cannot generate."""
     family: Any = skeleton.model
-    here = not parts.passes.peers.several and has_room(skeleton, parts, tokens)
+    here = all(parts.passes.peers.all_gather(has_room(skeleton, parts, tokens)))
     if not family.can_generate() or not here:
         yield None
         return
@@ -172,8 +172,12 @@ def free_bytes(device: torch.device) -> int:
 
 
 def weights_on_device(parts: EngineParts) -> list[Tensor]:
-    """Every block's weights, flat, on the device, to be read only: perhaps the store's own."""
+    """Every block's weights, flat, on the device, to be read only: perhaps the store's own. Of
+    several ranks each has a copy; all of them call it."""
     store, device, found = parts.store, parts.compute.device, []
+    if parts.passes.peers.several:
+        streamer = parts.passes.streamer
+        return [streamer.flat(n).clone() for n in streamer.sweep(range(len(store.layouts)))]
     for block in range(len(store.layouts)):
         parts.updater.wait_ready(block)
         if store.is_resident(block):

@@ -105,7 +105,7 @@ def timed(run: Run, stop: StopRequest) -> Iterator[tuple[StepBatch | None, float
 
     batches: Iterator[StepBatch]
     if isinstance(run.loader, Rollouts):
-        batches = run.loader.batches(stop.came)
+        batches = run.loader.batches(stop)
     elif run.loader.windows is not None:
         batches = run.loader.batches(awaiting(run.engine.world, stop, lambda: run.step + 1))
     else:
@@ -341,7 +341,7 @@ def evaluate(run: Run, stop: StopRequest) -> Figures | None:
     started, loss, targets, figures = time.perf_counter(), None, 0, Figures()
     with run.progress.doing("evaluating"):
         if isinstance(run.loader, Rollouts):
-            answered = run.loader.evaluate(run.config.train.eval_rows, stop.came)
+            answered = run.loader.evaluate(run.config.train.eval_rows, stop)
             if answered is None:
                 return None
             figures = {f"eval_{name}": value for name, value in answered.items()}

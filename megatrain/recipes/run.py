@@ -332,10 +332,6 @@ def plan_and_rollouts(
     config: Config, model: Model, resolved: Resolved, rows: PromptRows, held_out: PromptRows | None
 ) -> tuple[Plan, Rollouts]:
     """The plan of steps whose answers are all as long as they may be, and what writes them."""
-    if resolved.machine.ranks * resolved.machine.hosts > 1:
-        raise ConfigError(
-            f"{config.where('gpus')}: method: {config.method} trains on one GPU; set gpus: 1"
-        )
     rollouts = Rollouts(
         rows=rows,
         held_out=held_out,
@@ -343,6 +339,8 @@ def plan_and_rollouts(
         model=model,
         micro_batch_tokens=resolved.request.least_tokens,
         regimes=regimes_of(model.config),
+        pack_to=resolved.packed_to,
+        world=resolved.machine.world,
     )
     steps, every = rollouts.steps_total(), config.checkpoint.every
     written = 1 if every is None else -(-steps // every)

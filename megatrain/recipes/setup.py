@@ -93,11 +93,8 @@ def request_of(config: Config, model: Model, kept: Mapping[str, Any] | None = No
 
 
 def packing_of(config: Config) -> bool | Literal["auto"] | None:
-    """As `Request.packing`: answers that were written are padded rows."""
-    method = METHODS[config.method]
-    if method.kind == PROMPTS:
-        return False
-    return None if method.whole_documents else config.data.packing
+    """As `Request.packing`."""
+    return None if METHODS[config.method].whole_documents else config.data.packing
 
 
 def resolve_run(

@@ -57,6 +57,10 @@ class StopRequest:
     def came(self) -> bool:
         return self.signal is not None
 
+    def came_here(self) -> bool:
+        """True if it came to this rank, whatever others know."""
+        return self.signal is not None
+
     def stop_if_early(self) -> None:
         """Raise Stopped if a signal came before the first step."""
         if self.early and self.came():
@@ -93,6 +97,9 @@ class _OfAll(StopRequest):
             self.signal = next((number for number in signals if number is not None), None)
             self._own.agreed = self.signal is not None
         return self.signal is not None
+
+    def came_here(self) -> bool:
+        return self._own.came_here()
 
 
 _current: list[StopRequest] = []  # the one whose handlers are installed

@@ -303,8 +303,8 @@ def answers(
         if reason is None:
             slots = min(total, slots or slots_for(model, row_bytes, room))
             most = max(one.most for one in requests)
-            size = {"slots": slots, "room": room, "most": most}
-            yield from Decoder(model, draw, ends, **size, bools=bools).write(requests)
+            decoder = Decoder(model, draw, ends, slots=slots, room=room, most=most, bools=bools)
+            yield from decoder.write(requests)
             return
     family = model.config.model_type
     logger.warning(f"{family}: transformers' generate writes answers, one by one, since {reason}")

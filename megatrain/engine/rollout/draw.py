@@ -72,7 +72,8 @@ class Draw:
 def _beyond(share: Tensor, probabilities: Tensor) -> tuple[Tensor, Tensor]:
     """The first token at which the sum of probabilities exceeds this share [rows, 1] of all, int64
     [rows], and the sum of all, float64 [rows]. One without probability never is."""
-    blocks = probabilities.unflatten(-1, (-1, math.gcd(probabilities.shape[-1], BLOCK)))
+    rows, tokens = probabilities.shape
+    blocks = probabilities.view(rows, -1, math.gcd(tokens, BLOCK))
     up_to = blocks.sum(-1, dtype=torch.float64).cumsum(-1)
     drawn = share * up_to[:, -1:]
     block = _first(up_to, drawn)

@@ -3,9 +3,9 @@
 A run that was killed writes no answer again that is on disk. It takes the checkpoint before, and
 the steps behind it get the journal's answers: with equal weights the replay is the same run.
 
-One file of JSON lines per rollout, `rollouts/STEP.jsonl`, of the step that it begins with. The
-first line says what the answers follow from; then come answers, and the rewards of whole groups.
-Every line ends with a checksum of what precedes it.
+One file of JSON lines per rollout, `rollouts/STEP.jsonl`, of the step that it begins with, and one
+for each further rank, `STEP-RANK.jsonl`. The first line says what the answers follow from; then
+come answers, and the rewards of whole groups. Every line ends with a checksum of what precedes it.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ import numpy as np
 from megatrain.engine.rollout.decode import Answer
 from megatrain.errors import StorageError
 from megatrain.storage.hashed_file import system_errors
+from megatrain.world import ALONE, World
 
 FOLDER, REWARDS_LOG = "rollouts", "rewards.log"
 _CODES = {"ids": "<i4", "logprobs": "<f4", "kept_mass": "<f4"}
@@ -36,62 +37,86 @@ Rewards = Sequence[Sequence[float | None]]  # [functions][answers of a group]
 
 @dataclass
 class Journal:
-    """A rollout's file, and what was read of it.
+    """A rollout's answers and rewards; with an open file each is written as it comes.
 
     Attributes:
+        path: its file; None: what it holds is not kept.
         answers: by (key of the request, number of the answer).
         rewards: of groups, by key, with the columns that functions logged.
         old: of answers that several steps train on, log-probabilities under the weights that wrote
             them.
+        unshared: lines that other ranks have not.
     """
 
-    path: Path
+    path: Path | None = None
     answers: dict[tuple[int, int], Answer] = field(default_factory=dict)
     rewards: dict[int, dict[str, Any]] = field(default_factory=dict)
     old: dict[tuple[int, int], list[float]] = field(default_factory=dict)
+    unshared: list[str] = field(default_factory=list)
     _descriptor: int | None = None
 
     @classmethod
     def open(
-        cls, run_dir: Path, step: int, origin: Mapping[str, Any], begun: bool = False
+        cls,
+        run_dir: Path,
+        step: int,
+        origin: Mapping[str, Any],
+        begun: bool = False,
+        world: World = ALONE,
     ) -> Journal:
-        """The file of the rollout that begins with this step, without what is torn; emptied if it
-        follows from another `origin`, unless steps of it were taken (`begun`). Raises StorageError.
+        """The rollout that begins with this step, without what is torn; without all that follows
+        from another `origin`, unless steps of it were taken (`begun`). Raises StorageError.
+
+        Each rank has a file, and reads those of ranks that are no more. All ranks call it.
         """
-        journal = cls(run_dir / FOLDER / f"{step:06}.jsonl")
-        with system_errors(journal.path, "write answers"):
-            journal.path.parent.mkdir(exist_ok=True)
-            whole = journal._read(None if begun else dict(origin))
-            if whole == 0:
-                journal.path.unlink(missing_ok=True)
+        folder, wanted = run_dir / FOLDER, None if begun else dict(origin)
+        own = folder / (f"{step:06}-{world.rank}.jsonl" if world.rank else f"{step:06}.jsonl")
+        journal = cls(own)
+        with system_errors(own, "write answers"):
+            folder.mkdir(exist_ok=True)
+            files = {step_and_rank(path): path for path in folder.glob(f"{step:06}*.jsonl")}
+            theirs = [path for (_, rank), path in files.items() if rank % world.size == world.rank]
+            whole = {path: journal._read(path, wanted) for path in {*theirs, own}}
+            for path in (path for path, size in whole.items() if not size):
+                path.unlink(missing_ok=True)
             flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND
-            journal._descriptor = os.open(journal.path, flags, 0o600)
-            os.ftruncate(journal._descriptor, whole)
-            if whole == 0:
+            journal._descriptor = os.open(own, flags, 0o600)
+            os.ftruncate(journal._descriptor, whole[own])
+            if not whole[own]:
                 journal._write({"origin": dict(origin)})
+        journal.share(world)
         return journal
 
-    def _read(self, origin: dict[str, Any] | None) -> int:
-        """Read the whole lines; returns their bytes, 0 for a file of another origin, if it is
-        given."""
+    def _read(self, path: Path, origin: dict[str, Any] | None) -> int:
+        """Read the whole lines of a file; returns their bytes, 0 for a file of another origin, if
+        it is given."""
         whole = 0
         try:
-            data = self.path.read_bytes()
+            data = path.read_bytes()
         except FileNotFoundError:
             return 0
-        for number, (line, record) in enumerate(_records(data)):
-            if number == 0 and origin is not None and record != {"origin": origin}:
-                logger.warning(f"{self.path}: is of other settings, or other weights: not used")
+        for number, (line, text) in enumerate(_records(data)):
+            if number == 0 and origin is not None and json.loads(text) != {"origin": origin}:
+                logger.warning(f"{path}: is of other settings, or other weights: not used")
                 return 0
             if number:
-                self._take(record)
+                self._take(text)
+                self.unshared.append(text)
             whole += len(line)
         if whole < len(data):
             lost = f"{len(data) - whole:,} bytes that are torn or changed are cut off"
-            logger.warning(f"{self.path}: {lost}; what they held is written anew")
+            logger.warning(f"{path}: {lost}; what they held is written anew")
         return whole
 
-    def _take(self, record: dict[str, Any]) -> None:
+    def share(self, world: World) -> None:
+        """Let every rank have what each has read and written. All ranks call it."""
+        for rank, lines in enumerate(world.all_gather(self.unshared)):
+            for text in lines if rank != world.rank else ():
+                self._take(text)
+        self.unshared = []
+
+    def _take(self, text: str) -> None:
+        record = json.loads(text)
         if "rewards" in record:
             self.rewards[record["key"]] = record
             return
@@ -120,9 +145,12 @@ class Journal:
 
     def _write(self, record: Mapping[str, Any]) -> None:
         text = json.dumps(record, separators=(",", ":"))
+        if "origin" not in record:
+            self.unshared.append(text)
+        if self._descriptor is None:
+            return
         line = f"{text} {zlib.crc32(text.encode()):08x}\n".encode()
-        assert self._descriptor is not None
-        with system_errors(self.path, "write answers"):
+        with system_errors(self.path or Path(), "write answers"):
             if os.write(self._descriptor, line) != len(line):
                 raise StorageError(f"{self.path}: no space is left for answers; free some")
 
@@ -134,13 +162,19 @@ class Journal:
             self._descriptor = None
 
 
-def _records(data: bytes) -> Iterator[tuple[bytes, dict[str, Any]]]:
-    """Lines and what they hold, up to the first that is not whole."""
+def _records(data: bytes) -> Iterator[tuple[bytes, str]]:
+    """Lines and the JSON in them, up to the first that is not whole."""
     for line in data.splitlines(keepends=True):
         text, _, checksum = line.removesuffix(b"\n").rpartition(b" ")
         if not line.endswith(b"\n") or f"{zlib.crc32(text):08x}".encode() != checksum:
             return
-        yield line, json.loads(text)
+        yield line, text.decode()
+
+
+def step_and_rank(path: Path) -> tuple[int, int]:
+    """The step that a file's rollout begins with, and the rank that wrote it."""
+    step, _, rank = path.stem.partition("-")
+    return int(step), int(rank or 0)
 
 
 def _text(numbers: Sequence[float] | None, code: str) -> str | None:
@@ -154,6 +188,7 @@ def _numbers(text: str | None, code: str) -> list[Any] | None:
 def forget(run_dir: Path, before: int) -> None:
     """Remove the files of rollouts that began before a step, but for the newest of them, which
     reports show."""
-    files = sorted((run_dir / FOLDER).glob("*.jsonl"))
-    for path in [path for path in files if int(path.stem) < before][:-1]:
+    files = {path: step_and_rank(path)[0] for path in (run_dir / FOLDER).glob("*.jsonl")}
+    steps = sorted({step for step in files.values() if step < before})[:-1]
+    for path in (path for path, step in files.items() if step in steps):
         path.unlink(missing_ok=True)

@@ -10,9 +10,8 @@ import hashlib
 import json
 import math
 import time
-from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, closing
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, closing, suppress
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -23,9 +22,8 @@ import torch
 
 from megatrain.config import Config
 from megatrain.data.loader import StepBatch
-from megatrain.data.micro_batches import MicroBatch, Regimes, runs_of
-from megatrain.data.rows import SHUFFLE, check_digest, permutation
-from megatrain.data.samples import PLAIN
+from megatrain.data.micro_batches import MicroBatch, Regimes, dealt, micro_batches
+from megatrain.data.rows import SHUFFLE, Counts, TokenRows, check_digest, permutation
 from megatrain.engine.engine import Engine
 from megatrain.engine.rollout.decode import Answer, AnswerRequest
 from megatrain.engine.rollout.draw import Draw
@@ -34,12 +32,13 @@ from megatrain.losses import IGNORE
 from megatrain.recipes.model import Model
 from megatrain.recipes.rl.advantages import Advantages, advantages
 from megatrain.recipes.rl.journal import Journal, forget
-from megatrain.recipes.rl.judges import Group, Judgement, Judges, judges_of
+from megatrain.recipes.rl.judges import Group, Judges, judges_of
 from megatrain.recipes.rl.prompts import Prompt, PromptRows
 from megatrain.recipes.sample import end_tokens
-from megatrain.recipes.signals import Stopped
+from megatrain.recipes.signals import Stopped, StopRequest
 from megatrain.storage.run_folder import checkpoints, sequence_of
 from megatrain.version import VERSION
+from megatrain.world import ALONE, World
 
 HELD_OUT = 1 << 40  # keys of held-out prompts begin here
 OF_WEIGHTS = (
@@ -75,10 +74,6 @@ class Rollout:
     spent_s: Mapping[str, float]
     old: Sequence[Sequence[float]] | None = None
 
-    def length(self, number: int, answers: int) -> int:
-        """Tokens of an answer with its prompt; `answers`: to each prompt."""
-        return len(self.prompts[number // answers].ids) + len(self.answers[number].ids)
-
 
 @dataclass(eq=False, kw_only=True)
 class Rollouts:
@@ -89,6 +84,9 @@ class Rollouts:
     whole groups, and these are handed out `num_iterations` times. An answer follows from the
     weights, the seed, its prompt's number in the run and its own number.
 
+    Of several ranks each writes the answers to some of the prompts, and has them judged; then all
+    have all, and each is handed some of a step's rows, as by a Loader.
+
     Raises DataError for prompts that fit no micro-batch.
     """
 
@@ -98,6 +96,8 @@ class Rollouts:
     model: Model
     micro_batch_tokens: int
     regimes: Regimes = ()
+    pack_to: int | None = None
+    world: World = ALONE
     shuffle: int = SHUFFLE
     engine: Engine | None = None  # from the run's beginning on
     judges: Judges | None = None
@@ -174,9 +174,9 @@ class Rollouts:
 
     # -- steps -----------------------------------------------------------------------------------
 
-    def batches(self, stop: Callable[[], bool]) -> Iterator[StepBatch]:
-        """Steps from the place on. stop: asked while answers are written; Stopped is raised where
-        it is true, and the answers so far are in the journal."""
+    def batches(self, stop: StopRequest) -> Iterator[StepBatch]:
+        """Steps from the place on. Raises Stopped where that is asked for while answers are
+        written, which are in the journal so far."""
         most = self.config.train.max_steps
         while (count := self._count(self.place)) > 0:
             if most is not None and self.place.step >= most:
@@ -213,45 +213,61 @@ class Rollouts:
         if not taught:
             taught = [min(chosen, key=lambda number: len(rollout.answers[number].ids))]
         left_out = sorted({*chosen} - {*taught})
-        batches = [batch for _, batch in self._cut(rollout, taught)]
-        tokens = sum(self._trained(rollout.answers[number]) for number in left_out)
-        batches[0]["step_tokens"] = torch.tensor([float(tokens)])
-        batches[0]["step_rows"] = torch.tensor([float(len(left_out))])
-        lengths = tuple(rollout.length(number, self.answers) for number in taught)
-        return StepBatch(batches, lengths, epoch, after)
+        rows = self._rows(rollout, taught, rollout.judged.values[taught])
+        batches = [*self._micro_batches(rows)]
+        for batch in batches:
+            batch["row_advantage"] = batch.pop("row_value")
+        if self.world.dp_rank == 0:  # which has one
+            tokens = sum(self._trained(rollout.answers[number]) for number in left_out)
+            batches[0]["step_tokens"] = torch.tensor([float(tokens)])
+            batches[0]["step_rows"] = torch.tensor([float(len(left_out))])
+        return StepBatch(batches, tuple(rows.lengths.tolist()), epoch, after)
 
-    def _cut(
-        self, rollout: Rollout, numbers: Sequence[int]
-    ) -> Iterator[tuple[list[int], MicroBatch]]:
-        """Answers, by number, in micro-batches of rows, longest first."""
-        lengths = np.array([[rollout.length(number, self.answers)] for number in numbers])
-        for run in runs_of(lengths, PLAIN, None, self.regimes):
-            for start, stop in run.cuts(self.micro_batch_tokens):
-                members = [numbers[example] for (example,) in run.examples[start:stop]]
-                rows = [self._row(rollout, number) for number in members]
-                yield members, as_micro_batch(rows, self.model.pad_id)
+    def _micro_batches(self, rows: TokenRows) -> Iterator[MicroBatch]:
+        """Those of this rank."""
+        own = dealt(rows.side_lengths, self.world.dp_rank, self.world.dp_size)
+        about = self.micro_batch_tokens, self.model.pad_id, self.pack_to, self.regimes
+        return micro_batches(rows, own, *about)
 
     def _trained(self, answer: Answer) -> int:
         """Tokens of an answer that are trained on."""
         masked = self.config.grpo.mask_truncated_completions and answer.finish == "length"
         return 0 if masked else len(answer.ids)
 
-    def _row(self, rollout: Rollout, number: int) -> dict[str, Any]:
-        """An answer behind its prompt; arrays by the name of a micro-batch's tensor."""
-        answer, prompt = rollout.answers[number], rollout.prompts[number // self.answers].ids
-        before, trained = len(prompt), self._trained(answer) > 0
-        row: dict[str, Any] = {
-            "input_ids": [*prompt, *answer.ids],
-            "labels": [
-                *[IGNORE] * before,
-                *(answer.ids if trained else [IGNORE] * len(answer.ids)),
-            ],
-            "token_sampled": [*[0.0] * before, *answer.logprobs],
-            "row_advantage": float(rollout.judged.values[number]),
-        }
+    def _rows(
+        self, rollout: Rollout, numbers: Sequence[int], values: Any, *, whole: bool = False
+    ) -> TokenRows:
+        """Answers, by number, behind their prompts, and a value of each. whole: with those that are
+        not trained on."""
+        prompts = [rollout.prompts[number // self.answers].ids for number in numbers]
+        answers = [rollout.answers[number] for number in numbers]
+
+        def flat(of_prompts: Iterable[Any], of_answers: Iterable[Any], dtype: Any) -> Any:
+            both = zip(of_prompts, of_answers, strict=True)
+            return np.concatenate([np.asarray(part, dtype) for parts in both for part in parts])
+
+        def of_answers(found: Iterable[Any], dtype: Any) -> Any:
+            return flat((np.zeros(len(ids)) for ids in prompts), found, dtype)
+
+        given = {"token_sampled": [answer.logprobs for answer in answers]}
         if rollout.old is not None:
-            row["token_old"] = [*[0.0] * before, *rollout.old[number]]
-        return row
+            given["token_old"] = [[*rollout.old[number]] for number in numbers]
+        trained = (np.full(len(one.ids), whole or self._trained(one) > 0) for one in answers)
+        sizes = [len(ids) + len(one.ids) for ids, one in zip(prompts, answers, strict=True)]
+        nothing = np.zeros(len(sizes))
+        return TokenRows(
+            ids=flat(prompts, (answer.ids for answer in answers), np.int32),
+            mask=of_answers(trained, np.bool_),
+            offsets=np.cumsum([0, *sizes]),
+            targets=nothing.astype(np.int64),
+            hashes=nothing.astype(np.uint64),
+            joined=nothing.astype(np.bool_),
+            contexts=nothing.astype(np.uint64),
+            chosen=np.arange(len(sizes)),
+            counts=Counts(),
+            of_rows=np.asarray(values, np.float32),
+            of_tokens={name: of_answers(found, np.float32) for name, found in given.items()},
+        )
 
     def begin(self, engine: Engine, stack: ExitStack, log: Path) -> None:
         """Write with this engine, and judge in processes that the stack ends. log: for what reward
@@ -259,81 +275,60 @@ class Rollouts:
         self.engine = engine
         self.judges = stack.enter_context(judges_of(self.config, log))
 
-    def evaluate(self, limit: int | None, stop: Callable[[], bool]) -> dict[str, float] | None:
+    def evaluate(self, limit: int | None, stop: StopRequest) -> dict[str, float] | None:
         """Rewards of held-out prompts' answers, by TRL's names; None if asked to stop, or if
         nothing is held out. pass@k: the share of prompts with an answer whose reward is 1 or more.
         """
         if self.held_out is None:
             return None
         count = self.config.rollout.eval_generations
-        found = self.answered(self.held_out, limit, count, stop)
-        return None if found is None else found[0]
+        with suppress(Stopped):
+            return self.answered(self.held_out, limit, count, stop)[0]
+        return None
 
     def answered(
-        self, rows: PromptRows, limit: int | None, count: int, stop: Callable[[], bool]
-    ) -> tuple[dict[str, float], list[Group], list[Judgement]] | None:
-        """The figures of `count` answers to each prompt, and these with their rewards; one answer
-        is the likeliest. None if asked to stop."""
-        assert self.engine is not None and self.judges is not None
+        self, rows: PromptRows, limit: int | None, count: int, stop: StopRequest
+    ) -> tuple[dict[str, float], dict[int, Prompt], Journal]:
+        """The figures of `count` answers to each prompt, the prompts by key, and answers and
+        rewards; one answer is the likeliest. Raises Stopped."""
         draw = self.draw if count > 1 else Draw(temperature=0.0)
         prompts = {HELD_OUT + n: rows.prompt(n) for n in range(len(rows))[:limit]}
-        most, groups = self.config.grpo.max_completion_length, dict[int, Group]()
-        requests = [
-            AnswerRequest(key, prompt.ids, tuple(range(count)), most)
-            for key, prompt in prompts.items()
-        ]
-        written = defaultdict[int, dict[int, Answer]](dict)
-        for answer in self.engine.rollout(requests, draw, self.ends):
-            key = answer.key
-            written[key][answer.number] = answer
-            if len(written[key]) == count:
-                ordered = [written[key][number] for number in range(count)]
-                groups[key] = self._group(key, prompts[key], ordered, 0)
-                self.judges.submit(groups[key])
-            if stop():
-                return None
-        judgements = [self.judges.result(key) for key in prompts]
-        judged = self._advantages([one.rewards for one in judgements], count)
+        journal = Journal()
+        self._fill(journal, prompts, count, draw, stop)
+        judged, metrics = self._judged(journal, prompts, count)
         right = judged.rewards.reshape(-1, count) >= 1
-        metrics = {
-            **judged.metrics,
-            **lengths_of([a for k in prompts for a in written[k].values()]),
-        }
         del metrics["frac_reward_zero_std"]
         metrics |= {f"pass@{count}": float(right.any(1).mean()), "pass@1": float(right.mean())}
-        return metrics, [groups[key] for key in prompts], judgements
+        return metrics, prompts, journal
+
+    def text_of(self, prompt: Prompt, answer: Answer) -> Any:
+        """An answer as reward functions are given it: a text, or a turn."""
+        text = self.model.tokenizer.decode(answer.ids, skip_special_tokens=True)
+        is_text = isinstance(prompt.about.asked, str)
+        return text if is_text else [{"role": "assistant", "content": text}]
 
     # -- a rollout -------------------------------------------------------------------------------
 
-    def _rollout(self, place: RolloutPosition, count: int, stop: Callable[[], bool]) -> Rollout:
+    def _rollout(self, place: RolloutPosition, count: int, stop: StopRequest) -> Rollout:
         """Write, or take from the journal, the answers to the prompts at a place, with rewards."""
-        assert self.engine is not None and self.judges is not None
-        began, run_dir = time.perf_counter(), self.config.output
-        begin = place.step - place.part
+        begin, run_dir = place.step - place.part, self.config.output
         order = permutation(len(self.rows), self.config.train.seed, place.epoch, 0, self.shuffle)
         numbers = order[place.index : place.index + count].tolist()
         keys = [place.epoch * len(self.rows) + number for number in numbers]
         prompts = dict(zip(keys, map(self.rows.prompt, numbers), strict=True))
         # what some steps were trained on is trained on, whatever has changed since
-        with closing(Journal.open(run_dir, begin, self.origin, place.part > 0)) as journal:
+        about = run_dir, begin, self.origin, place.part > 0, self.world
+        with closing(Journal.open(*about)) as journal:
             if len(journal.rewards) < count:
                 self._check_first(journal)
-            answers = self._written(journal, prompts, stop, begin)
-            rollout_s = time.perf_counter() - began
-            for key in keys:
-                self._collect(journal, key)
-            reward_s = time.perf_counter() - began - rollout_s
-            judged = self._advantages(
-                [journal.rewards[key]["rewards"] for key in keys], self.answers
-            )
-            ordered = [answers[key, n] for key in keys for n in range(self.answers)]
-            logged = means_of([journal.rewards[key]["logged"] for key in keys])
-            metrics = {**judged.metrics, **lengths_of(ordered), **logged}
-            spent = {"rollout": rollout_s, "reward": reward_s}
-            rollout = Rollout([prompts[key] for key in keys], ordered, judged, metrics, spent)
+            spent = self._fill(journal, prompts, self.answers, self.draw, stop, begin)
+            judged, metrics = self._judged(journal, prompts, self.answers)
+            answers = [journal.answers[key, n] for key in keys for n in range(self.answers)]
+            rollout = Rollout([*prompts.values()], answers, judged, metrics, spent)
             if self._steps_of(count) > 1:
                 rollout = replace(rollout, old=self._old(journal, rollout))
-        forget(run_dir, int(min(map(sequence_of, checkpoints(run_dir)), default=0)))
+        if self.world.is_first:
+            forget(run_dir, int(min(map(sequence_of, checkpoints(run_dir)), default=0)))
         return rollout
 
     @cached_property
@@ -352,85 +347,87 @@ class Rollouts:
         found = {"settings": digest.hexdigest(), "prompts": self.rows.digest}
         return {**found, "megatrain": VERSION}
 
-    def _written(
+    def _fill(
         self,
         journal: Journal,
         prompts: Mapping[int, Prompt],
-        stop: Callable[[], bool],
-        step: int,
-    ) -> dict[tuple[int, int], Answer]:
-        """All answers to these prompts, by key and number: those that the journal lacks are
-        written. A group is handed to the judges when its last answer ends."""
+        count: int,
+        draw: Draw,
+        stop: StopRequest,
+        step: int = 0,
+    ) -> dict[str, float]:
+        """Have what the journal lacks of `count` answers to each of these prompts written, and each
+        group judged when its last answer ends; returns seconds by cause. Raises Stopped."""
         assert self.engine is not None and self.judges is not None
-        groups = defaultdict[int, dict[int, Answer]](dict)
-        for (key, number), answer in journal.answers.items():
-            if key in prompts:
-                groups[key][number] = answer
+        began, most = time.perf_counter(), self.config.grpo.max_completion_length
+        own = [*prompts][self.world.rank :: self.world.size]
+        lacking = {key: {n for n in range(count) if (key, n) not in journal.answers} for key in own}
+        requests = [
+            AnswerRequest(key, prompts[key].ids, tuple(numbers), most)
+            for key, numbers in lacking.items()
+            if numbers
+        ]
+        judging = [key for key in own if key not in journal.rewards]
 
         def judge_if_whole(key: int) -> None:
             assert self.judges is not None
-            if len(groups[key]) == self.answers and key not in journal.rewards:
-                ordered = [groups[key][number] for number in range(self.answers)]
-                self.judges.submit(self._group(key, prompts[key], ordered, step))
+            if not lacking[key]:
+                answers = [journal.answers[key, number] for number in range(count)]
+                self.judges.submit(self._group(key, prompts[key], answers, step))
 
-        for key in prompts:
-            judge_if_whole(key)
-        most = self.config.grpo.max_completion_length
-        requests = [
-            AnswerRequest(
-                key, prompt.ids, tuple(set(range(self.answers)) - groups[key].keys()), most
-            )
-            for key, prompt in prompts.items()
-            if len(groups[key]) < self.answers
-        ]
-        if requests:
-            for answer in self.engine.rollout(requests, self.draw, self.ends):
-                journal.add(answer)
-                groups[answer.key][answer.number] = answer
-                judge_if_whole(answer.key)
-                if stop():
-                    raise Stopped
-        return {(key, number): one for key, all_ in groups.items() for number, one in all_.items()}
+        writes = any(self.world.all_gather(bool(requests)))
+        with self.world.together():
+            for key in judging:
+                judge_if_whole(key)
+            # all ranks take part, as the weights are gathered
+            answers = self.engine.rollout(requests, draw, self.ends)
+            with closing(answers):
+                for answer in answers if writes else ():
+                    journal.add(answer)
+                    lacking[answer.key].remove(answer.number)
+                    judge_if_whole(answer.key)
+                    if stop.came_here():
+                        break
+        rollout_s = time.perf_counter() - began
+        if stop.came():
+            raise Stopped
+        with self.world.together():
+            for key in judging:
+                judgement = self.judges.result(key)
+                more = {"logged": judgement.metrics, "extra": judgement.extra}
+                journal.judge(key, judgement.rewards, more)
+        journal.share(self.world)
+        return {"rollout": rollout_s, "reward": time.perf_counter() - began - rollout_s}
+
+    def _judged(
+        self, journal: Journal, prompts: Mapping[int, Prompt], count: int
+    ) -> tuple[Advantages, dict[str, float]]:
+        """The worth of `count` answers to each prompt, and all figures of them."""
+        assert self.judges is not None
+        found, options = [journal.rewards[key] for key in prompts], self.config.grpo
+        judged = advantages(
+            # [functions][answers] of each group; None becomes nan
+            np.concatenate([np.array(one["rewards"], float).T for one in found]),
+            self.judges.names,
+            self.config.rewards.reward_weights,
+            count,
+            scale_rewards=options.scale_rewards,
+            aggregation=options.multi_objective_aggregation,
+        )
+        answers = [journal.answers[key, n] for key in prompts for n in range(count)]
+        logged = means_of([one["logged"] for one in found])
+        return judged, {**judged.metrics, **lengths_of(answers), **logged}
 
     def _group(self, key: int, prompt: Prompt, answers: Sequence[Answer], step: int) -> Group:
         """A prompt and its answers as reward functions are given them."""
-        decode = self.model.tokenizer.decode
-        texts: list[Any] = [decode(one.ids, skip_special_tokens=True) for one in answers]
-        if not isinstance(prompt.about.asked, str):
-            texts = [[{"role": "assistant", "content": text}] for text in texts]
         return Group(
             key=key,
             prompt=prompt.about.asked,
-            completions=texts,
+            completions=[self.text_of(prompt, one) for one in answers],
             completion_ids=[list(one.ids) for one in answers],
             columns=prompt.about.columns,
             where=prompt.about.where,
             step=step,
-        )
-
-    def _collect(self, journal: Journal, key: int) -> None:
-        """Wait for a group's rewards, and write them."""
-        assert self.judges is not None
-        if key not in journal.rewards:
-            judgement = self.judges.result(key)
-            journal.judge(
-                key, judgement.rewards, {"logged": judgement.metrics, "extra": judgement.extra}
-            )
-
-    def _advantages(
-        self, rewards: Sequence[Sequence[Sequence[float | None]]], answers: int
-    ) -> Advantages:
-        """rewards: of each group [functions][answers]."""
-        assert self.judges is not None
-        by_answer = [np.array(group, float).T for group in rewards]  # None becomes nan
-        options = self.config.grpo
-        return advantages(
-            np.concatenate(by_answer),
-            self.judges.names,
-            self.config.rewards.reward_weights,
-            answers,
-            scale_rewards=options.scale_rewards,
-            aggregation=options.multi_objective_aggregation,
         )
 
     def _old(self, journal: Journal, rollout: Rollout) -> list[list[float]]:
@@ -440,14 +437,15 @@ class Rollouts:
         keys = [(answer.key, answer.number) for answer in rollout.answers]
         if not all(key in journal.old for key in keys):
             self._check_first(journal)
-            parts = [*self._cut(rollout, range(len(keys)))]
-            temperature = self.config.rollout.temperature
-            found = self.engine.logprobs([batch for _, batch in parts], temperature)
-            for (members, _), values in zip(parts, found, strict=True):
-                for row, number in zip(values, members, strict=True):
-                    answer = rollout.answers[number]
-                    stop = rollout.length(number, self.answers)
-                    journal.remember(answer, row[stop - len(answer.ids) : stop].tolist())
+            numbers = range(len(keys))
+            batches = [*self._micro_batches(self._rows(rollout, numbers, numbers, whole=True))]
+            found = self.engine.logprobs(batches, self.config.rollout.temperature)
+            for batch, values in zip(batches, found, strict=True):
+                targets = batch["labels"] != IGNORE
+                for row, number in enumerate(batch["row_value"].int().tolist()):
+                    of_answer = values[targets & (batch["row_of"] == row)].tolist()
+                    journal.remember(rollout.answers[number], of_answer)
+            journal.share(self.world)
         return [journal.old[key] for key in keys]
 
     def _check_first(self, journal: Journal) -> None:
@@ -460,24 +458,7 @@ class Rollouts:
             )
 
 
-# -- figures and tensors ---------------------------------------------------------------------------
-
-
-def as_micro_batch(rows: Sequence[Mapping[str, Any]], pad_id: int) -> MicroBatch:
-    """Rows padded on the right: tensors [rows, longest], and what is of a whole row [rows]."""
-    longest = max(len(row["input_ids"]) for row in rows)
-    fill = {"input_ids": pad_id, "labels": IGNORE}
-    found = dict[str, torch.Tensor]()
-    for name, value in rows[0].items():
-        if not isinstance(value, list):
-            found[name] = torch.tensor([row[name] for row in rows])
-            continue
-        padded = [[*row[name], *[fill.get(name, 0.0)] * (longest - len(row[name]))] for row in rows]
-        found[name] = torch.tensor(padded)
-    lengths = torch.tensor([len(row["input_ids"]) for row in rows])
-    if int(lengths.min()) < longest:
-        found["attention_mask"] = (torch.arange(longest) < lengths[:, None]).long()
-    return found
+# -- figures ---------------------------------------------------------------------------------------
 
 
 def lengths_of(answers: Sequence[Answer]) -> dict[str, float]:

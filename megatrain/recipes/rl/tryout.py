@@ -21,6 +21,7 @@ from megatrain.recipes.model import read_model, suited
 from megatrain.recipes.rl.prompts import read_prompt_rows
 from megatrain.recipes.rl.rollouts import Rollouts
 from megatrain.recipes.setup import day_of, quiet_libraries
+from megatrain.recipes.signals import StopRequest
 
 SHOWN = 200  # characters of a prompt or an answer
 
@@ -47,15 +48,16 @@ def try_out(config: Config, prompts: int) -> dict[str, Any]:
         )
         rollouts.begin(engine, stack, log)
         began = time.perf_counter()
-        found = rollouts.answered(chosen, None, config.grpo.num_generations, lambda: False)
-        assert found is not None
-        figures, groups, judgements = found
+        count = config.grpo.num_generations
+        figures, asked, journal = rollouts.answered(chosen, None, count, StopRequest())
         answers = [
-            {"prompt": group.prompt, "answer": answer, "rewards": rewards}
-            for group, judgement in zip(groups, judgements, strict=True)
-            for answer, rewards in zip(
-                group.completions, zip(*judgement.rewards, strict=True), strict=True
-            )
+            {
+                "prompt": prompt.about.asked,
+                "answer": rollouts.text_of(prompt, journal.answers[key, number]),
+                "rewards": [of[number] for of in journal.rewards[key]["rewards"]],
+            }
+            for key, prompt in asked.items()
+            for number in range(count)
         ]
         names = rollouts.judges.names if rollouts.judges else []
         return {
