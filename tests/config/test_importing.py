@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from itertools import product
 from pathlib import Path
 
@@ -21,6 +22,8 @@ from tests.helpers.theirs import AXOLOTL, BASES, UPSTREAM, Given, imported, make
 def _there(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     make_sets()
+    Path("lib").mkdir()
+    Path("lib/rewards.py").touch()
 
 
 def test_a_plain_config_is_whole_and_loads_and_its_trainer_is_known_by_the_keys():
@@ -77,6 +80,10 @@ SET: Given = {"path": "sets/ours.json", "type": "chat_template"}
 SAID: Given = {"roles": {"user": ["human"]}, "chat_template": "llama3"}
 SAID |= {"field_thinking": "thinking", "template_thinking_key": "thinking"}
 OF_ENTRY = ("roles", "roles_to_train", "train_on_eos")
+GRPO: Given = {"reward_funcs": ["lib.rewards.right"], "num_generations": 4, "max_length": None}
+GRPO |= {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2}
+THEIR_KEYS: Given = {"reward_funcs": ["lib.rewards.right"], "num_generations": 4, "top_k": 5}
+RL: Given = {"rl": "grpo", "datasets": [{"path": "org/rows"}], "trl": THEIR_KEYS}
 # trainer, keys over its base, our key, our value
 MEANINGS: list[tuple[str, Given, str, object]] = [
     ("axolotl", {}, "train.rows_per_step", 8),
@@ -139,13 +146,48 @@ MEANINGS: list[tuple[str, Given, str, object]] = [
     ("trl", {"cpo_alpha": 0.0, "loss_type": "simpo", "beta": 2.0}, "method", "simpo"),
     ("trl", {"cpo_alpha": 0.5}, "cpo.cpo_alpha", 0.5),
     ("trl", {"save_steps": 0.5, "logging_steps": 3}, "train.log_every", 3),
+    *(
+        ("trl", GRPO | keys, key, ours)
+        for keys, key, ours in (
+            ({}, "method", "grpo"),
+            ({}, "rewards.functions", ["lib/rewards.py:right"]),
+            ({}, "rollout.generation_batch_size", 8),
+            ({}, "rollout.steps_per_generation", 1),
+            ({"steps_per_generation": 4}, "rollout.generation_batch_size", 16),
+            ({"steps_per_generation": 4}, "rollout.steps_per_generation", 2),
+            ({"generation_batch_size": 24}, "rollout.steps_per_generation", 3),
+            ({"generation_batch_size": 24}, "train.rows_per_step", 8),
+            ({}, "grpo.max_completion_length", 512),
+            ({}, "train.seq_len", 1024),
+            ({"max_prompt_length": 100, "max_completion_length": 28}, "train.seq_len", 128),
+            ({"vllm_max_model_length": 4096}, "train.seq_len", 4096),
+            ({}, "rollout.eval_generations", 4),
+            ({"num_generations_eval": 2}, "rollout.eval_generations", 2),
+            ({"top_k": 0, "top_p": 0.9}, "rollout.top_k", None),
+            ({"scale_rewards": False}, "grpo.scale_rewards", "none"),
+            ({"loss_type": "dr_grpo", "beta": 0.0}, "grpo.loss_type", "dr_grpo"),
+            ({"use_vllm": False}, "grpo.importance_sampling_correction", False),
+            ({"use_vllm": True}, "grpo.importance_sampling_correction", True),
+            (
+                {"use_vllm": True, "vllm_importance_sampling_cap": 2.0, "vllm_mode": "server"},
+                "grpo.importance_sampling_clip_max",
+                2.0,
+            ),
+            ({"reward_weights": [0.5], "log_completions": True}, "rewards.reward_weights", [0.5]),
+        )
+    ),
+    ("axolotl", RL, "rollout.generation_batch_size", 8),
+    ("axolotl", RL, "rollout.top_k", 5),
+    ("axolotl", RL, "rewards.functions", ["lib/rewards.py:right"]),
+    ("axolotl", RL, "train.seq_len", 2048),
+    ("axolotl", RL | {"rl": "gdpo"}, "grpo.multi_objective_aggregation", "normalize_then_sum"),
 ]
 
 
 def in_one_list(found: Sheet, given: Given) -> bool:
     """True if each key is in exactly one list, or all of its entries' keys are."""
     lines = [*found.mapped, *found.dropped, *found.refused, *found.unknown]
-    names = {name.partition("[")[0] for name in lines}
+    names = {re.split(r"[\[.]", name)[0] for name in lines}
     keys = {name for name, value in (BASES[found.trainer] | given).items() if value is not None}
     return keys <= names and len(lines) == len({*lines})
 
@@ -199,7 +241,11 @@ REFUSED: list[tuple[str, Given, str, str]] = [
     ("axolotl", {"shuffle_merged_datasets": False}, "shuffle_merged_datasets", "are shuffled"),
     ("axolotl", {"sample_packing_sequentially": True}, "sample_packing_sequentially", "shuffled"),
     ("axolotl", {"adapter": "qlora"}, "adapter", "no adapters"),
-    ("axolotl", {"rl": "grpo"}, "rl", "grpo is not built"),
+    ("axolotl", {"rl": "ebft"}, "rl", "ebft is not imported; known are"),
+    ("axolotl", RL | {"trl": {"async_prefetch": True}}, "trl.async_prefetch", "earlier weights"),
+    ("axolotl", RL | {"trl": {"beta": 0.1}}, "trl.beta", "a reference model is not built"),
+    ("axolotl", RL | {"rl_beta": 0.1}, "rl_beta", "a reference model is not built"),
+    ("axolotl", RL | {"datasets": [SET | {"type": "f.g"}]}, "datasets[0].type", "own; write"),
     ("axolotl", {"batch_size": 6}, "batch_size", "gradient_accumulation_steps instead"),
     ("axolotl", {"tokenizer_config": "org/other"}, "tokenizer_config", "put them into one"),
     ("axolotl", {"rl": "dpo", "datasets": TWO}, "datasets[1].type", "is 'chatml' already"),
@@ -223,7 +269,8 @@ REFUSED: list[tuple[str, Given, str, str]] = [
     ("llama-factory", {"dataset": "odd"}, "dataset", "roles or turns"),
     ("llama-factory", {"dataset": "script"}, "dataset", "script"),
     ("llama-factory", {"template": "default"}, "template", "of no model"),
-    ("llama-factory", {"stage": "ppo"}, "stage", "ppo is not built"),
+    ("llama-factory", {"stage": "ppo"}, "stage", "ppo is not imported"),
+    ("llama-factory", {"stage": "grpo"}, "stage", "grpo is not imported"),
     ("trl", {"chat_template_path": "org/other"}, "chat_template_path", "save it as a file"),
     ("trl", {"packing": True, "packing_strategy": "wrapped"}, "packing_strategy", "as wholes"),
     (
@@ -232,7 +279,21 @@ REFUSED: list[tuple[str, Given, str, str]] = [
         "dataset_train_split",
         "a file has no splits",
     ),
-    ("trl", {"num_generations": 8}, "num_generations", "grpo"),
+    *(
+        ("trl", GRPO | {key: value}, key, words)
+        for key, value, words in (
+            ("reward_funcs", ["accuracy_reward"], "TRL's own are in trl.rewards"),
+            ("beta", 0.04, "a reference model is not built"),
+            ("loss_type", "sapo", "does not take 'sapo'"),
+            ("generation_batch_size", 12, "12 answers of a rollout are no whole number"),
+            ("max_completion_length", "long", "whole number"),
+            ("repetition_penalty", 1.1, "by their own probabilities"),
+            ("entropy_coef", 0.01, "not built"),
+            ("vllm_structured_outputs_regex", "[0-9]+", "which tokens are drawn"),
+            ("vllm_importance_sampling_clip_min", 0.5, "not built"),
+        )
+    ),
+    ("trl", {"label_smoothing": 0.1, "temperature": 0.5}, "temperature", "method: grpo"),
     ("trl", {"max_length": None, "beta": 0.1}, "beta", "say which, --method dpo"),
     ("trl", {"loss_type": "dft", "packing": False}, "loss_type", "not built"),
     ("trl", {"resume_from_checkpoint": "x"}, "resume_from_checkpoint", "megatrain resume"),

@@ -5,9 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 from megatrain.config import names as n
-from megatrain.config.importing import shared
+from megatrain.config.document import Located
+from megatrain.config.importing import shared, trl
 from megatrain.config.importing.shared import KNOWN_ROLES, Source, paths_of, put_sources, turns
-from megatrain.config.importing.sheet import NOTHING_ASKED, Sheet
+from megatrain.config.importing.sheet import NOTHING_ASKED, Sheet, table_of, tables_of
 
 LONG = {"drop": "drop", "truncate": "keep_start"}
 HARMLESS_PLUGINS = ("liger", "cut_cross_entropy", "kernels", "spectrum", "expert_parallel")
@@ -32,11 +33,17 @@ def read(sheet: Sheet, gpus: int, method: str | None) -> None:
             sheet.drop("the model's own", key)
     packed = ["sample_packing"] if sheet.get("sample_packing") else []
     texts = ["pretraining_dataset"] if method == "pretrain" else []
-    rows = {}
+    other: dict[str, list[Any]] = {}
+    if method == "grpo":  # whose keys are TRL's, in a section
+        section = sheet.get("trl")
+        place = sheet.given.pop("trl").place if isinstance(section, dict) else ""
+        inner = section if isinstance(section, dict) else {}
+        sheet.given |= {f"trl.{name}": Located(value, place) for name, value in inner.items()}
+        other["length"] = trl.length_of_answers(sheet, "sequence_len", "trl.")
     if sheet.get("batch_size") is not None and sheet.get("gradient_accumulation_steps") is None:
-        rows["rows"] = ["batch_size", 1]
+        other["rows"] = ["batch_size", 1]
         sheet.drop("batch_size is its product with the accumulated batches", "micro_batch_size")
-    shared.arguments(sheet, gpus, packed or texts, **rows)
+    shared.arguments(sheet, gpus, packed or texts, **other)
     if method == "sft" and sheet.get("sample_packing") is not None:
         sheet.put("data.packing", sheet.get("sample_packing"), "sample_packing")
     if ratio := sheet.get("cosine_min_lr_ratio"):
@@ -47,6 +54,10 @@ def read(sheet: Sheet, gpus: int, method: str | None) -> None:
         sheet.put("track", used, *given, note="project and names by the environment")
     _evaluation(sheet)
     _data(sheet, method)
+    if method == "grpo":
+        trl.rollouts_of(sheet, gpus, other.get("rows") or sheet.said["training"]["rows"], "trl.")
+    if sheet.get("rl") == "gdpo":
+        sheet.put("grpo.multi_objective_aggregation", "normalize_then_sum", "rl")
     if sheet.get("rl") == "ipo":
         sheet.put("dpo.loss_type", ["ipo"], "rl")
     if method == "simpo" and sheet.get("cpo_alpha", 1.0) != 0:
@@ -54,8 +65,10 @@ def read(sheet: Sheet, gpus: int, method: str | None) -> None:
     shared.of_method(sheet, **({"beta": "orpo_alpha"} if method == "orpo" else {}))
     rules = {"plugins": _plugins, "unfrozen_parameters": _unfrozen, "[].roles": _roles}
     rules["shuffle_merged_datasets"] = _shuffled
+    theirs = {**table_of(tables_of("shared")), **table_of(tables_of("trl")), **trl.RULES}
+    own = {f"trl.{name}": rule for name, rule in theirs.items()} | table_of(sheet.said)
     rules["[].chat_template"] = lambda sheet, name, value: shared.template(sheet, name)
-    sheet.finish({**shared.RULES, **n.of_each("special_tokens tokens", _tokens), **rules})
+    sheet.finish({**own, **shared.RULES, **n.of_each("special_tokens tokens", _tokens), **rules})
 
 
 def _method(sheet: Sheet) -> str:
@@ -131,6 +144,8 @@ def _sources(sheet: Sheet, at: str, given: dict[str, Any], method: str) -> list[
         columns = {"prompt": column, **answers} if method != "kto" else {"messages": column}
         named = {ours: str(theirs) for ours, theirs in columns.items() if ours != theirs}
         form = ("messages" if method == "kto" else "preference", named)
+    elif method == "grpo" and kind == "None":
+        form = ("auto", {})
     elif row := sheet.said["types"].get(kind):
         form = (row["format"], {"prompt": row["prompt"]} if "prompt" in row else {})
         for key in ("prompts", "chat_template"):

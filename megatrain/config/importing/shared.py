@@ -71,7 +71,7 @@ def method_of(sheet: Sheet, name: str, otherwise: str) -> str:
     """The method by the value of their key, which is refused if it is another."""
     methods, asked = sheet.said["methods"], str(sheet.get(name, otherwise))
     if asked not in methods and asked != otherwise:
-        sheet.refuse(name, f"{asked} is not built; known are {', '.join(methods)}")
+        sheet.refuse(name, f"{asked} is not imported; known are {', '.join(methods)}")
     return str(methods.get(asked, otherwise))
 
 
@@ -79,14 +79,7 @@ def _size_of_steps(
     sheet: Sheet, rows: list[Any], length: list[Any], packed: Sequence[str], gpus: int
 ) -> None:
     """Rows or tokens of a step: rows a device x accumulated batches x processes."""
-    counts = []
-    for name, default in (rows, ("gradient_accumulation_steps", 1), length):
-        value = sheet.get(name, default)
-        if type(value) is not int or value < 1:
-            sheet.refuse(name, f"must be a whole number of at least 1, not {shown(value)}")
-            value = default
-        counts.append(value)
-    a_device, times, tokens = counts
+    a_device, times, tokens = counts_of(sheet, rows, ("gradient_accumulation_steps", 1), length)
     sheet.put("train.seq_len", tokens, length[0])
     names, total = [rows[0], "gradient_accumulation_steps"], a_device * times * gpus
     words = f"{a_device} x {times} accumulated x {gpus} process{'es' * (gpus > 1)}"
@@ -95,6 +88,18 @@ def _size_of_steps(
         sheet.put("train.tokens_per_step", total * tokens, *names, length[0], *packed, note=note)
     else:
         sheet.put("train.rows_per_step", total, *names, note=words)
+
+
+def counts_of(sheet: Sheet, *given: Sequence[Any]) -> list[int]:
+    """Values of keys, each a name and its default; what is no count is refused."""
+    counts = []
+    for name, default in given:
+        value = sheet.get(name, default)
+        if type(value) is not int or value < 1:
+            sheet.refuse(name, f"must be a whole number of at least 1, not {shown(value)}")
+            value = default
+        counts.append(value)
+    return counts
 
 
 def _schedule(sheet: Sheet, name: str, kind: Any, warmup: float) -> None:

@@ -14,11 +14,12 @@ from typing import Any, TypeAlias
 
 from megatrain.config import names as n
 from megatrain.config.document import Located, write_yaml
-from megatrain.config.fields import Config
+from megatrain.config.fields import OF_ROLLOUTS, Config
 from megatrain.config.load import takes
 from megatrain.config.values import shown
 from megatrain.errors import printable
 
+LIMITS = {key: (values, why) for key, values, why in OF_ROLLOUTS}
 NOT_SET = "not set"
 NOTHING_ASKED = "asks for nothing that is not done anyway"
 EMPTY: tuple[object, ...] = (None, "", [], {})
@@ -88,6 +89,11 @@ class Sheet:
         """Set our key as their keys `names` say, or, without any in the file, as it is there."""
         ours = n.Alias(tuple(key.split(".")))
         wrong = "" if takes(ours, value) else f"{key} does not take {shown(value)}"
+        if (answers := self.config.get("method") == "grpo") and key in LIMITS:
+            values, why = LIMITS[key]
+            wrong = wrong if value in values else why
+        if not answers and ours.key[0] in ("grpo", "rollout", "rewards"):
+            wrong = "belongs to method: grpo"
         if key in self.config and self.config[key] != value:
             wrong = f"{key} is {shown(self.config[key])} already ({self.origins[key]})"
         given = [name for name in names if name in self.given and not self.is_refused(name)]

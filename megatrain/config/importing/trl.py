@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 from megatrain.config import names as n
 from megatrain.config.importing import shared
-from megatrain.config.importing.shared import Source, paths_of, put_sources
-from megatrain.config.importing.sheet import NOTHING_ASKED, Sheet
+from megatrain.config.importing.shared import Source, counts_of, paths_of, put_sources
+from megatrain.config.importing.sheet import NOTHING_ASKED, Sheet, Table
 
 ENTRY = ("path", "id", "name", "config", "split", "data_files", "weight")
+SCALES = ((True, "group"), (False, "none"))
+RULES: Table = {
+    "scale_rewards": n.Alias(
+        ("grpo", "scale_rewards"), lambda value: next((o for v, o in SCALES if v is value), value)
+    ),
+    "top_k": n.Alias(("rollout", "top_k"), lambda value: value or None),
+}
 
 
 def read(sheet: Sheet, gpus: int, method: str | None) -> None:
@@ -23,16 +31,19 @@ def read(sheet: Sheet, gpus: int, method: str | None) -> None:
     if length in sheet.given and sheet.get(length) is None:
         sheet.refuse(length, "rows of any length: name the longest in tokens")
     said = sheet.said["training"]
+    room = length_of_answers(sheet, "vllm_max_model_length") if method == "grpo" else None
     shared.arguments(
         sheet,
         gpus,
         ["packing"] if sheet.get("packing") else [],
-        length=[length, said["length"][1]],
+        length=room or [length, said["length"][1]],
         rate=sheet.said["rates"].get(method, said["rate"]),
     )
     if method == "sft" and sheet.get("packing") is not None:
         sheet.put("data.packing", sheet.get("packing"), "packing")
     _data(sheet, method)
+    if method == "grpo":
+        rollouts_of(sheet, gpus, said["rows"])
     if method == "kto":  # whose rows come in the file's order unless that is changed
         sheet.drop("rows are shuffled, by train.seed", "train_sampling_strategy")
     if sheet.get("loss_type") in ("nll", "kto"):
@@ -40,12 +51,14 @@ def read(sheet: Sheet, gpus: int, method: str | None) -> None:
     if method == "cpo":
         sheet.drop("of loss_type: simpo alone", "simpo_gamma")
     shared.of_method(sheet)
-    sheet.finish({**shared.RULES, "eos_token": _eos_token})
+    sheet.finish({**shared.RULES, **RULES, "eos_token": _eos_token})
 
 
 def _method(sheet: Sheet) -> str:
     for method, keys in sheet.said["methods"].items():
         if any(key in sheet.given for key in keys.split()):
+            if method == "grpo":
+                sheet.assume("method: grpo; `trl rloo` has the same keys, and is not built")
             return str(method)
     losses = sheet.get("loss_type", [])
     if isinstance(losses, str | list) and losses:
@@ -103,6 +116,59 @@ def _entry(sheet: Sheet, entry: dict[str, Any]) -> list[Source]:
         sheet.refuse("dataset_mixture", f"{entry.get('id')}: a share of its rows; name a slice")
     given = {"path": entry.get("id"), "split": entry.get("split"), "name": entry.get("config")}
     return paths_of(sheet, "dataset_mixture", given)
+
+
+def length_of_answers(sheet: Sheet, name: str, at: str = "") -> list[Any]:
+    """Name and default of the tokens of a prompt and an answer. at: how TRL's names begin."""
+    answer, prompt = ((f"{at}max_{part}_length", 512) for part in ("completion", "prompt"))
+    for limit in (answer[0], f"{at}vllm_importance_sampling_clip_max"):
+        if limit in sheet.given and sheet.get(limit) is None:
+            sheet.refuse(limit, "no limit; name one")
+    most, before = counts_of(sheet, answer, prompt)
+    sheet.put("grpo.max_completion_length", most, answer[0])
+    sheet.assume("prompts that leave no room for an answer in train.seq_len are bad rows here")
+    return [name, before + most]
+
+
+def rollouts_of(sheet: Sheet, gpus: int, rows: list[Any], at: str = "") -> None:
+    """Decide of rollouts and rewards, after the training arguments. rows: name and default of the
+    answers of a device, which make the steps; TRL's steps_per_generation are micro-batches."""
+    size, parts = at + "generation_batch_size", at + "steps_per_generation"
+    names = (rows[0], "gradient_accumulation_steps", size, parts)
+    a_device, times, number = counts_of(sheet, rows, (names[1], 1), (at + "num_generations", 8))
+    (micro_batches,) = counts_of(sheet, (parts, times))
+    found, step = a_device * gpus * micro_batches, a_device * gpus * times
+    (written,) = counts_of(sheet, (size, found))
+    if written % step or (sheet.get(parts) and written != found):
+        why = f"{written} answers of a rollout are no whole number of steps of {step}"
+        sheet.refuse(size if sheet.get(size) else parts, f"{why}, or {parts} says other ones")
+    if sheet.origins["train.seq_len"].endswith("default"):
+        limits = (at + "max_prompt_length", at + "max_completion_length")
+        note = "prompt, 512 unless it is set, and answer"
+        sheet.put("train.seq_len", sheet.config["train.seq_len"], *limits, note=note)
+    sheet.drop("prompts are not cut; train.seq_len is set", at + "max_prompt_length")
+    sheet.put("rollout.generation_batch_size", written, *names)
+    sheet.put("rollout.steps_per_generation", max(1, written // step), *names)
+    sheet.put("grpo.num_generations", number, at + "num_generations")
+    drawn, asked = at + "num_generations_eval", at + "use_vllm"
+    sheet.put("rollout.eval_generations", sheet.get(drawn, number), drawn)
+    correction = at + "vllm_importance_sampling_correction"
+    corrected = bool(sheet.get(asked)) and sheet.get(correction, True)
+    note = "TRL corrects what vLLM writes, and nothing else"
+    sheet.put("grpo.importance_sampling_correction", corrected, asked, correction, note=note)
+    name, functions = at + "reward_funcs", list[str]()
+    given = sheet.get(name, [])
+    for one in given if isinstance(given, list) else [given]:
+        module, _, function = str(one).rpartition(".")
+        file = f"{module.replace('.', '/')}.py"
+        there = [str(path) for path in (Path(file), sheet.folder / file) if path.is_file()]
+        functions += [f"{path}:{function}" for path in there[:1]]
+        if not there:
+            why = f"{one}: no file of it is here or beside the config; import it in one of yours"
+            own = f"(TRL's own are in trl.rewards), rewards.functions=[FILE.py:{function}], --force"
+            sheet.refuse(name, f"{why} {own}")
+    if functions and not sheet.is_refused(name):
+        sheet.put("rewards.functions", functions, name)
 
 
 def _eos_token(sheet: Sheet, name: str, value: Any) -> None:
