@@ -18,9 +18,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from megatrain.config.document import plain, read_yaml
 from megatrain.config.resuming import RESOLVED_FILE
 from megatrain.errors import ConfigError, StorageError, printable, without_secrets
+from megatrain.recipes.rl.advantages import advantages
+from megatrain.recipes.rl.journal import judged_before
 from megatrain.reporting.energy import Economy, Prices, described
 from megatrain.reporting.metrics import SAMPLES_FILE, History, Point, Row, read_history
 from megatrain.reporting.summary import (
@@ -120,6 +124,7 @@ ENVIRONMENT_FILE, PLAN_FILE = "env.json", "plan.json"
 PACE, EVERY_S = 100, 5.0
 ANSWERS = 3  # to a prompt: the first and the newest
 PROMPTS = 20
+GROUPS = 8  # of a rollout
 LONGEST = 4000  # characters of a sample
 # (title, unit, {name in metrics.jsonl: label}, the plan's tier). Other figures have charts of their
 # own, or share one with those of the same name before the slash.
@@ -135,6 +140,8 @@ CHARTS: tuple[tuple[str, str, Mapping[str, str], str], ...] = (
     ("routers' balancing loss", "", {"aux_loss": "without its coefficient"}, ""),
     ("busiest expert", "", {"expert_load_max": "tokens over the mean"}, ""),
 )
+# Shares, which would be flat beside other figures of their name.
+SHARES = {"accuracies": "accuracy", "clipped_ratio": "clipped ratio"}
 SMOOTH = ("lr", "gpu_peak_bytes", "host_bytes")  # need no trend
 
 
@@ -149,6 +156,7 @@ class Reported:
     config: dict[str, Any]
     config_text: str
     samples: list[Row]
+    rollout: tuple[int, list[Row]] = (0, [])  # the step it began with, and its groups
 
     @classmethod
     def of(cls, folder: Path, history: History, name: str = "") -> Reported:
@@ -166,6 +174,7 @@ class Reported:
             config if isinstance(config, dict) else {},
             described,
             [row for line in _read(folder / SAMPLES_FILE).splitlines() if (row := _object(line))],
+            judged_before(folder, history.step),
         )
 
     def planned(self, tier: str) -> int | None:
@@ -261,6 +270,8 @@ def blocks_of(runs: Sequence[Reported]) -> Iterator[Block]:
     if len(runs) > 1:
         yield from differences(runs)
     yield from samples(runs)
+    for run in runs:
+        yield from answer_table(run, f", {run.name}" if len(runs) > 1 else "")
     yield from charts(runs)
     for run in runs:
         if reasons := run.plan.get("reasons"):
@@ -286,19 +297,21 @@ def glance(run: Reported) -> dict[str, str]:
     """Figures of the cards, by name; empty where there is none."""
     history, totals, newest = run.history, run.history.totals, run.history.newest
     steps, median = run.plan.get("steps"), history.median_s
-    losses, tokens, seconds = history.values("eval_loss"), totals["tokens"], totals["step_s"]
+    tokens, seconds = totals["tokens"], totals["step_s"]
     loss, planned_s = newest.get("loss"), run.plan.get("timing", {}).get("seconds")
     rate = f"{tokens:,} ({tokens / seconds:,.0f} tokens/s)" if seconds else ""
     found = {
+        "held-out reward": "",
         "held-out loss": "",
         "loss": "" if loss is None else f"{loss:.4f}",
         "step": f"{history.step:,}" + (f" of {steps:,}" if steps else ""),
         "tokens": f"{rate} in {human_seconds(seconds)} of steps" if rate else "",
         "a step": "" if median is None else Predicted(planned_s, median).words(step_seconds),
     }
-    if losses:
-        best = f"best {min(losses):.4f}"
-        found["held-out loss"] = f"{losses[0]:.4f} before, {losses[-1]:.4f} now, {best}"
+    for name, best in (("loss", min), ("reward", max)):
+        if values := history.values(f"eval_{name}"):
+            shown = f"{values[0]:.4f} before, {values[-1]:.4f} now, best {best(values):.4f}"
+            found[f"held-out {name}"] = shown
     for name, field, tier in (
         ("GPU memory", "gpu_peak_bytes", "gpu"),
         ("host memory", "host_bytes", "host"),
@@ -331,8 +344,10 @@ def charts(runs: Sequence[Reported]) -> Iterator[Block]:
     for name in (name for run in runs for name in run.history.lines if name not in known):
         group, label = _group_of(name)
         others.setdefault(group, {})[name] = label
-    own = ((group, "", names, "") for group, names in others.items())
-    for title, unit, names, tier in (*CHARTS, *own):
+    own = [(group, "", names, "") for group, names in others.items()]
+    own.sort(key=lambda one: one[0] != "reward")
+    first = 1 if "reward" in others else 0
+    for title, unit, names, tier in (*own[:first], *CHARTS, *own[first:]):
         curves = [
             curve for number, run in enumerate(runs) for curve in _curves(run, number, names, tier)
         ]
@@ -349,11 +364,18 @@ def charts(runs: Sequence[Reported]) -> Iterator[Block]:
 
 
 def _group_of(name: str) -> tuple[str, str]:
-    """(title of the chart, label in it): `rewards/chosen` is `chosen` of `rewards`."""
+    """(title of the chart, label in it): `rewards/chosen` is `chosen` of `rewards`, and
+    `rewards/right/mean` is of the chart that `reward` is in."""
     held_out = name.startswith("eval_")
     group, _, label = name.removeprefix("eval_").partition("/")
-    if label == "accuracies":  # a share, which would be flat beside other figures
-        group, label = f"{group}, accuracy", "accuracy"
+    if label in SHARES:
+        group, label = f"{group}, {SHARES[label]}", SHARES[label]
+    elif label.endswith("_terminated_length"):
+        group = f"{group} that ended"
+    elif "/" in label:
+        inner, _, kind = label.rpartition("/")
+        of_function = {"mean": "reward", "std": "reward_std"}.get(kind, group)
+        group, label = (of_function, inner) if group == "rewards" else (inner, kind)
     return group, (label or group) + (" (held out)" if held_out else "")
 
 
@@ -388,6 +410,42 @@ def samples(runs: Sequence[Reported]) -> Iterator[Block]:
     shown = [{"prompt": asked, "answers": given} for asked, given in prompts.items()]
     if shown:
         yield {"kind": "samples", "title": "samples", "prompts": shown[:PROMPTS]}
+
+
+def answer_table(run: Reported, name: str = "") -> Iterator[Block]:
+    """Answers of the newest rollout with their rewards, from its journal. name: for the title."""
+    step, groups = run.rollout
+    if not groups:
+        return
+    rewards = np.concatenate([np.array(one["rewards"], float).T for one in groups])
+    given, weights = (run.section("rewards").get(key) for key in ("functions", "reward_weights"))
+    listed = given if isinstance(given, list) else [given]
+    named = [str(one).rpartition(":")[2] for one in listed]
+    if len(named) != rewards.shape[1]:
+        named, weights = [f"reward {number + 1}" for number in range(rewards.shape[1])], None
+    options, count = run.section("grpo"), len(groups[0]["completions"])
+    worth = advantages(
+        rewards,
+        named,
+        weights,
+        count,
+        scale_rewards=options.get("scale_rewards", "group"),
+        aggregation=options.get("multi_objective_aggregation", "sum_then_normalize"),
+    )
+    rows = [
+        ["" if at % count else _asked(one["prompt"]), _asked(answer)]
+        for one in groups[:GROUPS]
+        for at, answer in enumerate(one["completions"])
+    ]
+    figures = [
+        [*("–" if np.isnan(value) else f"{value:.4g}" for value in each), f"{value:.3f}"]
+        for each, value in zip(rewards, worth.values, strict=True)
+    ]
+    some = f", {GROUPS} of {len(groups)} prompts" if len(groups) > GROUPS else ""
+    title = f"answers that step {step + 1} learnt from{some}{name}"
+    head = ["prompt", "answer", *named, "advantage"]
+    cells = [[*row, *each] for row, each in zip(rows, figures, strict=False)]
+    yield {"kind": "table", "title": title, "head": head, "rows": cells}
 
 
 def _asked(prompt: object) -> str:

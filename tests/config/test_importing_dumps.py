@@ -25,12 +25,13 @@ def configurations() -> dict[str, tuple[Any, dict[str, Any]]]:
         "kto": (trl.KTOConfig, {"beta": 0.1, "desirable_weight": 1.0}),
         "reward": (trl.RewardConfig, {}),
         "orpo": (ORPOConfig, {"beta": 0.1}),
+        "grpo": (trl.GRPOConfig, {"epsilon": 0.2, "importance_sampling_correction": False}),
         "cpo": (CPOConfig, {"beta": 0.1, "cpo_alpha": 1.0, "loss_type": "sigmoid"}),
     }
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")  # of transformers, about its own defaults
-@pytest.mark.parametrize("method", ["sft", "dpo", "kto", "reward", "orpo", "cpo"])
+@pytest.mark.parametrize("method", ["sft", "dpo", "kto", "reward", "orpo", "cpo", "grpo"])
 def test_a_dump_of_a_configuration(method, tmp_path, monkeypatch):
     import trl
 
@@ -41,6 +42,9 @@ def test_a_dump_of_a_configuration(method, tmp_path, monkeypatch):
     for part in (trl.ScriptArguments, trl.ModelConfig):
         dump |= {one.name: one.default for one in fields(part) if one.default is not MISSING}
     dump |= {"model_name_or_path": "org/base", "dataset_name": "org/rows"}
+    if method == "grpo":
+        Path("rewards.py").touch()
+        dump["reward_funcs"] = "rewards.right"
     Path("dump.json").write_text(json.dumps(dump))
     # of these keys alone, dpo and kto have the same ones
     found = import_config("dump.json", method="orpo" if method == "orpo" else None)

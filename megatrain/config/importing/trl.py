@@ -142,7 +142,7 @@ def rollouts_of(sheet: Sheet, gpus: int, rows: list[Any], at: str = "") -> None:
     if written % step or (sheet.get(parts) and written != found):
         why = f"{written} answers of a rollout are no whole number of steps of {step}"
         sheet.refuse(size if sheet.get(size) else parts, f"{why}, or {parts} says other ones")
-    if sheet.origins["train.seq_len"].endswith("default"):
+    if not (sheet.get("sequence_len") or sheet.get("vllm_max_model_length")):
         limits = (at + "max_prompt_length", at + "max_completion_length")
         note = "prompt, 512 unless it is set, and answer"
         sheet.put("train.seq_len", sheet.config["train.seq_len"], *limits, note=note)

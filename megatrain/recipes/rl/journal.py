@@ -16,16 +16,19 @@ import logging
 import os
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from megatrain.engine.rollout.decode import Answer
 from megatrain.errors import StorageError
 from megatrain.storage.hashed_file import system_errors
-from megatrain.world import ALONE, World
+
+if TYPE_CHECKING:
+    from megatrain.engine.rollout.decode import Answer
+    from megatrain.world import World
 
 FOLDER, REWARDS_LOG = "rollouts", "rewards.log"
 _CODES = {"ids": "<i4", "logprobs": "<f4", "kept_mass": "<f4"}
@@ -61,8 +64,8 @@ class Journal:
         run_dir: Path,
         step: int,
         origin: Mapping[str, Any],
-        begun: bool = False,
-        world: World = ALONE,
+        begun: bool,
+        world: World,
     ) -> Journal:
         """The rollout that begins with this step, without what is torn; without all that follows
         from another `origin`, unless steps of it were taken (`begun`). Raises StorageError.
@@ -74,8 +77,10 @@ class Journal:
         journal = cls(own)
         with system_errors(own, "write answers"):
             folder.mkdir(exist_ok=True)
-            files = {step_and_rank(path): path for path in folder.glob(f"{step:06}*.jsonl")}
-            theirs = [path for (_, rank), path in files.items() if rank % world.size == world.rank]
+            files = {
+                rank: path for (begun, rank), path in files_of(run_dir).items() if begun == step
+            }
+            theirs = [path for rank, path in files.items() if rank % world.size == world.rank]
             whole = {path: journal._read(path, wanted) for path in {*theirs, own}}
             for path in (path for path, size in whole.items() if not size):
                 path.unlink(missing_ok=True)
@@ -123,6 +128,8 @@ class Journal:
         if "old" in record:
             self.old[record["key"], record["number"]] = _numbers(record["old"], "<f4") or []
             return
+        from megatrain.engine.rollout.decode import Answer  # imports torch: reports need none
+
         arrays = {name: _numbers(record[name], code) for name, code in _CODES.items()}
         answer = Answer(**{**record, **arrays})
         self.answers[answer.key, answer.number] = answer
@@ -134,7 +141,7 @@ class Journal:
         self._write({**vars(answer), **arrays})
 
     def judge(self, key: int, rewards: Rewards, more: Mapping[str, Any]) -> None:
-        """Write the rewards of a group, and what functions logged."""
+        """Write the rewards of a group, its texts, and what functions logged."""
         self.rewards[key] = {"key": key, "rewards": rewards, **more}
         self._write(self.rewards[key])
 
@@ -171,12 +178,6 @@ def _records(data: bytes) -> Iterator[tuple[bytes, str]]:
         yield line, text.decode()
 
 
-def step_and_rank(path: Path) -> tuple[int, int]:
-    """The step that a file's rollout begins with, and the rank that wrote it."""
-    step, _, rank = path.stem.partition("-")
-    return int(step), int(rank or 0)
-
-
 def _text(numbers: Sequence[float] | None, code: str) -> str | None:
     return None if numbers is None else base64.b64encode(np.array(numbers, code).tobytes()).decode()
 
@@ -185,10 +186,32 @@ def _numbers(text: str | None, code: str) -> list[Any] | None:
     return None if text is None else np.frombuffer(base64.b64decode(text), code).tolist()
 
 
+def judged_before(run_dir: Path, step: int) -> tuple[int, list[dict[str, Any]]]:
+    """The newest rollout that began before a step: the step that it began with, and its groups'
+    prompts, answers and rewards; none where no journal is left."""
+    files = files_of(run_dir)
+    newest = max((begun for begun, _ in files if begun < step), default=0)
+    found = []
+    for _, path in sorted((rank, path) for (begun, rank), path in files.items() if begun == newest):
+        with suppress(OSError):
+            found += [json.loads(text) for _, text in _records(path.read_bytes())]
+    return newest, [one for one in found if "completions" in one]
+
+
+def files_of(run_dir: Path) -> dict[tuple[int, int], Path]:
+    """Journals by the step that the rollout begins with, and the rank that wrote them."""
+    found = {}
+    for path in (run_dir / FOLDER).glob("[0-9]*.jsonl"):
+        step, _, rank = path.stem.partition("-")
+        found[int(step), int(rank or 0)] = path
+    return found
+
+
 def forget(run_dir: Path, before: int) -> None:
     """Remove the files of rollouts that began before a step, but for the newest of them, which
     reports show."""
-    files = {path: step_and_rank(path)[0] for path in (run_dir / FOLDER).glob("*.jsonl")}
-    steps = sorted({step for step in files.values() if step < before})[:-1]
-    for path in (path for path, step in files.items() if step in steps):
-        path.unlink(missing_ok=True)
+    files = files_of(run_dir)
+    newest = max((step for step, _ in files if step < before), default=0)
+    for (step, _), path in files.items():
+        if step < newest:
+            path.unlink(missing_ok=True)

@@ -55,8 +55,9 @@ class Group:
 @dataclass
 class Judgement:
     """rewards: [functions][answers], None where a function gave none. metrics, extra: by name, what
-    functions logged, extra a value for each answer."""
+    functions logged of the group, extra a value for each answer."""
 
+    group: Group
     rewards: list[list[float | None]] = field(default_factory=list)
     metrics: dict[str, float] = field(default_factory=dict)
     extra: dict[str, list[Any]] = field(default_factory=dict)
@@ -119,7 +120,7 @@ class Judges(AbstractContextManager["Judges"]):
     def result(self, key: int) -> Judgement:
         """The judgement of a group that was submitted, once it is there. Raises RewardError."""
         group, logged = self._groups.pop(key), dict[str, list[float]]()
-        judgement = Judgement()
+        judgement = Judgement(group)
         for found in _when_done(self._parts.pop(key)):
             judgement.rewards.append(found["rewards"])
             judgement.extra |= found.get("extra", {})

@@ -288,9 +288,9 @@ class Rollouts:
 
     def answered(
         self, rows: PromptRows, limit: int | None, count: int, stop: StopRequest
-    ) -> tuple[dict[str, float], dict[int, Prompt], Journal]:
-        """The figures of `count` answers to each prompt, the prompts by key, and answers and
-        rewards; one answer is the likeliest. Raises Stopped."""
+    ) -> tuple[dict[str, float], list[dict[str, Any]]]:
+        """The figures of `count` answers to each prompt, and the texts and rewards of each group;
+        one answer is the likeliest. Raises Stopped."""
         draw = self.draw if count > 1 else Draw(temperature=0.0)
         prompts = {HELD_OUT + n: rows.prompt(n) for n in range(len(rows))[:limit]}
         journal = Journal()
@@ -299,13 +299,7 @@ class Rollouts:
         right = judged.rewards.reshape(-1, count) >= 1
         del metrics["frac_reward_zero_std"]
         metrics |= {f"pass@{count}": float(right.any(1).mean()), "pass@1": float(right.mean())}
-        return metrics, prompts, journal
-
-    def text_of(self, prompt: Prompt, answer: Answer) -> Any:
-        """An answer as reward functions are given it: a text, or a turn."""
-        text = self.model.tokenizer.decode(answer.ids, skip_special_tokens=True)
-        is_text = isinstance(prompt.about.asked, str)
-        return text if is_text else [{"role": "assistant", "content": text}]
+        return metrics, [journal.rewards[key] for key in prompts]
 
     # -- a rollout -------------------------------------------------------------------------------
 
@@ -395,7 +389,8 @@ class Rollouts:
             for key in judging:
                 judgement = self.judges.result(key)
                 more = {"logged": judgement.metrics, "extra": judgement.extra}
-                journal.judge(key, judgement.rewards, more)
+                texts = {n: getattr(judgement.group, n) for n in ("prompt", "completions")}
+                journal.judge(key, judgement.rewards, more | texts)
         journal.share(self.world)
         return {"rollout": rollout_s, "reward": time.perf_counter() - began - rollout_s}
 
@@ -420,10 +415,14 @@ class Rollouts:
 
     def _group(self, key: int, prompt: Prompt, answers: Sequence[Answer], step: int) -> Group:
         """A prompt and its answers as reward functions are given them."""
+        decode = self.model.tokenizer.decode
+        texts: list[Any] = [decode(one.ids, skip_special_tokens=True) for one in answers]
+        if not isinstance(prompt.about.asked, str):
+            texts = [[{"role": "assistant", "content": text}] for text in texts]
         return Group(
             key=key,
             prompt=prompt.about.asked,
-            completions=[self.text_of(prompt, one) for one in answers],
+            completions=texts,
             completion_ids=[list(one.ids) for one in answers],
             columns=prompt.about.columns,
             where=prompt.about.where,

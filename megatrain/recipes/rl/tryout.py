@@ -49,15 +49,11 @@ def try_out(config: Config, prompts: int) -> dict[str, Any]:
         rollouts.begin(engine, stack, log)
         began = time.perf_counter()
         count = config.grpo.num_generations
-        figures, asked, journal = rollouts.answered(chosen, None, count, StopRequest())
+        figures, groups = rollouts.answered(chosen, None, count, StopRequest())
         answers = [
-            {
-                "prompt": prompt.about.asked,
-                "answer": rollouts.text_of(prompt, journal.answers[key, number]),
-                "rewards": [of[number] for of in journal.rewards[key]["rewards"]],
-            }
-            for key, prompt in asked.items()
-            for number in range(count)
+            {"prompt": one["prompt"], "answer": answer, "rewards": rewards}
+            for one in groups
+            for answer, *rewards in zip(one["completions"], *one["rewards"], strict=True)
         ]
         names = rollouts.judges.names if rollouts.judges else []
         return {

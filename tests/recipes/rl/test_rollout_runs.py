@@ -12,6 +12,7 @@ import pytest
 
 from megatrain.engine.engine import Engine
 from tests.helpers.commands import metrics_of, write_jsonl
+from tests.helpers.pages import block, curve, data_of
 from tests.recipes.same_run import same_run
 
 REWARDS = """
@@ -141,6 +142,56 @@ def test_a_torn_journal_is_cut_and_another_run_s_is_not_used(megatrain, task):
         shutil.rmtree(run / path)
     said = megatrain("resume run", "train.learning_rate=0.02").err
     assert f"{newest.relative_to(task)}: is of other settings" in said
+
+
+MARKUP = "<script>document.title = 'broken'</script>"
+
+
+def test_the_report_shows_rewards_answers_and_where_the_time_goes(megatrain, task):
+    rows = [{"prompt": MARKUP + letter, "weight": 1} for letter in "abcdefghij"]
+    write_jsonl(task / "prompts.jsonl", rows)
+    functions = "rewards.functions=[rewards.py:copies, rewards.py:short]"
+    options = ["rewards.reward_weights=[1.0, 0.5]", "data.eval=2", "train.eval_every=5"]
+    shown = "grpo.scale_rewards=none"
+    megatrain("train rl.yaml", functions, *options, shown, "train.seq_len=128", "checkpoint.keep=1")
+    (task / "run/report.html").unlink()
+    megatrain("report run")
+    html, lines = (task / "run/report.html").read_text(), metrics_of(task / "run")
+    assert "<script>document" not in html
+    data = data_of(html)
+    curves = {
+        ("reward", "reward"): "reward",
+        ("reward", "reward (held out)"): "eval_reward",
+        ("reward", "copies"): "rewards/copies/mean",
+        ("reward", "copies (held out)"): "eval_rewards/copies/mean",
+        ("reward_std", "copies"): "rewards/copies/std",
+        ("completions", "mean_length"): "completions/mean_length",
+        ("completions that ended", "max_terminated_length"): "completions/max_terminated_length",
+        ("completions, clipped ratio", "clipped ratio"): "completions/clipped_ratio",
+        ("entropy", "entropy"): "entropy",
+        ("clip_ratio", "high_mean"): "clip_ratio/high_mean",
+        ("sampling_logp_difference", "mean"): "sampling/sampling_logp_difference/mean",
+        ("importance_sampling_ratio", "max"): "sampling/importance_sampling_ratio/max",
+    }
+    for (title, label), name in curves.items():
+        expected = {line["step"]: line[name] for line in lines if line.get(name) is not None}
+        assert expected and curve(data, title, label) == pytest.approx(expected, rel=1e-5), name
+    for words, name in (("writing answers", "rollout"), ("waiting for rewards", "reward")):
+        shares = {line["step"]: line["shares"][name] for line in lines if "shares" in line}
+        assert curve(data, "where the time of a step goes", words) == shares
+    glance = {card["name"]: card["values"][0] for card in data["blocks"][0]["cards"]}
+    assert f"{lines[-1]['eval_reward']:.4f} now" in glance["held-out reward"]
+    table = block(data, "answers that step 10 learnt from")
+    assert table["head"] == ["prompt", "answer", "copies", "short", "advantage"]
+    assert len(table["rows"]) == 16 and all(row[0].startswith(MARKUP) for row in table["rows"][::4])
+    for group in range(0, 16, 4):
+        rows = table["rows"][group : group + 4]
+        rewards = [float(a) + 0.5 * float(b.replace("–", "0")) for _, _, a, b, _ in rows]
+        worth = [reward - sum(rewards) / 4 for reward in rewards]
+        assert [float(row[-1]) for row in rows] == pytest.approx(worth, abs=1e-3)
+    last = [line for line in lines if "loss" in line][-1]
+    rewards = [float(row[2]) for row in table["rows"]]
+    assert sum(rewards) / 16 == pytest.approx(last["rewards/copies/mean"], abs=1e-3)
 
 
 def test_held_out_prompts_are_rewarded_and_choose_the_best(megatrain, task):
