@@ -124,7 +124,7 @@ ENVIRONMENT_FILE, PLAN_FILE = "env.json", "plan.json"
 PACE, EVERY_S = 100, 5.0
 ANSWERS = 3  # to a prompt: the first and the newest
 PROMPTS = 20
-GROUPS = 8  # of a rollout
+ROWS = 64  # answers of a rollout, of whole groups
 LONGEST = 4000  # characters of a sample
 # (title, unit, {name in metrics.jsonl: label}, the plan's tier). Other figures have charts of their
 # own, or share one with those of the same name before the slash.
@@ -432,16 +432,17 @@ def answer_table(run: Reported, name: str = "") -> Iterator[Block]:
         scale_rewards=options.get("scale_rewards", "group"),
         aggregation=options.get("multi_objective_aggregation", "sum_then_normalize"),
     )
+    most = max(1, ROWS // count)
     rows = [
         ["" if at % count else _asked(one["prompt"]), _asked(answer)]
-        for one in groups[:GROUPS]
+        for one in groups[:most]
         for at, answer in enumerate(one["completions"])
     ]
     figures = [
         [*("–" if np.isnan(value) else f"{value:.4g}" for value in each), f"{value:.3f}"]
         for each, value in zip(rewards, worth.values, strict=True)
     ]
-    some = f", {GROUPS} of {len(groups)} prompts" if len(groups) > GROUPS else ""
+    some = f", {most} of {len(groups)} prompts" if len(groups) > most else ""
     title = f"answers that step {step + 1} learnt from{some}{name}"
     head = ["prompt", "answer", *named, "advantage"]
     cells = [[*row, *each] for row, each in zip(rows, figures, strict=False)]

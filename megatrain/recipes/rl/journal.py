@@ -14,6 +14,7 @@ import base64
 import json
 import logging
 import os
+import re
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -200,11 +201,9 @@ def judged_before(run_dir: Path, step: int) -> tuple[int, list[dict[str, Any]]]:
 
 def files_of(run_dir: Path) -> dict[tuple[int, int], Path]:
     """Journals by the step that the rollout begins with, and the rank that wrote them."""
-    found = {}
-    for path in (run_dir / FOLDER).glob("[0-9]*.jsonl"):
-        step, _, rank = path.stem.partition("-")
-        found[int(step), int(rank or 0)] = path
-    return found
+    paths = [*(run_dir / FOLDER).glob("*.jsonl")]
+    named = ((re.fullmatch(r"(\d{6,})(?:-(\d+))?", path.stem), path) for path in paths)
+    return {(int(name[1]), int(name[2] or 0)): path for name, path in named if name}
 
 
 def forget(run_dir: Path, before: int) -> None:

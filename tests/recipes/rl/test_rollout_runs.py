@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from megatrain.engine.engine import Engine
+from megatrain.recipes import report
 from tests.helpers.commands import metrics_of, write_jsonl
 from tests.helpers.pages import block, curve, data_of
 from tests.recipes.same_run import same_run
@@ -147,7 +148,7 @@ def test_a_torn_journal_is_cut_and_another_run_s_is_not_used(megatrain, task):
 MARKUP = "<script>document.title = 'broken'</script>"
 
 
-def test_the_report_shows_rewards_answers_and_where_the_time_goes(megatrain, task):
+def test_the_report_shows_rewards_answers_and_where_the_time_goes(megatrain, task, monkeypatch):
     rows = [{"prompt": MARKUP + letter, "weight": 1} for letter in "abcdefghij"]
     write_jsonl(task / "prompts.jsonl", rows)
     functions = "rewards.functions=[rewards.py:copies, rewards.py:short]"
@@ -192,6 +193,11 @@ def test_the_report_shows_rewards_answers_and_where_the_time_goes(megatrain, tas
     last = [line for line in lines if "loss" in line][-1]
     rewards = [float(row[2]) for row in table["rows"]]
     assert sum(rewards) / 16 == pytest.approx(last["rewards/copies/mean"], abs=1e-3)
+    monkeypatch.setattr(report, "ROWS", 10)
+    megatrain("report run run --output two.html")
+    title = "answers that step 10 learnt from, 2 of 4 prompts, run"
+    tables = [one for one in data_of(Path("two.html").read_text())["blocks"] if "rows" in one]
+    assert [(one["title"], one["rows"]) for one in tables] == [(title, table["rows"][:8])] * 2
 
 
 def test_held_out_prompts_are_rewarded_and_choose_the_best(megatrain, task):
