@@ -14,7 +14,8 @@ from megatrain.engine.engine import Engine
 from megatrain.recipes import report
 from tests.helpers.commands import metrics_of, write_jsonl
 from tests.helpers.pages import block, curve, data_of
-from tests.recipes.same_run import same_run
+from tests.helpers.ranks import Started
+from tests.recipes.same_run import CLOCK, same_run
 
 REWARDS = """
 def copies(prompts, completions, **columns):
@@ -145,6 +146,26 @@ def test_a_torn_journal_is_cut_and_another_run_s_is_not_used(megatrain, task):
     assert f"{newest.relative_to(task)}: is of other settings" in said
 
 
+@pytest.mark.parametrize("packing", ["false", "true"])
+def test_two_ranks_write_and_train_the_run_of_one(megatrain, finished_project, task, packing):
+    """Also where one of them does not come back."""
+    line = f"train rl.yaml data.packing={packing} data.eval=3 train.eval_every=5"
+    line += " rollout.steps_per_generation=2 grpo.mask_truncated_completions=true"
+    megatrain(f"{line} output=alone")
+    assert Started(2, line).wait() == [0, 0]
+    run = task / "run"
+    known = [*(run / "rollouts").glob("000007*.jsonl")]
+    assert len(known) == 2
+    for name in ("final", "checkpoint-10"):
+        shutil.rmtree(run / name)
+    before = [path.read_bytes() for path in known]
+    megatrain("resume run")
+    assert [path.read_bytes() for path in known] == before, "an answer is written anew"
+    for a, b in zip(metrics_of(task / "alone"), metrics_of(run), strict=True):
+        figures = {n: v for n, v in a.items() if n not in CLOCK and isinstance(v, float)}
+        assert {n: b[n] for n in figures} == pytest.approx(figures, rel=1e-3, abs=1e-5), a["step"]
+
+
 MARKUP = "<script>document.title = 'broken'</script>"
 
 
@@ -222,7 +243,6 @@ REFUSED = {
     "grpo.loss_type=sapo": "not built yet",
     "grpo.num_generations=1": "grpo.num_generations",
     "data.train_on=all": "trains on answers",
-    "data.packing=true": "answers are padded rows",
     "data.truncation_mode=keep_end": "prompts are not cut",
     "data.prompts=alpaca": "a prompt is a text or a turn",
     "rewards.functions=[rewards.py:copies, other.py:copies]": "two are called alike",
