@@ -17,11 +17,11 @@ from megatrain.engine import inference
 from megatrain.engine.batches import Batch, objective_of
 from megatrain.engine.components import AppliedGradients, computing, open_parts
 from megatrain.engine.constructors import Constructors
-from megatrain.engine.inference import Choose
 from megatrain.engine.objective import AnyLoss, EvalResult, StepResult
 from megatrain.engine.request import check_context_parallel, check_settings
-from megatrain.engine.rollout.decode import Answer, AnswerRequest, answers
+from megatrain.engine.rollout.decode import Answer, AnswerRequest, Look, answers, unseen
 from megatrain.engine.rollout.draw import Draw
+from megatrain.engine.rollout.streamed import streamed_model
 from megatrain.engine.routing import balancer_of
 from megatrain.engine.step import NotFiniteLoss, Passes
 from megatrain.engine.update import diverged
@@ -380,30 +380,24 @@ class Engine(Constructors):
 
     def generate(
         self,
-        input_ids: Tensor,
-        max_new_tokens: int,
+        prompts: Sequence[Sequence[int]],
+        *,
+        n: int = 1,
+        max_new_tokens: int = 256,
         eos_token_ids: Sequence[int] = (),
-        choose: Choose = inference.likeliest,
-    ) -> list[int]:
-        """Continuation of input_ids [1, tokens]; greedy unless `choose` picks from logits [vocab].
-
-        Where all weights fit on the device, transformers' own `generate` writes it. Elsewhere every
-        token streams the whole model once. Raises ConfigError for a reward model.
-        """
-        if self.anatomy.labels is not None:
-            raise ConfigError(
-                "generate: a reward model gives scores and writes no text; take a language model"
-            )
-        with self.whole(input_ids.numel() + max_new_tokens) as model:
-            if model is not None:
-                ids = input_ids.to(self.device)
-                return inference.generated(model, ids, max_new_tokens, eos_token_ids, choose)
-        tokens: list[int] = []
-        while len(tokens) < max_new_tokens and not (tokens and tokens[-1] in eos_token_ids):
-            context = torch.cat([input_ids, torch.tensor([tokens], dtype=torch.long)], dim=1)
-            chosen = choose(self.logits(context, slice(-1, None))[0, 0])
-            tokens.append(self._peers.broadcast(chosen))  # all end together
-        return tokens
+        temperature: float = 0.0,
+        top_p: float | None = None,
+        top_k: int | None = None,
+        min_p: float | None = None,
+        seed: int = 0,
+    ) -> list[Answer]:
+        """`n` answers to each prompt of token ids, in their order: ids, log-probabilities and why
+        they end. Greedy at temperature 0. Raises ConfigError for a reward model."""
+        numbers = tuple(range(n))
+        asked = [AnswerRequest(k, ids, numbers, max_new_tokens) for k, ids in enumerate(prompts)]
+        draw = Draw(seed=seed, temperature=temperature, top_p=top_p, top_k=top_k, min_p=min_p)
+        found = self.rollout(asked, draw, eos_token_ids)
+        return sorted(found, key=lambda answer: (answer.key, answer.number))
 
     def rollout(
         self,
@@ -411,21 +405,29 @@ class Engine(Constructors):
         draw: Draw,
         ends: Sequence[int],
         slots: int | None = None,
+        look: Look = unseen,
     ) -> Generator[Answer, None, None]:
         """Answers to requests as they end; the engine computes nothing else meanwhile, and goes on
         as before, to the bit. slots: rows that are written at once; None: as memory has room for.
 
         An answer follows from the weights, its prompt, the request's key, its number and
-        `draw.seed`, whatever is written beside it. Raises ConfigError without room for the weights.
-        Of several ranks, which all call it, each has requests of its own, or none.
+        `draw.seed`, whatever is written beside it. Where the weights have no room beside keys and
+        values, all of them are streamed for each token of the rows. Of several ranks, which all
+        call it, each has requests of its own, or none. Raises ConfigError for a reward model.
         """
+        if self.anatomy.labels is not None:
+            raise ConfigError(
+                "generate: a reward model gives scores and writes no text; take a language model"
+            )
         longest = max((len(one.ids) + one.most for one in requests), default=1)
+        given = requests, draw, ends, slots, look
         with self.whole(longest) as model:
-            if model is None:
-                reason = "all weights must fit on one GPU beside keys and values, and they do not"
-                raise ConfigError(f"rollout: {reason}; take a smaller model or a larger GPU")
-            fuse = bool(self.settings.compile or self.settings.fused_loss)
-            yield from answers(model, requests, draw, ends, slots, fuse)
+            if model is not None:
+                fuse = bool(self.settings.compile or self.settings.fused_loss)
+                yield from answers(model, *given, fuse=fuse)
+                return
+        with streamed_model(self.skeleton, self.parts) as streamed:
+            yield from answers(streamed, *given)
 
     def iter_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         """(name, weight) of every tensor on the CPU, as `save_pretrained` writes them.

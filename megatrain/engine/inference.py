@@ -1,8 +1,5 @@
-"""Inference with an engine's weights: losses, log-probabilities, logits, text.
-
-Text is written by transformers' own `generate` where all weights fit on the device, else by
-streaming the model once for every token.
-"""
+"""Inference with an engine's weights: losses, log-probabilities, logits; and transformers' own
+model with its weights on the device, for what writes text (engine/rollout)."""
 
 from __future__ import annotations
 
@@ -113,18 +110,20 @@ def whole_model(skeleton: Skeleton, parts: EngineParts, tokens: int) -> Iterator
     if not family.can_generate() or not here:
         yield None
         return
-    compiled = parts.passes.settings.compile
-    eager = torch.compiler.set_stance("force_eager") if compiled else nullcontext()
     with naming_the_gpu("the whole model"):
         weights = weights_on_device(parts)
-    device, what = parts.compute.device, "the keys and values of an answer"
-    with (
-        computing(device, what, lengths_vary=True),
-        eager,
-        family_model(skeleton, weights) as model,
-    ):
+    with writing(parts), family_model(skeleton, weights) as model:
         yield model
     parts.compute.synchronize()  # wait: nothing may read the store when a step updates it
+
+
+@contextmanager
+def writing(parts: EngineParts) -> Iterator[None]:
+    """Layers run eagerly inside, as they do for a few tokens of many rows."""
+    compiled, device = parts.passes.settings.compile, parts.compute.device
+    eager = torch.compiler.set_stance("force_eager") if compiled else nullcontext()
+    with computing(device, "the keys and values of an answer", lengths_vary=True), eager:
+        yield
 
 
 @contextmanager
@@ -145,10 +144,6 @@ def family_model(skeleton: Skeleton, flats: Sequence[torch.Tensor]) -> Iterator[
         replace_all(skeleton.stack, skeleton.recorders)
         for block, parameters in zip(blocks, bound, strict=True):
             skeleton.place(block, parameters)
-
-
-def likeliest(logits: Tensor) -> int:
-    return int(logits.argmax())
 
 
 def has_room(skeleton: Skeleton, parts: EngineParts, tokens: int) -> bool:

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from megatrain.data.samples import Turns
 from megatrain.engine.engine import Engine
-from megatrain.engine.inference import Choose, generated
+from megatrain.engine.rollout.decode import Answer, AnswerRequest, answers
+from megatrain.engine.rollout.draw import Draw
 from megatrain.errors import ModelError
 from megatrain.recipes.inspect import reader, run_folder_of, writer_of
 from megatrain.recipes.model import Model
@@ -49,11 +48,11 @@ class Conversation:
     """Turns of a user and answers to them. Weights stay on the device where they have room."""
 
     def __init__(
-        self, engine: Engine, model: Model, max_new_tokens: int, choose: Choose, system: Turns
+        self, engine: Engine, model: Model, max_new_tokens: int, draw: Draw, system: Turns
     ) -> None:
         self._turns: list[dict[str, str]] = []  # but for the system prompt
         self._engine, self._model, self._system = engine, model, system
-        self._max_new_tokens, self._choose = max_new_tokens, choose
+        self._max_new_tokens, self._draw, self._answers = max_new_tokens, draw, 0
         self._positions = positions_of(model)
         self._held = ExitStack()
         # for whose keys and values there is room beside the weights
@@ -70,7 +69,9 @@ class Conversation:
         began = time.perf_counter()
         turns, ids = self._fitting([*self._turns, user(prompt)])
         limit = self._max_new_tokens
-        made = written(self._generate, self._model, ids, limit, self._choose, show)
+        about = self._model, ids, limit, self._draw, show, self._answers
+        made = written(self._rollout, *about)
+        self._answers += 1
         self._turns = [*turns, {"role": "assistant", "content": made.text}]
         ended = "length" if made.is_cut else "end"
         return Reply(made.text, len(made.tokens), time.perf_counter() - began, ended)
@@ -88,12 +89,13 @@ class Conversation:
             logger.warning(f"{words} {(asked - len(turns)) // 2} questions are forgotten")
         return turns, ids_of(self._model, [*self._system, *turns])
 
-    def _generate(self, input_ids: torch.Tensor, room: int, ends: list[int], choose: Choose) -> Any:
-        """As `Engine.generate`, by the weights that stay on the device, if they do."""
-        if self._whole is not None and input_ids.numel() + room <= self._tokens:
-            return generated(self._whole, input_ids.to(self._engine.device), room, ends, choose)
+    def _rollout(self, requests: Sequence[AnswerRequest], *how: Any) -> Iterator[Answer]:
+        """As `Engine.rollout`, by the weights that stay on the device, if they do."""
+        (asked,) = requests
+        if self._whole is not None and len(asked.ids) + asked.most <= self._tokens:
+            return answers(self._whole, requests, *how)
         self.close()  # what is free is known only without them
-        return self._engine.generate(input_ids, room, ends, choose)
+        return self._engine.rollout(requests, *how)
 
     def close(self) -> None:
         self._whole = None
@@ -119,7 +121,7 @@ def open_chat(
         )
     turns = system_turns(model, system)
     with reader(checkpoint, run_folder_of(Path(named)), trust_remote_code) as engine:
-        chat = Conversation(engine, model, max_new_tokens, drawn.chooser(), turns)
+        chat = Conversation(engine, model, max_new_tokens, drawn.draw(), turns)
         try:
             yield chat
         finally:

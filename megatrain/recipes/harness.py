@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import sys
 from collections.abc import Iterable, Iterator, Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import groupby, islice
 from typing import Any
 
@@ -24,7 +24,6 @@ from lm_eval.models.utils import (
     postprocess_generated_text,
     resolve_max_length,
 )
-from lm_eval.models.utils_hf import stop_sequences_criteria
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from torch.nn.utils.rnn import pad_sequence
 from tqdm import tqdm
@@ -32,19 +31,21 @@ from tqdm import tqdm
 from megatrain.data.micro_batches import alike, cuts
 from megatrain.data.template import Template
 from megatrain.engine.engine import Engine
-from megatrain.engine.inference import free_bytes, starting_from
+from megatrain.engine.inference import free_bytes
+from megatrain.engine.rollout.decode import AnswerRequest
+from megatrain.engine.rollout.draw import Draw
 from megatrain.errors import ConfigError
 from megatrain.models.family import regimes_of
 from megatrain.planner.search import AUTO_MICRO_BATCH_TOKENS
 from megatrain.recipes.loop import SWEEP_MICRO_BATCHES, sweeps
 from megatrain.recipes.model import Model
-from megatrain.recipes.sample import Sampling
 
 # Micro-batches of one sweep, at most, and the share of a GPU's free memory that their hidden
 # states, old and new, may take.
 MOST_MICRO_BATCHES, SHARE_FOR_SWEEP = 64, 0.25
 MAX_NEW_TOKENS = 256  # of an answer, where its task names no number: the hf backend's own
-DRAWN = {"do_sample", "temperature", "top_p"}  # what answers that are streamed can be drawn by
+DRAWN = ("temperature", "top_p", "top_k", "min_p")  # what answers can be drawn by
+LOOKED_BACK = 64  # tokens of an answer, in which a text that ends it is looked for
 
 Asked = tuple[Any, list[int], list[int]]  # (texts or None, context, continuation)
 Row = tuple[int, ...]  # token ids
@@ -187,101 +188,50 @@ class EngineLM(TemplateLM):
 
     def generate_until(self, requests: Any, disable_tqdm: bool = False) -> list[str]:
         asked = [(*request.args, number) for number, request in enumerate(requests)]
-        asked.sort(key=lambda one: (repr(one[1]), -len(self.tok_encode(one[0]))))
+        asked.sort(key=lambda one: repr(one[1]))
         found = [""] * len(asked)
         bar = tqdm(total=len(asked), desc="answers", disable=None)
         for _, group in groupby(asked, key=lambda one: repr(one[1])):
             same = list(group)
-            how, until, new = self._settings(same[0][1])
+            draw, until, new = self._settings(same[0][1])
             room = self.max_length - new
             if room <= 0:
                 raise ConfigError(
                     f"tasks: answers of {new} tokens do not fit a model that reads "
                     f"{self.max_length}; the task's generation_kwargs say how many"
                 )
-            longest = min(room, len(self.tok_encode(same[0][0]))) + new
-            rows = max(1, self.micro_batch_tokens // longest)
-            with self.engine.whole(rows * longest) as model:
-                size = rows if model is not None else 1
-                for batch in (same[at : at + size] for at in range(0, len(same), size)):
-                    texts = [context for context, *_ in batch]
-                    if model is None:
-                        answers = [self._streamed(texts[0], room, how, until, new)]
-                    else:
-                        answers = self._answers(model, texts, room, how, until, new)
-                    for answer, (_, _, number) in zip(answers, batch, strict=True):
-                        found[number] = answer
-                        bar.update()
+            wanted = [
+                AnswerRequest(number, self.tok_encode(text)[-room:], (0,), new)
+                for text, _, number in same
+            ]
+            # the longest first: what follows has room where they were
+            wanted.sort(key=lambda one: -len(one.ids))
+            look = partial(self._says_an_end, until)
+            for made in self.engine.rollout(wanted, draw, [self.eot_token_id], look=look):
+                text = self.tokenizer.decode(made.ids, skip_special_tokens=True)
+                found[made.key] = str(postprocess_generated_text(text, until, None))
+                bar.update()
         bar.close()
         return found
 
-    def _settings(self, given: dict[str, Any]) -> tuple[dict[str, Any], list[str], int]:
-        """(keywords of transformers' `generate`, texts that end an answer, its longest length)."""
+    def _says_an_end(self, until: Sequence[str], _: Any, __: int, ids: list[int]) -> bool:
+        """True for an answer with one of these texts near its end."""
+        text = self.tokenizer.decode(ids[-LOOKED_BACK:])
+        return any(end in text for end in until)
+
+    def _settings(self, given: dict[str, Any]) -> tuple[Draw, list[str], int]:
+        """(the choice of tokens, texts that end an answer, its longest length)."""
         how = dict(normalize_gen_kwargs(given, MAX_NEW_TOKENS))
         eos = self.tokenizer.decode(self.eot_token_id, skip_special_tokens=False)
         until = handle_stop_sequences(how.pop("until", None), eos=eos)
-        new = how.pop("max_gen_toks")
-        if how.get("do_sample") is False:
-            how.pop("temperature", None)
-        return how, until, new
-
-    def _answers(
-        self,
-        model: Any,
-        texts: list[str],
-        room: int,
-        how: dict[str, Any],
-        until: list[str],
-        new: int,
-    ) -> list[str]:
-        """Answers of transformers' own `generate`, as the hf backend calls it."""
-        begins = has_bos_prefix(texts[0], getattr(self.tokenizer, "bos_token", None))
-        encoded: Any = self.tokenizer(
-            texts,
-            padding="longest",
-            padding_side="left",
-            return_tensors="pt",
-            **({"add_special_tokens": False} if begins else {}),
-        )
-        ids, mask = (encoded[name][:, -room:] for name in ("input_ids", "attention_mask"))
-        length = ids.shape[1]
-        stops = stop_sequences_criteria(self.tokenizer, until, length, len(texts))
-        with starting_from(model, self.model.generation or model.generation_config):
-            made = model.generate(
-                input_ids=ids.to(self.engine.device),
-                attention_mask=mask.to(self.engine.device),
-                max_length=length + new,
-                stopping_criteria=stops,
-                pad_token_id=self.tokenizer.pad_token_id,
-                use_cache=True,
-                **how,
-            )
-        return [self._text(row[length:], until) for row in made.tolist()]
-
-    def _streamed(
-        self, text: str, room: int, how: dict[str, Any], until: list[str], new: int
-    ) -> str:
-        """An answer where weights do not fit on the device: one sweep for every token."""
-        if others := sorted(name for name in how if name not in DRAWN):
-            raise ConfigError(
-                f"tasks: answers are generated with {', '.join(others)}, for which all weights "
-                "must fit on the device; they do not"
-            )
-        draws = how.get("do_sample"), how.get("temperature", 0.0)
-        sampling = Sampling(draws[1], how.get("top_p")) if all(draws) else Sampling()
-        choose, tokens = sampling.chooser(), list[int]()
-
-        def chosen(logits: torch.Tensor) -> int:
-            over = any(end in self.tokenizer.decode(tokens) for end in until)
-            tokens.append(self.eot_token_id if over else choose(logits))
-            return tokens[-1]
-
-        ids = torch.tensor([self.tok_encode(text)[-room:]])
-        return self._text(self.engine.generate(ids, new, [self.eot_token_id], chosen), until)
-
-    def _text(self, tokens: list[int], until: list[str]) -> str:
-        text = self.tokenizer.decode(tokens, skip_special_tokens=True)
-        return str(postprocess_generated_text(text, until, None))
+        new, drawn = how.pop("max_gen_toks"), how.pop("do_sample", False)
+        chosen = {name: how.pop(name, None) for name in DRAWN}
+        if how:
+            raise ConfigError(f"tasks: answers cannot be generated with {', '.join(sorted(how))}")
+        temperature = chosen.pop("temperature")
+        if not drawn or temperature == 0:
+            return Draw(temperature=0.0), until, new
+        return Draw(temperature=1.0 if temperature is None else temperature, **chosen), until, new
 
 
 def targets_of(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +17,8 @@ from megatrain.data.samples import Turns, read_prompts
 from megatrain.data.template import Template
 from megatrain.data.workers import fenced
 from megatrain.engine.engine import Engine
+from megatrain.engine.rollout.decode import Answer, AnswerRequest
+from megatrain.engine.rollout.draw import Draw
 from megatrain.errors import ConfigError, DataError, ModelError
 from megatrain.models.family import longest_sequence
 from megatrain.models.pretrained import stop_ids, with_stops
@@ -63,22 +65,9 @@ class Sampling:
                     "--temperature 0.7, for example"
                 )
 
-    def chooser(self) -> Callable[[torch.Tensor], int]:
-        """Takes logits [vocab], returns a token id; equal for equal seeds, whatever the device."""
-        if self.temperature == 0:
-            return lambda logits: int(logits.argmax())
-        from transformers import TemperatureLogitsWarper, TopPLogitsWarper
-
-        warpers = [TemperatureLogitsWarper(self.temperature), TopPLogitsWarper(self.top_p or 1.0)]
-        draws = torch.Generator().manual_seed(self.seed or 0)
-
-        def choose(logits: torch.Tensor) -> int:
-            scores = logits[None].float().cpu()
-            for warper in warpers:
-                scores = warper(None, scores)
-            return int(torch.multinomial(scores.softmax(-1), 1, generator=draws))
-
-        return choose
+    def draw(self) -> Draw:
+        """Equal for equal seeds."""
+        return Draw(seed=self.seed or 0, temperature=self.temperature, top_p=self.top_p)
 
 
 GREEDY = Sampling()
@@ -193,13 +182,20 @@ def answers_to(
     stop: StopRequest,
 ) -> list[dict[str, Any]] | None:
     """Answers with their prompts, for samples.jsonl; None if asked to stop."""
-    found = []
-    for turns, ids in prompts:
-        if stop.came():
+    requests = [
+        AnswerRequest(number, ids, (0,), max_new_tokens) for number, (_, ids) in enumerate(prompts)
+    ]
+    written = dict[int, list[int]]()
+    for one in engine.rollout(requests, GREEDY.draw(), end_tokens(model)) if prompts else ():
+        written[one.key] = one.ids
+        if stop.came_here() and engine.world.is_alone:
             return None
+    if prompts and stop.came():
+        return None
+    found = []
+    for number, (turns, _) in enumerate(prompts):
         asked: Any = turns if len(turns) > 1 else turns[0]["content"]
-        answered = continuation(engine, model, ids, max_new_tokens)
-        found.append({"prompt": asked, "answer": answered})
+        found.append({"prompt": asked, "answer": text_of(model, written[number])})
     return found
 
 
@@ -233,7 +229,7 @@ def continuation(
     show: Callable[[str], None] = unseen,
 ) -> str:
     """Text after token ids, within the model's positions; `sampling` and `show` as in `answer`."""
-    made = written(engine.generate, model, ids, max_new_tokens, sampling.chooser(), show)
+    made = written(engine.rollout, model, ids, max_new_tokens, sampling.draw(), show)
     if made.is_cut and len(made.tokens) < max_new_tokens:
         logger.warning(
             f"the answer is cut after {len(made.tokens)} tokens: with its prompt it has the "
@@ -252,14 +248,15 @@ class Written:
 
 
 def written(
-    generate: Callable[..., list[int]],
+    rollout: Callable[..., Iterator[Answer]],
     model: Model,
     ids: list[int],
     max_new_tokens: int,
-    choose: Callable[[torch.Tensor], int],
+    draw: Draw,
     show: Callable[[str], None],
+    key: int = 0,
 ) -> Written:
-    """The answer to `ids`, within the model's positions. generate: as `Engine.generate`."""
+    """The answer to `ids`, within the model's positions. rollout: as `Engine.rollout`."""
     from transformers import TextStreamer
 
     class Words(TextStreamer):
@@ -267,19 +264,23 @@ def written(
             show(text)
 
     words: Any = Words(model.tokenizer, skip_special_tokens=True)
-    longest, ends, tokens = positions_of(model), end_tokens(model), list[int]()
+    longest, ends, shown = positions_of(model), end_tokens(model), 0
     room = max_new_tokens if longest is None else min(max_new_tokens, longest - len(ids))
 
-    def chosen(logits: torch.Tensor) -> int:
-        token = choose(logits)
-        tokens.append(token)
-        words.put(torch.tensor([token]))
-        return token
+    def look(_request: AnswerRequest, _number: int, tokens: list[int]) -> bool:
+        nonlocal shown
+        for token in tokens[shown:]:
+            words.put(torch.tensor([token]))
+        shown = len(tokens)
+        return False
 
-    generate(torch.tensor([ids]), room, ends, chosen)
+    (made,) = rollout([AnswerRequest(key, ids, (0,), room)], draw, ends, 1, look)
     words.end()
-    text = str(model.tokenizer.decode(tokens, skip_special_tokens=True)).strip()
-    return Written(tokens, text, len(tokens) == room and not {*tokens[-1:]} & {*ends})
+    return Written(made.ids, text_of(model, made.ids), made.finish == "length")
+
+
+def text_of(model: Model, tokens: list[int]) -> str:
+    return str(model.tokenizer.decode(tokens, skip_special_tokens=True)).strip()
 
 
 def end_tokens(model: Model) -> list[int]:

@@ -94,7 +94,7 @@ def test_the_caller_s_random_state_is_left_alone(dropout, device):
             lambda: engine.train_step(BATCHES),
             lambda: engine.evaluate(BATCHES),
             lambda: engine.logits(BATCHES[0]["input_ids"]),
-            lambda: engine.generate(BATCHES[0]["input_ids"][:1], 2),
+            lambda: engine.generate(BATCHES[0]["input_ids"][:1].tolist(), max_new_tokens=2),
         ):
             use()
             assert all(map(torch.equal, before, [state() for state in generators]))

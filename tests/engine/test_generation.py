@@ -28,6 +28,13 @@ from tests.helpers.support import (
 
 (PROMPT,) = (batch["input_ids"] for batch in full_batches(3, [(1, 9)]))
 NEW = 12
+
+
+def written(engine: Any, most: int = NEW, ends: list[int] | None = None) -> list[int]:
+    (answer,) = engine.generate(PROMPT.tolist(), max_new_tokens=most, eos_token_ids=ends or [])
+    return answer.ids  # type: ignore[no-any-return]
+
+
 RESIDENT = ["llama", "qwen3", "gemma2", "mixtral", "falcon-h1", "qwen3-next", "gpt-oss", "opt"]
 
 
@@ -48,10 +55,10 @@ def test_tokens_are_those_of_the_exported_folder(family, tmp_path, device):
         expected = own_tokens(tmp_path / "out", PROMPT)
         with engine.whole(PROMPT.numel() + NEW) as model:
             assert type(model).__name__.endswith(("ForCausalLM", "LMHeadModel"))
-        assert engine.generate(PROMPT, NEW) == expected
+        assert written(engine) == expected
         end = expected[3]
         until = expected[: expected.index(end) + 1]
-        assert engine.generate(PROMPT, NEW, [end]) == until
+        assert written(engine, NEW, [end]) == until
 
 
 @pytest.mark.slow
@@ -73,21 +80,29 @@ def test_the_engine_trains_on_as_if_nothing_had_been(family, settings, device):
         for batches in steps:
             losses.append(engine.train_step(batches).loss)
             drawn = torch.get_rng_state()
-            engine.generate(PROMPT, 3)
+            written(engine, 3)
             assert torch.equal(torch.get_rng_state(), drawn)
         assert losses == undisturbed.losses
         assert differing(undisturbed.state, state_of(engine)) == []
 
 
-def test_weights_without_room_are_streamed(monkeypatch):
-    with engine_of("llama") as engine:
-        expected = engine.generate(PROMPT, 4)
+@pytest.mark.parametrize("family", ["llama", "llama-tied", "gemma3", "mixtral", "falcon-h1"])
+def test_weights_without_room_are_streamed(monkeypatch, family, caplog):
+    """All rows pass a layer while it is there; a family with states computes each answer anew."""
+    prompts, how = [[3, 4, 5], [6], [7] * 9], {"n": 2, "temperature": 1.0, "max_new_tokens": 5}
+    with engine_of(family) as engine:
+        expected = engine.generate(prompts, **how)
         monkeypatch.setattr("megatrain.engine.inference.has_room", lambda *given: False)
         with engine.whole(1) as model:
             assert model is None
-        assert engine.generate(PROMPT, 4) == expected
-        end = expected[1]
-        assert engine.generate(PROMPT, 4, [end]) == expected[: expected.index(end) + 1]
+        found = engine.generate(prompts, **how)
+        assert [one.ids for one in found] == [one.ids for one in expected]
+        for a, b in zip(found, expected, strict=True):
+            assert a.logprobs == pytest.approx(b.logprobs, abs=1e-4)
+        assert "each token streams all of them" in caplog.text
+        end = expected[0].ids[1]
+        ended = engine.generate(prompts, **how, eos_token_ids=[end])[0]
+        assert ended.ids == expected[0].ids[: expected[0].ids.index(end) + 1]
 
 
 @pytest.mark.cuda
@@ -103,10 +118,10 @@ def test_a_gpu_holds_the_weights_beside_what_it_has_already(monkeypatch):
 
 def test_what_the_model_s_own_settings_say_does_not_count():
     with engine_of(tiny_config("llama", eos_token_id=None)) as engine:
-        expected = engine.generate(PROMPT, NEW)
+        expected = written(engine)
         own: Any = engine.skeleton.model
         own.generation_config.update(repetition_penalty=50.0, do_sample=True, max_new_tokens=1)
-        assert engine.generate(PROMPT, NEW) == expected
+        assert written(engine) == expected
         assert own.generation_config.repetition_penalty == 50.0
 
 

@@ -103,7 +103,7 @@ USES: dict[str, Callable[[Engine], Any]] = {
     "forward_backward": lambda engine: engine.forward_backward(STEPS[0]),
     "evaluate": lambda engine: engine.evaluate(STEPS[0]),
     "logits": lambda engine: engine.logits(STEPS[0][0]["input_ids"]),
-    "generate": lambda engine: engine.generate(torch.tensor([[4, 5]]), 1),
+    "generate": lambda engine: engine.generate([[4, 5]], max_new_tokens=1),
     "iter_weights": lambda engine: list(engine.iter_weights()),
     "wait_ready": lambda engine: engine.wait_ready(0),
 }

@@ -184,7 +184,11 @@ def read(world: World, step: Sequence[Batch] = STEPS[0]) -> Any:
         engine.train_step(step[world.rank :: world.size])
         weights = {name: tensor.clone() for name, tensor in engine.iter_weights()}
         prompt = STEPS[0][0]["input_ids"]
-        return weights, engine.logits(prompt), engine.generate(prompt[:1], max_new_tokens=3)
+        return (
+            weights,
+            engine.logits(prompt),
+            engine.generate(prompt[:1].tolist(), max_new_tokens=3)[0].ids,
+        )
 
 
 @pytest.mark.slow

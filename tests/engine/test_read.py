@@ -96,7 +96,10 @@ def used(engine: Engine) -> tuple[dict[str, Any], list[Counter[int]]]:
         found = engine.train_step(mine)
         fetched.append(Counter())
         told.append((found.loss, found.grad_norm, engine.evaluate(mine[:1]).loss))
-    told += [engine.logits(prompt).tolist(), engine.generate(prompt[:1], max_new_tokens=1)]
+    told += [
+        engine.logits(prompt).tolist(),
+        engine.generate(prompt[:1].tolist(), max_new_tokens=1)[0].ids,
+    ]
     source.fetch = fetch  # type: ignore[method-assign]
     weights = {name: tensor.float().tolist() for name, tensor in engine.iter_weights()}
     arrays = {name: array.tolist() for name, array in arrays_of(engine).items()}

@@ -161,7 +161,7 @@ def test_a_reward_model_has_no_log_probabilities_and_writes_nothing():
         with pytest.raises(ConfigError, match="this model gives scores"):
             engine.logprobs([padded()])
         with pytest.raises(ConfigError, match="a reward model gives scores and writes no text"):
-            engine.generate(padded()["input_ids"][:1], 3)
+            engine.generate(padded()["input_ids"][:1].tolist())
 
 
 def test_examples_without_tokens_are_refused():

@@ -1,4 +1,5 @@
-"""`megatrain generate`: tokens as transformers draws them, and words as they come."""
+"""`megatrain generate`: the likeliest tokens are those of transformers, and words come as they are
+written."""
 
 from __future__ import annotations
 
@@ -10,7 +11,6 @@ import pytest
 import torch
 
 from megatrain.recipes import sample
-from megatrain.recipes.sample import Sampling
 from tests.helpers.commands import conversation, write_jsonl
 
 ASK = ("generate", "model", "Count to 3.", "--max-new-tokens")
@@ -41,14 +41,12 @@ def test_temperature_0_takes_the_likeliest_tokens(megatrain):
     assert megatrain("", *ASK, "8", "--temperature", "0").out == f"{greedy}\n"
 
 
-def test_tokens_are_drawn_as_transformers_draws_them(megatrain):
-    expected = transformers_answer(12, do_sample=True, temperature=0.7, top_p=0.8, top_k=0)
-    drawn = ("--temperature", "0.7", "--top-p", "0.8", "--json", "--seed")
-    first, again, other = (megatrain("", *ASK, "12", *drawn, seed) for seed in "556")
-    assert first.json["answer"] == expected == again.json["answer"] != other.json["answer"]
-    zero, none = (Sampling(1.0, seed=seed).chooser() for seed in (0, None))
-    logits = torch.randn(50, generator=torch.Generator().manual_seed(0))
-    assert [zero(logits) for _ in range(20)] == [none(logits) for _ in range(20)]
+def test_equal_seeds_draw_equal_tokens(megatrain):
+    drawn = ("--temperature", "0.7", "--top-p", "0.8", "--json")
+    seeds = ["5", "5", "6", "0"]
+    found = [megatrain("", *ASK, "12", *drawn, "--seed", seed).json["answer"] for seed in seeds]
+    assert found[0] == found[1] != found[2]
+    assert megatrain("", *ASK, "12", *drawn).json["answer"] == found[3]
 
 
 class Terminal(io.StringIO):

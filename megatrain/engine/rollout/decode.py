@@ -11,7 +11,7 @@ from __future__ import annotations
 import inspect
 import logging
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -23,6 +23,7 @@ from torch import Tensor
 from megatrain.engine.inference import RESERVE_BYTES, free_bytes, generated
 from megatrain.engine.rollout.draw import Draw
 from megatrain.engine.rollout.pool import Pool, attending, masks_of
+from megatrain.engine.rollout.streamed import StreamedModel
 from megatrain.errors import OutOfMemory
 from megatrain.heartbeat import beat
 from megatrain.memory.sizes import SCORE_BYTES
@@ -61,9 +62,19 @@ class Answer:
     finish: Literal["stop", "length"]
 
 
+# Shown the tokens of an answer so far as they come; true ends it there.
+Look = Callable[[AnswerRequest, int, list[int]], bool]
+
+
+def unseen(request: AnswerRequest, number: int, ids: list[int]) -> bool:
+    """Looks at nothing."""
+    return False
+
+
 # why: decision 0114
 class Decoder:
-    """Rows that are written together. model: transformers' own, with its weights on a device."""
+    """Rows that are written together. model: transformers' own, with its weights on a device, or a
+    `StreamedModel`."""
 
     def __init__(
         self,
@@ -76,12 +87,14 @@ class Decoder:
         most: int,
         bools: bool,
         graphs: bool = True,
+        look: Look = unseen,
     ) -> None:
         self.model, self.draw, self.ends, self.bools = model, draw, {*ends}, bools
+        self.look = look
         # transformers has another name for it from 5.24 on
         known = inspect.signature(model.forward).parameters
         self.cache_name = "cache" if "cache" in known else "past_key_values"
-        self.device: torch.device = next(model.parameters()).device
+        self.device: torch.device = model.device
         self.with_graphs = graphs and self.device.type == "cuda"
         self.looks_every = max(1, min(LOOKS_EVERY, most // LOOKS)) if self.with_graphs else 1
         self.room, self.pool = room, Pool(slots, room)
@@ -226,6 +239,9 @@ class Decoder:
             row.logprobs += logprobs[slot]
             row.kept += kept[slot]
             answer = row.ended(before, self.ends, self.draw.cuts)
+            seen = row.ids if answer is None else answer.ids
+            if self.look(row.request, row.number, seen) and answer is None:
+                answer = row.answer(len(row.ids), "stop", self.draw.cuts)
             if answer is not None:
                 found.append((slot, answer))
         for slot, _ in reversed(found):
@@ -260,12 +276,14 @@ class _Row:
         most = self.request.most
         new = enumerate(self.ids[before:most], before + 1)
         size = next((size for size, one in new if one in ends), None)
-        if size is None and len(self.ids) < most:
-            return None
-        finish: Literal["stop", "length"] = "length" if size is None else "stop"
-        upto = slice(most if size is None else size)
-        kept = self.kept[upto] if cuts else None
-        found = self.ids[upto], self.logprobs[upto], kept
+        if size is not None:
+            return self.answer(size, "stop", cuts)
+        return None if len(self.ids) < most else self.answer(most, "length", cuts)
+
+    def answer(self, size: int, finish: Literal["stop", "length"], cuts: bool) -> Answer:
+        """The first tokens."""
+        kept = self.kept[:size] if cuts else None
+        found = self.ids[:size], self.logprobs[:size], kept
         return Answer(self.request.key, self.number, *found, finish)
 
 
@@ -285,7 +303,9 @@ def answers(
     requests: Sequence[AnswerRequest],
     draw: Draw,
     ends: Sequence[int],
-    slots: int | None,
+    slots: int | None = None,
+    look: Look = unseen,
+    *,
     fuse: bool = False,
 ) -> Iterator[Answer]:
     """Answers to requests as they end, in so many rows at most; None: as memory has room for.
@@ -298,19 +318,21 @@ def answers(
     if not total:
         return
     room = max(len(one.ids) + one.most for one in requests)
-    with attending(model) as bools, fused_parts(model) if fuse else nullcontext():
+    whole = not isinstance(model, StreamedModel)
+    with attending(model) as bools, fused_parts(model) if fuse and whole else nullcontext():
         reason, row_bytes = tried(model, bools)
         if reason is None:
             slots = min(total, slots or slots_for(model, row_bytes, room))
             most = max(one.most for one in requests)
-            decoder = Decoder(model, draw, ends, slots=slots, room=room, most=most, bools=bools)
+            how: dict[str, Any] = {"bools": bools, "graphs": whole, "look": look}
+            decoder = Decoder(model, draw, ends, slots=slots, room=room, most=most, **how)
             yield from decoder.write(requests)
             return
     family = model.config.model_type
     logger.warning(f"{family}: transformers' generate writes answers, one by one, since {reason}")
     for request in requests:
         for number in request.answers:
-            yield by_generate(model, request, number, draw, ends)
+            yield by_generate(model, request, number, draw, ends, look)
 
 
 def tried(model: Any, bools: bool) -> tuple[str | None, int]:
@@ -331,8 +353,7 @@ def tried(model: Any, bools: bool) -> tuple[str | None, int]:
             along = torch.arange(ids.shape[1], device=decoder.device)
             mask = masks_of(model.config, (along[:, None] - along)[None, None], model.dtype, bools)
             about = {"attention_mask": mask, "position_ids": along[None], "use_cache": False}
-            whole = model(input_ids=ids, **about)
-            logits = whole.logits[0, -4:-1].float()
+            logits = model(input_ids=ids, **about)[0][0, -4:-1].float()
             expected = logits.log_softmax(-1).gather(1, ids[0, -3:, None])[:, 0].tolist()
             gaps = (abs(a - b) for a, b in zip(expected, found.logprobs, strict=True))
             worst = max(worst, *gaps)
@@ -346,7 +367,7 @@ def tried(model: Any, bools: bool) -> tuple[str | None, int]:
 def slots_for(model: Any, token_bytes: int, room: int) -> int:
     """Rows for which there is memory. Raises OutOfMemory where there is not one."""
     row_bytes = token_bytes * room + SCORE_BYTES * model.config.get_text_config().vocab_size
-    free = free_for_rows(next(model.parameters()).device)
+    free = free_for_rows(model.device)
     if free < row_bytes:
         raise OutOfMemory(
             f"an answer's keys and values take {row_bytes >> 20} MiB, and {max(0, free) >> 20} MiB "
@@ -363,19 +384,29 @@ def free_for_rows(device: torch.device) -> int:
 
 
 def by_generate(
-    model: Any, request: AnswerRequest, number: int, draw: Draw, ends: Sequence[int]
+    model: Any, request: AnswerRequest, number: int, draw: Draw, ends: Sequence[int], look: Look
 ) -> Answer:
-    """An answer that transformers' `generate` writes, with the same draws."""
-    logprobs, kept = list[float](), list[float]()
+    """An answer that transformers' `generate` writes, with the same draws; that of a streamed model
+    is computed from its beginning for each token."""
+    ids, logprobs, kept = list[int](), list[float](), list[float]()
 
     def choose(logits: Tensor) -> int:
-        about = torch.tensor([[request.key], [number], [len(logprobs)]], device=logits.device)
+        about = torch.tensor([[request.key], [number], [len(ids)]], device=logits.device)
         token, logprob, mass = draw(logits[None], *about)
+        ids.append(int(token))
         logprobs.append(float(logprob))
         kept.append(float(mass))
-        return int(token)
+        if look(request, number, ids) and ends:
+            return ends[0]
+        return ids[-1]
 
-    prompt = torch.tensor([list(request.ids)], device=next(model.parameters()).device)
-    ids = generated(model, prompt, request.most, ends, choose)
-    finish: Literal["stop", "length"] = "stop" if ids[-1] in {*ends} else "length"
+    prompt = torch.tensor([list(request.ids)], device=model.device)
+    if isinstance(model, StreamedModel):
+        while len(ids) < request.most and not {*ids[-1:]} & {*ends}:
+            whole = torch.cat([prompt, torch.tensor([ids], device=model.device).long()], 1)
+            choose(model(input_ids=whole)[0][0, -1])
+    else:
+        generated(model, prompt, request.most, ends, choose)
+    finish: Literal["stop", "length"] = "length" if len(ids) == request.most else "stop"
+    finish = "stop" if ids[-1] in {*ends} else finish
     return Answer(request.key, number, ids, logprobs, kept if draw.cuts else None, finish)
