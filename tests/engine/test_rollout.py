@@ -44,7 +44,8 @@ def by_key(found: Any) -> dict[tuple[int, int], Answer]:
 
 
 def logprobs(model: Any, prompt: list[int], ids: list[int], temperature: float = 1.0) -> Any:
-    logits = model(torch.tensor([prompt + ids])).logits[0, len(prompt) - 1 : -1].float()
+    whole = torch.tensor([prompt + ids], device=model.device)
+    logits = model(whole).logits[0, len(prompt) - 1 : -1].float().cpu()
     of_ids = (logits / temperature).log_softmax(-1).gather(1, torch.tensor(ids)[:, None])
     return of_ids[:, 0].tolist()
 
@@ -53,25 +54,28 @@ def logprobs(model: Any, prompt: list[int], ids: list[int], temperature: float =
     "family", [*FAST, *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)]
 )
 @torch.no_grad()
-def test_answers_are_the_family_s_and_do_not_depend_on_their_company(family, caplog):
-    model, given, drawn = model_of(family), prompts(), Draw(seed=7, temperature=1.2)
+def test_answers_are_the_family_s_and_do_not_depend_on_their_company(family, caplog, device):
+    """On a GPU by CUDA graphs, and fused."""
+    model, given, drawn = model_of(family).to(device), prompts(), Draw(seed=7, temperature=1.2)
     greedy = [AnswerRequest(n, ids, (0,), MOST) for n, ids in enumerate(given)]
-    found = by_key(answers(model, greedy, Draw(temperature=0.0), ENDS, 4))
+    fuse = device != "cpu"
+    found = by_key(answers(model, greedy, Draw(temperature=0.0), ENDS, 4, fuse=fuse))
     how: Any = GenerationConfig(
         do_sample=False, max_new_tokens=MOST, eos_token_id=[*ENDS], pad_token_id=0
     )
     for number, ids in enumerate(given):
         whole = model.generate(
-            torch.tensor([ids]),
-            attention_mask=torch.ones(1, len(ids), dtype=torch.long),
+            torch.tensor([ids], device=device),
+            attention_mask=torch.ones(1, len(ids), dtype=torch.long, device=device),
             generation_config=how,
         )
         assert found[number, 0].ids == whole[0, len(ids) :].tolist()
     assert ("generate writes answers" in caplog.text) == (family in BY_GENERATE)
+    assert "without CUDA graphs" not in caplog.text
     groups = [AnswerRequest(n, ids, (0, 1, 2), MOST) for n, ids in enumerate(given)]
     state = torch.get_rng_state()
     one, *others = (
-        by_key(answers(model, asked, drawn, ENDS, slots))
+        by_key(answers(model, asked, drawn, ENDS, slots, fuse=fuse))
         for asked, slots in ((groups, 2), (groups[::-1], 9), (groups, None))
     )
     assert torch.equal(state, torch.get_rng_state())

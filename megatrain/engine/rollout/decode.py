@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, Literal
+from weakref import WeakKeyDictionary
 
 import psutil
 import torch
@@ -175,14 +176,17 @@ class Decoder:
             return
         rows = min(self.pool.slots, _bucket(rows))
         seen = min(self.room, -(-longest // SEEN_STEP) * SEEN_STEP)
-        graph = self.graphs.get((rows, seen))
-        if graph is None:
-            graph = self.graphs[rows, seen] = self._captured(rows, seen)
-        graph.replay()
+        if (rows, seen) not in self.graphs:
+            self.graphs[rows, seen] = self._captured(rows, seen)
+        if (graph := self.graphs[rows, seen]) is not None:
+            graph.replay()
+        else:
+            self._compute(rows, seen)
 
-    def _captured(self, rows: int, seen: int) -> Any:
-        """A CUDA graph. The trial before it leaves no trace: what it changes is put back, and keys
-        at the places to come are written again."""
+    def _captured(self, rows: int, seen: int) -> Any | None:
+        """A CUDA graph; None of a family whose code waits for the device. The trial before it
+        leaves no trace: what it changes is put back, and keys at the places to come are written
+        again."""
         state = [self.token, self.place, self.drawn, self.column]
         before = [one.clone() for one in state]
         stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
@@ -193,8 +197,16 @@ class Decoder:
         for one, value in zip(state, before, strict=True):
             one.copy_(value)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self.memory):  # computes nothing
-            self._compute(rows, seen)
+        try:
+            with torch.cuda.graph(graph, pool=self.memory):  # computes nothing
+                self._compute(rows, seen)
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError as error:
+            reason = str(error).strip().partition("\n")[0]
+            name = self.model.config.model_type
+            logger.warning(f"{name}: answers are written without CUDA graphs, slower ({reason})")
+            return None
         return graph
 
     def _compute(self, rows: int, seen: int) -> None:
@@ -294,6 +306,10 @@ def _bucket(rows: int) -> int:
     return 1 << (rows - 1).bit_length()
 
 
+# Of each model what `tried` found.
+_TRIED: WeakKeyDictionary[Any, tuple[str | None, int]] = WeakKeyDictionary()
+
+
 # -- a family's way ------------------------------------------------------------------------------
 
 
@@ -320,7 +336,9 @@ def answers(
     room = max(len(one.ids) + one.most for one in requests)
     whole = not isinstance(model, StreamedModel)
     with attending(model) as bools, fused_parts(model) if fuse and whole else nullcontext():
-        reason, row_bytes = tried(model, bools)
+        if model not in _TRIED:
+            _TRIED[model] = tried(model, bools)
+        reason, row_bytes = _TRIED[model]
         if reason is None:
             slots = min(total, slots or slots_for(model, row_bytes, room))
             most = max(one.most for one in requests)
