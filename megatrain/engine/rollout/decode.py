@@ -206,6 +206,7 @@ class Decoder:
             reason = str(error).strip().partition("\n")[0]
             name = self.model.config.model_type
             logger.warning(f"{name}: answers are written without CUDA graphs, slower ({reason})")
+            self.with_graphs = False  # nor with another one: the failed one's memory is gone
             return None
         return graph
 

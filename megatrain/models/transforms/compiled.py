@@ -139,14 +139,14 @@ def _configure() -> None:
 @contextmanager
 def fused_parts(model: nn.Module) -> Iterator[None]:
     """Inside, norms and MLPs of a model that runs eagerly are compiled, once for any number of
-    rows; but for those that were replaced."""
+    tokens; but for those that were replaced."""
     _configure()
     found = [one for one in model.modules() if type(one).__name__.endswith(FUSED)]
     parts = [one for one in found if "forward" not in vars(one)]
 
-    def run(compiled: Callable[..., Any], *given: Any) -> Any:
+    def run(compiled: Callable[[Tensor], Tensor], hidden: Tensor) -> Tensor:
         with torch.compiler.set_stance("default"):  # whatever the layers' is
-            return compiled(*given)
+            return compiled(hidden.flatten(0, -2)).view(*hidden.shape[:-1], -1)
 
     for part in parts:
         part.forward = partial(run, torch.compile(part.forward, dynamic=True))
