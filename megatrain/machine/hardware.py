@@ -17,18 +17,20 @@ from importlib.util import find_spec
 from itertools import permutations, takewhile
 from pathlib import Path
 from runpy import run_path
-from typing import Any
+from typing import Any, NamedTuple
 
 import psutil
 
 from megatrain.errors import ConfigError
-from megatrain.machine.cgroups import cgroup_cpus, cgroup_memory, mount_of
+from megatrain.machine.cgroups import cgroup_cpus, cgroup_memory
 from megatrain.machine.datasheets import FIRST_BFLOAT16
 
 MIB = 2**20
 GIB = 2**30
 CPUINFO = Path("/proc/cpuinfo")
 TOPOLOGY = Path("/sys/devices/system/cpu")
+IN_RAM = ("tmpfs", "ramfs")  # file systems
+OVERLAY = ("overlay", "fuse.fuse-overlayfs", "aufs")  # as the folders that a container comes with
 
 # What the driver counts beyond torch's reservation once a model's kernels are loaded: H200, torch
 # 2.11, CUDA 13. The same to the byte from 0.2 to 7.6 billion parameters, eager and compiled; 8 MiB
@@ -247,6 +249,23 @@ def drive_name(folder: Path) -> str:
     while not mount.is_mount():
         mount = mount.parent
     return f"{os.major(device)}:{os.minor(device)} {mount}"
+
+
+class Mount(NamedTuple):
+    """A mounted file system: where, of which kind, and from what device or server."""
+
+    point: Path
+    kind: str
+    source: str
+
+
+def mount_of(folder: Path) -> Mount | None:
+    """The file system of `folder`, or of its nearest existing parent; None where none is told."""
+    folder = _existing(folder).resolve()
+    mounts = (Mount(Path(m.mountpoint), m.fstype, m.device) for m in psutil.disk_partitions(True))
+    holding = [mount for mount in mounts if folder.is_relative_to(mount.point)]
+    # the longest path; of two mounts on one, the later hides the earlier
+    return max(reversed(holding), key=lambda mount: len(mount.point.parts), default=None)
 
 
 def _existing(folder: Path) -> Path:

@@ -13,12 +13,15 @@ import os
 import platform
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+from pydantic import ConfigDict, Field, TypeAdapter
+from pydantic.dataclasses import dataclass as checked_dataclass
 
 from megatrain.errors import StorageError
 from megatrain.machine.datasheets import DESKTOP, UNKNOWN_GPU, DataSheet, data_sheet
@@ -36,7 +39,11 @@ from megatrain.machine.hardware import (
 
 logger = logging.getLogger("megatrain")
 
-Rates = tuple[tuple[int, float], ...]  # (size, rate at that size), sizes ascending
+Rate = Annotated[float, Field(ge=0)]
+Rates = tuple[tuple[Annotated[int, Field(gt=0)], Rate], ...]  # (size, rate at it), ascending
+Known = Annotated[Rates, Field(min_length=1)]
+# A cached file may hold anything: what cannot be a figure raises ValueError.
+CHECKED = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
 
 FORMAT = 7  # of the measurements: a higher number makes every cached profile stale
 # Memory traffic of one parameter's AdamW update: weight, remainder and two fp32 moments are read
@@ -45,55 +52,42 @@ UPDATE_BYTES = 26
 
 
 # why: decision 0010
-@dataclass(frozen=True)
+@checked_dataclass(frozen=True, config=CHECKED)
 class MachineProfile:
     """Sustained rates in SI units, such as bytes/s and FLOP/s; 0.0: the machine lacks it."""
 
     fingerprint: str  # of the machine it was measured on; "typical" for a guess
     measured_on: str  # ISO date; empty for a guess
-    upload: float  # bytes/s, pinned host memory to device, alone
-    download: float  # bytes/s, the other way, alone
-    both: float  # bytes/s, both directions at once, their sum
-    update: Rates  # (threads, parameters/s) of our AdamW over host arrays much larger than caches
-    arithmetic: float  # compute-bound update rate of a host thread over Optimizer.arithmetic
-    update_busy: float  # parameters/s of all update threads while PCIe is busy both ways
-    both_busy: float  # bytes/s of both directions meanwhile, their sum
-    matmul: Rates  # (tokens, FLOP/s) of the device, bf16, [tokens, 4096] x [4096, 14336]
-    matmul_fp32: Rates  # the same in float32
-    attention: Rates  # (length, FLOP/s) causal, both passes, 12 x 128 FLOP per pair and head
-    memory: float  # bytes/s, read and written, of the device's own memory
-    fresh: float  # bytes/s of first touch, as of a CPU's large activations; a GPU's: as `memory`
-    launch: float  # seconds that one small eager operation costs the host
-    device_update: float  # parameters/s of the same update on the device
-    disk_write: float  # bytes/s past the page cache, in the run folder or memory.nvme
-    disk_read: float
-    fp8: float  # FLOP/s of matmuls with a scale per row and column at 8192 tokens
+    upload: Rate  # bytes/s, pinned host memory to device, alone
+    download: Rate  # bytes/s, the other way, alone
+    both: Rate  # bytes/s, both directions at once, their sum
+    update: Known  # (threads, parameters/s) of our AdamW over host arrays much larger than caches
+    arithmetic: Rate  # compute-bound update rate of a host thread over Optimizer.arithmetic
+    update_busy: Rate  # parameters/s of all update threads while PCIe is busy both ways
+    both_busy: Rate  # bytes/s of both directions meanwhile, their sum
+    matmul: Known  # (tokens, FLOP/s) of the device, bf16, [tokens, 4096] x [4096, 14336]
+    matmul_fp32: Known  # the same in float32
+    attention: Known  # (length, FLOP/s) causal, both passes, 12 x 128 FLOP per pair and head
+    memory: Rate  # bytes/s, read and written, of the device's own memory
+    fresh: Rate  # bytes/s of first touch, as of a CPU's large activations; a GPU's: as `memory`
+    launch: Rate  # seconds that one small eager operation costs the host
+    device_update: Rate  # parameters/s of the same update on the device
+    disk_write: Rate  # bytes/s past the page cache, in the run folder or memory.nvme
+    disk_read: Rate
+    fp8: Rate  # FLOP/s of matmuls with a scale per row and column at 8192 tokens
     # (rows an expert, FLOP/s) of a GPU's grouped matmuls, both passes, bf16, rows at random. Empty
     # on a CPU; a GPU's that was not measured is the usual share of `matmul`.
     grouped: Rates = ()
     # Of a host with several GPUs, each a rank, with all at work: then the links and updates above
     # are one rank's, too. The next two: bytes/s that come to a rank from the others of its host.
     ranks: int = 1
-    gather: float = 0.0  # of their shares of weights
-    reduce: float = 0.0  # of their fp32 sums, which it adds up in the order of ranks
-    gather_loss: float = 0.0  # seconds of computing that the device loses beside a second of it
-    reduce_loss: float = 0.0
-    network: float = 0.0  # bytes/s of a host to the others, each way
+    gather: Rate = 0.0  # of their shares of weights
+    reduce: Rate = 0.0  # of their fp32 sums, which it adds up in the order of ranks
+    gather_loss: Rate = 0.0  # seconds of computing that the device loses beside a second of it
+    reduce_loss: Rate = 0.0
+    network: Rate = 0.0  # bytes/s of a host to the others, each way
 
     def __post_init__(self) -> None:
-        """Raise ValueError for what cannot be a profile: a cached file may hold anything."""
-        for field in fields(self):
-            value = getattr(self, field.name)
-            if field.type == "Rates":
-                points = tuple((size, rate) for size, rate in value)
-                whole = all(
-                    type(size) is int and size > 0 and _is_rate(rate) for size, rate in points
-                )
-                if not whole or not (points or field.name == "grouped"):
-                    raise ValueError(f"{field.name}: {value!r}")
-                object.__setattr__(self, field.name, points)  # lists where it comes from JSON
-            elif not (isinstance(value, str) if field.type == "str" else _is_rate(value)):
-                raise ValueError(f"{field.name}: {value!r}")
         if self.upload and not self.grouped:
             object.__setattr__(self, "grouped", usual_grouped(self.matmul))
 
@@ -101,11 +95,6 @@ class MachineProfile:
 def usual_grouped(matmul: Rates) -> Rates:
     """The usual `MachineProfile.grouped` of a GPU with these rates of lone matmuls."""
     return tuple((rows, share * matmul[-1][1]) for rows, share in GROUPED_SHARE)
-
-
-def _is_rate(value: object) -> bool:
-    number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    return number and 0 <= value < math.inf  # type: ignore[operator]  # false for NaN
 
 
 def interpolate(rates: Sequence[tuple[float, float]], size: float) -> float:
@@ -174,8 +163,9 @@ def cache_file(fingerprint: str) -> Path:
 def load(fingerprint: str) -> MachineProfile | None:
     """The cached profile of the machine with this fingerprint; None without a readable one."""
     try:
-        profile = MachineProfile(**json.loads(cache_file(fingerprint).read_text()))
-    except (OSError, ValueError, TypeError):  # no file, not JSON or not a rate, other keys
+        data = cache_file(fingerprint).read_bytes()
+        profile = TypeAdapter(MachineProfile).validate_json(data)
+    except (OSError, ValueError):  # no file, not JSON or not a rate, other keys
         return None
     return profile if profile.fingerprint == fingerprint else None
 
@@ -211,19 +201,13 @@ def write_json(path: Path, value: dict[str, Any]) -> Path:
     return path
 
 
-@dataclass(frozen=True)
+@checked_dataclass(frozen=True, config=CHECKED)
 class DriveRates:
     """The rates that a drive sustained past the page cache, in bytes/s."""
 
-    write: float
-    read: float
+    write: Annotated[float, Field(gt=0)]
+    read: Annotated[float, Field(gt=0)]
     measured_on: str  # ISO date
-
-    def __post_init__(self) -> None:
-        """Raise ValueError for what cannot be one: a cached file may hold anything."""
-        known = all(_is_rate(rate) and rate > 0 for rate in (self.write, self.read))
-        if not (known and isinstance(self.measured_on, str)):
-            raise ValueError(repr(self))
 
 
 def drives_file(fingerprint: str) -> Path:
@@ -233,9 +217,9 @@ def drives_file(fingerprint: str) -> Path:
 def load_drives(fingerprint: str) -> dict[str, DriveRates]:
     """The measured rates of this machine's drives by `hardware.drive_name`; empty without any."""
     try:
-        kept = json.loads(drives_file(fingerprint).read_text())
-        return {name: DriveRates(**rates) for name, rates in kept.items()}
-    except (OSError, ValueError, TypeError, AttributeError):  # as `load`; or a list
+        data = drives_file(fingerprint).read_bytes()
+        return TypeAdapter(dict[str, DriveRates]).validate_json(data)
+    except (OSError, ValueError):  # as `load`
         return {}
 
 

@@ -11,8 +11,8 @@ from pathlib import Path
 import psutil
 import torch
 
-from megatrain.machine.cgroups import IN_RAM, OVERLAY, cgroup_cpus, cgroup_memory, mount_of
-from megatrain.machine.hardware import GIB, Hardware, opened_nvml
+from megatrain.machine.cgroups import cgroup_cpus, cgroup_memory
+from megatrain.machine.hardware import GIB, IN_RAM, OVERLAY, Hardware, mount_of, opened_nvml
 from megatrain.machine.profile import MachineProfile
 from megatrain.measure.transfers import PIECE_BYTES
 

@@ -18,9 +18,16 @@ from megatrain.engine.request import choose_device, choose_precision
 from megatrain.engine.resolved import Machine, Resolved
 from megatrain.errors import ConfigError, StorageError
 from megatrain.machine import profile as rates
-from megatrain.machine.cgroups import IN_RAM, mount_of
 from megatrain.machine.datasheets import FIRST_BFLOAT16, FIRST_FP8, parse_size
-from megatrain.machine.hardware import GIB, Hardware, drive_name, read_hardware, shared_out
+from megatrain.machine.hardware import (
+    GIB,
+    IN_RAM,
+    Hardware,
+    drive_name,
+    mount_of,
+    read_hardware,
+    shared_out,
+)
 from megatrain.machine.hypothetical import DRIVER_BYTES, SYSTEM_BYTES, find_gpu, hypothetical
 from megatrain.machine.profile import (
     DriveRates,

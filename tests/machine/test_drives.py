@@ -2,11 +2,12 @@
 
 import os
 from pathlib import Path
+from types import SimpleNamespace
 
+import psutil
 import pytest
 
-from megatrain.machine.cgroups import mount_of
-from megatrain.machine.hardware import drive_name, one_of_each_drive
+from megatrain.machine.hardware import drive_name, mount_of, one_of_each_drive
 
 
 def test_a_drive_is_known_by_its_device_and_mount_point(tmp_path):
@@ -23,11 +24,13 @@ def test_what_has_no_device_of_its_own_is_known_by_its_source():
     assert drive_name(Path("/proc/self")) == "proc /proc"
 
 
-TABLE = r"""22 1 259:1 / / rw,relatime shared:1 - ext4 /dev/root rw
-30 22 0:40 / /data/my\040files rw - nfs4 server:/export\040a rw,vers=4
-31 22 0:41 / /shm rw,nosuid - tmpfs shm rw,size=65536k
-32 22 0:42 / /over rw - ext4 /dev/hidden rw
-33 22 0:43 / /over rw master:2 propagate_from:1 - overlay overlay rw,lowerdir=/a:/b"""
+TABLE = [
+    ("/", "ext4", "/dev/root"),
+    ("/data/my files", "nfs4", "server:/export a"),
+    ("/shm", "tmpfs", "shm"),
+    ("/over", "ext4", "/dev/hidden"),
+    ("/over", "overlay", "overlay"),
+]
 
 
 @pytest.mark.parametrize(
@@ -40,12 +43,13 @@ TABLE = r"""22 1 259:1 / / rw,relatime shared:1 - ext4 /dev/root rw
         ("/data/my files/x", ("/data/my files", "nfs4", "server:/export a")),
     ],
 )
-def test_what_a_folder_lies_on(tmp_path, monkeypatch, folder, found):
+def test_what_a_folder_lies_on(monkeypatch, folder, found):
     monkeypatch.setattr(Path, "exists", lambda _: True)
-    (tmp_path / "mountinfo").write_text(TABLE)
-    mount = mount_of(Path(folder), tmp_path / "mountinfo")
-    assert mount == (Path(found[0]), *found[1:])
-    assert mount_of(Path(folder), tmp_path / "none") is None
+    mounts = [SimpleNamespace(mountpoint=p, fstype=k, device=d) for p, k, d in TABLE]
+    monkeypatch.setattr(psutil, "disk_partitions", lambda every: mounts)
+    assert mount_of(Path(folder)) == (Path(found[0]), *found[1:])
+    mounts.clear()
+    assert mount_of(Path(folder)) is None
 
 
 def test_folders_of_one_drive_count_once(tmp_path):

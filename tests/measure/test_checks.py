@@ -12,8 +12,8 @@ import psutil
 import pytest
 
 from megatrain.machine import hardware as machine_hardware
-from megatrain.machine.cgroups import Mount, cgroup_cpus
-from megatrain.machine.hardware import GIB, Gpu, Hardware, read_hardware
+from megatrain.machine.cgroups import cgroup_cpus
+from megatrain.machine.hardware import GIB, Gpu, Hardware, Mount, read_hardware
 from megatrain.machine.profile import typical
 from megatrain.measure import checks
 from megatrain.measure.checks import PcieLink, pcie

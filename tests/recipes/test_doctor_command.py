@@ -16,8 +16,7 @@ from rich.console import Console
 from megatrain import cli
 from megatrain.errors import StorageError
 from megatrain.machine import profile as profiles
-from megatrain.machine.cgroups import Mount
-from megatrain.machine.hardware import Gpu, Hardware, drive_name, read_hardware
+from megatrain.machine.hardware import Gpu, Hardware, Mount, drive_name, read_hardware
 from megatrain.machine.profile import DriveRates, fingerprint, known, typical
 from megatrain.measure import checks
 from megatrain.recipes import doctor

@@ -15,8 +15,7 @@ import pytest
 from megatrain.engine import resolved
 from megatrain.errors import StorageError
 from megatrain.machine import hardware, profile
-from megatrain.machine.cgroups import Mount
-from megatrain.machine.hardware import Gpu, read_hardware
+from megatrain.machine.hardware import Gpu, Mount, read_hardware
 from megatrain.machine.profile import DriveRates, fingerprint, save_drive, typical
 from megatrain.recipes import planned_machine
 from megatrain.recipes.model import bench_config
