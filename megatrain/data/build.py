@@ -87,7 +87,7 @@ def load_data(
         expected: where a source has changed or is gone, the rows of a run that goes on are taken
             from the cache, if they are there. Other training rows are refused.
 
-    Raises as `encode_source`.
+    Raises as `AskedSet.rows`.
     """
     if pack_to is not None:
         options = replace(options, seq_len=None, train_on="all")
@@ -108,12 +108,12 @@ def load_data(
         return whole(chosen(rows)[0]).digest == before
 
     wanted = trained_before if before else None
-    rows, held = chosen(encode_source(train, tokenizer, options, cache, on_progress, wanted))
+    asked = AskedSet(train, tokenizer, options, cache, on_progress)
+    rows, held = chosen(asked.rows(wanted))
     if before is not None:
         check_digest(whole(rows).digest, before)
     if not isinstance(held_out, int | float | None):
-        asked = AskedSet(held_out, tokenizer, options, cache, on_progress)
-        held = held_out_beside(rows, asked, whole, expected)
+        held = held_out_beside(rows, replace(asked, given=held_out), whole, expected)
     return whole(rows), None if held is None else whole(held)
 
 
@@ -142,27 +142,6 @@ def held_out_beside(
     return held
 
 
-def encode_source(
-    given: Given,
-    tokenizer: PreTrainedTokenizerBase,
-    options: RowOptions,
-    cache: Path | None = None,
-    on_progress: OnProgress | None = None,
-    wanted: Callable[[TokenRows], bool] | None = None,
-) -> TokenRows:
-    """Tokenised rows of a source, from the cache if the same were tokenised before.
-
-    wanted: of cached rows of the source as it was before, true for those to take in place of what
-    it now holds.
-
-    Raises:
-        DataError: the source cannot be read, holds no row or no target token, has bad rows (under
-            `refuse`; names the first), or token ids outside `options.vocab_size`.
-        StorageError: the cache cannot be written, or not be read back.
-    """
-    return AskedSet(given, tokenizer, options, cache, on_progress).rows(wanted)
-
-
 @dataclass(frozen=True, eq=False)
 class AskedSet:
     """Rows of a source as they are to be tokenised: a set in the cache, or one to be made there."""
@@ -174,7 +153,16 @@ class AskedSet:
     on_progress: OnProgress | None = None
 
     def rows(self, wanted: Callable[[TokenRows], bool] | None = None) -> TokenRows:
-        """As `encode_source`."""
+        """Tokenised rows of the source, from the cache if the same were tokenised before.
+
+        wanted: of cached rows of the source as it was before, true for those to take in place of
+            what it now holds.
+
+        Raises:
+            DataError: the source cannot be read, holds no row or no target token, has bad rows
+                (under `refuse`; names the first), or token ids outside `options.vocab_size`.
+            StorageError: the cache cannot be written, or not be read back.
+        """
         if wanted is not None and (rows := self._of_a_changed_source(wanted)) is not None:
             return rows
         source = self.source
@@ -221,7 +209,7 @@ class AskedSet:
         return digest_of(json.dumps(state, sort_keys=True) + str(tokenizer))
 
     def make(self, on_progress: OnProgress) -> None:
-        """Make what of the set is not there. Raises as `encode_source`."""
+        """Make what of the set is not there. Raises as `rows`."""
         options = self.options
         encoder = Encoder(self.tokenizer, options.train_on, options.prompts, options.day)
         waits = partial(on_progress, 0)

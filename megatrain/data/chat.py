@@ -23,7 +23,7 @@ from datetime import date
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from megatrain.data.samples import Chat, Message, RowError, schema_texts
+from megatrain.data.samples import Chat, Message, RowError, schema_texts, shared_length
 from megatrain.data.template import (
     ANSWERED,
     CALLING,
@@ -66,12 +66,6 @@ class _Answer:
     start: int
     stop: int
     rewritten: bool = False
-
-
-def shared_length(one: str, other: str) -> int:
-    """Number of characters with which both texts begin."""
-    pairs = enumerate(zip(one, other, strict=False))
-    return next((place for place, (a, b) in pairs if a != b), min(len(one), len(other)))
 
 
 class ChatTemplate:

@@ -28,7 +28,7 @@ from megatrain.data.rows import (
 )
 from megatrain.data.samples import PLAIN, Chat, Document, RowError, Sample, Text, texts_of, value_of
 from megatrain.data.template import CharSpan
-from megatrain.data.workers import ABOUT_TEMPLATE, begin_row, is_panic
+from megatrain.data.workers import ABOUT_TEMPLATE, begin_row
 from megatrain.errors import DataError
 
 if TYPE_CHECKING:
@@ -333,13 +333,7 @@ def encode_batch(
     flat = [text for *_, texts in marked for text in texts]
     begin_row(TOKENISING, sum(len(text.text) for text in flat) / SLOWEST_CHARACTERS_PER_S)
     lossy, rows, place = set[int](), list[Encoded](), 0
-    try:
-        encoded = encoder.encode(flat, lossy)
-    except BaseException as error:
-        for number, raw, _, texts in marked if is_panic(error) else ():
-            begin_row(number)
-            encode_alone(raw, texts, encoder)
-        raise
+    encoded = encoder.encode(flat, lossy)
     for number, raw, sample, texts in marked:
         sides, place = _begun_alike(tuple(encoded[place : place + len(texts)])), place + len(texts)
         counts.lossy += not lossy.isdisjoint(range(place - len(texts), place))
@@ -356,15 +350,6 @@ def encode_batch(
         is_text = isinstance(sample, Document)
         rows.append(Encoded(raw.part, is_text, not raw.ends, value_of(sample), sides, shorter))
     return ([] if counts.bad and options.on_bad_row == "refuse" else rows), counts
-
-
-def encode_alone(raw: RawRow, texts: Sequence[Marked], encoder: Encoder) -> None:
-    """Raise DataError if the tokenizer cannot encode this row."""
-    try:
-        encoder.encode(texts)
-    except BaseException as error:  # noqa: BLE001
-        words = f"the tokenizer fails ({str(error)[:99]}); take out the row, or use another"
-        raise DataError(f"{raw.where}: {words}") from None
 
 
 def with_less_context(

@@ -30,7 +30,6 @@ TABLE_ROWS = 1024  # rows in memory at a time
 # of a line, unpacked: many times any context, and text8 is a line of 95 MiB; a line that a .gz
 # of megabytes makes of one letter must not fill the memory
 LINE_BYTES = 256 << 20
-UNPACKED_BYTES = 4 << 30  # of what is read whole
 # not only broken texts: numbers of thousands of digits, thousands of nested brackets
 UNREADABLE_JSON = (ValueError, RecursionError)
 
@@ -90,16 +89,10 @@ def _lines(path: Path, file: IO[AnyStr]) -> Iterator[AnyStr]:
         yield line
 
 
-def _whole(path: Path) -> bytearray:
-    """All bytes of a file, unpacked. Raises DataError for a packed one over UNPACKED_BYTES."""
-    data, packed = bytearray(), path.suffix.lower() == PACKED
+def _whole(path: Path) -> bytes:
+    """All bytes of a file, unpacked."""
     with _open(path) as file:
-        while piece := file.read(1 << 20):
-            data += piece
-            if packed and len(data) > UNPACKED_BYTES:
-                size = f"{UNPACKED_BYTES >> 30} GiB"
-                raise DataError(f"{path}: over {size} unpacked; unpack it first")
-    return data
+        return file.read()
 
 
 def numbered(rows: Iterable[object], name: str) -> Iterator[RawRow]:
@@ -213,10 +206,7 @@ def read_table(path: Path) -> Iterator[RawRow]:
             batch.validate(full=True)  # offsets that lie outside would be read all the same
             places = json_in(pyarrow.struct(batch.schema))
             for start in range(0, len(batch), TABLE_ROWS):
-                part = batch.slice(start, TABLE_ROWS)
-                if part.nbytes > LINE_BYTES:
-                    _check_rows(part, f"{path} row", number)
-                for row in part.to_pylist():
+                for row in batch.slice(start, TABLE_ROWS).to_pylist():
                     number += 1
                     value = without_nulls(row, places, json_value)
                     yield RawRow(f"{path} row {number}", str(path), value)
@@ -224,14 +214,6 @@ def read_table(path: Path) -> Iterator[RawRow]:
     except (pyarrow.ArrowException, ValueError, KeyError, MemoryError) as error:
         kind, reason = type_of(path)[1:].capitalize(), str(error).splitlines()[0]
         raise DataError(f"{path}: broken {kind} after row {number}: {reason}") from error
-
-
-def _check_rows(part: Any, name: str, before: int) -> None:
-    """Raise DataError for a row of a table's part that holds more than LINE_BYTES."""
-    for number in range(len(part)):
-        if part.slice(number, 1).nbytes > LINE_BYTES:
-            advice = "a row's text must be shorter"
-            raise DataError(f"{name} {before + number + 1}: over {LINE_BYTES >> 20} MiB; {advice}")
 
 
 def json_in(kind: Any) -> Any:
@@ -434,32 +416,17 @@ def _nearest(path: Path) -> str:
 
 
 def _ask_hub(named: Named) -> None:
-    """Raise DataError for a name that the hub does not know, or does not answer for, unless
-    `datasets` has it in its caches, which takes it from there."""
+    """Raise DataError for a name that the hub does not know. Where the hub does not answer,
+    `datasets` may have it in its caches."""
     from huggingface_hub import HfApi
     from huggingface_hub.errors import HFValidationError, RepositoryNotFoundError
 
     try:
-        hub = HfApi(endpoint=os.environ.get("HF_ENDPOINT"))
-        hub.dataset_info(named.name, timeout=HUB_TIMEOUT_S)
-        return
+        HfApi(endpoint=os.environ.get("HF_ENDPOINT")).dataset_info(
+            named.name, timeout=HUB_TIMEOUT_S
+        )
     except (HFValidationError, RepositoryNotFoundError):
-        why = "no data set of the hub (owner/name)"
-    except Exception as error:  # noqa: BLE001  whatever the network's library raises
-        if _is_cached(named.name):
-            return
-        why = f"the hub does not answer ({type(error).__name__})"
-    near = _nearest(Path(named.name))
-    raise DataError(f"{named.spec}: no such file or folder{near}; and {why}")
-
-
-def _is_cached(name: str) -> bool:
-    """True if `datasets` has a data set of the hub, or its files, on this machine."""
-    from huggingface_hub import constants
-
-    def bare(text: str) -> str:
-        return re.sub(r"[\W_]", "", text).lower()
-
-    made = Path(os.environ.get("HF_DATASETS_CACHE") or Path(constants.HF_HOME, "datasets"))
-    known = [*made.glob("*"), *Path(constants.HF_HUB_CACHE).glob("datasets--*")]
-    return any(bare(found.name.removeprefix("datasets--")) == bare(name) for found in known)
+        why = f"{_nearest(Path(named.name))}; and no data set of the hub (owner/name)"
+        raise DataError(f"{named.spec}: no such file or folder{why}") from None
+    except Exception:  # noqa: BLE001  whatever the network's library raises
+        pass

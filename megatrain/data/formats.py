@@ -29,6 +29,7 @@ from megatrain.data.samples import (
     Sample,
     filled_list,
     is_given,
+    shared_length,
     text_value,
     tools_of,
     turns_of,
@@ -203,7 +204,8 @@ def _of_prompt(row: Row, name: str) -> Pair:
 def _of_texts(row: Row) -> Pair:
     texts = [text_value(row, name) for name in _ANSWERS]
     _refuse_equal(*texts)
-    found = start = _shared(*texts)
+    # something is left of each
+    found = start = shared_length(*(text[:-1] for text in texts))
     while start and any(_in_word(text[start - 1]) and _in_word(text[start]) for text in texts):
         start -= 1
     differ = start < found or texts[0][start] != texts[1][start]
@@ -227,7 +229,7 @@ def _of_conversations(row: Row) -> Pair:
     turns = [_turns(row, name, "assistant") for name in _ANSWERS]
     chosen, rejected = (side.messages for side in turns)
     _refuse_equal(chosen, rejected)
-    if not (start := _shared(chosen, rejected)):
+    if not (start := shared_length(chosen[:-1], rejected[:-1])):
         raise RowError(
             "fields 'chosen' and 'rejected' have no turn in common to begin with, so there is no "
             "prompt in them; give it in a column 'prompt'"
@@ -279,12 +281,6 @@ def _last_alone(chat: Chat) -> Chat:
     """With all but the last turn as context."""
     context = [replace(message, trained=False) for message in chat.messages[:-1]]
     return replace(chat, messages=(*context, chat.messages[-1]))
-
-
-def _shared(one: Sequence[object], other: Sequence[object]) -> int:
-    """Number of entries with which both begin; something is left of each."""
-    most = min(len(one), len(other)) - 1
-    return next((place for place in range(most) if one[place] != other[place]), most)
 
 
 def _turns(row: Row, name: str, role: str) -> ReadTurns:

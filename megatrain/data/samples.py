@@ -88,6 +88,12 @@ def unpadded(row: object) -> object:
     return without_nulls(row) if padded else row
 
 
+def shared_length(one: Sequence[object], other: Sequence[object]) -> int:
+    """Number of entries, such as characters, with which both begin."""
+    pairs = enumerate(zip(one, other, strict=False))
+    return next((place for place, (a, b) in pairs if a != b), min(len(one), len(other)))
+
+
 def label(name: str, place: str) -> str:
     """A field as messages name it. place: of the turn that it is in, or ""."""
     return f"{place}.{name}" if place else f"field {name!r}"

@@ -61,7 +61,7 @@ def load_stream(
 
     at_once: false where another process makes the set: this one does once a shard is missing.
 
-    Raises as `encode_source`, here for what comes up until the first window is there.
+    Raises as `AskedSet.rows`, here for what comes up until the first window is there.
     """
     if pack_to is not None:
         options = replace(options, seq_len=None, train_on="all")

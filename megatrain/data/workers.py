@@ -197,15 +197,10 @@ def outcome(work: Callable[[], Result]) -> tuple[Result | None, Exception | None
         if not isinstance(error, MegaTrainError):
             error.add_note("".join(traceback.format_exception(error)))
         return None, error
-    except BaseException as error:
-        if not is_panic(error):
-            raise
+    except (KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:  # noqa: BLE001  a panic of a library in Rust is no Exception
         return None, SystemError(str(error)[:99])
-
-
-def is_panic(error: BaseException) -> bool:
-    """True for a panic of a library in Rust, which is no Exception."""
-    return not isinstance(error, Exception | KeyboardInterrupt | SystemExit | GeneratorExit)
 
 
 def _limit_memory(more_bytes: int, soft: int, hard: int) -> None:

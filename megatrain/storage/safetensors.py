@@ -23,6 +23,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from megatrain.data.samples import json_value
 from megatrain.errors import ModelError, StorageError
 from megatrain.heartbeat import BYTES_READ, beat, may_end_here
 from megatrain.memory.nvme_store import READ_BYTES
@@ -125,13 +126,6 @@ def bytes_of(tensor: torch.Tensor) -> memoryview:
     return tensor.detach().reshape(-1).view(torch.uint8).numpy().data
 
 
-def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    result = dict(pairs)
-    if len(result) != len(pairs):
-        raise ValueError("a name occurs twice")
-    return result
-
-
 def read_header(path: Path) -> Header:
     """Parse and check the header of a safetensors file, its sizes before anything is allocated.
     Raises StorageError."""
@@ -145,7 +139,7 @@ def read_header(path: Path) -> Header:
             )
         text = file.read(length)
     try:
-        entries = json.loads(text.decode(), object_pairs_hook=_no_duplicates)
+        entries = json_value(text.decode())
         return _parse_header(path, entries, 8 + length, size)
     except (ValueError, TypeError, KeyError, RecursionError) as error:
         raise StorageError(

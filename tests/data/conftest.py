@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from megatrain.data import encoding, shards
-from megatrain.data.build import encode_source
+from megatrain.data.build import AskedSet
 from megatrain.data.encoding import RowOptions
 from megatrain.data.rows import TokenRows
 from tests.helpers.commands import CHATML, byte_level_bpe
@@ -96,7 +96,7 @@ def encode(
     """encode(rows, options, tokenizer): a file of these rows as tokens."""
 
     def run(rows: list[Any], options: RowOptions, tokenizer: Any = None) -> TokenRows:
-        return encode_source(write_jsonl(rows), tokenizer or make_tokenizer(), options, cache)
+        return AskedSet(write_jsonl(rows), tokenizer or make_tokenizer(), options, cache).rows()
 
     return run
 

@@ -13,7 +13,7 @@ import pytest
 from datasets import Dataset
 
 from megatrain.data import sources
-from megatrain.data.build import encode_source, load_data
+from megatrain.data.build import AskedSet, load_data
 from megatrain.data.encoding import RowOptions
 from megatrain.data.rows import TokenRows, mix64, permutation
 from megatrain.errors import DataError, StorageError
@@ -61,7 +61,7 @@ def test_bad_rows_that_are_given_are_named_by_number(make_tokenizer, cache, make
     problem = rf"^{kind} row 2: field 'completion' is missing \(it is the only bad row of 3; "
     with pytest.raises(DataError, match=problem):
         load_data(given, None, make_tokenizer(), OPTIONS, seed=0, cache=cache)
-    data = encode_source(given, make_tokenizer(), SKIP, cache)
+    data = AskedSet(given, make_tokenizer(), SKIP, cache).rows()
     assert len(data) == 2
     assert data.counts.first_bad == [f"{kind} row 2: field 'completion' is missing"]
 
@@ -161,24 +161,24 @@ def test_the_cache_is_used_and_follows_what_it_depends_on(
     write_jsonl, make_tokenizer, cache, monkeypatch
 ):
     file = write_jsonl([pair(n) for n in range(5)])
-    first = encode_source(file, make_tokenizer(), OPTIONS, cache)
+    first = AskedSet(file, make_tokenizer(), OPTIONS, cache).rows()
     written = {path: path.stat().st_mtime_ns for path in cache.rglob("*")}
-    again = encode_source(file, make_tokenizer(), OPTIONS, cache)
+    again = AskedSet(file, make_tokenizer(), OPTIONS, cache).rows()
     assert {path: path.stat().st_mtime_ns for path in cache.rglob("*")} == written
     assert rows_of(again) == rows_of(first)
     assert isinstance(again.ids, np.memmap)
-    encode_source(file, make_tokenizer(None), OPTIONS, cache)
-    encode_source(file, make_tokenizer(), replace(OPTIONS, train_on="all"), cache)
+    AskedSet(file, make_tokenizer(None), OPTIONS, cache).rows()
+    AskedSet(file, make_tokenizer(), replace(OPTIONS, train_on="all"), cache).rows()
     write_jsonl([pair(9)])
-    assert len(encode_source(file, make_tokenizer(), OPTIONS, cache)) == 1
+    assert len(AskedSet(file, make_tokenizer(), OPTIONS, cache).rows()) == 1
     assert len(list(cache.iterdir())) == 4
     before = file.stat()
     file.write_text(file.read_text().replace("9", "8"))
     os.utime(file, ns=(before.st_atime_ns, before.st_mtime_ns))  # as git, tar and rsync set it
-    changed = encode_source(file, make_tokenizer(), OPTIONS, cache)
+    changed = AskedSet(file, make_tokenizer(), OPTIONS, cache).rows()
     monkeypatch.setattr(sources, "HASHED_WHOLE", 0)  # of a large file both ends
     monkeypatch.setattr(sources, "ENDS", 4)
-    assert rows_of(encode_source(file, make_tokenizer(), OPTIONS, cache)) == rows_of(changed)
+    assert rows_of(AskedSet(file, make_tokenizer(), OPTIONS, cache).rows()) == rows_of(changed)
     assert rows_of(changed) != rows_of(first) and len(list(cache.iterdir())) == 6
 
 
@@ -197,14 +197,14 @@ def test_a_cache_that_cannot_be_read_back_is_a_storage_error(
 
     monkeypatch.setattr(np, "memmap", fail)
     with pytest.raises(StorageError, match="cannot be read back after it was written; check the d"):
-        encode_source(write_jsonl([pair(1)]), make_tokenizer(), OPTIONS, cache)
+        AskedSet(write_jsonl([pair(1)]), make_tokenizer(), OPTIONS, cache).rows()
 
 
 def test_a_cache_that_cannot_be_written_is_a_storage_error(write_jsonl, make_tokenizer, tmp_path):
     (tmp_path / "file").write_text("in the way")
     file, cache = write_jsonl([pair(1)]), tmp_path / "file" / "cache"
     with pytest.raises(StorageError, match="set MEGATRAIN_CACHE to another folder"):
-        encode_source(file, make_tokenizer(), OPTIONS, cache)
+        AskedSet(file, make_tokenizer(), OPTIONS, cache).rows()
 
 
 def test_shuffles_are_the_same_on_every_machine():
@@ -231,9 +231,9 @@ def test_mutated_rows_are_bad_or_trainable_and_never_crash(
     options = replace(SKIP, seq_len=200)
     if not templated and number < 3:
         with pytest.raises(DataError, match="no chat template"):
-            encode_source(file, tokenizer, options, cache)
+            AskedSet(file, tokenizer, options, cache).rows()
         return
-    data = encode_source(file, tokenizer, options, cache)
+    data = AskedSet(file, tokenizer, options, cache).rows()
     kept = data.counts.read - data.counts.bad - data.counts.without_target
     assert kept == len(data) or (data.counts.split_texts and kept < len(data))
     assert data.counts.bad > 100

@@ -9,13 +9,12 @@ import os
 import pwd
 import random
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from megatrain.data.build import encode_source
+from megatrain.data.build import AskedSet
 from megatrain.data.encoding import RowOptions
 from megatrain.data.rows import TokenRows, default_cache
 from megatrain.errors import ConfigError
@@ -36,7 +35,7 @@ def row(number: int) -> dict[str, str]:
 def start(write_jsonl, make_tokenizer, cache) -> Start:
     """What a run does at its start: read the rows, or take them from the cache."""
     file, tokenizer = write_jsonl([row(n) for n in range(5)]), make_tokenizer()
-    return lambda: encode_source(file, tokenizer, OPTIONS, cache)
+    return lambda: AskedSet(file, tokenizer, OPTIONS, cache).rows()
 
 
 def contents(rows: TokenRows) -> list[object]:
@@ -88,7 +87,10 @@ def test_every_corruption_is_mended_or_changes_nothing(write_jsonl, make_tokeniz
     """Of a set of many shards, most lose a file or have one that is damaged, and every other time
     so is the set's own: those are named, and what is read is as it was."""
     file, tokenizer = write_jsonl([row(n) for n in range(25)]), make_tokenizer()
-    start = partial(encode_source, file, tokenizer, OPTIONS, cache)
+
+    def start():
+        return AskedSet(file, tokenizer, OPTIONS, cache).rows()
+
     draw, damages = random.Random(0), 0
     expected = contents(start())
     (folder,) = cache.iterdir()

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from megatrain.data.build import encode_source
+from megatrain.data.build import AskedSet
 from megatrain.data.encoding import RowOptions
 from megatrain.data.formats import (
     MATTERS,
@@ -323,7 +323,7 @@ def test_mutated_rows_are_bad_or_trainable_and_never_crash(number, make_tokenize
     rng, file, (kind, seed) = random.Random(number), tmp_path / "mutated.jsonl", SEEDS[number]
     lines = [mutated_line(seed, rng) for _ in range(500)]
     file.write_bytes(b"\n".join([json.dumps(seed).encode(), *lines]))
-    data = encode_source(file, make_tokenizer(), replace(OPTIONS, kind=kind), cache)
+    data = AskedSet(file, make_tokenizer(), replace(OPTIONS, kind=kind), cache).rows()
     counts = data.counts
     assert counts.kept == len(data) > 10
     assert counts.bad > 50

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from megatrain.data.build import encode_source
+from megatrain.data.build import AskedSet
 from megatrain.data.encoding import RowOptions
 from megatrain.data.rows import TokenRows
 from megatrain.data.samples import JUDGED, PAIRS
@@ -98,7 +98,7 @@ def ours(cache: Any) -> Any:
 
     def run(rows: list[Any], tokenizer: Any, kind: str, **options: Any) -> list[Sides]:
         asked = RowOptions(options.pop("seq_len", None), kind=kind, **options)
-        data: TokenRows = encode_source(rows, tokenizer, asked, cache)
+        data: TokenRows = AskedSet(rows, tokenizer, asked, cache).rows()
         sides = [[data.side(row, side) for side in (0, 1)] for row in range(len(data))]
         return [[(ids.tolist(), mask.tolist()) for ids, mask in row] for row in sides]
 

@@ -19,7 +19,7 @@ import pytest
 from benchmarks.campaign import calls
 from megatrain.data import cache as cached_sets
 from megatrain.data import encoding, shards, workers
-from megatrain.data.build import encode_source
+from megatrain.data.build import AskedSet
 from megatrain.data.cache import RowWriter
 from megatrain.data.chat import Marked
 from megatrain.data.encoding import Encoder, RowOptions
@@ -76,7 +76,7 @@ def encode_into(write_jsonl: Any, make_tokenizer: Any, tmp_path: Path, kind: str
     options = RowOptions(seq_len=40, kind=kind, on_bad_row="skip")
 
     def encode(name: str, **more: Any) -> TokenRows:
-        return encode_source(file, tokenizer, replace(options, **more), tmp_path / name)
+        return AskedSet(file, tokenizer, replace(options, **more), tmp_path / name).rows()
 
     return encode
 
@@ -142,7 +142,7 @@ def test_files_keep_the_format_of_their_first_row_in_every_batch(
     files = write_jsonl([*first, *both], "a.jsonl"), write_jsonl([*second, *both], "b.jsonl")
     parts = [Part(str(file)) for file in files]
     options = RowOptions(seq_len=40, processes=processes)
-    rows = encode_source(parts, make_tokenizer(), options, tmp_path / "cache")
+    rows = AskedSet(parts, make_tokenizer(), options, tmp_path / "cache").rows()
     assert rows.counts.parts == [80, 80]
     assert set(rows.counts.wrapped.values()) == {80}
     assert set(rows.counts.unread) == {"messages", "prompt", "completion"}
@@ -153,9 +153,9 @@ def test_the_first_judged_rows_mismatch_may_come_late(make_tokenizer, write_json
     good = [row(JUDGED, number) for number in (0, 1, 2)]
     rows = [good[0], *[{"prompt": "x"}] * 70, good[1], *[{"prompt": "x"}] * 70, good[2]]
     file, options = write_jsonl(rows), RowOptions(40, kind=JUDGED, on_bad_row="skip")
-    found = encode_source(file, make_tokenizer(), options, tmp_path / "cache")
+    found = AskedSet(file, make_tokenizer(), options, tmp_path / "cache").rows()
     alone = write_jsonl(good, "alone.jsonl")
-    assert found.digest == encode_source(alone, make_tokenizer(), options, tmp_path / "1").digest
+    assert found.digest == AskedSet(alone, make_tokenizer(), options, tmp_path / "1").rows().digest
     assert (len(found), len(shard_folders(tmp_path / "cache"))) == (3, 5)
 
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from megatrain.data import build, formats
-from megatrain.data.build import Expected, encode_source, hold_out, load_data
+from megatrain.data.build import AskedSet, Expected, hold_out, load_data
 from megatrain.data.encoding import RowOptions
 from megatrain.data.rows import TokenRows
 from megatrain.data.samples import JUDGED, PAIRS, PLAIN
@@ -131,7 +131,7 @@ def test_context_is_cut_from_the_system_prompt_on_so_that_the_answer_stays(
     def encoded(turns: list[Any], mode: str, seq_len: int | None) -> TokenRows:
         options = RowOptions(seq_len, kind=kind, truncation_mode=mode)
         rows = write_jsonl([answered(kind, turns)] * 2)
-        return encode_source(rows, make_tokenizer(), options, cache)
+        return AskedSet(rows, make_tokenizer(), options, cache).rows()
 
     system = {"role": "system", "content": "be brief " * 3}
     names = ("user", "assistant")

@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 from megatrain.data import encoding, shards, streaming, workers
-from megatrain.data.build import encode_source
+from megatrain.data.build import AskedSet
 from megatrain.data.encoding import RowOptions
 from megatrain.data.loader import Loader
 from megatrain.data.rows import Rows, permutation
@@ -75,7 +75,7 @@ def open_in(file: Path, tokenizer: Any, options: RowOptions, tmp_path: Path) -> 
 @pytest.fixture
 def whole_cache(file: Path, tokenizer: Any, options: RowOptions, tmp_path: Path) -> Path:
     """The set as it is made without streaming."""
-    encode_source(file, tokenizer, options, tmp_path / "whole")
+    AskedSet(file, tokenizer, options, tmp_path / "whole").rows()
     return tmp_path / "whole"
 
 
@@ -143,7 +143,7 @@ def test_a_set_of_one_window_has_the_order_that_it_has_without_streaming(
     open_in, file, tokenizer, options, monkeypatch, tmp_path
 ):
     monkeypatch.setattr(shards, "SHARD_ROWS", ROWS)
-    rows = encode_source(file, tokenizer, options, tmp_path / "whole")
+    rows = AskedSet(file, tokenizer, options, tmp_path / "whole").rows()
     loader = loader_of(open_in("one"))
     assert steps_of(loader) == steps_of(loader_of((rows, None, None)))  # type: ignore[arg-type]
     assert loader.used() == "2 epochs of all 100 rows of 1 window, and 70 rows of 1 window"
@@ -200,7 +200,7 @@ def test_rows_of_another_source_are_held_out(open_in, write_jsonl):
 def test_each_window_is_packed_by_itself(open_in, file, tokenizer, tmp_path, write_jsonl):
     documents = write_jsonl([{"text": f"number {n} " * (n % 9 + 1)} for n in range(ROWS)])
     options = RowOptions(seq_len=None, train_on="all")
-    whole = encode_source(documents, tokenizer, options, tmp_path / "whole")
+    whole = AskedSet(documents, tokenizer, options, tmp_path / "whole").rows()
     opened = open_in("cache", given=documents, options=options, pack_to=32)
     tokens = 0
     for step in loader_of(opened, max_steps=200):

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from datasets import Dataset, Features, Json, List, Value
 
-from megatrain.data.build import encode_source
+from megatrain.data.build import AskedSet
 from megatrain.data.encoding import Encoder, RowOptions
 from megatrain.data.formats import convert_row, detect_format
 from megatrain.data.samples import Chat, RowError, parsed_calls
@@ -199,7 +199,7 @@ def test_arrow_s_nulls_are_no_fields(make_tokenizer, cache):
     rows = [{"messages": turns(call({"city": "Rome"})), "tools": TOOLS}]
     rows += [{"messages": other, "tools": TOOLS}]
     tokenizer = make_tokenizer(LIKE_QWEN)
-    data = encode_source(Dataset.from_list(rows), tokenizer, RowOptions(seq_len=None), cache)
+    data = AskedSet(Dataset.from_list(rows), tokenizer, RowOptions(seq_len=None), cache).rows()
     first = tokenizer.decode(data.row(0)[0])
     assert '"arguments": {"city": "Rome"}' in first
     assert "null" not in first
@@ -234,7 +234,7 @@ def test_one_row_has_the_same_tokens_from_every_container(make_tokenizer, cache,
     """Nulls of JSON are data; Arrow's own objects have the fields of all, filled with nulls."""
 
     def shown(given: Any) -> list[str]:
-        data = encode_source(given, tokenizer, RowOptions(seq_len=None), cache)
+        data = AskedSet(given, tokenizer, RowOptions(seq_len=None), cache).rows()
         return [tokenizer.decode(data.row(number)[0]) for number in range(len(data))]
 
     tokenizer = make_tokenizer(LIKE_QWEN)
@@ -275,7 +275,7 @@ def test_mutated_rows_with_tools_are_bad_or_trainable_and_never_crash(
     rows = [mutated(rng.choice(rows_to_mutate()), rng) for _ in range(400)]
     rows.append({"messages": turns(call()), "functions": [{**WEATHER, "description": "\ud800"}]})
     options = RowOptions(seq_len=None, train_on=train_on, on_bad_row="skip")
-    data = encode_source(rows, make_tokenizer(template), options, cache)
+    data = AskedSet(rows, make_tokenizer(template), options, cache).rows()
     assert data.counts.read == data.counts.bad + data.counts.without_target + len(data)
     assert len(data) > 20
     assert data.target_counts.min() >= 1

@@ -113,12 +113,12 @@ def test_a_tokenizer_that_computes_without_end_is_stopped(encode, make_tokenizer
         encode([{"text": "a"}, {"text": "b"}], RowOptions(64), make_tokenizer(None))
 
 
-def test_a_row_of_which_a_tokenizer_panics_is_named(encode, make_tokenizer):
+def test_rows_of_which_a_tokenizer_panics_are_named(encode, make_tokenizer):
     tokenizer = make_tokenizer(None)
     backtracks = pre_tokenizers.Split(Regex("^(a+)+$"), "isolated")  # a panic of Rust's
     tokenizer.backend_tokenizer.pre_tokenizer = backtracks
     rows = [{"text": text} for text in ("b", f"{'a' * 60}b", "c")]
-    with pytest.raises(DataError, match=r"rows.jsonl:2: the tokenizer fails \(Onig: .*; take out"):
+    with pytest.raises(DataError, match=r"rows.jsonl:1 and the 2 .* fails \(Onig: .* take out"):
         encode(rows, RowOptions(64), tokenizer)
     with pytest.raises(DataError, match=r"it: the tokenizer fails \(Onig: .* for it"):
         fenced(lambda: tokenizer(rows[1]["text"]), ("it: the tokenizer", "for it"))

@@ -134,7 +134,7 @@ def test_a_handler_of_the_program_and_an_ignored_signal_stay(megatrain, project,
 
 # What is under way when a signal comes before the first step, and what must not be begun after it.
 EARLY = {
-    "the machine is looked at": (run, "resolve_run", build, "encode_source"),
+    "the machine is looked at": (run, "resolve_run", build.AskedSet, "rows"),
     "rows are read": (encoding.Encoder, "encode", cache.RowWriter, "finish"),
     "the run is described": (describe, "write_text", Engine, "load_weights"),
     "weights are loaded": (weights, "copy_tensor", Engine, "weights_changed"),
