@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import glob
 import os
+import tomllib
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,47 +20,14 @@ from megatrain.settings import EXCLUSIONS, KEYS, OPTIONS
 # Files of a run folder: the config as asked for, and with what was decided.
 CONFIG_FILE, RESOLVED_FILE = "config.yaml", "config.resolved.yaml"
 NEW_ORDER = "sums are added in another order from here on"
-NEW_KERNELS = "other kernels round otherwise from here on"
-SCHEDULE = ("train.schedule", "train.warmup", "train.min_lr_ratio", "train.decay")
-LENGTH, SIZE = ("train.epochs", "train.max_steps"), ("train.tokens_per_step", "train.rows_per_step")
 KEPT_OPTIONS = {option.key: option.resumed for option in OPTIONS if option.resumed}
 
-# Key or section -> what a change of it means for a resumed run. Keys in neither table may change
-# freely: they decide speed, memory or what is shown, and results only within rounding.
-REFUSED = {
-    "model.config": "the checkpoint is of that model",
-    "model.init": "the weights are the checkpoint's",
-    "method": "the rows would be other rows",
-    "precision": "the arrays are kept in that precision",
-    "optimizer.name": "the state is that optimizer's",
-    "optimizer.moments": "the state is kept in that type",
-    "train.freeze": "the checkpoint has the state of the tensors that were trained",
-    "train.seed": "the order of the rows follows from it",
-    "data.streaming": "the order of the rows follows from it",
-    "output": "a run stays in its folder, which may be moved as a whole",
-}
-FLAGGED = {
-    "model": "configuration, tokenizer and weights are the checkpoint's all the same",
-    "data.packing": "rows are summed in another order from here on",
-    "data.processes": "",  # the rows are the same
-    "data": "the rows are read anew, and must be those of the checkpoint",
-    "optimizer": "the update differs from here on",
-    "train.seq_len": "the rows are cut anew, and must be those of the checkpoint",
-    **dict.fromkeys(SIZE, "steps differ in size from here on"),
-    "train.learning_rate": "the schedule jumps to the new rate",
-    **dict.fromkeys(SCHEDULE, "the schedule jumps to the new one"),
-    **dict.fromkeys(LENGTH, "the schedule is stretched to the new length"),
-    "train.max_grad_norm": "gradients are clipped otherwise from here on",
-    "train.router_aux_loss_coef": "routers are balanced otherwise from here on",
-    **dict.fromkeys(("train.deterministic", "attention", "compile"), NEW_KERNELS),
-    **dict.fromkeys(("gpus", "train.context_parallel"), NEW_ORDER),
-    "train.wire": "sums of several hosts round otherwise from here on",
-    "memory.activations": "gradients round otherwise from here on",
-    **dict.fromkeys(SECTIONS, "the loss is another from here on"),
-    **dict.fromkeys(("rollout", "rewards"), "answers or rewards differ from here on"),
-    **KEPT_OPTIONS,
-    "memory.sums_on_device": "sums of several GPUs are added in another order from here on",
-}
+_ROWS = tomllib.loads(Path(__file__).with_name("resuming.toml").read_text(encoding="utf-8"))
+REFUSED, FLAGGED = (
+    {key: reason for keys, reason in _ROWS[table].items() for key in keys.split()}
+    for table in ("refused", "flagged")
+)
+FLAGGED |= dict.fromkeys(SECTIONS, "the loss is another from here on") | KEPT_OPTIONS
 # Keys whose chosen values a resumed run keeps, or sums would be rounded in another order.
 KEPT_CHOICES = (*KEPT_OPTIONS, "data.packing", "data.date", "precision", "optimizer.moments")
 KEPT_CHOICES += ("compile",)

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import time
 from contextlib import closing
-from statistics import median
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,42 +13,34 @@ from megatrain.engine.streams import Compute
 from megatrain.errors import OutOfMemory
 from megatrain.machine.profile import thread_counts
 from megatrain.measure import compute
-from megatrain.measure.transfers import Work
+from megatrain.measure.transfers import Clock, Work, on_the_wall
 from megatrain.memory.layout import FlatLayout
-from megatrain.world import World
+from megatrain.world import ALONE, World
 
 ELEMENTS = {"cuda": 1 << 28, "cpu": 1 << 22}  # that are exchanged: those of a 7B model's layer
 SENT = {"cuda": 1 << 25, "cpu": 1 << 22}  # the same between hosts
-SAMPLES = 5
-SAMPLE_S = 0.02
 PRODUCT, PRODUCTS = 8192, 20  # matmuls beside collectives: their width, and how many
 BESIDE = 0.8  # of the matmuls' time, which collectives fill
 
 Figures = dict[str, Any]  # of megatrain.machine.profile.TOGETHER
 
 
-class Together:
+@dataclass(frozen=True)
+class Together(Clock):
     """Times work that all ranks do at once, by the slowest. All call it in the same order."""
 
-    def __init__(self, world: World, device: torch.device) -> None:
-        self.world, self.device = world, device
-
-    def seconds(self, work: Work) -> float:
-        """Median duration of one call of `work`, of which all ranks make as many."""
-        work()  # compiles, connects, wakes the clocks
-        once = max(self.world.all_gather(self._elapsed(work, 1)))
-        calls = max(1, round(SAMPLE_S / max(1e-7, once)))
-        samples = [self._elapsed(work, calls) for _ in range(SAMPLES)]
-        return max(self.world.all_gather(median(samples) / calls))
+    world: World = ALONE
 
     def _elapsed(self, work: Work, calls: int) -> float:
         self._finish()
         self.world.all_gather(None)  # all begin at once
-        started = time.perf_counter()
-        for _ in range(calls):
-            work()
-        self._finish()
-        return time.perf_counter() - started
+
+        def all_calls() -> None:
+            for _ in range(calls):
+                work()
+            self._finish()
+
+        return max(self.world.all_gather(on_the_wall(all_calls, 1)))
 
     def _finish(self) -> None:
         if self.device.type == "cuda":
@@ -63,7 +54,7 @@ def measure_together(world: World, device: torch.device, cores: int) -> Figures:
 
     Raises OutOfMemory: a GPU has no room for 4 GiB, or memory could not be pinned.
     """
-    clock = Together(world, device)
+    clock = Together(device, world=world)
     try:
         none = dict.fromkeys(("upload", "download", "both", "both_busy"), 0.0)
         counts = thread_counts(cores)
@@ -108,7 +99,7 @@ def network_rate(world: World, device: torch.device) -> float:
         whole = torch.zeros(exchange.padded(0), dtype=torch.bfloat16, device=device)
         share = torch.zeros(exchange.shares[0], dtype=torch.bfloat16, device=device)
         total, received = torch.zeros(2, len(exchange.part(whole)), device=device)
-        clock = Together(world, device)
+        clock = Together(device, world=world)
         seconds = clock.seconds(lambda: exchange.gather_across(whole, share))
         seconds += clock.seconds(lambda: exchange.summed_across(total, received))
         # each of a host's ranks gets its part but for its own share, of weights and of sums

@@ -45,7 +45,11 @@ def download(
         if isinstance(error, OSError) and error.errno in STORAGE_ERRNOS:
             raise
         at = f" at revision {revision}" if revision else ""
-        why = silent or why_not(error, f"{constants.ENDPOINT}/{name}")
+        why = silent or (
+            f"the hub did not deliver it ({said_by(error)}); check name and revision on "
+            f"{constants.ENDPOINT}/{name}; if it is gated or private, ask for access there, then "
+            f"{LOG_IN}; if the hub is down, {ELSEWHERE}"
+        )
         raise ModelError(f"{name}{at}: is no local folder{hint}, and {why}") from error
     return Path(found)
 
@@ -82,12 +86,8 @@ def reachable(endpoint: str) -> bool:
     return bool(answered)
 
 
-def why_not(error: Exception, page: str) -> str:
-    """The reason for the hub's failure, in its own sentence, and what to do."""
+def said_by(error: BaseException) -> str:
+    """The hub's own sentence about a failure."""
     lines = [line for line in str(error).splitlines() if line.strip() and "Request ID" not in line]
     said = getattr(error, "server_message", None) or (lines or [type(error).__name__])[0]
-    said = " ".join(str(said).split()).rstrip(".")
-    return (
-        f"the hub did not deliver it ({said}); check name and revision on {page}; if it is gated "
-        f"or private, ask for access there, then {LOG_IN}; if the hub is down, {ELSEWHERE}"
-    )
+    return " ".join(str(said).split()).rstrip(".")

@@ -31,14 +31,12 @@ from megatrain.measure.ranks import measure_together, network_rate
 from megatrain.recipes.ranks.rendezvous import measure_processes
 from megatrain.reporting.meters import LoadMeter
 from megatrain.reporting.summary import three_digits
-from megatrain.storage.export import left_overs
 from megatrain.world import World
 
 if TYPE_CHECKING:
     from rich.console import Console
 
 logger = logging.getLogger("megatrain")
-DEAD = "the process that wrote it died: remove it"
 
 
 @dataclass(frozen=True)
@@ -101,7 +99,6 @@ def examine(
     pairs = ((field, getattr(profile, field), getattr(guess, field)) for field, *_ in ROWS)
     guessed = [field for field, found, typical in pairs if found and found == typical]
     findings, saved = check(hardware, profile, load), profiles.save_profile(profile)
-    findings += [Finding(str(path), "an unfinished export", DEAD) for path in left_overs(output)]
     findings += places(dict.fromkeys([output, *nvme]))
     for folder in one_of_each_drive(nvme):
         note(f"the drive of {folder}")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import logging
 import os
-import re
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -224,20 +223,10 @@ def _model_folder(out: Path) -> Iterator[Path]:
         raise ConfigError(
             f"{out}: exists and is not an empty folder; choose another name or remove it"
         )
-    for left in left_overs(out.parent, re.escape(out.name)):
-        logger.warning(f"{left}: was left by a process that died; it is removed")
-        shutil.rmtree(left, ignore_errors=True)
-    with new_folder(out, out.with_name(f"{out.name}.{os.getpid()}.tmp")) as folder:
+    # of a process that died, too: `new_folder` removes what it left
+    with new_folder(out, out.with_name(f"{out.name}.tmp")) as folder:
         yield folder
         sync_tree(folder)
-
-
-def left_overs(folder: Path, name: str = ".+") -> list[Path]:
-    """Model folders below `folder`, of names like `name`, that dead processes left unfinished."""
-    unfinished = re.compile(rf"{name}\.(\d+)\.tmp")  # with the number of the process
-    found = ((path, unfinished.fullmatch(path.name)) for path in folder.glob("*.tmp"))
-    dead = (path for path, match in found if match and not Path("/proc", match[1]).exists())
-    return [path for path in dead if path.is_dir()]
 
 
 def write_description(

@@ -11,7 +11,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from megatrain.errors import ConfigError, MegaTrainError, StorageError
-from megatrain.models.hub import LOG_IN, reachable
+from megatrain.models.hub import LOG_IN, reachable, said_by
 from megatrain.storage.hashed_file import system_errors
 from megatrain.storage.manifest import (
     MANIFEST,
@@ -27,15 +27,11 @@ from megatrain.storage.run_folder import CARD, FINAL, RUN_ONLY, model_files
 from megatrain.version import VERSION
 
 AGAIN = "run the command again: what has arrived is not sent again"
-REASONS = {  # by status
-    401: f"the hub does not know the token ({{said}}); {LOG_IN}",
-    403: "the token may not write there ({said}); choose a repository of your own, or a token with "
-    f"write access from {{endpoint}}/settings/tokens, then {LOG_IN}",
-    404: f"the hub shows no such repository to this token ({{said}}); check the name, or {LOG_IN}",
-    **dict.fromkeys((409, 412), f"the repository was changed meanwhile ({{said}}); {AGAIN}"),
-}
-REFUSED = "the hub refuses it ({said}); see {endpoint}/{repo_id}"
-PASSING = (408, 425, 429)  # of those below 500, what may go away
+REFUSED = (
+    "the hub refuses it ({said}); check the name, and that the token may write there "
+    f"({LOG_IN}); see {{endpoint}}/{{repo_id}}"
+)
+PASSING = (408, 409, 412, 425, 429)  # of those below 500, what may go away
 QUERY = re.compile(r"\?[^\s'\"<>]+")  # of a URL: that of an upload has its signature there
 
 logger = logging.getLogger("megatrain")
@@ -197,13 +193,9 @@ def _explained(error: Exception, repo_id: str) -> MegaTrainError:
     status = cause.response.status_code if isinstance(cause, HfHubHTTPError) else 0
     # of its checks, such as of the card's head
     checks = isinstance(error, ValueError) and not isinstance(error, json.JSONDecodeError)
-    told = error if checks else cause or error.__cause__ or error
-    lines = [line for line in str(told).splitlines() if line.strip() and "Request ID" not in line]
-    first = getattr(told, "server_message", None) or (lines or [type(told).__name__])[0]
-    said = " ".join((" ".join(lines) if checks else str(first)).split()).rstrip(".:")
-    said = QUERY.sub("", said).replace(get_token() or "\0", "(the token)")
-    if not (checks or status in REASONS or (400 <= status < 500 and status not in PASSING)):
+    said = " ".join(str(error).split()) if checks else said_by(cause or error.__cause__ or error)
+    said = QUERY.sub("", said.rstrip(".:")).replace(get_token() or "\0", "(the token)")
+    if not (checks or (400 <= status < 500 and status not in PASSING)):
         return StorageError(f"{repo_id}: the upload failed ({said}); {AGAIN}")
-    reason = REFUSED if checks else REASONS.get(status, REFUSED)
-    where = {"endpoint": constants.ENDPOINT, "repo_id": repo_id}
-    return ConfigError(f"{repo_id}: {reason.format(said=said, **where)}")
+    reason = REFUSED.format(said=said, endpoint=constants.ENDPOINT, repo_id=repo_id)
+    return ConfigError(f"{repo_id}: {reason}")

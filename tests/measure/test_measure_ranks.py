@@ -21,7 +21,7 @@ CPU = torch.device("cpu")
 
 
 def small(world: World) -> dict[str, Any]:
-    compute.PARAMETERS, ranks.SAMPLE_S = 1 << 14, 0.0
+    compute.PARAMETERS = 1 << 14
     ranks.ELEMENTS["cpu"] = 1 << 12
     return measure_together(world, CPU, cores=2)
 
@@ -40,7 +40,7 @@ def test_all_ranks_find_the_same(tmp_path):
 
 
 def rate_of_the_network(world: World) -> float:
-    ranks.SENT["cpu"], ranks.SAMPLE_S = 1 << 12, 0.0
+    ranks.SENT["cpu"] = 1 << 12
     return ranks.network_rate(world, CPU)
 
 
@@ -51,7 +51,7 @@ def test_all_hosts_find_the_same_rate(tmp_path):
 
 def calls_of(world: World) -> tuple[float, list[int]]:
     made: list[int] = []
-    seconds = Together(world, CPU).seconds(lambda: made.append(world.rank))
+    seconds = Together(CPU, world=world).seconds(lambda: made.append(world.rank))
     return seconds, [len(made)]
 
 

@@ -181,12 +181,12 @@ def test_an_upload_that_failed_goes_on_without_what_arrived(megatrain, sharded, 
 
 
 REFUSALS = {
-    "create": (401, "Invalid username or password.", 2, ("does not know the token", LOG_IN)),
-    "preupload": (403, "Forbidden: read only token.", 2, ("may not write there", "/settings/tok")),
-    "commit": (409, "Conflict: main has moved.", 2, ("changed meanwhile", "run the command again")),
-    "info/lfs": (403, "Storage is full", 2, ("may not write there (Storage is full)",)),
+    "create": (401, "Invalid username or password.", 2, ("the token may write", LOG_IN)),
+    "preupload": (403, "Forbidden: read only token.", 2, ("the token may write there", LOG_IN)),
+    "commit": (409, "Conflict: main has moved.", 7, ("the upload failed", "run the command again")),
+    "info/lfs": (403, "Storage is full", 2, ("the hub refuses it (Storage is full); check",)),
     "validate-yaml": (400, "Bad", 2, ("the hub refuses it (Invalid metadata in README.md",)),
-    "repos/create": (402, "Pay.", 2, ("the hub refuses it (Pay); see http",)),
+    "repos/create": (402, "Pay.", 2, ("the hub refuses it (Pay); check the name",)),
     "/api/models/me/model": (500, "Oops", 7, ("the upload failed", "Oops")),
 }
 

@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import copy
 import re
+import tomllib
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -26,46 +28,12 @@ from megatrain.models.family import build_model, causal_lm, draws_random_numbers
 from megatrain.models.pretrained import as_language_model
 
 HEADS, HEAD_DIM, VOCABULARY = 4, 16, 128
-WINDOW = 5  # fewer tokens than a small batch has, so that windows and sparse attention matter
 MOST_LAYERS = 24
 MOST_PARAMETERS = 8 << 20
 
-# Keys, under the names that transformers gives them in every family, by what their values are.
-TABLE: dict[str, str] = {
-    "hidden size": """hidden_size embed_dim out_hidden_size vision_output_dim projector_input_dim
-        projector_output_dim""",
-    "heads": """num_attention_heads num_attention_heads_per_layer swa_num_attention_heads
-        index_n_heads n_heads num_heads mamba_n_heads mamba_num_heads n_mamba_heads linear_num_heads
-        linear_num_value_heads""",
-    # each for several of the others: 1 stays 1, as many stay as many
-    "shared heads": """num_key_value_heads num_kv_heads swa_num_key_value_heads kv_n_heads
-        linear_num_key_heads""",
-    "dimensions of a head": """head_dim swa_head_dim attention_head_dim qk_nope_head_dim
-        qk_rope_head_dim qk_head_dim v_head_dim index_head_dim kv_channels rotary_dim
-        linear_head_dim linear_key_head_dim linear_value_head_dim""",
-    "dimensions of a recurrent head": "mamba_d_head mamba_head_dim mamba_headdim",
-    "width": """intermediate_size moe_intermediate_size shared_expert_intermediate_size
-        shared_experts_intermediate_size shared_intermediate_size dense_intermediate_size
-        prefix_dense_intermediate_size moe_shared_expert_intermediate_size intermediate_size_mlp
-        expert_ffn_hidden_size ffn_hidden_size ffn_dim n_inner dff dim_ff attention_hidden_size
-        word_embed_proj_dim embedding_size lru_width mamba_d_ssm q_lora_rank kv_lora_rank
-        o_lora_rank moe_latent_size router_hidden_size dim_model_base""",
-}
-AT_MOST: dict[int, str] = {
-    1: "topk_group",
-    2: """num_experts_per_tok num_experts_per_token moe_topk moe_top_k moe_k top_k_experts n_group
-        num_expert_group n_groups mamba_n_groups mamba_ngroups n_shared_experts num_shared_experts
-        moe_num_shared_experts depth""",
-    4: """num_experts num_local_experts n_routed_experts moe_num_experts zero_expert_num
-        time_step_rank mamba_dt_rank""",
-    WINDOW: """sliding_window sliding_window_size attention_window_size window_size local_attention
-        attention_chunk_size index_topk keep_window_size""",
-    8: "chunk_size mamba_chunk_size block_size",
-    16: "state_size ssm_state_size mamba_d_state",
-    VOCABULARY: "vocab_size vocab_size_per_layer_input",
-}
-WHAT = {key: what for what, keys in TABLE.items() for key in keys.split()}
-LIMITS = {key: limit for limit, keys in AT_MOST.items() for key in keys.split()}
+_KEYS = tomllib.loads(Path(__file__).with_name("small.toml").read_text(encoding="utf-8"))
+WHAT = {key: what for what, keys in _KEYS["what"].items() for key in keys.split()}
+LIMITS = {key: int(most) for most, keys in _KEYS["at_most"].items() for key in keys.split()}
 SHARED_BY = {
     "swa_num_key_value_heads": "swa_num_attention_heads",
     "linear_num_key_heads": "linear_num_value_heads",
