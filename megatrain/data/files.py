@@ -13,12 +13,13 @@ import json
 import os
 import re
 import stat
+import sys
 import zlib
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from io import TextIOWrapper
 from pathlib import Path
-from typing import IO, Any, AnyStr, BinaryIO, cast
+from typing import Any, BinaryIO, cast
 
 from megatrain.data.samples import is_given, json_value, unpadded, without_nulls
 from megatrain.errors import DataError, if_forbidden
@@ -27,9 +28,6 @@ TEXT_PIECE_BYTES = 8192  # pieces of a text file: small enough to hold out a sha
 NEARBY = 200  # characters on each side of a piece's borders that may change its tokens
 PACKED = ".gz"
 TABLE_ROWS = 1024  # rows in memory at a time
-# of a line, unpacked: many times any context, and text8 is a line of 95 MiB; a line that a .gz
-# of megabytes makes of one letter must not fill the memory
-LINE_BYTES = 256 << 20
 # not only broken texts: numbers of thousands of digits, thousands of nested brackets
 UNREADABLE_JSON = (ValueError, RecursionError)
 
@@ -78,17 +76,6 @@ def _open(path: Path) -> BinaryIO:
     return path.open("rb")
 
 
-def _lines(path: Path, file: IO[AnyStr]) -> Iterator[AnyStr]:
-    """The lines of a data file. Raises DataError for one over LINE_BYTES, before it is all read."""
-    number = 0
-    while line := file.readline(LINE_BYTES + 1):
-        number += 1
-        if len(line) > LINE_BYTES:
-            advice = "a row's text must be shorter, each row in a line of its own"
-            raise DataError(f"{path}:{number}: a line of over {LINE_BYTES >> 20} MiB; {advice}")
-        yield line
-
-
 def _whole(path: Path) -> bytes:
     """All bytes of a file, unpacked."""
     with _open(path) as file:
@@ -104,7 +91,7 @@ def numbered(rows: Iterable[object], name: str) -> Iterator[RawRow]:
 def read_jsonl(path: Path) -> Iterator[RawRow]:
     """One JSON value a line; blank lines are no rows. Only newlines end a line."""
     with _open(path) as file:
-        for number, line in enumerate(_lines(path, file), start=1):
+        for number, line in enumerate(file, start=1):
             if number == 1:
                 line = line.removeprefix(b"\xef\xbb\xbf")
             if not line.strip():
@@ -158,7 +145,7 @@ def decoded(path: Path) -> Iterator[RawRow]:
         return RawRow(f"{path}:{first}", file, value, None, begins, ends, before, after[:NEARBY])
 
     with _open(path) as opened:
-        for number, line in enumerate(_lines(path, opened), start=1):
+        for number, line in enumerate(opened, start=1):
             try:
                 text = line.decode("utf-8-sig" if number == 1 else "utf-8")
             except UnicodeDecodeError as error:
@@ -178,10 +165,10 @@ def decoded(path: Path) -> Iterator[RawRow]:
 def read_csv(path: Path) -> Iterator[RawRow]:
     """Rows of texts under a header line, separated by commas, or by tabs in a .tsv."""
     delimiter = "\t" if type_of(path) == ".tsv" else ","
-    csv.field_size_limit(LINE_BYTES)  # the default refuses texts over 128 KiB
+    csv.field_size_limit(sys.maxsize)  # the default refuses texts over 128 KiB
     try:
         with _open(path) as file, TextIOWrapper(file, "utf-8-sig", newline="") as lines:
-            reader = csv.DictReader(_lines(path, lines), strict=True, delimiter=delimiter)
+            reader = csv.DictReader(lines, strict=True, delimiter=delimiter)
             named = list(filter(None, reader.fieldnames or ()))
             if twice := [name for name in named if named.count(name) > 1]:
                 raise DataError(f"{path}:1: the header has the column {twice[0]!r} twice; keep one")

@@ -181,8 +181,7 @@ def physical_cores() -> int:
 
 def processors() -> list[int]:
     """Logical processors that this process may use, in order."""
-    affinity = getattr(os, "sched_getaffinity", None)
-    return sorted(affinity(0) if affinity else range(os.cpu_count() or 1))
+    return sorted(os.sched_getaffinity(0))
 
 
 def _siblings(processor: int) -> str:
@@ -302,13 +301,10 @@ def communicator_bytes(groups: Sequence[int], peers: bool) -> int:
 
 def visible_gpu() -> Gpu | None:
     """The first GPU that CUDA would show this process, or None."""
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    chosen = "0" if visible is None else visible.split(",")[0].strip()
-    if chosen in ("", "-1"):
+    chosen = next(iter(visible_gpus()), None)
+    if chosen is None:
         return None
     with opened_nvml() as nvml:
-        if nvml is None:
-            return None
         try:
             if chosen.isdigit():
                 handle = nvml.nvmlDeviceGetHandleByIndex(int(chosen))

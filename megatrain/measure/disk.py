@@ -37,24 +37,18 @@ def disk_rates(folder: Path, file_bytes: int = FILE_BYTES) -> tuple[float, float
             mmap.mmap(-1, PIECE_BYTES) as piece,
         ):
             number = file.fileno()
-            bypass_cache(number)  # elsewhere fsync and `_forget` come close
+            bypass_cache(number)  # elsewhere fsync and advice to drop pages come close
             piece.write(os.urandom(PIECE_BYTES))  # not zeros, which some disks do not store
             written, write = _rate(
                 lambda start: os.pwrite(number, piece, start), pieces, lambda: os.fsync(number)
             )
-            _forget(number)
+            os.posix_fadvise(number, 0, 0, os.POSIX_FADV_DONTNEED)
             # all into one buffer, which is never looked at
             _, read = _rate(lambda start: os.preadv(number, [piece], start), written)
     except OSError as error:
         reason = f"{folder}: the disk cannot be measured: {error.strerror}"
         raise StorageError(f"{reason}; name another folder") from error
     return write, read
-
-
-def _forget(number: int) -> None:
-    """Let the page cache drop the file, where the system takes such advice."""
-    if hasattr(os, "posix_fadvise"):
-        os.posix_fadvise(number, 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 def _rate(

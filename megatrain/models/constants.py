@@ -231,19 +231,9 @@ NOBODY = UnusedWeights((), (), 0)
 def without_source(who: UnusedWeights) -> str:
     """The sentence that refuses a model whose unused weights are nowhere."""
     return (
-        f"{name_list(who.modules)} {are(who.modules)} carried along from a folder with weights, "
-        "and there is none: train this model from its weights, or a language model from its own "
-        "configuration"
+        f"{', '.join(who.modules)}: carried along from a folder with weights, and there is none; "
+        "train this model from its weights, or a language model from its own configuration"
     )
-
-
-def name_list(names: Collection[str]) -> str:
-    *first, last = names
-    return f"{', '.join(first)} and {last}" if first else last
-
-
-def are(names: Collection[str]) -> str:
-    return "is" if len(names) == 1 else "are"
 
 
 def find_unused_weights(model: nn.Module, names: Collection[str], config: Any) -> UnusedWeights:

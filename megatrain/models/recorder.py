@@ -246,16 +246,12 @@ def documents_known(find: Callable[[torch.Tensor], torch.Tensor | None]) -> Iter
     """Have transformers ask `find` for the documents of positions; its own search stalls GPUs."""
     from transformers import masking_utils
 
-    search = "find_packed_sequence_indices"
-    found = getattr(masking_utils, search, None)  # releases before it do not search
-    if found is None:
-        yield
-        return
-    setattr(masking_utils, search, find)
+    found = masking_utils.find_packed_sequence_indices
+    masking_utils.find_packed_sequence_indices = find  # type: ignore[assignment]
     try:
         yield
     finally:
-        setattr(masking_utils, search, found)
+        masking_utils.find_packed_sequence_indices = found
 
 
 def separates(call: LayerCall) -> bool:

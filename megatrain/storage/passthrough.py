@@ -19,7 +19,7 @@ import torch
 
 from megatrain.errors import StorageError
 from megatrain.memory.store import Store
-from megatrain.models.constants import NO_IMAGES, ParameterPlace, UnusedWeights, are, name_list
+from megatrain.models.constants import NO_IMAGES, ParameterPlace, UnusedWeights
 from megatrain.models.pretrained import KEY
 from megatrain.storage.dequantise import Dequantised
 from megatrain.storage.hashed_file import WrittenFile, write_bytes
@@ -95,7 +95,7 @@ def with_frozen(
             frozen[place.own] += (stored,)
     if frozen and where is not None:
         parts = [part for of_own in frozen.values() for part in of_own]
-        dtypes = name_list(sorted({dtype_name(part.dtype) for part in parts}))
+        dtypes = " and ".join(sorted({dtype_name(part.dtype) for part in parts}))
         logger.info(
             f"{where}: frozen tensors are {dtypes}; they are computed with in {dtype_name(held)} "
             f"and saved as they came, once: {sum(part.nbytes for part in parts) / 1e9:.3g} GB"
@@ -109,14 +109,12 @@ def describe_passthrough(
     """A sentence about unused weights, and others that transformers dropped; empty without any."""
     said = []
     if len(passthrough.tensors) > len(dropped):
-        said.append(f"{name_list(who.modules)} {are(who.modules)} carried along unchanged")
+        said.append(f"carried along unchanged: {', '.join(who.modules)}")
         said += [NO_IMAGES] * who.multimodal
     if dropped:
-        first, others = min(dropped), len(dropped) - 1
-        more = f" and {others} more tensors" if others else ""
         said.append(
-            f"{first}{more}, which transformers does not load, {are(dropped)} carried along and "
-            "not trained"
+            f"carried along and not trained, as transformers does not load them: {min(dropped)}"
+            + (f" and {len(dropped) - 1} more" if len(dropped) > 1 else "")
         )
     return f"{where}: {'; '.join(said)}" if said else ""
 

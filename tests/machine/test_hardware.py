@@ -247,6 +247,9 @@ class FakeNvml:
 
     asked: str | int | None = None
 
+    def nvmlDeviceGetCount(self) -> int:
+        return 1
+
     def nvmlDeviceGetHandleByIndex(self, index: int) -> str:
         self.asked = index
         return "handle"

@@ -34,7 +34,7 @@ def seeing(project: Path, made: Path) -> Path:
 @pytest.mark.slow
 def test_a_run_begins_is_resumed_without_its_source_and_exported(megatrain, project, seeing, made):
     begun = megatrain("train cfg.yaml train.max_steps=1", *KEEP)
-    said = f"{seeing}: model.visual is carried along unchanged; images in the data are not"
+    said = f"{seeing}: carried along unchanged: model.visual; images in the data are not"
     assert said.replace(f"{project}/", "") in begun.err.replace(f"{project}/", "")
     shutil.rmtree(seeing)
     megatrain("resume run train.max_steps=2")
@@ -59,7 +59,7 @@ def test_random_weights_have_no_tower_to_carry(megatrain, seeing):
     refused = megatrain(
         "train cfg.yaml", "model={config: ./seeing, init: random}", "method=pretrain", code=2
     )
-    assert "model.init: model.visual is carried along from a folder with weights" in refused.err
+    assert "model.init: model.visual: carried along from a folder with weights" in refused.err
     megatrain("bench seeing --steps 1 train.tokens_per_step=64 train.seq_len=32")
 
 

@@ -167,9 +167,9 @@ def test_what_transformers_does_not_load_is_carried_along_too(source, tmp_path, 
     assert differing(passengers_of(tmp_path / "out"), passengers_of(source)) == []
     assert "mtp.fc.weight" in tensors_of(tmp_path / "out")
     assert (
-        f"{source}: model.visual is carried along unchanged; images in the data are not supported "
-        "yet; mtp.fc.weight and 1 more tensors, which transformers does not load, are carried "
-        "along and not trained"
+        f"{source}: carried along unchanged: model.visual; images in the data are not supported "
+        "yet; carried along and not trained, as transformers does not load them: mtp.fc.weight "
+        "and 1 more"
     ) in caplog.messages
 
 
@@ -207,7 +207,7 @@ def test_a_folder_with_other_passengers_is_refused(source, more, but, reason):
 def test_without_a_folder_there_is_nothing_to_carry(given, tmp_path):
     with Engine.from_config(given, device="cpu", precision="float32") as engine:
         engine.train_step([{"input_ids": IDS, "labels": IDS}])
-        reason = "model.visual is carried along from a folder with weights, and there is none"
+        reason = "model.visual: carried along from a folder with weights, and there is none"
         with pytest.raises(ModelError, match=reason):
             engine.save_pretrained(tmp_path / "out")
         with pytest.raises(ModelError, match=reason):
