@@ -13,12 +13,13 @@ import os
 import platform
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from contextlib import suppress
+from dataclasses import asdict, replace
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from itertools import pairwise
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple, TypeVar
 
 from pydantic import ConfigDict, Field, TypeAdapter
 from pydantic.dataclasses import dataclass as checked_dataclass
@@ -38,6 +39,7 @@ from megatrain.machine.hardware import (
 )
 
 logger = logging.getLogger("megatrain")
+T = TypeVar("T")
 
 Rate = Annotated[float, Field(ge=0)]
 Rates = tuple[tuple[Annotated[int, Field(gt=0)], Rate], ...]  # (size, rate at it), ascending
@@ -162,12 +164,15 @@ def cache_file(fingerprint: str) -> Path:
 
 def load(fingerprint: str) -> MachineProfile | None:
     """The cached profile of the machine with this fingerprint; None without a readable one."""
-    try:
-        data = cache_file(fingerprint).read_bytes()
-        profile = TypeAdapter(MachineProfile).validate_json(data)
-    except (OSError, ValueError):  # no file, not JSON or not a rate, other keys
-        return None
-    return profile if profile.fingerprint == fingerprint else None
+    profile = read_cached(cache_file(fingerprint), MachineProfile)
+    return profile if profile and profile.fingerprint == fingerprint else None
+
+
+def read_cached(path: Path, kind: type[T]) -> T | None:
+    """The value of a JSON file of the cache; None without a file that holds one of this kind."""
+    with suppress(OSError, ValueError):
+        return TypeAdapter(kind).validate_json(path.read_bytes())
+    return None
 
 
 def known_or_typical(hardware: Hardware) -> MachineProfile:
@@ -216,11 +221,7 @@ def drives_file(fingerprint: str) -> Path:
 
 def load_drives(fingerprint: str) -> dict[str, DriveRates]:
     """The measured rates of this machine's drives by `hardware.drive_name`; empty without any."""
-    try:
-        data = drives_file(fingerprint).read_bytes()
-        return TypeAdapter(dict[str, DriveRates]).validate_json(data)
-    except (OSError, ValueError):  # as `load`
-        return {}
+    return read_cached(drives_file(fingerprint), dict[str, DriveRates]) or {}
 
 
 def save_drive(fingerprint: str, name: str, rates: DriveRates) -> None:
@@ -352,22 +353,15 @@ GEFORCE = re.compile(r"RTX [2-5]0[5-9]0")
 GLOO_SHARE = 0.03  # of memory's rate, between processes without GPUs
 
 
-@dataclass(frozen=True)
-class Shares:
-    """Rates of each of several GPUs while all work.
+class Shares(NamedTuple):
+    """Rates of each of several GPUs while all work."""
 
-    Attributes:
-        upload, download, both: of one GPU's link to the host.
-        gather, reduce: of NVLink's rate each way by the maker.
-        gather_loss, reduce_loss: of each second of these, what matmuls lose.
-    """
-
-    upload: float
+    upload: float  # of one GPU's link to the host, as the next two
     download: float
     both: float
-    gather: float
+    gather: float  # of NVLink's rate each way by the maker
     reduce: float
-    gather_loss: float
+    gather_loss: float  # of each second of these, what matmuls lose
     reduce_loss: float
 
 

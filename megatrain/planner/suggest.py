@@ -87,14 +87,11 @@ def _steps(job: Job, *factors: float) -> Offers:
     return found
 
 
-def _wire(job: Job) -> Offers:
-    return _instead("train.wire", "float32", "bfloat16")(job) if job.hosts > 1 else {}
-
-
 BATCH, UNCLIPPED, MOMENTS = "changes the batch", "does not clip", "rounds the moments"
 # Where a mixture waits for the host's update, in this order: by how much more it hides.
 AGAINST_UPDATE = (BATCH, UNCLIPPED, MOMENTS)
 _BFLOAT16 = _instead("precision", "float32", "bfloat16")
+_WIRE = _instead("train.wire", "float32", "bfloat16")
 # From costly to harmless: the last is tried first, the first only where all others do not suffice.
 REMEDIES = (
     Remedy(UNCLIPPED, _unclipped, _unclipped),
@@ -109,7 +106,10 @@ REMEDIES = (
     ),
     Remedy("computes in bf16", _BFLOAT16, _BFLOAT16),
     Remedy(BATCH, lambda job: _steps(job, 1 / 2, 1 / 4, 1 / 8), lambda job: _steps(job, 2, 4)),
-    Remedy("rounds each host's sums to bf16 once", faster=_wire),
+    Remedy(
+        "rounds each host's sums to bf16 once",
+        faster=lambda job: _WIRE(job) if job.hosts > 1 else {},
+    ),
 )
 
 

@@ -73,43 +73,70 @@ class BenchStep:
 
 @dataclass(frozen=True)
 class BenchResult:
-    """Rates are those of the median step."""
+    """The measured steps of a plan. Rates are those of the median step."""
 
-    model: str
-    parameters: int
-    active_parameters: int  # that act on a token: fewer in a mixture of experts
-    layers: int
-    tokens: int  # of a step, all of them real
-    step_s: Predicted  # measured: the median
-    tokens_per_s: float
-    tflops: float  # of each rank: 6 x active parameters x tokens / seconds
-    mfu: float | None  # of each; None where the device's peak is unknown
-    gpu_busy: float | None  # share of the step in which kernels run; None: not measured
-    time: StepTime  # where the seconds of all measured steps went, on the first rank
-    host: Predicted  # a whole host
-    gpu: Predicted  # that of which most is taken
-    memory: dict[str, int | None]  # peaks as counted, in bytes
-    advice: str
-    choices: str
-    ranks: int  # that made the steps
-    setup_s: float  # to allocate, pin and draw the weights
+    config: Config
+    plan: Plan
     warmup_steps: tuple[BenchStep, ...]
     steps: tuple[BenchStep, ...]
-    plan: dict[str, Any]
-    config: dict[str, Any]
-    environment: dict[str, Any]
+    setup_s: float  # to allocate, pin and draw the weights
+    memory: dict[str, int | None]  # peaks as counted, in bytes
+    computing_s: float | None  # in which kernels run in one more step; None: not measured
     exit_code: ClassVar[int] = 0
+
+    @property
+    def step_s(self) -> Predicted:
+        median = statistics.median(step.seconds for step in self.steps)
+        return Predicted(self.plan.timing.seconds, median)
+
+    @property
+    def host(self) -> Predicted:
+        """Bytes of a whole host."""
+        return Predicted(self.plan.host_bytes * self.plan.job.ranks, self.memory["host_bytes"])
+
+    @property
+    def gpu(self) -> Predicted:
+        """Bytes of that GPU of which most is taken."""
+        return Predicted(self.plan.gpu_bytes or None, self.memory["gpu_peak_bytes"])
+
+    @property
+    def time(self) -> StepTime:
+        """Where the seconds of all measured steps went, on the first rank."""
+        return sum((step.time for step in self.steps), StepTime())
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-able. `step_s` is the measured figure, predictions stand under `predicted`."""
-        figures = asdict(self)
-        for name in ("host", "gpu", "memory"):
-            del figures[name]
+        config, plan, spent, work = self.config, self.plan, self.time, work_of(self.plan)
+        resolved: Resolved = plan.made_of
+        machine, shape, ranks = resolved.machine, resolved.shape, plan.job.size
+        gpu, rows, seq_len = machine.hardware.gpu, _rows_of(config, plan), config.train.seq_len
+        tokens, seconds = rows * seq_len, self.step_s.measured or 0.0
+        mfu = work.mfu([seq_len] * rows, seconds * ranks, gpu.name if gpu else None)
         planned = {"step_s": self.step_s, "host_bytes": self.host, "gpu_peak_bytes": self.gpu}
+        used = {"device": machine.device.type, "precision": machine.precision}
+        today = date.today().isoformat()
         return {
-            **figures,
-            "step_s": self.step_s.measured,
-            "shares": self.time.shares(),
+            "model": config.model.source,
+            "parameters": shape.parameters,
+            "active_parameters": shape.active_parameters,  # that act on a token: fewer in a mixture
+            "layers": resolved.skeleton.anatomy.layers,
+            "tokens": tokens,  # of a step, all of them real
+            "step_s": seconds,
+            "tokens_per_s": tokens / seconds,
+            "tflops": work.tflops(tokens, seconds * ranks),  # of each rank
+            "mfu": mfu,  # of each rank; None where the device's peak is unknown
+            "gpu_busy": None if self.computing_s is None else self.computing_s / seconds,
+            "time": asdict(spent),
+            "advice": advise(spent, facts_of(config, plan), mfu),
+            "choices": choices_in_words(plan),
+            "ranks": ranks,
+            "setup_s": self.setup_s,
+            "warmup_steps": list(map(asdict, self.warmup_steps)),
+            "steps": list(map(asdict, self.steps)),
+            "plan": plan.to_dict(),
+            "config": config.model_dump(mode="json"),
+            "environment": {"date": today, **used, **described_environment(machine)},
+            "shares": spent.shares(),
             **self.memory,
             "predicted": {name: figure.predicted for name, figure in planned.items()},
             "error": {name: figure.error for name, figure in planned.items()},
@@ -117,32 +144,32 @@ class BenchResult:
 
     def render(self, console: Console) -> None:
         """Print the figures and the advice."""
-        print_rows(console, self.model, self._rows())
+        print_rows(console, self.config.model.source, self._rows(self.to_dict()))
 
-    def _rows(self) -> list[tuple[str, str]]:
-        seconds = [step.seconds for step in self.steps]
+    def _rows(self, found: dict[str, Any]) -> list[tuple[str, str]]:
+        seconds, mfu, gpu_busy = [s.seconds for s in self.steps], found["mfu"], found["gpu_busy"]
         spread = f"median of {len(seconds)}, {min(seconds):.3g} to {max(seconds):.3g}"
-        each = f" each of {self.ranks} GPUs" if self.ranks > 1 else ""
-        rates = f"{self.tflops:,.3g} TFLOP/s{each}, {self.tokens_per_s:,.0f} tokens/s"
-        peak = "" if self.mfu is None else f", {self.mfu:.0%} of the GPU's peak"
-        busy = "" if self.gpu_busy is None else f"; kernels run {self.gpu_busy:.1%} of it"
-        parameters = human_parameters(self.parameters, self.active_parameters)
+        each = f" each of {found['ranks']} GPUs" if found["ranks"] > 1 else ""
+        rates = f"{found['tflops']:,.3g} TFLOP/s{each}, {found['tokens_per_s']:,.0f} tokens/s"
+        peak = "" if mfu is None else f", {mfu:.0%} of the GPU's peak"
+        busy = "" if gpu_busy is None else f"; kernels run {gpu_busy:.1%} of it"
+        parameters = human_parameters(found["parameters"], found["active_parameters"])
         first, last = (*self.warmup_steps, *self.steps)[0], self.steps[-1]
         rows = [
-            ("model", f"{parameters}, {self.layers} layers"),
-            ("run", f"{self.tokens:,} tokens per step, {self.choices}"),
+            ("model", f"{parameters}, {found['layers']} layers"),
+            ("run", f"{found['tokens']:,} tokens per step, {found['choices']}"),
             ("step", f"{self.step_s.words(step_seconds)}; {spread}"),
             ("loss", f"{first.loss:.4f} in the first step, {last.loss:.4f} in the last"),
             ("rate", rates + peak),
             ("time", time_in_words(self.time) + busy),
-            ("planned", phases_in_words(self.plan["timing"])),
+            ("planned", phases_in_words(found["plan"]["timing"])),
             ("host memory", self.host.words(human_bytes)),
         ]
         if self.gpu.measured is not None:
             retries = sum(step.retries for step in self.steps)
             full = f"; {retries} times it was full, and cached memory was given back"
             rows.append(("GPU memory", self.gpu.words(human_bytes) + full * bool(retries)))
-        return [*rows, ("start-up", human_seconds(self.setup_s)), ("advice", self.advice)]
+        return [*rows, ("start-up", human_seconds(self.setup_s)), ("advice", found["advice"])]
 
 
 def phases_in_words(timing: dict[str, Any]) -> str:
@@ -212,7 +239,8 @@ def _bench(
             computing_s = computing_seconds(draw(0), engine.device)
         if engine.world.broadcast(profile is not None):
             _traced(draw(0), profile, engine.device, console)
-    return result_of(config, plan, measured, warmup, setup_s, memory, computing_s)
+    parts = tuple(measured[:warmup]), tuple(measured[warmup:])
+    return BenchResult(config, plan, *parts, setup_s, memory, computing_s)
 
 
 def _traced(step: Step, profile: Path | None, device: torch.device, console: Console) -> None:
@@ -290,50 +318,3 @@ def memory_of(engine: Engine, meter: GpuMeter) -> dict[str, int | None]:
     hosts, gpus = zip(*world.all_gather((peak_host_bytes(world.local_size), gpu)), strict=True)
     most = {name: max(one[name] for one in gpus) or None for name in gpu}
     return {"host_bytes": sum(hosts) // world.hosts, **most}
-
-
-def result_of(
-    config: Config,
-    plan: Plan,
-    measured: list[BenchStep],
-    warmup: int,
-    setup_s: float,
-    memory: dict[str, int | None],
-    computing_s: float | None,
-) -> BenchResult:
-    """Rates are those of the median step."""
-    resolved: Resolved = plan.made_of
-    machine, anatomy = resolved.machine, resolved.skeleton.anatomy
-    steps, gpu, seq_len = measured[warmup:], machine.hardware.gpu, config.train.seq_len
-    step_s = statistics.median(step.seconds for step in steps)
-    rows, ranks = _rows_of(config, plan), plan.job.size
-    tokens, shape = rows * seq_len, resolved.shape
-    work = work_of(plan)
-    mfu = work.mfu([seq_len] * rows, step_s * ranks, gpu.name if gpu else None)
-    spent = sum((step.time for step in steps), StepTime())
-    used = {"device": machine.device.type, "precision": machine.precision}
-    return BenchResult(
-        model=config.model.source,
-        parameters=shape.parameters,
-        active_parameters=shape.active_parameters,
-        layers=anatomy.layers,
-        tokens=tokens,
-        step_s=Predicted(plan.timing.seconds, step_s),
-        tokens_per_s=tokens / step_s,
-        tflops=work.tflops(tokens, step_s * ranks),
-        mfu=mfu,
-        gpu_busy=None if computing_s is None else computing_s / step_s,
-        time=spent,
-        host=Predicted(plan.host_bytes * plan.job.ranks, memory["host_bytes"]),
-        gpu=Predicted(plan.gpu_bytes or None, memory["gpu_peak_bytes"]),
-        memory=memory,
-        advice=advise(spent, facts_of(config, plan), mfu),
-        choices=choices_in_words(plan),
-        ranks=ranks,
-        setup_s=setup_s,
-        warmup_steps=tuple(measured[:warmup]),
-        steps=tuple(steps),
-        plan=plan.to_dict(),
-        config=config.model_dump(mode="json"),
-        environment={"date": date.today().isoformat(), **used, **described_environment(machine)},
-    )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import logging
 import sys
 import time
@@ -16,7 +15,13 @@ from megatrain.data.samples import name_for
 from megatrain.engine.verify import FORMAT, Verdict
 from megatrain.engine.verify import verify as check
 from megatrain.errors import StorageError, VerificationError
-from megatrain.machine.profile import PACKAGES, cache_folder, installed_version, write_json
+from megatrain.machine.profile import (
+    PACKAGES,
+    cache_folder,
+    installed_version,
+    read_cached,
+    write_json,
+)
 from megatrain.models.family import is_foreign
 from megatrain.models.skeleton import Skeleton
 from megatrain.recipes.model import bench_config, shape_config
@@ -75,7 +80,7 @@ def verify(source: str, trust_remote_code: bool = False) -> Checked:
 
 def check_once(skeleton: Skeleton, trust_remote_code: bool) -> None:
     """Check a model's family, once for a configuration and versions. Raises VerificationError."""
-    verdict = _known(skeleton)
+    verdict = read_cached(file_of(skeleton), Verdict)
     if verdict is None:
         family = skeleton.anatomy.family
         logger.info(f"comparing a small {family} model with plain PyTorch, once")
@@ -130,14 +135,6 @@ def code_digests(skeleton: Skeleton) -> list[str]:
     files = {getattr(sys.modules.get(name), "__file__", None) for name in names}
     texts = (Path(file).read_bytes() for file in files if file)
     return sorted(hashlib.sha256(text).hexdigest() for text in texts)
-
-
-def _known(skeleton: Skeleton) -> Verdict | None:
-    """The verdict that was kept; None without a readable one."""
-    try:
-        return Verdict(**json.loads(file_of(skeleton).read_text()))
-    except (OSError, ValueError, TypeError):  # no file, not JSON, other keys
-        return None
 
 
 def keep(skeleton: Skeleton, verdict: Verdict) -> None:
