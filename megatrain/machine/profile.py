@@ -414,7 +414,10 @@ def assumed(base: MachineProfile, hardware: Hardware, ranks: int) -> MachineProf
     # more threads in all, which share the host's memory
     update = tuple((n, interpolate(base.update, ranks * n) / ranks) for n in thread_counts(cores))
     if hardware.gpu is None:
-        return _without_gpus(base, ranks, update, cores)
+        rate = GLOO_SHARE * base.memory / ranks
+        busy = interpolate(update, update_threads(cores))
+        together = replace(base, ranks=ranks, update=update, update_busy=busy)
+        return replace(shared_cores(together, ranks), gather=rate, reduce=rate)
     sheet = data_sheet(hardware.gpu.name)
     shares = OF_TWO if ranks == 2 else OF_FOUR
     upload, both = shares.upload * base.upload, shares.both * base.both
@@ -454,15 +457,4 @@ def shared_cores(base: MachineProfile, ranks: int) -> MachineProfile:
         memory=base.memory / ranks,
         fresh=base.fresh / ranks,
         device_update=base.device_update / ranks,
-    )
-
-
-def _without_gpus(base: MachineProfile, ranks: int, update: Rates, cores: int) -> MachineProfile:
-    return replace(
-        shared_cores(base, ranks),
-        ranks=ranks,
-        update=update,
-        update_busy=interpolate(update, update_threads(cores)),
-        gather=GLOO_SHARE * base.memory / ranks,
-        reduce=GLOO_SHARE * base.memory / ranks,
     )

@@ -15,7 +15,6 @@ from __future__ import annotations
 import json
 import logging
 import math
-import shutil
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
@@ -39,12 +38,10 @@ from megatrain.storage.export import (
     Exportable,
     array_sources,
     passthrough_files,
-    unchanged,
     weight_plan,
     write_description,
 )
 from megatrain.storage.hashed_file import (
-    SMALL_FILES_BYTES,
     WrittenFile,
     sync_tree,
     system_errors,
@@ -66,7 +63,6 @@ from megatrain.storage.manifest import (
 from megatrain.storage.passthrough import (
     Passthrough,
     at_home,
-    is_kept,
     keep_once,
     passthrough_of,
     put_into,
@@ -146,7 +142,6 @@ def save_checkpoint(
         target = run_dir / run_folder.checkpoint_name(step)
         with system_errors(target, "save it"):
             run_folder.tidy(run_dir)
-            _check_space(run_dir, engine)
             _write(target, step, engine, tokenizer, generation_config, files)
             run_folder.point(run_dir, "last", target)
             if best is not None and (run_dir / run_folder.checkpoint_name(best)).is_dir():
@@ -197,27 +192,6 @@ def saved_arrays(engine: Checkpointable) -> dict[str, torch.dtype]:
     """The arrays that a run continues from: master weights and optimizer state, no gradients."""
     names = {"weight", "remainder", *(array.name for array in engine.optimizer.state_arrays)}
     return {spec.name: spec.dtype for spec in engine.store.arrays.values() if spec.name in names}
-
-
-def checkpoint_bytes(engine: Checkpointable) -> int:
-    """Bytes of tensors in one checkpoint, but for those that no step changes."""
-    layout, blocks, arrays = engine.store.layout, engine.anatomy.blocks, saved_arrays(engine)
-    of_arrays = (
-        layout(a, b.index).trained.parameters * arrays[a].itemsize for a in arrays for b in blocks
-    )
-    return sum(of_arrays) + engine.constants.nbytes
-
-
-def _check_space(run_dir: Path, engine: Checkpointable) -> None:
-    need = checkpoint_bytes(engine) + SMALL_FILES_BYTES
-    if not is_kept(run_dir):
-        need += sum(source.nbytes for source in unchanged(engine))
-    free = shutil.disk_usage(run_dir).free
-    if need > free:
-        raise StorageError(
-            f"{run_dir}: a checkpoint needs {need / 2**30:.2f} GiB and {free / 2**30:.2f} GiB are "
-            "free; free space there, or lower checkpoint.keep"
-        )
 
 
 def _optimizer_plan(engine: Checkpointable) -> dict[str, list[TensorSource]]:

@@ -179,11 +179,6 @@ def put_into(folder: Path, run_dir: Path, files: Collection[WrittenFile]) -> Non
         link_or_copy(run_dir / PASSENGERS / file.name, folder / file.name)
 
 
-def is_kept(run_dir: Path) -> bool:
-    """True if `keep_once` has nothing to write."""
-    return _kept(run_dir / PASSENGERS) is not None
-
-
 def at_home(run_dir: Path, passthrough: Passthrough) -> Passthrough:
     """Read it from the run's own folder if the files it came from are gone."""
     if all(path.exists() for path in {tensor.path for tensor in passthrough._all()}):
