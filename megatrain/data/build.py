@@ -104,11 +104,8 @@ def load_data(
     def whole(rows: TokenRows) -> Rows:
         return rows if pack_to is None else pack(rows, pack_to, Encoder(tokenizer).eos)
 
-    def trained_before(rows: TokenRows) -> bool:
-        return whole(chosen(rows)[0]).digest == before
-
-    wanted = trained_before if before else None
     asked = AskedSet(train, tokenizer, options, cache, on_progress)
+    wanted = (lambda rows: whole(chosen(rows)[0]).digest == before) if before else None
     rows, held = chosen(asked.rows(wanted))
     if before is not None:
         check_digest(whole(rows).digest, before)

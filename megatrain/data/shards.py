@@ -83,7 +83,7 @@ def _write_shard(
                 raise _BadRow
             cutter.write(rows, writer, counts)
             full = counts.read >= SHARD_ROWS or writer.size >= SHARD_LIMIT_BYTES
-            if full and cutter.is_between_rows:
+            if full and cutter.first is None:
                 break
         writer.finish({"begins": begins, "counts": asdict(counts), "tail": cutter.tail()})
 
@@ -94,12 +94,7 @@ class Cutter:
     def __init__(self, options: RowOptions) -> None:
         self.options = options
         self._before: Tokens | None = None  # the answer of the last judged row
-        self._first: _Kept | None = None
-
-    @property
-    def is_between_rows(self) -> bool:
-        """True if all rows so far are written: the first judged row waits for the second."""
-        return self._first is None
+        self.first: _Kept | None = None  # judged row, which waits for the second
 
     def tail(self) -> dict[str, Any] | None:
         """The state that `go_on_from` takes for the next shard; JSON-able."""
@@ -158,11 +153,11 @@ class Cutter:
         for row in rows:
             (ids, mask), begins = row[0].sides[0], row[0].begins
             answer = ids[begins:], mask[begins:]
-            if self._first is not None:
-                yield self._mismatched(self._first, answer)
-                self._first = None
+            if self.first is not None:
+                yield self._mismatched(self.first, answer)
+                self.first = None
             if self._before is None:
-                self._first = row
+                self.first = row
             else:
                 yield self._mismatched(row, self._before)
             self._before = answer

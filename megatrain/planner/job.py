@@ -169,10 +169,6 @@ class Job(Asked):
             return micro_batch_tokens
         return micro_batch_tokens // self.seq_len * self.seq_len or micro_batch_tokens
 
-    def trained_tokens(self, micro_batch_tokens: int) -> float:
-        """Non-padding tokens per step; an upper bound until row lengths are known."""
-        return min(self.tokens_per_step, self.size * self.step(micro_batch_tokens).mean)
-
     @property
     def one_group(self) -> bool:
         """A step cannot be cut into groups."""

@@ -104,7 +104,9 @@ class StepCosts:
             weights, sums = self.layout.crossing  # beside the forward, and beside the backward
             timeline.at_least_in("forward", others * weights)
             timeline.at_least_in("backward", others * sums)
-        trained = self.job.trained_tokens(self.choices.micro_batch_tokens)
+        # without padding, as far as row lengths are known
+        mean = self.job.step(self.choices.micro_batch_tokens).mean
+        trained = min(self.job.tokens_per_step, self.job.size * mean)
         tokens_per_s = trained / timeline.seconds
         return Timing(
             seconds=timeline.seconds,

@@ -101,7 +101,7 @@ class BenchResult:
 
     @property
     def time(self) -> StepTime:
-        """Where the seconds of all measured steps went, on the first rank."""
+        """Seconds of all measured steps by phase, on the first rank."""
         return sum((step.time for step in self.steps), StepTime())
 
     def to_dict(self) -> dict[str, Any]:

@@ -59,7 +59,11 @@ class Diagnosis:
 
         title = f"this machine ({self.profile.fingerprint})"
         table = Table("what", "figure", "verdict", title=title)
-        drives = (of_drive(name, rates) for name, rates in self.drives.items())
+        drives = []
+        for name, rates in self.drives.items():
+            write, read = (three_digits(rate / 1e9) for rate in (rates.write, rates.read))
+            words = f"writes {write}, reads {read} GB/s, on {rates.measured_on}"
+            drives.append(Finding(f"drive {name}", words))
         together = figures(self.together, ()) if self.together else ()
         for found in (*figures(self.profile, self.guessed), *together, *drives, *self.findings):
             style = "yellow" if found.advice else None
@@ -228,8 +232,3 @@ def figures(profile: MachineProfile, guessed: Container[str]) -> Iterator[Findin
         each = "" if profile.ranks == 1 else f", each of {profile.ranks}"
         guess = "a guess, not measured" if field in guessed else None
         yield Finding(f"{what}{each}", f"{text} {name}", guess)
-
-
-def of_drive(name: str, rates: DriveRates) -> Finding:
-    write, read = (three_digits(rate / 1e9) for rate in (rates.write, rates.read))
-    return Finding(f"drive {name}", f"writes {write}, reads {read} GB/s, on {rates.measured_on}")

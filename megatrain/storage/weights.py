@@ -169,10 +169,13 @@ def copy_in(
     constants.expect({p: (name, candidates[name].dtype) for p, name in found.names.items()})
 
     def copy(place: ParameterPlace, candidate: Candidate, chunks: Chunks) -> None:
-        if place.constant:
-            copy_constant(constants, place, candidate.where, chunks)
-        else:
+        if not place.constant:
             copy_tensor(store, place, candidate, chunks)
+            return
+        for begin, values in chunks():
+            _check_finite(values, candidate.where)
+            may_end_here()
+            constants.write(place, begin, values)
 
     def copy_checked(path: Path, how: ShardReader) -> None:
         """Copy a file's tensors in one reading of all its bytes, or of this rank's share where
@@ -253,14 +256,6 @@ def _within(mine: Span, first: int, read: torch.Tensor) -> tuple[int, torch.Tens
     """The part of values from element `first` on that lies in `mine`, and its offset there."""
     start, stop = max(first, mine.start), min(first + len(read), mine.stop)
     return start - mine.start, read[start - first : max(start, stop) - first]
-
-
-def copy_constant(constants: Constants, place: ParameterPlace, where: str, chunks: Chunks) -> None:
-    """Copy one constant as it is. Raises ModelError if a value is NaN or infinite."""
-    for begin, values in chunks():
-        _check_finite(values, where)
-        may_end_here()
-        constants.write(place, begin, values)
 
 
 def _check_finite(values: torch.Tensor, where: str) -> None:
