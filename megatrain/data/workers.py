@@ -16,7 +16,6 @@ import os
 import pickle
 import resource
 import signal
-import sys
 import traceback
 import warnings
 from collections import deque
@@ -29,9 +28,10 @@ from functools import partial
 from itertools import chain, islice
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
-from pathlib import Path
 from queue import SimpleQueue
 from typing import Generic, NoReturn, Self, TypeVar
+
+import psutil
 
 from megatrain.errors import DataError, MegaTrainError
 
@@ -205,11 +205,9 @@ def outcome(work: Callable[[], Result]) -> tuple[Result | None, Exception | None
 
 def _limit_memory(more_bytes: int, soft: int, hard: int) -> None:
     """Limit the address space to so much more than is taken now, within the limits that are set."""
-    with suppress(OSError):  # not Linux: time alone is limited
-        pages = int(Path("/proc/self/statm").read_text().split()[0])
-        known = [limit for limit in (soft, hard) if limit != resource.RLIM_INFINITY]
-        most = min([pages * mmap.PAGESIZE + more_bytes, *known])
-        resource.setrlimit(resource.RLIMIT_AS, (most, hard))
+    known = [limit for limit in (soft, hard) if limit != resource.RLIM_INFINITY]
+    most = min([psutil.Process().memory_info().vms + more_bytes, *known])
+    resource.setrlimit(resource.RLIMIT_AS, (most, hard))
 
 
 def _close_all_but(number: int) -> None:
@@ -275,8 +273,7 @@ def _exit_code_of(child: int) -> int | None:
 
 def _depend_on(parent: int) -> None:
     """In a child: end with the parent, and ignore signals."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
         os._exit(0)  # it ended before that
     for number in IGNORED_SIGNALS:
