@@ -53,4 +53,5 @@ METHODS: dict[str, Method] = {
         task="text-classification",
     ),
     "grpo": Method("prompts", words="Tuned by rewards ({}) from"),
+    "rloo": Method("prompts", words="Tuned by rewards ({}) from"),
 }

@@ -221,7 +221,7 @@ class Config(Options):
         "sft",
         "sft: conversations; pretrain: texts; dpo, orpo, simpo, cpo: pairs of answers; kto: "
         "answers that are wanted or not; reward: pairs of answers, for a model that scores them; "
-        "grpo: prompts, whose answers the model writes and functions reward.",
+        "grpo, rloo: prompts, whose answers the model writes and functions reward.",
     )
     data: DataOptions
     train: TrainOptions = TrainOptions()
@@ -237,6 +237,7 @@ class Config(Options):
     kto: s.KtoOptions = s.KtoOptions()
     reward: s.RewardOptions = s.RewardOptions()
     grpo: s.GrpoOptions = s.GrpoOptions()
+    rloo: s.RlooOptions = s.RlooOptions()
     rollout: s.RolloutOptions = s.RolloutOptions()
     rewards: s.RewardsOptions = s.RewardsOptions()
     precision: v.Precision = key(
@@ -316,6 +317,11 @@ class Config(Options):
         """The keys of the method's own section: the arguments of its loss."""
         section = getattr(self, self.method, None)
         return {} if section is None else dict(section)
+
+    @property
+    def policy(self) -> s.PolicyOptions:
+        """The section of a method whose answers the model writes."""
+        return getattr(self, self.method)  # type: ignore[no-any-return]
 
     def asked(self) -> dict[str, Any]:
         """Options by field as `planner.job.Asked` has them: None for auto, 0 for whole layers."""
@@ -398,12 +404,13 @@ def check_readers(config: Config) -> None:
 def fault_of_sections(config: Config) -> tuple[str, str] | None:
     """The first key that the config's method cannot honour, and why; None if there is none."""
     method = config.method
-    owners = {name: name for name in s.SECTIONS} | dict.fromkeys(("rollout", "rewards"), "grpo")
-    for name, owner in owners.items():
+    writing = [name for name in s.SECTIONS if METHODS[name].kind == PROMPTS]
+    owners = {name: [name] for name in s.SECTIONS} | {"rollout": writing, "rewards": writing}
+    for name, its in owners.items():
         section = getattr(config, name)
         for field, value in section:
-            if owner != method and value != type(section).model_fields[field].default:
-                return f"{name}.{field}", f"belongs to method: {owner}, not to {method}"
+            if method not in its and value != type(section).model_fields[field].default:
+                return f"{name}.{field}", f"belongs to method: {' or '.join(its)}, not to {method}"
     if method == "simpo" and config.simpo.beta is None:
         return "simpo.beta", "method: simpo has no default of it; set 2.0, say"
     if method in s.SECTIONS and config.data.train_on != "assistant":
@@ -432,7 +439,7 @@ OF_ROLLOUTS: tuple[tuple[str, tuple[object, ...], str], ...] = (
     ("data.format", ("auto",), "rows hold `prompt` or `messages`, and columns of any name"),
     ("data.text_field", (None,), "rows hold `prompt` or `messages`, and columns of any name"),
     ("train.context_parallel", (1,), "its loss is over whole sequences"),
-    ("grpo.beta", (0.0,), "a reference model is not built yet"),
+    ("policy.beta", (0.0,), "a reference model is not built yet"),
     ("eval.prompts", (None,), "held-out prompts are answered; set data.eval"),
 )
 
@@ -441,13 +448,18 @@ def fault_of_rollouts(config: Config) -> tuple[str, str] | None:
     """The first key that a method of prompts cannot honour, and why; None if there is none."""
     if METHODS[config.method].kind != PROMPTS:
         return None
+    method, policy, rollout, rewards = config.method, config.policy, config.rollout, config.rewards
     for name, values, reason in OF_ROLLOUTS:
         if attrgetter(name)(config) not in values:
-            return name, f"method: {config.method} has only {values[0]}: {reason}; remove it"
-    rollout, rewards, answers = config.rollout, config.rewards, config.grpo.num_generations
+            key = name.replace("policy", method)
+            return key, f"method: {method} has only {values[0]}: {reason}; remove it"
+    if policy.dynamic_sampling and (config.train.epochs or not config.train.max_steps):
+        needs = "needs train.max_steps, and no epochs: how many prompts a step takes is not known"
+        return f"{method}.dynamic_sampling", needs
+    answers = policy.num_generations
     size, steps = rollout.generation_batch_size, rollout.steps_per_generation
     if size % (answers * steps):
-        parts = f"grpo.num_generations {answers} x rollout.steps_per_generation {steps}"
+        parts = f"{method}.num_generations {answers} x rollout.steps_per_generation {steps}"
         return "rollout.generation_batch_size", f"{size} is no multiple of {parts}; set one"
     if config.train.rows_per_step != size // steps:
         asked = "rows_per_step" if config.train.rows_per_step else "tokens_per_step"
@@ -461,9 +473,9 @@ def fault_of_rollouts(config: Config) -> tuple[str, str] | None:
         return "rewards.functions", "two are called alike; rename one"
     if rewards.reward_weights and len(rewards.reward_weights) != len(rewards.functions):
         return "rewards.reward_weights", "needs a weight for each of rewards.functions"
-    if config.grpo.max_completion_length >= config.train.seq_len:
+    if policy.max_completion_length >= config.train.seq_len:
         room = f"leaves no room for a prompt in train.seq_len {config.train.seq_len}; raise that"
-        return "grpo.max_completion_length", room
+        return f"{method}.max_completion_length", room
     return None
 
 

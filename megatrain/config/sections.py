@@ -80,6 +80,10 @@ NEARER = "How strongly the model is held to the reference; higher stays nearer."
 _Smoothing = Annotated[
     Annotated[float, Field(ge=0, lt=0.5)], wanted("a number from 0 to below 0.5")
 ]
+_Range = Annotated[
+    tuple[float, float] | None,
+    wanted("two numbers, or null", lambda x: tuple(x) if isinstance(x, list) else x),
+]
 _Weights = Annotated[
     tuple[float, ...] | None,
     wanted("a list of numbers, or null", lambda x: tuple(x) if isinstance(x, list) else x),
@@ -143,19 +147,32 @@ class RewardOptions(Options):
     )
 
 
-class GrpoOptions(Options):
-    """Group relative policy optimisation and its kin: answers that the model writes, several to a
-    prompt, and functions that reward them."""
+_Group = Annotated[v.Count, Field(ge=2)]
 
-    num_generations: Annotated[v.Count, Field(ge=2)] = key(8, "Answers to each prompt: a group.")
+
+class PolicyOptions(Options):
+    """Answers that the model writes, several to a prompt, and functions that reward them."""
+
+    num_generations: _Group = key(8, "Answers to each prompt: a group.")
     max_completion_length: v.Count = key(256, "Longest answer in tokens.")
     num_iterations: v.Count = key(1, "Times that the answers of a rollout are trained on.")
-    loss_type: v.PolicyLoss = key("dapo", "dapo, bnpo, grpo, dr_grpo or cispo.")
     beta: v.NotNegative = key(
         0.0, "Weight of the divergence from a reference model. Not built yet: 0."
     )
     epsilon: v.Positive = key(0.2, "How far a ratio may fall below 1, or rise above it.")
     epsilon_high: v.PositiveOrNull = key(None, "How far it may rise above 1; null: epsilon.")
+    mask_truncated_completions: v.Flag = key(False, "Leave answers without an end out of the loss.")
+    dynamic_sampling: v.Flag = key(
+        False,
+        "Answer further prompts in place of those whose answers have equal rewards, up to "
+        "three times as many.",
+    )
+
+
+class GrpoOptions(PolicyOptions):
+    """Group relative policy optimisation and its kin."""
+
+    loss_type: v.PolicyLoss = key("dapo", "dapo, bnpo, grpo, dr_grpo or cispo.")
     delta: v.PositiveOrNull = key(None, "Largest ratio of answers that did badly; null: any.")
     importance_sampling_level: v.RatioLevel = key(
         "token", "Ratios of each token, or (GSPO) of whole answers."
@@ -177,14 +194,21 @@ class GrpoOptions(Options):
     multi_objective_aggregation: v.Aggregation = key(
         "sum_then_normalize", "Of several reward functions."
     )
-    mask_truncated_completions: v.Flag = key(False, "Leave answers without an end out of the loss.")
+
+
+class RlooOptions(PolicyOptions):
+    """REINFORCE whose baseline is the mean of the prompt's other answers."""
+
+    num_generations: _Group = key(2, "Answers to each prompt: a group.")
+    normalize_advantages: v.Flag = key(False, "Scale the advantages of a rollout to deviation 1.")
+    reward_clip_range: _Range = key(None, "Lowest and highest reward; null: any.")
 
 
 class RolloutOptions(Options):
     """The writing of answers: how many, and how their tokens are drawn."""
 
     generation_batch_size: v.Count = key(
-        64, "Answers of one rollout: prompts times grpo.num_generations."
+        64, "Answers of one rollout: prompts times num_generations."
     )
     steps_per_generation: v.Count = key(1, "Optimizer steps into which a rollout is cut.")
     temperature: v.Positive = key(1.0, "Divides logits, in writing as in training.")
@@ -218,6 +242,7 @@ SECTIONS: dict[str, type[Options]] = {
     "kto": KtoOptions,
     "reward": RewardOptions,
     "grpo": GrpoOptions,
+    "rloo": RlooOptions,
 }
 
 

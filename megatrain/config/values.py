@@ -262,7 +262,7 @@ _OTHER_PRECISIONS = dict.fromkeys(("float16", "fp16"), _LOSS_SCALING) | {
 }
 
 Method = Annotated[
-    Literal["sft", "pretrain", "dpo", "orpo", "simpo", "cpo", "kto", "reward", "grpo"],
+    Literal["sft", "pretrain", "dpo", "orpo", "simpo", "cpo", "kto", "reward", "grpo", "rloo"],
     Choice(_OTHER_METHODS),
 ]
 _PairLoss = Literal["sigmoid", "hinge", "ipo", "exo_pair", "nca_pair", "robust", "bco_pair"]

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from functools import partial
 
 from megatrain.losses.policy import Policy as Policy
+from megatrain.losses.policy import Rloo as Rloo
 from megatrain.losses.preference import Cpo as Cpo
 from megatrain.losses.preference import Dpo as Dpo
 from megatrain.losses.preference import Kto as Kto
@@ -33,4 +34,5 @@ LOSSES: dict[str, Callable[..., Loss | SequenceLoss]] = {
     "kto": Kto,
     "reward": Reward,
     "grpo": Policy,
+    "rloo": Rloo,
 }

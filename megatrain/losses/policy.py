@@ -20,7 +20,7 @@ ADVANTAGE = "row_advantage"
 SAMPLED, OLD, REFERENCE_TOKENS = "token_sampled", "token_old", "token_reference"
 CHOICES = {
     "loss_type": ("dapo", "bnpo", "grpo", "dr_grpo", "cispo"),
-    "importance_sampling_level": ("token", "sequence"),
+    "importance_sampling_level": ("token", "sequence", "answer"),
     "importance_sampling_mode": (
         "sequence_mask", "sequence_truncate", "token_mask", "token_truncate",
     ),
@@ -48,7 +48,8 @@ class Policy(SequenceLoss):
         epsilon, epsilon_high: how far ratios may fall and rise; without the latter, alike. cispo:
             the largest ratio.
         delta: the largest ratio even where the advantage is negative (INTELLECT-2, 2025).
-        importance_sampling_level: token, or sequence: the mean over an answer (Zheng et al., 2025).
+        importance_sampling_level: token; sequence: the mean over an answer (Zheng et al., 2025);
+            answer: the sum over it, as the ratio of whole answers is.
         use_bias_correction_kl: weigh the reference's term by the ratios (DeepSeek-V3.2, 2025).
         off_policy_mask_threshold: leave out answers of negative advantage whose tokens became this
             much less likely in the mean (the same).
@@ -108,8 +109,10 @@ class Policy(SequenceLoss):
         given, own = examples.of_tokens, logprobs.detach()
         old = given.get(OLD, own)
         ratio = logprobs - old
-        if self.importance_sampling_level == "sequence":
-            ratio = examples.means(ratio)[examples.of_target]
+        if self.importance_sampling_level != "token":
+            whole = self.importance_sampling_level == "answer"
+            of_answers = examples.sums(ratio) if whole else examples.means(ratio)
+            ratio = of_answers[examples.of_target]
         ratio = ratio.exp()
         losses, metrics = self._surrogate(logprobs, ratio, examples)
         if self.off_policy_mask_threshold is not None:
@@ -151,7 +154,7 @@ class Policy(SequenceLoss):
             above = (ratio > 1 + high) & (advantage > 0)
             clipped = {"low_mean": low, "high_mean": above, "region_mean": low | above}
             clipped = {f"clip_ratio/{name}": where for name, where in clipped.items()}
-        if self.importance_sampling_level == "sequence":  # then all tokens of an answer are alike
+        if self.importance_sampling_level != "token":  # then all tokens of an answer are alike
             shares = {name: examples.means(where.float()) for name, where in clipped.items()}
             return losses, {name: ("rows", share.sum()) for name, share in shares.items()}
         return losses, {name: ("tokens", where.float().sum()) for name, where in clipped.items()}
@@ -180,3 +183,13 @@ class Policy(SequenceLoss):
         found[f"{name}/mean"] = "present_answers" if whole else "present_tokens", mean
         found |= {f"{name}/min": ("min", weights.min()), f"{name}/max": ("max", weights.max())}
         return weights, found
+
+
+@dataclass(frozen=True)
+class Rloo(Policy):
+    """REINFORCE with the other answers as the baseline (Ahmadian et al., 2024): clipped ratios of
+    whole answers, and a mean over these."""
+
+    loss_type: str = "grpo"
+    importance_sampling_level: str = "answer"
+    importance_sampling_correction: bool = False

@@ -23,7 +23,7 @@ import numpy as np
 from megatrain.config.document import plain, read_yaml
 from megatrain.config.resuming import RESOLVED_FILE
 from megatrain.errors import ConfigError, StorageError, printable, without_secrets
-from megatrain.recipes.rl.advantages import advantages
+from megatrain.recipes.rl.advantages import OF_METHODS, worth
 from megatrain.recipes.rl.journal import judged_before
 from megatrain.reporting.energy import Economy, Prices, described
 from megatrain.reporting.metrics import SAMPLES_FILE, History, Point, Row, read_history
@@ -423,15 +423,11 @@ def answer_table(run: Reported, name: str = "") -> Iterator[Block]:
     named = [str(one).rpartition(":")[2] for one in listed]
     if len(named) != rewards.shape[1]:
         named, weights = [f"reward {number + 1}" for number in range(rewards.shape[1])], None
-    options, count = run.section("grpo"), len(groups[0]["completions"])
-    worth = advantages(
-        rewards,
-        named,
-        weights,
-        count,
-        scale_rewards=options.get("scale_rewards", "group"),
-        aggregation=options.get("multi_objective_aggregation", "sum_then_normalize"),
-    )
+    count = len(groups[0]["completions"])
+    method = str(run.config.get("method"))
+    if method not in OF_METHODS:
+        return
+    found = worth(method, run.section(method), rewards, named, weights, count)
     most = max(1, ROWS // count)
     rows = [
         ["" if at % count else _asked(one["prompt"]), _asked(answer)]
@@ -440,7 +436,7 @@ def answer_table(run: Reported, name: str = "") -> Iterator[Block]:
     ]
     figures = [
         [*("–" if np.isnan(value) else f"{value:.4g}" for value in each), f"{value:.3f}"]
-        for each, value in zip(rewards, worth.values, strict=True)
+        for each, value in zip(rewards, found.values, strict=True)
     ]
     some = f", {most} of {len(groups)} prompts" if len(groups) > most else ""
     title = f"answers that step {step + 1} learnt from{some}{name}"

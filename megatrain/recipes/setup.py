@@ -137,7 +137,7 @@ def with_rollouts(config: Config, plan: Plan) -> Plan:
     """The plan of steps that also write their answers, each as long as it may be. Raises PlanError
     if not one has room beside the weights."""
     resolved: Resolved = plan.made_of
-    machine, options, rollout = resolved.machine, config.grpo, config.rollout
+    machine, options, rollout = resolved.machine, config.policy, config.rollout
     text, budget = resolved.request.config.get_text_config(), plan.budget
     heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
     head = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
@@ -156,8 +156,9 @@ def with_rollouts(config: Config, plan: Plan) -> Plan:
     )
     if not writing.rows:
         raise PlanError(
-            f"{config.where('grpo.max_completion_length')}: one answer's keys and values take "
-            f"{human_bytes(writing.row_bytes)}, and the weights leave no room for them; set less"
+            f"{config.where(f'{config.method}.max_completion_length')}: one answer's keys and "
+            f"values take {human_bytes(writing.row_bytes)}, and the weights leave no room for "
+            "them; set less"
         )
     steps = rollout.steps_per_generation * options.num_iterations
     seconds = writing.seconds(machine.profile) / steps

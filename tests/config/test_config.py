@@ -139,6 +139,18 @@ grpo:
   scale_rewards: "group"
   multi_objective_aggregation: "sum_then_normalize"
   mask_truncated_completions: false
+  dynamic_sampling: false
+rloo:
+  num_generations: 2
+  max_completion_length: 256
+  num_iterations: 1
+  beta: 0.0
+  epsilon: 0.2
+  epsilon_high: null
+  mask_truncated_completions: false
+  dynamic_sampling: false
+  normalize_advantages: false
+  reward_clip_range: null
 rollout:
   generation_batch_size: 64
   steps_per_generation: 1

@@ -1,4 +1,4 @@
-"""Losses of a model's own answers are those of TRL's `GRPOTrainer`, however a step is cut."""
+"""Losses of a model's own answers are those of TRL's trainers, however a step is cut."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from megatrain.engine.engine import Engine
 from megatrain.engine.objective import StepResult
 from megatrain.engine.verify import gradients_of
 from megatrain.errors import ConfigError, DataError
-from megatrain.losses import IGNORE, Policy
+from megatrain.losses import IGNORE, Policy, Rloo
 from tests.engine.test_preference_steps import joined, packed
 from tests.helpers.support import VOCABULARY, engine_of, plain_model, tiny_config
 from tests.helpers.trl_oracle import word_tokenizer
@@ -34,7 +34,12 @@ PLAIN = UNCORRECTED | {"epsilon": 0.1}  # narrow, so that ratios are clipped
 
 # Keys of Policy, and some of the oracle's alone: whether weights have moved since the rollout,
 # whether the sampler says nothing of a token, and whether answers without an end are left out.
-ORACLE_ONLY = {"moved": True, "unknown": False, "mask_truncated_completions": False}
+ORACLE_ONLY = {
+    "moved": True,
+    "unknown": False,
+    "rloo": False,
+    "mask_truncated_completions": False,
+}
 CASES: dict[str, dict[str, Any]] = {
     "as-it-is": {},
     "at-once": {"moved": False},
@@ -59,6 +64,8 @@ CASES: dict[str, dict[str, Any]] = {
     "token-mask": TIGHT | {"importance_sampling_mode": "token_mask", "unknown": True},
     "token-truncate": TIGHT | {"importance_sampling_mode": "token_truncate", "beta": 0.2},
     "temperature": {"temperature": 0.7, "beta": 0.1, "loss_type": "dr_grpo"},
+    "rloo": {"rloo": True, "epsilon": 0.8},
+    "rloo-cooled": {"rloo": True, "epsilon": 0.9, "epsilon_high": 0.5, "temperature": 0.9},
 }
 WITHOUT = {"clip_ratio/low_min", "clip_ratio/high_max"}  # TRL's, of single rows
 # ours also where nothing is corrected
@@ -83,14 +90,15 @@ class Verdict:
 
 def loss_of(name: str) -> Policy:
     keys = {key: value for key, value in CASES[name].items() if key not in ORACLE_ONLY}
-    return Policy(**keys, max_completion_length=LONGEST)
+    kind = Rloo if CASES[name].get("rloo") else Policy
+    return kind(**keys, max_completion_length=LONGEST)
 
 
 def keys_of_trl(name: str) -> dict[str, Any]:
     of_sampler = [key for key in Policy.__annotations__ if key.startswith("importance_sampling_")]
     of_sampler.remove("importance_sampling_level")
     renamed = {key: f"vllm_{key}" for key in of_sampler}
-    left_out = ("moved", "unknown", "beta")  # it would load a reference from a folder
+    left_out = ("moved", "unknown", "rloo", "beta")  # it would load a reference from a folder
     return {renamed.get(k, k): value for k, value in CASES[name].items() if k not in left_out}
 
 
@@ -128,16 +136,19 @@ def judge_by_trl(name: str) -> Verdict:
 
 def trainer_of(name: str, folder: str) -> Any:
     import datasets
-    from trl import GRPOConfig, GRPOTrainer
+    from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
 
+    rloo = CASES[name].get("rloo", False)
     keys: dict[str, Any] = {"use_cpu": True, "bf16": False, "gradient_checkpointing": False}
     keys |= {"per_device_train_batch_size": ROWS, "num_generations": 2, "report_to": "none"}
     keys |= keys_of_trl(name) | {"max_completion_length": LONGEST}
     datasets.disable_progress_bars()
-    made = GRPOTrainer(
+    trainer: Any = RLOOTrainer if rloo else GRPOTrainer
+    config: Any = RLOOConfig if rloo else GRPOConfig
+    made = trainer(
         model=plain_model(tiny_config("llama")),
         reward_funcs=[lambda completions, **_: [*REWARDS]],
-        args=GRPOConfig(output_dir=folder, **keys),
+        args=config(output_dir=folder, **({"beta": 0.0} if rloo else {}), **keys),
         train_dataset=datasets.Dataset.from_list([{"prompt": "the of"}] * ROWS),
         processing_class=word_tokenizer(),
     )
@@ -162,6 +173,8 @@ def judged(trainer: Any, loss: Policy, about: dict[str, Any]) -> Verdict:
     if about["unknown"]:
         logprobs[1] = [None, *logprobs[1][1:]]
     written: Any = prompts, answers, None, [""] * ROWS, logprobs, {}, None, None
+    if about["rloo"]:
+        written = prompts, answers, [""] * ROWS
     trainer._generate = lambda _: written
     inputs = trainer._generate_and_score_completions([{"prompt": "the of"}] * ROWS)
     trainer.model.load_state_dict(weights)
@@ -196,6 +209,9 @@ def ours(inputs: dict[str, Tensor]) -> list[Batch]:
             if theirs in inputs:
                 row[name] = torch.zeros(ids.shape)
                 row[name][0, in_answer] = inputs[theirs][number, : len(answer)]
+        if "old_logps" in inputs:  # of the whole answer, and only that counts
+            row["token_old"] = torch.zeros(ids.shape)
+            row["token_old"][0, len(prompt)] = inputs["old_logps"][number]
         rows.append(row)
     return rows
 

@@ -242,9 +242,11 @@ def scored_by_trl(
     functions: list[Callable[..., Any]],
     *,
     rewards: Tensor | None = None,
+    rloo: bool = False,
     **keys: Any,
 ) -> tuple[list[float], Any]:
-    """The advantages that TRL's GRPOTrainer gives completions that it is told to have written, a
+    """The advantages that TRL's GRPOTrainer, or RLOOTrainer, gives completions that it is told to
+    have written, a
     row for each; and the trainer, with its metrics.
 
     rewards: [answers, functions], instead of those that the functions give.
@@ -252,8 +254,8 @@ def scored_by_trl(
     import datasets
     import trl
 
-    trainer: Any = trl.GRPOTrainer
-    config: Any = trl.GRPOConfig
+    trainer: Any = trl.RLOOTrainer if rloo else trl.GRPOTrainer
+    config: Any = trl.RLOOConfig if rloo else trl.GRPOConfig
     own = {"per_device_train_batch_size": len(rows), "use_cpu": True, "bf16": False, "beta": 0.0}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -265,7 +267,8 @@ def scored_by_trl(
             processing_class=word_tokenizer(),
         )
         ids = [[3, 4]] * len(rows)
-        made._generate = lambda _: (ids, ids, None, completions, None, {}, None, [])
+        written: Any = (ids, ids, None, completions, None, {}, None, [])
+        made._generate = lambda _: (ids, ids, completions) if rloo else written
         if rewards is not None:
             made._calculate_rewards = lambda *_: rewards
             made.reward_weights = made.reward_weights.double()

@@ -19,7 +19,7 @@ from megatrain.config.load import takes
 from megatrain.config.values import shown
 from megatrain.errors import printable
 
-LIMITS = {key: (values, why) for key, values, why in OF_ROLLOUTS}
+LIMITS = {key.replace("policy", "grpo"): (values, why) for key, values, why in OF_ROLLOUTS}
 NOT_SET = "not set"
 NOTHING_ASKED = "asks for nothing that is not done anyway"
 EMPTY: tuple[object, ...] = (None, "", [], {})

@@ -390,7 +390,7 @@ def slots_for(model: Any, token_bytes: int, room: int) -> int:
     if free < row_bytes:
         raise OutOfMemory(
             f"an answer's keys and values take {row_bytes >> 20} MiB, and {max(0, free) >> 20} MiB "
-            "are free beside the weights; set a smaller grpo.max_completion_length"
+            "are free beside the weights; set a smaller max_completion_length"
         )
     return int(free // row_bytes)
 

@@ -6,8 +6,9 @@ Sources: DeepSeekMath (arXiv:2402.03300) for a group's baseline, Dr. GRPO (2503.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -42,25 +43,18 @@ def advantages(
     answers: int,
     *,
     scale_rewards: str = "group",
-    aggregation: str = "sum_then_normalize",
+    multi_objective_aggregation: str = "sum_then_normalize",
 ) -> Advantages:
     """Advantages of groups of `answers`, one after the other.
 
     of_functions: float64 [answers of all groups, functions], nan where a function gave None.
     scale_rewards: "group", "batch" or "none".
     """
-    unjudged = np.isnan(of_functions).all(1)
-    weigh = np.ones(len(names)) if weights is None else np.array(weights)
-
-    def summed(values: Array) -> Array:
-        found: Array = np.where(unjudged, np.nan, np.nansum(values * weigh, 1))
-        return found
-
-    rewards = compared = summed(of_functions)
+    rewards = compared = _summed(of_functions, of_functions, weights)
     groups = rewards.reshape(-1, answers)
     means, deviations = _mean(groups), _deviation(groups)
     deviation = np.repeat(deviations, answers)
-    if aggregation == "sum_then_normalize":
+    if multi_objective_aggregation == "sum_then_normalize":
         if scale_rewards == "batch":
             deviation = np.full_like(rewards, _deviation(rewards))
         values = rewards - np.repeat(means, answers)
@@ -70,18 +64,68 @@ def advantages(
         by_group = of_functions.reshape(-1, answers, len(names)).swapaxes(1, 2)
         scaled = by_group - _mean(by_group)[..., None]
         scaled = scaled / (_deviation(by_group)[..., None] + EPSILON)
-        compared = summed(scaled.swapaxes(1, 2).reshape(of_functions.shape))
+        scaled = scaled.swapaxes(1, 2).reshape(of_functions.shape)
+        compared = _summed(scaled, of_functions, weights)
         deviation = np.full_like(rewards, _deviation(compared))
         values = (compared - _mean(compared)) / (deviation + EPSILON)
-    values = np.nan_to_num(values, nan=0.0)
-    silent = unjudged | _equal(compared.reshape(-1, answers))
+    return _judged(values, compared, answers, (of_functions, names, rewards, deviation))
+
+
+def leave_one_out(
+    of_functions: Array,
+    names: Sequence[str],
+    weights: Sequence[float] | None,
+    answers: int,
+    *,
+    normalize_advantages: bool = False,
+    reward_clip_range: Sequence[float] | None = None,
+) -> Advantages:
+    """The same by RLOOTrainer: each reward less the mean of the group's others."""
+    rewards = _summed(of_functions, of_functions, weights)
+    low, high = reward_clip_range or (-np.inf, np.inf)
+    clipped: Array = np.clip(rewards, low, high)
+    groups = clipped.reshape(-1, answers)
+    others = np.nansum(groups, 1, keepdims=True) - groups
+    count = (~np.isnan(groups)).sum(1, keepdims=True) - 1
+    values = (groups - _divided(others, np.broadcast_to(count, others.shape))).reshape(-1)
+    if normalize_advantages:
+        values = (values - _mean(values)) / (_deviation(values) + EPSILON)
+    deviation = np.repeat(_deviation(groups), answers)
+    silent = None if normalize_advantages else clipped
+    return _judged(values, silent, answers, (of_functions, names, rewards, deviation))
+
+
+def worth(method: str, section: Mapping[str, Any], *given: Any) -> Advantages:
+    """Advantages as the section of a method has them; given: as in `advantages`."""
+    of, keys = OF_METHODS[method]
+    return of(*given, **{key: section[key] for key in keys if key in section})
+
+
+OF_METHODS: dict[str, tuple[Callable[..., Advantages], tuple[str, ...]]] = {
+    "grpo": (advantages, ("scale_rewards", "multi_objective_aggregation")),
+    "rloo": (leave_one_out, ("normalize_advantages", "reward_clip_range")),
+}
+
+
+def _summed(values: Array, of_functions: Array, weights: Sequence[float] | None) -> Array:
+    """[answers]: the weighted sum over functions, nan where none judged."""
+    weigh = np.ones(values.shape[1]) if weights is None else np.array(weights)
+    unjudged = np.isnan(of_functions).all(1)
+    found: Array = np.where(unjudged, np.nan, np.nansum(values * weigh, 1))
+    return found
+
+
+def _judged(
+    values: Array, compared: Array | None, answers: int, about: tuple[Any, ...]
+) -> Advantages:
+    """compared: what has no signal where it is equal in a group; None: anything has. about: of
+    `_metrics`."""
+    of_functions, _, rewards, _ = about
+    values, silent = np.nan_to_num(values, nan=0.0), np.isnan(of_functions).all(1)
+    if compared is not None:
+        silent |= _equal(compared.reshape(-1, answers))
     values[silent] = 0.0  # a rounding error divided by EPSILON is no signal
-    return Advantages(
-        values,
-        rewards,
-        silent,
-        _metrics(of_functions, names, rewards, deviation),
-    )
+    return Advantages(values, rewards, silent, _metrics(*about))
 
 
 def _metrics(

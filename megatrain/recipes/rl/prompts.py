@@ -131,7 +131,7 @@ def _prompt_of(row: RawRow, config: Config, model: Model, template: Template | N
     given, name = value.get("prompt"), "messages" if value.get("prompt") is None else "prompt"
     is_chat = isinstance(given, list)
     turns = asked_in({"messages" if is_chat else name: value.get(name)})
-    answer = config.grpo.max_completion_length
+    answer = config.policy.max_completion_length
     if as_text := isinstance(given, str) and config.data.prompts != "chat":
         ids = encoded(model.tokenizer, given, special=True)
     elif template is None:
@@ -141,7 +141,7 @@ def _prompt_of(row: RawRow, config: Config, model: Model, template: Template | N
         ids = encoded(model.tokenizer, text, special=False)
     most = min(config.train.seq_len, positions_of(model) or config.train.seq_len)
     if not 0 < len(ids) <= most - answer:
-        room = f"{most - answer} beside an answer of grpo.max_completion_length {answer}"
+        room = f"{most - answer} beside an answer of {config.method}.max_completion_length {answer}"
         raise RowError(f"the prompt has {len(ids)} tokens, and there is room for 1 to {room}")
     columns = {key: value[key] for key in value if key != name}
     asked = str(given) if as_text else [*turns]
@@ -151,6 +151,6 @@ def _prompt_of(row: RawRow, config: Config, model: Model, template: Template | N
 def planned_for(config: Config, *sets: PromptRows | None) -> Config:
     """The same config, whose rows are as long as the longest prompt and the longest answer."""
     longest = max(int(rows.lengths.max()) for rows in sets if rows is not None)
-    longest += config.grpo.max_completion_length
+    longest += config.policy.max_completion_length
     train = config.train.model_copy(update={"seq_len": longest})
     return config.model_copy(update={"train": train})

@@ -10,10 +10,12 @@ import hashlib
 import json
 import math
 import time
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, suppress
 from dataclasses import asdict, dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +32,7 @@ from megatrain.engine.rollout.draw import Draw
 from megatrain.errors import DataError, StorageError
 from megatrain.losses import IGNORE
 from megatrain.recipes.model import Model
-from megatrain.recipes.rl.advantages import Advantages, advantages
+from megatrain.recipes.rl.advantages import Advantages, worth
 from megatrain.recipes.rl.journal import Journal, forget
 from megatrain.recipes.rl.judges import Group, Judges, judges_of
 from megatrain.recipes.rl.prompts import Prompt, PromptRows
@@ -41,6 +43,7 @@ from megatrain.version import VERSION
 from megatrain.world import ALONE, World
 
 HELD_OUT = 1 << 40  # keys of held-out prompts begin here
+MOST_TRIES = 3  # times the prompts of a rollout, where those without signal are replaced
 OF_WEIGHTS = (
     *("seed", "learning_rate", "schedule", "warmup", "min_lr_ratio", "decay", "epochs"),
     *("max_steps", "max_grad_norm", "freeze"),
@@ -65,6 +68,7 @@ class Rollout:
     Attributes:
         old: log-probabilities of each answer's tokens under the weights that wrote it, where it is
             trained on more than once; None: the loss's own.
+        taken: prompts that were answered for it, those replaced included.
     """
 
     prompts: Sequence[Prompt]
@@ -73,6 +77,7 @@ class Rollout:
     metrics: Mapping[str, float]
     spent_s: Mapping[str, float]
     old: Sequence[Sequence[float]] | None = None
+    taken: int = 0
 
 
 @dataclass(eq=False, kw_only=True)
@@ -106,7 +111,7 @@ class Rollouts:
     place: RolloutPosition = field(default_factory=RolloutPosition)
 
     def __post_init__(self) -> None:
-        options, rollout = self.config.grpo, self.config.rollout
+        options, rollout = self.config.policy, self.config.rollout
         self.answers, self.iterations = options.num_generations, options.num_iterations
         self.prompts = rollout.generation_batch_size // self.answers
         self.draw = Draw(
@@ -161,6 +166,8 @@ class Rollouts:
 
     def _count(self, place: RolloutPosition) -> int:
         """Prompts of the rollout at a place; 0 at the end of the run."""
+        if self.config.policy.dynamic_sampling:  # all have as many, and epochs do not end one
+            return self.prompts
         return min(self.prompts, self._epoch_prompts(place.epoch) - place.index)
 
     def _steps_of(self, prompts: int) -> int:
@@ -193,8 +200,8 @@ class Rollouts:
                 groups = parts[number % len(parts)]
                 after = replace(self.place, step=self.place.step + 1, part=number + 1)
                 if number + 1 == steps:
-                    after = self._next(replace(after, part=0), count)
-                epoch = self.place.epoch + (self.place.index + count) / len(self.rows)
+                    after = self._next(replace(after, part=0), rollout.taken)
+                epoch = self.place.epoch + (self.place.index + rollout.taken) / len(self.rows)
                 batch = self._batch(rollout, groups, epoch, after)
                 if number == 0:
                     batch = replace(batch, metrics=rollout.metrics)
@@ -231,7 +238,7 @@ class Rollouts:
 
     def _trained(self, answer: Answer) -> int:
         """Tokens of an answer that are trained on."""
-        masked = self.config.grpo.mask_truncated_completions and answer.finish == "length"
+        masked = self.config.policy.mask_truncated_completions and answer.finish == "length"
         return 0 if masked else len(answer.ids)
 
     def _rows(
@@ -306,31 +313,51 @@ class Rollouts:
     def _rollout(self, place: RolloutPosition, count: int, stop: StopRequest) -> Rollout:
         """Write, or take from the journal, the answers to the prompts at a place, with rewards."""
         begin, run_dir = place.step - place.part, self.config.output
-        order = permutation(len(self.rows), self.config.train.seed, place.epoch, 0, self.shuffle)
-        numbers = order[place.index : place.index + count].tolist()
-        keys = [place.epoch * len(self.rows) + number for number in numbers]
-        prompts = dict(zip(keys, map(self.rows.prompt, numbers), strict=True))
+        tries = count * (MOST_TRIES if self.config.policy.dynamic_sampling else 1)
+        taken, spent, found, spare = 0, Counter[str](), dict[int, Prompt](), dict[int, Prompt]()
         # what some steps were trained on is trained on, whatever has changed since
         about = run_dir, begin, self.origin, place.part > 0, self.world
         with closing(Journal.open(*about)) as journal:
-            if len(journal.rewards) < count:
-                self._check_first(journal)
-            spent = self._fill(journal, prompts, self.answers, self.draw, stop, begin)
-            judged, metrics = self._judged(journal, prompts, self.answers)
-            answers = [journal.answers[key, n] for key in keys for n in range(self.answers)]
-            rollout = Rollout([*prompts.values()], answers, judged, metrics, spent)
+            while len(found) < count and taken < tries:
+                asked = self._prompts(place, taken, min(count - len(found), tries - taken))
+                taken += len(asked)
+                if not asked.keys() <= journal.rewards.keys():
+                    self._check_first(journal)
+                spent.update(self._fill(journal, asked, self.answers, self.draw, stop, begin))
+                teach = [True] * len(asked)
+                if tries > count:
+                    silent = self._judged(journal, asked, self.answers)[0].without_signal
+                    teach = np.any(~silent.reshape(-1, self.answers), 1).tolist()
+                for (key, prompt), has_signal in zip(asked.items(), teach, strict=True):
+                    (found if has_signal else spare)[key] = prompt
+            found |= dict(islice(spare.items(), count - len(found)))
+            judged, metrics = self._judged(journal, found, self.answers)
+            if tries > count:
+                metrics["prompts_tried"] = taken
+            answers = [journal.answers[key, n] for key in found for n in range(self.answers)]
+            rollout = Rollout([*found.values()], answers, judged, metrics, spent, taken=taken)
             if self._steps_of(count) > 1:
                 rollout = replace(rollout, old=self._old(journal, rollout))
         if self.world.is_first:
             forget(run_dir, int(min(map(sequence_of, checkpoints(run_dir)), default=0)))
         return rollout
 
+    def _prompts(self, place: RolloutPosition, skipped: int, count: int) -> dict[int, Prompt]:
+        """Prompts from a place on, by keys that are their numbers in the run."""
+        found, size, seed = dict[int, Prompt](), len(self.rows), self.config.train.seed
+        order = lru_cache(lambda epoch: permutation(size, seed, epoch, 0, self.shuffle))
+        for number in range(place.index + skipped, place.index + skipped + count):
+            epoch = place.epoch + number // size
+            row = int(order(epoch)[number % size])
+            found[epoch * size + row] = self.rows.prompt(row)
+        return found
+
     @cached_property
     def origin(self) -> dict[str, Any]:
         """The causes of a rollout's answers: every key that a step's weights, an answer or
         a reward follows from, in words that a resumed run has, too."""
         tree, rewards = self.config.model_dump(mode="json"), self.config.rewards
-        about = [tree[name] for name in ("grpo", "rollout")]
+        about = [tree[name] for name in (self.config.method, "rollout")]
         about += [tree["train"][name] for name in OF_WEIGHTS]
         about += [tree["optimizer"][name] for name in ("name", "weight_decay")]
         about += [tree["rewards"][name] for name in ("reward_weights", "on_bad_reward")]
@@ -353,7 +380,7 @@ class Rollouts:
         """Have what the journal lacks of `count` answers to each of these prompts written, and each
         group judged when its last answer ends; returns seconds by cause. Raises Stopped."""
         assert self.engine is not None and self.judges is not None
-        began, most = time.perf_counter(), self.config.grpo.max_completion_length
+        began, most = time.perf_counter(), self.config.policy.max_completion_length
         own = [*prompts][self.world.rank :: self.world.size]
         lacking = {key: {n for n in range(count) if (key, n) not in journal.answers} for key in own}
         requests = [
@@ -399,16 +426,11 @@ class Rollouts:
     ) -> tuple[Advantages, dict[str, float]]:
         """The worth of `count` answers to each prompt, and all figures of them."""
         assert self.judges is not None
-        found, options = [journal.rewards[key] for key in prompts], self.config.grpo
-        judged = advantages(
-            # [functions][answers] of each group; None becomes nan
-            np.concatenate([np.array(one["rewards"], float).T for one in found]),
-            self.judges.names,
-            self.config.rewards.reward_weights,
-            count,
-            scale_rewards=options.scale_rewards,
-            aggregation=options.multi_objective_aggregation,
-        )
+        found, weights = [journal.rewards[key] for key in prompts], self.config.rewards
+        # [functions][answers] of each group; None becomes nan
+        rewards = np.concatenate([np.array(one["rewards"], float).T for one in found])
+        given = rewards, self.judges.names, weights.reward_weights, count
+        judged = worth(self.config.method, self.config.of_method, *given)
         answers = [journal.answers[key, n] for key in prompts for n in range(count)]
         logged = means_of([one["logged"] for one in found])
         return judged, {**judged.metrics, **lengths_of(answers), **logged}

@@ -27,10 +27,10 @@ SHOWN = 200  # characters of a prompt or an answer
 
 
 def try_out(config: Config, prompts: int) -> dict[str, Any]:
-    """Write grpo.num_generations answers to each of some prompts, the first of a run, and judge
+    """Write `num_generations` answers to each of some prompts, the first of a run, and judge
     them. Raises ConfigError for another method."""
     if METHODS[config.method].kind != "prompts":
-        words = "writes no answers; name a config of method: grpo"
+        words = "writes no answers; name a config of method: grpo, say"
         raise ConfigError(f"{config.where('method')}: method: {config.method} {words}")
     quiet_libraries()
     model = suited(read_model(config), config)
@@ -48,7 +48,7 @@ def try_out(config: Config, prompts: int) -> dict[str, Any]:
         )
         rollouts.begin(engine, stack, log)
         began = time.perf_counter()
-        count = config.grpo.num_generations
+        count = config.policy.num_generations
         figures, groups = rollouts.answered(chosen, None, count, StopRequest())
         answers = [
             {"prompt": one["prompt"], "answer": answer, "rewards": rewards}

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from megatrain.recipes.rl.advantages import advantages
+from megatrain.recipes.rl.advantages import advantages, leave_one_out
 from tests.helpers.trl_oracle import scored_by_trl
 
 NAN = float("nan")
@@ -61,12 +61,37 @@ def test_they_equal_trl_s(tmp_path):
                 weights,
                 4,
                 scale_rewards=scale,
-                aggregation=aggregation,
+                multi_objective_aggregation=aggregation,
             )
             case = f"{name}, {aggregation}, {scale}"
             np.testing.assert_allclose(found.values, wanted, atol=1e-6, rtol=0, err_msg=case)
             theirs = {one: trainer._metrics["train"][one][-1] for one in found.metrics}
             assert found.metrics == pytest.approx(theirs, abs=1e-6, nan_ok=True), case
+            assert (found.values[found.without_signal] == 0).all()
+
+
+def test_a_baseline_of_the_others_is_trl_s(tmp_path):
+    for number, (name, table) in enumerate(TABLES.items()):
+        functions = [namer(one) for one in NAMES[: table.shape[1]]]
+        all_weights = WEIGHTS[number % 2]
+        weights = all_weights and all_weights[: table.shape[1]]
+        for keys in ({}, {"normalize_advantages": True}, {"reward_clip_range": [0.1, 0.6]}):
+            wanted, trainer = scored_by_trl(
+                tmp_path,
+                [{"prompt": "the of"}] * 12,
+                ["and"] * 12,
+                functions,
+                rewards=torch.tensor(table),
+                rloo=True,
+                num_generations=4,
+                reward_weights=weights,
+                **keys,
+            )
+            found = leave_one_out(table, NAMES[: table.shape[1]], weights, 4, **keys)
+            np.testing.assert_allclose(found.values, wanted, atol=1e-6, rtol=0, err_msg=name)
+            theirs = {one: trainer._metrics["train"][one][-1] for one in found.metrics}
+            if "reward_clip_range" not in keys or name != "all equal":
+                assert found.metrics == pytest.approx(theirs, abs=1e-6, nan_ok=True), (name, keys)
             assert (found.values[found.without_signal] == 0).all()
 
 
@@ -82,7 +107,12 @@ def test_what_has_no_signal_is_known():
     for aggregation in NORMALISED:
         for scale in ("group", "batch", "none"):
             found = advantages(
-                REWARDS, NAMES, None, 4, scale_rewards=scale, aggregation=aggregation
+                REWARDS,
+                NAMES,
+                None,
+                4,
+                scale_rewards=scale,
+                multi_objective_aggregation=aggregation,
             )
             assert found.without_signal.tolist() == [False] * 4 + [True] * 5 + [False] * 3
             assert (found.values == 0).tolist() == found.without_signal.tolist()

@@ -87,6 +87,7 @@ MODES = {
         *("rewards.reward_weights=[1.0, 0.5]", "grpo.mask_truncated_completions=true"),
         "train.eval_every=5",
     ],
+    "prompts without signal replaced": ["grpo.dynamic_sampling=true"],
 }
 
 
@@ -111,7 +112,7 @@ def test_a_run_that_goes_on_is_the_run_that_never_stopped(
     def stopped(engine, requests, *args):
         for answer in whole(engine, requests, *args):
             written.append((answer.key, answer.number))
-            if len(written) == 41:
+            if len(written) == (101 if "replaced" in mode else 41):
                 how()
             yield answer
 
@@ -234,27 +235,43 @@ def test_held_out_prompts_are_rewarded_and_choose_the_best(megatrain, task):
 
 REFUSED = {
     "train.tokens_per_step=100": "follows from rollout.generation_batch_size",
+    "grpo.dynamic_sampling=true train.epochs=1": "needs train.max_steps, and no epochs",
     "rollout.generation_batch_size=10": "is no multiple of grpo.num_generations 4",
     "grpo.beta=0.1": "a reference model is not built yet",
     "rewards.functions=[]": "name what rewards answers",
     "rewards.functions=[rewards.py:nothing]": "has no function nothing",
     "rewards.functions=[nothing.py:copies]": "nothing.py: no such file",
-    "rewards.reward_weights=[1, 2]": "needs a weight for each",
+    "rewards.reward_weights=[1,2]": "needs a weight for each",
     "grpo.loss_type=sapo": "not built yet",
     "grpo.num_generations=1": "grpo.num_generations",
     "data.train_on=all": "trains on answers",
     "data.truncation_mode=keep_end": "prompts are not cut",
     "data.prompts=alpaca": "a prompt is a text or a turn",
-    "rewards.functions=[rewards.py:copies, other.py:copies]": "two are called alike",
+    "rewards.functions=[rewards.py:copies,other.py:copies]": "two are called alike",
     "train.seq_len=2": "leaves no room for a prompt",
     "method=sft": "belongs to method: grpo",
     "rewards.functions=[reward-model]": "must be FILE.py:NAME",
 }
 
 
+def test_groups_without_signal_are_replaced_and_rloo_learns(megatrain, task):
+    """Where three times the prompts do not give as many with signal, the rest stays."""
+    text = CONFIG.replace("method: grpo", "method: rloo").replace("grpo: {", "rloo: {")
+    (task / "rl.yaml").write_text(text)
+    more = ["train.max_steps=40", "rollout.generation_batch_size=64", "rloo.num_generations=8"]
+    megatrain("train rl.yaml", *more, "rloo.dynamic_sampling=true", "checkpoint.every=null")
+    lines = metrics_of(task / "run")
+    tried = [line["prompts_tried"] for line in lines]
+    assert len(lines) == 40 and set(tried) <= {*range(8, 25)} and max(tried) == 24 > min(tried)
+    for line in lines:
+        assert line["frac_reward_zero_std"] == 0 or line["prompts_tried"] == 24
+    rewards = rewards_of(task / "run")
+    assert sum(rewards[-5:]) / 5 > 0.15 > sum(rewards[:3]) / 3
+
+
 def test_what_cannot_take_effect_is_refused(megatrain, task):
     for words, reason in REFUSED.items():
-        assert reason in megatrain("train rl.yaml", words, code=2).err, words
+        assert reason in megatrain("train rl.yaml", *words.split(), code=2).err, words
     write_jsonl(task / "prompts.jsonl", [{"prompt": "ab", "weight": 1}, {"question": "a"}])
     assert "prompts.jsonl:2: field 'prompt'" in megatrain("train rl.yaml", code=3).err
     write_jsonl(task / "prompts.jsonl", [{"prompt": "ab", "completions": "a"}])
