@@ -64,8 +64,9 @@ class RandomKills(Trial):
     def attempt(self, case: str) -> int:
         draw, run = random.Random(case), self.project / "run"
         shutil.rmtree(run, ignore_errors=True)
-        kills, newest = 0, 0
+        kills, newest, journals = 0, 0, dict[Path, bytes]()
         while True:
+            check_kept(journals)
             child, resuming = self._start(run)
             if kills < KILLS:
                 if not resuming and draw.random() > EARLY:
@@ -80,6 +81,8 @@ class RandomKills(Trial):
             assert ended.code == -signal.SIGKILL, f"{ended.code}: {ended.words}"
             kills += 1
             newest = check_newest(run, newest)
+            journals = {path: path.read_bytes() for path in run.glob("rollouts/*.jsonl")}
+        check_kept(journals)
         same_run(self.project / "whole", run)
         left = [path.name for path in run.iterdir() if path.name.endswith((".tmp", ".replaced"))]
         assert left == [], left
@@ -89,6 +92,14 @@ class RandomKills(Trial):
         if checkpoints(run):
             return start(self.project, "resume", "run"), True
         return start(self.project, "train", "cfg.yaml", *self.keys), False
+
+
+def check_kept(journals: dict[Path, bytes]) -> None:
+    """Lines that are whole are still there, where the file is: no answer was written twice."""
+    for path, before in journals.items():
+        whole = before[: before.rfind(b"\n") + 1]
+        kept = not path.exists() or path.read_bytes().startswith(whole)
+        assert kept, f"{path.name}: what was on disk is written anew"
 
 
 def check_newest(run: Path, newest: int) -> int:

@@ -244,8 +244,6 @@ def collate(
     input_ids, labels = np.full(shape, pad_id, np.int64), np.full(shape, IGNORE, np.int64)
     positions, row_of, answers = (np.zeros(shape, kind) for kind in (np.int64, np.int64, np.bool_))
     row, side = np.divmod(np.concatenate(sequences), rows.sides)
-    of_tokens = rows.of_tokens if isinstance(rows, TokenRows) else {}
-    numbers = {name: np.zeros(shape, np.float32) for name in of_tokens}
     example = 0
     for sequence, members in enumerate(sequences):
         start = 0
@@ -259,10 +257,6 @@ def collate(
             answers[sequence, start + 1 : stop] = mask[1:]
             positions[sequence, start:stop] = np.arange(len(ids))
             row_of[sequence, start:] = example
-            if isinstance(rows, TokenRows):
-                span = rows.span(int(row[example]), int(side[example]))
-                for name, values in of_tokens.items():
-                    numbers[name][sequence, start:stop] = values[span]
             start, example = stop, example + 1
         positions[sequence, start:] = np.arange(width - start) % (limit or width)
     arrays: dict[str, npt.NDArray[Any]] = {"input_ids": input_ids, "labels": labels}
@@ -276,8 +270,24 @@ def collate(
         arrays |= {} if references is None else {"row_reference": references[row, side]}
         arrays |= {"row_mismatched": side == 1} if rows.kind == JUDGED else {}
         arrays |= {"token_answer": answers} if prompts_too else {}
-        arrays |= numbers
+        arrays |= _of_tokens(rows, sequences, shape)
     return {name: torch.from_numpy(array) for name, array in arrays.items()}
+
+
+def _of_tokens(
+    rows: TokenRows, sequences: Sequence[Sequence[int]], shape: tuple[int, int]
+) -> dict[str, npt.NDArray[Any]]:
+    """Numbers of tokens where these lie in the sequences, 0 elsewhere."""
+    found = {name: np.zeros(shape, np.float32) for name in rows.of_tokens}
+    for sequence, members in enumerate(sequences if found else ()):
+        start = 0
+        for number in members:
+            span = rows.span(*divmod(number, rows.sides))
+            stop = start + span.stop - span.start
+            for name, values in rows.of_tokens.items():
+                found[name][sequence, start:stop] = values[span]
+            start = stop
+    return found
 
 
 @dataclass(frozen=True)

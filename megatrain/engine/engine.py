@@ -19,7 +19,7 @@ from megatrain.engine.components import AppliedGradients, computing, open_parts
 from megatrain.engine.constructors import Constructors
 from megatrain.engine.objective import AnyLoss, EvalResult, StepResult
 from megatrain.engine.request import check_context_parallel, check_settings
-from megatrain.engine.rollout.decode import Answer, AnswerRequest, Look, answers, unseen
+from megatrain.engine.rollout.decode import Answer, AnswerRequest, Look, answers
 from megatrain.engine.rollout.draw import Draw
 from megatrain.engine.rollout.streamed import streamed_model
 from megatrain.engine.routing import balancer_of
@@ -405,7 +405,7 @@ class Engine(Constructors):
         draw: Draw,
         ends: Sequence[int],
         slots: int | None = None,
-        look: Look = unseen,
+        look: Look | None = None,
     ) -> Generator[Answer, None, None]:
         """Answers to requests as they end; the engine computes nothing else meanwhile, and goes on
         as before, to the bit. slots: rows that are written at once; None: as memory has room for.

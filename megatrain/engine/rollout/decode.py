@@ -67,11 +67,6 @@ class Answer:
 Look = Callable[[AnswerRequest, int, list[int]], bool]
 
 
-def unseen(request: AnswerRequest, number: int, ids: list[int]) -> bool:
-    """Looks at nothing."""
-    return False
-
-
 # why: decision 0114
 class Decoder:
     """Rows that are written together. model: transformers' own, with its weights on a device, or a
@@ -88,7 +83,7 @@ class Decoder:
         most: int,
         bools: bool,
         graphs: bool = True,
-        look: Look = unseen,
+        look: Look | None = None,
     ) -> None:
         self.model, self.draw, self.ends, self.bools = model, draw, {*ends}, bools
         self.look = look
@@ -253,7 +248,8 @@ class Decoder:
             row.kept += kept[slot]
             answer = row.ended(before, self.ends, self.draw.cuts)
             seen = row.ids if answer is None else answer.ids
-            if self.look(row.request, row.number, seen) and answer is None:
+            enough = self.look is not None and self.look(row.request, row.number, seen)
+            if enough and answer is None:
                 answer = row.answer(len(row.ids), "stop", self.draw.cuts)
             if answer is not None:
                 found.append((slot, answer))
@@ -321,7 +317,7 @@ def answers(
     draw: Draw,
     ends: Sequence[int],
     slots: int | None = None,
-    look: Look = unseen,
+    look: Look | None = None,
     *,
     fuse: bool = False,
 ) -> Iterator[Answer]:
@@ -403,7 +399,12 @@ def free_for_rows(device: torch.device) -> int:
 
 
 def by_generate(
-    model: Any, request: AnswerRequest, number: int, draw: Draw, ends: Sequence[int], look: Look
+    model: Any,
+    request: AnswerRequest,
+    number: int,
+    draw: Draw,
+    ends: Sequence[int],
+    look: Look | None,
 ) -> Answer:
     """An answer that transformers' `generate` writes, with the same draws; that of a streamed model
     is computed from its beginning for each token."""
@@ -415,7 +416,7 @@ def by_generate(
         ids.append(int(token))
         logprobs.append(float(logprob))
         kept.append(float(mass))
-        if look(request, number, ids) and ends:
+        if look is not None and look(request, number, ids) and ends:
             return ends[0]
         return ids[-1]
 
