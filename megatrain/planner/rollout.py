@@ -7,12 +7,18 @@ from dataclasses import dataclass, replace
 
 from megatrain.machine.profile import MachineProfile, interpolate
 from megatrain.memory.sizes import SCORE_BYTES
-from megatrain.planner.simulation import Timing
+from megatrain.planner.plan import Plan
+from megatrain.planner.suggest import WORTH_SAYING
 
 # A step takes this many times its products and the reading of keys, and seconds for each layer's
-# small kernels: fitted to 8.5, 13.1 and 23.7 ms at 64, 256 and 512 rows (decision 0114).
-TIMES, LAYER_S = 1.1, 140e-6
+# small kernels: fitted to 7.1, 11.1 and 19.1 ms at 64, 256 and 512 rows (decision 0114).
+TIMES, LAYER_S = 1.07, 100e-6
 ANSWERS = "answers"  # the phase of a step
+# Of the device's memory what only training takes, and gives back.
+OF_TRAINING = {
+    *("activation checkpoints", "retained activations", "working set", "allocator slack"),
+    *("token ids and targets", "rotary tables and masks"),
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,7 +28,7 @@ class Writing:
     Attributes:
         parameters: that act on a token; of these and of all, `weight_bytes` are read a step.
         token_bytes: keys and values of a token, in all layers.
-        room: bytes that the device has.
+        room: bytes that the device has beside what stays there between steps.
     """
 
     answers: int
@@ -41,9 +47,19 @@ class Writing:
         return self.token_bytes * (self.prompt + self.length) + SCORE_BYTES * self.vocabulary
 
     @property
+    def streamed(self) -> bool:
+        """The weights have no room beside one answer, and pass through the device at each step."""
+        return self.room - self.weight_bytes < self.row_bytes
+
+    @property
     def rows(self) -> int:
-        """Answers that are written at a time; 0 where not one has room beside the weights."""
-        return max(0, min(self.answers, (self.room - self.weight_bytes) // self.row_bytes))
+        """Answers that are written at a time; 0 where not one has room."""
+        room = self.room if self.streamed else self.room - self.weight_bytes
+        return max(0, min(self.answers, room // self.row_bytes))
+
+    @property
+    def nbytes(self) -> int:
+        return self.rows * self.row_bytes + (0 if self.streamed else self.weight_bytes)
 
     def seconds(self, profile: MachineProfile) -> float:
         """Weights are uploaded once, prompts computed once, and every step reads weights and the
@@ -53,21 +69,34 @@ class Writing:
         products = flops * rows / interpolate(profile.matmul, rows)
         products = max(products, self.weight_bytes / profile.memory)
         step = TIMES * (products + keys / profile.memory) + LAYER_S * self.layers
+        upload = self.weight_bytes / profile.upload if profile.upload else 0.0
+        if self.streamed:
+            step, upload = max(step, upload), 0.0
         asked = self.prompts * self.prompt
         beginning = flops * asked / interpolate(profile.matmul, asked)
-        upload = self.weight_bytes / profile.upload if profile.upload else 0.0
         return upload + beginning + math.ceil(self.answers / rows) * self.length * step
 
 
-def with_answers(timing: Timing, seconds: float) -> Timing:
-    """A step that also writes answers, for so many seconds of it."""
-    whole = timing.seconds + seconds
+def with_answers(plan: Plan, writing: Writing, seconds: float) -> Plan:
+    """The plan of steps that also write answers, for so many seconds of each; on a GPU with the
+    memory that this takes beyond training's."""
+    timing, device, whole = plan.timing, plan.device, plan.timing.seconds + seconds
     share = timing.seconds / whole
-    return replace(
+    faster = []
+    for one in plan.faster:  # whose training alone takes less
+        speedup = whole / (timing.seconds / one.speedup + seconds)
+        rate = speedup * share * timing.tokens_per_s
+        faster += [replace(one, speedup=speedup, tokens_per_s=rate)]
+    timing = replace(
         timing,
         seconds=whole,
         phases={ANSWERS: seconds, **timing.phases},
-        bound_by={ANSWERS: "compute", **timing.bound_by},
+        bound_by={ANSWERS: "upload" if writing.streamed else "compute", **timing.bound_by},
         tokens_per_s=timing.tokens_per_s * share,
         tflops=timing.tflops * share,
     )
+    more = writing.nbytes - sum(size for name, size in device.items() if name in OF_TRAINING)
+    if plan.budget.gpu is not None and more > 0:
+        device = {**device, "answers, beyond training": more}
+    faster = [one for one in faster if one.speedup >= WORTH_SAYING]
+    return replace(plan, timing=timing, device=device, faster=tuple(faster))

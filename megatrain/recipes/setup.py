@@ -33,7 +33,7 @@ from megatrain.methods import METHODS
 from megatrain.optim import OPTIMIZERS, Optimizer
 from megatrain.optim.schedules import warmup_steps
 from megatrain.planner.plan import Plan
-from megatrain.planner.rollout import Writing, with_answers
+from megatrain.planner.rollout import OF_TRAINING, Writing, with_answers
 from megatrain.recipes.model import Model
 from megatrain.recipes.rl.prompts import parts_in, read_prompt_rows
 from megatrain.recipes.rl.rollouts import Rollouts
@@ -104,9 +104,6 @@ def resolve_run(
     `request_of`. Raises ModelError and ConfigError."""
     keep_caches_small()
     check_divides(config, machine.ranks)
-    writes = METHODS[config.method].kind == PROMPTS and machine.hardware.gpu is not None
-    if writes and config.memory.resident == "auto":
-        kept = {"resident": 0, **(kept or {})}  # keys and values take what would be theirs
     notice_no_bfloat16(machine)
     notice_no_effect(config, machine)
     resolved = resolve(request_of(config, model, kept), machine)
@@ -118,11 +115,12 @@ def resolve_run(
 def plan_run(config: Config, resolved: Resolved, steps: int | None = None, **known: Any) -> Plan:
     """The plan of a run with the economy of its steps, or of one if their number is not known.
     known: as `plan_of` takes it, which raises the same errors."""
-    plan = plan_of(resolved, **known)
+    if METHODS[config.method].kind == PROMPTS:
+        plan = plan_with_rollouts(config, resolved, **known)
+    else:
+        plan = plan_of(resolved, **known)
     if not plan.fits:
         return replace(plan, steps=steps)
-    if METHODS[config.method].kind == PROMPTS:
-        plan = with_rollouts(config, plan)
     options, timing, gpu = config.economy, plan.timing, plan.made_of.machine.hardware.gpu
     of_gpu = (board_power_w(gpu.name), options.gpu_power_w) if gpu else (None, None)
     power = planned_power(timing.busy, *of_gpu, options.host_power_w)
@@ -133,36 +131,65 @@ def plan_run(config: Config, resolved: Resolved, steps: int | None = None, **kno
     return replace(plan, economy=economy, steps=steps)
 
 
-def with_rollouts(config: Config, plan: Plan) -> Plan:
-    """The plan of steps that also write their answers, each as long as it may be. Raises PlanError
-    if not one has room beside the weights."""
+# What may give way to the keys and values of more answers.
+GIVE_WAY: tuple[dict[str, Any], ...] = ({}, {"resident": 0}, {"resident": 0, "sums_on_device": 0})
+
+
+def plan_with_rollouts(
+    config: Config, resolved: Resolved, *, suggest: bool = False, **known: Any
+) -> Plan:
+    """The plan of steps that also write their answers, each as long as it may be: of those with
+    more or less on the GPU the one with the shortest step. Raises PlanError if not one answer has
+    room."""
+    request, found = resolved.request, list[Plan]()
+    for more in GIVE_WAY if resolved.machine.hardware.gpu else GIVE_WAY[:1]:
+        if more.keys() <= {name for name, value in request.asked.items() if value is None}:
+            asked = replace(request, asked={**request.asked, **more})
+            found.append(plan_of(replace(resolved, request=asked), **known))
+    written = [(plan, writing_of(config, plan)) for plan in found if plan.fits]
+    if not written:
+        return found[0]
+    if not any(writing.rows for _, writing in written):
+        raise PlanError(
+            f"{config.where(f'{config.method}.max_completion_length')}: one answer's keys and "
+            f"values take {human_bytes(written[0][1].row_bytes)}, and there is no room for them; "
+            "set less"
+        )
+    steps = config.rollout.steps_per_generation * config.policy.num_iterations
+    seconds, number = min(
+        (plan.timing.seconds + writing.seconds(resolved.machine.profile) / steps, number)
+        for number, (plan, writing) in enumerate(written)
+        if writing.rows
+    )
+    plan, writing = written[number]
+    spent = seconds - plan.timing.seconds
+    plan = plan_of(plan.made_of, suggest=True, **known) if suggest else plan
+    return with_answers(plan, writing, spent)
+
+
+def writing_of(config: Config, plan: Plan) -> Writing:
+    """The rollout of a rank."""
     resolved: Resolved = plan.made_of
-    machine, options, rollout = resolved.machine, config.policy, config.rollout
-    text, budget = resolved.request.config.get_text_config(), plan.budget
+    policy, request = config.policy, resolved.request
+    text, budget = request.config.get_text_config(), plan.budget
     heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
     head = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-    itemsize = PRECISIONS[machine.precision].itemsize
-    writing = Writing(
-        answers=rollout.generation_batch_size,
-        prompts=rollout.generation_batch_size // options.num_generations,
-        prompt=(resolved.request.seq_len or 0) - options.max_completion_length,
-        length=options.max_completion_length,
+    itemsize = PRECISIONS[resolved.machine.precision].itemsize
+    stays = sum(size for name, size in plan.device.items() if name not in OF_TRAINING)
+    prompts = config.rollout.generation_batch_size // policy.num_generations
+    prompts = -(-prompts // plan.job.size)  # a rank writes whole groups
+    return Writing(
+        answers=prompts * policy.num_generations,
+        prompts=prompts,
+        prompt=(request.seq_len or 0) - policy.max_completion_length,
+        length=policy.max_completion_length,
         parameters=plan.active_parameters,
         weight_bytes=itemsize * (plan.parameters + plan.frozen_parameters),
         token_bytes=2 * itemsize * text.num_hidden_layers * heads * head,
         vocabulary=text.vocab_size,
         layers=text.num_hidden_layers,
-        room=budget.host // 2 if budget.gpu is None else budget.gpu,
+        room=budget.host // 2 if budget.gpu is None else budget.gpu - stays,
     )
-    if not writing.rows:
-        raise PlanError(
-            f"{config.where(f'{config.method}.max_completion_length')}: one answer's keys and "
-            f"values take {human_bytes(writing.row_bytes)}, and the weights leave no room for "
-            "them; set less"
-        )
-    steps = rollout.steps_per_generation * options.num_iterations
-    seconds = writing.seconds(machine.profile) / steps
-    return replace(plan, timing=with_answers(plan.timing, seconds))
 
 
 def prices_of(config: Config) -> Prices:
