@@ -20,6 +20,7 @@ POSITIONS = 256
 GIVEN = {
     "fine-tune-your-rows": "model, steps, learning_rate = 'model', 4, 1e-2",
     "preference-tuning": "model, steps, learning_rate = 'model', 4, 1e-2",
+    "learn-from-rewards": "model, steps, learning_rate = 'model', 3, 1e-2",
     "plan-a-machine": "model, tokens_per_step, seq_len = 'qwen2.5-7b', 8192, 4096\n"
     "machines = [('RTX 4090', '64GiB', 16, None), ('H100', '512GiB', 32, 3.0)]",
 }
@@ -119,6 +120,15 @@ def test_preferences_are_learned(outputs):
     evaluations = [line for line in shown.splitlines() if "eval_rewards/margins" in line]
     before, after = (float(line.rpartition(" ")[2]) for line in evaluations)
     assert after > before
+
+
+@pytest.mark.slow
+def test_rewards_are_learned_from(outputs, folder):
+    shown = outputs["learn-from-rewards"]
+    assert "step 0: eval_reward 0." in shown and "step 3: eval_reward" in shown
+    (line,) = (line for line in shown.splitlines() if line.startswith("rewards of the steps"))
+    assert len(line.partition(":")[2].split()) == 3
+    assert [*(folder / "runs/sums/rollouts").glob("*.jsonl")]
 
 
 def test_machines_are_planned(outputs):

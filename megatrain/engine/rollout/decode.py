@@ -422,9 +422,10 @@ def by_generate(
 
     prompt = torch.tensor([list(request.ids)], device=model.device)
     if isinstance(model, StreamedModel):
-        while len(ids) < request.most and not {*ids[-1:]} & {*ends}:
+        while len(ids) < request.most:
             whole = torch.cat([prompt, torch.tensor([ids], device=model.device).long()], 1)
-            choose(model(input_ids=whole)[0][0, -1])
+            if choose(model(input_ids=whole)[0][0, -1]) in ends:
+                break
     else:
         generated(model, prompt, request.most, ends, choose)
     finish: Literal["stop", "length"] = "length" if len(ids) == request.most else "stop"

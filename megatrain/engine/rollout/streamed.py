@@ -67,6 +67,8 @@ def streamed_model(skeleton: Skeleton, parts: EngineParts) -> Iterator[StreamedM
     model = StreamedModel(skeleton, parts.passes)
     skeleton.set_training(False)
     with naming_the_gpu("a layer of rows that are written"), writing(parts):
-        yield model
-        model.finish()
+        try:
+            yield model
+        finally:  # also of a rank that is asked to stop: others go on
+            model.finish()
     skeleton.forget_lengths()
