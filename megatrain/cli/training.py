@@ -116,15 +116,12 @@ def plan(
     gpus: Gpus = None,
     hosts: Hosts = None,
     network: Network = None,
-    html: Annotated[str | None, typer.Option(hidden=True, help="Of earlier versions.")] = None,
     as_json: AsJson = False,
 ) -> None:
     """Say whether a run fits this machine, or one that you do not have yet, and how.
 
     Loads no weights. Exits 4 when the run does not fit.
     """
-    if html is not None:
-        raise ConfigError("--html: plans are not drawn any more; --json prints all of a plan")
     described: dict[str, Any] = {"gpu": gpu, "ram": ram, "cores": cores, "pcie": pcie}
     described |= {"gpu_memory": gpu_memory, "gpu_tflops": gpu_tflops}
     described |= {"gpus": gpus, "hosts": hosts, "network": network}

@@ -84,7 +84,7 @@ def load_config(
     Args:
         overrides: `key=value` arguments (dotted keys, YAML values), or a mapping of keys, which
             may be dotted or nested, to values.
-        of_run: a run wrote it, perhaps one of an earlier version: removed keys are dropped.
+        of_run: a run wrote it, and overrides may leave keys of it that nothing reads.
 
     Raises ConfigError with a line per fault: `cfg.yaml:7: train.learning_rte: did you mean
     learning_rate?`
@@ -103,9 +103,8 @@ def load_config(
     if {"model_type", "architectures"} <= {*(document.value or {})}:
         described = "describes a model, not a run"
         raise ConfigError(f"{name}: {described}; name the model's folder, {Path(name).parent}")
-    collector = _Collector(of_run)
+    collector = _Collector()
     collector.mapping(document.value or {})
-    collector.drops_removed = False
     in_file = collector.taken()
     if isinstance(overrides, Mapping):
         for dotted, value in overrides.items():
@@ -116,7 +115,7 @@ def load_config(
     leaves = _overlay(in_file, collector.taken())
     try:
         config = _validate(leaves, name, collector.problems).with_rows(collector.rows)
-        if not of_run:  # else of a run that began before the key was refused
+        if not of_run:
             check_readers(config)
         if not (of_run and isinstance(source, Mapping)):  # of a checkpoint, which nobody typed
             check_trust(config)
@@ -184,8 +183,7 @@ def parse_override(override: str) -> dict[str, Located]:
 class _Collector:
     """Gathers the leaves of one source and every fault in its names."""
 
-    def __init__(self, drops_removed: bool = False) -> None:
-        self.drops_removed = drops_removed
+    def __init__(self) -> None:
         self.leaves: Leaves = {}
         self.problems: list[str] = []
         self.foreign = 0  # names of other trainers among them
@@ -212,9 +210,6 @@ class _Collector:
                 self._add(leaf)
             elif section in ALIAS_SECTIONS and name in ALIASES:
                 self._alias(ALIASES[name], leaf)
-            elif removed := n.REMOVED.get(key):
-                if not self.drops_removed and not n.is_harmless(removed, leaf.value):
-                    self.problems.append(leaf.problem(removed.reason))
             elif refusal := n.refusal_of(name):
                 if not n.is_harmless(refusal, leaf.value):
                     self.problems.append(leaf.problem(refusal.reason))

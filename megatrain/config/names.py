@@ -1,5 +1,5 @@
-"""Names from other trainers and earlier versions: those that mean one of our keys, and those that
-cannot be honoured. Those that need no arithmetic stand in names.toml.
+"""Names from other trainers: those that mean one of our keys, and those that cannot be honoured.
+Those that need no arithmetic stand in names.toml.
 
 Aliases are accepted at the top level and inside `train`, where a list of training arguments stands.
 """
@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-from megatrain.config.values import INSTEAD_OF_ADAFACTOR, did_you_mean, shown
+from megatrain.config.values import did_you_mean, shown
 
 T = TypeVar("T")
 Key = tuple[str, ...]  # ("train", "seq_len"), or ("output",) at the top level
@@ -114,7 +114,10 @@ _known_optimizer = _one_of(**dict.fromkeys(_ADAMW, "adamw"), lion="lion", lion_3
 
 def _optimizer(value: object) -> object:
     if _same("adafactor", value):
-        raise ValueError(f"adafactor is not offered; {INSTEAD_OF_ADAFACTOR}")
+        instead = (
+            "Lion (optimizer.name: lion), or AdamW with int8 moments (optimizer.moments: int8)"
+        )
+        raise ValueError(f"adafactor is not offered; use {instead}")
     return _known_optimizer(value)
 
 
@@ -191,18 +194,6 @@ def _refused() -> dict[str, Refusal]:
 
 
 REFUSED = _refused()
-
-_TASKS = Refusal(
-    "runs have no tasks any more; evaluate a run or a checkpoint with `megatrain eval RUN --tasks`",
-    (False, None, [], "end"),
-)
-_NVME_ARRAYS = Refusal(
-    "went: the drive holds optimizer state alone; remove the key", ("auto", "state", None)
-)
-# Keys of earlier versions. Run folders still hold them.
-_GONE = of_each("tasks tasks_at limit num_fewshot include_path apply_chat_template", _TASKS)
-REMOVED: dict[Key, Refusal] = {("eval", name): refusal for name, refusal in _GONE.items()}
-REMOVED[("memory", "nvme_arrays")] = _NVME_ARRAYS
 
 
 def refusal_of(name: str) -> Refusal | None:

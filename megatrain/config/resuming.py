@@ -12,7 +12,6 @@ from typing import Any
 from megatrain.config.document import COMMAND_LINE, IN_PYTHON
 from megatrain.config.fields import Config
 from megatrain.config.load import load_config
-from megatrain.config.names import REMOVED
 from megatrain.config.sections import SECTIONS
 from megatrain.errors import ConfigError
 from megatrain.settings import EXCLUSIONS, KEYS, OPTIONS
@@ -86,14 +85,7 @@ def resumed_configs(
     Args:
         asked: as `asked_again`.
         saved: of a checkpoint, as `for_state`.
-
-    Raises ConfigError for a checkpoint that has no config.
     """
-    if "config" not in saved:
-        raise ConfigError(
-            f"{run_dir}: was saved by a release that kept no config in its checkpoints; resume it "
-            "with that release"
-        )
     then = load_config(saved["config"], of_run=True)
     kept = {"output": str(run_dir), **saved["chosen"]}  # the folder may have been moved
     now, before = (_flat(config) for config in (asked, then))
@@ -107,17 +99,6 @@ def resumed_configs(
     edited = {key for key in saved["chosen"] if now[key] != before[key]}
     after = asked.with_values({key: kept[key] for key in kept if key not in typed | edited})
     return then.with_values(kept), after
-
-
-def former_keys(saved: Mapping[str, Any]) -> list[str]:
-    """Warnings for keys of an earlier release that a checkpoint's config has and that are ignored.
-    saved: as `resumed_configs`."""
-    asked = flatten(saved["config"])
-    return [
-        f"{name}: {asked[name]} is ignored: {refusal.reason}"
-        for key, refusal in REMOVED.items()
-        if (name := ".".join(key)) in asked and asked[name] not in refusal.harmless
-    ]
 
 
 def is_open(asked: Config, key: str) -> bool:

@@ -29,9 +29,6 @@ Auto = Literal["auto"]
 
 LARGEST = 2**53  # the last whole number up to which floats count
 LONGEST_NAME = 255  # bytes of a file's or folder's name on the usual file systems
-INSTEAD_OF_ADAFACTOR = (
-    "use Lion (optimizer.name: lion), or AdamW with int8 moments (optimizer.moments: int8)"
-)
 MIN_SIZE_BYTES = 2**20  # a smaller budget is a forgotten unit: `gpu: 80`
 
 
@@ -250,13 +247,10 @@ ColumnsOrNull = Annotated[
 # Texts that a key can hold, and the reasons for refusing others that users know.
 _NOT_BUILT = "not built yet"
 _LOSS_SCALING = "not offered, since it needs loss scaling and bfloat16 does not"
-_NO_FP8 = "no longer offered: use int8, which takes the same bytes at half the gradient error"
 _METHODS = ("ppo", "rloo", "distill", "gkd")
 _OPTIMIZERS = ("adam", "sgd", "lamb", "adagrad", "rmsprop", "sophia")
 _OTHER_METHODS = dict.fromkeys(_METHODS, _NOT_BUILT)
-_OTHER_OPTIMIZERS = dict.fromkeys(_OPTIMIZERS, _NOT_BUILT) | {
-    "adafactor": f"no longer offered: {INSTEAD_OF_ADAFACTOR}"
-}
+_OTHER_OPTIMIZERS = dict.fromkeys(_OPTIMIZERS, _NOT_BUILT)
 _OTHER_PRECISIONS = dict.fromkeys(("float16", "fp16"), _LOSS_SCALING) | {
     "float8": "called fp8 here"
 }
@@ -304,7 +298,7 @@ Attention = Annotated[
 ]
 Transport = Annotated[Literal["auto", "gather", "read"], Choice()]
 Wire = Annotated[Literal["float32", "bfloat16"], Choice()]
-Activations = Annotated[Literal["none", "int8", "int6", "int4"], Choice({"fp8": _NO_FP8})]
+Activations = Annotated[Literal["none", "int8", "int6", "int4"], Choice()]
 _Tracker = Literal["wandb", "tensorboard", "trackio"]
 TRACKERS = get_args(_Tracker)
 Trackers = Annotated[

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -45,7 +44,6 @@ if TYPE_CHECKING:
     from megatrain.data.sources import Given
 
 CACHE_VERSION = 8  # raise it when the same input gives other tokens
-READ_BEFORE = (7,)  # versions whose sets a run that began with one goes on with
 CACHED_BY = (
     *("seq_len", "train_on", "format", "on_bad_row", "text_field", "columns", "prompts"),
     *("kind", "truncation_mode"),
@@ -55,12 +53,10 @@ OnProgress = Callable[[int], None]
 
 @dataclass(frozen=True)
 class Expected:
-    """Digests of the rows of a run that goes on; None: not known, or others are asked for. shuffle:
-    the version of its order."""
+    """Digests of the rows of a run that goes on; None: not known, or others are asked for."""
 
     train: str | None
     held_out: str | None = None
-    shuffle: int = 1
 
 
 def load_data(
@@ -184,14 +180,11 @@ class AskedSet:
 
     @cached_property
     def _asked(self) -> str:
-        return self._asked_of(CACHE_VERSION)
-
-    def _asked_of(self, version: int) -> str:
         """A name of everything that tokenised rows follow from, but for what the source holds."""
         template = self.tokenizer.chat_template
         special = self.tokenizer.special_tokens_map.items()
-        state = {
-            "version": version,
+        asked = {
+            "version": CACHE_VERSION,
             "source": _spelt(self.given),
             "split": self.options.split,
             "template": template,
@@ -200,10 +193,7 @@ class AskedSet:
             "options": [getattr(self.options, name) for name in CACHED_BY],
             "tokenizer": self.tokenizer.backend_tokenizer.to_str(),
         }
-        if version not in READ_BEFORE:
-            return name_for(state)
-        tokenizer = state.pop("tokenizer")
-        return digest_of(json.dumps(state, sort_keys=True) + str(tokenizer))
+        return name_for(asked)
 
     def make(self, on_progress: OnProgress) -> None:
         """Make what of the set is not there. Raises as `rows`."""
@@ -225,8 +215,7 @@ class AskedSet:
         current = None
         with suppress(DataError):
             current = self.folder
-        names = [self._asked, *map(self._asked_of, READ_BEFORE)]
-        for folder in sorted(sets_asked(self._home, names), key=lambda one: one != current):
+        for folder in sorted(sets_asked(self._home, self._asked), key=lambda one: one != current):
             rows = cached_set(folder)
             with suppress(DataError):
                 if rows is not None and wanted(rows):
@@ -413,5 +402,5 @@ def shares_of_sources(sizes: Sequence[int], weights: Sequence[Fraction]) -> list
 def repeated(places: IndexArray, size: int, seed: int) -> IndexArray:
     """`size` of the places in order, each as often as the next, or once more: int64 [size]."""
     times, more = divmod(size, len(places))
-    extra = np.sort(permutation(len(places), seed, epoch=0, version=1)[:more])
+    extra = np.sort(permutation(len(places), seed, epoch=0)[:more])
     return np.concatenate([*[places] * times, places[extra]])

@@ -17,7 +17,7 @@ import os
 import shutil
 import time
 from array import array
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
 from dataclasses import asdict, dataclass
@@ -183,11 +183,11 @@ def unreadable(folder: Path) -> StorageError:
     )
 
 
-def sets_asked(cache: Path, asked: Collection[str]) -> Iterator[Path]:
-    """The folders of all sets that were finished as one of `asked`."""
+def sets_asked(cache: Path, asked: str) -> Iterator[Path]:
+    """The folders of all sets that were finished as `asked`."""
     for path in sorted(cache.glob(f"*/{ABOUT_SET}")):
         try:
-            if _read_about(path)["asked"] in asked:
+            if _read_about(path)["asked"] == asked:
                 yield path.parent
         except _UNREADABLE:
             continue

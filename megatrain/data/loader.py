@@ -31,7 +31,7 @@ from megatrain.data.micro_batches import (
     micro_batches,
     runs_of,
 )
-from megatrain.data.rows import SHUFFLE, IndexArray, Position, Rows, check_digest, permutation
+from megatrain.data.rows import IndexArray, Position, Rows, check_digest, permutation
 from megatrain.data.samples import KINDS
 from megatrain.data.streaming import Stream
 from megatrain.errors import DataError
@@ -107,7 +107,6 @@ class Loader:
     references: ReferenceArray | None = None
     prompts_too: bool = False
     world: World = ALONE
-    shuffle: int = SHUFFLE
 
     def __post_init__(self) -> None:
         sizes = (self.tokens_per_step, self.rows_per_step)
@@ -148,8 +147,8 @@ class Loader:
 
     def position(self) -> dict[str, int | str]:
         """The run's position after the last batch handed out, and what identifies its order."""
-        order = {"seed": self.seed, "shuffle": self.shuffle}
-        return {**asdict(self._position), **order, "data": self._digest(self._position)}
+        data = self._digest(self._position)
+        return {**asdict(self._position), "seed": self.seed, "data": data}
 
     def used(self) -> str:
         """The share of the windows that was trained on, in words; empty for a whole set."""
@@ -163,13 +162,10 @@ class Loader:
     def restore(self, position: Mapping[str, object]) -> None:
         """Continue from a saved position; the size of a step may differ from then. Raises DataError
         if it is of other data or another seed, or broken."""
-        known = {"window": 0, **position}  # of a release that knew none
-        numbers = [known.get(name) for name in ("step", "epoch", "index", "window")]
+        numbers = [position.get(name) for name in ("step", "epoch", "index", "window")]
         words = f"lies outside the data, or is broken: {dict(position)}"
         outside = DataError(f"the checkpoint's data position {words}")
         if not all(type(number) is int and number >= 0 for number in numbers):
-            raise outside
-        if position.get("shuffle", 1) != self.shuffle:
             raise outside
         place = Position(*numbers)  # type: ignore[arg-type]
         check_digest(self._digest(place), position.get("data"))
@@ -315,7 +311,7 @@ class Loader:
         steps are sized in, tokens or rows; int64 [rows]."""
         rows = self._window(window) if window else self.rows
         assert rows is not None
-        order = permutation(len(rows), self.seed, epoch, window, self.shuffle)
+        order = permutation(len(rows), self.seed, epoch, window)
         sizes = np.ones_like(order) if self.rows_per_step else rows.lengths[order]
         return order, np.cumsum(sizes)
 

@@ -252,18 +252,11 @@ def mix64(values: npt.NDArray[np.uint64], seed: int) -> npt.NDArray[np.uint64]:
     return mixed ^ (mixed >> np.uint64(31))
 
 
-SHUFFLE = 2  # the version of `permutation` that new runs have
-
-
-def permutation(
-    size: int, seed: int, epoch: int, window: int = 0, version: int = SHUFFLE
-) -> npt.NDArray[np.int64]:
+def permutation(size: int, seed: int, epoch: int, window: int = 0) -> npt.NDArray[np.int64]:
     """A shuffle of range(size), int64, that follows from seed, epoch and window alone; the first
-    window's is that of a whole set. Version 1 adds the seed to the row's number, so the order of
-    another seed is the same order some rows further on."""
-    keys = mix64(np.arange(size, dtype=np.uint64), seed if version == 1 else 0)
-    if version > 1:
-        keys ^= mix64(np.zeros(1, np.uint64), seed)
+    window's is that of a whole set."""
+    # to add the seed to the rows' numbers would give the same order some rows further on
+    keys = mix64(np.arange(size, dtype=np.uint64), 0) ^ mix64(np.zeros(1, np.uint64), seed)
     keys = mix64(keys, epoch)
     if window:
         keys = mix64(keys, window)

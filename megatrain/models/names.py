@@ -142,7 +142,7 @@ def published(
         for alias, owner in tied
         for name in (alias, *reverted(model, {alias: views[owner]}))
     }
-    # of whole tensors and aliases, by transformers' renamings alone, as in format 1
+    # of whole tensors and aliases, by transformers' renamings alone
     renamings = _renamings_on_save(family)
     whole = {name: _rename(name, renamings) for name in (*views, *(alias for alias, _ in tied))}
     assert len(set(whole.values())) == len(whole), "two tensors would have one name"

@@ -26,24 +26,22 @@ class Schedule:
         warmup_steps: int,
         min_ratio: float = 0.0,
         decay_share: float = 0.1,
-        from_zero: bool = False,
     ) -> float:
         """The rate of update `step`.
 
         Args:
-            step: counts from 0. Update i of a warm-up of w, from 1, has i/w of the peak rate.
+            step: counts from 0. Update i of a warm-up of w, from 1, has i/w of the peak rate, a
+                step sooner than in transformers.
             base: the peak rate.
             min_ratio: the share of `base` (0 to 1) that the decay ends at.
             decay_share: the share of `total_steps` in which an `at_end` schedule decays; a long
                 warm-up shortens it.
-            from_zero: a warm-up begins at rate 0, as in transformers.
         """
         start = warmup_steps
         if self.at_end:
             start = max(start, total_steps - round(decay_share * total_steps))
         if self.decay is None or step < start:
-            done = step if from_zero else step + 1
-            return base * (min(1.0, done / warmup_steps) if warmup_steps else 1.0)
+            return base * (min(1.0, (step + 1) / warmup_steps) if warmup_steps else 1.0)
         progress = min(1.0, max(0.0, (step - start) / max(1, total_steps - start)))
         return base * (min_ratio + (1.0 - min_ratio) * self.decay(progress))
 

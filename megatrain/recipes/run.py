@@ -16,13 +16,12 @@ from megatrain.config import Config
 from megatrain.config.resuming import (
     asked_again,
     check_changes,
-    former_keys,
     is_open,
     resumed_configs,
 )
 from megatrain.data.build import Expected
 from megatrain.data.loader import Loader
-from megatrain.data.rows import SHUFFLE, Rows
+from megatrain.data.rows import Rows
 from megatrain.data.samples import PROMPTS
 from megatrain.data.streaming import Stream
 from megatrain.engine.components import deterministic
@@ -318,7 +317,6 @@ def plan_and_loader(
         prompts_too=isinstance(request.loss, SequenceLoss) and request.loss.prompts,
         windows=windows,
         world=resolved.machine.world,
-        shuffle=SHUFFLE if expected is None else expected.shuffle,
     )
     check_rows_of_a_step(loader)
     steps = loader.steps_total()
@@ -409,8 +407,7 @@ class ResumePoint:
     def rows(self) -> Expected:
         same = self.before.data.eval == self.config.data.eval
         held_out = self.state.get("held_out") if same else None
-        position = self.state["position"]
-        return Expected(position["data"], held_out, position.get("shuffle", 1))
+        return Expected(self.state["position"]["data"], held_out)
 
     def is_the_end(self, run_dir: Path) -> bool:
         """True if the run was finished, and nothing else is asked of it now."""
@@ -440,8 +437,8 @@ def resume_point(run_dir: Path, asked: Config, name: str | None = None) -> Resum
     about = read_about(found.path)
     state, digests = about["state"], about["made_of"].get("source", {})
     before, config = resumed_configs(run_dir, asked, state)
-    changes = [*former_keys(state), *check_changes(before, config)]
-    return ResumePoint(found, state, digests, before, config, (*found.warnings, *changes))
+    warnings = (*found.warnings, *check_changes(before, config))
+    return ResumePoint(found, state, digests, before, config, warnings)
 
 
 def final_is_whole(run_dir: Path) -> bool:

@@ -243,9 +243,6 @@ def _load_checkpoint(
         )
     # only now: before this nothing in the folder has changed
     engine.world.on_rank0(partial(reopen, config.output, source))
-    state.setdefault("warmup_from_zero", True)
-    if "loss" in state["best"]:  # of a release that knew no other figure
-        state["best"]["eval_loss"] = state["best"].pop("loss")
     best = config.output / checkpoint_name(state["best"].get("step", -1))
     if not engine.world.broadcast(best.is_dir()):
         state["best"] = {}  # another may be the best of what is there

@@ -31,7 +31,6 @@ from megatrain.storage.run_folder import RunLock
 
 # The position of a new run; every checkpoint keeps its own.
 BEGINNING: dict[str, Any] = {"step": 0, "tokens": 0, "best": {}, "non_finite": 0, "waited": 0}
-BEGINNING |= {"warmup_from_zero": False}
 
 
 @dataclass(kw_only=True)
@@ -93,7 +92,6 @@ class Run(Ready):
     best: dict[str, Any]  # step and figure, by its name, of the best evaluation
     non_finite: int  # steps in a row
     waited: int  # evaluations since the best one
-    warmup_from_zero: bool  # as in runs begun before 0.1.0
     first_step: int  # where this process began
     first_tokens: int
     recent: Spikes  # of loss and norm
@@ -119,5 +117,4 @@ class Run(Ready):
             warmup_steps=warmup_steps(train.warmup, self.total_steps),
             min_ratio=train.min_lr_ratio,
             decay_share=train.decay or 0.0,  # wsd alone has it
-            from_zero=self.warmup_from_zero,
         )

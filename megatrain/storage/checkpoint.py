@@ -232,7 +232,7 @@ def identity(engine: Checkpointable) -> dict[str, Any]:
     return {
         "model": engine.anatomy.family,
         "parameters": engine.anatomy.parameters,
-        **({"frozen parameters": frozen} if (frozen := engine.anatomy.frozen_parameters) else {}),
+        "frozen parameters": engine.anatomy.frozen_parameters,
         "precision": engine.precision,
         "optimizer": engine.optimizer.name,
         "arrays": {name: dtype_name(dtype) for name, dtype in arrays},
@@ -443,10 +443,8 @@ def _damage() -> Iterator[None]:
 
 
 def _refuse_other(path: Path, saved: Mapping[str, Any], running: Mapping[str, Any]) -> None:
-    # without frozen tensors neither side has the key
-    for key in (*running, *(key for key in saved if key == "frozen parameters")):
-        then, now = (made_of.get(key, 0) for made_of in (saved, running))
-        if then != now:
+    for key, now in running.items():
+        if (then := saved.get(key)) != now:
             raise ConfigError(
                 f"{path}: was saved with {key} {then!r} and this run has {now!r}; "
                 "resume with the run's own config"

@@ -25,10 +25,7 @@ CHECKPOINT = re.compile(r"checkpoint-(\d+)")
 # of a complete checkpoint that a new one of the same step is about to replace
 REPLACED = ".replaced"
 EVERY_STEP = "every"  # in place of a step, in files that are the same in all checkpoints of a run
-# Of the folder; a reader refuses what it does not know. 1: whole tensors of the model's own, where
-# transformers publishes their parts: a mixture's experts.
-FORMAT = 2
-FORMATS = (1, FORMAT)
+FORMAT = 2  # of the folder; a reader refuses another
 USE_ANOTHER = "use another checkpoint"
 # Files that transformers reads in a model folder besides `DESCRIBED_IN`: other vocabularies, and
 # files for some of its versions.
@@ -68,12 +65,11 @@ class Manifest:
     step: int
     sequence: int
     files: dict[str, WrittenFile]
-    format: int = FORMAT
     constants: tuple[str, ...] = ()
 
     def encode(self) -> bytes:
         """The file's only valid bytes, a checksum of the rest included: any flipped bit is seen."""
-        body: dict[str, Any] = {"format": self.format, "step": self.step}
+        body: dict[str, Any] = {"format": FORMAT, "step": self.step}
         body["sequence"] = self.sequence
         files = sorted(self.files.items())
         if self.constants:
@@ -93,10 +89,9 @@ def read_manifest(checkpoint: Path) -> Manifest:
     data = read_bytes(path)
     try:
         body = json.loads(data)
-        if body["format"] not in FORMATS:
-            known = " and ".join(map(str, FORMATS))
+        if body["format"] != FORMAT:
             raise StorageError(
-                f"{path}: has format {body['format']!r} and this release reads {known}; "
+                f"{path}: has format {body['format']!r} and this release reads {FORMAT}; "
                 "use the release that wrote it"
             )
         files = {
@@ -104,8 +99,7 @@ def read_manifest(checkpoint: Path) -> Manifest:
             for name, entry in body["files"].items()
         }
         constants = tuple(map(str, body.get("constants", ())))
-        step, sequence = int(body["step"]), int(body["sequence"])
-        manifest = Manifest(step, sequence, files, body["format"], constants)
+        manifest = Manifest(int(body["step"]), int(body["sequence"]), files, constants)
         intact = manifest.encode() == data
     except NO_MANIFEST as error:
         raise StorageError(f"{path}: is damaged ({error}); {USE_ANOTHER}") from error

@@ -74,7 +74,7 @@ READ = {
 }
 
 
-def test_a_key_that_nothing_reads_is_refused_but_of_a_run_that_began_with_it(tmp_path):
+def test_a_key_that_nothing_reads_is_refused_but_not_of_a_run(tmp_path):
     assert list(READ) == [key for key, *_ in READERS]
     for key, (value, other, read_with) in READ.items():
         given: dict[str, Any] = {"model.path": str(tmp_path), "data.train": "rows", key: value}

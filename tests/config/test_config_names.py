@@ -9,7 +9,6 @@ from megatrain.config import Config, load_config
 from megatrain.config.document import write_yaml
 from megatrain.config.load import SECTIONS
 from megatrain.config.names import ALIASES, REFUSED, refusal_of
-from megatrain.config.resuming import former_keys, resumed_configs
 from megatrain.errors import ConfigError
 
 BASE = {"model": "model: some/folder", "data": "data: {train: rows.jsonl}"}
@@ -239,32 +238,6 @@ def test_values_that_ask_for_nothing_are_accepted(load):
         for harmless in refusal.harmless:
             text = write_yaml({name.replace("*", "anything"): harmless})
             assert load(text) == plain, text
-
-
-def test_keys_of_ours_that_are_gone_say_what_to_use_instead_and_stop_no_older_run(load):
-    gone: dict[str, tuple[str, list[object], list[object]]] = {
-        "nvme_activations": ("activation checkpoints no longer go to NVMe", [2], ["auto", 0]),
-        "nvme_arrays": ("went: the drive holds optimizer state alone", ["all"], ["auto", "state"]),
-    }
-    for name, (words, asked, nothing) in gone.items():
-        for value in asked:
-            with pytest.raises(ConfigError, match=rf"^cfg\.yaml:3: memory\.{name}: {words}"):
-                load(f"memory: {{{name}: {value}}}")
-        for value in nothing:
-            assert load(f"memory: {{{name}: {value}}}") == load("")
-
-
-def test_what_an_earlier_run_had_is_ignored_aloud(tmp_path):
-    kept: dict[str, Any] = {"model": "some/folder", "data": {"train": "rows.jsonl"}}
-    for arrays, told in (("state", []), ("all", [True])):
-        saved = {"config": {**kept, "memory": {"nvme_arrays": arrays}}, "chosen": {}}
-        _, now = resumed_configs(tmp_path, load_config(kept), saved)
-        assert now.memory == load_config(kept).memory
-        alone = "the drive holds optimizer state alone"
-        assert [alone in warning for warning in former_keys(saved)] == told
-    saved = {"config": {"eval": {"tasks": ["arc_easy"], "tasks_at": "end", "limit": None}}}
-    (warning,) = former_keys(saved)
-    assert warning.startswith("eval.tasks: ['arc_easy'] is ignored") and "megatrain eval" in warning
 
 
 def test_no_name_is_both_taken_and_refused():

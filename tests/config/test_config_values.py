@@ -63,7 +63,6 @@ def test_values_out_of_range_are_refused(refusal):
             assert refusal(f"{key}={bad}").startswith(f"command line: {key}: must be "), (key, bad)
 
 
-INT8_INSTEAD = "fp8 is no longer offered: use int8, which takes the same bytes at half the gradient"
 CHOICES = "must be one of constant, linear, cosine, wsd, not 'cosin'; did you mean cosine?"
 
 
@@ -71,7 +70,6 @@ OTHERS = {
     "method=ppo": "ppo is not built yet; choose from sft, ",
     "optimizer.name=sgd": "sgd is not built yet; choose from adamw, ",
     "precision=float8": "float8 is called fp8 here; choose from auto, ",
-    "memory.activations=fp8": INT8_INSTEAD,
     "train.schedule=cosin": CHOICES,
 }
 

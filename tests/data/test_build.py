@@ -209,8 +209,6 @@ def test_a_cache_that_cannot_be_written_is_a_storage_error(write_jsonl, make_tok
 
 def test_shuffles_are_the_same_on_every_machine():
     assert permutation(8, seed=0, epoch=0).tolist() == [4, 5, 7, 1, 2, 3, 6, 0]
-    before = [3, 7, 1, 6, 0, 2, 5, 4]
-    assert permutation(8, seed=0, epoch=0, version=1).tolist() == before
     assert sorted(permutation(1000, 5, 2).tolist()) == list(range(1000))
     assert permutation(1000, 5, 2).tolist() != permutation(1000, 5, 3).tolist()
     ranks = [np.argsort(permutation(9999, seed, 0)) for seed in (0, 1, 2, 7)]

@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megatrain.data import build, formats
 from megatrain.data.build import AskedSet, Expected, hold_out, load_data
 from megatrain.data.encoding import RowOptions
 from megatrain.data.rows import TokenRows
@@ -259,26 +258,6 @@ def test_prompts_that_were_cut_apart_stay_together(encode, make_tokenizer):
     assert data.counts.truncated > 10
     train, held = hold_out(data, 8, seed=0)
     assert {n % 5 for n in train.chosen.tolist()}.isdisjoint(n % 5 for n in held.chosen.tolist())
-
-
-def test_a_run_of_an_earlier_release_goes_on_with_its_rows(
-    write_jsonl, make_tokenizer, cache, monkeypatch
-):
-    def load(**more: Any) -> Any:
-        return load_data(file, None, make_tokenizer(), OPTIONS[PAIRS], seed=0, cache=cache, **more)
-
-    def in_mid_word(_letter: str) -> bool:
-        return False
-
-    file = write_jsonl([{"chosen": f"{n}: qqx", "rejected": f"{n}: qqz"} for n in range(4)])
-    with monkeypatch.context() as earlier:
-        earlier.setattr(build, "CACHE_VERSION", build.READ_BEFORE[0])
-        earlier.setattr(formats, "_in_word", in_mid_word)
-        before, _ = load()
-    assert load()[0].digest != before.digest
-    again, _ = load(expected=Expected(before.digest))
-    assert again.digest == before.digest
-    assert "is read otherwise" in again.counts.choices[0]
 
 
 @pytest.mark.parametrize("kind", MAKE)

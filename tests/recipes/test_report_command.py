@@ -160,13 +160,6 @@ def test_that_it_cannot_be_written_is_said_once(megatrain, project, monkeypatch)
     assert not (project / "run" / "report.html").exists()
 
 
-def test_a_plan_is_not_drawn(megatrain):
-    assert (
-        "--html: plans are not drawn any more; --json"
-        in megatrain("plan tiny --html p.html", code=2).err
-    )
-
-
 # -- runs that are made up -------------------------------------------------------------------------
 
 PREFERENCE = {"rewards/chosen": 0.5, "rewards/rejected": -0.5, "rewards/accuracies": 0.75}

@@ -17,11 +17,10 @@ from megatrain.errors import MegaTrainError
 from megatrain.machine import hardware
 from megatrain.planner.search import AUTO_MICRO_BATCH_TOKENS
 from megatrain.recipes import setup as clock
-from megatrain.storage.checkpoint import find_resumable, read_about
+from megatrain.storage.checkpoint import find_resumable
 from megatrain.storage.manifest import read_manifest
 from megatrain.storage.run_folder import find_checkpoint, run_lock
 from tests.helpers.commands import (
-    changed_state,
     chat_rows,
     evaluations_of,
     files_of,
@@ -37,21 +36,6 @@ def test_five_steps_and_five_more_are_ten(megatrain, finished_project, killed):
     done = megatrain("resume run")
     assert "resuming from run/checkpoint-5" in done.err
     same_run(killed, finished_project / "run")
-
-
-def test_a_warm_up_and_a_shuffle_go_on_as_they_began(megatrain, killed):
-    """Step i of w has i/w of the rate; in a run begun before 0.1.0, (i - 1)/w."""
-    keys = "train.warmup=9 train.max_steps=6"
-    for begun, rate in {"now": 6 / 9, "before": 5 / 9}.items():
-        if begun == "before":
-            with changed_state(killed / "checkpoint-5") as state:
-                assert state.pop("warmup_from_zero") is False
-                assert state["position"].pop("shuffle") == 2
-            shutil.rmtree(killed / "checkpoint-6")
-        megatrain(f"resume run --no-verify {keys}")
-        assert steps_of(killed)[-1]["lr"] == pytest.approx(0.01 * rate), begun
-        position = read_about(killed / "checkpoint-6")["state"]["position"]
-        assert position["shuffle"] == {"now": 2, "before": 1}[begun]
 
 
 def test_so_they_are_in_bfloat16_in_groups_and_clipped(megatrain, project, stop_after):
@@ -219,23 +203,6 @@ def test_what_cannot_change_is_refused(megatrain, project, trained_once, overrid
     begun = trained_once("precision=bfloat16", "train.max_steps=1")
     shutil.copytree(begun / "run", project / "run", symlinks=True)
     assert words in megatrain("resume run", override, code=2).err
-
-
-@pytest.mark.parametrize(("optimizer", "code"), [("adamw", 0), ("adafactor", 2)])
-def test_a_run_from_before_adafactor_was_removed(megatrain, copied, optimizer, code):
-    """Every run's folder named its keys. A run of its own is refused with what to use instead, any
-    other goes on."""
-    values = {"config.yaml": "auto", "config.resolved.yaml": "-0.8" if code else "auto"}
-    for name, value in values.items():
-        text, line = (copied / name).read_text(), "  name: adamw\n"
-        assert text.count(line) == 1
-        lines = f"  name: {optimizer}\n  beta2_decay: {value}\n  clip_threshold: {value}\n"
-        (copied / name).write_text(text.replace(line, lines))
-    cut_back(copied)
-    done = megatrain("resume run", code=code)
-    assert ("adafactor is no longer offered: use Lion (optimizer.name: lion)" in done.err) == bool(
-        code
-    )
 
 
 def test_what_changes_nothing_may_change_freely(megatrain, killed, finished_project):

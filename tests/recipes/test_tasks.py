@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,7 @@ import pytest
 
 import megatrain as mt
 from megatrain.recipes.tasks import TaskOptions, load_tasks
-from tests.helpers.commands import OF_PARTS, changed_state, steps_of
+from tests.helpers.commands import OF_PARTS
 from tests.helpers.tasks import TASKS, write_tasks
 
 pytest.importorskip("lm_eval")
@@ -149,30 +148,6 @@ def test_python_has_them_too(megatrain, project):
 def test_a_group_has_figures_of_its_own(megatrain):
     found = megatrain("eval model --tasks both --include-path tasks --limit 2 --json").json
     assert found["results"].keys() == {"both", "counting", "letters"}
-
-
-REMOVED: dict[str, Any] = {
-    "tasks": ["letters"],
-    "tasks_at": "evaluations",
-    "limit": 3,
-    "num_fewshot": 1,
-    "include_path": "tasks",
-    "apply_chat_template": True,
-}
-
-
-def test_keys_of_tasks_in_a_run_are_refused_but_a_run_that_had_them_goes_on(megatrain, killed):
-    for name, value in REMOVED.items():
-        done = megatrain(f"train cfg.yaml 'eval.{name}={json.dumps(value)}'", code=2)
-        assert f"eval.{name}: runs have no tasks any more" in done.err
-        assert "`megatrain eval RUN --tasks`" in done.err
-    with changed_state(killed / "checkpoint-5") as state:
-        state["config"]["eval"] |= REMOVED
-    lines = "".join(f"  {name}: {json.dumps(value)}\n" for name, value in REMOVED.items())
-    for file in (killed / "config.yaml", killed / "config.resolved.yaml"):
-        file.write_text(file.read_text().replace("\neval:\n", f"\neval:\n{lines}"))
-    megatrain("resume run --no-verify")
-    assert steps_of(killed)[-1]["step"] == 10
 
 
 REFUSED = {

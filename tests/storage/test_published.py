@@ -17,7 +17,6 @@ from transformers import conversion_mapping
 from transformers.core_model_loading import Transpose, WeightConverter, WeightRenaming
 
 from megatrain.engine.engine import Engine
-from megatrain.engine.verify import weights_of
 from megatrain.errors import ModelError
 from megatrain.models.pretrained import as_classifier, resolve_source
 from megatrain.models.skeleton import Skeleton
@@ -279,45 +278,6 @@ def test_a_reward_model_of_a_folder_with_further_tensors_has_its_own_config(tmp_
         engine.save_pretrained(tmp_path / "out")
     (name,) = json.loads((tmp_path / "out" / "config.json").read_text())["architectures"]
     assert name.endswith("ForSequenceClassification")
-
-
-# -- checkpoints of format 1 -----------------------------------------------------------------------
-
-FORMAT_1 = Path(__file__).with_name("format1") / "checkpoint-1"  # written by the release before
-INT8 = AdamW(lr=1e-2, moments="int8")
-
-
-def of_format_1() -> Engine:
-    config = transformers.MixtralConfig.from_pretrained(FORMAT_1)
-    return Engine.from_config(config, optimizer=INT8, precision="bfloat16", device="cpu")
-
-
-def test_a_checkpoint_with_fused_experts_is_resumed(tmp_path):
-    files = [FORMAT_1 / "model.safetensors", *FORMAT_1.glob("optimizer/*")]
-    stored = {name: tensor for file in files for name, tensor in load_file(file).items()}
-    with of_format_1() as engine:
-        assert load_checkpoint(FORMAT_1, engine) == {"position": 1}
-        found: Tensors = {}
-        for array in engine.store.arrays:
-            if array == "grad":
-                continue
-            for block in engine.anatomy.blocks:
-                views = engine.store.layout(array, block.index).views(
-                    engine.store.array(array, block.index)
-                )
-                part = "" if array == "weight" else f"{array}/"
-                found |= {f"{part}{name}": view for name, view in views.items()}
-        found = renamed(found, (".mlp.", ".block_sparse_moe."))
-        assert differing(found, stored) == []
-        out = export(FORMAT_1, tmp_path / "out")
-        with open_engine(out, INT8, "bfloat16") as again:
-            assert differing(weights_of(again), weights_of(engine)) == []
-        # what it writes is of today's format
-        checkpoint = save_checkpoint(tmp_path / "run", 2, engine, None, {})
-        assert "model.layers.0.block_sparse_moe.experts.1.w2.weight" in tensors_of(checkpoint)
-        with of_format_1() as other:
-            load_checkpoint(checkpoint, other)
-            assert differing(state_of(other), state_of(engine)) == []
 
 
 # -- what is no range of an array ------------------------------------------------------------------

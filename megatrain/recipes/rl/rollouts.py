@@ -25,7 +25,7 @@ import torch
 from megatrain.config import Config
 from megatrain.data.loader import StepBatch
 from megatrain.data.micro_batches import MicroBatch, Regimes, dealt, micro_batches
-from megatrain.data.rows import SHUFFLE, Counts, TokenRows, check_digest, permutation
+from megatrain.data.rows import Counts, TokenRows, check_digest, permutation
 from megatrain.engine.engine import Engine
 from megatrain.engine.rollout.decode import Answer, AnswerRequest
 from megatrain.engine.rollout.draw import Draw
@@ -103,7 +103,6 @@ class Rollouts:
     regimes: Regimes = ()
     pack_to: int | None = None
     world: World = ALONE
-    shuffle: int = SHUFFLE
     engine: Engine | None = None  # from the run's beginning on
     judges: Judges | None = None
     windows: None = None  # as a loader has them
@@ -126,8 +125,8 @@ class Rollouts:
     # -- where the run stands --------------------------------------------------------------------
 
     def position(self) -> dict[str, int | str]:
-        order = {"seed": self.config.train.seed, "shuffle": self.shuffle}
-        return {**asdict(self.place), **order, "data": self.rows.digest}
+        seed = self.config.train.seed
+        return {**asdict(self.place), "seed": seed, "data": self.rows.digest}
 
     def restore(self, position: Mapping[str, Any]) -> None:
         """Continue from a saved position. Raises DataError if it is of other data or another seed,
@@ -135,8 +134,7 @@ class Rollouts:
         check_digest(self.rows.digest, position.get("data"))
         numbers = [position.get(name) for name in asdict(self.place)]
         whole = all(type(number) is int and number >= 0 for number in numbers)
-        known = {"seed": self.config.train.seed, "shuffle": self.shuffle}
-        if not whole or any(position.get(name) != value for name, value in known.items()):
+        if not whole or position.get("seed") != self.config.train.seed:
             raise DataError(
                 f"the checkpoint's position is of another train.seed, or broken: {dict(position)}"
             )
@@ -345,7 +343,7 @@ class Rollouts:
     def _prompts(self, place: RolloutPosition, skipped: int, count: int) -> dict[int, Prompt]:
         """Prompts from a place on, by keys that are their numbers in the run."""
         found, size, seed = dict[int, Prompt](), len(self.rows), self.config.train.seed
-        order = lru_cache(lambda epoch: permutation(size, seed, epoch, 0, self.shuffle))
+        order = lru_cache(lambda epoch: permutation(size, seed, epoch))
         for number in range(place.index + skipped, place.index + skipped + count):
             epoch = place.epoch + number // size
             row = int(order(epoch)[number % size])
