@@ -133,3 +133,8 @@ def exit_code_of(error: Exception) -> tuple[int, str]:
         return StorageError.exit_code, f"{what}; free some space or choose another folder"
     text = ": ".join(filter(None, [type(error).__name__, " ".join(str(error).split())]))
     return UNEXPECTED, f"unexpected {text}; run again with --debug for the traceback"
+
+
+def number_of(number: int, noun: str) -> str:
+    """A number with its noun, in a sentence: "1 block", "2 blocks"."""
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"

@@ -45,27 +45,7 @@ def asked_again(run_dir: Path, overrides: Sequence[str] | Mapping[str, Any]) -> 
             f"{run_dir}: is not a run folder (no {CONFIG_FILE}); name the folder that a run wrote "
             "(`output` in its config)"
         )
-    try:
-        asked = load_config(path, overrides, of_run=True)
-    except ConfigError as error:
-        _refuse_what_cannot_change(load_config(path, of_run=True), overrides, error)
-        raise
-    return with_absolute_paths(asked, but=("output",))
-
-
-def _refuse_what_cannot_change(
-    before: Config, overrides: Sequence[str] | Mapping[str, Any], error: ConfigError
-) -> None:
-    """Say of a key that cannot change that it cannot, not what else of the config would have to
-    change with it, as `error` does."""
-    old = _flat(before)
-    place, given = IN_PYTHON, overrides
-    if not isinstance(given, Mapping):
-        place, given = COMMAND_LINE, dict(one.partition("=")[::2] for one in given)
-    for key in (key for key in given if key in REFUSED and str(old.get(key)) != str(given[key])):
-        change = f"from {old.get(key)!r} to {given[key]!r}"
-        reason = f"cannot change {change} in a resumed run, since {REFUSED[key]}"
-        raise ConfigError(f"{place}: {key}: {reason}") from error
+    return with_absolute_paths(load_config(path, overrides, of_run=True), but=("output",))
 
 
 def for_state(config: Config, decided: Mapping[str, Any]) -> dict[str, Any]:

@@ -28,7 +28,7 @@ import numpy as np
 
 from megatrain.data.rows import Counts, IndexArray, Joined, TokenRows, measure_lengths
 from megatrain.data.samples import JUDGED, KINDS, PLAIN, digest_of
-from megatrain.durable import sync_folder
+from megatrain.durable import sync_folder, system_errors
 from megatrain.errors import StorageError
 
 if TYPE_CHECKING:
@@ -130,16 +130,11 @@ def making_set(
 ) -> Iterator[Making]:
     """The set of a folder, to be made or completed by one process at a time; others wait, and
     call `on_wait` meanwhile. Raises StorageError where it cannot be written, as on a full disk."""
-    try:
+    with system_errors(folder, "keep tokenised rows here", ANOTHER_FOLDER):
         folder.parent.mkdir(parents=True, exist_ok=True)
         folder.mkdir(mode=0o700, exist_ok=True)
         with _lock_of(folder, on_wait):
             yield Making(folder, kind)
-    except OSError as error:
-        reason = error.strerror or str(error)
-        raise StorageError(
-            f"{folder.parent}: cannot keep the tokenised data here ({reason}); {ANOTHER_FOLDER}"
-        ) from error
 
 
 @contextmanager

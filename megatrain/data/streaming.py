@@ -26,7 +26,7 @@ from megatrain.data.encoding import Encoder, RowOptions
 from megatrain.data.rows import PackedRows, Position, Rows, TokenRows, pack
 from megatrain.data.samples import digest_of
 from megatrain.data.workers import ended, outcome, shared_numbers, start_child
-from megatrain.errors import MegaTrainError
+from megatrain.errors import MegaTrainError, number_of
 from megatrain.heartbeat import may_end_here
 
 if TYPE_CHECKING:
@@ -154,10 +154,10 @@ class Stream:
         sizes = [rows for rows, _ in self._known]
         windows = position.window + (position.index > 0)
         rows = sum(sizes[: position.window]) + position.index
-        last = f"{_counted(rows, 'row')} of {_counted(windows, 'window')}"
+        last = f"{number_of(rows, 'row')} of {number_of(windows, 'window')}"
         if position.epoch:
-            of_all = f"all {sum(sizes):,} rows of {_counted(len(sizes), 'window')}"
-            return f"{_counted(position.epoch, 'epoch')} of {of_all}, and {last}"
+            of_all = f"all {sum(sizes):,} rows of {number_of(len(sizes), 'window')}"
+            return f"{number_of(position.epoch, 'epoch')} of {of_all}, and {last}"
         if self.total is None:
             return f"{last}; the set was not read to its end"
         return f"{last}, of {self.total:,} that the set has"
@@ -197,10 +197,6 @@ class Stream:
                 words = f"{rows.counts.bad:,} of the next {rows.counts.read:,} rows of the source"
                 logger.warning(f"{words} are bad and skipped; the first: {bad[0]}")
         return rows
-
-
-def _counted(number: int, what: str) -> str:
-    return f"{number:,} {what}{'' if number == 1 else 's'}"
 
 
 class Writer:

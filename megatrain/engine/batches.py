@@ -165,12 +165,6 @@ def for_loss(name: str) -> bool:
     return name == "labels" or name.startswith(FOR_LOSS)
 
 
-def only_trailing_padding(mask: Tensor) -> bool:
-    """True if a [batch, tokens] mask hides nothing but the ends of rows."""
-    falls = mask.ndim == 2 and bool((mask[:, 1:] <= mask[:, :-1]).all())
-    return falls and bool((mask[:, 0] != 0).all())
-
-
 def prepare(
     batches: Sequence[Batch],
     skeleton: Skeleton,
@@ -220,8 +214,10 @@ def _inputs(batch: Batch, tells_documents: bool) -> dict[str, Tensor]:
     # A mask that hides the ends of rows alone changes no real token, which are causal, and costs
     # speed. With positions it stays: without one transformers takes a jump in them for the start of
     # another document.
-    if mask is not None and "position_ids" not in inputs and only_trailing_padding(mask):
-        del inputs["attention_mask"]
+    if mask is not None and mask.ndim == 2 and "position_ids" not in inputs:
+        falls = bool((mask[:, 1:] <= mask[:, :-1]).all())
+        if falls and bool((mask[:, 0] != 0).all()):
+            del inputs["attention_mask"]
     if tells_documents and "position_ids" in inputs:
         inputs |= boundaries_of(inputs["position_ids"])
     return inputs

@@ -24,7 +24,7 @@ from typing import Annotated, Any, NamedTuple, TypeVar
 from pydantic import ConfigDict, Field, TypeAdapter
 from pydantic.dataclasses import dataclass as checked_dataclass
 
-from megatrain.errors import StorageError
+from megatrain.durable import system_errors
 from megatrain.machine.datasheets import DESKTOP, UNKNOWN_GPU, DataSheet, data_sheet
 from megatrain.machine.hardware import (
     CPUINFO,
@@ -196,13 +196,10 @@ def save_profile(profile: MachineProfile) -> Path:
 def write_json(path: Path, value: dict[str, Any]) -> Path:
     """Write a file of the cache. Raises StorageError."""
     unfinished = path.with_name(f"{path.name}.{os.getpid()}")
-    try:
+    with system_errors(path, "write it", "name another folder in MEGATRAIN_CACHE"):
         path.parent.mkdir(parents=True, exist_ok=True)
         unfinished.write_text(json.dumps(value, indent=1) + "\n")
         unfinished.replace(path)  # at once: another process may be reading
-    except OSError as error:
-        reason = f"{path}: cannot be written: {error.strerror}"
-        raise StorageError(f"{reason}; name another folder in MEGATRAIN_CACHE") from error
     return path
 
 

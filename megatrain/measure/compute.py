@@ -177,11 +177,6 @@ ARRAYS = {
 UNMOVING: dict[str, Any] = {"lr": 1e-8, "weight_decay": 0.0, "step": 1, "grad_scale": 1.0}
 
 
-def parameters_for(cores: int) -> int:
-    """The number of parameters to update, to keep all cores busy."""
-    return PARAMETERS * max(1, min(4, cores // CORES_KEPT_BUSY))
-
-
 def device_rate(clock: Clock, parameters: int) -> float | None:
     """Parameters/s of AdamW in bfloat16 precision on a GPU; None if its kernel cannot be made."""
     optimizer = AdamW()
@@ -269,7 +264,9 @@ def links_and_update(
     the update. The clocks time work on the host and on the device."""
     chosen = update_threads(cores)
     with ExitStack() as stack, ThreadPoolExecutor(1) as aside:
-        preparing = aside.submit(HostUpdate, parameters_for(cores), cores)
+        # enough to keep all cores busy
+        parameters = PARAMETERS * max(1, min(4, cores // CORES_KEPT_BUSY))
+        preparing = aside.submit(HostUpdate, parameters, cores)
         link = None
         if device.type == "cuda":  # meanwhile: pinning takes as long
             link = stack.enter_context(LinkTest(device))

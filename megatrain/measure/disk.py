@@ -11,8 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from datetime import date
 from pathlib import Path
 
-from megatrain.durable import bypass_cache
-from megatrain.errors import StorageError
+from megatrain.durable import bypass_cache, system_errors
 from megatrain.machine.profile import DriveRates
 
 FILE_BYTES = 1 << 30
@@ -31,23 +30,20 @@ def disk_rates(folder: Path, file_bytes: int = FILE_BYTES) -> tuple[float, float
     StorageError."""
     folder = next(path for path in (folder, *folder.parents) if path.exists())
     pieces = file_bytes // PIECE_BYTES
-    try:
-        with (
-            tempfile.TemporaryFile(dir=folder, buffering=0) as file,
-            mmap.mmap(-1, PIECE_BYTES) as piece,
-        ):
-            number = file.fileno()
-            bypass_cache(number)  # elsewhere fsync and advice to drop pages come close
-            piece.write(os.urandom(PIECE_BYTES))  # not zeros, which some disks do not store
-            written, write = _rate(
-                lambda start: os.pwrite(number, piece, start), pieces, lambda: os.fsync(number)
-            )
-            os.posix_fadvise(number, 0, 0, os.POSIX_FADV_DONTNEED)
-            # all into one buffer, which is never looked at
-            _, read = _rate(lambda start: os.preadv(number, [piece], start), written)
-    except OSError as error:
-        reason = f"{folder}: the disk cannot be measured: {error.strerror}"
-        raise StorageError(f"{reason}; name another folder") from error
+    with (
+        system_errors(folder, "measure the disk", "name another folder"),
+        tempfile.TemporaryFile(dir=folder, buffering=0) as file,
+        mmap.mmap(-1, PIECE_BYTES) as piece,
+    ):
+        number = file.fileno()
+        bypass_cache(number)  # elsewhere fsync and advice to drop pages come close
+        piece.write(os.urandom(PIECE_BYTES))  # not zeros, which some disks do not store
+        written, write = _rate(
+            lambda start: os.pwrite(number, piece, start), pieces, lambda: os.fsync(number)
+        )
+        os.posix_fadvise(number, 0, 0, os.POSIX_FADV_DONTNEED)
+        # all into one buffer, which is never looked at
+        _, read = _rate(lambda start: os.preadv(number, [piece], start), written)
     return write, read
 
 

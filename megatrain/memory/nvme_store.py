@@ -25,7 +25,7 @@ from typing import NamedTuple
 
 import torch
 
-from megatrain.durable import bypass_cache
+from megatrain.durable import bypass_cache, storage_error
 from megatrain.errors import StorageError
 from megatrain.memory.layout import ArraySpec, round_up
 from megatrain.memory.sizes import PAGE, stages
@@ -354,10 +354,8 @@ class _File(NamedTuple):
 
 
 def _failed(folder: Path, doing: str, error: OSError) -> StorageError:
-    full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-    advice = f"{'free space there' if full else 'check the drive'}, or change memory.nvme"
-    reason = f"{error.strerror} (errno {error.errno})"
-    return StorageError(f"{folder}: cannot {doing} the run's files there: {reason}; {advice}")
+    advice = "free space there, check the drive, or change memory.nvme"
+    return storage_error(folder, error, f"{doing} the run's files there", advice)
 
 
 class SwapFiles:

@@ -9,7 +9,6 @@ of a block's flat array, one expert's matrix among them. transformers itself say
 from __future__ import annotations
 
 import copy
-import re
 from bisect import bisect_right
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -72,10 +71,6 @@ class Published:
             tuple(replace(p.tensor, name=found.get(p, p.tensor.name)) for p in places)
             for places in self.places
         )
-
-    def is_dropped(self, name: str) -> bool:
-        """True if transformers reads past a tensor of this name, of a folder of this family."""
-        return any(re.search(pattern, name) for pattern in self.unread)
 
     def _look_up(self, table: Mapping[str, ParameterPlace], name: str) -> ParameterPlace | None:
         return table.get(name) or table.get(f"{self.prefix}.{name}")

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from megatrain.errors import ConfigError, PlanError
+from megatrain.errors import ConfigError, PlanError, number_of
 from megatrain.machine.hardware import MIB, communicators
 from megatrain.schedule import UNCHANGED
 from megatrain.settings import Chosen, Settings
@@ -258,8 +258,3 @@ def too_many_ranks(why: str, most: int, ranks: int, way_on: str) -> PlanError:
         f"{why} work for at most {number_of(most, 'GPU')}, not for {ranks}: take at most {most} "
         f"(on one host gpus: {most}), or {way_on}"
     )
-
-
-def number_of(number: int, noun: str) -> str:
-    """A number with its noun: "1 block", "2 blocks"."""
-    return f"{number:,} {noun}{'' if number == 1 else 's'}"

@@ -14,10 +14,10 @@ from rich.console import Console
 from rich.table import Column, Table
 from rich.text import Text
 
-from megatrain.errors import PlanError
+from megatrain.errors import PlanError, number_of
 from megatrain.machine.hardware import GIB, Hardware
 from megatrain.machine.profile import MachineProfile
-from megatrain.planner.job import Budget, Choices, Job, check_job_ranks, number_of
+from megatrain.planner.job import Budget, Choices, Job, check_job_ranks
 from megatrain.planner.memory import (
     CONSTANTS,
     NOT_ALLOCATED,

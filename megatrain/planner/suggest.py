@@ -11,8 +11,9 @@ from dataclasses import dataclass, replace
 from itertools import islice, product
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from megatrain.errors import number_of
 from megatrain.machine.hardware import GIB
-from megatrain.planner.job import Choices, Job, number_of
+from megatrain.planner.job import Choices, Job
 from megatrain.planner.memory import disk_bytes
 from megatrain.planner.search import Search
 from megatrain.planner.simulation import WORTH_NAMING, Timing

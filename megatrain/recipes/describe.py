@@ -202,6 +202,10 @@ def summarize(run: Run, seconds: float, stop: StopRequest | None) -> RunSummary:
         question, reply = sample(run.engine, run.model, run.held_out, run.config.sample_prompt)
     if not run.engine.world.is_first:
         return run.engine.world.broadcast()
+    recent = run.progress.recent
+    host_bytes = recent[-1].host_bytes if recent else None  # of all ranks of a host
+    if run.engine.world.is_alone:
+        host_bytes = peak_host_bytes()
     found = RunSummary(
         run_dir=folder,
         steps=run.step - run.first_step,
@@ -214,7 +218,7 @@ def summarize(run: Run, seconds: float, stop: StopRequest | None) -> RunSummary:
         final_dir=folder / find_checkpoint(folder).name if stop is None else None,
         prompt=question,
         answer=reply,
-        host=Predicted(plan.host_bytes * plan.job.ranks, host_peak(run)),
+        host=Predicted(plan.host_bytes * plan.job.ranks, host_bytes),
         gpu=Predicted(plan.gpu_bytes or None, run.meter.peak_bytes()),
         step_s=Predicted(plan.timing.seconds, run.steady.median_s),
         time=run.progress.time,
@@ -229,13 +233,6 @@ def summarize(run: Run, seconds: float, stop: StopRequest | None) -> RunSummary:
         exit_code=0 if stop is None else stop.exit_code,
     )
     return run.engine.world.broadcast(found)
-
-
-def host_peak(run: Run) -> int | None:
-    """Bytes of RAM of a host, with all of its ranks, as far as a step has told; None: none has."""
-    if run.engine.world.is_alone:
-        return peak_host_bytes()
-    return run.progress.recent[-1].host_bytes if run.progress.recent else None
 
 
 def spent_economy(run: Run) -> Economy:

@@ -456,7 +456,7 @@ def save(run: Run, found: Figures | None, *, must: bool = True) -> bool:
         metric = run.config.checkpoint.metric
         best = {"step": run.step, metric: found[metric]}
     state = {name: getattr(run, name) for name in BEGINNING} | {"best": best}
-    about = {"position": run.loader.position(), "metrics": run.writer.state()}
+    state["position"] = run.loader.position()
     try:
         with run.progress.doing("saving", counted=BYTES_WRITTEN):
             path = save_checkpoint(
@@ -464,7 +464,7 @@ def save(run: Run, found: Figures | None, *, must: bool = True) -> bool:
                 run.step,
                 run.engine,
                 model.tokenizer,
-                {**state, **about, **run.asked},
+                {**state, **run.asked},
                 run.config.checkpoint.keep,
                 model.generation,
                 source=model.digests,

@@ -26,7 +26,7 @@ from megatrain.data.loader import Loader
 from megatrain.data.micro_batches import MicroBatch, ReferenceArray
 from megatrain.data.rows import IndexArray, Rows, default_cache
 from megatrain.data.samples import name_for
-from megatrain.durable import sync_folder
+from megatrain.durable import sync_folder, system_errors
 from megatrain.engine.engine import Engine
 from megatrain.errors import StorageError
 from megatrain.heartbeat import may_end_here
@@ -148,17 +148,12 @@ def _digest(body: bytes) -> bytes:
 def _keep(path: Path, body: bytes) -> None:
     """Write a file that appears whole, for its owner alone. Raises StorageError."""
     passing = path.with_name(f"{path.name}.tmp-{uuid.uuid4().hex[:8]}")
-    try:
+    keeping = "keep the reference's log-probabilities here"
+    with system_errors(path.parent, keeping, "set MEGATRAIN_CACHE to another folder"):
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         write_bytes(passing, _digest(body) + body)
         passing.rename(path)
         sync_folder(path.parent)
-    except (OSError, StorageError) as error:
-        passing.unlink(missing_ok=True)
-        raise StorageError(
-            f"{path.parent}: cannot keep the reference's log-probabilities here ({error}); set "
-            "MEGATRAIN_CACHE to another folder"
-        ) from error
 
 
 # -- of a run -----------------------------------------------------------------------------------

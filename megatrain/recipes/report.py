@@ -11,7 +11,6 @@ import hashlib
 import html
 import json
 import logging
-import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -22,7 +21,7 @@ import numpy as np
 
 from megatrain.config.document import plain, read_yaml
 from megatrain.config.resuming import RESOLVED_FILE
-from megatrain.errors import ConfigError, StorageError, printable, without_secrets
+from megatrain.errors import ConfigError, printable, without_secrets
 from megatrain.recipes.rl.advantages import OF_METHODS, worth
 from megatrain.recipes.rl.journal import judged_before
 from megatrain.reporting.energy import Economy, Prices, described
@@ -35,12 +34,12 @@ from megatrain.reporting.summary import (
     step_seconds,
     time_in_words,
 )
+from megatrain.storage.run_folder import write_text
 from megatrain.version import VERSION
 
 REPORT_FILE = "report.html"
 ASSETS = Path(__file__).parent / "assets"
 DIGITS = 6  # of a figure
-NEW_FILE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
 
 Block = dict[str, Any]
 
@@ -98,22 +97,6 @@ def page(
 
 def _asset(name: str) -> str:
     return (ASSETS / name).read_text(encoding="utf-8")
-
-
-def write_page(path: Path, content: str) -> None:
-    """Replace the file as a whole. Raises StorageError.
-
-    It can be written again at any time, so it need not survive a power loss at once.
-    """
-    partial = path.with_name(path.name + ".tmp")
-    try:
-        partial.unlink(missing_ok=True)
-        with os.fdopen(os.open(partial, NEW_FILE, 0o666), "wb") as file:
-            file.write(content.encode())
-        partial.replace(path)
-    except OSError as error:
-        reason = f"{path}: cannot be written ({error.strerror})"
-        raise StorageError(f"{reason}; free space or choose another file") from error
 
 
 logger = logging.getLogger("megatrain")
@@ -212,7 +195,7 @@ def write_report(folders: Sequence[Path], output: Path | None = None) -> Path:
     path = output or folders[0] / REPORT_FILE
     names = [str(run) if len(folders) > 1 else "" for run in folders]  # some have the same last one
     found = zip(folders, names, strict=True)
-    write_page(path, report_of([Reported.of(run, read_history(run), name) for run, name in found]))
+    write_text(path, report_of([Reported.of(run, read_history(run), name) for run, name in found]))
     return path
 
 
@@ -248,7 +231,7 @@ class LiveReport:
             return
         try:
             page_now = report_of([Reported.of(self._folder, self._history)])
-            write_page(self._folder / REPORT_FILE, page_now)
+            write_text(self._folder / REPORT_FILE, page_now)
         except Exception as error:  # noqa: BLE001  no picture is worth a run
             if not self._failed:
                 reason = " ".join(str(error).split()) or type(error).__name__

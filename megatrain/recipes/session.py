@@ -23,6 +23,7 @@ from megatrain.config import Config
 from megatrain.config.resuming import RESOLVED_FILE, check_changes, for_state, resumed_configs
 from megatrain.data.loader import Loader
 from megatrain.data.micro_batches import ReferenceArray
+from megatrain.durable import storage_error, system_errors
 from megatrain.engine.engine import Engine
 from megatrain.errors import ConfigError, StorageError
 from megatrain.heartbeat import BYTES_READ, WEIGHTS_READ, may_end_here
@@ -65,7 +66,6 @@ from megatrain.reporting.streams import console_on
 from megatrain.reporting.summary import RunSummary
 from megatrain.reporting.trackers import ID_FILE, tracking
 from megatrain.storage.checkpoint import Resumable, load_resumable, reopen
-from megatrain.storage.hashed_file import storage_error, system_errors
 from megatrain.storage.manifest import CHECKPOINT, MANIFEST, UNVERIFIED, verifies
 from megatrain.storage.run_folder import (
     ANOTHER_OUTPUT,
@@ -263,7 +263,7 @@ def open_metrics(
     track = stack.enter_context(tracking(config.track, config.output, state["step"], about))
     report = LiveReport(config.output)
     writer = stack.enter_context(MetricsWriter(config.output, (track, report.add)))
-    writer.truncate_to(step, state.get("metrics"))
+    writer.truncate_to(step)
     cut_samples(config.output, step)
     world.all_gather(None)
     report.begin()

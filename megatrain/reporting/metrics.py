@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import errno
-import hashlib
 import json
 import logging
 import math
@@ -12,14 +10,14 @@ import statistics
 from array import array
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, fields
 from itertools import pairwise
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from megatrain.errors import StorageError
+from megatrain.durable import system_errors
 
 logger = logging.getLogger("megatrain")
 
@@ -140,18 +138,6 @@ def json_able(value: Any) -> Any:
     return str(value) if isinstance(value, Path) else value
 
 
-@contextmanager
-def cannot_be_written(path: Path) -> Iterator[None]:
-    """Raise a StorageError for an OSError in opening a file of a run folder."""
-    try:
-        yield
-    except OSError as error:
-        reason, advice = error.strerror, "free space or choose another output folder"
-        if error.errno == errno.ELOOP:
-            reason, advice = "it is a symbolic link", "remove it"
-        raise StorageError(f"{path}: cannot be written ({reason}); {advice}") from error
-
-
 class MetricsWriter(AbstractContextManager["MetricsWriter"]):
     """Appends to `metrics.jsonl` of a run folder; on a full disk lines wait for the next one.
 
@@ -164,10 +150,9 @@ class MetricsWriter(AbstractContextManager["MetricsWriter"]):
         """Open, keeping what is there. also: functions that get every line. Raises StorageError."""
         self._also = also
         self.path = Path(run_dir) / METRICS_FILE
-        with cannot_be_written(self.path):
+        with system_errors(self.path, "write it"):
             self._file = os.fdopen(os.open(self.path, APPENDED, 0o600), "ab", buffering=0)
         self._waiting = b""
-        self._length, self._hash = 0, hashlib.sha256()  # of all lines, also of those that wait
 
     def __exit__(self, *_: object) -> None:
         self.close()
@@ -194,43 +179,27 @@ class MetricsWriter(AbstractContextManager["MetricsWriter"]):
         found = {**({} if eval_loss is None else loss), **figures, "eval_s": eval_s}
         self._write(json_able({"step": step, **found}))
 
-    def state(self) -> dict[str, Any]:
-        """State for a checkpoint, which recognises the lines so far."""
-        return {"bytes": self._length, "sha256": self._hash.hexdigest()}
-
-    def truncate_to(self, step: int, before: dict[str, Any] | None = None) -> None:
+    def truncate_to(self, step: int) -> None:
         """Drop everything after `step`, and a torn last line: a resumed run writes it again.
 
-        Damaged lines further up stay, with a warning. before: the `state` of then, if known.
+        Damaged lines further up stay, with a warning.
         """
-        kept, damaged, lost = 0, [], []
-        found, known = hashlib.sha256(), before is None
-        for number, (start, row, line) in enumerate(_lines(self.path), 1):
-            found.update(line)
-            end = start + len(line)
-            if before is not None and end == before["bytes"]:
-                known = found.hexdigest() == before["sha256"]
+        kept, end, damaged, lost = 0, 0, [], []
+        for number, (row, size) in enumerate(_lines(self.path), 1):
+            end += size
             if row is None:
                 damaged.append(number)
             elif row["step"] <= step:
                 kept, lost = end, list(damaged)
-                self._length, self._hash = end, found.copy()
         os.ftruncate(self._file.fileno(), kept)  # opened for appending: writes go to the new end
         for number in lost:
             logger.warning(f"{self.path}:{number}: is damaged and stays as it is")
-        if not known and not lost:
-            logger.warning(
-                f"{self.path}: was changed since step {step} was saved; it may lack lines"
-            )
 
     def _write(self, row: dict[str, Any]) -> None:
         for other in self._also:
             other(row)
         waited = bool(self._waiting)
-        line = json.dumps(row, allow_nan=False).encode() + b"\n"
-        self._length += len(line)
-        self._hash.update(line)
-        self._waiting += line
+        self._waiting += json.dumps(row, allow_nan=False).encode() + b"\n"
         error = self._write_waiting()
         if error is not None and not waited:
             reason = f"{self.path}: cannot be written ({error.strerror})"
@@ -255,9 +224,6 @@ class NoMetrics(MetricsWriter):
     def _write(self, row: dict[str, Any]) -> None:
         pass
 
-    def state(self) -> dict[str, Any]:
-        return {}
-
 
 def read_metrics(run_dir: str | Path) -> list[dict[str, Any]]:
     """The lines of a run's `metrics.jsonl` in order, without broken ones. Raises StorageError."""
@@ -267,11 +233,8 @@ def read_metrics(run_dir: str | Path) -> list[dict[str, Any]]:
 def each_metric(run_dir: str | Path) -> Iterator[dict[str, Any]]:
     """`read_metrics`, one by one."""
     path = Path(run_dir) / METRICS_FILE
-    try:
-        yield from (row for _, row, _ in _lines(path) if row is not None)
-    except OSError as error:
-        reason = f"{path}: cannot be read ({error.strerror})"
-        raise StorageError(f"{reason}; look whether the run's folder is still there") from error
+    with system_errors(path, "read it", "look whether the run's folder is still there"):
+        yield from (row for row, _ in _lines(path) if row is not None)
 
 
 def held_out_losses(run_dir: str | Path) -> dict[str, Any]:
@@ -283,13 +246,10 @@ def held_out_losses(run_dir: str | Path) -> dict[str, Any]:
     }
 
 
-def _lines(path: Path) -> Iterator[tuple[int, dict[str, Any] | None, bytes]]:
-    """(offset in bytes, object, text) of each line; the object is None if the line is broken."""
-    offset = 0
+def _lines(path: Path) -> Iterator[tuple[dict[str, Any] | None, int]]:
+    """(object, bytes) of each line; the object is None if the line is broken."""
     with path.open("rb") as file:
-        for line in file:
-            yield offset, _parsed(line), line
-            offset += len(line)
+        yield from ((_parsed(line), len(line)) for line in file)
 
 
 def _parsed(line: bytes) -> dict[str, Any] | None:
@@ -363,12 +323,10 @@ def cut_samples(folder: Path, step: int) -> None:
     path = folder / SAMPLES_FILE
     if not path.is_file():
         return
-    try:
+    with system_errors(path, "cut it back", "remove it"):
         lines = path.read_bytes().splitlines(keepends=True)
         kept = [line for line in lines if (row := _parsed(line)) and row["step"] <= step]
         path.write_bytes(b"".join(kept))
-    except OSError as error:
-        raise StorageError(f"{path}: cannot be cut back ({error.strerror}); remove it") from error
 
 
 # -- figures over steps, for the report ------------------------------------------------------------

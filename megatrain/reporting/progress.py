@@ -22,6 +22,7 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
+from megatrain.durable import system_errors
 from megatrain.errors import MegaTrainError, printable, without_secrets
 from megatrain.heartbeat import beats
 from megatrain.reporting.metrics import (
@@ -29,7 +30,6 @@ from megatrain.reporting.metrics import (
     RECENT_STEPS,
     StepMetrics,
     StepTime,
-    cannot_be_written,
 )
 from megatrain.reporting.summary import bound_in_words, human_bytes, human_seconds
 
@@ -57,7 +57,7 @@ def logging_to(run_dir: str | Path, console: Console, who: str = "") -> Iterator
     and its warnings `train.log`. Raises StorageError.
     """
     path = Path(run_dir) / LOG_FILE
-    with cannot_be_written(path):
+    with system_errors(path, "write it"):
         file = _LogFile(path, encoding="utf-8")
     file.setFormatter(_Printable(f"%(asctime)s %(levelname)s {who}%(message)s"))
     file.setLevel(logging.WARNING if who else logging.INFO)

@@ -12,8 +12,9 @@ from typing import Any
 
 import torch
 
-from megatrain.errors import StorageError
+from megatrain.durable import system_errors
 
+UNWRITABLE = "write the timeline", "choose another file for --profile"
 TOP_KERNELS = 25
 NAME_WIDTH = 70  # of the table's first column
 COPIES = ("Memcpy HtoD", "Memcpy DtoH")  # of the GPU's work, what is not computed
@@ -49,11 +50,9 @@ def record_timeline(path: Path, device: torch.device) -> Iterator[Timeline]:
         row_limit=TOP_KERNELS,
         max_name_column_width=NAME_WIDTH,
     )
-    try:
+    with system_errors(path, *UNWRITABLE):
         profiler.export_chrome_trace(str(path))
         _name_threads(path)
-    except OSError as error:
-        raise _unwritable(path, error) from error
 
 
 def computing_seconds(work: Callable[[], object], device: torch.device) -> float:
@@ -83,16 +82,9 @@ def covered(spans: Iterable[tuple[float, float]]) -> float:
 
 def claim(path: Path) -> None:
     """Create the file of a timeline to come, to fail before the step. Raises StorageError."""
-    try:
+    with system_errors(path, *UNWRITABLE):
         path.parent.mkdir(parents=True, exist_ok=True)
         path.touch()
-    except OSError as error:
-        raise _unwritable(path, error) from error
-
-
-def _unwritable(path: Path, error: OSError) -> StorageError:
-    reason = f"{path}: the timeline cannot be written ({error.strerror})"
-    return StorageError(f"{reason}; choose another file for --profile")
 
 
 def _name_threads(path: Path) -> None:

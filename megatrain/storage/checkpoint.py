@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
+from megatrain.durable import system_errors
 from megatrain.errors import ConfigError, DamagedError, ModelError, StorageError
 from megatrain.memory.layout import TensorRange
 from megatrain.models.constants import FLOATS, ParameterPlace, names_in
@@ -41,12 +42,7 @@ from megatrain.storage.export import (
     weight_plan,
     write_description,
 )
-from megatrain.storage.hashed_file import (
-    WrittenFile,
-    sync_tree,
-    system_errors,
-    write_bytes,
-)
+from megatrain.storage.hashed_file import WrittenFile, sync_tree, write_bytes
 from megatrain.storage.manifest import (
     MANIFEST,
     USE_ANOTHER,

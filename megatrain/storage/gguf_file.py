@@ -20,9 +20,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
+from megatrain.durable import system_errors
 from megatrain.errors import ModelError
 from megatrain.models.pretrained import end_of_turn
-from megatrain.storage.hashed_file import system_errors
 from megatrain.storage.safetensors import TensorSource
 
 if TYPE_CHECKING:

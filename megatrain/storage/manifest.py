@@ -15,9 +15,10 @@ from functools import partial
 from pathlib import Path, PurePosixPath
 from typing import Any
 
+from megatrain.durable import system_errors
 from megatrain.errors import DamagedError, StorageError
 from megatrain.models.pretrained import DESCRIBED_IN
-from megatrain.storage.hashed_file import WrittenFile, system_errors
+from megatrain.storage.hashed_file import WrittenFile
 from megatrain.storage.safetensors import HashedReader, in_parallel, open_regular, read_header
 
 MANIFEST = "MANIFEST.json"

@@ -19,9 +19,9 @@ from dataclasses import dataclass
 from os.path import isfile  # false where Path's raises: in an unreadable folder
 from pathlib import Path, PurePath
 
-from megatrain.durable import sync_folder
+from megatrain.durable import storage_error, sync_folder, system_errors
 from megatrain.errors import ConfigError, StorageError
-from megatrain.storage.hashed_file import storage_error, system_errors, write_bytes
+from megatrain.storage.hashed_file import write_bytes
 from megatrain.storage.manifest import CHECKPOINT, MANIFEST, REPLACED, Manifest, read_manifest
 
 logger = logging.getLogger("megatrain")
@@ -86,10 +86,8 @@ def run_lock(run_dir: Path) -> Iterator[RunLock]:
         StorageError: the folder cannot be made.
     """
     warning = "" if make_run_dir(run_dir) else f"{run_dir}: {WITHOUT_MODES}"
-    try:
+    with system_errors(run_dir / LOCK, "write it", ANOTHER_OUTPUT):
         fd = os.open(run_dir / LOCK, LOCK_FILE, 0o600)
-    except OSError as error:
-        raise storage_error(run_dir / LOCK, error, "write it", ANOTHER_OUTPUT) from error
     _locks.add(fd)
     try:
         try:

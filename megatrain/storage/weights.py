@@ -16,7 +16,6 @@ import torch
 
 from megatrain.errors import ModelError, StorageError
 from megatrain.heartbeat import WEIGHTS_READ, beat, may_end_here
-from megatrain.memory.layout import Span
 from megatrain.memory.store import Store
 from megatrain.models.anatomy import Anatomy
 from megatrain.models.constants import FLOATS, Constants, ParameterPlace
@@ -233,7 +232,8 @@ def copy_tensor(store: Store, place: ParameterPlace, candidate: Candidate, chunk
     with store.lease(place.block, names, changes=True, soon=False) as arrays:
         weight, *remainders = (place.tensor.flat_within(arrays[name], span) for name in names)
         for first, read in chunks(*mine):
-            begin, values = _within(mine, first, read)
+            start, stop = max(first, mine.start), min(first + len(read), mine.stop)
+            begin, values = start - mine.start, read[start - first : max(start, stop) - first]
             if not values.numel():
                 continue
             _check_finite(values, candidate.where)
@@ -250,12 +250,6 @@ def copy_tensor(store: Store, place: ParameterPlace, candidate: Candidate, chunk
                 split_master(values.float(), out=(part, low))
             if values.dtype != part.dtype:
                 _check_finite(part, candidate.where)  # rounding up may have overflowed
-
-
-def _within(mine: Span, first: int, read: torch.Tensor) -> tuple[int, torch.Tensor]:
-    """The part of values from element `first` on that lies in `mine`, and its offset there."""
-    start, stop = max(first, mine.start), min(first + len(read), mine.stop)
-    return start - mine.start, read[start - first : max(start, stop) - first]
 
 
 def _check_finite(values: torch.Tensor, where: str) -> None:
@@ -338,9 +332,11 @@ def _match_names(
     unexpected, dropped = [], []
     for name, place in anatomy.published.places_of(names).items():
         if place is None:
-            if anatomy.published.is_dropped(name) and not IGNORED.search(name):
+            if IGNORED.search(name):
+                continue
+            if any(re.search(pattern, name) for pattern in anatomy.published.unread):
                 dropped.append(name)
-            elif not IGNORED.search(name):
+            else:
                 unexpected.append(name)
         elif place in found:
             raise ModelError(f"{where}: holds {place.own} twice, under another name too")

@@ -273,7 +273,7 @@ def test_a_full_disk_costs_the_shard_at_hand(encode_into, monkeypatch, tmp_path,
 
     with monkeypatch.context() as patch:
         patch.setattr(os, "fsync", full)
-        with pytest.raises(StorageError, match=r"the tokenised data here \(No space left"):
+        with pytest.raises(StorageError, match=r"tokenised rows here: No space left"):
             encode_into("full", processes=processes)
     assert shard_folders(tmp_path / "full")
     assert all((shard / "shard.json").exists() for shard in shard_folders(tmp_path / "full"))

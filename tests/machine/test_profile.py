@@ -108,7 +108,7 @@ def test_the_usual_share_of_grouped_matmuls_is_what_was_measured():
 def test_a_folder_that_cannot_be_written_is_named(tmp_path, monkeypatch):
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("MEGATRAIN_CACHE", str(tmp_path / "file"))
-    words = r"cannot be written: .*; name another folder in MEGATRAIN_CACHE"
+    words = r"cannot write it: .*; name another folder in MEGATRAIN_CACHE"
     with pytest.raises(StorageError, match=words):
         save_profile(PROFILE)
 

@@ -54,6 +54,6 @@ def test_a_file_system_without_direct_access_is_measured_too(tmp_path, monkeypat
 def test_a_full_disk_is_named(tmp_path, monkeypatch):
     error = OSError(errno.ENOSPC, "No space left on device")
     monkeypatch.setattr(os, "pwrite", Mock(side_effect=error))
-    words = f"{tmp_path}: the disk cannot be measured: No space left on device; name another"
+    words = r": cannot measure the disk: No space left on device \(errno 28\); name another"
     with pytest.raises(StorageError, match=words):
         disk_rates(tmp_path, PIECE_BYTES)

@@ -58,11 +58,11 @@ def same_run(one: Path, other: Path, but_evaluations_of: int | None = None) -> N
 
 
 def state_of(checkpoint: Path) -> Row:
-    """state.json but for the config, in which a resumed run fixes what was chosen, for where the
-    model came from, and for the hash of the metrics, whose times differ."""
+    """state.json but for the config, in which a resumed run fixes what was chosen, and for where
+    the model came from."""
     about: Row = json.loads((checkpoint / "state.json").read_text())
     about["made_of"].pop("source")
-    for key in ("config", "chosen", "metrics"):
+    for key in ("config", "chosen"):
         about["state"].pop(key, None)
     return about
 

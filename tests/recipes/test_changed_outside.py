@@ -163,11 +163,6 @@ TAKEN: dict[str, tuple[list[Change], list[str], int]] = {
         ],
         7,
     ),
-    "the metrics": (
-        [edit("run/metrics.jsonl", '{"step": 1,', '{"step": 11,')],
-        ["run/metrics.jsonl: was changed since step 5 was saved; it may lack lines"],
-        10,
-    ),
 }
 # what is refused
 REFUSED: dict[str, tuple[Change, int, str]] = {

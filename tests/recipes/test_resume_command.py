@@ -190,10 +190,7 @@ def test_so_may_model_and_rows(megatrain, project, finished_project, stop_after)
     ("override", "words"),
     [
         ("train.seed=1", "train.seed: cannot change from 0 to 1 in a resumed run, since the order"),
-        (
-            "method=pretrain",
-            "line: method: cannot change from 'sft' to 'pretrain' in a resumed run",
-        ),
+        ("method=orpo", "line: method: cannot change from 'sft' to 'orpo' in a resumed run"),
         ("output=other", "output: cannot change from 'run' to 'other' in a resumed run, since a"),
         ("precision=float32", "precision: cannot change from 'bfloat16' to 'float32' in a resumed"),
         ("train.max_stepz=3", "did you mean max_steps?"),

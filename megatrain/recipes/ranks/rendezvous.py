@@ -40,8 +40,9 @@ from torch.distributed.distributed_c10d import PrefixStore
 from megatrain.config import Config
 from megatrain.config.resuming import PATHS, flatten
 from megatrain.data.loader import Loader, StepBatch
+from megatrain.durable import system_errors
 from megatrain.engine.request import choose_device
-from megatrain.errors import ConfigError, DataError, MegaTrainError, exit_code_of
+from megatrain.errors import ConfigError, DataError, MegaTrainError, exit_code_of, number_of
 from megatrain.heartbeat import beat, ending, may_end_here, total
 from megatrain.machine.hardware import built_for_cuda, physical_cores, visible_gpus
 from megatrain.machine.launcher import (
@@ -57,12 +58,11 @@ from megatrain.machine.launcher import (
 )
 from megatrain.machine.profile import PACKAGES, cache_folder, installed_version
 from megatrain.measure.ranks import measure_together
-from megatrain.planner.job import number_of, too_many_ranks
+from megatrain.planner.job import too_many_ranks
 from megatrain.recipes.ranks.launch import SECRET, run_ranks
 from megatrain.recipes.ranks.liveness import Liveness, OtherFailed, end_of, sign_of_life, started
 from megatrain.recipes.signals import Stopped, StopRequest, early_request
 from megatrain.settings import KEYS
-from megatrain.storage.hashed_file import storage_error
 from megatrain.world import ALONE, LOOKS_EVERY_S, World
 
 ALL_COME_WITHIN = timedelta(minutes=10)
@@ -222,7 +222,7 @@ def secret_of(place: Place) -> bytes:
     if place.size > place.local_size:
         return b""
     file = cache_folder() / "secret"
-    try:
+    with system_errors(file, "write it", f"set {SECRET}"):
         file.parent.mkdir(parents=True, exist_ok=True)
         own = file.with_name(f"secret-{uuid4().hex}")
         with open(own, "x", opener=partial(os.open, mode=0o600)) as made:
@@ -231,8 +231,6 @@ def secret_of(place: Place) -> bytes:
             os.link(own, file)  # whole, and by one alone
         own.unlink()
         return file.read_bytes()
-    except OSError as error:
-        raise storage_error(file, error, "write it", f"set {SECRET}") from error
 
 
 class Sealed:
