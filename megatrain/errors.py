@@ -10,6 +10,7 @@ from pathlib import Path
 
 UNEXPECTED = 1
 OF_UNIX = ("fcntl", "resource", "termios")  # modules that Python lacks on Windows
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 STORAGE_ERRNOS = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS, errno.EFBIG)
 
 
@@ -112,6 +113,26 @@ def forbidden(error: PermissionError, path: Path | str = "") -> str:
     """The sentence of one."""
     name = error.filename or path
     return f"{name}: {error.strerror}; change its mode, or that of a folder it lies in"
+
+
+def storage_error(path: Path, error: OSError, doing: str, advice: str = "") -> StorageError:
+    """The error for a failed system call on `path`; by default the advice depends on its errno."""
+    reason = f"{error.strerror or error} (errno {error.errno})"
+    if not advice and error.errno in FULL:
+        advice = "free space there or choose another folder"
+    if error.errno == errno.ELOOP:
+        advice = "it is a symbolic link: remove it"
+    advice = advice or "check the disk and the folder's permissions"
+    return StorageError(f"{path}: cannot {doing}: {reason}; {advice}")
+
+
+@contextmanager
+def system_errors(path: Path, doing: str, advice: str = "") -> Iterator[None]:
+    """Raise a StorageError for an OSError, from a library or a rename, that the block raises."""
+    try:
+        yield
+    except OSError as error:
+        raise storage_error(Path(error.filename or path), error, doing, advice) from error
 
 
 def exit_code_of(error: Exception) -> tuple[int, str]:

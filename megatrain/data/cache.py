@@ -28,8 +28,8 @@ import numpy as np
 
 from megatrain.data.rows import Counts, IndexArray, Joined, TokenRows, measure_lengths
 from megatrain.data.samples import JUDGED, KINDS, PLAIN, digest_of
-from megatrain.durable import sync_folder, system_errors
-from megatrain.errors import StorageError
+from megatrain.durable import sync_folder
+from megatrain.errors import StorageError, system_errors
 
 if TYPE_CHECKING:
     from megatrain.data.rows import IdArray, MaskArray

@@ -24,7 +24,7 @@ from typing import Annotated, Any, NamedTuple, TypeVar
 from pydantic import ConfigDict, Field, TypeAdapter
 from pydantic.dataclasses import dataclass as checked_dataclass
 
-from megatrain.durable import system_errors
+from megatrain.errors import system_errors
 from megatrain.machine.datasheets import DESKTOP, UNKNOWN_GPU, DataSheet, data_sheet
 from megatrain.machine.hardware import (
     CPUINFO,

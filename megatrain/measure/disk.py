@@ -11,7 +11,8 @@ from concurrent.futures import ThreadPoolExecutor
 from datetime import date
 from pathlib import Path
 
-from megatrain.durable import bypass_cache, system_errors
+from megatrain.durable import bypass_cache
+from megatrain.errors import system_errors
 from megatrain.machine.profile import DriveRates
 
 FILE_BYTES = 1 << 30

@@ -25,8 +25,8 @@ from typing import NamedTuple
 
 import torch
 
-from megatrain.durable import bypass_cache, storage_error
-from megatrain.errors import StorageError
+from megatrain.durable import bypass_cache
+from megatrain.errors import StorageError, storage_error
 from megatrain.memory.layout import ArraySpec, round_up
 from megatrain.memory.sizes import PAGE, stages
 from megatrain.memory.slab import Slab

@@ -26,9 +26,9 @@ from megatrain.data.loader import Loader
 from megatrain.data.micro_batches import MicroBatch, ReferenceArray
 from megatrain.data.rows import IndexArray, Rows, default_cache
 from megatrain.data.samples import name_for
-from megatrain.durable import sync_folder, system_errors
+from megatrain.durable import sync_folder
 from megatrain.engine.engine import Engine
-from megatrain.errors import StorageError
+from megatrain.errors import StorageError, system_errors
 from megatrain.heartbeat import may_end_here
 from megatrain.losses import SequenceLoss
 from megatrain.recipes.loop import sweeps

@@ -23,9 +23,8 @@ from megatrain.config import Config
 from megatrain.config.resuming import RESOLVED_FILE, check_changes, for_state, resumed_configs
 from megatrain.data.loader import Loader
 from megatrain.data.micro_batches import ReferenceArray
-from megatrain.durable import storage_error, system_errors
 from megatrain.engine.engine import Engine
-from megatrain.errors import ConfigError, StorageError
+from megatrain.errors import ConfigError, StorageError, storage_error, system_errors
 from megatrain.heartbeat import BYTES_READ, WEIGHTS_READ, may_end_here
 from megatrain.planner.plan import Plan
 from megatrain.recipes.describe import (

@@ -17,7 +17,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from megatrain.durable import system_errors
+from megatrain.errors import system_errors
 
 logger = logging.getLogger("megatrain")
 

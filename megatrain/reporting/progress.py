@@ -22,8 +22,7 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from megatrain.durable import system_errors
-from megatrain.errors import MegaTrainError, printable, without_secrets
+from megatrain.errors import MegaTrainError, printable, system_errors, without_secrets
 from megatrain.heartbeat import beats
 from megatrain.reporting.metrics import (
     APPENDED,

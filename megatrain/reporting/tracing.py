@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from megatrain.durable import system_errors
+from megatrain.errors import system_errors
 
 UNWRITABLE = "write the timeline", "choose another file for --profile"
 TOP_KERNELS = 25

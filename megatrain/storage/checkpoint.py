@@ -27,8 +27,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
-from megatrain.durable import system_errors
-from megatrain.errors import ConfigError, DamagedError, ModelError, StorageError
+from megatrain.errors import ConfigError, DamagedError, ModelError, StorageError, system_errors
 from megatrain.memory.layout import TensorRange
 from megatrain.models.constants import FLOATS, ParameterPlace, names_in
 from megatrain.models.names import Tensors, in_blocks

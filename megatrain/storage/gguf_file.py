@@ -20,8 +20,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from megatrain.durable import system_errors
-from megatrain.errors import ModelError
+from megatrain.errors import ModelError, system_errors
 from megatrain.models.pretrained import end_of_turn
 from megatrain.storage.safetensors import TensorSource
 

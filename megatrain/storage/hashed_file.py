@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatrain.durable import sync_folder
-from megatrain.durable import system_errors as system_errors
+from megatrain.errors import system_errors as system_errors
 from megatrain.heartbeat import BYTES_WRITTEN, beat
 
 SMALL_FILES_BYTES = 64 << 20  # allowance for a checkpoint's tokenizer, configuration and headers
@@ -25,6 +25,7 @@ def sync_tree(folder: Path, but: Collection[str] = ()) -> None:
         elif str(path.relative_to(folder)) not in but:
             with path.open("rb") as file:
                 os.fsync(file.fileno())
+            beat()
 
 
 WRITE_BYTES = 16 << 20  # per system call

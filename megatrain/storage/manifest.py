@@ -15,8 +15,7 @@ from functools import partial
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from megatrain.durable import system_errors
-from megatrain.errors import DamagedError, StorageError
+from megatrain.errors import DamagedError, StorageError, system_errors
 from megatrain.models.pretrained import DESCRIBED_IN
 from megatrain.storage.hashed_file import WrittenFile
 from megatrain.storage.safetensors import HashedReader, in_parallel, open_regular, read_header

@@ -10,8 +10,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from megatrain.durable import system_errors
-from megatrain.errors import ConfigError, MegaTrainError, StorageError
+from megatrain.errors import ConfigError, MegaTrainError, StorageError, system_errors
 from megatrain.models.hub import LOG_IN, reachable, said_by
 from megatrain.storage.manifest import (
     MANIFEST,

@@ -19,8 +19,8 @@ from dataclasses import dataclass
 from os.path import isfile  # false where Path's raises: in an unreadable folder
 from pathlib import Path, PurePath
 
-from megatrain.durable import storage_error, sync_folder, system_errors
-from megatrain.errors import ConfigError, StorageError
+from megatrain.durable import sync_folder
+from megatrain.errors import ConfigError, StorageError, storage_error, system_errors
 from megatrain.storage.hashed_file import write_bytes
 from megatrain.storage.manifest import CHECKPOINT, MANIFEST, REPLACED, Manifest, read_manifest
 

@@ -24,8 +24,7 @@ from typing import Any, TypeVar
 import torch
 
 from megatrain.data.samples import json_value
-from megatrain.durable import system_errors
-from megatrain.errors import ModelError, StorageError
+from megatrain.errors import ModelError, StorageError, system_errors
 from megatrain.heartbeat import BYTES_READ, beat, may_end_here
 from megatrain.memory.nvme_store import READ_BYTES
 from megatrain.memory.slab import StagingBuffer

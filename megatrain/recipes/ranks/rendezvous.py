@@ -40,9 +40,15 @@ from torch.distributed.distributed_c10d import PrefixStore
 from megatrain.config import Config
 from megatrain.config.resuming import PATHS, flatten
 from megatrain.data.loader import Loader, StepBatch
-from megatrain.durable import system_errors
 from megatrain.engine.request import choose_device
-from megatrain.errors import ConfigError, DataError, MegaTrainError, exit_code_of, number_of
+from megatrain.errors import (
+    ConfigError,
+    DataError,
+    MegaTrainError,
+    exit_code_of,
+    number_of,
+    system_errors,
+)
 from megatrain.heartbeat import beat, ending, may_end_here, total
 from megatrain.machine.hardware import built_for_cuda, physical_cores, visible_gpus
 from megatrain.machine.launcher import (
