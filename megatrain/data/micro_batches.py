@@ -227,8 +227,7 @@ def collate(
     before they reach `limit`: models tell the rows of a sequence apart by it. Where there is
     padding, they have token_real, bool [sequences, tokens]; without `pack_to`, attention_mask.
 
-    Of rows that are not plain, a loss over examples also gets (examples have numbers from 0 here,
-    in order: of pair k, 2k is the chosen answer and 2k + 1 the rejected one):
+    Of rows that are not plain a loss over examples also gets (in order; of pairs the chosen first):
         row_of: of each token the example's number, of padding the last one's; int64, as input_ids.
         row_value: `TokenRows.values` of each, float32 [examples].
         row_reference: of `references`, if given, float64 [examples].
@@ -239,8 +238,7 @@ def collate(
     """
     lengths = rows.side_lengths.reshape(-1)
     filled = np.array([sum(int(lengths[number]) for number in members) for members in sequences])
-    width = pack_to or int(filled.max())
-    shape = (len(sequences), width)
+    shape = len(sequences), (width := pack_to or int(filled.max()))
     input_ids, labels = np.full(shape, pad_id, np.int64), np.full(shape, IGNORE, np.int64)
     positions, row_of, answers = (np.zeros(shape, kind) for kind in (np.int64, np.int64, np.bool_))
     row, side = np.divmod(np.concatenate(sequences), rows.sides)

@@ -7,6 +7,7 @@ from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -391,13 +392,12 @@ class Engine(Constructors):
         min_p: float | None = None,
         seed: int = 0,
     ) -> list[Answer]:
-        """`n` answers to each prompt of token ids, in their order: ids, log-probabilities and why
-        they end. Greedy at temperature 0. Raises ConfigError for a reward model."""
-        numbers = tuple(range(n))
-        asked = [AnswerRequest(k, ids, numbers, max_new_tokens) for k, ids in enumerate(prompts)]
+        """`n` answers to each prompt of token ids, in their order; greedy at temperature 0. Raises
+        ConfigError for a reward model."""
+        asked = [AnswerRequest(k, ids, range(n), max_new_tokens) for k, ids in enumerate(prompts)]
         draw = Draw(seed=seed, temperature=temperature, top_p=top_p, top_k=top_k, min_p=min_p)
         found = self.rollout(asked, draw, eos_token_ids)
-        return sorted(found, key=lambda answer: (answer.key, answer.number))
+        return sorted(found, key=attrgetter("key", "number"))
 
     def rollout(
         self,
@@ -411,20 +411,18 @@ class Engine(Constructors):
         as before, to the bit. slots: rows that are written at once; None: as memory has room for.
 
         An answer follows from the weights, its prompt, the request's key, its number and
-        `draw.seed`, whatever is written beside it. Where the weights have no room beside keys and
-        values, all of them are streamed for each token of the rows. Of several ranks, which all
-        call it, each has requests of its own, or none. Raises ConfigError for a reward model.
+        `draw.seed`, whatever is written beside it. Weights without room beside keys and values are
+        streamed for each token. All ranks call it, each with requests of its own, or none. Raises
+        ConfigError for a reward model.
         """
         if self.anatomy.labels is not None:
             raise ConfigError(
                 "generate: a reward model gives scores and writes no text; take a language model"
             )
-        longest = max((len(one.ids) + one.most for one in requests), default=1)
         given = requests, draw, ends, slots, look
-        with self.whole(longest) as model:
+        with self.whole(max((len(one.ids) + one.most for one in requests), default=1)) as model:
             if model is not None:
-                fuse = bool(self.settings.compile or self.settings.fused_loss)
-                yield from answers(model, *given, fuse=fuse)
+                yield from answers(model, *given, fuse=bool(self.settings.fused_loss))
                 return
         with streamed_model(self.skeleton, self.parts) as streamed:
             yield from answers(streamed, *given)

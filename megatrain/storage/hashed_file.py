@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatrain.durable import sync_folder
-from megatrain.errors import system_errors as system_errors
+from megatrain.errors import system_errors
 from megatrain.heartbeat import BYTES_WRITTEN, beat
 
 SMALL_FILES_BYTES = 64 << 20  # allowance for a checkpoint's tokenizer, configuration and headers

@@ -24,8 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from megatrain.errors import StorageError
-from megatrain.storage.hashed_file import system_errors
+from megatrain.errors import StorageError, system_errors
 
 if TYPE_CHECKING:
     from megatrain.engine.rollout.decode import Answer

@@ -14,11 +14,9 @@ from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as NotYet
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field
-from functools import partial
 from multiprocessing import Pipe
 from pathlib import Path
-from queue import LifoQueue
-from threading import Lock
+from threading import Lock, local
 from time import monotonic
 from typing import Any
 
@@ -85,12 +83,9 @@ class Judges(AbstractContextManager["Judges"]):
         self.names = [one.rpartition(":")[2] for one in self.functions]
         self.timeout_s, self.on_bad_reward = timeout_s, on_bad_reward
         self.failed = dict.fromkeys(self.functions, 0)  # calls
-        self._start = partial(Worker, self.functions, log)
         count = processes or min(MOST_PROCESSES, physical_cores())
         self._threads = ThreadPoolExecutor(count, thread_name_prefix="megatrain-judge")
-        self._idle: LifoQueue[Worker | None] = LifoQueue()  # the last that worked works again
-        for _ in range(count):
-            self._idle.put(None)
+        self._own, self._log = local(), log  # each thread has a worker
         self._lock, self._closed, self._silent = Lock(), False, False
         self._all: set[Worker] = set()
         self._groups: dict[int, Group] = {}
@@ -111,7 +106,7 @@ class Judges(AbstractContextManager["Judges"]):
 
     def check(self) -> None:
         """Import all functions, in a worker. Raises RewardError."""
-        self._threads.submit(lambda: self._give_back(self._take())).result()
+        self._threads.submit(self._worker).result()
 
     def submit(self, group: Group) -> None:
         self._groups[group.key] = group
@@ -130,43 +125,27 @@ class Judges(AbstractContextManager["Judges"]):
         self._warn_if_silent(group, judgement)
         return judgement
 
-    def _take(self) -> Worker:
-        worker = self._idle.get()
-        if worker is not None and worker.lives():
+    def _worker(self) -> Worker:
+        """This thread's, started where it has none that lives. Raises RewardError."""
+        worker: Worker | None = getattr(self._own, "worker", None)
+        if worker is not None and not worker.broken and worker.lives():
             return worker
-        try:
-            with self._lock:
-                if self._closed:
-                    raise CancelledError
-                if worker is not None:
-                    self._drop(worker)
-                worker = self._start()
-                self._all.add(worker)
-            worker.load()
-        except BaseException:
-            self._idle.put(None)
-            raise
+        with self._lock:
+            if self._closed:
+                raise CancelledError
+            if worker is not None:
+                self._all.discard(worker)
+                worker.close()
+            worker = self._own.worker = Worker(self.functions, self._log)
+            self._all.add(worker)
+        worker.load()
         return worker
-
-    def _give_back(self, worker: Worker) -> None:
-        if worker.broken:
-            with self._lock:
-                self._drop(worker)
-        self._idle.put(None if worker.broken else worker)
-
-    def _drop(self, worker: Worker) -> None:
-        self._all.discard(worker)
-        worker.close()
 
     def _ask(self, group: Group) -> list[Answer]:
         """In a thread: what each function answers. Raises RewardError, or counts failures."""
         call, answers = _call_of(group), list[Answer]()
         for number, function in enumerate(self.functions):
-            worker = self._take()
-            try:
-                answer = worker.judge((number, call), self.timeout_s)
-            finally:
-                self._give_back(worker)
+            answer = self._worker().judge((number, call), self.timeout_s)
             if self._closed:
                 raise CancelledError  # the worker was ended on purpose
             faults = [(0, answer["error"])] if "error" in answer else answer["faults"]
