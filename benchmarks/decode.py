@@ -40,7 +40,9 @@ def main() -> None:
         ]
         torch.cuda.reset_peak_memory_stats()
         began = time.perf_counter()
-        tokens = sum(len(answer.ids) for answer in answers(model, asked, Draw(), (), rows))
+        tokens = sum(
+            len(answer.ids) for answer in answers(model, asked, Draw(), (), slots=rows, fuse=True)
+        )
         torch.cuda.synchronize()
         seconds = time.perf_counter() - began
         found = {"rows": rows, "tokens": tokens, "seconds": round(seconds, 2)}

@@ -404,25 +404,20 @@ class Engine(Constructors):
         requests: Sequence[AnswerRequest],
         draw: Draw,
         ends: Sequence[int],
-        slots: int | None = None,
         look: Look | None = None,
     ) -> Generator[Answer, None, None]:
         """Answers to requests as they end; the engine computes nothing else meanwhile, and goes on
-        as before, to the bit. slots: rows that are written at once; None: as memory has room for.
+        as before, to the bit. look: sees tokens as they come.
 
         An answer follows from the weights, its prompt, the request's key, its number and
         `draw.seed`, whatever is written beside it. Weights without room beside keys and values are
         streamed for each token. All ranks call it, each with requests of its own, or none. Raises
         ConfigError for a reward model.
         """
-        if self.anatomy.labels is not None:
-            raise ConfigError(
-                "generate: a reward model gives scores and writes no text; take a language model"
-            )
-        given = requests, draw, ends, slots, look
+        given = requests, draw, ends, look
         with self.whole(max((len(one.ids) + one.most for one in requests), default=1)) as model:
             if model is not None:
-                yield from answers(model, *given, fuse=bool(self.settings.fused_loss))
+                yield from answers(model, *given, fuse=self.settings.fused_loss)
                 return
         with streamed_model(self.skeleton, self.parts) as streamed:
             yield from answers(streamed, *given)

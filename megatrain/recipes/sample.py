@@ -274,7 +274,7 @@ def written(
         shown = len(tokens)
         return False
 
-    (made,) = rollout([AnswerRequest(key, ids, (0,), room)], draw, ends, 1, look)
+    (made,) = rollout([AnswerRequest(key, ids, (0,), room)], draw, ends, look)
     words.end()
     return Written(made.ids, text_of(model, made.ids), made.finish == "length")
 

@@ -316,8 +316,8 @@ def answers(
     requests: Sequence[AnswerRequest],
     draw: Draw,
     ends: Sequence[int],
-    slots: int | None = None,
     look: Look | None = None,
+    slots: int | None = None,
     *,
     fuse: bool = False,
 ) -> Iterator[Answer]:

@@ -13,6 +13,7 @@ from torch import Tensor
 from megatrain.engine.components import EngineParts, naming_the_gpu
 from megatrain.engine.inference import writing
 from megatrain.engine.step import Passes
+from megatrain.errors import ConfigError
 from megatrain.models.skeleton import Skeleton
 
 logger = logging.getLogger("megatrain")
@@ -59,7 +60,12 @@ class StreamedModel:
 
 @contextmanager
 def streamed_model(skeleton: Skeleton, parts: EngineParts) -> Iterator[StreamedModel]:
-    """Inside, the model writes; all ranks have finished at the end."""
+    """Inside, the model writes; all ranks have finished at the end. Raises ConfigError for a reward
+    model, which transformers does not let write either."""
+    if skeleton.anatomy.labels is not None:
+        raise ConfigError(
+            "generate: a reward model gives scores and writes no text; take a language model"
+        )
     logger.warning(
         "the weights have no room on the device beside an answer's keys and values: each token "
         "streams all of them, for all rows that are written at once"
