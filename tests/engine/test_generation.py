@@ -89,7 +89,8 @@ def test_the_engine_trains_on_as_if_nothing_had_been(family, settings, device):
 @pytest.mark.parametrize("family", ["llama", "llama-tied", "gemma3", "mixtral", "falcon-h1"])
 def test_weights_without_room_are_streamed(monkeypatch, family, caplog):
     """All rows pass a layer while it is there; a family with states computes each answer anew."""
-    prompts, how = [[3, 4, 5], [6], [7] * 9], {"n": 2, "temperature": 1.0, "max_new_tokens": 5}
+    prompts = [[3, 4, 5], [6], [7] * 9]
+    how: dict[str, Any] = {"n": 2, "temperature": 1.0, "max_new_tokens": 5}
     with engine_of(family) as engine:
         expected = engine.generate(prompts, **how)
         monkeypatch.setattr("megatrain.engine.inference.has_room", lambda *given: False)
