@@ -5,8 +5,9 @@ from __future__ import annotations
 import io
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
+from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +21,8 @@ if TYPE_CHECKING:
 COMMAND_LINE = "command line"
 IN_PYTHON = "keywords"  # the place of values that are given in Python
 MAX_DEPTH = 8  # ours go to 3; a self-referring anchor has no end
+MAX_NODES = 10_000  # ours have a hundred; aliases can multiply a few lines to billions
+_TOO_MANY = f"more than {MAX_NODES:,} values; a config has a few dozen"
 _TOO_DEEP = f"nested more than {MAX_DEPTH} deep; no key is"
 
 _TAG = "tag:yaml.org,2002:"
@@ -121,6 +124,8 @@ def _composed(text: str) -> Any:
 def _yaml() -> YAML:
     """A reader and writer under the rules above, also of a document that begins with %YAML 1.1."""
     from ruamel.yaml import YAML
+    from ruamel.yaml.composer import Composer
+    from ruamel.yaml.error import MarkedYAMLError
     from ruamel.yaml.resolver import VersionedResolver
 
     rules = [(_TAG + kind, re.compile(rf"(?:{rule})\Z")) for kind, rule in _RULES.items()]
@@ -129,8 +134,19 @@ def _yaml() -> YAML:
         processing_version = (1, 2)
         versioned_resolver: Any = {None: rules}  # noqa: RUF012  None: whatever a text begins with
 
+    class Bounded(Composer):
+        nodes = 0
+
+        def compose_node(self, parent: Any, index: Any) -> Any:
+            self.nodes += 1
+            if self.nodes > MAX_NODES:  # while it is read, which is what takes long
+                mark = self.parser.peek_event().start_mark
+                raise MarkedYAMLError(problem=_TOO_MANY, problem_mark=mark)
+            return super().compose_node(parent, index)
+
     yaml = YAML(typ="safe", pure=True)
     yaml.Resolver = Resolver
+    yaml.Composer = Bounded
     yaml.composer.warn_double_anchors = False
     yaml.max_depth = MAX_DEPTH + 1  # counted from 1
     yaml.default_flow_style = False
@@ -145,6 +161,7 @@ class _Reader:
 
     name: str
     constructor: SafeConstructor
+    values: count[int] = field(default_factory=lambda: count(1))
 
     def place(self, mark: StreamMark | None) -> str:
         return f"{self.name}:{mark.line + 1}" if mark and self.name != COMMAND_LINE else self.name
@@ -155,6 +172,8 @@ class _Reader:
     def value(self, node: Any, depth: int) -> Any:
         if depth > MAX_DEPTH:  # only through an anchor, as what follows
             raise self.wrong(node.start_mark, _TOO_DEEP)
+        if next(self.values) > MAX_NODES:
+            raise self.wrong(node.start_mark, _TOO_MANY)
         match node.id, node.tag.removeprefix(_TAG):
             case "mapping", "map":
                 return self.mapping(node, depth)

@@ -13,13 +13,12 @@ import json
 import os
 import re
 import stat
-import sys
 import zlib
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from io import TextIOWrapper
 from pathlib import Path
-from typing import Any, BinaryIO, cast
+from typing import IO, Any, AnyStr, BinaryIO, cast
 
 from megatrain.data.samples import is_given, json_value, unpadded, without_nulls
 from megatrain.errors import DataError, if_forbidden
@@ -28,6 +27,10 @@ TEXT_PIECE_BYTES = 8192  # pieces of a text file: small enough to hold out a sha
 NEARBY = 200  # characters on each side of a piece's borders that may change its tokens
 PACKED = ".gz"
 TABLE_ROWS = 1024  # rows in memory at a time
+# of a line, unpacked: many times any context, and text8 is a line of 95 MiB; a line that a .gz
+# of megabytes makes of one letter must not fill the memory
+LINE_BYTES = 256 << 20
+UNPACKED_BYTES = 4 << 30  # of what is read whole
 # not only broken texts: numbers of thousands of digits, thousands of nested brackets
 UNREADABLE_JSON = (ValueError, RecursionError)
 
@@ -76,10 +79,27 @@ def _open(path: Path) -> BinaryIO:
     return path.open("rb")
 
 
-def _whole(path: Path) -> bytes:
-    """All bytes of a file, unpacked."""
+def _lines(path: Path, file: IO[AnyStr]) -> Iterator[AnyStr]:
+    """The lines of a data file. Raises DataError for one over LINE_BYTES, before it is all read."""
+    number = 0
+    while line := file.readline(LINE_BYTES + 1):
+        number += 1
+        if len(line) > LINE_BYTES:
+            advice = "a row's text must be shorter, each row in a line of its own"
+            raise DataError(f"{path}:{number}: a line of over {LINE_BYTES >> 20} MiB; {advice}")
+        yield line
+
+
+def _whole(path: Path) -> bytearray:
+    """All bytes of a file, unpacked. Raises DataError for a packed one over UNPACKED_BYTES."""
+    data, packed = bytearray(), path.suffix.lower() == PACKED
     with _open(path) as file:
-        return file.read()
+        while piece := file.read(1 << 20):
+            data += piece
+            if packed and len(data) > UNPACKED_BYTES:
+                size = f"{UNPACKED_BYTES >> 30} GiB"
+                raise DataError(f"{path}: over {size} unpacked; unpack it first")
+    return data
 
 
 def numbered(rows: Iterable[object], name: str) -> Iterator[RawRow]:
@@ -91,7 +111,7 @@ def numbered(rows: Iterable[object], name: str) -> Iterator[RawRow]:
 def read_jsonl(path: Path) -> Iterator[RawRow]:
     """One JSON value a line; blank lines are no rows. Only newlines end a line."""
     with _open(path) as file:
-        for number, line in enumerate(file, start=1):
+        for number, line in enumerate(_lines(path, file), start=1):
             if number == 1:
                 line = line.removeprefix(b"\xef\xbb\xbf")
             if not line.strip():
@@ -145,7 +165,7 @@ def decoded(path: Path) -> Iterator[RawRow]:
         return RawRow(f"{path}:{first}", file, value, None, begins, ends, before, after[:NEARBY])
 
     with _open(path) as opened:
-        for number, line in enumerate(opened, start=1):
+        for number, line in enumerate(_lines(path, opened), start=1):
             try:
                 text = line.decode("utf-8-sig" if number == 1 else "utf-8")
             except UnicodeDecodeError as error:
@@ -165,10 +185,10 @@ def decoded(path: Path) -> Iterator[RawRow]:
 def read_csv(path: Path) -> Iterator[RawRow]:
     """Rows of texts under a header line, separated by commas, or by tabs in a .tsv."""
     delimiter = "\t" if type_of(path) == ".tsv" else ","
-    csv.field_size_limit(sys.maxsize)  # the default refuses texts over 128 KiB
+    csv.field_size_limit(LINE_BYTES)  # the default refuses texts over 128 KiB
     try:
         with _open(path) as file, TextIOWrapper(file, "utf-8-sig", newline="") as lines:
-            reader = csv.DictReader(lines, strict=True, delimiter=delimiter)
+            reader = csv.DictReader(_lines(path, lines), strict=True, delimiter=delimiter)
             named = list(filter(None, reader.fieldnames or ()))
             if twice := [name for name in named if named.count(name) > 1]:
                 raise DataError(f"{path}:1: the header has the column {twice[0]!r} twice; keep one")
@@ -193,7 +213,10 @@ def read_table(path: Path) -> Iterator[RawRow]:
             batch.validate(full=True)  # offsets that lie outside would be read all the same
             places = json_in(pyarrow.struct(batch.schema))
             for start in range(0, len(batch), TABLE_ROWS):
-                for row in batch.slice(start, TABLE_ROWS).to_pylist():
+                part = batch.slice(start, TABLE_ROWS)
+                if part.nbytes > LINE_BYTES:
+                    _check_rows(part, f"{path} row", number)
+                for row in part.to_pylist():
                     number += 1
                     value = without_nulls(row, places, json_value)
                     yield RawRow(f"{path} row {number}", str(path), value)
@@ -201,6 +224,14 @@ def read_table(path: Path) -> Iterator[RawRow]:
     except (pyarrow.ArrowException, ValueError, KeyError, MemoryError) as error:
         kind, reason = type_of(path)[1:].capitalize(), str(error).splitlines()[0]
         raise DataError(f"{path}: broken {kind} after row {number}: {reason}") from error
+
+
+def _check_rows(part: Any, name: str, before: int) -> None:
+    """Raise DataError for a row of a table's part that holds more than LINE_BYTES."""
+    for number in range(len(part)):
+        if part.slice(number, 1).nbytes > LINE_BYTES:
+            advice = "a row's text must be shorter"
+            raise DataError(f"{name} {before + number + 1}: over {LINE_BYTES >> 20} MiB; {advice}")
 
 
 def json_in(kind: Any) -> Any:
@@ -212,13 +243,19 @@ def json_in(kind: Any) -> Any:
     return getattr(kind, "extension_name", "") == "arrow.json"
 
 
-def _batches(path: Path) -> Iterator[Any]:
+def _open_table(path: Path) -> Any:
+    """A file that can be read from anywhere; what is packed is unpacked into memory."""
     import pyarrow
+
+    if path.suffix.lower() != PACKED:
+        return pyarrow.OSFile(str(path))
+    return pyarrow.BufferReader(_whole(path))
+
+
+def _batches(path: Path) -> Iterator[Any]:
     from pyarrow import ipc, parquet
 
-    packed = path.suffix.lower() == PACKED  # which cannot be read from anywhere but in memory
-    opened = pyarrow.BufferReader(_whole(path)) if packed else pyarrow.OSFile(str(path))
-    with opened as stream:
+    with _open_table(path) as stream:
         if type_of(path) == ".parquet":
             yield from parquet.ParquetFile(stream).iter_batches(TABLE_ROWS)
             return
@@ -397,17 +434,32 @@ def _nearest(path: Path) -> str:
 
 
 def _ask_hub(named: Named) -> None:
-    """Raise DataError for a name that the hub does not know. Where the hub does not answer,
-    `datasets` may have it in its caches."""
+    """Raise DataError for a name that the hub does not know, or does not answer for, unless
+    `datasets` has it in its caches, which takes it from there."""
     from huggingface_hub import HfApi
     from huggingface_hub.errors import HFValidationError, RepositoryNotFoundError
 
     try:
-        HfApi(endpoint=os.environ.get("HF_ENDPOINT")).dataset_info(
-            named.name, timeout=HUB_TIMEOUT_S
-        )
+        hub = HfApi(endpoint=os.environ.get("HF_ENDPOINT"))
+        hub.dataset_info(named.name, timeout=HUB_TIMEOUT_S)
+        return
     except (HFValidationError, RepositoryNotFoundError):
-        why = f"{_nearest(Path(named.name))}; and no data set of the hub (owner/name)"
-        raise DataError(f"{named.spec}: no such file or folder{why}") from None
-    except Exception:  # noqa: BLE001  whatever the network's library raises
-        pass
+        why = "no data set of the hub (owner/name)"
+    except Exception as error:  # noqa: BLE001  whatever the network's library raises
+        if _is_cached(named.name):
+            return
+        why = f"the hub does not answer ({type(error).__name__})"
+    near = _nearest(Path(named.name))
+    raise DataError(f"{named.spec}: no such file or folder{near}; and {why}")
+
+
+def _is_cached(name: str) -> bool:
+    """True if `datasets` has a data set of the hub, or its files, on this machine."""
+    from huggingface_hub import constants
+
+    def bare(text: str) -> str:
+        return re.sub(r"[\W_]", "", text).lower()
+
+    made = Path(os.environ.get("HF_DATASETS_CACHE") or Path(constants.HF_HOME, "datasets"))
+    known = [*made.glob("*"), *Path(constants.HF_HUB_CACHE).glob("datasets--*")]
+    return any(bare(found.name.removeprefix("datasets--")) == bare(name) for found in known)

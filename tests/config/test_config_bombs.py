@@ -28,8 +28,19 @@ def within_seconds() -> Iterator[None]:
     assert time.process_time() - started < 5
 
 
+def aliases(levels: int, times: int) -> str:
+    lines = [f"a0: &a0 [{', '.join(['x'] * times)}]"]
+    for level in range(1, levels):
+        inside = ", ".join([f"*a{level - 1}"] * times)
+        lines.append(f"a{level}: &a{level} [{inside}]")
+    return "\n".join(lines)
+
+
 BOMBS = {
+    "aliases": (aliases(7, 20), "more than 10,000 values"),
+    "a long list": ("x: [" + "1," * 10**6 + "]", "more than 10,000 values"),
     "unknown keys": ("\n".join(f"key{n}: 1" for n in range(1500)), "and 1,490 more"),
+    "more of them": ("\n".join(f"key{n}: 1" for n in range(50_000)), "more than 10,000 values"),
     "brackets": ("x: " + "[" * 20_000, "nested more than 8 deep"),
     "braces": ("x: " + "{a: " * 20_000, "nested more than 8 deep"),
     "an anchor in itself": ("x: &x [*x]", "nested more than 8 deep"),

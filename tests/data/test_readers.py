@@ -9,6 +9,7 @@ import os
 import random
 import socket
 import time
+import tracemalloc
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -191,6 +192,38 @@ def test_broken_files_are_refused_in_one_sentence(tmp_path, name, contents, prob
     assert "\n" not in str(caught.value)
 
 
+def test_a_line_without_end_is_refused_before_it_is_all_read(tmp_path, monkeypatch):
+    monkeypatch.setattr(files, "LINE_BYTES", 1 << 20)
+    for name, line in [
+        ("a.jsonl.gz", '"%s"'),
+        ("a.txt.gz", "%s"),
+        ("a.csv.gz", "%s"),
+        ("a.tsv", "%s"),
+    ]:
+        file, text = tmp_path / name, "text\n" if name[2] in "ct" else '{"text": "a"}\n'
+        contents = (text + line % ("a" * (1 << 25))).encode()
+        file.write_bytes(gzip.compress(contents, 1) if name.endswith(".gz") else contents)
+        tracemalloc.start()
+        with pytest.raises(DataError, match=rf"^{file}:2: a line of over 1 MiB; a row's text"):
+            values(file)
+        assert tracemalloc.get_traced_memory()[1] < 12 << 20, name
+        tracemalloc.stop()
+
+
+def test_what_is_read_whole_has_a_limit(tmp_path, monkeypatch):
+    monkeypatch.setattr(files, "LINE_BYTES", 1 << 20)
+    monkeypatch.setattr(files, "UNPACKED_BYTES", 0)
+    table = arrow.table({"text": ["a", "b" * (2 << 20), "c"]})
+    parquet.write_table(table, tmp_path / "a.parquet", compression="zstd")
+    (tmp_path / "a.json.gz").write_bytes(gzip.compress(b'[{"text": "a"}]'))
+    (tmp_path / "a.json").write_text('[{"text": "a"}]')
+    with pytest.raises(DataError, match=r"a\.parquet row 2: over 1 MiB; a row's text must be"):
+        values(tmp_path / "a.parquet")
+    with pytest.raises(DataError, match=r"a\.json\.gz: over 0 GiB unpacked; unpack it first"):
+        values(tmp_path / "a.json.gz")
+    assert values(tmp_path / "a.json") == [{"text": "a"}]
+
+
 TYPES = ("jsonl", "ndjson", "json", "csv", "tsv", "parquet", "arrow", "txt", "md")
 
 
@@ -313,9 +346,18 @@ def test_a_bare_name_does_not_wait_for_the_hub(tmp_path, monkeypatch, hub):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "date").mkdir()
     started = time.monotonic()
-    files.check_source("data")  # `datasets` may have it
-    files.check_source("owner/name:test")
-    assert time.monotonic() - started < 2
-    words = r"no such: no such file or folder, and no folder .*; and no data set of the hub"
+    words = r"^data: no such file or folder; did you mean date\?; and the hub does not answer"
     with pytest.raises(DataError, match=words):
-        files.check_source("owner/no such")
+        files.check_source("data")
+    assert time.monotonic() - started < 1
+    with pytest.raises(DataError, match=r"^owner/name: no such file or folder, and no folder "):
+        files.check_source("owner/name")
+    assert time.monotonic() - started < 2
+    for place in ("datasets/owner___name", "hub/datasets--owner--other-name"):
+        (tmp_path / place).mkdir(parents=True)
+    monkeypatch.setattr(constants, "HF_HOME", str(tmp_path))
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    files.check_source("owner/Name:test")
+    files.check_source("owner/other-name")
+    with pytest.raises(DataError, match=r"no such: no such file .* no data set of the hub"):
+        files.check_source("no such")

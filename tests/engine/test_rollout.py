@@ -55,10 +55,13 @@ def logprobs(model: Any, prompt: list[int], ids: list[int], temperature: float =
     "family", [*FAST, *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)]
 )
 @torch.no_grad()
-def test_answers_are_the_family_s_and_do_not_depend_on_their_company(family, caplog, device):
+def test_answers_are_the_family_s_and_do_not_depend_on_their_company(
+    family, caplog, device, monkeypatch
+):
     """On a GPU by CUDA graphs, and fused."""
     model, given, drawn = model_of(family).to(device), prompts(), Draw(seed=7, temperature=1.2)
     greedy = [AnswerRequest(n, ids, (0,), MOST) for n, ids in enumerate(given)]
+    monkeypatch.setattr(decode, "FUSED_FROM", 0)
     fuse = device != "cpu"
     found = by_key(answers(model, greedy, Draw(temperature=0.0), ENDS, slots=4, fuse=fuse))
     how: Any = GenerationConfig(

@@ -36,6 +36,7 @@ LOOKS_EVERY = 16  # steps on a GPU, or a share of an answer
 LOOKS = 32  # of a longest answer, at least
 SEEN_STEP = 256  # places by which what rows see grows: each size is a graph of its own
 PREFILL_TOKENS = 16384  # of prompts that are computed together
+FUSED_FROM = 1 << 14  # tokens to write, from which compiling pays
 ROWS_STEP = 64  # rows by which a graph's number grows from there on; below by two
 
 
@@ -322,7 +323,7 @@ def answers(
     fuse: bool = False,
 ) -> Iterator[Answer]:
     """Answers to requests as they end, in so many rows at most; None: as memory has room for.
-    fuse: compile norms and MLPs, which takes a C compiler.
+    fuse: on a GPU compile norms and MLPs, which takes a C compiler, if enough is to be written.
 
     A family whose cache is no list of keys and values is written by its own `generate`, one answer
     at a time. Raises OutOfMemory where not one row has room.
@@ -332,13 +333,14 @@ def answers(
         return
     room = max(len(one.ids) + one.most for one in requests)
     whole = not isinstance(model, StreamedModel)
-    with attending(model) as bools, fused_parts(model) if fuse and whole else nullcontext():
+    most = max(one.most for one in requests)
+    fuse = fuse and whole and model.device.type == "cuda" and total * most >= FUSED_FROM
+    with attending(model) as bools, fused_parts(model) if fuse else nullcontext():
         if model not in _TRIED:
             _TRIED[model] = tried(model, bools)
         reason, row_bytes = _TRIED[model]
         if reason is None:
             slots = min(total, slots or slots_for(model, row_bytes, room))
-            most = max(one.most for one in requests)
             how: dict[str, Any] = {"bools": bools, "graphs": whole, "look": look}
             decoder = Decoder(model, draw, ends, slots=slots, room=room, most=most, **how)
             yield from decoder.write(requests)
