@@ -103,7 +103,7 @@ def test_each_method_has_a_loss_and_each_key_of_a_section_is_an_argument_of_it()
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("method", [name for name in SECTIONS if name != "grpo"])
+@pytest.mark.parametrize("method", [name for name in SECTIONS if METHODS[name].kind != "prompts"])
 def test_a_run_learns_writes_trl_s_metrics_and_halves_are_one_run(
     megatrain, project, of_method, method
 ):
