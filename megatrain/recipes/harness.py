@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import copy
 import sys
-from collections.abc import Iterable, Iterator, Sequence
-from functools import cached_property, partial
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import cached_property
 from itertools import groupby, islice
 from typing import Any
 
@@ -24,6 +24,7 @@ from lm_eval.models.utils import (
     postprocess_generated_text,
     resolve_max_length,
 )
+from lm_eval.models.utils_hf import stop_sequences_criteria
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from torch.nn.utils.rnn import pad_sequence
 from tqdm import tqdm
@@ -31,7 +32,7 @@ from tqdm import tqdm
 from megatrain.data.micro_batches import alike, cuts
 from megatrain.data.template import Template
 from megatrain.engine.engine import Engine
-from megatrain.engine.inference import free_bytes
+from megatrain.engine.inference import free_bytes, starting_from
 from megatrain.engine.rollout.decode import AnswerRequest
 from megatrain.engine.rollout.draw import Draw
 from megatrain.errors import ConfigError
@@ -39,12 +40,19 @@ from megatrain.models.family import regimes_of
 from megatrain.planner.search import AUTO_MICRO_BATCH_TOKENS
 from megatrain.recipes.loop import SWEEP_MICRO_BATCHES, sweeps
 from megatrain.recipes.model import Model
+from megatrain.recipes.sample import end_tokens
 
 # Micro-batches of one sweep, at most, and the share of a GPU's free memory that their hidden
 # states, old and new, may take.
 MOST_MICRO_BATCHES, SHARE_FOR_SWEEP = 64, 0.25
 MAX_NEW_TOKENS = 256  # of an answer, where its task names no number: the hf backend's own
 DRAWN = ("temperature", "top_p", "top_k", "min_p")  # what answers can be drawn by
+# Keywords and settings that leave the likeliest token as it is.
+PLAIN = {
+    *("do_sample", *DRAWN, "max_length", "max_new_tokens", "use_cache", "cache_implementation"),
+    *("bos_token_id", "eos_token_id", "pad_token_id", "transformers_version"),
+    "_from_model_config",
+}
 LOOKED_BACK = 64  # tokens of an answer, in which a text that ends it is looked for
 
 Asked = tuple[Any, list[int], list[int]]  # (texts or None, context, continuation)
@@ -193,9 +201,8 @@ class EngineLM(TemplateLM):
         bar = tqdm(total=len(asked), desc="answers", disable=None)
         for _, group in groupby(asked, key=lambda one: repr(one[1])):
             same = list(group)
-            draw, until, new = self._settings(same[0][1])
-            room = self.max_length - new
-            if room <= 0:
+            how, until, new = self._settings(same[0][1])
+            if (room := self.max_length - new) <= 0:
                 raise ConfigError(
                     f"tasks: answers of {new} tokens do not fit a model that reads "
                     f"{self.max_length}; the task's generation_kwargs say how many"
@@ -206,32 +213,80 @@ class EngineLM(TemplateLM):
             ]
             # the longest first: what follows has room where they were
             wanted.sort(key=lambda one: -len(one.ids))
-            look = partial(self._says_an_end, until)
-            for made in self.engine.rollout(wanted, draw, [self.eot_token_id], look=look):
-                text = self.tokenizer.decode(made.ids, skip_special_tokens=True)
-                found[made.key] = str(postprocess_generated_text(text, until, None))
+            greedy = not how.get("do_sample") and self._is_plain(how)
+            by = self._by_rollout if greedy else self._by_generate
+            for number, tokens in by(wanted, how, until):
+                text = self.tokenizer.decode(tokens, skip_special_tokens=True)
+                found[number] = str(postprocess_generated_text(text, until, None))
                 bar.update()
         bar.close()
         return found
 
-    def _says_an_end(self, until: Sequence[str], _: Any, __: int, ids: list[int]) -> bool:
-        """True for an answer with one of these texts near its end."""
-        text = self.tokenizer.decode(ids[-LOOKED_BACK:])
-        return any(end in text for end in until)
-
-    def _settings(self, given: dict[str, Any]) -> tuple[Draw, list[str], int]:
-        """(the choice of tokens, texts that end an answer, its longest length)."""
+    def _settings(self, given: dict[str, Any]) -> tuple[dict[str, Any], list[str], int]:
+        """(keywords of transformers' `generate`, texts that end an answer, its longest length)."""
         how = dict(normalize_gen_kwargs(given, MAX_NEW_TOKENS))
         eos = self.tokenizer.decode(self.eot_token_id, skip_special_tokens=False)
         until = handle_stop_sequences(how.pop("until", None), eos=eos)
-        new, drawn = how.pop("max_gen_toks"), how.pop("do_sample", False)
-        chosen = {name: how.pop(name, None) for name in DRAWN}
-        if how:
-            raise ConfigError(f"tasks: answers cannot be generated with {', '.join(sorted(how))}")
-        temperature = chosen.pop("temperature")
-        if not drawn or temperature == 0:
-            return Draw(temperature=0.0), until, new
-        return Draw(temperature=1.0 if temperature is None else temperature, **chosen), until, new
+        new = how.pop("max_gen_toks")
+        if how.get("do_sample") is False:
+            how.pop("temperature", None)
+        return how, until, new
+
+    def _is_plain(self, how: Mapping[str, Any]) -> bool:
+        """True if neither these keywords nor the model's own settings, such as a penalty of
+        repetitions, change what is likeliest."""
+        own = self.model.generation.to_diff_dict() if self.model.generation else {}
+        return {*how, *own} <= PLAIN
+
+    def _by_rollout(
+        self, wanted: Sequence[AnswerRequest], how: Mapping[str, Any], until: Sequence[str]
+    ) -> Iterator[tuple[int, list[int]]]:
+        """Answers, many at a time, by their requests' keys."""
+        drawn = {name: how[name] for name in DRAWN if name in how}
+        draw = Draw(**drawn) if how.get("do_sample") else Draw(temperature=0.0)
+
+        def look(_: AnswerRequest, __: int, ids: list[int]) -> bool:
+            text = self.tokenizer.decode(ids[-LOOKED_BACK:])
+            return any(end in text for end in until)
+
+        ends = [self.eot_token_id, *end_tokens(self.model)]
+        for made in self.engine.rollout(wanted, draw, ends, look):
+            yield made.key, made.ids
+
+    def _by_generate(
+        self, wanted: Sequence[AnswerRequest], how: dict[str, Any], until: list[str]
+    ) -> Iterator[tuple[int, list[int]]]:
+        """The same by transformers' own `generate`, as the hf backend calls it. Raises ConfigError
+        for weights without room, unless tokens are only drawn."""
+        longest = len(wanted[0].ids) + wanted[0].most
+        rows = max(1, self.micro_batch_tokens // longest)
+        with self.engine.whole(rows * longest) as model:
+            for batch in (wanted[at : at + rows] for at in range(0, len(wanted), rows)):
+                if model is None:
+                    break
+                texts = {"input_ids": [one.ids for one in batch]}
+                padded = self.tokenizer.pad(texts, padding_side="left", return_tensors="pt")
+                length = padded["input_ids"].shape[1]
+                stops = stop_sequences_criteria(self.tokenizer, until, length, len(batch))
+                with starting_from(model, self.model.generation or model.generation_config):
+                    made = model.generate(
+                        input_ids=padded["input_ids"].to(self.engine.device),
+                        attention_mask=padded["attention_mask"].to(self.engine.device),
+                        max_length=length + batch[0].most,
+                        stopping_criteria=stops,
+                        pad_token_id=self.tokenizer.pad_token_id,
+                        use_cache=True,
+                        **how,
+                    )
+                for one, row in zip(batch, made.tolist(), strict=True):
+                    yield one.key, row[length:]
+        if model is None:
+            if others := sorted({*how} - {"do_sample", *DRAWN}):
+                raise ConfigError(
+                    f"tasks: answers are generated with {', '.join(others)}, for which all weights "
+                    "must fit on the device; they do not"
+                )
+            yield from self._by_rollout(wanted, how, until)
 
 
 def targets_of(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -62,6 +63,7 @@ HOW: dict[str, dict[str, Any]] = {
     "plain": {},
     "shots": {"num_fewshot": 2, "limit": 4},
     "chat": {"num_fewshot": 1, "apply_chat_template": True},
+    "penalty": {},  # of repetitions, in the model's own settings
 }
 
 
@@ -73,6 +75,10 @@ def test_figures_are_those_of_the_hf_backend(how, megatrain, monkeypatch):
 
     from megatrain.recipes.harness import EngineLM
 
+    if how == "penalty":
+        settings = Path("model/generation_config.json")
+        known = json.loads(settings.read_text()) if settings.exists() else {}
+        settings.write_text(json.dumps({**known, "repetition_penalty": 9.0}))
     options = TaskOptions(tuple(TASKS), include_path=Path("tasks"), **HOW[how])
     ours, theirs = Requests(monkeypatch, EngineLM), Requests(monkeypatch, HFLM)
     given = [f"--{name.replace('_', '-')} {value}" for name, value in HOW[how].items()]

@@ -430,6 +430,6 @@ def by_generate(
                 break
     else:
         generated(model, prompt, request.most, ends, choose)
-    finish: Literal["stop", "length"] = "length" if len(ids) == request.most else "stop"
-    finish = "stop" if ids[-1] in {*ends} else finish
+    cut = len(ids) == request.most and ids[-1] not in ends
+    finish: Literal["stop", "length"] = "length" if cut else "stop"
     return Answer(request.key, number, ids, logprobs, kept if draw.cuts else None, finish)

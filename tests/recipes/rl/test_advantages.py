@@ -37,10 +37,8 @@ def test_they_equal_trl_s(tmp_path):
     ways = [("sum_then_normalize", scale) for scale in ("group", "batch", "none")]
     ways += [("normalize_then_sum", "group")]
     for name, table in TABLES.items():
-        functions = [namer(one) for one in NAMES[: table.shape[1]]]
         for number, (aggregation, scale) in enumerate(ways):
-            all_weights = WEIGHTS[number % 2]
-            weights = all_weights and all_weights[: table.shape[1]]
+            functions, weights = judged_by(table, number)
             keys: dict[str, Any] = {
                 "scale_rewards": scale,
                 "multi_objective_aggregation": aggregation,
@@ -72,9 +70,7 @@ def test_they_equal_trl_s(tmp_path):
 
 def test_a_baseline_of_the_others_is_trl_s(tmp_path):
     for number, (name, table) in enumerate(TABLES.items()):
-        functions = [namer(one) for one in NAMES[: table.shape[1]]]
-        all_weights = WEIGHTS[number % 2]
-        weights = all_weights and all_weights[: table.shape[1]]
+        functions, weights = judged_by(table, number)
         for keys in ({}, {"normalize_advantages": True}, {"reward_clip_range": [0.1, 0.6]}):
             wanted, trainer = scored_by_trl(
                 tmp_path,
@@ -93,6 +89,12 @@ def test_a_baseline_of_the_others_is_trl_s(tmp_path):
             if "reward_clip_range" not in keys or name != "all equal":
                 assert found.metrics == pytest.approx(theirs, abs=1e-6, nan_ok=True), (name, keys)
             assert (found.values[found.without_signal] == 0).all()
+
+
+def judged_by(table, number):
+    """Functions of a table's columns, and every other time their weights."""
+    columns, weights = table.shape[1], WEIGHTS[number % 2]
+    return [namer(one) for one in NAMES[:columns]], weights and weights[:columns]
 
 
 def namer(name):
