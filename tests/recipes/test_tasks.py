@@ -75,16 +75,20 @@ def test_figures_are_those_of_the_hf_backend(how, megatrain, monkeypatch):
 
     from megatrain.recipes.harness import EngineLM
 
+    folder = "model"
     if how == "penalty":
-        settings = Path("model/generation_config.json")
+        folder = "own"
+        shutil.copytree("model", folder)
+        settings = Path(folder, "generation_config.json")
         known = json.loads(settings.read_text()) if settings.exists() else {}
+        settings.unlink(missing_ok=True)
         settings.write_text(json.dumps({**known, "repetition_penalty": 9.0}))
     options = TaskOptions(tuple(TASKS), include_path=Path("tasks"), **HOW[how])
     ours, theirs = Requests(monkeypatch, EngineLM), Requests(monkeypatch, HFLM)
     given = [f"--{name.replace('_', '-')} {value}" for name, value in HOW[how].items()]
     line = f"--tasks {ALL} --include-path tasks {' '.join(given).replace(' True', '')}"
-    found = megatrain(f"eval model {line} --json").json["results"]
-    expected = of_hf_backend(options)
+    found = megatrain(f"eval {folder} {line} --json").json["results"]
+    expected = of_hf_backend(options, folder)
     for kind, answers in ours.answers.items():
         for mine, own in zip(answers, theirs.answers[kind], strict=True):
             if kind == "generate_until":
