@@ -1,6 +1,7 @@
 """Times steps of `method: grpo` with a model of random weights on this machine's GPUs.
 
     python -m benchmarks.grpo_step FOLDER --gpus 1 2 --answers 512 --prompt 256 --length 1024
+    python -m benchmarks.grpo_step FOLDER --answers 256 --length 512 --trl float32 bfloat16
 
 FOLDER holds a config.json and a tokenizer. Prints one JSON line for each number of GPUs, with the
 plan beside what was measured. Each run is ended after its last step, before anything is saved:
@@ -37,11 +38,16 @@ def main() -> None:
     parser.add_argument("--prompt", type=int, default=256)
     parser.add_argument("--length", type=int, default=1024)
     parser.add_argument("--steps", type=int, default=2)
+    parser.add_argument("--trl", nargs="*", default=[], help="dtypes of TRL's trainer beside it")
     parser.add_argument("--keys", nargs="*", default=[], help="further keys, such as compile=false")
     args = parser.parse_args()
     with TemporaryDirectory() as name:
         work = Path(name)
         prepare(args.folder, work, args.prompt)
+        size = ["--answers", str(args.answers), "--length", str(args.length)]
+        peer = [sys.executable, "-m", "benchmarks.peers.trl_grpo", str(work), *size]
+        for dtype in args.trl:
+            subprocess.run([*peer, "--steps", str(args.steps), "--dtype", dtype], check=False)
         for gpus in args.gpus:
             keys = [
                 *(f"gpus={gpus}", f"train.max_steps={args.steps + 1}", f"output={work}/run-{gpus}"),
@@ -49,7 +55,8 @@ def main() -> None:
                 *(f"rollout.generation_batch_size={args.answers}", *args.keys),
             ]
             found = {"gpu": torch.cuda.get_device_name(), "gpus": gpus, "keys": keys}
-            print(json.dumps(found | timed(work, work / f"run-{gpus}", keys, args.steps)))
+            figures = timed(work, work / f"run-{gpus}", keys, args.steps)
+            print(json.dumps(found | figures), flush=True)
 
 
 def prepare(folder: Path, work: Path, tokens: int) -> None:

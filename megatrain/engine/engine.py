@@ -288,10 +288,10 @@ class Engine(Constructors):
     # -- using the model --------------------------------------------------------------------------
 
     @contextmanager
-    def _reading(self, what: str, lengths_vary: bool | None = None) -> Iterator[Passes]:
+    def _reading(self, what: str) -> Iterator[Passes]:
         """Sweep without gradients inside; all is computed at its end. what: for errors."""
         self._check_usable()
-        varies = self.settings.lengths_vary if lengths_vary is None else lengths_vary
+        varies = self.settings.lengths_vary
         with computing(self.device, what, lengths_vary=varies), torch.no_grad():
             yield self.parts.passes
         # wait: uploads read the store, which a step would update
@@ -361,9 +361,7 @@ class Engine(Constructors):
     def logits(self, input_ids: Tensor, positions: slice = slice(None)) -> Tensor:
         """Logits [batch, positions, vocab], or a classifier's scores [batch, positions, labels], on
         the device, whole, computed: for checks, not for training."""
-        # in `generate` rows grow token by token; compiled layers keep the kernel they saw first
-        varies = self.settings.lengths_vary or not self.settings.compile
-        with self._reading("these logits", varies) as passes:
+        with self._reading("these logits") as passes:
             return inference.logits(passes, input_ids, positions)
 
     @contextmanager

@@ -136,13 +136,18 @@ def _configure() -> None:
     dynamo.recompile_limit = max(dynamo.recompile_limit, GRAPHS)
 
 
+def _is_plain(part: nn.Module) -> bool:
+    weighty = (child for child in part.children() if any(True for _ in child.parameters()))
+    return all(isinstance(child, nn.Linear) for child in weighty)
+
+
 @contextmanager
 def fused_parts(model: nn.Module) -> Iterator[None]:
     """Inside, norms and MLPs of a model that runs eagerly are compiled, once for any number of
-    tokens; but for those that were replaced."""
+    tokens; but for those that were replaced, and mixtures, which may need to know of rows."""
     _configure()
     found = [one for one in model.modules() if type(one).__name__.endswith(FUSED)]
-    parts = [one for one in found if "forward" not in vars(one)]
+    parts = [one for one in found if "forward" not in vars(one) and _is_plain(one)]
 
     def run(compiled: Callable[[Tensor], Tensor], hidden: Tensor) -> Tensor:
         with torch.compiler.set_stance("default"):  # whatever the layers' is
