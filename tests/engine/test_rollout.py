@@ -16,14 +16,14 @@ from tests.helpers.support import engine_of, plain_model, tiny_config
 
 ENDS = (5, 6)
 MOST = 12
-FAST = ("llama", "mistral-sliding", "gemma2", "gpt-oss", "mixtral")
+FAST = ("llama", "mistral-sliding", "gemma2", "gpt-oss", "mixtral", "qwen3-next")
 SLOW = (
     *("qwen2", "qwen3", "gemma3", "gemma4", "phi3", "olmo2", "cohere", "stablelm", "opt", "gptj"),
     *("gpt2", "gpt-neox", "falcon-7b", "falcon-40b", "qwen3-moe", "granitemoe", "apertus"),
-    *("mimo-v2-flash", "qwen3-next", "bamba", "falcon-rw"),
+    *("mimo-v2-flash", "bamba", "granitemoehybrid", "jamba", "falcon-h1", "lfm2-moe", "falcon-rw"),
 )
 GRAPHED = {"llama", "mistral-sliding", "gemma2", "qwen2", "qwen3"}  # at least
-BY_GENERATE = {"qwen3-next", "bamba", "falcon-rw"}  # recurrent layers, ALiBi
+BY_GENERATE = {"falcon-rw"}  # ALiBi
 
 
 def model_of(family: str) -> Any:

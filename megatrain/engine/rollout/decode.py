@@ -23,7 +23,7 @@ from torch import Tensor
 
 from megatrain.engine.inference import RESERVE_BYTES, free_bytes, generated
 from megatrain.engine.rollout.draw import Draw
-from megatrain.engine.rollout.pool import Pool, attending, masks_of
+from megatrain.engine.rollout.pool import Pool, RowBytes, attending, masks_of
 from megatrain.engine.rollout.streamed import StreamedModel
 from megatrain.errors import OutOfMemory
 from megatrain.heartbeat import beat
@@ -83,14 +83,17 @@ class Decoder:
         room: int,
         most: int,
         bools: bool,
+        even: bool,
         graphs: bool = True,
         look: Look | None = None,
     ) -> None:
         self.model, self.draw, self.ends, self.bools = model, draw, {*ends}, bools
+        self.even = even  # prompts of one length together: recurrent layers have no mask
         self.look = look
         # transformers has another name for it from 5.24 on
         known = inspect.signature(model.forward).parameters
-        self.cache_name = "cache" if "cache" in known else "past_key_values"
+        names = ("cache", "past_key_values", "cache_params")
+        self.cache_name = next((name for name in names if name in known), names[0])
         self.device: torch.device = model.device
         self.with_graphs = graphs and self.device.type == "cuda"
         self.looks_every = max(1, min(LOOKS_EVERY, most // LOOKS)) if self.with_graphs else 1
@@ -136,6 +139,7 @@ class Decoder:
         for request, taken in found:
             begins.append((len(self.rows), request))
             self.rows += [_Row(request, number, [], [], []) for number in taken]
+        self.pool.forget(slice(begins[0][0], len(self.rows)) if begins else slice(0))
         self._prefill(begins)
         for (first, request), (_, taken) in zip(begins, found, strict=True):
             slots = torch.arange(first, first + len(taken), device=self.device)
@@ -152,6 +156,8 @@ class Decoder:
         while left:
             width = len(left[0][1].ids) - 1
             count = max(1, PREFILL_TOKENS // width)
+            if self.even:
+                count = min(count, sum(len(one.ids) == width + 1 for _, one in left))
             part, left = left[:count], left[count:]
             ids = torch.zeros(len(part), width, dtype=torch.int64)
             for row, (_, request) in enumerate(part):
@@ -183,15 +189,15 @@ class Decoder:
         """A CUDA graph; None of a family whose code waits for the device. The trial before it
         leaves no trace: what it changes is put back, and keys at the places to come are written
         again."""
-        state = [self.token, self.place, self.drawn, self.column]
-        before = [one.clone() for one in state]
+        before = {one: one.clone() for one in (self.token, self.place, self.drawn, self.column)}
+        before |= {one: one.clone() for one in self.pool.states.values()}
         stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
             self._compute(rows, seen)
         torch.cuda.current_stream().wait_stream(stream)
-        for one, value in zip(state, before, strict=True):
-            one.copy_(value)
+        for one in (*before, *self.pool.states.values()):
+            one.copy_(before[one] if one in before else torch.zeros_like(one))
         graph = torch.cuda.CUDAGraph()
         try:
             with torch.cuda.graph(graph, pool=self.memory):  # computes nothing
@@ -305,7 +311,7 @@ def _bucket(rows: int) -> int:
 
 
 # Of each model what `tried` found.
-_TRIED: WeakKeyDictionary[Any, tuple[str | None, int]] = WeakKeyDictionary()
+_TRIED: WeakKeyDictionary[Any, RowBytes | str] = WeakKeyDictionary()
 
 
 # -- a family's way ------------------------------------------------------------------------------
@@ -338,23 +344,24 @@ def answers(
     with attending(model) as bools, fused_parts(model) if fuse else nullcontext():
         if model not in _TRIED:
             _TRIED[model] = tried(model, bools)
-        reason, row_bytes = _TRIED[model]
-        if reason is None:
-            slots = min(total, slots or slots_for(model, row_bytes, room))
+        found = _TRIED[model]
+        if isinstance(found, RowBytes):
+            slots = min(total, slots or slots_for(model, found, room))
             how: dict[str, Any] = {"bools": bools, "graphs": whole, "look": look}
+            how["even"] = bool(found.states)
             decoder = Decoder(model, draw, ends, slots=slots, room=room, most=most, **how)
             yield from decoder.write(requests)
             return
     family = model.config.model_type
-    logger.warning(f"{family}: transformers' generate writes answers, one by one, since {reason}")
+    logger.warning(f"{family}: transformers' generate writes answers, one by one, since {found}")
     for request in requests:
         for number in request.answers:
             yield by_generate(model, request, number, draw, ends, look)
 
 
-def tried(model: Any, bools: bool) -> tuple[str | None, int]:
-    """(the reason for which a family cannot be written by this loop, or None, bytes of a token's
-    keys and values): a few tokens, compared with one pass over them."""
+def tried(model: Any, bools: bool) -> RowBytes | str:
+    """Sizes of a family's rows, or the reason for which this loop cannot write them: a few tokens,
+    compared with one pass over them."""
     prompts = [3, 4, 5], [6, 7]
     vocabulary = model.config.get_text_config().vocab_size
     requests = [
@@ -363,7 +370,15 @@ def tried(model: Any, bools: bool) -> tuple[str | None, int]:
     ]
     greedy = Draw(temperature=0.0)
     try:
-        decoder = Decoder(model, greedy, (), slots=2, room=6, most=3, bools=bools, graphs=False)
+        how: dict[str, Any] = {
+            "slots": 2,
+            "room": 6,
+            "most": 3,
+            "bools": bools,
+            "even": True,
+            "graphs": False,
+        }
+        decoder = Decoder(model, greedy, (), **how)
         worst = 0.0
         for found in decoder.write(requests):
             ids = torch.tensor([[*requests[found.key].ids, *found.ids]], device=decoder.device)
@@ -375,15 +390,16 @@ def tried(model: Any, bools: bool) -> tuple[str | None, int]:
             gaps = (abs(a - b) for a, b in zip(expected, found.logprobs, strict=True))
             worst = max(worst, *gaps)
     except Exception as error:  # noqa: BLE001  whatever a family's code makes of a cache
-        return f"its cache is of another kind ({type(error).__name__})", 0
+        return f"its cache is of another kind ({type(error).__name__})"
     if not worst <= (0.01 if model.dtype == torch.float32 else 0.5):
-        return f"its log-probabilities would differ by {worst:.2g}", 0
-    return None, decoder.pool.bytes_per_token()
+        return f"its log-probabilities would differ by {worst:.2g}"
+    return decoder.pool.row_bytes()
 
 
-def slots_for(model: Any, token_bytes: int, room: int) -> int:
+def slots_for(model: Any, takes: RowBytes, room: int) -> int:
     """Rows for which there is memory. Raises OutOfMemory where there is not one."""
-    row_bytes = token_bytes * room + SCORE_BYTES * model.config.get_text_config().vocab_size
+    vocabulary = model.config.get_text_config().vocab_size
+    row_bytes = takes.token * room + takes.states + SCORE_BYTES * vocabulary
     free = free_for_rows(model.device)
     if free < row_bytes:
         raise OutOfMemory(

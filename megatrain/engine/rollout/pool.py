@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,8 +17,17 @@ from transformers.cache_utils import Cache
 ATTENTION = "megatrain_rollout"
 
 
+@dataclass(frozen=True)
+class RowBytes:
+    """Bytes of a row: of each of its tokens' keys and values, and of states."""
+
+    token: int
+    states: int
+
+
 class Pool(Cache):
-    """Keys and values [slots, room, heads, head] of each layer, made when it is first called.
+    """Keys and values [slots, room, heads, head] of each layer, and states [slots, ...] of
+    recurrent ones, made when it is first called.
 
     A call is of all tokens of some prompts (`prefill`), or of one token of each of the first `rows`
     slots (`step`); the forward passes between are a family's own.
@@ -27,18 +37,22 @@ class Pool(Cache):
         super().__init__(layers=[])
         self.slots, self.room = slots, room
         self.arrays: dict[int, tuple[Tensor, Tensor]] = {}
+        self.states: dict[tuple[str, int, int], Tensor] = {}  # by kind, layer and number in it
         self._at: Tensor | None = None  # int64 [tokens], in [slots * room], of what comes
+        self._slots: Tensor | slice = slice(0)  # of the next call's rows
         self._rows, self._seen = 0, 0
 
     def prefill(self, slots: Tensor, width: int) -> None:
         """The next call is of prompts [len(slots), width]."""
         along = torch.arange(width, device=slots.device)
         self._at, self._rows = (slots[:, None] * self.room + along).flatten(), 0
+        self._slots = slots
 
     def step(self, places: Tensor, seen: int) -> None:
         """The next call is of the tokens at `places`, int64 [rows], which see `seen` places."""
         rows = torch.arange(len(places), device=places.device)
         self._at, self._rows, self._seen = rows * self.room + places, len(places), seen
+        self._slots = slice(len(places))
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: Any, **__: Any
@@ -64,14 +78,67 @@ class Pool(Cache):
         for both in self.arrays.values():
             for array in both:
                 array[targets, :tokens] = array[source, :tokens]
+        for state in self.states.values():
+            state[targets] = state[source].clone()
 
-    def bytes_per_token(self) -> int:
-        """Bytes of one row's token in all layers that were called."""
-        return sum(
-            array.shape[2] * array.shape[3] * array.itemsize
-            for both in self.arrays.values()
-            for array in both
-        )
+    def forget(self, slots: slice) -> None:
+        """Begin these slots' rows without states."""
+        for state in self.states.values():
+            state[slots] = 0
+
+    def row_bytes(self) -> RowBytes:
+        """Sizes of a row in the layers that were called."""
+        kept = [one for both in self.arrays.values() for one in both]
+        token = sum(one.shape[2] * one.shape[3] * one.itemsize for one in kept)
+        return RowBytes(token, sum(one[0].nbytes for one in self.states.values()))
+
+    # -- states, as transformers' recurrent layers ask for them ------------------------------------
+
+    def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
+        return self._state("conv", layer_idx, state_idx)
+
+    def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
+        return self._state("recurrent", layer_idx, state_idx)
+
+    def _state(self, *key: Any) -> Tensor | None:
+        """A view that a layer may change, in a step; a prompt has none before it."""
+        return self.states[key][: self._rows] if self._rows and key in self.states else None
+
+    def update_conv_state(
+        self,
+        conv_states: Tensor,
+        layer_idx: int,
+        state_idx: int = 0,
+        conv_kernel_size: int | None = None,
+        **_: Any,
+    ) -> Tensor:
+        """Keep the last inputs of a convolution [rows, channels, tokens]; returns all it sees."""
+        width, before = conv_kernel_size or conv_states.shape[-1], None
+        before = self.get_conv_state(layer_idx, state_idx)
+        if before is None:
+            whole = F.pad(conv_states, (max(0, width - conv_states.shape[-1]), 0))
+        else:
+            whole = torch.cat([before, conv_states], -1)
+        self._keep(whole[..., -width:], "conv", layer_idx, state_idx)
+        return whole
+
+    def update_recurrent_state(
+        self, recurrent_states: Tensor, layer_idx: int, state_idx: int = 0, **_: Any
+    ) -> Tensor:
+        """Keep states [rows, ...]; returns them."""
+        self._keep(recurrent_states, "recurrent", layer_idx, state_idx)
+        return recurrent_states
+
+    def _keep(self, state: Tensor, *key: Any) -> None:
+        if key not in self.states:
+            self.states[key] = state.new_zeros(self.slots, *state.shape[1:])
+        self.states[key][self._slots] = state
+
+    def has_previous_state(self, *_: Any, **__: Any) -> bool:
+        return self._rows > 0
+
+    def is_recording_past(self, *_: Any) -> bool:
+        return False
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         return 0
@@ -96,7 +163,8 @@ def masks_of(config: Any, near: Tensor, dtype: torch.dtype, as_bool: bool) -> An
     near: int64 [rows, 1, queries, keys], how far each key lies before each query; negative: behind.
     """
     text = config.get_text_config()
-    window, kinds = getattr(text, "sliding_window", None), getattr(text, "layer_types", None)
+    window, kinds = getattr(text, "sliding_window", None), getattr(text, "layer_types", None) or ()
+    window = window if getattr(text, "use_sliding_window", True) else None
 
     def mask(seen: Tensor) -> Tensor:
         if as_bool:
@@ -105,12 +173,13 @@ def masks_of(config: Any, near: Tensor, dtype: torch.dtype, as_bool: bool) -> An
         return torch.zeros(seen.shape, dtype=dtype, device=seen.device).masked_fill(~seen, least)
 
     whole = mask(near >= 0)
-    if not window or not getattr(text, "use_sliding_window", True):
-        return dict.fromkeys({*kinds}, whole) if kinds and len({*kinds}) > 1 else whole
+    if not window or (kinds and not any("sliding" in kind for kind in kinds)):
+        return whole
     slid = mask((near >= 0) & (near < window))
     if not kinds:
         return slid
-    return {kind: slid if "sliding" in kind else whole for kind in {*kinds}}
+    others = {kind: None if kind in ("linear_attention", "conv") else whole for kind in kinds}
+    return {kind: slid if "sliding" in kind else other for kind, other in others.items()}
 
 
 @contextmanager
