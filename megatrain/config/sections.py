@@ -44,6 +44,11 @@ class ModelOptions(Options):
     )
     init: v.Init = key("pretrained", "pretrained reads weights; random draws them from the seed.")
     revision: v.TextOrNull = key(None, "Branch, tag or commit on the hub.")
+    images: v.FlagOrAuto = key(
+        "auto",
+        "Read images, and load what the model sees with; auto: if one of the first rows has some. "
+        "Its tower is frozen and its projector trains, unless train.freeze is given.",
+    )
     trust_remote_code: v.Flag = key(
         False,
         "Run code that comes with the weights; in a file it counts once a command on this machine "

@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 
     from megatrain.data.sources import Given
 
-CACHE_VERSION = 8  # raise it when the same input gives other tokens
+CACHE_VERSION = 9  # raise it when the same input gives other tokens
 CACHED_BY = (
     *("seq_len", "train_on", "format", "on_bad_row", "text_field", "columns", "prompts"),
     *("kind", "truncation_mode"),
@@ -192,13 +192,15 @@ class AskedSet:
             "special": {name: str(token) for name, token in special},
             "options": [getattr(self.options, name) for name in CACHED_BY],
             "tokenizer": self.tokenizer.backend_tokenizer.to_str(),
+            "images": self.options.sight and self.options.sight.identity,
         }
         return name_for(asked)
 
     def make(self, on_progress: OnProgress) -> None:
         """Make what of the set is not there. Raises as `rows`."""
         options = self.options
-        encoder = Encoder(self.tokenizer, options.train_on, options.prompts, options.day)
+        how = options.train_on, options.prompts, options.day, options.sight
+        encoder = Encoder(self.tokenizer, *how)
         waits = partial(on_progress, 0)
         with making_set(self.folder, options.kind, waits) as making:
             if making.is_whole:  # by another process, until now
@@ -241,7 +243,8 @@ class AskedSet:
             warned.append(
                 f"data.prompts: {options.prompts} has no effect: no row is of such a form"
             )
-        return replace(rows, counts=replace(counts, choices=list(notes), warned=warned))
+        counts = replace(counts, choices=list(notes), warned=warned)
+        return replace(rows, counts=counts, sight=options.sight)
 
     def reason_to_refuse(self, counts: Counts) -> DataError | None:
         """The reason for refusing the rows of the source, or None."""

@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from megatrain.data.rows import Counts, IndexArray, Joined, TokenRows, measure_lengths
-from megatrain.data.samples import JUDGED, KINDS, PLAIN, digest_of
+from megatrain.data.samples import JUDGED, KINDS, PLAIN, Picture, digest_of
 from megatrain.durable import sync_folder
 from megatrain.errors import StorageError, system_errors
 
@@ -40,6 +40,7 @@ OFFSETS = "offsets.npy"
 # Files of an entry a row, with the type code of `array`: 8 bytes, where a list of ints takes 40.
 OF_ROWS = {"targets.npy": "q", "hashes.npy": "Q", "contexts.npy": "Q", "joined.npy": "b"}
 OF_SIDES = {"values.npy": "f", "mismatches.npy": "Q"}  # further files of rows that have two
+IMAGES_FILE, IMAGE_OFFSETS = "images.bin", "image-offsets.npy"  # JSON of each sequence's pictures
 UNCUT = "uncut.npy"  # tokens of each sequence that was read, before any was cut
 ANOTHER_FOLDER = "set MEGATRAIN_CACHE to another folder"
 _LOOKED_EVERY_S = 0.2  # whether another process is done with the set
@@ -224,9 +225,13 @@ def _rows_in(places: list[Path], counts: Counts, kind: str) -> TokenRows:
     values, mismatches = (None, None) if kind == PLAIN else _index(places, OF_SIDES)
     ids, mask = _mapped(places, "ids.bin", np.int32), _mapped(places, "mask.bin", np.bool_)
     chosen = np.arange(len(targets))
+    (image_offsets,) = _index(places, [IMAGE_OFFSETS])
+    images = _mapped(places, IMAGES_FILE, np.uint8) if image_offsets[-1] else None
     return TokenRows(
         *(ids, mask, offsets, targets, hashes, joined.astype(np.bool_), contexts, chosen, counts),
         *(kind, values, mismatches if kind == JUDGED else None),
+        images=images,
+        image_offsets=image_offsets,
     )
 
 
@@ -234,7 +239,7 @@ def _index(places: list[Path], names: Iterable[str]) -> Iterator[Any]:
     """The arrays of these names, each of all shards; offsets count on."""
     for name in names:
         found = [np.load(place / name) for place in places]
-        if name == OFFSETS:
+        if name in (OFFSETS, IMAGE_OFFSETS):
             lengths = np.concatenate(list(map(np.diff, found)))
             yield np.concatenate([[0], np.cumsum(lengths)])
         else:
@@ -286,41 +291,59 @@ class RowWriter:
 
     def __init__(self, folder: Path, kind: str = PLAIN) -> None:
         self._folder, self._kind = folder, kind
-        self._ids, self._mask = (_HashedFile(folder / name) for name in ("ids.bin", "mask.bin"))
+        names = "ids.bin", "mask.bin", IMAGES_FILE
+        self._ids, self._mask, self._images = (_HashedFile(folder / name) for name in names)
         codes = OF_ROWS if kind == PLAIN else OF_ROWS | OF_SIDES
         self._columns = {name: array(code) for name, code in codes.items()}
         self._lengths, self.size, self.uncut = array("q"), 0, array("q")
+        self._image_ends, self._image_bytes = array("q", [0]), 0
 
-    def add(self, ids: IdArray, mask: MaskArray, joined: bool = False) -> None:
+    def add(
+        self,
+        ids: IdArray,
+        mask: MaskArray,
+        joined: bool = False,
+        pictures: tuple[Picture, ...] = (),
+    ) -> None:
         """Append a plain row: ids int32, mask bool [tokens]. joined: the next goes on with it."""
         first = int(mask.argmax())  # a row's first token is never a target
-        self._add_row(int(mask.sum()), self._append(ids, mask), ids[:first], joined)
+        before = _seen(ids[:first], pictures)
+        self._add_row(int(mask.sum()), self._append(ids, mask, pictures), before, joined)
 
     def add_sides(
-        self, sides: Sequence[tuple[IdArray, MaskArray]], prompt: IdArray, value: float
+        self,
+        sides: Sequence[tuple[IdArray, MaskArray]],
+        prompt: IdArray,
+        value: float,
+        pictures: tuple[Picture, ...] = (),
     ) -> None:
         """Append a row of another kind. prompt: as it was uncut. value: see `TokenRows.values`."""
         trained = KINDS[self._kind].trained
-        hashes = [self._append(ids, mask) for ids, mask in sides]
+        hashes = [self._append(ids, mask, pictures) for ids, mask in sides]
         number = np.float32(math.nan if math.isnan(value) else value)  # one nan of the many
         row = hash64(np.array(hashes[:trained], np.uint64).tobytes() + number.tobytes())
         targets = sum(int(mask.sum()) for _, mask in sides[:trained])
-        self._add_row(targets, row, prompt, False, float(number), *hashes[trained:])
+        before = _seen(prompt, pictures)
+        self._add_row(targets, row, before, False, float(number), *hashes[trained:])
 
-    def _add_row(self, targets: int, row: int, before: IdArray, *more: Any) -> None:
-        """Note a row of this hash. before: the tokens before its first target."""
-        context = hash64(before.tobytes()) if len(before) > 1 else row
+    def _add_row(self, targets: int, row: int, before: bytes, *more: Any) -> None:
+        """Note a row of this hash. before: what precedes its first target."""
+        context = hash64(before) if len(before) > 4 else row  # of more than one token
         # pairs have no mismatches
         entries = zip(self._columns.values(), (targets, row, context, *more), strict=False)
         for column, value in entries:
             column.append(value)
 
-    def _append(self, ids: IdArray, mask: MaskArray) -> int:
+    def _append(self, ids: IdArray, mask: MaskArray, pictures: tuple[Picture, ...]) -> int:
         """Write a sequence; its hash."""
         data, flags = ids.tobytes(), mask.tobytes()
+        whole = data + _seen(mask, pictures)
+        if pictures:
+            self._image_bytes += self._images.write(json.dumps(pictures).encode())
+        self._image_ends.append(self._image_bytes)
         self.size += self._ids.write(data) + self._mask.write(flags)
         self._lengths.append(len(ids))
-        return hash64(data + flags)
+        return hash64(whole)
 
     def __len__(self) -> int:
         return len(self._columns["targets.npy"])
@@ -329,7 +352,8 @@ class RowWriter:
         """Write the index and, last, what is known about the shard and every file's hash."""
         offsets = np.concatenate([[0], np.cumsum(self._lengths)])
         index = {OFFSETS: offsets, **self._columns, UNCUT: self.uncut}
-        files = {"ids.bin": self._ids, "mask.bin": self._mask}
+        index[IMAGE_OFFSETS] = self._image_ends
+        files = {"ids.bin": self._ids, "mask.bin": self._mask, IMAGES_FILE: self._images}
         for name, values in index.items():
             with closing(_HashedFile(self._folder / name)) as files[name]:
                 np.save(files[name], np.asarray(values))
@@ -340,8 +364,13 @@ class RowWriter:
 
     def close(self) -> None:
         """Close the files; what was written stays."""
-        with closing(self._ids):
+        with closing(self._ids), closing(self._images):
             self._mask.close()
+
+
+def _seen(values: IdArray | MaskArray, pictures: Iterable[Picture]) -> bytes:
+    """A part of a sequence with its images, to be hashed."""
+    return values.tobytes() + "".join(one.sha256 for one in pictures).encode()
 
 
 class _HashedFile:

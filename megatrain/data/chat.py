@@ -23,7 +23,14 @@ from datetime import date
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from megatrain.data.samples import Chat, Message, RowError, schema_texts, shared_length
+from megatrain.data.samples import (
+    Chat,
+    Message,
+    Picture,
+    RowError,
+    schema_texts,
+    shared_length,
+)
 from megatrain.data.template import (
     ANSWERED,
     CALLING,
@@ -57,6 +64,7 @@ class Marked:
     notes: tuple[str, ...] = ()  # words behind a count in a message
     wrapping: str = ""  # how a conversation became this text
     keep: CharSpan | None = None  # the characters whose tokens are the row's; None for all
+    pictures: tuple[Picture, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -284,7 +292,7 @@ def check_arrival(
 
 def _of_context(message: Message, index: int, whole: str) -> list[str]:
     notes = _left_out(message, whole)
-    if not _arrives(message.content, whole):
+    if not all(_arrives(text, whole) for text in message.texts):
         if message.role in SYSTEM_ROLES:
             raise RowError(
                 f"messages[{index}]: the chat template leaves out this {message.role} message; "
@@ -300,7 +308,7 @@ def _of_context(message: Message, index: int, whole: str) -> list[str]:
 
 def _words(message: Message) -> Iterator[tuple[str, str]]:
     """(name, text) of all that the model says in a turn."""
-    yield "text", message.content
+    yield from (("text", text) for text in message.texts)
     yield from ((name, message.extra[name]) for name in OWN_WORDS if name in message.extra)
     for call in message.extra.get("tool_calls", ()):
         said = schema_texts([call["function"]["name"], call["function"]["arguments"]])

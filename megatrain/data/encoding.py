@@ -8,14 +8,16 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import date
-from functools import cache, cached_property
-from typing import TYPE_CHECKING
+from functools import cache, cached_property, partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from megatrain.data import formats
 from megatrain.data.chat import SYSTEM_ROLES, ChatTemplate, Marked
 from megatrain.data.files import RawRow
+from megatrain.data.images import Sight, picture_of
 from megatrain.data.rows import (
     CONTEXT,
     KEEP_START,
@@ -26,7 +28,18 @@ from megatrain.data.rows import (
     Tokens,
     count_up,
 )
-from megatrain.data.samples import PLAIN, Chat, Document, RowError, Sample, Text, texts_of, value_of
+from megatrain.data.samples import (
+    IMAGES,
+    PLAIN,
+    Chat,
+    Document,
+    Picture,
+    RowError,
+    Sample,
+    Text,
+    texts_of,
+    value_of,
+)
 from megatrain.data.template import CharSpan
 from megatrain.data.workers import ABOUT_TEMPLATE, begin_row
 from megatrain.errors import DataError
@@ -55,6 +68,7 @@ class RowOptions:
     day: date | None = None  # that chat templates get as the time; None: today
     processes: int = 1  # that tokenise a set of more than a thousand rows
     streaming: bool = False  # the set is used before all of it is read: see `streaming.py`
+    sight: Sight | None = None  # reads the rows' images; None: they are refused
 
 
 AS_THEY_ARE = "as they are: prompt, completion, end of sequence (data.prompts: chat makes turns)"
@@ -85,13 +99,14 @@ class Encoder:
         train_on: str = "assistant",
         prompts: str = "text",
         day: date | None = None,
+        sight: Sight | None = None,
     ) -> None:
         if not tokenizer.is_fast:
             raise DataError(
                 f"{tokenizer.name_or_path}: the tokenizer gives no character offsets; use one with "
                 "a tokenizer.json"
             )
-        self.tokenizer = tokenizer
+        self.tokenizer, self.sight = tokenizer, sight
         self.train_on = train_on
         self.prompts = prompts
         self.bos = tokenizer.bos_token
@@ -113,10 +128,17 @@ class Encoder:
                 keep=(start, start + len(sample.text)),
             )
         as_text = self.prompts == "alpaca" and sample.plain is not None
+        if sample.pictures and (self.template is None or self.sight is None):
+            raise RowError("images need the chat template of a model that sees")
         if self.template is None or (self.prompts != "chat" if sample.literal else as_text):
             return self._plain(sample)
         rendered = self.template.whole if self.train_on == "all" else self.template.mark
         marked = rendered(sample)
+        if sample.pictures:
+            assert self.sight is not None
+            text, moved = self.sight.expanded(marked.text, sample.pictures)
+            spans = marked.spans and tuple((moved(a), moved(b)) for a, b in marked.spans)
+            marked = replace(marked, text=text, spans=spans, pictures=sample.pictures)
         return replace(marked, wrapping=AS_TURNS) if sample.literal else marked
 
     def _has_bos(self, text: str) -> bool:
@@ -181,6 +203,8 @@ class Encoder:
         elif marked.eos:
             mask[-1] = True  # the tokenizer appended it by itself
         mask[:1] = False
+        if marked.pictures and self.sight is not None:  # they are no targets
+            mask &= ~np.isin(tokens, [*self.sight.ids])
         return tokens, mask
 
     def _loses(self, marked: Marked, ids: list[int], offsets: list[CharSpan]) -> bool:
@@ -269,6 +293,7 @@ class Encoded:
     value: float  # see `TokenRows.values`
     sides: tuple[Tokens, ...]
     shorter: tuple[Tokens, ...] = ()  # with less context, for truncation_mode context
+    pictures: tuple[Picture, ...] = ()  # of each sequence
 
     @property
     def begins(self) -> int:
@@ -342,13 +367,18 @@ def encode_batch(
             counts.unknown += int((ids == encoder.unknown).sum())
         _count(texts, counts)
         begin_row(number)
+        pictures = texts[0].pictures
+        if pictures and any(len(ids) > (options.seq_len or len(ids)) for ids, _ in sides):
+            counts.too_long += 1  # an image is whole, or not there
+            continue
         try:
             shorter = with_less_context(sample, sides, encoder, options)
         except RowError as error:
             counts.add_bad(f"{raw.where}: {error}")
             continue
         is_text = isinstance(sample, Document)
-        rows.append(Encoded(raw.part, is_text, not raw.ends, value_of(sample), sides, shorter))
+        about = raw.part, is_text, not raw.ends, value_of(sample)
+        rows.append(Encoded(*about, sides, shorter, pictures))
     return ([] if counts.bad and options.on_bad_row == "refuse" else rows), counts
 
 
@@ -432,13 +462,16 @@ def _sample(raw: RawRow, settled: str | None, options: RowOptions, counts: Count
     value = formats.renamed(raw.value, options.columns or {})
     name, column = settled or format_of(raw, value, options), text_column(raw, options)
     read = (column,) if column else formats.ROW_FORMATS[name].reads(options.kind)
+    read = (*read, *IMAGES) if options.sight and not column else read
     counts.add_unread(formats.unread_columns(value, read))
     if column and isinstance(value, Mapping):
         if column not in value:
             raise RowError(f"field {column!r} is missing")
         value = {"text": value[column]}
     pretrain, found = options.seq_len is None, options.format == raw.format == "auto"
-    sample = formats.convert_row(name, value, kind=options.kind, pretrain=pretrain, found=found)
+    find = options.sight and partial(picture_of, folder=Path(raw.file).parent)
+    how: dict[str, Any] = {"kind": options.kind, "pretrain": pretrain, "found": found, "find": find}
+    sample = formats.convert_row(name, value, **how)
     if isinstance(sample, Document):
         around = {name: getattr(raw, name) for name in ("begins", "ends", "before", "after")}
         return replace(sample, **around)

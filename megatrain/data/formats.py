@@ -10,9 +10,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 from unicodedata import category, east_asian_width
 
 from megatrain.data.samples import (
+    IMAGES,
     JUDGED,
     KINDS,
     NO_IMAGES,
@@ -23,6 +25,7 @@ from megatrain.data.samples import (
     Judged,
     Message,
     Pair,
+    Picture,
     ReadTurns,
     Row,
     RowError,
@@ -31,9 +34,11 @@ from megatrain.data.samples import (
     is_given,
     shared_length,
     text_value,
+    texts_of,
     tools_of,
     turns_of,
     type_name,
+    with_images,
 )
 
 # Without a chat template: the prompt of the Stanford Alpaca release, as base models know it.
@@ -389,22 +394,44 @@ def detect_format(row: object, kind: str = PLAIN) -> str | None:
 
 
 def convert_row(
-    name: str, row: object, *, kind: str = PLAIN, pretrain: bool = False, found: bool = True
+    name: str,
+    row: object,
+    *,
+    kind: str = PLAIN,
+    pretrain: bool = False,
+    found: bool = True,
+    find: Callable[[object], Picture] | None = None,
 ) -> Sample:
     """A checked sample of a row of this format. pretrain: documents are trained on whatever their
-    labels and scores. found: by the row's columns; the user named it otherwise. Raises RowError,
-    also for a column of MATTERS that the format does not read."""
+    labels and scores. found: by the row's columns; the user named it otherwise. find: opens images,
+    where they are read. Raises RowError, also for a column of MATTERS that the format does not
+    read."""
     if not isinstance(row, Mapping):
         raise RowError(f"expected an object, found {type_name(row)}")
     form, about = ROW_FORMATS[name], ABOUT_DOCUMENTS if pretrain and name == "text" else ()
-    _refuse_unread(row, (*form.reads(kind), *about))
+    seen = IMAGES if find is not None and name != "text" else ()
+    _refuse_unread(row, (*form.reads(kind), *about, *seen))
     if found and name == "implicit_prompt":
         _refuse_guess(row)
     sample = form.convert(row)
+    if isinstance(sample, Pair):
+        chosen, rejected = (_seeing(chat, row, find) for chat in texts_of(sample))
+        return replace(sample, chosen=chosen, rejected=rejected)
+    if isinstance(sample, Chat):
+        sample = _seeing(sample, row, find)
     if kind == JUDGED:
         assert isinstance(sample, Chat), "no format of judged rows makes anything else"
         return judged(row, sample, form.several)
     return sample
+
+
+def _seeing(chat: Any, row: Row, find: Callable[[object], Picture] | None) -> Chat:
+    """The conversation with its pictures. Raises RowError, also where images are not read."""
+    if find is not None:
+        return with_images(chat, row, find)
+    for place in (n for n, turn in enumerate(chat.messages) if turn.images):
+        raise RowError(f"messages[{place}]: {NO_IMAGES}")
+    return chat  # type: ignore[no-any-return]
 
 
 def renamed(row: object, columns: Mapping[str, str]) -> object:

@@ -241,8 +241,7 @@ def collate(
     shape = len(sequences), (width := pack_to or int(filled.max()))
     input_ids, labels = np.full(shape, pad_id, np.int64), np.full(shape, IGNORE, np.int64)
     positions, row_of, answers = (np.zeros(shape, kind) for kind in (np.int64, np.int64, np.bool_))
-    row, side = np.divmod(np.concatenate(sequences), rows.sides)
-    example = 0
+    example, (row, side) = 0, np.divmod(np.concatenate(sequences), rows.sides)
     for sequence, members in enumerate(sequences):
         start = 0
         for _ in members:
@@ -269,7 +268,24 @@ def collate(
         arrays |= {"row_mismatched": side == 1} if rows.kind == JUDGED else {}
         arrays |= {"token_answer": answers} if prompts_too else {}
         arrays |= _of_tokens(rows, sequences, shape)
-    return {name: torch.from_numpy(array) for name, array in arrays.items()}
+    of_images = _of_images(rows, sequences, input_ids)
+    return {name: torch.from_numpy(array) for name, array in arrays.items()} | of_images
+
+
+def _of_images(
+    rows: Rows, sequences: Sequence[Sequence[int]], ids: npt.NDArray[np.int64]
+) -> MicroBatch:
+    """Tensors that the model's forward takes for images of these sequences, if there are any."""
+    if not isinstance(rows, TokenRows) or rows.images is None or rows.sight is None:
+        return {}
+    seen = [
+        [one for number in members for one in rows.pictures(*divmod(number, rows.sides))]
+        for members in sequences
+    ]
+    if not any(seen):
+        return {}
+    types = {name: torch.from_numpy(array) for name, array in rows.sight.types(ids).items()}
+    return types | rows.sight.inputs(seen)
 
 
 def _of_tokens(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from bisect import bisect_left, insort
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -9,14 +10,17 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import zip_longest
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 import numpy.typing as npt
 
-from megatrain.data.samples import KINDS, PLAIN, digest_of
+from megatrain.data.samples import KINDS, PLAIN, Picture, digest_of
 from megatrain.errors import ConfigError, DataError
 from megatrain.machine.profile import cache_folder
+
+if TYPE_CHECKING:
+    from megatrain.data.images import Sight
 
 IdArray = npt.NDArray[np.int32]
 MaskArray = npt.NDArray[np.bool_]
@@ -172,6 +176,10 @@ class TokenRows:
     mismatches: HashArray | None = None  # of the mismatches of judged rows
     # of each token, by the names of micro-batches' tensors
     of_tokens: Mapping[str, ValueArray] = field(default_factory=dict)
+    # JSON of each sequence's pictures, and where it is in that; None: no row has one
+    images: npt.NDArray[np.uint8] | Joined | None = None
+    image_offsets: IndexArray = field(default_factory=lambda: np.zeros(1, np.int64))
+    sight: Sight | None = None  # opens them
 
     def __len__(self) -> int:
         return len(self.chosen)
@@ -222,6 +230,15 @@ class TokenRows:
         """The place of a row's sequence in the flat arrays."""
         place = int(self.chosen[index]) * self.sides + side
         return slice(int(self.offsets[place]), int(self.offsets[place + 1]))
+
+    def pictures(self, index: int, side: int) -> list[Picture]:
+        """The images of a row's sequence, in order."""
+        if self.images is None:
+            return []
+        place = int(self.chosen[index]) * self.sides + side
+        span = slice(int(self.image_offsets[place]), int(self.image_offsets[place + 1]))
+        found = bytes(self.images[span]) if span.stop > span.start else b"[]"
+        return [Picture(*one) for one in json.loads(found)]
 
     def choose(self, rows: IndexArray) -> TokenRows:
         """The set of these rows (indices into this one), sharing the arrays."""

@@ -7,10 +7,11 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from megatrain.errors import DataError
 from megatrain.methods import METHODS
@@ -18,7 +19,22 @@ from megatrain.methods import METHODS
 Row = Mapping[str, object]
 ReadJson = Callable[[Any], object]
 _PROPERTIES = ("properties",)
-NO_IMAGES = "images in the data are not supported yet"
+NO_IMAGES = "images are not read (model.images: true reads them, where the model sees)"
+MARK = "\ufffc"  # an image in a text
+IMAGES = ("images", "image")  # columns
+IMAGE_PARTS = ("image", "image_url", "input_image")
+IMAGE_KEYS = ("image", "image_url", "url", "path", "bytes", "base64")
+NO_IMAGE = object()
+
+
+class Picture(NamedTuple):
+    """An image of a row: its file, the SHA-256 of its bytes, and its size in pixels as it is seen,
+    after the rotation that a camera has noted."""
+
+    path: str
+    sha256: str
+    width: int
+    height: int
 
 
 class RowError(DataError):
@@ -174,6 +190,13 @@ class Message:
     content: str
     trained: bool = True  # False for an assistant's turn that is context only
     extra: Mapping[str, Any] = field(default_factory=dict)  # for the template, too
+    # the image of each MARK in the content, as the row names it; None: the row's next one
+    images: tuple[Any, ...] = ()
+
+    @property
+    def texts(self) -> list[str]:
+        """Texts before, between and behind its images."""
+        return self.content.split(MARK)
 
 
 @dataclass(frozen=True)
@@ -203,14 +226,14 @@ def _openai_turn(turn: Row, place: str) -> tuple[Message, list[str]]:
     calls = calls_of(turn, place)
     if calls and role != "assistant":
         raise RowError(f"{place}.tool_calls: only the assistant's turns have calls")
-    content = _content(turn, place, role in MAY_BE_EMPTY, calls != [])
+    content, images = _content(turn, place, role in MAY_BE_EMPTY, calls != [])
     others = [key for key in turn if key not in ("role", "content", *FLAGS, *CALLS)]
     # texts such as `name` or `reasoning_content` are for the template; the rest is metadata
     texts = [key for key in others if isinstance(turn[key], str)]
     extra: dict[str, Any] = {key: text_value(turn, key, place, may_be_empty=True) for key in texts}
     unread = [key for key in others if key not in extra and is_given(turn[key])]
     extra |= {"tool_calls": calls} if calls else {}
-    message = Message(role, content, _trained(turn, role, place), extra)
+    message = Message(role, content, _trained(turn, role, place), extra, images)
     return message, [*unread, *_unread_of_parts(turn)]
 
 
@@ -227,22 +250,27 @@ def _sharegpt_turn(turn: Row, place: str) -> tuple[Message, list[str]]:
     return message, [key for key in turn if key not in read and is_given(turn[key])]
 
 
-def _content(turn: Row, place: str, may_be_empty: bool, calls: bool) -> str:
-    """A string, or OpenAI's list of text parts; empty where a turn has calls and no content."""
+def _content(turn: Row, place: str, may_be_empty: bool, calls: bool) -> tuple[str, tuple[Any, ...]]:
+    """A string, or OpenAI's list of parts, and the images among these; empty where a turn has calls
+    and no content."""
     parts = turn.get("content")
     if calls and not is_given(parts):
-        return ""
+        return "", ()
     if not isinstance(parts, list):
-        return text_value(turn, "content", place, may_be_empty)
-    texts = []
+        return text_value(turn, "content", place, may_be_empty), ()
+    texts, images = list[str](), list[Any]()
     for part_place, part in _numbered(parts, f"{place}.content"):
-        if (kind := part.get("type")) != "text":
-            why = NO_IMAGES if "image" in str(kind) else "only text parts can be trained on"
-            raise RowError(f"{part_place}.type: {why}, found {kind!r}")
+        if (kind := part.get("type")) in IMAGE_PARTS:
+            named = {key: part[key] for key in IMAGE_KEYS if part.get(key) is not None}
+            texts.append(MARK)
+            images.append(named or None)
+            continue
+        if kind != "text":
+            raise RowError(f"{part_place}.type: only texts and images are read, found {kind!r}")
         for flag in (name for name in FLAGS if is_given(part.get(name))):
             raise RowError(f"{part_place}.{flag}: {_PARTS}")
         texts.append(text_value(part, "text", part_place, may_be_empty))
-    return text_value({"content": "".join(texts)}, "content", place, may_be_empty)
+    return text_value({"content": "".join(texts)}, "content", place, may_be_empty), tuple(images)
 
 
 def _unread_of_parts(turn: Row) -> list[str]:
@@ -253,6 +281,7 @@ def _unread_of_parts(turn: Row) -> list[str]:
         for part in (content if isinstance(content, list) else [])
         for key, value in part.items()
         if key not in ("type", "text") and is_given(value)
+        if part.get("type") not in IMAGE_PARTS or key not in IMAGE_KEYS
     ]
 
 
@@ -358,6 +387,49 @@ def _parsed(value: object, place: str) -> object:
         raise RowError(f"{place}: not JSON: {error}") from None
 
 
+IN_TEXT = re.compile(f"<image>|{MARK}")  # LLaVA's and ShareGPT's, and ours
+
+
+def with_images(chat: Chat, row: Row, find: Callable[[object], Picture]) -> Chat:
+    """The conversation with the pictures of its marks: of a turn's parts, or `<image>` in its texts
+    for the next of the row's `images`. Without marks those are in front of the first question, as
+    in TRL. find: opens what a row names. Raises RowError."""
+    given = row.get("images") if is_given(row.get("images")) else row.get("image")
+    left = list(given) if isinstance(given, list | tuple) else [given] if is_given(given) else []
+    turns, found = list[Message](), list[Picture]()
+    messages, count = list(chat.messages), len(left)
+    marked = any(turn.images or (left and IN_TEXT.search(turn.content)) for turn in messages)
+    if left and not marked:
+        first = next((n for n, turn in enumerate(messages) if turn.role == "user"), 0)
+        asked = replace(messages[first], content=MARK * count + messages[first].content)
+        messages[first] = replace(asked, images=(None,) * count)
+    for number, turn in enumerate(messages):
+        own = iter(turn.images)
+        texts = IN_TEXT.split(turn.content) if count else turn.texts
+        for mark in IN_TEXT.findall(turn.content) if count else MARK * (len(texts) - 1):
+            named = next(own, NO_IMAGE) if mark == MARK else None
+            if named is NO_IMAGE:
+                raise RowError(f"messages[{number}]: holds U+FFFC, which stands for an image here")
+            if named is None and not left:
+                raise RowError(f"the conversation has more marks than the row's {count} images")
+            found.append(find(left.pop(0) if named is None else named))
+        turns.append(replace(turn, content=MARK.join(texts)))
+    if left:
+        raise RowError(f"{len(left)} of the row's {count} images have no mark in the conversation")
+    return replace(chat, messages=tuple(turns), pictures=tuple(found), plain=None)
+
+
+def names_images(row: object) -> bool:
+    """True if a row has images in a column or among the parts of a turn."""
+    if not isinstance(row, Mapping):
+        return False
+    turns = [turn for value in row.values() if isinstance(value, list) for turn in value]
+    contents = [turn.get("content") for turn in turns if isinstance(turn, Mapping)]
+    parts = [part for content in contents if isinstance(content, list) for part in content]
+    of_parts = (isinstance(part, Mapping) and part.get("type") in IMAGE_PARTS for part in parts)
+    return any(is_given(row.get(name)) for name in IMAGES) or any(of_parts)
+
+
 Turns = Sequence[dict[str, Any]]
 MANY = 1_000  # each is answered token by token
 
@@ -436,6 +508,7 @@ class Chat:
     variables: Mapping[str, Any] = field(default_factory=dict)  # of the template, by the row
     tools: tuple[Tool, ...] = ()  # that the model may call
     unread: frozenset[str] = frozenset()  # fields of turns that nobody reads
+    pictures: tuple[Picture, ...] = ()  # of all MARKs in its turns
     literal: bool = False  # the row has two texts, which mean themselves rather than two turns
 
 

@@ -115,7 +115,7 @@ class Cutter:
             return
         kept = self._kept(rows, counts)
         for one, sides in self._with_mismatches(kept) if self.options.kind == JUDGED else kept:
-            writer.add_sides(sides, one.prompt, one.value)
+            writer.add_sides(sides, one.prompt, one.value, one.pictures)
             counts.keep(one.part)
 
     def _write_plain(self, rows: list[Encoded], writer: RowWriter, counts: Counts) -> None:
@@ -127,7 +127,7 @@ class Cutter:
                 cut = iter(self._cut(one, counts) or ())
             for ids, mask in cut:
                 if mask.any():
-                    writer.add(ids, mask, joined=one.joined)
+                    writer.add(ids, mask, one.joined, one.pictures)
                     counts.keep(one.part)
                 else:
                     counts.without_target += 1

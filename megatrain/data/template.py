@@ -13,7 +13,7 @@ from os.path import expanduser  # leaves `~nobody` as it is, where Path's raises
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatrain.data.samples import RowError
+from megatrain.data.samples import MARK, RowError
 from megatrain.data.workers import fenced
 from megatrain.errors import DataError, if_forbidden
 
@@ -101,14 +101,20 @@ def with_stand_ins(turn: dict[str, Any]) -> dict[str, Any]:
     return {**turn, **said}
 
 
-def in_parts(turns: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Turns whose texts are lists of one part."""
-    return [
-        {**turn, "content": [{"type": "text", "text": turn["content"]}]}
-        if isinstance(turn.get("content"), str)
-        else {**turn}
-        for turn in turns
-    ]
+def in_parts(turns: Iterable[Mapping[str, Any]], all_turns: bool = True) -> list[dict[str, Any]]:
+    """Turns whose texts are lists of parts, or those alone that have images."""
+    found = []
+    for turn in turns:
+        content = turn.get("content")
+        if isinstance(content, str) and (all_turns or MARK in content):
+            parts: list[dict[str, str]] = []
+            for number, text in enumerate(content.split(MARK)):
+                parts += [{"type": "image"}] if number else []
+                parts += [{"type": "text", "text": text}] if text or MARK not in content else []
+            found.append({**turn, "content": parts})
+        else:
+            found.append({**turn})
+    return found
 
 
 class Template:
@@ -166,7 +172,7 @@ class Template:
 
     def wanted(self, turns: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
         """Turns as this template wants them: texts, or lists of parts."""
-        return in_parts(turns) if self._takes_parts else [{**turn} for turn in turns]
+        return in_parts(turns, self._takes_parts)
 
     @cached_property
     def _takes_parts(self) -> bool:

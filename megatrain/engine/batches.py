@@ -27,7 +27,7 @@ from megatrain.losses import (
 from megatrain.losses.targets import Answers
 from megatrain.models.anatomy import Anatomy
 from megatrain.models.constants import NO_IMAGES, OF_TEXT
-from megatrain.models.recorder import LayerCall, boundaries_of
+from megatrain.models.recorder import LayerCall, boundaries_of, of_dtype
 from megatrain.models.skeleton import Skeleton
 
 Batch = Mapping[str, Tensor]
@@ -46,12 +46,30 @@ class MicroBatch:
     kept: dict[int, Kept] = field(default_factory=dict)
     graphs: dict[int, Graph] = field(default_factory=dict)  # by layer: the graph of a retained one
     grad: Tensor | None = None  # of the loss at the layer output that backward has reached
+    side_grads: dict[int, Tensor] = field(default_factory=dict)  # by layer, of its call's side
     trains: bool = True  # False: only its log-probabilities are wanted
     parallel: ContextParallel | None = None  # targets and hidden states are then of one part
     learns: bool = True  # it has targets, in whichever part
     # fp32 [batch, tokens], 0 where token_real or attention_mask hides a token; if asked for
     real: Tensor | None = None
     real_tokens: int = 0
+
+    def keep_side_gradient(self, index: int) -> None:
+        """Keep for embed's turn the gradient of what is added before a layer: its input's."""
+        if (side := self.calls[index].side) is not None and self.grad is not None:
+            self.side_grads[index] = self.grad.flatten(0, 1)[side.index]
+
+    def gradients_of_embed(
+        self, hidden: Tensor, calls: Sequence[LayerCall], wanted: Sequence[Tensor]
+    ) -> Sequence[Tensor | None]:
+        """Gradients of what embed gave to layers, whose own are dropped. None: not reached, as
+        where all of it is frozen and the rows have no image."""
+        sides = ((calls[index].side, grad) for index, grad in self.side_grads.items())
+        ends = [(hidden, self.grad), *((side.rows, grad) for side, grad in sides if side)]
+        outputs = [output for output, _ in ends if output.requires_grad]
+        given = [grad for output, grad in ends if output.requires_grad]
+        self.grad, self.side_grads = None, {}
+        return torch.autograd.grad(outputs, wanted, given, allow_unused=True)
 
     @property
     def tokens(self) -> int:
@@ -99,7 +117,8 @@ def _check(batch: Any, number: int, anatomy: Anatomy) -> None:
         if not isinstance(values, torch.Tensor):
             found = type(values).__name__
             raise DataError(f"{name} of micro-batch {number} are {found}; give a tensor")
-        if anatomy.unused_weights.multimodal and name not in OF_TEXT and not for_loss(name):
+        known = name in OF_TEXT or name in anatomy.of_images or for_loss(name)
+        if (anatomy.unused_weights.multimodal or anatomy.of_images) and not known:
             raise DataError(f"micro-batch {number} has {name}: {NO_IMAGES}; leave it out")
     for name in ("input_ids", "labels"):
         values, wanted = batch[name], list(batch["input_ids"].shape)
@@ -162,7 +181,8 @@ def _check_examples(batch: Batch, number: int, loss: SequenceLoss) -> None:
 
 def for_loss(name: str) -> bool:
     """True for a tensor of a micro-batch that its loss reads and the model does not."""
-    return name == "labels" or name.startswith(FOR_LOSS)
+    of_model = name == "token_type_ids"  # of Gemma: where images are
+    return name == "labels" or (name.startswith(FOR_LOSS) and not of_model)
 
 
 def prepare(
@@ -182,13 +202,15 @@ def prepare(
         marks_real: mark the tokens that are no padding.
         whole: do not cut targets of sequences that several ranks share.
     """
-    packed = any("position_ids" in batch for batch in batches)
+    packed, anatomy = any("position_ids" in batch for batch in batches), skeleton.anatomy
     tells_documents = packed and skeleton.told_documents(device)
     parallel, found = None if whole else peers.context_parallel, []
     for local, batch in enumerate(batches):
         if parallel:
-            batch = parallel.lengthened(batch, skeleton.anatomy.max_positions)
+            batch = parallel.lengthened(batch, anatomy.max_positions)
         inputs = _inputs(batch, tells_documents)
+        for name in anatomy.of_images & inputs.keys():
+            inputs[name] = of_dtype(inputs[name], skeleton.dtype)
         moved = {name: value.to(device, non_blocking=True) for name, value in inputs.items()}
         targets, trains = _targets(batch, loss, skeleton), loss is None or loss.trains(batch)
         learns = len(targets) > 0

@@ -291,8 +291,7 @@ class Engine(Constructors):
     def _reading(self, what: str) -> Iterator[Passes]:
         """Sweep without gradients inside; all is computed at its end. what: for errors."""
         self._check_usable()
-        varies = self.settings.lengths_vary
-        with computing(self.device, what, lengths_vary=varies), torch.no_grad():
+        with computing(self.device, what, lengths_vary=self.settings.lengths_vary), torch.no_grad():
             yield self.parts.passes
         # wait: uploads read the store, which a step would update
         self.parts.compute.synchronize()

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, Literal, Self, TypedDict, TypeVar, Unpack, get_type_hints
 
 import torch
+from torch import Tensor
 
 from megatrain.engine.components import PRECISIONS
 from megatrain.engine.objective import AnyLoss
@@ -49,7 +50,8 @@ class EngineKeywords(TypedDict, total=False):
     loss: AnyLoss
     settings: Settings | Literal["auto"]
     memory: Mapping[str, Any] | None
-    freeze: Sequence[str]
+    freeze: Sequence[str] | None
+    image_row: Mapping[str, Tensor] | None
     trust_remote_code: bool
 
 
@@ -73,7 +75,10 @@ class Request:
     seq_len: int | None = None  # tokens of the longest row
     loss: AnyLoss = next_token
     settings: Settings | Literal["auto"] = "auto"  # taken as they are; "auto": the planner's
-    freeze: Sequence[str] = ()  # names or globs of tensors that do not train
+    # names or globs of tensors that do not train; None: what sees, but for its projector
+    freeze: Sequence[str] | None = ()
+    # arguments of the model's forward, of a row with an image; None: images are not read
+    image_row: Mapping[str, Tensor] | None = None
     asked: Mapping[str, Any] = field(default_factory=dict)  # fixed options of `settings.OPTIONS`
     # into sequences of `seq_len`; None: all rows are full
     packing: bool | Literal["auto"] | None = None
@@ -222,8 +227,10 @@ def skeleton_of(request: Request, precision: str) -> Skeleton:
         attention=request.attention,
         dtype=PRECISIONS[precision],
         trust_remote_code=request.trust_remote_code,
+        image_row=request.image_row,
     )
-    skeleton.freeze(request.freeze, request.where("freeze"))
+    patterns = skeleton.towers if request.freeze is None else request.freeze
+    skeleton.freeze(patterns, request.where("freeze"))
     return skeleton
 
 
@@ -302,6 +309,7 @@ def check_context_parallel(
         "a balancing loss of routers (set router_aux_loss_coef: 0)": balances,
         "dropout": skeleton.has_dropout,
         "rotary factors that follow the length of sequences": bool(regimes_of(skeleton.config)),
+        "images": bool(skeleton.anatomy.of_images),
     }
     if found := [what for what, there in refused.items() if there]:
         raise ConfigError(f"{name}: {cp_size} does not work with {found[0]}; set 1")

@@ -221,12 +221,11 @@ class Passes:
             if not self._repeats:
                 mb.calls.clear()  # masks are large, and the embedding makes them again
             self._seed_dropout(self.embed, mb)
-            with torch.enable_grad(), SummingInto(self.parameters[self.embed], list(sums.values())):
-                hidden, _ = self._embed(mb)
             wanted = self.parameters[self.embed]
-            grads = torch.autograd.grad(hidden, wanted, mb.grad, allow_unused=True)
+            with torch.enable_grad(), SummingInto(wanted, list(sums.values())):
+                hidden, calls = self._embed(mb)
+            grads = mb.gradients_of_embed(hidden, calls, wanted)
             self.gradients.add(self.embed, dict(zip(self.names[self.embed], grads, strict=True)))
-            mb.grad = None
         self.gradients.close(self.embed, last_group=last)
 
     def _backward_layer(self, index: int, block: int, mb: MicroBatch) -> None:
@@ -248,6 +247,7 @@ class Passes:
         ends = block == self.first
         grads = graph.gradients(self.parameters[block], mb.grad, ends_here=ends)
         mb.grad = grads[0]
+        mb.keep_side_gradient(block - 1)
         self.gradients.add(block, dict(zip(self.names[block], grads[1:], strict=True)))
 
     @contextmanager

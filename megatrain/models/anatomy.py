@@ -40,6 +40,7 @@ class Anatomy:
     published: Published
     unused_weights: UnusedWeights = NOBODY
     labels: int | None = None  # of a classifier, which has a score for each instead of logits
+    of_images: frozenset[str] = frozenset()  # arguments of the forward that tell of images
 
     @property
     def parameters(self) -> int:

@@ -241,10 +241,10 @@ def find_unused_weights(model: nn.Module, names: Collection[str], config: Any) -
     mine = {id(tensor): tensor for name, tensor in kept_tensors(model).items() if name in names}
     nbytes = sum(tensor.numel() for tensor in mine.values()) * dtype_of(config).itemsize
     multimodal = bool(mine) and bool(parts_of(config))  # a text's configuration has parts, too
-    return UnusedWeights(tuple(names), _modules(model, names), nbytes, multimodal)
+    return UnusedWeights(tuple(names), largest_modules(model, names), nbytes, multimodal)
 
 
-def _modules(model: nn.Module, names: Collection[str]) -> tuple[str, ...]:
+def largest_modules(model: nn.Module, names: Collection[str]) -> tuple[str, ...]:
     """The largest modules, or else single tensors, whose weights are all among these."""
     others = [name for name in kept_tensors(model) if name not in names]
     found: dict[str, None] = {}

@@ -185,10 +185,16 @@ def longest_sequence(text: Any) -> int | None:
     return max(stretched)
 
 
+POSITIONS = "rope_deltas"
+
+
 def growing(modules: Iterable[nn.Module]) -> list[tuple[nn.Module, str]]:
-    """(module, layer type or "") of factors that grow with the longest sequence so far."""
+    """(module, layer type or "") of factors that grow with the longest sequence so far, and
+    (module, POSITIONS) of those that keep positions of images for rows that are written."""
     found = []
     for module in modules:
+        if hasattr(module, POSITIONS):
+            found.append((module, POSITIONS))
         kinds = getattr(module, "rope_type", None)
         if isinstance(kinds, str):
             kinds = {"": kinds}
@@ -201,5 +207,8 @@ def growing(modules: Iterable[nn.Module]) -> list[tuple[nn.Module, str]]:
 def forget_lengths(growing: Iterable[tuple[Any, str]]) -> None:
     """Let the factors follow from the next sequences alone, not from longer ones before them."""
     for module, layer in growing:
+        if layer == POSITIONS:
+            module.rope_deltas = None
+            continue
         module._buffers[f"{layer}inv_freq"] = module._buffers[f"{layer}original_inv_freq"]
         setattr(module, f"{layer}max_seq_len_cached", module.original_max_seq_len)

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import UserDict
 from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -26,12 +26,41 @@ PLAIN = (bool, int, float, str)  # values that settings have
 class LayerCall:
     """The arguments that the model passes to one layer besides the hidden states. end_to_end: the
     layer takes the sequences of a batch as one, [1, batch * tokens, hidden]. around: makes what the
-    layer runs in."""
+    layer runs in. side: what the model adds to the hidden states before the layer."""
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     end_to_end: bool = False
     around: Callable[[], AbstractContextManager[None]] = nullcontext
+    side: Side | None = None
+
+    def with_side(self, hidden: torch.Tensor) -> torch.Tensor:
+        """The hidden states [batch, tokens, hidden] with what is added before the layer."""
+        if self.side is None:
+            return hidden
+        index, rows = self.side.index, self.side.rows
+        return hidden.flatten(0, 1).index_add(0, index, rows).view_as(hidden)
+
+
+@dataclass(frozen=True)
+class Side:
+    """Features of images that a model adds between layers (deepstack): rows [n, hidden] of the
+    hidden states [batch * tokens, hidden] at `index`, int64 [n]."""
+
+    index: torch.Tensor
+    rows: torch.Tensor
+
+    @classmethod
+    def of(cls, added: torch.Tensor) -> Side:
+        """Those of a tensor [batch, tokens, hidden] that are not zero; a GPU is waited for."""
+        flat = added.flatten(0, 1)
+        index = flat.detach().any(-1).nonzero()[:, 0]
+        return cls(index, flat[index])
+
+
+def of_dtype(value: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """An argument of a model's forward in the dtype of the computation, if it is of floats."""
+    return value.to(dtype) if value.is_floating_point() else value
 
 
 def tensors_in(tree: Any) -> list[torch.Tensor]:
@@ -103,9 +132,13 @@ class Tape:
 
     If `injected` is given, every recorder returns it instead, so that the model's own code after
     its last layer (final norm, LM head, softcap) runs on these hidden states.
+
+    sides: hand zeros on, so that what the model adds between layers shows.
     """
 
     injected: torch.Tensor | None = None
+    sides: bool = False
+    passed: torch.Tensor | None = None  # what the last recorder returned
     hidden: torch.Tensor | None = None  # input of layer 0, [batch, tokens, hidden]
     calls: list[LayerCall] = field(default_factory=list)
 
@@ -147,9 +180,15 @@ class Recorder(StandIn):
         else:
             if self.index == 0:
                 self.tape.hidden = hidden
+            elif hidden is not self.tape.passed:
+                call = replace(call, side=Side.of(hidden))
             self.tape.calls.append(call)
             if self.is_last:
                 raise ReachedEnd
+            if self.tape.sides:
+                passed = self.tape.passed
+                hidden = torch.zeros_like(hidden) if passed is None else passed
+            self.tape.passed = hidden
         return form_output(hidden, self.extras)
 
 
@@ -230,9 +269,9 @@ def told(calls: list[LayerCall], masked: Sequence[bool], shape: torch.Size) -> l
     def of_layer(call: LayerCall, by_mask: bool) -> LayerCall:
         if by_mask:
             given = {name: value for name, value in call.kwargs.items() if name != BEGINNINGS}
-            return LayerCall(call.args, given)
+            return replace(call, kwargs=given)
         args, kwargs = pytree.tree_map_only(torch.Tensor, flat, (call.args, call.kwargs))
-        return LayerCall(args, kwargs, end_to_end=True)
+        return LayerCall(args, kwargs, end_to_end=True, side=call.side)
 
     return list(map(of_layer, calls, masked))
 

@@ -6,7 +6,7 @@ block always lands in the same slot, so its parameters are bound once, for good.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import cached_property
 from typing import Any
@@ -66,6 +66,7 @@ class Skeleton:
         config: a transformers configuration of a decoder-only family.
         attention: "auto" or a name that transformers knows.
         dtype: of the parameters and of the computation.
+        image_row: arguments of the model's forward, of a row with an image; None: none are read.
 
     Raises ModelError if the family cannot be streamed exactly; the message says why.
     """
@@ -77,6 +78,7 @@ class Skeleton:
         attention: str = "auto",
         dtype: torch.dtype = torch.bfloat16,
         trust_remote_code: bool = False,
+        image_row: Mapping[str, torch.Tensor] | None = None,
     ) -> None:
         self.dtype = dtype
         self.model = build_model(config, attention, dtype, trust_remote_code)
@@ -85,24 +87,23 @@ class Skeleton:
         text = config.get_text_config()
         refuse_what_is_not_built(self.model, text)
         path, stack = find_layers(self.model, layers_in(text))
-        findings = probe_model(self.model, stack)
+        findings = probe_model(self.model, stack, image_row)
+        self._sides, self.towers = findings.sides, findings.towers
         unused_weights = find_unused_weights(self.model, findings.unused, config)
-        # None: its small model does not tell
-        self.behaviour = behaviour_of(self.model, stack, trust_remote_code)
+        behaviour = behaviour_of(self.model, stack, trust_remote_code)
+        # None: its small model does not tell; nor of rows with images, which are not packed
+        self.behaviour = None if findings.of_images else behaviour
         self.layers: list[nn.Module] = list(stack)
-        last = len(self.layers) - 1
-        self.recorders = [
-            Recorder(layer, i, i == last, findings.extras) for i, layer in enumerate(self.layers)
-        ]
-        self._path = path
+        extras, last = findings.extras, len(stack) - 1
+        self.recorders = [Recorder(one, n, n == last, extras) for n, one in enumerate(self.layers)]
+        self.stack, self._path = stack, path
         self.freezes: tuple[str, ...] = ()  # the user's patterns
         self._embedding_width = self.model.get_input_embeddings().weight.shape[1]  # type: ignore[operator]
         for name in findings.idle:
             self.model.get_parameter(f"{path}.{name}").requires_grad_(False)
-        blocks, tied = divide(
-            self.model, path, len(stack), findings.before, findings.after, unused_weights.names
-        )
-        refuse_misbehaving(self.model, self.behaviour)
+        used = findings.before, findings.after, unused_weights.names
+        blocks, tied = divide(self.model, path, len(stack), *used)
+        refuse_misbehaving(self.model, behaviour)
         self.anatomy = Anatomy(
             blocks,
             tied,
@@ -113,6 +114,7 @@ class Skeleton:
             published=published(self.model, text.model_type, blocks, tied, unused_weights.names),
             unused_weights=unused_weights,
             labels=config.num_labels if is_classifier(config) else None,
+            of_images=findings.of_images,
         )
         places = self.anatomy.published.constants
         self.constants = Constants(self.model, blocks, places, self.owner)
@@ -120,7 +122,6 @@ class Skeleton:
         self.has_kernels = findings.kernels
         self._growing = growing(self.model.modules())
         replace_all(stack, self.recorders)
-        self.stack = stack
         self._skippable: list[tuple[str, ...]] = [()] * len(self.layers)
         self._retaining: Sequence[Callable[..., Any]] = self.layers  # run where graphs are kept
         self._training: bool | None = None  # not known yet
@@ -262,7 +263,7 @@ class Skeleton:
         inputs: of the model's forward, such as input_ids [batch, tokens]. With what `boundaries_of`
             finds, layers that get no mask have kernels that are told of documents.
         """
-        tape = Tape()
+        tape = Tape(sides=self._sides)
         try:
             self._play(tape, **inputs)
         except ReachedEnd:
@@ -276,6 +277,7 @@ class Skeleton:
         """Run decoder layer `index` on hidden states [batch, tokens, hidden]."""
         retained = torch.is_grad_enabled() and not self._again
         run = (self._retaining if retained else self.layers)[index]
+        hidden = call.with_side(hidden)
         given = hidden.flatten(0, 1).unsqueeze(0) if call.end_to_end else hidden
         with call.around():
             output = run(given, *call.args, **call.kwargs)

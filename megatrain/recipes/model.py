@@ -5,15 +5,20 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import islice
 from os.path import expanduser  # leaves `~nobody` as it is, where Path's raises
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from megatrain.config import Config, load_config, names_config
+from megatrain.data.images import Sight
+from megatrain.data.samples import PROMPTS, names_images
+from megatrain.data.sources import Part, open_source
 from megatrain.data.template import find_template
 from megatrain.errors import ConfigError, DataError, ModelError
 from megatrain.methods import METHODS
+from megatrain.models.constants import parts_of
 from megatrain.models.pretrained import (
     about_added,
     as_classifier,
@@ -51,6 +56,7 @@ class Model:
     generation: GenerationConfig | None
     digests: Mapping[str, str] = field(default_factory=dict)
     code: Mapping[str, bytes] = field(default_factory=dict)
+    sight: Sight | None = None  # reads images, where rows have some
 
     @property
     def vocab_size(self) -> int:
@@ -72,12 +78,43 @@ def read_model(config: Config) -> Model:
     """Configuration and tokenizer of the config's model. Raises ModelError, ConfigError, and
     DataError for a template of the model's own."""
     model, template = config.model, config.data.chat_template
+    given = model.source, model.revision, model.trust_remote_code
     try:
-        return describe_model(model.source, model.revision, model.trust_remote_code, template)
+        found = describe_model(*given, template)
     except DataError as error:
         if template is None:
             raise
         raise ConfigError(f"{config.where('data.chat_template')}: {error}") from error
+    sees = bool(parts_of(found.config)) and METHODS[config.method].kind != PROMPTS
+    if model.images is False or not (sees or model.images is True):
+        return found
+    if model.images == "auto" and not shows_images(config):
+        return found
+    folder = resolve_source(*given[:2], weights=False).path
+    sight = Sight.of(folder, found.tokenizer, found.config.model_type) if sees else None
+    if sight is None:
+        raise ConfigError(
+            f"{config.where('model.images')}: {model.source} has no processor of images, or method "
+            f"{config.method} reads none; remove images from the data, or name a model that sees"
+        )
+    return replace(found, sight=sight)
+
+
+FIRST_ROWS = 64
+
+
+def shows_images(config: Config) -> bool:
+    """True if one of the first rows has an image."""
+    try:
+        source = open_source(parts_in(config, config.data.train), config.data.split, True)
+        return any(names_images(row.value) for row in islice(source.read(), FIRST_ROWS))
+    except DataError:  # said where rows are read; those of a run that goes on may be in the cache
+        return False
+
+
+def parts_in(config: Config, given: Any) -> list[Part]:
+    """A config's sources as `open_source` takes them."""
+    return [Part(**dict(one), rows=config.rows.get(one.path)) for one in given]
 
 
 def suited(model: Model, config: Config) -> Model:

@@ -34,8 +34,8 @@ from megatrain.optim import OPTIMIZERS, Optimizer
 from megatrain.optim.schedules import warmup_steps
 from megatrain.planner.plan import Plan
 from megatrain.planner.rollout import OF_TRAINING, Writing, with_answers
-from megatrain.recipes.model import Model
-from megatrain.recipes.rl.prompts import parts_in, read_prompt_rows
+from megatrain.recipes.model import Model, parts_in
+from megatrain.recipes.rl.prompts import read_prompt_rows
 from megatrain.recipes.rl.rollouts import Rollouts
 from megatrain.reporting.energy import Prices, planned_economy, planned_power
 from megatrain.reporting.summary import human_bytes
@@ -78,8 +78,11 @@ def request_of(config: Config, model: Model, kept: Mapping[str, Any] | None = No
     value = {name: attrgetter(key)(config) for name, key in {**SAME, **SIZES}.items()}
     sizes = {name: None if value[name] == "auto" else int(value[name]) for name in SIZES}
     drawn = config.model.init == "random"
+    if model.sight is not None and "freeze" not in config.train.model_fields_set:
+        value["freeze"] = None
     return Request(
         config=model.config,
+        image_row=None if model.sight is None else model.sight.row,
         source=None if drawn else config.model.source,
         optimizer=make_optimizer(config),
         loss=make_loss(config),
@@ -404,6 +407,7 @@ def open_rows(
         vocab_size=model.vocab_size,
         day=day or day_of(config),
         kind=method.kind,
+        sight=model.sight,
         **data.model_dump(include={*ROW_KEYS, "truncation_mode"}),
     )
 

@@ -22,6 +22,7 @@ from megatrain.errors import ConfigError
 OPTIONS = RowOptions(seq_len=64)
 SHARD = {"ids.bin", "mask.bin", "shard.json"}
 SHARD |= {f"{name}.npy" for name in ("offsets", "targets", "hashes", "contexts", "joined", "uncut")}
+SHARD |= {"images.bin", "image-offsets.npy"}
 FILES = {"set.json", *(f"00000/{name}" for name in SHARD)}
 ROUNDS = 6  # of some twenty corruptions each
 Start = Callable[[], TokenRows]
@@ -60,7 +61,7 @@ def corrupt(path: Path, draw: random.Random) -> bool:
     Returns whether it is another than before.
     """
     before = path.read_bytes()
-    data = bytearray(before)
+    data = bytearray(before or b"?")
     place = draw.randrange(len(data))
     match draw.choice(["flip", "flip", "cut", "more", "zeros", "remove", "other", "digit"]):
         case "flip":

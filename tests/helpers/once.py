@@ -6,7 +6,7 @@ from __future__ import annotations
 import hashlib
 import os
 import pickle
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache
 from itertools import islice
@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 import typer
-from torch import nn
+from torch import Tensor, nn
 
 from megatrain.data import workers
 from megatrain.data.workers import Team
@@ -99,7 +99,11 @@ def models_are_probed_once() -> Iterator[None]:
     """How a model is put together: a third of the time to build a tiny skeleton."""
     once = Once("findings")
 
-    def probed_once(model: nn.Module, layers: nn.ModuleList) -> Findings:
+    def probed_once(
+        model: nn.Module, layers: nn.ModuleList, image_row: Mapping[str, Tensor] | None
+    ) -> Findings:
+        if image_row is not None:
+            return probe_model(model, layers, image_row)
         config: Any = model.config
         changed = (
             [name for name, _ in model.named_parameters()],

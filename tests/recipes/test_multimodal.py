@@ -34,7 +34,7 @@ def seeing(project: Path, made: Path) -> Path:
 @pytest.mark.slow
 def test_a_run_begins_is_resumed_without_its_source_and_exported(megatrain, project, seeing, made):
     begun = megatrain("train cfg.yaml train.max_steps=1", *KEEP)
-    said = f"{seeing}: carried along unchanged: model.visual; images in the data are not"
+    said = f"{seeing}: carried along unchanged: model.visual; images are not read"
     assert said.replace(f"{project}/", "") in begun.err.replace(f"{project}/", "")
     shutil.rmtree(seeing)
     megatrain("resume run train.max_steps=2")
@@ -73,6 +73,7 @@ def test_random_weights_have_no_tower_to_carry(megatrain, seeing):
 )
 def test_rows_with_images_are_refused(megatrain, project, seeing, row):
     write_jsonl(project / "rows.jsonl", [conversation("a", "b"), row])
-    refused = megatrain("train cfg.yaml", "data.eval=null", *KEEP, code=3)
+    keys = "data.eval=null", "model.images=false"
+    refused = megatrain("train cfg.yaml", *keys, *KEEP, code=3)
     assert "rows.jsonl:2" in refused.err
-    assert "images in the data are not supported yet" in refused.err
+    assert "images are not read" in refused.err

@@ -14,6 +14,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+from megatrain.data.samples import NO_IMAGES
 from megatrain.engine.engine import Engine
 from megatrain.engine.verify import tensors_of
 from megatrain.errors import DamagedError, DataError, ModelError, StorageError
@@ -165,8 +166,8 @@ def test_what_transformers_does_not_load_is_carried_along_too(source, tmp_path, 
     assert differing(passengers_of(tmp_path / "out"), passengers_of(source)) == []
     assert "mtp.fc.weight" in tensors_of(tmp_path / "out")
     assert (
-        f"{source}: carried along unchanged: model.visual; images in the data are not supported "
-        "yet; carried along and not trained, as transformers does not load them: mtp.fc.weight "
+        f"{source}: carried along unchanged: model.visual; {NO_IMAGES}; "
+        "carried along and not trained, as transformers does not load them: mtp.fc.weight "
         "and 1 more"
     ) in caplog.messages
 
@@ -217,9 +218,7 @@ def test_images_in_a_micro_batch_are_refused(given):
     batch = {"input_ids": IDS, "labels": IDS, "pixel_values": torch.zeros(4, 48)}
     with open_engine(given) as engine, pytest.raises(DataError) as refused:
         engine.train_step([batch])
-    assert str(refused.value) == (
-        "micro-batch 0 has pixel_values: images in the data are not supported yet; leave it out"
-    )
+    assert str(refused.value) == f"micro-batch 0 has pixel_values: {NO_IMAGES}; leave it out"
 
 
 # -- runs ------------------------------------------------------------------------------------------

@@ -2,14 +2,15 @@
 
 Layers must exchange nothing but hidden states, and every other parameter must be used either before
 the first layer or after the last, or not at all. All is observed, not assumed: the model's own
-forward runs on a few tokens without weights, with spies in place of its layers. A layer of each
-kind is tried out.
+forward runs on a few tokens without weights, with spies in place of its layers, and for a model
+that is to see once more on a row with an image. A layer of each kind is tried out.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -19,7 +20,14 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from megatrain.errors import ModelError
-from megatrain.models.constants import kept_tensors, persistent_buffers, poison, trains
+from megatrain.models.constants import (
+    OF_TEXT,
+    kept_tensors,
+    largest_modules,
+    persistent_buffers,
+    poison,
+    trains,
+)
 from megatrain.models.meta import is_open_container, on_meta, to_meta, zeros_outside
 from megatrain.models.recorder import (
     Discarding,
@@ -28,10 +36,14 @@ from megatrain.models.recorder import (
     UnusedOutputUsed,
     form_output,
     kind_of,
+    of_dtype,
     split_hidden,
 )
 
 PROBE_TOKENS = 4
+# Names of the modules between a tower and the language model. Qwen's that are for single layers of
+# that are of the tower, as in other trainers.
+PROJECTOR = re.compile(r"projector|(?<!deepstack_)merger|connector|aligner|embed_vision|newline")
 
 
 @dataclass
@@ -46,15 +58,33 @@ class Findings:
     idle: list[str] = field(default_factory=list)  # in layers, without part in what these return
     unused: list[str] = field(default_factory=list)  # used nowhere
     kernels: bool = False  # layers compute with those of a package beside transformers
+    of_images: frozenset[str] = frozenset()  # arguments of the forward that tell of images
+    sides: bool = False  # features of images are added between layers
+    towers: tuple[str, ...] = ()  # patterns of what only images use, but for projectors
 
 
-def probe_model(model: nn.Module, layers: nn.ModuleList) -> Findings:
-    """Find the composition of `model`, or raise ModelError; poison what it leaves out."""
+def probe_model(
+    model: nn.Module, layers: nn.ModuleList, image_row: Mapping[str, torch.Tensor] | None = None
+) -> Findings:
+    """Find the composition of `model`, or raise ModelError; poison what it leaves out.
+
+    image_row: arguments of its forward, of a row with an image; what these reach is used, too.
+    """
     was_training = model.training
     model.eval()
     try:
         with zeros_outside(model, list(layers)):
             findings = Probe(model, layers).run()
+            if image_row is not None:
+                image_row = {k: of_dtype(v, model.dtype) for k, v in image_row.items()}  # type: ignore[arg-type]
+                seeing = Probe(model, layers, image_row).run()
+                findings.before = [*dict.fromkeys((*findings.before, *seeing.before))]
+                new = [n for n in findings.before if n in set(findings.unused)]
+                paths = largest_modules(model, [n for n in new if not PROJECTOR.search(n)])
+                findings.towers = tuple(p if p in new else f"{p}.*" for p in paths)
+                findings.unused = [n for n in findings.unused if n not in set(findings.before)]
+                findings.sides = seeing.sides
+                findings.of_images = frozenset(image_row) - {*OF_TEXT}
         poison(model, findings.unused)
         return findings
     finally:
@@ -75,13 +105,18 @@ class Spy(StandIn):
 class Probe:
     """The state of one forward of `model`, whose decoder stack is `layers`."""
 
-    def __init__(self, model: nn.Module, layers: nn.ModuleList) -> None:
-        self.model = model
+    def __init__(
+        self,
+        model: nn.Module,
+        layers: nn.ModuleList,
+        image_row: Mapping[str, torch.Tensor] | None = None,
+    ) -> None:
+        self.model, self.image_row = model, image_row
         self.family = type(model).__name__
         self.originals = list(layers)
         self.layers = layers
         self.findings = Findings()
-        self.entered: torch.Tensor | None = None  # what layer 0 received
+        self.entered: torch.Tensor | None = None  # what layer 0, or with images the last, received
         self.passed_on: torch.Tensor | None = None  # what the previous layer returned
         self.visited = 0
         self.idle_in: dict[Any, list[str]] = {}  # names of idle parameters, by kind of layer
@@ -90,7 +125,7 @@ class Probe:
         return ModelError(f"{self.family} cannot be streamed exactly: {reason}")
 
     def run(self) -> Findings:
-        """Run the model's forward on PROBE_TOKENS tokens."""
+        """Run the model's forward on PROBE_TOKENS tokens, or on the row with an image."""
         inside = {module for layer in self.originals for module in layer.modules()}
         handles, kept = [], kept_tensors(self.model)
         for path, module in self.model.named_modules():
@@ -100,10 +135,10 @@ class Probe:
                 names = [f"{path}.{leaf}" if path else leaf for leaf in leaves]
                 handles.append(module.register_forward_pre_hook(partial(self.note_use, names)))
         replace_all(self.layers, [Spy(layer, i, self) for i, layer in enumerate(self.originals)])
-        ids = torch.zeros(1, PROBE_TOKENS, dtype=torch.long)
+        given = self.image_row or {"input_ids": torch.zeros(1, PROBE_TOKENS, dtype=torch.long)}
         try:
             with torch.enable_grad():
-                output = self.model(input_ids=ids, use_cache=False)
+                output = self.model(**given, use_cache=False)
         except UnusedOutputUsed as error:
             raise self.refuse(str(error)) from error
         except ModelError:
@@ -119,10 +154,17 @@ class Probe:
                 handle.remove()
         if self.visited != len(self.originals):
             raise self.refuse(f"only {self.visited} of its {len(self.originals)} layers ran")
-        into, out_of = graph_of(self.entered), graph_of(output)
+        # a model hands features of images out beside its logits
+        into = graph_of(self.entered)
+        out_of = graph_of(output if self.image_row is None else output.logits)
         if not all(map(is_leaf, into & out_of)):  # a tied parameter may be used at both ends
             raise self.refuse("what follows its last layer uses more than that layer's output")
         self.sort_out({id(node.variable) for node in into | out_of if is_leaf(node)}, kept)
+        if self.image_row is not None:  # towers use some without their modules' own forward
+            before = self.findings.before
+            reached = {id(node.variable) for node in into if is_leaf(node)}
+            reached -= {id(kept[name]) for name in before}
+            before += {id(t): name for name, t in kept.items() if id(t) in reached}.values()
         return self.findings
 
     def sort_out(self, reached: set[int], kept: dict[str, torch.Tensor]) -> None:
@@ -146,11 +188,17 @@ class Probe:
                 f"(layer {index} ran as number {self.visited})"
             )
         if index > 0 and hidden is not self.passed_on:
-            between = f"between layers {index - 1} and {index}"
-            raise self.refuse(f"the model changes the hidden states {between}")
+            assert self.passed_on is not None
+            # what an image adds is 0 while weights are
+            if self.image_row is None or not torch.equal(hidden, self.passed_on):
+                between = f"between layers {index - 1} and {index}"
+                raise self.refuse(f"the model changes the hidden states {between}")
+            self.findings.sides = True
         containers = self.check_arguments(index, call)
         kind = kind_of(layer, call, index)
-        if kind not in self.idle_in or containers:
+        if self.image_row is not None:  # a layer is what it is on text
+            self.idle_in[kind] = []
+        elif kind not in self.idle_in or containers:
             extras, self.idle_in[kind] = self.try_out(layer, hidden, call)
             if index == 0:
                 self.findings.extras = extras
@@ -160,10 +208,11 @@ class Probe:
             raise self.refuse(
                 f"layer {index} puts something into {filled[0]}, where other layers could find it"
             )
-        if index == 0:
+        if index == 0 or self.image_row is not None:
             self.entered = hidden
         self.visited += 1
-        self.passed_on = hidden.clone()
+        # with images another value than it received, which tells a sum with it from a product
+        self.passed_on = hidden.clone() if self.image_row is None else 0 * hidden + self.visited
         if self.visited == len(self.originals):
             # cut off, so that whatever else the model's end uses shows in its graph
             self.passed_on = self.passed_on.detach().requires_grad_()

@@ -22,7 +22,7 @@ from megatrain.data.template import Scene, Template
 from megatrain.data.workers import fenced
 from megatrain.errors import ConfigError, DataError
 from megatrain.heartbeat import beat, may_end_here
-from megatrain.recipes.model import Model
+from megatrain.recipes.model import Model, parts_in
 from megatrain.recipes.sample import encoded, positions_of
 
 # Arguments of reward functions, beside the columns.
@@ -69,11 +69,6 @@ def read_prompt_rows(
         held = _read(config, model, parts_in(config, data.eval), day)
         look_for_copies(rows, held)
     return rows, held
-
-
-def parts_in(config: Config, given: Any) -> list[Part]:
-    """A config's sources as `open_source` takes them."""
-    return [Part(**dict(one), rows=config.rows.get(one.path)) for one in given]
 
 
 def _read(config: Config, model: Model, parts: list[Part], day: date) -> PromptRows:

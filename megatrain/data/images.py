@@ -1,0 +1,257 @@
+"""Images of rows: found and checked where rows are tokenised, opened where they are trained on.
+
+What a model makes of an image, its tokens and its pixels, is its own processor's, on Pillow. Rows
+keep ids with an image's tokens and, of each image, its file, hash and size: never its pixels.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import inspect
+import io
+import json
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import lru_cache, partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from megatrain.data.samples import Picture, RowError
+from megatrain.errors import DataError
+from megatrain.machine.profile import cache_folder
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+    from torch import Tensor
+    from transformers import PreTrainedTokenizerBase
+
+MOST_PIXELS = 100_000_000  # of a picture; a scan of 300 dpi in A2 has 35 million
+MOST_BYTES = 1 << 30
+BLANK = 64  # pixels of a side of the picture that a model is tried with
+OPENED = 8  # threads
+NAMES = ("path", "image", "url", "image_url", "bytes", "base64", "data")
+PROBLEMS = (OSError, ValueError, SyntaxError, EOFError, OverflowError)  # of Pillow's readers
+
+
+def picture_of(value: object, folder: Path) -> Picture:
+    """The image that a row names: a path (relative: to `folder`, of the data), bytes, base64 as in
+    `data:image/...`, or an object with one of these, as datasets' Image feature is. Only its header
+    is read. Raises RowError."""
+    for name in NAMES:
+        while isinstance(value, Mapping) and value.get(name) is not None:
+            value = value[name]
+    if isinstance(value, Mapping) and "bytes" in value:  # datasets: bytes, or else a path
+        value = value.get("path")
+    if isinstance(value, str) and value.startswith("data:"):
+        try:
+            value = base64.b64decode(value.partition(",")[2], validate=True)
+        except ValueError:
+            raise RowError("an image's data: is no base64") from None
+    if isinstance(value, str) and "://" in value:
+        raise RowError(
+            f"image {value[:80]}: addresses are not fetched; download it and name a file"
+        )
+    if isinstance(value, bytes):
+        path = _kept(value)
+    elif isinstance(value, str) and value:
+        path = os.path.abspath(folder / Path(value).expanduser())
+    elif hasattr(value, "save") and hasattr(value, "mode"):  # Pillow's own, of a Dataset
+        path = _kept(_as_png(value))
+    else:
+        raise RowError(
+            f"an image is a path, bytes or an object with these, not {str(value)[:60]!r}"
+        )
+    data = _read(path)
+    with _problems_named(path):
+        width, height = _size_of(data)
+    if not 0 < width * height <= MOST_PIXELS:
+        raise RowError(
+            f"image {path}: {width} x {height} pixels; more than {MOST_PIXELS:,} are not read; "
+            "make it smaller"
+        )
+    return Picture(path, hashlib.sha256(data).hexdigest(), width, height)
+
+
+def _read(path: str) -> bytes:
+    try:
+        if os.stat(path).st_size > MOST_BYTES:
+            raise RowError(f"image {path}: over {MOST_BYTES >> 30} GiB")
+        return Path(path).read_bytes()
+    except OSError as error:
+        raise RowError(f"image {path}: cannot be read: {error.strerror}") from None
+
+
+@contextmanager
+def _problems_named(path: str) -> Iterator[None]:
+    """Raise RowError, with the file's name, for what Pillow says of a broken one."""
+    try:
+        yield
+    except PROBLEMS as error:
+        reason = " ".join(str(error).partition("<")[0].split()) or type(error).__name__
+        raise RowError(f"image {path}: broken, or no image ({reason})") from error
+
+
+def _opened(data: bytes) -> Image:
+    from PIL import Image
+
+    Image.MAX_IMAGE_PIXELS = None  # our own limit counts, which is looked at first
+    return Image.open(io.BytesIO(data))
+
+
+def _size_of(data: bytes) -> tuple[int, int]:
+    image = _opened(data)
+    turned = image.getexif().get(0x0112, 1) in (5, 6, 7, 8)
+    return (image.height, image.width) if turned else image.size
+
+
+def _as_png(image: Any) -> bytes:
+    into = io.BytesIO()
+    image.save(into, "PNG")
+    return into.getvalue()
+
+
+def _kept(data: bytes) -> str:
+    """The file in the cache that has these bytes, which a row had in itself."""
+    name = hashlib.sha256(data).hexdigest()
+    path = cache_folder() / "images" / name[:2] / name
+    if not path.exists():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        new = path.with_name(f"{name}.{os.getpid()}")
+        new.write_bytes(data)
+        new.rename(path)
+    return str(path)
+
+
+def opened(picture: Picture) -> Image:
+    """The image in RGB, upright. Raises DataError if the file is not what it was."""
+    from PIL import ImageOps
+
+    data = _read(picture.path)
+    if hashlib.sha256(data).hexdigest() != picture.sha256:
+        raise DataError(
+            f"image {picture.path}: has changed since its row was tokenised; bring it back, or "
+            "start a new run"
+        )
+    with _problems_named(picture.path):
+        return ImageOps.exif_transpose(_opened(data)).convert("RGB")
+
+
+class Sight:
+    """A model's processor: the tokens and tensors that it makes of images."""
+
+    def __init__(self, processor: Any) -> None:
+        self.processor = processor
+        self.token: str = processor.image_token
+        self._expanded = lru_cache(maxsize=4096)(self._expand)
+        self.row = self._blank_row()
+        self.ids = {int(i) for i in processor.image_token_ids if i is not None}
+
+    @classmethod
+    def of(cls, folder: Path, tokenizer: PreTrainedTokenizerBase, family: str) -> Sight | None:
+        """The processor of a model's folder; None without one. Raises DataError where transformers
+        cannot load it, or it is of another kind."""
+        from transformers import AutoImageProcessor
+
+        if not any(folder.glob("*processor_config.json")):
+            return None
+        try:
+            images = AutoImageProcessor.from_pretrained(folder, backend="pil")  # type: ignore[no-untyped-call]
+            return cls(_processor(folder, images, tokenizer, family))
+        except Exception as error:  # whatever a family's code raises
+            reason = " ".join(str(error).split())[:300] or type(error).__name__
+            raise DataError(
+                f"{folder}: its processor of images cannot be used ({reason}); set model.images: "
+                "false to train on text"
+            ) from error
+
+    @property
+    def identity(self) -> str:
+        """A name of everything that an image's tokens follow from."""
+        return json.dumps(self.processor.image_processor.to_dict(), sort_keys=True, default=str)
+
+    def _expand(self, width: int, height: int) -> str:
+        """The text that stands for an image of this size."""
+        from PIL import Image
+
+        blank = Image.new("RGB", (width, height))
+        found = self.processor(
+            text=[self.token], images=[[blank]], return_text_replacement_offsets=True
+        )
+        ((place,),) = found["text_replacement_offsets"]
+        return str(place["replacement"])
+
+    def expanded(self, text: str, pictures: Sequence[Picture]) -> tuple[str, Callable[[int], int]]:
+        """The text with each image's mark replaced by all of its tokens, and where a character of
+        the text is in it. Raises RowError where there are not as many marks as images."""
+        pieces = text.split(self.token)
+        if len(pieces) != len(pictures) + 1:
+            raise RowError(
+                f"the chat template writes {len(pieces) - 1} marks for {len(pictures)} images; "
+                "use a template for images, and no mark of them in the texts"
+            )
+        inserted = [self._expanded(one.width, one.height) for one in pictures]
+        whole = pieces[0] + "".join(a + b for a, b in zip(inserted, pieces[1:], strict=True))
+        ends = np.cumsum([len(piece) + len(self.token) for piece in pieces])[:-1]
+        gained = np.cumsum([0, *(len(one) - len(self.token) for one in inserted)])
+
+        def moved(place: int) -> int:
+            return place + int(gained[np.searchsorted(ends, place, side="right")])
+
+        return whole, moved
+
+    def inputs(self, rows: Sequence[Sequence[Picture]]) -> dict[str, Tensor]:
+        """The tensors that a forward takes for the images of a micro-batch's rows, some of which
+        may have none. Raises DataError for an image that is not what it was."""
+        from concurrent.futures import ThreadPoolExecutor
+
+        seeing = [row for row in rows if row]
+        with ThreadPoolExecutor(OPENED) as threads:
+            images = [list(threads.map(opened, row)) for row in seeing]
+        return self._made(images, [self.token * len(row) for row in seeing])
+
+    def _made(self, images: Sequence[Sequence[Image]], texts: Sequence[str]) -> dict[str, Tensor]:
+        found = self.processor(text=list(texts), images=images, return_tensors="pt", padding=True)
+        return {name: value for name, value in found.items() if name not in OF_TOKENS}
+
+    def types(self, ids: Any) -> dict[str, Any]:
+        """Marks of the tokens that are of images, int64 as `ids`, by the model's name for them."""
+        return {name: np.isin(ids, [*self.ids]).astype(np.int64) for name in self._types}
+
+    def _blank_row(self) -> dict[str, Tensor]:
+        """The arguments of the model's forward for a row of one small picture."""
+        from PIL import Image
+
+        blank = Image.new("RGB", (BLANK, BLANK))
+        found = self.processor(text=[self.token], images=[[blank]], return_tensors="pt")
+        self._types = [name for name in TYPES if name in found]
+        return {name: value for name, value in found.items() if name != "attention_mask"}
+
+
+TYPES = ("token_type_ids", "mm_token_type_ids")
+OF_TOKENS = ("input_ids", "attention_mask", *TYPES)
+
+
+def _processor(folder: Path, images: Any, tokenizer: PreTrainedTokenizerBase, family: str) -> Any:
+    """The folder's processor, of texts and images alone: those of videos and sounds want further
+    packages."""
+    import transformers
+    from transformers.models.auto.processing_auto import PROCESSOR_MAPPING_NAMES
+
+    stated: dict[str, Any] = {}
+    for name in ("tokenizer_config.json", "preprocessor_config.json", "processor_config.json"):
+        if (path := folder / name).is_file():
+            stated |= json.loads(path.read_text("utf-8"))
+    named = stated.get("processor_class") or PROCESSOR_MAPPING_NAMES[family]
+    kind = getattr(transformers, named, None) or getattr(
+        transformers, str(PROCESSOR_MAPPING_NAMES[family])
+    )
+    unchecked = {"check_argument_for_proper_class": lambda *_: None}
+    known = inspect.signature(kind.__init__).parameters
+    of_parts = ("image_processor", "tokenizer", "video_processor", "feature_extractor")
+    given = {k: v for k, v in stated.items() if k in known and k not in of_parts}
+    made = partial(type(kind.__name__, (kind,), unchecked), images, tokenizer)
+    return made(**given)
