@@ -41,9 +41,12 @@ from megatrain.models.recorder import (
 )
 
 PROBE_TOKENS = 4
-# Names of the modules between a tower and the language model. Qwen's that are for single layers of
-# that are of the tower, as in other trainers.
-PROJECTOR = re.compile(r"projector|(?<!deepstack_)merger|connector|aligner|embed_vision|newline")
+# Names of the modules between a tower and the language model. Mergers for single layers of a tower
+# belong to that, as in other trainers.
+PROJECTOR = re.compile(
+    r"projector|(?<!deepstack_)(?<!vit_)merger|connector|aligner|newline|(vision|text)_projection|"
+    "embed_vision|vision_embed_tokens|visual_embeddings_table"
+)
 
 
 @dataclass
