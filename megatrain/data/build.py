@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -17,6 +18,7 @@ from megatrain.data import show
 from megatrain.data.cache import cached_set, making_set, sets_asked, unreadable
 from megatrain.data.encoding import PROMPTS_READ, Encoder, RowOptions
 from megatrain.data.files import resolve_name
+from megatrain.data.images import has_changed
 from megatrain.data.rows import (
     LOSSY,
     TOO_LOSSY,
@@ -158,8 +160,11 @@ class AskedSet:
         """
         if wanted is not None and (rows := self._of_a_changed_source(wanted)) is not None:
             return rows
-        source = self.source
-        if (rows := cached_set(self.folder)) is None:
+        source, rows = self.source, cached_set(self.folder)
+        if wanted is None and rows is not None and any(map(has_changed, rows.all_pictures())):
+            shutil.rmtree(self.folder)  # rows of other pictures
+            rows = None
+        if rows is None:
             self.make(self.on_progress or (lambda _: None))
             if (rows := cached_set(self.folder)) is None:
                 raise unreadable(self.folder)

@@ -33,7 +33,7 @@ MOST_PIXELS = 100_000_000  # of a picture; a scan of 300 dpi in A2 has 35 millio
 MOST_BYTES = 1 << 30
 BLANK = 64  # pixels of a side of the picture that a model is tried with
 OPENED = 8  # threads
-NAMES = ("path", "image", "url", "image_url", "bytes", "base64", "data")
+NAMES = ("bytes", "path", "image", "url", "image_url", "base64")  # datasets: bytes, or a path
 PROBLEMS = (OSError, ValueError, SyntaxError, EOFError, OverflowError)  # of Pillow's readers
 
 
@@ -41,11 +41,8 @@ def picture_of(value: object, folder: Path) -> Picture:
     """The image that a row names: a path (relative: to `folder`, of the data), bytes, base64 as in
     `data:image/...`, or an object with one of these, as datasets' Image feature is. Only its header
     is read. Raises RowError."""
-    for name in NAMES:
-        while isinstance(value, Mapping) and value.get(name) is not None:
-            value = value[name]
-    if isinstance(value, Mapping) and "bytes" in value:  # datasets: bytes, or else a path
-        value = value.get("path")
+    while isinstance(value, Mapping):
+        value = next((value[name] for name in NAMES if value.get(name) is not None), None)
     if isinstance(value, str) and value.startswith("data:"):
         try:
             value = base64.b64decode(value.partition(",")[2], validate=True)
@@ -67,13 +64,28 @@ def picture_of(value: object, folder: Path) -> Picture:
         )
     data = _read(path)
     with _problems_named(path):
-        width, height = _size_of(data)
-    if not 0 < width * height <= MOST_PIXELS:
-        raise RowError(
-            f"image {path}: {width} x {height} pixels; more than {MOST_PIXELS:,} are not read; "
-            "make it smaller"
-        )
-    return Picture(path, hashlib.sha256(data).hexdigest(), width, height)
+        image = _opened(data)
+        if not 0 < image.width * image.height <= MOST_PIXELS:
+            raise RowError(
+                f"image {path}: {image.width} x {image.height} pixels; more than {MOST_PIXELS:,} "
+                "are not read; make it smaller"
+            )
+        width, height = _size_of(image)
+    digest = hashlib.sha256(data).hexdigest()
+    return Picture(path, os.stat(path).st_mtime_ns, digest, width, height)
+
+
+def has_changed(picture: Picture) -> bool:
+    """True if the file of an image is gone, or has other bytes than where its row was tokenised."""
+    try:
+        written = os.stat(picture.path).st_mtime_ns
+        return written != picture.written and _digest(picture.path) != picture.sha256
+    except (OSError, RowError):
+        return True
+
+
+def _digest(path: str) -> str:
+    return hashlib.sha256(_read(path)).hexdigest()
 
 
 def _read(path: str) -> bytes:
@@ -102,9 +114,13 @@ def _opened(data: bytes) -> Image:
     return Image.open(io.BytesIO(data))
 
 
-def _size_of(data: bytes) -> tuple[int, int]:
-    image = _opened(data)
-    turned = image.getexif().get(0x0112, 1) in (5, 6, 7, 8)
+def _has_exif(image: Image) -> bool:
+    """True if a camera's notes precede the pixels; Pillow would decode a PNG to look behind."""
+    return image.format != "PNG" or "exif" in image.info
+
+
+def _size_of(image: Image) -> tuple[int, int]:
+    turned = _has_exif(image) and image.getexif().get(0x0112, 1) in (5, 6, 7, 8)
     return (image.height, image.width) if turned else image.size
 
 
@@ -137,7 +153,8 @@ def opened(picture: Picture) -> Image:
             "start a new run"
         )
     with _problems_named(picture.path):
-        return ImageOps.exif_transpose(_opened(data)).convert("RGB")
+        image = _opened(data)
+        return (ImageOps.exif_transpose(image) if _has_exif(image) else image).convert("RGB")
 
 
 class Sight:

@@ -240,6 +240,11 @@ class TokenRows:
         found = bytes(self.images[span]) if span.stop > span.start else b"[]"
         return [Picture(*one) for one in json.loads(found)]
 
+    def all_pictures(self) -> set[Picture]:
+        """The images of all rows."""
+        sequences = np.ndindex(*self.side_lengths.shape) if self.images is not None else ()
+        return {one for place in sequences for one in self.pictures(*place)}
+
     def choose(self, rows: IndexArray) -> TokenRows:
         """The set of these rows (indices into this one), sharing the arrays."""
         return replace(self, chosen=self.chosen[rows])

@@ -28,10 +28,11 @@ NO_IMAGE = object()
 
 
 class Picture(NamedTuple):
-    """An image of a row: its file, the SHA-256 of its bytes, and its size in pixels as it is seen,
-    after the rotation that a camera has noted."""
+    """An image of a row: its file, when that was written (ns), the SHA-256 of its bytes, and its
+    size in pixels as it is seen, after the rotation that a camera has noted."""
 
     path: str
+    written: int
     sha256: str
     width: int
     height: int

@@ -58,7 +58,8 @@ def steps_of(config: Any) -> list[dict[str, Tensor]]:
 )
 def test_gradients_equal_autograd_s(family, settings):
     config = multimodal_config(family)
-    model, batches = plain_model(config), steps_of(config)
+    model: Any = plain_model(config)
+    batches = steps_of(config)
     expected = plain_gradients(model, batches)
     grads = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
     options: dict[str, Any] = {"image_row": row_of(config), "settings": settings}

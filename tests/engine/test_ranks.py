@@ -20,9 +20,11 @@ from megatrain.recipes.loop import evaluated
 from megatrain.recipes.signals import StopRequest
 from megatrain.settings import ALL, Settings
 from megatrain.world import World
+from tests.engine.test_images import row_of, steps_of
 from tests.engine.test_preference_steps import LOSSES, cut, examples, model_for
 from tests.engine.test_preference_steps import joined as joined_rows
 from tests.helpers.compare import apart, differing, distance
+from tests.helpers.multimodal import multimodal_config
 from tests.helpers.support import engine_of, micro_batches, tiny_config
 
 CHUNK: dict[str, Any] = {"head_chunk_tokens": 4096}
@@ -119,6 +121,7 @@ def assert_one(on_ranks: Any, ranks: int, hosts: int = 1, exact: bool = True, **
     return found, expected
 
 
+SEES = multimodal_config("qwen3-vl")
 NOTHING = [{**STEPS[0][0], "labels": torch.full_like(STEPS[0][0]["labels"], -100)}]
 FP32: dict[str, Any] = {"precision": "float32"}
 NEAR: dict[str, Any] = {"exact": False, "steps": SEVERAL, **FP32}
@@ -137,6 +140,10 @@ QUICK: dict[str, dict[str, Any]] = {
     "groups, resident": {"ranks": 2, **NEAR, **in_groups(2, 3)},
     "balanced routers": {"ranks": 3, **NEAR, "family": "mixtral", "router_aux_loss_coef": 0.1},
     "a skipped step": {"ranks": 2, "steps": [NOTHING]},
+    "images": {
+        "ranks": 2, "exact": False, "family": SEES, "image_row": row_of(SEES), **FP32,
+        "steps": [steps_of(SEES)] * 2,
+    },
 }
 SLOW: dict[str, dict[str, Any]] = {
     **{how: {"ranks": 2, **HOW[how]} for how in HOW if how not in QUICK},

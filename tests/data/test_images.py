@@ -1,0 +1,196 @@
+"""Images of rows: found in every form, named when they are not what they should be, and made into
+the tensors that the model's own processor makes."""
+
+from __future__ import annotations
+
+import base64
+import copy
+import json
+import zlib
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from PIL import Image
+from transformers import AutoTokenizer
+
+from examples.images import draw
+from megatrain.data import images as of_images
+from megatrain.data.build import load_data
+from megatrain.data.encoding import RowOptions
+from megatrain.data.images import Sight
+from megatrain.data.micro_batches import collate
+from megatrain.data.rows import TokenRows
+from megatrain.errors import DataError
+
+QUESTION, ANSWER = "what shape is it ?", "circle"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model that sees, and two pictures."""
+    found = tmp_path_factory.mktemp("images")
+    draw.model(found / "model")
+    Image.new("RGB", (96, 48), "red").save(found / "wide.png")
+    turned = Image.new("RGB", (60, 40), "blue")
+    exif = turned.getexif()
+    exif[0x0112] = 6  # a camera that was held upright
+    turned.save(found / "turned.jpg", exif=exif)
+    return found
+
+
+@pytest.fixture(scope="module")
+def sight(folder: Path) -> Sight:
+    found = Sight.of(folder / "model", AutoTokenizer.from_pretrained(folder / "model"), "qwen3_vl")
+    assert found is not None
+    return found
+
+
+def rows_of(given: Any, sight: Sight | None, cache: Path, **options: Any) -> TokenRows:
+    tokenizer: Any = None if sight is None else sight.processor.tokenizer
+    how = RowOptions(**{"seq_len": 200, "sight": sight, **options})
+    rows, _ = load_data(given, None, tokenizer, how, seed=0, cache=cache)
+    assert isinstance(rows, TokenRows)
+    return rows
+
+
+def file_of(folder: Path, *rows: Any) -> Path:
+    path = folder / "rows.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def turns(content: Any) -> list[dict[str, Any]]:
+    return [{"role": "user", "content": content}, {"role": "assistant", "content": ANSWER}]
+
+
+def asked(image: Any) -> list[dict[str, Any]]:
+    return [{"type": "image", "image": image}, {"type": "text", "text": QUESTION}]
+
+
+def encoded(path: Path) -> str:
+    return "data:image/png;base64," + base64.b64encode(path.read_bytes()).decode()
+
+
+def test_every_form_of_a_row_gives_the_same_rows(folder, sight, tmp_path):
+    wide, shared = str(folder / "wide.png"), [{"type": "image"}, asked(None)[1]]
+    url = {"type": "image_url", "image_url": {"url": encoded(folder / "wide.png")}}
+    rows = [
+        {"messages": turns(asked("wide.png"))},
+        {"messages": turns(asked(wide))},
+        {"messages": turns([url, asked(None)[1]])},
+        {"messages": turns(shared), "images": [wide]},
+        {"messages": turns(QUESTION), "image": "wide.png"},
+        {"messages": turns(f"<image>{QUESTION}"), "images": [{"path": wide, "bytes": None}]},
+        {
+            "conversations": [
+                {"from": "human", "value": f"<image>{QUESTION}"},
+                {"from": "gpt", "value": ANSWER},
+            ],
+            "image": wide,
+        },
+        {"prompt": [turns(shared)[0]], "completion": [turns("")[1]], "images": [wide]},
+    ]
+    first = rows_of(file_of(folder, rows[0]), sight, tmp_path)
+    for row in rows:
+        found = rows_of(file_of(folder, row), sight, tmp_path)
+        ids, mask = found.row(0)
+        (picture,) = found.pictures(0, 0)
+        assert (picture.width, picture.height) == (96, 48)
+        assert (ids == next(iter(sight.ids))).sum() == 32
+        assert sight.processor.tokenizer.decode(ids[mask]) == "circle <|end|>"
+        assert found.digest == first.digest
+    pillow = [{"messages": turns(shared), "images": [Image.open(folder / "wide.png")]}]
+    given = rows_of(pillow, sight, tmp_path)
+    assert given.row(0)[0].tolist() == first.row(0)[0].tolist()
+
+
+BAD: dict[str, tuple[Any, str]] = {
+    "missing": ("no.png", "no.png: cannot be read: No such file"),
+    "broken": ("broken.png", "broken.png: broken, or no image"),
+    "no image": ("rows.jsonl", "rows.jsonl: broken, or no image"),
+    "huge": ("huge.png", "huge.png: 50000 x 50000 pixels; more than"),
+    "an address": ("https://a.b/c.png", "addresses are not fetched"),
+    "a number": (7, "an image is a path"),
+    "no base64": ("data:image/png;base64,?", "no base64"),
+}
+
+
+@pytest.mark.parametrize("what", BAD)
+def test_what_is_no_picture_is_named_with_its_row(what, folder, sight, tmp_path):
+    whole = (folder / "wide.png").read_bytes()
+    (folder / "broken.png").write_bytes(b"\x89PNG\r\n" + whole[6:20])
+    header = b"IHDR" + (50_000).to_bytes(4) * 2 + whole[24:29]
+    huge = whole[:12] + header + zlib.crc32(header).to_bytes(4) + whole[33:]
+    (folder / "huge.png").write_bytes(huge)
+    named, said = BAD[what]
+    path = file_of(
+        folder, {"messages": turns(asked("wide.png"))}, {"messages": turns(asked(named))}
+    )
+    with pytest.raises(DataError, match=f"rows.jsonl:2.*{said}"):
+        rows_of(path, sight, tmp_path)
+
+
+COUNTS: dict[str, tuple[dict[str, Any], str]] = {
+    "too few": ({"messages": turns(f"<image><image>{QUESTION}"), "images": ["wide.png"]}, "more m"),
+    "too many": ({"messages": turns(asked("wide.png")), "images": ["wide.png"]}, "1 of the row's"),
+    "its own token": (
+        {"messages": turns(f"<|image_pad|>{QUESTION}"), "image": "wide.png"},
+        "marks",
+    ),
+    "our mark": ({"messages": turns(f"\ufffc{QUESTION}"), "image": "wide.png"}, "U\\+FFFC"),
+    "text": ({"text": "a cat", "image": "wide.png"}, "field 'image'"),
+}
+
+
+@pytest.mark.parametrize("what", COUNTS)
+def test_marks_and_images_must_fit(what, folder, sight, tmp_path):
+    row, said = COUNTS[what]
+    with pytest.raises(DataError, match=said):
+        rows_of(file_of(folder, row), sight, tmp_path)
+
+
+def test_a_changed_picture_is_found_and_a_long_row_is_dropped(folder, sight, tmp_path, monkeypatch):
+    own = tmp_path / "own"
+    own.mkdir()
+    Image.new("RGB", (96, 48), "red").save(own / "a.png")
+    other = {"messages": turns(asked("a.png"))}
+    long = {"messages": turns([*asked("a.png"), *asked("a.png"), *asked("a.png")])}
+    rows = rows_of(file_of(own, other, long), sight, tmp_path, seq_len=90)
+    assert (len(rows), rows.counts.too_long) == (1, 1)
+    batch = collate(rows, [[0]], 0)
+    assert batch["pixel_values"].shape == (128, 216)
+    Image.new("RGB", (96, 48), "green").save(own / "a.png")
+    with pytest.raises(DataError, match=r"a\.png: has changed since its row was tokenised"):
+        collate(rows, [[0]], 0)
+    assert rows_of(own / "rows.jsonl", sight, tmp_path, seq_len=90).digest != rows.digest
+    monkeypatch.setattr(of_images, "MOST_PIXELS", 100)
+    with pytest.raises(DataError, match="96 x 48 pixels"):
+        rows_of(own / "rows.jsonl", sight, tmp_path / "again")
+
+
+@pytest.mark.parametrize("several", [False, True], ids=["one image", "several"])
+def test_micro_batches_are_those_of_trl_s_collator(folder, sight, tmp_path, several):
+    trainer = pytest.importorskip("trl.trainer.sft_trainer")
+    parts = [{"type": "image"}, {"type": "text", "text": QUESTION}]
+    names = (
+        [["wide.png", "turned.jpg"], ["turned.jpg"]] if several else [["wide.png"], ["turned.jpg"]]
+    )
+    rows = [
+        {
+            "prompt": [{"role": "user", "content": [parts[0]] * len(images) + parts[1:]}],
+            "completion": [{"role": "assistant", "content": answer}],
+            "images": images,
+        }
+        for images, answer in zip(names, (ANSWER, "red square"), strict=True)
+    ]
+    found = rows_of(file_of(folder, *rows), sight, tmp_path)
+    ours = collate(found, [[0], [1]], sight.processor.tokenizer.pad_token_id)
+    opened = [[of_images.opened(one) for one in found.pictures(n, 0)] for n in (0, 1)]
+    sight.processor.chat_template = sight.processor.tokenizer.chat_template
+    theirs = trainer.DataCollatorForVisionLanguageModeling(
+        sight.processor, completion_only_loss=True
+    )([{**copy.deepcopy(row), "images": images} for row, images in zip(rows, opened, strict=True)])
+    for name in ("input_ids", "labels", "pixel_values", "image_grid_thw", "mm_token_type_ids"):
+        torch.testing.assert_close(ours[name], theirs[name], rtol=0, atol=0)
