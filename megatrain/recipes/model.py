@@ -32,6 +32,7 @@ from megatrain.models.pretrained import (
 )
 from megatrain.models.shapes import SHAPES, set_depth
 from megatrain.storage.manifest import check_description
+from megatrain.storage.passthrough import processor_files
 from megatrain.storage.safetensors import open_shards
 from megatrain.storage.weights import check_headers
 
@@ -48,8 +49,8 @@ NO_TOKENIZER: Any = SimpleNamespace(pad_token_id=None, eos_token_id=None)
 @dataclass(frozen=True)
 class Model:
     """A model as its files describe it: everything but the weights. `digests`: of those files
-    (models/pretrained.py), where a run began. `code`: its own Python files, where they are trusted;
-    every save has them, too."""
+    (models/pretrained.py), where a run began. `code`: its own Python files, where they are trusted,
+    and those of its processor of images; every save has them, too."""
 
     config: PretrainedConfig
     tokenizer: PreTrainedTokenizerBase
@@ -97,7 +98,7 @@ def read_model(config: Config) -> Model:
             f"{config.where('model.images')}: {model.source} has no processor of images, or method "
             f"{config.method} reads none; remove images from the data, or name a model that sees"
         )
-    return replace(found, sight=sight)
+    return replace(found, sight=sight, code={**found.code, **processor_files(folder)})
 
 
 FIRST_ROWS = 64

@@ -72,10 +72,16 @@ def as_stored(stored: StoredTensor | Dequantised) -> TensorSource:
 
 def passthrough_of(folder: Path, tensors: Mapping[str, StoredTensor | Dequantised]) -> Passthrough:
     """Tensors of a model folder, and the files that go with them. Raises StorageError."""
-    if not tensors:
+    files = processor_files(folder)
+    if not (tensors or files):
         return NOTHING
-    found = (path for pattern in (CONFIG, *OF_PROCESSOR) for path in sorted(folder.glob(pattern)))
-    return Passthrough(tensors, {path.name: read_bytes(path) for path in found if path.is_file()})
+    return Passthrough(tensors, {CONFIG: read_bytes(folder / CONFIG), **files})
+
+
+def processor_files(folder: Path) -> dict[str, bytes]:
+    """The files of a model's processor of images, by name. Raises StorageError."""
+    found = (path for pattern in OF_PROCESSOR for path in sorted(folder.glob(pattern)))
+    return {path.name: read_bytes(path) for path in found if path.is_file()}
 
 
 def with_frozen(
