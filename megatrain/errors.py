@@ -1,12 +1,16 @@
-"""Typed errors for users: each is one sentence (what, where, what to do) and an exit code."""
+"""Typed errors for users: each is one sentence (what, where, what to do) and an exit code; and the
+log that users read."""
 
 from __future__ import annotations
 
 import errno
+import logging
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+
+logger = logging.getLogger("megatrain")
 
 UNEXPECTED = 1
 OF_UNIX = ("fcntl", "resource", "termios")  # modules that Python lacks on Windows

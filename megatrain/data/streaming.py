@@ -26,7 +26,7 @@ from megatrain.data.encoding import Encoder, RowOptions
 from megatrain.data.rows import PackedRows, Position, Rows, TokenRows, pack
 from megatrain.data.samples import digest_of
 from megatrain.data.workers import ended, outcome, shared_numbers, start_child
-from megatrain.errors import MegaTrainError, number_of
+from megatrain.errors import MegaTrainError, logger, number_of
 from megatrain.heartbeat import may_end_here
 
 if TYPE_CHECKING:
@@ -36,8 +36,6 @@ if TYPE_CHECKING:
 
 LOOKED_EVERY_S = 0.1
 NICENESS = 10  # of the writer: what trains goes first
-
-logger = logging.getLogger("megatrain")
 
 
 def load_stream(

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import logging
 import math
 import os
 import platform
@@ -24,7 +23,7 @@ from typing import Annotated, Any, NamedTuple, TypeVar
 from pydantic import ConfigDict, Field, TypeAdapter
 from pydantic.dataclasses import dataclass as checked_dataclass
 
-from megatrain.errors import system_errors
+from megatrain.errors import logger, system_errors
 from megatrain.machine.datasheets import DESKTOP, UNKNOWN_GPU, DataSheet, data_sheet
 from megatrain.machine.hardware import (
     CPUINFO,
@@ -38,7 +37,6 @@ from megatrain.machine.hardware import (
     update_threads,
 )
 
-logger = logging.getLogger("megatrain")
 T = TypeVar("T")
 
 Rate = Annotated[float, Field(ge=0)]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -14,7 +13,7 @@ from megatrain.data.samples import Turns
 from megatrain.engine.engine import Engine
 from megatrain.engine.rollout.decode import Answer, AnswerRequest, answers
 from megatrain.engine.rollout.draw import Draw
-from megatrain.errors import ModelError
+from megatrain.errors import ModelError, logger
 from megatrain.recipes.inspect import reader, run_folder_of, writer_of
 from megatrain.recipes.model import Model
 from megatrain.recipes.sample import (
@@ -30,8 +29,6 @@ from megatrain.recipes.sample import (
 
 HELD_TOKENS = 8192  # of a conversation whose weights stay on the device
 LEAST_SHARE = 4  # an answer may have this part of the model's positions, at least
-
-logger = logging.getLogger("megatrain")
 
 
 @dataclass(frozen=True)

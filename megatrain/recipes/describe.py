@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import os
 import platform
 import socket
@@ -20,6 +19,7 @@ from megatrain.config.resuming import (
     with_absolute_paths,
 )
 from megatrain.engine.resolved import Machine, Resolved
+from megatrain.errors import logger
 from megatrain.machine.hardware import update_threads
 from megatrain.machine.profile import installed_version
 from megatrain.planner.plan import Plan
@@ -38,7 +38,6 @@ from megatrain.settings import KEYS, OPTIONS
 from megatrain.storage.run_folder import find_checkpoint, write_text
 from megatrain.world import World
 
-logger = logging.getLogger("megatrain")
 SUMS, RANKS = "sums_on_device", "ranks"
 LAUNCH, UNNAMED = "TORCHELASTIC_RUN_ID", "none"  # torchrun's
 PACKAGES = ["megatrain", "torch", "transformers", "tokenizers"]

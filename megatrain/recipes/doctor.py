@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -12,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from megatrain.engine.request import choose_device
-from megatrain.errors import ConfigError, StorageError
+from megatrain.errors import ConfigError, StorageError, logger
 from megatrain.machine import profile as profiles
 from megatrain.machine.hardware import Hardware, drive_name, one_of_each_drive, read_hardware
 from megatrain.machine.profile import (
@@ -35,8 +34,6 @@ from megatrain.world import World
 
 if TYPE_CHECKING:
     from rich.console import Console
-
-logger = logging.getLogger("megatrain")
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import math
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
@@ -23,7 +22,7 @@ from megatrain.data.samples import PROMPTS
 from megatrain.data.show import show_rows, summary
 from megatrain.engine.engine import Engine
 from megatrain.engine.request import choose_device, config_of_source, least_tokens
-from megatrain.errors import ConfigError, DataError
+from megatrain.errors import ConfigError, DataError, logger
 from megatrain.losses import SequenceLoss
 from megatrain.models.family import regimes_of
 from megatrain.models.pretrained import is_classifier, resolve_source
@@ -225,7 +224,6 @@ def run_folder_of(folder: Path) -> Path | None:
 
 # -- rows to evaluate on --------------------------------------------------------------------------
 
-logger = logging.getLogger("megatrain")
 
 OF_TRAIN = ("seed", "seq_len", "eval_rows")  # keys that say which rows are held out
 ALL_ROWS = {"data.eval": None, "data.streaming": False}  # of a source are evaluated

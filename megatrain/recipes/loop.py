@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import math
 import shlex
 import time
@@ -24,6 +23,7 @@ from megatrain.errors import (
     DivergedError,
     MegaTrainError,
     StorageError,
+    logger,
 )
 from megatrain.heartbeat import BYTES_WRITTEN
 from megatrain.recipes.card import model_card
@@ -47,8 +47,6 @@ SWEEP_MICRO_BATCHES = 4  # at least, where weights are streamed for an evaluatio
 NON_FINITE_IN_A_ROW = 5  # one bad batch is skipped; this many mean that the weights are lost
 SPIKES_KEPT = 10  # batches of a process
 LOWER = 10  # the divisor of the learning rate that is proposed
-
-logger = logging.getLogger("megatrain")
 
 
 def fit(run: Run, stop: StopRequest) -> bool:

@@ -3,7 +3,6 @@ described, as by `megatrain plan --gpu "RTX 4090" --ram 128GiB`."""
 
 from __future__ import annotations
 
-import logging
 import os
 from dataclasses import replace
 from functools import partial
@@ -16,7 +15,7 @@ from megatrain.config import Config
 from megatrain.engine.ranks.exchange import peer_devices
 from megatrain.engine.request import choose_device, choose_precision
 from megatrain.engine.resolved import Machine, Resolved
-from megatrain.errors import ConfigError, StorageError
+from megatrain.errors import ConfigError, StorageError, logger
 from megatrain.machine import profile as rates
 from megatrain.machine.datasheets import FIRST_BFLOAT16, FIRST_FP8, parse_size
 from megatrain.machine.hardware import (
@@ -45,8 +44,6 @@ from megatrain.recipes.setup import plan_run, prices_of
 from megatrain.reporting.energy import Economy
 from megatrain.storage.run_folder import bytes_of_checkpoints
 from megatrain.world import ALONE, World
-
-logger = logging.getLogger("megatrain")
 
 BYTES_OF_GBIT = 1e9 / 8
 

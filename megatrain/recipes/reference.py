@@ -9,7 +9,6 @@ anew, and a longer run the rows that it adds.
 from __future__ import annotations
 
 import hashlib
-import logging
 import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -28,7 +27,7 @@ from megatrain.data.rows import IndexArray, Rows, default_cache
 from megatrain.data.samples import name_for
 from megatrain.durable import sync_folder
 from megatrain.engine.engine import Engine
-from megatrain.errors import StorageError, system_errors
+from megatrain.errors import StorageError, logger, system_errors
 from megatrain.heartbeat import may_end_here
 from megatrain.losses import SequenceLoss
 from megatrain.recipes.loop import sweeps
@@ -37,8 +36,6 @@ from megatrain.recipes.verify import causes_of
 from megatrain.reporting.progress import Progress
 from megatrain.storage.checkpoint import Resumable, read_about
 from megatrain.storage.hashed_file import write_bytes
-
-logger = logging.getLogger("megatrain")
 
 FOLDER, DIGEST_BYTES = "reference", 16
 AT_ONCE = 16  # tensors that are hashed at a time

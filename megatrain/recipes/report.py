@@ -10,7 +10,6 @@ import base64
 import hashlib
 import html
 import json
-import logging
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -21,7 +20,7 @@ import numpy as np
 
 from megatrain.config.document import plain, read_yaml
 from megatrain.config.resuming import RESOLVED_FILE
-from megatrain.errors import ConfigError, printable, without_secrets
+from megatrain.errors import ConfigError, logger, printable, without_secrets
 from megatrain.recipes.rl.advantages import OF_METHODS, worth
 from megatrain.recipes.rl.journal import judged_before
 from megatrain.reporting.energy import Economy, Prices, described
@@ -98,8 +97,6 @@ def page(
 def _asset(name: str) -> str:
     return (ASSETS / name).read_text(encoding="utf-8")
 
-
-logger = logging.getLogger("megatrain")
 
 ENVIRONMENT_FILE, PLAN_FILE = "env.json", "plan.json"
 # While a run goes on, the page is written again after PACE times the seconds that writing it took,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
@@ -26,7 +25,7 @@ from megatrain.data.samples import PROMPTS
 from megatrain.data.streaming import Stream
 from megatrain.engine.components import deterministic
 from megatrain.engine.resolved import Resolved, piece_tokens
-from megatrain.errors import ConfigError, DataError, ModelError, StorageError, if_forbidden
+from megatrain.errors import ConfigError, DataError, ModelError, StorageError, if_forbidden, logger
 from megatrain.heartbeat import may_end_here
 from megatrain.losses import SequenceLoss
 from megatrain.methods import METHODS
@@ -94,8 +93,6 @@ from megatrain.storage.checkpoint import (
 from megatrain.storage.manifest import check_files, read_manifest
 from megatrain.storage.run_folder import CARD, FINAL, checkpoints, sequence_of
 from megatrain.world import ALONE, World
-
-logger = logging.getLogger("megatrain")
 
 
 def plan(

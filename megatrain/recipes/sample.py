@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -19,7 +18,7 @@ from megatrain.data.workers import fenced
 from megatrain.engine.engine import Engine
 from megatrain.engine.rollout.decode import Answer, AnswerRequest
 from megatrain.engine.rollout.draw import Draw
-from megatrain.errors import ConfigError, DataError, ModelError
+from megatrain.errors import ConfigError, DataError, ModelError, logger
 from megatrain.models.family import longest_sequence
 from megatrain.models.pretrained import stop_ids, with_stops
 from megatrain.recipes.model import Model
@@ -28,7 +27,6 @@ from megatrain.recipes.signals import StopRequest
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-logger = logging.getLogger("megatrain")
 
 SAMPLE_TOKENS = 48
 EvalPrompt = tuple[Turns, list[int]]  # a conversation, and its token ids

@@ -4,7 +4,6 @@ with weights or a checkpoint loaded and its files open."""
 from __future__ import annotations
 
 import errno
-import logging
 import os
 import re
 import socket
@@ -24,7 +23,7 @@ from megatrain.config.resuming import RESOLVED_FILE, check_changes, for_state, r
 from megatrain.data.loader import Loader
 from megatrain.data.micro_batches import ReferenceArray
 from megatrain.engine.engine import Engine
-from megatrain.errors import ConfigError, StorageError, storage_error, system_errors
+from megatrain.errors import ConfigError, StorageError, logger, storage_error, system_errors
 from megatrain.heartbeat import BYTES_READ, WEIGHTS_READ, may_end_here
 from megatrain.planner.plan import Plan
 from megatrain.recipes.describe import (
@@ -90,8 +89,6 @@ NAMES = rf"({'|'.join(map(re.escape, FILES))})(\.tmp)?", *FOLDERS, CHECKPOINT.pa
 WRITTEN = re.compile("|".join((*NAMES, UNFINISHED.pattern)))
 MODEL = "config.json"  # a folder that has it is taken for a model, not for a run
 SEEN_WITHIN_S = 90.0  # by other hosts, whose view of a folder may be a minute old (nfs(5))
-
-logger = logging.getLogger("megatrain")
 
 
 @dataclass(frozen=True)

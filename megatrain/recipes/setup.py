@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import time
 from collections.abc import Iterator, Mapping
@@ -24,7 +23,7 @@ from megatrain.engine.components import PRECISIONS
 from megatrain.engine.objective import AnyLoss
 from megatrain.engine.request import Request, check_context_parallel
 from megatrain.engine.resolved import Machine, Resolved, plan_of, resolve
-from megatrain.errors import ConfigError, DataError, OutOfMemory, PlanError
+from megatrain.errors import ConfigError, DataError, OutOfMemory, PlanError, logger
 from megatrain.heartbeat import beat, may_end_here
 from megatrain.losses import LOSSES, SequenceLoss
 from megatrain.machine.datasheets import FIRST_BFLOAT16, board_power_w
@@ -41,8 +40,6 @@ from megatrain.reporting.energy import Prices, planned_economy, planned_power
 from megatrain.reporting.summary import human_bytes
 from megatrain.settings import KEYS
 from megatrain.world import World
-
-logger = logging.getLogger("megatrain")
 
 ROWS_LOGGED_EVERY_S = 10.0
 MOST_PROCESSES = 16  # more wait for the one that reads the rows and writes the tokens

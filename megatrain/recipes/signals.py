@@ -12,7 +12,6 @@ stops at once the second time.
 from __future__ import annotations
 
 import faulthandler
-import logging
 import os
 import signal
 import threading
@@ -23,7 +22,7 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING
 
-from megatrain.errors import UNEXPECTED
+from megatrain.errors import UNEXPECTED, logger
 from megatrain.heartbeat import ending, total
 from megatrain.reporting.summary import human_seconds
 
@@ -38,8 +37,6 @@ USED_BY_OTHERS = (signal.SIGUSR2, signal.SIGALRM)  # left to a handler that is t
 OURS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGXCPU)
 STOPS = (*OURS, *USED_BY_OTHERS)
 STDERR = 2
-
-logger = logging.getLogger("megatrain")
 
 
 class Stopped(BaseException):

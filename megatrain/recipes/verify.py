@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import logging
 import sys
 import time
 from dataclasses import dataclass
@@ -14,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from megatrain.data.samples import name_for
 from megatrain.engine.verify import FORMAT, Verdict
 from megatrain.engine.verify import verify as check
-from megatrain.errors import StorageError, VerificationError
+from megatrain.errors import StorageError, VerificationError, logger
 from megatrain.machine.profile import (
     PACKAGES,
     cache_folder,
@@ -31,7 +30,6 @@ from megatrain.storage.manifest import check_model_files, manifest_of_model
 if TYPE_CHECKING:
     from rich.console import Console
 
-logger = logging.getLogger("megatrain")
 REMOTE = "transformers_modules."  # where transformers keeps code that comes with a model
 NOT_OF_THE_FAMILY = ("_name_or_path", "dtype", "use_cache")
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import math
 import os
 import statistics
@@ -17,9 +16,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from megatrain.errors import system_errors
-
-logger = logging.getLogger("megatrain")
+from megatrain.errors import logger, system_errors
 
 METRICS_FILE, SAMPLES_FILE = "metrics.jsonl", "samples.jsonl"
 # Not through a link that somebody else may have put there.

@@ -22,7 +22,7 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from megatrain.errors import MegaTrainError, printable, system_errors, without_secrets
+from megatrain.errors import MegaTrainError, logger, printable, system_errors, without_secrets
 from megatrain.heartbeat import beats
 from megatrain.reporting.metrics import (
     APPENDED,
@@ -43,7 +43,6 @@ Ahead = Callable[[int], Mapping[str, int]]
 
 PREFIXES = {logging.WARNING: "warning: ", logging.ERROR: "error: "}
 
-logger = logging.getLogger("megatrain")
 _panels: WeakKeyDictionary[Console, _LivePanel] = WeakKeyDictionary()
 
 

@@ -6,7 +6,6 @@ A tracker never stops a run: one that fails is dropped with a warning, and metri
 from __future__ import annotations
 
 import json
-import logging
 import os
 import sys
 import uuid
@@ -18,9 +17,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Protocol
 
-from megatrain.errors import ConfigError
-
-logger = logging.getLogger("megatrain")
+from megatrain.errors import ConfigError, logger
 
 PROJECT = "megatrain"
 ID_FILE = "tracking.json"

@@ -13,7 +13,6 @@ over one that turns out damaged.
 from __future__ import annotations
 
 import json
-import logging
 import math
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -27,7 +26,14 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
-from megatrain.errors import ConfigError, DamagedError, ModelError, StorageError, system_errors
+from megatrain.errors import (
+    ConfigError,
+    DamagedError,
+    ModelError,
+    StorageError,
+    logger,
+    system_errors,
+)
 from megatrain.memory.layout import TensorRange
 from megatrain.models.constants import FLOATS, ParameterPlace, names_in
 from megatrain.models.names import Tensors, in_blocks
@@ -280,8 +286,6 @@ def reopen(run_dir: Path, source: Path) -> None:
 # A tensor in a file, and the array, block and range of the array that it is read into; a constant
 # has a place, and no array.
 _Transfer = tuple[StoredTensor, str, int, TensorRange | ParameterPlace]
-
-logger = logging.getLogger("megatrain")
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import logging
 import os
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -14,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import torch
 
-from megatrain.errors import ConfigError, ModelError, StorageError
+from megatrain.errors import ConfigError, ModelError, StorageError, logger
 from megatrain.memory.layout import TensorRange
 from megatrain.memory.store import Store
 from megatrain.models import pretrained
@@ -86,7 +85,6 @@ FOLDER, GGUF = "safetensors", "gguf"
 FORMATS = {FOLDER: DTYPES, GGUF: GGUF_DTYPES}  # and the dtypes that each may have
 
 T = TypeVar("T")
-logger = logging.getLogger("megatrain")
 
 
 class Exportable(Protocol):

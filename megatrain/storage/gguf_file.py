@@ -8,7 +8,6 @@ key would show only as a worse model.
 from __future__ import annotations
 
 import json
-import logging
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -20,7 +19,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from megatrain.errors import ModelError, system_errors
+from megatrain.errors import ModelError, logger, system_errors
 from megatrain.models.pretrained import end_of_turn
 from megatrain.storage.safetensors import TensorSource
 
@@ -29,7 +28,6 @@ if TYPE_CHECKING:
 
 # -- families -------------------------------------------------------------------------------------
 
-logger = logging.getLogger("megatrain")
 
 Change = Callable[[torch.Tensor, Any], torch.Tensor]
 

@@ -9,7 +9,6 @@ checkpoint, so the run outlives the folder that it began with.
 from __future__ import annotations
 
 import json
-import logging
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -17,7 +16,7 @@ from pathlib import Path
 
 import torch
 
-from megatrain.errors import StorageError
+from megatrain.errors import StorageError, logger
 from megatrain.memory.store import Store
 from megatrain.models.constants import NO_IMAGES, ParameterPlace, UnusedWeights
 from megatrain.models.pretrained import KEY
@@ -28,8 +27,6 @@ from megatrain.storage.run_folder import FINAL, PASSENGERS, checkpoints, link_or
 from megatrain.storage.safetensors import StoredTensor, TensorSource, dtype_name, read_header
 from megatrain.storage.sharded_write import write_files
 from megatrain.world import World
-
-logger = logging.getLogger("megatrain")
 
 CONFIG = "config.json"
 # Files beside the weights that neither the tokenizer nor transformers' configurations write.

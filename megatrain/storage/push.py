@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-import logging
 import re
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from megatrain.errors import ConfigError, MegaTrainError, StorageError, system_errors
+from megatrain.errors import ConfigError, MegaTrainError, StorageError, logger, system_errors
 from megatrain.models.hub import LOG_IN, reachable, said_by
 from megatrain.storage.manifest import (
     MANIFEST,
@@ -32,8 +31,6 @@ REFUSED = (
 )
 PASSING = (408, 409, 412, 425, 429)  # of those below 500, what may go away
 QUERY = re.compile(r"\?[^\s'\"<>]+")  # of a URL: that of an upload has its signature there
-
-logger = logging.getLogger("megatrain")
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,6 @@ that end in `.tmp` are work in progress and never read; the next save removes th
 from __future__ import annotations
 
 import fcntl
-import logging
 import os
 import re
 import shutil
@@ -20,11 +19,9 @@ from os.path import isfile  # false where Path's raises: in an unreadable folder
 from pathlib import Path, PurePath
 
 from megatrain.durable import sync_folder
-from megatrain.errors import ConfigError, StorageError, storage_error, system_errors
+from megatrain.errors import ConfigError, StorageError, logger, storage_error, system_errors
 from megatrain.storage.hashed_file import write_bytes
 from megatrain.storage.manifest import CHECKPOINT, MANIFEST, REPLACED, Manifest, read_manifest
-
-logger = logging.getLogger("megatrain")
 
 LINKS = ("last", "best", "proven")
 FINAL = "final"

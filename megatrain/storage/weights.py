@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -14,7 +13,7 @@ from typing import Any
 
 import torch
 
-from megatrain.errors import ModelError, StorageError
+from megatrain.errors import ModelError, StorageError, logger
 from megatrain.heartbeat import WEIGHTS_READ, beat, may_end_here
 from megatrain.memory.store import Store
 from megatrain.models.anatomy import Anatomy
@@ -50,7 +49,6 @@ from megatrain.storage.safetensors import (
 from megatrain.storage.sharded_write import ShardReader, readings
 
 SUFFIX = ".safetensors"
-logger = logging.getLogger("megatrain")
 
 
 @dataclass(frozen=True)

@@ -15,10 +15,11 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from megatrain.errors import logger
 from megatrain.heartbeat import beat
 from megatrain.reporting import progress as panel
 from megatrain.reporting.metrics import StepTime
-from megatrain.reporting.progress import LOG_FILE, Progress, logger, logging_to
+from megatrain.reporting.progress import LOG_FILE, Progress, logging_to
 from tests.helpers.files import largest_file
 from tests.reporting.one_step import STEP
 

@@ -8,7 +8,6 @@ words, or its silence, end this process within seconds, with the reason.
 from __future__ import annotations
 
 import json
-import logging
 import os
 import signal
 import threading
@@ -20,7 +19,7 @@ from dataclasses import astuple, dataclass
 from datetime import timedelta
 from typing import TypeVar
 
-from megatrain.errors import UNEXPECTED, MegaTrainError, exit_code_of, printable
+from megatrain.errors import UNEXPECTED, MegaTrainError, exit_code_of, logger, printable
 from megatrain.recipes.ranks.launch import LAUNCHER
 from megatrain.recipes.signals import STDERR, all_stop, early_request
 from megatrain.reporting.progress import IN_FILE
@@ -31,8 +30,6 @@ SILENT_S = 12.0  # without a sign of life a rank is dead
 LEAVES_WITHIN_S = 3.0  # of each other, if all were asked to stop before the first step
 STORE_TIMEOUT = timedelta(seconds=10)
 T = TypeVar("T")
-
-logger = logging.getLogger("megatrain")
 
 
 class OtherFailed(MegaTrainError):

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import hmac
 import json
-import logging
 import os
 import socket
 import sys
@@ -46,6 +45,7 @@ from megatrain.errors import (
     DataError,
     MegaTrainError,
     exit_code_of,
+    logger,
     number_of,
     system_errors,
 )
@@ -368,8 +368,6 @@ def on_the_same_cores(world: World) -> tuple[int, int]:
 
 
 # -- points that all ranks pass --------------------------------------------------------------------
-
-logger = logging.getLogger("megatrain")
 
 
 def check_ranks(config: Config, world: World) -> None:
