@@ -11,7 +11,6 @@ from __future__ import annotations
 import fcntl
 import hashlib
 import json
-import logging
 import math
 import os
 import shutil
@@ -27,9 +26,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from megatrain.data.rows import Counts, IndexArray, Joined, TokenRows, measure_lengths
-from megatrain.data.samples import JUDGED, KINDS, PLAIN, Picture, digest_of
+from megatrain.data.samples import JUDGED, KINDS, PLAIN, Picture, name_for
 from megatrain.durable import sync_folder
-from megatrain.errors import StorageError, system_errors
+from megatrain.errors import StorageError, logger, system_errors
 
 if TYPE_CHECKING:
     from megatrain.data.rows import IdArray, MaskArray
@@ -46,8 +45,6 @@ ANOTHER_FOLDER = "set MEGATRAIN_CACHE to another folder"
 _LOOKED_EVERY_S = 0.2  # whether another process is done with the set
 # what is left of a damaged description may be anything
 _UNREADABLE = (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError)
-
-logger = logging.getLogger("megatrain")
 
 
 # why: decision 0113
@@ -280,7 +277,7 @@ def _read_about(path: Path) -> dict[str, Any]:
     """Read the description of a shard or a set. Raises ValueError if it is damaged."""
     about: dict[str, Any] = json.loads(path.read_bytes())
     own = about.pop("own")
-    if own != hash_of(about):
+    if own != name_for(about):
         raise ValueError(f"{path}: is damaged")
     return {**about, "own": own}
 
@@ -403,12 +400,7 @@ def hash64(data: bytes) -> int:
     return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "little")
 
 
-def hash_of(about: Mapping[str, object]) -> str:
-    """The hash of what a file says about a shard or a set."""
-    return digest_of(json.dumps(about, sort_keys=True))
-
-
 def write_about(path: Path, about: Mapping[str, object]) -> None:
     """Write what is known about a shard or a set, with a hash of its own."""
     with closing(_HashedFile(path)) as file:
-        file.write(json.dumps({**about, "own": hash_of(about)}).encode())
+        file.write(json.dumps({**about, "own": name_for(about)}).encode())

@@ -168,12 +168,7 @@ class ChatTemplate:
 
     def _rendered(self, beginning: Scene, generation_prompt: bool = False) -> str | None:
         """Render a conversation's beginning; None if it cannot stand alone."""
-        if not beginning.turns:
-            return None
-        try:
-            return self._template.render(beginning, generation_prompt)
-        except RowError:
-            return None
+        return self._template.tried(beginning, generation_prompt) if beginning.turns else None
 
     def _around(self, scene: Scene, index: int, text: str) -> CharSpan:
         """The characters of `text` that the template made of what turn `index` says."""
@@ -329,10 +324,7 @@ def _field_note(name: str) -> str:
 
 def _alone(chat: Chat, index: int, template: Template) -> str:
     """The conversation through turn `index`, as if it ended there."""
-    try:
-        return squeezed(template.render(template.scene(chat).beginning(index + 1)))
-    except RowError:
-        return ""
+    return squeezed(template.tried(template.scene(chat).beginning(index + 1)) or "")
 
 
 def squeezed(text: str) -> str:

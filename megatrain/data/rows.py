@@ -404,7 +404,6 @@ CUT_SHARE = 0.1  # of all tokens; more of them cut off is worth a warning
 _ENOUGH = 0.99  # of all tokens, which the advised seq_len keeps
 MOST_CUT = 0.5  # of all tokens; of more, somebody has to choose how they are cut
 KEEP_START, KEEP_END, CONTEXT, DROP = "keep_start", "keep_end", "context", "drop"
-TRUNCATION_MODES = (KEEP_START, KEEP_END, CONTEXT, DROP)
 Tokens = tuple[IdArray, MaskArray]
 
 

@@ -237,11 +237,8 @@ def _inside(folder: Path, file: Path) -> str:
 
 
 def _files(name: str, files: list[Path]) -> Source:
-    def read() -> Iterator[RawRow]:
-        return itertools.chain.from_iterable(map(read_file, files))
-
     identity = json.dumps([(str(path.resolve()), *_content_of(path)) for path in files])
-    return Source(name, identity, read)
+    return Source(name, identity, lambda: itertools.chain.from_iterable(map(read_file, files)))
 
 
 def _content_of(path: Path) -> tuple[object, ...]:

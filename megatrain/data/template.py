@@ -152,6 +152,12 @@ class Template:
         """The conversation as text. Raises RowError where the template refuses it."""
         return self._run(scene, self.wanted(scene.turns), generation_prompt)[0]
 
+    def tried(self, scene: Scene, generation_prompt: bool = False) -> str | None:
+        """As `render`; None where the template refuses it."""
+        with suppress(RowError):
+            return self.render(scene, generation_prompt)
+        return None
+
     def render_marked(self, scene: Scene) -> tuple[str, list[CharSpan]]:
         """The text, and the spans of its `{% generation %}` blocks. Raises RowError."""
         marks = GENERATION.search(self._with_tools if scene.tools else self._source)
@@ -195,10 +201,7 @@ class Template:
         for content, as_text in ((c, t) for c in ("", None) for t in (False, True)):
             calls = _with_arguments(CALLING["tool_calls"], as_text)
             calling = {**CALLING, "content": content, "tool_calls": calls}
-            try:
-                text = self.render(Scene((QUESTION, calling), tools=TOOLS))
-            except RowError:
-                continue
+            text = self.tried(Scene((QUESTION, calling), tools=TOOLS)) or ""
             # an object as Python writes it, or a text quoted as JSON once more
             garbled = f"'{_KEY}'" in text or f'\\"{_KEY}' in text
             said_none = content is None and "None" in text
@@ -209,20 +212,14 @@ class Template:
     @cached_property
     def shows_tools(self) -> bool:
         """True if it writes the tools."""
-        try:
-            text = self.render(Scene((QUESTION,), tools=TOOLS), generation_prompt=True)
-        except RowError:
-            return False
-        return _NAME in text
+        return _NAME in (self.tried(Scene((QUESTION,), tools=TOOLS), True) or "")
 
     @cached_property
     def prompts(self) -> bool:
         """True if it writes something for a generation prompt."""
         asked = Scene((QUESTION,))
-        try:
-            return self.render(asked, generation_prompt=True) != self.render(asked)
-        except RowError:
-            return False
+        bare, prompted = self.tried(asked), self.tried(asked, True)
+        return None not in (bare, prompted) and bare != prompted
 
     @cached_property
     def stop(self) -> str | None:
@@ -251,11 +248,8 @@ class Template:
         return last is not None and (last == self.stop or last in self._special)
 
     def _behind_answer(self, scene: Scene) -> str:
-        """The text behind the content of an answer."""
-        try:
-            return self.render(scene).partition(STAND_IN)[2]
-        except RowError:  # a template for another kind of data
-            return ""
+        """The text behind the content of an answer; none by a template for another kind of data."""
+        return (self.tried(scene) or "").partition(STAND_IN)[2]
 
     def _run(
         self,

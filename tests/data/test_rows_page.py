@@ -19,7 +19,6 @@ from megatrain.data.formats import (
     detect_format,
     formats_of,
 )
-from megatrain.data.rows import TRUNCATION_MODES
 from megatrain.data.samples import JUDGED, KINDS, PAIRS, PLAIN, PROMPTS, asked_in, texts_of
 from megatrain.methods import METHODS
 
@@ -72,7 +71,7 @@ def test_every_example_is_read_and_every_format_has_one(kind):
 
 def test_names_of_columns_methods_and_modes_are_on_the_page():
     columns = {*LABELS, *PROMPT_NAMES, *ABOUT_ALPACA, *ABOUT_CHATS, "margin"}
-    for name in (*columns, *TRUNCATION_MODES):
+    for name in (*columns, "keep_start", "keep_end", "context", "drop"):
         assert f"`{name}`" in TEXT, name
     headings = "".join(re.findall(r"^## (?:Pairs|Judged answers|Prompts): .*$", TEXT, re.MULTILINE))
     for name, method in METHODS.items():
