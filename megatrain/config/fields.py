@@ -17,7 +17,7 @@ from megatrain.config.document import write_yaml
 from megatrain.config.sections import EVAL_REWARD, HeldOut, Sources
 from megatrain.config.values import Options, Places, key, option, refuse
 from megatrain.data.files import check_source
-from megatrain.data.samples import PROMPTS, read_prompts
+from megatrain.data.samples import PROMPTS, Turns, read_prompts
 from megatrain.errors import ConfigError, DataError
 from megatrain.methods import METHODS, RATE
 from megatrain.settings import OPTIONS, contradiction
@@ -479,12 +479,12 @@ def fault_of_rollouts(config: Config) -> tuple[str, str] | None:
     return None
 
 
-def check_prompts(config: Config) -> None:
+def check_prompts(config: Config) -> list[Turns]:
     """Read `eval.prompts`, if it is set. Raises DataError with the place of the key."""
     if config.eval.prompts is None:
-        return
+        return []
     try:
-        read_prompts(config.eval.prompts)
+        return read_prompts(config.eval.prompts)
     except DataError as error:
         raise DataError(f"{config.where('eval.prompts')}: {error}") from None
 

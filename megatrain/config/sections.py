@@ -85,14 +85,8 @@ NEARER = "How strongly the model is held to the reference; higher stays nearer."
 _Smoothing = Annotated[
     Annotated[float, Field(ge=0, lt=0.5)], wanted("a number from 0 to below 0.5")
 ]
-_Range = Annotated[
-    tuple[float, float] | None,
-    wanted("two numbers, or null", lambda x: tuple(x) if isinstance(x, list) else x),
-]
-_Weights = Annotated[
-    tuple[float, ...] | None,
-    wanted("a list of numbers, or null", lambda x: tuple(x) if isinstance(x, list) else x),
-]
+_Range = Annotated[tuple[float, float] | None, wanted("two numbers, or null", v.as_tuple)]
+_Weights = Annotated[tuple[float, ...] | None, wanted("a list of numbers, or null", v.as_tuple)]
 
 
 class DpoOptions(Options):

@@ -99,7 +99,7 @@ def _counted(value: object) -> object:
     return whole
 
 
-def _as_tuple(value: object) -> object:
+def as_tuple(value: object) -> object:
     return tuple(value) if isinstance(value, list) else value
 
 
@@ -234,7 +234,7 @@ FractionOrNull = Annotated[
 ]
 BetasOrAuto = Annotated[
     tuple[_Beta, _Beta] | Auto,
-    wanted("two numbers, each at least 0 and below 1, such as [0.9, 0.999], or auto", _as_tuple),
+    wanted("two numbers, each at least 0 and below 1, such as [0.9, 0.999], or auto", as_tuple),
 ]
 SizeOrAuto = Annotated[
     _Size | Auto, wanted("a size of at least 1 MiB such as 80GiB or 512 MB, or auto", parse_size)

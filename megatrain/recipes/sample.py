@@ -12,7 +12,7 @@ import torch
 from megatrain.config import Config
 from megatrain.config.fields import check_prompts
 from megatrain.data.rows import Rows
-from megatrain.data.samples import Turns, read_prompts
+from megatrain.data.samples import Turns
 from megatrain.data.template import Template
 from megatrain.data.workers import fenced
 from megatrain.engine.engine import Engine
@@ -155,18 +155,15 @@ def check_sample_prompt(config: Config, model: Model) -> None:
 
 def eval_prompts(config: Config, model: Model) -> list[EvalPrompt]:
     """Read `eval.prompts`. Raises DataError for one that leaves no room for an answer."""
-    given, found = config.eval, list[EvalPrompt]()
-    check_prompts(config)
-    if given.prompts is None:
-        return found
+    new, found = config.eval.max_new_tokens, list[EvalPrompt]()
     where, longest = config.where("eval.prompts"), positions_of(model)
-    for number, turns in enumerate(read_prompts(given.prompts), 1):
+    for number, turns in enumerate(check_prompts(config), 1):
         ids = ids_of(model, turns, f"{where}: prompt {number}")
-        if longest is not None and len(ids) + given.max_new_tokens > longest:
+        if longest is not None and len(ids) + new > longest:
             raise DataError(
                 f"{where}: prompt {number} has {len(ids)} tokens, which with an answer of "
-                f"eval.max_new_tokens {given.max_new_tokens} exceed the {longest} that the model "
-                "reads; shorten one of them"
+                f"eval.max_new_tokens {new} exceed the {longest} that the model reads; shorten "
+                "one of them"
             )
         found.append((turns, ids))
     return found
