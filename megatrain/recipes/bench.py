@@ -198,49 +198,40 @@ def bench(
 
     Raises MegaTrainError: PlanError for what does not fit, before anything is allocated.
     """
-    timed = partial(_bench, config, layers, steps, warmup, same_batch, profile)
+
+    def timed(world: World) -> BenchResult:
+        quiet_libraries()
+        traced = profile if world.is_first else None
+        if traced is not None:
+            claim(traced)
+        console = console_on(stderr=True, highlight=False, quiet=not world.is_first)
+        with ExitStack() as stack:
+            stack.enter_context(logging_on(console))
+            resolved = resolve_shape(config, layers, world)
+            plan = plan_run(config, resolved, checkpoints_written=0)
+            plan.check()
+            model = human_parameters(plan.parameters, plan.active_parameters)
+            console.print(f"{model}, {choices_in_words(plan)}", soft_wrap=True)
+            stack.enter_context(memory_errors(plan))
+            stack.enter_context(deterministic(config.train.deterministic))
+            bind(world, resolved.machine.device)
+            started = time.perf_counter()
+            engine = stack.enter_context(Engine.open_plan(plan))
+            meter = stack.enter_context(GpuMeter(engine.device))
+            setup_s = time.perf_counter() - started
+            draw = partial(drawn_step, engine, config, plan)
+            measured = _measure(draw, warmup, steps, same_batch, console)
+            memory = memory_of(engine, meter)  # before the profiler's own
+            computing_s = None
+            steady_s = statistics.median(step.seconds for step in measured[warmup:])
+            if engine.device.type == "cuda" and engine.world.broadcast(steady_s) < LONGEST_TRACED_S:
+                computing_s = computing_seconds(draw(0), engine.device)
+            if engine.world.broadcast(traced is not None):
+                _traced(draw(0), traced, engine.device, console)
+        parts = tuple(measured[:warmup]), tuple(measured[warmup:])
+        return BenchResult(config, plan, *parts, setup_s, memory, computing_s)
+
     return as_rank(config.device, timed)
-
-
-def _bench(
-    config: Config,
-    layers: int | None,
-    steps: int,
-    warmup: int,
-    same_batch: bool,
-    profile: Path | None,
-    world: World,
-) -> BenchResult:
-    quiet_libraries()
-    profile = profile if world.is_first else None
-    if profile is not None:
-        claim(profile)
-    console = console_on(stderr=True, highlight=False, quiet=not world.is_first)
-    with ExitStack() as stack:
-        stack.enter_context(logging_on(console))
-        resolved = resolve_shape(config, layers, world)
-        plan = plan_run(config, resolved, checkpoints_written=0)
-        plan.check()
-        model = human_parameters(plan.parameters, plan.active_parameters)
-        console.print(f"{model}, {choices_in_words(plan)}", soft_wrap=True)
-        stack.enter_context(memory_errors(plan))
-        stack.enter_context(deterministic(config.train.deterministic))
-        bind(world, resolved.machine.device)
-        started = time.perf_counter()
-        engine = stack.enter_context(Engine.open_plan(plan))
-        meter = stack.enter_context(GpuMeter(engine.device))
-        setup_s = time.perf_counter() - started
-        draw = partial(drawn_step, engine, config, plan)
-        measured = _measure(draw, warmup, steps, same_batch, console)
-        memory = memory_of(engine, meter)  # before the profiler's own
-        computing_s = None
-        steady_s = statistics.median(step.seconds for step in measured[warmup:])
-        if engine.device.type == "cuda" and engine.world.broadcast(steady_s) < LONGEST_TRACED_S:
-            computing_s = computing_seconds(draw(0), engine.device)
-        if engine.world.broadcast(profile is not None):
-            _traced(draw(0), profile, engine.device, console)
-    parts = tuple(measured[:warmup]), tuple(measured[warmup:])
-    return BenchResult(config, plan, *parts, setup_s, memory, computing_s)
 
 
 def _traced(step: Step, profile: Path | None, device: torch.device, console: Console) -> None:

@@ -12,12 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from megatrain.config import Config
-from megatrain.config.resuming import (
-    asked_again,
-    check_changes,
-    is_open,
-    resumed_configs,
-)
+from megatrain.config.resuming import asked_again, check_changes, is_open, resumed_configs
 from megatrain.data.build import Expected
 from megatrain.data.loader import Loader
 from megatrain.data.rows import Rows
@@ -287,16 +282,11 @@ def open_loader(
         logger.info(f"{len(held_out):,} rows are held out for evaluation")
     if prompts is not None:
         return *plan_and_rollouts(config, model, resolved, *prompts), held_out
-    return *plan_and_loader(config, model, resolved, rows, windows, expected), held_out
+    return *plan_and_loader(config, model, resolved, rows, windows), held_out
 
 
 def plan_and_loader(
-    config: Config,
-    model: Model,
-    resolved: Resolved,
-    rows: Rows,
-    windows: Stream | None = None,
-    expected: Expected | None = None,
+    config: Config, model: Model, resolved: Resolved, rows: Rows, windows: Stream | None = None
 ) -> tuple[Plan, Loader]:
     """The plan, which now counts checkpoints and padding, and the loader of its micro-batches."""
     train, every, request = config.train, config.checkpoint.every, resolved.request

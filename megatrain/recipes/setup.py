@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from dataclasses import fields, replace
 from datetime import date, datetime
 from operator import attrgetter
-from typing import Any, Literal
+from typing import Any
 
 from megatrain.config import Config
 from megatrain.data.build import Expected, load_data
@@ -84,17 +84,12 @@ def request_of(config: Config, model: Model, kept: Mapping[str, Any] | None = No
         optimizer=make_optimizer(config),
         loss=make_loss(config),
         asked={**config.asked(), **(kept or {})},
-        packing=packing_of(config),
+        packing=None if METHODS[config.method].whole_documents else config.data.packing,
         nvme_folders=config.memory.nvme or (),
         keeps_best=config.data.eval is not None,
         where=lambda name: config.where(KEY_OF.get(name, name)),
         **{**value, **sizes},
     )
-
-
-def packing_of(config: Config) -> bool | Literal["auto"] | None:
-    """As `Request.packing`."""
-    return None if METHODS[config.method].whole_documents else config.data.packing
 
 
 def resolve_run(
@@ -424,13 +419,10 @@ def open_rows(
         "expected": expected,
     }
 
-    def parts(given: Any) -> Any:
-        """The sources that the config names, as `load_data` takes them; anything else as it is."""
-        if not isinstance(given, tuple):
-            return given
-        return parts_in(config, given)
-
-    train, held_out = parts(data.train), parts(data.eval)
+    train, held_out = (
+        parts_in(config, given) if isinstance(given, tuple) else given
+        for given in (data.train, data.eval)
+    )
     if data.streaming:
         return load_stream(train, held_out, model.tokenizer, options, at_once=at_once, **more)
     return (*load_data(train, held_out, model.tokenizer, options, **more), None)
@@ -462,10 +454,7 @@ def say_steps(config: Config, loader: Loader | Rollouts) -> None:
 
 
 def day_of(config: Config) -> date:
-    """The date that chat templates get: the config's, else today."""
-    return today() if config.data.date == "auto" else date.fromisoformat(config.data.date)
-
-
-def today() -> date:
-    """The date in the time zone of this machine."""
-    return datetime.now().astimezone().date()
+    """The date that chat templates get: the config's, else today in this machine's time zone."""
+    if config.data.date == "auto":
+        return datetime.now().astimezone().date()
+    return date.fromisoformat(config.data.date)

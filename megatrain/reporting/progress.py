@@ -24,12 +24,7 @@ from rich.text import Text
 
 from megatrain.errors import MegaTrainError, logger, printable, system_errors, without_secrets
 from megatrain.heartbeat import beats
-from megatrain.reporting.metrics import (
-    APPENDED,
-    RECENT_STEPS,
-    StepMetrics,
-    StepTime,
-)
+from megatrain.reporting.metrics import APPENDED, RECENT_STEPS, StepMetrics, StepTime
 from megatrain.reporting.summary import bound_in_words, human_bytes, human_seconds
 
 LOG_FILE = "train.log"
