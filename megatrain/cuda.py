@@ -33,10 +33,8 @@ def _compiled(source: str, name: str, device: int) -> Any:
 def launch(
     source: str, name: str, threads: int, tensors: Sequence[Tensor], numbers: Sequence[int]
 ) -> None:
-    """Enqueue kernel `name` of `source` on the current stream with at least `threads` threads.
-
-    Its parameters are pointers to the contiguous CUDA `tensors`, then the 32-bit `numbers`.
-    """
+    """Enqueue kernel `name` of `source` on the current stream with at least `threads` threads. Its
+    parameters are pointers to the contiguous CUDA `tensors`, then the 32-bit `numbers`."""
     device = tensors[0].device
     pointers = [ctypes.c_void_p(tensor.data_ptr()) for tensor in tensors]
     values = [*pointers, *map(ctypes.c_int, numbers)]
@@ -63,10 +61,8 @@ def signed(number: int) -> int:
 
 
 def vectors(tensors: Sequence[Tensor], elements: int) -> int | None:
-    """Number of vectors of `elements` that each of these tensors holds.
-
-    None if they are not contiguous, of one length and aligned to whole vectors.
-    """
+    """Number of vectors of `elements` that each of these tensors holds. None if they are not
+    contiguous, of one length and aligned to whole vectors."""
     numel = tensors[0].numel()
     aligned = all(tensor.data_ptr() % (elements * tensor.element_size()) == 0 for tensor in tensors)
     fit = all(tensor.numel() == numel and tensor.is_contiguous() for tensor in tensors)

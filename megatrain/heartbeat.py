@@ -17,9 +17,7 @@ _enders: list[Callable[[], None]] = []
 
 def beat(what: str = "", amount: int = 1) -> None:
     """Say that a piece of work was done: a block computed or moved, some bytes read or written.
-
-    Threads may lose each other's beats: about how many came is enough.
-    """
+    Threads may lose each other's beats: about how many came is enough."""
     _amounts[what] += amount
 
 

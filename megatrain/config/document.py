@@ -40,10 +40,8 @@ _RULES = {
 
 @dataclass(frozen=True)
 class Located:
-    """A value and the place that set it.
-
-    A mapping's value is a dict of Located, a list's a list of plain values.
-    """
+    """A value and the place that set it. A mapping's value is a dict of Located, a list's a list of
+    plain values."""
 
     value: Any
     place: str  # "cfg.yaml:7" or "command line"

@@ -362,11 +362,9 @@ LONGEST_EPOCH = 100
 
 def weighted(rows: TokenRows, parts: Sequence[Part], seed: int) -> TokenRows:
     """Rows of which each source has its weight's share; the same rows where there are no weights.
-
     It is the shortest epoch with every row at least once: of one source each row occurs once, of
     the others each the same number of times, some once more. Those follow from the seed. Raises
-    DataError if a source has no row left, and for weights that repeat rows beyond reason.
-    """
+    DataError if a source has no row left, and for weights that repeat rows beyond reason."""
     weights = [Fraction(part.weight) for part in parts if part.weight is not None]
     if not weights:
         return rows

@@ -151,10 +151,8 @@ class ChatTemplate:
         return _Answer(start, stop, rewritten)
 
     def _start(self, beginning: Scene, text: str) -> int | None:
-        """The end in `text` of what the generation prompt supplies, None if that is not in it.
-
-        An answer may not have all of a prompt, such as its `<think>`.
-        """
+        """The end in `text` of what the generation prompt supplies, None if that is not in it. An
+        answer may not have all of a prompt, such as its `<think>`."""
         prompted = self._rendered(beginning, generation_prompt=True)
         if prompted is None or text.startswith(prompted):
             return None if prompted is None else len(prompted)
@@ -250,12 +248,9 @@ SYSTEM_ROLES = ("system", "developer")
 def check_arrival(
     chat: Chat, template: Template, text: str, spans: Sequence[CharSpan | None]
 ) -> list[str]:
-    """Notes to count about what `text` leaves out.
-
-    spans: the characters of each message that is trained on, None for the others.
-
-    Raises RowError where text to be trained on or a system prompt is missing.
-    """
+    """Notes to count about what `text` leaves out. spans: the characters of each message that is
+    trained on, None for the others. Raises RowError where text to be trained on or a system prompt
+    is missing."""
     whole, behind = squeezed(text), 0
     names = [str(tool.get("function", tool)["name"]) for tool in chat.tools]
     if names and not (template.shows_tools and all(_arrives(name, whole) for name in names)):

@@ -37,12 +37,10 @@ UNREADABLE_JSON = (ValueError, RecursionError)
 
 @dataclass(frozen=True)
 class RawRow:
-    """One row as read. `where` is `file:line` or `file row n`; rows of one `file` share a format.
-
-    A piece of a document has the text `before` and `after` it beside it: tokenizers look there.
+    """One row as read. `where` is `file:line` or `file row n`; rows of one `file` share a format. A
+    piece of a document has the text `before` and `after` it beside it: tokenizers look there.
     `problem` says why it could not be read. `part` is the number of its source among several, and
-    `format` the one named for that source.
-    """
+    `format` the one named for that source."""
 
     where: str
     file: str

@@ -173,11 +173,9 @@ def cuts(
 
 
 def dealt(side_lengths: IndexArray, rank: int, ranks: int) -> IndexArray:
-    """The rows of a step that one of several ranks computes, ascending, int64.
-
-    Rows (lengths int64 [rows, sides]) are dealt by length to and fro, so that ranks differ by a row
-    at most and have about as many tokens each.
-    """
+    """The rows of a step that one of several ranks computes, ascending, int64. Rows (lengths int64
+    [rows, sides]) are dealt by length to and fro, so that ranks differ by a row at most and have
+    about as many tokens each."""
     order = np.argsort(-side_lengths.max(1), kind="stable")
     rounds, place = np.divmod(np.arange(len(order)), ranks)
     owner = np.where(rounds % 2, ranks - 1 - place, place)
@@ -188,11 +186,8 @@ def counted_tokens(
     steps: Iterable[Sequence[Sequence[RowRun]]], full: Iterable[bool], micro_batch_tokens: int
 ) -> tuple[int, int, float, int, float]:
     """Padded tokens and micro-batches of steps (the rows of each, by ranks) on the rank that has
-    most.
-
-    Returns micro_batch_tokens; a step's padded tokens, at most and on average over the full steps;
-    and its number of micro-batches, at most and on average.
-    """
+    most. Returns micro_batch_tokens; a step's padded tokens, at most and on average over the full
+    steps; and its number of micro-batches, at most and on average."""
     found = []
     for step in steps:
         parts = [

@@ -156,11 +156,9 @@ class Joined:
 @dataclass(frozen=True, eq=False)
 class TokenRows:
     """Rows `chosen` of flat arrays: sequence i is [offsets[i], offsets[i + 1]), and those from i *
-    sides on are row i's.
-
-    A row is one sequence, or two: the answers of a pair, the chosen one first, or a judged answer
-    and its mismatch, which is the same prompt with the answer of another row.
-    """
+    sides on are row i's. A row is one sequence, or two: the answers of a pair, the chosen one
+    first, or a judged answer and its mismatch, which is the same prompt with the answer of another
+    row."""
 
     ids: IdArray | Joined
     mask: MaskArray | Joined
@@ -262,10 +260,8 @@ def default_cache() -> Path:
 
 
 def mix64(values: npt.NDArray[np.uint64], seed: int) -> npt.NDArray[np.uint64]:
-    """Scrambled values, uint64 of the same shape, one to one for a given seed.
-
-    The finaliser of SplitMix64 (Steele et al. 2014).
-    """
+    """Scrambled values, uint64 of the same shape, one to one for a given seed. The finaliser of
+    SplitMix64 (Steele et al. 2014)."""
     golden = 0x9E3779B97F4A7C15
     start = np.uint64((seed + 1) * golden % 2**64)
     mixed = values.astype(np.uint64) * np.uint64(golden) + start

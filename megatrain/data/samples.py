@@ -74,11 +74,9 @@ def is_given(value: object) -> bool:
 
 
 def without_nulls(value: object, places: Any = None, read: ReadJson = lambda one: one) -> object:
-    """The value without the fields that are null, at any depth, but those of JSON columns.
-
-    Arrow gives every object in a column the fields of all, which templates would render. places:
-    of JSON, whose nulls are data (see `files.json_in`); read: makes a value of its text.
-    """
+    """The value without the fields that are null, at any depth, but those of JSON columns. Arrow
+    gives every object in a column the fields of all, which templates would render. places: of JSON,
+    whose nulls are data (see `files.json_in`); read: makes a value of its text."""
     if isinstance(value, list):
         return [without_nulls(one, places, read) for one in value]
     if places is True or not isinstance(value, dict):

@@ -42,11 +42,8 @@ def make_shards(
     options: RowOptions,
     on_progress: Callable[[int], None],
 ) -> Counts:
-    """Write the shards of a source that are not there; the counts of all rows.
-
-    From a bad row on that is to be refused nothing is written, but all rows are counted, unless
-    they are streamed.
-    """
+    """Write the shards of a source that are not there; the counts of all rows. From a bad row on
+    that is to be refused nothing is written, but all rows are counted, unless they are streamed."""
     reader, cutter, refused = RowReader(source, options, on_progress), Cutter(options), Counts()
     for shard in making.shards:
         reader.skip(shard.counts.read)

@@ -198,10 +198,8 @@ class Stream:
 
 
 class Writer:
-    """A process that makes a set after `begin`, and ends with this object at the latest.
-
-    It is there from now on: later memory is pinned and CUDA runs.
-    """
+    """A process that makes a set after `begin`, and ends with this object at the latest. It is
+    there from now on: later memory is pinned and CUDA runs."""
 
     def __init__(self, asked: AskedSet) -> None:
         self._state = shared_numbers()  # how often it gave a sign of life, and the rows it has read

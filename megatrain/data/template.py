@@ -194,10 +194,8 @@ class Template:
     @cached_property
     def _form_of_calls(self) -> tuple[str | None, bool]:
         """(content of a turn that only calls, whether arguments are JSON text) as it wants them.
-
         Most take objects; templates that append arguments to a text take text, and some look for
-        calls only where the content is null.
-        """
+        calls only where the content is null."""
         for content, as_text in ((c, t) for c in ("", None) for t in (False, True)):
             calls = _with_arguments(CALLING["tool_calls"], as_text)
             calling = {**CALLING, "content": content, "tool_calls": calls}

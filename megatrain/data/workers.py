@@ -83,12 +83,10 @@ class _Worker:
 
 
 class Team(Generic[Item, Result]):
-    """Does a piece of work for each of many items, in several workers once they are many.
-
-    about: of an item and the number of its row, the words for an error. Use it in a `with` block,
-    whose end ends the workers. Raises TooMuch, MegaTrainError if a worker is killed from outside,
-    and what the work raises.
-    """
+    """Does a piece of work for each of many items, in several workers once they are many. about: of
+    an item and the number of its row, the words for an error. Use it in a `with` block, whose end
+    ends the workers. Raises TooMuch, MegaTrainError if a worker is killed from outside, and what
+    the work raises."""
 
     def __init__(
         self,

@@ -85,12 +85,10 @@ ENTROPY = "token_entropy"  # of `Examples.of_tokens`, if the loss asks for it
 
 
 class SequenceLoss(ABC):
-    """A loss that needs all tokens of an answer, or of several, before any gradient is known.
-
-    The head runs twice: without gradients for the log-probabilities, and once more with the
-    derivative of the loss at each of them. Between the two it sees nothing but those numbers. With
-    `of_scores` they are scores, which only a classifier's head gives.
-    """
+    """A loss that needs all tokens of an answer, or of several, before any gradient is known. The
+    head runs twice: without gradients for the log-probabilities, and once more with the derivative
+    of the loss at each of them. Between the two it sees nothing but those numbers. With `of_scores`
+    they are scores, which only a classifier's head gives."""
 
     of_pairs: ClassVar[bool] = True  # example 2k is chosen, 2k + 1 rejected
     of_scores: ClassVar[bool] = False  # of a reward model: one for each example, at its last token

@@ -158,12 +158,10 @@ def about_examples(batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def find_examples(batch: Mapping[str, Tensor], targets: Targets) -> Examples:
-    """The examples of a micro-batch on the CPU, whose targets these are.
-
-    batch: `row_of` as in `rows_of`; `token_answer` bool [batch, tokens] are the tokens of answers,
-        by default all that are targets; further `row_...` are tensors [examples], and floating
-        `token_...` [batch, tokens] have a token's number at its own place, as labels do.
-    """
+    """The examples of a micro-batch on the CPU, whose targets these are. batch: `row_of` as in
+    `rows_of`; `token_answer` bool [batch, tokens] are the tokens of answers, by default all that
+    are targets; further `row_...` are tensors [examples], and floating `token_...` [batch, tokens]
+    have a token's number at its own place, as labels do."""
     rows, given = rows_of(batch), about_examples(batch)
     of_target = following(rows, -1).index_select(0, targets.index)
     counts = [len(value) for value in given.values()]

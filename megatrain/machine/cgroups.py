@@ -32,11 +32,9 @@ def cgroup_memory(
     mount: Path = CGROUPS, membership: Path = MEMBERSHIP
 ) -> tuple[int | None, int | None]:
     """(smallest limit, bytes left under the tightest one) of this process's cgroup and its parents.
-
     None where no limit is set. Both versions are read: a machine may mount either, or version 1 for
     memory beside an empty version 2. Page cache, such as a checkpoint just written, counts as free;
-    what lies in /dev/shm does not.
-    """
+    what lies in /dev/shm does not."""
     limits: list[int] = []
     left: list[int] = []
     names = {version: files.limits[0] for version, files in _MEMORY.items()}
@@ -78,10 +76,8 @@ def cgroup_cpus(mount: Path = CGROUPS, membership: Path = MEMBERSHIP) -> float |
 
 def keep_to_quota() -> None:
     """Give PyTorch as many threads as the container's quota has processors, not as the machine has.
-
     The kernel stops all threads of a group that has used its share. Call it before torch is
-    imported. A number that is set already stays.
-    """
+    imported. A number that is set already stays."""
     quota = cgroup_cpus()
     if quota is not None and quota < len(os.sched_getaffinity(0)):
         os.environ.setdefault("OMP_NUM_THREADS", str(max(1, int(quota))))

@@ -199,10 +199,8 @@ def update_threads(cores: int | None = None) -> int:
 
 
 def bf16_is_fast(device: str, cpuinfo: Path = CPUINFO) -> bool:
-    """True if `device` ("cpu" or "cuda...") multiplies bf16 matrices faster than fp32 ones.
-
-    GPUs from Ampere on do; CPUs with AMX or AVX512-BF16 (2.3 times on a Zen 4 core) or Arm's bf16.
-    """
+    """True if `device` ("cpu" or "cuda...") multiplies bf16 matrices faster than fp32 ones. GPUs
+    from Ampere on do; CPUs with AMX or AVX512-BF16 (2.3 times on a Zen 4 core) or Arm's bf16."""
     if device.startswith("cuda"):
         gpu = visible_gpu()
         return gpu is not None and gpu.capability >= FIRST_BFLOAT16
@@ -339,9 +337,7 @@ def built_for_cuda() -> bool:
 
 def reach_each_other(uuids: Sequence[str]) -> bool:
     """True if each of this host's GPUs reads the others' memory; true where the driver cannot say.
-
-    Asked of NVML: a rank's CUDA shows it one GPU. NCCL may have been told not to use it.
-    """
+    Asked of NVML: a rank's CUDA shows it one GPU. NCCL may have been told not to use it."""
     if os.environ.get("NCCL_P2P_DISABLE") == "1":
         return False
     with opened_nvml() as nvml:

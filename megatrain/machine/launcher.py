@@ -103,11 +103,9 @@ CPUS = Path("/sys/devices/system/cpu")
 
 
 def share_of_cores(number: int, of: int, cpus: Path = CPUS) -> set[int]:
-    """The logical cores of process `number` of so many, out of those that this one may use.
-
-    They are neighbours: of one socket where that goes. Those of one physical core stay together.
-    All of them, if there are fewer than processes.
-    """
+    """The logical cores of process `number` of so many, out of those that this one may use. They
+    are neighbours: of one socket where that goes. Those of one physical core stay together. All of
+    them, if there are fewer than processes."""
     allowed = sorted(os.sched_getaffinity(0))
     cores: dict[tuple[int, ...], list[int]] = {}
     for cpu in allowed:

@@ -373,10 +373,8 @@ def gpus_reach_each_other(hardware: Hardware) -> bool:
 
 
 def part_of(hardware: Hardware, ranks: int) -> Hardware:
-    """The share of a host that each rank has, where this process has seen whole.
-
-    Disks are as they are: what is saved is saved once.
-    """
+    """The share of a host that each rank has, where this process has seen whole. Disks are as they
+    are: what is saved is saved once."""
     if ranks == 1:
         return hardware
     return replace(

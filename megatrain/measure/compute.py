@@ -190,10 +190,8 @@ def device_rate(clock: Clock, parameters: int) -> float | None:
 
 def arithmetic(threads: int, clock: Clock) -> float:
     """The compute-bound update rate of each of `threads` threads, over `Optimizer.arithmetic`.
-
     Measured with AdamW's int8 moments, whose arithmetic takes longer than their memory traffic, and
-    with no more threads than leave Python's lock and the caches out of it.
-    """
+    with no more threads than leave Python's lock and the caches out of it."""
     optimizer, threads = AdamW(moments="int8"), min(threads, MOST_IN_CACHES)
     arrays = [_piece(optimizer) for _ in range(threads)]
     updates = [optimizer.updating(own, **UNMOVING) for own in arrays]

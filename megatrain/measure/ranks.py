@@ -48,12 +48,8 @@ class Together(Clock):
 
 
 def measure_together(world: World, device: torch.device, cores: int) -> Figures:
-    """Rates that each rank reaches. All call it, with nothing else at work.
-
-    cores: of a rank.
-
-    Raises OutOfMemory: a GPU has no room for 4 GiB, or memory could not be pinned.
-    """
+    """Rates that each rank reaches. All call it, with nothing else at work. cores: of a rank.
+    Raises OutOfMemory: a GPU has no room for 4 GiB, or memory could not be pinned."""
     clock = Together(device, world=world)
     try:
         none = dict.fromkeys(("upload", "download", "both", "both_busy"), 0.0)

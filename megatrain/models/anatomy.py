@@ -26,10 +26,8 @@ NORM_OR_BIAS = re.compile(r"bias|layernorm|rmsnorm|(?:\.|_|^)norm(?:\.|$)")
 
 @dataclass(frozen=True)
 class Anatomy:
-    """A model as blocks in execution order, and the few sizes that other rooms need.
-
-    `tied` holds (alias, owner) pairs: the alias has no storage, its owner lives in `embed`.
-    """
+    """A model as blocks in execution order, and the few sizes that other rooms need. `tied` holds
+    (alias, owner) pairs: the alias has no storage, its owner lives in `embed`."""
 
     blocks: tuple[Block, ...]
     tied: tuple[tuple[str, str], ...]
@@ -169,10 +167,8 @@ def divide(
 
 def decaying(model: nn.Module) -> set[str]:
     """Names of the parameters that weight decay applies to, as transformers' Trainer has them.
-
     Everything but layer norms, by their class or their names, and biases, by their names: vectors
-    such as attention sinks decay, norms of two dimensions do not.
-    """
+    such as attention sinks decay, norms of two dimensions do not."""
     return {
         f"{path}.{leaf}" if path else leaf
         for path, module in model.named_modules(remove_duplicate=False)

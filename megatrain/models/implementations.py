@@ -104,11 +104,9 @@ def _moved(states: Tensor, order: Tensor, inverse: Tensor, each: int, there: boo
 
 @torch.library.custom_op("megatrain::matrices_gradient", mutates_args=())
 def matrices_gradient(left: Tensor, right: Tensor, ends: Tensor) -> Tensor:
-    """[experts, m, n]: left.T @ right of the rows of each expert, [rows, m] and [rows, n].
-
-    An operator, so that the compiler keeps the layout of its inputs: kernels take columns only if
-    every expert has a multiple of 8 rows.
-    """
+    """[experts, m, n]: left.T @ right of the rows of each expert, [rows, m] and [rows, n]. An
+    operator, so that the compiler keeps the layout of its inputs: kernels take columns only if
+    every expert has a multiple of 8 rows."""
     return F.grouped_mm(left.T, right, offs=ends)
 
 
@@ -272,9 +270,7 @@ def _in_blocks(
     query: Tensor, key: Tensor, value: Tensor, window: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Blocks of `window` queries, with the keys and values of their own block and the one before.
-
-    Queries are [batch x blocks, heads, window, width]; keys, values and mask have 2 x window.
-    """
+    Queries are [batch x blocks, heads, window, width]; keys, values and mask have 2 x window."""
     batch, _, tokens, _ = query.shape
     blocks = -(-tokens // window)
     missing = blocks * window - tokens

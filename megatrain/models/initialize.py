@@ -43,9 +43,7 @@ def draw(skeleton: Skeleton, block: Block, flat: torch.Tensor) -> None:
 
 def modules_of(skeleton: Skeleton, block: Block) -> list[str]:
     """Paths of the modules whose parameters are all the block's, or that own one; inner ones first.
-
-    transformers' order. GPT-2's attention, for one, scales its last matrix down afterwards.
-    """
+    transformers' order. GPT-2's attention, for one, scales its last matrix down afterwards."""
     names = [tensor.name for tensor in (*block.layout.tensors, *block.constants.tensors)]
     others = (other for other in skeleton.anatomy.blocks if other is not block)
     elsewhere = [tensor.name for other in others for tensor in other.layout.tensors]

@@ -264,12 +264,9 @@ def torch_paths() -> Iterator[list[None]]:
 @contextmanager
 def kernels_left_out() -> Iterator[None]:
     """Have packages of kernels compute as they will on a GPU, but without their kernels: those of
-    Triton and TileLang, whose results are allocated before them.
-
-    Each launch on meta tensors becomes one call of the operator `megatrain::launch` on them. A
-    function that cannot run so (its kernels are compiled ahead, or it refuses this GPU) is computed
-    as under `torch_paths`.
-    """
+    Triton and TileLang, whose results are allocated before them. Each launch on meta tensors
+    becomes one call of the operator `megatrain::launch` on them. A function that cannot run so (its
+    kernels are compiled ahead, or it refuses this GPU) is computed as under `torch_paths`."""
 
     def in_torch() -> bool:
         asks = sys._getframe(1).f_locals  # of transformers, which is about to call the kernel

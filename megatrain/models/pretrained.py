@@ -120,12 +120,9 @@ def resolve_source(
     source: str | Path, revision: str | None = None, *, weights: bool = True
 ) -> ModelSource:
     """Find the model that `source` names: a local folder or GGUF file, else a hub id to download.
-
     From the hub come configuration, tokenizer and, unless `weights` is false, safetensors files
-    only. `revision` is a hub branch, tag or commit.
-
-    Raises ModelError if there is no such model, or the hub cannot be reached.
-    """
+    only. `revision` is a hub branch, tag or commit. Raises ModelError if there is no such model, or
+    the hub cannot be reached."""
     if not isinstance(source, str | Path):
         raise ModelError(f"{source!r}: names no model; give a folder, a GGUF file or a hub id")
     path, name = Path(expanduser(source)), str(source)
@@ -189,10 +186,8 @@ def _nearest(path: Path) -> str:
 
 def read_model_config(source: ModelSource, trust_remote_code: bool = False) -> PretrainedConfig:
     """The model's configuration, without its choices of implementations and its quantisation.
-
     Raises ModelError if it cannot be used, or needs code from the folder, or the quantisation
-    cannot be undone.
-    """
+    cannot be undone."""
     from huggingface_hub.errors import StrictDataclassError
     from transformers import AutoConfig
 
@@ -230,12 +225,8 @@ def load_tokenizer(
     source: ModelSource, trust_remote_code: bool = False, chat_template: str | None = None
 ) -> PreTrainedTokenizerBase:
     """The model's tokenizer, with a pad token: its own, or else its end-of-sequence token.
-
-    chat_template: a name or file of one to use instead of its own.
-
-    Raises ModelError if it cannot be used, or needs code from the folder, and DataError for a chat
-    template that cannot.
-    """
+    chat_template: a name or file of one to use instead of its own. Raises ModelError if it cannot
+    be used, or needs code from the folder, and DataError for a chat template that cannot."""
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
     try:
@@ -307,10 +298,8 @@ class Quantisation:
 
 
 def quantisation_of(stated: Mapping[str, Any], file: Path) -> Quantisation | None:
-    """The quantisation that a configuration, or a part of it, declares, if any.
-
-    Raises ModelError for another method than METHODS; `file` is named.
-    """
+    """The quantisation that a configuration, or a part of it, declares, if any. Raises ModelError
+    for another method than METHODS; `file` is named."""
     found = None
     for part in (stated, *(value for value in stated.values() if isinstance(value, dict))):
         for key in filter(part.get, (KEY, "compression_config")):
@@ -401,9 +390,7 @@ def with_stops(
     generation: GenerationConfig | None,
 ) -> tuple[GenerationConfig | None, list[str]]:
     """(generation settings that stop at what ends an answer, the tokens that they lacked).
-
-    generation: None for a model that has none, for which transformers takes the configuration's.
-    """
+    generation: None for a model that has none, for which transformers takes the configuration's."""
     from transformers import GenerationConfig
 
     if is_classifier(config):
@@ -440,12 +427,9 @@ def is_classifier(config: Any) -> bool:
 
 
 def as_classifier(config: Any, pad_id: int) -> Any:
-    """The configuration of a language model's reward model, or of the same one.
-
-    pad_id: of the tokenizer; transformers takes the last token that is another.
-
-    Raises ModelError where transformers has no such class, or if it has several labels.
-    """
+    """The configuration of a language model's reward model, or of the same one. pad_id: of the
+    tokenizer; transformers takes the last token that is another. Raises ModelError where
+    transformers has no such class, or if it has several labels."""
     from transformers.models.auto.modeling_auto import (
         MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES as CLASSES,
     )

@@ -96,10 +96,8 @@ class UnusedOutput:
 
 
 class Discarding(UserDict[Any, Any]):
-    """Stands in for the empty dict `of` that a model hands to its layers, one after the other.
-
-    What a layer puts there is dropped, as it would outlive the layer's graph; asking for it raises.
-    """
+    """Stands in for the empty dict `of` that a model hands to its layers, one after the other. What
+    a layer puts there is dropped, as it would outlive the layer's graph; asking for it raises."""
 
     def __init__(self, of: MutableMapping[Any, Any]) -> None:
         super().__init__()
@@ -128,13 +126,9 @@ def form_output(hidden: torch.Tensor, extras: int | None) -> Any:
 
 @dataclass
 class Tape:
-    """The notes of one run through the recorders.
-
-    If `injected` is given, every recorder returns it instead, so that the model's own code after
-    its last layer (final norm, LM head, softcap) runs on these hidden states.
-
-    sides: hand zeros on, so that what the model adds between layers shows.
-    """
+    """The notes of one run through the recorders. If `injected` is given, every recorder returns it
+    instead, so that the model's own code after its last layer (final norm, LM head, softcap) runs
+    on these hidden states. sides: hand zeros on, so that what the model adds between shows."""
 
     injected: torch.Tensor | None = None
     sides: bool = False
@@ -144,10 +138,8 @@ class Tape:
 
 
 class StandIn(nn.Module):
-    """Takes the place of decoder layer `index` inside the model.
-
-    Attributes that it lacks are the layer's: a model reads `layer.attention_type`, for one.
-    """
+    """Takes the place of decoder layer `index` inside the model. Attributes that it lacks are the
+    layer's: a model reads `layer.attention_type`, for one."""
 
     layer: nn.Module
 
@@ -201,10 +193,8 @@ def split_hidden(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[torch.T
 
 
 def kind_of(layer: nn.Module, call: LayerCall, index: int) -> Any:
-    """A key that layers share whose modules, settings, parameters' shapes and inputs are equal.
-
-    A setting of layer `index` that may be its own index, such as layer_idx, does not count.
-    """
+    """A key that layers share whose modules, settings, parameters' shapes and inputs are equal. A
+    setting of layer `index` that may be its own index, such as layer_idx, does not count."""
 
     def describe(value: Any) -> Any:
         if isinstance(value, torch.Tensor):
@@ -240,10 +230,8 @@ def documents_of(positions: torch.Tensor) -> torch.Tensor:
 
 def boundaries_of(positions: torch.Tensor) -> dict[str, torch.Tensor]:
     """int32 offsets at which documents of sequences [batch, tokens] begin, as kernels take them.
-
     cu_seq_lens_q [documents + 1] has their beginnings where all sequences lie end to end, and the
-    number of tokens; seq_idx [batch, tokens] the number of each token's document among all.
-    """
+    number of tokens; seq_idx [batch, tokens] the number of each token's document among all."""
     documents = documents_of(positions)
     begins = torch.diff(documents, prepend=documents[:, :1] - 1, dim=-1).flatten()
     end = begins.new_tensor([begins.numel()])

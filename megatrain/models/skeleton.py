@@ -243,11 +243,9 @@ class Skeleton:
 
     def compile_layers(self, cheap: bool = False, *, lengths_vary: bool = False) -> None:
         """Have torch.compile fuse what lies between the matmuls of each layer, when it first runs.
-
         cheap: graphs of `layer`, not of `layer_again`, keep only what matmuls and attention need;
-            backward recomputes the rest.
-        lengths_vary: what `fastest_attention` is told while layers run.
-        """
+        backward recomputes the rest. lengths_vary: what `fastest_attention` is told while layers
+        run."""
         if self.has_dropout:  # with and without gradients, a compiled layer draws different masks
             raise ModelError(
                 f"{type(self.model).__name__}: compile: true cannot replay this model's dropout; "
@@ -294,10 +292,8 @@ class Skeleton:
             self._again = False
 
     def head(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Logits [n, vocab] or scores [n, labels] from the last layer's output [n, hidden].
-
-        Every position enters as a sequence of one token: nothing after the last layer mixes tokens.
-        """
+        """Logits [n, vocab] or scores [n, labels] from the last layer's output [n, hidden]. Every
+        position enters as a sequence of one token: nothing after the last layer mixes tokens."""
         # never seen; not `hidden`, because some families scale their input in place
         unseen = hidden.new_zeros(len(hidden), 1, self._embedding_width)
         output = self._play(Tape(injected=hidden.unsqueeze(1)), inputs_embeds=unseen)

@@ -98,9 +98,7 @@ class Around:
 
 def call_of_piece(call: LayerCall, shape: torch.Size, own: slice, around: Around) -> LayerCall:
     """The call of a layer that gets the piece `own` of sequences of `shape`, [batch, tokens, ..].
-
-    What has an element for each token is cut, but for masks, which attention takes whole.
-    """
+    What has an element for each token is cut, but for masks, which attention takes whole."""
     batch, tokens = shape[:2]
 
     def cut(value: Any) -> Any:

@@ -16,12 +16,9 @@ SMALLEST_EPS = float(np.finfo(np.float32).tiny)
 
 @dataclass(frozen=True)
 class AdamW(Elementwise):
-    """Hyper-parameters of AdamW, with torch's meanings and defaults, but no weight decay.
-
-    `lr` is the base rate; a schedule gives each update its own. `moments`: "float32", or "bfloat16"
-    or "int8", rounded stochastically (kernels.py). Raises ConfigError for a value
-    out of range.
-    """
+    """Hyper-parameters of AdamW, with torch's meanings and defaults, but no weight decay. `lr` is
+    the base rate; a schedule gives each update its own. `moments`: "float32", or "bfloat16" or
+    "int8", rounded stochastically (kernels.py). Raises ConfigError for a value out of range."""
 
     lr: float = 1e-5
     betas: tuple[float, float] = (0.9, 0.999)

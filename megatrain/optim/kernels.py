@@ -363,22 +363,18 @@ def range_kernel(name: str, split: bool, moments: str) -> Kernel:
 @cache
 def muon_direction_kernel(split: bool) -> Kernel:
     """The next momentum, and the direction to be made orthogonal, over arrays of equal length.
-
     Arguments: exp_avg (float32), grad (if `split` int16: bits of bfloat16, else float32), direction
     (int16), and as float32 grad_scale, 1 - momentum, share. The direction is a mean of momentum and
-    gradient, in which the gradient has `share`, rounded to the nearest bfloat16.
-    """
+    gradient, in which the gradient has `share`, rounded to the nearest bfloat16."""
     grad = HALF if split else FULL
     return _compiled(_direct, void(FULL, grad, HALF, float32, float32, float32))
 
 
 @cache
 def muon_update_kernel(split: bool) -> Kernel:
-    """The update by an orthogonal direction.
-
-    Arguments: weight and remainder as those of `range_kernel`, direction (int16: bits of bfloat16),
-    and as float32 1 - lr * weight_decay and -lr times the rate of the matrix's shape.
-    """
+    """The update by an orthogonal direction. Arguments: weight and remainder as those of
+    `range_kernel`, direction (int16: bits of bfloat16), and as float32 1 - lr * weight_decay and
+    -lr times the rate of the matrix's shape."""
     weight, remainder = (HALF, HALF) if split else (FULL, types.none)
     return _compiled(_apply, void(weight, remainder, HALF, float32, float32))
 

@@ -12,12 +12,10 @@ from megatrain.optim.optimizer import Elementwise
 
 @dataclass(frozen=True)
 class Lion(Elementwise):
-    """Hyper-parameters of Lion, with the paper's defaults; weight decay is decoupled.
-
-    `lr` is the base rate; a schedule gives each update its own. Every element moves by it, so rates
-    are 3 to 10 times smaller than AdamW's. `moments`: as AdamW's. Raises ConfigError for a value
-    out of range.
-    """
+    """Hyper-parameters of Lion, with the paper's defaults; weight decay is decoupled. `lr` is the
+    base rate; a schedule gives each update its own. Every element moves by it, so rates are 3 to 10
+    times smaller than AdamW's. `moments`: as AdamW's. Raises ConfigError for a value out of
+    range."""
 
     lr: float = 1e-6
     betas: tuple[float, float] = (0.9, 0.99)

@@ -246,12 +246,10 @@ class Muon:
     def stages(
         self, tensors: Sequence[TensorState], workspace: InPlace, **options: Unpack[StepOptions]
     ) -> Iterator[Stage]:
-        """Stages which, once all their pieces were run, have updated these tensors in place.
-
-        A float32 gradient beside bfloat16 weights is rounded to bfloat16 first. CUDA tensors are
+        """Stages which, once all their pieces were run, have updated these tensors in place. A
+        float32 gradient beside bfloat16 weights is rounded to bfloat16 first. CUDA tensors are
         updated on the current stream, if a stage's pieces are run in order. Weight decay applies
-        where a tensor's `spec` says so. Padding stays zero.
-        """
+        where a tensor's `spec` says so. Padding stays zero."""
         lr, step, grad_scale = options["lr"], options["step"], options["grad_scale"]
         hidden = [
             _Update(self, tensor, workspace, lr, grad_scale)

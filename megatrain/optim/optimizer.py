@@ -91,11 +91,9 @@ class Frozen:
 
 @dataclass(frozen=True)
 class Format:
-    """A storage format of moments.
-
-    `codec_s`: seconds in which one thread of the host widens and narrows a number, with data in its
-    caches, on an EPYC with AVX-512; None: memory always takes longer.
-    """
+    """A storage format of moments. `codec_s`: seconds in which one thread of the host widens and
+    narrows a number, with data in its caches, on an EPYC with AVX-512; None: memory always takes
+    longer."""
 
     dtype: torch.dtype
     suffix: str = ""  # of the names of GPU kernels
@@ -213,11 +211,9 @@ class Elementwise(ABC):
     def updating(
         self, arrays: dict[str, Tensor], *, first: int = 0, **options: Unpack[UpdateOptions]
     ) -> UpdateRange:
-        """`update` of any range of CPU `arrays`, to be called from many threads at once.
-
-        What ranges have in common is prepared here. A call takes microseconds of Python, in which
-        it keeps the GIL from the thread that drives the device, and then releases it.
-        """
+        """`update` of any range of CPU `arrays`, to be called from many threads at once. What
+        ranges have in common is prepared here. A call takes microseconds of Python, in which it
+        keeps the GIL from the thread that drives the device, and then releases it."""
         from megatrain.optim import kernels
 
         split, scaled = "remainder" in arrays, self._format.scaled

@@ -49,11 +49,9 @@ HEAD_SET, DRAWN_SET = "head, one chunk", "weights at random, one block"
 
 @dataclass(frozen=True)
 class Activations:
-    """Bytes that depend on how a step is cut and on what is kept from forward to backward.
-
-    "Saved activations" are a layer's saved tensors beyond its input and output; its input is its
-    activation checkpoint. A group is the largest accumulation group.
-    """
+    """Bytes that depend on how a step is cut and on what is kept from forward to backward. "Saved
+    activations" are a layer's saved tensors beyond its input and output; its input is its
+    activation checkpoint. A group is the largest accumulation group."""
 
     choices: Choices
     job: Job
@@ -148,10 +146,8 @@ class Activations:
     @cached_property
     def _checkpoints(self) -> int:
         """Bytes of a group's activation checkpoints on the device, those on their way included.
-
         Inputs of retained layers and of the head are whole. The gradient that goes back takes the
-        place of the head's input, unless a second backward needs it.
-        """
+        place of the head's input, unless a second backward needs it."""
         choices, tokens = self.choices, self.choices.micro_batch_tokens
         here = self.group_tokens * self.checkpoint_row_bytes * self.recomputed
         if choices.offload_activations:
@@ -290,11 +286,9 @@ def head_bytes(
     chunk_tokens: int, micro_batch_tokens: int, job: Job, shape: ModelShape, hardware: Hardware
 ) -> int:
     """Bytes of the head's work on one chunk: its working set and hidden states, the gradient of the
-    chunk before, and the micro-batch's gradient that the chunks fill.
-
-    The weights' gradients are added to the fp32 accumulators by the matmul itself; of two types, as
-    bf16 products and fp32 sums, only CUDA has such a matmul, elsewhere the gradient exists as well.
-    """
+    chunk before, and the micro-batch's gradient that the chunks fill. The weights' gradients are
+    added to the fp32 accumulators by the matmul itself; of two types, as bf16 products and fp32
+    sums, only CUDA has such a matmul, elsewhere the gradient exists as well."""
     direct = hardware.gpu is not None or job.precision == "float32"
     direct = direct and shape.trains_edges[1]  # a frozen matrix has none
     never_stored = shape.head_matrix if direct else 0

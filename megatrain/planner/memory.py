@@ -56,11 +56,9 @@ HEAD_COPIES, CONSTANTS = "the libraries' forms of the head", "constants"
 
 @dataclass(frozen=True)
 class Layout:
-    """The memory of a run on every tier under given choices. Tables map arrays to bytes.
-
-    The activations' part does not depend on where blocks are, so layouts that differ only in that
-    share it (`moved`); the `choices` of that part may therefore place blocks elsewhere.
-    """
+    """The memory of a run on every tier under given choices. Tables map arrays to bytes. The
+    activations' part does not depend on where blocks are, so layouts that differ only in that share
+    it (`moved`); the `choices` of that part may therefore place blocks elsewhere."""
 
     choices: Choices
     activations: Activations

@@ -187,11 +187,9 @@ def overlapped(blocks: Sequence[BlockTasks], options: ScheduleOptions) -> StepTi
 
 
 class Collectives:
-    """The lane on which ranks exchange shares of blocks, and what that takes from computing.
-
-    A collective shares the GPU with the matmuls beside it: they lose a part of the time that it
-    takes, which is measured (machine/profile.py). While nothing is computed, nothing is lost.
-    """
+    """The lane on which ranks exchange shares of blocks, and what that takes from computing. A
+    collective shares the GPU with the matmuls beside it: they lose a part of the time that it
+    takes, which is measured (machine/profile.py). While nothing is computed, nothing is lost."""
 
     def __init__(self) -> None:
         self.free = 0.0  # when the next one may begin

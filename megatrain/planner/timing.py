@@ -232,12 +232,9 @@ class StepCosts:
         chunks: int = 1,
         compiled: bool | None = None,
     ) -> tuple[float, float]:
-        """Seconds of both directions.
-
-        rate: of matmuls, FLOP/s. traffic: factor of the bytes moved between them in bf16. chunks:
-            in which experts take the tokens. Each reads all of them, and writes all gradients.
-            compiled: by default whether layers are.
-        """
+        """Seconds of both directions. rate: of matmuls, FLOP/s. traffic: factor of the bytes moved
+        between them in bf16. chunks: in which experts take the tokens. Each reads all of them, and
+        writes all gradients. compiled: by default whether layers are."""
         seq_len, pieces = self.job.seq_len, self.job.pieces
         keys = work.keys if 0 < work.keys < seq_len else seq_len * pieces
         flops = 3 * work.forward.attention_flops * pieces * tokens

@@ -35,10 +35,8 @@ SETTINGS = (  # keys that a card tells
 
 
 def model_card(run: Run) -> str:
-    """Markdown with the hub's metadata, from the run and its folder.
-
-    A card is published: of local files it has the names only.
-    """
+    """Markdown with the hub's metadata, from the run and its folder. A card is published: of local
+    files it has the names only."""
     config, anatomy, method = run.config, run.engine.anatomy, METHODS[run.config.method]
     every = anatomy.parameters + anatomy.frozen_parameters
     base = f"`{public_name(config.model.source)}`"

@@ -131,10 +131,8 @@ def measured_together(
     *,
     may_measure: bool = False,
 ) -> tuple[MachineProfile, bool]:
-    """(The profile of one with what this host's ranks reach together, whether that is assumed).
-
-    All ranks call it, before anything is allocated. may_measure: what is not cached, on GPUs.
-    """
+    """(The profile of one with what this host's ranks reach together, whether that is assumed). All
+    ranks call it, before anything is allocated. may_measure: what is not cached, on GPUs."""
     if world.hosts > 1:  # each time: it is of these hosts together, and takes a moment
         base = replace(base, network=network_rate(world, device))
     ranks = world.local_size
@@ -159,12 +157,10 @@ def measured_together(
 def measured_or_typical(
     hardware: Hardware, device: torch.device, *, may_measure: bool = False
 ) -> MachineProfile:
-    """The cached profile of this machine, or a guess.
-
-    may_measure: measure what is not cached for some seconds, and cache it unless other processes
-        kept the cores busy; on a GPU alone, as a CPU run is over before that pays. Else nothing
-        touches the device, and a guess about a GPU without a data sheet is logged.
-    """
+    """The cached profile of this machine, or a guess. may_measure: measure what is not cached for
+    some seconds, and cache it unless other processes kept the cores busy; on a GPU alone, as a CPU
+    run is over before that pays. Else nothing touches the device, and a guess about a GPU without a
+    data sheet is logged."""
     there = profiles.load(profiles.fingerprint(hardware)) is not None
     if there or not may_measure or device.type != "cuda":
         return profiles.known_or_typical(hardware)

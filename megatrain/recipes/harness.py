@@ -154,10 +154,8 @@ class EngineLM(TemplateLM):
         return totals
 
     def _loglikelihood_tokens(self, requests: list[Asked], **_: Any) -> list[tuple[float, bool]]:
-        """(log-probability, whether it is the greedy choice) of each continuation.
-
-        Rows that differ in their last token alone are computed once.
-        """
+        """(log-probability, whether it is the greedy choice) of each continuation. Rows that differ
+        in their last token alone are computed once."""
         longest, rows = self.max_length, dict[Row, list[tuple[int, list[int]]]]()
         for number, (_texts, context, continuation) in enumerate(requests):
             assert context and continuation and len(continuation) <= longest

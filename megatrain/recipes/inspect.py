@@ -157,12 +157,9 @@ def generate(
     *,
     show: Callable[[str], None] | None = None,
 ) -> str:
-    """The model's answer to a prompt.
-
-    sampling: fields of `Sampling`. show: gets the text as it grows. system: a system prompt.
-
-    Raises ModelError for a reward model, and one whose chat template takes no system prompt.
-    """
+    """The model's answer to a prompt. sampling: fields of `Sampling`. show: gets the text as it
+    grows. system: a system prompt. Raises ModelError for a reward model, and one whose chat
+    template takes no system prompt."""
     drawn = Sampling(**sampling)
     checkpoint, model = writer_of(named, trust_remote_code)
     turns = system_turns(model, system)

@@ -442,12 +442,9 @@ def out_of_patience(run: Run) -> bool:
 
 
 def save(run: Run, found: Figures | None, *, must: bool = True) -> bool:
-    """Write a checkpoint of this step while its update still finishes. Raises StorageError.
-
-    found: by the evaluation of this step, if there was one.
-    must: otherwise a failure is logged and False, and training goes on: its weights are nowhere
-        else.
-    """
+    """Write a checkpoint of this step while its update still finishes. Raises StorageError. found:
+    by the evaluation of this step, if there was one. must: otherwise a failure is logged and False,
+    and training goes on: its weights are nowhere else."""
     model, best, started = run.model, run.best, time.perf_counter()
     run.engine.world.on_rank0(lambda: check_in_place(run))
     if found and is_better(run.config, found, best):

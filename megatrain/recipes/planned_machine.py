@@ -177,13 +177,9 @@ def rates_with_drives(
     profile: MachineProfile, config: Config, hardware: Hardware, *, may_measure: bool
 ) -> tuple[MachineProfile, tuple[Path, ...]]:
     """The profile with the rates of the slowest drive of memory.nvme, and a folder on each drive
-    whose rates are assumed to be the profile's own.
-
-    A drive is measured once, for some seconds, if the run computes on a GPU (on a CPU it is over
-    before that pays) and the folder is there.
-
-    may_measure: measure folders that are not there yet, too.
-    """
+    whose rates are assumed to be the profile's own. A drive is measured once, for some seconds, if
+    the run computes on a GPU (on a CPU it is over before that pays) and the folder is there.
+    may_measure: measure folders that are not there yet, too."""
 
     for folder in config.memory.nvme or ():
         mount = mount_of(folder)

@@ -164,10 +164,8 @@ def lacks_references(loader: Loader) -> bool:
 
 def wanted_by(ready: Ready, resuming: Resumable | None) -> tuple[str | None, tuple[Wanted, ...]]:
     """(fingerprint of the model that a resumed run began with, the rows that a run trains on and
-    those that it evaluates if it holds some out); none for methods without a reference.
-
-    A run that goes on may take other rows than from its start, if its steps have another size now.
-    """
+    those that it evaluates if it holds some out); none for methods without a reference. A run that
+    goes on may take other rows than from its start, if its steps have another size now."""
     loader, loss, of_model = ready.loader, ready.loss, None
     if not (isinstance(loss, SequenceLoss) and loss.reference):
         return None, ()
@@ -194,12 +192,9 @@ def compare_with_reference(
     progress: Progress,
 ) -> tuple[str | None, ReferenceArray | None]:
     """(fingerprint of the reference, log-probabilities of held-out rows, if there are any); None
-    for methods without. The loader gives out those of training rows from now on.
-
-    of_model: of the run that goes on. anew: the engine's weights are those that it began with.
-
-    Raises StorageError if they are gone, and the model is another.
-    """
+    for methods without. The loader gives out those of training rows from now on. of_model: of the
+    run that goes on. anew: the engine's weights are those that it began with. Raises StorageError
+    if they are gone, and the model is another."""
     loader, config = ready.loader, ready.config
     if not wanted:
         return None, None

@@ -60,10 +60,8 @@ class Checked:
 
 
 def verify(source: str, trust_remote_code: bool = False) -> Checked:
-    """Check the family of a folder, hub id or named shape, and keep the verdict.
-
-    In a folder that has a manifest every file is compared with it before (StorageError).
-    """
+    """Check the family of a folder, hub id or named shape, and keep the verdict. In a folder that
+    has a manifest every file is compared with it before (StorageError)."""
     quiet_libraries()
     folder = Path(expanduser(source))
     if manifest := manifest_of_model(folder):

@@ -196,10 +196,8 @@ class Energy:
 
 
 class EnergyMeter:
-    """Energy of one GPU (Volta or later) and of the host's processors and their memory.
-
-    RAPL's files are root's on most systems: then the host's is unknown.
-    """
+    """Energy of one GPU (Volta or later) and of the host's processors and their memory. RAPL's
+    files are root's on most systems: then the host's is unknown."""
 
     def __init__(self, gpu: GpuMeter, powercap: Path = POWERCAP) -> None:
         self._gpu, self._before_j = gpu, gpu.energy_j()

@@ -24,13 +24,9 @@ WORTH_NAMING = 0.1  # share of all cores that others take
 
 
 def peak_host_bytes(ranks: int = 1) -> int:
-    """Peak resident bytes of this process (Linux's VmHWM), and its children's resident ones now.
-
-    A page that several processes map is divided among them (PSS): a forked child has most of its
-    pages from its parent.
-
-    ranks: of this host, which have shared memory in common (RssShmem).
-    """
+    """Peak resident bytes of this process (Linux's VmHWM), and its children's resident ones now. A
+    page that several processes map is divided among them (PSS): a forked child has most of its
+    pages from its parent. ranks: of this host, which have shared memory in common (RssShmem)."""
     children = psutil.Process().children(recursive=True)
     return _peak_bytes(os.getpid(), ranks) + sum(map(_own_bytes, children))
 
@@ -68,10 +64,8 @@ def allocator_retries() -> int:
 
 class GpuMeter(AbstractContextManager["GpuMeter"]):
     """Peak bytes of one GPU as its driver counts them (NVML): torch's, the context's, libraries'.
-
     NVML keeps no peak: the largest of one reading a step counts. Where the driver does not say
-    which process holds how much (in a container, often), the device's whole use counts.
-    """
+    which process holds how much (in a container, often), the device's whole use counts."""
 
     def __init__(self, device: torch.device) -> None:
         """On a CPU, and where the driver does not answer, every reading is None."""

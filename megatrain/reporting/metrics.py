@@ -136,10 +136,8 @@ def json_able(value: Any) -> Any:
 
 
 class MetricsWriter(AbstractContextManager["MetricsWriter"]):
-    """Appends to `metrics.jsonl` of a run folder; on a full disk lines wait for the next one.
-
-    Every line reaches the operating system before the call returns: a killed process loses none.
-    """
+    """Appends to `metrics.jsonl` of a run folder; on a full disk lines wait for the next one. Every
+    line reaches the operating system before the call returns: a killed process loses none."""
 
     def __init__(
         self, run_dir: str | Path, also: Sequence[Callable[[dict[str, Any]], object]] = ()
@@ -178,9 +176,7 @@ class MetricsWriter(AbstractContextManager["MetricsWriter"]):
 
     def truncate_to(self, step: int) -> None:
         """Drop everything after `step`, and a torn last line: a resumed run writes it again.
-
-        Damaged lines further up stay, with a warning.
-        """
+        Damaged lines further up stay, with a warning."""
         kept, end, damaged, lost = 0, 0, [], []
         for number, (row, size) in enumerate(_lines(self.path), 1):
             end += size
@@ -268,11 +264,9 @@ WORDS = {"loss": "the loss", "grad_norm": "the gradient norm"}
 
 
 class Spikes:
-    """Losses and gradient norms far above those of recent steps: a sign of a bad batch or rate.
-
-    The rule: more than `TIMES` the median of the last `WINDOW` steps with targets, and more than
-    `TIMES_HIGH` the 90th percentile; none is looked for before `ENOUGH` such steps.
-    """
+    """Losses and gradient norms far above those of recent steps: a sign of a bad batch or rate. The
+    rule: more than `TIMES` the median of the last `WINDOW` steps with targets, and more than
+    `TIMES_HIGH` the 90th percentile; none is looked for before `ENOUGH` such steps."""
 
     def __init__(self, rows: Iterable[Mapping[str, Any]] = ()) -> None:
         """rows: of `metrics.jsonl`, up to the step that the run goes on from."""

@@ -68,11 +68,9 @@ class ModelFlops:
         return cls(every, matrices, attention, anatomy.first_trained)
 
     def flops(self, lengths: Iterable[int]) -> int:
-        """FLOP of forward and backward over sequences of these lengths, nothing computed twice.
-
-        A parameter costs a multiplication and an addition per token forward, twice that backward;
-        a (query, key) pair two matmuls of `width` forward (scores, values), twice that backward.
-        """
+        """FLOP of forward and backward over sequences of these lengths, nothing computed twice. A
+        parameter costs a multiplication and an addition per token forward, twice that backward; a
+        (query, key) pair two matmuls of `width` forward (scores, values), twice that backward."""
         lengths = list(lengths)
         pairs = sum(
             layer.width * layer.pairs(length) * (3 if block >= self.first_trained else 1)

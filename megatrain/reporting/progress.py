@@ -43,12 +43,10 @@ _panels: WeakKeyDictionary[Console, _LivePanel] = WeakKeyDictionary()
 
 @contextmanager
 def logging_to(run_dir: str | Path, console: Console, who: str = "") -> Iterator[None]:
-    """Send the package's log to `train.log` of the run folder and to the console, stderr's.
-
-    An error that ends the block is written to `train.log`, with its traceback unless it is ours.
-    who: in front of every line of a rank that is not the first: its errors alone reach the console,
-    and its warnings `train.log`. Raises StorageError.
-    """
+    """Send the package's log to `train.log` of the run folder and to the console, stderr's. An
+    error that ends the block is written to `train.log`, with its traceback unless it is ours. who:
+    in front of every line of a rank that is not the first: its errors alone reach the console, and
+    its warnings `train.log`. Raises StorageError."""
     path = Path(run_dir) / LOG_FILE
     with system_errors(path, "write it"):
         file = _LogFile(path, encoding="utf-8")

@@ -29,9 +29,7 @@ class Timeline:
 @contextmanager
 def record_timeline(path: Path, device: torch.device) -> Iterator[Timeline]:
     """Record the block on every thread, and on the GPU, and write it to `path` (.json or .json.gz).
-
-    One step is enough; a recorded step is slower, so do not time it. Raises StorageError.
-    """
+    One step is enough; a recorded step is slower, so do not time it. Raises StorageError."""
     # profile_all_threads: the lanes' threads too, not only the caller's
     from torch._C._profiler import _ExperimentalConfig
     from torch.profiler import ProfilerActivity, profile

@@ -521,10 +521,8 @@ def _adds_space(described: dict[str, Any]) -> bool:
 
 
 def _scores(tokens: list[str], merges: list[list[str]]) -> list[float]:
-    """Scores by which sentencepiece merges in the order of `merges`. Raises ModelError.
-
-    It takes the pair whose piece has the best score, so merges into one piece stand together.
-    """
+    """Scores by which sentencepiece merges in the order of `merges`. Raises ModelError. It takes
+    the pair whose piece has the best score, so merges into one piece stand together."""
     order: dict[str, int] = {}
     last = None
     for first, second in merges:

@@ -56,11 +56,9 @@ def verifies() -> bool:
 
 @dataclass(frozen=True)
 class Manifest:
-    """The files of one checkpoint.
-
-    `sequence` counts the run's saves: after a resume from an older step, newer may be a lower step.
-    `constants` are names of tensors that are saved as they were read, whatever the others' dtype.
-    """
+    """The files of one checkpoint. `sequence` counts the run's saves: after a resume from an older
+    step, newer may be a lower step. `constants` are names of tensors that are saved as they were
+    read, whatever the others' dtype."""
 
     step: int
     sequence: int

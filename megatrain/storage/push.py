@@ -134,12 +134,9 @@ def _final_of(run_dir: Path) -> Path:
 
 
 def published_files(folder: Path) -> list[str]:
-    """Names of the files of `final/` to publish: the model's of its manifest, verified.
-
-    A card that was edited is taken as it is. Other files are logged as left out.
-
-    Raises StorageError for a file that is missing, changed, or would be read and does not belong.
-    """
+    """Names of the files of `final/` to publish: the model's of its manifest, verified. A card that
+    was edited is taken as it is. Other files are logged as left out. Raises StorageError for a file
+    that is missing, changed, or would be read and does not belong."""
     manifest = manifest_of_model(folder)
     if manifest is None:
         again = f"`megatrain resume {folder.parent}` writes it again"

@@ -282,11 +282,9 @@ class HashedReader(AbstractContextManager["HashedReader"]):
     def chunks(
         self, stored: StoredTensor, start: int = 0, stop: int | None = None, *, chunk: int = 0
     ) -> Iterator[tuple[int, torch.Tensor]]:
-        """Yield (first element, values) of consecutive flat pieces, each in memory of its own.
-
-        A piece has at most `chunk` elements, by default CHUNK_ELEMENTS. start, stop: the elements
-        that are read; default: all. They lie behind all that was read before.
-        """
+        """Yield (first element, values) of consecutive flat pieces, each in memory of its own. A
+        piece has at most `chunk` elements, by default CHUNK_ELEMENTS. start, stop: the elements
+        that are read; default: all. They lie behind all that was read before."""
         stop, chunk = stored.numel if stop is None else stop, chunk or CHUNK_ELEMENTS
         self.skip_to(stored.offset + start * stored.dtype.itemsize)
         for begin in range(start, stop, chunk):
@@ -336,13 +334,10 @@ SHARD_BYTES = 5_000_000_000  # what `save_pretrained` cuts at
 
 @dataclass(frozen=True)
 class TensorSource:
-    """A tensor to be written. `pieces()` yields its contiguous parts in order, on the CPU, or
-    of at most READ_BYTES on the GPU.
-
-    owned: how many of its elements each rank has, by rank, one's behind the other's; `pieces` then
-        yields this rank's own, all but the last of them in whole MESSAGE_BYTES. Empty: every rank
-        has them all.
-    """
+    """A tensor to be written. `pieces()` yields its contiguous parts in order, on the CPU, or of at
+    most READ_BYTES on the GPU. owned: how many of its elements each rank has, by rank, one's behind
+    the other's; `pieces` then yields this rank's own, all but the last of them in whole
+    MESSAGE_BYTES. Empty: every rank has them all."""
 
     name: str
     dtype: torch.dtype

@@ -207,11 +207,9 @@ def held_out(sheet: Sheet, name: str) -> None:
 
 
 def template(sheet: Sheet, name: str) -> None:
-    """A chat template by their name, as text or of a file.
-
-    By `templates` in the trainer's tables they are ours of the same names, and others are taken for
-    the model's own; without these, names are refused.
-    """
+    """A chat template by their name, as text or of a file. By `templates` in the trainer's tables
+    they are ours of the same names, and others are taken for the model's own; without these, names
+    are refused."""
     value, known = sheet.get(name), sheet.said.get("templates", "").split()
     if not isinstance(value, str):
         sheet.refuse(name, "must be a template's name, its text or a file")

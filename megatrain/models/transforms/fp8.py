@@ -42,11 +42,9 @@ Quantized = tuple[Tensor, Tensor]  # e4m3 [n, k] and fp32 scales [n, 1]
 # why: decision 0012
 @dataclass(frozen=True)
 class Fp8Policy:
-    """The policy of matmuls with fp8 operands, by linear layer.
-
-    `fp8_fast` accumulates in the tensor cores' shorter registers; `fp8` moves partial sums to fp32
-    ones every few additions. On the CPU both are the same. `none` computes nothing.
-    """
+    """The policy of matmuls with fp8 operands, by linear layer. `fp8_fast` accumulates in the
+    tensor cores' shorter registers; `fp8` moves partial sums to fp32 ones every few additions. On
+    the CPU both are the same. `none` computes nothing."""
 
     output: Mode = "fp8_fast"  # y = x W^T
     grad_input: Mode = "fp8"  # dx = dy W
@@ -118,10 +116,8 @@ def fp8_matmuls(layers: Sequence[nn.Module], policy: Fp8Policy) -> Iterator[None
 
 
 class Fp8Linear(nn.Linear):
-    """y = x W^T + b of x [..., in_features] bf16 and W [out_features, in_features] bf16.
-
-    Shares the dictionaries of a bf16 module: a parameter bound to one is bound to the other.
-    """
+    """y = x W^T + b of x [..., in_features] bf16 and W [out_features, in_features] bf16. Shares the
+    dictionaries of a bf16 module: a parameter bound to one is bound to the other."""
 
     def __init__(self, linear: nn.Linear, policy: Fp8Policy) -> None:
         vars(self).update(vars(linear))
@@ -210,11 +206,9 @@ def _padded(rows: Tensor) -> Tensor:
 
 
 def quantize(rows: Tensor) -> Quantized:
-    """(e4m3 [n, k], fp32 scales [n, 1]), whose product is near `rows` [n, k].
-
-    Contiguous whatever the strides of `rows`. A row with an infinity or NaN becomes NaN. Plain
-    operations, which torch.compile fuses with what made `rows`.
-    """
+    """(e4m3 [n, k], fp32 scales [n, 1]), whose product is near `rows` [n, k]. Contiguous whatever
+    the strides of `rows`. A row with an infinity or NaN becomes NaN. Plain operations, which
+    torch.compile fuses with what made `rows`."""
     amax = rows.abs().amax(dim=1, keepdim=True).float().clamp(min=SMALLEST_AMAX)
     # fp32; should it round to more than 448, the cast takes it back
     scaled = rows * (FP8_MAX / amax)

@@ -51,10 +51,8 @@ def skippable(
     layer: nn.Module, hidden_shape: Sequence[int], dtype: torch.dtype, call: LayerCall
 ) -> tuple[str, ...]:
     """Names of the modules that recomputing the layer may leave out, such as ("mlp.down_proj",).
-
     Only single matmuls count, and whole modules that are computed in chunks. None if the layer
-    cannot run without data. It is in training mode, since dropout needs a matmul's output.
-    """
+    cannot run without data. It is in training mode, since dropout needs a matmul's output."""
     forward, _ = blank_call(layer, hidden_shape, dtype, call)
     matmuls = dict(_matmuls(layer))
     trail = Trail()
@@ -72,10 +70,8 @@ def skippable(
 
 @contextmanager
 def skipping(layer: nn.Module, names: Sequence[str]) -> Iterator[None]:
-    """Inside, the named modules (from `skippable`) return uninitialised memory.
-
-    Gradients keep their bits, but for compiled layers, whose other graph may round differently.
-    """
+    """Inside, the named modules (from `skippable`) return uninitialised memory. Gradients keep
+    their bits, but for compiled layers, whose other graph may round differently."""
     modules = [layer.get_submodule(name) for name in names]
     try:
         for module in modules:
@@ -143,10 +139,8 @@ class Trail(Watch):  # type: ignore[no-untyped-call]
 
 
 class _MatmulGradients(torch.autograd.Function):
-    """The gradients of x W^T + b, or of x W + b if `input_first`; the output is not computed.
-
-    The same matmuls as PyTorch's own backward, for the same bits.
-    """
+    """The gradients of x W^T + b, or of x W + b if `input_first`; the output is not computed. The
+    same matmuls as PyTorch's own backward, for the same bits."""
 
     @staticmethod
     def forward(

@@ -47,12 +47,9 @@ Batch = Mapping[str, Tensor]
 def shrink(
     config: Any, stack: Iterable[nn.Module], attention: str, trust_remote_code: bool = False
 ) -> Any:
-    """A configuration of small sizes with few layers, of every kind.
-
-    config: of a classifier its language model is made. stack: its decoder layers, on meta.
-
-    Raises ModelError if the family's code takes none, or the model is too large.
-    """
+    """A configuration of small sizes with few layers, of every kind. config: of a classifier its
+    language model is made. stack: its decoder layers, on meta. Raises ModelError if the family's
+    code takes none, or the model is too large."""
     config = as_language_model(config)
     layers = list(stack)
     kinds = kinds_of(config.get_text_config(), layers)
@@ -250,11 +247,9 @@ def small_scale() -> Iterator[None]:
 def plain_model(
     config: Any, *, seed: int = 0, attention: str = "auto", trust_remote_code: bool = False
 ) -> nn.Module:
-    """The family's own model in float32 on the CPU, in training mode.
-
-    Every parameter and persistent buffer is random: zero biases and unit norms would hide a
-    mix-up. But zeros beside other values stay, which may be a mask. Raises ModelError.
-    """
+    """The family's own model in float32 on the CPU, in training mode. Every parameter and
+    persistent buffer is random: zero biases and unit norms would hide a mix-up. But zeros beside
+    other values stay, which may be a mask. Raises ModelError."""
     with small_scale():
         torch.default_generator.manual_seed(seed)  # not CUDA's
         try:

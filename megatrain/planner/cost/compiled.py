@@ -320,12 +320,10 @@ def _has_a_step(node: fx.Node) -> bool:
 
 
 def alive(forward: fx.Graph, backward: fx.Graph, rows: int, runs_on: str) -> Alive:
-    """Memory of forward and backward, beyond inputs, weights and the incoming gradient.
-
-    The output is freed before backward begins, and what was saved as soon as it was last read.
-    Kernels run in the graph's order, or in it but for those of the weights' gradients, which come
-    last, and none writes over what it reads; inductor may do otherwise where that needs no more.
-    """
+    """Memory of forward and backward, beyond inputs, weights and the incoming gradient. The output
+    is freed before backward begins, and what was saved as soon as it was last read. Kernels run in
+    the graph's order, or in it but for those of the weights' gradients, which come last, and none
+    writes over what it reads; inductor may do otherwise where that needs no more."""
     output, *saved = _outputs(forward)
     # Backward receives some saved memory under several names, as views of it.
     names = {node.name: _base(node) for node in saved if _base(node).op != "placeholder"}

@@ -313,11 +313,9 @@ def _padded(
     skeleton: Skeleton, calls: Iterable[LayerCall], rows: int, seq_len: int
 ) -> list[LayerCall]:
     """The arguments of layers for packed sequences: a mask for each, where an unpacked batch has
-    none or one for all, unless it is their kernels that keep documents apart.
-
-    Layers that share a mask go on sharing it. A new one is boolean, the form in which transformers
-    hands a padded batch to scaled-dot-product attention.
-    """
+    none or one for all, unless it is their kernels that keep documents apart. Layers that share a
+    mask go on sharing it. A new one is boolean, the form in which transformers hands a padded batch
+    to scaled-dot-product attention."""
     masks: dict[int | None, Tensor] = {}
     padded = []
     for layer, call, masked in zip(skeleton.layers, calls, skeleton.masked, strict=True):

@@ -104,11 +104,9 @@ class Attention:
 
 
 class FusedAttention(TorchFunctionMode):
-    """Replaces scaled_dot_product_attention by a stand-in that allocates what fused kernels do.
-
-    On the meta device torch decomposes attention into matmuls, whose [tokens, tokens] matrices no
-    fused kernel allocates. device_type: where it will run; not every kernel exists on both.
-    """
+    """Replaces scaled_dot_product_attention by a stand-in that allocates what fused kernels do. On
+    the meta device torch decomposes attention into matmuls, whose [tokens, tokens] matrices no
+    fused kernel allocates. device_type: where it will run; not every kernel exists on both."""
 
     def __init__(
         self, device_type: str, stand_in: Callable[[Attention], Tensor] | None = None

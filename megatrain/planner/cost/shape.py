@@ -27,20 +27,16 @@ MOST_LAYER_CHUNKS = 64
 
 @dataclass(frozen=True)
 class WorkingSet:
-    """Bytes that a computation needs, by the number of tokens that it is given at once.
-
-    `points` are (tokens, bytes) in rising order.
-    """
+    """Bytes that a computation needs, by the number of tokens that it is given at once. `points`
+    are (tokens, bytes) in rising order."""
 
     points: tuple[tuple[int, int], ...]
 
     def at(self, tokens: int) -> int:
-        """Bytes for `tokens` at once: exact at a point, an upper bound between points.
-
-        A peak is the largest of several moments, each linear in tokens: convex, so that a chord
-        lies above it. Below the first point that point's bytes are the bound; beyond the last, the
-        line through the last two points.
-        """
+        """Bytes for `tokens` at once: exact at a point, an upper bound between points. A peak is
+        the largest of several moments, each linear in tokens: convex, so that a chord lies above
+        it. Below the first point that point's bytes are the bound; beyond the last, the line
+        through the last two points."""
         first, nbytes = self.points[0]
         if tokens <= first:
             return nbytes
@@ -83,11 +79,8 @@ class FrozenParts:
 
 @dataclass(frozen=True)
 class ModelShape:
-    """The planner's view of a model.
-
-    Working sets are bytes beyond parameters, inputs and incoming gradients, by tokens of a
-    micro-batch unless noted.
-    """
+    """The planner's view of a model. Working sets are bytes beyond parameters, inputs and incoming
+    gradients, by tokens of a micro-batch unless noted."""
 
     parameters: int  # trained ones, tied counted once
     block_numel: tuple[int, ...]  # elements of the weight arrays, padded: embed, layers, head

@@ -91,11 +91,9 @@ def tally(
     fused: bool,
     runs_on: str,
 ) -> tuple[Operations, Operations]:
-    """Count the operations of `forward()`, and of its gradients by `inputs` and `parameters`.
-
-    All on the meta device. Matmuls without any of `parameters` are attention's. Those of them that
-    require no gradient are frozen. fused: False for eager attention.
-    """
+    """Count the operations of `forward()`, and of its gradients by `inputs` and `parameters`. All
+    on the meta device. Matmuls without any of `parameters` are attention's. Those of them that
+    require no gradient are frozen. fused: False for eager attention."""
     wanted = [leaf for leaf in (*inputs, *parameters) if leaf.requires_grad]
     ahead, back = Operations(runs_on, parameters), Operations(runs_on)
     with without_data(runs_on), torch.enable_grad():

@@ -82,13 +82,8 @@ def environment_of(rank: int, size: int, port: int) -> dict[str, str]:
 # why: decision 0100
 def run_ranks(arguments: Sequence[str], size: int, command: Sequence[str] | None = None) -> int:
     """Run `megatrain` with these arguments as `size` ranks; the exit code of the first rank to
-    fail, or of the first one.
-
-    Signals are passed on once, to all. When one fails the others end by themselves
-    (recipes/ranks/liveness.py), or are killed.
-
-    command: in place of `megatrain`.
-    """
+    fail, or of the first one. Signals are passed on once, to all. When one fails the others end by
+    themselves (recipes/ranks/liveness.py), or are killed. command: in place of `megatrain`."""
     port, own = free_port(), {LAUNCHER: str(os.getpid()), SECRET: token_hex()}
     ranks = [
         subprocess.Popen(
