@@ -15,8 +15,6 @@ import torch
 
 from megatrain.memory.slab import Slab
 
-# -- timing ---------------------------------------------------------------------------------------
-
 Work = Callable[[], object]
 
 

@@ -59,9 +59,6 @@ def _seed_of(block: Block, seed: int) -> int:
     return (seed * 100_003 + block.index) % 2**63  # any integer may be a seed
 
 
-# -- a classifier's head ---------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class NewHead:
     """The tensors that a classifier has beside its language model."""

@@ -7,7 +7,7 @@ block always lands in the same slot, so its parameters are bound once, for good.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from functools import cached_property
 from typing import Any
 
@@ -262,10 +262,8 @@ class Skeleton:
             finds, layers that get no mask have kernels that are told of documents.
         """
         tape = Tape(sides=self._sides)
-        try:
+        with suppress(ReachedEnd):
             self._play(tape, **inputs)
-        except ReachedEnd:
-            pass
         assert tape.hidden is not None and len(tape.calls) == len(self.layers)
         if BEGINNINGS in inputs:
             return tape.hidden, told(tape.calls, self.masked, inputs["input_ids"].shape)

@@ -6,14 +6,13 @@ names over the file's: https://github.com/huggingface/transformers/issues/45488
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
 
 from megatrain.data.workers import fenced
-from megatrain.errors import ModelError
+from megatrain.errors import ModelError, logger
 
 TOKENIZER_FILE = "tokenizer.json"
 # What pipelines read differently: each text as it is, and between added tokens.
@@ -46,7 +45,7 @@ def as_published(loaded: Any, folder: Path, without_class: Callable[[], Any]) ->
         loaded = without_class()
         if not reads_alike(loaded):
             raise ModelError(f"{name} otherwise, and so does its general class; remove the file")
-        logging.getLogger("megatrain").warning(f"{name} otherwise than this file, which is used")
+        logger.warning(f"{name} otherwise than this file, which is used")
     _files[loaded] = data, published.get_vocab_size()
     return loaded
 
