@@ -141,7 +141,11 @@ QUICK: dict[str, dict[str, Any]] = {
     "balanced routers": {"ranks": 3, **NEAR, "family": "mixtral", "router_aux_loss_coef": 0.1},
     "a skipped step": {"ranks": 2, "steps": [NOTHING]},
     "images": {
-        "ranks": 2, "exact": False, "family": SEES, "image_row": row_of(SEES), **FP32,
+        "ranks": 2,
+        "exact": False,
+        "family": SEES,
+        "image_row": row_of(SEES),
+        **FP32,
         "steps": [steps_of(SEES)] * 2,
     },
 }
