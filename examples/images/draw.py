@@ -23,7 +23,7 @@ COLOURS = {"red": "#d22", "green": "#2a2", "blue": "#24d", "yellow": "#ec2", "pu
 SHAPES = ("circle", "square", "triangle")
 DIGITS = "0123456789"
 QUESTIONS = ("what colour is the shape ?", "what shape is it ?", "which digit do you see ?")
-SIDE, TRAINED, HELD_OUT = 48, 2_000, 200
+SIDE, TRAINED, HELD_OUT = 48, 3_000, 200
 SPECIAL = (
     *("<|end|>", "<|user|>", "<|assistant|>"),
     *("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>"),
@@ -50,8 +50,8 @@ def picture(colour: str, shape: str, digit: str, draws: random.Random) -> Image.
         pen.rectangle(box, fill=COLOURS[colour])
     else:
         pen.polygon([(x, y + size), (x + size, y + size), (x + size / 2, y)], COLOURS[colour])
-    place = SIDE + draws.randint(4, 16), draws.randint(0, 8)
-    pen.text(place, digit, "#000", font_size=36)
+    place = SIDE + draws.randint(6, 14), draws.randint(-4, 2)
+    pen.text(place, digit, "#000", font_size=44)
     return image
 
 
@@ -95,7 +95,7 @@ def model(folder: Path) -> None:
         },
         vision_config={
             "depth": 4, "hidden_size": 96, "num_heads": 4, "intermediate_size": 192,
-            "patch_size": 6, "spatial_merge_size": 2, "out_hidden_size": 128,
+            "patch_size": 8, "spatial_merge_size": 2, "out_hidden_size": 128,
             "num_position_embeddings": 256, "deepstack_visual_indexes": [1, 2],
         },
         image_token_id=vocabulary["<|image_pad|>"], video_token_id=vocabulary["<|video_pad|>"],
@@ -104,7 +104,7 @@ def model(folder: Path) -> None:
         architectures=["Qwen3VLForConditionalGeneration"], dtype="float32",
     )  # fmt: skip
     images = transformers.Qwen2VLImageProcessorPil(
-        patch_size=6, merge_size=2, min_pixels=SIDE * SIDE, max_pixels=2 * SIDE * SIDE
+        patch_size=8, merge_size=2, min_pixels=SIDE * SIDE, max_pixels=2 * SIDE * SIDE
     )
     for part in (config, tokenizer, images):
         part.save_pretrained(folder)

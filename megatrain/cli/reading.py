@@ -267,6 +267,10 @@ def generate(
     system: Annotated[
         str | None, typer.Option(metavar="TEXT", help="System prompt, for the chat template.")
     ] = None,
+    image: Annotated[
+        list[str] | None,
+        typer.Option(metavar="FILE", help="Picture that PROMPT is about; may be given again."),
+    ] = None,
     max_new_tokens: Annotated[
         int | None,
         typer.Option(min=1, help="Longest answer in tokens; default: 128, with --chat 1024."),
@@ -305,7 +309,7 @@ def generate(
         raise ConfigError("command line: PROMPT is empty; write something to answer")
     find_model(model)
     longest = max_new_tokens or (CHAT_TOKENS if chat else ANSWER_TOKENS)
-    given = (model, longest, sampling, system, trust_remote_code)
+    given = (model, longest, sampling, system, trust_remote_code, image or ())
     from megatrain.reporting.progress import logging_on
 
     console, live = console_on(stderr=True), sys.stdout.isatty() and not as_json

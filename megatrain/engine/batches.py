@@ -27,7 +27,7 @@ from megatrain.losses import (
 from megatrain.losses.targets import Answers
 from megatrain.models.anatomy import Anatomy
 from megatrain.models.constants import NO_IMAGES, OF_TEXT
-from megatrain.models.recorder import LayerCall, boundaries_of, of_dtype
+from megatrain.models.recorder import TYPES, LayerCall, boundaries_of, of_dtype
 from megatrain.models.skeleton import Skeleton
 
 Batch = Mapping[str, Tensor]
@@ -181,8 +181,7 @@ def _check_examples(batch: Batch, number: int, loss: SequenceLoss) -> None:
 
 def for_loss(name: str) -> bool:
     """True for a tensor of a micro-batch that its loss reads and the model does not."""
-    of_model = name == "token_type_ids"  # of Gemma: where images are
-    return name == "labels" or (name.startswith(FOR_LOSS) and not of_model)
+    return name == "labels" or (name.startswith(FOR_LOSS) and name not in TYPES)
 
 
 def prepare(

@@ -193,10 +193,15 @@ def starting_from(model: Any, settings: GenerationConfig) -> Iterator[None]:
 
 
 def generated(
-    model: Any, input_ids: Tensor, max_new_tokens: int, ends: Sequence[int], choose: Choose
+    model: Any,
+    input_ids: Tensor,
+    max_new_tokens: int,
+    ends: Sequence[int],
+    choose: Choose,
+    **images: Tensor,
 ) -> list[int]:
     """The tokens that transformers' `generate` appends to input_ids [1, tokens], each picked by
-    `choose`; the model's own generation settings are ignored."""
+    `choose`; the model's own generation settings are ignored. images: of the model's forward."""
     from transformers import GenerationConfig, LogitsProcessorList
 
     nothing: Any = GenerationConfig()  # type: ignore[no-untyped-call]
@@ -209,6 +214,7 @@ def generated(
             eos_token_id=list(ends) or None,
             pad_token_id=next(iter(ends), 0),
             logits_processor=LogitsProcessorList([chosen_by(choose)]),
+            **images,
         )
     new: list[int] = ids[0, input_ids.shape[1] :].tolist()
     return new

@@ -19,6 +19,7 @@ from torch.utils import _pytree as pytree
 
 from megatrain.errors import ModelError
 
+TYPES = ("token_type_ids", "mm_token_type_ids")  # arguments that mark the tokens of images
 PLAIN = (bool, int, float, str)  # values that settings have
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatrain.data.samples import Turns
+from megatrain.data.samples import Picture, Turns
 from megatrain.engine.engine import Engine
 from megatrain.engine.rollout.decode import Answer, AnswerRequest, answers
 from megatrain.engine.rollout.draw import Draw
@@ -19,6 +19,7 @@ from megatrain.recipes.model import Model
 from megatrain.recipes.sample import (
     Sampling,
     ids_of,
+    images_in,
     positions_of,
     rendered_ids,
     system_turns,
@@ -45,9 +46,16 @@ class Conversation:
     """Turns of a user and answers to them. Weights stay on the device where they have room."""
 
     def __init__(
-        self, engine: Engine, model: Model, max_new_tokens: int, draw: Draw, system: Turns
+        self,
+        engine: Engine,
+        model: Model,
+        max_new_tokens: int,
+        draw: Draw,
+        system: Turns,
+        pictures: Sequence[Picture] = (),
     ) -> None:
-        self._turns: list[dict[str, str]] = []  # but for the system prompt
+        self._turns: list[dict[str, Any]] = []  # but for the system prompt
+        self._pictures = pictures  # of the first question
         self._engine, self._model, self._system = engine, model, system
         self._max_new_tokens, self._draw, self._answers = max_new_tokens, draw, 0
         self._positions = positions_of(model)
@@ -64,16 +72,18 @@ class Conversation:
     def answer(self, prompt: str, show: Callable[[str], None] = unseen) -> Reply:
         """Answer a prompt; both become turns. Raises ConfigError and ModelError if it cannot be."""
         began = time.perf_counter()
-        turns, ids = self._fitting([*self._turns, user(prompt)])
+        pictures, self._pictures = self._pictures, ()
+        turns, ids = self._fitting([*self._turns, user(prompt, pictures)])
         limit = self._max_new_tokens
         about = self._model, ids, limit, self._draw, show, self._answers
-        made = written(self._rollout, *about)
+        seen = images_in(self._model, turns, ids)
+        made = written(self._rollout, *about, images=seen)
         self._answers += 1
         self._turns = [*turns, {"role": "assistant", "content": made.text}]
         ended = "length" if made.is_cut else "end"
         return Reply(made.text, len(made.tokens), time.perf_counter() - began, ended)
 
-    def _fitting(self, turns: list[dict[str, str]]) -> tuple[list[dict[str, str]], list[int]]:
+    def _fitting(self, turns: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], list[int]]:
         """(the newest turns that leave room for an answer, their token ids with the system's)."""
         longest, asked = self._positions, len(turns)
         while longest is not None and len(turns) > 1:
@@ -106,19 +116,20 @@ def open_chat(
     sampling: Mapping[str, Any],
     system: str | None,
     trust_remote_code: bool,
+    images: Sequence[str] = (),
 ) -> Iterator[Conversation]:
     """A conversation with a model; arguments as `inspect.generate` has them. Raises ModelError for
     a template that is missing, or takes no system prompt."""
     drawn = Sampling(**sampling)
-    checkpoint, model = writer_of(named, trust_remote_code)
+    checkpoint, model, pictures = writer_of(named, trust_remote_code, images)
     if model.tokenizer.chat_template is None:
         raise ModelError(
             f"{named}: has no chat template, which says how turns are written; leave --chat out to "
             "have a text continued, or put a chat_template.jinja into the model's folder"
         )
     turns = system_turns(model, system)
-    with reader(checkpoint, run_folder_of(Path(named)), trust_remote_code) as engine:
-        chat = Conversation(engine, model, max_new_tokens, drawn.draw(), turns)
+    with reader(checkpoint, run_folder_of(Path(named)), trust_remote_code, model.sight) as engine:
+        chat = Conversation(engine, model, max_new_tokens, drawn.draw(), turns, pictures)
         try:
             yield chat
         finally:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from os.path import expanduser, isfile  # whose pathlib counterparts raise for some paths
 from pathlib import Path
@@ -16,9 +16,10 @@ from megatrain.config import Config, load_config
 from megatrain.config.fields import TrainOptions
 from megatrain.config.resuming import CONFIG_FILE, RESOLVED_FILE, asked_again, resumed_configs
 from megatrain.data.build import Expected
+from megatrain.data.images import Sight, picture_of
 from megatrain.data.micro_batches import MicroBatch, ReferenceArray, held_out_batches
-from megatrain.data.rows import Rows
-from megatrain.data.samples import PROMPTS
+from megatrain.data.rows import Rows, TokenRows
+from megatrain.data.samples import PROMPTS, Picture
 from megatrain.data.show import show_rows, summary
 from megatrain.engine.engine import Engine
 from megatrain.engine.request import choose_device, config_of_source, least_tokens
@@ -29,7 +30,15 @@ from megatrain.models.pretrained import is_classifier, resolve_source
 from megatrain.optim import Frozen
 from megatrain.planner.search import AUTO_MICRO_BATCH_TOKENS
 from megatrain.recipes.loop import SWEEP_MICRO_BATCHES, evaluated, sweeps
-from megatrain.recipes.model import Model, check_weights, check_writes, describe_model, read_model
+from megatrain.recipes.model import (
+    Model,
+    check_weights,
+    check_writes,
+    describe_model,
+    read_model,
+    seeing,
+    sighted,
+)
 from megatrain.recipes.reference import Batches, Wanted, reference_key, references_of
 from megatrain.recipes.sample import Sampling, answer, system_turns, unseen
 from megatrain.recipes.setup import day_of, make_loss, quiet_libraries, read_rows, say_rows
@@ -101,7 +110,8 @@ def evaluate(named: str | Path, data: object, trust_remote_code: bool = False) -
 
         wanted = Wanted(rows, np.arange(len(rows))[:limit])
         references = reference_of_run(config, run_dir, wanted, by_sweeps, trust_remote_code)
-    with reader(checkpoint, run_dir, trust_remote_code) as engine:
+    sight = rows.sight if isinstance(rows, TokenRows) and rows.images is not None else None
+    with reader(checkpoint, run_dir, trust_remote_code, sight) as engine:
         given = batches(rows, references=references, limit=limit)
         found = evaluated(engine, given, loss, sweep, StopRequest())
     assert found is not None, "nobody asked it to stop"
@@ -132,7 +142,7 @@ def evaluate_tasks(
     """(the model that was asked and how it computed, what tasks of lm-eval found) of any model.
     where: what names the tasks, for errors. Raises ConfigError for unknown tasks, DataError for
     those that fail."""
-    checkpoint, model = writer_of(named, trust_remote_code)
+    checkpoint, model, _ = writer_of(named, trust_remote_code)
     check_weights(str(checkpoint))
     tasks = load_tasks(options, where)  # before weights are read
     with reader(checkpoint, run_folder_of(Path(named)), trust_remote_code) as engine:
@@ -154,6 +164,7 @@ def generate(
     sampling: Mapping[str, Any],
     system: str | None = None,
     trust_remote_code: bool = False,
+    images: Sequence[str] = (),
     *,
     show: Callable[[str], None] | None = None,
 ) -> str:
@@ -161,24 +172,35 @@ def generate(
     grows. system: a system prompt. Raises ModelError for a reward model, and one whose chat
     template takes no system prompt."""
     drawn = Sampling(**sampling)
-    checkpoint, model = writer_of(named, trust_remote_code)
+    checkpoint, model, pictures = writer_of(named, trust_remote_code, images)
     turns = system_turns(model, system)
-    with reader(checkpoint, run_folder_of(Path(named)), trust_remote_code) as engine:
-        return answer(engine, model, prompt, max_new_tokens, drawn, show or unseen, turns)
+    with reader(checkpoint, run_folder_of(Path(named)), trust_remote_code, model.sight) as engine:
+        about = prompt, max_new_tokens, drawn, show or unseen, turns, pictures
+        return answer(engine, model, *about)
 
 
-def writer_of(named: str | Path, trust_remote_code: bool) -> tuple[Path, Model]:
-    """(checkpoint, model) of one that is to write. Raises ModelError if it cannot."""
+def writer_of(
+    named: str | Path, trust_remote_code: bool, images: Sequence[str] = ()
+) -> tuple[Path, Model, list[Picture]]:
+    """(checkpoint, model, pictures) of one that is to write. Raises ModelError if it cannot, and
+    DataError for images that it cannot see."""
     quiet_libraries()
     checkpoint = checkpoint_of(Path(named))
     model = describe_model(str(checkpoint), trust_remote_code=trust_remote_code)
     check_writes(model, str(named))
-    return checkpoint, model
+    if images:
+        model = seeing(model, checkpoint, "--image")
+    return checkpoint, model, [picture_of(name, Path()) for name in images]
 
 
-def reader(checkpoint: str | Path, run_dir: Path | None, trust_remote_code: bool = False) -> Engine:
+def reader(
+    checkpoint: str | Path,
+    run_dir: Path | None,
+    trust_remote_code: bool = False,
+    sight: Sight | None = None,
+) -> Engine:
     """An engine that reads only, with no optimizer state in RAM, computing as the run did, or else
-    in float32 if that is the folder's dtype."""
+    in float32 if that is the folder's dtype. sight: of one that is shown images."""
     chosen: dict[str, Any] = {"precision": "auto"}
     if run_dir is not None:
         config = load_config(run_dir / CONFIG_FILE, of_run=True)
@@ -187,6 +209,7 @@ def reader(checkpoint: str | Path, run_dir: Path | None, trust_remote_code: bool
         described = config_of_source(resolve_source(checkpoint), trust_remote_code)
         if described.get_text_config().dtype == torch.float32:
             chosen["precision"] = "float32"
+    chosen["image_row"] = None if sight is None else sight.row
     engine = frozen_engine(checkpoint, trust_remote_code=trust_remote_code, **chosen)
     logger.info(f"computing in {engine.precision}")
     return engine
@@ -235,14 +258,14 @@ def rows_to_evaluate(
         whole: dict[str, Any] = {"model": str(checkpoint), "train": {"seq_len": longest_row(model)}}
         whole |= {"method": "reward"} if is_classifier(model.config) else {}
         config = load_config(whole, {"data.train": data, **ALL_ROWS})
-        return config, read_rows(config, model)[0]
+        return config, read_rows(config, sighted(model, config, checkpoint))[0]
     day = day_of(load_config(run_dir / RESOLVED_FILE, of_run=True))
     if data is not None:
         config = load_config(run_dir / CONFIG_FILE, {"data.train": data, **ALL_ROWS}, of_run=True)
-        return config, read_rows(config, model, day)[0]
+        return config, read_rows(config, sighted(model, config, checkpoint), day)[0]
     config, expected = held_out_by(run_dir, checkpoint)
     try:
-        _, rows = read_rows(config, model, day, expected)
+        _, rows = read_rows(config, sighted(model, config, checkpoint), day, expected)
     except DataError as error:
         raise DataError(f"{error}; or name rows to evaluate on with --data") from error
     if rows is None:

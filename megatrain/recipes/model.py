@@ -86,19 +86,33 @@ def read_model(config: Config) -> Model:
         if template is None:
             raise
         raise ConfigError(f"{config.where('data.chat_template')}: {error}") from error
-    sees = bool(parts_of(found.config)) and METHODS[config.method].kind != PROMPTS
-    if model.images is False or not (sees or model.images is True):
-        return found
-    if model.images == "auto" and not shows_images(config):
-        return found
-    folder = resolve_source(*given[:2], weights=False).path
-    sight = Sight.of(folder, found.tokenizer, found.config.model_type) if sees else None
+    where = resolve_source(*given[:2], weights=False).path
+    return sighted(found, config, where)
+
+
+def sighted(model: Model, config: Config, folder: Path) -> Model:
+    """The model with its processor of images, which is in `folder`, where the config asks for it.
+    Raises ConfigError."""
+    wanted, where = config.model.images, config.where("model.images")
+    sees = bool(parts_of(model.config)) and METHODS[config.method].kind != PROMPTS
+    if wanted is True and not sees:
+        reason = f"{folder} is for text, or method {config.method} reads no images"
+        raise ConfigError(f"{where}: {reason}; set model.images: false")
+    if wanted is True or (wanted == "auto" and sees and shows_images(config)):
+        return seeing(model, folder, where)
+    return model
+
+
+def seeing(model: Model, folder: Path, where: str) -> Model:
+    """The model with its processor of images, which is in `folder`. Raises ConfigError where there
+    is none, and names `where` it was asked for."""
+    sight = Sight.of(folder, model.tokenizer, model.config.model_type)
     if sight is None:
         raise ConfigError(
-            f"{config.where('model.images')}: {model.source} has no processor of images, or method "
-            f"{config.method} reads none; remove images from the data, or name a model that sees"
+            f"{where}: {folder} has no processor of images; name a model that sees, with its "
+            "preprocessor_config.json"
         )
-    return replace(found, sight=sight, code={**found.code, **processor_files(folder)})
+    return replace(model, sight=sight, code={**model.code, **processor_files(folder)})
 
 
 FIRST_ROWS = 64

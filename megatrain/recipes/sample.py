@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 
 from megatrain.config import Config
 from megatrain.config.fields import check_prompts
 from megatrain.data.rows import Rows
-from megatrain.data.samples import Turns
+from megatrain.data.samples import MARK, Picture, Turns
 from megatrain.data.template import Template
 from megatrain.data.workers import fenced
 from megatrain.engine.engine import Engine
@@ -79,15 +80,29 @@ def answer(
     sampling: Sampling = GREEDY,
     show: Callable[[str], None] = unseen,
     system: Turns = (),
+    pictures: Sequence[Picture] = (),
 ) -> str:
     """Answer to a user's prompt in the model's chat format; without one its continuation. show:
     gets the text in pieces of whole words as it grows. system: turns before the prompt."""
-    ids = ids_of(model, [*system, user(prompt)])
-    return continuation(engine, model, ids, max_new_tokens, sampling, show)
+    turns = [*system, user(prompt, pictures)]
+    ids = ids_of(model, turns)
+    seen = images_in(model, turns, ids)
+    return continuation(engine, model, ids, max_new_tokens, sampling, show, seen)
 
 
-def user(prompt: str) -> dict[str, str]:
-    return {"role": "user", "content": prompt}
+def user(prompt: str, pictures: Sequence[Picture] = ()) -> dict[str, Any]:
+    """A question, behind its pictures."""
+    seen = {"pictures": pictures} if pictures else {}
+    return {"role": "user", "content": MARK * len(pictures) + prompt, **seen}
+
+
+def images_in(model: Model, turns: Turns, ids: list[int]) -> dict[str, torch.Tensor]:
+    """The arguments of the model's forward for all pictures of turns, whose tokens are `ids`."""
+    pictures = [one for turn in turns for one in turn.get("pictures", ())]
+    if not pictures or model.sight is None:
+        return {}
+    types = {k: torch.from_numpy(v) for k, v in model.sight.types(np.array([ids])).items()}
+    return types | model.sight.inputs([pictures])
 
 
 def system_turns(model: Model, text: str | None) -> list[dict[str, str]]:
@@ -123,6 +138,9 @@ def rendered_ids(model: Model, turns: Turns, what: str = "the prompt") -> list[i
     tokenizer, text = model.tokenizer, turns[0]["content"]
     if chats := tokenizer.chat_template is not None:
         text = rendered(tokenizer, turns)
+        pictures = [one for turn in turns for one in turn.get("pictures", ())]
+        if pictures and model.sight is not None:
+            text, _ = model.sight.expanded(text, pictures)
     elif len(turns) > 1:
         raise ModelError(f"{what}: has several turns, and the model has no chat template for them")
     return encoded(tokenizer, text, special=not chats, what=what)
@@ -205,7 +223,8 @@ def rendered(tokenizer: PreTrainedTokenizerBase, turns: Turns) -> str:
     def render() -> str:
         how: Any = {"tokenize": False, "add_generation_prompt": True}
         try:
-            return str(tokenizer.apply_chat_template(Template(tokenizer).wanted(turns), **how))
+            bare = [{k: v for k, v in turn.items() if k != "pictures"} for turn in turns]
+            return str(tokenizer.apply_chat_template(Template(tokenizer).wanted(bare), **how))
         except MemoryError:  # the limit of a worker
             raise
         except Exception as error:  # noqa: BLE001  whatever the code of a template does
@@ -222,9 +241,11 @@ def continuation(
     max_new_tokens: int,
     sampling: Sampling = GREEDY,
     show: Callable[[str], None] = unseen,
+    images: Mapping[str, torch.Tensor] | None = None,
 ) -> str:
     """Text after token ids, within the model's positions; `sampling` and `show` as in `answer`."""
-    made = written(engine.rollout, model, ids, max_new_tokens, sampling.draw(), show)
+    about = model, ids, max_new_tokens, sampling.draw(), show
+    made = written(engine.rollout, *about, images=images)
     if made.is_cut and len(made.tokens) < max_new_tokens:
         logger.warning(
             f"the answer is cut after {len(made.tokens)} tokens: with its prompt it has the "
@@ -250,6 +271,7 @@ def written(
     draw: Draw,
     show: Callable[[str], None],
     key: int = 0,
+    images: Mapping[str, torch.Tensor] | None = None,
 ) -> Written:
     """The answer to `ids`, within the model's positions. rollout: as `Engine.rollout`."""
     from transformers import TextStreamer
@@ -269,7 +291,8 @@ def written(
         shown = len(tokens)
         return False
 
-    (made,) = rollout([AnswerRequest(key, ids, (0,), room)], draw, ends, look)
+    request = AnswerRequest(key, ids, (0,), room, images or {})
+    (made,) = rollout([request], draw, ends, look)
     words.end()
     return Written(made.ids, text_of(model, made.ids), made.finish == "length")
 

@@ -11,15 +11,16 @@ from __future__ import annotations
 import inspect
 import logging
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 from weakref import WeakKeyDictionary
 
 import psutil
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from megatrain.engine.inference import RESERVE_BYTES, free_bytes, generated
 from megatrain.engine.rollout.draw import Draw
@@ -28,6 +29,7 @@ from megatrain.engine.rollout.streamed import StreamedModel
 from megatrain.errors import OutOfMemory
 from megatrain.heartbeat import beat
 from megatrain.memory.sizes import SCORE_BYTES
+from megatrain.models.recorder import TYPES, of_dtype
 from megatrain.models.transforms.compiled import fused_parts
 
 logger = logging.getLogger("megatrain")
@@ -43,12 +45,13 @@ ROWS_STEP = 64  # rows by which a graph's number grows from there on; below by t
 @dataclass(frozen=True)
 class AnswerRequest:
     """A prompt, and the numbers of the answers to write. key: with an answer's number, what its
-    draws follow from. most: tokens of an answer."""
+    draws follow from. most: tokens of an answer. images: arguments of the model's forward."""
 
     key: int
     ids: Sequence[int]
     answers: Sequence[int]
     most: int
+    images: Mapping[str, Tensor] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -335,6 +338,11 @@ def answers(
     at a time. Raises OutOfMemory where not one row has room.
     """
     total = sum(len(one.answers) for one in requests)
+    if any(one.images for one in requests):  # whose positions are the family's own
+        for request in requests:
+            for number in request.answers:
+                yield by_generate(model, request, number, draw, ends, look)
+        return
     if not total:
         return
     room = max(len(one.ids) + one.most for one in requests)
@@ -439,13 +447,16 @@ def by_generate(
         return ids[-1]
 
     prompt = torch.tensor([list(request.ids)], device=model.device)
+    images: Any = {n: of_dtype(v, model.dtype).to(model.device) for n, v in request.images.items()}
     if isinstance(model, StreamedModel):
         while len(ids) < request.most:
             whole = torch.cat([prompt, torch.tensor([ids], device=model.device).long()], 1)
-            if choose(model(input_ids=whole)[0][0, -1]) in ends:
+            # marks of tokens that are of images
+            of_tokens: Any = {n: F.pad(v, (0, len(ids))) for n, v in images.items() if n in TYPES}
+            if choose(model(input_ids=whole, **images | of_tokens)[0][0, -1]) in ends:
                 break
     else:
-        generated(model, prompt, request.most, ends, choose)
+        generated(model, prompt, request.most, ends, choose, **images)
     cut = len(ids) == request.most and ids[-1] not in ends
     finish: Literal["stop", "length"] = "length" if cut else "stop"
     return Answer(request.key, number, ids, logprobs, kept if draw.cuts else None, finish)
