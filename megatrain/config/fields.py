@@ -135,7 +135,11 @@ class TrainOptions(Options):
         "Of several hosts: dtype in which sums of gradients cross the network. bfloat16 halves "
         "their bytes: each host's sum is rounded once, and they are added in float32.",
     )
-    freeze: v.Patterns = key((), "Tensors not to train: names as in the model's folder, or globs.")
+    freeze: v.Patterns = key(
+        None,
+        "Tensors not to train: names as in the model's folder, or globs; null: none, but where "
+        "images are read what sees, except its projector.",
+    )
     eval_every: v.CountOrNull = key(
         100, "Steps between evaluations; null evaluates only before and after the run."
     )

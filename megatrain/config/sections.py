@@ -46,8 +46,7 @@ class ModelOptions(Options):
     revision: v.TextOrNull = key(None, "Branch, tag or commit on the hub.")
     images: v.FlagOrAuto = key(
         "auto",
-        "Read images, and load what the model sees with; auto: if one of the first rows has some. "
-        "Its tower is frozen and its projector trains, unless train.freeze is given.",
+        "Read images, and load what the model sees with; auto: if one of the first rows has some.",
     )
     trust_remote_code: v.Flag = key(
         False,

@@ -190,7 +190,11 @@ Compile = Annotated[bool | Literal["loss"] | Auto, wanted("true, false, loss or 
 DayOrAuto = Annotated[Auto | Day, wanted("a date such as 2026-11-23, or auto")]
 Text = Annotated[_Text, wanted("text (in quotes if it looks like a number)")]
 Patterns = Annotated[
-    tuple[_Text, ...], wanted("a tensor's name with wildcards, or a list of them", as_texts)
+    tuple[_Text, ...] | None,
+    wanted(
+        "a tensor's name with wildcards, a list of them, or null",
+        lambda value: None if value is None else as_texts(value),
+    ),
 ]
 _Function = Annotated[str, Field(pattern=r"^.+\.py:[A-Za-z_]\w*$")]
 Functions = Annotated[

@@ -6,11 +6,12 @@ import math
 from collections.abc import Iterator
 from itertools import groupby
 from operator import itemgetter
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from megatrain.data.rows import IdArray, MaskArray, PackedRows, Rows
+from megatrain.data.rows import IdArray, MaskArray, PackedRows, Rows, TokenRows
 from megatrain.data.samples import JUDGED, PAIRS, PLAIN, PROMPTS
 from megatrain.errors import printable
 
@@ -146,7 +147,7 @@ def _pieces(rows: Rows, index: int) -> Iterator[tuple[str, IdArray, MaskArray]]:
     if rows.kind != PAIRS:
         judgement = ("wanted, " if value else "unwanted, ") if rows.kind == JUDGED else ""
         title = f"row {index}: {judgement}{len(ids)} tokens, {int(mask.sum())} targets"
-        yield title, ids, mask
+        yield title + _images_of(rows, index), *_with_images_once(rows, ids, mask)
         return
     other, flags = rows.side(index, 1)
     margin = "" if math.isnan(value) else f", margin {value:g}"
@@ -154,10 +155,26 @@ def _pieces(rows: Rows, index: int) -> Iterator[tuple[str, IdArray, MaskArray]]:
     if not np.array_equal(ids[:begin], other[:begin]):
         begin = 0  # two ends of prompts, as truncation_mode keep_end leaves them
     else:
-        yield f"row {index}: prompt, {begin} tokens", ids[:begin], mask[:begin]
+        title = f"row {index}: prompt, {begin} tokens" + _images_of(rows, index)
+        yield title, *_with_images_once(rows, ids[:begin], mask[:begin])
     for name, tokens, of_answer in (("chosen", ids, mask), ("rejected", other, flags)):
         sizes = f"{len(tokens) - begin} tokens, {int(of_answer.sum())} targets"
         yield f"row {index}, {name}: {sizes}{margin}", tokens[begin:], of_answer[begin:]
+
+
+def _images_of(rows: Rows, index: int) -> str:
+    """Names and sizes of a row's images, for its title."""
+    seen = rows.pictures(index, 0) if isinstance(rows, TokenRows) else []
+    return "".join(f", {Path(one.path).name} ({one.width} x {one.height})" for one in seen)
+
+
+def _with_images_once(rows: Rows, ids: IdArray, mask: MaskArray) -> tuple[IdArray, MaskArray]:
+    """A row with the first alone of each image's equal tokens."""
+    sight = rows.sight if isinstance(rows, TokenRows) else None
+    again = np.isin(ids, [*(sight.ids if sight else ())])
+    again[1:] &= ids[1:] == ids[:-1]
+    again[:1] = False
+    return ids[~again], mask[~again]
 
 
 def on_a_screen(text: Text) -> Text:

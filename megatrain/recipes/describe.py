@@ -51,6 +51,7 @@ def decided(ready: Ready) -> dict[str, Any]:
     return {option.key: getattr(choices, option.field) for option in OPTIONS if option.key} | {
         "train.micro_batch_tokens": micro_batch_of(ready.config, ready.plan),
         "data.packing": resolved.packed_to is not None,
+        "model.images": ready.model.sight is not None,
         "data.date": ready.day.isoformat(),
         "precision": resolved.machine.precision,
         "compile": resolved.compile,

@@ -40,6 +40,7 @@ from megatrain.recipes.model import (
     digest_of_template,
     read_model,
     shape_model,
+    sighted,
     suited,
 )
 from megatrain.recipes.planned_machine import beside_others, find_machine, planned_machine
@@ -410,7 +411,8 @@ class ResumePoint:
             logger.warning(change)
         if self.config.model.trust_remote_code:
             return read_model(self.config)
-        return replace(describe_model(str(self.found.path)), digests=self.digests)
+        model = replace(describe_model(str(self.found.path)), digests=self.digests)
+        return sighted(model, self.config, self.found.path)
 
 
 # why: decision 0050

@@ -75,8 +75,8 @@ def request_of(config: Config, model: Model, kept: Mapping[str, Any] | None = No
     value = {name: attrgetter(key)(config) for name, key in {**SAME, **SIZES}.items()}
     sizes = {name: None if value[name] == "auto" else int(value[name]) for name in SIZES}
     drawn = config.model.init == "random"
-    if model.sight is not None and "freeze" not in config.train.model_fields_set:
-        value["freeze"] = None
+    if model.sight is None and value["freeze"] is None:
+        value["freeze"] = ()
     return Request(
         config=model.config,
         image_row=None if model.sight is None else model.sight.row,

@@ -17,6 +17,7 @@ model:
   path: some/folder
   init: pretrained
   revision: main
+  images: true
   trust_remote_code: false
 method: sft
 data:

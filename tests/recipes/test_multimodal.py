@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from examples.images import draw
+from megatrain.engine.verify import tensors_of
 from megatrain.storage.run_folder import PASSENGERS
 from tests.helpers.commands import conversation, write_jsonl
 from tests.helpers.compare import differing
@@ -47,6 +49,42 @@ def test_a_run_begins_is_resumed_without_its_source_and_exported(megatrain, proj
             assert written[name] == other_files(made)[name]
     assert names(run / PASSENGERS) == {"MANIFEST.json", "model-00002-of-00002.safetensors"}
     assert "passed" in megatrain("verify out").out
+
+
+SEES = """
+model: {config: ./sees/model}
+method: sft
+precision: float32
+device: cpu
+data: {train: ./sees/train.jsonl, eval: ./sees/eval.jsonl}
+train: {freeze: [], tokens_per_step: 90, seq_len: 64, max_steps: 4, learning_rate: 1.0e-3}
+checkpoint: {every: 2}
+"""
+
+
+def test_a_run_that_sees_goes_on_to_the_bit_and_answers(megatrain, project):
+    """In the middle of an epoch, after a kill; what it saves sees, too."""
+    draw.model(project / "sees" / "model")
+    for name, count in (("train", 24), ("eval", 6)):
+        draw.rows(project / "sees", name, count, seed=count)
+    (project / "sees.yaml").write_text(SEES)
+    shown = megatrain("data sees.yaml").out
+    assert "0.png (96 x 48)" in shown and shown.count("<|image_pad|>") == 3
+    megatrain("train sees.yaml output=whole")
+    megatrain("train sees.yaml output=broken train.max_steps=3")
+    shutil.rmtree(project / "broken" / "final")
+    shutil.rmtree(project / "broken" / "checkpoint-3")
+    megatrain("resume broken train.max_steps=4")
+    whole, broken = (tensors_of(project / name / "final") for name in ("whole", "broken"))
+    assert differing(whole, broken) == []
+    assert (project / "whole" / "final" / "preprocessor_config.json").is_file()
+    losses = [megatrain(f"eval {name} --json").json["eval_loss"] for name in ("whole", "broken")]
+    assert losses[0] == losses[1]
+    asked = ("generate whole --json --image sees/eval/0.png", "what shape is it ?")
+    assert "answer" in megatrain(*asked).json
+    (project / "sees" / "train" / "3.png").unlink()
+    refused = megatrain("train sees.yaml output=other", code=3)
+    assert "train.jsonl:4: image" in refused.err and "3.png: cannot be read" in refused.err
 
 
 def test_a_plan_counts_passengers_once(megatrain, seeing):
