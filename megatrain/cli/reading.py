@@ -300,13 +300,7 @@ def generate(
     sampling = {"temperature": temperature, "top_p": top_p, "seed": seed}
     if system is not None and not system.strip():
         raise ConfigError("--system: is empty; write something, or leave it out")
-    if prompt is None and not chat:
-        if sys.stdin.isatty():
-            missing = "PROMPT is missing; write it after the model, pipe it in, or add --chat"
-            raise ConfigError(f"command line: {missing}")
-        prompt = sys.stdin.read()
-    if prompt is not None and not prompt.strip():
-        raise ConfigError("command line: PROMPT is empty; write something to answer")
+    prompt = _asked(prompt, chat)
     find_model(model)
     longest = max_new_tokens or (CHAT_TOKENS if chat else ANSWER_TOKENS)
     given = (model, longest, sampling, system, trust_remote_code, image or ())
@@ -318,6 +312,18 @@ def generate(
             converse(given, prompt, live, as_json, console)
         else:
             answer_once(given, str(prompt), live, as_json)
+
+
+def _asked(prompt: str | None, chat: bool) -> str | None:
+    """PROMPT, or what stdin says; None: nothing yet. Raises ConfigError for an empty one."""
+    if prompt is None and not chat:
+        if sys.stdin.isatty():
+            missing = "PROMPT is missing; write it after the model, pipe it in, or add --chat"
+            raise ConfigError(f"command line: {missing}")
+        prompt = sys.stdin.read()
+    if prompt is not None and not prompt.strip():
+        raise ConfigError("command line: PROMPT is empty; write something to answer")
+    return prompt
 
 
 def answer_once(given: tuple[Any, ...], prompt: str, live: bool, as_json: bool) -> None:

@@ -19,7 +19,18 @@ from megatrain.data.formats import (
     detect_format,
     formats_of,
 )
-from megatrain.data.samples import JUDGED, KINDS, PAIRS, PLAIN, PROMPTS, asked_in, texts_of
+from megatrain.data.samples import (
+    JUDGED,
+    KINDS,
+    MARK,
+    PAIRS,
+    PLAIN,
+    PROMPTS,
+    Chat,
+    Picture,
+    asked_in,
+    texts_of,
+)
 from megatrain.methods import METHODS
 
 PAGE = Path(__file__).parents[2] / "docs" / "rows.md"
@@ -27,7 +38,7 @@ TEXT = PAGE.read_text()
 EXAMPLES = {
     kind: [json.loads(line) for line in block.splitlines()]
     for kind, block in zip(
-        (PLAIN, PAIRS, JUDGED, PROMPTS),
+        (PLAIN, "images", PAIRS, JUDGED, PROMPTS),
         re.findall(r"```json\n(.*?)```", TEXT, re.DOTALL),
         strict=True,
     )
@@ -67,6 +78,16 @@ def test_every_example_is_read_and_every_format_has_one(kind):
         assert len(sides) == KINDS[kind].trained
         forms.append(form)
     assert all(form in forms for form in formats_of(kind))
+
+
+def test_every_example_with_an_image_is_read():
+    for row in EXAMPLES["images"]:
+        form, picture = detect_format(row), Picture("cat.png", 0, "", 1, 1)
+        assert form is not None
+        (chat,) = texts_of(convert_row(form, row, find=lambda named, one=picture: one))
+        assert isinstance(chat, Chat)
+        assert [turn.content.count(MARK) for turn in chat.messages] == [1, 0]
+        assert chat.pictures == (picture,)
 
 
 def test_names_of_columns_methods_and_modes_are_on_the_page():
