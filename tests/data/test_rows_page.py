@@ -81,10 +81,11 @@ def test_every_example_is_read_and_every_format_has_one(kind):
 
 
 def test_every_example_with_an_image_is_read():
+    picture = Picture("cat.png", 0, "", 1, 1)
     for row in EXAMPLES["images"]:
-        form, picture = detect_format(row), Picture("cat.png", 0, "", 1, 1)
+        form = detect_format(row)
         assert form is not None
-        (chat,) = texts_of(convert_row(form, row, find=lambda named, one=picture: one))
+        (chat,) = texts_of(convert_row(form, row, find=lambda named: picture))
         assert isinstance(chat, Chat)
         assert [turn.content.count(MARK) for turn in chat.messages] == [1, 0]
         assert chat.pictures == (picture,)
