@@ -23,7 +23,7 @@ COLOURS = {"red": "#d22", "green": "#2a2", "blue": "#24d", "yellow": "#ec2", "pu
 SHAPES = ("circle", "square", "triangle")
 DIGITS = "0123456789"
 QUESTIONS = ("what colour is the shape ?", "what shape is it ?", "which digit do you see ?")
-SIDE, TRAINED, HELD_OUT = 48, 3_000, 200
+SIDE, TRAINED, HELD_OUT = 48, 5_000, 200
 SPECIAL = (
     *("<|end|>", "<|user|>", "<|assistant|>"),
     *("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>"),

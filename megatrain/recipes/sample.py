@@ -12,7 +12,7 @@ import torch
 
 from megatrain.config import Config
 from megatrain.config.fields import check_prompts
-from megatrain.data.rows import Rows
+from megatrain.data.rows import Rows, TokenRows
 from megatrain.data.samples import MARK, Picture, Turns
 from megatrain.data.template import Template
 from megatrain.data.workers import fenced
@@ -322,4 +322,7 @@ def sample(
         context = int(mask.argmax()) if mask.any() else len(row)
     ids = row[: max(1, context)].tolist()
     question = str(model.tokenizer.decode(ids, skip_special_tokens=True)).strip()
-    return question, continuation(engine, model, ids, SAMPLE_TOKENS)
+    seen = {}
+    if isinstance(held_out, TokenRows) and (pictures := held_out.pictures(0, 0)):
+        seen = images_in(model, [user("", pictures)], ids)
+    return question, continuation(engine, model, ids, SAMPLE_TOKENS, images=seen)

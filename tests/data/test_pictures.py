@@ -22,6 +22,7 @@ from megatrain.data.encoding import RowOptions
 from megatrain.data.images import Sight
 from megatrain.data.micro_batches import collate
 from megatrain.data.rows import TokenRows
+from megatrain.data.samples import JUDGED, PAIRS
 from megatrain.errors import DataError
 
 QUESTION, ANSWER = "what shape is it ?", "circle"
@@ -98,7 +99,7 @@ def test_every_form_of_a_row_gives_the_same_rows(folder, sight, tmp_path):
         ids, mask = found.row(0)
         (picture,) = found.pictures(0, 0)
         assert (picture.width, picture.height) == (96, 48)
-        assert (ids == next(iter(sight.ids))).sum() == 32
+        assert (ids == next(iter(sight.ids))).sum() == 18
         assert sight.processor.tokenizer.decode(ids[mask]) == "circle <|end|>"
         assert found.digest == first.digest
     pillow = [{"messages": turns(shared), "images": [Image.open(folder / "wide.png")]}]
@@ -157,14 +158,14 @@ def test_a_changed_picture_is_found_and_a_long_row_is_dropped(folder, sight, tmp
     Image.new("RGB", (96, 48), "red").save(own / "a.png")
     other = {"messages": turns(asked("a.png"))}
     long = {"messages": turns([*asked("a.png"), *asked("a.png"), *asked("a.png")])}
-    rows = rows_of(file_of(own, other, long), sight, tmp_path, seq_len=90)
+    rows = rows_of(file_of(own, other, long), sight, tmp_path, seq_len=50)
     assert (len(rows), rows.counts.too_long) == (1, 1)
     batch = collate(rows, [[0]], 0)
-    assert batch["pixel_values"].shape == (128, 216)
+    assert batch["pixel_values"].shape == (72, 384)
     Image.new("RGB", (96, 48), "green").save(own / "a.png")
     with pytest.raises(DataError, match=r"a\.png: has changed since its row was tokenised"):
         collate(rows, [[0]], 0)
-    assert rows_of(own / "rows.jsonl", sight, tmp_path, seq_len=90).digest != rows.digest
+    assert rows_of(own / "rows.jsonl", sight, tmp_path, seq_len=50).digest != rows.digest
     monkeypatch.setattr(of_images, "MOST_PIXELS", 100)
     with pytest.raises(DataError, match="96 x 48 pixels"):
         rows_of(own / "rows.jsonl", sight, tmp_path / "again")
@@ -194,3 +195,21 @@ def test_micro_batches_are_those_of_trl_s_collator(folder, sight, tmp_path, seve
     )([{**copy.deepcopy(row), "images": images} for row, images in zip(rows, opened, strict=True)])
     for name in ("input_ids", "labels", "pixel_values", "image_grid_thw", "mm_token_type_ids"):
         torch.testing.assert_close(ours[name], theirs[name], rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(("kind", "more"), [(PAIRS, {}), (JUDGED, {"label": True})])
+def test_both_answers_of_a_pair_and_mismatches_see(kind, more, folder, sight, tmp_path):
+    asks = {"prompt": [{"role": "user", "content": QUESTION}], "image": "wide.png"}
+    answers = {
+        name: [{"role": "assistant", "content": word}]
+        for name, word in (("chosen", "circle"), ("rejected", "square"))
+    }
+    rows = [asks | answers, asks | answers]
+    if kind == JUDGED:
+        rows = [{**asks, "completion": answers[name], **more} for name in answers]
+        rows[1]["image"] = "turned.jpg"
+    found = rows_of(file_of(folder, *rows), sight, tmp_path, kind=kind)
+    sides = [[Path(one.path).name for one in found.pictures(0, side)] for side in (0, 1)]
+    assert sides == [["wide.png"], ["wide.png"]]
+    batch = collate(found, [[0], [1]], 0)
+    assert batch["pixel_values"].shape[0] == 2 * batch["image_grid_thw"][0].prod()
