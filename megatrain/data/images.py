@@ -157,6 +157,7 @@ def opened(picture: Picture) -> Image:
         return (ImageOps.exif_transpose(image) if _has_exif(image) else image).convert("RGB")
 
 
+# why: decision 0068
 class Sight:
     """A model's processor: the tokens and tensors that it makes of images."""
 
