@@ -117,7 +117,17 @@ class Encoder:
         return tuple(map(self.mark, texts_of(sample)))
 
     def mark(self, sample: Text) -> Marked:
-        """A text and its target characters. Raises RowError if it cannot be rendered."""
+        """A text and its target characters, with all tokens of its images. Raises RowError if it
+        cannot be rendered."""
+        marked = self._mark(sample)
+        if self.sight is None:
+            return marked
+        pictures = sample.pictures if isinstance(sample, Chat) else ()
+        text, moved = self.sight.expanded(marked.text, pictures)
+        spans = marked.spans and tuple((moved(a), moved(b)) for a, b in marked.spans)
+        return replace(marked, text=text, spans=spans, pictures=pictures)
+
+    def _mark(self, sample: Text) -> Marked:
         if isinstance(sample, Document):
             start = len(sample.before)
             return Marked(
@@ -128,17 +138,12 @@ class Encoder:
                 keep=(start, start + len(sample.text)),
             )
         as_text = self.prompts == "alpaca" and sample.plain is not None
-        if sample.pictures and (self.template is None or self.sight is None):
-            raise RowError("images need the chat template of a model that sees")
+        if sample.pictures and self.template is None:
+            raise RowError("the tokenizer has no chat template, which says where images stand")
         if self.template is None or (self.prompts != "chat" if sample.literal else as_text):
             return self._plain(sample)
         rendered = self.template.whole if self.train_on == "all" else self.template.mark
         marked = rendered(sample)
-        if sample.pictures:
-            assert self.sight is not None
-            text, moved = self.sight.expanded(marked.text, sample.pictures)
-            spans = marked.spans and tuple((moved(a), moved(b)) for a, b in marked.spans)
-            marked = replace(marked, text=text, spans=spans, pictures=sample.pictures)
         return replace(marked, wrapping=AS_TURNS) if sample.literal else marked
 
     def _has_bos(self, text: str) -> bool:

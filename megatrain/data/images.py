@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from megatrain.data.samples import Picture, RowError
-from megatrain.errors import DataError
+from megatrain.errors import DataError, system_errors
 from megatrain.machine.profile import cache_folder
 
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ MOST_PIXELS = 100_000_000  # of a picture; a scan of 300 dpi in A2 has 35 millio
 MOST_BYTES = 1 << 30
 BLANK = 64  # pixels of a side of the picture that a model is tried with
 OPENED = 8  # threads
-NAMES = ("bytes", "path", "image", "url", "image_url", "base64")  # datasets: bytes, or a path
+NAMES = ("bytes", "path", "image", "url", "image_url")  # datasets: bytes, or a path
 PROBLEMS = (OSError, ValueError, SyntaxError, EOFError, OverflowError)  # of Pillow's readers
 
 
@@ -55,7 +55,7 @@ def picture_of(value: object, folder: Path) -> Picture:
     if isinstance(value, bytes):
         path = _kept(value)
     elif isinstance(value, str) and value:
-        path = os.path.abspath(folder / Path(value).expanduser())
+        path = os.path.abspath(folder / os.path.expanduser(value))
     elif hasattr(value, "save") and hasattr(value, "mode"):  # Pillow's own, of a Dataset
         path = _kept(_as_png(value))
     else:
@@ -93,8 +93,9 @@ def _read(path: str) -> bytes:
         if os.stat(path).st_size > MOST_BYTES:
             raise RowError(f"image {path}: over {MOST_BYTES >> 30} GiB")
         return Path(path).read_bytes()
-    except OSError as error:
-        raise RowError(f"image {path}: cannot be read: {error.strerror}") from None
+    except (OSError, ValueError) as error:  # a name may hold a zero
+        reason = getattr(error, "strerror", None) or error
+        raise RowError(f"image {path}: cannot be read: {reason}") from None
 
 
 @contextmanager
@@ -134,11 +135,12 @@ def _kept(data: bytes) -> str:
     """The file in the cache that has these bytes, which a row had in itself."""
     name = hashlib.sha256(data).hexdigest()
     path = cache_folder() / "images" / name[:2] / name
-    if not path.exists():
-        path.parent.mkdir(parents=True, exist_ok=True)
-        new = path.with_name(f"{name}.{os.getpid()}")
-        new.write_bytes(data)
-        new.rename(path)
+    with system_errors(path, "keep an image here", "set MEGATRAIN_CACHE to another folder"):
+        if not path.exists() or path.stat().st_size != len(data):  # half, where power failed
+            path.parent.mkdir(parents=True, exist_ok=True)
+            new = path.with_name(f"{name}.{os.getpid()}")
+            new.write_bytes(data)
+            new.rename(path)
     return str(path)
 
 
@@ -189,7 +191,9 @@ class Sight:
     @property
     def identity(self) -> str:
         """A name of everything that an image's tokens follow from."""
-        return json.dumps(self.processor.image_processor.to_dict(), sort_keys=True, default=str)
+        plain = {k: v for k, v in vars(self.processor).items() if isinstance(v, int | str)}
+        parts = [type(self.processor).__name__, plain, self.processor.image_processor.to_dict()]
+        return json.dumps(parts, sort_keys=True, default=str)
 
     def _expand(self, width: int, height: int) -> str:
         """The text that stands for an image of this size."""

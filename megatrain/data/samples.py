@@ -23,7 +23,7 @@ NO_IMAGES = "images are not read (model.images: true reads them, where the model
 MARK = "\ufffc"  # an image in a text
 IMAGES = ("images", "image")  # columns
 IMAGE_PARTS = ("image", "image_url", "input_image")
-IMAGE_KEYS = ("image", "image_url", "url", "path", "bytes", "base64")
+IMAGE_KEYS = ("image", "image_url", "url", "path", "bytes")
 NO_IMAGE = object()
 
 

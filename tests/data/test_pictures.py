@@ -114,6 +114,7 @@ BAD: dict[str, tuple[Any, str]] = {
     "huge": ("huge.png", "huge.png: 50000 x 50000 pixels; more than"),
     "an address": ("https://a.b/c.png", "addresses are not fetched"),
     "a number": (7, "an image is a path"),
+    "a zero": ("a\0b", "null byte"),
     "no base64": ("data:image/png;base64,?", "no base64"),
 }
 
@@ -140,6 +141,8 @@ COUNTS: dict[str, tuple[dict[str, Any], str]] = {
         {"messages": turns(f"<|image_pad|>{QUESTION}"), "image": "wide.png"},
         "marks",
     ),
+    "a token without image": ({"messages": turns("<|image_pad|>?")}, "1 marks for 0 images"),
+    "a text with it": ({"text": "a <|image_pad|> token"}, "1 marks for 0 images"),
     "our mark": ({"messages": turns(f"\ufffc{QUESTION}"), "image": "wide.png"}, "U\\+FFFC"),
     "text": ({"text": "a cat", "image": "wide.png"}, "field 'image'"),
 }
