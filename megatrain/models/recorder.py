@@ -173,7 +173,7 @@ class Recorder(StandIn):
         else:
             if self.index == 0:
                 self.tape.hidden = hidden
-            elif hidden is not self.tape.passed:
+            elif self.tape.sides and hidden is not self.tape.passed:
                 call = replace(call, side=Side.of(hidden))
             self.tape.calls.append(call)
             if self.is_last:
