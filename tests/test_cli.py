@@ -184,7 +184,11 @@ def test_generate_prints_the_answer(recipes, capsys):
     assert cli.main(["generate", "run", "Capital of France?", "--max-new-tokens", "7"]) == 0
     assert capsys.readouterr().out == "Paris.\n"
     greedy = {"temperature": 0.0, "top_p": None, "seed": None}
-    assert recipes.calls == [("generate", "Capital of France?", "run", 7, greedy, None, False)]
+    about = "Capital of France?", "run", 7, greedy, None, False
+    assert recipes.calls.pop() == ("generate", *about, ())
+    line = "generate run France? --max-new-tokens 7 --image a.png --image b.png"
+    assert cli.main(line.split()) == 0
+    assert recipes.calls == [("generate", "France?", *about[1:], ["a.png", "b.png"])]
 
 
 @pytest.mark.parametrize(
