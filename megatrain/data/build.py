@@ -162,7 +162,7 @@ class AskedSet:
             return rows
         source, rows = self.source, cached_set(self.folder)
         if wanted is None and rows is not None and any(map(has_changed, rows.all_pictures())):
-            shutil.rmtree(self.folder)  # rows of other pictures
+            shutil.rmtree(self.folder, ignore_errors=True)  # rows of other pictures
             rows = None
         if rows is None:
             self.make(self.on_progress or (lambda _: None))
