@@ -34,6 +34,8 @@ MOST_BYTES = 1 << 30
 BLANK = 64  # pixels of a side of the picture that a model is tried with
 OPENED = 8  # threads
 NAMES = ("bytes", "path", "image", "url", "image_url")  # datasets: bytes, or a path
+TYPES = ("token_type_ids", "mm_token_type_ids")  # arguments that mark the tokens of images
+OF_TOKENS = ("input_ids", "attention_mask", *TYPES)
 PROBLEMS = (OSError, ValueError, SyntaxError, EOFError, OverflowError)  # of Pillow's readers
 
 
@@ -49,9 +51,7 @@ def picture_of(value: object, folder: Path) -> Picture:
         except ValueError:
             raise RowError("an image's data: is no base64") from None
     if isinstance(value, str) and "://" in value:
-        raise RowError(
-            f"image {value[:80]}: addresses are not fetched; download it and name a file"
-        )
+        raise RowError(f"image {value:.80}: addresses are not fetched; name a downloaded file")
     if isinstance(value, bytes):
         path = _kept(value)
     elif isinstance(value, str) and value:
@@ -59,9 +59,7 @@ def picture_of(value: object, folder: Path) -> Picture:
     elif hasattr(value, "save") and hasattr(value, "mode"):  # Pillow's own, of a Dataset
         path = _kept(_as_png(value))
     else:
-        raise RowError(
-            f"an image is a path, bytes or an object with these, not {str(value)[:60]!r}"
-        )
+        raise RowError(f"an image is a path, bytes or an object with these, not {value!r:.60}")
     data = _read(path)
     with _problems_named(path):
         image = _opened(data)
@@ -71,21 +69,20 @@ def picture_of(value: object, folder: Path) -> Picture:
                 "are not read; make it smaller"
             )
         width, height = _size_of(image)
-    digest = hashlib.sha256(data).hexdigest()
-    return Picture(path, os.stat(path).st_mtime_ns, digest, width, height)
+    return Picture(path, os.stat(path).st_mtime_ns, _digest(data), width, height)
 
 
 def has_changed(picture: Picture) -> bool:
     """True if the file of an image is gone, or has other bytes than where its row was tokenised."""
     try:
         written = os.stat(picture.path).st_mtime_ns
-        return written != picture.written and _digest(picture.path) != picture.sha256
+        return written != picture.written and _digest(_read(picture.path)) != picture.sha256
     except (OSError, RowError):
         return True
 
 
-def _digest(path: str) -> str:
-    return hashlib.sha256(_read(path)).hexdigest()
+def _digest(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()
 
 
 def _read(path: str) -> bytes:
@@ -121,7 +118,7 @@ def _has_exif(image: Image) -> bool:
 
 
 def _size_of(image: Image) -> tuple[int, int]:
-    turned = _has_exif(image) and image.getexif().get(0x0112, 1) in (5, 6, 7, 8)
+    turned = _has_exif(image) and image.getexif().get(0x0112) in (5, 6, 7, 8)
     return (image.height, image.width) if turned else image.size
 
 
@@ -133,7 +130,7 @@ def _as_png(image: Any) -> bytes:
 
 def _kept(data: bytes) -> str:
     """The file in the cache that has these bytes, which a row had in itself."""
-    name = hashlib.sha256(data).hexdigest()
+    name = _digest(data)
     path = cache_folder() / "images" / name[:2] / name
     with system_errors(path, "keep an image here", "set MEGATRAIN_CACHE to another folder"):
         if not path.exists() or path.stat().st_size != len(data):  # half, where power failed
@@ -149,7 +146,7 @@ def opened(picture: Picture) -> Image:
     from PIL import ImageOps
 
     data = _read(picture.path)
-    if hashlib.sha256(data).hexdigest() != picture.sha256:
+    if _digest(data) != picture.sha256:
         raise DataError(
             f"image {picture.path}: has changed since its row was tokenised; bring it back, or "
             "start a new run"
@@ -233,10 +230,8 @@ class Sight:
         seeing = [row for row in rows if row]
         with ThreadPoolExecutor(OPENED) as threads:
             images = [list(threads.map(opened, row)) for row in seeing]
-        return self._made(images, [self.token * len(row) for row in seeing])
-
-    def _made(self, images: Sequence[Sequence[Image]], texts: Sequence[str]) -> dict[str, Tensor]:
-        found = self.processor(text=list(texts), images=images, return_tensors="pt", padding=True)
+        texts = [self.token * len(row) for row in seeing]
+        found = self.processor(text=texts, images=images, return_tensors="pt", padding=True)
         return {name: value for name, value in found.items() if name not in OF_TOKENS}
 
     def types(self, ids: Any) -> dict[str, Any]:
@@ -253,10 +248,6 @@ class Sight:
         return {name: value for name, value in found.items() if name != "attention_mask"}
 
 
-TYPES = ("token_type_ids", "mm_token_type_ids")
-OF_TOKENS = ("input_ids", "attention_mask", *TYPES)
-
-
 def _processor(folder: Path, images: Any, tokenizer: PreTrainedTokenizerBase, family: str) -> Any:
     """The folder's processor, of texts and images alone: those of videos and sounds want further
     packages."""
@@ -266,7 +257,7 @@ def _processor(folder: Path, images: Any, tokenizer: PreTrainedTokenizerBase, fa
     stated: dict[str, Any] = {}
     for name in ("tokenizer_config.json", "preprocessor_config.json", "processor_config.json"):
         if (path := folder / name).is_file():
-            stated |= json.loads(path.read_text("utf-8"))
+            stated |= json.loads(path.read_bytes())
     named = stated.get("processor_class") or PROCESSOR_MAPPING_NAMES[family]
     kind = getattr(transformers, named, None) or getattr(
         transformers, str(PROCESSOR_MAPPING_NAMES[family])

@@ -261,6 +261,8 @@ def _content(turn: Row, place: str, may_be_empty: bool, calls: bool) -> tuple[st
     for part_place, part in _numbered(parts, f"{place}.content"):
         if (kind := part.get("type")) in IMAGE_PARTS:
             named = {key: part[key] for key in IMAGE_KEYS if part.get(key) is not None}
+            if len(named.keys() - {"path", "bytes"}) > 1:
+                raise RowError(f"{part_place}: names an image by {' and '.join(named)}; keep one")
             texts.append(MARK)
             images.append(named or None)
             continue
@@ -279,8 +281,8 @@ def _unread_of_parts(turn: Row) -> list[str]:
         f"content[].{key}"
         for part in (content if isinstance(content, list) else [])
         for key, value in part.items()
-        if key not in ("type", "text") and is_given(value)
-        if part.get("type") not in IMAGE_PARTS or key not in IMAGE_KEYS
+        if key not in ("type", *(IMAGE_KEYS if part.get("type") in IMAGE_PARTS else ("text",)))
+        and is_given(value)
     ]
 
 
@@ -393,8 +395,10 @@ def with_images(chat: Chat, row: Row, find: Callable[[object], Picture]) -> Chat
     """The conversation with the pictures of its marks: of a turn's parts, or `<image>` in its texts
     for the next of the row's `images`. Without marks those are in front of the first question, as
     in TRL. find: opens what a row names. Raises RowError."""
-    given = row.get("images") if is_given(row.get("images")) else row.get("image")
-    left = list(given) if isinstance(given, list | tuple) else [given] if is_given(given) else []
+    given = [row[name] for name in IMAGES if is_given(row.get(name))]
+    if len(given) > 1:
+        raise RowError("field 'image': 'images' says the same; keep one")
+    left = [one for some in given for one in (some if isinstance(some, list | tuple) else [some])]
     turns, found = list[Message](), list[Picture]()
     messages, count = list(chat.messages), len(left)
     marked = any(turn.images or (left and IN_TEXT.search(turn.content)) for turn in messages)
@@ -406,16 +410,18 @@ def with_images(chat: Chat, row: Row, find: Callable[[object], Picture]) -> Chat
         own = iter(turn.images)
         texts = IN_TEXT.split(turn.content) if count else turn.texts
         for mark in IN_TEXT.findall(turn.content) if count else MARK * (len(texts) - 1):
-            named = next(own, NO_IMAGE) if mark == MARK else None
-            if named is NO_IMAGE:
+            image = next(own, NO_IMAGE) if mark == MARK else None
+            if image is NO_IMAGE:
                 raise RowError(f"messages[{number}]: holds U+FFFC, which stands for an image here")
-            if named is None and not left:
+            if image is None and not left:
                 raise RowError(f"the conversation has more marks than the row's {count} images")
-            found.append(find(left.pop(0) if named is None else named))
+            found.append(find(left.pop(0) if image is None else image))
         turns.append(replace(turn, content=MARK.join(texts)))
     if left:
         raise RowError(f"{len(left)} of the row's {count} images have no mark in the conversation")
-    return replace(chat, messages=tuple(turns), pictures=tuple(found), plain=None)
+    if not found:
+        return chat
+    return replace(chat, messages=tuple(turns), pictures=tuple(found), plain=None, literal=False)
 
 
 def names_images(row: object) -> bool:
@@ -462,6 +468,8 @@ def asked_in(row: object) -> Turns:
     if row.get("messages") is None:
         return [{"role": "user", "content": text_value(row, "prompt")}]
     turns = turns_of(filled_list(row, "messages"), "messages").messages
+    if any(turn.images for turn in turns):
+        raise RowError("images in prompts are not read; ask in text")
     if turns[-1].role == "assistant":
         raise RowError("ends with an answer; the last turn is the one to answer")
     return [{**turn.extra, "role": turn.role, "content": turn.content} for turn in turns]

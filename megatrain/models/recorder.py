@@ -17,9 +17,9 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
+from megatrain.data.images import TYPES as TYPES
 from megatrain.errors import ModelError
 
-TYPES = ("token_type_ids", "mm_token_type_ids")  # arguments that mark the tokens of images
 PLAIN = (bool, int, float, str)  # values that settings have
 
 
@@ -39,8 +39,7 @@ class LayerCall:
         """The hidden states [batch, tokens, hidden] with what is added before the layer."""
         if self.side is None:
             return hidden
-        index, rows = self.side.index, self.side.rows
-        return hidden.flatten(0, 1).index_add(0, index, rows).view_as(hidden)
+        return hidden.flatten(0, 1).index_add(0, self.side.index, self.side.rows).view_as(hidden)
 
 
 @dataclass(frozen=True)

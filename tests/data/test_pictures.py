@@ -22,7 +22,7 @@ from megatrain.data.encoding import RowOptions
 from megatrain.data.images import Sight
 from megatrain.data.micro_batches import collate
 from megatrain.data.rows import TokenRows
-from megatrain.data.samples import JUDGED, PAIRS
+from megatrain.data.samples import JUDGED, PAIRS, read_prompts
 from megatrain.errors import DataError
 
 QUESTION, ANSWER = "what shape is it ?", "circle"
@@ -77,6 +77,7 @@ def encoded(path: Path) -> str:
 def test_every_form_of_a_row_gives_the_same_rows(folder, sight, tmp_path):
     wide, shared = str(folder / "wide.png"), [{"type": "image"}, asked(None)[1]]
     url = {"type": "image_url", "image_url": {"url": encoded(folder / "wide.png")}}
+    sharegpt = [{"from": "human", "value": f"<image>{QUESTION}"}, {"from": "gpt", "value": ANSWER}]
     rows = [
         {"messages": turns(asked("wide.png"))},
         {"messages": turns(asked(wide))},
@@ -84,13 +85,7 @@ def test_every_form_of_a_row_gives_the_same_rows(folder, sight, tmp_path):
         {"messages": turns(shared), "images": [wide]},
         {"messages": turns(QUESTION), "image": "wide.png"},
         {"messages": turns(f"<image>{QUESTION}"), "images": [{"path": wide, "bytes": None}]},
-        {
-            "conversations": [
-                {"from": "human", "value": f"<image>{QUESTION}"},
-                {"from": "gpt", "value": ANSWER},
-            ],
-            "image": wide,
-        },
+        {"conversations": sharegpt, "image": wide},
         {"prompt": [turns(shared)[0]], "completion": [turns("")[1]], "images": [wide]},
     ]
     first = rows_of(file_of(folder, rows[0]), sight, tmp_path)
@@ -103,8 +98,7 @@ def test_every_form_of_a_row_gives_the_same_rows(folder, sight, tmp_path):
         assert sight.processor.tokenizer.decode(ids[mask]) == "circle <|end|>"
         assert found.digest == first.digest
     pillow = [{"messages": turns(shared), "images": [Image.open(folder / "wide.png")]}]
-    given = rows_of(pillow, sight, tmp_path)
-    assert given.row(0)[0].tolist() == first.row(0)[0].tolist()
+    assert rows_of(pillow, sight, tmp_path).row(0)[0].tolist() == first.row(0)[0].tolist()
 
 
 BAD: dict[str, tuple[Any, str]] = {
@@ -127,22 +121,19 @@ def test_what_is_no_picture_is_named_with_its_row(what, folder, sight, tmp_path)
     huge = whole[:12] + header + zlib.crc32(header).to_bytes(4) + whole[33:]
     (folder / "huge.png").write_bytes(huge)
     named, said = BAD[what]
-    path = file_of(
-        folder, {"messages": turns(asked("wide.png"))}, {"messages": turns(asked(named))}
-    )
+    rows = [{"messages": turns(asked(image))} for image in ("wide.png", named)]
     with pytest.raises(DataError, match=f"rows.jsonl:2.*{said}"):
-        rows_of(path, sight, tmp_path)
+        rows_of(file_of(folder, *rows), sight, tmp_path)
 
 
 COUNTS: dict[str, tuple[dict[str, Any], str]] = {
     "too few": ({"messages": turns(f"<image><image>{QUESTION}"), "images": ["wide.png"]}, "more m"),
     "too many": ({"messages": turns(asked("wide.png")), "images": ["wide.png"]}, "1 of the row's"),
-    "its own token": (
-        {"messages": turns(f"<|image_pad|>{QUESTION}"), "image": "wide.png"},
-        "marks",
-    ),
+    "its own token": ({"messages": turns("<|image_pad|>?"), "image": "wide.png"}, "marks"),
     "a token without image": ({"messages": turns("<|image_pad|>?")}, "1 marks for 0 images"),
     "a text with it": ({"text": "a <|image_pad|> token"}, "1 marks for 0 images"),
+    "two columns": ({"messages": turns("?"), "image": "a", "images": ["a"]}, "says the same"),
+    "two names": ({"messages": turns([{"type": "image", "image": "a", "url": "b"}])}, "keep one"),
     "our mark": ({"messages": turns(f"\ufffc{QUESTION}"), "image": "wide.png"}, "U\\+FFFC"),
     "text": ({"text": "a cat", "image": "wide.png"}, "field 'image'"),
 }
@@ -156,31 +147,27 @@ def test_marks_and_images_must_fit(what, folder, sight, tmp_path):
 
 
 def test_a_changed_picture_is_found_and_a_long_row_is_dropped(folder, sight, tmp_path, monkeypatch):
-    own = tmp_path / "own"
-    own.mkdir()
-    Image.new("RGB", (96, 48), "red").save(own / "a.png")
+    Image.new("RGB", (96, 48), "red").save(folder / "a.png")
     other = {"messages": turns(asked("a.png"))}
     long = {"messages": turns([*asked("a.png"), *asked("a.png"), *asked("a.png")])}
-    rows = rows_of(file_of(own, other, long), sight, tmp_path, seq_len=50)
+    rows = rows_of(file_of(folder, other, long), sight, tmp_path, seq_len=50)
     assert (len(rows), rows.counts.too_long) == (1, 1)
     batch = collate(rows, [[0]], 0)
     assert batch["pixel_values"].shape == (72, 384)
-    Image.new("RGB", (96, 48), "green").save(own / "a.png")
+    Image.new("RGB", (96, 48), "green").save(folder / "a.png")
     with pytest.raises(DataError, match=r"a\.png: has changed since its row was tokenised"):
         collate(rows, [[0]], 0)
-    assert rows_of(own / "rows.jsonl", sight, tmp_path, seq_len=50).digest != rows.digest
+    assert rows_of(folder / "rows.jsonl", sight, tmp_path, seq_len=50).digest != rows.digest
     monkeypatch.setattr(of_images, "MOST_PIXELS", 100)
     with pytest.raises(DataError, match="96 x 48 pixels"):
-        rows_of(own / "rows.jsonl", sight, tmp_path / "again")
+        rows_of(folder / "rows.jsonl", sight, tmp_path / "again")
 
 
 @pytest.mark.parametrize("several", [False, True], ids=["one image", "several"])
 def test_micro_batches_are_those_of_trl_s_collator(folder, sight, tmp_path, several):
     trainer = pytest.importorskip("trl.trainer.sft_trainer")
     parts = [{"type": "image"}, {"type": "text", "text": QUESTION}]
-    names = (
-        [["wide.png", "turned.jpg"], ["turned.jpg"]] if several else [["wide.png"], ["turned.jpg"]]
-    )
+    names = [["wide.png"] + ["turned.jpg"] * several, ["turned.jpg"]]
     rows = [
         {
             "prompt": [{"role": "user", "content": [parts[0]] * len(images) + parts[1:]}],
@@ -203,10 +190,8 @@ def test_micro_batches_are_those_of_trl_s_collator(folder, sight, tmp_path, seve
 @pytest.mark.parametrize(("kind", "more"), [(PAIRS, {}), (JUDGED, {"label": True})])
 def test_both_answers_of_a_pair_and_mismatches_see(kind, more, folder, sight, tmp_path):
     asks = {"prompt": [{"role": "user", "content": QUESTION}], "image": "wide.png"}
-    answers = {
-        name: [{"role": "assistant", "content": word}]
-        for name, word in (("chosen", "circle"), ("rejected", "square"))
-    }
+    words = {"chosen": "circle", "rejected": "square"}
+    answers = {name: [{"role": "assistant", "content": word}] for name, word in words.items()}
     rows = [asks | answers, asks | answers]
     if kind == JUDGED:
         rows = [{**asks, "completion": answers[name], **more} for name in answers]
@@ -216,3 +201,20 @@ def test_both_answers_of_a_pair_and_mismatches_see(kind, more, folder, sight, tm
     assert sides == [["wide.png"], ["wide.png"]]
     batch = collate(found, [[0], [1]], 0)
     assert batch["pixel_values"].shape[0] == 2 * batch["image_grid_thw"][0].prod()
+
+
+def test_rows_of_two_texts_stay_as_they_are_beside_those_with_an_image(folder, sight, tmp_path):
+    text = {"prompt": QUESTION, "completion": f" {ANSWER}"}
+    rows = rows_of(file_of(folder, text, text | {"image": "wide.png"}), sight, tmp_path)
+    assert [len(rows.pictures(row, 0)) for row in (0, 1)] == [0, 1]
+    alone = rows_of(file_of(folder, text), sight, tmp_path)
+    assert rows.row(0)[0].tolist() == alone.row(0)[0].tolist()
+
+
+def test_what_an_image_s_part_says_beside_is_named_and_prompts_have_none(folder, sight, tmp_path):
+    part = {"type": "image", "image": "wide.png", "text": "a cat", "detail": "high"}
+    rows = rows_of(file_of(folder, {"messages": turns([part, asked(None)[1]])}), sight, tmp_path)
+    assert {*rows.counts.unread} == {"messages[].content[].text", "messages[].content[].detail"}
+    path = file_of(folder, {"messages": turns(asked("wide.png"))[:1]})
+    with pytest.raises(DataError, match=r"rows\.jsonl:1: .*images in prompts are not read"):
+        read_prompts(str(path))

@@ -338,30 +338,26 @@ def answers(
     at a time. Raises OutOfMemory where not one row has room.
     """
     total = sum(len(one.answers) for one in requests)
-    if any(one.images for one in requests):  # whose positions are the family's own
-        for request in requests:
-            for number in request.answers:
-                yield by_generate(model, request, number, draw, ends, look)
-        return
     if not total:
         return
     room = max(len(one.ids) + one.most for one in requests)
     whole = not isinstance(model, StreamedModel)
     most = max(one.most for one in requests)
     fuse = fuse and whole and model.device.type == "cuda" and total * most >= FUSED_FROM
-    with attending(model) as bools, fused_parts(model) if fuse else nullcontext():
-        if model not in _TRIED:
-            _TRIED[model] = tried(model, bools)
-        found = _TRIED[model]
-        if isinstance(found, RowBytes):
-            slots = min(total, slots or slots_for(model, found, room))
-            how: dict[str, Any] = {"bools": bools, "graphs": whole, "look": look}
-            how["even"] = bool(found.states)
-            decoder = Decoder(model, draw, ends, slots=slots, room=room, most=most, **how)
-            yield from decoder.write(requests)
-            return
-    family = model.config.model_type
-    logger.warning(f"{family}: transformers' generate writes answers, one by one, since {found}")
+    if not any(one.images for one in requests):  # whose positions are the family's own
+        with attending(model) as bools, fused_parts(model) if fuse else nullcontext():
+            if model not in _TRIED:
+                _TRIED[model] = tried(model, bools)
+            found = _TRIED[model]
+            if isinstance(found, RowBytes):
+                slots = min(total, slots or slots_for(model, found, room))
+                how: dict[str, Any] = {"bools": bools, "graphs": whole, "look": look}
+                how["even"] = bool(found.states)
+                decoder = Decoder(model, draw, ends, slots=slots, room=room, most=most, **how)
+                yield from decoder.write(requests)
+                return
+        name = model.config.model_type
+        logger.warning(f"{name}: transformers' generate writes answers, one by one, since {found}")
     for request in requests:
         for number in request.answers:
             yield by_generate(model, request, number, draw, ends, look)

@@ -113,7 +113,7 @@ class Pool(Cache):
         **_: Any,
     ) -> Tensor:
         """Keep the last inputs of a convolution [rows, channels, tokens]; returns all it sees."""
-        width, before = conv_kernel_size or conv_states.shape[-1], None
+        width = conv_kernel_size or conv_states.shape[-1]
         before = self.get_conv_state(layer_idx, state_idx)
         if before is None:
             whole = F.pad(conv_states, (max(0, width - conv_states.shape[-1]), 0))

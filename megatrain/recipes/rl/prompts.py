@@ -16,7 +16,7 @@ from megatrain.data.cache import hash64
 from megatrain.data.files import RawRow
 from megatrain.data.formats import renamed
 from megatrain.data.rows import Counts, TokenRows
-from megatrain.data.samples import PROMPTS, RowError, asked_in, type_name
+from megatrain.data.samples import IMAGES, PROMPTS, RowError, asked_in, type_name
 from megatrain.data.sources import Part, open_source
 from megatrain.data.template import Scene, Template
 from megatrain.data.workers import fenced
@@ -121,9 +121,12 @@ def _prompt_of(row: RawRow, config: Config, model: Model, template: Template | N
     value = renamed(row.value, config.data.columns or {})
     if not isinstance(value, Mapping):
         raise RowError(f"expected an object, found {type_name(value)}")
-    if taken := [name for name in GIVEN if name in value]:
-        raise RowError(f"field {taken[0]!r}: reward functions get their own; rename the column")
-    given, name = value.get("prompt"), "messages" if value.get("prompt") is None else "prompt"
+    for name in (*GIVEN, *IMAGES):
+        if name in value:
+            reason = "reward functions get their own, and prompts are without images; rename it"
+            raise RowError(f"field {name!r}: {reason}")
+    given = value.get("prompt")
+    name = "messages" if given is None else "prompt"
     is_chat = isinstance(given, list)
     turns = asked_in({"messages" if is_chat else name: value.get(name)})
     answer = config.policy.max_completion_length
