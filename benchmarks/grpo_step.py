@@ -55,7 +55,7 @@ def main() -> None:
                 *(f"rollout.generation_batch_size={args.answers}", *args.keys),
             ]
             found = {"gpu": torch.cuda.get_device_name(), "gpus": gpus, "keys": keys}
-            figures = timed(work, work / f"run-{gpus}", keys, args.steps)
+            figures = timed(work / "grpo.yaml", work / f"run-{gpus}", keys, args.steps)
             print(json.dumps(found | figures), flush=True)
 
 
@@ -85,9 +85,9 @@ def prepare(folder: Path, work: Path, tokens: int) -> None:
     )
 
 
-def timed(work: Path, run: Path, keys: list[str], steps: int) -> dict[str, Any]:
-    """The lines of so many steps, and the plan."""
-    command = [sys.executable, "-m", "megatrain", "train", str(work / "grpo.yaml"), *keys]
+def timed(config: Path, run: Path, keys: list[str], steps: int) -> dict[str, Any]:
+    """The lines of so many steps of a config's run in the folder `run`, and the plan."""
+    command = [sys.executable, "-m", "megatrain", "train", str(config), *keys]
     child = subprocess.Popen(command, stdout=sys.stderr, start_new_session=True)
     lines, path = list[str](), run / "metrics.jsonl"
     while len(lines) < steps and child.poll() is None:

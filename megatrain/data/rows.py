@@ -238,6 +238,18 @@ class TokenRows:
         found = bytes(self.images[span]) if span.stop > span.start else b"[]"
         return [Picture(*one) for one in json.loads(found)]
 
+    def image_tokens(self) -> tuple[float, float, float] | None:
+        """The share of all tokens that are of images, the most of any sequence, and the tokens of
+        an image; None where rows have none."""
+        if self.images is None or self.sight is None:
+            return None
+        end = int(self.offsets[-1])
+        places = np.flatnonzero(np.isin(self.ids[slice(0, end)], [*self.sight.ids]))
+        counts = np.diff(np.searchsorted(places, self.offsets))
+        shares = counts / np.maximum(1, np.diff(self.offsets))
+        number = sum(len(self.pictures(*place)) for place in np.ndindex(*self.side_lengths.shape))
+        return len(places) / max(1, end), float(shares.max()), len(places) / max(1, number)
+
     def all_pictures(self) -> set[Picture]:
         """The images of all rows."""
         sequences = np.ndindex(*self.side_lengths.shape) if self.images is not None else ()

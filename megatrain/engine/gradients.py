@@ -172,10 +172,9 @@ class Gradients:
         buffer.free = self.upload.after(before, lambda: target.copy_(source, non_blocking=True))
         return buffer.free
 
-    def add(self, block: int, gradients: dict[str, Tensor | None]) -> None:
-        """Add one micro-batch's gradients by tensor name to the block's open sum; None is zero."""
-        sums = self.sums(block)
-        add_gradients([sums[name] for name in gradients], gradients.values())
+    def add(self, block: int, gradients: Sequence[Tensor | None]) -> None:
+        """Add a micro-batch's gradients, in layout order, to open sums; None is zero."""
+        add_gradients([*self.sums(block).values()], gradients)
 
     def sums(self, block: int) -> dict[str, Sum]:
         """The open sums of a block's tensors by name, to be added to by what is computed next."""

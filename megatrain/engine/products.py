@@ -150,13 +150,13 @@ class SummedEmbedding(torch.autograd.Function):
 
 class SummingInto(TorchFunctionMode):
     """While active, linear layers and embeddings whose weight is one of `parameters` add its
-    gradient to that parameter's sum.
+    gradient to that parameter's sum, if it has one.
 
     Other uses of a parameter have their gradient from autograd, to be added by the caller. Not for
     compiled modules.
     """
 
-    def __init__(self, parameters: Sequence[Tensor], sums: Sequence[Sum]) -> None:
+    def __init__(self, parameters: Sequence[Tensor], sums: Sequence[Sum | None]) -> None:
         super().__init__()
         self._sums = {id(parameter): into for parameter, into in zip(parameters, sums, strict=True)}
 

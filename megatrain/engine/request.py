@@ -229,7 +229,7 @@ def skeleton_of(request: Request, precision: str) -> Skeleton:
         trust_remote_code=request.trust_remote_code,
         image_row=request.image_row,
     )
-    patterns = skeleton.towers if request.freeze is None else request.freeze
+    patterns = skeleton.findings.towers if request.freeze is None else request.freeze
     skeleton.freeze(patterns, request.where("freeze"))
     return skeleton
 

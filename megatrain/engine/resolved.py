@@ -42,7 +42,7 @@ from megatrain.optim import AdamW, Lion, Muon, Optimizer
 from megatrain.optim.muon import check_one_rank
 from megatrain.optim.optimizer import MOMENTS
 from megatrain.planner.cost.shape import ModelShape, layer_chunks, shape_of
-from megatrain.planner.job import Job, WholeUpdate
+from megatrain.planner.job import ImageTokens, Job, WholeUpdate
 from megatrain.planner.memory import disk_bytes
 from megatrain.planner.plan import Plan, make_plan
 from megatrain.planner.search import most_micro_batch_tokens
@@ -54,6 +54,7 @@ logger = logging.getLogger("megatrain")
 # Attention computes what the mask hides, and the mask takes a byte an entry: packing short examples
 # into longer sequences would cost more than their padding.
 AUTO_PACKED_TOKENS = 4096
+IMAGES_SHARE = 0.5  # of tokens, until rows are known
 
 
 @dataclass(frozen=True)
@@ -201,6 +202,9 @@ def make_job(resolved: Resolved, **known: Any) -> Job:
     if asked.get("micro_batch_tokens") is not None:
         asked["micro_batch_tokens"] = piece_tokens(asked["micro_batch_tokens"], pieces)
     tokens_per_step = request.tokens_per_step or (rows or 1) * seq_len
+    if resolved.shape.images is not None:
+        guess = ImageTokens(IMAGES_SHARE, IMAGES_SHARE, resolved.shape.images.tokens)
+        known = {"images": guess, **known}
     transport = request.transport
     if transport == "auto":  # why: decision 0103
         transport = "gather" if machine.peers or machine.hosts > 1 else "read"

@@ -216,16 +216,18 @@ class Passes:
             return
         assert next(visits) == self.embed
         self.gradients.open(self.embed)
-        sums = self.gradients.sums(self.embed)
+        of_names = self.gradients.sums(self.embed).items()
+        # not of towers, whose layers run again where no mode is active
+        sums = [None if name in self.skeleton.findings.seeing else into for name, into in of_names]
         for mb in group:
             if not self._repeats:
                 mb.calls.clear()  # masks are large, and the embedding makes them again
             self._seed_dropout(self.embed, mb)
             wanted = self.parameters[self.embed]
-            with torch.enable_grad(), SummingInto(wanted, list(sums.values())):
+            with torch.enable_grad(), SummingInto(wanted, sums):
                 hidden, calls = self._embed(mb)
             grads = mb.gradients_of_embed(hidden, calls, wanted)
-            self.gradients.add(self.embed, dict(zip(self.names[self.embed], grads, strict=True)))
+            self.gradients.add(self.embed, grads)
         self.gradients.close(self.embed, last_group=last)
 
     def _backward_layer(self, index: int, block: int, mb: MicroBatch) -> None:
@@ -248,7 +250,7 @@ class Passes:
         grads = graph.gradients(self.parameters[block], mb.grad, ends_here=ends)
         mb.grad = grads[0]
         mb.keep_side_gradient(block - 1)
-        self.gradients.add(block, dict(zip(self.names[block], grads[1:], strict=True)))
+        self.gradients.add(block, grads[1:])
 
     @contextmanager
     def _in_step(self) -> Iterator[None]:

@@ -47,6 +47,7 @@ from megatrain.models.transforms.compiled import compile_when_run
 from megatrain.models.transforms.fp8 import Fp8Policy, apply_fp8
 from megatrain.models.transforms.skippable import (
     Modules,
+    recompute_lists,
     skippable_in,
     skipping,
     token_wise_modules,
@@ -87,8 +88,8 @@ class Skeleton:
         text = config.get_text_config()
         refuse_what_is_not_built(self.model, text)
         path, stack = find_layers(self.model, layers_in(text))
-        findings = probe_model(self.model, stack, image_row)
-        self._sides, self.towers = findings.sides, findings.towers
+        self.findings = findings = probe_model(self.model, stack, image_row)
+        self.image_row = image_row
         unused_weights = find_unused_weights(self.model, findings.unused, config)
         behaviour = behaviour_of(self.model, stack, trust_remote_code)
         # None: its small model does not tell; nor of rows with images, which are not packed
@@ -237,7 +238,9 @@ class Skeleton:
         return token_wise_modules(self.layers, self.dtype, self.dry_call)
 
     def find_skippable(self) -> None:
-        """Find what `layer_again` may leave out; before compilation, whose graphs it disturbs."""
+        """Find what `layer_again` may leave out; before compilation, whose graphs it disturbs.
+        Towers keep less from now on."""
+        recompute_lists(self.model, self.findings.seeing, self.stack)
         hidden, calls = self.dry_call(1, 2)
         self._skippable = skippable_in(self.layers, hidden.shape, self.dtype, calls)
 
@@ -261,7 +264,7 @@ class Skeleton:
         inputs: of the model's forward, such as input_ids [batch, tokens]. With what `boundaries_of`
             finds, layers that get no mask have kernels that are told of documents.
         """
-        tape = Tape(sides=self._sides)
+        tape = Tape(sides=self.findings.sides)
         with suppress(ReachedEnd):
             self._play(tape, **inputs)
         assert tape.hidden is not None and len(tape.calls) == len(self.layers)
@@ -311,13 +314,13 @@ class Skeleton:
 
     # -- trying out, before a device is bound ------------------------------------------------------
 
-    def _zeros(self) -> AbstractContextManager[None]:
+    def zeros(self) -> AbstractContextManager[None]:
         return zeros_outside(self.model, self.layers, self.anatomy.unused_weights.names)
 
     def dry_call(self, rows: int, tokens: int) -> tuple[torch.Tensor, list[LayerCall]]:
         """`embed` for `rows` sequences of `tokens`, as meta tensors: nothing large is allocated."""
         ids = torch.zeros(rows, tokens, dtype=torch.long)
-        with self._zeros(), torch.no_grad(), torch.random.fork_rng(devices=[]):
+        with self.zeros(), torch.no_grad(), torch.random.fork_rng(devices=[]):
             hidden, calls = self.embed({"input_ids": ids})
         return to_meta(hidden), [LayerCall(to_meta(c.args), to_meta(c.kwargs)) for c in calls]
 
@@ -353,7 +356,7 @@ class Skeleton:
             return none
         ids, positions = torch.zeros(1, 4, dtype=torch.long), torch.tensor([[0, 1] * 2])
         try:
-            with self._zeros(), torch.no_grad():
+            with self.zeros(), torch.no_grad():
                 _, calls = self.embed({"input_ids": ids, "position_ids": positions})
         except UNSUPPORTED:  # a family that takes no positions
             return none
@@ -364,7 +367,7 @@ class Skeleton:
         family = type(self.model).__name__
         hidden = torch.zeros(2, self.anatomy.hidden_size, dtype=self.dtype)
         try:
-            with self._zeros(), torch.no_grad():
+            with self.zeros(), torch.no_grad():
                 shape = tuple(self.head(hidden).shape)
         except UNSUPPORTED as error:
             raise ModelError(

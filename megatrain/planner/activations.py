@@ -169,7 +169,17 @@ class Activations:
         return {
             "activation checkpoints": self.group_tokens * rows if offloads else 0,
             "retained activations": self._of_group(sum(self.saved_on_host)),
+            "images": self._pixels,
         }
+
+    @property
+    def _pixels(self) -> int:
+        """Bytes of two steps as processors make them, in fp32, and of one as it computes."""
+        if self.shape.images is None:
+            return 0
+        tokens = self.job.step(self.choices.micro_batch_tokens).most * self.job.pieces
+        share = self.job.images.most * (1 + 2 * SUM_BYTES / self.weight)
+        return int(share * tokens * self.shape.images.input_bytes)
 
     @cached_property
     def kept(self) -> dict[str, int]:
@@ -184,7 +194,16 @@ class Activations:
             "retained activations": self._retained,
             "token ids and targets": each * inputs,
             "rotary tables and masks": calls,
+            **self._images(inputs),
         }
+
+    def _images(self, tokens: int) -> dict[str, int]:
+        """Pixels of so many tokens, of a whole step, and what they add between layers."""
+        if self.shape.images is None:
+            return {}
+        pixels, sides = self.shape.images.input_bytes, self.shape.images.side_bytes
+        nbytes = tokens * pixels + self.group_tokens * self.job.pieces * sides
+        return {"images": int(self.job.images.most * nbytes)}
 
     # -- working sets ------------------------------------------------------------------------------
 
@@ -241,10 +260,14 @@ class Activations:
         added to the accumulator where they belong."""
         tokens, width = self.choices.micro_batch_tokens, self.shape.hidden_size
         tokens *= self.job.pieces  # of whole sequences, before they are cut
+        need, images = self.shape.embed.at(tokens), self.shape.images
+        if images is not None:
+            need += int(self.job.images.most * tokens * images.working_bytes)
+            need += images.gradient_bytes
         if not self.shape.trains_edges[0]:
-            return self.shape.embed.at(tokens)
+            return need
         stored_whole = self.shape.vocab_size * width * self.weight
-        return self.shape.embed.at(tokens) - stored_whole + tokens * width * SUM_BYTES
+        return need - stored_whole + tokens * width * SUM_BYTES
 
     # -- what the allocator cannot use -------------------------------------------------------------
 

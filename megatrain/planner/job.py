@@ -46,6 +46,17 @@ class StepTokens(NamedTuple):
     mean_micro_batches: float
 
 
+class ImageTokens(NamedTuple):
+    """The tokens of a run that are of images."""
+
+    mean: float  # share of all
+    most: float  # of any row's
+    each: float  # tokens of an image, on average
+
+
+NO_IMAGES = ImageTokens(0.0, 0.0, 1.0)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Asked:
     """Options that the user sets; None leaves one to the planner. settings.OPTIONS has them all."""
@@ -99,6 +110,7 @@ class Job(Asked):
     draws_weights: bool = False  # they start at random, drawn on the device
     lengths_vary: bool = False  # so micro-batches have padding and new shapes
     step_tokens: tuple[StepTokens, ...] = ()  # measured, by size; empty until rows are known
+    images: ImageTokens = NO_IMAGES  # a guess until rows are known
     checkpoints_kept: int = 2
     keeps_best: bool = True  # the best checkpoint beside the newest
     checkpoints_written: int | None = None  # in the whole run, if known

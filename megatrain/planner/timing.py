@@ -25,7 +25,7 @@ from megatrain.planner.simulation import (
 from megatrain.schedule import UNCHANGED, Where, graphs_of_layers
 
 if TYPE_CHECKING:
-    from megatrain.planner.cost.work import BlockCost, PassCost
+    from megatrain.planner.cost.work import BlockCost, ImageCost, PassCost
 
 # Held to layers of 2B to 14B on an H200 (tests/planner/test_timing.py).
 # Share of a lone matmul's rate that a layer's matmuls reach on a CPU; on an H200 it was all of it.
@@ -114,9 +114,17 @@ class StepCosts:
             waits={wait: sum(of[wait] for of in timeline.waits.values()) for wait in WAITS},
             bound_by={phase: timeline.bound_by(phase) for phase in timeline.phases},
             tokens_per_s=tokens_per_s,
-            tflops=6 * self.shape.counted_parameters * tokens_per_s / self.job.size / 1e12,
+            tflops=self.flops_per_token * tokens_per_s / self.job.size / 1e12,
             reference_s=self._forward_alone() if self.job.refers else 0.0,
         )
+
+    @property
+    def flops_per_token(self) -> float:
+        """As `tflops` counts them (reporting/mfu.py)."""
+        counted, images = 6.0 * self.shape.counted_parameters, self.shape.images
+        if images is not None:
+            counted += self.job.images.mean * images.flops(self.job.images.each)
+        return counted
 
     def at_least(self) -> float:
         """Seconds of computation alone, which `predict` does not fall below."""
@@ -195,8 +203,19 @@ class StepCosts:
         forward, backward = self._forward_and_backward(
             self.shape.cost.embed, self.tokens, self._matmul_rate(0)
         )
+        if self.shape.images is not None:
+            seeing, back = self._towers(self.shape.images)
+            forward, backward = forward + seeing, backward + back
         trained = self.shape.first_trained == 0
         return self._block(0, forward, forward + backward if trained else 0.0)
+
+    def _towers(self, cost: ImageCost) -> tuple[float, float]:
+        """Seconds that images take before the first layer, forward and backward, in which layers of
+        towers run once more."""
+        tokens, work = self.job.images.mean * self.tokens, cost.of_images(self.job.images.each)
+        rate = self._matmul_rate(tokens)
+        forward, backward = self._forward_and_backward(work, tokens, rate, compiled=False)
+        return forward, forward + backward if work.backward.matmul_flops else 0.0
 
     def _head(self) -> BlockTasks:
         """Forward and backward at once, chunk by chunk, each of which adds its weight gradient."""

@@ -165,7 +165,10 @@ def work_of(plan: Plan) -> ModelFlops:
     """The arithmetic of the model that is trained."""
     resolved: Resolved = plan.made_of
     anatomy, config = resolved.skeleton.anatomy, resolved.request.config
-    return ModelFlops.of(anatomy, config, resolved.shape.idle_parameters)
+    shape, images = resolved.shape, plan.job.images
+    of_images = images.mean * shape.images.flops(images.each) if shape.images else 0.0
+    seeing = resolved.skeleton.findings.seeing
+    return ModelFlops.of(anatomy, config, shape.idle_parameters, seeing, of_images)
 
 
 def facts_of(config: Config, plan: Plan, resumed: bool = False) -> Facts:

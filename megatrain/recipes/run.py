@@ -15,7 +15,7 @@ from megatrain.config import Config
 from megatrain.config.resuming import asked_again, check_changes, is_open, resumed_configs
 from megatrain.data.build import Expected
 from megatrain.data.loader import Loader
-from megatrain.data.rows import Rows
+from megatrain.data.rows import Rows, TokenRows
 from megatrain.data.samples import PROMPTS
 from megatrain.data.streaming import Stream
 from megatrain.engine.components import deterministic
@@ -27,7 +27,7 @@ from megatrain.methods import METHODS
 from megatrain.models.constants import without_source
 from megatrain.models.family import regimes_of
 from megatrain.models.pretrained import cached_source, digests_of, resolve_source
-from megatrain.planner.job import StepTokens
+from megatrain.planner.job import ImageTokens, StepTokens
 from megatrain.planner.plan import Plan
 from megatrain.recipes.describe import RANKS, SUMS, other_circumstances, started_again, summarize
 from megatrain.recipes.loop import fit
@@ -310,6 +310,8 @@ def plan_and_loader(
     steps = loader.steps_total()
     written = 1 if every is None else -(-steps // every)
     known = padding_of(resolved, loader)
+    if isinstance(rows, TokenRows) and (found := rows.image_tokens()):
+        known["images"] = ImageTokens(*found)
     plan = plan_run(config, resolved, steps, checkpoints_written=written, **known)
     return plan, replace(loader, micro_batch_tokens=micro_batch_of(config, plan))
 

@@ -104,12 +104,9 @@ def resolve_run(
     resolved = resolve(request_of(config, model, kept), machine)
     notice_other_balance(config, resolved)
     check_shared(config, resolved)
-    if towers := resolved.skeleton.towers:
+    if towers := resolved.skeleton.findings.towers:
         trains = "trains" if config.train.freeze is not None else "is frozen (train.freeze)"
-        logger.warning(
-            f"images are read; {towers[0]} and what else sees {trains}; the plan counts its "
-            "weights, and neither its activations nor its time"
-        )
+        logger.warning(f"images are read; {towers[0]} and what else sees {trains}")
     return resolved
 
 

@@ -8,7 +8,7 @@ the embedding's lookup nor recomputation, over the GPU's peak dense bf16 rate.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -49,23 +49,35 @@ class ModelFlops:
     matrix_parameters: int  # of these, the ones that a token is multiplied with
     attention: tuple[CausalAttention, ...]  # one per decoder layer
     first_trained: int = 0  # block: attention has no backward in layers before it
+    image_flops: float = 0.0  # a token: of what only images use, by the plan's share of them
 
     @classmethod
-    def of(cls, anatomy: Anatomy, config: PretrainedConfig, idle: int) -> ModelFlops:
+    def of(
+        cls,
+        anatomy: Anatomy,
+        config: PretrainedConfig,
+        idle: int,
+        seeing: Collection[str] = (),
+        image_flops: float = 0.0,
+    ) -> ModelFlops:
         """From a model's blocks and configuration. idle: parameters of experts that are not a
-        token's own (planner/cost/shape.py)."""
+        token's own (planner/cost/shape.py). seeing: names of what only images use."""
         attention = tuple(_attention(config, anatomy.layers))
         owners = {owner for _, owner in anatomy.tied}
+
+        def acts(tensor: TensorSpec, block: int) -> bool:
+            return tensor.name not in seeing
 
         def multiplied(tensor: TensorSpec, block: int) -> bool:
             """An embedding is looked up, unless the head is tied; experts' biases are added."""
             looked_up = block == anatomy.embed.index and tensor.name not in owners
-            return len(tensor.shape) > 1 and not tensor.name.endswith("bias") and not looked_up
+            matrix = len(tensor.shape) > 1 and not tensor.name.endswith("bias")
+            return matrix and not looked_up and acts(tensor, block)
 
         every, matrices = (
-            counted_parameters(anatomy, idle, wanted) for wanted in (lambda *_: True, multiplied)
+            counted_parameters(anatomy, idle, wanted) for wanted in (acts, multiplied)
         )
-        return cls(every, matrices, attention, anatomy.first_trained)
+        return cls(every, matrices, attention, anatomy.first_trained, image_flops)
 
     def flops(self, lengths: Iterable[int]) -> int:
         """FLOP of forward and backward over sequences of these lengths, nothing computed twice. A
@@ -77,11 +89,12 @@ class ModelFlops:
             for block, layer in enumerate(self.attention, start=1)
             for length in lengths
         )
-        return 6 * self.matrix_parameters * sum(lengths) + 4 * pairs
+        each = 6 * self.matrix_parameters + round(self.image_flops)
+        return each * sum(lengths) + 4 * pairs
 
     def tflops(self, tokens: int, seconds: float) -> float:
-        """6 x active parameters x tokens / seconds, in TFLOP/s."""
-        return 6 * self.active_parameters * tokens / seconds / 1e12
+        """6 x active parameters x tokens / seconds, in TFLOP/s, with the work of images."""
+        return (6 * self.active_parameters + self.image_flops) * tokens / seconds / 1e12
 
     def mfu(self, lengths: Iterable[int], seconds: float, gpu_name: str | None) -> float | None:
         """Share of the GPU's peak, 0 to 1; None where the peak is unknown, as on a CPU."""

@@ -89,7 +89,7 @@ class Rig:
             for block in reversed(range(len(LAYOUTS))):
                 self.gradients.open(block)
                 for micro_batch in group:
-                    self.gradients.add(block, dict(micro_batch[block]))
+                    self.gradients.add(block, [*dict(micro_batch[block]).values()])
                 self.gradients.close(block, last_group=last)
             assert len(self.sink.finished) == (len(LAYOUTS) if last else 0)
         return list(self.sink.finished)
@@ -164,7 +164,7 @@ def test_a_tensor_without_gradient_counts_as_zero():
         made.gradients.begin_step()
         for block in range(len(LAYOUTS)):
             made.gradients.open(block)
-            made.gradients.add(block, {"a": torch.ones(5, 7), "b": None})
+            made.gradients.add(block, [torch.ones(5, 7), None])
             made.gradients.close(block, last_group=True)
             gradient = made.sink.finished[-1]
             assert gradient is not None
@@ -179,12 +179,12 @@ def test_an_embedding_used_twice_is_opened_by_the_head_and_closed_by_embed():
     with rig(own=(0,)) as made:
         made.gradients.begin_step()
         made.gradients.open(0)
-        made.gradients.add(0, {"a": torch.ones(5, 7)})
+        made.gradients.add(0, [torch.ones(5, 7), None])
         made.gradients.open(1)
-        made.gradients.add(1, {"b": torch.ones(3000)})
+        made.gradients.add(1, [None, torch.ones(3000)])
         made.gradients.close(1, last_group=True)
         made.gradients.open(0)
-        made.gradients.add(0, {"a": torch.ones(5, 7)})
+        made.gradients.add(0, [torch.ones(5, 7), None])
         made.gradients.close(0, last_group=True)
         gradient = made.sink.finished[-1]
         gradient.landed.synchronize()
@@ -199,7 +199,7 @@ def test_a_sum_that_arrives_after_its_step_was_abandoned_does_no_harm():
         made.gradients.begin_step()
         for block in (3, 2):
             made.gradients.open(block)
-            made.gradients.add(block, dict(micro_batch[block]))
+            made.gradients.add(block, [*dict(micro_batch[block]).values()])
             made.gradients.close(block, last_group=False)
         made.lanes["upload"].delay = lambda: time.sleep(0.03)
         made.gradients.open(3)  # the second group, which ends here
@@ -208,7 +208,7 @@ def test_a_sum_that_arrives_after_its_step_was_abandoned_does_no_harm():
             made.gradients.open(block)
             # in the same buffer: what arrives meanwhile must have arrived before
             time.sleep(0.04 if block == 2 else 0)
-            made.gradients.add(block, dict(micro_batch[block]))
+            made.gradients.add(block, [*dict(micro_batch[block]).values()])
             made.gradients.close(block, last_group=True)
         landed(made.sink.finished, torch.float32)
         assert differing(made.host, expected_sums([micro_batch], torch.float32)) == []

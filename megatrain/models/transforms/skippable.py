@@ -7,7 +7,7 @@ follows all values derived from a matmul's output, and sees if autograd keeps an
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
 from types import MethodType
@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
+from torch.utils.checkpoint import checkpoint
 
 from megatrain.models.meta import Watch, blank_call, storage_of, without_data
 from megatrain.models.recorder import LayerCall, kind_of
@@ -288,3 +289,28 @@ def _arbitrary(shape: torch.Size, dtype: torch.dtype, generator: torch.Generator
     """Weights w[i, j, ...] = r[i + j + ...], quickly drawn; contiguous for fast matmuls."""
     values = torch.randn(sum(shape) + 1, generator=generator) * 0.1
     return values.to(dtype).as_strided(shape, [1] * len(shape)).contiguous()
+
+
+# -- modules that are recomputed inside a graph ----------------------------------------------------
+
+
+def recompute_lists(model: nn.Module, names: Collection[str], but: nn.ModuleList) -> int:
+    """Have the outermost modules in lists, `but` for those of one, keep no more than their inputs
+    for backward if they have trained parameters of these names; returns their number. transformers'
+    own checkpoints are for training mode alone, and for classes that know of them."""
+    trained = {id(p) for name, p in model.named_parameters() if name in names and p.requires_grad}
+    inside, found = set(but.modules()), list[nn.Module]()
+    for stack in model.modules():
+        if isinstance(stack, nn.ModuleList) and stack not in inside:
+            inside.update(stack.modules())
+            found += (m for m in stack if any(id(p) in trained for p in m.parameters()))
+    for module in found:
+        if "forward" not in vars(module):
+            module.forward = partial(_recomputed, module.forward)
+    return len(found)
+
+
+def _recomputed(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    if not torch.is_grad_enabled():
+        return forward(*args, **kwargs)
+    return checkpoint(forward, *args, use_reentrant=False, **kwargs)

@@ -63,7 +63,8 @@ class Findings:
     kernels: bool = False  # layers compute with those of a package beside transformers
     of_images: frozenset[str] = frozenset()  # arguments of the forward that tell of images
     sides: bool = False  # features of images are added between layers
-    towers: tuple[str, ...] = ()  # patterns of what only images use, but for projectors
+    seeing: frozenset[str] = frozenset()  # names of what only images use
+    towers: tuple[str, ...] = ()  # patterns of that, but for projectors
 
 
 def probe_model(
@@ -85,6 +86,7 @@ def probe_model(
                 new = [n for n in findings.before if n in set(findings.unused)]
                 paths = largest_modules(model, [n for n in new if not PROJECTOR.search(n)])
                 findings.towers = tuple(p if p in new else f"{p}.*" for p in paths)
+                findings.seeing = frozenset(new)
                 findings.unused = [n for n in findings.unused if n not in set(findings.before)]
                 findings.sides = seeing.sides
                 findings.of_images = frozenset(image_row) - {*OF_TEXT}

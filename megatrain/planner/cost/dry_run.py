@@ -14,23 +14,29 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from megatrain.models.freezing import counted_parameters
 from megatrain.models.meta import blank_call, without_data
-from megatrain.models.recorder import LayerCall, kind_of
+from megatrain.models.recorder import LayerCall, kind_of, of_dtype
 from megatrain.models.skeleton import Skeleton
 from megatrain.models.transforms.fp8 import Fp8Policy, fp8_matmuls
-from megatrain.models.transforms.skippable import skippable
+from megatrain.models.transforms.skippable import recompute_lists, skippable
 from megatrain.planner.cost.compiled import CompiledLayer, predict_compiled
 from megatrain.planner.cost.footprint import (
     Footprint,
+    FusedAttention,
     LayerBytes,
+    LiveBytes,
     call_peak_bytes,
     graph_keeps_input,
     tensor_bytes,
 )
 from megatrain.planner.cost.work import (
+    BACKWARD_FLOPS,
     BlockCost,
+    ImageCost,
     ModelCost,
     Operations,
+    PassCost,
     Traffic,
     cost_per_token,
     tally,
@@ -185,6 +191,61 @@ class DryRun:
             of_head = _with_compiled(of_head, fused, fused)
         layers = tuple(of_kind[kind] for kind in self.kinds)
         return ModelCost(cost_per_token(embed, self.seq_len), layers, of_head)
+
+    def of_images(self) -> ImageCost | None:
+        """From the row that the model was tried with, once and twice: towers run on zeros on the
+        CPU, as shapes follow from values. Backward is estimated from forward."""
+        skeleton, row = self.skeleton, self.skeleton.image_row
+        if row is None:
+            return None
+        tensors = [
+            t for t in skeleton.anatomy.embed.layout.tensors if t.name in skeleton.findings.seeing
+        ]
+        trained = sum(t.numel for t in tensors if not t.frozen)
+        trains = 2 * trained > sum(t.numel for t in tensors)  # more than a projector
+        once, twice = (self._seen(times) for times in (1, 2))
+        tokens, inputs = row["input_ids"].numel(), (skeleton.anatomy.of_images & row.keys())
+        grown = {name: max(0, twice[name] - once[name]) // tokens for name in once}
+        traffic = Traffic(grown["bytes"], once["kernels"])
+        ahead = PassCost(grown["matmul_flops"], grown["attention_flops"], traffic, traffic)
+        each = skeleton.anatomy.hidden_size * skeleton.dtype.itemsize
+        return ImageCost(
+            BlockCost(ahead, ahead.times(BACKWARD_FLOPS * trains), keys=once["keys"]),
+            working_bytes=max(grown["peak"], grown["light"] + 2 * grown["layer"]),
+            side_bytes=2 * once["sides"] * each,  # and their gradients
+            input_bytes=sum(of_dtype(row[n], skeleton.dtype).nbytes for n in inputs) // tokens,
+            gradient_bytes=trained * skeleton.dtype.itemsize,
+            counted_parameters=counted_parameters(
+                skeleton.anatomy, 0, lambda tensor, _: tensor.name in skeleton.findings.seeing
+            ),
+            tokens=tokens,
+        )
+
+    def _seen(self, times: int) -> dict[str, int]:
+        """The operations of the embedding on so many rows with an image, and bytes that live."""
+        skeleton, row = self.skeleton, self.skeleton.image_row or {}
+        rows = {n: of_dtype(torch.cat([value] * times), skeleton.dtype) for n, value in row.items()}
+        with skeleton.zeros(), torch.random.fork_rng(devices=[]), torch.enable_grad():
+            ops, whole = Operations(self.runs_on, self._parameters(EMBED)), LiveBytes()
+            with (
+                FusedAttention(self.runs_on, ops.attend) if self.fused else nullcontext(),
+                ops,
+                whole,
+            ):
+                kept = skeleton.embed(rows)
+            full, sides = whole.live, sum(call.side is not None for call in kept[1])
+            del kept
+            layers = recompute_lists(skeleton.model, skeleton.findings.seeing, skeleton.stack)
+            light = LiveBytes()
+            with FusedAttention(self.runs_on) if self.fused else nullcontext(), light:
+                kept = skeleton.embed(rows)  # noqa: F841  alive, as what it returns counts
+            found = {n: value for n, value in vars(ops).items() if type(value) is int}
+            return found | {
+                "light": light.live,
+                "peak": light.peak,
+                "layer": (full - light.live) // max(1, layers),
+                "sides": sides,
+            }
 
     def _layer_cost(self, index: int) -> BlockCost:
         layer = self.skeleton.layers[index]

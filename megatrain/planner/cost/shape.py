@@ -14,7 +14,7 @@ from megatrain.models.freezing import counted_parameters, share_of_experts_train
 from megatrain.models.skeleton import Skeleton
 from megatrain.planner.cost.dry_run import DryRun, MicroBatchBytes, cross_entropy
 from megatrain.planner.cost.footprint import LayerBytes
-from megatrain.planner.cost.work import ModelCost
+from megatrain.planner.cost.work import ImageCost, ModelCost
 from megatrain.schedule import layers_back
 
 # Chunks, in tokens, in which the head may go through a micro-batch.
@@ -105,6 +105,7 @@ class ModelShape:
     constant_bytes: int = 0  # of tensors that are not trained, which stay on the device
     scores: int | None = None  # a reward model's head has so many outputs, and no vocabulary
     frozen: FrozenParts | None = None  # what the user does not train
+    images: ImageCost | None = None  # None: it sees none
     package_kernels: bool = False  # layers compute with kernels of fla, mamba-ssm, ...
 
     @property
@@ -129,8 +130,10 @@ class ModelShape:
 
     @property
     def counted_parameters(self) -> int:
-        """The parameters that "6 x parameters" counts in a mixture, or where tensors are frozen."""
-        return self.frozen.counted_parameters if self.frozen else self.active_parameters
+        """The parameters that "6 x parameters" counts of a token of text in a mixture, or where
+        tensors are frozen."""
+        counted = self.frozen.counted_parameters if self.frozen else self.active_parameters
+        return counted - (self.images.counted_parameters if self.images else 0)
 
     @property
     def trained_numel(self) -> tuple[int, ...]:
@@ -263,6 +266,7 @@ def _assembled(
         graphs_keep_inputs=dry.graphs_keep_inputs(),
         constant_bytes=dry.skeleton.constants.nbytes,
         frozen=_frozen(dry.skeleton, cost) if anatomy.frozen_parameters else None,
+        images=dry.of_images(),
         package_kernels=dry.skeleton.has_kernels and dry.runs_on == "cuda",
     )
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from typing import Any, NamedTuple
 
@@ -48,6 +48,14 @@ class PassCost:
     eager: Traffic
     compiled: Traffic  # an estimate of what torch.compile makes of the same computation
 
+    def times(self, times: int) -> PassCost:
+        """As much work so many times."""
+        eager, compiled = (
+            Traffic(times * one.bytes, times * one.kernels) for one in (self.eager, self.compiled)
+        )
+        counted = times * self.matmul_flops, times * self.attention_flops
+        return PassCost(*counted, eager, compiled)
+
 
 @dataclass(frozen=True)
 class BlockCost:
@@ -81,6 +89,33 @@ class ModelCost:
     embed: BlockCost
     layers: tuple[BlockCost, ...]
     head: BlockCost
+
+
+@dataclass(frozen=True)
+class ImageCost:
+    """The needs of each token of an image beside those of text, all of them in block 0."""
+
+    work: BlockCost
+    working_bytes: int  # while towers run forward, or back where they train
+    side_bytes: int  # of what is added between layers, from embed to the end of backward
+    input_bytes: int  # pixels, in the dtype of the computation
+    gradient_bytes: int  # not for each token: of what only images use
+    counted_parameters: int  # of that, as `freezing.counted_parameters` counts
+    tokens: int  # of the image that this was found with
+
+    def of_images(self, tokens: float) -> BlockCost:
+        """The work for each token of images of so many: attention grows with their size."""
+        larger, (ahead, back) = tokens / self.tokens, (self.work.forward, self.work.backward)
+        ahead, back = (
+            replace(way, attention_flops=round(way.attention_flops * larger))
+            for way in (ahead, back)
+        )
+        return BlockCost(ahead, back, keys=round(self.work.keys * larger))
+
+    def flops(self, tokens: float) -> int:
+        """FLOP for each, forward and backward, nothing repeated."""
+        work = self.of_images(tokens)
+        return sum(one.matmul_flops + one.attention_flops for one in (work.forward, work.backward))
 
 
 def tally(

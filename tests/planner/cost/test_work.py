@@ -6,13 +6,16 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils.flop_counter import FlopCounterMode
 from transformers import GptOssConfig, LlamaConfig, Qwen2Config
 
 from megatrain.models.skeleton import Skeleton
+from megatrain.planner.cost.footprint import LiveBytes
 from megatrain.planner.cost.shape import ModelShape, shape_of
 from megatrain.planner.cost.work import FUSED_BACKWARD_KERNELS, BlockCost, tally
+from tests.helpers.multimodal import multimodal_config, seeing_batch
 from tests.helpers.planned import QWEN_SIZES, sizes
-from tests.helpers.support import KINDS, tiny_config
+from tests.helpers.support import KINDS, plain_model, tiny_config
 
 TOKENS = 32
 SIZES: Any = {**sizes(64, 176, 4, 2), "vocab_size": 96}
@@ -185,3 +188,42 @@ def test_layers_with_and_without_a_window_are_told_apart_where_no_mask_tells_the
     window, whole = shape_of(Skeleton(config), 64, [64], runs_on="cuda").cost.layers
     assert (window.keys, whole.keys) == (2 * 8 + 1, 64 + 1)  # two blocks, or all, and the sink
     assert window.forward.attention_flops < whole.forward.attention_flops
+
+
+@pytest.mark.parametrize("family", ["gemma3", "llava-next", "qwen3-vl"])
+def test_an_image_costs_what_its_tower_computes_and_keeps(family):
+    config = multimodal_config(family)
+    row = seeing_batch(config, rows=1)
+    del row["labels"]
+    skeleton = Skeleton(config, dtype=torch.float32, image_row=row)
+    model: Any = plain_model(config)
+
+    def flops(**given: Any) -> int:
+        with FlopCounterMode(display=False) as counter, torch.no_grad():
+            model(**given)
+        return counter.get_total_flops()
+
+    def peak(times: int) -> int:
+        rows = {name: torch.cat([value] * times) for name, value in row.items()}
+        with skeleton.zeros(), torch.enable_grad(), LiveBytes() as live:
+            hidden = skeleton.embed(rows)[0]
+            wanted = [
+                skeleton.model.get_parameter(name) for name in sorted(skeleton.findings.seeing)
+            ]
+            torch.autograd.grad(hidden, wanted, torch.ones_like(hidden), allow_unused=True)
+        return int(live.peak)
+
+    kept = peak(4) - peak(2)
+    found = shape_of(skeleton, 16, [16]).images
+    assert found is not None
+    tokens = row["input_ids"].numel()
+    expected = flops(**row) - flops(input_ids=row["input_ids"])
+    assert tokens * found.flops(tokens) == pytest.approx(3 * expected, rel=0.2)
+    assert peak(4) - peak(2) < kept  # layers of towers run again
+    assert 2 * tokens * found.working_bytes == pytest.approx(peak(4) - peak(2), rel=0.3)
+    skeleton = Skeleton(config, dtype=torch.float32, image_row=row)
+    skeleton.freeze(skeleton.findings.towers)
+    frozen = shape_of(skeleton, 16, [16]).images
+    assert frozen is not None and frozen.work.backward.matmul_flops == 0
+    assert frozen.working_bytes <= found.working_bytes
+    assert frozen.gradient_bytes < found.gradient_bytes
