@@ -201,7 +201,8 @@ def test_an_image_costs_what_its_tower_computes_and_keeps(family):
     def flops(**given: Any) -> int:
         with FlopCounterMode(display=False) as counter, torch.no_grad():
             model(**given)
-        return counter.get_total_flops()
+        total: Any = counter.get_total_flops()
+        return int(total)
 
     def peak(times: int) -> int:
         rows = {name: torch.cat([value] * times) for name, value in row.items()}
