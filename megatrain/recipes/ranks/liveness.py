@@ -74,9 +74,9 @@ def started(work: Callable[[], T], name: str) -> Future[T]:
     return answer
 
 
-def sign_of_life(rank: int, host: str) -> tuple[str, str]:
-    """(key, value) in the store: when, and where."""
-    return f"beat/{rank}", f"{time.monotonic()} {host}"
+def sign_of_life(rank: int, host: str, left: int | None = None) -> tuple[str, str]:
+    """(key, value) in the store: when, where, and of a rank that has left its exit code."""
+    return f"beat/{rank}", f"{time.monotonic()} {host} {'' if left is None else left}"
 
 
 class Liveness:
@@ -85,9 +85,9 @@ class Liveness:
 
     def __init__(self, world: World, host: str) -> None:
         """Raises RuntimeError if the store is gone already."""
-        self._seen: dict[int, tuple[str, float]] = {}
         self.world, self.host, self._store = world, host, world.store.clone(STORE_TIMEOUT)
-        self._first_host = self._sign_of(0).split()[1]
+        self._seen = [("0 unknown", 0.0)] * world.size  # signs, and when each came
+        self._first_host = self._signs()[0].split()[1]
         self.ended = threading.Event()
         self._awake_s, self._looked = 0.0, time.monotonic()
         self._unreachable = False
@@ -107,15 +107,17 @@ class Liveness:
         """End without being missed. The first rank, which may hold the store, goes last."""
         self.ended.set()
         with suppress(RuntimeError):
-            self._store.set(f"left/{self.world.rank}", str(exit_code))
+            self._store.set(*sign_of_life(self.world.rank, self.host, exit_code))
             if self.world.is_first:
-                names = [f"left/{rank}" for rank in range(self.world.size)]
                 until = time.monotonic() + SILENT_S + LEAVES_WITHIN_S
-                while not self._store.check(names) and time.monotonic() < until:
+                while not self._all_left() and time.monotonic() < until:
                     if self._store.check(["failed"]):
                         time.sleep(2 * BEATS_EVERY_S)
                         return
                     time.sleep(BEATS_EVERY_S / 20)
+
+    def _all_left(self) -> bool:
+        return all(len(sign.split()) == 3 for sign in self._signs())
 
     def say(self, words: LastWords) -> LastWords:
         """Write last words into the store; returns the first that anybody has written."""
@@ -155,15 +157,16 @@ class Liveness:
             return LastWords.read(said)
         now, world = self._awake(), self.world
         self._store.set(*sign_of_life(world.rank, self.host))
-        for rank in (rank for rank in range(world.size) if rank != world.rank):
-            sign = self._sign_of(rank)
-            before, since = self._seen.get(rank, ("", now))
+        for rank, sign in enumerate(self._signs()):
+            before, since = self._seen[rank]
             since = since if sign == before else now
             self._seen[rank] = sign, since
-            _, host = sign.split()
-            if (left := self._store.get(f"left/{rank}")) is not None:
+            _, host, *left = sign.split()
+            if rank == world.rank:
+                continue
+            if left:
                 # it was asked to stop, and this one was not, or waits for it where nobody can end
-                code, over = int(left), now - since > LEAVES_WITHIN_S
+                code, over = int(left[0]), now - since > LEAVES_WITHIN_S
                 if code and over and not all_stop():
                     return LastWords(rank, host, "was stopped", world.rank, code)
             elif now - since > SILENT_S:
@@ -171,9 +174,10 @@ class Liveness:
                 return LastWords(rank, host, sentence, world.rank)
         return None
 
-    def _sign_of(self, rank: int) -> str:
-        """The last sign of life of a rank; the one before, if a stranger has written over it."""
-        return self._store.get(f"beat/{rank}") or self._seen.get(rank, ("0 unknown", 0.0))[0]
+    def _signs(self) -> list[str]:
+        """The last sign of every rank; the one before, if a stranger has written over it."""
+        found = self._store.get_all([f"beat/{rank}" for rank in range(self.world.size)])
+        return [sign or before for sign, (before, _) in zip(found, self._seen, strict=True)]
 
     def _awake(self) -> float:
         """Seconds in which this rank was not stopped: where all were, as by a scheduler, none is
