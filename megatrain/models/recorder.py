@@ -7,14 +7,16 @@ replaced by a `Recorder` that notes what the layer would receive.
 
 from __future__ import annotations
 
+import inspect
 from collections import UserDict
-from collections.abc import Callable, Iterator, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.utils.rnn import pad_sequence
 from torch.utils import _pytree as pytree
 
 from megatrain.data.images import TYPES as TYPES
@@ -240,6 +242,30 @@ def boundaries_of(positions: torch.Tensor) -> dict[str, torch.Tensor]:
     return {BEGINNINGS: beginnings.int(), NUMBERS: numbers.int()}
 
 
+def with_places(model: nn.Module, inputs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Inputs with their position_ids [batch, tokens], if they have some, as the model takes them of
+    packed documents. One with rotary axes, which has a `get_rope_index`, takes [1 + axes, batch,
+    tokens]: first these, which keep documents apart, then places on each axis, which it counts in
+    each document alone."""
+    found = (getattr(module, "get_rope_index", None) for module in model.modules())
+    positions, rope_index = inputs.get("position_ids"), next(filter(None, found), None)
+    if positions is None or positions.ndim != 2 or rope_index is None:
+        return {**inputs}
+    taken = {n: inputs[n] for n in inspect.signature(rope_index).parameters if n in inputs}
+    if taken.keys() <= {"input_ids", "attention_mask"}:  # no images
+        return {**inputs, "position_ids": positions.expand(4, *positions.shape)}
+    lengths = boundaries_of(positions)[BEGINNINGS].diff().tolist()
+
+    def alone(of_tokens: torch.Tensor) -> torch.Tensor:
+        return pad_sequence(of_tokens.flatten().split(lengths), batch_first=True)
+
+    given = {n: alone(t) if n in ("input_ids", *TYPES) else t for n, t in taken.items()}
+    places = rope_index(**given | {"attention_mask": alone(torch.ones_like(positions))})[0]
+    places = torch.cat([places[:, n, :length] for n, length in enumerate(lengths)], dim=1)
+    places = torch.cat([positions[None], places.view(-1, *positions.shape)])
+    return {**inputs, "position_ids": places}
+
+
 def told(calls: list[LayerCall], masked: Sequence[bool], shape: torch.Size) -> list[LayerCall]:
     """Calls of layers as they keep documents apart: where `masked` by their mask, else by kernels.
 
@@ -289,3 +315,26 @@ def separates(call: LayerCall) -> bool:
             if seen.diagonal(dim1=-2, dim2=-1).all() and not seen[..., 2:, :2].any():
                 return True
     return False
+
+
+def laid_together(alone: LayerCall, text: LayerCall, both: LayerCall, tokens: int) -> bool:
+    """True if a layer gets of two equal documents in one sequence of `tokens` twice what it gets of
+    one `alone`, and the masks of `text`: an image changes neither who sees whom nor, behind its
+    document, positions."""
+    of_one, of_text, found = (
+        {path: leaf for path, leaf in leaves if isinstance(leaf, torch.Tensor)}
+        for leaves in (
+            pytree.tree_leaves_with_path((c.args, c.kwargs)) for c in (alone, text, both)
+        )
+    )
+
+    def expected(path: Any, shape: torch.Size) -> torch.Tensor | None:
+        one = of_one.get(path)
+        if one is None or shape[-2:] == (tokens, tokens):
+            return of_text.get(path)
+        grown = [dim for dim, (a, b) in enumerate(zip(one.shape, shape, strict=True)) if a != b]
+        return torch.cat([one, one], grown[0]) if grown else one
+
+    pairs = [(tensor, expected(path, tensor.shape)) for path, tensor in found.items()]
+    same = all(b is not None and a.shape == b.shape and a.equal(b) for a, b in pairs)
+    return same and of_one.keys() <= found.keys()

@@ -38,9 +38,12 @@ from megatrain.models.recorder import (
     Tape,
     documents_known,
     documents_of,
+    laid_together,
     none_found,
+    of_dtype,
     separates,
     told,
+    with_places,
 )
 from megatrain.models.transforms.chunked import chunk, unchunk
 from megatrain.models.transforms.compiled import compile_when_run
@@ -91,8 +94,7 @@ class Skeleton:
         self._sides, self.towers = findings.sides, findings.towers
         unused_weights = find_unused_weights(self.model, findings.unused, config)
         behaviour = behaviour_of(self.model, stack, trust_remote_code)
-        # None: its small model does not tell; nor of rows with images, which are not packed
-        self.behaviour = None if findings.of_images else behaviour
+        self.behaviour = behaviour  # None: its small model does not tell, or images do not pack
         self.layers: list[nn.Module] = list(stack)
         extras, last = findings.extras, len(stack) - 1
         self.recorders = [Recorder(one, n, n == last, extras) for n, one in enumerate(self.layers)]
@@ -129,6 +131,8 @@ class Skeleton:
         self.trust_remote_code = trust_remote_code
         self._why_together: dict[torch.device, str | None] = {}
         self._try_head()
+        if image_row is not None and behaviour is not None and not self._lay_together(image_row):
+            self.behaviour = None
         self.masked = self._masked_layers()
 
     # -- binding -----------------------------------------------------------------------------------
@@ -352,12 +356,27 @@ class Skeleton:
         if self.behaviour is None or self.behaviour.between is None:
             return none
         ids, positions = torch.zeros(1, 4, dtype=torch.long), torch.tensor([[0, 1] * 2])
+        given = {"input_ids": ids, "position_ids": positions}
         try:
             with self._zeros(), torch.no_grad():
-                _, calls = self.embed({"input_ids": ids, "position_ids": positions})
+                _, calls = self.embed(with_places(self.model, given))
         except UNSUPPORTED:  # a family that takes no positions
             return none
         return [separates(call) for call in calls]
+
+    def _lay_together(self, image_row: Mapping[str, torch.Tensor]) -> bool:
+        """True if layers get of rows with an image in one sequence what they get of each alone."""
+        row = {name: of_dtype(value, self.dtype) for name, value in image_row.items()}
+        shape = row["input_ids"].shape
+        two = {name: torch.cat([row[name]] * 2, int(row[name].shape == shape)) for name in row}
+        ids, positions = torch.zeros_like(two["input_ids"]), torch.arange(shape[1]).repeat(1, 2)
+        packed = ({**given, "position_ids": positions} for given in ({"input_ids": ids}, two))
+        # whatever a family's code raises
+        with suppress(Exception), self._zeros(), torch.no_grad():
+            given = row, *(with_places(self.model, one) for one in packed)
+            every = zip(*(self.embed(inputs)[1] for inputs in given), strict=True)
+            return all(laid_together(*of_layer, 2 * shape[1]) for of_layer in every)
+        return False
 
     def _try_head(self) -> None:
         """Raise ModelError unless `head` runs on single positions."""

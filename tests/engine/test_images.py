@@ -8,14 +8,17 @@ import pytest
 import torch
 import transformers
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from megatrain.engine.engine import Engine
 from megatrain.engine.verify import gradients_of, tensors_of
 from megatrain.errors import ConfigError, DataError, ModelError
+from megatrain.losses import IGNORE
 from megatrain.models.skeleton import Skeleton
 from megatrain.models.trials.small import count_targets, plain_gradients
 from megatrain.settings import Settings
 from tests.helpers.compare import apart, differing
+from tests.helpers.kernel_packages import install, separating
 from tests.helpers.multimodal import IMAGE, MULTIMODAL, multimodal_config, seeing_batch
 from tests.helpers.support import engine_of, plain_model
 
@@ -27,6 +30,10 @@ REFUSED = {  # llama4: by transformers 5.24, which fails on its images and texts
     "kimi-k2.5": "rearranged when transformers loads it",
     "qianfan-ocr": "rearranged when transformers loads it",
 }
+PADDED = {"gemma3", "shieldgemma2"}  # an image's tokens see later ones
+PADDED |= {"kosmos-2.5", "ovis2"}  # on text, too: these count positions otherwise
+PADDED |= {"minicpm-ocr", "minicpm-v4.6", "minicpm-v4.7"}  # as far as one can try: see below
+HYBRID = {"lfm2-vl": "lfm2", "qwen3.5": "qwen3_5", "qwen3.5-moe": "qwen3_5_moe"}
 UNLOADED = {"shieldgemma2"}  # transformers' class does not load what it saves
 SLOW = [name for name in MULTIMODAL if name not in REFUSED and name not in FAST]
 ALL = [*FAST, *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)]
@@ -82,6 +89,52 @@ def test_gradients_equal_autograd_s(family, settings, device):
         found = engine.evaluate(batches)
         assert found.loss == pytest.approx(expected, rel=near)
         assert found.target_tokens == count_targets(batches)
+
+
+def packed(seeing: dict[str, Tensor], text: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Rows with and without images in two sequences, of which the second ends with padding."""
+    sequences = [[(text, 0), (seeing, 0), (seeing, 1), (text, 1)], [(seeing, 2)]]
+    of_tokens = [name for name, v in seeing.items() if v.shape == seeing["labels"].shape]
+
+    def row(batch: dict[str, Tensor], number: int, name: str) -> Tensor:
+        ids = batch["input_ids"][number]
+        if name == "position_ids":
+            return torch.arange(len(ids))
+        values = batch[name][number].clone() if name in batch else torch.zeros_like(ids)
+        values[:1] = IGNORE if name == "labels" else values[:1]
+        return values
+
+    def laid(name: str) -> Tensor:
+        lines = [torch.cat([row(*one, name) for one in members]) for members in sequences]
+        fill = IGNORE if name == "labels" else 0
+        return pad_sequence(lines, batch_first=True, padding_value=fill)
+
+    return seeing | {name: laid(name) for name in (*of_tokens, "position_ids")}
+
+
+@pytest.mark.parametrize("frozen", [False, True], ids=["all", "tower frozen"])
+@pytest.mark.parametrize("family", ALL)
+def test_packed_rows_have_the_gradients_of_rows_apart(family, frozen, monkeypatch):
+    config = multimodal_config(family)
+    options: dict[str, Any] = {"image_row": row_of(config), "freeze": None if frozen else ()}
+    model: Any = plain_model(config)
+    seeing, text = seeing_batch(config, 1, rows=3), steps_of(config)[2]
+    expected = plain_gradients(model, [seeing, text])
+    grads = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+    if family in HYBRID:
+        install(monkeypatch, HYBRID[family], separating)
+    with engine_of(config, weights=model, **options) as engine:
+        if family in PADDED:
+            assert not engine.skeleton.separates_documents(engine.device)
+            return
+        assert engine.skeleton.separates_documents(engine.device)
+        loss = engine.forward_backward([packed(seeing, text)]).loss
+        ours = gradients_of(engine)
+    assert loss == pytest.approx(expected, rel=1e-6)
+    assert frozen or grads.keys() <= ours.keys()
+    wanted = {n: grads[n] if n in grads else torch.zeros_like(g) for n, g in ours.items()}
+    share = 1e-4 if family in HYBRID else 1e-5
+    assert apart(ours, wanted, share, of_largest=1e-6) == []
 
 
 @pytest.mark.parametrize("family", ALL)

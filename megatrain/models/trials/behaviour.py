@@ -16,7 +16,13 @@ from torch import Tensor, nn
 
 from megatrain.errors import ModelError
 from megatrain.models.meta import torch_paths
-from megatrain.models.recorder import boundaries_of, documents_known, documents_of, none_found
+from megatrain.models.recorder import (
+    boundaries_of,
+    documents_known,
+    documents_of,
+    none_found,
+    with_places,
+)
 from megatrain.models.trials.small import plain_model, shrink, small_scale
 
 TOKENS = 8
@@ -127,14 +133,16 @@ def logits_of(
 ) -> Tensor:
     """Logits [rows, tokens, vocab], computed by transformers' own code in torch, or else by kernels
     that are told where documents begin. `positions`: of packed documents. Raises ModelError."""
-    given = {} if positions is None else {"position_ids": positions}
+    given = {"input_ids": ids}
+    if positions is not None:
+        given = with_places(model, given | {"position_ids": positions})
     if told and positions is not None:
         given |= boundaries_of(positions)
     given = {name: tensor.to(model.device) for name, tensor in given.items()}
     find = none_found if positions is None else documents_of
     try:
         with nullcontext() if told else torch_paths(), documents_known(find):
-            outputs = model(input_ids=ids.to(model.device), use_cache=False, **given)
+            outputs = model(use_cache=False, **given)
             logits: Tensor = outputs.logits
     except Exception as error:  # whatever a family's code raises
         raise ModelError(f"it does not run ({type(error).__name__}: {error})") from error
