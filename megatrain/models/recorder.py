@@ -19,6 +19,7 @@ from torch import nn
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils import _pytree as pytree
 
+from megatrain.data.images import OF_TOKENS as OF_TOKENS
 from megatrain.data.images import TYPES as TYPES
 from megatrain.errors import ModelError
 
@@ -257,9 +258,9 @@ def with_places(model: nn.Module, inputs: Mapping[str, torch.Tensor]) -> dict[st
     lengths = boundaries_of(positions)[BEGINNINGS].diff().tolist()
 
     def alone(of_tokens: torch.Tensor) -> torch.Tensor:
-        return pad_sequence(of_tokens.flatten().split(lengths), batch_first=True)
+        return pad_sequence([*torch.split(of_tokens.flatten(), lengths)], batch_first=True)
 
-    given = {n: alone(t) if n in ("input_ids", *TYPES) else t for n, t in taken.items()}
+    given = {n: alone(t) if n in OF_TOKENS else t for n, t in taken.items()}
     places = rope_index(**given | {"attention_mask": alone(torch.ones_like(positions))})[0]
     places = torch.cat([places[:, n, :length] for n, length in enumerate(lengths)], dim=1)
     places = torch.cat([positions[None], places.view(-1, *positions.shape)])
@@ -317,15 +318,12 @@ def separates(call: LayerCall) -> bool:
     return False
 
 
-def laid_together(alone: LayerCall, text: LayerCall, both: LayerCall, tokens: int) -> bool:
-    """True if a layer gets of two equal documents in one sequence of `tokens` twice what it gets of
-    one `alone`, and the masks of `text`: an image changes neither who sees whom nor, behind its
-    document, positions."""
+def laid_together(calls: Sequence[LayerCall], tokens: int) -> bool:
+    """True if of two equal documents in one sequence of `tokens` a layer gets twice what it gets of
+    one alone, and the masks of text. calls: of one document, of text as long as two, of the two."""
     of_one, of_text, found = (
         {path: leaf for path, leaf in leaves if isinstance(leaf, torch.Tensor)}
-        for leaves in (
-            pytree.tree_leaves_with_path((c.args, c.kwargs)) for c in (alone, text, both)
-        )
+        for leaves in (pytree.tree_leaves_with_path((call.args, call.kwargs)) for call in calls)
     )
 
     def expected(path: Any, shape: torch.Size) -> torch.Tensor | None:

@@ -32,6 +32,7 @@ from megatrain.models.names import published
 from megatrain.models.pretrained import is_classifier
 from megatrain.models.recorder import (
     BEGINNINGS,
+    OF_TOKENS,
     LayerCall,
     ReachedEnd,
     Recorder,
@@ -367,15 +368,15 @@ class Skeleton:
     def _lay_together(self, image_row: Mapping[str, torch.Tensor]) -> bool:
         """True if layers get of rows with an image in one sequence what they get of each alone."""
         row = {name: of_dtype(value, self.dtype) for name, value in image_row.items()}
-        shape = row["input_ids"].shape
-        two = {name: torch.cat([row[name]] * 2, int(row[name].shape == shape)) for name in row}
-        ids, positions = torch.zeros_like(two["input_ids"]), torch.arange(shape[1]).repeat(1, 2)
-        packed = ({**given, "position_ids": positions} for given in ({"input_ids": ids}, two))
+        two = {name: torch.cat([row[name]] * 2, int(name in OF_TOKENS)) for name in row}
+        tokens, ids = row["input_ids"].shape[1], torch.zeros_like(two["input_ids"])
+        of_packed = {"position_ids": torch.arange(tokens).repeat(1, 2)}
         # whatever a family's code raises
         with suppress(Exception), self._zeros(), torch.no_grad():
-            given = row, *(with_places(self.model, one) for one in packed)
-            every = zip(*(self.embed(inputs)[1] for inputs in given), strict=True)
-            return all(laid_together(*of_layer, 2 * shape[1]) for of_layer in every)
+            given = (row, of_packed | {"input_ids": ids}, of_packed | two)
+            calls = [self.embed(with_places(self.model, inputs))[1] for inputs in given]
+            every = zip(*calls, strict=True)
+            return all(laid_together(of_layer, 2 * tokens) for of_layer in every)
         return False
 
     def _try_head(self) -> None:
