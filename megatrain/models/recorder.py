@@ -244,13 +244,13 @@ def boundaries_of(positions: torch.Tensor) -> dict[str, torch.Tensor]:
 
 
 def with_places(model: nn.Module, inputs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Inputs with their position_ids [batch, tokens], if they have some, as the model takes them of
-    packed documents. One with rotary axes, which has a `get_rope_index`, takes [1 + axes, batch,
-    tokens]: first these, which keep documents apart, then places on each axis, which it counts in
-    each document alone."""
+    """Inputs with their position_ids [batch, tokens], if any, as the model takes them of packed
+    documents: where it has a `get_rope_index`, [1 + axes, batch, tokens], first these, which keep
+    documents apart, then places on each axis, which it counts in each document alone."""
+    if (positions := inputs.get("position_ids")) is None or positions.ndim != 2:
+        return {**inputs}
     found = (getattr(module, "get_rope_index", None) for module in model.modules())
-    positions, rope_index = inputs.get("position_ids"), next(filter(None, found), None)
-    if positions is None or positions.ndim != 2 or rope_index is None:
+    if (rope_index := next(filter(None, found), None)) is None:
         return {**inputs}
     taken = {n: inputs[n] for n in inspect.signature(rope_index).parameters if n in inputs}
     if taken.keys() <= {"input_ids", "attention_mask"}:  # no images
@@ -262,9 +262,9 @@ def with_places(model: nn.Module, inputs: Mapping[str, torch.Tensor]) -> dict[st
 
     given = {n: alone(t) if n in OF_TOKENS else t for n, t in taken.items()}
     places = rope_index(**given | {"attention_mask": alone(torch.ones_like(positions))})[0]
-    places = torch.cat([places[:, n, :length] for n, length in enumerate(lengths)], dim=1)
-    places = torch.cat([positions[None], places.view(-1, *positions.shape)])
-    return {**inputs, "position_ids": places}
+    laid = torch.cat([places[:, n, :length] for n, length in enumerate(lengths)], dim=1)
+    placed = torch.cat([positions[None], laid.view(-1, *positions.shape)])
+    return {**inputs, "position_ids": placed}
 
 
 def told(calls: list[LayerCall], masked: Sequence[bool], shape: torch.Size) -> list[LayerCall]:
@@ -316,23 +316,3 @@ def separates(call: LayerCall) -> bool:
             if seen.diagonal(dim1=-2, dim2=-1).all() and not seen[..., 2:, :2].any():
                 return True
     return False
-
-
-def laid_together(calls: Sequence[LayerCall], tokens: int) -> bool:
-    """True if of two equal documents in one sequence of `tokens` a layer gets twice what it gets of
-    one alone, and the masks of text. calls: of one document, of text as long as two, of the two."""
-    of_one, of_text, found = (
-        {path: leaf for path, leaf in leaves if isinstance(leaf, torch.Tensor)}
-        for leaves in (pytree.tree_leaves_with_path((call.args, call.kwargs)) for call in calls)
-    )
-
-    def expected(path: Any, shape: torch.Size) -> torch.Tensor | None:
-        one = of_one.get(path)
-        if one is None or shape[-2:] == (tokens, tokens):
-            return of_text.get(path)
-        grown = [dim for dim, (a, b) in enumerate(zip(one.shape, shape, strict=True)) if a != b]
-        return torch.cat([one, one], grown[0]) if grown else one
-
-    pairs = [(tensor, expected(path, tensor.shape)) for path, tensor in found.items()]
-    same = all(b is not None and a.shape == b.shape and a.equal(b) for a, b in pairs)
-    return same and of_one.keys() <= found.keys()

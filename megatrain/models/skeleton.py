@@ -32,16 +32,13 @@ from megatrain.models.names import published
 from megatrain.models.pretrained import is_classifier
 from megatrain.models.recorder import (
     BEGINNINGS,
-    OF_TOKENS,
     LayerCall,
     ReachedEnd,
     Recorder,
     Tape,
     documents_known,
     documents_of,
-    laid_together,
     none_found,
-    of_dtype,
     separates,
     told,
     with_places,
@@ -55,7 +52,12 @@ from megatrain.models.transforms.skippable import (
     skipping,
     token_wise_modules,
 )
-from megatrain.models.trials.behaviour import behaviour_of, refuse_misbehaving, why_together
+from megatrain.models.trials.behaviour import (
+    behaviour_of,
+    images_pack,
+    refuse_misbehaving,
+    why_together,
+)
 from megatrain.models.trials.probe import probe_model, replace_all
 
 # What a family's code raises on arguments that it does not support.
@@ -132,7 +134,7 @@ class Skeleton:
         self.trust_remote_code = trust_remote_code
         self._why_together: dict[torch.device, str | None] = {}
         self._try_head()
-        if image_row is not None and behaviour is not None and not self._lay_together(image_row):
+        if not images_pack(dtype, self.embed, self._zeros(), image_row):
             self.behaviour = None
         self.masked = self._masked_layers()
 
@@ -268,7 +270,7 @@ class Skeleton:
         """
         tape = Tape(sides=self._sides)
         with suppress(ReachedEnd):
-            self._play(tape, **inputs)
+            self._play(tape, **with_places(self.model, inputs))
         assert tape.hidden is not None and len(tape.calls) == len(self.layers)
         if BEGINNINGS in inputs:
             return tape.hidden, told(tape.calls, self.masked, inputs["input_ids"].shape)
@@ -357,27 +359,12 @@ class Skeleton:
         if self.behaviour is None or self.behaviour.between is None:
             return none
         ids, positions = torch.zeros(1, 4, dtype=torch.long), torch.tensor([[0, 1] * 2])
-        given = {"input_ids": ids, "position_ids": positions}
         try:
             with self._zeros(), torch.no_grad():
-                _, calls = self.embed(with_places(self.model, given))
+                _, calls = self.embed({"input_ids": ids, "position_ids": positions})
         except UNSUPPORTED:  # a family that takes no positions
             return none
         return [separates(call) for call in calls]
-
-    def _lay_together(self, image_row: Mapping[str, torch.Tensor]) -> bool:
-        """True if layers get of rows with an image in one sequence what they get of each alone."""
-        row = {name: of_dtype(value, self.dtype) for name, value in image_row.items()}
-        two = {name: torch.cat([row[name]] * 2, int(name in OF_TOKENS)) for name in row}
-        tokens, ids = row["input_ids"].shape[1], torch.zeros_like(two["input_ids"])
-        of_packed = {"position_ids": torch.arange(tokens).repeat(1, 2)}
-        # whatever a family's code raises
-        with suppress(Exception), self._zeros(), torch.no_grad():
-            given = (row, of_packed | {"input_ids": ids}, of_packed | two)
-            calls = [self.embed(with_places(self.model, inputs))[1] for inputs in given]
-            every = zip(*calls, strict=True)
-            return all(laid_together(of_layer, 2 * tokens) for of_layer in every)
-        return False
 
     def _try_head(self) -> None:
         """Raise ModelError unless `head` runs on single positions."""
