@@ -181,7 +181,7 @@ def page(results: Mapping[str, Any]) -> str:
 
 def _with_images() -> list[str]:
     """The families whose towers are trained, which tests/engine/test_images.py compares."""
-    from tests.engine.test_images import REFUSED
+    from tests.engine.test_images import PADDED, REFUSED
     from tests.helpers.multimodal import MULTIMODAL
 
     full = [name for name in MULTIMODAL if name not in REFUSED]
@@ -191,7 +191,11 @@ def _with_images() -> list[str]:
     said += (
         "folder that is saved is loaded by transformers, which sees as the engine does (but for "
     )
-    said += f"shieldgemma2, whose class does not load what it saves): {', '.join(full)}."
+    said += f"shieldgemma2, whose class does not load what it saves): {', '.join(full)}. "
+    said += (
+        "Packed rows with images have the loss and gradients of rows apart; padded are those of "
+    )
+    said += f"{', '.join(sorted(PADDED))}."
     rows = [f"| {name} | refused | {reason} |" for name, reason in REFUSED.items()]
     wrapped = textwrap.wrap(said, 118, break_on_hyphens=False)
     return ["## With images", "", *wrapped, "", "| family | | why |", "|---|---|---|", *rows, ""]

@@ -27,7 +27,7 @@ from megatrain.losses import (
 from megatrain.losses.targets import Answers
 from megatrain.models.anatomy import Anatomy
 from megatrain.models.constants import NO_IMAGES, OF_TEXT
-from megatrain.models.recorder import TYPES, LayerCall, boundaries_of, of_dtype
+from megatrain.models.recorder import TYPES, LayerCall, boundaries_of, of_dtype, with_places
 from megatrain.models.skeleton import Skeleton
 
 Batch = Mapping[str, Tensor]
@@ -207,7 +207,7 @@ def prepare(
     for local, batch in enumerate(batches):
         if parallel:
             batch = parallel.lengthened(batch, anatomy.max_positions)
-        inputs = _inputs(batch, tells_documents)
+        inputs = with_places(skeleton.model, _inputs(batch, tells_documents))
         for name in anatomy.of_images & inputs.keys():
             inputs[name] = of_dtype(inputs[name], skeleton.dtype)
         moved = {name: value.to(device, non_blocking=True) for name, value in inputs.items()}

@@ -113,7 +113,7 @@ def resolve(request: Request, machine: Machine) -> Resolved:
     check_positions(skeleton, seq_len, where("seq_len"))
     if request.packing is True and not skeleton.separates_documents(device):
         why = skeleton.why_together(device) if device.type != "cpu" else ""
-        why = "rows with images are padded" if skeleton.anatomy.of_images else why
+        why = why or "rows with images are padded" if skeleton.anatomy.of_images else why
         raise ConfigError(
             f"{where('packing')}: a {skeleton.anatomy.family} model does not keep examples apart "
             f"that are packed into one sequence{f' ({why})' if why else ''}; set data.packing: "

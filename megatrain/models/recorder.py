@@ -7,16 +7,19 @@ replaced by a `Recorder` that notes what the layer would receive.
 
 from __future__ import annotations
 
+import inspect
 from collections import UserDict
-from collections.abc import Callable, Iterator, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.utils.rnn import pad_sequence
 from torch.utils import _pytree as pytree
 
+from megatrain.data.images import OF_TOKENS as OF_TOKENS
 from megatrain.data.images import TYPES as TYPES
 from megatrain.errors import ModelError
 
@@ -238,6 +241,30 @@ def boundaries_of(positions: torch.Tensor) -> dict[str, torch.Tensor]:
     beginnings = torch.cat([begins.nonzero().flatten(), end])
     numbers = (begins.cumsum(0) - 1).view_as(positions)
     return {BEGINNINGS: beginnings.int(), NUMBERS: numbers.int()}
+
+
+def with_places(model: nn.Module, inputs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Inputs with their position_ids [batch, tokens], if any, as the model takes them of packed
+    documents: where it has a `get_rope_index`, [1 + axes, batch, tokens], first these, which keep
+    documents apart, then places on each axis, which it counts in each document alone."""
+    if (positions := inputs.get("position_ids")) is None or positions.ndim != 2:
+        return {**inputs}
+    found = (getattr(module, "get_rope_index", None) for module in model.modules())
+    if (rope_index := next(filter(None, found), None)) is None:
+        return {**inputs}
+    taken = {n: inputs[n] for n in inspect.signature(rope_index).parameters if n in inputs}
+    if taken.keys() <= {"input_ids", "attention_mask"}:  # no images
+        return {**inputs, "position_ids": positions.expand(4, *positions.shape)}
+    lengths = boundaries_of(positions)[BEGINNINGS].diff().tolist()
+
+    def alone(of_tokens: torch.Tensor) -> torch.Tensor:
+        return pad_sequence([*torch.split(of_tokens.flatten(), lengths)], batch_first=True)
+
+    given = {n: alone(t) if n in OF_TOKENS else t for n, t in taken.items()}
+    places = rope_index(**given | {"attention_mask": alone(torch.ones_like(positions))})[0]
+    laid = torch.cat([places[:, n, :length] for n, length in enumerate(lengths)], dim=1)
+    placed = torch.cat([positions[None], laid.view(-1, *positions.shape)])
+    return {**inputs, "position_ids": placed}
 
 
 def told(calls: list[LayerCall], masked: Sequence[bool], shape: torch.Size) -> list[LayerCall]:

@@ -41,6 +41,7 @@ from megatrain.models.recorder import (
     none_found,
     separates,
     told,
+    with_places,
 )
 from megatrain.models.transforms.chunked import chunk, unchunk
 from megatrain.models.transforms.compiled import compile_when_run
@@ -52,7 +53,12 @@ from megatrain.models.transforms.skippable import (
     skipping,
     token_wise_modules,
 )
-from megatrain.models.trials.behaviour import behaviour_of, refuse_misbehaving, why_together
+from megatrain.models.trials.behaviour import (
+    behaviour_of,
+    images_pack,
+    refuse_misbehaving,
+    why_together,
+)
 from megatrain.models.trials.probe import probe_model, replace_all
 
 # What a family's code raises on arguments that it does not support.
@@ -92,8 +98,7 @@ class Skeleton:
         self.image_row = image_row
         unused_weights = find_unused_weights(self.model, findings.unused, config)
         behaviour = behaviour_of(self.model, stack, trust_remote_code)
-        # None: its small model does not tell; nor of rows with images, which are not packed
-        self.behaviour = None if findings.of_images else behaviour
+        self.behaviour = behaviour  # None: its small model does not tell, or images do not pack
         self.layers: list[nn.Module] = list(stack)
         extras, last = findings.extras, len(stack) - 1
         self.recorders = [Recorder(one, n, n == last, extras) for n, one in enumerate(self.layers)]
@@ -130,6 +135,8 @@ class Skeleton:
         self.trust_remote_code = trust_remote_code
         self._why_together: dict[torch.device, str | None] = {}
         self._try_head()
+        if not images_pack(dtype, self.embed, self._zeros(), image_row):
+            self.behaviour = None
         self.masked = self._masked_layers()
 
     # -- binding -----------------------------------------------------------------------------------
@@ -266,7 +273,7 @@ class Skeleton:
         """
         tape = Tape(sides=self.findings.sides)
         with suppress(ReachedEnd):
-            self._play(tape, **inputs)
+            self._play(tape, **with_places(self.model, inputs))
         assert tape.hidden is not None and len(tape.calls) == len(self.layers)
         if BEGINNINGS in inputs:
             return tape.hidden, told(tape.calls, self.masked, inputs["input_ids"].shape)

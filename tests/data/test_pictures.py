@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from PIL import Image
-from transformers import AutoTokenizer
+from transformers import AutoConfig, AutoTokenizer
 
 from examples.images import draw
 from megatrain.data import images as of_images
@@ -23,7 +23,10 @@ from megatrain.data.images import Sight
 from megatrain.data.micro_batches import collate
 from megatrain.data.rows import TokenRows
 from megatrain.data.samples import JUDGED, PAIRS, read_prompts
+from megatrain.engine.batches import for_loss
 from megatrain.errors import DataError
+from megatrain.models.recorder import with_places
+from megatrain.models.trials.small import plain_model
 
 QUESTION, ANSWER = "what shape is it ?", "circle"
 
@@ -185,6 +188,33 @@ def test_micro_batches_are_those_of_trl_s_collator(folder, sight, tmp_path, seve
     )([{**copy.deepcopy(row), "images": images} for row, images in zip(rows, opened, strict=True)])
     for name in ("input_ids", "labels", "pixel_values", "image_grid_thw", "mm_token_type_ids"):
         torch.testing.assert_close(ours[name], theirs[name], rtol=0, atol=0)
+
+
+def test_packed_rows_have_the_positions_and_pixels_of_each_alone(folder, sight, tmp_path):
+    images = [["wide.png", "turned.jpg"], ["turned.jpg"], ["wide.png"]]
+    rows = [{"messages": turns([part for one in row for part in asked(one)])} for row in images]
+    rows.append({"messages": turns(QUESTION)})
+    found = rows_of(file_of(folder, *rows), sight, tmp_path)
+    model: Any = plain_model(AutoConfig.from_pretrained(folder / "model"))
+    taken: list[torch.Tensor] = []
+    rotary = model.model.language_model.rotary_emb
+    rotary.register_forward_pre_hook(lambda _module, given: taken.append(given[1]))
+
+    def logits(batch: dict[str, Any]) -> torch.Tensor:
+        given = {name: values for name, values in batch.items() if not for_loss(name)}
+        with torch.no_grad():
+            return model(**with_places(model, given), use_cache=False).logits  # type: ignore[no-any-return]
+
+    sequences = [[0, 3, 1], [2]]
+    both = logits(collate(found, sequences, 0, pack_to=sum(found.lengths[[0, 3, 1]]) + 2))
+    places = taken.pop()
+    for line, members in enumerate(sequences):
+        start = 0
+        for row in members:
+            span = slice(start, start := start + int(found.lengths[row]))
+            alone = logits(collate(found, [[row]], 0))[0]
+            assert torch.equal(places[:, line, span], taken.pop()[-3:, 0])
+            torch.testing.assert_close(both[line, span], alone, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize(("kind", "more"), [(PAIRS, {}), (JUDGED, {"label": True})])

@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
 import transformers
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from megatrain.engine.engine import Engine
+from megatrain.engine.request import Request
+from megatrain.engine.resolved import Machine, resolve
 from megatrain.engine.verify import gradients_of, tensors_of
 from megatrain.errors import ConfigError, DataError, ModelError
+from megatrain.losses import IGNORE
 from megatrain.models.skeleton import Skeleton
 from megatrain.models.trials.small import count_targets, plain_gradients
 from megatrain.settings import Settings
 from tests.helpers.compare import apart, differing
-from tests.helpers.multimodal import IMAGE, MULTIMODAL, multimodal_config, seeing_batch
+from tests.helpers.kernel_packages import install, separating
+from tests.helpers.multimodal import IMAGE, MULTIMODAL, SEEN, multimodal_config, seeing_batch
 from tests.helpers.support import engine_of, plain_model
 
 FAST = ("gemma3", "llava-next", "qwen3-vl")
@@ -27,6 +33,10 @@ REFUSED = {  # llama4: by transformers 5.24, which fails on its images and texts
     "kimi-k2.5": "rearranged when transformers loads it",
     "qianfan-ocr": "rearranged when transformers loads it",
 }
+PADDED = {"gemma3", "shieldgemma2"}  # an image's tokens see later ones
+PADDED |= {"kosmos-2.5", "ovis2"}  # on text, too: these count positions otherwise
+PADDED |= {"minicpm-ocr", "minicpm-v4.6", "minicpm-v4.7"}  # as far as one can try: see below
+HYBRID = {"lfm2-vl": "lfm2", "qwen3.5": "qwen3_5", "qwen3.5-moe": "qwen3_5_moe"}
 UNLOADED = {"shieldgemma2"}  # transformers' class does not load what it saves
 SLOW = [name for name in MULTIMODAL if name not in REFUSED and name not in FAST]
 ALL = [*FAST, *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)]
@@ -84,6 +94,53 @@ def test_gradients_equal_autograd_s(family, settings, device):
         assert found.target_tokens == count_targets(batches)
 
 
+def packed(seeing: dict[str, Tensor], text: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Rows with and without images in two sequences, of which the second ends with padding."""
+    sequences = [[(text, 0), (seeing, 0), (seeing, 1), (text, 1)], [(seeing, 2)]]
+    of_tokens = [name for name in seeing if name in ("input_ids", "labels", *SEEN)]
+
+    def row(batch: dict[str, Tensor], number: int, name: str) -> Tensor:
+        ids = batch["input_ids"][number]
+        if name == "position_ids":
+            return torch.arange(len(ids))
+        values = batch[name][number].clone() if name in batch else torch.zeros_like(ids)
+        values[:1] = IGNORE if name == "labels" else values[:1]
+        return values
+
+    def laid(name: str) -> Tensor:
+        lines = [torch.cat([row(*one, name) for one in members]) for members in sequences]
+        fill = IGNORE if name == "labels" else 0
+        return pad_sequence(lines, batch_first=True, padding_value=fill)
+
+    return seeing | {name: laid(name) for name in (*of_tokens, "position_ids")}
+
+
+@pytest.mark.parametrize("frozen", [False, True], ids=["all", "tower frozen"])
+@pytest.mark.parametrize("family", ALL)
+def test_packed_rows_have_the_gradients_of_rows_apart(family, frozen, monkeypatch, device):
+    config = multimodal_config(family)
+    options: dict[str, Any] = {"image_row": row_of(config), "device": device}
+    options["freeze"] = None if frozen else ()
+    model: Any = plain_model(config, device=device)
+    seeing, text = seeing_batch(config, 1, rows=3), steps_of(config)[2]
+    expected = plain_gradients(model, [seeing, text])
+    grads = {n: p.grad.cpu() for n, p in model.named_parameters() if p.grad is not None}
+    if family in HYBRID:
+        install(monkeypatch, HYBRID[family], separating)
+    with engine_of(config, weights=model, **options) as engine:
+        if family in PADDED:
+            assert not engine.skeleton.separates_documents(engine.device)
+            return
+        assert engine.skeleton.separates_documents(engine.device)
+        loss = engine.forward_backward([packed(seeing, text)]).loss
+        ours = gradients_of(engine)
+    assert loss == pytest.approx(expected, rel=1e-6 if device == "cpu" else 1e-5)
+    assert frozen or grads.keys() <= ours.keys()
+    wanted = {n: grads[n] if n in grads else torch.zeros_like(g) for n, g in ours.items()}
+    share = 1e-4 if family in HYBRID or device != "cpu" else 1e-5
+    assert apart(ours, wanted, share, of_largest=1e-6) == []
+
+
 @pytest.mark.parametrize("family", ALL)
 def test_a_tower_is_frozen_and_its_projector_trains_unless_told(family, tmp_path):
     """transformers loads what is written, and sees with it as the engine does."""
@@ -136,6 +193,21 @@ def test_what_an_engine_cannot_see_is_refused():
         engine.train_step([batch])
     with pytest.raises(ConfigError, match="freeze"):
         engine_of(config, image_row=row_of(config), freeze=["*"])
+
+
+@pytest.mark.parametrize("family", ["gemma3", "qwen2-vl"])
+def test_packing_is_refused_where_images_are_seen_otherwise(family):
+    config = multimodal_config(family)
+    sizes: dict[str, Any] = {"seq_len": 16, "tokens_per_step": 64, "device": "cpu"}
+    request = Request(config=config, packing=True, image_row=row_of(config), **sizes)
+    with (
+        nullcontext()
+        if family == "qwen2-vl"
+        else pytest.raises(
+            ConfigError, match=r"apart .*\(rows with images are padded\); set data.packing: false"
+        )
+    ):
+        assert resolve(request, Machine.of(request)).packed_to == 16
 
 
 @pytest.mark.parametrize("family", REFUSED)

@@ -38,7 +38,7 @@ def install(monkeypatch: pytest.MonkeyPatch, family: str, stand_in: StandIn) -> 
     """
     module = import_module(f"transformers.models.{family}.modeling_{family}")
     functions = decorated_in(module)
-    assert len(functions) > 3
+    assert functions
     for name, cells in functions.items():
         wanted, package, plain = (cells[c] for c in ("func_name", "package", "torch_function"))
         kernel = stand_in(wanted, plain)

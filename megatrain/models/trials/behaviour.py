@@ -7,16 +7,27 @@ recurrent layer crosses from one packed document into the next beside a mask tha
 from __future__ import annotations
 
 import json
-from contextlib import nullcontext
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 from megatrain.errors import ModelError
 from megatrain.models.meta import torch_paths
-from megatrain.models.recorder import boundaries_of, documents_known, documents_of, none_found
+from megatrain.models.recorder import (
+    OF_TOKENS,
+    LayerCall,
+    boundaries_of,
+    documents_known,
+    documents_of,
+    none_found,
+    of_dtype,
+    with_places,
+)
 from megatrain.models.trials.small import plain_model, shrink, small_scale
 
 TOKENS = 8
@@ -127,18 +138,62 @@ def logits_of(
 ) -> Tensor:
     """Logits [rows, tokens, vocab], computed by transformers' own code in torch, or else by kernels
     that are told where documents begin. `positions`: of packed documents. Raises ModelError."""
-    given = {} if positions is None else {"position_ids": positions}
+    given = {"input_ids": ids}
+    if positions is not None:
+        given = with_places(model, given | {"position_ids": positions})
     if told and positions is not None:
         given |= boundaries_of(positions)
     given = {name: tensor.to(model.device) for name, tensor in given.items()}
     find = none_found if positions is None else documents_of
     try:
         with nullcontext() if told else torch_paths(), documents_known(find):
-            outputs = model(input_ids=ids.to(model.device), use_cache=False, **given)
+            outputs = model(use_cache=False, **given)
             logits: Tensor = outputs.logits
     except Exception as error:  # whatever a family's code raises
         raise ModelError(f"it does not run ({type(error).__name__}: {error})") from error
     return logits
+
+
+def images_pack(
+    dtype: torch.dtype,
+    embed: Callable[..., Any],
+    zeros: AbstractContextManager[None],
+    image_row: Mapping[str, Tensor] | None,
+) -> bool:
+    """True if of a row with an image, twice in one sequence, layers get twice what they get of one,
+    and the masks of text: then they keep rows with images apart as they do texts. embed: runs the
+    model's forward up to its layers, under `zeros`."""
+    if image_row is None:
+        return True
+    row = {name: of_dtype(value, dtype) for name, value in image_row.items()}
+    two = {name: torch.cat([row[name]] * 2, int(name in OF_TOKENS)) for name in row}
+    tokens, ids = row["input_ids"].shape[1], torch.zeros_like(two["input_ids"])
+    packed = {"position_ids": torch.arange(tokens).repeat(1, 2)}
+    with suppress(Exception), zeros, torch.no_grad():  # whatever a family's code raises
+        given = (row, packed | {"input_ids": ids}, packed | two)
+        calls = zip(*(embed(inputs)[1] for inputs in given), strict=True)
+        return all(_laid_together(*of_layer, tokens=2 * tokens) for of_layer in calls)
+    return False
+
+
+def _laid_together(*calls: LayerCall, tokens: int) -> bool:
+    """True for the calls of a layer of a document, a text and twice the document, these two in
+    sequences of `tokens`, if the last gets twice what the first does, and the text's masks."""
+    leaves = (pytree.tree_leaves_with_path((call.args, call.kwargs)) for call in calls)
+    one, text, both = (
+        {p: leaf for p, leaf in found if isinstance(leaf, Tensor)} for found in leaves
+    )
+
+    def expected(path: Any, shape: torch.Size) -> Tensor | None:
+        alone = one.get(path)
+        if alone is None or shape[-2:] == (tokens, tokens):
+            return text.get(path)
+        grown = [dim for dim, (a, b) in enumerate(zip(alone.shape, shape, strict=True)) if a != b]
+        return torch.cat([alone, alone], grown[0]) if grown else alone
+
+    pairs = [(found, expected(path, found.shape)) for path, found in both.items()]
+    same = all(b is not None and a.shape == b.shape and a.equal(b) for a, b in pairs)
+    return same and one.keys() <= both.keys()
 
 
 def moved(a: Tensor, b: Tensor) -> float:
