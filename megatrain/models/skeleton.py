@@ -135,7 +135,7 @@ class Skeleton:
         self.trust_remote_code = trust_remote_code
         self._why_together: dict[torch.device, str | None] = {}
         self._try_head()
-        if not images_pack(dtype, self.embed, self._zeros(), image_row):
+        if not images_pack(dtype, self.embed, self.zeros(), image_row):
             self.behaviour = None
         self.masked = self._masked_layers()
 
