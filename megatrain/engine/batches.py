@@ -47,6 +47,7 @@ class MicroBatch:
     graphs: dict[int, Graph] = field(default_factory=dict)  # by layer: the graph of a retained one
     grad: Tensor | None = None  # of the loss at the layer output that backward has reached
     side_grads: dict[int, Tensor] = field(default_factory=dict)  # by layer, of its call's side
+    embedded: tuple[Tensor, list[LayerCall]] | None = None  # what embed gave to layers, with graphs
     trains: bool = True  # False: only its log-probabilities are wanted
     parallel: ContextParallel | None = None  # targets and hidden states are then of one part
     learns: bool = True  # it has targets, in whichever part
@@ -59,11 +60,20 @@ class MicroBatch:
         if (side := self.calls[index].side) is not None and self.grad is not None:
             self.side_grads[index] = self.grad.flatten(0, 1)[side.index]
 
-    def gradients_of_embed(
-        self, hidden: Tensor, calls: Sequence[LayerCall], wanted: Sequence[Tensor]
-    ) -> Sequence[Tensor | None]:
+    def enter_layers(self, graph: bool) -> None:
+        """Give layers what embed has made. graph: what made it stays, for backward."""
+        assert self.embedded is not None
+        hidden, calls = self.embedded
+        # a copy: a view of some tokens would keep all of them
+        self.hidden = hidden.clone() if self.parallel else hidden.detach()
+        self.calls = [call.without_graph() for call in calls]
+        self.embedded = self.embedded if graph else None
+
+    def gradients_of_embed(self, wanted: Sequence[Tensor]) -> Sequence[Tensor | None]:
         """Gradients of what embed gave to layers, whose own are dropped. None: not reached, as
         where all of it is frozen and the rows have no image."""
+        assert self.embedded is not None
+        (hidden, calls), self.embedded = self.embedded, None
         sides = ((calls[index].side, grad) for index, grad in self.side_grads.items())
         ends = [(hidden, self.grad), *((side.rows, grad) for side, grad in sides if side)]
         outputs = [output for output, _ in ends if output.requires_grad]

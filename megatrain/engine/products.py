@@ -8,7 +8,7 @@ the accumulator moves 8, most of them while it computes; an embedding touches on
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -67,6 +67,20 @@ class Sum:
         self.empty = False
 
 
+@dataclass(frozen=True)
+class LaterSum:
+    """The sum of a name, which is found once there is a gradient for it."""
+
+    find: Callable[[], Mapping[str, Sum]]
+    name: str
+
+    def add_product(self, a: Tensor, b: Tensor) -> None:
+        self.find()[self.name].add_product(a, b)
+
+    def add_rows(self, index: Tensor, rows: Tensor) -> None:
+        self.find()[self.name].add_rows(index, rows)
+
+
 def add_gradients(sums: Iterable[Sum], gradients: Iterable[Tensor | None]) -> None:
     """Add each parameter's gradient to its sum; None is zero, or was summed directly."""
     for into, gradient in zip(sums, gradients, strict=True):
@@ -114,7 +128,9 @@ class SummedLinear(torch.autograd.Function):
     """A linear layer whose weight's gradient goes to a Sum; for autograd the weight has none."""
 
     @staticmethod
-    def forward(ctx: Any, into: Sum, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    def forward(
+        ctx: Any, into: Sum | LaterSum, x: Tensor, weight: Tensor, bias: Tensor | None
+    ) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.into = into
         return functional.linear(x, weight, bias)
@@ -131,7 +147,9 @@ class SummedEmbedding(torch.autograd.Function):
     """An embedding whose weight's gradient goes to a Sum; for autograd the weight has none."""
 
     @staticmethod
-    def forward(ctx: Any, into: Sum, ids: Tensor, weight: Tensor, padding: int | None) -> Tensor:
+    def forward(
+        ctx: Any, into: Sum | LaterSum, ids: Tensor, weight: Tensor, padding: int | None
+    ) -> Tensor:
         ctx.save_for_backward(ids)
         # a token whose row has no gradient; negative ones count from the end
         ctx.padding = None if padding is None else padding % len(weight)
@@ -156,9 +174,21 @@ class SummingInto(TorchFunctionMode):
     compiled modules.
     """
 
-    def __init__(self, parameters: Sequence[Tensor], sums: Sequence[Sum | None]) -> None:
+    def __init__(self, parameters: Sequence[Tensor], sums: Sequence[Sum | LaterSum | None]) -> None:
         super().__init__()
         self._sums = {id(parameter): into for parameter, into in zip(parameters, sums, strict=True)}
+
+    @classmethod
+    def later(
+        cls,
+        parameters: Sequence[Tensor],
+        names: Sequence[str],
+        find: Callable[[], Mapping[str, Sum]],
+        but: Collection[str] = (),
+    ) -> SummingInto:
+        """With sums by name that are found once there are gradients; none for names in `but`."""
+        found = (None if name in but else LaterSum(find, name) for name in names)
+        return cls(parameters, [*found])
 
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None

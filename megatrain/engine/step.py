@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,7 +22,6 @@ from megatrain.engine.products import Sum, SummingInto
 from megatrain.engine.routing import Balancer
 from megatrain.engine.streamer import Streamer
 from megatrain.losses import Tally
-from megatrain.models.recorder import LayerCall
 from megatrain.models.skeleton import Skeleton
 from megatrain.schedule import block_order, graphs_of_layers
 from megatrain.settings import Settings
@@ -216,18 +216,12 @@ class Passes:
             return
         assert next(visits) == self.embed
         self.gradients.open(self.embed)
-        of_names = self.gradients.sums(self.embed).items()
-        # not of towers, whose layers run again where no mode is active
-        sums = [None if name in self.skeleton.findings.seeing else into for name, into in of_names]
         for mb in group:
             if not self._repeats:
-                mb.calls.clear()  # masks are large, and the embedding makes them again
-            self._seed_dropout(self.embed, mb)
-            wanted = self.parameters[self.embed]
-            with torch.enable_grad(), SummingInto(wanted, sums):
-                hidden, calls = self._embed(mb)
-            grads = mb.gradients_of_embed(hidden, calls, wanted)
-            self.gradients.add(self.embed, grads)
+                mb.calls.clear()  # masks are large
+            if mb.embedded is None:
+                self._embed(mb, True)
+            self.gradients.add(self.embed, mb.gradients_of_embed(self.parameters[self.embed]))
         self.gradients.close(self.embed, last_group=last)
 
     def _backward_layer(self, index: int, block: int, mb: MicroBatch) -> None:
@@ -278,11 +272,11 @@ class Passes:
     ) -> None:
         """Sweep embed and layers. keep: inputs or graphs of layers, for backward."""
         assert next(visits) == self.embed
+        # towers do not run again for the embedding's backward
+        retains = keep and self.skeleton.findings.seeing and not (self.first or self._repeats)
         for mb in group:
-            self._seed_dropout(self.embed, mb)
-            hidden, mb.calls = self._embed(mb)
-            # a copy: a view of some tokens would keep all of them
-            mb.hidden = hidden.clone() if mb.parallel else hidden
+            self._embed(mb, graph := bool(retains and mb.trains))
+            mb.enter_layers(graph)
         for index in range(len(self.skeleton.layers)):
             block = next(visits)
             for mb in group:
@@ -299,9 +293,16 @@ class Passes:
             if keep and self.balancer:
                 self.balancer.end_layer()
 
-    def _embed(self, mb: MicroBatch) -> tuple[Tensor, list[LayerCall]]:
-        hidden, calls = self.skeleton.embed(mb.inputs)
-        return mb.parallel.around_layers(hidden, calls) if mb.parallel else (hidden, calls)
+    def _embed(self, mb: MicroBatch, graph: bool) -> None:
+        self._seed_dropout(self.embed, mb)
+        sums = partial(self.gradients.sums, self.embed)
+        given = self.parameters[self.embed], self.names[self.embed], sums
+        # not of towers, whose layers run again where no mode is active
+        summing = SummingInto.later(*given, self.skeleton.findings.seeing)
+        with torch.set_grad_enabled(graph), summing if graph else nullcontext():
+            hidden, calls = self.skeleton.embed(mb.inputs)
+            parallel = mb.parallel and mb.parallel.around_layers(hidden, calls)
+            mb.embedded = parallel or (hidden, calls)
 
     def _retain(self, index: int, block: int, mb: MicroBatch, hidden: Tensor) -> Tensor:
         """The output of a layer whose graph stays until backward, on the device or in RAM."""

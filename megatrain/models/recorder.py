@@ -44,6 +44,11 @@ class LayerCall:
             return hidden
         return hidden.flatten(0, 1).index_add(0, self.side.index, self.side.rows).view_as(hidden)
 
+    def without_graph(self) -> LayerCall:
+        """The call with what is added as a constant."""
+        side = self.side and replace(self.side, rows=self.side.rows.detach())
+        return replace(self, side=side)
+
 
 @dataclass(frozen=True)
 class Side:

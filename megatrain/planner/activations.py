@@ -198,11 +198,11 @@ class Activations:
         }
 
     def _images(self, tokens: int) -> dict[str, int]:
-        """Pixels of so many tokens, of a whole step, and what they add between layers."""
+        """Pixels of so many tokens, of a whole step, and what is kept of them for backward."""
         if self.shape.images is None:
             return {}
-        pixels, sides = self.shape.images.input_bytes, self.shape.images.side_bytes
-        nbytes = tokens * pixels + self.group_tokens * self.job.pieces * sides
+        pixels, kept = self.shape.images.input_bytes, self.shape.images.kept_bytes
+        nbytes = tokens * pixels + self.group_tokens * kept
         return {"images": int(self.job.images.most * nbytes)}
 
     # -- working sets ------------------------------------------------------------------------------

@@ -199,15 +199,15 @@ class StepCosts:
         )
 
     def _embedding(self) -> BlockTasks:
-        """In backward it runs once more: nothing of it is saved."""
+        """In backward text's runs once more: nothing of it is saved."""
         forward, backward = self._forward_and_backward(
             self.shape.cost.embed, self.tokens, self._matmul_rate(0)
         )
+        backward += forward
         if self.shape.images is not None:
             seeing, back = self._towers(self.shape.images)
             forward, backward = forward + seeing, backward + back
-        trained = self.shape.first_trained == 0
-        return self._block(0, forward, forward + backward if trained else 0.0)
+        return self._block(0, forward, 0.0 if self.shape.first_trained else backward)
 
     def _towers(self, cost: ImageCost) -> tuple[float, float]:
         """Seconds that images take before the first layer, forward and backward, in which layers of

@@ -211,8 +211,8 @@ class DryRun:
         each = skeleton.anatomy.hidden_size * skeleton.dtype.itemsize
         return ImageCost(
             BlockCost(ahead, ahead.times(BACKWARD_FLOPS * trains), keys=once["keys"]),
-            working_bytes=max(grown["peak"], grown["light"] + 2 * grown["layer"]),
-            side_bytes=2 * once["sides"] * each,  # and their gradients
+            working_bytes=max(grown["peak"] - grown["light"], 2 * grown["layer"]),
+            kept_bytes=grown["light"] + once["sides"] * each,  # and gradients of what is added
             input_bytes=sum(of_dtype(row[n], skeleton.dtype).nbytes for n in inputs) // tokens,
             gradient_bytes=trained * skeleton.dtype.itemsize,
             counted_parameters=counted_parameters(

@@ -96,8 +96,8 @@ class ImageCost:
     """The needs of each token of an image beside those of text, all of them in block 0."""
 
     work: BlockCost
-    working_bytes: int  # while towers run forward, or back where they train
-    side_bytes: int  # of what is added between layers, from embed to the end of backward
+    working_bytes: int  # while towers run forward, or back where they train, beyond `kept_bytes`
+    kept_bytes: int  # from embed to the end of backward, with what is added between layers
     input_bytes: int  # pixels, in the dtype of the computation
     gradient_bytes: int  # not for each token: of what only images use
     counted_parameters: int  # of that, as `freezing.counted_parameters` counts

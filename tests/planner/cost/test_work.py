@@ -221,10 +221,11 @@ def test_an_image_costs_what_its_tower_computes_and_keeps(family):
     expected = flops(**row) - flops(input_ids=row["input_ids"])
     assert tokens * found.flops(tokens) == pytest.approx(3 * expected, rel=0.2)
     assert peak(4) - peak(2) < kept  # layers of towers run again
-    assert 2 * tokens * found.working_bytes == pytest.approx(peak(4) - peak(2), rel=0.3)
+    needs = found.working_bytes + found.kept_bytes
+    assert 2 * tokens * needs == pytest.approx(peak(4) - peak(2), rel=0.3)
     skeleton = Skeleton(config, dtype=torch.float32, image_row=row)
     skeleton.freeze(skeleton.findings.towers)
     frozen = shape_of(skeleton, 16, [16]).images
     assert frozen is not None and frozen.work.backward.matmul_flops == 0
-    assert frozen.working_bytes <= found.working_bytes
+    assert frozen.kept_bytes < found.kept_bytes
     assert frozen.gradient_bytes < found.gradient_bytes
