@@ -242,8 +242,8 @@ class Sight:
         """The arguments of the model's forward for a row of one small picture."""
         from PIL import Image
 
-        blank = Image.new("RGB", (BLANK, BLANK))
-        found = self.processor(text=[self.token], images=[[blank]], return_tensors="pt")
+        drawn = Image.radial_gradient("L").resize((BLANK, BLANK)).convert("RGB")
+        found = self.processor(text=[self.token], images=[[drawn]], return_tensors="pt")
         self._types = [name for name in TYPES if name in found]
         return {name: value for name, value in found.items() if name != "attention_mask"}
 

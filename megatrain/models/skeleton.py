@@ -83,6 +83,7 @@ class Skeleton:
         self.dtype = dtype
         self.model = build_model(config, attention, dtype, trust_remote_code)
         self.config: Any = self.model.config
+        self.image_row = image_row
         self.source_dtype = dtype_of(config)  # that of a folder with this configuration
         text = config.get_text_config()
         refuse_what_is_not_built(self.model, text)
