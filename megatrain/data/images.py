@@ -41,8 +41,8 @@ PROBLEMS = (OSError, ValueError, SyntaxError, EOFError, ArithmeticError)  # of P
 
 def picture_of(value: object, folder: Path) -> Picture:
     """The image that a row names: a path (relative: to `folder`, of the data), bytes, base64 as in
-    `data:image/...`, or an object with one of these, as datasets' Image feature is. Only its header
-    is read. Raises RowError."""
+    `data:image/...`, or an object with one of these, as datasets' Image feature is. Raises
+    RowError, also where a JPEG or PNG has lost its end."""
     while isinstance(value, Mapping):
         value = next((value[name] for name in NAMES if value.get(name) is not None), None)
     if isinstance(value, str) and value.startswith("data:"):
@@ -71,6 +71,8 @@ def picture_of(value: object, folder: Path) -> Picture:
         if image.mode[0] in "IF":  # Pillow would make nearly all of it white, or black
             raise RowError(f"image {path}: over 8 bits a pixel ({image.mode}); convert it to RGB")
         width, height = _size_of(image)
+        image.draft("L", (1, 1))  # is it whole? A JPEG is decoded in little, a PNG's sums compared
+        (image.load if image.format in ("JPEG", "MPO") else image.verify)()
     return Picture(path, os.stat(path).st_mtime_ns, _digest(data), width, height)
 
 

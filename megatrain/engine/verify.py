@@ -43,7 +43,7 @@ BY_STEPS = 10  # times as far: steps add up what rounding has moved
 # Some small models make much of rounding, recurrent ones: then as far as this many times what one
 # rounding of each weight moves in plain PyTorch.
 BY_ROUNDING = 10
-ImageRow = Mapping[str, Tensor] | None  # as `Skeleton`'s, of the small model's tokens
+Row = Mapping[str, Tensor] | None  # as `Skeleton`'s, of the small model's tokens
 
 
 @dataclass(frozen=True)
@@ -108,13 +108,15 @@ def verify(skeleton: Skeleton, trust_remote_code: bool = False) -> Verdict:
     return found
 
 
-def _verify(skeleton: Skeleton, trust_remote_code: bool, row: ImageRow) -> Verdict:
+def _verify(skeleton: Skeleton, trust_remote_code: bool, row: Row) -> Verdict:
     attention = skeleton.config._attn_implementation
     with small_scale(), torch_paths(), tempfile.TemporaryDirectory() as folder:
         try:
             small = shrink(skeleton.config, skeleton.layers, attention, trust_remote_code)
-            if row:
-                row = {**row, "input_ids": row["input_ids"] % small.get_text_config().vocab_size}
+            row = row and {
+                **row,
+                "input_ids": row["input_ids"] % small.get_text_config().vocab_size,
+            }
             model = plain_model(small, attention=attention, trust_remote_code=trust_remote_code)
             compare(model, attention, trust_remote_code, Path(folder), row)
         except DiffersError as error:
@@ -124,9 +126,7 @@ def _verify(skeleton: Skeleton, trust_remote_code: bool, row: ImageRow) -> Verdi
     return Verdict("passed", images=row is not None)
 
 
-def compare(
-    model: Any, attention: str, trust_remote_code: bool, folder: Path, row: ImageRow
-) -> None:
+def compare(model: Any, attention: str, trust_remote_code: bool, folder: Path, row: Row) -> None:
     """Raise DiffersError if a plain model and its like in an engine, by way of `folder`, differ.
 
     Raises ModelError if the family refuses the small model, or plain PyTorch cannot run it.
@@ -164,7 +164,7 @@ def compare(
 # -- the two sides ---------------------------------------------------------------------------------
 
 
-def _micro_batches(seed: int, vocabulary: int, row: ImageRow) -> list[Any]:
+def _micro_batches(seed: int, vocabulary: int, row: Row) -> list[Any]:
     """Random tokens; the first micro-batch has a row that is padded at its end. row: with an image,
     which the last one has between texts."""
     generator = torch.Generator().manual_seed(seed)

@@ -74,14 +74,14 @@ def verify(source: str, trust_remote_code: bool = False) -> Checked:
     trusted = {"model.trust_remote_code": trust_remote_code, "model.images": True}
     config = bench_config(source).with_values(trusted)
     started = time.perf_counter()
-    skeleton, blind = skeleton_of(config, shape_config(config))
+    skeleton, blind = seeing_skeleton(config, shape_config(config))
     verdict = check(skeleton, trust_remote_code)
     keep(skeleton, verdict)
     verdict = replace(verdict, reason=verdict.reason or blind)
     return Checked(source, skeleton.anatomy.family, verdict, time.perf_counter() - started)
 
 
-def skeleton_of(config: Config, described: PretrainedConfig) -> tuple[Skeleton, str]:
+def seeing_skeleton(config: Config, described: PretrainedConfig) -> tuple[Skeleton, str]:
     """The model's skeleton, which sees if its processor can be used, or the reason why not."""
     blind, trusted = "", config.model.trust_remote_code
     try:
@@ -121,8 +121,7 @@ def causes_of(skeleton: Skeleton) -> dict[str, object]:
     """All that a model's results follow from, but for its weights, by name."""
     stated = skeleton.config.to_dict().items()
     return {
-        "model class": type(skeleton.model).__name__,
-        **({"images": True} if skeleton.image_row else {}),
+        "model class": type(skeleton.model).__name__ + " of images" * bool(skeleton.image_row),
         "attention": skeleton.config._attn_implementation,
         "configuration": {key: one for key, one in stated if key not in NOT_OF_THE_FAMILY},
         "code": code_digests(skeleton),

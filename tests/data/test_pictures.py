@@ -115,6 +115,8 @@ BAD: dict[str, tuple[Any, str]] = {
     "a pipe": ("pipe.png", "pipe.png: is no file"),
     "a device": ("/dev/zero", "/dev/zero: is no file"),
     "a loop": ("loop.png", "loop.png: cannot be read: Too many levels"),
+    "half a PNG": ("half.png", "half.png: broken, or no image"),
+    "half a JPEG": ("half.jpg", "half.jpg: broken, or no image"),
     "empty": ("empty.png", "empty.png: broken, or no image"),
     "lines": ("line.png", "line.png: the model's processor refuses it .absolute aspect ratio"),
     "16 bits": ("grey16.png", "grey16.png: over 8 bits a pixel .I;16.; convert it"),
@@ -129,6 +131,9 @@ def test_what_is_no_picture_is_named_with_its_row(what, folder, sight, tmp_path)
     huge = whole[:12] + header + zlib.crc32(header).to_bytes(4) + whole[33:]
     (folder / "huge.png").write_bytes(huge)
     (folder / "empty.png").touch()
+    (folder / "half.png").write_bytes(whole[:-20])
+    turned = (folder / "turned.jpg").read_bytes()
+    (folder / "half.jpg").write_bytes(turned[: -len(turned) // 4])
     Image.new("RGB", (1, 5000)).save(folder / "line.png")
     Image.new("I;16", (40, 40)).save(folder / "grey16.png")
     for name in ("pipe.png", "loop.png"):

@@ -16,15 +16,7 @@ from megatrain.data.cache import hash64
 from megatrain.data.files import RawRow
 from megatrain.data.formats import renamed
 from megatrain.data.rows import Counts, TokenRows
-from megatrain.data.samples import (
-    IMAGES,
-    OTHER_MEDIA,
-    PROMPTS,
-    RowError,
-    asked_in,
-    is_given,
-    type_name,
-)
+from megatrain.data.samples import MEDIA, PROMPTS, RowError, asked_in, is_given, type_name
 from megatrain.data.sources import Part, open_source
 from megatrain.data.template import Scene, Template
 from megatrain.data.workers import fenced
@@ -129,7 +121,7 @@ def _prompt_of(row: RawRow, config: Config, model: Model, template: Template | N
     value = renamed(row.value, config.data.columns or {})
     if not isinstance(value, Mapping):
         raise RowError(f"expected an object, found {type_name(value)}")
-    for name in (*GIVEN, *IMAGES, *OTHER_MEDIA):
+    for name in (*GIVEN, *MEDIA):
         if name in value and (name in GIVEN or is_given(value[name])):
             reason = "reward functions get their own, and prompts are of text; rename it"
             raise RowError(f"field {name!r}: {reason}")
