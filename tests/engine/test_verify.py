@@ -15,6 +15,7 @@ from examples.images import draw
 from megatrain.data.images import Sight
 from megatrain.engine import constructors
 from megatrain.engine import verify as checking
+from megatrain.engine.batches import MicroBatch
 from megatrain.engine.engine import Engine
 from megatrain.engine.verify import Verdict, verify
 from megatrain.errors import ModelError
@@ -120,6 +121,8 @@ def test_a_model_that_sees_is_checked_on_an_image_or_says_that_it_was_not(monkey
     tokenizer, config = (kind.from_pretrained(tmp_path) for kind in (AutoTokenizer, AutoConfig))
     sight = Sight.of(tmp_path, tokenizer, config.model_type)
     assert sight is not None
+    # as in releases: features of late blocks of the tower are added between the first layers
+    config.vision_config.depth, config.vision_config.deepstack_visual_indexes = 9, [5, 7]
     skeleton = Skeleton(config, image_row=sight.row)
     assert verify(skeleton) == Verdict("passed", images=True)
     with monkeypatch.context() as patch:
@@ -127,6 +130,9 @@ def test_a_model_that_sees_is_checked_on_an_image_or_says_that_it_was_not(monkey
         found = verify(skeleton)
         assert found.computes_wrongly, found
         assert verify(Skeleton(config)) == Verdict("passed")
+    with monkeypatch.context() as patch:
+        patch.setattr(MicroBatch, "keep_side_gradient", lambda *_: None)
+        assert verify(skeleton).computes_wrongly
     monkeypatch.setattr(Qwen3VLVisionModel, "forward", raising(ValueError("too small an image")))
     blind = verify(skeleton)
     assert (blind.state, blind.images) == ("passed", False)
