@@ -79,7 +79,7 @@ def prepare(work: Path, shape: str, layers: int | None) -> None:
         if kind == "text":
             more["rope_parameters"] = {k: v for k, v in ROPE.items() if k != "mrope_section"}
         getattr(transformers, f"{family}Config")(**(values | more)).save_pretrained(work / kind)
-    pixels = {"min_pixels": SIDE * SIDE, "max_pixels": SIDE * SIDE}
+    pixels: dict[str, Any] = {"min_pixels": SIDE * SIDE, "max_pixels": SIDE * SIDE}
     processor: Any = transformers.Qwen2VLImageProcessorPil(patch_size=16, merge_size=2, **pixels)
     processor.save_pretrained(work / "images")
     draws = random.Random(0)

@@ -3,6 +3,7 @@ a run is through."""
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import shutil
@@ -17,6 +18,7 @@ from benchmarks.campaign.children import Child, start, wait_until
 from benchmarks.campaign.project import new_project, whole_run
 from benchmarks.campaign.saves import all_stages
 from benchmarks.campaign.trials import COMMAND_S, Trial
+from examples.images import draw
 from megatrain.recipes.ranks.launch import environment_of, free_port
 from megatrain.storage.checkpoint import find_resumable
 from megatrain.storage.manifest import read_manifest
@@ -39,6 +41,10 @@ CONFIGURATIONS = {
         *("rollout.generation_batch_size=16", "rollout.steps_per_generation=2"),
         *("grpo.max_completion_length=6", "rewards.functions=[rewards.py:slow]"),
     ),
+    "pictures and their tower": (
+        *(EVERY_STEP, "model={config: sees/model}", "method=sft", "precision=float32"),
+        *("data.train=sees/train.jsonl", "data.eval=sees/eval.jsonl", "train.freeze=[]"),
+    ),
 }
 REWARDS = """import time
 def slow(completions, **columns):
@@ -55,6 +61,7 @@ class RandomKills(Trial):
         prompts = "".join(f'{{"prompt": "{a}{b} is"}}\n' for a in "abcdef" for b in "abcd")
         (self.project / "prompts.jsonl").write_text(prompts)
         (self.project / "rewards.py").write_text(REWARDS)
+        draw_pictures(self.project / "sees")
         whole_run(self.project, self.keys)  # the first fills the cache
         shutil.rmtree(self.project / "whole")
         began = time.monotonic()
@@ -92,6 +99,18 @@ class RandomKills(Trial):
         if checkpoints(run):
             return start(self.project, "resume", "run"), True
         return start(self.project, "train", "cfg.yaml", *self.keys), False
+
+
+def draw_pictures(folder: Path) -> None:
+    """Pictures, questions about them, and a model of two layers, as `same_run` wants, that sees."""
+    draw.model(folder / "model")
+    described = folder / "model" / "config.json"
+    about = json.loads(described.read_text())
+    about["text_config"]["num_hidden_layers"] = 2
+    about["vision_config"]["deepstack_visual_indexes"] = [1]
+    described.write_text(json.dumps(about))
+    for name, count in (("train", 24), ("eval", 6)):
+        draw.rows(folder, name, count, seed=count)
 
 
 def check_kept(journals: dict[Path, bytes]) -> None:

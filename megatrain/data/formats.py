@@ -17,6 +17,7 @@ from megatrain.data.samples import (
     IMAGES,
     JUDGED,
     KINDS,
+    MEDIA,
     NO_IMAGES,
     PAIRS,
     PLAIN,
@@ -315,7 +316,7 @@ _PAIRS, _JUDGED = (
 )
 _GRADED = "grades of single answers are not read; make pairs of these, for method: reward"
 _MARGIN = "margins between two answers are for method: reward"
-_NOT_TEXT = "only text can be trained on"
+_NOT_SEEN = "videos and sounds are not read; leave the row out, or name its frames as images"
 _NO_PLACE = "a row of this format has no place for it"
 # Columns that change what a row teaches, and why a format that does not read one refuses the row.
 MATTERS = {
@@ -324,8 +325,8 @@ MATTERS = {
     "score": _GRADED,
     "margin": _MARGIN,
     "weight": "rows have no weights; leave the row out, or give its turns a weight of 0",
-    **dict.fromkeys(("images", "image"), NO_IMAGES),
-    **dict.fromkeys(("videos", "video", "audios", "audio"), _NOT_TEXT),
+    **dict.fromkeys(MEDIA, _NOT_SEEN),
+    **dict.fromkeys(IMAGES, NO_IMAGES),
     **dict.fromkeys(("system", "system_prompt", "history", "chat_template_kwargs"), _NO_PLACE),
     **dict.fromkeys(("tools", "functions", "tool_calls", "function_call"), _NO_PLACE),
 }

@@ -36,13 +36,13 @@ OPENED = 8  # threads
 NAMES = ("bytes", "path", "image", "url", "image_url")  # datasets: bytes, or a path
 TYPES = ("token_type_ids", "mm_token_type_ids")  # arguments that mark the tokens of images
 OF_TOKENS = ("input_ids", "attention_mask", *TYPES)
-PROBLEMS = (OSError, ValueError, SyntaxError, EOFError, OverflowError)  # of Pillow's readers
+PROBLEMS = (OSError, ValueError, SyntaxError, EOFError, ArithmeticError)  # of Pillow's readers
 
 
 def picture_of(value: object, folder: Path) -> Picture:
     """The image that a row names: a path (relative: to `folder`, of the data), bytes, base64 as in
-    `data:image/...`, or an object with one of these, as datasets' Image feature is. Only its header
-    is read. Raises RowError."""
+    `data:image/...`, or an object with one of these, as datasets' Image feature is. Raises
+    RowError, also where a JPEG or PNG has lost its end."""
     while isinstance(value, Mapping):
         value = next((value[name] for name in NAMES if value.get(name) is not None), None)
     if isinstance(value, str) and value.startswith("data:"):
@@ -68,7 +68,11 @@ def picture_of(value: object, folder: Path) -> Picture:
                 f"image {path}: {image.width} x {image.height} pixels; more than {MOST_PIXELS:,} "
                 "are not read; make it smaller"
             )
+        if image.mode[0] in "IF":  # Pillow would make nearly all of it white, or black
+            raise RowError(f"image {path}: over 8 bits a pixel ({image.mode}); convert it to RGB")
         width, height = _size_of(image)
+        image.draft("L", (1, 1))  # is it whole? A JPEG is decoded in little, a PNG's sums compared
+        (image.load if image.format in ("JPEG", "MPO") else image.verify)()
     return Picture(path, os.stat(path).st_mtime_ns, _digest(data), width, height)
 
 
@@ -89,6 +93,8 @@ def _read(path: str) -> bytes:
     try:
         if os.stat(path).st_size > MOST_BYTES:
             raise RowError(f"image {path}: over {MOST_BYTES >> 30} GiB")
+        if not os.path.isfile(path):  # a pipe would be waited for
+            raise RowError(f"image {path}: is no file")
         return Path(path).read_bytes()
     except (OSError, ValueError) as error:  # a name may hold a zero
         reason = getattr(error, "strerror", None) or error
@@ -96,13 +102,13 @@ def _read(path: str) -> bytes:
 
 
 @contextmanager
-def _problems_named(path: str) -> Iterator[None]:
-    """Raise RowError, with the file's name, for what Pillow says of a broken one."""
+def _problems_named(path: str, what: str = "broken, or no image") -> Iterator[None]:
+    """Raise RowError, with the file's name, for what Pillow or a processor says of one."""
     try:
         yield
     except PROBLEMS as error:
         reason = " ".join(str(error).partition("<")[0].split()) or type(error).__name__
-        raise RowError(f"image {path}: broken, or no image ({reason})") from error
+        raise RowError(f"image {path}: {what} ({reason})") from error
 
 
 def _opened(data: bytes) -> Image:
@@ -212,7 +218,10 @@ class Sight:
                 f"the chat template writes {len(pieces) - 1} marks for {len(pictures)} images; "
                 "use a template for images, and no mark of them in the texts"
             )
-        inserted = [self._expanded(one.width, one.height) for one in pictures]
+        inserted = list[str]()
+        for one in pictures:
+            with _problems_named(one.path, "the model's processor refuses it"):
+                inserted.append(self._expanded(one.width, one.height))
         whole = pieces[0] + "".join(a + b for a, b in zip(inserted, pieces[1:], strict=True))
         ends = np.cumsum([len(piece) + len(self.token) for piece in pieces])[:-1]
         gained = np.cumsum([0, *(len(one) - len(self.token) for one in inserted)])
@@ -242,8 +251,8 @@ class Sight:
         """The arguments of the model's forward for a row of one small picture."""
         from PIL import Image
 
-        blank = Image.new("RGB", (BLANK, BLANK))
-        found = self.processor(text=[self.token], images=[[blank]], return_tensors="pt")
+        drawn = Image.radial_gradient("L").resize((BLANK, BLANK)).convert("RGB")
+        found = self.processor(text=[self.token], images=[[drawn]], return_tensors="pt")
         self._types = [name for name in TYPES if name in found]
         return {name: value for name, value in found.items() if name != "attention_mask"}
 

@@ -22,6 +22,7 @@ _PROPERTIES = ("properties",)
 NO_IMAGES = "images are not read (model.images: true reads them, where the model sees)"
 MARK = "\ufffc"  # an image in a text
 IMAGES = ("images", "image")  # columns
+MEDIA = (*IMAGES, "videos", "video", "audios", "audio")
 IMAGE_PARTS = ("image", "image_url", "input_image")
 IMAGE_KEYS = ("image", "image_url", "url", "path", "bytes")
 NO_IMAGE = object()
@@ -267,7 +268,8 @@ def _content(turn: Row, place: str, may_be_empty: bool, calls: bool) -> tuple[st
             images.append(named or None)
             continue
         if kind != "text":
-            raise RowError(f"{part_place}.type: only texts and images are read, found {kind!r}")
+            reason = f"only texts and images are read, found {kind!r}; leave the row out"
+            raise RowError(f"{part_place}.type: {reason}")
         for flag in (name for name in FLAGS if is_given(part.get(name))):
             raise RowError(f"{part_place}.{flag}: {_PARTS}")
         texts.append(text_value(part, "text", part_place, may_be_empty))
@@ -422,6 +424,11 @@ def with_images(chat: Chat, row: Row, find: Callable[[object], Picture]) -> Chat
     if not found:
         return chat
     return replace(chat, messages=tuple(turns), pictures=tuple(found), plain=None, literal=False)
+
+
+def pictures_in(turns: Turns) -> list[Picture]:
+    """All pictures of turns, in order."""
+    return [one for turn in turns for one in turn.get("pictures", ())]
 
 
 def names_images(row: object) -> bool:

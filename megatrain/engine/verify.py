@@ -1,7 +1,8 @@
 """The self-check of a family: its small model, streamed, against plain transformers and autograd.
 
 Random values in every tensor and in every buffer that belongs to the weights, float32, on the CPU:
-the folder that transformers saves is read, written again, and trained for three steps.
+the folder that transformers saves is read, written again, and trained for three steps, with an
+image in each if the model reads some.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import math
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,7 @@ from megatrain.optim import AdamW
 from megatrain.settings import Settings
 from megatrain.storage.export import save_pretrained
 
-FORMAT = 2  # of verdicts: another one invalidates those that were kept
+FORMAT = 3  # of verdicts: another one invalidates those that were kept
 STEPS, SHAPES = 3, ((2, 9), (1, 13))  # of micro-batches: rows, tokens
 MAX_NORM = 0.5
 # An eps far above rounding: a gradient that is zero but for rounding must not become a whole step.
@@ -42,6 +43,7 @@ BY_STEPS = 10  # times as far: steps add up what rounding has moved
 # Some small models make much of rounding, recurrent ones: then as far as this many times what one
 # rounding of each weight moves in plain PyTorch.
 BY_ROUNDING = 10
+Row = Mapping[str, Tensor] | None  # as `Skeleton`'s, of the small model's tokens
 
 
 @dataclass(frozen=True)
@@ -50,7 +52,8 @@ class Verdict:
 
     state: str  # "passed", "failed" or "not checked"
     stage: str = ""  # that failed: loading, saving, running, loss, gradients or steps
-    reason: str = ""  # what differs first, or why there was nothing to check
+    reason: str = ""  # what differs first, or why something was not checked
+    images: bool = False  # the rows had some
 
     @property
     def computes_wrongly(self) -> bool:
@@ -96,21 +99,34 @@ def plain_pytorch() -> Iterator[None]:
 
 
 def verify(skeleton: Skeleton, trust_remote_code: bool = False) -> Verdict:
-    """Check the family of a model, for its configuration."""
+    """Check the family of a model, for its configuration: on text alone where its small model reads
+    no images."""
+    found = _verify(skeleton, trust_remote_code, skeleton.image_row)
+    if skeleton.image_row and (found.state == "not checked" or found.stage == "loading"):
+        text = _verify(skeleton, trust_remote_code, None)
+        return text if text.reason else replace(text, reason=f"on text alone ({found.reason})")
+    return found
+
+
+def _verify(skeleton: Skeleton, trust_remote_code: bool, row: Row) -> Verdict:
     attention = skeleton.config._attn_implementation
     with small_scale(), torch_paths(), tempfile.TemporaryDirectory() as folder:
         try:
             small = shrink(skeleton.config, skeleton.layers, attention, trust_remote_code)
+            row = row and {
+                **row,
+                "input_ids": row["input_ids"] % small.get_text_config().vocab_size,
+            }
             model = plain_model(small, attention=attention, trust_remote_code=trust_remote_code)
-            compare(model, attention, trust_remote_code, Path(folder))
+            compare(model, attention, trust_remote_code, Path(folder), row)
         except DiffersError as error:
             return Verdict("failed", *error.args)
         except ModelError as error:
             return Verdict("not checked", reason=str(error))
-    return Verdict("passed")
+    return Verdict("passed", images=row is not None)
 
 
-def compare(model: Any, attention: str, trust_remote_code: bool, folder: Path) -> None:
+def compare(model: Any, attention: str, trust_remote_code: bool, folder: Path, row: Row) -> None:
     """Raise DiffersError if a plain model and its like in an engine, by way of `folder`, differ.
 
     Raises ModelError if the family refuses the small model, or plain PyTorch cannot run it.
@@ -121,6 +137,7 @@ def compare(model: Any, attention: str, trust_remote_code: bool, folder: Path) -
     options: dict[str, Any] = {"attention": attention, "trust_remote_code": trust_remote_code}
     options |= {"optimizer": OPTIMIZER, "max_grad_norm": MAX_NORM, "settings": SETTINGS}
     options |= {"router_aux_loss_coef": 0.0, "precision": "float32", "device": "cpu"}
+    options |= {"image_row": row}
     try:
         with stage("loading"):
             engine = Engine.from_pretrained(given, **options)
@@ -131,7 +148,7 @@ def compare(model: Any, attention: str, trust_remote_code: bool, folder: Path) -
             save_pretrained(engine, written)
             same_bits(tensors_of(given), tensors_of(written))
         vocabulary = engine.anatomy.vocab_size
-        steps = [_micro_batches(seed, vocabulary) for seed in range(STEPS)]
+        steps = [_micro_batches(seed, vocabulary, row) for seed in range(STEPS)]
         untrained = copy.deepcopy(model)
         expected = plain_trace(model, steps)
         leave_out_unused(expected, engine.anatomy.unused_weights.names)
@@ -147,14 +164,22 @@ def compare(model: Any, attention: str, trust_remote_code: bool, folder: Path) -
 # -- the two sides ---------------------------------------------------------------------------------
 
 
-def _micro_batches(seed: int, vocabulary: int) -> list[dict[str, Tensor]]:
-    """Random tokens; the first micro-batch has a row that is padded at its end."""
+def _micro_batches(seed: int, vocabulary: int, row: Row) -> list[Any]:
+    """Random tokens; the first micro-batch has a row that is padded at its end. row: with an image,
+    which the last one has between texts."""
     generator = torch.Generator().manual_seed(seed)
     ids = [torch.randint(vocabulary, shape, generator=generator) for shape in SHAPES]
     mask = torch.ones_like(ids[0])
     mask[0, -3:] = 0
     padded = {"attention_mask": mask, "labels": ids[0].masked_fill(mask == 0, IGNORE)}
-    return [{"input_ids": ids[0]} | padded, *({"input_ids": x, "labels": x} for x in ids[1:])]
+    found = [{"input_ids": ids[0]} | padded, *({"input_ids": x, "labels": x} for x in ids[1:])]
+    if row is None:
+        return found
+    image, text = row["input_ids"], ids[1][:, ~torch.isin(ids[1][0], row["input_ids"])]
+    sides, tokens = (4, text.shape[1] - 4), torch.cat([text[:, :4], image, text[:, 4:]], 1)
+    marks = {n: nn.functional.pad(v, sides) for n, v in row.items() if v.shape == image.shape}
+    labels = tokens.masked_fill(torch.isin(tokens, image), IGNORE)
+    return [*found, {**row, **marks, "input_ids": tokens, "labels": labels}]
 
 
 def plain_trace(model: nn.Module, steps: Sequence[Sequence[Mapping[str, Tensor]]]) -> Trace:

@@ -44,11 +44,12 @@ from megatrain.models.recorder import (
     with_places,
 )
 from megatrain.models.transforms.chunked import chunk, unchunk
-from megatrain.models.transforms.compiled import compile_when_run
+from megatrain.models.transforms.compiled import compile_when_run, fuse_rotary
 from megatrain.models.transforms.fp8 import Fp8Policy, apply_fp8
 from megatrain.models.transforms.skippable import (
     Modules,
-    recompute_lists,
+    in_lists,
+    recompute_inside,
     skippable_in,
     skipping,
     token_wise_modules,
@@ -90,12 +91,12 @@ class Skeleton:
         self.dtype = dtype
         self.model = build_model(config, attention, dtype, trust_remote_code)
         self.config: Any = self.model.config
+        self.image_row = image_row
         self.source_dtype = dtype_of(config)  # that of a folder with this configuration
         text = config.get_text_config()
         refuse_what_is_not_built(self.model, text)
         path, stack = find_layers(self.model, layers_in(text))
         self.findings = findings = probe_model(self.model, stack, image_row)
-        self.image_row = image_row
         unused_weights = find_unused_weights(self.model, findings.unused, config)
         behaviour = behaviour_of(self.model, stack, trust_remote_code)
         self.behaviour = behaviour  # None: its small model does not tell, or images do not pack
@@ -240,6 +241,11 @@ class Skeleton:
             unchunk(self.token_wise)
 
     @cached_property
+    def tower_layers(self) -> list[nn.Module]:
+        """Of what only images use."""
+        return in_lists(self.model, self.findings.seeing, self.stack)
+
+    @cached_property
     def token_wise(self) -> Modules:
         """Modules of layers that can be computed in chunks; sooner found in bf16 than in fp8."""
         return token_wise_modules(self.layers, self.dtype, self.dry_call)
@@ -247,7 +253,7 @@ class Skeleton:
     def find_skippable(self) -> None:
         """Find what `layer_again` may leave out; before compilation, whose graphs it disturbs.
         Towers keep less from now on."""
-        recompute_lists(self.model, self.findings.seeing, self.stack)
+        recompute_inside(self.tower_layers)
         hidden, calls = self.dry_call(1, 2)
         self._skippable = skippable_in(self.layers, hidden.shape, self.dtype, calls)
 
@@ -262,6 +268,7 @@ class Skeleton:
                 "set compile: false"
             )
         self._retaining = compile_when_run(self.layers, lengths_vary, cheap)
+        fuse_rotary(self.tower_layers)
 
     # -- computing ---------------------------------------------------------------------------------
 

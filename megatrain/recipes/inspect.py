@@ -101,6 +101,8 @@ def evaluate(named: str | Path, data: object, trust_remote_code: bool = False) -
         prompts_too=bool(of_sequences and of_sequences.prompts),
     )
 
+    sight = rows.sight if isinstance(rows, TokenRows) and rows.images is not None else None
+    opened = partial(reader, run_dir=run_dir, trust_remote_code=trust_remote_code, sight=sight)
     references = None
     if of_sequences and of_sequences.reference:
 
@@ -109,9 +111,8 @@ def evaluate(named: str | Path, data: object, trust_remote_code: bool = False) -
             return sweeps(given, sweep)
 
         wanted = Wanted(rows, np.arange(len(rows))[:limit])
-        references = reference_of_run(config, run_dir, wanted, by_sweeps, trust_remote_code)
-    sight = rows.sight if isinstance(rows, TokenRows) and rows.images is not None else None
-    with reader(checkpoint, run_dir, trust_remote_code, sight) as engine:
+        references = reference_of_run(config, opened, wanted, by_sweeps)
+    with opened(checkpoint) as engine:
         given = batches(rows, references=references, limit=limit)
         found = evaluated(engine, given, loss, sweep, StopRequest())
     assert found is not None, "nobody asked it to stop"
@@ -122,9 +123,9 @@ def evaluate(named: str | Path, data: object, trust_remote_code: bool = False) -
 
 
 def reference_of_run(
-    config: Config, run_dir: Path | None, wanted: Wanted, batches: Batches, trust_remote_code: bool
+    config: Config, opened: Callable[..., Engine], wanted: Wanted, batches: Batches
 ) -> ReferenceArray:
-    """Log-probabilities of rows under the model that a run began with, which is read for it."""
+    """Log-probabilities of rows under the model that a run began with, which `opened` reads."""
     source = config.model
     if source.init == "random":
         raise ConfigError(
@@ -132,7 +133,7 @@ def reference_of_run(
             "kept nowhere; evaluate it by another run that begins with its model"
         )
     place = Path(expanduser(source.source))
-    with reader(place if place.exists() else source.source, run_dir, trust_remote_code) as engine:
+    with opened(place if place.exists() else source.source) as engine:
         return references_of(engine, reference_key(engine), wanted, batches)
 
 

@@ -13,7 +13,7 @@ import torch
 from megatrain.config import Config
 from megatrain.config.fields import check_prompts
 from megatrain.data.rows import Rows, TokenRows
-from megatrain.data.samples import MARK, Picture, Turns
+from megatrain.data.samples import MARK, Picture, Turns, pictures_in
 from megatrain.data.template import Template
 from megatrain.data.workers import fenced
 from megatrain.engine.engine import Engine
@@ -98,7 +98,7 @@ def user(prompt: str, pictures: Sequence[Picture] = ()) -> dict[str, Any]:
 
 def images_in(model: Model, turns: Turns, ids: list[int]) -> dict[str, torch.Tensor]:
     """The arguments of the model's forward for all pictures of turns, whose tokens are `ids`."""
-    pictures = [one for turn in turns for one in turn.get("pictures", ())]
+    pictures = pictures_in(turns)
     if not pictures or model.sight is None:
         return {}
     types = {k: torch.from_numpy(v) for k, v in model.sight.types(np.array([ids])).items()}
@@ -138,8 +138,7 @@ def rendered_ids(model: Model, turns: Turns, what: str = "the prompt") -> list[i
     tokenizer, text = model.tokenizer, turns[0]["content"]
     if chats := tokenizer.chat_template is not None:
         text = rendered(tokenizer, turns)
-        pictures = [one for turn in turns for one in turn.get("pictures", ())]
-        if pictures and model.sight is not None:
+        if (pictures := pictures_in(turns)) and model.sight is not None:
             text, _ = model.sight.expanded(text, pictures)
     elif len(turns) > 1:
         raise ModelError(f"{what}: has several turns, and the model has no chat template for them")

@@ -5,15 +5,16 @@ from __future__ import annotations
 import hashlib
 import sys
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from os.path import expanduser  # leaves `~nobody` as it is, where Path's raises
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from megatrain.config import Config
 from megatrain.data.samples import name_for
 from megatrain.engine.verify import FORMAT, Verdict
 from megatrain.engine.verify import verify as check
-from megatrain.errors import StorageError, VerificationError, logger
+from megatrain.errors import MegaTrainError, StorageError, VerificationError, logger
 from megatrain.machine.profile import (
     PACKAGES,
     cache_folder,
@@ -21,14 +22,16 @@ from megatrain.machine.profile import (
     read_cached,
     write_json,
 )
+from megatrain.models.constants import parts_of
 from megatrain.models.family import is_foreign
 from megatrain.models.skeleton import Skeleton
-from megatrain.recipes.model import bench_config, shape_config
+from megatrain.recipes.model import bench_config, read_model, shape_config
 from megatrain.recipes.setup import quiet_libraries
 from megatrain.storage.manifest import check_model_files, manifest_of_model
 
 if TYPE_CHECKING:
     from rich.console import Console
+    from transformers import PretrainedConfig
 
 REMOTE = "transformers_modules."  # where transformers keeps code that comes with a model
 NOT_OF_THE_FAMILY = ("_name_or_path", "dtype", "use_cache")
@@ -48,11 +51,12 @@ class Checked:
         return about | self.verdict.to_dict()
 
     def render(self, console: Console) -> None:
-        said = "a small model of it is read, written and trained as in plain PyTorch"
-        if self.verdict.state != "passed":
-            said = ": ".join(filter(None, [self.verdict.stage, self.verdict.reason]))
+        found, on = self.verdict, " on text and images" * self.verdict.images
+        passed = f"a small model of it is read, written and trained{on} as in plain PyTorch"
+        said = [passed * (found.state == "passed"), found.stage, found.reason]
         console.print(
-            f"{self.family}: {self.verdict.state} ({self.seconds:.1f} s): {said}",
+            f"{self.family}: {found.state} ({self.seconds:.1f} s): "
+            + ": ".join(filter(None, said)),
             highlight=False,
             markup=False,
             soft_wrap=True,
@@ -60,18 +64,32 @@ class Checked:
 
 
 def verify(source: str, trust_remote_code: bool = False) -> Checked:
-    """Check the family of a folder, hub id or named shape, and keep the verdict. In a folder that
-    has a manifest every file is compared with it before (StorageError)."""
+    """Check the family of a folder, hub id or named shape, and keep the verdict: with an image
+    where the model has a processor. In a folder that has a manifest every file is compared with it
+    before (StorageError)."""
     quiet_libraries()
     folder = Path(expanduser(source))
     if manifest := manifest_of_model(folder):
         check_model_files(folder, manifest, manifest.files, trust_remote_code)
-    config = bench_config(source).with_values({"model.trust_remote_code": trust_remote_code})
+    trusted = {"model.trust_remote_code": trust_remote_code, "model.images": True}
+    config = bench_config(source).with_values(trusted)
     started = time.perf_counter()
-    skeleton = Skeleton(shape_config(config), trust_remote_code=trust_remote_code)
+    skeleton, blind = seeing_skeleton(config, shape_config(config))
     verdict = check(skeleton, trust_remote_code)
     keep(skeleton, verdict)
+    verdict = replace(verdict, reason=verdict.reason or blind)
     return Checked(source, skeleton.anatomy.family, verdict, time.perf_counter() - started)
+
+
+def seeing_skeleton(config: Config, described: PretrainedConfig) -> tuple[Skeleton, str]:
+    """The model's skeleton, which sees if its processor can be used, or the reason why not."""
+    blind, trusted = "", config.model.trust_remote_code
+    try:
+        if parts_of(described) and (sight := read_model(config).sight):
+            return Skeleton(described, image_row=sight.row, trust_remote_code=trusted), ""
+    except MegaTrainError as error:
+        blind = f"on text alone ({error})"
+    return Skeleton(described, trust_remote_code=trusted), blind
 
 
 def check_once(skeleton: Skeleton, trust_remote_code: bool) -> None:
@@ -88,10 +106,11 @@ def check_once(skeleton: Skeleton, trust_remote_code: bool) -> None:
             f"({verdict.stage}: {verdict.reason}), so this one would not be; please report it with "
             "the model's config.json"
         )
-    if verdict.state == "not checked":
+    if verdict.reason and verdict.state != "failed":
+        was = "was checked" if verdict.state == "passed" else "was not checked:"
         logger.warning(
-            f"whether {skeleton.anatomy.family} models are trained as in plain PyTorch was not "
-            f"checked: {verdict.reason}"
+            f"whether {skeleton.anatomy.family} models are trained as in plain PyTorch {was} "
+            f"{verdict.reason}"
         )
 
 
@@ -102,7 +121,7 @@ def causes_of(skeleton: Skeleton) -> dict[str, object]:
     """All that a model's results follow from, but for its weights, by name."""
     stated = skeleton.config.to_dict().items()
     return {
-        "model class": type(skeleton.model).__name__,
+        "model class": type(skeleton.model).__name__ + " of images" * bool(skeleton.image_row),
         "attention": skeleton.config._attn_implementation,
         "configuration": {key: one for key, one in stated if key not in NOT_OF_THE_FAMILY},
         "code": code_digests(skeleton),

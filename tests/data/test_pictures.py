@@ -6,6 +6,7 @@ from __future__ import annotations
 import base64
 import copy
 import json
+import os
 import zlib
 from pathlib import Path
 from typing import Any
@@ -113,6 +114,15 @@ BAD: dict[str, tuple[Any, str]] = {
     "a number": (7, "an image is a path"),
     "a zero": ("a\0b", "null byte"),
     "no base64": ("data:image/png;base64,?", "no base64"),
+    "a folder": (".", "is no file"),
+    "a pipe": ("pipe.png", "pipe.png: is no file"),
+    "a device": ("/dev/zero", "/dev/zero: is no file"),
+    "a loop": ("loop.png", "loop.png: cannot be read: Too many levels"),
+    "half a PNG": ("half.png", "half.png: broken, or no image"),
+    "half a JPEG": ("half.jpg", "half.jpg: broken, or no image"),
+    "empty": ("empty.png", "empty.png: broken, or no image"),
+    "lines": ("line.png", "line.png: the model's processor refuses it .absolute aspect ratio"),
+    "16 bits": ("grey16.png", "grey16.png: over 8 bits a pixel .I;16.; convert it"),
 }
 
 
@@ -123,6 +133,16 @@ def test_what_is_no_picture_is_named_with_its_row(what, folder, sight, tmp_path)
     header = b"IHDR" + (50_000).to_bytes(4) * 2 + whole[24:29]
     huge = whole[:12] + header + zlib.crc32(header).to_bytes(4) + whole[33:]
     (folder / "huge.png").write_bytes(huge)
+    (folder / "empty.png").touch()
+    (folder / "half.png").write_bytes(whole[:-20])
+    turned = (folder / "turned.jpg").read_bytes()
+    (folder / "half.jpg").write_bytes(turned[: -len(turned) // 4])
+    Image.new("RGB", (1, 5000)).save(folder / "line.png")
+    Image.new("I;16", (40, 40)).save(folder / "grey16.png")
+    for name in ("pipe.png", "loop.png"):
+        (folder / name).unlink(missing_ok=True)
+    os.mkfifo(folder / "pipe.png")
+    (folder / "loop.png").symlink_to("loop.png")
     named, said = BAD[what]
     rows = [{"messages": turns(asked(image))} for image in ("wide.png", named)]
     with pytest.raises(DataError, match=f"rows.jsonl:2.*{said}"):
@@ -140,6 +160,44 @@ COUNTS: dict[str, tuple[dict[str, Any], str]] = {
     "our mark": ({"messages": turns(f"\ufffc{QUESTION}"), "image": "wide.png"}, "U\\+FFFC"),
     "text": ({"text": "a cat", "image": "wide.png"}, "field 'image'"),
 }
+
+
+MEDIA: dict[str, dict[str, Any]] = {
+    "videos": {"messages": turns(QUESTION), "videos": ["a.mp4"]},
+    "video": {"messages": turns(asked("wide.png")), "video": "a.mp4"},
+    "audios": {"messages": turns(QUESTION), "audios": ["a.wav"]},
+    "audio": {"conversations": [{"from": "human", "value": "?"}], "audio": "a.wav"},
+    "'video'": {"messages": turns([{"type": "video", "video": "a.mp4"}, *asked("wide.png")])},
+    "'input_audio'": {"messages": turns([{"type": "input_audio", "input_audio": {}}])},
+}
+
+
+@pytest.mark.parametrize("what", MEDIA)
+def test_videos_and_sounds_are_refused_with_what_to_do(what, folder, sight, tmp_path):
+    path = file_of(folder, {"messages": turns(QUESTION), "videos": []}, MEDIA[what])
+    with pytest.raises(DataError, match=f"rows.jsonl:2: .*{what}.*; leave the row out"):
+        rows_of(path, sight, tmp_path)
+
+
+KINDS_OF_PICTURES = ("P", "LA", "1", "CMYK", "RGBA", "gif", "webp")
+
+
+def test_pictures_of_every_kind_are_seen_in_rgb(folder, sight, tmp_path):
+    drawn, paths = Image.radial_gradient("L").resize((96, 48)).convert("RGB"), list[str]()
+    for kind in KINDS_OF_PICTURES:
+        ends = kind if kind.islower() else {"CMYK": "tiff"}.get(kind, "png")
+        paths.append(f"kind-{kind}.{ends}")
+        more: Any = {"save_all": True, "append_images": [drawn.rotate(90)]} if kind == "gif" else {}
+        one = drawn if kind.islower() else drawn.convert(kind)
+        one.save(folder / paths[-1], **more)
+    rows = rows_of(
+        file_of(folder, *({"messages": turns(asked(path))} for path in paths)), sight, tmp_path
+    )
+    for number, path in enumerate(paths):
+        (picture,) = rows.pictures(number, 0)
+        with Image.open(folder / path) as image:
+            assert (picture.width, picture.height) == image.size
+            assert of_images.opened(picture).tobytes() == image.convert("RGB").tobytes()
 
 
 @pytest.mark.parametrize("what", COUNTS)

@@ -14,7 +14,7 @@ from torch.nn.utils.rnn import pad_sequence
 from megatrain.engine.engine import Engine
 from megatrain.engine.request import Request
 from megatrain.engine.resolved import Machine, resolve
-from megatrain.engine.verify import gradients_of, tensors_of
+from megatrain.engine.verify import Verdict, gradients_of, tensors_of, verify
 from megatrain.errors import ConfigError, DataError, ModelError
 from megatrain.losses import IGNORE
 from megatrain.models.skeleton import Skeleton
@@ -178,6 +178,18 @@ def test_a_tower_is_frozen_and_its_projector_trains_unless_told(family, tmp_path
     labels = batches[1]["labels"][:, 1:]
     theirs = logits.gather(2, labels.clamp(min=0)[..., None])[..., 0] * (labels >= 0)
     torch.testing.assert_close(logprobs[:, 1:], theirs, rtol=1e-4, atol=1e-4)
+
+
+BLIND = {"janus", "lfm2-vl", "ovis2"}  # their small towers take another size of images
+
+
+@pytest.mark.parametrize("family", ALL)
+def test_the_self_check_shows_an_image_to_small_models(family):
+    if family in BLIND:
+        pytest.skip("checked on text alone")
+    config = multimodal_config(family)
+    found = verify(Skeleton(config, dtype=torch.float32, image_row=row_of(config)))
+    assert found == Verdict("passed", images=True)
 
 
 def test_what_an_engine_cannot_see_is_refused():

@@ -3,19 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from PIL import Image
 from torch import Tensor
+from transformers import AutoConfig, AutoTokenizer
 
+from examples.images import draw
+from megatrain.data.build import load_data
+from megatrain.data.encoding import RowOptions
+from megatrain.data.images import Sight
+from megatrain.data.micro_batches import collate
+from megatrain.data.samples import PAIRS
 from megatrain.engine.objective import StepResult
 from megatrain.engine.verify import gradients_of
 from megatrain.errors import ConfigError
 from megatrain.losses import Cpo, Dpo, Kto, Orpo, Reward, SequenceLoss
 from megatrain.losses.preference import CPO_TYPES, LOSS_TYPES
+from tests.helpers.commands import write_jsonl
 from tests.helpers.support import engine_of, tiny_config
-from tests.helpers.trl_oracle import Verdict, judge_by_trl, trainers
+from tests.helpers.trl_oracle import Verdict, judge, judge_by_trl, of_dpo, trainers
 
 pytest.importorskip("trl")
 
@@ -113,6 +124,64 @@ def test_a_mixture_s_routers_are_balanced_as_by_trl(verdict, name):
     assert result.aux_loss == pytest.approx(aux, rel=1e-5)
     assert result.loss == pytest.approx(theirs.loss - 0.3 * aux, rel=1e-5)
     compare(theirs, result, ours)
+
+
+PICTURED = (
+    ({"a.png": ((96, 48), "red")}, "circle", "red square"),
+    ({"b.png": ((48, 48), "blue"), "c.png": ((48, 96), "#2a2")}, "green", "7"),
+    ({"d.png": ((80, 48), "#ec2")}, "yellow triangle", "it the 3 colour"),
+)
+
+
+@pytest.mark.parametrize("name", ["dpo-sigmoid", "dpo-several"])
+def test_pairs_with_images_are_judged_as_by_trl_s_vision_collator(name, tmp_path):
+    """Ids and pixels, loss, gradients, the tower's among them, metrics, and the log-probability of
+    each answer."""
+    draw.model(tmp_path / "model")
+    tokenizer, config = (
+        kind.from_pretrained(tmp_path / "model") for kind in (AutoTokenizer, AutoConfig)
+    )
+    sight = Sight.of(tmp_path / "model", tokenizer, config.model_type)
+    assert sight is not None
+    sight.processor.chat_template = tokenizer.chat_template
+    asks = {"type": "text", "text": draw.QUESTIONS[0]}
+    rows, opened = list[dict[str, Any]](), list[list[Image.Image]]()
+    for pictures, *answers in PICTURED:
+        turns = [[{"role": "assistant", "content": answer}] for answer in answers]
+        prompt = [{"role": "user", "content": [{"type": "image"}] * len(pictures) + [asks]}]
+        names = dict(zip(("chosen", "rejected"), turns, strict=True))
+        rows.append({"prompt": prompt, **names, "images": [*pictures]})
+        opened.append([Image.new("RGB", *about) for about in pictures.values()])
+        for file, image in zip(pictures, opened[-1], strict=True):
+            image.save(tmp_path / file)
+    how = RowOptions(seq_len=100, sight=sight, kind=PAIRS)
+    given = str(write_jsonl(tmp_path / "rows.jsonl", rows))
+    found, _ = load_data(given, None, tokenizer, how, seed=0, cache=tmp_path)
+    ours = [collate(found, [[2 * i], [2 * i + 1]], 0) for i in range(len(rows))]
+    given_trl = [{**row, "images": seen} for row, seen in zip(rows, opened, strict=True)]
+    _, keys, loss = CASES[name]
+    seen_by_trl = list[dict[str, Tensor]]()
+
+    def as_ours(of_trl: dict[str, Tensor]) -> list[Any]:
+        seen_by_trl.append(of_trl)
+        return ours
+
+    trainer = replace(trainers()["dpo"], rows=lambda: given_trl, ours=as_ours)
+    in_order: dict[str, Any] = {"max_length": None, "train_sampling_strategy": "sequential"}
+    theirs = judge(trainer, config, sight.processor, tmp_path, **in_order, **keys)
+    for own, other in zip(ours, of_dpo(seen_by_trl[0]), strict=True):
+        for name in ("input_ids", "labels"):
+            assert torch.equal(own[name], other[name][:, : own[name].shape[1]]), name
+    with engine_of(config, image_row=sight.row) as engine:
+        sums = [values.sum(1) for values in engine.logprobs(theirs.rows)]
+        result = engine.forward_backward(theirs.rows, loss)
+        gradients = gradients_of(engine)
+    assert theirs.logps is not None
+    expected = theirs.logps.view(2, -1).T
+    torch.testing.assert_close(torch.stack(sums), expected, rtol=1e-6, atol=1e-6)
+    assert result.loss == pytest.approx(theirs.loss, rel=1e-6)
+    assert sum("visual" in tensor for tensor in gradients) > 50
+    compare(theirs, result, gradients)
 
 
 def test_a_share_of_wrong_preferences_of_a_half_or_more_is_refused():

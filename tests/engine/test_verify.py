@@ -7,10 +7,15 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from transformers import AutoConfig, AutoTokenizer
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
+from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLVisionModel
 
+from examples.images import draw
+from megatrain.data.images import Sight
 from megatrain.engine import constructors
 from megatrain.engine import verify as checking
+from megatrain.engine.batches import MicroBatch
 from megatrain.engine.engine import Engine
 from megatrain.engine.verify import Verdict, verify
 from megatrain.errors import ModelError
@@ -98,6 +103,40 @@ def test_what_is_wrong_is_found_at_its_stage(monkeypatch, what):
     assert (found.state, found.stage) == ("failed", stage)
     assert found.reason.startswith(reason)
     assert found.computes_wrongly == (stage != "loading")  # which says so itself
+
+
+TOWER = Qwen3VLVisionModel.forward
+
+
+def recalls(tower: Any, *given: Any, **named: Any) -> Any:
+    """A tower whose second run is another, as the engine's is in a backward pass."""
+    found = TOWER(tower, *given, **named)
+    tower.runs = getattr(tower, "runs", 0) + (not found.pooler_output.is_meta)
+    found.pooler_output = found.pooler_output * (1 + 0.01 * tower.runs)
+    return found
+
+
+def test_a_model_that_sees_is_checked_on_an_image_or_says_that_it_was_not(monkeypatch, tmp_path):
+    draw.model(tmp_path)
+    tokenizer, config = (kind.from_pretrained(tmp_path) for kind in (AutoTokenizer, AutoConfig))
+    sight = Sight.of(tmp_path, tokenizer, config.model_type)
+    assert sight is not None
+    # as in releases: features of late blocks of the tower are added between the first layers
+    config.vision_config.depth, config.vision_config.deepstack_visual_indexes = 9, [5, 7]
+    skeleton = Skeleton(config, image_row=sight.row)
+    assert verify(skeleton) == Verdict("passed", images=True)
+    with monkeypatch.context() as patch:
+        patch.setattr(Qwen3VLVisionModel, "forward", recalls)
+        found = verify(skeleton)
+        assert found.computes_wrongly, found
+        assert verify(Skeleton(config)) == Verdict("passed")
+    with monkeypatch.context() as patch:
+        patch.setattr(MicroBatch, "keep_side_gradient", lambda *_: None)
+        assert verify(skeleton).computes_wrongly
+    monkeypatch.setattr(Qwen3VLVisionModel, "forward", raising(ValueError("too small an image")))
+    blind = verify(skeleton)
+    assert (blind.state, blind.images) == ("passed", False)
+    assert blind.reason.startswith("on text alone (") and "too small an image" in blind.reason
 
 
 def test_what_cannot_be_shrunk_or_run_in_plain_pytorch_is_not_checked(monkeypatch):

@@ -31,12 +31,14 @@ class Verdict:
     Attributes:
         rows: of the batch, as micro-batches of one row of data each.
         gradients: of the loss, by parameter.
+        logps: of answers, the chosen ones first, where the trainer says them.
     """
 
     rows: list[Batch]
     loss: float
     gradients: dict[str, Tensor]
     metrics: dict[str, float]
+    logps: Tensor | None = None
 
     def micro_batches(self, size: int) -> list[Batch]:
         """The rows, `size` at a time; mismatched ones by themselves."""
@@ -113,11 +115,16 @@ def word_tokenizer() -> Any:
 
 def judge_by_trl(trainer: Trainer, family: str, folder: Path, **keys: Any) -> Verdict:
     """The first batch of a trainer, of all rows, with another model as its reference."""
+    config, keys = trainer.model(tiny_config(family)), {"max_length": 64, **keys}
+    return judge(trainer, config, word_tokenizer(), folder, **keys)
+
+
+def judge(trainer: Trainer, config: Any, processing: Any, folder: Path, **keys: Any) -> Verdict:
+    """The same of a model's configuration. processing: a tokenizer, or a processor of images."""
     import datasets
 
     datasets.disable_progress_bars()
-    config = trainer.model(tiny_config(family))
-    own = {"per_device_train_batch_size": ROWS, "max_length": 64, "use_cpu": True, "bf16": False}
+    own = {"per_device_train_batch_size": ROWS, "use_cpu": True, "bf16": False}
     references = {"ref_model": plain_model(config, seed=1)} if trainer.refers else {}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -125,13 +132,15 @@ def judge_by_trl(trainer: Trainer, family: str, folder: Path, **keys: Any) -> Ve
             model=plain_model(config, seed=0),
             args=trainer.config(output_dir=str(folder), report_to="none", **own, **keys),
             train_dataset=datasets.Dataset.from_list(trainer.rows()),
-            processing_class=word_tokenizer(),
+            processing_class=processing,
             **references,
         )
         inputs = next(iter(made.get_train_dataloader()))
         made.model.train().zero_grad()
         loss = made.compute_loss(made.model, inputs)
         loss.backward()
+        answers = getattr(made, "compute_ref_log_probs", None)
+        logps = None if answers is None else torch.cat(answers(made.model, inputs))
         datasets.enable_progress_bars()  # warns where a recipe ran before, which turns them off
     gradients = {n: p.grad for n, p in made.model.named_parameters() if p.grad is not None}
     metrics = getattr(made, "_stored_metrics", None) or made._metrics
@@ -139,13 +148,14 @@ def judge_by_trl(trainer: Trainer, family: str, folder: Path, **keys: Any) -> Ve
     rows = trainer.ours({n: v for n, v in inputs.items() if isinstance(v, Tensor)})
     if trainer.refers:
         rows = [with_reference(row, references["ref_model"]) for row in rows]
-    return Verdict(rows, float(loss.detach()), gradients, found)
+    return Verdict(rows, float(loss.detach()), gradients, found, logps)
 
 
 @torch.no_grad()
 def with_reference(batch: Batch, model: nn.Module) -> Batch:
     """The micro-batch with its answers' log-probabilities under a model."""
-    logits = model.eval()(batch["input_ids"], attention_mask=batch["attention_mask"]).logits
+    ours = ("labels", "row_of", "row_value", "row_mismatched", "token_answer")
+    logits = model.eval()(**{name: batch[name] for name in batch if name not in ours}).logits
     labels = batch["labels"][:, 1:]
     logprobs = logits[:, :-1].log_softmax(-1).gather(2, labels.clamp(min=0)[..., None])[..., 0]
     return {**batch, "row_reference": (logprobs * (labels != IGNORE)).sum(1)}

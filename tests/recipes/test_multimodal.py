@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 
@@ -10,7 +11,7 @@ import pytest
 from examples.images import draw
 from megatrain.engine.verify import tensors_of
 from megatrain.storage.run_folder import PASSENGERS
-from tests.helpers.commands import conversation, write_jsonl
+from tests.helpers.commands import conversation, evaluations_of, write_jsonl
 from tests.helpers.compare import differing
 from tests.helpers.files import names
 from tests.helpers.multimodal import save_multimodal
@@ -82,6 +83,17 @@ def test_a_run_that_sees_goes_on_to_the_bit_and_answers(megatrain, project):
     assert losses[0] == losses[1]
     asked = ("generate whole --json --image sees/eval/0.png", "what shape is it ?")
     assert "answer" in megatrain(*asked).json
+    given = (project / "sees" / "train.jsonl").read_text()
+    pairs = [json.loads(line) for line in given.splitlines()]
+    for row in pairs:
+        *row["prompt"], row["chosen"] = row.pop("messages")
+        row["rejected"] = {"role": "assistant", "content": "7 circle"}
+    write_jsonl(project / "sees" / "pairs.jsonl", pairs)
+    preferring = ("method=dpo", "model={path: ./whole/final}", "data.train=./sees/pairs.jsonl")
+    megatrain("train sees.yaml output=dpo data.eval=6", *preferring)
+    last = evaluations_of(project / "dpo")[-1]
+    found = megatrain("eval dpo --json").json  # its reference sees, too
+    assert found["eval_loss"] == pytest.approx(last["eval_loss"], rel=1e-6)
     (project / "sees" / "train" / "3.png").unlink()
     refused = megatrain("train sees.yaml output=other", code=3)
     assert "train.jsonl:4: image" in refused.err and "3.png: cannot be read" in refused.err

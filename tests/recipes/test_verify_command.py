@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from examples.images import draw
 from megatrain.engine.verify import Verdict
 from megatrain.recipes import verify as recipe
 from tests.helpers.support import tiny_config
@@ -37,7 +38,18 @@ def test_a_named_shape_is_shrunk_and_checked(megatrain):
     found = megatrain("verify qwen2.5-0.5b --json").json
     assert found.pop("seconds") > 0
     about = {"model": "qwen2.5-0.5b", "family": "qwen2"}
-    assert found == about | {"state": "passed", "stage": "", "reason": ""}
+    assert found == about | {"state": "passed", "stage": "", "reason": "", "images": False}
+
+
+def test_a_model_that_sees_is_shown_an_image(megatrain, project):
+    """Where its processor cannot be used, that is said, and its text is checked."""
+    draw.model(project / "sees")
+    assert megatrain("verify sees --json").json["images"]
+    told = "a small model of it is read, written and trained on text and images as in plain PyTorch"
+    assert megatrain("verify sees").out.rstrip().endswith(told)
+    (project / "sees" / "preprocessor_config.json").write_text("{")
+    said = megatrain("verify sees").out
+    assert ": passed (" in said and "on text alone (sees: its processor of images cannot" in said
 
 
 def test_any_other_verdict_ends_with_8(megatrain, verdicts):

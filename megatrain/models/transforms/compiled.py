@@ -35,6 +35,7 @@ logger = logging.getLogger("megatrain")
 # batches, for single sequences and for fp8: one run needed 25.
 GRAPHS = 64
 FUSED = ("RMSNorm", "LayerNorm", "MLP")  # ends of names of classes whose kernels are many and small
+ROTARY = ("_vision", "_2d")  # ends of names of functions that towers have
 # Errors of a file that is not whole.
 TORN = (OSError, ImportError, EOFError, pickle.UnpicklingError)
 
@@ -123,6 +124,16 @@ def compile_when_run(
     if not cheap:
         return layers
     return [torch.compile(layer.forward, backend=Inductor(lengths_vary, cheap)) for layer in layers]
+
+
+def fuse_rotary(layers: Sequence[nn.Module]) -> None:
+    """Compile what towers, which run eagerly, turn queries and keys with: a dozen kernels in fp32,
+    and more bytes than all else in their layers. It is a function of the file of their classes."""
+    for name in {type(part).__module__ for layer in layers for part in layer.modules()}:
+        file = vars(sys.modules[name])
+        for own in [n for n in file if n.startswith("apply_rotary") and n.endswith(ROTARY)]:
+            if not hasattr(file[own], "_torchdynamo_orig_callable"):
+                file[own] = torch.compile(file[own], dynamic=True)
 
 
 def _configure() -> None:

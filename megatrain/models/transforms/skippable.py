@@ -294,20 +294,25 @@ def _arbitrary(shape: torch.Size, dtype: torch.dtype, generator: torch.Generator
 # -- modules that are recomputed inside a graph ----------------------------------------------------
 
 
-def recompute_lists(model: nn.Module, names: Collection[str], but: nn.ModuleList) -> int:
-    """Have the outermost modules in lists, `but` for those of one, keep no more than their inputs
-    for backward if they have trained parameters of these names; returns their number. transformers'
-    own checkpoints are for training mode alone, and for classes that know of them."""
-    trained = {id(p) for name, p in model.named_parameters() if name in names and p.requires_grad}
+def in_lists(model: nn.Module, names: Collection[str], but: nn.ModuleList) -> list[nn.Module]:
+    """The outermost modules in lists, `but` for those of one, with parameters of these names."""
+    wanted = {id(p) for name, p in model.named_parameters() if name in names}
     inside, found = set(but.modules()), list[nn.Module]()
     for stack in model.modules():
         if isinstance(stack, nn.ModuleList) and stack not in inside:
             inside.update(stack.modules())
-            found += (m for m in stack if any(id(p) in trained for p in m.parameters()))
-    for module in found:
+            found += (m for m in stack if any(id(p) in wanted for p in m.parameters()))
+    return found
+
+
+def recompute_inside(modules: Sequence[nn.Module]) -> int:
+    """Have modules that train keep no more than their inputs for backward; returns their number.
+    transformers' own checkpoints are for training mode alone, and for classes that know of them."""
+    trained = [m for m in modules if any(p.requires_grad for p in m.parameters())]
+    for module in trained:
         if "forward" not in vars(module):
             module.forward = partial(_recomputed, module.forward)
-    return len(found)
+    return len(trained)
 
 
 def _recomputed(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -40,7 +40,7 @@ SHARED_BY = {
 }
 LAYERS = re.compile("layer|types$|pattern$|idxs$|indices$")
 RANDOM = re.compile("drop|jitter")
-DEPTH = "num_hidden_layers"
+DEPTH, DEEPSTACK = "num_hidden_layers", "deepstack_visual_indexes"
 Batch = Mapping[str, Tensor]
 
 
@@ -214,7 +214,10 @@ def read_changed(config: Any, count: int, depth: int) -> Any:
                 elif key in whole:
                     tower = small_values(_Sizes(part), part.to_dict())
                     whole[key] = tower | {k: min(v, 2) for k, v in tower.items() if k == DEPTH}
-            found = whole
+                    whole[key] |= {k: getattr(part, k) for k in tower if k == "window_size"}
+                    whole[key] |= {k: v[:1] for k, v in tower.items() if k == DEEPSTACK}
+            tokens = {k: v for k, v in whole.items() if k.endswith(("token_id", "token_index"))}
+            found = whole | {k: _Sizes(text).smaller("token_id", v) for k, v in tokens.items()}
         return type(config).from_dict(found)
     except Exception as error:  # whatever a family's code raises on numbers that do not fit
         reason = " ".join(str(error).split()) or type(error).__name__

@@ -19,7 +19,7 @@ from megatrain.models.meta import blank_call, without_data
 from megatrain.models.recorder import LayerCall, kind_of, of_dtype
 from megatrain.models.skeleton import Skeleton
 from megatrain.models.transforms.fp8 import Fp8Policy, fp8_matmuls
-from megatrain.models.transforms.skippable import recompute_lists, skippable
+from megatrain.models.transforms.skippable import recompute_inside, skippable
 from megatrain.planner.cost.compiled import CompiledLayer, predict_compiled
 from megatrain.planner.cost.footprint import (
     Footprint,
@@ -235,7 +235,7 @@ class DryRun:
                 kept = skeleton.embed(rows)
             full, sides = whole.live, sum(call.side is not None for call in kept[1])
             del kept
-            layers = recompute_lists(skeleton.model, skeleton.findings.seeing, skeleton.stack)
+            layers = recompute_inside(skeleton.tower_layers)
             light = LiveBytes()
             with FusedAttention(self.runs_on) if self.fused else nullcontext(), light:
                 kept = skeleton.embed(rows)  # noqa: F841  alive, as what it returns counts

@@ -16,7 +16,7 @@ from megatrain.data.cache import hash64
 from megatrain.data.files import RawRow
 from megatrain.data.formats import renamed
 from megatrain.data.rows import Counts, TokenRows
-from megatrain.data.samples import IMAGES, PROMPTS, RowError, asked_in, type_name
+from megatrain.data.samples import MEDIA, PROMPTS, RowError, asked_in, is_given, type_name
 from megatrain.data.sources import Part, open_source
 from megatrain.data.template import Scene, Template
 from megatrain.data.workers import fenced
@@ -121,9 +121,9 @@ def _prompt_of(row: RawRow, config: Config, model: Model, template: Template | N
     value = renamed(row.value, config.data.columns or {})
     if not isinstance(value, Mapping):
         raise RowError(f"expected an object, found {type_name(value)}")
-    for name in (*GIVEN, *IMAGES):
-        if name in value:
-            reason = "reward functions get their own, and prompts are without images; rename it"
+    for name in (*GIVEN, *MEDIA):
+        if name in value and (name in GIVEN or is_given(value[name])):
+            reason = "reward functions get their own, and prompts are of text; rename it"
             raise RowError(f"field {name!r}: {reason}")
     given = value.get("prompt")
     name = "messages" if given is None else "prompt"

@@ -278,6 +278,8 @@ def test_what_cannot_take_effect_is_refused(megatrain, task):
     assert "prompts.jsonl:1: field 'completions': reward" in megatrain("train rl.yaml", code=3).err
     write_jsonl(task / "prompts.jsonl", [{"prompt": "ab", "images": "a"}])
     assert "prompts.jsonl:1: field 'images': reward func" in megatrain("train rl.yaml", code=3).err
+    write_jsonl(task / "prompts.jsonl", [{"prompt": "ab", "images": [], "image": ""}] * 16)
+    assert megatrain("data rl.yaml --json").json["train"]["rows"] == 16
 
 
 def test_rollout_writes_and_judges_without_training(megatrain, task):
