@@ -32,6 +32,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 
 from megatrain.models.recorder import LayerCall, tensors_in
 
+aten = torch.ops.aten
 LARGE = 1 << 24  # elements: far more than a table that layers compute with has
 
 
@@ -218,6 +219,28 @@ def lent(places: Sequence[tuple[nn.Module, str]], parameters: Sequence[Any]) -> 
             module._parameters[leaf] = parameter
 
 
+class ZeroProducts(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Products with weights in a mapping of zeros are zeros, and not computed."""
+
+    def __init__(self, zeros: Tensor) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._start, self._end = zeros.data_ptr(), zeros.data_ptr() + zeros.nbytes
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        given = [args, kwargs or {}]
+        if func.overloadpacket in (aten.mm, aten.addmm, aten.bmm, aten.convolution) and any(
+            self._start <= one.data_ptr() < self._end
+            for one in tensors_in(given)
+            if not one.is_meta
+        ):
+            on_meta = pytree.tree_map_only(Tensor, lambda one: one.to("meta"), given)
+            out = func(*on_meta[0], **on_meta[1])
+            return torch.zeros(out.shape, dtype=out.dtype)
+        return func(*args, **given[1])
+
+
 @contextmanager
 def zeros_outside(
     model: nn.Module, layers: Sequence[nn.Module], but: Collection[str] = ()
@@ -235,7 +258,7 @@ def zeros_outside(
         id(p): nn.Parameter(zeros[: p.nbytes].view(p.dtype).view(p.shape), p.requires_grad)
         for p in outside.values()
     }
-    with lent(list(outside), [stand_ins[id(p)] for p in outside.values()]):
+    with lent(list(outside), [stand_ins[id(p)] for p in outside.values()]), ZeroProducts(zeros):
         yield
 
 
