@@ -14,7 +14,11 @@ from megatrain.data.micro_batches import Regime, Regimes
 from megatrain.errors import ModelError
 from megatrain.models.constants import is_below
 from megatrain.models.implementations import NAME as FUSED_SINKS
-from megatrain.models.implementations import use_fused_sinks, use_grouped_rows
+from megatrain.models.implementations import (
+    use_fused_sinks,
+    use_grouped_rows,
+    use_one_kernel_for_images,
+)
 from megatrain.models.meta import meta_parameters
 from megatrain.models.pretrained import is_classifier
 
@@ -50,6 +54,7 @@ def build_model(
             model = causal_lm(config, attention, dtype, trust_remote_code)
             if attention in ("auto", FUSED_SINKS):
                 use_fused_sinks(model)
+                use_one_kernel_for_images(model)
             model.tie_weights()
     except Exception as error:  # whatever a family's code does with numbers that it never met
         reason = " ".join(str(error).split()) or type(error).__name__

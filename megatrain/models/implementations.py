@@ -1,4 +1,4 @@
-"""Our implementations of two of transformers' functions, which lets such be registered.
+"""Our implementations of transformers' functions, which lets such be registered.
 
 Experts' matmuls, grouped: one over all rows, which are ordered by expert. It differs from
 transformers' own in what a GPU spends most of its time on beside the matmuls, moving rows:
@@ -20,6 +20,7 @@ block before it: for 128 tokens of 4,096 a sixteenth of the work.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from inspect import signature
 from typing import Any, cast
 
 import torch
@@ -287,3 +288,60 @@ def _in_blocks(
     mask = (sees & real[:, None]).repeat(batch, 1, 1)[:, None]
     key, value = with_the_block_before(key), with_the_block_before(value)
     return query.transpose(1, 2).flatten(0, 1), key, value, mask
+
+
+# -- attention of images laid end to end -----------------------------------------------------------
+
+# in transformers' registry, which tells kernels that are told of lengths by "flash"
+OF_IMAGES = f"{NAME}_flash_of_images"
+
+
+def use_one_kernel_for_images(model: Any) -> None:
+    """Have towers that lay their images end to end compute attention by `attend_images`."""
+    from transformers import AttentionInterface
+
+    AttentionInterface.register(OF_IMAGES, attend_images)
+    text = model.config.get_text_config()
+    for module in model.modules():
+        config = getattr(module, "config", None)
+        fused = getattr(config, "_attn_implementation", None) == "sdpa"
+        if config is not text and fused and "cu_seqlens" in signature(module.forward).parameters:
+            config._attn_implementation = OF_IMAGES  # type: ignore[union-attr]
+
+
+def attend_images(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    cu_seq_lens_q: Tensor,
+    max_length_q: int,
+    scaling: float | None = None,
+    **options: Any,
+) -> tuple[Tensor, None]:
+    """Attention inside each image, ([1, patches, heads, width], None): one kernel on a GPU, where
+    transformers runs one for each image, which takes the host longer than the GPU.
+
+    Args:
+        query, key, value: [1, heads, patches, width].
+        cu_seq_lens_q: where images begin, and the number of patches; max_length_q: of the largest.
+    """
+    from transformers.integrations import sdpa_attention
+
+    width, given = query.shape[-1], (query, key, value)
+    if query.is_cuda and query.itemsize == 2 and not options.get("dropout"):
+        from torch.nn.attention.varlen import varlen_attn
+
+        if scaling is not None:  # the kernel has the usual one
+            given = query * (scaling * width**0.5), key, value
+        q, k, v = (each[0].transpose(0, 1) for each in given)
+        ends = cu_seq_lens_q.int()
+        out: Any = varlen_attn(q, k, v, ends, ends, max_length_q, max_length_q)
+        return out.unsqueeze(0), None
+    attend: Any = sdpa_attention.sdpa_attention_forward
+    lengths = cu_seq_lens_q.diff().tolist()
+    of_images = zip(*(torch.split(each, lengths, dim=2) for each in given), strict=True)
+    kept = {"dropout": options.get("dropout", 0.0), "scaling": scaling, "is_causal": False}
+    return torch.cat([attend(module, *one, None, **kept)[0] for one in of_images], dim=1), None

@@ -4,17 +4,27 @@ from __future__ import annotations
 
 from importlib import import_module
 from importlib.util import find_spec
+from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from torch.nn import functional as F
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts, GptOssForCausalLM
 from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 from transformers.models.nemotron_h.modeling_nemotron_h import NemotronHExperts
 
-from megatrain.models.implementations import NAME, use_fused_sinks, use_grouped_rows
+from megatrain.models.family import build_model
+from megatrain.models.implementations import (
+    NAME,
+    OF_IMAGES,
+    attend_images,
+    use_fused_sinks,
+    use_grouped_rows,
+)
 from megatrain.models.meta import on_meta
+from tests.helpers.multimodal import multimodal_config
 from tests.helpers.support import tiny_config
 
 TOKENS, HIDDEN, EXPERTS, EACH = 24, 32, 6, 3
@@ -158,3 +168,33 @@ def test_a_window_is_computed_in_blocks():
             )
         flops.append(counter.get_total_flops())
     assert flops[1] == pytest.approx(2 * flops[0], rel=0.05), "linear in the tokens"
+
+
+# -- attention of images ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("family", "has"), [("qwen3-vl", True), ("gemma3", False)])
+def test_towers_that_lay_images_end_to_end_have_one_kernel_for_all(family, has):
+    model: Any = build_model(multimodal_config(family), "auto", torch.float32)
+    found = {one.config._attn_implementation for one in model.modules() if hasattr(one, "config")}
+    assert (OF_IMAGES in found) == has
+    assert model.config.get_text_config()._attn_implementation == "sdpa"
+
+
+@pytest.mark.parametrize("scaling", [None, 0.3])
+def test_images_see_themselves_alone(device, scaling):
+    dtype, ends = torch.float32 if device == "cpu" else torch.bfloat16, [0, 5, 6, 40]
+    shape = 3, 1, 2, 40, 72
+    given = torch.randn(shape, device=device, generator=torch.Generator(device).manual_seed(0))
+    ours, plain = (given.to(kind).unbind() for kind in (dtype, torch.float64))
+    for states in (*ours, *plain):
+        states.requires_grad_()
+    told: Any = {"cu_seq_lens_q": torch.tensor(ends, device=device), "max_length_q": 34}
+    found, _ = attend_images(torch.nn.Module(), *ours, None, scaling=scaling, **told)
+    parts = [[states[:, :, a:b] for states in plain] for a, b in pairwise(ends)]
+    expected = torch.cat([F.scaled_dot_product_attention(*p, scale=scaling) for p in parts], 2)
+    near: Any = dict.fromkeys(("rtol", "atol"), 1e-5 if device == "cpu" else 0.03)
+    torch.testing.assert_close(found.transpose(1, 2).double(), expected, **near)
+    both = (torch.autograd.grad(out.sum(), of) for out, of in ((found, ours), (expected, plain)))
+    for one, other in zip(*both, strict=True):
+        torch.testing.assert_close(one.double(), other, **near)
