@@ -49,6 +49,7 @@ FORMAT = 7  # of the measurements: a higher number makes every cached profile st
 # Memory traffic of one parameter's AdamW update: weight, remainder and two fp32 moments are read
 # and written, the gradient is read.
 UPDATE_BYTES = 26
+SLOWER = 0.8  # of rates, as choices between equally fast plans reckon with
 
 
 # why: decision 0010
@@ -90,6 +91,12 @@ class MachineProfile:
     def __post_init__(self) -> None:
         if self.upload and not self.grouped:
             object.__setattr__(self, "grouped", usual_grouped(self.matmul))
+
+    def slower(self) -> MachineProfile:
+        """The same device in a host whose memory and bus are a fifth slower."""
+        names = "upload", "download", "both", "update_busy", "both_busy"
+        rates: dict[str, Any] = {name: SLOWER * getattr(self, name) for name in names}
+        return replace(self, **rates, update=tuple((n, SLOWER * rate) for n, rate in self.update))
 
 
 def usual_grouped(matmul: Rates) -> Rates:

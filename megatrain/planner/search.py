@@ -19,7 +19,8 @@ if TYPE_CHECKING:
     from megatrain.planner.cost.shape import ModelShape
 
 # Parts of their range at which numbers of retained layers, and of layers that send saved
-# activations to host RAM, are tried first; those between are tried next to the fastest.
+# activations to host RAM, are tried. All numbers next to the fastest gained 0.1% on average in 57
+# plans of five models, and 1.4% at most.
 PARTS = 8
 
 
@@ -28,13 +29,6 @@ def most(count: int, fits: Callable[[int], bool]) -> int:
     if fits(count):  # the last block takes the slots with it: all can fit where all but one do not
         return count
     return max(0, bisect_right(range(count), False, key=lambda number: not fits(number)) - 1)
-
-
-def around(found: int, largest: int) -> Iterator[int]:
-    """Numbers up to `largest` that are nearer to `found` than the next part of the range."""
-    step = -(-largest // PARTS)
-    near = range(max(0, found - step + 1), min(largest, found + step - 1) + 1)
-    return (number for number in near if number != found)
 
 
 def complexity(layout: Layout) -> tuple[bool, int, int, bool, bool, bool, bool, int]:
@@ -62,6 +56,10 @@ SMALLEST_HEAD_CHUNK_TOKENS = 256
 # Parts of all blocks that are tried as replicated, with the fastest of all other choices.
 REPLICATED_PARTS = 4
 TIE = 0.005  # predictions are not known better: within it the simpler choice is taken
+# Within it the choice is taken that is fastest where host and bus are slower than measured: two
+# plans stood 1% apart on paper and 7% apart on a card. In the 57 plans that costs 0.2% on average
+# as measured, and gains up to 2.5% where they are slower; 0.03 costs more and gains no more.
+MARGIN = 0.02
 
 
 def most_micro_batch_tokens(device_type: str, mixture: bool) -> int:
@@ -118,9 +116,8 @@ class Search:
 
     def fastest_that_fits(self) -> Layout | None:
         found = self.fastest_of(self.combined())
-        for nearby in (self.nearby_retained, self.nearby_on_host, self.larger_head_chunks):
-            if found is not None:
-                found = self.fastest_of([found, *nearby(found)]) or found
+        if found is not None:
+            found = self.fastest_of([found, *self.larger_head_chunks(found)])
         return self.replicated(found)
 
     def replicated(self, found: Layout | None) -> Layout | None:
@@ -133,17 +130,21 @@ class Search:
         return any(self.fits(layout) for layout in self.combined(lean=True))
 
     def fastest_of(self, candidates: Iterable[Layout]) -> Layout | None:
-        """The fastest of those that fit; of equal ones the simplest."""
+        """Of those that fit and are about as fast as the fastest, the one that leans least on host
+        and bus; of equal ones the simplest."""
         fitting = {layout.choices: layout for layout in candidates if self.fits(layout)}
         costed = [StepCosts(layout, self.machine) for layout in fitting.values()]
         timed, best = list[tuple[float, Layout]](), float("inf")
         for costs in sorted(costed, key=StepCosts.at_least):
-            if costs.at_least() > best * (1 + TIE):
+            if costs.at_least() > best * (1 + MARGIN):
                 break  # nor can those that follow be as fast: a simulation takes long
             timed.append((costs.predict().seconds, costs.layout))
             best = min(best, timed[-1][0])
-        tied = [layout for seconds, layout in timed if seconds <= best * (1 + TIE)]
-        return min(tied, key=complexity, default=None)
+        near = [layout for seconds, layout in timed if seconds <= best * (1 + MARGIN)]
+        slower = self.machine.slower()
+        held = [(StepCosts(layout, slower).predict().seconds, layout) for layout in near]
+        least = min((seconds for seconds, _ in held), default=0.0) * (1 + TIE)
+        return min((one for seconds, one in held if seconds <= least), key=complexity, default=None)
 
     # -- candidates --------------------------------------------------------------------------------
 
@@ -165,21 +166,6 @@ class Search:
         counts = {job.groups} if job.groups else {1} if job.one_group else counts
         for groups, retained in product(sorted(counts), self.retained_counts()):
             yield from self.placed(tokens, groups, retained, chunk)
-
-    def nearby_retained(self, layout: Layout) -> Iterator[Layout]:
-        """Numbers of retained layers that `combined` left out next to the one found."""
-        found = layout.choices
-        tokens, groups, chunk = found.micro_batch_tokens, found.groups, found.head_chunk_tokens
-        if self.job.retained is None and not found.second_backward:
-            for retained in around(found.retained, self.shape.layers_back):
-                yield from self.placed(tokens, groups, retained, chunk)
-
-    def nearby_on_host(self, layout: Layout) -> Iterator[Layout]:
-        """The same for layers with saved activations in host RAM."""
-        found = layout.choices
-        if self.job.retained_on_host is None and found.retained_on_host:
-            for count in around(found.retained_on_host, self.shape.layers_back - found.retained):
-                yield self.filled(replace(found, retained_on_host=count))
 
     def larger_head_chunks(self, layout: Layout) -> Iterator[Layout]:
         """Larger ones run faster, and take room from other things."""
