@@ -60,6 +60,11 @@ class MicroBatch:
         if (side := self.calls[index].side) is not None and self.grad is not None:
             self.side_grads[index] = self.grad.flatten(0, 1)[side.index]
 
+    def around_layers(
+        self, hidden: Tensor, calls: list[LayerCall]
+    ) -> tuple[Tensor, list[LayerCall]]:
+        return self.parallel.around_layers(hidden, calls) if self.parallel else (hidden, calls)
+
     def enter_layers(self, graph: bool) -> None:
         """Give layers what embed has made. graph: what made it stays, for backward."""
         assert self.embedded is not None

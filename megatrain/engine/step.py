@@ -295,14 +295,11 @@ class Passes:
 
     def _embed(self, mb: MicroBatch, graph: bool) -> None:
         self._seed_dropout(self.embed, mb)
-        sums = partial(self.gradients.sums, self.embed)
-        given = self.parameters[self.embed], self.names[self.embed], sums
+        block, seeing = self.embed, self.skeleton.findings.seeing
+        given = self.parameters[block], self.names[block], partial(self.gradients.sums, block)
         # not of towers, whose layers run again where no mode is active
-        summing = SummingInto.later(*given, self.skeleton.findings.seeing)
-        with torch.set_grad_enabled(graph), summing if graph else nullcontext():
-            hidden, calls = self.skeleton.embed(mb.inputs)
-            parallel = mb.parallel and mb.parallel.around_layers(hidden, calls)
-            mb.embedded = parallel or (hidden, calls)
+        with torch.set_grad_enabled(graph), SummingInto.later(*given, seeing):
+            mb.embedded = mb.around_layers(*self.skeleton.embed(mb.inputs))
 
     def _retain(self, index: int, block: int, mb: MicroBatch, hidden: Tensor) -> Tensor:
         """The output of a layer whose graph stays until backward, on the device or in RAM."""

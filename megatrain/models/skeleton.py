@@ -48,7 +48,6 @@ from megatrain.models.transforms.compiled import compile_when_run, fuse_rotary
 from megatrain.models.transforms.fp8 import Fp8Policy, apply_fp8
 from megatrain.models.transforms.skippable import (
     Modules,
-    in_lists,
     recompute_inside,
     skippable_in,
     skipping,
@@ -241,19 +240,13 @@ class Skeleton:
             unchunk(self.token_wise)
 
     @cached_property
-    def tower_layers(self) -> list[nn.Module]:
-        """Of what only images use."""
-        return in_lists(self.model, self.findings.seeing, self.stack)
-
-    @cached_property
     def token_wise(self) -> Modules:
         """Modules of layers that can be computed in chunks; sooner found in bf16 than in fp8."""
         return token_wise_modules(self.layers, self.dtype, self.dry_call)
 
     def find_skippable(self) -> None:
-        """Find what `layer_again` may leave out; before compilation, whose graphs it disturbs.
-        Towers keep less from now on."""
-        recompute_inside(self.tower_layers)
+        """Find what `layer_again` may leave out; before compilation, whose graphs it disturbs."""
+        recompute_inside(self.findings.tower_layers)
         hidden, calls = self.dry_call(1, 2)
         self._skippable = skippable_in(self.layers, hidden.shape, self.dtype, calls)
 
@@ -267,8 +260,8 @@ class Skeleton:
                 f"{type(self.model).__name__}: compile: true cannot replay this model's dropout; "
                 "set compile: false"
             )
+        fuse_rotary(self.findings.tower_layers)
         self._retaining = compile_when_run(self.layers, lengths_vary, cheap)
-        fuse_rotary(self.tower_layers)
 
     # -- computing ---------------------------------------------------------------------------------
 

@@ -130,8 +130,8 @@ class Search:
         return any(self.fits(layout) for layout in self.combined(lean=True))
 
     def fastest_of(self, candidates: Iterable[Layout]) -> Layout | None:
-        """Of those that fit and are about as fast as the fastest, the one that leans least on host
-        and bus; of equal ones the simplest."""
+        """The one that leans least on host and bus, of those that fit and are about as fast as the
+        fastest; of equal ones the simplest."""
         fitting = {layout.choices: layout for layout in candidates if self.fits(layout)}
         costed = [StepCosts(layout, self.machine) for layout in fitting.values()]
         timed, best = list[tuple[float, Layout]](), float("inf")

@@ -190,9 +190,11 @@ def test_images_see_themselves_alone(device, scaling):
     for states in (*ours, *plain):
         states.requires_grad_()
     told: Any = {"cu_seq_lens_q": torch.tensor(ends, device=device), "max_length_q": 34}
-    found, _ = attend_images(torch.nn.Module(), *ours, None, scaling=scaling, **told)
+    q, k, v = ours
+    found, _ = attend_images(torch.nn.Module(), q, k, v, None, scaling=scaling, **told)
     parts: Any = [[states[:, :, a:b] for states in plain] for a, b in pairwise(ends)]
-    expected = torch.cat([F.scaled_dot_product_attention(*p, scale=scaling) for p in parts], 2)
+    attend: Any = F.scaled_dot_product_attention
+    expected = torch.cat([attend(*p, scale=scaling) for p in parts], 2)
     near: Any = dict.fromkeys(("rtol", "atol"), 1e-5 if device == "cpu" else 0.03)
     torch.testing.assert_close(found.transpose(1, 2).double(), expected, **near)
     both = (torch.autograd.grad(out.sum(), of) for out, of in ((found, ours), (expected, plain)))

@@ -7,7 +7,7 @@ follows all values derived from a matmul's output, and sees if autograd keeps an
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
 from types import MethodType
@@ -292,17 +292,6 @@ def _arbitrary(shape: torch.Size, dtype: torch.dtype, generator: torch.Generator
 
 
 # -- modules that are recomputed inside a graph ----------------------------------------------------
-
-
-def in_lists(model: nn.Module, names: Collection[str], but: nn.ModuleList) -> list[nn.Module]:
-    """The outermost modules in lists, `but` for those of one, with parameters of these names."""
-    wanted = {id(p) for name, p in model.named_parameters() if name in names}
-    inside, found = set(but.modules()), list[nn.Module]()
-    for stack in model.modules():
-        if isinstance(stack, nn.ModuleList) and stack not in inside:
-            inside.update(stack.modules())
-            found += (m for m in stack if any(id(p) in wanted for p in m.parameters()))
-    return found
 
 
 def recompute_inside(modules: Sequence[nn.Module]) -> int:

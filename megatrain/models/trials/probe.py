@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -65,6 +65,7 @@ class Findings:
     sides: bool = False  # features of images are added between layers
     seeing: frozenset[str] = frozenset()  # names of what only images use
     towers: tuple[str, ...] = ()  # patterns of that, but for projectors
+    tower_layers: list[nn.Module] = field(default_factory=list)  # modules in lists of it
 
 
 def probe_model(
@@ -87,6 +88,7 @@ def probe_model(
                 paths = largest_modules(model, [n for n in new if not PROJECTOR.search(n)])
                 findings.towers = tuple(p if p in new else f"{p}.*" for p in paths)
                 findings.seeing = frozenset(new)
+                findings.tower_layers = in_lists(model, new, layers)
                 findings.unused = [n for n in findings.unused if n not in set(findings.before)]
                 findings.sides = seeing.sides
                 findings.of_images = frozenset(image_row) - {*OF_TEXT}
@@ -277,6 +279,17 @@ class Probe:
                 "its layers return neither hidden states nor a tuple that begins with them"
             )
         return len(output) - 1
+
+
+def in_lists(model: nn.Module, names: Collection[str], but: nn.ModuleList) -> list[nn.Module]:
+    """Outermost modules in lists, `but` for those of one, with parameters of these names."""
+    wanted = {id(p) for name, p in model.named_parameters() if name in names}
+    inside, found = set(but.modules()), list[nn.Module]()
+    for stack in model.modules():
+        if isinstance(stack, nn.ModuleList) and stack not in inside:
+            inside.update(stack.modules())
+            found += (m for m in stack if any(id(p) in wanted for p in m.parameters()))
+    return found
 
 
 def replace_all(stack: nn.ModuleList, modules: Sequence[nn.Module]) -> None:

@@ -235,7 +235,7 @@ class DryRun:
                 kept = skeleton.embed(rows)
             full, sides = whole.live, sum(call.side is not None for call in kept[1])
             del kept
-            layers = recompute_inside(skeleton.tower_layers)
+            layers = recompute_inside(skeleton.findings.tower_layers)
             light = LiveBytes()
             with FusedAttention(self.runs_on) if self.fused else nullcontext(), light:
                 kept = skeleton.embed(rows)  # noqa: F841  alive, as what it returns counts
