@@ -219,7 +219,7 @@ class Passes:
         for mb in group:
             if not self._repeats:
                 mb.calls.clear()  # masks are large
-            if mb.embedded is None:
+            if not mb.embedded:
                 self._embed(mb, True)
             self.gradients.add(self.embed, mb.gradients_of_embed(self.parameters[self.embed]))
         self.gradients.close(self.embed, last_group=last)
