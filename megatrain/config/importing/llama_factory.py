@@ -91,8 +91,8 @@ def set_of(
     if not isinstance(columns, dict) or not isinstance(tags, dict):
         sheet.refuse(name, f"{wanted}: columns and tags must be mappings")
         return None
-    if media := [kind for kind in ("images", "videos", "audios") if columns.get(kind)]:
-        sheet.refuse(name, f"{wanted} has {', '.join(media)}; only text can be trained on")
+    if media := [kind for kind in ("videos", "audios") if columns.get(kind)]:
+        sheet.refuse(name, f"{wanted} has {', '.join(media)}; only texts and images are read")
     shape, roles = _shape(sheet, entry, columns, tags), sheet.said["tags"].items()
     if shape is None or any(KNOWN_ROLES.get(tags.get(tag, role)) != role for tag, role in roles):
         sheet.refuse(name, f"{wanted}: roles or turns of other names; known are {[*KNOWN_ROLES]}")
