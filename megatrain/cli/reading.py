@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -304,14 +304,21 @@ def generate(
     find_model(model)
     longest = max_new_tokens or (CHAT_TOKENS if chat else ANSWER_TOKENS)
     given = (model, longest, sampling, system, trust_remote_code, image or ())
+    from megatrain.recipes import inspect
+    from megatrain.recipes.sample import unseen
     from megatrain.reporting.progress import logging_on
 
     console, live = console_on(stderr=True), sys.stdout.isatty() and not as_json
+    show = type_out if live else unseen
     with reading(no_verify), logging_on(console):
         if chat:
-            converse(given, prompt, live, as_json, console)
-        else:
-            answer_once(given, str(prompt), live, as_json)
+            converse(given, prompt, show, as_json, console)
+            return
+        answer = inspect.generate(str(prompt), *given, show=show)
+    if as_json:
+        print_json({"prompt": prompt, "answer": answer})
+    else:
+        typer.echo("" if live else answer)
 
 
 def _asked(prompt: str | None, chat: bool) -> str | None:
@@ -326,27 +333,20 @@ def _asked(prompt: str | None, chat: bool) -> str | None:
     return prompt
 
 
-def answer_once(given: tuple[Any, ...], prompt: str, live: bool, as_json: bool) -> None:
-    """Print the answer to a prompt. given: arguments of `inspect.generate`."""
-    from megatrain.recipes import inspect
-
-    answer = inspect.generate(prompt, *given, show=type_out if live else None)
-    if as_json:
-        print_json({"prompt": prompt, "answer": answer})
-    else:
-        typer.echo("" if live else answer)
-
-
 def converse(
-    given: tuple[Any, ...], first: str | None, live: bool, as_json: bool, console: Console
+    given: tuple[Any, ...],
+    first: str | None,
+    show: Callable[[str], None],
+    as_json: bool,
+    console: Console,
 ) -> None:
-    """Answer lines of stdin until it ends. given: arguments of `open_chat`.
+    """Answer lines of stdin until it ends. given: arguments of `open_chat`. show: gets an answer
+    as it grows.
 
     On a terminal a turn that cannot be asked is passed over with its error; elsewhere it ends the
     chat, as later lines may build on it. Answers go to stdout, all else to stderr.
     """
     from megatrain.recipes.chat import open_chat
-    from megatrain.recipes.sample import unseen
 
     asks = sys.stdin.isatty()
 
@@ -358,17 +358,16 @@ def converse(
             note("Ctrl-D ends the chat")
         for line in _lines(first, asks):
             try:
-                reply = chat.answer(line, type_out if live else unseen)
+                reply = chat.answer(line, show)
             except (ConfigError, ModelError) as error:
                 if not asks:
                     raise
                 note(f"error: {error}")
                 continue
             if as_json:
-                about = {"tokens": reply.tokens, "seconds": reply.seconds, "ended": reply.ended}
-                print_json({"prompt": line, "answer": reply.text, **about}, indent=None)
+                print_json({"prompt": line, **vars(reply)}, indent=None)
             else:
-                typer.echo("" if live else reply.text)
+                typer.echo("" if show is type_out else reply.answer)
             rate = f"{reply.tokens / (reply.seconds or 1.0):.1f} tokens/s"
             cut = ", cut (--max-new-tokens)" if reply.ended == "length" else ""
             note(f"{reply.tokens:,} tokens in {human_seconds(reply.seconds)}, {rate}{cut}")

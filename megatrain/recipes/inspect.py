@@ -40,7 +40,7 @@ from megatrain.recipes.model import (
     sighted,
 )
 from megatrain.recipes.reference import Batches, Wanted, reference_key, references_of
-from megatrain.recipes.sample import Sampling, answer, system_turns, unseen
+from megatrain.recipes.sample import answer, draw_of, system_turns, unseen
 from megatrain.recipes.setup import day_of, make_loss, quiet_libraries, read_rows, say_rows
 from megatrain.recipes.signals import StopRequest
 from megatrain.recipes.tasks import TaskOptions, TaskResults, load_tasks, run_tasks
@@ -167,17 +167,16 @@ def generate(
     trust_remote_code: bool = False,
     images: Sequence[str] = (),
     *,
-    show: Callable[[str], None] | None = None,
+    show: Callable[[str], None] = unseen,
 ) -> str:
-    """The model's answer to a prompt. sampling: fields of `Sampling`. show: gets the text as it
+    """The model's answer to a prompt. sampling: arguments of `draw_of`. show: gets the text as it
     grows. system: a system prompt. Raises ModelError for a reward model, and one whose chat
     template takes no system prompt."""
-    drawn = Sampling(**sampling)
+    draw = draw_of(**sampling)
     checkpoint, model, pictures = writer_of(named, trust_remote_code, images)
     turns = system_turns(model, system)
     with reader(checkpoint, run_folder_of(Path(named)), trust_remote_code, model.sight) as engine:
-        about = prompt, max_new_tokens, drawn, show or unseen, turns, pictures
-        return answer(engine, model, *about)
+        return answer(engine, model, prompt, max_new_tokens, draw, show, turns, pictures)
 
 
 def writer_of(
