@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -97,41 +98,44 @@ def evaluate(
     of_tasks: dict[str, Any] = {"limit": limit, "num_fewshot": num_fewshot}
     of_tasks |= {"include_path": include_path, "apply_chat_template": apply_chat_template or None}
     asked = {name: value for name, value in of_tasks.items() if value is not None}
-    if tasks is not None:
-        _run_tasks(model, data, tasks, asked, as_json, no_verify, trust_remote_code)
-        return
-    if asked:
-        option = next(iter(asked)).replace("_", "-")
-        raise ConfigError(f"--{option}: has no effect without --tasks; name some")
-    find_model(model)
-    if data is not None:
-        from megatrain.data.files import check_source
+    if tasks is None:
+        if asked:
+            option = next(iter(asked)).replace("_", "-")
+            raise ConfigError(f"--{option}: has no effect without --tasks; name some")
+        find_model(model)
+        if data is not None:
+            from megatrain.data.files import check_source
 
-        try:
-            check_source(data)
-        except DataError as error:
-            raise DataError(f"--data: {error}") from error
+            try:
+                check_source(data)
+            except DataError as error:
+                raise DataError(f"--data: {error}") from error
+    else:
+        asked["names"] = _names_of(tasks, data)
+        find_model(model)
     from megatrain.recipes import inspect
+    from megatrain.recipes.tasks import TaskOptions
     from megatrain.reporting.progress import logging_on
 
-    with logging_on(console_on(stderr=True)), reading(no_verify):
-        result = inspect.evaluate(model, data, trust_remote_code)
+    logging = nullcontext() if tasks else logging_on(console_on(stderr=True))
+    with logging, reading(no_verify):
+        found = None
+        if tasks is None:
+            about = inspect.evaluate(model, data, trust_remote_code)
+        else:
+            how = TaskOptions(**asked), "--tasks", trust_remote_code
+            about, found = inspect.evaluate_tasks(model, *how)
     if as_json:
-        print_json(result)
+        print_json(about if found is None else {**about, "results": found.to_dict()})
         return
-    for name, value in result.items():
+    for name, value in about.items():
         typer.echo(f"{name}: {value:.6g}" if isinstance(value, float) else f"{name}: {value}")
+    if found is not None:
+        found.render(console_on())
 
 
-def _run_tasks(
-    model: str,
-    data: str | None,
-    tasks: str,
-    asked: dict[str, Any],
-    as_json: bool,
-    no_verify: bool,
-    trust_remote_code: bool,
-) -> None:
+def _names_of(tasks: str, data: str | None) -> tuple[str, ...]:
+    """The names in --tasks. Raises ConfigError if there are none, or they cannot be run."""
     from megatrain.config.sections import check_lm_eval
 
     if data is not None:
@@ -140,18 +144,7 @@ def _run_tasks(
     if not names:
         raise ConfigError("--tasks: names no task; `lm-eval ls tasks` lists them")
     check_lm_eval("--tasks")
-    find_model(model)
-    from megatrain.recipes import inspect
-    from megatrain.recipes.tasks import TaskOptions
-
-    with reading(no_verify):
-        options = TaskOptions(names, **asked)
-        about, found = inspect.evaluate_tasks(model, options, "--tasks", trust_remote_code)
-    if as_json:
-        print_json({**about, "results": found.to_dict()})
-    else:
-        typer.echo("\n".join(f"{name}: {value}" for name, value in about.items()))
-        found.render(console_on())
+    return names
 
 
 @app.command()

@@ -49,6 +49,8 @@ from megatrain.settings import Settings
 from megatrain.storage.checkpoint import read_about
 from megatrain.storage.run_folder import STATE, find_checkpoint, with_state
 
+HIGHEST_LOSS = 709.0  # whose perplexity is a float
+
 
 def show_data(
     config: Config, rows: int, as_json: bool, full: bool = False
@@ -117,7 +119,8 @@ def evaluate(named: str | Path, data: object, trust_remote_code: bool = False) -
         found = evaluated(engine, given, loss, sweep, StopRequest())
     assert found is not None, "nobody asked it to stop"
     about = {"checkpoint": str(checkpoint), "precision": engine.precision, "eval_loss": found.loss}
-    about |= {} if of_sequences else {"perplexity": perplexity(found.loss)}
+    if not of_sequences:
+        about["perplexity"] = math.exp(found.loss) if found.loss < HIGHEST_LOSS else math.inf
     about |= {f"eval_{name}": value for name, value in found.metrics.items()}
     return about | {"eval_target_tokens": found.target_tokens}
 
@@ -149,13 +152,6 @@ def evaluate_tasks(
     with reader(checkpoint, run_folder_of(Path(named)), trust_remote_code) as engine:
         results = run_tasks(tasks, engine, model, longest_row(model))
     return {"checkpoint": str(checkpoint), "precision": engine.precision}, results
-
-
-def perplexity(loss: float) -> float:
-    try:
-        return math.exp(loss)
-    except OverflowError:
-        return math.inf
 
 
 def generate(

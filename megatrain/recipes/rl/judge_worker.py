@@ -164,23 +164,15 @@ def numbers(given: Any, count: int) -> tuple[list[float | None], list[tuple[int,
         raise Fault(f"returned {len(values)} rewards for {count} answers")
     rewards, faults = list[float | None](), []
     for number, value in enumerate(values):
+        is_text = isinstance(value, str | bytes)
         try:
-            rewards.append(_reward(value))
-        except (Fault, TypeError, ValueError, OverflowError):
-            rewards.append(None)
+            found = math.nan if value is None else math.inf if is_text else float(value)
+        except (TypeError, ValueError, OverflowError):
+            found = math.inf
+        rewards.append(found if math.isfinite(found) else None)
+        if math.isinf(found):  # nan is none, as in TRL
             faults.append((number, f"returned {value!r:.60}, which is no finite number"))
     return rewards, faults
-
-
-def _reward(value: Any) -> float | None:
-    if value is None:
-        return None
-    if isinstance(value, str | bytes) or not isinstance(value, SupportsFloat):
-        raise Fault
-    found = float(value)
-    if math.isinf(found):
-        raise Fault
-    return None if math.isnan(found) else found  # as in TRL
 
 
 def _plain(value: Any) -> Any:
