@@ -6,9 +6,10 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
+from rich.console import Console
 
 from megatrain.cli.app import (
     AsJson,
@@ -31,9 +32,6 @@ from megatrain.cli.app import (
 from megatrain.errors import ConfigError, DataError, ModelError, VerificationError
 from megatrain.reporting.streams import Lasting, console_on, result_stream
 from megatrain.reporting.summary import human_seconds
-
-if TYPE_CHECKING:
-    from rich.console import Console
 
 ANSWER_TOKENS, CHAT_TOKENS = 128, 1024  # longest answers by default
 
@@ -374,20 +372,13 @@ def _lines(first: str | None, asks: bool) -> Iterator[str]:
     if first is not None:
         yield first.strip()
     try:
-        for line in iter(_typed, None) if asks else sys.stdin:
+        for line in iter(lambda: input("> "), None) if asks else sys.stdin:
             if line.strip():
                 yield line.strip()
+    except EOFError:  # Ctrl-D
+        typer.echo("")
     except UnicodeDecodeError:
         raise ConfigError("stdin: is no UTF-8 text; convert it") from None
-
-
-def _typed() -> str | None:
-    """A line typed at a terminal; None at Ctrl-D."""
-    try:
-        return input("> ")
-    except EOFError:
-        typer.echo("")
-        return None
 
 
 @app.command()

@@ -150,7 +150,7 @@ def evaluate_tasks(
     check_weights(str(checkpoint))
     tasks = load_tasks(options, where)  # before weights are read
     with reader(checkpoint, run_folder_of(Path(named)), trust_remote_code) as engine:
-        results = run_tasks(tasks, engine, model, longest_row(model))
+        results = run_tasks(tasks, where, engine, model, longest_row(model))
     return {"checkpoint": str(checkpoint), "precision": engine.precision}, results
 
 

@@ -126,7 +126,7 @@ def _judged(
 ) -> Advantages:
     """compared: what has no signal where it is equal in a group; None: anything has."""
     values = np.nan_to_num(values, nan=0.0)
-    silent: npt.NDArray[np.bool_] = np.isnan(of_functions).all(1)
+    silent: Any = np.isnan(of_functions).all(1)
     if compared is not None:
         silent |= _equal(compared.reshape(-1, answers))
     values[silent] = 0.0  # a rounding error divided by EPSILON is no signal

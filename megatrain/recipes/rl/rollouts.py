@@ -156,17 +156,14 @@ class Rollouts:
             place = self._next(place, count)
         return total if options.max_steps is None else min(total, options.max_steps)
 
-    def _epoch_prompts(self, epoch: int) -> int:
-        """Prompts of this epoch: all, or a share in a fraction of an epoch."""
-        epochs = self.config.train.epochs
-        share = 1.0 if epochs is None else min(1.0, epochs - epoch)
-        return max(0, math.ceil(share * len(self.rows) - 1e-9))
-
     def _count(self, place: RolloutPosition) -> int:
         """Prompts of the rollout at a place; 0 at the end of the run."""
         if self.config.policy.dynamic_sampling:  # all have as many, and epochs do not end one
             return self.prompts
-        return min(self.prompts, self._epoch_prompts(place.epoch) - place.index)
+        epochs = self.config.train.epochs
+        share = 1.0 if epochs is None else min(1.0, epochs - place.epoch)
+        of_epoch = max(0, math.ceil(share * len(self.rows) - 1e-9))
+        return min(self.prompts, of_epoch - place.index)
 
     def _steps_of(self, prompts: int) -> int:
         """Steps that a rollout of so many prompts is handed out in."""
