@@ -404,8 +404,7 @@ def check_readers(config: Config) -> None:
     """Raise ConfigError for a key that was set and that nothing reads as the config stands."""
     for name, is_read, reason in READERS:
         section, field = name.split(".")
-        default = type(getattr(config, section)).model_fields[field].default
-        if attrgetter(name)(config) != default and not is_read(config):
+        if field in getattr(config, section).own() and not is_read(config):
             raise ConfigError(f"{config.where(name)}: {reason}, or remove it")
 
 
@@ -415,10 +414,8 @@ def fault_of_sections(config: Config) -> tuple[str, str] | None:
     writing = [name for name in s.SECTIONS if METHODS[name].kind == PROMPTS]
     owners = {name: [name] for name in s.SECTIONS} | {"rollout": writing, "rewards": writing}
     for name, its in owners.items():
-        section = getattr(config, name)
-        for field, value in section:
-            if method not in its and value != type(section).model_fields[field].default:
-                return f"{name}.{field}", f"belongs to method: {' or '.join(its)}, not to {method}"
+        if method not in its and (own := getattr(config, name).own()):
+            return f"{name}.{own[0]}", f"belongs to method: {' or '.join(its)}, not to {method}"
     if method == "simpo" and config.simpo.beta is None:
         return "simpo.beta", "method: simpo has no default of it; set 2.0, say"
     if method in s.SECTIONS and config.data.train_on != "assistant":

@@ -361,8 +361,7 @@ class SourceOptions(Options):
 
     @model_serializer
     def _short(self) -> str | dict[str, Any]:
-        fields = type(self).model_fields
-        given = {name: value for name, value in self if value != fields[name].default}
+        given = {name: getattr(self, name) for name in self.own()}
         return self.path if len(given) == 1 else given
 
 

@@ -59,6 +59,11 @@ class Options(BaseModel):
             ours = [fault["msg"] for fault in error.errors() if fault["type"] == OURS]
             raise wrong(ours[0] if ours else _refusal(field, words, value)) from None
 
+    def own(self) -> list[str]:
+        """Names of keys that have another value than their default."""
+        fields = type(self).model_fields
+        return [name for name, value in self if value != fields[name].default]
+
 
 def _words_of(kind: Any, beside: Iterable[object] = ()) -> list[str]:
     """Parts of what a key wants; none of a kind without words. beside: annotations of the type."""
