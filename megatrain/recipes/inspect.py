@@ -250,23 +250,25 @@ def rows_to_evaluate(
     run_dir: Path | None, checkpoint: Path, model: Model, data: object
 ) -> tuple[Config, Rows]:
     """(the config that says how, the rows); arguments as for `evaluate`."""
+    day = None if run_dir is None else day_of(load_config(run_dir / RESOLVED_FILE, of_run=True))
+    expected, others = None, {"data.train": data, **ALL_ROWS}
     if run_dir is None:
         whole: dict[str, Any] = {"model": str(checkpoint), "train": {"seq_len": longest_row(model)}}
         whole |= {"method": "reward"} if is_classifier(model.config) else {}
-        config = load_config(whole, {"data.train": data, **ALL_ROWS})
-        return config, read_rows(config, sighted(model, config, checkpoint))[0]
-    day = day_of(load_config(run_dir / RESOLVED_FILE, of_run=True))
-    if data is not None:
-        config = load_config(run_dir / CONFIG_FILE, {"data.train": data, **ALL_ROWS}, of_run=True)
-        return config, read_rows(config, sighted(model, config, checkpoint), day)[0]
-    config, expected = held_out_by(run_dir, checkpoint)
+        config = load_config(whole, others)
+    elif data is not None:
+        config = load_config(run_dir / CONFIG_FILE, others, of_run=True)
+    else:
+        config, expected = held_out_by(run_dir, checkpoint)
     try:
-        _, rows = read_rows(config, sighted(model, config, checkpoint), day, expected)
+        rows, held_out = read_rows(config, sighted(model, config, checkpoint), day, expected)
     except DataError as error:
+        if data is not None:
+            raise
         raise DataError(f"{error}; or name rows to evaluate on with --data") from error
-    if rows is None:
+    if data is None and held_out is None:
         raise ConfigError(f"{run_dir}: holds no rows out (data.eval: null); name some with --data")
-    return config, rows
+    return config, rows if held_out is None else held_out
 
 
 def held_out_by(run_dir: Path, checkpoint: Path) -> tuple[Config, Expected | None]:

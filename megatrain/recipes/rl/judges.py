@@ -143,7 +143,14 @@ class Judges(AbstractContextManager["Judges"]):
 
     def _ask(self, group: Group) -> list[Answer]:
         """In a thread: what each function answers. Raises RewardError, or counts failures."""
-        call, answers = _call_of(group), list[Answer]()
+        answers, count = list[Answer](), len(group.completions)
+        call = {
+            "prompts": [group.prompt] * count,
+            "completions": group.completions,
+            "completion_ids": group.completion_ids,
+            "columns": {name: [value] * count for name, value in group.columns.items()},
+            "state": {"global_step": group.step},
+        }
         for number, function in enumerate(self.functions):
             answer = self._worker().judge((number, call), self.timeout_s)
             if self._closed:
@@ -151,7 +158,7 @@ class Judges(AbstractContextManager["Judges"]):
             faults = [(0, answer["error"])] if "error" in answer else answer["faults"]
             if faults:
                 self._fail(function, group, *faults[0])
-            answers.append({"rewards": [None] * len(group.completions), **answer})
+            answers.append({"rewards": [None] * count, **answer})
         return answers
 
     def _fail(self, function: str, group: Group, number: int, reason: str) -> None:
@@ -244,18 +251,6 @@ class Worker:
         self.kill()
         self._process.wait()
         self._connection.close()
-
-
-def _call_of(group: Group) -> dict[str, Any]:
-    """A group as `rewarded` wants it."""
-    count = len(group.completions)
-    return {
-        "prompts": [group.prompt] * count,
-        "completions": group.completions,
-        "completion_ids": group.completion_ids,
-        "columns": {name: [value] * count for name, value in group.columns.items()},
-        "state": {"global_step": group.step},
-    }
 
 
 def _when_done(future: Future[list[Answer]]) -> list[Answer]:
