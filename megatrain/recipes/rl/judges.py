@@ -10,8 +10,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
-from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
-from concurrent.futures import TimeoutError as NotYet
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor, wait
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field
 from multiprocessing import Pipe
@@ -115,8 +114,10 @@ class Judges(AbstractContextManager["Judges"]):
     def result(self, key: int) -> Judgement:
         """The judgement of a group that was submitted, once it is there. Raises RewardError."""
         group, logged = self._groups.pop(key), dict[str, list[float]]()
-        judgement = Judgement(group)
-        for found in _when_done(self._parts.pop(key)):
+        judgement, part = Judgement(group), self._parts.pop(key)
+        while not wait([part], 1.0).done:
+            beat()
+        for found in part.result():
             judgement.rewards.append(found["rewards"])
             judgement.extra |= found.get("extra", {})
             for name, values in found.get("metrics", {}).items():
@@ -251,13 +252,6 @@ class Worker:
         self.kill()
         self._process.wait()
         self._connection.close()
-
-
-def _when_done(future: Future[list[Answer]]) -> list[Answer]:
-    while True:
-        beat()
-        with suppress(NotYet):
-            return future.result(1.0)
 
 
 def judges_of(config: Any, log: Path | None = None) -> Judges:
