@@ -96,33 +96,20 @@ def evaluate(
     of_tasks: dict[str, Any] = {"limit": limit, "num_fewshot": num_fewshot}
     of_tasks |= {"include_path": include_path, "apply_chat_template": apply_chat_template or None}
     asked = {name: value for name, value in of_tasks.items() if value is not None}
-    if tasks is None:
-        if asked:
-            option = next(iter(asked)).replace("_", "-")
-            raise ConfigError(f"--{option}: has no effect without --tasks; name some")
-        find_model(model)
-        if data is not None:
-            from megatrain.data.files import check_source
-
-            try:
-                check_source(data)
-            except DataError as error:
-                raise DataError(f"--data: {error}") from error
-    else:
-        asked["names"] = _names_of(tasks, data)
-        find_model(model)
+    names = _names_of(tasks, data, asked)
+    find_model(model)
     from megatrain.recipes import inspect
     from megatrain.recipes.tasks import TaskOptions
     from megatrain.reporting.progress import logging_on
 
-    logging = nullcontext() if tasks else logging_on(console_on(stderr=True))
+    logging = nullcontext() if names else logging_on(console_on(stderr=True))
     with logging, reading(no_verify):
-        found = None
-        if tasks is None:
-            about = inspect.evaluate(model, data, trust_remote_code)
-        else:
-            how = TaskOptions(**asked), "--tasks", trust_remote_code
+        found, about = None, dict[str, Any]()
+        if names:
+            how = TaskOptions(names, **asked), "--tasks", trust_remote_code
             about, found = inspect.evaluate_tasks(model, *how)
+        else:
+            about = inspect.evaluate(model, data, trust_remote_code)
     if as_json:
         print_json(about if found is None else {**about, "results": found.to_dict()})
         return
@@ -132,10 +119,22 @@ def evaluate(
         found.render(console_on())
 
 
-def _names_of(tasks: str, data: str | None) -> tuple[str, ...]:
-    """The names in --tasks. Raises ConfigError if there are none, or they cannot be run."""
+def _names_of(tasks: str | None, data: str | None, asked: dict[str, Any]) -> tuple[str, ...]:
+    """The names in --tasks, if it is given. Raises ConfigError and DataError for options that have
+    no effect together, or name nothing."""
     from megatrain.config.sections import check_lm_eval
+    from megatrain.data.files import check_source
 
+    if tasks is None:
+        if asked:
+            option = next(iter(asked)).replace("_", "-")
+            raise ConfigError(f"--{option}: has no effect without --tasks; name some")
+        try:
+            if data is not None:
+                check_source(data)
+        except DataError as error:
+            raise DataError(f"--data: {error}") from error
+        return ()
     if data is not None:
         raise ConfigError("--data: excludes --tasks, which bring their own rows; remove one")
     names = tuple(dict.fromkeys(filter(None, (name.strip() for name in tasks.split(",")))))
@@ -289,18 +288,15 @@ def generate(
     """
     one_process()
     sampling = {"temperature": temperature, "top_p": top_p, "seed": seed}
-    if system is not None and not system.strip():
-        raise ConfigError("--system: is empty; write something, or leave it out")
-    prompt = _asked(prompt, chat)
+    prompt = _asked(prompt, chat, system)
     find_model(model)
     longest = max_new_tokens or (CHAT_TOKENS if chat else ANSWER_TOKENS)
     given = (model, longest, sampling, system, trust_remote_code, image or ())
-    from megatrain.recipes import inspect
-    from megatrain.recipes.sample import unseen
+    from megatrain.recipes import inspect, sample
     from megatrain.reporting.progress import logging_on
 
     console, live = console_on(stderr=True), sys.stdout.isatty() and not as_json
-    show = type_out if live else unseen
+    show = type_out if live else sample.unseen
     with reading(no_verify), logging_on(console):
         if chat:
             converse(given, prompt, show, as_json, console)
@@ -312,8 +308,10 @@ def generate(
         typer.echo("" if live else answer)
 
 
-def _asked(prompt: str | None, chat: bool) -> str | None:
-    """PROMPT, or what stdin says; None: nothing yet. Raises ConfigError for an empty one."""
+def _asked(prompt: str | None, chat: bool, system: str | None) -> str | None:
+    """PROMPT, or what stdin says; None: nothing yet. Raises ConfigError if one of them is empty."""
+    if system is not None and not system.strip():
+        raise ConfigError("--system: is empty; write something, or leave it out")
     if prompt is None and not chat:
         if sys.stdin.isatty():
             missing = "PROMPT is missing; write it after the model, pipe it in, or add --chat"

@@ -129,7 +129,7 @@ def rewarded(function: Function, call: Mapping[str, Any], loop: asyncio.Runner) 
 
 
 async def _settled(given: Awaitable[Any]) -> Any:
-    """What it comes to, or the error it ends with, so that no frames of the loop are in that."""
+    """The result, or the error that it ends with, so that no frames of the loop are in that."""
     try:
         return await given
     except (Exception, SystemExit) as error:  # noqa: BLE001
