@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
+from rich.console import Console
 
 from megatrain.cli.app import (
     AsJson,
@@ -30,9 +32,6 @@ from megatrain.cli.app import (
 from megatrain.errors import ConfigError, DataError, ModelError, VerificationError
 from megatrain.reporting.streams import Lasting, console_on, result_stream
 from megatrain.reporting.summary import human_seconds
-
-if TYPE_CHECKING:
-    from rich.console import Console
 
 ANSWER_TOKENS, CHAT_TOKENS = 128, 1024  # longest answers by default
 
@@ -97,61 +96,52 @@ def evaluate(
     of_tasks: dict[str, Any] = {"limit": limit, "num_fewshot": num_fewshot}
     of_tasks |= {"include_path": include_path, "apply_chat_template": apply_chat_template or None}
     asked = {name: value for name, value in of_tasks.items() if value is not None}
-    if tasks is not None:
-        _run_tasks(model, data, tasks, asked, as_json, no_verify, trust_remote_code)
-        return
-    if asked:
-        option = next(iter(asked)).replace("_", "-")
-        raise ConfigError(f"--{option}: has no effect without --tasks; name some")
+    names = _names_of(tasks, data, asked)
     find_model(model)
-    if data is not None:
-        from megatrain.data.files import check_source
-
-        try:
-            check_source(data)
-        except DataError as error:
-            raise DataError(f"--data: {error}") from error
     from megatrain.recipes import inspect
+    from megatrain.recipes.tasks import TaskOptions
     from megatrain.reporting.progress import logging_on
 
-    with logging_on(console_on(stderr=True)), reading(no_verify):
-        result = inspect.evaluate(model, data, trust_remote_code)
+    logging = nullcontext() if names else logging_on(console_on(stderr=True))
+    with logging, reading(no_verify):
+        found, about = None, dict[str, Any]()
+        if names:
+            how = TaskOptions(names, **asked), "--tasks", trust_remote_code
+            about, found = inspect.evaluate_tasks(model, *how)
+        else:
+            about = inspect.evaluate(model, data, trust_remote_code)
     if as_json:
-        print_json(result)
+        print_json(about if found is None else {**about, "results": found.to_dict()})
         return
-    for name, value in result.items():
+    for name, value in about.items():
         typer.echo(f"{name}: {value:.6g}" if isinstance(value, float) else f"{name}: {value}")
+    if found is not None:
+        found.render(console_on())
 
 
-def _run_tasks(
-    model: str,
-    data: str | None,
-    tasks: str,
-    asked: dict[str, Any],
-    as_json: bool,
-    no_verify: bool,
-    trust_remote_code: bool,
-) -> None:
+def _names_of(tasks: str | None, data: str | None, asked: dict[str, Any]) -> tuple[str, ...]:
+    """The names in --tasks, if it is given. Raises ConfigError and DataError for options that have
+    no effect together, or name nothing."""
     from megatrain.config.sections import check_lm_eval
+    from megatrain.data.files import check_source
 
+    if tasks is None:
+        if asked:
+            option = next(iter(asked)).replace("_", "-")
+            raise ConfigError(f"--{option}: has no effect without --tasks; name some")
+        try:
+            if data is not None:
+                check_source(data)
+        except DataError as error:
+            raise DataError(f"--data: {error}") from error
+        return ()
     if data is not None:
         raise ConfigError("--data: excludes --tasks, which bring their own rows; remove one")
     names = tuple(dict.fromkeys(filter(None, (name.strip() for name in tasks.split(",")))))
     if not names:
         raise ConfigError("--tasks: names no task; `lm-eval ls tasks` lists them")
     check_lm_eval("--tasks")
-    find_model(model)
-    from megatrain.recipes import inspect
-    from megatrain.recipes.tasks import TaskOptions
-
-    with reading(no_verify):
-        options = TaskOptions(names, **asked)
-        about, found = inspect.evaluate_tasks(model, options, "--tasks", trust_remote_code)
-    if as_json:
-        print_json({**about, "results": found.to_dict()})
-    else:
-        typer.echo("\n".join(f"{name}: {value}" for name, value in about.items()))
-        found.render(console_on())
+    return names
 
 
 @app.command()
@@ -298,24 +288,30 @@ def generate(
     """
     one_process()
     sampling = {"temperature": temperature, "top_p": top_p, "seed": seed}
-    if system is not None and not system.strip():
-        raise ConfigError("--system: is empty; write something, or leave it out")
-    prompt = _asked(prompt, chat)
+    prompt = _asked(prompt, chat, system)
     find_model(model)
     longest = max_new_tokens or (CHAT_TOKENS if chat else ANSWER_TOKENS)
     given = (model, longest, sampling, system, trust_remote_code, image or ())
+    from megatrain.recipes import inspect, sample
     from megatrain.reporting.progress import logging_on
 
     console, live = console_on(stderr=True), sys.stdout.isatty() and not as_json
+    show = type_out if live else sample.unseen
     with reading(no_verify), logging_on(console):
         if chat:
-            converse(given, prompt, live, as_json, console)
-        else:
-            answer_once(given, str(prompt), live, as_json)
+            converse(given, prompt, show, as_json, console)
+            return
+        answer = inspect.generate(str(prompt), *given, show=show)
+    if as_json:
+        print_json({"prompt": prompt, "answer": answer})
+    else:
+        typer.echo("" if live else answer)
 
 
-def _asked(prompt: str | None, chat: bool) -> str | None:
-    """PROMPT, or what stdin says; None: nothing yet. Raises ConfigError for an empty one."""
+def _asked(prompt: str | None, chat: bool, system: str | None) -> str | None:
+    """PROMPT, or what stdin says; None: nothing yet. Raises ConfigError if one of them is empty."""
+    if system is not None and not system.strip():
+        raise ConfigError("--system: is empty; write something, or leave it out")
     if prompt is None and not chat:
         if sys.stdin.isatty():
             missing = "PROMPT is missing; write it after the model, pipe it in, or add --chat"
@@ -326,27 +322,20 @@ def _asked(prompt: str | None, chat: bool) -> str | None:
     return prompt
 
 
-def answer_once(given: tuple[Any, ...], prompt: str, live: bool, as_json: bool) -> None:
-    """Print the answer to a prompt. given: arguments of `inspect.generate`."""
-    from megatrain.recipes import inspect
-
-    answer = inspect.generate(prompt, *given, show=type_out if live else None)
-    if as_json:
-        print_json({"prompt": prompt, "answer": answer})
-    else:
-        typer.echo("" if live else answer)
-
-
 def converse(
-    given: tuple[Any, ...], first: str | None, live: bool, as_json: bool, console: Console
+    given: tuple[Any, ...],
+    first: str | None,
+    show: Callable[[str], None],
+    as_json: bool,
+    console: Console,
 ) -> None:
-    """Answer lines of stdin until it ends. given: arguments of `open_chat`.
+    """Answer lines of stdin until it ends. given: arguments of `open_chat`. show: gets an answer
+    as it grows.
 
     On a terminal a turn that cannot be asked is passed over with its error; elsewhere it ends the
     chat, as later lines may build on it. Answers go to stdout, all else to stderr.
     """
     from megatrain.recipes.chat import open_chat
-    from megatrain.recipes.sample import unseen
 
     asks = sys.stdin.isatty()
 
@@ -358,17 +347,16 @@ def converse(
             note("Ctrl-D ends the chat")
         for line in _lines(first, asks):
             try:
-                reply = chat.answer(line, type_out if live else unseen)
+                reply = chat.answer(line, show)
             except (ConfigError, ModelError) as error:
                 if not asks:
                     raise
                 note(f"error: {error}")
                 continue
             if as_json:
-                about = {"tokens": reply.tokens, "seconds": reply.seconds, "ended": reply.ended}
-                print_json({"prompt": line, "answer": reply.text, **about}, indent=None)
+                print_json({"prompt": line, **vars(reply)}, indent=None)
             else:
-                typer.echo("" if live else reply.text)
+                typer.echo("" if show is type_out else reply.answer)
             rate = f"{reply.tokens / (reply.seconds or 1.0):.1f} tokens/s"
             cut = ", cut (--max-new-tokens)" if reply.ended == "length" else ""
             note(f"{reply.tokens:,} tokens in {human_seconds(reply.seconds)}, {rate}{cut}")
@@ -382,20 +370,13 @@ def _lines(first: str | None, asks: bool) -> Iterator[str]:
     if first is not None:
         yield first.strip()
     try:
-        for line in iter(_typed, None) if asks else sys.stdin:
+        for line in iter(lambda: input("> "), None) if asks else sys.stdin:
             if line.strip():
                 yield line.strip()
+    except EOFError:  # Ctrl-D
+        typer.echo("")
     except UnicodeDecodeError:
         raise ConfigError("stdin: is no UTF-8 text; convert it") from None
-
-
-def _typed() -> str | None:
-    """A line typed at a terminal; None at Ctrl-D."""
-    try:
-        return input("> ")
-    except EOFError:
-        typer.echo("")
-        return None
 
 
 @app.command()

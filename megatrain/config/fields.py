@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from operator import attrgetter
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 from pydantic import Field, PrivateAttr, ValidationError, model_validator
 
@@ -39,47 +39,47 @@ class DataOptions(Options):
     )
     format: v.Format = key("auto", "Row format; auto finds it from the columns.")
     train_on: v.TrainOn = key("assistant", "Loss on the assistant's turns, or on everything.")
-    prompts: v.Prompts = key(
+    prompts: Literal["text", "chat", "alpaca"] = key(
         "text",
         "Rows of two texts, prompt and completion: text trains them as they are, chat makes a "
         "question and an answer of them; alpaca is text, and has rows of instruction and output in "
         "the Stanford Alpaca prompt, though the model has a chat template.",
     )
-    packing: v.FlagOrAuto = key(
+    packing: bool | v.Auto = key(
         "auto",
         "sft: pack examples into sequences of seq_len tokens, with attention masked between them; "
         "auto: on CUDA, up to 4,096 tokens, if the model allows it.",
     )
-    truncation_mode: v.Truncation = key(
+    truncation_mode: Literal["keep_start", "keep_end", "context", "drop"] = key(
         "keep_start",
         "Rows longer than seq_len: keep_start and keep_end cut them, context leaves out the system "
         "prompt, then the oldest turns, drop leaves them out; texts are split. reward has drop "
         "unless it is set.",
     )
     on_bad_row: v.BadRow = key("refuse", "Stop at a broken row, or skip and count it.")
-    split: v.TextOrNull = key(
+    split: v.Text | None = key(
         None,
         "Split of data.train, if it is a data set or a folder that has splits; null: train, or the "
         "only one.",
     )
-    date: v.DayOrAuto = key(
+    date: v.Day | v.Auto = key(
         "auto", "Date that chat templates are told; auto: of the run's first start."
     )
-    text_field: v.TextOrNull = key(None, "Column that holds plain text; null finds it.")
-    chat_template: v.TextOrNull = key(
+    text_field: v.Text | None = key(None, "Column that holds plain text; null finds it.")
+    chat_template: v.Text | None = key(
         None,
         "Chat template: chatml, llama3, gemma, phi3, mistral, alpaca, or a file; null: the "
         "tokenizer's own.",
     )
-    columns: v.ColumnsOrNull = key(
+    columns: v.Columns | None = key(
         None, "Columns of other names, ours first: {prompt: question, completion: answer}."
     )
-    processes: v.CountOrAuto = key(
+    processes: v.Count | v.Auto = key(
         "auto",
         "Processes that tokenise a set of more than a thousand rows; auto: one for each core, "
         "16 at most.",
     )
-    streaming: v.Flag = key(
+    streaming: bool = key(
         False,
         "Train on the first rows of a set while later ones are tokenised, shuffled within windows "
         "of 50,000 rows; needs train.max_steps.",
@@ -89,22 +89,24 @@ class DataOptions(Options):
 class TrainOptions(Options):
     """Size, number, learning rate and evaluation of the steps."""
 
-    tokens_per_step: v.CountOrNull = key(
+    tokens_per_step: v.Count | None = key(
         DEFAULT_TOKENS_PER_STEP,
         "Tokens of one optimizer step, without padding. Excludes rows_per_step.",
     )
-    rows_per_step: v.CountOrNull = key(None, "Rows of one step. Excludes tokens_per_step.")
-    micro_batch_tokens: v.CountOrAuto = option("micro_batch_tokens")
-    groups: v.CountOrAuto = option("groups")
-    head_chunk_tokens: v.CountOrAuto = option("head_chunk_tokens")
-    layer_chunk_tokens: v.CountAutoOrNull = option("layer_chunk_tokens")
-    retained: v.NumberOrAuto = option("retained")
-    cheap_retention: v.FlagOrAuto = option("cheap_retention")
+    rows_per_step: v.Count | None = key(None, "Rows of one step. Excludes tokens_per_step.")
+    micro_batch_tokens: v.Count | v.Auto = option("micro_batch_tokens")
+    groups: v.Count | v.Auto = option("groups")
+    head_chunk_tokens: v.Count | v.Auto = option("head_chunk_tokens")
+    layer_chunk_tokens: v.Count | v.Auto | None = option("layer_chunk_tokens")
+    retained: v.Number | v.Auto = option("retained")
+    cheap_retention: bool | v.Auto = option("cheap_retention")
     seq_len: v.SequenceLength = key(
         4096, "Longest row in tokens; longer texts are split, other rows cut."
     )
-    epochs: v.PositiveOrNull = key(1.0, "Passes over the data; null: max_steps alone ends the run.")
-    max_steps: v.CountOrNull = key(None, "Optimizer steps. With epochs, whichever ends first.")
+    epochs: v.Positive | None = key(
+        1.0, "Passes over the data; null: max_steps alone ends the run."
+    )
+    max_steps: v.Count | None = key(None, "Optimizer steps. With epochs, whichever ends first.")
     learning_rate: v.Positive = key(
         RATE,
         "Peak learning rate; methods of preferences have 1e-6 unless it is set, and reward 1e-4.",
@@ -114,13 +116,13 @@ class TrainOptions(Options):
         0.03, "Below 1 a share of all steps, else steps. Step i of w has i/w."
     )
     min_lr_ratio: v.Fraction = key(0.0, "Final learning rate divided by the peak.")
-    decay: v.FractionOrNull = key(
+    decay: v.PositiveShare | None = key(
         None, "wsd only: share of all steps in which the rate falls; 0.2 by default."
     )
     max_grad_norm: v.ClipNorm = key(
         1.0, "Global gradient norm to clip to; null does not clip and saves 2 bytes per parameter."
     )
-    router_aux_loss_coef: v.NotNegativeOrAuto = key(
+    router_aux_loss_coef: v.NotNegative | v.Auto = key(
         "auto",
         "Weight of the routers' balancing loss over a step, which is then one group; 0: none; "
         "auto: 0.001 if transformers has that loss for the model, whatever config.json says.",
@@ -130,7 +132,7 @@ class TrainOptions(Options):
         "GPUs of a host that share every sequence, a piece each, for long rows; divides their "
         "number. sft and pretrain, of models whose tokens meet in attention alone.",
     )
-    wire: v.Wire = key(
+    wire: Literal["float32", "bfloat16"] = key(
         "float32",
         "Of several hosts: dtype in which sums of gradients cross the network. bfloat16 halves "
         "their bytes: each host's sum is rounded once, and they are added in float32.",
@@ -140,13 +142,13 @@ class TrainOptions(Options):
         "Tensors not to train: names as in the model's folder, or globs; null: none, but where "
         "images are read what sees, except its projector.",
     )
-    eval_every: v.CountOrNull = key(
+    eval_every: v.Count | None = key(
         100, "Steps between evaluations; null evaluates only before and after the run."
     )
-    eval_rows: v.CountOrNull = key(None, "Largest number of held-out rows per evaluation.")
+    eval_rows: v.Count | None = key(None, "Largest number of held-out rows per evaluation.")
     log_every: v.Count = key(1, "Steps between terminal lines; metrics.jsonl has every step.")
     seed: v.Seed = key(0, "Seed of shuffling, dropout and random weights.")
-    deterministic: v.Flag = key(False, "Bit-identical repeats on CUDA, but slower.")
+    deterministic: bool = key(False, "Bit-identical repeats on CUDA, but slower.")
 
     @model_validator(mode="before")
     @classmethod
@@ -187,28 +189,30 @@ class OptimizerOptions(Options):
     """The optimizer and its hyper-parameters."""
 
     name: v.OptimizerName = key("adamw", "Optimizer.")
-    moments: v.Moments = key(
+    moments: Literal["auto", "float32", "bfloat16", "int8"] = key(
         "auto",
         "adamw, lion: type of the moments, which take 4, 2 or 1 bytes each per parameter; bfloat16 "
         "and int8 use stochastic rounding; auto: float32.",
     )
-    betas: v.BetasOrAuto = key(
+    betas: v.Betas | v.Auto = key(
         "auto",
         "Decay rates of the moments; auto: adamw and muon's AdamW [0.9, 0.999], lion [0.9, 0.99].",
     )
-    eps: v.PositiveOrAuto = key("auto", "Added to the root of the second moment; auto: adamw 1e-8.")
+    eps: v.Positive | v.Auto = key(
+        "auto", "Added to the root of the second moment; auto: adamw 1e-8."
+    )
     weight_decay: v.NotNegative = key(
         0.0, "Decoupled; on what transformers' Trainer lets decay: no norm, no bias."
     )
-    momentum: v.BetaOrAuto = key("auto", "muon: decay rate of the momentum; auto: 0.95.")
-    nesterov: v.FlagOrAuto = key("auto", "muon: Nesterov's momentum; auto: true.")
-    ns_steps: v.CountOrAuto = key("auto", "muon: Newton-Schulz iterations; auto: 5.")
-    adjust_lr_fn: v.AdjustLr = key(
+    momentum: v.Beta | v.Auto = key("auto", "muon: decay rate of the momentum; auto: 0.95.")
+    nesterov: bool | v.Auto = key("auto", "muon: Nesterov's momentum; auto: true.")
+    ns_steps: v.Count | v.Auto = key("auto", "muon: Newton-Schulz iterations; auto: 5.")
+    adjust_lr_fn: Literal["auto", "match_rms_adamw", "original"] = key(
         "auto",
         "muon: how a matrix's shape scales its learning rate; auto: match_rms_adamw, for which "
         "AdamW's rates are right.",
     )
-    adamw_lr: v.PositiveOrAuto = key(
+    adamw_lr: v.Positive | v.Auto = key(
         "auto",
         "muon: peak rate of embedding, head, norms and biases, which AdamW updates; auto: "
         "train.learning_rate.",
@@ -250,15 +254,15 @@ class Config(Options):
         "matmuls in fp8; float32 in fp32; auto: by the hardware, never fp8.",
     )
     attention: v.Attention = key("auto", "auto: the fastest that is correct for the model family.")
-    compile: v.Compile = key(
+    compile: bool | Literal["loss"] | v.Auto = key(
         "auto",
         "torch.compile layers and loss (needs a C compiler), or the loss alone; auto, on CUDA: "
         "both where all rows have one length, as in pretrain, and layers take no kernels of other "
         "packages (fla, mamba-ssm), else the loss.",
     )
-    threads: v.CountOrAuto = option("update_threads")
-    device: v.Device = key("auto", "auto: CUDA where there is a GPU.")
-    gpus: v.CountOrAuto = key(
+    threads: v.Count | v.Auto = option("update_threads")
+    device: Literal["auto", "cpu", "cuda"] = key("auto", "auto: CUDA where there is a GPU.")
+    gpus: v.Count | v.Auto = key(
         "auto",
         "GPUs of this host that train together; auto: all that are visible, but no more than "
         "train.rows_per_step has rows for. Launchers such as torchrun say it themselves.",
@@ -266,14 +270,14 @@ class Config(Options):
     track: v.Trackers = key(
         (), "Experiment trackers that get every line of metrics.jsonl, the config and the plan."
     )
-    hang_timeout: v.CountOrNull = key(
+    hang_timeout: v.Count | None = key(
         600,
         "Seconds, at least three planned steps, in which nothing moves before a run shows every "
         "thread's stack and ends with exit code 1; null: never. Until the run is planned, "
         "computing, reading and writing count as moving.",
     )
     output: v.FolderPath = key(Path("runs/my-first"), "Run folder.")
-    sample_prompt: v.TextOrNull = key(
+    sample_prompt: v.Text | None = key(
         None, "Prompt that the summary at the end answers; null takes a held-out row."
     )
 
@@ -400,8 +404,7 @@ def check_readers(config: Config) -> None:
     """Raise ConfigError for a key that was set and that nothing reads as the config stands."""
     for name, is_read, reason in READERS:
         section, field = name.split(".")
-        default = type(getattr(config, section)).model_fields[field].default
-        if attrgetter(name)(config) != default and not is_read(config):
+        if field in getattr(config, section).own() and not is_read(config):
             raise ConfigError(f"{config.where(name)}: {reason}, or remove it")
 
 
@@ -411,10 +414,8 @@ def fault_of_sections(config: Config) -> tuple[str, str] | None:
     writing = [name for name in s.SECTIONS if METHODS[name].kind == PROMPTS]
     owners = {name: [name] for name in s.SECTIONS} | {"rollout": writing, "rewards": writing}
     for name, its in owners.items():
-        section = getattr(config, name)
-        for field, value in section:
-            if method not in its and value != type(section).model_fields[field].default:
-                return f"{name}.{field}", f"belongs to method: {' or '.join(its)}, not to {method}"
+        if method not in its and (own := getattr(config, name).own()):
+            return f"{name}.{own[0]}", f"belongs to method: {' or '.join(its)}, not to {method}"
     if method == "simpo" and config.simpo.beta is None:
         return "simpo.beta", "method: simpo has no default of it; set 2.0, say"
     if method in s.SECTIONS and config.data.train_on != "assistant":

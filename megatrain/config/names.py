@@ -184,16 +184,12 @@ RIVALS: tuple[tuple[tuple[Key, ...], ...], ...] = (
 )
 
 
-def _refused() -> dict[str, Refusal]:
-    table: dict[str, Refusal] = {}
-    for reason, names in _SAID["refused"].items():
-        table |= of_each(names, Refusal(reason))
-    for names, (reason, *harmless) in _SAID["unless"].items():
-        table |= of_each(names, Refusal(reason, (None, *harmless)))
-    return table | {name: replace(table[name], teaches=True) for name in _SAID["teaches"].split()}
-
-
-REFUSED = _refused()
+REFUSED: dict[str, Refusal] = {}
+for _reason, _names in _SAID["refused"].items():
+    REFUSED |= of_each(_names, Refusal(_reason))
+for _names, (_reason, *_harmless) in _SAID["unless"].items():
+    REFUSED |= of_each(_names, Refusal(_reason, (None, *_harmless)))
+REFUSED |= {name: replace(REFUSED[name], teaches=True) for name in _SAID["teaches"].split()}
 
 
 def refusal_of(name: str) -> Refusal | None:

@@ -7,7 +7,7 @@ method's loss (`megatrain.losses.LOSSES`).
 from __future__ import annotations
 
 from importlib.util import find_spec
-from typing import Annotated, Any, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import (
     ConfigDict,
@@ -22,7 +22,7 @@ from pydantic import (
 )
 
 from megatrain.config import values as v
-from megatrain.config.values import Options, did_you_mean, key, option, refuse, shown, wanted, wrong
+from megatrain.config.values import Options, did_you_mean, key, option, refuse, shown, wrong
 from megatrain.errors import ConfigError
 
 
@@ -43,12 +43,12 @@ class ModelOptions(Options):
         None, "Folder with the shape (config.json) and the tokenizer; the weights are random."
     )
     init: v.Init = key("pretrained", "pretrained reads weights; random draws them from the seed.")
-    revision: v.TextOrNull = key(None, "Branch, tag or commit on the hub.")
-    images: v.FlagOrAuto = key(
+    revision: v.Text | None = key(None, "Branch, tag or commit on the hub.")
+    images: bool | v.Auto = key(
         "auto",
         "Read images, and load what the model sees with; auto: if one of the first rows has some.",
     )
-    trust_remote_code: v.Flag = key(
+    trust_remote_code: bool = key(
         False,
         "Run code that comes with the weights; in a file it counts once a command on this machine "
         "has said so for this model.",
@@ -81,11 +81,9 @@ class ModelOptions(Options):
 
 
 NEARER = "How strongly the model is held to the reference; higher stays nearer."
-_Smoothing = Annotated[
-    Annotated[float, Field(ge=0, lt=0.5)], wanted("a number from 0 to below 0.5")
-]
-_Range = Annotated[tuple[float, float] | None, wanted("two numbers, or null", v.as_tuple)]
-_Weights = Annotated[tuple[float, ...] | None, wanted("a list of numbers, or null", v.as_tuple)]
+_Smoothing = Annotated[float, Field(ge=0, lt=0.5), "a number from 0 to below 0.5"]
+_Range = Annotated[tuple[float, float], v.FROM_LIST, "two numbers"]
+_Weights = Annotated[tuple[float, ...], v.FROM_LIST, "a list of numbers"]
 
 
 class DpoOptions(Options):
@@ -98,7 +96,7 @@ class DpoOptions(Options):
         "robust, bco_pair, sppo_hard, aot, aot_unpaired, apo_zero, apo_down, discopop, sft, "
         "sigmoid_norm.",
     )
-    loss_weights: _Weights = key(None, "Weight of each loss of a list; null: 1 each.")
+    loss_weights: _Weights | None = key(None, "Weight of each loss of a list; null: 1 each.")
     label_smoothing: _Smoothing = key(
         0.0, "Share of preferences that are wrong, for robust, exo_pair, aot and aot_unpaired."
     )
@@ -114,7 +112,7 @@ class OrpoOptions(Options):
 class SimpoOptions(Options):
     """Simple preference optimisation: pairs of answers, no reference."""
 
-    beta: v.PositiveOrNull = key(
+    beta: v.Positive | None = key(
         None, "Scale of rewards, which are means over tokens. Required; 2.0 to 2.5 in the paper."
     )
     simpo_gamma: v.NotNegative = key(0.5, "Margin that is wanted between rewards.")
@@ -140,27 +138,24 @@ class KtoOptions(Options):
 class RewardOptions(Options):
     """A reward model, which scores answers: pairs of them, of which one should score higher."""
 
-    center_rewards_coefficient: v.PositiveOrNull = key(
+    center_rewards_coefficient: v.Positive | None = key(
         None, "Weight of the squared sum of a pair's scores, which holds them near 0; null: none."
     )
-
-
-_Group = Annotated[v.Count, Field(ge=2)]
 
 
 class PolicyOptions(Options):
     """Answers that the model writes, several to a prompt, and functions that reward them."""
 
-    num_generations: _Group = key(8, "Answers to each prompt: a group.")
+    num_generations: v.Group = key(8, "Answers to each prompt: a group.")
     max_completion_length: v.Count = key(256, "Longest answer in tokens.")
     num_iterations: v.Count = key(1, "Times that the answers of a rollout are trained on.")
     beta: v.NotNegative = key(
         0.0, "Weight of the divergence from a reference model. Not built yet: 0."
     )
     epsilon: v.Positive = key(0.2, "How far a ratio may fall below 1, or rise above it.")
-    epsilon_high: v.PositiveOrNull = key(None, "How far it may rise above 1; null: epsilon.")
-    mask_truncated_completions: v.Flag = key(False, "Leave answers without an end out of the loss.")
-    dynamic_sampling: v.Flag = key(
+    epsilon_high: v.Positive | None = key(None, "How far it may rise above 1; null: epsilon.")
+    mask_truncated_completions: bool = key(False, "Leave answers without an end out of the loss.")
+    dynamic_sampling: bool = key(
         False,
         "Answer further prompts in place of those whose answers have equal rewards, up to "
         "three times as many.",
@@ -171,14 +166,14 @@ class GrpoOptions(PolicyOptions):
     """Group relative policy optimisation and its kin."""
 
     loss_type: v.PolicyLoss = key("dapo", "dapo, bnpo, grpo, dr_grpo or cispo.")
-    delta: v.PositiveOrNull = key(None, "Largest ratio of answers that did badly; null: any.")
-    importance_sampling_level: v.RatioLevel = key(
+    delta: v.Positive | None = key(None, "Largest ratio of answers that did badly; null: any.")
+    importance_sampling_level: Literal["token", "sequence"] = key(
         "token", "Ratios of each token, or (GSPO) of whole answers."
     )
-    off_policy_mask_threshold: v.PositiveOrNull = key(
+    off_policy_mask_threshold: v.Positive | None = key(
         None, "Divergence above which an answer that did badly is left out; null: none is."
     )
-    importance_sampling_correction: v.Flag = key(
+    importance_sampling_correction: bool = key(
         True, "Weigh by the ratio of the trainer's to the sampler's probabilities."
     )
     importance_sampling_mode: v.RatioMode = key(
@@ -186,10 +181,10 @@ class GrpoOptions(PolicyOptions):
         "Ratios of tokens or of whole answers; above the limit mask leaves out, truncate cuts.",
     )
     importance_sampling_clip_max: v.Positive = key(3.0, "That limit.")
-    scale_rewards: v.ScaleRewards = key(
+    scale_rewards: Literal["group", "batch", "none"] = key(
         "group", "Divide by the deviation of a group's rewards, of all rewards, or by none."
     )
-    multi_objective_aggregation: v.Aggregation = key(
+    multi_objective_aggregation: Literal["sum_then_normalize", "normalize_then_sum"] = key(
         "sum_then_normalize", "Of several reward functions."
     )
 
@@ -197,9 +192,9 @@ class GrpoOptions(PolicyOptions):
 class RlooOptions(PolicyOptions):
     """REINFORCE whose baseline is the mean of the prompt's other answers."""
 
-    num_generations: _Group = key(2, "Answers to each prompt: a group.")
-    normalize_advantages: v.Flag = key(False, "Scale the advantages of a rollout to deviation 1.")
-    reward_clip_range: _Range = key(None, "Lowest and highest reward; null: any.")
+    num_generations: v.Group = key(2, "Answers to each prompt: a group.")
+    normalize_advantages: bool = key(False, "Scale the advantages of a rollout to deviation 1.")
+    reward_clip_range: _Range | None = key(None, "Lowest and highest reward; null: any.")
 
 
 class RolloutOptions(Options):
@@ -210,9 +205,11 @@ class RolloutOptions(Options):
     )
     steps_per_generation: v.Count = key(1, "Optimizer steps into which a rollout is cut.")
     temperature: v.Positive = key(1.0, "Divides logits, in writing as in training.")
-    top_p: v.PositiveOrNull = key(None, "Draw among the likeliest with this probability together.")
-    top_k: v.CountOrNull = key(None, "Draw among so many of the likeliest.")
-    min_p: v.FractionOrNull = key(None, "Draw among those with this share of the likeliest's.")
+    top_p: v.Positive | None = key(None, "Draw among the likeliest with this probability together.")
+    top_k: v.Count | None = key(None, "Draw among so many of the likeliest.")
+    min_p: v.PositiveShare | None = key(
+        None, "Draw among those with this share of the likeliest's."
+    )
     eval_generations: v.Count = key(
         1, "Answers to each held-out prompt: one is the likeliest, several are drawn."
     )
@@ -224,10 +221,10 @@ class RewardsOptions(Options):
     functions: v.Functions = key(
         (), "Functions, each as FILE.py:NAME, with TRL's signature; the file beside this one."
     )
-    reward_weights: _Weights = key(None, "Weight of each function; null: 1 each.")
+    reward_weights: _Weights | None = key(None, "Weight of each function; null: 1 each.")
     timeout_s: v.Positive = key(60.0, "Seconds that one call may take.")
-    processes: v.CountOrAuto = key("auto", "Processes that judge; auto: cores, 8 at most.")
-    on_bad_reward: v.BadReward = key(
+    processes: v.Count | v.Auto = key("auto", "Processes that judge; auto: cores, 8 at most.")
+    on_bad_reward: Literal["refuse", "none"] = key(
         "refuse", "Stop at a function that fails, or count what it judged as None."
     )
 
@@ -247,30 +244,30 @@ SECTIONS: dict[str, type[Options]] = {
 class MemoryOptions(Options):
     """Budgets of the memory tiers, and what is placed on which."""
 
-    gpu: v.SizeOrAuto = key("auto", "GPU memory to use, such as 70GiB; auto: all that is free.")
-    host: v.SizeOrAuto = key(
+    gpu: v.Size | v.Auto = key("auto", "GPU memory to use, such as 70GiB; auto: all that is free.")
+    host: v.Size | v.Auto = key(
         "auto", "Host RAM to use, such as 120GiB; auto: what the machine or its container has."
     )
-    resident: v.NumberOrAuto = option("resident")
-    replicated: v.NumberOrAuto = option("replicated")
-    offload_activations: v.FlagOrAuto = option("offload_activations")
-    retained_on_host: v.NumberOrAuto = option("retained_on_host")
-    second_backward: v.FlagOrAuto = option("second_backward")
-    sums_on_device: v.NumberOrAuto = option("sums_on_device")
-    activations: v.Activations = key(
+    resident: v.Number | v.Auto = option("resident")
+    replicated: v.Number | v.Auto = option("replicated")
+    offload_activations: bool | v.Auto = option("offload_activations")
+    retained_on_host: v.Number | v.Auto = option("retained_on_host")
+    second_backward: bool | v.Auto = option("second_backward")
+    sums_on_device: v.Number | v.Auto = option("sums_on_device")
+    activations: Literal["none", "int8", "int6", "int4"] = key(
         "none",
         "Codec of recomputed layers' activation checkpoints: int8 takes 52% of bf16's bytes, int6 "
         "39%, int4 28%. The loss stays exact, gradients are near; with none they are exact.",
     )
-    nvme: v.FoldersOrNull = key(
+    nvme: v.Folders | None = key(
         None,
         "Folder on NVMe, or folders on several drives, for what host RAM lacks room for; or null.",
     )
-    nvme_size: v.SizeOrAuto = key(
+    nvme_size: v.Size | v.Auto = key(
         "auto", "NVMe space to use, such as 800GiB; auto: all that is free."
     )
-    nvme_blocks: v.NumberOrAuto = option("nvme_blocks")
-    transport: v.Transport = key(
+    nvme_blocks: v.Number | v.Auto = option("nvme_blocks")
+    transport: Literal["auto", "gather", "read"] = key(
         "auto",
         "How weights in host RAM come to several GPUs: each uploads its share and they gather the "
         "rest, or all read the host's one copy; the result is the same. auto: read where GPUs do "
@@ -281,16 +278,16 @@ class MemoryOptions(Options):
 class EconomyOptions(Options):
     """Prices and power, for the costs that a plan and a run show. No price is assumed."""
 
-    price_per_hour: v.PositiveOrNull = key(
+    price_per_hour: v.Positive | None = key(
         None, "Price of the whole machine for an hour; null shows no cost."
     )
-    price_per_kwh: v.PositiveOrNull = key(None, "Price of electricity, if paid on top of that.")
+    price_per_kwh: v.Positive | None = key(None, "Price of electricity, if paid on top of that.")
     currency: v.Text = key("USD", "Currency of the prices; only shown.")
-    gpu_power_w: v.PositiveOrNull = key(
+    gpu_power_w: v.Positive | None = key(
         None,
         "Watts that the GPU draws; null: measured in a run, a share of the data sheet's in a plan.",
     )
-    host_power_w: v.PositiveOrNull = key(
+    host_power_w: v.Positive | None = key(
         None,
         "Watts of everything but the GPU; null: what the processors' counters show, if readable.",
     )
@@ -303,23 +300,23 @@ MAX_NEW_TOKENS = 128
 class CheckpointOptions(Options):
     """Times at which the run is saved, and what is kept."""
 
-    every: v.CountOrNull = key(
+    every: v.Count | None = key(
         200, "Steps between checkpoints; the last step is always kept. null saves only at the end."
     )
     keep: v.Count = key(
         2,
         "Newest checkpoints that stay on disk, besides the best, which is saved at any evaluation.",
     )
-    patience: v.CountOrNull = key(
+    patience: v.Count | None = key(
         None, "Evaluations without a better figure that end the run; null: it goes on."
     )
     metric: v.Text = key(
         EVAL_LOSS, "Figure of an evaluation by which it is the best, as metrics.jsonl names it."
     )
-    greater_is_better: v.FlagOrAuto = key(
+    greater_is_better: bool | v.Auto = key(
         "auto", "Of that figure; auto: unless its name ends with loss."
     )
-    final: v.Final = key(
+    final: Literal["model", "full", "none"] = key(
         "model",
         "final/ at the end: model, ready to upload; full, with the state to train on; or none.",
     )
@@ -358,14 +355,13 @@ class SourceOptions(Options):
     """One of several sources. A bare text is short for `{path: text}`."""
 
     path: v.Source
-    weight: v.PositiveOrNull = key(None, "Share of an epoch's rows, relative to other weights.")
-    split: v.TextOrNull = key(None, "Split of this source; null: data.split.")
+    weight: v.Positive | None = key(None, "Share of an epoch's rows, relative to other weights.")
+    split: v.Text | None = key(None, "Split of this source; null: data.split.")
     format: v.Format = key("auto", "Row format of this source; auto: data.format.")
 
     @model_serializer
     def _short(self) -> str | dict[str, Any]:
-        fields = type(self).model_fields
-        given = {name: value for name, value in self if value != fields[name].default}
+        given = {name: getattr(self, name) for name in self.own()}
         return self.path if len(given) == 1 else given
 
 

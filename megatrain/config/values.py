@@ -7,35 +7,89 @@ import os
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from datetime import date
-from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, Literal, NoReturn, get_args
+from types import NoneType, UnionType
+from typing import Annotated, Any, Literal, NoReturn, Union, get_args, get_origin
 
 from pydantic import (
     AfterValidator,
     BaseModel,
+    BeforeValidator,
     ConfigDict,
     Field,
-    GetCoreSchemaHandler,
     ValidationError,
-    WrapValidator,
+    ValidationInfo,
+    field_validator,
 )
-from pydantic_core import PydanticCustomError, core_schema
+from pydantic.fields import FieldInfo
+from pydantic_core import PydanticCustomError
 
 from megatrain.machine.datasheets import parse_size
 from megatrain.settings import OPTION
 
 Auto = Literal["auto"]
 
+OURS = "megatrain"  # pydantic's type of our errors
 LARGEST = 2**53  # the last whole number up to which floats count
 LONGEST_NAME = 255  # bytes of a file's or folder's name on the usual file systems
 MIN_SIZE_BYTES = 2**20  # a smaller budget is a forgotten unit: `gpu: 80`
 
 
 class Options(BaseModel):
-    """Base of all sections: frozen, no unknown keys, no silent conversion, no NaN."""
+    """Base of all sections: frozen, no unknown keys, no silent conversion, no NaN.
+
+    A value of another kind is refused by the words that its annotation has: a text beside the type,
+    or what the type lists.
+    """
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
+
+    @field_validator("*", mode="wrap")
+    @classmethod
+    def _explain(
+        cls, value: object, handler: Callable[[object], Any], info: ValidationInfo
+    ) -> object:
+        try:
+            return handler(value)
+        except ValidationError as error:
+            field = cls.model_fields[str(info.field_name)]
+            words = _words_of(field.annotation, field.metadata)
+            if not words:  # a section or a source, which has its own
+                raise
+            ours = [fault["msg"] for fault in error.errors() if fault["type"] == OURS]
+            raise wrong(ours[0] if ours else _refusal(field, words, value)) from None
+
+    def own(self) -> list[str]:
+        """Names of keys that have another value than their default."""
+        fields = type(self).model_fields
+        return [name for name, value in self if value != fields[name].default]
+
+
+def _words_of(kind: Any, beside: Iterable[object] = ()) -> list[str]:
+    """Parts of what a key wants; none of a kind without words. beside: annotations of the type."""
+    if said := next((one for one in beside if isinstance(one, str)), ""):
+        return [said]
+    if get_origin(kind) is Annotated:
+        return _words_of(kind.__origin__, kind.__metadata__)
+    if get_origin(kind) is Literal:
+        return [*get_args(kind)]
+    if isinstance(kind, UnionType) or get_origin(kind) is Union:
+        return [word for part in get_args(kind) for word in _words_of(part)]
+    return {bool: ["true", "false"], NoneType: ["null"]}.get(kind, [])
+
+
+def _refusal(field: FieldInfo, words: list[str], value: object) -> str:
+    """The sentence for a value of another kind, one of a list's with the nearest of the list."""
+    if get_origin(field.annotation) is Literal:
+        known = ", ".join(words)
+        reasons = next((one for one in field.metadata if isinstance(one, dict)), {})
+        if isinstance(value, str) and (reason := reasons.get(value.lower())):
+            return f"{value} is {reason}; choose from {known}"
+        return f"must be one of {known}, not {shown(value)}{did_you_mean(value, words)}"
+    *first, last = words
+    comma = "," if " " in words[0] else ""  # after a phrase
+    known = f"{', '.join(first)}{comma} or {last}" if first else last
+    return f"must be {known}, not {shown(value)}"
 
 
 @dataclass(frozen=True)
@@ -59,7 +113,7 @@ def option(field: str) -> Any:
 
 def wrong(reason: str, key: str = "") -> PydanticCustomError:
     """The error of a value. key: the one inside a section, if the whole section was checked."""
-    return PydanticCustomError("megatrain", "{reason}", {"reason": reason, "key": key})
+    return PydanticCustomError(OURS, "{reason}", {"reason": reason, "key": key})
 
 
 def refuse(key: str, reason: str) -> NoReturn:
@@ -99,10 +153,6 @@ def _counted(value: object) -> object:
     return whole
 
 
-def as_tuple(value: object) -> object:
-    return tuple(value) if isinstance(value, list) else value
-
-
 def _expanded(value: object) -> object:
     """A path as a shell would expand it: YAML has none before it. Others as they are."""
     if not isinstance(value, str):
@@ -137,175 +187,102 @@ def as_texts(value: object) -> object:
     return value
 
 
-def wanted(
-    description: str, ready: Callable[[object], object] = lambda value: value
-) -> WrapValidator:
-    """Validate `ready(value)`; a refusal says what the key wants, not which part of it objected."""
-
-    def check(value: object, handler: Callable[[object], Any]) -> Any:
-        try:
-            return handler(ready(value))
-        except ValidationError:
-            raise wrong(f"must be {description}, not {shown(value)}") from None
-
-    return WrapValidator(check)
-
-
-@dataclass(frozen=True)
-class Choice:
-    """One of the texts of the Literal that it annotates. refused: why others are not offered."""
-
-    refused: Mapping[str, str] = field(default_factory=dict)
-
-    def __get_pydantic_core_schema__(self, literal: object, handler: GetCoreSchemaHandler) -> Any:
-        check = partial(self._check, get_args(literal))
-        return core_schema.no_info_before_validator_function(check, handler(literal))
-
-    def _check(self, names: tuple[str, ...], value: object) -> object:
-        if isinstance(value, str) and value in names:
-            return value
-        known = ", ".join(names)
-        if isinstance(value, str) and (reason := self.refused.get(value.lower())):
-            raise wrong(f"{value} is {reason}; choose from {known}")
-        raise wrong(f"must be one of {known}, not {shown(value)}{did_you_mean(value, names)}")
-
-
-_Count = Annotated[int, Field(ge=1)]
-_Size = Annotated[int, Field(ge=MIN_SIZE_BYTES, le=LARGEST)]
-_Positive = Annotated[float, Field(gt=0)]
-_Share = Annotated[float, Field(gt=0, lt=1)]
-_Beta = Annotated[float, Field(ge=0, lt=1)]
-_Text = Annotated[str, Field(pattern=r"\S")]
-
-
-def _is_day(value: str) -> str:
-    date.fromisoformat(value)
-    return value
-
-
-Day = Annotated[str, Field(pattern=r"^\d{4}-\d{2}-\d{2}$"), AfterValidator(_is_day)]
-Flag = Annotated[bool, wanted("true or false")]
-FlagOrAuto = Annotated[bool | Auto, wanted("true, false or auto")]
-Compile = Annotated[bool | Literal["loss"] | Auto, wanted("true, false, loss or auto")]
-DayOrAuto = Annotated[Auto | Day, wanted("a date such as 2026-11-23, or auto")]
-Text = Annotated[_Text, wanted("text (in quotes if it looks like a number)")]
+Day = Annotated[
+    str,
+    Field(pattern=r"^\d{4}-\d{2}-\d{2}$"),
+    AfterValidator(lambda value: str(date.fromisoformat(value))),
+    "a date such as 2026-11-23",
+]
+Text = Annotated[str, Field(pattern=r"\S"), "text (in quotes if it looks like a number)"]
 Patterns = Annotated[
-    tuple[_Text, ...] | None,
-    wanted(
-        "a tensor's name with wildcards, a list of them, or null",
-        lambda value: None if value is None else as_texts(value),
-    ),
+    tuple[Text, ...] | None,
+    BeforeValidator(lambda value: None if value is None else as_texts(value)),
+    "a tensor's name with wildcards, a list of them, or null",
 ]
 _Function = Annotated[str, Field(pattern=r"^.+\.py:[A-Za-z_]\w*$")]
+_Texts = BeforeValidator(as_texts)
 Functions = Annotated[
-    tuple[_Function, ...], wanted("FILE.py:NAME, such as rewards.py:check, or a list", as_texts)
+    tuple[_Function, ...], _Texts, "FILE.py:NAME, such as rewards.py:check, or a list"
 ]
-Source = Annotated[_Text, wanted("a file, a folder or a hub id", _expanded)]
-SourceOrNull = Annotated[_Text | None, wanted("a file, a folder, a hub id or null", _expanded)]
-TextOrNull = Annotated[_Text | None, wanted("text (in quotes if it looks like a number), or null")]
-FolderPath = Annotated[Path, wanted("a folder", _as_path)]
-FoldersOrNull = Annotated[
-    Annotated[tuple[Path, ...], Field(min_length=1)] | None,
-    wanted("a folder, a list of folders, or null", _as_folders),
+Source = Annotated[
+    str, Field(pattern=r"\S"), BeforeValidator(_expanded), "a file, a folder or a hub id"
 ]
-Count = Annotated[_Count, wanted("a whole number of at least 1", _counted)]
-CountOrNull = Annotated[_Count | None, wanted("a whole number of at least 1, or null", _counted)]
-CountOrAuto = Annotated[_Count | Auto, wanted("a whole number of at least 1, or auto", _counted)]
-CountAutoOrNull = Annotated[
-    _Count | Auto | None, wanted("a whole number of at least 1, auto, or null", _counted)
+SourceOrNull = Annotated[Source | None, "a file, a folder, a hub id or null"]
+FolderPath = Annotated[Path, BeforeValidator(_as_path), "a folder"]
+Folders = Annotated[
+    tuple[Path, ...],
+    Field(min_length=1),
+    BeforeValidator(_as_folders),
+    "a folder, a list of folders",
 ]
-NumberOrAuto = Annotated[
-    Annotated[int, Field(ge=0)] | Auto, wanted("a whole number of at least 0, or auto", _counted)
-]
-SequenceLength = Annotated[
-    Annotated[int, Field(ge=2)], wanted("a whole number of tokens of at least 2", _counted)
-]
+FROM_LIST = BeforeValidator(lambda value: tuple(value) if isinstance(value, list) else value)
+_Counted = BeforeValidator(_counted)
+Count = Annotated[int, Field(ge=1), _Counted, "a whole number of at least 1"]
+Number = Annotated[int, Field(ge=0), _Counted, "a whole number of at least 0"]
+Group = Annotated[int, Field(ge=2), _Counted, "a whole number of at least 2"]
+SequenceLength = Annotated[int, Field(ge=2), _Counted, "a whole number of tokens of at least 2"]
 Seed = Annotated[
-    Annotated[int, Field(ge=0, lt=2**63)], wanted("a whole number from 0 to 2^63 - 1", _whole)
+    int, Field(ge=0, lt=2**63), BeforeValidator(_whole), "a whole number from 0 to 2^63 - 1"
 ]
-Positive = Annotated[_Positive, wanted("a number above 0")]
-PositiveOrNull = Annotated[_Positive | None, wanted("a number above 0, or null")]
-ClipNorm = Annotated[_Positive | None, wanted("a number above 0, or null for no clipping")]
-NotNegative = Annotated[Annotated[float, Field(ge=0)], wanted("a number of at least 0")]
-BetaOrAuto = Annotated[_Beta | Auto, wanted("a number of at least 0 and below 1, or auto")]
-NotNegativeOrAuto = Annotated[
-    Annotated[float, Field(ge=0)] | Auto, wanted("a number of at least 0, or auto")
+Positive = Annotated[float, Field(gt=0), "a number above 0"]
+ClipNorm = Annotated[Positive | None, "a number above 0, or null for no clipping"]
+NotNegative = Annotated[float, Field(ge=0), "a number of at least 0"]
+Beta = Annotated[float, Field(ge=0, lt=1), "a number of at least 0 and below 1"]
+Fraction = Annotated[float, Field(ge=0, le=1), "a number from 0 to 1"]
+PositiveShare = Annotated[float, Field(gt=0, le=1), "a share above 0 and at most 1"]
+Betas = Annotated[
+    tuple[Beta, Beta],
+    FROM_LIST,
+    "two numbers, each at least 0 and below 1, such as [0.9, 0.999]",
 ]
-PositiveOrAuto = Annotated[_Positive | Auto, wanted("a number above 0, or auto")]
-Fraction = Annotated[Annotated[float, Field(ge=0, le=1)], wanted("a number from 0 to 1")]
-FractionOrNull = Annotated[
-    Annotated[float, Field(gt=0, le=1)] | None, wanted("a share above 0 and at most 1, or null")
+Size = Annotated[
+    int,
+    Field(ge=MIN_SIZE_BYTES, le=LARGEST),
+    BeforeValidator(parse_size),
+    "a size of at least 1 MiB such as 80GiB or 512 MB",
 ]
-BetasOrAuto = Annotated[
-    tuple[_Beta, _Beta] | Auto,
-    wanted("two numbers, each at least 0 and below 1, such as [0.9, 0.999], or auto", as_tuple),
-]
-SizeOrAuto = Annotated[
-    _Size | Auto, wanted("a size of at least 1 MiB such as 80GiB or 512 MB, or auto", parse_size)
-]
-ShareOrCount = Annotated[_Share | _Count | None, wanted("a share, a number of rows, or null")]
-ColumnsOrNull = Annotated[
-    dict[str, _Text] | None, wanted("a mapping of our names to columns, or null")
-]
+ShareOrCount = Annotated[float, Field(gt=0, lt=1)] | Annotated[int, Field(ge=1)] | None
+Columns = Annotated[dict[str, Text], "a mapping of our names to columns"]
 
 # Texts that a key can hold, and the reasons for refusing others that users know.
 _NOT_BUILT = "not built yet"
 _LOSS_SCALING = "not offered, since it needs loss scaling and bfloat16 does not"
-_METHODS = ("ppo", "rloo", "distill", "gkd")
-_OPTIMIZERS = ("adam", "sgd", "lamb", "adagrad", "rmsprop", "sophia")
-_OTHER_METHODS = dict.fromkeys(_METHODS, _NOT_BUILT)
-_OTHER_OPTIMIZERS = dict.fromkeys(_OPTIMIZERS, _NOT_BUILT)
-_OTHER_PRECISIONS = dict.fromkeys(("float16", "fp16"), _LOSS_SCALING) | {
-    "float8": "called fp8 here"
-}
-
 Method = Annotated[
     Literal["sft", "pretrain", "dpo", "orpo", "simpo", "cpo", "kto", "reward", "grpo", "rloo"],
-    Choice(_OTHER_METHODS),
+    dict.fromkeys(("ppo", "distill", "gkd"), _NOT_BUILT),
 ]
 _PairLoss = Literal["sigmoid", "hinge", "ipo", "exo_pair", "nca_pair", "robust", "bco_pair"]
 _OtherLoss = Literal["sppo_hard", "aot", "aot_unpaired", "apo_zero", "apo_down", "discopop"]
 _DpoLoss = Literal[_PairLoss, _OtherLoss, "sft", "sigmoid_norm"]
 DpoLosses = Annotated[
     tuple[_DpoLoss, ...],
-    wanted(f"one of {', '.join(get_args(_DpoLoss))}, or a list of them", as_texts),
+    _Texts,
+    f"one of {', '.join(get_args(_DpoLoss))}, or a list of them",
 ]
-CpoLoss = Annotated[Literal["sigmoid", "hinge", "ipo"], Choice({"simpo": "a method of its own"})]
-_OTHER_POLICY_LOSSES = dict.fromkeys(("sapo", "luspo", "vespo"), _NOT_BUILT)
+CpoLoss = Annotated[Literal["sigmoid", "hinge", "ipo"], {"simpo": "a method of its own"}]
 PolicyLoss = Annotated[
-    Literal["dapo", "bnpo", "grpo", "dr_grpo", "cispo"], Choice(_OTHER_POLICY_LOSSES)
+    Literal["dapo", "bnpo", "grpo", "dr_grpo", "cispo"],
+    dict.fromkeys(("sapo", "luspo", "vespo"), _NOT_BUILT),
 ]
-RatioLevel = Annotated[Literal["token", "sequence"], Choice()]
-RatioMode = Annotated[
-    Literal["token_mask", "token_truncate", "sequence_mask", "sequence_truncate"], Choice()
-]
-ScaleRewards = Annotated[Literal["group", "batch", "none"], Choice()]
-Aggregation = Annotated[Literal["sum_then_normalize", "normalize_then_sum"], Choice()]
-BadReward = Annotated[Literal["refuse", "none"], Choice()]
-Init = Annotated[Literal["pretrained", "random"], Choice()]
+RatioMode = Literal["token_mask", "token_truncate", "sequence_mask", "sequence_truncate"]
+Init = Literal["pretrained", "random"]
 _PlainRow = Literal["messages", "prompt_completion", "alpaca", "sharegpt", "text"]
 _PairRow = Literal["preference", "ranking", "alpaca_ranking", "implicit_prompt"]
-Format = Annotated[Literal["auto", _PlainRow, _PairRow], Choice()]
-Prompts = Annotated[Literal["text", "chat", "alpaca"], Choice()]
-TrainOn = Annotated[Literal["assistant", "all"], Choice()]
-BadRow = Annotated[Literal["refuse", "skip"], Choice()]
-Truncation = Annotated[Literal["keep_start", "keep_end", "context", "drop"], Choice()]
-Final = Annotated[Literal["model", "full", "none"], Choice()]
-Schedule = Annotated[Literal["constant", "linear", "cosine", "wsd"], Choice()]
-OptimizerName = Annotated[Literal["adamw", "lion", "muon"], Choice(_OTHER_OPTIMIZERS)]
-Moments = Annotated[Literal["auto", "float32", "bfloat16", "int8"], Choice()]
-AdjustLr = Annotated[Literal["auto", "match_rms_adamw", "original"], Choice()]
-Precision = Annotated[Literal["auto", "bfloat16", "float32", "fp8"], Choice(_OTHER_PRECISIONS)]
-Attention = Annotated[
-    Literal["auto", "sdpa", "eager", "flash_attention_2", "flash_attention_3", "flex_attention"],
-    Choice(),
+Format = Literal["auto", _PlainRow, _PairRow]
+TrainOn = Literal["assistant", "all"]
+BadRow = Literal["refuse", "skip"]
+Schedule = Literal["constant", "linear", "cosine", "wsd"]
+OptimizerName = Annotated[
+    Literal["adamw", "lion", "muon"],
+    dict.fromkeys(("adam", "sgd", "lamb", "adagrad", "rmsprop", "sophia"), _NOT_BUILT),
 ]
-Transport = Annotated[Literal["auto", "gather", "read"], Choice()]
-Wire = Annotated[Literal["float32", "bfloat16"], Choice()]
-Activations = Annotated[Literal["none", "int8", "int6", "int4"], Choice()]
+Precision = Annotated[
+    Literal["auto", "bfloat16", "float32", "fp8"],
+    {"float16": _LOSS_SCALING, "fp16": _LOSS_SCALING, "float8": "called fp8 here"},
+]
+Attention = Literal[
+    "auto", "sdpa", "eager", "flash_attention_2", "flash_attention_3", "flex_attention"
+]
 _Tracker = Literal["wandb", "tensorboard", "trackio"]
 TRACKERS = get_args(_Tracker)
-Trackers = Annotated[
-    tuple[_Tracker, ...], wanted("wandb, tensorboard, trackio or a list of them", as_texts)
-]
-Device = Annotated[Literal["auto", "cpu", "cuda"], Choice()]
+Trackers = Annotated[tuple[_Tracker, ...], _Texts, "wandb, tensorboard, trackio or a list of them"]

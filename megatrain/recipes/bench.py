@@ -154,6 +154,9 @@ class BenchResult:
         peak = "" if mfu is None else f", {mfu:.0%} of the GPU's peak"
         busy = "" if gpu_busy is None else f"; kernels run {gpu_busy:.1%} of it"
         parameters = human_parameters(found["parameters"], found["active_parameters"])
+        timing = found["plan"]["timing"]
+        planned, bounds = timing["phases"].items(), timing["bound_by"]
+        phases = [f"{name} {s:.3g} s ({bounds[name]})" for name, s in planned if s]
         first, last = (*self.warmup_steps, *self.steps)[0], self.steps[-1]
         rows = [
             ("model", f"{parameters}, {found['layers']} layers"),
@@ -162,7 +165,7 @@ class BenchResult:
             ("loss", f"{first.loss:.4f} in the first step, {last.loss:.4f} in the last"),
             ("rate", rates + peak),
             ("time", time_in_words(self.time) + busy),
-            ("planned", phases_in_words(found["plan"]["timing"])),
+            ("planned", ", ".join(phases)),
             ("host memory", self.host.words(human_bytes)),
         ]
         if self.gpu.measured is not None:
@@ -170,12 +173,6 @@ class BenchResult:
             full = f"; {retries} times it was full, and cached memory was given back"
             rows.append(("GPU memory", self.gpu.words(human_bytes) + full * bool(retries)))
         return [*rows, ("start-up", human_seconds(self.setup_s)), ("advice", found["advice"])]
-
-
-def phases_in_words(timing: dict[str, Any]) -> str:
-    """A step's phases and what bounds each: `forward 1.58 s (update), head 0.52 s (compute)`."""
-    phases, bounds = timing["phases"].items(), timing["bound_by"]
-    return ", ".join(f"{name} {s:.3g} s ({bounds[name]})" for name, s in phases if s)
 
 
 def bench(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,12 +17,13 @@ from megatrain.errors import ModelError, logger
 from megatrain.recipes.inspect import reader, run_folder_of, writer_of
 from megatrain.recipes.model import Model
 from megatrain.recipes.sample import (
-    Sampling,
+    draw_of,
     ids_of,
     images_in,
     positions_of,
     rendered_ids,
     system_turns,
+    text_of,
     unseen,
     user,
     written,
@@ -36,7 +37,7 @@ LEAST_SHARE = 4  # an answer may have this part of the model's positions, at lea
 class Reply:
     """An answer."""
 
-    text: str
+    answer: str
     tokens: int  # the end included
     seconds: float  # from the question to the last
     ended: str  # "end" by itself, "length" at the longest that it may be
@@ -74,14 +75,13 @@ class Conversation:
         began = time.perf_counter()
         pictures, self._pictures = self._pictures, ()
         turns, ids = self._fitting([*self._turns, user(prompt, pictures)])
-        limit = self._max_new_tokens
-        about = self._model, ids, limit, self._draw, show, self._answers
+        about = self._model, ids, self._max_new_tokens, self._draw, show, self._answers
         seen = images_in(self._model, turns, ids)
         made = written(self._rollout, *about, images=seen)
+        text, ended = text_of(self._model, made.ids), "length" if made.finish == "length" else "end"
         self._answers += 1
-        self._turns = [*turns, {"role": "assistant", "content": made.text}]
-        ended = "length" if made.is_cut else "end"
-        return Reply(made.text, len(made.tokens), time.perf_counter() - began, ended)
+        self._turns = [*turns, {"role": "assistant", "content": text}]
+        return Reply(text, len(made.ids), time.perf_counter() - began, ended)
 
     def _fitting(self, turns: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], list[int]]:
         """(the newest turns that leave room for an answer, their token ids with the system's)."""
@@ -120,7 +120,7 @@ def open_chat(
 ) -> Iterator[Conversation]:
     """A conversation with a model; arguments as `inspect.generate` has them. Raises ModelError for
     a template that is missing, or takes no system prompt."""
-    drawn = Sampling(**sampling)
+    draw = draw_of(**sampling)
     checkpoint, model, pictures = writer_of(named, trust_remote_code, images)
     if model.tokenizer.chat_template is None:
         raise ModelError(
@@ -129,8 +129,6 @@ def open_chat(
         )
     turns = system_turns(model, system)
     with reader(checkpoint, run_folder_of(Path(named)), trust_remote_code, model.sight) as engine:
-        chat = Conversation(engine, model, max_new_tokens, drawn.draw(), turns, pictures)
-        try:
+        chat = Conversation(engine, model, max_new_tokens, draw, turns, pictures)
+        with closing(chat):
             yield chat
-        finally:
-            chat.close()

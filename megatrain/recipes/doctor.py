@@ -6,9 +6,11 @@ import os
 from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from rich.console import Console
+from rich.table import Table
 
 from megatrain.engine.request import choose_device
 from megatrain.errors import ConfigError, StorageError, logger
@@ -32,9 +34,6 @@ from megatrain.reporting.meters import LoadMeter
 from megatrain.reporting.summary import three_digits
 from megatrain.world import World
 
-if TYPE_CHECKING:
-    from rich.console import Console
-
 
 @dataclass(frozen=True)
 class Diagnosis:
@@ -52,8 +51,6 @@ class Diagnosis:
 
     def render(self, console: Console) -> None:
         """Print one table: what was measured, then what might be off."""
-        from rich.table import Table
-
         title = f"this machine ({self.profile.fingerprint})"
         table = Table("what", "figure", "verdict", title=title)
         drives = []

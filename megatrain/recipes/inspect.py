@@ -40,7 +40,7 @@ from megatrain.recipes.model import (
     sighted,
 )
 from megatrain.recipes.reference import Batches, Wanted, reference_key, references_of
-from megatrain.recipes.sample import Sampling, answer, system_turns, unseen
+from megatrain.recipes.sample import answer, draw_of, system_turns, unseen
 from megatrain.recipes.setup import day_of, make_loss, quiet_libraries, read_rows, say_rows
 from megatrain.recipes.signals import StopRequest
 from megatrain.recipes.tasks import TaskOptions, TaskResults, load_tasks, run_tasks
@@ -48,6 +48,8 @@ from megatrain.reporting.streams import console_on
 from megatrain.settings import Settings
 from megatrain.storage.checkpoint import read_about
 from megatrain.storage.run_folder import STATE, find_checkpoint, with_state
+
+HIGHEST_LOSS = 709.0  # whose perplexity is a float
 
 
 def show_data(
@@ -117,7 +119,8 @@ def evaluate(named: str | Path, data: object, trust_remote_code: bool = False) -
         found = evaluated(engine, given, loss, sweep, StopRequest())
     assert found is not None, "nobody asked it to stop"
     about = {"checkpoint": str(checkpoint), "precision": engine.precision, "eval_loss": found.loss}
-    about |= {} if of_sequences else {"perplexity": perplexity(found.loss)}
+    if not of_sequences:
+        about["perplexity"] = math.exp(found.loss) if found.loss < HIGHEST_LOSS else math.inf
     about |= {f"eval_{name}": value for name, value in found.metrics.items()}
     return about | {"eval_target_tokens": found.target_tokens}
 
@@ -147,15 +150,8 @@ def evaluate_tasks(
     check_weights(str(checkpoint))
     tasks = load_tasks(options, where)  # before weights are read
     with reader(checkpoint, run_folder_of(Path(named)), trust_remote_code) as engine:
-        results = run_tasks(tasks, engine, model, longest_row(model))
+        results = run_tasks(tasks, where, engine, model, longest_row(model))
     return {"checkpoint": str(checkpoint), "precision": engine.precision}, results
-
-
-def perplexity(loss: float) -> float:
-    try:
-        return math.exp(loss)
-    except OverflowError:
-        return math.inf
 
 
 def generate(
@@ -167,17 +163,16 @@ def generate(
     trust_remote_code: bool = False,
     images: Sequence[str] = (),
     *,
-    show: Callable[[str], None] | None = None,
+    show: Callable[[str], None] = unseen,
 ) -> str:
-    """The model's answer to a prompt. sampling: fields of `Sampling`. show: gets the text as it
+    """The model's answer to a prompt. sampling: arguments of `draw_of`. show: gets the text as it
     grows. system: a system prompt. Raises ModelError for a reward model, and one whose chat
     template takes no system prompt."""
-    drawn = Sampling(**sampling)
+    draw = draw_of(**sampling)
     checkpoint, model, pictures = writer_of(named, trust_remote_code, images)
     turns = system_turns(model, system)
     with reader(checkpoint, run_folder_of(Path(named)), trust_remote_code, model.sight) as engine:
-        about = prompt, max_new_tokens, drawn, show or unseen, turns, pictures
-        return answer(engine, model, *about)
+        return answer(engine, model, prompt, max_new_tokens, draw, show, turns, pictures)
 
 
 def writer_of(
@@ -255,23 +250,25 @@ def rows_to_evaluate(
     run_dir: Path | None, checkpoint: Path, model: Model, data: object
 ) -> tuple[Config, Rows]:
     """(the config that says how, the rows); arguments as for `evaluate`."""
+    day = None if run_dir is None else day_of(load_config(run_dir / RESOLVED_FILE, of_run=True))
+    expected, others = None, {"data.train": data, **ALL_ROWS}
     if run_dir is None:
         whole: dict[str, Any] = {"model": str(checkpoint), "train": {"seq_len": longest_row(model)}}
         whole |= {"method": "reward"} if is_classifier(model.config) else {}
-        config = load_config(whole, {"data.train": data, **ALL_ROWS})
-        return config, read_rows(config, sighted(model, config, checkpoint))[0]
-    day = day_of(load_config(run_dir / RESOLVED_FILE, of_run=True))
-    if data is not None:
-        config = load_config(run_dir / CONFIG_FILE, {"data.train": data, **ALL_ROWS}, of_run=True)
-        return config, read_rows(config, sighted(model, config, checkpoint), day)[0]
-    config, expected = held_out_by(run_dir, checkpoint)
+        config = load_config(whole, others)
+    elif data is not None:
+        config = load_config(run_dir / CONFIG_FILE, others, of_run=True)
+    else:
+        config, expected = held_out_by(run_dir, checkpoint)
     try:
-        _, rows = read_rows(config, sighted(model, config, checkpoint), day, expected)
+        rows, held_out = read_rows(config, sighted(model, config, checkpoint), day, expected)
     except DataError as error:
+        if data is not None:
+            raise
         raise DataError(f"{error}; or name rows to evaluate on with --data") from error
-    if rows is None:
+    if data is None and held_out is None:
         raise ConfigError(f"{run_dir}: holds no rows out (data.eval: null); name some with --data")
-    return config, rows
+    return config, rows if held_out is None else held_out
 
 
 def held_out_by(run_dir: Path, checkpoint: Path) -> tuple[Config, Expected | None]:

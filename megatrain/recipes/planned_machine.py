@@ -188,9 +188,8 @@ def rates_with_drives(
             logger.warning(f"{where}: {folder} lies in RAM ({mount.kind}), which it takes away")
 
     def measure(folder: Path) -> DriveRates | None:
-        if not hardware.gpu:
-            return None
-        if not (may_measure or (folder.is_dir() and os.access(folder, os.W_OK))):
+        there = may_measure or (folder.is_dir() and os.access(folder, os.W_OK))
+        if not (hardware.gpu and there):
             return None
         again = f"`megatrain doctor --nvme {folder}` does it again"
         logger.info(f"measuring the drive of {folder}, once; {again}")

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from megatrain.config.document import plain, read_yaml
-from megatrain.config.resuming import RESOLVED_FILE
+from megatrain.config.resuming import RESOLVED_FILE, flatten
 from megatrain.errors import ConfigError, logger, printable, without_secrets
 from megatrain.recipes.rl.advantages import OF_METHODS, worth
 from megatrain.recipes.rl.journal import judged_before
@@ -440,18 +440,10 @@ def _shortened(words: object) -> str:
 
 def differences(runs: Sequence[Reported]) -> Iterator[Block]:
     """The keys in which configs differ."""
-    flat = [dict(_flat(run.config)) for run in runs]
+    flat = [{key: _shortened(one) for key, one in flatten(run.config).items()} for run in runs]
     keys = dict.fromkeys(key for one in flat for key in one)
     rows = [[key, *(one.get(key, "") for one in flat)] for key in keys]
     rows = [row for row in rows if len(set(row[1:])) > 1]
     if rows:
         head = ["", *(run.name for run in runs)]
         yield {"kind": "table", "title": "what differs in the configs", "head": head, "rows": rows}
-
-
-def _flat(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
-    for key, value in config.items():
-        if isinstance(value, dict):
-            yield from _flat(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", _shortened(value)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -30,6 +29,7 @@ if TYPE_CHECKING:
 
 
 SAMPLE_TOKENS = 48
+GREEDY = Draw(temperature=0.0)
 EvalPrompt = tuple[Turns, list[int]]  # a conversation, and its token ids
 
 TEXT_PROMPT_TOKENS = 32  # of a row without turns, at most: the rest is up to the model
@@ -39,37 +39,26 @@ def unseen(text: str) -> None:
     """Shows nothing."""
 
 
-@dataclass(frozen=True)
-class Sampling:
-    """The choice of the next token: the likeliest at temperature 0, else drawn.
+def draw_of(temperature: float = 0.0, top_p: float | None = None, seed: int | None = None) -> Draw:
+    """The choice of the next token, as a user asks for it: the likeliest at temperature 0, else
+    drawn, equally for equal seeds. Raises ConfigError for numbers out of range, and for others at
+    temperature 0, where they would have no effect.
 
-    top_p: of the likeliest tokens that together have this probability; None: of all. At temperature
-        0 it and the seed would have no effect, and are refused with ConfigError.
+    top_p: of the likeliest tokens that together have this probability; None: of all.
+    seed: None: 0.
     """
-
-    temperature: float = 0.0
-    top_p: float | None = None
-    seed: int | None = None  # None: 0
-
-    def __post_init__(self) -> None:
-        if not (0 <= self.temperature < math.inf):
-            wanted = "must be a number of at least 0, where 0 takes the likeliest token"
-            raise ConfigError(f"--temperature: {wanted}, not {self.temperature}")
-        if self.top_p is not None and not 0 < self.top_p <= 1:
-            raise ConfigError(f"--top-p: must be above 0 and at most 1, not {self.top_p}")
-        for name, value in {"--top-p": self.top_p, "--seed": self.seed}.items():
-            if value is not None and self.temperature == 0:
-                raise ConfigError(
-                    f"{name}: has no effect at temperature 0, where nothing is drawn; add "
-                    "--temperature 0.7, for example"
-                )
-
-    def draw(self) -> Draw:
-        """Equal for equal seeds."""
-        return Draw(seed=self.seed or 0, temperature=self.temperature, top_p=self.top_p)
-
-
-GREEDY = Sampling()
+    if not (0 <= temperature < math.inf):
+        wanted = "must be a number of at least 0, where 0 takes the likeliest token"
+        raise ConfigError(f"--temperature: {wanted}, not {temperature}")
+    if top_p is not None and not 0 < top_p <= 1:
+        raise ConfigError(f"--top-p: must be above 0 and at most 1, not {top_p}")
+    for name, value in {"--top-p": top_p, "--seed": seed}.items():
+        if value is not None and temperature == 0:
+            raise ConfigError(
+                f"{name}: has no effect at temperature 0, where nothing is drawn; add "
+                "--temperature 0.7, for example"
+            )
+    return Draw(seed=seed or 0, temperature=temperature, top_p=top_p)
 
 
 def answer(
@@ -77,7 +66,7 @@ def answer(
     model: Model,
     prompt: str,
     max_new_tokens: int,
-    sampling: Sampling = GREEDY,
+    draw: Draw = GREEDY,
     show: Callable[[str], None] = unseen,
     system: Turns = (),
     pictures: Sequence[Picture] = (),
@@ -87,7 +76,7 @@ def answer(
     turns = [*system, user(prompt, pictures)]
     ids = ids_of(model, turns)
     seen = images_in(model, turns, ids)
-    return continuation(engine, model, ids, max_new_tokens, sampling, show, seen)
+    return continuation(engine, model, ids, max_new_tokens, draw, show, seen)
 
 
 def user(prompt: str, pictures: Sequence[Picture] = ()) -> dict[str, Any]:
@@ -198,7 +187,7 @@ def answers_to(
         AnswerRequest(number, ids, (0,), max_new_tokens) for number, (_, ids) in enumerate(prompts)
     ]
     written = dict[int, list[int]]()
-    for one in engine.rollout(requests, GREEDY.draw(), end_tokens(model)) if prompts else ():
+    for one in engine.rollout(requests, GREEDY, end_tokens(model)) if prompts else ():
         written[one.key] = one.ids
         if stop.came_here() and engine.world.is_alone:
             return None
@@ -238,28 +227,18 @@ def continuation(
     model: Model,
     ids: list[int],
     max_new_tokens: int,
-    sampling: Sampling = GREEDY,
+    draw: Draw = GREEDY,
     show: Callable[[str], None] = unseen,
     images: Mapping[str, torch.Tensor] | None = None,
 ) -> str:
-    """Text after token ids, within the model's positions; `sampling` and `show` as in `answer`."""
-    about = model, ids, max_new_tokens, sampling.draw(), show
-    made = written(engine.rollout, *about, images=images)
-    if made.is_cut and len(made.tokens) < max_new_tokens:
+    """Text after token ids, within the model's positions; `show` as in `answer`."""
+    made = written(engine.rollout, model, ids, max_new_tokens, draw, show, images=images)
+    if made.finish == "length" and len(made.ids) < max_new_tokens:
         logger.warning(
-            f"the answer is cut after {len(made.tokens)} tokens: with its prompt it has the "
+            f"the answer is cut after {len(made.ids)} tokens: with its prompt it has the "
             f"{positions_of(model)} positions of this model"
         )
-    return made.text
-
-
-@dataclass(frozen=True)
-class Written:
-    """An answer. is_cut: it has all the tokens that it may have, and no end."""
-
-    tokens: list[int]
-    text: str
-    is_cut: bool
+    return text_of(model, made.ids)
 
 
 def written(
@@ -271,7 +250,7 @@ def written(
     show: Callable[[str], None],
     key: int = 0,
     images: Mapping[str, torch.Tensor] | None = None,
-) -> Written:
+) -> Answer:
     """The answer to `ids`, within the model's positions. rollout: as `Engine.rollout`."""
     from transformers import TextStreamer
 
@@ -293,7 +272,7 @@ def written(
     request = AnswerRequest(key, ids, (0,), room, images or {})
     (made,) = rollout([request], draw, ends, look)
     words.end()
-    return Written(made.ids, text_of(model, made.ids), made.finish == "length")
+    return made
 
 
 def text_of(model: Model, tokens: list[int]) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass
 from io import StringIO
@@ -30,16 +30,6 @@ class TaskOptions:
     num_fewshot: int | None = None  # examples before each question; None: as the task says
     include_path: Path | None = None  # folder of further tasks
     apply_chat_template: bool = False  # ask in the model's chat format
-
-
-@dataclass(frozen=True)
-class Tasks:
-    """Tasks with their documents read. where: the flag or argument that names them, for errors."""
-
-    options: TaskOptions
-    where: str
-    manager: Any
-    loaded: Sequence[Any]  # tasks and groups of lm-eval
 
 
 @dataclass(frozen=True)
@@ -74,8 +64,10 @@ class TaskResults:
         console.print(table)
 
 
-def load_tasks(options: TaskOptions, where: str) -> Tasks:
-    """Find the tasks and read their documents. Raises ConfigError and DataError."""
+def load_tasks(options: TaskOptions, where: str) -> dict[str, Any]:
+    """Find the tasks and read their documents, for lm-eval's `simple_evaluate`: its arguments but
+    for the model. where: the flag or argument that names the tasks, for errors. Raises ConfigError
+    and DataError."""
     check_lm_eval(where)
     if options.limit is not None and not options.limit > 0:
         raise ConfigError(f"{where}: limit must be above 0, not {options.limit}")
@@ -105,7 +97,14 @@ def load_tasks(options: TaskOptions, where: str) -> Tasks:
         with naming(f"{where}: {name}"):
             found = manager._load_spec(name)  # `load` takes groups apart
         loaded += found if isinstance(found, list) else [found]
-    return Tasks(options, where, manager, loaded)
+    return {
+        "tasks": loaded,
+        "task_manager": manager,
+        "limit": options.limit,
+        "num_fewshot": options.num_fewshot,
+        "apply_chat_template": options.apply_chat_template,
+        "fewshot_as_multiturn": options.apply_chat_template,  # as its command does
+    }
 
 
 @contextmanager
@@ -120,26 +119,18 @@ def naming(what: str) -> Iterator[None]:
         raise DataError(f"{what}: {type(error).__name__}: {reason[:500]}") from error
 
 
-def run_tasks(tasks: Tasks, engine: Engine, model: Model, longest: int) -> TaskResults:
-    """Run the tasks. longest: tokens of a row. Raises DataError for one that fails."""
+def run_tasks(
+    tasks: dict[str, Any], where: str, engine: Engine, model: Model, longest: int
+) -> TaskResults:
+    """Run tasks of `load_tasks`. longest: tokens of a row. Raises DataError for one that fails."""
     from lm_eval.evaluator import simple_evaluate
 
     from megatrain.recipes.harness import EngineLM
 
-    options = tasks.options
-    if options.apply_chat_template and model.tokenizer.chat_template is None:
-        raise ConfigError(f"{tasks.where}: this model has no chat template to apply")
+    if tasks["apply_chat_template"] and model.tokenizer.chat_template is None:
+        raise ConfigError(f"{where}: this model has no chat template to apply")
     lm = EngineLM(engine, model, longest)
     # lm-eval prints progress of its own to stdout
-    with naming(tasks.where), redirect_stdout(StringIO()):
-        found: Any = simple_evaluate(
-            model=lm,
-            tasks=list(tasks.loaded),
-            task_manager=tasks.manager,
-            limit=options.limit,
-            num_fewshot=options.num_fewshot,
-            apply_chat_template=options.apply_chat_template,
-            fewshot_as_multiturn=options.apply_chat_template,  # as its command does
-            log_samples=False,
-        )
+    with naming(where), redirect_stdout(StringIO()):
+        found: Any = simple_evaluate(model=lm, log_samples=False, **tasks)
     return TaskResults(found)

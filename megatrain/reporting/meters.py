@@ -6,7 +6,7 @@ import os
 import time
 from collections import deque
 from collections.abc import Callable
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager, ExitStack, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -28,7 +28,7 @@ def peak_host_bytes(ranks: int = 1) -> int:
     page that several processes map is divided among them (PSS): a forked child has most of its
     pages from its parent. ranks: of this host, which have shared memory in common (RssShmem)."""
     children = psutil.Process().children(recursive=True)
-    return _peak_bytes(os.getpid(), ranks) + sum(map(_own_bytes, children))
+    return _peak_bytes(ranks) + sum(map(_own_bytes, children))
 
 
 def _own_bytes(process: psutil.Process) -> int:
@@ -39,16 +39,13 @@ def _own_bytes(process: psutil.Process) -> int:
     return int(getattr(memory, "pss", memory.rss))
 
 
-def _peak_bytes(pid: int, ranks: int) -> int:
-    try:
-        status = Path(f"/proc/{pid}/status").read_text()
-    except OSError:
-        status = ""
-    kib = {
-        words[0]: int(words[1]) for words in map(str.split, status.splitlines()) if "kB" in words
-    }
-    if "VmHWM:" not in kib:  # not Linux, or a sandbox: what is resident now is the best there is
-        return int(psutil.Process(pid).memory_info().rss)
+def _peak_bytes(ranks: int) -> int:
+    kib: dict[str, int] = {}
+    with suppress(OSError):
+        lines = map(str.split, Path("/proc/self/status").read_text().splitlines())
+        kib = {words[0]: int(words[1]) for words in lines if "kB" in words}
+    if "VmHWM:" not in kib:  # a sandbox: what is resident now is the best there is
+        return int(psutil.Process().memory_info().rss)
     others = kib.get("RssShmem:", 0) * (ranks - 1) // ranks
     return (kib["VmHWM:"] - others) * 1024
 
@@ -72,22 +69,16 @@ class GpuMeter(AbstractContextManager["GpuMeter"]):
         self._stack = ExitStack()
         self._nvml: Any = None
         self._peak_bytes = 0
-        if device.type == "cuda":
-            self._open(device)
-
-    def _open(self, device: torch.device) -> None:
-        import torch
-
-        nvml = self._stack.enter_context(opened_nvml())
+        nvml = self._stack.enter_context(opened_nvml()) if device.type == "cuda" else None
         if nvml is None:
             return
+        import torch
+
         # The UUID, as NVML does not know CUDA_VISIBLE_DEVICES.
         uuid = torch.cuda.get_device_properties(device).uuid
-        try:
+        with suppress(nvml.NVMLError):
             self._handle = nvml.nvmlDeviceGetHandleByUUID(f"GPU-{uuid}")
-        except nvml.NVMLError:
-            return
-        self._nvml = nvml
+            self._nvml = nvml
 
     def __exit__(self, *_: object) -> None:
         self._nvml = None
@@ -103,12 +94,10 @@ class GpuMeter(AbstractContextManager["GpuMeter"]):
     def energy_j(self) -> float | None:
         """Joules of the device since its driver was loaded, by any process; None where the device
         or its virtualisation does not count them."""
-        if self._nvml is None:
-            return None
-        try:
-            return float(self._nvml.nvmlDeviceGetTotalEnergyConsumption(self._handle)) / 1000
-        except self._nvml.NVMLError:
-            return None
+        if self._nvml is not None:
+            with suppress(self._nvml.NVMLError):
+                return float(self._nvml.nvmlDeviceGetTotalEnergyConsumption(self._handle)) / 1000
+        return None
 
     def _used_bytes(self) -> int:
         for process in self._nvml.nvmlDeviceGetComputeRunningProcesses(self._handle):

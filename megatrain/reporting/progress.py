@@ -237,13 +237,15 @@ class Progress:
 
     def _figures(self) -> list[tuple[str, str]]:
         newest = self.recent[-1]
+        seconds = sum(step.step_s for step in self.recent)
+        rate = sum(step.tokens for step in self.recent) / seconds if seconds > 0 else 0.0
         figures = [("loss", f"{newest.loss:.4f}")]
         if "reward" in newest.metrics:  # the loss of answers that were written is near 0
             figures = [("reward", f"{newest.metrics['reward']:.3f}")]
         figures += [
             ("lr", f"{newest.lr:.2e}"),
             ("gradient norm", "-" if newest.grad_norm is None else f"{newest.grad_norm:.3g}"),
-            ("tokens/s", f"{self._tokens_per_s():,.0f}"),
+            ("tokens/s", f"{rate:,.0f}"),
             ("TFLOP/s", f"{newest.tflops:.3g}"),
         ]
         if newest.expert_load_max is not None:
@@ -257,10 +259,6 @@ class Progress:
             figures.append(("skipped", str(self._skipped)))
         figures.append(("bound by", bound_in_words(newest.time)))
         return figures
-
-    def _tokens_per_s(self) -> float:
-        seconds = sum(step.step_s for step in self.recent)
-        return sum(step.tokens for step in self.recent) / seconds if seconds > 0 else 0.0
 
     def seconds_left(self) -> float | None:
         """To the end of the run, with what is known of evaluations and saves; None if unknown."""

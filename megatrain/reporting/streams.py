@@ -10,12 +10,12 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, redirect_stdout
 from contextvars import ContextVar
-from typing import TYPE_CHECKING, Any, TextIO, TypeGuard, cast
+from typing import Any, TextIO, TypeGuard, cast
+
+from rich.console import Console, ConsoleOptions, RenderableType
+from rich.segment import Segment
 
 from megatrain.errors import printable
-
-if TYPE_CHECKING:
-    from rich.console import Console
 
 _RESULTS: ContextVar[TextIO | None] = ContextVar("results", default=None)
 PIPE_WIDTH = 120  # columns of tables that do not go to a terminal
@@ -106,10 +106,20 @@ def unwritable(error: OSError | None) -> TypeGuard[OSError]:
     return error is not None and error.errno != errno.EPIPE
 
 
+class _Spelling(Console):
+    """Spells out control characters."""
+
+    def render(
+        self, renderable: RenderableType, options: ConsoleOptions | None = None
+    ) -> Iterator[Segment]:
+        for text, style, control in super().render(renderable, options):
+            yield Segment(text if control else printable(text), style, control)
+
+
 def as_printed(render: Callable[[Console], object]) -> str:
     """The output of `render` in a pipe, as text."""
     stream = io.StringIO()
-    render(_spelling(stream, width=PIPE_WIDTH, force_jupyter=False, color_system=None))
+    render(_Spelling(file=stream, width=PIPE_WIDTH, force_jupyter=False, color_system=None))
     return stream.getvalue().rstrip("\n")
 
 
@@ -119,28 +129,4 @@ def console_on(stderr: bool = False, **options: Any) -> Console:
     lasting = stream if isinstance(stream, Lasting) else Lasting(stream)
     if not stderr and not lasting.isatty():
         options.setdefault("width", PIPE_WIDTH)
-    return _spelling(cast(TextIO, lasting), **options)
-
-
-def _spelling(stream: TextIO, **options: Any) -> Console:
-    from rich.console import Console, ConsoleOptions, ConsoleRenderable, RenderHook, RenderResult
-    from rich.segment import Segment
-
-    class Spelt:
-        def __init__(self, inner: ConsoleRenderable) -> None:
-            self.inner = inner
-
-        def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-            for segment in console.render(self.inner, options):
-                text = segment.text if segment.control else printable(segment.text)
-                yield Segment(text, segment.style, segment.control)
-
-    class Spelling(RenderHook):
-        def process_renderables(
-            self, renderables: list[ConsoleRenderable]
-        ) -> list[ConsoleRenderable]:
-            return [Spelt(inner) for inner in renderables]
-
-    made = Console(file=stream, **options)
-    made.push_render_hook(Spelling())
-    return made
+    return _Spelling(file=cast(TextIO, lasting), **options)

@@ -46,16 +46,8 @@ def of_hf_backend(options: TaskOptions, folder: str = "model") -> dict[str, dict
     from lm_eval.evaluator import simple_evaluate
     from lm_eval.models.huggingface import HFLM
 
-    found = load_tasks(options, "test")
-    results: Any = simple_evaluate(
-        model=HFLM(pretrained=folder, dtype="float32", device="cpu", batch_size=3),
-        tasks=list(found.loaded),
-        task_manager=found.manager,
-        limit=options.limit,
-        num_fewshot=options.num_fewshot,
-        apply_chat_template=options.apply_chat_template,
-        fewshot_as_multiturn=options.apply_chat_template,
-    )
+    model = HFLM(pretrained=folder, dtype="float32", device="cpu", batch_size=3)
+    results: Any = simple_evaluate(model=model, **load_tasks(options, "test"))
     return results["results"]  # type: ignore[no-any-return]
 
 

@@ -16,11 +16,10 @@ from megatrain.errors import ConfigError
 
 LOADERS = ("json", "csv", "parquet", "text", "arrow")  # of `datasets`, in the place of a path
 KNOWN_ROLES = {**ROLES, **SHAREGPT_ROLES}
-STRATEGIES = {"eval": n.STRATEGIES, "save": ("save_strategy",), "logging": ("logging_strategy",)}
-OFTEN = {
-    "eval": ("train.eval_every", 100),
-    "save": ("checkpoint.every", 200),
-    "logging": ("train.log_every", 1),
+OFTEN: dict[str, tuple[str, int, tuple[str, ...]]] = {  # our key, its default, names of theirs
+    "eval": ("train.eval_every", 100, n.STRATEGIES),
+    "save": ("checkpoint.every", 200, ("save_strategy",)),
+    "logging": ("train.log_every", 1, ("logging_strategy",)),
 }
 # Moments in 8 bits, or in 4. `paged_` before a name moves state to host RAM, where ours is.
 FEW_BITS = {
@@ -170,8 +169,7 @@ def _precision(sheet: Sheet, default: str | None) -> None:
 
 def _how_often(sheet: Sheet, what: str, default: int | None) -> None:
     """Every so many steps, where they count steps. what: eval, save or logging."""
-    (key, ours), name = OFTEN[what], f"{what}_steps"
-    strategies = STRATEGIES[what]
+    (key, ours, strategies), name = OFTEN[what], f"{what}_steps"
     strategy = next((v for one in strategies if (v := sheet.get(one)) is not None), "steps")
     every = sheet.get(name, default)
     if strategy in ("no", False):

@@ -68,7 +68,7 @@ def advantages(
         compared = _summed(scaled, of_functions, weights)
         deviation = np.full_like(rewards, _deviation(compared))
         values = (compared - _mean(compared)) / (deviation + EPSILON)
-    return _judged(values, compared, answers, (of_functions, names, rewards, deviation))
+    return _judged(values, compared, answers, of_functions, names, rewards, deviation)
 
 
 def leave_one_out(
@@ -92,7 +92,7 @@ def leave_one_out(
         values = (values - _mean(values)) / (_deviation(values) + EPSILON)
     deviation = np.repeat(_deviation(groups), answers)
     silent = None if normalize_advantages else clipped
-    return _judged(values, silent, answers, (of_functions, names, rewards, deviation))
+    return _judged(values, silent, answers, of_functions, names, rewards, deviation)
 
 
 def worth(method: str, section: Mapping[str, Any], *given: Any) -> Advantages:
@@ -116,27 +116,26 @@ def _summed(values: Array, of_functions: Array, weights: Sequence[float] | None)
 
 
 def _judged(
-    values: Array, compared: Array | None, answers: int, about: tuple[Any, ...]
+    values: Array,
+    compared: Array | None,
+    answers: int,
+    of_functions: Array,
+    names: Sequence[str],
+    rewards: Array,
+    deviation: Array,
 ) -> Advantages:
-    """compared: what has no signal where it is equal in a group; None: anything has. about: of
-    `_metrics`."""
-    of_functions, _, rewards, _ = about
-    values, silent = np.nan_to_num(values, nan=0.0), np.isnan(of_functions).all(1)
+    """compared: what has no signal where it is equal in a group; None: anything has."""
+    values = np.nan_to_num(values, nan=0.0)
+    silent: Any = np.isnan(of_functions).all(1)
     if compared is not None:
         silent |= _equal(compared.reshape(-1, answers))
     values[silent] = 0.0  # a rounding error divided by EPSILON is no signal
-    return Advantages(values, rewards, silent, _metrics(*about))
-
-
-def _metrics(
-    of_functions: Array, names: Sequence[str], rewards: Array, deviation: Array
-) -> dict[str, float]:
-    found = {"reward": float(_mean(rewards)), "reward_std": float(_deviation(rewards))}
+    metrics = {"reward": float(_mean(rewards)), "reward_std": float(_deviation(rewards))}
     for name, column in zip(names, of_functions.T, strict=True):
-        found[f"rewards/{name}/mean"] = float(_mean(column))
-        found[f"rewards/{name}/std"] = float(_deviation(column))
-    found["frac_reward_zero_std"] = float(np.isclose(deviation, 0).mean())
-    return found
+        metrics[f"rewards/{name}/mean"] = float(_mean(column))
+        metrics[f"rewards/{name}/std"] = float(_deviation(column))
+    metrics["frac_reward_zero_std"] = float(np.isclose(deviation, 0).mean())
+    return Advantages(values, rewards, silent, metrics)
 
 
 def _equal(groups: Array) -> npt.NDArray[np.bool_]:

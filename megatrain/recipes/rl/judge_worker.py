@@ -22,8 +22,8 @@ import signal
 import sys
 import traceback
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import suppress
 from multiprocessing.connection import Connection
 from pathlib import Path
 from types import SimpleNamespace
@@ -96,62 +96,44 @@ class Fault(Exception):
     """A function's answer that is none, in a sentence's words."""
 
 
-class _Call:
-    """One function's call: what it gives, and what it logs meanwhile."""
-
-    def __init__(self, function: Function, call: Mapping[str, Any]) -> None:
-        self.count = len(call["completions"])
-        self.error, self.given = "", None
-        self.metrics = defaultdict[str, list[float]](list)
-        self.extra = defaultdict[str, list[Any]](list)
-        own = {name: call[name] for name in ("prompts", "completions", "completion_ids")}
-        own["trainer_state"] = SimpleNamespace(**call["state"])
-        own |= {"log_extra": self._log_extra, "log_metric": self._log_metric}
-        with self._caught():
-            self.given = function(**{**call["columns"], **own})
-
-    def _log_extra(self, column: str, values: Sequence[Any]) -> None:
-        self.extra[str(column)].extend(map(_plain, values))
-
-    def _log_metric(self, name: str, value: SupportsFloat) -> None:
-        self.metrics[str(name)].append(float(value))
-
-    @contextmanager
-    def _caught(self) -> Iterator[None]:
-        """Keep the error of a user's code, which may also ask Python to end."""
-        try:
-            yield
-        except (Exception, SystemExit) as error:  # noqa: BLE001
-            self.error = reason_of(error)
-
-    async def wait(self) -> None:
-        with self._caught():
-            self.given = await self.given  # type: ignore[misc]
-
-    def answer(self) -> Answer:
-        found: Answer = {}
-        with self._caught():
-            found = {} if self.error else self._checked()
-        return {"error": self.error} if self.error else found
-
-    def _checked(self) -> Answer:
-        rewards, faults = numbers(self.given, self.count)
-        for column, values in self.extra.items():
-            if len(values) != self.count:
-                raise Fault(f"logged {len(values)} values of {column!r} for {self.count} answers")
-        logged = {"metrics": dict(self.metrics), "extra": dict(self.extra)}
-        return {"rewards": rewards, "faults": faults, **logged}
-
-
 def rewarded(function: Function, call: Mapping[str, Any], loop: asyncio.Runner) -> Answer:
     """The answer of a function, plain or async.
 
     call: prompts, completions, completion_ids; columns, by name; state, of trainer_state.
     """
-    made = _Call(function, call)
-    if inspect.isawaitable(made.given):
-        loop.run(made.wait())
-    return made.answer()
+    metrics, extra = defaultdict[str, list[float]](list), defaultdict[str, list[Any]](list)
+
+    def log_extra(column: str, values: Sequence[Any]) -> None:
+        extra[str(column)].extend(map(_plain, values))
+
+    def log_metric(name: str, value: SupportsFloat) -> None:
+        metrics[str(name)].append(float(value))
+
+    own = {name: call[name] for name in ("prompts", "completions", "completion_ids")}
+    own["trainer_state"] = SimpleNamespace(**call["state"])
+    own |= {"log_extra": log_extra, "log_metric": log_metric}
+    count = len(call["completions"])
+    try:
+        given = function(**{**call["columns"], **own})
+        if inspect.isawaitable(given):
+            given = loop.run(_settled(given))
+            if isinstance(given, BaseException):
+                raise given
+        rewards, faults = numbers(given, count)
+        for column, values in extra.items():
+            if len(values) != count:
+                raise Fault(f"logged {len(values)} values of {column!r} for {count} answers")
+    except (Exception, SystemExit) as error:  # noqa: BLE001  a user's code may ask Python to end
+        return {"error": reason_of(error)}
+    return {"rewards": rewards, "faults": faults, "metrics": dict(metrics), "extra": dict(extra)}
+
+
+async def _settled(given: Awaitable[Any]) -> Any:
+    """The result, or the error that it ends with, so that no frames of the loop are in that."""
+    try:
+        return await given
+    except (Exception, SystemExit) as error:  # noqa: BLE001
+        return error
 
 
 def numbers(given: Any, count: int) -> tuple[list[float | None], list[tuple[int, str]]]:
@@ -164,23 +146,14 @@ def numbers(given: Any, count: int) -> tuple[list[float | None], list[tuple[int,
         raise Fault(f"returned {len(values)} rewards for {count} answers")
     rewards, faults = list[float | None](), []
     for number, value in enumerate(values):
-        try:
-            rewards.append(_reward(value))
-        except (Fault, TypeError, ValueError, OverflowError):
-            rewards.append(None)
+        found = math.inf
+        if not isinstance(value, str | bytes):
+            with suppress(TypeError, ValueError, OverflowError):
+                found = math.nan if value is None else float(value)
+        rewards.append(found if math.isfinite(found) else None)
+        if math.isinf(found):  # nan is none, as in TRL
             faults.append((number, f"returned {value!r:.60}, which is no finite number"))
     return rewards, faults
-
-
-def _reward(value: Any) -> float | None:
-    if value is None:
-        return None
-    if isinstance(value, str | bytes) or not isinstance(value, SupportsFloat):
-        raise Fault
-    found = float(value)
-    if math.isinf(found):
-        raise Fault
-    return None if math.isnan(found) else found  # as in TRL
 
 
 def _plain(value: Any) -> Any:

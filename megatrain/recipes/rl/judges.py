@@ -10,8 +10,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
-from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
-from concurrent.futures import TimeoutError as NotYet
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor, wait
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field
 from multiprocessing import Pipe
@@ -115,8 +114,10 @@ class Judges(AbstractContextManager["Judges"]):
     def result(self, key: int) -> Judgement:
         """The judgement of a group that was submitted, once it is there. Raises RewardError."""
         group, logged = self._groups.pop(key), dict[str, list[float]]()
-        judgement = Judgement(group)
-        for found in _when_done(self._parts.pop(key)):
+        judgement, part = Judgement(group), self._parts.pop(key)
+        while not wait([part], 1.0).done:
+            beat()
+        for found in part.result():
             judgement.rewards.append(found["rewards"])
             judgement.extra |= found.get("extra", {})
             for name, values in found.get("metrics", {}).items():
@@ -143,7 +144,14 @@ class Judges(AbstractContextManager["Judges"]):
 
     def _ask(self, group: Group) -> list[Answer]:
         """In a thread: what each function answers. Raises RewardError, or counts failures."""
-        call, answers = _call_of(group), list[Answer]()
+        answers, count = list[Answer](), len(group.completions)
+        call = {
+            "prompts": [group.prompt] * count,
+            "completions": group.completions,
+            "completion_ids": group.completion_ids,
+            "columns": {name: [value] * count for name, value in group.columns.items()},
+            "state": {"global_step": group.step},
+        }
         for number, function in enumerate(self.functions):
             answer = self._worker().judge((number, call), self.timeout_s)
             if self._closed:
@@ -151,7 +159,7 @@ class Judges(AbstractContextManager["Judges"]):
             faults = [(0, answer["error"])] if "error" in answer else answer["faults"]
             if faults:
                 self._fail(function, group, *faults[0])
-            answers.append({"rewards": [None] * len(group.completions), **answer})
+            answers.append({"rewards": [None] * count, **answer})
         return answers
 
     def _fail(self, function: str, group: Group, number: int, reason: str) -> None:
@@ -244,25 +252,6 @@ class Worker:
         self.kill()
         self._process.wait()
         self._connection.close()
-
-
-def _call_of(group: Group) -> dict[str, Any]:
-    """A group as `rewarded` wants it."""
-    count = len(group.completions)
-    return {
-        "prompts": [group.prompt] * count,
-        "completions": group.completions,
-        "completion_ids": group.completion_ids,
-        "columns": {name: [value] * count for name, value in group.columns.items()},
-        "state": {"global_step": group.step},
-    }
-
-
-def _when_done(future: Future[list[Answer]]) -> list[Answer]:
-    while True:
-        beat()
-        with suppress(NotYet):
-            return future.result(1.0)
 
 
 def judges_of(config: Any, log: Path | None = None) -> Judges:

@@ -10,7 +10,7 @@ import hashlib
 import json
 import math
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, suppress
 from dataclasses import asdict, dataclass, field, replace
@@ -156,17 +156,14 @@ class Rollouts:
             place = self._next(place, count)
         return total if options.max_steps is None else min(total, options.max_steps)
 
-    def _epoch_prompts(self, epoch: int) -> int:
-        """Prompts of this epoch: all, or a share in a fraction of an epoch."""
-        epochs = self.config.train.epochs
-        share = 1.0 if epochs is None else min(1.0, epochs - epoch)
-        return max(0, math.ceil(share * len(self.rows) - 1e-9))
-
     def _count(self, place: RolloutPosition) -> int:
         """Prompts of the rollout at a place; 0 at the end of the run."""
         if self.config.policy.dynamic_sampling:  # all have as many, and epochs do not end one
             return self.prompts
-        return min(self.prompts, self._epoch_prompts(place.epoch) - place.index)
+        epochs = self.config.train.epochs
+        share = 1.0 if epochs is None else min(1.0, epochs - place.epoch)
+        of_epoch = max(0, math.ceil(share * len(self.rows) - 1e-9))
+        return min(self.prompts, of_epoch - place.index)
 
     def _steps_of(self, prompts: int) -> int:
         """Steps that a rollout of so many prompts is handed out in."""
@@ -430,8 +427,11 @@ class Rollouts:
         given = rewards, self.judges.names, weights.reward_weights, count
         judged = worth(self.config.method, self.config.of_method, *given)
         answers = [journal.answers[key, n] for key in prompts for n in range(count)]
-        logged = means_of([one["logged"] for one in found])
-        return judged, {**judged.metrics, **lengths_of(answers), **logged}
+        logged = defaultdict[str, list[float]](list)
+        for name, value in (pair for one in found for pair in one["logged"].items()):
+            logged[name].append(value)
+        means = {name: float(np.mean(values)) for name, values in logged.items()}
+        return judged, {**judged.metrics, **lengths_of(answers), **means}
 
     def _group(self, key: int, prompt: Prompt, answers: Sequence[Answer], step: int) -> Group:
         """A prompt and its answers as reward functions are given them."""
@@ -490,9 +490,3 @@ def lengths_of(answers: Sequence[Answer]) -> dict[str, float]:
     for name, of in figures.items():
         found[f"completions/{name}_terminated_length"] = float(of(terminated))
     return {**found, "completions/clipped_ratio": float(1 - ended.mean())}
-
-
-def means_of(logged: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """The mean of each metric over the groups that logged it."""
-    names = dict.fromkeys(name for one in logged for name in one)
-    return {name: float(np.mean([one[name] for one in logged if name in one])) for name in names}
