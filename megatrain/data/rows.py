@@ -238,11 +238,11 @@ class TokenRows:
         found = bytes(self.images[span]) if span.stop > span.start else b"[]"
         return [Picture(*one) for one in json.loads(found)]
 
-    def image_tokens(self) -> tuple[float, float, float] | None:
+    def image_tokens(self) -> tuple[float, float, float]:
         """The share of all tokens that are of images, the most of any sequence, and the tokens of
-        an image; None where rows have none."""
+        an image."""
         if self.images is None or self.sight is None:
-            return None
+            return 0.0, 0.0, 1.0
         end = int(self.offsets[-1])
         places = np.flatnonzero(np.isin(self.ids[slice(0, end)], [*self.sight.ids]))
         counts = np.diff(np.searchsorted(places, self.offsets))

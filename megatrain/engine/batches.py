@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from megatrain.engine.activations import Kept
 from megatrain.engine.graphs import Graph
@@ -31,6 +32,7 @@ from megatrain.models.recorder import TYPES, LayerCall, boundaries_of, of_dtype,
 from megatrain.models.skeleton import Skeleton
 
 Batch = Mapping[str, Tensor]
+EMBEDDED = -1  # in `MicroBatch.ends`: hidden states
 
 
 @dataclass
@@ -47,7 +49,9 @@ class MicroBatch:
     graphs: dict[int, Graph] = field(default_factory=dict)  # by layer: the graph of a retained one
     grad: Tensor | None = None  # of the loss at the layer output that backward has reached
     side_grads: dict[int, Tensor] = field(default_factory=dict)  # by layer, of its call's side
-    embedded: tuple[Tensor, list[LayerCall]] | None = None  # what embed gave to layers, with graphs
+    embedded: tuple[Tensor, list[LayerCall]] | None = None  # what embed gives to layers
+    # where graphs of that end, of hidden states and by layer of what is added before it
+    ends: dict[int, GradientEdge] = field(default_factory=dict)
     trains: bool = True  # False: only its log-probabilities are wanted
     parallel: ContextParallel | None = None  # targets and hidden states are then of one part
     learns: bool = True  # it has targets, in whichever part
@@ -60,31 +64,31 @@ class MicroBatch:
         if (side := self.calls[index].side) is not None and self.grad is not None:
             self.side_grads[index] = self.grad.flatten(0, 1)[side.index]
 
-    def around_layers(
-        self, hidden: Tensor, calls: list[LayerCall]
-    ) -> tuple[Tensor, list[LayerCall]]:
-        return self.parallel.around_layers(hidden, calls) if self.parallel else (hidden, calls)
-
-    def enter_layers(self, graph: bool) -> None:
-        """Give layers what embed has made. graph: what made it stays, for backward."""
-        assert self.embedded is not None
-        hidden, calls = self.embedded
+    def receive(self, hidden: Tensor, calls: list[LayerCall], graph: bool) -> None:
+        """Take what embed has made. graph: keep the ends of its graph for backward."""
+        if self.parallel:
+            hidden, calls = self.parallel.around_layers(hidden, calls)
+        sides = {index: call.side.rows for index, call in enumerate(calls) if call.side}
+        if graph:  # not the tensors, which layers let go of
+            outputs = {EMBEDDED: hidden, **sides}
+            self.ends = {i: get_gradient_edge(t) for i, t in outputs.items() if t.requires_grad}
         # a copy: a view of some tokens would keep all of them
-        self.hidden = hidden.clone() if self.parallel else hidden.detach()
-        self.calls = [call.without_graph() for call in calls]
-        self.embedded = self.embedded if graph else None
+        hidden = hidden.clone() if self.parallel else hidden.detach()
+        self.embedded = hidden, [call.without_graph() for call in calls]
+
+    def enter_layers(self) -> None:
+        """Begin with what was received."""
+        assert self.embedded is not None
+        (self.hidden, self.calls), self.embedded = self.embedded, None
 
     def gradients_of_embed(self, wanted: Sequence[Tensor]) -> Sequence[Tensor | None]:
         """Gradients of what embed gave to layers, whose own are dropped. None: not reached, as
         where all of it is frozen and the rows have no image."""
-        assert self.embedded is not None
-        (hidden, calls), self.embedded = self.embedded, None
-        sides = ((calls[index].side, grad) for index, grad in self.side_grads.items())
-        ends = [(hidden, self.grad), *((side.rows, grad) for side, grad in sides if side)]
-        outputs = [output for output, _ in ends if output.requires_grad]
-        given = [grad for output, grad in ends if output.requires_grad]
-        self.grad, self.side_grads = None, {}
-        return torch.autograd.grad(outputs, wanted, given, allow_unused=True)
+        given = {EMBEDDED: self.grad, **self.side_grads}
+        ends, self.ends = self.ends, {}
+        self.grad, self.side_grads, self.embedded = None, {}, None
+        given = {index: given[index] for index in ends}
+        return torch.autograd.grad([*ends.values()], wanted, [*given.values()], allow_unused=True)
 
     @property
     def tokens(self) -> int:

@@ -219,7 +219,7 @@ class Passes:
         for mb in group:
             if not self._repeats:
                 mb.calls.clear()  # masks are large
-            if not mb.embedded:
+            if not mb.ends:
                 self._embed(mb, True)
             self.gradients.add(self.embed, mb.gradients_of_embed(self.parameters[self.embed]))
         self.gradients.close(self.embed, last_group=last)
@@ -275,8 +275,8 @@ class Passes:
         # towers do not run again for the embedding's backward
         retains = keep and self.skeleton.findings.seeing and not (self.first or self._repeats)
         for mb in group:
-            self._embed(mb, graph := bool(retains and mb.trains))
-            mb.enter_layers(graph)
+            self._embed(mb, bool(retains and mb.trains))
+            mb.enter_layers()
         for index in range(len(self.skeleton.layers)):
             block = next(visits)
             for mb in group:
@@ -299,7 +299,7 @@ class Passes:
         given = self.parameters[block], self.names[block], partial(self.gradients.sums, block)
         # not of towers, whose layers run again where no mode is active
         with torch.set_grad_enabled(graph), SummingInto.later(*given, seeing):
-            mb.embedded = mb.around_layers(*self.skeleton.embed(mb.inputs))
+            mb.receive(*self.skeleton.embed(mb.inputs), graph)
 
     def _retain(self, index: int, block: int, mb: MicroBatch, hidden: Tensor) -> Tensor:
         """The output of a layer whose graph stays until backward, on the device or in RAM."""

@@ -310,8 +310,8 @@ def plan_and_loader(
     steps = loader.steps_total()
     written = 1 if every is None else -(-steps // every)
     known = padding_of(resolved, loader)
-    if isinstance(rows, TokenRows) and (found := rows.image_tokens()):
-        known["images"] = ImageTokens(*found)
+    if isinstance(rows, TokenRows):
+        known["images"] = ImageTokens(*rows.image_tokens())
     plan = plan_run(config, resolved, steps, checkpoints_written=written, **known)
     return plan, replace(loader, micro_batch_tokens=micro_batch_of(config, plan))
 

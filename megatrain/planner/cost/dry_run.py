@@ -212,7 +212,8 @@ class DryRun:
         return ImageCost(
             BlockCost(ahead, ahead.times(BACKWARD_FLOPS * trains), keys=once["keys"]),
             working_bytes=max(grown["peak"] - grown["light"], 2 * grown["layer"]),
-            kept_bytes=grown["light"] + once["sides"] * each,  # and gradients of what is added
+            # hidden states are the first layer's; gradients of what is added come to it
+            kept_bytes=max(0, grown["light"] + (once["sides"] - 1) * each),
             input_bytes=sum(of_dtype(row[n], skeleton.dtype).nbytes for n in inputs) // tokens,
             gradient_bytes=trained * skeleton.dtype.itemsize,
             counted_parameters=counted_parameters(
