@@ -289,8 +289,12 @@ def _spelt(given: Given) -> object:
                 return os.path.abspath(named.name) + named.spec[len(named.name) :]
         return str(given)
     if isinstance(given, list | tuple):
-        parts = [part.said for part in given if isinstance(part, Part)]
-        return [{**part, "path": _spelt(part["path"])} for part in parts]
+        others = "weight", "split", "format"
+        return [
+            {"path": _spelt(one.path)} | {name: getattr(one, name) for name in others}
+            for one in given
+            if isinstance(one, Part)
+        ]
     return type(given).__name__
 
 

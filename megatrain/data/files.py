@@ -241,19 +241,12 @@ def json_in(kind: Any) -> Any:
     return getattr(kind, "extension_name", "") == "arrow.json"
 
 
-def _open_table(path: Path) -> Any:
-    """A file that can be read from anywhere; what is packed is unpacked into memory."""
-    import pyarrow
-
-    if path.suffix.lower() != PACKED:
-        return pyarrow.OSFile(str(path))
-    return pyarrow.BufferReader(_whole(path))
-
-
 def _batches(path: Path) -> Iterator[Any]:
-    from pyarrow import ipc, parquet
+    """Batches of a file that is read from anywhere; what is packed is unpacked into memory."""
+    from pyarrow import BufferReader, OSFile, ipc, parquet
 
-    with _open_table(path) as stream:
+    packed = path.suffix.lower() == PACKED
+    with BufferReader(_whole(path)) if packed else OSFile(str(path)) as stream:
         if type_of(path) == ".parquet":
             yield from parquet.ParquetFile(stream).iter_batches(TABLE_ROWS)
             return

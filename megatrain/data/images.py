@@ -57,7 +57,8 @@ def picture_of(value: object, folder: Path) -> Picture:
     elif isinstance(value, str) and value:
         path = os.path.abspath(folder / os.path.expanduser(value))
     elif hasattr(value, "save") and hasattr(value, "mode"):  # Pillow's own, of a Dataset
-        path = _kept(_as_png(value))
+        value.save(png := io.BytesIO(), "PNG")
+        path = _kept(png.getvalue())
     else:
         raise RowError(f"an image is a path, bytes or an object with these, not {value!r:.60}")
     data = _read(path)
@@ -70,7 +71,8 @@ def picture_of(value: object, folder: Path) -> Picture:
             )
         if image.mode[0] in "IF":  # Pillow would make nearly all of it white, or black
             raise RowError(f"image {path}: over 8 bits a pixel ({image.mode}); convert it to RGB")
-        width, height = _size_of(image)
+        turned = _has_exif(image) and image.getexif().get(0x0112) in (5, 6, 7, 8)
+        width, height = image.size[::-1] if turned else image.size
         image.draft("L", (1, 1))  # is it whole? A JPEG is decoded in little, a PNG's sums compared
         (image.load if image.format in ("JPEG", "MPO") else image.verify)()
     return Picture(path, os.stat(path).st_mtime_ns, _digest(data), width, height)
@@ -123,17 +125,6 @@ def _has_exif(image: Image) -> bool:
     return image.format != "PNG" or "exif" in image.info
 
 
-def _size_of(image: Image) -> tuple[int, int]:
-    turned = _has_exif(image) and image.getexif().get(0x0112) in (5, 6, 7, 8)
-    return (image.height, image.width) if turned else image.size
-
-
-def _as_png(image: Any) -> bytes:
-    into = io.BytesIO()
-    image.save(into, "PNG")
-    return into.getvalue()
-
-
 def _kept(data: bytes) -> str:
     """The file in the cache that has these bytes, which a row had in itself."""
     name = _digest(data)
@@ -167,10 +158,16 @@ class Sight:
     """A model's processor: the tokens and tensors that it makes of images."""
 
     def __init__(self, processor: Any) -> None:
+        from PIL import Image
+
         self.processor = processor
         self.token: str = processor.image_token
         self._expanded = lru_cache(maxsize=4096)(self._expand)
-        self.row = self._blank_row()
+        # the arguments of the model's forward for a row of one small picture
+        drawn = Image.radial_gradient("L").resize((BLANK, BLANK)).convert("RGB")
+        found = processor(text=[self.token], images=[[drawn]], return_tensors="pt")
+        self._types = [name for name in TYPES if name in found]
+        self.row = {name: value for name, value in found.items() if name != "attention_mask"}
         self.ids = {int(i) for i in processor.image_token_ids if i is not None}
 
     @classmethod
@@ -246,15 +243,6 @@ class Sight:
     def types(self, ids: Any) -> dict[str, Any]:
         """Marks of the tokens that are of images, int64 as `ids`, by the model's name for them."""
         return {name: np.isin(ids, [*self.ids]).astype(np.int64) for name in self._types}
-
-    def _blank_row(self) -> dict[str, Tensor]:
-        """The arguments of the model's forward for a row of one small picture."""
-        from PIL import Image
-
-        drawn = Image.radial_gradient("L").resize((BLANK, BLANK)).convert("RGB")
-        found = self.processor(text=[self.token], images=[[drawn]], return_tensors="pt")
-        self._types = [name for name in TYPES if name in found]
-        return {name: value for name, value in found.items() if name != "attention_mask"}
 
 
 def _processor(folder: Path, images: Any, tokenizer: PreTrainedTokenizerBase, family: str) -> Any:

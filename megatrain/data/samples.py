@@ -352,11 +352,8 @@ def schema_texts(value: object) -> Iterator[str]:
     """Every text in nested objects and lists, keys left out."""
     if isinstance(value, str):
         yield value
-    elif isinstance(value, Mapping):
-        for entry in value.values():
-            yield from schema_texts(entry)
-    elif isinstance(value, list | tuple):
-        for entry in value:
+    elif isinstance(value, Mapping | list | tuple):
+        for entry in value.values() if isinstance(value, Mapping) else value:
             yield from schema_texts(entry)
 
 

@@ -56,12 +56,6 @@ class Part:
     format: str = "auto"
     rows: Rows | DataSet | None = field(default=None, compare=False, repr=False)
 
-    @property
-    def said(self) -> dict[str, object]:
-        """All but the rows."""
-        names = ("path", "weight", "split", "format")
-        return {name: getattr(self, name) for name in names}
-
 
 @dataclass(frozen=True)
 class Source:

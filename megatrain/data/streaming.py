@@ -163,7 +163,10 @@ class Stream:
     def _read(self, number: int) -> TokenRows | None:
         """The rows of a shard, once it is there; None behind the last one. Raises as `window`."""
         over = False
-        while not self._is_behind(number):
+        while True:
+            self.total = self.total or len(listed_shards(self._asked.folder)) or None
+            if self.total is not None and number >= self.total:
+                return None
             if (rows := self._find(number)) is not None:
                 return rows
             if over:
@@ -175,12 +178,6 @@ class Stream:
             read = self._writer.news()
             if read is not None and self._asked.on_progress is not None:
                 self._asked.on_progress(read)
-        return None
-
-    def _is_behind(self, number: int) -> bool:
-        if self.total is None:
-            self.total = len(listed_shards(self._asked.folder)) or None
-        return self.total is not None and number >= self.total
 
     def _find(self, number: int) -> TokenRows | None:
         begins = self._ends[number - 1] if number else 0

@@ -174,10 +174,6 @@ def _memory(subject: Subject) -> Figures:
     return {"memory": memory, "fresh": memory, "launch": launch, "device_update": rate}
 
 
-def _fp8(subject: Subject) -> Figures:
-    return {"fp8": subject.computing().fp8()}
-
-
 def _disk(subject: Subject) -> Figures:
     if subject.hardware.disk_free_bytes < 2 * disk.FILE_BYTES:
         return {}
@@ -195,4 +191,7 @@ QUICK_STEPS: dict[str, Step] = {
     "experts' products": _grouped,
     "the update's arithmetic": _arithmetic,
 }
-STEPS: dict[str, Step] = QUICK_STEPS | {"fp8 products": _fp8, "the disk": _disk}
+STEPS: dict[str, Step] = QUICK_STEPS | {
+    "fp8 products": lambda subject: {"fp8": subject.computing().fp8()},
+    "the disk": _disk,
+}

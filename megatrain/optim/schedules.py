@@ -50,17 +50,13 @@ def _line(progress: float) -> float:
     return 1.0 - progress
 
 
-def _half_cosine(progress: float) -> float:
-    """Loshchilov and Hutter, 2017, arXiv:1608.03983."""
-    return 0.5 * (1.0 + math.cos(math.pi * progress))
-
-
-# "constant", "linear" and "cosine" equal transformers' after the warm-up. "wsd": warm-up, stable,
-# decay (Hu et al., 2024, arXiv:2404.06395).
+# "constant", "linear" and "cosine" (Loshchilov and Hutter, 2017, arXiv:1608.03983) equal
+# transformers' after the warm-up. "wsd": warm-up, stable, decay (Hu et al., 2024,
+# arXiv:2404.06395).
 SCHEDULES = {
     "constant": Schedule(None),
     "linear": Schedule(_line),
-    "cosine": Schedule(_half_cosine),
+    "cosine": Schedule(lambda progress: 0.5 * (1.0 + math.cos(math.pi * progress))),
     "wsd": Schedule(_line, at_end=True),
 }
 

@@ -301,10 +301,8 @@ def find_resumable(
     run_dir: Path | str, deep: bool = True, besides: Collection[Path] = ()
 ) -> Resumable:
     """Find a checkpoint to resume from, newest save first, not in `besides`. deep: hash all."""
-    # unreadable ones first: each may have been the newest, so each gets its warning
-    candidates = run_folder.newest_first(Path(run_dir), unreadable=math.inf)
     warnings = []
-    for path in (path for path in candidates if path not in besides):
+    for path in (one for one in run_folder.newest_first(Path(run_dir)) if one not in besides):
         try:
             verify_checkpoint(path, deep)
         except StorageError as error:

@@ -190,15 +190,12 @@ def refuse_strays(folder: Path, manifest: Manifest, code: bool = False) -> None:
 def would_be_read(name: str, code: bool = False) -> bool:
     """True if transformers reads a file of this name in a model folder; code: Python files, too."""
     described = [pattern for names in DESCRIBED_IN.values() for pattern in names]
-    patterns = [*described, *READ_TOO, *(["*.py"] if code else [])]
+    # of a file, or of the files in a folder
+    patterns = map(PurePosixPath, [*described, *READ_TOO, *(["*.py"] if code else [])])
+    here = PurePosixPath(name)
+    of_folder = (one.name for one in patterns if one.parent == here.parent)
     # it prefers stray tensors to shards
-    return _is_tensors(name) or any(_is_named(name, pattern) for pattern in patterns)
-
-
-def _is_named(name: str, pattern: str) -> bool:
-    """True if a pattern, of a file or of the files in a folder, matches this name."""
-    here, there = PurePosixPath(name), PurePosixPath(pattern)
-    return here.parent == there.parent and fnmatchcase(here.name, there.name)
+    return _is_tensors(name) or any(fnmatchcase(here.name, pattern) for pattern in of_folder)
 
 
 def check_files(checkpoint: Path, manifest: Manifest, names: Iterable[str]) -> None:

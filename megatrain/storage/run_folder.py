@@ -7,6 +7,7 @@ that end in `.tmp` are work in progress and never read; the next save removes th
 from __future__ import annotations
 
 import fcntl
+import math
 import os
 import re
 import shutil
@@ -275,12 +276,13 @@ def model_files(manifest: Manifest) -> list[str]:
     return [name for name in sorted(manifest.files) if PurePath(name).parts[0] not in RUN_ONLY]
 
 
-def newest_first(run_dir: Path, unreadable: float = 0) -> list[Path]:
-    """Checkpoints, and `final/` where it is one, too; it comes behind the one of the same save."""
+def newest_first(run_dir: Path) -> list[Path]:
+    """Checkpoints, and `final/` where it is one, too; it comes behind the one of the same save.
+    Unreadable ones are first: each may have been the newest, so each gets its warning."""
     found, final = checkpoints(run_dir), run_dir / FINAL
     if final.is_dir() and holds_state(final):
         found.append(final)
-    return sorted(found, key=lambda path: sequence_of(path, unreadable), reverse=True)
+    return sorted(found, key=lambda path: sequence_of(path, math.inf), reverse=True)
 
 
 def find_checkpoint(run_dir: Path, which: str | None = None) -> Path:
