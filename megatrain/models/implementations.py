@@ -294,6 +294,7 @@ def _in_blocks(
 
 # in transformers' registry, which tells kernels that are told of lengths by "flash"
 OF_IMAGES = f"{NAME}_flash_of_images"
+FLASH = (8, 0)  # capability of the first GPUs that have the kernel
 
 
 def use_one_kernel_for_images(model: Any) -> None:
@@ -331,7 +332,9 @@ def attend_images(
     from transformers.integrations import sdpa_attention
 
     width, given = query.shape[-1], (query, key, value)
-    if query.is_cuda and query.itemsize == 2 and not options.get("dropout"):
+    fits = query.is_cuda and query.itemsize == 2 and width % COLUMNS == 0
+    fits = fits and torch.cuda.get_device_capability(query.device) >= FLASH
+    if fits and not options.get("dropout"):
         from torch.nn.attention.varlen import varlen_attn
 
         if scaling is not None:  # the kernel has the usual one

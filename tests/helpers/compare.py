@@ -33,7 +33,8 @@ def apart(
     share: float = 1e-5,
     of_largest: float | None = None,
 ) -> list[str]:
-    """Names whose tensors differ, in the L2 norm, by more than a share of the expected one.
+    """Names and distances of tensors that differ, in the L2 norm, by more than a share of the
+    expected one.
 
     `of_largest` (default: a tenth of `share`) is a share of the largest tensor's norm that is
     allowed besides: some gradients are zero but for rounding.
@@ -42,8 +43,9 @@ def apart(
     of_largest = share / 10 if of_largest is None else of_largest
     norms = {name: float(tensor.detach().double().norm()) for name, tensor in expected.items()}
     largest = max(norms.values())
+    distances = {name: distance(found[name], tensor) for name, tensor in expected.items()}
     return [
-        name
-        for name, tensor in expected.items()
-        if distance(found[name], tensor) * norms[name] > share * norms[name] + of_largest * largest
+        f"{name}: {far:.1e}"
+        for name, far in distances.items()
+        if far * norms[name] > share * norms[name] + of_largest * largest
     ]
