@@ -40,6 +40,7 @@ from megatrain.world import World
 
 SUMS, RANKS = "sums_on_device", "ranks"
 LAUNCH, UNNAMED = "TORCHELASTIC_RUN_ID", "none"  # torchrun's
+JOB, REQUEUED = "SLURM_JOB_ID", "SLURM_RESTART_COUNT"
 PACKAGES = ["megatrain", "torch", "transformers", "tokenizers"]
 PACKAGES += ["safetensors", "numba", "numpy", "datasets"]
 DESCRIPTION = (CONFIG_FILE, RESOLVED_FILE, PLAN_FILE, ENVIRONMENT_FILE)
@@ -112,6 +113,7 @@ def described_environment(machine: Machine) -> dict[str, Any]:
         "hardware": asdict(machine.hardware),
         "rates": asdict(machine.profile),
         "launch": _launch(),
+        "job": os.environ.get(JOB, ""),
         "ranks": machine.world.size,
     }
 
@@ -123,11 +125,14 @@ def _launch() -> str:
 
 
 def started_again(run_dir: Path) -> bool:
-    """True if the launcher of this process has begun the run in this folder."""
+    """True if the launcher of this process has begun the run in this folder, or its Slurm job,
+    which was requeued since: that has the same command."""
     try:
-        return _launch() != "" and environment(run_dir).get("launch") == _launch()
+        found = environment(run_dir)
     except (OSError, ValueError):
         return False
+    requeued = os.environ.get(REQUEUED, "0") != "0" and found.get("job") == os.environ.get(JOB)
+    return requeued or (_launch() != "" and found.get("launch") == _launch())
 
 
 def environment(run_dir: Path) -> dict[str, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -182,6 +183,23 @@ def test_a_folder_that_holds_a_run_is_refused(megatrain, copied):
     done = megatrain("train cfg.yaml", code=2)
     assert "cfg.yaml:9: output: run holds a run already; continue it with `megatrain re" in done.err
     assert files_of(copied) == before
+
+
+def test_a_requeued_job_goes_on_with_the_same_command(megatrain, project, monkeypatch):
+    """Slurm counts how often, and the job keeps its number."""
+    command = "train cfg.yaml data.eval=null train.max_steps=4 checkpoint.every=2"
+    monkeypatch.setenv("SLURM_JOB_ID", "17")
+    megatrain(command)
+    shutil.rmtree(project / "run" / "final")
+    (newest,) = (path for path in checkpoints(project / "run") if path.name == "checkpoint-4")
+    shutil.rmtree(newest)
+    assert "holds a run already" in megatrain(command, code=2).err  # a second command of the job
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
+    megatrain(command)
+    assert (project / "run" / "final").is_dir()
+    assert [step["step"] for step in steps_of(project / "run")] == [1, 2, 3, 4]
+    monkeypatch.setenv("SLURM_JOB_ID", "18")
+    assert "holds a run already" in megatrain(command, code=2).err
 
 
 def test_a_run_that_died_before_its_first_checkpoint_starts_anew(megatrain, copied):
