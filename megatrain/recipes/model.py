@@ -12,6 +12,7 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from megatrain.config import Config, load_config, names_config
+from megatrain.data.formats import renamed
 from megatrain.data.images import Sight
 from megatrain.data.samples import PROMPTS, names_images
 from megatrain.data.sources import Part, open_source
@@ -122,7 +123,8 @@ def shows_images(config: Config) -> bool:
     """True if one of the first rows has an image."""
     try:
         source = open_source(parts_in(config, config.data.train), config.data.split, True)
-        return any(names_images(row.value) for row in islice(source.read(), FIRST_ROWS))
+        rows = (renamed(row.value, config.data.columns or {}) for row in source.read())
+        return any(map(names_images, islice(rows, FIRST_ROWS)))
     except DataError:  # said where rows are read; those of a run that goes on may be in the cache
         return False
 

@@ -265,7 +265,7 @@ REFUSED: list[tuple[str, Given, str, str]] = [
     ("llama-factory", {"max_samples": 2}, "max_samples", "rows of ours are 3"),
     ("llama-factory", {"dataset": "more", "max_samples": 2}, "max_samples", "are not known"),
     ("llama-factory", {"dataset": "none"}, "dataset", "none is not in dataset_info.json"),
-    ("llama-factory", {"dataset": "seen"}, "dataset", "only text"),
+    ("llama-factory", {"dataset": "films"}, "dataset", "only texts and images"),
     ("llama-factory", {"dataset": "odd"}, "dataset", "roles or turns"),
     ("llama-factory", {"dataset": "script"}, "dataset", "script"),
     ("llama-factory", {"template": "default"}, "template", "of no model"),

@@ -99,6 +99,8 @@ def test_sets_of_llama_factory():
         value(imported("llama-factory", stage="dpo", dataset="pairs", pref_loss="orpo"), "method")
         == "orpo"
     )
+    seen = imported("llama-factory", dataset="seen")
+    assert value(seen, "data.columns") == {"instruction": "q", "images": "pictures"}
     judged = imported("llama-factory", stage="kto", dataset="judged")
     columns = {"instruction": "question", "output": "answer", "label": "good"}
     assert value(judged, "data.columns") == columns

@@ -68,7 +68,8 @@ def make_sets() -> None:
             "columns": {"messages": "conversations", "chosen": "chosen", "rejected": "rejected"},
         },
         "texts": {"file_name": "texts.jsonl", "columns": {"prompt": "body"}},
-        "seen": {"hf_hub_url": "org/seen", "columns": {"prompt": "q", "images": "images"}},
+        "seen": {"hf_hub_url": "org/seen", "columns": {"prompt": "q", "images": "pictures"}},
+        "films": {"hf_hub_url": "org/films", "columns": {"prompt": "q", "videos": "videos"}},
         "judged": {
             "hf_hub_url": "org/judged",
             "columns": {"prompt": "question", "response": "answer", "kto_tag": "good"},
