@@ -71,8 +71,8 @@ def test_a_run_that_sees_goes_on_to_the_bit_and_answers(megatrain, project):
     (project / "sees.yaml").write_text(SEES)
     shown = megatrain("data sees.yaml").out
     assert "0.png (96 x 48)" in shown and shown.count("<|image_pad|>") == 3
-    asked = {"instruction": "<image>which digit do you see ?", "output": "7", "seen": ["0.png"]}
-    write_jsonl(project / "sees" / "train" / "renamed.jsonl", [asked])
+    row = {"instruction": "<image>which digit do you see ?", "output": "7", "seen": ["0.png"]}
+    write_jsonl(project / "sees" / "train" / "renamed.jsonl", [row])
     keys = "data.eval=null data.columns.images=seen data.train=sees/train/renamed.jsonl"
     assert "0.png (96 x 48)" in megatrain(f"data sees.yaml {keys}").out
     megatrain("train sees.yaml output=whole")
