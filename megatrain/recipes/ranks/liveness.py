@@ -88,7 +88,7 @@ class Liveness:
         self.world, self.host, self._store = world, host, world.store.clone(STORE_TIMEOUT)
         self._seen = [("0 unknown", 0.0)] * world.size  # signs, and when each came
         self._first_host = self._signs()[0].split()[1]
-        self.ended = threading.Event()
+        self.ended, self._signing, self._has_left = threading.Event(), threading.Lock(), False
         self._awake_s, self._looked = 0.0, time.monotonic()
         self._unreachable = False
 
@@ -107,7 +107,7 @@ class Liveness:
         """End without being missed. The first rank, which may hold the store, goes last."""
         self.ended.set()
         with suppress(RuntimeError):
-            self._store.set(*sign_of_life(self.world.rank, self.host, exit_code))
+            self._sign(exit_code)
             if self.world.is_first:
                 until = time.monotonic() + SILENT_S + LEAVES_WITHIN_S
                 while not self._all_left() and time.monotonic() < until:
@@ -115,6 +115,13 @@ class Liveness:
                         time.sleep(2 * BEATS_EVERY_S)
                         return
                     time.sleep(BEATS_EVERY_S / 20)
+
+    def _sign(self, left: int | None = None) -> None:
+        """Write a sign of life, or the last one, which no look that is under way writes over."""
+        with self._signing:
+            if not self._has_left:
+                self._has_left = left is not None
+                self._store.set(*sign_of_life(self.world.rank, self.host, left))
 
     def _all_left(self) -> bool:
         return all(len(sign.split()) == 3 for sign in self._signs())
@@ -156,7 +163,7 @@ class Liveness:
         if (said := self._store.get("failed")) is not None:
             return LastWords.read(said)
         now, world = self._awake(), self.world
-        self._store.set(*sign_of_life(world.rank, self.host))
+        self._sign()
         for rank, sign in enumerate(self._signs()):
             before, since = self._seen[rank]
             since = since if sign == before else now
