@@ -108,23 +108,18 @@ class StepCosts:
         mean = self.job.step(self.choices.micro_batch_tokens).mean
         trained = min(self.job.tokens_per_step, self.job.size * mean)
         tokens_per_s = trained / timeline.seconds
+        images = self.job.images
+        flops = self.shape.image_flops(images.mean, images.each)
+        flops += 6 * self.shape.counted_parameters
         return Timing(
             seconds=timeline.seconds,
             phases=timeline.phases,
             waits={wait: sum(of[wait] for of in timeline.waits.values()) for wait in WAITS},
             bound_by={phase: timeline.bound_by(phase) for phase in timeline.phases},
             tokens_per_s=tokens_per_s,
-            tflops=self.flops_per_token * tokens_per_s / self.job.size / 1e12,
+            tflops=flops * tokens_per_s / self.job.size / 1e12,
             reference_s=self._forward_alone() if self.job.refers else 0.0,
         )
-
-    @property
-    def flops_per_token(self) -> float:
-        """As `tflops` counts them (reporting/mfu.py)."""
-        counted, images = 6.0 * self.shape.counted_parameters, self.shape.images
-        if images is not None:
-            counted += self.job.images.mean * images.flops(self.job.images.each)
-        return counted
 
     def at_least(self) -> float:
         """Seconds of computation alone, which `predict` does not fall below."""

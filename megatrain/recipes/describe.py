@@ -170,9 +170,8 @@ def work_of(plan: Plan) -> ModelFlops:
     """The arithmetic of the model that is trained."""
     resolved: Resolved = plan.made_of
     anatomy, config = resolved.skeleton.anatomy, resolved.request.config
-    shape, images = resolved.shape, plan.job.images
-    of_images = images.mean * shape.images.flops(images.each) if shape.images else 0.0
-    seeing = resolved.skeleton.findings.seeing
+    shape, seeing = resolved.shape, resolved.skeleton.findings.seeing
+    of_images = shape.image_flops(plan.job.images.mean, plan.job.images.each)
     return ModelFlops.of(anatomy, config, shape.idle_parameters, seeing, of_images)
 
 

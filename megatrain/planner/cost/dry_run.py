@@ -203,17 +203,26 @@ class DryRun:
         ]
         trained = sum(t.numel for t in tensors if not t.frozen)
         trains = 2 * trained > sum(t.numel for t in tensors)  # more than a projector
-        once, twice = (self._seen(times) for times in (1, 2))
-        tokens, inputs = row["input_ids"].numel(), (skeleton.anatomy.of_images & row.keys())
+        once, twice = self._seen(1), self._seen(2)
+        layers = recompute_inside(skeleton.findings.tower_layers)
+        light, lighter = self._seen(2), self._seen(1)
+        tokens, inputs = row["input_ids"].numel(), skeleton.anatomy.of_images & row.keys()
         grown = {name: max(0, twice[name] - once[name]) // tokens for name in once}
-        traffic = Traffic(grown["bytes"], once["kernels"])
-        ahead = PassCost(grown["matmul_flops"], grown["attention_flops"], traffic, traffic)
+        kept, peak = ((light[name] - lighter[name]) // tokens for name in ("live", "peak"))
+        of_layer = max(0, grown["live"] - kept) // max(1, layers)
+
+        def one_way(times: int) -> PassCost:
+            traffic = Traffic(times * grown["bytes"], times * once["kernels"])
+            counted = times * grown["matmul_flops"], times * grown["attention_flops"]
+            return PassCost(*counted, traffic, traffic)
+
         each = skeleton.anatomy.hidden_size * skeleton.dtype.itemsize
         return ImageCost(
-            BlockCost(ahead, ahead.times(BACKWARD_FLOPS * trains), keys=once["keys"]),
-            working_bytes=max(grown["peak"] - grown["light"], 2 * grown["layer"]),
+            BlockCost(one_way(1), one_way(BACKWARD_FLOPS * trains), keys=once["keys"]),
+            # backward frees what a layer saved as its gradients appear
+            working_bytes=max(0, peak - kept, of_layer),
             # hidden states are the first layer's; gradients of what is added come to it
-            kept_bytes=max(0, grown["light"] + (once["sides"] - 1) * each),
+            kept_bytes=max(0, kept + (once["sides"] - 1) * each),
             input_bytes=sum(of_dtype(row[n], skeleton.dtype).nbytes for n in inputs) // tokens,
             gradient_bytes=trained * skeleton.dtype.itemsize,
             counted_parameters=counted_parameters(
@@ -227,26 +236,13 @@ class DryRun:
         skeleton, row = self.skeleton, self.skeleton.image_row or {}
         rows = {n: of_dtype(torch.cat([value] * times), skeleton.dtype) for n, value in row.items()}
         with skeleton.zeros(), torch.random.fork_rng(devices=[]), torch.enable_grad():
-            ops, whole = Operations(self.runs_on, self._parameters(EMBED)), LiveBytes()
-            with (
-                FusedAttention(self.runs_on, ops.attend) if self.fused else nullcontext(),
-                ops,
-                whole,
-            ):
-                kept = skeleton.embed(rows)
-            full, sides = whole.live, sum(call.side is not None for call in kept[1])
-            del kept
-            layers = recompute_inside(skeleton.findings.tower_layers)
-            light = LiveBytes()
-            with FusedAttention(self.runs_on) if self.fused else nullcontext(), light:
-                kept = skeleton.embed(rows)  # noqa: F841  alive, as what it returns counts
+            ops, alive = Operations(self.runs_on, self._parameters(EMBED)), LiveBytes()
+            fused = FusedAttention(self.runs_on, ops.attend) if self.fused else nullcontext()
+            with fused, ops, alive:
+                embedded = skeleton.embed(rows)
+            sides = sum(call.side is not None for call in embedded[1])
             found = {n: value for n, value in vars(ops).items() if type(value) is int}
-            return found | {
-                "light": light.live,
-                "peak": light.peak,
-                "layer": (full - light.live) // max(1, layers),
-                "sides": sides,
-            }
+            return found | {"live": alive.live, "peak": alive.peak, "sides": sides}
 
     def _layer_cost(self, index: int) -> BlockCost:
         layer = self.skeleton.layers[index]

@@ -135,6 +135,11 @@ class ModelShape:
         counted = self.frozen.counted_parameters if self.frozen else self.active_parameters
         return counted - (self.images.counted_parameters if self.images else 0)
 
+    def image_flops(self, share: float, each: float) -> float:
+        """FLOP that images take besides, for each token of a run, of which a share is of images of
+        so many."""
+        return share * self.images.flops(each) if self.images else 0.0
+
     @property
     def trained_numel(self) -> tuple[int, ...]:
         """Elements of every block's gradient, and of what the update reads besides the weight."""

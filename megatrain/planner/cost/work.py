@@ -48,14 +48,6 @@ class PassCost:
     eager: Traffic
     compiled: Traffic  # an estimate of what torch.compile makes of the same computation
 
-    def times(self, times: int) -> PassCost:
-        """As much work so many times."""
-        eager, compiled = (
-            Traffic(times * one.bytes, times * one.kernels) for one in (self.eager, self.compiled)
-        )
-        counted = times * self.matmul_flops, times * self.attention_flops
-        return PassCost(*counted, eager, compiled)
-
 
 @dataclass(frozen=True)
 class BlockCost:
