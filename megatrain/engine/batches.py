@@ -87,8 +87,8 @@ class MicroBatch:
         given = {EMBEDDED: self.grad, **self.side_grads}
         ends, self.ends = self.ends, {}
         self.grad, self.side_grads, self.embedded = None, {}, None
-        given = {index: given[index] for index in ends}
-        return torch.autograd.grad([*ends.values()], wanted, [*given.values()], allow_unused=True)
+        of_ends = [given[index] for index in ends]
+        return torch.autograd.grad([*ends.values()], wanted, of_ends, allow_unused=True)
 
     @property
     def tokens(self) -> int:

@@ -295,10 +295,11 @@ class Passes:
 
     def _embed(self, mb: MicroBatch, graph: bool) -> None:
         self._seed_dropout(self.embed, mb)
-        block, seeing = self.embed, self.skeleton.findings.seeing
+        block = self.embed
         given = self.parameters[block], self.names[block], partial(self.gradients.sums, block)
         # not of towers, whose layers run again where no mode is active
-        with torch.set_grad_enabled(graph), SummingInto.later(*given, seeing):
+        summing = SummingInto.later(*given, self.skeleton.findings.seeing)
+        with torch.set_grad_enabled(graph), summing if graph else nullcontext():
             mb.receive(*self.skeleton.embed(mb.inputs), graph)
 
     def _retain(self, index: int, block: int, mb: MicroBatch, hidden: Tensor) -> Tensor:
