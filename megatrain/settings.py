@@ -72,9 +72,10 @@ OPTIONS = (
     Option("retained_on_host", "memory.retained_on_host", "placing", "", 0, RECOMPILES,
            "Number of further layers whose saved activations are offloaded to host RAM instead of "
            "being recomputed."),
-    Option("second_backward", "memory.second_backward", "placing", "gradients", None, "",
-           "Two-pass gradient clipping: compute gradients twice instead of storing them, which "
-           "saves 2 bytes per parameter; auto: only where nothing else fits."),
+    Option("second_backward", "memory.second_backward", "placing", "gradients", 0, "",
+           "Two-pass gradient clipping: number of layers, the first ones that are trained, whose "
+           "gradients are computed twice instead of being stored, which saves 2 bytes per "
+           "parameter; true: all layers and the head; auto: as few as fit."),
     Option("sums_on_device", "memory.sums_on_device", "placing", "gradient sums", 0, "",
            "Number of blocks, the first ones, whose fp32 gradient accumulators stay on the device "
            "between groups, as those of resident blocks always do. Several GPUs exchange these "
@@ -112,7 +113,6 @@ EXCLUSIONS = (
               "saved activations are offloaded together with activation checkpoints"),
     Exclusion("second_backward", "max_grad_norm", NORM, "without clipping no norm is waited for"),
     Exclusion("second_backward", "groups", 1, _CHECKPOINTS),
-    Exclusion("second_backward", "retained", 0, _CHECKPOINTS),
     Exclusion("second_backward", "retained_on_host", 0, _CHECKPOINTS),
 )  # fmt: skip
 
@@ -149,10 +149,14 @@ class Chosen:
     cheap_retention: bool = False
     offload_activations: bool = False
     retained_on_host: int = 0  # evenly spread over the layers that are not retained
-    second_backward: bool = False
+    second_backward: int = 0  # layers; True: all
     sums_on_device: int = 0
     nvme_blocks: int = 0
     update_threads: int = 2
+
+    def __post_init__(self) -> None:
+        if isinstance(self.second_backward, bool):
+            object.__setattr__(self, "second_backward", ALL * self.second_backward)
 
 
 _LEAST = {
@@ -199,6 +203,7 @@ class Settings(Chosen):
     wire: str = "float32"
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         values = vars(self)
         for name, least in _LEAST.items():
             value = values[name]

@@ -49,6 +49,8 @@ class MicroBatch:
     graphs: dict[int, Graph] = field(default_factory=dict)  # by layer: the graph of a retained one
     grad: Tensor | None = None  # of the loss at the layer output that backward has reached
     side_grads: dict[int, Tensor] = field(default_factory=dict)  # by layer, of its call's side
+    # both, where the second pass begins
+    border: tuple[Tensor | None, dict[int, Tensor]] = field(default_factory=lambda: (None, {}))
     embedded: tuple[Tensor, list[LayerCall]] | None = None  # what embed gives to layers
     # where graphs of that end, of hidden states and by layer of what is added before it
     ends: dict[int, GradientEdge] = field(default_factory=dict)
@@ -63,6 +65,13 @@ class MicroBatch:
         """Keep for embed's turn the gradient of what is added before a layer: its input's."""
         if (side := self.calls[index].side) is not None and self.grad is not None:
             self.side_grads[index] = self.grad.flatten(0, 1)[side.index]
+
+    def keep_border(self) -> None:
+        """Keep the gradients that backward has reached, from which `from_border` goes on."""
+        self.border = self.grad, {**self.side_grads}
+
+    def from_border(self) -> None:
+        (self.grad, self.side_grads), self.border = self.border, (None, {})
 
     def receive(self, hidden: Tensor, calls: list[LayerCall], graph: bool) -> None:
         """Take what embed has made. graph: keep the ends of its graph for backward."""

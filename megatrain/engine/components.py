@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -37,7 +37,13 @@ from megatrain.models.skeleton import Skeleton
 from megatrain.models.transforms.compiled import naming_the_compiler
 from megatrain.optim import Optimizer
 from megatrain.optim.split import CHUNK, split_master
-from megatrain.schedule import LANDING_BUFFERS, kept_row_bytes, own_sums, summed_blocks
+from megatrain.schedule import (
+    LANDING_BUFFERS,
+    kept_row_bytes,
+    own_sums,
+    stored_blocks,
+    summed_blocks,
+)
 from megatrain.settings import Settings
 from megatrain.world import ALONE, World
 
@@ -158,21 +164,30 @@ class GradientRing:
 @final
 class AppliedGradients(GradientSink):
     """Each block is updated as soon as its gradient has landed: without clipping, or in the second
-    pass of two-pass clipping.
+    pass of two-pass clipping, which does not visit blocks whose gradients the first has stored.
 
     Attributes:
         ring: landing buffers of streamed blocks.
+        stored: blocks whose gradients wait in the store's arrays "grad" instead.
         apply: queues the update of a block, with the step's learning rate and clip factor.
     """
 
     def __init__(
-        self, store: Store, compute: Compute, ring: GradientRing, updater: Updater
+        self,
+        store: Store,
+        compute: Compute,
+        ring: GradientRing,
+        updater: Updater,
+        stored: Collection[int] = (),
     ) -> None:
         super().__init__()
         self.store, self.compute, self.ring, self.updater = store, compute, ring, updater
+        self.stored = stored
         self.apply: Callable[[Gradient], None] | None = None  # set for each step
 
     def place(self, block: int) -> Tensor | None:
+        if block in self.stored:
+            return self.store.array("grad", block)
         if self.store.is_resident(block):
             return None  # it is updated where its accumulator is
         buffer, user = self.ring.take(block)
@@ -184,9 +199,10 @@ class AppliedGradients(GradientSink):
         return buffer[: self.store.trained_span(block).numel]
 
     def take(self, gradient: Gradient) -> None:
-        assert self.apply is not None
         super().take(gradient)  # first: an update that was begun must be known of
-        self.apply(gradient)
+        if gradient.block not in self.stored:
+            assert self.apply is not None
+            self.apply(gradient)
 
 
 # -- opening ---------------------------------------------------------------------------------------
@@ -216,7 +232,7 @@ def open_parts(
     *,
     optimizer: Optimizer,
     precision: str,
-    stores_gradients: bool,  # until the global norm is known; else updates follow at once
+    clips: bool,  # to the global norm, until which gradients are stored; else they are applied
     device: torch.device,
     settings: Settings,
     seed: int,
@@ -226,12 +242,15 @@ def open_parts(
 ) -> EngineParts:
     """Allocate all memory, start all threads (their waits: streams.py). Raises OutOfMemory."""
     anatomy, dtype, compute = skeleton.anatomy, PRECISIONS[precision], Compute(device)
-    layouts = layouts_of(anatomy)
+    layouts, stored = layouts_of(anatomy), ()
+    if clips:
+        last = len(layouts) - 2, settings.second_backward, anatomy.first_trained
+        stored = stored_blocks(*last, anatomy.embed_feeds_head)
     with naming_the_gpu("the resident blocks' state"):
         take_workspaces(device, dtype)
         place = partial(open_store, layouts, optimizer, precision, settings, device=device)
-        store = resources.enter_context(place(gradients=stores_gradients, world=world))
-    updater, sink = _updates(store, optimizer, compute, stores_gradients, settings, resources)
+        store = resources.enter_context(place(gradients=stored, world=world))
+    updater, sink = _updates(store, optimizer, compute, stored, settings, resources)
     download = Lane("download", device)  # gradients and activation checkpoints, GPU to host
     upload = Lane("upload", device)  # weights and fp32 accumulators, host to GPU
     fetch = Lane("fetch", device)  # offloaded activations, back to the GPU
@@ -307,15 +326,15 @@ def _updates(
     store: Store,
     optimizer: Optimizer,
     compute: Compute,
-    stores_gradients: bool,
+    stored: Collection[int],  # blocks whose gradients wait for the norm
     settings: Settings,
     resources: ExitStack,
 ) -> tuple[Updater, StoredGradients | AppliedGradients]:
     """The updater of the weights, and the sink that brings it the gradients."""
-    ring = None
-    if not stores_gradients:
-        streamed = range(store.resident, len(store.layouts))
-        largest = max((store.trained_span(block).numel for block in streamed), default=0)
+    ring, blocks = None, range(len(store.layouts))
+    if len(stored) < len(blocks):
+        applied = (b for b in blocks if not (store.is_resident(b) or b in stored))
+        largest = max((store.trained_span(block).numel for block in applied), default=0)
         ring = GradientRing(largest, store.arrays["weight"].dtype, pinned=compute.is_cuda)
         resources.callback(ring.close)  # after the updates that read it
     updater = Updater(store, optimizer, settings.update_threads, compute)
@@ -323,7 +342,7 @@ def _updates(
     with naming_the_gpu("the update's workspace"):
         updater.take_libraries()
     if ring is not None:
-        return updater, AppliedGradients(store, compute, ring, updater)
+        return updater, AppliedGradients(store, compute, ring, updater, stored)
     rounds_resident = settings.groups == 1 or not store.world.is_alone
     return updater, StoredGradients(store, rounds_resident=rounds_resident)
 
@@ -343,11 +362,11 @@ def open_store(
     precision: str,
     settings: Settings,
     *,
-    gradients: bool,
+    gradients: Collection[int],
     device: torch.device,
     world: World = ALONE,
 ) -> Store:
-    """The arrays of every block, each on its tier. gradients: stored until the norm is known."""
+    """The arrays of every block, each on its tier. gradients: of blocks where they are stored."""
     dtype, blocks, several = PRECISIONS[precision], len(layouts), settings.groups > 1
     resident, summed = min(settings.resident, blocks), sums_on_device(settings, blocks)
     kept = [ArraySpec("weight", dtype, transferred=True, whole=True)]
@@ -363,7 +382,7 @@ def open_store(
     return Store(
         layouts,
         [*kept, *grad, *sums],
-        first={"grad_sum": summed} if sums else {},
+        only={"grad": gradients, "grad_sum": range(summed, blocks)},
         resident=resident,
         # with several groups a resident block's gradient stays in its accumulator, if that is whole
         resident_arrays=kept if several and world.is_alone else [*kept, *grad],

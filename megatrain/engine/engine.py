@@ -48,8 +48,7 @@ class Engine(Constructors):
     Args:
         precision: "bfloat16" (exact fp32 master weights), "fp8" (fp8 matmuls, too) or "float32".
         max_grad_norm: clip the global gradient norm to this. None: no clipping, no model-sized
-            gradient buffer, and `train_step` only. `Settings.second_backward` clips without such a
-            buffer.
+            gradient buffer, and `train_step` only. `Settings.second_backward` saves that buffer.
         device: where to compute. On the CPU the same schedule runs with threads for streams.
         router_aux_loss_coef: weight of the routers' balancing loss (engine/routing.py); 0: none.
         seed: of dropout and of random initialisation.
@@ -104,7 +103,7 @@ class Engine(Constructors):
                 skeleton,
                 optimizer=optimizer,
                 precision=precision,
-                stores_gradients=max_grad_norm is not None and not settings.second_backward,
+                clips=max_grad_norm is not None,
                 device=device,
                 settings=settings,
                 seed=seed,
@@ -206,17 +205,17 @@ class Engine(Constructors):
             return norm
         assert self.max_grad_norm is not None
         rate, scale = self._rate(lr), min(1.0, self.max_grad_norm / (norm + 1e-6))
+        # in forward order, in which the next step needs the blocks
+        stored, number = sorted(finished, key=attrgetter("block")), self.updates + 1
         if parts.passes.waiting:
             what, varies = "a second backward's activations", self.settings.lengths_vary
             with computing(self.device, what, lengths_vary=varies):
                 self._update_at_once(rate, scale, parts.passes.backward_again)
-            return norm
         with parts.updater.all_or_nothing():
             parts.streamer.invalidate()
-            self.updates += 1
-            # in forward order, in which the next step needs the blocks
-            for gradient in sorted(finished, key=lambda gradient: gradient.block):
-                parts.updater.submit(gradient, lr=rate, step=self.updates, grad_scale=scale)
+            self.updates = number
+            for gradient in stored:
+                parts.updater.submit(gradient, lr=rate, step=number, grad_scale=scale)
         return norm
 
     def train_step(

@@ -117,7 +117,7 @@ class Gradients:
         self._open: dict[int, OpenSum] = {}
         self._sums_landed: dict[int, Event] = {}  # of accumulators that wait on the host
         self._started: set[int] = set()  # blocks that an earlier group, or this one, added to
-        self._only_measured = False
+        self._only_measured: Collection[int] = ()
 
     def _in_turn(self, numels: Sequence[int]) -> list[Buffer]:
         """Buffers that blocks without one of their own pass through."""
@@ -125,8 +125,8 @@ class Gradients:
         sizes = sum_buffers(passing, self.travels or self.host_sums is not None)
         return [Buffer(torch.zeros(size, device=self.compute.device)) for size in sizes]
 
-    def begin_step(self, *, only_measured: bool = False) -> None:
-        """Forget earlier sums. only_measured: gradients count in the norm; the sink gets none."""
+    def begin_step(self, *, only_measured: Collection[int] = ()) -> None:
+        """Forget earlier sums. only_measured: blocks that the norm counts; the sink gets none."""
         self._only_measured = only_measured
         self._started.clear()
         self._sums_landed.clear()
@@ -207,7 +207,7 @@ class Gradients:
     def _finish(self, block: int, opened: OpenSum) -> None:
         """Measure the gradient as it will be applied, rounded, and send it on its way."""
         total = opened.buffer.flat[: self.layouts[block].numel]
-        if self._only_measured:
+        if block in self._only_measured:
             self._square_sums[block] = square_sum(self._rounded(total))
             return
         target, scalar = self.sink.place(block), self._landed_square_sums[block : block + 1]

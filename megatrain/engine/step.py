@@ -23,7 +23,7 @@ from megatrain.engine.routing import Balancer
 from megatrain.engine.streamer import Streamer
 from megatrain.losses import Tally
 from megatrain.models.skeleton import Skeleton
-from megatrain.schedule import block_order, graphs_of_layers
+from megatrain.schedule import block_order, graphs_of_layers, stored_blocks
 from megatrain.settings import Settings
 
 
@@ -55,9 +55,12 @@ class Passes:
         self.embed, self.head = 0, layers + 1
         self.parameters = [skeleton.bind(b, streamer.flat(b.index)) for b in blocks]
         self.names = [[t.name for t in block.layout.trained.tensors] for block in blocks]
-        # for the second pass of two-pass clipping, if it is to come
-        self.waiting: tuple[Sequence[MicroBatch], Objective] | None = None
-        self._repeats = False  # this backward runs twice, from the same activation checkpoints
+        # the visits of the second pass of two-pass clipping
+        tied, self.back = skeleton.anatomy.embed_feeds_head, block_order(layers + 2, self.first)
+        stored = stored_blocks(layers, settings.second_backward, self.first, tied)
+        self.twice = [block for block in self.back[self.head :] if block not in stored]
+        self.waiting: tuple[Sequence[MicroBatch], Objective] | None = None  # if it is to come
+        self._repeats = False  # this backward is the first of two
 
     # -- a whole step -----------------------------------------------------------------------------
 
@@ -66,14 +69,14 @@ class Passes:
     ) -> Tally[Tensor]:
         """Gradients of the objective, whose sums are returned.
 
-        The gradients' sink receives each block's as its download is queued. With two-pass clipping
-        they are only measured, and what the second pass needs stays in `waiting`. With `check_loss`
+        The gradients' sink receives each block's as its download is queued. Those of `twice` are
+        only measured, and what the second pass needs stays in `waiting`. With `check_loss`
         NotFiniteLoss is raised before any gradient is complete.
         """
         # a reference without dropout is no match for a model with it: there is none (as in TRL)
         self.skeleton.set_training(objective.of_sequences is None)
-        self._repeats = self.settings.second_backward
-        self.gradients.begin_step(only_measured=self._repeats)
+        self._repeats = bool(self.twice)
+        self.gradients.begin_step(only_measured=self.twice)
         balancer = self.balancer
         options = {"loss": objective.of_sequences, "marks_real": balancer is not None}
         prepared = self.prepare(batches, **options)
@@ -82,7 +85,7 @@ class Passes:
         grouped = self._groups(wanted, 1 if objective.whole_step else self.settings.groups)
         total = Tally[Tensor]()
         # one sweep over all groups: the next one's first uploads run beside this one's backward
-        route = block_order(self.head + 1, self.first) * len(grouped)
+        route = self.back * len(grouped)
         with self._in_step(), closing(self.streamer.sweep(route)) as visits:
             for number, group in enumerate(grouped):
                 last = number == len(grouped) - 1
@@ -103,7 +106,7 @@ class Passes:
                     if not math.isfinite(objective.mean_loss(found)):
                         raise NotFiniteLoss
                 self.gradients.close(self.head, last_group=last)
-                self._backward(group, visits, last)
+                self._backward(group, visits, self.back[self.head + 1 :], last)
         if self._repeats and grouped:
             self.waiting = wanted, objective
         return self.peers.total(objective, total)
@@ -120,7 +123,8 @@ class Passes:
         return [*grouped, *[[]] * (min(groups, most) - len(grouped))]
 
     def backward_again(self) -> None:
-        """The second backward, from the activation checkpoints that the first has left.
+        """The second backward through `twice`, from the checkpoints and the gradients at the border
+        that the first has left.
 
         A block may be updated as soon as the sink has its gradient: its weights do not travel
         again, and a tied embedding, which the head reads, comes last.
@@ -130,15 +134,19 @@ class Passes:
         self.skeleton.set_training(objective.of_sequences is None)
         self._repeats = False
         self.gradients.begin_step()
-        route = block_order(self.head + 1, self.first)[self.head :]
-        if self.skeleton.anatomy.embed_feeds_head:
-            route = (self.embed, *route)
-        with self._in_step(), closing(self.streamer.sweep(route)) as visits:
-            if self.skeleton.anatomy.embed_feeds_head:
-                assert next(visits) == self.embed
-            self._turn(group, objective, visits)
-            self.gradients.close(self.head, last_group=True)
-            self._backward(group, visits, True)
+        whole = self.twice[0] == self.head
+        tied = [self.embed] if whole and self.skeleton.anatomy.embed_feeds_head else []
+        with self._in_step(), closing(self.streamer.sweep([*tied, *self.twice])) as visits:
+            for block in tied:
+                assert next(visits) == block
+            if whole:
+                self._turn(group, objective, visits)
+                self.gradients.close(self.head, last_group=True)
+            else:
+                self._prefetch(group)
+                for mb in group:
+                    mb.from_border()
+            self._backward(group, visits, self.twice[whole:], True)
 
     # -- parts of a step --------------------------------------------------------------------------
 
@@ -147,9 +155,7 @@ class Passes:
     ) -> Tally[Tensor]:
         """Run the head forward and backward; leaves each micro-batch's gradient at its input."""
         assert next(visits) == self.head
-        layers = reversed(range(len(self.graphs_of)))
-        # what backward needs first starts on its way back while the head computes
-        self.checkpoints.prefetch(mb.kept[i] for i in layers for mb in group if i in mb.kept)
+        self._prefetch(group)  # what backward needs first comes back while the head computes
         parameters, sums = self._of_head()
         total, (loss, scale) = Tally[Tensor](), objective.of_tokens
         # a loss takes one micro-batch at a time, or all
@@ -160,7 +166,7 @@ class Passes:
                 self._seed_dropout(self.head, mb)
                 hidden = mb.hidden
                 assert hidden is not None
-                if not self._repeats:  # else the second backward starts from it again
+                if not self._keeps(self.head):
                     mb.hidden = None
                 given = hidden.flatten(0, 1), mb.targets, loss, scale, parameters, sums
                 found, grad = self.outputs.loss_and_gradients(*given, objective.values)
@@ -177,7 +183,7 @@ class Passes:
             rows = mb.hidden.flatten(0, 1)
             values, mb.targets = objective.first_pass(self.outputs, rows, mb.targets)
             leaves.append(values.requires_grad_())
-            if not mb.trains and not self._repeats:
+            if not mb.trains and not self._keeps(self.head):
                 mb.hidden = None
         with torch.enable_grad():
             if objective.whole_step:
@@ -203,26 +209,37 @@ class Passes:
                     sums.append(open_sums[name])
         return parameters, sums
 
-    def _backward(self, group: Sequence[MicroBatch], visits: Iterator[int], last: bool) -> None:
-        """Sweep the layers in reverse to the first that is trained, then embed if that is."""
+    def _backward(
+        self, group: Sequence[MicroBatch], visits: Iterator[int], blocks: Sequence[int], last: bool
+    ) -> None:
+        """Sweep layers in reverse, then embed if it is among the `blocks`."""
         group = [mb for mb in group if mb.trains]
-        for index in reversed(range(max(self.first - 1, 0), len(self.skeleton.layers))):
-            block = next(visits)
+        for block in blocks:
+            assert next(visits) == block
             self.gradients.open(block)
             for mb in group:
-                self._backward_layer(index, block, mb)
+                if self._repeats and block == self.twice[0]:
+                    mb.keep_border()
+                if block == self.embed:
+                    self._backward_embed(block, mb)
+                else:
+                    self._backward_layer(block - 1, block, mb)
             self.gradients.close(block, last_group=last)
-        if self.first > self.embed:
-            return
-        assert next(visits) == self.embed
-        self.gradients.open(self.embed)
-        for mb in group:
-            if not self._repeats:
-                mb.calls.clear()  # masks are large
-            if not mb.ends:
-                self._embed(mb, True)
-            self.gradients.add(self.embed, mb.gradients_of_embed(self.parameters[self.embed]))
-        self.gradients.close(self.embed, last_group=last)
+
+    def _keeps(self, block: int) -> bool:
+        """True while a block's input is kept, from which the second backward starts again."""
+        return self._repeats and block in self.twice
+
+    def _prefetch(self, group: Sequence[MicroBatch]) -> None:
+        layers = reversed(range(len(self.graphs_of)))
+        self.checkpoints.prefetch(mb.kept[i] for i in layers for mb in group if i in mb.kept)
+
+    def _backward_embed(self, block: int, mb: MicroBatch) -> None:
+        if not self._repeats:
+            mb.calls.clear()  # masks are large
+        if not mb.ends:
+            self._embed(mb, True)
+        self.gradients.add(block, mb.gradients_of_embed(self.parameters[block]))
 
     def _backward_layer(self, index: int, block: int, mb: MicroBatch) -> None:
         self._begin_layer(block, mb)
@@ -231,7 +248,7 @@ class Passes:
             self._differentiate(block, mb, mb.graphs.pop(index))
             return
         # it is recomputed from its activation checkpoint
-        kept = mb.kept[index] if self._repeats else mb.kept.pop(index)
+        kept = mb.kept[index] if self._keeps(block) else mb.kept.pop(index)
         graph = run_for_graph(
             self.skeleton.layer_again, index, self.checkpoints.restore(kept), mb.calls[index]
         )[0]  # not the output: backward needs the room

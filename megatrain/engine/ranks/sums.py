@@ -109,7 +109,7 @@ class SharedGradients(Gradients):
         self._exchanged = opened.buffer.free = staging.free = shared = lane.submit(job)
         if isinstance(opened, SharedSum):
             opened.share.free = shared
-        if self._only_measured:
+        if block in self._only_measured:
             return
         target, scalar = self.sink.place(block), self._landed_square_sums[block : block + 1]
         if target is None:  # a resident block that is updated at once, on the stream that computes
