@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from megatrain.errors import ConfigError
 from megatrain.schedule import FORMS, UNCHANGED
@@ -132,6 +132,29 @@ def contradiction(values: Mapping[str, object], *, in_config: bool) -> tuple[str
     return None
 
 
+def beyond(
+    values: Mapping[str, Any], layers: int, back: int, *, in_config: bool
+) -> tuple[str, str] | None:
+    """As `contradiction`, of layers that backward is to run twice through. layers: of the model,
+    `back` of which it visits."""
+    twice, retained = values["second_backward"] or 0, values["retained"] or 0
+    problem = ""
+    if not isinstance(twice, bool) and layers < twice != ALL:
+        problem = f"{twice} is out of range; the model has {layers} layers"
+    elif twice and retained and min(ALL if twice is True else twice, back) + retained > back:
+        name = KEYS["retained"] if in_config else "retained"
+        problem = f"the first pass spends what retained layers save; lower it or {name}, so that "
+        problem += f"both together are at most {back} layers"
+    name = KEYS["second_backward"] if in_config else "second_backward"
+    return (name, problem) if problem else None
+
+
+def count_layers(options: Any) -> None:
+    """Let `second_backward` of options be a number of layers where it was true or false."""
+    if isinstance(options.second_backward, bool):
+        object.__setattr__(options, "second_backward", ALL * options.second_backward)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Chosen:
     """Options that the planner chooses and the engine obeys; `OPTIONS` explains each field.
@@ -155,8 +178,7 @@ class Chosen:
     update_threads: int = 2
 
     def __post_init__(self) -> None:
-        if isinstance(self.second_backward, bool):
-            object.__setattr__(self, "second_backward", ALL * self.second_backward)
+        count_layers(self)
 
 
 _LEAST = {

@@ -93,7 +93,8 @@ def test_no_candidate_of_the_search_has_options_that_exclude_each_other():
     search = Search(JOB_7B, QWEN_7B, H200, typical(H200), Budget(20 << 30, 60 << 30))
     layouts = [*search.combined(lean=True), *search.about(search.fastest().choices)]
     found = [layout.choices for layout in layouts]
-    assert {choices.second_backward for choices in found} == {False, True}
+    twice = {choices.second_backward for choices in found}
+    assert {0, QWEN_7B.layers} < twice and len(twice) > 3
     for choices in found:
         choices.settings(JOB_7B)
 

@@ -252,7 +252,7 @@ class MemoryOptions(Options):
     replicated: v.Number | v.Auto = option("replicated")
     offload_activations: bool | v.Auto = option("offload_activations")
     retained_on_host: v.Number | v.Auto = option("retained_on_host")
-    second_backward: bool | v.Auto = option("second_backward")
+    second_backward: bool | v.Number | v.Auto = option("second_backward")
     sums_on_device: v.Number | v.Auto = option("sums_on_device")
     activations: Literal["none", "int8", "int6", "int4"] = key(
         "none",

@@ -242,10 +242,9 @@ def open_parts(
 ) -> EngineParts:
     """Allocate all memory, start all threads (their waits: streams.py). Raises OutOfMemory."""
     anatomy, dtype, compute = skeleton.anatomy, PRECISIONS[precision], Compute(device)
-    layouts, stored = layouts_of(anatomy), ()
-    if clips:
-        last = len(layouts) - 2, settings.second_backward, anatomy.first_trained
-        stored = stored_blocks(*last, anatomy.embed_feeds_head)
+    layouts = layouts_of(anatomy)
+    dropped = len(layouts) - 2, settings.second_backward, anatomy.first_trained
+    stored = stored_blocks(*dropped, anatomy.embed_feeds_head) if clips else ()
     with naming_the_gpu("the resident blocks' state"):
         take_workspaces(device, dtype)
         place = partial(open_store, layouts, optimizer, precision, settings, device=device)

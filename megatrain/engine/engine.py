@@ -82,7 +82,7 @@ class Engine(Constructors):
         self.max_grad_norm, self.device = max_grad_norm, device
         self.settings, self.seed, self.world = settings, seed, world
         self.updates = self.skipped = self._targets = 0
-        check_settings(settings, max_grad_norm, world)
+        check_settings(settings, max_grad_norm, world, self.anatomy)
         balancer = balancer_of(skeleton, router_aux_loss_coef, settings.groups)
         if world.cp_size > 1:
             balances = balancer is not None

@@ -21,14 +21,15 @@ from megatrain.errors import ConfigError
 from megatrain.losses import SequenceLoss, next_token
 from megatrain.machine.datasheets import parse_size
 from megatrain.machine.hardware import bf16_is_fast
+from megatrain.models.anatomy import Anatomy
 from megatrain.models.family import regimes_of
 from megatrain.models.pretrained import ModelSource, read_model_config, resolve_source
 from megatrain.models.skeleton import Skeleton
 from megatrain.models.transforms.fp8 import fp8_supported
 from megatrain.models.ulysses import why_not_in_pieces
 from megatrain.optim import AdamW, Optimizer
-from megatrain.schedule import UNCHANGED
-from megatrain.settings import Settings, contradiction
+from megatrain.schedule import UNCHANGED, layers_back
+from megatrain.settings import Settings, beyond, contradiction
 from megatrain.storage.manifest import check_description
 from megatrain.world import World
 
@@ -288,10 +289,15 @@ def check_positions(skeleton: Skeleton, seq_len: int, name: str) -> None:
         )
 
 
-def check_settings(settings: Settings, max_grad_norm: float | None, world: World) -> None:
-    """Raise ConfigError if settings exclude each other, or lack a norm to clip to."""
+def check_settings(
+    settings: Settings, max_grad_norm: float | None, world: World, anatomy: Anatomy
+) -> None:
+    """Raise ConfigError if settings exclude each other, name layers that the model does not have,
+    or lack a norm to clip to."""
     values = {**vars(settings), "max_grad_norm": max_grad_norm or 0}
-    if found := contradiction(values, in_config=False):
+    layers = len(anatomy.blocks) - 2
+    of_layers = beyond(values, layers, layers_back(layers, anatomy.first_trained), in_config=False)
+    if found := contradiction(values, in_config=False) or of_layers:
         raise ConfigError(": ".join(found))
     if settings.transport == "read" and world.hosts > 1:
         raise ConfigError(

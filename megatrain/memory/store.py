@@ -56,7 +56,7 @@ class Store(AbstractContextManager["Store"]):
         self.arrays = {spec.name: spec for spec in arrays}
         self.resident = resident
         pinned, far = device.type == "cuda", on_nvme or {}
-        having = dict.fromkeys(self.arrays, range(len(self.layouts))) | (only or {})
+        having = {name: range(len(layouts)) for name in self.arrays} | dict(only or {})
         self.nvme: NvmeStore | None = None
         self.shared: SharedWeights | None = None
         self._arrays: dict[tuple[str, int], torch.Tensor] = {}  # on the device and in host RAM

@@ -147,7 +147,7 @@ class Activations:
     def _checkpoints(self) -> int:
         """Bytes of a group's activation checkpoints on the device, those on their way included.
         Inputs of retained layers and of the head are whole. The gradient that goes back takes the
-        place of the head's input, unless a second backward needs it."""
+        place of the head's input; where a second backward begins, one of both is kept."""
         choices, tokens = self.choices, self.choices.micro_batch_tokens
         here = self.group_tokens * self.checkpoint_row_bytes * self.recomputed
         if choices.offload_activations:
@@ -156,7 +156,7 @@ class Activations:
                 graph = max(self.saved_on_host) + tokens * self.sent_row_bytes
             of_group = choices.micro_batches(self.job), choices.retained_on_host
             here = sum(rings(*of_group, tokens * self.checkpoint_row_bytes, graph))
-        whole = choices.retained + 1 + choices.second_backward
+        whole = choices.retained + 1 + (choices.second_backward > 0)
         return self.group_tokens * self.row_bytes * whole + here
 
     @property

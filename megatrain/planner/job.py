@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from megatrain.errors import ConfigError, PlanError, number_of
 from megatrain.machine.hardware import MIB, communicators
 from megatrain.schedule import UNCHANGED
-from megatrain.settings import Chosen, Settings
+from megatrain.settings import Chosen, Settings, count_layers
 
 MOST_PADDING, MEAN_PADDING = 0.75, 0.5  # of a step's tokens, where few micro-batches hold them
 # Of GPU memory and host RAM, what choices for speed leave: the plan is right to 3%, and
@@ -71,10 +71,13 @@ class Asked:
     cheap_retention: bool | None = None
     offload_activations: bool | None = None
     retained_on_host: int | None = None
-    second_backward: bool | None = None
+    second_backward: int | None = None
     sums_on_device: int | None = None
     nvme_blocks: int | None = None
     update_threads: int | None = None
+
+    def __post_init__(self) -> None:
+        count_layers(self)
 
 
 @dataclass(frozen=True)
@@ -213,10 +216,6 @@ class Choices(Chosen):
             transport=job.transport,
             wire=job.wire,
         )
-
-    def stores_gradients(self, job: Job) -> bool:
-        """True if every gradient is kept until the global norm is known."""
-        return job.clipping and not self.second_backward
 
     def micro_batches(self, job: Job) -> int:
         """Micro-batches of the largest group."""

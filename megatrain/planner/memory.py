@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -31,7 +31,14 @@ from megatrain.memory.sizes import (
 )
 from megatrain.planner.activations import SUM_BYTES, WEIGHT_BYTES, Activations
 from megatrain.planner.job import Choices, Job
-from megatrain.schedule import LANDING_BUFFERS, own_sums, slot_sizes, sum_buffers, summed_blocks
+from megatrain.schedule import (
+    LANDING_BUFFERS,
+    own_sums,
+    slot_sizes,
+    stored_blocks,
+    sum_buffers,
+    summed_blocks,
+)
 from megatrain.settings import WIRES
 from megatrain.storage.hashed_file import SMALL_FILES_BYTES
 
@@ -82,6 +89,17 @@ class Layout:
     @property
     def hardware(self) -> Hardware:
         return self.activations.hardware
+
+    @cached_property
+    def stored(self) -> frozenset[int]:
+        """Blocks whose gradients wait until the global norm is known."""
+        shape, twice = self.shape, self.choices.second_backward
+        found = stored_blocks(shape.layers, twice, shape.first_trained, shape.tied)
+        return frozenset(found if self.job.clipping else ())
+
+    def _owned_of(self, blocks: Iterable[int], stored: bool) -> Iterator[int]:
+        """Elements of those whose gradients are stored, or of the others."""
+        return (self.owned[block] for block in blocks if (block in self.stored) == stored)
 
     # -- where it computes -------------------------------------------------------------------------
 
@@ -169,7 +187,8 @@ class Layout:
         """Bytes that cross between hosts in a step, whoever owns them: of weights, which are
         gathered once, and of sums."""
         choices, whole = self.choices, sum(self.padded)
-        sums = (1 + choices.second_backward) * whole
+        applied = (n for b, n in enumerate(self.padded) if b not in self.stored)
+        sums = whole + (sum(applied) if choices.second_backward else 0)
         sums += (choices.groups - 1) * sum(self.padded[self._summed :])
         return whole * self.activations.weight, sums * WIRES[self.job.wire]
 
@@ -184,16 +203,18 @@ class Layout:
         choices, whole = self.choices, self.job.whole_update
         each = state_bytes_per_parameter(self.job)
         # with several groups, whole accumulators that stay on the device hold the gradient already
-        if choices.stores_gradients(self.job) and (choices.groups == 1 or self.job.size > 1):
-            each += self.activations.weight
+        gradients = 0
+        if choices.groups == 1 or self.job.size > 1:
+            stored = self._owned_of(range(choices.resident), stored=True)
+            gradients = sum(stored) * self.activations.weight
         numel = sum(self.owned[: choices.resident])
         frozen = sum(self.owned_weights[: choices.resident]) - numel
-        frozen *= self.activations.weight
+        beside = frozen * self.activations.weight + gradients
         if whole is None:
-            return int(numel * each) + frozen
+            return int(numel * each) + beside
         # arrays that differ from block to block are counted block by block, not on average
         of_blocks = sum(whole.of_blocks(0, choices.resident).values())
-        return int(numel * (each - whole.bytes_per_parameter)) + of_blocks + frozen
+        return int(numel * (each - whole.bytes_per_parameter)) + of_blocks + beside
 
     # -- host RAM ----------------------------------------------------------------------------------
 
@@ -201,8 +222,8 @@ class Layout:
     def host(self) -> dict[str, int]:
         """Arrays in host RAM: those of the streamed blocks, and the process itself."""
         choices, whole, activations = self.choices, self.job.whole_update, self.activations
-        streamed = self.owned[choices.resident :]
-        elements = self._elements(range(choices.resident, len(self.shape.block_numel)), sum)
+        streamed = range(choices.resident, len(self.owned))
+        elements = self._elements(streamed, sum)
         table = {name: int(elements(name) * each) for name, each in self.array_bytes.items()}
         if whole is not None:
             table |= whole.of_blocks(choices.resident)
@@ -210,13 +231,13 @@ class Layout:
         if whole is not None and streamed:
             table["update's scratch"] = whole.host_scratch
         # gradients that are not stored pass through a few buffers, of the largest block each
-        landing = 0 if choices.stores_gradients(self.job) else LANDING_BUFFERS
+        landing = LANDING_BUFFERS * max(self._owned_of(streamed, stored=False), default=0)
         # arrays on NVMe pass through buffers of the largest
         largest, count = self.far_arrays(self.far_blocks, max), len(self.far_blocks)
         staged = sum(stages(count) * size for size in largest.values())
         travelling = self.owned[self._summed :] if choices.groups > 1 else ()
         table |= {
-            "gradient staging": landing * max(streamed, default=0) * activations.weight,
+            "gradient staging": landing * activations.weight,
             "NVMe staging": int(staged),
             "gradient sums": sum(travelling) * SUM_BYTES,
             **activations.host,
@@ -267,7 +288,9 @@ class Layout:
         weight = trained
         if self.shape.frozen:
             weight = combined(map(self.owned_weights.__getitem__, blocks))
-        return lambda array: weight if array == "weight" else trained
+        stored = combined([0, *self._owned_of(blocks, stored=True)])
+        numels = {"weight": weight, "grad": stored}
+        return lambda array: numels.get(array, trained)
 
     @cached_property
     def array_bytes(self) -> dict[str, float]:
@@ -276,7 +299,7 @@ class Layout:
             "weight": self.activations.weight,
             "remainder": REMAINDER_BYTES[self.job.precision],
             **dict(self.job.state_bytes),
-            "grad": self.activations.weight if self.choices.stores_gradients(self.job) else 0,
+            "grad": self.activations.weight if self.stored else 0,
         }
         return {name: each for name, each in table.items() if each}
 

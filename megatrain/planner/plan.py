@@ -239,7 +239,7 @@ def lay_out(layout: Layout, machine: MachineProfile, budget: Budget) -> Plan:
     if shape.frozen is not None:
         weight = layout.activations.weight
         each = state_bytes_per_parameter(job) - weight
-        each += weight if layout.choices.stores_gradients(job) else 0
+        each += weight if layout.stored else 0
         frozen = {
             "frozen_parameters": shape.frozen.parameters,
             "frozen_saves": int(shape.frozen.parameters * each),
@@ -475,7 +475,7 @@ def reasons(layout: Layout) -> tuple[Reason, ...]:
             kept if codec == UNCHANGED else f"{kept}, {codec}",
             _checkpoints(choices.offload_activations, codec),
         ),
-        "second_backward": _gradients(choices, job),
+        "second_backward": _gradients(choices, job, layout.shape.layers_back),
         "sums_on_device": (number_of(sums, "block"), _sums(choices, job, blocks)),
         "nvme_blocks": _nvme(choices, job, sum(layout.nvme.values())),
         "update_threads": (
@@ -558,9 +558,14 @@ def _checkpoints(offloaded: bool, codec: str) -> str:
     return f"activation checkpoints {where}{rounded}"
 
 
-def _gradients(choices: Choices, job: Job) -> tuple[str, str]:
-    if choices.second_backward:
-        return "computed twice", "once for the global norm, once to be applied: none is kept"
+def _gradients(choices: Choices, job: Job, layers: int) -> tuple[str, str]:
+    """layers: those that backward visits."""
+    twice, why = choices.second_backward, "once for the global norm, once to be applied"
+    if twice >= max(1, layers):
+        return "computed twice", f"{why}: none is kept"
+    if twice:
+        which = _part("first", twice, layers, "layer")
+        return f"{number_of(twice, 'layer')} twice", f"{why}: those of {which}; others are kept"
     kept = "kept until the global norm is known"
     return "computed once", kept if job.clipping else "applied at once, since nothing is clipped"
 

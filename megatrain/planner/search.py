@@ -31,7 +31,7 @@ def most(count: int, fits: Callable[[int], bool]) -> int:
     return max(0, bisect_right(range(count), False, key=lambda number: not fits(number)) - 1)
 
 
-def complexity(layout: Layout) -> tuple[bool, int, int, bool, bool, bool, bool, int]:
+def complexity(layout: Layout) -> tuple[int, int, int, bool, bool, bool, bool, int]:
     """Order among choices that are equally fast, the simplest first."""
     choices = layout.choices
     return (
@@ -105,14 +105,14 @@ class Search:
 
     def strains(self, choices: Choices) -> int:
         """Number of expensive memory savers in use that the user did not ask for."""
-        return (choices.second_backward and not self.job.second_backward) + (
-            choices.nvme_blocks > (self.job.nvme_blocks or 0)
-        )
+        twice = choices.second_backward > 0 and not self.job.second_backward
+        return twice + (choices.nvme_blocks > (self.job.nvme_blocks or 0))
 
-    def cost(self, layout: Layout) -> tuple[int, float]:
-        """Strains, then seconds, which may differ by much where a drive is used."""
+    def cost(self, layout: Layout) -> tuple[int, float, int]:
+        """Strains, seconds, which may differ by much where a drive is used, and layers computed
+        twice."""
         seconds = StepCosts(layout, self.machine).predict().seconds if self.job.nvme_drives else 0.0
-        return self.strains(layout.choices), seconds
+        return self.strains(layout.choices), seconds, layout.choices.second_backward
 
     def fastest_that_fits(self) -> Layout | None:
         found = self.fastest_of(self.combined())
@@ -208,10 +208,11 @@ class Search:
         return [*(1 << i for i in range(most.bit_length()) if 1 << i < most), most]
 
     def retained_counts(self) -> list[int]:
-        if self.job.retained is not None or self.job.second_backward:
-            return [min(self.job.retained or 0, self.shape.layers_back)]
         layers = self.shape.layers_back
-        return [*range(0, layers, max(1, -(-layers // PARTS))), layers]
+        if self.job.retained is not None:
+            return [min(self.job.retained, layers)]
+        counts = [*range(0, layers, max(1, -(-layers // PARTS))), layers]
+        return [count for count in counts if not count or count <= layers - (self.twice or 0)]
 
     def cheap_retentions(self) -> list[bool]:
         """Only compiled layers can save selectively."""
@@ -238,12 +239,37 @@ class Search:
             return [0]
         return sorted({others * part // PARTS for part in range(PARTS + 1)})
 
+    @property
+    def twice(self) -> int | None:
+        """Layers that the user has computed twice; None leaves that open."""
+        asked, layers = self.job.second_backward, self.shape.layers_back
+        return None if asked is None else min(asked, max(1, layers))
+
     # why: decision 0023
-    def second_backwards(self, groups: int, retained: int, sent: int) -> list[bool]:
-        """Gradients are computed twice only in one group whose layers are all recomputed."""
-        if not self.job.clipping or groups > 1 or retained + sent > 0:
-            return [False]
-        return [False, True] if self.job.second_backward is None else [self.job.second_backward]
+    def repeated(self, choices: Choices) -> Iterator[Layout]:
+        """With all gradients stored, and where these have no room, with the fewest layers computed
+        twice that leave room for the others': recomputed layers, and only in one group."""
+        layers = max(1, self.shape.layers_back - choices.retained)
+        never = not self.job.clipping or choices.groups > 1 or choices.retained_on_host
+        if self.twice is not None or never or choices.retained >= self.shape.layers_back > 0:
+            yield self.filled(replace(choices, second_backward=self.twice or 0))
+            return
+        once = self.filled(choices)
+        yield once
+        if self.host_share(once) <= 1 and not once.choices.nvme_blocks:
+            return
+        most = self.layout(replace(choices, second_backward=layers))
+
+        def enough(twice: int) -> bool:
+            layout = self.placed_on_device(most.moved(second_backward=twice))
+            return self.host_share(layout) <= 1
+
+        fewest = layers
+        if self.on_device(once):
+            fewest = 1 + bisect_left(range(1, layers), True, key=enough)
+        # all but one need less where the head's gradient would take larger buffers than it leaves
+        for twice in {fewest, max(1, min(fewest, layers - 1))}:
+            yield self.filled(most.moved(second_backward=twice).choices)
 
     def layer_chunks(self, tokens: int) -> list[int | None]:
         """Chunks of layers' token-wise parts, shorter than a micro-batch; None: whole layers."""
@@ -265,8 +291,7 @@ class Search:
                     continue  # layers that need chunks leave no room for saved activations
                 if cheap and not retained and not sent and job.cheap_retention is None:
                     continue  # there is nothing to save less of
-                again = self.second_backwards(groups, retained, sent)
-                for sums, twice in product(self.summed(groups), again):
+                for sums in self.summed(groups):
                     choices = Choices(
                         micro_batch_tokens=tokens,
                         groups=groups,
@@ -278,10 +303,9 @@ class Search:
                         head_chunk_tokens=chunk,
                         update_threads=threads,
                         retained_on_host=sent,
-                        second_backward=twice,
                         layer_chunk_tokens=in_chunks,
                     )
-                    yield self.filled(choices)
+                    yield from self.repeated(choices)
 
     def summed(self, groups: int) -> Sequence[int]:
         """Numbers of blocks whose accumulators stay on the device between groups."""

@@ -22,6 +22,7 @@ from megatrain.schedule import (
     block_order,
     leaving,
     slots_of_blocks,
+    stored_blocks,
     uploads,
 )
 from megatrain.settings import Chosen
@@ -86,13 +87,18 @@ class ScheduleOptions(Chosen):
     """The options that decide the order of work: the choices, and what the job adds."""
 
     micro_batches: float  # of a group, on average
-    stored: bool  # gradients wait for their norm; else each is applied as soon as it is there
+    clips: bool  # gradients wait for their norm; else each is applied as soon as it is there
     tied: bool  # the embedding stays in a slot of its own from the first layer to the head
     first_trained: int = 0  # block, where backward ends
     ranks: int = 1
     beside_update: float = 1.0  # share of the bus's rate that the host's update leaves it
     gather_loss: float = 0.0  # seconds of computing that are lost for each one of a collective
     reduce_loss: float = 0.0
+
+    def stored(self, blocks: int) -> frozenset[int]:
+        """Blocks whose gradients wait; backward runs twice through the others, or applies all."""
+        given = blocks - 2, self.second_backward, self.first_trained, self.tied
+        return frozenset(stored_blocks(*given) if self.clips else ())
 
 
 @dataclass
@@ -166,9 +172,20 @@ def serial(blocks: Sequence[BlockTasks], options: ScheduleOptions) -> StepTimeli
         "exchange": groups * gathers + reduced + again * _total("reduce", travelling),
     }
     if options.second_backward:  # moves the same as the first, whose gradients stay
-        computed["second backward"] = sum(block.backward + block.finish for block in blocks)
-        timeline.waits["second backward"] |= backward | {"exchange": gathers + reduced}
-        backward["download"] = 0.0
+        stored = options.stored(len(blocks))
+
+        def twice(begin: int = 0, stop: int | None = None) -> list[BlockTasks]:
+            numbers = range(len(blocks))[begin:stop]
+            return [blocks[number] for number in numbers if number not in stored]
+
+        computed["second backward"] = sum(block.backward + block.finish for block in twice())
+        timeline.waits["second backward"] |= {
+            "upload": _total("upload", twice(max(resident, first, once)))
+            + _total("boundary_up", twice(stop=len(others))),
+            "download": _total("download", twice(resident)),
+            "exchange": _total("gather", twice(max(first, once))) + _total("reduce", twice()),
+        }
+        backward["download"] -= _total("download", twice(resident))
     timeline.phases = {
         phase: seconds + sum(timeline.waits[phase].values()) for phase, seconds in computed.items()
     }
@@ -229,6 +246,9 @@ class StepSimulator:
         self.blocks, self.options = blocks, options
         self.head = len(blocks) - 1
         self.order = block_order(len(blocks), options.first_trained)
+        self.stored = options.stored(len(blocks))
+        back = self.order[self.head :] if options.clips else ()
+        self.twice = tuple(block for block in back if block not in self.stored)
         self.several = options.ranks > 1
         # of several ranks, none has the whole of a resident block
         whole, self.own = (0, options.replicated) if self.several else (options.resident, 0)
@@ -262,12 +282,12 @@ class StepSimulator:
         """Simulate a step: from the time the norm of the one before is known to its own."""
         options, back = self.options, self.order[self.head :]
         simulated = min(options.groups, SIMULATED_GROUPS)
-        visits = self.order * simulated + (back if options.second_backward else ())
+        visits = self.order * simulated + self.twice
         self.asked = iter(uploads(visits, self.slots, self.own))
         self.slot_holds.clear()
         whole = self.timeline = StepTimeline()
-        if options.stored:
-            self._update_all()
+        if self.stored:
+            self._update_stored()
         for group in range(simulated):
             self.timeline = StepTimeline()
             first, last = group == 0, group == simulated - 1
@@ -278,10 +298,10 @@ class StepSimulator:
             times = options.groups - simulated + 1 if group == SIMULATED_GROUPS - 2 else 1
             whole.add(self.timeline, times)
         self.timeline = whole
-        for block in back if options.second_backward else ():
+        for block in self.twice:
             self._visit("second backward", block)
         if self.several:  # wait: the norm needs all ranks' shares
-            self.phase = "second backward" if options.second_backward else "backward"
+            self.phase = "second backward" if self.twice else "backward"
             self._wait(self.collectives.free, "exchange")
         return whole
 
@@ -297,17 +317,18 @@ class StepSimulator:
 
     # -- updates -----------------------------------------------------------------------------------
 
-    def _update_all(self) -> None:
-        """Update resident blocks on the device, the others on the host in forward order."""
-        here = self.options.resident
-        self.host = max(self.host, self.compute)
-        for block in range(here, self.head + 1):
+    def _update_stored(self) -> None:
+        """Update blocks whose gradients were stored: resident ones on the device, the others on the
+        host in forward order."""
+        self.host, stored = max(self.host, self.compute), sorted(self.stored)
+        for block in (block for block in stored if block >= self.options.resident):
             self._host_update(block)
         while self.to_write:
             self._write_back()
         self.phase = "update"
-        self._compute(sum(block.device_update for block in self.blocks))
-        self.updated[:here] = [self.compute] * here
+        self._compute(sum(self.blocks[block].device_update for block in stored))
+        for block in (block for block in stored if block < self.options.resident):
+            self.updated[block] = self.compute
 
     def _host_update(self, block: int) -> None:
         tasks, begin = self.blocks[block], max(self.host, self.gradient_landed[block])
@@ -411,7 +432,7 @@ class StepSimulator:
             return
         if streamed:  # wait: the gradient before still leaves the staging buffer
             self._wait(self.staging_free, "download")
-        if self.options.second_backward and self.phase != "second backward":
+        if block in self.twice and self.phase != "second backward":
             self._compute(tasks.finish)
             return
         if streamed:
@@ -419,17 +440,17 @@ class StepSimulator:
         self._compute(tasks.finish)
         if streamed:
             self._send(block, self.compute)
-        if not self.options.stored:
+        if block not in self.stored:
             self._compute(tasks.device_update)
             if streamed:
                 self._host_update(block)
 
     def _share_out(self, block: int) -> None:
         """`_finish` of several ranks: each gets its share, which it rounds and sends away."""
-        tasks, stored = self.blocks[block], self.options.stored
+        tasks, stored = self.blocks[block], block in self.stored
         shared = self._exchange_sums(block, max(self.compute, self.staging_free))
         self.staging_free = shared
-        if self.options.second_backward and self.phase != "second backward":
+        if block in self.twice and self.phase != "second backward":
             return
         if block >= self.options.resident:
             self._take_landing_buffer(block)
@@ -443,7 +464,7 @@ class StepSimulator:
 
     def _take_landing_buffer(self, block: int) -> None:
         """In host RAM, for a gradient that is not stored."""
-        if self.options.stored:
+        if block in self.stored:
             return
         # wait: landing buffers are taken in turn, and an update still reads the next one
         if len(self.applying) == LANDING_BUFFERS:

@@ -314,6 +314,7 @@ def _less_work(search: Search, was: Choices, changed: Search, now: Choices) -> s
         return f"{number_of(after, 'recomputed layer')} instead of {before}"
     if changed.job.precision != search.job.precision:
         return f"faster matmuls in {changed.job.precision}"
-    if was.second_backward and not now.second_backward:
-        return "gradients are computed once"
+    if was.second_backward > now.second_backward:
+        fewer = f"{number_of(now.second_backward, 'layer')} computed twice instead of "
+        return f"gradients of {fewer}{was.second_backward}"
     return "less to compute per token"

@@ -130,7 +130,7 @@ class StepCosts:
         return ScheduleOptions(
             **self.choices.chosen,
             micro_batches=self.micro_batches,
-            stored=self.choices.stores_gradients(self.job),
+            clips=self.job.clipping,
             tied=self.shape.tied,
             first_trained=self.shape.first_trained,
             ranks=self.job.size,
@@ -373,6 +373,12 @@ class StepCosts:
 
     # -- rates -------------------------------------------------------------------------------------
 
+    @cached_property
+    def _stored(self) -> int:
+        """Elements of gradients in host RAM that wait for their norm."""
+        layout = self.layout
+        return sum(layout.owned[b] for b in layout.stored if b >= self.choices.resident)
+
     @property
     def _update_scale(self) -> float:
         """Parameters of this job updated in the time of one of the profile's, by bytes."""
@@ -386,11 +392,11 @@ class StepCosts:
         alone = interpolate(self.machine.update, threads)
         busy = min(alone, self.machine.update_busy)
         # gradients come down meanwhile unless they are stored; what ranks share, each takes up
-        directions = self.job.ranks if self.layout.read_blocks else 1
-        directions += not self.choices.stores_gradients(self.job)
+        directions: float = self.job.ranks if self.layout.read_blocks else 1
+        streamed = max(1, sum(self.layout.owned[self.choices.resident :]))
+        directions += 1 - self._stored / streamed
         share = 0.0
         if self.on_gpu:  # saved activations, too, travel while all that is streamed is updated
-            streamed = max(1, sum(self.layout.owned[self.choices.resident :]))
             ways = zip(self.sent_bytes, self.where, strict=True)
             saved = self.micro_batches * sum(nbytes for nbytes, where in ways if where == "host")
             sent = min(self.machine.download, saved * alone / streamed)
@@ -409,10 +415,9 @@ class StepCosts:
             return self.down
         alone = self.machine.download
         first, seconds = self.choices.resident, nbytes / alone
-        streamed = sum(self.layout.owned[first:])
         uploading = sum(self.layout.owned_weights[first:]) * self.weight / self.machine.upload
         slower = (1 - self.down / alone) * min(1.0, uploading / seconds)
-        if self.choices.stores_gradients(self.job) and self.choices.groups == 1:
-            updating = min(1.0, streamed / self.host_update_rate / seconds)
+        if self.choices.groups == 1:
+            updating = min(1.0, self._stored / self.host_update_rate / seconds)
             slower += (1 - self.beside_update) * updating
         return alone * (1 - slower)

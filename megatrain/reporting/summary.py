@@ -13,6 +13,7 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
+from megatrain.errors import number_of
 from megatrain.reporting.energy import Economy, compared
 from megatrain.reporting.meters import Load
 from megatrain.reporting.metrics import StepTime, json_able
@@ -238,7 +239,7 @@ class Facts:
     streams: bool  # some block's weights are on the host
     update_threads: int
     idle_threads: int  # cores that the update could have, and has not
-    second_backward: bool = False  # gradients are computed twice
+    second_backward: int = 0  # layers whose gradients are computed twice
     asked: frozenset[str] = frozenset()  # config keys the user set where the planner would choose
 
 
@@ -293,10 +294,11 @@ def _against_waiting(wait: str, time: StepTime, facts: Facts) -> str:
 
 
 def _against_computing(time: StepTime, facts: Facts, mfu: float | None) -> str:
+    gradients = f"gradients of {number_of(min(facts.second_backward, facts.layers), 'layer')}"
     if facts.second_backward and "memory.second_backward" in facts.asked:
-        return "set memory.second_backward: auto: all gradients are computed twice"
+        return f"set memory.second_backward: auto: {gradients} are computed twice"
     if facts.second_backward and "memory.host" in facts.asked:
-        return "raise memory.host: for lack of it all gradients are computed twice"
+        return f"raise memory.host: for lack of it {gradients} are computed twice"
     if facts.cuda and not facts.compiled and mfu is not None and mfu < LAUNCH_BOUND_MFU:
         why = f"with kernels so small the GPU reaches {mfu:.0%} of its peak"
         return f"set compile: true, or raise train.micro_batch_tokens: {why}"

@@ -14,11 +14,12 @@ from megatrain.planner.simulation import (
     overlapped,
     serial,
 )
+from megatrain.settings import ALL
 
 NOTHING = BlockTasks(**{field.name: 0.0 for field in fields(BlockTasks)})  # type: ignore[arg-type]
 LAYERS = 6
 ONE_GROUP = ScheduleOptions(
-    groups=1, micro_batches=4.0, resident=0, sums_on_device=0, stored=True, tied=False
+    groups=1, micro_batches=4.0, resident=0, sums_on_device=0, clips=True, tied=False
 )
 
 
@@ -80,7 +81,7 @@ def test_updates_that_queue_behind_one_that_waited_for_its_drive_wait_for_the_dr
 
 
 def test_gradients_that_are_applied_at_once_wait_for_the_buffers_of_those_before():
-    timeline = overlapped(with_tasks(host_update=5.0), replace(ONE_GROUP, stored=False))
+    timeline = overlapped(with_tasks(host_update=5.0), replace(ONE_GROUP, clips=False))
     # from the head's gradient on, update follows update; the embedding's is the last, and the next
     # forward begins with it
     assert timeline.seconds == pytest.approx(5.0 * (LAYERS + 2) + 0.5 + LAYERS + 2.0)
@@ -143,7 +144,7 @@ def test_what_a_few_layers_send_away_leaves_while_the_others_compute():
     assert seconds(every=1) > none
 
 
-TWICE = replace(ONE_GROUP, stored=False, second_backward=True)
+TWICE = replace(ONE_GROUP, second_backward=ALL)
 
 
 def test_a_second_backward_repeats_the_head_and_all_layers():
@@ -159,7 +160,7 @@ def test_gradients_come_down_and_are_applied_in_the_second_backward_alone():
     # two are on their way at a time
     assert timeline.waits["second backward"]["download"] > LAYERS - 4
     updating = with_tasks(download=0.1, host_update=2.5)
-    unclipped = overlapped(updating, replace(ONE_GROUP, stored=False))
+    unclipped = overlapped(updating, replace(ONE_GROUP, clips=False))
     assert waits(overlapped(updating, TWICE))["update"] == waits(unclipped)["update"]
 
 
