@@ -117,10 +117,13 @@ EXCLUSIONS = (
 )  # fmt: skip
 
 
-def contradiction(values: Mapping[str, object], *, in_config: bool) -> tuple[str, str] | None:
-    """(name, problem) of the first option that another one excludes, or None. values: by field.
-    None leaves an option open, which contradicts nothing. in_config: name keys of the config and
-    YAML values, not fields and Python values."""
+def contradiction(
+    values: Mapping[str, Any], *, in_config: bool, layers: int = ALL, back: int = ALL
+) -> tuple[str, str] | None:
+    """(name, problem) of the first option that another one or the model excludes, or None. values:
+    by field. None leaves an option open, which contradicts nothing. in_config: name keys of the
+    config and YAML values, not fields and Python values. layers: of the model, if that is known;
+    `back` of them are visited by backward."""
     for rule in EXCLUSIONS:
         other = values.get(rule.other)
         met = bool(other) if rule.needs in ANY else other == rule.needs
@@ -129,24 +132,15 @@ def contradiction(values: Mapping[str, object], *, in_config: bool) -> tuple[str
                 needed = "true" if rule.needs is True else rule.needs
                 return KEYS[rule.field], f"{rule.why}; set {KEYS[rule.other]}: {needed} as well"
             return rule.field, f"{rule.why}; set {rule.other}={rule.needs} as well"
+    name, other = ("second_backward", "retained")
+    twice, retained = values[name] or 0, min(values[other] or 0, back)
+    twice, name = ALL if twice is True else twice, KEYS[name] if in_config else name
+    if layers < twice != ALL:
+        return name, f"{twice} is out of range: the model has {layers} layers; give 0 to {layers}"
+    if twice and retained and min(twice, back) + retained > back:
+        other = KEYS[other] if in_config else other
+        return name, f"its first pass spends what retained layers save; lower it or {other}"
     return None
-
-
-def beyond(
-    values: Mapping[str, Any], layers: int, back: int, *, in_config: bool
-) -> tuple[str, str] | None:
-    """As `contradiction`, of layers that backward is to run twice through. layers: of the model,
-    `back` of which it visits."""
-    twice, retained = values["second_backward"] or 0, values["retained"] or 0
-    problem = ""
-    if not isinstance(twice, bool) and layers < twice != ALL:
-        problem = f"{twice} is out of range; the model has {layers} layers"
-    elif twice and retained and min(ALL if twice is True else twice, back) + retained > back:
-        name = KEYS["retained"] if in_config else "retained"
-        problem = f"the first pass spends what retained layers save; lower it or {name}, so that "
-        problem += f"both together are at most {back} layers"
-    name = KEYS["second_backward"] if in_config else "second_backward"
-    return (name, problem) if problem else None
 
 
 def count_layers(options: Any) -> None:

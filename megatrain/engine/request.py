@@ -29,7 +29,7 @@ from megatrain.models.transforms.fp8 import fp8_supported
 from megatrain.models.ulysses import why_not_in_pieces
 from megatrain.optim import AdamW, Optimizer
 from megatrain.schedule import UNCHANGED, layers_back
-from megatrain.settings import Settings, beyond, contradiction
+from megatrain.settings import Settings, contradiction
 from megatrain.storage.manifest import check_description
 from megatrain.world import World
 
@@ -296,8 +296,8 @@ def check_settings(
     or lack a norm to clip to."""
     values = {**vars(settings), "max_grad_norm": max_grad_norm or 0}
     layers = len(anatomy.blocks) - 2
-    of_layers = beyond(values, layers, layers_back(layers, anatomy.first_trained), in_config=False)
-    if found := contradiction(values, in_config=False) or of_layers:
+    back = layers_back(layers, anatomy.first_trained)
+    if found := contradiction(values, in_config=False, layers=layers, back=back):
         raise ConfigError(": ".join(found))
     if settings.transport == "read" and world.hosts > 1:
         raise ConfigError(

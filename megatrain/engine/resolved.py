@@ -46,7 +46,7 @@ from megatrain.planner.job import ImageTokens, Job, WholeUpdate
 from megatrain.planner.memory import disk_bytes
 from megatrain.planner.plan import Plan, make_plan
 from megatrain.planner.search import most_micro_batch_tokens
-from megatrain.settings import beyond, contradiction
+from megatrain.settings import contradiction
 from megatrain.world import ALONE, World
 
 logger = logging.getLogger("megatrain")
@@ -165,9 +165,8 @@ def plan_of(resolved: Resolved, *, suggest: bool = False, **known: Any) -> Plan:
     request, machine = resolved.request, resolved.machine
     fixed = {**request.asked, "compile": resolved.compile, "nvme_folders": request.nvme_folders}
     # only now is `compile: auto` settled
-    shape = resolved.shape
-    of_layers = request.asked and beyond(fixed, shape.layers, shape.layers_back, in_config=True)
-    if request.asked and (found := contradiction(fixed, in_config=True) or of_layers):
+    of_model = {"layers": resolved.shape.layers, "back": resolved.shape.layers_back}
+    if request.asked and (found := contradiction(fixed, in_config=True, **of_model)):
         raise ConfigError(f"{request.where(found[0])}: {found[1]}")
     job = make_job(resolved, **known)
     room = room_for_nvme(request, machine.hardware, sum(disk_bytes(job, resolved.shape).values()))

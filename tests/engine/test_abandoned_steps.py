@@ -179,6 +179,7 @@ OF_SECOND_PASSES: list[Skipped] = [
     ("loss is infinite", HALF_RESIDENT),
     ("gradient of layer 0", TWICE),
     ("gradient of layer 0", dials(second_backward=True, resident=ALL) | BF16),
+    ("gradient of layer 0", dials(second_backward=1) | BF16),
     ("no target", HALF_RESIDENT),
 ]
 SKIPPED: list[Any] = [("cpu", *case) for case in OF_GRADIENTS]
@@ -226,6 +227,7 @@ DIVERGED: list[Any] = [
     ("cpu", TWICE, 0, SECOND_ONLY),
     ("cpu", TWICE, 2, SECOND_ONLY),
     ("cpu", dials(second_backward=True, resident=ALL) | BF16, 0, SECOND_ONLY),
+    ("cpu", dials(second_backward=1) | BF16, 0, SECOND_ONLY),
 ]
 
 

@@ -58,6 +58,7 @@ MODES = {
     "two groups": Settings(groups=2),
     "sums on the device": Settings(groups=3, sums_on_device=2),
     "computed twice": Settings(second_backward=True),
+    "one layer computed twice": Settings(second_backward=1),
     "offloaded": Settings(offload_activations=True),
     "graphs on the host": Settings(offload_activations=True, retained=1, retained_on_host=2),
     "front resident": Settings(resident=2),

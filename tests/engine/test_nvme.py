@@ -37,6 +37,7 @@ MODES: dict[str, dict[str, Any]] = {
     "two groups, sums travel": {"groups": 2},
     "front resident, end retained": {"resident": 2, "retained": 2},
     "second backward": {"second_backward": True},
+    "second backward through a layer": {"second_backward": 1},
 }
 CLIPS = pytest.mark.parametrize("clip", [0.5, None], ids=["clipped", "unclipped"])
 pytestmark = pytest.mark.usefixtures("deterministic")

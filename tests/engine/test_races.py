@@ -34,6 +34,7 @@ MODES = {
     "graphs on the host": Settings(offload_activations=True, retained=1, retained_on_host=2),
     "two groups, front resident": Settings(groups=2, resident=2, sums_on_device=3, retained=ALL),
     "gradients twice": Settings(second_backward=True, offload_activations=True),
+    "gradients of two layers twice": Settings(second_backward=2, offload_activations=True),
     "gradients twice, resident": Settings(second_backward=True, resident=3),
 }
 # they use all lanes
@@ -63,7 +64,7 @@ def undelayed(mode: str, clip: float | None, device: str) -> Trace:
 def delayed_runs() -> Iterator[Any]:
     """Every mode with all slow, and some with each alone; half of either are clipped."""
     for number, mode in enumerate(MODES):
-        twice = MODES[mode].second_backward
+        twice = MODES[mode].second_backward > 0
         alone = [(slow,) for slow in WHO] if mode in WITH_ONE_SLOW else []
         for other, slow in enumerate([WHO, *alone]):
             clip = 0.5 if twice or (number + max(other - 1, 0)) % 2 == 0 else None

@@ -51,6 +51,7 @@ HOW: dict[str, dict[str, Any]] = {
     "resident, two backward passes": {
         "settings": Settings(**CHUNK, resident=3, second_backward=True),
     },
+    "resident, a layer twice": {"settings": Settings(**CHUNK, resident=1, second_backward=1)},
 }
 
 

@@ -62,7 +62,7 @@ class Case:
     sums: int = 0
     retained: int = 0
     offload: bool = False
-    second_backward: bool = False
+    second_backward: int = 0
     activations: str = "none"
     freeze: tuple[str, ...] = ()
     scores: bool = False
@@ -176,6 +176,10 @@ CASES = {
     "computed twice, tied": Case(second_backward=True, tied=True, precision="float32"),
     "computed twice, offloaded": Case(
         layers=8, offload=True, second_backward=True, micro_batch_tokens=128
+    ),
+    "three layers computed twice, tied": Case(layers=8, second_backward=3, tied=True),
+    "three layers computed twice, half retained": Case(
+        layers=8, second_backward=3, resident=2, retained=4, micro_batch_tokens=128
     ),
     "offloaded, half retained": Case(layers=8, offload=True, retained=4, micro_batch_tokens=128),
     "kept as int8": Case(layers=8, activations="int8"),
