@@ -93,19 +93,7 @@ def uploads(
     return tuple(asked)
 
 
-# -- gradients and their accumulators --------------------------------------------------------------
-
-
-@lru_cache(maxsize=256)
-def stored_blocks(layers: int, twice: int, first: int, tied: bool) -> tuple[int, ...]:
-    """Blocks whose gradients are stored until the norm is known. Backward runs twice through the
-    others: the lowest `twice` layers of those from block `first` on and the embedding, whose
-    gradient a tied head begins; or through everything if these are all layers."""
-    back = layers_back(layers, first)
-    if twice and twice >= back:
-        return ()
-    above = range(layers + 1 - back + twice if twice else 0, layers + 2)
-    return (0, *above) if twice and tied else (*above,)
+# -- gradient accumulators -------------------------------------------------------------------------
 
 
 def summed_blocks(blocks: int, groups: int, resident: int, sums_on_device: int) -> int:

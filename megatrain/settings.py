@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from megatrain.errors import ConfigError
-from megatrain.schedule import FORMS, UNCHANGED
+from megatrain.schedule import FORMS, UNCHANGED, layers_back
 
 ROUTER_AUX_LOSS_COEF = 0.001  # of a mixture, unless the user says otherwise
 ALL = 1 << 30  # for numbers of blocks or layers: all that the model has
@@ -173,6 +173,16 @@ class Chosen:
 
     def __post_init__(self) -> None:
         count_layers(self)
+
+    def stored(self, layers: int, first: int, tied: bool) -> frozenset[int]:
+        """Blocks whose gradients a clipped step stores until the norm is known. Backward runs twice
+        through the others: the lowest layers from block `first` on and the embedding, unless a
+        tied head begins its gradient; or through everything, if that is all layers."""
+        back, twice = layers_back(layers, first), self.second_backward
+        if twice and twice >= back:
+            return frozenset()
+        below = layers + 1 - back + twice if twice else 0
+        return frozenset(range(below, layers + 2)) | ({0} if tied else set())
 
 
 _LEAST = {

@@ -66,12 +66,12 @@ class MicroBatch:
         if (side := self.calls[index].side) is not None and self.grad is not None:
             self.side_grads[index] = self.grad.flatten(0, 1)[side.index]
 
-    def keep_border(self) -> None:
-        """Keep the gradients that backward has reached, from which `from_border` goes on."""
-        self.border = self.grad, {**self.side_grads}
-
-    def from_border(self) -> None:
-        (self.grad, self.side_grads), self.border = self.border, (None, {})
+    def at_border(self, first: bool) -> None:
+        """Keep the gradients that the first pass has reached, or go on from them in the second."""
+        if first:
+            self.border = self.grad, {**self.side_grads}
+        else:
+            (self.grad, self.side_grads), self.border = self.border, (None, {})
 
     def receive(self, hidden: Tensor, calls: list[LayerCall], graph: bool) -> None:
         """Take what embed has made. graph: keep the ends of its graph for backward."""

@@ -37,13 +37,7 @@ from megatrain.models.skeleton import Skeleton
 from megatrain.models.transforms.compiled import naming_the_compiler
 from megatrain.optim import Optimizer
 from megatrain.optim.split import CHUNK, split_master
-from megatrain.schedule import (
-    LANDING_BUFFERS,
-    kept_row_bytes,
-    own_sums,
-    stored_blocks,
-    summed_blocks,
-)
+from megatrain.schedule import LANDING_BUFFERS, kept_row_bytes, own_sums, summed_blocks
 from megatrain.settings import Settings
 from megatrain.world import ALONE, World
 
@@ -243,8 +237,8 @@ def open_parts(
     """Allocate all memory, start all threads (their waits: streams.py). Raises OutOfMemory."""
     anatomy, dtype, compute = skeleton.anatomy, PRECISIONS[precision], Compute(device)
     layouts = layouts_of(anatomy)
-    dropped = len(layouts) - 2, settings.second_backward, anatomy.first_trained
-    stored = stored_blocks(*dropped, anatomy.embed_feeds_head) if clips else ()
+    ends = len(layouts) - 2, anatomy.first_trained, anatomy.embed_feeds_head
+    stored = tuple(sorted(settings.stored(*ends))) if clips else ()
     with naming_the_gpu("the resident blocks' state"):
         take_workspaces(device, dtype)
         place = partial(open_store, layouts, optimizer, precision, settings, device=device)
@@ -372,16 +366,16 @@ def open_store(
     if dtype == torch.bfloat16:
         kept.append(ArraySpec("remainder", torch.int16))  # the master's other half (optim/split.py)
     kept += [ArraySpec(array.name, array.dtype, per=array.per) for array in optimizer.state_arrays]
-    grad = [ArraySpec("grad", dtype, transferred=True)] if gradients else []
+    grad = [ArraySpec("grad", dtype, transferred=True, blocks=gradients)] if gradients else []
     # between groups the other blocks' accumulators wait in host RAM
     travel = several and summed < blocks
-    sums = [ArraySpec("grad_sum", torch.float32, transferred=True)] if travel else []
+    stay = range(summed, blocks)
+    sums = [ArraySpec("grad_sum", torch.float32, transferred=True, blocks=stay)] if travel else []
     far = blocks_on_nvme(blocks, resident, settings.nvme_blocks)
     names = [spec.name for spec in kept if spec.name not in IN_MEMORY]
     return Store(
         layouts,
         [*kept, *grad, *sums],
-        only={"grad": gradients, "grad_sum": range(summed, blocks)},
         resident=resident,
         # with several groups a resident block's gradient stays in its accumulator, if that is whole
         resident_arrays=kept if several and world.is_alone else [*kept, *grad],

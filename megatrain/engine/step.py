@@ -23,7 +23,7 @@ from megatrain.engine.routing import Balancer
 from megatrain.engine.streamer import Streamer
 from megatrain.losses import Tally
 from megatrain.models.skeleton import Skeleton
-from megatrain.schedule import block_order, graphs_of_layers, stored_blocks
+from megatrain.schedule import block_order, graphs_of_layers
 from megatrain.settings import Settings
 
 
@@ -55,11 +55,14 @@ class Passes:
         self.embed, self.head = 0, layers + 1
         self.parameters = [skeleton.bind(b, streamer.flat(b.index)) for b in blocks]
         self.names = [[t.name for t in block.layout.trained.tensors] for block in blocks]
-        # the visits of the second pass of two-pass clipping
-        tied, self.back = skeleton.anatomy.embed_feeds_head, block_order(layers + 2, self.first)
-        stored = stored_blocks(layers, settings.second_backward, self.first, tied)
-        self.twice = [block for block in self.back[self.head :] if block not in stored]
-        self.waiting: tuple[Sequence[MicroBatch], Objective] | None = None  # if it is to come
+        self.tied, self.order = (
+            skeleton.anatomy.embed_feeds_head,
+            block_order(layers + 2, self.first),
+        )
+        stored = settings.stored(layers, self.first, self.tied)
+        # for the second pass of two-pass clipping, through these blocks, if it is to come
+        self.twice = [block for block in self.order[self.head :] if block not in stored]
+        self.waiting: tuple[Sequence[MicroBatch], Objective] | None = None
         self._repeats = False  # this backward is the first of two
 
     # -- a whole step -----------------------------------------------------------------------------
@@ -85,7 +88,7 @@ class Passes:
         grouped = self._groups(wanted, 1 if objective.whole_step else self.settings.groups)
         total = Tally[Tensor]()
         # one sweep over all groups: the next one's first uploads run beside this one's backward
-        route = self.back * len(grouped)
+        route = self.order * len(grouped)
         with self._in_step(), closing(self.streamer.sweep(route)) as visits:
             for number, group in enumerate(grouped):
                 last = number == len(grouped) - 1
@@ -106,7 +109,7 @@ class Passes:
                     if not math.isfinite(objective.mean_loss(found)):
                         raise NotFiniteLoss
                 self.gradients.close(self.head, last_group=last)
-                self._backward(group, visits, self.back[self.head + 1 :], last)
+                self._backward(group, visits, self.order[self.head + 1 :], last)
         if self._repeats and grouped:
             self.waiting = wanted, objective
         return self.peers.total(objective, total)
@@ -134,18 +137,16 @@ class Passes:
         self.skeleton.set_training(objective.of_sequences is None)
         self._repeats = False
         self.gradients.begin_step()
-        whole = self.twice[0] == self.head
-        tied = [self.embed] if whole and self.skeleton.anatomy.embed_feeds_head else []
-        with self._in_step(), closing(self.streamer.sweep([*tied, *self.twice])) as visits:
-            for block in tied:
-                assert next(visits) == block
+        whole = self.head in self.twice
+        route = [self.embed, *self.twice] if whole and self.tied else self.twice
+        with self._in_step(), closing(self.streamer.sweep(route)) as visits:
+            if route != self.twice:
+                assert next(visits) == self.embed
             if whole:
                 self._turn(group, objective, visits)
                 self.gradients.close(self.head, last_group=True)
             else:
                 self._prefetch(group)
-                for mb in group:
-                    mb.from_border()
             self._backward(group, visits, self.twice[whole:], True)
 
     # -- parts of a step --------------------------------------------------------------------------
@@ -218,12 +219,9 @@ class Passes:
             assert next(visits) == block
             self.gradients.open(block)
             for mb in group:
-                if self._repeats and block == self.twice[0]:
-                    mb.keep_border()
-                if block == self.embed:
-                    self._backward_embed(block, mb)
-                else:
-                    self._backward_layer(block - 1, block, mb)
+                if block in self.twice[:1]:
+                    mb.at_border(self._repeats)
+                self._backward_block(block, mb)
             self.gradients.close(block, last_group=last)
 
     def _keeps(self, block: int) -> bool:
@@ -234,14 +232,15 @@ class Passes:
         layers = reversed(range(len(self.graphs_of)))
         self.checkpoints.prefetch(mb.kept[i] for i in layers for mb in group if i in mb.kept)
 
-    def _backward_embed(self, block: int, mb: MicroBatch) -> None:
-        if not self._repeats:
-            mb.calls.clear()  # masks are large
-        if not mb.ends:
-            self._embed(mb, True)
-        self.gradients.add(block, mb.gradients_of_embed(self.parameters[block]))
-
-    def _backward_layer(self, index: int, block: int, mb: MicroBatch) -> None:
+    def _backward_block(self, block: int, mb: MicroBatch) -> None:
+        if block == self.embed:
+            if not self._repeats:
+                mb.calls.clear()  # masks are large
+            if not mb.ends:
+                self._embed(mb, True)
+            self.gradients.add(block, mb.gradients_of_embed(self.parameters[block]))
+            return
+        index = block - 1
         self._begin_layer(block, mb)
         if self.graphs_of[index] != "nowhere":
             mb.kept.pop(index, None)  # its graph takes and releases what it saved

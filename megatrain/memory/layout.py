@@ -217,11 +217,12 @@ class FlatLayout:
 
 @dataclass(frozen=True)
 class ArraySpec:
-    """One array that every block has. transferred: to or from the device; pinned beside a GPU. per:
-    its granularity. whole: it has frozen tensors, too."""
+    """One array that blocks have. transferred: to or from the device; pinned beside a GPU. per: its
+    granularity. whole: it has frozen tensors, too. blocks: those that have it; None: all."""
 
     name: str
     dtype: torch.dtype
     transferred: bool = False
     per: Per = "element"
     whole: bool = False
+    blocks: Collection[int] | None = None

@@ -7,7 +7,7 @@ few flat arrays per block cut from large slabs, or on NVMe.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from itertools import product
 from pathlib import Path
@@ -27,7 +27,6 @@ class Store(AbstractContextManager["Store"]):
     Args:
         layouts: one per block, in execution order.
         arrays: the arrays of the blocks in host RAM.
-        only: by array name: the blocks that have the array, if not all.
         resident: number of blocks on the device, the first ones, which have `resident_arrays`.
         on_nvme: by array name: the blocks that have the array on NVMe instead of in host RAM.
         threads: number of threads for the first touch of host memory.
@@ -41,7 +40,6 @@ class Store(AbstractContextManager["Store"]):
         arrays: Sequence[ArraySpec],
         *,
         device: torch.device,
-        only: Mapping[str, Collection[int]] | None = None,
         resident: int = 0,
         resident_arrays: Sequence[ArraySpec] = (),
         on_nvme: Mapping[str, Sequence[int]] | None = None,
@@ -56,7 +54,6 @@ class Store(AbstractContextManager["Store"]):
         self.arrays = {spec.name: spec for spec in arrays}
         self.resident = resident
         pinned, far = device.type == "cuda", on_nvme or {}
-        having = {name: range(len(layouts)) for name in self.arrays} | dict(only or {})
         self.nvme: NvmeStore | None = None
         self.shared: SharedWeights | None = None
         self._arrays: dict[tuple[str, int], torch.Tensor] = {}  # on the device and in host RAM
@@ -70,14 +67,15 @@ class Store(AbstractContextManager["Store"]):
                 opened.callback(self.nvme.close)
             opened.callback(self._free)
             for name, spec in self.arrays.items():
-                streamed = (block for block in having[name] if block >= resident)
-                in_ram = [block for block in streamed if block not in far.get(name, ())]
+                blocks = range(resident, len(self.layouts)) if spec.blocks is None else spec.blocks
+                here = {*range(resident), *far.get(name, ())}
+                in_ram = [block for block in blocks if block not in here]
                 if shares_weights and name == "weight" and in_ram:
                     self._share(spec, in_ram, pinned, threads)
                 else:
                     self._place(spec, in_ram, pinned, threads)
             for block, spec in product(range(resident), resident_arrays):
-                if block not in having[spec.name]:
+                if spec.blocks is not None and block not in spec.blocks:
                     continue
                 zeros = torch.zeros(self.numel(spec, block), dtype=spec.dtype, device=device)
                 self._arrays[spec.name, block] = zeros

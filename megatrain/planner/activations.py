@@ -147,7 +147,7 @@ class Activations:
     def _checkpoints(self) -> int:
         """Bytes of a group's activation checkpoints on the device, those on their way included.
         Inputs of retained layers and of the head are whole. The gradient that goes back takes the
-        place of the head's input; where a second backward begins, one of both is kept."""
+        place of the head's input."""
         choices, tokens = self.choices, self.choices.micro_batch_tokens
         here = self.group_tokens * self.checkpoint_row_bytes * self.recomputed
         if choices.offload_activations:
@@ -156,8 +156,15 @@ class Activations:
                 graph = max(self.saved_on_host) + tokens * self.sent_row_bytes
             of_group = choices.micro_batches(self.job), choices.retained_on_host
             here = sum(rings(*of_group, tokens * self.checkpoint_row_bytes, graph))
-        whole = choices.retained + 1 + (choices.second_backward > 0)
+        whole = choices.retained + 1 + self._starts_again
         return self.group_tokens * self.row_bytes * whole + here
+
+    @property
+    def _starts_again(self) -> bool:
+        """True if the input or the gradient with which a second backward begins takes room: a
+        gradient does not where it has the place of a checkpoint that the first has freed."""
+        twice, every = self.choices.second_backward, max(1, self.shape.layers_back)
+        return twice >= every or (twice > 0 and self.choices.offload_activations)
 
     @property
     def host(self) -> dict[str, int]:
@@ -237,7 +244,8 @@ class Activations:
             return self.shape.layer_bytes(tokens, chunk) + decoded - saved
         # the last layer's checkpoint is freed before other layers are recomputed, unless it is not
         # on the device, or is needed again, or there is none
-        kept = choices.retained or choices.retained_on_host or choices.second_backward
+        again = choices.second_backward >= max(1, self.shape.layers_back - 1)
+        kept = choices.retained or choices.retained_on_host or again
         freed = 0 if kept or choices.offload_activations else self.group_tokens
         freed *= self.checkpoint_row_bytes
         # layers are recomputed after all retained ones are done and their activations freed

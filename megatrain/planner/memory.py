@@ -31,14 +31,7 @@ from megatrain.memory.sizes import (
 )
 from megatrain.planner.activations import SUM_BYTES, WEIGHT_BYTES, Activations
 from megatrain.planner.job import Choices, Job
-from megatrain.schedule import (
-    LANDING_BUFFERS,
-    own_sums,
-    slot_sizes,
-    stored_blocks,
-    sum_buffers,
-    summed_blocks,
-)
+from megatrain.schedule import LANDING_BUFFERS, own_sums, slot_sizes, sum_buffers, summed_blocks
 from megatrain.settings import WIRES
 from megatrain.storage.hashed_file import SMALL_FILES_BYTES
 
@@ -93,9 +86,9 @@ class Layout:
     @cached_property
     def stored(self) -> frozenset[int]:
         """Blocks whose gradients wait until the global norm is known."""
-        shape, twice = self.shape, self.choices.second_backward
-        found = stored_blocks(shape.layers, twice, shape.first_trained, shape.tied)
-        return frozenset(found if self.job.clipping else ())
+        shape = self.shape
+        found = self.choices.stored(shape.layers, shape.first_trained, shape.tied)
+        return found if self.job.clipping else frozenset()
 
     def _owned_of(self, blocks: Iterable[int], stored: bool) -> Iterator[int]:
         """Elements of those whose gradients are stored, or of the others."""

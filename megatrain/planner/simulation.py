@@ -22,7 +22,6 @@ from megatrain.schedule import (
     block_order,
     leaving,
     slots_of_blocks,
-    stored_blocks,
     uploads,
 )
 from megatrain.settings import Chosen
@@ -95,10 +94,10 @@ class ScheduleOptions(Chosen):
     gather_loss: float = 0.0  # seconds of computing that are lost for each one of a collective
     reduce_loss: float = 0.0
 
-    def stored(self, blocks: int) -> frozenset[int]:
-        """Blocks whose gradients wait; backward runs twice through the others, or applies all."""
-        given = blocks - 2, self.second_backward, self.first_trained, self.tied
-        return frozenset(stored_blocks(*given) if self.clips else ())
+    def waiting(self, blocks: int) -> frozenset[int]:
+        """Blocks whose gradients are stored."""
+        found = self.stored(blocks - 2, self.first_trained, self.tied)
+        return found if self.clips else frozenset()
 
 
 @dataclass
@@ -172,7 +171,7 @@ def serial(blocks: Sequence[BlockTasks], options: ScheduleOptions) -> StepTimeli
         "exchange": groups * gathers + reduced + again * _total("reduce", travelling),
     }
     if options.second_backward:  # moves the same as the first, whose gradients stay
-        stored = options.stored(len(blocks))
+        stored = options.waiting(len(blocks))
 
         def twice(begin: int = 0, stop: int | None = None) -> list[BlockTasks]:
             numbers = range(len(blocks))[begin:stop]
@@ -246,7 +245,7 @@ class StepSimulator:
         self.blocks, self.options = blocks, options
         self.head = len(blocks) - 1
         self.order = block_order(len(blocks), options.first_trained)
-        self.stored = options.stored(len(blocks))
+        self.stored = options.waiting(len(blocks))
         back = self.order[self.head :] if options.clips else ()
         self.twice = tuple(block for block in back if block not in self.stored)
         self.several = options.ranks > 1

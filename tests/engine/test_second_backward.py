@@ -10,7 +10,6 @@ import pytest
 
 from megatrain.engine.engine import Engine
 from megatrain.errors import ConfigError
-from megatrain.schedule import stored_blocks
 from megatrain.settings import ALL, Settings
 from tests.engine.test_images import row_of, steps_of
 from tests.helpers.multimodal import multimodal_config
@@ -64,10 +63,9 @@ def test_the_number_of_layers_computed_twice_changes_no_bit(case, twice):
     if case == "retained":
         twice = min(twice, layers - 1)
     engine = make(case, second_backward=twice)
-    anatomy, store = engine.anatomy, engine.store
-    given = layers, twice, anatomy.first_trained, anatomy.embed_feeds_head
-    kept = {block for name, block in store._arrays if name == "grad"}
-    assert kept == set(stored_blocks(*given))
+    ends = layers, engine.anatomy.first_trained, engine.anatomy.embed_feeds_head
+    kept = {block for name, block in engine.store._arrays if name == "grad"}
+    assert kept == engine.settings.stored(*ends)
     assert_same(run(engine, steps(case)), once(case), losses=1e-6)
     assert all(norm > 0.5 for norm in once(case).norms), "it clips"
 
@@ -78,8 +76,8 @@ def test_gradients_take_less_memory_the_more_is_computed_twice():
         with make("dense", second_backward=twice) as engine:
             arrays = (a for (name, _), a in engine.store._arrays.items() if name == "grad")
             bytes_of.append(sum(array.nbytes for array in arrays))
-            layouts = engine.store.layouts
-    embed, layer, *_, head = (2 * layout.numel for layout in layouts)
+            sizes = [2 * layout.numel for layout in engine.store.layouts]
+    embed, layer, *_, head = sizes
     below = [0, embed + layer, embed + 2 * layer, embed + 3 * layer, embed + LAYERS * layer + head]
     assert bytes_of == [bytes_of[0] - less for less in below] and bytes_of[-1] == 0
 
