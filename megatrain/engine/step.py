@@ -19,6 +19,7 @@ from megatrain.engine.graphs import Graph, SavedTensors, run_for_graph
 from megatrain.engine.head import Head
 from megatrain.engine.objective import Objective, Peers
 from megatrain.engine.products import Sum, SummingInto
+from megatrain.engine.rollout.draw import mix
 from megatrain.engine.routing import Balancer
 from megatrain.engine.streamer import Streamer
 from megatrain.losses import Tally
@@ -55,15 +56,13 @@ class Passes:
         self.embed, self.head = 0, layers + 1
         self.parameters = [skeleton.bind(b, streamer.flat(b.index)) for b in blocks]
         self.names = [[t.name for t in block.layout.trained.tensors] for block in blocks]
-        self.tied, self.order = (
-            skeleton.anatomy.embed_feeds_head,
-            block_order(layers + 2, self.first),
-        )
+        self.order = block_order(layers + 2, self.first)
+        self.tied = skeleton.anatomy.embed_feeds_head
         stored = settings.stored(layers, self.first, self.tied)
         # for the second pass of two-pass clipping, through these blocks, if it is to come
         self.twice = [block for block in self.order[self.head :] if block not in stored]
         self.waiting: tuple[Sequence[MicroBatch], Objective] | None = None
-        self._repeats = False  # this backward is the first of two
+        self._again: Sequence[int] = ()  # of the blocks of this pass, those of a later one
 
     # -- a whole step -----------------------------------------------------------------------------
 
@@ -78,11 +77,11 @@ class Passes:
         """
         # a reference without dropout is no match for a model with it: there is none (as in TRL)
         self.skeleton.set_training(objective.of_sequences is None)
-        self._repeats = bool(self.twice)
-        self.gradients.begin_step(only_measured=self.twice)
+        self._again = self.twice
+        self.gradients.begin_step(only_measured=self._again)
         balancer = self.balancer
-        options = {"loss": objective.of_sequences, "marks_real": balancer is not None}
-        prepared = self.prepare(batches, **options)
+        marks_real = balancer is not None
+        prepared = self.prepare(batches, loss=objective.of_sequences, marks_real=marks_real)
         # the others would add nothing to the loss
         wanted = [mb for mb in prepared if mb.learns or balancer]
         grouped = self._groups(wanted, 1 if objective.whole_step else self.settings.groups)
@@ -110,7 +109,7 @@ class Passes:
                         raise NotFiniteLoss
                 self.gradients.close(self.head, last_group=last)
                 self._backward(group, visits, self.order[self.head + 1 :], last)
-        if self._repeats and grouped:
+        if self._again and grouped:
             self.waiting = wanted, objective
         return self.peers.total(objective, total)
 
@@ -135,7 +134,7 @@ class Passes:
         assert self.waiting is not None
         (group, objective), self.waiting = self.waiting, None
         self.skeleton.set_training(objective.of_sequences is None)
-        self._repeats = False
+        self._again = ()
         self.gradients.begin_step()
         whole = self.head in self.twice
         route = [self.embed, *self.twice] if whole and self.tied else self.twice
@@ -167,7 +166,7 @@ class Passes:
                 self._seed_dropout(self.head, mb)
                 hidden = mb.hidden
                 assert hidden is not None
-                if not self._keeps(self.head):
+                if self.head not in self._again:
                     mb.hidden = None
                 given = hidden.flatten(0, 1), mb.targets, loss, scale, parameters, sums
                 found, grad = self.outputs.loss_and_gradients(*given, objective.values)
@@ -184,7 +183,7 @@ class Passes:
             rows = mb.hidden.flatten(0, 1)
             values, mb.targets = objective.first_pass(self.outputs, rows, mb.targets)
             leaves.append(values.requires_grad_())
-            if not mb.trains and not self._keeps(self.head):
+            if not (mb.trains or self.head in self._again):
                 mb.hidden = None
         with torch.enable_grad():
             if objective.whole_step:
@@ -220,13 +219,9 @@ class Passes:
             self.gradients.open(block)
             for mb in group:
                 if block in self.twice[:1]:
-                    mb.at_border(self._repeats)
+                    mb.at_border(bool(self._again))
                 self._backward_block(block, mb)
             self.gradients.close(block, last_group=last)
-
-    def _keeps(self, block: int) -> bool:
-        """True while a block's input is kept, from which the second backward starts again."""
-        return self._repeats and block in self.twice
 
     def _prefetch(self, group: Sequence[MicroBatch]) -> None:
         layers = reversed(range(len(self.graphs_of)))
@@ -234,7 +229,7 @@ class Passes:
 
     def _backward_block(self, block: int, mb: MicroBatch) -> None:
         if block == self.embed:
-            if not self._repeats:
+            if not self._again:
                 mb.calls.clear()  # masks are large
             if not mb.ends:
                 self._embed(mb, True)
@@ -247,7 +242,7 @@ class Passes:
             self._differentiate(block, mb, mb.graphs.pop(index))
             return
         # it is recomputed from its activation checkpoint
-        kept = mb.kept[index] if self._keeps(block) else mb.kept.pop(index)
+        kept = mb.kept[index] if block in self._again else mb.kept.pop(index)
         graph = run_for_graph(
             self.skeleton.layer_again, index, self.checkpoints.restore(kept), mb.calls[index]
         )[0]  # not the output: backward needs the room
@@ -289,7 +284,7 @@ class Passes:
         """Sweep embed and layers. keep: inputs or graphs of layers, for backward."""
         assert next(visits) == self.embed
         # towers do not run again for the embedding's backward
-        retains = keep and self.skeleton.findings.seeing and not (self.first or self._repeats)
+        retains = keep and self.skeleton.findings.seeing and not (self.first or self._again)
         for mb in group:
             self._embed(mb, bool(retains and mb.trains))
             mb.enter_layers()
@@ -361,14 +356,3 @@ class Passes:
             for mb in micro_batches:
                 assert mb.hidden is not None
                 yield mb, mb.hidden
-
-
-def mix(*numbers: int) -> int:
-    """A 63-bit seed: splitmix64's finaliser over a running sum (Steele et al., OOPSLA 2014)."""
-    state = 0
-    for number in numbers:
-        state = (state + (number & 0xFFFFFFFFFFFFFFFF) + 0x9E3779B97F4A7C15) & 0xFFFFFFFFFFFFFFFF
-        state = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & 0xFFFFFFFFFFFFFFFF
-        state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) & 0xFFFFFFFFFFFFFFFF
-        state ^= state >> 31
-    return state >> 1

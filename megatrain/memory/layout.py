@@ -226,3 +226,7 @@ class ArraySpec:
     per: Per = "element"
     whole: bool = False
     blocks: Collection[int] | None = None
+
+    def among(self, blocks: Iterable[int]) -> list[int]:
+        """Those of these blocks that have the array."""
+        return [block for block in blocks if self.blocks is None or block in self.blocks]

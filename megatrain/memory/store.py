@@ -9,7 +9,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
-from itertools import product
 from pathlib import Path
 
 import torch
@@ -67,18 +66,16 @@ class Store(AbstractContextManager["Store"]):
                 opened.callback(self.nvme.close)
             opened.callback(self._free)
             for name, spec in self.arrays.items():
-                blocks = range(resident, len(self.layouts)) if spec.blocks is None else spec.blocks
-                here = {*range(resident), *far.get(name, ())}
-                in_ram = [block for block in blocks if block not in here]
+                blocks = spec.among(range(resident, len(self.layouts)))
+                in_ram = [block for block in blocks if block not in far.get(name, ())]
                 if shares_weights and name == "weight" and in_ram:
                     self._share(spec, in_ram, pinned, threads)
                 else:
                     self._place(spec, in_ram, pinned, threads)
-            for block, spec in product(range(resident), resident_arrays):
-                if spec.blocks is not None and block not in spec.blocks:
-                    continue
-                zeros = torch.zeros(self.numel(spec, block), dtype=spec.dtype, device=device)
-                self._arrays[spec.name, block] = zeros
+            for spec in resident_arrays:
+                for block in spec.among(range(resident)):
+                    zeros = torch.zeros(self.numel(spec, block), dtype=spec.dtype, device=device)
+                    self._arrays[spec.name, block] = zeros
             self._opened = opened.pop_all()  # until here a failure closes what is open
 
     def _place(self, spec: ArraySpec, blocks: Sequence[int], pinned: bool, threads: int) -> None:

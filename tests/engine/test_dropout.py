@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatrain.engine.step import mix
+from megatrain.engine.rollout.draw import mix
 from megatrain.engine.verify import gradients_of
 from megatrain.settings import Settings
 from tests.helpers.compare import apart

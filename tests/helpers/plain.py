@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from megatrain.engine.engine import Engine
-from megatrain.engine.step import mix
+from megatrain.engine.rollout.draw import mix
 from megatrain.engine.verify import gradients_of
 from megatrain.models.anatomy import decaying
 from megatrain.models.trials.small import count_targets, plain_gradients

@@ -1,4 +1,5 @@
-"""The next token of rows: drawn by counters, so that an answer does not depend on its company."""
+"""The next token of rows: drawn by counters, so that an answer does not depend on its company; and
+seeds of what layers draw."""
 
 from __future__ import annotations
 
@@ -92,6 +93,17 @@ def _first(up_to: Tensor, drawn: Tensor) -> Tensor:
 
 def _of(logprobs: Tensor, token: Tensor) -> Tensor:
     return logprobs.gather(1, token[:, None])[:, 0]
+
+
+def mix(*numbers: int) -> int:
+    """A 63-bit seed that follows from whole numbers."""
+    state, bits = 0, (1 << 64) - 1
+    for number in numbers:
+        state = (state + (number & bits) + _GAMMA) & bits
+        state = ((state ^ (state >> 30)) * _FIRST) & bits
+        state = ((state ^ (state >> 27)) * _SECOND) & bits
+        state ^= state >> 31
+    return state >> 1
 
 
 def uniform(seed: int, *counters: Tensor) -> Tensor:
