@@ -37,19 +37,21 @@ def table(target: str, moments: str) -> list[str]:
     limits = [*LIMITS, f"optimizer.moments={moments}"]
     described = shape_model(first := bench_config(target, limits))
     known = resolve_run(first, described, planned_machine(first, gpu="H200", ram="512GiB"))
-    rows = []
-    for ram in RAM:
+    rows, fitting = list[str](), ["false", "true", "auto"]
+    for ram in reversed(RAM):
         found = {}
-        for twice in ("false", "true", "auto"):
+        for twice in [*fitting]:
             config = bench_config(target, [*limits, f"memory.second_backward={twice}"])
             machine = planned_machine(config, gpu="H200", ram=f"{ram}GiB")
             request = request_of(config, described)
             plan = plan_run(config, replace(known, machine=machine, request=request))
             if plan.fits:
                 found[twice] = f"{plan.choices.second_backward},{plan.timing.seconds:.2f}"
+            else:  # nor in less
+                fitting.remove(twice)
         before = found.get("false", found.get("true", "-,-"))
         if found:
-            rows.append(f"{moments},{ram},{before},{found.get('auto', '-,-')}")
+            rows.insert(0, f"{moments},{ram},{before},{found.get('auto', '-,-')}")
     return rows
 
 

@@ -71,7 +71,7 @@ def test_the_number_of_layers_computed_twice_changes_no_bit(case, twice):
 
 
 def test_gradients_take_less_memory_the_more_is_computed_twice():
-    bytes_of = []
+    bytes_of, sizes = list[int](), list[int]()
     for twice in (0, 1, 2, LAYERS - 1, ALL):
         with make("dense", second_backward=twice) as engine:
             arrays = (a for (name, _), a in engine.store._arrays.items() if name == "grad")
