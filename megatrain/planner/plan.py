@@ -565,7 +565,8 @@ def _gradients(choices: Choices, job: Job, layers: int) -> tuple[str, str]:
         return "computed twice", f"{why}: none is kept"
     if twice:
         which = _part("first", twice, layers, "layer")
-        return f"{number_of(twice, 'layer')} twice", f"{why}: those of {which}; others are kept"
+        kept = f"{why}: those of {which}; others are kept"
+        return f"{number_of(twice, 'layer')} computed twice", kept
     kept = "kept until the global norm is known"
     return "computed once", kept if job.clipping else "applied at once, since nothing is clipped"
 

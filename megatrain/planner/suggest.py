@@ -315,6 +315,6 @@ def _less_work(search: Search, was: Choices, changed: Search, now: Choices) -> s
     if changed.job.precision != search.job.precision:
         return f"faster matmuls in {changed.job.precision}"
     if was.second_backward > now.second_backward:
-        fewer = f"{number_of(now.second_backward, 'layer')} computed twice instead of "
-        return f"gradients of {fewer}{was.second_backward}"
+        fewer = f"of {number_of(now.second_backward, 'layer')} computed twice"
+        return f"gradients {fewer if now.second_backward else 'computed once'}"
     return "less to compute per token"

@@ -122,6 +122,8 @@ COMPUTED_TWICE = [
     Row("qwen2-tied", HALF_RESIDENT, replace(HALF_RESIDENT, second_backward=False), NEVER_CLIPS),
     Row("qwen2-tied", replace(TWICE, resident=ALL), dials(resident=ALL), BF16),
     Row("llama", replace(TWICE, update_threads=1), PLAIN, BF16),
+    Row("llama", dials(second_backward=1)),
+    Row("qwen2-tied", replace(HALF_RESIDENT, second_backward=1), HALF_RESIDENT, BF16),
 ]
 OF_CODECS = [
     Row("llama", replace(OFFLOAD, activations=name), dials(activations=name), BF16)
@@ -220,6 +222,7 @@ ON_CUDA = [
     Row("wide", TWICE, PLAIN, FP8),
     Row("wide", replace(TWICE, compile=True), dials(compile=True)),
     Row("wide, tied", replace(TWICE, compile=True), dials(compile=True), BF16),
+    Row("wide", dials(second_backward=2, compile=True), dials(compile=True)),
 ]
 
 
