@@ -115,6 +115,8 @@ EXCLUSIONS = (
     Exclusion("second_backward", "groups", 1, _CHECKPOINTS),
     Exclusion("second_backward", "retained_on_host", 0, _CHECKPOINTS),
 )  # fmt: skip
+_SPENT = "its first pass spends what retained layers save"
+SPENT = Exclusion("second_backward", "retained", 0, _SPENT)  # but for layers computed once
 
 
 def contradiction(
@@ -132,14 +134,14 @@ def contradiction(
                 needed = "true" if rule.needs is True else rule.needs
                 return KEYS[rule.field], f"{rule.why}; set {KEYS[rule.other]}: {needed} as well"
             return rule.field, f"{rule.why}; set {rule.other}={rule.needs} as well"
-    name, other = ("second_backward", "retained")
+    name, other = SPENT.field, SPENT.other
     twice, retained = values[name] or 0, min(values[other] or 0, back)
     twice, name = ALL if twice is True else twice, KEYS[name] if in_config else name
     if layers < twice != ALL:
         return name, f"{twice} is out of range: the model has {layers} layers; give 0 to {layers}"
     if twice and retained and min(twice, back) + retained > back:
         other = KEYS[other] if in_config else other
-        return name, f"its first pass spends what retained layers save; lower it or {other}"
+        return name, f"{SPENT.why}; lower it or {other}"
     return None
 
 

@@ -14,7 +14,7 @@ from megatrain.config.fields import Config
 from megatrain.config.load import load_config
 from megatrain.config.sections import SECTIONS
 from megatrain.errors import ConfigError
-from megatrain.settings import EXCLUSIONS, KEYS, OPTIONS
+from megatrain.settings import EXCLUSIONS, KEYS, OPTIONS, SPENT
 
 # Files of a run folder: the config as asked for, and with what was decided.
 CONFIG_FILE, RESOLVED_FILE = "config.yaml", "config.resolved.yaml"
@@ -69,7 +69,7 @@ def resumed_configs(
     then = load_config(saved["config"], of_run=True)
     kept = {"output": str(run_dir), **saved["chosen"]}  # the folder may have been moved
     now, before = (_flat(config) for config in (asked, then))
-    for rule in EXCLUSIONS:  # an option that is set now gives up a choice that it excludes
+    for rule in (*EXCLUSIONS, SPENT):  # an option that is set now gives up what it excludes
         key, other = KEYS[rule.field], KEYS[rule.other]
         if now[key] not in ("auto", 0, False) and other in kept:
             kept[other] = rule.needs
