@@ -72,6 +72,10 @@ OPTIONS = (
     Option("retained_on_host", "memory.retained_on_host", "placing", "", 0, RECOMPILES,
            "Number of further layers whose saved activations are offloaded to host RAM instead of "
            "being recomputed."),
+    Option("keep_attention", "memory.keep_attention", "placing", "attention", 0, RECOMPILES,
+           "Number of recomputed layers, the last ones, whose attention's output is kept from "
+           "forward to backward with their input instead of being computed again; about as many "
+           "bytes as the input's."),
     Option("second_backward", "memory.second_backward", "placing", "gradients", 0, "",
            "Two-pass gradient clipping: number of layers, the first ones that are trained, whose "
            "gradients are computed twice instead of being stored, which saves 2 bytes per "
@@ -92,6 +96,7 @@ KEYS = {option.field: option.key for option in OPTIONS if option.key} | {
     "compile": "compile",
     "nvme_folders": "memory.nvme",
     "max_grad_norm": "train.max_grad_norm",
+    "activations": "memory.activations",
 }
 
 
@@ -111,6 +116,8 @@ EXCLUSIONS = (
     Exclusion("cheap_retention", "compile", True, "only compiled layers can save selectively"),
     Exclusion("retained_on_host", "offload_activations", True,
               "saved activations are offloaded together with activation checkpoints"),
+    Exclusion("keep_attention", "activations", UNCHANGED,
+              "attention of a decoded input is not that of the input itself"),
     Exclusion("second_backward", "max_grad_norm", NORM, "without clipping no norm is waited for"),
     Exclusion("second_backward", "groups", 1, _CHECKPOINTS),
     Exclusion("second_backward", "retained_on_host", 0, _CHECKPOINTS),
@@ -168,6 +175,7 @@ class Chosen:
     cheap_retention: bool = False
     offload_activations: bool = False
     retained_on_host: int = 0  # evenly spread over the layers that are not retained
+    keep_attention: int = 0
     second_backward: int = 0  # layers; True: all
     sums_on_device: int = 0
     nvme_blocks: int = 0

@@ -311,6 +311,7 @@ class Config(Options):
         compiles = None if self.compile == "auto" else self.compile
         given = self.asked() | {"compile": compiles, "nvme_folders": self.memory.nvme or ()}
         given["max_grad_norm"] = self.train.max_grad_norm or 0
+        given["activations"] = self.memory.activations
         if found := contradiction(given, in_config=True):
             refuse(*found)
         if fault := fault_of_sections(self) or fault_of_streaming(self) or fault_of_rollouts(self):

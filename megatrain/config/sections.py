@@ -252,6 +252,7 @@ class MemoryOptions(Options):
     replicated: v.Number | v.Auto = option("replicated")
     offload_activations: bool | v.Auto = option("offload_activations")
     retained_on_host: v.Number | v.Auto = option("retained_on_host")
+    keep_attention: v.Number | v.Auto = option("keep_attention")
     second_backward: bool | v.Number | v.Auto = option("second_backward")
     sums_on_device: v.Number | v.Auto = option("sums_on_device")
     activations: Literal["none", "int8", "int6", "int4"] = key(

@@ -35,21 +35,20 @@ class OnDevice:
     def __init__(self, codec: GroupScaled | None = None) -> None:
         self.codec = codec
 
-    def begin_group(self, tokens: Sequence[int], layers: int, graphs: int = 0) -> None: ...
+    def begin_group(self, tokens: Sequence[int]) -> None: ...
 
-    def save(self, hidden: Tensor) -> Kept:
+    def save(self, tensors: Sequence[Tensor]) -> Kept:
         if self.codec is None:
-            return hidden
-        nbytes = self.codec.nbytes(hidden.numel())
-        flat = torch.empty(nbytes, dtype=torch.uint8, device=hidden.device)
+            return tensors
+        (hidden,) = tensors
+        flat = hidden.new_empty(self.codec.nbytes(hidden.numel()), dtype=torch.uint8)
         self.codec.encode(hidden, flat)
         return flat, hidden.shape, hidden.dtype
 
     def prefetch(self, kept: Iterable[Kept]) -> None: ...
 
-    def restore(self, kept: Kept) -> Tensor:
-        hidden: Tensor = kept if self.codec is None else self.codec.decode(*kept)
-        return hidden
+    def restore(self, kept: Kept) -> Sequence[Tensor]:
+        return kept if self.codec is None else [self.codec.decode(*kept)]
 
     def free(self, kept: Kept) -> None: ...
 
@@ -81,6 +80,18 @@ class Extent:
         # With a version counter of its own: to a graph that saves it, transfers into the rest of a
         # ring must not look like changes of it.
         return place.view(self.dtype).view(self.shape).data
+
+
+def _places(
+    tensors: Sequence[Tensor], codec: GroupScaled | None = None
+) -> tuple[list[Extent], int]:
+    """The places of tensors that travel together, and the bytes of all."""
+    places, end = list[Extent](), 0
+    for tensor in tensors:
+        start = round_up(end, ALIGNMENT)
+        end = start + (codec.nbytes(tensor.numel()) if codec else tensor.nbytes)
+        places.append(Extent(start, end - start, tensor.shape, tensor.dtype, codec))
+    return places, end
 
 
 @dataclass
@@ -180,7 +191,8 @@ class Offload:
     to one accumulation group.
     """
 
-    row: int  # bytes of a token's activation checkpoint, as it is kept
+    rows: Sequence[int]  # bytes a token that each recomputed layer keeps
+    graphs: int  # layers whose graphs send what they saved
     compute: Compute
     download: Lane
     fetch: Lane
@@ -194,37 +206,35 @@ class Offload:
         names = {CHECKPOINT: "activation checkpoints", GRAPH: "retained activations"}
         self._rooms = {kind: Room(name, self.compute.is_cuda) for kind, name in names.items()}
         self._tokens = self._layers = 0  # of the group, and those whose graphs have no room yet
-        self._of_group = 1.0, 0  # micro-batches, and layers that send their graphs
+        self._micro_batches = 0  # of the group
         self._drop_rings()
         self._expected: deque[HostCopy] = deque()
         self._last_down = self._last_up = self.compute.record()
 
-    def begin_group(self, tokens: Sequence[int], layers: int, graphs: int = 0) -> None:
-        """Make room for the checkpoints of `layers` layers and what the graphs of `graphs` save.
-
-        On the device for the largest micro-batch, in host RAM for all. Memory stays if it suffices.
-        tokens: of each micro-batch.
-        """
+    def begin_group(self, tokens: Sequence[int]) -> None:
+        """Make room for what layers keep of micro-batches of so many tokens: on the device for the
+        largest, in host RAM for all. Memory stays if it suffices."""
         # behind everything that an abandoned step has queued, whether or not it noted the events
         self._last_down = self.download.submit(lambda _: None)
         self._last_up = self.fetch.submit(lambda _: None)
         self._down.give_back(self._last_down)
-        self._of_group = len(tokens), graphs
+        self._micro_batches = len(tokens)
         # without micro-batches there is nothing to keep
-        self._make_rings(CHECKPOINT, max(tokens, default=0) * self.row)
+        largest = max(tokens, default=0) * max(self.rows, default=0)
+        self._make_rings(CHECKPOINT, largest)
         computed = self.compute.record()
         for ring in self._up.values():
             ring.give_back(computed)  # what an abandoned step has asked for
-        self._tokens, self._layers = sum(tokens), graphs
+        self._tokens, self._layers = sum(tokens), self.graphs
         self._expected.clear()
         for room in self._rooms.values():
             room.begin()
-        self._make_room(CHECKPOINT, layers * sum(tokens) * self.row)
+        self._make_room(CHECKPOINT, sum(tokens) * sum(self.rows))
 
     def _make_rings(self, kind: Kind, nbytes: int) -> None:
         """Rings for pieces of a kind, of `nbytes` at most."""
         largest = self._largest | {kind: max(self._largest[kind], round_up(nbytes, ALIGNMENT))}
-        need = rings(*self._of_group, largest[CHECKPOINT], largest[GRAPH])
+        need = rings(self._micro_batches, self.graphs, largest[CHECKPOINT], largest[GRAPH])
         if largest == self._largest and self._down.flat.numel() >= need.down:
             return
         self._settle()
@@ -253,18 +263,16 @@ class Offload:
         self._last_down.synchronize()
         self._last_up.synchronize()
 
-    def save(self, hidden: Tensor) -> HostCopy:
-        """Send a checkpoint to the host. Its memory may be used again after what was computed."""
-        nbytes = self.codec.nbytes(hidden.numel()) if self.codec else hidden.nbytes
-        place = Extent(0, nbytes, hidden.shape, hidden.dtype, self.codec)
-        return self._send(CHECKPOINT, [hidden], [place], nbytes)
+    def save(self, tensors: Sequence[Tensor]) -> HostCopy:
+        """Send a layer's input to the host, which alone the codec may take, and what its attention
+        keeps. Their memory may be used again after what was computed."""
+        places, nbytes = _places(tensors, self.codec)
+        self._make_rings(CHECKPOINT, nbytes)
+        return self._send(CHECKPOINT, tensors, places, nbytes)
 
     def save_graph(self, tensors: Sequence[Tensor], tokens: int) -> HostCopy:
         """Send what the graph of a micro-batch of `tokens` tokens saved, contiguous tensors."""
-        places, nbytes = [], 0
-        for tensor in tensors:
-            places.append(Extent(nbytes, tensor.nbytes, tensor.shape, tensor.dtype))
-            nbytes += round_up(tensor.nbytes, ALIGNMENT)
+        places, nbytes = _places(tensors)
         self._make_rings(GRAPH, nbytes)
         if self._layers:  # the first graph of a group sizes the host buffer for all of them
             of_layer = round_up(nbytes * self._tokens // tokens, ALIGNMENT)
@@ -305,13 +313,8 @@ class Offload:
             bring = partial(sent.stretch.flat[: sent.host.numel()].copy_, sent.host, True)
             sent.arrived = self._last_up = self.fetch.after([free, sent.landed], bring)
 
-    def restore(self, sent: HostCopy) -> Tensor:
-        """A checkpoint on the device, valid until `free`."""
-        (hidden,) = self.restore_graph(sent)
-        return hidden
-
-    def restore_graph(self, sent: HostCopy) -> list[Tensor]:
-        """Tensors that were sent, on the device, valid until `free`; in the order of `prefetch`."""
+    def restore(self, sent: HostCopy) -> Sequence[Tensor]:
+        """Tensors that were sent, on the device until `free`; in the order of `prefetch`."""
         assert sent.stretch is not None, "restored out of order"
         self.compute.wait(sent.arrived, "upload")  # wait: it is on its way up
         return [place.read(sent.stretch.flat) for place in sent.places]

@@ -32,12 +32,19 @@ from megatrain.memory.layout import ArraySpec, FlatLayout
 from megatrain.memory.sizes import IN_MEMORY, blocks_on_nvme
 from megatrain.memory.slab import Slab
 from megatrain.memory.store import Store
-from megatrain.models.anatomy import layouts_of
+from megatrain.models.anatomy import Anatomy, layouts_of
 from megatrain.models.skeleton import Skeleton
 from megatrain.models.transforms.compiled import naming_the_compiler
 from megatrain.optim import Optimizer
 from megatrain.optim.split import CHUNK, split_master
-from megatrain.schedule import LANDING_BUFFERS, kept_row_bytes, own_sums, summed_blocks
+from megatrain.schedule import (
+    LANDING_BUFFERS,
+    graphs_of_layers,
+    keeps_attention,
+    kept_row_bytes,
+    own_sums,
+    summed_blocks,
+)
 from megatrain.settings import Settings
 from megatrain.world import ALONE, World
 
@@ -231,6 +238,7 @@ def open_parts(
     settings: Settings,
     seed: int,
     balancer: Balancer | None,
+    kept_attention: int,  # bytes a token
     world: World,
     resources: ExitStack,  # closes in reverse order: a user before what it uses
 ) -> EngineParts:
@@ -247,7 +255,7 @@ def open_parts(
     upload = Lane("upload", device)  # weights and fp32 accumulators, host to GPU
     fetch = Lane("fetch", device)  # offloaded activations, back to the GPU
     lanes = compute, download, fetch
-    checkpoints = _checkpoints(settings, anatomy.hidden_size, dtype.itemsize, lanes)
+    checkpoints = _checkpoints(settings, anatomy, dtype.itemsize, kept_attention, lanes)
     resources.callback(checkpoints.close)  # after the lanes, which copy from and to its memory
     kept = HostWeights(store, settings, dtype, download) if world.across is not None else None
     if kept is not None:
@@ -284,13 +292,22 @@ def open_parts(
 
 
 def _checkpoints(
-    settings: Settings, width: int, itemsize: int, lanes: tuple[Compute, Lane, Lane]
+    settings: Settings,
+    anatomy: Anatomy,
+    itemsize: int,
+    kept_attention: int,
+    lanes: tuple[Compute, Lane, Lane],
 ) -> Checkpoints:
-    """The keeper of checkpoints of `width` elements a token. lanes: as `Offload` takes them."""
+    """The keeper of activation checkpoints. lanes: as `Offload` takes them."""
     codec = CODECS.get(settings.activations)
     if not settings.offload_activations:
         return OnDevice(codec)
-    return Offload(kept_row_bytes(settings.activations, width, itemsize), *lanes, codec)
+    retained = settings.retained, settings.retained_on_host
+    where = graphs_of_layers(len(anatomy.blocks) - 2, *retained, anatomy.first_trained)
+    row = kept_row_bytes(settings.activations, anatomy.hidden_size, itemsize)
+    keeps = zip(where, keeps_attention(where, settings.keep_attention), strict=True)
+    rows = [row + keep * kept_attention for place, keep in keeps if place == "nowhere"]
+    return Offload(rows, where.count("host"), *lanes, codec)
 
 
 def _of_ranks(

@@ -94,6 +94,8 @@ class Engine(Constructors):
         if settings.layer_chunk_tokens is not None:
             skeleton.chunk_layers(settings.layer_chunk_tokens, settings.compile)
         skeleton.find_skippable()
+        keeps = settings.keep_attention
+        kept_attention = skeleton.kept_attention_bytes(device.type) if keeps else 0
         if settings.compile:
             skeleton.compile_layers(settings.cheap_retention, lengths_vary=settings.lengths_vary)
         optimizer.compile()
@@ -108,6 +110,7 @@ class Engine(Constructors):
                 settings=settings,
                 seed=seed,
                 balancer=balancer,
+                kept_attention=kept_attention,
                 world=world,
                 resources=resources,
             )

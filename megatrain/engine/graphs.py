@@ -151,7 +151,7 @@ class SavedTensors:
     def __enter__(self) -> None:
         """Bring what the graph saved to the device, for its gradients."""
         assert self.sent is not None
-        self._memory = self._keeper.restore_graph(self.sent)
+        self._memory = [*self._keeper.restore(self.sent)]
 
     def __exit__(self, *_: object) -> None:
         assert self.sent is not None

@@ -164,6 +164,7 @@ def plan_of(resolved: Resolved, *, suggest: bool = False, **known: Any) -> Plan:
     """
     request, machine = resolved.request, resolved.machine
     fixed = {**request.asked, "compile": resolved.compile, "nvme_folders": request.nvme_folders}
+    fixed["activations"] = request.activations
     # only now is `compile: auto` settled
     of_model = {"layers": resolved.shape.layers, "back": resolved.shape.layers_back}
     if request.asked and (found := contradiction(fixed, in_config=True, **of_model)):

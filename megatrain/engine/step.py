@@ -24,7 +24,8 @@ from megatrain.engine.routing import Balancer
 from megatrain.engine.streamer import Streamer
 from megatrain.losses import Tally
 from megatrain.models.skeleton import Skeleton
-from megatrain.schedule import block_order, graphs_of_layers
+from megatrain.models.transforms.kept_attention import keeping_attention, reusing_attention
+from megatrain.schedule import block_order, graphs_of_layers, keeps_attention
 from megatrain.settings import Settings
 
 
@@ -53,6 +54,7 @@ class Passes:
         self.first = skeleton.anatomy.first_trained  # the block where backward ends
         retained = settings.retained, settings.retained_on_host
         self.graphs_of = graphs_of_layers(layers, *retained, self.first)
+        self.keeps = keeps_attention(self.graphs_of, settings.keep_attention)
         self.embed, self.head = 0, layers + 1
         self.parameters = [skeleton.bind(b, streamer.flat(b.index)) for b in blocks]
         self.names = [[t.name for t in block.layout.trained.tensors] for block in blocks]
@@ -91,11 +93,7 @@ class Passes:
         with self._in_step(), closing(self.streamer.sweep(route)) as visits:
             for number, group in enumerate(grouped):
                 last = number == len(grouped) - 1
-                self.checkpoints.begin_group(
-                    [mb.tokens for mb in group if mb.trains],
-                    self.graphs_of.count("nowhere"),
-                    self.graphs_of.count("host"),
-                )
+                self.checkpoints.begin_group([mb.tokens for mb in group if mb.trains])
                 if balancer:
                     balancer.begin(group)
                 self._forward(group, visits)
@@ -243,9 +241,11 @@ class Passes:
             return
         # it is recomputed from its activation checkpoint
         kept = mb.kept[index] if block in self._again else mb.kept.pop(index)
-        graph = run_for_graph(
-            self.skeleton.layer_again, index, self.checkpoints.restore(kept), mb.calls[index]
-        )[0]  # not the output: backward needs the room
+        hidden, *attended = self.checkpoints.restore(kept)
+        with reusing_attention(attended):
+            given = index, hidden, mb.calls[index]
+            graph = run_for_graph(self.skeleton.layer_again, *given)[0]  # not the output: no room
+        del hidden, attended
         self._differentiate(block, mb, graph)
         self.checkpoints.free(kept)  # not before: the graph may have saved it where it arrived
 
@@ -297,9 +297,11 @@ class Passes:
                 if where in ("device", "host"):
                     mb.hidden = self._retain(index, block, mb, mb.hidden)
                     continue
-                output = self.skeleton.layer(index, mb.hidden, mb.calls[index])
+                with keeping_attention(where == "nowhere" and self.keeps[index]) as attended:
+                    output = self.skeleton.layer(index, mb.hidden, mb.calls[index])
                 if where == "nowhere":
-                    mb.kept[index] = self.checkpoints.save(mb.hidden)
+                    mb.kept[index] = self.checkpoints.save([mb.hidden, *attended])
+                attended.clear()  # the next layer needs the room
                 mb.hidden = output
             if keep and self.balancer:
                 self.balancer.end_layer()

@@ -21,6 +21,7 @@ from megatrain.models.implementations import (
 )
 from megatrain.models.meta import meta_parameters
 from megatrain.models.pretrained import is_classifier
+from megatrain.models.transforms.kept_attention import attend
 
 # How transformers' reason begins for a configuration that it has no class for.
 UNKNOWN = "Unrecognized configuration class"
@@ -45,6 +46,8 @@ def build_model(
     config: Any, attention: str, dtype: torch.dtype, trust_remote_code: bool = False
 ) -> nn.Module:
     """A causal LM or classifier in training mode, its parameters on meta, or ModelError."""
+    from transformers import AttentionInterface
+
     config = copy.deepcopy(config)
     config.use_cache = False
     use_grouped_rows(config)
@@ -52,6 +55,7 @@ def build_model(
         with meta_parameters(), torch.random.fork_rng(devices=[]):
             torch.default_generator.manual_seed(0)  # of buffers that are drawn; not CUDA's
             model = causal_lm(config, attention, dtype, trust_remote_code)
+            AttentionInterface.register("sdpa", attend)
             if attention in ("auto", FUSED_SINKS):
                 use_fused_sinks(model)
                 use_one_kernel_for_images(model)

@@ -101,6 +101,17 @@ class Activations:
         return kept_row_bytes(self.job.activations, self.shape.hidden_size, self.weight)
 
     @cached_property
+    def attention_row_bytes(self) -> int:
+        """Bytes of a token that attention keeps in a layer that does."""
+        return self.shape.cost.kept_attention_bytes if self.choices.keep_attention else 0
+
+    @property
+    def recomputed_row_bytes(self) -> int:
+        """Bytes of a token that all recomputed layers keep from forward to backward."""
+        attentions = min(self.recomputed, self.choices.keep_attention)
+        return self.recomputed * self.checkpoint_row_bytes + attentions * self.attention_row_bytes
+
+    @cached_property
     def sent_row_bytes(self) -> int:
         """Bytes of a token's input, if a layer's saved activations hold it; else 0."""
         eager, compiled, cheap = self.shape.graphs_keep_inputs
@@ -149,13 +160,14 @@ class Activations:
         Inputs of retained layers and of the head are whole. The gradient that goes back takes the
         place of the head's input."""
         choices, tokens = self.choices, self.choices.micro_batch_tokens
-        here = self.group_tokens * self.checkpoint_row_bytes * self.recomputed
+        here = self.group_tokens * self.recomputed_row_bytes
         if choices.offload_activations:
             graph = 0
             if self.saved_on_host:
                 graph = max(self.saved_on_host) + tokens * self.sent_row_bytes
             of_group = choices.micro_batches(self.job), choices.retained_on_host
-            here = sum(rings(*of_group, tokens * self.checkpoint_row_bytes, graph))
+            largest = self.checkpoint_row_bytes + self.attention_row_bytes
+            here = sum(rings(*of_group, tokens * largest, graph))
         whole = choices.retained + 1 + self._starts_again
         return self.group_tokens * self.row_bytes * whole + here
 
@@ -170,8 +182,7 @@ class Activations:
     def host(self) -> dict[str, int]:
         """The rows of the host's table: a group's offloaded activations. Checkpoints are those of
         recomputed layers, and the inputs that saved activations hold."""
-        rows = self.recomputed * self.checkpoint_row_bytes
-        rows += self.choices.retained_on_host * self.sent_row_bytes
+        rows = self.recomputed_row_bytes + self.choices.retained_on_host * self.sent_row_bytes
         offloads = self.choices.offload_activations
         return {
             "activation checkpoints": self.group_tokens * rows if offloads else 0,

@@ -71,6 +71,7 @@ class Asked:
     cheap_retention: bool | None = None
     offload_activations: bool | None = None
     retained_on_host: int | None = None
+    keep_attention: int | None = None
     second_backward: int | None = None
     sums_on_device: int | None = None
     nvme_blocks: int | None = None

@@ -475,6 +475,10 @@ def reasons(layout: Layout) -> tuple[Reason, ...]:
             kept if codec == UNCHANGED else f"{kept}, {codec}",
             _checkpoints(choices.offload_activations, codec),
         ),
+        "keep_attention": (
+            f"kept of {number_of(choices.keep_attention, 'layer')}",
+            "as large as checkpoints; other recomputed layers compute attention again",
+        ),
         "second_backward": _gradients(choices, job, layout.shape.layers_back),
         "sums_on_device": (number_of(sums, "block"), _sums(choices, job, blocks)),
         "nvme_blocks": _nvme(choices, job, sum(layout.nvme.values())),
@@ -485,6 +489,7 @@ def reasons(layout: Layout) -> tuple[Reason, ...]:
     }
     rows = [_of_ranks(job)] if job.size > 1 else []
     absent = {"nvme_blocks": not job.nvme_drives, "replicated": job.size == 1}
+    absent["keep_attention"] = not layout.shape.cost.kept_attention_bytes
     for option in OPTIONS:
         if option.heading and not absent.get(option.field):
             value, why = words[option.field]

@@ -14,6 +14,7 @@ from megatrain.planner.activations import compiled_sets, head_bytes
 from megatrain.planner.job import Budget, Choices, Job
 from megatrain.planner.memory import Layout
 from megatrain.planner.timing import StepCosts
+from megatrain.schedule import UNCHANGED
 
 if TYPE_CHECKING:
     from megatrain.planner.cost.shape import ModelShape
@@ -31,7 +32,7 @@ def most(count: int, fits: Callable[[int], bool]) -> int:
     return max(0, bisect_right(range(count), False, key=lambda number: not fits(number)) - 1)
 
 
-def complexity(layout: Layout) -> tuple[int, int, int, bool, bool, bool, bool, int]:
+def complexity(layout: Layout) -> tuple[int, int, int, bool, bool, bool, bool, bool, int]:
     """Order among choices that are equally fast, the simplest first."""
     choices = layout.choices
     return (
@@ -41,6 +42,7 @@ def complexity(layout: Layout) -> tuple[int, int, int, bool, bool, bool, bool, i
         choices.offload_activations,
         choices.retained_on_host > 0,
         choices.cheap_retention,
+        choices.keep_attention > 0,
         choices.layer_chunk_tokens is not None,
         layout.device_bytes + layout.host_bytes,
     )
@@ -53,6 +55,9 @@ AUTO_MICRO_BATCH_TOKENS = {"cuda": 16_384, "cpu": 2_048}
 # Qwen3-30B-A3B's layers on an H200: 66,585 tokens/s at 16k, 69,494 at 32k, 60,540 at 64k.
 MIXTURE_TIMES = 2
 SMALLEST_HEAD_CHUNK_TOKENS = 256
+# Tokens of sequences from which keeping attention's outputs is tried: in 4,096 tokens attention's
+# forward takes 2% of a 7.6B model's step.
+LONG = 4096
 # Parts of all blocks that are tried as replicated, with the fastest of all other choices.
 REPLICATED_PARTS = 4
 TIE = 0.005  # predictions are not known better: within it the simpler choice is taken
@@ -271,6 +276,17 @@ class Search:
         for twice in {fewest, max(1, min(fewest, layers - 1))}:
             yield self.filled(most.moved(second_backward=twice).choices)
 
+    def kept_attentions(self, retained: int) -> list[int]:
+        """Numbers of recomputed layers, where attention takes long: none or all, or parts."""
+        recomputed = self.shape.layers_back - retained
+        if self.job.keep_attention is not None:
+            return [min(self.job.keep_attention, recomputed)]
+        if not self.shape.cost.kept_attention_bytes or self.job.activations != UNCHANGED:
+            return [0]
+        times = self.job.seq_len * self.job.pieces // LONG
+        parts = PARTS if times >= PARTS else min(1, times)
+        return sorted({0, *(recomputed * part // parts for part in range(1, parts + 1))})
+
     def layer_chunks(self, tokens: int) -> list[int | None]:
         """Chunks of layers' token-wise parts, shorter than a micro-batch; None: whole layers."""
         if self.job.layer_chunk_tokens is not None:
@@ -291,7 +307,8 @@ class Search:
                     continue  # layers that need chunks leave no room for saved activations
                 if cheap and not retained and not sent and job.cheap_retention is None:
                     continue  # there is nothing to save less of
-                for sums in self.summed(groups):
+                attention = self.kept_attentions(retained + sent)
+                for sums, kept in product(self.summed(groups), attention):
                     choices = Choices(
                         micro_batch_tokens=tokens,
                         groups=groups,
@@ -303,6 +320,7 @@ class Search:
                         head_chunk_tokens=chunk,
                         update_threads=threads,
                         retained_on_host=sent,
+                        keep_attention=kept,
                         layer_chunk_tokens=in_chunks,
                     )
                     yield from self.repeated(choices)

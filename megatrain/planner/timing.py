@@ -22,7 +22,7 @@ from megatrain.planner.simulation import (
     overlapped,
     serial,
 )
-from megatrain.schedule import UNCHANGED, Where, graphs_of_layers
+from megatrain.schedule import UNCHANGED, Where, graphs_of_layers, keeps_attention
 
 if TYPE_CHECKING:
     from megatrain.planner.cost.work import BlockCost, ImageCost, PassCost
@@ -80,6 +80,7 @@ class StepCosts:
             self.choices.retained_on_host,
             self.shape.first_trained,
         )
+        self.keeps = keeps_attention(self.where, self.choices.keep_attention)
         self.host_update_rate, self.update_in_memory = self._host_update_rate()
         self.device_update_rate = (
             machine.device_update * self._update_scale if self.on_gpu else self.host_update_rate
@@ -183,6 +184,9 @@ class StepCosts:
         if where == "nowhere":
             # recomputation leaves out matmuls whose value no gradient needs
             again = forward - work.skippable_flops * tokens / rate
+            if self.keeps[block - 1] and work.kept_attention_bytes:
+                attention = ATTENTION_FORWARD_SHARE * self._attention(work, tokens)
+                again = max(0.0, again - attention)
             if self.job.activations != UNCHANGED:  # one form of the checkpoint is read, one written
                 kept = self.layout.activations
                 coding = tokens * (kept.row_bytes + kept.checkpoint_row_bytes) / memory
@@ -249,10 +253,7 @@ class StepCosts:
         """Seconds of both directions. rate: of matmuls, FLOP/s. traffic: factor of the bytes moved
         between them in bf16. chunks: in which experts take the tokens. Each reads all of them, and
         writes all gradients. compiled: by default whether layers are."""
-        seq_len, pieces = self.job.seq_len, self.job.pieces
-        keys = work.keys if 0 < work.keys < seq_len else seq_len * pieces
-        flops = 3 * work.forward.attention_flops * pieces * tokens
-        attention = flops / interpolate(self.machine.attention, keys)
+        attention = self._attention(work, tokens)
         memory = self.machine.memory if self.on_gpu else self.machine.fresh
         grouped = self._grouped_rate(work, tokens / chunks, rate)
         kind = "compiled" if (self.job.compiled if compiled is None else compiled) else "eager"
@@ -276,6 +277,13 @@ class StepCosts:
             seconds(work.forward, attention * ATTENTION_FORWARD_SHARE, 1),
             seconds(work.backward, attention * (1 - ATTENTION_FORWARD_SHARE), back),
         )
+
+    def _attention(self, work: BlockCost, tokens: float) -> float:
+        """Seconds of fused attention, both directions."""
+        seq_len, pieces = self.job.seq_len, self.job.pieces
+        keys = work.keys if 0 < work.keys < seq_len else seq_len * pieces
+        flops = 3 * work.forward.attention_flops * pieces * tokens
+        return flops / interpolate(self.machine.attention, keys)
 
     def _matmul_rate(self, tokens: float) -> float:
         rates = self.machine.matmul_fp32 if self.job.precision == "float32" else self.machine.matmul
@@ -364,11 +372,16 @@ class StepCosts:
         """Bytes of a micro-batch that each layer may send: its checkpoint, or what it saved."""
         kept, tokens = self.layout.activations, self.tokens
         whole, coded = tokens * kept.sent_row_bytes, tokens * kept.checkpoint_row_bytes
+        attended = tokens * kept.attention_row_bytes
         full = tokens / self.choices.micro_batch_tokens
         saved = iter(kept.saved_on_host)
         return [
-            whole + full * next(saved) if where == "host" else coded if where == "nowhere" else 0.0
-            for where in self.where
+            whole + full * next(saved)
+            if where == "host"
+            else coded + keeps * attended
+            if where == "nowhere"
+            else 0.0
+            for where, keeps in zip(self.where, self.keeps, strict=True)
         ]
 
     # -- rates -------------------------------------------------------------------------------------

@@ -149,6 +149,7 @@ def choices_in_words(plan: Plan) -> str:
         f"{choices.retained_on_host} more in host RAM": choices.retained_on_host,
         "activations offloaded": choices.offload_activations,
         f"activations kept as {codec}": codec != UNCHANGED,
+        f"attention of {choices.keep_attention} kept": choices.keep_attention,
         f"gradients of {choices.second_backward} layer(s) computed twice": choices.second_backward,
         f"{(pieces := plan.job.pieces)} GPUs to a sequence": pieces > 1,
         f"{choices.nvme_blocks} blocks partly on NVMe": choices.nvme_blocks,

@@ -147,7 +147,7 @@ def test_a_step_of_more_micro_batches_than_planned_has_more_groups_not_larger_on
     with engine_of("llama", settings=settings) as engine:
         begun: list[int] = []
         monkeypatch.setattr(
-            engine.parts.checkpoints, "begin_group", lambda tokens, *_: begun.append(len(tokens))
+            engine.parts.checkpoints, "begin_group", lambda tokens: begun.append(len(tokens))
         )
         engine.train_step(SMALL)
         assert begun == [1, 1, 1]

@@ -207,6 +207,18 @@ SLOW = [
     ),
     *(Row("qwen2-tied", dials(resident=2), PLAIN, BF16 | {"optimizer": o}) for o in OPTIMIZERS),
 ]
+ATTENTION = [  # padded batches have masks, and compute it again
+    Row(model, replace(than, keep_attention=kept), than, precision)
+    for model, kept, than, precision in (
+        ("llama", ALL, PLAIN, BF16),
+        ("llama", 1, dials(groups=2, retained=1), FP32),
+        ("qwen2-tied", 2, replace(OFFLOAD, groups=3), BF16),
+        ("llama", ALL, replace(TWICE, offload_activations=True), BF16),
+        ("qwen2-tied", ALL, TWICE, FP32),
+        ("gpt2", ALL, GRAPHS, BF16),
+        ("mixtral", ALL, OFFLOAD, BF16),
+    )
+]
 MOST = replace(GRAPHS, retained_on_host=2)
 CHEAPLY = replace(MOST, compile=True, cheap_retention=True)
 ON_CUDA = [
@@ -214,6 +226,12 @@ ON_CUDA = [
     *UNCLIPPED,
     *COMPUTED_TWICE,
     *OF_CODECS,
+    *(
+        Row("wide", replace(than, keep_attention=ALL), than, precision, steps=steps)
+        for precision in (BF16, FP8)
+        for than in (PLAIN, OFFLOAD, replace(TWICE, compile=True), replace(OFFLOAD, compile=True))
+        for steps in ("cuda", "even")
+    ),
     *(
         Row("wide", settings, replace(settings, **KEPT), precision, steps="even")
         for precision in (BF16, FP8)
@@ -229,7 +247,7 @@ ON_CUDA = [
 def rows() -> list[Any]:
     of_compilers = pytest.mark.filterwarnings("ignore")
     marked: list[tuple[Row, str, list[Any]]]
-    marked = [(row, "cpu", []) for row in (*PLACED, *UNCLIPPED, *QUICK)]
+    marked = [(row, "cpu", []) for row in (*PLACED, *UNCLIPPED, *QUICK, *ATTENTION)]
     marked += [(row, "cpu", [pytest.mark.slow]) for row in SLOW]
     marked += [(row, "cuda", [pytest.mark.cuda]) for row in ON_CUDA]
     return [

@@ -62,6 +62,7 @@ class BlockCost:
     skippable_flops: int = 0  # of forward.matmul_flops, what recomputation may leave out
     cheap_bytes: int = 0  # per token: what cheap retention adds to a compiled backward
     keys: int = 0  # that fused attention goes over at once, as in a window; 0: it has none
+    kept_attention_bytes: int = 0  # per token: what recomputation may leave attention's forward for
 
     @property
     def rows_per_expert(self) -> float:
@@ -81,6 +82,11 @@ class ModelCost:
     embed: BlockCost
     layers: tuple[BlockCost, ...]
     head: BlockCost
+
+    @property
+    def kept_attention_bytes(self) -> int:
+        """The most of any layer, as the engine makes room for all."""
+        return max(layer.kept_attention_bytes for layer in self.layers)
 
 
 @dataclass(frozen=True)
