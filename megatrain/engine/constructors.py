@@ -45,6 +45,7 @@ from megatrain.models.pretrained import (
 )
 from megatrain.models.skeleton import Skeleton
 from megatrain.planner.plan import Plan
+from megatrain.planner.question import Site
 from megatrain.settings import Settings
 from megatrain.storage.passthrough import NOTHING, Passthrough
 from megatrain.storage.safetensors import open_shards
@@ -124,11 +125,13 @@ class Constructors:
         Raises PlanError: the plan does not fit, or was made for another machine.
         """
         resolved = plan.made_of
-        if not isinstance(resolved, Resolved):
+        if not isinstance(resolved, Resolved | Site):
             raise PlanError(
                 "from_plan: this plan does not say what it was made of; make it with mt.plan"
             )
         plan.check()
+        if isinstance(resolved, Site):  # without a model, as the machine is not this one
+            raise made_elsewhere(resolved)
         check_made_here(resolved.machine)
         refuse_ranks()
         # its own: a plan may open several engines
@@ -262,15 +265,19 @@ def source_of(request: Request) -> ModelSource | None:
 
 def check_made_here(machine: Machine) -> None:
     """Raise PlanError for a plan that was made for another machine than this one."""
-    device, gpu = machine.device, machine.hardware.gpu
+    device = machine.device
     found = device.type == "cpu" or torch.cuda.device_count() > (device.index or 0)
     here = read_hardware(".", device.type) if machine.here and found else None
     if here is None or fingerprint(here) != fingerprint(machine.hardware):
-        raise PlanError(
-            "from_plan: the plan was made for another machine "
-            f"({gpu.name if gpu else 'without a GPU'}); make one for this machine: leave out gpu "
-            "and ram"
-        )
+        raise made_elsewhere(machine)
+
+
+def made_elsewhere(site: Site) -> PlanError:
+    gpu = site.hardware.gpu.name if site.hardware.gpu else "without a GPU"
+    return PlanError(
+        f"from_plan: the plan was made for another machine ({gpu}); make one for this machine: "
+        "leave out gpu and ram"
+    )
 
 
 def refuse_ranks() -> None:

@@ -6,9 +6,8 @@ import logging
 import shutil
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from importlib.util import find_spec
-from pathlib import Path
 from typing import Any, Literal, cast
 
 import torch
@@ -32,7 +31,7 @@ from megatrain.machine.hardware import (
     keep_caches_small,
     read_hardware,
 )
-from megatrain.machine.profile import MachineProfile, known_or_typical, with_drives
+from megatrain.machine.profile import known_or_typical, with_drives
 from megatrain.memory.layout import FlatLayout
 from megatrain.models.anatomy import layouts_of
 from megatrain.models.implementations import holds_experts
@@ -41,12 +40,13 @@ from megatrain.models.transforms.fp8 import Fp8Policy
 from megatrain.optim import AdamW, Lion, Muon, Optimizer
 from megatrain.optim.muon import check_one_rank
 from megatrain.optim.optimizer import MOMENTS
-from megatrain.planner.cost.shape import ModelShape, layer_chunks, shape_of
+from megatrain.planner.cost.dry_run import layer_chunks, shape_of
+from megatrain.planner.cost.shape import ModelShape
 from megatrain.planner.job import ImageTokens, Job, WholeUpdate
 from megatrain.planner.memory import disk_bytes
 from megatrain.planner.plan import Plan, make_plan
+from megatrain.planner.question import Site, check_fixed, posed
 from megatrain.planner.search import most_micro_batch_tokens
-from megatrain.settings import contradiction
 from megatrain.world import ALONE, World
 
 logger = logging.getLogger("megatrain")
@@ -58,22 +58,11 @@ IMAGES_SHARE = 0.5  # of tokens, until rows are known
 
 
 @dataclass(frozen=True)
-class Machine:
-    """The machine of a job: device, precision and rates."""
+class Machine(Site):
+    """The machine of a job, with the device that computes and the ranks that train together."""
 
-    device: torch.device
-    precision: str
-    hardware: Hardware
-    profile: MachineProfile
-    compiles: bool | None = None  # a C compiler and Triton are at hand; None: look here
-    drives_assumed: tuple[Path, ...] = ()  # folders on drives that were not measured
-    here: bool = True  # False for a machine that is only described
-    world: World = ALONE
-    ranks: int = 1  # GPUs of a host; `hardware` and `profile` are what each has, while all work
-    hosts: int = 1
-    together_assumed: bool = False  # nobody measured that
-    peers: bool = True  # the GPUs of a host reach each other's memory
-    alone: Machine | None = None  # the same machine with one GPU at work
+    device: torch.device = field(kw_only=True)
+    world: World = field(default=ALONE, kw_only=True)
 
     @classmethod
     def of(cls, request: Request) -> Machine:
@@ -84,7 +73,13 @@ class Machine:
         hardware = read_hardware(request.output, device.type)
         profile = known_or_typical(hardware)
         profile, assumed = with_drives(profile, request.nvme_folders, hardware)
-        return cls(device, precision, hardware, profile, drives_assumed=assumed)
+        return cls(precision, hardware, profile, drives_assumed=assumed, device=device)
+
+    @classmethod
+    def of_site(cls, site: Site) -> Machine:
+        """The machine that is only described, whose device is any GPU."""
+        alone = None if site.alone is None else cls.of_site(site.alone)
+        return cls(**{**vars(site), "alone": alone}, device=torch.device("cuda"))
 
 
 @dataclass(frozen=True)
@@ -163,10 +158,8 @@ def plan_of(resolved: Resolved, *, suggest: bool = False, **known: Any) -> Plan:
     Raises ConfigError for options that exclude each other.
     """
     request, machine = resolved.request, resolved.machine
-    fixed = {**request.asked, "compile": resolved.compile, "nvme_folders": request.nvme_folders}
     # only now is `compile: auto` settled
-    if request.asked and (found := contradiction(fixed, in_config=True)):
-        raise ConfigError(f"{request.where(found[0])}: {found[1]}")
+    check_fixed(request.asked, resolved.compile, request.nvme_folders, request.where)
     job = make_job(resolved, **known)
     room = room_for_nvme(request, machine.hardware, sum(disk_bytes(job, resolved.shape).values()))
     rooms = [room for room in machine.world.all_gather(room) if room is not None]
@@ -205,10 +198,7 @@ def make_job(resolved: Resolved, **known: Any) -> Job:
     if resolved.shape.images is not None:
         guess = ImageTokens(IMAGES_SHARE, IMAGES_SHARE, resolved.shape.images.tokens)
         known = {"images": guess, **known}
-    transport = request.transport
-    if transport == "auto":  # why: decision 0103
-        transport = "gather" if machine.peers or machine.hosts > 1 else "read"
-    return Job(
+    job = Job(
         precision=machine.precision,
         tokens_per_step=max(tokens_per_step, request.least_tokens),  # a row at least
         rows_per_step=None if rows is None else rows * pieces,
@@ -234,16 +224,11 @@ def make_job(resolved: Resolved, **known: Any) -> Job:
         draws_weights=request.source is None,
         lengths_vary=resolved.lengths_vary,
         nvme_drives=len({drive_of(folder) for folder in request.nvme_folders}),
-        ranks=machine.ranks,
-        hosts=machine.hosts,
-        peers=machine.peers,
-        transport=transport,
         wire=request.wire,
         checkpoints_kept=request.checkpoints_kept,
         keeps_best=request.keeps_best,
-        **asked,
-        **known,
     )
+    return posed(job, machine, request.transport, **asked, **known)
 
 
 def room_for_nvme(request: Request, hardware: Hardware, checkpoint_bytes: int) -> int | None:
