@@ -1,14 +1,15 @@
 """The planner's question, in the parts that a plan without torch takes it from: the machine that is
 planned for, and the job and shape of a model, which are kept on disk once they are worked out.
 
-`known` alone decides whether a question is known. It is kept in the cache folder under a digest of
-all that it follows from: the model, the options that it depends on, versions, and the package's own
-source. `questions.json` has those of the named shapes with default options, for the releases of
-torch and transformers that it names: tests hold it against what these work out.
+`known_question` alone decides whether a question is known. It is kept in the cache folder under a
+digest of all that it follows from: the model, the options that it depends on, versions, and the
+package's own source. `questions.json.gz` has those of the named shapes with default options, for
+the releases of torch and transformers that it names (decision 0115).
 """
 
 from __future__ import annotations
 
+import gzip
 import hashlib
 import json
 import platform
@@ -21,6 +22,7 @@ from typing import Any, Literal
 
 from pydantic import TypeAdapter
 
+from megatrain.data.samples import name_for
 from megatrain.errors import ConfigError, StorageError
 from megatrain.machine.hardware import Hardware
 from megatrain.machine.profile import (
@@ -38,7 +40,7 @@ from megatrain.settings import contradiction
 # With these transformers computes otherwise, where they are installed.
 KERNELS = ("flash-linear-attention", "fla-core", "mamba-ssm", "causal-conv1d", "kernels")
 PACKAGE = Path(__file__).parent.parent
-SHIPPED = Path(__file__).with_name("questions.json")
+SHIPPED = Path(__file__).with_name("questions.json.gz")
 
 
 @dataclass(frozen=True)
@@ -92,31 +94,27 @@ def check_fixed(
 # -- questions that are kept -----------------------------------------------------------------------
 
 
-def known(causes: Mapping[str, Any], named: str | None = None) -> Question | None:
+def known_question(causes: Mapping[str, Any], named: str | None = None) -> Question | None:
     """The question that follows from `causes`, if it was worked out before.
 
     Args:
         causes: the model and the options, as JSON.
         named: the name of a shape, whose question may be shipped.
     """
-    return shipped(causes, named) or read_cached(file_of(causes), Question)
+    return shipped(causes, named) or read_cached(question_file(causes), Question)
 
 
-def keep(causes: Mapping[str, Any], question: Question) -> None:
-    """Keep a question for `known`; a cache that cannot be written is no error."""
+def keep_question(causes: Mapping[str, Any], question: Question) -> None:
+    """Keep a question for `known_question`; a cache that cannot be written is no error."""
     with suppress(StorageError):
-        write_json(file_of(causes), asdict(question))
+        write_json(question_file(causes), asdict(question))
 
 
-def file_of(causes: Mapping[str, Any]) -> Path:
+def question_file(causes: Mapping[str, Any]) -> Path:
     """Path of the kept question that follows from these, with the versions in use now."""
     versions = {name: installed_version(name) for name in (*PACKAGES, *KERNELS)}
     versions |= {"python": platform.python_version(), "source": source_digest()}
-    return cache_folder() / f"question-{digest_of({**causes, **versions})}.json"
-
-
-def digest_of(causes: Mapping[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(causes, sort_keys=True).encode()).hexdigest()[:24]
+    return cache_folder() / f"question-{name_for({**causes, **versions})}.json"
 
 
 @cache
@@ -132,9 +130,9 @@ def shipped(causes: Mapping[str, Any], named: str | None) -> Question | None:
     """The question of a named shape that comes with the package, for the releases in use now."""
     if named is None or any(map(installed_version, KERNELS)):
         return None
-    found = json.loads(SHIPPED.read_bytes())
+    found = json.loads(gzip.decompress(SHIPPED.read_bytes()))
     row = found["models"].get(named)
-    if row is None or row["causes"] != digest_of(causes) or releases() not in found["releases"]:
+    if row is None or row["causes"] != name_for(causes) or releases() not in found["releases"]:
         return None
     question: Question = TypeAdapter(Question).validate_python(row["question"])
     return question

@@ -14,7 +14,14 @@ from megatrain.methods import METHODS
 from megatrain.models.pretrained import digests_of, resolve_source
 from megatrain.models.shapes import named_shape
 from megatrain.planner.plan import Plan, make_plan
-from megatrain.planner.question import Question, Site, check_fixed, keep, known, posed
+from megatrain.planner.question import (
+    Question,
+    Site,
+    check_fixed,
+    keep_question,
+    known_question,
+    posed,
+)
 from megatrain.recipes.planned_site import (
     beside_others,
     described_site,
@@ -52,10 +59,10 @@ def plan(
     if not (other or shape_alone) and (gpus := ranks_for(config)) > 1:
         other = {"gpus": gpus}
     site = described_site(config, **other) if other.keys() - OF_SEVERAL else None
-    causes = causes_of(config, site) if site is not None and shape_alone else None
+    causes = question_causes(config, site) if site is not None and shape_alone else None
     if site is not None and causes is not None:
         named = config.model.source if named_shape(config.model.source) else None
-        question = known(causes, named)
+        question = known_question(causes, named)
         if question is not None and _is_possible(question, site):
             return plan_known(config, site, question)
     # only here: what follows imports torch and transformers
@@ -67,11 +74,11 @@ def plan(
     machine = Machine.of_site(site) if site else planned_machine(config, **other) if other else None
     found, checked = plan_model(config, shape_alone, machine)
     if causes is not None and checked:
-        keep(causes, question_of(found.made_of))
+        keep_question(causes, question_of(found.made_of))
     return found
 
 
-def causes_of(config: Config, site: Site) -> dict[str, Any] | None:
+def question_causes(config: Config, site: Site) -> dict[str, Any] | None:
     """All that a question follows from but versions, as JSON. None: the plan also follows from what
     is not looked at here, such as packed rows, drives, or code that comes with the model."""
     model, whole = config.model, METHODS[config.method].whole_documents

@@ -1,0 +1,53 @@
+"""Works out the questions of the named shapes that the package ships: planner/questions.json.gz.
+
+    python -m benchmarks.questions
+
+Where layers, dry runs or default options change, tests/planner/test_question.py says that they are
+no longer what is shipped. A release of torch or transformers that works out the same is added to
+those in the file; another answer replaces them all.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+from dataclasses import asdict
+from typing import Any
+
+from megatrain.config import bench_config
+from megatrain.data.samples import name_for
+from megatrain.engine.resolved import Machine
+from megatrain.models.shapes import SHAPES
+from megatrain.planner.question import SHIPPED, Question, releases
+from megatrain.recipes.model import shape_model
+from megatrain.recipes.plan import question_causes
+from megatrain.recipes.planned_site import described_site
+from megatrain.recipes.setup import question_of, quiet_libraries, resolve_run
+
+
+def worked_out(name: str) -> tuple[dict[str, Any], Question]:
+    """The causes and the question of a named shape with default options, on a GPU with bf16."""
+    config = bench_config(name)
+    site = described_site(config, gpu="RTX 4090", ram="64GiB")
+    causes = question_causes(config, site)
+    assert causes is not None, "a named shape has nothing that is not looked at"
+    resolved = resolve_run(config, shape_model(config), Machine.of_site(site))
+    return causes, question_of(resolved)
+
+
+def main() -> None:
+    quiet_libraries()
+    models = {}
+    for name in SHAPES:
+        causes, question = worked_out(name)
+        models[name] = {"causes": name_for(causes), "question": asdict(question)}
+        print(name)
+    before = json.loads(gzip.decompress(SHIPPED.read_bytes()))
+    same = json.loads(json.dumps(models)) == before["models"]
+    known = [one for one in before["releases"] if same and one != releases()]
+    text = json.dumps({"releases": [*known, releases()], "models": models})
+    SHIPPED.write_bytes(gzip.compress(text.encode(), mtime=0))
+
+
+if __name__ == "__main__":
+    main()
