@@ -14,25 +14,25 @@ import json
 from dataclasses import asdict
 from typing import Any
 
-from megatrain.config import bench_config
+from megatrain.config.load import bench_config
 from megatrain.data.samples import name_for
-from megatrain.engine.resolved import Machine
+from megatrain.engine.resolved import Machine, make_job
 from megatrain.models.shapes import SHAPES
 from megatrain.planner.question import SHIPPED, Question, releases
 from megatrain.recipes.model import shape_model
 from megatrain.recipes.plan import question_causes
-from megatrain.recipes.planned_site import described_site
-from megatrain.recipes.setup import question_of, quiet_libraries, resolve_run
+from megatrain.recipes.planned_site import planned_site
+from megatrain.recipes.setup import quiet_libraries, resolve_run
 
 
 def worked_out(name: str) -> tuple[dict[str, Any], Question]:
     """The causes and the question of a named shape with default options, on a GPU with bf16."""
     config = bench_config(name)
-    site = described_site(config, gpu="RTX 4090", ram="64GiB")
+    site = planned_site(config, gpu="RTX 4090", ram="64GiB")
     causes = question_causes(config, site)
     assert causes is not None, "a named shape has nothing that is not looked at"
     resolved = resolve_run(config, shape_model(config), Machine.of_site(site))
-    return causes, question_of(resolved)
+    return causes, Question(make_job(resolved), resolved.shape, resolved.compile)
 
 
 def main() -> None:

@@ -16,7 +16,7 @@ from multiprocessing import get_context
 from pathlib import Path
 
 from benchmarks.write_page import filled
-from megatrain.config import bench_config
+from megatrain.config.load import bench_config
 from megatrain.errors import PlanError
 from megatrain.recipes.model import shape_model
 from megatrain.recipes.planned_machine import planned_machine

@@ -125,7 +125,8 @@ def plan(
     described: dict[str, Any] = {"gpu": gpu, "ram": ram, "cores": cores, "pcie": pcie}
     described |= {"gpu_memory": gpu_memory, "gpu_tflops": gpu_tflops}
     described |= {"gpus": gpus, "hosts": hosts, "network": network}
-    from megatrain.config import bench_config, load_config, names_config
+    from megatrain.config import load_config, names_config
+    from megatrain.config.load import bench_config
 
     target, given = _target_of(arguments, "plan")
     shape_alone = not names_config(target)
@@ -200,7 +201,8 @@ def bench(
     target, given = (model, list(arguments or [])) if model else _target_of(arguments, "bench")
     short = {"train.tokens_per_step": tokens_per_step, "train.seq_len": seq_len}
     shorts = [f"{key}={value}" for key, value in short.items() if value is not None]
-    from megatrain.config import bench_config, names_config
+    from megatrain.config import names_config
+    from megatrain.config.load import bench_config
 
     if not names_config(target):
         find_shape(target)

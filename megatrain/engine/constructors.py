@@ -130,9 +130,8 @@ class Constructors:
                 "from_plan: this plan does not say what it was made of; make it with mt.plan"
             )
         plan.check()
-        if isinstance(resolved, Site):  # without a model, as the machine is not this one
-            raise made_elsewhere(resolved)
-        check_made_here(resolved.machine)
+        check_made_here(resolved if isinstance(resolved, Site) else resolved.machine)
+        assert isinstance(resolved, Resolved), "a plan of a site alone is not for this machine"
         refuse_ranks()
         # its own: a plan may open several engines
         return cls.open_plan(plan, skeleton_of(resolved.request, resolved.machine.precision))
@@ -263,21 +262,19 @@ def source_of(request: Request) -> ModelSource | None:
     return found
 
 
-def check_made_here(machine: Machine) -> None:
+def check_made_here(machine: Site) -> None:
     """Raise PlanError for a plan that was made for another machine than this one."""
-    device = machine.device
-    found = device.type == "cpu" or torch.cuda.device_count() > (device.index or 0)
-    here = read_hardware(".", device.type) if machine.here and found else None
+    here, gpu = None, machine.hardware.gpu
+    if isinstance(machine, Machine) and machine.here:
+        device = machine.device
+        if device.type == "cpu" or torch.cuda.device_count() > (device.index or 0):
+            here = read_hardware(".", device.type)
     if here is None or fingerprint(here) != fingerprint(machine.hardware):
-        raise made_elsewhere(machine)
-
-
-def made_elsewhere(site: Site) -> PlanError:
-    gpu = site.hardware.gpu.name if site.hardware.gpu else "without a GPU"
-    return PlanError(
-        f"from_plan: the plan was made for another machine ({gpu}); make one for this machine: "
-        "leave out gpu and ram"
-    )
+        raise PlanError(
+            "from_plan: the plan was made for another machine "
+            f"({gpu.name if gpu else 'without a GPU'}); make one for this machine: leave out gpu "
+            "and ram"
+        )
 
 
 def refuse_ranks() -> None:

@@ -45,8 +45,9 @@ from megatrain.planner.cost.shape import ModelShape
 from megatrain.planner.job import ImageTokens, Job, WholeUpdate
 from megatrain.planner.memory import disk_bytes
 from megatrain.planner.plan import Plan, make_plan
-from megatrain.planner.question import Site, check_fixed, posed
+from megatrain.planner.question import Site, posed
 from megatrain.planner.search import most_micro_batch_tokens
+from megatrain.settings import contradiction
 from megatrain.world import ALONE, World
 
 logger = logging.getLogger("megatrain")
@@ -77,7 +78,9 @@ class Machine(Site):
 
     @classmethod
     def of_site(cls, site: Site) -> Machine:
-        """The machine that is only described, whose device is any GPU."""
+        """The machine of a site, whose device is any GPU if it is only described."""
+        if isinstance(site, cls):
+            return site
         alone = None if site.alone is None else cls.of_site(site.alone)
         return cls(**{**vars(site), "alone": alone}, device=torch.device("cuda"))
 
@@ -158,8 +161,10 @@ def plan_of(resolved: Resolved, *, suggest: bool = False, **known: Any) -> Plan:
     Raises ConfigError for options that exclude each other.
     """
     request, machine = resolved.request, resolved.machine
+    fixed = {**request.asked, "compile": resolved.compile, "nvme_folders": request.nvme_folders}
     # only now is `compile: auto` settled
-    check_fixed(request.asked, resolved.compile, request.nvme_folders, request.where)
+    if request.asked and (found := contradiction(fixed, in_config=True)):
+        raise ConfigError(f"{request.where(found[0])}: {found[1]}")
     job = make_job(resolved, **known)
     room = room_for_nvme(request, machine.hardware, sum(disk_bytes(job, resolved.shape).values()))
     rooms = [room for room in machine.world.all_gather(room) if room is not None]

@@ -13,7 +13,7 @@ import gzip
 import hashlib
 import json
 import platform
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from functools import cache
@@ -23,7 +23,7 @@ from typing import Any, Literal
 from pydantic import TypeAdapter
 
 from megatrain.data.samples import name_for
-from megatrain.errors import ConfigError, StorageError
+from megatrain.errors import StorageError
 from megatrain.machine.hardware import Hardware
 from megatrain.machine.profile import (
     PACKAGES,
@@ -35,11 +35,9 @@ from megatrain.machine.profile import (
 )
 from megatrain.planner.cost.shape import ModelShape
 from megatrain.planner.job import Job
-from megatrain.settings import contradiction
 
 # With these transformers computes otherwise, where they are installed.
 KERNELS = ("flash-linear-attention", "fla-core", "mamba-ssm", "causal-conv1d", "kernels")
-PACKAGE = Path(__file__).parent.parent
 SHIPPED = Path(__file__).with_name("questions.json.gz")
 
 
@@ -67,8 +65,6 @@ class Question:
     job: Job  # `posed` replaces what it says of machine and options
     shape: ModelShape
     compile: bool | Literal["loss"]
-    # weights of the routers' balancing loss: as config.json has it, and the one that holds
-    balance: tuple[float | None, float]
 
 
 def posed(job: Job, site: Site, transport: str, **fields: Any) -> Job:
@@ -77,18 +73,6 @@ def posed(job: Job, site: Site, transport: str, **fields: Any) -> Job:
         transport = "gather" if site.peers or site.hosts > 1 else "read"
     fields |= {"ranks": site.ranks, "hosts": site.hosts, "peers": site.peers}
     return replace(job, transport=transport, **fields)
-
-
-def check_fixed(
-    asked: Mapping[str, Any],
-    compiled: bool | Literal["loss"],
-    nvme_folders: Sequence[Path],
-    where: Callable[[str], str],
-) -> None:
-    """Raise ConfigError for options that exclude each other. asked: by field."""
-    fixed = {**asked, "compile": compiled, "nvme_folders": nvme_folders}
-    if asked and (found := contradiction(fixed, in_config=True)):
-        raise ConfigError(f"{where(found[0])}: {found[1]}")
 
 
 # -- questions that are kept -----------------------------------------------------------------------
@@ -120,10 +104,8 @@ def question_file(causes: Mapping[str, Any]) -> Path:
 @cache
 def source_digest() -> str:
     """SHA-256 of the package's own source."""
-    digest = hashlib.sha256()
-    for path in sorted(PACKAGE.rglob("*.py")):
-        digest.update(f"{path.relative_to(PACKAGE)}\0".encode() + path.read_bytes())
-    return digest.hexdigest()
+    sources = sorted(Path(__file__).parent.parent.rglob("*.py"))
+    return hashlib.sha256(b"\0".join(path.read_bytes() for path in sources)).hexdigest()
 
 
 def shipped(causes: Mapping[str, Any], named: str | None) -> Question | None:

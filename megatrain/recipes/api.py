@@ -6,8 +6,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from megatrain.config import Config, bench_config, load_config, names_config
+from megatrain.config import Config, load_config, names_config
 from megatrain.config.fields import check_prompts, check_sources
+from megatrain.config.load import bench_config
 from megatrain.errors import ConfigError
 from megatrain.planner.plan import Plan
 from megatrain.recipes import inspect, run

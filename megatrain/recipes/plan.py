@@ -17,30 +17,33 @@ from megatrain.planner.plan import Plan, make_plan
 from megatrain.planner.question import (
     Question,
     Site,
-    check_fixed,
     keep_question,
     known_question,
     posed,
 )
 from megatrain.recipes.planned_site import (
     beside_others,
-    described_site,
     notice_no_bfloat16,
     notice_no_effect,
-    notice_other_balance,
-    steps_of,
+    planned_site,
     with_economy,
 )
 from megatrain.recipes.ranks.launch import ranks_for
-from megatrain.settings import OPTIONS
+from megatrain.settings import contradiction
 
 OF_SEVERAL = {"gpus", "hosts", "network"}  # these alone describe no other machine
-# Options on which a kept question depends: sizes of the dry run, and a check of groups.
-OF_SHAPE = {"train.micro_batch_tokens", "train.layer_chunk_tokens", "train.groups"}
-# Keys on which it does not depend: `plan_known` reads them anew, or plans do not.
-FREE = {option.key for option in OPTIONS} - OF_SHAPE
-FREE |= {"gpus", "output", "memory.gpu", "memory.host", "memory.transport"}
-FREE |= {f"train.{key}" for key in ("tokens_per_step", "rows_per_step", "epochs", "max_steps")}
+# Keys on which a kept question does not depend: `plan_known` reads them anew, or plans do not.
+FREE: dict[str, Any] = {
+    **dict.fromkeys(("model", "economy", "gpus", "output", "threads"), True),
+    "train": {
+        *("tokens_per_step", "rows_per_step", "epochs", "max_steps"),
+        *("head_chunk_tokens", "retained", "cheap_retention"),
+    },
+    "memory": {
+        *("gpu", "host", "transport", "resident", "replicated", "offload_activations"),
+        *("retained_on_host", "second_backward", "sums_on_device", "nvme_blocks"),
+    },
+}
 
 
 def plan(
@@ -58,23 +61,25 @@ def plan(
         other["gpus"] = config.gpus
     if not (other or shape_alone) and (gpus := ranks_for(config)) > 1:
         other = {"gpus": gpus}
-    site = described_site(config, **other) if other.keys() - OF_SEVERAL else None
-    causes = question_causes(config, site) if site is not None and shape_alone else None
+    site = causes = None
+    if other.keys() - OF_SEVERAL:
+        site = planned_site(config, **other)
+        causes = question_causes(config, site) if shape_alone else None
     if site is not None and causes is not None:
         named = config.model.source if named_shape(config.model.source) else None
         question = known_question(causes, named)
-        if question is not None and _is_possible(question, site):
+        if question is not None and _is_possible(config, site, question):
             return plan_known(config, site, question)
     # only here: what follows imports torch and transformers
-    from megatrain.engine.resolved import Machine
+    from megatrain.engine.resolved import Machine, make_job
     from megatrain.recipes.planned_machine import planned_machine
     from megatrain.recipes.run import plan_model
-    from megatrain.recipes.setup import question_of
 
     machine = Machine.of_site(site) if site else planned_machine(config, **other) if other else None
-    found, checked = plan_model(config, shape_alone, machine)
-    if causes is not None and checked:
-        keep_question(causes, question_of(found.made_of))
+    found, silent = plan_model(config, shape_alone, machine)
+    if causes is not None and silent:
+        made_of = found.made_of
+        keep_question(causes, Question(make_job(made_of), made_of.shape, made_of.compile))
     return found
 
 
@@ -82,39 +87,34 @@ def question_causes(config: Config, site: Site) -> dict[str, Any] | None:
     """All that a question follows from but versions, as JSON. None: the plan also follows from what
     is not looked at here, such as packed rows, drives, or code that comes with the model."""
     model, whole = config.model, METHODS[config.method].whole_documents
-    if not whole or config.train.context_parallel > 1 or config.memory.nvme:
-        return None
-    if model.trust_remote_code:
-        return None
+    more = config.train.context_parallel > 1 or config.memory.nvme or model.trust_remote_code
     found: Any = named_shape(model.source)
     if found is None:
-        with suppress(ModelError):  # the model's own reader says it
+        with suppress(ModelError):  # whose reader says it
             found = digests_of(resolve_source(model.source, model.revision, weights=False))
-    values = {}
-    for name, value in config.model_dump(mode="json", exclude_defaults=True).items():
-        inner = value.items() if isinstance(value, dict) else [("", value)]
-        values.update({f"{name}.{key}".rstrip("."): one for key, one in inner})
-    kept = {k: v for k, v in values.items() if k not in FREE and k.partition(".")[0] != "economy"}
-    of_model = [key for key in kept if key.startswith("model.")]
-    options = {key: value for key, value in kept.items() if key not in of_model}
-    return found and {"model": found, "precision": site.precision, "options": options}
+    if found is None or more or not whole:
+        return None
+    given = config.model_dump(mode="json", exclude_defaults=True, exclude=FREE)
+    options = {name: value for name, value in given.items() if value != {}}
+    return {"model": found, "precision": site.precision, "options": options}
 
 
-def _is_possible(question: Question, site: Site) -> bool:
-    """False where working the question out raises an error that tells more."""
-    return question.job.whole_update is None or site.ranks * site.hosts == 1
+def _is_possible(config: Config, site: Site, question: Question) -> bool:
+    """False where working the question out raises an error, which tells more."""
+    fixed = {**config.asked(), "compile": question.compile, "nvme_folders": ()}
+    whole_tensors = question.job.whole_update is not None and site.ranks * site.hosts > 1
+    return not whole_tensors and contradiction(fixed, in_config=True) is None
 
 
 def plan_known(config: Config, site: Site, question: Question) -> Plan:
     """The plan of a question that is known, which is what the model itself would give."""
     notice_no_bfloat16(site)
     notice_no_effect(config, site)
-    notice_other_balance(config, *question.balance)
     train, memory, asked = config.train, config.memory, config.asked()
-    check_fixed(asked, question.compile, (), config.where)
     tokens = train.tokens_per_step or (train.rows_per_step or 1) * train.seq_len
     asked["tokens_per_step"] = max(tokens, question.job.least_tokens)
     asked["rows_per_step"] = train.rows_per_step
+    steps = train.max_steps if train.epochs is None else None
 
     def plan_on(site: Site, suggest: bool = False) -> Plan:
         found = make_plan(
@@ -127,6 +127,6 @@ def plan_known(config: Config, site: Site, question: Question) -> Plan:
             suggest=suggest,
         )
         found = replace(found, ranks_assumed=site.together_assumed, made_of=site)
-        return with_economy(config, found, site, steps_of(config))
+        return with_economy(config, found, site, steps)
 
     return beside_others(config, plan_on(site, suggest=True), site.alone, plan_on)

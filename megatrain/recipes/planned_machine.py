@@ -33,35 +33,26 @@ from megatrain.machine.profile import (
 )
 from megatrain.measure.disk import drive_rates
 from megatrain.recipes.doctor import measured_or_typical, measured_together
-from megatrain.recipes.planned_site import at_work, check_network, described_site
+from megatrain.recipes.planned_site import planned_site
 from megatrain.recipes.ranks.rendezvous import cores_of_host
 from megatrain.storage.run_folder import bytes_of_checkpoints
 from megatrain.world import ALONE, World
 
 
-def planned_machine(
-    config: Config,
-    *,
-    gpus: int | None = None,
-    hosts: int | None = None,
-    network: float | None = None,
-    **other: Any,
-) -> Machine:
-    """This machine, or one that is `described`, with `gpus` of each of `hosts` like it at work.
-    network: Gbit/s of each host to the others. Raises ConfigError, naming the command's flags."""
-    if other:
-        site = described_site(config, gpus=gpus, hosts=hosts, network=network, **other)
-        return Machine.of_site(site)
-    check_network(hosts, network)
-    machine = find_machine(config)
-    if machine.device.type == "cuda":  # ranks on a CPU share its cores
-        there = torch.cuda.device_count()
-        if there < (gpus or 1):
+def planned_machine(config: Config, **asked: Any) -> Machine:
+    """This machine, or one that is described: arguments as for `planned_site`."""
+
+    def find() -> Machine:
+        machine, gpus = find_machine(config), asked.get("gpus")
+        there = torch.cuda.device_count() if machine.device.type == "cuda" else None
+        if there is not None and there < (gpus or 1):  # ranks on a CPU share its cores
             raise ConfigError(
                 f"--gpus: {gpus}, but this machine shows {there}; describe another one with --gpu "
                 "and --ram"
             )
-    return at_work(machine, gpus, hosts, network)
+        return machine
+
+    return Machine.of_site(planned_site(config, find, **asked))
 
 
 def find_machine(config: Config, *, may_measure: bool = False, world: World = ALONE) -> Machine:

@@ -22,34 +22,27 @@ BYTES_OF_GBIT = 1e9 / 8
 S = TypeVar("S", bound=Site)
 
 
-def described_site(
+def planned_site(
     config: Config,
+    find: Callable[[], Site] | None = None,
     *,
     gpus: int | None = None,
     hosts: int | None = None,
     network: float | None = None,
     **other: Any,
 ) -> Site:
-    """The site that is described by `other`, with `gpus` of each of `hosts` like it at work.
-    network: Gbit/s of each host to the others. Raises ConfigError, naming the command's flags."""
-    check_network(hosts, network)
-    return at_work(_described(config, gpus=gpus or 1, **other), gpus, hosts, network)
-
-
-def check_network(hosts: int | None, network: float | None) -> None:
-    """Raise ConfigError unless several hosts, and these alone, have a network."""
+    """The site that is described by `other`, or else what `find` returns, with `gpus` of each of
+    `hosts` like it at work. network: Gbit/s of each host to the others. Raises ConfigError, naming
+    the command's flags."""
     if (hosts or 1) > 1 and network is None:
         raise ConfigError("--hosts needs --network, too: Gbit/s of each host, such as 400")
     if network is not None and not (network > 0 and (hosts or 1) > 1):
         raise ConfigError("--network: Gbit/s of each host, more than 0, for two --hosts or more")
-
-
-def at_work(machine: S, gpus: int | None, hosts: int | None, network: float | None) -> S:
-    """The machine with as many GPUs and hosts at work; as it is if neither is named."""
+    site = find() if find and not other else _described(config, gpus=gpus or 1, **other)
     if gpus is None and hosts is None:
-        return machine
-    profile = replace(machine.profile, network=(network or 0.0) * BYTES_OF_GBIT)
-    return several(replace(machine, profile=profile), gpus or 1, hosts or 1)
+        return site
+    profile = replace(site.profile, network=(network or 0.0) * BYTES_OF_GBIT)
+    return several(replace(site, profile=profile), gpus or 1, hosts or 1)
 
 
 def _described(
@@ -136,11 +129,6 @@ def several(machine: S, ranks: int, hosts: int = 1) -> S:
 # -- what it costs ---------------------------------------------------------------------------------
 
 
-def steps_of(config: Config) -> int | None:
-    """Steps of a run, if the config says their number."""
-    return config.train.max_steps if config.train.epochs is None else None
-
-
 def with_economy(config: Config, plan: Plan, site: Site, steps: int | None) -> Plan:
     """The plan with the economy of its steps, or of one if their number is not known."""
     if not plan.fits:
@@ -218,15 +206,6 @@ def notice_no_effect(config: Config, machine: Site) -> None:
             logger.info(f"{config.where(key)}: {value} has no effect where one {trains} trains")
     if machine.hardware.gpu is None and config.memory.gpu != "auto":
         logger.info(f"{config.where('memory.gpu')}: has no effect on a CPU, where all is host RAM")
-
-
-def notice_other_balance(config: Config, own: float | None, weight: float) -> None:
-    """Log a weight of the routers' balancing loss other than the model's own."""
-    if weight and config.train.router_aux_loss_coef == "auto" and own not in (None, weight):
-        logger.info(
-            f"the routers' balancing loss weighs {weight:g}, not {own:g} as in config.json; "
-            "set train.router_aux_loss_coef for another weight"
-        )
 
 
 def check_divides(config: Config, ranks: int) -> None:

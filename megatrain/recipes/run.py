@@ -44,7 +44,7 @@ from megatrain.recipes.model import (
     suited,
 )
 from megatrain.recipes.planned_machine import find_machine
-from megatrain.recipes.planned_site import beside_others, steps_of
+from megatrain.recipes.planned_site import beside_others
 from megatrain.recipes.ranks.rendezvous import (
     as_rank,
     bind,
@@ -63,6 +63,7 @@ from megatrain.recipes.setup import (
     memory_errors,
     micro_batch_of,
     open_rows,
+    other_balance,
     plan_run,
     quiet_libraries,
     resolve_run,
@@ -92,8 +93,8 @@ from megatrain.world import ALONE, World
 
 
 def plan_model(config: Config, shape_alone: bool, machine: Machine | None) -> tuple[Plan, bool]:
-    """(plan, True if the model's family was compared with plain PyTorch), worked out of the model
-    itself. shape_alone: as for `plan.plan`. machine: another than this one, with one GPU."""
+    """(plan, True if there was nothing to say of the model but this), worked out of the model
+    itself. shape_alone: as for `plan.plan`. machine: another than this one."""
     quiet_libraries()
     if shape_alone or config.model.init == "pretrained":
         check_weights(config.model.source, needed=False)
@@ -110,9 +111,10 @@ def plan_model(config: Config, shape_alone: bool, machine: Machine | None) -> tu
     def plan_on(machine: Machine) -> Plan:
         return plan_run(config, replace(resolved, machine=machine))
 
-    plan = plan_run(config, resolved, steps_of(config), suggest=True)
-    plan = beside_others(config, plan, resolved.machine.alone, plan_on)
-    return plan, not checked.reason
+    steps = config.train.max_steps if config.train.epochs is None else None
+    plan = plan_run(config, resolved, steps, suggest=True)
+    silent = not checked.reason and other_balance(resolved) is None
+    return beside_others(config, plan, resolved.machine.alone, plan_on), silent
 
 
 def train(config: Config, profile: Path | None = None) -> RunSummary:

@@ -22,7 +22,7 @@ from megatrain.data.streaming import Stream, load_stream
 from megatrain.engine.components import PRECISIONS
 from megatrain.engine.objective import AnyLoss
 from megatrain.engine.request import Request, check_context_parallel
-from megatrain.engine.resolved import Machine, Resolved, make_job, plan_of, resolve
+from megatrain.engine.resolved import Machine, Resolved, plan_of, resolve
 from megatrain.errors import ConfigError, DataError, OutOfMemory, PlanError, logger
 from megatrain.heartbeat import beat, may_end_here
 from megatrain.losses import LOSSES, SequenceLoss
@@ -31,14 +31,12 @@ from megatrain.methods import METHODS
 from megatrain.optim import OPTIMIZERS, Optimizer
 from megatrain.optim.schedules import warmup_steps
 from megatrain.planner.plan import Plan
-from megatrain.planner.question import Question
 from megatrain.planner.rollout import OF_TRAINING, Writing, with_answers
 from megatrain.recipes.model import Model, parts_in
 from megatrain.recipes.planned_site import (
     check_divides,
     notice_no_bfloat16,
     notice_no_effect,
-    notice_other_balance,
     with_economy,
 )
 from megatrain.recipes.rl.prompts import read_prompt_rows
@@ -108,7 +106,11 @@ def resolve_run(
     notice_no_bfloat16(machine)
     notice_no_effect(config, machine)
     resolved = resolve(request_of(config, model, kept), machine)
-    notice_other_balance(config, *balance_of(resolved))
+    if (own := other_balance(resolved)) is not None:
+        logger.info(
+            f"the routers' balancing loss weighs {resolved.router_aux_loss_coef:g}, not {own:g} as "
+            "in config.json; set train.router_aux_loss_coef for another weight"
+        )
     check_shared(config, resolved)
     if towers := resolved.skeleton.findings.towers:
         trains = "trains" if config.train.freeze is not None else "is frozen (train.freeze)"
@@ -116,16 +118,11 @@ def resolve_run(
     return resolved
 
 
-def balance_of(resolved: Resolved) -> tuple[float | None, float]:
-    """Weights of the routers' balancing loss: as config.json has it, and the one that holds."""
+def other_balance(resolved: Resolved) -> float | None:
+    """Weight of the routers' balancing loss in config.json, if another one holds."""
     own = getattr(resolved.request.config.get_text_config(), "router_aux_loss_coef", None)
-    return own, resolved.router_aux_loss_coef
-
-
-def question_of(resolved: Resolved) -> Question:
-    """The part of a plan's question that is kept."""
-    job, balance = make_job(resolved), balance_of(resolved)
-    return Question(job, resolved.shape, resolved.compile, balance)
+    asked, weight = resolved.request.router_aux_loss_coef, resolved.router_aux_loss_coef
+    return own if weight and asked == "auto" and own != weight else None
 
 
 def plan_run(config: Config, resolved: Resolved, steps: int | None = None, **known: Any) -> Plan:

@@ -10,7 +10,8 @@ from os.path import expanduser  # leaves `~nobody` as it is, where Path's raises
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatrain.config import Config, bench_config
+from megatrain.config import Config
+from megatrain.config.load import bench_config
 from megatrain.data.samples import name_for
 from megatrain.engine.verify import FORMAT, Verdict
 from megatrain.engine.verify import verify as check

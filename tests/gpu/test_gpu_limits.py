@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatrain.config import bench_config
+from megatrain.config.load import bench_config
 from megatrain.engine.constructors import hold_to_budget
 from megatrain.memory import slab
 from megatrain.recipes.planned_machine import find_machine

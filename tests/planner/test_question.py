@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 
 from benchmarks.questions import worked_out
-from megatrain.config import Config, bench_config
+from megatrain.config import Config
+from megatrain.config.load import bench_config
 from megatrain.data.samples import name_for
 from megatrain.models.shapes import SHAPES
 from megatrain.planner import question as question_module
@@ -26,7 +27,7 @@ from megatrain.planner.question import (
     shipped,
 )
 from megatrain.recipes import plan as recipe
-from megatrain.recipes.planned_site import described_site
+from megatrain.recipes.planned_site import planned_site
 
 CARD: dict[str, Any] = {"gpu": "RTX 3060", "ram": "32GiB"}
 ASKED = ("--gpu", CARD["gpu"], "--ram", CARD["ram"])
@@ -83,7 +84,7 @@ def with_options(model: Path | str, *given: str) -> Config:
 
 def causes_in(model: Path | str, *given: str) -> dict[str, Any]:
     config = with_options(model, *given)
-    causes = recipe.question_causes(config, described_site(config, **CARD))
+    causes = recipe.question_causes(config, planned_site(config, **CARD))
     assert causes is not None
     return causes
 
@@ -160,14 +161,14 @@ def test_known_and_worked_out_plans_are_the_same(monkeypatch):
 )
 def test_other_options_ask_another_question(given):
     config = with_options(SMALL, given)
-    site = described_site(config, gpu="RTX 4090", ram="32GiB")
+    site = planned_site(config, gpu="RTX 4090", ram="32GiB")
     assert name_for(recipe.question_causes(config, site) or {}) != name_for(causes_in(SMALL))
 
 
 def test_what_is_not_looked_at_is_not_kept(tmp_path):
     for given in ("method=sft", "train.context_parallel=2", f"memory.nvme={tmp_path}"):
         config = with_options(SMALL, given)
-        assert recipe.question_causes(config, described_site(config, **CARD)) is None, given
+        assert recipe.question_causes(config, planned_site(config, **CARD)) is None, given
 
 
 def test_a_torn_file_is_written_anew(monkeypatch):

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from megatrain.config import bench_config
+from megatrain.config.load import bench_config
 from megatrain.models.shapes import SHAPES
 from megatrain.recipes.model import shape_config
 from tests.helpers.commands import steps_of

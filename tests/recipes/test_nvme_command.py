@@ -12,7 +12,7 @@ from unittest.mock import Mock
 
 import pytest
 
-from megatrain.config import bench_config
+from megatrain.config.load import bench_config
 from megatrain.engine import resolved
 from megatrain.errors import StorageError
 from megatrain.machine import hardware, profile

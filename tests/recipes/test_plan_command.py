@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 import torch
 
-from megatrain.config import Config, bench_config
+from megatrain.config import Config
+from megatrain.config.load import bench_config
 from megatrain.engine.resolved import state_bytes, whole_update
 from megatrain.machine.datasheets import GPUS
 from megatrain.machine.hypothetical import DRIVER_BYTES
