@@ -7,6 +7,7 @@ import shutil
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from importlib.util import find_spec
 from typing import Any, Literal, cast
 
@@ -134,7 +135,8 @@ def resolve(request: Request, machine: Machine) -> Resolved:
     least = piece_tokens(request.least_tokens, pieces)
     sizes = [piece_tokens(asked, pieces)] if asked else dry_run_sizes(least, device.type, skeleton)
     with balanced_on_meta(skeleton, coefficient):
-        shape = shape_of(
+        dry_run = partial(
+            shape_of,
             skeleton,
             piece_tokens(seq_len, pieces),
             sizes,
@@ -145,6 +147,7 @@ def resolve(request: Request, machine: Machine) -> Resolved:
             fp8=machine.precision == "fp8",
             layer_chunks=layer_chunks(request.asked.get("layer_chunk_tokens") or None, max(sizes)),
         )
+        shape = machine.world.on_rank0(dry_run)  # all have the same model, or are refused
     packed_to = seq_len if packed else None
     return Resolved(
         request, machine, skeleton, shape, coefficient, compiled, packed_to, lengths_vary
@@ -168,7 +171,8 @@ def plan_of(resolved: Resolved, *, suggest: bool = False, **known: Any) -> Plan:
     job = make_job(resolved, **known)
     room = room_for_nvme(request, machine.hardware, sum(disk_bytes(job, resolved.shape).values()))
     rooms = [room for room in machine.world.all_gather(room) if room is not None]
-    plan = make_plan(
+    planning = partial(
+        make_plan,
         job,
         resolved.shape,
         machine.hardware,
@@ -179,7 +183,7 @@ def plan_of(resolved: Resolved, *, suggest: bool = False, **known: Any) -> Plan:
         nvme_limit=min(rooms, default=None),
     )
     return replace(
-        plan,
+        machine.world.on_rank0(planning),
         drives_assumed=tuple(map(str, machine.drives_assumed)),
         ranks_assumed=machine.together_assumed,
         made_of=resolved,
