@@ -3,8 +3,8 @@ planned for, and the job and shape of a model, which are kept on disk once they 
 
 `known_question` alone decides whether a question is known. It is kept in the cache folder under a
 digest of all that it follows from: the model, the options that it depends on, versions, and the
-package's own source. `questions.json.gz` has those of the named shapes with default options, for
-the releases of torch and transformers that it names (decision 0115).
+package's own source. `questions.json.gz` has those of the named shapes with default options, each
+for the releases of torch and transformers that were found to give it (decision 0010).
 """
 
 from __future__ import annotations
@@ -112,9 +112,8 @@ def shipped(causes: Mapping[str, Any], named: str | None) -> Question | None:
     """The question of a named shape that comes with the package, for the releases in use now."""
     if named is None or any(map(installed_version, KERNELS)):
         return None
-    found = json.loads(gzip.decompress(SHIPPED.read_bytes()))
-    row = found["models"].get(named)
-    if row is None or row["causes"] != name_for(causes) or releases() not in found["releases"]:
+    row = json.loads(gzip.decompress(SHIPPED.read_bytes())).get(named)
+    if row is None or row["causes"] != name_for(causes) or releases() not in row["releases"]:
         return None
     question: Question = TypeAdapter(Question).validate_python(row["question"])
     return question
