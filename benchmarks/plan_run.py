@@ -84,7 +84,7 @@ def plan_case(case: Case, device: str) -> Plan:
 
 def shape_of_case(case: Case, skeleton: Skeleton, device: str) -> ModelShape:
     from megatrain.engine.resolved import next_token_on_meta
-    from megatrain.planner.cost.shape import shape_of
+    from megatrain.planner.cost.dry_run import shape_of
     from megatrain.planner.search import AUTO_MICRO_BATCH_TOKENS
 
     most = min(case.tokens, AUTO_MICRO_BATCH_TOKENS[device])

@@ -16,8 +16,9 @@ from multiprocessing import get_context
 from pathlib import Path
 
 from benchmarks.write_page import filled
+from megatrain.config.load import bench_config
 from megatrain.errors import PlanError
-from megatrain.recipes.model import bench_config, shape_model
+from megatrain.recipes.model import shape_model
 from megatrain.recipes.planned_machine import planned_machine
 from megatrain.recipes.setup import plan_run, quiet_libraries, request_of, resolve_run
 

@@ -350,7 +350,7 @@ def encode(value: object) -> bytes:
     """A value as JSON, which does nothing when it is read, as a pickle may.
 
     Besides JSON's own values: tuples, sets, mappings with any keys, bytes, paths, dates, arrays and
-    tensors, dataclasses and errors of this package. Raises TypeError for others.
+    tensors, dataclasses, named tuples and errors of this package. Raises TypeError for others.
     """
     return json.dumps(_plain(value)).encode()
 
@@ -369,6 +369,8 @@ def _plain(value: Any) -> Any:
         return value
     if isinstance(value, list):
         return [*map(_plain, value)]
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return {"named": [type(value).__module__, type(value).__qualname__, [*map(_plain, value)]]}
     if isinstance(value, tuple | set | frozenset):
         return {"tuple" if isinstance(value, tuple) else "set": [*map(_plain, value)]}
     if isinstance(value, dict):
@@ -419,6 +421,9 @@ def _value(plain: Any) -> Any:
             dtype, shape, raw = held
             flat = torch.tensor(bytearray(_value(raw)), dtype=torch.uint8)
             return flat.view(getattr(torch, dtype)).reshape(shape)
+        case "named":
+            module, name, held = held
+            return _class(module, name)._make(map(_value, held))
         case "object" | "error":
             module, name, attributes, *said = held
             found = _class(module, name).__new__(_class(module, name), *said)
@@ -429,11 +434,11 @@ def _value(plain: Any) -> Any:
 
 
 def _class(module: str, name: str) -> Any:
-    """A dataclass or an error of this package. Raises ValueError for anything else."""
+    """A dataclass, named tuple or error of this package. Raises ValueError for anything else."""
     found: Any = sys.modules[module]
     for part in name.split("."):
         found = getattr(found, part)
     ours = isinstance(found, type) and found.__module__.partition(".")[0] == PACKAGE
-    if ours and (is_dataclass(found) or issubclass(found, MegaTrainError)):
+    if ours and (is_dataclass(found) or issubclass(found, MegaTrainError | tuple)):
         return found
     raise ValueError(f"{name} is no class of messages")

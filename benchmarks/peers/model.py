@@ -10,7 +10,8 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
 from benchmarks.peers.job import Job
-from megatrain.recipes.model import bench_config, shape_config
+from megatrain.config.load import bench_config
+from megatrain.recipes.model import shape_config
 
 HEAD_CHUNK = 4096  # rows of logits at a time: 2.5 GB in fp32 with a vocabulary of 152,064
 

@@ -126,23 +126,22 @@ def plan(
     described |= {"gpu_memory": gpu_memory, "gpu_tflops": gpu_tflops}
     described |= {"gpus": gpus, "hosts": hosts, "network": network}
     from megatrain.config import load_config, names_config
+    from megatrain.config.load import bench_config
 
     target, given = _target_of(arguments, "plan")
     shape_alone = not names_config(target)
     if shape_alone:
         find_shape(target)
-        from megatrain.recipes.model import bench_config
-
         settings = bench_config(target, given)
     else:
         settings = load_config(target, given)
         find_model(settings.model.source, settings.model.revision)
     from megatrain.planner.plan import render
-    from megatrain.recipes import run
+    from megatrain.recipes.plan import plan as make_plan
     from megatrain.reporting.progress import logging_on
 
     with logging_on(console_on(stderr=True)):
-        found = run.plan(settings, shape_alone, described)
+        found = make_plan(settings, shape_alone, described)
     if as_json:
         print_json(found.to_dict())
         found.check()
@@ -203,11 +202,10 @@ def bench(
     short = {"train.tokens_per_step": tokens_per_step, "train.seq_len": seq_len}
     shorts = [f"{key}={value}" for key, value in short.items() if value is not None]
     from megatrain.config import names_config
+    from megatrain.config.load import bench_config
 
     if not names_config(target):
         find_shape(target)
-    from megatrain.recipes.model import bench_config
-
     settings = bench_config(target, [*shorts, *given])
     on_several(settings)
     from megatrain.recipes.bench import bench as time_steps

@@ -126,6 +126,22 @@ def load_config(
         raise ConfigError(f"{error}\n{name}: {IMPORT.format(name)}") from None
 
 
+def bench_config(target: str, overrides: Sequence[str] | Mapping[str, Any] = ()) -> Config:
+    """The config of a benchmark, whose weights start at random whatever a file says. target: a
+    config file, or a model folder, hub id or named shape, for which defaults are taken. Raises
+    ConfigError."""
+    full_rows = {  # pre-training of the model on rows of full length
+        "model": {"config": target, "init": "random"},
+        "method": "pretrain",
+        "data": {"train": "random tokens", "eval": None},
+    }
+    config = load_config(target if names_config(target) else full_rows, overrides)
+    if config.model.init == "random":
+        return config
+    drawn = {"model.path": None, "model.config": config.model.source, "model.init": "random"}
+    return config.with_values(drawn)
+
+
 def check_trust(config: Config) -> None:
     """Raise ConfigError where a file alone says that a model's code may run: files may be anyone's.
     What was said on a command line or in Python is kept for the user of this machine."""

@@ -45,6 +45,7 @@ from megatrain.models.pretrained import (
 )
 from megatrain.models.skeleton import Skeleton
 from megatrain.planner.plan import Plan
+from megatrain.planner.question import Site
 from megatrain.settings import Settings
 from megatrain.storage.passthrough import NOTHING, Passthrough
 from megatrain.storage.safetensors import open_shards
@@ -124,12 +125,13 @@ class Constructors:
         Raises PlanError: the plan does not fit, or was made for another machine.
         """
         resolved = plan.made_of
-        if not isinstance(resolved, Resolved):
+        if not isinstance(resolved, Resolved | Site):
             raise PlanError(
                 "from_plan: this plan does not say what it was made of; make it with mt.plan"
             )
         plan.check()
-        check_made_here(resolved.machine)
+        check_made_here(resolved if isinstance(resolved, Site) else resolved.machine)
+        assert isinstance(resolved, Resolved), "a plan of a site alone is not for this machine"
         refuse_ranks()
         # its own: a plan may open several engines
         return cls.open_plan(plan, skeleton_of(resolved.request, resolved.machine.precision))
@@ -260,11 +262,13 @@ def source_of(request: Request) -> ModelSource | None:
     return found
 
 
-def check_made_here(machine: Machine) -> None:
+def check_made_here(machine: Site) -> None:
     """Raise PlanError for a plan that was made for another machine than this one."""
-    device, gpu = machine.device, machine.hardware.gpu
-    found = device.type == "cpu" or torch.cuda.device_count() > (device.index or 0)
-    here = read_hardware(".", device.type) if machine.here and found else None
+    here, gpu = None, machine.hardware.gpu
+    if isinstance(machine, Machine) and machine.here:
+        device = machine.device
+        if device.type == "cpu" or torch.cuda.device_count() > (device.index or 0):
+            here = read_hardware(".", device.type)
     if here is None or fingerprint(here) != fingerprint(machine.hardware):
         raise PlanError(
             "from_plan: the plan was made for another machine "

@@ -6,9 +6,9 @@ import logging
 import shutil
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from functools import partial
 from importlib.util import find_spec
-from pathlib import Path
 from typing import Any, Literal, cast
 
 import torch
@@ -32,7 +32,7 @@ from megatrain.machine.hardware import (
     keep_caches_small,
     read_hardware,
 )
-from megatrain.machine.profile import MachineProfile, known_or_typical, with_drives
+from megatrain.machine.profile import known_or_typical, with_drives
 from megatrain.memory.layout import FlatLayout
 from megatrain.models.anatomy import layouts_of
 from megatrain.models.implementations import holds_experts
@@ -41,10 +41,12 @@ from megatrain.models.transforms.fp8 import Fp8Policy
 from megatrain.optim import AdamW, Lion, Muon, Optimizer
 from megatrain.optim.muon import check_one_rank
 from megatrain.optim.optimizer import MOMENTS
-from megatrain.planner.cost.shape import ModelShape, layer_chunks, shape_of
+from megatrain.planner.cost.dry_run import layer_chunks, shape_of
+from megatrain.planner.cost.shape import ModelShape
 from megatrain.planner.job import ImageTokens, Job, WholeUpdate
 from megatrain.planner.memory import disk_bytes
 from megatrain.planner.plan import Plan, make_plan
+from megatrain.planner.question import Site, posed
 from megatrain.planner.search import most_micro_batch_tokens
 from megatrain.settings import contradiction
 from megatrain.world import ALONE, World
@@ -58,22 +60,11 @@ IMAGES_SHARE = 0.5  # of tokens, until rows are known
 
 
 @dataclass(frozen=True)
-class Machine:
-    """The machine of a job: device, precision and rates."""
+class Machine(Site):
+    """The machine of a job, with the device that computes and the ranks that train together."""
 
-    device: torch.device
-    precision: str
-    hardware: Hardware
-    profile: MachineProfile
-    compiles: bool | None = None  # a C compiler and Triton are at hand; None: look here
-    drives_assumed: tuple[Path, ...] = ()  # folders on drives that were not measured
-    here: bool = True  # False for a machine that is only described
-    world: World = ALONE
-    ranks: int = 1  # GPUs of a host; `hardware` and `profile` are what each has, while all work
-    hosts: int = 1
-    together_assumed: bool = False  # nobody measured that
-    peers: bool = True  # the GPUs of a host reach each other's memory
-    alone: Machine | None = None  # the same machine with one GPU at work
+    device: torch.device = field(kw_only=True)
+    world: World = field(default=ALONE, kw_only=True)
 
     @classmethod
     def of(cls, request: Request) -> Machine:
@@ -84,7 +75,15 @@ class Machine:
         hardware = read_hardware(request.output, device.type)
         profile = known_or_typical(hardware)
         profile, assumed = with_drives(profile, request.nvme_folders, hardware)
-        return cls(device, precision, hardware, profile, drives_assumed=assumed)
+        return cls(precision, hardware, profile, drives_assumed=assumed, device=device)
+
+    @classmethod
+    def of_site(cls, site: Site) -> Machine:
+        """The machine of a site, whose device is any GPU if it is only described."""
+        if isinstance(site, cls):
+            return site
+        alone = None if site.alone is None else cls.of_site(site.alone)
+        return cls(**{**vars(site), "alone": alone}, device=torch.device("cuda"))
 
 
 @dataclass(frozen=True)
@@ -136,7 +135,8 @@ def resolve(request: Request, machine: Machine) -> Resolved:
     least = piece_tokens(request.least_tokens, pieces)
     sizes = [piece_tokens(asked, pieces)] if asked else dry_run_sizes(least, device.type, skeleton)
     with balanced_on_meta(skeleton, coefficient):
-        shape = shape_of(
+        dry_run = partial(
+            shape_of,
             skeleton,
             piece_tokens(seq_len, pieces),
             sizes,
@@ -147,6 +147,7 @@ def resolve(request: Request, machine: Machine) -> Resolved:
             fp8=machine.precision == "fp8",
             layer_chunks=layer_chunks(request.asked.get("layer_chunk_tokens") or None, max(sizes)),
         )
+        shape = machine.world.on_rank0(dry_run)  # all have the same model, or are refused
     packed_to = seq_len if packed else None
     return Resolved(
         request, machine, skeleton, shape, coefficient, compiled, packed_to, lengths_vary
@@ -172,7 +173,8 @@ def plan_of(resolved: Resolved, *, suggest: bool = False, **known: Any) -> Plan:
     job = make_job(resolved, **known)
     room = room_for_nvme(request, machine.hardware, sum(disk_bytes(job, resolved.shape).values()))
     rooms = [room for room in machine.world.all_gather(room) if room is not None]
-    plan = make_plan(
+    planning = partial(
+        make_plan,
         job,
         resolved.shape,
         machine.hardware,
@@ -183,7 +185,7 @@ def plan_of(resolved: Resolved, *, suggest: bool = False, **known: Any) -> Plan:
         nvme_limit=min(rooms, default=None),
     )
     return replace(
-        plan,
+        machine.world.on_rank0(planning),
         drives_assumed=tuple(map(str, machine.drives_assumed)),
         ranks_assumed=machine.together_assumed,
         made_of=resolved,
@@ -207,10 +209,7 @@ def make_job(resolved: Resolved, **known: Any) -> Job:
     if resolved.shape.images is not None:
         guess = ImageTokens(IMAGES_SHARE, IMAGES_SHARE, resolved.shape.images.tokens)
         known = {"images": guess, **known}
-    transport = request.transport
-    if transport == "auto":  # why: decision 0103
-        transport = "gather" if machine.peers or machine.hosts > 1 else "read"
-    return Job(
+    job = Job(
         precision=machine.precision,
         tokens_per_step=max(tokens_per_step, request.least_tokens),  # a row at least
         rows_per_step=None if rows is None else rows * pieces,
@@ -236,16 +235,11 @@ def make_job(resolved: Resolved, **known: Any) -> Job:
         draws_weights=request.source is None,
         lengths_vary=resolved.lengths_vary,
         nvme_drives=len({drive_of(folder) for folder in request.nvme_folders}),
-        ranks=machine.ranks,
-        hosts=machine.hosts,
-        peers=machine.peers,
-        transport=transport,
         wire=request.wire,
         checkpoints_kept=request.checkpoints_kept,
         keeps_best=request.keeps_best,
-        **asked,
-        **known,
     )
+    return posed(job, machine, request.transport, **asked, **known)
 
 
 def room_for_nvme(request: Request, hardware: Hardware, checkpoint_bytes: int) -> int | None:

@@ -32,6 +32,11 @@ SHAPES: dict[str, dict[str, Any]] = {
 SHAPES["mistral-7b"]["sliding_window"] = None  # which TOML cannot say
 
 
+def named_shape(source: str) -> dict[str, Any] | None:
+    """The shape of this name, unless a folder has it."""
+    return None if Path(source).exists() else SHAPES.get(source)
+
+
 def set_depth(config: PretrainedConfig, layers: int) -> None:
     """Give the model `layers` layers: its first ones, repeated as often as needed."""
     text = config.get_text_config()

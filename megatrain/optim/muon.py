@@ -218,10 +218,11 @@ class Muon:
         """FLOPs of the matmuls in a block's update."""
         matrices = (_matrices(spec.shape) for spec in _hidden(layout))
         # an iteration computes x x^T, the square of that, and its product with x
-        return sum(
+        flops = (
             self.ns_steps * count * (4.0 * short * short * long + 2.0 * short**3)
             for count, short, long in matrices
         )
+        return sum(flops, 0.0)
 
     def scratch(self, layouts: Sequence[FlatLayout]) -> Scratch:
         """Memory that suffices for the update of any of these blocks."""

@@ -25,7 +25,7 @@ from megatrain.planner.simulation import (
 from megatrain.schedule import UNCHANGED, Where, graphs_of_layers, keeps_attention
 
 if TYPE_CHECKING:
-    from megatrain.planner.cost.work import BlockCost, ImageCost, PassCost
+    from megatrain.planner.cost.shape import BlockCost, ImageCost, PassCost
 
 # Held to layers of 2B to 14B on an H200 (tests/planner/test_timing.py).
 # Share of a lone matmul's rate that a layer's matmuls reach on a CPU; on an H200 it was all of it.

@@ -8,10 +8,11 @@ from typing import Any
 
 from megatrain.config import Config, load_config, names_config
 from megatrain.config.fields import check_prompts, check_sources
+from megatrain.config.load import bench_config
 from megatrain.errors import ConfigError
 from megatrain.planner.plan import Plan
 from megatrain.recipes import inspect, run
-from megatrain.recipes.model import bench_config
+from megatrain.recipes.plan import plan as make_plan
 from megatrain.recipes.tasks import TaskOptions
 from megatrain.reporting.summary import RunSummary
 from megatrain.storage import export as exporting
@@ -62,7 +63,7 @@ def plan(
     described: dict[str, Any] = {"gpu": gpu, "ram": ram, "cores": cores, "pcie": pcie}
     described |= {"gpu_memory": gpu_memory, "gpu_tflops": gpu_tflops}
     described |= {"gpus": gpus, "hosts": hosts, "network": network}
-    return run.plan(config, not is_config, described)
+    return make_plan(config, not is_config, described)
 
 
 def train(

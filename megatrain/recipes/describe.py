@@ -23,9 +23,10 @@ from megatrain.errors import logger
 from megatrain.machine.hardware import update_threads
 from megatrain.machine.profile import installed_version
 from megatrain.planner.plan import Plan
+from megatrain.recipes.planned_site import prices_of
 from megatrain.recipes.report import ENVIRONMENT_FILE, PLAN_FILE
 from megatrain.recipes.sample import sample
-from megatrain.recipes.setup import decided_of_optimizer, micro_batch_of, prices_of
+from megatrain.recipes.setup import decided_of_optimizer, micro_batch_of
 from megatrain.recipes.signals import StopRequest
 from megatrain.recipes.state import Ready, Run
 from megatrain.reporting.energy import Economy

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from os.path import expanduser  # leaves `~nobody` as it is, where Path's raises
@@ -11,7 +11,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
-from megatrain.config import Config, load_config, names_config
+from megatrain.config import Config
 from megatrain.data.formats import renamed
 from megatrain.data.images import Sight
 from megatrain.data.samples import PROMPTS, names_images
@@ -31,7 +31,7 @@ from megatrain.models.pretrained import (
     resolve_source,
     with_stops,
 )
-from megatrain.models.shapes import SHAPES, set_depth
+from megatrain.models.shapes import named_shape, set_depth
 from megatrain.storage.manifest import check_description
 from megatrain.storage.passthrough import processor_files
 from megatrain.storage.safetensors import open_shards
@@ -197,22 +197,6 @@ def check_tensors(skeleton: Skeleton, source: str) -> None:
 # -- shapes: models without weights ----------------------------------------------------------------
 
 
-def bench_config(target: str, overrides: Sequence[str] | Mapping[str, Any] = ()) -> Config:
-    """The config of a benchmark, whose weights start at random whatever a file says. target: a
-    config file, or a model folder, hub id or named shape, for which defaults are taken. Raises
-    ConfigError."""
-    full_rows = {  # pre-training of the model on rows of full length
-        "model": {"config": target, "init": "random"},
-        "method": "pretrain",
-        "data": {"train": "random tokens", "eval": None},
-    }
-    config = load_config(target if names_config(target) else full_rows, overrides)
-    if config.model.init == "random":
-        return config
-    drawn = {"model.path": None, "model.config": config.model.source, "model.init": "random"}
-    return config.with_values(drawn)
-
-
 def shape_model(config: Config, layers: int | None = None) -> Model:
     """A model that has a configuration, but no files. Raises ModelError."""
     return Model(shape_config(config, layers), NO_TOKENIZER, None)
@@ -224,8 +208,8 @@ def shape_config(config: Config, layers: int | None = None) -> PretrainedConfig:
     from transformers import AutoConfig
 
     model = config.model
-    if model.source in SHAPES and not Path(model.source).exists():
-        described: PretrainedConfig = AutoConfig.for_model(**SHAPES[model.source])
+    if shape := named_shape(model.source):
+        described: PretrainedConfig = AutoConfig.for_model(**shape)
         longest = max(described.max_position_embeddings, config.train.seq_len)
         described.max_position_embeddings = longest  # random weights know no position
     else:

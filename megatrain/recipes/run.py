@@ -1,4 +1,4 @@
-"""`plan`, `train` and `resume`: from a config to a plan, and to the end of its run."""
+"""`train` and `resume`: from a config to a plan, and to the end of its run."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from megatrain.data.rows import Rows, TokenRows
 from megatrain.data.samples import PROMPTS
 from megatrain.data.streaming import Stream
 from megatrain.engine.components import deterministic
-from megatrain.engine.resolved import Resolved, piece_tokens
+from megatrain.engine.resolved import Machine, Resolved, piece_tokens
 from megatrain.errors import ConfigError, DataError, ModelError, StorageError, if_forbidden, logger
 from megatrain.heartbeat import may_end_here
 from megatrain.losses import SequenceLoss
@@ -43,8 +43,8 @@ from megatrain.recipes.model import (
     sighted,
     suited,
 )
-from megatrain.recipes.planned_machine import beside_others, find_machine, planned_machine
-from megatrain.recipes.ranks.launch import ranks_for
+from megatrain.recipes.planned_machine import find_machine
+from megatrain.recipes.planned_site import beside_others
 from megatrain.recipes.ranks.rendezvous import (
     as_rank,
     bind,
@@ -63,6 +63,7 @@ from megatrain.recipes.setup import (
     memory_errors,
     micro_batch_of,
     open_rows,
+    other_balance,
     plan_run,
     quiet_libraries,
     resolve_run,
@@ -91,22 +92,9 @@ from megatrain.storage.run_folder import CARD, FINAL, checkpoints, sequence_of
 from megatrain.world import ALONE, World
 
 
-def plan(
-    config: Config, shape_alone: bool = False, described: Mapping[str, Any] | None = None
-) -> Plan:
-    """The plan of a config's run. Loads no weights and touches no GPU. Raises MegaTrainError.
-
-    Args:
-        shape_alone: the model has no files but its configuration, or is a name (models/shapes.py).
-        described: another machine than this one, or several of its GPUs, in the keywords of
-            `planned_machine`, if any of them is not None.
-    """
-    other = {name: value for name, value in (described or {}).items() if value is not None}
-    if other and "gpus" not in other and config.gpus != "auto":
-        other["gpus"] = config.gpus
-    if not (other or shape_alone) and (gpus := ranks_for(config)) > 1:
-        other = {"gpus": gpus}
-    machine = planned_machine(config, **other) if other else None
+def plan_model(config: Config, shape_alone: bool, machine: Machine | None) -> tuple[Plan, bool]:
+    """(plan, True if there was nothing to say of the model but this), worked out of the model
+    itself. shape_alone: as for `plan.plan`. machine: another than this one."""
     quiet_libraries()
     if shape_alone or config.model.init == "pretrained":
         check_weights(config.model.source, needed=False)
@@ -118,9 +106,15 @@ def plan(
     resolved = resolve_run(config, model, machine or find_machine(config))
     if config.model.init == "pretrained" and not shape_alone:
         check_tensors(resolved.skeleton, config.model.source)
-    check_once(resolved.skeleton, config.model.trust_remote_code)
+    checked = check_once(resolved.skeleton, config.model.trust_remote_code)
+
+    def plan_on(machine: Machine) -> Plan:
+        return plan_run(config, replace(resolved, machine=machine))
+
     steps = config.train.max_steps if config.train.epochs is None else None
-    return beside_others(config, plan_run(config, resolved, steps, suggest=True))
+    plan = plan_run(config, resolved, steps, suggest=True)
+    silent = not checked.reason and other_balance(resolved) is None
+    return beside_others(config, plan, resolved.machine.alone, plan_on), silent
 
 
 def train(config: Config, profile: Path | None = None) -> RunSummary:

@@ -26,7 +26,6 @@ from megatrain.engine.resolved import Machine, Resolved, plan_of, resolve
 from megatrain.errors import ConfigError, DataError, OutOfMemory, PlanError, logger
 from megatrain.heartbeat import beat, may_end_here
 from megatrain.losses import LOSSES, SequenceLoss
-from megatrain.machine.datasheets import FIRST_BFLOAT16, board_power_w
 from megatrain.machine.hardware import keep_caches_small, physical_cores
 from megatrain.methods import METHODS
 from megatrain.optim import OPTIMIZERS, Optimizer
@@ -34,9 +33,14 @@ from megatrain.optim.schedules import warmup_steps
 from megatrain.planner.plan import Plan
 from megatrain.planner.rollout import OF_TRAINING, Writing, with_answers
 from megatrain.recipes.model import Model, parts_in
+from megatrain.recipes.planned_site import (
+    check_divides,
+    notice_no_bfloat16,
+    notice_no_effect,
+    with_economy,
+)
 from megatrain.recipes.rl.prompts import read_prompt_rows
 from megatrain.recipes.rl.rollouts import Rollouts
-from megatrain.reporting.energy import Prices, planned_economy, planned_power
 from megatrain.reporting.summary import human_bytes
 from megatrain.settings import KEYS
 from megatrain.world import World
@@ -102,12 +106,23 @@ def resolve_run(
     notice_no_bfloat16(machine)
     notice_no_effect(config, machine)
     resolved = resolve(request_of(config, model, kept), machine)
-    notice_other_balance(config, resolved)
+    if (own := other_balance(resolved)) is not None:
+        logger.info(
+            f"the routers' balancing loss weighs {resolved.router_aux_loss_coef:g}, not {own:g} as "
+            "in config.json; set train.router_aux_loss_coef for another weight"
+        )
     check_shared(config, resolved)
     if towers := resolved.skeleton.findings.towers:
         trains = "trains" if config.train.freeze is not None else "is frozen (train.freeze)"
         logger.warning(f"images are read; {towers[0]} and what else sees {trains}")
     return resolved
+
+
+def other_balance(resolved: Resolved) -> float | None:
+    """Weight of the routers' balancing loss in config.json, if another one holds."""
+    own = getattr(resolved.request.config.get_text_config(), "router_aux_loss_coef", None)
+    asked, weight = resolved.request.router_aux_loss_coef, resolved.router_aux_loss_coef
+    return own if weight and asked == "auto" and own != weight else None
 
 
 def plan_run(config: Config, resolved: Resolved, steps: int | None = None, **known: Any) -> Plan:
@@ -117,16 +132,7 @@ def plan_run(config: Config, resolved: Resolved, steps: int | None = None, **kno
         plan = plan_with_rollouts(config, resolved, **known)
     else:
         plan = plan_of(resolved, **known)
-    if not plan.fits:
-        return replace(plan, steps=steps)
-    options, timing, gpu = config.economy, plan.timing, plan.made_of.machine.hardware.gpu
-    of_gpu = (board_power_w(gpu.name), options.gpu_power_w) if gpu else (None, None)
-    power = planned_power(timing.busy, *of_gpu, options.host_power_w)
-    power = power.of_all(plan.job.size, plan.job.hosts)
-    seconds = (steps or 1) * timing.seconds
-    prices = prices_of(config).times(plan.job.hosts)
-    economy = planned_economy(round(seconds * timing.tokens_per_s), seconds, power, prices)
-    return replace(plan, economy=economy, steps=steps)
+    return with_economy(config, plan, plan.made_of.machine, steps)
 
 
 # What may give way to the keys and values of more answers.
@@ -190,11 +196,6 @@ def writing_of(config: Config, plan: Plan) -> Writing:
     )
 
 
-def prices_of(config: Config) -> Prices:
-    options = config.economy
-    return Prices(options.price_per_hour, options.price_per_kwh, options.currency)
-
-
 def make_loss(config: Config) -> AnyLoss:
     """The loss of the config's method. Raises ConfigError."""
     given, method = config.of_method, METHODS[config.method]
@@ -240,43 +241,6 @@ def decided_of_optimizer(config: Config) -> dict[str, Any]:
     return {f"optimizer.{key}": own[key] for key in left if own.get(key) is not None}
 
 
-# -- notices ---------------------------------------------------------------------------------------
-
-
-def notice_no_bfloat16(machine: Machine) -> None:
-    """Warn of a GPU that has no bf16 units: what that costs, and what to set."""
-    gpu = machine.hardware.gpu
-    if gpu is not None and gpu.capability < FIRST_BFLOAT16:
-        instead = "it computes in float32, several times slower than cards that have them"
-        if machine.precision != "float32":
-            instead = "it emulates them slowly; set precision: float32"
-        logger.warning(f"{gpu.name} has no bf16 units: {instead}")
-
-
-def notice_no_effect(config: Config, machine: Machine) -> None:
-    """Log keys for GPUs, or several of them or of hosts, that have no effect on this machine."""
-    several = machine.ranks * machine.hosts
-    for key, value, without, others, trains in (
-        ("memory.transport", config.memory.transport, ("auto",), machine.ranks, "GPU of a host"),
-        ("memory.replicated", config.memory.replicated, ("auto", 0), several, "GPU"),
-        ("train.wire", config.train.wire, ("float32",), machine.hosts, "host"),
-    ):
-        if others == 1 and value not in without:
-            logger.info(f"{config.where(key)}: {value} has no effect where one {trains} trains")
-    if machine.hardware.gpu is None and config.memory.gpu != "auto":
-        logger.info(f"{config.where('memory.gpu')}: has no effect on a CPU, where all is host RAM")
-
-
-def notice_other_balance(config: Config, resolved: Resolved) -> None:
-    own = getattr(resolved.request.config.get_text_config(), "router_aux_loss_coef", None)
-    weight, asked = resolved.router_aux_loss_coef, config.train.router_aux_loss_coef
-    if weight and asked == "auto" and own not in (None, weight):
-        logger.info(
-            f"the routers' balancing loss weighs {weight:g}, not {own:g} as in config.json; "
-            "set train.router_aux_loss_coef for another weight"
-        )
-
-
 # -- processes -------------------------------------------------------------------------------------
 
 
@@ -318,17 +282,6 @@ def sharing(config: Config, world: World) -> World:
     """The world with `train.context_parallel` ranks to a sequence. Raises ConfigError."""
     check_divides(config, world.local_size)
     return world.sharing_sequences(config.train.context_parallel)
-
-
-def check_divides(config: Config, ranks: int) -> None:
-    """Raise ConfigError unless ranks of a host can share sequences evenly."""
-    pieces = config.train.context_parallel
-    if ranks % pieces:
-        where, there = config.where("train.context_parallel"), f"{ranks} train{'s' * (ranks == 1)}"
-        raise ConfigError(
-            f"{where}: {pieces} GPUs of a host cannot share sequences where {there}; set a number "
-            "that divides it"
-        )
 
 
 def check_shared(config: Config, resolved: Resolved) -> None:

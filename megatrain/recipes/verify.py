@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatrain.config import Config
+from megatrain.config.load import bench_config
 from megatrain.data.samples import name_for
 from megatrain.engine.verify import FORMAT, Verdict
 from megatrain.engine.verify import verify as check
@@ -25,7 +26,7 @@ from megatrain.machine.profile import (
 from megatrain.models.constants import parts_of
 from megatrain.models.family import is_foreign
 from megatrain.models.skeleton import Skeleton
-from megatrain.recipes.model import bench_config, read_model, shape_config
+from megatrain.recipes.model import read_model, shape_config
 from megatrain.recipes.setup import quiet_libraries
 from megatrain.storage.manifest import check_model_files, manifest_of_model
 
@@ -92,8 +93,9 @@ def seeing_skeleton(config: Config, described: PretrainedConfig) -> tuple[Skelet
     return Skeleton(described, trust_remote_code=trusted), blind
 
 
-def check_once(skeleton: Skeleton, trust_remote_code: bool) -> None:
-    """Check a model's family, once for a configuration and versions. Raises VerificationError."""
+def check_once(skeleton: Skeleton, trust_remote_code: bool) -> Verdict:
+    """Check a model's family, once for a configuration and versions: its verdict. Raises
+    VerificationError."""
     verdict = read_cached(file_of(skeleton), Verdict)
     if verdict is None:
         family = skeleton.anatomy.family
@@ -112,6 +114,7 @@ def check_once(skeleton: Skeleton, trust_remote_code: bool) -> None:
             f"whether {skeleton.anatomy.family} models are trained as in plain PyTorch {was} "
             f"{verdict.reason}"
         )
+    return verdict
 
 
 # -- verdicts that are kept ------------------------------------------------------------------------

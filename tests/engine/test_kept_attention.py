@@ -14,7 +14,7 @@ from megatrain.engine.activations import Offload
 from megatrain.errors import ConfigError
 from megatrain.machine.profile import typical
 from megatrain.models.skeleton import Skeleton
-from megatrain.planner.cost.shape import shape_of
+from megatrain.planner.cost.dry_run import shape_of
 from megatrain.planner.timing import ATTENTION_FORWARD_SHARE, StepCosts
 from megatrain.settings import ALL, Settings
 from tests.helpers.planned import ALL_STREAMED, H200, JOB_7B, QWEN_7B, layout

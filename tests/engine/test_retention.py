@@ -13,7 +13,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from megatrain.engine.verify import gradients_of
 from megatrain.models.skeleton import Skeleton
 from megatrain.models.transforms.compiled import compile_when_run
-from megatrain.planner.cost.shape import shape_of
+from megatrain.planner.cost.dry_run import shape_of
 from megatrain.settings import Settings
 from tests.helpers.compare import apart
 from tests.helpers.support import engine_of, full_batches, tiny_config

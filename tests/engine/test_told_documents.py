@@ -139,7 +139,11 @@ def test_auto_compiles_layers_without_kernels(family, monkeypatch, kernels, whol
     install(monkeypatch, family, kernels)
     skeleton, hardware = Skeleton(CONFIGS[family]), read_hardware(".", "cpu")
     machine = Machine(
-        torch.device("cuda"), "float32", hardware, known_or_typical(hardware), compiles=True
+        "float32",
+        hardware,
+        known_or_typical(hardware),
+        compiles=True,
+        device=torch.device("cuda"),
     )
     assert compiles(skeleton, machine, "auto", lengths_vary=False) == (whole or "loss")
     assert compiles(skeleton, machine, True, lengths_vary=False) is True

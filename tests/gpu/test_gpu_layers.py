@@ -18,8 +18,8 @@ from megatrain.models.recorder import LayerCall
 from megatrain.models.skeleton import Skeleton
 from megatrain.models.transforms.compiled import Inductor
 from megatrain.models.transforms.skippable import skipping
+from megatrain.planner.cost.dry_run import shape_of
 from megatrain.planner.cost.footprint import call_peak_bytes
-from megatrain.planner.cost.shape import shape_of
 from tests.helpers.compare import differing
 
 SIZES: dict[str, Any] = {"hidden_size": 1024, "intermediate_size": 4864, "vocab_size": 96}

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import torch
 
+from megatrain.config.load import bench_config
 from megatrain.engine.constructors import hold_to_budget
 from megatrain.memory import slab
-from megatrain.recipes.model import bench_config
 from megatrain.recipes.planned_machine import find_machine
 from megatrain.reporting.energy import EnergyMeter
 from megatrain.reporting.meters import GpuMeter

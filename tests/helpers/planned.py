@@ -5,8 +5,14 @@ from __future__ import annotations
 from dataclasses import replace
 
 from megatrain.machine.hardware import GIB, MIB, Gpu, Hardware
-from megatrain.planner.cost.shape import ModelShape, WorkingSet
-from megatrain.planner.cost.work import BlockCost, ModelCost, PassCost, Traffic
+from megatrain.planner.cost.shape import (
+    BlockCost,
+    ModelCost,
+    ModelShape,
+    PassCost,
+    Traffic,
+    WorkingSet,
+)
 from megatrain.planner.job import Choices, Job
 from megatrain.planner.memory import Layout
 

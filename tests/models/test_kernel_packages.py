@@ -15,8 +15,8 @@ from megatrain.models.meta import blank_call, on_meta
 from megatrain.models.skeleton import Skeleton
 from megatrain.models.trials.behaviour import observe
 from megatrain.planner.cost.compiled import predict_compiled
+from megatrain.planner.cost.dry_run import shape_of
 from megatrain.planner.cost.footprint import Footprint, call_peak_bytes
-from megatrain.planner.cost.shape import shape_of
 from tests.helpers.kernel_packages import install
 from tests.helpers.support import LINEAR, MAMBA, SIZES, tiny_config
 

@@ -15,7 +15,8 @@ from megatrain.engine.engine import Engine
 from megatrain.machine.profile import typical
 from megatrain.memory.sizes import PAGE
 from megatrain.models.skeleton import Skeleton
-from megatrain.planner.cost.shape import FrozenParts, ModelShape, shape_of
+from megatrain.planner.cost.dry_run import shape_of
+from megatrain.planner.cost.shape import FrozenParts, ModelShape
 from megatrain.planner.job import Job
 from megatrain.planner.memory import disk_bytes
 from megatrain.planner.plan import make_plan, render

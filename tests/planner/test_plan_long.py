@@ -11,7 +11,8 @@ from transformers import Qwen2Config
 from megatrain.machine.hardware import GIB
 from megatrain.machine.profile import typical
 from megatrain.models.skeleton import Skeleton
-from megatrain.planner.cost.shape import ModelShape, WorkingSet, shape_of
+from megatrain.planner.cost.dry_run import shape_of
+from megatrain.planner.cost.shape import ModelShape, WorkingSet
 from megatrain.planner.plan import Plan, make_plan
 from tests.helpers.planned import H200_LARGE_HOST, JOB_7B, QWEN_SIZES
 

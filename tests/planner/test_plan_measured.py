@@ -23,8 +23,9 @@ from megatrain.machine.hardware import read_hardware
 from megatrain.machine.profile import assumed, typical
 from megatrain.models.pretrained import as_classifier
 from megatrain.models.skeleton import Skeleton
+from megatrain.planner.cost.dry_run import shape_of
 from megatrain.planner.cost.footprint import LiveBytes
-from megatrain.planner.cost.shape import ModelShape, shape_of
+from megatrain.planner.cost.shape import ModelShape
 from megatrain.planner.job import Job
 from megatrain.planner.memory import HEAD_COPIES, Layout
 from megatrain.planner.plan import Plan, lay_out, make_plan

@@ -11,8 +11,9 @@ from pathlib import Path
 
 import pytest
 
+from megatrain.config.load import bench_config
 from megatrain.models.shapes import SHAPES
-from megatrain.recipes.model import bench_config, shape_config
+from megatrain.recipes.model import shape_config
 from tests.helpers.commands import steps_of
 from tests.helpers.support import plain_model, tiny_config
 

@@ -269,7 +269,7 @@ def test_the_plan_of_another_machine_has_the_config_s_gpus(project, megatrain):
 
 
 def test_a_plan_for_more_gpus_than_have_work_is_refused(megatrain, monkeypatch):
-    monkeypatch.setattr("megatrain.recipes.run.ranks_for", lambda _: 3)
+    monkeypatch.setattr("megatrain.recipes.plan.ranks_for", lambda _: 3)
     said = megatrain("plan cfg.yaml train.rows_per_step=2 train.tokens_per_step=null", code=4).err
     assert "a step of 2 rows has work for at most 2 GPUs, not for 3: take at most 2" in said
 

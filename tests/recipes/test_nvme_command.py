@@ -12,13 +12,13 @@ from unittest.mock import Mock
 
 import pytest
 
+from megatrain.config.load import bench_config
 from megatrain.engine import resolved
 from megatrain.errors import StorageError
 from megatrain.machine import hardware, profile
 from megatrain.machine.hardware import Gpu, Mount, read_hardware
 from megatrain.machine.profile import DriveRates, fingerprint, save_drive, typical
 from megatrain.recipes import planned_machine
-from megatrain.recipes.model import bench_config
 from tests.recipes.same_run import same_run
 
 SWAP = ["memory.nvme=swap", "memory.nvme_blocks=3"]

@@ -13,13 +13,14 @@ import pytest
 import torch
 
 from megatrain.config import Config
+from megatrain.config.load import bench_config
 from megatrain.engine.resolved import state_bytes, whole_update
 from megatrain.machine.datasheets import GPUS
 from megatrain.machine.hypothetical import DRIVER_BYTES
 from megatrain.optim import AdamW, Muon
 from megatrain.recipes import planned_machine as planned_machine_module
 from megatrain.recipes.describe import facts_of
-from megatrain.recipes.model import bench_config, shape_model
+from megatrain.recipes.model import shape_model
 from megatrain.recipes.planned_machine import find_machine, planned_machine
 from megatrain.recipes.setup import plan_run, resolve_run
 from megatrain.settings import Settings

@@ -23,6 +23,7 @@ from megatrain.data.rows import Position
 from megatrain.errors import DataError, MegaTrainError
 from megatrain.heartbeat import beat, total
 from megatrain.machine.launcher import job_of, port_of
+from megatrain.planner.job import ImageTokens
 from megatrain.recipes.ranks import liveness, rendezvous
 from megatrain.recipes.ranks.liveness import LastWords, OtherFailed
 from megatrain.recipes.ranks.rendezvous import (
@@ -105,7 +106,7 @@ def test_messages_are_what_was_sent_and_run_nothing():
         *((1, ("a", [2])), {3, 4}, {1: "one", ("a", 2): {"dict": []}}, Position(1, 2, 3)),
         *(np.arange(6.0).reshape(2, 3), np.float64(0.5), np.int64(7)),
         *(torch.ones(2, 3, dtype=torch.bfloat16), torch.tensor(4.0), torch.zeros(0)),
-        OtherFailed("as it says", 7),
+        *(ImageTokens(0.25, 0.5, 64.0), OtherFailed("as it says", 7)),
     ]
     found = decode(encode(sent))
     for one, other in zip(sent, found, strict=True):

@@ -20,7 +20,7 @@ from megatrain.memory.layout import FlatLayout
 from megatrain.models.anatomy import Anatomy
 from megatrain.models.constants import Block
 from megatrain.models.skeleton import Skeleton
-from megatrain.planner.cost.shape import shape_of
+from megatrain.planner.cost.dry_run import shape_of
 from megatrain.reporting.mfu import CausalAttention, ModelFlops
 from tests.helpers.planned import sizes
 from tests.helpers.support import NO_NAMES, plain_model, tiny_config

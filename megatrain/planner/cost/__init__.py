@@ -1,1 +1,2 @@
-"""The cost model: `shape.shape_of` finds a model's bytes and work. May import torch."""
+"""The cost model: `dry_run.shape_of` finds a model's bytes and work. All but `shape` imports
+torch."""

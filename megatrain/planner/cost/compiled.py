@@ -32,7 +32,8 @@ from megatrain.models.recorder import LayerCall, tensors_in
 from megatrain.models.transforms.compiled import cheap_retention
 from megatrain.models.transforms.skippable import skipping
 from megatrain.planner.cost.footprint import Attention, FusedAttention, LayerBytes
-from megatrain.planner.cost.work import MATMULS, Traffic
+from megatrain.planner.cost.shape import Traffic
+from megatrain.planner.cost.work import MATMULS
 
 Cut = tuple[fx.Graph, fx.Graph]  # the graphs of forward and backward
 

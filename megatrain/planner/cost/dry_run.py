@@ -1,20 +1,21 @@
-"""Runs a model's parts on the meta device, each kind of part once, to see what they need and do."""
+"""Runs a model's parts on the meta device, each kind of part once, to see what they need and do:
+`shape_of` makes a model's shape of that."""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
-from itertools import count
+from itertools import accumulate, count
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from megatrain.models.freezing import counted_parameters
+from megatrain.models.freezing import counted_parameters, share_of_experts_trained
 from megatrain.models.meta import blank_call, without_data
 from megatrain.models.recorder import LayerCall, kind_of, of_dtype
 from megatrain.models.skeleton import Skeleton
@@ -31,19 +32,26 @@ from megatrain.planner.cost.footprint import (
     graph_keeps_input,
     tensor_bytes,
 )
-from megatrain.planner.cost.work import (
-    BACKWARD_FLOPS,
+from megatrain.planner.cost.shape import (
     BlockCost,
+    CompiledSets,
+    FrozenParts,
     ImageCost,
     ModelCost,
-    Operations,
+    ModelShape,
     PassCost,
     Traffic,
-    cost_per_token,
-    tally,
+    WorkingSet,
 )
+from megatrain.planner.cost.work import BACKWARD_FLOPS, Operations, cost_per_token, tally
 
 EMBED, HEAD = 0, -1  # blocks
+# Chunks, in tokens, in which the head may go through a micro-batch.
+HEAD_CHUNK_TOKENS = tuple(1 << power for power in range(7, 14))
+# And layers through a longer micro-batch; larger chunks run no faster.
+LAYER_CHUNK_TOKENS = (4096, 16_384)
+# More chunks save little beside hidden states of the whole length, and take long to dry-run.
+MOST_LAYER_CHUNKS = 64
 # Times that a compiled loss reads or writes all logits: forward looks for the largest, then adds
 # up; backward reads them once more and writes their gradient in their place. On an H200 these
 # kernels moved 3.2 and 3.5 TB/s of the 4.2 that the memory gives.
@@ -409,3 +417,144 @@ def cross_entropy(logits: Tensor) -> Tensor:
     """Summed cross entropy in fp32 of logits [n, vocab], to targets that do not matter."""
     targets = torch.zeros(len(logits), dtype=torch.long, device=logits.device)
     return functional.cross_entropy(logits.float(), targets, reduction="sum")
+
+
+# -- a whole model ---------------------------------------------------------------------------------
+
+
+def shape_of(
+    skeleton: Skeleton,
+    seq_len: int,
+    micro_batch_tokens: Iterable[int],
+    *,
+    padded: bool = False,
+    head_loss: Callable[[Tensor], Tensor] | None = None,
+    runs_on: str = "cpu",
+    compiled: bool = False,
+    fp8: bool = False,
+    layer_chunks: Iterable[int] = (),
+) -> ModelShape:
+    """Dry-run a skeleton whose parameters are on the meta device; no other device is touched.
+
+    Args:
+        seq_len: tokens of a full sequence.
+        micro_batch_tokens: sizes to try; each becomes as many full sequences as it holds, at least
+            one.
+        padded: layers receive a boolean mask [rows, 1, seq_len, seq_len], unless it is their
+            kernels that keep documents apart.
+        head_loss: logits [n, vocab] -> scalar; by default cross entropy in fp32.
+        runs_on: "cpu" or "cuda", where the model will compute; their attention kernels differ.
+        compiled: predict compiled layers too, a second for each kind of layer. Otherwise, and for
+            layers that cannot be traced, compiled figures are the eager ones, which are larger.
+        fp8: the layers' matmuls take fp8 operands, which on CUDA need memory besides.
+        layer_chunks: chunks of tokens for which to find what layers need.
+
+    Raises:
+        ModelError: a part of the model cannot run without data.
+    """
+    bound = any(not p.is_meta for layer in skeleton.layers for p in layer.parameters())
+    assert not bound, "shape_of needs a skeleton that is not bound yet"
+    dry = DryRun(
+        skeleton,
+        seq_len,
+        padded=padded,
+        loss=head_loss or cross_entropy,
+        runs_on=runs_on,
+        compiles=compiled,
+        fp8=fp8 and runs_on == "cuda",
+    )
+    rows = sorted({max(1, tokens // seq_len) for tokens in micro_batch_tokens})
+    chunked = []
+    for chunk in sorted(layer_chunks):
+        points = ((n * seq_len, dry.layer_in_chunks(n, chunk)) for n in rows)
+        chunked.append((chunk, WorkingSet(tuple(points))))
+    return _assembled(dry, {n * seq_len: dry.bytes_of(n) for n in rows}, tuple(chunked))
+
+
+def _assembled(
+    dry: DryRun, runs: Mapping[int, MicroBatchBytes], chunked: tuple[tuple[int, WorkingSet], ...]
+) -> ModelShape:
+    """The shape, from the bytes of micro-batches by their tokens."""
+    anatomy, cost = dry.skeleton.anatomy, dry.cost(HEAD_CHUNK_TOKENS[0])
+
+    def by_tokens(of: Callable[[MicroBatchBytes], int]) -> WorkingSet:
+        return WorkingSet(tuple((tokens, of(run)) for tokens, run in runs.items()))
+
+    def of_last(
+        layers: Callable[[MicroBatchBytes], tuple[LayerBytes, ...]],
+    ) -> tuple[WorkingSet, ...]:
+        """Saved bytes of the last 0, 1, 2, ... layers together."""
+        sums = []
+        for tokens, run in runs.items():
+            totals = accumulate((layer.saved for layer in reversed(layers(run))), initial=0)
+            sums.append([(tokens, total) for total in totals])
+        return tuple(WorkingSet(points) for points in zip(*sums, strict=True))
+
+    compiled = None
+    if dry.compiles:
+        compiled = CompiledSets(
+            recomputed=by_tokens(lambda run: run.layer_compiled),
+            last=by_tokens(lambda run: run.last_compiled),
+            beyond_graph=by_tokens(lambda run: max(n.beyond for n in run.compiled)),
+            beyond_cheap_graph=by_tokens(lambda run: max(n.beyond for n in run.cheap)),
+            fp8=dry.fp8,
+            holes=by_tokens(lambda run: run.holes),
+        )
+    return ModelShape(
+        parameters=anatomy.parameters,
+        carried_bytes=anatomy.unused_weights.nbytes,
+        block_numel=tuple(block.layout.numel for block in anatomy.blocks),
+        tied=anatomy.embed_feeds_head,
+        hidden_size=anatomy.hidden_size,
+        vocab_size=anatomy.vocab_size,
+        scores=anatomy.labels,
+        layer=by_tokens(lambda run: run.layer),
+        embed=by_tokens(lambda run: run.embed),
+        head=WorkingSet(tuple((n, dry.head(n)) for n in HEAD_CHUNK_TOKENS)),
+        calls=by_tokens(lambda run: run.calls),
+        retained=of_last(lambda run: run.eager),
+        retained_compiled=of_last(lambda run: run.compiled),
+        retained_cheap=of_last(lambda run: run.cheap),
+        cost=cost,
+        layer_chunked=chunked,
+        compiled=compiled,
+        graphs_keep_inputs=dry.graphs_keep_inputs(),
+        constant_bytes=dry.skeleton.constants.nbytes,
+        frozen=_frozen(dry.skeleton, cost) if anatomy.frozen_parameters else None,
+        images=dry.of_images(),
+        package_kernels=dry.skeleton.has_kernels and dry.runs_on == "cuda",
+    )
+
+
+def _frozen(skeleton: Skeleton, cost: ModelCost) -> FrozenParts:
+    anatomy = skeleton.anatomy
+    idle = sum(layer.idle_parameters for layer in cost.layers)
+    idle_frozen = round(idle * (1 - share_of_experts_trained(anatomy)))
+    owners = {owner for _, owner in anatomy.tied}
+    embedding, head = (
+        any(len(t.shape) > 1 and not t.frozen for t in block.layout.tensors)
+        for block in (anatomy.embed, anatomy.head)
+    )
+    if owners:
+        head = not owners & set(anatomy.frozen)
+    return FrozenParts(
+        parameters=anatomy.frozen_parameters,
+        saved_bytes=anatomy.frozen_parameters * skeleton.source_dtype.itemsize,
+        trained_numel=tuple(block.layout.trainable for block in anatomy.blocks),
+        first_trained=anatomy.first_trained,
+        counted_parameters=counted_parameters(anatomy, idle),
+        idle_parameters=idle_frozen,
+        edges=(embedding, head),
+    )
+
+
+def layer_chunks(wanted: int | str | None, largest: int) -> list[int]:
+    """Chunks of layers, in tokens, whose memory the planner should know: the number wanted, or some
+    shorter than the largest micro-batch. These also if none is wanted, for what would fit."""
+    if isinstance(wanted, int):
+        return [wanted]
+    return [
+        size
+        for size in LAYER_CHUNK_TOKENS
+        if size < largest <= MOST_LAYER_CHUNKS * size or size == LAYER_CHUNK_TOKENS[-1] < largest
+    ]

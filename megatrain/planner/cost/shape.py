@@ -1,28 +1,98 @@
-"""The planner's view of a model: the parameters of its blocks, their bytes and their work."""
+"""The planner's view of a model: the parameters of its blocks, their bytes and their work. Plain
+numbers: nothing here imports torch."""
 
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import accumulate
+from typing import NamedTuple
 
-from torch import Tensor
-
-from megatrain.models.freezing import counted_parameters, share_of_experts_trained
-from megatrain.models.skeleton import Skeleton
-from megatrain.planner.cost.dry_run import DryRun, MicroBatchBytes, cross_entropy
-from megatrain.planner.cost.footprint import LayerBytes
-from megatrain.planner.cost.work import ImageCost, ModelCost
 from megatrain.schedule import layers_back
 
-# Chunks, in tokens, in which the head may go through a micro-batch.
-HEAD_CHUNK_TOKENS = tuple(1 << power for power in range(7, 14))
-# And layers through a longer micro-batch; larger chunks run no faster.
-LAYER_CHUNK_TOKENS = (4096, 16_384)
-# More chunks save little beside hidden states of the whole length, and take long to dry-run.
-MOST_LAYER_CHUNKS = 64
+
+class Traffic(NamedTuple):
+    """Bytes read or written by all but matmuls and fused attention, and kernels, those included."""
+
+    bytes: int
+    kernels: int
+
+
+@dataclass(frozen=True)
+class PassCost:
+    """A pass of one block, forward or backward: FLOPs and bytes a token, kernels a micro-batch."""
+
+    matmul_flops: int  # with parameters; in a mixture only with a token's own experts
+    attention_flops: int  # at the shape's sequence length; causal attention counts half
+    eager: Traffic
+    compiled: Traffic  # an estimate of what torch.compile makes of the same computation
+
+
+@dataclass(frozen=True)
+class BlockCost:
+    """A decoder layer, the embedding, or the head with its loss; backward without recomputation.
+    Where nothing is known of compiling, compiled figures are the eager ones."""
+
+    forward: PassCost
+    backward: PassCost
+    expert_parameters: int = 0  # in matrices of all experts
+    expert_flops: int = 0  # of forward.matmul_flops, what a token's own experts take
+    frozen_expert_flops: int = 0  # of these, with frozen matrices
+    skippable_flops: int = 0  # of forward.matmul_flops, what recomputation may leave out
+    cheap_bytes: int = 0  # per token: what cheap retention adds to a compiled backward
+    keys: int = 0  # that fused attention goes over at once, as in a window; 0: it has none
+    kept_attention_bytes: int = 0  # per token: what recomputation may leave attention's forward for
+
+    @property
+    def rows_per_expert(self) -> float:
+        """For each token, on average; 0 without experts."""
+        return self.expert_flops / 2 / max(1, self.expert_parameters)
+
+    @property
+    def idle_parameters(self) -> int:
+        """Those of experts that are not a token's own: each of the others is multiplied once."""
+        return self.expert_parameters - self.expert_flops // 2
+
+
+@dataclass(frozen=True)
+class ModelCost:
+    """The work of every block; layers of one kind share one object."""
+
+    embed: BlockCost
+    layers: tuple[BlockCost, ...]
+    head: BlockCost
+
+    @property
+    def kept_attention_bytes(self) -> int:
+        """The most of any layer, as the engine makes room for all."""
+        return max(layer.kept_attention_bytes for layer in self.layers)
+
+
+@dataclass(frozen=True)
+class ImageCost:
+    """The needs of each token of an image beside those of text, all of them in block 0."""
+
+    work: BlockCost
+    working_bytes: int  # while towers run forward, or back where they train, beyond `kept_bytes`
+    kept_bytes: int  # from embed to the end of backward, with what is added between layers
+    input_bytes: int  # pixels, in the dtype of the computation
+    gradient_bytes: int  # not for each token: of what only images use
+    counted_parameters: int  # of that, as `freezing.counted_parameters` counts
+    tokens: int  # of the image that this was found with
+
+    def of_images(self, tokens: float) -> BlockCost:
+        """The work for each token of images of so many: attention grows with their size."""
+        larger, (ahead, back) = tokens / self.tokens, (self.work.forward, self.work.backward)
+        ahead, back = (
+            replace(way, attention_flops=round(way.attention_flops * larger))
+            for way in (ahead, back)
+        )
+        return BlockCost(ahead, back, keys=round(self.work.keys * larger))
+
+    def flops(self, tokens: float) -> int:
+        """FLOP for each, forward and backward, nothing repeated."""
+        work = self.of_images(tokens)
+        return sum(one.matmul_flops + one.attention_flops for one in (work.forward, work.backward))
 
 
 @dataclass(frozen=True)
@@ -170,141 +240,3 @@ class ModelShape:
         """Saved activations of the last `layers` layers for one micro-batch, less their outputs."""
         of_compiled = self.retained_cheap if cheap else self.retained_compiled
         return (of_compiled if compiled else self.retained)[layers].at(micro_batch_tokens)
-
-
-def shape_of(
-    skeleton: Skeleton,
-    seq_len: int,
-    micro_batch_tokens: Iterable[int],
-    *,
-    padded: bool = False,
-    head_loss: Callable[[Tensor], Tensor] | None = None,
-    runs_on: str = "cpu",
-    compiled: bool = False,
-    fp8: bool = False,
-    layer_chunks: Iterable[int] = (),
-) -> ModelShape:
-    """Dry-run a skeleton whose parameters are on the meta device; no other device is touched.
-
-    Args:
-        seq_len: tokens of a full sequence.
-        micro_batch_tokens: sizes to try; each becomes as many full sequences as it holds, at least
-            one.
-        padded: layers receive a boolean mask [rows, 1, seq_len, seq_len], unless it is their
-            kernels that keep documents apart.
-        head_loss: logits [n, vocab] -> scalar; by default cross entropy in fp32.
-        runs_on: "cpu" or "cuda", where the model will compute; their attention kernels differ.
-        compiled: predict compiled layers too, a second for each kind of layer. Otherwise, and for
-            layers that cannot be traced, compiled figures are the eager ones, which are larger.
-        fp8: the layers' matmuls take fp8 operands, which on CUDA need memory besides.
-        layer_chunks: chunks of tokens for which to find what layers need.
-
-    Raises:
-        ModelError: a part of the model cannot run without data.
-    """
-    bound = any(not p.is_meta for layer in skeleton.layers for p in layer.parameters())
-    assert not bound, "shape_of needs a skeleton that is not bound yet"
-    dry = DryRun(
-        skeleton,
-        seq_len,
-        padded=padded,
-        loss=head_loss or cross_entropy,
-        runs_on=runs_on,
-        compiles=compiled,
-        fp8=fp8 and runs_on == "cuda",
-    )
-    rows = sorted({max(1, tokens // seq_len) for tokens in micro_batch_tokens})
-    chunked = []
-    for chunk in sorted(layer_chunks):
-        points = ((n * seq_len, dry.layer_in_chunks(n, chunk)) for n in rows)
-        chunked.append((chunk, WorkingSet(tuple(points))))
-    return _assembled(dry, {n * seq_len: dry.bytes_of(n) for n in rows}, tuple(chunked))
-
-
-def _assembled(
-    dry: DryRun, runs: Mapping[int, MicroBatchBytes], chunked: tuple[tuple[int, WorkingSet], ...]
-) -> ModelShape:
-    """The shape, from the bytes of micro-batches by their tokens."""
-    anatomy, cost = dry.skeleton.anatomy, dry.cost(HEAD_CHUNK_TOKENS[0])
-
-    def by_tokens(of: Callable[[MicroBatchBytes], int]) -> WorkingSet:
-        return WorkingSet(tuple((tokens, of(run)) for tokens, run in runs.items()))
-
-    def of_last(
-        layers: Callable[[MicroBatchBytes], tuple[LayerBytes, ...]],
-    ) -> tuple[WorkingSet, ...]:
-        """Saved bytes of the last 0, 1, 2, ... layers together."""
-        sums = []
-        for tokens, run in runs.items():
-            totals = accumulate((layer.saved for layer in reversed(layers(run))), initial=0)
-            sums.append([(tokens, total) for total in totals])
-        return tuple(WorkingSet(points) for points in zip(*sums, strict=True))
-
-    compiled = None
-    if dry.compiles:
-        compiled = CompiledSets(
-            recomputed=by_tokens(lambda run: run.layer_compiled),
-            last=by_tokens(lambda run: run.last_compiled),
-            beyond_graph=by_tokens(lambda run: max(n.beyond for n in run.compiled)),
-            beyond_cheap_graph=by_tokens(lambda run: max(n.beyond for n in run.cheap)),
-            fp8=dry.fp8,
-            holes=by_tokens(lambda run: run.holes),
-        )
-    return ModelShape(
-        parameters=anatomy.parameters,
-        carried_bytes=anatomy.unused_weights.nbytes,
-        block_numel=tuple(block.layout.numel for block in anatomy.blocks),
-        tied=anatomy.embed_feeds_head,
-        hidden_size=anatomy.hidden_size,
-        vocab_size=anatomy.vocab_size,
-        scores=anatomy.labels,
-        layer=by_tokens(lambda run: run.layer),
-        embed=by_tokens(lambda run: run.embed),
-        head=WorkingSet(tuple((n, dry.head(n)) for n in HEAD_CHUNK_TOKENS)),
-        calls=by_tokens(lambda run: run.calls),
-        retained=of_last(lambda run: run.eager),
-        retained_compiled=of_last(lambda run: run.compiled),
-        retained_cheap=of_last(lambda run: run.cheap),
-        cost=cost,
-        layer_chunked=chunked,
-        compiled=compiled,
-        graphs_keep_inputs=dry.graphs_keep_inputs(),
-        constant_bytes=dry.skeleton.constants.nbytes,
-        frozen=_frozen(dry.skeleton, cost) if anatomy.frozen_parameters else None,
-        images=dry.of_images(),
-        package_kernels=dry.skeleton.has_kernels and dry.runs_on == "cuda",
-    )
-
-
-def _frozen(skeleton: Skeleton, cost: ModelCost) -> FrozenParts:
-    anatomy = skeleton.anatomy
-    idle = sum(layer.idle_parameters for layer in cost.layers)
-    idle_frozen = round(idle * (1 - share_of_experts_trained(anatomy)))
-    owners = {owner for _, owner in anatomy.tied}
-    embedding, head = (
-        any(len(t.shape) > 1 and not t.frozen for t in block.layout.tensors)
-        for block in (anatomy.embed, anatomy.head)
-    )
-    if owners:
-        head = not owners & set(anatomy.frozen)
-    return FrozenParts(
-        parameters=anatomy.frozen_parameters,
-        saved_bytes=anatomy.frozen_parameters * skeleton.source_dtype.itemsize,
-        trained_numel=tuple(block.layout.trainable for block in anatomy.blocks),
-        first_trained=anatomy.first_trained,
-        counted_parameters=counted_parameters(anatomy, idle),
-        idle_parameters=idle_frozen,
-        edges=(embedding, head),
-    )
-
-
-def layer_chunks(wanted: int | str | None, largest: int) -> list[int]:
-    """Chunks of layers, in tokens, whose memory the planner should know: the number wanted, or some
-    shorter than the largest micro-batch. These also if none is wanted, for what would fit."""
-    if isinstance(wanted, int):
-        return [wanted]
-    return [
-        size
-        for size in LAYER_CHUNK_TOKENS
-        if size < largest <= MOST_LAYER_CHUNKS * size or size == LAYER_CHUNK_TOKENS[-1] < largest
-    ]

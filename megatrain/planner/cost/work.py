@@ -9,9 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
 from math import prod
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,6 +18,7 @@ from torch import Tensor
 from megatrain.models.implementations import MATRICES_GRADIENT
 from megatrain.models.meta import Watch, storage_of, without_data
 from megatrain.planner.cost.footprint import Attention, FusedAttention, fused_attention
+from megatrain.planner.cost.shape import BlockCost, PassCost, Traffic
 
 aten = torch.ops.aten
 MATMULS = {aten.mm, aten.addmm, aten.bmm, aten.baddbmm, aten._grouped_mm, MATRICES_GRADIENT}
@@ -30,90 +30,6 @@ LOOKUPS = {aten.embedding, aten.index, aten.index_select, aten.gather}
 FUSED_BACKWARD_KERNELS = 3
 TILE_COLUMNS = 64  # of the heads of fused attention on CUDA
 BACKWARD_FLOPS = 2  # a matmul's gradients are two matmuls
-
-
-class Traffic(NamedTuple):
-    """Bytes read or written by all but matmuls and fused attention, and kernels, those included."""
-
-    bytes: int
-    kernels: int
-
-
-@dataclass(frozen=True)
-class PassCost:
-    """A pass of one block, forward or backward: FLOPs and bytes a token, kernels a micro-batch."""
-
-    matmul_flops: int  # with parameters; in a mixture only with a token's own experts
-    attention_flops: int  # at the shape's sequence length; causal attention counts half
-    eager: Traffic
-    compiled: Traffic  # an estimate of what torch.compile makes of the same computation
-
-
-@dataclass(frozen=True)
-class BlockCost:
-    """A decoder layer, the embedding, or the head with its loss; backward without recomputation.
-    Where nothing is known of compiling, compiled figures are the eager ones."""
-
-    forward: PassCost
-    backward: PassCost
-    expert_parameters: int = 0  # in matrices of all experts
-    expert_flops: int = 0  # of forward.matmul_flops, what a token's own experts take
-    frozen_expert_flops: int = 0  # of these, with frozen matrices
-    skippable_flops: int = 0  # of forward.matmul_flops, what recomputation may leave out
-    cheap_bytes: int = 0  # per token: what cheap retention adds to a compiled backward
-    keys: int = 0  # that fused attention goes over at once, as in a window; 0: it has none
-    kept_attention_bytes: int = 0  # per token: what recomputation may leave attention's forward for
-
-    @property
-    def rows_per_expert(self) -> float:
-        """For each token, on average; 0 without experts."""
-        return self.expert_flops / 2 / max(1, self.expert_parameters)
-
-    @property
-    def idle_parameters(self) -> int:
-        """Those of experts that are not a token's own: each of the others is multiplied once."""
-        return self.expert_parameters - self.expert_flops // 2
-
-
-@dataclass(frozen=True)
-class ModelCost:
-    """The work of every block; layers of one kind share one object."""
-
-    embed: BlockCost
-    layers: tuple[BlockCost, ...]
-    head: BlockCost
-
-    @property
-    def kept_attention_bytes(self) -> int:
-        """The most of any layer, as the engine makes room for all."""
-        return max(layer.kept_attention_bytes for layer in self.layers)
-
-
-@dataclass(frozen=True)
-class ImageCost:
-    """The needs of each token of an image beside those of text, all of them in block 0."""
-
-    work: BlockCost
-    working_bytes: int  # while towers run forward, or back where they train, beyond `kept_bytes`
-    kept_bytes: int  # from embed to the end of backward, with what is added between layers
-    input_bytes: int  # pixels, in the dtype of the computation
-    gradient_bytes: int  # not for each token: of what only images use
-    counted_parameters: int  # of that, as `freezing.counted_parameters` counts
-    tokens: int  # of the image that this was found with
-
-    def of_images(self, tokens: float) -> BlockCost:
-        """The work for each token of images of so many: attention grows with their size."""
-        larger, (ahead, back) = tokens / self.tokens, (self.work.forward, self.work.backward)
-        ahead, back = (
-            replace(way, attention_flops=round(way.attention_flops * larger))
-            for way in (ahead, back)
-        )
-        return BlockCost(ahead, back, keys=round(self.work.keys * larger))
-
-    def flops(self, tokens: float) -> int:
-        """FLOP for each, forward and backward, nothing repeated."""
-        work = self.of_images(tokens)
-        return sum(one.matmul_flops + one.attention_flops for one in (work.forward, work.backward))
 
 
 def tally(

@@ -25,8 +25,9 @@ from megatrain.models.transforms.fp8 import Fp8Policy, apply_fp8
 from megatrain.models.transforms.skippable import skipping
 from megatrain.planner.cost import compiled
 from megatrain.planner.cost.compiled import Alive, CompiledLayer, Lifetime, extent, predict_compiled
+from megatrain.planner.cost.dry_run import shape_of
 from megatrain.planner.cost.footprint import LayerBytes
-from megatrain.planner.cost.shape import ModelShape, shape_of
+from megatrain.planner.cost.shape import ModelShape
 from tests.helpers.planned import QWEN_SIZES, sizes
 from tests.helpers.support import tiny_config
 

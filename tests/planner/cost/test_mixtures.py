@@ -14,8 +14,9 @@ from megatrain.models.meta import blank_call
 from megatrain.models.skeleton import Skeleton
 from megatrain.models.trials.small import plain_gradients
 from megatrain.planner.activations import BALANCED_BYTES
+from megatrain.planner.cost.dry_run import shape_of
 from megatrain.planner.cost.footprint import LiveBytes, call_peak_bytes
-from megatrain.planner.cost.shape import ModelShape, shape_of
+from megatrain.planner.cost.shape import ModelShape
 from megatrain.settings import Settings
 from tests.helpers.compare import apart
 from tests.helpers.plain import named_gradients

@@ -10,7 +10,8 @@ from transformers import LlamaConfig, Qwen2Config, Qwen2MoeConfig
 
 from megatrain.models.skeleton import Skeleton
 from megatrain.models.transforms.fp8 import Fp8Linear
-from megatrain.planner.cost.shape import ModelShape, WorkingSet, shape_of
+from megatrain.planner.cost.dry_run import shape_of
+from megatrain.planner.cost.shape import ModelShape, WorkingSet
 from tests.helpers.planned import QWEN_SIZES, sizes
 from tests.helpers.support import RECURRENT, tiny_config
 

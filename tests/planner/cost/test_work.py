@@ -10,9 +10,10 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import GptOssConfig, LlamaConfig, Qwen2Config
 
 from megatrain.models.skeleton import Skeleton
+from megatrain.planner.cost.dry_run import shape_of
 from megatrain.planner.cost.footprint import LiveBytes
-from megatrain.planner.cost.shape import ModelShape, shape_of
-from megatrain.planner.cost.work import FUSED_BACKWARD_KERNELS, BlockCost, tally
+from megatrain.planner.cost.shape import BlockCost, ModelShape
+from megatrain.planner.cost.work import FUSED_BACKWARD_KERNELS, tally
 from tests.helpers.multimodal import multimodal_config, seeing_batch
 from tests.helpers.planned import QWEN_SIZES, sizes
 from tests.helpers.support import KINDS, plain_model, tiny_config
