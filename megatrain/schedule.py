@@ -195,11 +195,8 @@ UNCHANGED = "none"
 
 def keeps_attention(graphs: Sequence[Where], count: int) -> list[bool]:
     """A flag for each layer: it is one of the last `count` that are recomputed."""
-    left, flags = count, []
-    for where in reversed(graphs):
-        flags.append(where == "nowhere" and left > 0)
-        left -= where == "nowhere"
-    return flags[::-1]
+    after = (graphs[index:].count("nowhere") for index in range(len(graphs)))
+    return [where == "nowhere" and n <= count for where, n in zip(graphs, after, strict=True)]
 
 
 def kept_row_bytes(activations: str, width: int, element_bytes: int) -> int:

@@ -72,7 +72,7 @@ OPTIONS = (
     Option("retained_on_host", "memory.retained_on_host", "placing", "", 0, RECOMPILES,
            "Number of further layers whose saved activations are offloaded to host RAM instead of "
            "being recomputed."),
-    Option("keep_attention", "memory.keep_attention", "placing", "attention", 0, RECOMPILES,
+    Option("keep_attention", "memory.keep_attention", "placing", "attention kept", 0, RECOMPILES,
            "Number of recomputed layers, the last ones, whose attention's output is kept from "
            "forward to backward with their input instead of being computed again; about as many "
            "bytes as the input's."),

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 # Before any test imports torch or a Hugging Face library, for they read these once.
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -66,7 +67,9 @@ FORKING = {
 
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.cuda)])
-def device(request: pytest.FixtureRequest) -> str:
+def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    # by default convolutions round float32 to TF32, and whichever kernel is chosen rounds its way
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
     return str(request.param)
 
 

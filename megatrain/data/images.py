@@ -25,6 +25,7 @@ from megatrain.errors import DataError, system_errors
 from megatrain.machine.profile import cache_folder
 
 if TYPE_CHECKING:
+    import torch
     from PIL.Image import Image
     from torch import Tensor
     from transformers import PreTrainedTokenizerBase
@@ -161,6 +162,7 @@ class Sight:
         from PIL import Image
 
         self.processor = processor
+        self.dtype: torch.dtype | None = None  # of the computation; None: processors' own
         self.token: str = processor.image_token
         self._expanded = lru_cache(maxsize=4096)(self._expand)
         # the arguments of the model's forward for a row of one small picture
@@ -238,7 +240,11 @@ class Sight:
             images = [list(threads.map(opened, row)) for row in seeing]
         texts = [self.token * len(row) for row in seeing]
         found = self.processor(text=texts, images=images, return_tensors="pt", padding=True)
-        return {name: value for name, value in found.items() if name not in OF_TOKENS}
+        return {
+            name: value.to(self.dtype) if value.is_floating_point() else value
+            for name, value in found.items()
+            if name not in OF_TOKENS
+        }
 
     def types(self, ids: Any) -> dict[str, Any]:
         """Marks of the tokens that are of images, int64 as `ids`, by the model's name for them."""

@@ -205,8 +205,7 @@ class Offload:
         names: dict[Kind, str]
         names = {CHECKPOINT: "activation checkpoints", GRAPH: "retained activations"}
         self._rooms = {kind: Room(name, self.compute.is_cuda) for kind, name in names.items()}
-        self._tokens = self._layers = 0  # of the group, and those whose graphs have no room yet
-        self._micro_batches = 0  # of the group
+        self._tokens = self._micro_batches = self._layers = 0  # of the group; graphs without room
         self._drop_rings()
         self._expected: deque[HostCopy] = deque()
         self._last_down = self._last_up = self.compute.record()
@@ -220,8 +219,7 @@ class Offload:
         self._down.give_back(self._last_down)
         self._micro_batches = len(tokens)
         # without micro-batches there is nothing to keep
-        largest = max(tokens, default=0) * max(self.rows, default=0)
-        self._make_rings(CHECKPOINT, largest)
+        self._make_rings(CHECKPOINT, max(tokens, default=0) * max(self.rows, default=0))
         computed = self.compute.record()
         for ring in self._up.values():
             ring.give_back(computed)  # what an abandoned step has asked for
@@ -264,8 +262,7 @@ class Offload:
         self._last_up.synchronize()
 
     def save(self, tensors: Sequence[Tensor]) -> HostCopy:
-        """Send a layer's input to the host, which alone the codec may take, and what its attention
-        keeps. Their memory may be used again after what was computed."""
+        """Send a layer's input and what its attention keeps to the host; their memory is free."""
         places, nbytes = _places(tensors, self.codec)
         self._make_rings(CHECKPOINT, nbytes)
         return self._send(CHECKPOINT, tensors, places, nbytes)

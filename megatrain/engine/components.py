@@ -267,12 +267,11 @@ def open_parts(
         given = skeleton, copies, settings, dtype, compute, kept, resources
         source, peers, make, more = _of_ranks(*given)
         streamer = Streamer(anatomy, store, dtype, compute, source)
-        sums = sums_on_device(settings, len(layouts))
         gradients = make(
             [layout.trained for layout in layouts],
             dtype,
             resident=store.resident,
-            own=range(own_sums(sums, anatomy.embed_feeds_head)),
+            own=range(own_sums(sums_on_device(settings, len(layouts)), anatomy.embed_feeds_head)),
             compute=compute,
             upload=upload,
             download=download,

@@ -30,6 +30,7 @@ from megatrain.errors import ConfigError, MegaTrainError
 from megatrain.losses import IGNORE, Targets, next_token
 from megatrain.models.skeleton import Skeleton
 from megatrain.models.transforms.fp8 import Fp8Policy
+from megatrain.models.transforms.kept_attention import most_kept
 from megatrain.optim import Optimizer
 from megatrain.optim.muon import check_one_rank
 from megatrain.settings import Settings
@@ -94,8 +95,7 @@ class Engine(Constructors):
         if settings.layer_chunk_tokens is not None:
             skeleton.chunk_layers(settings.layer_chunk_tokens, settings.compile)
         skeleton.find_skippable()
-        keeps = settings.keep_attention
-        kept_attention = skeleton.kept_attention_bytes(device.type) if keeps else 0
+        kept_attention = most_kept(skeleton, device.type) if settings.keep_attention else 0
         if settings.compile:
             skeleton.compile_layers(settings.cheap_retention, lengths_vary=settings.lengths_vary)
         optimizer.compile()

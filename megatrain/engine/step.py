@@ -75,15 +75,13 @@ class Passes:
 
         The gradients' sink receives each block's as its download is queued. Those of `twice` are
         only measured, and what the second pass needs stays in `waiting`. With `check_loss`
-        NotFiniteLoss is raised before any gradient is complete.
-        """
+        NotFiniteLoss is raised before any gradient is complete."""
         # a reference without dropout is no match for a model with it: there is none (as in TRL)
         self.skeleton.set_training(objective.of_sequences is None)
         self._again = self.twice
         self.gradients.begin_step(only_measured=self._again)
         balancer = self.balancer
-        marks_real = balancer is not None
-        prepared = self.prepare(batches, loss=objective.of_sequences, marks_real=marks_real)
+        prepared = self.prepare(batches, loss=objective.of_sequences, marks_real=bool(balancer))
         # the others would add nothing to the loss
         wanted = [mb for mb in prepared if mb.learns or balancer]
         grouped = self._groups(wanted, 1 if objective.whole_step else self.settings.groups)
@@ -243,9 +241,8 @@ class Passes:
         kept = mb.kept[index] if block in self._again else mb.kept.pop(index)
         hidden, *attended = self.checkpoints.restore(kept)
         with reusing_attention(attended):
-            given = index, hidden, mb.calls[index]
-            graph = run_for_graph(self.skeleton.layer_again, *given)[0]  # not the output: no room
-        del hidden, attended
+            # not the output: backward needs the room
+            graph = run_for_graph(self.skeleton.layer_again, index, hidden, mb.calls[index])[0]
         self._differentiate(block, mb, graph)
         self.checkpoints.free(kept)  # not before: the graph may have saved it where it arrived
 
@@ -349,8 +346,7 @@ class Passes:
     def through_layers(
         self, micro_batches: list[MicroBatch]
     ) -> Iterator[tuple[MicroBatch, Tensor]]:
-        """Run all layers to evaluate; then yield each micro-batch with its last hidden
-        states, while the head's weights are in place."""
+        """Run all layers to evaluate; yield each with its last states, while the head is there."""
         self.skeleton.set_training(False)
         with closing(self.streamer.sweep(range(self.head + 1))) as visits:
             self._forward(micro_batches, visits, keep=False)

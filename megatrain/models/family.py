@@ -21,7 +21,7 @@ from megatrain.models.implementations import (
 )
 from megatrain.models.meta import meta_parameters
 from megatrain.models.pretrained import is_classifier
-from megatrain.models.transforms.kept_attention import attend
+from megatrain.models.transforms.kept_attention import attend_once
 
 # How transformers' reason begins for a configuration that it has no class for.
 UNKNOWN = "Unrecognized configuration class"
@@ -55,7 +55,7 @@ def build_model(
         with meta_parameters(), torch.random.fork_rng(devices=[]):
             torch.default_generator.manual_seed(0)  # of buffers that are drawn; not CUDA's
             model = causal_lm(config, attention, dtype, trust_remote_code)
-            AttentionInterface.register("sdpa", attend)
+            AttentionInterface.register("sdpa", attend_once)
             if attention in ("auto", FUSED_SINKS):
                 use_fused_sinks(model)
                 use_one_kernel_for_images(model)

@@ -248,7 +248,7 @@ def _with_sinks(
 ) -> Tensor:
     """As `attend`, which knows the arguments, without a window."""
     if sinks is None:
-        return kept_attention.attend(module, query, key, value, mask, **options)[0]
+        return kept_attention.attend_once(module, query, key, value, mask, **options)[0]
     width, width_of_values = query.shape[-1], value.shape[-1]
     scaling = options.get("scaling") or width**-0.5
     columns = -(width + 1) % COLUMNS  # of zeros behind the sink's
@@ -263,7 +263,7 @@ def _with_sinks(
     elif mask is not None:  # a single query sees all keys, those that a cache holds included
         mask = pad(mask, (1, 0), value=True if mask.dtype == torch.bool else 0.0)
     options = options | {"scaling": scaling}
-    out, _ = kept_attention.attend(module, query, key, value, mask, **options)
+    out, _ = kept_attention.attend_once(module, query, key, value, mask, **options)
     return out[:, first:, :, :width_of_values]
 
 

@@ -46,7 +46,6 @@ from megatrain.models.recorder import (
 from megatrain.models.transforms.chunked import chunk, unchunk
 from megatrain.models.transforms.compiled import compile_when_run, fuse_rotary
 from megatrain.models.transforms.fp8 import Fp8Policy, apply_fp8
-from megatrain.models.transforms.kept_attention import most_kept
 from megatrain.models.transforms.skippable import (
     Modules,
     recompute_inside,
@@ -250,12 +249,6 @@ class Skeleton:
         recompute_inside(self.findings.tower_layers)
         hidden, calls = self.dry_call(1, 2)
         self._skippable = skippable_in(self.layers, hidden.shape, self.dtype, calls)
-
-    def kept_attention_bytes(self, runs_on: str) -> int:
-        """Bytes a token that a layer's attention keeps at most; before compilation. Raises
-        ConfigError where none can keep anything."""
-        hidden, calls = self.dry_call(1, 2)
-        return most_kept(self.layers, hidden.shape, self.dtype, calls, runs_on)
 
     def compile_layers(self, cheap: bool = False, *, lengths_vary: bool = False) -> None:
         """Have torch.compile fuse what lies between the matmuls of each layer, when it first runs.

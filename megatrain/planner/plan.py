@@ -475,10 +475,7 @@ def reasons(layout: Layout) -> tuple[Reason, ...]:
             kept if codec == UNCHANGED else f"{kept}, {codec}",
             _checkpoints(choices.offload_activations, codec),
         ),
-        "keep_attention": (
-            f"kept of {number_of(choices.keep_attention, 'layer')}",
-            "as large as checkpoints; other recomputed layers compute attention again",
-        ),
+        "keep_attention": (number_of(choices.keep_attention, "layer"), "others compute it again"),
         "second_backward": _gradients(choices, job, layout.shape.layers_back),
         "sums_on_device": (number_of(sums, "block"), _sums(choices, job, blocks)),
         "nvme_blocks": _nvme(choices, job, sum(layout.nvme.values())),

@@ -112,6 +112,8 @@ def resolve_run(
             "in config.json; set train.router_aux_loss_coef for another weight"
         )
     check_shared(config, resolved)
+    if model.sight is not None:  # loaders make pixels ready while the GPU computes
+        model.sight.dtype = resolved.skeleton.dtype
     if towers := resolved.skeleton.findings.towers:
         trains = "trains" if config.train.freeze is not None else "is frozen (train.freeze)"
         logger.warning(f"images are read; {towers[0]} and what else sees {trains}")

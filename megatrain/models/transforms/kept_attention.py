@@ -58,7 +58,7 @@ def reusing_attention(tensors: Sequence[Tensor]) -> Any:
     return _mode("reuse" if tensors else "off", [*tensors])
 
 
-def kept_attention_bytes(
+def attention_bytes(
     layer: nn.Module, hidden_shape: Sequence[int], dtype: torch.dtype, call: LayerCall, runs_on: str
 ) -> int:
     """Bytes a token that a layer's attention keeps; 0 where there is none that can. Its parameters
@@ -71,29 +71,24 @@ def kept_attention_bytes(
     return int(sum(tensor.nbytes for tensor in kept)) // prod(hidden_shape[:2])
 
 
-def most_kept(
-    layers: Sequence[nn.Module],
-    hidden_shape: Sequence[int],
-    dtype: torch.dtype,
-    calls: Sequence[LayerCall],
-    runs_on: str,
-) -> int:
-    """The largest `kept_attention_bytes` of any layer; one of each kind is tried. Raises
-    ConfigError if it is 0."""
-    kinds: dict[Any, tuple[nn.Module, LayerCall]] = {}
-    for index, (layer, call) in enumerate(zip(layers, calls, strict=True)):
-        kinds.setdefault(kind_of(layer, call, index), (layer, call))
-    given = hidden_shape, dtype
-    found = max(kept_attention_bytes(each, *given, call, runs_on) for each, call in kinds.values())
-    if not found:
+def most_kept(skeleton: Any, runs_on: str) -> int:
+    """The largest `attention_bytes` of a skeleton's layers, of which one of each kind is tried.
+    Raises ConfigError if it is 0."""
+    hidden, calls = skeleton.dry_call(1, 2)
+    kinds: dict[Any, int] = {}
+    for index, (layer, call) in enumerate(zip(skeleton.layers, calls, strict=True)):
+        if (kind := kind_of(layer, call, index)) not in kinds:
+            given = hidden.shape, skeleton.dtype, call, runs_on
+            kinds[kind] = attention_bytes(layer, *given)
+    if not any(kinds.values()):
         raise ConfigError(
             "keep_attention: no layer of this model has attention that can be kept: causal, by "
-            "scaled-dot-product kernels (on a GPU in bf16), without masks; set it to false"
+            "scaled-dot-product kernels (on a GPU in bf16), without masks; set it to 0"
         )
-    return found
+    return max(kinds.values())
 
 
-def attend(
+def attend_once(
     module: nn.Module,
     query: Tensor,
     key: Tensor,

@@ -20,7 +20,7 @@ from megatrain.models.meta import blank_call, without_data
 from megatrain.models.recorder import LayerCall, kind_of, of_dtype
 from megatrain.models.skeleton import Skeleton
 from megatrain.models.transforms.fp8 import Fp8Policy, fp8_matmuls
-from megatrain.models.transforms.kept_attention import kept_attention_bytes
+from megatrain.models.transforms.kept_attention import attention_bytes
 from megatrain.models.transforms.skippable import recompute_inside, skippable
 from megatrain.planner.cost.compiled import CompiledLayer, predict_compiled
 from megatrain.planner.cost.footprint import (
@@ -266,7 +266,7 @@ class DryRun:
         cost = replace(
             cost,
             skippable_flops=sum(2 * weight.numel() for weight in weights),
-            kept_attention_bytes=kept_attention_bytes(layer, *given),
+            kept_attention_bytes=attention_bytes(layer, *given),
         )
         compiled = self.compiled_bf16.get(index)
         if compiled is None:
