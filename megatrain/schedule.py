@@ -193,12 +193,6 @@ FORMS = {"int8": Form(8, 64), "int6": Form(6, 64), "int4": Form(4, 32)}
 UNCHANGED = "none"
 
 
-def keeps_attention(graphs: Sequence[Where], count: int) -> list[bool]:
-    """A flag for each layer: it is one of the last `count` that are recomputed."""
-    after = (graphs[index:].count("nowhere") for index in range(len(graphs)))
-    return [where == "nowhere" and n <= count for where, n in zip(graphs, after, strict=True)]
-
-
 def kept_row_bytes(activations: str, width: int, element_bytes: int) -> int:
     """The most bytes of a token's hidden state of `width` elements, as a codec keeps it."""
     return width * element_bytes if activations == UNCHANGED else FORMS[activations].nbytes(width)

@@ -4,13 +4,13 @@ the settings that the engine takes. Nothing here imports torch.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 from megatrain.errors import ConfigError
-from megatrain.schedule import FORMS, UNCHANGED, layers_back
+from megatrain.schedule import FORMS, UNCHANGED, Where, layers_back
 
 ROUTER_AUX_LOSS_COEF = 0.001  # of a mixture, unless the user says otherwise
 ALL = 1 << 30  # for numbers of blocks or layers: all that the model has
@@ -72,7 +72,7 @@ OPTIONS = (
     Option("retained_on_host", "memory.retained_on_host", "placing", "", 0, RECOMPILES,
            "Number of further layers whose saved activations are offloaded to host RAM instead of "
            "being recomputed."),
-    Option("keep_attention", "memory.keep_attention", "placing", "attention kept", 0, RECOMPILES,
+    Option("keep_attention", "memory.keep_attention", "placing", "", 0, RECOMPILES,
            "Number of recomputed layers, the last ones, whose attention's output is kept from "
            "forward to backward with their input instead of being computed again; about as many "
            "bytes as the input's."),
@@ -183,6 +183,12 @@ class Chosen:
 
     def __post_init__(self) -> None:
         count_layers(self)
+
+    def keeps(self, graphs: Sequence[Where]) -> list[bool]:
+        """A flag for each layer: it is one of the recomputed ones that keep their attention."""
+        after = (graphs[index:].count("nowhere") for index in range(len(graphs)))
+        count = self.keep_attention
+        return [where == "nowhere" and n <= count for where, n in zip(graphs, after, strict=True)]
 
     def stored(self, layers: int, first: int, tied: bool) -> frozenset[int]:
         """Blocks whose gradients a clipped step stores until the norm is known. Backward runs twice

@@ -38,7 +38,7 @@ class OnDevice:
     def begin_group(self, tokens: Sequence[int]) -> None: ...
 
     def save(self, tensors: Sequence[Tensor]) -> Kept:
-        if self.codec is None:
+        if not self.codec:
             return tensors
         (hidden,) = tensors
         flat = hidden.new_empty(self.codec.nbytes(hidden.numel()), dtype=torch.uint8)
@@ -48,7 +48,7 @@ class OnDevice:
     def prefetch(self, kept: Iterable[Kept]) -> None: ...
 
     def restore(self, kept: Kept) -> Sequence[Tensor]:
-        return kept if self.codec is None else [self.codec.decode(*kept)]
+        return [self.codec.decode(*kept)] if self.codec else kept
 
     def free(self, kept: Kept) -> None: ...
 
@@ -80,18 +80,6 @@ class Extent:
         # With a version counter of its own: to a graph that saves it, transfers into the rest of a
         # ring must not look like changes of it.
         return place.view(self.dtype).view(self.shape).data
-
-
-def _places(
-    tensors: Sequence[Tensor], codec: GroupScaled | None = None
-) -> tuple[list[Extent], int]:
-    """The places of tensors that travel together, and the bytes of all."""
-    places, end = list[Extent](), 0
-    for tensor in tensors:
-        start = round_up(end, ALIGNMENT)
-        end = start + (codec.nbytes(tensor.numel()) if codec else tensor.nbytes)
-        places.append(Extent(start, end - start, tensor.shape, tensor.dtype, codec))
-    return places, end
 
 
 @dataclass
@@ -217,13 +205,11 @@ class Offload:
         self._last_down = self.download.submit(lambda _: None)
         self._last_up = self.fetch.submit(lambda _: None)
         self._down.give_back(self._last_down)
-        self._micro_batches = len(tokens)
+        self._micro_batches, self._tokens, self._layers = len(tokens), sum(tokens), self.graphs
         # without micro-batches there is nothing to keep
         self._make_rings(CHECKPOINT, max(tokens, default=0) * max(self.rows, default=0))
-        computed = self.compute.record()
         for ring in self._up.values():
-            ring.give_back(computed)  # what an abandoned step has asked for
-        self._tokens, self._layers = sum(tokens), self.graphs
+            ring.give_back(self.compute.record())  # what an abandoned step has asked for
         self._expected.clear()
         for room in self._rooms.values():
             room.begin()
@@ -263,23 +249,25 @@ class Offload:
 
     def save(self, tensors: Sequence[Tensor]) -> HostCopy:
         """Send a layer's input and what its attention keeps to the host; their memory is free."""
-        places, nbytes = _places(tensors, self.codec)
-        self._make_rings(CHECKPOINT, nbytes)
-        return self._send(CHECKPOINT, tensors, places, nbytes)
+        return self._send(CHECKPOINT, tensors, self.codec)
 
     def save_graph(self, tensors: Sequence[Tensor], tokens: int) -> HostCopy:
         """Send what the graph of a micro-batch of `tokens` tokens saved, contiguous tensors."""
-        places, nbytes = _places(tensors)
-        self._make_rings(GRAPH, nbytes)
-        if self._layers:  # the first graph of a group sizes the host buffer for all of them
-            of_layer = round_up(nbytes * self._tokens // tokens, ALIGNMENT)
-            self._make_room(GRAPH, of_layer * self._layers)
-            self._layers = 0
-        return self._send(GRAPH, tensors, places, nbytes)
+        return self._send(GRAPH, tensors, None, tokens)
 
     def _send(
-        self, kind: Kind, tensors: Sequence[Tensor], places: Sequence[Extent], nbytes: int
+        self, kind: Kind, tensors: Sequence[Tensor], codec: GroupScaled | None, tokens: int = 0
     ) -> HostCopy:
+        places, nbytes = list[Extent](), 0
+        for tensor in tensors:
+            start = round_up(nbytes, ALIGNMENT)
+            nbytes = start + (codec.nbytes(tensor.numel()) if codec else tensor.nbytes)
+            places.append(Extent(start, nbytes - start, tensor.shape, tensor.dtype, codec))
+        self._make_rings(kind, nbytes)
+        if tokens and self._layers:  # a group's first graph sizes the host buffer for all of them
+            of_layer = round_up(nbytes * self._tokens // tokens, ALIGNMENT)
+            self._make_room(kind, of_layer * self._layers)
+            self._layers = 0
         given = self._down.take(nbytes)
         assert given is not None, "every stretch has its event once its download is queued"
         stretch, free = given

@@ -40,7 +40,6 @@ from megatrain.optim.split import CHUNK, split_master
 from megatrain.schedule import (
     LANDING_BUFFERS,
     graphs_of_layers,
-    keeps_attention,
     kept_row_bytes,
     own_sums,
     summed_blocks,
@@ -304,7 +303,7 @@ def _checkpoints(
     retained = settings.retained, settings.retained_on_host
     where = graphs_of_layers(len(anatomy.blocks) - 2, *retained, anatomy.first_trained)
     row = kept_row_bytes(settings.activations, anatomy.hidden_size, itemsize)
-    keeps = zip(where, keeps_attention(where, settings.keep_attention), strict=True)
+    keeps = zip(where, settings.keeps(where), strict=True)
     rows = [row + keep * kept_attention for place, keep in keeps if place == "nowhere"]
     return Offload(rows, where.count("host"), *lanes, codec)
 

@@ -25,7 +25,7 @@ from megatrain.engine.streamer import Streamer
 from megatrain.losses import Tally
 from megatrain.models.skeleton import Skeleton
 from megatrain.models.transforms.kept_attention import keeping_attention, reusing_attention
-from megatrain.schedule import block_order, graphs_of_layers, keeps_attention
+from megatrain.schedule import block_order, graphs_of_layers
 from megatrain.settings import Settings
 
 
@@ -52,9 +52,10 @@ class Passes:
         self.step = 0  # counts steps, for dropout seeds
         layers, blocks = len(skeleton.layers), skeleton.anatomy.blocks
         self.first = skeleton.anatomy.first_trained  # the block where backward ends
-        retained = settings.retained, settings.retained_on_host
-        self.graphs_of = graphs_of_layers(layers, *retained, self.first)
-        self.keeps = keeps_attention(self.graphs_of, settings.keep_attention)
+        self.graphs_of = graphs_of_layers(
+            layers, settings.retained, settings.retained_on_host, self.first
+        )
+        self.keeps = settings.keeps(self.graphs_of)
         self.embed, self.head = 0, layers + 1
         self.parameters = [skeleton.bind(b, streamer.flat(b.index)) for b in blocks]
         self.names = [[t.name for t in block.layout.trained.tensors] for block in blocks]
@@ -81,9 +82,8 @@ class Passes:
         self._again = self.twice
         self.gradients.begin_step(only_measured=self._again)
         balancer = self.balancer
-        prepared = self.prepare(batches, loss=objective.of_sequences, marks_real=bool(balancer))
-        # the others would add nothing to the loss
-        wanted = [mb for mb in prepared if mb.learns or balancer]
+        given = self.prepare(batches, loss=objective.of_sequences, marks_real=bool(balancer))
+        wanted = [mb for mb in given if mb.learns or balancer]  # others add nothing to the loss
         grouped = self._groups(wanted, 1 if objective.whole_step else self.settings.groups)
         total = Tally[Tensor]()
         # one sweep over all groups: the next one's first uploads run beside this one's backward
@@ -294,7 +294,7 @@ class Passes:
                 if where in ("device", "host"):
                     mb.hidden = self._retain(index, block, mb, mb.hidden)
                     continue
-                with keeping_attention(where == "nowhere" and self.keeps[index]) as attended:
+                with keeping_attention(keep and self.keeps[index]) as attended:
                     output = self.skeleton.layer(index, mb.hidden, mb.calls[index])
                 if where == "nowhere":
                     mb.kept[index] = self.checkpoints.save([mb.hidden, *attended])
@@ -349,7 +349,7 @@ class Passes:
         """Run all layers to evaluate; yield each with its last states, while the head is there."""
         self.skeleton.set_training(False)
         with closing(self.streamer.sweep(range(self.head + 1))) as visits:
-            self._forward(micro_batches, visits, keep=False)
+            self._forward(micro_batches, visits, False)
             assert next(visits) == self.head
             for mb in micro_batches:
                 assert mb.hidden is not None

@@ -442,6 +442,7 @@ def reasons(layout: Layout) -> tuple[Reason, ...]:
     blocks, on_gpu = len(layout.shape.block_numel), layout.hardware.gpu is not None
     chunk, codec = choices.layer_chunk_tokens, job.activations
     kept = "offloaded" if choices.offload_activations else "kept"
+    kept += f" with attention of {choices.keep_attention}" * (choices.keep_attention > 0)
     sums = 1 if choices.groups == 1 else choices.sums_on_device
     words = {
         "micro_batch_tokens": (
@@ -475,7 +476,6 @@ def reasons(layout: Layout) -> tuple[Reason, ...]:
             kept if codec == UNCHANGED else f"{kept}, {codec}",
             _checkpoints(choices.offload_activations, codec),
         ),
-        "keep_attention": (number_of(choices.keep_attention, "layer"), "others compute it again"),
         "second_backward": _gradients(choices, job, layout.shape.layers_back),
         "sums_on_device": (number_of(sums, "block"), _sums(choices, job, blocks)),
         "nvme_blocks": _nvme(choices, job, sum(layout.nvme.values())),
@@ -486,7 +486,6 @@ def reasons(layout: Layout) -> tuple[Reason, ...]:
     }
     rows = [_of_ranks(job)] if job.size > 1 else []
     absent = {"nvme_blocks": not job.nvme_drives, "replicated": job.size == 1}
-    absent["keep_attention"] = not layout.shape.cost.kept_attention_bytes
     for option in OPTIONS:
         if option.heading and not absent.get(option.field):
             value, why = words[option.field]

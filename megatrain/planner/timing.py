@@ -22,7 +22,7 @@ from megatrain.planner.simulation import (
     overlapped,
     serial,
 )
-from megatrain.schedule import UNCHANGED, Where, graphs_of_layers, keeps_attention
+from megatrain.schedule import UNCHANGED, Where, graphs_of_layers
 
 if TYPE_CHECKING:
     from megatrain.planner.cost.shape import BlockCost, ImageCost, PassCost
@@ -80,7 +80,7 @@ class StepCosts:
             self.choices.retained_on_host,
             self.shape.first_trained,
         )
-        self.keeps = keeps_attention(self.where, self.choices.keep_attention)
+        self.keeps = self.choices.keeps(self.where)
         self.host_update_rate, self.update_in_memory = self._host_update_rate()
         self.device_update_rate = (
             machine.device_update * self._update_scale if self.on_gpu else self.host_update_rate

@@ -88,7 +88,7 @@ def test_a_graph_lets_go_of_its_input() -> None:
             self.tensors = [tensor.clone() for tensor in tensors]
             return "sent"
 
-        def restore_graph(self, sent: str) -> list[torch.Tensor]:
+        def restore(self, sent: str) -> list[torch.Tensor]:
             return self.tensors
 
         def free(self, sent: str) -> None:
