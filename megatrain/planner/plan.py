@@ -442,7 +442,7 @@ def reasons(layout: Layout) -> tuple[Reason, ...]:
     blocks, on_gpu = len(layout.shape.block_numel), layout.hardware.gpu is not None
     chunk, codec = choices.layer_chunk_tokens, job.activations
     kept = "offloaded" if choices.offload_activations else "kept"
-    kept += f" with attention of {choices.keep_attention}" * (choices.keep_attention > 0)
+    kept += f", {choices.keep_attention} with attention" * (choices.keep_attention > 0)
     sums = 1 if choices.groups == 1 else choices.sums_on_device
     words = {
         "micro_batch_tokens": (

@@ -29,7 +29,7 @@ from megatrain.recipes.planned_site import (
     with_economy,
 )
 from megatrain.recipes.ranks.launch import ranks_for
-from megatrain.settings import contradiction
+from megatrain.settings import OPTIONS, contradiction
 
 OF_SEVERAL = {"gpus", "hosts", "network"}  # these alone describe no other machine
 # Keys on which a kept question does not depend: `plan_known` reads them anew, or plans do not.
@@ -40,8 +40,8 @@ FREE: dict[str, Any] = {
         *("head_chunk_tokens", "retained", "cheap_retention"),
     },
     "memory": {
-        *("gpu", "host", "transport", "resident", "replicated", "offload_activations"),
-        *("retained_on_host", "second_backward", "sums_on_device", "nvme_blocks"),
+        *("gpu", "host", "transport"),
+        *(one.key.removeprefix("memory.") for one in OPTIONS if one.key.startswith("memory.")),
     },
 }
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import resource
 import signal
 import socket
 import threading
@@ -252,3 +253,13 @@ def test_two_agree_on_rows_errors_and_requests_to_stop(tmp_path):
     assert first["rows"] == (3, 4)
     assert first["others"].startswith("ranks 0 and 1 have different rows for the next step: the so")
     assert first["fails"] == "row 5 is bad"
+
+
+def test_the_soft_limit_of_open_files_is_raised_for_sockets():
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(soft, 256), hard))
+    try:
+        rendezvous.allow_sockets()
+        assert resource.getrlimit(resource.RLIMIT_NOFILE) == (hard, hard)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))

@@ -14,6 +14,7 @@ from __future__ import annotations
 import hmac
 import json
 import os
+import resource
 import socket
 import sys
 import threading
@@ -144,6 +145,7 @@ def _connected(own: torch.device, place: Place, world: World) -> World:
     """The world of ranks that have met, with their groups."""
     backend = "cpu:gloo,cuda:nccl" if own.type == "cuda" else "gloo"
     store = PrefixStore("group", world.store.store)
+    allow_sockets()
     try:
         distributed.init_process_group(
             backend, store=store, rank=world.rank, world_size=world.size, timeout=ALL_COME_WITHIN
@@ -151,6 +153,14 @@ def _connected(own: torch.device, place: Place, world: World) -> World:
         return World.joined(own, world.store, (place.local_rank, place.local_size))
     except RuntimeError as error:
         raise _as_asked() or RuntimeError(_not_all(world.size, error)) from error
+
+
+def allow_sockets() -> None:
+    """Raise the soft limit of open files to the hard one: a rank has several sockets to each other
+    rank, and 1,024 is a common limit."""
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    with suppress(OSError, ValueError):  # as much as the system allows
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 def _disconnect() -> None:
