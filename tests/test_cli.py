@@ -48,8 +48,8 @@ class Plan:
 
 
 class Recorder(ModuleType):
-    """Stands for megatrain.recipes.run and megatrain.recipes.inspect: notes each call, and returns
-    or raises what `answers` holds."""
+    """Stands for megatrain.recipes.run, .plan and .inspect: notes each call, and returns or raises
+    what `answers` holds."""
 
     def __init__(self) -> None:
         super().__init__("megatrain.recipes.run")
@@ -82,10 +82,10 @@ def recipes(monkeypatch, tmp_path):
         setattr(target, name, lambda *given, name=name, **_: recorder.call(name, *given))
     package = ModuleType("megatrain.recipes")
     package.__path__ = [str(Path(cli.__file__).parents[1] / "recipes")]  # others are real
-    package.run = package.inspect = recorder  # type: ignore[attr-defined]
+    package.run = package.plan = package.inspect = recorder  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "megatrain.recipes", package)
-    monkeypatch.setitem(sys.modules, "megatrain.recipes.run", recorder)
-    monkeypatch.setitem(sys.modules, "megatrain.recipes.inspect", recorder)
+    for name in ("run", "plan", "inspect"):
+        monkeypatch.setitem(sys.modules, f"megatrain.recipes.{name}", recorder)
     monkeypatch.setitem(sys.modules, "megatrain.storage.export", export)
     monkeypatch.setattr("megatrain.planner.plan.render", lambda plan, out: plan.render(out))
     monkeypatch.chdir(tmp_path)

@@ -18,7 +18,7 @@ from tests.helpers.planned import H200, JOB_7B, QWEN_7B
 
 MINIMAL: dict[str, Any] = {"model": "m", "data": {"train": "rows.jsonl"}}
 BREAKS: dict[str, Any] = {"nvme_folders": None, "compile": False, "offload_activations": False}
-BREAKS |= {"groups": 2, "retained": 3, "retained_on_host": 3}
+BREAKS |= {"activations": "int8", "groups": 2, "retained": 3, "retained_on_host": 3}
 
 
 def names(kind: type) -> set[str]:
@@ -69,7 +69,7 @@ OF_SETTINGS = [rule for rule in EXCLUSIONS if rule.other != "max_grad_norm"]  # 
 @pytest.mark.parametrize("rule", OF_SETTINGS, ids=lambda rule: f"{rule.field}, {rule.other}")
 def test_settings_name_fields_and_a_config_names_its_keys(rule):
     """Everything else that the option needs is there."""
-    value = 1 if rule.field in ("nvme_blocks", "retained_on_host") else True
+    value = 1 if rule.field in ("nvme_blocks", "retained_on_host", "keep_attention") else True
     met = {other.other: other.needs for other in OF_SETTINGS if other.field == rule.field}
     given: dict[str, Any] = {rule.field: value, **met, rule.other: BREAKS[rule.other]}
     if rule.other == "retained_on_host":

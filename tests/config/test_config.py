@@ -90,6 +90,7 @@ memory:
   replicated: 3
   offload_activations: true
   retained_on_host: 1
+  keep_attention: 0
   second_backward: false
   sums_on_device: 2
   transport: gather
