@@ -10,7 +10,7 @@ import torch
 from megatrain.engine.ranks.context_parallel import ContextParallel
 from megatrain.engine.streams import Compute, Lane
 from megatrain.errors import ConfigError, DataError
-from megatrain.settings import Settings
+from megatrain.settings import ALL, Settings
 from megatrain.world import World
 from tests.engine.test_ranks import assert_one, joined
 from tests.helpers.compare import differing
@@ -62,6 +62,7 @@ HOW: dict[str, dict[str, Any]] = {
         "settings": Settings(**CHUNK, retained=1, offload_activations=True, retained_on_host=1)
     },
     "two backward passes": {"settings": Settings(**CHUNK, second_backward=True)},
+    "attention kept": {"settings": Settings(**CHUNK, keep_attention=ALL, offload_activations=True)},
     "chunked layers, unclipped": {
         "settings": Settings(**CHUNK, layer_chunk_tokens=2),
         "max_grad_norm": None,
