@@ -38,6 +38,7 @@ from megatrain.models.anatomy import layouts_of
 from megatrain.models.implementations import holds_experts
 from megatrain.models.skeleton import Skeleton
 from megatrain.models.transforms.fp8 import Fp8Policy
+from megatrain.models.transforms.kept_attention import NONE_KEPT
 from megatrain.optim import AdamW, Lion, Muon, Optimizer
 from megatrain.optim.muon import check_one_rank
 from megatrain.optim.optimizer import MOMENTS
@@ -170,6 +171,8 @@ def plan_of(resolved: Resolved, *, suggest: bool = False, **known: Any) -> Plan:
     of_model = {"layers": resolved.shape.layers, "back": resolved.shape.layers_back}
     if request.asked and (found := contradiction(fixed, in_config=True, **of_model)):
         raise ConfigError(f"{request.where(found[0])}: {found[1]}")
+    if fixed.get("keep_attention") and not resolved.shape.cost.kept_attention_bytes:
+        raise ConfigError(f"{request.where('memory.keep_attention')}: {NONE_KEPT}")
     job = make_job(resolved, **known)
     room = room_for_nvme(request, machine.hardware, sum(disk_bytes(job, resolved.shape).values()))
     rooms = [room for room in machine.world.all_gather(room) if room is not None]

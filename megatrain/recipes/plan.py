@@ -103,7 +103,8 @@ def _is_possible(config: Config, site: Site, question: Question) -> bool:
     """False where working the question out raises an error, which tells more."""
     fixed = {**config.asked(), "compile": question.compile, "nvme_folders": ()}
     whole_tensors = question.job.whole_update is not None and site.ranks * site.hosts > 1
-    return not whole_tensors and contradiction(fixed, in_config=True) is None
+    none_kept = fixed["keep_attention"] and not question.shape.cost.kept_attention_bytes
+    return not (whole_tensors or none_kept) and contradiction(fixed, in_config=True) is None
 
 
 def plan_known(config: Config, site: Site, question: Question) -> Plan:

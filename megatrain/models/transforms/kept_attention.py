@@ -24,6 +24,8 @@ from megatrain.models.recorder import LayerCall, kind_of
 
 aten = torch.ops.aten
 WIDEST, COLUMNS, AMPERE = 256, 8, (8, 0)  # of a head, its multiples; the first GPUs with kernels
+NONE_KEPT = "no layer of this model has attention that can be kept: causal, by scaled-dot-product "
+NONE_KEPT += "kernels (on a GPU in bf16), without masks; set it to 0"
 CUDNN = SDPBackend.CUDNN_ATTENTION.value
 
 
@@ -81,10 +83,7 @@ def most_kept(skeleton: Any, runs_on: str) -> int:
             given = hidden.shape, skeleton.dtype, call, runs_on
             kinds[kind] = attention_bytes(layer, *given)
     if not any(kinds.values()):
-        raise ConfigError(
-            "keep_attention: no layer of this model has attention that can be kept: causal, by "
-            "scaled-dot-product kernels (on a GPU in bf16), without masks; set it to 0"
-        )
+        raise ConfigError(f"keep_attention: {NONE_KEPT}")
     return max(kinds.values())
 
 
