@@ -186,9 +186,9 @@ class Chosen:
 
     def keeps(self, graphs: Sequence[Where]) -> list[bool]:
         """A flag for each layer: it is one of the recomputed ones that keep their attention."""
-        after = (graphs[index:].count("nowhere") for index in range(len(graphs)))
-        count = self.keep_attention
-        return [where == "nowhere" and n <= count for where, n in zip(graphs, after, strict=True)]
+        recomputed = [index for index, where in enumerate(graphs) if where == "nowhere"]
+        keep = {*recomputed[max(0, len(recomputed) - self.keep_attention) :]}
+        return [index in keep for index in range(len(graphs))]
 
     def stored(self, layers: int, first: int, tied: bool) -> frozenset[int]:
         """Blocks whose gradients a clipped step stores until the norm is known. Backward runs twice

@@ -375,14 +375,11 @@ class StepCosts:
         attended = tokens * kept.attention_row_bytes
         full = tokens / self.choices.micro_batch_tokens
         saved = iter(kept.saved_on_host)
-        return [
-            whole + full * next(saved)
-            if where == "host"
-            else coded + keeps * attended
-            if where == "nowhere"
-            else 0.0
-            for where, keeps in zip(self.where, self.keeps, strict=True)
-        ]
+        sent = [coded + keeps * attended for keeps in self.keeps]
+        for index, where in enumerate(self.where):
+            if where != "nowhere":
+                sent[index] = whole + full * next(saved) if where == "host" else 0.0
+        return sent
 
     # -- rates -------------------------------------------------------------------------------------
 

@@ -215,6 +215,10 @@ def test_a_changed_picture_is_found_and_a_long_row_is_dropped(folder, sight, tmp
     assert (len(rows), rows.counts.too_long) == (1, 1)
     batch = collate(rows, [[0]], 0)
     assert batch["pixel_values"].shape == (72, 384)
+    monkeypatch.setattr(sight, "dtype", torch.bfloat16)  # a run's: loaders round, not the step
+    rounded = collate(rows, [[0]], 0)
+    assert torch.equal(rounded["pixel_values"], batch["pixel_values"].bfloat16())
+    assert torch.equal(rounded["image_grid_thw"], batch["image_grid_thw"])
     Image.new("RGB", (96, 48), "green").save(folder / "a.png")
     with pytest.raises(DataError, match=r"a\.png: has changed since its row was tokenised"):
         collate(rows, [[0]], 0)
