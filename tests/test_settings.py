@@ -91,8 +91,9 @@ def test_settings_name_fields_and_a_config_names_its_keys(rule):
 def test_no_candidate_of_the_search_has_options_that_exclude_each_other():
     """The search makes its candidates by rules of its own."""
     search = Search(JOB_7B, QWEN_7B, H200, typical(H200), Budget(20 << 30, 60 << 30))
-    layouts = [*search.combined(lean=True), *search.about(search.fastest().choices)]
-    found = [layout.choices for layout in layouts]
+    layouts = search.about(search.fastest().choices)
+    found = [each.choices for layout in layouts for each in search.placed(layout)]
+    found += [layout.choices for layout in search.lean()]
     twice = {choices.second_backward for choices in found}
     assert {0, QWEN_7B.layers} < twice and len(twice) > 3
     for choices in found:

@@ -19,10 +19,10 @@ from megatrain.schedule import UNCHANGED
 if TYPE_CHECKING:
     from megatrain.planner.cost.shape import ModelShape
 
-# Parts of their range at which numbers of retained layers, and of layers that send saved
-# activations to host RAM, are tried. All numbers next to the fastest gained 0.1% on average in 57
-# plans of five models, and 1.4% at most.
-PARTS = 8
+# Parts of their range at which numbers of retained layers, of layers that keep attention and of
+# those that send saved activations to host RAM are tried: first, and then near the fastest. All
+# numbers near it gained 0.1% on average in 57 plans of five models, and 1.4% at most.
+PARTS, FINER_PARTS = 4, 8
 
 
 def most(count: int, fits: Callable[[int], bool]) -> int:
@@ -81,6 +81,7 @@ class Search:
     hardware: Hardware
     machine: MachineProfile
     budget: Budget
+    parts: int = PARTS  # 0: only what needs the least memory
 
     @property
     def blocks(self) -> int:
@@ -104,8 +105,7 @@ class Search:
             found = min(filter(None, candidates), key=self.cost, default=None)
         if found is not None:
             return found
-        lean = self.combined(lean=True)
-        spilled = (each if self.on_device(each) else self.spilled(each) for each in lean)
+        spilled = (each if self.on_device(each) else self.spilled(each) for each in self.lean())
         return min(spilled, key=self.shortage)
 
     def strains(self, choices: Choices) -> int:
@@ -120,9 +120,13 @@ class Search:
         return self.strains(layout.choices), seconds, layout.choices.second_backward
 
     def fastest_that_fits(self) -> Layout | None:
-        found = self.fastest_of(self.combined())
+        if not self.fits_somehow():
+            return None
+        found = self.fastest_of(self.combined(), self.placed)
         if found is not None:
-            found = self.fastest_of([found, *self.larger_head_chunks(found)])
+            finer = replace(self, parts=FINER_PARTS).near(found)
+            near = (each for layout in finer for each in self.placed(layout))
+            found = self.fastest_of([found, *near])
         return self.replicated(found)
 
     def replicated(self, found: Layout | None) -> Layout | None:
@@ -132,20 +136,40 @@ class Search:
 
     def fits_somehow(self) -> bool:
         """True if any combination fits: then the one with the least memory does."""
-        return any(self.fits(layout) for layout in self.combined(lean=True))
+        return any(map(self.fits, self.lean()))
 
-    def fastest_of(self, candidates: Iterable[Layout]) -> Layout | None:
+    def fastest_of(
+        self,
+        candidates: Iterable[Layout],
+        placed: Callable[[Layout], Iterable[Layout]] = lambda layout: (layout,),
+    ) -> Layout | None:
         """The one that leans least on host and bus, of those that fit and are about as fast as the
-        fastest; of equal ones the simplest."""
-        fitting = {layout.choices: layout for layout in candidates if self.fits(layout)}
-        costed = [StepCosts(layout, self.machine) for layout in fitting.values()]
-        timed, best = list[tuple[float, Layout]](), float("inf")
-        for costs in sorted(costed, key=StepCosts.at_least):
-            if costs.at_least() > best * (1 + MARGIN):
-                break  # nor can those that follow be as fast: a simulation takes long
-            timed.append((costs.predict().seconds, costs.layout))
-            best = min(best, timed[-1][0])
-        near = [layout for seconds, layout in timed if seconds <= best * (1 + MARGIN)]
+        fastest; of equal ones the simplest.
+
+        Args:
+            placed: candidates with their blocks placed, which takes long: only of those that may
+                be fast.
+        """
+        known = dict[Choices, float]()
+
+        def computing(layout: Layout) -> float:
+            """Seconds of computation, wherever blocks and sums are."""
+            alike = replace(layout.choices, groups=1, sums_on_device=0, resident=0)
+            if alike not in known:
+                known[alike] = StepCosts(layout, self.machine).computing
+            return known[alike]
+
+        timed, best = dict[Choices, tuple[float, Layout]](), float("inf")
+        for candidate in sorted(candidates, key=computing):
+            if computing(candidate) > best * (1 + MARGIN):
+                break  # nor can those that follow be as fast
+            for layout in filter(self.fits, placed(candidate)):
+                costs = StepCosts(layout, self.machine)
+                if costs.at_least <= best * (1 + MARGIN):  # a simulation takes long
+                    seconds = costs.predict().seconds
+                    timed[layout.choices] = seconds, layout
+                    best = min(best, seconds)
+        near = [layout for seconds, layout in timed.values() if seconds <= best * (1 + MARGIN)]
         slower = self.machine.slower()
         held = [(StepCosts(layout, slower).predict().seconds, layout) for layout in near]
         least = min((seconds for seconds, _ in held), default=0.0) * (1 + TIE)
@@ -153,14 +177,17 @@ class Search:
 
     # -- candidates --------------------------------------------------------------------------------
 
-    def combined(self, *, lean: bool = False) -> Iterator[Layout]:
-        """Combinations over the range of every open option, with blocks resident as they fit. lean:
-        only those that need the least memory, with as few layers retained as possible."""
+    def combined(self) -> Iterator[Layout]:
+        """Combinations over the range of every open option but where blocks are (`placed`)."""
         for tokens in self.micro_batch_sizes():
             chunk = self.job.head_chunk_tokens or self.head_chunk(tokens)
-            retained_counts = self.retained_counts()[: 1 if lean else None]
-            for groups, retained in product(self.group_counts(tokens), retained_counts):
-                yield from self.placed(tokens, groups, retained, chunk)
+            for groups, retained in product(self.group_counts(tokens), self.retained_counts()):
+                yield from self.computed(tokens, groups, retained, chunk)
+
+    def lean(self) -> Iterator[Layout]:
+        """Those that need the least memory, placed."""
+        for layout in replace(self, parts=0).combined():
+            yield from self.placed(layout)
 
     def about(self, found: Choices) -> Iterator[Layout]:
         """Combinations with the micro-batch found; one group, or half to twice as many."""
@@ -170,14 +197,19 @@ class Search:
         counts = {1, max(1, found.groups // 2), found.groups, 2 * found.groups}
         counts = {job.groups} if job.groups else {1} if job.one_group else counts
         for groups, retained in product(sorted(counts), self.retained_counts()):
-            yield from self.placed(tokens, groups, retained, chunk)
+            yield from self.computed(tokens, groups, retained, chunk)
 
-    def larger_head_chunks(self, layout: Layout) -> Iterator[Layout]:
-        """Larger ones run faster, and take room from other things."""
-        found = layout.choices
-        for chunk in () if self.job.head_chunk_tokens else self.shape.head.sizes:
-            if found.head_chunk_tokens < chunk <= found.micro_batch_tokens:
-                yield self.filled(replace(found, head_chunk_tokens=chunk))
+    def near(self, layout: Layout) -> Iterator[Layout]:
+        """Combinations with about as many layers retained, or with larger chunks of the head, which
+        run faster and take room from other things."""
+        found, layers = layout.choices, self.shape.layers_back
+        tokens, chunk = found.micro_batch_tokens, found.head_chunk_tokens
+        for retained in self.retained_counts():
+            if abs(retained - found.retained) * PARTS < layers:
+                yield from self.computed(tokens, found.groups, retained, chunk)
+        for larger in () if self.job.head_chunk_tokens else self.shape.head.sizes:
+            if chunk < larger <= tokens:
+                yield self.layout(replace(found, head_chunk_tokens=larger))
 
     def more_replicated(self, layout: Layout) -> Iterator[Layout]:
         """In what is left of the GPU, or in place of resident blocks and accumulators."""
@@ -216,7 +248,9 @@ class Search:
         layers = self.shape.layers_back
         if self.job.retained is not None:
             return [min(self.job.retained, layers)]
-        counts = [*range(0, layers, max(1, -(-layers // PARTS))), layers]
+        if not self.parts:
+            return [0]
+        counts = [*range(0, layers, max(1, -(-layers // self.parts))), layers]
         return [count for count in counts if not count or count <= layers - (self.twice or 0)]
 
     def cheap_retentions(self) -> list[bool]:
@@ -240,9 +274,9 @@ class Search:
             asked = min(self.job.retained_on_host, others)
             return [asked] if offload or not asked else []
         never = not self.hardware.gpu or not offload or groups > 1 or self.job.second_backward
-        if never or cheap != self.cheap_retentions()[-1]:
+        if never or not self.parts or cheap != self.cheap_retentions()[-1]:
             return [0]
-        return sorted({others * part // PARTS for part in range(PARTS + 1)})
+        return sorted({others * part // self.parts for part in range(self.parts + 1)})
 
     @property
     def twice(self) -> int | None:
@@ -251,9 +285,11 @@ class Search:
         return None if asked is None else min(asked, max(1, layers))
 
     # why: decision 0023
-    def repeated(self, choices: Choices) -> Iterator[Layout]:
-        """With all gradients stored, and where these have no room, with the fewest layers computed
-        twice that leave room for the others': recomputed layers, and only in one group."""
+    def placed(self, layout: Layout) -> Iterator[Layout]:
+        """With blocks placed and all gradients stored, and where these have no room, with the
+        fewest layers computed twice that leave room for the others': recomputed layers, and only in
+        one group."""
+        choices = layout.choices
         layers = max(1, self.shape.layers_back - choices.retained)
         never = not self.job.clipping or choices.groups > 1 or choices.retained_on_host
         if self.twice is not None or never or choices.retained >= self.shape.layers_back > 0:
@@ -281,10 +317,11 @@ class Search:
         recomputed = self.shape.layers_back - retained
         if self.job.keep_attention is not None:
             return [min(self.job.keep_attention, recomputed)]
-        if not self.shape.cost.kept_attention_bytes or self.job.activations != UNCHANGED:
+        kept = self.parts and self.shape.cost.kept_attention_bytes
+        if not kept or self.job.activations != UNCHANGED:
             return [0]
         times = self.job.seq_len * self.job.pieces // LONG
-        parts = PARTS if times >= PARTS else min(1, times)
+        parts = self.parts if times >= self.parts else min(1, times)
         return sorted({0, *(recomputed * part // parts for part in range(1, parts + 1))})
 
     def layer_chunks(self, tokens: int) -> list[int | None]:
@@ -293,8 +330,8 @@ class Search:
             return [self.job.layer_chunk_tokens or None]
         return [None, *(size for size, _ in self.shape.layer_chunked if size < tokens)]
 
-    def placed(self, tokens: int, groups: int, retained: int, chunk: int) -> Iterator[Layout]:
-        """Combinations of where blocks, accumulators and activations may be. chunk: the head's."""
+    def computed(self, tokens: int, groups: int, retained: int, chunk: int) -> Iterator[Layout]:
+        """Combinations of where accumulators and activations may be. chunk: the head's."""
         job = self.job
         threads = job.update_threads or update_threads(self.hardware.physical_cores)
         for cheap, offload in product(self.cheap_retentions(), self.offloads()):
@@ -323,7 +360,7 @@ class Search:
                         keep_attention=kept,
                         layer_chunk_tokens=in_chunks,
                     )
-                    yield from self.repeated(choices)
+                    yield self.layout(choices)
 
     def summed(self, groups: int) -> Sequence[int]:
         """Numbers of blocks whose accumulators stay on the device between groups."""

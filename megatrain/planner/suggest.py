@@ -252,7 +252,7 @@ def faster(choices: Choices, before: Timing, search: Search) -> tuple[Suggestion
     for change, changed in _alternatives(search):
         # what is given back to the planner may lie far from what was asked for
         candidates = changed.combined() if change.cost == EXACT else changed.about(choices)
-        best = changed.replicated(changed.fastest_of(candidates))
+        best = changed.replicated(changed.fastest_of(candidates, changed.placed))
         if best is None:
             continue
         after = StepCosts(best, changed.machine).predict()

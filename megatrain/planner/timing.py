@@ -122,9 +122,15 @@ class StepCosts:
             reference_s=self._forward_alone() if self.job.refers else 0.0,
         )
 
-    def at_least(self) -> float:
-        """Seconds of computation alone, which `predict` does not fall below."""
+    @cached_property
+    def computing(self) -> float:
+        """Seconds of computation alone."""
         return self.options.groups * sum(block.forward + block.backward for block in self.blocks)
+
+    @property
+    def at_least(self) -> float:
+        """Seconds that `predict` does not fall below: of computation or of the host's updates."""
+        return max(self.computing, sum(block.host_update for block in self.blocks))
 
     @cached_property
     def options(self) -> ScheduleOptions:

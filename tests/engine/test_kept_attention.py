@@ -76,7 +76,7 @@ def test_a_plan_counts_what_is_kept_and_what_is_not_computed_again():
     more = [one.layout.host["activation checkpoints"] for one in (before, after)]
     assert more[1] - more[0] == 21 * tokens * row
     attention = ATTENTION_FORWARD_SHARE * before._attention(layers[0], tokens)
-    assert before.at_least() - after.at_least() == pytest.approx(21 * attention)
+    assert before.computing - after.computing == pytest.approx(21 * attention)
 
 
 def test_attention_that_cannot_be_kept_is_refused():

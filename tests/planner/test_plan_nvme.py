@@ -123,7 +123,7 @@ def test_a_slower_drive_takes_longer_and_two_drives_less_and_the_wait_has_its_na
     once = sum(layout.nvme.values())
     alone = once / machine.disk_read + once / machine.disk_write
     assert predicted(1, 0.01).seconds == pytest.approx(100 * alone, rel=0.1)
-    assert StepCosts(layout, machine).at_least() <= one.seconds
+    assert StepCosts(layout, machine).at_least <= one.seconds
 
 
 def test_training_on_the_cpu_may_use_a_drive_too():
