@@ -7,7 +7,7 @@ the serial order bit for bit.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -99,8 +99,6 @@ class Updater:
             self._workspace = HostWorkspace(scratch.host, compute.device, threads)
         self._per = {array.name: array.per for array in optimizer.state_arrays}
         self.lane = Lane("update")
-        # tests inject sleeps here: before each block's update
-        self.delay: Callable[[int], None] | None = None
         self._threads = threads
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="megatrain-update")
         self._spans = spans = [store.trained_span(block) for block in range(len(self.layouts))]
@@ -150,8 +148,6 @@ class Updater:
                 raise self._failure
             if check_finite and not torch.isfinite(gradient.square_sum).item():
                 raise diverged(f"the gradient of block {gradient.block}")
-            if self.delay is not None:
-                self.delay(gradient.block)
             if self._whole is not None:
                 self._update_whole(update, self._whole)
             else:

@@ -56,6 +56,8 @@ class Store(AbstractContextManager["Store"]):
         self.nvme: NvmeStore | None = None
         self.shared: SharedWeights | None = None
         self._arrays: dict[tuple[str, int], torch.Tensor] = {}  # on the device and in host RAM
+        # called before a lease under which a block's arrays change: a save may still copy them
+        self.before_change: Callable[[int], object] = lambda block: None
         self._slabs: list[Slab] = []
         with ExitStack() as opened:
             # first: a folder that lacks the space is found before host RAM is taken
@@ -167,6 +169,8 @@ class Store(AbstractContextManager["Store"]):
 
         Reads from NVMe begin now. changes, soon: as in `Lease`.
         """
+        if changes:
+            self.before_change(block)
         far = [name for name in names if self.is_on_nvme(name, block)]
         in_memory = {name: self.array(name, block) for name in names if name not in far}
         on_nvme = self.nvme.lease(block, far, changes=changes) if self.nvme and far else None

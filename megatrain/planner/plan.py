@@ -27,7 +27,14 @@ from megatrain.planner.memory import (
 )
 from megatrain.planner.search import Search
 from megatrain.planner.simulation import Timing
-from megatrain.planner.suggest import TIER_WORDS, Suggestion, bound_by_update, cheapest_fix, faster
+from megatrain.planner.suggest import (
+    TIER_WORDS,
+    Suggestion,
+    bound_by_update,
+    cheapest_fix,
+    faster,
+    held_by_others,
+)
 from megatrain.planner.timing import StepCosts
 from megatrain.reporting.energy import Economy, described, human_hours
 from megatrain.reporting.streams import as_printed
@@ -37,8 +44,6 @@ from megatrain.settings import OPTIONS
 
 if TYPE_CHECKING:
     from megatrain.planner.cost.shape import ModelShape
-
-MUCH_HELD = 4 * GIB  # of RAM by others, beyond what a system always takes
 
 
 @dataclass(frozen=True)
@@ -121,6 +126,12 @@ class Plan:
         return not self.short
 
     @property
+    def saves_beside(self) -> bool:
+        """True if a checkpoint is written beside training: host RAM has room for a copy of it."""
+        left = {name: have - need for name, need, have in self.tiers}["host"]
+        return self.job.size == 1 and not self.nvme and left >= self.disk.get("checkpoint 1", 0)
+
+    @property
     def lack(self) -> str:
         """The need of a plan that does not fit, beside what is available."""
         lacks = [
@@ -165,6 +176,7 @@ class Plan:
         return values | {
             "reasons": {row.what: row.why for row in self.reasons},
             "values": {row.what: row.value for row in self.reasons},
+            "saves_beside": self.saves_beside,
             "totals": totals,
             "ranks": self._ranks,
             "fits": self.fits,
@@ -217,19 +229,10 @@ def make_plan(
     search = Search(job, shape, hardware, machine, budget)
     plan = lay_out(search.fastest(), machine, budget)
     if not plan.fits:
-        why = why_short(plan, hardware, host_limit)
+        why = held_by_others(search, plan.host_bytes) if host_limit is None else ""
         return replace(plan, fix=cheapest_fix(plan.short, search) + why)
     found = faster(plan.choices, plan.timing, search) if suggest else ()
     return replace(plan, faster=found)
-
-
-def why_short(plan: Plan, hardware: Hardware, host_limit: int | None) -> str:
-    """The removable reason for a lack of host RAM, in brackets; empty if there is none."""
-    held = plan.job.ranks * (hardware.host_total_bytes - hardware.host_available_bytes)
-    never = plan.host_bytes > hardware.host_total_bytes
-    if host_limit is not None or held <= MUCH_HELD or never:
-        return ""
-    return f" (other programs hold {held / GIB:.1f} GiB of RAM now: this may pass)"
 
 
 def lay_out(layout: Layout, machine: MachineProfile, budget: Budget) -> Plan:
@@ -238,8 +241,7 @@ def lay_out(layout: Layout, machine: MachineProfile, budget: Budget) -> Plan:
     frozen: dict[str, Any] = {}
     if shape.frozen is not None:
         weight = layout.activations.weight
-        each = state_bytes_per_parameter(job) - weight
-        each += weight if layout.stored else 0
+        each = state_bytes_per_parameter(job) - (0 if layout.stored else weight)
         frozen = {
             "frozen_parameters": shape.frozen.parameters,
             "frozen_saves": int(shape.frozen.parameters * each),

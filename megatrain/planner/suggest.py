@@ -31,6 +31,7 @@ MOST_GIB = 16_384
 WORTH_SAYING = 1.03  # times as fast: predictions are not known much better
 NEARLY = 0.9  # share of a remedy's best gain that a milder setting must have
 MOST_SUGGESTIONS = 3
+MUCH_HELD = 4 * GIB  # of RAM by others, beyond what a system always takes
 MORE_RAM = (1.5, 2.0)  # times what there is
 
 Offers = dict[str, dict[str, Any]]  # config keys as words -> fields of the job; mildest first
@@ -179,6 +180,16 @@ def cheapest_fix(short: Collection[str], search: Search) -> str:
             else "free disk space, or set output to a folder on a larger disk"
         )
     return "; ".join(fixes)
+
+
+def held_by_others(search: Search, needed: int) -> str:
+    """The removable reason for a lack of host RAM, in brackets; empty if there is none. needed:
+    bytes of a rank."""
+    total = search.hardware.host_total_bytes
+    held = search.job.ranks * (total - search.hardware.host_available_bytes)
+    if held <= MUCH_HELD or needed > total:
+        return ""
+    return f" (other programs hold {held / GIB:.1f} GiB of RAM now: this may pass)"
 
 
 def _that_fit(search: Search, changes: Iterable[Change]) -> Iterator[Change]:

@@ -7,6 +7,7 @@ import shlex
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 from safetensors.torch import save as to_safetensors
@@ -26,18 +27,24 @@ from megatrain.errors import (
     logger,
 )
 from megatrain.heartbeat import BYTES_WRITTEN
+from megatrain.machine.hardware import read_hardware
 from megatrain.recipes.card import model_card
 from megatrain.recipes.ranks.rendezvous import awaiting
 from megatrain.recipes.rl.rollouts import Rollouts
 from megatrain.recipes.sample import answers_to
 from megatrain.recipes.signals import Stopped, StopRequest
-from megatrain.recipes.state import BEGINNING, Run
+from megatrain.recipes.state import BEGINNING, Run, Saving
 from megatrain.reporting.energy import Energy, known_sum
 from megatrain.reporting.meters import peak_host_bytes
 from megatrain.reporting.metrics import StepMetrics, StepTime, write_samples
 from megatrain.reporting.summary import advise
 from megatrain.reporting.tracing import record_timeline
-from megatrain.storage.checkpoint import save_checkpoint, write_final
+from megatrain.storage.checkpoint import (
+    Checkpointable,
+    save_beside,
+    save_checkpoint,
+    write_final,
+)
 from megatrain.storage.hashed_file import write_bytes
 from megatrain.storage.run_folder import checkpoint_name, prove
 
@@ -67,6 +74,8 @@ def fit(run: Run, stop: StopRequest) -> bool:
         if batch is None:
             return stop.says(f"while step {run.step + 1} waited for rows; the run is saved")
         train_step(run, batch, data_s)
+        if run.saving is not None and run.saving.written.done():
+            finish_save(run)
         last = run.step == run.total_steps
         # after the last step nothing would be left to resume, so no request is heeded
         request = StopRequest() if last else stop
@@ -83,6 +92,7 @@ def fit(run: Run, stop: StopRequest) -> bool:
         if enough:
             break
         if request.came():  # perhaps while the checkpoint was written
+            finish_save(run, must=True)
             return stop.says(f"after step {run.step}; the run is saved")
     if (final := config.checkpoint.final) != "none":
         run.engine.world.on_rank0(
@@ -97,6 +107,7 @@ def timed(run: Run, stop: StopRequest) -> Iterator[tuple[StepBatch | None, float
     why."""
 
     def save_unless_saved() -> None:
+        finish_save(run)
         saved = (run.config.output / checkpoint_name(run.step)).is_dir()
         if run.step > run.first_step and not run.engine.world.broadcast(saved):
             save(run, None)
@@ -442,40 +453,79 @@ def out_of_patience(run: Run) -> bool:
 
 
 def save(run: Run, found: Figures | None, *, must: bool = True) -> bool:
-    """Write a checkpoint of this step while its update still finishes. Raises StorageError. found:
-    by the evaluation of this step, if there was one. must: otherwise a failure is logged and False,
-    and training goes on: its weights are nowhere else."""
-    model, best, started = run.model, run.best, time.perf_counter()
+    """Write a checkpoint of this step while its update still finishes. found: by the evaluation of
+    this step, if there was one. must: before this returns, and raising StorageError; otherwise
+    while training goes on, if there is room for that, and a failure is logged, and False: the
+    weights are nowhere else."""
+    finish_save(run)
+    model, best, step, began = run.model, run.best, run.step, time.perf_counter()
     run.engine.world.on_rank0(lambda: check_in_place(run))
     if found and is_better(run.config, found, best):
         metric = run.config.checkpoint.metric
-        best = {"step": run.step, metric: found[metric]}
+        best = {"step": step, metric: found[metric]}
     state = {name: getattr(run, name) for name in BEGINNING} | {"best": best}
     state["position"] = run.loader.position()
+
+    def write(engine: Checkpointable) -> Path:
+        return save_checkpoint(
+            run.config.output,
+            step,
+            engine,
+            model.tokenizer,
+            {**state, **run.asked},
+            run.config.checkpoint.keep,
+            model.generation,
+            source=model.digests,
+            code=model.code,
+            best=best.get("step"),
+            abandoned=run.abandoned,
+        )
+
+    if not must and saves_beside(run):
+        run.saving = Saving(step, run.best, began, save_beside(run.engine, write))
+        run.best = best
+        return True
     try:
         with run.progress.doing("saving", counted=BYTES_WRITTEN):
-            path = save_checkpoint(
-                run.config.output,
-                run.step,
-                run.engine,
-                model.tokenizer,
-                {**state, **run.asked},
-                run.config.checkpoint.keep,
-                model.generation,
-                source=model.digests,
-                code=model.code,
-                best=best.get("step"),
-                abandoned=run.abandoned,
-            )
+            path = write(run.engine)
     except StorageError as error:
         if must:
             raise
         if run.engine.world.is_first:  # all have the same
-            logger.error(f"step {run.step} is not saved, training goes on: {error}")
+            logger.error(f"step {step} is not saved, training goes on: {error}")
         return False
     run.best, run.unproven, run.abandoned = best, path, ()
-    run.progress.saved(path, time.perf_counter() - started)
+    run.progress.saved(path, time.perf_counter() - began)
     return True
+
+
+# why: decision 0006
+def saves_beside(run: Run) -> bool:
+    """True if a checkpoint is written while training goes on: as planned, and if there still is
+    room for the copy."""
+    if not run.plan.saves_beside:
+        return False
+    now = read_hardware(run.config.output, "cpu")
+    return now.host_available_bytes - now.resident_bytes >= run.plan.disk["checkpoint 1"]
+
+
+def finish_save(run: Run, *, must: bool = False) -> None:
+    """Wait for a checkpoint that is written beside training, and take it over. must: raise
+    StorageError where it was not written; otherwise that is logged."""
+    saving, run.saving = run.saving, None
+    if saving is None:
+        return
+    try:
+        with run.progress.doing("saving", counted=BYTES_WRITTEN):
+            path, run.engine.passthrough = saving.written.result()
+    except StorageError as error:
+        if must:
+            raise
+        logger.error(f"step {saving.step} is not saved, training goes on: {error}")
+        run.best = saving.best_before
+        return
+    run.unproven, run.abandoned = path, ()
+    run.progress.saved(path, time.perf_counter() - saving.began, beside=True)
 
 
 def check_in_place(run: Run) -> None:

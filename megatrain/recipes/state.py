@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from datetime import date
 from pathlib import Path
@@ -27,6 +28,7 @@ from megatrain.reporting.metrics import MetricsWriter, Spikes, SteadyTime
 from megatrain.reporting.mfu import ModelFlops
 from megatrain.reporting.progress import Progress
 from megatrain.reporting.summary import Facts
+from megatrain.storage.passthrough import Passthrough
 from megatrain.storage.run_folder import RunLock
 
 # The position of a new run; every checkpoint keeps its own.
@@ -70,6 +72,16 @@ class Ready:
         return self.plan.job.rank_tokens // self.plan.choices.groups
 
 
+@dataclass(frozen=True)
+class Saving:
+    """A checkpoint that is written while training goes on."""
+
+    step: int
+    best_before: dict[str, Any]  # which counts again if this is not written
+    began: float  # time.perf_counter()
+    written: Future[tuple[Path, Passthrough]]
+
+
 @dataclass(kw_only=True)
 class Run(Ready):
     """A run that has begun: what its loop needs, and its position."""
@@ -95,7 +107,8 @@ class Run(Ready):
     first_step: int  # where this process began
     first_tokens: int
     recent: Spikes  # of loss and norm
-    unproven: Path | None = None  # the last checkpoint, until the step after it was finite
+    unproven: Path | None = None  # the last checkpoint, until a step after it was finite
+    saving: Saving | None = None
     # newer than the checkpoint asked for: the next save removes them
     abandoned: Sequence[Path] = ()
     spikes: int = 0  # of this process

@@ -202,10 +202,10 @@ class Progress:
             logger.info(f"advice: {metrics.advice}", extra={ON_PANEL: True})
         self._show()
 
-    def saved(self, path: Path, seconds: float) -> None:
-        """Show that a checkpoint was written."""
-        self._spent("saving", seconds)
-        logger.info(f"saved {path} in {human_seconds(seconds)}")
+    def saved(self, path: Path, seconds: float, *, beside: bool = False) -> None:
+        """Show that a checkpoint was written. beside: while training went on."""
+        self._spent("saving", 0.0 if beside else seconds)
+        logger.info(f"saved {path} in {human_seconds(seconds)}{', beside training' * beside}")
         self._show()
 
     def evaluated(

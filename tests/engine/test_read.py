@@ -163,7 +163,7 @@ def slowed(engine: Engine) -> tuple[dict[str, Any], None]:
 
     for name, lane in engine.parts.lanes.items():
         lane.delay = partial(sleep_if, name)
-    engine.parts.updater.delay = lambda _: sleep_if("update")
+    engine.parts.updater.lane.delay = partial(sleep_if, "update")
     before_layers(engine, partial(sleep_if, "compute"))
     told = []
     for number, step in enumerate(MANY):

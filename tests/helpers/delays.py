@@ -50,7 +50,7 @@ def delay(
         on_stream = on_cuda and name != "update"
         sleep = sleeper(seed * 1000 + number, shortest_s, longest_s, on_stream=on_stream)
         if name == "update":
-            engine.parts.updater.delay = sleep
+            engine.parts.updater.lane.delay = sleep
         elif name == "compute":
             before_layers(engine, sleep)
         else:

@@ -166,12 +166,16 @@ def killed(copied: Path) -> Path:
 
 @pytest.fixture
 def before_step(monkeypatch: pytest.MonkeyPatch) -> BeforeStep:
-    """before_step(3, action): calls it when step 3 begins."""
+    """before_step(3, action): calls it when step 3 begins, and no save is under way."""
     original = loop.train_step
     actions: dict[int, Callable[[], object]] = {}
 
     def train_step(run: Run, *rest: Any) -> None:
-        actions.get(run.step + 1, lambda: None)()
+        action = actions.get(run.step + 1)
+        if action is not None:
+            if run.saving is not None:
+                run.saving.written.exception()
+            action()
         original(run, *rest)
 
     monkeypatch.setattr(loop, "train_step", train_step)
