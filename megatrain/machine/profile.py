@@ -23,7 +23,7 @@ from typing import Annotated, Any, NamedTuple, TypeVar
 from pydantic import ConfigDict, Field, TypeAdapter
 from pydantic.dataclasses import dataclass as checked_dataclass
 
-from megatrain.errors import logger, system_errors
+from megatrain.errors import StorageError, logger, system_errors
 from megatrain.machine.datasheets import DESKTOP, UNKNOWN_GPU, DataSheet, data_sheet
 from megatrain.machine.hardware import (
     CPUINFO,
@@ -49,6 +49,9 @@ FORMAT = 7  # of the measurements: a higher number makes every cached profile st
 # Memory traffic of one parameter's AdamW update: weight, remainder and two fp32 moments are read
 # and written, the gradient is read.
 UPDATE_BYTES = 26
+# A run's steps that take as many times as long as planned, or as short, say nothing of the machine:
+# other programs ran, or rows were others. Short steps are bound by launching kernels.
+FAR, SHORT_S = 1.25, 0.5
 SLOWER = 0.8  # of rates, as choices between equally fast plans reckon with
 
 
@@ -87,6 +90,7 @@ class MachineProfile:
     gather_loss: Rate = 0.0  # seconds of computing that the device loses beside a second of it
     reduce_loss: Rate = 0.0
     network: Rate = 0.0  # bytes/s of a host to the others, each way
+    over_plan: Rate = 1.0  # seconds of the last run's steps over those that these rates give
 
     def __post_init__(self) -> None:
         if self.upload and not self.grouped:
@@ -196,6 +200,16 @@ def known_or_typical(hardware: Hardware) -> MachineProfile:
 def save_profile(profile: MachineProfile) -> Path:
     """Cache a profile and return its file. Raises StorageError if it cannot be written."""
     return write_json(cache_file(profile.fingerprint), asdict(profile))
+
+
+def keep_ratio(profile: MachineProfile, planned_s: float, measured_s: float | None) -> None:
+    """Keep how long the steps of a run on one GPU took beside their plan, which later plans of this
+    machine reckon with."""
+    ratio = profile.over_plan * (measured_s or 0.0) / planned_s
+    known = load(profile.fingerprint) if profile.ranks == 1 else None
+    if known is not None and planned_s > SHORT_S and 1 / FAR < ratio < FAR:
+        with suppress(StorageError):  # a cache
+            save_profile(replace(known, over_plan=ratio))
 
 
 def write_json(path: Path, value: dict[str, Any]) -> Path:

@@ -108,29 +108,32 @@ class StepCosts:
         # without padding, as far as row lengths are known
         mean = self.job.step(self.choices.micro_batch_tokens).mean
         trained = min(self.job.tokens_per_step, self.job.size * mean)
-        tokens_per_s = trained / timeline.seconds
+        ratio = self.machine.over_plan
+        tokens_per_s = trained / (ratio * timeline.seconds)
         images = self.job.images
         flops = self.shape.image_flops(images.mean, images.each)
         flops += 6 * self.shape.counted_parameters
         return Timing(
-            seconds=timeline.seconds,
-            phases=timeline.phases,
-            waits={wait: sum(of[wait] for of in timeline.waits.values()) for wait in WAITS},
+            seconds=ratio * timeline.seconds,
+            phases={phase: ratio * seconds for phase, seconds in timeline.phases.items()},
+            waits={wait: ratio * sum(of[wait] for of in timeline.waits.values()) for wait in WAITS},
             bound_by={phase: timeline.bound_by(phase) for phase in timeline.phases},
             tokens_per_s=tokens_per_s,
             tflops=flops * tokens_per_s / self.job.size / 1e12,
-            reference_s=self._forward_alone() if self.job.refers else 0.0,
+            reference_s=ratio * self._forward_alone() if self.job.refers else 0.0,
         )
 
     @cached_property
     def computing(self) -> float:
         """Seconds of computation alone."""
-        return self.options.groups * sum(block.forward + block.backward for block in self.blocks)
+        each = sum(block.forward + block.backward for block in self.blocks)
+        return self.machine.over_plan * self.options.groups * each
 
     @property
     def at_least(self) -> float:
         """Seconds that `predict` does not fall below: of computation or of the host's updates."""
-        return max(self.computing, sum(block.host_update for block in self.blocks))
+        updating = self.machine.over_plan * sum(block.host_update for block in self.blocks)
+        return max(self.computing, updating)
 
     @cached_property
     def options(self) -> ScheduleOptions:

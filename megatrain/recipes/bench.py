@@ -23,6 +23,7 @@ from megatrain.engine.objective import StepResult
 from megatrain.engine.resolved import Resolved
 from megatrain.errors import ConfigError
 from megatrain.losses import next_token
+from megatrain.machine.profile import keep_ratio
 from megatrain.methods import METHODS
 from megatrain.planner.plan import Plan
 from megatrain.recipes.describe import choices_in_words, described_environment, facts_of, work_of
@@ -226,7 +227,9 @@ def bench(
             if engine.world.broadcast(traced is not None):
                 _traced(draw(0), traced, engine.device, console)
         parts = tuple(measured[:warmup]), tuple(measured[warmup:])
-        return BenchResult(config, plan, *parts, setup_s, memory, computing_s)
+        found = BenchResult(config, plan, *parts, setup_s, memory, computing_s)
+        keep_ratio(plan.made_of.machine.profile, plan.timing.seconds, found.step_s.measured)
+        return found
 
     return as_rank(config.device, timed)
 

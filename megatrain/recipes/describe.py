@@ -21,10 +21,11 @@ from megatrain.config.resuming import (
 from megatrain.engine.resolved import Machine, Resolved
 from megatrain.errors import logger
 from megatrain.machine.hardware import update_threads
-from megatrain.machine.profile import installed_version
+from megatrain.machine.profile import installed_version, keep_ratio
 from megatrain.planner.plan import Plan
 from megatrain.recipes.planned_site import prices_of
 from megatrain.recipes.report import ENVIRONMENT_FILE, PLAN_FILE
+from megatrain.recipes.rl.rollouts import Rollouts
 from megatrain.recipes.sample import sample
 from megatrain.recipes.setup import decided_of_optimizer, micro_batch_of
 from megatrain.recipes.signals import StopRequest
@@ -40,6 +41,7 @@ from megatrain.storage.run_folder import find_checkpoint, write_text
 from megatrain.world import World
 
 SUMS, RANKS = "sums_on_device", "ranks"
+FEW_STEPS = 4  # of which the first compiles
 LAUNCH, UNNAMED = "TORCHELASTIC_RUN_ID", "none"  # torchrun's
 JOB, REQUEUED = "SLURM_JOB_ID", "SLURM_RESTART_COUNT"
 PACKAGES = ["megatrain", "torch", "transformers", "tokenizers"]
@@ -215,6 +217,8 @@ def summarize(run: Run, seconds: float, stop: StopRequest | None) -> RunSummary:
     host_bytes = recent[-1].host_bytes if recent else None  # of all ranks of a host
     if run.engine.world.is_alone:
         host_bytes = peak_host_bytes()
+    if run.step - run.first_step > FEW_STEPS and not isinstance(run.loader, Rollouts):
+        keep_ratio(run.machine.profile, plan.timing.seconds, run.steady.median_s)
     found = RunSummary(
         run_dir=folder,
         steps=run.step - run.first_step,
@@ -227,7 +231,7 @@ def summarize(run: Run, seconds: float, stop: StopRequest | None) -> RunSummary:
         final_dir=folder / find_checkpoint(folder).name if stop is None else None,
         prompt=question,
         answer=reply,
-        host=Predicted(plan.host_bytes * plan.job.ranks, host_bytes),
+        host=Predicted(plan.host_bytes * plan.job.ranks + run.copied_bytes, host_bytes),
         gpu=Predicted(plan.gpu_bytes or None, run.meter.peak_bytes()),
         step_s=Predicted(plan.timing.seconds, run.steady.median_s),
         time=run.progress.time,

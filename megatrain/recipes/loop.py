@@ -483,7 +483,7 @@ def save(run: Run, found: Figures | None, *, must: bool = True) -> bool:
 
     if not must and saves_beside(run):
         run.saving = Saving(step, run.best, began, save_beside(run.engine, write))
-        run.best = best
+        run.best, run.copied_bytes = best, run.plan.disk["checkpoint 1"]
         return True
     try:
         with run.progress.doing("saving", counted=BYTES_WRITTEN):

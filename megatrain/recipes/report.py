@@ -157,10 +157,13 @@ class Reported:
             judged_before(folder, history.step),
         )
 
-    def planned(self, tier: str) -> int | None:
-        """Bytes of a tier at the plan's peak."""
+    def planned(self, tier: str, steps: int = 0) -> int | None:
+        """Bytes of a tier at the plan's peak, with those of a save beside so many steps."""
         need = self.plan.get("totals", {}).get(tier, {}).get("need")
-        return need if isinstance(need, int) else None
+        every = self.section("checkpoint").get("every")
+        copied = tier == "host" and self.plan.get("saves_beside") and every and every < steps
+        copy = self.plan.get("disk", {}).get("checkpoint 1", 0) if copied else 0
+        return need + copy if isinstance(need, int) else None
 
     def section(self, name: str) -> dict[str, Any]:
         found = self.config.get(name)
@@ -297,7 +300,7 @@ def glance(run: Reported) -> dict[str, str]:
         ("host memory", "host_bytes", "host"),
     ):
         peak = max(history.values(field), default=None)
-        planned = Predicted(run.planned(tier), peak)
+        planned = Predicted(run.planned(tier, history.step), peak)
         found[name] = "" if peak is None else planned.words(human_bytes)
     given = run.section("economy")
     prices = Prices(

@@ -109,6 +109,7 @@ class Run(Ready):
     recent: Spikes  # of loss and norm
     unproven: Path | None = None  # the last checkpoint, until a step after it was finite
     saving: Saving | None = None
+    copied_bytes: int = 0  # of host RAM, at the peak, for saves beside training
     # newer than the checkpoint asked for: the next save removes them
     abandoned: Sequence[Path] = ()
     spikes: int = 0  # of this process

@@ -21,6 +21,7 @@ from megatrain.machine.profile import (
     fingerprint,
     interpolate,
     interpolate_log,
+    keep_ratio,
     load,
     load_drives,
     processor,
@@ -53,6 +54,24 @@ def test_a_profile_survives_the_cache():
     path = save_profile(PROFILE)
     assert load("this-one") == PROFILE
     assert sorted(path.parent.iterdir()) == [path]
+
+
+def test_what_steps_took_beside_their_plan_is_kept_for_later_plans():
+    keep_ratio(PROFILE, 10.0, 10.5)
+    assert load("this-one") is None, "a guess is nobody's profile"
+    save_profile(PROFILE)
+    for planned, measured, kept in (
+        (10.0, 10.5, 1.05),
+        (10.5, 10.0, 1.0),  # by a plan that knew of it
+        (10.0, 20.0, 1.0),  # other programs ran
+        (0.1, 0.11, 1.0),  # kernels are launched as fast as they run
+        (10.0, None, 1.0),
+    ):
+        known = load("this-one")
+        assert known is not None
+        keep_ratio(known, planned, measured)
+        known = load("this-one")
+        assert known is not None and known.over_plan == pytest.approx(kept)
 
 
 STALE: list[dict[str, Any]] = [

@@ -86,6 +86,24 @@ def test_steps_that_were_measured(name):
     assert step.tflops == pytest.approx(row.tflops, rel=row.tolerance)
 
 
+def test_a_plan_reckons_with_how_long_steps_took_beside_theirs():
+    job, shape = JOB_7B, as_at_first(QWEN_7B)
+    before = predict(STREAMED, job, shape, typical(H200))
+    after = predict(STREAMED, job, shape, replace(typical(H200), over_plan=1.1))
+    times = after.seconds, before.tokens_per_s, sum(after.phases.values()), after.waits["upload"]
+    planned = (
+        before.seconds,
+        after.tokens_per_s,
+        sum(before.phases.values()),
+        before.waits["upload"],
+    )
+    assert times == pytest.approx([1.1 * each for each in planned])
+    costs = [
+        StepCosts(Layout.of(STREAMED, job, shape, H200), replace(typical(H200), over_plan=0.8))
+    ]
+    assert all(each.at_least <= each.predict().seconds for each in costs)
+
+
 # What `megatrain doctor` found on the machine of the steps below.
 THAT_DAY = replace(
     typical(H200),
