@@ -217,6 +217,7 @@ def summarize(run: Run, seconds: float, stop: StopRequest | None) -> RunSummary:
     host_bytes = recent[-1].host_bytes if recent else None  # of all ranks of a host
     if run.engine.world.is_alone:
         host_bytes = peak_host_bytes()
+    copied = 0 if run.beside is None else plan.disk["checkpoint 1"]
     if run.step - run.first_step > FEW_STEPS and not isinstance(run.loader, Rollouts):
         keep_ratio(run.machine.profile, plan.timing.seconds, run.steady.median_s)
     found = RunSummary(
@@ -231,7 +232,7 @@ def summarize(run: Run, seconds: float, stop: StopRequest | None) -> RunSummary:
         final_dir=folder / find_checkpoint(folder).name if stop is None else None,
         prompt=question,
         answer=reply,
-        host=Predicted(plan.host_bytes * plan.job.ranks + run.copied_bytes, host_bytes),
+        host=Predicted(plan.host_bytes * plan.job.ranks + copied, host_bytes),
         gpu=Predicted(plan.gpu_bytes or None, run.meter.peak_bytes()),
         step_s=Predicted(plan.timing.seconds, run.steady.median_s),
         time=run.progress.time,

@@ -39,12 +39,8 @@ from megatrain.reporting.meters import peak_host_bytes
 from megatrain.reporting.metrics import StepMetrics, StepTime, write_samples
 from megatrain.reporting.summary import advise
 from megatrain.reporting.tracing import record_timeline
-from megatrain.storage.checkpoint import (
-    Checkpointable,
-    save_beside,
-    save_checkpoint,
-    write_final,
-)
+from megatrain.storage.beside import Beside
+from megatrain.storage.checkpoint import Checkpointable, save_checkpoint, write_final
 from megatrain.storage.hashed_file import write_bytes
 from megatrain.storage.run_folder import checkpoint_name, prove
 
@@ -481,9 +477,9 @@ def save(run: Run, found: Figures | None, *, must: bool = True) -> bool:
             abandoned=run.abandoned,
         )
 
-    if not must and saves_beside(run):
-        run.saving = Saving(step, run.best, began, save_beside(run.engine, write))
-        run.best, run.copied_bytes = best, run.plan.disk["checkpoint 1"]
+    if not must and run.beside is not None and run.beside.usable:
+        run.saving = Saving(step, run.best, began, run.beside.save(write))
+        run.best = best
         return True
     try:
         with run.progress.doing("saving", counted=BYTES_WRITTEN):
@@ -499,14 +495,21 @@ def save(run: Run, found: Figures | None, *, must: bool = True) -> bool:
     return True
 
 
-# why: decision 0006
-def saves_beside(run: Run) -> bool:
-    """True if a checkpoint is written while training goes on: as planned, and if there still is
-    room for the copy."""
-    if not run.plan.saves_beside:
-        return False
-    now = read_hardware(run.config.output, "cpu")
-    return now.host_available_bytes - now.resident_bytes >= run.plan.disk["checkpoint 1"]
+@contextmanager
+def saves_beside(run: Run) -> Iterator[None]:
+    """Let saves go on beside the training inside, if there are some before its end, and room for
+    them: as planned, and now."""
+    config, plan = run.config, run.plan
+    if plan.saves_beside and still_to_come(config, False, run.total_steps, run.step)["saving"] > 1:
+        now = read_hardware(config.output, "cpu")
+        if now.host_available_bytes - now.resident_bytes >= plan.disk["checkpoint 1"]:
+            run.beside = Beside(run.engine)
+    try:
+        yield
+    finally:
+        finish_save(run)
+        if run.beside is not None:
+            run.beside.close()
 
 
 def finish_save(run: Run, *, must: bool = False) -> None:

@@ -30,7 +30,7 @@ from megatrain.models.pretrained import cached_source, digests_of, resolve_sourc
 from megatrain.planner.job import ImageTokens, StepTokens
 from megatrain.planner.plan import Plan
 from megatrain.recipes.describe import RANKS, SUMS, other_circumstances, started_again, summarize
-from megatrain.recipes.loop import finish_save, fit
+from megatrain.recipes.loop import fit, saves_beside
 from megatrain.recipes.model import (
     TEMPLATE,
     Model,
@@ -363,10 +363,8 @@ def finish_run(
         run.trace = profile
         session.stop.loop_begins()
         stop = session.stop.of_all(session.world)
-        try:
+        with saves_beside(run):
             done = fit(run, stop)
-        finally:
-            finish_save(run)
         return summarize(run, time.perf_counter() - started, None if done else stop)
 
 

@@ -28,6 +28,7 @@ from megatrain.reporting.metrics import MetricsWriter, Spikes, SteadyTime
 from megatrain.reporting.mfu import ModelFlops
 from megatrain.reporting.progress import Progress
 from megatrain.reporting.summary import Facts
+from megatrain.storage.beside import Beside
 from megatrain.storage.passthrough import Passthrough
 from megatrain.storage.run_folder import RunLock
 
@@ -108,8 +109,8 @@ class Run(Ready):
     first_tokens: int
     recent: Spikes  # of loss and norm
     unproven: Path | None = None  # the last checkpoint, until a step after it was finite
+    beside: Beside | None = None  # None: training waits for saves
     saving: Saving | None = None
-    copied_bytes: int = 0  # of host RAM, at the peak, for saves beside training
     # newer than the checkpoint asked for: the next save removes them
     abandoned: Sequence[Path] = ()
     spikes: int = 0  # of this process

@@ -15,16 +15,13 @@ from __future__ import annotations
 import json
 import math
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
-from copy import copy
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import groupby
 from operator import itemgetter
 from pathlib import Path
-from threading import Event
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -190,78 +187,6 @@ def _write(
         sequence, constants = run_folder.next_sequence(run_dir), names_in(engine.constants)
         manifest = Manifest(step, sequence, listed, constants=constants)
         write_bytes(folder / MANIFEST, manifest.encode())
-
-
-def save_beside(
-    engine: Checkpointable, save: Callable[[Checkpointable], Path]
-) -> Future[tuple[Path, Passthrough]]:
-    """Call `save` in a thread, for an engine as it is now, while the engine trains on: its arrays
-    are copied to RAM, and no update of a block begins before its copies are made. Of one rank.
-
-    Returns:
-        What `save` does, and what the engine is to carry along from then on.
-    """
-    copies, still = _Copies(engine), copy(engine)
-    changed: Any = still
-    changed.store, changed.wait_ready = copies, lambda block: None
-
-    def work() -> tuple[Path, Passthrough]:
-        try:
-            copies.make()
-            return save(still), still.passthrough
-        finally:
-            copies.held.clear()
-
-    with_one_thread = ThreadPoolExecutor(1, "megatrain-save")
-    found = with_one_thread.submit(work)
-    with_one_thread.shutdown(wait=False)
-    return found
-
-
-class _Copies:
-    """A store whose saved arrays stay as they are now."""
-
-    def __init__(self, engine: Checkpointable) -> None:
-        self._engine, self._store = engine, engine.store
-        self.held: dict[tuple[str, int], torch.Tensor] = {}
-        trained = (block for block, layout in enumerate(self._store.layouts) if layout.trainable)
-        self._made = {block: Event() for block in trained}
-        self._store.before_change = self._wait
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._store, name)
-
-    def make(self) -> None:
-        """Copy all that updates change, a few blocks at a time."""
-        try:
-            in_parallel([partial(self._copy, block) for block in self._made])
-        except RuntimeError as error:  # torch's word for a lack of memory
-            raise StorageError(f"host RAM has no room for a copy of the state: {error}") from error
-        finally:
-            for made in self._made.values():
-                made.set()
-
-    def _copy(self, block: int) -> None:
-        self._engine.wait_ready(block)
-        for name in saved_arrays(self._engine):
-            if not self._store.arrays[name].among([block]):
-                continue
-            array, beside = self._store.array(name, block), nullcontext()
-            if array.is_cuda:  # beside what the step computes
-                beside = torch.cuda.stream(torch.cuda.Stream(array.device))  # type: ignore[assignment, no-untyped-call]
-            with beside:
-                self.held[name, block] = array.to("cpu", copy=True)
-        self._made[block].set()
-
-    def _wait(self, block: int) -> None:
-        self._made[block].wait()
-
-    def pieces(self, name: str, block: int, start: int, numel: int) -> Iterator[torch.Tensor]:
-        held = self.held.get((name, block))
-        if held is None:
-            yield from self._store.pieces(name, block, start, numel)
-        else:
-            yield held[start : start + numel]
 
 
 def saved_arrays(engine: Checkpointable) -> dict[str, torch.dtype]:

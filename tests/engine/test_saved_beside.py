@@ -8,11 +8,12 @@ from typing import Any
 
 import pytest
 
-from megatrain.errors import StorageError
+from megatrain.errors import OutOfMemory, StorageError
 from megatrain.optim import AdamW
 from megatrain.settings import ALL, Settings
-from megatrain.storage import checkpoint
-from megatrain.storage.checkpoint import save_beside, save_checkpoint
+from megatrain.storage import beside
+from megatrain.storage.beside import Beside
+from megatrain.storage.checkpoint import save_checkpoint
 from megatrain.storage.manifest import read_manifest
 from tests.helpers.support import engine_of, micro_batches
 
@@ -34,13 +35,13 @@ CASES: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("case", CASES)
 def test_a_save_beside_steps_has_the_bits_of_its_own_step(case, tmp_path, monkeypatch, device):
     """Each block is copied late, and nothing is written before two more steps are done."""
-    copy, trained = checkpoint._Copies._copy, Event()
+    copy, trained = Beside._copy, Event()
 
     def late(self, block):
         time.sleep(0.02)
         copy(self, block)
 
-    monkeypatch.setattr(checkpoint._Copies, "_copy", late)
+    monkeypatch.setattr(Beside, "_copy", late)
 
     def save(engine):
         assert trained.wait(60)
@@ -49,11 +50,13 @@ def test_a_save_beside_steps_has_the_bits_of_its_own_step(case, tmp_path, monkey
     with engine_of("llama", device=device, **CASES[case]) as engine:
         engine.train_step(micro_batches(0))
         now = save_checkpoint(tmp_path / "now", 1, engine, None, {"position": 7})
-        saving = save_beside(engine, save)
+        saver = Beside(engine)
+        saving = saver.save(save)
         for seed in (1, 2):
             engine.train_step(micro_batches(seed))
         trained.set()
         path, _ = saving.result()
+        saver.close()
         left = save_checkpoint(tmp_path / "left", 3, engine, None, {})
     assert read_manifest(path).files == read_manifest(now).files
     with engine_of("llama", device=device, **CASES[case]) as engine:
@@ -64,12 +67,15 @@ def test_a_save_beside_steps_has_the_bits_of_its_own_step(case, tmp_path, monkey
 
 
 def test_training_goes_on_where_there_is_no_memory_for_the_copies(monkeypatch):
-    def fails(self, block):
-        raise RuntimeError("not enough memory: you tried to allocate 8 bytes")
+    def fails(*_, **__):
+        raise OutOfMemory("cannot reserve 3.0 GiB of host memory for copies for saves")
 
-    monkeypatch.setattr(checkpoint._Copies, "_copy", fails)
+    monkeypatch.setattr(beside, "slabs_of", fails)
     with engine_of("llama") as engine:
-        saving = save_beside(engine, lambda still: pytest.fail("was called"))
+        saver = Beside(engine)
+        saving = saver.save(lambda still: pytest.fail("was called"))
         engine.train_step(micro_batches(0))
-        with pytest.raises(StorageError, match="no room for a copy of the state: not enough"):
+        with pytest.raises(StorageError, match="cannot reserve"):
             saving.result()
+        assert not saver.usable
+        saver.close()

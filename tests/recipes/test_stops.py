@@ -23,6 +23,7 @@ from megatrain.engine.engine import Engine
 from megatrain.recipes import describe, loop, run
 from megatrain.recipes.signals import STOPS
 from megatrain.storage import weights
+from megatrain.storage.beside import Beside
 from megatrain.storage.run_folder import checkpoints
 from tests.helpers.commands import evaluations_of, steps_of, wait_for
 from tests.recipes.same_run import same_run
@@ -251,7 +252,7 @@ def test_a_disk_full_at_the_end_leaves_the_checkpoint_before(
 def test_a_disk_full_in_the_middle_does_not_end_the_run(
     megatrain, project, before_step, file_limit, monkeypatch, beside
 ):
-    monkeypatch.setattr(loop, "saves_beside", lambda run: beside)
+    monkeypatch.setattr(Beside, "usable", beside)
     before_step(2, lambda: file_limit(60_000))
     before_step(3, lambda: file_limit(-1))
     done = megatrain("train cfg.yaml train.max_steps=4 checkpoint.every=2")
