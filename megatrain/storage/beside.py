@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from copy import copy
 from pathlib import Path
-from threading import Event
+from threading import Event, get_native_id
 from typing import Any
 
 import torch
@@ -23,6 +24,12 @@ TOUCHING_THREADS = 4  # beside the steps that go on
 _Held = dict[tuple[str, int], torch.Tensor]  # by array and block
 
 
+def yield_to_others() -> None:
+    """Let this thread, and those that it starts, run when no other wants the core."""
+    with suppress(OSError):
+        os.setpriority(os.PRIO_PROCESS, get_native_id(), 19)
+
+
 # why: decision 0006
 class Beside:
     """RAM for a copy of an engine's saved arrays, which a thread takes from now on, and saves from
@@ -33,7 +40,7 @@ class Beside:
         self._trained = [b for b, layout in enumerate(engine.store.layouts) if layout.trainable]
         self._held, self._slabs = _Held(), list[Slab]()
         self._stream: Any = None  # beside what the steps compute
-        self._worker = ThreadPoolExecutor(1, "megatrain-save")
+        self._worker = ThreadPoolExecutor(1, "megatrain-save", yield_to_others)
         self._room = self._worker.submit(self._take_room)
 
     def _take_room(self) -> None:
