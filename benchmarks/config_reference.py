@@ -33,7 +33,11 @@ writes a commented config to start from; only `model` and `data.train` have no d
 - A key is set in the YAML file (`train: {seq_len: 2048}`) or after the command
   (`megatrain train my.yaml train.seq_len=2048`), which wins over the file.
 - An unknown key is refused with its file, line and the nearest known name.
-- Sizes of memory are written as `80GiB`, `512MiB` or bytes. `1e-5` is a number.
+- Sizes of memory are written as `80GiB`, `512MiB` or bytes, counts as `64k` (64,000) or `64Ki`
+  (65,536) if you like. `1e-5` is a number.
+- Paths may have `~` and `${VARIABLES}` of the environment. What keys have in common is merged from
+  an anchor (`x-shared: &it {seq_len: 4096}`, then `train: {<<: *it}`); keys that begin with `x-`
+  hold such and nothing else.
 - `auto` leaves the choice to the planner, the hardware or the optimizer. A run writes all chosen
   values to `config.resolved.yaml` in its folder.
 - `megatrain resume` refuses or flags a changed key that would change the result.

@@ -19,6 +19,7 @@ import typer
 from megatrain.cli.app import GIVEN, app
 from megatrain.errors import StorageError, exit_code_of, printable
 from megatrain.machine.cgroups import keep_to_quota
+from megatrain.methods import METHODS
 from megatrain.reporting.streams import lasting_streams, results_alone, unwritable
 
 # In the order in which `megatrain --help` lists their commands.
@@ -85,6 +86,8 @@ def _usage(error: Any, words: list[str]) -> int:
     said = str(error.format_message()).rstrip(".")
     if said.startswith("No such option") and "KEY=VALUE" in usage:
         said += "; keys of the config are set as key=value, such as train.learning_rate=1e-5"
+    if said.startswith("No such command") and words[0] in METHODS:
+        said += f"; {words[0]} is a method: megatrain train CONFIG method={words[0]}"
     command = "megatrain" if error.ctx is None else error.ctx.command_path
     typer.echo(f"{usage}\nerror: {printable(said)}; see `{command} --help`", err=True)
     return int(error.exit_code)

@@ -188,7 +188,14 @@ class _Reader:
 
     def mapping(self, node: Any, depth: int) -> dict[str, Located]:
         entries: dict[str, Located] = {}
+        merged: dict[str, Located] = {}
         for key, value in node.value:
+            if key.id == "scalar" and key.value == "<<":  # the first of several maps counts
+                for other in value.value if value.id == "sequence" else [value]:
+                    if other.id != "mapping":
+                        raise self.wrong(key.start_mark, "<< takes a mapping, or a list of them")
+                    merged = self.mapping(other, depth + 1) | merged
+                continue
             if key.id != "scalar" or not key.value:
                 raise self.wrong(key.start_mark, "a key must be a single word")
             if first := entries.get(key.value):
@@ -196,4 +203,4 @@ class _Reader:
                 raise self.wrong(key.start_mark, reason)
             place = self.place(key.start_mark)
             entries[key.value] = Located(self.value(value, depth + 1), place)
-        return entries
+        return merged | entries

@@ -30,6 +30,7 @@ from megatrain.errors import ConfigError, DataError
 from megatrain.machine.profile import cache_folder
 
 TOP = ""  # the section of top-level keys
+ANCHORS = "x-"  # begins the names of keys that hold what others repeat, as in Compose files
 ALIAS_SECTIONS = (TOP, "train")
 MISSPELT = 0.8  # as like as a word is to itself with one letter wrong, or two in a long one
 _MODELS: dict[str, type[BaseModel]] = {TOP: Config} | {
@@ -218,6 +219,8 @@ class _Collector:
     def mapping(self, entries: dict[str, Located], section: str = TOP) -> None:
         """Take in the keys of one section."""
         for name, entry in entries.items():
+            if section == TOP and name.startswith(ANCHORS):
+                continue
             key = (section, name) if section else (name,)
             leaf = Leaf(key, plain(entry), entry.place, ".".join(key))
             if section == TOP and name in SECTIONS and name != TOP:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import os
+import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from datetime import date
@@ -141,7 +142,17 @@ def did_you_mean(value: object, names: Iterable[str]) -> str:
     return f"; did you mean {near}?" if near else ""
 
 
-def _whole(value: object) -> object:  # 1e6 tokens is a whole number
+# k and Ki differ as GB and GiB do.
+_VARIABLE = re.compile(r"\$\{(\w+)\}")
+_COUNT = re.compile(r"(\d+(?:\.\d+)?)([kKmM])(i?)")
+
+
+def _whole(value: object) -> object:
+    """The whole number of 1e6 or a text such as 64k, 64Ki or 1.5M; else the value itself."""
+    found = _COUNT.fullmatch(value) if isinstance(value, str) else None
+    if found is not None:
+        number, unit, binary = found.groups()
+        value = float(number) * (1024 if binary else 1000) ** " km".index(unit.lower())
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
@@ -157,7 +168,9 @@ def _expanded(value: object) -> object:
     """A path as a shell would expand it: YAML has none before it. Others as they are."""
     if not isinstance(value, str):
         return value
-    path = os.path.expanduser(value)
+    path = os.path.expandvars(os.path.expanduser(value))
+    if unset := _VARIABLE.search(path):
+        raise wrong(f"there is no environment variable {unset[1]}")
     try:
         encoded = path.encode()
     except UnicodeEncodeError:

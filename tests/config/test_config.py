@@ -341,6 +341,39 @@ def test_a_key_can_be_placed_in_a_later_error(write):
     assert config.with_values({"train.groups": 1}).where("train.seed") == "command line: train.seed"
 
 
+def test_counts_may_have_a_unit(write):
+    for text, number in {"64k": 64_000, "64Ki": 65_536, "1.5M": 1_500_000, "2mi": 2**21}.items():
+        config = load_config(write(MINIMAL), [f"train.tokens_per_step={text}"])
+        assert config.train.tokens_per_step == number
+    for text in ("64 k", "1.5", "0.0001k", "k", "1G", "-1k"):
+        with pytest.raises(ConfigError, match="must be a whole number of at least 1"):
+            load_config(write(MINIMAL), [f"train.tokens_per_step={text}"])
+
+
+def test_what_is_repeated_is_merged(write):
+    shared = "x-of-all: &a {seq_len: 64, seed: 1}\nx-more: &b {seed: 2, epochs: 3}\n"
+    config = load_config(write(MINIMAL + shared + "train: {<<: [*a, *b], seed: 7}\n"))
+    assert (config.train.seq_len, config.train.seed, config.train.epochs) == (64, 7, 3)
+    assert config.where("train.seq_len") == "cfg.yaml:3: train.seq_len"
+    with pytest.raises(ConfigError, match=r"cfg.yaml:3: << takes a mapping, or a list of them"):
+        load_config(write(MINIMAL + "train: {<<: 3}\n"))
+
+
+def test_environment_variables_are_expanded_in_paths(write, monkeypatch):
+    monkeypatch.setenv("DISK", "/mnt/b")
+    config = load_config(write("model: ${DISK}/m\ndata: {train: $DISK/d.jsonl}\noutput: a$b\n"))
+    (source,) = config.data.train
+    assert [config.model.path, source.path, str(config.output)] == [
+        "/mnt/b/m",
+        "/mnt/b/d.jsonl",
+        "a$b",
+    ]
+    with pytest.raises(
+        ConfigError, match=r"cfg.yaml:1: model: there is no environment variable NO"
+    ):
+        load_config(write("model: ${NO}/m\n"))
+
+
 def test_home_is_expanded(write, monkeypatch):
     home = "/home/somebody"
     monkeypatch.setenv("HOME", home)

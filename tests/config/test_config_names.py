@@ -16,7 +16,7 @@ BASE = {"model": "model: some/folder", "data": "data: {train: rows.jsonl}"}
 # alias -> (value in YAML, our key, our value). Every alias has a row; that of
 # gradient_accumulation_steps is beside per_device_train_batch_size: 2.
 MEANINGS = {
-    "model_name_or_path base_model": ("x/y", "model.path", "x/y"),
+    "model_name_or_path model_name base_model": ("x/y", "model.path", "x/y"),
     "model_revision revision": ("v1", "model.revision", "v1"),
     "trust_remote_code": ("true", "model.trust_remote_code", True),
     "per_device_train_batch_size micro_batch_size": ("4", "train.rows_per_step", 4),
