@@ -54,7 +54,7 @@ def plan_case(case: Case, device: str) -> Plan:
     from megatrain.models.skeleton import Skeleton
     from megatrain.planner.job import Budget
     from megatrain.planner.memory import Layout
-    from megatrain.planner.plan import lay_out, make_plan
+    from megatrain.planner.planning import lay_out, make_plan
     from megatrain.planner.search import Search
     from megatrain.recipes.doctor import measured_or_typical
 

@@ -87,7 +87,7 @@ def recipes(monkeypatch, tmp_path):
     for name in ("run", "plan", "inspect"):
         monkeypatch.setitem(sys.modules, f"megatrain.recipes.{name}", recorder)
     monkeypatch.setitem(sys.modules, "megatrain.storage.export", export)
-    monkeypatch.setattr("megatrain.planner.plan.render", lambda plan, out: plan.render(out))
+    monkeypatch.setattr("megatrain.planner.plan.render", lambda plan, out, full: plan.render(out))
     monkeypatch.chdir(tmp_path)
     Path("cfg.yaml").write_text(CONFIG)
     Path("rows.jsonl").touch()

@@ -116,6 +116,9 @@ def plan(
     gpus: Gpus = None,
     hosts: Hosts = None,
     network: Network = None,
+    full: Annotated[
+        bool, typer.Option("--full", help="Print every choice, phase and array, and why.")
+    ] = False,
     as_json: AsJson = False,
 ) -> None:
     """Say whether a run fits this machine, or one that you do not have yet, and how.
@@ -146,7 +149,7 @@ def plan(
         print_json(found.to_dict())
         found.check()
     else:
-        render(found, console_on())
+        render(found, console_on(), full=full)
     if not found.fits:  # which the table's first line says
         raise typer.Exit(PlanError.exit_code)
 

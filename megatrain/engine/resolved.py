@@ -46,7 +46,8 @@ from megatrain.planner.cost.dry_run import layer_chunks, shape_of
 from megatrain.planner.cost.shape import ModelShape
 from megatrain.planner.job import ImageTokens, Job, WholeUpdate
 from megatrain.planner.memory import disk_bytes
-from megatrain.planner.plan import Plan, make_plan
+from megatrain.planner.plan import Plan
+from megatrain.planner.planning import make_plan
 from megatrain.planner.question import Site, posed
 from megatrain.planner.search import most_micro_batch_tokens
 from megatrain.settings import contradiction

@@ -13,7 +13,8 @@ from megatrain.errors import ModelError
 from megatrain.methods import METHODS
 from megatrain.models.pretrained import digests_of, resolve_source
 from megatrain.models.shapes import named_shape
-from megatrain.planner.plan import Plan, make_plan
+from megatrain.planner.plan import Plan
+from megatrain.planner.planning import make_plan
 from megatrain.planner.question import (
     Question,
     Site,

@@ -19,7 +19,8 @@ from megatrain.machine.profile import typical
 from megatrain.planner.cost.shape import ModelShape
 from megatrain.planner.job import Job
 from megatrain.planner.memory import GPU_RECORDS_SHARE
-from megatrain.planner.plan import Plan, make_plan, render
+from megatrain.planner.plan import Plan, render
+from megatrain.planner.planning import make_plan
 from megatrain.planner.search import most
 from tests.helpers.planned import (
     H200,
@@ -304,7 +305,7 @@ def test_the_plan_is_json():
 def test_the_plan_can_be_read(hardware):
     out = StringIO()
     plan = plan_of(JOB_7B, hardware=hardware)
-    render(plan, Console(file=out, width=160))
+    render(plan, Console(file=out, width=160), full=True)
     text = " ".join(out.getvalue().split())
     for array, nbytes in [*plan.device.items(), *plan.host.items(), *plan.disk.items()]:
         assert array in text or nbytes == 0

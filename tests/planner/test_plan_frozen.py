@@ -19,7 +19,8 @@ from megatrain.planner.cost.dry_run import shape_of
 from megatrain.planner.cost.shape import FrozenParts, ModelShape
 from megatrain.planner.job import Job
 from megatrain.planner.memory import disk_bytes
-from megatrain.planner.plan import make_plan, render
+from megatrain.planner.plan import render
+from megatrain.planner.planning import make_plan
 from megatrain.planner.timing import StepCosts
 from megatrain.schedule import block_order, graphs_of_layers, layers_back
 from megatrain.settings import Settings

@@ -13,7 +13,8 @@ from megatrain.machine.profile import typical
 from megatrain.models.skeleton import Skeleton
 from megatrain.planner.cost.dry_run import shape_of
 from megatrain.planner.cost.shape import ModelShape, WorkingSet
-from megatrain.planner.plan import Plan, make_plan
+from megatrain.planner.plan import Plan
+from megatrain.planner.planning import make_plan
 from tests.helpers.planned import H200_LARGE_HOST, JOB_7B, QWEN_SIZES
 
 LONG, CHUNK = 524_288, 16_384

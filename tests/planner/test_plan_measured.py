@@ -28,7 +28,8 @@ from megatrain.planner.cost.footprint import LiveBytes
 from megatrain.planner.cost.shape import ModelShape
 from megatrain.planner.job import Job
 from megatrain.planner.memory import HEAD_COPIES, Layout
-from megatrain.planner.plan import Plan, lay_out, make_plan
+from megatrain.planner.plan import Plan
+from megatrain.planner.planning import lay_out, make_plan
 from megatrain.world import ALONE, World
 from tests.helpers.once import engines_are_built_fast
 

@@ -21,7 +21,8 @@ from megatrain.memory.layout import FlatLayout
 from megatrain.optim import AdamW
 from megatrain.planner.job import Budget, Choices, Job
 from megatrain.planner.memory import Layout
-from megatrain.planner.plan import Plan, lay_out, make_plan, render
+from megatrain.planner.plan import Plan, render
+from megatrain.planner.planning import lay_out, make_plan
 from megatrain.planner.search import Search
 from megatrain.planner.simulation import Timing
 from megatrain.planner.timing import StepCosts
@@ -135,7 +136,7 @@ def test_training_on_the_cpu_may_use_a_drive_too():
 
 def test_the_plan_says_what_is_there_and_what_wears_the_drive():
     plan, out = plan_of(), StringIO()
-    render(plan, Console(file=out, width=300))
+    render(plan, Console(file=out, width=300), full=True)
     text = out.getvalue()
     once = sum(plan.nvme.values())
     assert f"reads {once / GIB:,.2f} GiB and writes {once / GIB:,.2f} GiB" in text

@@ -21,7 +21,8 @@ from megatrain.machine.profile import (
 )
 from megatrain.planner.job import Job
 from megatrain.planner.memory import HEAD_COPIES, OTHERS_TABLES, Layout
-from megatrain.planner.plan import Plan, make_plan
+from megatrain.planner.plan import Plan
+from megatrain.planner.planning import make_plan
 from megatrain.planner.simulation import BlockTasks, Collectives, overlapped, serial
 from megatrain.planner.timing import ATTENTION_FORWARD_SHARE, StepCosts
 from megatrain.world import World

@@ -12,7 +12,8 @@ from rich.console import Console
 from megatrain.machine.hardware import GIB, Hardware
 from megatrain.machine.profile import typical
 from megatrain.planner.job import Budget, Job, StepTokens
-from megatrain.planner.plan import Plan, make_plan, render
+from megatrain.planner.plan import Plan, render
+from megatrain.planner.planning import make_plan
 from megatrain.planner.search import Search
 from megatrain.planner.suggest import (
     EXACT,

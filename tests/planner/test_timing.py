@@ -21,7 +21,8 @@ from megatrain.machine.profile import (
 from megatrain.planner.cost.shape import ModelShape
 from megatrain.planner.job import Choices, Job, StepTokens
 from megatrain.planner.memory import Layout
-from megatrain.planner.plan import Plan, make_plan
+from megatrain.planner.plan import Plan
+from megatrain.planner.planning import make_plan
 from megatrain.planner.simulation import BlockTasks, Timing
 from megatrain.planner.timing import StepCosts
 from tests.helpers.planned import (

@@ -38,7 +38,7 @@ def test_a_run_with_arrays_on_nvme_is_the_run_without_and_may_go_on_without(
 
 
 def test_the_plan_shows_the_tier_its_traffic_and_its_wear(megatrain):
-    answer = megatrain("plan cfg.yaml", *SWAP)
+    answer = megatrain("plan cfg.yaml --full", *SWAP)
     assert "NVMe space" in answer.out
     assert "state of 3 blocks" in answer.out and "endurance" in answer.out
     plan = megatrain("plan cfg.yaml --json", *SWAP).json

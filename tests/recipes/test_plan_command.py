@@ -92,7 +92,11 @@ def test_what_does_not_fit_it_is_refused_with_what_would(megatrain):
 
 def test_the_verdict_comes_first_then_what_to_change(megatrain):
     asked = ("plan qwen2.5-0.5b --gpu 'RTX 3060' --ram 32GiB train.tokens_per_step=1024", SHORT[0])
-    verdict, change, *rest = megatrain(*asked).out.splitlines()
+    verdict, gpu, host, disk, step, change, *rest = megatrain(*asked).out.splitlines()
+    bars = r"{} [█░]{{24}} +\d+% of [\d.]+ [GT]iB: .*, .*"
+    for name, line in {"GPU memory": gpu, "host RAM  ": host, "disk space": disk}.items():
+        assert re.fullmatch(bars.format(name), line)
+    assert re.fullmatch(r"a step     (\w+ \d+%[,;] )+waits for .+", step)
     assert re.fullmatch(
         r"fits: [\d.]+ s a step, [\d,]+ tokens/s; [\d.]+ GiB of [\d.]+ GiB of GPU memory, "
         r"[\d.]+ GiB of [\d.]+ GiB of host RAM",
@@ -100,6 +104,7 @@ def test_the_verdict_comes_first_then_what_to_change(megatrain):
     )
     assert change.startswith("faster: train.tokens_per_step: ")
     assert any(line.startswith("energy: ") for line in rest[:5])
+    assert rest[-1].startswith("--full: ") and "exp_avg" in megatrain(*asked, "--full").out
 
 
 @pytest.mark.slow
@@ -250,7 +255,7 @@ def test_choices_that_a_resumed_run_keeps_were_not_asked_for():
 
 
 def test_it_says_what_is_of_a_rank_and_what_is_assumed(megatrain):
-    text = megatrain(*H100S, *["--gpus", "2", "--hosts", "2", "--network", "400"]).out
+    text = megatrain(*H100S, *"--gpus 2 --hosts 2 --network 400 --full".split()).out
     assert text.startswith("fits on 2 GPUs of each of 2 hosts: ")
     assert "several hosts: planned from bytes and the network's rate alone" in text
     assert "2 GPUs at work together: their rates are assumed, not measured; `megatrain" in text
