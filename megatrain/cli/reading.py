@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shlex
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
@@ -30,6 +32,7 @@ from megatrain.cli.app import (
     type_out,
 )
 from megatrain.errors import ConfigError, DataError, ModelError, VerificationError
+from megatrain.methods import METHODS
 from megatrain.reporting.streams import Lasting, console_on, result_stream
 from megatrain.reporting.summary import human_seconds
 
@@ -410,20 +413,63 @@ def doctor(
 
 @app.command()
 def init(
-    path: Annotated[
-        Path | None, typer.Argument(metavar="FILE", help="File to write; default: stdout.")
+    arguments: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[FILE | MODEL DATA]",
+            help="File for the template, default: stdout; or a model and rows to look at.",
+        ),
+    ] = None,
+    method: Annotated[
+        str | None, typer.Option(help="Default: the one that rows of such a form are for.")
+    ] = None,
+    gpu: Annotated[
+        str | None, typer.Option(help="Fit a machine with this GPU, not this one; needs --ram.")
+    ] = None,
+    ram: Annotated[str | None, typer.Option(help="RAM of that machine, such as 128GiB.")] = None,
+    output: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Config to write; default: by the model.")
     ] = None,
     force: Annotated[bool, typer.Option("--force", help="Replace the file if it exists.")] = False,
 ) -> None:
-    """Write a commented config to start from."""
-    from megatrain.config import example_config
+    """Write a config: a commented template, or one for a model and rows that fits the machine."""
+    from megatrain.config import config_schema, example_config
 
-    if path is None:
+    given, mode = arguments or [], "w" if force else "x"
+    if len(given) > 2 or (len(given) < 2 and (method or gpu or ram or output)):
+        raise typer.BadParameter("name a model and rows: megatrain init MODEL DATA")
+    if not given:
         typer.echo(example_config(), nl=False)
         return
-    _write(path, example_config(), "or add --force", "w" if force else "x")
-    then = f"name your model and data in it, then `megatrain plan {path}`"
-    typer.echo(f"wrote {path}; {then}; `megatrain schema` lists every key", err=True)
+    if len(given) == 1:
+        path = Path(given[0])
+        _write(path, example_config(), "or add --force", mode)
+        then = f"name your model and data in it, then `megatrain plan {path}`"
+        typer.echo(f"wrote {path}; {then}; `megatrain schema` lists every key", err=True)
+        return
+    from megatrain.planner.plan import verdict
+    from megatrain.recipes import first_config as recipe
+    from megatrain.reporting.progress import logging_on
+
+    if method is not None and method not in METHODS:
+        raise typer.BadParameter(f"{method} is no method; choose from {', '.join(METHODS)}")
+    if output is not None and output.exists() and not force:
+        raise ConfigError(f"{output}: exists already; choose another name or add --force")
+    described = {"gpu": gpu, "ram": ram} if gpu or ram else None
+    with logging_on(console_on(stderr=True)):
+        found = recipe.config_for(given[0], given[1], method, described)
+    path = output or Path(f"{found.name}.yaml")
+    _write(path, found.text, "with --output, or add --force", mode)
+    if not (schema := path.with_name(recipe.SCHEMA)).exists():
+        _write(schema, json.dumps(config_schema(), indent=1) + "\n", "")
+    told = f" --gpu {shlex.quote(gpu or '')} --ram {ram}" if described else ""
+    typer.echo(f"wrote {path}: {verdict(found.plan)}", err=True)
+    for command, why in (
+        (f"megatrain data {path}", "what is trained on, row by row"),
+        (f"megatrain plan {path}{told}", "what is where, and what would be faster"),
+        (f"megatrain train {path}", "do it"),
+    ):
+        typer.echo(f"  {command:<40} {why}", err=True)
 
 
 @app.command("import")

@@ -255,7 +255,7 @@ def test_choices_that_a_resumed_run_keeps_were_not_asked_for():
 
 
 def test_it_says_what_is_of_a_rank_and_what_is_assumed(megatrain):
-    text = megatrain(*H100S, *"--gpus 2 --hosts 2 --network 400 --full".split()).out
+    text = megatrain(*H100S, *["--gpus", "2", "--hosts", "2", "--network", "400", "--full"]).out
     assert text.startswith("fits on 2 GPUs of each of 2 hosts: ")
     assert "several hosts: planned from bytes and the network's rate alone" in text
     assert "2 GPUs at work together: their rates are assumed, not measured; `megatrain" in text
