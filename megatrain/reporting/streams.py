@@ -7,6 +7,8 @@ import faulthandler
 import io
 import os
 import sys
+import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, redirect_stdout
 from contextvars import ContextVar
@@ -16,9 +18,14 @@ from rich.console import Console, ConsoleOptions, RenderableType
 from rich.segment import Segment
 
 from megatrain.errors import printable
+from megatrain.heartbeat import BYTES_READ, BYTES_WRITTEN, beats
+from megatrain.machine.launcher import started_by
 
 _RESULTS: ContextVar[TextIO | None] = ContextVar("results", default=None)
 PIPE_WIDTH = 120  # columns of tables that do not go to a terminal
+FRAMES = "⠋⠙⠹⠸⠼⠴⠦⠧⠇⠏"
+SHOWN_AFTER_S, REDRAWN_EVERY_S = 0.2, 0.1
+MOVED = ((BYTES_READ, "read"), (BYTES_WRITTEN, "written"))
 
 
 class Lasting:
@@ -30,8 +37,15 @@ class Lasting:
         self.error: OSError | None = None  # what ended it
 
     def write(self, text: str) -> int:
-        self._guarded(self._stream.write, text)
+        with _busy.lock:
+            _busy.make_room(text)
+            self._guarded(self._stream.write, text)
         return len(text)
+
+    def raw(self, text: str) -> None:
+        """Write beside the line that shows that a command works."""
+        self._guarded(self._stream.write, text)
+        self.flush()
 
     def flush(self) -> None:
         self._guarded(self._stream.flush)
@@ -45,6 +59,65 @@ class Lasting:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)
+
+
+class Busy:
+    """The last line of a terminal while a command prints nothing: that it works, for how long, and
+    what it reads or writes. It goes before anything else is printed, and stays away from a line
+    that has begun, such as a question or a panel."""
+
+    def __init__(self) -> None:
+        self.lock = threading.RLock()  # held by whoever writes to a standard stream
+        self._stream: Lasting | None = None  # a terminal, while the line may be shown
+        self._shown, self._free, self._since, self._frame = False, True, 0.0, 0
+
+    @contextmanager
+    def on(self, stream: Lasting) -> Iterator[None]:
+        """Let the line be shown on `stream`, if that is a terminal that can erase it."""
+        alone = started_by(os.environ)[1] == 1  # ranks share a terminal
+        if not (alone and stream.isatty()) or os.environ.get("TERM", "dumb") == "dumb":
+            yield
+            return
+        self._stream, self._since, self._free = stream, time.monotonic(), True
+        ended = threading.Event()
+
+        def look() -> None:
+            while not ended.wait(REDRAWN_EVERY_S):
+                with self.lock:
+                    self._draw()
+
+        thread = threading.Thread(target=look, name="megatrain-busy", daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            ended.set()
+            thread.join()
+            with self.lock:
+                self.make_room("\n")
+                self._stream = None
+
+    def make_room(self, text: str) -> None:
+        """Erase the line before `text` is written."""
+        if self._shown and self._stream is not None:
+            self._shown = False
+            self._stream.raw("\r\x1b[K")
+        self._since, self._free = time.monotonic(), text.endswith("\n")
+
+    def _draw(self) -> None:
+        waited = time.monotonic() - self._since
+        if self._stream is None or not self._free or waited < SHOWN_AFTER_S:
+            return
+        frames = FRAMES if "utf" in str(self._stream.encoding).lower() else "|/-"
+        self._frame, self._shown = self._frame + 1, True
+        loaded = [name for name in ("torch", "transformers") if name in sys.modules]
+        words = ("starting", "loading PyTorch", "working")[len(loaded)]
+        moved = (f", {beats(what) / 2**30:.1f} GiB {how}" for what, how in MOVED if beats(what))
+        told = f"{frames[self._frame % len(frames)]} {words} {waited:.0f}s{''.join(moved)}"
+        self._stream.raw(f"\r{told}\x1b[K")
+
+
+_busy = Busy()
 
 
 def _null_device() -> TextIO:
@@ -66,7 +139,8 @@ def lasting_streams() -> Iterator[Lasting]:
     sys.stdin = before[0] or _null_device()
     sys.stdout, sys.stderr = cast(TextIO, out), cast(TextIO, err)
     try:
-        yield out
+        with _busy.on(err):
+            yield out
     finally:
         sys.stdin, sys.stdout, sys.stderr = before
         for ours, theirs in ((out, before[1]), (err, before[2])):

@@ -3,14 +3,22 @@
 from __future__ import annotations
 
 import json
+import os
+import pty
+import re
 import shutil
+import sys
+import time
 from collections.abc import Callable
+from contextlib import suppress
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.helpers.commands import conversation, write_jsonl
+from megatrain.reporting.streams import FRAMES
+from tests.helpers.commands import conversation, environment, write_jsonl
 
 HOSTILE = "\x1b]0;owned\x07\x1b[2J\x9b2J\u202e"
 CONTROLS = {"\x1b", "\x07", "\x9b", "\u202e"}
@@ -96,3 +104,30 @@ def test_so_do_the_summary_and_the_preview(megatrain, project):
     assert "\\x1b]0;owned" in preview.out
     for shown in (done.out, done.err, preview.out):
         assert not CONTROLS & set(shown)
+
+
+def typed(command: list[str], folder: Path) -> tuple[list[tuple[float, bytes]], int]:
+    """What a command writes to a terminal of its own, piece by piece with the seconds since it
+    began, and its exit code."""
+    pid, terminal = pty.fork()
+    if pid == 0:
+        os.chdir(folder)
+        os.execve(command[0], command, {**environment(), "TERM": "xterm-256color"})
+    began, pieces = time.monotonic(), list[tuple[float, bytes]]()
+    with suppress(OSError):  # the other end is closed
+        while piece := os.read(terminal, 1 << 16):
+            pieces.append((time.monotonic() - began, piece))
+    return pieces, os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+def test_a_command_shows_that_it_works_and_leaves_no_trace_of_it(project):
+    command = [sys.executable, "-m", "megatrain", "data", "cfg.yaml"]
+    pieces, code = typed(command, project)
+    text = b"".join(piece for _, piece in pieces).decode()
+    assert code == 0 and re.match("\r. (starting|loading PyTorch) 0s\x1b\\[K", text)
+    times = [when for when, _ in pieces]
+    assert max(b - a for a, b in pairwise(times)) < 3, "it moves all the while"
+    lines = text.replace("\r\n", "\n").split("\n")
+    left = [line.rsplit("\r", 1)[-1].removeprefix("\x1b[K") for line in lines]
+    assert not any(frame in line for line in left for frame in FRAMES)
+    assert any("rows, " in line for line in left)
