@@ -66,6 +66,7 @@ ENVIRONMENT = {
     "CUBLAS_WORKSPACE_CONFIG": "Ours is `:4096:8` in deterministic runs, unless it is set.",
     "OMP_NUM_THREADS": "Threads of PyTorch on the CPU; ours is a container's share of processors "
     "(`--cpus`) where it is below what the machine has, unless it is set.",
+    "TERM": "`dumb` or none: no line shows that a command works while it prints nothing.",
     "TQDM_DISABLE": "Ours is 1 where stderr is no terminal, unless it is set.",
     "TORCHINDUCTOR_CACHE_DIR": "What torch.compile keeps; ours is a folder of MEGATRAIN_CACHE for "
     "each version, unless it is set.",
