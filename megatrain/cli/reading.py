@@ -31,7 +31,7 @@ from megatrain.cli.app import (
     show,
     type_out,
 )
-from megatrain.errors import ConfigError, DataError, ModelError, VerificationError
+from megatrain.errors import ConfigError, DataError, ModelError, VerificationError, number_of
 from megatrain.methods import METHODS
 from megatrain.reporting.streams import Lasting, console_on, result_stream
 from megatrain.reporting.summary import human_seconds
@@ -518,7 +518,7 @@ def import_command(
         typer.echo(found.text, nl=False)
     if not wanted:
         lost = len(found.refused) + len(found.unknown)
-        ways = f"{lost} keys would be lost; --force writes a config without them"
+        ways = f"{number_of(lost, 'key')} would be lost; --force writes a config without them"
         raise ConfigError(
             "nothing is written: " + ("what is missing is listed" if found.missing else ways)
         )

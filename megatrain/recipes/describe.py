@@ -19,7 +19,7 @@ from megatrain.config.resuming import (
     with_absolute_paths,
 )
 from megatrain.engine.resolved import Machine, Resolved
-from megatrain.errors import logger
+from megatrain.errors import logger, number_of
 from megatrain.machine.hardware import update_threads
 from megatrain.machine.profile import installed_version, keep_ratio
 from megatrain.planner.plan import Plan
@@ -100,7 +100,7 @@ def other_circumstances(run_dir: Path, world: World) -> list[str]:
     changed = [f"{name} {old} -> {new}" for name, old, new in pairs if old != new]
     said = []
     if ranks != world.size:
-        said.append(f"{ranks} rank(s) before and {world.size} now: {NEW_ORDER}")
+        said.append(f"{number_of(ranks, 'rank')} before and {world.size} now: {NEW_ORDER}")
     if changed:
         versions = ", ".join(changed)
         said.append(f"other versions than the run has used may round otherwise: {versions}")
@@ -146,14 +146,14 @@ def environment(run_dir: Path) -> dict[str, Any]:
 def choices_in_words(plan: Plan) -> str:
     """The plan's choices, as a line."""
     choices, machine, codec = plan.choices, plan.made_of.machine, plan.job.activations
-    blocks = len(plan.made_of.shape.block_numel)
+    blocks, twice = len(plan.made_of.shape.block_numel), choices.second_backward
     optional = {
         f"{choices.replicated} replicated": choices.replicated,
         f"{choices.retained_on_host} more in host RAM": choices.retained_on_host,
         "activations offloaded": choices.offload_activations,
         f"activations kept as {codec}": codec != UNCHANGED,
         f"attention of {choices.keep_attention} kept": choices.keep_attention,
-        f"gradients of {choices.second_backward} layer(s) computed twice": choices.second_backward,
+        f"gradients of {number_of(twice, 'layer')} computed twice": twice,
         f"{(pieces := plan.job.pieces)} GPUs to a sequence": pieces > 1,
         f"{choices.nvme_blocks} blocks partly on NVMe": choices.nvme_blocks,
         f"{plan.frozen_parameters:,} more parameters frozen": plan.frozen_parameters,
@@ -161,11 +161,11 @@ def choices_in_words(plan: Plan) -> str:
     }
     words = (
         f"micro-batches of {choices.micro_batch_tokens * plan.job.pieces:,} tokens",
-        f"{choices.groups} group(s) a step",
+        f"{number_of(choices.groups, 'group')} a step",
         f"{choices.resident} of {blocks} blocks resident",
         f"{choices.retained} of {blocks - 2} layers retained",
         *(what for what, applies in optional.items() if applies),
-        f"{choices.update_threads} update thread(s)",
+        number_of(choices.update_threads, "update thread"),
     )
     return f"{machine.precision} on {machine.device.type}: {', '.join(words)}"
 

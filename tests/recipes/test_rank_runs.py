@@ -128,7 +128,7 @@ def test_two_ranks_train_as_one_and_either_goes_on(project, megatrain):
     assert {row["slowest_rank"] for row in steps_of(together)} <= {0, 1}
     assert isinstance(sums_kept(together), int)
     said = megatrain(f"resume {together} train.max_steps=6").err
-    assert "2 rank(s) before and 1 now: sums are added in another order from here on" in said
+    assert "2 ranks before and 1 now: sums are added in another order from here on" in said
     assert sums_kept(together) is None  # one rank's order does not depend on it
     megatrain(train("output=alone", "train.max_steps=6", *keys))
     assert_steps_agree(together, Path("alone"), "loss", "grad_norm", "lr", "target_tokens")
@@ -291,7 +291,7 @@ def test_rows_of_a_stream_are_waited_for_by_all(windows, megatrain, monkeypatch)
     os.kill(started.ranks[0].pid, signal.SIGKILL)
     assert started.wait(SOON_S) == [-signal.SIGKILL, 1]
     (windows / "go").touch()
-    assert "2 rank(s) before and 1 now" in megatrain("resume run").err
+    assert "2 ranks before and 1 now" in megatrain("resume run").err
     monkeypatch.setenv("MEGATRAIN_CACHE", str(windows / "other"))
     megatrain(train("output=alone", *SEVENS))
     assert_steps_agree(Path("run"), Path("alone"), "loss", "grad_norm", "tokens", "epoch")

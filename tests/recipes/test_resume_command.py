@@ -243,7 +243,7 @@ def test_gradients_may_be_computed_twice_from_a_break_on_and_groups_and_graphs_g
 ):
     assert load_config("run/config.resolved.yaml").train.retained == 2
     done = megatrain("resume run memory.second_backward=true")
-    assert "layer(s) computed twice" in done.err
+    assert "layers computed twice" in done.err
     same_run(killed, finished_project / "run")
 
 
