@@ -32,6 +32,7 @@ from megatrain.cli.app import (
     type_out,
 )
 from megatrain.errors import ConfigError, DataError, ModelError, VerificationError, number_of
+from megatrain.machine.launcher import HERE
 from megatrain.methods import METHODS
 from megatrain.reporting.streams import Lasting, console_on, result_stream
 from megatrain.reporting.summary import human_seconds
@@ -186,6 +187,19 @@ def report(
     from megatrain.recipes.report import write_report
 
     typer.echo(write_report(runs, output))
+
+
+@app.command("watch")
+def watch_command(
+    runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Run folders.")],
+    port: Annotated[int, typer.Option(min=0, max=65_535, help="0 takes a free one.")] = 0,
+) -> None:
+    """Show the report in browsers of this machine while the runs go on; Ctrl-C ends it."""
+    for run in runs:
+        need_folder(run)
+    from megatrain.recipes.report import serve
+
+    serve(runs, port, lambda server: typer.echo(f"http://{HERE}:{server.server_port}", err=True))
 
 
 @app.command()

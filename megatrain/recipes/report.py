@@ -11,8 +11,10 @@ import hashlib
 import html
 import json
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +23,18 @@ import numpy as np
 from megatrain.config.document import plain, read_yaml
 from megatrain.config.resuming import RESOLVED_FILE, flatten
 from megatrain.errors import ConfigError, logger, printable, without_secrets
+from megatrain.machine.launcher import HERE
 from megatrain.recipes.rl.advantages import OF_METHODS, worth
 from megatrain.recipes.rl.journal import judged_before
 from megatrain.reporting.energy import Economy, Prices, described
-from megatrain.reporting.metrics import SAMPLES_FILE, History, Point, Row, read_history
+from megatrain.reporting.metrics import (
+    METRICS_FILE,
+    SAMPLES_FILE,
+    History,
+    Point,
+    Row,
+    read_history,
+)
 from megatrain.reporting.summary import (
     BOUND_WORDS,
     Predicted,
@@ -39,6 +49,7 @@ from megatrain.version import VERSION
 REPORT_FILE = "report.html"
 ASSETS = Path(__file__).parent / "assets"
 DIGITS = 6  # of a figure
+REFRESHED_EVERY_S = 5
 
 Block = dict[str, Any]
 
@@ -193,10 +204,60 @@ def write_report(folders: Sequence[Path], output: Path | None = None) -> Path:
     if output is None and len(folders) > 1:
         raise ConfigError("command line: name the page of several runs: --output FILE")
     path = output or folders[0] / REPORT_FILE
+    write_text(path, report_on(folders))
+    return path
+
+
+def report_on(folders: Sequence[Path]) -> str:
+    """The page of these run folders. Raises MegaTrainError."""
     names = [str(run) if len(folders) > 1 else "" for run in folders]  # some have the same last one
     found = zip(folders, names, strict=True)
-    write_text(path, report_of([Reported.of(run, read_history(run), name) for run, name in found]))
-    return path
+    return report_of([Reported.of(run, read_history(run), name) for run, name in found])
+
+
+def serve(
+    folders: Sequence[Path], port: int = 0, begun: Callable[[ThreadingHTTPServer], object] = print
+) -> None:
+    """Show the page of these run folders to browsers of this machine alone, made anew whenever a
+    run has gone on, until Ctrl-C.
+
+    Args:
+        port: 0 takes a free one.
+        begun: is told the server, once it answers.
+
+    Raises ConfigError where the port is taken.
+    """
+    made: dict[tuple[int, ...], bytes] = {}  # the newest page, by sizes of metrics.jsonl
+
+    class Page(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:  # as http.server names it
+            own = [f"{host}:{server.server_port}" for host in (HERE, "localhost")]
+            if self.path != "/" or self.headers.get("Host") not in own:  # or by another's script
+                self.send_error(404)
+                return
+            files = [folder / METRICS_FILE for folder in folders]
+            now = tuple(file.stat().st_size if file.exists() else 0 for file in files)
+            if now not in made:
+                page_now = report_on(folders).encode()
+                made.clear()
+                made[now] = page_now
+            self.send_response(200)
+            told = {"Content-Type": "text/html; charset=utf-8", "Cache-Control": "no-store"}
+            for name, value in {**told, "Refresh": str(REFRESHED_EVERY_S)}.items():
+                self.send_header(name, value)
+            self.end_headers()
+            self.wfile.write(made[now])
+
+        def log_message(self, *_: object) -> None:
+            """Say nothing of each request."""
+
+    try:
+        server = ThreadingHTTPServer((HERE, port), Page)
+    except OSError as error:
+        raise ConfigError(f"--port {port}: {error.strerror}; name another one") from None
+    with server, suppress(KeyboardInterrupt):
+        begun(server)
+        server.serve_forever()
 
 
 def report_of(runs: Sequence[Reported]) -> str:

@@ -5,14 +5,19 @@ from __future__ import annotations
 import json
 import shutil
 from dataclasses import replace
+from http.server import ThreadingHTTPServer
 from pathlib import Path
+from queue import Queue
+from threading import Thread
 from typing import Any
+from urllib.error import HTTPError
+from urllib.request import Request, urlopen
 
 import pytest
 
 from megatrain.errors import StorageError
 from megatrain.recipes import loop, report
-from megatrain.recipes.report import ASSETS, Reported, drawn, page, text
+from megatrain.recipes.report import ASSETS, Reported, drawn, page, serve, text
 from megatrain.recipes.report import report_of as page_of
 from megatrain.reporting.metrics import History
 from tests.helpers.commands import evaluations_of, steps_of, write_jsonl
@@ -274,3 +279,29 @@ def test_nothing_is_loaded_and_only_its_own_scripts_run():
 def test_figures_have_six_digits():
     made = drawn("loss", [(1, 2.3456789), (2, 1e-7 / 3)])
     assert (made["x"], made["y"]) == ([1, 2], [2.34568, 3.33333e-8])
+
+
+def test_a_report_is_shown_while_the_run_goes_on(megatrain, project):
+    megatrain("train cfg.yaml train.max_steps=2")
+    servers = Queue[ThreadingHTTPServer]()
+    thread = Thread(target=serve, args=([project / "run"], 0, servers.put))
+    thread.start()
+    server = servers.get(timeout=30)
+    there = f"http://127.0.0.1:{server.server_port}"
+    try:
+        with urlopen(f"{there}/") as answer:
+            page = answer.read().decode()
+            assert answer.headers["Refresh"] == "5"
+        assert "2 of 2" in page
+        megatrain("resume run train.max_steps=3")
+        with urlopen(f"{there}/") as answer:
+            assert "3 of 3" in answer.read().decode()
+        strange = Request(f"{there}/", headers={"Host": "elsewhere.example"})
+        for refused in (f"{there}/config.yaml", strange):
+            with pytest.raises(HTTPError, match="404"):
+                urlopen(refused)
+        taken = megatrain(f"watch run --port {server.server_port}", code=2)
+        assert f"--port {server.server_port}: Address already in use; name another one" in taken.err
+    finally:
+        server.shutdown()
+        thread.join()
