@@ -197,9 +197,11 @@ def watch_command(
     """Show the report in browsers of this machine while the runs go on; Ctrl-C ends it."""
     for run in runs:
         need_folder(run)
-    from megatrain.recipes.report import serve
+    from megatrain.recipes.report import show_live
 
-    serve(runs, port, lambda server: typer.echo(f"http://{HERE}:{server.server_port}", err=True))
+    show_live(
+        runs, port, lambda server: typer.echo(f"http://{HERE}:{server.server_port}", err=True)
+    )
 
 
 @app.command()

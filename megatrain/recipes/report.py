@@ -215,7 +215,7 @@ def report_on(folders: Sequence[Path]) -> str:
     return report_of([Reported.of(run, read_history(run), name) for run, name in found])
 
 
-def serve(
+def show_live(
     folders: Sequence[Path], port: int = 0, begun: Callable[[ThreadingHTTPServer], object] = print
 ) -> None:
     """Show the page of these run folders to browsers of this machine alone, made anew whenever a

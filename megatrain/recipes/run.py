@@ -53,6 +53,7 @@ from megatrain.recipes.ranks.rendezvous import (
     check_rows_of_a_step,
     told_of,
 )
+from megatrain.recipes.report import LiveReport
 from megatrain.recipes.rl.prompts import PromptRows, planned_for, read_prompt_rows
 from megatrain.recipes.rl.rollouts import Rollouts
 from megatrain.recipes.sample import check_sample_prompt, eval_prompts
@@ -179,6 +180,9 @@ def _resume_in(session: Session, asked: Config, checkpoint: str | None) -> RunSu
             f"{run_dir} is finished, nothing is left to train; to go on, set a higher "
             "train.epochs or train.max_steps"
         )
+        report = LiveReport(run_dir if world.is_first else None)
+        report.begin()
+        report.write(last=True)  # a kill may have come before
         losses = held_out_losses(run_dir)
         return RunSummary(run_dir, 0, 0, 0.0, final_dir=run_dir / FINAL, **losses)
     if "output" in asked.model_fields_set and asked.output.absolute() != run_dir.absolute():

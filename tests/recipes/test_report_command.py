@@ -17,7 +17,7 @@ import pytest
 
 from megatrain.errors import StorageError
 from megatrain.recipes import loop, report
-from megatrain.recipes.report import ASSETS, Reported, drawn, page, serve, text
+from megatrain.recipes.report import ASSETS, Reported, drawn, page, show_live, text
 from megatrain.recipes.report import report_of as page_of
 from megatrain.reporting.metrics import History
 from tests.helpers.commands import evaluations_of, steps_of, write_jsonl
@@ -284,7 +284,7 @@ def test_figures_have_six_digits():
 def test_a_report_is_shown_while_the_run_goes_on(megatrain, project):
     megatrain("train cfg.yaml train.max_steps=2")
     servers = Queue[ThreadingHTTPServer]()
-    thread = Thread(target=serve, args=([project / "run"], 0, servers.put))
+    thread = Thread(target=show_live, args=([project / "run"], 0, servers.put))
     thread.start()
     server = servers.get(timeout=30)
     there = f"http://127.0.0.1:{server.server_port}"
@@ -305,3 +305,9 @@ def test_a_report_is_shown_while_the_run_goes_on(megatrain, project):
     finally:
         server.shutdown()
         thread.join()
+
+
+def test_resuming_a_finished_run_writes_a_report_that_a_kill_cut_short(megatrain, copied):
+    (copied / "report.html").rename(copied / "report.html.tmp")
+    megatrain("resume run")
+    assert (copied / "report.html").is_file() and not (copied / "report.html.tmp").exists()
