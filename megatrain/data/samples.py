@@ -535,36 +535,14 @@ class Document:
     after: str = ""
 
 
-@dataclass(frozen=True)
-class Pair:
-    """A prompt with two answers, each a conversation of which only the answer is trained on.
-    margin: by how much the chosen one is better, None where nobody says."""
-
-    chosen: Chat
-    rejected: Chat
-    margin: float | None = None
-
-
-@dataclass(frozen=True)
-class Judged:
-    """A conversation of which only the last answer is trained on, as wanted or as unwanted."""
-
-    chat: Chat
-    wanted: bool
-
-
 Text = Chat | Document
-Sample = Text | Pair | Judged
 
 
-def texts_of(sample: Sample) -> tuple[Text, ...]:
-    """The texts of a sample: both answers of a pair, the chosen one first."""
-    if isinstance(sample, Pair):
-        return sample.chosen, sample.rejected
-    return (sample.chat if isinstance(sample, Judged) else sample,)
+@dataclass(frozen=True)
+class Sample:
+    """The texts of a row, of a pair the chosen answer's and the rejected one's, and the number that
+    a loss takes beside their tokens: the margin of a pair, 1 or 0 of a judged answer; nan: none.
+    """
 
-
-def value_of(sample: Sample) -> float:
-    """The number that a loss takes beside a sample's tokens; nan where there is none."""
-    value = sample.wanted if isinstance(sample, Judged) else getattr(sample, "margin", None)
-    return math.nan if value is None else float(value)
+    texts: tuple[Text, ...]
+    value: float = math.nan
