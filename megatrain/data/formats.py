@@ -25,7 +25,6 @@ from megatrain.data.samples import (
     Document,
     Message,
     Picture,
-    ReadTurns,
     Row,
     RowError,
     Sample,
@@ -41,6 +40,7 @@ from megatrain.data.samples import (
 )
 
 Chats = tuple[Chat, ...]
+Messages = tuple[Message, ...]
 # Without a chat template: the prompt of the Stanford Alpaca release, as base models know it.
 ALPACA = (
     "Below is an instruction that describes a task{paired}. "
@@ -59,11 +59,11 @@ _OURS = (
 )
 
 
-def chat_of(row: Row, turns: ReadTurns, plain: tuple[str, str] | None = None) -> Chat:
+def chat_of(row: Row, turns: Messages, plain: tuple[str, str] | None = None) -> Chat:
     """The conversation with what the row's columns say about it. Raises RowError."""
     prompts = [name for name in SYSTEM if is_given(row.get(name))]
     system = tuple(Message("system", text_value(row, name)) for name in prompts)
-    of_turns = ["a system turn"] if any(m.role == "system" for m in turns.messages) else []
+    of_turns = ["a system turn"] if any(m.role == "system" for m in turns) else []
     if len(said := [*prompts, *of_turns]) > 1 and prompts:
         raise RowError(f"field {said[0]!r}: {said[1]} says the same; keep one system prompt")
     variables = row.get("chat_template_kwargs")
@@ -74,10 +74,10 @@ def chat_of(row: Row, turns: ReadTurns, plain: tuple[str, str] | None = None) ->
     given = {str(name): value for name, value in variables.items() if value is not None}
     for name in (name for name in _OURS if name in given):
         raise RowError(f"chat_template_kwargs.{name}: cannot be set by a row")
-    messages = (*system, *turns.messages)
+    messages = (*system, *turns)
     tools = tools_of(row, bare="conversations" in row)
     plain = None if system or given or tools else plain
-    return Chat(messages, plain, given, tools, turns.unread)
+    return Chat(messages, plain, given, tools)
 
 
 def from_turns(row: Row, name: str) -> Chats:
@@ -95,12 +95,11 @@ def from_prompt_completion(row: Row) -> Chats:
 
 
 def exchange(
-    row: Row, asked: ReadTurns, answer: ReadTurns, plain: tuple[str, str] | None = None
+    row: Row, asked: Messages, answer: Messages, plain: tuple[str, str] | None = None
 ) -> Chat:
     """A prompt, which is context only, and its answer; `plain` where both are texts."""
-    context = [replace(turn, trained=False) for turn in asked.messages]
-    turns = ReadTurns((*context, *answer.messages), asked.unread | answer.unread)
-    return replace(chat_of(row, turns, plain), literal=plain is not None)
+    context = (replace(turn, trained=False) for turn in asked)
+    return replace(chat_of(row, (*context, *answer), plain), literal=plain is not None)
 
 
 def from_alpaca(row: Row, answer: str = "output") -> Chats:
@@ -111,7 +110,7 @@ def from_alpaca(row: Row, answer: str = "output") -> Chats:
     prompt = ALPACA.format_map({"paired": "", "input": "", "instruction": instruction, **parts})
     asked = Message("user", f"{instruction}\n\n{given}" if given else instruction)
     earlier = _history(row)
-    turns = ReadTurns((*earlier, asked, Message("assistant", output)))
+    turns = (*earlier, asked, Message("assistant", output))
     return (chat_of(row, turns, None if earlier else (prompt, output)),)
 
 
@@ -225,34 +224,30 @@ def _of_texts(row: Row) -> Chats:
     for name, text in zip(_ANSWERS, texts, strict=True):
         if not text[start:].strip():
             raise RowError(f"field {name!r}: holds no answer behind the prompt")
-    asked = ReadTurns((Message("user", prompt),))
-    answers = [ReadTurns((Message("assistant", text[start:]),)) for text in texts]
-    return _pair(row, [(asked, answer) for answer in answers], _ANSWERS[0])
+    asked = (Message("user", prompt),)
+    sides = [(asked, (Message("assistant", text[start:]),)) for text in texts]
+    return _pair(row, sides, _ANSWERS[0])
 
 
 def _of_conversations(row: Row) -> Chats:
-    turns = [_turns(row, name, "assistant") for name in _ANSWERS]
-    chosen, rejected = (side.messages for side in turns)
+    chosen, rejected = (_turns(row, name, "assistant") for name in _ANSWERS)
     _refuse_equal(chosen, rejected)
     if not (start := shared_length(chosen[:-1], rejected[:-1])):
         raise RowError(
             "fields 'chosen' and 'rejected' have no turn in common to begin with, so there is no "
             "prompt in them; give it in a column 'prompt'"
         )
-    sides = [
-        (ReadTurns(side.messages[:start], side.unread), ReadTurns(side.messages[start:]))
-        for side in turns
-    ]
+    sides = [(side[:start], side[start:]) for side in (chosen, rejected)]
     return _pair(row, sides, _ANSWERS[0])
 
 
-def _pair(row: Row, sides: Sequence[tuple[ReadTurns, ReadTurns]], prompt: str) -> Chats:
+def _pair(row: Row, sides: Sequence[tuple[Messages, Messages]], prompt: str) -> Chats:
     """The pair of two (turns before it, answer). prompt: the column that has the turns before."""
     chats = []
     for name, (asked, answer) in zip(_ANSWERS, sides, strict=True):
-        _check(asked.messages, answer.messages, name)
+        _check(asked, answer, name)
         texts = isinstance(row[prompt], str) and isinstance(row[name], str)
-        literal = (asked.messages[0].content, answer.messages[0].content) if texts else None
+        literal = (asked[0].content, answer[0].content) if texts else None
         chats.append(exchange(row, asked, answer, literal))
     return tuple(chats)
 
@@ -272,7 +267,7 @@ def _refuse_equal(chosen: object, rejected: object) -> None:
         raise RowError("fields 'chosen' and 'rejected' are equal: neither answer is better")
 
 
-def _check(asked: Sequence[Message], answer: Sequence[Message], name: str) -> None:
+def _check(asked: Messages, answer: Messages, name: str) -> None:
     """An answer begins and ends with a turn of the assistant, behind another's turn."""
     if answer[0].role != "assistant":
         raise RowError(f"field {name!r}: its answer begins with a {answer[0].role} turn")
@@ -288,14 +283,14 @@ def _last_alone(chat: Chat) -> Chat:
     return replace(chat, messages=(*context, chat.messages[-1]))
 
 
-def _turns(row: Row, name: str, role: str) -> ReadTurns:
+def _turns(row: Row, name: str, role: str) -> Messages:
     """A text, a turn or a list of turns."""
     value = row.get(name)
     if isinstance(value, Mapping):
         return turns_of([value], name)
     if isinstance(value, list):
         return turns_of(filled_list(row, name), name)
-    return ReadTurns((Message(role, text_value(row, name)),))
+    return (Message(role, text_value(row, name)),)
 
 
 def _in_word(letter: str) -> bool:

@@ -192,6 +192,7 @@ class Message:
     extra: Mapping[str, Any] = field(default_factory=dict)  # for the template, too
     # the image of each MARK in the content, as the row names it; None: the row's next one
     images: tuple[Any, ...] = ()
+    unread: tuple[str, ...] = field(default=(), compare=False)  # its fields, as `messages[].id`
 
     @property
     def texts(self) -> list[str]:
@@ -199,25 +200,17 @@ class Message:
         return self.content.split(MARK)
 
 
-@dataclass(frozen=True)
-class ReadTurns:
-    """The messages of a list, and its fields that nobody reads, as `messages[].id`."""
-
-    messages: tuple[Message, ...]
-    unread: frozenset[str] = frozenset()
-
-
-def turns_of(turns: list[object], name: str) -> ReadTurns:
+def turns_of(turns: list[object], name: str) -> tuple[Message, ...]:
     """The turns of a list: of from and value where the first has a `from` and no role, else of role
     and content. Raises RowError."""
-    messages, unread = [], set[str]()
+    messages = []
     first = turns[0] if isinstance(turns[0], Mapping) else {}
     read = _sharegpt_turn if "from" in first and "role" not in first else _openai_turn
     for place, turn in _numbered(turns, name):
         message, others = read(turn, place)
-        messages.append(message)
-        unread |= {f"{name}[].{key}" for key in others}
-    return ReadTurns(tuple(messages), frozenset(unread))
+        unread = tuple(f"{name}[].{key}" for key in others)
+        messages.append(replace(message, unread=unread))
+    return tuple(messages)
 
 
 def _openai_turn(turn: Row, place: str) -> tuple[Message, list[str]]:
@@ -471,7 +464,7 @@ def asked_in(row: object) -> Turns:
         raise RowError(f"expected an object, found {type_name(row)}")
     if row.get("messages") is None:
         return [{"role": "user", "content": text_value(row, "prompt")}]
-    turns = turns_of(filled_list(row, "messages"), "messages").messages
+    turns = turns_of(filled_list(row, "messages"), "messages")
     if any(turn.images for turn in turns):
         raise RowError("images in prompts are not read; ask in text")
     if turns[-1].role == "assistant":
@@ -518,9 +511,13 @@ class Chat:
     plain: tuple[str, str] | None = None  # (prompt, completion) for want of a chat template
     variables: Mapping[str, Any] = field(default_factory=dict)  # of the template, by the row
     tools: tuple[Tool, ...] = ()  # that the model may call
-    unread: frozenset[str] = frozenset()  # fields of turns that nobody reads
     pictures: tuple[Picture, ...] = ()  # of all MARKs in its turns
     literal: bool = False  # the row has two texts, which mean themselves rather than two turns
+
+    @property
+    def unread(self) -> set[str]:
+        """Fields of turns that nobody reads."""
+        return {name for message in self.messages for name in message.unread}
 
 
 @dataclass(frozen=True)
