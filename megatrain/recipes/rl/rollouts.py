@@ -437,15 +437,15 @@ class Rollouts:
         """A prompt and its answers as reward functions are given them."""
         decode = self.model.tokenizer.decode
         texts: list[Any] = [decode(one.ids, skip_special_tokens=True) for one in answers]
-        if not isinstance(prompt.about.asked, str):
+        if not isinstance(prompt.asked, str):
             texts = [[{"role": "assistant", "content": text}] for text in texts]
         return Group(
             key=key,
-            prompt=prompt.about.asked,
+            prompt=prompt.asked,
             completions=texts,
             completion_ids=[list(one.ids) for one in answers],
-            columns=prompt.about.columns,
-            where=prompt.about.where,
+            columns=prompt.columns,
+            where=prompt.where,
             step=step,
         )
 
