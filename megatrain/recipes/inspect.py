@@ -41,7 +41,7 @@ from megatrain.recipes.model import (
 )
 from megatrain.recipes.reference import Batches, Wanted, reference_key, references_of
 from megatrain.recipes.sample import answer, draw_of, system_turns, unseen
-from megatrain.recipes.setup import day_of, make_loss, quiet_libraries, read_rows, say_rows
+from megatrain.recipes.setup import day_of, make_loss, open_rows, quiet_libraries, say_rows
 from megatrain.recipes.signals import StopRequest
 from megatrain.recipes.tasks import TaskOptions, TaskResults, load_tasks, run_tasks
 from megatrain.reporting.streams import console_on
@@ -59,7 +59,7 @@ def show_data(
     counts instead. full: rows as long as they are, not a screen of each."""
     quiet_libraries()
     model = read_model(config)
-    trained, held_out = read_rows(config, model)
+    trained, held_out, _ = open_rows(config, model)
     if as_json:
         return {"train": summary(trained), "eval": None if held_out is None else summary(held_out)}
     shown = console_on()
@@ -261,7 +261,8 @@ def rows_to_evaluate(
     else:
         config, expected = held_out_by(run_dir, checkpoint)
     try:
-        rows, held_out = read_rows(config, sighted(model, config, checkpoint), day, expected)
+        seeing = sighted(model, config, checkpoint)
+        rows, held_out, _ = open_rows(config, seeing, day, expected)
     except DataError as error:
         if data is not None:
             raise
