@@ -21,17 +21,22 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
-from megatrain.data.rows import Counts, IndexArray, Joined, TokenRows, measure_lengths
+from megatrain.data.rows import (
+    Counts,
+    IdArray,
+    IndexArray,
+    Joined,
+    MaskArray,
+    TokenRows,
+    measure_lengths,
+)
 from megatrain.data.samples import JUDGED, KINDS, PLAIN, Picture, name_for
 from megatrain.durable import sync_folder
 from megatrain.errors import StorageError, logger, system_errors
-
-if TYPE_CHECKING:
-    from megatrain.data.rows import IdArray, MaskArray
 
 ABOUT_SET = "set.json"  # what was asked for, counts of all rows, and each shard's hash
 ABOUT = "shard.json"  # what is known of the shard, with the hash of every other file; written last

@@ -30,6 +30,7 @@ from megatrain.data.rows import (
 )
 from megatrain.data.samples import (
     IMAGES,
+    KINDS,
     PLAIN,
     Chat,
     Document,
@@ -38,14 +39,13 @@ from megatrain.data.samples import (
     Sample,
     Text,
 )
+from megatrain.data.sources import Source
 from megatrain.data.template import CharSpan
 from megatrain.data.workers import ABOUT_TEMPLATE, begin_row
 from megatrain.errors import DataError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
-    from megatrain.data.sources import Source
 
 
 @dataclass(frozen=True)
@@ -445,7 +445,9 @@ def format_of(raw: RawRow, value: object, options: RowOptions) -> str:
         if (found := formats.detect_format(value, options.kind)) is None:
             raise formats.unknown_format(value, options.kind)
         return found
-    formats.named_format(name, options.kind)
+    if name not in (known := formats.formats_of(options.kind)):
+        what = f"is not for method: {KINDS[options.kind].methods}; use one of {', '.join(known)}"
+        raise RowError(f"format {name!r} {what}")
     return name
 
 

@@ -368,17 +368,6 @@ def formats_of(kind: str) -> dict[str, RowFormat]:
     return {name: form for name, form in ROW_FORMATS.items() if kind in form.kinds}
 
 
-def named_format(name: str, kind: str) -> RowFormat:
-    """The format of this name. Raises RowError where it makes rows of another kind."""
-    known = formats_of(kind)
-    if name not in known:
-        raise RowError(
-            f"format {name!r} is not for method: {KINDS[kind].methods}; use one of "
-            f"{', '.join(known)}"
-        )
-    return known[name]
-
-
 def detect_format(row: object, kind: str = PLAIN) -> str | None:
     """The name of the first format whose columns the row has (a null counts as absent), or None."""
     if not isinstance(row, Mapping):

@@ -10,17 +10,15 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import zip_longest
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 import numpy.typing as npt
 
+from megatrain.data.images import Sight
 from megatrain.data.samples import KINDS, PLAIN, Picture, digest_of
 from megatrain.errors import ConfigError, DataError
 from megatrain.machine.profile import cache_folder
-
-if TYPE_CHECKING:
-    from megatrain.data.images import Sight
 
 IdArray = npt.NDArray[np.int32]
 MaskArray = npt.NDArray[np.bool_]

@@ -11,20 +11,24 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from functools import partial
 from itertools import chain
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from megatrain.data.cache import Making, RowWriter
-from megatrain.data.encoding import Encoded, RowReader, about_row, encode_batch
+from megatrain.data.encoding import (
+    Encoded,
+    Encoder,
+    RowOptions,
+    RowReader,
+    about_row,
+    encode_batch,
+)
 from megatrain.data.rows import Counts, Tokens, cut_sides, measure_lengths, shortened, split
 from megatrain.data.samples import JUDGED, PLAIN
+from megatrain.data.sources import Source
 from megatrain.data.workers import Team
 from megatrain.heartbeat import may_end_here
-
-if TYPE_CHECKING:
-    from megatrain.data.encoding import Encoder, RowOptions
-    from megatrain.data.sources import Source
 
 SHARD_ROWS = 50_000  # read from the source
 SHARD_LIMIT_BYTES = 128 << 20  # of tokens and masks
