@@ -409,10 +409,7 @@ class Rollouts:
             raise Stopped
         with self.world.together():
             for key in judging:
-                judgement = self.judges.result(key)
-                more = {"logged": judgement.metrics, "extra": judgement.extra}
-                texts = {n: getattr(judgement.group, n) for n in ("prompt", "completions")}
-                journal.judge(key, judgement.rewards, more | texts)
+                journal.judge(key, self.judges.result(key))
         journal.share(self.world)
         return {"rollout": rollout_s, "reward": time.perf_counter() - began - rollout_s}
 
