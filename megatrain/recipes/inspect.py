@@ -43,7 +43,7 @@ from megatrain.recipes.reference import Batches, Wanted, reference_key, referenc
 from megatrain.recipes.sample import answer, draw_of, system_turns, unseen
 from megatrain.recipes.setup import day_of, make_loss, open_rows, quiet_libraries, say_rows
 from megatrain.recipes.signals import StopRequest
-from megatrain.recipes.tasks import TaskOptions, TaskResults, load_tasks, run_tasks
+from megatrain.recipes.tasks import TaskOptions, load_tasks, run_tasks
 from megatrain.reporting.streams import console_on
 from megatrain.settings import Settings
 from megatrain.storage.checkpoint import read_about
@@ -142,8 +142,8 @@ def reference_of_run(
 
 def evaluate_tasks(
     named: str | Path, options: TaskOptions, where: str, trust_remote_code: bool = False
-) -> tuple[dict[str, str], TaskResults]:
-    """(the model that was asked and how it computed, what tasks of lm-eval found) of any model.
+) -> dict[str, Any]:
+    """The model that was asked and how it computed, and what tasks of lm-eval found, of any model.
     where: what names the tasks, for errors. Raises ConfigError for unknown tasks, DataError for
     those that fail."""
     checkpoint, model, _ = writer_of(named, trust_remote_code)
@@ -151,7 +151,8 @@ def evaluate_tasks(
     tasks = load_tasks(options, where)  # before weights are read
     with reader(checkpoint, run_folder_of(Path(named)), trust_remote_code) as engine:
         results = run_tasks(tasks, where, engine, model, longest_row(model))
-    return {"checkpoint": str(checkpoint), "precision": engine.precision}, results
+    about = {"checkpoint": str(checkpoint), "precision": engine.precision}
+    return {**about, "results": results}
 
 
 def generate(
