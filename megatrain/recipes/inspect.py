@@ -17,7 +17,7 @@ from megatrain.config.fields import TrainOptions
 from megatrain.config.resuming import CONFIG_FILE, RESOLVED_FILE, asked_again, resumed_configs
 from megatrain.data.build import Expected
 from megatrain.data.images import Sight, picture_of
-from megatrain.data.micro_batches import MicroBatch, ReferenceArray, held_out_batches
+from megatrain.data.micro_batches import MicroBatch, ReferenceArray, check_longest, micro_batches
 from megatrain.data.rows import Rows, TokenRows
 from megatrain.data.samples import PROMPTS, Picture
 from megatrain.data.show import show_rows, summary
@@ -95,8 +95,10 @@ def evaluate(named: str | Path, data: object, trust_remote_code: bool = False) -
     size = max(AUTO_MICRO_BATCH_TOKENS[device], least_tokens(loss, config.train.seq_len))
     sweep = SWEEP_MICRO_BATCHES * size
 
+    check_longest(rows, size)
+    wanted = Wanted(rows, np.arange(len(rows))[:limit])
     batches = partial(
-        held_out_batches,
+        micro_batches,
         micro_batch_tokens=size,
         pad_id=model.pad_id,
         regimes=regimes_of(model.config),
@@ -109,13 +111,11 @@ def evaluate(named: str | Path, data: object, trust_remote_code: bool = False) -
     if of_sequences and of_sequences.reference:
 
         def by_sweeps(wanted: Wanted, numbers: ReferenceArray) -> Iterator[list[MicroBatch]]:
-            given = batches(wanted.rows, references=numbers, chosen=wanted.chosen)
-            return sweeps(given, sweep)
+            return sweeps(batches(wanted.rows, wanted.chosen, references=numbers), sweep)
 
-        wanted = Wanted(rows, np.arange(len(rows))[:limit])
         references = reference_of_run(config, opened, wanted, by_sweeps)
     with opened(checkpoint) as engine:
-        given = batches(rows, references=references, limit=limit)
+        given = batches(rows, wanted.chosen, references=references)
         found = evaluated(engine, given, loss, sweep, StopRequest())
     assert found is not None, "nobody asked it to stop"
     about = {"checkpoint": str(checkpoint), "precision": engine.precision, "eval_loss": found.loss}
