@@ -136,29 +136,21 @@ def making_set(
     with system_errors(folder, "keep tokenised rows here", ANOTHER_FOLDER):
         folder.parent.mkdir(parents=True, exist_ok=True)
         folder.mkdir(mode=0o700, exist_ok=True)
-        with _lock_of(folder, on_wait):
+        lock, waited = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC), False
+        try:
+            while True:
+                try:
+                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    break
+                except BlockingIOError:
+                    if not waited:
+                        logger.info(f"{folder}: another process makes these rows; waiting for it")
+                    waited = True
+                    time.sleep(_LOOKED_EVERY_S)
+                    on_wait()
             yield Making(folder, kind)
-
-
-@contextmanager
-def _lock_of(folder: Path, on_wait: Callable[[], None]) -> Iterator[None]:
-    """Hold a folder's lock."""
-    waited = False
-    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        while True:
-            try:
-                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                if not waited:
-                    logger.info(f"{folder}: another process makes these rows; waiting for it")
-                waited = True
-                time.sleep(_LOOKED_EVERY_S)
-                on_wait()
-        yield
-    finally:
-        os.close(fd)
+        finally:
+            os.close(lock)
 
 
 def name_of(shard: int) -> str:

@@ -325,11 +325,6 @@ class RowReader:
             files = {(row.part, row.file) for row in rows} & self._formats.keys()
             yield RawBatch(rows, {file: self._formats[file] for file in files}, self.only_count)
 
-    def skip(self, rows: int) -> None:
-        """Read rows that need not be tokenised."""
-        for _ in self.batches(rows):
-            pass
-
     def _settle(self, row: RawRow) -> None:
         """A file keeps the format of its first row that has one, which errors of others name."""
         if row.problem is None and (row.part, row.file) not in self._formats:

@@ -426,28 +426,6 @@ def split(ids: IdArray, mask: MaskArray, seq_len: int | None, counts: Counts) ->
         yield ids[start : start + seq_len], flags
 
 
-def cut_sides(
-    sides: Sequence[Tokens],
-    seq_len: int | None,
-    counts: Counts,
-    mode: str = KEEP_START,
-    shorter: Sequence[Tokens] = (),
-) -> tuple[Tokens, ...] | None:
-    """The sides of a row, each cut to `seq_len` tokens; None where the row is to be dropped.
-    shorter: the sides with less context, if any, which are cut instead."""
-    if seq_len is None or all(len(ids) <= seq_len for ids, _ in sides):
-        return tuple(sides)
-    if mode == DROP:
-        counts.too_long += 1
-        return None
-    kept = tuple(shortened(ids, mask, seq_len, mode) for ids, mask in shorter or sides)
-    counts.truncated += 1
-    counts.truncated_tokens += sum(len(ids) for ids, _ in sides) - sum(len(ids) for ids, _ in kept)
-    lost = sum(int(mask.sum()) for _, mask in sides) - sum(int(mask.sum()) for _, mask in kept)
-    counts.cut_answers += lost > 0
-    return kept
-
-
 def shortened(ids: IdArray, mask: MaskArray, seq_len: int | None, mode: str) -> Tokens:
     """The first `seq_len` tokens, or the last of them, whose first is no target."""
     if seq_len is None or len(ids) <= seq_len:

@@ -208,8 +208,7 @@ def turns_of(turns: list[object], name: str) -> tuple[Message, ...]:
     read = _sharegpt_turn if "from" in first and "role" not in first else _openai_turn
     for place, turn in _numbered(turns, name):
         message, others = read(turn, place)
-        unread = tuple(f"{name}[].{key}" for key in others)
-        messages.append(replace(message, unread=unread))
+        messages.append(replace(message, unread=tuple(f"{name}[].{key}" for key in others)))
     return tuple(messages)
 
 
