@@ -40,7 +40,7 @@ from megatrain.recipes.model import (
     sighted,
 )
 from megatrain.recipes.reference import Batches, Wanted, reference_key, references_of
-from megatrain.recipes.sample import answer, draw_of, system_turns, unseen
+from megatrain.recipes.sample import answer, draw_of, system_turns, unseen, user
 from megatrain.recipes.setup import day_of, make_loss, open_rows, quiet_libraries, say_rows
 from megatrain.recipes.signals import StopRequest
 from megatrain.recipes.tasks import TaskOptions, load_tasks, run_tasks
@@ -171,9 +171,9 @@ def generate(
     template takes no system prompt."""
     draw = draw_of(**sampling)
     checkpoint, model, pictures = writer_of(named, trust_remote_code, images)
-    turns = system_turns(model, system)
+    turns = [*system_turns(model, system), user(prompt, pictures)]
     with reader(checkpoint, run_folder_of(Path(named)), trust_remote_code, model.sight) as engine:
-        return answer(engine, model, prompt, max_new_tokens, draw, show, turns, pictures)
+        return answer(engine, model, turns, max_new_tokens, draw, show)
 
 
 def writer_of(
