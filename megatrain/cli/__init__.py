@@ -7,6 +7,7 @@ ok, 1 unexpected, 2 usage or config, 3 data, 4 does not fit, 5 out of memory, 6 
 
 from __future__ import annotations
 
+import errno
 import os
 import sys
 import traceback
@@ -20,7 +21,7 @@ from megatrain.cli.app import GIVEN, app
 from megatrain.errors import StorageError, exit_code_of, printable
 from megatrain.machine.cgroups import keep_to_quota
 from megatrain.methods import METHODS
-from megatrain.reporting.streams import lasting_streams, results_alone, unwritable
+from megatrain.reporting.streams import lasting_streams, results_alone
 
 # In the order in which `megatrain --help` lists their commands.
 # isort: off
@@ -46,7 +47,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         with results_alone() if "--json" in words else nullcontext():
             code = _code_of(words, debug=words != given)
         stdout.flush()
-        if unwritable(stdout.error):
+        # to a reader that has read enough (`| head`) nothing is lost
+        if stdout.error is not None and stdout.error.errno != errno.EPIPE:
             lost = f"stdout cannot be written: {os.strerror(stdout.error.errno or 0)}"
             if words[0] in ("train", "resume"):
                 typer.echo(f"warning: {lost}; the summary is lost, the run is not", err=True)

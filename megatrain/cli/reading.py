@@ -34,6 +34,7 @@ from megatrain.cli.app import (
 from megatrain.errors import ConfigError, DataError, ModelError, VerificationError, number_of
 from megatrain.machine.launcher import HERE
 from megatrain.methods import METHODS
+from megatrain.reporting.progress import logging_on
 from megatrain.reporting.streams import Lasting, console_on, result_stream
 from megatrain.reporting.summary import human_seconds
 
@@ -103,24 +104,23 @@ def evaluate(
     names = _names_of(tasks, data, asked)
     find_model(model)
     from megatrain.recipes import inspect
-    from megatrain.recipes.tasks import TaskOptions
-    from megatrain.reporting.progress import logging_on
+    from megatrain.recipes.tasks import TaskOptions, print_results
 
     logging = nullcontext() if names else logging_on(console_on(stderr=True))
     with logging, reading(no_verify):
-        found, about = None, dict[str, Any]()
         if names:
             how = TaskOptions(names, **asked), "--tasks", trust_remote_code
-            about, found = inspect.evaluate_tasks(model, *how)
+            found = inspect.evaluate_tasks(model, *how)
         else:
-            about = inspect.evaluate(model, data, trust_remote_code)
+            found = inspect.evaluate(model, data, trust_remote_code)
     if as_json:
-        print_json(about if found is None else {**about, "results": found.to_dict()})
+        print_json(found)
         return
-    for name, value in about.items():
+    results = found.pop("results", None)
+    for name, value in found.items():
         typer.echo(f"{name}: {value:.6g}" if isinstance(value, float) else f"{name}: {value}")
-    if found is not None:
-        found.render(console_on())
+    if results is not None:
+        print_results(console_on(), results)
 
 
 def _names_of(tasks: str | None, data: str | None, asked: dict[str, Any]) -> tuple[str, ...]:
@@ -253,7 +253,6 @@ def push(
     """
     one_process()
     need_folder(run_dir)
-    from megatrain.reporting.progress import logging_on
     from megatrain.storage.push import push as publish
 
     with logging_on(console_on(stderr=True)), reading(no_verify):
@@ -312,7 +311,6 @@ def generate(
     longest = max_new_tokens or (CHAT_TOKENS if chat else ANSWER_TOKENS)
     given = (model, longest, sampling, system, trust_remote_code, image or ())
     from megatrain.recipes import inspect, sample
-    from megatrain.reporting.progress import logging_on
 
     console, live = console_on(stderr=True), sys.stdout.isatty() and not as_json
     show = type_out if live else sample.unseen
@@ -465,7 +463,6 @@ def init(
         return
     from megatrain.planner.plan import verdict
     from megatrain.recipes import first_config as recipe
-    from megatrain.reporting.progress import logging_on
 
     if method is not None and method not in METHODS:
         raise typer.BadParameter(f"{method} is no method; choose from {', '.join(METHODS)}")

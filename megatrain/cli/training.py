@@ -27,6 +27,7 @@ from megatrain.cli.app import (
 from megatrain.errors import ConfigError, PlanError
 from megatrain.models.shapes import SHAPES
 from megatrain.recipes.signals import stop_requests, watchdog
+from megatrain.reporting.progress import logging_on
 from megatrain.reporting.streams import console_on
 
 if TYPE_CHECKING:
@@ -141,7 +142,6 @@ def plan(
         find_model(settings.model.source, settings.model.revision)
     from megatrain.planner.plan import render
     from megatrain.recipes.plan import plan as make_plan
-    from megatrain.reporting.progress import logging_on
 
     with logging_on(console_on(stderr=True)):
         found = make_plan(settings, shape_alone, described)
@@ -170,7 +170,6 @@ def rollout(
 
     settings = load_run(config, overrides or ())
     from megatrain.recipes.rl.tryout import print_answers, try_out
-    from megatrain.reporting.progress import logging_on
 
     with logging_on(console_on(stderr=True)):
         found = try_out(settings, prompts)

@@ -21,17 +21,22 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
-from megatrain.data.rows import Counts, IndexArray, Joined, TokenRows, measure_lengths
+from megatrain.data.rows import (
+    Counts,
+    IdArray,
+    IndexArray,
+    Joined,
+    MaskArray,
+    TokenRows,
+    measure_lengths,
+)
 from megatrain.data.samples import JUDGED, KINDS, PLAIN, Picture, name_for
 from megatrain.durable import sync_folder
 from megatrain.errors import StorageError, logger, system_errors
-
-if TYPE_CHECKING:
-    from megatrain.data.rows import IdArray, MaskArray
 
 ABOUT_SET = "set.json"  # what was asked for, counts of all rows, and each shard's hash
 ABOUT = "shard.json"  # what is known of the shard, with the hash of every other file; written last
@@ -131,29 +136,21 @@ def making_set(
     with system_errors(folder, "keep tokenised rows here", ANOTHER_FOLDER):
         folder.parent.mkdir(parents=True, exist_ok=True)
         folder.mkdir(mode=0o700, exist_ok=True)
-        with _lock_of(folder, on_wait):
+        lock, waited = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC), False
+        try:
+            while True:
+                try:
+                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    break
+                except BlockingIOError:
+                    if not waited:
+                        logger.info(f"{folder}: another process makes these rows; waiting for it")
+                    waited = True
+                    time.sleep(_LOOKED_EVERY_S)
+                    on_wait()
             yield Making(folder, kind)
-
-
-@contextmanager
-def _lock_of(folder: Path, on_wait: Callable[[], None]) -> Iterator[None]:
-    """Hold a folder's lock."""
-    waited = False
-    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        while True:
-            try:
-                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                if not waited:
-                    logger.info(f"{folder}: another process makes these rows; waiting for it")
-                waited = True
-                time.sleep(_LOOKED_EVERY_S)
-                on_wait()
-        yield
-    finally:
-        os.close(fd)
+        finally:
+            os.close(lock)
 
 
 def name_of(shard: int) -> str:

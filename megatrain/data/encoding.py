@@ -30,6 +30,7 @@ from megatrain.data.rows import (
 )
 from megatrain.data.samples import (
     IMAGES,
+    KINDS,
     PLAIN,
     Chat,
     Document,
@@ -37,17 +38,14 @@ from megatrain.data.samples import (
     RowError,
     Sample,
     Text,
-    texts_of,
-    value_of,
 )
+from megatrain.data.sources import Source
 from megatrain.data.template import CharSpan
 from megatrain.data.workers import ABOUT_TEMPLATE, begin_row
 from megatrain.errors import DataError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
-    from megatrain.data.sources import Source
 
 
 @dataclass(frozen=True)
@@ -111,10 +109,6 @@ class Encoder:
         self.prompts = prompts
         self.bos = tokenizer.bos_token
         self.template = ChatTemplate(tokenizer, day) if tokenizer.chat_template else None
-
-    def marks(self, sample: Sample) -> tuple[Marked, ...]:
-        """The texts of a sample: both answers of a pair. Raises RowError, as `mark`."""
-        return tuple(map(self.mark, texts_of(sample)))
 
     def mark(self, sample: Text) -> Marked:
         """A text and its target characters, with all tokens of its images. Raises RowError if it
@@ -331,11 +325,6 @@ class RowReader:
             files = {(row.part, row.file) for row in rows} & self._formats.keys()
             yield RawBatch(rows, {file: self._formats[file] for file in files}, self.only_count)
 
-    def skip(self, rows: int) -> None:
-        """Read rows that need not be tokenised."""
-        for _ in self.batches(rows):
-            pass
-
     def _settle(self, row: RawRow) -> None:
         """A file keeps the format of its first row that has one, which errors of others name."""
         if row.problem is None and (row.part, row.file) not in self._formats:
@@ -355,7 +344,7 @@ def encode_batch(
         counts.read += 1
         try:
             sample = _sample(raw, batch.formats.get((raw.part, raw.file)), options, counts)
-            marked.append((number, raw, sample, encoder.marks(sample)))
+            marked.append((number, raw, sample, tuple(map(encoder.mark, sample.texts))))
         except RowError as error:
             counts.add_bad(f"{raw.where}: {error}")
     if batch.only_counted or (counts.bad and options.on_bad_row == "refuse"):
@@ -381,8 +370,8 @@ def encode_batch(
         except RowError as error:
             counts.add_bad(f"{raw.where}: {error}")
             continue
-        is_text = isinstance(sample, Document)
-        about = raw.part, is_text, not raw.ends, value_of(sample)
+        is_text = isinstance(sample.texts[0], Document)
+        about = raw.part, is_text, not raw.ends, sample.value
         rows.append(Encoded(*about, sides, shorter, pictures))
     return ([] if counts.bad and options.on_bad_row == "refuse" else rows), counts
 
@@ -393,7 +382,7 @@ def with_less_context(
     """The sequences of conversations without the system prompt, then without the oldest turns, down
     to the last question, until they fit; both of a pair without the same turns. None where they do
     fit, or are cut otherwise. Raises RowError where the template refuses what is left."""
-    most, texts = options.seq_len, [text for text in texts_of(sample) if isinstance(text, Chat)]
+    most, texts = options.seq_len, [text for text in sample.texts if isinstance(text, Chat)]
     fits = most is None or all(len(ids) <= most for ids, _ in sides)
     if fits or options.truncation_mode != CONTEXT or not texts:
         return ()
@@ -451,7 +440,9 @@ def format_of(raw: RawRow, value: object, options: RowOptions) -> str:
         if (found := formats.detect_format(value, options.kind)) is None:
             raise formats.unknown_format(value, options.kind)
         return found
-    formats.named_format(name, options.kind)
+    if name not in (known := formats.formats_of(options.kind)):
+        what = f"is not for method: {KINDS[options.kind].methods}; use one of {', '.join(known)}"
+        raise RowError(f"format {name!r} {what}")
     return name
 
 
@@ -477,10 +468,10 @@ def _sample(raw: RawRow, settled: str | None, options: RowOptions, counts: Count
     find = options.sight and partial(picture_of, folder=Path(raw.file).parent)
     how: dict[str, Any] = {"kind": options.kind, "pretrain": pretrain, "found": found, "find": find}
     sample = formats.convert_row(name, value, **how)
-    if isinstance(sample, Document):
-        around = {name: getattr(raw, name) for name in ("begins", "ends", "before", "after")}
-        return replace(sample, **around)
-    for text in texts_of(sample):
+    for text in sample.texts:
+        if isinstance(text, Document):
+            around = {name: getattr(raw, name) for name in ("begins", "ends", "before", "after")}
+            return Sample((replace(text, **around),))
         # in an order that is the same in every process
-        counts.add_unread(sorted(text.unread) if isinstance(text, Chat) else ())
+        counts.add_unread(sorted(text.unread))
     return sample

@@ -7,10 +7,10 @@ other such columns are named once.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
 from unicodedata import category, east_asian_width
 
 from megatrain.data.samples import (
@@ -23,25 +23,24 @@ from megatrain.data.samples import (
     PLAIN,
     Chat,
     Document,
-    Judged,
     Message,
-    Pair,
     Picture,
-    ReadTurns,
     Row,
     RowError,
     Sample,
+    Text,
     filled_list,
     is_given,
     shared_length,
     text_value,
-    texts_of,
     tools_of,
     turns_of,
     type_name,
     with_images,
 )
 
+Chats = tuple[Chat, ...]
+Messages = tuple[Message, ...]
 # Without a chat template: the prompt of the Stanford Alpaca release, as base models know it.
 ALPACA = (
     "Below is an instruction that describes a task{paired}. "
@@ -60,11 +59,11 @@ _OURS = (
 )
 
 
-def chat_of(row: Row, turns: ReadTurns, plain: tuple[str, str] | None = None) -> Chat:
+def chat_of(row: Row, turns: Messages, plain: tuple[str, str] | None = None) -> Chat:
     """The conversation with what the row's columns say about it. Raises RowError."""
     prompts = [name for name in SYSTEM if is_given(row.get(name))]
     system = tuple(Message("system", text_value(row, name)) for name in prompts)
-    of_turns = ["a system turn"] if any(m.role == "system" for m in turns.messages) else []
+    of_turns = ["a system turn"] if any(m.role == "system" for m in turns) else []
     if len(said := [*prompts, *of_turns]) > 1 and prompts:
         raise RowError(f"field {said[0]!r}: {said[1]} says the same; keep one system prompt")
     variables = row.get("chat_template_kwargs")
@@ -75,36 +74,35 @@ def chat_of(row: Row, turns: ReadTurns, plain: tuple[str, str] | None = None) ->
     given = {str(name): value for name, value in variables.items() if value is not None}
     for name in (name for name in _OURS if name in given):
         raise RowError(f"chat_template_kwargs.{name}: cannot be set by a row")
-    messages = (*system, *turns.messages)
+    messages = (*system, *turns)
     tools = tools_of(row, bare="conversations" in row)
     plain = None if system or given or tools else plain
-    return Chat(messages, plain, given, tools, turns.unread)
+    return Chat(messages, plain, given, tools)
 
 
-def from_turns(row: Row, name: str) -> Chat:
+def from_turns(row: Row, name: str) -> Chats:
     """A list of turns. Raises RowError, as all of these."""
-    return chat_of(row, turns_of(filled_list(row, name), name))
+    return (chat_of(row, turns_of(filled_list(row, name), name)),)
 
 
-def from_prompt_completion(row: Row) -> Chat:
+def from_prompt_completion(row: Row) -> Chats:
     """Two texts, or two lists of messages."""
     plain = None
     if isinstance(row.get("prompt"), str) and isinstance(row.get("completion"), str):
         plain = (text_value(row, "prompt"), text_value(row, "completion"))
     asked, answer = _turns(row, "prompt", "user"), _turns(row, "completion", "assistant")
-    return exchange(row, asked, answer, plain)
+    return (exchange(row, asked, answer, plain),)
 
 
 def exchange(
-    row: Row, asked: ReadTurns, answer: ReadTurns, plain: tuple[str, str] | None = None
+    row: Row, asked: Messages, answer: Messages, plain: tuple[str, str] | None = None
 ) -> Chat:
     """A prompt, which is context only, and its answer; `plain` where both are texts."""
-    context = [replace(turn, trained=False) for turn in asked.messages]
-    turns = ReadTurns((*context, *answer.messages), asked.unread | answer.unread)
-    return replace(chat_of(row, turns, plain), literal=plain is not None)
+    context = (replace(turn, trained=False) for turn in asked)
+    return replace(chat_of(row, (*context, *answer), plain), literal=plain is not None)
 
 
-def from_alpaca(row: Row, answer: str = "output") -> Chat:
+def from_alpaca(row: Row, answer: str = "output") -> Chats:
     """answer: the column that holds it."""
     instruction, output = text_value(row, "instruction"), text_value(row, answer)
     given = text_value(row, "input") if is_given(row.get("input")) else ""
@@ -112,8 +110,8 @@ def from_alpaca(row: Row, answer: str = "output") -> Chat:
     prompt = ALPACA.format_map({"paired": "", "input": "", "instruction": instruction, **parts})
     asked = Message("user", f"{instruction}\n\n{given}" if given else instruction)
     earlier = _history(row)
-    turns = ReadTurns((*earlier, asked, Message("assistant", output)))
-    return chat_of(row, turns, None if earlier else (prompt, output))
+    turns = (*earlier, asked, Message("assistant", output))
+    return (chat_of(row, turns, None if earlier else (prompt, output)),)
 
 
 def _history(row: Row) -> list[Message]:
@@ -139,7 +137,7 @@ _LARGEST = 3e38  # margin, of float32
 PROMPT_NAMES = ("messages", "conversation", "context", "question", "query", "input", "instruction")
 
 
-def from_preference(row: Row) -> Pair:
+def from_preference(row: Row) -> Chats:
     """A prompt and two answers, each a text or a list of messages. A text beside two whole
     conversations is in both of these already."""
     if isinstance(row.get("prompt"), str) and all(map(_is_whole, map(row.get, _ANSWERS))):
@@ -147,17 +145,17 @@ def from_preference(row: Row) -> Pair:
     return _of_prompt(row, "prompt")
 
 
-def from_ranking(row: Row) -> Pair:
+def from_ranking(row: Row) -> Chats:
     """A conversation up to its last question, and two answers."""
     filled_list(row, "conversations")
     return _of_prompt(row, "conversations")
 
 
-def from_alpaca_ranking(row: Row) -> Pair:
-    return _with_margin(row, *(_last_alone(from_alpaca(row, name)) for name in _ANSWERS))
+def from_alpaca_ranking(row: Row) -> Chats:
+    return tuple(_last_alone(*from_alpaca(row, name)) for name in _ANSWERS)
 
 
-def from_implicit(row: Row) -> Pair:
+def from_implicit(row: Row) -> Chats:
     """Two texts or two conversations, whose common beginning is the prompt."""
     kinds = [isinstance(row.get(name), str) for name in _ANSWERS]
     if all(kinds):
@@ -182,7 +180,7 @@ def _refuse_guess(row: Row) -> None:
         )
 
 
-def judged(row: Row, chat: Chat, several: bool) -> Judged:
+def judged(row: Row, chat: Chat, several: bool) -> Sample:
     """The conversation with the row's label. several: the answer may be of several turns; else all
     but the last turn is context. Raises RowError."""
     given = [name for name in LABELS if row.get(name) is not None]
@@ -199,15 +197,15 @@ def judged(row: Row, chat: Chat, several: bool) -> Judged:
         raise RowError(f"field {given[0]!r}: expected true or false, found {repr(value)[:40]}")
     if chat.messages[-1].role != "assistant":
         raise RowError("the last turn is not the assistant's, so there is no answer to judge")
-    return Judged(chat if several else _last_alone(chat), WANTED[label])
+    return Sample((chat if several else _last_alone(chat),), float(WANTED[label]))
 
 
-def _of_prompt(row: Row, name: str) -> Pair:
+def _of_prompt(row: Row, name: str) -> Chats:
     asked = _turns(row, name, "user")
     return _pair(row, [(asked, _turns(row, answer, "assistant")) for answer in _ANSWERS], name)
 
 
-def _of_texts(row: Row) -> Pair:
+def _of_texts(row: Row) -> Chats:
     texts = [text_value(row, name) for name in _ANSWERS]
     _refuse_equal(*texts)
     # something is left of each
@@ -226,45 +224,41 @@ def _of_texts(row: Row) -> Pair:
     for name, text in zip(_ANSWERS, texts, strict=True):
         if not text[start:].strip():
             raise RowError(f"field {name!r}: holds no answer behind the prompt")
-    asked = ReadTurns((Message("user", prompt),))
-    answers = [ReadTurns((Message("assistant", text[start:]),)) for text in texts]
-    return _pair(row, [(asked, answer) for answer in answers], _ANSWERS[0])
+    asked = (Message("user", prompt),)
+    sides = [(asked, (Message("assistant", text[start:]),)) for text in texts]
+    return _pair(row, sides, _ANSWERS[0])
 
 
-def _of_conversations(row: Row) -> Pair:
-    turns = [_turns(row, name, "assistant") for name in _ANSWERS]
-    chosen, rejected = (side.messages for side in turns)
+def _of_conversations(row: Row) -> Chats:
+    chosen, rejected = (_turns(row, name, "assistant") for name in _ANSWERS)
     _refuse_equal(chosen, rejected)
     if not (start := shared_length(chosen[:-1], rejected[:-1])):
         raise RowError(
             "fields 'chosen' and 'rejected' have no turn in common to begin with, so there is no "
             "prompt in them; give it in a column 'prompt'"
         )
-    sides = [
-        (ReadTurns(side.messages[:start], side.unread), ReadTurns(side.messages[start:]))
-        for side in turns
-    ]
+    sides = [(side[:start], side[start:]) for side in (chosen, rejected)]
     return _pair(row, sides, _ANSWERS[0])
 
 
-def _pair(row: Row, sides: Sequence[tuple[ReadTurns, ReadTurns]], prompt: str) -> Pair:
+def _pair(row: Row, sides: Sequence[tuple[Messages, Messages]], prompt: str) -> Chats:
     """The pair of two (turns before it, answer). prompt: the column that has the turns before."""
     chats = []
     for name, (asked, answer) in zip(_ANSWERS, sides, strict=True):
-        _check(asked.messages, answer.messages, name)
+        _check(asked, answer, name)
         texts = isinstance(row[prompt], str) and isinstance(row[name], str)
-        literal = (asked.messages[0].content, answer.messages[0].content) if texts else None
+        literal = (asked[0].content, answer[0].content) if texts else None
         chats.append(exchange(row, asked, answer, literal))
-    return _with_margin(row, *chats)
+    return tuple(chats)
 
 
-def _with_margin(row: Row, chosen: Chat, rejected: Chat) -> Pair:
-    _refuse_equal(chosen, rejected)
+def _margin_of(row: Row) -> float:
+    """The number by which the chosen answer is better; nan where nobody says."""
     margin = row.get("margin")
     if margin is None:
-        return Pair(chosen, rejected)
+        return math.nan
     if type(margin) is not bool and isinstance(margin, int | float) and abs(margin) <= _LARGEST:
-        return Pair(chosen, rejected, float(margin))
+        return float(margin)
     raise RowError(f"field 'margin': expected a finite number, found {repr(margin)[:40]}")
 
 
@@ -273,7 +267,7 @@ def _refuse_equal(chosen: object, rejected: object) -> None:
         raise RowError("fields 'chosen' and 'rejected' are equal: neither answer is better")
 
 
-def _check(asked: Sequence[Message], answer: Sequence[Message], name: str) -> None:
+def _check(asked: Messages, answer: Messages, name: str) -> None:
     """An answer begins and ends with a turn of the assistant, behind another's turn."""
     if answer[0].role != "assistant":
         raise RowError(f"field {name!r}: its answer begins with a {answer[0].role} turn")
@@ -289,14 +283,14 @@ def _last_alone(chat: Chat) -> Chat:
     return replace(chat, messages=(*context, chat.messages[-1]))
 
 
-def _turns(row: Row, name: str, role: str) -> ReadTurns:
+def _turns(row: Row, name: str, role: str) -> Messages:
     """A text, a turn or a list of turns."""
     value = row.get(name)
     if isinstance(value, Mapping):
         return turns_of([value], name)
     if isinstance(value, list):
         return turns_of(filled_list(row, name), name)
-    return ReadTurns((Message(role, text_value(row, name)),))
+    return (Message(role, text_value(row, name)),)
 
 
 def _in_word(letter: str) -> bool:
@@ -342,7 +336,7 @@ class RowFormat:
     reads. several: what it trains on may be several turns, where only an answer may be."""
 
     columns: tuple[str, ...]
-    convert: Callable[[Row], Sample]
+    convert: Callable[[Row], tuple[Text, ...]]
     also: tuple[str, ...] = ABOUT_CHATS
     kinds: tuple[str, ...] = (PLAIN, JUDGED)
     several: bool = False
@@ -358,7 +352,7 @@ ROW_FORMATS = {
     "prompt_completion": RowFormat(("prompt", "completion"), from_prompt_completion, several=True),
     "alpaca": RowFormat(("instruction", "output"), from_alpaca, ABOUT_ALPACA),
     "text": RowFormat(
-        ("text",), lambda row: Document(text_value(row, "text")), also=(), kinds=(PLAIN,)
+        ("text",), lambda row: (Document(text_value(row, "text")),), also=(), kinds=(PLAIN,)
     ),
     "preference": RowFormat(("prompt", *_ANSWERS), from_preference, kinds=(PAIRS,)),
     "ranking": RowFormat(("conversations", *_ANSWERS), from_ranking, kinds=(PAIRS,)),
@@ -372,17 +366,6 @@ ROW_FORMATS = {
 def formats_of(kind: str) -> dict[str, RowFormat]:
     """The formats of a kind of rows by name."""
     return {name: form for name, form in ROW_FORMATS.items() if kind in form.kinds}
-
-
-def named_format(name: str, kind: str) -> RowFormat:
-    """The format of this name. Raises RowError where it makes rows of another kind."""
-    known = formats_of(kind)
-    if name not in known:
-        raise RowError(
-            f"format {name!r} is not for method: {KINDS[kind].methods}; use one of "
-            f"{', '.join(known)}"
-        )
-    return known[name]
 
 
 def detect_format(row: object, kind: str = PLAIN) -> str | None:
@@ -414,25 +397,26 @@ def convert_row(
     _refuse_unread(row, (*form.reads(kind), *about, *seen))
     if found and name == "implicit_prompt":
         _refuse_guess(row)
-    sample = form.convert(row)
-    if isinstance(sample, Pair):
-        chosen, rejected = (_seeing(chat, row, find) for chat in texts_of(sample))
-        return replace(sample, chosen=chosen, rejected=rejected)
-    if isinstance(sample, Chat):
-        sample = _seeing(sample, row, find)
+    texts, value = form.convert(row), math.nan
+    if kind == PAIRS:
+        _refuse_equal(*texts)
+        value = _margin_of(row)
+    texts = tuple(_seeing(text, row, find) for text in texts)
     if kind == JUDGED:
-        assert isinstance(sample, Chat), "no format of judged rows makes anything else"
-        return judged(row, sample, form.several)
-    return sample
+        assert isinstance(texts[0], Chat), "no format of judged rows makes anything else"
+        return judged(row, texts[0], form.several)
+    return Sample(texts, value)
 
 
-def _seeing(chat: Any, row: Row, find: Callable[[object], Picture] | None) -> Chat:
-    """The conversation with its pictures. Raises RowError, also where images are not read."""
+def _seeing(text: Text, row: Row, find: Callable[[object], Picture] | None) -> Text:
+    """A conversation with its pictures. Raises RowError, also where images are not read."""
+    if isinstance(text, Document):
+        return text
     if find is not None:
-        return with_images(chat, row, find)
-    for place in (n for n, turn in enumerate(chat.messages) if turn.images):
+        return with_images(text, row, find)
+    for place in (n for n, turn in enumerate(text.messages) if turn.images):
         raise RowError(f"messages[{place}]: {NO_IMAGES}")
-    return chat  # type: ignore[no-any-return]
+    return text
 
 
 def renamed(row: object, columns: Mapping[str, str]) -> object:

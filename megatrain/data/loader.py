@@ -27,7 +27,6 @@ from megatrain.data.micro_batches import (
     check_longest,
     counted_tokens,
     dealt,
-    held_out_batches,
     micro_batches,
     runs_of,
 )
@@ -217,13 +216,12 @@ class Loader:
         references: ReferenceArray | None = None,
         chosen: IndexArray | None = None,
     ) -> Iterator[MicroBatch]:
-        """`held_out_batches` of any rows, in micro-batches like those that are trained on."""
-        return held_out_batches(
-            *(rows, self.micro_batch_tokens, self.pad_id, limit, self.pack_to, self.regimes),
-            references=references,
-            prompts_too=self.prompts_too,
-            chosen=chosen,
-        )
+        """Any rows once, the first `limit` or the `chosen` numbers, always in the same order, in
+        micro-batches like those that are trained on. Raises DataError for a row that fits none."""
+        check_longest(rows, self.micro_batch_tokens, self.pack_to)
+        chosen = np.arange(len(rows))[:limit] if chosen is None else chosen
+        about = self.micro_batch_tokens, self.pad_id, self.pack_to, self.regimes
+        return micro_batches(rows, chosen, *about, references, self.prompts_too)
 
     def step_tokens(self, sizes: Iterable[int]) -> list[tuple[int, int, float, int, float]]:
         """`counted` for micro-batches of every size, over the run's first STEPS_LOOKED_AT steps."""

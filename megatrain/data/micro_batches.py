@@ -124,7 +124,8 @@ def micro_batches(
     references: ReferenceArray | None = None,
     prompts_too: bool = False,
 ) -> Iterator[MicroBatch]:
-    """The chosen rows, longest first, in micro-batches of at most `micro_batch_tokens`."""
+    """The chosen rows, longest first, in micro-batches of at most `micro_batch_tokens`, which
+    `check_longest` looks at. references, prompts_too: as in `Loader`."""
     shortest_limit = min((regime.limit for regime in regimes), default=None)
     numbers = (chosen[:, None] * rows.sides + np.arange(rows.sides)).reshape(-1).tolist()
     for run in runs_of(rows.side_lengths[chosen], rows.kind, pack_to, regimes):
@@ -133,29 +134,6 @@ def micro_batches(
             sequences = [[numbers[example] for example in examples] for examples in members]
             about = pad_id, pack_to, shortest_limit, references, prompts_too
             yield collate(rows, sequences, *about)
-
-
-def held_out_batches(
-    rows: Rows,
-    micro_batch_tokens: int,
-    pad_id: int,
-    limit: int | None = None,
-    pack_to: int | None = None,
-    regimes: Regimes = (),
-    *,
-    references: ReferenceArray | None = None,
-    prompts_too: bool = False,
-    chosen: IndexArray | None = None,
-) -> Iterator[MicroBatch]:
-    """Micro-batches over all rows once, the first `limit` or the `chosen` numbers, always in the
-    same order. references, prompts_too: as in `Loader`. Raises DataError for a row that fits
-    none."""
-    check_longest(rows, micro_batch_tokens, pack_to)
-    if chosen is None:
-        chosen = np.arange(len(rows))[:limit]
-    return micro_batches(
-        *(rows, chosen, micro_batch_tokens, pad_id, pack_to, regimes), *(references, prompts_too)
-    )
 
 
 def cuts(

@@ -10,17 +10,15 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import zip_longest
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 import numpy.typing as npt
 
+from megatrain.data.images import Sight
 from megatrain.data.samples import KINDS, PLAIN, Picture, digest_of
 from megatrain.errors import ConfigError, DataError
 from megatrain.machine.profile import cache_folder
-
-if TYPE_CHECKING:
-    from megatrain.data.images import Sight
 
 IdArray = npt.NDArray[np.int32]
 MaskArray = npt.NDArray[np.bool_]
@@ -426,28 +424,6 @@ def split(ids: IdArray, mask: MaskArray, seq_len: int | None, counts: Counts) ->
         flags = mask[start : start + seq_len].copy()
         flags[0] = False
         yield ids[start : start + seq_len], flags
-
-
-def cut_sides(
-    sides: Sequence[Tokens],
-    seq_len: int | None,
-    counts: Counts,
-    mode: str = KEEP_START,
-    shorter: Sequence[Tokens] = (),
-) -> tuple[Tokens, ...] | None:
-    """The sides of a row, each cut to `seq_len` tokens; None where the row is to be dropped.
-    shorter: the sides with less context, if any, which are cut instead."""
-    if seq_len is None or all(len(ids) <= seq_len for ids, _ in sides):
-        return tuple(sides)
-    if mode == DROP:
-        counts.too_long += 1
-        return None
-    kept = tuple(shortened(ids, mask, seq_len, mode) for ids, mask in shorter or sides)
-    counts.truncated += 1
-    counts.truncated_tokens += sum(len(ids) for ids, _ in sides) - sum(len(ids) for ids, _ in kept)
-    lost = sum(int(mask.sum()) for _, mask in sides) - sum(int(mask.sum()) for _, mask in kept)
-    counts.cut_answers += lost > 0
-    return kept
 
 
 def shortened(ids: IdArray, mask: MaskArray, seq_len: int | None, mode: str) -> Tokens:

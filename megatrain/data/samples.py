@@ -192,6 +192,7 @@ class Message:
     extra: Mapping[str, Any] = field(default_factory=dict)  # for the template, too
     # the image of each MARK in the content, as the row names it; None: the row's next one
     images: tuple[Any, ...] = ()
+    unread: tuple[str, ...] = field(default=(), compare=False)  # its fields, as `messages[].id`
 
     @property
     def texts(self) -> list[str]:
@@ -199,25 +200,16 @@ class Message:
         return self.content.split(MARK)
 
 
-@dataclass(frozen=True)
-class ReadTurns:
-    """The messages of a list, and its fields that nobody reads, as `messages[].id`."""
-
-    messages: tuple[Message, ...]
-    unread: frozenset[str] = frozenset()
-
-
-def turns_of(turns: list[object], name: str) -> ReadTurns:
+def turns_of(turns: list[object], name: str) -> tuple[Message, ...]:
     """The turns of a list: of from and value where the first has a `from` and no role, else of role
     and content. Raises RowError."""
-    messages, unread = [], set[str]()
+    messages = []
     first = turns[0] if isinstance(turns[0], Mapping) else {}
     read = _sharegpt_turn if "from" in first and "role" not in first else _openai_turn
     for place, turn in _numbered(turns, name):
         message, others = read(turn, place)
-        messages.append(message)
-        unread |= {f"{name}[].{key}" for key in others}
-    return ReadTurns(tuple(messages), frozenset(unread))
+        messages.append(replace(message, unread=tuple(f"{name}[].{key}" for key in others)))
+    return tuple(messages)
 
 
 def _openai_turn(turn: Row, place: str) -> tuple[Message, list[str]]:
@@ -471,7 +463,7 @@ def asked_in(row: object) -> Turns:
         raise RowError(f"expected an object, found {type_name(row)}")
     if row.get("messages") is None:
         return [{"role": "user", "content": text_value(row, "prompt")}]
-    turns = turns_of(filled_list(row, "messages"), "messages").messages
+    turns = turns_of(filled_list(row, "messages"), "messages")
     if any(turn.images for turn in turns):
         raise RowError("images in prompts are not read; ask in text")
     if turns[-1].role == "assistant":
@@ -518,9 +510,13 @@ class Chat:
     plain: tuple[str, str] | None = None  # (prompt, completion) for want of a chat template
     variables: Mapping[str, Any] = field(default_factory=dict)  # of the template, by the row
     tools: tuple[Tool, ...] = ()  # that the model may call
-    unread: frozenset[str] = frozenset()  # fields of turns that nobody reads
     pictures: tuple[Picture, ...] = ()  # of all MARKs in its turns
     literal: bool = False  # the row has two texts, which mean themselves rather than two turns
+
+    @property
+    def unread(self) -> set[str]:
+        """Fields of turns that nobody reads."""
+        return {name for message in self.messages for name in message.unread}
 
 
 @dataclass(frozen=True)
@@ -535,36 +531,14 @@ class Document:
     after: str = ""
 
 
-@dataclass(frozen=True)
-class Pair:
-    """A prompt with two answers, each a conversation of which only the answer is trained on.
-    margin: by how much the chosen one is better, None where nobody says."""
-
-    chosen: Chat
-    rejected: Chat
-    margin: float | None = None
-
-
-@dataclass(frozen=True)
-class Judged:
-    """A conversation of which only the last answer is trained on, as wanted or as unwanted."""
-
-    chat: Chat
-    wanted: bool
-
-
 Text = Chat | Document
-Sample = Text | Pair | Judged
 
 
-def texts_of(sample: Sample) -> tuple[Text, ...]:
-    """The texts of a sample: both answers of a pair, the chosen one first."""
-    if isinstance(sample, Pair):
-        return sample.chosen, sample.rejected
-    return (sample.chat if isinstance(sample, Judged) else sample,)
+@dataclass(frozen=True)
+class Sample:
+    """The texts of a row, of a pair the chosen answer's and the rejected one's, and the number that
+    a loss takes beside their tokens: the margin of a pair, 1 or 0 of a judged answer; nan: none.
+    """
 
-
-def value_of(sample: Sample) -> float:
-    """The number that a loss takes beside a sample's tokens; nan where there is none."""
-    value = sample.wanted if isinstance(sample, Judged) else getattr(sample, "margin", None)
-    return math.nan if value is None else float(value)
+    texts: tuple[Text, ...]
+    value: float = math.nan

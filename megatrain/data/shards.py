@@ -11,20 +11,24 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from functools import partial
 from itertools import chain
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from megatrain.data.cache import Making, RowWriter
-from megatrain.data.encoding import Encoded, RowReader, about_row, encode_batch
-from megatrain.data.rows import Counts, Tokens, cut_sides, measure_lengths, shortened, split
+from megatrain.data.encoding import (
+    Encoded,
+    Encoder,
+    RowOptions,
+    RowReader,
+    about_row,
+    encode_batch,
+)
+from megatrain.data.rows import DROP, Counts, Tokens, measure_lengths, shortened, split
 from megatrain.data.samples import JUDGED, PLAIN
+from megatrain.data.sources import Source
 from megatrain.data.workers import Team
 from megatrain.heartbeat import may_end_here
-
-if TYPE_CHECKING:
-    from megatrain.data.encoding import Encoder, RowOptions
-    from megatrain.data.sources import Source
 
 SHARD_ROWS = 50_000  # read from the source
 SHARD_LIMIT_BYTES = 128 << 20  # of tokens and masks
@@ -46,7 +50,8 @@ def make_shards(
     that is to be refused nothing is written, but all rows are counted, unless they are streamed."""
     reader, cutter, refused = RowReader(source, options, on_progress), Cutter(options), Counts()
     for shard in making.shards:
-        reader.skip(shard.counts.read)
+        for _ in reader.batches(shard.counts.read):
+            pass  # they need not be tokenised
         cutter.go_on_from(shard.tail)
     encode = partial(encode_batch, encoder=encoder, options=options)
     with Team(encode, options.processes, about_row) as team:
@@ -130,8 +135,21 @@ class Cutter:
                     counts.without_target += 1
 
     def _cut(self, row: Encoded, counts: Counts) -> tuple[Tokens, ...] | None:
-        mode = self.options.truncation_mode
-        return cut_sides(row.sides, self.options.seq_len, counts, mode, row.shorter)
+        """The sequences of a row, or those with less context, each cut to seq_len tokens; None
+        where the row is to be dropped."""
+        most, mode, sides = self.options.seq_len, self.options.truncation_mode, row.sides
+        if most is None or all(len(ids) <= most for ids, _ in sides):
+            return sides
+        if mode == DROP:
+            counts.too_long += 1
+            return None
+        kept = tuple(shortened(ids, mask, most, mode) for ids, mask in row.shorter or sides)
+        counts.truncated += 1
+        tokens, left = (sum(len(ids) for ids, _ in some) for some in (sides, kept))
+        counts.truncated_tokens += tokens - left
+        lost = sum(int(mask.sum()) for _, mask in sides) - sum(int(mask.sum()) for _, mask in kept)
+        counts.cut_answers += lost > 0
+        return kept
 
     def _kept(self, rows: list[Encoded], counts: Counts) -> Iterator[_Kept]:
         """The rows of which each sequence has a target left, beside their cut sequences."""

@@ -13,14 +13,12 @@ from os.path import expanduser  # leaves `~nobody` as it is, where Path's raises
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatrain.data.samples import MARK, RowError
+from megatrain.data.samples import MARK, Chat, Message, RowError, Tool
 from megatrain.data.workers import fenced
 from megatrain.errors import DataError, if_forbidden
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
-    from megatrain.data.samples import Chat, Message, Tool
 
 GENERATION = re.compile(r"\{%-?\s*(end)?generation\s*-?%\}")  # transformers' own tag
 CharSpan = tuple[int, int]  # characters [start, stop)

@@ -55,10 +55,6 @@ About = tuple[str, str]  # an error's words before and after what the code does 
 _row: memoryview | None = None  # number of the row in progress, shared with the parent of a worker
 
 
-class TooMuch(DataError):
-    """A chat template or a tokenizer takes more time or memory than any should."""
-
-
 def begin_row(number: int, more_s: float = 0.0) -> None:
     """In a worker, start the timer of a row (ROW_LIMIT_S + `more_s`); elsewhere do nothing."""
     if _row is not None:
@@ -68,7 +64,7 @@ def begin_row(number: int, more_s: float = 0.0) -> None:
 
 def fenced(run: Callable[[], Result], about: About = ABOUT_TEMPLATE) -> Result:
     """Call a function that runs a chat template, or what `about` names, in a worker. Raises
-    TooMuch, or its error."""
+    DataError where it takes too much, or its error."""
     work: Callable[[None], Result] = lambda _: run()  # noqa: E731
     with Team(work, about=lambda *_: about) as team:
         (result,) = team.map([None])
@@ -85,8 +81,8 @@ class _Worker:
 class Team(Generic[Item, Result]):
     """Does a piece of work for each of many items, in several workers once they are many. about: of
     an item and the number of its row, the words for an error. Use it in a `with` block, whose end
-    ends the workers. Raises TooMuch, MegaTrainError if a worker is killed from outside, and what
-    the work raises."""
+    ends the workers. Raises DataError for work that takes more time or memory than any should,
+    MegaTrainError if a worker is killed from outside, and what the work raises."""
 
     def __init__(
         self,
@@ -157,9 +153,9 @@ class Team(Generic[Item, Result]):
         words = f"takes more than {ROW_LIMIT_S:g} s of computing"
         return self._too_much(worker, item, words if late else f"ends its process ({code})")
 
-    def _too_much(self, worker: _Worker, item: Item, words: str) -> TooMuch:
+    def _too_much(self, worker: _Worker, item: Item, words: str) -> DataError:
         before, after = self._about(item, worker.row[0])
-        return TooMuch(f"{before} {words} {after}")
+        return DataError(f"{before} {words} {after}")
 
     def _start(self) -> None:
         row = shared_numbers()

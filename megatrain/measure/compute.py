@@ -16,7 +16,7 @@ from torch.nn import functional
 from megatrain.engine.components import fastest_attention
 from megatrain.machine.hardware import update_threads
 from megatrain.machine.profile import Rates, interpolate
-from megatrain.measure.transfers import Clock, LinkTest, Times
+from megatrain.measure.transfers import Clock, LinkTest
 from megatrain.memory.layout import GROUP
 from megatrain.memory.slab import Slab
 from megatrain.optim import AdamW
@@ -234,7 +234,7 @@ class HostUpdate(AbstractContextManager["HostUpdate"]):
                 touch(slab, pool)
             self._update = AdamW().updating(self._arrays, **UNMOVING)
 
-    def rate(self, threads: int, clock: Times) -> float:
+    def rate(self, threads: int, clock: Clock) -> float:
         """Parameters/s; each of `threads` takes pieces until none is left, as in training."""
         size = min(MOST_OF_A_PIECE, -(-self.parameters // (threads * PIECES_PER_THREAD)))
         passes = min(PASSES, threads)
@@ -256,7 +256,7 @@ class HostUpdate(AbstractContextManager["HostUpdate"]):
 
 
 def links_and_update(
-    device: torch.device, cores: int, counts: Sequence[int], on_host: Times, on_device: Times
+    device: torch.device, cores: int, counts: Sequence[int], on_host: Clock, on_device: Clock
 ) -> dict[str, Any]:
     """Measure the host's update by `counts` of threads and, with a GPU, its links alone and beside
     the update. The clocks time work on the host and on the device."""

@@ -9,20 +9,12 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
 from statistics import median
-from typing import Protocol
 
 import torch
 
 from megatrain.memory.slab import Slab
 
 Work = Callable[[], object]
-
-
-class Times(Protocol):
-    """A function that times a piece of work."""
-
-    def seconds(self, work: Work) -> float:
-        """Median duration of one call of `work`."""
 
 
 MOST_SAMPLES = 7
@@ -97,7 +89,7 @@ class LinkTest(AbstractContextManager["LinkTest"]):
         self._device = [torch.zeros_like(piece, device=device) for piece in self._host]
         self._streams = [torch.cuda.Stream(device) for _ in self._host]  # type: ignore[no-untyped-call]
 
-    def rates(self, clock: Times) -> dict[str, float]:
+    def rates(self, clock: Clock) -> dict[str, float]:
         """Bytes/s: `upload` and `download` alone, `both` their sum at once."""
         return {
             "upload": PIECE_BYTES / clock.seconds(self.up),

@@ -28,7 +28,7 @@ _files: WeakKeyDictionary[Any, tuple[bytes, int]] = WeakKeyDictionary()
 def as_published(loaded: Any, folder: Path, without_class: Callable[[], Any]) -> Any:
     """A folder's tokenizer as it was loaded if it reads text as tokenizer.json says, else one
     without a class of its own, and a warning. Raises ModelError where that reads otherwise, too,
-    TooMuch for one that never ends, and what the tokenizers package raises of a broken file."""
+    DataError for one that never ends, and what the tokenizers package raises of a broken file."""
     from tokenizers import Tokenizer
 
     file = folder / TOKENIZER_FILE

@@ -140,9 +140,7 @@ def evaluate(
             raise ConfigError("data: excludes tasks, which bring their own rows; leave one out")
         own = None if include_path is None else _path_of(include_path)
         options = TaskOptions(names, limit, num_fewshot, own, apply_chat_template)
-        asked = _path_of(folder), options, "tasks", trust_remote_code
-        about, results = inspect.evaluate_tasks(*asked)
-        return {**about, "results": results.to_dict()}
+        return inspect.evaluate_tasks(_path_of(folder), options, "tasks", trust_remote_code)
 
 
 def export(

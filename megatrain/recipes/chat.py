@@ -19,7 +19,6 @@ from megatrain.recipes.model import Model
 from megatrain.recipes.sample import (
     draw_of,
     ids_of,
-    images_in,
     positions_of,
     rendered_ids,
     system_turns,
@@ -75,9 +74,8 @@ class Conversation:
         began = time.perf_counter()
         pictures, self._pictures = self._pictures, ()
         turns, ids = self._fitting([*self._turns, user(prompt, pictures)])
-        about = self._model, ids, self._max_new_tokens, self._draw, show, self._answers
-        seen = images_in(self._model, turns, ids)
-        made = written(self._rollout, *about, images=seen)
+        about = self._model, turns, ids, self._max_new_tokens, self._draw, show, self._answers
+        made = written(self._rollout, *about)
         text, ended = text_of(self._model, made.ids), "length" if made.finish == "length" else "end"
         self._answers += 1
         self._turns = [*turns, {"role": "assistant", "content": text}]

@@ -17,7 +17,7 @@ from megatrain.methods import METHODS
 from megatrain.planner.plan import Plan, verdict
 from megatrain.recipes import plan as planning
 from megatrain.recipes.model import read_model
-from megatrain.recipes.setup import quiet_libraries, read_rows
+from megatrain.recipes.setup import open_rows, quiet_libraries
 
 LONGEST = 32_768  # tokens of a row, unless the user asks for more
 PACKED = 4096  # tokens of a row that documents fill
@@ -56,7 +56,7 @@ def config_for(
     found = read_model(load_config(values))
     most = getattr(found.config.get_text_config(), "max_position_embeddings", None) or LONGEST
     values["train"]["seq_len"] = min(LONGEST, most)
-    rows = read_rows(load_config(values), found)[0]
+    rows = open_rows(load_config(values), found)[0]
     packed = METHODS[method].whole_documents
     longest = PACKED if packed else int(rows.side_lengths.max())
     values["train"]["seq_len"] = min(most, -(-longest // 256) * 256)

@@ -17,7 +17,7 @@ from megatrain.config.fields import TrainOptions
 from megatrain.config.resuming import CONFIG_FILE, RESOLVED_FILE, asked_again, resumed_configs
 from megatrain.data.build import Expected
 from megatrain.data.images import Sight, picture_of
-from megatrain.data.micro_batches import MicroBatch, ReferenceArray, held_out_batches
+from megatrain.data.micro_batches import MicroBatch, ReferenceArray, check_longest, micro_batches
 from megatrain.data.rows import Rows, TokenRows
 from megatrain.data.samples import PROMPTS, Picture
 from megatrain.data.show import show_rows, summary
@@ -40,10 +40,10 @@ from megatrain.recipes.model import (
     sighted,
 )
 from megatrain.recipes.reference import Batches, Wanted, reference_key, references_of
-from megatrain.recipes.sample import answer, draw_of, system_turns, unseen
-from megatrain.recipes.setup import day_of, make_loss, quiet_libraries, read_rows, say_rows
+from megatrain.recipes.sample import answer, draw_of, system_turns, unseen, user
+from megatrain.recipes.setup import day_of, make_loss, open_rows, quiet_libraries, say_rows
 from megatrain.recipes.signals import StopRequest
-from megatrain.recipes.tasks import TaskOptions, TaskResults, load_tasks, run_tasks
+from megatrain.recipes.tasks import TaskOptions, load_tasks, run_tasks
 from megatrain.reporting.streams import console_on
 from megatrain.settings import Settings
 from megatrain.storage.checkpoint import read_about
@@ -59,7 +59,7 @@ def show_data(
     counts instead. full: rows as long as they are, not a screen of each."""
     quiet_libraries()
     model = read_model(config)
-    trained, held_out = read_rows(config, model)
+    trained, held_out, _ = open_rows(config, model)
     if as_json:
         return {"train": summary(trained), "eval": None if held_out is None else summary(held_out)}
     shown = console_on()
@@ -95,8 +95,10 @@ def evaluate(named: str | Path, data: object, trust_remote_code: bool = False) -
     size = max(AUTO_MICRO_BATCH_TOKENS[device], least_tokens(loss, config.train.seq_len))
     sweep = SWEEP_MICRO_BATCHES * size
 
+    check_longest(rows, size)
+    wanted = Wanted(rows, np.arange(len(rows))[:limit])
     batches = partial(
-        held_out_batches,
+        micro_batches,
         micro_batch_tokens=size,
         pad_id=model.pad_id,
         regimes=regimes_of(model.config),
@@ -109,13 +111,11 @@ def evaluate(named: str | Path, data: object, trust_remote_code: bool = False) -
     if of_sequences and of_sequences.reference:
 
         def by_sweeps(wanted: Wanted, numbers: ReferenceArray) -> Iterator[list[MicroBatch]]:
-            given = batches(wanted.rows, references=numbers, chosen=wanted.chosen)
-            return sweeps(given, sweep)
+            return sweeps(batches(wanted.rows, wanted.chosen, references=numbers), sweep)
 
-        wanted = Wanted(rows, np.arange(len(rows))[:limit])
         references = reference_of_run(config, opened, wanted, by_sweeps)
     with opened(checkpoint) as engine:
-        given = batches(rows, references=references, limit=limit)
+        given = batches(rows, wanted.chosen, references=references)
         found = evaluated(engine, given, loss, sweep, StopRequest())
     assert found is not None, "nobody asked it to stop"
     about = {"checkpoint": str(checkpoint), "precision": engine.precision, "eval_loss": found.loss}
@@ -142,8 +142,8 @@ def reference_of_run(
 
 def evaluate_tasks(
     named: str | Path, options: TaskOptions, where: str, trust_remote_code: bool = False
-) -> tuple[dict[str, str], TaskResults]:
-    """(the model that was asked and how it computed, what tasks of lm-eval found) of any model.
+) -> dict[str, Any]:
+    """The model that was asked and how it computed, and what tasks of lm-eval found, of any model.
     where: what names the tasks, for errors. Raises ConfigError for unknown tasks, DataError for
     those that fail."""
     checkpoint, model, _ = writer_of(named, trust_remote_code)
@@ -151,7 +151,8 @@ def evaluate_tasks(
     tasks = load_tasks(options, where)  # before weights are read
     with reader(checkpoint, run_folder_of(Path(named)), trust_remote_code) as engine:
         results = run_tasks(tasks, where, engine, model, longest_row(model))
-    return {"checkpoint": str(checkpoint), "precision": engine.precision}, results
+    about = {"checkpoint": str(checkpoint), "precision": engine.precision}
+    return {**about, "results": results}
 
 
 def generate(
@@ -170,9 +171,9 @@ def generate(
     template takes no system prompt."""
     draw = draw_of(**sampling)
     checkpoint, model, pictures = writer_of(named, trust_remote_code, images)
-    turns = system_turns(model, system)
+    turns = [*system_turns(model, system), user(prompt, pictures)]
     with reader(checkpoint, run_folder_of(Path(named)), trust_remote_code, model.sight) as engine:
-        return answer(engine, model, prompt, max_new_tokens, draw, show, turns, pictures)
+        return answer(engine, model, turns, max_new_tokens, draw, show)
 
 
 def writer_of(
@@ -261,7 +262,8 @@ def rows_to_evaluate(
     else:
         config, expected = held_out_by(run_dir, checkpoint)
     try:
-        rows, held_out = read_rows(config, sighted(model, config, checkpoint), day, expected)
+        seeing = sighted(model, config, checkpoint)
+        rows, held_out, _ = open_rows(config, seeing, day, expected)
     except DataError as error:
         if data is not None:
             raise

@@ -279,59 +279,52 @@ def open_loader(
         logger.info(about_stops)
     if held_out is not None:
         logger.info(f"{len(held_out):,} rows are held out for evaluation")
-    if prompts is not None:
-        return *plan_and_rollouts(config, model, resolved, *prompts), held_out
-    return *plan_and_loader(config, model, resolved, rows, windows), held_out
+    return *plan_and_loader(config, model, resolved, rows, windows, held_out), held_out
 
 
 def plan_and_loader(
-    config: Config, model: Model, resolved: Resolved, rows: Rows, windows: Stream | None = None
-) -> tuple[Plan, Loader]:
-    """The plan, which now counts checkpoints and padding, and the loader of its micro-batches."""
+    config: Config,
+    model: Model,
+    resolved: Resolved,
+    rows: Rows,
+    windows: Stream | None = None,
+    held_out: Rows | None = None,
+) -> tuple[Plan, Loader | Rollouts]:
+    """The plan, which now counts checkpoints and padding, and the loader of its micro-batches, or
+    what writes the answers to prompts, all of which the plan takes for as long as they may be."""
     train, every, request = config.train, config.checkpoint.every, resolved.request
-    loader = Loader(
-        rows,
-        micro_batch_tokens=request.least_tokens,  # no row is longer
-        pad_id=model.pad_id,
-        pack_to=resolved.packed_to,
-        seed=train.seed,
-        tokens_per_step=train.tokens_per_step,
-        rows_per_step=train.rows_per_step,
-        epochs=train.epochs,
-        max_steps=train.max_steps,
-        regimes=regimes_of(model.config),
-        prompts_too=isinstance(request.loss, SequenceLoss) and request.loss.prompts,
-        windows=windows,
-        world=resolved.machine.world,
-    )
-    check_rows_of_a_step(loader)
+    common: dict[str, Any] = {
+        "micro_batch_tokens": request.least_tokens,  # no row is longer
+        "pack_to": resolved.packed_to,
+        "regimes": regimes_of(model.config),
+        "world": resolved.machine.world,
+    }
+    known: dict[str, Any] = {}
+    loader: Loader | Rollouts
+    if isinstance(rows, PromptRows):
+        assert isinstance(held_out, PromptRows | None)
+        loader = Rollouts(rows=rows, held_out=held_out, config=config, model=model, **common)
+    else:
+        loader = Loader(
+            rows,
+            pad_id=model.pad_id,
+            seed=train.seed,
+            tokens_per_step=train.tokens_per_step,
+            rows_per_step=train.rows_per_step,
+            epochs=train.epochs,
+            max_steps=train.max_steps,
+            prompts_too=isinstance(request.loss, SequenceLoss) and request.loss.prompts,
+            windows=windows,
+            **common,
+        )
+        check_rows_of_a_step(loader)
+        known = padding_of(resolved, loader)
+        if isinstance(rows, TokenRows):
+            known["images"] = ImageTokens(*rows.image_tokens())
     steps = loader.steps_total()
     written = 1 if every is None else -(-steps // every)
-    known = padding_of(resolved, loader)
-    if isinstance(rows, TokenRows):
-        known["images"] = ImageTokens(*rows.image_tokens())
     plan = plan_run(config, resolved, steps, checkpoints_written=written, **known)
     return plan, replace(loader, micro_batch_tokens=micro_batch_of(config, plan))
-
-
-def plan_and_rollouts(
-    config: Config, model: Model, resolved: Resolved, rows: PromptRows, held_out: PromptRows | None
-) -> tuple[Plan, Rollouts]:
-    """The plan of steps whose answers are all as long as they may be, and what writes them."""
-    rollouts = Rollouts(
-        rows=rows,
-        held_out=held_out,
-        config=config,
-        model=model,
-        micro_batch_tokens=resolved.request.least_tokens,
-        regimes=regimes_of(model.config),
-        pack_to=resolved.packed_to,
-        world=resolved.machine.world,
-    )
-    steps, every = rollouts.steps_total(), config.checkpoint.every
-    written = 1 if every is None else -(-steps // every)
-    plan = plan_run(config, resolved, steps, checkpoints_written=written)
-    return plan, replace(rollouts, micro_batch_tokens=micro_batch_of(config, plan))
 
 
 def padding_of(resolved: Resolved, loader: Loader) -> dict[str, Any]:

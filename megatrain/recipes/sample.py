@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -64,19 +64,22 @@ def draw_of(temperature: float = 0.0, top_p: float | None = None, seed: int | No
 def answer(
     engine: Engine,
     model: Model,
-    prompt: str,
+    turns: Turns,
     max_new_tokens: int,
     draw: Draw = GREEDY,
     show: Callable[[str], None] = unseen,
-    system: Turns = (),
-    pictures: Sequence[Picture] = (),
+    ids: list[int] | None = None,
 ) -> str:
-    """Answer to a user's prompt in the model's chat format; without one its continuation. show:
-    gets the text in pieces of whole words as it grows. system: turns before the prompt."""
-    turns = [*system, user(prompt, pictures)]
-    ids = ids_of(model, turns)
-    seen = images_in(model, turns, ids)
-    return continuation(engine, model, ids, max_new_tokens, draw, show, seen)
+    """Answer to turns in the model's chat format; without one the continuation of the only turn.
+    show: gets the text in pieces of whole words as it grows. ids: the turns' tokens, if known."""
+    ids = ids_of(model, turns) if ids is None else ids
+    made = written(engine.rollout, model, turns, ids, max_new_tokens, draw, show)
+    if made.finish == "length" and len(made.ids) < max_new_tokens:
+        logger.warning(
+            f"the answer is cut after {len(made.ids)} tokens: with its prompt it has the "
+            f"{positions_of(model)} positions of this model"
+        )
+    return text_of(model, made.ids)
 
 
 def user(prompt: str, pictures: Sequence[Picture] = ()) -> dict[str, Any]:
@@ -222,36 +225,18 @@ def rendered(tokenizer: PreTrainedTokenizerBase, turns: Turns) -> str:
     return fenced(render)
 
 
-def continuation(
-    engine: Engine,
-    model: Model,
-    ids: list[int],
-    max_new_tokens: int,
-    draw: Draw = GREEDY,
-    show: Callable[[str], None] = unseen,
-    images: Mapping[str, torch.Tensor] | None = None,
-) -> str:
-    """Text after token ids, within the model's positions; `show` as in `answer`."""
-    made = written(engine.rollout, model, ids, max_new_tokens, draw, show, images=images)
-    if made.finish == "length" and len(made.ids) < max_new_tokens:
-        logger.warning(
-            f"the answer is cut after {len(made.ids)} tokens: with its prompt it has the "
-            f"{positions_of(model)} positions of this model"
-        )
-    return text_of(model, made.ids)
-
-
 def written(
     rollout: Callable[..., Iterator[Answer]],
     model: Model,
+    turns: Turns,
     ids: list[int],
     max_new_tokens: int,
     draw: Draw,
     show: Callable[[str], None],
     key: int = 0,
-    images: Mapping[str, torch.Tensor] | None = None,
 ) -> Answer:
-    """The answer to `ids`, within the model's positions. rollout: as `Engine.rollout`."""
+    """The answer to turns, whose tokens are `ids`, within the model's positions. rollout: as
+    `Engine.rollout`."""
     from transformers import TextStreamer
 
     class Words(TextStreamer):
@@ -269,7 +254,7 @@ def written(
         shown = len(tokens)
         return False
 
-    request = AnswerRequest(key, ids, (0,), room, images or {})
+    request = AnswerRequest(key, ids, (0,), room, images_in(model, turns, ids))
     (made,) = rollout([request], draw, ends, look)
     words.end()
     return made
@@ -291,7 +276,7 @@ def sample(
     """(prompt, answer) for the summary, or (None, None) if there is nothing to ask, or nobody.
     prompt: the config's; by default the context of the first held-out row."""
     if prompt is not None:
-        return prompt, answer(engine, model, prompt, SAMPLE_TOKENS)
+        return prompt, answer(engine, model, [user(prompt)], SAMPLE_TOKENS)
     if held_out is None or engine.anatomy.labels is not None:
         return None, None
     row, mask = held_out.row(0)
@@ -300,7 +285,5 @@ def sample(
         context = int(mask.argmax()) if mask.any() else len(row)
     ids = row[: max(1, context)].tolist()
     question = str(model.tokenizer.decode(ids, skip_special_tokens=True)).strip()
-    seen = {}
-    if isinstance(held_out, TokenRows) and (pictures := held_out.pictures(0, 0)):
-        seen = images_in(model, [user("", pictures)], ids)
-    return question, continuation(engine, model, ids, SAMPLE_TOKENS, images=seen)
+    turns = [user("", held_out.pictures(0, 0) if isinstance(held_out, TokenRows) else ())]
+    return question, answer(engine, model, turns, SAMPLE_TOKENS, ids=ids)

@@ -322,13 +322,6 @@ def check_cuts(config: Config, counts: Counts, expected: Expected | None = None)
         raise DataError(f"{said}; set {' or '.join(keys)} to say what is to be kept")
 
 
-def read_rows(
-    config: Config, model: Model, day: date | None = None, expected: Expected | None = None
-) -> tuple[Rows, Rows | None]:
-    """As `open_rows`; with data.streaming the rows of the first window."""
-    return open_rows(config, model, day, expected)[:2]
-
-
 def open_rows(
     config: Config,
     model: Model,
@@ -336,8 +329,8 @@ def open_rows(
     expected: Expected | None = None,
     at_once: bool = True,
 ) -> tuple[Rows, Rows | None, Stream | None]:
-    """Tokenised training and held-out rows, and with data.streaming all windows of the former.
-    Raises DataError.
+    """Tokenised training and held-out rows, with data.streaming of the first window, and then all
+    windows. Raises DataError.
 
     For `pretrain` documents are packed into rows of seq_len tokens.
 

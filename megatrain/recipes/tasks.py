@@ -32,36 +32,18 @@ class TaskOptions:
     apply_chat_template: bool = False  # ask in the model's chat format
 
 
-@dataclass(frozen=True)
-class TaskResults:
-    """lm-eval's own results."""
-
-    found: Mapping[str, Any]
-
-    def to_dict(self) -> dict[str, Any]:
-        """Values and errors by task, with numbers of examples and documents."""
-        return {
-            task: json_able({k: v for k, v in row.items() if "," in k and not isinstance(v, str)})
-            | {"n-shot": self._count("n-shot", task), "n-samples": self._count("n-samples", task)}
-            for task, row in self.found["results"].items()
-        }
-
-    def _count(self, what: str, task: str) -> int | None:
-        count: Any = self.found.get(what, {}).get(task)
-        return int(count["effective"]) if isinstance(count, Mapping) else count
-
-    def render(self, console: Console) -> None:
-        table = Table(box=None, pad_edge=False)
-        for name in ("task", "n-shot", "documents", "metric", "value", "stderr"):
-            table.add_column(name)
-        for task, row in self.to_dict().items():
-            counts = str(row.pop("n-shot") or 0), str(row.pop("n-samples") or "")
-            for name in (name for name in row if "_stderr," not in name):
-                error = row.get(name.replace(",", "_stderr,"))
-                shown = "" if error is None else f"{error:.4f}"
-                metric = name.removesuffix(",none")
-                table.add_row(task, *counts, metric, f"{row[name]:.4f}", shown)
-        console.print(table)
+def print_results(console: Console, results: Mapping[str, Any]) -> None:
+    """Print the results of `run_tasks`."""
+    columns = ("task", "n-shot", "documents", "metric", "value", "stderr")
+    table = Table(*columns, box=None, pad_edge=False)
+    for task, row in results.items():
+        counts = str(row["n-shot"] or 0), str(row["n-samples"] or "")
+        for name in (name for name in row if "," in name and "_stderr," not in name):
+            error = row.get(name.replace(",", "_stderr,"))
+            shown = "" if error is None else f"{error:.4f}"
+            metric = name.removesuffix(",none")
+            table.add_row(task, *counts, metric, f"{row[name]:.4f}", shown)
+    console.print(table)
 
 
 def load_tasks(options: TaskOptions, where: str) -> dict[str, Any]:
@@ -121,8 +103,9 @@ def naming(what: str) -> Iterator[None]:
 
 def run_tasks(
     tasks: dict[str, Any], where: str, engine: Engine, model: Model, longest: int
-) -> TaskResults:
-    """Run tasks of `load_tasks`. longest: tokens of a row. Raises DataError for one that fails."""
+) -> dict[str, Any]:
+    """Run tasks of `load_tasks`: values and errors by task, with numbers of examples and documents.
+    longest: tokens of a row. Raises DataError for one that fails."""
     from lm_eval.evaluator import simple_evaluate
 
     from megatrain.recipes.harness import EngineLM
@@ -133,4 +116,13 @@ def run_tasks(
     # lm-eval prints progress of its own to stdout
     with naming(where), redirect_stdout(StringIO()):
         found: Any = simple_evaluate(model=lm, log_samples=False, **tasks)
-    return TaskResults(found)
+
+    def count(what: str, task: str) -> int | None:
+        number: Any = found.get(what, {}).get(task)
+        return int(number["effective"]) if isinstance(number, Mapping) else number
+
+    return {
+        task: json_able({k: v for k, v in row.items() if "," in k and not isinstance(v, str)})
+        | {what: count(what, task) for what in ("n-shot", "n-samples")}
+        for task, row in found["results"].items()
+    }

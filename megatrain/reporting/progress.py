@@ -8,17 +8,17 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from io import TextIOWrapper
 from logging.handlers import WatchedFileHandler
 from pathlib import Path
-from typing import Any
 from weakref import WeakKeyDictionary
 
-from rich import progress as rich_progress
 from rich.console import Console, Group
+from rich.live import Live
 from rich.panel import Panel
+from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
@@ -32,13 +32,16 @@ ON_PANEL = "on_panel"  # marks log records that a terminal shows as the panel
 IN_FILE = "in_file"  # marks log records for train.log alone
 ADVICE_AFTER_STEPS = 5  # of a process: the first steps compile and warm up
 REDRAWS_PER_S = 2
+BAR_WIDTH = 40
 TIME_LEFT = "time left"
 
 Ahead = Callable[[int], Mapping[str, int]]
 
 PREFIXES = {logging.WARNING: "warning: ", logging.ERROR: "error: "}
 
-_panels: WeakKeyDictionary[Console, _LivePanel] = WeakKeyDictionary()
+# Held by rich's thread while it draws a panel, and by a thread that prints a line above that: one
+# that knew an older height of the panel would leave a part of it on the screen.
+_locks: WeakKeyDictionary[Console, AbstractContextManager[bool]] = WeakKeyDictionary()
 
 
 @contextmanager
@@ -120,8 +123,7 @@ class _ConsoleHandler(logging.Handler):
             return
         style = "bold yellow" if record.levelno >= logging.WARNING else ""
         prefix = PREFIXES.get(record.levelno, "") + self.who
-        panel = _panels.get(self.console)
-        with nullcontext() if panel is None else panel.whole:
+        with _locks.get(self.console) or nullcontext():
             # A pipe has no width to wrap at: one record is one line, whatever its length.
             self.console.print(Text(prefix + record.getMessage(), style=style), soft_wrap=True)
 
@@ -133,6 +135,18 @@ class Activity:
     words: str
     total: float | None
     done: Callable[[], float]
+
+
+@dataclass(frozen=True)
+class _Shown:
+    """The newest step on the panel."""
+
+    title: str
+    step: int = 0
+    figures: tuple[tuple[str, str], ...] = ()
+    advice: str = ""
+    left_s: float | None = None  # to the end of the run, at the time `at`
+    at: float = 0.0
 
 
 class Progress:
@@ -150,16 +164,26 @@ class Progress:
         self.time = StepTime()  # summed over all steps shown
         self.outside_s = {"evaluating": 0.0, "saving": 0.0}  # seconds between the steps
         self._times = dict.fromkeys(self.outside_s, 0)  # how often
-        self._panel = _LivePanel(console) if console.is_interactive else None
+        self._since, self._shown = time.monotonic(), _Shown("starting")
+        self._activity: Activity | None = None
+        self._live: Live | None = None
+        if console.is_interactive:
+            self._live = Live(
+                console=console,
+                get_renderable=self._panel,
+                refresh_per_second=REDRAWS_PER_S,
+                transient=True,
+            )
+            _locks[console] = self._live._lock
 
     def __enter__(self) -> Progress:
-        if self._panel is not None:
-            self._panel.start()
+        if self._live is not None:
+            self._live.start(refresh=True)
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self._panel is not None:
-            self._panel.stop()
+        if self._live is not None:
+            self._live.stop()
 
     def begin(
         self, total_steps: int | None, first_step: int = 0, ahead: Ahead = lambda step: {}
@@ -167,8 +191,7 @@ class Progress:
         """Say what is to come, before the first step. total_steps: None if unknown. ahead: how
         often, after a step, something of `outside_s` is still to come, by its name."""
         self._total_steps, self._first_step, self._ahead = total_steps, first_step, ahead
-        if self._panel is not None:
-            self._panel.begin(total_steps, first_step)
+        self._shown = replace(self._shown, title=self._title(first_step), step=first_step)
 
     @contextmanager
     def doing(
@@ -178,17 +201,14 @@ class Progress:
         as many beats. words: for the user; by default `kind`. total: how much it takes of what
         heartbeat.py counts as `counted`, if that is known."""
         before = beats(counted)
-        activity = Activity(
+        activity = self._activity = Activity(
             words or kind, total or self._took.get(kind), lambda: beats(counted) - before
         )
-        if self._panel is not None:
-            self._panel.activity = activity
         try:
             yield
             self._took[kind] = activity.done()
         finally:
-            if self._panel is not None:
-                self._panel.activity = None
+            self._activity = None
 
     def step(self, metrics: StepMetrics) -> None:
         """Show one step."""
@@ -229,11 +249,13 @@ class Progress:
 
     def line(self) -> str:
         """The newest step as one plain line."""
-        of = "" if self._total_steps is None else f"/{self._total_steps}"
         left = self.seconds_left()
         figures = [*self._figures(), (TIME_LEFT, "-" if left is None else human_seconds(left))]
         words = "  ".join(f"{name} {value}" for name, value in figures)
-        return f"step {self.recent[-1].step}{of}  {words}"
+        return f"{self._title(self.recent[-1].step, '/')}  {words}"
+
+    def _title(self, step: int, of: str = " of ") -> str:
+        return f"step {step}" + ("" if self._total_steps is None else f"{of}{self._total_steps}")
 
     def _figures(self) -> list[tuple[str, str]]:
         newest = self.recent[-1]
@@ -273,86 +295,38 @@ class Progress:
         return max(0, self._total_steps - step) * mean_step_s + outside
 
     def _show(self) -> None:
-        if self._panel is None or not self.recent:
+        """Have the next redraw show the newest step."""
+        if self._live is None or not self.recent:
             return
-        figures = self._figures()
+        newest, figures = self.recent[-1], self._figures()
         if self._eval is not None:
             step, name, figure = self._eval
             figures.insert(1, (name, f"{figure:.4f} (step {step})"))
-        self._panel.show(self.recent[-1], figures, self.seconds_left())
-
-
-@dataclass(frozen=True)
-class _Shown:
-    """The newest step on the panel."""
-
-    title: str
-    figures: list[tuple[str, str]]
-    advice: str = ""
-    left_s: float | None = None  # to the end of the run, at the time `at`
-    at: float = 0.0
-
-
-class _LivePanel(rich_progress.Progress):
-    """The newest step's figures under two bars: the run's, and that of what is being done now."""
-
-    def __init__(self, console: Console) -> None:
-        self._since = time.monotonic()
-        self._of = ""
-        self._shown = _Shown("starting", [])
-        self.activity: Activity | None = None
-        super().__init__(
-            rich_progress.BarColumn(40),
-            rich_progress.TextColumn("{task.description}", markup=False),
-            console=console,
-            transient=True,
-            refresh_per_second=REDRAWS_PER_S,
-        )
-        self._bar = self.add_task("", visible=False)
-        self._now = self.add_task("", visible=False)
-        # Held by rich's thread while it draws, and by a thread that prints a line above the panel:
-        # one that knew an older height of the panel would leave a part of it on the screen.
-        self.whole = self.live._lock
-        _panels[console] = self
-
-    def begin(self, total_steps: int | None, first_step: int) -> None:
-        """Show the bar of a run of `total_steps`."""
-        self._of = "" if total_steps is None else f" of {total_steps}"
-        self._shown = replace(self._shown, title=f"step {first_step}{self._of}")
-        visible = total_steps is not None
-        self.update(self._bar, total=total_steps, completed=first_step, visible=visible)
-
-    def show(
-        self, newest: StepMetrics, figures: list[tuple[str, str]], left_s: float | None
-    ) -> None:
-        """Have the next redraw show this step."""
-        title = f"step {newest.step}{self._of}, epoch {newest.epoch:.2f}"
+        title = f"{self._title(newest.step)}, epoch {newest.epoch:.2f}"
+        about = newest.step, tuple(figures), newest.advice, self.seconds_left(), time.monotonic()
         # one assignment: the thread reads title and figures of the same step
-        self._shown = _Shown(title, figures, newest.advice, left_s, time.monotonic())
-        self.update(self._bar, completed=newest.step)
+        self._shown = _Shown(title, *about)
 
-    def _draw_activity(self) -> None:
-        if (activity := self.activity) is None:
-            self.update(self._now, visible=False)
-            return
-        done = min(activity.done(), activity.total or 0)
-        share = f" {done / activity.total:.0%}" if activity.total else ""
-        now: dict[str, Any] = {"total": activity.total, "completed": done}
-        self.update(self._now, visible=True, description=activity.words + share, **now)
-
-    def get_renderables(self) -> Iterator[Panel]:
-        shown, now = self._shown, time.monotonic()
-        if self.task_ids:  # the first frame is drawn before there are any
-            self._draw_activity()
-        figures = shown.figures
+    def _panel(self) -> Panel:
+        """The newest step's figures under two bars: the run's, and that of what is done now."""
+        shown, activity, now = self._shown, self._activity, time.monotonic()
+        bars = Table.grid(padding=(0, 1))
+        if self._total_steps is not None:
+            bars.add_row(ProgressBar(self._total_steps, shown.step, BAR_WIDTH))
+        if activity is not None:
+            done = min(activity.done(), activity.total or 0)
+            share = f" {done / activity.total:.0%}" if activity.total else ""
+            bar = ProgressBar(activity.total, done, BAR_WIDTH, animation_time=now)
+            bars.add_row(bar, Text(activity.words + share))
+        figures = [*shown.figures]
         if shown.left_s is not None:
             left = max(0.0, shown.left_s - (now - shown.at))
-            figures = [*figures, (TIME_LEFT, human_seconds(left))]
+            figures.append((TIME_LEFT, human_seconds(left)))
         rows = Table.grid(padding=(0, 1), expand=False)
         half = (len(figures) + 1) // 2
         for first, second in zip(figures[:half], [*figures[half:], ("", "")], strict=False):
             names = Text(first[0], style="dim"), Text("   " + second[0], style="dim")
             rows.add_row(names[0], Text(first[1]), names[1], Text(second[1]))
-        body = Group(self.make_tasks_table(self.tasks), rows, Text(shown.advice, style="dim"))
+        body = Group(bars, rows, Text(shown.advice, style="dim"))
         title = f"{shown.title}, {human_seconds(now - self._since)}"
-        yield Panel(body, title=title, title_align="left", expand=False)
+        return Panel(body, title=title, title_align="left", expand=False)

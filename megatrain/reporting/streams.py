@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import faulthandler
 import io
 import os
@@ -12,7 +11,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, redirect_stdout
 from contextvars import ContextVar
-from typing import Any, TextIO, TypeGuard, cast
+from typing import Any, TextIO, cast
 
 from rich.console import Console, ConsoleOptions, RenderableType
 from rich.segment import Segment
@@ -173,11 +172,6 @@ def _forget(stream: TextIO) -> None:
         os.close(null)
     except (OSError, ValueError):  # a stream without a descriptor
         pass
-
-
-def unwritable(error: OSError | None) -> TypeGuard[OSError]:
-    """True if output was lost, other than to a reader that has read enough (`| head`)."""
-    return error is not None and error.errno != errno.EPIPE
 
 
 class _Spelling(Console):

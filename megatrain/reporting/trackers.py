@@ -15,14 +15,14 @@ from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from megatrain.errors import ConfigError, logger
 
 PROJECT = "megatrain"
 ID_FILE = "tracking.json"
 
-Row = Mapping[str, Any]
+Row = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -35,94 +35,71 @@ class Tracked:
     about: Mapping[str, Any]  # config and plan, JSON-able
 
 
-class Tracker(Protocol):
-    """One service. Any method may raise anything."""
-
-    def log(self, row: Row) -> None: ...
-    def finish(self, failed: bool) -> None: ...
+# A service: what takes the lines, and what ends it, told whether the run failed. Both, and what
+# opens it, may raise anything.
+Tracker = tuple[Callable[[Row], object], Callable[[bool], object]]
 
 
-class Wandb:
+def wandb(run: Tracked) -> Tracker:
     """https://docs.wandb.ai. Without a login it keeps the run in the run folder, to be synced."""
+    import wandb
 
-    def __init__(self, run: Tracked) -> None:
-        import wandb
-
-        folder = _own_folder(run.run_dir / "wandb")
-        offline = "WANDB_MODE" not in os.environ and not wandb.api.api_key
-        if offline:
-            upload = "upload it with `wandb sync`, or log in with `wandb login`"
-            logger.warning(f"wandb: not logged in, so the run is kept in {folder}; {upload}")
-        self._run: Any = wandb.init(
-            project=os.environ.get("WANDB_PROJECT", PROJECT),
-            id=run.id,
-            name=run.run_dir.name,
-            dir=run.run_dir,
-            config=dict(run.about),
-            resume="allow",
-            mode="offline" if offline else None,
-            settings=wandb.Settings(console="off", silent=True),
-        )
-        # our step is the axis: a resumed run logs some steps again, which wandb's own cannot
-        self._run.define_metric("*", step_metric="step")
-
-    def log(self, row: Row) -> None:
-        self._run.log(dict(row))
-
-    def finish(self, failed: bool) -> None:
-        self._run.finish(exit_code=int(failed))
+    folder = _own_folder(run.run_dir / "wandb")
+    offline = "WANDB_MODE" not in os.environ and not wandb.api.api_key
+    if offline:
+        upload = "upload it with `wandb sync`, or log in with `wandb login`"
+        logger.warning(f"wandb: not logged in, so the run is kept in {folder}; {upload}")
+    theirs: Any = wandb.init(
+        project=os.environ.get("WANDB_PROJECT", PROJECT),
+        id=run.id,
+        name=run.run_dir.name,
+        dir=run.run_dir,
+        config=dict(run.about),
+        resume="allow",
+        mode="offline" if offline else None,
+        settings=wandb.Settings(console="off", silent=True),
+    )
+    # our step is the axis: a resumed run logs some steps again, which wandb's own cannot
+    theirs.define_metric("*", step_metric="step")
+    return theirs.log, lambda failed: theirs.finish(exit_code=int(failed))
 
 
-class TensorBoard:
+def tensorboard(run: Tracked) -> Tracker:
     """Event files in `tensorboard/` of the run folder, for `tensorboard --logdir`."""
+    from torch.utils.tensorboard import SummaryWriter
 
-    def __init__(self, run: Tracked) -> None:
-        from torch.utils.tensorboard import SummaryWriter
+    folder = _own_folder(run.run_dir / "tensorboard")
+    purged = run.first_step + 1 if run.first_step else None
+    # what an earlier process logged after the step that this one goes on from is hidden
+    writer: Any = SummaryWriter(folder, purge_step=purged)
+    for name, value in run.about.items():
+        text = json.dumps(value, indent=1)
+        writer.add_text(name, "    " + text.replace("\n", "\n    "), run.first_step)
 
-        folder = _own_folder(run.run_dir / "tensorboard")
-        purged = run.first_step + 1 if run.first_step else None
-        # what an earlier process logged after the step that this one goes on from is hidden
-        self._writer: Any = SummaryWriter(folder, purge_step=purged)
-        for name, value in run.about.items():
-            text = json.dumps(value, indent=1)
-            self._writer.add_text(name, "    " + text.replace("\n", "\n    "), run.first_step)
-
-    def log(self, row: Row) -> None:
+    def log(row: Row) -> None:
         for name, value in row.items():
-            self._writer.add_scalar(name, value, row["step"])
-        self._writer.flush()
+            writer.add_scalar(name, value, row["step"])
+        writer.flush()
 
-    def finish(self, failed: bool) -> None:
-        self._writer.close()
+    return log, lambda failed: writer.close()
 
 
-class Trackio:
+def trackio(run: Tracked) -> Tracker:
     """https://huggingface.co/docs/trackio: a local database, or what TRACKIO_SPACE_ID names."""
+    import trackio
 
-    def __init__(self, run: Tracked) -> None:
-        import trackio
+    project = os.environ.get("TRACKIO_PROJECT", PROJECT)
+    name, config = f"{run.run_dir.name}-{run.id}", dict(run.about)
+    trackio.init(project, name=name, config=config, resume="allow", embed=False)
 
-        project = os.environ.get("TRACKIO_PROJECT", PROJECT)
-        name, config = f"{run.run_dir.name}-{run.id}", dict(run.about)
-        trackio.init(project, name=name, config=config, resume="allow", embed=False)
-
-    def log(self, row: Row) -> None:
-        import trackio
-
-        trackio.log(dict(row), step=row["step"])
-
-    def finish(self, failed: bool) -> None:
-        import trackio
-
+    def finish(failed: bool) -> None:
         # not the run's own, after which the package prints at exit
         trackio.finish()  # type: ignore[no-untyped-call]
 
+    return lambda row: trackio.log(row, step=row["step"]), finish
 
-TRACKERS: dict[str, Callable[[Tracked], Tracker]] = {
-    "wandb": Wandb,
-    "tensorboard": TensorBoard,
-    "trackio": Trackio,
-}
+
+TRACKERS = {"wandb": wandb, "tensorboard": tensorboard, "trackio": trackio}
 
 
 def check_installed(names: Sequence[str], where: str) -> None:
@@ -156,8 +133,8 @@ def tracking(
 
     def log(row: Row) -> None:
         flat = dict(_numbers(row))
-        for name, tracker in list(open_ones.items()):
-            guarded(name, partial(tracker.log, flat))
+        for name, (send, _) in list(open_ones.items()):
+            guarded(name, partial(send, flat))
 
     for name in names:
         if (tracker := guarded(name, partial(TRACKERS[name], run))) is not None:
@@ -167,8 +144,8 @@ def tracking(
         yield log
         failed = False
     finally:
-        for name, tracker in list(open_ones.items()):
-            guarded(name, partial(tracker.finish, failed))
+        for name, (_, finish) in list(open_ones.items()):
+            guarded(name, partial(finish, failed))
 
 
 def _id_of(run_dir: Path) -> str:

@@ -18,7 +18,7 @@ import torch
 
 from megatrain.errors import ModelError
 from megatrain.models.pretrained import Quantisation
-from megatrain.storage.safetensors import CHUNK_ELEMENTS, StoredTensor, dtype_name, read_chunks
+from megatrain.storage.safetensors import CHUNK_ELEMENTS, StoredTensor, dtype_name
 
 Chunks = Iterator[tuple[int, torch.Tensor]]
 
@@ -111,7 +111,7 @@ def _read_mxfp4(
     first = start // (each * GROUP)
     last = count if stop is None else math.ceil(stop / (each * GROUP))
     read = [
-        read_chunks(stored, first * size, last * size, chunk=size)
+        stored.chunks(first * size, last * size, chunk=size)
         for stored, size in ((blocks, each * width), (scales, each))
     ]
     for expert, ((_, packed), (_, biased)) in enumerate(zip(*read, strict=True), first):
@@ -146,7 +146,7 @@ def _read_fp8(
     start: int = 0,
     stop: int | None = None,
 ) -> Chunks:
-    ((_, stored),) = read_chunks(scales, chunk=scales.numel)
+    ((_, stored),) = scales.chunks(chunk=scales.numel)
     stored = stored.float()
     if not torch.isfinite(stored).all():
         raise ModelError(f"{scales.where} holds NaN or infinity; the file is damaged")
@@ -155,7 +155,7 @@ def _read_fp8(
     step = max(1, CHUNK_ELEMENTS // columns)
     end = weight.numel if stop is None else math.ceil(stop / columns) * columns
     start -= start % columns
-    for begin, values in read_chunks(weight, start, end, chunk=step * columns):
+    for begin, values in weight.chunks(start, end, chunk=step * columns):
         row = torch.arange(begin // columns, (begin + values.numel()) // columns)
         tiles = of_tiles[row // rows * grid[-2] + row % rows // high]
         factors = tiles.repeat_interleave(wide, dim=1)[:, :columns]

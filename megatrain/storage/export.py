@@ -40,7 +40,6 @@ from megatrain.storage.safetensors import (
     TensorSource,
     open_shards,
     plan_shards,
-    read_chunks,
     read_header,
 )
 from megatrain.storage.sharded_write import led, write_model
@@ -71,12 +70,12 @@ def converted(
 
 def _rounded(stored: StoredTensor) -> Iterator[torch.Tensor]:
     """bfloat16, to nearest even."""
-    for _, values in read_chunks(stored):
+    for _, values in stored.chunks():
         yield values.to(torch.bfloat16)
 
 
 def _joined(weight: StoredTensor, remainder: StoredTensor) -> Iterator[torch.Tensor]:
-    for (_, high), (_, low) in zip(read_chunks(weight), read_chunks(remainder), strict=True):
+    for (_, high), (_, low) in zip(weight.chunks(), remainder.chunks(), strict=True):
         yield join_master(high, low)
 
 

@@ -83,8 +83,12 @@ class StoredTensor:
     def nbytes(self) -> int:
         return self.numel * self.dtype.itemsize
 
-    def chunks(self, start: int = 0, stop: int | None = None) -> Iterator[tuple[int, torch.Tensor]]:
-        return read_chunks(self, start, stop)
+    def chunks(
+        self, start: int = 0, stop: int | None = None, *, chunk: int = 0
+    ) -> Iterator[tuple[int, torch.Tensor]]:
+        """`HashedReader.chunks` of it alone, without a hash."""
+        with HashedReader(self.path, hashes=False, kept=True) as file:
+            yield from file.chunks(self, start, stop, chunk=chunk)
 
 
 @dataclass(frozen=True)
@@ -246,14 +250,6 @@ def _no_weights(folder: Path) -> ModelError:
     return ModelError(
         f"{folder}: has neither model.safetensors nor {INDEX}; name a folder with a model's weights"
     )
-
-
-def read_chunks(
-    stored: StoredTensor, start: int = 0, stop: int | None = None, *, chunk: int = 0
-) -> Iterator[tuple[int, torch.Tensor]]:
-    """`HashedReader.chunks` of a tensor alone, without a hash."""
-    with HashedReader(stored.path, hashes=False, kept=True) as file:
-        yield from file.chunks(stored, start, stop, chunk=chunk)
 
 
 class HashedReader(AbstractContextManager["HashedReader"]):

@@ -128,7 +128,7 @@ def ours(tokenizer: Any, row: dict[str, Any]) -> tuple[list[int], list[bool]]:
     form = detect_format(row)
     assert form is not None
     encoder = Encoder(tokenizer)
-    ((ids, mask),) = encoder.encode(encoder.marks(convert_row(form, row)))
+    ((ids, mask),) = encoder.encode([*map(encoder.mark, convert_row(form, row).texts)])
     return ids.tolist(), mask.tolist()
 
 

@@ -36,7 +36,8 @@ GOOD: dict[str, dict[str, Any]] = {
 def read(row: Any) -> Any:
     form = detect_format(row)
     assert form is not None
-    return convert_row(form, row)
+    (found,) = convert_row(form, row).texts
+    return found
 
 
 def turns(chat: Chat) -> list[tuple[str, str]]:
@@ -158,7 +159,7 @@ def test_a_column_that_matters_changes_the_sample_or_refuses_the_row():
 
 def test_labels_and_scores_of_documents_do_not_matter_to_pre_training():
     row = {"text": "hi yo", "score": 3.1, "label": 0}
-    assert convert_row("text", row, pretrain=True) == Document("hi yo")
+    assert convert_row("text", row, pretrain=True).texts == (Document("hi yo"),)
     with pytest.raises(RowError, match="'rejected'"):
         convert_row("text", {**row, "rejected": "no"}, pretrain=True)
     with pytest.raises(RowError, match="'label'"):

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from megatrain.data.loader import Loader, MicroBatch, StepBatch
-from megatrain.data.micro_batches import Regime, cuts, held_out_batches, least_micro_batch, runs_of
+from megatrain.data.micro_batches import Regime, cuts, least_micro_batch, micro_batches, runs_of
 from megatrain.data.samples import JUDGED, PAIRS, PLAIN
 from megatrain.errors import DataError
 from megatrain.losses import IGNORE
@@ -218,11 +218,11 @@ def test_how_much_is_padded_is_known_before_any_row_is_read(kind, pack_to, step)
 def test_held_out_rows_come_once_each_and_in_one_order(kind, pack_to):
     rows = fake_rows(LENGTHS, kind)
     more = {"references": REFERENCES, "prompts_too": kind == PAIRS}
-    batches = list(held_out_batches(rows, 128, PAD, limit=20, pack_to=pack_to, **more))
+    batches = list(micro_batches(rows, np.arange(20), 128, PAD, pack_to, **more))
     found = [one for batch in batches for one in examples(batch)]
     assert [one.number for one in in_order(found)] == list(range(40))
     assert all(one.reference is not None for one in found)
-    without = next(iter(held_out_batches(rows, 128, PAD)))
+    without = next(micro_batches(rows, np.arange(20), 128, PAD))
     assert "row_reference" not in without
     assert "token_answer" not in without
 
@@ -244,9 +244,11 @@ def test_what_fits_no_micro_batch_is_refused(kind, pack_to, least, words):
     words = rf"{words}.* fit a micro-batch of {least - 1}; set train\.micro_batch_tokens to {least}"
     with pytest.raises(DataError, match=words):
         loader(kind, rows=rows, micro_batch_tokens=least - 1, pack_to=pack_to)
+    large = loader(kind, rows=rows, micro_batch_tokens=least, pack_to=pack_to)
+    assert large.steps_total()
+    large.micro_batch_tokens = least - 1
     with pytest.raises(DataError, match=words):
-        held_out_batches(rows, least - 1, PAD, pack_to=pack_to)
-    assert loader(kind, rows=rows, micro_batch_tokens=least, pack_to=pack_to).steps_total()
+        large.batches_of(rows)
 
 
 @PACKED

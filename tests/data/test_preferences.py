@@ -21,7 +21,7 @@ from megatrain.data.formats import (
     renamed,
 )
 from megatrain.data.formats import unknown_format as refusal
-from megatrain.data.samples import JUDGED, KINDS, PAIRS, PLAIN, Chat, Judged, Pair, RowError
+from megatrain.data.samples import JUDGED, KINDS, PAIRS, PLAIN, Chat, RowError
 from megatrain.errors import DataError
 from tests.helpers.mutated import mutated_line
 
@@ -89,11 +89,10 @@ def test_every_format_has_a_good_row():
 def test_all_pairs_say_the_same():
     for row in [*GOOD_PAIRS.values(), *OTHER_PAIRS.values()]:
         pair = read(row, PAIRS)
-        assert isinstance(pair, Pair)
-        assert turns(pair.chosen) == [TURNS[0], TURNS[1]]
-        assert turns(pair.rejected) == [TURNS[0], TURNS[2]]
-        assert trained(pair.chosen)[1:] == trained(pair.rejected)[1:] == [True]
-        assert pair.margin is None
+        assert turns(pair.texts[0]) == [TURNS[0], TURNS[1]]
+        assert turns(pair.texts[1]) == [TURNS[0], TURNS[2]]
+        assert trained(pair.texts[0])[1:] == trained(pair.texts[1])[1:] == [True]
+        assert math.isnan(pair.value)
 
 
 def test_a_pair_is_found_by_its_columns():
@@ -113,17 +112,16 @@ def test_a_judged_row_is_a_conversation_with_a_label():
                 (" false", False),
             ]:
                 judged = read({**GOOD_JUDGED[name], column: label}, JUDGED)
-                assert isinstance(judged, Judged)
-                assert judged.wanted is wanted
-                assert turns(judged.chat) == TURNS[:2]
+                assert judged.value == wanted
+                assert turns(judged.texts[0]) == TURNS[:2]
 
 
 def test_two_texts_mean_themselves():
     explicit = read(GOOD_PAIRS["preference"], PAIRS)
     implicit = read({"chosen": "hi yo", "rejected": "hi no"}, PAIRS)
     for pair in (explicit, implicit):
-        assert pair.chosen.literal and pair.rejected.literal
-    assert implicit.chosen.plain == ("hi", " yo"), "the space belongs to the answer"
+        assert pair.texts[0].literal and pair.texts[1].literal
+    assert implicit.texts[0].plain == ("hi", " yo"), "the space belongs to the answer"
 
 
 def test_a_common_beginning_is_a_prompt_only_where_no_column_may_hold_one():
@@ -134,10 +132,10 @@ def test_a_common_beginning_is_a_prompt_only_where_no_column_may_hold_one():
         row = {**texts, "id": 7, "about": {"by": "me"}, "margin": None, name: value}
         with pytest.raises(RowError, match=rf"^field '{name}': .*columns: {{prompt: {name}}}"):
             read(row, PAIRS)
-        named = convert_row("implicit_prompt", row, kind=PAIRS, found=False)
-        assert isinstance(named, Pair) and named.chosen.plain == ("It is", " four.")
-        asked = convert_row("preference", renamed(row, {"prompt": name}), kind=PAIRS)
-        assert isinstance(asked, Pair) and turns(asked.chosen) == [("user", "2+2?"), TURNS_FOUR]
+        named: Any = convert_row("implicit_prompt", row, kind=PAIRS, found=False)
+        assert named.texts[0].plain == ("It is", " four.")
+        asked: Any = convert_row("preference", renamed(row, {"prompt": name}), kind=PAIRS)
+        assert turns(asked.texts[0]) == [("user", "2+2?"), TURNS_FOUR]
 
 
 def test_a_prompt_never_ends_in_mid_word():
@@ -149,7 +147,7 @@ def test_a_prompt_never_ends_in_mid_word():
         ("A: e\u0301a", "A: e\u0301o", "A:"),
         ("请说：四月", "请说：四川", "请说：四"),  # no spaces, so no words to see
     ]:
-        assert read({"chosen": chosen, "rejected": rejected}, PAIRS).chosen.plain[0] == prompt
+        assert read({"chosen": chosen, "rejected": rejected}, PAIRS).texts[0].plain[0] == prompt
 
 
 def test_earlier_answers_are_context():
@@ -158,32 +156,32 @@ def test_earlier_answers_are_context():
     alpaca = {**GOOD_PAIRS["alpaca_ranking"], "history": [["a", "b"]]}
     whole = {"chosen": [*earlier, says("d")], "rejected": [*earlier, says("e")]}
     for row in (three, alpaca, whole):
-        assert trained(read(row, PAIRS).rejected) == [False, False, False, True]
+        assert trained(read(row, PAIRS).texts[1]) == [False, False, False, True]
     judged = read({"messages": [*earlier, says("d")], "label": True}, JUDGED)
-    assert trained(judged.chat)[1::2] == [False, True]
+    assert trained(judged.texts[0])[1::2] == [False, True]
 
 
 def test_an_answer_may_be_of_several_turns():
     several = [says("b"), user("c"), says("d")]
     pair = read({"prompt": "a", "chosen": several, "rejected": "e"}, PAIRS)
-    assert trained(pair.chosen)[1::2] == [True, True]
+    assert trained(pair.texts[0])[1::2] == [True, True]
     whole = {"chosen": [user("a"), *several], "rejected": [user("a"), says("x"), *several[1:]]}
-    assert trained(read(whole, PAIRS).rejected)[1::2] == [True, True]
+    assert trained(read(whole, PAIRS).texts[1])[1::2] == [True, True]
     judged = read({"prompt": [user("a")], "completion": several, "label": 1}, JUDGED)
-    assert trained(judged.chat)[1::2] == [True, True]
+    assert trained(judged.texts[0])[1::2] == [True, True]
 
 
 def test_what_columns_say_about_a_pair_is_said_of_both_answers():
     for name in GOOD_PAIRS:
         row = {**GOOD_PAIRS[name], "system": "be", "chat_template_kwargs": {"x": 1}, "margin": 2}
         pair = read(row, PAIRS)
-        for chat in (pair.chosen, pair.rejected):
+        for chat in pair.texts:
             assert turns(chat)[0] == ("system", "be")
             assert chat.variables == {"x": 1}
-        assert pair.margin == 2.0
+        assert pair.value == 2.0
         assert not set(row) - set(ROW_FORMATS[name].reads(PAIRS))
         if name != "alpaca_ranking":
-            assert read({**row, "tools": [{"name": "f"}]}, PAIRS).rejected.tools
+            assert read({**row, "tools": [{"name": "f"}]}, PAIRS).texts[1].tools
 
 
 READ_OF_PAIRS = {"chosen", "rejected", "margin", "system", "system_prompt", "chat_template_kwargs"}

@@ -29,7 +29,6 @@ from megatrain.data.samples import (
     Chat,
     Picture,
     asked_in,
-    texts_of,
 )
 from megatrain.methods import METHODS
 
@@ -74,7 +73,7 @@ def test_every_example_is_read_and_every_format_has_one(kind):
     for row in EXAMPLES[kind]:
         form = detect_format(row, kind)
         assert form is not None
-        sides = texts_of(convert_row(form, row, kind=kind))
+        sides = convert_row(form, row, kind=kind).texts
         assert len(sides) == KINDS[kind].trained
         forms.append(form)
     assert all(form in forms for form in formats_of(kind))
@@ -85,7 +84,7 @@ def test_every_example_with_an_image_is_read():
     for row in EXAMPLES["images"]:
         form = detect_format(row)
         assert form is not None
-        (chat,) = texts_of(convert_row(form, row, find=lambda named: picture))
+        (chat,) = convert_row(form, row, find=lambda named: picture).texts
         assert isinstance(chat, Chat)
         assert [turn.content.count(MARK) for turn in chat.messages] == [1, 0]
         assert chat.pictures == (picture,)

@@ -23,7 +23,7 @@ from megatrain.errors import DataError
 from tests.helpers.commands import CHATML, conversation, tiny_tokenizer
 
 ROW = {"prompt": "What is it?\n", "completion": "four\nhello"}
-PAIR = convert_row("prompt_completion", ROW)
+(PAIR,) = convert_row("prompt_completion", ROW).texts
 
 
 def encoded(tokenizer: Any, sample: Any, train_on: str = "assistant", prompts: str = "text") -> Any:
@@ -52,21 +52,21 @@ def test_two_texts_are_turns_if_the_user_says_so(make_tokenizer):
 def test_lists_of_messages_are_turns(make_tokenizer):
     sides = {"prompt": [("user", "a")], "completion": [("assistant", "b")]}
     row = {k: [{"role": r, "content": c} for r, c in v] for k, v in sides.items()}
-    pair = convert_row("prompt_completion", row)
+    (pair,) = convert_row("prompt_completion", row).texts
     tokens, mask = encoded(make_tokenizer(), pair)
     assert "".join(compress(tokens, mask)) == "b<|im_end|>"
 
 
 def test_an_alpaca_row_goes_through_the_template_if_there_is_one(make_tokenizer):
-    row = convert_row("alpaca", {"instruction": "a", "output": "b"})
+    (row,) = convert_row("alpaca", {"instruction": "a", "output": "b"}).texts
     for template, start, way in ((CHATML, "<|im_start|>", "chat template"), (None, "Below", "Sta")):
         tokenizer = make_tokenizer(template)
         assert "".join(encoded(tokenizer, row)[0]).startswith(start)
-        assert way in Encoder(tokenizer).marks(row)[0].wrapping
+        assert way in Encoder(tokenizer).mark(row).wrapping
 
 
 def test_an_alpaca_row_keeps_its_own_prompt_if_the_user_says_so(make_tokenizer):
-    row = convert_row("alpaca", {"instruction": "a", "input": "i", "output": "b"})
+    (row,) = convert_row("alpaca", {"instruction": "a", "input": "i", "output": "b"}).texts
     tokens, mask = encoded(make_tokenizer(), row, prompts="alpaca")
     assert (tokens, mask) == encoded(make_tokenizer(None), row)  # as without a template
     text = "".join(tokens)
@@ -80,7 +80,7 @@ def test_an_alpaca_row_keeps_its_own_prompt_if_the_user_says_so(make_tokenizer):
 @pytest.mark.parametrize("column", ["system", "tools", "chat_template_kwargs"])
 def test_nothing_else_has_a_place_beside_two_texts(make_tokenizer, column):
     value: Any = {"system": "be", "tools": [{"name": "f"}], "chat_template_kwargs": {"a": 1}}
-    sample = convert_row("prompt_completion", {**ROW, column: value[column]})
+    (sample,) = convert_row("prompt_completion", {**ROW, column: value[column]}).texts
     with pytest.raises(RowError, match=r"beside two texts; set data\.prompts: chat"):
         encoded(make_tokenizer(), sample)
 
@@ -89,7 +89,7 @@ def test_there_is_one_bos(make_tokenizer):
     tokenizer = make_tokenizer(bos=True)
     tokenizer.bos_token = "<|im_start|>"
     for text in ("hello", "<|im_start|>hello"):
-        pair = convert_row("prompt_completion", {"prompt": text, "completion": "four"})
+        (pair,) = convert_row("prompt_completion", {"prompt": text, "completion": "four"}).texts
         for sample in (Document(text), pair):
             tokens, mask = encoded(tokenizer, sample)
             assert [tokens[0], tokens.count("<|im_start|>"), mask[0]] == ["<|im_start|>", 1, False]
@@ -117,8 +117,8 @@ def test_pieces_of_a_document_are_bare(make_tokenizer):
 def test_rows_come_back_in_order(make_tokenizer):
     encoder = Encoder(make_tokenizer())
     samples = [Document("a"), PAIR, Document("b", begins=False), PAIR, Document("c")]
-    together = encoder.encode([text for sample in samples for text in encoder.marks(sample)])
-    alone = [encoder.encode(encoder.marks(sample))[0] for sample in samples]
+    together = encoder.encode([encoder.mark(sample) for sample in samples])
+    alone = [encoder.encode([encoder.mark(sample)])[0] for sample in samples]
     assert [ids.tolist() for ids, _ in together] == [ids.tolist() for ids, _ in alone]
 
 

@@ -42,7 +42,7 @@ def turns(*calls: dict[str, Any], content: str | None = None) -> list[dict[str, 
 def read(row: dict[str, Any]) -> Chat:
     form = detect_format(row)
     assert form is not None
-    chat = convert_row(form, row)
+    (chat,) = convert_row(form, row).texts
     assert isinstance(chat, Chat)
     return chat
 

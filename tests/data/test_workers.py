@@ -17,7 +17,7 @@ from megatrain.data import encoding, workers
 from megatrain.data.encoding import RowOptions
 from megatrain.data.samples import RowError
 from megatrain.data.template import Scene, Template
-from megatrain.data.workers import Team, TooMuch, fenced
+from megatrain.data.workers import Team, fenced
 from megatrain.errors import DataError, MegaTrainError
 from tests.helpers.commands import CHATML, children_of, conversation
 
@@ -74,7 +74,7 @@ def test_a_hostile_template_is_stopped(make_tokenizer, source, reason, soon, mon
     longest_s = 30 if reason == LARGE else 0.15  # a busy machine fills that much memory slowly
     monkeypatch.setattr(workers, "ROW_LIMIT_S", longest_s)
     template, started = Template(make_tokenizer(source)), os.times()
-    with pytest.raises(TooMuch, match=rf"{reason} for one conversation; name another \(data\."):
+    with pytest.raises(DataError, match=rf"{reason} for one conversation; name another \(data\."):
         fenced(lambda: template.render(TURNS))
     ended = os.times()
     assert ended.children_user + ended.children_system < longest_s + 3 + (
@@ -150,7 +150,7 @@ def test_a_fault_of_ours_is_raised_with_its_place():
 def test_where_children_are_not_waited_for_a_late_one_is_reported_all_the_same(soon):
     before = signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     try:
-        with pytest.raises(TooMuch, match=LATE):
+        with pytest.raises(DataError, match=LATE):
             fenced(lambda: sum(count()))
         assert fenced(lambda: 3) == 3
     finally:

@@ -13,7 +13,7 @@ import transformers
 from megatrain.config import load_config
 from megatrain.data.rows import Rows
 from megatrain.recipes.model import read_model
-from megatrain.recipes.setup import read_rows
+from megatrain.recipes.setup import open_rows
 from tests.helpers.commands import evaluations_of, write_jsonl
 from tests.recipes.test_preference_runs import pairs
 
@@ -56,7 +56,7 @@ def test_what_is_saved_scores_in_transformers_as_in_the_run(megatrain, trained):
     assert last["eval_accuracy"] > 0.5
     config = load_config(trained / "config.yaml")
     model = read_model(config)
-    held_out = read_rows(config, model)[1]
+    held_out = open_rows(config, model)[1]
     assert held_out is not None
     found = accuracy_by_transformers(trained / "final", held_out, model.tokenizer)
     assert found == pytest.approx(last["eval_accuracy"])

@@ -21,7 +21,7 @@ from megatrain.recipes import loop
 from megatrain.recipes.model import read_model
 from megatrain.recipes.planned_machine import find_machine
 from megatrain.recipes.run import plan_and_loader
-from megatrain.recipes.setup import read_rows, resolve_run
+from megatrain.recipes.setup import open_rows, resolve_run
 from megatrain.storage.run_folder import checkpoints
 from tests.helpers.commands import (
     chat_rows,
@@ -223,14 +223,15 @@ def test_packed_rows_that_leave_room_are_planned_with_it(project):
     keys = ["data.packing=true", "data.eval=null", "train.max_steps=3"]
     config = load_config("cfg.yaml", keys)
     before = total()
-    rows, _ = read_rows(config, read_model(config))
+    rows, *_ = open_rows(config, read_model(config))
     assert total() > before, "that rows are read is a sign of life"
     length = int(rows.lengths[0])
     keys += [f"train.seq_len={2 * length - 16}", f"train.tokens_per_step={8 * length}"]
     config = load_config("cfg.yaml", keys)
     model = read_model(config)
     resolved = resolve_run(config, model, find_machine(config))
-    plan, loader = plan_and_loader(config, model, resolved, rows)
+    plan, found = plan_and_loader(config, model, resolved, rows)
+    loader: Any = found
     steps = [[micro["input_ids"].numel() for micro in batch.micro_batches] for batch in loader]
     largest = max(map(sum, steps))
     assert largest == 8 * (2 * length - 16) > 1.5 * plan.job.tokens_per_step

@@ -27,8 +27,10 @@ class Fake:
     kept: list[Any] = []  # noqa: RUF012
     fails_at: int | None = None
 
-    def __init__(self, run: trackers.Tracked) -> None:
-        self.kept.append((run.id, run.first_step, dict(run.about)))
+    @classmethod
+    def opened(cls, run: trackers.Tracked) -> trackers.Tracker:
+        cls.kept.append((run.id, run.first_step, dict(run.about)))
+        return cls().log, cls().finish
 
     def log(self, row: trackers.Row) -> None:
         if row["step"] == self.fails_at:
@@ -41,7 +43,7 @@ class Fake:
 
 @pytest.fixture
 def fake(monkeypatch: pytest.MonkeyPatch) -> type[Fake]:
-    monkeypatch.setitem(trackers.TRACKERS, "wandb", Fake)
+    monkeypatch.setitem(trackers.TRACKERS, "wandb", Fake.opened)
     monkeypatch.setattr(Fake, "kept", [])
     return Fake
 

@@ -24,7 +24,6 @@ from megatrain.storage.safetensors import (
     encode_index,
     open_shards,
     plan_shards,
-    read_chunks,
     read_header,
     write_safetensors,
 )
@@ -63,7 +62,7 @@ def read_tensor(stored: StoredTensor) -> torch.Tensor:
     with HashedReader(stored.path) as file:
         out = torch.cat([torch.empty(0, dtype=stored.dtype), *(v for _, v in file.chunks(stored))])
         out = out.view(stored.shape)
-    chunks = [values for _, values in read_chunks(stored, chunk=3)]
+    chunks = [values for _, values in stored.chunks(chunk=3)]
     assert same_bytes(torch.cat([out.new_empty(0), *chunks]).view(stored.shape), out)
     return out
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +21,7 @@ from megatrain.models.anatomy import layouts_of
 from megatrain.models.pretrained import ModelSource
 from megatrain.models.skeleton import Skeleton
 from megatrain.optim.split import join_master
-from megatrain.storage.safetensors import INDEX, read_chunks
+from megatrain.storage.safetensors import INDEX
 from megatrain.storage.weights import load_weights
 from tests.helpers.files import add_tensors, gguf_writer
 from tests.helpers.support import plain_model, tiny_config
@@ -110,9 +109,7 @@ def test_every_float_is_kept_exactly(tmp_path):
 
 
 def test_tensors_larger_than_a_chunk_arrive(tmp_path, monkeypatch):
-    monkeypatch.setattr(
-        "megatrain.storage.safetensors.read_chunks", partial(read_chunks, chunk=100)
-    )
+    monkeypatch.setattr("megatrain.storage.safetensors.CHUNK_ELEMENTS", 100)
     expected = save_model(tmp_path, LLAMA)
     assert same(load(tmp_path, LLAMA), expected)
 

@@ -24,7 +24,9 @@ ENTRY = (
 
 def read(sheet: Sheet, gpus: int, method: str | None) -> None:
     """Decide of every key."""
-    method = method or _method(sheet)
+    texts = "pretrain" if sheet.get("pretraining_dataset") else "sft"
+    otherwise = "reward" if sheet.get("reward_model") else texts
+    method = method or shared.method_of(sheet, "rl", otherwise)
     sheet.put("method", method, "rl", "reward_model", "pretraining_dataset")
     if sheet.get("reinit_weights"):
         sheet.put("model.config", sheet.get("base_model"), "base_model", "reinit_weights")
@@ -32,7 +34,7 @@ def read(sheet: Sheet, gpus: int, method: str | None) -> None:
         if sheet.get(key) == sheet.get("base_model"):
             sheet.drop("the model's own", key)
     packed = ["sample_packing"] if sheet.get("sample_packing") else []
-    texts = ["pretraining_dataset"] if method == "pretrain" else []
+    whole = ["pretraining_dataset"] if method == "pretrain" else []
     other: dict[str, list[Any]] = {}
     if method == "grpo":  # whose keys are TRL's, in a section
         section = sheet.get("trl")
@@ -43,11 +45,9 @@ def read(sheet: Sheet, gpus: int, method: str | None) -> None:
     if sheet.get("batch_size") is not None and sheet.get("gradient_accumulation_steps") is None:
         other["rows"] = ["batch_size", 1]
         sheet.drop("batch_size is its product with the accumulated batches", "micro_batch_size")
-    shared.arguments(sheet, gpus, packed or texts, **other)
+    shared.arguments(sheet, gpus, packed or whole, **other)
     if method == "sft" and sheet.get("sample_packing") is not None:
         sheet.put("data.packing", sheet.get("sample_packing"), "sample_packing")
-    if ratio := sheet.get("cosine_min_lr_ratio"):
-        sheet.put("train.min_lr_ratio", ratio, "cosine_min_lr_ratio")
     trackers = sheet.said["trackers"]
     if given := [key for key in trackers if sheet.get(key)]:
         used = [trackers[key] for key in given]
@@ -69,11 +69,6 @@ def read(sheet: Sheet, gpus: int, method: str | None) -> None:
     own = {f"trl.{name}": rule for name, rule in theirs.items()} | table_of(sheet.said)
     rules["[].chat_template"] = lambda sheet, name, value: shared.template(sheet, name)
     sheet.finish({**own, **shared.RULES, **n.of_each("special_tokens tokens", _tokens), **rules})
-
-
-def _method(sheet: Sheet) -> str:
-    texts = "pretrain" if sheet.get("pretraining_dataset") else "sft"
-    return shared.method_of(sheet, "rl", "reward" if sheet.get("reward_model") else texts)
 
 
 def _evaluation(sheet: Sheet) -> None:

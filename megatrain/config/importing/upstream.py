@@ -46,15 +46,6 @@ def read(sheet: Sheet, gpus: int, method: str | None) -> None:
     sheet.put("data.train_on", every, "dataset.train_on_prompt")
     sheet.put("data.truncation_mode", "context")
     sheet.put("data.eval", None)
-    _rows(sheet)
-    sheet.assume(
-        "rows are shuffled by train.seed, and every answer of a conversation is trained on"
-    )
-    sheet.assume("norms and biases are not decayed")
-    sheet.finish({})
-
-
-def _rows(sheet: Sheet) -> None:
     name, path = sheet.get("dataset.name"), sheet.get("dataset.path")
     if name:
         sheet.said |= {part: tables_of("llama-factory")[part] for part in ("columns", "tags")}
@@ -66,3 +57,8 @@ def _rows(sheet: Sheet) -> None:
         source = {"path": str(path), "format": "prompt_completion", "columns": columns}
         put_sources(sheet, "data.train", [source], "dataset.path", *fields.values())
         sheet.put("data.prompts", "chat")
+    sheet.assume(
+        "rows are shuffled by train.seed, and every answer of a conversation is trained on"
+    )
+    sheet.assume("norms and biases are not decayed")
+    sheet.finish({})

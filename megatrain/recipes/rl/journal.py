@@ -35,8 +35,6 @@ _CODES = {"ids": "<i4", "logprobs": "<f4", "kept_mass": "<f4"}
 
 logger = logging.getLogger("megatrain")
 
-Rewards = Sequence[Sequence[float | None]]  # [functions][answers of a group]
-
 
 @dataclass
 class Journal:
@@ -140,9 +138,9 @@ class Journal:
         arrays = {name: _text(getattr(answer, name), code) for name, code in _CODES.items()}
         self._write({**vars(answer), **arrays})
 
-    def judge(self, key: int, rewards: Rewards, more: Mapping[str, Any]) -> None:
-        """Write the rewards of a group, its texts, and what functions logged."""
-        self.rewards[key] = {"key": key, "rewards": rewards, **more}
+    def judge(self, key: int, judgement: Mapping[str, Any]) -> None:
+        """Write the rewards of a group, its texts, and what functions logged: `Judges.result`."""
+        self.rewards[key] = {"key": key, **judgement}
         self._write(self.rewards[key])
 
     def remember(self, answer: Answer, old: Sequence[float]) -> None:

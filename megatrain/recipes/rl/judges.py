@@ -9,10 +9,11 @@ import pickle
 import signal
 import subprocess
 import sys
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor, wait
 from contextlib import AbstractContextManager, nullcontext, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from multiprocessing import Pipe
 from pathlib import Path
 from threading import Lock, local
@@ -47,17 +48,6 @@ class Group:
     columns: Mapping[str, Any]
     where: str
     step: int
-
-
-@dataclass
-class Judgement:
-    """rewards: [functions][answers], None where a function gave none. metrics, extra: by name, what
-    functions logged of the group, extra a value for each answer."""
-
-    group: Group
-    rewards: list[list[float | None]] = field(default_factory=list)
-    metrics: dict[str, float] = field(default_factory=dict)
-    extra: dict[str, list[Any]] = field(default_factory=dict)
 
 
 class Judges(AbstractContextManager["Judges"]):
@@ -111,20 +101,23 @@ class Judges(AbstractContextManager["Judges"]):
         self._groups[group.key] = group
         self._parts[group.key] = self._threads.submit(self._ask, group)
 
-    def result(self, key: int) -> Judgement:
-        """The judgement of a group that was submitted, once it is there. Raises RewardError."""
-        group, logged = self._groups.pop(key), dict[str, list[float]]()
-        judgement, part = Judgement(group), self._parts.pop(key)
+    def result(self, key: int) -> dict[str, Any]:
+        """The judgement of a group that was submitted, once it is there: rewards [functions]
+        [answers], None where a function gave none; by name what functions `logged` of the group,
+        and as `extra` of each answer; and its texts. Raises RewardError."""
+        group, part, extra = self._groups.pop(key), self._parts.pop(key), dict[str, Any]()
         while not wait([part], 1.0).done:
             beat()
+        rewards, logged = list[Any](), defaultdict[str, list[float]](list)
         for found in part.result():
-            judgement.rewards.append(found["rewards"])
-            judgement.extra |= found.get("extra", {})
+            rewards.append(found["rewards"])
+            extra |= found.get("extra", {})
             for name, values in found.get("metrics", {}).items():
-                logged.setdefault(name, []).extend(values)
-        judgement.metrics = {name: sum(values) / len(values) for name, values in logged.items()}
-        self._warn_if_silent(group, judgement)
-        return judgement
+                logged[name] += values
+        self._warn_if_silent(group, rewards)
+        means = {name: sum(values) / len(values) for name, values in logged.items()}
+        texts = {"prompt": group.prompt, "completions": group.completions}
+        return {"rewards": rewards, "logged": means, "extra": extra, **texts}
 
     def _worker(self) -> Worker:
         """This thread's, started where it has none that lives. Raises RewardError."""
@@ -175,8 +168,8 @@ class Judges(AbstractContextManager["Judges"]):
         if first:
             logger.warning(f"{about}; its rewards are None, here and where it fails again")
 
-    def _warn_if_silent(self, group: Group, judgement: Judgement) -> None:
-        rewarded = (any(x is not None for x in of) for of in zip(*judgement.rewards, strict=True))
+    def _warn_if_silent(self, group: Group, rewards: list[Any]) -> None:
+        rewarded = (any(x is not None for x in of) for of in zip(*rewards, strict=True))
         if not self._silent and not all(rewarded):
             self._silent = True
             words = "no function rewards one of its answers, whose advantage is 0"

@@ -31,27 +31,22 @@ GIVEN = ("prompts", "completions", "completion_ids", "trainer_state", "log_extra
 
 @dataclass(frozen=True, eq=False)
 class PromptRows(TokenRows):
-    """Prompts as rows without targets. about: of each row of the flat arrays."""
+    """Prompts as rows without targets. prompts: those of the flat arrays."""
 
-    about: Sequence[About] = ()
+    prompts: Sequence[Prompt] = ()
 
     def prompt(self, index: int) -> Prompt:
-        return Prompt(self.row(index)[0].tolist(), self.about[int(self.chosen[index])])
-
-
-@dataclass(frozen=True)
-class About:
-    """A prompt as reward functions are given it: a text or turns; and its further columns."""
-
-    asked: str | list[dict[str, Any]]
-    columns: Mapping[str, Any]
-    where: str
+        return self.prompts[int(self.chosen[index])]
 
 
 @dataclass(frozen=True)
 class Prompt:
+    """Tokens of a prompt, and what reward functions are given: a text or turns; further columns."""
+
     ids: list[int]
-    about: About
+    asked: str | list[dict[str, Any]]
+    columns: Mapping[str, Any]
+    where: str
 
 
 def read_prompt_rows(
@@ -74,34 +69,32 @@ def read_prompt_rows(
 def _read(config: Config, model: Model, parts: list[Part], day: date) -> PromptRows:
     source, chats = open_source(parts, config.data.split), model.tokenizer.chat_template
     template = Template(model.tokenizer, day) if chats else None
-    counts, ids, about = Counts(), list[list[int]](), list[About]()
+    counts, prompts = Counts(), list[Prompt]()
     counts.choices.extend(source.notes)
     for row in source.read():
         counts.read += 1
         may_end_here()
         beat()
         try:
-            prompt = _prompt_of(row, config, model, template)
+            prompts.append(_prompt_of(row, config, model, template))
         except (RowError, ConfigError) as error:
             message = f"{row.where}: {error}"
             if config.data.on_bad_row == "refuse":
                 raise DataError(f"{message}; or set data.on_bad_row: skip") from None
             counts.add_bad(message)
             continue
-        ids.append(prompt.ids)
-        about.append(prompt.about)
         counts.keep(row.part)
-    if not ids:
+    if not prompts:
         bad = f"; the first: {counts.first_bad[0]}" if counts.first_bad else ""
         raise DataError(f"{source.name}: holds no prompt{bad}")
-    flat, sizes = np.concatenate([np.asarray(one, np.int32) for one in ids]), list(map(len, ids))
-    contexts = [hash64(np.asarray(one, np.int32).tobytes()) for one in ids]
-    columns = [json.dumps(one.columns, sort_keys=True, default=repr).encode() for one in about]
+    ids = [np.asarray(one.ids, np.int32) for one in prompts]
+    flat, contexts = np.concatenate(ids), [hash64(one.tobytes()) for one in ids]
+    columns = [json.dumps(one.columns, sort_keys=True, default=repr).encode() for one in prompts]
     hashes = [hash64(one.to_bytes(8) + more) for one, more in zip(contexts, columns, strict=True)]
     return PromptRows(
         ids=flat,
         mask=np.zeros(len(flat), np.bool_),
-        offsets=np.cumsum([0, *sizes]),
+        offsets=np.cumsum([0, *map(len, ids)]),
         targets=np.zeros(len(ids), np.int64),
         hashes=np.array(hashes, np.uint64),
         joined=np.zeros(len(ids), np.bool_),
@@ -109,7 +102,7 @@ def _read(config: Config, model: Model, parts: list[Part], day: date) -> PromptR
         chosen=np.arange(len(ids)),
         counts=counts,
         kind=PROMPTS,
-        about=about,
+        prompts=prompts,
     )
 
 
@@ -142,8 +135,7 @@ def _prompt_of(row: RawRow, config: Config, model: Model, template: Template | N
         room = f"{most - answer} beside an answer of {config.method}.max_completion_length {answer}"
         raise RowError(f"the prompt has {len(ids)} tokens, and there is room for 1 to {room}")
     columns = {key: value[key] for key in value if key != name}
-    asked = str(given) if as_text else [*turns]
-    return Prompt(ids, About(asked, columns, row.where))
+    return Prompt(ids, str(given) if as_text else [*turns], columns, row.where)
 
 
 def planned_for(config: Config, *sets: PromptRows | None) -> Config:

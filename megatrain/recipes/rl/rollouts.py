@@ -409,10 +409,7 @@ class Rollouts:
             raise Stopped
         with self.world.together():
             for key in judging:
-                judgement = self.judges.result(key)
-                more = {"logged": judgement.metrics, "extra": judgement.extra}
-                texts = {n: getattr(judgement.group, n) for n in ("prompt", "completions")}
-                journal.judge(key, judgement.rewards, more | texts)
+                journal.judge(key, self.judges.result(key))
         journal.share(self.world)
         return {"rollout": rollout_s, "reward": time.perf_counter() - began - rollout_s}
 
@@ -437,15 +434,15 @@ class Rollouts:
         """A prompt and its answers as reward functions are given them."""
         decode = self.model.tokenizer.decode
         texts: list[Any] = [decode(one.ids, skip_special_tokens=True) for one in answers]
-        if not isinstance(prompt.about.asked, str):
+        if not isinstance(prompt.asked, str):
             texts = [[{"role": "assistant", "content": text}] for text in texts]
         return Group(
             key=key,
-            prompt=prompt.about.asked,
+            prompt=prompt.asked,
             completions=texts,
             completion_ids=[list(one.ids) for one in answers],
-            columns=prompt.about.columns,
-            where=prompt.about.where,
+            columns=prompt.columns,
+            where=prompt.where,
             step=step,
         )
 

@@ -132,11 +132,11 @@ def test_rewards_are_those_that_trl_computes(file, is_chat, tmp_path):
             judges.submit(one)
         found = [judges.result(one.key) for one in groups]
     assert judges.names == [*GOOD]
-    ours = np.concatenate([np.array(one.rewards, float) for one in found], 1)
+    ours = np.concatenate([np.array(one["rewards"], float) for one in found], 1)
     ours[3] = np.array(([math.nan, 0.25] * 9)[:9])  # which sees three at a time
     np.testing.assert_array_equal(ours, np.array(wanted))
-    assert [one.metrics for one in found] == [{"seen": 1.5}] * 3  # means of 3 and 0
-    assert [one.extra for one in found] == [{"text": TEXTS}] * 3
+    assert [one["logged"] for one in found] == [{"seen": 1.5}] * 3  # means of 3 and 0
+    assert [one["extra"] for one in found] == [{"text": TEXTS}] * 3
     assert trainer._metrics["train"]["seen"] == [4.5]
     assert [*trainer._logs["extra"]["text"]] == TEXTS * 3
 
@@ -171,7 +171,7 @@ def test_what_fails_is_told_or_counted_as_none(file, caplog, monkeypatch):
     with Judges(names, timeout_s=0.3, processes=1, on_bad_reward="none") as judges:
         for key in (0, 1):  # by the processes that took the place of those that ended
             judges.submit(group(key))
-        found = [judges.result(key).rewards for key in (0, 1)]
+        found = [judges.result(key)["rewards"] for key in (0, 1)]
     partly = {"infinite": [1.0, None, 0.5], "texts": [None, 2.0, 0.5]}
     assert found == [[*(partly.get(name, [None] * 3) for name in FAULTS), [1.0, 4.0, 1.0]]] * 2
     assert judges.failed == {**dict.fromkeys(names, 2), names[-1]: 0}
@@ -184,7 +184,7 @@ def test_a_row_that_no_process_can_be_handed_and_answers_without_rewards(file, c
             judges.submit(group(key, columns={"answer": "4", "source": source}))
         with pytest.raises(RewardError, match="its row cannot be handed to a process \\(cannot"):
             judges.result(0)
-        assert judges.result(1).rewards == [[1.0, 0.0, None]]
+        assert judges.result(1)["rewards"] == [[1.0, 0.0, None]]
     assert "rows.jsonl:2: no function rewards one of its answers" in caplog.text
 
 
@@ -214,8 +214,8 @@ def test_many_groups_and_what_functions_print(file, tmp_path, capfd):
         for key in range(200):
             judges.submit(group(key))
         judges.submit(long)
-        assert [judges.result(key).rewards for key in range(200)] == [[[1.0, 4.0, 1.0]]] * 200
-        assert judges.result(999).rewards == [[2e6] * 3]
+        assert [judges.result(key)["rewards"] for key in range(200)] == [[[1.0, 4.0, 1.0]]] * 200
+        assert judges.result(999)["rewards"] == [[2e6] * 3]
         assert len(judges._all) <= 2
     assert capfd.readouterr() == ("", "")
     assert {"a function's file may print", "loudly"} <= {*log.read_text().splitlines()}
@@ -256,7 +256,7 @@ def test_a_killed_worker_is_replaced_and_none_outlives_its_parent(file):
     with Judges([f"{file}:length"], processes=1) as judges:
         for key in range(2):
             judges.submit(group(key))
-            assert judges.result(key).rewards == [[1.0, 4.0, 1.0]]
+            assert judges.result(key)["rewards"] == [[1.0, 4.0, 1.0]]
             if key == 0:
                 os.kill(pids(judges)[0], 15)  # a scheduler's, which is the parent's
                 judges.submit(group(7))
