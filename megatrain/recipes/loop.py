@@ -297,13 +297,8 @@ def stop_if_lost(run: Run, batch: StepBatch, result: StepResult) -> None:
     if result.target_tokens == 0:
         return
     if not result.skipped:
-        if run.unproven is not None and math.isfinite(result.loss):
-            try:
-                if run.engine.world.is_first:
-                    prove(run.config.output, run.unproven, run.config.checkpoint.keep)
-            except StorageError as error:  # the next save meets it, too
-                logger.warning(str(error))
-            run.unproven = None
+        if math.isfinite(result.loss):
+            note_proven(run)
         return
     run.non_finite += 1
     logger.warning(
@@ -316,8 +311,23 @@ def stop_if_lost(run: Run, batch: StepBatch, result: StepResult) -> None:
         raise DivergedError(f"{lost}; {way_back(run)}")
 
 
+def note_proven(run: Run) -> None:
+    """Note that a finite step followed the last checkpoint, also one that is being written."""
+    if run.saving is not None:
+        run.saving.proven = True
+    if run.unproven is None:
+        return
+    try:
+        if run.engine.world.is_first:
+            prove(run.config.output, run.unproven, run.config.checkpoint.keep)
+    except StorageError as error:  # the next save meets it, too
+        logger.warning(str(error))
+    run.unproven = None
+
+
 def way_back(run: Run) -> str:
     """The command to type after a divergence."""
+    finish_save(run)
     folder = run.config.output
     rate = f"train.learning_rate={run.config.train.learning_rate / LOWER:g}"
     proven, quoted = folder / "proven", shlex.quote(str(folder))
@@ -528,6 +538,8 @@ def finish_save(run: Run, *, must: bool = False) -> None:
         run.best = saving.best_before
         return
     run.unproven, run.abandoned = path, ()
+    if saving.proven:
+        note_proven(run)
     run.progress.saved(path, time.perf_counter() - saving.began, beside=True)
 
 

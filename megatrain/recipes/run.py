@@ -53,7 +53,7 @@ from megatrain.recipes.ranks.rendezvous import (
     check_rows_of_a_step,
     told_of,
 )
-from megatrain.recipes.report import LiveReport
+from megatrain.recipes.report import REPORT_FILE, write_report
 from megatrain.recipes.rl.prompts import PromptRows, planned_for, read_prompt_rows
 from megatrain.recipes.rl.rollouts import Rollouts
 from megatrain.recipes.sample import check_sample_prompt, eval_prompts
@@ -180,9 +180,8 @@ def _resume_in(session: Session, asked: Config, checkpoint: str | None) -> RunSu
             f"{run_dir} is finished, nothing is left to train; to go on, set a higher "
             "train.epochs or train.max_steps"
         )
-        report = LiveReport(run_dir if world.is_first else None)
-        report.begin()
-        report.write(last=True)  # a kill may have come before
+        if world.is_first and (run_dir / f"{REPORT_FILE}.tmp").exists():  # a kill came between
+            write_report([run_dir])
         losses = held_out_losses(run_dir)
         return RunSummary(run_dir, 0, 0, 0.0, final_dir=run_dir / FINAL, **losses)
     if "output" in asked.model_fields_set and asked.output.absolute() != run_dir.absolute():

@@ -73,7 +73,7 @@ class Ready:
         return self.plan.job.rank_tokens // self.plan.choices.groups
 
 
-@dataclass(frozen=True)
+@dataclass
 class Saving:
     """A checkpoint that is written while training goes on."""
 
@@ -81,6 +81,7 @@ class Saving:
     best_before: dict[str, Any]  # which counts again if this is not written
     began: float  # time.perf_counter()
     written: Future[tuple[Path, Passthrough]]
+    proven: bool = False  # a finite step followed
 
 
 @dataclass(kw_only=True)

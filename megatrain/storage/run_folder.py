@@ -18,6 +18,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from os.path import isfile  # false where Path's raises: in an unreadable folder
 from pathlib import Path, PurePath
+from threading import Lock
 
 from megatrain.durable import sync_folder
 from megatrain.errors import ConfigError, StorageError, logger, storage_error, system_errors
@@ -34,6 +35,7 @@ UNFINISHED = re.compile(
     rf"|({'|'.join(LINKS)})\.link\.tmp"
 )
 WRITABLE_BY_OTHERS = stat.S_IWGRP | stat.S_IWOTH
+_PRUNING = Lock()  # a save beside training may, while a step proves the one before
 LOCK = ".lock"
 LOCK_FILE = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
 LOOK = "look for checkpoints"
@@ -343,12 +345,13 @@ def prove(run_dir: Path, checkpoint: Path, keep: int) -> None:
 
 def prune(run_dir: Path, keep: int, abandoned: Collection[Path] = ()) -> None:
     """Remove all checkpoints but the newest `keep` and targets of links, and all of `abandoned`."""
-    for path in abandoned:
-        discard(path)
-    if abandoned:
-        mend_links(run_dir)
-    by_age = sorted(checkpoints(run_dir), key=sequence_of, reverse=True)
-    pointed = {(run_dir / name).resolve() for name in LINKS}
-    for path in by_age[keep:]:
-        if path.resolve() not in pointed:
-            discard(path)  # `final` has files of its own: links
+    with _PRUNING:
+        for path in abandoned:
+            discard(path)
+        if abandoned:
+            mend_links(run_dir)
+        by_age = sorted(checkpoints(run_dir), key=sequence_of, reverse=True)
+        pointed = {(run_dir / name).resolve() for name in LINKS}
+        for path in by_age[keep:]:
+            if path.resolve() not in pointed:
+                discard(path)  # `final` has files of its own: links
