@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
 from textwrap import fill
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -25,6 +27,7 @@ from megatrain.cli.app import (
     print_json,
 )
 from megatrain.errors import ConfigError, PlanError
+from megatrain.machine.launcher import place_of
 from megatrain.models.shapes import SHAPES
 from megatrain.recipes.signals import stop_requests, watchdog
 from megatrain.reporting.progress import logging_on
@@ -47,6 +50,12 @@ Gpus = Annotated[
     int | None,
     typer.Option(min=1, help="GPUs of each host that train together; compares 1, 2, 4 and 8."),
 ]
+Restarts = Annotated[
+    int,
+    typer.Option(
+        min=0, help="Times to start again, from the newest checkpoint, a run that died or crashed."
+    ),
+]
 Hosts = Annotated[int | None, typer.Option(min=1, help="Hosts like it; needs --network.")]
 Network = Annotated[
     float | None, typer.Option(help="Gbit/s of each host to the others, such as 400.")
@@ -60,12 +69,13 @@ def train(
     as_json: AsJson = False,
     profile: Timeline = None,
     no_verify: NoVerify = False,
+    restarts: Restarts = 0,
 ) -> None:
     """Train a model as a config file says, on the host's GPUs."""
     from megatrain.config import load_run
 
     settings = load_run(config, overrides or ())  # a typo is reported before torch is imported
-    on_several(settings)
+    on_several(settings, restarts, settings.output)
     with stop_requests():
         with watchdog(settings.hang_timeout):
             find_model(settings.model.source, settings.model.revision)
@@ -84,13 +94,18 @@ def resume(
     checkpoint: Checkpoint = None,
     as_json: AsJson = False,
     no_verify: NoVerify = False,
+    restarts: Restarts = 0,
 ) -> None:
     """Continue a run from its newest complete checkpoint."""
     need_folder(run_dir)
+    if restarts and checkpoint:
+        raise ConfigError(
+            "command line: --restarts goes on from the newest checkpoint; remove it or --checkpoint"
+        )
     from megatrain.config.resuming import CONFIG_FILE, asked_again
 
     if (run_dir / CONFIG_FILE).is_file():
-        on_several(asked_again(run_dir, overrides or []))
+        on_several(asked_again(run_dir, overrides or []), restarts, run_dir)
     with stop_requests():
         from megatrain.recipes import run
         from megatrain.storage.manifest import verifying
@@ -218,13 +233,22 @@ def bench(
     finish(found, as_json)
 
 
-def on_several(settings: Config) -> None:
-    """Start this command once a GPU, if the config takes several, and leave with their code."""
-    from megatrain.recipes.ranks.launch import be_quiet_as_rank, ranks_for, run_ranks
+def on_several(settings: Config, restarts: int = 0, run_dir: Path = Path()) -> None:
+    """Start this command once a GPU, if the config takes several, and leave with their code. So,
+    too, where it is to be started again when it dies. Raises ConfigError."""
+    from megatrain.recipes.ranks import launch
 
-    be_quiet_as_rank()
-    if (size := ranks_for(settings)) > 1:
-        raise typer.Exit(run_ranks(GIVEN, size))
+    launch.be_quiet_as_rank()
+    if launch.is_launched():
+        return
+    if restarts and place_of(os.environ) is not None:
+        raise ConfigError(
+            "command line: --restarts: a launcher has started this process as one of several; let "
+            "that one start all again, as `torchrun --max-restarts` does"
+        )
+    if (size := launch.ranks_for(settings)) > 1 or restarts:
+        again = launch.Restarts(restarts, run_dir)
+        raise typer.Exit(launch.run_ranks(GIVEN, size, restarts=again))
 
 
 def _target_of(arguments: list[str] | None, command: str) -> tuple[str, list[str]]:

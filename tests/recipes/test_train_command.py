@@ -202,6 +202,16 @@ def test_a_requeued_job_goes_on_with_the_same_command(megatrain, project, monkey
     assert "holds a run already" in megatrain(command, code=2).err
 
 
+def test_a_pod_that_is_started_again_goes_on_with_the_same_command(megatrain, project, monkeypatch):
+    """Its manifest names the job."""
+    command = "train cfg.yaml data.eval=null train.max_steps=2"
+    monkeypatch.setenv("MEGATRAIN_JOB", "uid-1")
+    megatrain(command)
+    assert "run is finished, nothing is left to train" in megatrain(command).err
+    monkeypatch.setenv("MEGATRAIN_JOB", "uid-2")
+    assert "holds a run already" in megatrain(command, code=2).err
+
+
 def test_a_run_that_died_before_its_first_checkpoint_starts_anew(megatrain, copied):
     for path in [*checkpoints(copied), copied / "final"]:
         path.rename(copied.parent / path.name)

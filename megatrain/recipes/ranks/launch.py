@@ -13,25 +13,32 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from ctypes import CDLL
+from pathlib import Path
 from secrets import token_hex
 from types import FrameType
 
 import typer
 
 from megatrain.config import Config
-from megatrain.errors import UNEXPECTED, ConfigError
+from megatrain.errors import UNEXPECTED, ConfigError, StorageError
 from megatrain.machine.hardware import built_for_cuda, visible_gpus
 from megatrain.machine.launcher import HERE, MEETING, NAMES, place_of, started_by
 from megatrain.recipes.signals import INTERRUPTED, STOPPED, STOPS
+from megatrain.reporting.metrics import each_metric
 
 LAUNCHER = "MEGATRAIN_LAUNCHER"  # our own process number, for the ranks
+OWN_LAUNCH = "MEGATRAIN_LAUNCH"  # the name of this launcher's run, by which restarted ranks know it
 SECRET = "MEGATRAIN_SECRET"  # by which ranks of one start know each other's words
 # C++ adds dozens of lines to what ends all; it reads this when torch is loaded
 QUIET = {"TORCH_CPP_LOG_LEVEL": "FATAL"}
 COMMAND = (sys.executable, "-m", "megatrain")
 LOOKS_EVERY_S = 0.1
 ENDS_WITHIN_S = 20.0  # of each other, once one has failed
+FAILURES_AT_A_STEP = 3  # after which a run stays down
+PR_SET_PDEATHSIG = 1  # prctl(2)
 
 
 def be_quiet_as_rank() -> None:
@@ -79,30 +86,80 @@ def environment_of(rank: int, size: int, port: int) -> dict[str, str]:
     return {name: str(value) for name, value in values.items()} | meeting
 
 
+def is_launched() -> bool:
+    """True in a process that `run_ranks` has started."""
+    return os.environ.get(LAUNCHER) == str(os.getppid())
+
+
+def end_with_launcher() -> None:
+    """Have this process asked to stop when its launcher dies: nobody would pass signals on."""
+    if is_launched():
+        with suppress(AttributeError):  # not Linux
+            CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+
+
+class Restarts:
+    """Restarts of a run that died or failed unexpectedly: at most `most`, and none once it has
+    failed three times without a new step. run_dir: its folder."""
+
+    def __init__(self, most: int, run_dir: Path) -> None:
+        self.most, self._run_dir = most, run_dir
+        self._done, self._failures, self._furthest = 0, 0, -1
+
+    def follow(self, code: int, reason: str) -> bool:
+        """True if the run is to be started again; shows so, or why not. code, reason: of its end.
+        Refusals and requests to stop have codes of their own."""
+        if code != UNEXPECTED or self.most == 0:
+            return False
+        step = 0
+        with suppress(StorageError):  # it had not begun
+            step = max((row.get("step", 0) for row in each_metric(self._run_dir)), default=0)
+        self._failures = 1 if step > self._furthest else self._failures + 1
+        self._furthest = step = max(step, self._furthest)
+        saved, stuck = any(self._run_dir.glob("checkpoint-*")), self._failures == FAILURES_AT_A_STEP
+        if may := not stuck and self._done < self.most:
+            self._done += 1
+            begin = "its newest checkpoint" if saved else "its beginning"
+            said = f"the run failed after step {step}; starting it again from {begin}"
+            said = f"{said} (restart {self._done} of {self.most})"
+        else:
+            again = f"`megatrain resume {self._run_dir}`" if saved else "the same command"
+            often = f"{self._failures} times without getting past" if stuck else "again, after"
+            said = f"error: the run failed {often} step {step} and stays down: {reason}; remove"
+            said = f"{said} the cause (exit code {code}), then go on with {again}"
+        typer.echo(said, err=True)
+        return may
+
+
 # why: decision 0100
-def run_ranks(arguments: Sequence[str], size: int, command: Sequence[str] | None = None) -> int:
+def run_ranks(
+    arguments: Sequence[str],
+    size: int,
+    command: Sequence[str] | None = None,
+    restarts: Restarts | None = None,
+) -> int:
     """Run `megatrain` with these arguments as `size` ranks; the exit code of the first rank to
     fail, or of the first one. Signals are passed on once, to all. When one fails the others end by
     themselves (recipes/ranks/liveness.py), or are killed. command: in place of `megatrain`."""
-    port, own = free_port(), {LAUNCHER: str(os.getpid()), SECRET: token_hex()}
-    ranks = [
-        subprocess.Popen(
-            [*(command or COMMAND), *arguments],
-            env={**QUIET, **os.environ, **environment_of(rank, size, port), **own},
-            stdin=subprocess.DEVNULL,
-            start_new_session=True,  # a terminal's Ctrl-C would reach them beside the one passed on
-        )
-        for rank in range(size)
-    ]
+    own = {LAUNCHER: str(os.getpid()), OWN_LAUNCH: token_hex(8), SECRET: token_hex()}
+    given, asked = [*(command or COMMAND), *arguments], list[int]()
+    ranks: list[subprocess.Popen[bytes]] = []
 
     def pass_on(number: int, _frame: FrameType | None) -> None:
+        asked.append(number)
         for rank in ranks:
             if rank.poll() is None:
                 rank.send_signal(number)
 
     before = {number: signal.signal(number, pass_on) for number in STOPS}
     try:
-        return _wait(ranks)
+        while True:
+            ranks[:] = _start(given, size, own)
+            if asked:  # before they could heed it
+                return INTERRUPTED if asked[0] == signal.SIGINT else STOPPED
+            code, reason = _wait(ranks)
+            if asked or restarts is None or not restarts.follow(code, reason):
+                return code
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
@@ -110,7 +167,23 @@ def run_ranks(arguments: Sequence[str], size: int, command: Sequence[str] | None
             rank.kill()
 
 
-def _wait(ranks: Sequence[subprocess.Popen[bytes]]) -> int:
+def _start(
+    command: Sequence[str], size: int, own: Mapping[str, str]
+) -> list[subprocess.Popen[bytes]]:
+    port, ours = free_port(), {**QUIET, **os.environ, **own}
+    return [
+        subprocess.Popen(
+            command,
+            env=ours | (environment_of(rank, size, port) if size > 1 else {}),
+            stdin=subprocess.DEVNULL,
+            start_new_session=True,  # a terminal's Ctrl-C would reach them beside the one passed on
+        )
+        for rank in range(size)
+    ]
+
+
+def _wait(ranks: Sequence[subprocess.Popen[bytes]]) -> tuple[int, str]:
+    """(exit code of all, why it is not 0), once they have ended."""
     failed, until = None, math.inf
     while None in (found := [rank.poll() for rank in ranks]):
         for number, code in enumerate(found):
@@ -123,8 +196,9 @@ def _wait(ranks: Sequence[subprocess.Popen[bytes]]) -> int:
     codes = [rank.wait() for rank in ranks]
     if failed is None:
         failed = next((number for number, code in enumerate(codes) if code), 0)
+    who, also = (f"rank {failed}", ", so all have ended") if len(ranks) > 1 else ("the run", "")
     if codes[failed] >= 0:
-        return codes[failed]
-    name = signal.Signals(-codes[failed]).name
-    typer.echo(f"error: rank {failed} was killed by {name}, so all have ended", err=True)
-    return next((code for code in codes if code > 0), UNEXPECTED)
+        return codes[failed], f"{who} ended with exit code {codes[failed]}, as is said above"
+    reason = f"{who} was killed by {signal.Signals(-codes[failed]).name}"
+    typer.echo(f"error: {reason}{also}", err=True)
+    return next((code for code in codes if code > 0), UNEXPECTED), reason

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -20,7 +19,6 @@ from datetime import timedelta
 from typing import TypeVar
 
 from megatrain.errors import UNEXPECTED, MegaTrainError, exit_code_of, logger, printable
-from megatrain.recipes.ranks.launch import LAUNCHER
 from megatrain.recipes.signals import STDERR, all_stop, early_request
 from megatrain.reporting.progress import IN_FILE
 from megatrain.world import World
@@ -195,14 +193,10 @@ class Liveness:
         return self._awake_s
 
     def _look(self) -> None:
-        launcher = int(os.environ.get(LAUNCHER, "0"))
         while not self.ended.wait(BEATS_EVERY_S):
             found = self.failed()
             if found is not None and not self.ended.is_set():
                 self._end(found)
-            if launcher and os.getppid() != launcher:
-                launcher = 0
-                os.kill(os.getpid(), signal.SIGTERM)  # nobody is left who would pass signals on
 
     def _end(self, found: LastWords) -> None:
         """Show the reason, if this rank does, and leave at once."""

@@ -66,7 +66,7 @@ from megatrain.machine.launcher import (
 from megatrain.machine.profile import PACKAGES, cache_folder, installed_version
 from megatrain.measure.ranks import measure_together
 from megatrain.planner.job import too_many_ranks
-from megatrain.recipes.ranks.launch import SECRET, run_ranks
+from megatrain.recipes.ranks.launch import SECRET, end_with_launcher, run_ranks
 from megatrain.recipes.ranks.liveness import Liveness, OtherFailed, end_of, sign_of_life, started
 from megatrain.recipes.signals import Stopped, StopRequest, early_request
 from megatrain.settings import KEYS
@@ -99,6 +99,7 @@ def as_rank(device: str, work: Callable[[World], T]) -> T:
         OtherFailed: another rank has failed, for the reason it gives.
         SystemExit: a signal has come before all ranks have met.
     """
+    end_with_launcher()
     place = place_of(os.environ)
     if place is None:
         return work(ALONE)
