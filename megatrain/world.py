@@ -31,6 +31,7 @@ LOOKS_EVERY_S = 0.1
 # Ranks may wait long for each other, while one saves, or all are stopped. One that has died is
 # noticed otherwise (recipes/ranks/liveness.py).
 PATIENCE = timedelta(days=30)
+BESIDE_SIZE = 1016  # bytes of a message that travel with its size: one that is short travels once
 
 
 # renamed in torch 2.13
@@ -158,14 +159,21 @@ class World:
         if self.is_alone:
             return [mine]
         data = torch.tensor(bytearray(encode(mine)), dtype=torch.uint8)
-        sizes = [torch.empty(1, dtype=torch.int64) for _ in range(self.size)]
-        distributed.all_gather(sizes, torch.tensor([len(data)]), group=self.messages)
-        most = int(max(sizes))
-        found = [torch.empty(most, dtype=torch.uint8) for _ in sizes]
-        padded = torch.nn.functional.pad(data, (0, most - len(data)))
-        distributed.all_gather(found, padded, group=self.messages)
-        sent = zip(found, map(int, sizes), strict=True)
+        head = torch.tensor([len(data)]).view(torch.uint8)
+        found = self._gathered(torch.cat((head, data[:BESIDE_SIZE])), len(head) + BESIDE_SIZE)
+        sizes = [int(part[: len(head)].view(torch.int64)) for part in found]
+        found = [part[len(head) :] for part in found]
+        if max(sizes) > BESIDE_SIZE:  # on every rank
+            found = self._gathered(data, max(sizes))
+        sent = zip(found, sizes, strict=True)
         return [decode(part[:size].numpy().tobytes()) for part, size in sent]
+
+    def _gathered(self, mine: torch.Tensor, size: int) -> list[torch.Tensor]:
+        """Every rank's bytes, of which each has at most `size`."""
+        found = [torch.empty(size, dtype=torch.uint8) for _ in range(self.size)]
+        padded = torch.nn.functional.pad(mine, (0, size - len(mine)))
+        distributed.all_gather(found, padded, group=self.messages)
+        return found
 
     def broadcast(self, value: T | None = None) -> T:
         """Rank 0's value; other ranks' arguments are ignored. All ranks call it at one place."""

@@ -69,7 +69,7 @@ def fit(run: Run, stop: StopRequest) -> bool:
     for batch, data_s in () if out_of_patience(run) else timed(run, stop):
         if batch is None:
             return stop.says(f"while step {run.step + 1} waited for rows; the run is saved")
-        train_step(run, batch, data_s)
+        train_step(run, batch, data_s, stop)
         if run.saving is not None and run.saving.written.done():
             finish_save(run)
         last = run.step == run.total_steps
@@ -153,7 +153,7 @@ def still_to_come(config: Config, evaluates: bool, total: int, step: int) -> dic
 # -- a step ----------------------------------------------------------------------------------------
 
 
-def train_step(run: Run, batch: StepBatch, data_s: float) -> None:
+def train_step(run: Run, batch: StepBatch, data_s: float, stop: StopRequest) -> None:
     """One optimizer step, its metrics written and shown."""
     rate = run.learning_rate
     with _traced(run):
@@ -172,7 +172,7 @@ def train_step(run: Run, batch: StepBatch, data_s: float) -> None:
     run.step += 1
     run.tokens += batch.tokens
     run.steady.add(spent)
-    metrics = _measure(run, batch, result, rate, spent, drawn, seconds)
+    metrics = _measure(run, batch, result, rate, spent, drawn, seconds, stop)
     run.writer.write_step(metrics)
     run.progress.step(metrics)
     stop_if_lost(run, batch, result)
@@ -198,16 +198,18 @@ def _measure(
     spent: StepTime,
     drawn: Energy,
     seconds: float,
+    stop: StopRequest,
 ) -> StepMetrics:
     """The line of metrics.jsonl for the step that was just taken: seconds and memory of the rank
-    that has most, energy and host RAM of all. All ranks call it."""
+    that has most, energy and host RAM of all. All ranks call it, and heed requests to stop."""
     economy, world = run.config.economy, run.engine.world
     gpu_w = economy.gpu_power_w if run.gpu_name else None
     drawn = drawn.or_given(seconds, gpu_w, economy.host_power_w)
     host_j = None if world.local_rank else drawn.host_j  # another one counts the host
     gpu_bytes, host_bytes = run.meter.peak_bytes(), peak_host_bytes(world.local_size)
-    mine = seconds, spent.compute, drawn.gpu_j, host_j, gpu_bytes, host_bytes
-    took, computed, gpu_j, hosts_j, gpus, hosts = zip(*world.all_gather(mine), strict=True)
+    mine = seconds, spent.compute, drawn.gpu_j, host_j, gpu_bytes, host_bytes, stop.here
+    took, computed, gpu_j, hosts_j, gpus, hosts, asked = zip(*world.all_gather(mine), strict=True)
+    stop.heed(asked)
     seconds, drawn = max(took), Energy(known_sum(*gpu_j), known_sum(*hosts_j))
     run.spent_s, run.spent = run.spent_s + seconds, run.spent + drawn
     mfu = run.work.mfu(batch.lengths, seconds, run.gpu_name)

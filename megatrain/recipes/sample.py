@@ -192,7 +192,7 @@ def answers_to(
     written = dict[int, list[int]]()
     for one in engine.rollout(requests, GREEDY, end_tokens(model)) if prompts else ():
         written[one.key] = one.ids
-        if stop.came_here() and engine.world.is_alone:
+        if stop.here and engine.world.is_alone:
             return None
     if prompts and stop.came():
         return None

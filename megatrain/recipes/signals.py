@@ -16,7 +16,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
@@ -54,9 +54,13 @@ class StopRequest:
     def came(self) -> bool:
         return self.signal is not None
 
-    def came_here(self) -> bool:
-        """True if it came to this rank, whatever others know."""
-        return self.signal is not None
+    @property
+    def here(self) -> int | None:
+        """The signal that came to this rank, whatever others know."""
+        return self.signal
+
+    def heed(self, signals: Sequence[int | None]) -> None:
+        """Agree on every rank's `here`, which ranks told each other beside something else."""
 
     def stop_if_early(self) -> None:
         """Raise Stopped if a signal came before the first step."""
@@ -87,16 +91,21 @@ class _OfAll(StopRequest):
     def __init__(self, own: StopRequest, world: World) -> None:
         super().__init__()
         self._own, self._world, self.early = own, world, False
+        self._heeded = False  # the next question is answered already
 
     def came(self) -> bool:
-        if self.signal is None:
-            signals = self._world.all_gather(self._own.signal)
-            self.signal = next((number for number in signals if number is not None), None)
-            self._own.agreed = self.signal is not None
+        if self.signal is None and not self._heeded:
+            self.heed(self._world.all_gather(self.here))
+        self._heeded = False
         return self.signal is not None
 
-    def came_here(self) -> bool:
-        return self._own.came_here()
+    @property
+    def here(self) -> int | None:
+        return self._own.signal
+
+    def heed(self, signals: Sequence[int | None]) -> None:
+        self.signal = next((number for number in signals if number is not None), None)
+        self._own.agreed, self._heeded = self.signal is not None, True
 
 
 _current: list[StopRequest] = []  # the one whose handlers are installed

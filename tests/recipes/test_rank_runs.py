@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from torch import distributed
 
 from megatrain.config import load_config
 from megatrain.heartbeat import may_end_here
@@ -153,6 +154,31 @@ def test_two_that_share_sequences_train_as_one_and_that_goes_on(project, megatra
     assert_steps_agree(Path("run"), Path("alone"), "loss", "grad_norm", "lr", "target_tokens")
     held_out = [evaluations_of(Path(run))[-1]["eval_loss"] for run in ("run", "alone")]
     assert held_out[0] == pytest.approx(held_out[1], rel=1e-5)
+
+
+def counting(rank: int) -> None:
+    """Count the main thread's messages to other ranks from step to step."""
+    found, gather = list[int](), distributed.all_gather
+
+    def counted(*given: Any, **named: Any) -> Any:
+        found[-1:] = [found[-1] + 1] if found else []
+        return gather(*given, **named)
+
+    def step(run: Run) -> None:
+        found.append(0)
+        Path(f"messages-{rank}").write_text(json.dumps(found))
+
+    pytest.MonkeyPatch().setattr(distributed, "all_gather", counted)
+    at_steps(step)
+
+
+def test_ranks_tell_each_other_little_at_a_step(project):
+    """What a step has to learn, how many micro-batches, its loss; at last times, and a stop."""
+    line = train("train.max_steps=4", "train.eval_every=null", "checkpoint.every=null")
+    assert Started(2, line, first=counting).wait() == [0, 0]
+    for rank in range(2):
+        *steps, _ = json.loads(Path(f"messages-{rank}").read_text())
+        assert steps == [4, 4, 4]
 
 
 SHARED = "train.context_parallel"

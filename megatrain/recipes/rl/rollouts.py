@@ -402,7 +402,7 @@ class Rollouts:
                     journal.add(answer)
                     lacking[answer.key].remove(answer.number)
                     judge_if_whole(answer.key)
-                    if stop.came_here():
+                    if stop.here:
                         break
         rollout_s = time.perf_counter() - began
         if stop.came():
