@@ -1,6 +1,7 @@
 """Commands that need no recipe: help, init, schema, and what starts without importing much."""
 
 import json
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -79,6 +80,27 @@ def test_help_and_config_import_nothing_heavy():
     code = f"import sys\nfor statement in {STATEMENTS}:\n exec(statement)\n {found}\n {behind}"
     done = run_python("-c", code)
     assert done.returncode == 0, done.stderr
+
+
+REFUSED = {
+    "train mine.yaml": "holds a run already; continue it with `megatrain resume run`",
+    "rollout mine.yaml": "method: sft writes no answers",
+    "push run me/mine": "nothing is uploaded without a token",
+    "plan qwen2.5-7b --gpu nothing --ram 64GiB": "'nothing' is not known; choose one of",
+}
+
+
+def test_what_names_and_files_tell_is_told_before_anything_heavy_is_imported(tmp_path):
+    (tmp_path / "run/checkpoint-3").mkdir(parents=True)
+    (tmp_path / "mine.yaml").write_text("model: some/model\ndata: {train: rows.jsonl}\noutput: run")
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "a", "completion": "b"}')
+    behind = f"print(*(name for name in {HEAVY[:-1]} if name in sys.modules), file=sys.stderr)"
+    lines = [f"{MAIN}({shlex.split(line)!r}); {behind}" for line in REFUSED]
+    done = run_python("-c", "import sys\n" + "\n".join(lines), cwd=tmp_path, env=ENV)
+    told = done.stderr.splitlines()
+    assert len(told) == 2 * len(REFUSED), done.stderr
+    for words, sentence, heavy in zip(REFUSED.values(), told[::2], told[1::2], strict=True):
+        assert words in sentence and heavy == ""
 
 
 def test_libraries_draw_no_progress_bars_into_a_pipe():

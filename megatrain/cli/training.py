@@ -28,6 +28,7 @@ from megatrain.cli.app import (
 )
 from megatrain.errors import ConfigError, PlanError
 from megatrain.machine.launcher import place_of
+from megatrain.methods import METHODS
 from megatrain.models.shapes import SHAPES
 from megatrain.recipes.signals import stop_requests, watchdog
 from megatrain.reporting.progress import logging_on
@@ -73,8 +74,10 @@ def train(
 ) -> None:
     """Train a model as a config file says, on the host's GPUs."""
     from megatrain.config import load_run
+    from megatrain.recipes.ranks.launch import goes_on
 
     settings = load_run(config, overrides or ())  # a typo is reported before torch is imported
+    goes_on(settings)  # and so is another run
     on_several(settings, restarts, settings.output)
     with stop_requests():
         with watchdog(settings.hang_timeout):
@@ -184,6 +187,9 @@ def rollout(
     from megatrain.config import load_run
 
     settings = load_run(config, overrides or ())
+    if METHODS[settings.method].kind != "prompts":
+        words = "writes no answers; name a config of method: grpo, say"
+        raise ConfigError(f"{settings.where('method')}: {settings.method} {words}")
     from megatrain.recipes.rl.tryout import print_answers, try_out
 
     with logging_on(console_on(stderr=True)):

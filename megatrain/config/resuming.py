@@ -18,6 +18,7 @@ from megatrain.settings import EXCLUSIONS, KEYS, OPTIONS, SPENT
 
 # Files of a run folder: the config as asked for, and with what was decided.
 CONFIG_FILE, RESOLVED_FILE = "config.yaml", "config.resolved.yaml"
+ENVIRONMENT_FILE = "env.json"  # versions, hardware, and who started the run
 NEW_ORDER = "sums are added in another order from here on"
 KEPT_OPTIONS = {option.key: option.resumed for option in OPTIONS if option.resumed}
 

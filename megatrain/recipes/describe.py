@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import platform
-import socket
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -13,6 +11,7 @@ from typing import Any
 from megatrain.config import Config
 from megatrain.config.resuming import (
     CONFIG_FILE,
+    ENVIRONMENT_FILE,
     KEPT_CHOICES,
     NEW_ORDER,
     RESOLVED_FILE,
@@ -24,8 +23,8 @@ from megatrain.machine.hardware import update_threads
 from megatrain.machine.profile import installed_version, keep_ratio
 from megatrain.planner.plan import Plan
 from megatrain.recipes.planned_site import prices_of
-from megatrain.recipes.ranks.launch import OWN_LAUNCH
-from megatrain.recipes.report import ENVIRONMENT_FILE, PLAN_FILE
+from megatrain.recipes.ranks.launch import environment, launched_by
+from megatrain.recipes.report import PLAN_FILE
 from megatrain.recipes.rl.rollouts import Rollouts
 from megatrain.recipes.sample import sample
 from megatrain.recipes.setup import decided_of_optimizer, micro_batch_of
@@ -43,9 +42,6 @@ from megatrain.world import World
 
 SUMS, RANKS = "sums_on_device", "ranks"
 FEW_STEPS = 4  # of which the first compiles
-LAUNCH, UNNAMED = "TORCHELASTIC_RUN_ID", "none"  # torchrun's
-JOB, REQUEUED = "SLURM_JOB_ID", "SLURM_RESTART_COUNT"
-OWN_JOB = "MEGATRAIN_JOB"  # the same whenever a scheduler starts the command again
 PACKAGES = ["megatrain", "torch", "transformers", "tokenizers"]
 PACKAGES += ["safetensors", "numba", "numpy", "datasets"]
 DESCRIPTION = (CONFIG_FILE, RESOLVED_FILE, PLAN_FILE, ENVIRONMENT_FILE)
@@ -117,37 +113,9 @@ def described_environment(machine: Machine) -> dict[str, Any]:
         "packages": {name: installed_version(name) for name in PACKAGES},
         "hardware": asdict(machine.hardware),
         "rates": asdict(machine.profile),
-        "launch": _launch(),
-        "job": _job(),
+        **launched_by(),
         "ranks": machine.world.size,
     }
-
-
-def _launch() -> str:
-    """Names the launcher that starts ranks again when one has died; empty: there is none."""
-    name = os.environ.get(LAUNCH) or os.environ.get(OWN_LAUNCH, "")
-    return f"{socket.gethostname()} {os.getppid()}" if name == UNNAMED else name
-
-
-def _job() -> str:
-    return os.environ.get(OWN_JOB) or os.environ.get(JOB, "")
-
-
-def started_again(run_dir: Path) -> bool:
-    """True if the launcher of this process has begun the run in this folder, or its scheduler's
-    job, which was started again since: that has the same command."""
-    try:
-        found = environment(run_dir)
-    except (OSError, ValueError):
-        return False
-    again = bool(os.environ.get(OWN_JOB)) or os.environ.get(REQUEUED, "0") != "0"
-    same_job = again and _job() != "" and found.get("job") == _job()
-    return same_job or (_launch() != "" and found.get("launch") == _launch())
-
-
-def environment(run_dir: Path) -> dict[str, Any]:
-    """Read the file that `describe_run` has written. Raises OSError and ValueError."""
-    return dict(json.loads((run_dir / ENVIRONMENT_FILE).read_text()))
 
 
 def choices_in_words(plan: Plan) -> str:

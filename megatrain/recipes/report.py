@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 
 from megatrain.config.document import plain, read_yaml
-from megatrain.config.resuming import RESOLVED_FILE, flatten
+from megatrain.config.resuming import ENVIRONMENT_FILE, RESOLVED_FILE, flatten
 from megatrain.errors import ConfigError, logger, printable, without_secrets
 from megatrain.machine.launcher import HERE
 from megatrain.recipes.rl.advantages import OF_METHODS, worth
@@ -109,7 +109,7 @@ def _asset(name: str) -> str:
     return (ASSETS / name).read_text(encoding="utf-8")
 
 
-ENVIRONMENT_FILE, PLAN_FILE = "env.json", "plan.json"
+PLAN_FILE = "plan.json"
 # While a run goes on, the page is written again after PACE times the seconds that writing it took,
 # and after EVERY_S at the earliest.
 PACE, EVERY_S = 100, 5.0

@@ -29,7 +29,7 @@ from megatrain.models.family import regimes_of
 from megatrain.models.pretrained import cached_source, digests_of, resolve_source
 from megatrain.planner.job import ImageTokens, StepTokens
 from megatrain.planner.plan import Plan
-from megatrain.recipes.describe import RANKS, SUMS, other_circumstances, started_again, summarize
+from megatrain.recipes.describe import RANKS, SUMS, other_circumstances, summarize
 from megatrain.recipes.loop import fit, saves_beside
 from megatrain.recipes.model import (
     TEMPLATE,
@@ -45,6 +45,7 @@ from megatrain.recipes.model import (
 )
 from megatrain.recipes.planned_machine import find_machine
 from megatrain.recipes.planned_site import beside_others
+from megatrain.recipes.ranks.launch import goes_on
 from megatrain.recipes.ranks.rendezvous import (
     as_rank,
     bind,
@@ -89,7 +90,7 @@ from megatrain.storage.checkpoint import (
     read_about,
 )
 from megatrain.storage.manifest import check_files, read_manifest
-from megatrain.storage.run_folder import CARD, FINAL, checkpoints, sequence_of
+from megatrain.storage.run_folder import CARD, FINAL, sequence_of
 from megatrain.world import ALONE, World
 
 
@@ -124,15 +125,9 @@ def train(config: Config, profile: Path | None = None) -> RunSummary:
 
     def work(session: Session) -> RunSummary:
         world = session.world
-        begun = bool(checkpoints(config.output)) or (config.output / FINAL).exists()
-        if not world.broadcast(begun):
-            return finish_run(get_ready(config, world=world), session, profile=profile)
-        if world.broadcast(started_again(config.output)):
+        if world.on_rank0(partial(goes_on, config)):
             return _resume_in(session, asked_again(config.output, ()), None)
-        raise ConfigError(
-            f"{config.where('output')}: {config.output} holds a run already; continue it with "
-            f"`megatrain resume {config.output}`, or choose another folder"
-        )
+        return finish_run(get_ready(config, world=world), session, profile=profile)
 
     def as_one(world: World) -> RunSummary:
         if profile is not None and world.is_first:

@@ -27,8 +27,9 @@ from megatrain.storage.gguf_file import DTYPES as GGUF_DTYPES
 from megatrain.storage.gguf_file import FILE, family_of, write_gguf
 from megatrain.storage.hashed_file import sync_tree, write_bytes
 from megatrain.storage.manifest import MANIFEST, Manifest, stray_files, verify_checkpoint
-from megatrain.storage.passthrough import CONFIG, Passthrough, as_stored, is_passthrough, with_dtype
+from megatrain.storage.passthrough import Passthrough, as_stored, is_passthrough, with_dtype
 from megatrain.storage.run_folder import (
+    CONFIG,
     find_checkpoint,
     model_files,
     new_folder,

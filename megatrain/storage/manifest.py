@@ -18,7 +18,6 @@ from typing import Any
 from megatrain.errors import DamagedError, StorageError, system_errors
 from megatrain.models.pretrained import DESCRIBED_IN
 from megatrain.storage.hashed_file import WrittenFile
-from megatrain.storage.safetensors import HashedReader, in_parallel, open_regular, read_header
 
 MANIFEST = "MANIFEST.json"
 CHECKPOINT = re.compile(r"checkpoint-(\d+)")
@@ -116,12 +115,15 @@ def read_manifest(checkpoint: Path) -> Manifest:
 
 def read_bytes(path: Path) -> bytes:
     """A small regular file. Raises StorageError naming it."""
+    from megatrain.storage.safetensors import open_regular  # brings torch, as below
+
     with os.fdopen(open_regular(path), "rb") as file, system_errors(path, "read it"):
         return file.read()
 
 
 def describe_files(folder: Path, names: Iterable[str]) -> list[WrittenFile]:
     """Size and SHA-256 of files as they are on the disk. Raises StorageError naming one."""
+    from megatrain.storage.safetensors import HashedReader, in_parallel
 
     def describe(name: str) -> WrittenFile:
         with HashedReader(folder / name) as file:
@@ -135,6 +137,8 @@ def verify_checkpoint(checkpoint: Path | str, deep: bool = True) -> Manifest:
     """Check that a checkpoint is complete, of one step, and has no files that would be read as its
     own. deep: that every byte is as saved; else only small files are hashed. Raises StorageError
     naming the file."""
+    from megatrain.storage.safetensors import read_header
+
     checkpoint = Path(checkpoint)
     manifest = read_manifest(checkpoint)
     with system_errors(checkpoint, "read it"):
@@ -200,6 +204,8 @@ def would_be_read(name: str, code: bool = False) -> bool:
 
 def check_files(checkpoint: Path, manifest: Manifest, names: Iterable[str]) -> None:
     """Read these files to the end. Raises DamagedError naming the first that is not as saved."""
+    from megatrain.storage.safetensors import HashedReader
+
     if not verifies():
         for name in names:
             with HashedReader(checkpoint / name) as file:

@@ -23,12 +23,18 @@ from megatrain.models.pretrained import KEY
 from megatrain.storage.dequantise import Dequantised
 from megatrain.storage.hashed_file import WrittenFile, write_bytes
 from megatrain.storage.manifest import EVERY_STEP, MANIFEST, Manifest, read_bytes, read_manifest
-from megatrain.storage.run_folder import FINAL, PASSENGERS, checkpoints, link_or_copy, new_folder
+from megatrain.storage.run_folder import (
+    CONFIG,
+    FINAL,
+    PASSENGERS,
+    checkpoints,
+    link_or_copy,
+    new_folder,
+)
 from megatrain.storage.safetensors import StoredTensor, TensorSource, dtype_name, read_header
 from megatrain.storage.sharded_write import write_files
 from megatrain.world import World
 
-CONFIG = "config.json"
 # Files beside the weights that neither the tokenizer nor transformers' configurations write.
 OF_PROCESSOR = ("*processor_config.json", "chat_template.json")
 

@@ -20,8 +20,7 @@ from megatrain.storage.manifest import (
     stray_files,
     would_be_read,
 )
-from megatrain.storage.passthrough import CONFIG
-from megatrain.storage.run_folder import CARD, FINAL, RUN_ONLY, model_files
+from megatrain.storage.run_folder import CARD, CONFIG, FINAL, RUN_ONLY, model_files
 from megatrain.version import VERSION
 
 AGAIN = "run the command again: what has arrived is not sent again"

@@ -27,6 +27,7 @@ from megatrain.storage.manifest import CHECKPOINT, MANIFEST, REPLACED, Manifest,
 
 LINKS = ("last", "best", "proven")
 FINAL = "final"
+CONFIG = "config.json"  # of a model
 CARD = "README.md"  # of `final/`
 PASSENGERS = "passengers"  # files of tensors that are the same in all checkpoints
 # Work in progress. Only names that are written here: others that end so are somebody else's.
@@ -144,6 +145,11 @@ def checkpoints(run_dir: Path) -> list[Path]:
         there = [path for path in run_dir.iterdir() if path.is_dir() and not path.is_symlink()]
     folders = [path for path in there if CHECKPOINT.fullmatch(path.name.removesuffix(REPLACED))]
     return sorted(folders, key=lambda p: (int(re.findall(r"\d+", p.name)[0]), p.name))
+
+
+def has_begun(run_dir: Path) -> bool:
+    """True if the folder holds a run that has saved something. Raises StorageError."""
+    return bool(checkpoints(run_dir)) or (run_dir / FINAL).exists()
 
 
 def bytes_needed(folders: Iterable[Path]) -> int:

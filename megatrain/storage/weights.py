@@ -32,13 +32,13 @@ from megatrain.storage.manifest import (
     verifies,
 )
 from megatrain.storage.passthrough import (
-    CONFIG,
     NOTHING,
     Passthrough,
     describe_passthrough,
     passthrough_of,
     with_frozen,
 )
+from megatrain.storage.run_folder import CONFIG
 from megatrain.storage.safetensors import (
     HashedReader,
     StoredTensor,

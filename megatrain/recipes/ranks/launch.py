@@ -6,6 +6,7 @@ which a save may outlast (torch 2.11), and reports a failure that the rank has s
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import signal
@@ -19,18 +20,24 @@ from ctypes import CDLL
 from pathlib import Path
 from secrets import token_hex
 from types import FrameType
+from typing import Any
 
 import typer
 
 from megatrain.config import Config
+from megatrain.config.resuming import ENVIRONMENT_FILE
 from megatrain.errors import UNEXPECTED, ConfigError, StorageError
 from megatrain.machine.hardware import built_for_cuda, visible_gpus
 from megatrain.machine.launcher import HERE, MEETING, NAMES, place_of, started_by
 from megatrain.recipes.signals import INTERRUPTED, STOPPED, STOPS
 from megatrain.reporting.metrics import each_metric
+from megatrain.storage.run_folder import checkpoints, has_begun
 
 LAUNCHER = "MEGATRAIN_LAUNCHER"  # our own process number, for the ranks
 OWN_LAUNCH = "MEGATRAIN_LAUNCH"  # the name of this launcher's run, by which restarted ranks know it
+LAUNCH, UNNAMED = "TORCHELASTIC_RUN_ID", "none"  # torchrun's
+JOB, REQUEUED = "SLURM_JOB_ID", "SLURM_RESTART_COUNT"
+OWN_JOB = "MEGATRAIN_JOB"  # the same whenever a scheduler starts the command again
 SECRET = "MEGATRAIN_SECRET"  # by which ranks of one start know each other's words
 # C++ adds dozens of lines to what ends all; it reads this when torch is loaded
 QUIET = {"TORCH_CPP_LOG_LEVEL": "FATAL"}
@@ -98,6 +105,37 @@ def end_with_launcher() -> None:
             CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
+def launched_by() -> dict[str, str]:
+    """Names of the launcher that starts ranks again when one has died, and of the scheduler's job,
+    for env.json; empty: there is none."""
+    name = os.environ.get(LAUNCH) or os.environ.get(OWN_LAUNCH, "")
+    launch = f"{socket.gethostname()} {os.getppid()}" if name == UNNAMED else name
+    return {"launch": launch, "job": os.environ.get(OWN_JOB) or os.environ.get(JOB, "")}
+
+
+def goes_on(config: Config) -> bool:
+    """True if the folder holds a run that the launcher of this process has begun, or its
+    scheduler's job, which was started again since: that has the same command. False: it holds none.
+    Raises ConfigError for another run, and StorageError."""
+    if not has_begun(config.output):
+        return False
+    now, then = launched_by(), dict[str, Any]()
+    with suppress(OSError, ValueError):
+        then = environment(config.output)
+    again = bool(os.environ.get(OWN_JOB)) or os.environ.get(REQUEUED, "0") != "0"
+    if any(now[name] and now[name] == then.get(name) for name in ["launch", "job"][: 1 + again]):
+        return True
+    raise ConfigError(
+        f"{config.where('output')}: {config.output} holds a run already; continue it with "
+        f"`megatrain resume {config.output}`, or choose another folder"
+    )
+
+
+def environment(run_dir: Path) -> dict[str, Any]:
+    """Read the file that `describe_run` has written. Raises OSError and ValueError."""
+    return dict(json.loads((run_dir / ENVIRONMENT_FILE).read_text()))
+
+
 class Restarts:
     """Restarts of a run that died or failed unexpectedly: at most `most`, and none once it has
     failed three times without a new step. run_dir: its folder."""
@@ -116,7 +154,7 @@ class Restarts:
             step = max((row.get("step", 0) for row in each_metric(self._run_dir)), default=0)
         self._failures = 1 if step > self._furthest else self._failures + 1
         self._furthest = step = max(step, self._furthest)
-        saved, stuck = any(self._run_dir.glob("checkpoint-*")), self._failures == FAILURES_AT_A_STEP
+        saved, stuck = bool(checkpoints(self._run_dir)), self._failures == FAILURES_AT_A_STEP
         if may := not stuck and self._done < self.most:
             self._done += 1
             begin = "its newest checkpoint" if saved else "its beginning"

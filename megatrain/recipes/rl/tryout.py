@@ -14,8 +14,7 @@ from rich.table import Table
 
 from megatrain.config import Config
 from megatrain.data.rows import permutation
-from megatrain.errors import ConfigError, printable
-from megatrain.methods import METHODS
+from megatrain.errors import printable
 from megatrain.recipes.inspect import frozen_engine
 from megatrain.recipes.model import read_model, suited
 from megatrain.recipes.rl.prompts import read_prompt_rows
@@ -28,10 +27,7 @@ SHOWN = 200  # characters of a prompt or an answer
 
 def try_out(config: Config, prompts: int) -> dict[str, Any]:
     """Write `num_generations` answers to each of some prompts, the first of a run, and judge
-    them. Raises ConfigError for another method."""
-    if METHODS[config.method].kind != "prompts":
-        words = "writes no answers; name a config of method: grpo, say"
-        raise ConfigError(f"{config.where('method')}: method: {config.method} {words}")
+    them. config: of a method of prompts."""
     quiet_libraries()
     model = suited(read_model(config), config)
     rows, _ = read_prompt_rows(config, model, day_of(config))
