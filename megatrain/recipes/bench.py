@@ -128,7 +128,7 @@ class BenchResult:
             "mfu": mfu,  # of each rank; None where the device's peak is unknown
             "gpu_busy": None if self.computing_s is None else self.computing_s / seconds,
             "time": asdict(spent),
-            "advice": advise(spent, facts_of(config, plan), mfu),
+            "advice": advise(spent, facts_of(config, plan), mfu, step_s=seconds),
             "choices": choices_in_words(plan),
             "ranks": ranks,
             "setup_s": self.setup_s,

@@ -175,6 +175,7 @@ def facts_of(config: Config, plan: Plan, resumed: bool = False) -> Facts:
         second_backward=choices.second_backward,
         update_threads=choices.update_threads,
         idle_threads=max(0, idle),
+        planned_s=plan.timing.seconds,
         asked=frozenset(asked.difference(KEPT_CHOICES if resumed else ())),
     )
 

@@ -214,7 +214,8 @@ def _measure(
     run.spent_s, run.spent = run.spent_s + seconds, run.spent + drawn
     mfu = run.work.mfu(batch.lengths, seconds, run.gpu_name)
     mfu = None if mfu is None else mfu / world.size
-    run.advice = advise(run.steady.total, run.facts, mfu, run.load.read())
+    steady = run.steady.total, run.facts, mfu, run.load.read(), run.steady.median_s
+    run.advice = advise(*steady)
     return StepMetrics(
         step=run.step,
         loss=result.loss,

@@ -220,6 +220,7 @@ class RunSummary:
 # -- advice --------------------------------------------------------------------------------------
 
 WORTH_NAMING = 0.05  # share of a step below which no wait is named
+LATE = 2.0  # measured over planned step, from where the plan was not made for this machine
 # Layers below this share of the GPU's peak wait for kernel launches, or for memory between kernels.
 LAUNCH_BOUND_MFU = 0.25
 FORWARD_SHARE = 0.3  # of a step's computation: the host's update hides behind the forward pass
@@ -239,17 +240,25 @@ class Facts:
     streams: bool  # some block's weights are on the host
     update_threads: int
     idle_threads: int  # cores that the update could have, and has not
+    planned_s: float | None = None  # of a step
     second_backward: int = 0  # layers whose gradients are computed twice
     asked: frozenset[str] = frozenset()  # config keys the user set where the planner would choose
 
 
-def advise(time: StepTime, facts: Facts, mfu: float | None = None, load: Load | None = None) -> str:
+def advise(
+    time: StepTime,
+    facts: Facts,
+    mfu: float | None = None,
+    load: Load | None = None,
+    step_s: float | None = None,
+) -> str:
     """One sentence: the setting most worth changing and why, or that there is none.
 
     Args:
         time: of one step or of several; of steady ones, for the first of a process compiles.
         mfu: model FLOP utilisation of those steps, 0 to 1; None where the peak is unknown.
         load: of the processors meanwhile; None if nobody looked.
+        step_s: seconds of the median step; None: not compared with the plan's.
     """
     waits = {name: share for name, share in time.shares().items() if name != "compute"}
     wait = max(waits, key=lambda name: waits[name])
@@ -258,7 +267,7 @@ def advise(time: StepTime, facts: Facts, mfu: float | None = None, load: Load | 
         return f"{load.words}: stop them, or expect longer steps than planned"
     if held_up:
         return _against_waiting(wait, time, facts)
-    return _against_computing(time, facts, mfu)
+    return _against_computing(time, facts, mfu) or _against_nothing(time, facts, step_s)
 
 
 # In both functions what costs the user nothing comes first.
@@ -293,7 +302,7 @@ def _against_waiting(wait: str, time: StepTime, facts: Facts) -> str:
     return f"name folders on more drives in memory.nvme, or {more}" if wait == "wait_nvme" else more
 
 
-def _against_computing(time: StepTime, facts: Facts, mfu: float | None) -> str:
+def _against_computing(time: StepTime, facts: Facts, mfu: float | None) -> str | None:
     gradients = f"gradients of {number_of(min(facts.second_backward, facts.layers), 'layer')}"
     if facts.second_backward and "memory.second_backward" in facts.asked:
         return f"set memory.second_backward: auto: {gradients} are computed twice"
@@ -307,5 +316,13 @@ def _against_computing(time: StepTime, facts: Facts, mfu: float | None) -> str:
         return f"set train.retained: auto: {twice}"
     if facts.cuda and facts.recomputed > 0 and "memory.gpu" in facts.asked:
         return f"raise memory.gpu: for lack of it {twice}"
+    return None
+
+
+def _against_nothing(time: StepTime, facts: Facts, step_s: float | None) -> str:
     device, busy = "GPU" if facts.cuda else "CPU", time.shares()["compute"]
+    late = (step_s or 0.0) / (facts.planned_s or math.inf)
+    if late >= LATE:
+        slow = f"a step takes {late:.1f} times as long as planned, and no setting explains it"
+        return f"{slow}: measure this machine with `megatrain doctor`, or report it with plan.json"
     return f"nothing is worth changing: the {device} computes {busy:.0%} of the time"

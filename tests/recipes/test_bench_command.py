@@ -77,7 +77,7 @@ def test_of_a_mixture_both_counts_are_said(megatrain, project):
     result = megatrain("bench mixture", *SMALL, *QUICK, "--json").json
     assert result["active_parameters"] == result["plan"]["active_parameters"] == active
     assert result["tflops"] == pytest.approx(6 * active * 256 / result["step_s"] / 1e12)
-    assert f"{active:,} of them active" in megatrain("plan mixture", *TINY_RUN).out
+    assert f"{active:,} of them active" in megatrain("plan mixture --full", *TINY_RUN).out
 
 
 @pytest.mark.parametrize("same", [False, True])

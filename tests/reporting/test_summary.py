@@ -210,6 +210,10 @@ def test_there_is_advice_whatever_the_times_and_none_for_a_small_wait():
         assert "\n" not in sentence
     assert advise(StepTime(compute=96.0, wait_update=4.0), H200, 0.4).startswith("nothing")
     assert not advise(StepTime(compute=94.0, wait_update=6.0), H200, 0.4).startswith("nothing")
+    planned = replace(H200, planned_s=2.0)
+    assert advise(COMPUTING, planned, 0.4, step_s=3.9).startswith("nothing")
+    late = advise(COMPUTING, planned, 0.4, step_s=174.0)
+    assert late.startswith("a step takes 87.0 times as long as planned, and no setting explains it")
 
 
 # -- other processes' load on the machine, and the advice that knows of it -------------------------
