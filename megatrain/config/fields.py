@@ -390,6 +390,8 @@ READERS: tuple[tuple[str, Callable[[Config], bool], str], ...] = (
     ("checkpoint.patience", _held_out, EVALUATED),
     ("checkpoint.metric", _held_out, EVALUATED),
     ("checkpoint.greater_is_better", _held_out, EVALUATED),
+    ("eval.prompts", lambda c: isinstance(c.eval.prompts, str) or _held_out(c),
+     "a number of held-out rows; set data.eval too, or name a file"),
     ("eval.max_new_tokens", lambda c: c.eval.prompts is not None,
      "has no effect without eval.prompts; set that"),
     ("memory.nvme_size", lambda c: c.memory.nvme is not None,
@@ -486,8 +488,8 @@ def fault_of_rollouts(config: Config) -> tuple[str, str] | None:
 
 
 def check_prompts(config: Config) -> list[Turns]:
-    """Read `eval.prompts`, if it is set. Raises DataError with the place of the key."""
-    if config.eval.prompts is None:
+    """Read `eval.prompts`, if it is a file. Raises DataError with the place of the key."""
+    if not isinstance(config.eval.prompts, str):
         return []
     try:
         return read_prompts(config.eval.prompts)

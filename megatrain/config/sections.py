@@ -333,10 +333,10 @@ class CheckpointOptions(Options):
 class EvalOptions(Options):
     """Prompts that evaluations answer. Tasks of lm-eval are run by `megatrain eval RUN --tasks`."""
 
-    prompts: v.SourceOrNull = key(
+    prompts: v.FileOrCount = key(
         None,
-        "File of prompts that every evaluation answers into samples.jsonl: text, one a line, or "
-        "jsonl with `prompt` or `messages`.",
+        "Prompts that every evaluation answers into samples.jsonl: a number of held-out rows, up "
+        "to their answers; or a file of text, one a line, or jsonl with `prompt` or `messages`.",
     )
     max_new_tokens: v.Count = key(MAX_NEW_TOKENS, "Longest answer to one of them in tokens.")
 

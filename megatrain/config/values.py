@@ -233,6 +233,7 @@ _Counted = BeforeValidator(_counted)
 Count = Annotated[int, Field(ge=1), _Counted, "a whole number of at least 1"]
 Number = Annotated[int, Field(ge=0), _Counted, "a whole number of at least 0"]
 Group = Annotated[int, Field(ge=2), _Counted, "a whole number of at least 2"]
+FileOrCount = Annotated[Count | Source | None, "a file, a whole number of at least 1 or null"]
 SequenceLength = Annotated[int, Field(ge=2), _Counted, "a whole number of tokens of at least 2"]
 Seed = Annotated[
     int, Field(ge=0, lt=2**63), BeforeValidator(_whole), "a whole number from 0 to 2^63 - 1"

@@ -118,6 +118,8 @@ def as_yaml(values: Mapping[str, Any], rows: Rows, made: Plan) -> str:
         f"  learning_rate: {METHODS[values['method']].learning_rate:g}",
         "",
     ]
+    if not METHODS[values["method"]].scores:
+        lines += ["eval: {prompts: 2}  # held-out rows that the report shows answered", ""]
     if "optimizer" in values:
         lines += ["optimizer: {moments: int8}  # to fit", ""]
     lines += [

@@ -57,7 +57,7 @@ from megatrain.recipes.ranks.rendezvous import (
 from megatrain.recipes.report import REPORT_FILE, write_report
 from megatrain.recipes.rl.prompts import PromptRows, planned_for, read_prompt_rows
 from megatrain.recipes.rl.rollouts import Rollouts
-from megatrain.recipes.sample import check_sample_prompt, eval_prompts
+from megatrain.recipes.sample import check_sample_prompt, eval_prompts, prompts_of_rows
 from megatrain.recipes.session import Session, check_links, check_output, open_run, run_session
 from megatrain.recipes.setup import (
     check_cuts,
@@ -226,6 +226,7 @@ def get_ready(
     may_end_here()
     prompts = eval_prompts(config, model)
     plan, loader, held_out = open_loader(config, model, resolved, day, given, expected)
+    prompts = prompts or prompts_of_rows(config, model, held_out)
     plan.check()
     settings = vars(plan.choices.settings(plan.job, resolved.request.nvme_folders))
     settings = {"precision": machine.precision, "packed": resolved.packed_to} | settings

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
+from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
 
 SAMPLE_TOKENS = 48
 GREEDY = Draw(temperature=0.0)
-EvalPrompt = tuple[Turns, list[int]]  # a conversation, and its token ids
+EvalPrompt = tuple[Turns, list[int]]  # a conversation, or what a row begins with; its token ids
 
 TEXT_PROMPT_TOKENS = 32  # of a row without turns, at most: the rest is up to the model
 
@@ -178,6 +179,33 @@ def eval_prompts(config: Config, model: Model) -> list[EvalPrompt]:
     return found
 
 
+def prompts_of_rows(config: Config, model: Model, rows: Rows | None) -> list[EvalPrompt]:
+    """The first `eval.prompts` of the rows that leave room for an answer, if that is a number; a
+    warning says if they are fewer."""
+    wanted, longest = config.eval.prompts, positions_of(model)
+    if not isinstance(wanted, int) or rows is None:
+        return []
+    room = math.inf if longest is None else longest - config.eval.max_new_tokens
+    every = (context_of(model, rows, number) for number in range(len(rows)))
+    found = list(islice((one for one in every if len(one[1]) <= room), wanted))
+    if len(found) < wanted:
+        where = config.where("eval.prompts")
+        logger.warning(f"{where}: of {wanted} {len(found)} are answered, as rows are few or long")
+    return found
+
+
+def context_of(model: Model, rows: Rows, number: int) -> EvalPrompt:
+    """A row up to its answer; of a text its beginning."""
+    row, mask = rows.row(number)
+    context = min(TEXT_PROMPT_TOKENS, len(row) // 2)
+    if not mask[:2].any():
+        context = int(mask.argmax()) if mask.any() else len(row)
+    ids = row[: max(1, context)].tolist()
+    question = str(model.tokenizer.decode(ids, skip_special_tokens=True)).strip()
+    pictures = rows.pictures(number, 0) if isinstance(rows, TokenRows) else ()
+    return [{**user("", pictures), "content": question}], ids
+
+
 def answers_to(
     prompts: Sequence[EvalPrompt],
     engine: Engine,
@@ -187,7 +215,8 @@ def answers_to(
 ) -> list[dict[str, Any]] | None:
     """Answers with their prompts, for samples.jsonl; None if asked to stop."""
     requests = [
-        AnswerRequest(number, ids, (0,), max_new_tokens) for number, (_, ids) in enumerate(prompts)
+        AnswerRequest(number, ids, (0,), max_new_tokens, images_in(model, turns, ids))
+        for number, (turns, ids) in enumerate(prompts)
     ]
     written = dict[int, list[int]]()
     for one in engine.rollout(requests, GREEDY, end_tokens(model)) if prompts else ():
@@ -279,11 +308,5 @@ def sample(
         return prompt, answer(engine, model, [user(prompt)], SAMPLE_TOKENS)
     if held_out is None or engine.anatomy.labels is not None:
         return None, None
-    row, mask = held_out.row(0)
-    context = min(TEXT_PROMPT_TOKENS, len(row) // 2)
-    if not mask[:2].any():
-        context = int(mask.argmax()) if mask.any() else len(row)
-    ids = row[: max(1, context)].tolist()
-    question = str(model.tokenizer.decode(ids, skip_special_tokens=True)).strip()
-    turns = [user("", held_out.pictures(0, 0) if isinstance(held_out, TokenRows) else ())]
-    return question, answer(engine, model, turns, SAMPLE_TOKENS, ids=ids)
+    turns, ids = context_of(model, held_out, 0)
+    return turns[0]["content"], answer(engine, model, turns, SAMPLE_TOKENS, ids=ids)

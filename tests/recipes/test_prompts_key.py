@@ -39,6 +39,18 @@ def test_without_held_out_rows_they_are_answered_too(megatrain, project):
     assert [row["step"] for row in samples(project / "run")] == [0, 0, 1, 1]
 
 
+def test_a_number_takes_that_many_held_out_rows(megatrain, project):
+    """Up to their answers; texts up to some tokens."""
+    keys = ("data.eval=3", "eval.max_new_tokens=4", "train.max_steps=1")
+    megatrain("train cfg.yaml eval.prompts=2", *keys)
+    found = samples(project / "run")
+    assert [row["step"] for row in found] == [0, 0, 1, 1]
+    asked = [row["prompt"] for row in found[:2]]
+    assert all("Count to" in one for one in asked) and len(set(asked)) == 2
+    few = megatrain("train cfg.yaml output=few eval.prompts=5", *keys)
+    assert "eval.prompts: of 5 3 are answered, as rows are few or long" in few.err
+
+
 @pytest.mark.slow
 def test_a_resumed_run_answers_none_twice(megatrain, project, monkeypatch):
     steps = ("train.max_steps=4", "checkpoint.every=2")
@@ -62,6 +74,7 @@ def test_a_resumed_run_answers_none_twice(megatrain, project, monkeypatch):
 
 
 REFUSED = {
+    "eval.prompts=2 data.eval=null": (2, "eval.prompts: a number of held-out rows; set data.eval"),
     "eval.prompts=none.txt": (
         3,
         "eval.prompts: none.txt: no such file; it holds one prompt a line",
