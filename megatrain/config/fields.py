@@ -142,8 +142,10 @@ class TrainOptions(Options):
         "Tensors not to train: names as in the model's folder, or globs; null: none, but where "
         "images are read what sees, except its projector.",
     )
-    eval_every: v.Count | None = key(
-        100, "Steps between evaluations; null evaluates only before and after the run."
+    eval_every: v.Often | None = key(
+        100,
+        "Steps between evaluations, or a share of an epoch's: 0.25, or epoch; null evaluates only "
+        "before and after the run.",
     )
     eval_rows: v.Count | None = key(None, "Largest number of held-out rows per evaluation.")
     log_every: v.Count = key(1, "Steps between terminal lines; metrics.jsonl has every step.")
@@ -510,6 +512,10 @@ def fault_of_streaming(config: Config) -> tuple[str, str] | None:
     if isinstance(data.eval, float):
         ways = "a number of rows, which come from the first window, a source of its own, or null"
         return "data.eval", f"a share is of the whole set, {unknown}; set {ways}"
+    often = {"train.eval_every": train.eval_every, "checkpoint.every": config.checkpoint.every}
+    for name, every in often.items():
+        if isinstance(every, float | str):
+            return name, f"a share is of an epoch, {unknown}; set a number of steps"
     if any(one.weight is not None for one in data.train):
         return "data.train", f"weights are of whole sets, {unknown}; remove them"
     return None

@@ -79,14 +79,21 @@ def _evaluation(value: object) -> object:
         return NOTHING
     if _same("no", value) or value is False:
         return None
-    offered = "only counting steps is offered (train.eval_every), or no evaluation (`no`)"
-    raise ValueError(f"{shown(value)} cannot be honoured: {offered}")
+    ways = "set train.eval_every to steps, a share of an epoch or epoch; `no` for no evaluation"
+    raise ValueError(f"{shown(value)} cannot be honoured: {ways}")
 
 
 def _count(value: object) -> object:
     if isinstance(value, int) and not isinstance(value, bool) and value >= 1:
         return value
     raise ValueError(f"must be a whole number of at least 1, not {shown(value)}")
+
+
+def _per_epoch(value: object) -> object:
+    if _same(0, value) or value is None:
+        return None
+    times = _count(value)
+    return "epoch" if times == 1 else 1 / times  # type: ignore[operator]
 
 
 def _share(value: object) -> object:
@@ -157,6 +164,11 @@ ALIASES: dict[str, Alias] = {
     "adam_beta2": Alias(BETA2),
     **of_each("per_device_train_batch_size micro_batch_size", Alias(ROWS_PER_DEVICE, _count)),
     "gradient_accumulation_steps": Alias(ACCUMULATION, _count),
+    # theirs is a share of all steps where it is below 1
+    "eval_steps": Alias(("train", "eval_every"), _count),
+    "save_steps": Alias(("checkpoint", "every"), _count),
+    "evals_per_epoch": Alias(("train", "eval_every"), _per_epoch),
+    "saves_per_epoch": Alias(("checkpoint", "every"), _per_epoch),
     "max_steps": Alias(("train", "max_steps"), _but(-1, None)),
     **of_each("lr_scheduler_type lr_scheduler", Alias(("train", "schedule"), _schedule)),
     "warmup_ratio": Alias(("train", "warmup"), _share),

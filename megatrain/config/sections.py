@@ -301,8 +301,10 @@ MAX_NEW_TOKENS = 128
 class CheckpointOptions(Options):
     """Times at which the run is saved, and what is kept."""
 
-    every: v.Count | None = key(
-        200, "Steps between checkpoints; the last step is always kept. null saves only at the end."
+    every: v.Often | None = key(
+        200,
+        "Steps between checkpoints, or a share of an epoch's; the last step is always kept. null "
+        "saves only at the end.",
     )
     keep: v.Count = key(
         2,

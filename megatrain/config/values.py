@@ -233,6 +233,10 @@ _Counted = BeforeValidator(_counted)
 Count = Annotated[int, Field(ge=1), _Counted, "a whole number of at least 1"]
 Number = Annotated[int, Field(ge=0), _Counted, "a whole number of at least 0"]
 Group = Annotated[int, Field(ge=2), _Counted, "a whole number of at least 2"]
+Often = Annotated[
+    Count | Annotated[float, Field(gt=0, lt=1)] | Literal["epoch"],
+    "a number of steps, a share of an epoch's steps below 1, or epoch",
+]
 FileOrCount = Annotated[Count | Source | None, "a file, a whole number of at least 1 or null"]
 SequenceLength = Annotated[int, Field(ge=2), _Counted, "a whole number of tokens of at least 2"]
 Seed = Annotated[

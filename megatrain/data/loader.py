@@ -187,6 +187,11 @@ class Loader:
             total = after.step
         return total
 
+    def steps_of_epoch(self) -> float:
+        """Steps of a whole epoch, by the first one."""
+        share = self._epoch_rows(0) / len(self.rows)  # below 1 where the run is shorter
+        return sum(1 for _ in self._step_ends(Position())) / share
+
     def rows_of_a_step(self) -> int:
         """Median number over the run's first steps; the last step of an epoch has what is left."""
         ends = [0, *islice(self._step_ends(Position()), STEPS_LOOKED_AT)]

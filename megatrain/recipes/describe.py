@@ -55,6 +55,8 @@ def decided(ready: Ready) -> dict[str, Any]:
         "data.packing": resolved.packed_to is not None,
         "model.images": ready.model.sight is not None,
         "data.date": ready.day.isoformat(),
+        "checkpoint.every": ready.save_every,
+        "train.eval_every": ready.eval_every,
         "precision": resolved.machine.precision,
         "compile": resolved.compile,
         "train.router_aux_loss_coef": resolved.router_aux_loss_coef,

@@ -76,9 +76,9 @@ def fit(run: Run, stop: StopRequest) -> bool:
         # after the last step nothing would be left to resume, so no request is heeded
         request = StopRequest() if last else stop
         # while steps are skipped the weights may be lost: good checkpoints stay
-        saving = last or (due(config.checkpoint.every, run.step) and not run.non_finite)
+        saving = last or (due(run.save_every, run.step) and not run.non_finite)
         # each checkpoint has its held-out loss; a run that is asked to stop saves at once
-        found = evaluate(run, request) if saving or due(config.train.eval_every, run.step) else None
+        found = evaluate(run, request) if saving or due(run.eval_every, run.step) else None
         run.report.write()
         saving = saving or is_better(config, found, run.best)
         enough = count_patience(run, found)
@@ -135,14 +135,15 @@ def due(every: int | None, step: int) -> bool:
     return every is not None and step % every == 0
 
 
-def still_to_come(config: Config, evaluates: bool, total: int, step: int) -> dict[str, int]:
+def still_to_come(
+    save: int | None, look: int | None, evaluates: bool, total: int, step: int
+) -> dict[str, int]:
     """Count the evaluations and saves that follow step `step` of `total`, the last step's included.
-    Not foreseen: saves of better evaluations, and an end by patience."""
+    Not foreseen: saves of better evaluations, and an end by patience. save, look: steps between."""
 
     def multiples(*every: int | None) -> int:
         return 0 if None in every else total // math.lcm(*every) - step // math.lcm(*every)  # type: ignore[arg-type]
 
-    save, look = config.checkpoint.every, config.train.eval_every
     last = int(step < total)
     saves = multiples(save) + last - int(last and due(save, total))
     looks = multiples(save) + multiples(look) - multiples(save, look)
@@ -513,7 +514,8 @@ def saves_beside(run: Run) -> Iterator[None]:
     """Let saves go on beside the training inside, if there are some before its end, and room for
     them: as planned, and now."""
     config, plan = run.config, run.plan
-    if plan.saves_beside and still_to_come(config, False, run.total_steps, run.step)["saving"] > 1:
+    counts = still_to_come(run.save_every, None, False, run.total_steps, run.step)
+    if plan.saves_beside and counts["saving"] > 1:
         now = read_hardware(config.output, "cpu")
         if now.host_available_bytes - now.resident_bytes >= plan.disk["checkpoint 1"]:
             run.beside = Beside(run.engine)

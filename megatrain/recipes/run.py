@@ -74,7 +74,7 @@ from megatrain.recipes.setup import (
     sharing,
 )
 from megatrain.recipes.signals import Stopped
-from megatrain.recipes.state import Ready
+from megatrain.recipes.state import Ready, steps_between
 from megatrain.recipes.verify import causes_named, check_once
 from megatrain.reporting.metrics import held_out_losses
 from megatrain.reporting.progress import Progress
@@ -244,6 +244,8 @@ def get_ready(
         held_out=held_out,
         prompts=prompts,
         day=day,
+        save_every=steps_between(config.checkpoint.every, loader),
+        eval_every=steps_between(config.train.eval_every, loader),
     )
 
 
@@ -287,7 +289,7 @@ def plan_and_loader(
 ) -> tuple[Plan, Loader | Rollouts]:
     """The plan, which now counts checkpoints and padding, and the loader of its micro-batches, or
     what writes the answers to prompts, all of which the plan takes for as long as they may be."""
-    train, every, request = config.train, config.checkpoint.every, resolved.request
+    train, request = config.train, resolved.request
     common: dict[str, Any] = {
         "micro_batch_tokens": request.least_tokens,  # no row is longer
         "pack_to": resolved.packed_to,
@@ -317,6 +319,7 @@ def plan_and_loader(
         if isinstance(rows, TokenRows):
             known["images"] = ImageTokens(*rows.image_tokens())
     steps = loader.steps_total()
+    every = steps_between(config.checkpoint.every, loader)
     written = 1 if every is None else -(-steps // every)
     plan = plan_run(config, resolved, steps, checkpoints_written=written, **known)
     return plan, replace(loader, micro_batch_tokens=micro_batch_of(config, plan))

@@ -171,7 +171,8 @@ def open_run(
     kept["held_out"] = ready.held_out.digest if ready.held_out else None
     evaluates = ready.held_out is not None or bool(ready.prompts)
     total, gpu, step = loader.steps_total(), machine.hardware.gpu, state["step"]
-    progress.begin(total, step, partial(still_to_come, config, evaluates, total))
+    often = ready.save_every, ready.eval_every, evaluates
+    progress.begin(total, step, partial(still_to_come, *often, total))
     if isinstance(loader, Rollouts):
         loader.begin(engine, stack, config.output / REWARDS_LOG)
     meter = stack.enter_context(GpuMeter(machine.device))

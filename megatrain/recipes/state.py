@@ -36,6 +36,14 @@ from megatrain.storage.run_folder import RunLock
 BEGINNING: dict[str, Any] = {"step": 0, "tokens": 0, "best": {}, "non_finite": 0, "waited": 0}
 
 
+def steps_between(often: float | str | None, loader: Loader | Rollouts) -> int | None:
+    """Steps of a number of them, of a share of an epoch, or of an `epoch`; None: never."""
+    if often is None or isinstance(often, int):
+        return often
+    share = 1.0 if isinstance(often, str) else often
+    return max(1, round(share * loader.steps_of_epoch()))
+
+
 @dataclass(kw_only=True)
 class Ready:
     """A run that is known to fit, before anything large is loaded.
@@ -44,6 +52,8 @@ class Ready:
         held_out: rows that evaluations take.
         prompts: that evaluations answer.
         day: the date that chat templates get.
+        save_every, eval_every: steps between checkpoints, and between evaluations; None: at the
+            ends alone.
     """
 
     config: Config
@@ -53,6 +63,8 @@ class Ready:
     held_out: Rows | None
     prompts: Sequence[EvalPrompt]
     day: date
+    save_every: int | None
+    eval_every: int | None
 
     @property
     def resolved(self) -> Resolved:

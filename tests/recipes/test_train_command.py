@@ -297,17 +297,31 @@ def test_a_tracker_that_is_not_installed_is_refused_at_once(megatrain, project, 
     assert not (project / "run").exists()
 
 
+def test_evaluations_and_saves_come_at_shares_of_an_epoch(megatrain, project):
+    whole = "train cfg.yaml train.epochs=1.5 train.max_steps=null checkpoint.keep=9"
+    megatrain(f"{whole} train.eval_every=0.25 checkpoint.every=epoch")
+    run = project / "run"
+    decided = load_config(run / "config.resolved.yaml")
+    of_epoch, quarter = decided.checkpoint.every, decided.train.eval_every
+    assert isinstance(of_epoch, int) and isinstance(quarter, int)
+    assert quarter == round(of_epoch / 4) and of_epoch > 4
+    last = steps_of(run)[-1]["step"]
+    evaluated = [row["step"] for row in metrics_of(run) if "eval_loss" in row]
+    assert evaluated == sorted({0, of_epoch, last, *range(quarter, last, quarter)})
+    saved = [f"checkpoint-{step}" for step in (of_epoch, last)]
+    assert {*saved} <= {path.name for path in run.iterdir()}
+    assert load_config(run / "config.yaml").train.eval_every == 0.25
+    refused = megatrain("train cfg.yaml output=no data.streaming=true train.eval_every=0.5", code=2)
+    assert "train.eval_every: a share is of an epoch, whose size is not known" in refused.err
+
+
 @pytest.mark.parametrize("save", [None, 1, 4, 5, 20])
 @pytest.mark.parametrize("look", [None, 1, 3, 6])
 @pytest.mark.parametrize("evaluates", [True, False])
 def test_what_is_still_to_come_is_counted_as_the_loop_does_it(save, look, evaluates):
-    config = mt.load_config(
-        {"model": "m", "data": {"train": "x"}},
-        {"checkpoint.every": save, "train.eval_every": look, "train.max_steps": 12},
-    )
     for step in range(13):
         later = range(step + 1, 13)
         saves = {n for n in later if n == 12 or loop.due(save, n)}
         looks = saves | {n for n in later if loop.due(look, n)}
         expected = {"saving": len(saves), "evaluating": len(looks) if evaluates else 0}
-        assert loop.still_to_come(config, evaluates, 12, step) == expected
+        assert loop.still_to_come(save, look, evaluates, 12, step) == expected

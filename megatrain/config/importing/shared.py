@@ -176,10 +176,14 @@ def _how_often(sheet: Sheet, what: str, default: int | None) -> None:
         if what == "save":
             sheet.put(key, None, *strategies)
         sheet.drop(f"{strategies[0]} says no", *strategies, name)
+    elif strategy == "epoch" and what != "logging":
+        sheet.put(key, "epoch", *strategies)
+        sheet.drop(f"{strategies[0]} says epoch", name)
     elif strategy == "steps" and isinstance(every, int) and every >= 1:
         sheet.put(key, every, name)
         sheet.drop(NOTHING_ASKED, *strategies)
-    sheet.drop(f"only counting steps is offered: {key} ({ours} unless set)", *strategies, name)
+    offered = f"only counting steps or epochs is offered: {key} ({ours} unless set)"
+    sheet.drop(offered, *strategies, name)
 
 
 def of_method(sheet: Sheet, **other: str) -> None:

@@ -156,6 +156,10 @@ class Rollouts:
             place = self._next(place, count)
         return total if options.max_steps is None else min(total, options.max_steps)
 
+    def steps_of_epoch(self) -> float:
+        """Steps of a whole epoch, no prompts replaced."""
+        return len(self.rows) / self.prompts * self._steps_of(self.prompts)
+
     def _count(self, place: RolloutPosition) -> int:
         """Prompts of the rollout at a place; 0 at the end of the run."""
         if self.config.policy.dynamic_sampling:  # all have as many, and epochs do not end one
