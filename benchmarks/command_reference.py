@@ -30,7 +30,7 @@ Results go to stdout, logs to stderr; `--debug` anywhere adds the traceback of a
 MEANINGS = {
     0: "Done; also a reader of the output that has read enough (`| head`).",
     1: "Unexpected, a bug of ours: `--debug` shows the traceback. Also a run that hung.",
-    STOPPED: "A signal (SIGTERM, SIGHUP, SIGUSR1, SIGUSR2, SIGXCPU, SIGALRM) stopped the "
+    STOPPED: "A signal (SIGTERM, SIGHUP, SIGUSR1, SIGXCPU, SIGALRM) stopped the "
     "run; a checkpoint is saved, unless it came before the first step: then nothing was trained, "
     "and a new run may begin there.",
     INTERRUPTED: "Ctrl-C: the same, unless it was pressed twice.",

@@ -30,7 +30,7 @@ from megatrain.errors import ConfigError, PlanError
 from megatrain.machine.launcher import place_of
 from megatrain.methods import METHODS
 from megatrain.models.shapes import SHAPES
-from megatrain.recipes.signals import stop_requests, watchdog
+from megatrain.recipes.signals import SAVES, stop_requests, watchdog
 from megatrain.reporting.progress import logging_on
 from megatrain.reporting.streams import console_on
 
@@ -116,6 +116,16 @@ def resume(
         with verifying(not no_verify):
             summary = run.resume(run_dir, overrides or [], checkpoint)
         finish(summary, as_json)
+
+
+@app.command("save")
+def save_command(run_dir: RunDir) -> None:
+    """Ask a run of this host for a checkpoint after its step; it goes on. So does SIGUSR2."""
+    need_folder(run_dir)
+    from megatrain.storage.run_folder import holder
+
+    os.kill(process := holder(run_dir), SAVES)
+    typer.echo(f"process {process} saves a checkpoint after its step")
 
 
 @app.command()

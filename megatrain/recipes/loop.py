@@ -37,6 +37,7 @@ from megatrain.recipes.state import BEGINNING, Run, Saving
 from megatrain.reporting.energy import Energy, known_sum
 from megatrain.reporting.meters import peak_host_bytes
 from megatrain.reporting.metrics import StepMetrics, StepTime, write_samples
+from megatrain.reporting.progress import IN_FILE
 from megatrain.reporting.summary import advise
 from megatrain.reporting.tracing import record_timeline
 from megatrain.storage.beside import Beside
@@ -75,8 +76,11 @@ def fit(run: Run, stop: StopRequest) -> bool:
         last = run.step == run.total_steps
         # after the last step nothing would be left to resume, so no request is heeded
         request = StopRequest() if last else stop
+        if request.pending:
+            logger.info(f"step {run.step}: {request.pending}", extra={IN_FILE: True})
+        wanted = stop.asks_to_save() or due(run.save_every, run.step)
         # while steps are skipped the weights may be lost: good checkpoints stay
-        saving = last or (due(run.save_every, run.step) and not run.non_finite)
+        saving = last or (wanted and not run.non_finite)
         # each checkpoint has its held-out loss; a run that is asked to stop saves at once
         found = evaluate(run, request) if saving or due(run.eval_every, run.step) else None
         run.report.write()

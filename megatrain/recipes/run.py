@@ -353,7 +353,11 @@ def finish_run(
     with memory_errors(plan), ExitStack() as stack, exact:
         if isinstance(ready.loader, Loader) and ready.loader.windows is not None:
             stack.callback(ready.loader.windows.close)
-        progress = stack.enter_context(Progress(session.console, log_every=train.log_every))
+        progress = stack.enter_context(
+            Progress(
+                session.console, log_every=train.log_every, pending=lambda: session.stop.pending
+            )
+        )
         run = open_run(ready, session, progress, stack, resuming)
         run.trace = profile
         session.stop.loop_begins()

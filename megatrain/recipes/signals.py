@@ -1,12 +1,12 @@
-"""Signals that ask a run to stop, and the watchdog that ends one which hangs.
+"""Signals that ask a run to stop, or to save, and the watchdog that ends one which hangs.
 
 A signal stops a run where nothing is lost: a handler sets a flag.
 
 Before the first step there is nothing to save: `Stopped` is raised where work may end next
 (heartbeat.py), and a second signal of any kind means what it meant before. Then the loop looks at
-the flag. Schedulers warn with SIGTERM, SIGUSR1, SIGUSR2, SIGXCPU or SIGALRM, some with several; a
-terminal that is closed sends SIGHUP, perhaps twice. None of them may end a save, so only Ctrl-C
-stops at once the second time.
+the flag. Schedulers warn with SIGTERM, SIGUSR1, SIGXCPU or SIGALRM, some with several; a terminal
+that is closed sends SIGHUP, perhaps twice. None of them may end a save, so only Ctrl-C stops at
+once the second time. SIGUSR2 asks for a checkpoint after the step, and the run goes on.
 """
 
 from __future__ import annotations
@@ -33,9 +33,13 @@ STOPPED = 75  # exit code: a signal stopped the run, which can be resumed, or di
 INTERRUPTED = 130  # exit code: Ctrl-C, after saving
 EARLY_NOTE = b"\nstopping before the first step; a second signal stops at once\n"
 NOTE = b"\nfinishing this step and saving; Ctrl-C stops at once\n"
-USED_BY_OTHERS = (signal.SIGUSR2, signal.SIGALRM)  # left to a handler that is there already
-OURS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGXCPU)
-STOPS = (*OURS, *USED_BY_OTHERS)
+SAVE_NOTE = b"\nsaving after this step, then going on\n"
+SAVES = signal.SIGUSR2
+USED_BY_OTHERS = (SAVES, signal.SIGALRM)  # left to a handler that is there already
+STOPS = (
+    *(signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1),
+    *(signal.SIGXCPU, signal.SIGALRM),
+)
 STDERR = 2
 
 
@@ -44,10 +48,11 @@ class Stopped(BaseException):
 
 
 class StopRequest:
-    """The signal that asked the run to stop, if one came."""
+    """The signal that asked the run to stop, if one came, and whether one asked it to save."""
 
     def __init__(self) -> None:
         self.signal: int | None = None
+        self.save = False
         self.early = True  # nothing has been trained yet
         self.agreed = False  # on all ranks: each ends, and waits for none
 
@@ -57,10 +62,15 @@ class StopRequest:
     @property
     def here(self) -> int | None:
         """The signal that came to this rank, whatever others know."""
-        return self.signal
+        return SAVES if self.signal is None and self.save else self.signal
 
     def heed(self, signals: Sequence[int | None]) -> None:
         """Agree on every rank's `here`, which ranks told each other beside something else."""
+
+    def asks_to_save(self) -> bool:
+        """True once after a step, on all ranks, if a signal asked for a checkpoint."""
+        asked, self.save = self.save, False
+        return asked
 
     def stop_if_early(self) -> None:
         """Raise Stopped if a signal came before the first step."""
@@ -75,6 +85,13 @@ class StopRequest:
     def of_all(self, world: World) -> StopRequest:
         """A request of any rank, on which all agree each time they ask, at the same place."""
         return self if world.is_alone else _OfAll(self, world)
+
+    @property
+    def pending(self) -> str:
+        """What the run will do after its step, for the panel."""
+        if self.signal is not None:
+            return "stopping after the step, with a checkpoint"
+        return "saving after the step" if self.save else ""
 
     def says(self, what: str) -> bool:
         """Log that the run was stopped; False, which is what `fit` then returns."""
@@ -101,11 +118,17 @@ class _OfAll(StopRequest):
 
     @property
     def here(self) -> int | None:
-        return self._own.signal
+        return self._own.here
 
     def heed(self, signals: Sequence[int | None]) -> None:
-        self.signal = next((number for number in signals if number is not None), None)
+        stops = (number for number in signals if number not in (None, SAVES))
+        self.signal, self.save = next(stops, None), self.save or SAVES in signals
         self._own.agreed, self._heeded = self.signal is not None, True
+
+    def asks_to_save(self) -> bool:
+        if asked := super().asks_to_save():
+            self._own.save = False
+        return asked
 
 
 _current: list[StopRequest] = []  # the one whose handlers are installed
@@ -123,9 +146,9 @@ def all_stop() -> bool:
 
 @contextmanager
 def stop_requests() -> Iterator[StopRequest]:
-    """Turn the first of STOPS into a request. Inside another such block: that block's request. A
-    signal that was ignored before, as SIGHUP under nohup, stays so, and so do a program's own
-    handlers of SIGUSR2 and SIGALRM. Outside the main thread Python allows no handlers."""
+    """Turn the first of STOPS, and every SAVES, into a request. Inside another such block: that
+    block's request. A signal that was ignored before, as SIGHUP under nohup, stays so, and so do a
+    program's own handlers of SIGUSR2 and SIGALRM. Outside the main thread Python allows none."""
     if threading.current_thread() is not threading.main_thread():
         yield StopRequest()
         return
@@ -133,7 +156,7 @@ def stop_requests() -> Iterator[StopRequest]:
         yield _current[0]
         return
     request = StopRequest()
-    found = {number: signal.getsignal(number) or signal.SIG_DFL for number in STOPS}
+    found = {number: signal.getsignal(number) or signal.SIG_DFL for number in (*STOPS, SAVES)}
     before = {
         number: handler
         for number, handler in found.items()
@@ -143,15 +166,15 @@ def stop_requests() -> Iterator[StopRequest]:
     def note(number: int, _frame: FrameType | None) -> None:
         if request.came():
             return
+        if number == SAVES:
+            request.save = True
+            _note(SAVE_NOTE)
+            return
         request.signal = number
         for again in STOPS if request.early else (signal.SIGINT,):
             if again in before:
                 signal.signal(again, before[again])
-        try:
-            # past Python's buffers, which the signal may have interrupted
-            os.write(STDERR, EARLY_NOTE if request.early else NOTE)
-        except OSError:  # of a pipe whose reader died of the same Ctrl-C
-            pass
+        _note(EARLY_NOTE if request.early else NOTE)
 
     for number in before:
         signal.signal(number, note)
@@ -163,6 +186,11 @@ def stop_requests() -> Iterator[StopRequest]:
         _current.clear()
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+def _note(words: bytes) -> None:
+    with suppress(OSError):  # of a pipe whose reader died of the same Ctrl-C
+        os.write(STDERR, words)  # past Python's buffers, which the signal may have interrupted
 
 
 # -- the watchdog ----------------------------------------------------------------------------------

@@ -152,8 +152,11 @@ class _Shown:
 class Progress:
     """Follows a run on `console`: a panel on a terminal, else a line every `log_every` steps."""
 
-    def __init__(self, console: Console, *, log_every: int = 10) -> None:
-        self._log_every = log_every
+    def __init__(
+        self, console: Console, *, log_every: int = 10, pending: Callable[[], str] = str
+    ) -> None:
+        """pending: what was asked of the run meanwhile; empty: nothing."""
+        self._log_every, self._pending = log_every, pending
         self._total_steps: int | None = None
         self._first_step = 0
         self._ahead: Ahead = lambda step: {}
@@ -328,5 +331,6 @@ class Progress:
             names = Text(first[0], style="dim"), Text("   " + second[0], style="dim")
             rows.add_row(names[0], Text(first[1]), names[1], Text(second[1]))
         body = Group(bars, rows, Text(shown.advice, style="dim"))
-        title = f"{shown.title}, {human_seconds(now - self._since)}"
+        pending = f" · {words}" if (words := self._pending()) else ""
+        title = f"{shown.title}, {human_seconds(now - self._since)}{pending}"
         return Panel(body, title=title, title_align="left", expand=False)

@@ -14,7 +14,7 @@ import shutil
 import stat
 import tempfile
 from collections.abc import Collection, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from os.path import isfile  # false where Path's raises: in an unreadable folder
 from pathlib import Path, PurePath
@@ -106,6 +106,22 @@ def run_lock(run_dir: Path) -> Iterator[RunLock]:
         if fd in _locks:  # not in a fork
             _locks.remove(fd)
             os.close(fd)  # releases the lock
+
+
+def holder(run_dir: Path) -> int:
+    """The process of this host that runs in the folder. Raises ConfigError and StorageError."""
+    lock = run_dir / LOCK
+    with system_errors(lock, "read it"):
+        number = lock.read_text(errors="replace").strip() if lock.exists() else ""
+    files = Path(f"/proc/{number}/fd")
+    with suppress(OSError):  # a file was closed meanwhile, or the process is another user's
+        if number.isdecimal() and any(
+            isfile(file) and file.samefile(lock) for file in files.iterdir()
+        ):
+            return int(number)
+    raise ConfigError(
+        f"{run_dir}: no process of yours on this host runs in it; where it runs, send SIGUSR2 to it"
+    )
 
 
 def make_run_dir(run_dir: Path) -> bool:

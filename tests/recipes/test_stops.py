@@ -60,7 +60,7 @@ def saved_steps(run_dir: Path) -> list[int]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("number", "code"), [(signal.SIGTERM, 75), (signal.SIGUSR2, 75), (signal.SIGINT, 130)]
+    ("number", "code"), [(signal.SIGTERM, 75), (signal.SIGUSR1, 75), (signal.SIGINT, 130)]
 )
 def test_a_signal_finishes_the_step_and_saves(megatrain, project, interrupt, number, code):
     """A second warning of a scheduler does not end the save."""
@@ -75,6 +75,22 @@ def test_a_signal_finishes_the_step_and_saves(megatrain, project, interrupt, num
     assert [row["step"] for row in steps_of(project / "run")] == [1, 2]
     assert not (project / "run" / "final").exists()
     assert [signal.getsignal(each) for each, _ in SIGNALS] == handlers
+
+
+def test_a_run_that_is_asked_to_save_saves_and_goes_on(megatrain, project, monkeypatch):
+    original, run_dir = loop.train_step, project / "run"
+
+    def asked(run: Any, *rest: Any) -> None:
+        if run.step == 2:
+            assert "saves a checkpoint" in megatrain("save run").out
+        original(run, *rest)
+
+    monkeypatch.setattr(loop, "train_step", asked)
+    megatrain("train cfg.yaml data.eval=null checkpoint.every=null train.max_steps=4")
+    assert "INFO step 3: saving after the step\n" in (run_dir / "train.log").read_text()
+    assert saved_steps(run_dir) == [3, 4] and (run_dir / "final").is_dir()
+    refused = megatrain("save run", code=2).err
+    assert "no process of yours on this host runs in it" in refused
 
 
 @pytest.mark.slow

@@ -29,7 +29,7 @@ from megatrain.config.resuming import ENVIRONMENT_FILE
 from megatrain.errors import UNEXPECTED, ConfigError, StorageError
 from megatrain.machine.hardware import built_for_cuda, visible_gpus
 from megatrain.machine.launcher import HERE, MEETING, NAMES, place_of, started_by
-from megatrain.recipes.signals import INTERRUPTED, STOPPED, STOPS
+from megatrain.recipes.signals import INTERRUPTED, SAVES, STOPPED, STOPS
 from megatrain.reporting.metrics import each_metric
 from megatrain.storage.run_folder import checkpoints, has_begun
 
@@ -184,12 +184,12 @@ def run_ranks(
     ranks: list[subprocess.Popen[bytes]] = []
 
     def pass_on(number: int, _frame: FrameType | None) -> None:
-        asked.append(number)
+        asked.extend([number] if number in STOPS else ())
         for rank in ranks:
             if rank.poll() is None:
                 rank.send_signal(number)
 
-    before = {number: signal.signal(number, pass_on) for number in STOPS}
+    before = {number: signal.signal(number, pass_on) for number in (*STOPS, SAVES)}
     try:
         while True:
             ranks[:] = _start(given, size, own)
