@@ -71,8 +71,9 @@ def files_of_sdist(dist: Path) -> set[str]:
 def test_the_wheel_is_the_package_and_its_licences(dist):
     with zipfile.ZipFile(dist / WHEEL) as opened:
         held = {name for name in opened.namelist() if ".dist-info/" not in name}
-    package = (path for path in (ROOT / "megatrain").rglob("*") if path.is_file())
-    assert held == {str(path.relative_to(ROOT)) for path in package if path.suffix != ".pyc"}
+    package = [path for path in (ROOT / "megatrain").rglob("*") if path.is_file()]
+    cached = {path for path in package if path.parent.name == "__pycache__"}
+    assert held == {str(path.relative_to(ROOT)) for path in package if path not in cached}
     assert {f"megatrain/{name}" for name in DATA} <= held
     licences = ("LICENSE", "megatrain/recipes/assets/uPlot.LICENSE")
     for licence in licences:
