@@ -88,7 +88,7 @@ class StopRequest:
 
     @property
     def pending(self) -> str:
-        """What the run will do after its step, for the panel."""
+        """The action that was asked of the run, for the panel; empty: none."""
         if self.signal is not None:
             return "stopping after the step, with a checkpoint"
         return "saving after the step" if self.save else ""
