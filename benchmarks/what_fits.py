@@ -36,8 +36,8 @@ STEP = ("train.seq_len=2048", "train.tokens_per_step=65536")
 # docs/my-gpu.md: cards by their memory; dense models from the largest on, and mixtures
 MY_GPU = Path(__file__).parent.parent / "docs" / "my-gpu.md"
 CARD_RAM = ("64GiB", "96GiB", "128GiB", "192GiB", "256GiB", "512GiB")
-CARDS = dict.fromkeys(("RTX 4090", "RTX 5090", "L40S", "H100", "H200"), CARD_RAM)
-CARDS |= {"GB10": ("88GiB",)}  # of the one memory that it has; its row has the rest
+CARDS: dict[str, tuple[str, ...]] = {"GB10": ("88GiB",)}  # of its one memory; the row has the rest
+CARDS |= dict.fromkeys(("RTX 4090", "RTX 5090", "L40S", "H100", "H200"), CARD_RAM)
 DENSE = ("qwen2.5-72b", "qwen2.5-32b", "qwen2.5-14b", "llama-3-8b", "qwen2.5-7b", "qwen3-4b")
 EXPERTS = ("gpt-oss-120b", "qwen3-30b-a3b", "gpt-oss-20b")
 COLUMNS = {
