@@ -209,10 +209,10 @@ def test_the_python_reference_has_every_public_name():
 
 
 def test_a_page_of_plans_has_a_place_for_its_tables():
-    text, name = what_fits.PAGE.read_text(), "tables"
-    written = write_page.filled(text, {name: ["a table"]})
-    assert "a table" in written
-    assert written.partition(f"<!-- {name} -->")[0] == text.partition(f"<!-- {name} -->")[0]
+    for page, names in ((what_fits.PAGE, ["tables"]), (what_fits.MY_GPU, [*what_fits.CARDS])):
+        text, tables = page.read_text(), {name: [f"table of {name}"] for name in names}
+        written = write_page.filled(text, tables)
+        assert written[:99] == text[:99] and all(f"table of {name}\n" in written for name in names)
 
 
 def test_the_index_lists_every_decision_by_its_title():
