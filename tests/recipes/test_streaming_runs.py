@@ -85,6 +85,7 @@ def test_kill_9_in_the_middle_costs_no_bit(forker, megatrain, project, tmp_path)
     cache = f"import os\nos.environ['MEGATRAIN_CACHE'] = '{tmp_path / 'killed'}'\n"
     child = forker.start("train", "cfg.yaml", rows, first=cache + FIRST)
     wait_for(lambda: SAID in log_of(project), seconds=60)
+    wait_for((project / "run/checkpoint-5").is_dir, seconds=60)  # written beside training
     os.kill(child, signal.SIGKILL)
     assert forker.wait() == -signal.SIGKILL
     shards_there = [path.name for path in (tmp_path / "killed").glob("*/*") if path.suffix == ""]
