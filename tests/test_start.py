@@ -85,6 +85,7 @@ def test_help_and_config_import_nothing_heavy():
 REFUSED = {
     "train mine.yaml": "holds a run already; continue it with `megatrain resume run`",
     "rollout mine.yaml": "method: sft writes no answers",
+    "rollout mine.yaml method=grpo rewards.functions=none.py:f": "functions: none.py: no such file",
     "push run me/mine": "nothing is uploaded without a token",
     "plan qwen2.5-7b --gpu nothing --ram 64GiB": "'nothing' is not known; choose one of",
 }

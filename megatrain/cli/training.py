@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from textwrap import fill
 from typing import TYPE_CHECKING, Annotated, Any
@@ -26,13 +28,14 @@ from megatrain.cli.app import (
     need_folder,
     print_json,
 )
-from megatrain.errors import ConfigError, PlanError
+from megatrain.errors import ConfigError, PlanError, exit_code_of, printable
 from megatrain.machine.launcher import place_of
 from megatrain.methods import METHODS
 from megatrain.models.shapes import SHAPES
-from megatrain.recipes.signals import SAVES, stop_requests, watchdog
+from megatrain.recipes.signals import INTERRUPTED, SAVES, stop_requests, watchdog
 from megatrain.reporting.progress import logging_on
 from megatrain.reporting.streams import console_on
+from megatrain.reporting.trackers import tell_end
 
 if TYPE_CHECKING:
     from megatrain.config import Config
@@ -79,7 +82,7 @@ def train(
     settings = load_run(config, overrides or ())  # a typo is reported before torch is imported
     goes_on(settings)  # and so is another run
     on_several(settings, restarts, settings.output)
-    with stop_requests():
+    with telling_end(settings, settings.output), stop_requests():
         with watchdog(settings.hang_timeout):
             find_model(settings.model.source, settings.model.revision)
         from megatrain.recipes import run
@@ -107,9 +110,11 @@ def resume(
         )
     from megatrain.config.resuming import CONFIG_FILE, asked_again
 
+    settings = None
     if (run_dir / CONFIG_FILE).is_file():
-        on_several(asked_again(run_dir, overrides or []), restarts, run_dir)
-    with stop_requests():
+        settings = asked_again(run_dir, overrides or [])
+        on_several(settings, restarts, run_dir)
+    with telling_end(settings, run_dir), stop_requests():
         from megatrain.recipes import run
         from megatrain.storage.manifest import verifying
 
@@ -247,6 +252,24 @@ def bench(
         settings, steps=steps, warmup=warmup, layers=layers, same_batch=same_batch, profile=profile
     )
     finish(found, as_json)
+
+
+@contextmanager
+def telling_end(settings: Config | None, run_dir: Path) -> Iterator[None]:
+    """Tell the config's `on_end` how the run inside ends, on the first rank."""
+    place, code, reason = place_of(os.environ), 0, ""
+    try:
+        yield
+    except typer.Exit as end:
+        code = end.exit_code
+        raise
+    except BaseException as error:
+        code, reason = exit_code_of(error) if isinstance(error, Exception) else (INTERRUPTED, "")
+        raise
+    finally:
+        target = settings.on_end if settings and (place is None or place.rank == 0) else None
+        if target and (failure := tell_end(target, run_dir, code, reason)):
+            typer.echo(f"warning: on_end: {printable(failure)}", err=True)
 
 
 def on_several(settings: Config, restarts: int = 0, run_dir: Path = Path()) -> None:

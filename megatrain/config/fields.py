@@ -272,6 +272,12 @@ class Config(Options):
     track: v.Trackers = key(
         (), "Experiment trackers that get every line of metrics.jsonl, the config and the plan."
     )
+    on_end: v.Text | None = key(
+        None,
+        "URL that gets a JSON object (POST), or command that finds its values in MEGATRAIN_RUN, "
+        "MEGATRAIN_STATUS (finished, stopped, failed), MEGATRAIN_EXIT_CODE and MEGATRAIN_TEXT, "
+        "when a run's process ends.",
+    )
     hang_timeout: v.Count | None = key(
         600,
         "Seconds, at least three planned steps, in which nothing moves before a run shows every "
@@ -392,6 +398,8 @@ READERS: tuple[tuple[str, Callable[[Config], bool], str], ...] = (
     ("checkpoint.patience", _held_out, EVALUATED),
     ("checkpoint.metric", _held_out, EVALUATED),
     ("checkpoint.greater_is_better", _held_out, EVALUATED),
+    ("checkpoint.push_every", lambda c: c.checkpoint.push_to is not None,
+     "uploads to checkpoint.push_to; set that"),
     ("eval.prompts", lambda c: isinstance(c.eval.prompts, str) or _held_out(c),
      "a number of held-out rows; set data.eval too, or name a file"),
     ("eval.max_new_tokens", lambda c: c.eval.prompts is not None,
@@ -513,6 +521,7 @@ def fault_of_streaming(config: Config) -> tuple[str, str] | None:
         ways = "a number of rows, which come from the first window, a source of its own, or null"
         return "data.eval", f"a share is of the whole set, {unknown}; set {ways}"
     often = {"train.eval_every": train.eval_every, "checkpoint.every": config.checkpoint.every}
+    often["checkpoint.push_every"] = config.checkpoint.push_every
     for name, every in often.items():
         if isinstance(every, float | str):
             return name, f"a share is of an epoch, {unknown}; set a number of steps"
@@ -521,11 +530,20 @@ def fault_of_streaming(config: Config) -> tuple[str, str] | None:
     return None
 
 
+def check_functions(config: Config) -> None:
+    """Raise ConfigError for a reward function whose file is not there."""
+    for one in config.rewards.functions:
+        if not Path(file := one.rpartition(":")[0]).is_file():
+            raise ConfigError(f"{config.where('rewards.functions')}: {file}: no such file")
+
+
 def check_sources(config: Config) -> None:
     """Look whether what the config names as data is there, without reading it or anything large.
 
-    Raises DataError with the place of the key: `cfg.yaml:3: data.train: rows.jsonl: no such file`.
+    Raises DataError with the place of the key: `cfg.yaml:3: data.train: rows.jsonl: no such file`;
+    ConfigError for a file of reward functions.
     """
+    check_functions(config)
     for name in ("train", "eval"):
         given = getattr(config.data, name)
         for one in given if isinstance(given, tuple) else ():

@@ -319,6 +319,14 @@ class CheckpointOptions(Options):
     greater_is_better: bool | v.Auto = key(
         "auto", "Of that figure; auto: unless its name ends with loss."
     )
+    push_to: v.Text | None = key(
+        None,
+        "Repository of the hub (owner/name), made private if it is not there, that gets final/, "
+        "and checkpoints meanwhile by push_every.",
+    )
+    push_every: v.Often | None = key(
+        None, "Steps between uploads to push_to, as in every; null uploads final/ alone."
+    )
     final: Literal["model", "full", "none"] = key(
         "model",
         "final/ at the end: model, ready to upload; full, with the state to train on; or none.",

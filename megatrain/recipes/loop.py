@@ -78,7 +78,8 @@ def fit(run: Run, stop: StopRequest) -> bool:
         request = StopRequest() if last else stop
         if request.pending:
             logger.info(f"step {run.step}: {request.pending}", extra={IN_FILE: True})
-        wanted = stop.asks_to_save() or due(run.save_every, run.step)
+        wanted = due(run.save_every, run.step) or due(run.push_every, run.step)
+        wanted = stop.asks_to_save() or wanted
         # while steps are skipped the weights may be lost: good checkpoints stay
         saving = last or (wanted and not run.non_finite)
         # each checkpoint has its held-out loss; a run that is asked to stop saves at once
@@ -508,9 +509,17 @@ def save(run: Run, found: Figures | None, *, must: bool = True) -> bool:
         if run.engine.world.is_first:  # all have the same
             logger.error(f"step {step} is not saved, training goes on: {error}")
         return False
-    run.best, run.unproven, run.abandoned = best, path, ()
-    run.progress.saved(path, time.perf_counter() - began)
+    run.best = best
+    take_over(run, path, began)
     return True
+
+
+def take_over(run: Run, path: Path, began: float, *, beside: bool = False) -> None:
+    """Note a checkpoint that is written, and upload it if it is time."""
+    run.unproven, run.abandoned = path, ()
+    run.progress.saved(path, time.perf_counter() - began, beside=beside)
+    if run.uploads is not None and due(run.push_every, int(path.name.rpartition("-")[2])):
+        run.uploads.begin(path)
 
 
 @contextmanager
@@ -546,10 +555,9 @@ def finish_save(run: Run, *, must: bool = False) -> None:
         logger.error(f"step {saving.step} is not saved, training goes on: {error}")
         run.best = saving.best_before
         return
-    run.unproven, run.abandoned = path, ()
+    take_over(run, path, saving.began, beside=True)
     if saving.proven:
         note_proven(run)
-    run.progress.saved(path, time.perf_counter() - saving.began, beside=True)
 
 
 def check_in_place(run: Run) -> None:

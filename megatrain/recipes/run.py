@@ -90,6 +90,7 @@ from megatrain.storage.checkpoint import (
     read_about,
 )
 from megatrain.storage.manifest import check_files, read_manifest
+from megatrain.storage.push import Uploads
 from megatrain.storage.run_folder import CARD, FINAL, sequence_of
 from megatrain.world import ALONE, World
 
@@ -246,6 +247,7 @@ def get_ready(
         day=day,
         save_every=steps_between(config.checkpoint.every, loader),
         eval_every=steps_between(config.train.eval_every, loader),
+        push_every=steps_between(config.checkpoint.push_every, loader),
     )
 
 
@@ -353,17 +355,23 @@ def finish_run(
     with memory_errors(plan), ExitStack() as stack, exact:
         if isinstance(ready.loader, Loader) and ready.loader.windows is not None:
             stack.callback(ready.loader.windows.close)
-        progress = stack.enter_context(
-            Progress(
-                session.console, log_every=train.log_every, pending=lambda: session.stop.pending
-            )
+        uploads, target = None, ready.config.checkpoint.push_to
+        with session.world.together():
+            if target and session.world.is_first:
+                uploads = Uploads(target, session.path)
+        shown = Progress(
+            session.console, log_every=train.log_every, pending=lambda: session.stop.pending
         )
+        progress = stack.enter_context(shown)
         run = open_run(ready, session, progress, stack, resuming)
-        run.trace = profile
+        run.trace, run.uploads = profile, uploads
         session.stop.loop_begins()
         stop = session.stop.of_all(session.world)
         with saves_beside(run):
             done = fit(run, stop)
+        if uploads is not None:
+            with progress.doing("uploading"):
+                uploads.finish(session.path / FINAL)
         return summarize(run, time.perf_counter() - started, None if done else stop)
 
 

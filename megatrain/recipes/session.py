@@ -72,6 +72,7 @@ from megatrain.storage.run_folder import (
     LOCK,
     PASSENGERS,
     UNFINISHED,
+    UPLOADING,
     RunLock,
     bytes_needed,
     checkpoint_name,
@@ -83,7 +84,7 @@ from megatrain.world import LOOKS_EVERY_S, World
 
 # All names that a run writes, but for its lock.
 FILES = (*DESCRIPTION, METRICS_FILE, SAMPLES_FILE, LOG_FILE, ID_FILE, REPORT_FILE, REWARDS_LOG)
-FOLDERS = (*LINKS, FINAL, PASSENGERS, ROLLOUTS, "tensorboard", "wandb")
+FOLDERS = (*LINKS, FINAL, PASSENGERS, UPLOADING, ROLLOUTS, "tensorboard", "wandb")
 BATCHES = r"(bad-batch|spike)-\d+(-rank-\d+)?\.safetensors"
 NAMES = rf"({'|'.join(map(re.escape, FILES))})(\.tmp)?", *FOLDERS, CHECKPOINT.pattern, BATCHES
 WRITTEN = re.compile("|".join((*NAMES, UNFINISHED.pattern)))

@@ -30,6 +30,7 @@ from megatrain.reporting.progress import Progress
 from megatrain.reporting.summary import Facts
 from megatrain.storage.beside import Beside
 from megatrain.storage.passthrough import Passthrough
+from megatrain.storage.push import Uploads
 from megatrain.storage.run_folder import RunLock
 
 # The position of a new run; every checkpoint keeps its own.
@@ -52,8 +53,8 @@ class Ready:
         held_out: rows that evaluations take.
         prompts: that evaluations answer.
         day: the date that chat templates get.
-        save_every, eval_every: steps between checkpoints, and between evaluations; None: at the
-            ends alone.
+        save_every, eval_every, push_every: steps between checkpoints, evaluations, and uploads;
+            None: at the ends alone.
     """
 
     config: Config
@@ -65,6 +66,7 @@ class Ready:
     day: date
     save_every: int | None
     eval_every: int | None
+    push_every: int | None
 
     @property
     def resolved(self) -> Resolved:
@@ -124,6 +126,7 @@ class Run(Ready):
     unproven: Path | None = None  # the last checkpoint, until a step after it was finite
     beside: Beside | None = None  # None: training waits for saves
     saving: Saving | None = None
+    uploads: Uploads | None = None
     # newer than the checkpoint asked for: the next save removes them
     abandoned: Sequence[Path] = ()
     spikes: int = 0  # of this process

@@ -1,4 +1,5 @@
-"""Experiment trackers: the lines of metrics.jsonl sent on, with the config and the plan.
+"""Experiment trackers: the lines of metrics.jsonl sent on, with the config and the plan; and the
+news that a run has ended.
 
 A tracker never stops a run: one that fails is dropped with a warning, and metrics.jsonl has all.
 """
@@ -7,7 +8,9 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
 import sys
+import urllib.request
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stdout
@@ -184,3 +187,33 @@ def _numbers(row: Row, prefix: str = "") -> Iterator[tuple[str, float]]:
             yield from _numbers(value, f"{prefix}{name}/")
         elif isinstance(value, int | float):
             yield prefix + name, value
+
+
+# -- the end ---------------------------------------------------------------------------------------
+
+TOLD_WITHIN_S = 30.0
+OK, STOPPED = 0, (75, 130)
+
+
+def tell_end(target: str, run_dir: Path, code: int, reason: str = "") -> str:
+    """Tell a URL or a command (`on_end`) that a run's process ends; why that failed, or empty.
+
+    Args:
+        code: the process's exit code.
+        reason: the error, in a sentence.
+    """
+    status = "finished" if code == OK else "stopped" if code in STOPPED else "failed"
+    words = f"{run_dir} {status}" + (f" (exit code {code}): {reason}" if reason else "")
+    told = {"text": words, "run": str(run_dir), "status": status, "exit_code": str(code)}
+    try:
+        if target.startswith(("http://", "https://")):
+            body, kind = json.dumps(told).encode(), {"Content-Type": "application/json"}
+            asked = urllib.request.Request(target, body, kind)
+            urllib.request.urlopen(asked, timeout=TOLD_WITHIN_S).close()
+        else:
+            own = {f"MEGATRAIN_{name.upper()}": value for name, value in told.items()}
+            every, limit = {**os.environ, **own}, TOLD_WITHIN_S
+            subprocess.run(target, shell=True, env=every, timeout=limit, check=True)
+    except (OSError, ValueError, subprocess.SubprocessError) as error:
+        return str(error).replace(target, "it")  # its path may be a secret
+    return ""

@@ -1,10 +1,13 @@
-"""Upload of `final/` of a run to the hub, in one commit."""
+"""Uploads of a run's models to the hub, each in one commit: of `final/`, and of checkpoints while
+training goes on."""
 
 from __future__ import annotations
 
 import json
 import re
+import shutil
 from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -20,7 +23,15 @@ from megatrain.storage.manifest import (
     stray_files,
     would_be_read,
 )
-from megatrain.storage.run_folder import CARD, CONFIG, FINAL, RUN_ONLY, model_files
+from megatrain.storage.run_folder import (
+    CARD,
+    CONFIG,
+    FINAL,
+    RUN_ONLY,
+    UPLOADING,
+    link_or_copy,
+    model_files,
+)
 from megatrain.version import VERSION
 
 AGAIN = "run the command again: what has arrived is not sent again"
@@ -58,10 +69,14 @@ def push(run_dir: Path | str, repo_id: str, private: bool = False) -> Pushed:
     Raises ConfigError for a name, token or run that cannot be used, DamagedError for a file that is
     not as it was saved, StorageError where the hub cannot be reached, or does not take it.
     """
+    _check_start(repo_id)
+    return publish(_final_of(Path(run_dir)), repo_id, private)
+
+
+def publish(folder: Path, repo_id: str, private: bool = False) -> Pushed:
+    """Upload the model in a folder that a run has written, as `push` does, whose errors it has."""
     import huggingface_hub
 
-    _check_start(repo_id)
-    folder = _final_of(Path(run_dir))
     names = published_files(folder)
     with system_errors(folder, "read it"):
         nbytes = sum((folder / name).stat().st_size for name in names)
@@ -94,6 +109,52 @@ def push(run_dir: Path | str, repo_id: str, private: bool = False) -> Pushed:
         logger.warning(f"{name}: was removed from {made}, as it would be read with this model")
     private = bool(there.private)
     return Pushed(str(made), commit, tuple(names), nbytes, private, tuple(removed))
+
+
+class Uploads:
+    """Uploads of a run's models while it goes on, by a thread. A checkpoint that comes while one is
+    under way is left out. Failures are warnings."""
+
+    def __init__(self, repo_id: str, run_dir: Path) -> None:
+        """Make the repository, private, unless it is there. Raises as `push` does."""
+        import huggingface_hub
+
+        _check_start(repo_id)
+        self._repo_id, self._linked, self._last = repo_id, run_dir / UPLOADING, Future[None]()
+        self._last.set_result(None)
+        self._thread = ThreadPoolExecutor(1, "megatrain-push")
+        shutil.rmtree(self._linked, ignore_errors=True)
+        try:
+            huggingface_hub.HfApi().create_repo(repo_id, private=True, exist_ok=True)
+        except _errors() as error:
+            raise _explained(error, repo_id) from error
+
+    def begin(self, checkpoint: Path) -> None:
+        """Upload the model of a checkpoint, whose files are linked: the run may remove it."""
+        if not self._last.done():
+            logger.info(f"{checkpoint}: is not uploaded, as the one before it still is")
+            return
+        names = (str(path.relative_to(checkpoint)) for path in checkpoint.rglob("*"))
+        for name in (name for name in names if name.split("/")[0] not in RUN_ONLY):
+            target = self._linked / name
+            target.parent.mkdir(exist_ok=True, parents=True)
+            if (checkpoint / name).is_file():
+                link_or_copy(checkpoint / name, target)
+        self._last = self._thread.submit(self._upload, checkpoint, self._linked)
+
+    def _upload(self, model: Path, folder: Path) -> None:
+        try:
+            logger.info(f"{model} is uploaded to {publish(folder, self._repo_id).url}")
+        except MegaTrainError as error:
+            logger.warning(f"{model} is not uploaded: {error}")
+        finally:
+            shutil.rmtree(self._linked, ignore_errors=True)
+
+    def finish(self, final: Path) -> None:
+        """Upload `final`, if it is there, behind all others."""
+        self._thread.shutdown()
+        if final.is_dir():
+            self._upload(final, final)
 
 
 def _check_start(repo_id: str) -> None:

@@ -29,6 +29,7 @@ LINKS = ("last", "best", "proven")
 FINAL = "final"
 CONFIG = "config.json"  # of a model
 CARD = "README.md"  # of `final/`
+UPLOADING = "uploading"  # links to a checkpoint that goes to the hub
 PASSENGERS = "passengers"  # files of tensors that are the same in all checkpoints
 # Work in progress. Only names that are written here: others that end so are somebody else's.
 UNFINISHED = re.compile(

@@ -66,6 +66,8 @@ checkpoint:
   every: 10
   keep: 3
   patience: 5
+  push_to: me/model
+  push_every: 0.5
   metric: eval_quiz_acc
   greater_is_better: true
   final: full
@@ -176,6 +178,7 @@ threads: 2
 track: [tensorboard]
 gpus: 2
 hang_timeout: 900
+on_end: echo $MEGATRAIN_STATUS
 device: cuda
 output: runs/full
 sample_prompt: Who are you?

@@ -67,6 +67,7 @@ READ = {
     "checkpoint.patience": (9, "data.eval", 0.1),
     "checkpoint.metric": ("eval_margin", "data.eval", 0.1),
     "checkpoint.greater_is_better": (True, "data.eval", 0.1),
+    "checkpoint.push_every": (9, "checkpoint.push_to", "me/model"),
     "eval.prompts": (9, "data.eval", 0.1),
     "eval.max_new_tokens": (9, "eval.prompts", "file"),
     "memory.nvme_size": ("9GiB", "memory.nvme", ["folder"]),

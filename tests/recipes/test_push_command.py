@@ -54,6 +54,24 @@ def test_what_arrives_is_final_byte_for_byte(megatrain, finished, hub):
     assert TOKEN not in done.out + done.err
 
 
+def test_a_run_uploads_while_it_goes_on_and_at_its_end(megatrain, project, hub):
+    keys = ("checkpoint.push_to=me/live", "checkpoint.push_every=2", "train.max_steps=4")
+    said = megatrain("train cfg.yaml checkpoint.keep=1 data.eval=null", *keys).err
+    repo = hub.repositories["me/live"]
+    assert repo.private and len(repo.commits) in (2, 3), "one may come while another is under way"
+    assert repo.files == contents(project / "run/final")
+    assert "run/checkpoint-2 is uploaded to" in said and "run/final is uploaded to" in said
+    assert not (project / "run/uploading").exists()
+    hub.refuse["/api/models/me/live/commit"] = (500, "Broken")
+    lost = megatrain("train cfg.yaml output=second data.eval=null", *keys).err
+    assert "warning: second/final is not uploaded: me/live: the upload failed" in lost
+    theirs = [key.replace("me/live", "theirs/live") for key in keys]
+    assert (
+        "theirs/live: the hub refuses it"
+        in megatrain("train cfg.yaml output=no", *theirs, code=2).err
+    )
+
+
 def test_private_arrives_with_the_repository(megatrain, finished, hub):
     for owner in ["", "my-org/"]:
         done = megatrain(f"push run {owner}model --private --json").json

@@ -3,6 +3,7 @@ is lost by it."""
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import resource
@@ -11,7 +12,9 @@ import stat
 import threading
 import time
 from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from threading import Thread
 from typing import Any
 from unittest.mock import Mock
 
@@ -91,6 +94,36 @@ def test_a_run_that_is_asked_to_save_saves_and_goes_on(megatrain, project, monke
     assert saved_steps(run_dir) == [3, 4] and (run_dir / "final").is_dir()
     refused = megatrain("save run", code=2).err
     assert "no process of yours on this host runs in it" in refused
+
+
+def test_somebody_is_told_how_a_run_ends(megatrain, project, interrupt):
+    """By a command, and by a URL; one that fails is a warning."""
+    got: list[dict[str, str]] = []
+
+    class Hook(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            got.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
+            self.send_response(200 if len(got) == 1 else 500)
+            self.end_headers()
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    command = "on_end=echo $MEGATRAIN_STATUS $MEGATRAIN_EXIT_CODE $MEGATRAIN_RUN >> told"
+    short = "train cfg.yaml train.max_steps=3"
+    megatrain(short, command)
+    megatrain(f"{short} output=bad data.train=none.jsonl", command, code=3)  # refused, not begun
+    megatrain(f"{short} output=bad model.config=null train.seq_len=4", command, code=3)
+    with ThreadingHTTPServer(("127.0.0.1", 0), Hook) as server:
+        Thread(target=server.serve_forever, daemon=True).start()
+        hook = f"on_end=http://127.0.0.1:{server.server_port}/secret"
+        interrupt(loop, "train_step", at=2)
+        megatrain(f"{short} output=stopped", hook, code=75)
+        said = megatrain("resume stopped").err
+        server.shutdown()
+    assert (project / "told").read_text() == "finished 0 run\nfailed 3 bad\n"
+    assert [one["text"] for one in got] == ["stopped stopped", "stopped finished"]
+    assert "warning: on_end: HTTP Error 500" in said and "secret" not in said
 
 
 @pytest.mark.slow

@@ -20,6 +20,7 @@ from threading import Lock, local
 from time import monotonic
 from typing import Any
 
+from megatrain.config.fields import check_functions
 from megatrain.errors import ConfigError, RewardError
 from megatrain.heartbeat import beat
 from megatrain.machine.hardware import physical_cores
@@ -249,11 +250,8 @@ class Worker:
 
 def judges_of(config: Any, log: Path | None = None) -> Judges:
     """The judges that a config names, whose functions are imported once. Raises ConfigError."""
-    rewards, where = config.rewards, config.where("rewards.functions")
-    for one in rewards.functions:
-        file = one.rpartition(":")[0]
-        if not Path(file).is_file():
-            raise ConfigError(f"{where}: {file}: no such file")
+    check_functions(config)
+    rewards = config.rewards
     judges = Judges(
         rewards.functions,
         timeout_s=rewards.timeout_s,
@@ -265,5 +263,5 @@ def judges_of(config: Any, log: Path | None = None) -> Judges:
         judges.check()
     except RewardError as error:
         judges.close()
-        raise ConfigError(f"{where}: {error}") from None
+        raise ConfigError(f"{config.where('rewards.functions')}: {error}") from None
     return judges

@@ -38,7 +38,7 @@ def try_out(config: Config, prompts: int) -> dict[str, Any]:
     with ExitStack() as stack:
         stack.enter_context(engine)
         log = Path(stack.enter_context(TemporaryDirectory())) / "printed"
-        stack.callback(lambda: sys.stderr.write(log.read_text(errors="replace")))
+        stack.callback(lambda: log.exists() and sys.stderr.write(log.read_text(errors="replace")))
         rollouts = Rollouts(
             rows=chosen, held_out=None, config=config, model=model, micro_batch_tokens=0
         )
