@@ -104,6 +104,23 @@ def test_what_names_and_files_tell_is_told_before_anything_heavy_is_imported(tmp
         assert words in sentence and heavy == ""
 
 
+COMPLETED = {
+    "megatrain wat": ["watch"],
+    "megatrain train my.yaml train.learn": ["train.learning_rate="],
+    "megatrain plan qwen2.5-1": ["qwen2.5-1.5b", "qwen2.5-14b"],
+    "megatrain bench qwen2.5-7b hang": ["hang_timeout="],
+}
+
+
+def test_a_shell_completes_commands_keys_and_shapes(monkeypatch, capsys):
+    monkeypatch.setenv("_MEGATRAIN_COMPLETE", "complete_bash")
+    for line, expected in COMPLETED.items():
+        monkeypatch.setenv("COMP_WORDS", line)
+        monkeypatch.setenv("COMP_CWORD", str(len(line.split()) - 1))
+        assert cli.main([]) == 0
+        assert capsys.readouterr().out.split() == expected
+
+
 def test_libraries_draw_no_progress_bars_into_a_pipe():
     code = f"{MAIN}(['schema']); import tqdm; list(tqdm.tqdm(range(3)))"
     done = run_python("-c", code, env=ENV)

@@ -21,25 +21,46 @@ app = typer.Typer(
     help="Train models far larger than GPU memory: every parameter, full precision, one command.",
     epilog="Add --debug to any command for the traceback of an error.",
     no_args_is_help=True,
-    add_completion=False,
+    add_completion=True,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,  # plain text: quick to answer, the same in a pipe
 )
 
 GIVEN: list[str] = []  # the command line, for those that are started like it
 
+
+def complete_key(incomplete: str) -> list[str]:
+    """Keys of the config that begin so, for the shell."""
+    from megatrain.config.load import SECTIONS
+
+    every = (f"{section}.{key}".lstrip(".") for section, keys in SECTIONS.items() for key in keys)
+    return [f"{key}=" for key in every if key.startswith(incomplete)]
+
+
+def complete_shape(incomplete: str) -> list[str]:
+    """Named shapes and keys that begin so, for the shell, which adds files where there are none."""
+    from megatrain.models.shapes import SHAPES
+
+    return [name for name in SHAPES if name.startswith(incomplete)] or complete_key(incomplete)
+
+
 ConfigFile = Annotated[
     Path, typer.Argument(metavar="CONFIG", help="YAML file; `megatrain init` writes one.")
 ]
 Overrides = Annotated[
     list[str] | None,
-    typer.Argument(metavar="KEY=VALUE", help="Keys set over the file: train.learning_rate=2e-5."),
+    typer.Argument(
+        metavar="KEY=VALUE",
+        help="Keys set over the file: train.learning_rate=2e-5.",
+        autocompletion=complete_key,
+    ),
 ]
 ConfigOrModel = Annotated[
     list[str] | None,
     typer.Argument(
         metavar="[CONFIG|MODEL] [KEY=VALUE]...",
         help="YAML file, model folder, hub id or named shape; then keys set over it.",
+        autocompletion=complete_shape,
     ),
 ]
 RunDir = Annotated[Path, typer.Argument(metavar="RUN_DIR", help="Run folder.")]

@@ -10,6 +10,7 @@ import base64
 import hashlib
 import html
 import json
+import shlex
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -24,6 +25,7 @@ from megatrain.config.document import plain, read_yaml
 from megatrain.config.resuming import ENVIRONMENT_FILE, RESOLVED_FILE, flatten
 from megatrain.errors import ConfigError, logger, printable, without_secrets
 from megatrain.machine.launcher import HERE
+from megatrain.methods import METHODS
 from megatrain.recipes.rl.advantages import OF_METHODS, worth
 from megatrain.recipes.rl.journal import judged_before
 from megatrain.reporting.energy import Economy, Prices, described
@@ -39,11 +41,12 @@ from megatrain.reporting.summary import (
     BOUND_WORDS,
     Predicted,
     human_bytes,
+    human_parameters,
     human_seconds,
     step_seconds,
     time_in_words,
 )
-from megatrain.storage.run_folder import write_text
+from megatrain.storage.run_folder import FINAL, write_text
 from megatrain.version import VERSION
 
 REPORT_FILE = "report.html"
@@ -147,6 +150,7 @@ class Reported:
     config: dict[str, Any]
     config_text: str
     samples: list[Row]
+    following: str = ""  # the command to type next
     rollout: tuple[int, list[Row]] = (0, [])  # the step it began with, and its groups
 
     @classmethod
@@ -165,6 +169,7 @@ class Reported:
             config if isinstance(config, dict) else {},
             described,
             [row for line in _read(folder / SAMPLES_FILE).splitlines() if (row := _object(line))],
+            _following(folder, config if isinstance(config, dict) else {}),
             judged_before(folder, history.step),
         )
 
@@ -179,6 +184,19 @@ class Reported:
     def section(self, name: str) -> dict[str, Any]:
         found = self.config.get(name)
         return found if isinstance(found, dict) else {}
+
+
+def _following(folder: Path, config: Mapping[str, Any]) -> str:
+    """The command that a user types next: to try the model, or to finish it."""
+    name = shlex.quote(str(folder))
+    if not (folder / FINAL).is_dir():
+        return f"megatrain resume {name}, if it has stopped"
+    method = METHODS.get(str(config.get("method")))
+    return (
+        f"megatrain export {name} OUT"
+        if method and method.scores
+        else f"megatrain generate {name} --chat"
+    )
 
 
 def _read(path: Path) -> str:
@@ -329,11 +347,17 @@ def blocks_of(runs: Sequence[Reported]) -> Iterator[Block]:
 
 
 def about(run: Reported) -> str:
-    """Model, method and data in a line."""
+    """Model, method and data in a line, by the names of their files."""
     model, data = run.section("model"), run.section("data").get("train")
     sources = data if isinstance(data, list) else [data]
     names = [str(one.get("path") if isinstance(one, dict) else one) for one in sources if one]
-    parts = [model.get("path") or model.get("config"), run.config.get("method"), ", ".join(names)]
+    named, counts = model.get("path") or model.get("config") or "", run.plan.get("parameters")
+    active = run.plan.get("active_parameters")
+    size = ""
+    if isinstance(counts, int) and isinstance(active, int):
+        size = f" ({human_parameters(counts, active)})"
+    short = [Path(one).name if Path(one).is_absolute() else one for one in (named, *names)]
+    parts = [short[0] + size, run.config.get("method"), ", ".join(short[1:])]
     return " · ".join(str(part) for part in parts if part)
 
 
@@ -377,6 +401,7 @@ def glance(run: Reported) -> dict[str, str]:
         "time": time_in_words(history.step_time),
         "steps without an update": named if history.skipped else "",
         "advice": str(newest.get("advice", "")),
+        "next": run.following,
     }
     return found
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from dataclasses import replace
 from http.server import ThreadingHTTPServer
@@ -76,7 +77,8 @@ def test_what_was_planned_sampled_and_spent_is_there(run_dir):
     assert glance["step"] == "10 of 10" and "USD" in glance["cost"]
     assert json.loads((run_dir / "env.json").read_text())["python"] in texts["environment of run"]
     assert "seed: 0" in texts["config of run"]
-    assert data["about"] == [f"{run_dir.parent / 'model'} · sft · {run_dir.parent / 'rows.jsonl'}"]
+    assert data["about"] == [f"model ({plan['parameters']:,} parameters) · sft · rows.jsonl"]
+    assert glance["next"] == "megatrain generate run --chat"
 
 
 def test_it_is_written_anew_for_a_folder_that_lacks_some(megatrain, copied):
@@ -228,14 +230,20 @@ def test_lines_of_a_long_run_have_their_means():
 
 @NEEDS_BROWSER
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_a_browser_draws_it_without_a_request(run_dir, tmp_path, scheme):
+@pytest.mark.parametrize("width", [1280, 500], ids=["desktop", "phone"])
+def test_a_browser_draws_it_without_a_request(run_dir, tmp_path, scheme, width):
     options = {"light": [], "dark": ["--blink-settings=preferredColorScheme=0"]}[scheme]
+    options = [*options, f"--window-size={width},900"]
     drawn, console = looked_at(run_dir / "report.html", tmp_path, *options)
     assert ("rgb(96, 165, 250)" in drawn) == (scheme == "dark"), "the first colour of dark pages"
     assert console == [], "also what the page's policy refuses would be named"
     assert drawn.count("<canvas") == len(
         [one for one in report_of(run_dir)["blocks"] if one["kind"] == "chart"]
     )
+    widths = [
+        int(found) for found in re.findall(r'<div class="u-wrap" style="width: (\d+)px', drawn)
+    ]
+    assert len(widths) == drawn.count("<canvas") and max(widths) < min(width, 900)
     assert "&lt;script&gt;document.title" in drawn and "<title>run</title>" in drawn
 
 
