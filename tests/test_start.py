@@ -93,6 +93,7 @@ REFUSED = {
 
 def test_what_names_and_files_tell_is_told_before_anything_heavy_is_imported(tmp_path):
     (tmp_path / "run/checkpoint-3").mkdir(parents=True)
+    (tmp_path / "run/config.resolved.yaml").touch()
     (tmp_path / "mine.yaml").write_text("model: some/model\ndata: {train: rows.jsonl}\noutput: run")
     (tmp_path / "rows.jsonl").write_text('{"prompt": "a", "completion": "b"}')
     behind = f"print(*(name for name in {HEAVY[:-1]} if name in sys.modules), file=sys.stderr)"

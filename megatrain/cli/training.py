@@ -77,10 +77,12 @@ def train(
 ) -> None:
     """Train a model as a config file says, on the host's GPUs."""
     from megatrain.config import load_run
+    from megatrain.config.resuming import RESOLVED_FILE
     from megatrain.recipes.ranks.launch import goes_on
 
     settings = load_run(config, overrides or ())  # a typo is reported before torch is imported
-    goes_on(settings)  # and so is another run
+    if (settings.output / RESOLVED_FILE).is_file():  # and so is another run
+        goes_on(settings)
     on_several(settings, restarts, settings.output)
     with telling_end(settings, settings.output), stop_requests():
         with watchdog(settings.hang_timeout):

@@ -260,7 +260,11 @@ def test_a_resumed_run_needs_no_room_for_what_it_has(megatrain, killed, monkeypa
 FREE = {
     "hang_timeout",
     "track",
-    *(f"checkpoint.{key}" for key in ("every", "keep", "final", "patience")),
+    *(
+        f"checkpoint.{key}"
+        for key in ("every", "keep", "final", "patience", "push_to", "push_every")
+    ),
+    "on_end",
     *("checkpoint.metric", "checkpoint.greater_is_better"),
     *(f"eval.{key}" for key in ("prompts", "max_new_tokens")),
     *(f"train.{key}" for key in ("eval_every", "eval_rows", "log_every")),
