@@ -66,6 +66,8 @@ ENVIRONMENT = {
     "CUBLAS_WORKSPACE_CONFIG": "Ours is `:4096:8` in deterministic runs, unless it is set.",
     "OMP_NUM_THREADS": "Threads of PyTorch on the CPU; ours is a container's share of processors "
     "(`--cpus`) where it is below what the machine has, unless it is set.",
+    "GOMP_SPINCOUNT": "How long PyTorch's threads on the CPU spin for each other; ours is 1000 "
+    "without an NVIDIA driver, unless it or OMP_WAIT_POLICY is set.",
     "TERM": "`dumb` or none: no line shows that a command works while it prints nothing.",
     "TQDM_DISABLE": "Ours is 1 where stderr is no terminal, unless it is set.",
     "TORCHINDUCTOR_CACHE_DIR": "What torch.compile keeps; ours is a folder of MEGATRAIN_CACHE for "

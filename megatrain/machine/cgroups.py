@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
+NVIDIA = "/dev/nvidiactl"
 CGROUPS, MEMBERSHIP = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
 _V1_UNLIMITED = 2**60  # version 1 writes "no limit" as the largest page-aligned 64-bit number
 _CPU = {2: "cpu.max", 1: "cpu.cfs_quota_us"}
@@ -76,8 +77,11 @@ def cgroup_cpus(mount: Path = CGROUPS, membership: Path = MEMBERSHIP) -> float |
 
 def keep_to_quota() -> None:
     """Give PyTorch as many threads as the container's quota has processors, not as the machine has.
-    The kernel stops all threads of a group that has used its share. Call it before torch is
-    imported. A number that is set already stays."""
+    The kernel stops all threads of a group that has used its share. Where the CPU computes alone,
+    have them spin shortly for each other: beside another program each wait lasts a time slice.
+    Call it before torch is imported. What is set already stays."""
+    if not os.path.exists(NVIDIA) and "OMP_WAIT_POLICY" not in os.environ:
+        os.environ.setdefault("GOMP_SPINCOUNT", "1000")
     quota = cgroup_cpus()
     if quota is not None and quota < len(os.sched_getaffinity(0)):
         os.environ.setdefault("OMP_NUM_THREADS", str(max(1, int(quota))))

@@ -140,6 +140,25 @@ def test_pytorch_gets_as_many_threads_as_the_quota_has_processors(monkeypatch):
         assert os.environ.get("OMP_NUM_THREADS") == threads
 
 
+@pytest.mark.parametrize(
+    ("gpu", "given", "spins"),
+    [
+        ("nowhere", {}, "1000"),
+        ("nowhere", {"GOMP_SPINCOUNT": "7"}, "7"),
+        ("nowhere", {"OMP_WAIT_POLICY": "ACTIVE"}, None),
+        ("/dev/null", {}, None),
+    ],
+)
+def test_threads_spin_shortly_for_each_other_where_the_cpu_computes(monkeypatch, gpu, given, spins):
+    monkeypatch.setattr(cgroups, "NVIDIA", gpu)
+    for name in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
+    cgroups.keep_to_quota()
+    assert os.environ.get("GOMP_SPINCOUNT") == spins
+
+
 def test_both_halves_of_a_core_are_one_core(tmp_path, monkeypatch):
     """As of `docker run --cpuset-cpus` on four cores of two threads each."""
     for number in range(8):
