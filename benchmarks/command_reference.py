@@ -69,7 +69,8 @@ ENVIRONMENT = {
     "GOMP_SPINCOUNT": "How long PyTorch's threads on the CPU spin for each other; ours is 1000 "
     "without an NVIDIA driver, unless it or OMP_WAIT_POLICY is set.",
     "TERM": "`dumb` or none: no line shows that a command works while it prints nothing.",
-    "TQDM_DISABLE": "Ours is 1 where stderr is no terminal, unless it is set.",
+    "TQDM_DISABLE": "Ours is 1 for `train` and `resume`, and where stderr is no terminal, unless "
+    "it is set.",
     "TORCHINDUCTOR_CACHE_DIR": "What torch.compile keeps; ours is a folder of MEGATRAIN_CACHE for "
     "each version, unless it is set.",
     "GLOO_SOCKET_IFNAME": "Ours is `lo` for ranks of one host, unless it is set.",
