@@ -221,6 +221,7 @@ class RunSummary:
 
 WORTH_NAMING = 0.05  # share of a step below which no wait is named
 LATE = 2.0  # measured over planned step, from where the plan was not made for this machine
+COMPARED_S = 1.0  # a shorter step is mostly what plans leave out, such as calls from Python
 # Layers below this share of the GPU's peak wait for kernel launches, or for memory between kernels.
 LAUNCH_BOUND_MFU = 0.25
 FORWARD_SHARE = 0.3  # of a step's computation: the host's update hides behind the forward pass
@@ -321,8 +322,9 @@ def _against_computing(time: StepTime, facts: Facts, mfu: float | None) -> str |
 
 def _against_nothing(time: StepTime, facts: Facts, step_s: float | None) -> str:
     device, busy = "GPU" if facts.cuda else "CPU", time.shares()["compute"]
-    late = (step_s or 0.0) / (facts.planned_s or math.inf)
-    if late >= LATE:
+    took = step_s or 0.0
+    late = took / (facts.planned_s or math.inf)
+    if late >= LATE and took >= COMPARED_S:
         slow = f"a step takes {late:.1f} times as long as planned, and no setting explains it"
         return f"{slow}: measure this machine with `megatrain doctor`, or report it with plan.json"
     return f"nothing is worth changing: the {device} computes {busy:.0%} of the time"

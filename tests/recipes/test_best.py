@@ -139,7 +139,7 @@ def test_patience_without_held_out_rows_is_refused(megatrain, project):
 # -- divergence ------------------------------------------------------------------------------------
 
 LAST = "train.max_steps=9"
-COMMAND = re.compile(r"megatrain (.*)$", re.MULTILINE)
+COMMAND = re.compile(r": megatrain (.*)$", re.MULTILINE)
 
 
 def printed_command(said: str) -> str:

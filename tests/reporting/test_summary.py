@@ -212,6 +212,8 @@ def test_there_is_advice_whatever_the_times_and_none_for_a_small_wait():
     assert not advise(StepTime(compute=94.0, wait_update=6.0), H200, 0.4).startswith("nothing")
     planned = replace(H200, planned_s=2.0)
     assert advise(COMPUTING, planned, 0.4, step_s=3.9).startswith("nothing")
+    short = replace(H200, planned_s=0.02)
+    assert advise(COMPUTING, short, 0.4, step_s=0.9).startswith("nothing")
     late = advise(COMPUTING, planned, 0.4, step_s=174.0)
     assert late.startswith("a step takes 87.0 times as long as planned, and no setting explains it")
 
