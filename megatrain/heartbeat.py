@@ -1,18 +1,32 @@
-"""Signs of life: what works calls `beat`; a watchdog and the live panel see how far it has come.
+"""Signs of life: what works calls `beat`; a watchdog and the terminal see how far it has come.
 
-Long work also says where it may be ended: `may_end_here`.
+Long work also says what it is, `doing`, and where it may be ended, `may_end_here`.
 """
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
+from dataclasses import dataclass, field
 
 WEIGHTS_READ, BYTES_READ, BYTES_WRITTEN = "weights read", "bytes read", "bytes written"
+DATA_READ, ROWS_DONE = "data read", "rows done"  # bytes of files or rows of sets; rows computed
 
 _amounts: Counter[str] = Counter()
 _enders: list[Callable[[], None]] = []
+_under_way: list[Work] = []
+
+
+@dataclass(frozen=True, eq=False)
+class Work:
+    """A piece of work under way. share: the part of it that is done; None if unknown."""
+
+    words: str
+    share: Callable[[], float | None]
+    aloud: bool = True  # a log tells of it, too
+    since: float = field(default_factory=time.monotonic)
 
 
 def beat(what: str = "", amount: int = 1) -> None:
@@ -35,6 +49,32 @@ def ending(end: Callable[[], None]) -> Iterator[None]:
         yield
     finally:
         _enders.remove(end)
+
+
+def doing(
+    words: str, total: float | None = None, counted: str = "", *, aloud: bool = True
+) -> AbstractContextManager[None]:
+    """Say that this is being done, while the block runs. total: how much it takes of what `beat`
+    counts as `counted`, if that is known."""
+    before = beats(counted)
+    return showing(Work(words, lambda: (beats(counted) - before) / total if total else None, aloud))
+
+
+@contextmanager
+def showing(work: Work) -> Iterator[None]:
+    """Inside, the work is under way."""
+    _under_way.append(work)
+    try:
+        yield
+    finally:
+        _under_way.remove(work)
+
+
+def under_way() -> Work | None:
+    """The innermost work."""
+    with suppress(IndexError):  # another thread's may end meanwhile
+        return _under_way[-1]
+    return None
 
 
 def beats(what: str = "") -> int:

@@ -41,9 +41,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     words = [argument for argument in given if argument != "--debug"]
     GIVEN[:] = given
     with lasting_streams() as stdout:
-        if not sys.stderr.isatty() or words[:1] in (["train"], ["resume"]):
-            # read when tqdm is imported: libraries' bars tear the panel, and fill pipes and logs
-            os.environ.setdefault("TQDM_DISABLE", "1")
         with results_alone() if "--json" in words else nullcontext():
             code = _code_of(words, debug=words != given)
         stdout.flush()

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import json
 import os
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
+from contextlib import contextmanager
 from os.path import expanduser  # leaves `~nobody` as it is, where Path's raises
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from rich.console import Console
 
-from megatrain.errors import ConfigError, ModelError, if_forbidden, printable
+from megatrain.errors import ConfigError, ModelError, if_forbidden, logger, printable
 from megatrain.machine.launcher import place_of, started_by
+from megatrain.reporting.progress import logging_on
 from megatrain.reporting.streams import console_on, result_stream
 from megatrain.version import VERSION
 
@@ -162,16 +165,19 @@ def find_model(source: str, revision: str | None = None) -> None:
     resolve_source(source, revision, weights=False)
 
 
-def reading(no_verify: bool) -> AbstractContextManager[None]:
+@contextmanager
+def reading(no_verify: bool) -> Iterator[Console]:
     """Inside, a model is read, and compared with its hashes unless that is not wanted, as is said.
+    Yields the console on stderr that the log goes to.
 
     Commands that write a run's log say it there.
     """
     from megatrain.storage.manifest import UNVERIFIED, verifying
 
-    if no_verify:
-        typer.echo(f"warning: {UNVERIFIED}", err=True)
-    return verifying(not no_verify)
+    with logging_on(console := console_on(stderr=True)), verifying(not no_verify):
+        if no_verify:
+            logger.warning(UNVERIFIED)
+        yield console
 
 
 def find_shape(name: str) -> None:

@@ -6,7 +6,6 @@ import json
 import shlex
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -36,7 +35,7 @@ from megatrain.machine.launcher import HERE
 from megatrain.methods import METHODS
 from megatrain.reporting.progress import logging_on
 from megatrain.reporting.streams import Lasting, console_on, result_stream
-from megatrain.reporting.summary import human_seconds
+from megatrain.reporting.words import human_seconds
 
 ANSWER_TOKENS, CHAT_TOKENS = 128, 1024  # longest answers by default
 
@@ -62,7 +61,8 @@ def data_command(
     find_model(settings.model.source, settings.model.revision)
     from megatrain.recipes import inspect
 
-    counts = inspect.show_data(settings, rows, as_json, full)
+    with logging_on(console_on(stderr=True)):
+        counts = inspect.show_data(settings, rows, as_json, full)
     if counts is not None:
         print_json(counts)
 
@@ -106,8 +106,7 @@ def evaluate(
     from megatrain.recipes import inspect
     from megatrain.recipes.tasks import TaskOptions, print_results
 
-    logging = nullcontext() if names else logging_on(console_on(stderr=True))
-    with logging, reading(no_verify):
+    with reading(no_verify):
         if names:
             how = TaskOptions(names, **asked), "--tasks", trust_remote_code
             found = inspect.evaluate_tasks(model, *how)
@@ -164,7 +163,8 @@ def verify(
     find_shape(model)
     from megatrain.recipes.verify import verify as check
 
-    found = check(model, trust_remote_code)
+    with logging_on(console_on(stderr=True)):
+        found = check(model, trust_remote_code)
     show(found, as_json)
     if found.verdict.state != "passed":
         raise typer.Exit(VerificationError.exit_code)
@@ -255,7 +255,7 @@ def push(
     need_folder(run_dir)
     from megatrain.storage.push import push as publish
 
-    with logging_on(console_on(stderr=True)), reading(no_verify):
+    with reading(no_verify):
         done = publish(run_dir, repo_id, private)
     if as_json:
         print_json(done.to_dict())
@@ -312,9 +312,9 @@ def generate(
     given = (model, longest, sampling, system, trust_remote_code, image or ())
     from megatrain.recipes import inspect, sample
 
-    console, live = console_on(stderr=True), sys.stdout.isatty() and not as_json
+    live = sys.stdout.isatty() and not as_json
     show = type_out if live else sample.unseen
-    with reading(no_verify), logging_on(console):
+    with reading(no_verify) as console:
         if chat:
             converse(given, prompt, show, as_json, console)
             return

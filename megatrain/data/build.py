@@ -5,10 +5,10 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, replace
 from fractions import Fraction
-from functools import cached_property, partial
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -39,6 +39,7 @@ from megatrain.data.shards import make_shards
 from megatrain.data.sources import Part, Source, open_source
 from megatrain.data.template import CLOCK
 from megatrain.errors import DataError
+from megatrain.heartbeat import DATA_READ, doing
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -50,7 +51,6 @@ CACHED_BY = (
     *("seq_len", "train_on", "format", "on_bad_row", "text_field", "columns", "prompts"),
     *("kind", "truncation_mode"),
 )
-OnProgress = Callable[[int], None]
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,6 @@ def load_data(
     seed: int,
     pack_to: int | None = None,
     cache: Path | None = None,
-    on_progress: OnProgress | None = None,
     expected: Expected | None = None,
 ) -> tuple[Rows, Rows | None]:
     """Training and held-out rows.
@@ -81,7 +80,6 @@ def load_data(
         held_out: a share below 1, a number of rows, another source, or None.
         pack_to: concatenate documents and cut them into blocks of this many tokens; what is held
             out are whole documents.
-        on_progress: called with the number of rows read so far.
         expected: where a source has changed or is gone, the rows of a run that goes on are taken
             from the cache, if they are there. Other training rows are refused.
 
@@ -102,7 +100,7 @@ def load_data(
     def whole(rows: TokenRows) -> Rows:
         return rows if pack_to is None else pack(rows, pack_to, Encoder(tokenizer).eos)
 
-    asked = AskedSet(train, tokenizer, options, cache, on_progress)
+    asked = AskedSet(train, tokenizer, options, cache)
     wanted = (lambda rows: whole(chosen(rows)[0]).digest == before) if before else None
     rows, held = chosen(asked.rows(wanted))
     if before is not None:
@@ -145,7 +143,6 @@ class AskedSet:
     tokenizer: PreTrainedTokenizerBase
     options: RowOptions
     cache: Path | None = None
-    on_progress: OnProgress | None = None
 
     def rows(self, wanted: Callable[[TokenRows], bool] | None = None) -> TokenRows:
         """Tokenised rows of the source, from the cache if the same were tokenised before.
@@ -165,7 +162,7 @@ class AskedSet:
             shutil.rmtree(self.folder, ignore_errors=True)  # rows of other pictures
             rows = None
         if rows is None:
-            self.make(self.on_progress or (lambda _: None))
+            self.make()
             if (rows := cached_set(self.folder)) is None:
                 raise unreadable(self.folder)
         return self.ready(rows, source.notes)
@@ -201,21 +198,25 @@ class AskedSet:
         }
         return name_for(asked)
 
-    def make(self, on_progress: OnProgress) -> None:
+    def make(self) -> None:
         """Make what of the set is not there. Raises as `rows`."""
         options = self.options
         how = options.train_on, options.prompts, options.day, options.sight
         encoder = Encoder(self.tokenizer, *how)
-        waits = partial(on_progress, 0)
-        with making_set(self.folder, options.kind, waits) as making:
+        with self.read_aloud(), making_set(self.folder, options.kind) as making:
             if making.is_whole:  # by another process, until now
                 return
-            counts = make_shards(making, self.source, encoder, options, on_progress)
+            counts = make_shards(making, self.source, encoder, options)
             if (reason := self.reason_to_refuse(counts)) is not None:
                 if not options.streaming:  # else rows before the bad one may be in use
                     making.clear()
                 raise reason
             making.finish(counts, self._asked)
+
+    def read_aloud(self) -> AbstractContextManager[None]:
+        """Inside, the terminal shows how much of the source was read."""
+        size = None if self.options.streaming else self.source.size
+        return doing("reading and tokenising rows", size, DATA_READ)
 
     def _of_a_changed_source(self, wanted: Callable[[TokenRows], bool]) -> TokenRows | None:
         """Cached rows that are `wanted`, asked for in the same way, if the source's are not."""

@@ -16,7 +16,7 @@ import os
 import shutil
 import time
 from array import array
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
 from dataclasses import asdict, dataclass
@@ -37,6 +37,7 @@ from megatrain.data.rows import (
 from megatrain.data.samples import JUDGED, KINDS, PLAIN, Picture, name_for
 from megatrain.durable import sync_folder
 from megatrain.errors import StorageError, logger, system_errors
+from megatrain.heartbeat import beat, may_end_here
 
 ABOUT_SET = "set.json"  # what was asked for, counts of all rows, and each shard's hash
 ABOUT = "shard.json"  # what is known of the shard, with the hash of every other file; written last
@@ -128,11 +129,9 @@ class Making:
 
 
 @contextmanager
-def making_set(
-    folder: Path, kind: str = PLAIN, on_wait: Callable[[], None] = lambda: None
-) -> Iterator[Making]:
-    """The set of a folder, to be made or completed by one process at a time; others wait, and
-    call `on_wait` meanwhile. Raises StorageError where it cannot be written, as on a full disk."""
+def making_set(folder: Path, kind: str = PLAIN) -> Iterator[Making]:
+    """The set of a folder, to be made or completed by one process at a time; others wait. Raises
+    StorageError where it cannot be written, as on a full disk."""
     with system_errors(folder, "keep tokenised rows here", ANOTHER_FOLDER):
         folder.parent.mkdir(parents=True, exist_ok=True)
         folder.mkdir(mode=0o700, exist_ok=True)
@@ -147,7 +146,8 @@ def making_set(
                         logger.info(f"{folder}: another process makes these rows; waiting for it")
                     waited = True
                     time.sleep(_LOOKED_EVERY_S)
-                    on_wait()
+                    may_end_here()
+                    beat()
             yield Making(folder, kind)
         finally:
             os.close(lock)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from bisect import bisect_left
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import date
@@ -43,6 +43,7 @@ from megatrain.data.sources import Source
 from megatrain.data.template import CharSpan
 from megatrain.data.workers import ABOUT_TEMPLATE, begin_row
 from megatrain.errors import DataError
+from megatrain.heartbeat import may_end_here
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -305,21 +306,18 @@ class Encoded:
 
 
 class RowReader:
-    """Reads a source once, in batches; `on_progress` is called with the number of rows so far."""
+    """Reads a source once, in batches."""
 
-    def __init__(
-        self, source: Source, options: RowOptions, on_progress: Callable[[int], None]
-    ) -> None:
-        self._source, self._options, self._on_progress = source.read(), options, on_progress
+    def __init__(self, source: Source, options: RowOptions) -> None:
+        self._source, self._options = source.read(), options
         self._formats: dict[tuple[int, str], str] = {}
-        self._read, self.only_count = 0, False
+        self.only_count = False
 
     def batches(self, most: int | None = None) -> Iterator[RawBatch]:
         """All rows that are left, or the next ones."""
         left = itertools.islice(self._source, most)
         while rows := list(itertools.islice(left, BATCH_ROWS)):
-            self._read += len(rows)
-            self._on_progress(self._read)
+            may_end_here()
             for row in rows:
                 self._settle(row)
             files = {(row.part, row.file) for row in rows} & self._formats.keys()

@@ -22,6 +22,7 @@ from typing import IO, Any, AnyStr, BinaryIO, cast
 
 from megatrain.data.samples import is_given, json_value, unpadded, without_nulls
 from megatrain.errors import DataError, if_forbidden
+from megatrain.heartbeat import DATA_READ, beat
 
 TEXT_PIECE_BYTES = 8192  # pieces of a text file: small enough to hold out a share of one file
 NEARBY = 200  # characters on each side of a piece's borders that may change its tokens
@@ -82,6 +83,8 @@ def _lines(path: Path, file: IO[AnyStr]) -> Iterator[AnyStr]:
     number = 0
     while line := file.readline(LINE_BYTES + 1):
         number += 1
+        if path.suffix.lower() != PACKED:
+            beat(DATA_READ, len(line))
         if len(line) > LINE_BYTES:
             advice = "a row's text must be shorter, each row in a line of its own"
             raise DataError(f"{path}:{number}: a line of over {LINE_BYTES >> 20} MiB; {advice}")
@@ -100,9 +103,10 @@ def _whole(path: Path) -> bytearray:
     return data
 
 
-def numbered(rows: Iterable[object], name: str) -> Iterator[RawRow]:
-    """Rows whose place is `name row 1` and so on."""
+def numbered(rows: Iterable[object], name: str, size: int = 0) -> Iterator[RawRow]:
+    """Rows whose place is `name row 1` and so on; each counts as `size` of what is read."""
     for number, row in enumerate(rows, start=1):
+        beat(DATA_READ, size)
         yield RawRow(f"{name} row {number}", name, row)
 
 
@@ -150,7 +154,8 @@ def _read_json(path: Path) -> Iterator[RawRow]:
         value = value["data"] if isinstance(value.get("data"), list) else [value]
     if not isinstance(value, list):
         raise DataError(f"{path}: expected a list of rows or an object with a list under 'data'")
-    yield from numbered(map(unpadded, value), str(path))
+    each = path.stat().st_size // max(1, len(value))
+    yield from numbered(map(unpadded, value), str(path), each)
 
 
 def decoded(path: Path) -> Iterator[RawRow]:
@@ -248,11 +253,16 @@ def _batches(path: Path) -> Iterator[Any]:
     packed = path.suffix.lower() == PACKED
     with BufferReader(_whole(path)) if packed else OSFile(str(path)) as stream:
         if type_of(path) == ".parquet":
-            yield from parquet.ParquetFile(stream).iter_batches(TABLE_ROWS)
+            table, size = parquet.ParquetFile(stream), path.stat().st_size
+            for batch in table.iter_batches(TABLE_ROWS):
+                yield batch
+                beat(DATA_READ, size * len(batch) // table.metadata.num_rows)
             return
         if stream.read(6) == b"ARROW1":
             file = ipc.open_file(stream)
-            yield from map(file.get_batch, range(file.num_record_batches))
+            for number in range(file.num_record_batches):
+                yield file.get_batch(number)
+                beat(DATA_READ, path.stat().st_size // file.num_record_batches)
         else:  # what `datasets` writes
             stream.seek(0)
             yield from ipc.open_stream(stream)

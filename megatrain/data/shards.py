@@ -7,7 +7,7 @@ shards however often its making was interrupted, and however many processes toke
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict
 from functools import partial
 from itertools import chain
@@ -44,11 +44,10 @@ def make_shards(
     source: Source,
     encoder: Encoder,
     options: RowOptions,
-    on_progress: Callable[[int], None],
 ) -> Counts:
     """Write the shards of a source that are not there; the counts of all rows. From a bad row on
     that is to be refused nothing is written, but all rows are counted, unless they are streamed."""
-    reader, cutter, refused = RowReader(source, options, on_progress), Cutter(options), Counts()
+    reader, cutter, refused = RowReader(source, options), Cutter(options), Counts()
     for shard in making.shards:
         for _ in reader.batches(shard.counts.read):
             pass  # they need not be tokenised

@@ -60,13 +60,15 @@ class Part:
 @dataclass(frozen=True)
 class Source:
     """Rows that can be read again and again. `identity` changes when the rows may have changed;
-    `notes` say what was chosen of what the name stands for; `parts` name its sources."""
+    `notes` say what was chosen of what the name stands for; `parts` name its sources. `size` is
+    the bytes of its files, or its rows, where that is known."""
 
     name: str
     identity: str
     read: Callable[[], Iterator[RawRow]]
     notes: tuple[str, ...] = ()
     parts: tuple[str, ...] = ()
+    size: int | None = None
 
 
 def open_source(
@@ -97,7 +99,9 @@ def open_source(
             raise DataError(f"a list of rows has no splits; remove data.split: {split}")
         if identity is None:
             identity = digest_of(repr(given))
-        return Source("list", identity, lambda: numbered(map(unpadded, given), "list"))
+        return Source(
+            "list", identity, lambda: numbered(map(unpadded, given), "list", 1), size=len(given)
+        )
     import datasets
 
     if isinstance(given, datasets.Dataset | datasets.DatasetDict):
@@ -124,7 +128,9 @@ def _several(parts: Sequence[Part], split: str | None, streaming: bool) -> Sourc
     formats = [part.format for part in parts]
     identity = json.dumps([[source.identity for source in opened], formats])
     notes = tuple(itertools.chain.from_iterable(source.notes for source in opened))
-    return Source(name, identity, read, notes, tuple(source.name for source in opened))
+    sizes = [source.size for source in opened]
+    size = None if None in sizes else sum(filter(None, sizes))
+    return Source(name, identity, read, notes, tuple(source.name for source in opened), size)
 
 
 def _named(named: Named, split: str | None, streaming: bool) -> Source:
@@ -232,7 +238,10 @@ def _inside(folder: Path, file: Path) -> str:
 
 def _files(name: str, files: list[Path]) -> Source:
     identity = json.dumps([(str(path.resolve()), *_content_of(path)) for path in files])
-    return Source(name, identity, lambda: itertools.chain.from_iterable(map(read_file, files)))
+    size = sum(path.stat().st_size for path in files)
+    return Source(
+        name, identity, lambda: itertools.chain.from_iterable(map(read_file, files)), size=size
+    )
 
 
 def _content_of(path: Path) -> tuple[object, ...]:
@@ -264,12 +273,12 @@ def _data_set(name: str, found: DataSet, split: str | None = None) -> Source:
             rows if rows.format["type"] == "custom" else rows.with_format(None) for rows in chosen
         )
         with _in_one_sentence(f"{name}: broken data set"):
-            yield from numbered(itertools.chain.from_iterable(map(_as_written, forms)), name)
+            yield from numbered(itertools.chain.from_iterable(map(_as_written, forms)), name, 1)
 
     # the only name that `datasets` has for "these very rows"
     identity = json.dumps([name, *(rows._fingerprint for rows in chosen)])
     notes = () if named or len(splits) == 1 else (f"{name}: split {split!r} of {known}",)
-    return Source(name, identity, read, notes)
+    return Source(name, identity, read, notes, size=sum(map(len, chosen)))
 
 
 def _as_written(rows: DataSet | datasets.IterableDataset) -> Iterator[object]:

@@ -20,14 +20,14 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from megatrain.data.build import AskedSet, Expected, OnProgress, held_out_beside, hold_out
+from megatrain.data.build import AskedSet, Expected, held_out_beside, hold_out
 from megatrain.data.cache import listed_shards, load_shard, name_of, unreadable
 from megatrain.data.encoding import Encoder, RowOptions
 from megatrain.data.rows import PackedRows, Position, Rows, TokenRows, pack
 from megatrain.data.samples import digest_of
 from megatrain.data.workers import ended, outcome, shared_numbers, start_child
 from megatrain.errors import MegaTrainError, logger, number_of
-from megatrain.heartbeat import may_end_here
+from megatrain.heartbeat import DATA_READ, beat, beats, ending, may_end_here
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -47,7 +47,6 @@ def load_stream(
     seed: int,
     pack_to: int | None = None,
     cache: Path | None = None,
-    on_progress: OnProgress | None = None,
     expected: Expected | None = None,
     at_once: bool = True,
 ) -> tuple[Rows, Rows | None, Stream]:
@@ -69,7 +68,7 @@ def load_stream(
     def whole(rows: TokenRows) -> Rows:
         return rows if pack_to is None else PackedRows(rows, pack_to, eos)
 
-    asked = AskedSet(train, tokenizer, options, cache, on_progress)
+    asked = AskedSet(train, tokenizer, options, cache)
     held_rows = held_out if isinstance(held_out, int) else 0
     stream = Stream(asked, whole, held_rows, seed, at_once)
     rows, held = stream.rows, stream.held
@@ -175,9 +174,7 @@ class Stream:
             self._writer.begin()
             over = self._writer.is_over(LOOKED_EVERY_S)  # then all that it wrote is there
             may_end_here()
-            read = self._writer.news()
-            if read is not None and self._asked.on_progress is not None:
-                self._asked.on_progress(read)
+            self._writer.pass_on()
 
     def _find(self, number: int) -> TokenRows | None:
         begins = self._ends[number - 1] if number else 0
@@ -199,8 +196,9 @@ class Writer:
     there from now on: later memory is pinned and CUDA runs."""
 
     def __init__(self, asked: AskedSet) -> None:
-        self._state = shared_numbers()  # how often it gave a sign of life, and the rows it has read
-        self._seen, self._begun, self._over = 0, False, False
+        self._state = shared_numbers()  # its signs of life, and what it has read
+        self._state[1] = beats(DATA_READ)
+        self._seen, self._begun, self._over = self._state[:2].tolist(), False, False
         self._error: Exception | None = None
         child, self._ours = start_child(partial(self._serve, asked), "remove data.streaming")
         self.close = weakref.finalize(self, _end, child, os.getpid())
@@ -229,21 +227,25 @@ class Writer:
         if self._error is not None:
             raise self._error
 
-    def news(self) -> int | None:
-        """The rows that it has read, if it gave a sign of life since the last call."""
-        before, self._seen = self._seen, self._state[0]
-        return None if before == self._seen else self._state[1]
+    def pass_on(self) -> None:
+        """Give signs of life for it, as many as it gave since the last call."""
+        seen = self._state[:2].tolist()
+        for what, now, before in zip(("", DATA_READ), seen, self._seen, strict=True):
+            if now != before:
+                beat(what, now - before)
+        self._seen = seen
 
     def _serve(self, asked: AskedSet, connection: Connection) -> None:
         """The child: make what is not there, or not as it was written."""
         os.nice(NICENESS)
         logging.disable()  # the log and the terminal are the parent's
         connection.recv()
-        connection.send(outcome(partial(asked.make, self._note))[1])
+        with ending(self._note):
+            connection.send(outcome(asked.make)[1])
 
-    def _note(self, rows: int) -> None:
+    def _note(self) -> None:
         self._state[0] += 1
-        self._state[1] = rows
+        self._state[1] = beats(DATA_READ)
 
 
 def _end(child: int, parent: int) -> None:

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from megatrain.engine.engine import Engine
 from megatrain.errors import ModelError
+from megatrain.heartbeat import doing
 from megatrain.losses import IGNORE
 from megatrain.models.constants import kept_tensors
 from megatrain.models.meta import torch_paths
@@ -81,7 +82,8 @@ class DiffersError(Exception):
 def stage(name: str) -> Iterator[None]:
     """Raise DiffersError for errors inside, but for refusals: plain PyTorch runs the model."""
     try:
-        yield
+        with doing(f"comparing a small model with plain PyTorch: {name}"):
+            yield
     except (DiffersError, ModelError):
         raise
     except Exception as error:

@@ -28,7 +28,7 @@ from megatrain.planner.suggest import (
 )
 from megatrain.reporting.energy import Economy, described, human_hours
 from megatrain.reporting.streams import as_printed
-from megatrain.reporting.summary import human_bytes, human_parameters, three_digits
+from megatrain.reporting.words import human_bytes, human_parameters, three_digits
 
 if TYPE_CHECKING:
     pass

@@ -23,7 +23,7 @@ from megatrain.planner.suggest import (
     held_by_others,
 )
 from megatrain.planner.timing import StepCosts
-from megatrain.reporting.summary import human_bytes
+from megatrain.reporting.words import human_bytes
 from megatrain.schedule import UNCHANGED
 from megatrain.settings import OPTIONS
 

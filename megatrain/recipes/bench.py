@@ -46,14 +46,12 @@ from megatrain.reporting.summary import (
     Predicted,
     advise,
     bound_in_words,
-    human_bytes,
-    human_parameters,
-    human_seconds,
     print_rows,
     step_seconds,
     time_in_words,
 )
 from megatrain.reporting.tracing import claim, computing_seconds, record_timeline
+from megatrain.reporting.words import human_bytes, human_parameters, human_seconds
 from megatrain.world import ALONE, World
 
 LONGEST_TRACED_S = 60.0  # of a step that is run once more to see when kernels run

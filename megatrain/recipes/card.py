@@ -21,7 +21,7 @@ from megatrain.models.pretrained import HUB_ID, cached_source
 from megatrain.recipes.report import Reported
 from megatrain.recipes.state import Run
 from megatrain.reporting.metrics import NOT_DRAWN, read_history, read_metrics
-from megatrain.reporting.summary import human_seconds
+from megatrain.reporting.words import human_seconds
 from megatrain.storage.run_folder import CARD
 
 HEAD = re.compile(r"---\r?\n(.*?\n)---\s*(?:\n|$)", re.DOTALL)  # of a card: YAML

@@ -34,7 +34,8 @@ from megatrain.reporting.energy import Economy
 from megatrain.reporting.meters import peak_host_bytes
 from megatrain.reporting.metrics import held_out_losses
 from megatrain.reporting.mfu import ModelFlops
-from megatrain.reporting.summary import Facts, Predicted, RunSummary, human_parameters
+from megatrain.reporting.summary import Facts, Predicted, RunSummary
+from megatrain.reporting.words import human_parameters
 from megatrain.schedule import UNCHANGED
 from megatrain.settings import KEYS, OPTIONS
 from megatrain.storage.run_folder import find_checkpoint, write_text

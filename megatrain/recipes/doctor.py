@@ -31,7 +31,7 @@ from megatrain.measure.profile import measure_machine
 from megatrain.measure.ranks import measure_together, network_rate
 from megatrain.recipes.ranks.rendezvous import measure_processes
 from megatrain.reporting.meters import LoadMeter
-from megatrain.reporting.summary import three_digits
+from megatrain.reporting.words import three_digits
 from megatrain.world import World
 
 

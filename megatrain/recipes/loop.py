@@ -6,7 +6,7 @@ import math
 import shlex
 import time
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,7 @@ from megatrain.errors import (
     StorageError,
     logger,
 )
-from megatrain.heartbeat import BYTES_WRITTEN
+from megatrain.heartbeat import BYTES_WRITTEN, ROWS_DONE
 from megatrain.machine.hardware import read_hardware
 from megatrain.recipes.card import model_card
 from megatrain.recipes.ranks.rendezvous import awaiting
@@ -37,7 +37,7 @@ from megatrain.recipes.state import BEGINNING, Run, Saving
 from megatrain.reporting.energy import Energy, known_sum
 from megatrain.reporting.meters import peak_host_bytes
 from megatrain.reporting.metrics import StepMetrics, StepTime, write_samples
-from megatrain.reporting.progress import IN_FILE
+from megatrain.reporting.progress import IN_FILE, STEP
 from megatrain.reporting.summary import advise
 from megatrain.reporting.tracing import record_timeline
 from megatrain.storage.beside import Beside
@@ -165,7 +165,7 @@ def train_step(run: Run, batch: StepBatch, data_s: float, stop: StopRequest) -> 
     with _traced(run):
         started, before = time.perf_counter(), run.energy.read()
         try:
-            with run.progress.doing("step", f"step {run.step + 1}"):
+            with run.progress.doing(STEP, f"step {run.step + 1}"):
                 result = run.engine.train_step(batch.micro_batches, run.loss, rate)
         except DivergedError as error:
             raise DivergedError(f"step {run.step + 1}: {error}; {way_back(run)}") from error
@@ -363,7 +363,9 @@ def evaluate(run: Run, stop: StopRequest) -> Figures | None:
     if run.held_out is None and not run.prompts:
         return None
     started, loss, targets, figures = time.perf_counter(), None, 0, Figures()
-    with run.progress.doing("evaluating"):
+    rows = None if run.held_out is None else len(run.held_out)
+    total = None if rows is None else min(rows, run.config.train.eval_rows or rows)
+    with run.progress.doing("evaluating", total=total, counted=ROWS_DONE):
         if isinstance(run.loader, Rollouts):
             answered = run.loader.evaluate(run.config.train.eval_rows, stop)
             if answered is None:
@@ -501,7 +503,7 @@ def save(run: Run, found: Figures | None, *, must: bool = True) -> bool:
         run.best = best
         return True
     try:
-        with run.progress.doing("saving", counted=BYTES_WRITTEN):
+        with showing_save(run):
             path = write(run.engine)
     except StorageError as error:
         if must:
@@ -512,6 +514,12 @@ def save(run: Run, found: Figures | None, *, must: bool = True) -> bool:
     run.best = best
     take_over(run, path, began)
     return True
+
+
+def showing_save(run: Run) -> AbstractContextManager[None]:
+    """Inside, the terminal shows how much of a checkpoint is written."""
+    total = run.plan.disk.get("checkpoint 1", 0) / run.engine.world.size
+    return run.progress.doing("saving", total=total, counted=BYTES_WRITTEN)
 
 
 def take_over(run: Run, path: Path, began: float, *, beside: bool = False) -> None:
@@ -547,7 +555,7 @@ def finish_save(run: Run, *, must: bool = False) -> None:
     if saving is None:
         return
     try:
-        with run.progress.doing("saving", counted=BYTES_WRITTEN):
+        with showing_save(run):
             path, run.engine.passthrough = saving.written.result()
     except StorageError as error:
         if must:

@@ -28,12 +28,11 @@ from megatrain.data.samples import name_for
 from megatrain.durable import sync_folder
 from megatrain.engine.engine import Engine
 from megatrain.errors import StorageError, logger, system_errors
-from megatrain.heartbeat import may_end_here
+from megatrain.heartbeat import ROWS_DONE, doing, may_end_here
 from megatrain.losses import SequenceLoss
 from megatrain.recipes.loop import sweeps
 from megatrain.recipes.state import Ready
 from megatrain.recipes.verify import causes_of
-from megatrain.reporting.progress import Progress
 from megatrain.storage.checkpoint import Resumable, read_about
 from megatrain.storage.hashed_file import write_bytes
 
@@ -62,7 +61,7 @@ def reference_key(engine: Engine) -> str:
     """A hash of everything but the rows that log-probabilities follow from."""
     found = hashlib.blake2b(digest_size=DIGEST_BYTES)
     weights = engine.iter_weights()
-    with ThreadPoolExecutor() as threads:
+    with doing("hashing the reference's weights"), ThreadPoolExecutor() as threads:
         while some := list(islice(weights, AT_ONCE)):  # not all: they may be on a drive
             for name, digest in threads.map(_hashed, some):
                 found.update(name.encode() + digest)
@@ -111,15 +110,16 @@ def references_of(
     found, count = known.reshape(-1).copy(), len(rows) * rows.sides
     numbers = np.arange(count, dtype=np.float64).reshape(known.shape)
     at = time.monotonic()
-    for part in batches(missing, numbers):
-        may_end_here()
-        mine = part[world.rank :: world.size]
-        for some in world.all_gather([*map(_summed, mine, engine.logprobs(mine))]):
-            for of_examples, sums in some:
-                found[of_examples] = sums
-        if time.monotonic() - at > KEEP_EVERY_S and world.is_first:
-            _keep(_path(of_model, rows), found.tobytes())
-            at = time.monotonic()
+    with doing("computing the reference's log-probabilities", len(missing.chosen), ROWS_DONE):
+        for part in batches(missing, numbers):
+            may_end_here()
+            mine = part[world.rank :: world.size]
+            for some in world.all_gather([*map(_summed, mine, engine.logprobs(mine))]):
+                for of_examples, sums in some:
+                    found[of_examples] = sums
+            if time.monotonic() - at > KEEP_EVERY_S and world.is_first:
+                _keep(_path(of_model, rows), found.tobytes())
+                at = time.monotonic()
     references = found.reshape(known.shape)
     assert not len(wanted.missing(references)), "every sequence is in one micro-batch"
     world.on_rank0(lambda: _keep(_path(of_model, rows), references.tobytes()))
@@ -189,7 +189,6 @@ def compare_with_reference(
     of_model: str | None,
     wanted: Sequence[Wanted],
     anew: bool,
-    progress: Progress,
 ) -> tuple[str | None, ReferenceArray | None]:
     """(fingerprint of the reference, log-probabilities of held-out rows, if there are any); None
     for methods without. The loader gives out those of training rows from now on. of_model: of the
@@ -205,15 +204,13 @@ def compare_with_reference(
         given = loader.batches_of(wanted.rows, references=references, chosen=wanted.chosen)
         return sweeps(given, ready.sweep_tokens * engine.world.size)
 
-    with progress.doing("the reference's log-probabilities"):
-        here = reference_key(engine) if anew else of_model
-        if of_model not in (None, here):
-            raise StorageError(
-                f"{config.model.source}: is not the model that this run began with, whose "
-                "log-probabilities are gone from the cache; bring that model back, or start a new "
-                "run"
-            )
-        assert here is not None
-        train, *others = [references_of(engine, here, some, batches) for some in wanted]
+    here = reference_key(engine) if anew else of_model
+    if of_model not in (None, here):
+        raise StorageError(
+            f"{config.model.source}: is not the model that this run began with, whose "
+            "log-probabilities are gone from the cache; bring that model back, or start a new run"
+        )
+    assert here is not None
+    train, *others = [references_of(engine, here, some, batches) for some in wanted]
     loader.references = train
     return here, others[0] if others else None

@@ -40,12 +40,10 @@ from megatrain.reporting.metrics import (
 from megatrain.reporting.summary import (
     BOUND_WORDS,
     Predicted,
-    human_bytes,
-    human_parameters,
-    human_seconds,
     step_seconds,
     time_in_words,
 )
+from megatrain.reporting.words import human_bytes, human_parameters, human_seconds
 from megatrain.storage.run_folder import FINAL, write_text
 from megatrain.version import VERSION
 

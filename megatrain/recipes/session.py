@@ -24,7 +24,7 @@ from megatrain.data.loader import Loader
 from megatrain.data.micro_batches import ReferenceArray
 from megatrain.engine.engine import Engine
 from megatrain.errors import ConfigError, StorageError, logger, storage_error, system_errors
-from megatrain.heartbeat import BYTES_READ, WEIGHTS_READ, may_end_here
+from megatrain.heartbeat import BYTES_READ, doing, may_end_here
 from megatrain.planner.plan import Plan
 from megatrain.recipes.describe import (
     DESCRIPTION,
@@ -162,10 +162,10 @@ def open_run(
     if resuming is None:
         describe_run(ready)
     may_end_here()
-    engine, reference, held_out_references = open_engine(ready, progress, stack, resuming)
+    engine, reference, held_out_references = open_engine(ready, stack, resuming)
     state, source = dict(BEGINNING), None
     if resuming is not None:
-        source, state = _load_checkpoint(ready, engine, resuming, progress)
+        source, state = _load_checkpoint(ready, engine, resuming)
         describe_run(ready)
     named = resuming is not None and resuming.named
     kept = decided_for_ranks(plan) | ({"reference": reference} if reference else {})
@@ -203,29 +203,27 @@ def open_run(
 
 
 def open_engine(
-    ready: Ready, progress: Progress, stack: ExitStack, resuming: Resumable | None
+    ready: Ready, stack: ExitStack, resuming: Resumable | None
 ) -> tuple[Engine, str | None, ReferenceArray | None]:
     """The engine with its first weights, or zeros where a checkpoint follows; and the reference of
     a method that has one, as `compare_with_reference`."""
-    plan, read = ready.plan, ready.resolved.request.source is not None and resuming is None
-    weights = plan.parameters + plan.frozen_parameters if read else None
     of_model, wanted = wanted_by(ready, resuming)
     here = of_model is None or are_kept(of_model, wanted)
     # the first rank's cache counts
     first = resuming is None or not ready.machine.world.broadcast(here)
-    with progress.doing("preparing the weights", total=weights, counted=WEIGHTS_READ):
-        engine = stack.enter_context(Engine.open_plan(plan, weights=first))
-    return engine, *compare_with_reference(ready, engine, of_model, wanted, first, progress)
+    with doing("preparing the weights"):
+        engine = stack.enter_context(Engine.open_plan(ready.plan, weights=first))
+    return engine, *compare_with_reference(ready, engine, of_model, wanted, first)
 
 
 def _load_checkpoint(
-    ready: Ready, engine: Engine, resuming: Resumable, progress: Progress
+    ready: Ready, engine: Engine, resuming: Resumable
 ) -> tuple[Path, dict[str, Any]]:
     """Load the checkpoint to resume from; returns its folder and its state. Raises StorageError,
     and DataError if the rows are others."""
     config = ready.config
     size = bytes_needed([resuming.path]) if resuming.path else None
-    with progress.doing("reading the checkpoint", total=size, counted=BYTES_READ):
+    with doing("reading the checkpoint", size, BYTES_READ):
         source, state = load_resumable(config.output, engine, resuming)
     may_end_here()
     if source != resuming.path:  # which may have been saved under another config

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import fields, replace
@@ -24,7 +23,6 @@ from megatrain.engine.objective import AnyLoss
 from megatrain.engine.request import Request, check_context_parallel
 from megatrain.engine.resolved import Machine, Resolved, plan_of, resolve
 from megatrain.errors import ConfigError, DataError, OutOfMemory, PlanError, logger
-from megatrain.heartbeat import beat, may_end_here
 from megatrain.losses import LOSSES, SequenceLoss
 from megatrain.machine.hardware import keep_caches_small, physical_cores
 from megatrain.methods import METHODS
@@ -41,11 +39,10 @@ from megatrain.recipes.planned_site import (
 )
 from megatrain.recipes.rl.prompts import read_prompt_rows
 from megatrain.recipes.rl.rollouts import Rollouts
-from megatrain.reporting.summary import human_bytes
+from megatrain.reporting.words import human_bytes
 from megatrain.settings import KEYS
 from megatrain.world import World
 
-ROWS_LOGGED_EVERY_S = 10.0
 MOST_PROCESSES = 16  # more wait for the one that reads the rows and writes the tokens
 # of the config's data section: options of the rows, too
 ROW_KEYS = ("train_on", "format", "on_bad_row", "split", "text_field", "columns", "prompts")
@@ -340,7 +337,7 @@ def open_rows(
         at_once: as in `load_stream`.
     """
     data, seq_len = config.data, config.train.seq_len
-    method, logged = METHODS[config.method], time.monotonic()
+    method = METHODS[config.method]
     if method.kind == PROMPTS:
         return *read_prompt_rows(config, model, day or day_of(config)), None
     most = min(physical_cores(), MOST_PROCESSES)
@@ -354,19 +351,9 @@ def open_rows(
         **data.model_dump(include={*ROW_KEYS, "truncation_mode"}),
     )
 
-    def note(rows: int) -> None:
-        """Log the number of rows now and then; reading may end here."""
-        nonlocal logged
-        may_end_here()
-        beat()
-        if time.monotonic() - logged >= ROWS_LOGGED_EVERY_S:
-            logged = time.monotonic()
-            logger.info(f"reading and tokenising rows: {rows:,} so far")
-
     more: dict[str, Any] = {
         "seed": config.train.seed,
         "pack_to": seq_len if method.whole_documents else None,
-        "on_progress": note,
         "expected": expected,
     }
 

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING
 
 from megatrain.errors import UNEXPECTED, logger
 from megatrain.heartbeat import ending, total
-from megatrain.reporting.summary import human_seconds
+from megatrain.reporting.words import human_seconds
 
 if TYPE_CHECKING:
     from megatrain.world import World

@@ -23,15 +23,19 @@ from rich.table import Table
 from rich.text import Text
 
 from megatrain.errors import MegaTrainError, logger, printable, system_errors, without_secrets
-from megatrain.heartbeat import beats
+from megatrain.heartbeat import beats, doing, under_way
 from megatrain.reporting.metrics import APPENDED, RECENT_STEPS, StepMetrics, StepTime
-from megatrain.reporting.summary import bound_in_words, human_bytes, human_seconds
+from megatrain.reporting.streams import every, how_far
+from megatrain.reporting.summary import bound_in_words
+from megatrain.reporting.words import human_bytes, human_seconds
 
 LOG_FILE = "train.log"
 ON_PANEL = "on_panel"  # marks log records that a terminal shows as the panel
 IN_FILE = "in_file"  # marks log records for train.log alone
 ADVICE_AFTER_STEPS = 5  # of a process: the first steps compile and warm up
 REDRAWS_PER_S = 2
+LOGGED_EVERY_S, MOST_LOGGED_EVERY_S = 10.0, 60.0  # of long work, where no line can be redrawn
+STEP = "step"
 BAR_WIDTH = 40
 TIME_LEFT = "time left"
 
@@ -74,13 +78,31 @@ def logging_on(console: Console, *others: logging.Handler, who: str = "") -> Ite
     for handler in handlers:
         logger.addHandler(handler)
     try:
-        yield
+        with nullcontext() if who or console.is_interactive else every(LOGGED_EVERY_S, log_work()):
+            yield
     finally:
         for handler in handlers:
             logger.removeHandler(handler)
             handler.close()
         logger.setLevel(level)
         logger.propagate = propagate
+
+
+def log_work() -> Callable[[], None]:
+    """A function that logs how far long work has come, if it is time: at first soon."""
+    logged = 0.0
+
+    def log() -> None:
+        nonlocal logged
+        work, now = under_way(), time.monotonic()
+        if work is None or not work.aloud:
+            return
+        wait = min(MOST_LOGGED_EVERY_S, max(LOGGED_EVERY_S, (now - work.since) / 4))
+        if now - max(work.since, logged) >= wait:
+            logged = now
+            logger.info(how_far(work))
+
+    return log
 
 
 class _Printable(logging.Formatter):
@@ -129,15 +151,6 @@ class _ConsoleHandler(logging.Handler):
 
 
 @dataclass(frozen=True)
-class Activity:
-    """A piece of work, and how far it has come. total: None if unknown."""
-
-    words: str
-    total: float | None
-    done: Callable[[], float]
-
-
-@dataclass(frozen=True)
 class _Shown:
     """The newest step on the panel."""
 
@@ -168,7 +181,6 @@ class Progress:
         self.outside_s = {"evaluating": 0.0, "saving": 0.0}  # seconds between the steps
         self._times = dict.fromkeys(self.outside_s, 0)  # how often
         self._since, self._shown = time.monotonic(), _Shown("starting")
-        self._activity: Activity | None = None
         self._live: Live | None = None
         if console.is_interactive:
             self._live = Live(
@@ -203,15 +215,10 @@ class Progress:
         """Show that this is being done, while the block runs. kind: of which the next takes about
         as many beats. words: for the user; by default `kind`. total: how much it takes of what
         heartbeat.py counts as `counted`, if that is known."""
-        before = beats(counted)
-        activity = self._activity = Activity(
-            words or kind, total or self._took.get(kind), lambda: beats(counted) - before
-        )
-        try:
+        before, total = beats(counted), total or self._took.get(kind)
+        with doing(words or kind, total, counted, aloud=kind != STEP):
             yield
-            self._took[kind] = activity.done()
-        finally:
-            self._activity = None
+        self._took[kind] = beats(counted) - before
 
     def step(self, metrics: StepMetrics) -> None:
         """Show one step."""
@@ -312,15 +319,15 @@ class Progress:
 
     def _panel(self) -> Panel:
         """The newest step's figures under two bars: the run's, and that of what is done now."""
-        shown, activity, now = self._shown, self._activity, time.monotonic()
+        shown, work, now = self._shown, under_way(), time.monotonic()
         bars = Table.grid(padding=(0, 1))
         if self._total_steps is not None:
             bars.add_row(ProgressBar(self._total_steps, shown.step, BAR_WIDTH))
-        if activity is not None:
-            done = min(activity.done(), activity.total or 0)
-            share = f" {done / activity.total:.0%}" if activity.total else ""
-            bar = ProgressBar(activity.total, done, BAR_WIDTH, animation_time=now)
-            bars.add_row(bar, Text(activity.words + share))
+        if work is not None:
+            share = work.share()
+            total = None if share is None else 1.0
+            bar = ProgressBar(total, min(1.0, share or 0.0), BAR_WIDTH, animation_time=now)
+            bars.add_row(bar, Text(how_far(work)))
         figures = [*shown.figures]
         if shown.left_s is not None:
             left = max(0.0, shown.left_s - (now - shown.at))

@@ -8,8 +8,9 @@ import os
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, redirect_stdout
+from contextlib import ExitStack, contextmanager, redirect_stdout, suppress
 from contextvars import ContextVar
 from typing import Any, TextIO, cast
 
@@ -17,13 +18,15 @@ from rich.console import Console, ConsoleOptions, RenderableType
 from rich.segment import Segment
 
 from megatrain.errors import printable
-from megatrain.heartbeat import BYTES_READ, BYTES_WRITTEN, beats
+from megatrain.heartbeat import BYTES_READ, BYTES_WRITTEN, Work, beats, showing, under_way
 from megatrain.machine.launcher import started_by
+from megatrain.reporting.words import human_seconds
 
 _RESULTS: ContextVar[TextIO | None] = ContextVar("results", default=None)
 PIPE_WIDTH = 120  # columns of tables that do not go to a terminal
 FRAMES = "⠋⠙⠹⠸⠼⠴⠦⠧⠇⠏"
 SHOWN_AFTER_S, REDRAWN_EVERY_S = 0.2, 0.1
+TIMED_AFTER_S, TIMED_FROM = 2.0, 0.01  # seconds and share of work from where its end is foreseen
 MOVED = ((BYTES_READ, "read"), (BYTES_WRITTEN, "written"))
 
 
@@ -60,10 +63,66 @@ class Lasting:
         return getattr(self._stream, name)
 
 
+def how_far(work: Work) -> str:
+    """`saving 43%, 12.0s left`."""
+    share, took = work.share(), time.monotonic() - work.since
+    if share is None:
+        return work.words
+    share, timed = min(1.0, share), share >= TIMED_FROM and took >= TIMED_AFTER_S
+    left = f", {human_seconds(took * (1 - share) / share)} left" if timed else ""
+    return f"{work.words} {share:.0%}{left}"
+
+
+@contextmanager
+def bars_as_work() -> Iterator[None]:
+    """Inside, what libraries show as tqdm's bars is work under way, which we show: their own would
+    tear a panel, and fill pipes and logs."""
+    from tqdm.std import tqdm
+
+    shown: dict[int, ExitStack] = {}
+    display, close = tqdm.display, tqdm.close
+
+    def show(bar: tqdm, *_: object, **__: object) -> None:
+        if id(bar) not in shown:
+            words, here = str(bar.desc or "working").strip(" :"), weakref.proxy(bar)
+            work = Work(words, lambda: here.n / here.total if here.total else None)
+            shown[id(bar)] = ExitStack()
+            shown[id(bar)].enter_context(showing(work))
+
+    def end(bar: tqdm) -> None:
+        bar.leave = False
+        close(bar)
+        shown.pop(id(bar), ExitStack()).close()
+
+    tqdm.display, tqdm.close = show, end
+    try:
+        yield
+    finally:
+        tqdm.display, tqdm.close = display, close
+
+
+@contextmanager
+def every(seconds: float, call: Callable[[], object]) -> Iterator[None]:
+    """Inside, a thread calls this again and again."""
+    ended = threading.Event()
+
+    def look() -> None:
+        while not ended.wait(seconds):
+            call()
+
+    thread = threading.Thread(target=look, name="megatrain-busy", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
+
+
 class Busy:
-    """The last line of a terminal while a command prints nothing: that it works, for how long, and
-    what it reads or writes. It goes before anything else is printed, and stays away from a line
-    that has begun, such as a question or a panel."""
+    """The last line of a terminal while a command prints nothing: what it does, how far that has
+    come, and what it reads or writes. It goes before anything else is printed, and stays away from
+    a line that has begun, such as a question or a panel."""
 
     def __init__(self) -> None:
         self.lock = threading.RLock()  # held by whoever writes to a standard stream
@@ -78,20 +137,10 @@ class Busy:
             yield
             return
         self._stream, self._since, self._free = stream, time.monotonic(), True
-        ended = threading.Event()
-
-        def look() -> None:
-            while not ended.wait(REDRAWN_EVERY_S):
-                with self.lock:
-                    self._draw()
-
-        thread = threading.Thread(target=look, name="megatrain-busy", daemon=True)
-        thread.start()
         try:
-            yield
+            with every(REDRAWN_EVERY_S, self._draw):
+                yield
         finally:
-            ended.set()
-            thread.join()
             with self.lock:
                 self.make_room("\n")
                 self._stream = None
@@ -101,19 +150,34 @@ class Busy:
         if self._shown and self._stream is not None:
             self._shown = False
             self._stream.raw("\r\x1b[K")
-        self._since, self._free = time.monotonic(), text.endswith("\n")
+        if text:
+            self._since, self._free = time.monotonic(), text.endswith("\n")
 
     def _draw(self) -> None:
+        with self.lock:
+            self._draw_free()
+
+    def _draw_free(self) -> None:
         waited = time.monotonic() - self._since
         if self._stream is None or not self._free or waited < SHOWN_AFTER_S:
             return
         frames = FRAMES if "utf" in str(self._stream.encoding).lower() else "|/-"
         self._frame, self._shown = self._frame + 1, True
         loaded = [name for name in ("torch", "transformers") if name in sys.modules]
-        words = ("starting", "loading PyTorch", "working")[len(loaded)]
+        work = under_way()
+        words = how_far(work) if work else ("starting", "loading PyTorch", "working")[len(loaded)]
+        if work is None or work.share() is None:
+            words += f" {waited:.0f}s"
         moved = (f", {beats(what) / 2**30:.1f} GiB {how}" for what, how in MOVED if beats(what))
-        told = f"{frames[self._frame % len(frames)]} {words} {waited:.0f}s{''.join(moved)}"
-        self._stream.raw(f"\r{told}\x1b[K")
+        line = f"{frames[self._frame % len(frames)]} {printable(words)}{''.join(moved)}"
+        self._stream.raw(f"\r{line[: width_of(self._stream) - 1]}\x1b[K")
+
+
+def width_of(stream: Lasting) -> int:
+    """Columns of a terminal; 80 where it does not say."""
+    with suppress(OSError):
+        return os.get_terminal_size(stream.fileno()).columns or 80
+    return 80
 
 
 _busy = Busy()
@@ -138,7 +202,7 @@ def lasting_streams() -> Iterator[Lasting]:
     sys.stdin = before[0] or _null_device()
     sys.stdout, sys.stderr = cast(TextIO, out), cast(TextIO, err)
     try:
-        with _busy.on(err):
+        with bars_as_work(), _busy.on(err):
             yield out
     finally:
         sys.stdin, sys.stdout, sys.stderr = before

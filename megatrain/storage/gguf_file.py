@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from megatrain.errors import ModelError, logger, system_errors
+from megatrain.heartbeat import BYTES_WRITTEN, beat
 from megatrain.models.pretrained import end_of_turn
 from megatrain.storage.safetensors import TensorSource
 
@@ -323,6 +324,7 @@ def write_gguf(
             for tensor in tensors:
                 values = family.changed(tensor.name, _values(tensor), config).contiguous()
                 writer.write_tensor_data(values.view(torch.uint8).numpy())
+                beat(BYTES_WRITTEN, values.nbytes)
         finally:
             writer.close()
 

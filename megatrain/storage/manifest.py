@@ -16,6 +16,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from megatrain.errors import DamagedError, StorageError, system_errors
+from megatrain.heartbeat import BYTES_READ, doing
 from megatrain.models.pretrained import DESCRIBED_IN
 from megatrain.storage.hashed_file import WrittenFile
 
@@ -130,7 +131,11 @@ def describe_files(folder: Path, names: Iterable[str]) -> list[WrittenFile]:
             file.skip_to(file.nbytes)
             return WrittenFile(name, file.nbytes, file.sha256)
 
-    return in_parallel([partial(describe, name) for name in names])
+    names = list(names)
+    with system_errors(folder, "read it"):
+        nbytes = sum((folder / name).stat().st_size for name in names)
+    with doing("comparing files with their hashes", nbytes, BYTES_READ):
+        return in_parallel([partial(describe, name) for name in names])
 
 
 def verify_checkpoint(checkpoint: Path | str, deep: bool = True) -> Manifest:

@@ -13,6 +13,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from megatrain.errors import ConfigError, MegaTrainError, StorageError, logger, system_errors
+from megatrain.heartbeat import doing
 from megatrain.models.hub import LOG_IN, reachable, said_by
 from megatrain.storage.manifest import (
     MANIFEST,
@@ -96,7 +97,8 @@ def publish(folder: Path, repo_id: str, private: bool = False) -> Pushed:
             *(huggingface_hub.CommitOperationAdd(name, folder / name) for name in names),
         ]
         message = f"Upload a model trained by MegaTrain {VERSION}"
-        commit = str(api.create_commit(made.repo_id, operations, commit_message=message).oid)
+        with doing(f"uploading {nbytes / 2**30:.1f} GiB"):  # inside, the hub's own bars
+            commit = str(api.create_commit(made.repo_id, operations, commit_message=message).oid)
         arrived = api.model_info(made.repo_id, revision=commit)
         if lost := sorted({*names} - {file.rfilename for file in arrived.siblings or ()}):
             raise StorageError(

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from megatrain.errors import ModelError, StorageError, logger
-from megatrain.heartbeat import WEIGHTS_READ, beat, may_end_here
+from megatrain.heartbeat import WEIGHTS_READ, beat, doing, may_end_here
 from megatrain.memory.store import Store
 from megatrain.models.anatomy import Anatomy
 from megatrain.models.constants import FLOATS, Constants, ParameterPlace
@@ -201,7 +201,9 @@ def copy_in(
     copies += [partial(copy_checked, *item) for item in readings(sizes, store.world).items()]
     if store.world.is_first:
         copies += [partial(_check_twins, candidates[a], candidates[o]) for a, o in found.twins]
-    in_parallel(copies)
+    numel = sum(math.prod(candidates[name].shape) for name in found.names.values())
+    with doing("reading the weights", numel / store.world.size, WEIGHTS_READ):
+        in_parallel(copies)
     return found
 
 

@@ -27,6 +27,7 @@ from megatrain.data.rows import TokenRows
 from megatrain.data.samples import JUDGED, PAIRS, PLAIN
 from megatrain.data.sources import Part
 from megatrain.errors import DataError, StorageError
+from megatrain.heartbeat import ending
 from tests.data.test_cache_damage import contents
 from tests.helpers.files import as_an_ordinary_user, flip
 from tests.helpers.once import rows_are_encoded_in_workers
@@ -329,7 +330,8 @@ def test_who_waits_may_be_stopped(encode_into, write_jsonl, make_tokenizer, tmp_
         cached_sets.making_set(folder),
         caplog.at_level(logging.INFO),
         pytest.raises(KeyboardInterrupt),
-        cached_sets.making_set(folder, on_wait=interrupted),
+        ending(interrupted),
+        cached_sets.making_set(folder),
     ):
         raise AssertionError("it is made twice at once")
     assert caplog.text.count("another process makes these rows; waiting for it") == 1

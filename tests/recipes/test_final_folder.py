@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from megatrain.config import Config
 from megatrain.recipes.card import in_a_cell, metadata_of, public_name
-from megatrain.reporting.summary import human_seconds
+from megatrain.reporting.words import human_seconds
 from megatrain.storage.export import export
 from megatrain.storage.manifest import read_manifest, verify_checkpoint
 from tests.helpers.commands import conversation, evaluations_of, steps_of, write_jsonl

@@ -21,7 +21,7 @@ from megatrain.heartbeat import may_end_here
 from megatrain.recipes import loop
 from megatrain.recipes.ranks import liveness
 from megatrain.recipes.state import Run
-from megatrain.reporting.summary import human_bytes
+from megatrain.reporting.words import human_bytes
 from megatrain.storage.checkpoint import read_about
 from tests.helpers.commands import (
     evaluations_of,

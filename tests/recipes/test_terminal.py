@@ -121,10 +121,14 @@ def typed(command: list[str], folder: Path) -> tuple[list[tuple[float, bytes]], 
 
 
 def test_a_command_shows_that_it_works_and_leaves_no_trace_of_it(project):
-    command = [sys.executable, "-m", "megatrain", "data", "cfg.yaml"]
+    write_jsonl(
+        project / "rows.jsonl", [conversation(f"Say {n}.", "x " * n) for n in range(1, 3000)]
+    )
+    command = [sys.executable, "-m", "megatrain", "data", "cfg.yaml", "train.seq_len=8192"]
     pieces, code = typed(command, project)
     text = b"".join(piece for _, piece in pieces).decode()
     assert code == 0 and re.match("\r. (starting|loading PyTorch) 0s\x1b\\[K", text)
+    assert re.search("\r. reading and tokenising rows [0-9]+%", text)
     times = [when for when, _ in pieces]
     assert max(b - a for a, b in pairwise(times)) < 3, "it moves all the while"
     lines = text.replace("\r\n", "\n").split("\n")

@@ -14,12 +14,15 @@ from typing import Any
 
 import pytest
 from rich.console import Console
+from tqdm import tqdm
 
 from megatrain.errors import logger
-from megatrain.heartbeat import beat
+from megatrain.heartbeat import beat, under_way
 from megatrain.reporting import progress as panel
+from megatrain.reporting import streams
 from megatrain.reporting.metrics import StepTime
 from megatrain.reporting.progress import LOG_FILE, Progress, logging_to
+from megatrain.reporting.streams import bars_as_work
 from tests.helpers.files import largest_file
 from tests.reporting.one_step import STEP
 
@@ -188,6 +191,33 @@ def test_the_panel_moves_while_a_slow_step_an_evaluation_or_a_save_goes_on(
         with progress.doing("reading", total=200, counted="bytes"):
             beat("bytes", 150)
             until_shown(terminal, "reading 75%")
+
+
+def test_a_library_s_bar_is_work_on_the_panel_and_nothing_besides(
+    tmp_path, terminal, redrawn, capsys
+):
+    with bars_as_work(), logging_to(tmp_path, terminal), Progress(terminal):
+        for done in tqdm(range(4), desc="Fetching", mininterval=0):
+            until_shown(terminal, f"Fetching {done / 4:.0%}")
+        until(lambda: under_way() is None)
+        with suppress(ValueError), tqdm(total=2) as bar:
+            raise ValueError(bar)
+        assert under_way() is None
+    assert capsys.readouterr().err == ""
+
+
+def test_a_pipe_is_told_how_far_long_work_has_come_and_nothing_of_steps(
+    tmp_path, pipe, monkeypatch
+):
+    monkeypatch.setattr(panel, "LOGGED_EVERY_S", 0.02)
+    monkeypatch.setattr(streams, "TIMED_AFTER_S", 0.0)
+    with logging_to(tmp_path, pipe), Progress(pipe) as progress:
+        with progress.doing("step", "step 1"):
+            time.sleep(0.1)
+        with progress.doing("evaluating", total=200, counted="rows"):
+            beat("rows", 50)
+            until(lambda: "evaluating 25%, 0." in screen_of(pipe))
+    assert "step 1" not in screen_of(pipe) and "s left" in screen_of(pipe)
 
 
 def test_the_time_left_has_what_is_still_to_be_evaluated_and_saved(tmp_path, pipe):

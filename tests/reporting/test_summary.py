@@ -19,12 +19,10 @@ from megatrain.reporting.summary import (
     RunSummary,
     advise,
     bound_in_words,
-    human_bytes,
-    human_seconds,
     step_seconds,
-    three_digits,
     time_in_words,
 )
+from megatrain.reporting.words import human_bytes, human_seconds, three_digits
 
 DONE = RunSummary(
     run_dir=Path("runs/a"),
