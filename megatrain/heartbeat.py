@@ -12,7 +12,8 @@ from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, field
 
 WEIGHTS_READ, BYTES_READ, BYTES_WRITTEN = "weights read", "bytes read", "bytes written"
-DATA_READ, ROWS_DONE = "data read", "rows done"  # bytes of files or rows of sets; rows computed
+DATA_READ = "data read"  # bytes of files, rows of sets
+TOKENS_SWEPT = "tokens swept"  # once for each layer that they went forward through
 
 _amounts: Counter[str] = Counter()
 _enders: list[Callable[[], None]] = []

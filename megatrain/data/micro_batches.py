@@ -21,7 +21,6 @@ import torch
 from megatrain.data.rows import IndexArray, Rows, TokenRows, best_fit
 from megatrain.data.samples import JUDGED, PAIRS
 from megatrain.errors import DataError
-from megatrain.heartbeat import ROWS_DONE, beat
 from megatrain.losses import IGNORE
 
 MicroBatch = dict[str, torch.Tensor]
@@ -135,7 +134,6 @@ def micro_batches(
             sequences = [[numbers[example] for example in examples] for examples in members]
             about = pad_id, pack_to, shortest_limit, references, prompts_too
             yield collate(rows, sequences, *about)
-            beat(ROWS_DONE, sum(map(len, sequences)) // rows.sides)
 
 
 def cuts(

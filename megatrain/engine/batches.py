@@ -100,6 +100,12 @@ class MicroBatch:
         return torch.autograd.grad([*ends.values()], wanted, of_ends, allow_unused=True)
 
     @property
+    def states(self) -> Tensor:
+        """The hidden states that forward has reached."""
+        assert self.hidden is not None
+        return self.hidden
+
+    @property
     def tokens(self) -> int:
         """That have hidden states here."""
         return self.inputs["input_ids"].numel() // (self.parallel.size if self.parallel else 1)

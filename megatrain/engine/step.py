@@ -22,6 +22,7 @@ from megatrain.engine.products import Sum, SummingInto
 from megatrain.engine.rollout.draw import mix
 from megatrain.engine.routing import Balancer
 from megatrain.engine.streamer import Streamer
+from megatrain.heartbeat import TOKENS_SWEPT, beat
 from megatrain.losses import Tally
 from megatrain.models.skeleton import Skeleton
 from megatrain.models.transforms.kept_attention import keeping_attention, reusing_attention
@@ -160,8 +161,7 @@ class Passes:
                 total.add(self._weigh(part, objective))
             for mb in (mb for mb in part if mb.trains):
                 self._seed_dropout(self.head, mb)
-                hidden = mb.hidden
-                assert hidden is not None
+                hidden = mb.states
                 if self.head not in self._again:
                     mb.hidden = None
                 given = hidden.flatten(0, 1), mb.targets, loss, scale, parameters, sums
@@ -175,8 +175,7 @@ class Passes:
         """Give targets the weights that make a token-wise loss of one over sequences."""
         leaves = []
         for mb in part:
-            assert mb.hidden is not None
-            rows = mb.hidden.flatten(0, 1)
+            rows = mb.states.flatten(0, 1)
             values, mb.targets = objective.first_pass(self.outputs, rows, mb.targets)
             leaves.append(values.requires_grad_())
             if not (mb.trains or self.head in self._again):
@@ -288,16 +287,16 @@ class Passes:
         for index in range(len(self.skeleton.layers)):
             block = next(visits)
             for mb in group:
-                assert mb.hidden is not None
                 self._begin_layer(block, mb)
+                beat(TOKENS_SWEPT, mb.tokens)
                 where = self.graphs_of[index] if keep and mb.trains else "unneeded"
                 if where in ("device", "host"):
-                    mb.hidden = self._retain(index, block, mb, mb.hidden)
+                    mb.hidden = self._retain(index, block, mb, mb.states)
                     continue
                 with keeping_attention(keep and self.keeps[index]) as attended:
-                    output = self.skeleton.layer(index, mb.hidden, mb.calls[index])
+                    output = self.skeleton.layer(index, mb.states, mb.calls[index])
                 if where == "nowhere":
-                    mb.kept[index] = self.checkpoints.save([mb.hidden, *attended])
+                    mb.kept[index] = self.checkpoints.save([mb.states, *attended])
                 attended.clear()  # the next layer needs the room
                 mb.hidden = output
             if keep and self.balancer:
@@ -352,5 +351,4 @@ class Passes:
             self._forward(micro_batches, visits, False)
             assert next(visits) == self.head
             for mb in micro_batches:
-                assert mb.hidden is not None
-                yield mb, mb.hidden
+                yield mb, mb.states

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from megatrain.engine.engine import Engine
-from megatrain.errors import ModelError
+from megatrain.errors import ModelError, logger
 from megatrain.heartbeat import doing
 from megatrain.losses import IGNORE
 from megatrain.models.constants import kept_tensors
@@ -91,6 +91,16 @@ def stage(name: str) -> Iterator[None]:
 
 
 @contextmanager
+def silent() -> Iterator[None]:
+    """Inside, nothing is logged: it would be about a small model that nobody named."""
+    before, logger.disabled = logger.disabled, True
+    try:
+        yield
+    finally:
+        logger.disabled = before
+
+
+@contextmanager
 def plain_pytorch() -> Iterator[None]:
     """Raise ModelError for whatever a family's code raises inside."""
     try:
@@ -112,7 +122,7 @@ def verify(skeleton: Skeleton, trust_remote_code: bool = False) -> Verdict:
 
 def _verify(skeleton: Skeleton, trust_remote_code: bool, row: Row) -> Verdict:
     attention = skeleton.config._attn_implementation
-    with small_scale(), torch_paths(), tempfile.TemporaryDirectory() as folder:
+    with silent(), small_scale(), torch_paths(), tempfile.TemporaryDirectory() as folder:
         try:
             small = shrink(skeleton.config, skeleton.layers, attention, trust_remote_code)
             row = row and {

@@ -8,10 +8,11 @@ import hashlib
 import json
 import re
 import struct
-from collections.abc import Iterable, Mapping
-from contextlib import suppress
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
+from importlib import import_module
 from os.path import expanduser  # leaves `~nobody` as it is, where Path's raises
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -20,6 +21,7 @@ from megatrain.data.chat import ChatTemplate
 from megatrain.data.template import use_template
 from megatrain.data.workers import fenced
 from megatrain.errors import DataError, ModelError, if_forbidden
+from megatrain.heartbeat import doing
 from megatrain.models.hub import download
 from megatrain.models.tokenizer_file import as_published
 
@@ -184,6 +186,24 @@ def _nearest(path: Path) -> str:
     return f" (did you mean {parent / close[0]}?)" if close else ""
 
 
+@contextmanager
+def reading_once(source: ModelSource) -> Iterator[None]:
+    """Inside, a GGUF file's description, which takes seconds, is read once, and so is the table of
+    its tensors' names: transformers reads the one for each object that it makes, the other for each
+    module."""
+    if source.kind != "gguf":
+        yield
+        return
+    gguf: Any = import_module("gguf")
+    before = gguf.GGUFReader, gguf.get_tensor_name_map
+    gguf.GGUFReader, gguf.get_tensor_name_map = map(cache, before)
+    try:
+        with doing(f"reading {source.file.name}"):
+            yield
+    finally:
+        gguf.GGUFReader, gguf.get_tensor_name_map = before
+
+
 def read_model_config(source: ModelSource, trust_remote_code: bool = False) -> PretrainedConfig:
     """The model's configuration, without its choices of implementations and its quantisation.
     Raises ModelError if it cannot be used, or needs code from the folder, or the quantisation
@@ -270,8 +290,9 @@ def load_config_and_tokenizer(
     """Configuration, tokenizer and generation settings, which agree on special tokens."""
     from transformers import GenerationConfig
 
-    config = read_model_config(source, trust_remote_code)
-    tokenizer = load_tokenizer(source, trust_remote_code, chat_template)
+    with reading_once(source):
+        config = read_model_config(source, trust_remote_code)
+        tokenizer = load_tokenizer(source, trust_remote_code, chat_template)
     generation = load_generation_config(source)
     if source.kind == "gguf":
         ids = tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id

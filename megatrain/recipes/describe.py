@@ -214,6 +214,7 @@ def summarize(run: Run, seconds: float, stop: StopRequest | None) -> RunSummary:
         host=Predicted(plan.host_bytes * plan.job.ranks + copied, host_bytes),
         gpu=Predicted(plan.gpu_bytes or None, run.meter.peak_bytes()),
         step_s=Predicted(plan.timing.seconds, run.steady.median_s),
+        rates_guessed=not run.machine.profile.measured_on,
         time=run.progress.time,
         rows=run.loader.used(),
         economy=spent_economy(run),

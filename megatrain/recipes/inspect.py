@@ -24,13 +24,13 @@ from megatrain.data.show import show_rows, summary
 from megatrain.engine.engine import Engine
 from megatrain.engine.request import choose_device, config_of_source, least_tokens
 from megatrain.errors import ConfigError, DataError, logger
-from megatrain.heartbeat import ROWS_DONE, doing
+from megatrain.heartbeat import TOKENS_SWEPT, doing
 from megatrain.losses import SequenceLoss
 from megatrain.models.family import regimes_of
 from megatrain.models.pretrained import is_classifier, resolve_source
 from megatrain.optim import Frozen
 from megatrain.planner.search import AUTO_MICRO_BATCH_TOKENS
-from megatrain.recipes.loop import SWEEP_MICRO_BATCHES, evaluated, sweeps
+from megatrain.recipes.loop import SWEEP_MICRO_BATCHES, evaluated, sweeps, tokens_to_sweep
 from megatrain.recipes.model import (
     Model,
     check_weights,
@@ -117,7 +117,7 @@ def evaluate(named: str | Path, data: object, trust_remote_code: bool = False) -
         references = reference_of_run(config, opened, wanted, by_sweeps)
     with opened(checkpoint) as engine:
         given = batches(rows, wanted.chosen, references=references)
-        with doing("evaluating", len(wanted.chosen), ROWS_DONE):
+        with doing("evaluating", tokens_to_sweep(engine, rows, wanted.chosen), TOKENS_SWEPT):
             found = evaluated(engine, given, loss, sweep, StopRequest())
     assert found is not None, "nobody asked it to stop"
     about = {"checkpoint": str(checkpoint), "precision": engine.precision, "eval_loss": found.loss}

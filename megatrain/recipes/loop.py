@@ -15,7 +15,7 @@ from safetensors.torch import save as to_safetensors
 from megatrain.config import Config
 from megatrain.config.sections import EVAL_LOSS
 from megatrain.data.loader import MicroBatch, StepBatch
-from megatrain.data.rows import default_cache
+from megatrain.data.rows import IndexArray, Rows, default_cache
 from megatrain.engine.engine import Engine
 from megatrain.engine.objective import AnyLoss, EvalResult, StepResult, joined_losses
 from megatrain.errors import (
@@ -26,7 +26,7 @@ from megatrain.errors import (
     StorageError,
     logger,
 )
-from megatrain.heartbeat import BYTES_WRITTEN, ROWS_DONE
+from megatrain.heartbeat import BYTES_WRITTEN, TOKENS_SWEPT
 from megatrain.machine.hardware import read_hardware
 from megatrain.recipes.card import model_card
 from megatrain.recipes.ranks.rendezvous import awaiting
@@ -363,16 +363,16 @@ def evaluate(run: Run, stop: StopRequest) -> Figures | None:
     if run.held_out is None and not run.prompts:
         return None
     started, loss, targets, figures = time.perf_counter(), None, 0, Figures()
-    rows = None if run.held_out is None else len(run.held_out)
-    total = None if rows is None else min(rows, run.config.train.eval_rows or rows)
-    with run.progress.doing("evaluating", total=total, counted=ROWS_DONE):
+    limit, swept = run.config.train.eval_rows, None
+    if run.held_out is not None:
+        swept = tokens_to_sweep(run.engine, run.held_out, slice(limit))
+    with run.progress.doing("evaluating", total=swept, counted=TOKENS_SWEPT):
         if isinstance(run.loader, Rollouts):
-            answered = run.loader.evaluate(run.config.train.eval_rows, stop)
+            answered = run.loader.evaluate(limit, stop)
             if answered is None:
                 return None
             figures = {f"eval_{name}": value for name, value in answered.items()}
         elif run.held_out is not None:
-            limit = run.config.train.eval_rows
             batches = run.loader.batches_of(run.held_out, limit, run.held_out_references)
             found = evaluated(run.engine, batches, run.loss, run.sweep_tokens, stop)
             if found is None:
@@ -409,6 +409,12 @@ def evaluated(
             return None
         found.append(engine.evaluate(part[world.dp_rank :: world.dp_size], loss))
     return joined_losses(found, loss)
+
+
+def tokens_to_sweep(engine: Engine, rows: Rows, chosen: IndexArray | slice) -> float:
+    """The amount of TOKENS_SWEPT that a rank will count over these rows, about."""
+    tokens = int(rows.side_lengths[chosen].sum())
+    return tokens * len(engine.skeleton.layers) / engine.world.size
 
 
 def sweeps(batches: Iterable[MicroBatch], tokens: int) -> Iterator[list[MicroBatch]]:

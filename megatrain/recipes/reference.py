@@ -28,9 +28,9 @@ from megatrain.data.samples import name_for
 from megatrain.durable import sync_folder
 from megatrain.engine.engine import Engine
 from megatrain.errors import StorageError, logger, system_errors
-from megatrain.heartbeat import ROWS_DONE, doing, may_end_here
+from megatrain.heartbeat import TOKENS_SWEPT, doing, may_end_here
 from megatrain.losses import SequenceLoss
-from megatrain.recipes.loop import sweeps
+from megatrain.recipes.loop import sweeps, tokens_to_sweep
 from megatrain.recipes.state import Ready
 from megatrain.recipes.verify import causes_of
 from megatrain.storage.checkpoint import Resumable, read_about
@@ -110,7 +110,8 @@ def references_of(
     found, count = known.reshape(-1).copy(), len(rows) * rows.sides
     numbers = np.arange(count, dtype=np.float64).reshape(known.shape)
     at = time.monotonic()
-    with doing("computing the reference's log-probabilities", len(missing.chosen), ROWS_DONE):
+    swept = tokens_to_sweep(engine, rows, missing.chosen)
+    with doing("computing the reference's log-probabilities", swept, TOKENS_SWEPT):
         for part in batches(missing, numbers):
             may_end_here()
             mine = part[world.rank :: world.size]

@@ -147,7 +147,8 @@ class _ConsoleHandler(logging.Handler):
         prefix = PREFIXES.get(record.levelno, "") + self.who
         with _locks.get(self.console) or nullcontext():
             # A pipe has no width to wrap at: one record is one line, whatever its length.
-            self.console.print(Text(prefix + record.getMessage(), style=style), soft_wrap=True)
+            text = Text(prefix + record.getMessage(), style=style)
+            self.console.print(text, soft_wrap=not self.console.is_terminal)
 
 
 @dataclass(frozen=True)

@@ -27,6 +27,7 @@ PIPE_WIDTH = 120  # columns of tables that do not go to a terminal
 FRAMES = "⠋⠙⠹⠸⠼⠴⠦⠧⠇⠏"
 SHOWN_AFTER_S, REDRAWN_EVERY_S = 0.2, 0.1
 TIMED_AFTER_S, TIMED_FROM = 2.0, 0.01  # seconds and share of work from where its end is foreseen
+SAID_BYTES = 1 << 27
 MOVED = ((BYTES_READ, "read"), (BYTES_WRITTEN, "written"))
 
 
@@ -168,7 +169,11 @@ class Busy:
         words = how_far(work) if work else ("starting", "loading PyTorch", "working")[len(loaded)]
         if work is None or work.share() is None:
             words += f" {waited:.0f}s"
-        moved = (f", {beats(what) / 2**30:.1f} GiB {how}" for what, how in MOVED if beats(what))
+        moved = (
+            f", {beats(what) / 2**30:.1f} GiB {how}"
+            for what, how in MOVED
+            if beats(what) > SAID_BYTES
+        )
         line = f"{frames[self._frame % len(frames)]} {printable(words)}{''.join(moved)}"
         self._stream.raw(f"\r{line[: width_of(self._stream) - 1]}\x1b[K")
 

@@ -85,6 +85,9 @@ def print_rows(console: Console, title: str, rows: list[tuple[str, str]]) -> Non
     console.print(Panel(table, title=title, title_align="left", expand=False))
 
 
+GUESSED = "; `megatrain doctor` would measure the rates, which are guessed"
+
+
 @dataclass(frozen=True)
 class RunSummary:
     """The result of `megatrain train` and `resume`, which they print last."""
@@ -104,6 +107,7 @@ class RunSummary:
     host: Predicted = Predicted()  # peak bytes
     gpu: Predicted = Predicted()
     step_s: Predicted = Predicted()
+    rates_guessed: bool = False  # those that the plan was made of
     time: StepTime | None = None  # summed over the steps
     rows: str = ""  # of a set that is streamed, how many were trained on, in words
     economy: Economy | None = None  # of the steps
@@ -159,7 +163,7 @@ class RunSummary:
         if self._best() and self.best_metric != "eval_loss":
             rows.append((self.best_metric, self._best()))
         if self.step_s.measured is not None:
-            rows.append(("step", self.step_s.words(step_seconds)))
+            rows.append(("step", self.step_s.words(step_seconds) + GUESSED * self.rates_guessed))
         if self.time is not None:
             outside = f"{human_seconds(self.eval_s)} evaluating and {human_seconds(self.save_s)}"
             rows.append(("time", f"{time_in_words(self.time)}; besides, {outside} saving"))

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -20,7 +20,13 @@ from megatrain.models.anatomy import Anatomy
 from megatrain.models.constants import FLOATS, Constants, ParameterPlace
 from megatrain.models.initialize import NewHead
 from megatrain.models.names import Tensors
-from megatrain.models.pretrained import UNUSABLE, ModelSource, quantisation_in, read_model_config
+from megatrain.models.pretrained import (
+    UNUSABLE,
+    ModelSource,
+    quantisation_in,
+    read_model_config,
+    reading_once,
+)
 from megatrain.optim.split import as_weight, split_master
 from megatrain.storage.dequantise import Dequantised, dequantised
 from megatrain.storage.hashed_file import WrittenFile
@@ -383,15 +389,15 @@ def read_gguf(source: ModelSource) -> dict[str, Candidate]:
     """The tensors of a GGUF file, in RAM, de-quantised to fp32 by transformers, whose
     `from_pretrained` wants the accelerate package for that."""
     from transformers import AutoModelForCausalLM
+    from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
-    config, file = read_model_config(source), source.file
+    file, read = source.file, cast(Any, load_gguf_checkpoint)
     try:
-        from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
-
-        with torch.device("meta"):
-            names = AutoModelForCausalLM.from_config(config)  # type: ignore[no-untyped-call]
-        read: Any = load_gguf_checkpoint
-        tensors = read(str(file), return_tensors=True, model_to_load=names)["tensors"]
+        with reading_once(source):
+            config = read_model_config(source)
+            with torch.device("meta"):
+                names = AutoModelForCausalLM.from_config(config)  # type: ignore[no-untyped-call]
+            tensors = read(str(file), return_tensors=True, model_to_load=names)["tensors"]
     except UNUSABLE as error:
         raise ModelError(
             f"{file}: this GGUF file cannot be read ({error}); "

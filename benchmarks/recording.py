@@ -1,0 +1,85 @@
+"""Record a command on a terminal of its own, as an asciicast, and say how it moved:
+
+    python -m benchmarks.recording OUT.cast [--columns 80] -- megatrain train CONFIG
+
+Prints as JSON: seconds to the first sign, the longest silence, and lines that stayed on the screen.
+Play the file with `asciinema play OUT.cast`.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import pty
+import re
+import struct
+import sys
+import termios
+import time
+from contextlib import suppress
+from itertools import pairwise
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+ROWS = 24
+CONTROL = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
+
+
+def recorded(command: list[str], columns: int, rows: int = ROWS) -> tuple[list, int]:
+    """What a command writes to a terminal of this size, each piece with the seconds since it began,
+    and its exit code."""
+    pid, terminal = pty.fork()
+    if pid == 0:
+        fcntl.ioctl(1, termios.TIOCSWINSZ, struct.pack("HHHH", rows, columns, 0, 0))
+        os.execvpe(command[0], command, {**os.environ, "TERM": "xterm-256color"})
+    began, pieces = time.monotonic(), list[tuple[float, str]]()
+    with suppress(OSError):  # the other end is closed
+        while piece := os.read(terminal, 1 << 16):
+            pieces.append((time.monotonic() - began, piece.decode(errors="replace")))
+    return pieces, os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+def lines_left(text: str) -> list[str]:
+    """Lines that stay on the screen: what is drawn over is not among them."""
+    lines, row = [""], 0
+    for part in re.split(r"(\x1b\[[0-9;?]*[A-Za-z]|\r|\n)", text):
+        if part == "\n":
+            row += 1
+            lines += [""] * (row + 1 - len(lines))
+        elif part in ("\x1b[2K", "\x1b[K"):
+            lines[row] = ""
+        elif moved := re.fullmatch(r"\x1b\[(\d+)A", part):
+            row -= int(moved[1])
+        elif part and not part.startswith(("\x1b", "\r")):
+            lines[row] += part
+    return [line.rstrip() for line in lines if line.strip()]
+
+
+def main(
+    out: Path,
+    command: Annotated[list[str], typer.Argument(help="The command, behind `--`.")],
+    columns: int = 80,
+) -> None:
+    """Record the command."""
+    pieces, code = recorded(command, columns)
+    header = {"version": 2, "width": columns, "height": ROWS, "command": " ".join(command)}
+    events = [[round(when, 3), "o", text] for when, text in pieces]
+    out.write_text("".join(json.dumps(line) + "\n" for line in [header, *events]))
+    times = [0.0, *(when for when, _ in pieces)]
+    left = lines_left("".join(text for _, text in pieces))
+    found = {
+        "exit_code": code,
+        "first_sign_s": round(times[1], 2),
+        "seconds": round(times[-1], 1),
+        "longest_silence_s": round(max(b - a for a, b in pairwise(times)), 2),
+        "lines": left,
+    }
+    json.dump(found, sys.stdout, indent=1, ensure_ascii=False)
+    print()
+
+
+if __name__ == "__main__":
+    typer.run(main)
