@@ -20,6 +20,7 @@ from megatrain.engine.engine import Engine
 from megatrain.engine.rollout.decode import Answer, AnswerRequest
 from megatrain.engine.rollout.draw import Draw
 from megatrain.errors import ConfigError, DataError, ModelError, logger
+from megatrain.heartbeat import doing
 from megatrain.models.family import longest_sequence
 from megatrain.models.pretrained import stop_ids, with_stops
 from megatrain.recipes.model import Model
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
 
 
 SAMPLE_TOKENS = 48
+ANSWERING = "answering"
 GREEDY = Draw(temperature=0.0)
 EvalPrompt = tuple[Turns, list[int]]  # a conversation, or what a row begins with; its token ids
 
@@ -74,7 +76,8 @@ def answer(
     """Answer to turns in the model's chat format; without one the continuation of the only turn.
     show: gets the text in pieces of whole words as it grows. ids: the turns' tokens, if known."""
     ids = ids_of(model, turns) if ids is None else ids
-    made = written(engine.rollout, model, turns, ids, max_new_tokens, draw, show)
+    with doing(ANSWERING):
+        made = written(engine.rollout, model, turns, ids, max_new_tokens, draw, show)
     if made.finish == "length" and len(made.ids) < max_new_tokens:
         logger.warning(
             f"the answer is cut after {len(made.ids)} tokens: with its prompt it has the "
@@ -219,10 +222,11 @@ def answers_to(
         for number, (turns, ids) in enumerate(prompts)
     ]
     written = dict[int, list[int]]()
-    for one in engine.rollout(requests, GREEDY, end_tokens(model)) if prompts else ():
-        written[one.key] = one.ids
-        if stop.here and engine.world.is_alone:
-            return None
+    with doing(ANSWERING):
+        for one in engine.rollout(requests, GREEDY, end_tokens(model)) if prompts else ():
+            written[one.key] = one.ids
+            if stop.here and engine.world.is_alone:
+                return None
     if prompts and stop.came():
         return None
     found = []
