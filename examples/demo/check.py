@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers.utils.logging import disable_progress_bar
 
 import megatrain as mt
 
@@ -46,6 +47,7 @@ def held_out(run_dir: Path) -> tuple[float, float, int]:
 
 def largest_difference(final: Path) -> float:
     """Largest difference between transformers' logits and the engine's, on one chat prompt."""
+    disable_progress_bar()  # type: ignore[no-untyped-call]
     tokenizer = AutoTokenizer.from_pretrained(final)
     text = tokenizer.apply_chat_template(
         [{"role": "user", "content": PROMPT}], tokenize=False, add_generation_prompt=True
@@ -56,9 +58,8 @@ def largest_difference(final: Path) -> float:
     )  # in evaluation mode
     with torch.no_grad():
         expected = model(input_ids).logits
-    with mt.Engine.from_pretrained(
-        final, precision="float32", attention="sdpa", device="cpu"
-    ) as engine:
+    options: dict[str, Any] = {"precision": "float32", "attention": "sdpa", "device": "cpu"}
+    with mt.Engine.from_pretrained(final, tokens_per_step=1024, seq_len=512, **options) as engine:
         actual = engine.logits(input_ids)
     return float((actual.float().view_as(expected) - expected).abs().max())
 

@@ -168,12 +168,12 @@ def plan(
     from megatrain.config.load import bench_config
 
     target, given = _target_of(arguments, "plan")
-    shape_alone = not names_config(target)
-    if shape_alone:
-        find_shape(target)
+    settings = load_config(target, given) if names_config(target) else None
+    shape_alone = settings is None or settings.model.source in SHAPES
+    if settings is None or shape_alone:
         settings = bench_config(target, given)
+        find_shape(settings.model.source)
     else:
-        settings = load_config(target, given)
         find_model(settings.model.source, settings.model.revision)
     from megatrain.planner.plan import render
     from megatrain.recipes.plan import plan as make_plan

@@ -38,7 +38,7 @@ from megatrain.data.samples import KINDS, digest_of, name_for
 from megatrain.data.shards import make_shards
 from megatrain.data.sources import Part, Source, open_source
 from megatrain.data.template import CLOCK
-from megatrain.errors import DataError
+from megatrain.errors import DataError, number_of
 from megatrain.heartbeat import DATA_READ, doing
 
 if TYPE_CHECKING:
@@ -275,9 +275,9 @@ class AskedSet:
                 "each prompt with another row's answer, so give it two rows or more"
             )
         return DataError(
-            f"{name}: no token to train on is left in {read - bad} rows: none has an answer, or "
-            f"train.seq_len {self.options.seq_len} cuts it off (rows cut: {counts.truncated}, "
-            f"dropped: {counts.too_long})"
+            f"{name}: no token to train on is left in {number_of(read - bad, 'row')}: none has an "
+            f"answer, or train.seq_len {self.options.seq_len} cuts it off (rows cut: "
+            f"{counts.truncated}, dropped: {counts.too_long})"
         )
 
 

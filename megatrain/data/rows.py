@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from megatrain.data.images import Sight
 from megatrain.data.samples import KINDS, PLAIN, Picture, digest_of
-from megatrain.errors import ConfigError, DataError
+from megatrain.errors import ConfigError, DataError, number_of
 from megatrain.machine.profile import cache_folder
 
 IdArray = npt.NDArray[np.int32]
@@ -477,7 +477,7 @@ def cut_warnings(counts: Counts, seq_len: int | None, mode: str = KEEP_START) ->
     if counts.enough > seq_len:
         advice = f"{counts.enough:,} keeps {_ENOUGH:.0%} of the tokens, {advice}"
     return [
-        f"{counts.truncated:,} rows are longer than train.seq_len {seq_len:,}: {share:.1%} of all "
-        f"tokens are cut off, and {part} of an answer in {counts.cut_answers:,} rows; a "
-        f"seq_len of {advice}"
+        f"{number_of(counts.truncated, 'row')} over train.seq_len {seq_len:,}: {share:.1%} of "
+        f"all tokens are cut off, and {part} of an answer in "
+        f"{number_of(counts.cut_answers, 'row')}; a seq_len of {advice}"
     ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterator
 from itertools import groupby
 from operator import itemgetter
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from rich.text import Text
     from transformers import PreTrainedTokenizerBase
 
+HELD_OUT = "rows held out for evaluation"
 _WHAT = {PLAIN: "rows", PAIRS: "pairs", JUDGED: "judged rows", PROMPTS: "prompts"}
 BARS = "▁▂▃▄▅▆▇█"
 BINS = 16
@@ -80,25 +82,32 @@ def describe(rows: Rows) -> list[str]:
     which = "one of their answers" if rows.kind == PAIRS else "them"
     first, cut = next(iter(counts.first_bad), ""), counts.truncated_tokens
     lost = (
-        (found["remainder_tokens"], "tokens remain, which the last block holds"),
+        (found["remainder_tokens"], "tokens left over, which the last block holds"),
         (counts.bad, f"of {counts.read:,} rows are bad and skipped; the first: {first}"),
         (counts.truncated, f"rows cut to seq_len; {cut:,} tokens are not trained on"),
-        (counts.split_texts, "texts fill several rows each; method: pretrain packs texts"),
+        (counts.split_texts, "texts longer than a row; method: pretrain packs texts"),
         (counts.too_long, "rows dropped, because they are longer than seq_len"),
         (counts.without_target, f"rows dropped, because no token to train on is left in {which}"),
-        (counts.rewritten_turns, "earlier answers are trained on as the chat template has them"),
+        (counts.rewritten_turns, "earlier answers trained on as the chat template has them"),
     )
     longest = f"longest {found['longest']:,}"
     if rows.kind == PAIRS:
         longest += f" (of one answer and its prompt {found['longest_sequence']:,})"
     length = f"length: median {found['median']:,}, {longest}  {histogram(rows)}"
-    more = [f"{count:,} {what}" for count, what in lost if count]
+    more = [count_of(count, what) for count, what in lost if count]
     ways = [f"{count:,} {way}" for way, count in counts.wrapped.items()]
     if ways:
         more.insert(0, f"rows became text: {'; '.join(ways)}")
     if counts.unread:
         more.append(f"columns that are not read: {printable(', '.join(counts.unread))}")
-    return [f"{found['rows']:,} {kind}, {sizes}", length, *more, *counts.choices]
+    return [f"{count_of(found['rows'], kind)}, {sizes}", length, *more, *counts.choices]
+
+
+def count_of(count: int, plural: str) -> str:
+    """A number and words that begin with a plural: `2 rows cut`, `1 row cut`, `1 of 9 rows`."""
+    if count == 1 and not plural.startswith("of "):
+        plural = re.sub(r"s\b", "", plural, count=1)
+    return f"{count:,} {plural}"
 
 
 def warnings(rows: Rows, held_out: Rows | None = None) -> list[str]:

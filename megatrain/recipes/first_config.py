@@ -12,7 +12,7 @@ from megatrain.data.formats import detect_format
 from megatrain.data.rows import Rows
 from megatrain.data.samples import JUDGED, PAIRS, PLAIN
 from megatrain.data.sources import open_source
-from megatrain.errors import DataError
+from megatrain.errors import DataError, number_of
 from megatrain.methods import METHODS
 from megatrain.planner.plan import Plan, verdict
 from megatrain.recipes import plan as planning
@@ -101,7 +101,7 @@ def as_yaml(values: Mapping[str, Any], rows: Rows, made: Plan) -> str:
     steps = -(-int(lengths.sum()) // train["tokens_per_step"])
     found = f"{int(lengths.sum()):,} tokens"
     if not METHODS[values["method"]].whole_documents:
-        found = f"{len(rows):,} rows, {found}, longest {int(lengths.max()):,}"
+        found = f"{number_of(len(rows), 'row')}, {found}, longest {int(lengths.max()):,}"
     lines = [
         f"# yaml-language-server: $schema={SCHEMA}",
         f"model: {quoted(values['model'])}",
@@ -113,7 +113,7 @@ def as_yaml(values: Mapping[str, Any], rows: Rows, made: Plan) -> str:
         "",
         "train:",
         f"  seq_len: {train['seq_len']}",
-        f"  tokens_per_step: {train['tokens_per_step']}  # {steps:,} steps an epoch",
+        f"  tokens_per_step: {train['tokens_per_step']}  # {number_of(steps, 'step')} an epoch",
         "  epochs: 1",
         f"  learning_rate: {METHODS[values['method']].learning_rate:g}",
         "",

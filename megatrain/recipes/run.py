@@ -17,6 +17,7 @@ from megatrain.data.build import Expected
 from megatrain.data.loader import Loader
 from megatrain.data.rows import Rows, TokenRows
 from megatrain.data.samples import PROMPTS
+from megatrain.data.show import HELD_OUT, count_of
 from megatrain.data.streaming import Stream
 from megatrain.engine.components import deterministic
 from megatrain.engine.resolved import Machine, Resolved, piece_tokens
@@ -277,7 +278,7 @@ def open_loader(
     if about_stops := model.about_stops:
         logger.info(about_stops)
     if held_out is not None:
-        logger.info(f"{len(held_out):,} rows are held out for evaluation")
+        logger.info(count_of(len(held_out), HELD_OUT))
     return *plan_and_loader(config, model, resolved, rows, windows, held_out), held_out
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
 SAMPLE_TOKENS = 48
 ANSWERING = "answering"
 GREEDY = Draw(temperature=0.0)
+QUESTION = "QUESTION"  # stands for one, in a template
 EvalPrompt = tuple[Turns, list[int]]  # a conversation, or what a row begins with; its token ids
 
 TEXT_PROMPT_TOKENS = 32  # of a row without turns, at most: the rest is up to the model
@@ -193,7 +195,7 @@ def prompts_of_rows(config: Config, model: Model, rows: Rows | None) -> list[Eva
     found = list(islice((one for one in every if len(one[1]) <= room), wanted))
     if len(found) < wanted:
         where = config.where("eval.prompts")
-        logger.warning(f"{where}: of {wanted} {len(found)} are answered, as rows are few or long")
+        logger.warning(f"{where}: {len(found)} of {wanted} are answered, as rows are few or long")
     return found
 
 
@@ -204,9 +206,19 @@ def context_of(model: Model, rows: Rows, number: int) -> EvalPrompt:
     if not mask[:2].any():
         context = int(mask.argmax()) if mask.any() else len(row)
     ids = row[: max(1, context)].tolist()
-    question = str(model.tokenizer.decode(ids, skip_special_tokens=True)).strip()
     pictures = rows.pictures(number, 0) if isinstance(rows, TokenRows) else ()
-    return [{**user("", pictures), "content": question}], ids
+    return [{**user("", pictures), "content": question_in(model, ids)}], ids
+
+
+def question_in(model: Model, ids: list[int]) -> str:
+    """The text of a row's context, without what the chat template puts around a question."""
+    text = str(model.tokenizer.decode(ids, skip_special_tokens=True))
+    with suppress(ConfigError, DataError, ModelError):
+        framed = model.tokenizer.decode(ids_of(model, [user(QUESTION)]), skip_special_tokens=True)
+        before, _, after = str(framed).partition(QUESTION)
+        if text.startswith(before) and text.endswith(after):
+            text = text[len(before) : len(text) - len(after)]
+    return text.strip()
 
 
 def answers_to(

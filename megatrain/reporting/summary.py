@@ -148,8 +148,8 @@ class RunSummary:
 
     def _rows(self) -> list[tuple[str, str]]:
         rate = self.tokens / self.seconds if self.seconds > 0 else 0.0
-        trained = f"{self.steps:,} steps, {self.tokens:,} tokens in {human_seconds(self.seconds)}"
-        trained = f"{trained} ({rate:,.0f} tokens/s)"
+        took = f"in {human_seconds(self.seconds)} ({rate:,.0f} tokens/s)"
+        trained = f"{number_of(self.steps, 'step')}, {self.tokens:,} tokens {took}"
         nothing = "nothing more: the run had come to its end before"
         if self.final_dir is None:
             nothing = "nothing: it was stopped before its first step"

@@ -108,7 +108,7 @@ def test_refusal_names_the_first_bad_row_and_how_many(encode, cache):
         ([{"input_ids": [1, 2], "labels": [-100, 2]}], "field 'input_ids': token ids are not read"),
         (
             [{"messages": [{"role": "user", "content": "hi"}]}],
-            "no token to train on is left in 1 rows",
+            "no token to train on is left in 1 row",
         ),
         (
             [{"prompt": "x" * 90, "completion": "y"}],

@@ -57,7 +57,7 @@ def test_what_was_lost_is_said(encode):
     text = "\n".join(describe(data))
     assert "2 rows," in text
     assert "1 of 3 rows are bad and skipped; the first: " in text
-    assert "1 rows cut to seq_len" in text
+    assert "1 row cut to seq_len" in text
     found = json.loads(json.dumps(summary(data)))
     keys = ("rows", "rows_read", "bad_rows", "truncated_rows", "longest")
     assert [found[key] for key in keys] == [2, 3, 1, 1, 64]
@@ -147,7 +147,7 @@ def test_what_is_said_of_pairs_and_judged_rows_is_also_json(encode, make_tokeniz
     assert found["wanted_rows"] is None
     assert "are equal: neither answer is better" in found["first_bad_rows"][0]
     said = "\n".join(describe(data))
-    assert "1 pairs, " in said
+    assert "1 pair, " in said
     assert f"(of one answer and its prompt {found['longest_sequence']})" in said
     judged = [{"prompt": "a", "completion": "b", "label": label} for label in (True, False)]
     of_judged = summary(encode(judged, OF_JUDGED))

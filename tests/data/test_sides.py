@@ -94,7 +94,7 @@ def test_a_pair_without_a_target_on_one_side_is_dropped_whole(encode, make_token
     assert (counts.truncated, counts.without_target, counts.cut_answers) == (2, 1, 2)
     assert counts.truncated_tokens == int((whole.side_lengths - 64).clip(0).sum())
     assert counts.parts == [2]
-    assert "1 rows dropped, because no token to train on is left in one of their answers" in (
+    assert "1 row dropped, because no token to train on is left in one of their answers" in (
         describe(data)
     )
     with pytest.raises(DataError, match=r"seq_len 64 cuts it off \(rows cut: 1, "):
@@ -172,7 +172,7 @@ def test_a_longer_row_may_be_dropped(encode, make_tokenizer):
     options = replace(OPTIONS[PAIRS], truncation_mode="drop")
     data = encode(rows, options, make_tokenizer(None))
     assert (len(data), data.counts.too_long, data.counts.truncated) == (2, 1, 0)
-    assert "1 rows dropped, because they are longer than seq_len" in describe(data)
+    assert "1 row dropped, because they are longer than seq_len" in describe(data)
     with pytest.raises(DataError, match=r"rows cut: 0, dropped: 1"):
         encode(rows[1:2], options)
 
@@ -182,7 +182,7 @@ def test_a_beginning_that_was_cut_is_warned_of(encode, make_tokenizer):
     data = encode([{**pair(1), "chosen": LONG}], options, make_tokenizer(None))
     assert data.side(0, 0)[1].tolist() == [False] + [True] * 63, "nothing predicts the first"
     (line,) = data.counts.warned
-    assert "and the beginning of an answer in 1 rows; a seq_len of" in line
+    assert "and the beginning of an answer in 1 row; a seq_len of" in line
 
 
 # -- cache and digests ---------------------------------------------------------------------------

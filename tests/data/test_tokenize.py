@@ -161,7 +161,7 @@ def test_a_long_text_loses_no_target(encode):
         assert rows.lengths.max() <= 64
         assert len(rows) == -(-(len(ids) - 1) // 63), "each row but the last is full"
         assert rows.counts.truncated == rows.counts.without_target == 0
-        said = "1 texts fill several rows each; method: pretrain packs texts" in describe(rows)
+        said = "1 text longer than a row; method: pretrain packs texts" in describe(rows)
         assert said == (len(rows) > 1)
         assert warnings(rows) == []
 
@@ -192,7 +192,7 @@ def test_a_cut_of_more_than_a_tenth_is_warned_of_just_above_it(lengths_of):
     assert (below.truncated_tokens / below.tokens < 0.1) == (below.warned == [])
     assert above.truncated_tokens / above.tokens > 0.1
     (line,) = above.warned
-    assert line.startswith("1 rows are longer than train.seq_len 64: 12.1% of all tokens are cut")
+    assert line.startswith("1 row over train.seq_len 64: 12.1% of all tokens are cut")
     assert line.endswith("in 0 rows; a seq_len of 110 keeps 99% of the tokens, 114 keeps all")
 
 
@@ -210,7 +210,7 @@ def test_the_end_of_one_answer_is_worth_a_warning(encode):
     counts = encode(rows, OPTIONS).counts
     assert counts.cut_answers == counts.truncated == 1
     (line,) = counts.warned
-    assert "the end of an answer in 1 rows; a seq_len of" in line
+    assert "the end of an answer in 1 row; a seq_len of" in line
     assert line.endswith(f"of {counts.longest} keeps all"), "99% of the tokens are kept already"
     fits = encode(rows, replace(OPTIONS, seq_len=counts.longest)).counts
     assert fits.warned == []

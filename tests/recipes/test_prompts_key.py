@@ -48,7 +48,7 @@ def test_a_number_takes_that_many_held_out_rows(megatrain, project):
     asked = [row["prompt"] for row in found[:2]]
     assert all("Count to" in one for one in asked) and len(set(asked)) == 2
     few = megatrain("train cfg.yaml output=few eval.prompts=5", *keys)
-    assert "eval.prompts: of 5 3 are answered, as rows are few or long" in few.err
+    assert "eval.prompts: 3 of 5 are answered, as rows are few or long" in few.err
 
 
 @pytest.mark.slow

@@ -38,7 +38,7 @@ def test_data_shows_rows_with_their_targets(megatrain):
     done = megatrain("data cfg.yaml --rows 1")
     question = "<|im_start|>user\nCount to 7.<|im_end|>\n<|im_start|>assistant\n"
     assert f"{question}⟦1 2 3 4 5 6 7 (0)<|im_end|>⟧" in done.out
-    assert "8 rows are held out for evaluation" in done.out
+    assert "8 rows held out for evaluation" in done.out
     assert "\x1b" not in done.out
     found = megatrain("data cfg.yaml --json").json
     assert (found["train"]["rows"], found["eval"]["rows"]) == (52, 8)
@@ -109,7 +109,7 @@ def test_eval_of_a_model_that_no_run_wrote_is_transformers_loss(megatrain, proje
     assert done.json["eval_target_tokens"] == targets
     assert done.json["eval_loss"] == pytest.approx(total / targets, rel=1e-5)
     assert done.json["checkpoint"] == "model"
-    assert "1 rows cut to seq_len" in done.err
+    assert "1 row cut to seq_len" in done.err
     assert mt.evaluate("model", data="some.jsonl") == done.json
 
 
