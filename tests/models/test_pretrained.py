@@ -9,7 +9,9 @@ import os
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
+import gguf
 import pytest
 import transformers
 from tokenizers import Tokenizer
@@ -231,8 +233,11 @@ def test_a_gguf_file_that_ends_at_once_is_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_gguf_file_has_the_end_of_turn_as_its_eos(smollm2_gguf: Path) -> None:
-    source = resolve_source(smollm2_gguf)
+def test_a_gguf_file_is_read_once_and_has_the_end_of_turn_as_its_eos(
+    smollm2_gguf: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, reader = resolve_source(smollm2_gguf), Mock(side_effect=gguf.GGUFReader)
+    monkeypatch.setattr(gguf, "GGUFReader", reader)
     config, tokenizer, generation = load_config_and_tokenizer(source, chat_template="alpaca")
     answer: Any = [{"role": "assistant", "content": "1 2 3"}]
     text = tokenizer.apply_chat_template(answer, tokenize=False)
@@ -241,6 +246,7 @@ def test_a_gguf_file_has_the_end_of_turn_as_its_eos(smollm2_gguf: Path) -> None:
     assert (config.eos_token_id, config.pad_token_id) == (2, 2)
     assert generation is not None
     assert generation.eos_token_id == 2
+    assert reader.call_count == 1 and gguf.GGUFReader is reader
 
 
 # -- tokens that end answers -----------------------------------------------------------------------

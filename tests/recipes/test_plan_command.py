@@ -56,6 +56,14 @@ def test_a_config_may_be_planned_for_it_too(megatrain):
     assert plan["budget"]["gpu"] < 24 * 2**30 < plan["budget"]["host"] < 64 * 2**30
 
 
+def test_a_shape_may_take_the_place_of_a_config_s_model(megatrain, project):
+    """Rows and model of examples/recipes are not at hand when a card is chosen."""
+    (project / "rows.jsonl").unlink()
+    (project / "model").unlink()
+    done = megatrain("plan cfg.yaml model.config=tiny --gpu 'RTX 4090' --ram 32GiB")
+    assert done.out.startswith("fits: ")
+
+
 @pytest.mark.slow
 def test_it_says_what_the_run_takes(megatrain):
     asked = ("plan tiny --gpu 'RTX 4090' --ram 32GiB train.max_steps=100", *TINY)
