@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from operator import attrgetter
@@ -457,7 +458,6 @@ OF_ROLLOUTS: tuple[tuple[str, tuple[object, ...], str], ...] = (
     ("data.format", ("auto",), "rows hold `prompt` or `messages`, and columns of any name"),
     ("data.text_field", (None,), "rows hold `prompt` or `messages`, and columns of any name"),
     ("train.context_parallel", (1,), "its loss is over whole sequences"),
-    ("policy.beta", (0.0,), "a reference model is not built yet"),
     ("eval.prompts", (None,), "held-out prompts are answered; set data.eval"),
 )
 
@@ -487,7 +487,9 @@ def fault_of_rollouts(config: Config) -> tuple[str, str] | None:
             "rewards.functions",
             "is missing: name what rewards answers, such as rewards.py:check",
         )
-    if len({one.rpartition(":")[2] for one in rewards.functions}) < len(rewards.functions):
+    if policy.beta and config.model.init == "random":
+        return f"{method}.beta", "random weights are no reference; set 0"
+    if len(set(map(judge_name, rewards.functions))) < len(rewards.functions):
         return "rewards.functions", "two are called alike; rename one"
     if rewards.reward_weights and len(rewards.reward_weights) != len(rewards.functions):
         return "rewards.reward_weights", "needs a weight for each of rewards.functions"
@@ -530,11 +532,26 @@ def fault_of_streaming(config: Config) -> tuple[str, str] | None:
     return None
 
 
+def is_function(judge: str) -> bool:
+    """True for one of `rewards.functions` that is FILE.py:NAME; the others are reward models."""
+    return re.fullmatch(r".+\.py:[A-Za-z_]\w*", judge) is not None
+
+
+def judge_name(judge: str) -> str:
+    """The name of one of `rewards.functions`, in metrics."""
+    return judge.rpartition(":")[2] if is_function(judge) else Path(judge).name
+
+
 def check_functions(config: Config) -> None:
-    """Raise ConfigError for a reward function whose file is not there."""
+    """Raise ConfigError for a reward function whose file is not there, or a model whose folder is
+    not."""
     for one in config.rewards.functions:
-        if not Path(file := one.rpartition(":")[0]).is_file():
-            raise ConfigError(f"{config.where('rewards.functions')}: {file}: no such file")
+        where, file = config.where("rewards.functions"), one.rpartition(":")[0]
+        if is_function(one) and not Path(file).is_file():
+            raise ConfigError(f"{where}: {file}: no such file")
+        if not is_function(one) and not Path(one).is_dir():
+            forms = "neither FILE.py:NAME nor the folder of a reward model"
+            raise ConfigError(f"{where}: {one}: is {forms}")
 
 
 def check_sources(config: Config) -> None:

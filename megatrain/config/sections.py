@@ -150,7 +150,9 @@ class PolicyOptions(Options):
     max_completion_length: v.Count = key(256, "Longest answer in tokens.")
     num_iterations: v.Count = key(1, "Times that the answers of a rollout are trained on.")
     beta: v.NotNegative = key(
-        0.0, "Weight of the divergence from a reference model. Not built yet: 0."
+        0.0,
+        "Weight of the divergence from the model as the run begins, whose weights then stay in "
+        "host RAM, too; 0: none.",
     )
     epsilon: v.Positive = key(0.2, "How far a ratio may fall below 1, or rise above it.")
     epsilon_high: v.Positive | None = key(None, "How far it may rise above 1; null: epsilon.")
@@ -193,6 +195,10 @@ class RlooOptions(PolicyOptions):
     """REINFORCE whose baseline is the mean of the prompt's other answers."""
 
     num_generations: v.Group = key(2, "Answers to each prompt: a group.")
+    beta: v.NotNegative = key(
+        0.05,
+        "How much of an answer's divergence from the model as the run begins its reward loses.",
+    )
     normalize_advantages: bool = key(False, "Scale the advantages of a rollout to deviation 1.")
     reward_clip_range: _Range | None = key(None, "Lowest and highest reward; null: any.")
 
@@ -219,7 +225,9 @@ class RewardsOptions(Options):
     """Functions that reward answers."""
 
     functions: v.Functions = key(
-        (), "Functions, each as FILE.py:NAME, with TRL's signature; the file beside this one."
+        (),
+        "Functions, each as FILE.py:NAME, with TRL's signature, and folders of reward models; "
+        "paths as from this file's folder.",
     )
     reward_weights: _Weights | None = key(None, "Weight of each function; null: 1 each.")
     timeout_s: v.Positive = key(60.0, "Seconds that one call may take.")

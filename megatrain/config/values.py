@@ -212,10 +212,10 @@ Patterns = Annotated[
     BeforeValidator(lambda value: None if value is None else as_texts(value)),
     "a tensor's name with wildcards, a list of them, or null",
 ]
-_Function = Annotated[str, Field(pattern=r"^.+\.py:[A-Za-z_]\w*$")]
+_OneText = Annotated[str, Field(pattern=r"\S")]
 _Texts = BeforeValidator(as_texts)
 Functions = Annotated[
-    tuple[_Function, ...], _Texts, "FILE.py:NAME, such as rewards.py:check, or a list"
+    tuple[_OneText, ...], _Texts, "FILE.py:NAME, such as rewards.py:check, a folder, or a list"
 ]
 Source = Annotated[
     str, Field(pattern=r"\S"), BeforeValidator(_expanded), "a file, a folder or a hub id"

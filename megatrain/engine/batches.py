@@ -111,13 +111,9 @@ class MicroBatch:
         return self.inputs["input_ids"].numel() // (self.parallel.size if self.parallel else 1)
 
 
-def objective_of(batches: Sequence[Batch], loss: Any, anatomy: Anatomy) -> Objective:
-    """The objective of a step over these micro-batches, which are checked first.
-
-    Raises:
-        DataError: a tensor is missing, misshapen or out of range, of which a GPU would die.
-        ConfigError: `loss` is a plain function, say, or needs another head than the model's.
-    """
+def check_batches(batches: Sequence[Batch], anatomy: Anatomy, loss: Any = None) -> None:
+    """Raise DataError for a tensor that is missing, misshapen or out of range, of which a GPU would
+    die; those that a loss over sequences needs among them."""
     if not isinstance(batches, (list, tuple)):
         found = type(batches).__name__
         raise DataError(f"micro_batches must be a list of dicts of tensors, not {found}")
@@ -125,6 +121,16 @@ def objective_of(batches: Sequence[Batch], loss: Any, anatomy: Anatomy) -> Objec
         _check(batch, number, anatomy)
         if isinstance(loss, SequenceLoss):
             _check_examples(batch, number, loss)
+
+
+def objective_of(batches: Sequence[Batch], loss: Any, anatomy: Anatomy) -> Objective:
+    """The objective of a step over these micro-batches, which are checked first.
+
+    Raises:
+        DataError: a tensor is missing, misshapen or out of range, of which a GPU would die.
+        ConfigError: `loss` is a plain function, say, or needs another head than the model's.
+    """
+    check_batches(batches, anatomy, loss)
     if not isinstance(loss, SequenceLoss) and not (callable(loss) and hasattr(loss, "denominator")):
         raise ConfigError(
             f"loss: {loss!r} has no denominator; give a loss of mt.losses, or an object like them"

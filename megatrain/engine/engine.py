@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from megatrain.engine import inference
-from megatrain.engine.batches import Batch, objective_of
+from megatrain.engine.batches import Batch, check_batches, objective_of
 from megatrain.engine.components import AppliedGradients, computing, open_parts
 from megatrain.engine.constructors import Constructors
 from megatrain.engine.objective import AnyLoss, EvalResult, StepResult
@@ -324,6 +324,7 @@ class Engine(Constructors):
 
         Raises DataError as `forward_backward`.
         """
+        objective_of(micro_batches, next_token, self.anatomy)
         found = self._logprobs(micro_batches, temperature=temperature)
         return inference.placed(micro_batches, found)
 
@@ -338,8 +339,8 @@ class Engine(Constructors):
                 [batch x tokens], and the tokens that might follow them.
 
         Returns:
-            For each (float32 [n], bool [n]) on the CPU: log-probabilities, and True for a token
-            that is the likeliest one.
+            For each (float32 [n], bool [n]) on the CPU: log-probabilities, or a classifier's
+            scores at these positions, and True for a token that is the likeliest one.
         """
         blank = [{**one, "labels": torch.full_like(one["input_ids"], IGNORE)} for one in inputs]
         wanted = [Targets(index, tokens) for index, tokens in targets]
@@ -353,7 +354,7 @@ class Engine(Constructors):
         temperature: float = 1.0,
     ) -> list[tuple[Targets, tuple[Tensor, ...]]]:
         self._check_usable()
-        objective_of(micro_batches, next_token, self.anatomy)
+        check_batches(micro_batches, self.anatomy)
         if not (micro_batches or self._peers.several):
             return []  # one of several sweeps all the same: others need what it has of weights
         with self._reading("an evaluation's activations") as passes:

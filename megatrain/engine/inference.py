@@ -13,7 +13,7 @@ from torch import Tensor
 
 from megatrain.engine.batches import Batch, answers_of
 from megatrain.engine.components import EngineParts, computing, naming_the_gpu
-from megatrain.engine.head import Values, likeliest_tokens, token_logprobs
+from megatrain.engine.head import Values, first_scores, likeliest_tokens, token_logprobs
 from megatrain.engine.objective import EvalResult, Objective
 from megatrain.engine.step import Passes
 from megatrain.heartbeat import beat
@@ -61,13 +61,14 @@ def logprobs(
     targets: Sequence[Targets] | None,
     temperature: float = 1.0,
 ) -> list[tuple[Targets, tuple[Tensor, ...]]]:
-    """Each micro-batch's targets, their log-probabilities, and 1 for those that are the likeliest
-    tokens if `targets` are given, in one sweep.
+    """Each micro-batch's targets, their log-probabilities, or a classifier's scores, and 1 for
+    those that are the likeliest tokens if `targets` are given, in one sweep.
 
     targets: in place of those that the labels show; a position may have several.
     """
     prepared, found = passes.prepare(batches, whole=True), []
-    cooled = partial(token_logprobs, temperature=temperature)
+    scores = passes.skeleton.anatomy.labels is not None
+    cooled = first_scores if scores else partial(token_logprobs, temperature=temperature)
     values: tuple[Values, ...] = (cooled,) if targets is None else (cooled, likeliest_tokens)
     for mb, given in zip(prepared, targets or (), strict=targets is not None):
         mb.targets = given.to(passes.device)

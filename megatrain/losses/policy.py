@@ -74,6 +74,7 @@ class Policy(SequenceLoss):
     temperature: float = 1.0
 
     of_pairs: ClassVar[bool] = False
+    in_rewards: ClassVar[bool] = False  # the divergence is, and not in the loss
     needs: ClassVar[tuple[str, ...]] = (ADVANTAGE,)
     entropies: ClassVar[bool] = True
 
@@ -84,16 +85,21 @@ class Policy(SequenceLoss):
         if self.temperature <= 0:
             raise ConfigError(f"temperature: must be above 0, not {self.temperature}")
 
+    @property
+    def in_loss(self) -> bool:
+        """The loss has a term of the divergence from the reference."""
+        return self.beta > 0 and not self.in_rewards
+
     def counts(self, batch: Mapping[str, Tensor]) -> dict[str, float]:
         """Count tokens and rows, with those left out; and of those present tokens, those that the
         sampler's log-probability is known of, and answers that have any."""
-        wanted = {SAMPLED: self.importance_sampling_correction, REFERENCE_TOKENS: self.beta}
+        wanted = {SAMPLED: self.importance_sampling_correction, REFERENCE_TOKENS: self.in_loss}
         if missing := [name for name, asked in wanted.items() if asked and name not in batch]:
             raise DataError(
                 f"a micro-batch has no {missing[0]}, which Policy needs with these keys"
             )
         more = {n: float(batch.get(f"step_{n}", torch.zeros(1)).sum()) for n in ("tokens", "rows")}
-        if self.beta and any(more.values()):
+        if self.in_loss and any(more.values()):
             raise DataError("a step leaves out rows, which with beta above 0 have a loss, too")
         targets = batch["labels"][:, 1:] != IGNORE
         tokens = float(targets.sum())
@@ -122,7 +128,7 @@ class Policy(SequenceLoss):
         if SAMPLED in given and len(own):
             weights, about = self._correction(old - given[SAMPLED], examples)
             losses, metrics = losses * weights, metrics | about
-        if self.beta:
+        if self.in_loss:
             further = given[REFERENCE_TOKENS] - logprobs
             kl = further.exp() - further - 1
             if self.use_bias_correction_kl:
@@ -193,3 +199,5 @@ class Rloo(Policy):
     loss_type: str = "grpo"
     importance_sampling_level: str = "answer"
     importance_sampling_correction: bool = False
+
+    in_rewards: ClassVar[bool] = True

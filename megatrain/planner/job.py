@@ -82,6 +82,17 @@ class Asked:
 
 
 @dataclass(frozen=True)
+class FrozenModel:
+    """A frozen model beside the one that learns: bytes of its weights in host RAM, and of buffers
+    on the device that they pass through; seconds of a step."""
+
+    name: str
+    host: int
+    device: int
+    seconds: float
+
+
+@dataclass(frozen=True)
 class Job(Asked):
     """Everything that decides memory and time of a run besides the model and the machine.
 
@@ -119,6 +130,7 @@ class Job(Asked):
     keeps_best: bool = True  # the best checkpoint beside the newest
     checkpoints_written: int | None = None  # in the whole run, if known
     rows_per_step: int | None = None  # `tokens_per_step` in rows, where the user counts in rows
+    besides: tuple[FrozenModel, ...] = ()
     ranks: int = 1  # GPUs of a host that train together
     hosts: int = 1  # with so many GPUs each
     transport: str = "gather"  # of weights in host RAM: shares, or each "read"s the one copy

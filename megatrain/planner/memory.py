@@ -129,6 +129,7 @@ class Layout:
             "gradient sums": sums * SUM_BYTES,
             "gradient staging": leaving * weight,
         }
+        table |= {f"{one.name}'s slots": one.device for one in self.job.besides}
         if several:
             table |= self._exchange
         if shape.constant_bytes:
@@ -238,6 +239,7 @@ class Layout:
         if self.job.hosts > 1:  # so that weights cross the network once a step
             in_turn = sum(self.padded[choices.replicated :])
             table["weights of all hosts"] = in_turn * activations.weight // self.job.ranks
+        table |= {f"{one.name}'s weights": one.host for one in self.job.besides}
         rounded = {name: slab_bytes(size) for name, size in table.items() if size}
         if self.read_blocks:  # one mapping, of which each rank counts an equal part
             numels = [self.shape.block_numel[block] for block in self.read_blocks]

@@ -80,7 +80,9 @@ class Writing:
 def with_answers(plan: Plan, writing: Writing, seconds: float) -> Plan:
     """The plan of steps that also write answers, for so many seconds of each; on a GPU with the
     memory that this takes beyond training's."""
-    timing, device, whole = plan.timing, plan.device, plan.timing.seconds + seconds
+    besides = {one.name: one.seconds for one in plan.job.besides}
+    timing, device, seconds = plan.timing, plan.device, seconds + sum(besides.values())
+    whole = timing.seconds + seconds
     share = timing.seconds / whole
     faster = []
     for one in plan.faster:  # whose training alone takes less
@@ -90,8 +92,12 @@ def with_answers(plan: Plan, writing: Writing, seconds: float) -> Plan:
     timing = replace(
         timing,
         seconds=whole,
-        phases={ANSWERS: seconds, **timing.phases},
-        bound_by={ANSWERS: "upload" if writing.streamed else "compute", **timing.bound_by},
+        phases={ANSWERS: seconds - sum(besides.values()), **besides, **timing.phases},
+        bound_by={
+            ANSWERS: "upload" if writing.streamed else "compute",
+            **dict.fromkeys(besides, "compute"),
+            **timing.bound_by,
+        },
         tokens_per_s=timing.tokens_per_s * share,
         tflops=timing.tflops * share,
     )

@@ -28,8 +28,8 @@ from megatrain.heartbeat import TOKENS_SWEPT, doing
 from megatrain.losses import SequenceLoss
 from megatrain.models.family import regimes_of
 from megatrain.models.pretrained import is_classifier, resolve_source
-from megatrain.optim import Frozen
 from megatrain.planner.search import AUTO_MICRO_BATCH_TOKENS
+from megatrain.recipes.frozen import checkpoint_of, frozen_engine
 from megatrain.recipes.loop import SWEEP_MICRO_BATCHES, evaluated, sweeps, tokens_to_sweep
 from megatrain.recipes.model import (
     Model,
@@ -46,9 +46,8 @@ from megatrain.recipes.setup import day_of, make_loss, open_rows, quiet_librarie
 from megatrain.recipes.signals import StopRequest
 from megatrain.recipes.tasks import TaskOptions, load_tasks, run_tasks
 from megatrain.reporting.streams import console_on
-from megatrain.settings import Settings
 from megatrain.storage.checkpoint import read_about
-from megatrain.storage.run_folder import STATE, find_checkpoint, with_state
+from megatrain.storage.run_folder import STATE, with_state
 
 HIGHEST_LOSS = 709.0  # whose perplexity is a float
 
@@ -212,25 +211,6 @@ def reader(
     engine = frozen_engine(checkpoint, trust_remote_code=trust_remote_code, **chosen)
     logger.info(f"computing in {engine.precision}")
     return engine
-
-
-def frozen_engine(source: str | Path, **keywords: Any) -> Engine:
-    """An engine that reads only, with no optimizer state in RAM."""
-    return Engine.from_pretrained(
-        source,
-        optimizer=Frozen(),
-        max_grad_norm=None,
-        router_aux_loss_coef=0.0,
-        settings=Settings(),
-        **keywords,
-    )
-
-
-def checkpoint_of(path: Path) -> Path:
-    """The model that `path` means: a run folder's final or last checkpoint, else itself. Raises
-    ConfigError."""
-    is_run = isfile(path / CONFIG_FILE) and not isfile(path / "config.json")
-    return find_checkpoint(path) if is_run else path
 
 
 def run_folder_of(folder: Path) -> Path | None:

@@ -30,6 +30,7 @@ from megatrain.optim import OPTIMIZERS, Optimizer
 from megatrain.optim.schedules import warmup_steps
 from megatrain.planner.plan import Plan
 from megatrain.planner.rollout import OF_TRAINING, Writing, with_answers
+from megatrain.recipes.frozen import besides
 from megatrain.recipes.model import Model, parts_in
 from megatrain.recipes.planned_site import (
     check_divides,
@@ -128,7 +129,7 @@ def plan_run(config: Config, resolved: Resolved, steps: int | None = None, **kno
     """The plan of a run with the economy of its steps, or of one if their number is not known.
     known: as `plan_of` takes it, which raises the same errors."""
     if METHODS[config.method].kind == PROMPTS:
-        plan = plan_with_rollouts(config, resolved, **known)
+        plan = plan_with_rollouts(config, resolved, besides=besides(config, resolved), **known)
     else:
         plan = plan_of(resolved, **known)
     return with_economy(config, plan, plan.made_of.machine, steps)

@@ -148,7 +148,7 @@ rloo:
   num_generations: 2
   max_completion_length: 256
   num_iterations: 1
-  beta: 0.0
+  beta: 0.05
   epsilon: 0.2
   epsilon_high: null
   mask_truncated_completions: false
@@ -205,7 +205,7 @@ def keys_of(text: str) -> list[tuple[int, str]]:
 
 FREE_TEXT = {f"data.{key}" for key in ("train", "eval", "split", "text_field", "chat_template")}
 FREE_TEXT |= {"model.path", "model.revision", "economy.currency", "output", "sample_prompt"}
-FREE_TEXT |= {"memory.nvme", "train.freeze"}
+FREE_TEXT |= {"memory.nvme", "train.freeze", "rewards.functions"}
 FREE_TEXT |= {"eval.prompts", "checkpoint.push_to", "on_end"}
 LEAVES = [(index, key) for index, key in keys_of(FULL) if "." in key or key not in SECTIONS]
 

@@ -169,6 +169,7 @@ MEANINGS: list[tuple[str, Given, str, object]] = [
             ({"top_k": 0, "top_p": 0.9}, "rollout.top_k", None),
             ({"scale_rewards": False}, "grpo.scale_rewards", "none"),
             ({"loss_type": "dr_grpo", "beta": 0.0}, "grpo.loss_type", "dr_grpo"),
+            ({"beta": 0.04}, "grpo.beta", 0.04),
             ({"use_vllm": False}, "grpo.importance_sampling_correction", False),
             ({"use_vllm": True}, "grpo.importance_sampling_correction", True),
             (
@@ -246,8 +247,6 @@ REFUSED: list[tuple[str, Given, str, str]] = [
     ("axolotl", {"adapter": "qlora"}, "adapter", "no adapters"),
     ("axolotl", {"rl": "ebft"}, "rl", "ebft is not imported; known are"),
     ("axolotl", RL | {"trl": {"async_prefetch": True}}, "trl.async_prefetch", "earlier weights"),
-    ("axolotl", RL | {"trl": {"beta": 0.1}}, "trl.beta", "a reference model is not built"),
-    ("axolotl", RL | {"rl_beta": 0.1}, "rl_beta", "a reference model is not built"),
     ("axolotl", RL | {"datasets": [SET | {"type": "f.g"}]}, "datasets[0].type", "own; write"),
     ("axolotl", {"batch_size": 6}, "batch_size", "gradient_accumulation_steps instead"),
     ("axolotl", {"tokenizer_config": "org/other"}, "tokenizer_config", "put them into one"),
@@ -286,7 +285,6 @@ REFUSED: list[tuple[str, Given, str, str]] = [
         ("trl", GRPO | {key: value}, key, words)
         for key, value, words in (
             ("reward_funcs", ["accuracy_reward"], "TRL's own are in trl.rewards"),
-            ("beta", 0.04, "a reference model is not built"),
             ("loss_type", "sapo", "does not take 'sapo'"),
             ("generation_batch_size", 12, "12 answers of a rollout are no whole number"),
             ("max_completion_length", "long", "whole number"),

@@ -58,7 +58,7 @@ def _method(sheet: Sheet) -> str:
     for method, keys in sheet.said["methods"].items():
         if any(key in sheet.given for key in keys.split()):
             if method == "grpo":
-                sheet.assume("method: grpo; `trl rloo` has the same keys, and is not built")
+                sheet.assume("method: grpo; `trl rloo` has the same keys, and is not imported")
             return str(method)
     losses = sheet.get("loss_type", [])
     if isinstance(losses, str | list) and losses:

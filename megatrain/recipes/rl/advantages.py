@@ -79,11 +79,16 @@ def leave_one_out(
     *,
     normalize_advantages: bool = False,
     reward_clip_range: Sequence[float] | None = None,
+    beta: float = 0.0,
+    divergences: Array | None = None,
 ) -> Advantages:
-    """The same by RLOOTrainer: each reward less the mean of the group's others."""
+    """The same by RLOOTrainer: each reward less the mean of the group's others. Rewards are less
+    `beta` times an answer's divergence from the reference, float64 [answers]."""
     rewards = _summed(of_functions, of_functions, weights)
     low, high = reward_clip_range or (-np.inf, np.inf)
     clipped: Array = np.clip(rewards, low, high)
+    if divergences is not None:
+        clipped = clipped - beta * divergences
     groups = clipped.reshape(-1, answers)
     others = np.nansum(groups, 1, keepdims=True) - groups
     count = (~np.isnan(groups)).sum(1, keepdims=True) - 1
@@ -95,15 +100,21 @@ def leave_one_out(
     return _judged(values, silent, answers, of_functions, names, rewards, deviation)
 
 
-def worth(method: str, section: Mapping[str, Any], *given: Any) -> Advantages:
-    """Advantages as the section of a method has them; given: as in `advantages`."""
+def worth(
+    method: str, section: Mapping[str, Any], *given: Any, divergences: Array | None = None
+) -> Advantages:
+    """Advantages as the section of a method has them; given: as in `advantages`. divergences: of
+    answers from the reference, for a method that has them in its rewards."""
     of, keys = OF_METHODS[method]
-    return of(*given, **{key: section[key] for key in keys if key in section})
+    options = {key: section[key] for key in keys if key in section}
+    if "beta" in keys:
+        options["divergences"] = divergences
+    return of(*given, **options)
 
 
 OF_METHODS: dict[str, tuple[Callable[..., Advantages], tuple[str, ...]]] = {
     "grpo": (advantages, ("scale_rewards", "multi_objective_aggregation")),
-    "rloo": (leave_one_out, ("normalize_advantages", "reward_clip_range")),
+    "rloo": (leave_one_out, ("normalize_advantages", "reward_clip_range", "beta")),
 }
 
 

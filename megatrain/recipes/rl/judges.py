@@ -1,4 +1,5 @@
-"""Rewards of answers, by users' functions in processes of their own, with a time limit."""
+"""Rewards of answers: by users' functions in processes of their own, with a time limit, and by
+reward models."""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ import sys
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor, wait
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from dataclasses import dataclass
 from multiprocessing import Pipe
 from pathlib import Path
@@ -20,10 +21,11 @@ from threading import Lock, local
 from time import monotonic
 from typing import Any
 
-from megatrain.config.fields import check_functions
+from megatrain.config.fields import check_functions, is_function, judge_name
 from megatrain.errors import ConfigError, RewardError
 from megatrain.heartbeat import beat
 from megatrain.machine.hardware import physical_cores
+from megatrain.recipes.frozen import RewardModel
 from megatrain.recipes.rl.judge_worker import Answer
 
 MOST_PROCESSES = 8
@@ -56,6 +58,7 @@ class Judges(AbstractContextManager["Judges"]):
     outlives this process.
 
     functions: `FILE.py:NAME`.
+    models: reward models, by their places among all judges.
     on_bad_reward: "refuse" or "none".
     log: a file to which the workers' output is added; None: it is dropped.
     """
@@ -64,13 +67,17 @@ class Judges(AbstractContextManager["Judges"]):
         self,
         functions: Sequence[str],
         *,
+        models: Mapping[int, RewardModel] | None = None,
         timeout_s: float = 60.0,
         processes: int | None = None,
         on_bad_reward: str = "refuse",
         log: Path | None = None,
     ) -> None:
         self.functions = [*functions]
-        self.names = [one.rpartition(":")[2] for one in self.functions]
+        self.names, self.models = list(map(judge_name, self.functions)), models or {}
+        for place, model in sorted(self.models.items()):
+            self.names.insert(place, judge_name(model.folder))
+        self._scores = defaultdict[int, dict[int, list[float]]](dict)
         self.timeout_s, self.on_bad_reward = timeout_s, on_bad_reward
         self.failed = dict.fromkeys(self.functions, 0)  # calls
         count = processes or min(MOST_PROCESSES, physical_cores())
@@ -96,11 +103,19 @@ class Judges(AbstractContextManager["Judges"]):
 
     def check(self) -> None:
         """Import all functions, in a worker. Raises RewardError."""
-        self._threads.submit(self._worker).result()
+        if self.functions:
+            self._threads.submit(self._worker).result()
 
     def submit(self, group: Group) -> None:
         self._groups[group.key] = group
         self._parts[group.key] = self._threads.submit(self._ask, group)
+
+    def score(self, keys: Sequence[int]) -> None:
+        """Have reward models score groups that were submitted, all at once."""
+        for place, model in sorted(self.models.items()) if keys else ():
+            found = model.scores([self._groups[key] for key in keys])
+            for key, scores in zip(keys, found, strict=True):
+                self._scores[key][place] = scores
 
     def result(self, key: int) -> dict[str, Any]:
         """The judgement of a group that was submitted, once it is there: rewards [functions]
@@ -115,6 +130,8 @@ class Judges(AbstractContextManager["Judges"]):
             extra |= found.get("extra", {})
             for name, values in found.get("metrics", {}).items():
                 logged[name] += values
+        for place, scores in self._scores.pop(key, {}).items():
+            rewards.insert(place, scores)
         self._warn_if_silent(group, rewards)
         means = {name: sum(values) / len(values) for name, values in logged.items()}
         texts = {"prompt": group.prompt, "completions": group.completions}
@@ -248,20 +265,28 @@ class Worker:
         self._connection.close()
 
 
-def judges_of(config: Any, log: Path | None = None) -> Judges:
-    """The judges that a config names, whose functions are imported once. Raises ConfigError."""
+def judges_of(config: Any, stack: ExitStack, log: Path | None = None) -> Judges:
+    """The judges that a config names, which the stack closes: functions are imported once, and
+    reward models read. Raises ConfigError."""
     check_functions(config)
     rewards = config.rewards
-    judges = Judges(
-        rewards.functions,
-        timeout_s=rewards.timeout_s,
-        processes=None if rewards.processes == "auto" else rewards.processes,
-        on_bad_reward=rewards.on_bad_reward,
-        log=log,
+    models = {
+        place: RewardModel.open(one, config, stack)
+        for place, one in enumerate(rewards.functions)
+        if not is_function(one)
+    }
+    judges = stack.enter_context(
+        Judges(
+            [one for one in rewards.functions if is_function(one)],
+            models=models,
+            timeout_s=rewards.timeout_s,
+            processes=None if rewards.processes == "auto" else rewards.processes,
+            on_bad_reward=rewards.on_bad_reward,
+            log=log,
+        )
     )
     try:
         judges.check()
     except RewardError as error:
-        judges.close()
         raise ConfigError(f"{config.where('rewards.functions')}: {error}") from None
     return judges

@@ -23,6 +23,7 @@ import numpy as np
 import torch
 
 from megatrain.config import Config
+from megatrain.config.fields import is_function
 from megatrain.data.loader import StepBatch
 from megatrain.data.micro_batches import MicroBatch, Regimes, dealt, micro_batches
 from megatrain.data.rows import Counts, TokenRows, check_digest, permutation
@@ -30,7 +31,10 @@ from megatrain.engine.engine import Engine
 from megatrain.engine.rollout.decode import Answer, AnswerRequest
 from megatrain.engine.rollout.draw import Draw
 from megatrain.errors import DataError, StorageError
-from megatrain.losses import IGNORE
+from megatrain.heartbeat import doing
+from megatrain.losses import IGNORE, LOSSES
+from megatrain.models.pretrained import digests_of, resolve_source
+from megatrain.recipes.frozen import checkpoint_of, reference_of
 from megatrain.recipes.model import Model
 from megatrain.recipes.rl.advantages import Advantages, worth
 from megatrain.recipes.rl.journal import Journal, forget
@@ -68,6 +72,7 @@ class Rollout:
     Attributes:
         old: log-probabilities of each answer's tokens under the weights that wrote it, where it is
             trained on more than once; None: the loss's own.
+        reference: the same under the reference; None: there is none.
         taken: prompts that were answered for it, those replaced included.
     """
 
@@ -77,6 +82,7 @@ class Rollout:
     metrics: Mapping[str, float]
     spent_s: Mapping[str, float]
     old: Sequence[Sequence[float]] | None = None
+    reference: Sequence[Sequence[float]] | None = None
     taken: int = 0
 
 
@@ -105,6 +111,7 @@ class Rollouts:
     world: World = ALONE
     engine: Engine | None = None  # from the run's beginning on
     judges: Judges | None = None
+    reference: Engine | None = None
     windows: None = None  # as a loader has them
     references: None = None
     place: RolloutPosition = field(default_factory=RolloutPosition)
@@ -121,6 +128,8 @@ class Rollouts:
             min_p=rollout.min_p,
         )
         self.ends = end_tokens(self.model)
+        of_loss: Any = LOSSES[self.config.method]
+        self.held = bool(options.beta) and not of_loss.in_rewards  # the loss holds to the reference
 
     # -- where the run stands --------------------------------------------------------------------
 
@@ -213,9 +222,10 @@ class Rollouts:
         self, rollout: Rollout, groups: Sequence[int], epoch: float, after: RolloutPosition
     ) -> StepBatch:
         """The step of some groups. Answers of groups without signal teach nothing and are left
-        out; losses are means over all."""
+        out, unless the loss holds all to a reference; losses are means over all."""
         chosen = [group * self.answers + n for group in groups for n in range(self.answers)]
-        taught = [number for number in chosen if not rollout.judged.without_signal[number]]
+        silent = rollout.judged.without_signal
+        taught = [one for one in chosen if self.held or not silent[one]]
         if not taught:
             taught = [min(chosen, key=lambda number: len(rollout.answers[number].ids))]
         left_out = sorted({*chosen} - {*taught})
@@ -258,6 +268,8 @@ class Rollouts:
         given = {"token_sampled": [answer.logprobs for answer in answers]}
         if rollout.old is not None:
             given["token_old"] = [[*rollout.old[number]] for number in numbers]
+        if rollout.reference is not None and self.held:
+            given["token_reference"] = [[*rollout.reference[number]] for number in numbers]
         trained = (np.full(len(one.ids), whole or self._trained(one) > 0) for one in answers)
         sizes = [len(ids) + len(one.ids) for ids, one in zip(prompts, answers, strict=True)]
         nothing = np.zeros(len(sizes))
@@ -279,7 +291,9 @@ class Rollouts:
         """Write with this engine, and judge in processes that the stack ends. log: for what reward
         functions print."""
         self.engine = engine
-        self.judges = stack.enter_context(judges_of(self.config, log))
+        self.judges = judges_of(self.config, stack, log)
+        if self.config.policy.beta:
+            self.reference = stack.enter_context(reference_of(self.config, engine))
 
     def evaluate(self, limit: int | None, stop: StopRequest) -> dict[str, float] | None:
         """Rewards of held-out prompts' answers, by TRL's names; None if asked to stop, or if
@@ -331,12 +345,14 @@ class Rollouts:
                     (found if has_signal else spare)[key] = prompt
             found |= dict(islice(spare.items(), count - len(found)))
             judged, metrics = self._judged(journal, found, self.answers)
-            if tries > count:
-                metrics["prompts_tried"] = taken
             answers = [journal.answers[key, n] for key in found for n in range(self.answers)]
             rollout = Rollout([*found.values()], answers, judged, metrics, spent, taken=taken)
             if self._steps_of(count) > 1:
                 rollout = replace(rollout, old=self._old(journal, rollout))
+            if self.reference is not None:
+                rollout = self._referred(journal, found, rollout)
+            if tries > count:
+                rollout = replace(rollout, metrics={**rollout.metrics, "prompts_tried": taken})
         if self.world.is_first:
             forget(run_dir, int(min(map(sequence_of, checkpoints(run_dir)), default=0)))
         return rollout
@@ -361,9 +377,13 @@ class Rollouts:
         about += [tree["optimizer"][name] for name in ("name", "weight_decay")]
         about += [tree["rewards"][name] for name in ("reward_weights", "on_bad_reward")]
         digest = hashlib.blake2b(json.dumps(about, sort_keys=True).encode(), digest_size=8)
-        for function in rewards.functions:
-            file, _, name = function.rpartition(":")
-            digest.update(name.encode() + Path(file).read_bytes())
+        for one in rewards.functions:
+            if is_function(one):
+                file, _, name = one.rpartition(":")
+                digest.update(name.encode() + Path(file).read_bytes())
+            else:
+                source = resolve_source(checkpoint_of(Path(one)), weights=False)
+                digest.update(json.dumps(digests_of(source), sort_keys=True).encode())
         found = {"settings": digest.hexdigest(), "prompts": self.rows.digest}
         return {**found, "megatrain": VERSION}
 
@@ -412,21 +432,28 @@ class Rollouts:
         if stop.came():
             raise Stopped
         with self.world.together():
+            self.judges.score(judging)
             for key in judging:
                 journal.judge(key, self.judges.result(key))
         journal.share(self.world)
         return {"rollout": rollout_s, "reward": time.perf_counter() - began - rollout_s}
 
     def _judged(
-        self, journal: Journal, prompts: Mapping[int, Prompt], count: int
+        self,
+        journal: Journal,
+        prompts: Mapping[int, Prompt],
+        count: int,
+        divergences: Any = None,
     ) -> tuple[Advantages, dict[str, float]]:
-        """The worth of `count` answers to each prompt, and all figures of them."""
+        """The worth of `count` answers to each prompt, and all figures of them. divergences: of
+        each answer from the reference, where rewards lose by them."""
         assert self.judges is not None
         found, weights = [journal.rewards[key] for key in prompts], self.config.rewards
         # [functions][answers] of each group; None becomes nan
         rewards = np.concatenate([np.array(one["rewards"], float).T for one in found])
         given = rewards, self.judges.names, weights.reward_weights, count
-        judged = worth(self.config.method, self.config.of_method, *given)
+        section = self.config.of_method
+        judged = worth(self.config.method, section, *given, divergences=divergences)
         answers = [journal.answers[key, n] for key in prompts for n in range(count)]
         logged = defaultdict[str, list[float]](list)
         for name, value in (pair for one in found for pair in one["logged"].items()):
@@ -457,16 +484,45 @@ class Rollouts:
         keys = [(answer.key, answer.number) for answer in rollout.answers]
         if not all(key in journal.old for key in keys):
             self._check_first(journal)
-            numbers = range(len(keys))
-            batches = [*self._micro_batches(self._rows(rollout, numbers, numbers, whole=True))]
-            found = self.engine.logprobs(batches, self.config.rollout.temperature)
-            for batch, values in zip(batches, found, strict=True):
-                targets = batch["labels"] != IGNORE
-                for row, number in enumerate(batch["row_value"].int().tolist()):
-                    of_answer = values[targets & (batch["row_of"] == row)].tolist()
-                    journal.remember(rollout.answers[number], of_answer)
+            for number, of_answer in self._logprobs(self.engine, rollout):
+                journal.remember(rollout.answers[number], of_answer)
             journal.share(self.world)
         return [journal.old[key] for key in keys]
+
+    def _logprobs(self, engine: Engine, rollout: Rollout) -> Iterator[tuple[int, list[float]]]:
+        """Each answer's number and the log-probabilities of its tokens, of this rank's answers, in
+        one sweep."""
+        numbers = range(len(rollout.answers))
+        batches = [*self._micro_batches(self._rows(rollout, numbers, numbers, whole=True))]
+        found = engine.logprobs(batches, self.config.rollout.temperature)
+        for batch, values in zip(batches, found, strict=True):
+            targets = batch["labels"] != IGNORE
+            for row, number in enumerate(batch["row_value"].int().tolist()):
+                yield number, values[targets & (batch["row_of"] == row)].tolist()
+
+    def _referred(
+        self, journal: Journal, prompts: Mapping[int, Prompt], rollout: Rollout
+    ) -> Rollout:
+        """The rollout with what the reference gives its answers, and, where rewards lose by the
+        divergence from it, with other advantages."""
+        assert self.reference is not None
+        began = time.perf_counter()
+        with doing("asking the reference"):
+            found = dict(self._logprobs(self.reference, rollout))
+        spent = Counter[str](rollout.spent_s)
+        spent.update({"reward": time.perf_counter() - began})
+        reference = [found[number] for number in range(len(found))]
+        rollout = replace(rollout, reference=reference, spent_s=spent)
+        if self.held:
+            return rollout
+        now = rollout.old or [answer.logprobs for answer in rollout.answers]
+        apart = [
+            math.fsum(np.subtract(own, held)) if self._trained(answer) else 0.0
+            for answer, own, held in zip(rollout.answers, now, reference, strict=True)
+        ]
+        judged, metrics = self._judged(journal, prompts, self.answers, np.array(apart))
+        metrics["kl"] = math.fsum(apart) / max(1, sum(map(self._trained, rollout.answers)))
+        return replace(rollout, judged=judged, metrics=metrics)
 
     def _check_first(self, journal: Journal) -> None:
         """Raise StorageError where steps of this rollout are taken already: other weights now would

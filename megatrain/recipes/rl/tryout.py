@@ -15,7 +15,7 @@ from rich.table import Table
 from megatrain.config import Config
 from megatrain.data.rows import permutation
 from megatrain.errors import printable
-from megatrain.recipes.inspect import frozen_engine
+from megatrain.recipes.frozen import frozen_engine
 from megatrain.recipes.model import read_model, suited
 from megatrain.recipes.rl.prompts import read_prompt_rows
 from megatrain.recipes.rl.rollouts import Rollouts

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import threading
 import time
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -203,8 +203,11 @@ def test_what_cannot_be_imported_is_told_at_once(file, tmp_path):
         config = SimpleNamespace(
             rewards=SimpleNamespace(**options), where=lambda key: f"c.yaml: {key}"
         )
-        with pytest.raises(ConfigError, match=f"^c.yaml: rewards.functions: .*{reason}"):
-            judges_of(config)
+        with (
+            ExitStack() as stack,
+            pytest.raises(ConfigError, match=f"^c.yaml: rewards.functions: .*{reason}"),
+        ):
+            judges_of(config, stack)
 
 
 def test_many_groups_and_what_functions_print(file, tmp_path, capfd):

@@ -88,6 +88,7 @@ MODES = {
         "train.eval_every=5",
     ],
     "prompts without signal replaced": ["grpo.dynamic_sampling=true"],
+    "held to a reference": ["grpo.beta=0.1", "grpo.num_iterations=2"],
 }
 
 
@@ -237,7 +238,7 @@ REFUSED = {
     "train.tokens_per_step=100": "follows from rollout.generation_batch_size",
     "grpo.dynamic_sampling=true train.epochs=1": "needs train.max_steps, and no epochs",
     "rollout.generation_batch_size=10": "is no multiple of grpo.num_generations 4",
-    "grpo.beta=0.1": "a reference model is not built yet",
+    "rewards.functions=model": "is a language model, which gives no scores",
     "rewards.functions=[]": "name what rewards answers",
     "rewards.functions=[rewards.py:nothing]": "has no function nothing",
     "rewards.functions=[nothing.py:copies]": "nothing.py: no such file",
@@ -250,7 +251,7 @@ REFUSED = {
     "rewards.functions=[rewards.py:copies,other.py:copies]": "two are called alike",
     "train.seq_len=2": "leaves no room for a prompt",
     "method=sft": "belongs to method: grpo",
-    "rewards.functions=[reward-model]": "must be FILE.py:NAME",
+    "rewards.functions=[reward-model]": "is neither FILE.py:NAME nor",
 }
 
 

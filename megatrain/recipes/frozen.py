@@ -1,0 +1,212 @@
+"""Frozen models beside the one that learns: the reference of `beta`, and reward models as judges.
+
+Each is an engine without optimizer state: its weights lie in host RAM, 2 bytes each in bfloat16,
+and pass through the device in a sweep over all answers of a rollout.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import partial
+from os.path import isfile
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from megatrain.config import Config
+from megatrain.config.fields import is_function, judge_name
+from megatrain.config.resuming import CONFIG_FILE
+from megatrain.data.samples import PROMPTS
+from megatrain.engine.engine import Engine
+from megatrain.errors import ConfigError, DataError
+from megatrain.heartbeat import TOKENS_SWEPT, doing, may_end_here
+from megatrain.machine.profile import interpolate
+from megatrain.methods import METHODS
+from megatrain.models.anatomy import layouts_of
+from megatrain.models.pretrained import is_classifier, read_model_config, resolve_source
+from megatrain.models.skeleton import Skeleton
+from megatrain.optim.optimizer import Frozen
+from megatrain.planner.activations import WEIGHT_BYTES
+from megatrain.planner.job import FrozenModel
+from megatrain.planner.search import AUTO_MICRO_BATCH_TOKENS
+from megatrain.recipes.model import Model, describe_model
+from megatrain.schedule import slot_sizes
+from megatrain.settings import Settings
+from megatrain.storage.run_folder import find_checkpoint
+
+if TYPE_CHECKING:
+    from megatrain.engine.resolved import Machine, Resolved
+
+REFERENCE = "reference"
+SCORED_AT_ONCE = 16  # micro-batches of a sweep
+
+
+def frozen_engine(source: str | Path, **keywords: Any) -> Engine:
+    """An engine that reads only, with no optimizer state in RAM."""
+    return Engine.from_pretrained(
+        source,
+        optimizer=Frozen(),
+        max_grad_norm=None,
+        router_aux_loss_coef=0.0,
+        settings=Settings(),
+        **keywords,
+    )
+
+
+def checkpoint_of(path: Path) -> Path:
+    """The model that `path` means: a run folder's final or last checkpoint, else itself. Raises
+    ConfigError."""
+    is_run = isfile(path / CONFIG_FILE) and not isfile(path / "config.json")
+    return find_checkpoint(path) if is_run else path
+
+
+# -- what they take beside training ----------------------------------------------------------------
+
+
+def besides(config: Config, resolved: Resolved) -> tuple[FrozenModel, ...]:
+    """Memory and time of the config's frozen models. Raises ConfigError and ModelError."""
+    if METHODS[config.method].kind != PROMPTS:
+        return ()
+    found, rollout = list[FrozenModel](), config.rollout
+    steps = rollout.steps_per_generation * config.policy.num_iterations
+    tokens = rollout.generation_batch_size * config.train.seq_len / steps
+    take = partial(_beside, machine=resolved.machine, tokens=tokens, sweeps=1 / steps)
+    if config.policy.beta:
+        found.append(take(REFERENCE, resolved.skeleton, resolved.shape.active_parameters))
+    for folder in reward_models(config):
+        source = resolve_source(checkpoint_of(Path(folder)), weights=False)
+        described = read_model_config(source)
+        check_scores(described, folder, config)
+        skeleton = Skeleton(described)
+        found.append(take(judge_name(folder), skeleton, skeleton.anatomy.parameters))
+    if found and resolved.machine.ranks > 1:
+        raise ConfigError(
+            f"gpus: {found[0].name}: frozen models beside a run on several GPUs are not built yet; "
+            "set gpus: 1"
+        )
+    return tuple(found)
+
+
+def _beside(
+    name: str,
+    skeleton: Skeleton,
+    active: int,
+    *,
+    machine: Machine,
+    tokens: float,
+    sweeps: float,
+) -> FrozenModel:
+    """A frozen model that computes so many `tokens` of a step in so many sweeps of its weights."""
+    anatomy, profile, weight = skeleton.anatomy, machine.profile, WEIGHT_BYTES[machine.precision]
+    numels = [layout.numel for layout in layouts_of(anatomy)]
+    slots, whole = slot_sizes(numels, 0, anatomy.embed_feeds_head), weight * sum(numels)
+    rate = interpolate(profile.matmul, AUTO_MICRO_BATCH_TOKENS[machine.device.type])
+    uploads = sweeps * whole / profile.upload if profile.upload else 0.0
+    seconds = max(2 * active * tokens / rate, uploads)
+    return FrozenModel(name, whole, weight * sum((*slots.layers, *slots.edges)), seconds)
+
+
+def check_scores(described: Any, folder: str, config: Config) -> None:
+    """Raise ConfigError for a model among `rewards.functions` that gives no scores."""
+    if not is_classifier(described):
+        raise ConfigError(
+            f"{config.where('rewards.functions')}: {folder}: is a language model, which gives no "
+            "scores; name one that method: reward has trained"
+        )
+
+
+def reward_models(config: Config) -> tuple[str, ...]:
+    """The folders among `rewards.functions`."""
+    return tuple(one for one in config.rewards.functions if not is_function(one))
+
+
+# -- engines ---------------------------------------------------------------------------------------
+
+
+def reference_of(config: Config, policy: Engine) -> Engine:
+    """The model that the run begins with, computing as the one that learns."""
+    told = {name: getattr(config.model, name) for name in ("revision", "trust_remote_code")}
+    how = {"precision": policy.precision, "device": str(policy.device)}
+    return frozen_engine(config.model.source, attention=config.attention, **how, **told)
+
+
+@dataclass(frozen=True)
+class RewardModel:
+    """A model that scores answers, in a folder; its name is the folder's."""
+
+    folder: str
+    model: Model
+    engine: Engine
+
+    @classmethod
+    def open(cls, folder: str, config: Config, stack: ExitStack) -> RewardModel:
+        """Read a folder's model, which the stack closes. Raises ConfigError for one that gives no
+        scores, and ModelError."""
+        source = str(checkpoint_of(Path(folder)))
+        model = describe_model(source)
+        check_scores(model.config, folder, config)
+        how = {"precision": config.precision, "device": config.device}
+        return cls(folder, model, stack.enter_context(frozen_engine(source, **how)))
+
+    def scores(self, groups: Sequence[Any]) -> list[list[float]]:
+        """The score of each group's answers (judges.py: Group), behind their prompts, as TRL gives
+        them to one. Raises DataError for one that is longer than the model reads."""
+        rows = [
+            self._ids(group, completion) for group in groups for completion in group.completions
+        ]
+        longest = getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
+        for ids in rows:
+            if longest is not None and len(ids) > longest:
+                raise DataError(
+                    f"{self.folder}: an answer with its prompt has {len(ids):,} tokens, and this "
+                    f"reward model reads {longest:,}; set a smaller max_completion_length"
+                )
+        found = list[float]()
+        order = sorted(range(len(rows)), key=lambda number: -len(rows[number]))
+        size = max(AUTO_MICRO_BATCH_TOKENS[self.engine.device.type], *map(len, rows))
+        total = sum(map(len, rows)) * len(self.engine.skeleton.layers)
+        with doing(f"scoring by {self.folder}", total, TOKENS_SWEPT):
+            for part in _parts(order, [len(rows[number]) for number in order], size):
+                may_end_here()
+                batches = [self._padded([rows[n] for n in numbers]) for numbers in part]
+                lasts = [_lasts([len(rows[n]) for n in numbers]) for numbers in part]
+                for values, _ in self.engine.score(batches, lasts):
+                    found += values.tolist()
+        scores = iter([score for _, score in sorted(zip(order, found, strict=True))])
+        return [[next(scores) for _ in group.completions] for group in groups]
+
+    def _ids(self, group: Any, completion: Any) -> list[int]:
+        tokenizer = self.model.tokenizer
+        if isinstance(group.prompt, str):
+            text = group.prompt + completion
+        else:
+            turns: Any = [*group.prompt, *completion]
+            text = str(tokenizer.apply_chat_template(turns, tokenize=False))
+        return list(tokenizer(text, add_special_tokens=False).input_ids) or [self.model.pad_id]
+
+    def _padded(self, rows: Sequence[Sequence[int]]) -> dict[str, torch.Tensor]:
+        longest = max(map(len, rows))
+        ids = torch.full((len(rows), longest), self.model.pad_id)
+        for row, tokens in zip(ids, rows, strict=True):
+            row[: len(tokens)] = torch.tensor(tokens)
+        return {"input_ids": ids}
+
+
+def _parts(numbers: Sequence[int], lengths: Sequence[int], size: int) -> list[list[list[int]]]:
+    """Sweeps of micro-batches of rows, longest first."""
+    batches, longest = list[list[int]](), 0
+    for number, length in zip(numbers, lengths, strict=True):
+        if not batches or longest * (len(batches[-1]) + 1) > size:
+            batches.append([])
+            longest = length
+        batches[-1].append(number)
+    return [batches[n : n + SCORED_AT_ONCE] for n in range(0, len(batches), SCORED_AT_ONCE)]
+
+
+def _lasts(lengths: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Places of rows' last tokens in their padded micro-batch, flat, int64; and zeros."""
+    at = torch.arange(len(lengths)) * max(lengths) + torch.tensor(lengths) - 1
+    return at, torch.zeros_like(at)

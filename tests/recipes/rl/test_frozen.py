@@ -1,0 +1,89 @@
+"""Frozen models beside the one that learns: the reference of `beta`, and reward models."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers
+
+from megatrain.recipes.rl.advantages import leave_one_out
+from tests.helpers.commands import metrics_of, write_jsonl
+from tests.recipes.rl.test_rollout_runs import task
+from tests.recipes.test_preference_runs import pairs
+
+__all__ = ["task"]  # the fixture
+
+JUDGE = ("method=reward", "train.learning_rate=1e-3", "precision=float32", "output=judge")
+
+
+def divergences(run: Path) -> list[float]:
+    return [line["kl"] for line in metrics_of(run) if "kl" in line]
+
+
+def test_the_reference_is_the_model_as_the_run_begins_and_holds_it(megatrain, task):
+    for name, beta in (("loose", 0.01), ("held", 3.0)):
+        megatrain("train rl.yaml grpo.scale_rewards=none", f"grpo.beta={beta}", f"output={name}")
+    loose, held = divergences(task / "loose"), divergences(task / "held")
+    assert len(loose) == len(held) == 10
+    assert max(loose[0], held[0]) < 1e-6, "nothing was learnt before the first step"
+    assert 0 < max(held[5:]) < max(loose[5:])
+    random = "train rl.yaml grpo.beta=0.1 model.path=null model.config=model model.init=random"
+    assert "random weights are no reference" in megatrain(random, code=2).err
+    ranks = megatrain("plan rl.yaml grpo.beta=0.1 --gpu H100 --ram 256GiB --gpus 2", code=2)
+    assert "frozen models beside a run on several GPUs are not built yet" in ranks.err
+
+
+def test_rewards_of_rloo_lose_by_the_divergence(megatrain, task):
+    keys = ("method=rloo", "rloo.num_generations=4", "rloo.max_completion_length=2")
+    grpo = (
+        (task / "rl.yaml")
+        .read_text()
+        .replace("grpo: {num_generations: 4, max_completion_length: 2}\n", "")
+    )
+    (task / "rl.yaml").write_text(grpo)
+    megatrain("train rl.yaml rloo.beta=0.5", *keys)
+    found = divergences(task / "run")
+    assert abs(found[0]) < 1e-6 < max(map(abs, found[5:]))
+    rewards, apart = np.array([[0.0], [1.0], [0.5], [1.0]]), np.array([0.1, 0.2, -0.3, 0.4])
+    held = leave_one_out(rewards, ["right"], None, 4, beta=0.5, divergences=apart)
+    less = leave_one_out(rewards - 0.5 * apart[:, None], ["right"], None, 4)
+    np.testing.assert_allclose(held.values, less.values)
+    assert held.metrics["reward"] == 0.625, "as functions gave them"
+
+
+def test_a_reward_model_judges_as_in_transformers(megatrain, task):
+    write_jsonl(task / "rows.jsonl", pairs())
+    megatrain("train cfg.yaml", *JUDGE)
+    (task / "rl.yaml").write_text(
+        (task / "rl.yaml").read_text().replace('"rewards.py:copies"', '"rewards.py:copies", judge')
+    )
+    found = megatrain("rollout rl.yaml --prompts 4 --json").json
+    assert found["names"] == ["copies", "judge"] and len(found["answers"]) == 16
+    loading: Any = transformers.AutoModelForSequenceClassification
+    model = loading.from_pretrained(task / "judge" / "final", dtype=torch.float32).eval()
+    tokenizer = transformers.AutoTokenizer.from_pretrained(task / "judge" / "final")
+    for one in found["answers"]:
+        ids = tokenizer(one["prompt"] + one["answer"], return_tensors="pt").input_ids
+        with torch.no_grad():
+            score = float(model(ids).logits[0, 0])
+        assert one["rewards"][1] == pytest.approx(score, abs=1e-4)
+    megatrain("train rl.yaml train.max_steps=4 rewards.reward_weights=[0,1]")
+    assert all(
+        {"rewards/judge/mean", "rewards/copies/std"} <= line.keys()
+        for line in metrics_of(task / "run")
+    )
+    records = next((task / "run" / "rollouts").glob("*.jsonl")).read_text()
+    assert '"rewards"' in records
+    assert "judge's weights" in megatrain("plan rl.yaml --json").json["host"]
+
+
+def test_what_a_frozen_model_takes_is_planned(megatrain, task):
+    alone = megatrain("plan rl.yaml --json").json
+    held = megatrain("plan rl.yaml grpo.beta=0.1 --json").json
+    assert held["host"].keys() - alone["host"].keys() == {"reference's weights"}
+    assert held["host"]["reference's weights"] >= 4 * 37_792
+    assert held["timing"]["phases"]["reference"] > 0
