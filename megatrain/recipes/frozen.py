@@ -72,7 +72,7 @@ def besides(config: Config, resolved: Resolved) -> tuple[FrozenModel, ...]:
         return ()
     found, rollout = list[FrozenModel](), config.rollout
     steps = rollout.steps_per_generation * config.policy.num_iterations
-    tokens = rollout.generation_batch_size * config.train.seq_len / steps
+    tokens = rollout.generation_batch_size * (resolved.request.seq_len or 0) / steps
     take = partial(_beside, machine=resolved.machine, tokens=tokens, sweeps=1 / steps)
     if config.policy.beta:
         found.append(take(REFERENCE, resolved.skeleton, resolved.shape.active_parameters))

@@ -510,7 +510,7 @@ class Rollouts:
         with doing("asking the reference"):
             found = dict(self._logprobs(self.reference, rollout))
         spent = Counter[str](rollout.spent_s)
-        spent.update({"reward": time.perf_counter() - began})
+        spent.update({"rollout": time.perf_counter() - began})
         reference = [found[number] for number in range(len(found))]
         rollout = replace(rollout, reference=reference, spent_s=spent)
         if self.held:
