@@ -54,4 +54,5 @@ METHODS: dict[str, Method] = {
     ),
     "grpo": Method("prompts", words="Tuned by rewards ({}) from"),
     "rloo": Method("prompts", words="Tuned by rewards ({}) from"),
+    "distill": Method("plain", words="Distilled by a teacher into"),
 }

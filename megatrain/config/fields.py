@@ -232,7 +232,8 @@ class Config(Options):
         "sft",
         "sft: conversations; pretrain: texts; dpo, orpo, simpo, cpo: pairs of answers; kto: "
         "answers that are wanted or not; reward: pairs of answers, for a model that scores them; "
-        "grpo, rloo: prompts, whose answers the model writes and functions reward.",
+        "grpo, rloo: prompts, whose answers the model writes and functions reward; distill: rows "
+        "as of sft, and a teacher.",
     )
     data: DataOptions
     train: TrainOptions = TrainOptions()
@@ -247,6 +248,7 @@ class Config(Options):
     cpo: s.CpoOptions = s.CpoOptions()
     kto: s.KtoOptions = s.KtoOptions()
     reward: s.RewardOptions = s.RewardOptions()
+    distill: s.DistillOptions = s.DistillOptions()
     grpo: s.GrpoOptions = s.GrpoOptions()
     rloo: s.RlooOptions = s.RlooOptions()
     rollout: s.RolloutOptions = s.RolloutOptions()
@@ -432,8 +434,10 @@ def fault_of_sections(config: Config) -> tuple[str, str] | None:
             return f"{name}.{own[0]}", f"belongs to method: {' or '.join(its)}, not to {method}"
     if method == "simpo" and config.simpo.beta is None:
         return "simpo.beta", "method: simpo has no default of it; set 2.0, say"
-    if method in s.SECTIONS and config.data.train_on != "assistant":
+    if METHODS[method].kind != "plain" and config.data.train_on != "assistant":
         return "data.train_on", f"method: {method} trains on answers; remove it"
+    if method == "distill" and config.distill.teacher_model_name_or_path is None:
+        return "distill.teacher_model_name_or_path", "is missing: name the teacher's folder or id"
     of_text = {"sample_prompt": config.sample_prompt, "eval.prompts": config.eval.prompts}
     asked = [name for name, value in of_text.items() if value is not None]
     if METHODS[method].scores and asked:

@@ -143,6 +143,18 @@ class RewardOptions(Options):
     )
 
 
+class DistillOptions(Options):
+    """A teacher whose next-token distributions the model learns, on the rows' own answers."""
+
+    teacher_model_name_or_path: v.SourceOrNull = key(
+        None, "The teacher, of any size and of the same vocabulary; it stays frozen in host RAM."
+    )
+    beta: v.Fraction = key(
+        1.0, "0: the forward divergence; 1: the reverse one; between: Jensen and Shannon's."
+    )
+    temperature: v.Positive = key(1.0, "Divides both sides' logits.")
+
+
 class PolicyOptions(Options):
     """Answers that the model writes, several to a prompt, and functions that reward them."""
 
@@ -244,6 +256,7 @@ SECTIONS: dict[str, type[Options]] = {
     "cpo": CpoOptions,
     "kto": KtoOptions,
     "reward": RewardOptions,
+    "distill": DistillOptions,
     "grpo": GrpoOptions,
     "rloo": RlooOptions,
 }

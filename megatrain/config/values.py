@@ -266,7 +266,9 @@ Columns = Annotated[dict[str, Text], "a mapping of our names to columns"]
 _NOT_BUILT = "not built yet"
 _LOSS_SCALING = "not offered, since it needs loss scaling and bfloat16 does not"
 Method = Annotated[
-    Literal["sft", "pretrain", "dpo", "orpo", "simpo", "cpo", "kto", "reward", "grpo", "rloo"],
+    Literal[
+        "sft", "pretrain", "dpo", "orpo", "simpo", "cpo", "kto", "reward", "grpo", "rloo", "distill"
+    ],
     dict.fromkeys(("ppo", "distill", "gkd"), _NOT_BUILT),
 ]
 _PairLoss = Literal["sigmoid", "hinge", "ipo", "exo_pair", "nca_pair", "robust", "bco_pair"]

@@ -25,6 +25,7 @@ from megatrain.losses import (
     find_examples,
     find_targets,
 )
+from megatrain.losses.divergence import TEACHER
 from megatrain.losses.targets import Answers
 from megatrain.models.anatomy import Anatomy
 from megatrain.models.constants import NO_IMAGES, OF_TEXT
@@ -290,7 +291,7 @@ def _targets(batch: Batch, loss: SequenceLoss | None, skeleton: Skeleton) -> Tar
         pad_id = skeleton.config.get_text_config().pad_token_id
         assert pad_id is not None, "a classifier's head does not run without"
         return find_ends(batch, pad_id)
-    targets = find_targets(batch["labels"])
+    targets = replace(find_targets(batch["labels"]), teacher=batch.get(TEACHER))
     return targets if loss is None else replace(targets, examples=find_examples(batch, targets))
 
 

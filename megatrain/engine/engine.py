@@ -290,7 +290,7 @@ class Engine(Constructors):
     # -- using the model --------------------------------------------------------------------------
 
     @contextmanager
-    def _reading(self, what: str) -> Iterator[Passes]:
+    def reading(self, what: str) -> Iterator[Passes]:
         """Sweep without gradients inside; all is computed at its end. what: for errors."""
         self._check_usable()
         with computing(self.device, what, lengths_vary=self.settings.lengths_vary), torch.no_grad():
@@ -309,7 +309,7 @@ class Engine(Constructors):
             empty = not any(self._peers.all_gather(len(micro_batches)))
         if empty:
             return EvalResult(0.0, 0)
-        with self._reading("an evaluation's activations") as passes:
+        with self.reading("an evaluation's activations") as passes:
             return inference.evaluate(passes, micro_batches, objective)
 
     def logprobs(self, micro_batches: Sequence[Batch], temperature: float = 1.0) -> list[Tensor]:
@@ -357,13 +357,13 @@ class Engine(Constructors):
         check_batches(micro_batches, self.anatomy)
         if not (micro_batches or self._peers.several):
             return []  # one of several sweeps all the same: others need what it has of weights
-        with self._reading("an evaluation's activations") as passes:
+        with self.reading("an evaluation's activations") as passes:
             return inference.logprobs(passes, micro_batches, targets, temperature)
 
     def logits(self, input_ids: Tensor, positions: slice = slice(None)) -> Tensor:
         """Logits [batch, positions, vocab], or a classifier's scores [batch, positions, labels], on
         the device, whole, computed: for checks, not for training."""
-        with self._reading("these logits") as passes:
+        with self.reading("these logits") as passes:
             return inference.logits(passes, input_ids, positions)
 
     @contextmanager

@@ -27,7 +27,7 @@ VIEWS = {"AliasBackward0", "SqueezeBackward1", "UnsafeViewBackward0", "ViewBackw
 PRODUCTS = {"AddmmBackward0", "DivBackward0", "MmBackward0", "MulBackward0", "SummedLinearBackward"}
 
 Project = Callable[[Tensor], Tensor]  # hidden [n, hidden] -> logits [n, vocab]
-Values = Callable[[Tensor, Tensor, bool], Tensor]  # logits, labels [n], fused -> fp32 [n]
+Values = Callable[[Tensor, Targets, bool], Tensor]  # logits, their targets, fused -> fp32 [n]
 
 
 # -- log-probabilities -----------------------------------------------------------------------------
@@ -135,6 +135,11 @@ def first_scores(scores: Tensor, labels: Tensor, fused: bool = False) -> Tensor:
     return scores[:, 0].float()
 
 
+def of_labels(measure: Callable[..., Tensor], **options: Any) -> Values:
+    """The values that one of these functions finds for the labels of targets."""
+    return lambda logits, targets, fused: measure(logits, targets.labels, fused, **options)
+
+
 def not_needed(logits: Tensor) -> bool:
     """True if no gradient is computed from the logits themselves, as a softcap's would be, and they
     are not the caller's own leaf."""
@@ -165,13 +170,17 @@ class Head:
     chunk: int
     fused: bool = False
 
-    def loss_sum(self, hidden: Tensor, targets: Targets, loss: Loss) -> Tally[Tensor]:
-        """The loss over a micro-batch's targets without gradients."""
+    def loss_sum(
+        self, hidden: Tensor, targets: Targets, loss: Loss, values: Values | None = None
+    ) -> Tally[Tensor]:
+        """The loss over a micro-batch's targets without gradients. values: as in
+        `loss_and_gradients`."""
+        measure = values or of_labels(token_logprobs)
         total = tallied(torch.zeros((), device=hidden.device), {})
         with torch.no_grad():
             for part in targets.chunks(self.chunk):
                 logits = self.project(hidden.index_select(0, part.index))
-                total.add(tallied(*loss(token_logprobs(logits, part.labels, self.fused), part)))
+                total.add(tallied(*loss(measure(logits, part, self.fused), part)))
                 del logits  # or they would live until the next chunk's are there
         return total
 
@@ -187,7 +196,7 @@ class Head:
                 logits = self.project(hidden.index_select(0, part.index))
                 place = slice(start, start := start + len(part))
                 for of_targets, value in zip(found, values, strict=True):
-                    of_targets[place] = value(logits, part.labels, self.fused)
+                    of_targets[place] = value(logits, part, self.fused)
                 del logits  # or they would live until the next chunk's are there
         return found
 
@@ -199,23 +208,23 @@ class Head:
         scale: float,
         parameters: Sequence[Tensor],
         sums: Sequence[Sum],
-        values: Values = token_logprobs,
+        values: Values | None = None,
     ) -> tuple[Tally[Tensor], Tensor]:
         """The loss over a micro-batch's targets, and the gradient of `scale` times it at `hidden`.
 
         Args:
             parameters: of the head, a tied embedding's included.
             sums: accumulators of their gradients; linear layers add their weights' directly.
-            values: what the loss is computed from.
+            values: what the loss is computed from; default: the labels' log-probabilities.
         """
         total = tallied(torch.zeros((), device=hidden.device), {})
-        grad_hidden = torch.zeros_like(hidden)
+        grad_hidden, measure = torch.zeros_like(hidden), values or of_labels(token_logprobs)
         for part in targets.chunks(self.chunk):
             rows = hidden.index_select(0, part.index).requires_grad_()
             with torch.enable_grad():
                 with SummingInto(parameters, sums):
                     logits = self.project(rows)
-                value, metrics = loss(values(logits, part.labels, self.fused), part)
+                value, metrics = loss(measure(logits, part, self.fused), part)
                 del logits  # or they would live until the next chunk's are there
                 grads = torch.autograd.grad(value * scale, [rows, *parameters], allow_unused=True)
             total.add(tallied(value, metrics).detached())

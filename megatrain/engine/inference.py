@@ -4,16 +4,21 @@ model with its weights on the device, for what writes text (engine/rollout)."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
-from functools import partial
+from contextlib import closing, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from megatrain.engine.batches import Batch, answers_of
+from megatrain.engine.batches import Batch, answers_of, check_batches
 from megatrain.engine.components import EngineParts, computing, naming_the_gpu
-from megatrain.engine.head import Values, first_scores, likeliest_tokens, token_logprobs
+from megatrain.engine.head import (
+    Values,
+    first_scores,
+    likeliest_tokens,
+    of_labels,
+    token_logprobs,
+)
 from megatrain.engine.objective import EvalResult, Objective
 from megatrain.engine.step import Passes
 from megatrain.heartbeat import beat
@@ -46,7 +51,7 @@ def evaluate(passes: Passes, batches: Sequence[Batch], objective: Objective) -> 
             of_targets, mb.targets = objective.first_pass(passes.outputs, *rows)
             values.append(of_targets)
         else:
-            total.add(passes.outputs.loss_sum(*rows, objective.of_tokens[0]))
+            total.add(passes.outputs.loss_sum(*rows, objective.of_tokens[0], objective.values))
     if objective.whole_step:
         answers = answers_of(prepared, values, passes.peers, passes.device)
         return objective.result_of_answers(answers.to(CPU))
@@ -68,14 +73,41 @@ def logprobs(
     """
     prepared, found = passes.prepare(batches, whole=True), []
     scores = passes.skeleton.anatomy.labels is not None
-    cooled = first_scores if scores else partial(token_logprobs, temperature=temperature)
-    values: tuple[Values, ...] = (cooled,) if targets is None else (cooled, likeliest_tokens)
+    options = {} if scores else {"temperature": temperature}
+    cooled = of_labels(first_scores if scores else token_logprobs, **options)
+    likeliest = of_labels(likeliest_tokens)
+    values: tuple[Values, ...] = (cooled,) if targets is None else (cooled, likeliest)
     for mb, given in zip(prepared, targets or (), strict=targets is not None):
         mb.targets = given.to(passes.device)
     for mb, hidden in passes.through_layers(prepared):
         rows = hidden.flatten(0, 1), mb.targets
         found.append((mb.targets, passes.outputs.target_values(*rows, *values)))
     return found
+
+
+def last_states(engine: Any, batches: Sequence[Batch]) -> list[Tensor]:
+    """The hidden states [targets, hidden] that the head gets at each micro-batch's targets, on the
+    CPU: one sweep over an engine's weights."""
+    check_batches(batches, engine.anatomy)
+    with engine.reading("a teacher's activations") as passes:
+        return [
+            hidden.flatten(0, 1).index_select(0, mb.targets.index).cpu()
+            for mb, hidden in passes.through_layers(passes.prepare(batches, whole=True))
+        ]
+
+
+@contextmanager
+def held_head(engine: Any) -> Iterator[Callable[[Tensor], Tensor]]:
+    """Inside, the head stays on the device: a function of hidden states [n, hidden] that gives
+    logits [n, vocab], to be called without gradients. The engine computes nothing else."""
+    passes = engine.parts.passes
+    passes.skeleton.set_training(False)
+    needed = (0, passes.head) if engine.anatomy.embed_feeds_head else (passes.head,)
+    with closing(passes.streamer.sweep(needed)) as visits:
+        for _ in needed:
+            next(visits)
+        engine.parts.compute.synchronize()
+        yield passes.outputs.project
 
 
 def placed(

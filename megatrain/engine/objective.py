@@ -5,16 +5,22 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import TypeVar
 
 import torch
 from torch import Tensor
 
-from megatrain.engine.head import Head, Values, first_scores, token_entropies, token_logprobs
+from megatrain.engine.head import (
+    Head,
+    Values,
+    first_scores,
+    of_labels,
+    token_entropies,
+    token_logprobs,
+)
 from megatrain.engine.ranks.context_parallel import ContextParallel
 from megatrain.errors import ConfigError, DataError
-from megatrain.losses import IGNORE, Examples, Loss, SequenceLoss, Tally, Targets
+from megatrain.losses import IGNORE, Distillation, Examples, Loss, SequenceLoss, Tally, Targets
 from megatrain.losses.sequences import ENTROPY, TARGETS
 from megatrain.losses.targets import Answers, rows_of, weighted
 from megatrain.world import ALONE, World
@@ -101,9 +107,12 @@ class Objective:
     def values(self) -> Values:
         """The function of the head's output and the targets from which the loss is computed."""
         if of_scores(self.loss):
-            return first_scores
+            return of_labels(first_scores)
+        if isinstance(self.loss, Distillation):
+            return self.loss.values
         loss = self.of_sequences
-        return partial(token_logprobs, temperature=loss.temperature) if loss else token_logprobs
+        options = {"temperature": loss.temperature} if loss else {}
+        return of_labels(token_logprobs, **options)
 
     @property
     def of_tokens(self) -> tuple[Loss, float]:
@@ -118,7 +127,7 @@ class Objective:
         loss, examples = self.of_sequences, targets.examples
         if loss is None or examples is None or not loss.entropies:
             return head.target_values(hidden, targets, self.values)[0], targets
-        entropies = partial(token_entropies, temperature=loss.temperature)
+        entropies = of_labels(token_entropies, temperature=loss.temperature)
         values, found = head.target_values(hidden, targets, self.values, entropies)
         examples = replace(examples, of_tokens={**examples.of_tokens, ENTROPY: found})
         return values, replace(targets, examples=examples)

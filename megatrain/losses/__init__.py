@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from functools import partial
 
+from megatrain.losses.divergence import Distillation as Distillation
 from megatrain.losses.policy import Policy as Policy
 from megatrain.losses.policy import Rloo as Rloo
 from megatrain.losses.preference import Cpo as Cpo
@@ -35,4 +36,5 @@ LOSSES: dict[str, Callable[..., Loss | SequenceLoss]] = {
     "reward": Reward,
     "grpo": Policy,
     "rloo": Rloo,
+    "distill": Distillation,
 }

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -99,12 +99,15 @@ class Targets:
         weights: fp32 [n]: the gradient of a loss over sequences at each log-probability, once it
             is known.
         examples: for a loss over sequences; None otherwise, and in a chunk.
+        teacher: [n, its hidden size], on the CPU: a teacher's last hidden states at these
+            positions, for a loss that has one.
     """
 
     index: Tensor
     labels: Tensor
     weights: Tensor | None = None
     examples: Examples | None = field(default=None, compare=False)
+    teacher: Tensor | None = field(default=None, compare=False)
 
     def __len__(self) -> int:
         return self.labels.numel()
@@ -112,8 +115,10 @@ class Targets:
     def chunks(self, size: int) -> list[Targets]:
         """Consecutive targets, `size` at a time."""
         index, labels = torch.split(self.index, size), torch.split(self.labels, size)
-        given = [None] * len(index) if self.weights is None else torch.split(self.weights, size)
-        parts = zip(index, labels, given, strict=True)
+        nothing: Any = [None] * len(index)
+        weights = nothing if self.weights is None else torch.split(self.weights, size)
+        teacher = nothing if self.teacher is None else torch.split(self.teacher, size)
+        parts = zip(index, labels, weights, nothing, teacher, strict=True)
         return [Targets(*part) for part in parts if len(part[1])]
 
     def of_piece(self, tokens: int, cp_rank: int, cp_size: int) -> Targets:
@@ -128,7 +133,8 @@ class Targets:
     def to(self, device: torch.device) -> Targets:
         index = self.index.to(device, non_blocking=True)
         labels = self.labels.to(device, non_blocking=True)
-        return Targets(index, labels, examples=self.examples and self.examples.to(device))
+        examples = self.examples and self.examples.to(device)
+        return Targets(index, labels, examples=examples, teacher=self.teacher)
 
 
 def find_targets(labels: Tensor) -> Targets:

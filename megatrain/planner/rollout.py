@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from megatrain.machine.profile import MachineProfile, interpolate
@@ -80,8 +81,20 @@ class Writing:
 def with_answers(plan: Plan, writing: Writing, seconds: float) -> Plan:
     """The plan of steps that also write answers, for so many seconds of each; on a GPU with the
     memory that this takes beyond training's."""
-    besides = {one.name: one.seconds for one in plan.job.besides}
-    timing, device, seconds = plan.timing, plan.device, seconds + sum(besides.values())
+    device = plan.device
+    more = writing.nbytes - sum(size for name, size in device.items() if name in OF_TRAINING)
+    if plan.budget.gpu is not None and more > 0:
+        device = {**device, "answers, beyond training": more}
+    bound = "upload" if writing.streamed else "compute"
+    return with_phases(replace(plan, device=device), {ANSWERS: (seconds, bound)})
+
+
+def with_phases(plan: Plan, further: Mapping[str, tuple[float, str]]) -> Plan:
+    """The plan of steps that also take these seconds, each bound by something, and those of its
+    frozen models."""
+    besides = {one.name: (one.seconds, "compute") for one in plan.job.besides}
+    added, timing = {**further, **besides}, plan.timing
+    seconds = sum(took for took, _ in added.values())
     whole = timing.seconds + seconds
     share = timing.seconds / whole
     faster = []
@@ -92,17 +105,10 @@ def with_answers(plan: Plan, writing: Writing, seconds: float) -> Plan:
     timing = replace(
         timing,
         seconds=whole,
-        phases={ANSWERS: seconds - sum(besides.values()), **besides, **timing.phases},
-        bound_by={
-            ANSWERS: "upload" if writing.streamed else "compute",
-            **dict.fromkeys(besides, "compute"),
-            **timing.bound_by,
-        },
+        phases={**{name: took for name, (took, _) in added.items()}, **timing.phases},
+        bound_by={**{name: by for name, (_, by) in added.items()}, **timing.bound_by},
         tokens_per_s=timing.tokens_per_s * share,
         tflops=timing.tflops * share,
     )
-    more = writing.nbytes - sum(size for name, size in device.items() if name in OF_TRAINING)
-    if plan.budget.gpu is not None and more > 0:
-        device = {**device, "answers, beyond training": more}
     faster = [one for one in faster if one.speedup >= WORTH_SAYING]
-    return replace(plan, timing=timing, device=device, faster=tuple(faster))
+    return replace(plan, timing=timing, faster=tuple(faster))

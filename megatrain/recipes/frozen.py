@@ -6,9 +6,9 @@ and pass through the device in a sweep over all answers of a rollout.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import ExitStack
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
 from functools import partial
 from os.path import isfile
 from pathlib import Path
@@ -21,8 +21,11 @@ from megatrain.config.fields import is_function, judge_name
 from megatrain.config.resuming import CONFIG_FILE
 from megatrain.data.samples import PROMPTS
 from megatrain.engine.engine import Engine
+from megatrain.engine.inference import held_head, last_states
 from megatrain.errors import ConfigError, DataError
 from megatrain.heartbeat import TOKENS_SWEPT, doing, may_end_here
+from megatrain.losses import Distillation
+from megatrain.losses.divergence import TEACHER as STATES
 from megatrain.machine.profile import interpolate
 from megatrain.methods import METHODS
 from megatrain.models.anatomy import layouts_of
@@ -40,7 +43,8 @@ from megatrain.storage.run_folder import find_checkpoint
 if TYPE_CHECKING:
     from megatrain.engine.resolved import Machine, Resolved
 
-REFERENCE = "reference"
+REFERENCE, TEACHER = "reference", "teacher"
+TEACHER_LOGITS = 1024  # targets whose logits a teacher gives at a time, as planned
 SCORED_AT_ONCE = 16  # micro-batches of a sweep
 
 
@@ -68,9 +72,12 @@ def checkpoint_of(path: Path) -> Path:
 
 def besides(config: Config, resolved: Resolved) -> tuple[FrozenModel, ...]:
     """Memory and time of the config's frozen models. Raises ConfigError and ModelError."""
+    found, rollout = list[FrozenModel](), config.rollout
+    if (teacher := config.distill.teacher_model_name_or_path) is not None:
+        described = read_model_config(resolve_source(teacher, weights=False))
+        return _alone(config, [_teacher(Skeleton(described), resolved)], resolved)
     if METHODS[config.method].kind != PROMPTS:
         return ()
-    found, rollout = list[FrozenModel](), config.rollout
     steps = rollout.steps_per_generation * config.policy.num_iterations
     tokens = rollout.generation_batch_size * (resolved.request.seq_len or 0) / steps
     take = partial(_beside, machine=resolved.machine, tokens=tokens, sweeps=1 / steps)
@@ -82,12 +89,35 @@ def besides(config: Config, resolved: Resolved) -> tuple[FrozenModel, ...]:
         check_scores(described, folder, config)
         skeleton = Skeleton(described)
         found.append(take(judge_name(folder), skeleton, skeleton.anatomy.parameters))
+    return _alone(config, found, resolved)
+
+
+def _alone(
+    config: Config, found: Sequence[FrozenModel], resolved: Resolved
+) -> tuple[FrozenModel, ...]:
+    """Raise ConfigError where several GPUs would have frozen models."""
     if found and resolved.machine.ranks > 1:
         raise ConfigError(
-            f"gpus: {found[0].name}: frozen models beside a run on several GPUs are not built yet; "
-            "set gpus: 1"
+            f"{config.where('gpus')}: {found[0].name}: frozen models beside a run on several GPUs "
+            "are not built yet; set gpus: 1"
         )
     return tuple(found)
+
+
+def _teacher(skeleton: Skeleton, resolved: Resolved) -> FrozenModel:
+    """A teacher that sweeps each step's rows, and leaves its last hidden states on the host; its
+    layers' working set is larger than the model's where it is wider."""
+    request, text = resolved.request, skeleton.config.get_text_config()
+    tokens, itemsize = request.tokens_per_step or 0, WEIGHT_BYTES[resolved.machine.precision]
+    active, on = skeleton.anatomy.parameters, resolved.machine
+    found = _beside(TEACHER, skeleton, active, machine=on, tokens=tokens, sweeps=1)
+    states = tokens * text.hidden_size * itemsize
+    inner = getattr(text, "intermediate_size", None) or 4 * text.hidden_size
+    at_once = min(AUTO_MICRO_BATCH_TOKENS[on.device.type], tokens)
+    layer = at_once * (4 * text.hidden_size + 3 * inner) * itemsize
+    logits = TEACHER_LOGITS * text.vocab_size * itemsize
+    device = found.device + layer + logits
+    return replace(found, host=found.host + states, device=device)
 
 
 def _beside(
@@ -131,6 +161,42 @@ def reference_of(config: Config, policy: Engine) -> Engine:
     told = {name: getattr(config.model, name) for name in ("revision", "trust_remote_code")}
     how = {"precision": policy.precision, "device": str(policy.device)}
     return frozen_engine(config.model.source, attention=config.attention, **how, **told)
+
+
+def check_teacher(config: Config, model: Model) -> None:
+    """Raise ConfigError for a teacher of another vocabulary, ModelError for none."""
+    if (named := config.distill.teacher_model_name_or_path) is None:
+        return
+    theirs, ours = describe_model(named), model.tokenizer.get_vocab()
+    for token, number in theirs.tokenizer.get_vocab().items():
+        if ours.get(token) != number:
+            where = config.where("distill.teacher_model_name_or_path")
+            raise ConfigError(
+                f"{where}: {named}: has another vocabulary: its token {number} is {token!r}, which "
+                f"the model has as {ours.get(token)}; take a teacher of the model's family"
+            )
+
+
+def open_teacher(config: Config, loss: Any, stack: ExitStack, precision: str) -> None:
+    """Let a loss that has a teacher ask it, which the stack closes."""
+    if isinstance(loss, Distillation):
+        source = str(config.distill.teacher_model_name_or_path)
+        how = {"precision": precision, "device": config.device}
+        loss.teacher = stack.enter_context(frozen_engine(source, **how))
+
+
+@contextmanager
+def taught(loss: Any, batches: Sequence[Any]) -> Iterator[Sequence[Any]]:
+    """Micro-batches with a teacher's hidden states, whose head is held inside, for a loss that has
+    one; as they are for others."""
+    if not isinstance(loss, Distillation):
+        yield batches
+        return
+    with doing("asking the teacher"):
+        states = last_states(loss.teacher, batches)
+    with held_head(loss.teacher) as loss.project:
+        yield [{**one, STATES: found} for one, found in zip(batches, states, strict=True)]
+    loss.project = None
 
 
 @dataclass(frozen=True)

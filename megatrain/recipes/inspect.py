@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from functools import partial
 from os.path import expanduser, isfile  # whose pathlib counterparts raise for some paths
 from pathlib import Path
@@ -25,11 +26,11 @@ from megatrain.engine.engine import Engine
 from megatrain.engine.request import choose_device, config_of_source, least_tokens
 from megatrain.errors import ConfigError, DataError, logger
 from megatrain.heartbeat import TOKENS_SWEPT, doing
-from megatrain.losses import SequenceLoss
+from megatrain.losses import Distillation, SequenceLoss
 from megatrain.models.family import regimes_of
 from megatrain.models.pretrained import is_classifier, resolve_source
 from megatrain.planner.search import AUTO_MICRO_BATCH_TOKENS
-from megatrain.recipes.frozen import checkpoint_of, frozen_engine
+from megatrain.recipes.frozen import checkpoint_of, frozen_engine, open_teacher
 from megatrain.recipes.loop import SWEEP_MICRO_BATCHES, evaluated, sweeps, tokens_to_sweep
 from megatrain.recipes.model import (
     Model,
@@ -114,13 +115,15 @@ def evaluate(named: str | Path, data: object, trust_remote_code: bool = False) -
             return sweeps(batches(wanted.rows, wanted.chosen, references=numbers), sweep)
 
         references = reference_of_run(config, opened, wanted, by_sweeps)
-    with opened(checkpoint) as engine:
+    with ExitStack() as stack:
+        engine = stack.enter_context(opened(checkpoint))
+        open_teacher(config, loss, stack, engine.precision)
         given = batches(rows, wanted.chosen, references=references)
         with doing("evaluating", tokens_to_sweep(engine, rows, wanted.chosen), TOKENS_SWEPT):
             found = evaluated(engine, given, loss, sweep, StopRequest())
     assert found is not None, "nobody asked it to stop"
     about = {"checkpoint": str(checkpoint), "precision": engine.precision, "eval_loss": found.loss}
-    if not of_sequences:
+    if not of_sequences and not isinstance(loss, Distillation):
         about["perplexity"] = math.exp(found.loss) if found.loss < HIGHEST_LOSS else math.inf
     about |= {f"eval_{name}": value for name, value in found.metrics.items()}
     return about | {"eval_target_tokens": found.target_tokens}

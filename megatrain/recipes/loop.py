@@ -29,6 +29,7 @@ from megatrain.errors import (
 from megatrain.heartbeat import BYTES_WRITTEN, TOKENS_SWEPT
 from megatrain.machine.hardware import read_hardware
 from megatrain.recipes.card import model_card
+from megatrain.recipes.frozen import taught
 from megatrain.recipes.ranks.rendezvous import awaiting
 from megatrain.recipes.rl.rollouts import Rollouts
 from megatrain.recipes.sample import answers_to
@@ -165,8 +166,11 @@ def train_step(run: Run, batch: StepBatch, data_s: float, stop: StopRequest) -> 
     with _traced(run):
         started, before = time.perf_counter(), run.energy.read()
         try:
-            with run.progress.doing(STEP, f"step {run.step + 1}"):
-                result = run.engine.train_step(batch.micro_batches, run.loss, rate)
+            with (
+                run.progress.doing(STEP, f"step {run.step + 1}"),
+                taught(run.loss, batch.micro_batches) as given,
+            ):
+                result = run.engine.train_step(given, run.loss, rate)
         except DivergedError as error:
             raise DivergedError(f"step {run.step + 1}: {error}; {way_back(run)}") from error
         if run.step == 0:
@@ -407,7 +411,8 @@ def evaluated(
     for part in sweeps(batches, sweep_tokens * world.size):
         if stop.came():
             return None
-        found.append(engine.evaluate(part[world.dp_rank :: world.dp_size], loss))
+        with taught(loss, part[world.dp_rank :: world.dp_size]) as given:
+            found.append(engine.evaluate(given, loss))
     return joined_losses(found, loss)
 
 

@@ -31,6 +31,7 @@ from megatrain.models.pretrained import cached_source, digests_of, resolve_sourc
 from megatrain.planner.job import ImageTokens, StepTokens
 from megatrain.planner.plan import Plan
 from megatrain.recipes.describe import RANKS, SUMS, other_circumstances, summarize
+from megatrain.recipes.frozen import check_teacher
 from megatrain.recipes.loop import fit, saves_beside
 from megatrain.recipes.model import (
     TEMPLATE,
@@ -207,6 +208,7 @@ def get_ready(
     if new:
         check_weights(config.model.source)
     model = suited(model or read_model(config), config)
+    check_teacher(config, model)
     given, asked = None, config
     if METHODS[config.method].kind == PROMPTS:  # how long rows are follows from them
         given = read_prompt_rows(config, model, day_of(config))

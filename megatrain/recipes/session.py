@@ -34,6 +34,7 @@ from megatrain.recipes.describe import (
     facts_of,
     work_of,
 )
+from megatrain.recipes.frozen import open_teacher
 from megatrain.recipes.loop import still_to_come
 from megatrain.recipes.reference import (
     are_kept,
@@ -176,6 +177,7 @@ def open_run(
     progress.begin(total, step, partial(still_to_come, *often, total))
     if isinstance(loader, Rollouts):
         loader.begin(engine, stack, config.output / REWARDS_LOG)
+    open_teacher(config, ready.loss, stack, engine.precision)
     meter = stack.enter_context(GpuMeter(machine.device))
     writer, report = open_metrics(config, plan, state, stack, machine.world)
     return Run(

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import fields, replace
 from datetime import date, datetime
+from inspect import signature
 from operator import attrgetter
 from typing import Any
 
@@ -29,7 +30,7 @@ from megatrain.methods import METHODS
 from megatrain.optim import OPTIMIZERS, Optimizer
 from megatrain.optim.schedules import warmup_steps
 from megatrain.planner.plan import Plan
-from megatrain.planner.rollout import OF_TRAINING, Writing, with_answers
+from megatrain.planner.rollout import OF_TRAINING, Writing, with_answers, with_phases
 from megatrain.recipes.frozen import besides
 from megatrain.recipes.model import Model, parts_in
 from megatrain.recipes.planned_site import (
@@ -128,10 +129,11 @@ def other_balance(resolved: Resolved) -> float | None:
 def plan_run(config: Config, resolved: Resolved, steps: int | None = None, **known: Any) -> Plan:
     """The plan of a run with the economy of its steps, or of one if their number is not known.
     known: as `plan_of` takes it, which raises the same errors."""
+    known["besides"] = besides(config, resolved)
     if METHODS[config.method].kind == PROMPTS:
-        plan = plan_with_rollouts(config, resolved, besides=besides(config, resolved), **known)
+        plan = plan_with_rollouts(config, resolved, **known)
     else:
-        plan = plan_of(resolved, **known)
+        plan = with_phases(plan_of(resolved, **known), {})
     return with_economy(config, plan, plan.made_of.machine, steps)
 
 
@@ -199,9 +201,10 @@ def writing_of(config: Config, plan: Plan) -> Writing:
 def make_loss(config: Config) -> AnyLoss:
     """The loss of the config's method. Raises ConfigError."""
     given, method = config.of_method, METHODS[config.method]
-    if method.kind == PROMPTS:  # its section says how answers are rewarded, too
-        of_loss = {field.name for field in fields(LOSSES[config.method])}  # type: ignore[arg-type]
-        given = {name: value for name, value in given.items() if name in of_loss}
+    # a section also says how answers are rewarded, or who teaches
+    of_loss = signature(LOSSES[config.method]).parameters
+    given = {name: value for name, value in given.items() if name in of_loss}
+    if method.kind == PROMPTS:
         given["temperature"] = config.rollout.temperature
     try:
         loss = LOSSES[config.method](**given)

@@ -144,6 +144,10 @@ grpo:
   multi_objective_aggregation: "sum_then_normalize"
   mask_truncated_completions: false
   dynamic_sampling: false
+distill:
+  teacher_model_name_or_path: null
+  beta: 1.0
+  temperature: 1.0
 rloo:
   num_generations: 2
   max_completion_length: 256

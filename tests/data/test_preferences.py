@@ -299,7 +299,11 @@ def test_a_rejected_answer_is_never_trained_on_in_silence():
     [
         (PAIRS, "messages", "'messages' is not for method: dpo, .* use one of preference, rank"),
         (JUDGED, "preference", "'preference' is not for method: kto; use one of messages"),
-        (PLAIN, "preference", "'preference' is not for method: sft; use one of messages"),
+        (
+            PLAIN,
+            "preference",
+            "'preference' is not for method: sft or distill; use one of messages",
+        ),
     ],
 )
 def test_a_format_that_is_named_fits_the_method(encode, kind, form, words):
