@@ -144,7 +144,7 @@ class RewardOptions(Options):
 
 
 class DistillOptions(Options):
-    """A teacher whose next-token distributions the model learns, on the rows' own answers."""
+    """A teacher whose distributions the model learns, on the rows' answers or its own."""
 
     teacher_model_name_or_path: v.SourceOrNull = key(
         None, "The teacher, of any size and of the same vocabulary; it stays frozen in host RAM."
@@ -152,7 +152,11 @@ class DistillOptions(Options):
     beta: v.Fraction = key(
         1.0, "0: the forward divergence; 1: the reverse one; between: Jensen and Shannon's."
     )
-    temperature: v.Positive = key(1.0, "Divides both sides' logits.")
+    temperature: v.Positive = key(1.0, "Divides both sides' logits, and those that it writes by.")
+    lmbda: v.Fraction = key(
+        0.0, "Share of the steps whose answers the model writes itself; 0: the rows' own, always."
+    )
+    max_completion_length: v.Count = key(256, "Longest answer that it writes, in tokens.")
 
 
 class PolicyOptions(Options):

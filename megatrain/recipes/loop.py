@@ -31,6 +31,7 @@ from megatrain.machine.hardware import read_hardware
 from megatrain.recipes.card import model_card
 from megatrain.recipes.frozen import taught
 from megatrain.recipes.ranks.rendezvous import awaiting
+from megatrain.recipes.rl.own_answers import on_policy
 from megatrain.recipes.rl.rollouts import Rollouts
 from megatrain.recipes.sample import answers_to
 from megatrain.recipes.signals import Stopped, StopRequest
@@ -125,6 +126,7 @@ def timed(run: Run, stop: StopRequest) -> Iterator[tuple[StepBatch | None, float
         waiting_since = time.perf_counter()
         try:
             batch = next(batches, None)
+            batch = batch and on_policy(run, batch)
         except Stopped:
             save_unless_saved()
             yield None, 0.0

@@ -133,7 +133,14 @@ def plan_run(config: Config, resolved: Resolved, steps: int | None = None, **kno
     if METHODS[config.method].kind == PROMPTS:
         plan = plan_with_rollouts(config, resolved, **known)
     else:
-        plan = with_phases(plan_of(resolved, **known), {})
+        plan = plan_of(resolved, **known)
+        if (share := config.distill.lmbda) and plan.fits:
+            seconds = share * (writing := writing_of(config, plan)).seconds(
+                resolved.machine.profile
+            )
+            plan = with_answers(plan, writing, seconds)
+        else:
+            plan = with_phases(plan, {})
     return with_economy(config, plan, plan.made_of.machine, steps)
 
 
@@ -176,19 +183,24 @@ def plan_with_rollouts(
 def writing_of(config: Config, plan: Plan) -> Writing:
     """The rollout of a rank."""
     resolved: Resolved = plan.made_of
-    policy, request = config.policy, resolved.request
+    request = resolved.request
     text, budget = request.config.get_text_config(), plan.budget
     heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
     head = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
     itemsize = PRECISIONS[resolved.machine.precision].itemsize
     stays = sum(size for name, size in plan.device.items() if name not in OF_TRAINING)
-    prompts = config.rollout.generation_batch_size // policy.num_generations
-    prompts = -(-prompts // plan.job.size)  # a rank writes whole groups
+    if config.distill.lmbda:
+        prompts, count = max(1, plan.job.rank_tokens // plan.job.seq_len), 1
+        longest = min(config.distill.max_completion_length, (request.seq_len or 2) - 1)
+    else:
+        count, longest = config.policy.num_generations, config.policy.max_completion_length
+        prompts = config.rollout.generation_batch_size // count
+        prompts = -(-prompts // plan.job.size)  # a rank writes whole groups
     return Writing(
-        answers=prompts * policy.num_generations,
+        answers=prompts * count,
         prompts=prompts,
-        prompt=(request.seq_len or 0) - policy.max_completion_length,
-        length=policy.max_completion_length,
+        prompt=(request.seq_len or 0) - longest,
+        length=longest,
         parameters=plan.active_parameters,
         weight_bytes=itemsize * (plan.parameters + plan.frozen_parameters),
         token_bytes=2 * itemsize * text.num_hidden_layers * heads * head,

@@ -88,6 +88,26 @@ def teacher(project: Path) -> Path:
     return project / "teacher"
 
 
+@pytest.mark.parametrize("packing", ["false", "true"])
+def test_half_of_the_steps_are_of_its_own_answers(megatrain, project, teacher, packing):
+    keys = (
+        *KEYS,
+        "distill.lmbda=0.5",
+        "distill.max_completion_length=6",
+        f"data.packing={packing}",
+    )
+    keys += ("train.learning_rate=0.01", "train.schedule=constant", "train.max_steps=12")
+    megatrain("train cfg.yaml checkpoint.every=4", *keys, "output=whole")
+    steps = steps_of(project / "whole")
+    written = [row for row in steps if row["shares"].get("rollout", 0) > 0]
+    assert 2 < len(written) < 10 and all(row["tokens"] > 0 for row in steps)
+    losses = [row["eval_loss"] for row in evaluations_of(project / "whole")]
+    assert losses[-1] < 0.8 * losses[0]
+    megatrain("train cfg.yaml checkpoint.every=4", *keys[:-1], "train.max_steps=4")
+    megatrain("resume run train.max_steps=12")
+    assert [row["loss"] for row in steps_of(project / "run")] == [row["loss"] for row in steps]
+
+
 @pytest.mark.parametrize("beta", [0.0, 1.0])
 def test_a_student_comes_nearer_to_its_teacher(megatrain, project, teacher, beta):
     keys = (*KEYS, f"distill.beta={beta}")

@@ -11,7 +11,7 @@ import json
 import math
 import time
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, suppress
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property, lru_cache
@@ -26,7 +26,7 @@ from megatrain.config import Config
 from megatrain.config.fields import is_function
 from megatrain.data.loader import StepBatch
 from megatrain.data.micro_batches import MicroBatch, Regimes, dealt, micro_batches
-from megatrain.data.rows import Counts, TokenRows, check_digest, permutation
+from megatrain.data.rows import TokenRows, check_digest, permutation
 from megatrain.engine.engine import Engine
 from megatrain.engine.rollout.decode import Answer, AnswerRequest
 from megatrain.engine.rollout.draw import Draw
@@ -39,6 +39,7 @@ from megatrain.recipes.model import Model
 from megatrain.recipes.rl.advantages import Advantages, worth
 from megatrain.recipes.rl.journal import Journal, forget
 from megatrain.recipes.rl.judges import Group, Judges, judges_of
+from megatrain.recipes.rl.own_answers import answered_rows
 from megatrain.recipes.rl.prompts import Prompt, PromptRows
 from megatrain.recipes.sample import end_tokens
 from megatrain.recipes.signals import Stopped, StopRequest
@@ -257,35 +258,13 @@ class Rollouts:
         not trained on."""
         prompts = [rollout.prompts[number // self.answers].ids for number in numbers]
         answers = [rollout.answers[number] for number in numbers]
-
-        def flat(of_prompts: Iterable[Any], of_answers: Iterable[Any], dtype: Any) -> Any:
-            both = zip(of_prompts, of_answers, strict=True)
-            return np.concatenate([np.asarray(part, dtype) for parts in both for part in parts])
-
-        def of_answers(found: Iterable[Any], dtype: Any) -> Any:
-            return flat((np.zeros(len(ids)) for ids in prompts), found, dtype)
-
         given = {"token_sampled": [answer.logprobs for answer in answers]}
         if rollout.old is not None:
             given["token_old"] = [[*rollout.old[number]] for number in numbers]
         if rollout.reference is not None and self.held:
             given["token_reference"] = [[*rollout.reference[number]] for number in numbers]
-        trained = (np.full(len(one.ids), whole or self._trained(one) > 0) for one in answers)
-        sizes = [len(ids) + len(one.ids) for ids, one in zip(prompts, answers, strict=True)]
-        nothing = np.zeros(len(sizes))
-        return TokenRows(
-            ids=flat(prompts, (answer.ids for answer in answers), np.int32),
-            mask=of_answers(trained, np.bool_),
-            offsets=np.cumsum([0, *sizes]),
-            targets=nothing.astype(np.int64),
-            hashes=nothing.astype(np.uint64),
-            joined=nothing.astype(np.bool_),
-            contexts=nothing.astype(np.uint64),
-            chosen=np.arange(len(sizes)),
-            counts=Counts(),
-            of_rows=np.asarray(values, np.float32),
-            of_tokens={name: of_answers(found, np.float32) for name, found in given.items()},
-        )
+        trained = [whole or self._trained(one) > 0 for one in answers]
+        return answered_rows(prompts, [one.ids for one in answers], trained, values, given)
 
     def begin(self, engine: Engine, stack: ExitStack, log: Path) -> None:
         """Write with this engine, and judge in processes that the stack ends. log: for what reward
