@@ -6,7 +6,7 @@ import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -20,9 +20,6 @@ from megatrain.errors import ConfigError
 from megatrain.heartbeat import doing
 from megatrain.losses import IGNORE
 from megatrain.recipes.sample import end_tokens
-
-if TYPE_CHECKING:
-    from megatrain.recipes.state import Run
 
 KNOWN = {"input_ids", "labels", "attention_mask", "position_ids", "token_real"}
 
@@ -64,10 +61,10 @@ def answered_rows(
     )
 
 
-def on_policy(run: Run, batch: StepBatch) -> StepBatch:
-    """The step, in `distill.lmbda` of them with the model's own answers to its prompts in place of
-    the rows'. A prompt is what comes before a row's last answer; which steps, and which answers,
-    follow from the seed, the step and the weights."""
+def on_policy(run: Any, batch: StepBatch) -> StepBatch:
+    """The step of a run (state.py: Run); in `distill.lmbda` of them with the model's own answers to
+    its prompts in place of the rows'. A prompt is what comes before a row's last answer; which
+    steps, and which answers, follow from the seed, the step and the weights."""
     options, train, loader = run.config.distill, run.config.train, run.loader
     chance = mix(train.seed, run.step, 1) / 2**63
     if not options.lmbda or chance >= options.lmbda or not isinstance(loader, Loader):
@@ -93,7 +90,7 @@ def on_policy(run: Run, batch: StepBatch) -> StepBatch:
     return replace(batch, micro_batches=batches, lengths=lengths, spent_s=spent)
 
 
-def prompts_in(run: Run, batch: MicroBatch) -> Iterator[list[int]]:
+def prompts_in(run: Any, batch: MicroBatch) -> Iterator[list[int]]:
     """The tokens before the last answer of each row of a micro-batch. Raises ConfigError for rows
     with more than tokens."""
     if more := batch.keys() - KNOWN:
