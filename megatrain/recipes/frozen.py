@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from transformers import AutoConfig, PretrainedConfig
 
 from megatrain.config import Config
 from megatrain.config.fields import is_function, judge_name
@@ -30,12 +31,13 @@ from megatrain.machine.profile import interpolate
 from megatrain.methods import METHODS
 from megatrain.models.anatomy import layouts_of
 from megatrain.models.pretrained import is_classifier, read_model_config, resolve_source
+from megatrain.models.shapes import named_shape
 from megatrain.models.skeleton import Skeleton
 from megatrain.optim.optimizer import Frozen
 from megatrain.planner.activations import WEIGHT_BYTES
 from megatrain.planner.job import FrozenModel
 from megatrain.planner.search import AUTO_MICRO_BATCH_TOKENS
-from megatrain.recipes.model import Model, describe_model
+from megatrain.recipes.model import Model, check_writes, describe_model
 from megatrain.schedule import slot_sizes
 from megatrain.settings import Settings
 from megatrain.storage.run_folder import find_checkpoint
@@ -44,7 +46,7 @@ if TYPE_CHECKING:
     from megatrain.engine.resolved import Machine, Resolved
 
 REFERENCE, TEACHER = "reference", "teacher"
-TEACHER_LOGITS = 1024  # targets whose logits a teacher gives at a time, as planned
+TEACHER_LOGITS = 1024  # targets whose logits a teacher gives at a time, unless the user says more
 SCORED_AT_ONCE = 16  # micro-batches of a sweep
 
 
@@ -74,7 +76,7 @@ def besides(config: Config, resolved: Resolved) -> tuple[FrozenModel, ...]:
     """Memory and time of the config's frozen models. Raises ConfigError and ModelError."""
     found, rollout = list[FrozenModel](), config.rollout
     if (teacher := config.distill.teacher_model_name_or_path) is not None:
-        described = read_model_config(resolve_source(teacher, weights=False))
+        described: Any = describe(teacher)
         return _alone(config, [_teacher(Skeleton(described), resolved)], resolved)
     if METHODS[config.method].kind != PROMPTS:
         return ()
@@ -90,6 +92,14 @@ def besides(config: Config, resolved: Resolved) -> tuple[FrozenModel, ...]:
         skeleton = Skeleton(described)
         found.append(take(judge_name(folder), skeleton, skeleton.anatomy.parameters))
     return _alone(config, found, resolved)
+
+
+def describe(teacher: str) -> PretrainedConfig:
+    """The configuration of a teacher's folder or hub id, or of a named shape, to plan with."""
+    if shape := named_shape(teacher):
+        described: PretrainedConfig = AutoConfig.for_model(**shape)
+        return described
+    return read_model_config(resolve_source(teacher, weights=False))
 
 
 def _alone(
@@ -108,14 +118,16 @@ def _teacher(skeleton: Skeleton, resolved: Resolved) -> FrozenModel:
     """A teacher that sweeps each step's rows, and leaves its last hidden states on the host; its
     layers' working set is larger than the model's where it is wider."""
     request, text = resolved.request, skeleton.config.get_text_config()
-    tokens, itemsize = request.tokens_per_step or 0, WEIGHT_BYTES[resolved.machine.precision]
+    tokens = request.tokens_per_step or (request.rows_per_step or 0) * (request.seq_len or 0)
+    itemsize = WEIGHT_BYTES[resolved.machine.precision]
     active, on = skeleton.anatomy.parameters, resolved.machine
     found = _beside(TEACHER, skeleton, active, machine=on, tokens=tokens, sweeps=1)
     states = tokens * text.hidden_size * itemsize
     inner = getattr(text, "intermediate_size", None) or 4 * text.hidden_size
     at_once = min(AUTO_MICRO_BATCH_TOKENS[on.device.type], tokens)
     layer = at_once * (4 * text.hidden_size + 3 * inner) * itemsize
-    logits = TEACHER_LOGITS * text.vocab_size * itemsize
+    chunk = request.asked.get("head_chunk_tokens") or TEACHER_LOGITS
+    logits = chunk * text.vocab_size * itemsize
     device = found.device + layer + logits
     return replace(found, host=found.host + states, device=device)
 
@@ -167,10 +179,13 @@ def check_teacher(config: Config, model: Model) -> None:
     """Raise ConfigError for a teacher of another vocabulary, ModelError for none."""
     if (named := config.distill.teacher_model_name_or_path) is None:
         return
+    where = config.where("distill.teacher_model_name_or_path")
+    if model.sight is not None:
+        raise ConfigError(f"{where}: teaches rows of text; set model.images: false")
     theirs, ours = describe_model(named), model.tokenizer.get_vocab()
+    check_writes(theirs, named)
     for token, number in theirs.tokenizer.get_vocab().items():
         if ours.get(token) != number:
-            where = config.where("distill.teacher_model_name_or_path")
             raise ConfigError(
                 f"{where}: {named}: has another vocabulary: its token {number} is {token!r}, which "
                 f"the model has as {ours.get(token)}; take a teacher of the model's family"
@@ -249,6 +264,8 @@ class RewardModel:
         if isinstance(group.prompt, str):
             text = group.prompt + completion
         else:
+            if tokenizer.chat_template is None:
+                raise DataError(f"{self.folder}: has no chat template, and the prompts are turns")
             turns: Any = [*group.prompt, *completion]
             text = str(tokenizer.apply_chat_template(turns, tokenize=False))
         return list(tokenizer(text, add_special_tokens=False).input_ids) or [self.model.pad_id]

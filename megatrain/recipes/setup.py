@@ -24,14 +24,14 @@ from megatrain.engine.objective import AnyLoss
 from megatrain.engine.request import Request, check_context_parallel
 from megatrain.engine.resolved import Machine, Resolved, plan_of, resolve
 from megatrain.errors import ConfigError, DataError, OutOfMemory, PlanError, logger
-from megatrain.losses import LOSSES, SequenceLoss
+from megatrain.losses import LOSSES, Distillation, SequenceLoss
 from megatrain.machine.hardware import keep_caches_small, physical_cores
 from megatrain.methods import METHODS
 from megatrain.optim import OPTIMIZERS, Optimizer
 from megatrain.optim.schedules import warmup_steps
 from megatrain.planner.plan import Plan
 from megatrain.planner.rollout import OF_TRAINING, Writing, with_answers, with_phases
-from megatrain.recipes.frozen import besides
+from megatrain.recipes.frozen import TEACHER_LOGITS, besides
 from megatrain.recipes.model import Model, parts_in
 from megatrain.recipes.planned_site import (
     check_divides,
@@ -80,13 +80,16 @@ def request_of(config: Config, model: Model, kept: Mapping[str, Any] | None = No
     drawn = config.model.init == "random"
     if model.sight is None and value["freeze"] is None:
         value["freeze"] = ()
+    asked, loss = {**config.asked(), **(kept or {})}, make_loss(config)
+    if isinstance(loss, Distillation) and asked.get("head_chunk_tokens") is None:
+        asked["head_chunk_tokens"] = TEACHER_LOGITS  # of which there are both sides' logits
     return Request(
         config=model.config,
         image_row=None if model.sight is None else model.sight.row,
         source=None if drawn else config.model.source,
         optimizer=make_optimizer(config),
-        loss=make_loss(config),
-        asked={**config.asked(), **(kept or {})},
+        loss=loss,
+        asked=asked,
         packing=None if METHODS[config.method].whole_documents else config.data.packing,
         nvme_folders=config.memory.nvme or (),
         keeps_best=config.data.eval is not None,
