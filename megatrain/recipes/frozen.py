@@ -76,7 +76,7 @@ def besides(config: Config, resolved: Resolved) -> tuple[FrozenModel, ...]:
     """Memory and time of the config's frozen models. Raises ConfigError and ModelError."""
     found, rollout = list[FrozenModel](), config.rollout
     if (teacher := config.distill.teacher_model_name_or_path) is not None:
-        described: Any = describe(teacher)
+        described: Any = config_of_teacher(teacher)
         return _alone(config, [_teacher(Skeleton(described), resolved)], resolved)
     if METHODS[config.method].kind != PROMPTS:
         return ()
@@ -94,7 +94,7 @@ def besides(config: Config, resolved: Resolved) -> tuple[FrozenModel, ...]:
     return _alone(config, found, resolved)
 
 
-def describe(teacher: str) -> PretrainedConfig:
+def config_of_teacher(teacher: str) -> PretrainedConfig:
     """The configuration of a teacher's folder or hub id, or of a named shape, to plan with."""
     if shape := named_shape(teacher):
         described: PretrainedConfig = AutoConfig.for_model(**shape)
