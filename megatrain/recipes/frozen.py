@@ -86,7 +86,7 @@ def besides(config: Config, resolved: Resolved) -> tuple[FrozenModel, ...]:
     if config.policy.beta:
         found.append(take(REFERENCE, resolved.skeleton, resolved.shape.active_parameters))
     for folder in reward_models(config):
-        source = resolve_source(checkpoint_of(Path(folder)), weights=False)
+        source = resolve_source(model_in(folder), weights=False)
         described = read_model_config(source)
         check_scores(described, folder, config)
         skeleton = Skeleton(described)
@@ -99,7 +99,12 @@ def config_of_teacher(teacher: str) -> PretrainedConfig:
     if shape := named_shape(teacher):
         described: PretrainedConfig = AutoConfig.for_model(**shape)
         return described
-    return read_model_config(resolve_source(teacher, weights=False))
+    return read_model_config(resolve_source(model_in(teacher), weights=False))
+
+
+def model_in(named: str) -> str:
+    """The model that a run's folder, a model's or a hub id names."""
+    return str(checkpoint_of(Path(named))) if Path(named).is_dir() else named
 
 
 def _alone(
@@ -182,7 +187,7 @@ def check_teacher(config: Config, model: Model) -> None:
     where = config.where("distill.teacher_model_name_or_path")
     if model.sight is not None:
         raise ConfigError(f"{where}: teaches rows of text; set model.images: false")
-    theirs, ours = describe_model(named), model.tokenizer.get_vocab()
+    theirs, ours = describe_model(model_in(named)), model.tokenizer.get_vocab()
     check_writes(theirs, named)
     for token, number in theirs.tokenizer.get_vocab().items():
         if ours.get(token) != number:
@@ -195,7 +200,7 @@ def check_teacher(config: Config, model: Model) -> None:
 def open_teacher(config: Config, loss: Any, stack: ExitStack, precision: str) -> None:
     """Let a loss that has a teacher ask it, which the stack closes."""
     if isinstance(loss, Distillation):
-        source = str(config.distill.teacher_model_name_or_path)
+        source = model_in(str(config.distill.teacher_model_name_or_path))
         how = {"precision": precision, "device": config.device}
         loss.teacher = stack.enter_context(frozen_engine(source, **how))
 
@@ -226,7 +231,7 @@ class RewardModel:
     def open(cls, folder: str, config: Config, stack: ExitStack) -> RewardModel:
         """Read a folder's model, which the stack closes. Raises ConfigError for one that gives no
         scores, and ModelError."""
-        source = str(checkpoint_of(Path(folder)))
+        source = model_in(folder)
         model = describe_model(source)
         check_scores(model.config, folder, config)
         how = {"precision": config.precision, "device": config.device}
