@@ -438,6 +438,8 @@ def fault_of_sections(config: Config) -> tuple[str, str] | None:
         return "data.train_on", f"method: {method} trains on answers; remove it"
     if method == "distill" and config.distill.teacher_model_name_or_path is None:
         return "distill.teacher_model_name_or_path", "is missing: name the teacher's folder or id"
+    if config.distill.lmbda and config.data.train_on != "assistant":
+        return "distill.lmbda", "writes answers to prompts: set data.train_on: assistant, or 0"
     of_text = {"sample_prompt": config.sample_prompt, "eval.prompts": config.eval.prompts}
     asked = [name for name, value in of_text.items() if value is not None]
     if METHODS[method].scores and asked:
@@ -491,8 +493,6 @@ def fault_of_rollouts(config: Config) -> tuple[str, str] | None:
             "rewards.functions",
             "is missing: name what rewards answers, such as rewards.py:check",
         )
-    if policy.beta and config.model.init == "random":
-        return f"{method}.beta", "random weights are no reference; set 0"
     if len(set(map(judge_name, rewards.functions))) < len(rewards.functions):
         return "rewards.functions", "two are called alike; rename one"
     if rewards.reward_weights and len(rewards.reward_weights) != len(rewards.functions):

@@ -242,8 +242,7 @@ class RewardsOptions(Options):
 
     functions: v.Functions = key(
         (),
-        "Functions, each as FILE.py:NAME, with TRL's signature, and folders of reward models; "
-        "paths as from this file's folder.",
+        "Functions, each as FILE.py:NAME, with TRL's signature, and folders of reward models.",
     )
     reward_weights: _Weights | None = key(None, "Weight of each function; null: 1 each.")
     timeout_s: v.Positive = key(60.0, "Seconds that one call may take.")

@@ -226,7 +226,8 @@ def bench(
                 _traced(draw(0), traced, engine.device, console)
         parts = tuple(measured[:warmup]), tuple(measured[warmup:])
         found = BenchResult(config, plan, *parts, setup_s, memory, computing_s)
-        keep_ratio(plan.made_of.machine.profile, plan.timing.seconds, found.step_s.measured)
+        if not plan.job.besides:
+            keep_ratio(plan.made_of.machine.profile, plan.timing.seconds, found.step_s.measured)
         return found
 
     return as_rank(config.device, timed)

@@ -115,7 +115,10 @@ def _held_out(folder: Path) -> list[str]:
 
 def settings_of(config: Config, precision: str) -> dict[str, object]:
     found = {key: attrgetter(key)(config) for key in SETTINGS} | {"precision": precision}
-    found |= {f"{config.method}.{name}": one for name, one in sorted(config.of_method.items())}
+    of_method = {**config.of_method}
+    if (teacher := of_method.get("teacher_model_name_or_path")) is not None:
+        of_method["teacher_model_name_or_path"] = public_name(teacher)
+    found |= {f"{config.method}.{name}": one for name, one in sorted(of_method.items())}
     return {key: value for key, value in found.items() if value is not None}
 
 

@@ -197,7 +197,8 @@ def summarize(run: Run, seconds: float, stop: StopRequest | None) -> RunSummary:
     if run.engine.world.is_alone:
         host_bytes = peak_host_bytes()
     copied = 0 if run.beside is None else plan.disk["checkpoint 1"]
-    if run.step - run.first_step > FEW_STEPS and not isinstance(run.loader, Rollouts):
+    alike = not (isinstance(run.loader, Rollouts) or plan.job.besides)  # to what plans foresee
+    if run.step - run.first_step > FEW_STEPS and alike:
         keep_ratio(run.machine.profile, plan.timing.seconds, run.steady.median_s)
     found = RunSummary(
         run_dir=folder,

@@ -6,7 +6,7 @@ and pass through the device in a sweep over all answers of a rollout.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -20,17 +20,23 @@ from transformers import AutoConfig, PretrainedConfig
 from megatrain.config import Config
 from megatrain.config.fields import is_function, judge_name
 from megatrain.config.resuming import CONFIG_FILE
-from megatrain.data.samples import PROMPTS
+from megatrain.data.loader import MicroBatch
+from megatrain.data.samples import PROMPTS, name_for
 from megatrain.engine.engine import Engine
 from megatrain.engine.inference import held_head, last_states
-from megatrain.errors import ConfigError, DataError
+from megatrain.errors import ConfigError, DataError, StorageError
 from megatrain.heartbeat import TOKENS_SWEPT, doing, may_end_here
 from megatrain.losses import Distillation
 from megatrain.losses.divergence import TEACHER as STATES
 from megatrain.machine.profile import interpolate
 from megatrain.methods import METHODS
 from megatrain.models.anatomy import layouts_of
-from megatrain.models.pretrained import is_classifier, read_model_config, resolve_source
+from megatrain.models.pretrained import (
+    digests_of,
+    is_classifier,
+    read_model_config,
+    resolve_source,
+)
 from megatrain.models.shapes import named_shape
 from megatrain.models.skeleton import Skeleton
 from megatrain.optim.optimizer import Frozen
@@ -46,6 +52,7 @@ if TYPE_CHECKING:
     from megatrain.engine.resolved import Machine, Resolved
 
 REFERENCE, TEACHER = "reference", "teacher"
+SWEPT_TOKENS = 1 << 16  # of a sweep of frozen weights, whose hidden states are on the device
 TEACHER_LOGITS = 1024  # targets whose logits a teacher gives at a time, unless the user says more
 SCORED_AT_ONCE = 16  # micro-batches of a sweep
 
@@ -114,7 +121,7 @@ def _alone(
     if found and resolved.machine.ranks > 1:
         raise ConfigError(
             f"{config.where('gpus')}: {found[0].name}: frozen models beside a run on several GPUs "
-            "are not built yet; set gpus: 1"
+            "are not built yet; set gpus: 1, or do without: beta: 0 needs no reference"
         )
     return tuple(found)
 
@@ -151,9 +158,12 @@ def _beside(
     numels = [layout.numel for layout in layouts_of(anatomy)]
     slots, whole = slot_sizes(numels, 0, anatomy.embed_feeds_head), weight * sum(numels)
     rate = interpolate(profile.matmul, AUTO_MICRO_BATCH_TOKENS[machine.device.type])
+    sweeps *= max(1, -(-tokens / sweeps // SWEPT_TOKENS))
     uploads = sweeps * whole / profile.upload if profile.upload else 0.0
     seconds = max(2 * active * tokens / rate, uploads)
-    return FrozenModel(name, whole, weight * sum((*slots.layers, *slots.edges)), seconds)
+    states = int(min(tokens / sweeps, SWEPT_TOKENS)) * skeleton.config.get_text_config().hidden_size
+    device = weight * (sum((*slots.layers, *slots.edges)) + states)
+    return FrozenModel(name, whole, device, seconds)
 
 
 def check_scores(described: Any, folder: str, config: Config) -> None:
@@ -163,6 +173,16 @@ def check_scores(described: Any, folder: str, config: Config) -> None:
             f"{config.where('rewards.functions')}: {folder}: is a language model, which gives no "
             "scores; name one that method: reward has trained"
         )
+    if described.num_labels != 1:
+        raise ConfigError(
+            f"{config.where('rewards.functions')}: {folder}: has {described.num_labels} labels; a "
+            "reward model has one"
+        )
+
+
+def beta_of(config: Config) -> float:
+    """The weight of the divergence from a reference, of a method that can have one."""
+    return float(config.policy.beta) if METHODS[config.method].kind == PROMPTS else 0.0
 
 
 def reward_models(config: Config) -> tuple[str, ...]:
@@ -181,7 +201,11 @@ def reference_of(config: Config, policy: Engine) -> Engine:
 
 
 def check_teacher(config: Config, model: Model) -> None:
-    """Raise ConfigError for a teacher of another vocabulary, ModelError for none."""
+    """Raise ConfigError for a teacher of another vocabulary and a reference that nobody has, and
+    ModelError for no model."""
+    if beta_of(config) and config.model.init == "random":
+        where = config.where(f"{config.method}.beta")
+        raise ConfigError(f"{where}: random weights are no reference; set 0")
     if (named := config.distill.teacher_model_name_or_path) is None:
         return
     where = config.where("distill.teacher_model_name_or_path")
@@ -189,12 +213,32 @@ def check_teacher(config: Config, model: Model) -> None:
         raise ConfigError(f"{where}: teaches rows of text; set model.images: false")
     theirs, ours = describe_model(model_in(named)), model.tokenizer.get_vocab()
     check_writes(theirs, named)
-    for token, number in theirs.tokenizer.get_vocab().items():
-        if ours.get(token) != number:
-            raise ConfigError(
-                f"{where}: {named}: has another vocabulary: its token {number} is {token!r}, which "
-                f"the model has as {ours.get(token)}; take a teacher of the model's family"
-            )
+    known = theirs.tokenizer.get_vocab()
+    for token in (token for token in {**known, **ours} if ours.get(token) != known.get(token)):
+        raise ConfigError(
+            f"{where}: {named}: has another vocabulary: {token!r} is its token {known.get(token)} "
+            f"and the model's {ours.get(token)}; take a teacher of the model's family"
+        )
+
+
+def frozen_digest(config: Config) -> str | None:
+    """A name of the files of the models that a run's loss is held to, its reference and its
+    teacher; None without."""
+    named = [config.model.source] * bool(beta_of(config))
+    named += [config.distill.teacher_model_name_or_path or ""]
+    sources = (resolve_source(model_in(one), weights=False) for one in named if one)
+    found = [digests_of(source) for source in sources]
+    return name_for({"models": found}) if found else None
+
+
+def check_frozen(config: Config, state: Mapping[str, Any]) -> None:
+    """Raise StorageError where a run that goes on has another reference or teacher than it began
+    with. state: of its checkpoint."""
+    if state.get("frozen") not in (None, frozen_digest(config)):
+        raise StorageError(
+            f"{config.output}: its {REFERENCE} (the model that it began with) or its {TEACHER} has "
+            "changed since; bring that model back, or start a new run"
+        )
 
 
 def open_teacher(config: Config, loss: Any, stack: ExitStack, precision: str) -> None:
@@ -205,6 +249,18 @@ def open_teacher(config: Config, loss: Any, stack: ExitStack, precision: str) ->
         loss.teacher = stack.enter_context(frozen_engine(source, **how))
 
 
+def sweeps(batches: Iterable[MicroBatch], tokens: int) -> Iterator[list[MicroBatch]]:
+    """Consecutive micro-batches together, up to `tokens` padded tokens each."""
+    part: list[MicroBatch] = []
+    for batch in batches:
+        if part and sum(b["input_ids"].numel() for b in [*part, batch]) > tokens:
+            yield part
+            part = []
+        part.append(batch)
+    if part:
+        yield part
+
+
 @contextmanager
 def taught(loss: Any, batches: Sequence[Any]) -> Iterator[Sequence[Any]]:
     """Micro-batches with a teacher's hidden states, whose head is held inside, for a loss that has
@@ -213,7 +269,8 @@ def taught(loss: Any, batches: Sequence[Any]) -> Iterator[Sequence[Any]]:
         yield batches
         return
     with doing("asking the teacher"):
-        states = last_states(loss.teacher, batches)
+        parts = sweeps(batches, SWEPT_TOKENS)
+        states = [found for part in parts for found in last_states(loss.teacher, part)]
     with held_head(loss.teacher) as loss.project:
         yield [{**one, STATES: found} for one, found in zip(batches, states, strict=True)]
     loss.project = None
@@ -250,7 +307,7 @@ class RewardModel:
                     f"{self.folder}: an answer with its prompt has {len(ids):,} tokens, and this "
                     f"reward model reads {longest:,}; set a smaller max_completion_length"
                 )
-        found = list[float]()
+        found, pad_id = list[float](), self.engine.skeleton.config.get_text_config().pad_token_id
         order = sorted(range(len(rows)), key=lambda number: -len(rows[number]))
         size = max(AUTO_MICRO_BATCH_TOKENS[self.engine.device.type], *map(len, rows))
         total = sum(map(len, rows)) * len(self.engine.skeleton.layers)
@@ -258,7 +315,7 @@ class RewardModel:
             for part in _parts(order, [len(rows[number]) for number in order], size):
                 may_end_here()
                 batches = [self._padded([rows[n] for n in numbers]) for numbers in part]
-                lasts = [_lasts([len(rows[n]) for n in numbers]) for numbers in part]
+                lasts = [_lasts(one["input_ids"], pad_id) for one in batches]
                 for values, _ in self.engine.score(batches, lasts):
                     found += values.tolist()
         scores = iter([score for _, score in sorted(zip(order, found, strict=True))])
@@ -294,7 +351,9 @@ def _parts(numbers: Sequence[int], lengths: Sequence[int], size: int) -> list[li
     return [batches[n : n + SCORED_AT_ONCE] for n in range(0, len(batches), SCORED_AT_ONCE)]
 
 
-def _lasts(lengths: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Places of rows' last tokens in their padded micro-batch, flat, int64; and zeros."""
-    at = torch.arange(len(lengths)) * max(lengths) + torch.tensor(lengths) - 1
+def _lasts(ids: torch.Tensor, pad_id: int | None) -> tuple[torch.Tensor, torch.Tensor]:
+    """Places of the last tokens that are no padding in a micro-batch, flat, int64, where
+    transformers reads the score, also of a row that ends with such a token; and zeros."""
+    within = torch.arange(ids.shape[1]) * (ids != pad_id)
+    at = torch.arange(len(ids)) * ids.shape[1] + within.argmax(1)
     return at, torch.zeros_like(at)

@@ -38,7 +38,8 @@ from megatrain.engine.rollout.draw import Draw
 from megatrain.errors import ConfigError
 from megatrain.models.family import regimes_of
 from megatrain.planner.search import AUTO_MICRO_BATCH_TOKENS
-from megatrain.recipes.loop import SWEEP_MICRO_BATCHES, sweeps
+from megatrain.recipes.frozen import sweeps
+from megatrain.recipes.loop import SWEEP_MICRO_BATCHES
 from megatrain.recipes.model import Model
 from megatrain.recipes.sample import end_tokens
 

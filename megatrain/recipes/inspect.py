@@ -30,8 +30,8 @@ from megatrain.losses import Distillation, SequenceLoss
 from megatrain.models.family import regimes_of
 from megatrain.models.pretrained import is_classifier, resolve_source
 from megatrain.planner.search import AUTO_MICRO_BATCH_TOKENS
-from megatrain.recipes.frozen import checkpoint_of, frozen_engine, open_teacher
-from megatrain.recipes.loop import SWEEP_MICRO_BATCHES, evaluated, sweeps, tokens_to_sweep
+from megatrain.recipes.frozen import checkpoint_of, frozen_engine, open_teacher, sweeps
+from megatrain.recipes.loop import SWEEP_MICRO_BATCHES, evaluated, tokens_to_sweep
 from megatrain.recipes.model import (
     Model,
     check_weights,

@@ -29,7 +29,7 @@ from megatrain.errors import (
 from megatrain.heartbeat import BYTES_WRITTEN, TOKENS_SWEPT
 from megatrain.machine.hardware import read_hardware
 from megatrain.recipes.card import model_card
-from megatrain.recipes.frozen import taught
+from megatrain.recipes.frozen import sweeps, taught
 from megatrain.recipes.ranks.rendezvous import awaiting
 from megatrain.recipes.rl.own_answers import on_policy
 from megatrain.recipes.rl.rollouts import Rollouts
@@ -422,18 +422,6 @@ def tokens_to_sweep(engine: Engine, rows: Rows, chosen: IndexArray | slice) -> f
     """The amount of TOKENS_SWEPT that a rank will count over these rows, about."""
     tokens = int(rows.side_lengths[chosen].sum())
     return tokens * len(engine.skeleton.layers) / engine.world.size
-
-
-def sweeps(batches: Iterable[MicroBatch], tokens: int) -> Iterator[list[MicroBatch]]:
-    """Consecutive micro-batches together, up to `tokens` padded tokens each."""
-    part: list[MicroBatch] = []
-    for batch in batches:
-        if part and sum(b["input_ids"].numel() for b in [*part, batch]) > tokens:
-            yield part
-            part = []
-        part.append(batch)
-    if part:
-        yield part
 
 
 def check_metric(config: Config, found: Figures | None) -> None:

@@ -30,7 +30,8 @@ from megatrain.engine.engine import Engine
 from megatrain.errors import StorageError, logger, system_errors
 from megatrain.heartbeat import TOKENS_SWEPT, doing, may_end_here
 from megatrain.losses import SequenceLoss
-from megatrain.recipes.loop import sweeps, tokens_to_sweep
+from megatrain.recipes.frozen import sweeps
+from megatrain.recipes.loop import tokens_to_sweep
 from megatrain.recipes.state import Ready
 from megatrain.recipes.verify import causes_of
 from megatrain.storage.checkpoint import Resumable, read_about

@@ -34,7 +34,7 @@ from megatrain.recipes.describe import (
     facts_of,
     work_of,
 )
-from megatrain.recipes.frozen import open_teacher
+from megatrain.recipes.frozen import check_frozen, frozen_digest, open_teacher
 from megatrain.recipes.loop import still_to_come
 from megatrain.recipes.reference import (
     are_kept,
@@ -167,9 +167,11 @@ def open_run(
     state, source = dict(BEGINNING), None
     if resuming is not None:
         source, state = _load_checkpoint(ready, engine, resuming)
+        check_frozen(config, state)
         describe_run(ready)
     named = resuming is not None and resuming.named
     kept = decided_for_ranks(plan) | ({"reference": reference} if reference else {})
+    kept |= {"frozen": frozen} if (frozen := frozen_digest(config)) else {}
     kept["held_out"] = ready.held_out.digest if ready.held_out else None
     evaluates = ready.held_out is not None or bool(ready.prompts)
     total, gpu, step = loader.steps_total(), machine.hardware.gpu, state["step"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +28,8 @@ KEYS = ("method=distill", "distill.teacher_model_name_or_path=teacher", "precisi
 def of_trl(hidden: Any, theirs: Any, heads: Any, mask: Any, beta: float, temperature: float) -> Any:
     from trl.trainer.distillation_trainer import _chunked_divergence_loss as divergence_loss
 
-    given: Any = (hidden, theirs, *heads, mask, beta)
-    return divergence_loss(*given, temperature=temperature)[0]
+    ask: Any = divergence_loss
+    return ask(hidden, theirs, *heads, mask, beta, temperature=temperature)[0]
 
 
 @pytest.mark.parametrize("beta", BETAS)
@@ -91,12 +92,10 @@ def teacher(project: Path) -> Path:
 @pytest.mark.parametrize("packing", ["false", "true"])
 def test_half_of_the_steps_are_of_its_own_answers(megatrain, project, teacher, packing):
     keys = (
-        *KEYS,
-        "distill.lmbda=0.5",
-        "distill.max_completion_length=6",
-        f"data.packing={packing}",
+        *(*KEYS, "distill.lmbda=0.5", "distill.max_completion_length=6"),
+        *(f"data.packing={packing}", "train.learning_rate=0.01", "train.schedule=constant"),
+        "train.max_steps=12",
     )
-    keys += ("train.learning_rate=0.01", "train.schedule=constant", "train.max_steps=12")
     megatrain("train cfg.yaml checkpoint.every=4", *keys, "output=whole")
     steps = steps_of(project / "whole")
     written = [row for row in steps if row["shares"].get("rollout", 0) > 0]
@@ -123,11 +122,19 @@ def test_a_student_comes_nearer_to_its_teacher(megatrain, project, teacher, beta
     assert same["eval_loss_before"] < 1e-6
 
 
-def test_a_run_that_goes_on_is_the_run_that_never_stopped(megatrain, project, teacher):
+def test_a_run_that_goes_on_is_the_run_that_never_stopped(megatrain, project, teacher, monkeypatch):
     keys = (*KEYS, "train.learning_rate=0.01", "train.schedule=constant", "checkpoint.every=3")
     megatrain("train cfg.yaml", *keys, "output=whole", "train.max_steps=6")
     megatrain("train cfg.yaml", *keys, "train.max_steps=3")
-    megatrain("resume run train.max_steps=6")
+    shutil.copytree(project / "run", project / "other", symlinks=True)
+    (project / "elsewhere").mkdir()
+    monkeypatch.chdir(project / "elsewhere")
+    megatrain("resume ../run train.max_steps=6")
+    monkeypatch.chdir(project)
+    weights = teacher / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-8] + bytes(8))
+    swapped = megatrain("resume other train.max_steps=6", code=7).err
+    assert "its teacher has changed since; bring that model back" in swapped
     losses = [[row["loss"] for row in steps_of(project / name)] for name in ("whole", "run")]
     assert losses[0] == losses[1] and len(losses[1]) == 6
 
@@ -141,7 +148,9 @@ def test_what_cannot_teach_is_refused_and_what_teaches_is_planned(megatrain, pro
     vocabulary[first], vocabulary[last] = vocabulary[last], vocabulary[first]
     (teacher / "tokenizer.json").write_text(json.dumps(described))
     other = megatrain("train cfg.yaml", *KEYS, code=2).err
-    assert "teacher: has another vocabulary: its token" in other
+    assert "teacher: has another vocabulary: " in other and "'s token" not in other
+    texts = megatrain("train cfg.yaml", *KEYS, "distill.lmbda=1", "data.train_on=all", code=2).err
+    assert "distill.lmbda: writes answers to prompts: set data.train_on: assistant" in texts
     plan = megatrain("plan cfg.yaml --json", *KEYS).json
     assert plan["host"]["teacher's weights"] > 4 * 64 * 64 and plan["timing"]["phases"]["teacher"]
     several = ("--gpu", "H100", "--ram", "256GiB", "--gpus", "2")

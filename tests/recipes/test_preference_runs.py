@@ -91,10 +91,13 @@ def of_method(project: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     return options
 
 
+OF_ANSWERS = [name for name in SECTIONS if METHODS[name].kind not in ("plain", "prompts")]
+
+
 def test_each_method_has_a_loss_and_each_key_of_a_section_is_an_argument_of_it():
     assert list(METHODS) == list(LOSSES)
     for name, section in SECTIONS.items():
-        if METHODS[name].kind == "prompts":  # its section also says how answers are written
+        if METHODS[name].kind in ("plain", "prompts"):  # sections also say who writes or teaches
             continue
         loss = LOSSES[name](**{k: f.default for k, f in section.model_fields.items() if f.default})
         for key, field in section.model_fields.items():
@@ -103,7 +106,7 @@ def test_each_method_has_a_loss_and_each_key_of_a_section_is_an_argument_of_it()
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("method", [name for name in SECTIONS if METHODS[name].kind != "prompts"])
+@pytest.mark.parametrize("method", OF_ANSWERS)
 def test_a_run_learns_writes_trl_s_metrics_and_halves_are_one_run(
     megatrain, project, of_method, method
 ):

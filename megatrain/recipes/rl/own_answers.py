@@ -16,7 +16,7 @@ from megatrain.data.micro_batches import MicroBatch, micro_batches
 from megatrain.data.rows import Counts, TokenRows
 from megatrain.engine.rollout.decode import AnswerRequest
 from megatrain.engine.rollout.draw import Draw, mix
-from megatrain.errors import ConfigError
+from megatrain.errors import ConfigError, DataError
 from megatrain.heartbeat import doing
 from megatrain.losses import IGNORE
 from megatrain.recipes.sample import end_tokens
@@ -107,5 +107,10 @@ def prompts_in(run: Any, batch: MicroBatch) -> Iterator[list[int]]:
             if len(targets):
                 gaps = (targets.diff() != 1).nonzero().flatten()
                 first = int(targets[int(gaps[-1]) + 1 if len(gaps) else 0])
+                if first < 2:
+                    raise DataError(
+                        f"{run.config.where('distill.lmbda')}: a row is a text without a prompt, "
+                        "which no answer can be written to; set 0"
+                    )
                 if first:
                     yield ids[start : start + first].tolist()

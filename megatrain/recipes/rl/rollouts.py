@@ -14,7 +14,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, suppress
 from dataclasses import asdict, dataclass, field, replace
-from functools import cached_property, lru_cache
+from functools import cached_property, lru_cache, partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -34,7 +34,7 @@ from megatrain.errors import DataError, StorageError
 from megatrain.heartbeat import doing
 from megatrain.losses import IGNORE, LOSSES
 from megatrain.models.pretrained import digests_of, resolve_source
-from megatrain.recipes.frozen import checkpoint_of, reference_of
+from megatrain.recipes.frozen import SWEPT_TOKENS, model_in, reference_of, sweeps
 from megatrain.recipes.model import Model
 from megatrain.recipes.rl.advantages import Advantages, worth
 from megatrain.recipes.rl.journal import Journal, forget
@@ -266,12 +266,12 @@ class Rollouts:
         trained = [whole or self._trained(one) > 0 for one in answers]
         return answered_rows(prompts, [one.ids for one in answers], trained, values, given)
 
-    def begin(self, engine: Engine, stack: ExitStack, log: Path) -> None:
+    def begin(self, engine: Engine, stack: ExitStack, log: Path, *, trains: bool = True) -> None:
         """Write with this engine, and judge in processes that the stack ends. log: for what reward
-        functions print."""
+        functions print. trains: false needs no reference."""
         self.engine = engine
         self.judges = judges_of(self.config, stack, log)
-        if self.config.policy.beta:
+        if self.config.policy.beta and trains:
             self.reference = stack.enter_context(reference_of(self.config, engine))
 
     def evaluate(self, limit: int | None, stop: StopRequest) -> dict[str, float] | None:
@@ -361,7 +361,7 @@ class Rollouts:
                 file, _, name = one.rpartition(":")
                 digest.update(name.encode() + Path(file).read_bytes())
             else:
-                source = resolve_source(checkpoint_of(Path(one)), weights=False)
+                source = resolve_source(model_in(one), weights=False)
                 digest.update(json.dumps(digests_of(source), sort_keys=True).encode())
         found = {"settings": digest.hexdigest(), "prompts": self.rows.digest}
         return {**found, "megatrain": VERSION}
@@ -473,7 +473,8 @@ class Rollouts:
         one sweep."""
         numbers = range(len(rollout.answers))
         batches = [*self._micro_batches(self._rows(rollout, numbers, numbers, whole=True))]
-        found = engine.logprobs(batches, self.config.rollout.temperature)
+        cooled = partial(engine.logprobs, temperature=self.config.rollout.temperature)
+        found = (one for part in sweeps(batches, SWEPT_TOKENS) for one in cooled(part))
         for batch, values in zip(batches, found, strict=True):
             targets = batch["labels"] != IGNORE
             for row, number in enumerate(batch["row_value"].int().tolist()):

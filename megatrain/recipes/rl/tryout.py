@@ -42,7 +42,7 @@ def try_out(config: Config, prompts: int) -> dict[str, Any]:
         rollouts = Rollouts(
             rows=chosen, held_out=None, config=config, model=model, micro_batch_tokens=0
         )
-        rollouts.begin(engine, stack, log)
+        rollouts.begin(engine, stack, log, trains=False)
         began = time.perf_counter()
         count = config.policy.num_generations
         figures, groups = rollouts.answered(chosen, None, count, StopRequest())

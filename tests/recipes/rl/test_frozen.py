@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 import torch
 import transformers
 
+from megatrain.recipes.frozen import _lasts
 from megatrain.recipes.rl.advantages import leave_one_out
 from tests.helpers.commands import metrics_of, write_jsonl
 from tests.recipes.rl.test_rollout_runs import task
@@ -31,6 +33,15 @@ def test_the_reference_is_the_model_as_the_run_begins_and_holds_it(megatrain, ta
     assert len(loose) == len(held) == 10
     assert max(loose[0], held[0]) < 1e-6, "nothing was learnt before the first step"
     assert 0 < max(held[5:]) < max(loose[5:])
+    assert megatrain("rollout rl.yaml grpo.beta=3 --prompts 1").err.count("reading 37,792") == 1
+    weights = task / "model" / "model.safetensors"
+    shutil.copytree(weights.parent.resolve(), task / "own")
+    own = ("model=own", "output=other", "grpo.beta=0.1", "train.max_steps=2")
+    megatrain("train rl.yaml", *own)
+    data = (task / "own" / "model.safetensors").read_bytes()
+    (task / "own" / "model.safetensors").write_bytes(data[:-8] + bytes(8))
+    swapped = megatrain("resume other train.max_steps=4", code=7).err
+    assert "its reference (the model that it began with)" in swapped
     random = "train rl.yaml grpo.beta=0.1 model.path=null model.config=model model.init=random"
     assert "random weights are no reference" in megatrain(random, code=2).err
     ranks = megatrain("plan rl.yaml grpo.beta=0.1 --gpu H100 --ram 256GiB --gpus 2", code=2)
@@ -66,6 +77,7 @@ def test_a_reward_model_judges_as_in_transformers(megatrain, task):
     loading: Any = transformers.AutoModelForSequenceClassification
     model = loading.from_pretrained(task / "judge" / "final", dtype=torch.float32).eval()
     tokenizer = transformers.AutoTokenizer.from_pretrained(task / "judge" / "final")
+    # where padding is an end that rows may have, the token before it counts, as in transformers
     for one in found["answers"]:
         ids = tokenizer(one["prompt"] + one["answer"], return_tensors="pt").input_ids
         with torch.no_grad():
@@ -87,3 +99,9 @@ def test_what_a_frozen_model_takes_is_planned(megatrain, task):
     assert held["host"].keys() - alone["host"].keys() == {"reference's weights"}
     assert held["host"]["reference's weights"] >= 4 * 37_792
     assert held["timing"]["phases"]["reference"] > 0
+
+
+def test_a_row_that_ends_with_padding_is_scored_where_transformers_does():
+    ids = torch.tensor([[5, 6, 2, 2], [5, 2, 7, 8], [2, 2, 2, 2]])
+    at, _ = _lasts(ids, 2)
+    assert at.tolist() == [1, 7, 8]
