@@ -57,6 +57,7 @@ TEACHER_LOGITS = 1024  # targets whose logits a teacher gives at a time, unless 
 SCORED_AT_ONCE = 16  # micro-batches of a sweep
 
 
+# why: decision 0114
 def frozen_engine(source: str | Path, **keywords: Any) -> Engine:
     """An engine that reads only, with no optimizer state in RAM."""
     return Engine.from_pretrained(
