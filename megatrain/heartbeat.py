@@ -26,7 +26,7 @@ class Work:
 
     words: str
     share: Callable[[], float | None]
-    aloud: bool = True  # a log tells of it, too
+    aloud: bool = True  # a log tells of it, too: not of what each step does
     since: float = field(default_factory=time.monotonic)
 
 

@@ -269,7 +269,7 @@ def taught(loss: Any, batches: Sequence[Any]) -> Iterator[Sequence[Any]]:
     if not isinstance(loss, Distillation):
         yield batches
         return
-    with doing("asking the teacher"):
+    with doing("asking the teacher", aloud=False):
         parts = sweeps(batches, SWEPT_TOKENS)
         states = [found for part in parts for found in last_states(loss.teacher, part)]
     with held_head(loss.teacher) as loss.project:
@@ -312,7 +312,7 @@ class RewardModel:
         order = sorted(range(len(rows)), key=lambda number: -len(rows[number]))
         size = max(AUTO_MICRO_BATCH_TOKENS[self.engine.device.type], *map(len, rows))
         total = sum(map(len, rows)) * len(self.engine.skeleton.layers)
-        with doing(f"scoring by {self.folder}", total, TOKENS_SWEPT):
+        with doing(f"scoring by {self.folder}", total, TOKENS_SWEPT, aloud=False):
             for part in _parts(order, [len(rows[number]) for number in order], size):
                 may_end_here()
                 batches = [self._padded([rows[n] for n in numbers]) for numbers in part]

@@ -77,7 +77,7 @@ def on_policy(run: Any, batch: StepBatch) -> StepBatch:
         AnswerRequest(number, ids, (0,), min(longest, train.seq_len - len(ids)))
         for number, ids in enumerate(prompts)
     ]
-    with doing("writing answers"):
+    with doing("writing answers", aloud=False):
         found = {
             one.key: one.ids for one in run.engine.rollout(requests, draw, end_tokens(run.model))
         }

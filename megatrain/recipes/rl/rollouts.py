@@ -487,7 +487,7 @@ class Rollouts:
         divergence from it, with other advantages."""
         assert self.reference is not None
         began = time.perf_counter()
-        with doing("asking the reference"):
+        with doing("asking the reference", aloud=False):
             found = dict(self._logprobs(self.reference, rollout))
         spent = Counter[str](rollout.spent_s)
         spent.update({"rollout": time.perf_counter() - began})
