@@ -48,17 +48,20 @@ def recorded(
 
 def lines_left(text: str) -> list[str]:
     """Lines that stay on the screen: what is drawn over is not among them."""
-    lines, row = [""], 0
+    lines, row, column = [""], 0, 0
     for part in re.split(r"(\x1b\[[0-9;?]*[A-Za-z]|\r|\n)", text):
         if part == "\n":
             row += 1
             lines += [""] * (row + 1 - len(lines))
+        elif part == "\r":
+            column = 0
         elif part in ("\x1b[2K", "\x1b[K"):
-            lines[row] = ""
+            lines[row] = lines[row][: column * (part != "\x1b[2K")]
         elif moved := re.fullmatch(r"\x1b\[(\d+)A", part):
             row -= int(moved[1])
-        elif part and not part.startswith(("\x1b", "\r")):
-            lines[row] += part
+        elif part and not part.startswith("\x1b"):
+            lines[row] = lines[row][:column] + part + lines[row][column + len(part) :]
+            column += len(part)
     return [line.rstrip() for line in lines if line.strip()]
 
 

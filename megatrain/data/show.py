@@ -143,10 +143,11 @@ def show_rows(
             text = painted(ids, mask, tokenizer, colour)
             console.print(text if full else on_a_screen(text), soft_wrap=True)
     console.rule(style=CONTEXT_STYLE)
+    piped = not console.is_terminal  # a terminal's lines end at words
     for line in describe(rows):
-        console.print(line, soft_wrap=True, markup=False, highlight=False)
+        console.print(line, soft_wrap=piped, markup=False, highlight=False)
     for line in warnings(rows, held_out):
-        console.print(f"warning: {line}", soft_wrap=True, markup=False, highlight=False)
+        console.print(f"warning: {line}", soft_wrap=piped, markup=False, highlight=False)
 
 
 def _pieces(rows: Rows, index: int) -> Iterator[tuple[str, IdArray, MaskArray]]:

@@ -189,12 +189,12 @@ NAMED = 3  # arrays that a bar names
 def render(plan: Plan, console: Console, *, full: bool = False) -> None:
     """Print the verdict, where memory and time go, what to change and what the run costs. full: and
     then why, as tables."""
-    style = "bold green" if plan.fits else "bold red"
-    console.print(Text(verdict(plan), style=style), soft_wrap=True)
+    style, piped = "bold green" if plan.fits else "bold red", not console.is_terminal
+    console.print(Text(verdict(plan), style=style), soft_wrap=piped)
     for line in () if full else bars(plan):
-        console.print(Text(line), soft_wrap=True)
+        console.print(Text(line), soft_wrap=piped)
     for line in (*changes(plan), *(f"{name}: {words}" for name, words in economy(plan))):
-        console.print(Text(line), soft_wrap=True)
+        console.print(Text(line), soft_wrap=piped)
     if plan.on_gpus:
         console.print(_numbers(plan))
     if not full:
