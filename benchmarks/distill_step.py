@@ -1,0 +1,89 @@
+"""Times steps of `method: distill`, teacher and student of random weights, beside their plan.
+
+    python -m benchmarks.distill_step qwen2.5-7b qwen2.5-32b --tokens 65536 --seq-len 4096 --steps 3
+
+Shapes are named ones (megatrain/models/shapes.py) of one vocabulary. Prints a JSON line: seconds of
+the teacher's sweep and of the student's step, peaks of memory, and the same as planned.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import sys
+import time
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+import typer
+from transformers import AutoConfig
+
+from megatrain.config.load import bench_config
+from megatrain.engine.engine import Engine
+from megatrain.models.shapes import named_shape
+from megatrain.optim.optimizer import Frozen
+from megatrain.recipes import frozen
+from megatrain.recipes.bench import memory_of, resolve_shape
+from megatrain.recipes.setup import memory_errors, plan_run, quiet_libraries
+from megatrain.reporting.meters import GpuMeter
+from megatrain.settings import Settings
+
+
+def main(
+    student: str, teacher: str, tokens: int = 65_536, seq_len: int = 4096, steps: int = 3
+) -> None:
+    """Time the steps."""
+    quiet_libraries()
+    keys = {"method": "distill", "distill.teacher_model_name_or_path": teacher}
+    keys |= {"train.tokens_per_step": str(tokens), "train.seq_len": str(seq_len)}
+    config = bench_config(student, [f"{key}={value}" for key, value in keys.items()])
+    resolved = resolve_shape(config, None)
+    plan = plan_run(config, resolved, checkpoints_written=0)
+    plan.check()
+    loss: Any = resolved.request.loss
+    found: list[dict[str, float]] = []
+    with ExitStack() as stack:
+        stack.enter_context(memory_errors(plan))
+        engine = stack.enter_context(Engine.open_plan(plan))
+        described: Any = AutoConfig.for_model(**(named_shape(teacher) or {}))
+        options: dict[str, Any] = {"optimizer": Frozen(), "max_grad_norm": None, "seed": 1}
+        options |= {"precision": engine.precision, "device": str(engine.device)}
+        loss.teacher = stack.enter_context(
+            Engine.from_config(described, settings=Settings(), **options)
+        )
+        meter = stack.enter_context(GpuMeter(engine.device))
+        generator = torch.Generator().manual_seed(0)
+        rows = max(1, plan.choices.micro_batch_tokens // seq_len)
+        for step in range(steps + 1):
+            shape = tokens // seq_len, seq_len
+            ids = torch.randint(0, engine.anatomy.vocab_size, shape, generator=generator)
+            batches = [{"input_ids": part, "labels": part} for part in torch.split(ids, rows)]
+            began = time.perf_counter()
+            with frozen.taught(loss, batches) as given:
+                taught_s = time.perf_counter() - began
+                result = engine.train_step(given, loss, 1e-6)
+            seconds = time.perf_counter() - began
+            found.append({"teacher_s": taught_s, "step_s": seconds, "loss": result.loss})
+            print(f"step {step}: {found[-1]}", file=sys.stderr, flush=True)
+        memory = memory_of(engine, meter)
+    steady = {key: statistics.median(one[key] for one in found[1:]) for key in found[0]}
+    device = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
+    planned = {"step_s": plan.timing.seconds, "phases": plan.timing.phases}
+    planned |= {"gpu_bytes": plan.gpu_bytes, "host_bytes": plan.host_bytes}
+    about = {"student": student, "teacher": teacher, "tokens": tokens, "seq_len": seq_len}
+    print(
+        json.dumps(
+            {
+                "device": device,
+                **about,
+                "measured": {**steady, **memory},
+                "planned": planned,
+                "choices": str(plan.choices),
+            }
+        )
+    )
+
+
+if __name__ == "__main__":
+    typer.run(main)
