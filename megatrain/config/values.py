@@ -269,7 +269,7 @@ Method = Annotated[
     Literal[
         "sft", "pretrain", "dpo", "orpo", "simpo", "cpo", "kto", "reward", "grpo", "rloo", "distill"
     ],
-    dict.fromkeys(("ppo", "distill", "gkd"), _NOT_BUILT),
+    dict.fromkeys(("ppo", "gkd"), _NOT_BUILT),
 ]
 _PairLoss = Literal["sigmoid", "hinge", "ipo", "exo_pair", "nca_pair", "robust", "bco_pair"]
 _OtherLoss = Literal["sppo_hard", "aot", "aot_unpaired", "apo_zero", "apo_down", "discopop"]

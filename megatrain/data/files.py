@@ -80,10 +80,10 @@ def _open(path: Path) -> BinaryIO:
 
 def _lines(path: Path, file: IO[AnyStr]) -> Iterator[AnyStr]:
     """The lines of a data file. Raises DataError for one over LINE_BYTES, before it is all read."""
-    number = 0
+    number, packed = 0, path.suffix.lower() == PACKED
     while line := file.readline(LINE_BYTES + 1):
         number += 1
-        if path.suffix.lower() != PACKED:
+        if not packed:
             beat(DATA_READ, len(line))
         if len(line) > LINE_BYTES:
             advice = "a row's text must be shorter, each row in a line of its own"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Iterator
 from itertools import groupby
 from operator import itemgetter
@@ -14,15 +13,14 @@ import numpy as np
 
 from megatrain.data.rows import IdArray, MaskArray, PackedRows, Rows, TokenRows
 from megatrain.data.samples import JUDGED, PAIRS, PLAIN, PROMPTS
-from megatrain.errors import printable
+from megatrain.errors import number_of, printable
 
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.text import Text
     from transformers import PreTrainedTokenizerBase
 
-HELD_OUT = "rows held out for evaluation"
-_WHAT = {PLAIN: "rows", PAIRS: "pairs", JUDGED: "judged rows", PROMPTS: "prompts"}
+_NOUNS = {PLAIN: "row", PAIRS: "pair", JUDGED: "judged row", PROMPTS: "prompt"}
 BARS = "▁▂▃▄▅▆▇█"
 BINS = 16
 # Of a row, unless it is shown in full: a screen of 80 x 24.
@@ -71,43 +69,43 @@ def describe(rows: Rows) -> list[str]:
     """The summary as plain lines; a line about what was lost only where something was."""
     found, counts = summary(rows), rows.counts
     tokens, targets = found["tokens"], found["target_tokens"]
-    kind = _WHAT[rows.kind]
+    what = number_of(found["rows"], _NOUNS[rows.kind])
     if found["packed"]:
-        kind = "blocks of packed documents"
+        what = f"{number_of(found['rows'], 'block')} of packed documents"
     if found["wanted_rows"] is not None:
-        kind += f", {found['wanted_rows']:,} of them wanted"
+        what += f", {found['wanted_rows']:,} of them wanted"
     sizes = f"{tokens:,} tokens"
     if rows.kind != PROMPTS:  # whose targets are written later
         sizes += f", {targets:,} of them targets ({targets / tokens:.1%})"
     which = "one of their answers" if rows.kind == PAIRS else "them"
     first, cut = next(iter(counts.first_bad), ""), counts.truncated_tokens
     lost = (
-        (found["remainder_tokens"], "tokens left over, which the last block holds"),
-        (counts.bad, f"of {counts.read:,} rows are bad and skipped; the first: {first}"),
-        (counts.truncated, f"rows cut to seq_len; {cut:,} tokens are not trained on"),
-        (counts.split_texts, "texts longer than a row; method: pretrain packs texts"),
-        (counts.too_long, "rows dropped, because they are longer than seq_len"),
-        (counts.without_target, f"rows dropped, because no token to train on is left in {which}"),
-        (counts.rewritten_turns, "earlier answers trained on as the chat template has them"),
+        (found["remainder_tokens"], "token", "left over, which the last block holds"),
+        (counts.truncated, "row", f"cut to seq_len; {cut:,} tokens are not trained on"),
+        (counts.split_texts, "text", "longer than a row; method: pretrain packs texts"),
+        (counts.too_long, "row", "dropped, because they are longer than seq_len"),
+        (counts.without_target, "row", f"dropped, because no token to train on is left in {which}"),
+        (counts.rewritten_turns, "earlier answer", "trained on as the chat template has them"),
     )
     longest = f"longest {found['longest']:,}"
     if rows.kind == PAIRS:
         longest += f" (of one answer and its prompt {found['longest_sequence']:,})"
     length = f"length: median {found['median']:,}, {longest}  {histogram(rows)}"
-    more = [count_of(count, what) for count, what in lost if count]
+    more = [f"{number_of(count, noun)} {how}" for count, noun, how in lost if count]
+    if counts.bad:
+        bad = f"{counts.bad:,} of {counts.read:,} rows are bad and skipped; the first: {first}"
+        more.insert(found["remainder_tokens"] > 0, bad)
     ways = [f"{count:,} {way}" for way, count in counts.wrapped.items()]
     if ways:
         more.insert(0, f"rows became text: {'; '.join(ways)}")
     if counts.unread:
         more.append(f"columns that are not read: {printable(', '.join(counts.unread))}")
-    return [f"{count_of(found['rows'], kind)}, {sizes}", length, *more, *counts.choices]
+    return [f"{what}, {sizes}", length, *more, *counts.choices]
 
 
-def count_of(count: int, plural: str) -> str:
-    """A number and words that begin with a plural: `2 rows cut`, `1 row cut`, `1 of 9 rows`."""
-    if count == 1 and not plural.startswith("of "):
-        plural = re.sub(r"s\b", "", plural, count=1)
-    return f"{count:,} {plural}"
+def held_out_line(held_out: Rows) -> str:
+    """The count of the rows that evaluations compute."""
+    return f"{number_of(len(held_out), 'row')} held out for evaluation"
 
 
 def warnings(rows: Rows, held_out: Rows | None = None) -> list[str]:

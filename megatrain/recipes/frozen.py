@@ -1,7 +1,8 @@
-"""Frozen models beside the one that learns: the reference of `beta`, and reward models as judges.
+"""Frozen models beside the one that learns: the reference of `beta`, reward models as judges, and
+the teacher of `method: distill`.
 
 Each is an engine without optimizer state: its weights lie in host RAM, 2 bytes each in bfloat16,
-and pass through the device in a sweep over all answers of a rollout.
+and pass through the device in sweeps over up to `SWEPT_TOKENS` of a rollout's or a step's tokens.
 """
 
 from __future__ import annotations
@@ -15,12 +16,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoConfig, PretrainedConfig
 
 from megatrain.config import Config
 from megatrain.config.fields import is_function, judge_name
 from megatrain.config.resuming import CONFIG_FILE
-from megatrain.data.loader import MicroBatch
+from megatrain.data.micro_batches import MicroBatch, cuts
 from megatrain.data.samples import PROMPTS, name_for
 from megatrain.engine.engine import Engine
 from megatrain.engine.inference import held_head, last_states
@@ -54,7 +56,6 @@ if TYPE_CHECKING:
 REFERENCE, TEACHER = "reference", "teacher"
 SWEPT_TOKENS = 1 << 16  # of a sweep of frozen weights, whose hidden states are on the device
 TEACHER_LOGITS = 1024  # targets whose logits a teacher gives at a time, unless the user says more
-SCORED_AT_ONCE = 16  # micro-batches of a sweep
 
 
 # why: decision 0114
@@ -201,9 +202,9 @@ def reference_of(config: Config, policy: Engine) -> Engine:
     return frozen_engine(config.model.source, attention=config.attention, **how, **told)
 
 
-def check_teacher(config: Config, model: Model) -> None:
-    """Raise ConfigError for a teacher of another vocabulary and a reference that nobody has, and
-    ModelError for no model."""
+def check_reference_and_teacher(config: Config, model: Model) -> None:
+    """Raise ConfigError for a reference of random weights, or a teacher with another vocabulary or
+    beside a model that sees images; and ModelError for a teacher that is no model."""
     if beta_of(config) and config.model.init == "random":
         where = config.where(f"{config.method}.beta")
         raise ConfigError(f"{where}: random weights are no reference; set 0")
@@ -232,10 +233,10 @@ def frozen_digest(config: Config) -> str | None:
     return name_for({"models": found}) if found else None
 
 
-def check_frozen(config: Config, state: Mapping[str, Any]) -> None:
+def check_frozen(config: Config, state: Mapping[str, Any], digest: str | None) -> None:
     """Raise StorageError where a run that goes on has another reference or teacher than it began
-    with. state: of its checkpoint."""
-    if state.get("frozen") not in (None, frozen_digest(config)):
+    with. state: of its checkpoint; digest: `frozen_digest` of what it has now."""
+    if state.get("frozen") not in (None, digest):
         raise StorageError(
             f"{config.output}: its {REFERENCE} (the model that it began with) or its {TEACHER} has "
             "changed since; bring that model back, or start a new run"
@@ -310,14 +311,15 @@ class RewardModel:
                 )
         found, pad_id = list[float](), self.engine.skeleton.config.get_text_config().pad_token_id
         order = sorted(range(len(rows)), key=lambda number: -len(rows[number]))
-        size = max(AUTO_MICRO_BATCH_TOKENS[self.engine.device.type], *map(len, rows))
-        total = sum(map(len, rows)) * len(self.engine.skeleton.layers)
+        lengths = [len(rows[number]) for number in order]
+        spans = cuts(lengths, AUTO_MICRO_BATCH_TOKENS[self.engine.device.type])
+        batches = (self._padded([rows[n] for n in order[slice(*span)]]) for span in spans)
+        total = sum(lengths) * len(self.engine.skeleton.layers)
         with doing(f"scoring by {self.folder}", total, TOKENS_SWEPT, aloud=False):
-            for part in _parts(order, [len(rows[number]) for number in order], size):
+            for part in sweeps(batches, SWEPT_TOKENS):
                 may_end_here()
-                batches = [self._padded([rows[n] for n in numbers]) for numbers in part]
-                lasts = [_lasts(one["input_ids"], pad_id) for one in batches]
-                for values, _ in self.engine.score(batches, lasts):
+                lasts = [_lasts(one["input_ids"], pad_id) for one in part]
+                for values, _ in self.engine.score(part, lasts):
                     found += values.tolist()
         scores = iter([score for _, score in sorted(zip(order, found, strict=True))])
         return [[next(scores) for _ in group.completions] for group in groups]
@@ -333,23 +335,9 @@ class RewardModel:
             text = str(tokenizer.apply_chat_template(turns, tokenize=False))
         return list(tokenizer(text, add_special_tokens=False).input_ids) or [self.model.pad_id]
 
-    def _padded(self, rows: Sequence[Sequence[int]]) -> dict[str, torch.Tensor]:
-        longest = max(map(len, rows))
-        ids = torch.full((len(rows), longest), self.model.pad_id)
-        for row, tokens in zip(ids, rows, strict=True):
-            row[: len(tokens)] = torch.tensor(tokens)
-        return {"input_ids": ids}
-
-
-def _parts(numbers: Sequence[int], lengths: Sequence[int], size: int) -> list[list[list[int]]]:
-    """Sweeps of micro-batches of rows, longest first."""
-    batches, longest = list[list[int]](), 0
-    for number, length in zip(numbers, lengths, strict=True):
-        if not batches or longest * (len(batches[-1]) + 1) > size:
-            batches.append([])
-            longest = length
-        batches[-1].append(number)
-    return [batches[n : n + SCORED_AT_ONCE] for n in range(0, len(batches), SCORED_AT_ONCE)]
+    def _padded(self, rows: Sequence[Sequence[int]]) -> MicroBatch:
+        ids = [torch.tensor(row) for row in rows]
+        return {"input_ids": pad_sequence(ids, batch_first=True, padding_value=self.model.pad_id)}
 
 
 def _lasts(ids: torch.Tensor, pad_id: int | None) -> tuple[torch.Tensor, torch.Tensor]:

@@ -21,7 +21,7 @@ from megatrain.data.images import Sight, picture_of
 from megatrain.data.micro_batches import MicroBatch, ReferenceArray, check_longest, micro_batches
 from megatrain.data.rows import Rows, TokenRows
 from megatrain.data.samples import PROMPTS, Picture
-from megatrain.data.show import HELD_OUT, count_of, show_rows, summary
+from megatrain.data.show import held_out_line, show_rows, summary
 from megatrain.engine.engine import Engine
 from megatrain.engine.request import choose_device, config_of_source, least_tokens
 from megatrain.errors import ConfigError, DataError, logger
@@ -68,7 +68,7 @@ def show_data(
     if about_stops := model.about_stops:
         shown.print(about_stops, soft_wrap=True, markup=False, highlight=False)
     if held_out is not None:
-        shown.print(count_of(len(held_out), HELD_OUT), highlight=False)
+        shown.print(held_out_line(held_out), highlight=False)
     return None
 
 

@@ -17,7 +17,7 @@ from megatrain.data.build import Expected
 from megatrain.data.loader import Loader
 from megatrain.data.rows import Rows, TokenRows
 from megatrain.data.samples import PROMPTS
-from megatrain.data.show import HELD_OUT, count_of
+from megatrain.data.show import held_out_line
 from megatrain.data.streaming import Stream
 from megatrain.engine.components import deterministic
 from megatrain.engine.resolved import Machine, Resolved, piece_tokens
@@ -31,7 +31,7 @@ from megatrain.models.pretrained import cached_source, digests_of, resolve_sourc
 from megatrain.planner.job import ImageTokens, StepTokens
 from megatrain.planner.plan import Plan
 from megatrain.recipes.describe import RANKS, SUMS, other_circumstances, summarize
-from megatrain.recipes.frozen import check_teacher
+from megatrain.recipes.frozen import check_reference_and_teacher
 from megatrain.recipes.loop import fit, saves_beside
 from megatrain.recipes.model import (
     TEMPLATE,
@@ -208,7 +208,7 @@ def get_ready(
     if new:
         check_weights(config.model.source)
     model = suited(model or read_model(config), config)
-    check_teacher(config, model)
+    check_reference_and_teacher(config, model)
     given, asked = None, config
     if METHODS[config.method].kind == PROMPTS:  # how long rows are follows from them
         given = read_prompt_rows(config, model, day_of(config))
@@ -280,7 +280,7 @@ def open_loader(
     if about_stops := model.about_stops:
         logger.info(about_stops)
     if held_out is not None:
-        logger.info(count_of(len(held_out), HELD_OUT))
+        logger.info(held_out_line(held_out))
     return *plan_and_loader(config, model, resolved, rows, windows, held_out), held_out
 
 

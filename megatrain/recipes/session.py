@@ -164,14 +164,14 @@ def open_run(
         describe_run(ready)
     may_end_here()
     engine, reference, held_out_references = open_engine(ready, stack, resuming)
-    state, source = dict(BEGINNING), None
+    state, source, frozen = dict(BEGINNING), None, frozen_digest(config)
     if resuming is not None:
         source, state = _load_checkpoint(ready, engine, resuming)
-        check_frozen(config, state)
+        check_frozen(config, state, frozen)
         describe_run(ready)
     named = resuming is not None and resuming.named
     kept = decided_for_ranks(plan) | ({"reference": reference} if reference else {})
-    kept |= {"frozen": frozen} if (frozen := frozen_digest(config)) else {}
+    kept |= {"frozen": frozen} if frozen else {}
     kept["held_out"] = ready.held_out.digest if ready.held_out else None
     evaluates = ready.held_out is not None or bool(ready.prompts)
     total, gpu, step = loader.steps_total(), machine.hardware.gpu, state["step"]

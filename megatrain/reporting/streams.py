@@ -156,26 +156,24 @@ class Busy:
 
     def _draw(self) -> None:
         with self.lock:
-            self._draw_free()
-
-    def _draw_free(self) -> None:
-        waited = time.monotonic() - self._since
-        if self._stream is None or not self._free or waited < SHOWN_AFTER_S:
-            return
-        frames = FRAMES if "utf" in str(self._stream.encoding).lower() else "|/-"
-        self._frame, self._shown = self._frame + 1, True
-        loaded = [name for name in ("torch", "transformers") if name in sys.modules]
-        work = under_way()
-        words = how_far(work) if work else ("starting", "loading PyTorch", "working")[len(loaded)]
-        if work is None or work.share() is None:
-            words += f" {waited:.0f}s"
-        moved = (
-            f", {beats(what) / 2**30:.1f} GiB {how}"
-            for what, how in MOVED
-            if beats(what) > SAID_BYTES
-        )
-        line = f"{frames[self._frame % len(frames)]} {printable(words)}{''.join(moved)}"
-        self._stream.raw(f"\r{line[: width_of(self._stream) - 1]}\x1b[K")
+            waited = time.monotonic() - self._since
+            if self._stream is None or not self._free or waited < SHOWN_AFTER_S:
+                return
+            frames = FRAMES if "utf" in str(self._stream.encoding).lower() else "|/-"
+            self._frame, self._shown = self._frame + 1, True
+            loaded = [name for name in ("torch", "transformers") if name in sys.modules]
+            work = under_way()
+            before = ("starting", "loading PyTorch", "working")[len(loaded)]
+            words = how_far(work) if work else before
+            if work is None or work.share() is None:
+                words += f" {waited:.0f}s"
+            moved = (
+                f", {beats(what) / 2**30:.1f} GiB {how}"
+                for what, how in MOVED
+                if beats(what) > SAID_BYTES
+            )
+            line = f"{frames[self._frame % len(frames)]} {printable(words)}{''.join(moved)}"
+            self._stream.raw(f"\r{line[: width_of(self._stream) - 1]}\x1b[K")
 
 
 def width_of(stream: Lasting) -> int:

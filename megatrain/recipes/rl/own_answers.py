@@ -92,7 +92,7 @@ def on_policy(run: Any, batch: StepBatch) -> StepBatch:
 
 def prompts_in(run: Any, batch: MicroBatch) -> Iterator[list[int]]:
     """The tokens before the last answer of each row of a micro-batch. Raises ConfigError for rows
-    with more than tokens."""
+    that hold more than tokens, such as images, and DataError for one without a prompt."""
     if more := batch.keys() - KNOWN:
         where = run.config.where("distill.lmbda")
         raise ConfigError(f"{where}: rows with {min(more)} cannot be answered anew; set 0")
@@ -112,5 +112,4 @@ def prompts_in(run: Any, batch: MicroBatch) -> Iterator[list[int]]:
                         f"{run.config.where('distill.lmbda')}: a row is a text without a prompt, "
                         "which no answer can be written to; set 0"
                     )
-                if first:
-                    yield ids[start : start + first].tolist()
+                yield ids[start : start + first].tolist()

@@ -470,7 +470,7 @@ class Rollouts:
 
     def _logprobs(self, engine: Engine, rollout: Rollout) -> Iterator[tuple[int, list[float]]]:
         """Each answer's number and the log-probabilities of its tokens, of this rank's answers, in
-        one sweep."""
+        sweeps of up to SWEPT_TOKENS."""
         numbers = range(len(rollout.answers))
         batches = [*self._micro_batches(self._rows(rollout, numbers, numbers, whole=True))]
         cooled = partial(engine.logprobs, temperature=self.config.rollout.temperature)
