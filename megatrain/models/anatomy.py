@@ -56,8 +56,8 @@ class Anatomy:
 
     @property
     def first_trained(self) -> int:
-        """The first block that a step updates: backward ends there."""
-        return next(block.index for block in self.blocks if block.trains)
+        """The first block that a step updates: backward ends there. The head where none does."""
+        return next((block.index for block in self.blocks if block.trains), self.head.index)
 
     @property
     def outputs(self) -> int:

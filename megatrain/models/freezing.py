@@ -52,6 +52,12 @@ def freeze(anatomy: Anatomy, patterns: Sequence[str], name: str = "freeze") -> A
     return _with_frozen(anatomy, frozen)
 
 
+def freeze_all(anatomy: Anatomy) -> Anatomy:
+    """The anatomy of a model that is only read."""
+    streamed = {spec.name for block in anatomy.blocks for spec in block.layout.tensors}
+    return _with_frozen(anatomy, streamed)
+
+
 def _takes(anatomy: Anatomy, pattern: str, name: str) -> bool:
     prefix = f"{anatomy.published.prefix}."
     return fnmatchcase(name, pattern) or fnmatchcase(name.removeprefix(prefix), pattern)
