@@ -22,12 +22,10 @@ from transformers import AutoConfig
 from megatrain.config.load import bench_config
 from megatrain.engine.engine import Engine
 from megatrain.models.shapes import named_shape
-from megatrain.optim.optimizer import Frozen
 from megatrain.recipes import frozen
 from megatrain.recipes.bench import memory_of, resolve_shape
 from megatrain.recipes.setup import memory_errors, plan_run, quiet_libraries
 from megatrain.reporting.meters import GpuMeter
-from megatrain.settings import Settings
 
 
 def main(
@@ -47,11 +45,8 @@ def main(
         stack.enter_context(memory_errors(plan))
         engine = stack.enter_context(Engine.open_plan(plan))
         described: Any = AutoConfig.for_model(**(named_shape(teacher) or {}))
-        options: dict[str, Any] = {"optimizer": Frozen(), "max_grad_norm": None, "seed": 1}
-        options |= {"precision": engine.precision, "device": str(engine.device)}
-        loss.teacher = stack.enter_context(
-            Engine.from_config(described, settings=Settings(), **options)
-        )
+        how = frozen.READS | frozen.computing_as(engine)
+        loss.teacher = stack.enter_context(Engine.from_config(described, seed=1, **how))
         meter = stack.enter_context(GpuMeter(engine.device))
         generator = torch.Generator().manual_seed(0)
         rows = max(1, plan.choices.micro_batch_tokens // seq_len)

@@ -33,7 +33,6 @@ from megatrain.models.transforms.fp8 import Fp8Policy
 from megatrain.models.transforms.kept_attention import most_kept
 from megatrain.optim import Optimizer
 from megatrain.optim.muon import check_one_rank
-from megatrain.optim.optimizer import Frozen
 from megatrain.settings import Settings
 from megatrain.world import ALONE, World
 
@@ -78,8 +77,6 @@ class Engine(Constructors):
         seed: int = 0,
         world: World = ALONE,
     ) -> None:
-        if isinstance(optimizer, Frozen):
-            skeleton.freeze_all()
         self.skeleton, self.anatomy, self.hf_config = skeleton, skeleton.anatomy, skeleton.config
         self.published, self.constants = self.anatomy.published.tensors, skeleton.constants
         self.optimizer, self.precision = optimizer, precision

@@ -7,9 +7,8 @@ runs in fp32: fused without an fp32 copy of the logits, else on a few rows at a 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
 from typing import Any
 
 import torch
@@ -17,10 +16,8 @@ from torch import Tensor
 
 from megatrain.engine.products import Sum, SummingInto, add_gradients
 from megatrain.losses import Loss, Tally, Targets
+from megatrain.losses.logit_rows import compiled, pieces
 from megatrain.losses.sequences import TARGETS
-
-# The fp32 copy of the rows that an unfused softmax takes at a time: an L2 cache's worth.
-FP32_TEMPORARY_BYTES = 32 << 20
 
 # Autograd's nodes, by name. A product's gradient needs its factors, never its result.
 VIEWS = {"AliasBackward0", "SqueezeBackward1", "UnsafeViewBackward0", "ViewBackward0"}
@@ -87,20 +84,6 @@ def row_entropies(logits: Tensor, temperature: float) -> Tensor:
     """fp32 [n]: the entropy of each row's distribution, in nats."""
     probabilities = (logits.float() / temperature).softmax(dim=1)
     return -torch.xlogy(probabilities, probabilities).sum(dim=1)
-
-
-@cache
-def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    """`function` as one kernel, compiled at its first call, and for other numbers of rows."""
-    # Variants are not timed against each other: to time one that writes over the logits, torch
-    # would save these in pinned host RAM, up to 4 GiB that are never given back.
-    return torch.compile(function, options={"triton.autotune_pointwise": False})
-
-
-def pieces(logits: Tensor, fused: bool = False) -> Iterator[slice]:
-    """Slices of rows whose fp32 copy fits FP32_TEMPORARY_BYTES; all rows, without one, if fused."""
-    step = max(1, len(logits) if fused else FP32_TEMPORARY_BYTES // (4 * logits.shape[-1]))
-    return (slice(start, start + step) for start in range(0, len(logits), step))
 
 
 def token_logprobs(

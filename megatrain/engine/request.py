@@ -23,11 +23,13 @@ from megatrain.machine.datasheets import parse_size
 from megatrain.machine.hardware import bf16_is_fast
 from megatrain.models.anatomy import Anatomy
 from megatrain.models.family import regimes_of
+from megatrain.models.freezing import freeze_all
 from megatrain.models.pretrained import ModelSource, read_model_config, resolve_source
 from megatrain.models.skeleton import Skeleton
 from megatrain.models.transforms.fp8 import fp8_supported
 from megatrain.models.ulysses import why_not_in_pieces
 from megatrain.optim import AdamW, Optimizer
+from megatrain.optim.optimizer import Frozen
 from megatrain.schedule import UNCHANGED, layers_back
 from megatrain.settings import Settings, contradiction
 from megatrain.storage.manifest import check_description
@@ -232,6 +234,8 @@ def skeleton_of(request: Request, precision: str) -> Skeleton:
     )
     patterns = skeleton.findings.towers if request.freeze is None else request.freeze
     skeleton.freeze(patterns, request.where("freeze"))
+    if isinstance(request.optimizer, Frozen):
+        skeleton.train_as(freeze_all(skeleton.anatomy))
     return skeleton
 
 

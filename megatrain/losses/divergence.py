@@ -3,17 +3,17 @@ vocabularies: generalised Jensen-Shannon (Agarwal et al., 2024), with names and 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from megatrain.errors import ConfigError, DataError
+from megatrain.losses.logit_rows import compiled, pieces
 from megatrain.losses.targets import IGNORE, Targets
 
 TEACHER = "token_teacher"  # a teacher's last hidden states at the targets of a micro-batch
-ROWS_BYTES = 32 << 20  # of each fp32 temporary
 
 
 class Distillation:
@@ -47,13 +47,17 @@ class Distillation:
             raise DataError(f"a micro-batch has no {TEACHER}, or no teacher's head is held")
         with torch.no_grad():
             theirs = self.project(targets.teacher.to(logits.device, non_blocking=True))
-        return divergences(logits, theirs, self.beta, self.temperature)
+        return divergences(logits, theirs, self.beta, self.temperature, fused)
 
 
-def divergences(logits: Tensor, theirs: Tensor, beta: float, temperature: float) -> Tensor:
+def divergences(
+    logits: Tensor, theirs: Tensor, beta: float, temperature: float, fused: bool = False
+) -> Tensor:
     """The divergence of each row, fp32 [n], differentiable at `logits` [n, vocab]. Where the
-    teacher's vocabulary is padded to another width, the part that both have counts."""
-    return _Divergences.apply(logits, theirs, beta, temperature)  # type: ignore[no-any-return,no-untyped-call]
+    teacher's vocabulary is padded to another width, the part that both have counts. fused: compile
+    the passes over both, which takes a C compiler."""
+    given = logits, theirs, beta, temperature, fused
+    return _Divergences.apply(*given)  # type: ignore[no-any-return,no-untyped-call]
 
 
 class _Divergences(torch.autograd.Function):
@@ -62,24 +66,34 @@ class _Divergences(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, logits: Tensor, theirs: Tensor, beta: float, temperature: float
+        ctx: Any, logits: Tensor, theirs: Tensor, beta: float, temperature: float, fused: bool
     ) -> Tensor:
         found = logits.new_empty(len(logits), dtype=torch.float32)
-        width = min(logits.shape[1], theirs.shape[1])
-        alike = (theirs.shape, theirs.dtype) == (logits.shape, logits.dtype)
-        grad = theirs if alike else torch.zeros_like(logits)
-        for rows in _pieces(logits):
-            ours = (logits[rows, :width].float() / temperature).log_softmax(1)
-            wanted = (theirs[rows, :width].float() / temperature).log_softmax(1)
-            found[rows], of_logits = divergence(ours, wanted, beta)
-            grad[rows, :width] = of_logits.div_(temperature).to(grad.dtype)
+        width, grad = min(logits.shape[1], theirs.shape[1]), theirs
+        if (theirs.shape, theirs.dtype) != (logits.shape, logits.dtype):
+            grad = torch.zeros_like(logits)
+            grad[:, :width] = theirs[:, :width]
+        measure = compiled(divergence_) if fused else divergence_
+        for rows in pieces(logits, fused):
+            both = logits.detach()[rows, :width], grad[rows, :width]
+            found[rows] = measure(*both, beta, temperature)
         ctx.save_for_backward(grad)
         return found
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None, None]:
         (grad,) = ctx.saved_tensors
-        return grad.mul_(grads[0].unsqueeze(1).to(grad.dtype)), None, None, None
+        return grad.mul_(grads[0].unsqueeze(1).to(grad.dtype)), None, None, None, None
+
+
+def divergence_(logits: Tensor, theirs: Tensor, beta: float, temperature: float) -> Tensor:
+    """The divergence of each row, fp32 [n], of logits [n, vocab]; its gradient at them is written
+    over the teacher's."""
+    ours = (logits.float() / temperature).log_softmax(1)
+    wanted = (theirs.float() / temperature).log_softmax(1)
+    found, of_logits = divergence(ours, wanted, beta)
+    theirs.copy_(of_logits / temperature)
+    return found
 
 
 def divergence(ours: Tensor, wanted: Tensor, beta: float) -> tuple[Tensor, Tensor]:
@@ -95,8 +109,3 @@ def divergence(ours: Tensor, wanted: Tensor, beta: float) -> tuple[Tensor, Tenso
         slope = (1 - beta) * (ours - mixed)
         found = beta * (q * (wanted - mixed)).sum(1) + (p * slope).sum(1)
     return found, p * (slope - (p * slope).sum(1, keepdim=True))
-
-
-def _pieces(logits: Tensor) -> Iterator[slice]:
-    step = max(1, ROWS_BYTES // (4 * logits.shape[1]))
-    return (slice(start, start + step) for start in range(0, len(logits), step))

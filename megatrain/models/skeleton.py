@@ -26,7 +26,7 @@ from megatrain.models.family import (
     longest_sequence,
     refuse_what_is_not_built,
 )
-from megatrain.models.freezing import freeze, freeze_all
+from megatrain.models.freezing import freeze
 from megatrain.models.meta import to_meta, zeros_outside
 from megatrain.models.names import published
 from megatrain.models.pretrained import is_classifier
@@ -144,14 +144,11 @@ class Skeleton:
     def freeze(self, patterns: Sequence[str], name: str = "freeze") -> None:
         """Before anything is bound: as `models.freezing.freeze`, which raises ConfigError."""
         if patterns:
-            self._take_frozen(freeze(self.anatomy, patterns, name))
+            self.train_as(freeze(self.anatomy, patterns, name))
             self.freezes = tuple(patterns)
 
-    def freeze_all(self) -> None:
-        """Before anything is bound: for an engine that only reads, which then has weights alone."""
-        self._take_frozen(freeze_all(self.anatomy))
-
-    def _take_frozen(self, anatomy: Anatomy) -> None:
+    def train_as(self, anatomy: Anatomy) -> None:
+        """Before anything is bound: train what is not frozen in `anatomy`, which is this one's."""
         self.anatomy = anatomy
         # layers' own stay as they are until they are bound: fp8 leaves alone what does not train
         for block in (self.anatomy.embed, self.anatomy.head):

@@ -120,7 +120,7 @@ class StepCosts:
             bound_by={phase: timeline.bound_by(phase) for phase in timeline.phases},
             tokens_per_s=tokens_per_s,
             tflops=flops * tokens_per_s / self.job.size / 1e12,
-            reference_s=ratio * self._forward_alone() if self.job.refers else 0.0,
+            reference_s=ratio * self.forward_alone() if self.job.refers else 0.0,
         )
 
     @cached_property
@@ -242,7 +242,7 @@ class StepCosts:
             work, chunk, rate, compiled=compiled
         )
 
-    def _forward_alone(self) -> float:
+    def forward_alone(self) -> float:
         """Seconds of a step's tokens without gradients or updates: weights come up beside it."""
         chunks, forward, _ = self._head_chunks()
         computing = sum(block.forward for block in self.blocks)

@@ -24,13 +24,14 @@ from megatrain.config.fields import is_function, judge_name
 from megatrain.config.resuming import CONFIG_FILE
 from megatrain.data.micro_batches import MicroBatch, cuts
 from megatrain.data.samples import PROMPTS, name_for
+from megatrain.engine.components import PRECISIONS
 from megatrain.engine.engine import Engine
 from megatrain.engine.inference import held_head, last_states
+from megatrain.engine.resolved import next_token_on_meta, scores_on_meta
 from megatrain.errors import ConfigError, DataError, StorageError
 from megatrain.heartbeat import TOKENS_SWEPT, doing, may_end_here
 from megatrain.losses import Distillation
 from megatrain.losses.divergence import TEACHER as STATES
-from megatrain.machine.profile import interpolate
 from megatrain.methods import METHODS
 from megatrain.models.anatomy import layouts_of
 from megatrain.models.pretrained import (
@@ -43,32 +44,39 @@ from megatrain.models.shapes import named_shape
 from megatrain.models.skeleton import Skeleton
 from megatrain.optim.optimizer import Frozen
 from megatrain.planner.activations import WEIGHT_BYTES
-from megatrain.planner.job import FrozenModel
+from megatrain.planner.cost.dry_run import shape_of
+from megatrain.planner.job import Choices, FrozenModel, Job
+from megatrain.planner.memory import Layout
 from megatrain.planner.search import AUTO_MICRO_BATCH_TOKENS
+from megatrain.planner.timing import StepCosts
 from megatrain.recipes.model import Model, check_writes, describe_model
 from megatrain.schedule import slot_sizes
 from megatrain.settings import Settings
 from megatrain.storage.run_folder import find_checkpoint
 
 if TYPE_CHECKING:
-    from megatrain.engine.resolved import Machine, Resolved
+    from megatrain.engine.resolved import Resolved
+    from megatrain.planner.cost.shape import ModelShape
 
 REFERENCE, TEACHER = "reference", "teacher"
 SWEPT_TOKENS = 1 << 16  # of a sweep of frozen weights, whose hidden states are on the device
 TEACHER_LOGITS = 1024  # targets whose logits a teacher gives at a time, unless the user says more
+# Keywords of an engine that reads only.
+READS: Any = {"optimizer": Frozen(), "max_grad_norm": None, "router_aux_loss_coef": 0.0}
 
 
 # why: decision 0114
 def frozen_engine(source: str | Path, **keywords: Any) -> Engine:
     """An engine that reads only, with no optimizer state in RAM."""
-    return Engine.from_pretrained(
-        source,
-        optimizer=Frozen(),
-        max_grad_norm=None,
-        router_aux_loss_coef=0.0,
-        settings=Settings(),
-        **keywords,
-    )
+    return Engine.from_pretrained(source, **READS, **{"settings": Settings(), **keywords})
+
+
+def computing_as(engine: Engine) -> dict[str, Any]:
+    """Keywords of a frozen engine that computes as `engine` does, on the same device."""
+    names = "compile", "fused_loss", "lengths_vary"
+    settings = Settings(**{name: getattr(engine.settings, name) for name in names})
+    how = {"precision": engine.precision, "device": str(engine.device)}
+    return {**how, "settings": settings}
 
 
 def checkpoint_of(path: Path) -> Path:
@@ -84,23 +92,23 @@ def checkpoint_of(path: Path) -> Path:
 def besides(config: Config, resolved: Resolved) -> tuple[FrozenModel, ...]:
     """Memory and time of the config's frozen models. Raises ConfigError and ModelError."""
     found, rollout = list[FrozenModel](), config.rollout
+    dtype = PRECISIONS[resolved.machine.precision]
     if (teacher := config.distill.teacher_model_name_or_path) is not None:
-        described: Any = config_of_teacher(teacher)
-        return _alone(config, [_teacher(Skeleton(described), resolved)], resolved)
+        skeleton = Skeleton(config_of_teacher(teacher), dtype=dtype)
+        return (_teacher(config, skeleton, resolved),)
     if METHODS[config.method].kind != PROMPTS:
         return ()
     steps = rollout.steps_per_generation * config.policy.num_iterations
     tokens = rollout.generation_batch_size * (resolved.request.seq_len or 0) / steps
-    take = partial(_beside, machine=resolved.machine, tokens=tokens, sweeps=1 / steps)
+    take = partial(_beside, config, resolved, tokens=tokens, sweeps=1 / steps)
     if config.policy.beta:
-        found.append(take(REFERENCE, resolved.skeleton, resolved.shape.active_parameters))
+        found.append(take(REFERENCE, resolved.skeleton, shape=resolved.shape))
     for folder in reward_models(config):
         source = resolve_source(model_in(folder), weights=False)
         described = read_model_config(source)
         check_scores(described, folder, config)
-        skeleton = Skeleton(described)
-        found.append(take(judge_name(folder), skeleton, skeleton.anatomy.parameters))
-    return _alone(config, found, resolved)
+        found.append(take(judge_name(folder), Skeleton(described, dtype=dtype)))
+    return tuple(found)
 
 
 def config_of_teacher(teacher: str) -> PretrainedConfig:
@@ -116,29 +124,16 @@ def model_in(named: str) -> str:
     return str(checkpoint_of(Path(named))) if Path(named).is_dir() else named
 
 
-def _alone(
-    config: Config, found: Sequence[FrozenModel], resolved: Resolved
-) -> tuple[FrozenModel, ...]:
-    """Raise ConfigError where several GPUs would have frozen models."""
-    if found and resolved.machine.ranks > 1:
-        raise ConfigError(
-            f"{config.where('gpus')}: {found[0].name}: frozen models beside a run on several GPUs "
-            "are not built yet; set gpus: 1, or do without: beta: 0 needs no reference"
-        )
-    return tuple(found)
-
-
-def _teacher(skeleton: Skeleton, resolved: Resolved) -> FrozenModel:
+def _teacher(config: Config, skeleton: Skeleton, resolved: Resolved) -> FrozenModel:
     """A teacher that sweeps each step's rows, and leaves its last hidden states on the host; its
     layers' working set is larger than the model's where it is wider."""
     request, text = resolved.request, skeleton.config.get_text_config()
     tokens = request.tokens_per_step or (request.rows_per_step or 0) * (request.seq_len or 0)
     itemsize = WEIGHT_BYTES[resolved.machine.precision]
-    active, on = skeleton.anatomy.parameters, resolved.machine
-    found = _beside(TEACHER, skeleton, active, machine=on, tokens=tokens, sweeps=1)
+    found = _beside(config, resolved, TEACHER, skeleton, tokens=tokens, sweeps=1)
     states = tokens * text.hidden_size * itemsize
     inner = getattr(text, "intermediate_size", None) or 4 * text.hidden_size
-    at_once = min(AUTO_MICRO_BATCH_TOKENS[on.device.type], tokens)
+    at_once = min(AUTO_MICRO_BATCH_TOKENS[resolved.machine.device.type], tokens)
     layer = at_once * (4 * text.hidden_size + 3 * inner) * itemsize
     chunk = request.asked.get("head_chunk_tokens") or TEACHER_LOGITS
     logits = chunk * text.vocab_size * itemsize
@@ -147,25 +142,44 @@ def _teacher(skeleton: Skeleton, resolved: Resolved) -> FrozenModel:
 
 
 def _beside(
+    config: Config,
+    resolved: Resolved,
     name: str,
     skeleton: Skeleton,
-    active: int,
     *,
-    machine: Machine,
     tokens: float,
     sweeps: float,
+    shape: ModelShape | None = None,
 ) -> FrozenModel:
-    """A frozen model that computes so many `tokens` of a step in so many sweeps of its weights."""
-    anatomy, profile, weight = skeleton.anatomy, machine.profile, WEIGHT_BYTES[machine.precision]
+    """A frozen model that computes so many `tokens` of a step in so many sweeps of its weights.
+    shape: the skeleton's, where it is known. Raises ConfigError on several GPUs."""
+    if resolved.machine.ranks > 1:
+        raise ConfigError(
+            f"{config.where('gpus')}: {name}: frozen models beside a run on several GPUs are not "
+            "built yet; set gpus: 1, or do without: beta: 0 needs no reference"
+        )
+    anatomy, machine, seq_len = skeleton.anatomy, resolved.machine, resolved.request.seq_len or 1
     numels = [layout.numel for layout in layouts_of(anatomy)]
-    slots, whole = slot_sizes(numels, 0, anatomy.embed_feeds_head), weight * sum(numels)
-    rate = interpolate(profile.matmul, AUTO_MICRO_BATCH_TOKENS[machine.device.type])
-    sweeps *= max(1, -(-tokens / sweeps // SWEPT_TOKENS))
-    uploads = sweeps * whole / profile.upload if profile.upload else 0.0
-    seconds = max(2 * active * tokens / rate, uploads)
-    states = int(min(tokens / sweeps, SWEPT_TOKENS)) * skeleton.config.get_text_config().hidden_size
-    device = weight * (sum((*slots.layers, *slots.edges)) + states)
-    return FrozenModel(name, whole, device, seconds)
+    slots, weight = slot_sizes(numels, 0, anatomy.embed_feeds_head), WEIGHT_BYTES[machine.precision]
+    device_type, compiled = machine.device.type, resolved.compile is True
+    at_once, rows = AUTO_MICRO_BATCH_TOKENS[device_type], round(tokens / sweeps)
+    shape = shape or shape_of(
+        skeleton,
+        seq_len,
+        [at_once],
+        head_loss=next_token_on_meta if anatomy.labels is None else scores_on_meta,
+        runs_on=device_type,
+        padded=resolved.packed_to is not None,
+        compiled=compiled,
+    )
+    groups = max(1, -(-rows // SWEPT_TOKENS))
+    fused = bool(resolved.compile)
+    job = Job(machine.precision, rows, seq_len, compiled=compiled, fused_loss=fused)
+    choices = Choices(micro_batch_tokens=at_once, groups=groups, head_chunk_tokens=TEACHER_LOGITS)
+    layout = Layout.of(choices, job, shape, machine.hardware)
+    seconds = sweeps * StepCosts(layout, machine.profile).forward_alone()
+    device = sum((*slots.layers, *slots.edges)) + min(rows, SWEPT_TOKENS) * anatomy.hidden_size
+    return FrozenModel(name, weight * sum(numels), weight * device, seconds)
 
 
 def check_scores(described: Any, folder: str, config: Config) -> None:
@@ -198,8 +212,8 @@ def reward_models(config: Config) -> tuple[str, ...]:
 def reference_of(config: Config, policy: Engine) -> Engine:
     """The model that the run begins with, computing as the one that learns."""
     told = {name: getattr(config.model, name) for name in ("revision", "trust_remote_code")}
-    how = {"precision": policy.precision, "device": str(policy.device)}
-    return frozen_engine(config.model.source, attention=config.attention, **how, **told)
+    told["attention"] = config.attention
+    return frozen_engine(config.model.source, **computing_as(policy), **told)
 
 
 def check_reference_and_teacher(config: Config, model: Model) -> None:
@@ -243,12 +257,11 @@ def check_frozen(config: Config, state: Mapping[str, Any], digest: str | None) -
         )
 
 
-def open_teacher(config: Config, loss: Any, stack: ExitStack, precision: str) -> None:
+def open_teacher(config: Config, loss: Any, stack: ExitStack, student: Engine) -> None:
     """Let a loss that has a teacher ask it, which the stack closes."""
     if isinstance(loss, Distillation):
         source = model_in(str(config.distill.teacher_model_name_or_path))
-        how = {"precision": precision, "device": config.device}
-        loss.teacher = stack.enter_context(frozen_engine(source, **how))
+        loss.teacher = stack.enter_context(frozen_engine(source, **computing_as(student)))
 
 
 def sweeps(batches: Iterable[MicroBatch], tokens: int) -> Iterator[list[MicroBatch]]:

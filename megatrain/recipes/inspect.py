@@ -117,7 +117,7 @@ def evaluate(named: str | Path, data: object, trust_remote_code: bool = False) -
         references = reference_of_run(config, opened, wanted, by_sweeps)
     with ExitStack() as stack:
         engine = stack.enter_context(opened(checkpoint))
-        open_teacher(config, loss, stack, engine.precision)
+        open_teacher(config, loss, stack, engine)
         given = batches(rows, wanted.chosen, references=references)
         with doing("evaluating", tokens_to_sweep(engine, rows, wanted.chosen), TOKENS_SWEPT):
             found = evaluated(engine, given, loss, sweep, StopRequest())

@@ -179,7 +179,7 @@ def open_run(
     progress.begin(total, step, partial(still_to_come, *often, total))
     if isinstance(loader, Rollouts):
         loader.begin(engine, stack, config.output / REWARDS_LOG)
-    open_teacher(config, ready.loss, stack, engine.precision)
+    open_teacher(config, ready.loss, stack, engine)
     meter = stack.enter_context(GpuMeter(machine.device))
     writer, report = open_metrics(config, plan, state, stack, machine.world)
     return Run(

@@ -18,6 +18,7 @@ from megatrain.engine.verify import gradients_of, tensors_of, weights_of
 from megatrain.errors import ConfigError
 from megatrain.models.trials.small import plain_gradients
 from megatrain.optim import AdamW, Lion, Muon
+from megatrain.optim.optimizer import Frozen
 from megatrain.settings import ALL, Settings
 from megatrain.storage.checkpoint import load_checkpoint, save_checkpoint, write_final
 from megatrain.storage.export import export
@@ -183,6 +184,18 @@ def test_they_have_a_weight_and_nothing_else(precision, optimizer):
                 assert store.array(name, block).numel() <= layout.trainable
         # embedding and first layer
         assert [layout.trainable for layout in store.layouts[:2]] == [0, 0]
+
+
+def test_a_model_that_is_only_read_has_its_weights_and_nothing_else():
+    options: dict[str, Any] = {"precision": "bfloat16", "device": "cpu", "settings": Settings()}
+    with Engine.from_config(tiny_config("llama"), optimizer=Frozen(), **options) as engine:
+        store, gradients = engine.store, engine.parts.gradients
+        numels = [layout.numel for layout in store.layouts]
+        for name, size in {"weight": 2, "remainder": 0, "grad": 0}.items():
+            found = [store.array(name, block).nbytes for block in range(len(numels))]
+            assert found == [size * numel for numel in numels], name
+        sums = [*gradients._own.values(), *gradients._ring, gradients._staging]
+        assert not any(buffer.flat.numel() for buffer in sums)
 
 
 def folder_of(family: str, dtype: torch.dtype, folder: Path) -> Path:

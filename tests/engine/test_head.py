@@ -15,7 +15,7 @@ from torch.nn import functional
 from megatrain.engine import head
 from megatrain.engine.head import Head, token_entropies, token_logprobs
 from megatrain.engine.products import Sum, add_gradients
-from megatrain.losses import Targets, find_targets, next_token
+from megatrain.losses import Targets, find_targets, logit_rows, next_token
 from megatrain.losses.sequences import TARGETS
 from megatrain.planner.cost.footprint import LiveBytes
 from megatrain.settings import Settings
@@ -44,7 +44,7 @@ def expected_loss(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
 @pytest.mark.parametrize("piece_rows", [1, 4, 1000])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_log_probabilities_are_those_of_log_softmax(dtype, piece_rows, temperature, monkeypatch):
-    monkeypatch.setattr(head, "FP32_TEMPORARY_BYTES", 4 * VOCABULARY * piece_rows)
+    monkeypatch.setattr(logit_rows, "FP32_TEMPORARY_BYTES", 4 * VOCABULARY * piece_rows)
     generator = torch.Generator().manual_seed(0)
     logits = (torch.randn(10, VOCABULARY, generator=generator) * 5).to(dtype).requires_grad_()
     labels = torch.randint(VOCABULARY, (10,), generator=generator)
@@ -94,7 +94,7 @@ def test_logits_are_written_over_only_where_no_gradient_needs_them():
 
 def test_of_a_chunks_logits_there_is_one_array(monkeypatch):
     rows, vocabulary = 64, 1 << 14
-    monkeypatch.setattr(head, "FP32_TEMPORARY_BYTES", 4 * vocabulary)
+    monkeypatch.setattr(logit_rows, "FP32_TEMPORARY_BYTES", 4 * vocabulary)
     hidden, weight = torch.randn(rows, HIDDEN), torch.randn(vocabulary, HIDDEN, requires_grad=True)
     targets = Targets(torch.arange(rows), torch.arange(rows))
     total = Sum(torch.zeros_like(weight.detach()), empty=True)
