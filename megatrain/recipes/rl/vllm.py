@@ -9,7 +9,7 @@ import math
 import os
 import pickle
 from collections.abc import Generator, Iterator, Mapping, Sequence
-from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager, suppress
 from http.client import HTTPException
 from typing import Any
@@ -75,18 +75,29 @@ class VllmServer:
         asked = [(request, number) for request in requests for number in request.answers]
         with ThreadPoolExecutor(AT_A_TIME) as pool:
             pending = {pool.submit(self._answer, *one, draw, ends) for one in asked}
+            failed: BaseException | None = None
             try:
                 while pending:
                     done, pending = wait(pending, 1.0, FIRST_COMPLETED)
                     beat()  # each has its own limit of time
-                    for one in sorted(done, key=lambda one: one.exception() is not None):
-                        yield one.result()  # what ended well first: it is kept
+                    for one in done:
+                        if (error := one.exception()) is None:
+                            yield one.result()
+                        elif failed is None:  # others may end well: they are kept
+                            failed, pending = error, self._abort(pending)
             finally:
-                if pending:
-                    pool.shutdown(wait=False, cancel_futures=True)
-                    with suppress(ServerError):  # abort those under way, which would be waited for
-                        self._ask("/pause?mode=abort", {})
-                        self._ask("/resume", {})
+                self._abort(pending)
+        if failed is not None:
+            raise failed
+
+    def _abort(self, pending: set[Future[Answer]]) -> set[Future[Answer]]:
+        """Have answers end early; those that were asked for already, which are to be waited for."""
+        asked = {one for one in pending if not one.cancel()}
+        if asked:
+            with suppress(ServerError):
+                self._ask("/pause?mode=abort", {})
+                self._ask("/resume", {})
+        return asked
 
     def _answer(
         self, request: AnswerRequest, number: int, draw: Draw, ends: Sequence[int]
