@@ -409,8 +409,6 @@ READERS: tuple[tuple[str, Callable[[Config], bool], str], ...] = (
      "has no effect without eval.prompts; set that"),
     ("memory.nvme_size", lambda c: c.memory.nvme is not None,
      "limits folders on NVMe; set memory.nvme: [FOLDER] as well"),
-    ("rollout.vllm_server_timeout", lambda c: c.rollout.vllm_server_base_url is not None,
-     "is of rollout.vllm_server_base_url; set that"),
     ("memory.gpu", lambda c: c.device != "cpu", "limits a GPU's memory; set memory.host"),
     ("economy.gpu_power_w", lambda c: c.device != "cpu", "is of a GPU"),
     ("model.revision", lambda c: not os.path.exists(c.model.source),
@@ -482,11 +480,12 @@ def fault_of_rollouts(config: Config) -> tuple[str, str] | None:
     if policy.dynamic_sampling and (config.train.epochs or not config.train.max_steps):
         needs = "needs train.max_steps, and no epochs: how many prompts a step takes is not known"
         return f"{method}.dynamic_sampling", needs
-    if rollout.vllm_server_base_url is not None:
-        for name in ("top_p", "top_k", "min_p"):
-            if getattr(rollout, name) is not None:
-                reason = "a vLLM server does not say how likely what it left out was; remove it"
-                return f"rollout.{name}", reason
+    if "vllm_server_timeout" in rollout.own() and not rollout.vllm_server_base_url:
+        return "rollout.vllm_server_timeout", "is of rollout.vllm_server_base_url; set that"
+    for name in ("top_p", "top_k", "min_p") if rollout.vllm_server_base_url else ():
+        if getattr(rollout, name) is not None:
+            reason = "a vLLM server does not say how likely what it left out was; remove it"
+            return f"rollout.{name}", reason
     answers = policy.num_generations
     size, steps = rollout.generation_batch_size, rollout.steps_per_generation
     if size % (answers * steps):

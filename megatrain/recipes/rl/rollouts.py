@@ -55,9 +55,6 @@ OF_WEIGHTS = (
     *("max_steps", "max_grad_norm", "freeze"),
 )  # keys of train
 
-# The engine's, or a server's: requests, draws and ends to answers, as they end.
-Writer = Callable[[Sequence[AnswerRequest], Draw, Sequence[int]], Generator[Answer, None, None]]
-
 
 @dataclass(frozen=True)
 class RolloutPosition:
@@ -115,7 +112,7 @@ class Rollouts:
     pack_to: int | None = None
     world: World = ALONE
     engine: Engine | None = None  # from the run's beginning on
-    write: Writer | None = None
+    write: Callable[..., Generator[Answer, None, None]] | None = None  # as Engine.rollout
     judges: Judges | None = None
     reference: Engine | None = None
     windows: None = None  # as a loader has them

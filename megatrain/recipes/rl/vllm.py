@@ -12,6 +12,7 @@ from collections.abc import Generator, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager, suppress
 from http.client import HTTPException
+from itertools import count
 from typing import Any
 from urllib.error import HTTPError, URLError
 from urllib.request import Request, urlopen
@@ -21,6 +22,7 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import reduce_tensor
 
+from megatrain.engine.components import naming_the_gpu
 from megatrain.engine.engine import Engine
 from megatrain.engine.rollout.decode import Answer, AnswerRequest
 from megatrain.engine.rollout.draw import Draw, mix
@@ -53,8 +55,9 @@ class VllmServer:
 
     def __init__(self, engine: Engine, url: str, timeout_s: float) -> None:
         self.engine, self.url, self.timeout_s = engine, url.rstrip("/"), timeout_s
-        self.run, self.sent = uuid4().hex[:8], 0  # times that it was given weights
-        self.tells_version = True
+        run = uuid4().hex[:8]
+        self.versions = (f"{run}-{number}" for number in count(1))  # of weights
+        self.version, self.tells_version = "", True
         found: Any = self._ask("/server_info?config_format=json")
         with _reading(self.url, "its configuration"):
             config = found["vllm_config"]
@@ -102,18 +105,11 @@ class VllmServer:
     def _answer(
         self, request: AnswerRequest, number: int, draw: Draw, ends: Sequence[int]
     ) -> Answer:
-        asked = {
-            "model": self.model,
-            "prompt": [*request.ids],
-            "max_tokens": request.most,
-            "temperature": draw.temperature,
-            "seed": mix(draw.seed, request.key, number),
-            "stop_token_ids": [*ends],
-            "ignore_eos": True,  # which ends are meant is said
-            "logprobs": 0,  # of the token that was drawn
-            "return_token_ids": True,
-        }
-        found: Any = self._ask("/v1/completions", {**UNCUT, **asked})
+        about = {"model": self.model, "prompt": [*request.ids], "max_tokens": request.most}
+        about |= {"stop_token_ids": [*ends], "ignore_eos": True}  # which ends are meant is said
+        about |= {"seed": mix(draw.seed, request.key, number), "temperature": draw.temperature}
+        about |= {"logprobs": 0, "return_token_ids": True}  # 0: of the token that was drawn
+        found: Any = self._ask("/v1/completions", {**UNCUT, **about})
         self._check_version()  # versions only rise: so it had this one all the while
         with _reading(self.url, "one answer with its token ids and their log-probabilities"):
             (choice,) = found["choices"]
@@ -121,22 +117,19 @@ class VllmServer:
             logprobs = [float(one) for one in choice["logprobs"]["token_logprobs"]]
             if len(ids) != len(logprobs) or not all(map(math.isfinite, logprobs)):
                 raise ValueError("other log-probabilities than tokens")
-        ended = bool(ids) and ids[-1] in ends
-        if len(ids) > request.most or not (ended or len(ids) == request.most):
-            where = f"after {len(ids)} of {request.most} tokens without an end ({why})"
-            raise ServerError(f"{self.url}: ended an answer {where}; look into its log")
-        key = request.key
-        return Answer(key, number, ids, logprobs, None, "stop" if ended else "length")
-
-    # -- weights ---------------------------------------------------------------------------------
+            ended = bool(ids) and ids[-1] in ends
+            if len(ids) > request.most or not (ended or len(ids) == request.most):
+                raise ValueError(f"{len(ids)} of {request.most} tokens and no end: {why}")
+        finish: Any = "stop" if ended else "length"
+        return Answer(request.key, number, ids, logprobs, None, finish)
 
     def _send_weights(self) -> None:
         """Let the server have the weights of now; one that failed at it stays paused."""
-        self.sent += 1
+        self.version = next(self.versions)
         with doing("giving the weights to vLLM", aloud=False):
             self._ask("/pause?mode=abort", {})  # empties its caches, too
             self._ask("/start_weight_update", {"is_checkpoint_format": True})
-            with openable_memory(self.engine.device):
+            with naming_the_gpu("weights for vLLM"), openable_memory(self.engine.device):
                 for copies in self._copies():
                     self._ask("/update_weights", {"update_info": handles_of(copies)})
                     copies.clear()
@@ -145,21 +138,15 @@ class VllmServer:
             self._check_version()
             self._ask("/resume", {})
 
-    @property
-    def version(self) -> str:
-        """The name of the weights that the server was given last."""
-        return f"{self.run}-{self.sent}"
-
     def _copies(self) -> Iterator[dict[str, Tensor]]:
         """All published tensors in their order, some at a time, each in memory of its own on the
         device: a server that still holds one when it acknowledges keeps that one alone."""
-        copies, nbytes = dict[str, Tensor](), 0
+        copies, nbytes, on = dict[str, Tensor](), 0, self.engine.device
         for name, weight in self.engine.iter_weights():
             if copies and nbytes + weight.nbytes > CHUNK_BYTES:
                 yield copies
                 copies, nbytes = {}, 0
-            copy = torch.empty(weight.shape, dtype=weight.dtype, device=self.engine.device)
-            copies[name] = copy.copy_(weight)
+            copies[name] = torch.empty(weight.shape, dtype=weight.dtype, device=on).copy_(weight)
             nbytes += weight.nbytes
         yield copies
 
@@ -188,7 +175,7 @@ class VllmServer:
             advice = ADVICE if error.code == 404 or "weight" in path else advice
         except (OSError, HTTPException, ValueError) as error:
             cause = error.reason if isinstance(error, URLError) else error
-            reason = f"cannot be asked: {cause or type(cause).__name__}; is it running?"
+            reason = f"cannot be asked: {str(cause) or repr(cause)}; is it running?"
             if isinstance(cause, TimeoutError):
                 reason = f"gave no answer within {self.timeout_s:g} s"
                 advice = "raise rollout.vllm_server_timeout, or look into its log"
@@ -200,9 +187,8 @@ def _reading(url: str, what: str) -> Iterator[None]:
     """Raise ServerError where the server's JSON has another form."""
     try:
         yield
-    except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
-        found = f"{type(error).__name__}: {error}"
-        raise ServerError(f"{url}: did not give {what} ({found}); {ADVICE}") from error
+    except (LookupError, TypeError, ValueError, AttributeError) as error:
+        raise ServerError(f"{url}: did not give {what} ({error!r}); {ADVICE}") from error
 
 
 def handles_of(tensors: Mapping[str, Tensor]) -> dict[str, Any]:
@@ -212,8 +198,8 @@ def handles_of(tensors: Mapping[str, Tensor]) -> dict[str, Any]:
     if device.type == "cuda":
         torch.cuda.synchronize(device)  # wait: others read the copies on streams of their own
         owner = str(torch.cuda.get_device_properties(device).uuid)
-    reduced: Any = reduce_tensor
-    handles = [{owner: reduced(one)[1]} for one in tensors.values()]
+    reduced = map(reduce_tensor, tensors.values())  # (how to rebuild it, by what)
+    handles = [{owner: arguments} for _, arguments in reduced]
     return {
         "names": [*tensors],
         "dtype_names": [str(one.dtype).removeprefix("torch.") for one in tensors.values()],

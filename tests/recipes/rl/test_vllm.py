@@ -156,7 +156,7 @@ FAULTS: dict[str, tuple[str, Any, str]] = {
     "aborted": (
         "/v1/completions",
         changed(token_ids=[5], logprobs={"token_logprobs": [-1.0]}, finish_reason="abort"),
-        "ended an answer after 1 of 4 tokens without an end (abort)",
+        "1 of 4 tokens and no end: abort",
     ),
     "another run's weights": (
         *("/weight_info", (200, {"weight_version": "other-1"})),
