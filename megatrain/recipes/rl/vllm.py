@@ -1,5 +1,4 @@
-"""Answers that a vLLM server on the same GPU writes, with the weights of the step: vLLM's native
-weight transfer by CUDA IPC, over HTTP."""
+"""Answers that a vLLM server on the same GPU writes, given the weights by its own protocol."""
 
 from __future__ import annotations
 
@@ -36,11 +35,11 @@ UNCUT: dict[str, Any] = {
     "n": 1, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "min_tokens": 0,
     "repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0,
 }  # fmt: skip
-SERVE = (
-    "VLLM_SERVER_DEV_MODE=1 VLLM_ALLOW_INSECURE_SERIALIZATION=1 vllm serve MODEL "
-    '--weight-transfer-config \'{"backend": "ipc"}\' --logprobs-mode processed_logprobs'
+ADVICE = (
+    "serve this run's model on its GPU, with vLLM 0.22 or later: VLLM_SERVER_DEV_MODE=1 "
+    "VLLM_ALLOW_INSECURE_SERIALIZATION=1 vllm serve MODEL --weight-transfer-config "
+    """'{"backend": "ipc"}' --logprobs-mode processed_logprobs"""
 )
-ADVICE = f"serve this run's model on its GPU, with vLLM 0.22 or later: {SERVE}"
 
 
 # why: decision 0114
@@ -55,9 +54,8 @@ class VllmServer:
 
     def __init__(self, engine: Engine, url: str, timeout_s: float) -> None:
         self.engine, self.url, self.timeout_s = engine, url.rstrip("/"), timeout_s
-        run = uuid4().hex[:8]
-        self.versions = (f"{run}-{number}" for number in count(1))  # of weights
-        self.version, self.tells_version = "", True
+        self.run, self.sent, self.version = uuid4().hex[:8], count(1), ""  # of the weights
+        self.tells_version = True
         found: Any = self._ask("/server_info?config_format=json")
         with _reading(self.url, "its configuration"):
             config = found["vllm_config"]
@@ -125,7 +123,7 @@ class VllmServer:
 
     def _send_weights(self) -> None:
         """Let the server have the weights of now; one that failed at it stays paused."""
-        self.version = next(self.versions)
+        self.version = f"{self.run}-{next(self.sent)}"
         with doing("giving the weights to vLLM", aloud=False):
             self._ask("/pause?mode=abort", {})  # empties its caches, too
             self._ask("/start_weight_update", {"is_checkpoint_format": True})
@@ -198,8 +196,7 @@ def handles_of(tensors: Mapping[str, Tensor]) -> dict[str, Any]:
     if device.type == "cuda":
         torch.cuda.synchronize(device)  # wait: others read the copies on streams of their own
         owner = str(torch.cuda.get_device_properties(device).uuid)
-    reduced = map(reduce_tensor, tensors.values())  # (how to rebuild it, by what)
-    handles = [{owner: arguments} for _, arguments in reduced]
+    handles = [{owner: arguments} for _, arguments in map(reduce_tensor, tensors.values())]
     return {
         "names": [*tensors],
         "dtype_names": [str(one.dtype).removeprefix("torch.") for one in tensors.values()],
