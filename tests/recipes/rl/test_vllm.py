@@ -64,9 +64,6 @@ def test_a_run_is_that_of_a_sampler_here_which_writes_the_same(megatrain, task, 
         lines = metrics_of(task / "served")
         evaluations = sum("eval_reward" in line for line in lines)
         assert len(stub.chunks) == 10 // 2 + evaluations, "one before each has answers"
-        for word, value in {"rollout.top_p": 0.9, "rollout.min_p": 0.1}.items():
-            refused = megatrain("train rl.yaml", asked, f"{word}={value}", code=2).err
-            assert f"{word}: a vLLM server does not say how likely" in refused
         found = megatrain("rollout rl.yaml --prompts 2 --json", asked).json
         assert len(found["answers"]) == 2 * 4
     for line in lines:  # the server has the trainer's weights
@@ -86,10 +83,21 @@ def test_a_run_is_that_of_a_sampler_here_which_writes_the_same(megatrain, task, 
     monkeypatch.setattr(Engine, "rollout", own)
     megatrain("train rl.yaml", *options)
     same_run(task / "run", task / "served")
-    assert (
-        "rollout.vllm_server_base_url; set that"
-        in megatrain("train rl.yaml rollout.vllm_server_timeout=3", code=2).err
-    )
+
+
+REFUSED = {
+    "train rl.yaml rollout.vllm_server_timeout=3": "rollout.vllm_server_base_url; set that",
+    "train rl.yaml rollout.vllm_server_base_url=localhost:8000": "such as http://localhost:8000",
+    "train rl.yaml rollout.vllm_server_base_url=http://a rollout.top_p=0.9": "top_p: a vLLM",
+    "train rl.yaml rollout.vllm_server_base_url=http://a rollout.min_p=0.1": "min_p: a vLLM",
+    "plan rl.yaml --gpu H200 --ram 99GiB --gpus 2 device=auto "
+    "rollout.vllm_server_base_url=http://a": "a server writes for one GPU; set gpus: 1",
+}
+
+
+def test_what_a_server_cannot_do_is_refused(megatrain, task):  # noqa: F811
+    for words, reason in REFUSED.items():
+        assert reason in megatrain(words, code=2).err, words
 
 
 def fails(code: int, answer: Any) -> Any:
