@@ -101,6 +101,12 @@ class VerificationError(MegaTrainError):
     exit_code = 8
 
 
+class ServerError(MegaTrainError):
+    """A server that writes answers cannot be reached, or does not do what it is asked for."""
+
+    exit_code = 9
+
+
 @contextmanager
 def if_forbidden(kind: type[MegaTrainError], path: Path | str) -> Iterator[None]:
     """Raise an error of this kind where the block may not look at `path`, or below it.

@@ -242,6 +242,7 @@ ERRORS = [
     (errors.StorageError, 7),
     (errors.DamagedError, 7),
     (errors.VerificationError, 8),
+    (errors.ServerError, 9),
 ]
 
 

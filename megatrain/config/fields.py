@@ -480,6 +480,12 @@ def fault_of_rollouts(config: Config) -> tuple[str, str] | None:
     if policy.dynamic_sampling and (config.train.epochs or not config.train.max_steps):
         needs = "needs train.max_steps, and no epochs: how many prompts a step takes is not known"
         return f"{method}.dynamic_sampling", needs
+    if "vllm_server_timeout" in rollout.own() and not rollout.vllm_server_base_url:
+        return "rollout.vllm_server_timeout", "is of rollout.vllm_server_base_url; set that"
+    for name in ("top_p", "top_k", "min_p") if rollout.vllm_server_base_url else ():
+        if getattr(rollout, name) is not None:
+            reason = "a vLLM server does not say how likely what it left out was; remove it"
+            return f"rollout.{name}", reason
     answers = policy.num_generations
     size, steps = rollout.generation_batch_size, rollout.steps_per_generation
     if size % (answers * steps):

@@ -235,6 +235,11 @@ class RolloutOptions(Options):
     eval_generations: v.Count = key(
         1, "Answers to each held-out prompt: one is the likeliest, several are drawn."
     )
+    vllm_server_base_url: v.UrlOrNull = key(
+        None,
+        "A vLLM server on the same GPU, which writes the answers; null: they are written here.",
+    )
+    vllm_server_timeout: v.Positive = key(240.0, "Seconds that it may take for one answer.")
 
 
 class RewardsOptions(Options):

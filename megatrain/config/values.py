@@ -207,6 +207,10 @@ Day = Annotated[
     "a date such as 2026-11-23",
 ]
 Text = Annotated[str, Field(pattern=r"\S"), "text (in quotes if it looks like a number)"]
+UrlOrNull = Annotated[
+    Annotated[str, Field(pattern=r"^https?://[^/\s]+\S*$")] | None,
+    "an address such as http://localhost:8000, or null",
+]
 Patterns = Annotated[
     tuple[Text, ...] | None,
     BeforeValidator(lambda value: None if value is None else as_texts(value)),

@@ -107,6 +107,11 @@ def resolve_run(
     check_divides(config, machine.ranks)
     notice_no_bfloat16(machine)
     notice_no_effect(config, machine)
+    if config.rollout.vllm_server_base_url is not None:
+        where = config.where("rollout.vllm_server_base_url")
+        if machine.ranks > 1:
+            raise ConfigError(f"{where}: a server writes for one GPU; set gpus: 1, or remove it")
+        logger.info(f"{where}: the plan has neither time nor memory of what the server does")
     resolved = resolve(request_of(config, model, kept), machine)
     if (own := other_balance(resolved)) is not None:
         logger.info(
@@ -158,6 +163,8 @@ def plan_with_rollouts(
     more or less on the GPU the one with the shortest step. Raises PlanError if not one answer has
     room."""
     request, found = resolved.request, list[Plan]()
+    if config.rollout.vllm_server_base_url is not None:  # in memory of its own
+        return with_phases(plan_of(resolved, suggest=suggest, **known), {})
     for more in GIVE_WAY if resolved.machine.hardware.gpu else GIVE_WAY[:1]:
         if more.keys() <= {name for name, value in request.asked.items() if value is None}:
             asked = replace(request, asked={**request.asked, **more})

@@ -169,6 +169,8 @@ rollout:
   top_k: null
   min_p: null
   eval_generations: 1
+  vllm_server_base_url: null
+  vllm_server_timeout: 240.0
 rewards:
   functions: []
   reward_weights: null

@@ -11,7 +11,7 @@ import json
 import math
 import time
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, suppress
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property, lru_cache, partial
@@ -41,6 +41,7 @@ from megatrain.recipes.rl.journal import Journal, forget
 from megatrain.recipes.rl.judges import Group, Judges, judges_of
 from megatrain.recipes.rl.own_answers import answered_rows
 from megatrain.recipes.rl.prompts import Prompt, PromptRows
+from megatrain.recipes.rl.vllm import VllmServer
 from megatrain.recipes.sample import end_tokens
 from megatrain.recipes.signals import Stopped, StopRequest
 from megatrain.storage.run_folder import checkpoints, sequence_of
@@ -111,6 +112,7 @@ class Rollouts:
     pack_to: int | None = None
     world: World = ALONE
     engine: Engine | None = None  # from the run's beginning on
+    write: Callable[..., Generator[Answer, None, None]] | None = None  # as Engine.rollout
     judges: Judges | None = None
     reference: Engine | None = None
     windows: None = None  # as a loader has them
@@ -269,7 +271,10 @@ class Rollouts:
     def begin(self, engine: Engine, stack: ExitStack, log: Path, *, trains: bool = True) -> None:
         """Write with this engine, and judge in processes that the stack ends. log: for what reward
         functions print. trains: false needs no reference."""
-        self.engine = engine
+        self.engine, self.write = engine, engine.rollout
+        rollout = self.config.rollout
+        if (url := rollout.vllm_server_base_url) is not None:
+            self.write = VllmServer(engine, url, rollout.vllm_server_timeout).rollout
         self.judges = judges_of(self.config, stack, log)
         if self.config.policy.beta and trains:
             self.reference = stack.enter_context(reference_of(self.config, engine))
@@ -351,6 +356,9 @@ class Rollouts:
         """The causes of a rollout's answers: every key that a step's weights, an answer or
         a reward follows from, in words that a resumed run has, too."""
         tree, rewards = self.config.model_dump(mode="json"), self.config.rewards
+        writer = tree["rollout"]  # it matters who writes, and not where
+        writer["vllm_server_base_url"] = writer["vllm_server_base_url"] is not None
+        del writer["vllm_server_timeout"]
         about = [tree[name] for name in (self.config.method, "rollout")]
         about += [tree["train"][name] for name in OF_WEIGHTS]
         about += [tree["optimizer"][name] for name in ("name", "weight_decay")]
@@ -377,7 +385,7 @@ class Rollouts:
     ) -> dict[str, float]:
         """Have what the journal lacks of `count` answers to each of these prompts written, and each
         group judged when its last answer ends; returns seconds by cause. Raises Stopped."""
-        assert self.engine is not None and self.judges is not None
+        assert self.write is not None and self.judges is not None
         began, most = time.perf_counter(), self.config.policy.max_completion_length
         own = [*prompts][self.world.rank :: self.world.size]
         lacking = {key: {n for n in range(count) if (key, n) not in journal.answers} for key in own}
@@ -399,7 +407,7 @@ class Rollouts:
             for key in judging:
                 judge_if_whole(key)
             # all ranks take part, as the weights are gathered
-            answers = self.engine.rollout(requests, draw, self.ends)
+            answers = self.write(requests, draw, self.ends)
             with closing(answers):
                 for answer in answers if writes else ():
                     journal.add(answer)
