@@ -83,13 +83,14 @@ class Asked:
 
 @dataclass(frozen=True)
 class FrozenModel:
-    """A frozen model beside the one that learns: bytes of its weights in host RAM, and of buffers
-    on the device that they pass through; seconds of a step."""
+    """A frozen model beside the one that learns: bytes of its weights in host RAM, of buffers on
+    the device that they pass through, and of a token that it computes with; seconds of a step."""
 
     name: str
     host: int
     device: int
     seconds: float
+    token: int = 0
 
 
 @dataclass(frozen=True)

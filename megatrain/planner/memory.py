@@ -129,7 +129,8 @@ class Layout:
             "gradient sums": sums * SUM_BYTES,
             "gradient staging": leaving * weight,
         }
-        table |= {f"{one.name}'s slots": one.device for one in self.job.besides}
+        for one in self.job.besides:
+            table[f"{one.name}'s slots"] = one.device + one.token * choices.micro_batch_tokens
         if several:
             table |= self._exchange
         if shape.constant_bytes:

@@ -133,12 +133,10 @@ def _teacher(config: Config, skeleton: Skeleton, resolved: Resolved) -> FrozenMo
     found = _beside(config, resolved, TEACHER, skeleton, tokens=tokens, sweeps=1)
     states = tokens * text.hidden_size * itemsize
     inner = getattr(text, "intermediate_size", None) or 4 * text.hidden_size
-    at_once = min(AUTO_MICRO_BATCH_TOKENS[resolved.machine.device.type], tokens)
-    layer = at_once * (4 * text.hidden_size + 3 * inner) * itemsize
+    layer = (4 * text.hidden_size + 3 * inner) * itemsize
     chunk = request.asked.get("head_chunk_tokens") or TEACHER_LOGITS
     logits = chunk * text.vocab_size * itemsize
-    device = found.device + layer + logits
-    return replace(found, host=found.host + states, device=device)
+    return replace(found, host=found.host + states, device=found.device + logits, token=layer)
 
 
 def _beside(
