@@ -4,6 +4,9 @@ from collections.abc import Callable
 from functools import partial
 
 from megatrain.losses.divergence import Distillation as Distillation
+from megatrain.losses.divergence import SampledDistillation as SampledDistillation
+from megatrain.losses.divergence import distillation as distillation
+from megatrain.losses.divergence import divergence_of as divergence_of
 from megatrain.losses.policy import Policy as Policy
 from megatrain.losses.policy import Rloo as Rloo
 from megatrain.losses.preference import Cpo as Cpo
@@ -36,5 +39,5 @@ LOSSES: dict[str, Callable[..., Loss | SequenceLoss]] = {
     "reward": Reward,
     "grpo": Policy,
     "rloo": Rloo,
-    "distill": Distillation,
+    "distill": distillation,
 }

@@ -1,39 +1,58 @@
-"""The divergence of a model's next-token distributions from a teacher's, over both whole
-vocabularies: generalised Jensen-Shannon (Agarwal et al., 2024), with names and defaults of TRL."""
+"""The divergence of a model's next-token distributions from a teacher's, generalised Jensen-Shannon
+(Agarwal et al., 2024) with names and defaults of TRL: over both whole vocabularies, over the
+teacher's likeliest tokens, or estimated from the tokens that the model drew."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from megatrain.errors import ConfigError, DataError
-from megatrain.losses.targets import IGNORE, Targets
+from megatrain.losses.policy import Policy
+from megatrain.losses.targets import IGNORE, Examples, Targets
 
-TEACHER = "token_teacher"  # a teacher's last hidden states at the targets of a micro-batch
+# a teacher's last hidden states at the targets of a micro-batch, or its `likeliest` tokens there
+TEACHER = "token_teacher"
+TEACHER_LOGPS = "token_teacher_logps"  # its log-probability of each token
 ROWS_BYTES = 32 << 20  # of each fp32 temporary
+LEAST_LOGP = -1e4  # of an outcome that cannot be: differences are finite
 
 
 class Distillation:
     """The mean divergence over all targets of a step.
 
     Micro-batches have the teacher's last hidden states [targets, hidden] (`token_teacher`), on the
-    CPU; `project` makes its logits of them, a few targets at a time: neither's exist whole.
+    CPU; `project` makes its logits of them, a few targets at a time: neither's exist whole. With
+    `top_k` they have its `likeliest` tokens in place of them, and these and all others together are
+    the outcomes of both distributions.
 
     Args:
         beta: 0: the forward divergence, of the model from the teacher as the teacher weighs
             tokens; 1: the reverse one, as the model weighs them; between: Jensen and Shannon's.
         temperature: that both sides' logits are divided by.
+        top_k: of the teacher's tokens at each target that are known; None: all, by its logits.
     """
 
-    def __init__(self, beta: float = 1.0, temperature: float = 1.0) -> None:
+    def __init__(
+        self, beta: float = 1.0, temperature: float = 1.0, top_k: int | None = None
+    ) -> None:
         if not 0 <= beta <= 1:
             raise ConfigError(f"beta: must be 0 to 1, not {beta}")
-        self.beta, self.temperature = beta, temperature
+        self.beta, self.temperature, self.top_k = beta, temperature, top_k
         self.teacher: Any = None  # the engine that is asked, where somebody has opened it
         self.project: Callable[[Tensor], Tensor] | None = None  # set while a teacher's head is held
+        self.kept: Any = None  # of `top_k`: the teacher's at all targets, in slices of them
+        self.width: int | None = None  # of the vocabulary that both have, if not the model's
+
+    @property
+    def reference(self) -> bool:
+        """Micro-batches have `row_reference`: where in `kept` the targets of each example begin."""
+        return self.top_k is not None
 
     def denominator(self, batch: Mapping[str, Tensor]) -> float:
         return float((batch["labels"][:, 1:] != IGNORE).sum())
@@ -43,17 +62,87 @@ class Distillation:
 
     def values(self, logits: Tensor, targets: Targets, fused: bool) -> Tensor:
         """The divergence at each target, fp32 [n], from the model's logits [n, vocab]."""
-        if self.project is None or targets.teacher is None:
+        if targets.teacher is None or (self.project is None and self.top_k is None):
             raise DataError(f"a micro-batch has no {TEACHER}, or no teacher's head is held")
-        with torch.no_grad():
-            theirs = self.project(targets.teacher.to(logits.device, non_blocking=True))
-        return divergences(logits, theirs, self.beta, self.temperature)
+        theirs, ids = targets.teacher.to(logits.device, non_blocking=True), None
+        if self.top_k is not None:
+            ids, theirs = theirs[:, : self.top_k], theirs[:, self.top_k :].contiguous()
+            theirs, logits = theirs.view(torch.float32), logits[:, : self.width]
+        elif self.project is not None:
+            with torch.no_grad():
+                theirs = self.project(theirs)
+        return divergences(logits, theirs, self.beta, self.temperature, ids)
 
 
-def divergences(logits: Tensor, theirs: Tensor, beta: float, temperature: float) -> Tensor:
-    """The divergence of each row, fp32 [n], differentiable at `logits` [n, vocab]. Where the
-    teacher's vocabulary is padded to another width, the part that both have counts."""
-    return _Divergences.apply(logits, theirs, beta, temperature)  # type: ignore[no-any-return,no-untyped-call]
+@dataclass(frozen=True)
+class SampledDistillation(Policy):
+    """The reverse divergence at the tokens that the model drew: the advantage of each is the
+    teacher's log-probability of it (`token_teacher_logps`) less the model's own, and a step's loss
+    estimates the mean divergence. Held-out rows, which it did not write, are evaluated by `whole`.
+    """
+
+    importance_sampling_correction: bool = False  # the weights that draw are those that learn
+    whole: Distillation = field(default_factory=Distillation, compare=False)
+
+    needs: ClassVar[tuple[str, ...]] = ()
+
+    def advantages(self, logprobs: Tensor, examples: Examples) -> Tensor:
+        if TEACHER_LOGPS not in examples.of_tokens:
+            raise DataError(f"a micro-batch has no {TEACHER_LOGPS}")
+        return examples.of_tokens[TEACHER_LOGPS] - logprobs.detach()
+
+
+def distillation(
+    signal: str = "distribution",
+    beta: float = 1.0,
+    temperature: float = 1.0,
+    teacher_top_k: int | None = None,
+) -> Distillation | SampledDistillation:
+    """The loss of a teacher by the config's names of its arguments."""
+    whole = Distillation(beta, temperature, teacher_top_k)
+    sampled = signal == "sampled"
+    return SampledDistillation(temperature=temperature, whole=whole) if sampled else whole
+
+
+def divergence_of(loss: Any) -> Distillation | None:
+    """The divergence that a loss is, or that held-out rows are evaluated by; None of others."""
+    found = loss.whole if isinstance(loss, SampledDistillation) else loss
+    return found if isinstance(found, Distillation) else None
+
+
+def likeliest(logits: Tensor, top_k: int, temperature: float) -> Tensor:
+    """The `top_k` likeliest tokens of each row of `logits` [n, vocab], int32 [n, 2 top_k + 1]:
+    their ids, and as bits of fp32 their log-probabilities and that of all others together."""
+    parts = []
+    for rows in _pieces(logits):
+        logps = (logits[rows].float() / temperature).log_softmax(1)
+        ids = logps.topk(top_k).indices
+        found = _outcomes(logps, ids)[0].contiguous()
+        parts.append(torch.cat([ids.int(), found.view(torch.int32)], 1))
+    return torch.cat(parts)
+
+
+def _outcomes(logits: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
+    """(log-probabilities of the tokens `ids` [n, k] and of all others together, [n, k + 1]; each
+    token's share of the latter, [n, vocab]), from fp32 logits [n, vocab]."""
+    others = logits.scatter(1, ids, float("-inf"))
+    whole = others.logsumexp(1, keepdim=True)
+    found = torch.cat([logits.gather(1, ids), whole], 1).log_softmax(1)
+    # without any others all are -inf, and so is the sum
+    shares = (others - whole.clamp(min=torch.finfo(whole.dtype).min)).exp_()
+    found[:, -1].clamp_(min=LEAST_LOGP)
+    return found, shares
+
+
+def divergences(
+    logits: Tensor, theirs: Tensor, beta: float, temperature: float, ids: Tensor | None = None
+) -> Tensor:
+    """The divergence of each row, fp32 [n], differentiable at `logits` [n, vocab], from the
+    teacher's logits `theirs` [n, its vocab]; where that is padded to another width, the part that
+    both have counts. ids [n, k]: of the tokens that `theirs`, fp32 [n, k + 1], are the
+    log-probabilities of, the last one of all others together."""
+    given = logits, theirs, ids, beta, temperature
+    return _Divergences.apply(*given)  # type: ignore[no-any-return,no-untyped-call]
 
 
 class _Divergences(torch.autograd.Function):
@@ -62,24 +151,30 @@ class _Divergences(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, logits: Tensor, theirs: Tensor, beta: float, temperature: float
+        ctx: Any, logits: Tensor, theirs: Tensor, ids: Any, beta: float, temperature: float
     ) -> Tensor:
         found = logits.new_empty(len(logits), dtype=torch.float32)
-        width = min(logits.shape[1], theirs.shape[1])
-        alike = (theirs.shape, theirs.dtype) == (logits.shape, logits.dtype)
+        width = min(logits.shape[1], theirs.shape[1]) if ids is None else logits.shape[1]
+        alike = ids is None and (theirs.shape, theirs.dtype) == (logits.shape, logits.dtype)
         grad = theirs if alike else torch.zeros_like(logits)
         for rows in _pieces(logits):
-            ours = (logits[rows, :width].float() / temperature).log_softmax(1)
-            wanted = (theirs[rows, :width].float() / temperature).log_softmax(1)
-            found[rows], of_logits = divergence(ours, wanted, beta)
+            cooled = logits[rows, :width].float() / temperature
+            if ids is None:
+                wanted = (theirs[rows, :width].float() / temperature).log_softmax(1)
+                found[rows], of_logits = divergence(cooled.log_softmax(1), wanted, beta)
+            else:
+                at = ids[rows].long()
+                ours, of_logits = _outcomes(cooled, at)
+                found[rows], of_outcomes = divergence(ours, theirs[rows], beta)
+                of_logits.mul_(of_outcomes[:, -1:]).scatter_(1, at, of_outcomes[:, :-1])
             grad[rows, :width] = of_logits.div_(temperature).to(grad.dtype)
         ctx.save_for_backward(grad)
         return found
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None, None]:
         (grad,) = ctx.saved_tensors
-        return grad.mul_(grads[0].unsqueeze(1).to(grad.dtype)), None, None, None
+        return grad.mul_(grads[0].unsqueeze(1).to(grad.dtype)), None, None, None, None
 
 
 def divergence(ours: Tensor, wanted: Tensor, beta: float) -> tuple[Tensor, Tensor]:
@@ -91,7 +186,7 @@ def divergence(ours: Tensor, wanted: Tensor, beta: float) -> tuple[Tensor, Tenso
     if beta == 1:
         found, slope = (p * (ours - wanted)).sum(1), ours - wanted
     else:
-        mixed = ((1 - beta) * p + beta * q).log()
+        mixed = torch.logaddexp(ours + math.log1p(-beta), wanted + math.log(beta))
         slope = (1 - beta) * (ours - mixed)
         found = beta * (q * (wanted - mixed)).sum(1) + (p * slope).sum(1)
     return found, p * (slope - (p * slope).sum(1, keepdim=True))

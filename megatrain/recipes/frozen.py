@@ -8,13 +8,14 @@ and pass through the device in sweeps over up to `SWEPT_TOKENS` of a rollout's o
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from os.path import isfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoConfig, PretrainedConfig
@@ -28,8 +29,10 @@ from megatrain.engine.engine import Engine
 from megatrain.engine.inference import held_head, last_states
 from megatrain.errors import ConfigError, DataError, StorageError
 from megatrain.heartbeat import TOKENS_SWEPT, doing, may_end_here
-from megatrain.losses import Distillation
+from megatrain.losses import divergence_of, find_examples, find_targets
 from megatrain.losses.divergence import TEACHER as STATES
+from megatrain.losses.divergence import TEACHER_LOGPS
+from megatrain.losses.sequences import REFERENCE as ROW_REFERENCE
 from megatrain.machine.profile import interpolate
 from megatrain.methods import METHODS
 from megatrain.models.anatomy import layouts_of
@@ -56,6 +59,10 @@ if TYPE_CHECKING:
 REFERENCE, TEACHER = "reference", "teacher"
 SWEPT_TOKENS = 1 << 16  # of a sweep of frozen weights, whose hidden states are on the device
 TEACHER_LOGITS = 1024  # targets whose logits a teacher gives at a time, unless the user says more
+
+
+# texts that tokenizers of one vocabulary may cut in other ways
+PROBES = ("The 2 cats, 12345.67 (x+y)", "  if a != b:\n\t\treturn 'ab'", "naïve e\u0301 日本語 🙂")
 
 
 # why: decision 0114
@@ -86,7 +93,9 @@ def besides(config: Config, resolved: Resolved) -> tuple[FrozenModel, ...]:
     found, rollout = list[FrozenModel](), config.rollout
     if (teacher := config.distill.teacher_model_name_or_path) is not None:
         described: Any = config_of_teacher(teacher)
-        return _alone(config, [_teacher(Skeleton(described), resolved)], resolved)
+        found = [_teacher(Skeleton(described), resolved)]
+        beside = _alone(config, found, resolved)
+        return () if config.distill.teacher_top_k else beside
     if METHODS[config.method].kind != PROMPTS:
         return ()
     steps = rollout.steps_per_generation * config.policy.num_iterations
@@ -221,6 +230,13 @@ def check_reference_and_teacher(config: Config, model: Model) -> None:
             f"{where}: {named}: has another vocabulary: {token!r} is its token {known.get(token)} "
             f"and the model's {ours.get(token)}; take a teacher of the model's family"
         )
+    for text in PROBES:
+        sides = (one.tokenizer(text, add_special_tokens=False) for one in (theirs, model))
+        if len({tuple(side.input_ids) for side in sides}) > 1:
+            raise ConfigError(
+                f"{where}: {named}: cuts text into other tokens of the same vocabulary: {text!r} "
+                "is not the same ids; take a teacher of the model's family"
+            )
 
 
 def frozen_digest(config: Config) -> str | None:
@@ -245,10 +261,14 @@ def check_frozen(config: Config, state: Mapping[str, Any], digest: str | None) -
 
 def open_teacher(config: Config, loss: Any, stack: ExitStack, precision: str) -> None:
     """Let a loss that has a teacher ask it, which the stack closes."""
-    if isinstance(loss, Distillation):
-        source = model_in(str(config.distill.teacher_model_name_or_path))
-        how = {"precision": precision, "device": config.device}
-        loss.teacher = stack.enter_context(frozen_engine(source, **how))
+    if (divergence := divergence_of(loss)) is not None and divergence.top_k is None:
+        divergence.teacher = stack.enter_context(teacher_engine(config, precision))
+
+
+def teacher_engine(config: Config, precision: str) -> Engine:
+    """The config's teacher."""
+    source = model_in(str(config.distill.teacher_model_name_or_path))
+    return frozen_engine(source, precision=precision, device=config.device)
 
 
 def sweeps(batches: Iterable[MicroBatch], tokens: int) -> Iterator[list[MicroBatch]]:
@@ -265,17 +285,33 @@ def sweeps(batches: Iterable[MicroBatch], tokens: int) -> Iterator[list[MicroBat
 
 @contextmanager
 def taught(loss: Any, batches: Sequence[Any]) -> Iterator[Sequence[Any]]:
-    """Micro-batches with a teacher's hidden states, whose head is held inside, for a loss that has
-    one; as they are for others."""
-    if not isinstance(loss, Distillation):
+    """Micro-batches with what a loss needs of a teacher, as they are for others: its tokens from a
+    file, its log-probabilities of theirs, or its hidden states, and then its head is held inside.
+    """
+    if (divergence := divergence_of(loss)) is None:
         yield batches
-        return
-    with doing("asking the teacher", aloud=False):
-        parts = sweeps(batches, SWEPT_TOKENS)
-        states = [found for part in parts for found in last_states(loss.teacher, part)]
-    with held_head(loss.teacher) as loss.project:
-        yield [{**one, STATES: found} for one, found in zip(batches, states, strict=True)]
-    loss.project = None
+    elif divergence.top_k is not None:
+        yield [{**one, STATES: kept_of(divergence.kept, one)} for one in batches]
+    else:
+        teacher, sampled = divergence.teacher, divergence is not loss
+        with doing("asking the teacher", aloud=False):
+            ask = partial(teacher.logprobs, temperature=divergence.temperature)
+            ask = ask if sampled else partial(last_states, teacher)
+            found = [one for part in sweeps(batches, SWEPT_TOKENS) for one in ask(part)]
+        name = TEACHER_LOGPS if sampled else STATES
+        given = [{**one, name: its} for one, its in zip(batches, found, strict=True)]
+        with nullcontext() if sampled else held_head(teacher) as divergence.project:
+            yield given
+        divergence.project = None
+
+
+def kept_of(kept: Any, batch: MicroBatch) -> torch.Tensor:
+    """What a file has of a teacher at the targets of a micro-batch, whose `row_reference` says
+    where those of each example begin."""
+    counts = find_examples(batch, find_targets(batch["labels"])).sizes.tolist()
+    begins = batch[ROW_REFERENCE].long().tolist()
+    spans = (slice(start, start + count) for start, count in zip(begins, counts, strict=True))
+    return torch.from_numpy(np.concatenate([kept[span] for span in spans]))
 
 
 @dataclass(frozen=True)

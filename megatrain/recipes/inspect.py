@@ -46,6 +46,7 @@ from megatrain.recipes.sample import answer, draw_of, system_turns, unseen, user
 from megatrain.recipes.setup import day_of, make_loss, open_rows, quiet_libraries, say_rows
 from megatrain.recipes.signals import StopRequest
 from megatrain.recipes.tasks import TaskOptions, load_tasks, run_tasks
+from megatrain.recipes.teacher_file import references_of_teacher
 from megatrain.reporting.streams import console_on
 from megatrain.storage.checkpoint import read_about
 from megatrain.storage.run_folder import STATE, with_state
@@ -109,15 +110,18 @@ def evaluate(named: str | Path, data: object, trust_remote_code: bool = False) -
     sight = rows.sight if isinstance(rows, TokenRows) and rows.images is not None else None
     opened = partial(reader, run_dir=run_dir, trust_remote_code=trust_remote_code, sight=sight)
     references = None
+
+    def by_sweeps(wanted: Wanted, numbers: ReferenceArray) -> Iterator[list[MicroBatch]]:
+        return sweeps(batches(wanted.rows, wanted.chosen, references=numbers), sweep)
+
     if of_sequences and of_sequences.reference:
-
-        def by_sweeps(wanted: Wanted, numbers: ReferenceArray) -> Iterator[list[MicroBatch]]:
-            return sweeps(batches(wanted.rows, wanted.chosen, references=numbers), sweep)
-
         references = reference_of_run(config, opened, wanted, by_sweeps)
     with ExitStack() as stack:
         engine = stack.enter_context(opened(checkpoint))
         open_teacher(config, loss, stack, engine.precision)
+        if isinstance(loss, Distillation) and loss.reference:
+            about_both = config, loss, engine.precision, engine.skeleton
+            (references,) = references_of_teacher(*about_both, [wanted], by_sweeps)
         given = batches(rows, wanted.chosen, references=references)
         with doing("evaluating", tokens_to_sweep(engine, rows, wanted.chosen), TOKENS_SWEPT):
             found = evaluated(engine, given, loss, sweep, StopRequest())

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -29,7 +30,6 @@ from megatrain.durable import sync_folder
 from megatrain.engine.engine import Engine
 from megatrain.errors import StorageError, logger, system_errors
 from megatrain.heartbeat import TOKENS_SWEPT, doing, may_end_here
-from megatrain.losses import SequenceLoss
 from megatrain.recipes.frozen import sweeps
 from megatrain.recipes.loop import tokens_to_sweep
 from megatrain.recipes.state import Ready
@@ -90,7 +90,7 @@ def kept(of_model: str, rows: Rows) -> ReferenceArray:
     except OSError:
         return np.full(shape, np.nan)
     digest, body = data[:DIGEST_BYTES], data[DIGEST_BYTES:]
-    if digest != _digest(body) or len(body) != 8 * shape[0] * shape[1]:
+    if digest != body_digest(body) or len(body) != 8 * shape[0] * shape[1]:
         logger.warning(f"{path}: is damaged; the reference's log-probabilities are computed anew")
         return np.full(shape, np.nan)
     return np.frombuffer(body, np.float64).reshape(shape)
@@ -120,11 +120,11 @@ def references_of(
                 for of_examples, sums in some:
                     found[of_examples] = sums
             if time.monotonic() - at > KEEP_EVERY_S and world.is_first:
-                _keep(_path(of_model, rows), found.tobytes())
+                keep(_path(of_model, rows), found.tobytes())
                 at = time.monotonic()
     references = found.reshape(known.shape)
     assert not len(wanted.missing(references)), "every sequence is in one micro-batch"
-    world.on_rank0(lambda: _keep(_path(of_model, rows), references.tobytes()))
+    world.on_rank0(lambda: keep(_path(of_model, rows), references.tobytes()))
     return references
 
 
@@ -140,17 +140,19 @@ def _path(of_model: str, rows: Rows) -> Path:
     return default_cache() / FOLDER / f"{of_model}-{rows.digest}"
 
 
-def _digest(body: bytes) -> bytes:
+def body_digest(body: Any) -> bytes:
+    """The bytes that a kept file begins with. body: all that follows."""
     return hashlib.blake2b(body, digest_size=DIGEST_BYTES).digest()
 
 
-def _keep(path: Path, body: bytes) -> None:
-    """Write a file that appears whole, for its owner alone. Raises StorageError."""
+def keep(path: Path, body: bytes) -> None:
+    """Write a file that appears whole, for its owner alone, with its digest before its body. Raises
+    StorageError."""
     passing = path.with_name(f"{path.name}.tmp-{uuid.uuid4().hex[:8]}")
-    keeping = "keep the reference's log-probabilities here"
+    keeping = "keep another model's log-probabilities here"
     with system_errors(path.parent, keeping, "set MEGATRAIN_CACHE to another folder"):
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        write_bytes(passing, _digest(body) + body)
+        write_bytes(passing, body_digest(body) + body)
         passing.rename(path)
         sync_folder(path.parent)
 
@@ -168,8 +170,8 @@ def wanted_by(ready: Ready, resuming: Resumable | None) -> tuple[str | None, tup
     """(fingerprint of the model that a resumed run began with, the rows that a run trains on and
     those that it evaluates if it holds some out); none for methods without a reference. A run that
     goes on may take other rows than from its start, if its steps have another size now."""
-    loader, loss, of_model = ready.loader, ready.loss, None
-    if not (isinstance(loss, SequenceLoss) and loss.reference):
+    loader, of_model = ready.loader, None
+    if not getattr(ready.loss, "reference", False):
         return None, ()
     assert isinstance(loader, Loader)
     chosen = loader.rows_to_come(from_start=True)

@@ -25,6 +25,7 @@ from megatrain.data.micro_batches import ReferenceArray
 from megatrain.engine.engine import Engine
 from megatrain.errors import ConfigError, StorageError, logger, storage_error, system_errors
 from megatrain.heartbeat import BYTES_READ, doing, may_end_here
+from megatrain.losses import Distillation
 from megatrain.planner.plan import Plan
 from megatrain.recipes.describe import (
     DESCRIPTION,
@@ -49,6 +50,7 @@ from megatrain.recipes.rl.rollouts import Rollouts
 from megatrain.recipes.setup import quiet_libraries
 from megatrain.recipes.signals import HangWatch, StopRequest, stop_requests, watchdog
 from megatrain.recipes.state import BEGINNING, Ready, Run
+from megatrain.recipes.teacher_file import references_of_run
 from megatrain.reporting.energy import EnergyMeter
 from megatrain.reporting.meters import GpuMeter
 from megatrain.reporting.metrics import (
@@ -210,8 +212,12 @@ def open_engine(
     ready: Ready, stack: ExitStack, resuming: Resumable | None
 ) -> tuple[Engine, str | None, ReferenceArray | None]:
     """The engine with its first weights, or zeros where a checkpoint follows; and the reference of
-    a method that has one, as `compare_with_reference`."""
+    a method that has one, as `compare_with_reference`. What a teacher keeps in a file it writes
+    before, and is closed."""
     of_model, wanted = wanted_by(ready, resuming)
+    if isinstance(ready.loss, Distillation) and wanted:
+        found = references_of_run(ready, wanted)
+        return stack.enter_context(Engine.open_plan(ready.plan, weights=resuming is None)), *found
     here = of_model is None or are_kept(of_model, wanted)
     # the first rank's cache counts
     first = resuming is None or not ready.machine.world.broadcast(here)
