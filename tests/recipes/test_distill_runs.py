@@ -202,7 +202,25 @@ def test_a_run_that_goes_on_is_the_run_that_never_stopped(megatrain, project, te
 def test_what_cannot_teach_is_refused_and_what_teaches_is_planned(megatrain, project, teacher):
     missing = megatrain("train cfg.yaml method=distill", code=2).err
     assert "distill.teacher_model_name_or_path: is missing: name the teacher's" in missing
+    for key, named, words in (
+        ("signal=sampled", "signal", "is of tokens that the model draws: set lmbda: 1"),
+        ("signal=sampled lmbda=1 beta=0.5", "beta", "has the reverse divergence alone"),
+        ("teacher_top_k=4 lmbda=0.5", "teacher_top_k", "is of the rows' answers"),
+        ("teacher_top_k=4 data.streaming=true", "teacher_top_k", "before the first step"),
+        ("teacher_top_k=4000", "teacher_top_k", "4000, and the vocabulary has 300 tokens"),
+    ):
+        asked = [one if one.startswith("data.") else f"distill.{one}" for one in key.split()]
+        refused = megatrain("train cfg.yaml", *KEYS, *asked, code=2).err
+        assert f"distill.{named}: " in refused and words in refused
+    plan = megatrain("plan cfg.yaml --json", *KEYS, "distill.teacher_top_k=4").json
+    assert "teacher's weights" not in plan["host"] and "teacher" not in plan["timing"]["phases"]
     described = json.loads((teacher / "tokenizer.json").read_text())
+    merges = described["model"]["merges"]
+    described["model"]["merges"] = merges[::-1]
+    (teacher / "tokenizer.json").write_text(json.dumps(described))
+    cut = megatrain("train cfg.yaml", *KEYS, code=2).err
+    assert "teacher: cuts text into other tokens of the same vocabulary: 'The 2 cats" in cut
+    described["model"]["merges"] = merges
     vocabulary = described["model"]["vocab"]
     first, *_, last = vocabulary
     vocabulary[first], vocabulary[last] = vocabulary[last], vocabulary[first]
