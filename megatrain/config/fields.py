@@ -440,29 +440,16 @@ def fault_of_sections(config: Config) -> tuple[str, str] | None:
         return "distill.teacher_model_name_or_path", "is missing: name the teacher's folder or id"
     if config.distill.lmbda and config.data.train_on != "assistant":
         return "distill.lmbda", "writes answers to prompts: set data.train_on: assistant, or 0"
-    if fault := fault_of_teaching(config.distill, config.data.streaming):
-        return fault
+    if config.distill.signal == "sampled" and (config.distill.lmbda, config.distill.beta) != (1, 1):
+        why = "the reverse divergence at tokens that the model draws: set lmbda: 1 and beta: 1"
+        return "distill.signal", f"sampled: is {why}"
+    if config.distill.teacher_top_k and (config.distill.lmbda or config.data.streaming):
+        why = "is of all rows, before the first step: set lmbda: 0 and data.streaming: false"
+        return "distill.teacher_top_k", why
     of_text = {"sample_prompt": config.sample_prompt, "eval.prompts": config.eval.prompts}
     asked = [name for name, value in of_text.items() if value is not None]
     if METHODS[method].scores and asked:
         return asked[0], f"method: {method} trains a model that writes no text; remove it"
-    return None
-
-
-def fault_of_teaching(options: s.DistillOptions, streaming: bool) -> tuple[str, str] | None:
-    """The first key of `distill` that its others rule out, and why; None if there is none."""
-    if options.signal == "sampled":
-        if options.lmbda < 1:
-            return "distill.signal", "sampled: is of tokens that the model draws: set lmbda: 1"
-        if options.beta != 1:
-            return "distill.beta", "signal: sampled has the reverse divergence alone; remove it"
-    if options.teacher_top_k is not None:
-        if options.lmbda:
-            why = "is of the rows' answers; with lmbda above 0 the teacher must be there: remove it"
-            return "distill.teacher_top_k", why
-        if streaming:
-            why = "is written for all rows before the first step; remove it, or data.streaming"
-            return "distill.teacher_top_k", why
     return None
 
 

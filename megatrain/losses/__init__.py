@@ -5,7 +5,6 @@ from functools import partial
 
 from megatrain.losses.divergence import Distillation as Distillation
 from megatrain.losses.divergence import SampledDistillation as SampledDistillation
-from megatrain.losses.divergence import distillation as distillation
 from megatrain.losses.divergence import divergence_of as divergence_of
 from megatrain.losses.policy import Policy as Policy
 from megatrain.losses.policy import Rloo as Rloo
@@ -39,5 +38,5 @@ LOSSES: dict[str, Callable[..., Loss | SequenceLoss]] = {
     "reward": Reward,
     "grpo": Policy,
     "rloo": Rloo,
-    "distill": distillation,
+    "distill": Distillation,
 }

@@ -28,31 +28,28 @@ class Distillation:
 
     Micro-batches have the teacher's last hidden states [targets, hidden] (`token_teacher`), on the
     CPU; `project` makes its logits of them, a few targets at a time: neither's exist whole. With
-    `top_k` they have its `likeliest` tokens in place of them, and these and all others together are
-    the outcomes of both distributions.
+    `teacher_top_k` they have its `likeliest` tokens instead, and both distributions are of these
+    and of all others as one.
 
     Args:
         beta: 0: the forward divergence, of the model from the teacher as the teacher weighs
             tokens; 1: the reverse one, as the model weighs them; between: Jensen and Shannon's.
         temperature: that both sides' logits are divided by.
-        top_k: of the teacher's tokens at each target that are known; None: all, by its logits.
+        teacher_top_k: of its tokens at each target that are known; None: all, by its logits.
     """
 
     def __init__(
-        self, beta: float = 1.0, temperature: float = 1.0, top_k: int | None = None
+        self, beta: float = 1.0, temperature: float = 1.0, teacher_top_k: int | None = None
     ) -> None:
         if not 0 <= beta <= 1:
             raise ConfigError(f"beta: must be 0 to 1, not {beta}")
-        self.beta, self.temperature, self.top_k = beta, temperature, top_k
+        self.beta, self.temperature, self.top_k = beta, temperature, teacher_top_k
         self.teacher: Any = None  # the engine that is asked, where somebody has opened it
         self.project: Callable[[Tensor], Tensor] | None = None  # set while a teacher's head is held
-        self.kept: Any = None  # of `top_k`: the teacher's at all targets, in slices of them
+        # with it micro-batches have `row_reference`: where in `kept` an example's targets begin
+        self.reference = teacher_top_k is not None
+        self.kept: Any = None
         self.width: int | None = None  # of the vocabulary that both have, if not the model's
-
-    @property
-    def reference(self) -> bool:
-        """Micro-batches have `row_reference`: where in `kept` the targets of each example begin."""
-        return self.top_k is not None
 
     def denominator(self, batch: Mapping[str, Tensor]) -> float:
         return float((batch["labels"][:, 1:] != IGNORE).sum())
@@ -77,31 +74,15 @@ class Distillation:
 @dataclass(frozen=True)
 class SampledDistillation(Policy):
     """The reverse divergence at the tokens that the model drew: the advantage of each is the
-    teacher's log-probability of it (`token_teacher_logps`) less the model's own, and a step's loss
-    estimates the mean divergence. Held-out rows, which it did not write, are evaluated by `whole`.
-    """
+    teacher's log-probability of it (`token_teacher_logps`) less the model's own, and the loss
+    estimates the mean divergence. Held-out rows, which others wrote, are evaluated by `whole`."""
 
     importance_sampling_correction: bool = False  # the weights that draw are those that learn
     whole: Distillation = field(default_factory=Distillation, compare=False)
-
     needs: ClassVar[tuple[str, ...]] = ()
 
     def advantages(self, logprobs: Tensor, examples: Examples) -> Tensor:
-        if TEACHER_LOGPS not in examples.of_tokens:
-            raise DataError(f"a micro-batch has no {TEACHER_LOGPS}")
         return examples.of_tokens[TEACHER_LOGPS] - logprobs.detach()
-
-
-def distillation(
-    signal: str = "distribution",
-    beta: float = 1.0,
-    temperature: float = 1.0,
-    teacher_top_k: int | None = None,
-) -> Distillation | SampledDistillation:
-    """The loss of a teacher by the config's names of its arguments."""
-    whole = Distillation(beta, temperature, teacher_top_k)
-    sampled = signal == "sampled"
-    return SampledDistillation(temperature=temperature, whole=whole) if sampled else whole
 
 
 def divergence_of(loss: Any) -> Distillation | None:
@@ -137,10 +118,9 @@ def _outcomes(logits: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
 def divergences(
     logits: Tensor, theirs: Tensor, beta: float, temperature: float, ids: Tensor | None = None
 ) -> Tensor:
-    """The divergence of each row, fp32 [n], differentiable at `logits` [n, vocab], from the
-    teacher's logits `theirs` [n, its vocab]; where that is padded to another width, the part that
-    both have counts. ids [n, k]: of the tokens that `theirs`, fp32 [n, k + 1], are the
-    log-probabilities of, the last one of all others together."""
+    """The divergence of each row, fp32 [n], differentiable at `logits` [n, vocab], from `theirs`,
+    the teacher's, of which as wide a part counts as both have; or with `ids` [n, k] from its
+    log-probabilities of these tokens and of all others together, fp32 [n, k + 1]."""
     given = logits, theirs, ids, beta, temperature
     return _Divergences.apply(*given)  # type: ignore[no-any-return,no-untyped-call]
 

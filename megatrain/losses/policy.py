@@ -104,9 +104,8 @@ class Policy(SequenceLoss):
         targets = batch["labels"][:, 1:] != IGNORE
         tokens = float(targets.sum())
         counts = {"present_tokens": tokens, "tokens": tokens + more["tokens"]}
-        rows = rows_of(batch)
-        counts["rows"] = int(rows.max()) + 1 + more["rows"]
-        of_targets = rows[:, 1:][targets]
+        counts["rows"] = int(rows_of(batch).max()) + 1 + more["rows"]
+        of_targets = rows_of(batch)[:, 1:][targets]
         counts["present_answers"] = float(of_targets.bincount().count_nonzero())
         if SAMPLED in batch:
             counts["sampled_tokens"] = float((targets & ~batch[SAMPLED][:, 1:].isnan()).sum())

@@ -59,10 +59,8 @@ if TYPE_CHECKING:
 REFERENCE, TEACHER = "reference", "teacher"
 SWEPT_TOKENS = 1 << 16  # of a sweep of frozen weights, whose hidden states are on the device
 TEACHER_LOGITS = 1024  # targets whose logits a teacher gives at a time, unless the user says more
-
-
-# texts that tokenizers of one vocabulary may cut in other ways
-PROBES = ("The 2 cats, 12345.67 (x+y)", "  if a != b:\n\t\treturn 'ab'", "naïve e\u0301 日本語 🙂")
+# tokenizers of one vocabulary may cut it in other ways
+PROBE = "The 2 cats' 12345.67 (x+y)\n  if a != b:\n\t\treturn 'ab'\r\n naïve e\u0301 日本語 🙂"
 
 
 # why: decision 0114
@@ -93,8 +91,7 @@ def besides(config: Config, resolved: Resolved) -> tuple[FrozenModel, ...]:
     found, rollout = list[FrozenModel](), config.rollout
     if (teacher := config.distill.teacher_model_name_or_path) is not None:
         described: Any = config_of_teacher(teacher)
-        found = [_teacher(Skeleton(described), resolved)]
-        beside = _alone(config, found, resolved)
+        beside = _alone(config, [_teacher(Skeleton(described), resolved)], resolved)
         return () if config.distill.teacher_top_k else beside
     if METHODS[config.method].kind != PROMPTS:
         return ()
@@ -230,13 +227,12 @@ def check_reference_and_teacher(config: Config, model: Model) -> None:
             f"{where}: {named}: has another vocabulary: {token!r} is its token {known.get(token)} "
             f"and the model's {ours.get(token)}; take a teacher of the model's family"
         )
-    for text in PROBES:
-        sides = (one.tokenizer(text, add_special_tokens=False) for one in (theirs, model))
-        if len({tuple(side.input_ids) for side in sides}) > 1:
-            raise ConfigError(
-                f"{where}: {named}: cuts text into other tokens of the same vocabulary: {text!r} "
-                "is not the same ids; take a teacher of the model's family"
-            )
+    sides = [one.tokenizer(PROBE, add_special_tokens=False).input_ids for one in (theirs, model)]
+    if sides[0] != sides[1]:
+        raise ConfigError(
+            f"{where}: {named}: cuts text into other tokens of the same vocabulary; take a teacher "
+            "of the model's family"
+        )
 
 
 def frozen_digest(config: Config) -> str | None:
@@ -261,14 +257,10 @@ def check_frozen(config: Config, state: Mapping[str, Any], digest: str | None) -
 
 def open_teacher(config: Config, loss: Any, stack: ExitStack, precision: str) -> None:
     """Let a loss that has a teacher ask it, which the stack closes."""
-    if (divergence := divergence_of(loss)) is not None and divergence.top_k is None:
-        divergence.teacher = stack.enter_context(teacher_engine(config, precision))
-
-
-def teacher_engine(config: Config, precision: str) -> Engine:
-    """The config's teacher."""
-    source = model_in(str(config.distill.teacher_model_name_or_path))
-    return frozen_engine(source, precision=precision, device=config.device)
+    if (divergence := divergence_of(loss)) is not None and divergence.kept is None:
+        source = model_in(str(config.distill.teacher_model_name_or_path))
+        how = {"precision": precision, "device": config.device}
+        divergence.teacher = stack.enter_context(frozen_engine(source, **how))
 
 
 def sweeps(batches: Iterable[MicroBatch], tokens: int) -> Iterator[list[MicroBatch]]:
@@ -286,8 +278,7 @@ def sweeps(batches: Iterable[MicroBatch], tokens: int) -> Iterator[list[MicroBat
 @contextmanager
 def taught(loss: Any, batches: Sequence[Any]) -> Iterator[Sequence[Any]]:
     """Micro-batches with what a loss needs of a teacher, as they are for others: its tokens from a
-    file, its log-probabilities of theirs, or its hidden states, and then its head is held inside.
-    """
+    file, its log-probabilities, or its hidden states, and then its head is held inside."""
     if (divergence := divergence_of(loss)) is None:
         yield batches
     elif divergence.top_k is not None:
@@ -306,7 +297,7 @@ def taught(loss: Any, batches: Sequence[Any]) -> Iterator[Sequence[Any]]:
 
 
 def kept_of(kept: Any, batch: MicroBatch) -> torch.Tensor:
-    """What a file has of a teacher at the targets of a micro-batch, whose `row_reference` says
+    """A teacher's likeliest tokens at the targets of a micro-batch, of which `row_reference` says
     where those of each example begin."""
     counts = find_examples(batch, find_targets(batch["labels"])).sizes.tolist()
     begins = batch[ROW_REFERENCE].long().tolist()

@@ -41,12 +41,11 @@ from megatrain.recipes.model import (
     seeing,
     sighted,
 )
-from megatrain.recipes.reference import Batches, Wanted, reference_key, references_of
+from megatrain.recipes.reference import Batches, Wanted, from_teacher, reference_key, references_of
 from megatrain.recipes.sample import answer, draw_of, system_turns, unseen, user
 from megatrain.recipes.setup import day_of, make_loss, open_rows, quiet_libraries, say_rows
 from megatrain.recipes.signals import StopRequest
 from megatrain.recipes.tasks import TaskOptions, load_tasks, run_tasks
-from megatrain.recipes.teacher_file import references_of_teacher
 from megatrain.reporting.streams import console_on
 from megatrain.storage.checkpoint import read_about
 from megatrain.storage.run_folder import STATE, with_state
@@ -118,10 +117,10 @@ def evaluate(named: str | Path, data: object, trust_remote_code: bool = False) -
         references = reference_of_run(config, opened, wanted, by_sweeps)
     with ExitStack() as stack:
         engine = stack.enter_context(opened(checkpoint))
-        open_teacher(config, loss, stack, engine.precision)
         if isinstance(loss, Distillation) and loss.reference:
-            about_both = config, loss, engine.precision, engine.skeleton
-            (references,) = references_of_teacher(*about_both, [wanted], by_sweeps)
+            both = config, loss, engine.precision, engine.anatomy.vocab_size
+            (references,) = from_teacher(*both, [wanted], by_sweeps)
+        open_teacher(config, loss, stack, engine.precision)
         given = batches(rows, wanted.chosen, references=references)
         with doing("evaluating", tokens_to_sweep(engine, rows, wanted.chosen), TOKENS_SWEPT):
             found = evaluated(engine, given, loss, sweep, StopRequest())

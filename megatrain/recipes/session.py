@@ -39,6 +39,7 @@ from megatrain.recipes.frozen import check_frozen, frozen_digest, open_teacher
 from megatrain.recipes.loop import still_to_come
 from megatrain.recipes.reference import (
     are_kept,
+    ask_teacher,
     compare_with_reference,
     lacks_references,
     wanted_by,
@@ -50,7 +51,6 @@ from megatrain.recipes.rl.rollouts import Rollouts
 from megatrain.recipes.setup import quiet_libraries
 from megatrain.recipes.signals import HangWatch, StopRequest, stop_requests, watchdog
 from megatrain.recipes.state import BEGINNING, Ready, Run
-from megatrain.recipes.teacher_file import references_of_run
 from megatrain.reporting.energy import EnergyMeter
 from megatrain.reporting.meters import GpuMeter
 from megatrain.reporting.metrics import (
@@ -212,12 +212,13 @@ def open_engine(
     ready: Ready, stack: ExitStack, resuming: Resumable | None
 ) -> tuple[Engine, str | None, ReferenceArray | None]:
     """The engine with its first weights, or zeros where a checkpoint follows; and the reference of
-    a method that has one, as `compare_with_reference`. What a teacher keeps in a file it writes
-    before, and is closed."""
+    a method that has one, as `compare_with_reference`. A teacher that is to be asked before is, and
+    closed again."""
     of_model, wanted = wanted_by(ready, resuming)
     if isinstance(ready.loss, Distillation) and wanted:
-        found = references_of_run(ready, wanted)
-        return stack.enter_context(Engine.open_plan(ready.plan, weights=resuming is None)), *found
+        held_out = ask_teacher(ready, wanted)
+        opened = Engine.open_plan(ready.plan, weights=resuming is None)
+        return stack.enter_context(opened), None, held_out
     here = of_model is None or are_kept(of_model, wanted)
     # the first rank's cache counts
     first = resuming is None or not ready.machine.world.broadcast(here)
