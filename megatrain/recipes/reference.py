@@ -245,10 +245,11 @@ def _write(loss: Distillation, wanted: Wanted, folder: Path, batches: Batches) -
         for part in batches(wanted, every[:, None]):
             may_end_here()
             numbers = torch.cat([one[REFERENCE] for one in part]).long()
-            states = torch.split(torch.cat(last_states(engine, part)), frozen.TEACHER_LOGITS)
+            states = (torch.split(one, frozen.TEACHER_LOGITS) for one in last_states(engine, part))
             with torch.no_grad(), held_head(engine) as project:
-                logits = (project(some.to(engine.device))[:, : loss.width] for some in states)
-                found = [likeliest(one, top_k, loss.temperature).cpu() for one in logits]
+                logits = (project(some.to(engine.device)) for one in states for some in one)
+                cut = (one[:, : loss.width] for one in logits if len(one))
+                found = [likeliest(one, top_k, loss.temperature).cpu() for one in cut]
             body = torch.tensor([len(numbers)]), numbers, *found
             path = folder / f"{int(numbers[0]):09}.tokens"
             _keep(path, b"".join(one.numpy().tobytes() for one in body))
