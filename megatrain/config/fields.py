@@ -440,6 +440,12 @@ def fault_of_sections(config: Config) -> tuple[str, str] | None:
         return "distill.teacher_model_name_or_path", "is missing: name the teacher's folder or id"
     if config.distill.lmbda and config.data.train_on != "assistant":
         return "distill.lmbda", "writes answers to prompts: set data.train_on: assistant, or 0"
+    if config.distill.signal == "sampled" and (config.distill.lmbda, config.distill.beta) != (1, 1):
+        why = "the reverse divergence at tokens that the model draws: set lmbda: 1 and beta: 1"
+        return "distill.signal", f"sampled: is {why}"
+    if config.distill.teacher_top_k and (config.distill.lmbda or config.data.streaming):
+        why = "is of all rows, before the first step: set lmbda: 0 and data.streaming: false"
+        return "distill.teacher_top_k", why
     of_text = {"sample_prompt": config.sample_prompt, "eval.prompts": config.eval.prompts}
     asked = [name for name, value in of_text.items() if value is not None]
     if METHODS[method].scores and asked:

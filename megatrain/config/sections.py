@@ -149,8 +149,16 @@ class DistillOptions(Options):
     teacher_model_name_or_path: v.SourceOrNull = key(
         None, "The teacher, of any size and of the same vocabulary; it stays frozen in host RAM."
     )
+    signal: Literal["distribution", "sampled"] = key(
+        "distribution", "Of all tokens that may come next, or of those that it drew (lmbda: 1)."
+    )
     beta: v.Fraction = key(
         1.0, "0: the forward divergence; 1: the reverse one; between: Jensen and Shannon's."
+    )
+    teacher_top_k: v.Count | None = key(
+        None,
+        "Likeliest tokens at each target, which the teacher writes to a file before training, to "
+        "be needed no more; null: it stays beside, and gives all.",
     )
     temperature: v.Positive = key(1.0, "Divides both sides' logits, and those that it writes by.")
     lmbda: v.Fraction = key(

@@ -200,10 +200,9 @@ def collate(
     before they reach `limit`: models tell the rows of a sequence apart by it. Where there is
     padding, they have token_real, bool [sequences, tokens]; without `pack_to`, attention_mask.
 
-    Of rows that are not plain a loss over examples also gets (in order; of pairs the chosen first):
+    Of rows that are not plain, or have `references`, a loss also gets, of pairs the chosen first:
         row_of: of each token the example's number, of padding the last one's; int64, as input_ids.
-        row_value: `TokenRows.values` of each, float32 [examples].
-        row_reference: of `references`, if given, float64 [examples].
+        row_value, row_reference: of `TokenRows.values`, float32, and `references`, float64.
         row_mismatched: of judged rows, whether it is a mismatch; bool [examples].
         token_answer: where `prompts_too`, for which labels of chosen answers have the prompt as
             well, true for the tokens of answers; bool [sequences, tokens].
@@ -235,9 +234,10 @@ def collate(
     if int(filled.min()) < width:
         real = np.arange(width) < filled[:, None]
         arrays |= {"token_real": real} if pack_to else {"attention_mask": real.astype(np.int64)}
+    if references is not None:
+        arrays |= {"row_of": row_of, "row_reference": references[row, side]}
     if rows.values is not None:
         arrays |= {"row_of": row_of, "row_value": rows.values[row]}
-        arrays |= {} if references is None else {"row_reference": references[row, side]}
         arrays |= {"row_mismatched": side == 1} if rows.kind == JUDGED else {}
         arrays |= {"token_answer": answers} if prompts_too else {}
         arrays |= _of_tokens(rows, sequences, shape)

@@ -4,6 +4,8 @@ from collections.abc import Callable
 from functools import partial
 
 from megatrain.losses.divergence import Distillation as Distillation
+from megatrain.losses.divergence import SampledDistillation as SampledDistillation
+from megatrain.losses.divergence import divergence_of as divergence_of
 from megatrain.losses.policy import Policy as Policy
 from megatrain.losses.policy import Rloo as Rloo
 from megatrain.losses.preference import Cpo as Cpo

@@ -104,7 +104,7 @@ class Policy(SequenceLoss):
         targets = batch["labels"][:, 1:] != IGNORE
         tokens = float(targets.sum())
         counts = {"present_tokens": tokens, "tokens": tokens + more["tokens"]}
-        counts["rows"] = len(batch[ADVANTAGE]) + more["rows"]
+        counts["rows"] = int(rows_of(batch).max()) + 1 + more["rows"]
         of_targets = rows_of(batch)[:, 1:][targets]
         counts["present_answers"] = float(of_targets.bincount().count_nonzero())
         if SAMPLED in batch:
@@ -143,11 +143,15 @@ class Policy(SequenceLoss):
             return Tally({"rows": losses.sum() / self.max_completion_length}, metrics)
         return Tally({"tokens": losses.sum()}, metrics)
 
+    def advantages(self, logprobs: Tensor, examples: Examples) -> Tensor:
+        """The advantage of each token [n], without gradients."""
+        return examples.given[ADVANTAGE][examples.of_target]
+
     def _surrogate(
         self, logprobs: Tensor, ratio: Tensor, examples: Examples
     ) -> tuple[Tensor, dict[str, tuple[str, Tensor]]]:
         """The loss of each token [n] by its advantage, and the shares that were clipped."""
-        advantage = examples.given[ADVANTAGE][examples.of_target]
+        advantage = self.advantages(logprobs, examples)
         high = self.epsilon if self.epsilon_high is None else self.epsilon_high
         if self.loss_type == "cispo":
             losses = -ratio.clamp(max=high).detach() * advantage * logprobs

@@ -103,7 +103,6 @@ class Skeleton:
         extras, last = findings.extras, len(stack) - 1
         self.recorders = [Recorder(one, n, n == last, extras) for n, one in enumerate(self.layers)]
         self.stack, self._path = stack, path
-        self.freezes: tuple[str, ...] = ()  # the user's patterns
         self._embedding_width = self.model.get_input_embeddings().weight.shape[1]  # type: ignore[operator]
         for name in findings.idle:
             self.model.get_parameter(f"{path}.{name}").requires_grad_(False)
@@ -145,7 +144,6 @@ class Skeleton:
         """Before anything is bound: as `models.freezing.freeze`, which raises ConfigError."""
         if patterns:
             self.train_as(freeze(self.anatomy, patterns, name))
-            self.freezes = tuple(patterns)
 
     def train_as(self, anatomy: Anatomy) -> None:
         """Before anything is bound: train what is not frozen in `anatomy`, which is this one's."""

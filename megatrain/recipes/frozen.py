@@ -8,13 +8,14 @@ and pass through the device in sweeps over up to `SWEPT_TOKENS` of a rollout's o
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from os.path import isfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoConfig, PretrainedConfig
@@ -30,8 +31,10 @@ from megatrain.engine.inference import held_head, last_states
 from megatrain.engine.resolved import next_token_on_meta, scores_on_meta
 from megatrain.errors import ConfigError, DataError, StorageError
 from megatrain.heartbeat import TOKENS_SWEPT, doing, may_end_here
-from megatrain.losses import Distillation
+from megatrain.losses import divergence_of, find_examples, find_targets
 from megatrain.losses.divergence import TEACHER as STATES
+from megatrain.losses.divergence import TEACHER_LOGPS
+from megatrain.losses.sequences import REFERENCE as ROW_REFERENCE
 from megatrain.methods import METHODS
 from megatrain.models.anatomy import layouts_of
 from megatrain.models.pretrained import (
@@ -63,6 +66,8 @@ SWEPT_TOKENS = 1 << 16  # of a sweep of frozen weights, whose hidden states are 
 TEACHER_LOGITS = 1024  # targets whose logits a teacher gives at a time, unless the user says more
 # Keywords of an engine that reads only.
 READS: Any = {"optimizer": Frozen(), "max_grad_norm": None, "router_aux_loss_coef": 0.0}
+# tokenizers of one vocabulary may cut it in other ways
+PROBE = "The 2 cats' 12345.67 (x+y)\n  if a != b:\n\t\treturn 'ab'\r\n naïve e\u0301 日本語 🙂"
 
 
 # why: decision 0114
@@ -95,7 +100,8 @@ def besides(config: Config, resolved: Resolved) -> tuple[FrozenModel, ...]:
     dtype = PRECISIONS[resolved.machine.precision]
     if (teacher := config.distill.teacher_model_name_or_path) is not None:
         skeleton = Skeleton(config_of_teacher(teacher), dtype=dtype)
-        return (_teacher(config, skeleton, resolved),)
+        beside = _teacher(config, skeleton, resolved)
+        return () if config.distill.teacher_top_k else (beside,)
     if METHODS[config.method].kind != PROMPTS:
         return ()
     steps = rollout.steps_per_generation * config.policy.num_iterations
@@ -233,6 +239,12 @@ def check_reference_and_teacher(config: Config, model: Model) -> None:
             f"{where}: {named}: has another vocabulary: {token!r} is its token {known.get(token)} "
             f"and the model's {ours.get(token)}; take a teacher of the model's family"
         )
+    sides = [one.tokenizer(PROBE, add_special_tokens=False).input_ids for one in (theirs, model)]
+    if sides[0] != sides[1]:
+        raise ConfigError(
+            f"{where}: {named}: cuts text into other tokens of the same vocabulary; take a teacher "
+            "of the model's family"
+        )
 
 
 def frozen_digest(config: Config) -> str | None:
@@ -255,11 +267,12 @@ def check_frozen(config: Config, state: Mapping[str, Any], digest: str | None) -
         )
 
 
-def open_teacher(config: Config, loss: Any, stack: ExitStack, student: Engine) -> None:
-    """Let a loss that has a teacher ask it, which the stack closes."""
-    if isinstance(loss, Distillation):
+def open_teacher(config: Config, loss: Any, stack: ExitStack, **computing: Any) -> None:
+    """Let a loss that has a teacher ask it, which the stack closes. computing: as of
+    `computing_as`."""
+    if (divergence := divergence_of(loss)) is not None and divergence.kept is None:
         source = model_in(str(config.distill.teacher_model_name_or_path))
-        loss.teacher = stack.enter_context(frozen_engine(source, **computing_as(student)))
+        divergence.teacher = stack.enter_context(frozen_engine(source, **computing))
 
 
 def sweeps(batches: Iterable[MicroBatch], tokens: int) -> Iterator[list[MicroBatch]]:
@@ -276,17 +289,32 @@ def sweeps(batches: Iterable[MicroBatch], tokens: int) -> Iterator[list[MicroBat
 
 @contextmanager
 def taught(loss: Any, batches: Sequence[Any]) -> Iterator[Sequence[Any]]:
-    """Micro-batches with a teacher's hidden states, whose head is held inside, for a loss that has
-    one; as they are for others."""
-    if not isinstance(loss, Distillation):
+    """Micro-batches with what a loss needs of a teacher, as they are for others: its tokens from a
+    file, its log-probabilities, or its hidden states, and then its head is held inside."""
+    if (divergence := divergence_of(loss)) is None:
         yield batches
-        return
-    with doing("asking the teacher", aloud=False):
-        parts = sweeps(batches, SWEPT_TOKENS)
-        states = [found for part in parts for found in last_states(loss.teacher, part)]
-    with held_head(loss.teacher) as loss.project:
-        yield [{**one, STATES: found} for one, found in zip(batches, states, strict=True)]
-    loss.project = None
+    elif divergence.top_k is not None:
+        yield [{**one, STATES: kept_of(divergence.kept, one)} for one in batches]
+    else:
+        teacher, sampled = divergence.teacher, divergence is not loss
+        with doing("asking the teacher", aloud=False):
+            ask = partial(teacher.logprobs, temperature=divergence.temperature)
+            ask = ask if sampled else partial(last_states, teacher)
+            found = [one for part in sweeps(batches, SWEPT_TOKENS) for one in ask(part)]
+        name = TEACHER_LOGPS if sampled else STATES
+        given = [{**one, name: its} for one, its in zip(batches, found, strict=True)]
+        with nullcontext() if sampled else held_head(teacher) as divergence.project:
+            yield given
+        divergence.project = None
+
+
+def kept_of(kept: Any, batch: MicroBatch) -> torch.Tensor:
+    """A teacher's likeliest tokens at the targets of a micro-batch, of which `row_reference` says
+    where those of each example begin."""
+    counts = find_examples(batch, find_targets(batch["labels"])).sizes.tolist()
+    begins = batch[ROW_REFERENCE].long().tolist()
+    spans = (slice(start, start + count) for start, count in zip(begins, counts, strict=True))
+    return torch.from_numpy(np.concatenate([kept[span] for span in spans]))
 
 
 @dataclass(frozen=True)

@@ -30,7 +30,13 @@ from megatrain.losses import Distillation, SequenceLoss
 from megatrain.models.family import regimes_of
 from megatrain.models.pretrained import is_classifier, resolve_source
 from megatrain.planner.search import AUTO_MICRO_BATCH_TOKENS
-from megatrain.recipes.frozen import checkpoint_of, frozen_engine, open_teacher, sweeps
+from megatrain.recipes.frozen import (
+    checkpoint_of,
+    computing_as,
+    frozen_engine,
+    open_teacher,
+    sweeps,
+)
 from megatrain.recipes.loop import SWEEP_MICRO_BATCHES, evaluated, tokens_to_sweep
 from megatrain.recipes.model import (
     Model,
@@ -41,7 +47,7 @@ from megatrain.recipes.model import (
     seeing,
     sighted,
 )
-from megatrain.recipes.reference import Batches, Wanted, reference_key, references_of
+from megatrain.recipes.reference import Batches, Wanted, from_teacher, reference_key, references_of
 from megatrain.recipes.sample import answer, draw_of, system_turns, unseen, user
 from megatrain.recipes.setup import day_of, make_loss, open_rows, quiet_libraries, say_rows
 from megatrain.recipes.signals import StopRequest
@@ -109,15 +115,18 @@ def evaluate(named: str | Path, data: object, trust_remote_code: bool = False) -
     sight = rows.sight if isinstance(rows, TokenRows) and rows.images is not None else None
     opened = partial(reader, run_dir=run_dir, trust_remote_code=trust_remote_code, sight=sight)
     references = None
+
+    def by_sweeps(wanted: Wanted, numbers: ReferenceArray) -> Iterator[list[MicroBatch]]:
+        return sweeps(batches(wanted.rows, wanted.chosen, references=numbers), sweep)
+
     if of_sequences and of_sequences.reference:
-
-        def by_sweeps(wanted: Wanted, numbers: ReferenceArray) -> Iterator[list[MicroBatch]]:
-            return sweeps(batches(wanted.rows, wanted.chosen, references=numbers), sweep)
-
         references = reference_of_run(config, opened, wanted, by_sweeps)
     with ExitStack() as stack:
         engine = stack.enter_context(opened(checkpoint))
-        open_teacher(config, loss, stack, engine)
+        if isinstance(loss, Distillation) and loss.reference:
+            both = config, loss, engine.precision, engine.anatomy.vocab_size
+            (references,) = from_teacher(*both, [wanted], by_sweeps)
+        open_teacher(config, loss, stack, **computing_as(engine))
         given = batches(rows, wanted.chosen, references=references)
         with doing("evaluating", tokens_to_sweep(engine, rows, wanted.chosen), TOKENS_SWEPT):
             found = evaluated(engine, given, loss, sweep, StopRequest())

@@ -27,6 +27,7 @@ from megatrain.errors import (
     logger,
 )
 from megatrain.heartbeat import BYTES_WRITTEN, TOKENS_SWEPT
+from megatrain.losses import divergence_of
 from megatrain.machine.hardware import read_hardware
 from megatrain.recipes.card import model_card
 from megatrain.recipes.frozen import sweeps, taught
@@ -409,7 +410,7 @@ def evaluated(
 ) -> EvalResult | None:
     """The loss over micro-batches; None if asked to stop. sweep_tokens: padded tokens that a rank
     computes in one sweep of the weights."""
-    found, world = [], engine.world
+    found, world, loss = [], engine.world, divergence_of(loss) or loss
     for part in sweeps(batches, sweep_tokens * world.size):
         if stop.came():
             return None

@@ -1,43 +1,55 @@
-"""Log-probabilities of a run's answers under the model that it began with, computed once.
+"""Log-probabilities of a run's rows under another model, computed once: of answers under the model
+that it began with, and of a teacher's likeliest tokens.
 
-They take one forward over the rows that the run will need, and a number for each sequence. They are
-kept beside the tokenised rows under a name of all that they follow from: the weights as they
-compute, the rows, precision, attention and versions. Other rates, or another beta, compute nothing
-anew, and a longer run the rows that it adds.
+They take one forward over the rows that the run will need, and a number for each sequence, or some
+tokens at each target. They are kept beside the tokenised rows under a name of all that they follow
+from: the weights as they compute, the rows, precision, attention and versions. Other rates, or
+another beta, compute nothing anew, and a longer run the rows that it adds.
 """
 
 from __future__ import annotations
 
 import hashlib
+import math
 import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 
+from megatrain.config import Config
 from megatrain.data.loader import Loader
 from megatrain.data.micro_batches import MicroBatch, ReferenceArray
-from megatrain.data.rows import IndexArray, Rows, default_cache
+from megatrain.data.rows import IndexArray, Joined, Rows, default_cache
 from megatrain.data.samples import name_for
 from megatrain.durable import sync_folder
 from megatrain.engine.engine import Engine
-from megatrain.errors import StorageError, logger, system_errors
+from megatrain.engine.inference import held_head, last_states
+from megatrain.errors import ConfigError, PlanError, StorageError, logger, system_errors
 from megatrain.heartbeat import TOKENS_SWEPT, doing, may_end_here
-from megatrain.losses import SequenceLoss
-from megatrain.recipes.frozen import sweeps
+from megatrain.losses import Distillation
+from megatrain.losses.divergence import likeliest
+from megatrain.losses.sequences import REFERENCE
+from megatrain.models.pretrained import digests_of, resolve_source
+from megatrain.models.skeleton import Skeleton
+from megatrain.planner.activations import WEIGHT_BYTES
+from megatrain.recipes import frozen
 from megatrain.recipes.loop import tokens_to_sweep
 from megatrain.recipes.state import Ready
 from megatrain.recipes.verify import causes_of
+from megatrain.reporting.words import human_bytes
 from megatrain.storage.checkpoint import Resumable, read_about
 from megatrain.storage.hashed_file import write_bytes
 
-FOLDER, DIGEST_BYTES = "reference", 16
+FOLDER, OF_TEACHER, DIGEST_BYTES = "reference", "teacher", 16
 AT_ONCE = 16  # tensors that are hashed at a time
 KEEP_EVERY_S = 60.0  # what is known by then outlives a kill
 
@@ -140,19 +152,109 @@ def _path(of_model: str, rows: Rows) -> Path:
     return default_cache() / FOLDER / f"{of_model}-{rows.digest}"
 
 
-def _digest(body: bytes) -> bytes:
+def _digest(body: Any) -> bytes:
     return hashlib.blake2b(body, digest_size=DIGEST_BYTES).digest()
 
 
 def _keep(path: Path, body: bytes) -> None:
     """Write a file that appears whole, for its owner alone. Raises StorageError."""
     passing = path.with_name(f"{path.name}.tmp-{uuid.uuid4().hex[:8]}")
-    keeping = "keep the reference's log-probabilities here"
+    keeping = "keep a model's log-probabilities here"
     with system_errors(path.parent, keeping, "set MEGATRAIN_CACHE to another folder"):
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         write_bytes(passing, _digest(body) + body)
         passing.rename(path)
         sync_folder(path.parent)
+
+
+# -- of a teacher --------------------------------------------------------------------------------
+
+
+def from_teacher(
+    config: Config,
+    loss: Distillation,
+    precision: str,
+    vocabulary: int,
+    wanted: Iterable[Wanted],
+    batches: Batches,
+    room: float = math.inf,
+) -> list[ReferenceArray]:
+    """Give a loss the teacher's likeliest tokens at the targets of these rows, computed where they
+    are not kept; for each set, where its rows' targets begin among all, float64 [rows, 1], NaN of
+    others. vocabulary: the model's tokens; room: bytes of host RAM. Raises ConfigError, PlanError
+    and StorageError."""
+    named = str(config.distill.teacher_model_name_or_path)
+    teacher, top_k = Skeleton(frozen.config_of_teacher(named)), loss.top_k or 0
+    loss.width = min(vocabulary, teacher.config.get_text_config().vocab_size)
+    if top_k > loss.width:
+        where = config.where("distill.teacher_top_k")
+        raise ConfigError(f"{where}: {top_k}, and the vocabulary has {loss.width} tokens; set less")
+    computed = [precision, config.device, loss.width, top_k, loss.temperature]
+    files = digests_of(resolve_source(frozen.model_in(named), weights=False))
+    name = name_for({**causes_of(teacher), "teacher": files, "computed": computed})
+    found, parts = list[ReferenceArray](), list[Any]()
+    with ExitStack() as stack:
+        for one in wanted:
+            folder = default_cache() / OF_TEACHER / f"{name}-{one.rows.digest}"
+            found.append(np.full((len(one.rows), one.rows.sides), np.nan))
+            _take(sorted(folder.glob("*.tokens")), one.rows, parts, found[-1])
+            missing = Wanted(one.rows, one.missing(found[-1]))
+            if not len(missing.chosen):
+                continue
+            if (need := teacher.anatomy.parameters * WEIGHT_BYTES[precision]) > room:
+                size = f"{human_bytes(need)} of host RAM, which has {human_bytes(room)}"
+                raise PlanError(f"{named}: takes {size}; bring {folder} from a larger machine")
+            if loss.teacher is None:
+                how = {"precision": precision, "device": config.device}
+                frozen.open_teacher(config, loss, stack, **how)
+            _take(_write(loss, missing, folder, batches), one.rows, parts, found[-1])
+    loss.teacher, loss.kept = None, Joined(parts)
+    mass = -np.expm1(np.concatenate([part[:, -1] for part in parts]).view(np.float32))
+    logger.info(
+        f"the teacher's {top_k} likeliest tokens at {len(mass):,} targets have {mass.mean():.2%} "
+        f"of its probability, {np.quantile(mass, 0.01):.2%} at most at the worst 1%"
+    )
+    return found
+
+
+def _take(paths: Iterable[Path], rows: Rows, parts: list[Any], begins: ReferenceArray) -> None:
+    """Map files behind the parts that there are, int32 [targets, 2 top_k + 1], and note where the
+    targets of their rows begin. Damaged ones are removed, with a warning."""
+    for path in paths:
+        data = np.memmap(path, np.uint8, "r") if path.stat().st_size else np.zeros(0, np.uint8)
+        digest, body = data[:DIGEST_BYTES], data[DIGEST_BYTES:]
+        if digest.tobytes() != _digest(body):
+            logger.warning(f"{path}: is damaged; what the teacher had there is computed anew")
+            path.unlink()
+            continue
+        numbers = body[8 : 8 + 8 * int(body[:8].view(np.int64)[0])].view(np.int64)
+        counts = rows.target_counts[numbers]
+        begins[numbers, 0] = sum(map(len, parts)) + counts.cumsum() - counts
+        values = body[8 + numbers.nbytes :].view(np.int32)
+        parts.append(values.reshape(int(counts.sum()), -1))
+
+
+def _write(loss: Distillation, wanted: Wanted, folder: Path, batches: Batches) -> Iterator[Path]:
+    """Files of the teacher's likeliest tokens, one for each sweep of its weights: the number of its
+    rows, their numbers, and the tokens at all their targets."""
+    rows, chosen, top_k, engine = wanted.rows, wanted.chosen, loss.top_k or 0, loss.teacher
+    count = int(rows.target_counts[chosen].sum())
+    size = human_bytes(4 * (2 * top_k + 1) * count)
+    logger.info(f"{folder}: {size} of the teacher's tokens at {count:,} targets are written")
+    every, swept = np.arange(len(rows), dtype=np.float64), tokens_to_sweep(engine, rows, chosen)
+    with doing("asking the teacher", swept, TOKENS_SWEPT):
+        for part in batches(wanted, every[:, None]):
+            may_end_here()
+            numbers = torch.cat([one[REFERENCE] for one in part]).long()
+            states = (torch.split(one, frozen.TEACHER_LOGITS) for one in last_states(engine, part))
+            with torch.no_grad(), held_head(engine) as project:
+                logits = (project(some.to(engine.device)) for one in states for some in one)
+                cut = (one[:, : loss.width] for one in logits if len(one))
+                found = [likeliest(one, top_k, loss.temperature).cpu() for one in cut]
+            body = torch.tensor([len(numbers)]), numbers, *found
+            path = folder / f"{int(numbers[0]):09}.tokens"
+            _keep(path, b"".join(one.numpy().tobytes() for one in body))
+            yield path
 
 
 # -- of a run -----------------------------------------------------------------------------------
@@ -168,8 +270,8 @@ def wanted_by(ready: Ready, resuming: Resumable | None) -> tuple[str | None, tup
     """(fingerprint of the model that a resumed run began with, the rows that a run trains on and
     those that it evaluates if it holds some out); none for methods without a reference. A run that
     goes on may take other rows than from its start, if its steps have another size now."""
-    loader, loss, of_model = ready.loader, ready.loss, None
-    if not (isinstance(loss, SequenceLoss) and loss.reference):
+    loader, of_model = ready.loader, None
+    if not getattr(ready.loss, "reference", False):
         return None, ()
     assert isinstance(loader, Loader)
     chosen = loader.rows_to_come(from_start=True)
@@ -201,11 +303,7 @@ def compare_with_reference(
         return None, None
 
     assert isinstance(loader, Loader)
-
-    def batches(wanted: Wanted, references: ReferenceArray) -> Iterator[list[MicroBatch]]:
-        given = loader.batches_of(wanted.rows, references=references, chosen=wanted.chosen)
-        return sweeps(given, ready.sweep_tokens * engine.world.size)
-
+    batches = partial(_swept, loader, ready.sweep_tokens * engine.world.size)
     here = reference_key(engine) if anew else of_model
     if of_model not in (None, here):
         raise StorageError(
@@ -216,3 +314,21 @@ def compare_with_reference(
     train, *others = [references_of(engine, here, some, batches) for some in wanted]
     loader.references = train
     return here, others[0] if others else None
+
+
+def ask_teacher(ready: Ready, wanted: Sequence[Wanted]) -> ReferenceArray | None:
+    """The same of a teacher: the loader and the loss are given its part; held-out rows' or None."""
+    loader, loss = ready.loader, ready.loss
+    assert isinstance(loader, Loader) and isinstance(loss, Distillation)
+    batches, room = partial(_swept, loader, frozen.SWEPT_TOKENS), ready.plan.budget.host
+    about = ready.machine.precision, ready.model.config.get_text_config().vocab_size
+    found = from_teacher(ready.config, loss, *about, wanted, batches, room)
+    loader.references, *others = found
+    return others[0] if others else None
+
+
+def _swept(
+    loader: Loader, tokens: int, wanted: Wanted, references: ReferenceArray
+) -> Iterator[list[MicroBatch]]:
+    given = loader.batches_of(wanted.rows, references=references, chosen=wanted.chosen)
+    return frozen.sweeps(given, tokens)

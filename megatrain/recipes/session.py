@@ -25,6 +25,7 @@ from megatrain.data.micro_batches import ReferenceArray
 from megatrain.engine.engine import Engine
 from megatrain.errors import ConfigError, StorageError, logger, storage_error, system_errors
 from megatrain.heartbeat import BYTES_READ, doing, may_end_here
+from megatrain.losses import Distillation
 from megatrain.planner.plan import Plan
 from megatrain.recipes.describe import (
     DESCRIPTION,
@@ -34,10 +35,11 @@ from megatrain.recipes.describe import (
     facts_of,
     work_of,
 )
-from megatrain.recipes.frozen import check_frozen, frozen_digest, open_teacher
+from megatrain.recipes.frozen import check_frozen, computing_as, frozen_digest, open_teacher
 from megatrain.recipes.loop import still_to_come
 from megatrain.recipes.reference import (
     are_kept,
+    ask_teacher,
     compare_with_reference,
     lacks_references,
     wanted_by,
@@ -179,7 +181,7 @@ def open_run(
     progress.begin(total, step, partial(still_to_come, *often, total))
     if isinstance(loader, Rollouts):
         loader.begin(engine, stack, config.output / REWARDS_LOG)
-    open_teacher(config, ready.loss, stack, engine)
+    open_teacher(config, ready.loss, stack, **computing_as(engine))
     meter = stack.enter_context(GpuMeter(machine.device))
     writer, report = open_metrics(config, plan, state, stack, machine.world)
     return Run(
@@ -210,8 +212,13 @@ def open_engine(
     ready: Ready, stack: ExitStack, resuming: Resumable | None
 ) -> tuple[Engine, str | None, ReferenceArray | None]:
     """The engine with its first weights, or zeros where a checkpoint follows; and the reference of
-    a method that has one, as `compare_with_reference`."""
+    a method that has one, as `compare_with_reference`. A teacher that is to be asked before is, and
+    closed again."""
     of_model, wanted = wanted_by(ready, resuming)
+    if isinstance(ready.loss, Distillation) and wanted:
+        held_out = ask_teacher(ready, wanted)
+        opened = Engine.open_plan(ready.plan, weights=resuming is None)
+        return stack.enter_context(opened), None, held_out
     here = of_model is None or are_kept(of_model, wanted)
     # the first rank's cache counts
     first = resuming is None or not ready.machine.world.broadcast(here)

@@ -24,7 +24,7 @@ from megatrain.engine.objective import AnyLoss
 from megatrain.engine.request import Request, check_context_parallel
 from megatrain.engine.resolved import Machine, Resolved, plan_of, resolve
 from megatrain.errors import ConfigError, DataError, OutOfMemory, PlanError, logger
-from megatrain.losses import LOSSES, Distillation, SequenceLoss
+from megatrain.losses import LOSSES, Distillation, SampledDistillation, SequenceLoss
 from megatrain.machine.hardware import keep_caches_small, physical_cores
 from megatrain.methods import METHODS
 from megatrain.optim import OPTIMIZERS, Optimizer
@@ -81,7 +81,7 @@ def request_of(config: Config, model: Model, kept: Mapping[str, Any] | None = No
     if model.sight is None and value["freeze"] is None:
         value["freeze"] = ()
     asked, loss = {**config.asked(), **(kept or {})}, make_loss(config)
-    if isinstance(loss, Distillation) and asked.get("head_chunk_tokens") is None:
+    if config.method == "distill" and asked.get("head_chunk_tokens") is None:
         asked["head_chunk_tokens"] = TEACHER_LOGITS  # of which there are both sides' logits
     return Request(
         config=model.config,
@@ -232,6 +232,8 @@ def make_loss(config: Config) -> AnyLoss:
         loss = LOSSES[config.method](**given)
     except ConfigError as error:
         raise ConfigError(f"{config.where(config.method)}: {error}") from error
+    if isinstance(loss, Distillation) and config.distill.signal == "sampled":
+        loss = SampledDistillation(temperature=config.distill.temperature, whole=loss)
     of_step = isinstance(loss, SequenceLoss) and loss.whole_step
     if of_step and config.train.groups not in ("auto", 1):
         raise ConfigError(

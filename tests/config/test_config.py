@@ -146,7 +146,9 @@ grpo:
   dynamic_sampling: false
 distill:
   teacher_model_name_or_path: null
+  signal: "distribution"
   beta: 1.0
+  teacher_top_k: null
   temperature: 1.0
   lmbda: 0.0
   max_completion_length: 256

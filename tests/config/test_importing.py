@@ -180,6 +180,19 @@ MEANINGS: list[tuple[str, Given, str, object]] = [
             ({"reward_weights": [0.5], "log_completions": True}, "rewards.reward_weights", [0.5]),
         )
     ),
+    *(
+        ("trl", GRPO | {"reward_clip_range": [-1, 1.5]} | keys, key, ours)
+        for keys, key, ours in (
+            ({}, "method", "rloo"),
+            ({}, "rloo.reward_clip_range", [-1, 1.5]),
+            ({"normalize_advantages": True}, "rloo.normalize_advantages", True),
+            ({"beta": 0.0}, "rloo.beta", 0.0),
+            ({"num_generations": None}, "rloo.num_generations", 2),
+            ({"epsilon_high": 0.3, "use_vllm": True}, "rloo.epsilon_high", 0.3),
+            ({"max_completion_length": 28}, "rloo.max_completion_length", 28),
+            ({"num_iterations": 2}, "rloo.num_iterations", 2),
+        )
+    ),
     ("axolotl", RL, "rollout.generation_batch_size", 8),
     ("axolotl", RL, "rollout.top_k", 5),
     ("axolotl", RL, "rewards.functions", ["lib/rewards.py:right"]),
@@ -294,7 +307,9 @@ REFUSED: list[tuple[str, Given, str, str]] = [
             ("vllm_importance_sampling_clip_min", 0.5, "not built"),
         )
     ),
-    ("trl", {"label_smoothing": 0.1, "temperature": 0.5}, "temperature", "method: grpo"),
+    ("trl", GRPO | {"normalize_advantages": True, "delta": 2.0}, "delta", "method: grpo"),
+    ("trl", GRPO | {"normalize_advantages": True, "loss_type": "grpo"}, "loss_type", "not built"),
+    ("trl", {"label_smoothing": 0.1, "temperature": 0.5}, "temperature", "method: grpo or rloo"),
     ("trl", {"max_length": None, "beta": 0.1}, "beta", "say which, --method dpo"),
     ("trl", {"loss_type": "dft", "packing": False}, "loss_type", "not built"),
     ("trl", {"resume_from_checkpoint": "x"}, "resume_from_checkpoint", "megatrain resume"),

@@ -26,12 +26,13 @@ def configurations() -> dict[str, tuple[Any, dict[str, Any]]]:
         "reward": (trl.RewardConfig, {}),
         "orpo": (ORPOConfig, {"beta": 0.1}),
         "grpo": (trl.GRPOConfig, {"epsilon": 0.2, "importance_sampling_correction": False}),
+        "rloo": (trl.RLOOConfig, {"beta": 0.05, "num_generations": 2, "num_iterations": 1}),
         "cpo": (CPOConfig, {"beta": 0.1, "cpo_alpha": 1.0, "loss_type": "sigmoid"}),
     }
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")  # of transformers, about its own defaults
-@pytest.mark.parametrize("method", ["sft", "dpo", "kto", "reward", "orpo", "cpo", "grpo"])
+@pytest.mark.parametrize("method", ["sft", "dpo", "kto", "reward", "orpo", "cpo", "grpo", "rloo"])
 def test_a_dump_of_a_configuration(method, tmp_path, monkeypatch):
     import trl
 
@@ -42,7 +43,7 @@ def test_a_dump_of_a_configuration(method, tmp_path, monkeypatch):
     for part in (trl.ScriptArguments, trl.ModelConfig):
         dump |= {one.name: one.default for one in fields(part) if one.default is not MISSING}
     dump |= {"model_name_or_path": "org/base", "dataset_name": "org/rows"}
-    if method == "grpo":
+    if method in ("grpo", "rloo"):
         Path("rewards.py").touch()
         dump["reward_funcs"] = "rewards.right"
     Path("dump.json").write_text(json.dumps(dump))

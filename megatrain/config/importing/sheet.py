@@ -16,10 +16,12 @@ from megatrain.config import names as n
 from megatrain.config.document import Located, write_yaml
 from megatrain.config.fields import OF_ROLLOUTS, Config
 from megatrain.config.load import takes
+from megatrain.config.sections import SECTIONS
 from megatrain.config.values import shown
 from megatrain.errors import printable
 
-LIMITS = {key.replace("policy", "grpo"): (values, why) for key, values, why in OF_ROLLOUTS}
+LIMITS = {key: (values, why) for key, values, why in OF_ROLLOUTS}
+OF_ANSWERS = ("grpo", "rloo")  # whose sections are called `policy` where both are meant
 NOT_SET = "not set"
 NOTHING_ASKED = "asks for nothing that is not done anyway"
 EMPTY: tuple[object, ...] = (None, "", [], {})
@@ -87,13 +89,18 @@ class Sheet:
 
     def put(self, key: str, value: object, *names: str, note: str = "") -> None:
         """Set our key as their keys `names` say, or, without any in the file, as it is there."""
+        method = self.config.get("method")
+        if answers := method in OF_ANSWERS:
+            key = key.replace("policy.", f"{method}.")
         ours = n.Alias(tuple(key.split(".")))
         wrong = "" if takes(ours, value) else f"{key} does not take {shown(value)}"
-        if (answers := self.config.get("method") == "grpo") and key in LIMITS:
+        if answers and ours.key[0] == method and ours.key[1] not in SECTIONS[method].model_fields:
+            wrong = f"{key}: belongs to method: {OF_ANSWERS[method == 'grpo']}"
+        if answers and key in LIMITS:
             values, why = LIMITS[key]
             wrong = wrong if value in values else why
-        if not answers and ours.key[0] in ("grpo", "rollout", "rewards"):
-            wrong = "belongs to method: grpo"
+        if not answers and ours.key[0] in (*OF_ANSWERS, "policy", "rollout", "rewards"):
+            wrong = "belongs to method: grpo or rloo"
         if key in self.config and self.config[key] != value:
             wrong = f"{key} is {shown(self.config[key])} already ({self.origins[key]})"
         given = [name for name in names if name in self.given and not self.is_refused(name)]

@@ -8,13 +8,13 @@ from typing import Any
 from megatrain.config import names as n
 from megatrain.config.importing import shared
 from megatrain.config.importing.shared import Source, counts_of, paths_of, put_sources
-from megatrain.config.importing.sheet import NOTHING_ASKED, Sheet, Table
+from megatrain.config.importing.sheet import NOTHING_ASKED, OF_ANSWERS, Sheet, Table
 
 ENTRY = ("path", "id", "name", "config", "split", "data_files", "weight")
 SCALES = ((True, "group"), (False, "none"))
 RULES: Table = {
     "scale_rewards": n.Alias(
-        ("grpo", "scale_rewards"), lambda value: next((o for v, o in SCALES if v is value), value)
+        ("policy", "scale_rewards"), lambda value: next((o for v, o in SCALES if v is value), value)
     ),
     "top_k": n.Alias(("rollout", "top_k"), lambda value: value or None),
 }
@@ -31,7 +31,7 @@ def read(sheet: Sheet, gpus: int, method: str | None) -> None:
     if length in sheet.given and sheet.get(length) is None:
         sheet.refuse(length, "rows of any length: name the longest in tokens")
     said = sheet.said["training"]
-    room = length_of_answers(sheet, "vllm_max_model_length") if method == "grpo" else None
+    room = length_of_answers(sheet, "vllm_max_model_length") if method in OF_ANSWERS else None
     shared.arguments(
         sheet,
         gpus,
@@ -42,7 +42,7 @@ def read(sheet: Sheet, gpus: int, method: str | None) -> None:
     if method == "sft" and sheet.get("packing") is not None:
         sheet.put("data.packing", sheet.get("packing"), "packing")
     _data(sheet, method)
-    if method == "grpo":
+    if method in OF_ANSWERS:
         rollouts_of(sheet, gpus, said["rows"])
     if method == "kto":  # whose rows come in the file's order unless that is changed
         sheet.drop("rows are shuffled, by train.seed", "train_sampling_strategy")
@@ -58,7 +58,7 @@ def _method(sheet: Sheet) -> str:
     for method, keys in sheet.said["methods"].items():
         if any(key in sheet.given for key in keys.split()):
             if method == "grpo":
-                sheet.assume("method: grpo; `trl rloo` has the same keys, and is not imported")
+                sheet.assume("method: grpo, as no key is of `trl rloo` alone; --method rloo")
             return str(method)
     losses = sheet.get("loss_type", [])
     if isinstance(losses, str | list) and losses:
@@ -125,7 +125,7 @@ def length_of_answers(sheet: Sheet, name: str, at: str = "") -> list[Any]:
         if limit in sheet.given and sheet.get(limit) is None:
             sheet.refuse(limit, "no limit; name one")
     most, before = counts_of(sheet, answer, prompt)
-    sheet.put("grpo.max_completion_length", most, answer[0])
+    sheet.put("policy.max_completion_length", most, answer[0])
     sheet.assume("prompts that leave no room for an answer in train.seq_len are bad rows here")
     return [name, before + most]
 
@@ -135,7 +135,8 @@ def rollouts_of(sheet: Sheet, gpus: int, rows: list[Any], at: str = "") -> None:
     answers of a device, which make the steps; TRL's steps_per_generation are micro-batches."""
     size, parts = at + "generation_batch_size", at + "steps_per_generation"
     names = (rows[0], "gradient_accumulation_steps", size, parts)
-    a_device, times, number = counts_of(sheet, rows, (names[1], 1), (at + "num_generations", 8))
+    of_group = at + "num_generations", 8 if sheet.config["method"] == "grpo" else 2
+    a_device, times, number = counts_of(sheet, rows, (names[1], 1), of_group)
     (micro_batches,) = counts_of(sheet, (parts, times))
     found, step = a_device * gpus * micro_batches, a_device * gpus * times
     (written,) = counts_of(sheet, (size, found))
@@ -149,13 +150,15 @@ def rollouts_of(sheet: Sheet, gpus: int, rows: list[Any], at: str = "") -> None:
     sheet.drop("prompts are not cut; train.seq_len is set", at + "max_prompt_length")
     sheet.put("rollout.generation_batch_size", written, *names)
     sheet.put("rollout.steps_per_generation", max(1, written // step), *names)
-    sheet.put("grpo.num_generations", number, at + "num_generations")
+    sheet.put("policy.num_generations", number, at + "num_generations")
     drawn, asked = at + "num_generations_eval", at + "use_vllm"
     sheet.put("rollout.eval_generations", sheet.get(drawn, number), drawn)
     correction = at + "vllm_importance_sampling_correction"
-    corrected = bool(sheet.get(asked)) and sheet.get(correction, True)
-    note = "TRL corrects what vLLM writes, and nothing else"
-    sheet.put("grpo.importance_sampling_correction", corrected, asked, correction, note=note)
+    if sheet.config["method"] == "grpo":
+        corrected = bool(sheet.get(asked)) and sheet.get(correction, True)
+        note = "TRL corrects what vLLM writes, and nothing else"
+        sheet.put("grpo.importance_sampling_correction", corrected, asked, correction, note=note)
+    sheet.drop("answers are written by MegaTrain itself", asked)
     name, functions = at + "reward_funcs", list[str]()
     given = sheet.get(name, [])
     for one in given if isinstance(given, list) else [given]:
