@@ -260,8 +260,6 @@ def test_a_teacher_that_has_written_a_file_is_needed_no_more(
     real = frozen.open_teacher
     note = lambda *given, **how: opened.append(0) or real(*given, **how)  # noqa: E731
     monkeypatch.setattr(frozen, "open_teacher", note)
-        frozen, "open_teacher", lambda *given, **how: opened.append(0) or real(*given, **how)
-    )
     megatrain("train cfg.yaml", *short, *few, "train.max_steps=3")
     found = megatrain("eval run --json").json["eval_loss"]
     assert found == pytest.approx(evaluations_of(project / "run")[-1]["eval_loss"], rel=1e-5)
