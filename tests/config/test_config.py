@@ -169,6 +169,12 @@ rollout:
   top_k: null
   min_p: null
   eval_generations: 1
+tools:
+  functions: []
+  environment_factory: null
+  max_tool_calling_iterations: null
+  timeout_s: 60.0
+  max_result_characters: 8192
 rewards:
   functions: []
   reward_weights: null
