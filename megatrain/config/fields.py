@@ -253,6 +253,7 @@ class Config(Options):
     rloo: s.RlooOptions = s.RlooOptions()
     rollout: s.RolloutOptions = s.RolloutOptions()
     rewards: s.RewardsOptions = s.RewardsOptions()
+    tools: s.ToolsOptions = s.ToolsOptions()
     precision: v.Precision = key(
         "auto",
         "bfloat16 computes in bf16 over an exact fp32 master; fp8 also computes the layers' "
@@ -428,7 +429,8 @@ def fault_of_sections(config: Config) -> tuple[str, str] | None:
     """The first key that the config's method cannot honour, and why; None if there is none."""
     method = config.method
     writing = [name for name in s.SECTIONS if METHODS[name].kind == PROMPTS]
-    owners = {name: [name] for name in s.SECTIONS} | {"rollout": writing, "rewards": writing}
+    owners = {name: [name] for name in s.SECTIONS}
+    owners |= dict.fromkeys(("rollout", "rewards", "tools"), writing)
     for name, its in owners.items():
         if method not in its and (own := getattr(config, name).own()):
             return f"{name}.{own[0]}", f"belongs to method: {' or '.join(its)}, not to {method}"
@@ -500,7 +502,9 @@ def fault_of_rollouts(config: Config) -> tuple[str, str] | None:
     if config.train.rows_per_step != size // steps:
         asked = "rows_per_step" if config.train.rows_per_step else "tokens_per_step"
         return f"train.{asked}", "follows from rollout.generation_batch_size; remove it"
-    if not rewards.functions:
+    if not config.tools.files and (own := config.tools.own()):
+        return f"tools.{own[0]}", "no tools are named; set tools.functions, or remove it"
+    if not (rewards.functions or config.tools.environment_factory):
         return (
             "rewards.functions",
             "is missing: name what rewards answers, such as rewards.py:check",
@@ -559,8 +563,11 @@ def judge_name(judge: str) -> str:
 
 
 def check_functions(config: Config) -> None:
-    """Raise ConfigError for a reward function whose file is not there, or a model whose folder is
-    not."""
+    """Raise ConfigError for a function or an environment whose file is not there, or a model whose
+    folder is not."""
+    for one in config.tools.files:
+        if not is_function(one) or not Path(one.rpartition(":")[0]).is_file():
+            raise ConfigError(f"{config.where('tools')}: {one}: is no FILE.py:NAME of a file here")
     for one in config.rewards.functions:
         where, file = config.where("rewards.functions"), one.rpartition(":")[0]
         if is_function(one) and not Path(file).is_file():

@@ -34,6 +34,7 @@ KEPT_CHOICES += ("compile",)
 PATHS = (
     *("model.path", "model.config", "data.train", "data.eval", "data.chat_template"),
     *("eval.prompts", "memory.nvme", "output", "rewards.functions"),
+    *("tools.functions", "tools.environment_factory"),
     "distill.teacher_model_name_or_path",
 )
 

@@ -265,6 +265,28 @@ class RewardsOptions(Options):
     )
 
 
+class ToolsOptions(Options):
+    """Functions that an answer may call, and the environment that it acts in."""
+
+    functions: v.Functions = key(
+        (), "Tools, each as FILE.py:NAME; type hints and docstring tell the model what they do."
+    )
+    environment_factory: v.Text | None = key(
+        None,
+        "Class, as FILE.py:NAME, of which each answer has an instance: reset(**row), methods that "
+        "are tools, and get_reward() if it rewards.",
+    )
+    max_tool_calling_iterations: v.Count | None = key(
+        None, "Turns of an answer that tools reply to; null: as max_completion_length has room for."
+    )
+    timeout_s: v.Positive = key(60.0, "Seconds that the calls of one turn may take.")
+    max_result_characters: v.Count = key(8192, "Characters of a result that the model reads.")
+
+    @property
+    def files(self) -> tuple[str, ...]:
+        return (*self.functions, *filter(None, [self.environment_factory]))
+
+
 SECTIONS: dict[str, type[Options]] = {
     "dpo": DpoOptions,
     "orpo": OrpoOptions,

@@ -13,7 +13,7 @@ from os.path import expanduser  # leaves `~nobody` as it is, where Path's raises
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatrain.data.samples import MARK, Chat, Message, RowError, Tool
+from megatrain.data.samples import MARK, Chat, Message, RowError, Tool, parsed_calls
 from megatrain.data.workers import fenced
 from megatrain.errors import DataError, if_forbidden
 
@@ -60,6 +60,8 @@ class Scene:
 QUESTION = {"role": "user", "content": "question"}
 ANSWERED = Scene((QUESTION, {"role": "assistant", "content": STAND_IN}))
 FOLLOWED = Scene((*ANSWERED.turns, QUESTION))
+CALLS, THINKS = "<tool_call>", "<think>"  # begin a call of Hermes' and Qwen's form, and a thought
+UNREADABLE = {"function": {"name": "", "arguments": None}}  # a call that is no JSON
 _KEY = "zq7key7qz"  # of the only argument of the call below
 _PARAMETERS = {"type": "object", "properties": {_KEY: {"type": "string", "description": "d"}}}
 _NAME = "zq7name7qz"
@@ -282,6 +284,72 @@ class Template:
             half = f"character {error.start} is half of a surrogate pair"
             raise RowError(f"the rendered conversation: {half}") from None
         return texts[0], list(spans[0]) if marks else []
+
+
+@dataclass(frozen=True)
+class Toolbox:
+    """The tools of a run in its model's words. Calls are read by the tokenizer's own
+    `response_template`, else in the form <tool_call>{"name": ..., "arguments": {...}}</tool_call>.
+    """
+
+    template: Template
+    tokenizer: Any
+    schemas: tuple[Tool, ...]
+    rewarding: bool = False  # environments reward answers
+
+    def suits(self) -> bool:
+        """True if the template writes tools, calls and results, and calls are read as written."""
+        asked = self.template.render(Scene((QUESTION,), tools=self.schemas), True)
+        called = self.template.render(Scene((QUESTION, self._calling), tools=self.schemas))
+        shown = all(one["function"]["name"] in asked for one in self.schemas)
+        answer, before = (self.ids(text) for text in (called.removeprefix(asked), asked))
+        read = [one["function"] for one in self.read(answer, before)[1]]
+        return shown and read == [CALL] and RESULT["content"] in self.between([RESULT])
+
+    @property
+    def _calling(self) -> dict[str, Any]:
+        return self.template.turn(Message("assistant", "", extra=CALLING))
+
+    def between(self, results: list[dict[str, Any]]) -> str:
+        """The text between the end of a turn that calls, and the next turn's first token."""
+        turns = (QUESTION, self._calling, *({**RESULT, **one} for one in results))
+        text = self.template.render(Scene(turns, tools=self.schemas), generation_prompt=True)
+        return text.partition(STAND_IN)[2].partition(self.template.stop or STAND_IN)[2]
+
+    def ids(self, text: str) -> list[int]:
+        """Its tokens; no process is forked for that beside a GPU at work."""
+        return list(self.tokenizer(text, add_special_tokens=False, verbose=False).input_ids)
+
+    def read(
+        self, ids: list[int], before: list[int]
+    ) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+        """The assistant's turn that tokens are behind others, and its calls."""
+        own, text = getattr(self.tokenizer, "response_template", None), self.tokenizer.decode(ids)
+        prefix = self.tokenizer.decode(before)
+        if own is None:  # and a prompt may have begun the thought
+            text, prefix = THINKS * prefix.rstrip().endswith(THINKS) + text, ""
+        try:
+            given = {"prefix": prefix, "tools": [dict(one) for one in self.schemas]}
+            found = self.tokenizer.parse_response(text, own or self._form, **given)
+            calls = found.pop("tool_calls", None)
+            calls = parsed_calls(calls, "tool_calls") if calls else []
+        except Exception:  # noqa: BLE001  whatever a model writes
+            plain = self.tokenizer.decode(ids, skip_special_tokens=True)
+            return {"role": "assistant", "content": plain}, [UNREADABLE] if CALLS in text else []
+        content = str(found.get("content") or "").removesuffix(self.tokenizer.eos_token or "")
+        more = {"tool_calls": calls} if calls else {}
+        return {**found, "role": "assistant", "content": content, **more}, calls
+
+    @property
+    def _form(self) -> dict[str, Any]:
+        """Hermes' and Qwen's form, in transformers' words."""
+        call = {"type": "function", "function": "{content}"}
+        calls = {"open": CALLS, "close_pattern": r"</tool_call>\s*", "repeats": True}
+        thought = {"open": THINKS, "close_pattern": r"</think>\s*", "content": "text"}
+        end = {"close_pattern": rf"{re.escape(self.template.stop or '')}\s*", "content": "text"}
+        calls |= {"content": "json", "transform": call}
+        fields = {"reasoning_content": thought, "tool_calls": calls, "content": end}
+        return {"start_anchor_pattern": r"\A", "fields": fields}
 
 
 # The token that ends a turn, by the name of the template; None: the tokenizer's eos_token.

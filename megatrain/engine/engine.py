@@ -20,7 +20,7 @@ from megatrain.engine.components import AppliedGradients, computing, open_parts
 from megatrain.engine.constructors import Constructors
 from megatrain.engine.objective import AnyLoss, EvalResult, StepResult
 from megatrain.engine.request import check_context_parallel, check_settings
-from megatrain.engine.rollout.decode import Answer, AnswerRequest, Look, answers
+from megatrain.engine.rollout.decode import Answer, AnswerRequest, Look, More, answers
 from megatrain.engine.rollout.draw import Draw
 from megatrain.engine.rollout.streamed import streamed_model
 from megatrain.engine.routing import balancer_of
@@ -396,8 +396,7 @@ class Engine(Constructors):
         ConfigError for a reward model."""
         asked = [AnswerRequest(k, ids, range(n), max_new_tokens) for k, ids in enumerate(prompts)]
         draw = Draw(seed=seed, temperature=temperature, top_p=top_p, top_k=top_k, min_p=min_p)
-        found = self.rollout(asked, draw, eos_token_ids)
-        return sorted(found, key=attrgetter("key", "number"))
+        return sorted(self.rollout(asked, draw, eos_token_ids), key=attrgetter("key", "number"))
 
     def rollout(
         self,
@@ -405,16 +404,18 @@ class Engine(Constructors):
         draw: Draw,
         ends: Sequence[int],
         look: Look | None = None,
+        more: More = None,
     ) -> Generator[Answer, None, None]:
         """Answers to requests as they end; the engine computes nothing else meanwhile, and goes on
-        as before, to the bit. look: sees tokens as they come.
+        as before, to the bit. look: sees tokens as they come. more: further requests, as in
+        `decode.answers`.
 
         An answer follows from the weights, its prompt, the request's key, its number and
         `draw.seed`, whatever is written beside it. Weights without room beside keys and values are
         streamed for each token. All ranks call it, each with requests of its own, or none. Raises
         ConfigError for a reward model.
         """
-        given = requests, draw, ends, look
+        given = requests, draw, ends, look, more
         with self.whole(max((len(one.ids) + one.most for one in requests), default=1)) as model:
             if model is not None:
                 yield from answers(model, *given, fuse=self.settings.fused_loss)

@@ -487,6 +487,9 @@ def answer_table(run: Reported, name: str = "") -> Iterator[Block]:
     rewards = np.concatenate([np.array(one["rewards"], float).T for one in groups])
     given, weights = (run.section("rewards").get(key) for key in ("functions", "reward_weights"))
     listed = given if isinstance(given, list) else [given]
+    judge = run.section("tools").get("environment_factory")
+    if judge and len(listed) < rewards.shape[1]:  # which rewards, too
+        listed, weights = [*listed, judge], weights and [*weights, 1.0]
     named = [str(one).rpartition(":")[2] for one in listed]
     if len(named) != rewards.shape[1]:
         named, weights = [f"reward {number + 1}" for number in range(rewards.shape[1])], None
@@ -516,7 +519,9 @@ def _asked(prompt: object) -> str:
     """A prompt, or turns, as text."""
     if isinstance(prompt, list):
         turns = [turn for turn in prompt if isinstance(turn, dict)]
-        prompt = "\n".join(f"{turn.get('role')}: {turn.get('content')}" for turn in turns)
+        called = [" ".join(str(one["function"]) for one in t.get("tool_calls", ())) for t in turns]
+        told = zip(turns, called, strict=True)
+        prompt = "\n".join(f"{t.get('role')}: {t.get('content')}{calls}" for t, calls in told)
     return _shortened(prompt)
 
 

@@ -173,6 +173,12 @@ rollout:
   eval_generations: 1
   vllm_server_base_url: null
   vllm_server_timeout: 240.0
+tools:
+  functions: []
+  environment_factory: null
+  max_tool_calling_iterations: null
+  timeout_s: 60.0
+  max_result_characters: 8192
 rewards:
   functions: []
   reward_weights: null

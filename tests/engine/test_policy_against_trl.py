@@ -33,11 +33,13 @@ TIGHT = {"importance_sampling_clip_max": 1.02}
 PLAIN = UNCORRECTED | {"epsilon": 0.1}  # narrow, so that ratios are clipped
 
 # Keys of Policy, and some of the oracle's alone: whether weights have moved since the rollout,
-# whether the sampler says nothing of a token, and whether answers without an end are left out.
+# whether the sampler says nothing of a token, whether tools wrote some tokens, and whether answers
+# without an end are left out.
 ORACLE_ONLY = {
     "moved": True,
     "unknown": False,
     "rloo": False,
+    "tools": False,
     "mask_truncated_completions": False,
 }
 CASES: dict[str, dict[str, Any]] = {
@@ -63,6 +65,9 @@ CASES: dict[str, dict[str, Any]] = {
     "sequence-truncate": TIGHT | {"importance_sampling_mode": "sequence_truncate"},
     "token-mask": TIGHT | {"importance_sampling_mode": "token_mask", "unknown": True},
     "token-truncate": TIGHT | {"importance_sampling_mode": "token_truncate", "beta": 0.2},
+    "tools": TIGHT | {"tools": True, "beta": 0.2},
+    "tools-grpo": PLAIN | {"tools": True, "loss_type": "grpo", "mask_truncated_completions": True},
+    "tools-gspo": PLAIN | {"tools": True, "importance_sampling_level": "sequence"},
     "temperature": {"temperature": 0.7, "beta": 0.1, "loss_type": "dr_grpo"},
     "rloo": {"rloo": True, "epsilon": 0.8},
     "rloo-cooled": {"rloo": True, "epsilon": 0.9, "epsilon_high": 0.5, "temperature": 0.9},
@@ -98,7 +103,13 @@ def keys_of_trl(name: str) -> dict[str, Any]:
     of_sampler = [key for key in Policy.__annotations__ if key.startswith("importance_sampling_")]
     of_sampler.remove("importance_sampling_level")
     renamed = {key: f"vllm_{key}" for key in of_sampler}
-    left_out = ("moved", "unknown", "rloo", "beta")  # it would load a reference from a folder
+    left_out = (
+        "moved",
+        "unknown",
+        "rloo",
+        "tools",
+        "beta",
+    )  # it would load a reference from a folder
     return {renamed.get(k, k): value for k, value in CASES[name].items() if k not in left_out}
 
 
@@ -172,7 +183,9 @@ def judged(trainer: Any, loss: Policy, about: dict[str, Any]) -> Verdict:
     prompts, answers, logprobs = ([*column] for column in zip(*rollout(), strict=True))
     if about["unknown"]:
         logprobs[1] = [None, *logprobs[1][1:]]
-    written: Any = prompts, answers, None, [""] * ROWS, logprobs, {}, None, None
+    masks = [[int(n % 4 != 1) for n in range(len(ids))] for ids in answers]
+    masks = masks if about["tools"] else None
+    written: Any = prompts, answers, masks, [""] * ROWS, logprobs, {}, None, None
     if about["rloo"]:
         written = prompts, answers, [""] * ROWS
     trainer._generate = lambda _: written
@@ -197,6 +210,8 @@ def ours(inputs: dict[str, Tensor]) -> list[Batch]:
     for number, (prompt, answer, _) in enumerate(rollout()):
         ids, in_answer = torch.tensor([[*prompt, *answer]]), slice(len(prompt), None)
         trained = inputs["completion_mask"][number, : len(answer)] > 0
+        if "tool_mask" in inputs:
+            trained &= inputs["tool_mask"][number, : len(answer)] > 0
         labels = torch.full_like(ids, IGNORE)
         labels[0, in_answer] = torch.where(trained, ids[0, in_answer], IGNORE)
         row = {

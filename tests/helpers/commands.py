@@ -95,12 +95,12 @@ def tiny_tokenizer() -> Any:
     )
 
 
-def save_tiny_model(folder: Path, tokenizer: Any) -> Path:
+def save_tiny_model(folder: Path, tokenizer: Any, positions: int = POSITIONS) -> Path:
     """A random llama of 2 layers, as a Hugging Face folder."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    sizes: Any = {"hidden_size": 32, "intermediate_size": 64, "max_position_embeddings": POSITIONS}
+    sizes: Any = {"hidden_size": 32, "intermediate_size": 64, "max_position_embeddings": positions}
     counts: Any = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
     ends: Any = {"bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 0}
     config = LlamaConfig(

@@ -45,19 +45,25 @@ ROWS_STEP = 64  # rows by which a graph's number grows from there on; below by t
 @dataclass(frozen=True)
 class AnswerRequest:
     """A prompt, and the numbers of the answers to write. key: with an answer's number, what its
-    draws follow from. most: tokens of an answer. images: arguments of the model's forward."""
+    draws follow from. most: tokens of an answer. images: arguments of the model's forward. drawn:
+    of an answer that goes on, its tokens at the end of `ids`, behind which draws go on."""
 
     key: int
     ids: Sequence[int]
     answers: Sequence[int]
     most: int
     images: Mapping[str, Tensor] = field(default_factory=dict)
+    drawn: int = 0
 
 
 @dataclass(frozen=True)
 class Answer:
     """Tokens with their log-probabilities under the whole distribution at the temperature, and,
-    where not all tokens can be drawn, the probability of those that can. An end is in it."""
+    where not all tokens can be drawn, the probability of those that can. An end is in it.
+
+    Of one that may call tools: mask is 1 for tokens that were drawn and 0 for what tools said,
+    whose log-probabilities are NaN; turns are the assistant's and the tools', for reward functions.
+    """
 
     key: int
     number: int
@@ -65,10 +71,22 @@ class Answer:
     logprobs: list[float]
     kept_mass: list[float] | None
     finish: Literal["stop", "length"]
+    mask: list[int] | None = None
+    turns: list[dict[str, Any]] | None = None
+    calls: int = 0
+    failures: int = 0
+
+    @property
+    def drawn(self) -> int:
+        """Tokens that were drawn."""
+        return len(self.ids) if self.mask is None else sum(self.mask)
 
 
 # Shown the tokens of an answer so far as they come; true ends it there.
 Look = Callable[[AnswerRequest, int, list[int]], bool]
+# Requests that have come since the last call; true waits for one, and none ends the loop then.
+# Answers that go on come back so: their keys are computed again.
+More = Callable[[bool], Sequence[AnswerRequest]] | None
 
 
 # why: decision 0114
@@ -115,8 +133,8 @@ class Decoder:
         self.memory = torch.cuda.graph_pool_handle() if self.with_graphs else None
         self.rows: list[_Row] = []  # of slots from 0 on
 
-    def write(self, requests: Iterable[AnswerRequest]) -> Iterator[Answer]:
-        """Answers as they end."""
+    def write(self, requests: Iterable[AnswerRequest], more: More = None) -> Iterator[Answer]:
+        """Answers as they end. more: requests that come meanwhile."""
         waiting = deque((request, deque(request.answers)) for request in requests)
         while waiting or self.rows:
             self._admit(waiting)
@@ -124,6 +142,9 @@ class Decoder:
                 self._step(ahead)
             beat()
             yield from self._ended()
+            came = more(not (waiting or self.rows)) if more else ()
+            # first, so that what has begun ends
+            waiting.extendleft((request, deque(request.answers)) for request in came)
 
     # -- beginnings ------------------------------------------------------------------------------
 
@@ -150,7 +171,7 @@ class Decoder:
                 self.pool.copy(first, slots[1:], len(request.ids) - 1)
             self.token[slots] = request.ids[-1]
             self.place[slots] = len(request.ids) - 1
-            self.key[slots], self.drawn[slots] = request.key, 0
+            self.key[slots], self.drawn[slots] = request.key, request.drawn
             self.number[slots] = torch.tensor(taken, device=self.device)
 
     def _prefill(self, begins: Sequence[tuple[int, AnswerRequest]]) -> None:
@@ -327,11 +348,13 @@ def answers(
     draw: Draw,
     ends: Sequence[int],
     look: Look | None = None,
+    more: More = None,
     slots: int | None = None,
     *,
     fuse: bool = False,
 ) -> Iterator[Answer]:
     """Answers to requests as they end, in so many rows at most; None: as memory has room for.
+    more: further requests, none of which with its answer is longer than the longest of these.
     fuse: on a GPU compile norms and MLPs, which takes a C compiler, if enough is to be written.
 
     A family whose cache is no list of keys and values is written by its own `generate`, one answer
@@ -354,13 +377,15 @@ def answers(
                 how: dict[str, Any] = {"bools": bools, "graphs": whole, "look": look}
                 how["even"] = bool(found.states)
                 decoder = Decoder(model, draw, ends, slots=slots, room=room, most=most, **how)
-                yield from decoder.write(requests)
+                yield from decoder.write(requests, more)
                 return
         name = model.config.model_type
         logger.warning(f"{name}: transformers' generate writes answers, one by one, since {found}")
-    for request in requests:
-        for number in request.answers:
-            yield by_generate(model, request, number, draw, ends, look)
+    while requests:
+        for request in requests:
+            for number in request.answers:
+                yield by_generate(model, request, number, draw, ends, look)
+        requests = more(True) if more else ()
 
 
 def tried(model: Any, bools: bool) -> RowBytes | str:
@@ -433,7 +458,8 @@ def by_generate(
     ids, logprobs, kept = list[int](), list[float](), list[float]()
 
     def choose(logits: Tensor) -> int:
-        about = torch.tensor([[request.key], [number], [len(ids)]], device=logits.device)
+        place = request.drawn + len(ids)
+        about = torch.tensor([[request.key], [number], [place]], device=logits.device)
         token, logprob, mass = draw(logits[None], *about)
         ids.append(int(token))
         logprobs.append(float(logprob))

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from megatrain.world import World
 
 FOLDER, REWARDS_LOG = "rollouts", "rewards.log"
-_CODES = {"ids": "<i4", "logprobs": "<f4", "kept_mass": "<f4"}
+_CODES = {"ids": "<i4", "logprobs": "<f4", "kept_mass": "<f4", "mask": "|u1"}
 
 logger = logging.getLogger("megatrain")
 
@@ -128,7 +128,7 @@ class Journal:
             return
         from megatrain.engine.rollout.decode import Answer  # imports torch: reports need none
 
-        arrays = {name: _numbers(record[name], code) for name, code in _CODES.items()}
+        arrays = {name: _numbers(record.get(name), code) for name, code in _CODES.items()}
         answer = Answer(**{**record, **arrays})
         self.answers[answer.key, answer.number] = answer
 

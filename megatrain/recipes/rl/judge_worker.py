@@ -1,7 +1,8 @@
-"""A process that runs the reward functions of users' files.
+"""A process that runs the reward functions, the tools and the environments of users' files.
 
 Called as TRL's GRPOTrainer calls them: `f(prompts=, completions=, completion_ids=, **columns,
-trainer_state=, log_extra=, log_metric=)`, plain or async. Imports no torch.
+trainer_state=, log_extra=, log_metric=)`, with `environments=` where there are any, plain or async.
+Imports no torch. An environment lives here for as long as its answer is written and judged.
 
 A worker is handed pickled tasks and answers in JSON, so that the parent never builds an object of
 the user's making. What functions print goes to the worker's standard output, which is the parent's
@@ -24,6 +25,7 @@ import traceback
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from pathlib import Path
 from types import SimpleNamespace
@@ -36,11 +38,12 @@ PARENTS_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1,
 
 Function = Callable[..., Any]
 Answer = dict[str, Any]  # rewards, faults, metrics and extra of one call, or error
+Episode = tuple[int, int]  # an answer: its prompt's key, and its number
 
 
 def serve(file: int) -> None:
-    """Answer tasks until the parent closes the socket: names of functions, then (number of a
-    function, what it judges)."""
+    """Answer tasks until the parent closes the socket: names of reward functions, of tools, and of
+    an environment or None, then (method of `Files`, its arguments)."""
     with suppress(OSError, AttributeError):
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     for number in PARENTS_SIGNALS:  # by a handler: what is ignored stays so in users' processes
@@ -49,10 +52,13 @@ def serve(file: int) -> None:
     connection = Connection(file)
     loop = asyncio.Runner()  # which stays: users keep sessions that belong to it
     with suppress(EOFError, OSError):
-        functions = [_answered(connection, loaded, name) for name in connection.recv()]
+        rewards, tools, factory = (
+            [_answered(connection, loaded, name) for name in names] for names in connection.recv()
+        )
+        files = Files(loop, rewards, tools, *factory)
         while True:
             task = connection.recv_bytes()
-            _answered(connection, _work, functions, task, loop)
+            _answered(connection, files.work, task)
 
 
 def _answered(connection: Connection, work: Callable[..., Any], *arguments: Any) -> Any:
@@ -66,9 +72,90 @@ def _answered(connection: Connection, work: Callable[..., Any], *arguments: Any)
     return found
 
 
-def _work(functions: Sequence[Function], task: bytes, loop: asyncio.Runner) -> Answer:
-    number, call = pickle.loads(task)
-    return rewarded(functions[number], call, loop)
+@dataclass
+class Files:
+    """Functions of users' files, and the environments that answers have here. Its methods are the
+    tasks that the parent names."""
+
+    loop: asyncio.Runner
+    rewards: Sequence[Function]
+    tools: Sequence[Function]
+    factory: Function | None = None
+    living: dict[Episode, Any] = field(default_factory=dict)
+    spare: list[Any] = field(default_factory=list)  # made once, reset often
+
+    def work(self, task: bytes) -> Any:
+        name, *given = pickle.loads(task)
+        return getattr(self, name)(*given)
+
+    def describe(self) -> Answer:
+        """The tools' schemas, and true if environments reward by themselves."""
+        from transformers.utils.chat_template_utils import get_json_schema
+
+        made = self.factory and self.factory()
+        found = [*self.tools, *methods_of(made)]
+        if len({one.__name__ for one in found}) < len(found):
+            raise Fault("two tools are called alike; rename one")
+        return {"schemas": [*map(get_json_schema, found)], "rewards": hasattr(made, "get_reward")}
+
+    def begin(self, episode: Episode | None, row: Mapping[str, Any], text: Any = None) -> Answer:
+        """Reset an environment, for an answer if any, whose prompt has `text` of it; its text."""
+        made = self.spare.pop() if self.spare or not self.factory else self.factory()
+        found = settled(made.reset(**row), self.loop)
+        if not isinstance(found, str | None):
+            raise Fault(f"reset returned {found!r:.60} instead of a text or None")
+        if episode is None:
+            self.spare.append(made)
+        elif found != text:
+            raise Fault("reset returned another text than before; it must follow from the row")
+        else:
+            self.living[episode] = made
+        return {"text": found}
+
+    def reply(self, episode: Episode, calls: Sequence[tuple[str, Any]], most: int) -> Answer:
+        """Results of calls, each a name and arguments, as texts of `most` characters; errors."""
+        tools = {one.__name__: one for one in (*self.tools, *methods_of(self.living.get(episode)))}
+        texts, errors = list[str](), list[str]()
+        for name, arguments in calls:
+            try:
+                if self.factory and episode not in self.living:
+                    raise Fault("the environment ended with its process")
+                if not isinstance(arguments, dict):
+                    raise Fault("a call is a JSON object of name and arguments")
+                if name not in tools:
+                    raise Fault(f"there is no tool {name[:REASON]}; there are {', '.join(tools)}")
+                text = str(settled(tools[name](**arguments), self.loop))
+            except (Exception, SystemExit) as error:  # noqa: BLE001  the model's doing, too
+                text = f"Error: {reason_of(error)}"
+                errors.append(text)
+            cut = f"\nThe result is cut here, before {len(text) - most:,} more characters."
+            texts.append(text if len(text) <= most else text[:most] + cut)
+        return {"texts": texts, "errors": errors}
+
+    def judge(self, number: int, call: Mapping[str, Any]) -> Answer:
+        """Rewards by a function, or, behind these, by environments, whose answers are over then.
+        None for all where an environment ended with its process."""
+        made, by_function = [self.living.get(one) for one in call["episodes"]], self.rewards
+        if number == len(self.rewards):
+            self.spare += [self.living.pop(one) for one in call["episodes"] if one in self.living]
+            by_function = [*by_function, rewards_of]
+        if any(one is None for one in made):
+            return {"rewards": [None] * len(made), "faults": []}
+        environments = {"environments": made} if made else {}
+        return rewarded(by_function[number], {**call, "more": environments}, self.loop)
+
+
+async def rewards_of(environments: Sequence[Any], **_: Any) -> list[Any]:
+    """The rewards that environments give, None where they have none to give."""
+    given = [getattr(one, "get_reward", lambda: None)() for one in environments]
+    return [await one if inspect.isawaitable(one) else one for one in given]
+
+
+def methods_of(environment: Any) -> list[Function]:
+    """Its public methods, which are tools, but for those that this process calls."""
+    named = inspect.getmembers(type(environment), inspect.isfunction)
+    own = ("reset", "get_reward")
+    return [getattr(environment, name) for name, _ in named if name[0] != "_" and name not in own]
 
 
 def loaded(name: str) -> Function:
@@ -99,7 +186,7 @@ class Fault(Exception):
 def rewarded(function: Function, call: Mapping[str, Any], loop: asyncio.Runner) -> Answer:
     """The answer of a function, plain or async.
 
-    call: prompts, completions, completion_ids; columns, by name; state, of trainer_state.
+    call: prompts, completions, completion_ids; columns, by name; state, of trainer_state; more.
     """
     metrics, extra = defaultdict[str, list[float]](list), defaultdict[str, list[Any]](list)
 
@@ -111,14 +198,10 @@ def rewarded(function: Function, call: Mapping[str, Any], loop: asyncio.Runner) 
 
     own = {name: call[name] for name in ("prompts", "completions", "completion_ids")}
     own["trainer_state"] = SimpleNamespace(**call["state"])
-    own |= {"log_extra": log_extra, "log_metric": log_metric}
+    own |= {"log_extra": log_extra, "log_metric": log_metric, **call["more"]}
     count = len(call["completions"])
     try:
-        given = function(**{**call["columns"], **own})
-        if inspect.isawaitable(given):
-            given = loop.run(_settled(given))
-            if isinstance(given, BaseException):
-                raise given
+        given = settled(function(**{**call["columns"], **own}), loop)
         rewards, faults = numbers(given, count)
         for column, values in extra.items():
             if len(values) != count:
@@ -126,6 +209,15 @@ def rewarded(function: Function, call: Mapping[str, Any], loop: asyncio.Runner) 
     except (Exception, SystemExit) as error:  # noqa: BLE001  a user's code may ask Python to end
         return {"error": reason_of(error)}
     return {"rewards": rewards, "faults": faults, "metrics": dict(metrics), "extra": dict(extra)}
+
+
+def settled(given: Any, loop: asyncio.Runner) -> Any:
+    """A result of a function, awaited if it is async."""
+    if inspect.isawaitable(given):
+        given = loop.run(_settled(given))
+        if isinstance(given, BaseException):
+            raise given
+    return given
 
 
 async def _settled(given: Awaitable[Any]) -> Any:

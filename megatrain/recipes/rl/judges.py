@@ -1,5 +1,5 @@
-"""Rewards of answers: by users' functions in processes of their own, with a time limit, and by
-reward models."""
+"""Rewards of answers, and tools that these call: by users' functions in processes of their own,
+with a time limit, and by reward models."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor, wait
 from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from dataclasses import dataclass
+from itertools import chain
 from multiprocessing import Pipe
 from pathlib import Path
 from threading import Lock, local
@@ -22,11 +23,12 @@ from time import monotonic
 from typing import Any
 
 from megatrain.config.fields import check_functions, is_function, judge_name
+from megatrain.data.samples import Tool
 from megatrain.errors import ConfigError, RewardError
 from megatrain.heartbeat import beat
 from megatrain.machine.hardware import physical_cores
 from megatrain.recipes.frozen import RewardModel
-from megatrain.recipes.rl.judge_worker import Answer
+from megatrain.recipes.rl.judge_worker import Answer, Episode
 
 MOST_PROCESSES = 8
 STARTS_WITHIN_S = 120.0  # a worker, with what the user's files import
@@ -36,6 +38,8 @@ BOOT = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
     "from megatrain.recipes.rl.judge_worker import serve; serve(int(sys.argv[2]))"
 )
+
+Beginning = tuple[Mapping[str, Any], str | None]  # of an environment: a row, and what it adds to it
 
 logger = logging.getLogger("megatrain")
 
@@ -51,6 +55,7 @@ class Group:
     columns: Mapping[str, Any]
     where: str
     step: int
+    begins: Beginning | None = None
 
 
 class Judges(AbstractContextManager["Judges"]):
@@ -60,6 +65,8 @@ class Judges(AbstractContextManager["Judges"]):
     functions: `FILE.py:NAME`.
     models: reward models, by their places among all judges.
     on_bad_reward: "refuse" or "none".
+    tools: the config's section; None: there are none. With tools all that concerns a prompt is done
+        in one process, where the environments of its answers live. rewarding: these reward them.
     log: a file to which the workers' output is added; None: it is dropped.
     """
 
@@ -71,17 +78,25 @@ class Judges(AbstractContextManager["Judges"]):
         timeout_s: float = 60.0,
         processes: int | None = None,
         on_bad_reward: str = "refuse",
+        tools: Any = None,
+        rewarding: bool = False,
         log: Path | None = None,
     ) -> None:
-        self.functions = [*functions]
+        self.functions, self.tools = [*functions], tools
+        self.environment: str = (tools and tools.environment_factory) or ""
+        environments = [self.environment] if self.environment else []
+        self.files = [self.functions, [*(tools.functions if tools else ())], environments]
+        self._begun, self._warned = set[Episode](), False
         self.names, self.models = list(map(judge_name, self.functions)), models or {}
         for place, model in sorted(self.models.items()):
             self.names.insert(place, judge_name(model.folder))
+        self.names += [judge_name(self.environment)] * rewarding
         self._scores = defaultdict[int, dict[int, list[float]]](dict)
         self.timeout_s, self.on_bad_reward = timeout_s, on_bad_reward
         self.failed = dict.fromkeys(self.functions, 0)  # calls
         count = processes or min(MOST_PROCESSES, physical_cores())
-        self._threads = ThreadPoolExecutor(count, thread_name_prefix="megatrain-judge")
+        lanes = (1 for _ in range(count)) if tools else (count,)  # threads of each
+        self._lanes = [ThreadPoolExecutor(n, thread_name_prefix="megatrain-judge") for n in lanes]
         self._own, self._log = local(), log  # each thread has a worker
         self._lock, self._closed, self._silent = Lock(), False, False
         self._all: set[Worker] = set()
@@ -97,18 +112,36 @@ class Judges(AbstractContextManager["Judges"]):
             self._closed = True
             for worker in self._all:
                 worker.kill()
-        self._threads.shutdown(cancel_futures=True)
+        for lane in self._lanes:
+            lane.shutdown(cancel_futures=True)
         for worker in self._all:
             worker.close()
 
     def check(self) -> None:
         """Import all functions, in a worker. Raises RewardError."""
-        if self.functions:
-            self._threads.submit(self._worker).result()
+        if self.functions or self.tools:
+            self._lanes[0].submit(self._worker).result()
+
+    def described(self) -> tuple[tuple[Tool, ...], bool]:
+        """The tools' schemas, and true if environments reward answers. Raises RewardError."""
+        found = self._lanes[0].submit(self._told, ("describe",), "", STARTS_WITHIN_S).result()
+        return tuple(found["schemas"]), found["rewards"]
+
+    def added(self, row: Mapping[str, Any]) -> Any:
+        """The text that an environment adds to a row's prompt, or None. Raises RewardError."""
+        return self._lanes[0].submit(self._told, ("begin", None, row)).result()["text"]
+
+    def call(self, key: int, *about: Any) -> Future[tuple[list[dict[str, Any]], int]]:
+        """The tools' turns that reply to an answer's calls, and the number of those that failed.
+        about: its number, the calls, and `begins` and `where` of its prompt."""
+        return self._lane(key).submit(self._replies, key, *about)
+
+    def _lane(self, key: int) -> ThreadPoolExecutor:
+        return self._lanes[key % len(self._lanes)]
 
     def submit(self, group: Group) -> None:
         self._groups[group.key] = group
-        self._parts[group.key] = self._threads.submit(self._ask, group)
+        self._parts[group.key] = self._lane(group.key).submit(self._ask, group)
 
     def score(self, keys: Sequence[int]) -> None:
         """Have reward models score groups that were submitted, all at once."""
@@ -148,10 +181,48 @@ class Judges(AbstractContextManager["Judges"]):
             if worker is not None:
                 self._all.discard(worker)
                 worker.close()
-            worker = self._own.worker = Worker(self.functions, self._log)
+            worker = self._own.worker = Worker(self.files, self._log)
             self._all.add(worker)
         worker.load()
         return worker
+
+    def _told(self, task: tuple[Any, ...], about: str = "", seconds: float | None = None) -> Answer:
+        """In a thread: a worker's answer about tools. Raises RewardError."""
+        seconds = seconds or self.tools.timeout_s
+        answer = self._worker().ask(task, seconds, "(tools.timeout_s)")
+        if self._closed:
+            raise CancelledError  # the worker was ended on purpose
+        if "error" in answer:
+            raise RewardError(f"{about}{answer['error']}")
+        return answer
+
+    def _begin(self, episode: Episode, begins: Beginning | None, where: str) -> None:
+        """In a thread: reset an answer's environment, once."""
+        if begins is not None and episode not in self._begun:
+            self._begun.add(episode)
+            self._told(("begin", episode, *begins), f"{self.environment}: {where}: ")
+
+    def _replies(
+        self, key: int, number: int, calls: list[Any], begins: Beginning | None, where: str
+    ) -> tuple[list[dict[str, Any]], int]:
+        """In a thread: as `call`."""
+        self._begin((key, number), begins, where)
+        asked = [(one["function"]["name"], one["function"]["arguments"]) for one in calls]
+        task = "reply", (key, number), asked, self.tools.max_result_characters
+        try:
+            answer = self._told(task, "Error: ")
+        except RewardError as error:  # of a process that was ended
+            answer = dict.fromkeys(("texts", "errors"), [str(error)] * len(calls))
+        if answer["errors"] and not self._warned:
+            self._warned = True
+            words = "the model reads that, here and where a tool fails again"
+            logger.warning(f"{where}: {answer['errors'][0]}; {words}")
+        texts = [one.encode(errors="replace").decode() for one in answer["texts"]]  # no half pairs
+        turns = [
+            {"role": "tool", "name": name, "content": text}
+            for (name, _), text in zip(asked, texts, strict=True)
+        ]
+        return turns, len(answer["errors"])
 
     def _ask(self, group: Group) -> list[Answer]:
         """In a thread: what each function answers. Raises RewardError, or counts failures."""
@@ -162,16 +233,22 @@ class Judges(AbstractContextManager["Judges"]):
             "completion_ids": group.completion_ids,
             "columns": {name: [value] * count for name, value in group.columns.items()},
             "state": {"global_step": group.step},
+            "episodes": [(group.key, number) for number in range(count)] if group.begins else [],
         }
-        for number, function in enumerate(self.functions):
-            answer = self._worker().judge((number, call), self.timeout_s)
+        for episode in call["episodes"]:
+            self._begin(episode, group.begins, group.where)
+        asked = [*self.functions, *([self.environment] if group.begins else [])]
+        for number, function in enumerate(asked):
+            task = "judge", number, call
+            answer = self._worker().ask(task, self.timeout_s, "(rewards.timeout_s)")
             if self._closed:
                 raise CancelledError  # the worker was ended on purpose
             faults = [(0, answer["error"])] if "error" in answer else answer["faults"]
             if faults:
                 self._fail(function, group, *faults[0])
             answers.append({"rewards": [None] * count, **answer})
-        return answers
+        self._begun -= {*call["episodes"]}
+        return answers[: len(self.names) - len(self.models)]
 
     def _fail(self, function: str, group: Group, number: int, reason: str) -> None:
         """Raise RewardError, or count the call and warn of the first."""
@@ -181,7 +258,7 @@ class Judges(AbstractContextManager["Judges"]):
         if self.on_bad_reward == "refuse":
             raise RewardError(f"{about}; mend it, or set rewards.on_bad_reward: none")
         with self._lock:
-            self.failed[function] += 1
+            self.failed[function] = self.failed.get(function, 0) + 1
             first = self.failed[function] == 1
         if first:
             logger.warning(f"{about}; its rewards are None, here and where it fails again")
@@ -197,8 +274,8 @@ class Judges(AbstractContextManager["Judges"]):
 class Worker:
     """A process of `judge_worker.py`, in a session of its own, without a GPU."""
 
-    def __init__(self, functions: Sequence[str], log: Path | None) -> None:
-        self.functions, self.broken = functions, False
+    def __init__(self, files: Sequence[Sequence[str]], log: Path | None) -> None:
+        self.files, self.broken = files, False
         self._connection, theirs = Pipe()
         file = theirs.fileno()
         command = [sys.executable, "-c", BOOT, json.dumps([*map(str, sys.path)]), str(file)]
@@ -219,21 +296,22 @@ class Worker:
 
     def load(self) -> None:
         """Import the functions. Raises RewardError."""
-        self._connection.send(list(self.functions))
-        for function in self.functions:
+        self._connection.send(self.files)
+        for function in chain(*self.files):
             if error := self._answer(STARTS_WITHIN_S, "to be imported").get("error"):
                 self.kill()
                 raise RewardError(f"{function}: {error}")
 
-    def judge(self, task: Any, seconds: float) -> Answer:
-        """The answer of a function, or an error in its place; a worker that gives none is ended."""
+    def ask(self, task: Any, seconds: float, about: str) -> Answer:
+        """The answer to a task, or an error in its place; a worker that gives none is ended. about:
+        the key of the limit."""
         try:
             data = pickle.dumps(task)
         except Exception as error:  # noqa: BLE001  whatever the row's objects raise
             return {"error": f"its row cannot be handed to a process ({error})"}
         with suppress(OSError):  # `_answer` tells why
             self._connection.send_bytes(data)
-        return self._answer(seconds, "(rewards.timeout_s)")
+        return self._answer(seconds, about)
 
     def _answer(self, seconds: float, about: str) -> Answer:
         deadline = monotonic() + seconds
@@ -265,9 +343,11 @@ class Worker:
         self._connection.close()
 
 
-def judges_of(config: Any, stack: ExitStack, log: Path | None = None) -> Judges:
+def judges_of(
+    config: Any, stack: ExitStack, log: Path | None = None, rewarding: bool = False
+) -> Judges:
     """The judges that a config names, which the stack closes: functions are imported once, and
-    reward models read. Raises ConfigError."""
+    reward models read. rewarding: so do environments. Raises ConfigError."""
     check_functions(config)
     rewards = config.rewards
     models = {
@@ -282,6 +362,8 @@ def judges_of(config: Any, stack: ExitStack, log: Path | None = None) -> Judges:
             timeout_s=rewards.timeout_s,
             processes=None if rewards.processes == "auto" else rewards.processes,
             on_bad_reward=rewards.on_bad_reward,
+            tools=config.tools if config.tools.files else None,
+            rewarding=rewarding,
             log=log,
         )
     )

@@ -27,12 +27,13 @@ KNOWN = {"input_ids", "labels", "attention_mask", "position_ids", "token_real"}
 def answered_rows(
     prompts: Sequence[Sequence[int]],
     answers: Sequence[Sequence[int]],
-    trained: Sequence[bool],
+    trained: Sequence[bool | Sequence[int]],
     values: Any = None,
     of_tokens: Mapping[str, Sequence[Sequence[float]]] | None = None,
 ) -> TokenRows:
-    """Answers behind their prompts as rows: targets are the tokens of those that are trained on.
-    values: a number of each; of_tokens: numbers of each answer's tokens, by name."""
+    """Answers behind their prompts as rows: targets are the tokens of those that are trained on,
+    or, of 1 and 0 for each token, those with 1. values: a number of each; of_tokens: numbers of
+    each answer's tokens, by name."""
 
     def flat(of_prompts: Iterable[Any], of_answers: Iterable[Any], dtype: Any) -> Any:
         both = zip(of_prompts, of_answers, strict=True)

@@ -37,6 +37,7 @@ from megatrain.models.pretrained import digests_of, resolve_source
 from megatrain.recipes.frozen import SWEPT_TOKENS, model_in, reference_of, sweeps
 from megatrain.recipes.model import Model
 from megatrain.recipes.rl.advantages import Advantages, worth
+from megatrain.recipes.rl.episodes import Episodes
 from megatrain.recipes.rl.journal import Journal, forget
 from megatrain.recipes.rl.judges import Group, Judges, judges_of
 from megatrain.recipes.rl.own_answers import answered_rows
@@ -251,7 +252,7 @@ class Rollouts:
     def _trained(self, answer: Answer) -> int:
         """Tokens of an answer that are trained on."""
         masked = self.config.policy.mask_truncated_completions and answer.finish == "length"
-        return 0 if masked else len(answer.ids)
+        return 0 if masked else answer.drawn
 
     def _rows(
         self, rollout: Rollout, numbers: Sequence[int], values: Any, *, whole: bool = False
@@ -265,17 +266,17 @@ class Rollouts:
             given["token_old"] = [[*rollout.old[number]] for number in numbers]
         if rollout.reference is not None and self.held:
             given["token_reference"] = [[*rollout.reference[number]] for number in numbers]
-        trained = [whole or self._trained(one) > 0 for one in answers]
+        trained = [whole or (self._trained(one) > 0 and (one.mask or True)) for one in answers]
         return answered_rows(prompts, [one.ids for one in answers], trained, values, given)
 
     def begin(self, engine: Engine, stack: ExitStack, log: Path, *, trains: bool = True) -> None:
         """Write with this engine, and judge in processes that the stack ends. log: for what reward
         functions print. trains: false needs no reference."""
         self.engine, self.write = engine, engine.rollout
-        rollout = self.config.rollout
+        rollout, box = self.config.rollout, self.rows.toolbox
         if (url := rollout.vllm_server_base_url) is not None:
             self.write = VllmServer(engine, url, rollout.vllm_server_timeout).rollout
-        self.judges = judges_of(self.config, stack, log)
+        self.judges = judges_of(self.config, stack, log, box is not None and box.rewarding)
         if self.config.policy.beta and trains:
             self.reference = stack.enter_context(reference_of(self.config, engine))
 
@@ -363,8 +364,9 @@ class Rollouts:
         about += [tree["train"][name] for name in OF_WEIGHTS]
         about += [tree["optimizer"][name] for name in ("name", "weight_decay")]
         about += [tree["rewards"][name] for name in ("reward_weights", "on_bad_reward")]
+        about += [tree["tools"]] if self.config.tools.files else []
         digest = hashlib.blake2b(json.dumps(about, sort_keys=True).encode(), digest_size=8)
-        for one in rewards.functions:
+        for one in (*rewards.functions, *self.config.tools.files):
             if is_function(one):
                 file, _, name = one.rpartition(":")
                 digest.update(name.encode() + Path(file).read_bytes())
@@ -388,7 +390,10 @@ class Rollouts:
         assert self.write is not None and self.judges is not None
         began, most = time.perf_counter(), self.config.policy.max_completion_length
         own = [*prompts][self.world.rank :: self.world.size]
-        lacking = {key: {n for n in range(count) if (key, n) not in journal.answers} for key in own}
+        toolbox, known = self.rows.toolbox, {*journal.answers}
+        if self.config.tools.environment_factory:  # whose environments are no more unless judged
+            known = {one for one in known if one[0] in journal.rewards}
+        lacking = {key: {n for n in range(count) if (key, n) not in known} for key in own}
         requests = [
             AnswerRequest(key, prompts[key].ids, tuple(numbers), most)
             for key, numbers in lacking.items()
@@ -407,7 +412,11 @@ class Rollouts:
             for key in judging:
                 judge_if_whole(key)
             # all ranks take part, as the weights are gathered
-            answers = self.write(requests, draw, self.ends)
+            write = self.write
+            if toolbox is not None:
+                turns = self.config.tools.max_tool_calling_iterations
+                write = partial(Episodes(toolbox, self.judges, prompts, most, turns).written, write)
+            answers = write(requests, draw, self.ends)
             with closing(answers):
                 for answer in answers if writes else ():
                     journal.add(answer)
@@ -438,7 +447,8 @@ class Rollouts:
         found, weights = [journal.rewards[key] for key in prompts], self.config.rewards
         # [functions][answers] of each group; None becomes nan
         rewards = np.concatenate([np.array(one["rewards"], float).T for one in found])
-        given = rewards, self.judges.names, weights.reward_weights, count
+        weighted = weights.reward_weights and (*weights.reward_weights, 1.0)[: len(rewards.T)]
+        given = rewards, self.judges.names, weighted, count  # that of an environment is 1
         section = self.config.of_method
         judged = worth(self.config.method, section, *given, divergences=divergences)
         answers = [journal.answers[key, n] for key in prompts for n in range(count)]
@@ -446,6 +456,11 @@ class Rollouts:
         for name, value in (pair for one in found for pair in one["logged"].items()):
             logged[name].append(value)
         means = {name: float(np.mean(values)) for name, values in logged.items()}
+        if self.rows.toolbox is not None:
+            calls = sum(one.calls for one in answers)
+            means["tools/call_frequency"] = calls / len(answers)
+            failures = sum(one.failures for one in answers)
+            means["tools/failure_frequency"] = failures / max(1, calls)
         return judged, {**judged.metrics, **lengths_of(answers), **means}
 
     def _group(self, key: int, prompt: Prompt, answers: Sequence[Answer], step: int) -> Group:
@@ -453,7 +468,8 @@ class Rollouts:
         decode = self.model.tokenizer.decode
         texts: list[Any] = [decode(one.ids, skip_special_tokens=True) for one in answers]
         if not isinstance(prompt.asked, str):
-            texts = [[{"role": "assistant", "content": text}] for text in texts]
+            turns = [[{"role": "assistant", "content": text}] for text in texts]
+            texts = [one.turns or plain for one, plain in zip(answers, turns, strict=True)]
         return Group(
             key=key,
             prompt=prompt.asked,
@@ -462,6 +478,7 @@ class Rollouts:
             columns=prompt.columns,
             where=prompt.where,
             step=step,
+            begins=prompt.begins,
         )
 
     def _old(self, journal: Journal, rollout: Rollout) -> list[list[float]]:
@@ -505,7 +522,9 @@ class Rollouts:
             return rollout
         now = rollout.old or [answer.logprobs for answer in rollout.answers]
         apart = [
-            math.fsum(np.subtract(own, held)) if self._trained(answer) else 0.0
+            math.fsum(np.subtract(own, held)[np.array(answer.mask or [1] * len(own)) > 0])
+            if self._trained(answer)
+            else 0.0
             for answer, own, held in zip(rollout.answers, now, reference, strict=True)
         ]
         judged, metrics = self._judged(journal, prompts, self.answers, np.array(apart))
@@ -527,7 +546,7 @@ class Rollouts:
 
 def lengths_of(answers: Sequence[Answer]) -> dict[str, float]:
     """TRL's figures of answers' tokens; terminated ones have an end."""
-    lengths = np.array([len(answer.ids) for answer in answers], float)
+    lengths = np.array([answer.drawn for answer in answers], float)
     ended = np.array([answer.finish == "stop" for answer in answers])
     figures: dict[str, Any] = {"mean": np.mean, "min": np.min, "max": np.max}
     found = {f"completions/{name}_length": float(of(lengths)) for name, of in figures.items()}

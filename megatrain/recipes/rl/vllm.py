@@ -23,7 +23,7 @@ from torch.multiprocessing.reductions import reduce_tensor
 
 from megatrain.engine.components import naming_the_gpu
 from megatrain.engine.engine import Engine
-from megatrain.engine.rollout.decode import Answer, AnswerRequest
+from megatrain.engine.rollout.decode import Answer, AnswerRequest, More
 from megatrain.engine.rollout.draw import Draw, mix
 from megatrain.errors import ServerError, printable
 from megatrain.heartbeat import beat, doing
@@ -68,14 +68,23 @@ class VllmServer:
         self._ask("/init_weight_transfer_engine", {"init_info": {}})
 
     def rollout(
-        self, requests: Sequence[AnswerRequest], draw: Draw, ends: Sequence[int]
+        self,
+        requests: Sequence[AnswerRequest],
+        draw: Draw,
+        ends: Sequence[int],
+        more: More = None,
     ) -> Generator[Answer, None, None]:
         """Answers to requests as they end, as `Engine.rollout` of one GPU: each has a seed that
-        follows from `draw.seed`, its request's key and its number. Nothing is cut by `draw`."""
+        follows from `draw.seed`, its request's key, its number and its tokens so far. Nothing is
+        cut by `draw`."""
         self._send_weights()
-        asked = [(request, number) for request in requests for number in request.answers]
         with ThreadPoolExecutor(AT_A_TIME) as pool:
-            pending = {pool.submit(self._answer, *one, draw, ends) for one in asked}
+
+            def asked(of: Sequence[AnswerRequest]) -> set[Future[Answer]]:
+                each = ((request, number) for request in of for number in request.answers)
+                return {pool.submit(self._answer, *one, draw, ends) for one in each}
+
+            pending = asked(requests)
             failed: BaseException | None = None
             try:
                 while pending:
@@ -86,6 +95,8 @@ class VllmServer:
                             yield one.result()
                         elif failed is None:  # others may end well: they are kept
                             failed, pending = error, self._abort(pending)
+                    if more and failed is None:
+                        pending |= asked(more(not pending))
             finally:
                 self._abort(pending)
         if failed is not None:
@@ -105,7 +116,10 @@ class VllmServer:
     ) -> Answer:
         about = {"model": self.model, "prompt": [*request.ids], "max_tokens": request.most}
         about |= {"stop_token_ids": [*ends], "ignore_eos": True}  # which ends are meant is said
-        about |= {"seed": mix(draw.seed, request.key, number), "temperature": draw.temperature}
+        about |= {
+            "seed": mix(draw.seed, request.key, number, request.drawn),
+            "temperature": draw.temperature,
+        }
         about |= {"logprobs": 0, "return_token_ids": True}  # 0: of the token that was drawn
         found: Any = self._ask("/v1/completions", {**UNCUT, **about})
         self._check_version()  # versions only rise: so it had this one all the while

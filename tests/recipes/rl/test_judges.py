@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from megatrain.config.sections import ToolsOptions
 from megatrain.errors import ConfigError, RewardError
 from megatrain.recipes.rl import judges as module
 from megatrain.recipes.rl.judges import Group, Judges, judges_of
@@ -201,7 +202,9 @@ def test_what_cannot_be_imported_is_told_at_once(file, tmp_path):
     }.items():
         options = {"functions": (name,), "timeout_s": 1.0, "processes": 1, "on_bad_reward": "none"}
         config = SimpleNamespace(
-            rewards=SimpleNamespace(**options), where=lambda key: f"c.yaml: {key}"
+            rewards=SimpleNamespace(**options),
+            tools=ToolsOptions(),
+            where=lambda key: f"c.yaml: {key}",
         )
         with (
             ExitStack() as stack,

@@ -49,10 +49,27 @@ def test_a_server_gets_every_bit_of_the_weights_before_it_writes(tells_version, 
             assert len(stub.chunks) == number, "a version each"
             assert found.keys() == {(7, 0), (7, 2), (8, 0), (8, 2)}
             for (key, n), answer in found.items():
-                about = mix(3, key, n), 4, 0.7, (2,)
+                about = mix(3, key, n, 0), 4, 0.7, (2,)
                 ids, logprobs = written(stub.model, [5, 6 + key], *about)
                 finish = "stop" if ids[-1] == 2 else "length"
                 assert answer == Answer(key, n, ids, logprobs, None, finish)
+
+
+def test_an_answer_goes_on_behind_what_a_tool_says():
+    config, on = tiny_config("llama"), AnswerRequest(7, [5, 6, 8, 9], (0,), 2, drawn=2)
+    with local_vllm() as stub, engine_of(config) as engine:
+        stub.model = plain_model(config, seed=1).eval()
+        server, came, idle = VllmServer(engine, stub.url, 5.0), [[on], [], []], []
+
+        def more(waits: bool) -> Any:
+            idle.append(waits)
+            return came.pop(0)
+
+        first, second = server.rollout([AnswerRequest(7, [5, 6], (0,), 2)], Draw(seed=3), (), more)
+        for answer, ids, drawn in ((first, [5, 6], 0), (second, [*on.ids], 2)):
+            about = ids, mix(3, 7, 0, drawn), 2, 1.0, ()
+            assert (answer.ids, answer.logprobs) == written(stub.model, *about)
+        assert idle == [True, True] and stub.asked.count("/start_weight_update") == 1
 
 
 def test_a_run_is_that_of_a_sampler_here_which_writes_the_same(megatrain, task, monkeypatch):  # noqa: F811
@@ -74,7 +91,7 @@ def test_a_run_is_that_of_a_sampler_here_which_writes_the_same(megatrain, task, 
         model.load_state_dict(dict(engine.iter_weights()), strict=False)
         for one in requests:
             for number in one.answers:
-                seed = mix(draw.seed, one.key, number)
+                seed = mix(draw.seed, one.key, number, 0)
                 found = written(model, one.ids, seed, one.most, draw.temperature, ends)
                 yield Answer(
                     one.key, number, *found, None, "stop" if found[0][-1] in ends else "length"
