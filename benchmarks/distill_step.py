@@ -1,9 +1,11 @@
 """Times steps of `method: distill`, teacher and student of random weights, beside their plan.
 
     python -m benchmarks.distill_step qwen2.5-7b qwen2.5-32b --tokens 65536 --seq-len 4096 --steps 3
+    python -m benchmarks.distill_step qwen2.5-7b qwen2.5-32b --seq-len 1280 --answer 1024
 
 Shapes are named ones (megatrain/models/shapes.py) of one vocabulary. Prints a JSON line: seconds of
-the teacher's sweep and of the student's step, peaks of memory, and the same as planned.
+the teacher's sweep and of the student's step, peaks of memory, and the same as planned. With
+--answer the student writes that many tokens at the end of each row, without an end.
 """
 
 from __future__ import annotations
@@ -21,6 +23,8 @@ from transformers import AutoConfig
 
 from megatrain.config.load import bench_config
 from megatrain.engine.engine import Engine
+from megatrain.engine.rollout.decode import AnswerRequest
+from megatrain.engine.rollout.draw import Draw
 from megatrain.models.shapes import named_shape
 from megatrain.recipes import frozen
 from megatrain.recipes.bench import memory_of, resolve_shape
@@ -29,12 +33,19 @@ from megatrain.reporting.meters import GpuMeter
 
 
 def main(
-    student: str, teacher: str, tokens: int = 65_536, seq_len: int = 4096, steps: int = 3
+    student: str,
+    teacher: str,
+    tokens: int = 65_536,
+    seq_len: int = 4096,
+    steps: int = 3,
+    answer: int = 0,
 ) -> None:
     """Time the steps."""
     quiet_libraries()
     keys = {"method": "distill", "distill.teacher_model_name_or_path": teacher}
     keys |= {"train.tokens_per_step": str(tokens), "train.seq_len": str(seq_len)}
+    if answer:
+        keys |= {"distill.lmbda": "1", "distill.max_completion_length": str(answer)}
     config = bench_config(student, [f"{key}={value}" for key, value in keys.items()])
     resolved = resolve_shape(config, None)
     plan = plan_run(config, resolved, checkpoints_written=0)
@@ -55,11 +66,18 @@ def main(
             ids = torch.randint(0, engine.anatomy.vocab_size, shape, generator=generator)
             batches = [{"input_ids": part, "labels": part} for part in torch.split(ids, rows)]
             began = time.perf_counter()
+            if answer:
+                prompts = enumerate(ids[:, : seq_len - answer].tolist())
+                asked = [AnswerRequest(number, prompt, (0,), answer) for number, prompt in prompts]
+                for one in engine.rollout(asked, Draw(seed=step), ()):
+                    ids[one.key, seq_len - answer :] = torch.tensor(one.ids)
+            written = time.perf_counter()
             with frozen.taught(loss, batches) as given:
-                taught_s = time.perf_counter() - began
+                taught_s = time.perf_counter() - written
                 result = engine.train_step(given, loss, 1e-6)
             seconds = time.perf_counter() - began
-            found.append({"teacher_s": taught_s, "step_s": seconds, "loss": result.loss})
+            taken = {"rollout_s": written - began, "teacher_s": taught_s, "step_s": seconds}
+            found.append({**taken, "loss": result.loss})
             print(f"step {step}: {found[-1]}", file=sys.stderr, flush=True)
         memory = memory_of(engine, meter)
     steady = {key: statistics.median(one[key] for one in found[1:]) for key in found[0]}
