@@ -46,12 +46,13 @@ class Scaled:
         return replace(self.case, tokens=tokens, overrides=overrides)
 
 
-# Of Llama-3-70B's layers: their number, and the GiB that hosts of 252 and 504 can give.
+# Of Llama-3-70B's layers: their number, and the GiB that hosts of 252, 504 and 560 can give.
 LARGEST = {
     "70.6b-16k-each": (None, 247),  # on two H100
     "95b-16k-each": (109, 247),  # on two H200
     "130b-16k-each": (150, 499),  # on four H100
     "177b-16k-each": (205, 499),  # on four H200
+    "267b-16k-each": (310, 540),  # on eight H200
 }
 CASES: Mapping[str, Scaled] = {
     scaled.case.name: scaled
@@ -61,6 +62,11 @@ CASES: Mapping[str, Scaled] = {
         Scaled(Case("7.6b-16k-in-all", "qwen2.5-7b", 16384), in_all=True, wanted=0.85),
         Scaled(Case("14.8b-65k-each", "qwen2.5-14b", 65536), wanted=0.92),
         Scaled(Case("32.8b-65k-each", "qwen2.5-32b", 65536, overrides=INT8), wanted=0.95),
+        Scaled(
+            Case("7.6b-131k-each-fp8", "qwen2.5-7b", 131072, overrides=("precision=fp8",)),
+            wanted=0.95,
+        ),
+        Scaled(Case("30b-a3b-65k-each", "qwen3-30b-a3b", 65536, seq_len=4096)),
         Scaled(
             Case("7.6b-32k-each-no-peer-access", "qwen2.5-7b", 32768),
             wanted=0.85,
