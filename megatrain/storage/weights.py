@@ -304,7 +304,8 @@ def match(
                 f"{candidate.where} has shape {list(candidate.shape)}, but config.json asks for "
                 f"{list(wanted)}"
             )
-        dtypes = constants.may_be(place) if place.constant else FLOATS
+        own = constants[place.own].dtype if place.constant else FLOATS[0]
+        dtypes = FLOATS if own in FLOATS else (own,)
         if place not in carried and candidate.dtype not in dtypes:
             raise ModelError(
                 f"{candidate.where} is {dtype_name(candidate.dtype)}; "

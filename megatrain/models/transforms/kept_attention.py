@@ -20,7 +20,7 @@ from torch.nn.attention import SDPBackend
 
 from megatrain.errors import ConfigError
 from megatrain.models.meta import blank_call, without_data
-from megatrain.models.recorder import LayerCall, kind_of
+from megatrain.models.recorder import LayerCall, by_kind
 
 aten = torch.ops.aten
 WIDEST, COLUMNS, AMPERE = 256, 8, (8, 0)  # of a head, its multiples; the first GPUs with kernels
@@ -74,17 +74,16 @@ def attention_bytes(
 
 
 def most_kept(skeleton: Any, runs_on: str) -> int:
-    """The largest `attention_bytes` of a skeleton's layers, of which one of each kind is tried.
-    Raises ConfigError if it is 0."""
+    """The largest `attention_bytes` of a skeleton's layers. Raises ConfigError if it is 0."""
     hidden, calls = skeleton.dry_call(1, 2)
-    kinds: dict[Any, int] = {}
-    for index, (layer, call) in enumerate(zip(skeleton.layers, calls, strict=True)):
-        if (kind := kind_of(layer, call, index)) not in kinds:
-            given = hidden.shape, skeleton.dtype, call, runs_on
-            kinds[kind] = attention_bytes(layer, *given)
-    if not any(kinds.values()):
-        raise ConfigError(f"keep_attention: {NONE_KEPT}")
-    return max(kinds.values())
+    how = hidden.shape, skeleton.dtype
+
+    def kept_by(layer: nn.Module, call: LayerCall) -> int:
+        return attention_bytes(layer, *how, call, runs_on)
+
+    if most := max(by_kind(skeleton.layers, calls, kept_by)):
+        return most
+    raise ConfigError(f"keep_attention: {NONE_KEPT}")
 
 
 def attend_once(
