@@ -244,7 +244,7 @@ def open_parts(
     """Allocate all memory, start all threads (their waits: streams.py). Raises OutOfMemory."""
     anatomy, dtype, compute = skeleton.anatomy, PRECISIONS[precision], Compute(device)
     layouts, ends = layouts_of(anatomy), (anatomy.first_trained, anatomy.embed_feeds_head)
-    stored = settings.stored(len(layouts) - 2, *ends) if clips else frozenset[int]()
+    stored = settings.stored(len(layouts) - 2, *ends, clips)
     with naming_the_gpu("the resident blocks' state"):
         take_workspaces(device, dtype)
         place = partial(open_store, layouts, optimizer, precision, settings, device=device)

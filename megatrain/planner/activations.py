@@ -168,15 +168,11 @@ class Activations:
             of_group = choices.micro_batches(self.job), choices.retained_on_host
             largest = self.checkpoint_row_bytes + self.attention_row_bytes
             here = sum(rings(*of_group, tokens * largest, graph))
-        whole = choices.retained + 1 + self._starts_again
-        return self.group_tokens * self.row_bytes * whole + here
-
-    @property
-    def _starts_again(self) -> bool:
-        """True if the input or the gradient with which a second backward begins takes room: a
-        gradient does not where it has the place of a checkpoint that the first has freed."""
-        twice, every = self.choices.second_backward, max(1, self.shape.layers_back)
-        return twice >= every or (twice > 0 and self.choices.offload_activations)
+        # what a second backward begins with: the input, or a gradient, which takes no room where it
+        # has the place of a checkpoint that the first has freed
+        twice, every = choices.second_backward, max(1, self.shape.layers_back)
+        again = twice >= every or (twice > 0 and choices.offload_activations)
+        return self.group_tokens * self.row_bytes * (choices.retained + 1 + again) + here
 
     @property
     def host(self) -> dict[str, int]:

@@ -86,9 +86,8 @@ class Layout:
     @cached_property
     def stored(self) -> frozenset[int]:
         """Blocks whose gradients wait until the global norm is known."""
-        shape = self.shape
-        found = self.choices.stored(shape.layers, shape.first_trained, shape.tied)
-        return found if self.job.clipping else frozenset()
+        about = self.shape.layers, self.shape.first_trained, self.shape.tied
+        return self.choices.stored(*about, self.job.clipping)
 
     def _owned_of(self, blocks: Iterable[int], stored: bool) -> Iterator[int]:
         """Elements of those whose gradients are stored, or of the others."""

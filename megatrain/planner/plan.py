@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field, replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from rich.console import Console
 from rich.table import Column, Table
@@ -17,21 +17,12 @@ from rich.text import Text
 from megatrain.errors import PlanError
 from megatrain.machine.hardware import GIB
 from megatrain.planner.job import Budget, Choices, Job
-from megatrain.planner.memory import (
-    CONSTANTS,
-    NOT_ALLOCATED,
-)
+from megatrain.planner.memory import CONSTANTS, NOT_ALLOCATED
 from megatrain.planner.simulation import Timing
-from megatrain.planner.suggest import (
-    TIER_WORDS,
-    Suggestion,
-)
+from megatrain.planner.suggest import TIER_WORDS, Suggestion
 from megatrain.reporting.energy import Economy, described, human_hours
 from megatrain.reporting.streams import as_printed
 from megatrain.reporting.words import human_bytes, human_parameters, three_digits
-
-if TYPE_CHECKING:
-    pass
 
 
 class Reason(NamedTuple):
