@@ -59,7 +59,7 @@ class Chunks:
 
     def whole(self, x: Tensor) -> Tensor:
         """The output for all of x, without a graph."""
-        output = x.new_empty(x.shape)
+        output = uninitialised(x, *x.shape)
         for part in self.parts(x):
             output[:, part] = self.run(x[:, part].contiguous())
         return output
@@ -70,7 +70,7 @@ class Chunks:
         """Gradients of x and, in fp32, of each of `weights`; None where not `needed`."""
         trained = [weight for weight, needs in zip(weights, needed[1:], strict=True) if needs]
         sums = [torch.zeros(w.shape, dtype=torch.float32, device=w.device) for w in trained]
-        dx = x.new_empty(x.shape) if needed[0] else None
+        dx = uninitialised(x, *x.shape) if needed[0] else None
         # with the weights of the forward, which torch.func.functional_call may only have lent
         with lent(self._owners, weights), self.for_gradients(), torch.enable_grad():
             for part in self.parts(x):
@@ -95,12 +95,17 @@ class Chunked(torch.autograd.Function):
     def forward(ctx: Any, chunks: Chunks, x: Tensor, *weights: Tensor) -> Tensor:
         ctx.save_for_backward(x, *weights)
         ctx.chunks = chunks
-        return x.new_empty(x.shape) if chunks.absent else chunks.whole(x)
+        return uninitialised(x, *x.shape) if chunks.absent else chunks.whole(x)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         x, *weights = ctx.saved_tensors
         return None, *ctx.chunks.gradients(x, weights, grads[0], ctx.needs_input_grad[1:])
+
+
+def uninitialised(like: Tensor, *shape: int) -> Tensor:
+    """Contiguous memory of a tensor's dtype, with whatever it holds; nothing may depend on it."""
+    return like.new_empty(shape)
 
 
 def chunks_of(module: nn.Module) -> Chunks | None:

@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 
 from megatrain.models.meta import Watch, blank_call, storage_of, without_data
 from megatrain.models.recorder import LayerCall, by_kind
-from megatrain.models.transforms.chunked import chunks_of
+from megatrain.models.transforms.chunked import chunks_of, uninitialised
 from megatrain.models.transforms.fp8 import Fp8Linear
 
 MATMULS = {  # modules that are nothing else
@@ -142,8 +142,7 @@ class _MatmulGradients(torch.autograd.Function):
     ) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.input_first = input_first
-        # whatever the memory holds: nothing may depend on it
-        return x.new_empty(len(x), weight.shape[1 if input_first else 0])
+        return uninitialised(x, len(x), weight.shape[1 if input_first else 0])
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
