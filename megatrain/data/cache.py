@@ -381,11 +381,9 @@ class _HashedFile:
 
     def close(self) -> None:
         if not self._file.closed:
-            try:
+            with self._file:
                 self._file.flush()
                 os.fsync(self._file.fileno())
-            finally:
-                self._file.close()
 
 
 def _hasher() -> hashlib.blake2b:
