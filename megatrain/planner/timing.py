@@ -302,7 +302,8 @@ class StepCosts:
         """FLOP/s of experts' matmuls over as many tokens at once. lone: of other matmuls."""
         if not (self.on_gpu and work.expert_flops):
             return lone
-        rows = work.rows_per_expert * tokens
+        # of each expert, on average
+        rows = work.expert_flops / 2 / max(1, work.expert_parameters) * tokens
         if self.job.precision == "float32":  # a loop over experts: no GPU has grouped kernels
             return self._matmul_rate(rows)
         return interpolate_log(self.machine.grouped, rows)
