@@ -340,7 +340,7 @@ def resolve_name(spec: str) -> Named:
     if folder.is_file():
         raise DataError(f"{spec}: {name} is a file, which has no split {split!r}; name it alone")
     if type_of(path) in READERS or spec.startswith((".", "/", "~")):
-        raise DataError(f"{path}: no such file{nearest(path)}")
+        raise DataError(f"{path}: no such file{near_path(path)}")
     return Named(spec, name, (), config, split)
 
 
@@ -426,7 +426,7 @@ def _known_types() -> str:
     return f"known types are {', '.join(READERS)}, each also with {PACKED}"
 
 
-def nearest(path: Path) -> str:
+def near_path(path: Path) -> str:
     """A hint at what the user may have meant by a path that does not exist."""
     if not path.parent.is_dir():
         return f" (nor is there a folder {path.parent})"
@@ -452,7 +452,7 @@ def _ask_hub(named: Named) -> None:
         if _is_cached(named.name):
             return
         why = f"the hub does not answer ({type(error).__name__})"
-    near = nearest(Path(named.name))
+    near = near_path(Path(named.name))
     raise DataError(f"{named.spec}: no such file or folder{near}; and {why}")
 
 

@@ -9,7 +9,6 @@ order of asking: a lease waits only for those that were asked for before, in eve
 from __future__ import annotations
 
 import errno
-import logging
 import os
 import tempfile
 import threading
@@ -26,7 +25,7 @@ from typing import NamedTuple
 import torch
 
 from megatrain.durable import bypass_cache
-from megatrain.errors import StorageError, storage_error
+from megatrain.errors import StorageError, logger, storage_error
 from megatrain.memory.layout import ArraySpec, round_up
 from megatrain.memory.sizes import PAGE, stages
 from megatrain.memory.slab import Slab
@@ -340,8 +339,6 @@ class NvmeStore:
 
 PIECE_BYTES = 8 << 20  # of a transfer: consecutive ones lie in different folders
 QUEUE_DEPTH = 16  # pieces on their way at a time, in each folder
-
-logger = logging.getLogger("megatrain")
 
 Done = Callable[[StorageError | None], None]
 Move = Callable[[int, list[memoryview], int], int]

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from megatrain.data.chat import ChatTemplate
-from megatrain.data.files import nearest
+from megatrain.data.files import near_path
 from megatrain.data.template import use_template
 from megatrain.data.workers import fenced
 from megatrain.errors import DataError, ModelError, if_forbidden
@@ -139,8 +139,8 @@ def resolve_source(
                 )
             return ModelSource("gguf", path.parent, path.name)
         if not HUB_ID.fullmatch(name) or name.lower().endswith(".gguf"):
-            raise ModelError(f"{name}: no such file or folder{nearest(path)}; check the path")
-        near = nearest(path)
+            raise ModelError(f"{name}: no such file or folder{near_path(path)}; check the path")
+        near = near_path(path)
     files = [*HUB_DESCRIPTION, *(HUB_WEIGHTS if weights else [])]
     return ModelSource("folder", download(name, revision, files, near, but=HUB_COPIES))
 

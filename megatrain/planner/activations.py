@@ -8,14 +8,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING
 
 from megatrain.machine.hardware import LARGE_BLOCK_BYTES, MIB, Hardware
+from megatrain.planner.cost.shape import CompiledSets, ModelShape
 from megatrain.planner.job import Choices, Job
 from megatrain.schedule import UNCHANGED, graphs_of_layers, kept_row_bytes, rings
-
-if TYPE_CHECKING:
-    from megatrain.planner.cost.shape import CompiledSets, ModelShape
 
 WEIGHT_BYTES = {"bfloat16": 2, "fp8": 2, "float32": 4}  # hidden states' too; fp8 is for one matmul
 SUM_BYTES = 4  # gradients are accumulated in fp32 whatever the precision
@@ -179,21 +176,16 @@ class Activations:
         """The rows of the host's table: a group's offloaded activations. Checkpoints are those of
         recomputed layers, and the inputs that saved activations hold."""
         rows = self.recomputed_row_bytes + self.choices.retained_on_host * self.sent_row_bytes
-        offloads = self.choices.offload_activations
+        offloads, pixels = self.choices.offload_activations, 0
+        if self.shape.images is not None:  # of two steps in fp32, and of one as it computes
+            tokens = self.job.step(self.choices.micro_batch_tokens).most * self.job.pieces
+            share = self.job.images.most * (1 + 2 * SUM_BYTES / self.weight)
+            pixels = int(share * tokens * self.shape.images.input_bytes)
         return {
             "activation checkpoints": self.group_tokens * rows if offloads else 0,
             "retained activations": self._of_group(sum(self.saved_on_host)),
-            "images": self._pixels,
+            "images": pixels,
         }
-
-    @property
-    def _pixels(self) -> int:
-        """Bytes of two steps as processors make them, in fp32, and of one as it computes."""
-        if self.shape.images is None:
-            return 0
-        tokens = self.job.step(self.choices.micro_batch_tokens).most * self.job.pieces
-        share = self.job.images.most * (1 + 2 * SUM_BYTES / self.weight)
-        return int(share * tokens * self.shape.images.input_bytes)
 
     @cached_property
     def kept(self) -> dict[str, int]:

@@ -128,21 +128,6 @@ class Plan:
         ]
         return f"it needs {' and '.join(lacks)}"
 
-    @property
-    def _ranks(self) -> dict[str, Any]:
-        """The ranks that share the work, and bytes of one of them: `totals` are a host's."""
-        job = self.job
-        return {
-            "gpus": job.ranks,
-            "hosts": job.hosts,
-            "run_by": "train",
-            "transport": job.transport,
-            "tokens_of_the_fullest": job.rank_tokens,
-            "gpu_bytes": self.gpu_bytes,
-            "host_bytes": self.host_bytes,
-            "nvme_bytes": sum(self.nvme.values()),
-        }
-
     def check(self) -> None:
         """Raise PlanError, naming need, budget and the cheapest fix, if a tier is too small."""
         if not self.fits:
@@ -165,7 +150,17 @@ class Plan:
             "values": {row.what: row.value for row in self.reasons},
             "saves_beside": self.saves_beside,
             "totals": totals,
-            "ranks": self._ranks,
+            # that share the work, and bytes of one of them: `totals` are a host's
+            "ranks": {
+                "gpus": self.job.ranks,
+                "hosts": self.job.hosts,
+                "run_by": "train",
+                "transport": self.job.transport,
+                "tokens_of_the_fullest": self.job.rank_tokens,
+                "gpu_bytes": self.gpu_bytes,
+                "host_bytes": self.host_bytes,
+                "nvme_bytes": sum(self.nvme.values()),
+            },
             "fits": self.fits,
             "economy": None if self.economy is None else self.economy.to_dict(),
         }

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from megatrain.errors import number_of
 from megatrain.machine.hardware import GIB, Hardware
 from megatrain.machine.profile import MachineProfile
+from megatrain.planner.cost.shape import ModelShape
 from megatrain.planner.job import Budget, Choices, Job, check_job_ranks
 from megatrain.planner.memory import Layout, disk_bytes, state_bytes_per_parameter
 from megatrain.planner.plan import Plan, Reason
@@ -17,9 +18,6 @@ from megatrain.planner.timing import StepCosts
 from megatrain.reporting.words import human_bytes
 from megatrain.schedule import UNCHANGED
 from megatrain.settings import OPTIONS
-
-if TYPE_CHECKING:
-    from megatrain.planner.cost.shape import ModelShape
 
 
 def make_plan(
