@@ -379,7 +379,7 @@ def open_store(
     kept = [ArraySpec("weight", dtype, transferred=True, whole=True)]
     if dtype == torch.bfloat16:
         kept.append(ArraySpec("remainder", torch.int16))  # the master's other half (optim/split.py)
-    kept += [ArraySpec(array.name, array.dtype, per=array.per) for array in optimizer.state_arrays]
+    kept += optimizer.state_arrays
     grad = [ArraySpec("grad", dtype, transferred=True, blocks=gradients)] if gradients else []
     # between groups the other blocks' accumulators wait in host RAM
     travel = several and summed < blocks

@@ -150,10 +150,6 @@ class Constants:
 
     # -- values ------------------------------------------------------------------------------------
 
-    def drawn(self) -> None:
-        """The modules have been given values: none of a folder's count any longer."""
-        self.expect({})
-
     def expect(self, read: Mapping[ParameterPlace, tuple[str, torch.dtype]]) -> None:
         """`write` will be called for those of a folder's tensors, (name, dtype) by place, that are
         constants."""

@@ -25,12 +25,11 @@ import torch
 from torch import Tensor
 
 from megatrain.errors import ConfigError
-from megatrain.memory.layout import FlatLayout, TensorSpec
+from megatrain.memory.layout import ArraySpec, FlatLayout, TensorSpec
 from megatrain.memory.slab import Slab
 from megatrain.optim.adamw import AdamW
 from megatrain.optim.optimizer import (
     Optimizer,
-    StateArray,
     StepOptions,
     UpdateOptions,
     check_range,
@@ -204,9 +203,9 @@ class Muon:
         return AdamW(lr=self.lr, betas=self.betas, eps=self.eps, weight_decay=self.weight_decay)
 
     @property
-    def state_arrays(self) -> tuple[StateArray, ...]:
-        second = StateArray("exp_avg_sq", torch.float32, per="unhidden")
-        return StateArray("exp_avg", torch.float32), second
+    def state_arrays(self) -> tuple[ArraySpec, ...]:
+        second = ArraySpec("exp_avg_sq", torch.float32, per="unhidden")
+        return ArraySpec("exp_avg", torch.float32), second
 
     @property
     def passes_bytes(self) -> float:
