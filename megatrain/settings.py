@@ -190,12 +190,12 @@ class Chosen:
         keep = {*recomputed[max(0, len(recomputed) - self.keep_attention) :]}
         return [index in keep for index in range(len(graphs))]
 
-    def stored(self, layers: int, first: int, tied: bool) -> frozenset[int]:
-        """Blocks whose gradients a clipped step stores until the norm is known. Backward runs twice
-        through the others: the lowest layers from block `first` on and the embedding, unless a
-        tied head begins its gradient; or through everything, if that is all layers."""
+    def stored(self, layers: int, first: int, tied: bool, clips: bool = True) -> frozenset[int]:
+        """Blocks whose gradients a step that clips stores until the norm is known. Backward runs
+        twice through the others: the lowest layers from block `first` on and the embedding, unless
+        a tied head begins its gradient; or through everything, if that is all layers."""
         back, twice = layers_back(layers, first), self.second_backward
-        if twice and twice >= back:
+        if not clips or (twice and twice >= back):
             return frozenset()
         below = layers + 1 - back + twice if twice else 0
         return frozenset(range(below, layers + 2)) | ({0} if tied else set())

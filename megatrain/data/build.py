@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, suppress
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import cached_property
@@ -203,7 +203,9 @@ class AskedSet:
         options = self.options
         how = options.train_on, options.prompts, options.day, options.sight
         encoder = Encoder(self.tokenizer, *how)
-        with self.read_aloud(), making_set(self.folder, options.kind) as making:
+        size = None if options.streaming else self.source.size
+        reading = doing("reading and tokenising rows", size, DATA_READ)
+        with reading, making_set(self.folder, options.kind) as making:
             if making.is_whole:  # by another process, until now
                 return
             counts = make_shards(making, self.source, encoder, options)
@@ -212,11 +214,6 @@ class AskedSet:
                     making.clear()
                 raise reason
             making.finish(counts, self._asked)
-
-    def read_aloud(self) -> AbstractContextManager[None]:
-        """Inside, the terminal shows how much of the source was read."""
-        size = None if self.options.streaming else self.source.size
-        return doing("reading and tokenising rows", size, DATA_READ)
 
     def _of_a_changed_source(self, wanted: Callable[[TokenRows], bool]) -> TokenRows | None:
         """Cached rows that are `wanted`, asked for in the same way, if the source's are not."""

@@ -339,9 +339,6 @@ class RowWriter:
         self._lengths.append(len(ids))
         return hash64(whole)
 
-    def __len__(self) -> int:
-        return len(self._columns["targets.npy"])
-
     def finish(self, about: Mapping[str, object]) -> None:
         """Write the index and, last, what is known about the shard and every file's hash."""
         offsets = np.concatenate([[0], np.cumsum(self._lengths)])
@@ -381,11 +378,9 @@ class _HashedFile:
 
     def close(self) -> None:
         if not self._file.closed:
-            try:
+            with self._file:
                 self._file.flush()
                 os.fsync(self._file.fileno())
-            finally:
-                self._file.close()
 
 
 def _hasher() -> hashlib.blake2b:

@@ -23,14 +23,7 @@ from datetime import date
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from megatrain.data.samples import (
-    Chat,
-    Message,
-    Picture,
-    RowError,
-    schema_texts,
-    shared_length,
-)
+from megatrain.data.samples import Chat, Message, Picture, RowError, schema_texts, shared_length
 from megatrain.data.template import (
     ANSWERED,
     CALLING,

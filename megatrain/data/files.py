@@ -15,6 +15,7 @@ import re
 import stat
 import zlib
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from io import TextIOWrapper
 from pathlib import Path
@@ -339,7 +340,7 @@ def resolve_name(spec: str) -> Named:
     if folder.is_file():
         raise DataError(f"{spec}: {name} is a file, which has no split {split!r}; name it alone")
     if type_of(path) in READERS or spec.startswith((".", "/", "~")):
-        raise DataError(f"{path}: no such file{_nearest(path)}")
+        raise DataError(f"{path}: no such file{near_path(path)}")
     return Named(spec, name, (), config, split)
 
 
@@ -425,13 +426,14 @@ def _known_types() -> str:
     return f"known types are {', '.join(READERS)}, each also with {PACKED}"
 
 
-def _nearest(path: Path) -> str:
+def near_path(path: Path) -> str:
+    """A hint at what the user may have meant by a path that does not exist."""
     if not path.parent.is_dir():
-        return f", and no folder {path.parent}"
-    with if_forbidden(DataError, path.parent):
-        names = [found.name for found in path.parent.iterdir()]
-    close = difflib.get_close_matches(path.name, names, n=1)
-    return f"; did you mean {path.parent / close[0]}?" if close else ""
+        return f" (nor is there a folder {path.parent})"
+    close = list[str]()
+    with suppress(OSError):  # the folder may not be listed
+        close = difflib.get_close_matches(path.name, os.listdir(path.parent), n=1)
+    return f" (did you mean {path.parent / close[0]}?)" if close else ""
 
 
 def _ask_hub(named: Named) -> None:
@@ -450,7 +452,7 @@ def _ask_hub(named: Named) -> None:
         if _is_cached(named.name):
             return
         why = f"the hub does not answer ({type(error).__name__})"
-    near = _nearest(Path(named.name))
+    near = near_path(Path(named.name))
     raise DataError(f"{named.spec}: no such file or folder{near}; and {why}")
 
 

@@ -37,9 +37,6 @@ class RowRun:
     examples: list[list[int]]
     twos: int = 0
 
-    def cuts(self, micro_batch_tokens: int) -> Iterator[tuple[int, int]]:
-        return cuts(self.lengths, micro_batch_tokens, self.twos)
-
 
 def runs_of(
     side_lengths: IndexArray, kind: str, pack_to: int | None = None, regimes: Regimes = ()
@@ -129,7 +126,7 @@ def micro_batches(
     shortest_limit = min((regime.limit for regime in regimes), default=None)
     numbers = (chosen[:, None] * rows.sides + np.arange(rows.sides)).reshape(-1).tolist()
     for run in runs_of(rows.side_lengths[chosen], rows.kind, pack_to, regimes):
-        for start, stop in run.cuts(micro_batch_tokens):
+        for start, stop in cuts(run.lengths, micro_batch_tokens, run.twos):
             members = run.examples[start:stop]
             sequences = [[numbers[example] for example in examples] for examples in members]
             about = pad_id, pack_to, shortest_limit, references, prompts_too
@@ -172,7 +169,7 @@ def counted_tokens(
             [
                 (stop - start) * run.lengths[start]
                 for run in of_rank
-                for start, stop in run.cuts(micro_batch_tokens)
+                for start, stop in cuts(run.lengths, micro_batch_tokens, run.twos)
             ]
             for of_rank in step
         ]

@@ -16,14 +16,7 @@ from typing import Any
 import numpy as np
 
 from megatrain.data.cache import Making, RowWriter
-from megatrain.data.encoding import (
-    Encoded,
-    Encoder,
-    RowOptions,
-    RowReader,
-    about_row,
-    encode_batch,
-)
+from megatrain.data.encoding import Encoded, Encoder, RowOptions, RowReader, about_row, encode_batch
 from megatrain.data.rows import DROP, Counts, Tokens, measure_lengths, shortened, split
 from megatrain.data.samples import JUDGED, PLAIN
 from megatrain.data.sources import Source
@@ -39,12 +32,7 @@ class _BadRow(Exception):
     """A bad row was met that is to be refused."""
 
 
-def make_shards(
-    making: Making,
-    source: Source,
-    encoder: Encoder,
-    options: RowOptions,
-) -> Counts:
+def make_shards(making: Making, source: Source, encoder: Encoder, options: RowOptions) -> Counts:
     """Write the shards of a source that are not there; the counts of all rows. From a bad row on
     that is to be refused nothing is written, but all rows are counted, unless they are streamed."""
     reader, cutter, refused = RowReader(source, options), Cutter(options), Counts()

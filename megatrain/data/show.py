@@ -10,14 +10,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from rich.console import Console
+from rich.text import Text
 
 from megatrain.data.rows import IdArray, MaskArray, PackedRows, Rows, TokenRows
 from megatrain.data.samples import JUDGED, PAIRS, PLAIN, PROMPTS
 from megatrain.errors import number_of, printable
 
 if TYPE_CHECKING:
-    from rich.console import Console
-    from rich.text import Text
     from transformers import PreTrainedTokenizerBase
 
 _NOUNS = {PLAIN: "row", PAIRS: "pair", JUDGED: "judged row", PROMPTS: "prompt"}
@@ -208,8 +208,6 @@ def painted(
     ids: IdArray, mask: MaskArray, tokenizer: PreTrainedTokenizerBase, colour: bool
 ) -> Text:
     """A row as text with its special tokens visible and its targets marked."""
-    from rich.text import Text
-
     special = {number for number, token in tokenizer.added_tokens_decoder.items() if token.special}
     text = Text()
     pairs = zip(mask.tolist(), ids.tolist(), strict=True)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from megatrain.data.samples import MARK, Chat, Message, RowError, Tool, parsed_calls
 from megatrain.data.workers import fenced
-from megatrain.errors import DataError, if_forbidden
+from megatrain.errors import DataError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -369,17 +369,14 @@ TOKEN = re.compile(r"<\|[^\s<>|]+\|>|<｜[^\s<>｜]+｜>|</?s>|<(?:start|end)_of
 
 def find_template(name: str) -> str:
     """The source of a template by name, or of a file. Raises DataError if there is neither."""
-    path = Path(expanduser(name))
-    if name in NAMED_TEMPLATES:
-        path = FOLDER / f"{name}.jinja"
-    else:
-        with if_forbidden(DataError, path):
-            there = path.is_file()
-        if not there:
-            known = ", ".join(NAMED_TEMPLATES)
-            raise DataError(f"{name}: no such file, and no such name; known names are {known}")
+    path = FOLDER / f"{name}.jinja" if name in NAMED_TEMPLATES else Path(expanduser(name))
     try:
         return path.read_text(encoding="utf-8")
+    except (FileNotFoundError, NotADirectoryError):
+        known = ", ".join(NAMED_TEMPLATES)
+        raise DataError(
+            f"{name}: no such file, and no such name; known names are {known}"
+        ) from None
     except (OSError, UnicodeDecodeError) as error:
         raise DataError(f"{path}: cannot be read as text: {error}") from error
 

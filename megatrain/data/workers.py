@@ -171,10 +171,13 @@ class Team(Generic[Item, Result]):
         kept = Connection(fcntl(connection.fileno(), F_DUPFD_CLOEXEC, 3))
         _close_all_but(kept.fileno())
         signal.signal(signal.SIGPROF, signal.SIG_DFL)
-        limits = resource.getrlimit(resource.RLIMIT_AS)
+        soft, hard = resource.getrlimit(resource.RLIMIT_AS)
+        known = [limit for limit in (soft, hard) if limit != resource.RLIM_INFINITY]
         while True:
             message = kept.recv_bytes()
-            _limit_memory(LARGEST_BYTES + BYTES_PER_BYTE * len(message), *limits)
+            taken = psutil.Process().memory_info().vms
+            most = min([taken + LARGEST_BYTES + BYTES_PER_BYTE * len(message), *known])
+            resource.setrlimit(resource.RLIMIT_AS, (most, hard))
             begin_row(0)
             answer = outcome(lambda: self._work(pickle.loads(message)))  # noqa: B023
             signal.setitimer(signal.ITIMER_PROF, 0)
@@ -195,13 +198,6 @@ def outcome(work: Callable[[], Result]) -> tuple[Result | None, Exception | None
         raise
     except BaseException as error:  # noqa: BLE001  a panic of a library in Rust is no Exception
         return None, SystemError(str(error)[:99])
-
-
-def _limit_memory(more_bytes: int, soft: int, hard: int) -> None:
-    """Limit the address space to so much more than is taken now, within the limits that are set."""
-    known = [limit for limit in (soft, hard) if limit != resource.RLIM_INFINITY]
-    most = min([psutil.Process().memory_info().vms + more_bytes, *known])
-    resource.setrlimit(resource.RLIMIT_AS, (most, hard))
 
 
 def _close_all_but(number: int) -> None:

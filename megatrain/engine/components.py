@@ -244,7 +244,7 @@ def open_parts(
     """Allocate all memory, start all threads (their waits: streams.py). Raises OutOfMemory."""
     anatomy, dtype, compute = skeleton.anatomy, PRECISIONS[precision], Compute(device)
     layouts, ends = layouts_of(anatomy), (anatomy.first_trained, anatomy.embed_feeds_head)
-    stored = settings.stored(len(layouts) - 2, *ends) if clips else frozenset[int]()
+    stored = settings.stored(len(layouts) - 2, *ends, clips)
     with naming_the_gpu("the resident blocks' state"):
         take_workspaces(device, dtype)
         place = partial(open_store, layouts, optimizer, precision, settings, device=device)
@@ -379,7 +379,7 @@ def open_store(
     kept = [ArraySpec("weight", dtype, transferred=True, whole=True)]
     if dtype == torch.bfloat16:
         kept.append(ArraySpec("remainder", torch.int16))  # the master's other half (optim/split.py)
-    kept += [ArraySpec(array.name, array.dtype, per=array.per) for array in optimizer.state_arrays]
+    kept += optimizer.state_arrays
     grad = [ArraySpec("grad", dtype, transferred=True, blocks=gradients)] if gradients else []
     # between groups the other blocks' accumulators wait in host RAM
     travel = several and summed < blocks

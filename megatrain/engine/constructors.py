@@ -225,7 +225,7 @@ class Constructors:
     def draw_weights(self) -> None:
         """Draw all weights by the family's own rule; unused ones are not, so it cannot be saved."""
         initialize(self.skeleton, self.seed, self.device, partial(open_master, self.store))
-        self.skeleton.constants.drawn()
+        self.skeleton.constants.expect({})  # none of a folder's count any longer
         self.weights_changed()
 
 

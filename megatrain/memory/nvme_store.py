@@ -9,7 +9,6 @@ order of asking: a lease waits only for those that were asked for before, in eve
 from __future__ import annotations
 
 import errno
-import logging
 import os
 import tempfile
 import threading
@@ -26,7 +25,7 @@ from typing import NamedTuple
 import torch
 
 from megatrain.durable import bypass_cache
-from megatrain.errors import StorageError, storage_error
+from megatrain.errors import StorageError, logger, storage_error
 from megatrain.memory.layout import ArraySpec, round_up
 from megatrain.memory.sizes import PAGE, stages
 from megatrain.memory.slab import Slab
@@ -340,9 +339,6 @@ class NvmeStore:
 
 PIECE_BYTES = 8 << 20  # of a transfer: consecutive ones lie in different folders
 QUEUE_DEPTH = 16  # pieces on their way at a time, in each folder
-NOT_OFFERED = (errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS)
-
-logger = logging.getLogger("megatrain")
 
 Done = Callable[[StorageError | None], None]
 Move = Callable[[int, list[memoryview], int], int]
@@ -433,15 +429,7 @@ def _open(folder: Path, nbytes: int, opened: ExitStack) -> _File:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         file = tempfile.TemporaryFile(dir=folder, buffering=0)  # noqa: SIM115  `opened` closes it
         opened.enter_context(file)
-        try:  # all space now: no later step finds the drive full
-            os.posix_fallocate(file.fileno(), 0, nbytes)
-        except OSError as error:
-            if error.errno not in NOT_OFFERED:
-                raise
-            logger.warning(
-                f"{folder}: this file system cannot reserve space; a run that fills it stops there"
-            )
-            os.ftruncate(file.fileno(), nbytes)
+        os.posix_fallocate(file.fileno(), 0, nbytes)  # now: no later step finds the drive full
     except OSError as error:
         raise _failed(folder, f"reserve {nbytes / 2**30:.2f} GiB for", error) from error
     if not bypass_cache(file.fileno()):

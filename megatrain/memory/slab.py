@@ -6,7 +6,6 @@ up.
 
 from __future__ import annotations
 
-import logging
 import mmap
 import weakref
 from collections.abc import Iterator, Sequence
@@ -16,7 +15,7 @@ from typing import Any
 
 import torch
 
-from megatrain.errors import OutOfMemory
+from megatrain.errors import OutOfMemory, logger
 from megatrain.memory.sizes import HUGE_PAGE, PAGE, slab_bytes
 
 # Larger mappings register no faster, and one failure should name an amount that is easy to picture.
@@ -25,8 +24,6 @@ TOUCH_BYTES = 1 << 30  # one thread's share of a first touch
 # cudaErrorMemoryAllocation: a limit, or no room; cudaErrorNotSupported: no system for registering
 REFUSED_FOR_WANT = (2, 801)
 PORTABLE = 1  # cudaHostRegisterPortable
-
-logger = logging.getLogger("megatrain")
 
 
 class Slab:

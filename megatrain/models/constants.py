@@ -101,9 +101,8 @@ class Constants:
         self.places = places
         self._owner = owner
         self._offsets = {spec.name: spec.offset for b in blocks for spec in b.constants.tensors}
-        self._read: dict[
-            ParameterPlace, tuple[str, Tensor]
-        ] = {}  # (name, values) as a folder has them
+        # (name, values) as a folder has them
+        self._read: dict[ParameterPlace, tuple[str, Tensor]] = {}
         wide = _kept_in_float32(model) if self._offsets else set()
         for name in self._offsets:
             tensor = self[name].detach()
@@ -150,15 +149,6 @@ class Constants:
             self._put(name, tensor.to(away))
 
     # -- values ------------------------------------------------------------------------------------
-
-    def drawn(self) -> None:
-        """The modules have been given values: none of a folder's count any longer."""
-        self.expect({})
-
-    def may_be(self, place: ParameterPlace) -> tuple[torch.dtype, ...]:
-        """The dtypes that a folder may have it in."""
-        own = self[place.own].dtype
-        return FLOATS if own in FLOATS else (own,)
 
     def expect(self, read: Mapping[ParameterPlace, tuple[str, torch.dtype]]) -> None:
         """`write` will be called for those of a folder's tensors, (name, dtype) by place, that are

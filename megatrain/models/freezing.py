@@ -33,8 +33,12 @@ def freeze(anatomy: Anatomy, patterns: Sequence[str], name: str = "freeze") -> A
     one, and if nothing is left to train.
     """
     known, taken = anatomy.published.known, set[str]()  # names that some pattern takes
+    prefix = f"{anatomy.published.prefix}."
     for pattern in map(str, patterns):
-        found = [known_as for known_as in known if _takes(anatomy, pattern, known_as)]
+        forms = ((known_as, known_as.removeprefix(prefix)) for known_as in known)
+        found = [
+            one for one, bare in forms if fnmatchcase(one, pattern) or fnmatchcase(bare, pattern)
+        ]
         if not found:
             names = [p.tensor.name for places in anatomy.published.places for p in places]
             near = difflib.get_close_matches(pattern, names, n=1, cutoff=0.0)
@@ -56,11 +60,6 @@ def freeze_all(anatomy: Anatomy) -> Anatomy:
     """The anatomy of a model that is only read."""
     streamed = {spec.name for block in anatomy.blocks for spec in block.layout.tensors}
     return _with_frozen(anatomy, streamed)
-
-
-def _takes(anatomy: Anatomy, pattern: str, name: str) -> bool:
-    prefix = f"{anatomy.published.prefix}."
-    return fnmatchcase(name, pattern) or fnmatchcase(name.removeprefix(prefix), pattern)
 
 
 def _refuse_parts(

@@ -29,6 +29,7 @@ from torch.nn import functional as F
 from torch.nn.functional import pad
 
 from megatrain.models.transforms import kept_attention
+from megatrain.models.transforms.kept_attention import States
 
 NAME = "megatrain"  # in transformers' registry
 ALIGNMENT = 16  # bytes: grouped kernels take only rows that begin at multiples
@@ -229,24 +230,18 @@ def attend(
         sliding_window: how many tokens one sees, itself included; None: all. A mask says it, too.
     """
     batch, _, tokens, _ = query.shape
+    states, options = (query, key, value), {**options, "s_aux": s_aux}
     if attention_mask is not None or sliding_window is None or sliding_window >= tokens:
-        given = query, key, value, attention_mask
-        return _with_sinks(module, *given, s_aux, options), None
-    given = _in_blocks(query, key, value, sliding_window)
-    out = _with_sinks(module, *given, s_aux, options)
+        return _with_sinks(module, states, attention_mask, options), None
+    out = _with_sinks(module, *_in_blocks(*states, sliding_window), options)
     return out.reshape(batch, -1, *out.shape[2:])[:, :tokens], None
 
 
 def _with_sinks(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Tensor | None,
-    sinks: Tensor | None,
-    options: dict[str, Any],
+    module: nn.Module, states: States, mask: Tensor | None, options: dict[str, Any]
 ) -> Tensor:
     """As `attend`, which knows the arguments, without a window."""
+    (query, key, value), sinks = states, options.pop("s_aux")
     if sinks is None:
         return kept_attention.attend_once(module, query, key, value, mask, **options)[0]
     width, width_of_values = query.shape[-1], value.shape[-1]
@@ -267,9 +262,7 @@ def _with_sinks(
     return out[:, first:, :, :width_of_values]
 
 
-def _in_blocks(
-    query: Tensor, key: Tensor, value: Tensor, window: int
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _in_blocks(query: Tensor, key: Tensor, value: Tensor, window: int) -> tuple[States, Tensor]:
     """Blocks of `window` queries, with the keys and values of their own block and the one before.
     Queries are [batch x blocks, heads, window, width]; keys, values and mask have 2 x window."""
     batch, _, tokens, _ = query.shape
@@ -287,7 +280,7 @@ def _in_blocks(
     real = (places >= window) | (torch.arange(blocks, device=query.device)[:, None] > 0)
     mask = (sees & real[:, None]).repeat(batch, 1, 1)[:, None]
     key, value = with_the_block_before(key), with_the_block_before(value)
-    return query.transpose(1, 2).flatten(0, 1), key, value, mask
+    return (query.transpose(1, 2).flatten(0, 1), key, value), mask
 
 
 # -- attention of images laid end to end -----------------------------------------------------------

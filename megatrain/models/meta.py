@@ -21,7 +21,7 @@ from collections.abc import (
     MutableSequence,
     Sequence,
 )
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -30,7 +30,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-from megatrain.models.recorder import LayerCall, tensors_in
+from megatrain.models.recorder import LayerCall, replaced, tensors_in
 
 aten = torch.ops.aten
 LARGE = 1 << 24  # elements: far more than a table that layers compute with has
@@ -198,12 +198,8 @@ def meta_parameters() -> Iterator[None]:
             parameter._is_hf_initialized = True  # type: ignore[attr-defined]
         register(module, name, parameter)
 
-    nn.Module.register_parameter = register_on_meta  # type: ignore[method-assign, assignment]
-    try:
-        with _LargeOnMeta():
-            yield
-    finally:
-        nn.Module.register_parameter = register  # type: ignore[method-assign]
+    with replaced(nn.Module, "register_parameter", register_on_meta), _LargeOnMeta():
+        yield
 
 
 @contextmanager
@@ -299,17 +295,11 @@ def kernels_left_out() -> Iterator[None]:
         yield
 
 
-@contextmanager
-def _answering(in_torch: Callable[[], bool]) -> Iterator[None]:
+def _answering(in_torch: Callable[[], bool]) -> AbstractContextManager[None]:
     """Inside, `in_torch` decides where transformers computes in torch rather than by a kernel."""
     from transformers.integrations import hub_kernels
 
-    before = hub_kernels.is_torchdynamo_exporting
-    hub_kernels.is_torchdynamo_exporting = in_torch
-    try:
-        yield
-    finally:
-        hub_kernels.is_torchdynamo_exporting = before
+    return replaced(hub_kernels, "is_torchdynamo_exporting", in_torch)
 
 
 def _runs(kernel: Any, args: Any, kwargs: Any) -> bool:
@@ -333,16 +323,15 @@ def _runs(kernel: Any, args: Any, kwargs: Any) -> bool:
 def _without_launches() -> Iterator[None]:
     """Inside, kernels of Triton and TileLang that are given meta tensors are not run."""
     triton, tilelang = sys.modules.get("triton.runtime.jit"), sys.modules.get("tilelang.jit")
-    with ExitStack() as replaced:
+    with ExitStack() as launchers:
         if triton is not None:  # `kernel[grid]` is a launcher
-            replaced.enter_context(_not_on_meta(triton.KernelInterface, "__getitem__"))
+            launchers.enter_context(_not_on_meta(triton.KernelInterface, "__getitem__"))
         if tilelang is not None:  # `kernel(*sizes)` is one
-            replaced.enter_context(_not_on_meta(tilelang.JITImpl, "__call__"))
+            launchers.enter_context(_not_on_meta(tilelang.JITImpl, "__call__"))
         yield
 
 
-@contextmanager
-def _not_on_meta(kernels: Any, name: str) -> Iterator[None]:
+def _not_on_meta(kernels: Any, name: str) -> AbstractContextManager[None]:
     """Inside, what makes launchers of a class of kernels is called for tensors with data only."""
     make = getattr(kernels, name)
 
@@ -359,8 +348,4 @@ def _not_on_meta(kernels: Any, name: str) -> Iterator[None]:
 
         return launch
 
-    setattr(kernels, name, launcher)
-    try:
-        yield
-    finally:
-        setattr(kernels, name, make)
+    return replaced(kernels, name, launcher)

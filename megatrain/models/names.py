@@ -127,7 +127,8 @@ def published(
             )
         tensor = TensorRange(name, tuple(view.shape), int(view.storage_offset()))
         constant, index = divmod(number, len(blocks))
-        owner = _owner(ranges[number], tensor.offset)
+        specs = ranges[number].tensors
+        owner = specs[bisect_right(specs, tensor.offset, key=lambda spec: spec.offset) - 1].name
         places[number].append(ParameterPlace(index, tensor, owner, constant=bool(constant)))
     for number, (layout, of_layout) in enumerate(zip(ranges, places, strict=True)):
         of_layout.sort(key=lambda place: place.tensor.offset)
@@ -186,12 +187,6 @@ def reverted(model: nn.Module, views: Mapping[str, torch.Tensor]) -> dict[str, t
     revert: Any = revert_weight_conversion  # untyped
     with _NoCopies():
         return revert(model, dict(views))  # type: ignore[no-any-return]
-
-
-def _owner(layout: FlatLayout, offset: int) -> str:
-    """The model's own tensor that has this element."""
-    starts = [spec.offset for spec in layout.tensors]
-    return layout.tensors[bisect_right(starts, offset) - 1].name
 
 
 def _check_whole(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import difflib
 import hashlib
 import json
 import re
@@ -18,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from megatrain.data.chat import ChatTemplate
+from megatrain.data.files import near_path
 from megatrain.data.template import use_template
 from megatrain.data.workers import fenced
 from megatrain.errors import DataError, ModelError, if_forbidden
@@ -139,8 +139,8 @@ def resolve_source(
                 )
             return ModelSource("gguf", path.parent, path.name)
         if not HUB_ID.fullmatch(name) or name.lower().endswith(".gguf"):
-            raise ModelError(f"{name}: no such file or folder{_nearest(path)}; check the path")
-        near = _nearest(path)
+            raise ModelError(f"{name}: no such file or folder{near_path(path)}; check the path")
+        near = near_path(path)
     files = [*HUB_DESCRIPTION, *(HUB_WEIGHTS if weights else [])]
     return ModelSource("folder", download(name, revision, files, near, but=HUB_COPIES))
 
@@ -175,15 +175,6 @@ def _resolve_folder(folder: Path) -> ModelSource:
     elif (folder / "adapter_config.json").is_file():
         reason = "is an adapter, not a model; merge it into its base model first"
     raise ModelError(f"{folder}: {reason}")
-
-
-def _nearest(path: Path) -> str:
-    """A hint at what the user may have meant by a path that does not exist."""
-    parent = path.parent
-    if not parent.is_dir():
-        return f" (nor is there a folder {parent})"
-    close = difflib.get_close_matches(path.name, [entry.name for entry in parent.iterdir()], n=1)
-    return f" (did you mean {parent / close[0]}?)" if close else ""
 
 
 @contextmanager

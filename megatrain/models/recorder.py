@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import inspect
 from collections import UserDict
-from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -24,6 +24,8 @@ from megatrain.data.images import TYPES as TYPES
 from megatrain.errors import ModelError
 
 PLAIN = (bool, int, float, str)  # values that settings have
+
+Found = TypeVar("Found")
 
 
 @dataclass(frozen=True)
@@ -223,6 +225,20 @@ def kind_of(layer: nn.Module, call: LayerCall, index: int) -> Any:
     return tuple(types), tuple(settings), tuple(shapes), tuple(inputs)
 
 
+def by_kind(
+    layers: Iterable[nn.Module],
+    calls: Iterable[LayerCall],
+    find: Callable[[nn.Module, LayerCall], Found],
+) -> list[Found]:
+    """`find` of each layer; one of each kind is tried, so that depth takes no time."""
+    pairs, known = list(zip(layers, calls, strict=True)), dict[Any, Found]()
+    kinds = [kind_of(*pair, index) for index, pair in enumerate(pairs)]
+    for kind, pair in zip(kinds, pairs, strict=True):
+        if kind not in known:
+            known[kind] = find(*pair)
+    return [known[kind] for kind in kinds]
+
+
 # Names that transformers gives to what kernels of recurrences take.
 BEGINNINGS, NUMBERS = "cu_seq_lens_q", "seq_idx"
 
@@ -301,16 +317,23 @@ def none_found(positions: torch.Tensor) -> None:
 
 
 @contextmanager
-def documents_known(find: Callable[[torch.Tensor], torch.Tensor | None]) -> Iterator[None]:
-    """Have transformers ask `find` for the documents of positions; its own search stalls GPUs."""
-    from transformers import masking_utils
-
-    found = masking_utils.find_packed_sequence_indices
-    masking_utils.find_packed_sequence_indices = find  # type: ignore[assignment]
+def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+    """Give an object another attribute of this name, inside."""
+    before = getattr(owner, name)
+    setattr(owner, name, value)
     try:
         yield
     finally:
-        masking_utils.find_packed_sequence_indices = found
+        setattr(owner, name, before)
+
+
+def documents_known(
+    find: Callable[[torch.Tensor], torch.Tensor | None],
+) -> AbstractContextManager[None]:
+    """Have transformers ask `find` for the documents of positions; its own search stalls GPUs."""
+    from transformers import masking_utils
+
+    return replaced(masking_utils, "find_packed_sequence_indices", find)
 
 
 def separates(call: LayerCall) -> bool:

@@ -9,7 +9,7 @@ kernels. One that updates whole matrices does as Muon.
 from megatrain.optim.adamw import AdamW
 from megatrain.optim.lion import Lion
 from megatrain.optim.muon import Muon
-from megatrain.optim.optimizer import Frozen, Optimizer, StateArray
+from megatrain.optim.optimizer import Frozen, Optimizer
 
 OPTIMIZERS: dict[str, type[AdamW] | type[Lion] | type[Muon]] = {
     "adamw": AdamW,
@@ -17,4 +17,4 @@ OPTIMIZERS: dict[str, type[AdamW] | type[Lion] | type[Muon]] = {
     "muon": Muon,
 }
 
-__all__ = ["OPTIMIZERS", "AdamW", "Frozen", "Lion", "Muon", "Optimizer", "StateArray"]
+__all__ = ["OPTIMIZERS", "AdamW", "Frozen", "Lion", "Muon", "Optimizer"]

@@ -43,7 +43,6 @@ cache by then. The order of the lines in the second loop is the one measured to 
 
 from __future__ import annotations
 
-import logging
 import math
 import pickle
 from collections.abc import Callable
@@ -55,9 +54,8 @@ from llvmlite import ir
 from numba import float32, int16, int32, int64, njit, types, uint8, uint32, void
 from numba.extending import intrinsic
 
+from megatrain.errors import logger
 from megatrain.memory.layout import GROUP
-
-log = logging.getLogger(__name__)
 
 Kernel = Callable[..., None]
 
@@ -390,10 +388,9 @@ def _compiled(function: Kernel, signature: Any) -> Kernel:
     try:
         kernel: Kernel = njit(signature, cache=True, **options)(function)
     except (RuntimeError, OSError, EOFError, pickle.UnpicklingError) as error:
-        log.warning(
-            "the compiled optimizer kernel cannot be cached on disk (%s); "
-            "set NUMBA_CACHE_DIR to an empty folder to mend it",
-            error,
+        logger.warning(
+            f"the compiled optimizer kernel cannot be cached on disk ({error}); "
+            "set NUMBA_CACHE_DIR to an empty folder to mend it"
         )
         kernel = njit(signature, **options)(function)
     return kernel

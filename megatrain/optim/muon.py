@@ -25,12 +25,11 @@ import torch
 from torch import Tensor
 
 from megatrain.errors import ConfigError
-from megatrain.memory.layout import FlatLayout, TensorSpec
+from megatrain.memory.layout import ArraySpec, FlatLayout, TensorSpec
 from megatrain.memory.slab import Slab
 from megatrain.optim.adamw import AdamW
 from megatrain.optim.optimizer import (
     Optimizer,
-    StateArray,
     StepOptions,
     UpdateOptions,
     check_range,
@@ -204,9 +203,9 @@ class Muon:
         return AdamW(lr=self.lr, betas=self.betas, eps=self.eps, weight_decay=self.weight_decay)
 
     @property
-    def state_arrays(self) -> tuple[StateArray, ...]:
-        second = StateArray("exp_avg_sq", torch.float32, per="unhidden")
-        return StateArray("exp_avg", torch.float32), second
+    def state_arrays(self) -> tuple[ArraySpec, ...]:
+        second = ArraySpec("exp_avg_sq", torch.float32, per="unhidden")
+        return ArraySpec("exp_avg", torch.float32), second
 
     @property
     def passes_bytes(self) -> float:
@@ -264,9 +263,10 @@ class Muon:
         beside = [
             piece for tensor in rest for piece in self._adamw(tensor, adamw_lr, step, grad_scale)
         ]
-        yield [*(piece for update in hidden for piece in update.direct()), *beside]
+        direct = [partial(update.direct, part) for update in hidden for part in update.pieces]
+        yield [*direct, *beside]
         workspace.replace(self.orthogonal, [part for update in hidden for part in update.parts()])
-        yield [piece for update in hidden for piece in update.apply()]
+        yield [partial(update.apply, part) for update in hidden for part in update.pieces]
 
     def _adamw(self, tensor: TensorState, lr: float, step: int, grad_scale: float) -> Stage:
         """AdamW's update of a tensor with its padding, which stays zero."""
@@ -334,10 +334,7 @@ class _Update:
         size = HOST_PIECE if self.on_host else DEVICE_PIECE
         self.pieces = [slice(at, min(at + size, numel)) for at in range(0, numel, size)]
 
-    def direct(self) -> list[Piece]:
-        return [partial(self._direct, part) for part in self.pieces]
-
-    def _direct(self, part: slice) -> None:
+    def direct(self, part: slice) -> None:
         momentum = self.optimizer.momentum
         exp_avg, grad, direction = self.exp_avg[part], self.grad[part], self.direction[part]
         if self.on_host:
@@ -358,10 +355,7 @@ class _Update:
         matrices = self.direction.view(-1, *self.spec.shape[-2:])
         return list(torch.split(matrices, _experts_at_once(self.spec.shape)))
 
-    def apply(self) -> list[Piece]:
-        return [partial(self._apply, part) for part in self.pieces]
-
-    def _apply(self, part: slice) -> None:
+    def apply(self, part: slice) -> None:
         weight, direction = self.weight[part], self.direction[part]
         remainder = self.remainder[part] if self.remainder is not None else None
         if self.on_host:

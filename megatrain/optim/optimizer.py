@@ -15,19 +15,10 @@ from torch import Tensor
 
 from megatrain import cuda
 from megatrain.errors import ConfigError
-from megatrain.memory.layout import GROUP, Per
+from megatrain.memory.layout import GROUP, ArraySpec
 
 UPDATES = Path(__file__).with_name("elementwise.cu").read_text()
 VECTOR = 4  # elements a thread; every range is a multiple of it (memory/layout.py aligns to 64)
-
-
-@dataclass(frozen=True)
-class StateArray:
-    """One array of optimizer state, zero before the first update. per: its granularity."""
-
-    name: str
-    dtype: torch.dtype
-    per: Per = "element"
 
 
 UpdateRange = Callable[[int, int], None]  # (start, stop) of the arrays it was made for
@@ -57,7 +48,8 @@ class Optimizer(Protocol):
     whole_tensors: ClassVar[bool]
 
     @property
-    def state_arrays(self) -> tuple[StateArray, ...]: ...
+    def state_arrays(self) -> tuple[ArraySpec, ...]:
+        """Zero before the first update."""
 
     @property
     def lr(self) -> float: ...
@@ -81,7 +73,7 @@ class Frozen:
     weight_decay: float = 0.0
 
     name: ClassVar[str] = "frozen"
-    state_arrays: ClassVar[tuple[StateArray, ...]] = ()
+    state_arrays: ClassVar[tuple[ArraySpec, ...]] = ()
     whole_tensors: ClassVar[bool] = False
     arithmetic: ClassVar[None] = None
 
@@ -149,13 +141,13 @@ class Elementwise(ABC):
         return None if codec_s is None else 1 / (self.plain_s + len(self.moment_names) * codec_s)
 
     @property
-    def state_arrays(self) -> tuple[StateArray, ...]:
+    def state_arrays(self) -> tuple[ArraySpec, ...]:
         """Every moment, with its scales behind it."""
         arrays = []
         for name in self.moment_names:
-            arrays.append(StateArray(name, self._format.dtype))
+            arrays.append(ArraySpec(name, self._format.dtype))
             if self._format.scaled:
-                arrays.append(StateArray(f"{name}_scale", torch.uint8, per="group"))
+                arrays.append(ArraySpec(f"{name}_scale", torch.uint8, per="group"))
         return tuple(arrays)
 
     @property
@@ -201,12 +193,12 @@ class Elementwise(ABC):
         seed = int(kernels.seed_of(options["step"]))
         launch_update(name, arrays, first, seed, self.scalars(**options))
 
-    def _arguments(self, split: bool) -> list[StateArray]:
+    def _arguments(self, split: bool) -> list[ArraySpec]:
         """The arrays that kernels take, in their order."""
         weight = torch.bfloat16 if split else torch.float32
-        remainder = (StateArray("remainder", torch.int16),) if split else ()
-        weights = (StateArray("weight", weight), *remainder)
-        return [*weights, *self.state_arrays, StateArray("grad", weight)]
+        remainder = (ArraySpec("remainder", torch.int16),) if split else ()
+        weights = (ArraySpec("weight", weight), *remainder)
+        return [*weights, *self.state_arrays, ArraySpec("grad", weight)]
 
     def updating(
         self, arrays: dict[str, Tensor], *, first: int = 0, **options: Unpack[UpdateOptions]

@@ -8,14 +8,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING
 
 from megatrain.machine.hardware import LARGE_BLOCK_BYTES, MIB, Hardware
+from megatrain.planner.cost.shape import CompiledSets, ModelShape
 from megatrain.planner.job import Choices, Job
 from megatrain.schedule import UNCHANGED, graphs_of_layers, kept_row_bytes, rings
-
-if TYPE_CHECKING:
-    from megatrain.planner.cost.shape import CompiledSets, ModelShape
 
 WEIGHT_BYTES = {"bfloat16": 2, "fp8": 2, "float32": 4}  # hidden states' too; fp8 is for one matmul
 SUM_BYTES = 4  # gradients are accumulated in fp32 whatever the precision
@@ -168,36 +165,27 @@ class Activations:
             of_group = choices.micro_batches(self.job), choices.retained_on_host
             largest = self.checkpoint_row_bytes + self.attention_row_bytes
             here = sum(rings(*of_group, tokens * largest, graph))
-        whole = choices.retained + 1 + self._starts_again
-        return self.group_tokens * self.row_bytes * whole + here
-
-    @property
-    def _starts_again(self) -> bool:
-        """True if the input or the gradient with which a second backward begins takes room: a
-        gradient does not where it has the place of a checkpoint that the first has freed."""
-        twice, every = self.choices.second_backward, max(1, self.shape.layers_back)
-        return twice >= every or (twice > 0 and self.choices.offload_activations)
+        # what a second backward begins with: the input, or a gradient, which takes no room where it
+        # has the place of a checkpoint that the first has freed
+        twice, every = choices.second_backward, max(1, self.shape.layers_back)
+        again = twice >= every or (twice > 0 and choices.offload_activations)
+        return self.group_tokens * self.row_bytes * (choices.retained + 1 + again) + here
 
     @property
     def host(self) -> dict[str, int]:
         """The rows of the host's table: a group's offloaded activations. Checkpoints are those of
         recomputed layers, and the inputs that saved activations hold."""
         rows = self.recomputed_row_bytes + self.choices.retained_on_host * self.sent_row_bytes
-        offloads = self.choices.offload_activations
+        offloads, pixels = self.choices.offload_activations, 0
+        if self.shape.images is not None:  # of two steps in fp32, and of one as it computes
+            tokens = self.job.step(self.choices.micro_batch_tokens).most * self.job.pieces
+            share = self.job.images.most * (1 + 2 * SUM_BYTES / self.weight)
+            pixels = int(share * tokens * self.shape.images.input_bytes)
         return {
             "activation checkpoints": self.group_tokens * rows if offloads else 0,
             "retained activations": self._of_group(sum(self.saved_on_host)),
-            "images": self._pixels,
+            "images": pixels,
         }
-
-    @property
-    def _pixels(self) -> int:
-        """Bytes of two steps as processors make them, in fp32, and of one as it computes."""
-        if self.shape.images is None:
-            return 0
-        tokens = self.job.step(self.choices.micro_batch_tokens).most * self.job.pieces
-        share = self.job.images.most * (1 + 2 * SUM_BYTES / self.weight)
-        return int(share * tokens * self.shape.images.input_bytes)
 
     @cached_property
     def kept(self) -> dict[str, int]:

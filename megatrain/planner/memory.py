@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from megatrain.machine.hardware import (
     COMMUNICATOR_HOST_BYTES,
@@ -30,13 +30,11 @@ from megatrain.memory.sizes import (
     stages,
 )
 from megatrain.planner.activations import SUM_BYTES, WEIGHT_BYTES, Activations
+from megatrain.planner.cost.shape import ModelShape
 from megatrain.planner.job import Choices, Job
 from megatrain.schedule import LANDING_BUFFERS, own_sums, slot_sizes, sum_buffers, summed_blocks
 from megatrain.settings import WIRES
 from megatrain.storage.hashed_file import SMALL_FILES_BYTES
-
-if TYPE_CHECKING:
-    from megatrain.planner.cost.shape import ModelShape
 
 # Beside the weight in bf16; in float32 the weight is the master itself.
 REMAINDER_BYTES = {"bfloat16": 2, "fp8": 2, "float32": 0}
@@ -86,9 +84,8 @@ class Layout:
     @cached_property
     def stored(self) -> frozenset[int]:
         """Blocks whose gradients wait until the global norm is known."""
-        shape = self.shape
-        found = self.choices.stored(shape.layers, shape.first_trained, shape.tied)
-        return found if self.job.clipping else frozenset()
+        about = self.shape.layers, self.shape.first_trained, self.shape.tied
+        return self.choices.stored(*about, self.job.clipping)
 
     def _owned_of(self, blocks: Iterable[int], stored: bool) -> Iterator[int]:
         """Elements of those whose gradients are stored, or of the others."""

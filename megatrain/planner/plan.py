@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field, replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from rich.console import Console
 from rich.table import Column, Table
@@ -17,21 +17,12 @@ from rich.text import Text
 from megatrain.errors import PlanError
 from megatrain.machine.hardware import GIB
 from megatrain.planner.job import Budget, Choices, Job
-from megatrain.planner.memory import (
-    CONSTANTS,
-    NOT_ALLOCATED,
-)
+from megatrain.planner.memory import CONSTANTS, NOT_ALLOCATED
 from megatrain.planner.simulation import Timing
-from megatrain.planner.suggest import (
-    TIER_WORDS,
-    Suggestion,
-)
+from megatrain.planner.suggest import TIER_WORDS, Suggestion
 from megatrain.reporting.energy import Economy, described, human_hours
 from megatrain.reporting.streams import as_printed
 from megatrain.reporting.words import human_bytes, human_parameters, three_digits
-
-if TYPE_CHECKING:
-    pass
 
 
 class Reason(NamedTuple):
@@ -137,21 +128,6 @@ class Plan:
         ]
         return f"it needs {' and '.join(lacks)}"
 
-    @property
-    def _ranks(self) -> dict[str, Any]:
-        """The ranks that share the work, and bytes of one of them: `totals` are a host's."""
-        job = self.job
-        return {
-            "gpus": job.ranks,
-            "hosts": job.hosts,
-            "run_by": "train",
-            "transport": job.transport,
-            "tokens_of_the_fullest": job.rank_tokens,
-            "gpu_bytes": self.gpu_bytes,
-            "host_bytes": self.host_bytes,
-            "nvme_bytes": sum(self.nvme.values()),
-        }
-
     def check(self) -> None:
         """Raise PlanError, naming need, budget and the cheapest fix, if a tier is too small."""
         if not self.fits:
@@ -174,7 +150,17 @@ class Plan:
             "values": {row.what: row.value for row in self.reasons},
             "saves_beside": self.saves_beside,
             "totals": totals,
-            "ranks": self._ranks,
+            # that share the work, and bytes of one of them: `totals` are a host's
+            "ranks": {
+                "gpus": self.job.ranks,
+                "hosts": self.job.hosts,
+                "run_by": "train",
+                "transport": self.job.transport,
+                "tokens_of_the_fullest": self.job.rank_tokens,
+                "gpu_bytes": self.gpu_bytes,
+                "host_bytes": self.host_bytes,
+                "nvme_bytes": sum(self.nvme.values()),
+            },
             "fits": self.fits,
             "economy": None if self.economy is None else self.economy.to_dict(),
         }

@@ -3,32 +3,21 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from megatrain.errors import number_of
 from megatrain.machine.hardware import GIB, Hardware
 from megatrain.machine.profile import MachineProfile
+from megatrain.planner.cost.shape import ModelShape
 from megatrain.planner.job import Budget, Choices, Job, check_job_ranks
-from megatrain.planner.memory import (
-    Layout,
-    disk_bytes,
-    state_bytes_per_parameter,
-)
+from megatrain.planner.memory import Layout, disk_bytes, state_bytes_per_parameter
 from megatrain.planner.plan import Plan, Reason
 from megatrain.planner.search import Search
-from megatrain.planner.suggest import (
-    bound_by_update,
-    cheapest_fix,
-    faster,
-    held_by_others,
-)
+from megatrain.planner.suggest import bound_by_update, cheapest_fix, faster, held_by_others
 from megatrain.planner.timing import StepCosts
 from megatrain.reporting.words import human_bytes
 from megatrain.schedule import UNCHANGED
 from megatrain.settings import OPTIONS
-
-if TYPE_CHECKING:
-    from megatrain.planner.cost.shape import ModelShape
 
 
 def make_plan(

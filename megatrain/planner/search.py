@@ -6,18 +6,15 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
-from typing import TYPE_CHECKING
 
 from megatrain.machine.hardware import Hardware, update_threads
 from megatrain.machine.profile import MachineProfile
 from megatrain.planner.activations import compiled_sets, head_bytes
+from megatrain.planner.cost.shape import ModelShape
 from megatrain.planner.job import Budget, Choices, Job
 from megatrain.planner.memory import Layout
 from megatrain.planner.timing import StepCosts
 from megatrain.schedule import UNCHANGED
-
-if TYPE_CHECKING:
-    from megatrain.planner.cost.shape import ModelShape
 
 # Parts of their range at which numbers of retained layers, of layers that keep attention and of
 # those that send saved activations to host RAM are tried: first, and then near the fastest. All

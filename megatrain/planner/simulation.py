@@ -96,8 +96,7 @@ class ScheduleOptions(Chosen):
 
     def waiting(self, blocks: int) -> frozenset[int]:
         """Blocks whose gradients are stored."""
-        found = self.stored(blocks - 2, self.first_trained, self.tied)
-        return found if self.clips else frozenset()
+        return self.stored(blocks - 2, self.first_trained, self.tied, self.clips)
 
 
 @dataclass

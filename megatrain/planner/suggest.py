@@ -9,10 +9,11 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, replace
 from itertools import islice, product
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from megatrain.errors import number_of
 from megatrain.machine.hardware import GIB
+from megatrain.planner.cost.shape import ModelShape
 from megatrain.planner.job import Choices, Job
 from megatrain.planner.memory import disk_bytes
 from megatrain.planner.search import Search
@@ -20,9 +21,6 @@ from megatrain.planner.simulation import WORTH_NAMING, Timing
 from megatrain.planner.timing import StepCosts
 from megatrain.schedule import UNCHANGED
 from megatrain.settings import OPTIONS
-
-if TYPE_CHECKING:
-    from megatrain.planner.cost.shape import ModelShape
 
 EXACT = "exact"
 TIER_WORDS = {"gpu": "GPU memory", "host": "host RAM", "nvme": "NVMe space", "disk": "disk space"}

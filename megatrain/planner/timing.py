@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import math
 from functools import cached_property
-from typing import TYPE_CHECKING
 
 from megatrain.machine.profile import UPDATE_BYTES, MachineProfile, interpolate, interpolate_log
 from megatrain.planner.activations import SUM_BYTES
+from megatrain.planner.cost.shape import BlockCost, ImageCost, PassCost
 from megatrain.planner.memory import Layout, state_bytes_per_parameter
 from megatrain.planner.simulation import (
     WAITS,
@@ -23,9 +23,6 @@ from megatrain.planner.simulation import (
     serial,
 )
 from megatrain.schedule import UNCHANGED, Where, graphs_of_layers
-
-if TYPE_CHECKING:
-    from megatrain.planner.cost.shape import BlockCost, ImageCost, PassCost
 
 # Held to layers of 2B to 14B on an H200 (tests/planner/test_timing.py).
 # Share of a lone matmul's rate that a layer's matmuls reach on a CPU; on an H200 it was all of it.
@@ -302,7 +299,8 @@ class StepCosts:
         """FLOP/s of experts' matmuls over as many tokens at once. lone: of other matmuls."""
         if not (self.on_gpu and work.expert_flops):
             return lone
-        rows = work.rows_per_expert * tokens
+        # of each expert, on average
+        rows = work.expert_flops / 2 / max(1, work.expert_parameters) * tokens
         if self.job.precision == "float32":  # a loop over experts: no GPU has grouped kernels
             return self._matmul_rate(rows)
         return interpolate_log(self.machine.grouped, rows)

@@ -66,7 +66,6 @@ from megatrain.storage.passthrough import (
     at_home,
     keep_once,
     passthrough_of,
-    put_into,
     with_frozen,
 )
 from megatrain.storage.safetensors import (
@@ -171,7 +170,9 @@ def _write(
         metadata, plan = {"format": "pt", "step": str(step)}, weight_plan(engine)
         passthrough = passthrough_files(engine, plan)
         kept = keep_once(run_dir, passthrough, world)
-        put_into(folder, run_dir, kept)
+        for file in kept:
+            own = run_dir / run_folder.PASSENGERS / file.name
+            run_folder.link_or_copy(own, folder / file.name)
         states = _optimizer_plan(engine)
         files = write_model(folder, plan, metadata, states, there=passthrough, world=world)
         write_description(folder, engine, tokenizer, generation_config)
@@ -240,18 +241,11 @@ def identity(engine: Checkpointable) -> dict[str, Any]:
     }
 
 
-def write_final(
-    run_dir: Path | str,
-    checkpoint: Path | str | None = None,
-    *,
-    full: bool = False,
-    card: str | None = None,
-) -> Path:
-    """Make `final/` of a checkpoint (by default the last): its model, as hard links. full: with the
-    state to go on from; card: its text. Raises ConfigError and StorageError."""
+def write_final(run_dir: Path | str, *, full: bool = False, card: str | None = None) -> Path:
+    """Make `final/` of the last checkpoint: its model, as hard links. full: with the state to go on
+    from; card: its text. Raises ConfigError and StorageError."""
     run_dir = Path(run_dir)
-    which = "last" if checkpoint is None else Path(checkpoint).name
-    source = run_folder.find_checkpoint(run_dir, which)
+    source = run_folder.find_checkpoint(run_dir, "last")
     manifest, target = read_manifest(source), run_dir / run_folder.FINAL
     names = manifest.files if full else run_folder.model_files(manifest)
     with run_folder.new_folder(target, run_dir / "final.tmp") as folder:
@@ -389,7 +383,12 @@ def _load(path: Path, engine: Checkpointable) -> dict[str, Any]:
                 f"{path / run_folder.STATE}: is of step {about['step']} in a checkpoint of step "
                 f"{manifest.step}; {USE_ANOTHER}"
             )
-        _refuse_other(path, about["made_of"], identity(engine))
+        for key, now in identity(engine).items():
+            if (then := about["made_of"].get(key)) != now:
+                raise ConfigError(
+                    f"{path}: was saved with {key} {then!r} and this run has {now!r}; "
+                    "resume with the run's own config"
+                )
         try:
             weights = open_shards(path)
             found = find_tensors(engine.anatomy, weights, str(path))
@@ -437,15 +436,6 @@ def _damage() -> Iterator[None]:
         yield
     except StorageError as error:
         raise DamagedError(str(error)) from error
-
-
-def _refuse_other(path: Path, saved: Mapping[str, Any], running: Mapping[str, Any]) -> None:
-    for key, now in running.items():
-        if (then := saved.get(key)) != now:
-            raise ConfigError(
-                f"{path}: was saved with {key} {then!r} and this run has {now!r}; "
-                "resume with the run's own config"
-            )
 
 
 def _transfers(

@@ -35,28 +35,21 @@ SERVED = "activation_scale"  # of fp8 activations, which training does not have
 
 
 @dataclass(frozen=True)
-class Dequantised:
-    """A bf16 tensor that a folder holds as values and scales. Its chunks begin and end where a row
-    does, or an expert."""
+class Derived:
+    """A tensor that no file holds as it is, with the face of a `StoredTensor`: one in memory, or in
+    bf16 of values and scales, whose chunks begin and end where a row does, or an expert."""
 
     name: str
-    values: StoredTensor
+    path: Path  # what it derives from
+    where: str
+    dtype: torch.dtype
     shape: tuple[int, ...]
     chunks: Callable[..., Chunks]
-    dtype = torch.bfloat16
-
-    @property
-    def path(self) -> Path:
-        return self.values.path
-
-    @property
-    def where(self) -> str:
-        return self.values.where
 
 
 def dequantised(
     stored: Mapping[str, StoredTensor], how: Quantisation
-) -> tuple[dict[str, Dequantised], dict[str, StoredTensor]]:
+) -> tuple[dict[str, Derived], dict[str, StoredTensor]]:
     """(quantised tensors of a folder, those that are read as they are), by the model's names. The
     tensors decide, not `modules_to_not_convert`. Raises ModelError."""
     of_values, of_scales, dtype = NAMED[how.method]
@@ -87,7 +80,7 @@ def dequantised(
     return {name: _fp8(name, *pair, how.tile) for name, pair in paired.items()}, others
 
 
-def _mxfp4(name: str, blocks: StoredTensor, scales: StoredTensor) -> Dequantised:
+def _mxfp4(name: str, blocks: StoredTensor, scales: StoredTensor) -> Derived:
     if len(blocks.shape) != 4 or blocks.shape[3] * 2 != GROUP:
         raise ModelError(
             f"{blocks.where} has shape {list(blocks.shape)}; MXFP4 has experts, rows, groups and "
@@ -96,7 +89,8 @@ def _mxfp4(name: str, blocks: StoredTensor, scales: StoredTensor) -> Dequantised
     experts, rows, groups, _ = blocks.shape
     _check_scales(scales, (torch.uint8,), blocks.shape[:3], scales.shape == blocks.shape[:3])
     shape = (experts, groups * GROUP, rows)  # transformers exchanges rows and columns
-    return Dequantised(name, blocks, shape, partial(_read_mxfp4, blocks, scales))
+    chunks = partial(_read_mxfp4, blocks, scales)
+    return Derived(name, blocks.path, blocks.where, torch.bfloat16, shape, chunks)
 
 
 def _read_mxfp4(
@@ -125,7 +119,7 @@ def _read_mxfp4(
 
 def _fp8(
     name: str, weight: StoredTensor, scales: StoredTensor, tile: tuple[int, int] | None
-) -> Dequantised:
+) -> Derived:
     if len(weight.shape) < 2 or not weight.numel:
         raise ModelError(f"{weight.where} has shape {list(weight.shape)}: it is not a matrix")
     *matrices, rows, columns = weight.shape
@@ -134,7 +128,7 @@ def _fp8(
     fits = scales.shape == grid or (tile is None and scales.numel == math.prod(grid))
     _check_scales(scales, SCALES, grid, fits)
     chunks = partial(_read_fp8, weight, scales, grid, high, wide)
-    return Dequantised(name, weight, weight.shape, chunks)
+    return Derived(name, weight.path, weight.where, torch.bfloat16, weight.shape, chunks)
 
 
 def _read_fp8(

@@ -88,6 +88,7 @@ RMS: dict[str, Any] = {
     "attention.layer_norm_rms_epsilon": lambda config: float(config.rms_norm_eps),
 }
 WINDOWED = {"context_length": _within_window}
+OF_MIXTRAL = {"expert_count": "num_local_experts", "expert_used_count": "num_experts_per_tok"}
 MIXED = {
     "expert_count": "num_experts",
     "expert_used_count": "num_experts_per_tok",
@@ -146,15 +147,7 @@ LLAMA_ROPE = ("default", "linear", "llama3")
 FAMILIES = {
     "llama": Family("llama", RMS, WITHOUT_BIAS, LLAMA, LLAMA_ROPE),
     "mistral": Family("llama", RMS | WINDOWED, PLAIN, LLAMA, LLAMA_ROPE),
-    "mixtral": Family(
-        "llama",
-        RMS
-        | WINDOWED
-        | {"expert_count": "num_local_experts", "expert_used_count": "num_experts_per_tok"},
-        PLAIN,
-        LLAMA,
-        LLAMA_ROPE,
-    ),
+    "mixtral": Family("llama", RMS | WINDOWED | OF_MIXTRAL, PLAIN, LLAMA, LLAMA_ROPE),
     "qwen2": Family("qwen2", RMS, PLAIN | {"use_sliding_window": False}),
     "qwen3": Family("qwen3", RMS, WITHOUT_BIAS | {"use_sliding_window": False}),
     "qwen3_moe": Family(

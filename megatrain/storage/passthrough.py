@@ -20,7 +20,7 @@ from megatrain.errors import StorageError, logger
 from megatrain.memory.store import Store
 from megatrain.models.constants import NO_IMAGES, ParameterPlace, UnusedWeights
 from megatrain.models.pretrained import KEY
-from megatrain.storage.dequantise import Dequantised
+from megatrain.storage.dequantise import Derived
 from megatrain.storage.hashed_file import WrittenFile, write_bytes
 from megatrain.storage.manifest import EVERY_STEP, MANIFEST, Manifest, read_bytes, read_manifest
 from megatrain.storage.run_folder import (
@@ -28,7 +28,6 @@ from megatrain.storage.run_folder import (
     FINAL,
     PASSENGERS,
     checkpoints,
-    link_or_copy,
     new_folder,
 )
 from megatrain.storage.safetensors import StoredTensor, TensorSource, dtype_name, read_header
@@ -49,7 +48,7 @@ class Passthrough:
         frozen: frozen tensors whose dtype the engine does not compute in, by the model's own names.
     """
 
-    tensors: Mapping[str, StoredTensor | Dequantised]
+    tensors: Mapping[str, StoredTensor | Derived]
     files: Mapping[str, bytes]
     frozen: Mapping[str, tuple[StoredTensor, ...]] = field(default_factory=dict)
 
@@ -57,14 +56,14 @@ class Passthrough:
         """All tensors as sources of a save."""
         return list(map(as_stored, self._all()))
 
-    def _all(self) -> list[StoredTensor | Dequantised]:
+    def _all(self) -> list[StoredTensor | Derived]:
         return [*self.tensors.values(), *(t for parts in self.frozen.values() for t in parts)]
 
 
 NOTHING = Passthrough({}, {})
 
 
-def as_stored(stored: StoredTensor | Dequantised) -> TensorSource:
+def as_stored(stored: StoredTensor | Derived) -> TensorSource:
     """A source that reads a tensor from its file, dequantised if it is quantised."""
 
     def pieces() -> Iterator[torch.Tensor]:
@@ -73,7 +72,7 @@ def as_stored(stored: StoredTensor | Dequantised) -> TensorSource:
     return TensorSource(stored.name, stored.dtype, stored.shape, pieces)
 
 
-def passthrough_of(folder: Path, tensors: Mapping[str, StoredTensor | Dequantised]) -> Passthrough:
+def passthrough_of(folder: Path, tensors: Mapping[str, StoredTensor | Derived]) -> Passthrough:
     """Tensors of a model folder, and the files that go with them. Raises StorageError."""
     files = processor_files(folder)
     if not (tensors or files):
@@ -89,7 +88,7 @@ def processor_files(folder: Path) -> dict[str, bytes]:
 
 def with_frozen(
     passthrough: Passthrough,
-    found: Mapping[ParameterPlace, StoredTensor | Dequantised],
+    found: Mapping[ParameterPlace, StoredTensor | Derived],
     store: Store,
     where: Path | None = None,
 ) -> Passthrough:
@@ -180,12 +179,6 @@ def _kept(folder: Path) -> dict[str, WrittenFile] | None:
     except (StorageError, OSError):
         return None
     return files if all(sizes[name] == file.nbytes for name, file in files.items()) else None
-
-
-def put_into(folder: Path, run_dir: Path, files: Collection[WrittenFile]) -> None:
-    """Link the run's own files into the folder of a checkpoint. May raise OSError."""
-    for file in files:
-        link_or_copy(run_dir / PASSENGERS / file.name, folder / file.name)
 
 
 def at_home(run_dir: Path, passthrough: Passthrough) -> Passthrough:

@@ -71,7 +71,16 @@ def push(run_dir: Path | str, repo_id: str, private: bool = False) -> Pushed:
     not as it was saved, StorageError where the hub cannot be reached, or does not take it.
     """
     _check_start(repo_id)
-    return publish(_final_of(Path(run_dir)), repo_id, private)
+    folder = Path(run_dir) / FINAL
+    with system_errors(folder, "look at it"):
+        there = (folder / CONFIG).is_file()
+    if not there:
+        raise ConfigError(
+            f"{run_dir}: has no {FINAL}/ with a model, which a run writes at its end unless "
+            f"checkpoint.final is none; name a run's folder; `megatrain resume {run_dir}` finishes "
+            "one that was stopped"
+        )
+    return publish(folder, repo_id, private)
 
 
 def publish(folder: Path, repo_id: str, private: bool = False) -> Pushed:
@@ -181,18 +190,6 @@ def _check_start(repo_id: str) -> None:
         raise ConfigError(f"{repo_id}: HF_HUB_OFFLINE forbids to reach the hub; unset it")
     if not reachable(constants.ENDPOINT):
         raise StorageError(f"{repo_id}: {constants.ENDPOINT} cannot be reached; check the network")
-
-
-def _final_of(run_dir: Path) -> Path:
-    folder = run_dir / FINAL
-    with system_errors(folder, "look at it"):
-        if (folder / CONFIG).is_file():
-            return folder
-    raise ConfigError(
-        f"{run_dir}: has no {FINAL}/ with a model, which a run writes at its end unless "
-        f"checkpoint.final is none; name a run's folder; `megatrain resume {run_dir}` finishes one "
-        "that was stopped"
-    )
 
 
 def published_files(folder: Path) -> list[str]:

@@ -28,7 +28,7 @@ from megatrain.models.pretrained import (
     reading_once,
 )
 from megatrain.optim.split import as_weight, split_master
-from megatrain.storage.dequantise import Dequantised, dequantised
+from megatrain.storage.dequantise import Derived, dequantised
 from megatrain.storage.hashed_file import WrittenFile
 from megatrain.storage.manifest import (
     Manifest,
@@ -57,28 +57,9 @@ from megatrain.storage.sharded_write import ShardReader, readings
 SUFFIX = ".safetensors"
 
 
-@dataclass(frozen=True)
-class InMemory:
-    """A tensor of a model that no safetensors file has, as `StoredTensor` gives one."""
-
-    where: str
-    values: torch.Tensor
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.values.dtype
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return tuple(self.values.shape)
-
-    def chunks(self, *_: int) -> Iterator[tuple[int, torch.Tensor]]:
-        yield 0, self.values.reshape(-1)
-
-
 # `chunks(start, stop)` yields (first element, flat values) in order: of all of the tensor by
 # default, else at least of those elements.
-Candidate = StoredTensor | Dequantised | InMemory
+Candidate = StoredTensor | Derived
 Chunks = Callable[..., Iterator[tuple[int, torch.Tensor]]]
 
 
@@ -119,8 +100,7 @@ def load_weights(
     with damage_first(source.path, manifest):
         candidates = with_head(open_folder(source), head, source)
         found = copy_in(anatomy, store, candidates, str(source.file), constants, sums)
-    stored = {name: c for name, c in candidates.items() if not isinstance(c, InMemory)}
-    kept = passthrough_of(source.path, {name: stored[name] for name in found.passthrough})
+    kept = passthrough_of(source.path, {name: candidates[name] for name in found.passthrough})
     if head is not None:  # its config.json describes another model
         kept = replace(kept, files={n: text for n, text in kept.files.items() if n != CONFIG})
     dropped = [name for name, place in found.passthrough.items() if place is None]
@@ -134,7 +114,7 @@ def load_weights(
             "but layers compute with bfloat16, and so it is saved (`megatrain export --dtype "
             "float32` has the masters)"
         )
-    held = {place: stored[name] for place, name in found.names.items() if name in stored}
+    held = {place: candidates[name] for place, name in found.names.items()}
     return anatomy.published.named_as(found.names), with_frozen(kept, held, store, source.file)
 
 
@@ -259,8 +239,6 @@ def copy_tensor(store: Store, place: ParameterPlace, candidate: Candidate, chunk
 
 
 def _check_finite(values: torch.Tensor, where: str) -> None:
-    if values.numel() == 0:
-        return
     low, high = torch.aminmax(values)  # one pass, no temporaries; NaN comes through
     if not (math.isfinite(low) and math.isfinite(high)):
         raise ModelError(
@@ -304,7 +282,8 @@ def match(
                 f"{candidate.where} has shape {list(candidate.shape)}, but config.json asks for "
                 f"{list(wanted)}"
             )
-        dtypes = constants.may_be(place) if place.constant else FLOATS
+        own = constants[place.own].dtype if place.constant else FLOATS[0]
+        dtypes = FLOATS if own in FLOATS else (own,)
         if place not in carried and candidate.dtype not in dtypes:
             raise ModelError(
                 f"{candidate.where} is {dtype_name(candidate.dtype)}; "
@@ -403,7 +382,14 @@ def read_gguf(source: ModelSource) -> dict[str, Candidate]:
             f"{file}: this GGUF file cannot be read ({error}); "
             "name the Hugging Face folder of the model instead"
         ) from error
-    return {name: InMemory(f"{file}: {name}", tensor) for name, tensor in tensors.items()}
+    return {name: in_memory(name, file, tensor) for name, tensor in tensors.items()}
+
+
+def in_memory(name: str, source: Path, values: torch.Tensor) -> Derived:
+    """A tensor of a model that no safetensors file has."""
+    flat = [(0, values.reshape(-1))]
+    about = values.dtype, tuple(values.shape)
+    return Derived(name, source, f"{source}: {name}", *about, lambda *_: iter(flat))
 
 
 def with_head(
@@ -415,7 +401,7 @@ def with_head(
         return dict(candidates)
     found = {name: c for name, c in candidates.items() if name not in head.unused}
     drawn = {name: values for name, values in head.drawn.items() if name not in found}
-    found |= {name: InMemory(name, values) for name, values in drawn.items()}
+    found |= {name: in_memory(name, source.file, values) for name, values in drawn.items()}
     if drawn:
         logger.info(f"{source.file}: has no {_listed(sorted(drawn))}, which is drawn at random")
     if unused := sorted(candidates.keys() & head.unused):

@@ -342,11 +342,13 @@ def test_a_bare_name_does_not_wait_for_the_hub(tmp_path, monkeypatch, hub):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "date").mkdir()
     started = time.monotonic()
-    words = r"^data: no such file or folder; did you mean date\?; and the hub does not answer"
+    words = r"^data: no such file or folder \(did you mean date\?\); and the hub does not answer"
     with pytest.raises(DataError, match=words):
         files.check_source("data")
     assert time.monotonic() - started < 1
-    with pytest.raises(DataError, match=r"^owner/name: no such file or folder, and no folder "):
+    with pytest.raises(
+        DataError, match=r"^owner/name: no such file or folder \(nor is there a folder "
+    ):
         files.check_source("owner/name")
     assert time.monotonic() - started < 2
     for place in ("datasets/owner___name", "hub/datasets--owner--other-name"):

@@ -42,7 +42,7 @@ def test_missing_and_unknown_files_are_refused(tmp_path):
     (tmp_path / "x.pkl").write_text("")
     (tmp_path / "empty").mkdir()
     for name, words in (
-        ("trian.jsonl", r"no such file; did you mean .*train\.jsonl"),
+        ("trian.jsonl", r"no such file .did you mean .*train\.jsonl"),
         ("x.pkl", "unknown type"),
         ("empty", "no data files"),
     ):

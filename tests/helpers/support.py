@@ -295,7 +295,7 @@ def copy_weights(model: nn.Module, engine: Engine) -> None:
         open_master(engine.store, block.index, master)
     for name in engine.constants:
         engine.constants[name].copy_(weights[name])
-    engine.constants.drawn()
+    engine.constants.expect({})
     engine.weights_changed()
 
 

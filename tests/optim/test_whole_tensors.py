@@ -202,11 +202,11 @@ def run_as_on_device(optimizer: Muon, arrays: State, grad: Tensor, step: int) ->
         else:
             work = muon._Update(optimizer, tensor, InPlace(grad.device), optimizer.lr, SCALE)
             work.on_host, work.grad = False, tensor.flats["grad"][: tensor.spec.numel]
-            for piece in work.direct():
-                piece()
+            for piece in work.pieces:
+                work.direct(piece)
             InPlace(grad.device).replace(optimizer.orthogonal, work.parts())
-            for piece in work.apply():
-                piece()
+            for piece in work.pieces:
+                work.apply(piece)
 
 
 def test_an_update_takes_the_directions_of_the_largest_block_beside_the_state():

@@ -57,9 +57,9 @@ MODEL_FAULTS = {
 }
 PLACE = "command line: data"
 DATA_FAULTS = {
-    "data.train=row.jsonl": f"{PLACE}.train: row.jsonl: no such file; did you mean rows.jsonl?",
-    "data.train=[rows.jsonl, row.jsonl]": f"{PLACE}.train: row.jsonl: no such file; did you mean",
-    "data.train=no/such": f"{PLACE}.train: no/such: no such file or folder, and no folder no; and",
+    "data.train=row.jsonl": f"{PLACE}.train: row.jsonl: no such file (did you mean rows.jsonl?)",
+    "data.train=[rows.jsonl, row.jsonl]": f"{PLACE}.train: row.jsonl: no such file (did you mean",
+    "data.train=no/such": f"{PLACE}.train: no/such: no such file or folder (nor is there a folder",
     "data.train=*.csv": f"{PLACE}.train: *.csv: no file matches",
     "data.split=test": "rows.jsonl: a file has no split 'test'; name a folder with splits",
     "data.train=rows.jsonl:test": f"{PLACE}.train: rows.jsonl:test: rows.jsonl is a file, which",
@@ -126,7 +126,7 @@ def test_data_that_is_not_there_is_known_before_torch_is_imported(project, comma
         check=True,
         timeout=60,
     )
-    words = "row.jsonl: no such file; did you mean rows.jsonl?"
+    words = "row.jsonl: no such file (did you mean rows.jsonl?)"
     assert done.stderr == f"error: cfg.yaml:3: data.train: {words}\n"
     assert done.stdout == "3 False\n"
     assert sorted(project.rglob("*")) == before

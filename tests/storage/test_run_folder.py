@@ -47,7 +47,7 @@ def test_final_is_hard_links_of_the_last(run_dir, engine, save):
     assert (final / "model.safetensors").samefile(last / "model.safetensors")
     save(3, 4, keep=1)
     assert verify_checkpoint(final).step == 2, "pruning must leave final alone"
-    write_final(run_dir, "checkpoint-4")
+    write_final(run_dir)
     assert verify_checkpoint(final).step == 4
 
 

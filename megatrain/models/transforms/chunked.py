@@ -45,23 +45,21 @@ class Chunks:
         weights = [owner._parameters[leaf] for owner, leaf in self._owners]
         return Chunked.apply(self, x, *weights)  # type: ignore[no-untyped-call, no-any-return]
 
-    def slices(self, x: Tensor) -> list[slice]:
-        """Slices of x's tokens: as few as possible, of equal length but for the last."""
+    def parts(self, x: Tensor) -> Iterator[slice]:
+        """Slices of x's tokens, each announced to `entered`: as few as possible, of equal length
+        but for the last."""
         rows, length = x.shape[:2]
         count = -(-length // max(1, self.tokens // rows))
         step = -(-length // count)
-        return [slice(start, min(start + step, length)) for start in range(0, length, step)]
-
-    def parts(self, x: Tensor) -> Iterator[slice]:
-        """`slices`, each announced to `entered`."""
-        for part in self.slices(x):
+        for start in range(0, length, step):
+            part = slice(start, min(start + step, length))
             self.entered(part)
             yield part
         self.entered(None)
 
     def whole(self, x: Tensor) -> Tensor:
         """The output for all of x, without a graph."""
-        output = _uninitialised(x)
+        output = uninitialised(x, *x.shape)
         for part in self.parts(x):
             output[:, part] = self.run(x[:, part].contiguous())
         return output
@@ -72,7 +70,7 @@ class Chunks:
         """Gradients of x and, in fp32, of each of `weights`; None where not `needed`."""
         trained = [weight for weight, needs in zip(weights, needed[1:], strict=True) if needs]
         sums = [torch.zeros(w.shape, dtype=torch.float32, device=w.device) for w in trained]
-        dx = _uninitialised(x) if needed[0] else None
+        dx = uninitialised(x, *x.shape) if needed[0] else None
         # with the weights of the forward, which torch.func.functional_call may only have lent
         with lent(self._owners, weights), self.for_gradients(), torch.enable_grad():
             for part in self.parts(x):
@@ -97,7 +95,7 @@ class Chunked(torch.autograd.Function):
     def forward(ctx: Any, chunks: Chunks, x: Tensor, *weights: Tensor) -> Tensor:
         ctx.save_for_backward(x, *weights)
         ctx.chunks = chunks
-        return _uninitialised(x) if chunks.absent else chunks.whole(x)
+        return uninitialised(x, *x.shape) if chunks.absent else chunks.whole(x)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
@@ -105,9 +103,9 @@ class Chunked(torch.autograd.Function):
         return None, *ctx.chunks.gradients(x, weights, grads[0], ctx.needs_input_grad[1:])
 
 
-def _uninitialised(x: Tensor) -> Tensor:
-    """Contiguous memory of x's shape and dtype."""
-    return x.new_empty(x.shape)
+def uninitialised(like: Tensor, *shape: int) -> Tensor:
+    """Contiguous memory of a tensor's dtype, with whatever it holds; nothing may depend on it."""
+    return like.new_empty(shape)
 
 
 def chunks_of(module: nn.Module) -> Chunks | None:

@@ -8,7 +8,6 @@ If torch changes it, `compile: true` breaks. planner/cost/compiled.py predicts c
 from __future__ import annotations
 
 import errno
-import logging
 import os
 import pickle
 import shutil
@@ -23,11 +22,9 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from megatrain.errors import ConfigError
+from megatrain.errors import ConfigError, logger
 from megatrain.machine.profile import cache_folder
 from megatrain.version import VERSION
-
-logger = logging.getLogger("megatrain")
 
 # Graphs for one class of layers, in all models of a process. Beyond dynamo's own limit of 8, layers
 # run eagerly without a word. A layer has four graphs (without gradients in training and evaluation,

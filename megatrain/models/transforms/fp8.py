@@ -35,22 +35,19 @@ ROUTERS = ("*router*", "*gate")  # a small error chooses other experts
 ATTENTION = ("*attn.*", "*attention.*")
 
 Mode = Literal["bfloat16", "fp8", "fp8_fast", "none"]
-IN_FP8: frozenset[Mode] = frozenset({"fp8", "fp8_fast"})
 Quantized = tuple[Tensor, Tensor]  # e4m3 [n, k] and fp32 scales [n, 1]
 
 
 # why: decision 0012
 @dataclass(frozen=True)
 class Fp8Policy:
-    """The policy of matmuls with fp8 operands, by linear layer. `fp8_fast` accumulates in the
-    tensor cores' shorter registers; `fp8` moves partial sums to fp32 ones every few additions. On
-    the CPU both are the same. `none` computes nothing."""
+    """The policy of matmuls with fp8 operands, by linear layer: of outputs, y = x W^T, as gradients
+    dx = dy W and dW = dy^T x are always `fp8`. `fp8_fast` accumulates in the tensor cores' shorter
+    registers; `fp8` moves partial sums to fp32 ones every few additions. On the CPU both are the
+    same. `none` computes nothing."""
 
-    output: Mode = "fp8_fast"  # y = x W^T
-    grad_input: Mode = "fp8"  # dx = dy W
-    grad_weight: Mode = "fp8"  # dW = dy^T x
-    keep: tuple[str, ...] = ROUTERS  # shell patterns of paths in a decoder layer that stay bf16
-    keep_output: tuple[str, ...] = ATTENTION  # the same, for the output alone
+    output: Mode = "fp8_fast"
+    keep_output: tuple[str, ...] = ATTENTION  # shell patterns of paths in a layer that stay bf16
     ends: int = 1  # outputs of this many first and last decoder layers stay bf16
 
     def of_layer(self, index: int, count: int) -> Fp8Policy:
@@ -59,7 +56,7 @@ class Fp8Policy:
 
     def of_module(self, name: str, module: nn.Module) -> Fp8Policy | None:
         """The policy for the module at path `name` of a decoder layer; None if it stays bf16."""
-        if type(module) is not nn.Linear or _matches(name, self.keep):
+        if type(module) is not nn.Linear or _matches(name, ROUTERS):
             return None
         if not module.weight.requires_grad:  # a constant, and read as it is
             return None
@@ -76,8 +73,7 @@ class Fp8Policy:
                 if isinstance(module, nn.Linear):
                     everything += module.weight.numel()
                     if own := policy.of_module(name, module):
-                        modes = (own.output, own.grad_input, own.grad_weight)
-                        taken += sum(mode in IN_FP8 for mode in modes) / 3 * module.weight.numel()
+                        taken += (2 + (own.output != "bfloat16")) / 3 * module.weight.numel()
         return taken / max(1.0, everything)
 
 
@@ -125,38 +121,33 @@ class Fp8Linear(nn.Linear):
         self.output = policy.output  # "none" where recomputation leaves it out
 
     def forward(self, input: Tensor) -> Tensor:
-        modes = (self.output, self.policy.grad_input, self.policy.grad_weight)
-        output: Tensor = LinearMatmuls.apply(input.flatten(0, -2), self.weight, *modes)  # type: ignore[no-untyped-call]
+        output: Tensor = LinearMatmuls.apply(input.flatten(0, -2), self.weight, self.output)  # type: ignore[no-untyped-call]
         if self.bias is not None:
             output = output + self.bias
         return output.view(*input.shape[:-1], self.out_features)
 
 
 class LinearMatmuls(torch.autograd.Function):
-    """x [tokens, in], W [out, in] -> x W^T [tokens, out]; each matmul in the mode given for it."""
+    """x [tokens, in], W [out, in] -> x W^T [tokens, out] in this mode, with gradients in fp8."""
 
     @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, weight: Tensor, output: Mode, grad_input: Mode, grad_weight: Mode
-    ) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, output: Mode) -> Tensor:
         ctx.save_for_backward(x, weight)
-        ctx.grad_input, ctx.grad_weight = grad_input, grad_weight
         return multiply(x, weight, output)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
         (x, weight), (dy,) = ctx.saved_tensors, grads
         dx = dw = None
-        if all(ctx.needs_input_grad[:2]) and {ctx.grad_input, ctx.grad_weight} <= IN_FP8:
+        if all(ctx.needs_input_grad[:2]):
             rows, columns = quantize_both_ways(dy)
-            dx = multiply_fp8(rows, quantize(weight.t()), ctx.grad_input)
-            dw = multiply_fp8(columns, quantized_columns(x), ctx.grad_weight)
-        else:
-            if ctx.needs_input_grad[0]:
-                dx = multiply(dy, weight.t(), ctx.grad_input)
-            if ctx.needs_input_grad[1]:
-                dw = multiply(dy.t(), x.t(), ctx.grad_weight)
-        return dx, dw, None, None, None
+            dx = multiply_fp8(rows, quantize(weight.t()), "fp8")
+            dw = multiply_fp8(columns, quantized_columns(x), "fp8")
+        elif ctx.needs_input_grad[0]:
+            dx = multiply(dy, weight.t(), "fp8")
+        elif ctx.needs_input_grad[1]:
+            dw = multiply(dy.t(), x.t(), "fp8")
+        return dx, dw, None
 
 
 def multiply(a: Tensor, b: Tensor, mode: Mode) -> Tensor:

@@ -20,9 +20,10 @@ from torch.nn.attention import SDPBackend
 
 from megatrain.errors import ConfigError
 from megatrain.models.meta import blank_call, without_data
-from megatrain.models.recorder import LayerCall, kind_of
+from megatrain.models.recorder import LayerCall, by_kind
 
 aten = torch.ops.aten
+States = tuple[Tensor, Tensor, Tensor]  # query, key, value
 WIDEST, COLUMNS, AMPERE = 256, 8, (8, 0)  # of a head, its multiples; the first GPUs with kernels
 NONE_KEPT = "no layer of this model has attention that can be kept: causal, by scaled-dot-product "
 NONE_KEPT += "kernels (on a GPU in bf16), without masks; set it to 0"
@@ -74,17 +75,16 @@ def attention_bytes(
 
 
 def most_kept(skeleton: Any, runs_on: str) -> int:
-    """The largest `attention_bytes` of a skeleton's layers, of which one of each kind is tried.
-    Raises ConfigError if it is 0."""
+    """The largest `attention_bytes` of a skeleton's layers. Raises ConfigError if it is 0."""
     hidden, calls = skeleton.dry_call(1, 2)
-    kinds: dict[Any, int] = {}
-    for index, (layer, call) in enumerate(zip(skeleton.layers, calls, strict=True)):
-        if (kind := kind_of(layer, call, index)) not in kinds:
-            given = hidden.shape, skeleton.dtype, call, runs_on
-            kinds[kind] = attention_bytes(layer, *given)
-    if not any(kinds.values()):
-        raise ConfigError(f"keep_attention: {NONE_KEPT}")
-    return max(kinds.values())
+    how = hidden.shape, skeleton.dtype
+
+    def kept_by(layer: nn.Module, call: LayerCall) -> int:
+        return attention_bytes(layer, *how, call, runs_on)
+
+    if most := max(by_kind(skeleton.layers, calls, kept_by)):
+        return most
+    raise ConfigError(f"keep_attention: {NONE_KEPT}")
 
 
 def attend_once(
@@ -104,7 +104,7 @@ def attend_once(
     """
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-    if KEPT.mode == "off" or not _is_kept(module, query, key, value, attention_mask, options):
+    if KEPT.mode == "off" or not _is_kept(module, (query, key, value), attention_mask, options):
         return sdpa_attention_forward(module, query, key, value, attention_mask, **options)
     scale = options.get("scaling") or query.shape[-1] ** -0.5
     if KEPT.mode == "reuse":
@@ -116,14 +116,10 @@ def attend_once(
 
 
 def _is_kept(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Tensor | None,
-    options: dict[str, Any],
+    module: nn.Module, states: States, mask: Tensor | None, options: dict[str, Any]
 ) -> bool:
     """True if kernels compute it that hand out their log-sum-exp."""
+    query, key, value = states
     causal = options.get("is_causal")
     causal = getattr(module, "is_causal", True) if causal is None else causal
     plain = mask is None and causal and not options.get("dropout")

@@ -19,8 +19,8 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
 from megatrain.models.meta import Watch, blank_call, storage_of, without_data
-from megatrain.models.recorder import LayerCall, kind_of
-from megatrain.models.transforms.chunked import chunks_of
+from megatrain.models.recorder import LayerCall, by_kind
+from megatrain.models.transforms.chunked import chunks_of, uninitialised
 from megatrain.models.transforms.fp8 import Fp8Linear
 
 MATMULS = {  # modules that are nothing else
@@ -37,15 +37,8 @@ def skippable_in(
     dtype: torch.dtype,
     calls: Sequence[LayerCall],
 ) -> list[tuple[str, ...]]:
-    """`skippable` of each layer; a layer of each kind is run, so that depth takes no time."""
-    known: dict[Any, tuple[str, ...]] = {}
-    found = []
-    for index, (layer, call) in enumerate(zip(layers, calls, strict=True)):
-        kind = kind_of(layer, call, index)
-        if kind not in known:
-            known[kind] = skippable(layer, hidden_shape, dtype, call)
-        found.append(known[kind])
-    return found
+    """`skippable` of each layer."""
+    return by_kind(layers, calls, lambda *each: skippable(each[0], hidden_shape, dtype, each[1]))
 
 
 def skippable(
@@ -149,7 +142,7 @@ class _MatmulGradients(torch.autograd.Function):
     ) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.input_first = input_first
-        return _uninitialised(x, weight.shape[1 if input_first else 0])
+        return uninitialised(x, len(x), weight.shape[1 if input_first else 0])
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
@@ -174,11 +167,6 @@ def is_matmul(module: nn.Module) -> bool:
     return f"{type(module).__module__}.{type(module).__qualname__}" in MATMULS
 
 
-def _uninitialised(x: Tensor, width: int) -> Tensor:
-    """[rows, width] of whatever the memory holds; nothing may depend on it."""
-    return x.new_empty(len(x), width)
-
-
 # -- token-wise modules: those that treat every token alike ----------------------------------------
 
 # They are found by trying them and not by their names. A run on the meta device shows which modules
@@ -198,16 +186,15 @@ def token_wise_modules(
 ) -> Modules:
     """The token-wise modules of all layers, each with the context for its gradients alone."""
     hidden, calls = dry_call(ROWS, TOKENS)
-    known: dict[Any, dict[str, tuple[str, ...]]] = {}
-    modules: Modules = {}
-    for index, (layer, call) in enumerate(zip(layers, calls, strict=True)):
-        kind = kind_of(layer, call, index)
-        if kind not in known:
-            known[kind] = token_wise(layer, dtype, hidden.shape[-1], call)
-        for name, unread in known[kind].items():
-            module = layer.get_submodule(name)
-            modules[module] = partial(skipping, module, unread)
-    return modules
+    found = by_kind(
+        layers, calls, lambda *each: token_wise(each[0], dtype, hidden.shape[-1], each[1])
+    )
+    named = [
+        (layer.get_submodule(name), unread)
+        for layer, of in zip(layers, found, strict=True)
+        for name, unread in of.items()
+    ]
+    return {module: partial(skipping, module, unread) for module, unread in named}
 
 
 def token_wise(

@@ -69,29 +69,10 @@ class MicroBatchBytes:
     eager: tuple[LayerBytes, ...]
     compiled: tuple[LayerBytes, ...]
     cheap: tuple[LayerBytes, ...]  # compiled with cheap retention
-    last: LayerBytes | None  # the last layer, compiled with its own matmuls; None if unknown
-
-    @property
-    def layer(self) -> int:
-        """Working set of the largest recomputed layer."""
-        return max(layer.recomputed for layer in self.eager)
-
-    @property
-    def layer_compiled(self) -> int:
-        """The same where layers are compiled. The eager figure is a bound too."""
-        return min(max(layer.recomputed for layer in self.compiled), self.layer)
-
-    @property
-    def holes(self) -> int:
-        """Bytes that an allocator needs beyond that, as `Alive.holes`."""
-        largest = max(layer.recomputed for layer in self.compiled)
-        return max(layer.recomputed + layer.holes for layer in self.compiled) - largest
-
-    @property
-    def last_compiled(self) -> int:
-        """The same of the last layer, which may need less than others."""
-        largest = self.layer_compiled
-        return largest if self.last is None else min(self.last.recomputed, largest)
+    layer: int  # working set of the largest recomputed layer
+    layer_compiled: int  # the same where layers are compiled
+    last_compiled: int  # the same of the last layer, which may need less than others
+    holes: int  # bytes that an allocator needs beyond `layer_compiled`, as `Alive.holes`
 
 
 @dataclass(frozen=True, eq=False)
@@ -123,7 +104,12 @@ class DryRun:
         known = self.compiled.items()
         compiled = eager | {kind: layer.bytes_at(rows) for kind, layer in known}
         cheap = eager | {kind: layer.bytes_at(rows, cheap=True) for kind, layer in known}
-        last = self.compiled_last
+        # the eager figure is a bound for compiled layers too, and theirs for the last one
+        layer = max(one.recomputed for one in eager.values())
+        largest = max(one.recomputed for one in compiled.values())
+        last = bound = min(largest, layer)
+        if (own := self.compiled_last) is not None:
+            last = min(own.bytes_at(rows).recomputed, bound)
         embed = call_peak_bytes(
             lambda: self._embed(rows)[0], self._parameters(EMBED), what="the embedding"
         )
@@ -133,7 +119,10 @@ class DryRun:
             eager=tuple(eager[kind] for kind in self.kinds),
             compiled=tuple(compiled[kind] for kind in self.kinds),
             cheap=tuple(cheap[kind] for kind in self.kinds),
-            last=None if last is None else last.bytes_at(rows),
+            layer=layer,
+            layer_compiled=bound,
+            last_compiled=last,
+            holes=max(one.recomputed + one.holes for one in compiled.values()) - largest,
         )
 
     def graphs_keep_inputs(self) -> tuple[bool, bool, bool]:

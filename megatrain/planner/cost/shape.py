@@ -44,11 +44,6 @@ class BlockCost:
     kept_attention_bytes: int = 0  # per token: what recomputation may leave attention's forward for
 
     @property
-    def rows_per_expert(self) -> float:
-        """For each token, on average; 0 without experts."""
-        return self.expert_flops / 2 / max(1, self.expert_parameters)
-
-    @property
     def idle_parameters(self) -> int:
         """Those of experts that are not a token's own: each of the others is multiplied once."""
         return self.expert_parameters - self.expert_flops // 2

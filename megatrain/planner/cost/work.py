@@ -101,8 +101,10 @@ class Operations(Watch):  # type: ignore[no-untyped-call]
         if packet in MATMULS or grouped:
             self.kernels += 1
             a, b = read[1 if packet in (aten.addmm, aten.baddbmm) else 0 :][:2]
-            flops, storages = flops_of_matmul(tuple(a.shape), tuple(b.shape)), map(storage_of, read)
-            own = self._parameters.intersection(storages)
+            # a grouped matmul divides its rows among the matrices of `b`
+            batches = a.shape[:-2] if a.ndim == b.ndim else ()
+            flops = 2 * prod(batches) * a.shape[-2] * a.shape[-1] * b.shape[-1]
+            own = self._parameters.intersection(map(storage_of, read))
             if not own:
                 self.attention_flops += flops
                 return
@@ -131,12 +133,6 @@ class Operations(Watch):  # type: ignore[no-untyped-call]
         columns = sum(-(-n // self._columns) for n in (width, call.value.shape[-1])) * self._columns
         self.attention_flops += 2 * rows * heads * pairs * columns
         return fused_attention(call)
-
-
-def flops_of_matmul(a: tuple[int, ...], b: tuple[int, ...]) -> int:
-    """FLOPs of a matmul of these shapes; a grouped one divides its rows among matrices of `b`."""
-    batches = a[:-2] if len(a) == len(b) else ()
-    return 2 * prod(batches) * a[-2] * a[-1] * b[-1]
 
 
 def _nbytes(tensors: Sequence[Tensor]) -> int:

@@ -79,8 +79,8 @@ def garbage(monkeypatch: pytest.MonkeyPatch) -> None:
     """What was not computed is NaN."""
     monkeypatch.setattr(
         module_under_test,
-        "_uninitialised",
-        lambda x, width: x.new_full((len(x), width), float("nan")),
+        "uninitialised",
+        lambda x, *shape: x.new_full(shape, float("nan")),
     )
 
 
