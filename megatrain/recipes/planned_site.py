@@ -134,11 +134,11 @@ def with_economy(config: Config, plan: Plan, site: Site, steps: int | None) -> P
     if not plan.fits:
         return replace(plan, steps=steps)
     options, timing, gpu = config.economy, plan.timing, site.hardware.gpu
-    of_gpu = (board_power_w(gpu.name), options.gpu_power_w) if gpu else (None, None)
-    power = planned_power(timing.busy, *of_gpu, options.host_power_w)
-    power = power.of_all(plan.job.size, plan.job.hosts)
+    board_w, gpu_w = (board_power_w(gpu.name), options.gpu_power_w) if gpu else (None, None)
+    gpus, hosts = plan.job.size, plan.job.hosts
+    power = planned_power(timing.busy, board_w, gpu_w, options.host_power_w, gpus, hosts)
     seconds = (steps or 1) * timing.seconds
-    prices = prices_of(config).times(plan.job.hosts)
+    prices = prices_of(config).times(hosts)
     economy = planned_economy(round(seconds * timing.tokens_per_s), seconds, power, prices)
     return replace(plan, economy=economy, steps=steps)
 
