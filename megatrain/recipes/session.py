@@ -59,7 +59,7 @@ from megatrain.reporting.metrics import (
     MetricsWriter,
     NoMetrics,
     Spikes,
-    cut_samples,
+    cut_back,
     read_metrics,
 )
 from megatrain.reporting.progress import LOG_FILE, Progress, logging_to
@@ -270,8 +270,9 @@ def open_metrics(
     track = stack.enter_context(tracking(config.track, config.output, state["step"], about))
     report = LiveReport(config.output)
     writer = stack.enter_context(MetricsWriter(config.output, (track, report.add)))
-    writer.truncate_to(step)
-    cut_samples(config.output, step)
+    for name in (METRICS_FILE, SAMPLES_FILE):
+        if (config.output / name).is_file():
+            cut_back(config.output / name, step)
     world.all_gather(None)
     report.begin()
     stack.callback(report.write, last=True)

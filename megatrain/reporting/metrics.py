@@ -174,20 +174,6 @@ class MetricsWriter(AbstractContextManager["MetricsWriter"]):
         found = {**({} if eval_loss is None else loss), **figures, "eval_s": eval_s}
         self._write(json_able({"step": step, **found}))
 
-    def truncate_to(self, step: int) -> None:
-        """Drop everything after `step`, and a torn last line: a resumed run writes it again.
-        Damaged lines further up stay, with a warning."""
-        kept, end, damaged, lost = 0, 0, [], []
-        for number, (row, size) in enumerate(_lines(self.path), 1):
-            end += size
-            if row is None:
-                damaged.append(number)
-            elif row["step"] <= step:
-                kept, lost = end, list(damaged)
-        os.ftruncate(self._file.fileno(), kept)  # opened for appending: writes go to the new end
-        for number in lost:
-            logger.warning(f"{self.path}:{number}: is damaged and stays as it is")
-
     def _write(self, row: dict[str, Any]) -> None:
         for other in self._also:
             other(row)
@@ -237,6 +223,22 @@ def held_out_losses(run_dir: str | Path) -> dict[str, Any]:
         "eval_loss_before": losses[0] if losses else None,
         "eval_loss_after": losses[-1] if len(losses) > 1 else None,
     }
+
+
+def cut_back(path: Path, step: int) -> None:
+    """Drop what a file has after `step`, and a torn last line: a resumed run writes it again.
+    Damaged lines further up stay, with a warning. Raises StorageError."""
+    kept, end, damaged, lost = 0, 0, [], []
+    with system_errors(path, "cut it back", "remove it"):
+        for number, (row, size) in enumerate(_lines(path), 1):
+            end += size
+            if row is None:
+                damaged.append(number)
+            elif row["step"] <= step:
+                kept, lost = end, list(damaged)
+        os.truncate(path, kept)
+    for number in lost:
+        logger.warning(f"{path}:{number}: is damaged and stays as it is")
 
 
 def _lines(path: Path) -> Iterator[tuple[dict[str, Any] | None, int]]:
@@ -307,17 +309,6 @@ def write_samples(folder: Path, step: int, answers: list[dict[str, Any]]) -> Non
             file.write(text.encode(errors="replace"))
     except OSError as error:
         logger.error(f"{path}: cannot be written ({error.strerror}); training goes on")
-
-
-def cut_samples(folder: Path, step: int) -> None:
-    """Drop the answers after `step`: a resumed run gives them again. Raises StorageError."""
-    path = folder / SAMPLES_FILE
-    if not path.is_file():
-        return
-    with system_errors(path, "cut it back", "remove it"):
-        lines = path.read_bytes().splitlines(keepends=True)
-        kept = [line for line in lines if (row := _parsed(line)) and row["step"] <= step]
-        path.write_bytes(b"".join(kept))
 
 
 # -- figures over steps, for the report ------------------------------------------------------------

@@ -27,6 +27,7 @@ from megatrain.reporting.metrics import (
     Spikes,
     SteadyTime,
     StepTime,
+    cut_back,
     read_history,
     read_metrics,
 )
@@ -102,7 +103,7 @@ def test_resume_cuts_back_to_the_checkpoint_and_writes_on(tmp_path):
         write(tmp_path / str(step), 5)
         before = [row for row in read_metrics(tmp_path / str(step)) if row["step"] <= step]
         with MetricsWriter(tmp_path / str(step)) as writer:
-            writer.truncate_to(step)
+            cut_back(writer.path, step)
             writer.write_step(replace(STEP, step=step + 1))
         rows = read_metrics(tmp_path / str(step))
         assert rows[:-1] == before
@@ -116,7 +117,7 @@ def test_a_file_torn_anywhere_is_cut_to_whole_lines(tmp_path):
     for length in random.Random(0).sample(range(len(whole)), 200):
         path.write_bytes(whole[:length])
         with MetricsWriter(tmp_path) as writer:
-            writer.truncate_to(4)
+            cut_back(path, 4)
             writer.write_step(replace(STEP, step=5))
         lines = path.read_bytes().splitlines(keepends=True)
         assert b"".join(lines[:-1]) == whole[: sum(map(len, lines[:-1]))]
@@ -132,8 +133,7 @@ def test_a_damaged_line_costs_no_other(tmp_path, caplog):
         damaged = line[:3] + damage + line[4:]
         path.write_bytes(b"".join([*lines[:number], damaged, *lines[number + 1 :]]))
         caplog.clear()
-        with MetricsWriter(tmp_path) as writer:
-            writer.truncate_to(4)
+        cut_back(path, 4)
         kept = [*lines[: last + 1]]
         if number < last:
             kept[number] = damaged
