@@ -470,13 +470,13 @@ def init(
         raise ConfigError(f"{output}: exists already; choose another name or add --force")
     described = {"gpu": gpu, "ram": ram} if gpu or ram else None
     with logging_on(console_on(stderr=True)):
-        found = recipe.config_for(given[0], given[1], method, described)
-    path = output or Path(f"{found.name}.yaml")
-    _write(path, found.text, "with --output, or add --force", mode)
+        name, text, plan = recipe.config_for(given[0], given[1], method, described)
+    path = output or Path(f"{name}.yaml")
+    _write(path, text, "with --output, or add --force", mode)
     if not (schema := path.with_name(recipe.SCHEMA)).exists():
         _write(schema, json.dumps(config_schema(), indent=1) + "\n", "")
     told = f" --gpu {shlex.quote(gpu or '')} --ram {ram}" if described else ""
-    typer.echo(f"wrote {path}: {verdict(found.plan)}", err=True)
+    typer.echo(f"wrote {path}: {verdict(plan)}", err=True)
     for command, why in (
         (f"megatrain data {path}", "what is trained on, row by row"),
         (f"megatrain plan {path}{told}", "what is where, and what would be faster"),
