@@ -114,6 +114,7 @@ def several(machine: S, ranks: int, hosts: int = 1) -> S:
     if ranks == 1:
         return replace(machine, hosts=hosts, alone=machine)
     known = rates.known(machine.profile, machine.hardware, ranks) if machine.here else None
+    gpu = machine.hardware.gpu
     return replace(
         machine,
         hardware=rates.part_of(machine.hardware, ranks),
@@ -121,7 +122,7 @@ def several(machine: S, ranks: int, hosts: int = 1) -> S:
         ranks=ranks,
         hosts=hosts,
         together_assumed=known is None,
-        peers=rates.gpus_reach_each_other(machine.hardware),
+        peers=gpu is None or rates.GEFORCE.search(gpu.name) is None,
         alone=machine,
     )
 
