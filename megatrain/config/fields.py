@@ -571,12 +571,14 @@ def check_functions(config: Config) -> None:
 
 
 def check_sources(config: Config) -> None:
-    """Look whether what the config names as data is there, without reading it or anything large.
+    """Look whether what the config names as data and prompts is there, without reading anything
+    large.
 
     Raises DataError with the place of the key: `cfg.yaml:3: data.train: rows.jsonl: no such file`;
     ConfigError for a file of reward functions.
     """
     check_functions(config)
+    check_prompts(config)
     for name in ("train", "eval"):
         given = getattr(config.data, name)
         for one in given if isinstance(given, tuple) else ():
