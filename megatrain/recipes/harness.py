@@ -167,7 +167,9 @@ class EngineLM(HFLM):
             ]
             # the longest first: what follows has room where they were
             wanted.sort(key=lambda one: -len(one.ids))
-            greedy = not how.get("do_sample") and self._is_plain(how)
+            # neither keywords nor the model's own settings change what is likeliest
+            own = self.model.generation.to_diff_dict() if self.model.generation else {}
+            greedy = not how.get("do_sample") and {*how, *own} <= PLAIN
             by = self._by_rollout if greedy else self._by_generate
             for number, tokens in by(wanted, how, until):
                 text = self.tokenizer.decode(tokens, skip_special_tokens=True)
@@ -185,12 +187,6 @@ class EngineLM(HFLM):
         if how.get("do_sample") is False:
             how.pop("temperature", None)
         return how, until, new
-
-    def _is_plain(self, how: Mapping[str, Any]) -> bool:
-        """True if neither these keywords nor the model's own settings, such as a penalty of
-        repetitions, change what is likeliest."""
-        own = self.model.generation.to_diff_dict() if self.model.generation else {}
-        return {*how, *own} <= PLAIN
 
     def _by_rollout(
         self, wanted: Sequence[AnswerRequest], how: Mapping[str, Any], until: Sequence[str]
