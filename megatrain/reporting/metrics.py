@@ -150,9 +150,6 @@ class MetricsWriter(AbstractContextManager["MetricsWriter"]):
         self._waiting = b""
 
     def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def close(self) -> None:
         if self._write_waiting() is not None:
             missing = self._waiting.count(b"\n")
             logger.error(f"{self.path}: lacks its last {missing} lines, for want of space")

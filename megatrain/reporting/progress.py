@@ -253,11 +253,6 @@ class Progress:
         self.outside_s[what] += seconds
         self._times[what] += 1
 
-    def traced(self, step: int, path: Path, table: str) -> None:
-        """Show the slowest operations of a step, and where its timeline lies."""
-        where = f"the timeline of step {step} is in {path}: open it in ui.perfetto.dev"
-        logger.info(f"{table}\n{where}")
-
     def line(self) -> str:
         """The newest step as one plain line."""
         left = self.seconds_left()
