@@ -36,7 +36,7 @@ from megatrain.reporting.metrics import (
     History,
     Point,
     Row,
-    read_history,
+    read_metrics,
 )
 from megatrain.reporting.summary import (
     BOUND_WORDS,
@@ -218,7 +218,7 @@ def report_on(folders: Sequence[Path]) -> str:
     """The page of these run folders. Raises MegaTrainError."""
     names = [str(run) if len(folders) > 1 else "" for run in folders]  # some have the same last one
     found = zip(folders, names, strict=True)
-    return report_of([Reported.of(run, read_history(run), name) for run, name in found])
+    return report_of([Reported.of(run, History(read_metrics(run)), name) for run, name in found])
 
 
 def show_live(
@@ -284,7 +284,7 @@ class LiveReport:
     def begin(self) -> None:
         """Read the steps that the run has taken before. Raises StorageError."""
         if self._folder is not None:
-            self._history = read_history(self._folder)
+            self._history = History(read_metrics(self._folder))
 
     def add(self, row: Row) -> None:
         """Take in a new line of metrics.jsonl."""

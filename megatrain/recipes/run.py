@@ -73,7 +73,7 @@ from megatrain.storage.checkpoint import (
 )
 from megatrain.storage.manifest import check_files, read_manifest
 from megatrain.storage.push import Uploads
-from megatrain.storage.run_folder import CARD, FINAL, sequence_of
+from megatrain.storage.run_folder import CARD, FINAL, checkpoints, sequence_of
 from megatrain.world import ALONE, World
 
 
@@ -146,7 +146,9 @@ def _in_session(
             session.stop.stop_if_early()  # a signal may have come while libraries were imported
             return work(session)
         except Stopped:
-            return session.stopped()
+            session.stop.says("before the first step: nothing was trained and nothing is lost")
+            saved, code = bool(checkpoints(path)), session.stop.exit_code
+            return RunSummary(path, 0, 0, 0.0, resumable=saved, exit_code=code)
 
 
 def _resume_in(session: Session, asked: Config, checkpoint: str | None) -> RunSummary:

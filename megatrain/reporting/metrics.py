@@ -139,12 +139,9 @@ class MetricsWriter(AbstractContextManager["MetricsWriter"]):
     """Appends to `metrics.jsonl` of a run folder; on a full disk lines wait for the next one. Every
     line reaches the operating system before the call returns: a killed process loses none."""
 
-    def __init__(
-        self, run_dir: str | Path, also: Sequence[Callable[[dict[str, Any]], object]] = ()
-    ) -> None:
+    def __init__(self, path: Path, also: Sequence[Callable[[dict[str, Any]], object]] = ()) -> None:
         """Open, keeping what is there. also: functions that get every line. Raises StorageError."""
-        self._also = also
-        self.path = Path(run_dir) / METRICS_FILE
+        self.path, self._also = path, also
         with system_errors(self.path, "write it"):
             self._file = os.fdopen(os.open(self.path, APPENDED, 0o600), "ab", buffering=0)
         self._waiting = b""
@@ -191,23 +188,8 @@ class MetricsWriter(AbstractContextManager["MetricsWriter"]):
         return None
 
 
-class NoMetrics(MetricsWriter):
-    """The writer of a rank that is not the first."""
-
-    def __init__(self, run_dir: str | Path) -> None:
-        pass
-
-    def _write(self, row: dict[str, Any]) -> None:
-        pass
-
-
-def read_metrics(run_dir: str | Path) -> list[dict[str, Any]]:
+def read_metrics(run_dir: str | Path) -> Iterator[dict[str, Any]]:
     """The lines of a run's `metrics.jsonl` in order, without broken ones. Raises StorageError."""
-    return list(each_metric(run_dir))
-
-
-def each_metric(run_dir: str | Path) -> Iterator[dict[str, Any]]:
-    """`read_metrics`, one by one."""
     path = Path(run_dir) / METRICS_FILE
     with system_errors(path, "read it", "look whether the run's folder is still there"):
         yield from (row for row, _ in _lines(path) if row is not None)
@@ -410,8 +392,3 @@ class History:
 
     def values(self, name: str) -> Sequence[float]:
         return self.lines[name].values if name in self.lines else ()
-
-
-def read_history(run_dir: Path) -> History:
-    """Read the history of a run folder. Raises StorageError."""
-    return History(each_metric(run_dir))
