@@ -310,10 +310,10 @@ def generate(
     find_model(model)
     longest = max_new_tokens or (CHAT_TOKENS if chat else ANSWER_TOKENS)
     given = (model, longest, sampling, system, trust_remote_code, image or ())
-    from megatrain.recipes import inspect, sample
+    from megatrain.recipes import inspect
 
     live = sys.stdout.isatty() and not as_json
-    show = type_out if live else sample.unseen
+    show = type_out if live else str  # which shows nothing
     with reading(no_verify) as console:
         if chat:
             converse(given, prompt, show, as_json, console)
@@ -342,7 +342,7 @@ def _asked(prompt: str | None, chat: bool, system: str | None) -> str | None:
 def converse(
     given: tuple[Any, ...],
     first: str | None,
-    show: Callable[[str], None],
+    show: Callable[[str], object],
     as_json: bool,
     console: Console,
 ) -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from megatrain.config import load_config
+from megatrain.config.document import write_yaml
 from megatrain.data.formats import detect_format
 from megatrain.data.rows import Rows
 from megatrain.data.samples import JUDGED, PAIRS, PLAIN
@@ -122,6 +123,4 @@ def as_yaml(values: Mapping[str, Any], rows: Rows, made: Plan) -> str:
 
 def quoted(text: str) -> str:
     """A text as YAML writes it."""
-    from megatrain.config.document import write_yaml
-
     return write_yaml([text]).removeprefix("- ").rstrip()

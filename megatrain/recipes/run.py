@@ -447,8 +447,10 @@ def changed_source(config: Config, then: Mapping[str, str]) -> list[str]:
         found.append(f"{error}; the checkpoint's is used")
     try:
         with if_forbidden(ModelError, path):
-            named = path.is_absolute() or path.exists()
-        local = resolve_source(path, weights=False) if named else None
+            there = path.exists()
+        if path.is_absolute() and not there:
+            raise ModelError(f"{path}: is no longer there")
+        local = resolve_source(path, weights=False) if there else None
         if source := local or cached_source(config.model.source, config.model.revision):
             now = digests_of(source)
     except ModelError as error:
