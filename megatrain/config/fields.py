@@ -427,8 +427,9 @@ def check_readers(config: Config) -> None:
 def fault_of_sections(config: Config) -> tuple[str, str] | None:
     """The first key that the config's method cannot honour, and why; None if there is none."""
     method = config.method
-    writing = [name for name in s.SECTIONS if METHODS[name].kind == PROMPTS]
-    owners = {name: [name] for name in s.SECTIONS} | {"rollout": writing, "rewards": writing}
+    writing = [name for name in METHODS if METHODS[name].kind == PROMPTS]
+    owners = {name: [name] for name in METHODS if name in Config.model_fields}
+    owners |= {"rollout": writing, "rewards": writing}
     for name, its in owners.items():
         if method not in its and (own := getattr(config, name).own()):
             return f"{name}.{own[0]}", f"belongs to method: {' or '.join(its)}, not to {method}"

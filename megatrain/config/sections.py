@@ -265,19 +265,6 @@ class RewardsOptions(Options):
     )
 
 
-SECTIONS: dict[str, type[Options]] = {
-    "dpo": DpoOptions,
-    "orpo": OrpoOptions,
-    "simpo": SimpoOptions,
-    "cpo": CpoOptions,
-    "kto": KtoOptions,
-    "reward": RewardOptions,
-    "distill": DistillOptions,
-    "grpo": GrpoOptions,
-    "rloo": RlooOptions,
-}
-
-
 class MemoryOptions(Options):
     """Budgets of the memory tiers, and what is placed on which."""
 
