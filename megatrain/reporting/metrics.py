@@ -59,10 +59,6 @@ class StepTime:
         whole = self.total_s or 1.0
         return {name: part / whole for name, part in asdict(self).items()}
 
-    def bound(self) -> tuple[str, float]:
-        """(name, share) of the largest part."""
-        return max(self.shares().items(), key=lambda item: item[1])
-
 
 class SteadyTime:
     """The latest steps' times; a process's first, which compiles, counts until there is another."""

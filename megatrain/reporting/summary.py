@@ -39,7 +39,7 @@ BOUND_WORDS = {
 
 def bound_in_words(time: StepTime) -> str:
     """The largest share of a step: `waiting for the update 32%`."""
-    name, share = time.bound()
+    name, share = max(time.shares().items(), key=lambda item: item[1])
     return f"{BOUND_WORDS[name]} {share:.0%}"
 
 
