@@ -294,11 +294,11 @@ def communicator_bytes(groups: Sequence[int], peers: bool) -> int:
 
 def visible_gpu() -> Gpu | None:
     """The first GPU that CUDA would show this process, or None."""
-    chosen = next(iter(visible_gpus()), None)
+    chosen, *_ = visible_gpus() or [""]
 
     def read(nvml: Any) -> Gpu:
-        if str(chosen).isdigit():
-            handle = nvml.nvmlDeviceGetHandleByIndex(int(str(chosen)))
+        if chosen.isdigit():
+            handle = nvml.nvmlDeviceGetHandleByIndex(int(chosen))
         else:
             handle = nvml.nvmlDeviceGetHandleByUUID(chosen)
         memory = nvml.nvmlDeviceGetMemoryInfo(handle)
@@ -306,7 +306,7 @@ def visible_gpu() -> Gpu | None:
         return Gpu(nvml.nvmlDeviceGetName(handle), memory.total, memory.free, (major, minor))
 
     # no such index or UUID: CUDA shows no device either
-    return None if chosen is None else from_driver(read, None)
+    return from_driver(read, None) if chosen else None
 
 
 def visible_gpus() -> list[str]:
