@@ -5,6 +5,7 @@ Long work also says what it is, `doing`, and where it may be ended, `may_end_her
 
 from __future__ import annotations
 
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -50,6 +51,18 @@ def ending(end: Callable[[], None]) -> Iterator[None]:
         yield
     finally:
         _enders.remove(end)
+
+
+@contextmanager
+def beside(work: Callable[[], object], ended: threading.Event, name: str) -> Iterator[None]:
+    """Inside, a thread works, until the end of the block sets `ended`, for which it looks."""
+    thread = threading.Thread(target=work, name=f"megatrain-{name}", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
 
 
 def doing(

@@ -283,20 +283,14 @@ ALONE = World()
 def check_numbers(local: Sequence[tuple[int, int]]) -> None:
     """Raise ConfigError unless ranks of a host follow one another, as many on each. local: of every
     rank, its number on its host and how many there are."""
-    each = local[0][1]
+    each, size = local[0][1], len(local)
     for rank, (number, there) in enumerate(local):
-        if (number, there) != (rank % each, each):
-            found = f"rank {rank} is number {number} of {there} on its host"
-            found = f"{found}, not {rank % each} of {each}"
-            break
-    else:
-        if len(local) % each == 0:
-            return
-        found = f"{len(local)} ranks are on hosts of {each}"
-    raise ConfigError(
-        f"{found}: start as many processes on every host, numbered host by host (torchrun does so, "
-        "Slurm with --distribution=block)"
-    )
+        if (number, there) != (rank % each, each) or size % each:
+            raise ConfigError(
+                f"rank {rank} of {size} is number {number} of {there} on its host: start as many "
+                "processes on every host, numbered host by host (torchrun does so, Slurm with "
+                "--distribution=block)"
+            )
 
 
 def gather_whole(whole: torch.Tensor, mine: torch.Tensor, group: Any) -> None:

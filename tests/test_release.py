@@ -23,7 +23,10 @@ RECORD = f"megatrain-{VERSION}.dist-info/RECORD"  # names, digests and sizes of 
 # What Python files are not, and would be missed last.
 DATA = {
     *("py.typed", "models/transforms/fp8.cu", "optim/elementwise.cu", "planner/questions.json.gz"),
-    *(f"recipes/assets/{name}" for name in ("page.css", "page.js", "uPlot.iife.min.js")),
+    *(
+        f"recipes/assets/{name}"
+        for name in ("page.html", "page.css", "page.js", "uPlot.iife.min.js")
+    ),
     *("recipes/assets/uPlot.LICENSE", "config/example.yaml", "data/templates/chatml.jinja"),
 }
 

@@ -310,10 +310,10 @@ def generate(
     find_model(model)
     longest = max_new_tokens or (CHAT_TOKENS if chat else ANSWER_TOKENS)
     given = (model, longest, sampling, system, trust_remote_code, image or ())
-    from megatrain.recipes import inspect, sample
+    from megatrain.recipes import inspect
 
     live = sys.stdout.isatty() and not as_json
-    show = type_out if live else sample.unseen
+    show = type_out if live else str  # which shows nothing
     with reading(no_verify) as console:
         if chat:
             converse(given, prompt, show, as_json, console)
@@ -342,7 +342,7 @@ def _asked(prompt: str | None, chat: bool, system: str | None) -> str | None:
 def converse(
     given: tuple[Any, ...],
     first: str | None,
-    show: Callable[[str], None],
+    show: Callable[[str], object],
     as_json: bool,
     console: Console,
 ) -> None:
@@ -470,13 +470,13 @@ def init(
         raise ConfigError(f"{output}: exists already; choose another name or add --force")
     described = {"gpu": gpu, "ram": ram} if gpu or ram else None
     with logging_on(console_on(stderr=True)):
-        found = recipe.config_for(given[0], given[1], method, described)
-    path = output or Path(f"{found.name}.yaml")
-    _write(path, found.text, "with --output, or add --force", mode)
+        name, text, plan = recipe.config_for(given[0], given[1], method, described)
+    path = output or Path(f"{name}.yaml")
+    _write(path, text, "with --output, or add --force", mode)
     if not (schema := path.with_name(recipe.SCHEMA)).exists():
         _write(schema, json.dumps(config_schema(), indent=1) + "\n", "")
     told = f" --gpu {shlex.quote(gpu or '')} --ram {ram}" if described else ""
-    typer.echo(f"wrote {path}: {verdict(found.plan)}", err=True)
+    typer.echo(f"wrote {path}: {verdict(plan)}", err=True)
     for command, why in (
         (f"megatrain data {path}", "what is trained on, row by row"),
         (f"megatrain plan {path}{told}", "what is where, and what would be faster"),

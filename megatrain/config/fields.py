@@ -428,8 +428,8 @@ def check_readers(config: Config) -> None:
 def fault_of_sections(config: Config) -> tuple[str, str] | None:
     """The first key that the config's method cannot honour, and why; None if there is none."""
     method = config.method
-    writing = [name for name in s.SECTIONS if METHODS[name].kind == PROMPTS]
-    owners = {name: [name] for name in s.SECTIONS}
+    writing = [name for name in METHODS if METHODS[name].kind == PROMPTS]
+    owners = {name: [name] for name in METHODS if name in Config.model_fields}
     owners |= dict.fromkeys(("rollout", "rewards", "tools"), writing)
     for name, its in owners.items():
         if method not in its and (own := getattr(config, name).own()):
@@ -578,12 +578,14 @@ def check_functions(config: Config) -> None:
 
 
 def check_sources(config: Config) -> None:
-    """Look whether what the config names as data is there, without reading it or anything large.
+    """Look whether what the config names as data and prompts is there, without reading anything
+    large.
 
     Raises DataError with the place of the key: `cfg.yaml:3: data.train: rows.jsonl: no such file`;
     ConfigError for a file of reward functions.
     """
     check_functions(config)
+    check_prompts(config)
     for name in ("train", "eval"):
         given = getattr(config.data, name)
         for one in given if isinstance(given, tuple) else ():

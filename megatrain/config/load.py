@@ -21,7 +21,7 @@ from megatrain.config.document import (
     read_text,
     read_yaml,
 )
-from megatrain.config.fields import Config, check_prompts, check_readers, check_sources
+from megatrain.config.fields import Config, check_readers, check_sources
 from megatrain.config.names import ALIASES, RIVALS, Alias, Key
 from megatrain.config.values import nearest, shown
 from megatrain.data.samples import digest_of
@@ -168,7 +168,6 @@ def load_run(
     """`load_config`, and a look whether data and prompts are there. Raises DataError, too."""
     config = load_config(source, overrides)
     check_sources(config)
-    check_prompts(config)
     return config
 
 

@@ -129,10 +129,9 @@ def _optimizer(value: object) -> object:
 
 
 def _figure(value: object) -> object:
-    if value is None:
-        return "eval_loss"
-    begun = isinstance(value, str) and value.startswith("eval_")
-    return value if begun or not isinstance(value, str) else f"eval_{value}"
+    if isinstance(value, str) and not value.startswith("eval_"):
+        return f"eval_{value}"
+    return "eval_loss" if value is None else value
 
 
 def read_names(path: Path) -> dict[str, Any]:

@@ -11,9 +11,9 @@ from typing import Any
 
 from megatrain.config.document import COMMAND_LINE, IN_PYTHON
 from megatrain.config.fields import Config
-from megatrain.config.load import load_config
-from megatrain.config.sections import SECTIONS
+from megatrain.config.load import SECTIONS, load_config
 from megatrain.errors import ConfigError
+from megatrain.methods import METHODS
 from megatrain.settings import EXCLUSIONS, KEYS, OPTIONS, SPENT
 
 # Files of a run folder: the config as asked for, and with what was decided.
@@ -27,7 +27,8 @@ REFUSED, FLAGGED = (
     {key: reason for keys, reason in _ROWS[table].items() for key in keys.split()}
     for table in ("refused", "flagged")
 )
-FLAGGED |= dict.fromkeys(SECTIONS, "the loss is another from here on") | KEPT_OPTIONS
+_METHODS = (name for name in METHODS if name in SECTIONS)
+FLAGGED |= dict.fromkeys(_METHODS, "the loss is another from here on") | KEPT_OPTIONS
 # Keys whose chosen values a resumed run keeps, or sums would be rounded in another order.
 KEPT_CHOICES = (*KEPT_OPTIONS, "data.packing", "data.date", "precision", "optimizer.moments")
 KEPT_CHOICES += ("compile",)

@@ -287,19 +287,6 @@ class ToolsOptions(Options):
         return (*self.functions, *filter(None, [self.environment_factory]))
 
 
-SECTIONS: dict[str, type[Options]] = {
-    "dpo": DpoOptions,
-    "orpo": OrpoOptions,
-    "simpo": SimpoOptions,
-    "cpo": CpoOptions,
-    "kto": KtoOptions,
-    "reward": RewardOptions,
-    "distill": DistillOptions,
-    "grpo": GrpoOptions,
-    "rloo": RlooOptions,
-}
-
-
 class MemoryOptions(Options):
     """Budgets of the memory tiers, and what is placed on which."""
 

@@ -10,20 +10,22 @@ import ctypes
 import os
 import resource
 import shutil
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from itertools import permutations, takewhile
 from pathlib import Path
 from runpy import run_path
-from typing import Any, NamedTuple
+from typing import Any, TypeVar
 
 import psutil
 
 from megatrain.errors import ConfigError
 from megatrain.machine.cgroups import cgroup_cpus, cgroup_memory
 from megatrain.machine.datasheets import FIRST_BFLOAT16
+
+T = TypeVar("T")
 
 MIB = 2**20
 GIB = 2**30
@@ -242,27 +244,20 @@ def drive_name(folder: Path) -> str:
     device = mount.stat().st_dev
     found = mount_of(mount) if os.major(device) == 0 else None
     if found is not None:
-        return f"{found.source} {found.point}"
+        return f"{found.device} {found.mountpoint}"
     while not mount.is_mount():
         mount = mount.parent
     return f"{os.major(device)}:{os.minor(device)} {mount}"
 
 
-class Mount(NamedTuple):
-    """A mounted file system: where, of which kind, and from what device or server."""
-
-    point: Path
-    kind: str
-    source: str
-
-
-def mount_of(folder: Path) -> Mount | None:
-    """The file system of `folder`, or of its nearest existing parent; None where none is told."""
+def mount_of(folder: Path) -> Any:
+    """The file system of `folder`, or of its nearest existing parent, as psutil describes it
+    (mountpoint, fstype, device); None where none is told."""
     folder = _existing(folder).resolve()
-    mounts = (Mount(Path(m.mountpoint), m.fstype, m.device) for m in psutil.disk_partitions(True))
-    holding = [mount for mount in mounts if folder.is_relative_to(mount.point)]
+    mounts = psutil.disk_partitions(all=True)
+    holding = [mount for mount in mounts if folder.is_relative_to(mount.mountpoint)]
     # the longest path; of two mounts on one, the later hides the earlier
-    return max(reversed(holding), key=lambda mount: len(mount.point.parts), default=None)
+    return max(reversed(holding), key=lambda it: len(Path(it.mountpoint).parts), default=None)
 
 
 def _existing(folder: Path) -> Path:
@@ -299,28 +294,25 @@ def communicator_bytes(groups: Sequence[int], peers: bool) -> int:
 
 def visible_gpu() -> Gpu | None:
     """The first GPU that CUDA would show this process, or None."""
-    chosen = next(iter(visible_gpus()), None)
-    if chosen is None:
-        return None
-    with opened_nvml() as nvml:
-        try:
-            if chosen.isdigit():
-                handle = nvml.nvmlDeviceGetHandleByIndex(int(chosen))
-            else:
-                handle = nvml.nvmlDeviceGetHandleByUUID(chosen)
-            memory = nvml.nvmlDeviceGetMemoryInfo(handle)
-            major, minor = nvml.nvmlDeviceGetCudaComputeCapability(handle)
-            name = nvml.nvmlDeviceGetName(handle)
-        except nvml.NVMLError:  # no such index or UUID: CUDA shows no device either
-            return None
-    return Gpu(name, memory.total, memory.free, (major, minor))
+    chosen, *_ = visible_gpus() or [""]
+
+    def read(nvml: Any) -> Gpu:
+        if chosen.isdigit():
+            handle = nvml.nvmlDeviceGetHandleByIndex(int(chosen))
+        else:
+            handle = nvml.nvmlDeviceGetHandleByUUID(chosen)
+        memory = nvml.nvmlDeviceGetMemoryInfo(handle)
+        major, minor = nvml.nvmlDeviceGetCudaComputeCapability(handle)
+        return Gpu(nvml.nvmlDeviceGetName(handle), memory.total, memory.free, (major, minor))
+
+    # no such index or UUID: CUDA shows no device either
+    return from_driver(read, None) if chosen else None
 
 
 def visible_gpus() -> list[str]:
     """The GPUs that CUDA would show this process, in its order: by index or UUID."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    with opened_nvml() as nvml:
-        there = 0 if nvml is None else int(nvml.nvmlDeviceGetCount())
+    there = from_driver(lambda nvml: int(nvml.nvmlDeviceGetCount()), 0)
     if visible is None or not there:
         return [str(index) for index in range(there)]
     names = (name.strip() for name in visible.split(","))
@@ -340,17 +332,25 @@ def reach_each_other(uuids: Sequence[str]) -> bool:
     Asked of NVML: a rank's CUDA shows it one GPU. NCCL may have been told not to use it."""
     if os.environ.get("NCCL_P2P_DISABLE") == "1":
         return False
+
+    def ask(nvml: Any) -> bool:
+        gpus = [nvml.nvmlDeviceGetHandleByUUID(uuid) for uuid in uuids]
+        found = (nvml.nvmlDeviceGetP2PStatus(*pair, P2P_READS) for pair in permutations(gpus, 2))
+        return all(status == nvml.NVML_P2P_STATUS_OK for status in found)
+
+    return from_driver(ask, True)
+
+
+def from_driver(ask: Callable[[Any], T], otherwise: T) -> T:
+    """The answer of NVIDIA's driver to `ask`, which gets pynvml; `otherwise` where there is no
+    driver, or it cannot say."""
     with opened_nvml() as nvml:
         if nvml is None:
-            return True
+            return otherwise
         try:
-            gpus = [nvml.nvmlDeviceGetHandleByUUID(uuid) for uuid in uuids]
-            found = [
-                nvml.nvmlDeviceGetP2PStatus(*pair, P2P_READS) for pair in permutations(gpus, 2)
-            ]
+            return ask(nvml)
         except nvml.NVMLError:
-            return True
-        return all(status == nvml.NVML_P2P_STATUS_OK for status in found)
+            return otherwise
 
 
 @contextmanager

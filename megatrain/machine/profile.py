@@ -31,8 +31,8 @@ from megatrain.machine.hardware import (
     Hardware,
     bf16_is_fast,
     drive_name,
+    from_driver,
     one_of_each_drive,
-    opened_nvml,
     processor_facts,
     update_threads,
 )
@@ -138,8 +138,7 @@ def fingerprint(hardware: Hardware, ranks: int = 1) -> str:
 
 def driver_version() -> str:
     """The NVIDIA driver's version; empty where there is none."""
-    with opened_nvml() as nvml:
-        return str(nvml.nvmlSystemGetDriverVersion()) if nvml is not None else ""
+    return from_driver(lambda nvml: str(nvml.nvmlSystemGetDriverVersion()), "")
 
 
 def processor(cpuinfo: Path = CPUINFO) -> str:
@@ -365,6 +364,7 @@ STAGED_GATHER_SHARE, STAGED_REDUCE_SHARE = 0.44, 0.41
 # 0.50 with two GPUs at work, 0.48 with four, whose ranks had 56 threads each on 64 cores.
 LOST_TO_LINKS = 0.5
 LEAST_BUSY = 0.2  # share of the update that is left beside busy links
+# These do not reach each other's memory (but for a bridge between two 3090); others do.
 GEFORCE = re.compile(r"RTX [2-5]0[5-9]0")
 GLOO_SHARE = 0.03  # of memory's rate, between processes without GPUs
 
@@ -385,12 +385,6 @@ class Shares(NamedTuple):
 # add two numbers in any order.
 OF_TWO = Shares(0.97, 0.97, 0.69, 0.53, 0.58, 0.31, 0.28)
 OF_FOUR = Shares(0.80, 0.67, 0.43, 0.69, 0.60, 0.26, 0.64)
-
-
-def gpus_reach_each_other(hardware: Hardware) -> bool:
-    """True if GPUs like this one reach each other's memory: GeForce cards do not (but for a bridge
-    between two 3090), others do."""
-    return hardware.gpu is None or GEFORCE.search(hardware.gpu.name) is None
 
 
 def part_of(hardware: Hardware, ranks: int) -> Hardware:

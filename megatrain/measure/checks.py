@@ -7,12 +7,13 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import psutil
 import torch
 
 from megatrain.machine.cgroups import cgroup_cpus, cgroup_memory
-from megatrain.machine.hardware import GIB, IN_RAM, OVERLAY, Hardware, mount_of, opened_nvml
+from megatrain.machine.hardware import GIB, IN_RAM, OVERLAY, Hardware, from_driver, mount_of
 from megatrain.machine.profile import MachineProfile
 from megatrain.measure.transfers import PIECE_BYTES
 
@@ -139,20 +140,18 @@ def shared_memory(gpus: int, folder: Path = SHARED_MEMORY) -> Finding:
 
 def pcie_link() -> PcieLink | None:
     """The current CUDA device's link; None where the driver does not say, as in some VMs."""
-    with opened_nvml() as nvml:
-        if nvml is None:
-            return None
-        try:
-            gpu = nvml.nvmlDeviceGetHandleByUUID(f"GPU-{torch.cuda.get_device_properties().uuid}")
-            return PcieLink(
-                # the most that GPU and board agree on: an idle link runs slower
-                generation=nvml.nvmlDeviceGetMaxPcieLinkGeneration(gpu),
-                width=nvml.nvmlDeviceGetCurrPcieLinkWidth(gpu),
-                gpu_generation=nvml.nvmlDeviceGetGpuMaxPcieLinkGeneration(gpu),
-                gpu_width=nvml.nvmlDeviceGetMaxPcieLinkWidth(gpu),
-            )
-        except nvml.NVMLError:
-            return None
+
+    def ask(nvml: Any) -> PcieLink:
+        gpu = nvml.nvmlDeviceGetHandleByUUID(f"GPU-{torch.cuda.get_device_properties().uuid}")
+        return PcieLink(
+            # the most that GPU and board agree on: an idle link runs slower
+            generation=nvml.nvmlDeviceGetMaxPcieLinkGeneration(gpu),
+            width=nvml.nvmlDeviceGetCurrPcieLinkWidth(gpu),
+            gpu_generation=nvml.nvmlDeviceGetGpuMaxPcieLinkGeneration(gpu),
+            gpu_width=nvml.nvmlDeviceGetMaxPcieLinkWidth(gpu),
+        )
+
+    return from_driver(ask, None)
 
 
 def pcie(link: PcieLink | None, upload: float) -> Finding:
@@ -200,12 +199,12 @@ def places(folders: Iterable[Path]) -> Iterator[Finding]:
     """Folders that lie on no drive: in RAM, or in what a container loses when it is removed."""
     for folder in folders:
         mount = mount_of(folder)
-        if mount is not None and mount.kind in IN_RAM:
-            yield Finding(str(folder), mount.kind, "it lies in RAM; name a folder on a drive")
-        elif mount is not None and mount.kind in OVERLAY:
+        if mount is not None and mount.fstype in IN_RAM:
+            yield Finding(str(folder), mount.fstype, "it lies in RAM; name a folder on a drive")
+        elif mount is not None and mount.fstype in OVERLAY:
             yield Finding(
                 str(folder),
-                mount.kind,
+                mount.fstype,
                 "if this is a container, its files go when it is removed; mount a folder of the "
                 "host there: docker run --volume",
             )

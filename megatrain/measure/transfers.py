@@ -12,6 +12,7 @@ from statistics import median
 
 import torch
 
+from megatrain.heartbeat import beside
 from megatrain.memory.slab import Slab
 
 Work = Callable[[], object]
@@ -129,13 +130,8 @@ class LinkTest(AbstractContextManager["LinkTest"]):
             seconds = median(end - begin for begin, end in pairwise(ends))
             return 2 * PIECES_AT_ONCE * PIECE_BYTES / seconds
 
-        thread = threading.Thread(target=work, name="megatrain-busy-link")
-        thread.start()
-        try:
+        with beside(work, stop, "busy-link"):
             yield rate
-        finally:
-            stop.set()
-            thread.join()
 
     def __exit__(self, *_: object) -> None:
         torch.cuda.synchronize(self.device)  # pinned memory goes only when no copy reads it

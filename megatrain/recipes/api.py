@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from megatrain.config import Config, load_config, names_config
-from megatrain.config.fields import check_prompts, check_sources
+from megatrain.config.fields import check_sources
 from megatrain.config.load import bench_config
 from megatrain.errors import ConfigError
 from megatrain.planner.plan import Plan
@@ -83,7 +83,6 @@ def train(
     """
     settings = config_of(config, keys)
     check_sources(settings)
-    check_prompts(settings)
     with verifying(verify):
         return run.train(settings, None if profile is None else _path_of(profile))
 

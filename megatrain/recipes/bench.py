@@ -26,18 +26,11 @@ from megatrain.losses import next_token
 from megatrain.machine.profile import keep_ratio
 from megatrain.methods import METHODS
 from megatrain.planner.plan import Plan
+from megatrain.recipes import setup
 from megatrain.recipes.describe import choices_in_words, described_environment, facts_of, work_of
 from megatrain.recipes.model import shape_model, suited
 from megatrain.recipes.planned_machine import find_machine
 from megatrain.recipes.ranks.rendezvous import as_rank, bind, check_ranks
-from megatrain.recipes.setup import (
-    memory_errors,
-    micro_batch_of,
-    plan_run,
-    quiet_libraries,
-    resolve_run,
-    sharing,
-)
 from megatrain.reporting.meters import GpuMeter, allocator_retries, peak_host_bytes
 from megatrain.reporting.metrics import StepTime
 from megatrain.reporting.progress import logging_on
@@ -196,7 +189,7 @@ def bench(
     """
 
     def timed(world: World) -> BenchResult:
-        quiet_libraries()
+        setup.quiet_libraries()
         traced = profile if world.is_first else None
         if traced is not None:
             claim(traced)
@@ -204,11 +197,11 @@ def bench(
         with ExitStack() as stack:
             stack.enter_context(logging_on(console))
             resolved = resolve_shape(config, layers, world)
-            plan = plan_run(config, resolved, checkpoints_written=0)
+            plan = setup.plan_run(config, resolved, checkpoints_written=0)
             plan.check()
             model = human_parameters(plan.parameters, plan.active_parameters)
             console.print(f"{model}, {choices_in_words(plan)}", soft_wrap=True)
-            stack.enter_context(memory_errors(plan))
+            stack.enter_context(setup.memory_errors(plan))
             stack.enter_context(deterministic(config.train.deterministic))
             bind(world, resolved.machine.device)
             started = time.perf_counter()
@@ -253,9 +246,9 @@ def resolve_shape(config: Config, layers: int | None, world: World = ALONE) -> R
             "which the layers are the same"
         )
     check_ranks(config, world)
-    world = sharing(config, world)
+    world = setup.sharing(config, world)
     model = suited(shape_model(config, layers), config)
-    return resolve_run(config, model, find_machine(config, may_measure=True, world=world))
+    return setup.resolve_run(config, model, find_machine(config, may_measure=True, world=world))
 
 
 def drawn_step(engine: Engine, config: Config, plan: Plan, seed: int) -> Step:
@@ -264,7 +257,7 @@ def drawn_step(engine: Engine, config: Config, plan: Plan, seed: int) -> Step:
     generator = torch.Generator().manual_seed(seed)
     shape = _rows_of(config, plan), seq_len
     ids = torch.randint(0, engine.anatomy.vocab_size, shape, generator=generator)
-    rows = max(1, micro_batch_of(config, plan) // seq_len)
+    rows = max(1, setup.micro_batch_of(config, plan) // seq_len)
     parts = torch.split(ids[world.dp_rank :: world.dp_size], rows)
     batches = [{"input_ids": part, "labels": part} for part in parts]
     return lambda: engine.train_step(batches, next_token, config.train.learning_rate)

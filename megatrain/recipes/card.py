@@ -20,7 +20,7 @@ from megatrain.methods import METHODS
 from megatrain.models.pretrained import HUB_ID, cached_source
 from megatrain.recipes.report import Reported
 from megatrain.recipes.state import Run
-from megatrain.reporting.metrics import NOT_DRAWN, read_history, read_metrics
+from megatrain.reporting.metrics import NOT_DRAWN, History, read_metrics
 from megatrain.reporting.words import human_seconds
 from megatrain.storage.run_folder import CARD
 
@@ -125,7 +125,7 @@ def settings_of(config: Config, precision: str) -> dict[str, object]:
 def training_of(run: Run) -> dict[str, object]:
     """Steps, tokens and time of the run, hardware and versions of its last process."""
     folder = run.config.output
-    found = Reported.of(folder, read_history(folder))
+    found = Reported.of(folder, History(read_metrics(folder)))
     hardware, packages = (found.environment.get(name) or {} for name in ("hardware", "packages"))
     gpu = (hardware.get("gpu") or {}).get("name", "no GPU")
     ram = hardware.get("host_total_bytes", 0) / GIB

@@ -23,7 +23,6 @@ from megatrain.recipes.sample import (
     rendered_ids,
     system_turns,
     text_of,
-    unseen,
     user,
     written,
 )
@@ -69,7 +68,7 @@ class Conversation:
                 "token streams all of them once"
             )
 
-    def answer(self, prompt: str, show: Callable[[str], None] = unseen) -> Reply:
+    def answer(self, prompt: str, show: Callable[[str], object] = str) -> Reply:
         """Answer a prompt; both become turns. Raises ConfigError and ModelError if it cannot be."""
         began = time.perf_counter()
         pictures, self._pictures = self._pictures, ()

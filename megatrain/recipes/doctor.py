@@ -16,15 +16,7 @@ from megatrain.engine.request import choose_device
 from megatrain.errors import ConfigError, StorageError, logger
 from megatrain.machine import profile as profiles
 from megatrain.machine.hardware import Hardware, drive_name, one_of_each_drive, read_hardware
-from megatrain.machine.profile import (
-    TOGETHER,
-    DriveRates,
-    MachineProfile,
-    assumed,
-    joined,
-    known,
-    part_of,
-)
+from megatrain.machine.profile import DriveRates, MachineProfile
 from megatrain.measure.checks import Finding, check, places
 from megatrain.measure.disk import drive_rates
 from megatrain.measure.profile import measure_machine
@@ -115,7 +107,7 @@ def keep_together(
 ) -> MachineProfile:
     """The profile of one with what ranks found together, which is cached. Raises StorageError."""
     name = profiles.fingerprint(hardware, found["ranks"])
-    profile = replace(joined(base, replace(base, **found)), fingerprint=name)
+    profile = replace(profiles.joined(base, replace(base, **found)), fingerprint=name)
     profiles.save_profile(profile)
     return profile
 
@@ -135,20 +127,20 @@ def measured_together(
     ranks = world.local_size
     if ranks == 1:
         return base, False
-    profile = world.all_gather(known(base, hardware, ranks))[0]
+    profile = world.all_gather(profiles.known(base, hardware, ranks))[0]
     if profile is not None:
         return profile, False
     if not may_measure or device.type != "cuda":
-        return world.all_gather(assumed(base, hardware, ranks))[0], True
+        return world.all_gather(profiles.assumed(base, hardware, ranks))[0], True
     if world.rank == 0:
         logger.info(f"measuring {ranks} GPUs at work together for the plan, once")
-    found = measure_together(world, device, part_of(hardware, ranks).physical_cores)
+    found = measure_together(world, device, profiles.part_of(hardware, ranks).physical_cores)
     if world.rank == 0:
         try:
             keep_together(base, hardware, found)
         except StorageError as error:
             logger.warning(str(error))
-    return world.all_gather(joined(base, replace(base, **found)))[0], False
+    return world.all_gather(profiles.joined(base, replace(base, **found)))[0], False
 
 
 def measured_or_typical(
@@ -200,7 +192,7 @@ ROWS = (  # field of the profile, what it is, its unit in SI, the unit's name
     ("disk_read", "disk, reading", 1e9, "GB/s"),
 )
 AT_WORK = (  # of each of several GPUs, with all at work
-    *(row for row in ROWS if row[0] in TOGETHER),
+    *(row for row in ROWS if row[0] in profiles.TOGETHER),
     ("gather", "weights of the others", 1e9, "GB/s"),
     ("gather_loss", "computing lost meanwhile", 0.01, "%"),
     ("reduce", "sums of the others", 1e9, "GB/s"),

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from megatrain.config import load_config
+from megatrain.config.document import write_yaml
 from megatrain.data.formats import detect_format
 from megatrain.data.rows import Rows
 from megatrain.data.samples import JUDGED, PAIRS, PLAIN
@@ -26,19 +26,11 @@ STEP_TOKENS = 65_536
 SCHEMA = "megatrain.schema.json"
 
 
-@dataclass(frozen=True)
-class FirstConfig:
-    """A config to begin with, as YAML, and its plan."""
-
-    name: str
-    text: str
-    plan: Plan
-
-
 def config_for(
     model: str, data: str, method: str | None = None, described: Mapping[str, Any] | None = None
-) -> FirstConfig:
-    """The config that trains `model` on `data`, on this machine or one that is described.
+) -> tuple[str, str, Plan]:
+    """(name, YAML, plan) of a config that trains `model` on `data`, on this machine or one that is
+    described.
 
     Args:
         method: by default that which rows of their form are for.
@@ -67,7 +59,7 @@ def config_for(
         values |= {"optimizer": {"moments": "int8"}}
         made = planning.plan(load_config(values), described=described)
     made.check()
-    return FirstConfig(name, as_yaml(values, rows, made), made)
+    return name, as_yaml(values, rows, made), made
 
 
 def usual_method(data: str) -> str:
@@ -131,6 +123,4 @@ def as_yaml(values: Mapping[str, Any], rows: Rows, made: Plan) -> str:
 
 def quoted(text: str) -> str:
     """A text as YAML writes it."""
-    from megatrain.config.document import write_yaml
-
     return write_yaml([text]).removeprefix("- ").rstrip()

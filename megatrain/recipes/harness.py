@@ -1,7 +1,6 @@
-"""An engine as a model class of lm-evaluation-harness.
+"""An engine as a model class of lm-evaluation-harness: its `hf` backend, computing otherwise.
 
-Texts become tokens as in its `hf` backend, so that figures are the same; what differs is how they
-are computed. https://github.com/EleutherAI/lm-evaluation-harness
+https://github.com/EleutherAI/lm-evaluation-harness
 """
 
 from __future__ import annotations
@@ -14,18 +13,15 @@ from itertools import groupby, islice
 from typing import Any
 
 import torch
-from jinja2.exceptions import TemplateError
 from lm_eval.api.model import TemplateLM
+from lm_eval.models.huggingface import HFLM
 from lm_eval.models.utils import (
     configure_pad_token,
     handle_stop_sequences,
-    has_bos_prefix,
     normalize_gen_kwargs,
     postprocess_generated_text,
-    resolve_max_length,
 )
 from lm_eval.models.utils_hf import stop_sequences_criteria
-from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from torch.nn.utils.rnn import pad_sequence
 from tqdm import tqdm
 
@@ -60,13 +56,20 @@ Asked = tuple[Any, list[int], list[int]]  # (texts or None, context, continuatio
 Row = tuple[int, ...]  # token ids
 
 
-class EngineLM(TemplateLM):
-    """Answers lm-eval's requests with an engine, whose state it leaves as it was."""
+class EngineLM(HFLM):
+    """Answers lm-eval's requests with an engine, whose state it leaves as it was. Texts become
+    tokens as HFLM has them, which loads no model here."""
+
+    # what HFLM's own constructor sets
+    custom_prefix_token_id = add_bos_token = _max_length = enable_thinking = None
+    batch_size_per_gpu = sys.maxsize  # all windows of long texts are asked for at once
+    _rank, _world_size = 0, 1
+    chat_template_args: Mapping[str, Any] = {}
 
     def __init__(self, engine: Engine, model: Model, longest: int) -> None:
         """longest: tokens of a row, at most."""
-        super().__init__()
-        self.engine, self.model = engine, model
+        TemplateLM.__init__(self)
+        self.engine, self._model = engine, model
         size = max(AUTO_MICRO_BATCH_TOKENS[engine.device.type], longest)
         self.micro_batch_tokens, self.sweep_tokens = size, SWEEP_MICRO_BATCHES * size
         if engine.device.type == "cuda":  # the more tokens share a sweep, the better
@@ -81,34 +84,6 @@ class EngineLM(TemplateLM):
             )
         self.regimes = regimes_of(model.config)
 
-    # -- tokens: as lm_eval.models.huggingface.HFLM has them ---------------------------------------
-
-    @property
-    def eot_token_id(self) -> int:
-        return self.tokenizer.eos_token_id  # type: ignore[no-any-return]
-
-    @property
-    def prefix_token_id(self) -> int:
-        begin = self.tokenizer.bos_token_id
-        return self.eot_token_id if begin is None else begin
-
-    @property
-    def max_length(self) -> int:
-        return int(resolve_max_length(self.model.config, self.tokenizer))
-
-    @property
-    def tokenizer_name(self) -> str:
-        return str(self.tokenizer.name_or_path).replace("/", "__")
-
-    def tok_encode(
-        self, string: str, add_special_tokens: bool | None = None, **_: Any
-    ) -> list[int]:
-        begins = has_bos_prefix(string, self.tokenizer.decode(self.prefix_token_id))
-        if add_special_tokens is None and begins:
-            add_special_tokens = False
-        how = {} if add_special_tokens is None else {"add_special_tokens": add_special_tokens}
-        return list(self.tokenizer.encode(string, **how))
-
     @cached_property
     def _template(self) -> Template:
         return Template(self.tokenizer)
@@ -117,17 +92,11 @@ class EngineLM(TemplateLM):
         self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True
     ) -> str:
         turns = self._template.wanted(chat_history)
-        how = {
-            "tokenize": False,
-            "add_generation_prompt": add_generation_prompt,
-            "continue_final_message": not add_generation_prompt,
-        }
-        try:
-            made = self.tokenizer.apply_chat_template(turns, **how)
-        except TemplateError:  # which may know no system turn
-            others = [turn for turn in turns if turn["role"] != "system"]
-            made = self.tokenizer.apply_chat_template(others, **how)
-        return str(made)
+        return str(super().apply_chat_template(turns, add_generation_prompt))
+
+    def get_model_info(self) -> dict[str, Any]:
+        """Nothing: what is known of the model is told beside lm-eval's results."""
+        return {}
 
     # -- log-likelihoods ---------------------------------------------------------------------------
 
@@ -137,22 +106,8 @@ class EngineLM(TemplateLM):
         return super().loglikelihood(requests, disable_tqdm=without_bar)  # type: ignore[no-any-return]
 
     def loglikelihood_rolling(self, requests: Any, disable_tqdm: bool = False) -> list[float]:
-        asked: list[Asked] = []
-        of_request: list[int] = []
-        for number, request in enumerate(requests):
-            windows = get_rolling_token_windows(
-                token_list=self.tok_encode(*request.args),
-                prefix_token=self.prefix_token_id,
-                max_seq_len=self.max_length,
-                context_len=1,
-            )
-            for context, continuation in map(make_disjoint_window, windows):
-                asked.append((None, context, continuation))
-                of_request.append(number)
-        totals = [0.0] * len(requests)
-        for number, (value, _) in zip(of_request, self._loglikelihood_tokens(asked), strict=True):
-            totals[number] += value
-        return totals
+        without_bar = disable_tqdm or not sys.stderr.isatty()
+        return super().loglikelihood_rolling(requests, without_bar)  # type: ignore[no-any-return]
 
     def _loglikelihood_tokens(self, requests: list[Asked], **_: Any) -> list[tuple[float, bool]]:
         """(log-probability, whether it is the greedy choice) of each continuation. Rows that differ
@@ -212,7 +167,9 @@ class EngineLM(TemplateLM):
             ]
             # the longest first: what follows has room where they were
             wanted.sort(key=lambda one: -len(one.ids))
-            greedy = not how.get("do_sample") and self._is_plain(how)
+            # neither keywords nor the model's own settings change what is likeliest
+            own = self.model.generation.to_diff_dict() if self.model.generation else {}
+            greedy = not how.get("do_sample") and {*how, *own} <= PLAIN
             by = self._by_rollout if greedy else self._by_generate
             for number, tokens in by(wanted, how, until):
                 text = self.tokenizer.decode(tokens, skip_special_tokens=True)
@@ -230,12 +187,6 @@ class EngineLM(TemplateLM):
         if how.get("do_sample") is False:
             how.pop("temperature", None)
         return how, until, new
-
-    def _is_plain(self, how: Mapping[str, Any]) -> bool:
-        """True if neither these keywords nor the model's own settings, such as a penalty of
-        repetitions, change what is likeliest."""
-        own = self.model.generation.to_diff_dict() if self.model.generation else {}
-        return {*how, *own} <= PLAIN
 
     def _by_rollout(
         self, wanted: Sequence[AnswerRequest], how: Mapping[str, Any], until: Sequence[str]

@@ -48,7 +48,7 @@ from megatrain.recipes.model import (
     sighted,
 )
 from megatrain.recipes.reference import Batches, Wanted, from_teacher, reference_key, references_of
-from megatrain.recipes.sample import answer, draw_of, system_turns, unseen, user
+from megatrain.recipes.sample import answer, draw_of, system_turns, user
 from megatrain.recipes.setup import day_of, make_loss, open_rows, quiet_libraries, say_rows
 from megatrain.recipes.signals import StopRequest
 from megatrain.recipes.tasks import TaskOptions, load_tasks, run_tasks
@@ -177,7 +177,7 @@ def generate(
     trust_remote_code: bool = False,
     images: Sequence[str] = (),
     *,
-    show: Callable[[str], None] = unseen,
+    show: Callable[[str], object] = str,
 ) -> str:
     """The model's answer to a prompt. sampling: arguments of `draw_of`. show: gets the text as it
     grows. system: a system prompt. Raises ModelError for a reward model, and one whose chat

@@ -109,13 +109,6 @@ def timed(run: Run, stop: StopRequest) -> Iterator[tuple[StepBatch | None, float
     """(batch, seconds that the loop stood still for it). A run that is asked to stop while it waits
     for rows is saved, and the batch is None; so is one whose rows cannot be had, which raises
     why."""
-
-    def save_unless_saved() -> None:
-        finish_save(run)
-        saved = (run.config.output / checkpoint_name(run.step)).is_dir()
-        if run.step > run.first_step and not run.engine.world.broadcast(saved):
-            save(run, None)
-
     batches: Iterator[StepBatch]
     if isinstance(run.loader, Rollouts):
         batches = run.loader.batches(stop)
@@ -128,13 +121,15 @@ def timed(run: Run, stop: StopRequest) -> Iterator[tuple[StepBatch | None, float
         try:
             batch = next(batches, None)
             batch = batch and on_policy(run, batch)
-        except Stopped:
-            save_unless_saved()
+        except (Stopped, MegaTrainError) as end:
+            finish_save(run)
+            saved = (run.config.output / checkpoint_name(run.step)).is_dir()
+            if run.step > run.first_step and not run.engine.world.broadcast(saved):
+                save(run, None)
+            if not isinstance(end, Stopped):
+                raise
             yield None, 0.0
             return
-        except MegaTrainError:
-            save_unless_saved()
-            raise
         if batch is None:
             return
         yield batch, time.perf_counter() - waiting_since
@@ -200,7 +195,8 @@ def _traced(run: Run) -> Iterator[None]:
         return
     with record_timeline(run.trace, run.engine.device) as trace:
         yield
-    run.progress.traced(run.step + 1, run.trace, trace.table)
+    where = f"the timeline of step {run.step + 1} is in {run.trace}: open it in ui.perfetto.dev"
+    logger.info(f"{trace.table}\n{where}")
 
 
 def _measure(
@@ -310,10 +306,7 @@ def stop_if_lost(run: Run, batch: StepBatch, result: StepResult) -> None:
     step proves the checkpoint before it: the link `proven` points to the newest."""
     if result.target_tokens == 0 or not result.skipped:
         run.non_finite = 0
-    if result.target_tokens == 0:
-        return
-    if not result.skipped:
-        if math.isfinite(result.loss):
+        if result.target_tokens and math.isfinite(result.loss):
             note_proven(run)
         return
     run.non_finite += 1
@@ -394,10 +387,8 @@ def evaluate(run: Run, stop: StopRequest) -> Figures | None:
             write_samples(run.config.output, run.step, answers)
     seconds = time.perf_counter() - started
     run.writer.write_eval(run.step, loss, targets, seconds, figures)
-    if "eval_reward" in figures:
-        run.progress.evaluated(run.step, figures["eval_reward"], seconds, "held-out reward")
-    else:
-        run.progress.evaluated(run.step, loss, seconds)
+    name = "held-out reward" if "eval_reward" in figures else "held-out loss"
+    run.progress.evaluated(run.step, figures.get("eval_reward", loss), seconds, name)
     return figures if loss is None else {"eval_loss": loss, **figures}
 
 

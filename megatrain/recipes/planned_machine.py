@@ -104,9 +104,9 @@ def rates_with_drives(
 
     for folder in config.memory.nvme or ():
         mount = mount_of(folder)
-        if mount is not None and mount.kind in IN_RAM:
+        if mount is not None and mount.fstype in IN_RAM:
             where = config.where("memory.nvme")
-            logger.warning(f"{where}: {folder} lies in RAM ({mount.kind}), which it takes away")
+            logger.warning(f"{where}: {folder} lies in RAM ({mount.fstype}), which it takes away")
 
     def measure(folder: Path) -> DriveRates | None:
         there = may_measure or (folder.is_dir() and os.access(folder, os.W_OK))

@@ -114,6 +114,7 @@ def several(machine: S, ranks: int, hosts: int = 1) -> S:
     if ranks == 1:
         return replace(machine, hosts=hosts, alone=machine)
     known = rates.known(machine.profile, machine.hardware, ranks) if machine.here else None
+    gpu = machine.hardware.gpu
     return replace(
         machine,
         hardware=rates.part_of(machine.hardware, ranks),
@@ -121,7 +122,7 @@ def several(machine: S, ranks: int, hosts: int = 1) -> S:
         ranks=ranks,
         hosts=hosts,
         together_assumed=known is None,
-        peers=rates.gpus_reach_each_other(machine.hardware),
+        peers=gpu is None or rates.GEFORCE.search(gpu.name) is None,
         alone=machine,
     )
 
@@ -134,11 +135,11 @@ def with_economy(config: Config, plan: Plan, site: Site, steps: int | None) -> P
     if not plan.fits:
         return replace(plan, steps=steps)
     options, timing, gpu = config.economy, plan.timing, site.hardware.gpu
-    of_gpu = (board_power_w(gpu.name), options.gpu_power_w) if gpu else (None, None)
-    power = planned_power(timing.busy, *of_gpu, options.host_power_w)
-    power = power.of_all(plan.job.size, plan.job.hosts)
+    board_w, gpu_w = (board_power_w(gpu.name), options.gpu_power_w) if gpu else (None, None)
+    gpus, hosts = plan.job.size, plan.job.hosts
+    power = planned_power(timing.busy, board_w, gpu_w, options.host_power_w, gpus, hosts)
     seconds = (steps or 1) * timing.seconds
-    prices = prices_of(config).times(plan.job.hosts)
+    prices = prices_of(config).times(hosts)
     economy = planned_economy(round(seconds * timing.tokens_per_s), seconds, power, prices)
     return replace(plan, economy=economy, steps=steps)
 

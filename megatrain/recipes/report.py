@@ -1,7 +1,7 @@
 """`report.html` of a run folder: written while the run goes on, and again by `megatrain report`.
 
-One HTML file, which needs no network: a list of blocks as JSON, which assets/page.js draws. Its
-charts are drawn by uPlot (assets/uPlot.LICENSE), unchanged.
+One HTML file (assets/page.html), which needs no network: a list of blocks as JSON, which
+assets/page.js draws. Its charts are drawn by uPlot (assets/uPlot.LICENSE), unchanged.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from string import Template
 from typing import Any
 
 import numpy as np
@@ -35,7 +36,7 @@ from megatrain.reporting.metrics import (
     History,
     Point,
     Row,
-    read_history,
+    read_metrics,
 )
 from megatrain.reporting.summary import (
     BOUND_WORDS,
@@ -86,24 +87,13 @@ def page(
     hashes = " ".join(f"'sha256-{base64.b64encode(digest).decode()}'" for digest in digests)
     allowed = f"default-src 'none'; style-src 'unsafe-inline'; img-src data:; script-src {hashes}"
     code = "".join(f"<script>{script}</script>\n" for script in scripts)
-    return f"""<!doctype html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta http-equiv="Content-Security-Policy" content="{allowed}">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<meta name="color-scheme" content="light dark">
-<link rel="icon" href="data:,">
-<title>{html.escape(printable(title))}</title>
-<style>{_asset("uPlot.min.css")}{_asset("page.css")}</style>
-</head>
-<body>
-<noscript>This page draws its charts with JavaScript, which is switched off.</noscript>
-<main></main>
-<script id="data" type="application/json">{data}</script>
-{code}</body>
-</html>
-"""
+    return Template(_asset("page.html")).substitute(
+        allowed=allowed,
+        title=html.escape(printable(title)),
+        styles=_asset("uPlot.min.css") + _asset("page.css"),
+        data=data,
+        code=code,
+    )
 
 
 def _asset(name: str) -> str:
@@ -228,7 +218,7 @@ def report_on(folders: Sequence[Path]) -> str:
     """The page of these run folders. Raises MegaTrainError."""
     names = [str(run) if len(folders) > 1 else "" for run in folders]  # some have the same last one
     found = zip(folders, names, strict=True)
-    return report_of([Reported.of(run, read_history(run), name) for run, name in found])
+    return report_of([Reported.of(run, History(read_metrics(run)), name) for run, name in found])
 
 
 def show_live(
@@ -294,7 +284,7 @@ class LiveReport:
     def begin(self) -> None:
         """Read the steps that the run has taken before. Raises StorageError."""
         if self._folder is not None:
-            self._history = read_history(self._folder)
+            self._history = History(read_metrics(self._folder))
 
     def add(self, row: Row) -> None:
         """Take in a new line of metrics.jsonl."""

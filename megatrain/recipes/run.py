@@ -30,6 +30,7 @@ from megatrain.models.family import regimes_of
 from megatrain.models.pretrained import cached_source, digests_of, resolve_source
 from megatrain.planner.job import ImageTokens, StepTokens
 from megatrain.planner.plan import Plan
+from megatrain.recipes import setup
 from megatrain.recipes.describe import RANKS, SUMS, other_circumstances, summarize
 from megatrain.recipes.frozen import check_reference_and_teacher
 from megatrain.recipes.loop import fit, saves_beside
@@ -47,34 +48,13 @@ from megatrain.recipes.model import (
 )
 from megatrain.recipes.planned_machine import find_machine
 from megatrain.recipes.planned_site import beside_others
+from megatrain.recipes.ranks import rendezvous
 from megatrain.recipes.ranks.launch import goes_on
-from megatrain.recipes.ranks.rendezvous import (
-    as_rank,
-    bind,
-    check_alike,
-    check_ranks,
-    check_rows_of_a_step,
-    told_of,
-)
 from megatrain.recipes.report import REPORT_FILE, write_report
 from megatrain.recipes.rl.prompts import PromptRows, planned_for, read_prompt_rows
 from megatrain.recipes.rl.rollouts import Rollouts
 from megatrain.recipes.sample import check_sample_prompt, eval_prompts, prompts_of_rows
 from megatrain.recipes.session import Session, check_links, check_output, open_run, run_session
-from megatrain.recipes.setup import (
-    check_cuts,
-    day_of,
-    memory_errors,
-    micro_batch_of,
-    open_rows,
-    other_balance,
-    plan_run,
-    quiet_libraries,
-    resolve_run,
-    say_rows,
-    say_steps,
-    sharing,
-)
 from megatrain.recipes.signals import Stopped
 from megatrain.recipes.state import Ready, steps_between
 from megatrain.recipes.verify import causes_named, check_once
@@ -93,32 +73,32 @@ from megatrain.storage.checkpoint import (
 )
 from megatrain.storage.manifest import check_files, read_manifest
 from megatrain.storage.push import Uploads
-from megatrain.storage.run_folder import CARD, FINAL, sequence_of
+from megatrain.storage.run_folder import CARD, FINAL, checkpoints, sequence_of
 from megatrain.world import ALONE, World
 
 
 def plan_model(config: Config, shape_alone: bool, machine: Machine | None) -> tuple[Plan, bool]:
     """(plan, True if there was nothing to say of the model but this), worked out of the model
     itself. shape_alone: as for `plan.plan`. machine: another than this one."""
-    quiet_libraries()
+    setup.quiet_libraries()
     if shape_alone or config.model.init == "pretrained":
         check_weights(config.model.source, needed=False)
     if (machine is None or machine.here) and not shape_alone:
         check_output(config)
     model = suited(shape_model(config) if shape_alone else read_model(config), config)
     if METHODS[config.method].kind == PROMPTS and not shape_alone:
-        config = planned_for(config, *read_prompt_rows(config, model, day_of(config)))
-    resolved = resolve_run(config, model, machine or find_machine(config))
+        config = planned_for(config, *read_prompt_rows(config, model, setup.day_of(config)))
+    resolved = setup.resolve_run(config, model, machine or find_machine(config))
     if config.model.init == "pretrained" and not shape_alone:
         check_tensors(resolved.skeleton, config.model.source)
     checked = check_once(resolved.skeleton, config.model.trust_remote_code)
 
     def plan_on(machine: Machine) -> Plan:
-        return plan_run(config, replace(resolved, machine=machine))
+        return setup.plan_run(config, replace(resolved, machine=machine))
 
     steps = config.train.max_steps if config.train.epochs is None else None
-    plan = plan_run(config, resolved, steps, suggest=True)
-    silent = not checked.reason and other_balance(resolved) is None
+    plan = setup.plan_run(config, resolved, steps, suggest=True)
+    silent = not checked.reason and setup.other_balance(resolved) is None
     return beside_others(config, plan, resolved.machine.alone, plan_on), silent
 
 
@@ -138,7 +118,7 @@ def train(config: Config, profile: Path | None = None) -> RunSummary:
         check_output(config)
         return _in_session(config.output, config, work, world)
 
-    return as_rank(config.device, as_one)
+    return rendezvous.as_rank(config.device, as_one)
 
 
 def resume(
@@ -152,21 +132,23 @@ def resume(
     run_dir = Path(run_dir)
     asked = asked_again(run_dir, overrides)
     work = partial(_resume_in, asked=asked, checkpoint=checkpoint)
-    return as_rank(asked.device, partial(_in_session, run_dir, asked, work))
+    return rendezvous.as_rank(asked.device, partial(_in_session, run_dir, asked, work))
 
 
 def _in_session(
     path: Path, config: Config, work: Callable[[Session], RunSummary], world: World
 ) -> RunSummary:
     check_installed(config.track, config.where("track"))
-    check_ranks(config, world)
-    check_alike(world, told_of(config))
-    with run_session(path, config.hang_timeout, sharing(config, world)) as session:
+    rendezvous.check_ranks(config, world)
+    rendezvous.check_alike(world, rendezvous.told_of(config))
+    with run_session(path, config.hang_timeout, setup.sharing(config, world)) as session:
         try:
             session.stop.stop_if_early()  # a signal may have come while libraries were imported
             return work(session)
         except Stopped:
-            return session.stopped()
+            session.stop.says("before the first step: nothing was trained and nothing is lost")
+            saved, code = bool(checkpoints(path)), session.stop.exit_code
+            return RunSummary(path, 0, 0, 0.0, resumable=saved, exit_code=code)
 
 
 def _resume_in(session: Session, asked: Config, checkpoint: str | None) -> RunSummary:
@@ -211,20 +193,20 @@ def get_ready(
     check_reference_and_teacher(config, model)
     given, asked = None, config
     if METHODS[config.method].kind == PROMPTS:  # how long rows are follows from them
-        given = read_prompt_rows(config, model, day_of(config))
+        given = read_prompt_rows(config, model, setup.day_of(config))
         asked = planned_for(config, *given)
     machine = find_machine(config, may_measure=True, world=world)
-    resolved = resolve_run(asked, model, machine, kept)
-    skeleton, day = resolved.skeleton, world.broadcast(day_of(config))
+    resolved = setup.resolve_run(asked, model, machine, kept)
+    skeleton, day = resolved.skeleton, world.broadcast(setup.day_of(config))
     if new:
         world.on_rank0(partial(check_tensors, skeleton, config.model.source))
-    check_alike(world, {**causes_named(skeleton), **model.digests})
+    rendezvous.check_alike(world, {**causes_named(skeleton), **model.digests})
     if config.model.init == "random" and (unused := skeleton.anatomy.unused_weights).names:
         raise ConfigError(f"{config.where('model.init')}: {without_source(unused)}")
     check_sample_prompt(config, model)
     may_end_here()
     # before rows are read, which takes long
-    plan_run(config, resolved, checkpoints_written=1).check()
+    setup.plan_run(config, resolved, checkpoints_written=1).check()
     # the first alone: on others transformers saves no folder to read
     world.on_rank0(partial(check_once, skeleton, config.model.trust_remote_code))
     may_end_here()
@@ -237,9 +219,9 @@ def get_ready(
     # windows of a stream are compared as they come
     rows = None if loader.windows is not None else loader.rows
     whole = [some for some in (rows, held_out) if some is not None]
-    check_alike(world, settings, [some.digest for some in whole])
+    rendezvous.check_alike(world, settings, [some.digest for some in whole])
     if world.is_first:
-        say_steps(config, loader)
+        setup.say_steps(config, loader)
     return Ready(
         config=config,
         model=model,
@@ -271,12 +253,12 @@ def open_loader(
         rows, held_out = prompts
     else:
         # of a host's ranks the first tokenises
-        reading = partial(open_rows, config, model, day, expected, world.local_rank == 0)
+        reading = partial(setup.open_rows, config, model, day, expected, world.local_rank == 0)
         rows, held_out, windows = world.local_rank0_first(reading)
     may_end_here()
     if world.is_first:  # all have the same rows
-        say_rows(rows, held_out)
-    check_cuts(config, rows.counts, expected)
+        setup.say_rows(rows, held_out)
+    setup.check_cuts(config, rows.counts, expected)
     if about_stops := model.about_stops:
         logger.info(about_stops)
     if held_out is not None:
@@ -319,15 +301,15 @@ def plan_and_loader(
             windows=windows,
             **common,
         )
-        check_rows_of_a_step(loader)
+        rendezvous.check_rows_of_a_step(loader)
         known = padding_of(resolved, loader)
         if isinstance(rows, TokenRows):
             known["images"] = ImageTokens(*rows.image_tokens())
     steps = loader.steps_total()
     every = steps_between(config.checkpoint.every, loader)
     written = 1 if every is None else -(-steps // every)
-    plan = plan_run(config, resolved, steps, checkpoints_written=written, **known)
-    return plan, replace(loader, micro_batch_tokens=micro_batch_of(config, plan))
+    plan = setup.plan_run(config, resolved, steps, checkpoints_written=written, **known)
+    return plan, replace(loader, micro_batch_tokens=setup.micro_batch_of(config, plan))
 
 
 def padding_of(resolved: Resolved, loader: Loader) -> dict[str, Any]:
@@ -353,9 +335,9 @@ def finish_run(
     """Load weights or the checkpoint, train to the end or a signal, and summarise."""
     started, plan, train = time.perf_counter(), ready.plan, ready.config.train
     session.watch.expect(plan.timing.seconds)
-    bind(session.world, ready.machine.device)
+    rendezvous.bind(session.world, ready.machine.device)
     exact = deterministic(train.deterministic)
-    with memory_errors(plan), ExitStack() as stack, exact:
+    with setup.memory_errors(plan), ExitStack() as stack, exact:
         if isinstance(ready.loader, Loader) and ready.loader.windows is not None:
             stack.callback(ready.loader.windows.close)
         uploads, target = None, ready.config.checkpoint.push_to

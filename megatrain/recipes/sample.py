@@ -40,10 +40,6 @@ EvalPrompt = tuple[Turns, list[int]]  # a conversation, or what a row begins wit
 TEXT_PROMPT_TOKENS = 32  # of a row without turns, at most: the rest is up to the model
 
 
-def unseen(text: str) -> None:
-    """Shows nothing."""
-
-
 def draw_of(temperature: float = 0.0, top_p: float | None = None, seed: int | None = None) -> Draw:
     """The choice of the next token, as a user asks for it: the likeliest at temperature 0, else
     drawn, equally for equal seeds. Raises ConfigError for numbers out of range, and for others at
@@ -72,7 +68,7 @@ def answer(
     turns: Turns,
     max_new_tokens: int,
     draw: Draw = GREEDY,
-    show: Callable[[str], None] = unseen,
+    show: Callable[[str], object] = str,
     ids: list[int] | None = None,
 ) -> str:
     """Answer to turns in the model's chat format; without one the continuation of the only turn.
@@ -277,7 +273,7 @@ def written(
     ids: list[int],
     max_new_tokens: int,
     draw: Draw,
-    show: Callable[[str], None],
+    show: Callable[[str], object],
     key: int = 0,
 ) -> Answer:
     """The answer to turns, whose tokens are `ids`, within the model's positions. rollout: as

@@ -57,14 +57,12 @@ from megatrain.reporting.metrics import (
     METRICS_FILE,
     SAMPLES_FILE,
     MetricsWriter,
-    NoMetrics,
     Spikes,
-    cut_samples,
+    cut_back,
     read_metrics,
 )
 from megatrain.reporting.progress import LOG_FILE, Progress, logging_to
 from megatrain.reporting.streams import console_on
-from megatrain.reporting.summary import RunSummary
 from megatrain.reporting.trackers import ID_FILE, tracking
 from megatrain.storage.checkpoint import Resumable, load_resumable, reopen
 from megatrain.storage.manifest import CHECKPOINT, MANIFEST, UNVERIFIED, verifies
@@ -79,7 +77,6 @@ from megatrain.storage.run_folder import (
     RunLock,
     bytes_needed,
     checkpoint_name,
-    checkpoints,
     newer_than,
     run_lock,
 )
@@ -105,12 +102,6 @@ class Session:
     stop: StopRequest
     watch: HangWatch
     world: World
-
-    def stopped(self) -> RunSummary:
-        """Log and return the summary of a command that was stopped before its first step."""
-        self.stop.says("before the first step: nothing was trained and nothing is lost")
-        resumable = bool(checkpoints(self.path))
-        return RunSummary(self.path, 0, 0, 0.0, resumable=resumable, exit_code=self.stop.exit_code)
 
 
 @contextmanager
@@ -266,12 +257,14 @@ def open_metrics(
     about = {"config": config.model_dump(mode="json"), "plan": plan.to_dict()}
     if not world.is_first:
         world.all_gather(None)  # now the file is cut back
-        return NoMetrics(config.output), LiveReport(None)
+        return stack.enter_context(MetricsWriter(Path(os.devnull))), LiveReport(None)
     track = stack.enter_context(tracking(config.track, config.output, state["step"], about))
     report = LiveReport(config.output)
-    writer = stack.enter_context(MetricsWriter(config.output, (track, report.add)))
-    writer.truncate_to(step)
-    cut_samples(config.output, step)
+    file = config.output / METRICS_FILE
+    writer = stack.enter_context(MetricsWriter(file, (track, report.add)))
+    for name in (METRICS_FILE, SAMPLES_FILE):
+        if (config.output / name).is_file():
+            cut_back(config.output / name, step)
     world.all_gather(None)
     report.begin()
     stack.callback(report.write, last=True)

@@ -420,10 +420,7 @@ def say_steps(config: Config, loader: Loader | Rollouts) -> None:
 
 
 def day_of(config: Config) -> date:
-    """The date that chat templates get: the config's, else today."""
-    return today() if config.data.date == "auto" else date.fromisoformat(config.data.date)
-
-
-def today() -> date:
-    """The date in the time zone of this machine."""
-    return datetime.now().astimezone().date()
+    """The date that chat templates get: the config's, else today in this machine's time zone."""
+    if config.data.date == "auto":
+        return datetime.now().astimezone().date()
+    return date.fromisoformat(config.data.date)

@@ -23,7 +23,7 @@ from types import FrameType
 from typing import TYPE_CHECKING
 
 from megatrain.errors import UNEXPECTED, logger
-from megatrain.heartbeat import ending, total
+from megatrain.heartbeat import beside, ending, total
 from megatrain.reporting.words import human_seconds
 
 if TYPE_CHECKING:
@@ -262,13 +262,8 @@ def watchdog(timeout_s: float | None, log: Path | None = None) -> Iterator[HangW
     if timeout_s is None:
         yield watch
         return
-    thread = threading.Thread(target=watch.look, name="megatrain-watchdog", daemon=True)
-    thread.start()
-    try:
+    with beside(watch.look, watch.ended, "watchdog"):
         yield watch
-    finally:
-        watch.ended.set()
-        thread.join()
 
 
 def _bytes_moved() -> int:

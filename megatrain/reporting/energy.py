@@ -37,35 +37,6 @@ class Prices:
 
 
 @dataclass(frozen=True)
-class Power:
-    """Watts during a step; None where unknown."""
-
-    gpu_w: float | None = None
-    host_w: float | None = None
-    assumed: bool = False  # gpu_w is a share of the data sheet's
-
-    def of_all(self, gpus: int, hosts: int) -> Power:
-        """Power of `gpus` GPUs and `hosts` hosts."""
-        gpu_w = None if self.gpu_w is None else gpus * self.gpu_w
-        host_w = None if self.host_w is None else hosts * self.host_w
-        return replace(self, gpu_w=gpu_w, host_w=host_w)
-
-    @property
-    def total_w(self) -> float | None:
-        return known_sum(self.gpu_w, self.host_w)
-
-    def __str__(self) -> str:
-        parts = []
-        if self.gpu_w is not None:
-            parts.append(f"GPU {self.gpu_w:,.0f} W, {'assumed' if self.assumed else 'as given'}")
-        if self.host_w is not None:
-            parts.append(f"host {self.host_w:,.0f} W, as given")
-        elif parts:
-            parts.append("the host's power is not counted")
-        return "; ".join(parts) or "power unknown: set economy.host_power_w"
-
-
-@dataclass(frozen=True)
 class Economy:
     """Time, energy and money of `tokens`; a figure is None where its price or power is unknown."""
 
@@ -116,21 +87,38 @@ class Economy:
         }
 
 
-def planned_economy(tokens: int, seconds: float, power: Power, prices: Prices) -> Economy:
-    """The economy of `tokens` in `seconds` at this power."""
-    joules = None if power.total_w is None else power.total_w * seconds
-    return Economy(tokens, seconds, joules, prices, str(power))
+def planned_economy(
+    tokens: int, seconds: float, power: tuple[float | None, str], prices: Prices
+) -> Economy:
+    """The economy of `tokens` in `seconds`. power: as `planned_power`."""
+    watts, counted = power
+    return Economy(tokens, seconds, None if watts is None else watts * seconds, prices, counted)
 
 
 def planned_power(
-    busy: float, board_w: float | None, gpu_w: float | None, host_w: float | None
-) -> Power:
-    """The power of a step in which the GPU computes for `busy` of the time, 0 to 1. board_w: of the
-    GPU's data sheet, if there is one. gpu_w, host_w: from the config."""
-    if gpu_w is not None or board_w is None:
-        return Power(gpu_w, host_w)
-    share = busy * COMPUTING_SHARE + (1 - busy) * WAITING_SHARE
-    return Power(board_w * share, host_w, assumed=True)
+    busy: float,
+    board_w: float | None,
+    gpu_w: float | None,
+    host_w: float | None,
+    gpus: int = 1,
+    hosts: int = 1,
+) -> tuple[float | None, str]:
+    """(watts during a step; None where unknown, what they are of) of `gpus` GPUs, each of which
+    computes for `busy` of the time, 0 to 1, in `hosts` hosts. board_w: of the GPU's data sheet, if
+    there is one. gpu_w, host_w: of one, from the config."""
+    how, parts = "as given", list[str]()
+    if gpu_w is None and board_w is not None:
+        gpu_w, how = board_w * (busy * COMPUTING_SHARE + (1 - busy) * WAITING_SHARE), "assumed"
+    if gpu_w is not None:
+        gpu_w *= gpus
+        parts.append(f"GPU {gpu_w:,.0f} W, {how}")
+    if host_w is not None:
+        host_w *= hosts
+        parts.append(f"host {host_w:,.0f} W, as given")
+    elif parts:
+        parts.append("the host's power is not counted")
+    words = "; ".join(parts) or "power unknown: set economy.host_power_w"
+    return known_sum(gpu_w, host_w), words
 
 
 def human_hours(seconds: float) -> str:

@@ -88,7 +88,11 @@ class GpuMeter(AbstractContextManager["GpuMeter"]):
         """Read the driver and return the largest reading so far; None without a GPU."""
         if self._nvml is None:
             return None
-        self._peak_bytes = max(self._peak_bytes, self._used_bytes())
+        used = int(self._nvml.nvmlDeviceGetMemoryInfo(self._handle).used)
+        for process in self._nvml.nvmlDeviceGetComputeRunningProcesses(self._handle):
+            if process.pid == os.getpid() and process.usedGpuMemory:
+                used = int(process.usedGpuMemory)
+        self._peak_bytes = max(self._peak_bytes, used)
         return self._peak_bytes
 
     def energy_j(self) -> float | None:
@@ -98,12 +102,6 @@ class GpuMeter(AbstractContextManager["GpuMeter"]):
             with suppress(self._nvml.NVMLError):
                 return float(self._nvml.nvmlDeviceGetTotalEnergyConsumption(self._handle)) / 1000
         return None
-
-    def _used_bytes(self) -> int:
-        for process in self._nvml.nvmlDeviceGetComputeRunningProcesses(self._handle):
-            if process.pid == os.getpid() and process.usedGpuMemory:
-                return int(process.usedGpuMemory)
-        return int(self._nvml.nvmlDeviceGetMemoryInfo(self._handle).used)
 
 
 # -- load of the processors ------------------------------------------------------------------------

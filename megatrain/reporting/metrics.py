@@ -59,10 +59,6 @@ class StepTime:
         whole = self.total_s or 1.0
         return {name: part / whole for name, part in asdict(self).items()}
 
-    def bound(self) -> tuple[str, float]:
-        """(name, share) of the largest part."""
-        return max(self.shares().items(), key=lambda item: item[1])
-
 
 class SteadyTime:
     """The latest steps' times; a process's first, which compiles, counts until there is another."""
@@ -139,20 +135,14 @@ class MetricsWriter(AbstractContextManager["MetricsWriter"]):
     """Appends to `metrics.jsonl` of a run folder; on a full disk lines wait for the next one. Every
     line reaches the operating system before the call returns: a killed process loses none."""
 
-    def __init__(
-        self, run_dir: str | Path, also: Sequence[Callable[[dict[str, Any]], object]] = ()
-    ) -> None:
+    def __init__(self, path: Path, also: Sequence[Callable[[dict[str, Any]], object]] = ()) -> None:
         """Open, keeping what is there. also: functions that get every line. Raises StorageError."""
-        self._also = also
-        self.path = Path(run_dir) / METRICS_FILE
+        self.path, self._also = path, also
         with system_errors(self.path, "write it"):
             self._file = os.fdopen(os.open(self.path, APPENDED, 0o600), "ab", buffering=0)
         self._waiting = b""
 
     def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def close(self) -> None:
         if self._write_waiting() is not None:
             missing = self._waiting.count(b"\n")
             logger.error(f"{self.path}: lacks its last {missing} lines, for want of space")
@@ -174,20 +164,6 @@ class MetricsWriter(AbstractContextManager["MetricsWriter"]):
         found = {**({} if eval_loss is None else loss), **figures, "eval_s": eval_s}
         self._write(json_able({"step": step, **found}))
 
-    def truncate_to(self, step: int) -> None:
-        """Drop everything after `step`, and a torn last line: a resumed run writes it again.
-        Damaged lines further up stay, with a warning."""
-        kept, end, damaged, lost = 0, 0, [], []
-        for number, (row, size) in enumerate(_lines(self.path), 1):
-            end += size
-            if row is None:
-                damaged.append(number)
-            elif row["step"] <= step:
-                kept, lost = end, list(damaged)
-        os.ftruncate(self._file.fileno(), kept)  # opened for appending: writes go to the new end
-        for number in lost:
-            logger.warning(f"{self.path}:{number}: is damaged and stays as it is")
-
     def _write(self, row: dict[str, Any]) -> None:
         for other in self._also:
             other(row)
@@ -208,23 +184,8 @@ class MetricsWriter(AbstractContextManager["MetricsWriter"]):
         return None
 
 
-class NoMetrics(MetricsWriter):
-    """The writer of a rank that is not the first."""
-
-    def __init__(self, run_dir: str | Path) -> None:
-        pass
-
-    def _write(self, row: dict[str, Any]) -> None:
-        pass
-
-
-def read_metrics(run_dir: str | Path) -> list[dict[str, Any]]:
+def read_metrics(run_dir: str | Path) -> Iterator[dict[str, Any]]:
     """The lines of a run's `metrics.jsonl` in order, without broken ones. Raises StorageError."""
-    return list(each_metric(run_dir))
-
-
-def each_metric(run_dir: str | Path) -> Iterator[dict[str, Any]]:
-    """`read_metrics`, one by one."""
     path = Path(run_dir) / METRICS_FILE
     with system_errors(path, "read it", "look whether the run's folder is still there"):
         yield from (row for row, _ in _lines(path) if row is not None)
@@ -237,6 +198,22 @@ def held_out_losses(run_dir: str | Path) -> dict[str, Any]:
         "eval_loss_before": losses[0] if losses else None,
         "eval_loss_after": losses[-1] if len(losses) > 1 else None,
     }
+
+
+def cut_back(path: Path, step: int) -> None:
+    """Drop what a file has after `step`, and a torn last line: a resumed run writes it again.
+    Damaged lines further up stay, with a warning. Raises StorageError."""
+    kept, end, damaged, lost = 0, 0, [], []
+    with system_errors(path, "cut it back", "remove it"):
+        for number, (row, size) in enumerate(_lines(path), 1):
+            end += size
+            if row is None:
+                damaged.append(number)
+            elif row["step"] <= step:
+                kept, lost = end, list(damaged)
+        os.truncate(path, kept)
+    for number in lost:
+        logger.warning(f"{path}:{number}: is damaged and stays as it is")
 
 
 def _lines(path: Path) -> Iterator[tuple[dict[str, Any] | None, int]]:
@@ -307,17 +284,6 @@ def write_samples(folder: Path, step: int, answers: list[dict[str, Any]]) -> Non
             file.write(text.encode(errors="replace"))
     except OSError as error:
         logger.error(f"{path}: cannot be written ({error.strerror}); training goes on")
-
-
-def cut_samples(folder: Path, step: int) -> None:
-    """Drop the answers after `step`: a resumed run gives them again. Raises StorageError."""
-    path = folder / SAMPLES_FILE
-    if not path.is_file():
-        return
-    with system_errors(path, "cut it back", "remove it"):
-        lines = path.read_bytes().splitlines(keepends=True)
-        kept = [line for line in lines if (row := _parsed(line)) and row["step"] <= step]
-        path.write_bytes(b"".join(kept))
 
 
 # -- figures over steps, for the report ------------------------------------------------------------
@@ -422,8 +388,3 @@ class History:
 
     def values(self, name: str) -> Sequence[float]:
         return self.lines[name].values if name in self.lines else ()
-
-
-def read_history(run_dir: Path) -> History:
-    """Read the history of a run folder. Raises StorageError."""
-    return History(each_metric(run_dir))

@@ -171,8 +171,7 @@ class Progress:
     ) -> None:
         """pending: what was asked of the run meanwhile; empty: nothing."""
         self._log_every, self._pending = log_every, pending
-        self._total_steps: int | None = None
-        self._first_step = 0
+        self._total_steps = self._first_step = 0
         self._ahead: Ahead = lambda step: {}
         self.recent: deque[StepMetrics] = deque(maxlen=RECENT_STEPS)  # the newest last
         self._eval: tuple[int, str, float] | None = None
@@ -201,11 +200,9 @@ class Progress:
         if self._live is not None:
             self._live.stop()
 
-    def begin(
-        self, total_steps: int | None, first_step: int = 0, ahead: Ahead = lambda step: {}
-    ) -> None:
-        """Say what is to come, before the first step. total_steps: None if unknown. ahead: how
-        often, after a step, something of `outside_s` is still to come, by its name."""
+    def begin(self, total_steps: int, first_step: int = 0, ahead: Ahead = lambda step: {}) -> None:
+        """Say what is to come, before the first step. ahead: how often, after a step, something of
+        `outside_s` is still to come, by its name."""
         self._total_steps, self._first_step, self._ahead = total_steps, first_step, ahead
         self._shown = replace(self._shown, title=self._title(first_step), step=first_step)
 
@@ -253,20 +250,14 @@ class Progress:
         self.outside_s[what] += seconds
         self._times[what] += 1
 
-    def traced(self, step: int, path: Path, table: str) -> None:
-        """Show the slowest operations of a step, and where its timeline lies."""
-        where = f"the timeline of step {step} is in {path}: open it in ui.perfetto.dev"
-        logger.info(f"{table}\n{where}")
-
     def line(self) -> str:
         """The newest step as one plain line."""
-        left = self.seconds_left()
-        figures = [*self._figures(), (TIME_LEFT, "-" if left is None else human_seconds(left))]
+        figures = [*self._figures(), (TIME_LEFT, human_seconds(self.seconds_left()))]
         words = "  ".join(f"{name} {value}" for name, value in figures)
         return f"{self._title(self.recent[-1].step, '/')}  {words}"
 
     def _title(self, step: int, of: str = " of ") -> str:
-        return f"step {step}" + ("" if self._total_steps is None else f"{of}{self._total_steps}")
+        return f"step {step}{of}{self._total_steps}"
 
     def _figures(self) -> list[tuple[str, str]]:
         newest = self.recent[-1]
@@ -293,10 +284,8 @@ class Progress:
         figures.append(("bound by", bound_in_words(newest.time)))
         return figures
 
-    def seconds_left(self) -> float | None:
-        """To the end of the run, with what is known of evaluations and saves; None if unknown."""
-        if self._total_steps is None:
-            return None
+    def seconds_left(self) -> float:
+        """To the end of the run, with what is known of evaluations and saves."""
         step = self.recent[-1].step
         mean_step_s = sum(one.step_s for one in self.recent) / len(self.recent)
         outside = sum(
@@ -322,7 +311,7 @@ class Progress:
         """The newest step's figures under two bars: the run's, and that of what is done now."""
         shown, work, now = self._shown, under_way(), time.monotonic()
         bars = Table.grid(padding=(0, 1))
-        if self._total_steps is not None:
+        if self._total_steps:
             bars.add_row(ProgressBar(self._total_steps, shown.step, BAR_WIDTH))
         if work is not None:
             share = work.share()

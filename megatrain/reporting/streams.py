@@ -18,7 +18,7 @@ from rich.console import Console, ConsoleOptions, RenderableType
 from rich.segment import Segment
 
 from megatrain.errors import printable
-from megatrain.heartbeat import BYTES_READ, BYTES_WRITTEN, Work, beats, showing, under_way
+from megatrain.heartbeat import BYTES_READ, BYTES_WRITTEN, Work, beats, beside, showing, under_way
 from megatrain.machine.launcher import started_by
 from megatrain.reporting.words import human_seconds
 
@@ -111,13 +111,8 @@ def every(seconds: float, call: Callable[[], object]) -> Iterator[None]:
         while not ended.wait(seconds):
             call()
 
-    thread = threading.Thread(target=look, name="megatrain-busy", daemon=True)
-    thread.start()
-    try:
+    with beside(look, ended, "busy"):
         yield
-    finally:
-        ended.set()
-        thread.join()
 
 
 class Busy:

@@ -39,7 +39,7 @@ BOUND_WORDS = {
 
 def bound_in_words(time: StepTime) -> str:
     """The largest share of a step: `waiting for the update 32%`."""
-    name, share = time.bound()
+    name, share = max(time.shares().items(), key=lambda item: item[1])
     return f"{BOUND_WORDS[name]} {share:.0%}"
 
 
@@ -237,7 +237,16 @@ def advise(
         return f"{load.words}: stop them, or expect longer steps than planned"
     if held_up:
         return _against_waiting(wait, time, facts)
-    return _against_computing(time, facts, mfu) or _against_nothing(time, facts, step_s)
+    took, planned_s = step_s or 0.0, facts.planned_s or math.inf
+    if advice := _against_computing(facts, mfu):
+        return advice
+    if took >= LATE * planned_s and took >= COMPARED_S:
+        slow = f"a step takes {took / planned_s:.1f} times as long as planned, and no setting"
+        remedy = "measure this machine with `megatrain doctor`, or report it with plan.json"
+        return f"{slow} explains it: {remedy}"
+    device = "GPU" if facts.cuda else "CPU"
+    busy = time.shares()["compute"]
+    return f"nothing is worth changing: the {device} computes {busy:.0%} of the time"
 
 
 # In both functions what costs the user nothing comes first.
@@ -272,7 +281,7 @@ def _against_waiting(wait: str, time: StepTime, facts: Facts) -> str:
     return f"name folders on more drives in memory.nvme, or {more}" if wait == "wait_nvme" else more
 
 
-def _against_computing(time: StepTime, facts: Facts, mfu: float | None) -> str | None:
+def _against_computing(facts: Facts, mfu: float | None) -> str | None:
     gradients = f"gradients of {number_of(min(facts.second_backward, facts.layers), 'layer')}"
     if facts.second_backward and "memory.second_backward" in facts.asked:
         return f"set memory.second_backward: auto: {gradients} are computed twice"
@@ -287,13 +296,3 @@ def _against_computing(time: StepTime, facts: Facts, mfu: float | None) -> str |
     if facts.cuda and facts.recomputed > 0 and "memory.gpu" in facts.asked:
         return f"raise memory.gpu: for lack of it {twice}"
     return None
-
-
-def _against_nothing(time: StepTime, facts: Facts, step_s: float | None) -> str:
-    device, busy = "GPU" if facts.cuda else "CPU", time.shares()["compute"]
-    took = step_s or 0.0
-    late = took / (facts.planned_s or math.inf)
-    if late >= LATE and took >= COMPARED_S:
-        slow = f"a step takes {late:.1f} times as long as planned, and no setting explains it"
-        return f"{slow}: measure this machine with `megatrain doctor`, or report it with plan.json"
-    return f"nothing is worth changing: the {device} computes {busy:.0%} of the time"

@@ -46,8 +46,9 @@ TABLE = [
 def test_what_a_folder_lies_on(monkeypatch, folder, found):
     monkeypatch.setattr(Path, "exists", lambda _: True)
     mounts = [SimpleNamespace(mountpoint=p, fstype=k, device=d) for p, k, d in TABLE]
-    monkeypatch.setattr(psutil, "disk_partitions", lambda every: mounts)
-    assert mount_of(Path(folder)) == (Path(found[0]), *found[1:])
+    monkeypatch.setattr(psutil, "disk_partitions", lambda all: mounts)
+    mount = mount_of(Path(folder))
+    assert (mount.mountpoint, mount.fstype, mount.device) == found
     mounts.clear()
     assert mount_of(Path(folder)) is None
 

@@ -13,7 +13,7 @@ import pytest
 
 from megatrain.machine import hardware as machine_hardware
 from megatrain.machine.cgroups import cgroup_cpus
-from megatrain.machine.hardware import GIB, Gpu, Hardware, Mount, read_hardware
+from megatrain.machine.hardware import GIB, Gpu, Hardware, read_hardware
 from megatrain.machine.profile import typical
 from megatrain.measure import checks
 from megatrain.measure.checks import PcieLink, pcie
@@ -147,7 +147,7 @@ def test_folders_that_lie_on_no_drive(monkeypatch):
         ("ext4", None),
         (None, None),
     ]:
-        mount = None if kind is None else Mount(Path("/"), kind, kind)
+        mount = None if kind is None else SimpleNamespace(fstype=kind)
         monkeypatch.setattr(checks, "mount_of", lambda folder, mount=mount: mount)
         found = [*checks.places([Path("runs")])]
         assert [(one.what, one.figure) for one in found] == ([("runs", kind)] if advice else [])

@@ -7,6 +7,7 @@ import logging
 from dataclasses import replace
 from itertools import count
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,7 +17,7 @@ from rich.console import Console
 from megatrain import cli
 from megatrain.errors import StorageError
 from megatrain.machine import profile as profiles
-from megatrain.machine.hardware import Gpu, Hardware, Mount, drive_name, read_hardware
+from megatrain.machine.hardware import Gpu, Hardware, drive_name, read_hardware
 from megatrain.machine.profile import DriveRates, fingerprint, known, typical
 from megatrain.measure import checks
 from megatrain.recipes import doctor
@@ -164,7 +165,7 @@ def test_drives_that_are_named_are_measured_anew_each_time(
 
 
 def test_the_table_says_what_was_guessed(hardware, measured, tmp_path, monkeypatch):
-    monkeypatch.setattr(checks, "mount_of", lambda folder: Mount(Path("/"), "tmpfs", "tmpfs"))
+    monkeypatch.setattr(checks, "mount_of", lambda folder: SimpleNamespace(fstype="tmpfs"))
     console = Console(record=True, width=160, file=io.StringIO())
     doctor.examine(tmp_path, False, str).render(console)
     lines = [line for line in console.export_text().splitlines() if line.startswith("│")]

@@ -7,6 +7,7 @@ import json
 import os
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
 
@@ -16,7 +17,7 @@ from megatrain.config.load import bench_config
 from megatrain.engine import resolved
 from megatrain.errors import StorageError
 from megatrain.machine import hardware, profile
-from megatrain.machine.hardware import Gpu, Mount, read_hardware
+from megatrain.machine.hardware import Gpu, read_hardware
 from megatrain.machine.profile import DriveRates, fingerprint, save_drive, typical
 from megatrain.recipes import planned_machine
 from tests.recipes.same_run import same_run
@@ -169,6 +170,6 @@ def test_the_plan_s_last_words_on_a_drive(megatrain, project, monkeypatch):
 def test_a_folder_in_ram_is_no_drive_and_that_is_said(
     tmp_path, measured, caplog, monkeypatch, kind
 ):
-    monkeypatch.setattr(planned_machine, "mount_of", lambda folder: Mount(Path("/"), kind, kind))
+    monkeypatch.setattr(planned_machine, "mount_of", lambda folder: SimpleNamespace(fstype=kind))
     planned(tmp_path, "fast")
     assert ("fast lies in RAM (tmpfs), which it takes away" in caplog.text) == (kind == "tmpfs")

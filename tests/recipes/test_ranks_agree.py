@@ -88,7 +88,11 @@ def differently(rank: int, what: str) -> None:
         patch(planned_machine, "choose_precision", lambda *_: chosen)
     if what == "compile" and rank == 1:
         compared = rendezvous.check_alike
-        patch(run, "check_alike", lambda w, how, r=(): compared(w, {**how, "compile": True}, r))
+
+        def check(world, how, rows=()):
+            compared(world, {**how, "compile": True}, rows)
+
+        patch(rendezvous, "check_alike", check)
 
 
 @pytest.mark.slow

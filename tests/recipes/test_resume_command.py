@@ -300,6 +300,10 @@ FIRST, SECOND = date(2026, 11, 23), date(2026, 11, 24)
 AtDay = Callable[[date], None]
 
 
+def clock_at(day: date) -> Mock:
+    return Mock(**{"now.return_value.astimezone.return_value.date.return_value": day})
+
+
 @pytest.fixture
 def at_day(project: Path, monkeypatch: pytest.MonkeyPatch) -> AtDay:
     """at_day(day): it is another day, and nothing is cached. The model's template says the date."""
@@ -311,7 +315,7 @@ def at_day(project: Path, monkeypatch: pytest.MonkeyPatch) -> AtDay:
     template.write_text("{{ strftime_now('%d %b %Y, %H:%M') }}\n" + template.read_text())
 
     def go(day: date) -> None:
-        monkeypatch.setattr(clock, "today", lambda: day)
+        monkeypatch.setattr(clock, "datetime", clock_at(day))
         monkeypatch.setenv("MEGATRAIN_CACHE", str(project / f"cache-{day}"))
 
     return go
@@ -336,7 +340,7 @@ def test_a_run_that_goes_on_a_day_later_has_equal_bits(megatrain, project, at_da
 def test_a_new_run_is_told_its_own_day_or_the_one_that_is_set(megatrain, at_day, monkeypatch):
     at_day(FIRST)
     assert "23 Nov 2026, 00:00" in megatrain("data cfg.yaml --rows 1").out
-    monkeypatch.setattr(clock, "today", lambda: SECOND)  # the rows of the day before are cached
+    monkeypatch.setattr(clock, "datetime", clock_at(SECOND))  # rows of before are cached
     assert "24 Nov 2026, 00:00" in megatrain("data cfg.yaml --rows 1").out
     assert "26 Jul 2024, 00:00" in megatrain("data cfg.yaml --rows 1 data.date=2024-07-26").out
 

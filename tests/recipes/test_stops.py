@@ -23,7 +23,7 @@ import pytest
 import megatrain as mt
 from megatrain.data import build, cache, encoding
 from megatrain.engine.engine import Engine
-from megatrain.recipes import describe, loop, run
+from megatrain.recipes import describe, loop, setup
 from megatrain.recipes.signals import STOPS
 from megatrain.storage import weights
 from megatrain.storage.beside import Beside
@@ -185,7 +185,7 @@ def test_a_handler_of_the_program_and_an_ignored_signal_stay(megatrain, project,
 
 # What is under way when a signal comes before the first step, and what must not be begun after it.
 EARLY = {
-    "the machine is looked at": (run, "resolve_run", build.AskedSet, "rows"),
+    "the machine is looked at": (setup, "resolve_run", build.AskedSet, "rows"),
     "rows are read": (encoding.Encoder, "encode", cache.RowWriter, "finish"),
     "the run is described": (describe, "write_text", Engine, "load_weights"),
     "weights are loaded": (weights, "copy_tensor", Engine, "weights_changed"),
@@ -218,11 +218,11 @@ def test_a_signal_before_the_first_step_ends_the_work(
 
 @pytest.mark.slow
 def test_a_second_signal_before_the_first_step_stops_at_once(forker, project):
-    twice = "import os; from megatrain.recipes import run; f = run.resolve_run\n"
+    twice = "import os; from megatrain.recipes import setup; f = setup.resolve_run\n"
     twice += (
         "def prepare(*a, **n):\n for _ in (1, 2): os.kill(os.getpid(), 15)\n return f(*a, **n)\n"
     )
-    forker.start("train", "cfg.yaml", first=twice + "run.resolve_run = prepare")
+    forker.start("train", "cfg.yaml", first=twice + "setup.resolve_run = prepare")
     assert forker.wait() == -signal.SIGTERM
 
 

@@ -76,10 +76,11 @@ def test_figures_are_those_of_the_hf_backend(how, megatrain, monkeypatch):
         settings.unlink(missing_ok=True)
         settings.write_text(json.dumps({**known, "repetition_penalty": 9.0}))
     options = TaskOptions(tuple(TASKS), include_path=Path("tasks"), **HOW[how])
-    ours, theirs = Requests(monkeypatch, EngineLM), Requests(monkeypatch, HFLM)
+    ours = Requests(monkeypatch, EngineLM)
     given = [f"--{name.replace('_', '-')} {value}" for name, value in HOW[how].items()]
     line = f"--tasks {ALL} --include-path tasks {' '.join(given).replace(' True', '')}"
     found = megatrain(f"eval {folder} {line} --json").json["results"]
+    theirs = Requests(monkeypatch, HFLM)  # of which ours is one
     expected = of_hf_backend(options, folder)
     for kind, answers in ours.answers.items():
         for mine, own in zip(answers, theirs.answers[kind], strict=True):

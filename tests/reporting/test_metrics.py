@@ -27,9 +27,10 @@ from megatrain.reporting.metrics import (
     Spikes,
     SteadyTime,
     StepTime,
-    read_history,
+    cut_back,
     read_metrics,
 )
+from megatrain.reporting.summary import bound_in_words
 from tests.helpers.files import largest_file
 from tests.reporting.one_step import STEP
 
@@ -44,7 +45,7 @@ def write_step(writer: MetricsWriter, step: int) -> None:
 
 def write(run_dir: Path, steps: int) -> None:
     run_dir.mkdir(exist_ok=True)
-    with MetricsWriter(run_dir) as writer:
+    with MetricsWriter(run_dir / METRICS_FILE) as writer:
         for step in range(steps + 1):
             write_step(writer, step)
 
@@ -63,48 +64,48 @@ def test_a_step_has_exactly_the_documented_keys_in_their_order(tmp_path):
     none = dict.fromkeys(keys.split(), 0.0)
     assert row["shares"] == {**none, "compute": 0.75, "wait_update": 0.25}
     assert (row["loss"], row["skipped"]) == (2.5, False)
-    first, _ = read_metrics(tmp_path)
+    first, _ = [*read_metrics(tmp_path)]
     assert first == {"step": 0, "eval_loss": 3.0, "eval_target_tokens": 100, "eval_s": 1.5}
 
 
 def test_what_is_not_finite_is_null(tmp_path):
     values = (math.nan, math.inf, -math.inf)
-    with MetricsWriter(tmp_path) as writer:
+    with MetricsWriter(tmp_path / METRICS_FILE) as writer:
         for value in values:
             writer.write_step(replace(STEP, loss=value, grad_norm=value, skipped=True))
             writer.write_eval(1, value, 5, 0.5)
     text = (tmp_path / METRICS_FILE).read_text()
     assert "NaN" not in text and "Infinity" not in text
-    rows = read_metrics(tmp_path)
+    rows = [*read_metrics(tmp_path)]
     assert {row[name] for row in rows for name in ("loss", "eval_loss") if name in row} == {None}
 
 
 def test_every_line_survives_a_kill(tmp_path):
     child = os.fork()
     if child == 0:
-        writer = MetricsWriter(tmp_path)
+        writer = MetricsWriter(tmp_path / METRICS_FILE)
         writer.write_step(STEP)
         os.kill(os.getpid(), signal.SIGKILL)
     os.waitpid(child, 0)
-    assert [row["step"] for row in read_metrics(tmp_path)] == [1]
+    assert [row["step"] for row in [*read_metrics(tmp_path)]] == [1]
 
 
 def test_a_file_or_folder_that_is_gone_is_a_storage_error(tmp_path):
     with pytest.raises(StorageError, match=r"metrics\.jsonl: cannot read it: No such file"):
-        read_metrics(tmp_path)
+        [*read_metrics(tmp_path)]
     words = r"nowhere.metrics\.jsonl: cannot write it: No such file"
     with pytest.raises(StorageError, match=words):
-        MetricsWriter(tmp_path / "nowhere")
+        MetricsWriter(tmp_path / "nowhere" / METRICS_FILE)
 
 
 def test_resume_cuts_back_to_the_checkpoint_and_writes_on(tmp_path):
     for step in (0, 1, 2, 5, 9):
         write(tmp_path / str(step), 5)
-        before = [row for row in read_metrics(tmp_path / str(step)) if row["step"] <= step]
-        with MetricsWriter(tmp_path / str(step)) as writer:
-            writer.truncate_to(step)
+        before = [row for row in [*read_metrics(tmp_path / str(step))] if row["step"] <= step]
+        with MetricsWriter(tmp_path / str(step) / METRICS_FILE) as writer:
+            cut_back(writer.path, step)
             writer.write_step(replace(STEP, step=step + 1))
-        rows = read_metrics(tmp_path / str(step))
+        rows = [*read_metrics(tmp_path / str(step))]
         assert rows[:-1] == before
         assert rows[-1]["step"] == step + 1
 
@@ -115,8 +116,8 @@ def test_a_file_torn_anywhere_is_cut_to_whole_lines(tmp_path):
     whole = path.read_bytes()
     for length in random.Random(0).sample(range(len(whole)), 200):
         path.write_bytes(whole[:length])
-        with MetricsWriter(tmp_path) as writer:
-            writer.truncate_to(4)
+        with MetricsWriter(tmp_path / METRICS_FILE) as writer:
+            cut_back(path, 4)
             writer.write_step(replace(STEP, step=5))
         lines = path.read_bytes().splitlines(keepends=True)
         assert b"".join(lines[:-1]) == whole[: sum(map(len, lines[:-1]))]
@@ -132,8 +133,7 @@ def test_a_damaged_line_costs_no_other(tmp_path, caplog):
         damaged = line[:3] + damage + line[4:]
         path.write_bytes(b"".join([*lines[:number], damaged, *lines[number + 1 :]]))
         caplog.clear()
-        with MetricsWriter(tmp_path) as writer:
-            writer.truncate_to(4)
+        cut_back(path, 4)
         kept = [*lines[: last + 1]]
         if number < last:
             kept[number] = damaged
@@ -141,14 +141,14 @@ def test_a_damaged_line_costs_no_other(tmp_path, caplog):
         elif number == last:
             kept.pop()
         assert path.read_bytes() == b"".join(kept)
-        steps = {row["step"] for row in read_metrics(tmp_path)}
+        steps = {row["step"] for row in [*read_metrics(tmp_path)]}
         assert steps >= {json.loads(line)["step"] for n, line in enumerate(kept) if n != number}
 
 
 def test_on_a_full_disk_lines_wait_and_are_written_when_there_is_room(tmp_path, caplog):
     write(tmp_path / "roomy", 20)
     whole = (tmp_path / "roomy" / METRICS_FILE).read_bytes()
-    with MetricsWriter(tmp_path) as writer, ExitStack() as disk:
+    with MetricsWriter(tmp_path / METRICS_FILE) as writer, ExitStack() as disk:
         for step in range(21):
             if step in (2, 9, 15):
                 disk.close()
@@ -161,11 +161,11 @@ def test_on_a_full_disk_lines_wait_and_are_written_when_there_is_room(tmp_path, 
 
 
 def test_what_waits_is_written_at_the_end_or_missed_aloud(tmp_path, caplog):
-    with MetricsWriter(tmp_path) as writer, largest_file(10):
+    with MetricsWriter(tmp_path / METRICS_FILE) as writer, largest_file(10):
         writer.write_step(STEP)
-    assert [row["step"] for row in read_metrics(tmp_path)] == [STEP.step]
+    assert [row["step"] for row in [*read_metrics(tmp_path)]] == [STEP.step]
     caplog.clear()
-    with largest_file(0), MetricsWriter(tmp_path) as writer:
+    with largest_file(0), MetricsWriter(tmp_path / METRICS_FILE) as writer:
         writer.write_step(STEP)
         writer.write_step(STEP)
     first, second = caplog.messages
@@ -175,8 +175,8 @@ def test_what_waits_is_written_at_the_end_or_missed_aloud(tmp_path, caplog):
 def test_times_add_up_and_the_largest_share_bounds_the_step():
     both = StepTime(compute=1.0, data=0.5) + StepTime(compute=2.0, wait_update=6.5)
     assert both == StepTime(compute=3.0, wait_update=6.5, data=0.5)
-    assert both.bound() == ("wait_update", 0.65)
-    assert StepTime().bound()[1] == 0.0
+    assert bound_in_words(both) == "waiting for the update 65%"
+    assert bound_in_words(StepTime()).endswith(" 0%")
 
 
 def test_what_no_wait_explains_is_computation():
@@ -301,6 +301,6 @@ def test_what_is_summed_and_counted():
 
 def test_two_evaluations_of_a_step_both_count(tmp_path):
     rows = [row(1), evaluation(1, 3.0), {"step": 1, "eval_arc/acc": 0.5, "eval_s": 1.0}]
-    history = read_history(written(tmp_path, rows))
+    history = History(read_metrics(written(tmp_path, rows)))
     assert [*history.values("eval_loss")] == [3.0]
     assert [*history.values("eval_arc/acc")] == [0.5]

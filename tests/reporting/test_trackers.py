@@ -13,7 +13,7 @@ import pytest
 
 from megatrain.errors import ConfigError
 from megatrain.reporting import trackers
-from megatrain.reporting.metrics import MetricsWriter, read_metrics
+from megatrain.reporting.metrics import METRICS_FILE, MetricsWriter, read_metrics
 from megatrain.reporting.trackers import check_installed, tracking
 from tests.helpers.commands import wait_for
 from tests.reporting.one_step import STEP
@@ -52,7 +52,7 @@ def written(run_dir: Path, names: tuple[str, ...], first: int, last: int) -> Non
     """Steps first + 1 to last of a run, and an evaluation after the last."""
     with (
         tracking(names, run_dir, first, ABOUT) as also,
-        MetricsWriter(run_dir, [also]) as writer,
+        MetricsWriter(run_dir / METRICS_FILE, [also]) as writer,
     ):
         for step in range(first + 1, last + 1):
             writer.write_step(replace(STEP, step=step, loss=5.0 / step))
@@ -65,7 +65,7 @@ def test_every_line_is_sent_and_a_resumed_run_is_the_same_run(tmp_path, fake):
     first, *rows, failed, again = fake.kept[:7]
     assert first[0] == again[0] and (first[1], again[1]) == (0, 2)
     assert (first[2], failed) == (ABOUT, False)
-    lines = read_metrics(tmp_path)[: len(rows)]
+    lines = [*read_metrics(tmp_path)][: len(rows)]
     for row, line in zip(rows, lines, strict=True):
         assert row["step"] == line["step"]
         numbers = {name: value for name, value in line.items() if isinstance(value, int | float)}
@@ -77,7 +77,7 @@ def test_one_that_fails_is_left_out_and_said(tmp_path, fake, monkeypatch, caplog
     monkeypatch.setattr(fake, "fails_at", 2)
     written(tmp_path, ("wandb",), 0, 4)
     assert [row["step"] for row in fake.kept[1:]] == [1]
-    assert len(read_metrics(tmp_path)) == 5
+    assert len([*read_metrics(tmp_path)]) == 5
     (said,) = caplog.messages
     assert said == "wandb: failed and is left out from here on (no route to host)"
 
@@ -113,7 +113,7 @@ def test_a_folder_that_is_a_link_is_not_written_through(tmp_path, caplog, name):
     (said,) = caplog.messages
     assert f"{name}: failed and is left out from here on (" in said
     assert f"run/{name} is a symbolic link; remove it" in said
-    assert len(read_metrics(run_dir)) == 3
+    assert len([*read_metrics(run_dir)]) == 3
 
 
 def test_an_error_of_the_run_is_told(tmp_path, fake):

@@ -9,7 +9,7 @@ from typing import Any
 
 from megatrain.config import names as n
 from megatrain.config.importing.sheet import NOTHING_ASKED, Sheet, Table
-from megatrain.config.sections import SECTIONS
+from megatrain.config.load import SECTIONS
 from megatrain.config.values import TRACKERS, shown
 from megatrain.data.samples import ROLES, SHAREGPT_ROLES
 from megatrain.errors import ConfigError
@@ -190,7 +190,7 @@ def of_method(sheet: Sheet, **other: str) -> None:
     """Keys of the method's own section. other: names of theirs that differ from `section` in the
     trainer's tables, by ours."""
     method, names = sheet.config["method"], sheet.said["section"] | other
-    own = SECTIONS[method].model_fields if method in SECTIONS else {}
+    own = SECTIONS.get(method, ())
     if method == "simpo" and sheet.get(names["beta"]) is None:
         sheet.put("simpo.beta", 0.1)
     for ours, theirs in names.items():

@@ -15,8 +15,7 @@ from typing import Any, TypeAlias
 from megatrain.config import names as n
 from megatrain.config.document import Located, write_yaml
 from megatrain.config.fields import OF_ROLLOUTS, Config
-from megatrain.config.load import takes
-from megatrain.config.sections import SECTIONS
+from megatrain.config.load import SECTIONS, takes
 from megatrain.config.values import shown
 from megatrain.errors import printable
 
@@ -94,7 +93,7 @@ class Sheet:
             key = key.replace("policy.", f"{method}.")
         ours = n.Alias(tuple(key.split(".")))
         wrong = "" if takes(ours, value) else f"{key} does not take {shown(value)}"
-        if answers and ours.key[0] == method and ours.key[1] not in SECTIONS[method].model_fields:
+        if answers and ours.key[0] == method and ours.key[1] not in SECTIONS[method]:
             wrong = f"{key}: belongs to method: {OF_ANSWERS[method == 'grpo']}"
         if answers and key in LIMITS:
             values, why = LIMITS[key]

@@ -30,7 +30,7 @@ from megatrain.errors import UNEXPECTED, ConfigError, StorageError
 from megatrain.machine.hardware import built_for_cuda, visible_gpus
 from megatrain.machine.launcher import HERE, MEETING, NAMES, place_of, started_by
 from megatrain.recipes.signals import INTERRUPTED, SAVES, STOPPED, STOPS
-from megatrain.reporting.metrics import each_metric
+from megatrain.reporting.metrics import read_metrics
 from megatrain.storage.run_folder import checkpoints, has_begun
 
 LAUNCHER = "MEGATRAIN_LAUNCHER"  # our own process number, for the ranks
@@ -151,7 +151,7 @@ class Restarts:
             return False
         step = 0
         with suppress(StorageError):  # it had not begun
-            step = max((row.get("step", 0) for row in each_metric(self._run_dir)), default=0)
+            step = max((row.get("step", 0) for row in read_metrics(self._run_dir)), default=0)
         self._failures = 1 if step > self._furthest else self._failures + 1
         self._furthest = step = max(step, self._furthest)
         saved, stuck = bool(checkpoints(self._run_dir)), self._failures == FAILURES_AT_A_STEP

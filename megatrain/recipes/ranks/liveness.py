@@ -11,14 +11,15 @@ import json
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import Future, wait
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, suppress
 from dataclasses import astuple, dataclass
 from datetime import timedelta
 from typing import TypeVar
 
 from megatrain.errors import UNEXPECTED, MegaTrainError, exit_code_of, logger, printable
+from megatrain.heartbeat import beside
 from megatrain.recipes.signals import STDERR, all_stop, early_request
 from megatrain.reporting.progress import IN_FILE
 from megatrain.world import World
@@ -90,16 +91,9 @@ class Liveness:
         self._awake_s, self._looked = 0.0, time.monotonic()
         self._unreachable = False
 
-    @contextmanager
-    def watched(self) -> Iterator[Liveness]:
+    def watched(self) -> AbstractContextManager[None]:
         """Inside, a thread looks after the other ranks."""
-        thread = threading.Thread(target=self._look, name="megatrain-liveness", daemon=True)
-        thread.start()
-        try:
-            yield self
-        finally:
-            self.ended.set()
-            thread.join()
+        return beside(self._look, self.ended, "liveness")
 
     def leave(self, exit_code: int) -> None:
         """End without being missed. The first rank, which may hold the store, goes last."""
@@ -108,7 +102,9 @@ class Liveness:
             self._sign(exit_code)
             if self.world.is_first:
                 until = time.monotonic() + SILENT_S + LEAVES_WITHIN_S
-                while not self._all_left() and time.monotonic() < until:
+                while time.monotonic() < until:
+                    if all(len(sign.split()) == 3 for sign in self._signs()):
+                        return
                     if self._store.check(["failed"]):
                         time.sleep(2 * BEATS_EVERY_S)
                         return
@@ -120,9 +116,6 @@ class Liveness:
             if not self._has_left:
                 self._has_left = left is not None
                 self._store.set(*sign_of_life(self.world.rank, self.host, left))
-
-    def _all_left(self) -> bool:
-        return all(len(sign.split()) == 3 for sign in self._signs())
 
     def say(self, words: LastWords) -> LastWords:
         """Write last words into the store; returns the first that anybody has written."""

@@ -137,7 +137,9 @@ def _meet(place: Place, job: str, stack: ExitStack) -> Liveness:
         store = fresh_part(sealed, rank, size, patience, sign_of_life(rank, here))
         stack.callback(_disconnect)  # when nobody is looked after any more
         world = World(rank, size, place.local_rank, place.local_size, store=store)
-        return stack.enter_context(Liveness(world, here).watched())
+        alive = Liveness(world, here)
+        stack.enter_context(alive.watched())
+        return alive
     except (RuntimeError, Stopped) as error:
         raise _as_asked() or MegaTrainError(_not_all(size, error)) from error
 
