@@ -183,8 +183,9 @@ def judged(trainer: Any, loss: Policy, about: dict[str, Any]) -> Verdict:
     prompts, answers, logprobs = ([*column] for column in zip(*rollout(), strict=True))
     if about["unknown"]:
         logprobs[1] = [None, *logprobs[1][1:]]
-    masks = [[int(n % 4 != 1) for n in range(len(ids))] for ids in answers]
-    masks = masks if about["tools"] else None
+    masks: Any = None
+    if about["tools"]:
+        masks = [[int(n % 4 != 1) for n in range(len(ids))] for ids in answers]
     written: Any = prompts, answers, masks, [""] * ROWS, logprobs, {}, None, None
     if about["rloo"]:
         written = prompts, answers, [""] * ROWS

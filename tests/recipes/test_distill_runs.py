@@ -6,6 +6,7 @@ import json
 import shutil
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -60,6 +61,7 @@ def test_a_teacher_s_likeliest_tokens_have_trl_s_divergence_and_autograd_s_gradi
     """With TRL's bucket for all other tokens; exact where there are none."""
     from trl.experimental.iw_opd.iw_opd_trainer import _add_tail_bucket, _jsd_divergence
 
+    divergence: Any = _jsd_divergence
     generator = torch.Generator().manual_seed(0)
     logits, theirs = (3 * torch.randn(12, 40, generator=generator) for _ in range(2))
     logits.requires_grad_()
@@ -68,7 +70,7 @@ def test_a_teacher_s_likeliest_tokens_have_trl_s_divergence_and_autograd_s_gradi
         ids = sides[1].topk(top_k).indices
         known = torch.ones_like(ids, dtype=torch.bool)
         buckets = [_add_tail_bucket(side.gather(1, ids), known)[0] for side in sides]
-        wanted = _jsd_divergence(*buckets, beta, torch.ones_like(buckets[0], dtype=torch.bool))
+        wanted = divergence(*buckets, beta, torch.ones_like(buckets[0], dtype=torch.bool))
         found = by_top_k(logits, theirs, top_k, beta, temperature).mean()
         wanted = wanted.sum(1).mean()
         assert found.item() == pytest.approx(wanted.item(), abs=1e-6)
@@ -256,19 +258,19 @@ def test_a_teacher_that_has_written_a_file_is_needed_no_more(
     few = ("distill.teacher_top_k=4", "data.packing=true")
     monkeypatch.setattr(frozen, "SWEPT_TOKENS", 256)
     megatrain("train cfg.yaml", *keys, *few, "output=few")
-    opened = []
-    real = frozen.open_teacher
-    note = lambda *given, **how: opened.append(0) or real(*given, **how)  # noqa: E731
+    note = Mock(side_effect=frozen.open_teacher)
     monkeypatch.setattr(frozen, "open_teacher", note)
     megatrain("train cfg.yaml", *short, *few, "train.max_steps=3")
     found = megatrain("eval run --json").json["eval_loss"]
     assert found == pytest.approx(evaluations_of(project / "run")[-1]["eval_loss"], rel=1e-5)
-    assert not opened
+    note.assert_not_called()
     files = sorted((project / "cache" / "teacher").glob("*/*"), key=lambda one: one.stat().st_size)
     changed, kept = files[0], {file: file.stat().st_mtime_ns for file in files[1:]}
     changed.write_bytes(changed.read_bytes()[:-1] + b"x")
     again = megatrain("resume run train.max_steps=6").err
-    assert "is damaged; what the teacher had there is computed anew" in again and len(opened) == 1
+    assert (
+        "is damaged; what the teacher had there is computed anew" in again and note.call_count == 1
+    )
     assert kept == {file: file.stat().st_mtime_ns for file in kept} and changed.is_file()
     whole, run = ([row["loss"] for row in steps_of(project / one)] for one in ("few", "run"))
     assert whole == run and len(run) == 6

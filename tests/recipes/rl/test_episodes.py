@@ -44,7 +44,12 @@ class Replies:
     def call(self, key: int, number: int, calls: list[Any], *_: Any) -> Future[Any]:
         turn = {"role": "tool", "content": str([sum(calls[0]) % 90 + 7, 7, 8])}
         pause = self.draws.random() / 1000
-        return self.threads.submit(lambda: time.sleep(pause) or ([turn], 0))
+
+        def reply() -> Any:
+            time.sleep(pause)
+            return [turn], 0
+
+        return self.threads.submit(reply)
 
     def between(self, replies: list[dict[str, Any]]) -> str:
         return str(replies[0]["content"])
@@ -71,9 +76,9 @@ def test_200_episodes_have_the_tokens_that_were_drawn_whatever_their_company(mon
         runs.append(by_key(episodes.written(write, asked)))
     one, other, few = runs
     assert len(one) == 200 and [len(found) for found in runs] == [200, 200, 16]
-    for key, answer in one.items():
-        assert other[key].turns == answer.turns and other[key].mask == answer.mask
-        assert key not in few or few[key].ids == answer.ids
+    for which, answer in one.items():
+        assert other[which].turns == answer.turns and other[which].mask == answer.mask
+        assert which not in few or few[which].ids == answer.ids
     assert sum(len(answer.turns or ()) > 4 for answer in one.values()) > 20
     for (key, _), answer in one.items():
         check_episode(answer, most)
@@ -216,12 +221,12 @@ def test_a_tool_s_fault_is_a_sentence_that_the_model_reads(tools, caplog):
             lives = name not in ("hangs", "ends")  # a process that ends says nothing of a turn
             assert [said[0], said[2]] == (["5", "later 1"] if lives else [said[1]] * 2)
             assert failures == (1 if lives else 3)
-        for given, reason in (
+        for single, reason in (
             (call("add", {"a": 2}), "Error: TypeError: add() missing 1 required positional"),
             (call("add", [2, 3]), "Error: a call is a JSON object of name and arguments"),
             (call("add", {"a": 2, "b": 3, "c": object}), "Error: "),
         ):
-            turns, failures = judges.call(1, 0, [given], None, "rows:1").result()
+            turns, failures = judges.call(1, 0, [single], None, "rows:1").result()
             assert turns[0]["content"].startswith(reason) and failures == 1
         turns, failures = judges.call(0, 0, [call("large"), call("halves")], None, "").result()
         cut = "The result is cut here, before 9,999,900 more characters."
@@ -270,7 +275,10 @@ def test_an_environment_is_an_answer_s_own_until_it_is_judged(tools, caplog):
                 [(key + n) / 10 for n in (40, 20, 0)],
                 [key + n for n in (40, 20, 0)],
             ]
-        assert judged(judges, 2, begins)["rewards"] == [[0.2, 0.2], [2, 2]], "it begins anew"
+        assert judged(judges, 2, ({"start": 2}, " You begin at 2."))["rewards"] == [
+            [0.2] * 2,
+            [2] * 2,
+        ], "it begins anew"
         for name, reason in (
             ("hang", "Error: took more than 1 seconds (tools.timeout_s)"),
             ("increment", "Error: the environment ended with its process"),

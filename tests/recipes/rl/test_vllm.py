@@ -51,7 +51,7 @@ def test_a_server_gets_every_bit_of_the_weights_before_it_writes(tells_version, 
             for (key, n), answer in found.items():
                 about = mix(3, key, n, 0), 4, 0.7, (2,)
                 ids, logprobs = written(stub.model, [5, 6 + key], *about)
-                finish = "stop" if ids[-1] == 2 else "length"
+                finish: Any = "stop" if ids[-1] == 2 else "length"
                 assert answer == Answer(key, n, ids, logprobs, None, finish)
 
 
