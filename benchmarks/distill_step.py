@@ -67,10 +67,7 @@ def main(
             batches = [{"input_ids": part, "labels": part} for part in torch.split(ids, rows)]
             began = time.perf_counter()
             if answer:
-                prompts = enumerate(ids[:, : seq_len - answer].tolist())
-                asked = [AnswerRequest(number, prompt, (0,), answer) for number, prompt in prompts]
-                for one in engine.rollout(asked, Draw(seed=step), ()):
-                    ids[one.key, seq_len - answer :] = torch.tensor(one.ids)
+                write(engine, ids, answer, step)
             written = time.perf_counter()
             with frozen.taught(loss, batches) as given:
                 taught_s = time.perf_counter() - written
@@ -85,17 +82,16 @@ def main(
     planned = {"step_s": plan.timing.seconds, "phases": plan.timing.phases}
     planned |= {"gpu_bytes": plan.gpu_bytes, "host_bytes": plan.host_bytes}
     about = {"student": student, "teacher": teacher, "tokens": tokens, "seq_len": seq_len}
-    print(
-        json.dumps(
-            {
-                "device": device,
-                **about,
-                "measured": {**steady, **memory},
-                "planned": planned,
-                "choices": str(plan.choices),
-            }
-        )
-    )
+    about |= {"measured": {**steady, **memory}, "planned": planned, "device": device}
+    print(json.dumps({**about, "choices": str(plan.choices)}))
+
+
+def write(engine: Engine, ids: torch.Tensor, answer: int, seed: int) -> None:
+    """Let the engine write the last `answer` tokens of each row of `ids` [rows, tokens]."""
+    prompts = enumerate(ids[:, :-answer].tolist())
+    asked = [AnswerRequest(number, prompt, (0,), answer) for number, prompt in prompts]
+    for one in engine.rollout(asked, Draw(seed=seed), ()):
+        ids[one.key, -answer:] = torch.tensor(one.ids)
 
 
 if __name__ == "__main__":

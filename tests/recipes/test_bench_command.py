@@ -34,7 +34,7 @@ def test_a_users_own_config_is_timed_without_its_rows(megatrain, project):
     for words in ("2 layers", "256 tokens per step", "median of 2", "TFLOP/s", "planned", "advice"):
         assert words in done.out
     drawing, warming, *steps = (line.split(":")[0] for line in done.err.splitlines()[1:])
-    assert drawing == "drawing 37,792 weights at random"
+    assert drawing == "drawing 37,792 weights at random", done.err
     assert (warming, steps) == ("to warm up", ["step 1/2", "step 2/2"])
 
 
