@@ -221,8 +221,8 @@ def keys_of(text: str) -> list[tuple[int, str]]:
 
 FREE_TEXT = {f"data.{key}" for key in ("train", "eval", "split", "text_field", "chat_template")}
 FREE_TEXT |= {"model.path", "model.revision", "economy.currency", "output", "sample_prompt"}
-FREE_TEXT |= {"memory.nvme", "train.freeze", "rewards.functions"}
-FREE_TEXT |= {"distill.teacher_model_name_or_path"}
+FREE_TEXT |= {"memory.nvme", "train.freeze", "rewards.functions", "tools.functions"}
+FREE_TEXT |= {"tools.environment_factory", "distill.teacher_model_name_or_path"}
 FREE_TEXT |= {"eval.prompts", "checkpoint.push_to", "on_end"}
 LEAVES = [(index, key) for index, key in keys_of(FULL) if "." in key or key not in SECTIONS]
 
