@@ -61,6 +61,7 @@ QUESTION = {"role": "user", "content": "question"}
 ANSWERED = Scene((QUESTION, {"role": "assistant", "content": STAND_IN}))
 FOLLOWED = Scene((*ANSWERED.turns, QUESTION))
 CALLS, THINKS = "<tool_call>", "<think>"  # begin a call of Hermes' and Qwen's form, and a thought
+ASIDE = re.compile(r"(?s)<(tool_call|think)>.*?(</\1>\s*|\Z)")  # what of a turn is no content
 UNREADABLE = {"function": {"name": "", "arguments": None}}  # a call that is no JSON
 _KEY = "zq7key7qz"  # of the only argument of the call below
 _PARAMETERS = {"type": "object", "properties": {_KEY: {"type": "string", "description": "d"}}}
@@ -324,10 +325,14 @@ class Toolbox:
         self, ids: list[int], before: list[int]
     ) -> tuple[dict[str, Any], list[dict[str, Any]]]:
         """The assistant's turn that tokens are behind others, and its calls."""
-        own, text = getattr(self.tokenizer, "response_template", None), self.tokenizer.decode(ids)
-        prefix = self.tokenizer.decode(before)
-        if own is None:  # and a prompt may have begun the thought
-            text, prefix = THINKS * prefix.rstrip().endswith(THINKS) + text, ""
+        own, prefix = getattr(self.tokenizer, "response_template", None), ""
+        text, began = self.tokenizer.decode(ids), self.tokenizer.decode(before)
+        if own is not None:
+            prefix = began
+        elif ids and ids[-1] in self.tokenizer.all_special_ids:  # any of the run's ends
+            text = self.tokenizer.decode(ids[:-1])
+        if own is None and began.rstrip().endswith(THINKS):  # the prompt has begun the thought
+            text = THINKS + text
         try:
             given = {"prefix": prefix, "tools": [dict(one) for one in self.schemas]}
             found = self.tokenizer.parse_response(text, own or self._form, **given)
@@ -337,6 +342,8 @@ class Toolbox:
             plain = self.tokenizer.decode(ids, skip_special_tokens=True)
             return {"role": "assistant", "content": plain}, [UNREADABLE] if CALLS in text else []
         content = str(found.get("content") or "").removesuffix(self.tokenizer.eos_token or "")
+        if own is None:  # wherever it stands
+            content = ASIDE.sub("", text)
         more = {"tool_calls": calls} if calls else {}
         return {**found, "role": "assistant", "content": content, **more}, calls
 

@@ -100,7 +100,11 @@ def besides(config: Config, resolved: Resolved) -> tuple[FrozenModel, ...]:
     dtype = PRECISIONS[resolved.machine.precision]
     if (teacher := config.distill.teacher_model_name_or_path) is not None:
         skeleton = Skeleton(config_of_teacher(teacher), dtype=dtype)
-        beside = _teacher(config, skeleton, resolved)
+        beside, widths = _teacher(config, skeleton, resolved), (skeleton, resolved.skeleton)
+        width = min(one.config.get_text_config().vocab_size for one in widths)
+        if (top_k := config.distill.teacher_top_k or 0) > width:
+            where = config.where("distill.teacher_top_k")
+            raise ConfigError(f"{where}: {top_k}, and the vocabulary has {width} tokens; set less")
         return () if config.distill.teacher_top_k else (beside,)
     if METHODS[config.method].kind != PROMPTS:
         return ()
@@ -239,6 +243,12 @@ def check_reference_and_teacher(config: Config, model: Model) -> None:
             f"{where}: {named}: has another vocabulary: {token!r} is its token {known.get(token)} "
             f"and the model's {ours.get(token)}; take a teacher of the model's family"
         )
+    widths = [one.config.get_text_config().vocab_size for one in (theirs, model)]
+    if config.distill.lmbda and widths[0] < widths[1]:
+        raise ConfigError(
+            f"{where}: {named}: has {widths[0]} tokens and the model {widths[1]}, which might draw "
+            "one that the teacher lacks; set distill.lmbda: 0, or take another teacher"
+        )
     sides = [one.tokenizer(PROBE, add_special_tokens=False).input_ids for one in (theirs, model)]
     if sides[0] != sides[1]:
         raise ConfigError(
@@ -371,7 +381,13 @@ class RewardModel:
             if tokenizer.chat_template is None:
                 raise DataError(f"{self.folder}: has no chat template, and the prompts are turns")
             turns: Any = [*group.prompt, *completion]
-            text = str(tokenizer.apply_chat_template(turns, tokenize=False))
+            try:
+                text = str(tokenizer.apply_chat_template(turns, tokenize=False))
+            except Exception as error:  # noqa: BLE001  whatever a template raises
+                raise DataError(
+                    f"{self.folder}: its chat template does not write these turns ({error}); "
+                    "choose a reward model of this model's family"
+                ) from None
         return list(tokenizer(text, add_special_tokens=False).input_ids) or [self.model.pad_id]
 
     def _padded(self, rows: Sequence[Sequence[int]]) -> MicroBatch:

@@ -33,7 +33,7 @@ from megatrain.data.samples import name_for
 from megatrain.durable import sync_folder
 from megatrain.engine.engine import Engine
 from megatrain.engine.inference import held_head, last_states
-from megatrain.errors import ConfigError, PlanError, StorageError, logger, system_errors
+from megatrain.errors import PlanError, StorageError, logger, system_errors
 from megatrain.heartbeat import TOKENS_SWEPT, doing, may_end_here
 from megatrain.losses import Distillation
 from megatrain.losses.divergence import likeliest
@@ -186,9 +186,6 @@ def from_teacher(
     named = str(config.distill.teacher_model_name_or_path)
     teacher, top_k = Skeleton(frozen.config_of_teacher(named)), loss.top_k or 0
     loss.width = min(vocabulary, teacher.config.get_text_config().vocab_size)
-    if top_k > loss.width:
-        where = config.where("distill.teacher_top_k")
-        raise ConfigError(f"{where}: {top_k}, and the vocabulary has {loss.width} tokens; set less")
     computed = [precision, config.device, loss.width, top_k, loss.temperature]
     files = digests_of(resolve_source(frozen.model_in(named), weights=False))
     name = name_for({**causes_of(teacher), "teacher": files, "computed": computed})
@@ -225,7 +222,7 @@ def _take(paths: Iterable[Path], rows: Rows, parts: list[Any], begins: Reference
         digest, body = data[:DIGEST_BYTES], data[DIGEST_BYTES:]
         if digest.tobytes() != _digest(body):
             logger.warning(f"{path}: is damaged; what the teacher had there is computed anew")
-            path.unlink()
+            path.unlink(missing_ok=True)
             continue
         numbers = body[8 : 8 + 8 * int(body[:8].view(np.int64)[0])].view(np.int64)
         counts = rows.target_counts[numbers]

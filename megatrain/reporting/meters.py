@@ -88,11 +88,10 @@ class GpuMeter(AbstractContextManager["GpuMeter"]):
         """Read the driver and return the largest reading so far; None without a GPU."""
         if self._nvml is None:
             return None
-        used = int(self._nvml.nvmlDeviceGetMemoryInfo(self._handle).used)
-        for process in self._nvml.nvmlDeviceGetComputeRunningProcesses(self._handle):
-            if process.pid == os.getpid() and process.usedGpuMemory:
-                used = int(process.usedGpuMemory)
-        self._peak_bytes = max(self._peak_bytes, used)
+        running = self._nvml.nvmlDeviceGetComputeRunningProcesses(self._handle)
+        used = next((one.usedGpuMemory for one in running if one.pid == os.getpid()), None)
+        used = used or self._nvml.nvmlDeviceGetMemoryInfo(self._handle).used
+        self._peak_bytes = max(self._peak_bytes, int(used))
         return self._peak_bytes
 
     def energy_j(self) -> float | None:

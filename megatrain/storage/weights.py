@@ -239,6 +239,8 @@ def copy_tensor(store: Store, place: ParameterPlace, candidate: Candidate, chunk
 
 
 def _check_finite(values: torch.Tensor, where: str) -> None:
+    if not values.numel():
+        return
     low, high = torch.aminmax(values)  # one pass, no temporaries; NaN comes through
     if not (math.isfinite(low) and math.isfinite(high)):
         raise ModelError(

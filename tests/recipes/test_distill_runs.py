@@ -212,10 +212,16 @@ def test_what_cannot_teach_is_refused_and_what_teaches_is_planned(megatrain, pro
         ("teacher_top_k=4000", "teacher_top_k", "4000, and the vocabulary has 300 tokens"),
     ):
         asked = [one if one.startswith("data.") else f"distill.{one}" for one in key.split()]
-        refused = megatrain("train cfg.yaml", *KEYS, *asked, code=2).err
-        assert f"distill.{named}: " in refused and words in refused
+        for command in ("train", "plan"):
+            refused = megatrain(f"{command} cfg.yaml", *KEYS, *asked, code=2).err
+            assert f"distill.{named}: " in refused and words in refused
     plan = megatrain("plan cfg.yaml --json", *KEYS, "distill.teacher_top_k=4").json
     assert "teacher's weights" not in plan["host"] and "teacher" not in plan["timing"]["phases"]
+    about = (teacher / "config.json").read_text()
+    (teacher / "config.json").write_text(about.replace('vocab_size": 300', 'vocab_size": 299'))
+    narrow = megatrain("train cfg.yaml", *KEYS, "distill.lmbda=1", code=2).err
+    assert "has 299 tokens and the model 300, which might draw one that" in narrow
+    (teacher / "config.json").write_text(about)
     described = json.loads((teacher / "tokenizer.json").read_text())
     merges = described["model"]["merges"]
     described["model"]["merges"] = merges[::-1]

@@ -19,16 +19,19 @@ from megatrain.engine.rollout.decode import Answer, AnswerRequest
 from megatrain.heartbeat import beat
 from megatrain.recipes.rl.judges import Judges
 from megatrain.recipes.rl.prompts import Prompt
+from megatrain.recipes.signals import StopRequest
 
 
 @dataclass
 class Episodes:
-    """Answers as they end, while the tools of others run. most: tokens behind a prompt, those of
+    """Answers as they end, while the tools of others run; if asked to stop, no more than there are
+    by then. most: tokens behind a prompt, those of
     tools included. turns: of an answer, that tools reply to; None: any number."""
 
     toolbox: Toolbox
     judges: Judges
     prompts: Mapping[int, Prompt]
+    stop: StopRequest
     most: int
     turns: int | None = None
     _open: dict[tuple[int, int], Answer] = field(default_factory=dict)  # that go on
@@ -66,7 +69,7 @@ class Episodes:
         while True:
             for one in [one for one in self._calling if one.done()]:
                 found += self._continued(self._calling.pop(one), *one.result())
-            if found or not (idle and self._calling):
+            if found or not (idle and self._calling) or self.stop.here:
                 return found
             wait(self._calling, 1.0, FIRST_COMPLETED)
             beat()

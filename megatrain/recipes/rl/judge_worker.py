@@ -96,7 +96,13 @@ class Files:
         found = [*self.tools, *methods_of(made)]
         if len({one.__name__ for one in found}) < len(found):
             raise Fault("two tools are called alike; rename one")
-        return {"schemas": [*map(get_json_schema, found)], "rewards": hasattr(made, "get_reward")}
+        schemas = []
+        for one in found:
+            try:
+                schemas.append(get_json_schema(one))
+            except Exception as error:  # noqa: BLE001  hints that are missing, or of any kind
+                raise Fault(f"{one.__name__}: {error}") from None
+        return {"schemas": schemas, "rewards": hasattr(made, "get_reward")}
 
     def begin(self, episode: Episode | None, row: Mapping[str, Any], text: Any = None) -> Answer:
         """Reset an environment, for an answer if any, whose prompt has `text` of it; its text."""

@@ -415,7 +415,8 @@ class Rollouts:
             write = self.write
             if toolbox is not None:
                 turns = self.config.tools.max_tool_calling_iterations
-                write = partial(Episodes(toolbox, self.judges, prompts, most, turns).written, write)
+                about = toolbox, self.judges, prompts, stop, most, turns
+                write = partial(Episodes(*about).written, write)
             answers = write(requests, draw, self.ends)
             with closing(answers):
                 for answer in answers if writes else ():

@@ -10,6 +10,7 @@ import warnings
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -24,6 +25,7 @@ from megatrain.recipes.rl.episodes import Episodes
 from megatrain.recipes.rl.judges import Group, Judges
 from megatrain.recipes.rl.prompts import Prompt
 from megatrain.recipes.rl.rollouts import lengths_of
+from megatrain.recipes.signals import StopRequest
 from tests.engine.test_rollout import by_key, logprobs, model_of, prompts
 from tests.helpers.commands import tiny_tokenizer
 from tests.helpers.support import plain_model, tiny_config
@@ -68,7 +70,7 @@ def test_200_episodes_have_the_tokens_that_were_drawn_whatever_their_company(mon
         if slots is None:  # by transformers' generate
             monkeypatch.setattr(decode, "_TRIED", {model: "of a test"})
         stub: Any = Replies()
-        episodes = Episodes(stub, stub, given, most)
+        episodes = Episodes(stub, stub, given, StopRequest(), most)
 
         def write(asked: Any, more: Any, slots: int | None = slots) -> Any:
             yield from answers(model, asked, draw, ENDS, slots=slots, more=more)
@@ -317,6 +319,38 @@ def next_turn(tokenizer: Any, before: list[int]) -> list[int]:
     return list(tokenizer(f"{text}<|im_end|>", add_special_tokens=False).input_ids)
 
 
+CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": 2}}\n</tool_call>'
+CONTENTS = {
+    f"see {CALL}\n\nDone.<|im_end|>": ("see Done.", 1),
+    f"first {CALL} then {CALL}": ("first then ", 2),
+    f"let me look {CALL}<|endoftext|>": ("let me look ", 1),
+    "hello<|endoftext|>": ("hello", 0),
+    "hi <think>x</think> there": ("hi there", 0),
+}
+
+
+def test_a_turn_s_content_is_all_that_is_neither_thought_nor_call():
+    tokenizer = qwen_tokenizer()
+    box = Toolbox(Template(tokenizer), tokenizer, ())
+    for text, (content, count) in CONTENTS.items():
+        said, calls = box.read(box.ids(text), [])
+        assert (said["content"], len(calls)) == (content, count), text
+
+
+def test_who_is_asked_to_stop_waits_for_no_tool():
+    anyone: Any = Replies()
+    stop = StopRequest()
+    anyone.threads, stop.signal = Mock(submit=lambda _: Future()), 15
+
+    def write(asked: Any, more: Any) -> Any:
+        yield Answer(asked[0].key, 0, [min(CALLS)], [-1.0], None, "stop")
+        assert more(True) == []
+
+    given = {0: Prompt([1], "", {}, "")}
+    asked = [AnswerRequest(0, [1], (0,), 9)]
+    assert [*Episodes(anyone, anyone, given, stop, 9).written(write, asked)] == []
+
+
 @pytest.mark.parametrize(("most", "turns"), [(400, None), (400, 2), (1000, 1), (150, None)])
 def test_episodes_are_those_that_trl_makes_of_the_same_turns(tools, tmp_path, most, turns):
     asked = [[{"role": "user", "content": f"Question {number}?"}] for number in range(24)]
@@ -343,7 +377,8 @@ def test_episodes_are_those_that_trl_makes_of_the_same_turns(tools, tmp_path, mo
             n: Prompt(ids, one, {}, "") for n, (ids, one) in enumerate(zip(own, asked, strict=True))
         }
         requests = [AnswerRequest(n, one.ids, (0,), most) for n, one in given.items()]
-        found = by_key(Episodes(box, judges, given, most, turns).written(write, requests))
+        about = box, judges, given, StopRequest(), most, turns
+        found = by_key(Episodes(*about).written(write, requests))
     ours = [found[n, 0] for n in range(len(asked))]
     assert [one.turns for one in ours] == completions
     assert [one.ids for one in ours] == ids and [one.mask for one in ours] == masks

@@ -215,7 +215,7 @@ REFUSED = {
     "tools.functions=[add]": "tools: add: is no FILE.py:NAME of a file here",
     "tools.functions=[absent.py:add]": "tools: absent.py:add: is no FILE.py:NAME of a file here",
     "tools.functions=[tools.py:absent]": "tools: tools.py:absent: ImportError: tools.py has no",
-    "tools.functions=[tools.py:bare]": "tools: DocstringParsingException: Cannot generate JSON",
+    "tools.functions=[tools.py:bare]": "tools: bare: Cannot generate JSON",
     "tools.functions=[tools.py:add,tools.py:add_again]": "tools: two tools are called alike",
     "rewards.functions=[]": "rewards.functions: is missing",
     "rewards.functions=[] tools.environment_factory=tools.py:Silent": "no get_reward rewards",
