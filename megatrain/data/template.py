@@ -325,14 +325,12 @@ class Toolbox:
         self, ids: list[int], before: list[int]
     ) -> tuple[dict[str, Any], list[dict[str, Any]]]:
         """The assistant's turn that tokens are behind others, and its calls."""
-        own, prefix = getattr(self.tokenizer, "response_template", None), ""
-        text, began = self.tokenizer.decode(ids), self.tokenizer.decode(before)
-        if own is not None:
-            prefix = began
-        elif ids and ids[-1] in self.tokenizer.all_special_ids:  # any of the run's ends
-            text = self.tokenizer.decode(ids[:-1])
-        if own is None and began.rstrip().endswith(THINKS):  # the prompt has begun the thought
-            text = THINKS + text
+        own = getattr(self.tokenizer, "response_template", None)
+        prefix = self.tokenizer.decode(before)
+        ends = own is None and ids and ids[-1] in self.tokenizer.all_special_ids  # by any end
+        text = self.tokenizer.decode(ids[:-1] if ends else ids)
+        if own is None:  # and a prompt may have begun the thought
+            text, prefix = THINKS * prefix.rstrip().endswith(THINKS) + text, ""
         try:
             given = {"prefix": prefix, "tools": [dict(one) for one in self.schemas]}
             found = self.tokenizer.parse_response(text, own or self._form, **given)
@@ -353,9 +351,8 @@ class Toolbox:
         call = {"type": "function", "function": "{content}"}
         calls = {"open": CALLS, "close_pattern": r"</tool_call>\s*", "repeats": True}
         thought = {"open": THINKS, "close_pattern": r"</think>\s*", "content": "text"}
-        end = {"close_pattern": rf"{re.escape(self.template.stop or '')}\s*", "content": "text"}
         calls |= {"content": "json", "transform": call}
-        fields = {"reasoning_content": thought, "tool_calls": calls, "content": end}
+        fields = {"reasoning_content": thought, "tool_calls": calls, "content": {"content": "text"}}
         return {"start_anchor_pattern": r"\A", "fields": fields}
 
 

@@ -98,19 +98,28 @@ def besides(config: Config, resolved: Resolved) -> tuple[FrozenModel, ...]:
     """Memory and time of the config's frozen models. Raises ConfigError and ModelError."""
     found, rollout = list[FrozenModel](), config.rollout
     dtype = PRECISIONS[resolved.machine.precision]
-    if (teacher := config.distill.teacher_model_name_or_path) is not None:
-        skeleton = Skeleton(config_of_teacher(teacher), dtype=dtype)
-        beside, widths = _teacher(config, skeleton, resolved), (skeleton, resolved.skeleton)
-        width = min(one.config.get_text_config().vocab_size for one in widths)
-        if (top_k := config.distill.teacher_top_k or 0) > width:
+    teacher = config.distill.teacher_model_name_or_path
+    named = [TEACHER] * bool(teacher) + [REFERENCE] * bool(beta_of(config))
+    named += map(judge_name, reward_models(config))
+    if named and resolved.machine.ranks > 1:
+        raise ConfigError(
+            f"{config.where('gpus')}: {named[0]}: frozen models beside a run on several GPUs are "
+            "not built yet; set gpus: 1, or do without: beta: 0 needs no reference"
+        )
+    if teacher:
+        described: Any = config_of_teacher(teacher)
+        if (top_k := config.distill.teacher_top_k) is None:
+            return (_teacher(Skeleton(described, dtype=dtype), resolved),)
+        both = described, resolved.skeleton.config
+        if top_k > (width := min(one.get_text_config().vocab_size for one in both)):
             where = config.where("distill.teacher_top_k")
             raise ConfigError(f"{where}: {top_k}, and the vocabulary has {width} tokens; set less")
-        return () if config.distill.teacher_top_k else (beside,)
-    if METHODS[config.method].kind != PROMPTS:
+        return ()
+    if not named:
         return ()
     steps = rollout.steps_per_generation * config.policy.num_iterations
     tokens = rollout.generation_batch_size * (resolved.request.seq_len or 0) / steps
-    take = partial(_beside, config, resolved, tokens=tokens, sweeps=1 / steps)
+    take = partial(_beside, resolved, tokens=tokens, sweeps=1 / steps)
     if config.policy.beta:
         found.append(take(REFERENCE, resolved.skeleton, shape=resolved.shape))
     for folder in reward_models(config):
@@ -134,13 +143,13 @@ def model_in(named: str) -> str:
     return str(checkpoint_of(Path(named))) if Path(named).is_dir() else named
 
 
-def _teacher(config: Config, skeleton: Skeleton, resolved: Resolved) -> FrozenModel:
+def _teacher(skeleton: Skeleton, resolved: Resolved) -> FrozenModel:
     """A teacher that sweeps each step's rows, and leaves its last hidden states on the host; its
     layers' working set is larger than the model's where it is wider."""
     request, text = resolved.request, skeleton.config.get_text_config()
     tokens = request.tokens_per_step or (request.rows_per_step or 0) * (request.seq_len or 0)
     itemsize = WEIGHT_BYTES[resolved.machine.precision]
-    found = _beside(config, resolved, TEACHER, skeleton, tokens=tokens, sweeps=1)
+    found = _beside(resolved, TEACHER, skeleton, tokens=tokens, sweeps=1)
     states = tokens * text.hidden_size * itemsize
     inner = getattr(text, "intermediate_size", None) or 4 * text.hidden_size
     layer = (4 * text.hidden_size + 3 * inner) * itemsize
@@ -150,7 +159,6 @@ def _teacher(config: Config, skeleton: Skeleton, resolved: Resolved) -> FrozenMo
 
 
 def _beside(
-    config: Config,
     resolved: Resolved,
     name: str,
     skeleton: Skeleton,
@@ -160,12 +168,7 @@ def _beside(
     shape: ModelShape | None = None,
 ) -> FrozenModel:
     """A frozen model that computes so many `tokens` of a step in so many sweeps of its weights.
-    shape: the skeleton's, where it is known. Raises ConfigError on several GPUs."""
-    if resolved.machine.ranks > 1:
-        raise ConfigError(
-            f"{config.where('gpus')}: {name}: frozen models beside a run on several GPUs are not "
-            "built yet; set gpus: 1, or do without: beta: 0 needs no reference"
-        )
+    shape: the skeleton's, where it is known."""
     anatomy, machine, seq_len = skeleton.anatomy, resolved.machine, resolved.request.seq_len or 1
     numels = [layout.numel for layout in layouts_of(anatomy)]
     slots, weight = slot_sizes(numels, 0, anatomy.embed_feeds_head), WEIGHT_BYTES[machine.precision]

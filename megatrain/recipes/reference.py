@@ -181,8 +181,8 @@ def from_teacher(
 ) -> list[ReferenceArray]:
     """Give a loss the teacher's likeliest tokens at the targets of these rows, computed where they
     are not kept; for each set, where its rows' targets begin among all, float64 [rows, 1], NaN of
-    others. vocabulary: the model's tokens; room: bytes of host RAM. Raises ConfigError, PlanError
-    and StorageError."""
+    others. vocabulary: the model's tokens; room: bytes of host RAM. Raises PlanError and
+    StorageError."""
     named = str(config.distill.teacher_model_name_or_path)
     teacher, top_k = Skeleton(frozen.config_of_teacher(named)), loss.top_k or 0
     loss.width = min(vocabulary, teacher.config.get_text_config().vocab_size)

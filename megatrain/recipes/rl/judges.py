@@ -93,7 +93,7 @@ class Judges(AbstractContextManager["Judges"]):
         self.names += [judge_name(self.environment)] * rewarding
         self._scores = defaultdict[int, dict[int, list[float]]](dict)
         self.timeout_s, self.on_bad_reward = timeout_s, on_bad_reward
-        self.failed = dict.fromkeys(self.functions, 0)  # calls
+        self.failed = dict.fromkeys((*self.functions, *environments), 0)  # calls
         count = processes or min(MOST_PROCESSES, physical_cores())
         lanes = (1 for _ in range(count)) if tools else (count,)  # threads of each
         self._lanes = [ThreadPoolExecutor(n, thread_name_prefix="megatrain-judge") for n in lanes]
@@ -258,7 +258,7 @@ class Judges(AbstractContextManager["Judges"]):
         if self.on_bad_reward == "refuse":
             raise RewardError(f"{about}; mend it, or set rewards.on_bad_reward: none")
         with self._lock:
-            self.failed[function] = self.failed.get(function, 0) + 1
+            self.failed[function] += 1
             first = self.failed[function] == 1
         if first:
             logger.warning(f"{about}; its rewards are None, here and where it fails again")
