@@ -17,7 +17,7 @@ from torch import Tensor
 from megatrain.engine.codecs import GroupScaled
 from megatrain.engine.streams import Compute, Event, Lane
 from megatrain.memory.layout import round_up
-from megatrain.memory.slab import Slab
+from megatrain.memory.slab import Slab, slabs_of
 from megatrain.schedule import rings
 
 TOUCHING_THREADS = 8  # for the first touch of host memory
@@ -136,34 +136,34 @@ class Ring:
 
 
 class Room:
-    """Host RAM for one kind of activations, handed out from the front until the next `begin`."""
+    """Host RAM for one kind of activations, handed out from the front until the next `begin`. The
+    first time it is taken slab by slab: the device computes while pages are touched and pinned."""
 
     def __init__(self, name: str, pinned: bool) -> None:
-        self.name, self.pinned = name, pinned
+        self._made = partial(slabs_of, name, pinned=pinned, threads=TOUCHING_THREADS, touched=False)
         self._slabs: list[Slab] = []
-        self._slab = self._used = 0
+        self.reserve(())
+        self.begin()
 
     def begin(self) -> None:
         """All of it is free again."""
         self._slab = self._used = 0
 
-    @property
-    def nbytes(self) -> int:
-        return sum(slab.nbytes for slab in self._slabs)
+    def reserve(self, layers: Sequence[int]) -> None:
+        """Be as large as what layers send, in this order; what was there is given back."""
+        self.close()
+        self.nbytes, self._coming = sum(layers), (slab for slab, _ in self._made(layers))
 
     def take(self, nbytes: int) -> Tensor:
         """The next `nbytes`, of more memory if there is not enough."""
-        slabs = self._slabs
-        while self._slab < len(slabs) and self._used + nbytes > slabs[self._slab].nbytes:
+        while True:
+            if self._slab == len(self._slabs):
+                self._slabs.append(next(self._coming, None) or next(self._made([nbytes]))[0])
+            found = self._slabs[self._slab].bytes[self._used :][:nbytes]
+            self._used += nbytes
+            if len(found) == nbytes:
+                return found
             self._slab, self._used = self._slab + 1, 0
-        if self._slab == len(slabs):
-            self.add(nbytes)
-        self._used += nbytes
-        return slabs[self._slab].bytes[self._used - nbytes : self._used]
-
-    def add(self, nbytes: int) -> None:
-        slab = Slab(self.name, nbytes, pinned=self.pinned, threads=TOUCHING_THREADS)
-        self._slabs.append(slab)
 
     def close(self) -> None:
         while self._slabs:
@@ -190,9 +190,8 @@ class Offload:
     _largest: dict[Kind, int] = field(init=False)  # bytes of the pieces that rings were made for
 
     def __post_init__(self) -> None:
-        names: dict[Kind, str]
-        names = {CHECKPOINT: "activation checkpoints", GRAPH: "retained activations"}
-        self._rooms = {kind: Room(name, self.compute.is_cuda) for kind, name in names.items()}
+        names = ((CHECKPOINT, "activation checkpoints"), (GRAPH, "retained activations"))
+        self._rooms = {kind: Room(name, self.compute.is_cuda) for kind, name in names}
         self._tokens = self._micro_batches = self._layers = 0  # of the group; graphs without room
         self._drop_rings()
         self._expected: deque[HostCopy] = deque()
@@ -213,7 +212,7 @@ class Offload:
         self._expected.clear()
         for room in self._rooms.values():
             room.begin()
-        self._make_room(CHECKPOINT, sum(tokens) * sum(self.rows))
+        self._make_room(CHECKPOINT, [sum(tokens) * row for row in self.rows])
 
     def _make_rings(self, kind: Kind, nbytes: int) -> None:
         """Rings for pieces of a kind, of `nbytes` at most."""
@@ -223,24 +222,25 @@ class Offload:
             return
         self._settle()
         self._drop_rings()  # first: there may be no room for both
-        down, checkpoints, graphs = (Ring(each, self.compute.device) for each in need)
-        self._down, self._up = down, {CHECKPOINT: checkpoints, GRAPH: graphs}
+        self._set_rings(need)
         # wait: zeros must be there before what is fetched
         self.fetch.after([self.compute.record()], lambda: None)
         self._largest = largest  # last: after a failure the rings are made again
 
     def _drop_rings(self) -> None:
-        self._down, checkpoints, graphs = (Ring(0, self.compute.device) for _ in range(3))
-        self._up = {CHECKPOINT: checkpoints, GRAPH: graphs}
-        self._largest = {CHECKPOINT: 0, GRAPH: 0}
+        self._set_rings((0, 0, 0))
+        self._largest = dict.fromkeys(self._up, 0)
 
-    def _make_room(self, kind: Kind, nbytes: int) -> None:
-        """Host RAM for all pieces of a kind, in one piece if there was less."""
+    def _set_rings(self, sizes: Iterable[int]) -> None:
+        self._down, checkpoints, graphs = (Ring(each, self.compute.device) for each in sizes)
+        self._up = {CHECKPOINT: checkpoints, GRAPH: graphs}
+
+    def _make_room(self, kind: Kind, layers: Sequence[int]) -> None:
+        """Host RAM for what layers send of a kind, if there was less."""
         room = self._rooms[kind]
-        if room.nbytes < nbytes:
+        if room.nbytes < sum(layers):
             self._settle()
-            room.close()
-            room.add(nbytes)
+            room.reserve(layers)
 
     def _settle(self) -> None:
         """Wait for all transfers, an abandoned step's too: their memory is about to go."""
@@ -266,7 +266,7 @@ class Offload:
         self._make_rings(kind, nbytes)
         if tokens and self._layers:  # a group's first graph sizes the host buffer for all of them
             of_layer = round_up(nbytes * self._tokens // tokens, ALIGNMENT)
-            self._make_room(kind, of_layer * self._layers)
+            self._make_room(kind, [of_layer] * self._layers)
             self._layers = 0
         given = self._down.take(nbytes)
         assert given is not None, "every stretch has its event once its download is queued"
