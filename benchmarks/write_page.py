@@ -183,7 +183,7 @@ GPUS = (
     ),
     (
         "7.6B, one sequence of 524,288 tokens shared by two H200",
-        f"{FOUR_H200}/7.6b-context-512k.{TWO}",
+        f"2026-11-29-h200/7.6b-context-512k.{TWO}",
     ),
     ("7.6B, 65,536 tokens, one H100 by itself", f"{HOT_H100}/7.6b-65k.json"),
     ("7.6B, 16,384 tokens, one H100 by itself", f"{HOT_H100}/7.6b-16k.json"),
