@@ -94,10 +94,10 @@ def network_rate(world: World, device: torch.device) -> float:
     with closing(Exchange(world, [layout], Compute(device))) as exchange:
         whole = torch.zeros(exchange.padded(0), dtype=torch.bfloat16, device=device)
         share = torch.zeros(exchange.shares[0], dtype=torch.bfloat16, device=device)
-        total, received = torch.zeros(2, len(exchange.part(whole)), device=device)
+        total = torch.zeros(len(exchange.part(whole)), device=device)
         clock = Together(device, world=world)
         seconds = clock.seconds(lambda: exchange.gather_across(whole, share))
-        seconds += clock.seconds(lambda: exchange.summed_across(total, received))
+        seconds += clock.seconds(lambda: exchange.summed_across(total))
         # each of a host's ranks gets its part but for its own share, of weights and of sums
         sent = world.local_size * (exchange.part(whole).nbytes + total.nbytes)
         return float(f"{sent * (world.hosts - 1) / world.hosts / seconds:.1e}")

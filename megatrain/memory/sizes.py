@@ -12,6 +12,7 @@ from typing import Final
 
 HUGE_PAGE: Final = 2 << 20  # bytes; host memory is taken in whole ones
 BLOCK_ALIGNMENT: Final = 1024  # elements: of bf16 half a page, and whole rows for row-wise norms
+EXCHANGE_BYTES: Final = 512 << 20  # of sums that ranks exchange at a time
 SHARE_BUFFERS: Final = 2  # on the device: one share of a block comes up while another is gathered
 
 SCORE_BYTES = 32  # of a drawn token's scores, for each token of the vocabulary
@@ -31,6 +32,11 @@ def shared_bytes(sizes: Sequence[int], ranks: int) -> int:
 def share(numel: int, ranks: int) -> int:
     """Elements of a block that each of the ranks owns; the last ones may own fewer, or none."""
     return -(-numel // (ranks * BLOCK_ALIGNMENT)) * BLOCK_ALIGNMENT
+
+
+def exchange_bytes(whole: int) -> int:
+    """Bytes through which ranks exchange fp32 sums of `whole` elements: as sent, and received."""
+    return min(2 * 4 * whole, EXCHANGE_BYTES)
 
 
 @lru_cache(maxsize=64)

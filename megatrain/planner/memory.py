@@ -22,6 +22,7 @@ from megatrain.memory.sizes import (
     IN_MEMORY,
     SHARE_BUFFERS,
     blocks_on_nvme,
+    exchange_bytes,
     owned,
     padded,
     share,
@@ -164,12 +165,11 @@ class Layout:
     def _exchange(self) -> dict[str, int]:
         """Buffers through which ranks exchange shares."""
         largest = max(self.padded)
-        received = largest * SUM_BYTES + largest // BLOCK_ALIGNMENT * SUM_BYTES  # and norms of rows
-        gathered = (n for block, n in enumerate(self.padded) if block not in self.read_blocks)
-        share = max(gathered, default=0) // self.job.size
-        shares = SHARE_BUFFERS * share * self.activations.weight
-        table = {"shares on their way": shares} if shares else {}
-        table["sums of other ranks"] = received
+        gathered = (n for b, n in enumerate(self.padded) if b not in self.read_blocks)
+        norms = largest // BLOCK_ALIGNMENT * SUM_BYTES  # of rows
+        table = {"sums of other ranks": exchange_bytes(largest) + norms}
+        if share := max(gathered, default=0) // self.job.size:
+            table["shares on their way"] = SHARE_BUFFERS * share * self.activations.weight
         if self.hardware.gpu:
             table[COMMUNICATORS] = communicator_bytes(self.job.communicators, self.job.peers)
         return table

@@ -62,8 +62,8 @@ def source_of(engine: Engine) -> GatheredWeights:
 
 def summed(world: World, wire: str, device: str = "cpu") -> torch.Tensor:
     """This rank's share of the sum of what all have given."""
-    settings = Settings(wire=wire)
-    with engine_of("llama", world=world, settings=settings, device=device) as engine:
+    pytest.MonkeyPatch().setattr("megatrain.memory.sizes.EXCHANGE_BYTES", 1 << 15)  # in pieces
+    with engine_of("llama", world=world, settings=Settings(wire=wire), device=device) as engine:
         there = source_of(engine).exchange
         total = given_by(world.rank, there.padded(1)).to(device)
         return there.summed(total).cpu().clone()

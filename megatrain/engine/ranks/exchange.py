@@ -14,11 +14,12 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, distributed
 
 from megatrain.engine.streams import Compute, Lane
 from megatrain.machine.hardware import reach_each_other
-from megatrain.memory.layout import BLOCK_ALIGNMENT, FlatLayout, Span
+from megatrain.memory.layout import FlatLayout, Span
+from megatrain.memory.sizes import BLOCK_ALIGNMENT, exchange_bytes
 from megatrain.settings import Settings
 from megatrain.world import World, gather_whole, scatter_sum, trade_parts
 
@@ -51,7 +52,8 @@ class Exchange:
         self._trained = [s.before(of.trainable) for s, of in zip(spans, layouts, strict=True)]
         whole = world.size * max(self.shares)
         # one buffer for all blocks: the lane runs one collective at a time
-        self._received = torch.empty(whole, dtype=torch.float32, device=compute.device)
+        size = exchange_bytes(whole)
+        self._scratch = torch.empty(size // 4, dtype=torch.float32, device=compute.device)
         # one norm for each row of BLOCK_ALIGNMENT elements
         self._norms = torch.empty(whole // BLOCK_ALIGNMENT, device=compute.device)
         self.slowest = "exchange" if world.across is None else "network"
@@ -89,19 +91,15 @@ class Exchange:
 
     def summed(self, total: Tensor) -> Tensor:
         """This rank's share of the fp32 sum of all ranks' `total` [ranks x share], in the order of
-        ranks: of each host, then over hosts. Valid until the next call."""
-        received = self._received[: len(total)]
+        ranks: of each host, then over hosts. It is in `total`, which is overwritten."""
         # on the host first: 1 / local_size of the bytes then crosses the network
         if self.world.local is not None:
-            total, received = _added_up(total, received, self.world.local_size, self.world.local)
-        if self.world.across is not None:
-            total = self.summed_across(total, received[: len(total)])
-        return total
+            total = _add_up(total, self._scratch, self.world.local)
+        return total if self.world.across is None else self.summed_across(total)
 
-    def summed_across(self, total: Tensor, received: Tensor) -> Tensor:
-        """This rank's share of the sum of all hosts' `total`, perhaps in `received`."""
-        given = total, received, self.world.hosts, self.world.across
-        return _added_up(*given)[0] if self.wire == total.dtype else _rounded(*given, self.wire)
+    def summed_across(self, total: Tensor) -> Tensor:
+        """This rank's share of the sum of all hosts' `total`, in it."""
+        return _add_up(total, self._scratch.view(self.wire), self.world.across)
 
     def all_norms(self, mine: Tensor, block: int) -> Tensor:
         """The norms of all rows of a block, from those of this rank's share."""
@@ -116,33 +114,25 @@ class Exchange:
         self.lane.close()
 
 
-def _added_up(total: Tensor, received: Tensor, ranks: int, group: Any) -> tuple[Tensor, Tensor]:
-    """One of `ranks` parts of the sum over a group, and what of `received` is free again."""
-    if ranks == 2 and total.is_cuda:  # a sum of two has one order, so the library may add
-        part = received[: len(total) // 2]
-        scatter_sum(part, total, group=group)
-        return part, received[len(part) :]
+def _add_up(total: Tensor, scratch: Tensor, group: Any) -> Tensor:
+    """This rank's part of the fp32 sum over a group, in the place of its own part. Sent in pieces
+    through `scratch`, and rounded to its dtype, this rank's own part, too: none counts for more."""
+    rank, ranks = distributed.get_rank(group), distributed.get_world_size(group)
+    parts = total.view(ranks, -1)
+    mine: Tensor = parts[rank]
+    if ranks == 2 and total.is_cuda and scratch.dtype == total.dtype:
+        scatter_sum(mine, total, group=group)  # a sum of two has one order: the library may add
+        return mine
     # on CPUs always: gloo's reduce_scatter sends twice as much
-    trade_parts(received, total, group)
-    first, *others = received.view(ranks, -1)
-    return _sum(first, others), received[len(first) :]
-
-
-def _rounded(total: Tensor, received: Tensor, ranks: int, group: Any, wire: torch.dtype) -> Tensor:
-    """As `_added_up`, in the 16 bits of `wire`."""
-    # this rank's own part, too: nobody's counts for more
-    sent, found = received.view(wire).view(2, -1)
-    sent.copy_(total)
-    trade_parts(found, sent, group)
-    first, *others = found.view(ranks, -1)
-    return _sum(received[: len(first)].copy_(first), others)  # over what was sent
-
-
-def _sum(total: Tensor, others: Sequence[Tensor]) -> Tensor:
-    """Add to `total` in place, in fp32 and in their order."""
-    for other in others:
-        total += other
-    return total
+    step = len(scratch) // (2 * ranks * BLOCK_ALIGNMENT) * BLOCK_ALIGNMENT
+    for piece, place in zip(torch.split(parts, step, 1), torch.split(mine, step), strict=True):
+        halves = scratch.view(2, -1)[:, : piece.numel()]
+        sent, (first, *others) = halves[0].view_as(piece).copy_(piece), halves[1].view_as(piece)
+        trade_parts(halves[1], sent, group)
+        place.copy_(first)
+        for other in others:
+            place += other  # in fp32
+    return mine
 
 
 def peer_devices(world: World, device: torch.device) -> bool:
