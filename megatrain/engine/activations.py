@@ -151,7 +151,8 @@ class Room:
 
     def reserve(self, layers: Sequence[int]) -> None:
         """Be as large as what layers send, in this order; what was there is given back."""
-        self.close()
+        while self._slabs:
+            self._slabs.pop().close()
         self.nbytes, self._coming = sum(layers), (slab for slab, _ in self._made(layers))
 
     def take(self, nbytes: int) -> Tensor:
@@ -164,10 +165,6 @@ class Room:
             if len(found) == nbytes:
                 return found
             self._slab, self._used = self._slab + 1, 0
-
-    def close(self) -> None:
-        while self._slabs:
-            self._slabs.pop().close()
 
 
 @dataclass(eq=False)
@@ -313,7 +310,7 @@ class Offload:
     def close(self) -> None:
         """Free the memory; no transfer may be under way."""
         for room in self._rooms.values():
-            room.close()
+            room.reserve(())
         self._drop_rings()
 
 
