@@ -246,9 +246,10 @@ def save_drive(fingerprint: str, name: str, rates: DriveRates) -> None:
 
 
 # Shares of a data sheet that an H200 sustained: matmuls by tokens, under the power that a whole
-# step draws (in short bursts they reach 750 TFLOP/s instead of 690), cuDNN's attention by length.
+# step draws (in short bursts they reach 750 TFLOP/s instead of 690), cuDNN's attention by length:
+# steps with sequences of 8k to 512k took what the share of 4k says, to 4%.
 MATMUL_SHARE: Rates = ((512, 0.51), (2048, 0.645), (8192, 0.69))
-ATTENTION_SHARE: Rates = ((1024, 0.31), (4096, 0.51), (16384, 0.58))
+ATTENTION_SHARE: Rates = ((256, 0.13), (1024, 0.31), (4096, 0.45))
 # Of a lone matmul's rate, by rows an expert: the shapes of three mixtures on an H200, each with
 # lone matmuls of its own sizes (benchmarks/grouped.py). 0.39; 0.71 to 0.76; 0.83 and 0.93.
 GROUPED_SHARE = ((128, 0.39), (512, 0.74), (2048, 0.88))

@@ -231,8 +231,7 @@ def test_layers_that_were_measured(shape, tokens):
 
 
 def test_longer_sequences_cost_attention():
-    """The 7B layer: 554 TFLOP/s retained and 421 recomputed at sequences of 8k tokens, 616 and 471
-    at 1k."""
+    """Steps of 32,768 tokens of the 7B model on an H200: 2.457 s at sequences of 1k, 2.798 at 8k."""
     plain = as_at_first(QWEN_7B)
 
     def seconds(seq_len: int) -> float:
@@ -246,7 +245,7 @@ def test_longer_sequences_cost_attention():
         return predict(choices, job, shape, typical(H200)).seconds
 
     slower = (seconds(8192) - seconds(1024)) / (28 * 65_536)
-    assert slower == pytest.approx(6 * 233_058_304 * (1 / 554e12 - 1 / 616e12), rel=0.15)
+    assert slower == pytest.approx((2.798 - 2.457) / (28 * 32_768), rel=0.15)
 
 
 def test_a_compiled_loss_takes_its_passes_over_the_logits_and_no_more():
