@@ -166,7 +166,7 @@ MEANINGS: list[tuple[str, Given, str, object]] = [
             ({"vllm_max_model_length": 4096}, "train.seq_len", 4096),
             ({}, "rollout.eval_generations", 4),
             ({"num_generations_eval": 2}, "rollout.eval_generations", 2),
-            ({"top_k": 0, "top_p": 0.9}, "rollout.top_k", None),
+            ({"top_k": 0, "top_p": 0.9}, "rollout.top_p", 0.9),
             ({"scale_rewards": False}, "grpo.scale_rewards", "none"),
             ({"loss_type": "dr_grpo", "beta": 0.0}, "grpo.loss_type", "dr_grpo"),
             ({"beta": 0.04}, "grpo.beta", 0.04),
@@ -269,7 +269,7 @@ REFUSED: list[tuple[str, Given, str, str]] = [
     ("axolotl", {"lr_scheduler": "polynomial"}, "lr_scheduler", "cannot be honoured"),
     ("axolotl", {"unfrozen_parameters": ["lm_head"]}, "unfrozen_parameters", "train.freeze"),
     ("axolotl", {"plugins": ["x.DiffusionPlugin"]}, "plugins", "DiffusionPlugin"),
-    ("axolotl", {"special_tokens": {"additional": ["<a>"]}}, "special_tokens", "stay as they are"),
+    ("axolotl", {"special_tokens": {"more": "<a>"}}, "special_tokens.more", "stay as they are"),
     *(
         ("axolotl", {"datasets": [SET | {key: value}]}, f"datasets[0].{key}", words)
         for key, value, words in OF_A_SET
@@ -307,9 +307,9 @@ REFUSED: list[tuple[str, Given, str, str]] = [
             ("vllm_importance_sampling_clip_min", 0.5, "not built"),
         )
     ),
-    ("trl", GRPO | {"normalize_advantages": True, "delta": 2.0}, "delta", "method: grpo"),
+    ("trl", GRPO | {"normalize_advantages": True, "delta": 2.0}, "delta", "no such key"),
     ("trl", GRPO | {"normalize_advantages": True, "loss_type": "grpo"}, "loss_type", "not built"),
-    ("trl", {"label_smoothing": 0.1, "temperature": 0.5}, "temperature", "method: grpo or rloo"),
+    ("trl", {"label_smoothing": 0.1, "temperature": 0.5}, "temperature", "method: dpo has"),
     ("trl", {"max_length": None, "beta": 0.1}, "beta", "say which, --method dpo"),
     ("trl", {"loss_type": "dft", "packing": False}, "loss_type", "not built"),
     ("trl", {"resume_from_checkpoint": "x"}, "resume_from_checkpoint", "megatrain resume"),

@@ -44,11 +44,9 @@ def import_config(
     if not isinstance(document, dict):
         raise ConfigError(f"{name}: is no mapping of keys")
     given = {key: Located(_as_theirs(plain(one)), one.place) for key, one in document.items()}
-    trainer = trainer or _trainer_of(given | upstream.flattened(given), name)
+    trainer = trainer or _trainer_of(given, name)
     if trainer not in TRAINERS:
         raise ConfigError(f"--from: {trainer} is none of {', '.join(TRAINERS)}")
-    if trainer == UPSTREAM:
-        given = upstream.flattened(given)
     sheet = Sheet(name, trainer, given)
     if processes is None and trainer != UPSTREAM:
         sheet.assume("one process trained it; for N GPUs: --processes N, which multiplies the step")

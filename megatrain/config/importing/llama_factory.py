@@ -10,34 +10,32 @@ from megatrain.config.importing import shared
 from megatrain.config.importing.shared import KNOWN_ROLES, Source, put_sources, read_json, turns
 from megatrain.config.importing.sheet import Sheet
 
-OF_LOSS = ("orpo", "simpo")
 INFO = "dataset_info.json"
 
 
 def read(sheet: Sheet, gpus: int, method: str | None) -> None:
     """Decide of every key."""
-    stage, loss = str(sheet.get("stage", "sft")), str(sheet.get("pref_loss", "sigmoid"))
-    found = shared.method_of(sheet, "stage", "sft")
-    of_loss = loss in OF_LOSS
-    method = method or (loss if found == "dpo" and of_loss else found)
-    sheet.put("method", method, "stage", *(["pref_loss"] if of_loss else []))
-    kind = sheet.get("finetuning_type", "lora")
-    if kind != "full":
-        why = "parts of layers by their number" if kind == "freeze" else "adapters are not built"
-        sheet.refuse("finetuning_type", f"{kind}: {why}; finetuning_type: full is what trains here")
+    stage, loss = shared.method_of(sheet, "stage", "sft"), str(sheet.get("pref_loss"))
+    of_loss = stage == "dpo" and loss in ("orpo", "simpo")
+    method = method or (loss if of_loss else stage)
+    sheet.put("method", method, "stage", *["pref_loss"] * of_loss)
+    if (kind := sheet.get("finetuning_type", "lora")) != "full":
+        why = "adapters and parts of layers are not built; finetuning_type: full is what trains"
+        sheet.refuse("finetuning_type", f"{kind}: {why}")
     if sheet.get("train_from_scratch"):
         sheet.put("model.config", sheet.get("model_name_or_path"), "model_name_or_path")
         sheet.put("model.init", "random", "train_from_scratch")
     packing = [name for name in ("packing", "neat_packing") if sheet.get(name)]
-    texts = ["stage"] if stage == "pt" and sheet.get("packing") is None else []
-    shared.arguments(sheet, gpus, packing or texts)
+    texts = stage == "pretrain" and sheet.get("packing") is None
+    shared.arguments(sheet, gpus, packing or ["stage"] * texts)
     if method == "sft" and (packing or sheet.get("packing") is False):
         sheet.put("data.packing", bool(packing), *packing, "packing")
-    if packing == ["packing"] and method == "sft":
-        sheet.assume("packing: rows of one sequence do not see each other here (neat_packing)")
+        if packing == ["packing"]:
+            said = "rows of one sequence do not see each other here (neat_packing)"
+            sheet.assume(f"packing: {said}")
     _data(sheet, method)
-    shared.of_method(sheet, **({} if of_loss else {"loss_type": "pref_loss"}))
-    sheet.finish(shared.RULES)
+    shared.of_method(sheet)
+    sheet.finish({})
 
 
 def _data(sheet: Sheet, method: str) -> None:
@@ -50,29 +48,24 @@ def _data(sheet: Sheet, method: str) -> None:
     if name in ("default", "empty", "fewshot", "alpaca") and method != "pretrain":
         sheet.refuse("template", "of no model; name a model's, or write one into a jinja file")
     elif name is not None and method != "pretrain":
-        shared.template(sheet, "template")
+        shared.template(sheet, "template", name)
     if sheet.get("eval_dataset") is None:
         shared.held_out(sheet, "val_size")
     info, folder = info_of(sheet)
     for name, key in (("dataset", "data.train"), ("eval_dataset", "data.eval")):
         given = sheet.get(name, [])
-        sets = given.split(",") if isinstance(given, str) else given
-        if not isinstance(sets, list):
-            sheet.refuse(name, "must be a text or a list")
-            sets = []
+        sets = given if isinstance(given, list) else str(given).split(",")
         each = [set_of(sheet, name, str(one).strip(), info, folder) for one in sets]
         put_sources(sheet, key, [one for one in each if one], name)
         if len(each) > 1 and name == "dataset" and sheet.get("mix_strategy", "concat") != "concat":
-            reason = "sets follow each other; give each of data.train a weight"
-            sheet.refuse("mix_strategy", reason)
-    sheet.drop("sets follow each other", "mix_strategy", "interleave_probs")
+            sheet.refuse("mix_strategy", "sets follow each other; give each of data.train a weight")
 
 
 def info_of(sheet: Sheet, key: str = "dataset_dir") -> tuple[dict[str, Any], Path]:
     """dataset_info.json and its folder: the key's, here or above the file, or beside the file."""
     named = Path(str(sheet.get(key, "data")))
-    folders = [named, *(above / named for above in (sheet.folder, *sheet.folder.parents))]
-    for folder in [*folders, sheet.folder]:
+    above = [folder / named for folder in (sheet.folder, *sheet.folder.parents)]
+    for folder in (named, *above, sheet.folder):
         if (folder / INFO).is_file():
             found = read_json(folder / INFO)
             return (found if isinstance(found, dict) else {}), folder
@@ -91,31 +84,29 @@ def set_of(
     if not isinstance(columns, dict) or not isinstance(tags, dict):
         sheet.refuse(name, f"{wanted}: columns and tags must be mappings")
         return None
-    if media := [kind for kind in ("videos", "audios") if columns.get(kind)]:
-        sheet.refuse(name, f"{wanted} has {', '.join(media)}; only texts and images are read")
+    hub, subset, split = entry.get("hf_hub_url"), entry.get("subset"), entry.get("split", "train")
     shape, roles = _shape(sheet, entry, columns, tags), sheet.said["tags"].items()
-    if shape is None or any(KNOWN_ROLES.get(tags.get(tag, role)) != role for tag, role in roles):
-        sheet.refuse(name, f"{wanted}: roles or turns of other names; known are {[*KNOWN_ROLES]}")
+    why = ""
+    if media := [kind for kind in ("videos", "audios") if columns.get(kind)]:
+        why = f"has {', '.join(media)}; only texts and images are read"
+    elif shape is None or any(KNOWN_ROLES.get(tags.get(tag, one)) != one for tag, one in roles):
+        why = f"has roles or turns of other names; known are {[*KNOWN_ROLES]}"
+    elif entry.get("num_samples"):
+        why = "num_samples draws some rows; write a file of them"
+    elif not hub and "file_name" not in entry:
+        why = "is run by a script or lies elsewhere; download its rows"
+    if shape is None or why:
+        sheet.refuse(name, f"{wanted}: {why}")
         return None
-    if entry.get("num_samples"):
-        sheet.refuse(name, f"{wanted}: num_samples draws some rows; write a file of them")
-    split = None if entry.get("split", "train") == "train" else str(entry["split"])
-    hub, subset = entry.get("hf_hub_url"), entry.get("subset")
     file = folder / str(entry.get("file_name"))
-    if hub and subset:
-        shape |= {"path": f"{hub}:{subset}:{split or 'train'}"}
-    elif hub or "file_name" in entry:
-        shape |= {"path": str(hub or file), "split": split}
-    else:
-        sheet.refuse(name, f"{wanted} is run by a script or lies elsewhere; download its rows")
-        return None
-    rows = None if hub else _rows_in(file)
-    most = sheet.get("max_samples")
+    path = f"{hub}:{subset}:{split}" if hub and subset else str(hub or file)
+    split = None if split == "train" or (hub and subset) else str(split)
+    rows, most = None if hub else _rows_in(file), sheet.get("max_samples")
     if isinstance(most, int) and (rows is None or rows > most):
         known = "are not known" if rows is None else f"are {rows:,}"
         reason = n.REFUSED["max_samples"].reason
         sheet.refuse("max_samples", f"rows of {wanted} {known}; {reason}")
-    return shape
+    return shape | {"path": path, "split": split}
 
 
 def _rows_in(path: Path) -> int | None:
@@ -129,25 +120,19 @@ def _rows_in(path: Path) -> int | None:
 def _shape(
     sheet: Sheet, entry: dict[str, Any], columns: dict[str, str], tags: dict[str, str]
 ) -> Source | None:
-    """Format, columns (ours by theirs) and text column of a set; None for unknown turns."""
+    """Format, columns (theirs by ours) and text column of a set; None for unknown turns."""
     if sheet.config["method"] == "pretrain":
-        text = columns.get("prompt", "text")
-        return {"format": "text", "text_field": None if text == "text" else text}
+        return {"format": "text", "text_field": columns.get("prompt", "text")}
     form, ranking = entry.get("formatting", "alpaca"), bool(entry.get("ranking"))
-    ours = sheet.said["columns"] if form == "alpaca" else {"kto_tag": "label"}
-    named = {ours.get(name, name): one for name, one in columns.items()}
     if form == "alpaca":
-        name = "alpaca_ranking" if ranking else "alpaca"
-    else:
-        column, role, content = named.pop("messages", "conversations"), "from", "value"
-        role, content = tags.get("role_tag", role), tags.get("content_tag", content)
-        if form == "openai":
-            column, role, content = columns.get("messages", "messages"), "role", "content"
-        found = turns(column, role, content)
-        if found is None:
-            return None
-        name, of_turns = found
-        if ranking:
-            name, of_turns = "ranking", {"conversations": column}
-        named |= of_turns
-    return {"format": name, "columns": {k: v for k, v in named.items() if k != v}}
+        named = {sheet.said["columns"].get(name, name): one for name, one in columns.items()}
+        return {"format": "alpaca_ranking" if ranking else "alpaca", "columns": named}
+    column = columns.get("messages", "messages" if form == "openai" else "conversations")
+    role, content = tags.get("role_tag", "from"), tags.get("content_tag", "value")
+    found = turns(column, *(("role", "content") if form == "openai" else (role, content)))
+    if found is None:
+        return None
+    name, of_turns = ("ranking", {"conversations": column}) if ranking else found
+    others = {name: one for name, one in columns.items() if name not in ("messages", "kto_tag")}
+    judged = {"label": columns["kto_tag"]} if "kto_tag" in columns else {}
+    return {"format": name, "columns": others | judged | of_turns}
