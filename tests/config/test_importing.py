@@ -12,9 +12,8 @@ import pytest
 from megatrain.config import load_config
 from megatrain.config.document import write_yaml
 from megatrain.config.importing import TRAINERS, import_config
-from megatrain.config.importing.axolotl import ENTRY
 from megatrain.config.importing.sheet import Sheet, tables_of
-from megatrain.errors import ConfigError
+from megatrain.errors import ConfigError, DataError
 from tests.helpers.theirs import AXOLOTL, BASES, UPSTREAM, Given, imported, make_sets, value
 
 
@@ -79,6 +78,7 @@ SET: Given = {"path": "sets/ours.json", "type": "chat_template"}
 # asks for what is done anyway, and for a template
 SAID: Given = {"roles": {"user": ["human"]}, "chat_template": "llama3"}
 SAID |= {"field_thinking": "thinking", "template_thinking_key": "thinking"}
+ENTRY = tables_of("axolotl")["entry"].split()
 OF_ENTRY = ("roles", "roles_to_train", "train_on_eos")
 GRPO: Given = {"reward_funcs": ["lib.rewards.right"], "num_generations": 4, "max_length": None}
 GRPO |= {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2}
@@ -451,5 +451,5 @@ def test_what_a_file_holds_stays_inside_comments():
 
 def test_broken_json_of_data_sets_is_an_error():
     Path("sets/dataset_info.json").write_text("{")
-    with pytest.raises(ConfigError, match=r"dataset_info\.json: cannot be read as JSON"):
+    with pytest.raises(DataError, match=r"dataset_info\.json:1: broken JSON"):
         imported("llama-factory")

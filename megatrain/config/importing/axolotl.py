@@ -9,14 +9,8 @@ from megatrain.config.importing import shared, trl
 from megatrain.config.importing.shared import KNOWN_ROLES, Source, paths_of, put_sources, turns
 from megatrain.config.importing.sheet import Sheet, table_of, tables_of
 
-LONG = {"drop": "drop", "truncate": "keep_start"}
+LONG = {"truncate": "keep_start"}
 ENDS = ("bos_token", "eos_token", "unk_token")
-# Keys of an entry of `datasets` that path and format answer for.
-ENTRY = (
-    *("path", "split", "type", "data_files", "name", "field", "text_column", "field_messages"),
-    *("field_chosen", "field_rejected", "message_property_mappings"),
-    *("message_field_role", "message_field_content"),
-)
 
 
 def read(sheet: Sheet, gpus: int, method: str | None) -> None:
@@ -30,17 +24,14 @@ def read(sheet: Sheet, gpus: int, method: str | None) -> None:
     for key in ("base_model_config", "tokenizer_config"):
         if sheet.get(key) == sheet.get("base_model"):
             sheet.drop("the model's own", key)
-    packed, length = sheet.get("sample_packing"), None
-    names = ["sample_packing"] if packed else ["pretraining_dataset"] * (method == "pretrain")
+    length = None
     if method == "grpo":  # whose keys are TRL's, in a section
         sheet.open("trl")
         length = trl.length_of_answers(sheet, "sequence_len", "trl.")
     if sheet.get("batch_size") is not None and sheet.get("gradient_accumulation_steps") is None:
         sheet.said["training"] |= {"rows": ["batch_size", 1]}
         sheet.drop("batch_size is its product with the accumulated batches", "micro_batch_size")
-    shared.arguments(sheet, gpus, names, length)
-    if method == "sft" and packed is not None:
-        sheet.put("data.packing", packed, "sample_packing")
+    shared.arguments(sheet, gpus, "pretraining_dataset" * (method == "pretrain"), length)
     trackers = {key: ours for key, ours in sheet.said["trackers"].items() if sheet.get(key)}
     if trackers:
         note = "project and names by the environment"
@@ -65,46 +56,31 @@ def read(sheet: Sheet, gpus: int, method: str | None) -> None:
 
 
 def _data(sheet: Sheet, method: str) -> None:
-    if sheet.get("test_datasets"):
-        sheet.drop("test_datasets go before", "val_set_size")
-    else:
-        shared.held_out(sheet, "val_set_size")
     off = any(sheet.get(name) in ("no", False) for name in n.STRATEGIES)
     if (off or sheet.get("evals_per_epoch") == 0) and sheet.get("eval_steps") is None:
         sheet.put("train.eval_every", None, *n.STRATEGIES, "evals_per_epoch")
     long = str(sheet.get("excess_length_strategy", "drop"))
-    if long not in LONG:
-        sheet.refuse("excess_length_strategy", "long rows are dropped or cut, and counted")
-    elif method != "pretrain":
-        sheet.put("data.truncation_mode", LONG[long], "excess_length_strategy")
-    if method == "sft":
-        inputs = bool(sheet.get("train_on_inputs"))
-        sheet.put("data.train_on", "all" if inputs else "assistant", "train_on_inputs")
+    if method != "pretrain":
+        sheet.put("data.truncation_mode", LONG.get(long, long), "excess_length_strategy")
     name = "pretraining_dataset" if method == "pretrain" else "datasets"
     for given, key in ((name, "data.train"), ("test_datasets", "data.eval")):
         if isinstance(path := sheet.get(given), str):
             put_sources(sheet, key, [{"path": path}], given)
-            continue
-        found: list[Source] = []
-        settled = []
-        for at, one in sheet.open(given):
-            found += _sources(sheet, at, one, method)
-            settled += [at + key for key in one if key in ENTRY]
-        put_sources(sheet, key, found, *(one for one in settled if not sheet.is_refused(one)))
+        else:
+            shared.put_entries(sheet, key, given, _sources)
     jinja, chosen = sheet.get("chat_template_jinja"), sheet.get("chat_template")
-    if "data.chat_template" in sheet.config or method == "pretrain":
-        sheet.drop("the type of the rows says", "chat_template", "chat_template_jinja")
-    elif chosen not in (None, "jinja"):
-        shared.template(sheet, "chat_template", chosen)
-    elif jinja:
-        shared.template(sheet, "chat_template_jinja", jinja)
-        sheet.drop("chat_template_jinja is it", "chat_template")
+    name = "chat_template_jinja" if jinja and chosen in (None, "jinja") else "chat_template"
+    asked = method != "pretrain" and "data.chat_template" not in sheet.config
+    if asked and (value := sheet.get(name)) is not None:
+        shared.template(sheet, name, value)
+    sheet.drop("another key or the rows' type says it", "chat_template", "chat_template_jinja")
     if method == "pretrain" and "train.max_steps" in sheet.config:
         sheet.put("data.streaming", True, "streaming", "pretraining_dataset")
 
 
-def _sources(sheet: Sheet, at: str, given: dict[str, Any], method: str) -> list[Source]:
-    """The sources of one entry, of its keys in ENTRY."""
+def _sources(sheet: Sheet, at: str, given: dict[str, Any]) -> list[Source]:
+    """The sources of one entry."""
+    method = sheet.config["method"]
     kind = str(given.get("type", "pretrain" if method == "pretrain" else None))
     named = given.get("message_property_mappings") or {}
     known = ("role", "content")

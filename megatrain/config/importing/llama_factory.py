@@ -7,10 +7,11 @@ from typing import Any
 
 from megatrain.config import names as n
 from megatrain.config.importing import shared
-from megatrain.config.importing.shared import KNOWN_ROLES, Source, put_sources, read_json, turns
+from megatrain.config.importing.shared import KNOWN_ROLES, Source, put_sources, turns
 from megatrain.config.importing.sheet import Sheet
+from megatrain.data.files import read_file, type_of
 
-INFO = "dataset_info.json"
+COUNTED = (".json", ".jsonl", ".csv", ".parquet")  # files whose rows can be counted
 
 
 def read(sheet: Sheet, gpus: int, method: str | None) -> None:
@@ -20,65 +21,42 @@ def read(sheet: Sheet, gpus: int, method: str | None) -> None:
     method = method or (loss if of_loss else stage)
     sheet.put("method", method, "stage", *["pref_loss"] * of_loss)
     if (kind := sheet.get("finetuning_type", "lora")) != "full":
-        why = "adapters and parts of layers are not built; finetuning_type: full is what trains"
+        why = "adapters and parts of layers are not built; finetuning_type: full trains"
         sheet.refuse("finetuning_type", f"{kind}: {why}")
     if sheet.get("train_from_scratch"):
         sheet.put("model.config", sheet.get("model_name_or_path"), "model_name_or_path")
         sheet.put("model.init", "random", "train_from_scratch")
-    packing = [name for name in ("packing", "neat_packing") if sheet.get(name)]
     texts = stage == "pretrain" and sheet.get("packing") is None
-    shared.arguments(sheet, gpus, packing or ["stage"] * texts)
-    if method == "sft" and (packing or sheet.get("packing") is False):
-        sheet.put("data.packing", bool(packing), *packing, "packing")
-        if packing == ["packing"]:
-            said = "rows of one sequence do not see each other here (neat_packing)"
-            sheet.assume(f"packing: {said}")
-    _data(sheet, method)
-    shared.of_method(sheet)
-    sheet.finish({})
-
-
-def _data(sheet: Sheet, method: str) -> None:
-    if method == "sft":
-        every = bool(sheet.get("train_on_prompt"))
-        sheet.put("data.train_on", "all" if every else "assistant", "train_on_prompt")
-    if method == "reward":  # ours drops long rows unless it is told
-        sheet.put("data.truncation_mode", "keep_start")
+    shared.arguments(sheet, gpus, "stage" * texts)
+    if method == "sft" and sheet.get("packing") and not sheet.get("neat_packing"):
+        sheet.assume("packing: rows of one sequence do not see each other here (neat_packing)")
     name = sheet.get("template")
     if name in ("default", "empty", "fewshot", "alpaca") and method != "pretrain":
         sheet.refuse("template", "of no model; name a model's, or write one into a jinja file")
     elif name is not None and method != "pretrain":
         shared.template(sheet, "template", name)
-    if sheet.get("eval_dataset") is None:
-        shared.held_out(sheet, "val_size")
-    info, folder = info_of(sheet)
     for name, key in (("dataset", "data.train"), ("eval_dataset", "data.eval")):
         given = sheet.get(name, [])
         sets = given if isinstance(given, list) else str(given).split(",")
-        each = [set_of(sheet, name, str(one).strip(), info, folder) for one in sets]
-        put_sources(sheet, key, [one for one in each if one], name)
+        each = [set_of(sheet, name, str(one).strip()) for one in sets]
+        if found := [one for one in each if one]:
+            put_sources(sheet, key, found, name)
         if len(each) > 1 and name == "dataset" and sheet.get("mix_strategy", "concat") != "concat":
             sheet.refuse("mix_strategy", "sets follow each other; give each of data.train a weight")
+    shared.of_method(sheet)
+    sheet.finish({})
 
 
-def info_of(sheet: Sheet, key: str = "dataset_dir") -> tuple[dict[str, Any], Path]:
-    """dataset_info.json and its folder: the key's, here or above the file, or beside the file."""
-    named = Path(str(sheet.get(key, "data")))
+def set_of(sheet: Sheet, name: str, wanted: str, key: str = "dataset_dir") -> Source | None:
+    """The source of a set of dataset_info.json; None, and the key refused, if there is none. The
+    file lies in the key's folder, here or above the config, or beside the config."""
+    named, info = Path(str(sheet.get(key, "data"))), "dataset_info.json"
     above = [folder / named for folder in (sheet.folder, *sheet.folder.parents)]
-    for folder in (named, *above, sheet.folder):
-        if (folder / INFO).is_file():
-            found = read_json(folder / INFO)
-            return (found if isinstance(found, dict) else {}), folder
-    return {}, named
-
-
-def set_of(
-    sheet: Sheet, name: str, wanted: str, info: dict[str, Any], folder: Path
-) -> Source | None:
-    """The source of a set of dataset_info.json; None, and the key refused, if there is none."""
-    entry = info.get(wanted)
+    folders = [one for one in (named, *above, sheet.folder) if (one / info).is_file()]
+    sets = [row.value for row in read_file(folders[0] / info)] if folders else []
+    entry = sets[0].get(wanted) if sets and isinstance(sets[0], dict) else None
     if not isinstance(entry, dict):
-        sheet.refuse(name, f"{wanted} is not in {INFO}; name its folder (dataset_dir)")
+        sheet.refuse(name, f"{wanted} is not in {info}; name its folder (dataset_dir)")
         return None
     columns, tags = entry.get("columns") or {}, entry.get("tags") or {}
     if not isinstance(columns, dict) or not isinstance(tags, dict):
@@ -98,23 +76,17 @@ def set_of(
     if shape is None or why:
         sheet.refuse(name, f"{wanted}: {why}")
         return None
-    file = folder / str(entry.get("file_name"))
+    file = folders[0] / str(entry.get("file_name"))
     path = f"{hub}:{subset}:{split}" if hub and subset else str(hub or file)
     split = None if split == "train" or (hub and subset) else str(split)
-    rows, most = None if hub else _rows_in(file), sheet.get("max_samples")
-    if isinstance(most, int) and (rows is None or rows > most):
-        known = "are not known" if rows is None else f"are {rows:,}"
-        reason = n.REFUSED["max_samples"].reason
-        sheet.refuse("max_samples", f"rows of {wanted} {known}; {reason}")
+    if isinstance(most := sheet.get("max_samples"), int):
+        known = not hub and file.is_file() and type_of(file) in COUNTED
+        rows = sum(1 for _ in read_file(file)) if known else None
+        if rows is None or rows > most:
+            found = "are not known" if rows is None else f"are {rows:,}"
+            reason = n.REFUSED["max_samples"].reason
+            sheet.refuse("max_samples", f"rows of {wanted} {found}; {reason}")
     return shape | {"path": path, "split": split}
-
-
-def _rows_in(path: Path) -> int | None:
-    """Number of rows of a json or jsonl file; None for others."""
-    if path.suffix == ".jsonl" and path.is_file():
-        return sum(bool(line.strip()) for line in path.read_bytes().splitlines())
-    rows = read_json(path) if path.suffix == ".json" and path.is_file() else None
-    return len(rows) if isinstance(rows, list) else None
 
 
 def _shape(

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,34 +11,35 @@ from megatrain.config.importing.sheet import NOTHING_ASKED, Sheet
 from megatrain.config.load import SECTIONS
 from megatrain.config.values import TRACKERS, shown
 from megatrain.data.samples import ROLES, SHAREGPT_ROLES
-from megatrain.errors import ConfigError
 
 LOADERS = ("json", "csv", "parquet", "text", "arrow")  # of `datasets`, in the place of a path
 KNOWN_ROLES = {**ROLES, **SHAREGPT_ROLES}
-OFTEN: dict[str, tuple[str, tuple[str, ...]]] = {  # our key, and names of theirs
-    "eval": ("train.eval_every", n.STRATEGIES),
-    "save": ("checkpoint.every", ("save_strategy",)),
-    "logging": ("train.log_every", ("logging_strategy",)),
-}
-# Moments in 8 bits, or in 4. `paged_` before a name moves state to host RAM, where ours is.
-FEW_BITS = {
-    **n.of_each("adamw_bnb_8bit adamw_8bit adamw_torch_8bit adamw_torch_4bit", "adamw"),
-    "lion_8bit": "lion",
-}
 
 Source = dict[str, Any]  # path, split, format, weight; columns and text_field hold for all of a run
 
 
 def arguments(
-    sheet: Sheet, gpus: int, packed: Sequence[str], length: Sequence[Any] | None = None
+    sheet: Sheet, gpus: int, texts: str = "", length: Sequence[Any] | None = None
 ) -> None:
     """Read the training arguments, as `training` in the trainer's tables names them.
 
     Args:
-        packed: names of the keys by which rows are full sequences, if they are.
+        texts: name of the key by which rows are full sequences, packed or not, if they are.
         length: name and default of the longest row in tokens, and keys of which that is made.
     """
-    said = sheet.said["training"]
+    said, method = sheet.said["training"], sheet.config["method"]
+    flags = said["packing"].split()
+    packed = [name for name in flags if sheet.get(name)] or texts.split()
+    if method == "sft" and any(sheet.get(name) is not None for name in flags):
+        sheet.put("data.packing", sheet.get(packed[0]) if packed else False, *flags)
+    if method == "sft" and "inputs" in said:
+        every = "all" if sheet.get(said["inputs"]) else "assistant"
+        sheet.put("data.train_on", every, said["inputs"])
+    size, *sets = said.get("held_out", ["", ""])
+    if size and not any(sheet.get(name) for name in sets):
+        share = sheet.get(size, 0)
+        rounded = int(share) if isinstance(share, float) and share >= 1 else share
+        sheet.put("data.eval", rounded or None, size)
     rows, accumulation = said["rows"], "gradient_accumulation_steps"
     row, default, *parts = length or said["length"]
     a_device, times, tokens = counts_of(sheet, rows, (accumulation, 1), (row, default))
@@ -58,16 +58,13 @@ def arguments(
     else:
         sheet.put("train.epochs", sheet.get(*epochs), epochs[0])
         sheet.drop("epochs end the run", "max_steps")
-    rate = said.get("rates", {}).get(sheet.config["method"], said["rate"])
-    sheet.put("train.learning_rate", sheet.get("learning_rate", rate), "learning_rate")
     if sheet.get("max_grad_norm") == 0:
         sheet.put("train.max_grad_norm", None, "max_grad_norm")
     _schedule(sheet, said["schedule"], said.get("warmup", 0.0))
     _optimizer(sheet, said.get("optimizer", "optim"))
     _precision(sheet, said.get("precision"))
-    sheet.put("train.seed", sheet.get("seed", 42), "seed")
-    for what in OFTEN:
-        _how_often(sheet, what, said.get(f"{what}_steps"))
+    for name in sheet.said["often"]:
+        _how_often(sheet, name, said.get(name))
     reports = sheet.get("report_to", [])
     reports = [str(name) for name in (reports if isinstance(reports, list) else [reports])]
     if known := [name for name in dict.fromkeys(reports) if name in TRACKERS]:
@@ -121,8 +118,8 @@ def _optimizer(sheet: Sheet, name: str) -> None:
     kind = str(sheet.get(name, "adamw_torch")).removeprefix("paged_")
     if kind == "muon":
         sheet.refuse(name, "scales its rates otherwise here; set optimizer.name and its keys")
-    elif kind in FEW_BITS:
-        sheet.put("optimizer.name", FEW_BITS[kind], name)
+    elif kind in sheet.said["few_bits"]:
+        sheet.put("optimizer.name", sheet.said["few_bits"][kind], name)
         sheet.put("optimizer.moments", "int8", name)
         sheet.assume(
             f"{name}: moments of few bits are int8 with stochastic rounding here, not the same bits"
@@ -155,14 +152,14 @@ def _precision(sheet: Sheet, default: str | None) -> None:
     sheet.drop("fp8, fp16 or pure_bf16 goes before", "bf16")
 
 
-def _how_often(sheet: Sheet, what: str, default: int | None) -> None:
-    """Every so many steps, where they count steps. what: eval, save or logging."""
-    (key, strategies), name = OFTEN[what], f"{what}_steps"
+def _how_often(sheet: Sheet, name: str, default: int | None) -> None:
+    """Every so many steps, where they count steps. name: of the key that has their number."""
+    key, *strategies = sheet.said["often"][name]
     strategy = next((v for one in strategies if (v := sheet.get(one)) is not None), "steps")
     every = sheet.get(name, default)
-    if strategy in ("no", False) and what == "save":
+    if strategy in ("no", False) and name == "save_steps":
         sheet.put(key, None, *strategies)
-    elif strategy == "epoch" and what != "logging":
+    elif strategy == "epoch" and name != "logging_steps":
         sheet.put(key, "epoch", *strategies)
     elif strategy == "steps" and isinstance(every, int) and every >= 1:
         sheet.put(key, every, name)
@@ -176,19 +173,10 @@ def of_method(sheet: Sheet) -> None:
     method, names = sheet.config["method"], sheet.said["section"]
     own = {ours: theirs for ours, theirs in names.items() if ours in SECTIONS.get(method, ())}
     own |= sheet.said.get("own", {}).get(method, {})
-    if method == "simpo" and sheet.get(own["beta"]) is None:
-        sheet.put("simpo.beta", 0.1)
     for ours, theirs in own.items():
         if (value := sheet.get(theirs)) is not None:
             sheet.put(f"{method}.{ours}", value, theirs)
     sheet.drop("belongs to another method", *names.values())
-
-
-def held_out(sheet: Sheet, name: str) -> None:
-    """Set data.eval by their share or number of rows."""
-    size = sheet.get(name, 0)
-    share = int(size) if isinstance(size, float) and size >= 1 else size
-    sheet.put("data.eval", share or None, name)
 
 
 def file_beside(sheet: Sheet, name: str) -> str | None:
@@ -202,13 +190,14 @@ def template(sheet: Sheet, name: str, value: Any) -> None:
     they are ours of the same names, and others are taken for the model's own; without these, names
     are refused."""
     known = sheet.said.get("templates", "").split()
+    ours = value if value in known else file_beside(sheet, str(value))
     if not isinstance(value, str):
         sheet.refuse(name, "must be a template's name, its text or a file")
     elif "{%" in value:
-        sheet.files["chat_template.jinja"] = value
-        sheet.put("data.chat_template", "chat_template.jinja", name)
-    elif value in known or file_beside(sheet, value):
-        ours = value if value in known else file_beside(sheet, value)
+        file = str(sheet.output.with_suffix(".chat_template.jinja"))
+        sheet.files[file] = value
+        sheet.put("data.chat_template", file, name)
+    elif ours:
         sheet.put("data.chat_template", ours, name)
     elif not known:
         sheet.refuse(name, "another model's; save it as a file and name that")
@@ -224,9 +213,6 @@ def template(sheet: Sheet, name: str, value: Any) -> None:
 
 def put_sources(sheet: Sheet, key: str, found: Sequence[Source], *names: str) -> None:
     """Set data.train or data.eval, and the columns of all sources."""
-    if not found:
-        sheet.drop("of a set that cannot be read", *names)
-        return
     of_one = ("path", "weight", "split", "format")
     short = [{name: one[name] for name in of_one if one.get(name) is not None} for one in found]
     entries = [one["path"] if len(one) == 1 else one for one in short]
@@ -239,6 +225,21 @@ def put_sources(sheet: Sheet, key: str, found: Sequence[Source], *names: str) ->
             sheet.refuse(names[0], f"{reason}; rename columns in the files")
         elif every[0] != usual:
             sheet.put(f"data.{ours}", every[0], *names)
+
+
+def put_entries(
+    sheet: Sheet, key: str, name: str, read: Callable[[Sheet, str, Any], list[Source]]
+) -> None:
+    """Set data.train or data.eval by a list of theirs. `read` has an entry's sources; `entry` of
+    the trainer's tables are the keys that it answers for."""
+    found: list[Source] = []
+    settled: list[str] = []
+    for at, one in sheet.open(name):
+        found += read(sheet, at, one)
+        settled += [at + key for key in one if key in sheet.said["entry"].split()]
+    if found:
+        put_sources(sheet, key, found, *settled)
+    sheet.drop("of a set that cannot be read", *settled)
 
 
 def paths_of(sheet: Sheet, at: str, given: Mapping[str, Any]) -> list[Source]:
@@ -271,11 +272,3 @@ def turns(field: str, role: str, content: str) -> tuple[str, dict[str, str]] | N
         return "messages", {"messages": field}
     known = (role, content) in (("role", "content"), ("from", "value"))
     return ("sharegpt", {"conversations": field}) if known else None
-
-
-def read_json(path: Path) -> Any:
-    """Read a JSON file. Raises ConfigError for one that is broken."""
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{path}: cannot be read as JSON: {error}") from None

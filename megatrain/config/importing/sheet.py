@@ -60,14 +60,14 @@ class Sheet:
         fate: the list that each of their keys is in, and the sentences about it.
         mapped, dropped, refused, unknown: the lists, once all is decided: sentences by key.
         assumed: sentences about what the file does not say.
-        said: the trainer's TOML file.
+        said: the trainer's TOML file, and what the shared one has besides.
         files: texts that the config names, to be written beside it, by name.
         missing: what keeps it from being a whole config, as `load_config` says it.
     """
 
-    def __init__(self, source: str, trainer: str, given: dict[str, Located]) -> None:
-        self.source, self.trainer, self.given = source, trainer, given
-        self.said = tables_of(trainer)
+    def __init__(self, source: str, trainer: str, given: dict[str, Located], output: Path) -> None:
+        self.source, self.trainer, self.given, self.output = source, trainer, given, output
+        self.said = {**tables_of("shared"), **tables_of(trainer)}
         self.folder = Path(source).parent
         self.config: dict[str, Any] = {}
         self.origins: dict[str, str] = {}
@@ -150,7 +150,7 @@ class Sheet:
         entries = {f"{name}.": value}
         if isinstance(value, list):
             entries = {f"{name}[{number}].": one for number, one in enumerate(value)}
-        if not all(isinstance(one, dict) for one in entries.values()):
+        if not all(isinstance(one, dict) and one for one in entries.values()):
             self.refuse(name, "must be a mapping, or a list of them")
             return []
         place = self.given.pop(name).place
@@ -167,6 +167,10 @@ class Sheet:
                 known = f"[].{inner}" if at else name  # `[].type` of `datasets[0].type`
                 rule = n.row_of(table, known) or n.ALIASES.get(known) or n.refusal_of(known)
                 self.follow(name, entry.value, rule)
+        defaults = self.said["defaults"]
+        for key, ours in {**defaults["any"], **defaults.get(self.config["method"], {})}.items():
+            if key not in self.config:
+                self.put(key, ours)
         for name in dict.fromkeys([*self.given, *self.fate]):  # in the file's order
             if name in self.fate:
                 kind, sentences = self.fate[name]
@@ -225,13 +229,11 @@ class Sheet:
         """The lists, for people."""
         parts = {
             "mapped": [
-                f"{', '.join(map(self._pair, names))} -> {', '.join(said)}"
+                f"{', '.join(map(self._pair, names))} -> {said}"
                 for said, names in _grouped(self.mapped)
             ],
             "assumed": self.assumed,
-            "without effect here": [
-                f"{', '.join(names)}: {why}" for (why,), names in _grouped(self.dropped)
-            ],
+            "without effect here": [f"{', '.join(k)}: {why}" for why, k in _grouped(self.dropped)],
             "impossible": [f"{self._place(k)}: {k}: {why}" for k, (why,) in self.refused.items()],
             "unknown": [f"{self._place(k)}: {self._pair(k)}" for k in self.unknown],
             "missing or contradictory": self.missing.splitlines(),
@@ -266,11 +268,11 @@ class Sheet:
         return "\n".join(lines) + "\n"
 
 
-def _grouped(lines: Mapping[str, Sentences]) -> list[tuple[Sentences, list[str]]]:
+def _grouped(lines: Mapping[str, Sentences]) -> list[tuple[str, list[str]]]:
     """(sentences, keys) of keys of which the same is said."""
-    groups: dict[Sentences, list[str]] = {}
+    groups: dict[str, list[str]] = {}
     for name, said in lines.items():
-        groups.setdefault(said, []).append(name)
+        groups.setdefault(", ".join(said), []).append(name)
     return [*groups.items()]
 
 

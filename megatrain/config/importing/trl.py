@@ -6,10 +6,8 @@ from typing import Any
 
 from megatrain.config import names as n
 from megatrain.config.importing import shared
-from megatrain.config.importing.shared import counts_of, file_beside, paths_of, put_sources
+from megatrain.config.importing.shared import Source, counts_of, file_beside, paths_of, put_sources
 from megatrain.config.importing.sheet import OF_ANSWERS, Sheet
-
-ENTRY = ("path", "id", "name", "config", "split", "data_files")
 
 
 def read(sheet: Sheet, gpus: int, method: str | None) -> None:
@@ -19,15 +17,13 @@ def read(sheet: Sheet, gpus: int, method: str | None) -> None:
         method = "simpo"
     sheet.put("method", method, *(["loss_type"] if method == "simpo" else []))
     sheet.origins["method"] = "by the keys of the file"
-    packed, length = sheet.get("packing"), sheet.said["training"]["length"]
+    length = sheet.said["training"]["length"]
     if sheet.get("max_seq_length"):
         length = ["max_seq_length", length[1]]
     sheet.need(length[0], "rows of any length: name the longest in tokens")
     if method in OF_ANSWERS:
         length = length_of_answers(sheet, "vllm_max_model_length")
-    shared.arguments(sheet, gpus, ["packing"] if packed else [], length)
-    if method == "sft" and packed is not None:
-        sheet.put("data.packing", packed, "packing")
+    shared.arguments(sheet, gpus, length=length)
     _data(sheet, method)
     if method in OF_ANSWERS:
         rollouts_of(sheet, gpus)
@@ -82,23 +78,21 @@ def _data(sheet: Sheet, method: str) -> None:
             at = f"dataset_{split}_"
             given = {"path": path, "split": sheet.get(f"{at}split", split)}
             found = paths_of(sheet, at, given | {"name": sheet.get("dataset_config")})
-            put_sources(
-                sheet, f"data.{part}", found, "dataset_name", "dataset_config", f"{at}split"
-            )
+            names = ("dataset_name", "dataset_config", f"{at}split")
+            put_sources(sheet, f"data.{part}", found, *names)
     if isinstance(sheet.get("dataset_mixture"), dict):
         sheet.open("dataset_mixture")
     for name in ("datasets", "dataset_mixture.datasets"):
-        found, settled = [], []
-        for at, entry in sheet.open(name):
-            named = {"path": entry.get("id"), "name": entry.get("config")}
-            found += paths_of(sheet, at, named | entry)
-            settled += [at + key for key in entry if key in ENTRY]
-        if found:
-            put_sources(sheet, "data.train", found, *settled)
+        shared.put_entries(sheet, "data.train", name, _sources)
     if off or "data.eval" not in sheet.config:
         sizes = ("test_split_size", "dataset_mixture.test_split_size")
         size = next((size for name in sizes if (size := sheet.get(name)) is not None), None)
         sheet.put("data.eval", None if off else size, *sizes, *(n.STRATEGIES if off else ()))
+
+
+def _sources(sheet: Sheet, at: str, given: dict[str, Any]) -> list[Source]:
+    """The sources of one entry, of a mixture's with its names."""
+    return paths_of(sheet, at, {"path": given.get("id"), "name": given.get("config"), **given})
 
 
 def length_of_answers(sheet: Sheet, name: str, at: str = "") -> list[Any]:
@@ -121,17 +115,16 @@ def rollouts_of(sheet: Sheet, gpus: int, at: str = "") -> None:
     size, parts, group = (
         at + name for name in ("generation_batch_size", "steps_per_generation", "num_generations")
     )
-    batches = "gradient_accumulation_steps"
-    a_device, times, number = counts_of(sheet, rows, (batches, 1), (group, 8 if grpo else 2))
+    names = (rows[0], "gradient_accumulation_steps", size, parts)
+    a_device, times, number = counts_of(sheet, rows, (names[1], 1), (group, 8 if grpo else 2))
     (micro_batches,) = counts_of(sheet, (parts, times))
     found, step = a_device * gpus * micro_batches, a_device * gpus * times
     (written,) = counts_of(sheet, (size, found))
     if written % step or (sheet.get(parts) and written != found):
         why = f"{written} answers of a rollout are no whole number of steps of {step}"
         sheet.refuse(size if sheet.get(size) else parts, f"{why}, or {parts} says other ones")
-    sheet.put("rollout.generation_batch_size", written, rows[0], batches, size, parts)
-    steps = max(1, written // step)
-    sheet.put("rollout.steps_per_generation", steps, rows[0], batches, size, parts)
+    sheet.put("rollout.generation_batch_size", written, *names)
+    sheet.put("rollout.steps_per_generation", max(1, written // step), *names)
     sheet.put("policy.num_generations", number, group)
     drawn, asked = at + "num_generations_eval", at + "use_vllm"
     sheet.put("rollout.eval_generations", sheet.get(drawn, number), drawn)

@@ -3,7 +3,7 @@ with their sections here: `training.batch_size`."""
 
 from __future__ import annotations
 
-from megatrain.config.importing.llama_factory import info_of, set_of
+from megatrain.config.importing.llama_factory import set_of
 from megatrain.config.importing.shared import counts_of, put_sources
 from megatrain.config.importing.sheet import Sheet, tables_of
 
@@ -19,10 +19,6 @@ def read(sheet: Sheet, gpus: int, method: str | None) -> None:
     rows, times, steps = counts_of(sheet, (batch, 96), (accumulated, 1), (number, 100))
     sheet.put("train.rows_per_step", rows * times, batch, accumulated)
     sheet.put("train.max_steps", max(1, steps // times), number, accumulated)
-    for ours, (theirs, default) in sheet.said["values"].items():
-        sheet.put(ours, sheet.get(theirs, default), theirs)
-    for ours, value in sheet.said["always"].items():
-        sheet.put(ours, value)
     betas = ("optimizer.beta1", "optimizer.beta2")
     values = [sheet.get(name, value) for name, value in zip(betas, (0.9, 0.999), strict=True)]
     sheet.put("optimizer.betas", values, *betas)
@@ -33,8 +29,8 @@ def read(sheet: Sheet, gpus: int, method: str | None) -> None:
     sheet.put("data.train_on", every, "dataset.train_on_prompt")
     if name := sheet.get("dataset.name"):
         sheet.said |= {part: tables_of("llama-factory")[part] for part in ("columns", "tags")}
-        found = set_of(sheet, "dataset.name", str(name), *info_of(sheet, "dataset.dataset_dir"))
-        put_sources(sheet, "data.train", [found] if found else [], "dataset.name")
+        if found := set_of(sheet, "dataset.name", str(name), "dataset.dataset_dir"):
+            put_sources(sheet, "data.train", [found], "dataset.name")
     elif path := sheet.get("dataset.path"):
         fields = {"prompt": "dataset.query_field", "completion": "dataset.response_field"}
         columns = {ours: sheet.get(theirs, theirs[8:-6]) for ours, theirs in fields.items()}
