@@ -365,7 +365,7 @@ def test_tokens_that_a_config_restates_are_assumed_to_be_the_tokenizers_own():
     found = imported("axolotl", special_tokens={"eos_token": "</s>", "pad_token": "</s>"})
     assert found.faithful
     assert found.assumed == [
-        "special_tokens: {'eos_token': '</s>'} are the tokenizer's own; its eos_token ends texts"
+        "special_tokens.eos_token: </s>: it is the tokenizer's own, whose eos_token ends texts"
     ]
     assert imported("axolotl", special_tokens={"pad_token": "</s>"}).assumed == []
     assert imported("trl", eos_token="</s>").assumed[-1].startswith("eos_token: </s>: rows are")

@@ -10,7 +10,6 @@ from megatrain.config.importing.shared import KNOWN_ROLES, Source, paths_of, put
 from megatrain.config.importing.sheet import Sheet, table_of, tables_of
 
 LONG = {"truncate": "keep_start"}
-ENDS = ("bos_token", "eos_token", "unk_token")
 
 
 def read(sheet: Sheet, gpus: int, method: str | None) -> None:
@@ -45,10 +44,7 @@ def read(sheet: Sheet, gpus: int, method: str | None) -> None:
         sheet.refuse("rl", "simpo with the likelihood beside it (cpo_alpha, 1 unless set); set 0")
     shared.of_method(sheet)
     for name in ("special_tokens", "tokens"):
-        for _, tokens in sheet.open(name):
-            if ends := {key: tokens[key] for key in ENDS if tokens.get(key)}:
-                said = "are the tokenizer's own; its eos_token ends texts"
-                sheet.assume(f"{name}: {ends} {said}")
+        sheet.open(name)
     theirs = {**table_of(tables_of("shared")), **table_of(tables_of("trl"))}
     own = {f"trl.{name}": rule for name, rule in theirs.items()} | table_of(sheet.said)
     rules = {"plugins": _plugins, "[].roles": _roles, "[].chat_template": shared.template}

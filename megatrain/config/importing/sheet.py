@@ -167,6 +167,9 @@ class Sheet:
                 known = f"[].{inner}" if at else name  # `[].type` of `datasets[0].type`
                 rule = n.row_of(table, known) or n.ALIASES.get(known) or n.refusal_of(known)
                 self.follow(name, entry.value, rule)
+        for name, (sentence, *nothing) in self.said.get("assumed", {}).items():
+            if self.get(name) not in (*EMPTY, *nothing):
+                self.assume(f"{name}: {self.get(name)}: {sentence}")
         defaults = self.said["defaults"]
         for key, ours in {**defaults["any"], **defaults.get(self.config["method"], {})}.items():
             if key not in self.config:

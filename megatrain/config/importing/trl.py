@@ -29,15 +29,6 @@ def read(sheet: Sheet, gpus: int, method: str | None) -> None:
         rollouts_of(sheet, gpus)
     if method == "kto":  # whose rows come in the file's order unless that is changed
         sheet.drop("rows are shuffled, by train.seed", "train_sampling_strategy")
-    if sheet.get("loss_type") in ("nll", "kto"):
-        sheet.drop("the loss of the method", "loss_type")
-    if method == "cpo":
-        sheet.drop("of loss_type: simpo alone", "simpo_gamma")
-    if (token := sheet.get("eos_token", "<EOS_TOKEN>")) != "<EOS_TOKEN>":  # a dump's placeholder
-        sheet.assume(
-            f"eos_token: {token}: rows are conversations, whose answers end with what the chat "
-            "template writes; texts end with the tokenizer's own"
-        )
     shared.of_method(sheet)
     sheet.finish({})
 
@@ -66,8 +57,6 @@ def _data(sheet: Sheet, method: str) -> None:
                 "rows are conversations or texts, of which TRL trains every token; for rows of "
                 "prompt and completion, where it trains the completion, set data.train_on=assistant"
             )
-    if method != "reward" and sheet.get("truncation_mode") is not None:
-        sheet.put("data.truncation_mode", sheet.get("truncation_mode"), "truncation_mode")
     for name in ("chat_template", "chat_template_path"):
         if sheet.get(name) is not None:
             shared.template(sheet, name, sheet.get(name))
