@@ -93,12 +93,12 @@ def counts_of(sheet: Sheet, *given: Sequence[Any]) -> list[int]:
 
 def _schedule(sheet: Sheet, given: Sequence[Any], warmup: float) -> None:
     """The schedule, of which `given` are name and default, and its warm-up."""
-    name, kind, rate = given[0], sheet.get(*given), sheet.get("learning_rate")
-    match kind, sheet.get("lr_scheduler_kwargs"):  # one of the two is given
-        case "cosine_with_min_lr", {"min_lr_rate": floor}:
+    name, kind, more = given[0], sheet.get(*given), sheet.get("lr_scheduler_kwargs")
+    match kind, more, sheet.get("learning_rate"):  # of both, or of more, none is known
+        case "cosine_with_min_lr", {"min_lr_rate": floor}, _ if len(more) == 1:
             kind = "cosine"
             sheet.put("train.min_lr_ratio", floor, "lr_scheduler_kwargs")
-        case "cosine_with_min_lr", {"min_lr": float(least)} if isinstance(rate, float):
+        case "cosine_with_min_lr", {"min_lr": float(least)}, float(rate) if rate and len(more) == 1:
             kind = "cosine"
             sheet.put("train.min_lr_ratio", least / rate, "lr_scheduler_kwargs")
     sheet.follow(name, kind, n.ALIASES["lr_scheduler"])
