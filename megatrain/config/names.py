@@ -66,7 +66,7 @@ def _one_of(*pairs: tuple[object, object], **texts: str) -> Callable[[object], o
     return convert
 
 
-def _but(theirs: object, ours: object) -> Callable[[object], object]:
+def but(theirs: object, ours: object) -> Callable[[object], object]:
     """`theirs` means `ours`; other values are the same."""
     return lambda value: ours if _same(theirs, value) else value
 
@@ -168,21 +168,21 @@ ALIASES: dict[str, Alias] = {
     "save_steps": Alias(("checkpoint", "every"), _count),
     "evals_per_epoch": Alias(("train", "eval_every"), _per_epoch),
     "saves_per_epoch": Alias(("checkpoint", "every"), _per_epoch),
-    "max_steps": Alias(("train", "max_steps"), _but(-1, None)),
+    "max_steps": Alias(("train", "max_steps"), but(-1, None)),
     **of_each("lr_scheduler_type lr_scheduler", Alias(("train", "schedule"), _schedule)),
     "warmup_ratio": Alias(("train", "warmup"), _share),
     "metric_for_best_model": Alias(("checkpoint", "metric"), _figure),
-    "greater_is_better": Alias(("checkpoint", "greater_is_better"), _but(None, "auto")),
+    "greater_is_better": Alias(("checkpoint", "greater_is_better"), but(None, "auto")),
     "optim": Alias(("optimizer", "name"), _optimizer),
     "bf16": Alias(("precision",), _one_of((True, "bfloat16"), (False, "float32"), auto="auto")),
     "fp8": Alias(("precision",), _one_of((True, "fp8"), (False, "auto"))),
     **of_each("dtype torch_dtype", Alias(("precision",), _dtype)),
-    **of_each(_PROCESSES, Alias(("data", "processes"), _but(None, "auto"))),
+    **of_each(_PROCESSES, Alias(("data", "processes"), but(None, "auto"))),
     **of_each(_ANSWERS, Alias(("data", "train_on"), _one_of((True, "assistant"), (False, "all")))),
     "train_on_inputs": Alias(("data", "train_on"), _one_of((True, "all"), (False, "assistant"))),
     **dict.fromkeys(STRATEGIES, Alias(("data", "eval"), _evaluation)),
     "stage": Alias(("method",), _one_of(sft="sft", pt="pretrain")),
-    **of_each(_TEMPLATE, Alias(("data", "chat_template"), _but("tokenizer_default", None))),
+    **of_each(_TEMPLATE, Alias(("data", "chat_template"), but("tokenizer_default", None))),
     **of_each("use_cpu no_cuda", Alias(("device",), _one_of((True, "cpu"), (False, "auto")))),
     "report_to": Alias(("track",), lambda value: [] if value in ("none", ["none"]) else value),
 }
@@ -203,10 +203,15 @@ for _names, (_reason, *_harmless) in _SAID["unless"].items():
 REFUSED |= {name: replace(REFUSED[name], teaches=True) for name in _SAID["teaches"].split()}
 
 
+def row_of(table: Mapping[str, T], name: str) -> T | None:
+    """The row of a name, or of how it begins; None if there is neither."""
+    begun = (one for one in table if one.endswith("*") and name.startswith(one[:-1]))
+    return table.get(name) or table.get(next(begun, ""))
+
+
 def refusal_of(name: str) -> Refusal | None:
     """The refusal for a name of another trainer, or None for an unknown name."""
-    begun = (one for one in REFUSED if one.endswith("*") and name.startswith(one[:-1]))
-    return REFUSED.get(name) or REFUSED.get(next(begun, ""))
+    return row_of(REFUSED, name)
 
 
 def is_harmless(refusal: Refusal, value: object) -> bool:

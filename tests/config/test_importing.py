@@ -12,9 +12,8 @@ import pytest
 from megatrain.config import load_config
 from megatrain.config.document import write_yaml
 from megatrain.config.importing import TRAINERS, import_config
-from megatrain.config.importing.axolotl import ENTRY
 from megatrain.config.importing.sheet import Sheet, tables_of
-from megatrain.errors import ConfigError
+from megatrain.errors import ConfigError, DataError
 from tests.helpers.theirs import AXOLOTL, BASES, UPSTREAM, Given, imported, make_sets, value
 
 
@@ -79,6 +78,7 @@ SET: Given = {"path": "sets/ours.json", "type": "chat_template"}
 # asks for what is done anyway, and for a template
 SAID: Given = {"roles": {"user": ["human"]}, "chat_template": "llama3"}
 SAID |= {"field_thinking": "thinking", "template_thinking_key": "thinking"}
+ENTRY = tables_of("axolotl")["entry"].split()
 OF_ENTRY = ("roles", "roles_to_train", "train_on_eos")
 GRPO: Given = {"reward_funcs": ["lib.rewards.right"], "num_generations": 4, "max_length": None}
 GRPO |= {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2}
@@ -166,7 +166,7 @@ MEANINGS: list[tuple[str, Given, str, object]] = [
             ({"vllm_max_model_length": 4096}, "train.seq_len", 4096),
             ({}, "rollout.eval_generations", 4),
             ({"num_generations_eval": 2}, "rollout.eval_generations", 2),
-            ({"top_k": 0, "top_p": 0.9}, "rollout.top_k", None),
+            ({"top_k": 0, "top_p": 0.9}, "rollout.top_p", 0.9),
             ({"scale_rewards": False}, "grpo.scale_rewards", "none"),
             ({"loss_type": "dr_grpo", "beta": 0.0}, "grpo.loss_type", "dr_grpo"),
             ({"beta": 0.04}, "grpo.beta", 0.04),
@@ -269,7 +269,7 @@ REFUSED: list[tuple[str, Given, str, str]] = [
     ("axolotl", {"lr_scheduler": "polynomial"}, "lr_scheduler", "cannot be honoured"),
     ("axolotl", {"unfrozen_parameters": ["lm_head"]}, "unfrozen_parameters", "train.freeze"),
     ("axolotl", {"plugins": ["x.DiffusionPlugin"]}, "plugins", "DiffusionPlugin"),
-    ("axolotl", {"special_tokens": {"additional": ["<a>"]}}, "special_tokens", "stay as they are"),
+    ("axolotl", {"special_tokens": {"more": "<a>"}}, "special_tokens.more", "stay as they are"),
     *(
         ("axolotl", {"datasets": [SET | {key: value}]}, f"datasets[0].{key}", words)
         for key, value, words in OF_A_SET
@@ -307,9 +307,9 @@ REFUSED: list[tuple[str, Given, str, str]] = [
             ("vllm_importance_sampling_clip_min", 0.5, "not built"),
         )
     ),
-    ("trl", GRPO | {"normalize_advantages": True, "delta": 2.0}, "delta", "method: grpo"),
+    ("trl", GRPO | {"normalize_advantages": True, "delta": 2.0}, "delta", "no such key"),
     ("trl", GRPO | {"normalize_advantages": True, "loss_type": "grpo"}, "loss_type", "not built"),
-    ("trl", {"label_smoothing": 0.1, "temperature": 0.5}, "temperature", "method: grpo or rloo"),
+    ("trl", {"label_smoothing": 0.1, "temperature": 0.5}, "temperature", "method: dpo has"),
     ("trl", {"max_length": None, "beta": 0.1}, "beta", "say which, --method dpo"),
     ("trl", {"loss_type": "dft", "packing": False}, "loss_type", "not built"),
     ("trl", {"resume_from_checkpoint": "x"}, "resume_from_checkpoint", "megatrain resume"),
@@ -365,7 +365,7 @@ def test_tokens_that_a_config_restates_are_assumed_to_be_the_tokenizers_own():
     found = imported("axolotl", special_tokens={"eos_token": "</s>", "pad_token": "</s>"})
     assert found.faithful
     assert found.assumed == [
-        "special_tokens: {'eos_token': '</s>'} are the tokenizer's own; its eos_token ends texts"
+        "special_tokens.eos_token: </s>: it is the tokenizer's own, whose eos_token ends texts"
     ]
     assert imported("axolotl", special_tokens={"pad_token": "</s>"}).assumed == []
     assert imported("trl", eos_token="</s>").assumed[-1].startswith("eos_token: </s>: rows are")
@@ -451,5 +451,5 @@ def test_what_a_file_holds_stays_inside_comments():
 
 def test_broken_json_of_data_sets_is_an_error():
     Path("sets/dataset_info.json").write_text("{")
-    with pytest.raises(ConfigError, match=r"dataset_info\.json: cannot be read as JSON"):
+    with pytest.raises(DataError, match=r"dataset_info\.json:1: broken JSON"):
         imported("llama-factory")

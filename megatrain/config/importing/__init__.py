@@ -44,21 +44,15 @@ def import_config(
     if not isinstance(document, dict):
         raise ConfigError(f"{name}: is no mapping of keys")
     given = {key: Located(_as_theirs(plain(one)), one.place) for key, one in document.items()}
-    trainer = trainer or _trainer_of(given | upstream.flattened(given), name)
+    trainer = trainer or _trainer_of(given, name)
     if trainer not in TRAINERS:
         raise ConfigError(f"--from: {trainer} is none of {', '.join(TRAINERS)}")
-    if trainer == UPSTREAM:
-        given = upstream.flattened(given)
-    sheet = Sheet(name, trainer, given)
+    sheet = Sheet(name, trainer, given, Path("imported") if output is None else output)
     if processes is None and trainer != UPSTREAM:
         sheet.assume("one process trained it; for N GPUs: --processes N, which multiplies the step")
     TRAINERS[trainer].read(sheet, processes or 1, method)
     if method is not None:
         sheet.origins["method"] = "--method"
-    stem = Path("imported") if output is None else output.with_suffix("")
-    sheet.files = {f"{stem}.{file}": text for file, text in sheet.files.items()}
-    if sheet.files:
-        sheet.config["data.chat_template"] = next(iter(sheet.files))
     for override in overrides:
         _override(sheet, override)
     try:
@@ -88,13 +82,11 @@ def _trainer_of(given: Mapping[str, Any], name: str) -> str:
 
 def _override(sheet: Sheet, override: str) -> None:
     """Set one of our keys, in the place of those that exclude it."""
-    key, tree = override.partition("=")[0], parse_override(override)
-    entry = Located(tree, COMMAND_LINE)
+    key, value = override.partition("=")[0], plain(parse_override(override))
     for name in key.split("."):
-        entry = entry.value[name]
+        value = value[name]
     ways = [[".".join(one) for keys in rivals for one in keys] for rivals in RIVALS]
     others = [one for keys in ways if key in keys for one in keys]
     for other in [*others, *(one for one in sheet.config if one.startswith(f"{key}."))]:
         sheet.config.pop(other, None)
-    sheet.config[key] = plain(entry)
-    sheet.origins[key] = COMMAND_LINE
+    sheet.config[key], sheet.origins[key] = value, COMMAND_LINE

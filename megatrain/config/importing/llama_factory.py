@@ -7,147 +7,104 @@ from typing import Any
 
 from megatrain.config import names as n
 from megatrain.config.importing import shared
-from megatrain.config.importing.shared import KNOWN_ROLES, Source, put_sources, read_json, turns
+from megatrain.config.importing.shared import KNOWN_ROLES, Source, put_sources, turns
 from megatrain.config.importing.sheet import Sheet
+from megatrain.data.files import read_file, type_of
 
-OF_LOSS = ("orpo", "simpo")
-INFO = "dataset_info.json"
+COUNTED = (".json", ".jsonl", ".csv", ".parquet")  # files whose rows can be counted
 
 
 def read(sheet: Sheet, gpus: int, method: str | None) -> None:
     """Decide of every key."""
-    stage, loss = str(sheet.get("stage", "sft")), str(sheet.get("pref_loss", "sigmoid"))
-    found = shared.method_of(sheet, "stage", "sft")
-    of_loss = loss in OF_LOSS
-    method = method or (loss if found == "dpo" and of_loss else found)
-    sheet.put("method", method, "stage", *(["pref_loss"] if of_loss else []))
-    kind = sheet.get("finetuning_type", "lora")
-    if kind != "full":
-        why = "parts of layers by their number" if kind == "freeze" else "adapters are not built"
-        sheet.refuse("finetuning_type", f"{kind}: {why}; finetuning_type: full is what trains here")
+    stage, loss = shared.method_of(sheet, "stage", "sft"), str(sheet.get("pref_loss"))
+    of_loss = stage == "dpo" and loss in ("orpo", "simpo")
+    method = method or (loss if of_loss else stage)
+    sheet.put("method", method, "stage", *["pref_loss"] * of_loss)
+    if (kind := sheet.get("finetuning_type", "lora")) != "full":
+        why = "adapters and parts of layers are not built; finetuning_type: full trains"
+        sheet.refuse("finetuning_type", f"{kind}: {why}")
     if sheet.get("train_from_scratch"):
         sheet.put("model.config", sheet.get("model_name_or_path"), "model_name_or_path")
         sheet.put("model.init", "random", "train_from_scratch")
-    packing = [name for name in ("packing", "neat_packing") if sheet.get(name)]
-    texts = ["stage"] if stage == "pt" and sheet.get("packing") is None else []
-    shared.arguments(sheet, gpus, packing or texts)
-    if method == "sft" and (packing or sheet.get("packing") is False):
-        sheet.put("data.packing", bool(packing), *packing, "packing")
-    if packing == ["packing"] and method == "sft":
+    texts = stage == "pretrain" and sheet.get("packing") is None
+    shared.arguments(sheet, gpus, "stage" * texts)
+    if method == "sft" and sheet.get("packing") and not sheet.get("neat_packing"):
         sheet.assume("packing: rows of one sequence do not see each other here (neat_packing)")
-    _data(sheet, method)
-    shared.of_method(sheet, **({} if of_loss else {"loss_type": "pref_loss"}))
-    sheet.finish(shared.RULES)
-
-
-def _data(sheet: Sheet, method: str) -> None:
-    if method == "sft":
-        every = bool(sheet.get("train_on_prompt"))
-        sheet.put("data.train_on", "all" if every else "assistant", "train_on_prompt")
-    if method == "reward":  # ours drops long rows unless it is told
-        sheet.put("data.truncation_mode", "keep_start")
     name = sheet.get("template")
     if name in ("default", "empty", "fewshot", "alpaca") and method != "pretrain":
         sheet.refuse("template", "of no model; name a model's, or write one into a jinja file")
     elif name is not None and method != "pretrain":
-        shared.template(sheet, "template")
-    if sheet.get("eval_dataset") is None:
-        shared.held_out(sheet, "val_size")
-    info, folder = info_of(sheet)
+        shared.template(sheet, "template", name)
     for name, key in (("dataset", "data.train"), ("eval_dataset", "data.eval")):
         given = sheet.get(name, [])
-        sets = given.split(",") if isinstance(given, str) else given
-        if not isinstance(sets, list):
-            sheet.refuse(name, "must be a text or a list")
-            sets = []
-        each = [set_of(sheet, name, str(one).strip(), info, folder) for one in sets]
-        put_sources(sheet, key, [one for one in each if one], name)
+        sets = given if isinstance(given, list) else str(given).split(",")
+        each = [set_of(sheet, name, str(one).strip()) for one in sets]
+        if found := [one for one in each if one]:
+            put_sources(sheet, key, found, name)
         if len(each) > 1 and name == "dataset" and sheet.get("mix_strategy", "concat") != "concat":
-            reason = "sets follow each other; give each of data.train a weight"
-            sheet.refuse("mix_strategy", reason)
-    sheet.drop("sets follow each other", "mix_strategy", "interleave_probs")
+            sheet.refuse("mix_strategy", "sets follow each other; give each of data.train a weight")
+    shared.of_method(sheet)
+    sheet.finish({})
 
 
-def info_of(sheet: Sheet, key: str = "dataset_dir") -> tuple[dict[str, Any], Path]:
-    """dataset_info.json and its folder: the key's, here or above the file, or beside the file."""
-    named = Path(str(sheet.get(key, "data")))
-    folders = [named, *(above / named for above in (sheet.folder, *sheet.folder.parents))]
-    for folder in [*folders, sheet.folder]:
-        if (folder / INFO).is_file():
-            found = read_json(folder / INFO)
-            return (found if isinstance(found, dict) else {}), folder
-    return {}, named
-
-
-def set_of(
-    sheet: Sheet, name: str, wanted: str, info: dict[str, Any], folder: Path
-) -> Source | None:
-    """The source of a set of dataset_info.json; None, and the key refused, if there is none."""
-    entry = info.get(wanted)
+def set_of(sheet: Sheet, name: str, wanted: str, key: str = "dataset_dir") -> Source | None:
+    """The source of a set of dataset_info.json; None, and the key refused, if there is none. The
+    file lies in the key's folder, here or above the config, or beside the config."""
+    named, info = Path(str(sheet.get(key, "data"))), "dataset_info.json"
+    above = [folder / named for folder in (sheet.folder, *sheet.folder.parents)]
+    folders = [one for one in (named, *above, sheet.folder) if (one / info).is_file()]
+    sets = [row.value for row in read_file(folders[0] / info)] if folders else []
+    entry = sets[0].get(wanted) if sets and isinstance(sets[0], dict) else None
     if not isinstance(entry, dict):
-        sheet.refuse(name, f"{wanted} is not in {INFO}; name its folder (dataset_dir)")
+        sheet.refuse(name, f"{wanted} is not in {info}; name its folder (dataset_dir)")
         return None
     columns, tags = entry.get("columns") or {}, entry.get("tags") or {}
     if not isinstance(columns, dict) or not isinstance(tags, dict):
         sheet.refuse(name, f"{wanted}: columns and tags must be mappings")
         return None
-    if media := [kind for kind in ("videos", "audios") if columns.get(kind)]:
-        sheet.refuse(name, f"{wanted} has {', '.join(media)}; only texts and images are read")
+    hub, subset, split = entry.get("hf_hub_url"), entry.get("subset"), entry.get("split", "train")
     shape, roles = _shape(sheet, entry, columns, tags), sheet.said["tags"].items()
-    if shape is None or any(KNOWN_ROLES.get(tags.get(tag, role)) != role for tag, role in roles):
-        sheet.refuse(name, f"{wanted}: roles or turns of other names; known are {[*KNOWN_ROLES]}")
+    why = ""
+    if media := [kind for kind in ("videos", "audios") if columns.get(kind)]:
+        why = f"has {', '.join(media)}; only texts and images are read"
+    elif shape is None or any(KNOWN_ROLES.get(tags.get(tag, one)) != one for tag, one in roles):
+        why = f"has roles or turns of other names; known are {[*KNOWN_ROLES]}"
+    elif entry.get("num_samples"):
+        why = "num_samples draws some rows; write a file of them"
+    elif not hub and "file_name" not in entry:
+        why = "is run by a script or lies elsewhere; download its rows"
+    if shape is None or why:
+        sheet.refuse(name, f"{wanted}: {why}")
         return None
-    if entry.get("num_samples"):
-        sheet.refuse(name, f"{wanted}: num_samples draws some rows; write a file of them")
-    split = None if entry.get("split", "train") == "train" else str(entry["split"])
-    hub, subset = entry.get("hf_hub_url"), entry.get("subset")
-    file = folder / str(entry.get("file_name"))
-    if hub and subset:
-        shape |= {"path": f"{hub}:{subset}:{split or 'train'}"}
-    elif hub or "file_name" in entry:
-        shape |= {"path": str(hub or file), "split": split}
-    else:
-        sheet.refuse(name, f"{wanted} is run by a script or lies elsewhere; download its rows")
-        return None
-    rows = None if hub else _rows_in(file)
-    most = sheet.get("max_samples")
-    if isinstance(most, int) and (rows is None or rows > most):
-        known = "are not known" if rows is None else f"are {rows:,}"
-        reason = n.REFUSED["max_samples"].reason
-        sheet.refuse("max_samples", f"rows of {wanted} {known}; {reason}")
-    return shape
-
-
-def _rows_in(path: Path) -> int | None:
-    """Number of rows of a json or jsonl file; None for others."""
-    if path.suffix == ".jsonl" and path.is_file():
-        return sum(bool(line.strip()) for line in path.read_bytes().splitlines())
-    rows = read_json(path) if path.suffix == ".json" and path.is_file() else None
-    return len(rows) if isinstance(rows, list) else None
+    file = folders[0] / str(entry.get("file_name"))
+    path = f"{hub}:{subset}:{split}" if hub and subset else str(hub or file)
+    split = None if split == "train" or (hub and subset) else str(split)
+    if isinstance(most := sheet.get("max_samples"), int):
+        known = not hub and file.is_file() and type_of(file) in COUNTED
+        rows = sum(1 for _ in read_file(file)) if known else None
+        if rows is None or rows > most:
+            found = "are not known" if rows is None else f"are {rows:,}"
+            reason = n.REFUSED["max_samples"].reason
+            sheet.refuse("max_samples", f"rows of {wanted} {found}; {reason}")
+    return shape | {"path": path, "split": split}
 
 
 def _shape(
     sheet: Sheet, entry: dict[str, Any], columns: dict[str, str], tags: dict[str, str]
 ) -> Source | None:
-    """Format, columns (ours by theirs) and text column of a set; None for unknown turns."""
+    """Format, columns (theirs by ours) and text column of a set; None for unknown turns."""
     if sheet.config["method"] == "pretrain":
-        text = columns.get("prompt", "text")
-        return {"format": "text", "text_field": None if text == "text" else text}
+        return {"format": "text", "text_field": columns.get("prompt", "text")}
     form, ranking = entry.get("formatting", "alpaca"), bool(entry.get("ranking"))
-    ours = sheet.said["columns"] if form == "alpaca" else {"kto_tag": "label"}
-    named = {ours.get(name, name): one for name, one in columns.items()}
     if form == "alpaca":
-        name = "alpaca_ranking" if ranking else "alpaca"
-    else:
-        column, role, content = named.pop("messages", "conversations"), "from", "value"
-        role, content = tags.get("role_tag", role), tags.get("content_tag", content)
-        if form == "openai":
-            column, role, content = columns.get("messages", "messages"), "role", "content"
-        found = turns(column, role, content)
-        if found is None:
-            return None
-        name, of_turns = found
-        if ranking:
-            name, of_turns = "ranking", {"conversations": column}
-        named |= of_turns
-    return {"format": name, "columns": {k: v for k, v in named.items() if k != v}}
+        named = {sheet.said["columns"].get(name, name): one for name, one in columns.items()}
+        return {"format": "alpaca_ranking" if ranking else "alpaca", "columns": named}
+    column = columns.get("messages", "messages" if form == "openai" else "conversations")
+    role, content = tags.get("role_tag", "from"), tags.get("content_tag", "value")
+    found = turns(column, *(("role", "content") if form == "openai" else (role, content)))
+    if found is None:
+        return None
+    name, of_turns = ("ranking", {"conversations": column}) if ranking else found
+    others = {name: one for name, one in columns.items() if name not in ("messages", "kto_tag")}
+    judged = {"label": columns["kto_tag"]} if "kto_tag" in columns else {}
+    return {"format": name, "columns": others | judged | of_turns}

@@ -38,19 +38,18 @@ def tables_of(trainer: str) -> dict[str, Any]:
 
 def table_of(said: Mapping[str, Any]) -> dict[str, Rule]:
     """Rows of names: what changes nothing that is learnt whatever its value, what cannot be
-    honoured unless it is off or has one of some values, and what is called otherwise here."""
+    honoured unless it is off or has one of some values, and what is called otherwise here, of
+    which one value may ask for nothing."""
     table: dict[str, Rule] = {}
-    for why, names in said.get("ignored", {}).items():
-        table |= n.of_each(names, n.Refusal(why, ()))
-    for why, names in said.get("refused", {}).items():
-        table |= n.of_each(names, never(why))
+    for kind, teaches in (("ignored", False), ("refused", True)):
+        for why, names in said.get(kind, {}).items():
+            table |= n.of_each(names, n.Refusal(why, (), teaches))
     for names, (why, *harmless) in said.get("unless", {}).items():
-        table |= n.of_each(names, never(why, *harmless))
-    return table | n.same_as(said.get("means", {}))
-
-
-def never(why: str, *harmless: object) -> n.Refusal:
-    return n.Refusal(why, harmless, teaches=True)
+        table |= n.of_each(names, n.Refusal(why, tuple(harmless), teaches=True))
+    means = n.same_as(said.get("means", {}))
+    for name, nothing in said.get("nothing", {}).items():
+        means[name] = n.Alias((n.ALIASES | means)[name].key, n.but(nothing, n.NOTHING))
+    return table | means
 
 
 class Sheet:
@@ -61,14 +60,14 @@ class Sheet:
         fate: the list that each of their keys is in, and the sentences about it.
         mapped, dropped, refused, unknown: the lists, once all is decided: sentences by key.
         assumed: sentences about what the file does not say.
-        said: the trainer's TOML file.
+        said: the trainer's TOML file, and what the shared one has besides.
         files: texts that the config names, to be written beside it, by name.
         missing: what keeps it from being a whole config, as `load_config` says it.
     """
 
-    def __init__(self, source: str, trainer: str, given: dict[str, Located]) -> None:
-        self.source, self.trainer, self.given = source, trainer, given
-        self.said = tables_of(trainer)
+    def __init__(self, source: str, trainer: str, given: dict[str, Located], output: Path) -> None:
+        self.source, self.trainer, self.given, self.output = source, trainer, given, output
+        self.said = {**tables_of("shared"), **tables_of(trainer)}
         self.folder = Path(source).parent
         self.config: dict[str, Any] = {}
         self.origins: dict[str, str] = {}
@@ -88,33 +87,36 @@ class Sheet:
 
     def put(self, key: str, value: object, *names: str, note: str = "") -> None:
         """Set our key as their keys `names` say, or, without any in the file, as it is there."""
-        method = self.config.get("method")
-        if answers := method in OF_ANSWERS:
+        if (method := self.config.get("method")) in OF_ANSWERS:
             key = key.replace("policy.", f"{method}.")
-        ours = n.Alias(tuple(key.split(".")))
-        wrong = "" if takes(ours, value) else f"{key} does not take {shown(value)}"
-        if answers and ours.key[0] == method and ours.key[1] not in SECTIONS[method]:
-            wrong = f"{key}: belongs to method: {OF_ANSWERS[method == 'grpo']}"
-        if answers and key in LIMITS:
-            values, why = LIMITS[key]
-            wrong = wrong if value in values else why
-        if not answers and ours.key[0] in (*OF_ANSWERS, "policy", "rollout", "rewards"):
-            wrong = "belongs to method: grpo or rloo"
-        if key in self.config and self.config[key] != value:
-            wrong = f"{key} is {shown(self.config[key])} already ({self.origins[key]})"
+        wrong = self._fault(key, value)
         given = [name for name in names if name in self.given and not self.is_refused(name)]
         for name in given:
-            said = f"{key}: {shown(value)}{f' ({note})' * bool(note)}"
             if wrong:
                 self.refuse(name, wrong)
             else:
                 kind, before = self.fate.get(name, ("mapped", ()))
+                said = f"{key}: {shown(value)}{f' ({note})' * bool(note)}"
                 self.fate[name] = "mapped", (*(before if kind == "mapped" else ()), said)
         if not wrong:
             # `datasets[0]` for all keys of that entry
             briefly = dict.fromkeys(re.sub(r"(\]).*", r"\1", name) for name in given)
             origin = ", ".join(briefly) or f"{self.trainer}'s default"
             self.config[key], self.origins[key] = value, f"{origin}; {note}" if note else origin
+
+    def _fault(self, key: str, value: object) -> str:
+        """Why our key cannot have this value; empty if it can."""
+        method, (section, _, name) = self.config.get("method"), key.rpartition(".")
+        values, why = LIMITS.get(key, ((value,), ""))
+        if method in OF_ANSWERS and value not in values:
+            return why
+        strange = method not in OF_ANSWERS and section in (*OF_ANSWERS, "rollout", "rewards")
+        if strange or (section and name not in SECTIONS.get(section, ())):
+            return f"{key}: method: {method} has no such key"
+        if self.config.get(key, value) != value:
+            return f"{key} is {shown(self.config[key])} already ({self.origins[key]})"
+        taken = takes(n.Alias(tuple(key.split("."))), value)
+        return "" if taken else f"{key} does not take {shown(value)}"
 
     def drop(self, why: str, *names: str) -> None:
         """Their keys have no effect here, unless they had one already."""
@@ -127,6 +129,11 @@ class Sheet:
         """Record that their key cannot be honoured, and that the result would differ without it."""
         self.fate[name] = "refused", (why,)
 
+    def need(self, name: str, why: str) -> None:
+        """Refuse their key where null stands for what cannot be had."""
+        if name in self.given and self.given[name].value is None:
+            self.refuse(name, why)
+
     def is_refused(self, name: str) -> bool:
         return name in self.fate and self.fate[name][0] == "refused"
 
@@ -135,37 +142,38 @@ class Sheet:
             self.assumed.append(sentence)
 
     def open(self, name: str) -> list[tuple[str, dict[str, Any]]]:
-        """The mappings in a list of theirs, each with the beginning of its keys' names, `name[0].`:
-        these keys stand for the list from now on."""
-        entries = self.get(name, [])
-        entries = [entries] if isinstance(entries, dict) else entries
-        if not isinstance(entries, list) or not all(isinstance(one, dict) for one in entries):
-            self.refuse(name, "must be a list of mappings")
+        """The mapping under a name of theirs, or the list of mappings, each with the beginning of
+        its keys' names, `name.` or `name[0].`: these keys stand for it from now on."""
+        value = self.get(name)
+        if value in EMPTY:
             return []
-        opened = [(f"{name}[{number}].", one) for number, one in enumerate(entries)]
-        if opened:
-            place = self.given.pop(name).place
-            for at, one in opened:
-                self.given |= {at + key: Located(value, place) for key, value in one.items()}
-        return opened
+        entries = {f"{name}.": value}
+        if isinstance(value, list):
+            entries = {f"{name}[{number}].": one for number, one in enumerate(value)}
+        if not all(isinstance(one, dict) and one for one in entries.values()):
+            self.refuse(name, "must be a mapping, or a list of them")
+            return []
+        place = self.given.pop(name).place
+        for at, one in entries.items():
+            self.given |= {at + key: Located(value, place) for key, value in one.items()}
+        return [*entries.items()]
 
     def finish(self, rules: Table) -> None:
         """Decide of all keys that are left, by `rules` and the tables of their trainer."""
         table = {**table_of(tables_of("shared")), **table_of(self.said), **rules}
-        prefixes = [name[:-1] for name in table if name.endswith("*")]
         for name, entry in self.given.items():
-            if name in self.fate:
-                continue
-            inner = name.rpartition("].")[2]  # of `datasets[0].type`
-            if entry.value in EMPTY:
-                self.drop(NOT_SET, name)
-            elif inner != name:
-                self.follow(name, entry.value, table.get(f"[].{inner}"))
-            else:
-                begun = next((table[f"{one}*"] for one in prefixes if name.startswith(one)), None)
-                ours = n.ALIASES.get(name) or n.refusal_of(name)
-                self.follow(name, entry.value, table.get(name) or begun or ours)
-
+            if name not in self.fate:
+                at, _, inner = name.rpartition("].")
+                known = f"[].{inner}" if at else name  # `[].type` of `datasets[0].type`
+                rule = n.row_of(table, known) or n.ALIASES.get(known) or n.refusal_of(known)
+                self.follow(name, entry.value, rule)
+        for name, (sentence, *nothing) in self.said.get("assumed", {}).items():
+            if self.get(name) not in (*EMPTY, *nothing):
+                self.assume(f"{name}: {self.get(name)}: {sentence}")
+        defaults = self.said["defaults"]
+        for key, ours in {**defaults["any"], **defaults.get(self.config["method"], {})}.items():
+            if key not in self.config:
+                self.put(key, ours)
         for name in dict.fromkeys([*self.given, *self.fate]):  # in the file's order
             if name in self.fate:
                 kind, sentences = self.fate[name]
@@ -174,6 +182,8 @@ class Sheet:
     def follow(self, name: str, value: Any, rule: Rule | None) -> None:
         """Decide of one key by a row."""
         match rule:
+            case _ if value in EMPTY:
+                self.drop(NOT_SET, name)
             case None:
                 self.fate[name] = "unknown", ()
             case n.Alias(key, convert):
@@ -187,7 +197,9 @@ class Sheet:
                 else:
                     self.put(".".join(key), ours, name)
             case n.Refusal(reason, _, teaches):
-                if n.is_harmless(rule, value) or (teaches and value in OFF):
+                # false is off, unless true is what is done anyway
+                off = teaches and value in OFF and not n.is_harmless(rule, True)
+                if off or n.is_harmless(rule, value):
                     self.drop(NOTHING_ASKED, name)
                 elif teaches:
                     self.refuse(name, reason.removesuffix("; remove it"))
@@ -219,14 +231,14 @@ class Sheet:
     def report(self) -> str:
         """The lists, for people."""
         parts = {
-            "mapped": [f"{', '.join(v)} -> {', '.join(k)}" for k, v in self._grouped(self.mapped)],
-            "assumed": self.assumed,
-            "without effect here": [
-                f"{', '.join(name.partition(': ')[0] for name in names)}: {why[0]}"
-                for why, names in self._grouped(self.dropped)
+            "mapped": [
+                f"{', '.join(map(self._pair, names))} -> {said}"
+                for said, names in _grouped(self.mapped)
             ],
-            "impossible": [f"{self._place(k)}: {k}: {why[0]}" for k, why in self.refused.items()],
-            "unknown": [f"{self._place(k)}: {k}: {shown(self.get(k))}" for k in self.unknown],
+            "assumed": self.assumed,
+            "without effect here": [f"{', '.join(k)}: {why}" for why, k in _grouped(self.dropped)],
+            "impossible": [f"{self._place(k)}: {k}: {why}" for k, (why,) in self.refused.items()],
+            "unknown": [f"{self._place(k)}: {self._pair(k)}" for k in self.unknown],
             "missing or contradictory": self.missing.splitlines(),
         }
         said = [f"{self.source}: a config of {self.trainer}"]
@@ -234,15 +246,11 @@ class Sheet:
             said += [f"{title} ({len(lines)})", *(f"  {line}" for line in lines)] if lines else []
         return printable("\n".join(said))
 
+    def _pair(self, name: str) -> str:
+        return f"{name}: {shown(self.get(name))}"
+
     def _place(self, name: str) -> str:
         return self.given[name].place if name in self.given else f"{self.trainer}'s default"
-
-    def _grouped(self, lines: Mapping[str, tuple[str, ...]]) -> list[tuple[tuple[str, ...], Any]]:
-        """(sentences, keys with their values) of keys of which the same is said."""
-        groups: dict[tuple[str, ...], list[str]] = {}
-        for name, said in lines.items():
-            groups.setdefault(said, []).append(f"{name}: {shown(self.get(name))}")
-        return list(groups.items())
 
     @property
     def text(self) -> str:
@@ -250,7 +258,7 @@ class Sheet:
         name = Path(self.source).name
         lines = [_comment(f"Imported from {self.trainer}'s {name} by `megatrain import`.")]
         lost = [*self.refused, *self.unknown]
-        lines += [_comment(f"NOT HONOURED: {name}: {shown(self.get(name))}") for name in lost]
+        lines += [_comment(f"NOT HONOURED: {self._pair(name)}") for name in lost]
         lines += [_comment(f"assumed: {sentence}") for sentence in self.assumed]
         for section, value in self.tree().items():
             inside = section not in self.config
@@ -258,12 +266,17 @@ class Sheet:
             for key, one in value.items() if inside else [(section, value)]:
                 origin = _comment(self.origins[f"{section}.{key}" if inside else key])
                 written = write_yaml({key: one}).rstrip("\n").split("\n")
-                if len(written) == 1:
-                    written = [f"{written[0]}  {origin}"]
-                else:
-                    written.insert(0, origin)
+                written = [f"{written[0]}  {origin}"] if len(written) == 1 else [origin, *written]
                 lines += [f"{'  ' * inside}{line}" for line in written]
         return "\n".join(lines) + "\n"
+
+
+def _grouped(lines: Mapping[str, Sentences]) -> list[tuple[str, list[str]]]:
+    """(sentences, keys) of keys of which the same is said."""
+    groups: dict[str, list[str]] = {}
+    for name, said in lines.items():
+        groups.setdefault(", ".join(said), []).append(name)
+    return [*groups.items()]
 
 
 def _comment(text: str) -> str:
