@@ -51,13 +51,8 @@ def try_out(config: Config, prompts: int) -> dict[str, Any]:
             for one in groups
             for answer, *rewards in zip(one["completions"], *one["rewards"], strict=True)
         ]
-        names = rollouts.judges.names if rollouts.judges else []
-        return {
-            **figures,
-            "seconds": time.perf_counter() - began,
-            "names": names,
-            "answers": answers,
-        }
+        seconds, names = time.perf_counter() - began, rollouts.judges.names
+        return {**figures, "seconds": seconds, "names": names, "answers": answers}
 
 
 def print_answers(found: dict[str, Any]) -> None:
