@@ -58,12 +58,7 @@ class Journal:
 
     @classmethod
     def open(
-        cls,
-        run_dir: Path,
-        step: int,
-        origin: Mapping[str, Any],
-        begun: bool,
-        world: World,
+        cls, run_dir: Path, step: int, origin: Mapping[str, Any], begun: bool, world: World
     ) -> Journal:
         """The rollout that begins with this step, without what is torn; without all that follows
         from another `origin`, unless steps of it were taken (`begun`). Raises StorageError.
@@ -75,11 +70,9 @@ class Journal:
         journal = cls(own)
         with system_errors(own, "write answers"):
             folder.mkdir(exist_ok=True)
-            mine = {own}
-            for (first, rank), path in files_of(run_dir).items():
-                if first == step and rank % world.size == world.rank:
-                    mine.add(path)
-            whole = {path: journal._read(path, wanted) for path in mine}
+            ranks = {rank: path for (at, rank), path in files_of(run_dir).items() if at == step}
+            theirs = [path for rank, path in ranks.items() if rank % world.size == world.rank]
+            whole = {path: journal._read(path, wanted) for path in {*theirs, own}}
             for path in (path for path, size in whole.items() if not size):
                 path.unlink(missing_ok=True)
             flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND

@@ -130,10 +130,9 @@ def _read(
     contexts = [hash64(np.asarray(one, np.int32).tobytes()) for one in ids]
     columns = [json.dumps(one.columns, sort_keys=True, default=repr).encode() for one in prompts]
     hashes = [hash64(one.to_bytes(8) + more) for one, more in zip(contexts, columns, strict=True)]
-    known: dict[str, Any] = {"hashes": hashes, "contexts": contexts}
-    known = {name: np.array(values, np.uint64) for name, values in known.items()}
-    rows = {**vars(answered_rows(ids, [[]] * len(ids), [False] * len(ids))), **known}
-    rows |= {"counts": counts, "kind": PROMPTS}
+    rows = vars(answered_rows(ids, [[]] * len(ids), [False] * len(ids)))
+    rows = {**rows, "counts": counts, "kind": PROMPTS}
+    rows |= {"hashes": np.array(hashes, np.uint64), "contexts": np.array(contexts, np.uint64)}
     return PromptRows(**rows, prompts=prompts, toolbox=box[0] if box else None)
 
 

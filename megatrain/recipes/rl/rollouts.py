@@ -33,8 +33,7 @@ from megatrain.engine.rollout.draw import Draw
 from megatrain.errors import DataError, StorageError
 from megatrain.heartbeat import doing
 from megatrain.losses import IGNORE, LOSSES
-from megatrain.models.pretrained import digests_of, resolve_source
-from megatrain.recipes.frozen import SWEPT_TOKENS, model_in, reference_of, sweeps
+from megatrain.recipes import frozen
 from megatrain.recipes.model import Model
 from megatrain.recipes.rl.advantages import OF_METHODS, Advantages
 from megatrain.recipes.rl.episodes import Episodes
@@ -117,7 +116,6 @@ class Rollouts:
     judges: Judges = field(init=False)
     reference: Engine | None = None
     windows: None = None  # as a loader has them
-    references: None = None
     place: RolloutPosition = field(default_factory=RolloutPosition)
 
     def __post_init__(self) -> None:
@@ -268,7 +266,8 @@ class Rollouts:
             self.write = VllmServer(engine, url, rollout.vllm_server_timeout).rollout
         self.judges = judges_of(self.config, stack, log, box is not None and box.rewarding)
         if self.config.policy.beta and trains:
-            self.reference = stack.enter_context(reference_of(self.config, engine))
+            held_to = frozen.first_model(self.config, **frozen.computing_as(engine))
+            self.reference = stack.enter_context(held_to)
 
     def evaluate(self, limit: int | None, stop: StopRequest) -> dict[str, float] | None:
         """Rewards of held-out prompts' answers, by TRL's names; None if asked to stop, or if
@@ -361,8 +360,7 @@ class Rollouts:
                 file, _, name = one.rpartition(":")
                 digest.update(name.encode() + Path(file).read_bytes())
             else:
-                source = resolve_source(model_in(one), weights=False)
-                digest.update(json.dumps(digests_of(source), sort_keys=True).encode())
+                digest.update(json.dumps(frozen.digests_of_model(one), sort_keys=True).encode())
         found = {"settings": digest.hexdigest(), "prompts": self.rows.digest}
         return {**found, "megatrain": VERSION}
 
@@ -424,11 +422,7 @@ class Rollouts:
         return {"rollout": rollout_s, "reward": time.perf_counter() - began - rollout_s}
 
     def _judged(
-        self,
-        journal: Journal,
-        prompts: Mapping[int, Prompt],
-        count: int,
-        divergences: Any = None,
+        self, journal: Journal, prompts: Mapping[int, Prompt], count: int, divergences: Any = None
     ) -> tuple[Advantages, dict[str, float]]:
         """The worth of `count` answers to each prompt, and all figures of them. divergences: of
         each answer from the reference, where rewards lose by them."""
@@ -486,7 +480,8 @@ class Rollouts:
         numbers = range(len(rollout.answers))
         batches = [*self._micro_batches(self._rows(rollout, numbers, numbers, whole=True))]
         cooled = partial(engine.logprobs, temperature=self.config.rollout.temperature)
-        found = (one for part in sweeps(batches, SWEPT_TOKENS) for one in cooled(part))
+        parts = frozen.sweeps(batches, frozen.SWEPT_TOKENS)
+        found = (one for part in parts for one in cooled(part))
         for batch, values in zip(batches, found, strict=True):
             targets = batch["labels"] != IGNORE
             for row, number in enumerate(batch["row_value"].int().tolist()):
@@ -535,9 +530,10 @@ def lengths_of(answers: Sequence[Answer]) -> dict[str, float]:
     """TRL's figures of answers' tokens; terminated ones have an end."""
     lengths = np.array([answer.drawn for answer in answers], float)
     ended = np.array([answer.finish == "stop" for answer in answers])
-    figures: dict[str, Any] = {"mean": np.mean, "min": np.min, "max": np.max}
-    found = {f"completions/{name}_length": float(of(lengths)) for name, of in figures.items()}
-    terminated = lengths[ended] if ended.any() else np.zeros(1)
-    for name, of in figures.items():
-        found[f"completions/{name}_terminated_length"] = float(of(terminated))
+    kinds = {"length": lengths, "terminated_length": lengths[ended] if ended.any() else np.zeros(1)}
+    found = {
+        f"completions/{name}_{kind}": float(getattr(np, name)(some))
+        for kind, some in kinds.items()
+        for name in ("mean", "min", "max")
+    }
     return {**found, "completions/clipped_ratio": float(1 - ended.mean())}
