@@ -89,7 +89,9 @@ def run_code(
     if not pieces:
         raise ValueError("run_code needs a test")
     token = secrets.token_hex(16)  # code that prints "passed" has not
-    task = {"token": token, "source": source, "tests": pieces, "cpu_s": math.ceil(timeout_s) + 1}
+    limits = {"NPROC": 0, "FSIZE": MOST_FILE_BYTES, "CORE": 0}
+    limits |= {"CPU": math.ceil(timeout_s) + 1, "AS": memory_mib << 20}
+    task = {"token": token, "source": source, "tests": pieces, "limits": limits}
     # libraries of arrays would start threads, which are processes to the kernel's limit
     environment = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
     with TemporaryDirectory(ignore_cleanup_errors=True) as folder, TemporaryFile() as held:
@@ -104,8 +106,7 @@ def run_code(
         )
         try:
             with suppress(subprocess.TimeoutExpired):
-                given = json.dumps({**task, "memory": memory_mib << 20}).encode()
-                child.communicate(given, timeout_s)
+                child.communicate(json.dumps(task).encode(), timeout_s)
         finally:
             with suppress(ProcessLookupError, PermissionError):
                 os.killpg(child.pid, signal.SIGKILL)  # also what it started
@@ -122,7 +123,13 @@ def _try_out() -> None:
     null = os.open(os.devnull, os.O_RDWR)
     for stream in range(3):
         os.dup2(null, stream)
-    _fence(task["cpu_s"], task["memory"])
+    if sys.platform == "linux":
+        kernel = ctypes.CDLL(None)
+        kernel.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # who asked may be ended at a time limit
+        kernel.unshare(CLONE_NEWUSER | CLONE_NEWNET)  # where that is forbidden, nothing happens
+    for name, limit in task["limits"].items():
+        with suppress(ValueError, OSError):  # above a limit that is set already
+            resource.setrlimit(getattr(resource, f"RLIMIT_{name}"), (limit, limit))
     module = sys.modules["solution"] = ModuleType("solution")  # dataclasses look it up
     with suppress(BaseException):
         exec(compile(task["source"], "solution.py", "exec"), module.__dict__)
@@ -131,18 +138,6 @@ def _try_out() -> None:
                 exec(compile(test, f"test {number}", "exec"), {**module.__dict__})
                 held.write(f"{task['token']} {number}\n")
     os._exit(0)  # whatever threads and handlers the code has left
-
-
-def _fence(cpu_s: int, memory_bytes: int) -> None:
-    """Limit this process for good."""
-    limits = {"CPU": cpu_s, "AS": memory_bytes, "NPROC": 0, "FSIZE": MOST_FILE_BYTES, "CORE": 0}
-    if sys.platform == "linux":
-        kernel = ctypes.CDLL(None)
-        kernel.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # who asked may be ended at a time limit
-        kernel.unshare(CLONE_NEWUSER | CLONE_NEWNET)  # where that is forbidden, nothing happens
-    for name, limit in limits.items():
-        with suppress(ValueError, OSError):  # above a limit that is set already
-            resource.setrlimit(getattr(resource, f"RLIMIT_{name}"), (limit, limit))
 
 
 if __name__ == "__main__":

@@ -62,6 +62,11 @@ ANSWERED = Scene((QUESTION, {"role": "assistant", "content": STAND_IN}))
 FOLLOWED = Scene((*ANSWERED.turns, QUESTION))
 CALLS, THINKS = "<tool_call>", "<think>"  # begin a call of Hermes' and Qwen's form, and a thought
 ASIDE = re.compile(r"(?s)<(tool_call|think)>.*?(</\1>\s*|\Z)")  # what of a turn is no content
+_CALL = {"open": CALLS, "close_pattern": r"</tool_call>\s*", "repeats": True, "content": "json"}
+_CALL["transform"] = {"type": "function", "function": "{content}"}
+_THOUGHT = {"open": THINKS, "close_pattern": r"</think>\s*", "content": "text"}
+_FIELDS = {"reasoning_content": _THOUGHT, "tool_calls": _CALL, "content": {"content": "text"}}
+FORM = {"start_anchor_pattern": r"\A", "fields": _FIELDS}  # that one, in transformers' words
 UNREADABLE = {"function": {"name": "", "arguments": None}}  # a call that is no JSON
 _KEY = "zq7key7qz"  # of the only argument of the call below
 _PARAMETERS = {"type": "object", "properties": {_KEY: {"type": "string", "description": "d"}}}
@@ -80,14 +85,10 @@ CALLING: dict[str, Any] = {
 
 def _with_arguments(calls: Any, as_text: bool) -> list[dict[str, Any]]:
     """Calls with their arguments as JSON text, or as they are."""
-    if not as_text:
-        return list(calls)
-    functions = (call["function"] for call in calls)
-    texts = (json.dumps(function["arguments"], ensure_ascii=False) for function in functions)
-    return [
-        {**call, "function": {**call["function"], "arguments": text}}
-        for call, text in zip(calls, texts, strict=True)
-    ]
+    found = [{**call, "function": {**call["function"]}} for call in calls]
+    for one in (call["function"] for call in found if as_text):
+        one["arguments"] = json.dumps(one["arguments"], ensure_ascii=False)
+    return found
 
 
 def with_stand_ins(turn: dict[str, Any]) -> dict[str, Any]:
@@ -104,17 +105,16 @@ def with_stand_ins(turn: dict[str, Any]) -> dict[str, Any]:
 
 def in_parts(turns: Iterable[Mapping[str, Any]], all_turns: bool = True) -> list[dict[str, Any]]:
     """Turns whose texts are lists of parts, or those alone that have images."""
-    found = []
-    for turn in turns:
+    found = [{**turn} for turn in turns]
+    for turn in found:
         content = turn.get("content")
         if isinstance(content, str) and (all_turns or MARK in content):
-            parts: list[dict[str, str]] = []
+            turn["content"] = []
             for number, text in enumerate(content.split(MARK)):
-                parts += [{"type": "image"}] if number else []
-                parts += [{"type": "text", "text": text}] if text or MARK not in content else []
-            found.append({**turn, "content": parts})
-        else:
-            found.append({**turn})
+                if number:
+                    turn["content"].append({"type": "image"})
+                if text or MARK not in content:
+                    turn["content"].append({"type": "text", "text": text})
     return found
 
 
@@ -131,9 +131,8 @@ class Template:
             raise DataError(f"{tokenizer.name_or_path}: no default chat template") from error
         self._variables: dict[str, Any] = dict(tokenizer.special_tokens_map)
         if day is not None and CLOCK in self._source + self._with_tools:
-            self._source, self._with_tools = (
-                FIXED_CLOCK + source for source in (self._source, self._with_tools)
-            )
+            self._source = FIXED_CLOCK + self._source
+            self._with_tools = FIXED_CLOCK + self._with_tools
             moment = datetime.combine(day, time())
             self._variables["directives"] = {each: moment.strftime(each) for each in DIRECTIVES}
         self.eos = tokenizer.eos_token or ""
@@ -333,7 +332,7 @@ class Toolbox:
             text, prefix = THINKS * prefix.rstrip().endswith(THINKS) + text, ""
         try:
             given = {"prefix": prefix, "tools": [dict(one) for one in self.schemas]}
-            found = self.tokenizer.parse_response(text, own or self._form, **given)
+            found = self.tokenizer.parse_response(text, own or FORM, **given)
             calls = found.pop("tool_calls", None)
             calls = parsed_calls(calls, "tool_calls") if calls else []
         except Exception:  # noqa: BLE001  whatever a model writes
@@ -345,26 +344,8 @@ class Toolbox:
         more = {"tool_calls": calls} if calls else {}
         return {**found, "role": "assistant", "content": content, **more}, calls
 
-    @property
-    def _form(self) -> dict[str, Any]:
-        """Hermes' and Qwen's form, in transformers' words."""
-        call = {"type": "function", "function": "{content}"}
-        calls = {"open": CALLS, "close_pattern": r"</tool_call>\s*", "repeats": True}
-        thought = {"open": THINKS, "close_pattern": r"</think>\s*", "content": "text"}
-        calls |= {"content": "json", "transform": call}
-        fields = {"reasoning_content": thought, "tool_calls": calls, "content": {"content": "text"}}
-        return {"start_anchor_pattern": r"\A", "fields": fields}
 
-
-# The token that ends a turn, by the name of the template; None: the tokenizer's eos_token.
-NAMED_TEMPLATES = {
-    "chatml": "<|im_end|>",
-    "llama3": "<|eot_id|>",
-    "gemma": "<end_of_turn>",
-    "phi3": "<|end|>",
-    "mistral": None,
-    "alpaca": None,
-}
+NAMED_TEMPLATES = ("chatml", "llama3", "gemma", "phi3", "mistral", "alpaca")
 FOLDER = Path(__file__).parent / "templates"
 
 # What looks like a special token in a rendered conversation.
@@ -377,10 +358,8 @@ def find_template(name: str) -> str:
     try:
         return path.read_text(encoding="utf-8")
     except (FileNotFoundError, NotADirectoryError):
-        known = ", ".join(NAMED_TEMPLATES)
-        raise DataError(
-            f"{name}: no such file, and no such name; known names are {known}"
-        ) from None
+        known = f"no such file, and no such name; known names are {', '.join(NAMED_TEMPLATES)}"
+        raise DataError(f"{name}: {known}") from None
     except (OSError, UnicodeDecodeError) as error:
         raise DataError(f"{path}: cannot be read as text: {error}") from error
 

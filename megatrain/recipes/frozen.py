@@ -37,12 +37,7 @@ from megatrain.losses.divergence import TEACHER_LOGPS
 from megatrain.losses.sequences import REFERENCE as ROW_REFERENCE
 from megatrain.methods import METHODS
 from megatrain.models.anatomy import layouts_of
-from megatrain.models.pretrained import (
-    digests_of,
-    is_classifier,
-    read_model_config,
-    resolve_source,
-)
+from megatrain.models.pretrained import digests_of, is_classifier, read_model_config, resolve_source
 from megatrain.models.shapes import named_shape
 from megatrain.models.skeleton import Skeleton
 from megatrain.optim.optimizer import Frozen
@@ -53,6 +48,7 @@ from megatrain.planner.memory import Layout
 from megatrain.planner.search import AUTO_MICRO_BATCH_TOKENS
 from megatrain.planner.timing import StepCosts
 from megatrain.recipes.model import Model, check_writes, describe_model
+from megatrain.recipes.sample import positions_of
 from megatrain.schedule import slot_sizes
 from megatrain.settings import Settings
 from megatrain.storage.run_folder import find_checkpoint
@@ -84,11 +80,17 @@ def computing_as(engine: Engine) -> dict[str, Any]:
     return {**how, "settings": settings}
 
 
-def checkpoint_of(path: Path) -> Path:
-    """The model that `path` means: a run folder's final or last checkpoint, else itself. Raises
-    ConfigError."""
+def checkpoint_of(named: str | Path) -> Path:
+    """The model that a folder or hub id names: a run folder's final or last checkpoint, else
+    itself. Raises ConfigError."""
+    path = Path(named)
     is_run = isfile(path / CONFIG_FILE) and not isfile(path / "config.json")
     return find_checkpoint(path) if is_run else path
+
+
+def digests_of_model(named: str) -> dict[str, str]:
+    """Digests of the files of the model that a folder or hub id names."""
+    return digests_of(resolve_source(checkpoint_of(named), weights=False))
 
 
 # -- what they take beside training ----------------------------------------------------------------
@@ -96,7 +98,6 @@ def checkpoint_of(path: Path) -> Path:
 
 def besides(config: Config, resolved: Resolved) -> tuple[FrozenModel, ...]:
     """Memory and time of the config's frozen models. Raises ConfigError and ModelError."""
-    found, rollout = list[FrozenModel](), config.rollout
     dtype = PRECISIONS[resolved.machine.precision]
     teacher = config.distill.teacher_model_name_or_path
     named = [TEACHER] * bool(teacher) + [REFERENCE] * bool(beta_of(config))
@@ -107,7 +108,7 @@ def besides(config: Config, resolved: Resolved) -> tuple[FrozenModel, ...]:
             "not built yet; set gpus: 1, or do without: beta: 0 needs no reference"
         )
     if teacher:
-        described: Any = config_of_teacher(teacher)
+        described: Any = config_of_model(teacher)
         if (top_k := config.distill.teacher_top_k) is None:
             return (_teacher(Skeleton(described, dtype=dtype), resolved),)
         both = described, resolved.skeleton.config
@@ -117,30 +118,25 @@ def besides(config: Config, resolved: Resolved) -> tuple[FrozenModel, ...]:
         return ()
     if not named:
         return ()
-    steps = rollout.steps_per_generation * config.policy.num_iterations
-    tokens = rollout.generation_batch_size * (resolved.request.seq_len or 0) / steps
+    steps = config.rollout.steps_per_generation * config.policy.num_iterations
+    tokens = config.rollout.generation_batch_size * (resolved.request.seq_len or 0) / steps
     take = partial(_beside, resolved, tokens=tokens, sweeps=1 / steps)
+    found = list[FrozenModel]()
     if config.policy.beta:
         found.append(take(REFERENCE, resolved.skeleton, shape=resolved.shape))
     for folder in reward_models(config):
-        source = resolve_source(model_in(folder), weights=False)
-        described = read_model_config(source)
+        described = config_of_model(folder)
         check_scores(described, folder, config)
         found.append(take(judge_name(folder), Skeleton(described, dtype=dtype)))
     return tuple(found)
 
 
-def config_of_teacher(teacher: str) -> PretrainedConfig:
-    """The configuration of a teacher's folder or hub id, or of a named shape, to plan with."""
-    if shape := named_shape(teacher):
+def config_of_model(named: str) -> PretrainedConfig:
+    """The configuration of a folder or hub id, or of a named shape, to plan with."""
+    if shape := named_shape(named):
         described: PretrainedConfig = AutoConfig.for_model(**shape)
         return described
-    return read_model_config(resolve_source(model_in(teacher), weights=False))
-
-
-def model_in(named: str) -> str:
-    """The model that a run's folder, a model's or a hub id names."""
-    return str(checkpoint_of(Path(named))) if Path(named).is_dir() else named
+    return read_model_config(resolve_source(checkpoint_of(named), weights=False))
 
 
 def _teacher(skeleton: Skeleton, resolved: Resolved) -> FrozenModel:
@@ -194,17 +190,13 @@ def _beside(
 
 
 def check_scores(described: Any, folder: str, config: Config) -> None:
-    """Raise ConfigError for a model among `rewards.functions` that gives no scores."""
-    if not is_classifier(described):
-        raise ConfigError(
-            f"{config.where('rewards.functions')}: {folder}: is a language model, which gives no "
-            "scores; name one that method: reward has trained"
-        )
-    if described.num_labels != 1:
-        raise ConfigError(
-            f"{config.where('rewards.functions')}: {folder}: has {described.num_labels} labels; a "
-            "reward model has one"
-        )
+    """Raise ConfigError for a model among `rewards.functions` that does not give one score."""
+    labels = described.num_labels if is_classifier(described) else 0
+    if labels != 1:
+        gives = f"{labels} scores" if labels else "no scores"
+        what = f"is a {'classifier' if labels else 'language model'}, which gives {gives}"
+        where = config.where("rewards.functions")
+        raise ConfigError(f"{where}: {folder}: {what}; name one that method: reward has trained")
 
 
 def beta_of(config: Config) -> float:
@@ -220,11 +212,11 @@ def reward_models(config: Config) -> tuple[str, ...]:
 # -- engines ---------------------------------------------------------------------------------------
 
 
-def reference_of(config: Config, policy: Engine) -> Engine:
-    """The model that the run begins with, computing as the one that learns."""
+def first_model(config: Config, **computing: Any) -> Engine:
+    """The model that the run begins with. computing: its precision and device, or as of
+    `computing_as`."""
     told = {name: getattr(config.model, name) for name in ("revision", "trust_remote_code")}
-    told["attention"] = config.attention
-    return frozen_engine(config.model.source, **computing_as(policy), **told)
+    return frozen_engine(config.model.source, attention=config.attention, **told, **computing)
 
 
 def check_reference_and_teacher(config: Config, model: Model) -> None:
@@ -238,7 +230,7 @@ def check_reference_and_teacher(config: Config, model: Model) -> None:
     where = config.where("distill.teacher_model_name_or_path")
     if model.sight is not None:
         raise ConfigError(f"{where}: teaches rows of text; set model.images: false")
-    theirs, ours = describe_model(model_in(named)), model.tokenizer.get_vocab()
+    theirs, ours = describe_model(str(checkpoint_of(named))), model.tokenizer.get_vocab()
     check_writes(theirs, named)
     known = theirs.tokenizer.get_vocab()
     for token in (token for token in {**known, **ours} if ours.get(token) != known.get(token)):
@@ -265,8 +257,7 @@ def frozen_digest(config: Config) -> str | None:
     teacher; None without."""
     named = [config.model.source] * bool(beta_of(config))
     named += [config.distill.teacher_model_name_or_path or ""]
-    sources = (resolve_source(model_in(one), weights=False) for one in named if one)
-    found = [digests_of(source) for source in sources]
+    found = [digests_of_model(one) for one in named if one]
     return name_for({"models": found}) if found else None
 
 
@@ -284,7 +275,7 @@ def open_teacher(config: Config, loss: Any, stack: ExitStack, **computing: Any) 
     """Let a loss that has a teacher ask it, which the stack closes. computing: as of
     `computing_as`."""
     if (divergence := divergence_of(loss)) is not None and divergence.kept is None:
-        source = model_in(str(config.distill.teacher_model_name_or_path))
+        source = checkpoint_of(str(config.distill.teacher_model_name_or_path))
         divergence.teacher = stack.enter_context(frozen_engine(source, **computing))
 
 
@@ -342,8 +333,8 @@ class RewardModel:
     def open(cls, folder: str, config: Config, stack: ExitStack) -> RewardModel:
         """Read a folder's model, which the stack closes. Raises ConfigError for one that gives no
         scores, and ModelError."""
-        source = model_in(folder)
-        model = describe_model(source)
+        source = checkpoint_of(folder)
+        model = describe_model(str(source))
         check_scores(model.config, folder, config)
         how = {"precision": config.precision, "device": config.device}
         return cls(folder, model, stack.enter_context(frozen_engine(source, **how)))
@@ -351,21 +342,20 @@ class RewardModel:
     def scores(self, groups: Sequence[Any]) -> list[list[float]]:
         """The score of each group's answers (judges.py: Group), behind their prompts, as TRL gives
         them to one. Raises DataError for one that is longer than the model reads."""
-        rows = [
-            self._ids(group, completion) for group in groups for completion in group.completions
-        ]
-        longest = getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
-        for ids in rows:
-            if longest is not None and len(ids) > longest:
-                raise DataError(
-                    f"{self.folder}: an answer with its prompt has {len(ids):,} tokens, and this "
-                    f"reward model reads {longest:,}; set a smaller max_completion_length"
-                )
+        rows = [self._ids(group, one) for group in groups for one in group.completions]
         found, pad_id = list[float](), self.engine.skeleton.config.get_text_config().pad_token_id
         order = sorted(range(len(rows)), key=lambda number: -len(rows[number]))
         lengths = [len(rows[number]) for number in order]
+        longest = positions_of(self.model) or lengths[0]
+        if lengths[0] > longest:
+            raise DataError(
+                f"{self.folder}: an answer with its prompt has {lengths[0]:,} tokens, and this "
+                f"reward model reads {longest:,}; set a smaller max_completion_length"
+            )
         spans = cuts(lengths, AUTO_MICRO_BATCH_TOKENS[self.engine.device.type])
-        batches = (self._padded([rows[n] for n in order[slice(*span)]]) for span in spans)
+        ids = ([torch.tensor(rows[n]) for n in order[slice(*span)]] for span in spans)
+        padded = partial(pad_sequence, batch_first=True, padding_value=self.model.pad_id)
+        batches = ({"input_ids": padded(some)} for some in ids)
         total = sum(lengths) * len(self.engine.skeleton.layers)
         with doing(f"scoring by {self.folder}", total, TOKENS_SWEPT, aloud=False):
             for part in sweeps(batches, SWEPT_TOKENS):
@@ -381,21 +371,15 @@ class RewardModel:
         if isinstance(group.prompt, str):
             text = group.prompt + completion
         else:
-            if tokenizer.chat_template is None:
-                raise DataError(f"{self.folder}: has no chat template, and the prompts are turns")
             turns: Any = [*group.prompt, *completion]
             try:
                 text = str(tokenizer.apply_chat_template(turns, tokenize=False))
             except Exception as error:  # noqa: BLE001  whatever a template raises
                 raise DataError(
-                    f"{self.folder}: its chat template does not write these turns ({error}); "
+                    f"{self.folder}: no chat template of its own writes these turns ({error}); "
                     "choose a reward model of this model's family"
                 ) from None
         return list(tokenizer(text, add_special_tokens=False).input_ids) or [self.model.pad_id]
-
-    def _padded(self, rows: Sequence[Sequence[int]]) -> MicroBatch:
-        ids = [torch.tensor(row) for row in rows]
-        return {"input_ids": pad_sequence(ids, batch_first=True, padding_value=self.model.pad_id)}
 
 
 def _lasts(ids: torch.Tensor, pad_id: int | None) -> tuple[torch.Tensor, torch.Tensor]:

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
-from os.path import expanduser, isfile  # whose pathlib counterparts raise for some paths
+from os.path import isfile  # whose pathlib counterpart raises for some paths
 from pathlib import Path
 from typing import Any
 
@@ -48,7 +48,7 @@ from megatrain.recipes.model import (
     sighted,
 )
 from megatrain.recipes.reference import Batches, Wanted, from_teacher, reference_key, references_of
-from megatrain.recipes.sample import answer, draw_of, system_turns, user
+from megatrain.recipes.sample import answer, draw_of, positions_of, system_turns, user
 from megatrain.recipes.setup import day_of, make_loss, open_rows, quiet_libraries, say_rows
 from megatrain.recipes.signals import StopRequest
 from megatrain.recipes.tasks import TaskOptions, load_tasks, run_tasks
@@ -83,7 +83,7 @@ def evaluate(named: str | Path, data: object, trust_remote_code: bool = False) -
     evaluate on, all of them; None: those that the run holds out. trust_remote_code: run code that
     comes with the model; no file says so, as a run's config may be anyone's."""
     quiet_libraries()
-    run_dir, checkpoint = run_folder_of(Path(named)), checkpoint_of(Path(named))
+    run_dir, checkpoint = run_folder_of(Path(named)), checkpoint_of(named)
     if run_dir is None and data is None:
         neither = "is neither a run folder nor one of its checkpoints, so nothing is held out"
         raise ConfigError(f"{named}: {neither}; name rows with --data")
@@ -148,8 +148,7 @@ def reference_of_run(
             f"{source.source}: the run began with random weights, which are its reference and are "
             "kept nowhere; evaluate it by another run that begins with its model"
         )
-    place = Path(expanduser(source.source))
-    with opened(place if place.exists() else source.source) as engine:
+    with opened(source.source) as engine:
         return references_of(engine, reference_key(engine), wanted, batches)
 
 
@@ -195,7 +194,7 @@ def writer_of(
     """(checkpoint, model, pictures) of one that is to write. Raises ModelError if it cannot, and
     DataError for images that it cannot see."""
     quiet_libraries()
-    checkpoint = checkpoint_of(Path(named))
+    checkpoint = checkpoint_of(named)
     model = describe_model(str(checkpoint), trust_remote_code=trust_remote_code)
     check_writes(model, str(named))
     if images:
@@ -304,6 +303,5 @@ def about_rows(config: Config) -> dict[str, Any]:
 
 def longest_row(model: Model) -> int:
     """Tokens of the longest row that a model which no run wrote is evaluated on."""
-    positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     default: int = TrainOptions().seq_len
-    return min(default, positions or default)
+    return min(default, positions_of(model) or default)

@@ -43,9 +43,8 @@ def planned_machine(config: Config, **asked: Any) -> Machine:
     """This machine, or one that is described: arguments as for `planned_site`."""
 
     def find() -> Machine:
-        machine, gpus = find_machine(config), asked.get("gpus")
-        there = torch.cuda.device_count() if machine.device.type == "cuda" else None
-        if there is not None and there < (gpus or 1):  # ranks on a CPU share its cores
+        machine, gpus, there = find_machine(config), asked.get("gpus"), torch.cuda.device_count()
+        if machine.device.type == "cuda" and there < (gpus or 1):  # ranks on a CPU share its cores
             raise ConfigError(
                 f"--gpus: {gpus}, but this machine shows {there}; describe another one with --gpu "
                 "and --ram"

@@ -81,9 +81,13 @@ def _described(
             f"{name} is not in the table of GPUs: assumed are {sheet.memory:,.0f} GB/s of memory, "
             f"{sheet.float32:,.0f} TFLOP/s in float32, no fp8, and a desktop around it"
         )
-    precision = _precision(config, name, sheet.capability)
-    profile = typical(hardware, sheet)
-    return Site(precision, hardware, profile, compiles=True, here=False)
+    precision, capability = config.precision, sheet.capability
+    if precision == "auto":
+        precision = "bfloat16" if capability >= FIRST_BFLOAT16 else "float32"
+    elif precision == "fp8" and capability < FIRST_FP8:
+        where = config.where("precision")
+        raise ConfigError(f"{where}: the {name} has no fp8 units; set precision: bfloat16")
+    return Site(precision, hardware, typical(hardware, sheet), compiles=True, here=False)
 
 
 def _size(flag: str, text: str, least: int, example: str) -> int:
@@ -92,15 +96,6 @@ def _size(flag: str, text: str, least: int, example: str) -> int:
         wanted = f"a size of more than {least / GIB:.2g} GiB, such as {example}"
         raise ConfigError(f"{flag}: must be {wanted}, not {text!r}")
     return size
-
-
-def _precision(config: Config, name: str, capability: tuple[int, int]) -> str:
-    if config.precision == "auto":
-        return "bfloat16" if capability >= FIRST_BFLOAT16 else "float32"
-    if config.precision == "fp8" and capability < FIRST_FP8:
-        where = config.where("precision")
-        raise ConfigError(f"{where}: the {name} has no fp8 units; set precision: bfloat16")
-    return config.precision
 
 
 # -- several GPUs ----------------------------------------------------------------------------------
@@ -156,29 +151,21 @@ def beside_others(
     them, if a number was asked for: `alone` is the machine with one, `plan_on` plans for another.
     The config's price is that of the plan's machine; others are taken in proportion."""
     job, rows = plan.job, list[OnGpus]()
-    most = job.size if job.most_ranks is None else max(job.most_ranks, job.size)
-    for gpus in sorted({*COUNTS, job.ranks}) if alone else ():
-        if gpus % job.pieces or (job.most_ranks is not None and gpus * job.hosts > most):
+    if alone is None:
+        return plan
+    for gpus in sorted({*COUNTS, job.ranks}):
+        too_many = job.most_ranks is not None and gpus * job.hosts > max(job.most_ranks, job.size)
+        if gpus % job.pieces or too_many:
             continue
-        found = plan
-        if alone and gpus != job.ranks:
-            found = plan_on(several(alone, gpus, job.hosts))
+        found = plan if gpus == job.ranks else plan_on(several(alone, gpus, job.hosts))
         if not found.fits:
             rows.append(OnGpus(gpus, fits=False))
             continue
         timing = found.timing
         prices = prices_of(config).times(gpus / job.ranks * job.hosts)
         spent = Economy(round(timing.tokens_per_s * 3600), 3600, None, prices, "")
-        rows.append(
-            OnGpus(
-                gpus,
-                fits=True,
-                seconds=timing.seconds,
-                tokens_per_s=timing.tokens_per_s,
-                tflops=timing.tflops,
-                cost_per_million=spent.cost_per_million,
-            )
-        )
+        speed = timing.seconds, timing.tokens_per_s, timing.tflops
+        rows.append(OnGpus(gpus, True, *speed, spent.cost_per_million))
     return replace(plan, on_gpus=tuple(rows))
 
 

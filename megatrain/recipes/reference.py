@@ -38,7 +38,6 @@ from megatrain.heartbeat import TOKENS_SWEPT, doing, may_end_here
 from megatrain.losses import Distillation
 from megatrain.losses.divergence import likeliest
 from megatrain.losses.sequences import REFERENCE
-from megatrain.models.pretrained import digests_of, resolve_source
 from megatrain.models.skeleton import Skeleton
 from megatrain.planner.activations import WEIGHT_BYTES
 from megatrain.recipes import frozen
@@ -184,11 +183,11 @@ def from_teacher(
     others. vocabulary: the model's tokens; room: bytes of host RAM. Raises PlanError and
     StorageError."""
     named = str(config.distill.teacher_model_name_or_path)
-    teacher, top_k = Skeleton(frozen.config_of_teacher(named)), loss.top_k or 0
+    teacher, top_k = Skeleton(frozen.config_of_model(named)), loss.top_k or 0
     loss.width = min(vocabulary, teacher.config.get_text_config().vocab_size)
     computed = [precision, config.device, loss.width, top_k, loss.temperature]
-    files = digests_of(resolve_source(frozen.model_in(named), weights=False))
-    name = name_for({**causes_of(teacher), "teacher": files, "computed": computed})
+    files = {"teacher": frozen.digests_of_model(named), "computed": computed}
+    name = name_for({**causes_of(teacher), **files})
     found, parts = list[ReferenceArray](), list[Any]()
     with ExitStack() as stack:
         for one in wanted:
@@ -285,11 +284,7 @@ def wanted_by(ready: Ready, resuming: Resumable | None) -> tuple[str | None, tup
 
 
 def compare_with_reference(
-    ready: Ready,
-    engine: Engine,
-    of_model: str | None,
-    wanted: Sequence[Wanted],
-    anew: bool,
+    ready: Ready, engine: Engine, of_model: str | None, wanted: Sequence[Wanted], anew: bool
 ) -> tuple[str | None, ReferenceArray | None]:
     """(fingerprint of the reference, log-probabilities of held-out rows, if there are any); None
     for methods without. The loader gives out those of training rows from now on. of_model: of the

@@ -27,7 +27,7 @@ from megatrain.config.resuming import ENVIRONMENT_FILE, RESOLVED_FILE, flatten
 from megatrain.errors import ConfigError, logger, printable, without_secrets
 from megatrain.machine.launcher import HERE
 from megatrain.methods import METHODS
-from megatrain.recipes.rl.advantages import OF_METHODS, worth
+from megatrain.recipes.rl.advantages import OF_METHODS
 from megatrain.recipes.rl.journal import judged_before
 from megatrain.reporting.energy import Economy, Prices, described
 from megatrain.reporting.metrics import (
@@ -487,7 +487,7 @@ def answer_table(run: Reported, name: str = "") -> Iterator[Block]:
     method = str(run.config.get("method"))
     if method not in OF_METHODS:
         return
-    found = worth(method, run.section(method), rewards, named, weights, count)
+    found = OF_METHODS[method](rewards, named, weights, count, **run.section(method))
     most = max(1, ROWS // count)
     rows = [
         ["" if at % count else _asked(one["prompt"]), _asked(answer)]

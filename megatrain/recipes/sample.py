@@ -118,7 +118,7 @@ def system_turns(model: Model, text: str | None) -> list[dict[str, str]]:
 def ids_of(model: Model, turns: Turns, what: str = "the prompt") -> list[int]:
     """`rendered_ids`; raises ConfigError for more than the model can read and answer."""
     ids = rendered_ids(model, turns, what)
-    if (longest := positions_of(model)) is not None and len(ids) >= longest:
+    if len(ids) >= (longest := positions_of(model) or math.inf):
         raise ConfigError(
             f"{what} has {len(ids)} tokens, and the model reads no more than {longest}, its answer "
             "included; shorten it"
@@ -170,7 +170,7 @@ def eval_prompts(config: Config, model: Model) -> list[EvalPrompt]:
     where, longest = config.where("eval.prompts"), positions_of(model)
     for number, turns in enumerate(check_prompts(config), 1):
         ids = ids_of(model, turns, f"{where}: prompt {number}")
-        if longest is not None and len(ids) + new > longest:
+        if len(ids) + new > (longest or math.inf):
             raise DataError(
                 f"{where}: prompt {number} has {len(ids)} tokens, which with an answer of "
                 f"eval.max_new_tokens {new} exceed the {longest} that the model reads; shorten "
@@ -183,10 +183,10 @@ def eval_prompts(config: Config, model: Model) -> list[EvalPrompt]:
 def prompts_of_rows(config: Config, model: Model, rows: Rows | None) -> list[EvalPrompt]:
     """The first `eval.prompts` of the rows that leave room for an answer, if that is a number; a
     warning says if they are fewer."""
-    wanted, longest = config.eval.prompts, positions_of(model)
+    wanted = config.eval.prompts
     if not isinstance(wanted, int) or rows is None:
         return []
-    room = math.inf if longest is None else longest - config.eval.max_new_tokens
+    room = (positions_of(model) or math.inf) - config.eval.max_new_tokens
     every = (context_of(model, rows, number) for number in range(len(rows)))
     found = list(islice((one for one in every if len(one[1]) <= room), wanted))
     if len(found) < wanted:
@@ -229,19 +229,18 @@ def answers_to(
         AnswerRequest(number, ids, (0,), max_new_tokens, images_in(model, turns, ids))
         for number, (turns, ids) in enumerate(prompts)
     ]
-    written = dict[int, list[int]]()
+    if not prompts:
+        return []
+    written = dict[int, str]()
     with doing(ANSWERING):
-        for one in engine.rollout(requests, GREEDY, end_tokens(model)) if prompts else ():
-            written[one.key] = one.ids
+        for one in engine.rollout(requests, GREEDY, end_tokens(model)):
+            written[one.key] = text_of(model, one.ids)
             if stop.here and engine.world.is_alone:
                 return None
-    if prompts and stop.came():
+    if stop.came():
         return None
-    found = []
-    for number, (turns, _) in enumerate(prompts):
-        asked: Any = turns if len(turns) > 1 else turns[0]["content"]
-        found.append({"prompt": asked, "answer": text_of(model, written[number])})
-    return found
+    asked = (turns if len(turns) > 1 else turns[0]["content"] for turns, _ in prompts)
+    return [{"prompt": one, "answer": written[n]} for n, one in enumerate(asked)]
 
 
 def positions_of(model: Model) -> int | None:
@@ -285,8 +284,8 @@ def written(
             show(text)
 
     words: Any = Words(model.tokenizer, skip_special_tokens=True)
-    longest, ends, shown = positions_of(model), end_tokens(model), 0
-    room = max_new_tokens if longest is None else min(max_new_tokens, longest - len(ids))
+    ends, shown = end_tokens(model), 0
+    room = int(min(max_new_tokens, (positions_of(model) or math.inf) - len(ids)))
 
     def look(_request: AnswerRequest, _number: int, tokens: list[int]) -> bool:
         nonlocal shown

@@ -6,7 +6,7 @@ Sources: DeepSeekMath (arXiv:2402.03300) for a group's baseline, Dr. GRPO (2503.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -44,6 +44,7 @@ def advantages(
     *,
     scale_rewards: str = "group",
     multi_objective_aggregation: str = "sum_then_normalize",
+    **_: Any,
 ) -> Advantages:
     """Advantages of groups of `answers`, one after the other.
 
@@ -81,6 +82,7 @@ def leave_one_out(
     reward_clip_range: Sequence[float] | None = None,
     beta: float = 0.0,
     divergences: Array | None = None,
+    **_: Any,
 ) -> Advantages:
     """The same by RLOOTrainer: each reward less the mean of the group's others. Rewards are less
     `beta` times an answer's divergence from the reference, float64 [answers]."""
@@ -92,7 +94,7 @@ def leave_one_out(
     groups = clipped.reshape(-1, answers)
     others = np.nansum(groups, 1, keepdims=True) - groups
     count = (~np.isnan(groups)).sum(1, keepdims=True) - 1
-    values = (groups - _divided(others, np.broadcast_to(count, others.shape))).reshape(-1)
+    values = (groups - others / np.where(count > 0, count, np.nan)).reshape(-1)
     if normalize_advantages:
         values = (values - _mean(values)) / (_deviation(values) + EPSILON)
     deviation = np.repeat(_deviation(groups), answers)
@@ -100,22 +102,8 @@ def leave_one_out(
     return _judged(values, silent, answers, of_functions, names, rewards, deviation)
 
 
-def worth(
-    method: str, section: Mapping[str, Any], *given: Any, divergences: Array | None = None
-) -> Advantages:
-    """Advantages as the section of a method has them; given: as in `advantages`. divergences: of
-    answers from the reference, for a method that has them in its rewards."""
-    of, keys = OF_METHODS[method]
-    options = {key: section[key] for key in keys if key in section}
-    if "beta" in keys:
-        options["divergences"] = divergences
-    return of(*given, **options)
-
-
-OF_METHODS: dict[str, tuple[Callable[..., Advantages], tuple[str, ...]]] = {
-    "grpo": (advantages, ("scale_rewards", "multi_objective_aggregation")),
-    "rloo": (leave_one_out, ("normalize_advantages", "reward_clip_range", "beta")),
-}
+# Each takes all keys of its method's section.
+OF_METHODS: dict[str, Callable[..., Advantages]] = {"grpo": advantages, "rloo": leave_one_out}
 
 
 def _summed(values: Array, of_functions: Array, weights: Sequence[float] | None) -> Array:
@@ -151,22 +139,15 @@ def _judged(
 
 def _equal(groups: Array) -> npt.NDArray[np.bool_]:
     """[answers]: whether what is judged of the group [groups, answers] is equal."""
-    judged = ~np.isnan(groups)
-    highest = np.max(groups, 1, initial=-np.inf, where=judged)
-    lowest = np.min(groups, 1, initial=np.inf, where=judged)
-    largest = np.max(np.abs(groups), 1, initial=1.0, where=judged)
-    return np.repeat(highest - lowest <= ROUNDING * largest, groups.shape[1])
-
-
-def _divided(above: Array, below: npt.NDArray[np.int64]) -> Array:
-    """nan where there is nothing to divide by."""
-    found: Array = above / np.where(below > 0, below, np.nan)
-    return found
+    judged: Any = np.ma.masked_invalid(groups)
+    spread, largest = judged.max(1) - judged.min(1), np.maximum(abs(judged).max(1), 1.0)
+    return np.repeat(np.ma.filled(spread <= ROUNDING * largest, True), groups.shape[1])
 
 
 def _mean(values: Array) -> Array:
     """Over the last axis, without nan; nan where there is nothing else."""
-    return _divided(np.nansum(values, -1), np.asarray((~np.isnan(values)).sum(-1)))
+    found: Array = np.ma.filled(np.ma.masked_invalid(values).mean(-1), np.nan)
+    return found
 
 
 def _deviation(values: Array) -> Array:
@@ -174,5 +155,5 @@ def _deviation(values: Array) -> Array:
     where the axis has one."""
     if values.shape[-1] == 1:
         return np.zeros(values.shape[:-1])
-    squares = np.nansum((values - _mean(values)[..., None]) ** 2, -1)
-    return np.sqrt(_divided(squares, np.asarray((~np.isnan(values)).sum(-1)) - 1))
+    found: Array = np.ma.filled(np.ma.masked_invalid(values).std(-1, ddof=1), np.nan)
+    return found

@@ -25,8 +25,8 @@ from megatrain.recipes.signals import StopRequest
 @dataclass
 class Episodes:
     """Answers as they end, while the tools of others run; if asked to stop, no more than there are
-    by then. most: tokens behind a prompt, those of
-    tools included. turns: of an answer, that tools reply to; None: any number."""
+    by then. most: tokens behind a prompt, those of tools included. turns: of an answer, that tools
+    reply to; None: any number."""
 
     toolbox: Toolbox
     judges: Judges

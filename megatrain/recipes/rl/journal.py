@@ -58,12 +58,7 @@ class Journal:
 
     @classmethod
     def open(
-        cls,
-        run_dir: Path,
-        step: int,
-        origin: Mapping[str, Any],
-        begun: bool,
-        world: World,
+        cls, run_dir: Path, step: int, origin: Mapping[str, Any], begun: bool, world: World
     ) -> Journal:
         """The rollout that begins with this step, without what is torn; without all that follows
         from another `origin`, unless steps of it were taken (`begun`). Raises StorageError.
@@ -75,10 +70,8 @@ class Journal:
         journal = cls(own)
         with system_errors(own, "write answers"):
             folder.mkdir(exist_ok=True)
-            files = {
-                rank: path for (begun, rank), path in files_of(run_dir).items() if begun == step
-            }
-            theirs = [path for rank, path in files.items() if rank % world.size == world.rank]
+            ranks = {rank: path for (at, rank), path in files_of(run_dir).items() if at == step}
+            theirs = [path for rank, path in ranks.items() if rank % world.size == world.rank]
             whole = {path: journal._read(path, wanted) for path in {*theirs, own}}
             for path in (path for path, size in whole.items() if not size):
                 path.unlink(missing_ok=True)
@@ -122,35 +115,33 @@ class Journal:
         record = json.loads(text)
         if "rewards" in record:
             self.rewards[record["key"]] = record
-            return
-        if "old" in record:
+        elif "old" in record:
             self.old[record["key"], record["number"]] = _numbers(record["old"], "<f4") or []
-            return
-        from megatrain.engine.rollout.decode import Answer  # imports torch: reports need none
+        else:
+            from megatrain.engine.rollout.decode import Answer  # imports torch: reports need none
 
-        arrays = {name: _numbers(record.get(name), code) for name, code in _CODES.items()}
-        answer = Answer(**{**record, **arrays})
-        self.answers[answer.key, answer.number] = answer
+            arrays = {name: _numbers(record.get(name), code) for name, code in _CODES.items()}
+            answer = Answer(**{**record, **arrays})
+            self.answers[answer.key, answer.number] = answer
 
     def add(self, answer: Answer) -> None:
-        """Write an answer that is finished."""
-        self.answers[answer.key, answer.number] = answer
+        """Keep an answer that is finished."""
         arrays = {name: _text(getattr(answer, name), code) for name, code in _CODES.items()}
         self._write({**vars(answer), **arrays})
 
     def judge(self, key: int, judgement: Mapping[str, Any]) -> None:
-        """Write the rewards of a group, its texts, and what functions logged: `Judges.result`."""
-        self.rewards[key] = {"key": key, **judgement}
-        self._write(self.rewards[key])
+        """Keep the rewards of a group, its texts, and what functions logged: `Judges.result`."""
+        self._write({"key": key, **judgement})
 
     def remember(self, answer: Answer, old: Sequence[float]) -> None:
-        """Write the log-probabilities of an answer's tokens under the weights of now."""
-        self.old[answer.key, answer.number] = list(old)
+        """Keep the log-probabilities of an answer's tokens under the weights of now."""
         self._write({"key": answer.key, "number": answer.number, "old": _text(old, "<f4")})
 
     def _write(self, record: Mapping[str, Any]) -> None:
+        """Take a record in as if it were read, and write it."""
         text = json.dumps(record, separators=(",", ":"))
         if "origin" not in record:
+            self._take(text)
             self.unshared.append(text)
         if self._descriptor is None:
             return
@@ -208,6 +199,5 @@ def forget(run_dir: Path, before: int) -> None:
     reports show."""
     files = files_of(run_dir)
     newest = max((step for step, _ in files if step < before), default=0)
-    for (step, _), path in files.items():
-        if step < newest:
-            path.unlink(missing_ok=True)
+    for path in (path for (step, _), path in files.items() if step < newest):
+        path.unlink(missing_ok=True)

@@ -23,7 +23,7 @@ import signal
 import sys
 import traceback
 from collections import defaultdict
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
@@ -192,7 +192,7 @@ class Fault(Exception):
 def rewarded(function: Function, call: Mapping[str, Any], loop: asyncio.Runner) -> Answer:
     """The answer of a function, plain or async.
 
-    call: prompts, completions, completion_ids; columns, by name; state, of trainer_state; more.
+    call: its own arguments; columns, by name; state, of trainer_state; more.
     """
     metrics, extra = defaultdict[str, list[float]](list), defaultdict[str, list[Any]](list)
 
@@ -202,12 +202,11 @@ def rewarded(function: Function, call: Mapping[str, Any], loop: asyncio.Runner) 
     def log_metric(name: str, value: SupportsFloat) -> None:
         metrics[str(name)].append(float(value))
 
-    own = {name: call[name] for name in ("prompts", "completions", "completion_ids")}
+    own = {"log_extra": log_extra, "log_metric": log_metric, **call["more"]}
     own["trainer_state"] = SimpleNamespace(**call["state"])
-    own |= {"log_extra": log_extra, "log_metric": log_metric, **call["more"]}
-    count = len(call["completions"])
+    count = len(call["own"]["completions"])
     try:
-        given = settled(function(**{**call["columns"], **own}), loop)
+        given = settled(function(**{**call["columns"], **call["own"], **own}), loop)
         rewards, faults = numbers(given, count)
         for column, values in extra.items():
             if len(values) != count:
@@ -219,19 +218,11 @@ def rewarded(function: Function, call: Mapping[str, Any], loop: asyncio.Runner) 
 
 def settled(given: Any, loop: asyncio.Runner) -> Any:
     """A result of a function, awaited if it is async."""
-    if inspect.isawaitable(given):
-        given = loop.run(_settled(given))
-        if isinstance(given, BaseException):
-            raise given
-    return given
 
-
-async def _settled(given: Awaitable[Any]) -> Any:
-    """The result, or the error that it ends with, so that no frames of the loop are in that."""
-    try:
+    async def whole() -> Any:
         return await given
-    except (Exception, SystemExit) as error:  # noqa: BLE001
-        return error
+
+    return loop.run(whole()) if inspect.isawaitable(given) else given
 
 
 def numbers(given: Any, count: int) -> tuple[list[float | None], list[tuple[int, str]]]:
@@ -239,8 +230,7 @@ def numbers(given: Any, count: int) -> tuple[list[float | None], list[tuple[int,
     those that are neither. Raises Fault."""
     if given is None:
         raise Fault("returned None instead of a list")
-    values = [*given]
-    if len(values) != count:
+    if len(values := [*given]) != count:
         raise Fault(f"returned {len(values)} rewards for {count} answers")
     rewards, faults = list[float | None](), []
     for number, value in enumerate(values):
@@ -263,10 +253,8 @@ def reason_of(error: BaseException) -> str:
     if isinstance(error, Fault):
         return str(error)
     words = " ".join(f"{type(error).__name__}: {error}".split())[:REASON]
-    frames = [
-        one
-        for one in traceback.extract_tb(error.__traceback__)
-        if one.filename != __file__ and not one.filename.startswith("<frozen")
-    ]
+    others = (__file__, "<frozen", str(Path(asyncio.__file__).parent))
+    traced = traceback.extract_tb(error.__traceback__)
+    frames = [one for one in traced if not one.filename.startswith(others)]
     lines = [one.lineno for one in frames if one.filename == frames[0].filename]
     return f"{words}, in line {lines[-1]}" if lines else words

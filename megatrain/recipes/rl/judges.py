@@ -62,8 +62,7 @@ class Judges(AbstractContextManager["Judges"]):
     """Judges groups while others are written. Workers start when they are first needed, and none
     outlives this process.
 
-    functions: `FILE.py:NAME`.
-    models: reward models, by their places among all judges.
+    judges: functions, as `FILE.py:NAME`, and reward models.
     on_bad_reward: "refuse" or "none".
     tools: the config's section; None: there are none. With tools all that concerns a prompt is done
         in one process, where the environments of its answers live. rewarding: these reward them.
@@ -72,9 +71,8 @@ class Judges(AbstractContextManager["Judges"]):
 
     def __init__(
         self,
-        functions: Sequence[str],
+        judges: Sequence[str | RewardModel],
         *,
-        models: Mapping[int, RewardModel] | None = None,
         timeout_s: float = 60.0,
         processes: int | None = None,
         on_bad_reward: str = "refuse",
@@ -82,15 +80,14 @@ class Judges(AbstractContextManager["Judges"]):
         rewarding: bool = False,
         log: Path | None = None,
     ) -> None:
-        self.functions, self.tools = [*functions], tools
+        self.functions, self.tools = [one for one in judges if isinstance(one, str)], tools
+        self.models = {n: one for n, one in enumerate(judges) if isinstance(one, RewardModel)}
         self.environment: str = (tools and tools.environment_factory) or ""
         environments = [self.environment] if self.environment else []
         self.files = [self.functions, [*(tools.functions if tools else ())], environments]
         self._begun, self._warned = set[Episode](), False
-        self.names, self.models = list(map(judge_name, self.functions)), models or {}
-        for place, model in sorted(self.models.items()):
-            self.names.insert(place, judge_name(model.folder))
-        self.names += [judge_name(self.environment)] * rewarding
+        named = [one if isinstance(one, str) else one.folder for one in judges]
+        self.names = list(map(judge_name, named + environments * rewarding))
         self._scores = defaultdict[int, dict[int, list[float]]](dict)
         self.timeout_s, self.on_bad_reward = timeout_s, on_bad_reward
         self.failed = dict.fromkeys((*self.functions, *environments), 0)  # calls
@@ -100,13 +97,9 @@ class Judges(AbstractContextManager["Judges"]):
         self._own, self._log = local(), log  # each thread has a worker
         self._lock, self._closed, self._silent = Lock(), False, False
         self._all: set[Worker] = set()
-        self._groups: dict[int, Group] = {}
-        self._parts: dict[int, Future[list[Answer]]] = {}
+        self._groups: dict[int, tuple[Group, Future[list[Answer]]]] = {}
 
     def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def close(self) -> None:
         """End all workers, also those at work."""
         with self._lock:  # none starts after that
             self._closed = True
@@ -140,13 +133,12 @@ class Judges(AbstractContextManager["Judges"]):
         return self._lanes[key % len(self._lanes)]
 
     def submit(self, group: Group) -> None:
-        self._groups[group.key] = group
-        self._parts[group.key] = self._lane(group.key).submit(self._ask, group)
+        self._groups[group.key] = group, self._lane(group.key).submit(self._ask, group)
 
     def score(self, keys: Sequence[int]) -> None:
         """Have reward models score groups that were submitted, all at once."""
-        for place, model in sorted(self.models.items()) if keys else ():
-            found = model.scores([self._groups[key] for key in keys])
+        for place, model in self.models.items() if keys else ():
+            found = model.scores([self._groups[key][0] for key in keys])
             for key, scores in zip(keys, found, strict=True):
                 self._scores[key][place] = scores
 
@@ -154,12 +146,11 @@ class Judges(AbstractContextManager["Judges"]):
         """The judgement of a group that was submitted, once it is there: rewards [functions]
         [answers], None where a function gave none; by name what functions `logged` of the group,
         and as `extra` of each answer; and its texts. Raises RewardError."""
-        group, part, extra = self._groups.pop(key), self._parts.pop(key), dict[str, Any]()
+        (group, part), extra = self._groups.pop(key), dict[str, Any]()
         while not wait([part], 1.0).done:
             beat()
-        rewards, logged = list[Any](), defaultdict[str, list[float]](list)
+        rewards, logged = [one["rewards"] for one in part.result()], defaultdict[str, Any](list)
         for found in part.result():
-            rewards.append(found["rewards"])
             extra |= found.get("extra", {})
             for name, values in found.get("metrics", {}).items():
                 logged[name] += values
@@ -173,7 +164,8 @@ class Judges(AbstractContextManager["Judges"]):
     def _worker(self) -> Worker:
         """This thread's, started where it has none that lives. Raises RewardError."""
         worker: Worker | None = getattr(self._own, "worker", None)
-        if worker is not None and not worker.broken and worker.lives():
+        # what there is to read before a task is its end
+        if worker is not None and not worker.broken and not worker.connection.poll():
             return worker
         with self._lock:
             if self._closed:
@@ -186,12 +178,16 @@ class Judges(AbstractContextManager["Judges"]):
         worker.load()
         return worker
 
-    def _told(self, task: tuple[Any, ...], about: str = "", seconds: float | None = None) -> Answer:
-        """In a thread: a worker's answer about tools. Raises RewardError."""
-        seconds = seconds or self.tools.timeout_s
-        answer = self._worker().ask(task, seconds, "(tools.timeout_s)")
+    def _asked(self, *about: Any) -> Answer:
+        """In a thread: a worker's answer. about: as `Worker.ask` has it."""
+        answer = self._worker().ask(*about)
         if self._closed:
             raise CancelledError  # the worker was ended on purpose
+        return answer
+
+    def _told(self, task: tuple[Any, ...], about: str = "", seconds: float | None = None) -> Answer:
+        """In a thread: a worker's answer about tools. Raises RewardError."""
+        answer = self._asked(task, seconds or self.tools.timeout_s, "(tools.timeout_s)")
         if "error" in answer:
             raise RewardError(f"{about}{answer['error']}")
         return answer
@@ -227,27 +223,24 @@ class Judges(AbstractContextManager["Judges"]):
     def _ask(self, group: Group) -> list[Answer]:
         """In a thread: what each function answers. Raises RewardError, or counts failures."""
         answers, count = list[Answer](), len(group.completions)
+        own = {"completions": group.completions, "completion_ids": group.completion_ids}
+        episodes = [(group.key, number) for number in range(count)] if group.begins else []
         call = {
-            "prompts": [group.prompt] * count,
-            "completions": group.completions,
-            "completion_ids": group.completion_ids,
+            "own": {"prompts": [group.prompt] * count, **own},
             "columns": {name: [value] * count for name, value in group.columns.items()},
             "state": {"global_step": group.step},
-            "episodes": [(group.key, number) for number in range(count)] if group.begins else [],
+            "episodes": episodes,
         }
-        for episode in call["episodes"]:
+        for episode in episodes:
             self._begin(episode, group.begins, group.where)
-        asked = [*self.functions, *([self.environment] if group.begins else [])]
+        asked = [*self.functions, *([self.environment] if episodes else [])]
         for number, function in enumerate(asked):
-            task = "judge", number, call
-            answer = self._worker().ask(task, self.timeout_s, "(rewards.timeout_s)")
-            if self._closed:
-                raise CancelledError  # the worker was ended on purpose
+            answer = self._asked(("judge", number, call), self.timeout_s, "(rewards.timeout_s)")
             faults = [(0, answer["error"])] if "error" in answer else answer["faults"]
             if faults:
                 self._fail(function, group, *faults[0])
             answers.append({"rewards": [None] * count, **answer})
-        self._begun -= {*call["episodes"]}
+        self._begun -= {*episodes}
         return answers[: len(self.names) - len(self.models)]
 
     def _fail(self, function: str, group: Group, number: int, reason: str) -> None:
@@ -276,7 +269,7 @@ class Worker:
 
     def __init__(self, files: Sequence[Sequence[str]], log: Path | None) -> None:
         self.files, self.broken = files, False
-        self._connection, theirs = Pipe()
+        self.connection, theirs = Pipe()
         file = theirs.fileno()
         command = [sys.executable, "-c", BOOT, json.dumps([*map(str, sys.path)]), str(file)]
         with theirs, nullcontext(subprocess.DEVNULL) if log is None else log.open("ab") as output:
@@ -290,13 +283,9 @@ class Worker:
                 start_new_session=True,  # a terminal's Ctrl-C is the parent's
             )
 
-    def lives(self) -> bool:
-        """True unless it has ended while it had nothing to do."""
-        return not self._connection.poll()
-
     def load(self) -> None:
         """Import the functions. Raises RewardError."""
-        self._connection.send(self.files)
+        self.connection.send(self.files)
         for function in chain(*self.files):
             if error := self._answer(STARTS_WITHIN_S, "to be imported").get("error"):
                 self.kill()
@@ -310,17 +299,17 @@ class Worker:
         except Exception as error:  # noqa: BLE001  whatever the row's objects raise
             return {"error": f"its row cannot be handed to a process ({error})"}
         with suppress(OSError):  # `_answer` tells why
-            self._connection.send_bytes(data)
+            self.connection.send_bytes(data)
         return self._answer(seconds, about)
 
     def _answer(self, seconds: float, about: str) -> Answer:
         deadline = monotonic() + seconds
         try:
-            while not self._connection.poll(max(0.0, deadline - monotonic())):
+            while not self.connection.poll(max(0.0, deadline - monotonic())):
                 if monotonic() >= deadline:
                     self.kill()
                     return {"error": f"took more than {seconds:g} seconds {about}"}
-            return dict(json.loads(self._connection.recv_bytes(MOST_BYTES)))
+            return dict(json.loads(self.connection.recv_bytes(MOST_BYTES)))
         except (EOFError, ConnectionError):
             self.broken = True
             with suppress(subprocess.TimeoutExpired):
@@ -340,7 +329,7 @@ class Worker:
     def close(self) -> None:
         self.kill()
         self._process.wait()
-        self._connection.close()
+        self.connection.close()
 
 
 def judges_of(
@@ -350,23 +339,14 @@ def judges_of(
     reward models read. rewarding: so do environments. Raises ConfigError."""
     check_functions(config)
     rewards = config.rewards
-    models = {
-        place: RewardModel.open(one, config, stack)
-        for place, one in enumerate(rewards.functions)
-        if not is_function(one)
-    }
-    judges = stack.enter_context(
-        Judges(
-            [one for one in rewards.functions if is_function(one)],
-            models=models,
-            timeout_s=rewards.timeout_s,
-            processes=None if rewards.processes == "auto" else rewards.processes,
-            on_bad_reward=rewards.on_bad_reward,
-            tools=config.tools if config.tools.files else None,
-            rewarding=rewarding,
-            log=log,
-        )
-    )
+    how: Any = {"timeout_s": rewards.timeout_s, "on_bad_reward": rewards.on_bad_reward}
+    how["processes"] = None if rewards.processes == "auto" else rewards.processes
+    how["tools"] = config.tools if config.tools.files else None
+    found = [
+        one if is_function(one) else RewardModel.open(one, config, stack)
+        for one in rewards.functions
+    ]
+    judges = stack.enter_context(Judges(found, rewarding=rewarding, log=log, **how))
     try:
         judges.check()
     except RewardError as error:

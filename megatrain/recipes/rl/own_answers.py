@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from megatrain.data.loader import Loader, StepBatch
-from megatrain.data.micro_batches import MicroBatch, micro_batches
+from megatrain.data.micro_batches import MicroBatch
 from megatrain.data.rows import Counts, TokenRows
 from megatrain.engine.rollout.decode import AnswerRequest
 from megatrain.engine.rollout.draw import Draw, mix
@@ -39,15 +39,13 @@ def answered_rows(
         both = zip(of_prompts, of_answers, strict=True)
         return np.concatenate([np.asarray(part, dtype) for parts in both for part in parts])
 
-    def of_answers(found: Iterable[Any], dtype: Any) -> Any:
-        return flat((np.zeros(len(ids)) for ids in prompts), found, dtype)
-
+    zeros = [np.zeros(len(ids)) for ids in prompts]
     masks = (np.full(len(ids), one) for ids, one in zip(answers, trained, strict=True))
     sizes = [len(prompt) + len(answer) for prompt, answer in zip(prompts, answers, strict=True)]
     nothing = np.zeros(len(sizes))
     return TokenRows(
         ids=flat(prompts, answers, np.int32),
-        mask=of_answers(masks, np.bool_),
+        mask=flat(zeros, masks, np.bool_),
         offsets=np.cumsum([0, *sizes]),
         targets=nothing.astype(np.int64),
         hashes=nothing.astype(np.uint64),
@@ -56,9 +54,7 @@ def answered_rows(
         chosen=np.arange(len(sizes)),
         counts=Counts(),
         of_rows=None if values is None else np.asarray(values, np.float32),
-        of_tokens={
-            name: of_answers(found, np.float32) for name, found in (of_tokens or {}).items()
-        },
+        of_tokens={k: flat(zeros, found, np.float32) for k, found in (of_tokens or {}).items()},
     )
 
 
@@ -84,10 +80,8 @@ def on_policy(run: Any, batch: StepBatch) -> StepBatch:
         }
     answers = [found[number] for number in range(len(prompts))]
     rows = answered_rows(prompts, answers, [True] * len(answers))
-    about = loader.micro_batch_tokens, loader.pad_id, loader.pack_to, loader.regimes
-    batches = [*micro_batches(rows, np.arange(len(rows)), *about)]
+    batches, lengths = [*loader.batches_of(rows)], tuple(rows.lengths.tolist())
     spent = {"rollout": time.perf_counter() - began}
-    lengths = tuple(rows.lengths.tolist())
     return replace(batch, micro_batches=batches, lengths=lengths, spent_s=spent)
 
 

@@ -25,6 +25,7 @@ from megatrain.errors import ConfigError, DataError, RewardError
 from megatrain.heartbeat import beat, may_end_here
 from megatrain.recipes.model import Model, parts_in
 from megatrain.recipes.rl.judges import Beginning, Judges
+from megatrain.recipes.rl.own_answers import answered_rows
 from megatrain.recipes.sample import encoded, positions_of
 
 # Arguments of reward functions, beside the columns.
@@ -125,24 +126,14 @@ def _read(
     if not prompts:
         bad = f"; the first: {counts.first_bad[0]}" if counts.first_bad else ""
         raise DataError(f"{source.name}: holds no prompt{bad}")
-    ids = [np.asarray(one.ids, np.int32) for one in prompts]
-    flat, contexts = np.concatenate(ids), [hash64(one.tobytes()) for one in ids]
+    ids = [one.ids for one in prompts]
+    contexts = [hash64(np.asarray(one, np.int32).tobytes()) for one in ids]
     columns = [json.dumps(one.columns, sort_keys=True, default=repr).encode() for one in prompts]
     hashes = [hash64(one.to_bytes(8) + more) for one, more in zip(contexts, columns, strict=True)]
-    return PromptRows(
-        ids=flat,
-        mask=np.zeros(len(flat), np.bool_),
-        offsets=np.cumsum([0, *map(len, ids)]),
-        targets=np.zeros(len(ids), np.int64),
-        hashes=np.array(hashes, np.uint64),
-        joined=np.zeros(len(ids), np.bool_),
-        contexts=np.array(contexts, np.uint64),
-        chosen=np.arange(len(ids)),
-        counts=counts,
-        kind=PROMPTS,
-        prompts=prompts,
-        toolbox=box[0] if box else None,
-    )
+    rows = vars(answered_rows(ids, [[]] * len(ids), [False] * len(ids)))
+    rows = {**rows, "counts": counts, "kind": PROMPTS}
+    rows |= {"hashes": np.array(hashes, np.uint64), "contexts": np.array(contexts, np.uint64)}
+    return PromptRows(**rows, prompts=prompts, toolbox=box[0] if box else None)
 
 
 def _prompt_of(

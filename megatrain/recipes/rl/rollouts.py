@@ -33,10 +33,9 @@ from megatrain.engine.rollout.draw import Draw
 from megatrain.errors import DataError, StorageError
 from megatrain.heartbeat import doing
 from megatrain.losses import IGNORE, LOSSES
-from megatrain.models.pretrained import digests_of, resolve_source
-from megatrain.recipes.frozen import SWEPT_TOKENS, model_in, reference_of, sweeps
+from megatrain.recipes import frozen
 from megatrain.recipes.model import Model
-from megatrain.recipes.rl.advantages import Advantages, worth
+from megatrain.recipes.rl.advantages import OF_METHODS, Advantages
 from megatrain.recipes.rl.episodes import Episodes
 from megatrain.recipes.rl.journal import Journal, forget
 from megatrain.recipes.rl.judges import Group, Judges, judges_of
@@ -112,25 +111,19 @@ class Rollouts:
     regimes: Regimes = ()
     pack_to: int | None = None
     world: World = ALONE
-    engine: Engine | None = None  # from the run's beginning on
-    write: Callable[..., Generator[Answer, None, None]] | None = None  # as Engine.rollout
-    judges: Judges | None = None
+    engine: Engine = field(init=False)  # as the next two, from the run's beginning on
+    write: Callable[..., Generator[Answer, None, None]] = field(init=False)  # as Engine.rollout
+    judges: Judges = field(init=False)
     reference: Engine | None = None
     windows: None = None  # as a loader has them
-    references: None = None
     place: RolloutPosition = field(default_factory=RolloutPosition)
 
     def __post_init__(self) -> None:
         options, rollout = self.config.policy, self.config.rollout
         self.answers, self.iterations = options.num_generations, options.num_iterations
         self.prompts = rollout.generation_batch_size // self.answers
-        self.draw = Draw(
-            seed=self.config.train.seed,
-            temperature=rollout.temperature,
-            top_p=rollout.top_p,
-            top_k=rollout.top_k,
-            min_p=rollout.min_p,
-        )
+        told = rollout.model_dump(include={"temperature", "top_p", "top_k", "min_p"})
+        self.draw = Draw(seed=self.config.train.seed, **told)
         self.ends = end_tokens(self.model)
         of_loss: Any = LOSSES[self.config.method]
         self.held = bool(options.beta) and not of_loss.in_rewards  # the loss holds to the reference
@@ -175,9 +168,11 @@ class Rollouts:
 
     def _count(self, place: RolloutPosition) -> int:
         """Prompts of the rollout at a place; 0 at the end of the run."""
+        epochs, most = self.config.train.epochs, self.config.train.max_steps
+        if most is not None and place.step >= most:
+            return 0
         if self.config.policy.dynamic_sampling:  # all have as many, and epochs do not end one
             return self.prompts
-        epochs = self.config.train.epochs
         share = 1.0 if epochs is None else min(1.0, epochs - place.epoch)
         of_epoch = max(0, math.ceil(share * len(self.rows) - 1e-9))
         return min(self.prompts, of_epoch - place.index)
@@ -198,29 +193,22 @@ class Rollouts:
         written, which are in the journal so far."""
         most = self.config.train.max_steps
         while (count := self._count(self.place)) > 0:
-            if most is not None and self.place.step >= most:
-                return
-            rollout = self._rollout(self.place, count, stop)
+            rollout, began = self._rollout(self.place, count, stop), self.place.part
             steps = self._steps_of(count)
-            parts = [
-                list(part) for part in np.array_split(np.arange(count), steps // self.iterations)
-            ]
-            began = self.place.part
+            parts = np.array_split(np.arange(count), steps // self.iterations)
             for number in range(began, steps):
                 if most is not None and self.place.step >= most:
                     return
-                groups = parts[number % len(parts)]
+                groups = parts[number % len(parts)].tolist()
                 after = replace(self.place, step=self.place.step + 1, part=number + 1)
                 if number + 1 == steps:
-                    after = self._next(replace(after, part=0), rollout.taken)
+                    after = self._next(after, rollout.taken)
                 epoch = self.place.epoch + (self.place.index + rollout.taken) / len(self.rows)
                 batch = self._batch(rollout, groups, epoch, after)
-                if number == 0:
-                    batch = replace(batch, metrics=rollout.metrics)
-                if number == began:
-                    batch = replace(batch, spent_s=rollout.spent_s)
+                metrics = rollout.metrics if number == 0 else {}
+                spent_s = rollout.spent_s if number == began else {}
                 self.place = after
-                yield batch
+                yield replace(batch, metrics=metrics, spent_s=spent_s)
 
     def _batch(
         self, rollout: Rollout, groups: Sequence[int], epoch: float, after: RolloutPosition
@@ -278,7 +266,8 @@ class Rollouts:
             self.write = VllmServer(engine, url, rollout.vllm_server_timeout).rollout
         self.judges = judges_of(self.config, stack, log, box is not None and box.rewarding)
         if self.config.policy.beta and trains:
-            self.reference = stack.enter_context(reference_of(self.config, engine))
+            held_to = frozen.first_model(self.config, **frozen.computing_as(engine))
+            self.reference = stack.enter_context(held_to)
 
     def evaluate(self, limit: int | None, stop: StopRequest) -> dict[str, float] | None:
         """Rewards of held-out prompts' answers, by TRL's names; None if asked to stop, or if
@@ -371,8 +360,7 @@ class Rollouts:
                 file, _, name = one.rpartition(":")
                 digest.update(name.encode() + Path(file).read_bytes())
             else:
-                source = resolve_source(model_in(one), weights=False)
-                digest.update(json.dumps(digests_of(source), sort_keys=True).encode())
+                digest.update(json.dumps(frozen.digests_of_model(one), sort_keys=True).encode())
         found = {"settings": digest.hexdigest(), "prompts": self.rows.digest}
         return {**found, "megatrain": VERSION}
 
@@ -387,7 +375,6 @@ class Rollouts:
     ) -> dict[str, float]:
         """Have what the journal lacks of `count` answers to each of these prompts written, and each
         group judged when its last answer ends; returns seconds by cause. Raises Stopped."""
-        assert self.write is not None and self.judges is not None
         began, most = time.perf_counter(), self.config.policy.max_completion_length
         own = [*prompts][self.world.rank :: self.world.size]
         toolbox, known = self.rows.toolbox, {*journal.answers}
@@ -402,7 +389,6 @@ class Rollouts:
         judging = [key for key in own if key not in journal.rewards]
 
         def judge_if_whole(key: int) -> None:
-            assert self.judges is not None
             if not lacking[key]:
                 answers = [journal.answers[key, number] for number in range(count)]
                 self.judges.submit(self._group(key, prompts[key], answers, step))
@@ -436,22 +422,17 @@ class Rollouts:
         return {"rollout": rollout_s, "reward": time.perf_counter() - began - rollout_s}
 
     def _judged(
-        self,
-        journal: Journal,
-        prompts: Mapping[int, Prompt],
-        count: int,
-        divergences: Any = None,
+        self, journal: Journal, prompts: Mapping[int, Prompt], count: int, divergences: Any = None
     ) -> tuple[Advantages, dict[str, float]]:
         """The worth of `count` answers to each prompt, and all figures of them. divergences: of
         each answer from the reference, where rewards lose by them."""
-        assert self.judges is not None
         found, weights = [journal.rewards[key] for key in prompts], self.config.rewards
         # [functions][answers] of each group; None becomes nan
         rewards = np.concatenate([np.array(one["rewards"], float).T for one in found])
         weighted = weights.reward_weights and (*weights.reward_weights, 1.0)[: len(rewards.T)]
         given = rewards, self.judges.names, weighted, count  # that of an environment is 1
-        section = self.config.of_method
-        judged = worth(self.config.method, section, *given, divergences=divergences)
+        judge = OF_METHODS[self.config.method]
+        judged = judge(*given, divergences=divergences, **self.config.of_method)
         answers = [journal.answers[key, n] for key in prompts for n in range(count)]
         logged = defaultdict[str, list[float]](list)
         for name, value in (pair for one in found for pair in one["logged"].items()):
@@ -485,7 +466,6 @@ class Rollouts:
     def _old(self, journal: Journal, rollout: Rollout) -> list[list[float]]:
         """Log-probabilities of all answers under the weights of now, in one sweep; where a run goes
         on in the midst of a rollout, those that the journal has."""
-        assert self.engine is not None
         keys = [(answer.key, answer.number) for answer in rollout.answers]
         if not all(key in journal.old for key in keys):
             self._check_first(journal)
@@ -500,7 +480,8 @@ class Rollouts:
         numbers = range(len(rollout.answers))
         batches = [*self._micro_batches(self._rows(rollout, numbers, numbers, whole=True))]
         cooled = partial(engine.logprobs, temperature=self.config.rollout.temperature)
-        found = (one for part in sweeps(batches, SWEPT_TOKENS) for one in cooled(part))
+        parts = frozen.sweeps(batches, frozen.SWEPT_TOKENS)
+        found = (one for part in parts for one in cooled(part))
         for batch, values in zip(batches, found, strict=True):
             targets = batch["labels"] != IGNORE
             for row, number in enumerate(batch["row_value"].int().tolist()):
@@ -549,9 +530,10 @@ def lengths_of(answers: Sequence[Answer]) -> dict[str, float]:
     """TRL's figures of answers' tokens; terminated ones have an end."""
     lengths = np.array([answer.drawn for answer in answers], float)
     ended = np.array([answer.finish == "stop" for answer in answers])
-    figures: dict[str, Any] = {"mean": np.mean, "min": np.min, "max": np.max}
-    found = {f"completions/{name}_length": float(of(lengths)) for name, of in figures.items()}
-    terminated = lengths[ended] if ended.any() else np.zeros(1)
-    for name, of in figures.items():
-        found[f"completions/{name}_terminated_length"] = float(of(terminated))
+    kinds = {"length": lengths, "terminated_length": lengths[ended] if ended.any() else np.zeros(1)}
+    found = {
+        f"completions/{name}_{kind}": float(getattr(np, name)(some))
+        for kind, some in kinds.items()
+        for name in ("mean", "min", "max")
+    }
     return {**found, "completions/clipped_ratio": float(1 - ended.mean())}

@@ -15,7 +15,7 @@ from rich.table import Table
 from megatrain.config import Config
 from megatrain.data.rows import permutation
 from megatrain.errors import printable
-from megatrain.recipes.frozen import frozen_engine
+from megatrain.recipes.frozen import first_model
 from megatrain.recipes.model import read_model, suited
 from megatrain.recipes.rl.prompts import read_prompt_rows
 from megatrain.recipes.rl.rollouts import Rollouts
@@ -32,11 +32,9 @@ def try_out(config: Config, prompts: int) -> dict[str, Any]:
     model = suited(read_model(config), config)
     rows, _ = read_prompt_rows(config, model, day_of(config))
     chosen: Any = rows.choose(permutation(len(rows), config.train.seed, 0)[:prompts])
-    computing = {name: getattr(config, name) for name in ("precision", "attention", "device")}
-    told = {name: getattr(config.model, name) for name in ("revision", "trust_remote_code")}
-    engine = frozen_engine(config.model.source, **computing, **told)
     with ExitStack() as stack:
-        stack.enter_context(engine)
+        computing = {"precision": config.precision, "device": config.device}
+        engine = stack.enter_context(first_model(config, **computing))
         log = Path(stack.enter_context(TemporaryDirectory())) / "printed"
         stack.callback(lambda: log.exists() and sys.stderr.write(log.read_text(errors="replace")))
         rollouts = Rollouts(
@@ -51,13 +49,8 @@ def try_out(config: Config, prompts: int) -> dict[str, Any]:
             for one in groups
             for answer, *rewards in zip(one["completions"], *one["rewards"], strict=True)
         ]
-        names = rollouts.judges.names if rollouts.judges else []
-        return {
-            **figures,
-            "seconds": time.perf_counter() - began,
-            "names": names,
-            "answers": answers,
-        }
+        seconds, names = time.perf_counter() - began, rollouts.judges.names
+        return {**figures, "seconds": seconds, "names": names, "answers": answers}
 
 
 def print_answers(found: dict[str, Any]) -> None:

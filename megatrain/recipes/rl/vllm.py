@@ -68,11 +68,7 @@ class VllmServer:
         self._ask("/init_weight_transfer_engine", {"init_info": {}})
 
     def rollout(
-        self,
-        requests: Sequence[AnswerRequest],
-        draw: Draw,
-        ends: Sequence[int],
-        more: More = None,
+        self, requests: Sequence[AnswerRequest], draw: Draw, ends: Sequence[int], more: More = None
     ) -> Generator[Answer, None, None]:
         """Answers to requests as they end, as `Engine.rollout` of one GPU: each has a seed that
         follows from `draw.seed`, its request's key, its number and its tokens so far. Nothing is
@@ -116,10 +112,8 @@ class VllmServer:
     ) -> Answer:
         about = {"model": self.model, "prompt": [*request.ids], "max_tokens": request.most}
         about |= {"stop_token_ids": [*ends], "ignore_eos": True}  # which ends are meant is said
-        about |= {
-            "seed": mix(draw.seed, request.key, number, request.drawn),
-            "temperature": draw.temperature,
-        }
+        seed = mix(draw.seed, request.key, number, request.drawn)
+        about |= {"seed": seed, "temperature": draw.temperature}
         about |= {"logprobs": 0, "return_token_ids": True}  # 0: of the token that was drawn
         found: Any = self._ask("/v1/completions", {**UNCUT, **about})
         self._check_version()  # versions only rise: so it had this one all the while

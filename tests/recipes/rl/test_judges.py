@@ -276,7 +276,7 @@ judges = Judges(['{file}:hangs'], processes=1)
 judges.submit(Group(key=0, prompt='', completions=['a'], completion_ids=[[1]], columns={{}},
     where='', step=0))
 import time
-while not judges._all or not (worker := [*judges._all][0])._connection: time.sleep(0.01)
+while not judges._all or not (worker := [*judges._all][0]).connection: time.sleep(0.01)
 time.sleep(0.3)
 print(worker._process.pid, flush=True)
 time.sleep(60)
