@@ -143,7 +143,6 @@ class Room:
         self._made = partial(slabs_of, name, pinned=pinned, threads=TOUCHING_THREADS, touched=False)
         self._slabs: list[Slab] = []
         self.reserve(())
-        self.begin()
 
     def begin(self) -> None:
         """All of it is free again."""
@@ -154,12 +153,15 @@ class Room:
         while self._slabs:
             self._slabs.pop().close()
         self.nbytes, self._coming = sum(layers), (slab for slab, _ in self._made(layers))
+        self.begin()
 
     def take(self, nbytes: int) -> Tensor:
         """The next `nbytes`, of more memory if there is not enough."""
         while True:
             if self._slab == len(self._slabs):
+                whole, self.nbytes = self.nbytes, 0  # after a failure it is made again
                 self._slabs.append(next(self._coming, None) or next(self._made([nbytes]))[0])
+                self.nbytes = whole
             found = self._slabs[self._slab].bytes[self._used :][:nbytes]
             self._used += nbytes
             if len(found) == nbytes:
@@ -263,7 +265,7 @@ class Offload:
         self._make_rings(kind, nbytes)
         if tokens and self._layers:  # a group's first graph sizes the host buffer for all of them
             of_layer = round_up(nbytes * self._tokens // tokens, ALIGNMENT)
-            self._make_room(kind, [of_layer] * self._layers)
+            self._make_room(kind, [of_layer * self._layers])  # in one: others' may be larger
             self._layers = 0
         given = self._down.take(nbytes)
         assert given is not None, "every stretch has its event once its download is queued"

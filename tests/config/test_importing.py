@@ -274,6 +274,8 @@ REFUSED: list[tuple[str, Given, str, str]] = [
         ("axolotl", {"datasets": [SET | {key: value}]}, f"datasets[0].{key}", words)
         for key, value, words in OF_A_SET
     ),
+    ("axolotl", {"datasets": [SET, {"type": "chat_template"}]}, "datasets[1].type", "no rows"),
+    ("trl", {"dataset_name": "json"}, "dataset_name", "names no rows"),
     ("trl", {"train_sampling_strategy": "sequential"}, "train_sampling_strategy", "shuffled"),
     ("axolotl", {"micro_batch_size": "auto"}, "micro_batch_size", "whole number"),
     ("llama-factory", {"finetuning_type": None}, "finetuning_type", "lora: adapters"),

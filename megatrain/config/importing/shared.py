@@ -15,6 +15,7 @@ from megatrain.data.samples import ROLES, SHAREGPT_ROLES
 LOADERS = ("json", "csv", "parquet", "text", "arrow")  # of `datasets`, in the place of a path
 KNOWN_ROLES = {**ROLES, **SHAREGPT_ROLES}
 
+NO_ROWS = "names no rows; say their path"
 Source = dict[str, Any]  # path, split, format, weight; columns and text_field hold for all of a run
 
 
@@ -213,6 +214,9 @@ def template(sheet: Sheet, name: str, value: Any) -> None:
 
 def put_sources(sheet: Sheet, key: str, found: Sequence[Source], *names: str) -> None:
     """Set data.train or data.eval, and the columns of all sources."""
+    if not found:
+        sheet.refuse(names[0], NO_ROWS)
+        return
     of_one = ("path", "weight", "split", "format")
     short = [{name: one[name] for name in of_one if one.get(name) is not None} for one in found]
     entries = [one["path"] if len(one) == 1 else one for one in short]
@@ -232,14 +236,17 @@ def put_entries(
 ) -> None:
     """Set data.train or data.eval by a list of theirs. `read` has an entry's sources; `entry` of
     the trainer's tables are the keys that it answers for."""
-    found: list[Source] = []
-    settled: list[str] = []
+    found, settled, lost = list[Source](), list[str](), list[str]()
     for at, one in sheet.open(name):
-        found += read(sheet, at, one)
-        settled += [at + key for key in one if key in sheet.said["entry"].split()]
+        sources, names = read(sheet, at, one), [at + key for key in one]
+        if not sources and not any(map(sheet.is_refused, names)):
+            sheet.refuse(names[0], NO_ROWS)
+        found += sources
+        of_rows = settled if sources else lost
+        of_rows += [at + key for key in one if key in sheet.said["entry"].split()]
     if found:
         put_sources(sheet, key, found, *settled)
-    sheet.drop("of a set that cannot be read", *settled)
+    sheet.drop("of a set that cannot be read", *settled, *lost)
 
 
 def paths_of(sheet: Sheet, at: str, given: Mapping[str, Any]) -> list[Source]:

@@ -64,7 +64,7 @@ class SharedGradients(Gradients):
 
     def _summed(self, block: int, opened: OpenSum) -> Callable[[], torch.Tensor]:
         """For a job of the exchange: this rank's share of the sum over all ranks and all groups so
-        far, in fp32. Valid until the next one."""
+        far, in fp32. Valid until its buffer is opened again."""
         exchange, lane = self.exchange, self.exchange.lane
         ready, span = self.compute.record(), exchange.trained_span(block)
         total, share, returning = opened.buffer.flat[: exchange.padded(block)], None, None
