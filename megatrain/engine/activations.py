@@ -159,7 +159,7 @@ class Room:
         """The next `nbytes`, of more memory if there is not enough."""
         while True:
             if self._slab == len(self._slabs):
-                whole, self.nbytes = self.nbytes, 0  # after a failure it is made again
+                whole, self.nbytes = self.nbytes, 0  # until it is there: a failed room is made anew
                 self._slabs.append(next(self._coming, None) or next(self._made([nbytes]))[0])
                 self.nbytes = whole
             found = self._slabs[self._slab].bytes[self._used :][:nbytes]
@@ -265,7 +265,7 @@ class Offload:
         self._make_rings(kind, nbytes)
         if tokens and self._layers:  # a group's first graph sizes the host buffer for all of them
             of_layer = round_up(nbytes * self._tokens // tokens, ALIGNMENT)
-            self._make_room(kind, [of_layer * self._layers])  # in one: others' may be larger
+            self._make_room(kind, [of_layer * self._layers])  # one slab: other layers may send more
             self._layers = 0
         given = self._down.take(nbytes)
         assert given is not None, "every stretch has its event once its download is queued"

@@ -80,12 +80,12 @@ def computing_as(engine: Engine) -> dict[str, Any]:
     return {**how, "settings": settings}
 
 
-def checkpoint_of(named: str | Path) -> Path:
+def checkpoint_of(named: str | Path) -> str | Path:
     """The model that a folder or hub id names: a run folder's final or last checkpoint, else
-    itself. Raises ConfigError."""
+    itself, as it is written: `./name` is no hub id. Raises ConfigError."""
     path = Path(named)
     is_run = isfile(path / CONFIG_FILE) and not isfile(path / "config.json")
-    return find_checkpoint(path) if is_run else path
+    return find_checkpoint(path) if is_run else named
 
 
 def digests_of_model(named: str) -> dict[str, str]:
@@ -230,7 +230,7 @@ def check_reference_and_teacher(config: Config, model: Model) -> None:
     where = config.where("distill.teacher_model_name_or_path")
     if model.sight is not None:
         raise ConfigError(f"{where}: teaches rows of text; set model.images: false")
-    theirs, ours = describe_model(str(checkpoint_of(named))), model.tokenizer.get_vocab()
+    theirs, ours = describe_model(checkpoint_of(named)), model.tokenizer.get_vocab()
     check_writes(theirs, named)
     known = theirs.tokenizer.get_vocab()
     for token in (token for token in {**known, **ours} if ours.get(token) != known.get(token)):
@@ -334,7 +334,7 @@ class RewardModel:
         """Read a folder's model, which the stack closes. Raises ConfigError for one that gives no
         scores, and ModelError."""
         source = checkpoint_of(folder)
-        model = describe_model(str(source))
+        model = describe_model(source)
         check_scores(model.config, folder, config)
         how = {"precision": config.precision, "device": config.device}
         return cls(folder, model, stack.enter_context(frozen_engine(source, **how)))

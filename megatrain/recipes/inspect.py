@@ -87,9 +87,9 @@ def evaluate(named: str | Path, data: object, trust_remote_code: bool = False) -
     if run_dir is None and data is None:
         neither = "is neither a run folder nor one of its checkpoints, so nothing is held out"
         raise ConfigError(f"{named}: {neither}; name rows with --data")
-    model = describe_model(str(checkpoint), trust_remote_code=trust_remote_code)
-    check_weights(str(checkpoint))
-    config, rows = rows_to_evaluate(run_dir, checkpoint, model, data)
+    model = describe_model(checkpoint, trust_remote_code=trust_remote_code)
+    check_weights(checkpoint)
+    config, rows = rows_to_evaluate(run_dir, Path(checkpoint), model, data)
     if rows.kind == PROMPTS:
         way = f"megatrain rollout {run_dir}/config.yaml model.path={checkpoint}"
         raise ConfigError(f"{named}: its rows are prompts and have no loss; judge answers: `{way}`")
@@ -159,7 +159,7 @@ def evaluate_tasks(
     where: what names the tasks, for errors. Raises ConfigError for unknown tasks, DataError for
     those that fail."""
     checkpoint, model, _ = writer_of(named, trust_remote_code)
-    check_weights(str(checkpoint))
+    check_weights(checkpoint)
     tasks = load_tasks(options, where)  # before weights are read
     with reader(checkpoint, run_folder_of(Path(named)), trust_remote_code) as engine:
         results = run_tasks(tasks, where, engine, model, longest_row(model))
@@ -190,15 +190,15 @@ def generate(
 
 def writer_of(
     named: str | Path, trust_remote_code: bool, images: Sequence[str] = ()
-) -> tuple[Path, Model, list[Picture]]:
+) -> tuple[str | Path, Model, list[Picture]]:
     """(checkpoint, model, pictures) of one that is to write. Raises ModelError if it cannot, and
     DataError for images that it cannot see."""
     quiet_libraries()
     checkpoint = checkpoint_of(named)
-    model = describe_model(str(checkpoint), trust_remote_code=trust_remote_code)
+    model = describe_model(checkpoint, trust_remote_code=trust_remote_code)
     check_writes(model, str(named))
     if images:
-        model = seeing(model, checkpoint, "--image")
+        model = seeing(model, Path(checkpoint), "--image")
     return checkpoint, model, [picture_of(name, Path()) for name in images]
 
 

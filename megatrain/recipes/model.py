@@ -153,7 +153,7 @@ def check_writes(model: Model, named: str, remedy: str = "") -> None:
 
 
 def describe_model(
-    source: str,
+    source: str | Path,
     revision: str | None = None,
     trust_remote_code: bool = False,
     chat_template: str | None = None,
@@ -174,7 +174,7 @@ def digest_of_template(name: str | None) -> dict[str, str]:
     return {TEMPLATE: hashlib.sha256(text.encode()).hexdigest()} if text is not None else {}
 
 
-def check_weights(source: str, *, needed: bool = True) -> None:
+def check_weights(source: str | Path, *, needed: bool = True) -> None:
     """Check that a local folder holds the weights that its index names, before anything takes long.
     needed: false allows a folder without any. Raises ModelError and StorageError."""
     folder = Path(expanduser(source))

@@ -400,7 +400,7 @@ class ResumePoint:
             logger.warning(change)
         if self.config.model.trust_remote_code:
             return read_model(self.config)
-        model = replace(describe_model(str(self.found.path)), digests=self.digests)
+        model = replace(describe_model(self.found.path), digests=self.digests)
         return sighted(model, self.config, self.found.path)
 
 
