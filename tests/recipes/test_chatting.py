@@ -3,10 +3,12 @@ pipes and on a terminal."""
 
 from __future__ import annotations
 
+import codecs
 import io
 import json
 import os
 import pty
+import re
 import select
 import shutil
 import sys
@@ -169,10 +171,12 @@ def test_what_would_have_no_effect_is_refused_before_weights_are_read(chat, proj
 
 
 class Screen:
-    """What a command shows on a terminal, at which somebody types."""
+    """What a command shows on a terminal, at which somebody types: without what it erased, such as
+    the line that says how long it has been working."""
 
     def __init__(self, master: int) -> None:
         self.master = master
+        self.decoder = codecs.getincrementaldecoder("utf-8")()
         self.shown = ""
 
     def wait(self, words: str, seconds: float = 60) -> str:
@@ -181,9 +185,9 @@ class Screen:
         while words not in self.shown:
             assert time.monotonic() < end, self.shown
             if select.select([self.master], [], [], 0.1)[0]:
-                self.shown += os.read(self.master, 4096).decode()
+                self.shown += self.decoder.decode(os.read(self.master, 4096))
         before, found, self.shown = self.shown.partition(words)
-        return before + found
+        return re.sub(r"[^\n]*\r\x1b\[K", "", before + found)
 
     def type(self, text: str) -> None:
         os.write(self.master, text.encode())

@@ -130,7 +130,7 @@ def test_a_command_shows_that_it_works_and_leaves_no_trace_of_it(project):
     assert code == 0 and re.match("\r. (starting|loading PyTorch) 0s\x1b\\[K", text)
     assert re.search("\r. reading and tokenising rows [0-9]+%", text)
     times = [when for when, _ in pieces]
-    assert max(b - a for a, b in pairwise(times)) < 3, "it moves all the while"
+    assert max(b - a for a, b in pairwise(times)) < 10, "it moves all the while"
     lines = text.replace("\r\n", "\n").split("\n")
     left = [line.rsplit("\r", 1)[-1].removeprefix("\x1b[K") for line in lines]
     assert not any(frame in line for line in left for frame in FRAMES)
