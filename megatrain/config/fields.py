@@ -425,6 +425,9 @@ def check_readers(config: Config) -> None:
             raise ConfigError(f"{config.where(name)}: {reason}, or remove it")
 
 
+NO_ROOM = "leaves no room for a prompt in train.seq_len {}; raise that, or set less"
+
+
 def fault_of_sections(config: Config) -> tuple[str, str] | None:
     """The first key that the config's method cannot honour, and why; None if there is none."""
     method = config.method
@@ -448,6 +451,8 @@ def fault_of_sections(config: Config) -> tuple[str, str] | None:
     if config.distill.teacher_top_k and (config.distill.lmbda or config.data.streaming):
         why = "is of all rows, before the first step: set lmbda: 0 and data.streaming: false"
         return "distill.teacher_top_k", why
+    if config.distill.lmbda and config.distill.max_completion_length >= config.train.seq_len:
+        return "distill.max_completion_length", NO_ROOM.format(config.train.seq_len)
     of_text = {"sample_prompt": config.sample_prompt, "eval.prompts": config.eval.prompts}
     asked = [name for name, value in of_text.items() if value is not None]
     if METHODS[method].scores and asked:
@@ -514,8 +519,7 @@ def fault_of_rollouts(config: Config) -> tuple[str, str] | None:
     if rewards.reward_weights and len(rewards.reward_weights) != len(rewards.functions):
         return "rewards.reward_weights", "needs a weight for each of rewards.functions"
     if policy.max_completion_length >= config.train.seq_len:
-        room = f"leaves no room for a prompt in train.seq_len {config.train.seq_len}; raise that"
-        return f"{method}.max_completion_length", room
+        return f"{method}.max_completion_length", NO_ROOM.format(config.train.seq_len)
     return None
 
 

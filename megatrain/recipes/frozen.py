@@ -239,10 +239,11 @@ def check_reference_and_teacher(config: Config, model: Model) -> None:
             f"and the model's {ours.get(token)}; take a teacher of the model's family"
         )
     widths = [one.config.get_text_config().vocab_size for one in (theirs, model)]
-    if config.distill.lmbda and widths[0] < widths[1]:
+    if widths[0] < (met := widths[1] if config.distill.lmbda else max(ours.values()) + 1):
+        source = "answers (distill.lmbda)" if config.distill.lmbda else "rows"
         raise ConfigError(
-            f"{where}: {named}: has {widths[0]} tokens and the model {widths[1]}, which might draw "
-            "one that the teacher lacks; set distill.lmbda: 0, or take another teacher"
+            f"{where}: {named}: has logits of {widths[0]} tokens, and {source} may have any of "
+            f"{met}; take another teacher"
         )
     sides = [one.tokenizer(PROBE, add_special_tokens=False).input_ids for one in (theirs, model)]
     if sides[0] != sides[1]:

@@ -209,6 +209,7 @@ def test_what_cannot_teach_is_refused_and_what_teaches_is_planned(megatrain, pro
         ("signal=sampled lmbda=1 beta=0.5", "signal", "set lmbda: 1 and beta: 1"),
         ("teacher_top_k=4 lmbda=0.5", "teacher_top_k", "is of all rows, before"),
         ("teacher_top_k=4 data.streaming=true", "teacher_top_k", "before the first step"),
+        ("lmbda=1", "max_completion_length", "leaves no room for a prompt in train.seq_len 64"),
         ("teacher_top_k=4000", "teacher_top_k", "4000, and the vocabulary has 300 tokens"),
     ):
         asked = [one if one.startswith("data.") else f"distill.{one}" for one in key.split()]
@@ -219,8 +220,10 @@ def test_what_cannot_teach_is_refused_and_what_teaches_is_planned(megatrain, pro
     assert "teacher's weights" not in plan["host"] and "teacher" not in plan["timing"]["phases"]
     about = (teacher / "config.json").read_text()
     (teacher / "config.json").write_text(about.replace('vocab_size": 300', 'vocab_size": 299'))
-    narrow = megatrain("train cfg.yaml", *KEYS, "distill.lmbda=1", code=2).err
-    assert "has 299 tokens and the model 300, which might draw one that" in narrow
+    short = "distill.max_completion_length=6"
+    for more, source in (((), "rows"), (("distill.lmbda=1", short), "answers (distill.lmbda)")):
+        narrow = megatrain("train cfg.yaml", *KEYS, *more, code=2).err
+        assert f"has logits of 299 tokens, and {source} may have any of 300" in narrow
     (teacher / "config.json").write_text(about)
     described = json.loads((teacher / "tokenizer.json").read_text())
     merges = described["model"]["merges"]
