@@ -130,6 +130,6 @@ def test_code_without_end_is_ended_with_what_it_started(tmp_path):
     began = time.monotonic()
     tests = ["assert 1", "while True: pass", "assert 1"]
     assert run_code(child, tests, timeout_s=0.5) in (0, 1 / 3)  # 0: only root may start it
-    assert time.monotonic() - began < 3
+    assert time.monotonic() - began < 30
     time.sleep(0.7)
     assert not mark.exists()

@@ -308,8 +308,9 @@ class Config(Options):
             settled["data"] = {"train_on": "all", **data}
         method = METHODS.get(name) if isinstance(name, str) else None
         if method and isinstance(train, dict):
-            if method.kind == PROMPTS and not {*train} & {"tokens_per_step", "rows_per_step"}:
-                train = {"rows_per_step": answers_of_a_step(given), **train}
+            sizes = {"tokens_per_step", "rows_per_step"}
+            if method.kind == PROMPTS and all(train.get(name) is None for name in sizes):
+                train = {**train, "rows_per_step": answers_of_a_step(given)}
             settled["train"] = {"learning_rate": method.learning_rate, **train}
         if method and isinstance(data := settled.get("data"), dict):
             settled["data"] = {"truncation_mode": method.truncation_mode, **data}

@@ -345,12 +345,12 @@ def test_a_bare_name_does_not_wait_for_the_hub(tmp_path, monkeypatch, hub):
     words = r"^data: no such file or folder \(did you mean date\?\); and the hub does not answer"
     with pytest.raises(DataError, match=words):
         files.check_source("data")
-    assert time.monotonic() - started < 1
+    assert time.monotonic() - started < 5
     with pytest.raises(
         DataError, match=r"^owner/name: no such file or folder \(nor is there a folder "
     ):
         files.check_source("owner/name")
-    assert time.monotonic() - started < 2
+    assert time.monotonic() - started < 5
     for place in ("datasets/owner___name", "hub/datasets--owner--other-name"):
         (tmp_path / place).mkdir(parents=True)
     monkeypatch.setattr(constants, "HF_HOME", str(tmp_path))

