@@ -6,7 +6,7 @@ import math
 import shlex
 import time
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -186,17 +186,12 @@ def train_step(run: Run, batch: StepBatch, data_s: float, stop: StopRequest) -> 
     stop_if_lost(run, batch, result)
 
 
-@contextmanager
-def _traced(run: Run) -> Iterator[None]:
+def _traced(run: Run) -> AbstractContextManager[None]:
     """Write and show the timeline of the next step, if it is the one. Raises StorageError."""
     steady = min(run.first_step + TRACED_STEP, run.total_steps)
     if run.trace is None or run.step + 1 != steady or not run.engine.world.is_first:
-        yield
-        return
-    with record_timeline(run.trace, run.engine.device) as trace:
-        yield
-    where = f"the timeline of step {run.step + 1} is in {run.trace}: open it in ui.perfetto.dev"
-    logger.info(f"{trace.table}\n{where}")
+        return nullcontext()
+    return record_timeline(run.trace, run.engine.device, f"step {run.step + 1}", logger.info)
 
 
 def _measure(
@@ -362,23 +357,22 @@ def evaluate(run: Run, stop: StopRequest) -> Figures | None:
     None if there is nothing to evaluate, or the run was asked to stop before the end."""
     if run.held_out is None and not run.prompts:
         return None
-    started, loss, targets, figures = time.perf_counter(), None, 0, Figures()
+    started, loss, targets = time.perf_counter(), None, 0
+    named: Figures | None = {}
     limit, swept = run.config.train.eval_rows, None
     if run.held_out is not None:
         swept = tokens_to_sweep(run.engine, run.held_out, slice(limit))
     with run.progress.doing("evaluating", total=swept, counted=TOKENS_SWEPT):
         if isinstance(run.loader, Rollouts):
-            answered = run.loader.evaluate(limit, stop)
-            if answered is None:
-                return None
-            figures = {f"eval_{name}": value for name, value in answered.items()}
+            named = run.loader.evaluate(limit, stop)
         elif run.held_out is not None:
             batches = run.loader.batches_of(run.held_out, limit, run.held_out_references)
             found = evaluated(run.engine, batches, run.loss, run.sweep_tokens, stop)
             if found is None:
                 return None
-            loss, targets = found.loss, found.target_tokens
-            figures = {f"eval_{name}": value for name, value in found.metrics.items()}
+            loss, targets, named = found.loss, found.target_tokens, found.metrics
+        if named is None:
+            return None
         new = run.config.eval.max_new_tokens
         answers = answers_to(run.prompts, run.engine, run.model, new, stop)
         if answers is None:
@@ -386,6 +380,7 @@ def evaluate(run: Run, stop: StopRequest) -> Figures | None:
         if run.engine.world.is_first:
             write_samples(run.config.output, run.step, answers)
     seconds = time.perf_counter() - started
+    figures = {f"eval_{name}": value for name, value in named.items()}
     run.writer.write_eval(run.step, loss, targets, seconds, figures)
     name = "held-out reward" if "eval_reward" in figures else "held-out loss"
     run.progress.evaluated(run.step, figures.get("eval_reward", loss), seconds, name)

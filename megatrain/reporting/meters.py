@@ -106,13 +106,8 @@ class GpuMeter(AbstractContextManager["GpuMeter"]):
 # -- load of the processors ------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class ProcessorTimes:
-    """Seconds since some beginning: wall time, busy cores in all, and those of this run."""
-
-    wall: float
-    busy: float
-    own: float
+# Seconds since some beginning: wall time, busy cores in all, and those of this run.
+ProcessorTimes = tuple[float, float, float]
 
 
 @dataclass(frozen=True)
@@ -144,7 +139,7 @@ def read_processors() -> ProcessorTimes:
     mine = [every[number] for number in processors() if number < len(every)]
     busy = sum(each.user + each.system + getattr(each, "nice", 0.0) for each in mine)
     spent = own.user + own.system + own.children_user + own.children_system
-    return ProcessorTimes(time.monotonic(), busy, spent)
+    return time.monotonic(), busy, spent
 
 
 @dataclass
@@ -157,11 +152,9 @@ class LoadMeter:
 
     def read(self) -> Load:
         """Load since the oldest of the latest readings; none at the first."""
-        now = self.processors()
-        self._readings.append(now)
-        then = self._readings[0]
-        wall = now.wall - then.wall
+        self._readings.append(self.processors())
+        ends = zip(self._readings[0], self._readings[-1], strict=True)
+        wall, busy, own = (now - then for then, now in ends)
         if wall <= 0:
             return Load(self.count)
-        busy = (now.busy - then.busy) / wall
-        return Load(self.count, busy, max(0.0, busy - (now.own - then.own) / wall))
+        return Load(self.count, busy / wall, max(0.0, busy - own) / wall)
