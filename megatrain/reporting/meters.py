@@ -27,8 +27,15 @@ def peak_host_bytes(ranks: int = 1) -> int:
     """Peak resident bytes of this process (Linux's VmHWM), and its children's resident ones now. A
     page that several processes map is divided among them (PSS): a forked child has most of its
     pages from its parent. ranks: of this host, which have shared memory in common (RssShmem)."""
-    children = psutil.Process().children(recursive=True)
-    return _peak_bytes(ranks) + sum(map(_own_bytes, children))
+    own, kib = psutil.Process(), dict[str, int]()
+    of_children = sum(map(_own_bytes, own.children(recursive=True)))
+    with suppress(OSError):
+        lines = map(str.split, Path("/proc/self/status").read_text().splitlines())
+        kib = {words[0]: int(words[1]) for words in lines if "kB" in words}
+    if "VmHWM:" not in kib:  # a sandbox: what is resident now is the best there is
+        return int(own.memory_info().rss) + of_children
+    others = kib.get("RssShmem:", 0) * (ranks - 1) // ranks
+    return (kib["VmHWM:"] - others) * 1024 + of_children
 
 
 def _own_bytes(process: psutil.Process) -> int:
@@ -37,17 +44,6 @@ def _own_bytes(process: psutil.Process) -> int:
     except (psutil.NoSuchProcess, psutil.AccessDenied):  # gone, or another user's
         return 0
     return int(getattr(memory, "pss", memory.rss))
-
-
-def _peak_bytes(ranks: int) -> int:
-    kib: dict[str, int] = {}
-    with suppress(OSError):
-        lines = map(str.split, Path("/proc/self/status").read_text().splitlines())
-        kib = {words[0]: int(words[1]) for words in lines if "kB" in words}
-    if "VmHWM:" not in kib:  # a sandbox: what is resident now is the best there is
-        return int(psutil.Process().memory_info().rss)
-    others = kib.get("RssShmem:", 0) * (ranks - 1) // ranks
-    return (kib["VmHWM:"] - others) * 1024
 
 
 def allocator_retries() -> int:

@@ -11,6 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch._C._profiler import _ExperimentalConfig
+from torch.profiler import ProfilerActivity, profile
 
 from megatrain.errors import system_errors
 
@@ -28,12 +30,9 @@ def record_timeline(
     One step is enough; a recorded step is slower, so do not time it. Raises StorageError.
 
     show: is told which operations took longest, and where the timeline of `what` is."""
-    # profile_all_threads: the lanes' threads too, not only the caller's
-    from torch._C._profiler import _ExperimentalConfig
-    from torch.profiler import ProfilerActivity, profile
-
     cuda = device.type == "cuda"
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if cuda else [])]
+    # profile_all_threads: the lanes' threads too, not only the caller's
     options = _ExperimentalConfig(profile_all_threads=True)
     # acc_events: without it, it warns of further cycles
     with profile(activities=activities, experimental_config=options, acc_events=True) as profiler:
@@ -53,8 +52,6 @@ def record_timeline(
 
 def computing_seconds(work: Callable[[], object], device: torch.device) -> float:
     """Seconds for which a GPU runs kernels during `work`, by its own clock; copies do not count."""
-    from torch.profiler import ProfilerActivity, profile
-
     # Not the host's activities, which would slow it down.
     with profile(activities=[ProfilerActivity.CUDA], acc_events=True) as profiler:
         work()

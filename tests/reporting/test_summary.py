@@ -257,5 +257,4 @@ def test_the_real_meter_counts_what_this_process_does():
     while read_processors()[2] - own < 0.05:
         sum(range(10_000))
     later, busy_later, _ = read_processors()
-    assert later - wall >= 0.02
-    assert busy_later >= busy
+    assert later - wall >= 0.02 and busy_later >= busy
