@@ -28,8 +28,8 @@ from megatrain.methods import METHODS
 from megatrain.planner.plan import Plan
 from megatrain.recipes import setup
 from megatrain.recipes.describe import choices_in_words, described_environment, facts_of, work_of
+from megatrain.recipes.doctor import find_machine
 from megatrain.recipes.model import shape_model, suited
-from megatrain.recipes.planned_machine import find_machine
 from megatrain.recipes.ranks.rendezvous import as_rank, bind, check_ranks
 from megatrain.reporting.meters import GpuMeter, allocator_retries, peak_host_bytes
 from megatrain.reporting.metrics import StepTime
