@@ -58,7 +58,7 @@ def decided(ready: Ready) -> dict[str, Any]:
     }
 
 
-def kept_of(ready: Ready) -> dict[str, Any]:
+def kept_config(ready: Ready) -> dict[str, Any]:
     """The config as checkpoints keep it, with choices by field that order the sums of as many
     ranks, and of no other number; and that."""
     plan, found = ready.plan, resuming.for_state(ready.config, decided(ready))

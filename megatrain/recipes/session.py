@@ -25,7 +25,7 @@ from megatrain.engine.engine import Engine
 from megatrain.errors import ConfigError, StorageError, logger, storage_error, system_errors
 from megatrain.heartbeat import BYTES_READ, doing, may_end_here
 from megatrain.planner.plan import Plan
-from megatrain.recipes.describe import DESCRIPTION, describe_run, facts_of, kept_of, work_of
+from megatrain.recipes.describe import DESCRIPTION, describe_run, facts_of, kept_config, work_of
 from megatrain.recipes.frozen import check_frozen, computing_as, frozen_digest, open_teacher
 from megatrain.recipes.loop import still_to_come
 from megatrain.recipes.reference import lacks_references, open_engine
@@ -148,7 +148,7 @@ def open_run(
         check_frozen(config, state, frozen)
         describe_run(ready)
     named = resuming is not None and resuming.named
-    kept = kept_of(ready) | ({"reference": reference} if reference else {})
+    kept = kept_config(ready) | ({"reference": reference} if reference else {})
     kept |= {"frozen": frozen} if frozen else {}
     kept["held_out"] = ready.held_out.digest if ready.held_out else None
     evaluates = ready.held_out is not None or bool(ready.prompts)
