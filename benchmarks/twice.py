@@ -15,8 +15,8 @@ from multiprocessing import get_context
 
 from benchmarks.what_fits import STEP
 from megatrain.config.load import bench_config
+from megatrain.recipes.doctor import planned_machine
 from megatrain.recipes.model import shape_model
-from megatrain.recipes.planned_machine import planned_machine
 from megatrain.recipes.setup import plan_run, quiet_libraries, request_of, resolve_run
 
 RAM = range(128, 513, 16)

@@ -20,8 +20,8 @@ from pathlib import Path
 from benchmarks.write_page import filled
 from megatrain.config.load import bench_config
 from megatrain.planner.plan import Plan
+from megatrain.recipes.doctor import planned_machine
 from megatrain.recipes.model import shape_model
-from megatrain.recipes.planned_machine import planned_machine
 from megatrain.recipes.setup import plan_run, quiet_libraries, request_of, resolve_run
 
 PAGE = Path(__file__).parent.parent / "docs" / "what-fits.md"

@@ -352,7 +352,7 @@ def converse(
     On a terminal a turn that cannot be asked is passed over with its error; elsewhere it ends the
     chat, as later lines may build on it. Answers go to stdout, all else to stderr.
     """
-    from megatrain.recipes.chat import open_chat
+    from megatrain.recipes.inspect import open_chat
 
     asks = sys.stdin.isatty()
 

@@ -29,7 +29,7 @@ from megatrain.cli.app import (
     print_json,
 )
 from megatrain.errors import ConfigError, PlanError, exit_code_of, printable
-from megatrain.machine.launcher import place_of
+from megatrain.machine.launcher import place_of, started_by
 from megatrain.methods import METHODS
 from megatrain.models.shapes import SHAPES
 from megatrain.recipes.signals import INTERRUPTED, SAVES, stop_requests, watchdog
@@ -207,14 +207,14 @@ def rollout(
     if METHODS[settings.method].kind != "prompts":
         words = "writes no answers; name a config of method: grpo, say"
         raise ConfigError(f"{settings.where('method')}: {settings.method} {words}")
-    from megatrain.recipes.rl.tryout import print_answers, try_out
+    from megatrain.recipes import inspect
 
     with logging_on(console_on(stderr=True)):
-        found = try_out(settings, prompts)
+        found = inspect.try_out(settings, prompts)
     if as_json:
         print_json(found)
     else:
-        print_answers(found)
+        inspect.print_answers(found)
 
 
 @app.command(
@@ -279,7 +279,8 @@ def on_several(settings: Config, restarts: int = 0, run_dir: Path = Path()) -> N
     too, where it is to be started again when it dies. Raises ConfigError."""
     from megatrain.recipes.ranks import launch
 
-    launch.be_quiet_as_rank()
+    if started_by(os.environ)[1] > 1:  # in a rank that a launcher has started, too
+        os.environ |= {**launch.QUIET, **os.environ}
     if launch.is_launched():
         return
     if restarts and place_of(os.environ) is not None:

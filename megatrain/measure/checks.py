@@ -70,15 +70,12 @@ def usable_cores(hardware: Hardware) -> Finding:
     """Physical cores that are withheld: by a container's quota, or by the affinity mask."""
     allowed, quota = hardware.physical_cores, cgroup_cpus()
     present = psutil.cpu_count(logical=False) or allowed
-    advice = None
-    if allowed < present and quota is not None and max(1, int(quota)) <= allowed:
+    advice = (
+        "this process may not use all cores; start it without taskset, or give its container more"
+    )
+    if quota is not None and max(1, int(quota)) <= allowed:
         advice = f"the container may use only {quota:g} cores' time; raise its CPU limit"
-    elif allowed < present:
-        advice = (
-            "this process may not use all cores; start it without taskset, or give its container "
-            "more"
-        )
-    return Finding("cores", f"{allowed} of {present}", advice)
+    return Finding("cores", f"{allowed} of {present}", advice if allowed < present else None)
 
 
 def other_programs(load: float, physical_cores: int) -> Finding:
@@ -91,16 +88,15 @@ def other_programs(load: float, physical_cores: int) -> Finding:
 
 
 def host_memory(hardware: Hardware) -> Finding:
-    limit, _ = cgroup_memory()
     present = psutil.virtual_memory().total
-    advice = None
-    if limit is not None and limit < present:
-        advice = (
-            f"the container may use only {limit / GIB:.1f} of {present / GIB:.1f} GiB; raise its "
-            "memory limit to train larger models"
-        )
+    limit = cgroup_memory()[0] or present
+    advice = (
+        f"the container may use only {limit / GIB:.1f} of {present / GIB:.1f} GiB; raise its "
+        "memory limit to train larger models"
+    )
     total, left = hardware.host_total_bytes / GIB, hardware.host_available_bytes / GIB
-    return Finding("host memory", f"{total:.1f} GiB, {left:.1f} for this process", advice)
+    figure = f"{total:.1f} GiB, {left:.1f} for this process"
+    return Finding("host memory", figure, advice if limit < present else None)
 
 
 def huge_pages(file: Path = HUGE_PAGES) -> Finding:
@@ -197,14 +193,10 @@ def free_disk(hardware: Hardware) -> Finding:
 
 def places(folders: Iterable[Path]) -> Iterator[Finding]:
     """Folders that lie on no drive: in RAM, or in what a container loses when it is removed."""
+    advice = dict.fromkeys(IN_RAM, "it lies in RAM; name a folder on a drive")
+    goes = "if this is a container, its files go when it is removed; mount a folder of the host"
+    advice |= dict.fromkeys(OVERLAY, f"{goes} there: docker run --volume")
     for folder in folders:
         mount = mount_of(folder)
-        if mount is not None and mount.fstype in IN_RAM:
-            yield Finding(str(folder), mount.fstype, "it lies in RAM; name a folder on a drive")
-        elif mount is not None and mount.fstype in OVERLAY:
-            yield Finding(
-                str(folder),
-                mount.fstype,
-                "if this is a container, its files go when it is removed; mount a folder of the "
-                "host there: docker run --volume",
-            )
+        if mount is not None and mount.fstype in advice:
+            yield Finding(str(folder), mount.fstype, advice[mount.fstype])

@@ -14,14 +14,8 @@ import torch
 
 from megatrain.engine.components import take_workspaces
 from megatrain.errors import OutOfMemory
+from megatrain.machine import profile as profiles
 from megatrain.machine.hardware import Hardware, bf16_is_fast, update_threads
-from megatrain.machine.profile import (
-    UPDATE_BYTES,
-    MachineProfile,
-    fingerprint,
-    thread_counts,
-    typical,
-)
 from megatrain.measure import compute, disk
 from megatrain.measure.compute import Device
 from megatrain.measure.transfers import Clock
@@ -77,7 +71,7 @@ class Subject:
 
 def measure_machine(
     hardware: Hardware, device: torch.device, folder: Path, note: Note, *, quick: bool = False
-) -> MachineProfile:
+) -> profiles.MachineProfile:
     """Measure the machine.
 
     Args:
@@ -99,11 +93,11 @@ def measure_machine(
                 note(name)
                 found |= step(subject)
     known: Figures = {
-        "fingerprint": fingerprint(hardware),
+        "fingerprint": profiles.fingerprint(hardware),
         "measured_on": date.today().isoformat(),
         "grouped": (),  # as `matmul` was found, where it is not measured itself
     }
-    return replace(typical(hardware), **known | found)
+    return replace(profiles.typical(hardware), **known | found)
 
 
 @contextmanager
@@ -128,7 +122,7 @@ def _using(device: torch.device) -> Iterator[None]:
 def _links_and_update(subject: Subject) -> Figures:
     """PCIe, the host's update, and the update while PCIe is busy."""
     cores, device = subject.hardware.physical_cores, subject.device
-    counts = [update_threads(cores)] if subject.quick else thread_counts(cores)
+    counts = [update_threads(cores)] if subject.quick else profiles.thread_counts(cores)
     clocks = subject.clock(torch.device("cpu")), subject.clock(device)
     found = compute.links_and_update(device, cores, counts, *clocks)
     return found if device.type == "cuda" else {**found, "device_update": found["update"][-1][1]}
@@ -170,7 +164,7 @@ def _memory(subject: Subject) -> Figures:
     rate = None
     if not subject.quick:  # which compiles no kernel for a difference of 2%
         rate = compute.device_rate(subject.clock(subject.device), compute.PARAMETERS)
-    rate = rate or memory / UPDATE_BYTES
+    rate = rate or memory / profiles.UPDATE_BYTES
     return {"memory": memory, "fresh": memory, "launch": launch, "device_update": rate}
 
 

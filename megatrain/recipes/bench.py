@@ -6,7 +6,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from dataclasses import asdict, dataclass
 from datetime import date
 from functools import partial
@@ -28,8 +28,8 @@ from megatrain.methods import METHODS
 from megatrain.planner.plan import Plan
 from megatrain.recipes import setup
 from megatrain.recipes.describe import choices_in_words, described_environment, facts_of, work_of
+from megatrain.recipes.doctor import find_machine
 from megatrain.recipes.model import shape_model, suited
-from megatrain.recipes.planned_machine import find_machine
 from megatrain.recipes.ranks.rendezvous import as_rank, bind, check_ranks
 from megatrain.reporting.meters import GpuMeter, allocator_retries, peak_host_bytes
 from megatrain.reporting.metrics import StepTime
@@ -216,7 +216,10 @@ def bench(
             if engine.device.type == "cuda" and engine.world.broadcast(steady_s) < LONGEST_TRACED_S:
                 computing_s = computing_seconds(draw(0), engine.device)
             if engine.world.broadcast(traced is not None):
-                _traced(draw(0), traced, engine.device, console)
+                show = partial(console.print, soft_wrap=True, markup=False)
+                about = engine.device, "a step", show
+                with record_timeline(traced, *about) if traced else nullcontext():
+                    draw(0)()
         parts = tuple(measured[:warmup]), tuple(measured[warmup:])
         found = BenchResult(config, plan, *parts, setup_s, memory, computing_s)
         if not plan.job.besides:
@@ -224,18 +227,6 @@ def bench(
         return found
 
     return as_rank(config.device, timed)
-
-
-def _traced(step: Step, profile: Path | None, device: torch.device, console: Console) -> None:
-    """Make one more step, and write its timeline. None: another rank's is written."""
-    if profile is None:
-        step()
-        return
-    with record_timeline(profile, device) as trace:
-        step()
-    console.print(trace.table, soft_wrap=True, markup=False)
-    where = f"the timeline of a step is in {profile}"
-    console.print(f"{where}: open it in ui.perfetto.dev", soft_wrap=True)
 
 
 def resolve_shape(config: Config, layers: int | None, world: World = ALONE) -> Resolved:

@@ -20,7 +20,7 @@ from megatrain.methods import METHODS
 from megatrain.models.pretrained import HUB_ID, cached_source
 from megatrain.recipes.report import Reported
 from megatrain.recipes.state import Run
-from megatrain.reporting.metrics import NOT_DRAWN, History, read_metrics
+from megatrain.reporting.metrics import History
 from megatrain.reporting.words import human_seconds
 from megatrain.storage.run_folder import CARD
 
@@ -44,14 +44,14 @@ def model_card(run: Run) -> str:
     frozen = anatomy.frozen_parameters
     trained = f"{anatomy.parameters:,} of its {every:,} parameters" if frozen else "every parameter"
     words = f"{method.words.format(config.method)} {start}, with {trained} trained by MegaTrain."
-    settings = {"method": config.method, "parameters": f"{every:,}"}
+    settings, found = {"method": config.method, "parameters": f"{every:,}"}, Reported(config.output)
     text = [
         *("---", metadata_of(config), "---", ""),
         *(f"# `{in_a_cell(config.output.resolve().name)}`", "", words),
         *_table("Data", data_of(run)),
-        *_held_out(config.output),
+        *_held_out(found.history),
         *_table("Settings", settings | settings_of(config, run.engine.precision)),
-        *_table("Training", training_of(run)),
+        *_table("Training", training_of(run, found)),
     ]
     return "\n".join([*text, ""])
 
@@ -102,13 +102,9 @@ def data_of(run: Run) -> dict[str, object]:
     return rows
 
 
-def _held_out(folder: Path) -> list[str]:
+def _held_out(history: History) -> list[str]:
     """The figures of the first and the last evaluation that has them; nothing without one."""
-    found: dict[str, list[float]] = {}
-    for row in (row for row in read_metrics(folder) if "step_s" not in row):
-        for name, value in row.items():
-            if name not in NOT_DRAWN and isinstance(value, float):
-                found.setdefault(name, []).append(value)
+    found = {name: line.values for name, line in history.lines.items() if name.startswith("eval_")}
     lines = [f"| {in_a_cell(name)} | {v[0]:.4f} | {v[-1]:.4f} |" for name, v in found.items()]
     return ["", "## Evaluation", "", "| | first | last |", "|---|---|---|", *lines] * bool(found)
 
@@ -122,10 +118,8 @@ def settings_of(config: Config, precision: str) -> dict[str, object]:
     return {key: value for key, value in found.items() if value is not None}
 
 
-def training_of(run: Run) -> dict[str, object]:
+def training_of(run: Run, found: Reported) -> dict[str, object]:
     """Steps, tokens and time of the run, hardware and versions of its last process."""
-    folder = run.config.output
-    found = Reported.of(folder, History(read_metrics(folder)))
     hardware, packages = (found.environment.get(name) or {} for name in ("hardware", "packages"))
     gpu = (hardware.get("gpu") or {}).get("name", "no GPU")
     ram = hardware.get("host_total_bytes", 0) / GIB

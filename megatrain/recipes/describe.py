@@ -8,15 +8,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from megatrain.config import Config
-from megatrain.config.resuming import (
-    CONFIG_FILE,
-    ENVIRONMENT_FILE,
-    KEPT_CHOICES,
-    NEW_ORDER,
-    RESOLVED_FILE,
-    with_absolute_paths,
-)
+from megatrain.config import Config, resuming
 from megatrain.engine.resolved import Machine, Resolved
 from megatrain.errors import logger, number_of
 from megatrain.machine.hardware import update_threads
@@ -45,7 +37,7 @@ SUMS, RANKS = "sums_on_device", "ranks"
 FEW_STEPS = 4  # of which the first compiles
 PACKAGES = ["megatrain", "torch", "transformers", "tokenizers"]
 PACKAGES += ["safetensors", "numba", "numpy", "datasets"]
-DESCRIPTION = (CONFIG_FILE, RESOLVED_FILE, PLAN_FILE, ENVIRONMENT_FILE)
+DESCRIPTION = (resuming.CONFIG_FILE, resuming.RESOLVED_FILE, PLAN_FILE, resuming.ENVIRONMENT_FILE)
 
 
 def decided(ready: Ready) -> dict[str, Any]:
@@ -66,31 +58,34 @@ def decided(ready: Ready) -> dict[str, Any]:
     }
 
 
-def decided_for_ranks(plan: Plan) -> dict[str, Any]:
-    """Choices by field that order the sums of as many ranks, and of no other number; and that."""
+def kept_config(ready: Ready) -> dict[str, Any]:
+    """The config as checkpoints keep it, with choices by field that order the sums of as many
+    ranks, and of no other number; and that."""
+    plan, found = ready.plan, resuming.for_state(ready.config, decided(ready))
     if plan.job.size == 1 or plan.choices.groups == 1:
-        return {}
-    return {SUMS: plan.choices.sums_on_device, RANKS: plan.job.size}
+        return found
+    return found | {SUMS: plan.choices.sums_on_device, RANKS: plan.job.size}
 
 
 def describe_run(ready: Ready) -> None:
     """Write the config, the choices, the plan and the environment; log the choices."""
     if not ready.machine.world.is_first:
         return
-    plan, folder, config = ready.plan, ready.config.output, with_absolute_paths(ready.config)
+    plan, folder = ready.plan, ready.config.output
+    config = resuming.with_absolute_paths(ready.config)
     environment = described_environment(ready.machine)
     # first: by it a folder is known as a run's
-    write_text(folder / RESOLVED_FILE, config.with_values(decided(ready)).to_yaml())
-    write_text(folder / CONFIG_FILE, config.to_yaml())
+    write_text(folder / resuming.RESOLVED_FILE, config.with_values(decided(ready)).to_yaml())
+    write_text(folder / resuming.CONFIG_FILE, config.to_yaml())
     write_text(folder / PLAN_FILE, json.dumps(plan.to_dict(), indent=1) + "\n")
-    write_text(folder / ENVIRONMENT_FILE, json.dumps(environment, indent=1) + "\n")
+    write_text(folder / resuming.ENVIRONMENT_FILE, json.dumps(environment, indent=1) + "\n")
     parameters = human_parameters(plan.parameters, plan.active_parameters)
     logger.info(f"{parameters}; {choices_in_words(plan)}")
 
 
 def other_circumstances(run_dir: Path, world: World) -> list[str]:
     """Warnings if libraries are of other versions than before, or ranks of another number."""
-    path = run_dir / ENVIRONMENT_FILE
+    path = run_dir / resuming.ENVIRONMENT_FILE
     try:
         found = environment(run_dir)
         then, ranks = dict(found["packages"]), int(found.get("ranks", 1))
@@ -99,13 +94,9 @@ def other_circumstances(run_dir: Path, world: World) -> list[str]:
     now = {name: installed_version(name) for name in PACKAGES}
     pairs = ((name, then.get(name), version) for name, version in now.items())
     changed = [f"{name} {old} -> {new}" for name, old, new in pairs if old != new]
-    said = []
-    if ranks != world.size:
-        said.append(f"{number_of(ranks, 'rank')} before and {world.size} now: {NEW_ORDER}")
-    if changed:
-        versions = ", ".join(changed)
-        said.append(f"other versions than the run has used may round otherwise: {versions}")
-    return said
+    counts = f"{number_of(ranks, 'rank')} before and {world.size} now: {resuming.NEW_ORDER}"
+    versions = f"other versions than the run has used may round otherwise: {', '.join(changed)}"
+    return [counts] * (ranks != world.size) + [versions] * bool(changed)
 
 
 def described_environment(machine: Machine) -> dict[str, Any]:
@@ -179,7 +170,7 @@ def facts_of(config: Config, plan: Plan, resumed: bool = False) -> Facts:
         update_threads=choices.update_threads,
         idle_threads=max(0, idle),
         planned_s=plan.timing.seconds,
-        asked=frozenset(asked.difference(KEPT_CHOICES if resumed else ())),
+        asked=frozenset(asked.difference(resuming.KEPT_CHOICES if resumed else ())),
     )
 
 
@@ -222,7 +213,7 @@ def summarize(run: Run, seconds: float, stop: StopRequest | None) -> RunSummary:
         planned_economy=plan.economy,
         eval_s=run.progress.outside_s["evaluating"],
         save_s=run.progress.outside_s["saving"],
-        advice=run.advice,
+        advice=recent[-1].advice if recent else "",
         skipped=run.engine.skipped,
         spikes=run.spikes,
         exit_code=0 if stop is None else stop.exit_code,

@@ -1,10 +1,11 @@
-"""The machine, measured: what `doctor` shows, and the profile that plans are made from."""
+"""The machine, measured: what `doctor` shows, and the machine that plans are made for."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,19 +13,32 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from megatrain.engine.request import choose_device
+from megatrain.config import Config
+from megatrain.engine.ranks.exchange import peer_devices
+from megatrain.engine.request import choose_device, choose_precision
+from megatrain.engine.resolved import Machine
 from megatrain.errors import ConfigError, StorageError, logger
 from megatrain.machine import profile as profiles
-from megatrain.machine.hardware import Hardware, drive_name, one_of_each_drive, read_hardware
+from megatrain.machine.hardware import (
+    IN_RAM,
+    Hardware,
+    drive_name,
+    mount_of,
+    one_of_each_drive,
+    read_hardware,
+    shared_out,
+)
 from megatrain.machine.profile import DriveRates, MachineProfile
 from megatrain.measure.checks import Finding, check, places
 from megatrain.measure.disk import drive_rates
 from megatrain.measure.profile import measure_machine
 from megatrain.measure.ranks import measure_together, network_rate
-from megatrain.recipes.ranks.rendezvous import measure_processes
+from megatrain.recipes.planned_site import planned_site
+from megatrain.recipes.ranks.rendezvous import cores_of_host, measure_processes
 from megatrain.reporting.meters import LoadMeter
 from megatrain.reporting.words import three_digits
-from megatrain.world import World
+from megatrain.storage.run_folder import bytes_of_checkpoints
+from megatrain.world import ALONE, World
 
 
 @dataclass(frozen=True)
@@ -136,10 +150,7 @@ def measured_together(
         logger.info(f"measuring {ranks} GPUs at work together for the plan, once")
     found = measure_together(world, device, profiles.part_of(hardware, ranks).physical_cores)
     if world.rank == 0:
-        try:
-            keep_together(base, hardware, found)
-        except StorageError as error:
-            logger.warning(str(error))
+        keep_if_possible(keep_together, base, hardware, found)
     return world.all_gather(profiles.joined(base, replace(base, **found)))[0], False
 
 
@@ -164,12 +175,107 @@ def measured_or_typical(
             "`megatrain doctor` when it is idle"
         )
         return profile
-    try:
-        profiles.save_profile(profile)
-    except StorageError as error:
-        logger.warning(str(error))
+    keep_if_possible(profiles.save_profile, profile)
     return profile
 
+
+def keep_if_possible(save: Callable[..., object], *what: object) -> None:
+    """Save rates in the cache; a warning says where that fails, as they are used all the same."""
+    try:
+        save(*what)
+    except StorageError as error:
+        logger.warning(str(error))
+
+
+# -- the machine of a plan -------------------------------------------------------------------------
+
+
+def planned_machine(config: Config, **asked: Any) -> Machine:
+    """This machine, or one that is described: arguments as for `planned_site`."""
+
+    def find() -> Machine:
+        machine, gpus, there = find_machine(config), asked.get("gpus"), torch.cuda.device_count()
+        if machine.device.type == "cuda" and there < (gpus or 1):  # ranks on a CPU share its cores
+            raise ConfigError(
+                f"--gpus: {gpus}, but this machine shows {there}; describe another one with --gpu "
+                "and --ram"
+            )
+        return machine
+
+    return Machine.of_site(planned_site(config, find, **asked))
+
+
+def find_machine(config: Config, *, may_measure: bool = False, world: World = ALONE) -> Machine:
+    """This machine, with the config's device and precision; the same on all ranks.
+
+    Args:
+        may_measure: measure unknown rates of a machine, for seconds, instead of guessing them.
+        world: the ranks that share this machine.
+
+    Raises ConfigError.
+    """
+    device = choose_device(config.device)
+    hardware = read_hardware(config.output, device.type)
+    # the run's own checkpoints make room for the next ones
+    free = hardware.disk_free_bytes + bytes_of_checkpoints(config.output)
+    hardware = replace(hardware, disk_free_bytes=free)
+    measure = partial(measured_or_typical, hardware, device, may_measure=may_measure)
+    profile = world.broadcast(world.local_rank0_first(measure))
+    assumed_together = False
+    if not world.is_alone:
+        hardware = replace(hardware, physical_cores=cores_of_host(world))
+        one = profile, hardware, device, world
+        profile, assumed_together = measured_together(*one, may_measure=may_measure)
+        hardware = shared_out(world.all_gather(hardware), world.local_size)
+    drives = partial(rates_with_drives, profile, config, hardware, may_measure=may_measure)
+    profile, assumed = world.broadcast(world.local_rank0_first(drives))
+    precisions = world.all_gather(choose_precision(config.precision, device))
+    return Machine(
+        "float32" if "float32" in precisions else precisions[0],
+        hardware,
+        profile,
+        drives_assumed=assumed,
+        ranks=world.local_size,
+        hosts=world.hosts,
+        together_assumed=assumed_together,
+        peers=world.hosts > 1 or peer_devices(world, device),
+        device=device,
+        world=world,
+    )
+
+
+def rates_with_drives(
+    profile: MachineProfile, config: Config, hardware: Hardware, *, may_measure: bool
+) -> tuple[MachineProfile, tuple[Path, ...]]:
+    """The profile with the rates of the slowest drive of memory.nvme, and a folder on each drive
+    whose rates are assumed to be the profile's own. A drive is measured once, for some seconds, if
+    the run computes on a GPU (on a CPU it is over before that pays) and the folder is there.
+    may_measure: measure folders that are not there yet, too."""
+
+    for folder in config.memory.nvme or ():
+        mount = mount_of(folder)
+        if mount is not None and mount.fstype in IN_RAM:
+            where = config.where("memory.nvme")
+            logger.warning(f"{where}: {folder} lies in RAM ({mount.fstype}), which it takes away")
+
+    def measure(folder: Path) -> DriveRates | None:
+        there = may_measure or (folder.is_dir() and os.access(folder, os.W_OK))
+        if not (hardware.gpu and there):
+            return None
+        again = f"`megatrain doctor --nvme {folder}` does it again"
+        logger.info(f"measuring the drive of {folder}, once; {again}")
+        try:
+            rates = drive_rates(folder)
+        except StorageError:  # full or not writable: plan or store report it with what they need
+            return None
+        name = profiles.fingerprint(hardware), drive_name(folder)
+        keep_if_possible(profiles.save_drive, *name, rates)
+        return rates
+
+    return profiles.with_drives(profile, config.memory.nvme or (), hardware, measure)
+
+
+# -- figures ---------------------------------------------------------------------------------------
 
 ROWS = (  # field of the profile, what it is, its unit in SI, the unit's name
     ("upload", "PCIe, up", 1e9, "GB/s"),

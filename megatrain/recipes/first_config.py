@@ -114,10 +114,7 @@ def as_yaml(values: Mapping[str, Any], rows: Rows, made: Plan) -> str:
         lines += ["eval: {prompts: 2}  # held-out rows that the report shows answered", ""]
     if "optimizer" in values:
         lines += ["optimizer: {moments: int8}  # to fit", ""]
-    lines += [
-        f"# {verdict(made)}",
-        f"output: {quoted(values['output'])}",
-    ]
+    lines += [f"# {verdict(made)}", f"output: {quoted(values['output'])}"]
     return "\n".join(lines) + "\n"
 
 

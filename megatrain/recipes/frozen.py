@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from os.path import isfile
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -28,7 +28,7 @@ from megatrain.data.samples import PROMPTS, name_for
 from megatrain.engine.components import PRECISIONS
 from megatrain.engine.engine import Engine
 from megatrain.engine.inference import held_head, last_states
-from megatrain.engine.resolved import next_token_on_meta, scores_on_meta
+from megatrain.engine.resolved import Resolved, next_token_on_meta, scores_on_meta
 from megatrain.errors import ConfigError, DataError, StorageError
 from megatrain.heartbeat import TOKENS_SWEPT, doing, may_end_here
 from megatrain.losses import divergence_of, find_examples, find_targets
@@ -43,6 +43,7 @@ from megatrain.models.skeleton import Skeleton
 from megatrain.optim.optimizer import Frozen
 from megatrain.planner.activations import WEIGHT_BYTES
 from megatrain.planner.cost.dry_run import shape_of
+from megatrain.planner.cost.shape import ModelShape
 from megatrain.planner.job import Choices, FrozenModel, Job
 from megatrain.planner.memory import Layout
 from megatrain.planner.search import AUTO_MICRO_BATCH_TOKENS
@@ -52,10 +53,6 @@ from megatrain.recipes.sample import positions_of
 from megatrain.schedule import slot_sizes
 from megatrain.settings import Settings
 from megatrain.storage.run_folder import find_checkpoint
-
-if TYPE_CHECKING:
-    from megatrain.engine.resolved import Resolved
-    from megatrain.planner.cost.shape import ModelShape
 
 REFERENCE, TEACHER = "reference", "teacher"
 SWEPT_TOKENS = 1 << 16  # of a sweep of frozen weights, whose hidden states are on the device

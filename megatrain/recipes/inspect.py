@@ -1,17 +1,23 @@
-"""Commands that read a run, its data or its model: `data`, `eval`, `generate`."""
+"""Commands that read a run, its data or its model: `data`, `eval`, `generate`, `rollout`."""
 
 from __future__ import annotations
 
 import math
+import sys
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, closing, contextmanager
+from dataclasses import dataclass
 from functools import partial
 from os.path import isfile  # whose pathlib counterpart raises for some paths
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
 import torch
+from rich.console import Console
+from rich.table import Table
 
 from megatrain.config import Config, load_config
 from megatrain.config.fields import TrainOptions
@@ -19,24 +25,20 @@ from megatrain.config.resuming import CONFIG_FILE, RESOLVED_FILE, asked_again, r
 from megatrain.data.build import Expected
 from megatrain.data.images import Sight, picture_of
 from megatrain.data.micro_batches import MicroBatch, ReferenceArray, check_longest, micro_batches
-from megatrain.data.rows import Rows, TokenRows
-from megatrain.data.samples import PROMPTS, Picture
+from megatrain.data.rows import Rows, TokenRows, permutation
+from megatrain.data.samples import PROMPTS, Picture, Turns
 from megatrain.data.show import held_out_line, show_rows, summary
 from megatrain.engine.engine import Engine
 from megatrain.engine.request import choose_device, config_of_source, least_tokens
-from megatrain.errors import ConfigError, DataError, logger
+from megatrain.engine.rollout.decode import Answer, AnswerRequest, answers
+from megatrain.engine.rollout.draw import Draw
+from megatrain.errors import ConfigError, DataError, ModelError, logger, printable
 from megatrain.heartbeat import TOKENS_SWEPT, doing
 from megatrain.losses import Distillation, SequenceLoss
 from megatrain.models.family import regimes_of
 from megatrain.models.pretrained import is_classifier, resolve_source
 from megatrain.planner.search import AUTO_MICRO_BATCH_TOKENS
-from megatrain.recipes.frozen import (
-    checkpoint_of,
-    computing_as,
-    frozen_engine,
-    open_teacher,
-    sweeps,
-)
+from megatrain.recipes import frozen, sample
 from megatrain.recipes.loop import SWEEP_MICRO_BATCHES, evaluated, tokens_to_sweep
 from megatrain.recipes.model import (
     Model,
@@ -46,9 +48,11 @@ from megatrain.recipes.model import (
     read_model,
     seeing,
     sighted,
+    suited,
 )
 from megatrain.recipes.reference import Batches, Wanted, from_teacher, reference_key, references_of
-from megatrain.recipes.sample import answer, draw_of, positions_of, system_turns, user
+from megatrain.recipes.rl.prompts import read_prompt_rows
+from megatrain.recipes.rl.rollouts import Rollouts
 from megatrain.recipes.setup import day_of, make_loss, open_rows, quiet_libraries, say_rows
 from megatrain.recipes.signals import StopRequest
 from megatrain.recipes.tasks import TaskOptions, load_tasks, run_tasks
@@ -59,9 +63,7 @@ from megatrain.storage.run_folder import STATE, with_state
 HIGHEST_LOSS = 709.0  # whose perplexity is a float
 
 
-def show_data(
-    config: Config, rows: int, as_json: bool, full: bool = False
-) -> dict[str, Any] | None:
+def show_data(config: Config, rows: int, as_json: bool, full: bool) -> dict[str, Any] | None:
     """Show rows with their loss mask, and counts, on stdout; needs no weights. as_json: return the
     counts instead. full: rows as long as they are, not a screen of each."""
     quiet_libraries()
@@ -83,7 +85,7 @@ def evaluate(named: str | Path, data: object, trust_remote_code: bool = False) -
     evaluate on, all of them; None: those that the run holds out. trust_remote_code: run code that
     comes with the model; no file says so, as a run's config may be anyone's."""
     quiet_libraries()
-    run_dir, checkpoint = run_folder_of(Path(named)), checkpoint_of(named)
+    run_dir, checkpoint = run_folder_of(Path(named)), frozen.checkpoint_of(named)
     if run_dir is None and data is None:
         neither = "is neither a run folder nor one of its checkpoints, so nothing is held out"
         raise ConfigError(f"{named}: {neither}; name rows with --data")
@@ -117,7 +119,7 @@ def evaluate(named: str | Path, data: object, trust_remote_code: bool = False) -
     references = None
 
     def by_sweeps(wanted: Wanted, numbers: ReferenceArray) -> Iterator[list[MicroBatch]]:
-        return sweeps(batches(wanted.rows, wanted.chosen, references=numbers), sweep)
+        return frozen.sweeps(batches(wanted.rows, wanted.chosen, references=numbers), sweep)
 
     if of_sequences and of_sequences.reference:
         references = reference_of_run(config, opened, wanted, by_sweeps)
@@ -126,7 +128,7 @@ def evaluate(named: str | Path, data: object, trust_remote_code: bool = False) -
         if isinstance(loss, Distillation) and loss.reference:
             both = config, loss, engine.precision, engine.anatomy.vocab_size
             (references,) = from_teacher(*both, [wanted], by_sweeps)
-        open_teacher(config, loss, stack, **computing_as(engine))
+        frozen.open_teacher(config, loss, stack, **frozen.computing_as(engine))
         given = batches(rows, wanted.chosen, references=references)
         with doing("evaluating", tokens_to_sweep(engine, rows, wanted.chosen), TOKENS_SWEPT):
             found = evaluated(engine, given, loss, sweep, StopRequest())
@@ -163,8 +165,7 @@ def evaluate_tasks(
     tasks = load_tasks(options, where)  # before weights are read
     with reader(checkpoint, run_folder_of(Path(named)), trust_remote_code) as engine:
         results = run_tasks(tasks, where, engine, model, longest_row(model))
-    about = {"checkpoint": str(checkpoint), "precision": engine.precision}
-    return {**about, "results": results}
+    return {"checkpoint": str(checkpoint), "precision": engine.precision, "results": results}
 
 
 def generate(
@@ -181,11 +182,11 @@ def generate(
     """The model's answer to a prompt. sampling: arguments of `draw_of`. show: gets the text as it
     grows. system: a system prompt. Raises ModelError for a reward model, and one whose chat
     template takes no system prompt."""
-    draw = draw_of(**sampling)
+    draw = sample.draw_of(**sampling)
     checkpoint, model, pictures = writer_of(named, trust_remote_code, images)
-    turns = [*system_turns(model, system), user(prompt, pictures)]
+    turns = [*sample.system_turns(model, system), sample.user(prompt, pictures)]
     with reader(checkpoint, run_folder_of(Path(named)), trust_remote_code, model.sight) as engine:
-        return answer(engine, model, turns, max_new_tokens, draw, show)
+        return sample.answer(engine, model, turns, max_new_tokens, draw, show)
 
 
 def writer_of(
@@ -194,7 +195,7 @@ def writer_of(
     """(checkpoint, model, pictures) of one that is to write. Raises ModelError if it cannot, and
     DataError for images that it cannot see."""
     quiet_libraries()
-    checkpoint = checkpoint_of(named)
+    checkpoint = frozen.checkpoint_of(named)
     model = describe_model(checkpoint, trust_remote_code=trust_remote_code)
     check_writes(model, str(named))
     if images:
@@ -219,7 +220,7 @@ def reader(
         if described.get_text_config().dtype == torch.float32:
             chosen["precision"] = "float32"
     chosen["image_row"] = None if sight is None else sight.row
-    engine = frozen_engine(checkpoint, trust_remote_code=trust_remote_code, **chosen)
+    engine = frozen.frozen_engine(checkpoint, trust_remote_code=trust_remote_code, **chosen)
     logger.info(f"computing in {engine.precision}")
     return engine
 
@@ -304,4 +305,159 @@ def about_rows(config: Config) -> dict[str, Any]:
 def longest_row(model: Model) -> int:
     """Tokens of the longest row that a model which no run wrote is evaluated on."""
     default: int = TrainOptions().seq_len
-    return min(default, positions_of(model) or default)
+    return min(default, sample.positions_of(model) or default)
+
+
+# -- conversations ---------------------------------------------------------------------------------
+
+HELD_TOKENS = 8192  # of a conversation whose weights stay on the device
+LEAST_SHARE = 4  # an answer may have this part of the model's positions, at least
+
+
+@dataclass(frozen=True)
+class Reply:
+    """An answer."""
+
+    answer: str
+    tokens: int  # the end included
+    seconds: float  # from the question to the last
+    ended: str  # "end" by itself, "length" at the longest that it may be
+
+
+@dataclass
+class Conversation:
+    """Turns of a user and answers to them. Weights stay on the device where they have room."""
+
+    engine: Engine
+    model: Model
+    max_new_tokens: int
+    draw: Draw
+    system: Turns
+    pictures: Sequence[Picture] = ()  # of the first question
+
+    def __post_init__(self) -> None:
+        self._turns: list[dict[str, Any]] = []  # but for the system prompt
+        self._answers, self._positions, self._held = 0, sample.positions_of(self.model), ExitStack()
+        # for whose keys and values there is room beside the weights
+        self._tokens = min(HELD_TOKENS, self._positions or HELD_TOKENS)
+        self._whole: Any = self._held.enter_context(self.engine.whole(self._tokens))
+        if self._whole is None:
+            logger.warning(
+                "the weights have no room to stay on the device: each answer fetches them, or each "
+                "token streams all of them once"
+            )
+
+    def answer(self, prompt: str, show: Callable[[str], object] = str) -> Reply:
+        """Answer a prompt; both become turns. Raises ConfigError and ModelError if it cannot be."""
+        began = time.perf_counter()
+        pictures, self.pictures = self.pictures, ()
+        turns, ids = self._fitting([*self._turns, sample.user(prompt, pictures)])
+        about = self.model, turns, ids, self.max_new_tokens, self.draw, show, self._answers
+        made = sample.written(self._rollout, *about)
+        text = sample.text_of(self.model, made.ids)
+        ended = "length" if made.finish == "length" else "end"
+        self._answers += 1
+        self._turns = [*turns, {"role": "assistant", "content": text}]
+        return Reply(text, len(made.ids), time.perf_counter() - began, ended)
+
+    def _fitting(self, turns: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], list[int]]:
+        """(the newest turns that leave room for an answer, their token ids with the system's)."""
+        longest, asked = self._positions, len(turns)
+        while longest is not None and len(turns) > 1:
+            kept = min(self.max_new_tokens, longest // LEAST_SHARE)
+            if len(sample.rendered_ids(self.model, [*self.system, *turns])) + kept <= longest:
+                break
+            turns = turns[2:]  # a question and its answer
+        if len(turns) < asked:
+            words = f"the model reads {longest:,} tokens, an answer included: the oldest"
+            logger.warning(f"{words} {(asked - len(turns)) // 2} questions are forgotten")
+        return turns, sample.ids_of(self.model, [*self.system, *turns])
+
+    def _rollout(self, requests: Sequence[AnswerRequest], *how: Any) -> Iterator[Answer]:
+        """As `Engine.rollout`, by the weights that stay on the device, if they do."""
+        (asked,) = requests
+        if self._whole is not None and len(asked.ids) + asked.most <= self._tokens:
+            return answers(self._whole, requests, *how)
+        self.close()  # what is free is known only without them
+        return self.engine.rollout(requests, *how)
+
+    def close(self) -> None:
+        self._whole = None
+        self._held.close()
+
+
+@contextmanager
+def open_chat(
+    named: str | Path,
+    max_new_tokens: int,
+    sampling: Mapping[str, Any],
+    system: str | None,
+    trust_remote_code: bool,
+    images: Sequence[str] = (),
+) -> Iterator[Conversation]:
+    """A conversation with a model; arguments as `generate` has them. Raises ModelError for
+    a template that is missing, or takes no system prompt."""
+    draw = sample.draw_of(**sampling)
+    checkpoint, model, pictures = writer_of(named, trust_remote_code, images)
+    if model.tokenizer.chat_template is None:
+        raise ModelError(
+            f"{named}: has no chat template, which says how turns are written; leave --chat out to "
+            "have a text continued, or put a chat_template.jinja into the model's folder"
+        )
+    turns = sample.system_turns(model, system)
+    with reader(checkpoint, run_folder_of(Path(named)), trust_remote_code, model.sight) as engine:
+        chat = Conversation(engine, model, max_new_tokens, draw, turns, pictures)
+        with closing(chat):
+            yield chat
+
+
+# -- a rollout without training --------------------------------------------------------------------
+
+SHOWN = 200  # characters of a prompt or an answer
+
+
+def try_out(config: Config, prompts: int) -> dict[str, Any]:
+    """Write `num_generations` answers to each of some prompts, the first of a run, and judge
+    them. config: of a method of prompts."""
+    quiet_libraries()
+    model = suited(read_model(config), config)
+    rows, _ = read_prompt_rows(config, model, day_of(config))
+    chosen: Any = rows.choose(permutation(len(rows), config.train.seed, 0)[:prompts])
+    with ExitStack() as stack:
+        computing = {"precision": config.precision, "device": config.device}
+        engine = stack.enter_context(frozen.first_model(config, **computing))
+        log = Path(stack.enter_context(TemporaryDirectory())) / "printed"
+        stack.callback(lambda: log.exists() and sys.stderr.write(log.read_text(errors="replace")))
+        rollouts = Rollouts(
+            rows=chosen, held_out=None, config=config, model=model, micro_batch_tokens=0
+        )
+        rollouts.begin(engine, stack, log, trains=False)
+        began = time.perf_counter()
+        count = config.policy.num_generations
+        figures, groups = rollouts.answered(chosen, None, count, StopRequest())
+        answers = [
+            {"prompt": one["prompt"], "answer": answer, "rewards": rewards}
+            for one in groups
+            for answer, *rewards in zip(one["completions"], *one["rewards"], strict=True)
+        ]
+        seconds, names = time.perf_counter() - began, rollouts.judges.names
+        return {**figures, "seconds": seconds, "names": names, "answers": answers}
+
+
+def print_answers(found: dict[str, Any]) -> None:
+    """Print the figures, and the first answer to each prompt with its rewards."""
+    table = Table("prompt", "answer", *found["names"])
+    firsts = {str(one["prompt"]): one for one in reversed(found["answers"])}
+    for one in firsts.values():
+        texts = (_text(one[name]) for name in ("prompt", "answer"))
+        table.add_row(*texts, *("-" if x is None else f"{x:.3g}" for x in one["rewards"]))
+    console = Console()
+    console.print(table)
+    for name, value in found.items():
+        if isinstance(value, float):
+            console.print(f"{name:<42} {value:.4g}", highlight=False)
+
+
+def _text(given: Any) -> str:
+    text = given if isinstance(given, str) else str(given[-1]["content"])
+    return printable(text[-SHOWN:]).replace("[", r"\[")

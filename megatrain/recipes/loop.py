@@ -5,27 +5,19 @@ from __future__ import annotations
 import math
 import shlex
 import time
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
 from safetensors.torch import save as to_safetensors
 
 from megatrain.config import Config
-from megatrain.config.sections import EVAL_LOSS
 from megatrain.data.loader import MicroBatch, StepBatch
 from megatrain.data.rows import IndexArray, Rows, default_cache
 from megatrain.engine.engine import Engine
 from megatrain.engine.objective import AnyLoss, EvalResult, StepResult, joined_losses
-from megatrain.errors import (
-    ConfigError,
-    DataError,
-    DivergedError,
-    MegaTrainError,
-    StorageError,
-    logger,
-)
+from megatrain.errors import DataError, DivergedError, MegaTrainError, StorageError, logger
 from megatrain.heartbeat import BYTES_WRITTEN, TOKENS_SWEPT
 from megatrain.losses import divergence_of
 from megatrain.machine.hardware import read_hardware
@@ -35,6 +27,7 @@ from megatrain.recipes.ranks.rendezvous import awaiting
 from megatrain.recipes.rl.own_answers import on_policy
 from megatrain.recipes.rl.rollouts import Rollouts
 from megatrain.recipes.sample import answers_to
+from megatrain.recipes.setup import check_metric
 from megatrain.recipes.signals import Stopped, StopRequest
 from megatrain.recipes.state import BEGINNING, Run, Saving
 from megatrain.reporting.energy import Energy, known_sum
@@ -46,9 +39,11 @@ from megatrain.reporting.tracing import record_timeline
 from megatrain.storage.beside import Beside
 from megatrain.storage.checkpoint import Checkpointable, save_checkpoint, write_final
 from megatrain.storage.hashed_file import write_bytes
+from megatrain.storage.passthrough import Passthrough
 from megatrain.storage.run_folder import checkpoint_name, prove
 
 Figures = dict[str, float]  # of an evaluation, as metrics.jsonl names them
+Written = Callable[[], tuple[Path, Passthrough]]  # a save, and what is carried along from then on
 TRACED_STEP = 3  # of a process: the first compiles, the second is the first to wait for an update
 SWEEP_MICRO_BATCHES = 4  # at least, where weights are streamed for an evaluation
 NON_FINITE_IN_A_ROW = 5  # one bad batch is skipped; this many mean that the weights are lost
@@ -186,17 +181,12 @@ def train_step(run: Run, batch: StepBatch, data_s: float, stop: StopRequest) -> 
     stop_if_lost(run, batch, result)
 
 
-@contextmanager
-def _traced(run: Run) -> Iterator[None]:
+def _traced(run: Run) -> AbstractContextManager[None]:
     """Write and show the timeline of the next step, if it is the one. Raises StorageError."""
     steady = min(run.first_step + TRACED_STEP, run.total_steps)
     if run.trace is None or run.step + 1 != steady or not run.engine.world.is_first:
-        yield
-        return
-    with record_timeline(run.trace, run.engine.device) as trace:
-        yield
-    where = f"the timeline of step {run.step + 1} is in {run.trace}: open it in ui.perfetto.dev"
-    logger.info(f"{trace.table}\n{where}")
+        return nullcontext()
+    return record_timeline(run.trace, run.engine.device, f"step {run.step + 1}", logger.info)
 
 
 def _measure(
@@ -211,8 +201,8 @@ def _measure(
 ) -> StepMetrics:
     """The line of metrics.jsonl for the step that was just taken: seconds and memory of the rank
     that has most, energy and host RAM of all. All ranks call it, and heed requests to stop."""
-    economy, world = run.config.economy, run.engine.world
-    gpu_w = economy.gpu_power_w if run.gpu_name else None
+    economy, world, gpu = run.config.economy, run.engine.world, run.machine.hardware.gpu
+    gpu_w = economy.gpu_power_w if gpu else None
     drawn = drawn.or_given(seconds, gpu_w, economy.host_power_w)
     host_j = None if world.local_rank else drawn.host_j  # another one counts the host
     gpu_bytes, host_bytes = run.meter.peak_bytes(), peak_host_bytes(world.local_size)
@@ -221,10 +211,9 @@ def _measure(
     stop.heed(asked)
     seconds, drawn = max(took), Energy(known_sum(*gpu_j), known_sum(*hosts_j))
     run.spent_s, run.spent = run.spent_s + seconds, run.spent + drawn
-    mfu = run.work.mfu(batch.lengths, seconds, run.gpu_name)
+    mfu = run.work.mfu(batch.lengths, seconds, gpu.name if gpu else None)
     mfu = None if mfu is None else mfu / world.size
     steady = run.steady.total, run.facts, mfu, run.load.read(), run.steady.median_s
-    run.advice = advise(*steady)
     return StepMetrics(
         step=run.step,
         loss=result.loss,
@@ -247,7 +236,7 @@ def _measure(
         energy_j=drawn.total_j,
         slowest_rank=None if world.is_alone else computed.index(max(computed)),
         time=spent,
-        advice=run.advice,
+        advice=advise(*steady),
     )
 
 
@@ -362,23 +351,22 @@ def evaluate(run: Run, stop: StopRequest) -> Figures | None:
     None if there is nothing to evaluate, or the run was asked to stop before the end."""
     if run.held_out is None and not run.prompts:
         return None
-    started, loss, targets, figures = time.perf_counter(), None, 0, Figures()
+    started, loss, targets = time.perf_counter(), None, 0
+    named: Figures | None = {}
     limit, swept = run.config.train.eval_rows, None
     if run.held_out is not None:
         swept = tokens_to_sweep(run.engine, run.held_out, slice(limit))
     with run.progress.doing("evaluating", total=swept, counted=TOKENS_SWEPT):
         if isinstance(run.loader, Rollouts):
-            answered = run.loader.evaluate(limit, stop)
-            if answered is None:
-                return None
-            figures = {f"eval_{name}": value for name, value in answered.items()}
+            named = run.loader.evaluate(limit, stop)
         elif run.held_out is not None:
             batches = run.loader.batches_of(run.held_out, limit, run.held_out_references)
             found = evaluated(run.engine, batches, run.loss, run.sweep_tokens, stop)
             if found is None:
                 return None
-            loss, targets = found.loss, found.target_tokens
-            figures = {f"eval_{name}": value for name, value in found.metrics.items()}
+            loss, targets, named = found.loss, found.target_tokens, found.metrics
+        if named is None:
+            return None
         new = run.config.eval.max_new_tokens
         answers = answers_to(run.prompts, run.engine, run.model, new, stop)
         if answers is None:
@@ -386,6 +374,7 @@ def evaluate(run: Run, stop: StopRequest) -> Figures | None:
         if run.engine.world.is_first:
             write_samples(run.config.output, run.step, answers)
     seconds = time.perf_counter() - started
+    figures = {f"eval_{name}": value for name, value in named.items()}
     run.writer.write_eval(run.step, loss, targets, seconds, figures)
     name = "held-out reward" if "eval_reward" in figures else "held-out loss"
     run.progress.evaluated(run.step, figures.get("eval_reward", loss), seconds, name)
@@ -414,17 +403,6 @@ def tokens_to_sweep(engine: Engine, rows: Rows, chosen: IndexArray | slice) -> f
     """The amount of TOKENS_SWEPT that a rank will count over these rows, about."""
     tokens = int(rows.side_lengths[chosen].sum())
     return tokens * len(engine.skeleton.layers) / engine.world.size
-
-
-def check_metric(config: Config, found: Figures | None) -> None:
-    """Raise ConfigError if the first evaluation lacks the figure by which the best is chosen."""
-    metric = config.checkpoint.metric
-    if metric != EVAL_LOSS and metric not in (found or {}):
-        known = ", ".join(found or ["none"])
-        raise ConfigError(
-            f"{config.where('checkpoint.metric')}: evaluations of this run have no {metric}; "
-            f"they have {known}"
-        )
 
 
 def is_better(config: Config, found: Figures | None, best: Mapping[str, Any]) -> bool:
@@ -491,36 +469,37 @@ def save(run: Run, found: Figures | None, *, must: bool = True) -> bool:
             abandoned=run.abandoned,
         )
 
+    saving = Saving(step, run.best, began)
+    run.best = best
     if not must and run.beside is not None and run.beside.usable:
-        run.saving = Saving(step, run.best, began, run.beside.save(write))
-        run.best = best
+        run.saving, saving.written = saving, run.beside.save(write)
         return True
+    return take_over(
+        run, saving, lambda: (write(run.engine), run.engine.passthrough), must=must, beside=False
+    )
+
+
+def take_over(run: Run, saving: Saving, written: Written, *, must: bool, beside: bool) -> bool:
+    """Have a checkpoint written, or wait for it, note it, and upload it if it is time. must: raise
+    StorageError where it is not written; otherwise that is logged, and False."""
+    total = run.plan.disk.get("checkpoint 1", 0) / run.engine.world.size
     try:
-        with showing_save(run):
-            path = write(run.engine)
+        with run.progress.doing("saving", total=total, counted=BYTES_WRITTEN):
+            path, run.engine.passthrough = written()
     except StorageError as error:
+        run.best = saving.best_before
         if must:
             raise
         if run.engine.world.is_first:  # all have the same
-            logger.error(f"step {step} is not saved, training goes on: {error}")
+            logger.error(f"step {saving.step} is not saved, training goes on: {error}")
         return False
-    run.best = best
-    take_over(run, path, began)
-    return True
-
-
-def showing_save(run: Run) -> AbstractContextManager[None]:
-    """Inside, the terminal shows how much of a checkpoint is written."""
-    total = run.plan.disk.get("checkpoint 1", 0) / run.engine.world.size
-    return run.progress.doing("saving", total=total, counted=BYTES_WRITTEN)
-
-
-def take_over(run: Run, path: Path, began: float, *, beside: bool = False) -> None:
-    """Note a checkpoint that is written, and upload it if it is time."""
     run.unproven, run.abandoned = path, ()
-    run.progress.saved(path, time.perf_counter() - began, beside=beside)
-    if run.uploads is not None and due(run.push_every, int(path.name.rpartition("-")[2])):
+    run.progress.saved(path, time.perf_counter() - saving.began, beside=beside)
+    if run.uploads is not None and due(run.push_every, saving.step):
         run.uploads.begin(path)
+    if saving.proven:
+        note_proven(run)
+    return True
 
 
 @contextmanager
@@ -545,20 +524,8 @@ def finish_save(run: Run, *, must: bool = False) -> None:
     """Wait for a checkpoint that is written beside training, and take it over. must: raise
     StorageError where it was not written; otherwise that is logged."""
     saving, run.saving = run.saving, None
-    if saving is None:
-        return
-    try:
-        with showing_save(run):
-            path, run.engine.passthrough = saving.written.result()
-    except StorageError as error:
-        if must:
-            raise
-        logger.error(f"step {saving.step} is not saved, training goes on: {error}")
-        run.best = saving.best_before
-        return
-    take_over(run, path, saving.began, beside=True)
-    if saving.proven:
-        note_proven(run)
+    if saving is not None:
+        take_over(run, saving, saving.written.result, must=must, beside=True)
 
 
 def check_in_place(run: Run) -> None:

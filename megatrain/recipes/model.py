@@ -9,7 +9,9 @@ from itertools import islice
 from os.path import expanduser  # leaves `~nobody` as it is, where Path's raises
 from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from transformers import AutoConfig, GenerationConfig, PretrainedConfig, PreTrainedTokenizerBase
 
 from megatrain.config import Config
 from megatrain.data.formats import renamed
@@ -17,30 +19,16 @@ from megatrain.data.images import Sight
 from megatrain.data.samples import PROMPTS, names_images
 from megatrain.data.sources import Part, open_source
 from megatrain.data.template import find_template
-from megatrain.errors import ConfigError, DataError, ModelError
+from megatrain.errors import ConfigError, DataError, ModelError, if_forbidden
 from megatrain.methods import METHODS
+from megatrain.models import pretrained
 from megatrain.models.constants import parts_of
-from megatrain.models.pretrained import (
-    about_added,
-    as_classifier,
-    code_of,
-    digests_of,
-    is_classifier,
-    load_config_and_tokenizer,
-    read_model_config,
-    resolve_source,
-    with_stops,
-)
 from megatrain.models.shapes import named_shape, set_depth
+from megatrain.models.skeleton import Skeleton
 from megatrain.storage.manifest import check_description
 from megatrain.storage.passthrough import processor_files
 from megatrain.storage.safetensors import open_shards
 from megatrain.storage.weights import check_headers
-
-if TYPE_CHECKING:
-    from transformers import GenerationConfig, PretrainedConfig, PreTrainedTokenizerBase
-
-    from megatrain.models.skeleton import Skeleton
 
 TEMPLATE = "data.chat_template"
 # random tokens need none
@@ -73,7 +61,8 @@ class Model:
     @property
     def about_stops(self) -> str:
         """A notice of stop tokens that saved generation settings get; empty for none."""
-        return about_added(with_stops(self.config, self.tokenizer, self.generation)[1])
+        _, added = pretrained.with_stops(self.config, self.tokenizer, self.generation)
+        return pretrained.about_added(added)
 
 
 def read_model(config: Config) -> Model:
@@ -87,7 +76,7 @@ def read_model(config: Config) -> Model:
         if template is None:
             raise
         raise ConfigError(f"{config.where('data.chat_template')}: {error}") from error
-    where = resolve_source(*given[:2], weights=False).path
+    where = pretrained.resolve_source(*given[:2], weights=False).path
     return sighted(found, config, where)
 
 
@@ -138,14 +127,15 @@ def suited(model: Model, config: Config) -> Model:
     """The model with the head that the config's method trains. Raises ModelError where there is
     none, and for a reward model under another method."""
     if METHODS[config.method].scores:
-        return replace(model, config=as_classifier(model.config, model.pad_id), generation=None)
+        headed = pretrained.as_classifier(model.config, model.pad_id)
+        return replace(model, config=headed, generation=None)
     check_writes(model, config.model.source, f"set method: reward instead of {config.method}, or ")
     return model
 
 
 def check_writes(model: Model, named: str, remedy: str = "") -> None:
     """Raise ModelError for a reward model. remedy: another than to name a language model."""
-    if is_classifier(model.config):
+    if pretrained.is_classifier(model.config):
         raise ModelError(
             f"{named}: is a reward model, which gives scores and writes no text; {remedy}name a "
             "language model"
@@ -161,11 +151,11 @@ def describe_model(
     """Configuration and tokenizer of a folder, a GGUF file or a hub id, without the weights.
     chat_template: as in `load_tokenizer`. Raises ModelError, StorageError, and DataError for the
     template."""
-    found = resolve_source(source, revision, weights=False)
+    found = pretrained.resolve_source(source, revision, weights=False)
     check_description(found.path, trust_remote_code)
-    read = load_config_and_tokenizer(found, trust_remote_code, chat_template)
-    code = code_of(found) if trust_remote_code and found.kind == "folder" else {}
-    return Model(*read, digests_of(found) | digest_of_template(chat_template), code)
+    read = pretrained.load_config_and_tokenizer(found, trust_remote_code, chat_template)
+    code = pretrained.code_of(found) if trust_remote_code and found.kind == "folder" else {}
+    return Model(*read, pretrained.digests_of(found) | digest_of_template(chat_template), code)
 
 
 def digest_of_template(name: str | None) -> dict[str, str]:
@@ -178,7 +168,7 @@ def check_weights(source: str | Path, *, needed: bool = True) -> None:
     """Check that a local folder holds the weights that its index names, before anything takes long.
     needed: false allows a folder without any. Raises ModelError and StorageError."""
     folder = Path(expanduser(source))
-    if not folder.is_dir() or resolve_source(folder).kind == "gguf":
+    if not folder.is_dir() or pretrained.resolve_source(folder).kind == "gguf":
         return
     if needed or any(folder.glob("*.safetensors")) or any(folder.glob("pytorch_model*.bin")):
         open_shards(folder)
@@ -191,7 +181,38 @@ def check_tensors(skeleton: Skeleton, source: str) -> None:
     headless = skeleton.anatomy.labels is not None  # its head may be drawn
     if headless or not folder.is_dir() or not any(folder.glob("*.safetensors")):
         return
-    check_headers(skeleton.anatomy, skeleton.constants, resolve_source(folder))
+    check_headers(skeleton.anatomy, skeleton.constants, pretrained.resolve_source(folder))
+
+
+def changed_source(config: Config, then: Mapping[str, str]) -> list[str]:
+    """Describe changes in the files that the run's model and chat template came from. A hub's model
+    is looked up in this machine's cache only. then: digests when the run began."""
+    found, path, now = [], Path(config.model.source), dict[str, str]()
+    used = "the checkpoint's is used"
+    if config.model.trust_remote_code:
+        used = "it is used as it is now, as its code is not read from a checkpoint"
+    template = config.data.chat_template
+    try:
+        if digest_of_template(template).get(TEMPLATE) != then.get(TEMPLATE):
+            found.append(f"{template}: has changed since this run began; the checkpoint's is used")
+    except DataError as error:
+        found.append(f"{error}; the checkpoint's is used")
+    try:
+        with if_forbidden(ModelError, path):
+            there = path.exists()
+        if path.is_absolute() and not there:
+            raise ModelError(f"{path}: is no longer there")
+        local = pretrained.resolve_source(path, weights=False) if there else None
+        if source := local or pretrained.cached_source(config.model.source, config.model.revision):
+            now = pretrained.digests_of(source)
+    except ModelError as error:
+        found.append(f"{error}; the checkpoint describes the model")
+    changed = [what for what in now if what in then and now[what] != then[what]]
+    return found + [
+        f"{path}: its {what} {'have' if what.endswith('s') else 'has'} changed since this run "
+        f"began; {used}"
+        for what in changed
+    ]
 
 
 # -- shapes: models without weights ----------------------------------------------------------------
@@ -205,16 +226,14 @@ def shape_model(config: Config, layers: int | None = None) -> Model:
 def shape_config(config: Config, layers: int | None = None) -> PretrainedConfig:
     """transformers' configuration of the config's model. A folder of a shape's name wins. layers:
     another depth than the model's own. Raises ModelError."""
-    from transformers import AutoConfig
-
     model = config.model
     if shape := named_shape(model.source):
         described: PretrainedConfig = AutoConfig.for_model(**shape)
         longest = max(described.max_position_embeddings, config.train.seq_len)
         described.max_position_embeddings = longest  # random weights know no position
     else:
-        found = resolve_source(model.source, model.revision, weights=False)
-        described = read_model_config(found, model.trust_remote_code)
+        found = pretrained.resolve_source(model.source, model.revision, weights=False)
+        described = pretrained.read_model_config(found, model.trust_remote_code)
     if layers is not None:
         set_depth(described, layers)
     return described

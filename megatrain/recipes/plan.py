@@ -15,20 +15,8 @@ from megatrain.models.pretrained import digests_of, resolve_source
 from megatrain.models.shapes import named_shape
 from megatrain.planner.plan import Plan
 from megatrain.planner.planning import make_plan
-from megatrain.planner.question import (
-    Question,
-    Site,
-    keep_question,
-    known_question,
-    posed,
-)
-from megatrain.recipes.planned_site import (
-    beside_others,
-    notice_no_bfloat16,
-    notice_no_effect,
-    planned_site,
-    with_economy,
-)
+from megatrain.planner.question import Question, Site, keep_question, known_question, posed
+from megatrain.recipes.planned_site import beside_others, notice, planned_site, with_economy
 from megatrain.recipes.ranks.launch import ranks_for
 from megatrain.settings import OPTIONS, contradiction
 
@@ -55,7 +43,7 @@ def plan(
     Args:
         shape_alone: the model has no files but its configuration, or is a name (models/shapes.py).
         described: another machine than this one, or several of its GPUs, in the keywords of
-            `planned_machine`, if any of them is not None.
+            `doctor.planned_machine`, if any of them is not None.
     """
     other = {name: value for name, value in (described or {}).items() if value is not None}
     if other and "gpus" not in other and config.gpus != "auto":
@@ -73,7 +61,7 @@ def plan(
             return plan_known(config, site, question)
     # only here: what follows imports torch and transformers
     from megatrain.engine.resolved import Machine, make_job
-    from megatrain.recipes.planned_machine import planned_machine
+    from megatrain.recipes.doctor import planned_machine
     from megatrain.recipes.run import plan_model
 
     machine = Machine.of_site(site) if site else planned_machine(config, **other) if other else None
@@ -110,8 +98,7 @@ def _is_possible(config: Config, site: Site, question: Question) -> bool:
 
 def plan_known(config: Config, site: Site, question: Question) -> Plan:
     """The plan of a question that is known, which is what the model itself would give."""
-    notice_no_bfloat16(site)
-    notice_no_effect(config, site)
+    notice(config, site)
     train, memory, asked = config.train, config.memory, config.asked()
     tokens = train.tokens_per_step or (train.rows_per_step or 1) * train.seq_len
     asked["tokens_per_step"] = max(tokens, question.job.least_tokens)

@@ -16,7 +16,7 @@ from megatrain.machine.hypothetical import DRIVER_BYTES, SYSTEM_BYTES, find_gpu,
 from megatrain.machine.profile import typical
 from megatrain.planner.plan import OnGpus, Plan
 from megatrain.planner.question import Site
-from megatrain.reporting.energy import Economy, Prices, planned_economy, planned_power
+from megatrain.reporting.energy import Economy, Prices, planned_power
 
 BYTES_OF_GBIT = 1e9 / 8
 S = TypeVar("S", bound=Site)
@@ -132,10 +132,10 @@ def with_economy(config: Config, plan: Plan, site: Site, steps: int | None) -> P
     options, timing, gpu = config.economy, plan.timing, site.hardware.gpu
     board_w, gpu_w = (board_power_w(gpu.name), options.gpu_power_w) if gpu else (None, None)
     gpus, hosts = plan.job.size, plan.job.hosts
-    power = planned_power(timing.busy, board_w, gpu_w, options.host_power_w, gpus, hosts)
+    watts, counted = planned_power(timing.busy, board_w, gpu_w, options.host_power_w, gpus, hosts)
     seconds = (steps or 1) * timing.seconds
-    prices = prices_of(config).times(hosts)
-    economy = planned_economy(round(seconds * timing.tokens_per_s), seconds, power, prices)
+    spent = seconds, None if watts is None else watts * seconds, prices_of(config).times(hosts)
+    economy = Economy(round(seconds * timing.tokens_per_s), *spent, counted)
     return replace(plan, economy=economy, steps=steps)
 
 
@@ -172,19 +172,15 @@ def beside_others(
 # -- notices ---------------------------------------------------------------------------------------
 
 
-def notice_no_bfloat16(machine: Site) -> None:
-    """Warn of a GPU that has no bf16 units: what that costs, and what to set."""
-    gpu = machine.hardware.gpu
+def notice(config: Config, machine: Site) -> None:
+    """Warn of a GPU that has no bf16 units: what that costs, and what to set. Log keys for GPUs, or
+    several of them or of hosts, that have no effect on this machine."""
+    gpu, several = machine.hardware.gpu, machine.ranks * machine.hosts
     if gpu is not None and gpu.capability < FIRST_BFLOAT16:
         instead = "it computes in float32, several times slower than cards that have them"
         if machine.precision != "float32":
             instead = "it emulates them slowly; set precision: float32"
         logger.warning(f"{gpu.name} has no bf16 units: {instead}")
-
-
-def notice_no_effect(config: Config, machine: Site) -> None:
-    """Log keys for GPUs, or several of them or of hosts, that have no effect on this machine."""
-    several = machine.ranks * machine.hosts
     for key, value, without, others, trains in (
         ("memory.transport", config.memory.transport, ("auto",), machine.ranks, "GPU of a host"),
         ("memory.replicated", config.memory.replicated, ("auto", 0), several, "GPU"),
@@ -192,7 +188,7 @@ def notice_no_effect(config: Config, machine: Site) -> None:
     ):
         if others == 1 and value not in without:
             logger.info(f"{config.where(key)}: {value} has no effect where one {trains} trains")
-    if machine.hardware.gpu is None and config.memory.gpu != "auto":
+    if gpu is None and config.memory.gpu != "auto":
         logger.info(f"{config.where('memory.gpu')}: has no effect on a CPU, where all is host RAM")
 
 

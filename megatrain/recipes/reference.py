@@ -87,11 +87,6 @@ def _hashed(named: tuple[str, torch.Tensor]) -> tuple[str, bytes]:
     return name, hashlib.blake2b(raw.data, digest_size=DIGEST_BYTES).digest()
 
 
-def are_kept(of_model: str, wanted: Iterable[Wanted]) -> bool:
-    """True if the cache has the log-probabilities of all these rows."""
-    return not any(len(some.missing(kept(of_model, some.rows))) for some in wanted)
-
-
 def kept(of_model: str, rows: Rows) -> ReferenceArray:
     """Log-probabilities of these rows, float64 [rows, sides]: NaN where the cache has none.
     of_model: its `fingerprint`. Damaged ones are not there, with a warning."""
@@ -262,6 +257,31 @@ def lacks_references(loader: Loader) -> bool:
     return known is not None and len(Wanted(loader.rows, loader.rows_to_come()).missing(known)) > 0
 
 
+def open_engine(
+    ready: Ready, stack: ExitStack, resuming: Resumable | None
+) -> tuple[Engine, str | None, ReferenceArray | None]:
+    """(the run's engine with its first weights, or zeros where a checkpoint follows; fingerprint of
+    the reference; log-probabilities of held-out rows, if there are any); None for methods without.
+    The loader gives out those of training rows from now on. A teacher that is to be asked before
+    is, and closed again."""
+    of_model, wanted = wanted_by(ready, resuming)
+    taught = isinstance(ready.loss, Distillation)
+    found = ask_teacher(ready, wanted) if taught and wanted else []
+    sets = () if taught or of_model is None else wanted
+    lacks = any(len(some.missing(kept(str(of_model), some.rows))) for some in sets)
+    # the first rank's cache counts
+    first = resuming is None or ready.machine.world.broadcast(lacks)
+    with doing("preparing the weights"):
+        engine = stack.enter_context(Engine.open_plan(ready.plan, weights=first))
+    key = None
+    if wanted and not taught:
+        key, found = compare_with_reference(ready, engine, of_model, wanted, first)
+    if found:
+        assert isinstance(ready.loader, Loader)
+        ready.loader.references = found[0]
+    return engine, key, found[1] if len(found) > 1 else None
+
+
 def wanted_by(ready: Ready, resuming: Resumable | None) -> tuple[str | None, tuple[Wanted, ...]]:
     """(fingerprint of the model that a resumed run began with, the rows that a run trains on and
     those that it evaluates if it holds some out); none for methods without a reference. A run that
@@ -285,42 +305,31 @@ def wanted_by(ready: Ready, resuming: Resumable | None) -> tuple[str | None, tup
 
 def compare_with_reference(
     ready: Ready, engine: Engine, of_model: str | None, wanted: Sequence[Wanted], anew: bool
-) -> tuple[str | None, ReferenceArray | None]:
-    """(fingerprint of the reference, log-probabilities of held-out rows, if there are any); None
-    for methods without. The loader gives out those of training rows from now on. of_model: of the
-    run that goes on. anew: the engine's weights are those that it began with. Raises StorageError
-    if they are gone, and the model is another."""
-    loader, config = ready.loader, ready.config
-    if not wanted:
-        return None, None
-
-    assert isinstance(loader, Loader)
-    batches = partial(_swept, loader, ready.sweep_tokens * engine.world.size)
+) -> tuple[str, list[ReferenceArray]]:
+    """(fingerprint of the reference, log-probabilities of each set of rows). of_model: of the run
+    that goes on. anew: the engine's weights are those that it began with. Raises StorageError if
+    they are gone, and the model is another."""
+    batches = partial(_swept, ready.loader, ready.sweep_tokens * engine.world.size)
     here = reference_key(engine) if anew else of_model
     if of_model not in (None, here):
         raise StorageError(
-            f"{config.model.source}: is not the model that this run began with, whose "
+            f"{ready.config.model.source}: is not the model that this run began with, whose "
             "log-probabilities are gone from the cache; bring that model back, or start a new run"
         )
     assert here is not None
-    train, *others = [references_of(engine, here, some, batches) for some in wanted]
-    loader.references = train
-    return here, others[0] if others else None
+    return here, [references_of(engine, here, some, batches) for some in wanted]
 
 
-def ask_teacher(ready: Ready, wanted: Sequence[Wanted]) -> ReferenceArray | None:
-    """The same of a teacher: the loader and the loss are given its part; held-out rows' or None."""
-    loader, loss = ready.loader, ready.loss
-    assert isinstance(loader, Loader) and isinstance(loss, Distillation)
-    batches, room = partial(_swept, loader, frozen.SWEPT_TOKENS), ready.plan.budget.host
+def ask_teacher(ready: Ready, wanted: Sequence[Wanted]) -> list[ReferenceArray]:
+    """The same of a teacher, whose tokens the loss is given; as `from_teacher`."""
+    assert isinstance(ready.loss, Distillation)
+    batches, room = partial(_swept, ready.loader, frozen.SWEPT_TOKENS), ready.plan.budget.host
     about = ready.machine.precision, ready.model.config.get_text_config().vocab_size
-    found = from_teacher(ready.config, loss, *about, wanted, batches, room)
-    loader.references, *others = found
-    return others[0] if others else None
+    return from_teacher(ready.config, ready.loss, *about, wanted, batches, room)
 
 
 def _swept(
-    loader: Loader, tokens: int, wanted: Wanted, references: ReferenceArray
+    loader: Any, tokens: int, wanted: Wanted, references: ReferenceArray
 ) -> Iterator[list[MicroBatch]]:
     given = loader.batches_of(wanted.rows, references=references, chosen=wanted.chosen)
     return frozen.sweeps(given, tokens)

@@ -14,8 +14,8 @@ import shlex
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from itertools import chain
 from pathlib import Path
 from string import Template
 from typing import Any
@@ -30,20 +30,8 @@ from megatrain.methods import METHODS
 from megatrain.recipes.rl.advantages import OF_METHODS
 from megatrain.recipes.rl.journal import judged_before
 from megatrain.reporting.energy import Economy, Prices, described
-from megatrain.reporting.metrics import (
-    METRICS_FILE,
-    SAMPLES_FILE,
-    History,
-    Point,
-    Row,
-    read_metrics,
-)
-from megatrain.reporting.summary import (
-    BOUND_WORDS,
-    Predicted,
-    step_seconds,
-    time_in_words,
-)
+from megatrain.reporting.metrics import METRICS_FILE, SAMPLES_FILE, History, Point, read_metrics
+from megatrain.reporting.summary import BOUND_WORDS, Predicted, step_seconds, time_in_words
 from megatrain.reporting.words import human_bytes, human_parameters, human_seconds
 from megatrain.storage.run_folder import FINAL, write_text
 from megatrain.version import VERSION
@@ -73,9 +61,7 @@ def text(title: str, content: str) -> Block:
     return {"kind": "text", "title": title, "text": printable(without_secrets(content))}
 
 
-def page(
-    title: str, runs: Sequence[str], blocks: Sequence[Block], about: Sequence[str] = ()
-) -> str:
+def page(title: str, runs: Sequence[str], blocks: Sequence[Block], about: Sequence[str]) -> str:
     """The HTML. runs: their names; one is not named beside its figures. about: a line for each."""
     written = f"megatrain {VERSION}, {time.strftime('%Y-%m-%d %H:%M UTC', time.gmtime())}"
     shown: Block = {"title": printable(title), "written": written}
@@ -127,39 +113,24 @@ SHARES = {"accuracies": "accuracy", "clipped_ratio": "clipped ratio"}
 SMOOTH = ("lr", "gpu_peak_bytes", "host_bytes")  # need no trend
 
 
-@dataclass(frozen=True)
 class Reported:
-    """A run as its folder describes it. Fields of what cannot be read are empty."""
+    """A run as its folder describes it. What cannot be read is empty, but for its metrics."""
 
-    name: str
-    history: History
-    plan: dict[str, Any]
-    environment: dict[str, Any]
-    config: dict[str, Any]
-    config_text: str
-    samples: list[Row]
-    following: str = ""  # the command to type next
-    rollout: tuple[int, list[Row]] = (0, [])  # the step it began with, and its groups
-
-    @classmethod
-    def of(cls, folder: Path, history: History, name: str = "") -> Reported:
-        """name: by default the folder's."""
-        described = _read(folder / RESOLVED_FILE)
-        try:
-            config: Any = plain(read_yaml(described, RESOLVED_FILE))
-        except ConfigError:
-            config = {}  # the text is shown as it is
-        return cls(
-            printable(name or folder.resolve().name),
-            history,
-            _object(_read(folder / PLAN_FILE)),
-            _object(_read(folder / ENVIRONMENT_FILE)),
-            config if isinstance(config, dict) else {},
-            described,
-            [row for line in _read(folder / SAMPLES_FILE).splitlines() if (row := _object(line))],
-            _following(folder, config if isinstance(config, dict) else {}),
-            judged_before(folder, history.step),
-        )
+    def __init__(self, folder: Path, history: History | None = None, name: str = "") -> None:
+        """history: by default that of metrics.jsonl; name: the folder's. Raises StorageError."""
+        self.name = printable(name or folder.resolve().name)
+        self.history = History(read_metrics(folder)) if history is None else history
+        self.plan = _object(_read(folder / PLAN_FILE))
+        self.environment = _object(_read(folder / ENVIRONMENT_FILE))
+        self.config_text, config = _read(folder / RESOLVED_FILE), None
+        with suppress(ConfigError):  # the text is shown as it is
+            config = plain(read_yaml(self.config_text, RESOLVED_FILE))
+        self.config: dict[str, Any] = config if isinstance(config, dict) else {}
+        lines = map(_object, _read(folder / SAMPLES_FILE).splitlines())
+        self.samples = [row for row in lines if row]
+        self.following = _following(folder, self.config)  # the command to type next
+        # the step that the newest rollout began with, and its groups
+        self.rollout = judged_before(folder, self.history.step)
 
     def planned(self, tier: str, steps: int = 0) -> int | None:
         """Bytes of a tier at the plan's peak, with those of a save beside so many steps."""
@@ -180,11 +151,8 @@ def _following(folder: Path, config: Mapping[str, Any]) -> str:
     if not (folder / FINAL).is_dir():
         return f"megatrain resume {name}, if it has stopped"
     method = METHODS.get(str(config.get("method")))
-    return (
-        f"megatrain export {name} OUT"
-        if method and method.scores
-        else f"megatrain generate {name} --chat"
-    )
+    scores = method is not None and method.scores
+    return f"megatrain export {name} OUT" if scores else f"megatrain generate {name} --chat"
 
 
 def _read(path: Path) -> str:
@@ -216,9 +184,8 @@ def write_report(folders: Sequence[Path], output: Path | None = None) -> Path:
 
 def report_on(folders: Sequence[Path]) -> str:
     """The page of these run folders. Raises MegaTrainError."""
-    names = [str(run) if len(folders) > 1 else "" for run in folders]  # some have the same last one
-    found = zip(folders, names, strict=True)
-    return report_of([Reported.of(run, History(read_metrics(run)), name) for run, name in found])
+    # some have the same last name
+    return report_of([Reported(run, name=str(run) * (len(folders) > 1)) for run in folders])
 
 
 def show_live(
@@ -248,9 +215,9 @@ def show_live(
                 made.clear()
                 made[now] = page_now
             self.send_response(200)
-            told = {"Content-Type": "text/html; charset=utf-8", "Cache-Control": "no-store"}
-            for name, value in {**told, "Refresh": str(REFRESHED_EVERY_S)}.items():
-                self.send_header(name, value)
+            self.send_header("Content-Type", "text/html; charset=utf-8")
+            self.send_header("Cache-Control", "no-store")
+            self.send_header("Refresh", str(REFRESHED_EVERY_S))
             self.end_headers()
             self.wfile.write(made[now])
 
@@ -277,16 +244,13 @@ class LiveReport:
     another rank writes it."""
 
     def __init__(self, folder: Path | None) -> None:
-        self._folder, self._history = folder, History()
+        """Read the steps that the run has taken before. Raises StorageError."""
+        self._folder = folder
+        self._history = History(read_metrics(folder) if folder else ())
         self._next = 0.0  # time.monotonic() from which it is worth writing again
         self._failed = False
 
-    def begin(self) -> None:
-        """Read the steps that the run has taken before. Raises StorageError."""
-        if self._folder is not None:
-            self._history = History(read_metrics(self._folder))
-
-    def add(self, row: Row) -> None:
+    def add(self, row: dict[str, Any]) -> None:
         """Take in a new line of metrics.jsonl."""
         self._history.add(row)
 
@@ -297,8 +261,8 @@ class LiveReport:
         if self._folder is None or (began < self._next and not last):
             return
         try:
-            page_now = report_of([Reported.of(self._folder, self._history)])
-            write_text(self._folder / REPORT_FILE, page_now)
+            reported = Reported(self._folder, self._history)
+            write_text(self._folder / REPORT_FILE, report_of([reported]))
         except Exception as error:  # noqa: BLE001  no picture is worth a run
             if not self._failed:
                 reason = " ".join(str(error).split()) or type(error).__name__
@@ -405,18 +369,15 @@ def charts(runs: Sequence[Reported]) -> Iterator[Block]:
     own.sort(key=lambda one: one[0] != "reward")
     first = 1 if "reward" in others else 0
     for title, unit, names, tier in (*own[:first], *CHARTS, *own[first:]):
-        curves = [
-            curve for number, run in enumerate(runs) for curve in _curves(run, number, names, tier)
-        ]
-        if curves:
+        each = (_curves(run, number, names, tier) for number, run in enumerate(runs))
+        if curves := [*chain.from_iterable(each)]:
             yield chart(title, curves, unit)
-    lines = {name: line for name, line in runs[0].history.shares.items() if any(line.values)}
-    if len(runs) == 1 and lines:
-        shares = [
-            drawn(words, lines[name].sampled())
-            for name, words in BOUND_WORDS.items()
-            if name in lines
-        ]
+    lines = runs[0].history.shares if len(runs) == 1 else {}
+    some = ((name, words) for name, words in BOUND_WORDS.items() if name in lines)
+    shares = [
+        drawn(words, lines[name].sampled()) for name, words in some if any(lines[name].values)
+    ]
+    if shares:
         yield chart("where the time of a step goes", shares, "share", stacked=True)
 
 

@@ -21,32 +21,30 @@ from megatrain.data.show import held_out_line
 from megatrain.data.streaming import Stream
 from megatrain.engine.components import deterministic
 from megatrain.engine.resolved import Machine, Resolved, piece_tokens
-from megatrain.errors import ConfigError, DataError, ModelError, StorageError, if_forbidden, logger
+from megatrain.errors import ConfigError, StorageError, logger
 from megatrain.heartbeat import may_end_here
 from megatrain.losses import SequenceLoss
 from megatrain.methods import METHODS
 from megatrain.models.constants import without_source
 from megatrain.models.family import regimes_of
-from megatrain.models.pretrained import cached_source, digests_of, resolve_source
 from megatrain.planner.job import ImageTokens, StepTokens
 from megatrain.planner.plan import Plan
 from megatrain.recipes import setup
 from megatrain.recipes.describe import RANKS, SUMS, other_circumstances, summarize
+from megatrain.recipes.doctor import find_machine
 from megatrain.recipes.frozen import check_reference_and_teacher
 from megatrain.recipes.loop import fit, saves_beside
 from megatrain.recipes.model import (
-    TEMPLATE,
     Model,
+    changed_source,
     check_tensors,
     check_weights,
     describe_model,
-    digest_of_template,
     read_model,
     shape_model,
     sighted,
     suited,
 )
-from megatrain.recipes.planned_machine import find_machine
 from megatrain.recipes.planned_site import beside_others
 from megatrain.recipes.ranks import rendezvous
 from megatrain.recipes.ranks.launch import goes_on
@@ -350,7 +348,8 @@ def finish_run(
         progress = stack.enter_context(shown)
         run = open_run(ready, session, progress, stack, resuming)
         run.trace, run.uploads = profile, uploads
-        session.stop.loop_begins()
+        session.stop.stop_if_early()
+        session.stop.early = False  # from here on the loop looks for a request
         stop = session.stop.of_all(session.world)
         with saves_beside(run):
             done = fit(run, stop)
@@ -430,34 +429,3 @@ def final_is_whole(run_dir: Path) -> bool:
         logger.warning(f"{error}; {final} is written again")
         return False
     return True
-
-
-def changed_source(config: Config, then: Mapping[str, str]) -> list[str]:
-    """Describe changes in the files that the run's model and chat template came from. A hub's model
-    is looked up in this machine's cache only. then: digests when the run began."""
-    found, path, now = [], Path(config.model.source), dict[str, str]()
-    used = "the checkpoint's is used"
-    if config.model.trust_remote_code:
-        used = "it is used as it is now, as its code is not read from a checkpoint"
-    template = config.data.chat_template
-    try:
-        if digest_of_template(template).get(TEMPLATE) != then.get(TEMPLATE):
-            found.append(f"{template}: has changed since this run began; the checkpoint's is used")
-    except DataError as error:
-        found.append(f"{error}; the checkpoint's is used")
-    try:
-        with if_forbidden(ModelError, path):
-            there = path.exists()
-        if path.is_absolute() and not there:
-            raise ModelError(f"{path}: is no longer there")
-        local = resolve_source(path, weights=False) if there else None
-        if source := local or cached_source(config.model.source, config.model.revision):
-            now = digests_of(source)
-    except ModelError as error:
-        found.append(f"{error}; the checkpoint describes the model")
-    changed = [what for what in now if what in then and now[what] != then[what]]
-    return found + [
-        f"{path}: its {what} {'have' if what.endswith('s') else 'has'} changed since this run "
-        f"began; {used}"
-        for what in changed
-    ]

@@ -6,10 +6,11 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from itertools import islice
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
+from transformers import PreTrainedTokenizerBase, TextStreamer
 
 from megatrain.config import Config
 from megatrain.config.fields import check_prompts
@@ -26,10 +27,6 @@ from megatrain.models.family import longest_sequence
 from megatrain.models.pretrained import stop_ids, with_stops
 from megatrain.recipes.model import Model
 from megatrain.recipes.signals import StopRequest
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-
 
 SAMPLE_TOKENS = 48
 ANSWERING = "answering"
@@ -277,7 +274,6 @@ def written(
 ) -> Answer:
     """The answer to turns, whose tokens are `ids`, within the model's positions. rollout: as
     `Engine.rollout`."""
-    from transformers import TextStreamer
 
     class Words(TextStreamer):
         def on_finalized_text(self, text: str, stream_end: bool = False) -> None:

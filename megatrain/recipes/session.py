@@ -19,31 +19,16 @@ from uuid import uuid4
 from rich.console import Console
 
 from megatrain.config import Config
-from megatrain.config.resuming import RESOLVED_FILE, check_changes, for_state, resumed_configs
+from megatrain.config.resuming import RESOLVED_FILE, check_changes, resumed_configs
 from megatrain.data.loader import Loader
-from megatrain.data.micro_batches import ReferenceArray
 from megatrain.engine.engine import Engine
 from megatrain.errors import ConfigError, StorageError, logger, storage_error, system_errors
 from megatrain.heartbeat import BYTES_READ, doing, may_end_here
-from megatrain.losses import Distillation
 from megatrain.planner.plan import Plan
-from megatrain.recipes.describe import (
-    DESCRIPTION,
-    decided,
-    decided_for_ranks,
-    describe_run,
-    facts_of,
-    work_of,
-)
+from megatrain.recipes.describe import DESCRIPTION, describe_run, facts_of, kept_config, work_of
 from megatrain.recipes.frozen import check_frozen, computing_as, frozen_digest, open_teacher
 from megatrain.recipes.loop import still_to_come
-from megatrain.recipes.reference import (
-    are_kept,
-    ask_teacher,
-    compare_with_reference,
-    lacks_references,
-    wanted_by,
-)
+from megatrain.recipes.reference import lacks_references, open_engine
 from megatrain.recipes.report import REPORT_FILE, LiveReport
 from megatrain.recipes.rl.journal import FOLDER as ROLLOUTS
 from megatrain.recipes.rl.journal import REWARDS_LOG
@@ -163,11 +148,11 @@ def open_run(
         check_frozen(config, state, frozen)
         describe_run(ready)
     named = resuming is not None and resuming.named
-    kept = decided_for_ranks(plan) | ({"reference": reference} if reference else {})
+    kept = kept_config(ready) | ({"reference": reference} if reference else {})
     kept |= {"frozen": frozen} if frozen else {}
     kept["held_out"] = ready.held_out.digest if ready.held_out else None
     evaluates = ready.held_out is not None or bool(ready.prompts)
-    total, gpu, step = loader.steps_total(), machine.hardware.gpu, state["step"]
+    total, step = loader.steps_total(), state["step"]
     often = ready.save_every, ready.eval_every, evaluates
     progress.begin(total, step, partial(still_to_come, *often, total))
     if isinstance(loader, Rollouts):
@@ -185,7 +170,6 @@ def open_run(
         meter=meter,
         energy=EnergyMeter(meter),
         work=work_of(plan),
-        gpu_name=gpu.name if gpu else None,
         total_steps=total,
         recent=Spikes(read_metrics(config.output)),
         unproven=source,
@@ -193,29 +177,10 @@ def open_run(
         facts=facts_of(config, plan, resumed=resuming is not None),
         first_step=step,
         lock=session.lock,
-        asked=for_state(config, decided(ready)) | kept,
+        asked=kept,
         first_tokens=state["tokens"],
         **{name: state[name] for name in BEGINNING},
     )
-
-
-def open_engine(
-    ready: Ready, stack: ExitStack, resuming: Resumable | None
-) -> tuple[Engine, str | None, ReferenceArray | None]:
-    """The engine with its first weights, or zeros where a checkpoint follows; and the reference of
-    a method that has one, as `compare_with_reference`. A teacher that is to be asked before is, and
-    closed again."""
-    of_model, wanted = wanted_by(ready, resuming)
-    if isinstance(ready.loss, Distillation) and wanted:
-        held_out = ask_teacher(ready, wanted)
-        opened = Engine.open_plan(ready.plan, weights=resuming is None)
-        return stack.enter_context(opened), None, held_out
-    here = of_model is None or are_kept(of_model, wanted)
-    # the first rank's cache counts
-    first = resuming is None or not ready.machine.world.broadcast(here)
-    with doing("preparing the weights"):
-        engine = stack.enter_context(Engine.open_plan(ready.plan, weights=first))
-    return engine, *compare_with_reference(ready, engine, of_model, wanted, first)
 
 
 def _load_checkpoint(
@@ -259,14 +224,13 @@ def open_metrics(
         world.all_gather(None)  # now the file is cut back
         return stack.enter_context(MetricsWriter(Path(os.devnull))), LiveReport(None)
     track = stack.enter_context(tracking(config.track, config.output, state["step"], about))
-    report = LiveReport(config.output)
-    file = config.output / METRICS_FILE
-    writer = stack.enter_context(MetricsWriter(file, (track, report.add)))
+    writer = stack.enter_context(MetricsWriter(config.output / METRICS_FILE))
     for name in (METRICS_FILE, SAMPLES_FILE):
         if (config.output / name).is_file():
             cut_back(config.output / name, step)
     world.all_gather(None)
-    report.begin()
+    report = LiveReport(config.output)
+    writer.also = track, report.add
     stack.callback(report.write, last=True)
     return writer, report
 

@@ -12,6 +12,7 @@ from operator import attrgetter
 from typing import Any
 
 from megatrain.config import Config
+from megatrain.config.sections import EVAL_LOSS
 from megatrain.data.build import Expected, load_data
 from megatrain.data.encoding import RowOptions
 from megatrain.data.loader import Loader
@@ -33,12 +34,7 @@ from megatrain.planner.plan import Plan
 from megatrain.planner.rollout import OF_TRAINING, Writing, with_answers, with_phases
 from megatrain.recipes.frozen import TEACHER_LOGITS, besides
 from megatrain.recipes.model import Model, parts_in
-from megatrain.recipes.planned_site import (
-    check_divides,
-    notice_no_bfloat16,
-    notice_no_effect,
-    with_economy,
-)
+from megatrain.recipes.planned_site import check_divides, notice, with_economy
 from megatrain.recipes.rl.prompts import read_prompt_rows
 from megatrain.recipes.rl.rollouts import Rollouts
 from megatrain.reporting.words import human_bytes
@@ -105,8 +101,7 @@ def resolve_run(
     `request_of`. Raises ModelError and ConfigError."""
     keep_caches_small()
     check_divides(config, machine.ranks)
-    notice_no_bfloat16(machine)
-    notice_no_effect(config, machine)
+    notice(config, machine)
     if config.rollout.vllm_server_base_url is not None:
         where = config.where("rollout.vllm_server_base_url")
         if machine.ranks > 1:
@@ -142,10 +137,9 @@ def plan_run(config: Config, resolved: Resolved, steps: int | None = None, **kno
         plan = plan_with_rollouts(config, resolved, **known)
     else:
         plan = plan_of(resolved, **known)
-        if (share := config.distill.lmbda) and plan.fits:
-            seconds = share * (writing := writing_of(config, plan)).seconds(
-                resolved.machine.profile
-            )
+        if config.distill.lmbda and plan.fits:
+            writing = writing_of(config, plan)
+            seconds = config.distill.lmbda * writing.seconds(resolved.machine.profile)
             plan = with_answers(plan, writing, seconds)
         else:
             plan = with_phases(plan, {})
@@ -172,22 +166,21 @@ def plan_with_rollouts(
     written = [(plan, writing_of(config, plan)) for plan in found if plan.fits]
     if not written:
         return found[0]
-    if not any(writing.rows for _, writing in written):
+    able = [(plan, writing) for plan, writing in written if writing.rows]
+    if not able:
         raise PlanError(
             f"{config.where(f'{config.method}.max_completion_length')}: one answer's keys and "
             f"values take {human_bytes(written[0][1].row_bytes)}, and there is no room for them; "
             "set less"
         )
     steps = config.rollout.steps_per_generation * config.policy.num_iterations
-    seconds, number = min(
-        (plan.timing.seconds + writing.seconds(resolved.machine.profile) / steps, number)
-        for number, (plan, writing) in enumerate(written)
-        if writing.rows
-    )
-    plan, writing = written[number]
-    spent = seconds - plan.timing.seconds
+
+    def spent(writing: Writing) -> float:
+        return writing.seconds(resolved.machine.profile) / steps
+
+    plan, writing = min(able, key=lambda one: one[0].timing.seconds + spent(one[1]))
     plan = plan_of(plan.made_of, suggest=True, **known) if suggest else plan
-    return with_answers(plan, writing, spent)
+    return with_answers(plan, writing, spent(writing))
 
 
 def writing_of(config: Config, plan: Plan) -> Writing:
@@ -345,6 +338,17 @@ def check_cuts(config: Config, counts: Counts, expected: Expected | None = None)
     if counts.cut_share > MOST_CUT and expected is None and not by_hand:
         (said,) = cut_warnings(counts, config.train.seq_len, mode)
         raise DataError(f"{said}; set {' or '.join(keys)} to say what is to be kept")
+
+
+def check_metric(config: Config, found: Mapping[str, float] | None) -> None:
+    """Raise ConfigError if the first evaluation lacks the figure by which the best is chosen."""
+    metric = config.checkpoint.metric
+    if metric != EVAL_LOSS and metric not in (found or {}):
+        known = ", ".join(found or ["none"])
+        raise ConfigError(
+            f"{config.where('checkpoint.metric')}: evaluations of this run have no {metric}; "
+            f"they have {known}"
+        )
 
 
 def open_rows(

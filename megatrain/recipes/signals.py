@@ -17,7 +17,7 @@ import signal
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING
@@ -76,11 +76,6 @@ class StopRequest:
         """Raise Stopped if a signal came before the first step."""
         if self.early and self.came():
             raise Stopped
-
-    def loop_begins(self) -> None:
-        """From here on the loop looks for a request. Raises Stopped if one came before."""
-        self.stop_if_early()
-        self.early = False
 
     def of_all(self, world: World) -> StopRequest:
         """A request of any rank, on which all agree each time they ask, at the same place."""
@@ -246,12 +241,13 @@ class HangWatch:
             f"error: nothing has moved for {human_seconds(self.allowed_s)}{when} (hang_timeout); "
             f"every thread's stack follows{where}; {way_on}\n"
         )
+        flags = os.O_WRONLY | os.O_APPEND | os.O_NOFOLLOW
         # past logging and Python's streams, whose locks what hangs may hold
-        with suppress(OSError):
-            if self.log is not None:
-                _dump(sentence, os.open(self.log, os.O_WRONLY | os.O_APPEND | os.O_NOFOLLOW))
-        with suppress(OSError):
-            _dump(sentence, STDERR)
+        for log in dict.fromkeys((self.log, None)):  # None: stderr
+            with suppress(OSError):
+                output = STDERR if log is None else os.open(log, flags)
+                os.write(output, sentence.encode())
+                faulthandler.dump_traceback(output, all_threads=True)
         os._exit(UNEXPECTED)
 
 
@@ -259,10 +255,7 @@ class HangWatch:
 def watchdog(timeout_s: float | None, log: Path | None = None) -> Iterator[HangWatch]:
     """Inside, end the process after `timeout_s` without a sign of life; None: never."""
     watch = HangWatch(timeout_s or 0.0, log)
-    if timeout_s is None:
-        yield watch
-        return
-    with beside(watch.look, watch.ended, "watchdog"):
+    with nullcontext() if timeout_s is None else beside(watch.look, watch.ended, "watchdog"):
         yield watch
 
 
@@ -273,8 +266,3 @@ def _bytes_moved() -> int:
     except OSError:
         return 0
     return sum(int(line.split()[1]) for line in lines if line.startswith(("rchar", "wchar")))
-
-
-def _dump(sentence: str, descriptor: int) -> None:
-    os.write(descriptor, sentence.encode())
-    faulthandler.dump_traceback(descriptor, all_threads=True)

@@ -89,12 +89,12 @@ class Ready:
 
 @dataclass
 class Saving:
-    """A checkpoint that is written while training goes on."""
+    """A checkpoint that is written, perhaps while training goes on."""
 
     step: int
     best_before: dict[str, Any]  # which counts again if this is not written
     began: float  # time.perf_counter()
-    written: Future[tuple[Path, Passthrough]]
+    written: Future[tuple[Path, Passthrough]] = field(init=False)  # while training goes on
     proven: bool = False  # a finite step followed
 
 
@@ -110,7 +110,6 @@ class Run(Ready):
     meter: GpuMeter
     energy: EnergyMeter
     work: ModelFlops
-    gpu_name: str | None
     total_steps: int
     facts: Facts  # for the advice, besides times
     lock: RunLock | None  # None: another rank has it
@@ -133,7 +132,6 @@ class Run(Ready):
     trace: Path | None = None  # the file for the timeline of one step
     steady: SteadyTime = field(default_factory=SteadyTime)
     load: LoadMeter = field(default_factory=LoadMeter)
-    advice: str = ""  # the latest
     spent_s: float = 0.0  # in the steps of this process
     spent: Energy = field(default_factory=lambda: Energy(0.0, 0.0))
 

@@ -8,7 +8,10 @@ import time
 from dataclasses import dataclass, replace
 from os.path import expanduser  # leaves `~nobody` as it is, where Path's raises
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from rich.console import Console
+from transformers import PretrainedConfig
 
 from megatrain.config import Config
 from megatrain.config.load import bench_config
@@ -30,10 +33,6 @@ from megatrain.recipes.model import read_model, shape_config
 from megatrain.recipes.setup import quiet_libraries
 from megatrain.storage.manifest import check_model_files, manifest_of_model
 
-if TYPE_CHECKING:
-    from rich.console import Console
-    from transformers import PretrainedConfig
-
 REMOTE = "transformers_modules."  # where transformers keeps code that comes with a model
 NOT_OF_THE_FAMILY = ("_name_or_path", "dtype", "use_cache")
 
@@ -54,14 +53,10 @@ class Checked:
     def render(self, console: Console) -> None:
         found, on = self.verdict, " on text and images" * self.verdict.images
         passed = f"a small model of it is read, written and trained{on} as in plain PyTorch"
-        said = [passed * (found.state == "passed"), found.stage, found.reason]
-        console.print(
-            f"{self.family}: {found.state} ({self.seconds:.1f} s): "
-            + ": ".join(filter(None, said)),
-            highlight=False,
-            markup=False,
-            soft_wrap=True,
-        )
+        about = f"{self.family}: {found.state} ({self.seconds:.1f} s)"
+        said = [about, passed * (found.state == "passed"), found.stage, found.reason]
+        words = ": ".join(filter(None, said))
+        console.print(words, highlight=False, markup=False, soft_wrap=True)
 
 
 def verify(source: str, trust_remote_code: bool = False) -> Checked:

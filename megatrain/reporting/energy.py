@@ -7,6 +7,7 @@ power, and is called assumed.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -85,14 +86,6 @@ class Economy:
             "currency": self.prices.currency,
             "counted": self.counted,
         }
-
-
-def planned_economy(
-    tokens: int, seconds: float, power: tuple[float | None, str], prices: Prices
-) -> Economy:
-    """The economy of `tokens` in `seconds`. power: as `planned_power`."""
-    watts, counted = power
-    return Economy(tokens, seconds, None if watts is None else watts * seconds, prices, counted)
 
 
 def planned_power(
@@ -189,40 +182,35 @@ class EnergyMeter:
 
     def __init__(self, gpu: GpuMeter, powercap: Path = POWERCAP) -> None:
         self._gpu, self._before_j = gpu, gpu.energy_j()
-        self._domains = _domains(powercap)
+        self._counters = list[Callable[[], float]]()
+        for folder in sorted(powercap.glob("intel-rapl:*")):
+            # of whole processors and of their memory, as far as they can be read
+            with suppress(OSError, ValueError):
+                if (folder / "name").read_text().startswith(("package", "dram")):
+                    self._counters.append(_counter(folder))
 
     def read(self) -> Energy:
         """Joules so far."""
-        host = sum(domain.read() for domain in self._domains) if self._domains else None
+        host = sum(joules() for joules in self._counters) if self._counters else None
         return Energy(_plus(self._gpu.energy_j(), self._before_j, -1), host)
 
 
-class _Domain:
-    """One RAPL counter, in microjoules, which begins at 0 again when it is full."""
+def _counter(folder: Path) -> Callable[[], float]:
+    """A function that gives a RAPL counter's joules from now on; one that cannot be read any more
+    stands still. Raises OSError or ValueError if it cannot be read now."""
+    file, sum_uj = folder / "energy_uj", 0
+    full_uj, last_uj = int((folder / "max_energy_range_uj").read_text()), int(file.read_text())
 
-    def __init__(self, folder: Path) -> None:
-        """Raises OSError or ValueError if it cannot be read."""
-        self._file, self._sum_uj = folder / "energy_uj", 0
-        self._full_uj = int((folder / "max_energy_range_uj").read_text())
-        self._last_uj = int(self._file.read_text())
-
-    def read(self) -> float:
-        """Joules since it was opened; a counter that cannot be read any more stands still."""
+    def joules() -> float:
+        nonlocal sum_uj, last_uj
         with suppress(OSError, ValueError):
-            now = int(self._file.read_text())
-            self._sum_uj += now - self._last_uj + (self._full_uj if now < self._last_uj else 0)
-            self._last_uj = now
-        return self._sum_uj / 1e6
+            now = int(file.read_text())
+            # it begins at 0 again when it is full
+            sum_uj += now - last_uj + (full_uj if now < last_uj else 0)
+            last_uj = now
+        return sum_uj / 1e6
 
-
-def _domains(powercap: Path) -> list[_Domain]:
-    """Counters of whole processors and of their memory, as far as they can be read."""
-    found = []
-    for folder in sorted(powercap.glob("intel-rapl:*")):
-        with suppress(OSError, ValueError):
-            if (folder / "name").read_text().startswith(("package", "dram")):
-                found.append(_Domain(folder))
-    return found
+    return joules
 
 
 def _plus(left: float | None, right: float | None, sign: int = 1) -> float | None:

@@ -27,8 +27,15 @@ def peak_host_bytes(ranks: int = 1) -> int:
     """Peak resident bytes of this process (Linux's VmHWM), and its children's resident ones now. A
     page that several processes map is divided among them (PSS): a forked child has most of its
     pages from its parent. ranks: of this host, which have shared memory in common (RssShmem)."""
-    children = psutil.Process().children(recursive=True)
-    return _peak_bytes(ranks) + sum(map(_own_bytes, children))
+    own, kib = psutil.Process(), dict[str, int]()
+    of_children = sum(map(_own_bytes, own.children(recursive=True)))
+    with suppress(OSError):
+        lines = map(str.split, Path("/proc/self/status").read_text().splitlines())
+        kib = {words[0]: int(words[1]) for words in lines if "kB" in words}
+    if "VmHWM:" not in kib:  # a sandbox: what is resident now is the best there is
+        return int(own.memory_info().rss) + of_children
+    others = kib.get("RssShmem:", 0) * (ranks - 1) // ranks
+    return (kib["VmHWM:"] - others) * 1024 + of_children
 
 
 def _own_bytes(process: psutil.Process) -> int:
@@ -37,17 +44,6 @@ def _own_bytes(process: psutil.Process) -> int:
     except (psutil.NoSuchProcess, psutil.AccessDenied):  # gone, or another user's
         return 0
     return int(getattr(memory, "pss", memory.rss))
-
-
-def _peak_bytes(ranks: int) -> int:
-    kib: dict[str, int] = {}
-    with suppress(OSError):
-        lines = map(str.split, Path("/proc/self/status").read_text().splitlines())
-        kib = {words[0]: int(words[1]) for words in lines if "kB" in words}
-    if "VmHWM:" not in kib:  # a sandbox: what is resident now is the best there is
-        return int(psutil.Process().memory_info().rss)
-    others = kib.get("RssShmem:", 0) * (ranks - 1) // ranks
-    return (kib["VmHWM:"] - others) * 1024
 
 
 def allocator_retries() -> int:
@@ -106,13 +102,8 @@ class GpuMeter(AbstractContextManager["GpuMeter"]):
 # -- load of the processors ------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class ProcessorTimes:
-    """Seconds since some beginning: wall time, busy cores in all, and those of this run."""
-
-    wall: float
-    busy: float
-    own: float
+# Seconds since some beginning: wall time, busy cores in all, and those of this run.
+ProcessorTimes = tuple[float, float, float]
 
 
 @dataclass(frozen=True)
@@ -144,7 +135,7 @@ def read_processors() -> ProcessorTimes:
     mine = [every[number] for number in processors() if number < len(every)]
     busy = sum(each.user + each.system + getattr(each, "nice", 0.0) for each in mine)
     spent = own.user + own.system + own.children_user + own.children_system
-    return ProcessorTimes(time.monotonic(), busy, spent)
+    return time.monotonic(), busy, spent
 
 
 @dataclass
@@ -157,11 +148,9 @@ class LoadMeter:
 
     def read(self) -> Load:
         """Load since the oldest of the latest readings; none at the first."""
-        now = self.processors()
-        self._readings.append(now)
-        then = self._readings[0]
-        wall = now.wall - then.wall
+        self._readings.append(self.processors())
+        ends = zip(self._readings[0], self._readings[-1], strict=True)
+        wall, busy, own = (now - then for then, now in ends)
         if wall <= 0:
             return Load(self.count)
-        busy = (now.busy - then.busy) / wall
-        return Load(self.count, busy, max(0.0, busy - (now.own - then.own) / wall))
+        return Load(self.count, busy / wall, max(0.0, busy - own) / wall)

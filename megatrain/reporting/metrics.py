@@ -137,7 +137,7 @@ class MetricsWriter(AbstractContextManager["MetricsWriter"]):
 
     def __init__(self, path: Path, also: Sequence[Callable[[dict[str, Any]], object]] = ()) -> None:
         """Open, keeping what is there. also: functions that get every line. Raises StorageError."""
-        self.path, self._also = path, also
+        self.path, self.also = path, also
         with system_errors(self.path, "write it"):
             self._file = os.fdopen(os.open(self.path, APPENDED, 0o600), "ab", buffering=0)
         self._waiting = b""
@@ -165,7 +165,7 @@ class MetricsWriter(AbstractContextManager["MetricsWriter"]):
         self._write(json_able({"step": step, **found}))
 
     def _write(self, row: dict[str, Any]) -> None:
-        for other in self._also:
+        for other in self.also:
             other(row)
         waited = bool(self._waiting)
         self._waiting += json.dumps(row, allow_nan=False).encode() + b"\n"
@@ -274,13 +274,10 @@ def write_samples(folder: Path, step: int, answers: list[dict[str, Any]]) -> Non
     """Append answers to the samples of a run folder. That they cannot be written is logged."""
     if not answers:
         return
-    text = "".join(
-        json.dumps({"step": step, **answer}, ensure_ascii=False) + "\n" for answer in answers
-    )
-    path = folder / SAMPLES_FILE
+    lines = (json.dumps({"step": step, **answer}, ensure_ascii=False) for answer in answers)
+    text, path = "".join(f"{line}\n" for line in lines), folder / SAMPLES_FILE
     try:
-        fd = os.open(path, APPENDED, 0o600)
-        with os.fdopen(fd, "ab") as file:
+        with os.fdopen(os.open(path, APPENDED, 0o600), "ab") as file:
             file.write(text.encode(errors="replace"))
     except OSError as error:
         logger.error(f"{path}: cannot be written ({error.strerror}); training goes on")

@@ -10,18 +10,14 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+
+from transformers import PretrainedConfig
 
 from megatrain.machine.datasheets import peak_tflops
+from megatrain.memory.layout import TensorSpec
+from megatrain.models.anatomy import Anatomy
 from megatrain.models.family import layer_configs
 from megatrain.models.freezing import counted_parameters
-
-if TYPE_CHECKING:
-    from transformers import PretrainedConfig
-
-    from megatrain.memory.layout import TensorSpec
-    from megatrain.models.anatomy import Anatomy
-
 
 ATTENTION = ("full_attention", "sliding_attention", "chunked_attention")  # not "linear_attention"
 
@@ -108,8 +104,7 @@ def _attention(config: PretrainedConfig, layers: int) -> Iterator[CausalAttentio
     for kind, of_layer in zip(kinds, layer_configs(config, len(kinds)), strict=True):
         heads = int(getattr(of_layer, "num_attention_heads", None) or 0)
         width = int(getattr(of_layer, "head_dim", 0) or (heads and config.hidden_size // heads))
-        width, window = heads * width, getattr(of_layer, "sliding_window", None)
         attends = kind == "attention" or kind.endswith(ATTENTION)
-        yield CausalAttention(
-            width if attends else 0, window if kind == "sliding_attention" else None
-        )
+        window = getattr(of_layer, "sliding_window", None)
+        slides = kind == "sliding_attention"
+        yield CausalAttention(heads * width * attends, window if slides else None)

@@ -9,7 +9,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
-from dataclasses import dataclass, replace
 from io import TextIOWrapper
 from logging.handlers import WatchedFileHandler
 from pathlib import Path
@@ -151,16 +150,9 @@ class _ConsoleHandler(logging.Handler):
             self.console.print(text, soft_wrap=not self.console.is_terminal)
 
 
-@dataclass(frozen=True)
-class _Shown:
-    """The newest step on the panel."""
-
-    title: str
-    step: int = 0
-    figures: tuple[tuple[str, str], ...] = ()
-    advice: str = ""
-    left_s: float | None = None  # to the end of the run, at the time `at`
-    at: float = 0.0
+# The newest step on the panel: title, step, figures, advice, seconds to the end of the run, and the
+# time when so many were left.
+_Shown = tuple[str, int, tuple[tuple[str, str], ...], str, float | None, float]
 
 
 class Progress:
@@ -180,7 +172,8 @@ class Progress:
         self.time = StepTime()  # summed over all steps shown
         self.outside_s = {"evaluating": 0.0, "saving": 0.0}  # seconds between the steps
         self._times = dict.fromkeys(self.outside_s, 0)  # how often
-        self._since, self._shown = time.monotonic(), _Shown("starting")
+        self._since = time.monotonic()
+        self._shown: _Shown = "starting", 0, (), "", None, 0.0
         self._live: Live | None = None
         if console.is_interactive:
             self._live = Live(
@@ -204,7 +197,7 @@ class Progress:
         """Say what is to come, before the first step. ahead: how often, after a step, something of
         `outside_s` is still to come, by its name."""
         self._total_steps, self._first_step, self._ahead = total_steps, first_step, ahead
-        self._shown = replace(self._shown, title=self._title(first_step), step=first_step)
+        self._shown = (self._title(first_step), first_step, *self._shown[2:])
 
     @contextmanager
     def doing(
@@ -236,9 +229,7 @@ class Progress:
         logger.info(f"saved {path} in {human_seconds(seconds)}{', beside training' * beside}")
         self._show()
 
-    def evaluated(
-        self, step: int, figure: float | None, seconds: float, name: str = "held-out loss"
-    ) -> None:
+    def evaluated(self, step: int, figure: float | None, seconds: float, name: str) -> None:
         """Show an evaluation after `step` steps, by one of its figures; None: it has none."""
         self._spent("evaluating", seconds)
         if figure is not None:
@@ -263,26 +254,23 @@ class Progress:
         newest = self.recent[-1]
         seconds = sum(step.step_s for step in self.recent)
         rate = sum(step.tokens for step in self.recent) / seconds if seconds > 0 else 0.0
-        figures = [("loss", f"{newest.loss:.4f}")]
-        if "reward" in newest.metrics:  # the loss of answers that were written is near 0
-            figures = [("reward", f"{newest.metrics['reward']:.3f}")]
-        figures += [
+        reward, load = newest.metrics.get("reward"), newest.expert_load_max
+        figures = [
+            # the loss of answers that were written is near 0
+            ("loss", "" if reward is not None else f"{newest.loss:.4f}"),
+            ("reward", "" if reward is None else f"{reward:.3f}"),
             ("lr", f"{newest.lr:.2e}"),
             ("gradient norm", "-" if newest.grad_norm is None else f"{newest.grad_norm:.3g}"),
             ("tokens/s", f"{rate:,.0f}"),
             ("TFLOP/s", f"{newest.tflops:.3g}"),
+            ("busiest expert", "" if load is None else f"{load:.2f}x"),
+            ("MFU", "" if newest.mfu is None else f"{newest.mfu:.1%}"),
+            ("host", human_bytes(newest.host_bytes)),
+            ("GPU", "" if newest.gpu_peak_bytes is None else human_bytes(newest.gpu_peak_bytes)),
+            ("skipped", str(self._skipped or "")),
+            ("bound by", bound_in_words(newest.time)),
         ]
-        if newest.expert_load_max is not None:
-            figures.append(("busiest expert", f"{newest.expert_load_max:.2f}x"))
-        if newest.mfu is not None:
-            figures.append(("MFU", f"{newest.mfu:.1%}"))
-        figures.append(("host", human_bytes(newest.host_bytes)))
-        if newest.gpu_peak_bytes is not None:
-            figures.append(("GPU", human_bytes(newest.gpu_peak_bytes)))
-        if self._skipped:
-            figures.append(("skipped", str(self._skipped)))
-        figures.append(("bound by", bound_in_words(newest.time)))
-        return figures
+        return [(name, words) for name, words in figures if words]
 
     def seconds_left(self) -> float:
         """To the end of the run, with what is known of evaluations and saves."""
@@ -303,31 +291,32 @@ class Progress:
             step, name, figure = self._eval
             figures.insert(1, (name, f"{figure:.4f} (step {step})"))
         title = f"{self._title(newest.step)}, epoch {newest.epoch:.2f}"
-        about = newest.step, tuple(figures), newest.advice, self.seconds_left(), time.monotonic()
+        left = self.seconds_left(), time.monotonic()
         # one assignment: the thread reads title and figures of the same step
-        self._shown = _Shown(title, *about)
+        self._shown = (title, newest.step, tuple(figures), newest.advice, *left)
 
     def _panel(self) -> Panel:
         """The newest step's figures under two bars: the run's, and that of what is done now."""
-        shown, work, now = self._shown, under_way(), time.monotonic()
+        title, step, shown, advice, left_s, at = self._shown
+        work, now = under_way(), time.monotonic()
         bars = Table.grid(padding=(0, 1))
         if self._total_steps:
-            bars.add_row(ProgressBar(self._total_steps, shown.step, BAR_WIDTH))
+            bars.add_row(ProgressBar(self._total_steps, step, BAR_WIDTH))
         if work is not None:
             share = work.share()
             total = None if share is None else 1.0
             bar = ProgressBar(total, min(1.0, share or 0.0), BAR_WIDTH, animation_time=now)
             bars.add_row(bar, Text(how_far(work)))
-        figures = [*shown.figures]
-        if shown.left_s is not None:
-            left = max(0.0, shown.left_s - (now - shown.at))
+        figures = [*shown]
+        if left_s is not None:
+            left = max(0.0, left_s - (now - at))
             figures.append((TIME_LEFT, human_seconds(left)))
         rows = Table.grid(padding=(0, 1), expand=False)
         half = (len(figures) + 1) // 2
         for first, second in zip(figures[:half], [*figures[half:], ("", "")], strict=False):
             names = Text(first[0], style="dim"), Text("   " + second[0], style="dim")
             rows.add_row(names[0], Text(first[1]), names[1], Text(second[1]))
-        body = Group(bars, rows, Text(shown.advice, style="dim"))
+        body = Group(bars, rows, Text(advice, style="dim"))
         pending = f" · {words}" if (words := self._pending()) else ""
-        title = f"{shown.title}, {human_seconds(now - self._since)}{pending}"
+        title = f"{title}, {human_seconds(now - self._since)}{pending}"
         return Panel(body, title=title, title_align="left", expand=False)

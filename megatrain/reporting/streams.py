@@ -228,12 +228,10 @@ def result_stream() -> TextIO:
 
 def _forget(stream: TextIO) -> None:
     """Let the interpreter's last flush of a stream that failed go to the null device."""
-    try:
+    with suppress(OSError, ValueError):  # a stream without a descriptor
         null = os.open(os.devnull, os.O_WRONLY)
         os.dup2(null, stream.fileno())
         os.close(null)
-    except (OSError, ValueError):  # a stream without a descriptor
-        pass
 
 
 class _Spelling(Console):

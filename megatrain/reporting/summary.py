@@ -177,9 +177,8 @@ class RunSummary:
             why = "steps without an update (non-finite gradient, or no targets)"
             rows.append(("skipped", f"{self.skipped:,} {why}"))
         if self.spikes:
-            rows.append(
-                ("spikes", f"{self.spikes:,} steps with a loss or norm far above the median")
-            )
+            why = "steps with a loss or norm far above the median"
+            rows.append(("spikes", f"{self.spikes:,} {why}"))
         rows.append(("run", str(self.run_dir)))
         if self.final_dir is not None:
             rows.append(("model", str(self.final_dir)))

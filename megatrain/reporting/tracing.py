@@ -11,6 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch._C._profiler import _ExperimentalConfig
+from torch.profiler import ProfilerActivity, profile
 
 from megatrain.errors import system_errors
 
@@ -20,30 +22,24 @@ NAME_WIDTH = 70  # of the table's first column
 COPIES = ("Memcpy HtoD", "Memcpy DtoH")  # of the GPU's work, what is not computed
 
 
-class Timeline:
-    """Filled by `record_timeline` when its block is left."""
-
-    table: str = ""  # the operations that took longest
-
-
 @contextmanager
-def record_timeline(path: Path, device: torch.device) -> Iterator[Timeline]:
+def record_timeline(
+    path: Path, device: torch.device, what: str, show: Callable[[str], object]
+) -> Iterator[None]:
     """Record the block on every thread, and on the GPU, and write it to `path` (.json or .json.gz).
-    One step is enough; a recorded step is slower, so do not time it. Raises StorageError."""
-    # profile_all_threads: the lanes' threads too, not only the caller's
-    from torch._C._profiler import _ExperimentalConfig
-    from torch.profiler import ProfilerActivity, profile
+    One step is enough; a recorded step is slower, so do not time it. Raises StorageError.
 
+    show: is told which operations took longest, and where the timeline of `what` is."""
     cuda = device.type == "cuda"
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if cuda else [])]
-    timeline = Timeline()
+    # profile_all_threads: the lanes' threads too, not only the caller's
     options = _ExperimentalConfig(profile_all_threads=True)
     # acc_events: without it, it warns of further cycles
     with profile(activities=activities, experimental_config=options, acc_events=True) as profiler:
-        yield timeline
+        yield
         if cuda:
             torch.cuda.synchronize(device)
-    timeline.table = profiler.key_averages().table(
+    table = profiler.key_averages().table(
         sort_by="self_device_time_total" if cuda else "self_cpu_time_total",
         row_limit=TOP_KERNELS,
         max_name_column_width=NAME_WIDTH,
@@ -51,12 +47,11 @@ def record_timeline(path: Path, device: torch.device) -> Iterator[Timeline]:
     with system_errors(path, *UNWRITABLE):
         profiler.export_chrome_trace(str(path))
         _name_threads(path)
+    show(f"{table}\nthe timeline of {what} is in {path}: open it in ui.perfetto.dev")
 
 
 def computing_seconds(work: Callable[[], object], device: torch.device) -> float:
     """Seconds for which a GPU runs kernels during `work`, by its own clock; copies do not count."""
-    from torch.profiler import ProfilerActivity, profile
-
     # Not the host's activities, which would slow it down.
     with profile(activities=[ProfilerActivity.CUDA], acc_events=True) as profiler:
         work()

@@ -13,8 +13,7 @@ import sys
 import urllib.request
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, redirect_stdout
-from dataclasses import dataclass
+from contextlib import contextmanager, redirect_stdout, suppress
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -28,36 +27,28 @@ ID_FILE = "tracking.json"
 Row = dict[str, Any]
 
 
-@dataclass(frozen=True)
-class Tracked:
-    """A run as trackers know it."""
-
-    run_dir: Path
-    id: str  # the same when the run is resumed
-    first_step: int  # finished before this process
-    about: Mapping[str, Any]  # config and plan, JSON-able
-
-
 # A service: what takes the lines, and what ends it, told whether the run failed. Both, and what
-# opens it, may raise anything.
+# opens it, may raise anything. Opened with the run folder, the run's id, which is the same when it
+# is resumed, the steps finished before this process, and config and plan, JSON-able.
 Tracker = tuple[Callable[[Row], object], Callable[[bool], object]]
+About = Mapping[str, Any]
 
 
-def wandb(run: Tracked) -> Tracker:
+def wandb(run_dir: Path, run_id: str, _first_step: int, about: About) -> Tracker:
     """https://docs.wandb.ai. Without a login it keeps the run in the run folder, to be synced."""
     import wandb
 
-    folder = _own_folder(run.run_dir / "wandb")
+    folder = _own_folder(run_dir / "wandb")
     offline = "WANDB_MODE" not in os.environ and not wandb.api.api_key
     if offline:
         upload = "upload it with `wandb sync`, or log in with `wandb login`"
         logger.warning(f"wandb: not logged in, so the run is kept in {folder}; {upload}")
     theirs: Any = wandb.init(
         project=os.environ.get("WANDB_PROJECT", PROJECT),
-        id=run.id,
-        name=run.run_dir.name,
-        dir=run.run_dir,
-        config=dict(run.about),
+        id=run_id,
+        name=run_dir.name,
+        dir=run_dir,
+        config=dict(about),
         resume="allow",
         mode="offline" if offline else None,
         settings=wandb.Settings(console="off", silent=True),
@@ -67,17 +58,17 @@ def wandb(run: Tracked) -> Tracker:
     return theirs.log, lambda failed: theirs.finish(exit_code=int(failed))
 
 
-def tensorboard(run: Tracked) -> Tracker:
+def tensorboard(run_dir: Path, _run_id: str, first_step: int, about: About) -> Tracker:
     """Event files in `tensorboard/` of the run folder, for `tensorboard --logdir`."""
     from torch.utils.tensorboard import SummaryWriter
 
-    folder = _own_folder(run.run_dir / "tensorboard")
-    purged = run.first_step + 1 if run.first_step else None
+    folder = _own_folder(run_dir / "tensorboard")
+    purged = first_step + 1 if first_step else None
     # what an earlier process logged after the step that this one goes on from is hidden
     writer: Any = SummaryWriter(folder, purge_step=purged)
-    for name, value in run.about.items():
+    for name, value in about.items():
         text = json.dumps(value, indent=1)
-        writer.add_text(name, "    " + text.replace("\n", "\n    "), run.first_step)
+        writer.add_text(name, "    " + text.replace("\n", "\n    "), first_step)
 
     def log(row: Row) -> None:
         for name, value in row.items():
@@ -87,12 +78,12 @@ def tensorboard(run: Tracked) -> Tracker:
     return log, lambda failed: writer.close()
 
 
-def trackio(run: Tracked) -> Tracker:
+def trackio(run_dir: Path, run_id: str, _first_step: int, about: About) -> Tracker:
     """https://huggingface.co/docs/trackio: a local database, or what TRACKIO_SPACE_ID names."""
     import trackio
 
     project = os.environ.get("TRACKIO_PROJECT", PROJECT)
-    name, config = f"{run.run_dir.name}-{run.id}", dict(run.about)
+    name, config = f"{run_dir.name}-{run_id}", dict(about)
     trackio.init(project, name=name, config=config, resume="allow", embed=False)
 
     def finish(failed: bool) -> None:
@@ -115,13 +106,13 @@ def check_installed(names: Sequence[str], where: str) -> None:
 
 @contextmanager
 def tracking(
-    names: Sequence[str], run_dir: Path, first_step: int, about: Mapping[str, Any]
+    names: Sequence[str], run_dir: Path, first_step: int, about: About
 ) -> Iterator[Callable[[Row], None]]:
     """Yields what takes every line of metrics.jsonl; names are of TRACKERS."""
     if not names:
         yield lambda row: None
         return
-    run = Tracked(run_dir, _id_of(run_dir), first_step, about)
+    run = run_dir, _id_of(run_dir), first_step, about
     open_ones: dict[str, Tracker] = {}
 
     def guarded(name: str, call: Callable[[], Any]) -> Any:
@@ -140,7 +131,7 @@ def tracking(
             guarded(name, partial(send, flat))
 
     for name in names:
-        if (tracker := guarded(name, partial(TRACKERS[name], run))) is not None:
+        if (tracker := guarded(name, partial(TRACKERS[name], *run))) is not None:
             open_ones[name] = tracker
     failed = True
     try:
@@ -154,11 +145,9 @@ def tracking(
 def _id_of(run_dir: Path) -> str:
     """The run's id with trackers, which is made at its beginning and kept in its folder."""
     file, new = run_dir / ID_FILE, uuid.uuid4().hex[:8]
-    try:
-        with open(file, opener=_as_it_is) as kept:
-            return str(json.load(kept)["id"])
-    except (OSError, ValueError, KeyError, TypeError):
-        pass  # a new one is made
+    broken = OSError, ValueError, KeyError, TypeError  # then a new one is made
+    with suppress(*broken), open(file, opener=_as_it_is) as kept:
+        return str(json.load(kept)["id"])
     try:
         with open(file, "w", opener=_as_it_is) as kept:
             kept.write(json.dumps({"id": new}) + "\n")

@@ -14,7 +14,7 @@ import torch
 from megatrain.config.load import bench_config
 from megatrain.engine.constructors import hold_to_budget
 from megatrain.memory import slab
-from megatrain.recipes.planned_machine import find_machine
+from megatrain.recipes.doctor import find_machine
 from megatrain.reporting.energy import EnergyMeter
 from megatrain.reporting.meters import GpuMeter
 from megatrain.settings import Settings

@@ -22,7 +22,7 @@ from megatrain.machine.profile import DriveRates, fingerprint, known, typical
 from megatrain.measure import checks
 from megatrain.recipes import doctor
 from megatrain.recipes.doctor import measured_or_typical, measured_together
-from megatrain.reporting.meters import LoadMeter, ProcessorTimes
+from megatrain.reporting.meters import LoadMeter
 from megatrain.world import World
 
 CPU = torch.device("cpu")
@@ -56,7 +56,7 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
 
 def meter(busy: float) -> LoadMeter:
     """Of a machine with 8 cores, of which other processes keep so many busy."""
-    readings = (ProcessorTimes(second, second * busy, 0) for second in count())
+    readings = ((second, second * busy, 0.0) for second in count())
     return LoadMeter(lambda: next(readings), 8)
 
 

@@ -18,7 +18,7 @@ import megatrain as mt
 from megatrain.config import Config, load_config
 from megatrain.errors import ConfigError
 from megatrain.machine.launcher import Place, share_of_cores
-from megatrain.recipes.planned_machine import find_machine
+from megatrain.recipes.doctor import find_machine
 from megatrain.recipes.ranks import launch
 from megatrain.recipes.ranks.launch import environment_of, free_port, ranks_for, run_ranks
 from megatrain.recipes.ranks.rendezvous import as_rank, bind, own_device

@@ -19,7 +19,7 @@ from megatrain.errors import StorageError
 from megatrain.machine import hardware, profile
 from megatrain.machine.hardware import Gpu, read_hardware
 from megatrain.machine.profile import DriveRates, fingerprint, save_drive, typical
-from megatrain.recipes import planned_machine
+from megatrain.recipes import doctor
 from tests.recipes.same_run import same_run
 
 SWAP = ["memory.nvme=swap", "memory.nvme_blocks=3"]
@@ -94,9 +94,9 @@ def measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
             raise StorageError("the disk cannot be measured")
         return DriveRates(*((2e9, 6e9) if folder.name == "slow" else (3e9, 5e9)), "2026-11-22")
 
-    monkeypatch.setattr(planned_machine, "drive_rates", rates)
+    monkeypatch.setattr(doctor, "drive_rates", rates)
     monkeypatch.setattr(hardware, "drive_of", lambda folder: folder.name)
-    for module in (planned_machine, profile):
+    for module in (doctor, profile):
         monkeypatch.setattr(module, "drive_name", lambda folder: folder.name)
     return made
 
@@ -108,9 +108,7 @@ def planned(folder: Path, *names: str, gpu: bool = True, may_measure: bool = Tru
     drives = [str(folder / name) for name in names] or None
     config = bench_config("tiny").with_values({"memory.nvme": drives})
     machine = replace(typical(here), disk_write=1e9, disk_read=9e9)
-    found, assumed = planned_machine.rates_with_drives(
-        machine, config, here, may_measure=may_measure
-    )
+    found, assumed = doctor.rates_with_drives(machine, config, here, may_measure=may_measure)
     return found.disk_write, found.disk_read, [path.name for path in assumed]
 
 
@@ -170,6 +168,6 @@ def test_the_plan_s_last_words_on_a_drive(megatrain, project, monkeypatch):
 def test_a_folder_in_ram_is_no_drive_and_that_is_said(
     tmp_path, measured, caplog, monkeypatch, kind
 ):
-    monkeypatch.setattr(planned_machine, "mount_of", lambda folder: SimpleNamespace(fstype=kind))
+    monkeypatch.setattr(doctor, "mount_of", lambda folder: SimpleNamespace(fstype=kind))
     planned(tmp_path, "fast")
     assert ("fast lies in RAM (tmpfs), which it takes away" in caplog.text) == (kind == "tmpfs")

@@ -18,10 +18,10 @@ from megatrain.engine.resolved import state_bytes, whole_update
 from megatrain.machine.datasheets import GPUS
 from megatrain.machine.hypothetical import DRIVER_BYTES
 from megatrain.optim import AdamW, Muon
-from megatrain.recipes import planned_machine as planned_machine_module
+from megatrain.recipes import doctor
 from megatrain.recipes.describe import facts_of
+from megatrain.recipes.doctor import find_machine, planned_machine
 from megatrain.recipes.model import shape_model
-from megatrain.recipes.planned_machine import find_machine, planned_machine
 from megatrain.recipes.setup import plan_run, resolve_run
 from megatrain.settings import Settings
 from tests.helpers.quantised import TILES, Tensors, config_in, in_tiles, rewrite, state
@@ -295,7 +295,7 @@ def test_gpus_that_have_nothing_to_do_are_refused(megatrain, flags, words):
 
 
 def test_more_gpus_than_there_are_need_a_description(megatrain, monkeypatch):
-    monkeypatch.setattr(planned_machine_module, "find_machine", lambda config: ON_CUDA)
+    monkeypatch.setattr(doctor, "find_machine", lambda config: ON_CUDA)
     monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
     told = megatrain("plan tiny --gpus 2", *TINY, code=2).err
     assert "--gpus: 2, but this machine shows 1; describe another one with --gpu and --ram" in told

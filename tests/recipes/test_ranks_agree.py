@@ -23,7 +23,7 @@ from megatrain.data import rows
 from megatrain.engine.engine import Engine
 from megatrain.errors import ConfigError
 from megatrain.heartbeat import total
-from megatrain.recipes import planned_machine, run
+from megatrain.recipes import doctor, run
 from megatrain.recipes.model import describe_model
 from megatrain.recipes.ranks import rendezvous
 from megatrain.recipes.state import Run
@@ -85,7 +85,7 @@ def differently(rank: int, what: str) -> None:
         patch(rows.TokenRows, "digest", "another")
     if what == "precision":
         chosen = "float32" if rank else "bfloat16"
-        patch(planned_machine, "choose_precision", lambda *_: chosen)
+        patch(doctor, "choose_precision", lambda *_: chosen)
     if what == "compile" and rank == 1:
         compared = rendezvous.check_alike
 

@@ -173,7 +173,7 @@ PREFERENCE = {"rewards/chosen": 0.5, "rewards/rejected": -0.5, "rewards/accuraci
 
 def reported(name: str = "run", steps: int = 3, **fields: Any) -> Reported:
     rows = [replace(STEP, step=step + 1, **fields).to_dict() for step in range(steps)]
-    return Reported(name, History(rows), {}, {}, {}, "", [])
+    return Reported(Path(name), History(rows))
 
 
 def titles(data: dict[str, Any]) -> list[str]:
@@ -265,7 +265,7 @@ NASTY = "</script><script>alert(1)</script><!-- <b>&amp; \u2028 \ud800 \u202e \x
 def test_texts_stay_texts():
     table = {"kind": "table", "title": "t", "head": ["", NASTY], "rows": [[NASTY, "b"]]}
     blocks = [text(NASTY, NASTY), table]
-    html = page(NASTY, [NASTY], blocks)
+    html = page(NASTY, [NASTY], blocks, [])
     # the data, uPlot and page.js
     assert html.count("<script") == html.count("</script>") == 3
     assert "<b>" not in html and "alert(1)</" not in html
@@ -275,7 +275,7 @@ def test_texts_stay_texts():
 
 
 def test_nothing_is_loaded_and_only_its_own_scripts_run():
-    html = page("run", ["run"], [])
+    html = page("run", ["run"], [], [])
     assert "default-src 'none'" in html and html.count("'sha256-") == 2
     for name in ("src=", "@import", "fetch(", "XMLHttpRequest", "url("):
         assert name not in html, name

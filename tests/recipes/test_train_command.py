@@ -18,8 +18,8 @@ from megatrain.config.resuming import with_absolute_paths
 from megatrain.data.files import decoded
 from megatrain.heartbeat import total
 from megatrain.recipes import loop
+from megatrain.recipes.doctor import find_machine
 from megatrain.recipes.model import read_model
-from megatrain.recipes.planned_machine import find_machine
 from megatrain.recipes.run import plan_and_loader
 from megatrain.recipes.setup import open_rows, resolve_run
 from megatrain.storage.run_folder import checkpoints

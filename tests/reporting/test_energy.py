@@ -14,7 +14,6 @@ from megatrain.reporting.energy import (
     Prices,
     compared,
     described,
-    planned_economy,
     planned_power,
 )
 
@@ -46,7 +45,9 @@ def rapl(folder: Path, number: str, name: str, energy_uj: str) -> Path:
 
 def test_an_hour_at_a_kilowatt():
     prices = Prices(per_hour=3.5, per_kwh=0.5, currency="EUR")
-    found = planned_economy(2_000_000, HOUR, planned_power(0.5, None, 350, 300, gpus=2), prices)
+    watts, counted = planned_power(0.5, None, 350, 300, gpus=2)
+    assert watts is not None
+    found = Economy(2_000_000, HOUR, watts * HOUR, prices, counted)
     assert found.kwh == pytest.approx(1.0)
     assert found.cost == pytest.approx(4.0)
     assert found.cost_per_million == pytest.approx(2.0)
@@ -58,16 +59,16 @@ def test_an_hour_at_a_kilowatt():
 
 
 def test_no_price_and_no_power_is_assumed_but_the_data_sheets():
-    nothing = planned_economy(1000, 1.0, planned_power(1.0, None, None, None), Prices())
+    nothing = Economy(1000, 1.0, planned_power(1.0, None, None, None)[0], Prices(), "")
     assert (nothing.cost, nothing.kwh, described(nothing, whole=True)) == (None, None, [])
     busy = planned_power(1.0, 700, None, None)
     assert busy[0] == COMPUTING_SHARE * 700
     waiting, _ = planned_power(0.0, 700, None, None)
     assert waiting is not None and waiting < 0.5 * COMPUTING_SHARE * 700
-    assert "assumed" in planned_economy(1, 1.0, busy, Prices()).counted
+    assert "assumed" in busy[1]
     assert planned_power(0.5, 700, 450, None)[0] == 450
     # an unknown energy has no price
-    assert planned_economy(1000, 1.0, (None, ""), Prices(per_kwh=0.3)).cost is None
+    assert Economy(1000, 1.0, None, Prices(per_kwh=0.3), "").cost is None
 
 
 def test_measured_stands_beside_planned():

@@ -36,7 +36,7 @@ def run(tmp_path, console: Console, steps: int = 7, log_every: int = 3, **change
     progress = Progress(console, log_every=log_every)
     with logging_to(tmp_path, console), progress:
         progress.begin(steps)
-        progress.evaluated(0, 3.25, 1.5)
+        progress.evaluated(0, 3.25, 1.5, "held-out loss")
         for step in range(1, steps + 1):
             progress.step(replace(STEP, step=step, **changes))
     return screen_of(console)
@@ -125,7 +125,7 @@ def test_a_resumed_run_shows_its_first_step(tmp_path, pipe):
 
 def test_what_happens_between_steps_is_timed(tmp_path, pipe):
     with logging_to(tmp_path, pipe), Progress(pipe) as progress:
-        progress.evaluated(0, 3.25, 1.5)
+        progress.evaluated(0, 3.25, 1.5, "held-out loss")
         progress.saved(tmp_path / "checkpoint-1", 2.0)
         progress.saved(tmp_path / "checkpoint-2", 61.0)
     assert progress.outside_s == {"evaluating": 1.5, "saving": 63.0}
@@ -223,11 +223,11 @@ def test_the_time_left_has_what_is_still_to_be_evaluated_and_saved(tmp_path, pip
     still = {4: {"evaluating": 3, "saving": 1}, 5: {"evaluating": 2, "saving": 1}}
     with logging_to(tmp_path, pipe), Progress(pipe, log_every=1) as progress:
         progress.begin(10, ahead=lambda step: still[step])
-        progress.evaluated(0, 3.25, 30.0)
+        progress.evaluated(0, 3.25, 30.0, "held-out loss")
         progress.step(replace(STEP, step=4))
         assert progress.seconds_left() == 6 * 2.0 + 3 * 30.0
         progress.saved(tmp_path / "checkpoint-4", 50.0)
-        progress.evaluated(4, 3.0, 10.0)
+        progress.evaluated(4, 3.0, 10.0, "held-out loss")
         progress.step(replace(STEP, step=5))
         assert progress.seconds_left() == 5 * 2.0 + 2 * 20.0 + 50.0
     assert "time left 1m40s" in pipe.file.getvalue()

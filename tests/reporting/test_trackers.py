@@ -28,8 +28,8 @@ class Fake:
     fails_at: int | None = None
 
     @classmethod
-    def opened(cls, run: trackers.Tracked) -> trackers.Tracker:
-        cls.kept.append((run.id, run.first_step, dict(run.about)))
+    def opened(cls, _dir: Path, run_id: str, first_step: int, about: Any) -> trackers.Tracker:
+        cls.kept.append((run_id, first_step, dict(about)))
         return cls().log, cls().finish
 
     def log(self, row: trackers.Row) -> None:

@@ -28,7 +28,7 @@ from megatrain.config import Config
 from megatrain.config.resuming import ENVIRONMENT_FILE
 from megatrain.errors import UNEXPECTED, ConfigError, StorageError
 from megatrain.machine.hardware import built_for_cuda, visible_gpus
-from megatrain.machine.launcher import HERE, MEETING, NAMES, place_of, started_by
+from megatrain.machine.launcher import HERE, MEETING, NAMES, place_of
 from megatrain.recipes.signals import INTERRUPTED, SAVES, STOPPED, STOPS
 from megatrain.reporting.metrics import read_metrics
 from megatrain.storage.run_folder import checkpoints, has_begun
@@ -48,12 +48,6 @@ FAILURES_AT_A_STEP = 3  # after which a run stays down
 PR_SET_PDEATHSIG = 1  # prctl(2)
 
 
-def be_quiet_as_rank() -> None:
-    """Keep C++ quiet in a process that a launcher has started, before torch is loaded."""
-    if started_by(os.environ)[1] > 1:
-        os.environ |= {**QUIET, **os.environ}
-
-
 def ranks_for(config: Config) -> int:
     """Count of the processes that a command starts; 1: none but itself. Raises ConfigError."""
     if place_of(os.environ) is not None:
@@ -70,9 +64,8 @@ def ranks_for(config: Config) -> int:
     if config.gpus == "auto":
         busy = (config.train.rows_per_step or there) * config.train.context_parallel
         if 0 < busy < there:
-            typer.echo(
-                f"a step has work for {busy} of {there} GPUs (train.rows_per_step)", err=True
-            )
+            words = f"a step has work for {busy} of {there} GPUs (train.rows_per_step)"
+            typer.echo(words, err=True)
         return max(1, min(there, busy))
     if config.gpus > max(1, there):
         raise ConfigError(f"{config.where('gpus')}: {config.gpus}, but {there} are visible here")

@@ -51,18 +51,8 @@ from megatrain.errors import (
     system_errors,
 )
 from megatrain.heartbeat import beat, ending, may_end_here, total
+from megatrain.machine import launcher
 from megatrain.machine.hardware import built_for_cuda, physical_cores, visible_gpus
-from megatrain.machine.launcher import (
-    HERE,
-    MEETING,
-    NAMES,
-    Place,
-    first_host,
-    job_of,
-    place_of,
-    port_of,
-    share_of_cores,
-)
 from megatrain.machine.profile import PACKAGES, cache_folder, installed_version
 from megatrain.measure.ranks import measure_together
 from megatrain.planner.job import too_many_ranks
@@ -73,7 +63,7 @@ from megatrain.settings import KEYS
 from megatrain.world import ALONE, LOOKS_EVERY_S, World
 
 ALL_COME_WITHIN = timedelta(minutes=10)
-LOOPBACK = (HERE, "localhost")
+LOOPBACK = (launcher.HERE, "localhost")
 POLL_S = 0.05
 SAYS_AFTER_S = 10.0
 FIRST = "the first rank"
@@ -100,7 +90,7 @@ def as_rank(device: str, work: Callable[[World], T]) -> T:
         SystemExit: a signal has come before all ranks have met.
     """
     end_with_launcher()
-    place = place_of(os.environ)
+    place = launcher.place_of(os.environ)
     if place is None:
         return work(ALONE)
     if distributed.is_initialized():
@@ -108,13 +98,14 @@ def as_rank(device: str, work: Callable[[World], T]) -> T:
             "torch.distributed: the program has started it; leave that to the run, which ranks of "
             "a launcher begin together"
         )
-    own, job = own_device(place, device), job_of(os.environ)
-    for name, default in zip(MEETING, (first_host(os.environ, place), port_of(job)), strict=True):
+    own, job = own_device(place, device), launcher.job_of(os.environ)
+    meeting = launcher.first_host(os.environ, place), launcher.port_of(job)
+    for name, default in zip(launcher.MEETING, meeting, strict=True):
         os.environ.setdefault(name, str(default))
-    if place.size == place.local_size and os.environ[MEETING[0]] in LOOPBACK:
+    if place.size == place.local_size and os.environ[launcher.MEETING[0]] in LOOPBACK:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     # all of them: from here on `place_of` finds these names, also under Slurm
-    os.environ |= zip(NAMES, map(str, astuple(place)), strict=True)
+    os.environ |= zip(launcher.NAMES, map(str, astuple(place)), strict=True)
     with ExitStack() as stack:
         alive = _meet(place, job, stack)
         try:
@@ -126,16 +117,17 @@ def as_rank(device: str, work: Callable[[World], T]) -> T:
         return summary
 
 
-def _meet(place: Place, job: str, stack: ExitStack) -> Liveness:
+def _meet(place: launcher.Place, job: str, stack: ExitStack) -> Liveness:
     """Meet the other ranks of this start and job; they are watched until `stack` is closed."""
     rank, size, here = place.rank, place.size, socket.gethostname()
-    host, port = (os.environ[name] for name in MEETING)
+    host, port = (os.environ[name] for name in launcher.MEETING)
     patience = Wait(ALL_COME_WITHIN, f"{host}:{port}")
     try:
         opened = meeting_store(host, int(port), rank, size, patience)
         sealed = Sealed(PrefixStore(job, opened), secret_of(place), job)
         store = fresh_part(sealed, rank, size, patience, sign_of_life(rank, here))
-        stack.callback(_disconnect)  # when nobody is looked after any more
+        # when nobody is looked after any more
+        stack.callback(lambda: distributed.is_initialized() and distributed.destroy_process_group())
         world = World(rank, size, place.local_rank, place.local_size, store=store)
         alive = Liveness(world, here)
         stack.enter_context(alive.watched())
@@ -144,7 +136,7 @@ def _meet(place: Place, job: str, stack: ExitStack) -> Liveness:
         raise _as_asked() or MegaTrainError(_not_all(size, error)) from error
 
 
-def _connected(own: torch.device, place: Place, world: World) -> World:
+def _connected(own: torch.device, place: launcher.Place, world: World) -> World:
     """The world of ranks that have met, with their groups."""
     backend = "cpu:gloo,cuda:nccl" if own.type == "cuda" else "gloo"
     store = PrefixStore("group", world.store.store)
@@ -164,11 +156,6 @@ def allow_sockets() -> None:
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     with suppress(OSError, ValueError):  # as much as the system allows
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-
-
-def _disconnect() -> None:
-    if distributed.is_initialized():
-        distributed.destroy_process_group()
 
 
 def _as_asked() -> SystemExit | None:
@@ -213,7 +200,7 @@ def meeting_store(host: str, port: int, rank: int, size: int, patience: Wait) ->
         listening = None
         if opens and host in LOOPBACK:  # the library would listen to all networks
             with suppress(OSError):  # the port is taken, perhaps by this process itself
-                listening = socket.create_server((HERE, port)).detach()
+                listening = socket.create_server((launcher.HERE, port)).detach()
         return TCPStore(
             host,
             port,
@@ -232,7 +219,7 @@ def meeting_store(host: str, port: int, rank: int, size: int, patience: Wait) ->
     return opened.result()
 
 
-def secret_of(place: Place) -> bytes:
+def secret_of(place: launcher.Place) -> bytes:
     """The secret that a start's ranks share: $MEGATRAIN_SECRET, which our launcher makes up; else,
     on one host, that of the user, in a file that nobody else may read; else none: then the network
     between hosts is trusted. Raises StorageError."""
@@ -335,7 +322,7 @@ def fresh_part(
 # -- the GPU and the cores of a rank ---------------------------------------------------------------
 
 
-def own_device(place: Place, device: str) -> torch.device:
+def own_device(place: launcher.Place, device: str) -> torch.device:
     """The GPU of a rank, the only one that it sees from now on, or the CPU. Raises ConfigError.
     CUDA is not asked which there are: it would see all of them ever after."""
     gpus = visible_gpus() if device != "cpu" and built_for_cuda() else []
@@ -363,7 +350,7 @@ def bind(world: World, device: torch.device) -> None:
         return
     number, of = on_the_same_cores(world)
     cores = max(1, physical_cores() // of)
-    os.sched_setaffinity(0, share_of_cores(number, of))
+    os.sched_setaffinity(0, launcher.share_of_cores(number, of))
     if device.type == "cpu":
         torch.set_num_threads(min(cores, torch.get_num_threads()))
 
@@ -444,9 +431,8 @@ def awaiting(world: World, stop: StopRequest, step: Callable[[], int]) -> Await:
 
     def arrived(pending: Future[StepBatch]) -> StepBatch:
         signs_before, shown = list[int](), False
-        with ExitStack() as stack:
-            lacks = threading.Event()  # a window is not there
-            stack.enter_context(ending(lacks.set))
+        lacks = threading.Event()  # a window is not there
+        with ending(lacks.set):
             while True:
                 wait((pending,), LOOKS_EVERY_S)
                 there, failure = pending.done(), None

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import base64
 import json
-import logging
 import os
 import re
 import zlib
@@ -24,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from megatrain.errors import StorageError, system_errors
+from megatrain.errors import StorageError, logger, system_errors
 
 if TYPE_CHECKING:
     from megatrain.engine.rollout.decode import Answer
@@ -32,8 +31,6 @@ if TYPE_CHECKING:
 
 FOLDER, REWARDS_LOG = "rollouts", "rewards.log"
 _CODES = {"ids": "<i4", "logprobs": "<f4", "kept_mass": "<f4", "mask": "|u1"}
-
-logger = logging.getLogger("megatrain")
 
 
 @dataclass

@@ -4,7 +4,6 @@ with a time limit, and by reward models."""
 from __future__ import annotations
 
 import json
-import logging
 import os
 import pickle
 import signal
@@ -24,7 +23,7 @@ from typing import Any
 
 from megatrain.config.fields import check_functions, is_function, judge_name
 from megatrain.data.samples import Tool
-from megatrain.errors import ConfigError, RewardError
+from megatrain.errors import ConfigError, RewardError, logger
 from megatrain.heartbeat import beat
 from megatrain.machine.hardware import physical_cores
 from megatrain.recipes.frozen import RewardModel
@@ -40,8 +39,6 @@ BOOT = (
 )
 
 Beginning = tuple[Mapping[str, Any], str | None]  # of an environment: a row, and what it adds to it
-
-logger = logging.getLogger("megatrain")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -332,9 +329,7 @@ class Worker:
         self.connection.close()
 
 
-def judges_of(
-    config: Any, stack: ExitStack, log: Path | None = None, rewarding: bool = False
-) -> Judges:
+def judges_of(config: Any, stack: ExitStack, log: Path | None, rewarding: bool) -> Judges:
     """The judges that a config names, which the stack closes: functions are imported once, and
     reward models read. rewarding: so do environments. Raises ConfigError."""
     check_functions(config)

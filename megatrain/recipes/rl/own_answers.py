@@ -74,12 +74,10 @@ def on_policy(run: Any, batch: StepBatch) -> StepBatch:
         AnswerRequest(number, ids, (0,), min(longest, train.seq_len - len(ids)))
         for number, ids in enumerate(prompts)
     ]
+    ends = end_tokens(run.model)
     with doing("writing answers", aloud=False):
-        found = {
-            one.key: one.ids for one in run.engine.rollout(requests, draw, end_tokens(run.model))
-        }
-    answers = [found[number] for number in range(len(prompts))]
-    rows = answered_rows(prompts, answers, [True] * len(answers))
+        made = sorted(run.engine.rollout(requests, draw, ends), key=lambda one: one.key)
+    rows = answered_rows(prompts, [one.ids for one in made], [True] * len(made))
     batches, lengths = [*loader.batches_of(rows)], tuple(rows.lengths.tolist())
     spent = {"rollout": time.perf_counter() - began}
     return replace(batch, micro_batches=batches, lengths=lengths, spent_s=spent)

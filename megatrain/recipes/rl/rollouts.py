@@ -218,8 +218,7 @@ class Rollouts:
         chosen = [group * self.answers + n for group in groups for n in range(self.answers)]
         silent = rollout.judged.without_signal
         taught = [one for one in chosen if self.held or not silent[one]]
-        if not taught:
-            taught = [min(chosen, key=lambda number: len(rollout.answers[number].ids))]
+        taught = taught or [min(chosen, key=lambda number: len(rollout.answers[number].ids))]
         left_out = sorted({*chosen} - {*taught})
         rows = self._rows(rollout, taught, rollout.judged.values[taught])
         batches = [*self._micro_batches(rows)]

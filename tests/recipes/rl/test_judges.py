@@ -210,7 +210,7 @@ def test_what_cannot_be_imported_is_told_at_once(file, tmp_path):
             ExitStack() as stack,
             pytest.raises(ConfigError, match=f"^c.yaml: rewards.functions: .*{reason}"),
         ):
-            judges_of(config, stack)
+            judges_of(config, stack, None, rewarding=False)
 
 
 def test_many_groups_and_what_functions_print(file, tmp_path, capfd):
