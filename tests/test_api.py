@@ -113,6 +113,8 @@ def test_plan_takes_a_file_a_mapping_and_a_config(config_folder, tmp_path):
     for target in targets:
         with pytest.raises(mt.errors.ModelError, match="tokenizer"):
             mt.plan(target)  # as the command: a config names rows, which want a tokenizer
+    named = {"model": "tiny", "data": {"train": "rows.txt"}, "compile": False}
+    assert mt.plan(named, gpu="H200", ram="128GiB").fits
     assert mt.load_config(given) == config
     changed = mt.load_config(given, {"train.seq_len": 8})
     assert changed.train.seq_len == 8

@@ -136,7 +136,12 @@ def bench_config(target: str, overrides: Sequence[str] | Mapping[str, Any] = ())
         "method": "pretrain",
         "data": {"train": "random tokens", "eval": None},
     }
-    config = load_config(target if names_config(target) else full_rows, overrides)
+    found = load_config(target if names_config(target) else full_rows, overrides)
+    return with_random_weights(found)
+
+
+def with_random_weights(config: Config) -> Config:
+    """The config of the same run from random weights."""
     if config.model.init == "random":
         return config
     drawn = {"model.path": None, "model.config": config.model.source, "model.init": "random"}
