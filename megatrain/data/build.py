@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from megatrain.data import show
-from megatrain.data.cache import cached_set, making_set, sets_asked, unreadable
+from megatrain.data.cache import cached_set, make_shards, making_set, sets_asked, unreadable
 from megatrain.data.encoding import PROMPTS_READ, Encoder, RowOptions
 from megatrain.data.files import resolve_name
 from megatrain.data.images import has_changed
@@ -35,7 +35,6 @@ from megatrain.data.rows import (
     permutation,
 )
 from megatrain.data.samples import KINDS, digest_of, name_for
-from megatrain.data.shards import make_shards
 from megatrain.data.sources import Part, Source, open_source
 from megatrain.data.template import CLOCK
 from megatrain.errors import DataError, number_of

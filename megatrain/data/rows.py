@@ -334,14 +334,13 @@ class PackedRows:
         return self._tokens % self.seq_len
 
     def __len__(self) -> int:
-        return self._tokens // self.seq_len + (self.remainder >= 2)
+        return len(self.lengths)
 
     @cached_property
     def lengths(self) -> IndexArray:
-        lengths = np.full(len(self), self.seq_len, np.int64)
-        if self.remainder >= 2:
-            lengths[-1] = self.remainder
-        return lengths
+        last = [self.remainder] if self.remainder >= 2 else []
+        whole = np.full(self._tokens // self.seq_len, self.seq_len)
+        return np.concatenate([whole, last]).astype(np.int64)
 
     @property
     def side_lengths(self) -> IndexArray:

@@ -218,15 +218,14 @@ def _openai_turn(turn: Row, place: str) -> tuple[Message, list[str]]:
     calls = calls_of(turn, place)
     if calls and role != "assistant":
         raise RowError(f"{place}.tool_calls: only the assistant's turns have calls")
-    content, images = _content(turn, place, role in MAY_BE_EMPTY, calls != [])
+    content, images, unread = _content(turn, place, role in MAY_BE_EMPTY, calls != [])
     others = [key for key in turn if key not in ("role", "content", *FLAGS, *CALLS)]
     # texts such as `name` or `reasoning_content` are for the template; the rest is metadata
     texts = [key for key in others if isinstance(turn[key], str)]
     extra: dict[str, Any] = {key: text_value(turn, key, place, may_be_empty=True) for key in texts}
-    unread = [key for key in others if key not in extra and is_given(turn[key])]
+    unread += [key for key in others if key not in extra and is_given(turn[key])]
     extra |= {"tool_calls": calls} if calls else {}
-    message = Message(role, content, _trained(turn, role, place), extra, images)
-    return message, [*unread, *_unread_of_parts(turn)]
+    return Message(role, content, _trained(turn, role, place), extra, images), unread
 
 
 def _sharegpt_turn(turn: Row, place: str) -> tuple[Message, list[str]]:
@@ -242,17 +241,22 @@ def _sharegpt_turn(turn: Row, place: str) -> tuple[Message, list[str]]:
     return message, [key for key in turn if key not in read and is_given(turn[key])]
 
 
-def _content(turn: Row, place: str, may_be_empty: bool, calls: bool) -> tuple[str, tuple[Any, ...]]:
-    """A string, or OpenAI's list of parts, and the images among these; empty where a turn has calls
-    and no content."""
+def _content(
+    turn: Row, place: str, may_be_empty: bool, calls: bool
+) -> tuple[str, tuple[Any, ...], list[str]]:
+    """A string, or the texts of OpenAI's list of parts; the images among these, and their fields
+    that nobody reads. Empty where a turn has calls and no content."""
     parts = turn.get("content")
     if calls and not is_given(parts):
-        return "", ()
+        return "", (), []
     if not isinstance(parts, list):
-        return text_value(turn, "content", place, may_be_empty), ()
-    texts, images = list[str](), list[Any]()
+        return text_value(turn, "content", place, may_be_empty), (), []
+    texts, images, unread = list[str](), list[Any](), list[str]()
     for part_place, part in _numbered(parts, f"{place}.content"):
-        if (kind := part.get("type")) in IMAGE_PARTS:
+        kind = part.get("type")
+        read = ("type", *(IMAGE_KEYS if kind in IMAGE_PARTS else ("text",)))
+        unread += [f"content[].{key}" for key in part if key not in read and is_given(part[key])]
+        if kind in IMAGE_PARTS:
             named = {key: part[key] for key in IMAGE_KEYS if part.get(key) is not None}
             if len(named.keys() - {"path", "bytes"}) > 1:
                 raise RowError(f"{part_place}: names an image by {' and '.join(named)}; keep one")
@@ -265,19 +269,8 @@ def _content(turn: Row, place: str, may_be_empty: bool, calls: bool) -> tuple[st
         for flag in (name for name in FLAGS if is_given(part.get(name))):
             raise RowError(f"{part_place}.{flag}: {_PARTS}")
         texts.append(text_value(part, "text", part_place, may_be_empty))
-    return text_value({"content": "".join(texts)}, "content", place, may_be_empty), tuple(images)
-
-
-def _unread_of_parts(turn: Row) -> list[str]:
-    """Fields of a content's text parts that nobody reads."""
-    content = turn.get("content")
-    return [
-        f"content[].{key}"
-        for part in (content if isinstance(content, list) else [])
-        for key, value in part.items()
-        if key not in ("type", *(IMAGE_KEYS if part.get("type") in IMAGE_PARTS else ("text",)))
-        and is_given(value)
-    ]
+    text = text_value({"content": "".join(texts)}, "content", place, may_be_empty)
+    return text, tuple(images), unread
 
 
 def _trained(turn: Row, role: str, place: str) -> bool:
