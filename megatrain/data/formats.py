@@ -151,10 +151,6 @@ def from_ranking(row: Row) -> Chats:
     return _of_prompt(row, "conversations")
 
 
-def from_alpaca_ranking(row: Row) -> Chats:
-    return tuple(_last_alone(*from_alpaca(row, name)) for name in _ANSWERS)
-
-
 def from_implicit(row: Row) -> Chats:
     """Two texts or two conversations, whose common beginning is the prompt."""
     kinds = [isinstance(row.get(name), str) for name in _ANSWERS]
@@ -357,7 +353,10 @@ ROW_FORMATS = {
     "preference": RowFormat(("prompt", *_ANSWERS), from_preference, kinds=(PAIRS,)),
     "ranking": RowFormat(("conversations", *_ANSWERS), from_ranking, kinds=(PAIRS,)),
     "alpaca_ranking": RowFormat(
-        ("instruction", *_ANSWERS), from_alpaca_ranking, ABOUT_ALPACA, kinds=(PAIRS,)
+        ("instruction", *_ANSWERS),
+        lambda row: tuple(_last_alone(*from_alpaca(row, name)) for name in _ANSWERS),
+        ABOUT_ALPACA,
+        kinds=(PAIRS,),
     ),
     "implicit_prompt": RowFormat(_ANSWERS, from_implicit, kinds=(PAIRS,)),
 }

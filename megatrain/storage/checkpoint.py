@@ -178,15 +178,12 @@ def _write(
         write_description(folder, engine, tokenizer, generation_config)
         files += [write_bytes(folder / name, text) for name, text in small.items()]
         hashed = {file.name: file for file in (*files, *kept)}
-        names = sorted(
-            str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()
-        )
         # on the disk already; those that are kept may be copies
         sync_tree(folder, but={file.name for file in files})
-        by_libraries = describe_files(folder, [name for name in names if name not in hashed])
-        listed = hashed | {file.name: file for file in by_libraries}
+        by_libraries = stray_files(folder, Manifest(step, 0, hashed))
+        hashed |= {file.name: file for file in describe_files(folder, by_libraries)}
         sequence, constants = run_folder.next_sequence(run_dir), names_in(engine.constants)
-        manifest = Manifest(step, sequence, listed, constants=constants)
+        manifest = Manifest(step, sequence, hashed, constants=constants)
         write_bytes(folder / MANIFEST, manifest.encode())
 
 

@@ -6,7 +6,7 @@ import copy
 import os
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
@@ -357,7 +357,7 @@ def _fill_gguf(folder: Path, source: Path, dtype: str | None, name: str) -> None
     if held == torch.bfloat16 and (wanted == torch.float32 or (wanted != held and has_masters)):
         changed = {t.name: t for t in converted(source, weights, torch.float32)}
     sources = [changed.get(name) or as_stored(tensor) for name, tensor in stored.items()]
-    with _writing(stored, wanted):
+    with doing("writing the model", _size(stored, wanted), BYTES_WRITTEN):
         write_gguf(folder / FILE, name, config, tokenizer, sources, wanted)
 
 
@@ -379,13 +379,10 @@ def _fill(folder: Path, source: Path, dtype: str | None) -> None:
         kept = [t for t in stored.values() if is_passthrough(t.path)]
         own = (t for t in stored.values() if not is_passthrough(t.path))
         sources = [changed.get(t.name) or as_stored(t) for t in own]
-        with _writing(stored, wanted):
+        with doing("writing the model", _size(stored, wanted), BYTES_WRITTEN):
             write_model(folder, plan_shards(sources, list(map(as_stored, kept))), {"format": "pt"})
 
 
-def _writing(
-    stored: Mapping[str, StoredTensor], dtype: torch.dtype
-) -> AbstractContextManager[None]:
-    """Inside, the terminal shows how much of the model is written."""
-    nbytes = sum(tensor.numel * dtype.itemsize for tensor in stored.values())
-    return doing("writing the model", nbytes, BYTES_WRITTEN)
+def _size(stored: Mapping[str, StoredTensor], dtype: torch.dtype) -> int:
+    """Bytes of the tensors in this dtype."""
+    return sum(tensor.numel for tensor in stored.values()) * dtype.itemsize

@@ -67,8 +67,7 @@ class Manifest:
 
     def encode(self) -> bytes:
         """The file's only valid bytes, a checksum of the rest included: any flipped bit is seen."""
-        body: dict[str, Any] = {"format": FORMAT, "step": self.step}
-        body["sequence"] = self.sequence
+        body: dict[str, Any] = {"format": FORMAT, "step": self.step, "sequence": self.sequence}
         files = sorted(self.files.items())
         if self.constants:
             body["constants"] = list(self.constants)

@@ -209,13 +209,12 @@ def new_folder(target: Path, partial: Path) -> Iterator[Path]:
 
 def tidy(run_dir: Path) -> None:
     """Remove or finish what a killed process left half done, and mend links that lead nowhere."""
-    left = [path for path in run_dir.iterdir() if UNFINISHED.fullmatch(path.name)]
-    for path in left:
-        if not path.name.endswith(REPLACED):
-            _remove(path)
-    for path in (path for path in left if path.name.endswith(REPLACED)):
+    left = (path for path in run_dir.iterdir() if UNFINISHED.fullmatch(path.name))
+    for path in sorted(left, key=lambda path: path.name.endswith(REPLACED)):
         original = run_dir / path.name.removesuffix(REPLACED)
-        if original.exists():
+        if original == path:
+            _remove(path)
+        elif original.exists():
             discard(path)
         else:
             path.rename(original)

@@ -16,7 +16,7 @@ from itertools import chain, zip_longest
 from pathlib import Path
 from queue import Queue
 from threading import Thread
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import distributed
@@ -136,14 +136,6 @@ class _Order:
 _Outcome = tuple[MegaTrainError | None, list[WrittenFile]]
 
 
-@dataclass(frozen=True)
-class _End:
-    """Message of the first rank at the end: its result, or the exception that it raised."""
-
-    result: object = None
-    failure: MegaTrainError | None = None
-
-
 def led(world: World, lead: Callable[[], T], plan: Callable[[], Plan]) -> T:
     """Call `lead` on the first rank and return its result on all; the others help it to write.
 
@@ -161,18 +153,18 @@ def led(world: World, lead: Callable[[], T], plan: Callable[[], Plan]) -> T:
         try:
             result = lead()
         except Exception as error:
-            world.broadcast(_End(failure=world.as_told(error)))
+            world.broadcast(world.as_told(error))
             raise
-        world.broadcast(_End(result))
+        world.broadcast((result,))
         return result
-    message: object
+    message: Any  # orders, then what `lead` raises, or its result in a tuple
     while isinstance(message := world.broadcast(), _Order):
         planned = plan()
         _write(message, {name: planned[name] for name in message.names}, world)
-    assert isinstance(message, _End)
-    if message.failure is not None:
-        raise message.failure
-    return message.result  # type: ignore[return-value]
+    if isinstance(message, Exception):
+        raise message
+    (result,) = message
+    return result
 
 
 def _write(order: _Order, plan: Plan, world: World) -> list[_Outcome]:
@@ -322,16 +314,16 @@ class _Writer:
     def _run(self) -> None:
         try:
             for name, sources in self._files.items():
-                self.written.append(self._write(name, [self._fed(source) for source in sources]))
+                fed = [
+                    replace(s, pieces=partial(self._received, s)) if s.owned else s for s in sources
+                ]
+                self.written.append(self._write(name, fed))
         except _Abandoned:
             pass
         except Exception as error:  # noqa: BLE001  all ranks raise it
             self.failure = error
         while not self._ended:  # nobody waits for room
             self._next()
-
-    def _fed(self, source: TensorSource) -> TensorSource:
-        return replace(source, pieces=partial(self._received, source)) if source.owned else source
 
     def _received(self, source: TensorSource) -> Iterator[torch.Tensor]:
         left = source.nbytes

@@ -298,7 +298,13 @@ def find_tensors(anatomy: Anatomy, names: Iterable[str], where: str) -> Found:
     """Match names, any that transformers knows, to the model's tensors. Raises ModelError if one is
     unknown, missing or there twice."""
     found, dropped = _match_names(anatomy, names, where)
-    twins = _take_aliases(found)
+    twins = []
+    for alias in [place for place in found if place.alias]:
+        owner, stand_in = replace(alias, alias=False), found.pop(alias)
+        if owner in found:
+            twins.append((stand_in, found[owner]))
+        else:
+            found[owner] = stand_in
     missing = anatomy.published.missing(found.keys())
     if missing:
         raise ModelError(
@@ -339,19 +345,6 @@ def _match_names(
         if place.own in whole and not place.whole:
             raise ModelError(f"{where}: holds {place.own} twice, whole and in parts")
     return found, dropped
-
-
-def _take_aliases(found: dict[ParameterPlace, str]) -> list[tuple[str, str]]:
-    """Remove tied tensors from `found`; one replaces its owner if that is missing. Returns the
-    names of (alias, owner) where both are present."""
-    twins = []
-    for alias in [place for place in found if place.alias]:
-        owner, stand_in = replace(alias, alias=False), found.pop(alias)
-        if owner in found:
-            twins.append((stand_in, found[owner]))
-        else:
-            found[owner] = stand_in
-    return twins
 
 
 # -- a folder's tensors --
