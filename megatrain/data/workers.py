@@ -143,7 +143,7 @@ class Team(Generic[Item, Result]):
     def _reason(self, worker: _Worker, item: Item) -> MegaTrainError:
         """The error for a worker that has ended by itself."""
         pid, worker.pid = worker.pid, 0
-        code = ended(pid)  # its own: a process that is ending cannot be killed any more
+        code = _exit_code_of(pid)
         if code == -signal.SIGKILL:
             return MegaTrainError(
                 f"process {pid}, which encodes rows, was ended from outside, perhaps because RAM "
@@ -250,6 +250,11 @@ def ended(child: int) -> int | None:
     """Kill a process, if it has not ended; its exit code, None where SIGCHLD is ignored."""
     with suppress(ProcessLookupError):
         os.kill(child, signal.SIGKILL)  # it has nothing to lose, and may never end
+    return _exit_code_of(child)
+
+
+def _exit_code_of(child: int) -> int | None:
+    """Wait for a process that ends; its exit code, None where SIGCHLD is ignored."""
     try:
         return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
     except ChildProcessError:
