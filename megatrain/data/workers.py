@@ -143,7 +143,8 @@ class Team(Generic[Item, Result]):
     def _reason(self, worker: _Worker, item: Item) -> MegaTrainError:
         """The error for a worker that has ended by itself."""
         pid, worker.pid = worker.pid, 0
-        code = _exit_code_of(pid)
+        # 0: it had an earlier item, whose error is raised; to wait for pid 0 is to wait for any child
+        code = _exit_code_of(pid) if pid else None
         if code == -signal.SIGKILL:
             return MegaTrainError(
                 f"process {pid}, which encodes rows, was ended from outside, perhaps because RAM "
