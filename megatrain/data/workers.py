@@ -143,7 +143,7 @@ class Team(Generic[Item, Result]):
     def _reason(self, worker: _Worker, item: Item) -> MegaTrainError:
         """The error for a worker that has ended by itself."""
         pid, worker.pid = worker.pid, 0
-        # 0: it had an earlier item, whose error is raised; to wait for pid 0 is to wait for any child
+        # 0: it ended with an earlier item, whose error is raised; waitpid(0) waits for any child
         code = _exit_code_of(pid) if pid else None
         if code == -signal.SIGKILL:
             return MegaTrainError(
