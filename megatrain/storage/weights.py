@@ -28,15 +28,9 @@ from megatrain.models.pretrained import (
     reading_once,
 )
 from megatrain.optim.split import as_weight, split_master
+from megatrain.storage import manifest
 from megatrain.storage.dequantise import Derived, dequantised
 from megatrain.storage.hashed_file import WrittenFile
-from megatrain.storage.manifest import (
-    Manifest,
-    check_model_files,
-    damaged,
-    manifest_of_model,
-    verifies,
-)
 from megatrain.storage.passthrough import (
     NOTHING,
     Passthrough,
@@ -94,10 +88,10 @@ def load_weights(
         return anatomy.published.tensors, NOTHING  # its names are transformers' own
     if how := quantisation_in(source.path):
         logger.info(f"{source.path}: its {how.method} weights are dequantised when they are read")
-    manifest = manifest_of_model(source.path)
-    hashed = manifest.files if manifest and verifies() else {}
+    saved = manifest.manifest_of_model(source.path)
+    hashed = saved.files if saved and manifest.verifies() else {}
     sums = {source.path / name: file for name, file in hashed.items()}
-    with damage_first(source.path, manifest):
+    with damage_first(source.path, saved):
         candidates = with_head(open_folder(source), head, source)
         found = copy_in(anatomy, store, candidates, str(source.file), constants, sums)
     kept = passthrough_of(source.path, {name: candidates[name] for name in found.passthrough})
@@ -121,20 +115,20 @@ def load_weights(
 def check_headers(anatomy: Anatomy, constants: Constants, source: ModelSource) -> None:
     """Compare the names, shapes and dtypes of a folder's tensors with the model's. Raises
     ModelError and StorageError."""
-    with damage_first(source.path, manifest_of_model(source.path)):
+    with damage_first(source.path, manifest.manifest_of_model(source.path)):
         match(anatomy, open_folder(source), str(source.file), constants)
 
 
 @contextmanager
-def damage_first(folder: Path, manifest: Manifest | None) -> Iterator[None]:
+def damage_first(folder: Path, saved: manifest.Manifest | None) -> Iterator[None]:
     """Turn an error raised inside into DamagedError if the folder's manifest shows the reason: a
     wrong name or value may be a damaged one."""
     try:
         yield
     except (ModelError, StorageError):
-        if manifest:
-            names = [name for name in manifest.files if not name.startswith("optimizer")]
-            check_model_files(folder, manifest, names)
+        if saved:
+            names = [name for name in saved.files if not name.startswith("optimizer")]
+            manifest.check_model_files(folder, saved, names)
         raise
 
 
@@ -169,7 +163,7 @@ def copy_in(
             file.skip_to(file.nbytes)
             written = sums[path]
             if file.nbytes != written.nbytes or (how.hashes and file.sha256 != written.sha256):
-                raise damaged(path)
+                raise manifest.damaged(path)
 
     by_file: dict[Path, list[tuple[ParameterPlace, StoredTensor]]] = {
         path: [] for path in sums if path.suffix == SUFFIX
