@@ -25,13 +25,9 @@ from typing import TYPE_CHECKING, Any
 
 from megatrain.data.samples import Chat, Message, Picture, RowError, schema_texts, shared_length
 from megatrain.data.template import (
-    ANSWERED,
-    CALLING,
+    CALLED,
     OWN_WORDS,
-    QUESTION,
-    RESULT,
     STAND_IN,
-    TOOLS,
     CharSpan,
     Scene,
     Template,
@@ -82,9 +78,8 @@ class ChatTemplate:
     def stops(self) -> tuple[str, ...]:
         """The tokens that end answers: the usual one first, then what ends a call of a tool."""
         found = [self._template.stop]
-        scene = Scene((QUESTION, CALLING, RESULT, *ANSWERED.turns[1:]), tools=TOOLS)
         try:
-            text, spans, _ = self._answers(scene, [1])
+            text, spans, _ = self._answers(CALLED, [1])
             found.append(self._template.last_token(text[slice(*spans[1])]))
         except RowError:  # it knows no tools
             pass

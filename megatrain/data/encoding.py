@@ -196,8 +196,12 @@ class Encoder:
             mask = target_mask(offsets, marked.spans)
         tokens = np.asarray(ids, np.int32)
         if marked.keep != (0, len(marked.text)) and marked.keep is not None:
-            chosen = tokens_in(offsets, marked.keep)
-            tokens, mask = tokens[chosen], mask[chosen]
+            # a token begins where the one before ended: so it belongs to one piece of a document,
+            # white space in front of it included
+            stops = np.asarray(offsets, np.int64).reshape(-1, 2)[:, 1]
+            begins = np.maximum.accumulate(np.concatenate([[0], stops]))[:-1]
+            kept = (begins >= marked.keep[0]) & (begins < marked.keep[1])
+            tokens, mask = tokens[kept], mask[kept]
         if marked.eos and (not len(tokens) or tokens[-1] != self.eos):
             tokens, mask = np.append(tokens, np.int32(self.eos)), np.append(mask, True)
         elif marked.eos:
@@ -258,14 +262,6 @@ def target_mask(offsets: Sequence[CharSpan], spans: Sequence[CharSpan]) -> MaskA
     for start, stop in spans:
         mask |= (starts < stop) & (stops > start)
     return mask
-
-
-def tokens_in(offsets: Sequence[CharSpan], piece: CharSpan) -> MaskArray:
-    """Tokens of a text that begin in a piece of it, as bool [tokens]. Each begins where the one
-    before ended: so it belongs to one piece, white space in front of it included."""
-    stops = np.asarray(offsets, np.int64).reshape(-1, 2)[:, 1]
-    begins = np.maximum.accumulate(np.concatenate([[0], stops]))[:-1]
-    return (begins >= piece[0]) & (begins < piece[1])
 
 
 BATCH_ROWS = 256  # that a worker encodes at a time

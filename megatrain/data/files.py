@@ -218,8 +218,10 @@ def read_table(path: Path) -> Iterator[RawRow]:
             places = json_in(pyarrow.struct(batch.schema))
             for start in range(0, len(batch), TABLE_ROWS):
                 part = batch.slice(start, TABLE_ROWS)
-                if part.nbytes > LINE_BYTES:
-                    _check_rows(part, f"{path} row", number)
+                for place in range(len(part) if part.nbytes > LINE_BYTES else 0):
+                    if part.slice(place, 1).nbytes > LINE_BYTES:
+                        size = f"over {LINE_BYTES >> 20} MiB; a row's text must be shorter"
+                        raise DataError(f"{path} row {number + place + 1}: {size}")
                 for row in part.to_pylist():
                     number += 1
                     value = without_nulls(row, places, json_value)
@@ -228,14 +230,6 @@ def read_table(path: Path) -> Iterator[RawRow]:
     except (pyarrow.ArrowException, ValueError, KeyError, MemoryError) as error:
         kind, reason = type_of(path)[1:].capitalize(), str(error).splitlines()[0]
         raise DataError(f"{path}: broken {kind} after row {number}: {reason}") from error
-
-
-def _check_rows(part: Any, name: str, before: int) -> None:
-    """Raise DataError for a row of a table's part that holds more than LINE_BYTES."""
-    for number in range(len(part)):
-        if part.slice(number, 1).nbytes > LINE_BYTES:
-            advice = "a row's text must be shorter"
-            raise DataError(f"{name} {before + number + 1}: over {LINE_BYTES >> 20} MiB; {advice}")
 
 
 def json_in(kind: Any) -> Any:

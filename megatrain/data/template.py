@@ -81,6 +81,7 @@ CALLING: dict[str, Any] = {
     # some templates insist on ids of 9 characters
     "tool_calls": [{"type": "function", "id": "abcdefghi", "function": CALL}],
 }
+CALLED = Scene((QUESTION, CALLING, RESULT, *ANSWERED.turns[1:]), tools=TOOLS)
 
 
 def _with_arguments(calls: Any, as_text: bool) -> list[dict[str, Any]]:

@@ -239,9 +239,13 @@ def forked(serve: Callable[[], object]) -> int:
     with _calm():
         parent, child = os.getpid(), os.fork()
         if child == 0:
-            try:
-                _depend_on(parent)
-                serve()
+            try:  # it ends with the parent, and ignores signals
+                ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+                if os.getppid() == parent:  # which may have ended before that
+                    for number in IGNORED_SIGNALS:
+                        signal.signal(number, signal.SIG_IGN)
+                    signal.pthread_sigmask(signal.SIG_UNBLOCK, IGNORED_SIGNALS)
+                    serve()
             finally:
                 os._exit(0)  # before anything of the parent is flushed or closed
     return child
@@ -260,16 +264,6 @@ def _exit_code_of(child: int) -> int | None:
         return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
     except ChildProcessError:
         return None
-
-
-def _depend_on(parent: int) -> None:
-    """In a child: end with the parent, and ignore signals."""
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:
-        os._exit(0)  # it ended before that
-    for number in IGNORED_SIGNALS:
-        signal.signal(number, signal.SIG_IGN)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, IGNORED_SIGNALS)
 
 
 @contextmanager

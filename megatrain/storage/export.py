@@ -21,22 +21,15 @@ from megatrain.models import pretrained
 from megatrain.models.anatomy import Anatomy
 from megatrain.models.constants import Constants, without_source
 from megatrain.models.names import Tensors
-from megatrain.models.pretrained import about_added, is_classifier, with_stops
 from megatrain.models.tokenizer_file import TOKENIZER_FILE, published_file
 from megatrain.optim.split import join_master
+from megatrain.storage import run_folder
 from megatrain.storage.gguf_file import DTYPES as GGUF_DTYPES
 from megatrain.storage.gguf_file import FILE, family_of, write_gguf
 from megatrain.storage.hashed_file import sync_tree, write_bytes
 from megatrain.storage.manifest import MANIFEST, Manifest, stray_files, verify_checkpoint
 from megatrain.storage.passthrough import Passthrough, as_stored, is_passthrough, with_dtype
-from megatrain.storage.run_folder import (
-    CONFIG,
-    find_checkpoint,
-    model_files,
-    new_folder,
-    sequence_of,
-    with_state,
-)
+from megatrain.storage.run_folder import CONFIG, find_checkpoint
 from megatrain.storage.safetensors import (
     StoredTensor,
     TensorSource,
@@ -186,7 +179,7 @@ def save_pretrained(
             write_model(partial_folder, plan, {"format": "pt"}, world=world)
             added = write_description(partial_folder, engine, tokenizer, generation_config)
         if added:
-            logger.info(about_added(added))
+            logger.info(pretrained.about_added(added))
         return Path(folder)
 
     return led(world, lead, partial(weight_plan, engine))
@@ -223,7 +216,7 @@ def _model_folder(out: Path) -> Iterator[Path]:
             f"{out}: exists and is not an empty folder; choose another name or remove it"
         )
     # of a process that died, too: `new_folder` removes what it left
-    with new_folder(out, out.with_name(f"{out.name}.tmp")) as folder:
+    with run_folder.new_folder(out, out.with_name(f"{out.name}.tmp")) as folder:
         yield folder
         sync_tree(folder)
 
@@ -244,9 +237,9 @@ def write_description(
         write_bytes(folder / name, text)
     added: list[str] = []
     if tokenizer is not None:
-        generation, added = with_stops(engine.hf_config, tokenizer, generation)
+        generation, added = pretrained.with_stops(engine.hf_config, tokenizer, generation)
         _save_tokenizer(folder, tokenizer)
-    if generation is not None and not is_classifier(engine.hf_config):
+    if generation is not None and not pretrained.is_classifier(engine.hf_config):
         # not its save_pretrained, which refuses settings that many published models ship with
         settings: str = generation.to_json_string()
         write_bytes(folder / "generation_config.json", settings.encode())
@@ -316,8 +309,8 @@ def export(
         raise ConfigError(f"{out}: is to be a folder, which will hold {FILE}; name it {out.stem}")
     source = find_checkpoint(run_dir, checkpoint)
     if dtype in ("float32", "float16"):
-        source = with_state(source)  # which has the other half of the master weights
-    save = sequence_of(source)
+        source = run_folder.with_state(source)  # which has the other half of the master weights
+    save = run_folder.sequence_of(source)
     with _model_folder(out) as folder:
         try:
             if format == GGUF:
@@ -325,7 +318,7 @@ def export(
             else:
                 _fill(folder, source, dtype)
         finally:
-            if sequence_of(source) != save or not os.path.isfile(source / MANIFEST):
+            if run_folder.sequence_of(source) != save or not os.path.isfile(source / MANIFEST):
                 raise StorageError(
                     f"{source}: was removed by its run while it was read; export the next one, or "
                     "raise checkpoint.keep"
@@ -365,7 +358,7 @@ def _fill(folder: Path, source: Path, dtype: str | None) -> None:
     """Copy the model of a checkpoint. Raises as `export`."""
     manifest, stored, weights, held = _opened(source)
     wanted = held if dtype is None else DTYPES[dtype]
-    for name in model_files(manifest):
+    for name in run_folder.model_files(manifest):
         path, target = source / name, folder / name
         if wanted != held and name.endswith((".safetensors", ".safetensors.index.json")):
             continue

@@ -109,17 +109,14 @@ def _gemma_scale(config: Any) -> int:
     return config.hidden_size // config.num_attention_heads if of_27b else head_dim(config)
 
 
-def _gemma_layers(config: Any) -> list[str]:
-    every = range(1, config.num_hidden_layers + 1)
-    return [f"{'sliding' if at % 6 else 'full'}_attention" for at in every]
-
-
 GEMMA = {
     "hidden_activation": "gelu_pytorch_tanh",
     "attention_bias": False,
     "use_bidirectional_attention": lambda c: c.use_bidirectional_attention and None,
     "query_pre_attn_scalar": _gemma_scale,
-    "layer_types": _gemma_layers,
+    "layer_types": lambda c: [
+        f"{'sliding' if at % 6 else 'full'}_attention" for at in range(1, c.num_hidden_layers + 1)
+    ],
     **dict.fromkeys(("attn_logit_softcapping", "final_logit_softcapping")),
 }
 

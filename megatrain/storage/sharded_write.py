@@ -23,16 +23,9 @@ from torch import distributed
 
 from megatrain.errors import MegaTrainError
 from megatrain.memory.nvme_store import READ_BYTES
+from megatrain.storage import safetensors
 from megatrain.storage.hashed_file import WrittenFile, write_bytes
-from megatrain.storage.safetensors import (
-    INDEX,
-    IO_THREADS,
-    TensorSource,
-    encode_index,
-    in_order,
-    in_parallel,
-    write_safetensors,
-)
+from megatrain.storage.safetensors import TensorSource
 from megatrain.world import ALONE, World
 
 File = TypeVar("File", str, Path)
@@ -82,7 +75,7 @@ def write_files(
     if world.is_alone:
         write = partial(_write_file, folder, metadata=metadata)
         names = assign_files(_sizes(plan), 1)
-        files = in_parallel([partial(write, name, plan[name]) for name in names])
+        files = safetensors.in_parallel([partial(write, name, plan[name]) for name in names])
     else:
         order = world.broadcast(_Order(folder.absolute(), tuple(plan), dict(metadata)))
         failures, of_ranks = zip(*_write(order, plan, world), strict=True)
@@ -95,7 +88,7 @@ def write_files(
 def _write_file(
     folder: Path, name: str, sources: Sequence[TensorSource], metadata: Mapping[str, str]
 ) -> WrittenFile:
-    return replace(write_safetensors(folder / name, sources, metadata), name=name)
+    return replace(safetensors.write_safetensors(folder / name, sources, metadata), name=name)
 
 
 def write_model(
@@ -111,7 +104,7 @@ def write_model(
     wanted = {name: shard for name, shard in weights.items() if name not in there}
     files = write_files(folder, {**wanted, **(others or {})}, metadata, world)
     if len(weights) > 1:
-        files.append(write_bytes(folder / INDEX, encode_index(weights)))
+        files.append(write_bytes(folder / safetensors.INDEX, safetensors.encode_index(weights)))
     return files
 
 
@@ -196,7 +189,7 @@ def _write(order: _Order, plan: Plan, world: World) -> list[_Outcome]:
 
 def _tracks(plan: Plan, world: World) -> list[_Track]:
     """Assign files to tracks; every rank writes the files of several tracks at a time."""
-    width = max(1, IO_THREADS // world.size)
+    width = max(1, safetensors.IO_THREADS // world.size)
     of_track: dict[int, dict[str, Sequence[TensorSource]]] = {}
     for name, number in assign_files(_sizes(plan), world.size * width).items():
         of_track.setdefault(number, {})[name] = plan[name]
@@ -262,7 +255,7 @@ class _Track:
 
     def _shared(self) -> Iterator[TensorSource]:
         for sources in self.files.values():
-            yield from (source for source in in_order(sources) if source.owned)
+            yield from (source for source in safetensors.in_order(sources) if source.owned)
 
 
 class _Sender:

@@ -16,19 +16,13 @@ import torch
 from megatrain.errors import ModelError, StorageError, logger
 from megatrain.heartbeat import WEIGHTS_READ, beat, doing, may_end_here
 from megatrain.memory.store import Store
+from megatrain.models import pretrained
 from megatrain.models.anatomy import Anatomy
 from megatrain.models.constants import FLOATS, Constants, ParameterPlace
 from megatrain.models.initialize import NewHead
 from megatrain.models.names import Tensors
-from megatrain.models.pretrained import (
-    UNUSABLE,
-    ModelSource,
-    quantisation_in,
-    read_model_config,
-    reading_once,
-)
 from megatrain.optim.split import as_weight, split_master
-from megatrain.storage import manifest
+from megatrain.storage import manifest, safetensors
 from megatrain.storage.dequantise import Derived, dequantised
 from megatrain.storage.hashed_file import WrittenFile
 from megatrain.storage.passthrough import (
@@ -39,13 +33,7 @@ from megatrain.storage.passthrough import (
     with_frozen,
 )
 from megatrain.storage.run_folder import CONFIG
-from megatrain.storage.safetensors import (
-    HashedReader,
-    StoredTensor,
-    dtype_name,
-    in_parallel,
-    open_shards,
-)
+from megatrain.storage.safetensors import StoredTensor, dtype_name
 from megatrain.storage.sharded_write import ShardReader, readings
 
 SUFFIX = ".safetensors"
@@ -60,7 +48,7 @@ Chunks = Callable[..., Iterator[tuple[int, torch.Tensor]]]
 def load_weights(
     anatomy: Anatomy,
     store: Store,
-    source: ModelSource,
+    source: pretrained.ModelSource,
     constants: Constants,
     head: NewHead | None = None,
 ) -> tuple[Tensors, Passthrough]:
@@ -86,7 +74,7 @@ def load_weights(
         candidates = with_head(read_gguf(source), head, source)
         copy_in(anatomy, store, candidates, str(source.file), constants)
         return anatomy.published.tensors, NOTHING  # its names are transformers' own
-    if how := quantisation_in(source.path):
+    if how := pretrained.quantisation_in(source.path):
         logger.info(f"{source.path}: its {how.method} weights are dequantised when they are read")
     saved = manifest.manifest_of_model(source.path)
     hashed = saved.files if saved and manifest.verifies() else {}
@@ -112,7 +100,7 @@ def load_weights(
     return anatomy.published.named_as(found.names), with_frozen(kept, held, store, source.file)
 
 
-def check_headers(anatomy: Anatomy, constants: Constants, source: ModelSource) -> None:
+def check_headers(anatomy: Anatomy, constants: Constants, source: pretrained.ModelSource) -> None:
     """Compare the names, shapes and dtypes of a folder's tensors with the model's. Raises
     ModelError and StorageError."""
     with damage_first(source.path, manifest.manifest_of_model(source.path)):
@@ -157,7 +145,7 @@ def copy_in(
     def copy_checked(path: Path, how: ShardReader) -> None:
         """Copy a file's tensors in one reading of all its bytes, or of this rank's share where
         another one hashes it."""
-        with HashedReader(path, *how) as file:
+        with safetensors.HashedReader(path, *how) as file:
             for place, stored in sorted(by_file[path], key=lambda copied: copied[1].offset):
                 copy(place, stored, partial(file.chunks, stored))
             file.skip_to(file.nbytes)
@@ -183,7 +171,7 @@ def copy_in(
         copies += [partial(_check_twins, candidates[a], candidates[o]) for a, o in found.twins]
     numel = sum(math.prod(candidates[name].shape) for name in found.names.values())
     with doing("reading the weights", numel / store.world.size, WEIGHTS_READ):
-        in_parallel(copies)
+        safetensors.in_parallel(copies)
     return found
 
 
@@ -344,16 +332,16 @@ def _match_names(
 # -- a folder's tensors --
 
 
-def open_folder(source: ModelSource) -> dict[str, Candidate]:
+def open_folder(source: pretrained.ModelSource) -> dict[str, Candidate]:
     """A model folder's tensors, by the headers of its files. Raises ModelError and StorageError."""
-    stored, how = open_shards(source.path), quantisation_in(source.path)
+    stored, how = safetensors.open_shards(source.path), pretrained.quantisation_in(source.path)
     if how is None:
         return {**stored}
     quantised, others = dequantised(stored, how)
     return {**quantised, **others}
 
 
-def read_gguf(source: ModelSource) -> dict[str, Candidate]:
+def read_gguf(source: pretrained.ModelSource) -> dict[str, Candidate]:
     """The tensors of a GGUF file, in RAM, de-quantised to fp32 by transformers, whose
     `from_pretrained` wants the accelerate package for that."""
     from transformers import AutoModelForCausalLM
@@ -361,12 +349,12 @@ def read_gguf(source: ModelSource) -> dict[str, Candidate]:
 
     file, read = source.file, cast(Any, load_gguf_checkpoint)
     try:
-        with reading_once(source):
-            config = read_model_config(source)
+        with pretrained.reading_once(source):
+            config = pretrained.read_model_config(source)
             with torch.device("meta"):
                 names = AutoModelForCausalLM.from_config(config)  # type: ignore[no-untyped-call]
             tensors = read(str(file), return_tensors=True, model_to_load=names)["tensors"]
-    except UNUSABLE as error:
+    except pretrained.UNUSABLE as error:
         raise ModelError(
             f"{file}: this GGUF file cannot be read ({error}); "
             "name the Hugging Face folder of the model instead"
@@ -382,7 +370,7 @@ def in_memory(name: str, source: Path, values: torch.Tensor) -> Derived:
 
 
 def with_head(
-    candidates: Mapping[str, Candidate], head: NewHead | None, source: ModelSource
+    candidates: Mapping[str, Candidate], head: NewHead | None, source: pretrained.ModelSource
 ) -> dict[str, Candidate]:
     """The tensors of a language model's folder, and those that its classifier has besides, without
     those that this has no use for. Logs the difference."""

@@ -165,12 +165,9 @@ def failing(item: int) -> int:
 
 
 def test_a_dead_worker_is_waited_for_once_and_no_other_child_is():
-    other = subprocess.Popen(["sleep", "60"])
-    with (
-        pytest.raises(DataError, match=r"ends its process \(3\)"),
-        Team(lambda _: os._exit(3)) as team,
-    ):
-        [*team.map(range(4))]
+    other, work = subprocess.Popen(["sleep", "60"]), lambda code: os._exit(code)
+    with pytest.raises(DataError, match=r"ends its process \(3\)"), Team[int, None](work) as team:
+        [*team.map([3] * 4)]
     assert other.poll() is None
     other.kill()
     assert other.wait() == -signal.SIGKILL
