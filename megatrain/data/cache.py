@@ -414,9 +414,6 @@ def write_about(path: Path, about: Mapping[str, object]) -> None:
         file.write(json.dumps({**about, "own": name_for(about)}).encode())
 
 
-# -- the making of shards --------------------------------------------------------------------------
-
-
 class _BadRow(Exception):
     """A bad row was met that is to be refused."""
 
@@ -511,8 +508,7 @@ class Cutter:
                     counts.without_target += 1
 
     def _cut(self, row: Encoded, counts: Counts) -> tuple[Tokens, ...] | None:
-        """The sequences of a row, or those with less context, each cut to seq_len tokens; None
-        where the row is to be dropped."""
+        """The row's sequences, or those with less context, cut to seq_len; None: it is dropped."""
         most, mode, sides = self.options.seq_len, self.options.truncation_mode, row.sides
         if most is None or all(len(ids) <= most for ids, _ in sides):
             return sides

@@ -136,7 +136,7 @@ class ChatTemplate:
     def _start(self, beginning: Scene, text: str) -> int | None:
         """The end in `text` of what the generation prompt supplies, None if that is not in it. An
         answer may not have all of a prompt, such as its `<think>`."""
-        prompted = self._rendered(beginning, generation_prompt=True)
+        prompted = self._template.tried(beginning, generation_prompt=True)
         if prompted is None or text.startswith(prompted):
             return None if prompted is None else len(prompted)
         before, shared = self._end_of(beginning, text), shared_length(prompted, text)
@@ -144,12 +144,8 @@ class ChatTemplate:
 
     def _end_of(self, beginning: Scene, text: str) -> int | None:
         """Length of what a conversation renders to if `text` begins with it, else None."""
-        rendered = self._rendered(beginning)
+        rendered = self._template.tried(beginning)
         return len(rendered) if rendered is not None and text.startswith(rendered) else None
-
-    def _rendered(self, beginning: Scene, generation_prompt: bool = False) -> str | None:
-        """Render a conversation's beginning; None if it cannot stand alone."""
-        return self._template.tried(beginning, generation_prompt) if beginning.turns else None
 
     def _around(self, scene: Scene, index: int, text: str) -> CharSpan:
         """The characters of `text` that the template made of what turn `index` says."""

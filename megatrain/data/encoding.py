@@ -112,8 +112,7 @@ class Encoder:
         self.template = ChatTemplate(tokenizer, day) if tokenizer.chat_template else None
 
     def mark(self, sample: Text) -> Marked:
-        """A text and its target characters, with all tokens of its images. Raises RowError if it
-        cannot be rendered."""
+        """A text and its target characters, with all tokens of its images. Raises RowError."""
         marked = self._mark(sample)
         if self.sight is None:
             return marked

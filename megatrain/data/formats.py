@@ -304,16 +304,14 @@ def _is_whole(value: object) -> bool:
 _PAIRS, _JUDGED = (
     f"{KINDS[kind].what} are for method: {KINDS[kind].methods}" for kind in (PAIRS, JUDGED)
 )
-_GRADED = "grades of single answers are not read; make pairs of these, for method: reward"
-_MARGIN = "margins between two answers are for method: reward"
 _NOT_SEEN = "videos and sounds are not read; leave the row out, or name its frames as images"
 _NO_PLACE = "a row of this format has no place for it"
 # Columns that change what a row teaches, and why a format that does not read one refuses the row.
 MATTERS = {
     **dict.fromkeys(_ANSWERS, _PAIRS),
     **dict.fromkeys(LABELS, _JUDGED),
-    "score": _GRADED,
-    "margin": _MARGIN,
+    "score": "grades of single answers are not read; make pairs of these, for method: reward",
+    "margin": "margins between two answers are for method: reward",
     "weight": "rows have no weights; leave the row out, or give its turns a weight of 0",
     **dict.fromkeys(MEDIA, _NOT_SEEN),
     **dict.fromkeys(IMAGES, NO_IMAGES),

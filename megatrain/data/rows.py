@@ -237,8 +237,7 @@ class TokenRows:
         return [Picture(*one) for one in json.loads(found)]
 
     def image_tokens(self) -> tuple[float, float, float]:
-        """The share of all tokens that are of images, the most of any sequence, and the tokens of
-        an image."""
+        """The share of tokens that are of images, the most of a sequence, and tokens per image."""
         if self.images is None or self.sight is None:
             return 0.0, 0.0, 1.0
         end = int(self.offsets[-1])

@@ -110,12 +110,10 @@ def in_parts(turns: Iterable[Mapping[str, Any]], all_turns: bool = True) -> list
     for turn in found:
         content = turn.get("content")
         if isinstance(content, str) and (all_turns or MARK in content):
-            turn["content"] = []
+            parts = turn["content"] = []
             for number, text in enumerate(content.split(MARK)):
-                if number:
-                    turn["content"].append({"type": "image"})
-                if text or MARK not in content:
-                    turn["content"].append({"type": "text", "text": text})
+                parts += [{"type": "image"}] if number else []
+                parts += [{"type": "text", "text": text}] if text or MARK not in content else []
     return found
 
 
@@ -154,9 +152,9 @@ class Template:
         return self._run(scene, self.wanted(scene.turns), generation_prompt)[0]
 
     def tried(self, scene: Scene, generation_prompt: bool = False) -> str | None:
-        """As `render`; None where the template refuses it."""
+        """As `render`; None where the template refuses it, or it has no turns."""
         with suppress(RowError):
-            return self.render(scene, generation_prompt)
+            return self.render(scene, generation_prompt) if scene.turns else None
         return None
 
     def render_marked(self, scene: Scene) -> tuple[str, list[CharSpan]]:

@@ -42,7 +42,7 @@ from megatrain.optim.split import as_weight
 from megatrain.storage import export, manifest, passthrough, run_folder, safetensors
 from megatrain.storage.hashed_file import WrittenFile, sync_tree, write_bytes
 from megatrain.storage.safetensors import StoredTensor, TensorSource, dtype_name
-from megatrain.storage.sharded_write import ShardReader, led, readings, write_model
+from megatrain.storage.sharded_write import led, readings, write_model
 from megatrain.storage.weights import find_tensors
 
 if TYPE_CHECKING:
@@ -430,13 +430,13 @@ def _restore(
     checkpoint: Path,
     written: WrittenFile,
     transfers: Sequence[_Transfer],
-    how: ShardReader,
+    how: Mapping[str, bool],
 ) -> None:
     """Read one file from beginning to end; a rank that does not hash it reads only its share."""
     in_order = sorted(transfers, key=lambda transfer: transfer[0].offset)
     with ExitStack() as stack:
         with _damage():
-            file = stack.enter_context(safetensors.HashedReader(checkpoint / written.name, *how))
+            file = stack.enter_context(safetensors.HashedReader(checkpoint / written.name, **how))
         for (array, block), group in groupby(in_order, key=itemgetter(1, 2)):
             # not soon: more tensors of the array may follow
             lease = partial(engine.store.lease, block, [array], changes=True, soon=False)
@@ -455,6 +455,6 @@ def _restore(
                         # frozen ones are of their source's dtype
                         part.copy_(as_weight(values, flat.dtype))
         with _damage():
-            file.skip_to(written.nbytes)
-        if how.hashes and file.sha256 != written.sha256:
+            intact = file.ends_as(written)
+        if not intact:
             raise manifest.damaged(checkpoint / written.name)

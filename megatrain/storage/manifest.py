@@ -226,8 +226,7 @@ def damaged(path: Path) -> DamagedError:
 
 
 def manifest_of_model(folder: Path) -> Manifest | None:
-    """The manifest of a folder from which a model is read; None: nothing can be checked. Raises
-    StorageError if it is damaged."""
+    """The manifest of a model's folder, None if it has none. Raises StorageError."""
     return read_manifest(folder) if (folder / MANIFEST).is_file() else None
 
 

@@ -20,16 +20,11 @@ from megatrain.errors import StorageError, logger
 from megatrain.memory.store import Store
 from megatrain.models.constants import NO_IMAGES, ParameterPlace, UnusedWeights
 from megatrain.models.pretrained import KEY
+from megatrain.storage import run_folder
 from megatrain.storage.dequantise import Derived
 from megatrain.storage.hashed_file import WrittenFile, write_bytes
 from megatrain.storage.manifest import EVERY_STEP, MANIFEST, Manifest, read_bytes, read_manifest
-from megatrain.storage.run_folder import (
-    CONFIG,
-    FINAL,
-    PASSENGERS,
-    checkpoints,
-    new_folder,
-)
+from megatrain.storage.run_folder import CONFIG, PASSENGERS
 from megatrain.storage.safetensors import StoredTensor, TensorSource, dtype_name, read_header
 from megatrain.storage.sharded_write import write_files
 from megatrain.world import World
@@ -92,8 +87,7 @@ def with_frozen(
     store: Store,
     where: Path | None = None,
 ) -> Passthrough:
-    """Add the frozen tensors of a folder, by place, that the store holds in other dtypes. where:
-    the folder, to log their size."""
+    """Add the frozen tensors that the store holds in other dtypes. where: logs their size."""
     frozen: dict[str, tuple[StoredTensor, ...]] = defaultdict(tuple)
     held = store.arrays["weight"].dtype
     for place, stored in found.items():
@@ -160,10 +154,9 @@ def keep_once(
     if not plan:
         return []
     folder = run_dir / PASSENGERS
-    saved = checkpoints(run_dir) or (run_dir / FINAL).exists()
-    kept = _kept(folder) if saved else None
+    kept = _kept(folder) if run_folder.has_begun(run_dir) else None
     if kept is None or kept.keys() != plan.keys():
-        with new_folder(folder, run_dir / f"{PASSENGERS}.tmp") as partial_folder:
+        with run_folder.new_folder(folder, run_dir / f"{PASSENGERS}.tmp") as partial_folder:
             metadata = {"format": "pt", "step": EVERY_STEP}
             files = write_files(partial_folder, plan, metadata, world)
             kept = {file.name: file for file in files}

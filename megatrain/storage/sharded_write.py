@@ -16,7 +16,7 @@ from itertools import chain, zip_longest
 from pathlib import Path
 from queue import Queue
 from threading import Thread
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import distributed
@@ -31,22 +31,17 @@ from megatrain.world import ALONE, World
 File = TypeVar("File", str, Path)
 
 
-class ShardReader(NamedTuple):
-    """Arguments of a rank's `HashedReader` for one file."""
-
-    hashes: bool
-    kept: bool
-
-
 def readings(
     sizes: Mapping[File, int], world: World, verified: bool = True
-) -> dict[File, ShardReader]:
-    """This rank's way of reading each file, the largest first. verified: one rank hashes it."""
+) -> dict[File, dict[str, bool]]:
+    """Arguments of this rank's `HashedReader` for each file, the largest first. verified: one rank
+    hashes it."""
     found = {}
     for file, rank in assign_files(sizes, world.size).items():
         hashes = verified and rank == world.rank
         # who hashes is slower, and finds in RAM what the others of its host have read
-        found[file] = ShardReader(hashes, kept=verified and not hashes and world.hosts == 1)
+        kept = verified and not hashes and world.hosts == 1
+        found[file] = {"hashes": hashes, "kept": kept}
     return found
 
 

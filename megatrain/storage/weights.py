@@ -34,7 +34,7 @@ from megatrain.storage.passthrough import (
 )
 from megatrain.storage.run_folder import CONFIG
 from megatrain.storage.safetensors import StoredTensor, dtype_name
-from megatrain.storage.sharded_write import ShardReader, readings
+from megatrain.storage.sharded_write import readings
 
 SUFFIX = ".safetensors"
 
@@ -101,8 +101,7 @@ def load_weights(
 
 
 def check_headers(anatomy: Anatomy, constants: Constants, source: pretrained.ModelSource) -> None:
-    """Compare the names, shapes and dtypes of a folder's tensors with the model's. Raises
-    ModelError and StorageError."""
+    """Compare a folder's tensors with the model's. Raises ModelError and StorageError."""
     with damage_first(source.path, manifest.manifest_of_model(source.path)):
         match(anatomy, open_folder(source), str(source.file), constants)
 
@@ -142,15 +141,13 @@ def copy_in(
             may_end_here()
             constants.write(place, begin, values)
 
-    def copy_checked(path: Path, how: ShardReader) -> None:
+    def copy_checked(path: Path, how: Mapping[str, bool]) -> None:
         """Copy a file's tensors in one reading of all its bytes, or of this rank's share where
         another one hashes it."""
-        with safetensors.HashedReader(path, *how) as file:
+        with safetensors.HashedReader(path, **how) as file:
             for place, stored in sorted(by_file[path], key=lambda copied: copied[1].offset):
                 copy(place, stored, partial(file.chunks, stored))
-            file.skip_to(file.nbytes)
-            written = sums[path]
-            if file.nbytes != written.nbytes or (how.hashes and file.sha256 != written.sha256):
+            if not file.ends_as(sums[path]):
                 raise manifest.damaged(path)
 
     by_file: dict[Path, list[tuple[ParameterPlace, StoredTensor]]] = {
