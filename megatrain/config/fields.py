@@ -505,10 +505,8 @@ def fault_of_rollouts(config: Config) -> tuple[str, str] | None:
     if not config.tools.files and (own := config.tools.own()):
         return f"tools.{own[0]}", "no tools are named; set tools.functions, or remove it"
     if not (rewards.functions or config.tools.environment_factory):
-        return (
-            "rewards.functions",
-            "is missing: name what rewards answers, such as rewards.py:check",
-        )
+        why = "is missing: name what rewards answers, such as rewards.py:check"
+        return "rewards.functions", why
     if len(set(map(judge_name, rewards.functions))) < len(rewards.functions):
         return "rewards.functions", "two are called alike; rename one"
     if rewards.reward_weights and len(rewards.reward_weights) != len(rewards.functions):

@@ -338,12 +338,10 @@ def _validate(leaves: Leaves, source: str, problems: list[str]) -> Config:
     try:
         config = Config.model_validate(tree)
     except ValidationError as error:
-        faults: list[dict[str, Any]] = [*map(dict, error.errors())]
+        found: list[dict[str, Any]] = [*map(dict, error.errors())]
         if misnamed:
-            faults = [
-                f for f in faults if f["type"] != "missing" and not f.get("ctx", {}).get("key")
-            ]
-        problems += [_problem(leaves, source, fault) for fault in faults]
+            found = [f for f in found if f["type"] != "missing" and not f.get("ctx", {}).get("key")]
+        problems += [_problem(leaves, source, fault) for fault in found]
     problems = list(dict.fromkeys(problems))
     if config is None or problems:
         more = len(problems) - MOST_PROBLEMS

@@ -143,10 +143,8 @@ _OPTIMIZER = ALIASES["optim"]
 
 def _optimizer(value: object) -> object:
     if _same("adafactor", value):
-        instead = (
-            "Lion (optimizer.name: lion), or AdamW with int8 moments (optimizer.moments: int8)"
-        )
-        raise ValueError(f"adafactor is not offered; use {instead}")
+        instead = "AdamW with int8 moments (optimizer.moments: int8)"
+        raise ValueError(f"adafactor is not offered; use Lion (optimizer.name: lion), or {instead}")
     return _OPTIMIZER.convert(value)
 
 

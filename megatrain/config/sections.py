@@ -460,10 +460,8 @@ _SHARE: TypeAdapter[float | int | None] = TypeAdapter(v.ShareOrCount)
 def _held_out(given: object) -> float | int | tuple[SourceOptions, ...] | None:
     if isinstance(given, str | dict | list | tuple | SourceOptions):
         found = _several(given)
-        if weighty := next((one for one in found if one.weight is not None), None):
-            raise wrong(
-                f"{weighty.path}: a weight is for data.train; every held-out row counts once"
-            )
+        for one in (one for one in found if one.weight is not None):
+            raise wrong(f"{one.path}: a weight is for data.train; every held-out row counts once")
         return found
     try:
         return _SHARE.validate_python(given, strict=True)

@@ -31,7 +31,6 @@ from megatrain.data.template import (
     CharSpan,
     Scene,
     Template,
-    with_stand_ins,
 )
 
 if TYPE_CHECKING:
@@ -149,8 +148,7 @@ class ChatTemplate:
 
     def _around(self, scene: Scene, index: int, text: str) -> CharSpan:
         """The characters of `text` that the template made of what turn `index` says."""
-        turn = scene.turns[index]
-        other = with_stand_ins(turn)
+        other = scene.with_stand_ins(index)
         rendered = self._template.render(scene.with_turn(index, other))
         before, _, rest = rendered.partition(STAND_IN)
         after = rest.rpartition(STAND_IN)[2]
@@ -180,7 +178,7 @@ class ChatTemplate:
 
     def _tail(self, scene: Scene, index: int, rest: str) -> int:
         """Number of characters in `rest`, the text behind an answer's texts, that belong to it."""
-        last = with_stand_ins(scene.turns[index])
+        last = scene.with_stand_ins(index)
         ended = self._template.render(scene.beginning(index + 1).with_turn(index, last))
         tail = ended.rpartition(STAND_IN)[2]
         if tail and rest.startswith(tail):

@@ -18,27 +18,8 @@ from megatrain.data import formats
 from megatrain.data.chat import SYSTEM_ROLES, ChatTemplate, Marked
 from megatrain.data.files import RawRow
 from megatrain.data.images import Sight, picture_of
-from megatrain.data.rows import (
-    CONTEXT,
-    KEEP_START,
-    LOST,
-    Counts,
-    IdArray,
-    MaskArray,
-    Tokens,
-    count_up,
-)
-from megatrain.data.samples import (
-    IMAGES,
-    KINDS,
-    PLAIN,
-    Chat,
-    Document,
-    Picture,
-    RowError,
-    Sample,
-    Text,
-)
+from megatrain.data.rows import CONTEXT, LOST, Counts, IdArray, MaskArray, Tokens, count_up
+from megatrain.data.samples import IMAGES, KINDS, Chat, Document, Picture, RowError, Sample, Text
 from megatrain.data.sources import Source
 from megatrain.data.template import CharSpan
 from megatrain.data.workers import ABOUT_TEMPLATE, begin_row
@@ -60,8 +41,8 @@ class RowOptions:
     text_field: str | None = None  # the column of plain text; None finds it
     columns: Mapping[str, str] | None = None  # that go by another name, ours first
     prompts: str = "text"  # as in `Encoder`
-    kind: str = PLAIN  # as the method trains them; rows of another kind are bad
-    truncation_mode: str = KEEP_START
+    kind: str = "plain"  # as the method trains them; rows of another kind are bad
+    truncation_mode: str = "keep_start"
     split: str | None = None
     vocab_size: int | None = None  # token ids from here on are refused
     day: date | None = None  # that chat templates get as the time; None: today

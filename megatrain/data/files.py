@@ -299,13 +299,20 @@ class Named:
     def folder(self) -> Path | None:
         return self.paths[0] if self.paths and self.paths[0].is_dir() else None
 
+    @property
+    def is_saved(self) -> bool:
+        """True if `save_to_disk` wrote the folder."""
+        with if_forbidden(DataError, self.paths[0]):
+            names = {found.name for found in self.paths[0].iterdir()}
+        return any(marks <= names for marks in SAVED)
+
 
 def check_source(spec: str) -> None:
     """Raises DataError unless `spec` names a file or files of known types, a folder that holds
     such, or a name that the hub knows. Takes HUB_TIMEOUT_S at most."""
     named = resolve_name(spec)
     if folder := named.folder:
-        if not is_saved(folder):
+        if not named.is_saved:
             files_in(folder)
     elif not named.paths:
         _ask_hub(named)
@@ -346,13 +353,6 @@ def parse_hub_spec(spec: str) -> tuple[str, str | None, str | None]:
         raise DataError(f"{spec}: expected {forms}")
     config = parts[1] if len(parts) == 3 else None
     return parts[0], config, parts[-1] if len(parts) > 1 else None
-
-
-def is_saved(folder: Path) -> bool:
-    """True if `save_to_disk` wrote the folder."""
-    with if_forbidden(DataError, folder):
-        names = {found.name for found in folder.iterdir()}
-    return any(marks <= names for marks in SAVED)
 
 
 def files_in(folder: Path) -> tuple[list[Path], list[Path]]:

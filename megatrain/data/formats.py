@@ -301,9 +301,8 @@ def _is_whole(value: object) -> bool:
     return value[0].get("role", value[0].get("from")) in ("system", "user", "human", "developer")
 
 
-_PAIRS, _JUDGED = (
-    f"{KINDS[kind].what} are for method: {KINDS[kind].methods}" for kind in (PAIRS, JUDGED)
-)
+_OTHERS = (KINDS[PAIRS], KINDS[JUDGED])
+_PAIRS, _JUDGED = (f"{kind.what} are for method: {kind.methods}" for kind in _OTHERS)
 _NOT_SEEN = "videos and sounds are not read; leave the row out, or name its frames as images"
 _NO_PLACE = "a row of this format has no place for it"
 # Columns that change what a row teaches, and why a format that does not read one refuses the row.

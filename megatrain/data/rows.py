@@ -407,7 +407,7 @@ def best_fit(lengths: Sequence[int], capacity: int) -> list[list[int]]:
 CUT_SHARE = 0.1  # of all tokens; more of them cut off is worth a warning
 _ENOUGH = 0.99  # of all tokens, which the advised seq_len keeps
 MOST_CUT = 0.5  # of all tokens; of more, somebody has to choose how they are cut
-KEEP_START, KEEP_END, CONTEXT, DROP = "keep_start", "keep_end", "context", "drop"
+KEEP_END, CONTEXT, DROP = "keep_end", "context", "drop"  # else the start is kept
 Tokens = tuple[IdArray, MaskArray]
 
 
@@ -465,7 +465,7 @@ def lost_text(counts: Counts, above: float) -> list[str]:
     return [f"the tokenizer does not know this text: {' and '.join(found)}"] if found else []
 
 
-def cut_warnings(counts: Counts, seq_len: int | None, mode: str = KEEP_START) -> list[str]:
+def cut_warnings(counts: Counts, seq_len: int | None, mode: str) -> list[str]:
     """A warning where the cuts take more than CUT_SHARE of the tokens, or a part of an answer."""
     share = counts.cut_share
     if seq_len is None or not (counts.cut_answers or share > CUT_SHARE):

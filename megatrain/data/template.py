@@ -56,6 +56,18 @@ class Scene:
         """The same with another turn in this place."""
         return replace(self, turns=(*self.turns[:index], turn, *self.turns[index + 1 :]))
 
+    def with_stand_ins(self, index: int) -> dict[str, Any]:
+        """An assistant's turn with another text for what it says, and for the tools' names."""
+        turn = self.turns[index]
+        said: dict[str, Any] = {n: STAND_IN for n in ("content", *OWN_WORDS) if turn.get(n)}
+        if "</think>" in (turn["content"] or ""):  # some templates take it apart there
+            said["content"] = f"<think>\n{STAND_IN}\n</think>\n\n{STAND_IN}"
+        if calls := turn.get("tool_calls"):
+            said["tool_calls"] = [
+                {**call, "function": {**call["function"], "name": STAND_IN}} for call in calls
+            ]
+        return {**turn, **said}
+
 
 QUESTION = {"role": "user", "content": "question"}
 ANSWERED = Scene((QUESTION, {"role": "assistant", "content": STAND_IN}))
@@ -90,18 +102,6 @@ def _with_arguments(calls: Any, as_text: bool) -> list[dict[str, Any]]:
     for one in (call["function"] for call in found if as_text):
         one["arguments"] = json.dumps(one["arguments"], ensure_ascii=False)
     return found
-
-
-def with_stand_ins(turn: dict[str, Any]) -> dict[str, Any]:
-    """An assistant's turn with another text in place of what it says, and of the tools' names."""
-    said: dict[str, Any] = {name: STAND_IN for name in ("content", *OWN_WORDS) if turn.get(name)}
-    if "</think>" in (turn["content"] or ""):  # some templates take it apart there
-        said["content"] = f"<think>\n{STAND_IN}\n</think>\n\n{STAND_IN}"
-    if calls := turn.get("tool_calls"):
-        said["tool_calls"] = [
-            {**call, "function": {**call["function"], "name": STAND_IN}} for call in calls
-        ]
-    return {**turn, **said}
 
 
 def in_parts(turns: Iterable[Mapping[str, Any]], all_turns: bool = True) -> list[dict[str, Any]]:

@@ -379,11 +379,9 @@ def _load(path: Path, engine: Checkpointable) -> dict[str, Any]:
         ]
     )
     engine.published = engine.anatomy.published.named_as(places)
-    unchanged = passthrough.passthrough_of(
-        path, {name: weights[name] for name in found.passthrough}
-    )
+    kept = passthrough.passthrough_of(path, {name: weights[name] for name in found.passthrough})
     held = {place: weights[name] for place, name in places.items()}
-    engine.passthrough = passthrough.with_frozen(unchanged, held, engine.store)
+    engine.passthrough = passthrough.with_frozen(kept, held, engine.store)
     return about
 
 

@@ -23,20 +23,14 @@ from megatrain.models.constants import Constants, without_source
 from megatrain.models.names import Tensors
 from megatrain.models.tokenizer_file import TOKENIZER_FILE, published_file
 from megatrain.optim.split import join_master
-from megatrain.storage import run_folder
+from megatrain.storage import run_folder, safetensors
 from megatrain.storage.gguf_file import DTYPES as GGUF_DTYPES
 from megatrain.storage.gguf_file import FILE, family_of, write_gguf
 from megatrain.storage.hashed_file import sync_tree, write_bytes
 from megatrain.storage.manifest import MANIFEST, Manifest, stray_files, verify_checkpoint
 from megatrain.storage.passthrough import Passthrough, as_stored, is_passthrough, with_dtype
 from megatrain.storage.run_folder import CONFIG, find_checkpoint
-from megatrain.storage.safetensors import (
-    StoredTensor,
-    TensorSource,
-    open_shards,
-    plan_shards,
-    read_header,
-)
+from megatrain.storage.safetensors import StoredTensor, TensorSource, open_shards, plan_shards
 from megatrain.storage.sharded_write import led, write_model
 
 if TYPE_CHECKING:
@@ -50,7 +44,9 @@ def converted(
     if dtype == torch.bfloat16:
         return [TensorSource(t.name, dtype, t.shape, partial(_rounded, t)) for t in stored.values()]
     files = sorted((checkpoint / "optimizer").glob("*.safetensors"))
-    states = {name: t for path in files for name, t in read_header(path).tensors.items()}
+    states = {
+        name: t for path in files for name, t in safetensors.read_header(path).tensors.items()
+    }
     lost = [name for name in stored if f"remainder/{name}" not in states]
     if lost:
         raise ModelError(

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -18,7 +18,7 @@ import torch
 
 from megatrain.errors import StorageError, logger
 from megatrain.memory.store import Store
-from megatrain.models.constants import NO_IMAGES, ParameterPlace, UnusedWeights
+from megatrain.models.constants import ParameterPlace
 from megatrain.models.pretrained import KEY
 from megatrain.storage import run_folder
 from megatrain.storage.dequantise import Derived
@@ -103,22 +103,6 @@ def with_frozen(
             f"and saved as they came, once: {sum(part.nbytes for part in parts) / 1e9:.3g} GB"
         )
     return replace(passthrough, frozen=dict(frozen))
-
-
-def describe_passthrough(
-    where: Path, passthrough: Passthrough, dropped: Collection[str], who: UnusedWeights
-) -> str:
-    """A sentence about unused weights, and others that transformers dropped; empty without any."""
-    said = []
-    if len(passthrough.tensors) > len(dropped):
-        said.append(f"carried along unchanged: {', '.join(who.modules)}")
-        said += [NO_IMAGES] * who.multimodal
-    if dropped:
-        said.append(
-            f"carried along and not trained, as transformers does not load them: {min(dropped)}"
-            + (f" and {len(dropped) - 1} more" if len(dropped) > 1 else "")
-        )
-    return f"{where}: {'; '.join(said)}" if said else ""
 
 
 # -- config.json -----------------------------------------------------------------------------------

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -18,7 +18,7 @@ from megatrain.heartbeat import WEIGHTS_READ, beat, doing, may_end_here
 from megatrain.memory.store import Store
 from megatrain.models import pretrained
 from megatrain.models.anatomy import Anatomy
-from megatrain.models.constants import FLOATS, Constants, ParameterPlace
+from megatrain.models.constants import FLOATS, NO_IMAGES, Constants, ParameterPlace, UnusedWeights
 from megatrain.models.initialize import NewHead
 from megatrain.models.names import Tensors
 from megatrain.optim.split import as_weight, split_master
@@ -28,7 +28,6 @@ from megatrain.storage.hashed_file import WrittenFile
 from megatrain.storage.passthrough import (
     NOTHING,
     Passthrough,
-    describe_passthrough,
     passthrough_of,
     with_frozen,
 )
@@ -104,6 +103,22 @@ def check_headers(anatomy: Anatomy, constants: Constants, source: pretrained.Mod
     """Compare a folder's tensors with the model's. Raises ModelError and StorageError."""
     with damage_first(source.path, manifest.manifest_of_model(source.path)):
         match(anatomy, open_folder(source), str(source.file), constants)
+
+
+def describe_passthrough(
+    where: Path, passthrough: Passthrough, dropped: Collection[str], who: UnusedWeights
+) -> str:
+    """A sentence about unused weights, and others that transformers dropped; empty without any."""
+    said = []
+    if len(passthrough.tensors) > len(dropped):
+        said.append(f"carried along unchanged: {', '.join(who.modules)}")
+        said += [NO_IMAGES] * who.multimodal
+    if dropped:
+        said.append(
+            f"carried along and not trained, as transformers does not load them: {min(dropped)}"
+            + (f" and {len(dropped) - 1} more" if len(dropped) > 1 else "")
+        )
+    return f"{where}: {'; '.join(said)}" if said else ""
 
 
 @contextmanager
@@ -378,10 +393,8 @@ def with_head(
     found |= {name: in_memory(name, source.file, values) for name, values in drawn.items()}
     if drawn:
         logger.info(f"{source.file}: has no {_listed(sorted(drawn))}, which is drawn at random")
-    if unused := sorted(candidates.keys() & head.unused):
-        logger.info(
-            f"{source.file}: {_listed(unused)} is not used: a reward model has another head"
-        )
+    if left := sorted(candidates.keys() & head.unused):
+        logger.info(f"{source.file}: {_listed(left)} is not used: a reward model has another head")
     return found
 
 
