@@ -12,15 +12,7 @@ from typing import Annotated, Any
 from pydantic import BaseModel, TypeAdapter, ValidationError
 
 from megatrain.config import names as n
-from megatrain.config.document import (
-    COMMAND_LINE,
-    IN_PYTHON,
-    Located,
-    located,
-    plain,
-    read_text,
-    read_yaml,
-)
+from megatrain.config.document import COMMAND_LINE, IN_PYTHON, Located, plain, read_text, read_yaml
 from megatrain.config.fields import Config, check_readers, check_sources
 from megatrain.config.names import ALIASES, RIVALS, Alias, Key
 from megatrain.config.values import nearest, shown
@@ -91,7 +83,7 @@ def load_config(
     learning_rate?`
     """
     if isinstance(source, Mapping):
-        name, document = IN_PYTHON, located(source, IN_PYTHON)
+        name, document = IN_PYTHON, Located.of(source, IN_PYTHON)
     elif isinstance(source, (str, Path)):
         name, document = str(source), read_yaml(read_text(Path(source)), str(source))
     else:
@@ -109,7 +101,7 @@ def load_config(
     in_file = collector.taken()
     if isinstance(overrides, Mapping):
         for dotted, value in overrides.items():
-            collector.mapping(_nested(dotted.split("."), located(value, IN_PYTHON)))
+            collector.mapping(_nested(dotted.split("."), Located.of(value, IN_PYTHON)))
     else:
         for override in overrides:
             collector.mapping(parse_override(override))

@@ -24,14 +24,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from megatrain.data.samples import Chat, Message, Picture, RowError, schema_texts, shared_length
-from megatrain.data.template import (
-    CALLED,
-    OWN_WORDS,
-    STAND_IN,
-    CharSpan,
-    Scene,
-    Template,
-)
+from megatrain.data.template import CALLED, OWN_WORDS, STAND_IN, CharSpan, Scene, Template
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

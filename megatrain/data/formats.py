@@ -383,9 +383,8 @@ def convert_row(
     find: Callable[[object], Picture] | None = None,
 ) -> Sample:
     """A checked sample of a row of this format. pretrain: documents are trained on whatever their
-    labels and scores. found: by the row's columns; the user named it otherwise. find: opens images,
-    where they are read. Raises RowError, also for a column of MATTERS that the format does not
-    read."""
+    labels and scores. found: by the row's columns; else the user named it. find: opens images,
+    where they are read. Raises RowError, also for a column of MATTERS that it does not read."""
     if not isinstance(row, Mapping):
         raise RowError(f"expected an object, found {type_name(row)}")
     form, about = ROW_FORMATS[name], ABOUT_DOCUMENTS if pretrain and name == "text" else ()

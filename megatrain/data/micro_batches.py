@@ -30,8 +30,7 @@ ReferenceArray = npt.NDArray[np.float64]
 @dataclass(frozen=True)
 class RowRun:
     """Sequences that may share a micro-batch, the longest first: tokens of each with its padding,
-    if it is the first of its micro-batch, and its examples. The first `twos` come in twos, never
-    apart."""
+    if it is the first of its micro-batch, and its examples. The first `twos` are two by two."""
 
     lengths: list[int]
     examples: list[list[int]]

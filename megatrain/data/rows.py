@@ -155,8 +155,7 @@ class Joined:
 class TokenRows:
     """Rows `chosen` of flat arrays: sequence i is [offsets[i], offsets[i + 1]), and those from i *
     sides on are row i's. A row is one sequence, or two: the answers of a pair, the chosen one
-    first, or a judged answer and its mismatch, which is the same prompt with the answer of another
-    row."""
+    first, or a judged answer and its mismatch: the same prompt with another row's answer."""
 
     ids: IdArray | Joined
     mask: MaskArray | Joined

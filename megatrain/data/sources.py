@@ -15,15 +15,7 @@ from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from megatrain.data.files import (
-    Named,
-    RawRow,
-    files_in,
-    json_in,
-    numbered,
-    read_file,
-    resolve_name,
-)
+from megatrain.data.files import Named, RawRow, files_in, json_in, numbered, read_file, resolve_name
 from megatrain.data.samples import digest_of, unpadded, without_nulls
 from megatrain.errors import DataError
 

@@ -44,9 +44,7 @@ def converted(
     if dtype == torch.bfloat16:
         return [TensorSource(t.name, dtype, t.shape, partial(_rounded, t)) for t in stored.values()]
     files = sorted((checkpoint / "optimizer").glob("*.safetensors"))
-    states = {
-        name: t for path in files for name, t in safetensors.read_header(path).tensors.items()
-    }
+    states = {n: t for path in files for n, t in safetensors.read_header(path).tensors.items()}
     lost = [name for name in stored if f"remainder/{name}" not in states]
     if lost:
         raise ModelError(

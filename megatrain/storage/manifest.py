@@ -138,9 +138,8 @@ def describe_files(folder: Path, names: Iterable[str]) -> list[WrittenFile]:
 
 
 def verify_checkpoint(checkpoint: Path | str, deep: bool = True) -> Manifest:
-    """Check that a checkpoint is complete, of one step, and has no files that would be read as its
-    own. deep: that every byte is as saved; else only small files are hashed. Raises StorageError
-    naming the file."""
+    """Check that a checkpoint is complete, of one step, and has no stray files that would be read.
+    deep: that every byte is as saved; else only small files are hashed. Raises StorageError."""
     from megatrain.storage.safetensors import read_header
 
     checkpoint = Path(checkpoint)

@@ -16,7 +16,7 @@ from megatrain.errors import ConfigError, MegaTrainError, StorageError, logger, 
 from megatrain.heartbeat import doing
 from megatrain.models.hub import LOG_IN, reachable, said_by
 from megatrain.storage import manifest, run_folder
-from megatrain.storage.run_folder import CARD, CONFIG, FINAL, RUN_ONLY, UPLOADING
+from megatrain.storage.run_folder import CARD, CONFIG, FINAL, RUN_ONLY, UPLOADING, link_or_copy
 from megatrain.version import VERSION
 
 AGAIN = "run the command again: what has arrived is not sent again"
@@ -130,9 +130,7 @@ class Uploads:
             logger.info(f"{checkpoint}: is not uploaded, as the one before it still is")
             return
         ours = shutil.ignore_patterns(*RUN_ONLY)
-        shutil.copytree(
-            checkpoint, self._linked, ignore=ours, copy_function=run_folder.link_or_copy
-        )
+        shutil.copytree(checkpoint, self._linked, ignore=ours, copy_function=link_or_copy)
         self._last = self._thread.submit(self._upload, checkpoint, self._linked)
 
     def _upload(self, model: Path, folder: Path) -> None:

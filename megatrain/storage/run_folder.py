@@ -126,9 +126,8 @@ def holder(run_dir: Path) -> int:
 
 
 def make_run_dir(run_dir: Path) -> bool:
-    """Create the folder with mode 0700, if it is not there. False: its file system has no modes,
-    which would say who may write in it. Raises ConfigError if others may write in it, and
-    StorageError."""
+    """Create the folder with mode 0700, if it is not there. False: its file system has no modes to
+    say who may write in it. Raises ConfigError if others may write in it, and StorageError."""
     try:
         made = [path for path in (run_dir, *run_dir.parents) if not path.exists()]
         run_dir.parent.mkdir(parents=True, exist_ok=True)

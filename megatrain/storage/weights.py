@@ -25,12 +25,7 @@ from megatrain.optim.split import as_weight, split_master
 from megatrain.storage import manifest, safetensors
 from megatrain.storage.dequantise import Derived, dequantised
 from megatrain.storage.hashed_file import WrittenFile
-from megatrain.storage.passthrough import (
-    NOTHING,
-    Passthrough,
-    passthrough_of,
-    with_frozen,
-)
+from megatrain.storage.passthrough import NOTHING, Passthrough, passthrough_of, with_frozen
 from megatrain.storage.run_folder import CONFIG
 from megatrain.storage.safetensors import StoredTensor, dtype_name
 from megatrain.storage.sharded_write import readings
