@@ -120,9 +120,8 @@ def read_names(path: Path) -> dict[str, Any]:
 
 def same_as(said: Mapping[str, str]) -> dict[str, Alias]:
     """Aliases whose values are our key's. said: names by key."""
-    return {
-        name: Alias(tuple(key.split("."))) for key, names in said.items() for name in names.split()
-    }
+    keys = {name: key for key, names in said.items() for name in names.split()}
+    return {name: Alias(tuple(key.split("."))) for name, key in keys.items()}
 
 
 _SAID = read_names(Path(__file__).with_name("names.toml"))

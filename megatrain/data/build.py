@@ -242,9 +242,7 @@ class AskedSet:
         warned += lost_text(counts, LOSSY)
         ways = PROMPTS_READ.get(options.prompts)
         if ways and not ways & counts.wrapped.keys():
-            warned.append(
-                f"data.prompts: {options.prompts} has no effect: no row is of such a form"
-            )
+            warned += [f"data.prompts: {options.prompts} has no effect: no row is of such a form"]
         counts = replace(counts, choices=list(notes), warned=warned)
         return replace(rows, counts=counts, sight=options.sight)
 

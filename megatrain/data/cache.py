@@ -306,7 +306,7 @@ class RowWriter:
         codes = OF_ROWS if kind == PLAIN else OF_ROWS | OF_SIDES
         self._columns = {name: array(code) for name, code in codes.items()}
         self._lengths, self.size, self.uncut = array("q"), 0, array("q")
-        self._image_ends, self._image_bytes = array("q", [0]), 0
+        self._image_ends = array("q", [0])
 
     def add(
         self,
@@ -348,9 +348,8 @@ class RowWriter:
         """Write a sequence; its hash."""
         data, flags = ids.tobytes(), mask.tobytes()
         whole = data + _seen(mask, pictures)
-        if pictures:
-            self._image_bytes += self._images.write(json.dumps(pictures).encode())
-        self._image_ends.append(self._image_bytes)
+        added = self._images.write(json.dumps(pictures).encode()) if pictures else 0
+        self._image_ends.append(self._image_ends[-1] + added)
         self.size += self._ids.write(data) + self._mask.write(flags)
         self._lengths.append(len(ids))
         return hash64(whole)

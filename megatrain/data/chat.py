@@ -87,9 +87,7 @@ class ChatTemplate:
         notes, of_trained = (*dropped, *self._endless(text, spans.values())), (*spans.values(),)
         return Marked(text, of_trained, rewritten=rewritten, notes=notes, wrapping=_TEMPLATE)
 
-    def _answers(
-        self, scene: Scene, trained: Sequence[int]
-    ) -> tuple[str, dict[int, CharSpan], int]:
+    def _answers(self, scene: Scene, trained: list[int]) -> tuple[str, dict[int, CharSpan], int]:
         """The text; the characters of the answers of these turns, each through a token that ends
         it; and how many of them are rewritten once other turns follow."""
         indices = [i for i, turn in enumerate(scene.turns) if turn["role"] == "assistant"]

@@ -143,12 +143,10 @@ class Encoder:
         add_special = not self._has_bos(text)
         return Marked(text, spans, add_special=add_special, eos=True, wrapping=wrapping)
 
-    def encode(
-        self, batch: Sequence[Marked], lossy: set[int] | None = None
-    ) -> list[tuple[IdArray, MaskArray]]:
+    def encode(self, batch: Sequence[Marked], lossy: set[int] | None = None) -> list[Tokens]:
         """Ids (int32 [tokens]) and target mask (bool [tokens]) of each text, in order, uncut.
         lossy: gets the numbers of texts of which the tokenizer loses a part."""
-        encoded: dict[int, tuple[IdArray, MaskArray]] = {}
+        encoded: dict[int, Tokens] = {}
         for add_special in (False, True):
             chosen = [i for i, marked in enumerate(batch) if marked.add_special == add_special]
             if not chosen:
@@ -168,9 +166,7 @@ class Encoder:
                     lossy.add(i)
         return [encoded[i] for i in range(len(batch))]
 
-    def _finish(
-        self, marked: Marked, ids: list[int], offsets: list[CharSpan]
-    ) -> tuple[IdArray, MaskArray]:
+    def _finish(self, marked: Marked, ids: list[int], offsets: list[CharSpan]) -> Tokens:
         mask = np.ones(len(ids), np.bool_)
         if marked.spans is not None:
             mask = target_mask(offsets, marked.spans)

@@ -94,9 +94,7 @@ def from_prompt_completion(row: Row) -> Chats:
     return (exchange(row, asked, answer, plain),)
 
 
-def exchange(
-    row: Row, asked: Messages, answer: Messages, plain: tuple[str, str] | None = None
-) -> Chat:
+def exchange(row: Row, asked: Messages, answer: Messages, plain: tuple[str, str] | None) -> Chat:
     """A prompt, which is context only, and its answer; `plain` where both are texts."""
     context = (replace(turn, trained=False) for turn in asked)
     return replace(chat_of(row, (*context, *answer), plain), literal=plain is not None)

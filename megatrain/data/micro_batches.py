@@ -241,9 +241,7 @@ def collate(
     return {name: torch.from_numpy(array) for name, array in arrays.items()} | of_images
 
 
-def _of_images(
-    rows: Rows, sequences: Sequence[Sequence[int]], ids: npt.NDArray[np.int64]
-) -> MicroBatch:
+def _of_images(rows: Rows, sequences: Sequence[Sequence[int]], ids: IndexArray) -> MicroBatch:
     """Tensors that the model's forward takes for images of these sequences, if there are any."""
     if not isinstance(rows, TokenRows) or rows.images is None or rows.sight is None:
         return {}

@@ -258,9 +258,7 @@ def _data_set(name: str, found: DataSet, split: str | None = None) -> Source:
 
     def read() -> Iterator[RawRow]:
         # Python values, not tensors or arrays; a transform of the user's own stays
-        forms = (
-            rows if rows.format["type"] == "custom" else rows.with_format(None) for rows in chosen
-        )
+        forms = (one if one.format["type"] == "custom" else one.with_format(None) for one in chosen)
         with _in_one_sentence(f"{name}: broken data set"):
             yield from numbered(chain.from_iterable(map(_as_written, forms)), name, 1)
 

@@ -65,7 +65,7 @@ class Checkpointable(export.Exportable, Protocol):
 
 
 def save_checkpoint(
-    run_dir: Path | str,
+    run_dir: Path,
     step: int,
     engine: Checkpointable,
     tokenizer: PreTrainedTokenizerBase | None,
@@ -97,7 +97,6 @@ def save_checkpoint(
             of the new one is left.
     """
     assert keep >= 1, keep
-    run_dir = Path(run_dir)
     made_of = {**identity(engine), "source": dict(source or {})}
     about = {"step": step, "made_of": made_of, "engine": engine.state(), "state": state}
     files = {run_folder.STATE: json.dumps(about, indent=1).encode() + b"\n", **(code or {})}
@@ -192,21 +191,19 @@ def optimizer_file(block: int) -> str:
 
 def identity(engine: Checkpointable) -> dict[str, Any]:
     """The properties in which a checkpoint and the engine that continues from it must agree."""
-    arrays = saved_arrays(engine).items()
     return {
         "model": engine.anatomy.family,
         "parameters": engine.anatomy.parameters,
         "frozen parameters": engine.anatomy.frozen_parameters,
         "precision": engine.precision,
         "optimizer": engine.optimizer.name,
-        "arrays": {name: dtype_name(dtype) for name, dtype in arrays},
+        "arrays": {name: dtype_name(dtype) for name, dtype in saved_arrays(engine).items()},
     }
 
 
-def write_final(run_dir: Path | str, *, full: bool = False, card: str | None = None) -> Path:
+def write_final(run_dir: Path, *, full: bool = False, card: str | None = None) -> Path:
     """Make `final/` of the last checkpoint: its model, as hard links. full: with the state to go on
     from; card: its text. Raises ConfigError and StorageError."""
-    run_dir = Path(run_dir)
     source = run_folder.find_checkpoint(run_dir, "last")
     saved, target = manifest.read_manifest(source), run_dir / run_folder.FINAL
     names = saved.files if full else run_folder.model_files(saved)
@@ -253,12 +250,10 @@ class Resumable:
     named: bool = False  # by the user: then no other will do
 
 
-def find_resumable(
-    run_dir: Path | str, deep: bool = True, besides: Collection[Path] = ()
-) -> Resumable:
+def find_resumable(run_dir: Path, deep: bool = True, besides: Collection[Path] = ()) -> Resumable:
     """Find a checkpoint to resume from, newest save first, not in `besides`. deep: hash all."""
     warnings = []
-    for path in (one for one in run_folder.newest_first(Path(run_dir)) if one not in besides):
+    for path in (one for one in run_folder.newest_first(run_dir) if one not in besides):
         try:
             manifest.verify_checkpoint(path, deep)
         except StorageError as error:
@@ -278,7 +273,7 @@ def named_checkpoint(run_dir: Path, name: str) -> Resumable:
 
 
 def load_resumable(
-    run_dir: Path | str, engine: Checkpointable, found: Resumable
+    run_dir: Path, engine: Checkpointable, found: Resumable
 ) -> tuple[Path, dict[str, Any]]:
     """Load the checkpoint found, or the newest that does not turn out damaged, warning of others.
     Returns its folder and state. Raises StorageError, and as `load_checkpoint`."""
@@ -299,8 +294,7 @@ def load_resumable(
     raise nothing_to_resume(run_dir)
 
 
-def nothing_to_resume(run_dir: Path | str) -> StorageError:
-    run_dir = Path(run_dir)
+def nothing_to_resume(run_dir: Path) -> StorageError:
     config, final, anew = run_dir / "config.yaml", run_dir / run_folder.FINAL, f"output={run_dir}-2"
     left = run_folder.manifest_of(final) is not None
     model = f", or from the trained model, with model={final}" if left else ""
@@ -310,7 +304,7 @@ def nothing_to_resume(run_dir: Path | str) -> StorageError:
     )
 
 
-def load_checkpoint(path: Path | str, engine: Checkpointable) -> dict[str, Any]:
+def load_checkpoint(path: Path, engine: Checkpointable) -> dict[str, Any]:
     """Restore every array of the engine bit for bit, and its counters.
 
     Of several ranks, however many have saved it, each reads its own shares; each file is read to
@@ -328,7 +322,7 @@ def load_checkpoint(path: Path | str, engine: Checkpointable) -> dict[str, Any]:
         ConfigError: it is of another model, precision or optimizer.
     """
     with engine.store.world.together():
-        about = _load(Path(path), engine)
+        about = _load(path, engine)
     engine.load_state(about["engine"])  # ranks may wait for each other
     state: dict[str, Any] = about["state"]
     return state
@@ -338,7 +332,6 @@ def _load(path: Path, engine: Checkpointable) -> dict[str, Any]:
     """Restore all but the engine's counters; returns what `read_about` does."""
     with _damage():
         saved = manifest.verify_checkpoint(path, deep=False)
-        tensor_files = {n: file for n, file in saved.files.items() if n.endswith(".safetensors")}
         about = read_about(path)
         if about["step"] != saved.step:
             raise StorageError(
@@ -371,10 +364,10 @@ def _load(path: Path, engine: Checkpointable) -> dict[str, Any]:
             logger.warning(f"{path / name}: does not belong to this checkpoint and is not read")
     for block in engine.anatomy.blocks:
         engine.wait_ready(block.index)  # wait: a pending update still writes the arrays
-    sizes = {name: file.nbytes for name, file in tensor_files.items()}
+    sizes = {n: file.nbytes for n, file in saved.files.items() if n.endswith(".safetensors")}
     safetensors.in_parallel(
         [
-            partial(_restore, engine, path, tensor_files[name], transfers.get(name, ()), how)
+            partial(_restore, engine, path, saved.files[name], transfers.get(name, ()), how)
             for name, how in readings(sizes, engine.store.world, manifest.verifies()).items()
         ]
     )

@@ -226,16 +226,18 @@ def rope_keys(config: PretrainedConfig) -> dict[str, Any]:
     return keys
 
 
-def rope_tensors(config: PretrainedConfig) -> dict[str, torch.Tensor]:
-    """By how much scaling slows each frequency, float32 [rotated / 2], by the tensors' names."""
+def rope_tensors(config: PretrainedConfig) -> list[TensorSource]:
+    """By how much scaling slows each frequency, float32 [rotated / 2], if it does."""
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
     rope, _ = _ropes(config)
     if rope.get("rope_type") != "llama3":
-        return {}
+        return []
     scaled = ROPE_INIT_FUNCTIONS["llama3"](config, "cpu")[0]
     steps = torch.arange(0, 2 * len(scaled), 2, dtype=torch.float32) / (2 * len(scaled))
-    return {"rope_freqs.weight": 1 / (rope["rope_theta"] ** steps) / scaled}
+    values = 1 / (rope["rope_theta"] ** steps) / scaled
+    whole = partial(iter, [values])
+    return [TensorSource("rope_freqs.weight", values.dtype, tuple(values.shape), whole)]
 
 
 def _ropes(config: Any) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -341,10 +343,7 @@ def _named(
 
     arch = next(a for a, name in gguf.MODEL_ARCH_NAMES.items() if name == family.architecture)
     names = gguf.get_tensor_name_map(arch, config.num_hidden_layers)
-    found: dict[str, dict[int, TensorSource]] = {}
-    for name, values in rope_tensors(config).items():
-        shape = tuple(values.shape)
-        found[name] = {0: TensorSource(name, values.dtype, shape, partial(iter, [values]))}
+    found = {source.name: {0: source} for source in rope_tensors(config)}
     for source in sources:
         expert = EXPERT.search(source.name)
         own = EXPERT.sub(".experts.", source.name)

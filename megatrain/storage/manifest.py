@@ -137,12 +137,11 @@ def describe_files(folder: Path, names: Iterable[str]) -> list[WrittenFile]:
         return in_parallel([partial(describe, name) for name in names])
 
 
-def verify_checkpoint(checkpoint: Path | str, deep: bool = True) -> Manifest:
+def verify_checkpoint(checkpoint: Path, deep: bool = True) -> Manifest:
     """Check that a checkpoint is complete, of one step, and has no stray files that would be read.
     deep: that every byte is as saved; else only small files are hashed. Raises StorageError."""
     from megatrain.storage.safetensors import read_header
 
-    checkpoint = Path(checkpoint)
     manifest = read_manifest(checkpoint)
     with system_errors(checkpoint, "read it"):
         for name, file in manifest.files.items():

@@ -26,7 +26,7 @@ from megatrain.storage.hashed_file import WrittenFile, write_bytes
 from megatrain.storage.manifest import EVERY_STEP, MANIFEST, Manifest, read_bytes, read_manifest
 from megatrain.storage.run_folder import CONFIG, PASSENGERS
 from megatrain.storage.safetensors import StoredTensor, TensorSource, dtype_name, read_header
-from megatrain.storage.sharded_write import write_files
+from megatrain.storage.sharded_write import Plan, write_files
 from megatrain.world import World
 
 # Files beside the weights that neither the tokenizer nor transformers' configurations write.
@@ -130,9 +130,7 @@ def is_passthrough(path: Path) -> bool:
     return read_header(path).metadata.get("step") == EVERY_STEP
 
 
-def keep_once(
-    run_dir: Path, plan: Mapping[str, list[TensorSource]], world: World
-) -> list[WrittenFile]:
+def keep_once(run_dir: Path, plan: Plan, world: World) -> list[WrittenFile]:
     """Write the unchanged tensors into the run's own folder, unless they are there. Those of a
     folder without any checkpoint may be another model's. Raises StorageError."""
     if not plan:

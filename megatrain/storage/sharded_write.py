@@ -271,10 +271,6 @@ class _Sender:
         return torch.zeros(nbytes, dtype=torch.uint8)
 
 
-class _Abandoned(Exception):
-    """No more messages come for a file that is not complete."""
-
-
 class _Writer:
     """A thread that writes files from the messages it receives. failure: the exception that ended
     it; later messages are dropped. written: files that are complete."""
@@ -306,7 +302,7 @@ class _Writer:
                     replace(s, pieces=partial(self._received, s)) if s.owned else s for s in sources
                 ]
                 self.written.append(self._write(name, fed))
-        except _Abandoned:
+        except EOFError:  # no more messages come for a file that is not complete
             pass
         except Exception as error:  # noqa: BLE001  all ranks raise it
             self.failure = error
@@ -318,7 +314,7 @@ class _Writer:
         while left:
             message = self._next()
             if message is None:
-                raise _Abandoned
+                raise EOFError
             left -= len(message)
             yield message.view(source.dtype)
 

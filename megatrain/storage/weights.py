@@ -30,9 +30,6 @@ from megatrain.storage.run_folder import CONFIG
 from megatrain.storage.safetensors import StoredTensor, dtype_name
 from megatrain.storage.sharded_write import readings
 
-SUFFIX = ".safetensors"
-
-
 # `chunks(start, stop)` yields (first element, flat values) in order: of all of the tensor by
 # default, else at least of those elements.
 Candidate = StoredTensor | Derived
@@ -161,7 +158,7 @@ def copy_in(
                 raise manifest.damaged(path)
 
     by_file: dict[Path, list[tuple[ParameterPlace, StoredTensor]]] = {
-        path: [] for path in sums if path.suffix == SUFFIX
+        path: [] for path in sums if path.suffix == ".safetensors"
     }
     copies: list[Callable[[], None]] = []
     for place, name in sorted(found.names.items(), key=lambda item: candidates[item[1]].where):

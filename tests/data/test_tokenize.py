@@ -201,8 +201,8 @@ def test_the_share_is_a_tenth(share):
     counts = Counts(
         tokens=10_000, truncated=1, truncated_tokens=round(share * 10_000), longest=2000
     )
-    assert bool(rows.cut_warnings(counts, 64)) == (share > 0.1)
-    assert rows.cut_warnings(counts, None) == []
+    assert bool(rows.cut_warnings(counts, 64, "keep_start")) == (share > 0.1)
+    assert rows.cut_warnings(counts, None, "keep_start") == []
 
 
 def test_the_end_of_one_answer_is_worth_a_warning(encode):
