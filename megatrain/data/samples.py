@@ -215,7 +215,8 @@ def turns_of(turns: list[object], name: str) -> tuple[Message, ...]:
 def _openai_turn(turn: Row, place: str) -> tuple[Message, list[str]]:
     """The message of a turn, and the names of its fields that nobody reads. Raises RowError."""
     role = ROLES[one_of(ROLES, turn, "role", place)]
-    calls = calls_of(turn, place)
+    called = next((name for name in reversed(CALLS) if is_given(turn.get(name))), None)
+    calls = [] if called is None else parsed_calls(turn[called], label(called, place))
     if calls and role != "assistant":
         raise RowError(f"{place}.tool_calls: only the assistant's turns have calls")
     content, images, unread = _content(turn, place, role in MAY_BE_EMPTY, calls != [])
@@ -307,12 +308,6 @@ def tools_of(row: Row, bare: bool = False) -> tuple[Tool, ...]:
             raise RowError(f"{name}[{number}].function: expected an object")
         text_value(function, "name", f"{name}[{number}]")
     return tuple(tools)
-
-
-def calls_of(turn: Row, place: str) -> list[dict[str, Any]]:
-    """The calls of an assistant's turn, their arguments as objects. Raises RowError."""
-    given = next((name for name in reversed(CALLS) if is_given(turn.get(name))), None)
-    return [] if given is None else parsed_calls(turn[given], label(given, place))
 
 
 def parsed_calls(value: object, place: str) -> list[dict[str, Any]]:

@@ -132,7 +132,8 @@ def _write(
     with run_folder.new_folder(target, run_dir / f"{target.name}.tmp") as folder:
         (folder / "optimizer").mkdir()
         metadata, plan = {"format": "pt", "step": str(step)}, export.weight_plan(engine)
-        unchanged = export.passthrough_files(engine, plan)
+        names = {source.name for source in export.unchanged(engine)}  # share no file with others
+        unchanged = {file: sources for file, sources in plan.items() if sources[0].name in names}
         kept = passthrough.keep_once(run_dir, unchanged, world)
         for file in kept:
             own = run_dir / run_folder.PASSENGERS / file.name

@@ -142,14 +142,6 @@ def unchanged(engine: Exportable) -> list[TensorSource]:
     return found
 
 
-def passthrough_files(
-    engine: Exportable, plan: Mapping[str, list[TensorSource]]
-) -> dict[str, list[TensorSource]]:
-    """The files of a `weight_plan` that hold what no step changes."""
-    names = {source.name for source in unchanged(engine)}
-    return {file: sources for file, sources in plan.items() if sources[0].name in names}
-
-
 def save_pretrained(
     engine: Exportable,
     folder: Path | str,

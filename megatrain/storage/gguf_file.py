@@ -324,21 +324,8 @@ def write_gguf(
 def _tensors(
     family: Family, config: PretrainedConfig, sources: Sequence[TensorSource], dtype: torch.dtype
 ) -> list[Tensor]:
-    """All tensors of a file. Raises ModelError for one without a name in GGUF."""
-    found = []
-    for name, parts in _named(family, config, sources).items():
-        experts = (len(parts),) if EXPERT.search(parts[0].name) else ()
-        whole = torch.empty((*experts, *parts[0].shape), device="meta")
-        shape = tuple(family.changed(name, whole, config).shape)
-        exact = len(shape) < 2 or "ffn_gate_inp" in name  # which readers want in float32
-        found.append(Tensor(name, parts, shape, torch.float32 if exact else dtype))
-    return found
-
-
-def _named(
-    family: Family, config: PretrainedConfig, sources: Sequence[TensorSource]
-) -> dict[str, list[TensorSource]]:
-    """Sources by their names in GGUF, a mixture's experts under one."""
+    """All tensors of a file, a mixture's experts under one name. Raises ModelError for one without
+    a name in GGUF."""
     import gguf
 
     arch = next(a for a, name in gguf.MODEL_ARCH_NAMES.items() if name == family.architecture)
@@ -354,7 +341,15 @@ def _named(
         if known is None or number in found.get(known, {}):
             raise _beyond_gguf(config, f"a tensor {source.name}")
         found.setdefault(known, {})[number] = source
-    return {name: [parts[at] for at in sorted(parts)] for name, parts in found.items()}
+    tensors = []
+    for name, by_number in found.items():
+        parts = [by_number[at] for at in sorted(by_number)]
+        experts = (len(parts),) if EXPERT.search(parts[0].name) else ()
+        whole = torch.empty((*experts, *parts[0].shape), device="meta")
+        shape = tuple(family.changed(name, whole, config).shape)
+        exact = len(shape) < 2 or "ffn_gate_inp" in name  # which readers want in float32
+        tensors.append(Tensor(name, parts, shape, torch.float32 if exact else dtype))
+    return tensors
 
 
 def _values(tensor: Tensor) -> torch.Tensor:

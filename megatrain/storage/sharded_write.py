@@ -157,7 +157,11 @@ def led(world: World, lead: Callable[[], T], plan: Callable[[], Plan]) -> T:
 
 def _write(order: _Order, plan: Plan, world: World) -> list[_Outcome]:
     """Write this rank's part. Returns every rank's outcome; raises if ranks cannot be reached."""
-    tracks = _tracks(plan, world)
+    width = max(1, safetensors.IO_THREADS // world.size)  # tracks that a rank writes at a time
+    of_track: dict[int, dict[str, Sequence[TensorSource]]] = {}
+    for name, number in assign_files(_sizes(plan), world.size * width).items():
+        of_track.setdefault(number, {})[name] = plan[name]
+    tracks = [_Track(number % world.size, files) for number, files in sorted(of_track.items())]
     write = partial(_write_file, order.folder, metadata=order.metadata)
     writers = {
         number: _Writer(write, track.files)
@@ -180,15 +184,6 @@ def _write(order: _Order, plan: Plan, world: World) -> list[_Outcome]:
             writer.end()
     files = [file for writer in writers.values() for file in writer.written]
     return world.all_gather((world.as_told(failure()), files))
-
-
-def _tracks(plan: Plan, world: World) -> list[_Track]:
-    """Assign files to tracks; every rank writes the files of several tracks at a time."""
-    width = max(1, safetensors.IO_THREADS // world.size)
-    of_track: dict[int, dict[str, Sequence[TensorSource]]] = {}
-    for name, number in assign_files(_sizes(plan), world.size * width).items():
-        of_track.setdefault(number, {})[name] = plan[name]
-    return [_Track(number % world.size, files) for number, files in sorted(of_track.items())]
 
 
 _Turn = tuple[int, int]  # a message of a file: its sender, its bytes
