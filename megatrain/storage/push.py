@@ -129,8 +129,11 @@ class Uploads:
         if not self._last.done():
             logger.info(f"{checkpoint}: is not uploaded, as the one before it still is")
             return
-        ours = shutil.ignore_patterns(*RUN_ONLY)
-        shutil.copytree(checkpoint, self._linked, ignore=ours, copy_function=link_or_copy)
+        for path in filter(Path.is_file, checkpoint.rglob("*")):
+            target = self._linked / path.relative_to(checkpoint)
+            if path.relative_to(checkpoint).parts[0] not in RUN_ONLY:
+                target.parent.mkdir(exist_ok=True, parents=True)
+                link_or_copy(path, target)
         self._last = self._thread.submit(self._upload, checkpoint, self._linked)
 
     def _upload(self, model: Path, folder: Path) -> None:

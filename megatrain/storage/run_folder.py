@@ -255,7 +255,7 @@ def point(run_dir: Path, name: str, target: Path) -> None:
     sync_folder(run_dir)
 
 
-def link_or_copy(source: Path | str, target: Path | str) -> None:
+def link_or_copy(source: Path, target: Path) -> None:
     """Hard-link a file; copy it if the target is on another file system or one without links."""
     try:
         os.link(source, target)
