@@ -329,7 +329,11 @@ def encode_batch(
         for ids, _ in sides:
             counts.saw(int(ids.max()) if len(ids) else -1, raw.where)
             counts.unknown += int((ids == encoder.unknown).sum())
-        _count(texts, counts)
+        counts.rewritten_turns += sum(text.rewritten for text in texts)
+        notes = (note for text in texts for note in text.notes)
+        count_up(counts.notes, dict.fromkeys(notes, 1))  # once where it holds for both sides
+        if wrapping := texts[0].wrapping:
+            count_up(counts.wrapped, {wrapping: 1})
         begin_row(number)
         pictures = texts[0].pictures
         if pictures and any(len(ids) > (options.seq_len or len(ids)) for ids, _ in sides):
@@ -380,15 +384,6 @@ def about_row(batch: RawBatch, number: int) -> tuple[str, str]:
         return f"{where}: the tokenizer", "for them; use another, or take out the row"
     before, after = ABOUT_TEMPLATE
     return f"{batch.rows[number].where}: {before}", after
-
-
-def _count(texts: Sequence[Marked], counts: Counts) -> None:
-    """Count notes about a row, each once where it holds for both sides."""
-    for text in texts:
-        counts.rewritten_turns += text.rewritten
-    count_up(counts.notes, dict.fromkeys((note for text in texts for note in text.notes), 1))
-    if wrapping := texts[0].wrapping:
-        count_up(counts.wrapped, {wrapping: 1})
 
 
 def _begun_alike(sides: tuple[Tokens, ...]) -> tuple[Tokens, ...]:

@@ -321,9 +321,15 @@ def parsed_calls(value: object, place: str) -> list[dict[str, Any]]:
         if not isinstance(function, Mapping):
             raise RowError(f"{where}.function: expected an object, found {type_name(function)}")
         name = text_value(function, "name", where)
-        arguments = _arguments(function.get("arguments"), f"{where}.arguments")
+        given = function.get("arguments")
+        if not is_given(given) or (isinstance(given, str) and not given.strip()):
+            given = {}
+        arguments = _parsed(given, f"{where}.arguments")
+        if not isinstance(arguments, Mapping):
+            found = f"an object or JSON text of one, found {type_name(arguments)}"
+            raise RowError(f"{where}.arguments: expected {found}")
         kind = wrapped.get("type") or "function"
-        function = {**function, "name": name, "arguments": arguments}
+        function = {**function, "name": name, "arguments": dict(arguments)}
         calls.append({**wrapped, "type": kind, "function": function})
     return calls
 
@@ -339,15 +345,6 @@ def schema_texts(value: object) -> Iterator[str]:
 
 def _function(function: Mapping[str, Any]) -> dict[str, Any]:
     return {"type": "function", "function": dict(function)}
-
-
-def _arguments(value: object, place: str) -> dict[str, Any]:
-    if not is_given(value) or (isinstance(value, str) and not value.strip()):
-        return {}
-    found = _parsed(value, place)
-    if not isinstance(found, Mapping):
-        raise RowError(f"{place}: expected an object or JSON text of one, found {type_name(found)}")
-    return dict(found)
 
 
 def _objects(value: object, place: str) -> list[Mapping[str, Any]]:

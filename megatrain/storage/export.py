@@ -179,8 +179,7 @@ def describe_source(
     if source is None:
         return None, None
     if source.kind == "gguf":
-        read = partial(pretrained.load_config_and_tokenizer, source, trust_remote_code)
-        found = _or_none(read)
+        found = _or_none(partial(pretrained.load_config_and_tokenizer, source, trust_remote_code))
         return found[1:] if found else (None, None)
     tokenizer = _or_none(partial(pretrained.load_tokenizer, source, trust_remote_code))
     return tokenizer, _or_none(partial(pretrained.load_generation_config, source))
