@@ -201,6 +201,5 @@ class _Reader:
             if first := entries.get(key.value):
                 reason = f"{key.value}: set twice, first at {first.place}; keep one"
                 raise self.wrong(key.start_mark, reason)
-            place = self.place(key.start_mark)
-            entries[key.value] = Located(self.value(value, depth + 1), place)
+            entries[key.value] = Located(self.value(value, depth + 1), self.place(key.start_mark))
         return merged | entries

@@ -257,8 +257,7 @@ class _Collector:
                 self.problems.append(leaf.problem(str(error)))
                 return
             leaf, self.rows = replace(leaf, value=value), self.rows | rows
-        pair = isinstance(leaf.value, list) and len(leaf.value) == 2
-        if leaf.key == BETAS and pair:
+        if leaf.key == BETAS and isinstance(leaf.value, list) and len(leaf.value) == 2:
             for key, beta in zip((n.BETA1, n.BETA2), leaf.value, strict=True):
                 self._add(replace(leaf, key=key, value=beta))
             return

@@ -367,8 +367,7 @@ def weighted(rows: TokenRows, parts: Sequence[Part], seed: int) -> TokenRows:
     weights = [Fraction(part.weight) for part in parts if part.weight is not None]
     if not weights:
         return rows
-    ends = np.cumsum(rows.counts.parts)
-    of_part = np.searchsorted(ends, rows.chosen, side="right")
+    of_part = np.searchsorted(np.cumsum(rows.counts.parts), rows.chosen, side="right")
     places = [np.flatnonzero(of_part == number) for number in range(len(parts))]
     if empty := [part.path for part, found in zip(parts, places, strict=True) if not len(found)]:
         raise DataError(f"{empty[0]}: no row of it is left to train on, so it can have no weight")

@@ -205,8 +205,7 @@ def cached_set(folder: Path) -> TokenRows | None:
     try:
         about = _read_about(folder / ABOUT_SET)
         places = [folder / name_of(number) for number in range(len(about["shards"]))]
-        owns = [shard and shard.own for shard in _read_shards(places)]
-        if owns == about["shards"]:
+        if [shard and shard.own for shard in _read_shards(places)] == about["shards"]:
             return _rows_in(places, Counts(**about["counts"]), about["kind"])
     except FileNotFoundError:
         return None

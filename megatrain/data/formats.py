@@ -218,8 +218,7 @@ def _of_texts(row: Row) -> Chats:
     for name, text in zip(_ANSWERS, texts, strict=True):
         if not text[start:].strip():
             raise RowError(f"field {name!r}: holds no answer behind the prompt")
-    asked = (Message("user", prompt),)
-    sides = [(asked, (Message("assistant", text[start:]),)) for text in texts]
+    sides = [((Message("user", prompt),), (Message("assistant", text[start:]),)) for text in texts]
     return _pair(row, sides, _ANSWERS[0])
 
 
@@ -231,8 +230,7 @@ def _of_conversations(row: Row) -> Chats:
             "fields 'chosen' and 'rejected' have no turn in common to begin with, so there is no "
             "prompt in them; give it in a column 'prompt'"
         )
-    sides = [(side[:start], side[start:]) for side in (chosen, rejected)]
-    return _pair(row, sides, _ANSWERS[0])
+    return _pair(row, [(side[:start], side[start:]) for side in (chosen, rejected)], _ANSWERS[0])
 
 
 def _pair(row: Row, sides: Sequence[tuple[Messages, Messages]], prompt: str) -> Chats:

@@ -75,8 +75,7 @@ def _runs_of_pairs(lengths: IndexArray, pack_to: int | None, regimes: Regimes) -
         apart = members if pack_to is None else members[lengths[members].sum(1) > pack_to]
         sequences = [[2 * pair + side] for pair in apart.tolist() for side in (0, 1)]
         if pack_to is None:
-            widths = np.repeat(longer[members], 2).tolist()
-            yield RowRun(widths, sequences, twos=len(sequences))
+            yield RowRun(np.repeat(longer[members], 2).tolist(), sequences, twos=len(sequences))
             continue
         twos = len(sequences)
         both = lengths.sum(1)

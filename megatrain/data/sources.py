@@ -116,8 +116,7 @@ def _several(parts: Sequence[Part], split: str | None, streaming: bool) -> Sourc
                 yield replace(row, part=number, format=part.format)
 
     name = opened[0].name + (f" and {len(parts) - 1} more" if len(parts) > 1 else "")
-    formats = [part.format for part in parts]
-    identity = json.dumps([[source.identity for source in opened], formats])
+    identity = json.dumps([[source.identity for source in opened], [part.format for part in parts]])
     notes = tuple(chain.from_iterable(source.notes for source in opened))
     sizes = [source.size for source in opened]
     size = None if None in sizes else sum(filter(None, sizes))

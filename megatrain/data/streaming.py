@@ -143,8 +143,7 @@ class Stream:
         while windows is None or len(self._known) < windows:
             if self.window(len(self._known)) is None:
                 break
-        digests = " ".join(digest for _, digest in self._known[:windows])
-        return digest_of(digests, 8)
+        return digest_of(" ".join(digest for _, digest in self._known[:windows]), 8)
 
     def used(self, position: Position) -> str:
         """The share of the set that was trained on up to there, in words."""

@@ -222,8 +222,7 @@ class Template:
     def stop(self) -> str | None:
         """The token that ends an answer, else the one with which the next turn begins, if any."""
         ending = self._ending.match(self._behind_answer(ANSWERED))
-        following = self.next_token.match(self._behind_answer(FOLLOWED))
-        found = ending or following
+        found = ending or self.next_token.match(self._behind_answer(FOLLOWED))
         return found[1] if found else None
 
     def last_token(self, text: str) -> str | None:

@@ -136,8 +136,7 @@ def _write(
         unchanged = {file: sources for file, sources in plan.items() if sources[0].name in names}
         kept = passthrough.keep_once(run_dir, unchanged, world)
         for file in kept:
-            own = run_dir / run_folder.PASSENGERS / file.name
-            run_folder.link_or_copy(own, folder / file.name)
+            run_folder.link_or_copy(run_dir / run_folder.PASSENGERS / file.name, folder / file.name)
         states = _optimizer_plan(engine)
         files = write_model(folder, plan, metadata, states, there=unchanged, world=world)
         export.write_description(folder, engine, tokenizer, generation_config)

@@ -139,8 +139,7 @@ def keep_once(run_dir: Path, plan: Plan, world: World) -> list[WrittenFile]:
     kept = _kept(folder) if run_folder.has_begun(run_dir) else None
     if kept is None or kept.keys() != plan.keys():
         with run_folder.new_folder(folder, run_dir / f"{PASSENGERS}.tmp") as partial_folder:
-            metadata = {"format": "pt", "step": EVERY_STEP}
-            files = write_files(partial_folder, plan, metadata, world)
+            files = write_files(partial_folder, plan, {"format": "pt", "step": EVERY_STEP}, world)
             kept = {file.name: file for file in files}
             write_bytes(partial_folder / MANIFEST, Manifest(0, 0, kept).encode())
     return list(kept.values())
